@@ -1,0 +1,168 @@
+"""What a plugin hands over: a :class:`Backend` and its answer to "can you run here?".
+
+A chip author subclasses :class:`Backend`, sets five class attributes and writes ``probe``; all
+else has a documented default. How plugins are found and chosen is the registry's business.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from anychip.contract.collectives import Communicator, SoloCommunicator
+from anychip.contract.device import DeviceInterface
+from anychip.contract.errors import UnsupportedError
+from anychip.contract.memory import Memory
+from anychip.contract.operator import OperatorTable
+
+API_VERSION = (1, 0)
+"""Version of this contract, (major, minor). A plugin made for another major, or for a higher minor
+than the core's, is incompatible; for a lower minor it works: every new method has a default."""
+
+Status = Literal["ready", "unavailable", "incompatible", "broken"]
+Kind = Literal["accelerator", "host"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """The answer to "can this backend run here?".
+
+    Attributes:
+        status: ready; unavailable (no device or driver); incompatible (versions); broken.
+        reason: one line; for a ready backend what it found.
+        fix: the command or step that helps, if one is known.
+        kind: a ready backend is an ``accelerator`` or the ``host`` itself.
+        device_count: devices found.
+        device_type: torch's name for the device type; filled in by the registry.
+    """
+
+    status: Status
+    reason: str
+    fix: str | None = None
+    kind: Kind = "accelerator"
+    device_count: int = 0
+    device_type: str | None = None
+
+    @classmethod
+    def ready(cls, device_count: int, *, kind: Kind = "accelerator", reason: str = "") -> Probe:
+        """The backend can run; ``device_count`` is at least 1."""
+        if device_count < 1:
+            raise ValueError(f"Probe.ready needs at least one device, got {device_count}")
+        found = reason or f"{device_count} device{'s' if device_count > 1 else ''}"
+        return cls(status="ready", reason=found, kind=kind, device_count=device_count)
+
+    @classmethod
+    def unavailable(cls, reason: str, *, fix: str | None = None) -> Probe:
+        """There is no device, driver or build; ``reason`` is one line a person understands."""
+        return cls(status="unavailable", reason=reason, fix=fix)
+
+    @classmethod
+    def incompatible(cls, reason: str, *, fix: str | None = None) -> Probe:
+        """Something is there, but its version does not fit."""
+        return cls(status="incompatible", reason=reason, fix=fix)
+
+    @classmethod
+    def broken(cls, reason: str, *, fix: str | None = None) -> Probe:
+        """The plugin itself failed; ``reason`` names the exception or signal."""
+        return cls(status="broken", reason=reason, fix=fix)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON values."""
+        return asdict(self)
+
+
+class Finding(NamedTuple):
+    """One line of a backend's diagnosis: a part that was looked at, and whether it works.
+
+    Attributes:
+        ok: the part is there and works.
+        text: one line: what was looked at and what was found.
+        fix: the command or step that helps, if one is known.
+    """
+
+    ok: bool
+    text: str
+    fix: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One line of a :class:`Decision`: a plugin that was looked at, and what became of it."""
+
+    name: str
+    accepted: bool
+    why: str
+    status: Status | None
+    distribution: str | None
+    version: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """Why a backend was chosen: who asked, every candidate, and the reason for each."""
+
+    name: str
+    asked_by: Literal["argument", "environment", "config", "automatic", "device type"]
+    candidates: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        chosen = next(c for c in self.candidates if c.accepted)
+        return f"backend {self.name} ({self.asked_by}: {chosen.why})"
+
+
+class Backend(DeviceInterface, ABC):
+    """A chip: devices, memory, operators, collectives.
+
+    Class attributes:
+        name: the backend's name, equal to its entry point's.
+        device_type: torch's device type that it serves, like ``"cpu"``.
+        c10d_backend: torch.distributed's backend for it, or None when it has none.
+        api: the :data:`API_VERSION` it was written for.
+        operators: the rows it brings.
+    """
+
+    name: ClassVar[str]
+    device_type: ClassVar[str]
+    c10d_backend: ClassVar[str | None] = None
+    api: ClassVar[tuple[int, int]]
+    operators: ClassVar[OperatorTable]
+    decision: Decision | None = None
+    """Set by the registry when the backend is chosen."""
+
+    @abstractmethod
+    def probe(self) -> Probe:
+        """Says whether the backend can run here. Runs in a child process unless it was named.
+
+        Asks only: no device context, no allocation, no torch import unless nothing else can tell.
+        """
+
+    def diagnose(self) -> Sequence[Finding]:
+        """Parts of the backend worth a line in ``anychip doctor``: native module, driver ...
+
+        Under the rules of ``probe`` and after it, in a child process. Optional: by default the
+        answer of ``probe`` is all there is to say.
+        """
+        return ()
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The memory part; a chip that overrides some of it returns a subclass."""
+        return Memory(self)
+
+    def communicator(self) -> Communicator:
+        """The communicator over all ranks of this job.
+
+        Raises:
+            UnsupportedError: more than one rank; the collectives are not part of this version.
+        """
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise UnsupportedError(
+                f"backend {self.name!r}: {dist.get_world_size()} ranks are running, and this "
+                "version of anychip has collectives for one rank only"
+            )
+        return SoloCommunicator()

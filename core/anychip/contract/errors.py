@@ -1,0 +1,70 @@
+"""What can go wrong, one type per kind of answer a caller can give.
+
+A message says what was expected, what was got, where (backend, operator, rank) and what to do.
+Running out of device memory is always ``torch.OutOfMemoryError`` and has no type of ours.
+"""
+
+from __future__ import annotations
+
+
+class AnychipError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ContractError(AnychipError, TypeError):
+    """A plugin, backend or operator row does not keep to the contract; a mistake of its author."""
+
+
+class UnsupportedError(AnychipError, NotImplementedError):
+    """A capability that this backend does not declare, or that this version does not have.
+
+    Permanent for the given backend and version; never raised because a call failed.
+    """
+
+
+class UnknownBackendError(AnychipError, ValueError):
+    """No installed plugin has the name that was asked for."""
+
+
+class AmbiguousBackendError(AnychipError, ValueError):
+    """More than one answer is possible, and the user has to choose."""
+
+
+class BackendUnavailableError(AnychipError, RuntimeError):
+    """The backend that was asked for cannot run here.
+
+    Args:
+        name: the backend's name.
+        status: ``unavailable``, ``incompatible`` or ``broken``, as in :class:`anychip.Probe`.
+        reason: one line.
+        fix: what a person can type or do about it, or None when nothing is known.
+    """
+
+    def __init__(self, name: str, status: str, reason: str, fix: str | None = None) -> None:
+        self.name, self.status, self.reason, self.fix = name, status, reason, fix
+        advice = f"\n  to fix it: {fix}" if fix else ""
+        super().__init__(f"backend {name!r} cannot run here ({status}): {reason}{advice}")
+
+
+class DeviceError(AnychipError, RuntimeError):
+    """A driver call failed.
+
+    Args:
+        where: backend and call, like ``"acme: synchronize(device 0)"``.
+        code: the driver's status number.
+        label: the driver's name for it.
+        detail: the driver's text, if it has one.
+    """
+
+    def __init__(self, where: str, code: int, label: str, detail: str = "") -> None:
+        self.code, self.label, self.detail = code, label, detail
+        text = f"{where} failed with {label} ({code})"
+        super().__init__(f"{text}: {detail}" if detail else text)
+
+
+class FallbackError(AnychipError, RuntimeError):
+    """The policy is ``strict`` and only the reference could serve the call; nothing was written."""
+
+
+class OverlapError(AnychipError, ValueError):
+    """Two tensors of an in-place call share memory, so its result would depend on the order."""

@@ -1,0 +1,126 @@
+"""What a chip says about its memory: storages, statistics with a defined meaning, host copies.
+
+Lifetime rule: a kernel runs on torch's current stream of its tensors' device. Outputs and scratch
+come from torch's allocator on that stream. Code that uses another stream makes it wait for the
+current one, calls ``record_stream`` on every tensor, and makes the current stream wait at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from anychip.contract.device import DeviceInterface
+
+if TYPE_CHECKING:
+    import torch
+
+
+class MemoryStats(NamedTuple):
+    """Bytes of one device at one moment.
+
+    Attributes:
+        allocated: in live storages; grows by at least ``n`` when ``n`` bytes are allocated.
+        reserved: held from the driver or system, free blocks included; never below ``allocated``.
+        peak_allocated: highest ``allocated`` since start or the last reset; None without the
+            capability ``memory_peak``. Never falls between two resets, never below ``allocated``.
+    """
+
+    allocated: int
+    reserved: int
+    peak_allocated: int | None
+
+
+class MemoryInfo(NamedTuple):
+    """Bytes of one device as the driver sees them, other processes included."""
+
+    free: int
+    total: int
+
+
+class Memory:
+    """The memory part of a backend; a chip overrides what torch's device module does not give."""
+
+    def __init__(self, backend: DeviceInterface) -> None:
+        self.backend = backend
+
+    def allocate(self, nbytes: int, index: int | None = None) -> torch.UntypedStorage:
+        """A storage of ``nbytes`` bytes, contents undefined; freed when the last reference goes.
+
+        Raises:
+            torch.OutOfMemoryError: with the sizes asked for and free. The device stays usable.
+            ValueError: a negative size.
+        """
+        import torch
+
+        if nbytes < 0:
+            raise ValueError(f"allocate: nbytes must be at least 0, got {nbytes}")
+        with self.out_of_memory(nbytes, index):
+            return torch.UntypedStorage(nbytes, device=self.backend.device(index))
+
+    @contextmanager
+    def out_of_memory(self, nbytes: int, index: int | None = None) -> Iterator[None]:
+        """Turns an adapter's own allocation failure into ``torch.OutOfMemoryError``."""
+        import torch
+
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            free, total = self.info(index)
+            raise torch.OutOfMemoryError(
+                f"backend {self.backend.name!r}: cannot allocate {nbytes} bytes on "
+                f"{self.backend.device(index)}: {free} of {total} bytes are free"
+            ) from error
+
+    def stats(self, index: int | None = None) -> MemoryStats:
+        """Statistics of torch's allocator for the device. Needs the capability ``memory_stats``."""
+        self.backend.require("memory_stats", "memory.stats()")
+        module, device = self.backend.device_module(), self.backend.device(index)
+        peak = None
+        if "memory_peak" in self.backend.capabilities:
+            peak = int(module.max_memory_allocated(device))
+        return MemoryStats(
+            int(module.memory_allocated(device)), int(module.memory_reserved(device)), peak
+        )
+
+    def reset_peak(self, index: int | None = None) -> None:
+        """Sets ``peak_allocated`` to what is allocated now. Needs ``memory_peak``."""
+        self.backend.require("memory_peak", "memory.reset_peak()")
+        self.backend.device_module().reset_peak_memory_stats(self.backend.device(index))
+
+    def info(self, index: int | None = None) -> MemoryInfo:
+        """Free and total bytes of the device, as the driver reports them."""
+        free, total = self.backend.device_module().mem_get_info(self.backend.device(index))
+        return MemoryInfo(int(free), int(total))
+
+    def empty_cache(self) -> None:
+        """Gives cached free blocks back to the driver. What is allocated stays as it is."""
+        self.backend.require("memory_stats", "memory.empty_cache()")
+        self.backend.device_module().empty_cache()
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of page-locked host memory as a uint8 tensor. Needs ``pinned_memory``."""
+        import torch
+
+        self.backend.require("pinned_memory", "memory.pinned()")
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy_async(
+        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None = None
+    ) -> None:
+        """Queues ``target[...] = source`` on ``stream`` (None: the current one) and returns.
+
+        ``source`` must stay unchanged until the stream has passed this point; both tensors are
+        recorded on the stream. Complete for the host only after a synchronisation.
+        """
+        if stream is None:
+            target.copy_(source, non_blocking=True)
+            return
+        with self.backend.use_stream(stream):
+            target.copy_(source, non_blocking=True)
+        for tensor in (target, source):
+            if tensor.device.type == self.backend.device_type:
+                tensor.record_stream(stream)

@@ -1,0 +1,322 @@
+"""What an operator is (:class:`OperatorSpec`) and how a chip provides it (:class:`OperatorTable`).
+
+A spec is the one row from which dispatch, autograd, fallback, conformance cases, benchmark rows and
+documentation come. How a row is picked at a call is the business of ``anychip.dispatch``; the
+independent oracle of an operator lives in ``anychip.conformance``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+from anychip.contract.errors import ContractError
+
+if TYPE_CHECKING:
+    import torch
+
+Function = Callable[..., Any]
+F = TypeVar("F", bound=Function)
+Direction = Literal["forward", "backward"]
+RowKind = Literal["native", "mapped", "compiled", "reference"]
+Limit = range | frozenset[int] | set[int]
+Autocast = Literal["lower", "fp32", "promote", "none"]
+Determinism = Literal["bitwise", "unordered"]
+
+
+class Residual(NamedTuple):
+    """A tensor that the forward direction leaves for the backward one, besides its outputs.
+
+    Attributes:
+        name: as the backward row names it.
+        shape: in terms of the arguments, for people.
+        dtype: torch's name for it, like ``"float32"``.
+    """
+
+    name: str
+    shape: str
+    dtype: str
+
+
+class Cost(NamedTuple):
+    """What one call must move and compute at least: the roofline's two numbers."""
+
+    nbytes: int
+    flops: int
+
+
+class Bound(NamedTuple):
+    """The constants of the error bound ``error / (ulp(want) / 2 + c * u_acc * kappa)``.
+
+    Attributes:
+        forward: roundings on the longest path from an input to an output, c for a reduction of
+            length 1. A reduction of length n adds n in the worst case and sqrt(n) in the
+            statistical one.
+        backward: the same for the gradients.
+        length: length of the reduction, given the call's arguments.
+    """
+
+    forward: float
+    backward: float
+    length: Callable[..., int]
+
+
+class Sample(NamedTuple):
+    """One call: positional arguments in the schema's order, and attributes."""
+
+    args: tuple[Any, ...]
+    attrs: Mapping[str, Any]
+    label: str
+
+
+Placement = int | Literal["partial"] | None
+"""A tensor's place along one mesh axis: split along that dim, a term of a sum, or a full copy."""
+
+
+Placements = Sequence[tuple[Sequence[Placement], Sequence[Placement]]]
+"""Allowed combinations: placements of the results, then of the tensor arguments, in order."""
+
+
+class Sharding(NamedTuple):
+    """Under which placements the shards of an operator can be computed alone (for DTensor).
+
+    Each function takes the arguments of its direction, of which only shapes may be read. "All
+    replicated" is always allowed and need not be listed.
+    """
+
+    forward: Callable[..., Placements]
+    backward: Callable[..., Placements]
+
+
+class SampleMaker:
+    """Where sample inputs come from: makes seeded tensors of one dtype on one device."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        import torch
+
+        self.device, self.dtype = device, dtype
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(
+        self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Normal values times ``scale``; the same numbers on every device."""
+        import torch
+
+        values = torch.randn(shape, generator=self._generator, dtype=torch.float32) * scale
+        return values.to(dtype or self.dtype).to(self.device)
+
+    def integers(self, high: int, *shape: int) -> torch.Tensor:
+        """int64 values from 0 to ``high - 1``."""
+        import torch
+
+        return torch.randint(high, shape, generator=self._generator).to(self.device)
+
+    def scalar(self, value: float) -> torch.Tensor:
+        """A 0-dim float32 tensor."""
+        import torch
+
+        return torch.tensor(value, dtype=torch.float32, device=self.device)
+
+    def rng(self, seed: int, offset: int) -> torch.Tensor:
+        """An int64[2] (seed, offset) tensor for a random operator."""
+        import torch
+
+        return torch.tensor([seed, offset], dtype=torch.int64, device=self.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OperatorSpec:
+    """One operator, complete.
+
+    Attributes:
+        name: identifier; ``torch.ops.<namespace>.<name>`` and the key of every table.
+        signature: torch schema without the name, ``"(Tensor x, *, float eps=1e-06) -> Tensor"``.
+            Tensors are positional, everything else keyword-only. ``(a!)`` marks what is written.
+        equation: what is computed, in ASCII mathematics.
+        source: paper and equation, or page, that defines it.
+        forward: the reference: takes the arguments, returns outputs then residuals (a bare tensor
+            when there is only one), in plain torch that autograd can differentiate twice; or writes
+            in place and returns None.
+        fake: same call on tensors without data; returns empty outputs and residuals.
+        backward: reference backward, ``f(*output gradients, *saved, *, <attrs>, needs)``; ``needs``
+            says per differentiable argument whether its gradient is wanted; returns a tuple with a
+            gradient or None for each. None: the operator has no gradient.
+        residuals: what the forward returns after its outputs.
+        saved: names of arguments, outputs and residuals that the backward is given, in this order.
+        differentiable: names of the arguments that may require gradients.
+        double_backward: ``reference`` differentiates the reference forward; ``error`` refuses.
+        check: raises ValueError for shapes that do not fit together; called on every call.
+        fixed_dtypes: argument name to the one dtype it must have, like ``{"rng": "int64"}``. All
+            other floating-point tensors may have any of float32, float16 and bfloat16.
+        sizes: names the sizes that a row's ``limits`` may speak of, given the arguments.
+        autocast: under autocast, floating-point arguments are cast to its dtype (lower), to float32
+            (fp32), to the widest dtype among them (promote), or left alone (none).
+        sharding: placements under which shards can be computed alone, for DTensor. None: refused.
+        reduction: for a list operator over shards: how partial results join ("sum_of_squares" ...).
+        cost, backward_cost: the roofline's numbers.
+        determinism: ``bitwise``: same inputs, same bits, on every run.
+        aten: ATen operators that the reference needs on the device.
+        samples: sample calls for conformance and opcheck.
+        bound: constants of the error bound.
+        random: the operator takes ``rng``.
+        namespace: torch.library namespace; third parties use their own.
+    """
+
+    name: str
+    signature: str
+    equation: str
+    source: str
+    forward: Function
+    fake: Function
+    samples: Callable[[SampleMaker], Iterable[Sample]]
+    cost: Callable[..., Cost]
+    bound: Bound
+    backward: Function | None = None
+    backward_cost: Callable[..., Cost] | None = None
+    residuals: tuple[Residual, ...] = ()
+    saved: tuple[str, ...] = ()
+    differentiable: tuple[str, ...] = ()
+    double_backward: Literal["reference", "error"] = "reference"
+    check: Function | None = None
+    fixed_dtypes: Mapping[str, str] = field(default_factory=dict)
+    sizes: Callable[..., Mapping[str, int]] | None = None
+    autocast: Autocast = "none"
+    sharding: Sharding | None = None
+    reduction: str | None = None
+    determinism: Determinism = "bitwise"
+    aten: frozenset[str] = frozenset()
+    random: bool = False
+    namespace: str = "anychip"
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ContractError(f"operator name must be an identifier, got {self.name!r}")
+        if bool(self.differentiable) != (self.backward is not None):
+            raise ContractError(
+                f"operator {self.name!r}: a backward needs differentiable arguments and the other "
+                f"way round; got differentiable={self.differentiable}, backward={self.backward}"
+            )
+
+    def __repr__(self) -> str:
+        return f"OperatorSpec({self.namespace}::{self.name}{self.signature})"
+
+
+class Pair(NamedTuple):
+    """The second half of a paired row.
+
+    Attributes:
+        backward: ``f(*output gradients, *saved, *residuals, *, <attrs>, needs)``, where ``saved``
+            leaves out the spec's own residuals.
+        num_residuals: how many tensors the forward returns after its outputs.
+        fake_residuals: same call as the forward on tensors without data; returns them empty.
+    """
+
+    backward: Function
+    num_residuals: int
+    fake_residuals: Function
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Row:
+    """One implementation of one direction of an operator.
+
+    Attributes:
+        operator: name of the spec.
+        direction: which direction ``function`` computes.
+        function: called as the spec says.
+        kind: native (own kernel), mapped (a library's), compiled (by a compiler), reference.
+        dtypes: floating-point dtypes that it takes, over all arguments that the spec does not fix.
+        limits: size name to the values it takes; checked on every call.
+        accepts: further condition on a call; same arguments as ``function``; cheap, writes
+            nothing. Checked on every call.
+        contiguous: it takes contiguous tensors only.
+        alignment: every tensor's address must be a multiple of this many bytes (up to 64).
+        deterministic: it may run under torch's deterministic mode.
+        paired: a *paired* row's backward and its residuals; see :meth:`OperatorTable.pair`.
+    """
+
+    operator: str
+    direction: Direction
+    function: Function
+    kind: RowKind
+    dtypes: frozenset[torch.dtype] | None = None
+    limits: Mapping[str, Limit] = field(default_factory=dict)
+    accepts: Callable[..., bool] | None = None
+    contiguous: bool = False
+    alignment: int = 1
+    deterministic: bool = True
+    paired: Pair | None = None
+
+    @property
+    def label(self) -> str:
+        """Module and name of the function, for people."""
+        return f"{self.function.__module__}.{self.function.__qualname__}"
+
+
+class OperatorTable:
+    """The rows of a backend or kernel pack, in the order in which they are tried.
+
+    ``@table.forward("rms_norm", dtypes={torch.bfloat16}, limits={"hidden": range(1, 8193)})``
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[Row] = []
+
+    def forward(self, operator: str, **conditions: Any) -> Callable[[F], F]:
+        """Decorator: the function is a forward row (or the row of an in-place operator).
+
+        Keyword arguments are the conditions of :class:`Row`; ``kind`` is ``native`` unless given.
+        """
+        return self._add(operator, "forward", conditions)
+
+    def backward(self, operator: str, **conditions: Any) -> Callable[[F], F]:
+        """Decorator: the function is a split backward row, from the spec's canonical residuals."""
+        return self._add(operator, "backward", conditions)
+
+    def pair(
+        self,
+        operator: str,
+        *,
+        forward: Function,
+        backward: Function,
+        num_residuals: int,
+        fake_residuals: Function,
+        **conditions: Any,
+    ) -> None:
+        """Adds a *paired* row: residuals of its own, chosen for both directions or for neither."""
+        pair = Pair(backward, num_residuals, fake_residuals)
+        self._add(operator, "forward", {**conditions, "paired": pair})(forward)
+
+    def rows(self, operator: str, direction: Direction) -> tuple[Row, ...]:
+        """The rows for one direction, in written order."""
+        return tuple(r for r in self._rows if r.operator == operator and r.direction == direction)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _add(
+        self, operator: str, direction: Direction, conditions: dict[str, Any]
+    ) -> Callable[[F], F]:
+        conditions = {"kind": "native", **conditions}
+        if conditions.get("dtypes") is not None:
+            conditions["dtypes"] = frozenset(conditions["dtypes"])
+        if not 1 <= conditions.get("alignment", 1) <= 64:
+            raise ContractError(
+                f"row for {operator!r}: alignment must be 1 to 64 bytes, got "
+                f"{conditions['alignment']}"
+            )
+
+        def register(function: F) -> F:
+            try:
+                row = Row(operator=operator, direction=direction, function=function, **conditions)
+            except TypeError as error:
+                raise ContractError(f"row for operator {operator!r}: {error}") from None
+            self._rows.append(row)
+            return function
+
+        return register

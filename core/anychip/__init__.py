@@ -1,0 +1,98 @@
+"""anychip: write the training once, run it on any chip, prove it.
+
+The names below load on first use (PEP 562), so that ``import anychip`` costs nothing and a plugin's
+probe does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anychip.contract import (
+        API_VERSION,
+        AmbiguousBackendError,
+        AnychipError,
+        Backend,
+        BackendUnavailableError,
+        ContractError,
+        DeviceError,
+        FallbackError,
+        OperatorSpec,
+        OperatorTable,
+        OverlapError,
+        Probe,
+        UnknownBackendError,
+        UnsupportedError,
+        hookimpl,
+    )
+    from anychip.registry import backends
+    from anychip.runtime import backend, policy, provenance, register, use
+
+__version__ = "0.1.0"
+
+_HOME = {
+    **dict.fromkeys(
+        (
+            "API_VERSION",
+            "AmbiguousBackendError",
+            "AnychipError",
+            "Backend",
+            "BackendUnavailableError",
+            "ContractError",
+            "DeviceError",
+            "FallbackError",
+            "OperatorSpec",
+            "OperatorTable",
+            "OverlapError",
+            "Probe",
+            "UnknownBackendError",
+            "UnsupportedError",
+            "hookimpl",
+        ),
+        "anychip.contract",
+    ),
+    "backends": "anychip.registry",
+    **dict.fromkeys(("backend", "policy", "provenance", "register", "use"), "anychip.runtime"),
+}
+_MODULES = ("ops", "train", "conformance")
+
+__all__ = [
+    "API_VERSION",
+    "AmbiguousBackendError",
+    "AnychipError",
+    "Backend",
+    "BackendUnavailableError",
+    "ContractError",
+    "DeviceError",
+    "FallbackError",
+    "OperatorSpec",
+    "OperatorTable",
+    "OverlapError",
+    "Probe",
+    "UnknownBackendError",
+    "UnsupportedError",
+    "__version__",
+    "backend",
+    "backends",
+    "hookimpl",
+    "policy",
+    "provenance",
+    "register",
+    "use",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"anychip.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'anychip' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -1,0 +1,113 @@
+"""Which plugins are installed? Answered from the metadata of distributions; imports none of them.
+
+A plugin is an entry point of the group ``anychip.backends`` (name: the backend's; value: a module),
+a kernel pack one of ``anychip.kernels`` (name: ``<backend>.<pack>``). pluggy's own loader is not
+used: one broken plugin would stop it, and it drops the second of two plugins of one name silently.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+
+import anychip
+
+BACKENDS = "anychip.backends"
+KERNEL_PACKS = "anychip.kernels"
+TORCH_BACKEND = "torch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plugin:
+    """An entry point and the distribution that brings it.
+
+    Attributes:
+        group: BACKENDS or KERNEL_PACKS.
+        name: the entry point's name.
+        module: its value: the module with the hooks.
+        distribution, version: who brings it.
+        problem: why its metadata cannot be used, or None.
+    """
+
+    group: str
+    name: str
+    module: str
+    distribution: str
+    version: str
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+TORCH_DEFAULT = Plugin(
+    group=BACKENDS,
+    name=TORCH_BACKEND,
+    module="anychip.registry.torch_default",
+    distribution="anychip",
+    version=anychip.__version__,
+)
+"""Serves a device that torch knows and no plugin does; found like everybody else."""
+
+
+def backend_plugins() -> dict[str, list[Plugin]]:
+    """Every backend's name, sorted, and who claims it; more than one claim is a conflict."""
+    claims: dict[str, list[Plugin]] = {}
+    found = [plugin for plugin in installed() if plugin.group == BACKENDS]
+    for plugin in sorted([*found, TORCH_DEFAULT], key=lambda plugin: plugin.name):
+        claims.setdefault(plugin.name, []).append(plugin)
+    return claims
+
+
+def kernel_pack_plugins(backend: str) -> list[Plugin]:
+    """The kernel packs for one backend. Packs for other backends are not looked at."""
+    found = [plugin for plugin in installed() if plugin.group == KERNEL_PACKS]
+    return [plugin for plugin in found if plugin.name.partition(".")[0] == backend]
+
+
+@cache
+def installed() -> tuple[Plugin, ...]:
+    """The entry points of all distributions, read once per process."""
+    distributions: dict[str, metadata.Distribution] = {}
+    for distribution in metadata.distributions():
+        if "[anychip." in (distribution.read_text("entry_points.txt") or ""):
+            # As in importlib: what comes first on sys.path hides a second copy of the same name.
+            distributions.setdefault(_normalised(_name(distribution)), distribution)
+    return tuple(p for distribution in distributions.values() for p in _plugins(distribution))
+
+
+def _plugins(distribution: metadata.Distribution) -> Iterator[Plugin]:
+    name = _name(distribution)
+    version = str(distribution.metadata["Version"] or "unknown")
+    try:
+        entries = [e for e in distribution.entry_points if e.group in (BACKENDS, KERNEL_PACKS)]
+    except Exception as error:  # one unreadable file must not hide the other distributions
+        problem = f"the entry_points.txt of {name} {version} cannot be read ({error})"
+        yield Plugin(
+            group=BACKENDS,
+            name=name,
+            module="",
+            distribution=name,
+            version=version,
+            problem=" ".join(problem.split()),
+        )
+        return
+    for entry in entries:
+        yield Plugin(
+            group=entry.group,
+            name=entry.name,
+            module=entry.value,
+            distribution=name,
+            version=version,
+        )
+
+
+def _name(distribution: metadata.Distribution) -> str:
+    return str(distribution.metadata["Name"] or "unknown")
+
+
+def _normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,65 @@
+"""The child's side of a probe: loads one plugin, asks it, writes the answer to a file, ends.
+
+The answer goes to a file because stdout and stderr belong to the plugin, which may flood them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from anychip.contract import Backend, Finding, Probe
+from anychip.registry.discovery import BACKENDS, Plugin
+from anychip.registry.loading import LoadError, ask, describe, load, one_line
+
+
+def main(request: Mapping[str, Any]) -> NoReturn:
+    """Answers ``request``, as :mod:`.probing` writes it, and ends the process.
+
+    The answer appears under its name complete or not at all. Threads that the plugin left and its
+    exit handlers have no say: the process ends at once.
+    """
+    answer_file = Path(request["answer_file"])
+    unfinished = answer_file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(_answer(request)), encoding="utf-8")
+    unfinished.replace(answer_file)
+    os._exit(0)
+
+
+def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    plugin = Plugin(
+        group=BACKENDS,
+        **{key: request[key] for key in ("name", "module", "distribution", "version", "problem")},
+    )
+    findings: list[Finding] = []
+    trace = None
+    try:
+        backend = load(plugin)
+        probe = ask(backend)
+        if request["diagnose"]:
+            findings = _diagnose(backend)
+    except LoadError as error:
+        probe = error.probe
+        trace = _traceback(error.__cause__)
+    except BaseException as error:
+        # KeyboardInterrupt, GeneratorExit or a type of the plugin's own: an answer like the others.
+        probe, trace = Probe.broken(describe(error)), _traceback(error)
+    return {"probe": probe.to_json(), "findings": findings, "traceback": trace}
+
+
+def _diagnose(backend: Backend) -> list[Finding]:
+    try:
+        return [
+            Finding(bool(ok), one_line(str(text)), fix if fix is None else one_line(str(fix)))
+            for ok, text, fix in backend.diagnose()
+        ]
+    except (Exception, SystemExit) as error:
+        return [Finding(False, f"diagnose() raised {describe(error)}")]
+
+
+def _traceback(error: BaseException | None) -> str | None:
+    return "".join(traceback.format_exception(error)) if error else None

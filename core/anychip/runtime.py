@@ -1,0 +1,119 @@
+"""The choice of a backend for this process: registry and dispatch joined.
+
+``use()`` chooses and activates; ``backend()`` says what is active. Neither runs on the step path.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from anychip import registry
+from anychip.contract import Backend, OperatorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from anychip.dispatch.operator import Operator
+    from anychip.dispatch.selection import Fallback, Policy, Provider
+    from anychip.dispatch.tally import Provenance
+
+_active: Backend | None = None
+
+
+def use(name: str | None = None, *, config: str | None = None) -> Backend:
+    """Chooses a backend, makes it serve its device type, and returns it.
+
+    Args:
+        name: the backend's name. None: ``ANYCHIP_BACKEND``, else ``config``, else the one
+            accelerator that is ready, else the host.
+        config: the name that a configuration file asks for.
+
+    Returns:
+        The backend; its ``decision`` says why.
+
+    Raises:
+        UnknownBackendError: no plugin has this name.
+        AmbiguousBackendError: several accelerators are ready, or two distributions claim the name.
+        BackendUnavailableError: it cannot run here. There is no fallback to another one.
+    """
+    global _active
+    connect()
+    from anychip.dispatch import selection
+
+    chosen = registry.choose(name, config=config)
+    selection.activate(chosen)
+    _active = chosen
+    return chosen
+
+
+def backend() -> Backend:
+    """The backend in use; chooses one when none was."""
+    return use() if _active is None else _active
+
+
+def connect() -> None:
+    """Lets dispatch ask the registry who serves a device type. Safe to call again."""
+    from anychip.dispatch import selection
+
+    selection.connect(_owner, _providers)
+
+
+def _owner(device_type: str) -> Backend:
+    if _active is not None and _active.device_type == device_type:
+        return _active
+    return registry.owner(device_type)
+
+
+def _providers(chosen: Backend) -> tuple[Provider, ...]:
+    from anychip.dispatch.library import cover_autocast
+    from anychip.dispatch.selection import Provider
+
+    cover_autocast(chosen.device_type)
+    packs = [
+        Provider(distribution, distribution, version, table)
+        for table, distribution, version in registry.kernel_packs(chosen)
+    ]
+    distribution, version = registry.provenance_of(chosen)
+    return (*packs, Provider(chosen.name, distribution, version, chosen.operators))
+
+
+def policy(
+    *,
+    fallback: Fallback | None = None,
+    pin: Mapping[str, str] | None = None,
+    forbid: Mapping[str, Iterable[str]] | None = None,
+) -> AbstractContextManager[Policy]:
+    """Context manager: decides about implementations within a block, for the whole process.
+
+    ``with anychip.policy(fallback="strict", pin={"rms_norm": "reference"}): ...``
+
+    Args:
+        fallback: ``record``: the reference may serve what no row takes, counted with the reason.
+            ``strict``: that is a FallbackError, raised before anything is written.
+        pin: operator to the one implementation allowed: a backend's, pack's or distribution's
+            name, a kind (native, mapped, compiled) or ``reference``.
+        forbid: operator to implementations that must not be taken.
+    """
+    import anychip.ops  # noqa: F401 - the names in pin and forbid are checked against it
+    from anychip.dispatch import selection
+
+    return selection.policy(fallback=fallback, pin=pin, forbid=forbid)
+
+
+def provenance(*, reset: bool = False) -> Provenance:
+    """Which implementation served each operator, how often, and why a fallback happened."""
+    from anychip.dispatch import tally
+
+    return tally.provenance(reset=reset)
+
+
+def register(spec: OperatorSpec) -> Operator[..., Any]:
+    """Makes an operator of a third party's spec and returns it, callable like ``anychip.ops``."""
+    connect()
+    from anychip.dispatch import operator
+
+    return operator.register(spec)
+
+
+__all__: list[str] = ["backend", "connect", "policy", "provenance", "register", "use"]

@@ -1,0 +1,230 @@
+"""The gradient of an operator: forward and backward rows in, one autograd node out.
+
+Backward rows are first-order. Under ``create_graph=True`` the reference backward is differentiated
+instead: residuals and outputs among its inputs are recomputed by the reference forward, so that
+their own dependence on the arguments is part of the second derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anychip.contract import OperatorSpec, Row
+from anychip.dispatch import selection
+from anychip.dispatch.kernel import Kernel, nothing_special
+from anychip.dispatch.resolution import REFERENCE, reference_row
+from anychip.dispatch.signature import Signature
+from anychip.dispatch.tally import new_tally
+
+_autocast = torch._C._is_any_autocast_enabled
+
+
+class Gradient:
+    """What an operator keeps between forward and backward, and how it goes back.
+
+    Attributes:
+        differentiable: positions of the arguments that may require gradients.
+        kept: names of the tensors that a graph node keeps: the spec's ``saved``, then, when some of
+            those are outputs or residuals, the arguments needed to recompute them.
+    """
+
+    def __init__(
+        self,
+        spec: OperatorSpec,
+        signature: Signature,
+        door: Callable[..., Sequence[Tensor]],
+        pair_door: Callable[[Row], Callable[..., Sequence[Tensor]]],
+    ) -> None:
+        outputs = (
+            ("y",)
+            if signature.num_outputs == 1
+            else tuple(f"y{i}" for i in range(signature.num_outputs))
+        )
+        self.spec, self.signature, self.door, self.pair_door = spec, signature, door, pair_door
+        self._pair_ticks: dict[Row, Callable[[], int]] = {}
+        self.num_outputs, self.single = signature.num_outputs, signature.num_outputs == 1
+        self.results = (*outputs, *(r.name for r in spec.residuals))
+        unknown = set(spec.saved) - {*signature.positional, *self.results}
+        if unknown:
+            raise ValueError(f"{spec.name}: saved names {sorted(unknown)} are not in the spec")
+        self.recomputes = any(name in self.results for name in spec.saved)
+        extra = [n for n in signature.positional if n not in spec.saved] if self.recomputes else []
+        self.kept = (*spec.saved, *extra)
+        self.differentiable = tuple(signature.positional.index(n) for n in spec.differentiable)
+        grads = tuple(f"grad{i}" for i in range(signature.num_outputs))
+        self.kernel = Kernel(spec, "backward", (*grads, *spec.saved), pairs=False)
+        self._places = tuple(self._place(name) for name in self.kept)
+
+    def _place(self, name: str) -> tuple[bool, int]:
+        if name in self.signature.positional:
+            return True, self.signature.positional.index(name)
+        return False, self.results.index(name)
+
+    def keep(self, args: Sequence[Any], results: Sequence[Tensor]) -> list[Tensor | None]:
+        """The tensors of one call that its graph node keeps, in the order of ``kept``."""
+        return [args[i] if is_arg else results[i] for is_arg, i in self._places]
+
+    def backward(
+        self,
+        pair: Row | None,
+        grads: Sequence[Tensor],
+        kept: Sequence[Any],
+        attrs: Mapping[str, Any],
+        needs: tuple[bool, ...],
+    ) -> Sequence[Tensor | None]:
+        """Gradients of the differentiable arguments.
+
+        Args:
+            pair: the paired row that ran forward, if it was one; ``kept`` is then what
+                :func:`pair_keep` gave and all arguments after it.
+        """
+        if pair is None:
+            order = self.recorded if torch.is_grad_enabled() else self.first_order
+            return order(grads, kept, attrs, needs)
+        assert pair.paired is not None
+        arity = len(self.signature.positional)
+        own, args = kept[: len(kept) - arity], kept[len(kept) - arity :]
+        if torch.is_grad_enabled():
+            # The place of what recorded() recomputes; a paired row has no canonical residuals.
+            blank = [grads[0]] * len(self.results)
+            return self.recorded(grads, self.keep(args, blank), attrs, needs)
+        if nothing_special() and self.kernel.key((*grads, *own)) is not None:
+            return self.pair_backward(pair, (*grads, *own), attrs, needs)
+        values = (attrs[n] for n in self.signature.attr_names)
+        flat = self.pair_door(pair)(*grads, *own, *args, *values, list(needs))
+        return self._wanted(flat, needs)
+
+    def pair_backward(
+        self, pair: Row, args: Sequence[Any], attrs: Mapping[str, Any], needs: tuple[bool, ...]
+    ) -> Sequence[Tensor | None]:
+        """Runs the backward of a paired row on plain tensors; counted."""
+        assert pair.paired is not None
+        tick = self._pair_ticks.get(pair)
+        if tick is None:
+            device = next(a.device.type for a in args if a is not None)
+            owners = selection.providers_for(device)
+            owner = next((p for p in owners if pair in tuple(p.table)), REFERENCE)
+            row = replace(pair, direction="backward", function=pair.paired.backward, paired=None)
+            tick = self._pair_ticks[pair] = new_tally(row, owner).tick
+        tick()
+        found: Sequence[Tensor | None] = pair.paired.backward(*args, **attrs, needs=needs)
+        return found
+
+    def _wanted(self, flat: Any, needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
+        """What a door gave: an unwanted gradient is an empty tensor there, and None here."""
+        flat = (flat,) if isinstance(flat, Tensor) else flat
+        return [g if need else None for g, need in zip(flat, needs, strict=True)]
+
+    def first_order(
+        self,
+        grads: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        attrs: Mapping[str, Any],
+        needs: tuple[bool, ...],
+    ) -> Sequence[Tensor | None]:
+        """Gradients by the row that is chosen for them."""
+        args = (*grads, *kept[: len(self.spec.saved)])
+        if nothing_special():
+            known = self.kernel.key(args)
+            if known is not None:
+                choice = self.kernel.choose(known[1], args, attrs)
+                found: Sequence[Tensor | None] = choice.row.function(*args, **attrs, needs=needs)
+                return found
+        flat = self.door(*args, *(attrs[n] for n in self.signature.attr_names), list(needs))
+        return self._wanted(flat, needs)
+
+    def needs(self, needed: Sequence[bool]) -> tuple[bool, ...]:
+        """Which differentiable arguments want a gradient, of what autograd asks of all.
+
+        Raises:
+            RuntimeError: another argument wants one; its gradient would silently be zero.
+        """
+        needs = tuple(needed[i] for i in self.differentiable)
+        if sum(needed) != sum(needs):
+            names = self.signature.positional
+            others = [n for i, n in enumerate(names) if needed[i] and i not in self.differentiable]
+            raise RuntimeError(
+                f"{self.spec.name} has no gradient for {', '.join(others)}, only for "
+                f"{', '.join(self.spec.differentiable)}; pass {others[0]}.detach()"
+            )
+        return needs
+
+    def recorded(
+        self,
+        grads: Sequence[Tensor],
+        kept: Sequence[Any],
+        attrs: Mapping[str, Any],
+        needs: tuple[bool, ...],
+    ) -> Sequence[Tensor | None]:
+        """Gradients by the reference, recorded so that they can be differentiated again."""
+        if self.spec.double_backward == "error":
+            raise RuntimeError(
+                f"{self.spec.name}: its gradient cannot be differentiated again "
+                "(create_graph=True); its specification rules that out"
+            )
+        row = reference_row(self.spec, "backward")
+        new_tally(
+            row, REFERENCE, fallback="create_graph=True: backward rows are first-order"
+        ).tick()
+        named: dict[str, Any] = dict(zip(self.kept, kept, strict=True))
+        # Autocast was applied to the arguments once; the reference's own torch calls are exact.
+        with torch.autocast(grads[0].device.type, enabled=False) if _autocast() else nullcontext():
+            if self.recomputes:
+                args = [named[n] for n in self.signature.positional]
+                results = self.signature.results(self.spec.forward(*args, **attrs))
+                named.update(zip(self.results, results, strict=True))
+            saved = (named[n] for n in self.spec.saved)
+            found: Sequence[Tensor | None] = row.function(*grads, *saved, **attrs, needs=needs)
+        return found
+
+
+Call = tuple[Gradient, Kernel, tuple[Any, ...], Mapping[str, Any]]
+"""Gradient, kernel, key and attributes: one argument, since each costs torch time to pass on."""
+
+
+class Node(torch.autograd.Function):
+    """The autograd node of the eager short cut. Every operator uses this one class."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        *args: Any,
+    ) -> Any:
+        gradient, kernel, key, attrs = call
+        row = kernel.choose(key, args, attrs).row
+        results = row.function(*args, **attrs)
+        ctx.call, ctx.row = call, row
+        listed = (results,) if type(results) is Tensor else results
+        if row.paired is not None:
+            ctx.save_for_backward(*pair_keep(gradient, args, listed), *args)
+        elif gradient.kept:
+            ctx.save_for_backward(*gradient.keep(args, listed))
+        return listed[0] if gradient.single else tuple(listed[: gradient.num_outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gradient, _, _, attrs = ctx.call
+        needs = gradient.needs(ctx.needs_input_grad[1:])
+        pair = ctx.row if ctx.row.paired is not None else None
+        found = gradient.backward(pair, grads, ctx.saved_tensors, attrs, needs)
+        result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for place, value, need in zip(gradient.differentiable, found, needs, strict=True):
+            result[1 + place] = value if need else None
+        return tuple(result)
+
+
+def pair_keep(gradient: Gradient, args: Sequence[Any], results: Sequence[Tensor]) -> list[Any]:
+    """What a paired row's backward is given: saved arguments and outputs, then its residuals."""
+    count = gradient.num_outputs
+    residuals = {r.name for r in gradient.spec.residuals}
+    named = dict(zip(gradient.signature.positional, args, strict=True))
+    named.update(zip(gradient.results[:count], results, strict=False))
+    saved = [named[n] for n in gradient.spec.saved if n not in residuals]
+    return [*saved, *results[count:]]

@@ -1,0 +1,207 @@
+"""What a user calls: :class:`Operator`, the short cut of eager mode and the way to everything else.
+
+Door 2, the short cut, is taken only when every tensor is exactly a Tensor or Parameter, and no
+mode, transform, autocast or compiler is active; otherwise the call goes through door 1,
+``torch.ops``. Both end at the same rows.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+import torch
+
+from anychip.contract import ContractError, OperatorSpec, Row
+from anychip.dispatch import library, selection
+from anychip.dispatch.autograd import Gradient, Node
+from anychip.dispatch.explanation import Explanation, explain
+from anychip.dispatch.kernel import Kernel, nothing_special
+from anychip.dispatch.resolution import REFERENCE, reference_row
+from anychip.dispatch.signature import Signature
+from anychip.dispatch.tally import new_tally
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_is_compiling = torch.compiler.is_compiling
+_operators: dict[str, Operator[..., Any]] = {}
+
+
+class Operator(Generic[P, R]):
+    """An operator as a function. Made by :func:`operator` or :func:`register`, never directly."""
+
+    def __init__(self, spec: OperatorSpec, stub: Callable[P, R] | None = None) -> None:
+        self.spec = spec
+        self.signature = Signature.parse(spec)
+        self.gradient: Gradient | None = None
+        if spec.backward is not None:
+            self.gradient = Gradient(
+                spec, self.signature, self._backward_door, self._pair_backward_door
+            )
+        self.kernel = Kernel(
+            spec,
+            "forward",
+            self.signature.positional,
+            pairs=True,
+            check_kinds=self.signature.check_kinds,
+        )
+        self.pairs: dict[Row, str] = {}
+        self._arity = len(self.signature.positional)
+        self._attrs = dict(self.signature.attrs)
+        self._whole = not self.signature.required_attrs
+        self.__wrapped__, self.__doc__ = stub, stub.__doc__ if stub else spec.equation
+        self.__name__ = self.__qualname__ = spec.name
+        self.__module__ = stub.__module__ if stub else __name__
+        library.define(self)
+        self._door = library.door(spec)
+
+    def __repr__(self) -> str:
+        return f"<operator {self.spec.namespace}::{self.spec.name}{self.spec.signature}>"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # There is one operator of a name in a process: a copy is the operator itself.
+        return self.__name__ if self.__wrapped__ else (_operators.__getitem__, (self.spec.name,))
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if _is_compiling():
+            return cast(R, self._compiled(*args, **kwargs))
+        if kwargs or len(args) != self._arity or not self._whole:
+            bound, attrs = self._bind(args, kwargs)
+        else:
+            bound, attrs = args, self._attrs
+        if nothing_special():
+            known = self.kernel.key(bound)
+            if known is not None:
+                return cast(R, self._short_cut(known, bound, attrs))
+        self.signature.check_kinds(bound)
+        return cast(R, self._door(*bound, **attrs))
+
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
+        """The candidates for this call in order, and why each would or would not be taken.
+
+        Runs nothing and counts nothing. ``str()`` of the answer is a table.
+        """
+        bound, attrs = self._bind(args, kwargs)
+        return explain(self.kernel, bound, attrs)
+
+    def outputs(self, results: Any) -> Any:
+        """The outputs among what a row returned: one tensor or a tuple."""
+        count = self.signature.num_outputs
+        if isinstance(results, torch.Tensor) or results is None:
+            return results
+        return results[0] if count == 1 else tuple(results[:count])
+
+    def _bind(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._whole and len(args) == self._arity and kwargs.keys() <= self._attrs.keys():
+            return args, {**self._attrs, **kwargs}
+        return self.signature.bind(args, kwargs)
+
+    def _short_cut(
+        self, known: tuple[bool, tuple[Any, ...]], args: tuple[Any, ...], attrs: dict[str, Any]
+    ) -> Any:
+        grad, key = known
+        if self.gradient is None:
+            return library.run_plain(self, key, args, attrs)
+        if grad and torch.is_grad_enabled():
+            call = (self.gradient, self.kernel, key, attrs)
+            return Node.apply(call, *args)  # type: ignore[no-untyped-call]
+        results = self.kernel.choose(key, args, attrs).row.function(*args, **attrs)
+        return results if type(results) is torch.Tensor else self.outputs(results)
+
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
+        """The call as a compiler sees it: the reference inlined, or one opaque operator."""
+        bound, attrs = self._bind(args, kwargs)
+        if selection.current.label == "":  # reading the label makes the compiler guard it
+            raise AssertionError("a selection has a label")
+        tensor = library.first_tensor(bound, floating=True)
+        if tensor is None or not _inlines(self.spec.name, tensor.device.type, tensor.dtype):
+            return self._detached(self._door, bound, attrs)
+        if self.spec.check is not None:
+            self.spec.check(*bound, **attrs)
+        device_type = tensor.device.type
+        if not torch.is_autocast_enabled(device_type):
+            return self._detached(self.spec.forward, bound, attrs)
+        names, rule = self.signature.positional, self.spec.autocast
+        cast_to = library.cast_arguments(self.spec, rule, device_type, names, bound)
+        with torch.autocast(device_type, enabled=False):
+            return self._detached(self.spec.forward, cast_to, attrs)
+
+    def _detached(
+        self, function: Callable[..., Any], args: Sequence[Any], attrs: dict[str, Any]
+    ) -> Any:
+        """Outputs of a call that is not recorded if it writes; a compiler cannot look at leaves."""
+        if not self.signature.written:
+            return self.outputs(function(*args, **attrs))
+        with torch.no_grad():
+            return function(*args, **attrs)
+
+    def _pair_backward_door(self, row: Row) -> Callable[..., Any]:
+        suffix = library.pair_suffix(self, row).removesuffix("_forward")
+        return library.door(self.spec, f"{suffix}_backward")
+
+    def _backward_door(self, *flat: Any) -> Any:
+        return library.door(self.spec, "_backward")(*flat)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _inlines(name: str, device_type: str, dtype: torch.dtype) -> bool:
+    """Whether compiled code should contain the reference itself: no row could serve the call."""
+    spec, policy = _operators[name].spec, selection.current.policy
+    if policy.fallback == "strict" and policy.pin.get(name) != "reference":
+        return False
+    pinned = policy.pin.get(name)
+    rows = [
+        row
+        for provider in selection.providers_for(device_type)
+        for direction in ("forward", "backward")
+        for row in provider.table.rows(name, direction)
+        if row.dtypes is None or dtype in row.dtypes
+    ]
+    if (rows and pinned != "reference") or pinned not in (None, "reference"):
+        return False
+    reason = None if pinned else "inlined by the compiler: no row for it"
+    new_tally(reference_row(spec, "forward"), REFERENCE, fallback=reason).tick()
+    return True
+
+
+def operator(spec: OperatorSpec) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    """Decorator: the typed stub under it becomes the operator of ``spec``."""
+
+    def wrap(stub: Callable[P, R]) -> Operator[P, R]:
+        made = Operator(spec, stub)
+        _operators[spec.name] = made
+        return made
+
+    return wrap
+
+
+def register(spec: OperatorSpec) -> Operator[..., Any]:
+    """Makes an operator of a third party's spec; it then has dispatch, autograd and conformance.
+
+    Raises:
+        ContractError: an operator of this name exists.
+    """
+    if spec.name in _operators:
+        taken = _operators[spec.name].spec
+        raise ContractError(f"operator {spec.name!r} exists already, as {taken}")
+    made: Operator[..., Any] = Operator(spec)
+    _operators[spec.name] = made
+    return made
+
+
+def registered() -> Mapping[str, Operator[..., Any]]:
+    """All operators of this process by name, third parties' included."""
+    return dict(_operators)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises ValueError for a name that is no operator, with the nearest one."""
+    for name in names:
+        if name not in _operators:
+            near = difflib.get_close_matches(name, _operators, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_operators)}"
+            raise ValueError(f"no operator is named {name!r}; {hint}")

@@ -1,0 +1,295 @@
+"""How a call finds its row: the key of a call, and the plan that is resolved once per key.
+
+A plan lists the rows that may serve calls with this key, in written order, the reference last.
+What a key cannot know (sizes, attributes) is a row's ``limits`` and ``accepts``, checked on every
+call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from anychip.contract import ContractError, Direction, FallbackError, OperatorSpec, Row
+from anychip.dispatch import selection
+from anychip.dispatch.selection import Policy, Provider
+from anychip.dispatch.signature import Signature
+from anychip.dispatch.tally import Tally, new_tally
+
+REFERENCE = Provider("reference", "anychip", None, table=None)  # type: ignore[arg-type]
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TensorFact:
+    """What resolution knows of one tensor argument, or of all entries of a list."""
+
+    name: str
+    dtypes: frozenset[torch.dtype]
+    devices: frozenset[torch.device]
+    contiguous: bool
+    alignment: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Situation:
+    """One key, spelled out."""
+
+    spec: OperatorSpec
+    direction: Direction
+    facts: tuple[TensorFact, ...]
+    deterministic: bool
+    needs_grad: bool
+    pairs: bool
+
+    @property
+    def device_type(self) -> str:
+        """The one device type of the call; 'cpu' for a call without tensors."""
+        types = {d.type for fact in self.facts for d in fact.devices}
+        return next(iter(types), "cpu")
+
+
+class Refusal(NamedTuple):
+    """Why a row does not take a call: its rule, and what of the call breaks it.
+
+    The rule alone is counted, or every new size would make another line of the provenance.
+    """
+
+    rule: str
+    got: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.rule}, got {self.got}" if self.got else self.rule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Choice:
+    """A row that may serve calls with a key."""
+
+    row: Row
+    provider: Provider
+    count: Callable[[], int]
+    """Counts a call; ``itertools.count().__next__``, atomic under the interpreter's lock."""
+    tally: Tally
+    conditional: bool
+
+    def refusal(
+        self, spec: OperatorSpec, args: Sequence[Any], attrs: Mapping[str, Any]
+    ) -> Refusal | None:
+        """Why the row does not take this call; None when it does. Writes nothing."""
+        if self.row.limits:
+            sizes = _sizes(spec, self.row, args, attrs)
+            for name, allowed in self.row.limits.items():
+                if name not in sizes:
+                    raise ContractError(
+                        f"{self.row.label}: limits speak of {name!r}; the sizes of {spec.name} are "
+                        f"{', '.join(sizes) or 'none'}"
+                    )
+                if sizes[name] not in allowed:
+                    return Refusal(f"{name} must be in {_limit_text(allowed)}", str(sizes[name]))
+        if self.row.accepts is not None and not self.row.accepts(*args, **attrs):
+            return Refusal("accepts() said no")
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Plan:
+    """What is tried for a key, in order, and what was left out and why.
+
+    ``verdict`` says why the reference is not among the choices, if it is not.
+    """
+
+    choices: tuple[Choice, ...]
+    rejected: tuple[tuple[Row, Provider, str], ...]
+    verdict: str
+
+    def pick(self, spec: OperatorSpec, args: Sequence[Any], attrs: Mapping[str, Any]) -> Choice:
+        """The choice for one call, counted. Raises FallbackError before anything is written."""
+        refused = []
+        for choice in self.choices:
+            if choice.conditional:
+                refusal = choice.refusal(spec, args, attrs)
+                if refusal is not None:
+                    refused.append(f"{choice.row.label}: {refusal.rule}")
+                    continue
+            if refused and choice.provider is REFERENCE:
+                new_tally(choice.row, REFERENCE, fallback="; ".join(refused)).tick()
+            else:
+                choice.count()
+            return choice
+        raise FallbackError(self.refusal(spec, args, attrs))
+
+    def refusal(self, spec: OperatorSpec, args: Sequence[Any], attrs: Mapping[str, Any]) -> str:
+        """Why no row takes a call, for people; for a call that :meth:`pick` refuses."""
+        listed = [
+            f"{c.row.label}: {c.refusal(spec, args, attrs)}" for c in self.choices if c.conditional
+        ]
+        listed += [f"{row.label}: {why}" for row, _, why in self.rejected]
+        return (
+            f"{spec.name}: the policy {self.verdict} and no implementation takes this call; "
+            f"nothing was written. {'; '.join(listed) or 'No backend in use has a row for it.'}"
+        )
+
+
+def resolve(situation: Situation) -> Plan:
+    """The plan for a key under the current selection.
+
+    Raises:
+        ValueError: devices that differ, or a dtype that the operator does not take.
+        FallbackError: the policy is strict and only the reference is left.
+    """
+    _check_facts(situation)
+    policy = selection.current.policy
+    pin = policy.pin.get(situation.spec.name)
+    choices: list[Choice] = []
+    rejected: list[tuple[Row, Provider, str]] = []
+    for provider in selection.providers_for(situation.device_type):
+        for row in provider.table.rows(situation.spec.name, situation.direction):
+            why = _rejection(row, provider, situation, policy, pin)
+            if why:
+                rejected.append((row, provider, why))
+                continue
+            tally = new_tally(row, provider)
+            conditional = bool(row.limits) or row.accepts is not None
+            choices.append(
+                Choice(
+                    row=row,
+                    provider=provider,
+                    count=tally.tick,
+                    tally=tally,
+                    conditional=conditional,
+                )
+            )
+    shapes_only = situation.device_type == "meta"
+    strict = policy.fallback == "strict" and pin != "reference" and not shapes_only
+    if pin is not None and pin != "reference" and not choices:
+        raise FallbackError(_pin_text(situation, pin, rejected))
+    if pin is None or pin == "reference":
+        if not strict and "reference" not in policy.forbid.get(situation.spec.name, ()):
+            choices.append(_reference_choice(situation, pin, bool(choices), rejected))
+    verdict = "is strict" if strict else "forbids the reference"
+    if pin is not None and pin != "reference":
+        verdict = f"pins it to {pin!r}"
+    plan = Plan(choices=tuple(choices), rejected=tuple(rejected), verdict=verdict)
+    if not choices:
+        plan.pick(situation.spec, (), {})
+    return plan
+
+
+def _sizes(
+    spec: OperatorSpec, row: Row, args: Sequence[Any], attrs: Mapping[str, Any]
+) -> Mapping[str, int]:
+    """The sizes that a row's limits speak of; those of the forward call, in both directions."""
+    if spec.sizes is None:
+        return {}
+    if row.direction == "forward":
+        return spec.sizes(*args, **attrs)
+    saved = dict(zip(spec.saved, args[len(args) - len(spec.saved) :], strict=True))
+    names, required = _positional(spec)
+    if not required <= saved.keys():
+        raise ContractError(
+            f"{row.label}: a backward row of {spec.name} cannot have limits, since it is not given "
+            f"{', '.join(sorted(required - saved.keys()))}; use accepts"
+        )
+    forward_attrs = {name: value for name, value in attrs.items() if name != "needs"}
+    return spec.sizes(*(saved.get(name) for name in names), **forward_attrs)
+
+
+@cache
+def _positional(spec: OperatorSpec) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Names of the positional arguments, and of those among them that are never None."""
+    signature = Signature.parse(spec)
+    required = (
+        n for n, may in zip(signature.positional, signature.optional, strict=True) if not may
+    )
+    return signature.positional, frozenset(required)
+
+
+def reference_row(spec: OperatorSpec, direction: Direction) -> Row:
+    """The spec's own plain torch, as a row."""
+    function = spec.forward if direction == "forward" else spec.backward
+    assert function is not None
+    return Row(operator=spec.name, direction=direction, function=function, kind="reference")
+
+
+def _reference_choice(
+    situation: Situation,
+    pin: str | None,
+    others: bool,
+    rejected: Sequence[tuple[Row, Provider, str]],
+) -> Choice:
+    row = reference_row(situation.spec, situation.direction)
+    reason = None
+    if pin is None and not others:
+        reason = "; ".join(f"{r.label}: {why}" for r, _, why in rejected)
+        reason = reason or f"no row for device type {situation.device_type!r}"
+    tally = new_tally(row, REFERENCE, fallback=reason)
+    return Choice(row=row, provider=REFERENCE, count=tally.tick, tally=tally, conditional=False)
+
+
+def _rejection(
+    row: Row, provider: Provider, situation: Situation, policy: Policy, pin: str | None
+) -> str:
+    names = {provider.name, provider.distribution, row.kind, row.label}
+    if pin is not None and pin not in names:
+        return f"the policy pins {situation.spec.name} to {pin!r}"
+    forbidden = names & set(policy.forbid.get(situation.spec.name, ()))
+    if forbidden:
+        return f"the policy forbids {next(iter(forbidden))!r}"
+    if row.paired is not None and not situation.pairs:
+        return "a paired row, and this call keeps to the canonical residuals"
+    if situation.deterministic and not row.deterministic:
+        return "not deterministic, and torch's deterministic mode is on"
+    for fact in situation.facts:
+        if fact.name not in situation.spec.fixed_dtypes and row.dtypes is not None:
+            wrong = sorted(str(d) for d in (fact.dtypes & _FLOATS) - row.dtypes)
+            if wrong:
+                return f"{fact.name} is {', '.join(wrong)}"
+        if row.contiguous and not fact.contiguous:
+            return f"{fact.name} is not contiguous"
+        if fact.alignment < row.alignment:
+            return f"{fact.name} is aligned to {fact.alignment} bytes, not {row.alignment}"
+    return ""
+
+
+def _check_facts(situation: Situation) -> None:
+    spec = situation.spec
+    devices = {d for fact in situation.facts for d in fact.devices}
+    if len(devices) > 1:
+        listed = ", ".join(f"{f.name} on {_names(f.devices)}" for f in situation.facts)
+        raise ValueError(f"{spec.name}: all tensors must be on one device, got {listed}")
+    for fact in situation.facts:
+        fixed = spec.fixed_dtypes.get(fact.name)
+        if fixed is not None:
+            wanted = frozenset({getattr(torch, fixed)})
+            if fact.dtypes - wanted:
+                raise ValueError(
+                    f"{spec.name}: {fact.name} must be {fixed}, got {_names(fact.dtypes)}"
+                )
+        elif fact.dtypes - _FLOATS:
+            raise ValueError(
+                f"{spec.name}: {fact.name} must be float32, bfloat16 or float16, got "
+                f"{_names(fact.dtypes)}"
+            )
+
+
+def _pin_text(situation: Situation, pin: str, rejected: Sequence[tuple[Row, Provider, str]]) -> str:
+    why = "; ".join(f"{row.label}: {reason}" for row, _, reason in rejected)
+    return (
+        f"{situation.spec.name} ({situation.direction}) is pinned to {pin!r}, and no such "
+        f"implementation takes this call: {why or 'no backend in use has a row for it'}"
+    )
+
+
+def _names(values: frozenset[Any]) -> str:
+    return ", ".join(sorted(str(v).removeprefix("torch.") for v in values))
+
+
+def _limit_text(allowed: object) -> str:
+    if isinstance(allowed, range) and allowed.step == 1:
+        return f"{allowed.start} to {allowed.stop - 1}"
+    return str(allowed)

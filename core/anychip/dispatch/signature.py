@@ -1,0 +1,151 @@
+"""What the dispatcher knows of an operator's schema, and how a call is put into its order."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anychip.contract import ContractError, OperatorSpec
+
+Args = tuple[Any, ...]
+Attrs = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Signature:
+    """A parsed schema.
+
+    Attributes:
+        name: the operator's name, for messages.
+        positional: names of the tensor arguments, in order.
+        defaults: positional arguments that may be left out, with their values.
+        attrs: keyword-only arguments with their defaults; a required one is not in here.
+        required_attrs: keyword-only arguments without a default.
+        attr_names: all keyword-only arguments, in the schema's order.
+        written: indices of the positional arguments that the operator writes.
+        num_outputs: tensors that a user gets back.
+        arguments: the schema's text for every argument, attributes last, without defaults and
+            alias marks.
+        lists, optional: for every positional argument, whether it is a list, and may be None.
+    """
+
+    name: str
+    positional: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    attrs: Mapping[str, Any]
+    required_attrs: tuple[str, ...]
+    attr_names: tuple[str, ...]
+    written: tuple[int, ...]
+    num_outputs: int
+    arguments: tuple[str, ...]
+    lists: tuple[bool, ...]
+    optional: tuple[bool, ...]
+
+    @classmethod
+    def parse(cls, spec: OperatorSpec) -> Signature:
+        """Reads ``spec.signature``.
+
+        Raises:
+            RuntimeError: from torch, when it is not a schema.
+            ContractError: an argument that is no tensor, and not keyword-only.
+        """
+        schema = torch._C.parse_schema(f"{spec.namespace}::{spec.name}{spec.signature}")
+        tensors = [a for a in schema.arguments if not a.kwarg_only]
+        attributes = [a for a in schema.arguments if a.kwarg_only]
+        types = [_type_text(a) for a in tensors]
+        for argument, text in zip(tensors, types, strict=True):
+            if not text.startswith("Tensor"):
+                raise ContractError(
+                    f"operator {spec.name!r}: {argument.name} is {text}; what is no tensor must be "
+                    "keyword-only, after '*' in the signature"
+                )
+        return cls(
+            name=spec.name,
+            positional=tuple(a.name for a in tensors),
+            defaults={a.name: a.default_value for a in tensors if a.has_default_value()},
+            attrs={a.name: a.default_value for a in attributes if a.has_default_value()},
+            required_attrs=tuple(a.name for a in attributes if not a.has_default_value()),
+            attr_names=tuple(a.name for a in attributes),
+            written=tuple(
+                i for i, a in enumerate(tensors) if a.alias_info and a.alias_info.is_write
+            ),
+            num_outputs=len(schema.returns),
+            arguments=tuple(f"{_type_text(a)} {a.name}" for a in (*tensors, *attributes)),
+            lists=tuple("[]" in text for text in types),
+            optional=tuple(text.endswith("?") for text in types),
+        )
+
+    def bind(self, args: Args, kwargs: Mapping[str, Any]) -> tuple[Args, Attrs]:
+        """Positional arguments in the schema's order, and every attribute.
+
+        Raises:
+            TypeError: an argument that is missing, unknown or given twice, with the nearest name.
+        """
+        if len(args) > len(self.positional):
+            raise TypeError(
+                f"{self.name}() takes {len(self.positional)} positional arguments "
+                f"({', '.join(self.positional)}), got {len(args)}; the others are keyword-only"
+            )
+        values = dict(zip(self.positional, args, strict=False))
+        attrs: Attrs = dict(self.attrs)
+        for key, value in kwargs.items():
+            if key in values:
+                raise TypeError(f"{self.name}() got {key!r} twice")
+            if key in self.positional:
+                values[key] = value
+            elif key in self.attrs or key in self.required_attrs:
+                attrs[key] = value
+            else:
+                raise TypeError(self._unknown(key))
+        missing = [n for n in self.positional if n not in values and n not in self.defaults]
+        missing += [n for n in self.required_attrs if n not in attrs]
+        if missing:
+            raise TypeError(f"{self.name}() is missing {', '.join(map(repr, missing))}")
+        return tuple(values.get(n, self.defaults.get(n)) for n in self.positional), attrs
+
+    def check_kinds(self, args: Sequence[Any]) -> None:
+        """Raises TypeError for a positional argument that is not what the schema says."""
+        for place, arg in enumerate(args):
+            if arg is None and self.optional[place]:
+                continue
+            wrong, label = arg, self.positional[place]
+            if self.lists[place] and isinstance(arg, (list, tuple)):
+                strangers = [i for i, a in enumerate(arg) if not _is_tensor(a)]
+                if not strangers:
+                    continue
+                wrong, label = arg[strangers[0]], f"{label}[{strangers[0]}]"
+            elif not self.lists[place] and _is_tensor(arg):
+                continue
+            wanted = "a list of tensors" if wrong is arg and self.lists[place] else "a tensor"
+            raise TypeError(f"{self.name}(): {label} must be {wanted}, got {type(wrong).__name__}")
+
+    def _unknown(self, key: str) -> str:
+        known = (*self.positional, *self.attr_names)
+        near = difflib.get_close_matches(key, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
+        return f"{self.name}() got an unknown argument {key!r}{hint}"
+
+    def results(self, value: Any) -> Sequence[Any]:
+        """What a row returned, as a sequence: outputs, then residuals."""
+        if value is None:
+            return ()
+        return (value,) if isinstance(value, torch.Tensor) else value
+
+
+def _is_tensor(arg: Any) -> bool:
+    # What stands for a tensor while a function is traced has the protocol, not the type.
+    return isinstance(arg, torch.Tensor) or hasattr(type(arg), "__torch_function__")
+
+
+def _type_text(argument: Any) -> str:
+    """The schema's type of an argument, like ``Tensor?``; without alias marks."""
+    text = str(argument.type)
+    optional = text.startswith("Optional[")
+    text = text[len("Optional[") : -1] if optional else text
+    if text.startswith("List["):
+        text = text[len("List[") : -1] + "[]"
+    return text + ("?" if optional else "")

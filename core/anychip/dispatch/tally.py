@@ -1,0 +1,148 @@
+"""Provenance: which implementation served each operator, how often, and why a fallback happened.
+
+Counts are always on. A count is an ``itertools.count``: its ``__next__`` is one C call that no
+other thread can interrupt, which makes counts exact without a lock or a table per thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from anychip.contract import Row
+
+
+class Tally(NamedTuple):
+    """The counter of one implementation in one role."""
+
+    row: Row
+    provider: Any
+    fallback: str | None
+    tick: Callable[[], int]
+    counter: itertools.count[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProvenanceRow:
+    """One line of the report.
+
+    Attributes:
+        operator, direction: what was computed.
+        implementation: module and function that computed it.
+        kind: native, mapped, compiled or reference.
+        provider: backend or kernel pack that brought it, or ``reference``.
+        distribution, version: the installed distribution it came from.
+        calls: how often.
+        fallback_reason: why no other row served these calls; None when this was a choice.
+    """
+
+    operator: str
+    direction: str
+    implementation: str
+    kind: str
+    provider: str
+    distribution: str | None
+    version: str | None
+    calls: int
+    fallback_reason: str | None
+
+
+class Provenance:
+    """A snapshot of the counts. ``str()`` is a table; ``rows()`` and ``to_json()`` are data."""
+
+    def __init__(self, rows: Iterable[ProvenanceRow]) -> None:
+        self._rows = tuple(rows)
+
+    def rows(self) -> tuple[ProvenanceRow, ...]:
+        """One entry per implementation and reason, by operator and direction."""
+        return self._rows
+
+    def fallbacks(self) -> tuple[ProvenanceRow, ...]:
+        """The entries in which the reference stepped in."""
+        return tuple(row for row in self._rows if row.fallback_reason is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"schema": 1, "operators": [...]}`` with the fields of :class:`ProvenanceRow`."""
+        return {"schema": 1, "operators": [asdict(row) for row in self._rows]}
+
+    def __str__(self) -> str:
+        if not self._rows:
+            return "no operator was called"
+        heads = ("operator", "direction", "calls", "kind", "from", "fallback")
+        lines = [heads] + [
+            (
+                row.operator,
+                row.direction,
+                str(row.calls),
+                row.kind,
+                f"{row.provider} {row.version or ''}".strip(),
+                row.fallback_reason or "-",
+            )
+            for row in self._rows
+        ]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(heads) - 1)]
+        return "\n".join(
+            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]])
+            for line in lines
+        )
+
+    def __repr__(self) -> str:
+        return f"Provenance({json.dumps(self.to_json())})"
+
+
+_lock = threading.Lock()
+_tallies: dict[tuple[int, str, str | None], Tally] = {}
+
+
+def new_tally(row: Row, provider: Any, fallback: str | None = None) -> Tally:
+    """The counter for a row in one role; the same one whenever the same role comes up again."""
+    key = (id(row.function), provider.name + row.operator + row.direction, fallback)
+    with _lock:
+        if key not in _tallies:
+            counter = itertools.count()
+            _tallies[key] = Tally(row, provider, fallback, counter.__next__, counter)
+        return _tallies[key]
+
+
+def _calls(counter: itertools.count[int]) -> int:
+    # repr is the one way to read a count without advancing it: "count(5)".
+    return int(repr(counter)[6:-1])
+
+
+_baseline: dict[tuple[int, str, str | None], int] = {}
+
+
+def provenance(*, reset: bool = False) -> Provenance:
+    """What served the operators of this process since the start or the last reset.
+
+    Args:
+        reset: count from zero afterwards.
+    """
+    with _lock:
+        counts = {key: _calls(tally.counter) for key, tally in _tallies.items()}
+        rows = [
+            _row(tally, counts[key] - _baseline.get(key, 0))
+            for key, tally in _tallies.items()
+            if counts[key] > _baseline.get(key, 0)
+        ]
+        if reset:
+            _baseline.update(counts)
+    return Provenance(sorted(rows, key=lambda r: (r.operator, r.direction != "forward", r.kind)))
+
+
+def _row(tally: Tally, calls: int) -> ProvenanceRow:
+    return ProvenanceRow(
+        operator=tally.row.operator,
+        direction=tally.row.direction,
+        implementation=tally.row.label,
+        kind=tally.row.kind,
+        provider=tally.provider.name,
+        distribution=tally.provider.distribution,
+        version=tally.provider.version,
+        calls=calls,
+        fallback_reason=tally.fallback,
+    )

@@ -1,0 +1,156 @@
+"""Element-wise activations: gelu, swiglu."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from anychip.contract import (
+    Bound,
+    Cost,
+    OperatorSpec,
+    Placements,
+    Sample,
+    SampleMaker,
+    Sharding,
+)
+
+_SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+_SHAPES = ((5, 7), (2, 3, 16), (1000,))
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _any_dim(results: int, tensors: int, x: Tensor) -> Placements:
+    return [([d] * results, [d] * tensors) for d in range(x.dim())]
+
+
+def _label(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+# gelu
+
+
+def _gelu_forward(x: Tensor, *, approximate: str) -> Tensor:
+    return torch.nn.functional.gelu(x.float(), approximate=approximate).to(x.dtype).contiguous()
+
+
+def _gelu_backward(
+    grad: Tensor, x: Tensor, *, approximate: str, needs: tuple[bool]
+) -> tuple[Tensor]:
+    wide = x.float()
+    if approximate == "tanh":
+        inner = _SQRT_2_OVER_PI * (wide + 0.044715 * wide**3)
+        tanh = torch.tanh(inner)
+        slope = _SQRT_2_OVER_PI * (1.0 + 3 * 0.044715 * wide.square())
+        derivative = 0.5 * (1.0 + tanh) + 0.5 * wide * (1.0 - tanh.square()) * slope
+    else:
+        cumulative = 0.5 * (1.0 + torch.erf(wide / math.sqrt(2.0)))
+        density = torch.exp(-0.5 * wide.square()) / math.sqrt(2.0 * math.pi)
+        derivative = cumulative + wide * density
+    return ((grad.float() * derivative).to(x.dtype),)
+
+
+def _gelu_check(x: Tensor, *, approximate: str) -> None:
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+
+
+def _gelu_samples(maker: SampleMaker) -> Iterator[Sample]:
+    for shape in _SHAPES:
+        for approximate in ("none", "tanh"):
+            args = (maker.normal(*shape, scale=2.0),)
+            yield Sample(args, {"approximate": approximate}, f"{_label(shape)},{approximate}")
+
+
+gelu = OperatorSpec(
+    name="gelu",
+    signature='(Tensor x, *, str approximate="none") -> Tensor',
+    equation="none: x/2 (1 + erf(x/sqrt 2)); tanh: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))",
+    source="Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2",
+    forward=_gelu_forward,
+    backward=_gelu_backward,
+    fake=lambda x, *, approximate: _empty(x),
+    saved=("x",),
+    differentiable=("x",),
+    check=_gelu_check,
+    sizes=lambda x, *, approximate: {"numel": x.numel()},
+    sharding=Sharding(
+        lambda x, approximate: _any_dim(1, 1, x),
+        lambda grad, x, approximate, needs: _any_dim(1, 2, x),
+    ),
+    cost=lambda x, *, approximate: Cost(2 * _nbytes(x), 10 * x.numel()),
+    backward_cost=lambda x, *, approximate: Cost(3 * _nbytes(x), 20 * x.numel()),
+    aten=frozenset({"gelu", "tanh", "erf", "exp", "mul", "add"}),
+    samples=_gelu_samples,
+    bound=Bound(forward=8, backward=16, length=lambda *_, **__: 1),
+)
+
+
+# swiglu
+
+
+def _swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
+    wide = gate.float()
+    return (wide * torch.sigmoid(wide) * up.float()).to(gate.dtype).contiguous()
+
+
+def _swiglu_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, *, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    wide, slope = gate.float(), grad.float()
+    sigmoid = torch.sigmoid(wide)
+    silu = wide * sigmoid
+    dgate = dup = None
+    if needs[0]:
+        dgate = (slope * up.float() * (sigmoid + silu * (1.0 - sigmoid))).to(gate.dtype)
+    if needs[1]:
+        dup = (slope * silu).to(up.dtype)
+    return dgate, dup
+
+
+def _swiglu_check(gate: Tensor, up: Tensor) -> None:
+    if gate.shape != up.shape:
+        raise ValueError(
+            f"gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}"
+        )
+
+
+def _swiglu_samples(maker: SampleMaker) -> Iterator[Sample]:
+    for shape in _SHAPES:
+        yield Sample((maker.normal(*shape, scale=2.0), maker.normal(*shape)), {}, _label(shape))
+
+
+swiglu = OperatorSpec(
+    name="swiglu",
+    signature="(Tensor gate, Tensor up) -> Tensor",
+    equation="y = gate * sigmoid(gate) * up",
+    source="Shazeer 2020, arXiv:2002.05202, equation 6",
+    forward=_swiglu_forward,
+    backward=_swiglu_backward,
+    fake=lambda gate, up: _empty(gate),
+    saved=("gate", "up"),
+    differentiable=("gate", "up"),
+    check=_swiglu_check,
+    sizes=lambda gate, up: {"numel": gate.numel()},
+    autocast="promote",
+    sharding=Sharding(
+        lambda gate, up: _any_dim(1, 2, gate),
+        lambda grad, gate, up, needs: _any_dim(2, 3, gate),
+    ),
+    cost=lambda gate, up: Cost(3 * _nbytes(gate), 6 * gate.numel()),
+    backward_cost=lambda gate, up: Cost(5 * _nbytes(gate), 12 * gate.numel()),
+    aten=frozenset({"sigmoid", "mul", "add", "sub"}),
+    samples=_swiglu_samples,
+    bound=Bound(forward=6, backward=10, length=lambda *_, **__: 1),
+)

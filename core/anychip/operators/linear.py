@@ -1,0 +1,185 @@
+"""Matrix products with weights: linear, embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from anychip.contract import (
+    Bound,
+    Cost,
+    OperatorSpec,
+    Placement,
+    Placements,
+    Sample,
+    SampleMaker,
+    Sharding,
+)
+from anychip.operators.values import has_values
+
+
+def _nbytes(*tensors: Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(..., N) as (rows, N). Not reshape(-1, N), which cannot tell the rows when N is 0."""
+    return x.unsqueeze(0).flatten(0, -2)
+
+
+# linear
+
+
+def _linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # On some hosts torch's 16-bit product of strided operands rounds more than once.
+    dense = None if bias is None else bias.contiguous()
+    return torch.nn.functional.linear(x.contiguous(), weight.contiguous(), dense)
+
+
+def _linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, *, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    rows = _rows(grad)
+    dx = grad @ weight if needs[0] else None
+    dweight = rows.t() @ _rows(x) if needs[1] else None
+    dbias = rows.float().sum(0).to(grad.dtype) if needs[2] else None
+    return dx, dweight, dbias
+
+
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _linear_check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x must be (..., K) and weight (N, K); got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(f"bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
+    if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
+        raise ValueError(
+            f"x, weight and bias must have one dtype, got {x.dtype}, {weight.dtype} and "
+            f"{None if bias is None else bias.dtype}"
+        )
+
+
+def _linear_samples(maker: SampleMaker) -> Iterator[Sample]:
+    for rows, inputs, outputs in (((3,), 8, 5), ((2, 4), 33, 17), ((1,), 1, 1), ((2, 3, 2), 64, 8)):
+        x, weight = maker.normal(*rows, inputs), maker.normal(outputs, inputs)
+        for bias in (maker.normal(outputs), None):
+            label = f"{'x'.join(map(str, rows))},{inputs}->{outputs},bias={bias is not None}"
+            yield Sample((x, weight, bias), {}, label)
+
+
+def _linear_shards(x: Tensor, weight: Tensor, bias: Tensor | None) -> Placements:
+    last = x.dim() - 1
+    rest: list[Placement] = [] if bias is None else [None]
+    rows: list[tuple[list[Placement], list[Placement]]] = []
+    rows += [([d], [d, None, *rest]) for d in range(last)]
+    rows += [([last], [None, 0, *([] if bias is None else [0])])]
+    return rows if bias is not None else [*rows, (["partial"], [last, 1])]
+
+
+def _linear_backward_shards(
+    grad: Tensor, x: Tensor, weight: Tensor, needs: list[bool]
+) -> Placements:
+    last = x.dim() - 1
+    rows: list[tuple[list[Placement], list[Placement]]] = []
+    rows += [([d, "partial", "partial"], [d, d, None]) for d in range(last)]
+    return [*rows, (["partial", 0, 0], [last, None, 0])]
+
+
+linear = OperatorSpec(
+    name="linear",
+    signature="(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    equation="y = x weight^T + bias",
+    source="torch.nn.functional.linear",
+    forward=_linear_forward,
+    backward=_linear_backward,
+    fake=_linear_fake,
+    saved=("x", "weight"),
+    differentiable=("x", "weight", "bias"),
+    check=_linear_check,
+    sizes=lambda x, weight, bias: {"in": weight.shape[1], "out": weight.shape[0]},
+    autocast="lower",
+    sharding=Sharding(_linear_shards, _linear_backward_shards),
+    cost=lambda x, weight, bias: Cost(
+        _nbytes(x, weight, bias) + x.numel() // x.shape[-1] * weight.shape[0] * x.element_size(),
+        2 * x.numel() * weight.shape[0],
+    ),
+    backward_cost=lambda x, weight, bias: Cost(
+        2 * _nbytes(x, weight, bias), 4 * x.numel() * weight.shape[0]
+    ),
+    aten=frozenset({"linear", "mm", "sum"}),
+    samples=_linear_samples,
+    bound=Bound(forward=2, backward=2, length=lambda x, *_, **__: x.shape[-1]),
+)
+
+
+# embedding
+
+
+def _embedding_forward(indices: Tensor, weight: Tensor) -> Tensor:
+    if indices.device.type == "cpu" and indices.numel() and has_values(indices):
+        low, high = indices.min().item(), indices.max().item()
+        if low < 0 or high >= weight.shape[0]:
+            raise IndexError(
+                f"embedding: indices must be from 0 to {weight.shape[0] - 1}, got {low} to {high}"
+            )
+    # Not weight[indices], which is a view of the weight when the index has no dims.
+    rows = torch.index_select(weight, 0, indices.reshape(-1))
+    return rows.reshape(*indices.shape, weight.shape[1])
+
+
+def _embedding_backward(
+    grad: Tensor, indices: Tensor, weight: Tensor, *, needs: tuple[bool]
+) -> tuple[Tensor]:
+    rows = _rows(grad).float()
+    total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    return (total.index_add(0, indices.reshape(-1), rows).to(weight.dtype),)
+
+
+def _embedding_check(indices: Tensor, weight: Tensor) -> None:
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be (num_embeddings, width), got {tuple(weight.shape)}")
+
+
+def _embedding_samples(maker: SampleMaker) -> Iterator[Sample]:
+    for shape, count, width in (((4,), 10, 8), ((2, 3), 5, 17), ((1,), 1, 1)):
+        args = (maker.integers(count, *shape), maker.normal(count, width))
+        yield Sample(args, {}, f"{'x'.join(map(str, shape))} of {count}x{width}")
+
+
+embedding = OperatorSpec(
+    name="embedding",
+    signature="(Tensor indices, Tensor weight) -> Tensor",
+    equation="y = weight[indices]",
+    source="torch.nn.functional.embedding",
+    forward=_embedding_forward,
+    backward=_embedding_backward,
+    fake=lambda indices, weight: weight.new_empty((*indices.shape, weight.shape[1])),
+    saved=("indices", "weight"),
+    differentiable=("weight",),
+    check=_embedding_check,
+    fixed_dtypes={"indices": "int64"},
+    sizes=lambda indices, weight: {"rows": weight.shape[0], "width": weight.shape[1]},
+    sharding=Sharding(
+        lambda indices, weight: [([d], [d, None]) for d in range(indices.dim())],
+        lambda grad, indices, weight, needs: [
+            (["partial"], [d, d, None]) for d in range(indices.dim())
+        ],
+    ),
+    cost=lambda indices, weight: Cost(
+        indices.numel() * (8 + 2 * weight.shape[1] * weight.element_size()), 0
+    ),
+    backward_cost=lambda indices, weight: Cost(
+        indices.numel() * (8 + weight.shape[1] * weight.element_size()) + _nbytes(weight),
+        indices.numel() * weight.shape[1],
+    ),
+    aten=frozenset({"index", "index_add", "zeros"}),
+    samples=_embedding_samples,
+    bound=Bound(forward=0, backward=1, length=lambda indices, *_, **__: max(indices.numel(), 1)),
+)

@@ -1,0 +1,19 @@
+"""Whether the values of a tensor can be looked at, for references that check indices on a host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_functorch = torch._C._functorch
+
+
+def has_values(tensor: Tensor) -> bool:
+    """False while a compiler traces, and for a tensor that ``vmap`` has made a batch of."""
+    if torch.compiler.is_compiling():
+        return False
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+    return True

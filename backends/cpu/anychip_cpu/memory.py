@@ -1,0 +1,55 @@
+"""The host's memory part: statistics of the C library's allocator, which torch's tensors come from.
+
+They are of the whole process, Python's own objects included. The allocator keeps no peak.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import cffi  # type: ignore[import-untyped]
+
+from anychip.contract import Memory, MemoryInfo, MemoryStats
+
+_ffi = cffi.FFI()
+_ffi.cdef("""
+    struct mallinfo2 {
+        size_t arena, ordblks, smblks, hblks, hblkhd;
+        size_t usmblks, fsmblks, uordblks, fordblks, keepcost;
+    };
+    struct mallinfo2 mallinfo2(void);
+    int malloc_trim(size_t pad);
+""")
+_libc: Any = _ffi.dlopen(None)
+
+
+def has_statistics() -> bool:
+    """Whether the C library counts: glibc since 2.33 does."""
+    return hasattr(_libc, "mallinfo2")
+
+
+class CpuMemory(Memory):
+    """Memory of the host."""
+
+    def stats(self, index: int | None = None) -> MemoryStats:
+        self.backend.check_index(index)
+        self.backend.require("memory_stats", "memory.stats()")
+        info = _libc.mallinfo2()
+        # Blocks above the mmap threshold are counted apart from the arenas.
+        return MemoryStats(info.uordblks + info.hblkhd, info.arena + info.hblkhd, None)
+
+    def empty_cache(self) -> None:
+        self.backend.require("memory_stats", "memory.empty_cache()")
+        _libc.malloc_trim(0)
+
+    def info(self, index: int | None = None) -> MemoryInfo:
+        self.backend.check_index(index)
+        meminfo = Path("/proc/meminfo")
+        if meminfo.is_file():
+            lines = (line.split() for line in meminfo.read_text().splitlines())
+            kib = {words[0]: int(words[1]) for words in lines if len(words) > 1}
+            return MemoryInfo(kib["MemAvailable:"] * 1024, kib["MemTotal:"] * 1024)
+        page = os.sysconf("SC_PAGE_SIZE")
+        return MemoryInfo(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page)

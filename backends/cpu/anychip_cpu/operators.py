@@ -1,0 +1,528 @@
+"""The host's operators: native rows where memory is the limit, mapped ones where torch is best.
+
+Native rows hand addresses to ``csrc/cpu``; they make read tensors contiguous and allocate outputs
+with torch. Without the native module only the mapped rows are there, and the reference serves the
+rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from anychip import operators
+from anychip.contract import OperatorTable
+from anychip_cpu import native
+from anychip_cpu.native import CODES
+
+table = OperatorTable()
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+_kernels: Any = native.kernels
+_aten = torch.ops.aten
+Needs = tuple[bool, ...]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _native(operator: str, direction: str, **conditions: Any) -> Callable[[F], F]:
+    """Adds a native row, or nothing when the native kernels are not there."""
+    if native.kernels is None:
+        return lambda function: function
+    add = table.forward if direction == "forward" else table.backward
+    return add(operator, kind="native", dtypes=_FLOATS, **conditions)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _wanted(need: bool, like: Tensor) -> tuple[Tensor | None, int]:
+    """A gradient to be written and its address; (None, 0) when it is not wanted."""
+    if not need:
+        return None, 0
+    made = _empty_like(like)
+    return made, made.data_ptr()
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    hidden = x.shape[-1]
+    return (x.numel() // hidden if hidden else 0), hidden
+
+
+# Norms
+
+
+@_native("rms_norm", "forward")
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    x, weight = x.contiguous(), weight.contiguous()
+    y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    _kernels.rms_norm_forward(
+        x.data_ptr(),
+        weight.data_ptr(),
+        y.data_ptr(),
+        rstd.data_ptr(),
+        *_rows(x),
+        eps,
+        CODES[x.dtype],
+        CODES[weight.dtype],
+    )
+    return y, rstd
+
+
+@_native("rms_norm", "backward")
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, eps: float, needs: Needs
+) -> tuple[Tensor | None, Tensor | None]:
+    grad, x, weight, rstd = (t.contiguous() for t in (grad, x, weight, rstd))
+    dx, dx_address = _wanted(needs[0], x)
+    dweight, dweight_address = _wanted(needs[1], weight)
+    _kernels.rms_norm_backward(
+        grad.data_ptr(),
+        x.data_ptr(),
+        weight.data_ptr(),
+        rstd.data_ptr(),
+        dx_address,
+        dweight_address,
+        *_rows(x),
+        CODES[x.dtype],
+        CODES[weight.dtype],
+    )
+    return dx, dweight
+
+
+@_native("layer_norm", "forward")
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if bias is not None and bias.dtype != weight.dtype:
+        # The kernel takes one dtype for both; the narrower one would lose digits of the other.
+        weight, bias = weight.float(), bias.float()
+    x, weight = x.contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    y, mean = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    rstd = torch.empty_like(mean)
+    _kernels.layer_norm_forward(
+        x.data_ptr(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        mean.data_ptr(),
+        rstd.data_ptr(),
+        *_rows(x),
+        eps,
+        CODES[x.dtype],
+        CODES[weight.dtype],
+    )
+    return y, mean, rstd
+
+
+@_native("layer_norm", "backward")
+def layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    eps: float,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    grad, x, weight, mean, rstd = (t.contiguous() for t in (grad, x, weight, mean, rstd))
+    dx, dx_address = _wanted(needs[0], x)
+    dweight, dweight_address = _wanted(needs[1], weight)
+    dbias, dbias_address = _wanted(needs[2], weight)
+    _kernels.layer_norm_backward(
+        grad.data_ptr(),
+        x.data_ptr(),
+        weight.data_ptr(),
+        mean.data_ptr(),
+        rstd.data_ptr(),
+        dx_address,
+        dweight_address,
+        dbias_address,
+        *_rows(x),
+        CODES[x.dtype],
+        CODES[weight.dtype],
+    )
+    return dx, dweight, dbias
+
+
+# Element-wise
+
+
+@_native("dropout", "forward")
+def dropout(x: Tensor, rng: Tensor, *, p: float) -> Tensor:
+    x, rng = x.contiguous(), rng.contiguous()
+    y = torch.empty_like(x)
+    _kernels.dropout(x.data_ptr(), rng.data_ptr(), y.data_ptr(), x.numel(), p, CODES[x.dtype])
+    return y
+
+
+@_native("dropout", "backward")
+def dropout_backward(grad: Tensor, rng: Tensor, *, p: float, needs: Needs) -> tuple[Tensor]:
+    return (dropout(grad, rng, p=p),)
+
+
+@_native("gelu", "forward")
+def gelu(x: Tensor, *, approximate: str) -> Tensor:
+    x = x.contiguous()
+    y, tanh = torch.empty_like(x), approximate == "tanh"
+    _kernels.gelu_forward(x.data_ptr(), y.data_ptr(), x.numel(), tanh, CODES[x.dtype])
+    return y
+
+
+@_native("gelu", "backward")
+def gelu_backward(grad: Tensor, x: Tensor, *, approximate: str, needs: Needs) -> tuple[Tensor]:
+    grad, x = grad.contiguous(), x.contiguous()
+    dx, tanh = torch.empty_like(x), approximate == "tanh"
+    addresses = (grad.data_ptr(), x.data_ptr(), dx.data_ptr())
+    _kernels.gelu_backward(*addresses, x.numel(), tanh, CODES[x.dtype])
+    return (dx,)
+
+
+def _one_dtype(gate: Tensor, up: Tensor) -> bool:
+    return gate.dtype == up.dtype
+
+
+@_native("swiglu", "forward", accepts=_one_dtype)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    y = torch.empty_like(gate)
+    addresses = (gate.data_ptr(), up.data_ptr(), y.data_ptr())
+    _kernels.swiglu_forward(*addresses, gate.numel(), CODES[gate.dtype])
+    return y
+
+
+@_native("swiglu", "backward", accepts=lambda grad, gate, up, **_: _one_dtype(gate, up))
+def swiglu_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, *, needs: Needs
+) -> tuple[Tensor | None, Tensor | None]:
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    dgate, dgate_address = _wanted(needs[0], gate)
+    dup, dup_address = _wanted(needs[1], up)
+    addresses = (grad.data_ptr(), gate.data_ptr(), up.data_ptr(), dgate_address, dup_address)
+    _kernels.swiglu_backward(*addresses, gate.numel(), CODES[gate.dtype])
+    return dgate, dup
+
+
+def _rotated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    q, k, cos, sin = (t.contiguous() for t in (q, k, cos, sin))
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    batch, seq, heads, head_dim = q.shape
+    tensors = (q, k, cos, sin, q_out, k_out)
+    _kernels.rope(
+        *(t.data_ptr() for t in tensors),
+        batch,
+        seq,
+        heads,
+        k.shape[2],
+        head_dim,
+        interleaved,
+        inverse,
+        CODES[q.dtype],
+    )
+    return q_out, k_out
+
+
+@_native("rope", "forward", accepts=lambda q, k, *_, **__: _one_dtype(q, k))
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    return _rotated(q, k, cos, sin, interleaved, False)
+
+
+@_native("rope", "backward", accepts=lambda dq, dk, *_, **__: _one_dtype(dq, dk))
+def rope_backward(
+    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, needs: Needs
+) -> tuple[Tensor, Tensor]:
+    return _rotated(dq, dk, cos, sin, interleaved, True)
+
+
+# Loss
+
+
+def _reduction(name: str) -> int:
+    codes = {
+        "none": _kernels.REDUCTION_NONE,
+        "mean": _kernels.REDUCTION_MEAN,
+        "sum": _kernels.REDUCTION_SUM,
+    }
+    return int(codes[name])
+
+
+@_native("cross_entropy", "forward")
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor]:
+    logits, target = logits.contiguous(), target.contiguous()
+    lse = target.new_empty(target.shape, dtype=torch.float32)
+    loss = torch.empty_like(lse) if reduction == "none" else lse.new_empty(())
+    _kernels.cross_entropy_forward(
+        logits.data_ptr(),
+        target.data_ptr(),
+        loss.data_ptr(),
+        lse.data_ptr(),
+        target.numel(),
+        logits.shape[-1],
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        _reduction(reduction),
+        CODES[logits.dtype],
+    )
+    return loss, lse
+
+
+@_native("cross_entropy", "backward")
+def cross_entropy_backward(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+    needs: Needs,
+) -> tuple[Tensor]:
+    grad, logits, target, lse = (t.contiguous() for t in (grad, logits, target, lse))
+    dlogits = torch.empty_like(logits)
+    _kernels.cross_entropy_backward(
+        grad.data_ptr(),
+        logits.data_ptr(),
+        target.data_ptr(),
+        lse.data_ptr(),
+        dlogits.data_ptr(),
+        target.numel(),
+        logits.shape[-1],
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        _reduction(reduction),
+        CODES[logits.dtype],
+    )
+    return (dlogits,)
+
+
+# Lists of tensors: in place, so that what is not contiguous goes to the reference
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [t.data_ptr() for t in tensors]
+
+
+def _numels(tensors: Sequence[Tensor]) -> list[int]:
+    return [t.numel() for t in tensors]
+
+
+def _codes(tensors: Sequence[Tensor]) -> list[int]:
+    return [CODES[t.dtype] for t in tensors]
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@_native("l2_norm", "forward", contiguous=True, accepts=lambda tensors: len(tensors) > 0)
+def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
+    total = torch.empty((), dtype=torch.float32)
+    _kernels.l2_norm(_addresses(tensors), _numels(tensors), _codes(tensors), total.data_ptr())
+    return total
+
+
+@_native("clip", "forward", contiguous=True)
+def clip(tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> None:
+    lists = (_addresses(tensors), _numels(tensors), _codes(tensors))
+    _kernels.clip(*lists, norm.data_ptr(), max_norm)
+
+
+@_native("unscale_and_check", "forward", contiguous=True)
+def unscale_and_check(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> None:
+    lists = (_addresses(grads), _numels(grads), _codes(grads))
+    _kernels.unscale_and_check(*lists, scale.data_ptr(), found_inf.data_ptr())
+
+
+@_native("adamw", "forward", contiguous=True)
+def adamw(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    lr: Tensor,
+    step: Tensor,
+    scale: Tensor | None,
+    clip: Tensor | None,
+    found_inf: Tensor | None,
+    low_precision: Sequence[Tensor] | None,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    low = low_precision or ()
+    _kernels.adamw(
+        _addresses(params),
+        _addresses(grads),
+        _addresses(exp_avgs),
+        _addresses(exp_avg_sqs),
+        _addresses(low),
+        _numels(params),
+        lr.data_ptr(),
+        step.data_ptr(),
+        _address(scale),
+        _address(clip),
+        _address(found_inf),
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        _codes(params),
+        _codes(grads),
+        _codes(low),
+    )
+
+
+# Mapped to torch's own kernels
+
+
+def _matrix_dtypes() -> set[torch.dtype]:
+    """Dtypes that this processor has matrix or vector product instructions for."""
+    found = {torch.float32}
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        found.add(torch.bfloat16)
+    if torch.cpu._is_amx_fp16_supported():
+        found.add(torch.float16)
+    return found
+
+
+_MATRIX_DTYPES = _matrix_dtypes()
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    # torch's 16-bit product of strided operands adds up in 16 bits, so they are made contiguous.
+    # Without 16-bit units, torch's own 16-bit product is slower than converting to float32 and
+    # back (2.4 to 3.8 times, measured on AVX-512 without bf16), and no more exact.
+    return tensor.contiguous() if tensor.dtype in _MATRIX_DTYPES else tensor.float()
+
+
+@table.forward("linear", kind="mapped", dtypes=_FLOATS)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide_bias = None if bias is None else _widened(bias)
+    y = torch.nn.functional.linear(_widened(x), _widened(weight), wide_bias)
+    return y.to(x.dtype)
+
+
+@table.backward("linear", kind="mapped", dtypes=_FLOATS)
+def linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, *, needs: Needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    wide = _widened(grad.reshape(x.shape[:-1].numel(), grad.shape[-1]))
+    dx = dweight = dbias = None
+    if needs[0]:
+        dx = (wide @ _widened(weight)).to(x.dtype).view(x.shape)
+    if needs[1]:
+        dweight = (wide.t() @ _widened(x.reshape(wide.shape[0], x.shape[-1]))).to(weight.dtype)
+    if needs[2]:
+        dbias = wide.float().sum(0).to(weight.dtype)
+    return dx, dweight, dbias
+
+
+@table.forward("embedding", kind="mapped", dtypes=_FLOATS)
+def embedding(indices: Tensor, weight: Tensor) -> Tensor:
+    return torch.nn.functional.embedding(indices, weight)
+
+
+@table.backward("embedding", kind="mapped", dtypes=_FLOATS)
+def embedding_backward(
+    grad: Tensor, indices: Tensor, weight: Tensor, *, needs: Needs
+) -> tuple[Tensor]:
+    # Rows that occur more than once are summed, which must not happen in 16 bits.
+    total = _aten.embedding_dense_backward(grad.float(), indices, weight.shape[0], -1, False)
+    return (total.to(weight.dtype),)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """(B, S, Hk, D) as (B, H, S, D), each key head repeated for its query heads."""
+    groups = heads // x.shape[2]
+    return (x if groups == 1 else x.repeat_interleave(groups, dim=2)).transpose(1, 2)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **_: Any) -> bool:
+    # torch's kernel divides by the number of heads, takes one dtype, and multiplies the -inf of
+    # the causal mask by the scale.
+    one_dtype = q.dtype == k.dtype == v.dtype
+    return q.numel() > 0 and one_dtype and (scale is None or scale > 0.0)
+
+
+@table.forward("attention", kind="mapped", dtypes=_FLOATS, accepts=_flash)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    # torch's kernel takes the last dim to have stride 1, without looking.
+    by_head = (t.contiguous().transpose(1, 2) for t in (q, k, v))
+    y, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*by_head, 0.0, causal, scale=scale)
+    if not lse.all():
+        # torch gives a row whose scores are all NaN the lse 0 and the result 0, as if it were
+        # masked. A true lse of 0 is rare, and then this only costs time.
+        exact: tuple[Tensor, Tensor] = operators.attention.forward(
+            q, k, v, causal=causal, scale=scale
+        )
+        return exact
+    return y.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+@table.backward(
+    "attention",
+    kind="mapped",
+    dtypes=_FLOATS,
+    accepts=lambda grad, q, k, v, y, lse, **attrs: _flash(q, k, v, **attrs),
+)
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    needs: Needs,
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv_heads = q.shape[2], k.shape[2]
+    grad, q, k, v, y, lse = (t.contiguous() for t in (grad, q, k, v, y, lse))
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad.transpose(1, 2),
+        q.transpose(1, 2),
+        _by_head(k, heads),
+        _by_head(v, heads),
+        y.transpose(1, 2),
+        lse,
+        0.0,
+        causal,
+        scale=scale,
+    )
+    return (
+        dq.transpose(1, 2).contiguous(),
+        _sum_groups(dk.transpose(1, 2), kv_heads).to(k.dtype),
+        _sum_groups(dv.transpose(1, 2), kv_heads).to(v.dtype),
+    )
+
+
+def _sum_groups(grad: Tensor, kv_heads: int) -> Tensor:
+    batch, seq, heads, dim = grad.shape
+    if heads == kv_heads:
+        return grad.contiguous()
+    return grad.reshape(batch, seq, kv_heads, heads // kv_heads, dim).float().sum(3)

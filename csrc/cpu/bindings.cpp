@@ -1,0 +1,328 @@
+// anychip_cpu._native: addresses and numbers from Python into the operators' structs, and no more.
+// The Python side of every signature is documented in backends/cpu/anychip_cpu/_native.pyi.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "checks.h"
+#include "isa.h"
+#include "operators.h"
+#include "parallel.h"
+#include "philox.h"
+
+namespace py = pybind11;
+
+namespace anychip::cpu {
+namespace {
+
+using Address = uintptr_t;
+using Addresses = std::vector<uintptr_t>;
+using Sizes = std::vector<int64_t>;
+using Codes = std::vector<int>;
+
+// Raised whenever a signature changes its meaning; Python reads it as build_info()["abi"].
+constexpr int kInterfaceVersion = 1;
+
+template <class T = void>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+DType dtype_of(int code) {
+  check(is_dtype(code), "dtype",
+        "expected FLOAT32 (0), BFLOAT16 (1) or FLOAT16 (2), got " + std::to_string(code));
+  return static_cast<DType>(code);
+}
+
+Reduction reduction_of(int code) {
+  check(code >= 0 && code <= 2, "reduction",
+        "expected REDUCTION_NONE (0), REDUCTION_MEAN (1) or REDUCTION_SUM (2), got " +
+            std::to_string(code));
+  return static_cast<Reduction>(code);
+}
+
+void check_length(const char* name, size_t expected, size_t got) {
+  check(expected == got, name,
+        "expected a list of " + std::to_string(expected) + ", one per tensor, got " +
+            std::to_string(got));
+}
+
+std::vector<TensorRef> tensors_of(const Addresses& data, const Sizes& numels, const Codes& dtypes) {
+  check_length("numels", data.size(), numels.size());
+  check_length("dtypes", data.size(), dtypes.size());
+  std::vector<TensorRef> tensors;
+  tensors.reserve(data.size());
+  for (size_t i = 0; i < data.size(); ++i) {
+    tensors.push_back({at(data[i]), numels[i], dtype_of(dtypes[i])});
+  }
+  return tensors;
+}
+
+void bind_norms(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
+  m.def(
+      "rms_norm_forward",
+      [](Address x, Address weight, Address y, Address rstd, int64_t rows, int64_t hidden,
+         double eps, int dtype, int weight_dtype) {
+        rms_norm_forward({at(x), at(weight), at(y), at<float>(rstd), rows, hidden, eps,
+                          dtype_of(dtype), dtype_of(weight_dtype)});
+      },
+      py::arg("x"), py::arg("weight"), py::arg("y"), py::arg("rstd"), py::arg("rows"),
+      py::arg("hidden"), py::arg("eps"), py::arg("dtype"), py::arg("weight_dtype"), no_gil);
+  m.def(
+      "rms_norm_backward",
+      [](Address grad, Address x, Address weight, Address rstd, Address dx, Address dweight,
+         int64_t rows, int64_t hidden, int dtype, int weight_dtype) {
+        rms_norm_backward({at(grad), at(x), at(weight), at<float>(rstd), at(dx), at(dweight), rows,
+                           hidden, dtype_of(dtype), dtype_of(weight_dtype)});
+      },
+      py::arg("grad"), py::arg("x"), py::arg("weight"), py::arg("rstd"), py::arg("dx"),
+      py::arg("dweight"), py::arg("rows"), py::arg("hidden"), py::arg("dtype"),
+      py::arg("weight_dtype"), no_gil);
+  m.def(
+      "layer_norm_forward",
+      [](Address x, Address weight, Address bias, Address y, Address mean, Address rstd,
+         int64_t rows, int64_t hidden, double eps, int dtype, int weight_dtype) {
+        layer_norm_forward({at(x), at(weight), at(bias), at(y), at<float>(mean), at<float>(rstd),
+                            rows, hidden, eps, dtype_of(dtype), dtype_of(weight_dtype)});
+      },
+      py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("y"), py::arg("mean"),
+      py::arg("rstd"), py::arg("rows"), py::arg("hidden"), py::arg("eps"), py::arg("dtype"),
+      py::arg("weight_dtype"), no_gil);
+  m.def(
+      "layer_norm_backward",
+      [](Address grad, Address x, Address weight, Address mean, Address rstd, Address dx,
+         Address dweight, Address dbias, int64_t rows, int64_t hidden, int dtype,
+         int weight_dtype) {
+        layer_norm_backward({at(grad), at(x), at(weight), at<float>(mean), at<float>(rstd), at(dx),
+                             at(dweight), at(dbias), rows, hidden, dtype_of(dtype),
+                             dtype_of(weight_dtype)});
+      },
+      py::arg("grad"), py::arg("x"), py::arg("weight"), py::arg("mean"), py::arg("rstd"),
+      py::arg("dx"), py::arg("dweight"), py::arg("dbias"), py::arg("rows"), py::arg("hidden"),
+      py::arg("dtype"), py::arg("weight_dtype"), no_gil);
+}
+
+void bind_elementwise(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
+  m.def(
+      "dropout",
+      [](Address x, Address rng, Address y, int64_t numel, double p, int dtype) {
+        dropout({at(x), at<int64_t>(rng), at(y), numel, p, dtype_of(dtype)});
+      },
+      py::arg("x"), py::arg("rng"), py::arg("y"), py::arg("numel"), py::arg("p"), py::arg("dtype"),
+      no_gil);
+  m.def(
+      "gelu_forward",
+      [](Address x, Address y, int64_t numel, bool tanh, int dtype) {
+        gelu_forward({at(x), at(y), numel, tanh, dtype_of(dtype)});
+      },
+      py::arg("x"), py::arg("y"), py::arg("numel"), py::arg("tanh"), py::arg("dtype"), no_gil);
+  m.def(
+      "gelu_backward",
+      [](Address grad, Address x, Address dx, int64_t numel, bool tanh, int dtype) {
+        gelu_backward({at(grad), at(x), at(dx), numel, tanh, dtype_of(dtype)});
+      },
+      py::arg("grad"), py::arg("x"), py::arg("dx"), py::arg("numel"), py::arg("tanh"),
+      py::arg("dtype"), no_gil);
+  m.def(
+      "swiglu_forward",
+      [](Address gate, Address up, Address y, int64_t numel, int dtype) {
+        swiglu_forward({at(gate), at(up), at(y), numel, dtype_of(dtype)});
+      },
+      py::arg("gate"), py::arg("up"), py::arg("y"), py::arg("numel"), py::arg("dtype"), no_gil);
+  m.def(
+      "swiglu_backward",
+      [](Address grad, Address gate, Address up, Address dgate, Address dup, int64_t numel,
+         int dtype) {
+        swiglu_backward({at(grad), at(gate), at(up), at(dgate), at(dup), numel, dtype_of(dtype)});
+      },
+      py::arg("grad"), py::arg("gate"), py::arg("up"), py::arg("dgate"), py::arg("dup"),
+      py::arg("numel"), py::arg("dtype"), no_gil);
+}
+
+void bind_rope(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
+  m.def(
+      "rope",
+      [](Address q, Address k, Address cos, Address sin, Address q_out, Address k_out,
+         int64_t batch, int64_t seq, int64_t heads, int64_t kv_heads, int64_t head_dim,
+         bool interleaved, bool inverse, int dtype) {
+        rope({at(q), at(k), at<float>(cos), at<float>(sin), at(q_out), at(k_out), batch, seq, heads,
+              kv_heads, head_dim, interleaved, inverse, dtype_of(dtype)});
+      },
+      py::arg("q"), py::arg("k"), py::arg("cos"), py::arg("sin"), py::arg("q_out"),
+      py::arg("k_out"), py::arg("batch"), py::arg("seq"), py::arg("heads"), py::arg("kv_heads"),
+      py::arg("head_dim"), py::arg("interleaved"), py::arg("inverse"), py::arg("dtype"), no_gil);
+}
+
+void bind_loss(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
+  m.def(
+      "cross_entropy_forward",
+      [](Address logits, Address target, Address loss, Address lse, int64_t rows, int64_t vocab,
+         int64_t ignore_index, double label_smoothing, double z_loss, int reduction, int dtype) {
+        cross_entropy_forward({at(logits),
+                               at<int64_t>(target),
+                               at<float>(loss),
+                               at<float>(lse),
+                               {rows, vocab, ignore_index, label_smoothing, z_loss,
+                                reduction_of(reduction), dtype_of(dtype)}});
+      },
+      py::arg("logits"), py::arg("target"), py::arg("loss"), py::arg("lse"), py::arg("rows"),
+      py::arg("vocab"), py::arg("ignore_index"), py::arg("label_smoothing"), py::arg("z_loss"),
+      py::arg("reduction"), py::arg("dtype"), no_gil);
+  m.def(
+      "cross_entropy_backward",
+      [](Address grad, Address logits, Address target, Address lse, Address dlogits, int64_t rows,
+         int64_t vocab, int64_t ignore_index, double label_smoothing, double z_loss, int reduction,
+         int dtype) {
+        cross_entropy_backward({at<float>(grad),
+                                at(logits),
+                                at<int64_t>(target),
+                                at<float>(lse),
+                                at(dlogits),
+                                {rows, vocab, ignore_index, label_smoothing, z_loss,
+                                 reduction_of(reduction), dtype_of(dtype)}});
+      },
+      py::arg("grad"), py::arg("logits"), py::arg("target"), py::arg("lse"), py::arg("dlogits"),
+      py::arg("rows"), py::arg("vocab"), py::arg("ignore_index"), py::arg("label_smoothing"),
+      py::arg("z_loss"), py::arg("reduction"), py::arg("dtype"), no_gil);
+}
+
+// The lists of one adamw call, as tensors.
+std::vector<AdamWTensor> adamw_tensors(const Addresses& params, const Addresses& grads,
+                                       const Addresses& exp_avgs, const Addresses& exp_avg_sqs,
+                                       const Addresses& low_precision, const Sizes& numels,
+                                       const Codes& param_dtypes, const Codes& grad_dtypes,
+                                       const Codes& low_dtypes) {
+  const size_t count = params.size();
+  check_length("exp_avgs", count, exp_avgs.size());
+  check_length("exp_avg_sqs", count, exp_avg_sqs.size());
+  check_length("grads", count, grads.size());
+  const bool has_low = !low_precision.empty();
+  if (has_low) check_length("low_precision", count, low_precision.size());
+  const std::vector<TensorRef> param = tensors_of(params, numels, param_dtypes);
+  const std::vector<TensorRef> grad = tensors_of(grads, numels, grad_dtypes);
+  const std::vector<TensorRef> low =
+      has_low ? tensors_of(low_precision, numels, low_dtypes) : std::vector<TensorRef>(count);
+  std::vector<AdamWTensor> tensors;
+  tensors.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    tensors.push_back(
+        {param[i], grad[i], at<float>(exp_avgs[i]), at<float>(exp_avg_sqs[i]), low[i]});
+  }
+  return tensors;
+}
+
+void bind_lists(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
+  m.def(
+      "adamw",
+      [](const Addresses& params, const Addresses& grads, const Addresses& exp_avgs,
+         const Addresses& exp_avg_sqs, const Addresses& low_precision, const Sizes& numels,
+         Address lr, Address step, Address scale, Address clip, Address found_inf, double beta1,
+         double beta2, double eps, double weight_decay, const Codes& param_dtypes,
+         const Codes& grad_dtypes, const Codes& low_dtypes) {
+        adamw({adamw_tensors(params, grads, exp_avgs, exp_avg_sqs, low_precision, numels,
+                             param_dtypes, grad_dtypes, low_dtypes),
+               at<float>(lr), at<float>(step), at<float>(scale), at<float>(clip),
+               at<float>(found_inf), beta1, beta2, eps, weight_decay});
+      },
+      py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
+      py::arg("low_precision"), py::arg("numels"), py::arg("lr"), py::arg("step"), py::arg("scale"),
+      py::arg("clip"), py::arg("found_inf"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+      py::arg("weight_decay"), py::arg("param_dtypes"), py::arg("grad_dtypes"),
+      py::arg("low_dtypes"), no_gil);
+  m.def(
+      "l2_norm",
+      [](const Addresses& tensors, const Sizes& numels, const Codes& dtypes, Address out) {
+        l2_norm(tensors_of(tensors, numels, dtypes), at<float>(out));
+      },
+      py::arg("tensors"), py::arg("numels"), py::arg("dtypes"), py::arg("out"), no_gil);
+  m.def(
+      "clip",
+      [](const Addresses& tensors, const Sizes& numels, const Codes& dtypes, Address norm,
+         double max_norm) { clip(tensors_of(tensors, numels, dtypes), at<float>(norm), max_norm); },
+      py::arg("tensors"), py::arg("numels"), py::arg("dtypes"), py::arg("norm"),
+      py::arg("max_norm"), no_gil);
+  m.def(
+      "unscale_and_check",
+      [](const Addresses& grads, const Sizes& numels, const Codes& dtypes, Address scale,
+         Address found_inf) {
+        unscale_and_check(tensors_of(grads, numels, dtypes), at<float>(scale),
+                          at<float>(found_inf));
+      },
+      py::arg("grads"), py::arg("numels"), py::arg("dtypes"), py::arg("scale"),
+      py::arg("found_inf"), no_gil);
+}
+
+std::vector<uint32_t> philox(uint64_t seed, uint64_t offset, int64_t nwords) {
+  check_size("philox", "nwords", nwords);
+  std::vector<uint32_t> words;
+  words.reserve(static_cast<size_t>(nwords));
+  for (uint64_t block = offset; static_cast<int64_t>(words.size()) < nwords; ++block) {
+    const auto four =
+        philox_block({static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0},
+                     {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+    for (const uint32_t word : four) {
+      if (static_cast<int64_t>(words.size()) < nwords) words.push_back(word);
+    }
+  }
+  return words;
+}
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (const KernelTable* table : available_tables()) names.emplace_back(table->name);
+  return names;
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = ANYCHIP_VERSION;
+  info["abi"] = std::to_string(kInterfaceVersion);
+  info["compiler"] = ANYCHIP_COMPILER;
+  info["flags"] = ANYCHIP_FLAGS;
+  info["isas_compiled"] = ANYCHIP_ISAS;
+  info["isa"] = kernels().name;
+  info["openmp"] = openmp_status().library;
+  return info;
+}
+
+void bind_information(py::module_& m) {
+  m.attr("FLOAT32") = static_cast<int>(DType::kFloat32);
+  m.attr("BFLOAT16") = static_cast<int>(DType::kBFloat16);
+  m.attr("FLOAT16") = static_cast<int>(DType::kFloat16);
+  m.attr("REDUCTION_NONE") = static_cast<int>(Reduction::kNone);
+  m.attr("REDUCTION_MEAN") = static_cast<int>(Reduction::kMean);
+  m.attr("REDUCTION_SUM") = static_cast<int>(Reduction::kSum);
+  m.def("philox", &philox, py::arg("seed"), py::arg("offset"), py::arg("nwords"));
+  m.def("set_isa", &set_isa, py::arg("name"));
+  m.def("available_isas", &available_isas);
+  m.def("num_threads", &num_threads);
+  m.def("openmp_status", [] {
+    const OpenMPStatus status = openmp_status();
+    return std::make_pair(status.ok, status.message);
+  });
+  m.def("build_info", &build_info);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "Native CPU kernels of anychip; see _native.pyi.";
+  try {
+    bind_openmp("libtorch_cpu.so");
+  } catch (const std::runtime_error& error) {
+    throw py::import_error(error.what());
+  }
+  const py::call_guard<py::gil_scoped_release> no_gil;
+  bind_norms(m, no_gil);
+  bind_elementwise(m, no_gil);
+  bind_rope(m, no_gil);
+  bind_loss(m, no_gil);
+  bind_lists(m, no_gil);
+  bind_information(m);
+}
+
+}  // namespace anychip::cpu

@@ -1,0 +1,65 @@
+// The kernels of one instruction set, as a table of functions over a range of rows or elements.
+//
+// A range is done by one thread. How a tensor is cut into ranges never changes a result, except for
+// the partial sums that a caller combines itself; it cuts those on a fixed grid.
+#pragma once
+
+#include "operators.h"
+
+namespace anychip::cpu {
+
+struct Range {
+  int64_t begin, end;
+};
+
+// The factors of one AdamW step, the same for all elements.
+struct AdamWFactors {
+  float grad;   // clip / scale
+  float decay;  // 1 - lr * weight_decay
+  float beta1, one_minus_beta1;
+  float beta2, one_minus_beta2;
+  float update;        // lr / (1 - beta1^t)
+  float inverse_root;  // 1 / sqrt(1 - beta2^t)
+  float eps;
+};
+
+struct KernelTable {
+  const char* name;
+
+  void (*to_float)(DType dtype, const void* from, float* to, int64_t numel);
+  void (*from_float)(DType dtype, const float* from, void* to, int64_t numel);
+  void (*add_to)(float* sum, const float* term, int64_t numel);
+
+  // Norms: weight and bias as float32. The backward adds this range's part of dweight and dbias to
+  // (hidden,) sums, where wanted.
+  void (*rms_norm_forward)(const RmsNormForward&, const float* weight, Range rows);
+  void (*rms_norm_backward)(const RmsNormBackward&, const float* weight, float* dweight,
+                            Range rows);
+  void (*layer_norm_forward)(const LayerNormForward&, const float* weight, const float* bias,
+                             Range rows);
+  void (*layer_norm_backward)(const LayerNormBackward&, const float* weight, float* dweight,
+                              float* dbias, Range rows);
+
+  // Elements; the range of dropout begins at a multiple of 64.
+  void (*dropout)(const Dropout&, Range elements);
+  void (*gelu_forward)(const GeluForward&, Range elements);
+  void (*gelu_backward)(const GeluBackward&, Range elements);
+  void (*swiglu_forward)(const SwigluForward&, Range elements);
+  void (*swiglu_backward)(const SwigluBackward&, Range elements);
+  void (*rope)(const Rope&, Range positions);  // of batch * seq
+
+  // Targets are known to be valid. row_loss: (rows,), 0 for ignored rows.
+  void (*cross_entropy_forward)(const CrossEntropyForward&, float* row_loss, Range rows);
+  // grad_divisor: what the reduction divides grad by.
+  void (*cross_entropy_backward)(const CrossEntropyBackward&, double grad_divisor, Range rows);
+
+  void (*adamw)(const AdamWTensor&, const AdamWFactors&, Range elements);
+  double (*sum_of_squares)(const TensorRef&, Range elements);
+  void (*multiply)(const TensorRef&, float factor, Range elements);
+  bool (*divide_and_check)(const TensorRef&, float divisor, Range elements);  // all finite?
+};
+
+// The table in use; it changes only by set_isa.
+const KernelTable& kernels();
+
+}  // namespace anychip::cpu

@@ -1,0 +1,102 @@
+// LayerNorm (Ba, Kiros, Hinton 2016): y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, rows.
+//
+// The mean is taken twice: a first value, then its error as the mean of x - first, which is small
+// and therefore accurate; the variance is the mean square of x - first less that error squared. So
+// a large common offset of x costs nothing but the rounding of x - first. All row sums as in Note
+// [Row sums] of loops.h; mean and rstd are rounded once from float64. y has 5 roundings beyond rstd
+// (6 with bias). The backward starts from the rounded mean: x - mean carries 2^-24 * |mean|; dx has
+// 7 roundings beyond its two row sums; dweight and dbias are sums over rows in order (norms.cpp).
+#include "loops.h"
+#include "table.h"
+
+namespace anychip::cpu::ANYCHIP_ISA {
+namespace {
+
+struct Moments {
+  float first, error;  // mean = first + error
+  float rstd;
+};
+
+template <class T>
+ANYCHIP_INLINE Moments moments(const T* x, int64_t hidden, double eps) {
+  const double n = static_cast<double>(hidden);
+  const float total = sum_over(hidden, [&](int64_t i, auto lanes) { return load(x + i, lanes); });
+  const float first = static_cast<float>(total / n);
+  const TwoFloats centred = sum_over(hidden, [&](int64_t i, auto lanes) {
+    const F32 v = replace_rest(load(x + i, lanes) - first, lanes, 0.0f);
+    return TwoF32{v, v * v};
+  });
+  const double error = centred.first / n;
+  const double spread = centred.second / n - error * error;
+  const double variance = spread < 0.0 ? 0.0 : spread;
+  return {first, static_cast<float>(error),
+          static_cast<float>(1.0 / __builtin_sqrt(variance + eps))};
+}
+
+template <class T>
+[[gnu::flatten]] void forward(const LayerNormForward& args, const float* weight, const float* bias,
+                              Range rows) {
+  const int64_t hidden = args.hidden;
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    const T* x = static_cast<const T*>(args.x) + row * hidden;
+    T* y = static_cast<T*>(args.y) + row * hidden;
+
+    const Moments m = moments(x, hidden, args.eps);
+    if (args.mean) args.mean[row] = static_cast<float>(static_cast<double>(m.first) + m.error);
+    if (args.rstd) args.rstd[row] = m.rstd;
+
+    for_each_vector(0, hidden, [&](int64_t i, auto lanes) {
+      const F32 centred = (load(x + i, lanes) - m.first) - m.error;
+      const F32 scaled = centred * m.rstd * load(weight + i, lanes);
+      store(y + i, bias ? scaled + load(bias + i, lanes) : scaled, lanes);
+    });
+  }
+}
+
+template <class T>
+[[gnu::flatten]] void backward(const LayerNormBackward& args, const float* weight, float* dweight,
+                               float* dbias, Range rows) {
+  const int64_t hidden = args.hidden;
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    const T* grad = static_cast<const T*>(args.grad) + row * hidden;
+    const T* x = static_cast<const T*>(args.x) + row * hidden;
+    T* dx = args.dx ? static_cast<T*>(args.dx) + row * hidden : nullptr;
+    const float mean = args.mean[row];
+    const float rstd = args.rstd[row];
+    const auto normalized = [&](int64_t i, auto lanes) {
+      return (load(x + i, lanes) - mean) * rstd;
+    };
+
+    float along_one = 0.0f, along_x = 0.0f;
+    if (args.dx) {
+      const TwoFloats sums = sum_over(hidden, [&](int64_t i, auto lanes) {
+        const F32 dy = load(grad + i, lanes) * load(weight + i, lanes);
+        return TwoF32{dy, dy * normalized(i, lanes)};
+      });
+      along_one = static_cast<float>(sums.first / static_cast<double>(hidden));
+      along_x = static_cast<float>(sums.second / static_cast<double>(hidden));
+    }
+    for_each_vector(0, hidden, [&](int64_t i, auto lanes) {
+      const F32 dy = load(grad + i, lanes);
+      const F32 v = normalized(i, lanes);
+      if (dx) store(dx + i, (dy * load(weight + i, lanes) - along_one - v * along_x) * rstd, lanes);
+      if (dweight) store(dweight + i, load(dweight + i, lanes) + dy * v, lanes);
+      if (dbias) store(dbias + i, load(dbias + i, lanes) + dy, lanes);
+    });
+  }
+}
+
+}  // namespace
+
+void layer_norm_forward(const LayerNormForward& args, const float* weight, const float* bias,
+                        Range rows) {
+  visit_dtype(args.dtype, [&](auto t) { forward<decltype(t)>(args, weight, bias, rows); });
+}
+
+void layer_norm_backward(const LayerNormBackward& args, const float* weight, float* dweight,
+                         float* dbias, Range rows) {
+  visit_dtype(args.dtype,
+              [&](auto t) { backward<decltype(t)>(args, weight, dweight, dbias, rows); });
+}
+
+}  // namespace anychip::cpu::ANYCHIP_ISA

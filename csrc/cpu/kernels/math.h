@@ -1,0 +1,76 @@
+// exp and the functions made of it, on 16 lanes.
+//
+// The error bounds are measured against float64 over all float32 arguments of the range
+// (tests/native/test_math.cpp repeats that on a sample). NaN gives NaN.
+#pragma once
+
+#include "vector.h"
+
+namespace anychip::cpu::ANYCHIP_ISA {
+
+// exp(high + low) for sums in [-104, 40], where low is a correction that is small against high.
+//
+// n = round(x / ln 2), then a polynomial for exp(x - n ln 2) on [-ln 2 / 2, ln 2 / 2] (minimax for
+// (e^r - 1 - r) / r^2, relative error 2^-28). ln 2 is split (Cody and Waite): n * 0.693359375 is
+// exact. 2^n is applied as 2^(n + 64), a normal number, and 2^-64, so that subnormal results are
+// reached.
+ANYCHIP_INLINE F32 exp_of_sum(F32 high, F32 low) {
+  // Adding this rounds to an integer and leaves n + 64 + 127, the exponent field, in the low bits.
+  constexpr float kShift = 0x1.8p23f + 191.0f;
+  const F32 shifted = (high + low) * 1.44269504f + kShift;
+  const F32 n = shifted - kShift;
+  const F32 r = (high - n * 0.693359375f) + (low - n * -2.12194440e-4f);
+  F32 p = 0.00138142219f * r + 0.00836889866f;
+  p = p * r + 0.0416684057f;
+  p = p * r + 0.166665191f;
+  p = p * r + 0.499999933f;
+  const F32 fraction = (p * (r * r) + r) + 1.0f;
+  return fraction * float_of(bits_of(shifted) << 23) * 0x1p-64f;
+}
+
+// exp(x) for x <= 40; error 1.0 ulp (a subnormal result: 1.5 of its ulp); 0 below -104.
+ANYCHIP_INLINE F32 exp(F32 x) { return exp_of_sum(maximum(fill<F32>(-104.0f), x), F32{}); }
+
+// The logistic function and its complement, each with a small relative error:
+// value = 1 / (1 + exp(-x)), complement = 1 - value = 1 / (1 + exp(x)); error 2.9 ulp.
+struct Sigmoid {
+  F32 value, complement;
+};
+ANYCHIP_INLINE Sigmoid sigmoid(F32 x) {
+  const F32 e = exp(float_of(bits_of(x) | 0x80000000u));  // of -|x|
+  const F32 large = 1.0f / (1.0f + e);
+  const F32 small = e * large;
+  const Mask positive = x > 0.0f;
+  return {select(positive, large, small), select(positive, small, large)};
+}
+
+// The standard normal distribution: cdf(x) = (1 + erf(x / sqrt 2)) / 2, pdf(x) = exp(-x^2 / 2) /
+// sqrt(2 pi).
+struct Normal {
+  F32 cdf, pdf;
+};
+
+// With a = |x|: cdf(-a) = exp(-a^2 / 2) * erfcx(a / sqrt 2) / 2, where the second factor times a +
+// 3 is a polynomial in t = (a - 3) / (a + 3) (minimax on [0, 14.6], relative error 2^-24). So the
+// small values on the left have a small relative error too, which 1 + erf has not. a^2 is taken in
+// two parts, the first exact. Errors: cdf 6 ulp, pdf 2.1 ulp.
+ANYCHIP_INLINE Normal normal(F32 x) {
+  const F32 a = minimum(fill<F32>(14.42f), abs(x));  // beyond, exp(-a^2 / 2) is 0
+  const F32 inverse = 1.0f / (a + 3.0f);
+  const F32 t = (a - 3.0f) * inverse;
+  F32 tail = -2.62244983e-04f * t - 8.96687619e-04f;
+  tail = tail * t + 1.07444695e-03f;
+  tail = tail * t + 6.91923220e-03f;
+  tail = tail * t - 1.04801115e-02f;
+  tail = tail * t - 4.72551212e-02f;
+  tail = tail * t + 2.30019405e-01f;
+  tail = tail * t - 5.09332359e-01f;
+  tail = tail * t + 7.29083657e-01f;
+
+  const F32 head = float_of(bits_of(a) & 0xfffff000u);
+  const F32 e = exp_of_sum(-0.5f * (head * head), -0.5f * ((a - head) * (a + head)));
+  const F32 left = e * (tail * inverse);
+  return {select(x > 0.0f, 1.0f - left, left), e * 0.398942280f};
+}
+
+}  // namespace anychip::cpu::ANYCHIP_ISA

@@ -1,0 +1,88 @@
+// Rotary position embedding (Su et al. 2021): pairs of a head are rotated by the angle of their
+// position. Half layout pairs i with i + D / 2, interleaved layout 2 i with 2 i + 1.
+//
+// Rounding: two products and one sum, then the rounding to the tensor's type:
+// |error| <= 1.5 * 2^-24 * (|x1 cos| + |x2 sin|) in float32.
+#include "loops.h"
+#include "table.h"
+
+namespace anychip::cpu::ANYCHIP_ISA {
+namespace {
+
+// One tensor's heads at one position.
+template <class T>
+struct Heads {
+  const T* x;
+  T* y;
+  int64_t count, dim;
+};
+
+template <class T>
+ANYCHIP_INLINE void rotate_halves(const Heads<T>& heads, const float* cos, const float* sin,
+                                  float direction) {
+  const int64_t half = heads.dim / 2;
+  for_each_vector(0, half, [&](int64_t i, auto lanes) {
+    const F32 c = load(cos + i, lanes);
+    const F32 s = load(sin + i, lanes) * direction;
+    for (int64_t head = 0; head < heads.count; ++head) {
+      const T* x = heads.x + head * heads.dim + i;
+      T* y = heads.y + head * heads.dim + i;
+      const F32 x1 = load(x, lanes);
+      const F32 x2 = load(x + half, lanes);
+      store(y, x1 * c - x2 * s, lanes);
+      store(y + half, x2 * c + x1 * s, lanes);
+    }
+  });
+}
+
+// Sixteen lanes are eight pairs: y = x * (c, c) + (x2, x1) * (-s, s).
+template <class T>
+ANYCHIP_INLINE void rotate_neighbours(const Heads<T>& heads, const float* cos, const float* sin,
+                                      float direction) {
+  for_each_vector(0, heads.dim, [&](int64_t i, auto lanes) {
+    float c_lanes[kLanes] = {}, s_lanes[kLanes] = {};
+    const int64_t pairs = heads.dim - i < kLanes ? (heads.dim - i) / 2 : kLanes / 2;
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+      c_lanes[2 * pair] = c_lanes[2 * pair + 1] = cos[i / 2 + pair];
+      s_lanes[2 * pair + 1] = sin[i / 2 + pair] * direction;
+      s_lanes[2 * pair] = -s_lanes[2 * pair + 1];
+    }
+    const F32 c = load(c_lanes, AllLanes{});
+    const F32 s = load(s_lanes, AllLanes{});
+    for (int64_t head = 0; head < heads.count; ++head) {
+      const F32 x = load(heads.x + head * heads.dim + i, lanes);
+      store(heads.y + head * heads.dim + i, x * c + swap_neighbours(x) * s, lanes);
+    }
+  });
+}
+
+template <class T>
+[[gnu::flatten]] void rotate_position(const Rope& args, const Heads<T>& heads, int64_t position) {
+  const int64_t angle = position % args.seq * (args.head_dim / 2);
+  const float direction = args.inverse ? -1.0f : 1.0f;
+  const auto rotate = args.interleaved ? rotate_neighbours<T> : rotate_halves<T>;
+  rotate(heads, args.cos + angle, args.sin + angle, direction);
+}
+
+template <class T>
+void rotate_range(const Rope& args, const void* x, void* y, int64_t count, Range positions) {
+  if (!x) return;
+  for (int64_t position = positions.begin; position < positions.end; ++position) {
+    const int64_t at = position * count * args.head_dim;
+    rotate_position<T>(
+        args, {static_cast<const T*>(x) + at, static_cast<T*>(y) + at, count, args.head_dim},
+        position);
+  }
+}
+
+}  // namespace
+
+void rope(const Rope& args, Range positions) {
+  visit_dtype(args.dtype, [&](auto t) {
+    using T = decltype(t);
+    rotate_range<T>(args, args.q, args.q_out, args.heads, positions);
+    rotate_range<T>(args, args.k, args.k_out, args.kv_heads, positions);
+  });
+}
+
+}  // namespace anychip::cpu::ANYCHIP_ISA

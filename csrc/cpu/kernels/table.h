@@ -1,0 +1,30 @@
+// Declares this instruction set's kernels; table.cpp puts them into its KernelTable.
+#pragma once
+
+#include "../kernel_table.h"
+
+namespace anychip::cpu::ANYCHIP_ISA {
+
+void rms_norm_forward(const RmsNormForward& args, const float* weight, Range rows);
+void rms_norm_backward(const RmsNormBackward& args, const float* weight, float* dweight,
+                       Range rows);
+void layer_norm_forward(const LayerNormForward& args, const float* weight, const float* bias,
+                        Range rows);
+void layer_norm_backward(const LayerNormBackward& args, const float* weight, float* dweight,
+                         float* dbias, Range rows);
+void dropout(const Dropout& args, Range elements);
+void gelu_forward(const GeluForward& args, Range elements);
+void gelu_backward(const GeluBackward& args, Range elements);
+void swiglu_forward(const SwigluForward& args, Range elements);
+void swiglu_backward(const SwigluBackward& args, Range elements);
+void rope(const Rope& args, Range positions);
+void cross_entropy_forward(const CrossEntropyForward& args, float* row_loss, Range rows);
+void cross_entropy_backward(const CrossEntropyBackward& args, double grad_divisor, Range rows);
+void adamw(const AdamWTensor& tensor, const AdamWFactors& factors, Range elements);
+double sum_of_squares(const TensorRef& tensor, Range elements);
+void multiply(const TensorRef& tensor, float factor, Range elements);
+bool divide_and_check(const TensorRef& tensor, float divisor, Range elements);
+
+extern const KernelTable kTable;
+
+}  // namespace anychip::cpu::ANYCHIP_ISA

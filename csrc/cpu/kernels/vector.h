@@ -1,0 +1,341 @@
+// Sixteen float32 lanes that mean the same on every instruction set.
+//
+// A kernel file is compiled once per instruction set into a namespace of its own (ANYCHIP_ISA). A
+// register of that set holds 4, 8 or 16 lanes; wider vectors are pairs of narrower ones, so that
+// F32 and U32 always have 16. Sums are taken lane by lane and combined in one written order, and
+// nothing is contracted to a fused multiply-add (-ffp-contract=off).
+//
+// Note [Same bits]: a kernel gives the same bits on every instruction set and with every number of
+// threads; only the sign and payload of a NaN may differ. The tests compare them.
+//
+// Note [No shared symbols]: a function that is not inlined must not be merged by the linker with
+// the copy of another instruction set. All of it lives in the namespace of the set, and kernels use
+// no templates of the standard library (a test reads the symbol tables).
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "../dtype.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#ifndef ANYCHIP_ISA
+#error "ANYCHIP_ISA, the namespace of this instruction set, is defined by csrc/cpu/CMakeLists.txt"
+#endif
+
+#define ANYCHIP_INLINE [[gnu::always_inline]] inline
+
+namespace anychip::cpu::ANYCHIP_ISA {
+
+constexpr int kLanes = 16;
+
+#if defined(__AVX512F__)
+constexpr int kRegisterLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kRegisterLanes = 8;
+#else
+constexpr int kRegisterLanes = 4;
+#endif
+
+typedef float RegisterF __attribute__((vector_size(4 * kRegisterLanes)));
+typedef uint32_t RegisterU __attribute__((vector_size(4 * kRegisterLanes)));
+typedef int32_t RegisterI __attribute__((vector_size(4 * kRegisterLanes)));
+typedef uint16_t RegisterH __attribute__((vector_size(2 * kRegisterLanes)));
+typedef double RegisterD __attribute__((vector_size(4 * kRegisterLanes)));
+
+template <class Half>
+struct Pair {
+  Half low, high;
+};
+
+template <class Register, int count>
+struct Repeat {
+  using Type = Pair<typename Repeat<Register, count / 2>::Type>;
+};
+template <class Register>
+struct Repeat<Register, 1> {
+  using Type = Register;
+};
+
+using F32 = Repeat<RegisterF, kLanes / kRegisterLanes>::Type;
+using U32 = Repeat<RegisterU, kLanes / kRegisterLanes>::Type;
+using Mask = Repeat<RegisterI, kLanes / kRegisterLanes>::Type;  // a lane is 0 or -1
+
+template <class V>
+struct ScalarOf;
+template <>
+struct ScalarOf<RegisterF> {
+  using Type = float;
+};
+template <>
+struct ScalarOf<RegisterU> {
+  using Type = uint32_t;
+};
+template <>
+struct ScalarOf<RegisterI> {
+  using Type = int32_t;
+};
+template <>
+struct ScalarOf<RegisterD> {
+  using Type = double;
+};
+template <class H>
+struct ScalarOf<Pair<H>> : ScalarOf<H> {};
+template <class V>
+using Scalar = typename ScalarOf<V>::Type;
+
+// Registers have the compiler's operators; pairs get the same ones, with a scalar on either side.
+#define ANYCHIP_PAIR_OPERATOR(op)                                            \
+  template <class H>                                                         \
+  ANYCHIP_INLINE auto operator op(Pair<H> a, Pair<H> b) {                    \
+    return Pair<decltype(a.low op b.low)>{a.low op b.low, a.high op b.high}; \
+  }                                                                          \
+  template <class H>                                                         \
+  ANYCHIP_INLINE auto operator op(Pair<H> a, Scalar<H> b) {                  \
+    return Pair<decltype(a.low op b)>{a.low op b, a.high op b};              \
+  }                                                                          \
+  template <class H>                                                         \
+  ANYCHIP_INLINE auto operator op(Scalar<H> a, Pair<H> b) {                  \
+    return Pair<decltype(a op b.low)>{a op b.low, a op b.high};              \
+  }
+ANYCHIP_PAIR_OPERATOR(+)
+ANYCHIP_PAIR_OPERATOR(-)
+ANYCHIP_PAIR_OPERATOR(*)
+ANYCHIP_PAIR_OPERATOR(/)
+ANYCHIP_PAIR_OPERATOR(&)
+ANYCHIP_PAIR_OPERATOR(|)
+ANYCHIP_PAIR_OPERATOR(^)
+ANYCHIP_PAIR_OPERATOR(<)
+ANYCHIP_PAIR_OPERATOR(>)
+ANYCHIP_PAIR_OPERATOR(>=)
+ANYCHIP_PAIR_OPERATOR(==)
+ANYCHIP_PAIR_OPERATOR(<<)
+ANYCHIP_PAIR_OPERATOR(>>)
+#undef ANYCHIP_PAIR_OPERATOR
+
+// All lanes equal to `value` (value - 0 is value, also for -0).
+template <class V>
+ANYCHIP_INLINE V fill(Scalar<V> value) {
+  return value - V{};
+}
+
+// Lanes 0, 1, ... kLanes - 1.
+ANYCHIP_INLINE void count_lanes(RegisterU& out, uint32_t first) {
+  for (int k = 0; k < kRegisterLanes; ++k) out[k] = first + k;
+}
+template <class H>
+ANYCHIP_INLINE void count_lanes(Pair<H>& out, uint32_t first) {
+  count_lanes(out.low, first);
+  count_lanes(out.high, first + sizeof(H) / 4);
+}
+
+ANYCHIP_INLINE RegisterU bits_of(RegisterF v) { return reinterpret_cast<RegisterU>(v); }
+ANYCHIP_INLINE RegisterF float_of(RegisterU v) { return reinterpret_cast<RegisterF>(v); }
+template <class H>
+ANYCHIP_INLINE auto bits_of(Pair<H> v) {
+  return Pair<decltype(bits_of(v.low))>{bits_of(v.low), bits_of(v.high)};
+}
+template <class H>
+ANYCHIP_INLINE auto float_of(Pair<H> v) {
+  return Pair<decltype(float_of(v.low))>{float_of(v.low), float_of(v.high)};
+}
+
+// mask ? a : b, lane by lane.
+ANYCHIP_INLINE RegisterF select(RegisterI mask, RegisterF a, RegisterF b) { return mask ? a : b; }
+ANYCHIP_INLINE RegisterU select(RegisterI mask, RegisterU a, RegisterU b) { return mask ? a : b; }
+template <class M, class H>
+ANYCHIP_INLINE Pair<H> select(Pair<M> mask, Pair<H> a, Pair<H> b) {
+  return {select(mask.low, a.low, b.low), select(mask.high, a.high, b.high)};
+}
+
+ANYCHIP_INLINE RegisterF sqrt(RegisterF v) {
+#if defined(__AVX512F__)
+  return _mm512_sqrt_ps(v);
+#elif defined(__AVX2__)
+  return _mm256_sqrt_ps(v);
+#elif defined(__SSE2__)
+  return _mm_sqrt_ps(v);
+#else
+  for (int k = 0; k < kRegisterLanes; ++k) v[k] = __builtin_sqrtf(v[k]);
+  return v;
+#endif
+}
+template <class H>
+ANYCHIP_INLINE Pair<H> sqrt(Pair<H> v) {
+  return {sqrt(v.low), sqrt(v.high)};
+}
+
+ANYCHIP_INLINE F32 abs(F32 v) { return float_of(bits_of(v) & 0x7fffffffu); }
+
+// a > b ? a : b and a < b ? a : b: the second argument where one is NaN. x86 has exactly these.
+ANYCHIP_INLINE RegisterF maximum(RegisterF a, RegisterF b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#elif defined(__SSE2__)
+  return _mm_max_ps(a, b);
+#else
+  return select(a > b, a, b);
+#endif
+}
+ANYCHIP_INLINE RegisterF minimum(RegisterF a, RegisterF b) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
+#elif defined(__SSE2__)
+  return _mm_min_ps(a, b);
+#else
+  return select(a < b, a, b);
+#endif
+}
+template <class H>
+ANYCHIP_INLINE Pair<H> maximum(Pair<H> a, Pair<H> b) {
+  return {maximum(a.low, b.low), maximum(a.high, b.high)};
+}
+template <class H>
+ANYCHIP_INLINE Pair<H> minimum(Pair<H> a, Pair<H> b) {
+  return {minimum(a.low, b.low), minimum(a.high, b.high)};
+}
+
+// Lane k of the result is lane Pattern::source(k) of a, or, past its end, of b.
+template <class Pattern, class Register, int... k>
+ANYCHIP_INLINE Register shuffle(Register a, Register b, std::integer_sequence<int, k...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, Pattern::source(k)...);
+#else
+  return __builtin_shuffle(a, b, RegisterI{Pattern::source(k)...});
+#endif
+}
+template <class Pattern, class Register>
+ANYCHIP_INLINE Register shuffle(Register a, Register b) {
+  return shuffle<Pattern>(a, b, std::make_integer_sequence<int, kRegisterLanes>{});
+}
+
+// Each lane gets the other lane of its pair: 1, 0, 3, 2, ...
+struct OtherOfPair {
+  static constexpr int source(int k) { return k ^ 1; }
+};
+ANYCHIP_INLINE RegisterF swap_neighbours(RegisterF v) { return shuffle<OtherOfPair>(v, v); }
+template <class H>
+ANYCHIP_INLINE Pair<H> swap_neighbours(Pair<H> v) {
+  return {swap_neighbours(v.low), swap_neighbours(v.high)};
+}
+
+// Memory. The address needs no alignment beyond that of its element.
+ANYCHIP_INLINE void read(RegisterF& v, const float* p) { __builtin_memcpy(&v, p, sizeof v); }
+ANYCHIP_INLINE void read(RegisterU& v, const uint32_t* p) { __builtin_memcpy(&v, p, sizeof v); }
+ANYCHIP_INLINE void read(RegisterU& v, const uint16_t* p) {
+  RegisterH half;
+  __builtin_memcpy(&half, p, sizeof half);
+  v = __builtin_convertvector(half, RegisterU);
+}
+ANYCHIP_INLINE void write(float* p, RegisterF v) { __builtin_memcpy(p, &v, sizeof v); }
+ANYCHIP_INLINE void write(uint32_t* p, RegisterU v) { __builtin_memcpy(p, &v, sizeof v); }
+ANYCHIP_INLINE void write(uint16_t* p, RegisterU v) {
+  const RegisterH half = __builtin_convertvector(v, RegisterH);
+  __builtin_memcpy(p, &half, sizeof half);
+}
+template <class H, class T>
+ANYCHIP_INLINE void read(Pair<H>& v, const T* p) {
+  read(v.low, p);
+  read(v.high, p + sizeof(H) / 4);
+}
+template <class H, class T>
+ANYCHIP_INLINE void write(T* p, Pair<H> v) {
+  write(p, v.low);
+  write(p + sizeof(H) / 4, v.high);
+}
+
+// bfloat16 is the upper half of a float32. To bfloat16: round to nearest even; NaN as torch has it.
+ANYCHIP_INLINE F32 from_bfloat16(U32 half) { return float_of(half << 16); }
+ANYCHIP_INLINE U32 to_bfloat16(F32 v) {
+  const U32 bits = bits_of(v);
+  const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return select(v == v, rounded, fill<U32>(0x7fc0u));
+}
+
+// float16: exponents differ by 112; the subtraction of 2^-14 makes float16's subnormal numbers
+// normal. To float16: round to nearest even; the addition of 1/2 rounds those that become
+// subnormal.
+ANYCHIP_INLINE F32 from_float16(U32 half) {
+  const U32 exponent_and_fraction = (half & 0x7fffu) << 13;
+  const U32 exponent = exponent_and_fraction & 0x0f800000u;
+  const U32 normal = exponent_and_fraction + 0x38000000u;
+  const U32 subnormal = bits_of(float_of(normal + 0x00800000u) - 0x1p-14f);
+  const U32 special = normal + 0x38000000u;  // infinity and NaN
+  const U32 magnitude =
+      select(exponent == 0u, subnormal, select(exponent == 0x0f800000u, special, normal));
+  return float_of(magnitude | ((half & 0x8000u) << 16));
+}
+ANYCHIP_INLINE U32 to_float16(F32 v) {
+  const U32 bits = bits_of(v);
+  const U32 magnitude = bits & 0x7fffffffu;
+  const U32 normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+  const U32 subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+  const U32 special = select(magnitude > 0x7f800000u, fill<U32>(0x7e00u), fill<U32>(0x7c00u));
+  const U32 half =
+      select(magnitude >= 0x47800000u, special, select(magnitude < 0x38800000u, subnormal, normal));
+  return half | ((bits >> 16) & 0x8000u);
+}
+
+// Which lanes a load or store touches.
+struct AllLanes {};
+struct FirstLanes {
+  int64_t count;  // 1 ... kLanes - 1
+};
+
+ANYCHIP_INLINE F32 load(const float* p, AllLanes) {
+  F32 v;
+  read(v, p);
+  return v;
+}
+ANYCHIP_INLINE F32 load(const BFloat16* p, AllLanes) {
+  U32 half;
+  read(half, &p->bits);
+  return from_bfloat16(half);
+}
+ANYCHIP_INLINE F32 load(const Float16* p, AllLanes) {
+  U32 half;
+  read(half, &p->bits);
+  return from_float16(half);
+}
+ANYCHIP_INLINE void store(float* p, F32 v, AllLanes) { write(p, v); }
+ANYCHIP_INLINE void store(BFloat16* p, F32 v, AllLanes) { write(&p->bits, to_bfloat16(v)); }
+ANYCHIP_INLINE void store(Float16* p, F32 v, AllLanes) { write(&p->bits, to_float16(v)); }
+
+// Lanes that are not loaded are 0.
+template <class T>
+ANYCHIP_INLINE F32 load(const T* p, FirstLanes lanes) {
+  T buffer[kLanes] = {};
+  __builtin_memcpy(buffer, p, lanes.count * sizeof(T));
+  return load(buffer, AllLanes{});
+}
+template <class T>
+ANYCHIP_INLINE void store(T* p, F32 v, FirstLanes lanes) {
+  T buffer[kLanes];
+  store(buffer, v, AllLanes{});
+  __builtin_memcpy(p, buffer, lanes.count * sizeof(T));
+}
+
+// The lanes that are not among `lanes` become `value`.
+ANYCHIP_INLINE F32 replace_rest(F32 v, AllLanes, float) { return v; }
+ANYCHIP_INLINE F32 replace_rest(F32 v, FirstLanes lanes, float value) {
+  U32 index;
+  count_lanes(index, 0);
+  return select(index < static_cast<uint32_t>(lanes.count), v, fill<F32>(value));
+}
+
+ANYCHIP_INLINE float load_one(const float* p) { return *p; }
+template <class T>
+ANYCHIP_INLINE float load_one(const T* p) {
+  float lanes[kLanes];
+  store(lanes, load(p, FirstLanes{1}), AllLanes{});
+  return lanes[0];
+}
+
+}  // namespace anychip::cpu::ANYCHIP_ISA

@@ -1,0 +1,58 @@
+"""Ctrl-C and SIGTERM between two steps: the step is finished, the checkpoint written, then it ends.
+
+An exception in mid-step would leave parameters of which some are updated and some are not.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was asked to end, and has written its checkpoint.
+
+    Attributes:
+        signal: what asked: SIGINT or SIGTERM.
+    """
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.signal = number
+
+
+class Interruption:
+    """Context in which the first signal is noted in ``signal`` and the second acts as ever.
+
+    In a thread other than the main one, where Python takes no signals, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

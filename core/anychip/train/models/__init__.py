@@ -1,0 +1,73 @@
+"""Decoders built from ``anychip.ops``, and what a trainer does with any of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anychip.train.models.gpt import GPT, GPTConfig
+from anychip.train.models.llama import Llama, LlamaConfig
+
+Decoder = GPT | Llama
+
+
+def build(config: GPTConfig | LlamaConfig) -> Decoder:
+    """The model of a configuration, with fresh weights from torch's generator."""
+    return GPT(config) if isinstance(config, GPTConfig) else Llama(config)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups as the field decays them: matrices yes, norms and biases (1-dim) no."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    tokens: Tensor,
+    count: int,
+    *,
+    temperature: float = 0.8,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Appends ``count`` sampled tokens to each row.
+
+    Args:
+        tokens: (B, S) int64, S at least 1; only the last ``context`` of them are seen.
+        temperature: 0 takes the likeliest token.
+        generator: on the CPU; the draw is made there, so that it is the same on every chip.
+
+    Returns:
+        (B, S + count) int64.
+    """
+    training = model.training
+    model.eval()
+    for _ in range(count):
+        logits = model(tokens[:, -model.config.context :])[:, -1].float().cpu()
+        if temperature == 0.0:
+            picked = logits.argmax(-1, keepdim=True)
+        else:
+            weights = torch.softmax(logits / temperature, dim=-1)
+            picked = torch.multinomial(weights, 1, generator=generator)
+        tokens = torch.cat((tokens, picked.to(tokens.device)), dim=1)
+    model.train(training)
+    return tokens
+
+
+__all__ = [
+    "GPT",
+    "Decoder",
+    "GPTConfig",
+    "Llama",
+    "LlamaConfig",
+    "build",
+    "generate",
+    "parameter_groups",
+]

@@ -1,0 +1,160 @@
+"""A Llama style decoder: RMS norm, rotary positions, SwiGLU, grouped-query attention, no biases.
+
+Touvron et al. 2023, arXiv:2302.13971 (section 2.2) and arXiv:2307.09288 (GQA). Parameter names are
+those in wide use for it (``model.layers.0.self_attn.q_proj.weight``).
+Shapes: B batch, S sequence, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from anychip import ops
+from anychip.train.models.layers import Embedding, Linear, RMSNorm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaConfig:
+    """Sizes of a :class:`Llama`.
+
+    Attributes:
+        hidden: width inside the MLP; None: 8/3 of the width, rounded up to a multiple of 32.
+        rope_base: of the rotary angles, ``base^(-2i / head_dim)``.
+        norm_eps: of every RMS norm.
+    """
+
+    vocab_size: int = 256
+    context: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    width: int = 128
+    hidden: int | None = None
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context", "layers", "heads", "kv_heads", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.width % self.heads or self.width // self.heads % 2:
+            raise ValueError(
+                f"width must be an even multiple of heads, got width {self.width} and heads "
+                f"{self.heads}"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads must be a multiple of kv_heads, got heads {self.heads} and kv_heads "
+                f"{self.kv_heads}"
+            )
+
+    @property
+    def mlp_width(self) -> int:
+        """Width inside the MLP."""
+        return self.hidden or -(-self.width * 8 // 3 // 32) * 32
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; groups of query heads share a key head."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.width // config.heads
+        kv_width = config.kv_heads * self.head_dim
+        self.q_proj = Linear(config.width, config.width, bias=False)
+        self.k_proj = Linear(config.width, kv_width, bias=False)
+        self.v_proj = Linear(config.width, kv_width, bias=False)
+        self.o_proj = Linear(config.width, config.width, bias=False)
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        shape = (*x_BSD.shape[:2], -1, self.head_dim)
+        q, k, v = (p(x_BSD).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = ops.rope(q, k, cos, sin)
+        y = ops.attention(q, k, v, causal=True)
+        return self.o_proj(y.reshape(x_BSD.shape))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """``down(swiglu(gate(x), up(x)))``."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.width, config.mlp_width, bias=False)
+        self.up_proj = Linear(config.width, config.mlp_width, bias=False)
+        self.down_proj = Linear(config.mlp_width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = ops.swiglu(self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(inner)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each on the normed input and added to it."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.width, eps=config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.width, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """Everything below the head."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.width)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.width, eps=config.norm_eps)
+
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        for block in self.layers:
+            x = block(x, cos, sin)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+class Llama(nn.Module):
+    """The decoder; ``model(tokens)`` gives logits, ``model(tokens, targets)`` the mean loss."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Transformer(config)
+        self.lm_head = Linear(config.width, config.vocab_size, bias=False)
+        # No buffers: model.bfloat16() would round the angles' cosines, which stay float32.
+        self._rotary = rotary_table(config.context, config.width // config.heads, config.rope_base)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (B, S, V), or the 0-dim float32 mean loss when targets are given.
+
+        Args:
+            tokens: (B, S) int64, S at most ``config.context``.
+            targets: (B, S) int64; -100 is not counted.
+        """
+        length = tokens.shape[1]
+        if length > self.config.context:
+            raise ValueError(f"at most {self.config.context} tokens expected, got {length}")
+        if self._rotary[0].device != tokens.device:
+            self._rotary = (self._rotary[0].to(tokens.device), self._rotary[1].to(tokens.device))
+        cos, sin = self._rotary
+        logits: Tensor = self.lm_head(self.model(tokens, cos[:length], sin[:length]))
+        return logits if targets is None else ops.cross_entropy(logits, targets)
+
+
+def rotary_table(length: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of ``position * base^(-2i / head_dim)``, each (length, head_dim / 2)."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * base**-exponent
+    return angle.cos().float(), angle.sin().float()

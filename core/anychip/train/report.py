@@ -1,0 +1,119 @@
+"""What a run leaves behind: metrics.jsonl while it goes, and a few files at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One update of the parameters.
+
+    Attributes:
+        step: updates done with this one; the first row has 1.
+        loss: mean over the step's tokens, before the update.
+        lr: learning rate of the update.
+        grad_norm: before clipping.
+        tokens_per_s: of this step alone.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_s: float
+
+
+class Metrics:
+    """``metrics.jsonl``: a row per step, on the file as soon as the step is done.
+
+    Args:
+        path: the file; rows of an earlier part of the run are taken over.
+        last_step: rows after it are dropped: the run goes on from there and writes them again.
+
+    Raises:
+        OSError: naming the file, also when a row cannot be written.
+    """
+
+    def __init__(self, path: Path, *, last_step: int) -> None:
+        self.path = path
+        self.rows = [row for row in read_metrics(path) if row.step <= last_step]
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(_line(row) for row in self.rows), encoding="utf-8")
+        partial.replace(path)
+
+    def append(self, row: Row) -> None:
+        """Adds a row."""
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_line(row))
+        except OSError as error:
+            text = f"the row of step {row.step} was not written: {error.strerror}"
+            raise OSError(error.errno, text, str(self.path)) from error
+        self.rows.append(row)
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a file up to the first that is not whole; none when there is no file."""
+    rows: list[Row] = []
+    names = [f.name for f in fields(Row)]
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            values = json.loads(line)
+            rows.append(Row(**{name: values[name] for name in names}))
+        except (ValueError, KeyError, TypeError):
+            break  # the process ended in the middle of this row
+    return rows
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    os.replace(partial, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file whole or not at all."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def plot_loss(path: Path, rows: Sequence[Row]) -> None:
+    """Draws the loss over the steps, with the learning rate, into an image file."""
+    # Figure without pyplot: no window system is looked for, no state is left behind.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    steps = [row.step for row in rows]
+    axes.plot(steps, [row.loss for row in rows], linewidth=0.6, alpha=0.5, label="loss")
+    axes.plot(steps, smooth([row.loss for row in rows]), color="C0", label="loss, smoothed")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.grid(alpha=0.3)
+    rate = axes.twinx()
+    rate.plot(steps, [row.lr for row in rows], color="C1", linewidth=0.8, label="learning rate")
+    rate.set(ylabel="learning rate")
+    figure.legend(loc="upper right", bbox_to_anchor=(0.9, 0.95))
+    figure.savefig(path)
+
+
+def smooth(values: Sequence[float], *, decay: float = 0.9) -> list[float]:
+    """Exponential moving averages, corrected for their start as in Adam."""
+    smoothed, average = [], 0.0
+    for count, value in enumerate(values, 1):
+        average = decay * average + (1.0 - decay) * value
+        smoothed.append(average / (1.0 - decay**count))
+    return smoothed
+
+
+def _line(row: Row) -> str:
+    return json.dumps(asdict(row)) + "\n"

@@ -1,0 +1,211 @@
+"""Is a result as exact as its operator's specification demands? Two derived limits, one verdict.
+
+An element's error is measured in units of its own bound, ``error / (ulp(want)/2 + u * bound)``:
+half an ULP of the result's type for the one rounding at the end, and for the computation before it
+the bound that the oracle carries along (:mod:`.arithmetic`). No absolute or relative tolerance is
+chosen by hand anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from anychip.conformance.arithmetic import UNIT, Rounded
+from anychip.conformance.formats import FORMATS, Array, Format, ulp
+
+DETERMINISTIC_LIMIT = 1.0
+"""No element may be off by more than ``ulp/2 + u * worst``; 1 by construction."""
+
+RMS_LIMIT = 1.0
+"""Of ``error / (ulp/2 + u * spread)`` over all elements. A rounding error is uniform, so its root
+mean square is 1/sqrt 3 = 0.58 of its size, and that of a sum of independent ones too. The factor
+1.7 up to the limit is for errors that few rows share: they are few samples, not many."""
+
+QUANTILE_LIMIT = 2.5
+"""Of the 99.9 % quantile of the same ratio. The sum of many roundings is normal with standard
+deviation 0.58 of its size; 99.9 % of it are below 3.29 * 0.58 = 1.9. The factor 1.3 is as above."""
+
+QUANTILE = 0.999
+STATISTICAL_COUNT = 64
+"""Fewer elements say nothing about a distribution; the deterministic limit is all there is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """The distribution of one result's errors, and the verdict.
+
+    Attributes:
+        name: which result: ``y``, ``gradient of weight`` ...
+        format: its type, as in case ids: fp32, bf16, fp16.
+        count: elements compared.
+        median, p999, max: of the error in units of the deterministic bound; the limit is 1.
+        rms, quantile: of the error in units of the statistical bound; None below 64 elements, or
+        for
+            inputs that are not random.
+        max_ulp: largest error in ULP of the result's type, for people.
+        where: index of the largest error.
+        failure: what is wrong, or None.
+    """
+
+    name: str
+    format: str
+    count: int
+    median: float
+    p999: float
+    max: float
+    rms: float | None
+    quantile: float | None
+    max_ulp: float
+    where: tuple[int, ...]
+    failure: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values; numbers that are not finite become text."""
+        return {key: _json_number(value) for key, value in asdict(self).items()}
+
+
+def measure(
+    name: str, got: torch.Tensor, want: Rounded, *, statistical: bool = True
+) -> Measurement:
+    """Compares a result with the oracle's.
+
+    Args:
+        got: any float tensor; its dtype decides about the final rounding.
+        want: same shape.
+        statistical: the inputs are random, so that the statistical limits hold.
+    """
+    if tuple(got.shape) != want.shape:
+        return _rejected(name, got, f"shape {want.shape} expected, got {tuple(got.shape)}")
+    if got.dtype not in FORMATS:
+        return _rejected(name, got, f"a float tensor expected, got {got.dtype}")
+    format = FORMATS[got.dtype]
+    actual = got.detach().to("cpu", torch.float64).numpy()
+    # An Inf or NaN among a row's inputs leaves no bound; what is finite then has to be exact.
+    worst = np.nan_to_num(np.broadcast_to(want.worst, want.shape), nan=0.0, posinf=0.0) * UNIT
+    spread = np.nan_to_num(np.broadcast_to(want.spread, want.shape), nan=0.0, posinf=0.0) * UNIT
+    wrong, settled = _special(actual, want.value, worst, format)
+    error = np.where(settled, 0.0, np.abs(actual - np.where(settled, 0.0, want.value)))
+    size = np.where(settled, 0.0, np.abs(want.value))
+    # The final rounding is that of the computed number, which may be in the next binade.
+    half = ulp(size + worst, format) / 2
+    ratio = np.where(wrong, np.inf, error / (half + worst))
+    statistic = (error / (half + spread))[~settled]
+    ulps = np.where(wrong, np.inf, error / (2 * half))
+    errors = Errors(actual, want.value, ratio, ulps, statistic if statistical else None)
+    return _verdict(name, format, errors)
+
+
+def _special(actual: Array, want: Array, worst: Array, format: Format) -> tuple[Any, Any]:
+    """(wrong, settled) for what is not finite; near the largest number it may go both ways."""
+    threshold = format.largest + ulp(np.array(format.largest), format) / 2
+    size = np.abs(want)
+    must_overflow = np.isfinite(want) & (size - worst >= threshold)
+    may_overflow = np.isfinite(want) & (size + worst >= threshold)
+    infinite = np.isinf(actual) & (np.sign(actual) == np.sign(want))
+    same_class = np.where(np.isnan(want), np.isnan(actual), infinite)
+    special = ~np.isfinite(want) | must_overflow
+    wrong = np.where(special, ~same_class, ~np.isfinite(actual) & ~(may_overflow & infinite))
+    return wrong, special | ~np.isfinite(actual)
+
+
+class Errors(NamedTuple):
+    """What a verdict is made of; arrays of the result's shape but for the last.
+
+    Attributes:
+        actual, want: the values.
+        ratio: error in units of the deterministic bound.
+        ulps: error in ULP of the result's type.
+        statistic: error in units of the statistical bound, flat, of what is finite; None when the
+            inputs are not random.
+    """
+
+    actual: Array
+    want: Array
+    ratio: Array
+    ulps: Array
+    statistic: Array | None
+
+
+def _verdict(name: str, format: Format, errors: Errors) -> Measurement:
+    ratio = errors.ratio
+    if ratio.size == 0:
+        return _empty(name, format)
+    place = tuple(int(i) for i in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
+    rms = quantile = failure = None
+    if errors.statistic is not None and errors.statistic.size >= STATISTICAL_COUNT:
+        rms = float(np.sqrt(np.mean(errors.statistic**2)))
+        quantile = float(_quantile(errors.statistic))
+    if ratio[place] > DETERMINISTIC_LIMIT:
+        failure = _outside(errors, place)
+    elif (
+        rms is not None and quantile is not None and (rms > RMS_LIMIT or quantile > QUANTILE_LIMIT)
+    ):
+        failure = (
+            f"no single error is too large, but together they are: root mean square {rms:.3g} "
+            f"(limit {RMS_LIMIT:g}), 99.9 % quantile {quantile:.3g} (limit {QUANTILE_LIMIT:g}) of "
+            f"the statistical bound; largest at {_at(place)}: got {errors.actual[place]:.9g}, want "
+            f"{errors.want[place]:.9g}. Computed in a lower precision?"
+        )
+    return Measurement(
+        name=name,
+        format=format.name,
+        count=ratio.size,
+        median=float(np.median(ratio)),
+        p999=float(_quantile(ratio)),
+        max=float(ratio[place]),
+        rms=rms,
+        quantile=quantile,
+        max_ulp=float(errors.ulps[place]),
+        where=place,
+        failure=failure,
+    )
+
+
+def _outside(errors: Errors, worst: tuple[int, ...]) -> str:
+    bad = errors.ratio > DETERMINISTIC_LIMIT
+    first = tuple(int(i) for i in np.argwhere(bad)[0])
+    lines = [f"{int(bad.sum())} of {bad.size} elements are outside the bound"]
+    for label, at in {"worst": worst, "first": first}.items():
+        if label == "worst" and worst == first:
+            continue
+        lines.insert(
+            1,
+            f"  {label} at {_at(at)}: got {errors.actual[at]:.9g}, want {errors.want[at]:.9g} (off "
+            f"by {errors.ulps[at]:.4g} ULP; {errors.ratio[at]:.4g} of the bound, limit "
+            f"{DETERMINISTIC_LIMIT:g})",
+        )
+    return "\n".join(lines)
+
+
+def _quantile(values: Array) -> Any:
+    return np.quantile(values, QUANTILE, method="lower")
+
+
+def _at(index: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, index))}]"
+
+
+def _empty(name: str, format: Format) -> Measurement:
+    return Measurement(
+        name=name, format=format.name, count=0, median=0.0, p999=0.0, max=0.0, rms=None,
+        quantile=None, max_ulp=0.0, where=(), failure=None,
+    )  # fmt: skip
+
+
+def _rejected(name: str, got: torch.Tensor, why: str) -> Measurement:
+    format = FORMATS[got.dtype].name if got.dtype in FORMATS else str(got.dtype)
+    return Measurement(
+        name=name, format=format, count=got.numel(), median=math.inf, p999=math.inf, max=math.inf,
+        rms=None, quantile=None, max_ulp=math.inf, where=(), failure=why,
+    )  # fmt: skip
+
+
+def _json_number(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,223 @@
+"""With which arguments is an operator called? Made on the host, placed on a device.
+
+A call is made from a seed that its label gives, so that a case is the same on every chip and every
+day. What values bring out an operator's mistakes stands with its oracle; this file holds what they
+are made with. Every placed tensor lies in a larger buffer whose rest must not change: a guard zone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from anychip.conformance.formats import FORMATS
+from anychip.contract import SampleMaker
+
+Layout = Literal["contiguous", "offset", "strided", "transposed"]
+LAYOUTS: tuple[Layout, ...] = ("offset", "strided", "transposed")
+"""Those that are not plain: misaligned, with gaps, in another order than the dims."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+GUARD = 64
+"""Elements before and after each tensor."""
+_PATTERN = 0xA5
+
+
+class Draw(SampleMaker):
+    """Makes the tensors of one call, on the host."""
+
+    def __init__(self, dtype: torch.dtype, label: str) -> None:
+        super().__init__(torch.device("cpu"), dtype, seed=zlib.crc32(label.encode()))
+        self.format = FORMATS[dtype]
+
+    @property
+    def huge(self) -> float:
+        """A scale whose square, summed a few thousand times, still fits float32 (and the type)."""
+        return 2.0**12 if self.dtype == torch.float16 else 2.0**55
+
+    @property
+    def tiny(self) -> float:
+        """The other end: its square is a normal number of float32."""
+        return 2.0**-12 if self.dtype == torch.float16 else 2.0**-55
+
+    @property
+    def subnormal(self) -> float:
+        """A scale at which numbers of the type lose digits."""
+        return 2.0 ** (self.format.min_exponent - 3)
+
+    def wide(self, *shape: int, low: float = -12.0, high: float = 12.0) -> Tensor:
+        """Both signs, magnitudes from ``2^low`` to ``2^high``, uniform in the exponent."""
+        exponent = torch.rand(shape, generator=self._generator) * (high - low) + low
+        sign = torch.randint(2, shape, generator=self._generator) * 2 - 1
+        return (sign * torch.exp2(exponent)).to(self.dtype)
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+        """float32 values between two numbers."""
+        return torch.rand(shape, generator=self._generator) * (high - low) + low
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call of an operator, not yet made.
+
+    Attributes:
+        label: part of the case's id; letters, digits and ``_ . : + -`` only.
+        make: gives positional arguments and attributes.
+        full: only at level full.
+        layout: how the float tensors lie in memory.
+        statistical: the inputs are random, so that the statistical limits hold.
+        gradient: gradients are compared for this call too.
+    """
+
+    label: str
+    make: Callable[[Draw], Arguments]
+    full: bool = False
+    layout: Layout = "contiguous"
+    statistical: bool = True
+    gradient: bool = True
+
+    def arguments(self, operator: str, dtype: torch.dtype) -> Arguments:
+        """The call's arguments, on the host: the same numbers whenever and wherever it is made."""
+        return self.make(Draw(dtype, f"{operator}/{self.label}"))
+
+
+def shape_label(shape: Sequence[int]) -> str:
+    """``4x8`` for (4, 8)."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """A tensor on the device, and the buffer that it is a view of."""
+
+    tensor: Tensor
+    buffer: Tensor
+    before: Tensor = field(repr=False)
+
+    def touched(self, *, written: bool) -> str | None:
+        """What changed that must not have; None when all is well.
+
+        Args:
+            written: the operator may write the tensor, and only it.
+        """
+        after = _bits(self.buffer)
+        changed = after != self.before
+        inside = torch.zeros(self.buffer.numel(), dtype=torch.bool)
+        view = inside.as_strided(
+            self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset()
+        )
+        view.fill_(True)
+        outside = int((changed.any(-1) & ~inside).sum())
+        if outside:
+            return f"{outside} elements outside of it were overwritten"
+        if not written and changed.any():
+            return f"{int(changed.any(-1).sum())} of its elements were overwritten"
+        return None
+
+
+def place(tensor: Tensor, device: torch.device, layout: Layout = "contiguous") -> Placed:
+    """Copies a host tensor to a device, into a buffer with guard zones."""
+    shape, stride, start = _geometry(tensor, layout)
+    room = start + GUARD + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
+    buffer = torch.empty(max(room, start + GUARD), dtype=tensor.dtype)
+    buffer.view(torch.uint8).fill_(_PATTERN)
+    buffer.as_strided(shape, stride, start).copy_(tensor)
+    on_device = buffer.to(device, copy=True)
+    view = on_device.as_strided(shape, stride, start)
+    return Placed(tensor=view, buffer=on_device, before=_bits(on_device))
+
+
+def _geometry(tensor: Tensor, layout: Layout) -> tuple[list[int], list[int], int]:
+    shape = list(tensor.shape)
+    if layout == "transposed" and len(shape) > 1:
+        order = list(reversed(shape))
+        return shape, list(reversed(_dense(order))), GUARD
+    stride = _dense(shape)
+    if layout == "strided":
+        stride = [2 * s for s in stride]
+    return shape, stride, GUARD + (1 if layout == "offset" else 0)
+
+
+def _dense(shape: Sequence[int]) -> list[int]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return list(reversed(stride))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bytes of a flat tensor, a row per element, on the host."""
+    return tensor.detach().to("cpu", copy=True).view(torch.uint8).view(tensor.numel(), -1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedCall:
+    """A call's arguments on the device."""
+
+    args: tuple[Any, ...]
+    attrs: Mapping[str, Any]
+    placed: tuple[tuple[int, str, Placed], ...]
+
+    def touched(self, written: Sequence[int]) -> str | None:
+        """What the call changed that its schema does not declare; None when all is well."""
+        for index, name, tensor in self.placed:
+            problem = tensor.touched(written=index in written)
+            if problem is not None:
+                return f"{name}: {problem}"
+        return None
+
+
+def place_call(
+    names: Sequence[str], arguments: Arguments, device: torch.device, layout: Layout = "contiguous"
+) -> PlacedCall:
+    """Places every tensor of a call. Only float tensors with dims get the layout."""
+    args: list[Any] = []
+    found: list[tuple[int, str, Placed]] = []
+    for index, (name, arg) in enumerate(zip(names, arguments[0], strict=True)):
+        if isinstance(arg, (list, tuple)):
+            labels = [f"{name}[{entry}]" for entry in range(len(arg))]
+            entries = [place(t, device, _fitting(t, layout)) for t in arg]
+            found += [(index, label, p) for label, p in zip(labels, entries, strict=True)]
+            args.append([p.tensor for p in entries])
+        elif isinstance(arg, Tensor):
+            entry = place(arg, device, _fitting(arg, layout))
+            found.append((index, name, entry))
+            args.append(entry.tensor)
+        else:
+            args.append(arg)
+    return PlacedCall(args=tuple(args), attrs=arguments[1], placed=tuple(found))
+
+
+def _fitting(tensor: Tensor, layout: Layout) -> Layout:
+    return layout if tensor.is_floating_point() and tensor.dim() else "contiguous"
+
+
+def tensors_of(args: Sequence[Any]) -> Iterator[Tensor]:
+    """Every tensor among arguments, lists flattened, None left out."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            yield from arg
+
+
+def describe_call(operator: str, arguments: Arguments) -> str:
+    """The call in one line, for a person: names of types and shapes, values of attributes."""
+    shown = [_describe(arg) for arg in arguments[0]]
+    shown += [f"{key}={value!r}" for key, value in arguments[1].items()]
+    return f"{operator}({', '.join(shown)})"
+
+
+def _describe(arg: Any) -> str:
+    if isinstance(arg, Tensor):
+        if arg.dim() == 0:
+            return f"{str(arg.dtype).removeprefix('torch.')} {arg.item():.9g}"
+        return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}"
+    if isinstance(arg, (list, tuple)):
+        return f"[{', '.join(map(_describe, arg))}]"
+    return repr(arg)

@@ -1,0 +1,159 @@
+"""What a case is, what it may use, and how it says that something is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from anychip.conformance.arithmetic import Rounded
+from anychip.conformance.bounds import Measurement, measure
+from anychip.conformance.formats import FORMATS
+from anychip.contract import Backend, UnsupportedError
+
+Level = Literal["quick", "full"]
+LEVELS: tuple[Level, ...] = ("quick", "full")
+
+
+class CheckFailedError(AssertionError):
+    """The backend does not do what the contract says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One question to a backend.
+
+    Attributes:
+        id: ``chapter/subject/...``; letters, digits and ``_ . : + - /`` only, so that it can be a
+            word of a ``-k`` expression.
+        run: asks it; raises CheckFailedError, or any other exception, when the answer is wrong.
+        capability: without this capability of the backend the case does not apply.
+        full: only at level full.
+    """
+
+    id: str
+    run: Callable[[Context], None]
+    capability: str | None = None
+    full: bool = False
+
+    @property
+    def chapter(self) -> str:
+        """The first part of the id."""
+        return self.id.partition("/")[0]
+
+
+@dataclass
+class Context:
+    """What a case is given, and what it leaves for the report.
+
+    Attributes:
+        backend: the backend under test.
+        level: quick or full.
+        call: the operator call at hand, in one line; shown when the case fails.
+        served_by: which implementation served the call.
+        measurements: distributions of errors.
+    """
+
+    backend: Backend
+    level: Level = "quick"
+    call: str | None = None
+    served_by: str | None = None
+    measurements: list[Measurement] = field(default_factory=list)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The current device."""
+        return self.backend.device()
+
+    @cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Float types that the backend says it computes in, of those that operators take."""
+        claimed = self.backend.properties().dtypes
+        return tuple(dtype for dtype in FORMATS if dtype in claimed)
+
+    def compare(
+        self, name: str, got: torch.Tensor, want: Rounded, *, statistical: bool = True
+    ) -> None:
+        """Measures a result against the oracle's, for the report.
+
+        Raises:
+            CheckFailedError: it is outside the bound.
+        """
+        with np.errstate(all="ignore"):
+            measurement = measure(name, got, want, statistical=statistical)
+        self.measurements.append(measurement)
+        check(measurement.failure is None, f"{name}: {measurement.failure}")
+
+
+def check(condition: object, message: str) -> None:
+    """Raises CheckFailedError unless the condition holds."""
+    if not condition:
+        raise CheckFailedError(message)
+
+
+def check_equal_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    """Checks that two tensors have one shape, one dtype and the same bits, also in NaN."""
+    check(got.dtype == want.dtype, f"{name}: {want.dtype} expected, got {got.dtype}")
+    check(got.shape == want.shape, f"{name}: shape {tuple(want.shape)}, got {tuple(got.shape)}")
+    left, right = (_flat_copy(tensor) for tensor in (got, want))
+    differing = (left.view(torch.uint8) != right.view(torch.uint8)).nonzero()
+    if differing.numel():
+        flat = int(differing[0]) // left.element_size()
+        place = [int(i) for i in np.unravel_index(flat, tuple(got.shape))] if got.dim() else []
+        raise CheckFailedError(
+            f"{name}: the bits differ, first at {place}: {left[flat].item():.9g} and "
+            f"{right[flat].item():.9g}"
+        )
+
+
+def _flat_copy(tensor: torch.Tensor) -> torch.Tensor:
+    # A dim of one element may keep any stride through contiguous(), which a view of bytes refuses.
+    copy = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return copy.copy_(tensor.detach().to("cpu").reshape(-1))
+
+
+def expect_error(
+    types: type[BaseException] | tuple[type[BaseException], ...],
+    what: str,
+    call: Callable[..., Any],
+    *args: Any,
+    mentions: tuple[str, ...] = (),
+    **named: Any,
+) -> BaseException:
+    """Checks that ``call(*args, **named)`` raises one of the types.
+
+    Args:
+        what: names the call in the failure's text.
+        mentions: words that the error's message has to have.
+    """
+    listed = types if isinstance(types, tuple) else (types,)
+    names = " or ".join(kind.__name__ for kind in listed)
+    try:
+        result = call(*args, **named)
+    except listed as error:
+        missing = [word for word in mentions if word not in str(error)]
+        check(
+            not missing, f"{what}: the message of {type(error).__name__} lacks {missing}: {error}"
+        )
+        return error
+    except Exception as error:
+        raise CheckFailedError(
+            f"{what}: {names} expected, got {type(error).__name__}: {error}"
+        ) from error
+    raise CheckFailedError(f"{what}: {names} expected, but it returned {result!r}")
+
+
+def undeclared_capability(error: UnsupportedError, backend: Backend) -> str | None:
+    """The capability that an UnsupportedError names, if the backend does not declare it."""
+    for name in Backend.capabilities:
+        if f"'{name}'" in str(error) and name not in backend.capabilities:
+            return name
+    return None
+
+
+Cases = Callable[[Context], Iterator[Case]]
+"""A chapter: gives its cases for a backend; asks nothing yet."""

@@ -1,0 +1,398 @@
+"""Does every method of the device part do what its docstring says?
+
+Types, the range of indices, what is current in which thread, waiting, properties, streams and
+events as far as one can tell without a clock, and that what is not declared says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from anychip.conformance.case import Case, Context, check, check_equal_bits, expect_error
+from anychip.contract import (
+    API_VERSION,
+    Backend,
+    DeviceProperties,
+    OperatorTable,
+    Probe,
+    UnsupportedError,
+)
+
+T = TypeVar("T")
+OUT_OF_RANGE: tuple[tuple[str, Any], ...] = (("negative", -1), ("float", 0.5), ("text", "0"))
+
+
+def cases(context: Context) -> Iterator[Case]:
+    """A case per question; index questions per method."""
+    for name, run in PLAIN.items():
+        yield Case(id=f"device/{name}", run=run)
+    for method, call in INDEXED.items():
+        for label, wrong in (*OUT_OF_RANGE, ("count", None)):
+            yield Case(
+                id=f"device/index/{method}.{label}",
+                run=partial(check_range, call=call, wrong=wrong),
+            )
+        yield Case(id=f"device/index/{method}.every", run=partial(check_every_index, call=call))
+    for name, run in STREAMS.items():
+        yield Case(id=f"device/streams/{name}", run=run, capability="streams")
+    for capability, calls in GROUPS.items():
+        if capability not in context.backend.capabilities:
+            for name, method_call in calls.items():
+                bound = partial(check_undeclared, capability=capability, call=method_call)
+                yield Case(id=f"device/undeclared/{name}", run=bound)
+    yield Case(id="device/compile", run=compile_runs, full=True)
+
+
+# Class attributes and probe
+
+
+def identity(context: Context) -> None:
+    """Names, versions and tables have the types that the contract names."""
+    backend = context.backend
+    for name, kind in (("name", str), ("device_type", str), ("operators", OperatorTable)):
+        value = getattr(backend, name)
+        check(isinstance(value, kind), f"{name}: {kind.__name__} expected, got {value!r}")
+    check(
+        backend.c10d_backend is None or isinstance(backend.c10d_backend, str),
+        f"c10d_backend: str or None expected, got {backend.c10d_backend!r}",
+    )
+    check(
+        backend.api[0] == API_VERSION[0] and backend.api[1] <= API_VERSION[1],
+        f"api {backend.api} does not fit {API_VERSION}",
+    )
+    text = backend.identity()
+    check(
+        isinstance(text, str) and text and "\n" not in text, f"identity(): one line, got {text!r}"
+    )
+
+
+def capabilities(context: Context) -> None:
+    """Names of groups that exist, with a version each; memory_peak is about memory_stats."""
+    declared = context.backend.capabilities
+    for name, version in declared.items():
+        check(type(version) is int and version >= 1, f"{name}: a version >= 1, got {version!r}")
+    if "memory_peak" in declared:
+        check("memory_stats" in declared, "memory_peak is declared, and memory_stats is not")
+
+
+def probe(context: Context) -> None:
+    """It runs, so it says ready, with as many devices as there are; and it says so twice."""
+    answers = [context.backend.probe() for _ in range(2)]
+    for answer in answers:
+        check(isinstance(answer, Probe), f"a Probe expected, got {answer!r}")
+        check(answer.status == "ready", f"it runs, and says {answer.status}: {answer.reason}")
+        count = context.backend.device_count()
+        check(answer.device_count == count, f"{answer.device_count} probed, {count} counted")
+
+
+# Devices
+
+
+def device_count(context: Context) -> None:
+    """An int of at least 1 on a backend that runs; the same on every call."""
+    count = exactly(int, "device_count()", context.backend.device_count())
+    check(count >= 1, f"at least 1 expected, got {count}")
+    check(count == context.backend.device_count(), "the number of devices changes between calls")
+
+
+def device(context: Context) -> None:
+    """A torch.device of the backend's type; without an index the current one."""
+    backend = context.backend
+    current = exactly(torch.device, "device()", backend.device())
+    check(current.type == backend.device_type, f"type {backend.device_type!r}, got {current}")
+    for index in range(backend.device_count()):
+        found = exactly(torch.device, f"device({index})", backend.device(index))
+        only = backend.device_count() == 1 and found.index is None
+        check(found.type == backend.device_type and (found.index == index or only), f"got {found}")
+    check(current == backend.device(backend.current_device()), f"device() is {current}")
+
+
+def current_device(context: Context) -> None:
+    """An int, never text or a torch.device; what set_device said; asking does not move it."""
+    backend = context.backend
+    before = exactly(int, "current_device()", backend.current_device())
+    try:
+        for index in range(backend.device_count()):
+            result: Any = backend.set_device(index)  # type: ignore[func-returns-value]
+            check(result is None, f"set_device returns None, got {result!r}")
+            backend.properties()
+            backend.device(0)
+            backend.synchronize(0)
+            found = exactly(int, "current_device()", backend.current_device())
+            check(found == index, f"set_device({index}), then current_device() is {found}")
+    finally:
+        backend.set_device(before)
+
+
+def new_thread(context: Context) -> None:
+    """A new thread starts at device 0, and what it sets is its own."""
+    backend = context.backend
+
+    def start_and_set() -> int:
+        started = backend.current_device()
+        backend.set_device(0)
+        return started
+
+    last = backend.device_count() - 1
+    before = backend.current_device()
+    backend.set_device(last)
+    try:
+        started = in_thread(start_and_set)
+        check(exactly(int, "current_device() in a thread", started) == 0, f"got {started}")
+        moved = backend.current_device()
+        check(moved == last, f"a thread's set_device(0) moved this thread from {last} to {moved}")
+    finally:
+        backend.set_device(before)
+
+
+def any_thread(context: Context) -> None:
+    """Methods answer in another thread as they do here."""
+    backend = context.backend
+    answers = in_thread(lambda: (backend.device_count(), backend.properties(0), backend.identity()))
+    here = (backend.device_count(), backend.properties(0), backend.identity())
+    check(answers == here, f"{here} expected in a new thread, got {answers}")
+
+
+def synchronize(context: Context) -> None:
+    """Returns None, and afterwards queued work is done."""
+    x = torch.arange(1 << 16, dtype=torch.float32, device=context.device)
+    for _ in range(20):
+        x = x + 1.0
+    result: Any = context.backend.synchronize()  # type: ignore[func-returns-value]
+    check(result is None, f"None expected, got {result!r}")
+    want = torch.arange(1 << 16, dtype=torch.float32) + 20.0
+    check_equal_bits("20 additions", x, want.to(context.device))
+
+
+def properties(context: Context) -> None:
+    """Types and plausibility; the same answer twice."""
+    for index in (None, *range(context.backend.device_count())):
+        known = context.backend.properties(index)
+        check(isinstance(known, DeviceProperties), f"DeviceProperties expected, got {known!r}")
+        check(isinstance(known.name, str) and known.name, f"a name expected, got {known.name!r}")
+        total = exactly(int, "total_memory", known.total_memory)
+        check(total > 0, f"total_memory must be above 0 bytes, got {total}")
+        check(isinstance(known.dtypes, frozenset), f"dtypes: a frozenset, got {known.dtypes!r}")
+        check(torch.float32 in known.dtypes, "every backend computes in float32")
+        check(all(d.is_floating_point for d in known.dtypes), f"not only floats: {known.dtypes}")
+        rates = (*known.flops.values(), known.bandwidth, known.link_bandwidth)
+        for rate in rates:
+            check(rate is None or rate > 0, f"a rate is above 0 or None, got {rate!r}")
+        check(context.backend.properties(index) == known, "two calls give two answers")
+
+
+def dtypes_work(context: Context) -> None:
+    """torch computes on the device in every dtype that it claims."""
+    for dtype in sorted(context.backend.properties().dtypes, key=str):
+        x = torch.arange(1, 9, device=context.device).to(dtype)
+        check_equal_bits(f"x * x in {dtype}", (x * x).to("cpu"), x.to("cpu") * x.to("cpu"))
+
+
+def compile_backend(context: Context) -> None:
+    """The name of a torch.compile backend that this torch knows."""
+    name = exactly(str, "compile_backend", context.backend.compile_backend)
+    known = torch._dynamo.list_backends(exclude_tags=())
+    check(name in known, f"torch.compile knows {known}, not {name!r}")
+
+
+def compile_runs(context: Context) -> None:
+    """``torch.compile`` with it gives what eager gives."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) * 2.0 + 1.0
+
+    compiled = torch.compile(function, backend=context.backend.compile_backend, fullgraph=True)
+    x = torch.linspace(-3, 3, 1000, device=context.device)
+    check(torch.allclose(compiled(x), function(x)), "compiled and eager results differ")
+
+
+# Indices
+
+
+def check_range(context: Context, *, call: Callable[[Backend, Any], Any], wrong: Any) -> None:
+    """An index that is no device's raises ValueError, which names the index."""
+    index = context.backend.device_count() if wrong is None else wrong
+    expect_error(
+        ValueError,
+        f"index {index!r}",
+        call,
+        context.backend,
+        index,
+        mentions=(str(index),),
+    )
+
+
+def check_every_index(context: Context, *, call: Callable[[Backend, Any], Any]) -> None:
+    """Every index of a device is accepted, and None; none of them moves the current device."""
+    before = context.backend.current_device()
+    for index in (None, *range(context.backend.device_count())):
+        call(context.backend, index)
+    after = context.backend.current_device()
+    check(after == before, f"the current device moved from {before} to {after}")
+
+
+def _set_and_return(backend: Backend, index: Any) -> None:
+    before = backend.current_device()
+    try:
+        backend.set_device(before if index is None else index)
+    finally:
+        backend.set_device(before)
+
+
+INDEXED: dict[str, Callable[[Backend, Any], Any]] = {
+    "device": lambda backend, index: backend.device(index),
+    "set_device": _set_and_return,
+    "synchronize": lambda backend, index: backend.synchronize(index),
+    "properties": lambda backend, index: backend.properties(index),
+    "generator": lambda backend, index: backend.generator(0, index),
+    "memory.info": lambda backend, index: backend.memory.info(index),
+    "memory.allocate": lambda backend, index: backend.memory.allocate(16, index),
+}
+
+
+# Streams and events, where they are declared
+
+
+def stream_types(context: Context) -> None:
+    """stream(), current_stream() and event() give torch's types, on the device."""
+    backend = context.backend
+    for stream in (backend.stream(), backend.current_stream()):
+        check(isinstance(stream, torch.Stream), f"a torch.Stream expected, got {stream!r}")
+    check(isinstance(backend.event(), torch.Event), "event(): a torch.Event expected")
+
+
+def stream_is_current(context: Context) -> None:
+    """use_stream makes a stream current within its block, in this thread only."""
+    backend = context.backend
+    before, stream = backend.current_stream(), backend.stream()
+    with backend.use_stream(stream):
+        check(backend.current_stream() == stream, "use_stream(): another stream is current")
+        other = in_thread(backend.current_stream)
+        check(other != stream, "a stream that one thread uses is current in another one")
+    check(backend.current_stream() == before, "after use_stream() the stream did not return")
+
+
+def event_is_complete(context: Context) -> None:
+    """An event that was never recorded is complete; a recorded one after its work."""
+    event = context.backend.event()
+    check(event.query() is True, "an event that was never recorded must be complete")
+    torch.ones(1 << 16, device=context.device).sum()
+    event.record(context.backend.current_stream())
+    event.synchronize()
+    check(event.query() is True, "after synchronize() an event must be complete")
+
+
+def event_orders(context: Context) -> None:
+    """Work behind wait() sees what was written before record()."""
+    backend = context.backend
+    x = torch.zeros(1 << 20, device=context.device)
+    producer, consumer = backend.stream(), backend.stream()
+    producer.wait_stream(backend.current_stream())
+    with backend.use_stream(producer):
+        for _ in range(50):
+            x += 1.0
+        event = backend.event()
+        event.record(producer)
+    with backend.use_stream(consumer):
+        event.wait(consumer)
+        y = x * 2.0
+    backend.synchronize()
+    check_equal_bits("what the waiting stream read", y, torch.full_like(y, 100.0))
+
+
+def event_times(context: Context) -> None:
+    """elapsed_time is in milliseconds, and not negative."""
+    start, end = (context.backend.event(timing=True) for _ in range(2))
+    start.record(context.backend.current_stream())
+    torch.ones(1 << 20, device=context.device).sum()
+    end.record(context.backend.current_stream())
+    context.backend.synchronize()
+    elapsed = start.elapsed_time(end)
+    check(isinstance(elapsed, float) and elapsed >= 0.0, f"milliseconds >= 0, got {elapsed!r}")
+
+
+# What is not declared
+
+
+def check_undeclared(context: Context, *, capability: str, call: Callable[[Backend], Any]) -> None:
+    """A method of a group that is not declared says so; it does not quietly do nothing."""
+    expect_error(
+        UnsupportedError,
+        f"{capability} is not declared",
+        call,
+        context.backend,
+        mentions=(capability,),
+    )
+
+
+def _copy_on_stream(backend: Backend) -> Any:
+    return backend.use_stream(torch.Stream(device="cpu"))
+
+
+GROUPS: dict[str, dict[str, Callable[[Backend], Any]]] = {
+    "streams": {
+        "stream": lambda backend: backend.stream(),
+        "current_stream": lambda backend: backend.current_stream(),
+        "use_stream": _copy_on_stream,
+        "event": lambda backend: backend.event(),
+    },
+    "memory_stats": {
+        "memory.stats": lambda backend: backend.memory.stats(),
+        "memory.empty_cache": lambda backend: backend.memory.empty_cache(),
+    },
+    "memory_peak": {"memory.reset_peak": lambda backend: backend.memory.reset_peak()},
+    "pinned_memory": {"memory.pinned": lambda backend: backend.memory.pinned(64)},
+}
+
+PLAIN: dict[str, Callable[[Context], None]] = {
+    "identity": identity,
+    "capabilities": capabilities,
+    "probe": probe,
+    "device_count": device_count,
+    "device": device,
+    "current_device": current_device,
+    "new_thread": new_thread,
+    "any_thread": any_thread,
+    "synchronize": synchronize,
+    "properties": properties,
+    "dtypes": dtypes_work,
+    "compile_backend": compile_backend,
+}
+STREAMS: dict[str, Callable[[Context], None]] = {
+    "types": stream_types,
+    "current": stream_is_current,
+    "complete": event_is_complete,
+    "orders": event_orders,
+    "times": event_times,
+}
+
+
+def exactly(kind: type[T], what: str, value: Any) -> T:
+    """The value, which must be of this very type: no bool for an int, no subclass of str."""
+    check(type(value) is kind, f"{what}: {kind.__name__} expected, got {value!r}")
+    result: T = value
+    return result
+
+
+def in_thread(call: Callable[[], T]) -> T:
+    """What a call returns in a new thread; its exception is raised here."""
+    box: list[Any] = [None, None]
+
+    def run() -> None:
+        try:
+            box[0] = call()
+        except BaseException as error:  # handed over to the caller's thread below
+            box[1] = error
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if box[1] is not None:
+        raise box[1]
+    result: T = box[0]
+    return result

@@ -1,0 +1,372 @@
+"""Are gradients right, through autograd, in all the ways that autograd may ask for them?
+
+Values: every call of the oracle that has a gradient, against the oracle's derivative and bound.
+Rules: some inputs only, gradients that are expanded or strided, accumulation, twice through one
+graph, the second derivative, and that a changed saved tensor is noticed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anychip.conformance.arithmetic import UNIT, Rounded
+from anychip.conformance.calls import Call, PlacedCall
+from anychip.conformance.case import Case, Context, check, check_equal_bits, expect_error
+from anychip.conformance.chapters.operators import AnyOperator, Trial, rule_calls
+from anychip.conformance.formats import FORMATS, Array
+from anychip.conformance.oracles import Oracle, oracle_of
+from anychip.conformance.oracles.oracle import numbers
+from anychip.dispatch.operator import registered
+
+
+class GradientTrial(Trial):
+    """A call whose differentiable arguments are leaves of a graph."""
+
+    def __init__(self, operator: AnyOperator, call: Call, dtype: torch.dtype) -> None:
+        super().__init__(operator, call, dtype)
+        spec, positional = operator.spec, self.signature.positional
+        given = [
+            n for n in spec.differentiable if self.arguments[0][positional.index(n)] is not None
+        ]
+        self.leaf_names: tuple[str, ...] = tuple(given)
+        self.seed = zlib.crc32(f"{spec.name}/{call.label}".encode())
+
+    def leaves(self, placed: PlacedCall, names: Sequence[str]) -> list[Tensor]:
+        """Those arguments of a placed call, requiring gradients."""
+        places = [self.signature.positional.index(name) for name in names]
+        return [placed.args[place].requires_grad_() for place in places]
+
+    def output_gradients(self) -> list[Tensor]:
+        """Random gradients of the outputs, on the host; each in its output's dtype."""
+        generator = torch.Generator().manual_seed(self.seed)
+        forms = self.fake()[: self.signature.num_outputs]
+        return [torch.randn(f.shape, generator=generator).to(f.dtype) for f in forms]
+
+    def gradients(self, oracle: Oracle, grads: Sequence[Tensor]) -> dict[str, Rounded]:
+        """The oracle's gradient of every leaf."""
+        args, attrs = self.arguments
+        assert oracle.backward is not None
+        with np.errstate(all="ignore"):
+            found = oracle.backward(
+                tuple(numbers(g) for g in grads), *(numbers(arg) for arg in args), **attrs
+            )
+        pairs = zip(self.operator.spec.differentiable, found, strict=True)
+        return {name: value for name, value in pairs if value is not None}
+
+
+def cases(context: Context) -> Iterator[Case]:
+    """Per differentiable operator and dtype: a case per call, and a case per rule."""
+    for name, operator in registered().items():
+        if not operator.spec.differentiable:
+            continue
+        oracle = oracle_of(operator.spec)
+        for dtype in context.dtypes:
+            where = f"gradients/{name}/{FORMATS[dtype].name}"
+            subject: dict[str, Any] = {"operator": operator, "oracle": oracle, "dtype": dtype}
+            for call in oracle.calls():
+                if call.gradient:
+                    run = partial(check_values, call=call, **subject)
+                    yield Case(id=f"{where}/{call.label}", run=run, full=call.full)
+            for rule, applies, check_rule in RULES:
+                if applies(operator, dtype):
+                    yield Case(id=f"{where}/rule:{rule}", run=partial(check_rule, **subject))
+
+
+def check_values(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, call: Call, dtype: torch.dtype
+) -> None:
+    """The gradient of every differentiable argument; no argument is written."""
+    trial = GradientTrial(operator, call, dtype)
+    placed = trial.place(context)
+    leaves = trial.leaves(placed, trial.leaf_names)
+    grads = trial.output_gradients()
+    found = backward(context, trial, placed, leaves, grads)
+    compare(context, trial, oracle, grads, dict(zip(trial.leaf_names, found, strict=True)))
+    problem = placed.touched(())
+    check(problem is None, f"an argument that may not be written: {problem}")
+
+
+def backward(
+    context: Context,
+    trial: GradientTrial,
+    placed: PlacedCall,
+    leaves: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    **options: bool,
+) -> tuple[Tensor, ...]:
+    """Gradients through autograd, by ``torch.autograd.grad``."""
+    outputs = trial.run(placed)
+    given = [grad.to(context.device) for grad in grads]
+    return torch.autograd.grad(outputs, leaves, given, **options)
+
+
+def compare(
+    context: Context,
+    trial: GradientTrial,
+    oracle: Oracle,
+    grads: Sequence[Tensor],
+    found: dict[str, Tensor],
+    note: str = "",
+) -> None:
+    """Compares gradients by name with the oracle's: dtype and shape of the argument, values."""
+    wanted = trial.gradients(oracle, grads)
+    for name, got in found.items():
+        argument = trial.arguments[0][trial.signature.positional.index(name)]
+        check(got.dtype == argument.dtype, f"gradient of {name}: {argument.dtype}, got {got.dtype}")
+        context.compare(
+            f"gradient of {name}{note}", got, wanted[name], statistical=trial.call.statistical
+        )
+
+
+# Rules
+
+
+def each_trial(
+    operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> Iterator[GradientTrial]:
+    for call in rule_calls(oracle)[::2]:
+        yield GradientTrial(operator, call, dtype)
+
+
+def rule_subsets(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """Whichever inputs require gradients, those get theirs, and the others none."""
+    for trial in each_trial(operator, oracle, dtype):
+        grads = trial.output_gradients()
+        for count in range(1, len(trial.leaf_names)):
+            for names in itertools.combinations(trial.leaf_names, count):
+                placed = trial.place(context)
+                leaves = trial.leaves(placed, names)
+                found = backward(context, trial, placed, leaves, grads)
+                note = f", with {' and '.join(names)} alone requiring gradients"
+                by_name = dict(zip(names, found, strict=True))
+                compare(context, trial, oracle, grads, by_name, note)
+
+
+def rule_no_grad(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """Without an input that requires gradients, or under no_grad, there is no graph."""
+    for trial in each_trial(operator, oracle, dtype):
+        placed = trial.place(context)
+        check(not any(y.requires_grad for y in trial.run(placed)), "no input requires a gradient")
+        trial.leaves(placed, trial.leaf_names)
+        with torch.no_grad():
+            recorded = any(y.requires_grad for y in trial.run(placed))
+        check(not recorded, "an output requires a gradient under torch.no_grad()")
+
+
+def rule_expanded(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """The gradient that ``y.sum()`` gives: one number, expanded, strides of 0."""
+    for trial in each_trial(operator, oracle, dtype):
+        placed = trial.place(context)
+        leaves = trial.leaves(placed, trial.leaf_names)
+        found = torch.autograd.grad(sum(y.sum() for y in trial.run(placed)), leaves)  # type: ignore[arg-type]
+        grads = [torch.ones(g.shape, dtype=g.dtype) for g in trial.output_gradients()]
+        by_name = dict(zip(trial.leaf_names, found, strict=True))
+        compare(context, trial, oracle, grads, by_name, " for an expanded output gradient")
+
+
+def rule_strided(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """An output gradient that is not contiguous."""
+    for trial in each_trial(operator, oracle, dtype):
+        placed = trial.place(context)
+        leaves = trial.leaves(placed, trial.leaf_names)
+        grads = trial.output_gradients()
+        given = [torch.stack((g, torch.full_like(g, torch.nan)), -1).to(context.device)[..., 0]
+                 for g in grads]  # fmt: skip
+        found = torch.autograd.grad(trial.run(placed), leaves, given)
+        by_name = dict(zip(trial.leaf_names, found, strict=True))
+        compare(context, trial, oracle, grads, by_name, " for a strided output gradient")
+
+
+def rule_one_output(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """Of several outputs only one is used; the gradients of the others are 0."""
+    for trial in each_trial(operator, oracle, dtype):
+        for used in range(trial.signature.num_outputs):
+            placed = trial.place(context)
+            leaves = trial.leaves(placed, trial.leaf_names)
+            grads = trial.output_gradients()
+            output, given = trial.run(placed)[used], grads[used].to(context.device)
+            found = torch.autograd.grad([output], leaves, [given], allow_unused=True)
+            masked = [g if i == used else torch.zeros_like(g) for i, g in enumerate(grads)]
+            by_name = {n: g for n, g in zip(trial.leaf_names, found, strict=True) if g is not None}
+            compare(context, trial, oracle, masked, by_name, f" where only output {used} is used")
+
+
+def rule_accumulated(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """Two backward passes add up in ``.grad``."""
+    for trial in each_trial(operator, oracle, dtype):
+        placed = trial.place(context)
+        leaves = trial.leaves(placed, trial.leaf_names)
+        given = [g.to(context.device) for g in trial.output_gradients()]
+        alone = torch.autograd.grad(trial.run(placed), leaves, given)
+        for _ in range(2):
+            torch.autograd.backward(trial.run(placed), given)
+        for name, leaf, once in zip(trial.leaf_names, leaves, alone, strict=True):
+            check(leaf.grad is not None, f"{name}.grad is None after backward()")
+            assert leaf.grad is not None
+            check_equal_bits(f"{name}.grad after two backward passes", leaf.grad, once + once)
+
+
+def rule_retained(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """The same graph gives the same bits twice: a backward pass consumes nothing."""
+    for trial in each_trial(operator, oracle, dtype):
+        placed = trial.place(context)
+        leaves = trial.leaves(placed, trial.leaf_names)
+        outputs = trial.run(placed)
+        given = [g.to(context.device) for g in trial.output_gradients()]
+        first = torch.autograd.grad(outputs, leaves, given, retain_graph=True)
+        second = torch.autograd.grad(outputs, leaves, given)
+        for name, got, want in zip(trial.leaf_names, second, first, strict=True):
+            check_equal_bits(f"gradient of {name}, the second time", got, want)
+
+
+def rule_saved(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """A saved tensor that is changed before backward is an error, not a wrong gradient."""
+    spec = operator.spec
+    trial = next(each_trial(operator, oracle, dtype), None)
+    check(trial is not None, f"the samples of {spec.name} have no call to differentiate")
+    assert trial is not None
+    for name in spec.saved:
+        if name not in trial.signature.positional:
+            continue
+        placed = trial.place(context)
+        argument = placed.args[trial.signature.positional.index(name)]
+        leaves = trial.leaves(placed, trial.leaf_names)
+        outputs = trial.run(placed)
+        with torch.no_grad():
+            argument.add_(1)
+        given = [g.to(context.device) for g in trial.output_gradients()]
+        expect_error(
+            RuntimeError,
+            f"{name} was changed after the forward pass; backward",
+            torch.autograd.grad,
+            outputs,
+            leaves,
+            given,
+            mentions=("modified by an inplace operation",),
+        )
+
+
+STEP = 1e-4
+"""Step of the central difference. Its own error is of the order of STEP^2 = 1e-8 and float64's
+1e-16 / STEP = 1e-12, both below float32's 6e-8."""
+SECOND_ORDER_ROUNDINGS = 256
+"""Allowed norm-wise for a second derivative, in units of u and besides sqrt(number of elements):
+the chain of a reference differentiated twice is a few dozen roundings deep, with factors of about
+4. Where its terms cancel, the bound of the first derivative, with terms of their size, counts."""
+
+
+def rule_twice(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """The second derivative, against a central difference of the oracle's first, in float64."""
+    for trial in each_trial(operator, oracle, dtype):
+        placed = trial.place(context)
+        leaves = trial.leaves(placed, trial.leaf_names)
+        grads = trial.output_gradients()
+        given = [g.to(context.device) for g in grads]
+        first = torch.autograd.grad(trial.run(placed), leaves, given, create_graph=True)
+        generator = torch.Generator().manual_seed(trial.seed + 1)
+        along = [torch.randn(t.shape, generator=generator) for t in first]
+        depends = [(f, v.to(context.device)) for f, v in zip(first, along, strict=True)
+                   if f.requires_grad]  # fmt: skip
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if depends:
+            found = torch.autograd.grad(
+                [f for f, _ in depends], leaves, [v for _, v in depends], allow_unused=True
+            )
+        wanted = hessian_product(trial, oracle, grads, [v.double().numpy() for v in along])
+        bounds = trial.gradients(oracle, grads)
+        for name, got, want in zip(trial.leaf_names, found, wanted, strict=True):
+            check_norm(f"second derivative for {name}", got, want, bounds[name].worst)
+
+
+def hessian_product(
+    trial: GradientTrial, oracle: Oracle, grads: Sequence[Tensor], along: Sequence[Array]
+) -> list[Array]:
+    """``H v`` of ``sum grads * outputs`` by leaf; H is symmetric: this is d(gradient) along v."""
+    args, attrs = trial.arguments
+    places = [trial.signature.positional.index(name) for name in trial.leaf_names]
+    given = tuple(numbers(g) for g in grads)
+
+    def gradient(sign: float) -> list[Array]:
+        moved = [numbers(arg) for arg in args]
+        for place, v in zip(places, along, strict=True):
+            moved[place] = Rounded.exact(moved[place].value + sign * STEP * v)
+        assert oracle.backward is not None
+        with np.errstate(all="ignore"):
+            found = oracle.backward(given, *moved, **attrs)
+        return [g.value for g in found if g is not None]
+
+    pairs = zip(gradient(1.0), gradient(-1.0), strict=True)
+    return [(plus - minus) / (2 * STEP) for plus, minus in pairs]
+
+
+def check_norm(name: str, got: Tensor | None, want: Array, first_bound: Array) -> None:
+    """Norm-wise comparison; no gradient at all stands for 0."""
+    actual = np.zeros(want.shape) if got is None else got.detach().to("cpu").double().numpy()
+    size = float(np.linalg.norm(want))
+    relative = SECOND_ORDER_ROUNDINGS + float(np.sqrt(want.size))
+    limit = UNIT * (relative * size + float(np.linalg.norm(first_bound)))
+    error = float(np.linalg.norm(actual - want))
+    check(
+        error <= limit,
+        f"{name}: off by {error:.4g} in norm {size:.4g}; the limit is {limit:.4g}",
+    )
+
+
+def _always(operator: AnyOperator, dtype: torch.dtype) -> bool:
+    return True
+
+
+def _several_inputs(operator: AnyOperator, dtype: torch.dtype) -> bool:
+    return len(operator.spec.differentiable) > 1
+
+
+def _several_outputs(operator: AnyOperator, dtype: torch.dtype) -> bool:
+    return operator.signature.num_outputs > 1
+
+
+def _bitwise(operator: AnyOperator, dtype: torch.dtype) -> bool:
+    return operator.spec.determinism == "bitwise"
+
+
+def _twice(operator: AnyOperator, dtype: torch.dtype) -> bool:
+    return operator.spec.double_backward == "reference" and dtype == torch.float32
+
+
+Rule = Callable[..., None]
+RULES: tuple[tuple[str, Callable[[AnyOperator, torch.dtype], bool], Rule], ...] = (
+    ("subsets", _several_inputs, rule_subsets),
+    ("no-grad", _always, rule_no_grad),
+    ("expanded", _always, rule_expanded),
+    ("strided", _always, rule_strided),
+    ("one-output", _several_outputs, rule_one_output),
+    ("accumulated", _bitwise, rule_accumulated),
+    ("retained", _bitwise, rule_retained),
+    ("saved", _always, rule_saved),
+    ("twice", _twice, rule_twice),
+)

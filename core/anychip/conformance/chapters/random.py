@@ -1,0 +1,232 @@
+"""Is the random stream the same as on every other chip, bit for bit?
+
+Masks of dropout stand for the stream: kept or not is one comparison of one Philox word. Scaled
+values belong to the operators chapter. Generators of torch are each chip's own; they have to repeat
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anychip import ops
+from anychip.conformance.case import Case, Context, check, check_equal_bits
+from anychip.conformance.formats import FORMATS
+from anychip.conformance.oracles import philox
+
+COUNT = 4099
+"""Elements of a mask: beside every vector width, and no multiple of the 4 words of a block."""
+
+# seed, offset. Carries from the low to the high word of the counter, within a mask too; keys of two
+# words; negative numbers, which are the upper half of the unsigned range; the wrap at 2^64.
+STREAMS: dict[str, tuple[int, int]] = {
+    "zero": (0, 0),
+    "small": (1234, 5),
+    "offset:2p32": (1, 2**32),
+    "carry": (7, 2**32 - 512),
+    "offset:2p40": (3, 2**40 + 17),
+    "offset:2p63": (9, 2**63 - 3),
+    "wrap": (11, -300),
+    "seed:2p32": (2**32, 0),
+    "seed:2p63": (2**63 - 1, 1),
+    "seed:-1": (-1, 0),
+    "seed:-2p63": (-(2**63), 123456789),
+}
+PROBABILITIES = (0.0, 2.0**-32, 2.0**-33, 0.1, 0.25, 1 / 3, 0.5, 0.999, 1.0 - 2.0**-32, 1.0)
+
+
+def cases(context: Context) -> Iterator[Case]:
+    """Known answers, masks in every dtype, arithmetic of offsets, generators."""
+    for number in range(len(philox.KNOWN_ANSWERS)):
+        run = partial(check_known_answer, number=number)
+        yield Case(id=f"random/philox/known-answer:{number}", run=run)
+    for dtype in context.dtypes:
+        where = f"random/dropout/{FORMATS[dtype].name}"
+        for name, (seed, offset) in STREAMS.items():
+            run = partial(check_mask, dtype=dtype, seed=seed, offset=offset, p=0.5)
+            yield Case(id=f"{where}/{name}", run=run)
+        for p in PROBABILITIES:
+            run = partial(check_mask, dtype=dtype, seed=42, offset=77, p=p)
+            yield Case(id=f"{where}/p:{p:.12g}", run=run)
+        for name, check_rule in RULES.items():
+            yield Case(id=f"{where}/rule:{name}", run=partial(check_rule, dtype=dtype))
+    for name, check_generator in GENERATORS.items():
+        yield Case(id=f"random/generator/{name}", run=check_generator)
+
+
+def check_known_answer(context: Context, *, number: int) -> None:
+    """The oracle itself, against the vectors that come with Random123."""
+    counter, key, want = philox.KNOWN_ANSWERS[number]
+    got = philox.block(np.array(counter, dtype=np.uint64)[:, None], key)[:, 0]
+    check(
+        tuple(int(w) for w in got) == want,
+        f"Philox of counter {counter}, key {key}: {want} expected, got {tuple(got)}",
+    )
+
+
+def check_mask(context: Context, *, dtype: torch.dtype, seed: int, offset: int, p: float) -> None:
+    """Forward and backward keep what the oracle keeps, and nothing else."""
+    x = torch.ones(COUNT, dtype=dtype, device=context.device, requires_grad=True)
+    context.call = f"dropout(ones({COUNT}, {dtype}), rng=({seed}, {offset}), p={p})"
+    y = ops.dropout(x, rng(context, seed, offset), p=p)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    want = philox.kept(seed, offset, COUNT, p)
+    compare_mask("forward", y, want)
+    compare_mask("backward", dx, want)
+
+
+def compare_mask(
+    name: str, got: Tensor, want: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+) -> None:
+    """Compares what is not zero with what must be kept."""
+    kept = (got.detach().to("cpu").float() != 0).numpy().reshape(-1)
+    wrong = np.flatnonzero(kept != want.reshape(-1))
+    if wrong.size:
+        first = int(wrong[0])
+        check(
+            False,
+            f"{name}: {wrong.size} of {want.size} elements are kept or dropped against the stream, "
+            f"first element {first}, which is word {first % 4} of block {first // 4}: "
+            f"{'dropped' if want.reshape(-1)[first] else 'kept'}, but the word says otherwise",
+        )
+
+
+def rng(context: Context, seed: int, offset: int) -> Tensor:
+    """(seed, offset) on the device."""
+    return torch.tensor([seed, offset], dtype=torch.int64, device=context.device)
+
+
+def rule_threshold(context: Context, *, dtype: torch.dtype) -> None:
+    """The comparison is exact: a word is kept at p = word / 2^32, and dropped at the next p.
+
+    A threshold that went through float32, or ``>`` for ``>=``, is off just there.
+    """
+    x = torch.ones(COUNT, dtype=dtype, device=context.device)
+    words = philox.words(21, 4, COUNT)
+    for index in (0, 1, 2, 3, 1000, 4097, COUNT - 1):
+        word = int(words[index])
+        for p, keep in ((word / 2**32, True), ((word + 1) / 2**32, False)):
+            y = ops.dropout(x, rng(context, 21, 4), p=p)
+            kept = float(y[index]) != 0.0
+            check(kept == keep, f"element {index} has the word {word}; kept is {kept} at p = {p!r}")
+            compare_mask(f"p = {p!r}", y, philox.kept(21, 4, COUNT, p))
+
+
+def rule_joins(context: Context, *, dtype: torch.dtype) -> None:
+    """Consecutive offsets are one stream: n blocks at o, then the rest at o + n."""
+    for offset in (0, 1000, 2**32 - 3):
+        x = torch.ones(COUNT, dtype=dtype, device=context.device)
+        whole = ops.dropout(x, rng(context, 5, offset), p=0.4)
+        for blocks in (1, 3, 64, 513):
+            first = ops.dropout(x[: 4 * blocks], rng(context, 5, offset), p=0.4)
+            rest = ops.dropout(x[4 * blocks :], rng(context, 5, offset + blocks), p=0.4)
+            joined = torch.cat((first, rest))
+            check_equal_bits(f"{blocks} blocks at {offset}, then the rest", joined, whole)
+
+
+def rule_logical_order(context: Context, *, dtype: torch.dtype) -> None:
+    """An element's word depends on its logical index, not on shape or place in memory."""
+    flat = torch.ones(11 * 13 * 5, dtype=dtype, device=context.device)
+    want = ops.dropout(flat, rng(context, 8, 3), p=0.5)
+    square = flat.reshape(11, 13, 5)
+    views = {
+        "shape (11, 13, 5)": square,
+        "transposed in memory": square.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+        "every second element": torch.stack((flat, flat), -1)[:, 0].reshape(11, 13, 5),
+        "expanded": flat[:1].expand(11 * 13 * 5),
+    }
+    for name, view in views.items():
+        got = ops.dropout(view, rng(context, 8, 3), p=0.5)
+        check_equal_bits(f"mask for {name}", got.reshape(-1), want)
+
+
+def rule_calls_differ(context: Context, *, dtype: torch.dtype) -> None:
+    """Another seed or offset is another mask; the same pair is the same mask again."""
+    x = torch.ones(COUNT, dtype=dtype, device=context.device)
+    first = ops.dropout(x, rng(context, 1, 1), p=0.5)
+    check_equal_bits(
+        "the same seed and offset again", ops.dropout(x, rng(context, 1, 1), p=0.5), first
+    )
+    for name, pair in {"seed": (2, 1), "offset": (1, 2)}.items():
+        other = ops.dropout(x, rng(context, *pair), p=0.5)
+        check(not torch.equal(other, first), f"another {name} gave the same mask")
+
+
+def rule_global_state(context: Context, *, dtype: torch.dtype) -> None:
+    """torch's global generators neither decide the mask nor move with it."""
+    x = torch.ones(COUNT, dtype=dtype, device=context.device)
+    torch.manual_seed(1)
+    first = ops.dropout(x, rng(context, 6, 6), p=0.5)
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    second = ops.dropout(x, rng(context, 6, 6), p=0.5)
+    check(torch.equal(torch.get_rng_state(), before), "the global generator moved")
+    check_equal_bits("mask after another torch.manual_seed", second, first)
+
+
+def generator_repeats(context: Context) -> None:
+    """A seed gives one stream; another seed another one."""
+    first = draw(context, context.backend.generator(17))
+    check_equal_bits("the same seed", draw(context, context.backend.generator(17)), first)
+    other = draw(context, context.backend.generator(18))
+    check(not torch.equal(other, first), "seeds 17 and 18 give one stream")
+
+
+def generator_is_independent(context: Context) -> None:
+    """Neither torch.manual_seed nor another generator moves it."""
+    first = draw(context, context.backend.generator(17))
+    generator, other = context.backend.generator(17), context.backend.generator(99)
+    torch.manual_seed(5)
+    draw(context, other)
+    torch.randn(10, device=context.device)
+    check_equal_bits("after other generators were used", draw(context, generator), first)
+
+
+def generator_state_returns(context: Context) -> None:
+    """A state that was taken and set again gives the same numbers."""
+    generator = context.backend.generator(3)
+    draw(context, generator)
+    state = generator.get_state()
+    first = draw(context, generator)
+    generator.set_state(state)
+    check_equal_bits("after set_state", draw(context, generator), first)
+
+
+def generator_is_on_device(context: Context) -> None:
+    """It belongs to the device that was asked for."""
+    for index in range(context.backend.device_count()):
+        generator = context.backend.generator(1, index)
+        check(
+            isinstance(generator, torch.Generator), f"torch.Generator expected, got {generator!r}"
+        )
+        device = context.backend.device(index)
+        same = generator.device.type == device.type and generator.device.index in (
+            device.index,
+            None,
+        )
+        check(same, f"on {device} expected, got {generator.device}")
+
+
+def draw(context: Context, generator: torch.Generator) -> Tensor:
+    """Some numbers of a generator."""
+    return torch.randn(257, generator=generator, device=generator.device)
+
+
+RULES = {
+    "threshold": rule_threshold,
+    "joins": rule_joins,
+    "logical-order": rule_logical_order,
+    "calls-differ": rule_calls_differ,
+    "global-state": rule_global_state,
+}
+GENERATORS = {
+    "repeats": generator_repeats,
+    "independent": generator_is_independent,
+    "state": generator_state_returns,
+    "device": generator_is_on_device,
+}

@@ -1,0 +1,57 @@
+"""Which numbers has a floating-point type? Digits, exponents, and neighbours' distance."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+class Format(NamedTuple):
+    """A binary floating-point type.
+
+    Attributes:
+        name: as in case ids.
+        digits: bits of the significand, the leading one included.
+        min_exponent: of the smallest normal number.
+        largest: the largest finite number.
+    """
+
+    name: str
+    digits: int
+    min_exponent: int
+    largest: float
+
+    @property
+    def unit(self) -> float:
+        """Unit roundoff: half the distance from 1 to the next number."""
+        return 2.0**-self.digits
+
+    @property
+    def smallest(self) -> float:
+        """The smallest subnormal number."""
+        return 2.0 ** (self.min_exponent - self.digits + 1)
+
+
+FP32 = Format("fp32", 24, -126, torch.finfo(torch.float32).max)
+FORMATS = {
+    torch.float32: FP32,
+    torch.bfloat16: Format("bf16", 8, -126, torch.finfo(torch.bfloat16).max),
+    torch.float16: Format("fp16", 11, -14, torch.finfo(torch.float16).max),
+}
+"""The types of float tensors that operators take."""
+
+
+def ulp(values: Array, format: Format) -> Array:
+    """Distance between neighbours of ``format`` at the size of ``values``.
+
+    Never below the smallest subnormal number.
+    """
+    _, exponent = np.frexp(np.abs(values))
+    exponent = np.where(values == 0.0, format.min_exponent, exponent - 1)
+    step: Array = np.ldexp(1.0, np.maximum(exponent, format.min_exponent) - format.digits + 1)
+    return step

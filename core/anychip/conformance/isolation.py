@@ -1,0 +1,152 @@
+"""Runs cases in child processes: a segmentation fault or a hang is one failed case, not the end.
+
+One child runs case after case and reports each over a pipe of its own, so that a backend may print
+what it likes. When it dies or takes too long, the case at hand has failed, and a new child goes on
+with the next. A child is a fresh interpreter (never a fork) in a process group of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+from anychip import registry
+from anychip.conformance.case import Case, Level
+from anychip.conformance.report import Result
+from anychip.contract import Backend
+
+STARTUP_S = 120.0
+"""A child may take so long to import torch and the plugin, before its first case."""
+TAIL = 400
+"""Characters of a dead child's stderr that its case's reason shows."""
+
+
+def run_isolated(
+    backend: Backend, level: Level, cases: Sequence[Case], limit_s: float
+) -> Iterator[Result]:
+    """Results of the cases, in order.
+
+    Raises:
+        ValueError: the backend was made by hand, and a child could not find it by its name.
+    """
+    if registry.provenance_of(backend)[1] == "not installed":
+        raise ValueError(
+            f"--isolate starts child processes that look for {backend.name!r} among the installed "
+            "plugins; this one was handed over as an object"
+        )
+    remaining = [case.id for case in cases]
+    while remaining:
+        child = Child.start(backend.name, level, remaining)
+        try:
+            for result in child.results(limit_s):
+                remaining.remove(result.case)
+                yield result
+        finally:
+            child.end()
+
+
+@dataclass
+class Child:
+    """One child process and what it was given."""
+
+    process: subprocess.Popen[bytes]
+    pipe: int
+    errors: IO[bytes]
+    ids: Sequence[str]
+    limit_s: float = STARTUP_S
+
+    @classmethod
+    def start(cls, name: str, level: Level, ids: Sequence[str]) -> Child:
+        """Starts a child on the given cases."""
+        read, write = os.pipe()
+        errors = tempfile.TemporaryFile()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "anychip.conformance.worker", str(write)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            pass_fds=(write,),
+            start_new_session=True,
+        )
+        os.close(write)
+        assert process.stdin is not None
+        request = {"backend": name, "level": level, "cases": list(ids)}
+        with suppress(BrokenPipeError):  # it is dead already; `results` says so
+            process.stdin.write(json.dumps(request).encode())
+            process.stdin.close()
+        return cls(process, read, errors, list(ids))
+
+    def results(self, limit_s: float) -> Iterator[Result]:
+        """What the child reports; at its death a failed result for the case at hand, and no more.
+
+        Raises:
+            RuntimeError: it died before its first case, so that no other child would do better.
+        """
+        done = 0
+        for message in self._messages():
+            if message is None:
+                reason = self._how_it_ended()
+                if self.limit_s == STARTUP_S:
+                    raise RuntimeError(f"--isolate: the child process did not start: {reason}")
+                yield Result(case=self.ids[done], outcome="failed", reason=reason, crashed=True)
+                return
+            if "ready" in message:
+                self.limit_s = limit_s
+                continue
+            done += 1
+            yield Result.from_json(message)
+            if done == len(self.ids):
+                return
+
+    def _messages(self) -> Iterator[dict[str, Any] | None]:
+        """Lines of the pipe; None once when there will be no more, or not in time."""
+        buffer = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.pipe, selectors.EVENT_READ)
+            until = time.monotonic() + self.limit_s
+            while selector.select(max(0.0, until - time.monotonic())):
+                chunk = os.read(self.pipe, 1 << 16)
+                if not chunk:
+                    break
+                *lines, buffer = (buffer + chunk).split(b"\n")
+                for line in lines:
+                    yield json.loads(line)
+                if lines:
+                    until = time.monotonic() + self.limit_s
+        yield None
+
+    def _how_it_ended(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+        code = self.process.returncode
+        if code is None:
+            reason = f"no answer within {self.limit_s:g} s; the process was ended"
+        elif code < 0:
+            reason = f"the process died with {signal.Signals(-code).name}"
+        else:
+            reason = f"the process ended with exit code {code} in the middle of the case"
+        last = self._last_words()
+        return f"{reason}\nits last words: {last}" if last else reason
+
+    def _last_words(self) -> str:
+        self.errors.seek(0, os.SEEK_END)
+        self.errors.seek(max(0, self.errors.tell() - TAIL))
+        return " ".join(self.errors.read().decode(errors="replace").split())
+
+    def end(self) -> None:
+        """Ends the child and everything that it started, and waits for it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self.pipe)
+        self.errors.close()

@@ -1,0 +1,157 @@
+"""Oracles of linear and embedding.
+
+linear: y = x w^T + b; dx = dy w, dw = dy^T x, db = sum dy. Sums run over K, N and the rows; each
+has its own length in the bound. embedding: a copy, exact; its gradient adds up the rows of an
+index, and a row that is used once is a copy too, without any rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from anychip.conformance.arithmetic import Rounded, matmul
+from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.oracles.oracle import Oracle
+
+
+def _rows(x: Rounded) -> Rounded:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _linear_forward(x: Rounded, weight: Rounded, bias: Rounded | None) -> tuple[Rounded]:
+    y = matmul(_rows(x), weight.transpose(1, 0))
+    y = y if bias is None else y + bias
+    return (y.reshape(*x.shape[:-1], weight.shape[0]),)
+
+
+def _linear_backward(
+    grads: tuple[Rounded], x: Rounded, weight: Rounded, bias: Rounded | None
+) -> tuple[Rounded | None, ...]:
+    grad = _rows(grads[0])
+    dx = matmul(grad, weight).reshape(*x.shape)
+    dweight = matmul(grad.transpose(1, 0), _rows(x))
+    return dx, dweight, None if bias is None else grad.sum(0)
+
+
+def _embedding_forward(indices: NDArray[np.int64], weight: Rounded) -> tuple[Rounded]:
+    return (weight[indices],)
+
+
+def _embedding_backward(
+    grads: tuple[Rounded], indices: NDArray[np.int64], weight: Rounded
+) -> tuple[Rounded]:
+    grad, flat = _rows(grads[0]), indices.reshape(-1)
+
+    def added(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        total = np.zeros(weight.shape)
+        np.add.at(total, flat, np.broadcast_to(rows, grad.shape))
+        return total
+
+    # n terms take n - 1 roundings here, so that one term is exact.
+    roundings = np.maximum(np.bincount(flat, minlength=weight.shape[0]) - 1, 0)[:, None]
+    value = added(grad.value)
+    worst = added(grad.worst) + roundings * added(np.abs(grad.value))
+    squares = added(grad.spread**2) + roundings * (value**2 + added(grad.value**2))
+    return (Rounded(value, worst, np.sqrt(squares)),)
+
+
+# rows, K, N: empty; one; beside tiles of 8, 16, 64; long in each of the three directions.
+_SIZES: tuple[tuple[tuple[int, ...], int, int], ...] = (
+    ((0,), 8, 4), ((1,), 1, 1), ((3,), 8, 5), ((), 16, 7), ((2, 4), 33, 17), ((5,), 64, 64),
+    ((2, 3, 2), 65, 15), ((7,), 127, 9), ((3,), 1000, 6), ((4,), 4096, 5), ((600,), 24, 10),
+    ((2,), 12, 700),
+)  # fmt: skip
+_FULL = (((64,), 1024, 256), ((3,), 16384, 4), ((2048,), 64, 64))
+
+
+def _product(
+    draw: Draw, rows: tuple[int, ...], inputs: int, outputs: int, bias: bool, scale: float = 1.0
+) -> Arguments:
+    x, weight = draw.normal(*rows, inputs, scale=scale), draw.normal(outputs, inputs)
+    return (x, weight, draw.normal(outputs) if bias else None), {}
+
+
+def _scaled_product(draw: Draw, name: str) -> Arguments:
+    return _product(draw, (6,), 40, 12, False, math.sqrt(getattr(draw, name)))
+
+
+def _linear_nan(draw: Draw) -> Arguments:
+    args, attrs = _product(draw, (4,), 24, 5, True)
+    args[0][2, 11] = math.nan
+    return args, attrs
+
+
+def _spotlight(draw: Draw) -> Arguments:
+    return (torch.eye(67, dtype=draw.dtype), draw.normal(19, 67), None), {}
+
+
+def _linear_calls() -> Iterator[Call]:
+    for rows, inputs, outputs in (*_SIZES, *_FULL):
+        for bias in (True, False):
+            yield Call(
+                label=f"{shape_label(rows)}.{inputs}-{outputs}{'.bias' if bias else ''}",
+                make=partial(_product, rows=rows, inputs=inputs, outputs=outputs, bias=bias),
+                full=(rows, inputs, outputs) in _FULL,
+            )
+    for layout in LAYOUTS:
+        make = partial(_product, rows=(3, 5), inputs=20, outputs=11, bias=True)
+        yield Call(label=f"3x5.20-11.{layout}", make=make, layout=layout)
+    for name in ("huge", "tiny"):
+        yield Call(
+            label=f"6.40-12.{name}",
+            make=partial(_scaled_product, name=name),
+        )
+    yield Call(label="spotlight", make=_spotlight, statistical=False)
+    yield Call(label="nan", make=_linear_nan, statistical=False, gradient=False)
+
+
+def _lookup(draw: Draw, shape: tuple[int, ...], count: int, width: int) -> Arguments:
+    return (draw.integers(count, *shape), draw.normal(count, width)), {}
+
+
+def _fixed_lookup(draw: Draw, indices: list[int]) -> Arguments:
+    return (torch.tensor(indices), draw.normal(max(indices) + 1, 21)), {}
+
+
+def _special_lookup(draw: Draw) -> Arguments:
+    weight = draw.normal(6, 10)
+    weight[2], weight[3, 4], weight[4] = math.inf, math.nan, draw.subnormal
+    return (torch.tensor([2, 3, 4, 5, 3]), weight), {}
+
+
+def _embedding_calls() -> Iterator[Call]:
+    sizes: tuple[tuple[tuple[int, ...], int, int], ...] = (
+        ((0,), 5, 8), ((), 4, 3), ((1,), 1, 1), ((4,), 10, 8), ((2, 3), 5, 17), ((33,), 7, 64),
+        ((3, 100), 50, 96), ((500,), 3, 5),
+    )  # fmt: skip
+    for shape, count, width in sizes:
+        make: Any = partial(_lookup, shape=shape, count=count, width=width)
+        yield Call(label=f"{shape_label(shape)}.of:{count}x{width}", make=make)
+    fixed = {"ends": [0, 40, 0, 40], "repeated": [3] * 130, "all-once": list(range(70))}
+    for name, indices in fixed.items():
+        yield Call(label=name, make=partial(_fixed_lookup, indices=indices))
+    for layout in LAYOUTS:
+        make = partial(_lookup, shape=(9,), count=12, width=18)
+        yield Call(label=f"9.of:12x18.{layout}", make=make, layout=layout)
+    yield Call(label="special", make=_special_lookup, statistical=False, gradient=False)
+
+
+LINEAR = Oracle(
+    forward=_linear_forward,
+    backward=_linear_backward,
+    calls=_linear_calls,
+    lower_precision=("5.64-64", "3.1000-6", "4.4096-5", "600.24-10"),
+)
+EMBEDDING = Oracle(
+    forward=_embedding_forward,
+    backward=_embedding_backward,
+    calls=_embedding_calls,
+    lower_precision=("repeated", "500.of:3x5"),
+)

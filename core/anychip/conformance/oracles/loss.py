@@ -1,0 +1,187 @@
+"""Oracle of cross_entropy: label smoothing (Szegedy et al. 2016), z-loss (Chowdhery et al. 2022).
+
+    lse = log sum exp(x);  row = (1 - s) (lse - x[t]) + s (lse - mean(x)) + z lse^2
+    d row / dx = p (1 + 2 z lse) - s / V - (1 - s) [j = t],  p = exp(x - lse)
+
+A row whose target is ignore_index is exactly 0, and so is its gradient; the mean is over the
+others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from anychip.conformance.arithmetic import Rounded, exp, log, where
+from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.oracles.oracle import Oracle
+
+Targets = NDArray[np.int64]
+
+
+def _lse(logits: Rounded) -> Rounded:
+    """(..., 1). The maximum is subtracted first: any number near it will do, and it cancels."""
+    with np.errstate(invalid="ignore"):
+        top = Rounded.exact(logits.value.max(-1, keepdims=True, initial=-np.inf))
+    return log(exp(logits - top).sum(-1, keepdims=True)) + top
+
+
+def _taken(target: Targets, valid: NDArray[np.bool_], count: int) -> NDArray[np.float64]:
+    """1 at every row's target, 0 elsewhere."""
+    chosen = np.where(valid, target, 0)[..., None] == np.arange(count)
+    ones: NDArray[np.float64] = chosen.astype(np.float64)
+    return ones
+
+
+def _forward(
+    logits: Rounded,
+    target: Targets,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> tuple[Rounded, Rounded]:
+    valid = target != ignore_index
+    lse = _lse(logits)[..., 0]
+    index = np.where(valid, target, 0)[..., None]
+    picked = logits.shaped(lambda array: np.take_along_axis(array, index, -1)[..., 0])
+    row = lse - picked
+    if label_smoothing:
+        row = (1.0 - label_smoothing) * row + label_smoothing * (lse - logits.mean(-1))
+    if z_loss:
+        row = row + z_loss * (lse * lse)
+    row = where(valid, row, 0.0)
+    if reduction == "none":
+        return row, lse
+    total = row.reshape(-1).sum(0)
+    if reduction == "mean":
+        total = total / Rounded.exact(valid.sum())
+    return total, lse
+
+
+def _backward(
+    grads: tuple[Rounded],
+    logits: Rounded,
+    target: Targets,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> tuple[Rounded]:
+    (grad,) = grads
+    valid, count = target != ignore_index, logits.shape[-1]
+    lse = _lse(logits)
+    slope = exp(logits - lse)
+    if z_loss:
+        slope = slope * (1.0 + 2.0 * z_loss * lse)
+    if label_smoothing:
+        slope = slope - label_smoothing / count
+    slope = slope - _taken(target, valid, count) * Rounded.constant(1.0 - label_smoothing)
+    weight = grad / Rounded.exact(valid.sum()) if reduction == "mean" else grad
+    weight = weight.shaped(lambda array: np.broadcast_to(array, target.shape)[..., None])
+    return (where(valid[..., None], slope * weight, 0.0),)
+
+
+_DEFAULTS: dict[str, Any] = {
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "reduction": "mean",
+}
+# Beside vector widths; a vocabulary that is odd; one row, many rows; empty.
+_SHAPES: tuple[tuple[int, ...], ...] = (
+    (0, 5), (1, 1), (11,), (6, 11), (3, 17), (2, 3, 130), (5, 64), (90, 33), (4, 1023), (3, 4099),
+)  # fmt: skip
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smooth:0.1": {"label_smoothing": 0.1},
+    "smooth:1": {"label_smoothing": 1.0, "reduction": "none"},
+    "z:0.01": {"z_loss": 0.01},
+    "all": {"label_smoothing": 0.2, "z_loss": 0.001, "reduction": "none", "ignore_index": 3},
+    "all-mean": {"label_smoothing": 0.2, "z_loss": 0.001, "ignore_index": 3},
+}
+
+
+def _arguments(
+    draw: Draw, shape: tuple[int, ...], scale: float = 2.0, **changes: object
+) -> Arguments:
+    logits = draw.normal(*shape, scale=scale)
+    target = draw.integers(shape[-1], *shape[:-1])
+    if changes.get("ignore_index") == 3:
+        target.reshape(-1)[::3] = 3
+    return (logits, target), {**_DEFAULTS, **changes}
+
+
+def _edges(draw: Draw) -> Arguments:
+    # First and last class, and a class on both sides of every vector width.
+    target = torch.tensor([0, 66, 7, 8, 15, 16, 31, 32, 63, 64])
+    return (draw.normal(10, 67), target), {**_DEFAULTS, "reduction": "none"}
+
+
+def _ignored(draw: Draw, which: str, reduction: str = "mean") -> Arguments:
+    logits, target = draw.normal(8, 20), draw.integers(20, 8)
+    rows: dict[str, Any] = {
+        "all": slice(None), "all-but-last": slice(0, -1), "last": slice(-1, None)
+    }  # fmt: skip
+    target[rows[which]] = -100
+    if which != "all":
+        logits[rows[which]] *= 8.0  # what is not to be counted is loud
+    return (logits, target), {**_DEFAULTS, "reduction": reduction}
+
+
+def _spread(draw: Draw) -> Arguments:
+    # exp(200) overflows float32: without subtracting the maximum there is nothing left.
+    logits = draw.normal(6, 40, scale=60.0)
+    logits[0] += 150.0
+    return (logits, draw.integers(40, 6)), {**_DEFAULTS, "reduction": "none"}
+
+
+def _masked(draw: Draw) -> Arguments:
+    logits, target = draw.normal(6, 40), draw.integers(20, 6)
+    logits[:, 25:] = -math.inf
+    return (logits, target), {**_DEFAULTS, "reduction": "none"}
+
+
+def _nan(draw: Draw) -> Arguments:
+    logits, target = draw.normal(5, 20), draw.integers(20, 5)
+    logits[2, 4] = math.nan
+    return (logits, target), {**_DEFAULTS, "reduction": "none"}
+
+
+def _calls() -> Iterator[Call]:
+    for shape in _SHAPES:
+        yield Call(label=shape_label(shape), make=partial(_arguments, shape=shape))
+    for name, changes in _OPTIONS.items():
+        for shape in ((6, 11), (2, 5, 130)):
+            make = partial(_arguments, shape=shape, **changes)
+            yield Call(label=f"{shape_label(shape)}.{name}", make=make)
+    for layout in LAYOUTS:
+        make = partial(_arguments, shape=(7, 50), reduction="none")
+        yield Call(label=f"7x50.{layout}", make=make, layout=layout)
+    yield Call(label="edges", make=_edges)
+    for which in ("all", "all-but-last", "last"):
+        yield Call(label=f"ignored:{which}", make=partial(_ignored, which=which))
+    yield Call(label="ignored:last.none", make=partial(_ignored, which="last", reduction="none"))
+    yield Call(label="spread", make=_spread, statistical=False)
+    yield Call(label="masked", make=_masked, statistical=False)
+    yield Call(label="nan", make=_nan, statistical=False, gradient=False)
+    for vocabulary in (32_000, 152_064):
+        make = partial(_arguments, shape=(5, vocabulary))
+        yield Call(label=f"5x{vocabulary}", make=make, full=True)
+
+
+CROSS_ENTROPY = Oracle(
+    forward=_forward,
+    backward=_backward,
+    calls=_calls,
+    lower_precision=("6x11.none", "2x5x130.none", "90x33"),
+)

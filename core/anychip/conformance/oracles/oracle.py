@@ -1,0 +1,46 @@
+"""What an oracle consists of, and how a call's tensors become its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from anychip.conformance.arithmetic import Rounded
+from anychip.conformance.calls import Call
+from anychip.conformance.formats import FORMATS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Oracle:
+    """The independent answer for one operator.
+
+    Attributes:
+        forward: ``f(*args, **attrs)`` gives outputs, then residuals; for an in-place operator every
+            written tensor as it should be afterwards, in the schema's order.
+        calls: what the operator is called with, fixed cases first.
+        backward: ``f(grads, *args, **attrs)`` gives the gradient of every differentiable argument.
+        lower_precision: labels of calls at which a computation one precision class lower must fail.
+        independent: written from the equation. False: the operator's own reference in float64, and
+            the bound is that of its author.
+    """
+
+    forward: Callable[..., Sequence[Rounded]]
+    calls: Callable[[], Iterable[Call]]
+    backward: Callable[..., Sequence[Rounded | None]] | None = None
+    lower_precision: tuple[str, ...] = ()
+    independent: bool = True
+
+
+def numbers(arg: Any) -> Any:
+    """An argument as an oracle takes it: float tensors as Rounded, other tensors as arrays."""
+    if isinstance(arg, Tensor):
+        host = arg.detach().to("cpu")
+        if not host.is_floating_point():
+            return host.numpy()
+        return Rounded.exact(host.double().numpy(), FORMATS[host.dtype])
+    if isinstance(arg, (list, tuple)):
+        return [numbers(entry) for entry in arg]
+    return arg

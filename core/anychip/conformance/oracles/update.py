@@ -1,0 +1,240 @@
+"""Oracles of the operators over lists: l2_norm, clip, unscale_and_check, adamw.
+
+In-place operators: the oracle gives every written tensor as it should be afterwards, in the
+schema's order. adamw: Loshchilov and Hutter 2019, algorithm 2, with decoupled weight decay; a step
+with found_inf leaves every bit as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from anychip.conformance.arithmetic import Rounded, concatenate, power, sqrt, where
+from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
+from anychip.conformance.oracles.oracle import Oracle
+
+_CLIP_EPS = 1e-6
+
+
+def _l2_forward(tensors: Sequence[Rounded]) -> tuple[Rounded]:
+    flat = concatenate([t.reshape(-1) for t in tensors], 0)
+    return (sqrt((flat * flat).sum(0)),)
+
+
+def _clip_forward(
+    tensors: Sequence[Rounded], norm: Rounded, *, max_norm: float
+) -> tuple[Rounded, ...]:
+    ratio = max_norm / (norm + _CLIP_EPS)
+    coefficient = where(ratio.value < 1.0, ratio, 1.0)
+    return tuple(t * coefficient for t in tensors)
+
+
+def _unscale_forward(
+    grads: Sequence[Rounded], scale: Rounded, found_inf: Rounded
+) -> tuple[Rounded, ...]:
+    finite = all(bool(math.isfinite(v)) for g in grads for v in g.value.flat)
+    found = found_inf if finite else Rounded.exact(1.0)
+    return (*(g / scale for g in grads), found)
+
+
+def _adamw_forward(
+    params: Sequence[Rounded],
+    grads: Sequence[Rounded],
+    exp_avgs: Sequence[Rounded],
+    exp_avg_sqs: Sequence[Rounded],
+    lr: Rounded,
+    step: Rounded,
+    scale: Rounded | None,
+    clip: Rounded | None,
+    found_inf: Rounded | None,
+    low_precision: Sequence[Rounded] | None,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> tuple[Rounded, ...]:
+    low = list(low_precision or ())
+    if found_inf is not None and found_inf.value != 0.0:
+        return (*params, *exp_avgs, *exp_avg_sqs, step, *low)
+    count = Rounded.exact(step.value + 1.0)
+    correction1 = 1.0 - power(Rounded.constant(beta1), count)
+    correction2 = 1.0 - power(Rounded.constant(beta2), count)
+    news, firsts, seconds = [], [], []
+    for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        g = g if scale is None else g / scale
+        g = g if clip is None else g * clip
+        first = beta1 * m + (1.0 - beta1) * g
+        second = beta2 * v + (1.0 - beta2) * (g * g)
+        update = (first / correction1) / (sqrt(second / correction2) + eps)
+        news.append(p * (1.0 - lr * weight_decay) - lr * update)
+        firsts.append(first)
+        seconds.append(second)
+    # The low-precision copy is cast from the stored parameter: one rounding to its type more.
+    copies = [(new * 1.0).stored(p.format) for new, p, _ in zip(news, params, low, strict=False)]
+    return (*news, *firsts, *seconds, count, *copies)
+
+
+# Scalars and empty tensors among others; beside vector widths; more elements than one chunk.
+_SHAPES: tuple[tuple[int, ...], ...] = ((4, 5), (17,), (), (0, 3), (1000,), (3, 7, 9), (1,))
+
+
+def _normals(draw: Draw, scale: float = 1.0, dtype: torch.dtype | None = None) -> list[Any]:
+    return [draw.normal(*shape, scale=scale, dtype=dtype) for shape in _SHAPES]
+
+
+def _spotlights(draw: Draw) -> list[Any]:
+    """Tensors that are 0 but for one element, at another place each; none may be forgotten."""
+    tensors = [torch.zeros(67, dtype=draw.dtype) for _ in range(67)]
+    for index, tensor in enumerate(tensors):
+        tensor[index] = 1.0 + index
+    return tensors
+
+
+def _flat(draw: Draw, sizes: Sequence[int], scales: Sequence[float] | None = None) -> Arguments:
+    pairs = zip(sizes, scales or [1.0] * len(sizes), strict=True)
+    return ([draw.normal(size) * scale for size, scale in pairs],), {}
+
+
+def _of_scale(draw: Draw, name: str) -> Arguments:
+    return (_normals(draw, float(getattr(draw, name))),), {}
+
+
+def _two_shapes(draw: Draw) -> Arguments:
+    return ([draw.normal(5, 7), draw.normal(33)],), {}
+
+
+def _one_spotlight(draw: Draw, index: int) -> Arguments:
+    return ([_spotlights(draw)[index]],), {}
+
+
+def _l2_calls() -> Iterator[Call]:
+    for size in (1, 2, 7, 8, 15, 16, 17, 33, 100, 257, 4099):
+        yield Call(label=str(size), make=partial(_flat, sizes=(size,)))
+    yield Call(label="list", make=lambda draw: ((_normals(draw),), {}))
+    yield Call(label="ends", make=partial(_flat, sizes=(9, 3), scales=(1.0, 64.0)))
+    yield Call(label="zeros", make=partial(_flat, sizes=(9,), scales=(0.0,)))
+    for index in (0, 1, 33, 66):
+        yield Call(label=f"spotlight:{index}", make=partial(_one_spotlight, index=index))
+    yield Call(label="spotlights", make=lambda draw: ((_spotlights(draw),), {}))
+    for name in ("huge", "tiny"):
+        yield Call(label=name, make=partial(_of_scale, name=name))
+    for layout in LAYOUTS:
+        yield Call(label=f"list.{layout}", make=_two_shapes, layout=layout)
+    yield Call(label="inf", make=partial(_flat, sizes=(9, 3), scales=(1.0, math.inf)))
+    yield Call(label="nan", make=partial(_flat, sizes=(9, 3), scales=(math.nan, 1.0)))
+    yield Call(label="300000", make=partial(_flat, sizes=(300_000,)), full=True)
+
+
+def _clipped(draw: Draw, norm: float, max_norm: float = 1.0) -> Arguments:
+    return (_normals(draw), draw.scalar(norm)), {"max_norm": max_norm}
+
+
+def _clip_calls() -> Iterator[Call]:
+    for norm in (0.0, 0.5, 3.0, 4.0, 1e6):
+        yield Call(label=f"norm:{norm:g}", make=partial(_clipped, norm=norm))
+    # At a norm of this size the 1e-6 of the definition decides.
+    yield Call(label="norm:1e-05", make=partial(_clipped, norm=1e-5, max_norm=1e-6))
+    for layout in LAYOUTS:
+        yield Call(label=f"norm:4.{layout}", make=partial(_clipped, norm=4.0), layout=layout)
+    yield Call(
+        label="spotlights",
+        make=lambda draw: ((_spotlights(draw), draw.scalar(10.0)), {"max_norm": 1.0}),
+        statistical=False,
+    )
+
+
+def _unscaled(
+    draw: Draw, scale: float, bad: float | None = None, place: int = 0, found: float = 0.0
+) -> Arguments:
+    grads = _normals(draw)
+    if bad is not None:
+        flat = [grads[0].view(-1), grads[4].view(-1), grads[6].view(-1)][place]
+        flat[-1] = bad
+    return (grads, draw.scalar(scale), draw.scalar(found)), {}
+
+
+def _unscale_calls() -> Iterator[Call]:
+    for scale in (1.0, 1024.0, 65536.0, 3.0):
+        yield Call(label=f"scale:{scale:g}", make=partial(_unscaled, scale=scale))
+    for name in ("nan", "inf", "-inf"):
+        for place, where_ in enumerate(("first", "middle", "last")):
+            make = partial(_unscaled, scale=1024.0, bad=float(name), place=place)
+            yield Call(label=f"{name}.{where_}", make=make, statistical=False)
+    # Once set it stays, although this call finds nothing.
+    yield Call(label="found-before", make=partial(_unscaled, scale=2.0, found=1.0))
+    for layout in LAYOUTS:
+        make = partial(_unscaled, scale=1024.0)
+        yield Call(label=f"scale:1024.{layout}", make=make, layout=layout)
+
+
+_ATTRS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def _step(
+    draw: Draw,
+    *,
+    step: float = 3.0,
+    scale: float | None = None,
+    clip: float | None = None,
+    found_inf: float | None = None,
+    low: torch.dtype | None = None,
+    zero_moments: bool = False,
+    lr: float = 1e-2,
+    param: torch.dtype = torch.float32,
+    grad_scale: float = 1.0,
+    **changes: float,
+) -> Arguments:
+    wide = torch.float32
+    params = _normals(draw, dtype=param)
+    grads = _normals(draw, scale=grad_scale * (scale or 1.0))
+    moments = _normals(draw, 0.0 if zero_moments else 0.1 * grad_scale, wide)
+    squares = [m.square() for m in _normals(draw, 0.0 if zero_moments else grad_scale, wide)]
+    scalars = (None if v is None else draw.scalar(v) for v in (scale, clip, found_inf))
+    copies = None if low is None else [p.to(low) for p in params]
+    fixed = (draw.scalar(lr), draw.scalar(step))
+    return (params, grads, moments, squares, *fixed, *scalars, copies), {**_ATTRS, **changes}
+
+
+_ADAMW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    # The first step, from moments of 0: bias correction is all, and a wrong count is a factor.
+    "first": {"step": 0.0, "zero_moments": True},
+    "second": {"step": 1.0},
+    "late": {"step": 100_000.0},
+    "no-decay": {"weight_decay": 0.0},
+    # Decoupled decay: with a large one, coupling it to the gradient shows.
+    "decay": {"weight_decay": 5.0, "lr": 0.05},
+    # eps outside of the root, and of the size of the root.
+    "eps": {"eps": 0.5},
+    "betas": {"beta1": 0.0, "beta2": 0.5},
+    "scale": {"scale": 1024.0},
+    "scale-clip": {"scale": 512.0, "clip": 0.25, "found_inf": 0.0},
+    "found-inf": {"scale": 1024.0, "found_inf": 1.0, "low": torch.bfloat16},
+    "low-bf16": {"low": torch.bfloat16},
+    "low-fp16": {"low": torch.float16, "clip": 0.5},
+    "small": {"grad_scale": 2.0**-12},
+}
+
+
+def _adamw_calls() -> Iterator[Call]:
+    for label, changes in _ADAMW.items():
+        yield Call(label=label, make=partial(_step, **changes))
+    yield Call(label="own-dtype", make=lambda draw: _step(draw, param=draw.dtype))
+    for layout in LAYOUTS:
+        yield Call(label=f"plain.{layout}", make=_step, layout=layout)
+
+
+L2_NORM = Oracle(forward=_l2_forward, calls=_l2_calls, lower_precision=("2", "17", "100"))
+CLIP = Oracle(forward=_clip_forward, calls=_clip_calls, lower_precision=("norm:3",))
+UNSCALE_AND_CHECK = Oracle(
+    forward=_unscale_forward, calls=_unscale_calls, lower_precision=("scale:3",)
+)
+ADAMW = Oracle(
+    forward=_adamw_forward, calls=_adamw_calls, lower_precision=("plain", "late", "scale-clip")
+)

@@ -1,0 +1,170 @@
+"""What a call costs before any work is done: both doors next to torch's own ways.
+
+The operator has three tensor arguments and does nothing: its row returns a tensor made beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pluggy
+import torch
+from torch import Tensor
+
+from anychip import runtime
+from anychip.bench.report import Report, Row
+from anychip.bench.timing import Samples, interleave
+from anychip.contract import Backend, Bound, Cost, OperatorSpec
+from anychip.dispatch.operator import Operator, registered
+
+_NAMESPACE = "anychip_bench"
+_NAME = "three_tensors"
+LIMIT_PLAIN_US = 3.5
+LIMIT_GRAD_US = 5.0
+
+
+def run(backend: Backend, *, rounds: int, progress: Callable[[int], None]) -> Report:
+    """Times the doors and their peers on one host thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with runtime.policy(pin={_operator(backend).spec.name: "reference"}):
+            calls = _calls(backend)
+            taken = interleave(
+                calls,
+                rounds=rounds,
+                window=0.02,
+                synchronize=backend.synchronize,
+                progress=progress,
+            )
+    finally:
+        torch.set_num_threads(threads)
+    over = {"ops, no gradient": "direct call", "ops, gradient": "autograd.Function, gradient"}
+    limits = {"ops, no gradient": LIMIT_PLAIN_US, "ops, gradient": LIMIT_GRAD_US}
+    rows = [_row(s, taken, over.get(s.name), limits.get(s.name)) for s in taken.values()]
+    return Report(
+        subject="dispatch",
+        backend=backend.name,
+        device=backend.identity(),
+        threads=1,
+        rows=rows,
+        notes=("over: median over rounds of the difference within a round",),
+    )
+
+
+def _row(samples: Samples, taken: dict[str, Samples], base: str | None, limit: float | None) -> Row:
+    facts: dict[str, Any] = {"x torch.add": samples.ratio(taken["torch.add"])}
+    if base is not None:
+        facts |= {"over": base, "over us": samples.over(taken[base]) * 1e6, "goal us": limit}
+    return Row(
+        name=samples.name,
+        microseconds=samples.median * 1e6,
+        best_microseconds=samples.best * 1e6,
+        facts=facts,
+    )
+
+
+def _operator(backend: Backend) -> Operator[..., Any]:
+    known = registered().get(_NAME)
+    if known is not None:
+        return known
+    made = torch.empty(4, device=backend.device())
+
+    def forward(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return made
+
+    def backward(grad: Tensor, *, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
+        return grad, grad, grad
+
+    return runtime.register(
+        OperatorSpec(
+            name=_NAME,
+            namespace=_NAMESPACE,
+            signature="(Tensor a, Tensor b, Tensor c) -> Tensor",
+            equation="nothing is computed",
+            source="for this benchmark only",
+            forward=forward,
+            backward=backward,
+            fake=lambda a, b, c: a.new_empty(4),
+            differentiable=("a", "b", "c"),
+            samples=lambda maker: (),
+            cost=lambda a, b, c: Cost(0, 0),
+            bound=Bound(0, 0, lambda *_: 1),
+        )
+    )
+
+
+def _calls(backend: Backend) -> dict[str, Callable[[], object]]:
+    operator = _operator(backend)
+    direct, door = operator.spec.forward, torch.ops.anychip_bench.three_tensors.default
+    a, b, c = (torch.ones(4, device=backend.device()) for _ in range(3))
+    p = torch.ones(4, device=backend.device(), requires_grad=True)
+    node = _node(direct)
+    packaged, custom = _peers(direct)
+    hook = _hook(direct)
+    return {
+        "direct call": lambda: direct(a, b, c),
+        "ops, no gradient": lambda: operator(a, b, c),
+        "ops, gradient": lambda: operator(p, b, c),
+        "autograd.Function, gradient": lambda: node.apply(p, b, c),
+        "torch.ops, no gradient": lambda: door(a, b, c),
+        "torch.ops, gradient": lambda: door(p, b, c),
+        "torch.library Python operator": lambda: packaged(a, b, c),
+        "torch.library.custom_op": lambda: custom(a, b, c),
+        "pluggy hook, one plugin": lambda: hook(a=a, b=b, c=c),
+        "torch.add": lambda: torch.add(a, b),
+        "torch.add, gradient": lambda: torch.add(p, b),
+    }
+
+
+def _node(direct: Callable[..., Tensor]) -> type[torch.autograd.Function]:
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+            return direct(a, b, c)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            return grad, grad, grad
+
+    return Plain
+
+
+_library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+
+
+def _peers(direct: Callable[..., Tensor]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The same function as a Library operator and as a custom_op, registered on first use."""
+    if not hasattr(torch.ops.anychip_bench, "plain_library"):
+        _library.define("plain_library(Tensor a, Tensor b, Tensor c) -> Tensor")
+        _library.impl("plain_library", direct, "CompositeExplicitAutograd")
+        # A custom_op may not return a tensor that it did not make.
+        torch.library.custom_op(
+            f"{_NAMESPACE}::custom",
+            lambda a, b, c: torch.empty_like(a),
+            mutates_args=(),
+            schema="(Tensor a, Tensor b, Tensor c) -> Tensor",
+        )
+    ops = torch.ops.anychip_bench
+    return ops.plain_library.default, ops.custom.default
+
+
+def _hook(direct: Callable[..., Tensor]) -> Callable[..., Any]:
+    spec, impl = pluggy.HookspecMarker(_NAMESPACE), pluggy.HookimplMarker(_NAMESPACE)
+
+    class Specification:
+        @spec(firstresult=True)
+        def three(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor | None:
+            return None
+
+    class Plugin:
+        @impl
+        def three(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+            return direct(a, b, c)
+
+    manager = pluggy.PluginManager(_NAMESPACE)
+    manager.add_hookspecs(Specification)
+    manager.register(Plugin())
+    hook: Callable[..., Any] = manager.hook.three
+    return hook

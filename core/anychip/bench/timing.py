@@ -1,0 +1,87 @@
+"""How a figure is taken: candidates interleaved in rounds, the median over rounds.
+
+A shared machine is slow in stretches; interleaving gives every candidate its part of them, and a
+ratio is taken within a round before the median, so that it does not depend on which round was slow.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """Seconds per call of one candidate, one entry per round."""
+
+    name: str
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median over rounds, in seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def best(self) -> float:
+        """Fastest round, in seconds."""
+        return min(self.seconds)
+
+    def over(self, base: Samples) -> float:
+        """Median over rounds of the difference to another candidate, in seconds."""
+        return statistics.median(a - b for a, b in zip(self.seconds, base.seconds, strict=True))
+
+    def ratio(self, base: Samples) -> float:
+        """Median over rounds of this time divided by another candidate's."""
+        return statistics.median(a / b for a, b in zip(self.seconds, base.seconds, strict=True))
+
+
+def interleave(
+    calls: Mapping[str, Call],
+    *,
+    rounds: int,
+    window: float,
+    synchronize: Call,
+    progress: Callable[[int], None] = lambda _: None,
+) -> dict[str, Samples]:
+    """Times every call in every round.
+
+    Args:
+        calls: name to the call.
+        rounds: at least 3.
+        window: seconds that one candidate runs per round, about.
+        synchronize: returns when the device has finished.
+        progress: told the round that was finished.
+    """
+    if rounds < 3:
+        raise ValueError(f"rounds must be at least 3, got {rounds}")
+    counts = {name: _calls_per_window(call, window, synchronize) for name, call in calls.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds):
+        for name, call in calls.items():
+            seconds[name].append(_measure(call, counts[name], synchronize) / counts[name])
+        progress(number + 1)
+    return {name: Samples(name=name, seconds=tuple(taken)) for name, taken in seconds.items()}
+
+
+def _calls_per_window(call: Call, window: float, synchronize: Call) -> int:
+    call()
+    count = 1
+    while True:
+        taken = _measure(call, count, synchronize)
+        if taken >= window / 4:
+            return max(1, round(count * window / taken))
+        count *= 4
+
+
+def _measure(call: Call, count: int, synchronize: Call) -> float:
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    synchronize()
+    return time.perf_counter() - start

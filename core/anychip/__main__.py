@@ -1,0 +1,5 @@
+"""``python -m anychip``: the command line."""
+
+from anychip.cli import main
+
+main()

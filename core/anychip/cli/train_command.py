@@ -1,0 +1,201 @@
+"""``anychip train``: reads the settings, refuses what cannot be, trains, and shows the result."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from time import strftime
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from anychip.contract import UnsupportedError
+
+if TYPE_CHECKING:
+    from anychip.contract import Backend
+    from anychip.train.loop import Run
+    from anychip.train.report import Row
+
+SCHEMA = 1
+PATH = click.Path(path_type=Path)
+
+
+@click.command("train")
+@click.argument("arguments", nargs=-1, metavar="[CONFIG.toml] [key=value ...]")
+@click.option("--backend", metavar="NAME", help="The chip to train on; chosen when not given.")
+@click.option(
+    "--data",
+    type=PATH,
+    multiple=True,
+    help="Text files.  [default: what Python's help() shows]",
+)
+@click.option("--steps", type=click.IntRange(min=1), help="Updates in all: run.steps.")
+@click.option("--nproc", type=click.IntRange(min=1), default=1, help="Processes; 1 so far.")
+@click.option("--out", type=PATH, help="Directory for the results.  [default: runs/<time>]")
+@click.option("--resume", is_flag=True, help="Go on with the run in --out, with its settings.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for programs.")
+def command(
+    arguments: tuple[str, ...],
+    backend: str | None,
+    data: tuple[Path, ...],
+    steps: int | None,
+    nproc: int,
+    out: Path | None,
+    resume: bool,
+    as_json: bool,
+) -> int:
+    """Train a language model on text; without a CONFIG a small GPT, in about a minute.
+
+    Settings are tables of the CONFIG or key=value, like model.width=256; config.toml in the results
+    has them all.
+    """
+    _check_one_process(nproc)
+    directory = _out_directory(out, resume=resume)
+    path, texts, settings = _split(arguments, data)
+    settings += [f"run.steps={steps}"] if steps is not None else []
+    settings += [f"data.files={json.dumps(texts)}"] if texts else []
+    if resume and path is None:
+        path = directory / "config.toml"
+    return _train(path, settings, backend, directory, resume=resume, as_json=as_json)
+
+
+def _train(
+    path: Path | None,
+    settings: list[str],
+    backend: str | None,
+    out: Path,
+    *,
+    resume: bool,
+    as_json: bool,
+) -> int:
+    import anychip
+    from anychip.train import config, display, interruption, loop
+
+    # With --json, stdout has the result and nothing else.
+    console = Console(stderr=as_json, highlight=False)
+    configuration = config.load(path, settings)
+    chip = anychip.use(backend, config=configuration.run.backend)
+    _say(console, str(chip.decision))
+    # config.toml names the chip, so that --resume does not choose another one.
+    named = replace(configuration, run=replace(configuration.run, backend=chip.name))
+    run = loop.build(named, chip)
+    if resume:
+        loop.restore(run, out)
+    _say(console, _plan(run))
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with display.Display(console, steps=named.run.steps, done=run.step) as show:
+            rows = loop.train(run, out, show)
+    except interruption.Interrupted as stop:
+        click.echo(f"anychip: {stop}", err=True)
+        return 128 + stop.signal
+    sample = loop.finish(run, out, rows)
+    if as_json:
+        click.echo(json.dumps(_to_json(chip, out, rows), indent=2))
+    else:
+        _show(console, rows, sample, out)
+    return 0
+
+
+def _check_one_process(nproc: int) -> None:
+    """Refuses more than one rank: each would train alone and write over the others' results."""
+    ranks = max(nproc, int(os.environ.get("WORLD_SIZE") or 1))
+    if ranks > 1:
+        raise UnsupportedError(
+            f"training in {ranks} processes comes with the collectives, which are not part of this "
+            "version; leave out --nproc (and torchrun)"
+        )
+
+
+def _out_directory(out: Path | None, *, resume: bool) -> Path:
+    """Where the results go, after a look at what is there."""
+    if resume:
+        if out is None:
+            raise click.UsageError("--resume needs --out, the directory of the run to go on with")
+        if not (out / "config.toml").is_file():
+            raise FileNotFoundError(f"there is no run in {out}: it has no config.toml")
+        return out
+    directory = out or Path("runs") / strftime("%Y%m%d-%H%M%S")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise FileExistsError(
+            f"{directory} exists and is not empty; nothing was written. To go on with the run in "
+            "it, add --resume; to begin another, name another --out"
+        )
+    return directory
+
+
+def _split(
+    arguments: tuple[str, ...], data: tuple[Path, ...]
+) -> tuple[Path | None, list[str], list[str]]:
+    """The CONFIG, the texts and the settings.
+
+    An option takes one value, so that of ``--data *.txt`` all but the first arrive as arguments.
+    """
+    settings = [text for text in arguments if "=" in text]
+    configs = [Path(text) for text in arguments if text.endswith(".toml") and "=" not in text]
+    texts = [text for text in arguments if "=" not in text and not text.endswith(".toml")]
+    if len(configs) > 1:
+        raise click.UsageError(f"one CONFIG expected, got {', '.join(map(str, configs))}")
+    if texts and not data:
+        raise click.UsageError(
+            f"{texts[0]!r} is neither CONFIG.toml nor key=value; a text to train on goes after "
+            "--data"
+        )
+    return (configs[0] if configs else None), [*map(str, data), *texts], settings
+
+
+def _plan(run: Run) -> str:
+    config = run.config
+    num_params = sum(param.numel() for param in run.model.parameters())
+    files = config.data.files
+    text = ", ".join(files) if files else "the documentation that comes with Python"
+    tokens = config.data.batch_size * config.data.accumulation * config.model.context
+    begun = f", going on after step {run.step}" if run.step else ""
+    return (
+        f"{type(run.model).__name__} with {num_params:,} parameters in {run.policy.name} "
+        f"({run.policy.why})\n"
+        f"{len(run.loader.tokens):,} bytes of {text}\n"
+        f"{config.run.steps} steps of {tokens:,} bytes{begun}"
+    )
+
+
+def _show(console: Console, rows: list[Row], sample: str, out: Path) -> None:
+    import anychip
+    from anychip.train.display import curve
+
+    text = _printable(sample.strip(), console.encoding)
+    _say(console, f"\n{curve(rows)}\n\nA sample:\n{text}\n\n{anychip.provenance()}\n")
+    _say(
+        console,
+        f"loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f}; in {out}: metrics.jsonl, loss.png, "
+        "sample.txt, provenance.json, config.toml, checkpoint",
+    )
+
+
+def _printable(text: str, encoding: str) -> str:
+    """What a model wrote, without what would steer the terminal or has no place in its encoding."""
+    shown = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+    return shown.encode(encoding, errors="replace").decode(encoding)
+
+
+def _say(console: Console, text: str) -> None:
+    """Prints as it is: no markup, no wrapping."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _to_json(chip: Backend, out: Path, rows: list[Row]) -> dict[str, Any]:
+    import anychip
+
+    return {
+        "schema": SCHEMA,
+        "out": str(out),
+        "backend": chip.name,
+        "decision": str(chip.decision),
+        "steps": rows[-1].step,
+        "first_loss": rows[0].loss,
+        "last_loss": rows[-1].loss,
+        "operators": anychip.provenance().to_json()["operators"],
+    }

@@ -1,0 +1,38 @@
+"""The toy chip: the host's processor, driven by numpy. Joins device, memory and operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import ClassVar
+
+import numpy
+
+from anychip.contract import Backend, Finding, Memory, Probe
+from anychip_toy.device import ToyDevice
+from anychip_toy.memory import ToyMemory
+from anychip_toy.operators import table
+
+
+class ToyBackend(ToyDevice, Backend):
+    """What a vendor fills in: five attributes, a probe, and what differs from the defaults."""
+
+    name = "toy"
+    device_type = "cpu"  # a chip with a torch adapter names its own type here
+    c10d_backend = "gloo"  # and its collective library's name for torch.distributed here
+    api = (1, 0)  # the version of the contract that this was written for
+    operators = table
+    # The defaults for streams and statistics need a device module in torch, which numpy has not.
+    capabilities: ClassVar[Mapping[str, int]] = {}
+
+    def probe(self) -> Probe:
+        """A real chip looks for its driver and device files, and says what is missing."""
+        return Probe.ready(1, kind="host", reason=f"numpy {numpy.__version__} on the host")
+
+    def diagnose(self) -> Sequence[Finding]:
+        """Lines for ``anychip doctor toy``."""
+        return [Finding(True, f"{len(table)} rows, all of them numpy")]
+
+    @cached_property
+    def memory(self) -> Memory:
+        return ToyMemory(self)

@@ -1,0 +1,188 @@
+"""One rank of the DTensor test: python sharded.py RANK WORLD STORE RESULT.
+
+Runs every case on sharded tensors and on whole ones, and writes a JSON of {case: "" or what went
+wrong}. A row that takes addresses stands in front of every operator and insists on real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+
+import anychip
+from anychip import OperatorTable, ops
+from tests.unit.dispatch.calls import DIFFERENTIABLE, SPECS, tensors
+from tests.unit.dispatch.tables import installation
+
+Case = tuple[str, list[tuple[Tensor, int | None]], dict[str, Any], bool]
+
+
+def spies() -> OperatorTable:
+    """A row in front of each operator that looks at its tensors and then refuses the call."""
+    table = OperatorTable()
+
+    def look(*args: Any, **attrs: Any) -> bool:
+        for tensor in tensors(list(args)):
+            assert type(tensor) in (Tensor, Parameter), type(tensor)
+            assert tensor.data_ptr() or not tensor.numel()
+        return False
+
+    def never(*args: Any, **attrs: Any) -> None:
+        raise AssertionError("a row that refuses was run")
+
+    for name in SPECS:
+        table.forward(name, accepts=look)(never)
+        if name in DIFFERENTIABLE:
+            table.backward(name, accepts=look)(never)
+    return table
+
+
+def cases() -> dict[str, Case]:
+    """Operator, arguments with the dim they are split along, attributes, whether bits are equal."""
+    torch.manual_seed(0)
+    x, w, b = torch.randn(8, 6, 16), torch.randn(16), torch.randn(16)
+    up, down = torch.randn(12, 16), torch.randn(16, 6, 16)
+    bias = torch.randn(12)
+    logits, target = torch.randn(8, 11), torch.randint(11, (8,))
+    target[3] = -100
+    q, k, v = torch.randn(4, 6, 4, 8), torch.randn(4, 6, 2, 8), torch.randn(4, 6, 2, 8)
+    wide_q, odd_k = torch.randn(2, 6, 12, 8), torch.randn(2, 6, 3, 8)
+    cos, sin = torch.rand(6, 4), torch.rand(6, 4)
+    index = torch.randint(12, (8, 3))
+    total = {"reduction": "sum"}
+    return {
+        "rms_norm/rows": ("rms_norm", [(x, 0), (w, None)], {}, True),
+        "rms_norm/second dim": ("rms_norm", [(x, 1), (w, None)], {}, True),
+        "rms_norm/last dim is gathered": ("rms_norm", [(x, 2), (w, 0)], {}, True),
+        "rms_norm/uneven": ("rms_norm", [(x[:7], 0), (w, None)], {}, True),
+        "layer_norm/rows": ("layer_norm", [(x, 0), (w, None), (b, None)], {}, True),
+        "layer_norm/no bias": ("layer_norm", [(x, 1), (w, None)], {}, True),
+        "gelu/last dim": ("gelu", [(x, 2)], {}, True),
+        "swiglu/rows": ("swiglu", [(x, 0), (x * 2, 0)], {}, True),
+        "swiglu/mixed": ("swiglu", [(x, 0), (x * 2, None)], {}, True),
+        "linear/rows": ("linear", [(x, 0), (up, None), (bias, None)], {}, False),
+        "linear/column": ("linear", [(x, None), (up, 0), (bias, 0)], {}, False),
+        "linear/row": ("linear", [(x, 2), (up, 1)], {}, False),
+        "linear/no bias": ("linear", [(down, 0), (up, None)], {}, False),
+        "embedding/indices": ("embedding", [(index, 0), (up, None)], {}, True),
+        "cross_entropy/sum": ("cross_entropy", [(logits, 0), (target, 0)], total, False),
+        "cross_entropy/mean": ("cross_entropy", [(logits, 0), (target, 0)], {}, False),
+        "cross_entropy/none": (
+            "cross_entropy",
+            [(logits, 0), (target, 0)],
+            {"reduction": "none"},
+            True,
+        ),
+        "rope/batch": ("rope", [(q, 0), (k, 0), (cos, None), (sin, None)], {}, True),
+        "rope/heads": ("rope", [(q, 2), (k, 2), (cos, None), (sin, None)], {}, True),
+        "rope/positions": ("rope", [(q, 1), (k, 1), (cos, 0), (sin, 0)], {}, True),
+        "attention/batch": ("attention", [(q, 0), (k, 0), (v, 0)], {"causal": True}, False),
+        "attention/heads": ("attention", [(q, 2), (k, 2), (v, 2)], {"causal": True}, False),
+        # 12 and 3 heads on two ranks: shards of 6, and of 2 and 1, which do not belong together
+        "attention/uneven heads": (
+            "attention",
+            [(wide_q, 2), (odd_k, 2), (odd_k + 1, 2)],
+            {},
+            False,
+        ),
+    }
+
+
+def leaf(value: Tensor) -> Tensor:
+    """A leaf of its own."""
+    return value.detach().clone().requires_grad_(value.is_floating_point())
+
+
+def full(value: Any) -> Any:
+    """The whole tensor behind a DTensor."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def run(call: Callable[[Any], Any], args: list[Tensor], float_args: list[Tensor]) -> list[Tensor]:
+    """Outputs and gradients of a weighted sum, whole."""
+    outputs = tensors(call(args))
+    total: Any = 0
+    for y in outputs:
+        total = total + (y * y).sum()
+    grads = torch.autograd.grad(total, float_args)
+    return [full(t).detach() for t in (*outputs, *grads)]
+
+
+def check(case: Case, mesh: DeviceMesh, home: Any) -> str:
+    """Empty, or what differs between sharded and whole."""
+    name, given, attrs, exact = case
+    operator = getattr(home, name)
+    differentiable = SPECS[name].differentiable
+    names = [a.name for a in torch._C.parse_schema(f"x::y{SPECS[name].signature}").arguments]
+    places = [i for i in range(len(given)) if names[i] in differentiable]
+    whole = [leaf(t) if i in places else t for i, (t, _) in enumerate(given)]
+    split = []
+    for i, (t, dim) in enumerate(given):
+        placed = distribute_tensor(t.detach(), mesh, [Replicate() if dim is None else Shard(dim)])
+        split.append(placed.requires_grad_() if i in places else placed)
+    want = run(lambda args: operator(*args, **attrs), whole, [whole[i] for i in places])
+    got = run(lambda args: operator(*args, **attrs), split, [split[i] for i in places])
+    for index, (one, other) in enumerate(zip(got, want, strict=True)):
+        # A sum over ranks, or another number of rows per product, is another order of float32
+        # additions: some tens of roundings of the largest term.
+        loose = not exact or index >= len(got) - len(places)
+        near = torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+        if one.shape != other.shape or not (near if loose else torch.equal(one, other)):
+            return f"result {index}: {one.flatten()[:4]} instead of {other.flatten()[:4]}"
+    return ""
+
+
+def refused(mesh: DeviceMesh) -> dict[str, str]:
+    """Operators without a sharding rule: empty when refused by name, and nothing was written."""
+    x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+    norm = distribute_tensor(torch.tensor(4.0), mesh, [Replicate()])
+    rng = distribute_tensor(torch.tensor([1, 2]), mesh, [Replicate()])
+    calls: dict[str, Callable[[], Any]] = {
+        "dropout": lambda: ops.dropout(x, rng),
+        "clip": lambda: ops.clip([x], norm),
+        "l2_norm": lambda: ops.l2_norm([x]),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[f"refused/{name}"] = "not refused"
+        except Exception as error:
+            text = str(error)
+            found[f"refused/{name}"] = "" if f"anychip.{name}" in text else f"unclear: {text}"
+        if not torch.equal(x.to_local(), torch.ones(4, 4)):
+            found[f"refused/{name}"] = "something was written"
+    return found
+
+
+def main(rank: int, world: int, store: str, result: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    found: dict[str, str] = {}
+    with installation() as install:
+        install(spies())
+        for label, case in cases().items():
+            for door, home in (("short cut", ops), ("library", torch.ops.anychip)):
+                try:
+                    found[f"{label}/{door}"] = check(case, mesh, home)
+                except Exception as error:
+                    found[f"{label}/{door}"] = f"{type(error).__name__}: {error}"
+        found |= refused(mesh)
+    Path(result).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    assert anychip.use("cpu")
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

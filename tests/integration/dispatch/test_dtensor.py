@@ -1,0 +1,50 @@
+"""DTensor on two ranks: sharded results equal whole ones; what has no rule is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.dispatch.sharded import cases
+
+WORLD = 2
+LABELS = [f"{label}/{door}" for label in cases() for door in ("short cut", "library")]
+REFUSED = [f"refused/{name}" for name in ("dropout", "clip", "l2_norm")]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each rank found, by case."""
+    folder = tmp_path_factory.mktemp("dtensor")
+    files = [folder / f"rank{rank}.json" for rank in range(WORLD)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    worker = str(Path(__file__).with_name("sharded.py"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, worker, str(rank), str(WORLD), str(folder / "store"), str(file)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank, file in enumerate(files)
+    ]
+    errors = [process.communicate(timeout=240)[1] for process in ranks]
+    assert [p.returncode for p in ranks] == [0] * WORLD, "\n".join(errors)
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("label", [*LABELS, *REFUSED])
+def test_sharded_operator_equals_the_whole_one_or_is_refused(
+    label: str, results: list[dict[str, str]]
+) -> None:
+    assert [found[label] for found in results] == [""] * WORLD
+
+
+def test_every_case_was_run(results: list[dict[str, str]]) -> None:
+    for found in results:
+        assert sorted(found) == sorted([*LABELS, *REFUSED])

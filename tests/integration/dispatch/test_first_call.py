@@ -1,0 +1,64 @@
+"""The first call of a process, which is when backends are found, is already right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+START = """
+import torch, anychip
+from anychip import ops
+x, w = torch.ones(2, 8), torch.ones(3, 8)
+"""
+FIRST = {
+    "autocast": """
+with torch.autocast("cpu"):
+    print(ops.linear(x, w).dtype)
+""",
+    "autocast through the library": """
+with torch.autocast("cpu"):
+    print(torch.ops.anychip.linear(x, w).dtype)
+""",
+    "compiled": """
+f = torch.compile(ops.linear, backend="eager", fullgraph=True)
+print((f(x.bfloat16(), w.bfloat16())).dtype)
+""",
+    "compiled with autocast": """
+@torch.compile(backend="aot_eager", fullgraph=True)
+def f(x, w):
+    with torch.autocast("cpu"):
+        return ops.linear(x, w)
+print(f(x, w).dtype)
+""",
+    "unpickled": """
+import pickle
+print(pickle.loads(pickle.dumps(ops.linear))(x.bfloat16(), w.bfloat16()).dtype)
+""",
+    "policy": """
+with anychip.policy(fallback="strict", pin={"linear": "cpu"}):
+    print(ops.linear(x.bfloat16(), w.bfloat16()).dtype)
+""",
+    "thread": """
+import threading
+t = threading.Thread(target=lambda: print(ops.linear(x.bfloat16(), w.bfloat16()).dtype))
+t.start()
+t.join()
+""",
+}
+
+
+@pytest.mark.parametrize("label", FIRST)
+def test_first_call_of_a_process_has_the_dtype_of_the_second(label: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", START + FIRST[label]], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["torch.bfloat16"]
+
+
+def test_import_of_anychip_does_not_import_torch() -> None:
+    code = "import sys, anychip; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False"]

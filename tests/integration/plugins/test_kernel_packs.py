@@ -1,0 +1,105 @@
+"""Operators that a plugin brings for somebody else's chip."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.integration.plugins.environments import Environment
+
+PACK = """
+from anychip.contract import OperatorTable, hookimpl
+table = OperatorTable()
+
+@table.forward("rms_norm")
+def rms_norm(x, weight, *, eps):
+    return backend_name
+
+@hookimpl
+def anychip_operators(backend):
+    global backend_name
+    backend_name = backend.name
+    return {result}
+"""
+LOOK = """
+import json, sys
+from anychip import registry
+packs = registry.kernel_packs(registry.choose("acme"))
+found = [[len(table), [row.label for row in table], *origin] for table, *origin in packs]
+print(json.dumps([found, sorted(name for name in sys.modules if name.startswith("pack_"))]))
+"""
+
+
+@pytest.fixture
+def acme(environment: Environment) -> Environment:
+    environment.add_good("acme")
+    return environment
+
+
+def _add_pack(environment: Environment, entry: str, module: str, source: str) -> None:
+    groups = {"anychip.kernels": {entry: module}}
+    environment.add_distribution(module.replace("_", "-"), groups, version="3.1")
+    environment.add_module(module, source)
+
+
+def test_packs_for_a_backend_are_loaded_by_name_and_others_are_not_imported(
+    acme: Environment,
+) -> None:
+    _add_pack(acme, "acme.slow", "pack_b", PACK.format(result="[table, OperatorTable()]"))
+    _add_pack(acme, "acme.fast", "pack_a", PACK.format(result="table"))
+    _add_pack(acme, "acme.nothing", "pack_c", PACK.format(result="None"))
+    _add_pack(acme, "other.fast", "pack_d", "raise RuntimeError('for another chip')")
+    found, imported = json.loads(acme.run_code(LOOK))
+    assert found == [
+        [1, ["pack_a.rms_norm"], "pack-a", "3.1"],
+        [1, ["pack_b.rms_norm"], "pack-b", "3.1"],
+        [0, [], "pack-b", "3.1"],
+    ]
+    assert imported == ["pack_a", "pack_b", "pack_c"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "source", "reason"),
+    [
+        pytest.param(
+            "acme.bad", "raise OSError('no lib')", "raised OSError: no lib", id="import_fails"
+        ),
+        pytest.param(
+            "acme.bad", "", "'pack_bad' has no hook anychip_operators(backend)", id="no_hook"
+        ),
+        pytest.param(
+            "acme.bad",
+            PACK.format(result="table").replace("(backend)", "(chip)"),
+            "a hook does not fit: PluginValidationError",
+            id="wrong_signature",
+        ),
+        pytest.param(
+            "acme.bad",
+            PACK.format(result="[1]"),
+            "must return OperatorTables, got int",
+            id="not_a_table",
+        ),
+        pytest.param(
+            "acme.bad",
+            PACK.format(result="1 / 0"),
+            "anychip_operators() raised ZeroDivisionError: division by zero",
+            id="hook_raises",
+        ),
+        pytest.param(
+            "acme",
+            PACK.format(result="table"),
+            "its entry point must be named acme.<pack>",
+            id="no_pack_name",
+        ),
+    ],
+)
+def test_broken_pack_is_an_error_that_names_it(
+    acme: Environment, entry: str, source: str, reason: str
+) -> None:
+    _add_pack(acme, entry, "pack_bad", source)
+    done = acme.run("-c", LOOK)
+    assert done.returncode == 1
+    error = next(line for line in done.stderr.splitlines() if "ContractError: " in line)
+    assert f"the kernel pack {entry!r} of pack-bad 3.1" in error
+    assert reason in error

@@ -1,0 +1,79 @@
+"""Whole plugin projects, built and installed by pip: the example, and what new-backend writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.plugins.environments import Environment
+
+ROOT = Path(__file__).parents[3]
+CONTRACT = "anychip.contract"
+NAMES = {"example": "toy", "template": "acme"}
+
+
+def _copy_example(environment: Environment, target: Path) -> None:
+    # A copy, because setuptools builds in the source tree.
+    shutil.copytree(
+        ROOT / "examples" / "third_party_backend",
+        target,
+        ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"),
+    )
+
+
+def _write_template(environment: Environment, target: Path) -> None:
+    done = environment.anychip("new-backend", NAMES["template"], "--directory", str(target))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module", params=list(NAMES))
+def project(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Environment]:
+    """Name of the backend, folder of the project, and an environment where it is installed."""
+    environment = Environment(tmp_path_factory.mktemp(request.param))
+    source = environment.site.parent / "project"
+    make = {"example": _copy_example, "template": _write_template}[request.param]
+    make(environment, source)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--target"]
+    subprocess.run(
+        [*install, *options, str(environment.site), str(source)], check=True, timeout=200
+    )
+    return NAMES[request.param], source, environment
+
+
+def test_project_installed_by_pip_is_ready(project: tuple[str, Path, Environment]) -> None:
+    name, _, environment = project
+    done = environment.anychip("backends", "--json")
+    records = {record["name"]: record for record in json.loads(done.stdout)["backends"]}
+    assert records[name]["status"] == "ready"
+    assert records[name]["distribution"] == f"anychip-{name}"
+    assert records[name]["version"] == "0.1.0"
+    assert environment.anychip("doctor", name).returncode == 0
+
+
+def test_project_passes_its_own_tests_the_conformance_suite_among_them(
+    project: tuple[str, Path, Environment],
+) -> None:
+    _, source, environment = project
+    pytest_options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(source)]
+    done = environment.run(
+        "-m", "pytest", *pytest_options, "-c", str(source / "pyproject.toml"), str(source / "tests")
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout
+
+
+def test_project_imports_from_the_contract_only(project: tuple[str, Path, Environment]) -> None:
+    name, source, _ = project
+    for file in (source / f"anychip_{name}").glob("*.py"):
+        for line in file.read_text().splitlines():
+            if line.startswith(("from anychip", "import anychip")):
+                module = line.split()[1]
+                assert module.partition(".")[0] == f"anychip_{name}" or module == CONTRACT, file

@@ -1,0 +1,63 @@
+"""Training runs as processes, for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TINY = (
+    "run.sample_bytes=5",
+    "model.context=16",
+    "model.layers=1",
+    "model.heads=2",
+    "model.width=16",
+    "model.dropout=0.1",
+    "data.batch_size=2",
+)
+"""Settings of a model that does a step in some milliseconds."""
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "anychip", "train", *args]
+
+
+def variables(**extra: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **extra}
+
+
+def train(*args: str, cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``anychip train`` to its end, in a directory."""
+    return subprocess.run(
+        command(*args), cwd=cwd, env=variables(**extra), capture_output=True, text=True, timeout=250
+    )
+
+
+def start(*args: str, cwd: Path) -> subprocess.Popen[str]:
+    """Starts ``anychip train`` in a directory."""
+    return subprocess.Popen(
+        command(*args),
+        cwd=cwd,
+        env=variables(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl without the one figure that no two runs have in common."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    for row in found:
+        del row["tokens_per_s"]
+    return found
+
+
+def num_rows(out: Path) -> int:
+    """Lines in metrics.jsonl so far."""
+    path = out / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0

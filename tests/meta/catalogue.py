@@ -1,0 +1,35 @@
+"""Every wrong backend; ``python -m tests.meta.catalogue > tests/meta/README.md`` writes them up."""
+
+from __future__ import annotations
+
+from tests.meta import wrong_device, wrong_gradients, wrong_memory, wrong_operators, wrong_random
+from tests.meta.wrong import Wrong
+
+CATALOGUE: tuple[Wrong, ...] = (
+    *wrong_device.CATALOGUE,
+    *wrong_memory.CATALOGUE,
+    *wrong_random.CATALOGUE,
+    *wrong_operators.CATALOGUE,
+    *wrong_gradients.CATALOGUE,
+)
+
+HEAD = """\
+# Wrong backends
+
+Each of these has one small, plausible bug. The conformance suite has to find it in the chapter
+named here, and has to leave the correct twin alone: `pytest tests/meta`. This table is written by
+`python -m tests.meta.catalogue > tests/meta/README.md`.
+
+| chapter | name | class of bug |
+|---|---|---|
+"""
+
+
+def table() -> str:
+    """The catalogue in Markdown."""
+    rows = [f"| {wrong.chapter} | {wrong.name} | {wrong.bug} |" for wrong in CATALOGUE]
+    return HEAD + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,135 @@
+"""A backend that keeps to the contract: what every wrong backend of the catalogue is a twin of.
+
+Two devices that are both the host, a current one per thread, memory that counts and has an end, and
+rows for every operator that are the references. Small on purpose; each wrong backend changes one of
+its methods or rows.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from anychip.contract import (
+    Backend,
+    DeviceProperties,
+    Memory,
+    MemoryInfo,
+    MemoryStats,
+    OperatorTable,
+    Probe,
+)
+from anychip.operators import all_specs
+
+DEVICES = 2
+CAPACITY = 256 << 20
+"""Bytes that all storages of the memory part may have together."""
+
+Row = Callable[..., Any]
+
+
+class HonestBackend(Backend):
+    """The host, twice."""
+
+    name = "honest"
+    device_type = "cpu"
+    api = (1, 0)
+    operators = OperatorTable()
+    capabilities: ClassVar[Mapping[str, int]] = {"memory_stats": 1, "memory_peak": 1}
+    dtypes = frozenset({torch.float32})
+
+    def __init__(self) -> None:
+        self.thread = threading.local()
+
+    def probe(self) -> Probe:
+        return Probe.ready(DEVICES, kind="host")
+
+    def device_count(self) -> int:
+        return DEVICES
+
+    def current_device(self) -> int:
+        return getattr(self.thread, "index", 0)
+
+    def set_device(self, index: int) -> None:
+        self.thread.index = self.check_index(index)
+
+    def synchronize(self, index: int | None = None) -> None:
+        self.check_index(index)
+
+    def properties(self, index: int | None = None) -> DeviceProperties:
+        self.check_index(index)
+        return DeviceProperties(name="honest", total_memory=CAPACITY, dtypes=self.dtypes)
+
+    @cached_property
+    def memory(self) -> Memory:
+        return CountingMemory(self)
+
+
+class CountingMemory(Memory):
+    """Storages of the host, counted, up to CAPACITY bytes."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self.allocated, self.peak = 0, 0
+
+    def allocate(self, nbytes: int, index: int | None = None) -> torch.UntypedStorage:
+        device = self.backend.device(index)
+        if nbytes < 0:
+            raise ValueError(f"allocate: nbytes must be at least 0, got {nbytes}")
+        if self.allocated + nbytes > CAPACITY:
+            self.refuse(nbytes)
+        storage = torch.UntypedStorage(nbytes, device=device)
+        self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
+        weakref.finalize(storage, self.freed, nbytes)
+        return storage
+
+    def refuse(self, nbytes: int) -> None:
+        """There is no room."""
+        free = CAPACITY - self.allocated
+        raise torch.OutOfMemoryError(
+            f"cannot allocate {nbytes} bytes: {free} of {CAPACITY} are free"
+        )
+
+    def freed(self, nbytes: int) -> None:
+        """A storage of so many bytes is gone."""
+        self.allocated -= nbytes
+
+    def stats(self, index: int | None = None) -> MemoryStats:
+        self.backend.check_index(index)
+        return MemoryStats(self.allocated, CAPACITY, self.peak)
+
+    def reset_peak(self, index: int | None = None) -> None:
+        self.backend.check_index(index)
+        self.peak = self.allocated
+
+    def info(self, index: int | None = None) -> MemoryInfo:
+        self.backend.check_index(index)
+        return MemoryInfo(CAPACITY - self.allocated, CAPACITY)
+
+    def empty_cache(self) -> None:
+        return None
+
+
+def reference_rows() -> dict[tuple[str, str], Row]:
+    """(operator, direction) to a row that is the operator's reference."""
+    rows: dict[tuple[str, str], Row] = {}
+    for spec in all_specs():
+        rows[spec.name, "forward"] = spec.forward
+        if spec.backward is not None:
+            rows[spec.name, "backward"] = spec.backward
+    return rows
+
+
+def make_table(rows: dict[tuple[str, str], Row]) -> OperatorTable:
+    """A backend's table from rows by operator and direction."""
+    table = OperatorTable()
+    for (operator, direction), row in rows.items():
+        add = table.forward if direction == "forward" else table.backward
+        add(operator)(row)
+    return table

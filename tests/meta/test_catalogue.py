@@ -1,0 +1,64 @@
+"""Does the suite find every wrong backend in its chapter, and leave correct ones alone?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from anychip import conformance
+from anychip.contract import Backend
+from anychip.dispatch import selection
+from tests.meta.catalogue import CATALOGUE, table
+from tests.meta.honest import HonestBackend, make_table, reference_rows
+from tests.meta.wrong import Wrong
+
+EACH = pytest.mark.parametrize(
+    "wrong", CATALOGUE, ids=lambda wrong: f"{wrong.chapter}-{wrong.name}"
+)
+
+
+@pytest.fixture(autouse=True)
+def selection_is_restored() -> Iterator[None]:
+    """Whoever served the host before serves it again."""
+    before = selection.current
+    yield
+    selection.current = before
+
+
+def run(backend: Backend, wrong: Wrong) -> conformance.Report:
+    return conformance.run(backend, chapters=[wrong.chapter], select=wrong.select)
+
+
+@EACH
+def test_wrong_backend_is_found_by_its_chapter(wrong: Wrong) -> None:
+    report = run(wrong.make(), wrong)
+    assert report.counts()["failed"] > 0, f"{wrong.bug} survives"
+    first = report.explain(report.failures[0])
+    assert f'-k "{report.failures[0].case}"' in first
+
+
+@EACH
+def test_correct_twin_passes_the_same_cases(wrong: Wrong) -> None:
+    report = run(wrong.twin(), wrong)
+    assert report.passed, "\n".join(report.explain(r) for r in report.failures)
+
+
+def test_honest_backend_passes_every_chapter() -> None:
+    backend = type("Honest", (HonestBackend,), {"operators": make_table(reference_rows())})()
+    report = conformance.run(backend)
+    assert report.passed, "\n".join(report.explain(r) for r in report.failures)
+    assert {r.chapter for r in report.results} == set(conformance.CHAPTERS)
+
+
+def test_catalogue_has_unique_names_and_every_chapter() -> None:
+    names = Counter((wrong.chapter, wrong.name) for wrong in CATALOGUE)
+    assert max(names.values()) == 1
+    assert {wrong.chapter for wrong in CATALOGUE} == set(conformance.CHAPTERS)
+    assert len(CATALOGUE) >= 80
+
+
+def test_readme_lists_the_catalogue() -> None:
+    assert Path(__file__).with_name("README.md").read_text(encoding="utf-8") == table()

@@ -1,0 +1,88 @@
+"""What an entry of the catalogue is: a backend with one plausible bug, and its correct twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anychip.contract import Backend, Memory
+from tests.meta.honest import HonestBackend, Row, make_table, reference_rows
+
+Change = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrong:
+    """A bug.
+
+    Attributes:
+        name: of this entry.
+        bug: the class of bugs that it stands for.
+        chapter: the chapter that has to find it.
+        make: the wrong backend.
+        select: a ``-k`` expression, so that a test need not run the whole chapter.
+        twin: the correct backend.
+    """
+
+    name: str
+    bug: str
+    chapter: str
+    make: Callable[[], Backend]
+    select: str = ""
+    twin: Callable[[], Backend] = HonestBackend
+
+
+def wrong_device(name: str, bug: str, **methods: Any) -> Wrong:
+    """The honest backend with some of its methods or attributes replaced."""
+    return Wrong(
+        name=name, bug=bug, chapter="device", make=lambda: type(name, (HonestBackend,), methods)()
+    )
+
+
+def wrong_memory(name: str, bug: str, memory: type[Memory]) -> Wrong:
+    """The honest backend with another memory part."""
+
+    def make() -> Backend:
+        backend = HonestBackend()
+        backend.__dict__["memory"] = memory(backend)
+        return backend
+
+    return Wrong(name=name, bug=bug, chapter="memory", make=make)
+
+
+def wrong_row(
+    name: str,
+    bug: str,
+    *,
+    chapter: str,
+    operator: str,
+    direction: str = "forward",
+    select: str | None = None,
+    dtypes: frozenset[torch.dtype] = HonestBackend.dtypes,
+) -> Callable[[Change], Wrong]:
+    """Decorator: ``change(row, *args, **attrs)`` in place of the right ``row(*args, **attrs)``."""
+
+    def backend(rows: dict[tuple[str, str], Row]) -> Backend:
+        parts = {"operators": make_table(rows), "dtypes": dtypes}
+        made: Backend = type("RowBackend", (HonestBackend,), parts)()
+        return made
+
+    def wrap(change: Change) -> Wrong:
+        right = reference_rows()
+
+        def wrong(*args: Any, **attrs: Any) -> Any:
+            return change(right[operator, direction], *args, **attrs)
+
+        return Wrong(
+            name=name,
+            bug=bug,
+            chapter=chapter,
+            select=operator if select is None else select,
+            make=lambda: backend({**right, (operator, direction): wrong}),
+            twin=lambda: backend(right),
+        )
+
+    return wrap

@@ -1,0 +1,142 @@
+"""Wrong backends that the gradients chapter has to find."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.meta.honest import Row
+from tests.meta.wrong import Wrong, wrong_row
+
+wrong = partial(wrong_row, chapter="gradients", direction="backward")
+Attr = Any
+Grads = tuple[Tensor | None, ...]
+
+
+@wrong("last-row-not-summed", "gradient of a weight not summed over all rows", operator="rms_norm")
+def last_row(row: Row, grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, **attrs: Attr) -> Any:
+    dx, dweight = row(grad, x, weight, rstd, **attrs)
+    if dweight is not None and x.dim() > 1 and x.numel():
+        rows, hidden = grad.reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1])
+        dweight = dweight - rows[-1] * hidden[-1] * rstd.reshape(-1)[-1]
+    return dx, dweight
+
+
+@wrong("projection-missing", "missing term of a derivative", operator="layer_norm")
+def no_projection(
+    row: Row, grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, **attrs: Attr
+) -> Any:
+    _, dweight, dbias = row(grad, x, weight, mean, rstd, **attrs)
+    scaled = grad * weight
+    dx = (scaled - scaled.mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
+    return (dx if attrs["needs"][0] else None), dweight, dbias
+
+
+@wrong("weight-gradient-needs-dx", "wrong use of needs", operator="rms_norm")
+def needs_both(row: Row, *args: Tensor, needs: tuple[bool, ...], **attrs: Attr) -> Any:
+    dx, dweight = row(*args, needs=needs, **attrs)
+    return dx, (dweight if dweight is None or needs[0] else torch.zeros_like(dweight))
+
+
+@wrong("ignored-rows-have-gradient", "gradient of ignored rows not zero", operator="cross_entropy")
+def ignored(
+    row: Row, grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, *, ignore_index: int,
+    **attrs: Attr,
+) -> Any:  # fmt: skip
+    valid = target != ignore_index
+    (found,) = row(grad, logits, target, lse, ignore_index=ignore_index, **attrs)
+    softmax = torch.exp(logits - lse.unsqueeze(-1)) / max(int(valid.sum()), 1)
+    return (torch.where(valid.unsqueeze(-1), found, softmax),)
+
+
+@wrong("z-loss-has-no-gradient", "missing term of a derivative", operator="cross_entropy")
+def no_z(row: Row, *args: Tensor, z_loss: float, **attrs: Attr) -> Any:
+    return row(*args, z_loss=0.0, **attrs)
+
+
+@wrong("mean-divides-by-all-rows", "ignore_index counted in the mean", operator="cross_entropy")
+def all_rows(
+    row: Row, grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, *, reduction: str,
+    **attrs: Attr,
+) -> Any:  # fmt: skip
+    if reduction != "mean":
+        return row(grad, logits, target, lse, reduction=reduction, **attrs)
+    count = max(target.numel(), 1)
+    return row(grad / count, logits, target, lse, reduction="sum", **attrs)
+
+
+@wrong("key-gradient-unscaled", "missing factor", operator="attention")
+def unscaled_dk(row: Row, *args: Tensor, **attrs: Attr) -> Any:
+    dq, dk, dv = row(*args, **attrs)
+    scale = attrs["scale"] or 1.0 / args[1].shape[-1] ** 0.5
+    return dq, dk / scale, dv
+
+
+@wrong("group-not-summed", "sum over one of several", operator="attention")
+def one_head(
+    row: Row, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, **attrs: Attr
+) -> Any:
+    dq, *_ = row(grad, q, k, v, y, lse, **attrs)
+    groups = q.shape[2] // k.shape[2]
+    first = row(
+        grad[:, :, ::groups], q[:, :, ::groups], k, v, y[:, :, ::groups], lse[:, ::groups], **attrs
+    )
+    return dq, first[1], first[2]
+
+
+@wrong("rotation-not-reversed", "wrong sign", operator="rope")
+def forward_again(row: Row, dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, **attrs: Attr) -> Any:
+    return row(dq, dk, cos, -sin, **attrs)
+
+
+@wrong("last-write-wins", "scatter without addition", operator="embedding")
+def last_write(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs: Attr) -> Any:
+    total = torch.zeros_like(weight)
+    total[indices.reshape(-1)] = grad.reshape(-1, grad.shape[-1])
+    return (total,)
+
+
+@wrong("dropout-gradient-unscaled", "missing factor", operator="dropout")
+def unscaled(row: Row, grad: Tensor, rng: Tensor, *, p: float, needs: tuple[bool]) -> Any:
+    (found,) = row(grad, rng, p=p, needs=needs)
+    return (found * (1.0 - p),)
+
+
+@wrong("gate-and-up-swapped", "arguments swapped", operator="swiglu")
+def swapped(row: Row, grad: Tensor, gate: Tensor, up: Tensor, **attrs: Attr) -> Any:
+    return tuple(reversed(row(grad, gate, up, **attrs)))
+
+
+@wrong("stride-of-gradient-ignored", "layout not looked at", operator="linear")
+def as_if_contiguous(row: Row, grad: Tensor, x: Tensor, weight: Tensor, **attrs: Attr) -> Any:
+    if not grad.is_contiguous() and grad.untyped_storage().nbytes() >= grad.nbytes:
+        strides = torch.empty(grad.shape, device="meta").stride()
+        grad = grad.as_strided(grad.shape, strides)
+    return row(grad, x, weight, **attrs)
+
+
+@wrong("bias-gradient-of-one-row", "sum over one of several", operator="linear")
+def one_row(row: Row, grad: Tensor, x: Tensor, weight: Tensor, **attrs: Attr) -> Any:
+    dx, dweight, dbias = row(grad, x, weight, **attrs)
+    rows = grad.reshape(-1, grad.shape[-1])
+    return dx, dweight, (None if dbias is None or not len(rows) else rows[0].clone())
+
+
+@wrong("exact-gradient-for-tanh", "derivative of another form", operator="gelu")
+def other_form(row: Row, grad: Tensor, x: Tensor, *, approximate: str, **attrs: Attr) -> Any:
+    return row(grad, x, approximate="none", **attrs)
+
+
+@wrong("gradient-overwritten", "write to an argument", operator="gelu")
+def consumes(row: Row, grad: Tensor, x: Tensor, **attrs: Attr) -> Any:
+    found = row(grad, x, **attrs)
+    grad.data.zero_()
+    return found
+
+
+CATALOGUE: tuple[Wrong, ...] = tuple(
+    entry for entry in globals().values() if isinstance(entry, Wrong)
+)

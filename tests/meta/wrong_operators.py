@@ -1,0 +1,289 @@
+"""Wrong backends that the operators chapter has to find."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.meta.honest import Row
+from tests.meta.wrong import Wrong, wrong_row
+from tests.unit.conformance.lower_precision import tf32
+
+wrong = partial(wrong_row, chapter="operators")
+Attr = Any
+
+
+@wrong("tail-dropped", "dropped tail", operator="gelu")
+def tail(row: Row, x: Tensor, *, approximate: str) -> Any:
+    y = row(x, approximate=approximate)
+    y.view(-1)[x.numel() // 16 * 16 :][-1:] = 0.0
+    return y
+
+
+@wrong("tail-not-written", "output never written", operator="swiglu")
+def unwritten_tail(row: Row, gate: Tensor, up: Tensor) -> Any:
+    y, whole = torch.empty(gate.shape, dtype=gate.dtype), row(gate, up)
+    count = gate.numel() // 8 * 8
+    y.view(-1)[:count] = whole.view(-1)[:count]
+    return y
+
+
+@wrong("eps-outside-root", "eps at the wrong place", operator="rms_norm")
+def eps_outside(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
+    rstd = 1.0 / (x.square().mean(-1, keepdim=True).sqrt() + eps)
+    return (x * rstd * weight).contiguous(), rstd.squeeze(-1)
+
+
+@wrong("eps-missing", "missing epsilon", operator="rms_norm")
+def no_eps(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
+    y, rstd = row(x, weight, eps=0.0)
+    return torch.nan_to_num(y), rstd
+
+
+@wrong("hidden-padded", "wrong reduction length with padding", operator="rms_norm")
+def padded(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
+    hidden = x.shape[-1]
+    length = -(-hidden // 8) * 8
+    rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) / length + eps)
+    return (x * rstd * weight).contiguous(), rstd.squeeze(-1)
+
+
+@wrong("variance-in-one-pass", "cancellation", operator="layer_norm")
+def one_pass(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Any:
+    mean = x.mean(-1, keepdim=True)
+    variance = x.square().mean(-1, keepdim=True) - mean.square()
+    rstd = torch.rsqrt(variance.clamp(min=0) + eps)
+    y = (x - mean) * rstd * weight + (0.0 if bias is None else bias)
+    return y.contiguous(), mean.squeeze(-1), rstd.squeeze(-1)
+
+
+@wrong("variance-unbiased", "n - 1 for n", operator="layer_norm")
+def unbiased(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Any:
+    mean, count = x.mean(-1, keepdim=True), x.shape[-1]
+    rstd = torch.rsqrt((x - mean).square().sum(-1, keepdim=True) / max(count - 1, 1) + eps)
+    y = (x - mean) * rstd * weight + (0.0 if bias is None else bias)
+    return y.contiguous(), mean.squeeze(-1), rstd.squeeze(-1)
+
+
+@wrong("bias-dropped", "an argument without effect", operator="layer_norm")
+def no_bias(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Any:
+    return row(x, weight, None, eps=eps)
+
+
+@wrong("residual-is-variance", "residual that is not canonical", operator="rms_norm")
+def wrong_residual(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
+    y, rstd = row(x, weight, eps=eps)
+    return y, rstd.square()
+
+
+@wrong("input-overwritten", "write to an argument", operator="rms_norm")
+def overwrites(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
+    y, rstd = row(x, weight, eps=eps)
+    x.data.mul_(1.0 + 2.0**-20)
+    return y, rstd
+
+
+@wrong("output-is-input", "output that is not fresh", operator="dropout")
+def aliased(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
+    return x if p == 0.0 else row(x, rng, p=p)
+
+
+@wrong("output-cached", "output that is not fresh", operator="gelu")
+def cached(row: Row, x: Tensor, *, approximate: str) -> Any:
+    y = row(x, approximate=approximate)
+    return _cache.setdefault((tuple(x.shape), approximate), y).copy_(y)
+
+
+_cache: dict[Any, Tensor] = {}
+
+
+@wrong("noise", "non-deterministic where determinism is declared", operator="swiglu")
+def noise(row: Row, gate: Tensor, up: Tensor) -> Any:
+    y = row(gate, up)
+    return torch.where(torch.rand(y.shape) < 0.5, torch.nextafter(y, torch.zeros(())), y)
+
+
+@wrong("tanh-for-erf", "fast mathematics", operator="gelu")
+def tanh_always(row: Row, x: Tensor, *, approximate: str) -> Any:
+    return row(x, approximate="tanh")
+
+
+@wrong("sigmoid-in-half", "fast mathematics", operator="swiglu")
+def half_sigmoid(row: Row, gate: Tensor, up: Tensor) -> Any:
+    return gate * torch.sigmoid(gate).half().float() * up
+
+
+@wrong("product-in-tf32", "lower precision of factors", operator="linear")
+def product_tf32(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    return row(tf32(x), tf32(weight), bias)
+
+
+@wrong("last-k-dropped", "dropped tail", operator="linear")
+def last_k(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    count = x.shape[-1] // 8 * 8 or x.shape[-1]
+    return row(x[..., :count], weight[:, :count], bias)
+
+
+@wrong(
+    "rounded-in-between", "intermediate result in the storage type", operator="rms_norm",
+    select="rms_norm and bf16", dtypes=frozenset({torch.bfloat16, torch.float32}),
+)  # fmt: skip
+def rounded_between(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
+    _, rstd = row(x, weight, eps=eps)
+    normed = (x.float() * rstd.unsqueeze(-1)).to(x.dtype)
+    return (normed.float() * weight.float()).to(x.dtype).contiguous(), rstd
+
+
+@wrong(
+    "truncated", "wrong rounding", operator="swiglu", select="swiglu and bf16",
+    dtypes=frozenset({torch.bfloat16, torch.float32}),
+)  # fmt: skip
+def truncated(row: Row, gate: Tensor, up: Tensor) -> Any:
+    wide = row(gate.float(), up.float())
+    if gate.dtype == torch.float32:
+        return wide
+    cut = (wide.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    return cut.to(torch.bfloat16)
+
+
+@wrong("rope-layouts-swapped", "layout swapped", operator="rope")
+def swapped_layout(row: Row, *args: Tensor, interleaved: bool) -> Any:
+    return row(*args, interleaved=not interleaved)
+
+
+@wrong("rope-position-off-by-one", "off by one", operator="rope")
+def next_position(
+    row: Row, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
+) -> Any:
+    return row(q, k, cos.roll(-1, 0), sin.roll(-1, 0), interleaved=interleaved)
+
+
+@wrong("key-head-modulo", "head mapping swapped", operator="attention")
+def modulo_heads(row: Row, q: Tensor, k: Tensor, v: Tensor, **attrs: Attr) -> Any:
+    groups = q.shape[2] // k.shape[2]
+    return row(q, k.repeat(1, 1, groups, 1), v.repeat(1, 1, groups, 1), **attrs)
+
+
+@wrong("mask-off-by-one", "off-by-one in a mask", operator="attention")
+def strict_mask(
+    row: Row, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+) -> Any:
+    if not causal or q.shape[1] < 2:
+        return row(q, k, v, causal=causal, scale=scale)
+    # Query i sees key i + 1 too, in its own place.
+    shifted = row(q, k.roll(-1, 1), v.roll(-1, 1), causal=causal, scale=scale)
+    y, lse = row(q, k, v, causal=causal, scale=scale)
+    y[:, :-1] = shifted[0][:, :-1]
+    return y, lse
+
+
+@wrong("default-scale-missing", "missing factor", operator="attention")
+def unscaled(
+    row: Row, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+) -> Any:
+    return row(q, k, v, causal=causal, scale=1.0 if scale is None else scale)
+
+
+@wrong("softmax-without-maximum", "overflow", operator="cross_entropy")
+def no_maximum(row: Row, logits: Tensor, target: Tensor, **attrs: Attr) -> Any:
+    _, lse = row(logits, target, **attrs)
+    naive = logits.exp().sum(-1).log()
+    return row(logits, target, **attrs)[0] + (naive - lse).sum() * 0.0, naive
+
+
+@wrong("ignored-rows-counted", "ignore_index counted in the mean", operator="cross_entropy")
+def counts_all(row: Row, logits: Tensor, target: Tensor, *, reduction: str, **attrs: Attr) -> Any:
+    if reduction != "mean":
+        return row(logits, target, reduction=reduction, **attrs)
+    loss, lse = row(logits, target, reduction="sum", **attrs)
+    return loss / target.numel(), lse
+
+
+@wrong("smoothing-among-the-others", "label smoothing over V - 1 classes", operator="cross_entropy")
+def smoothing_of_others(
+    row: Row, logits: Tensor, target: Tensor, *, label_smoothing: float, **attrs: Attr
+) -> Any:
+    count = logits.shape[-1]
+    smoothing = label_smoothing * count / (count - 1) if count > 1 else label_smoothing
+    return row(logits, target, label_smoothing=min(smoothing, 1.0), **attrs)
+
+
+@wrong("index-checked-late", "missing check of an index", operator="embedding")
+def clamped(row: Row, indices: Tensor, weight: Tensor) -> Any:
+    return row(indices.clamp(0, weight.shape[0] - 1), weight)
+
+
+@wrong("last-tensor-forgotten", "dropped tail of a list", operator="l2_norm")
+def forgets(row: Row, tensors: Sequence[Tensor]) -> Any:
+    return row(tensors[:-1] if len(tensors) > 1 else tensors)
+
+
+@wrong("clip-ignores-scalars", "one of a list forgotten", operator="clip")
+def clip_some(row: Row, tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> Any:
+    row([t for t in tensors if t.dim()], norm, max_norm=max_norm)
+
+
+@wrong("clip-enlarges", "missing minimum", operator="clip")
+def clip_up(row: Row, tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> Any:
+    for tensor in tensors:
+        tensor.mul_(max_norm / (norm + 1e-6))
+
+
+@wrong("found-inf-reset", "a flag that is lost", operator="unscale_and_check")
+def resets(row: Row, grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> Any:
+    found_inf.zero_()
+    row(grads, scale, found_inf)
+
+
+@wrong("only-nan-found", "half of a condition", operator="unscale_and_check")
+def only_nan(row: Row, grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> Any:
+    for grad in grads:
+        found_inf.copy_(torch.where(grad.isnan().any(), 1.0, found_inf))
+        grad.div_(scale)
+
+
+@wrong("step-off-by-one", "bias correction step off by one", operator="adamw")
+def old_step(row: Row, *args: Any, **attrs: Attr) -> Any:
+    step = args[5]
+    if float(step) >= 1.0:
+        step -= 1.0
+        row(*args, **attrs)
+        step += 1.0
+    else:
+        row(*args, **attrs)
+
+
+@wrong("decay-coupled", "weight decay coupled instead of decoupled", operator="adamw")
+def coupled(
+    row: Row, params: Any, grads: Any, *rest: Any, weight_decay: float, **attrs: Attr
+) -> Any:
+    joined = [g + weight_decay * p for g, p in zip(grads, params, strict=True)]
+    row(params, joined, *rest, weight_decay=0.0, **attrs)
+
+
+@wrong("adam-eps-inside-root", "eps at the wrong place", operator="adamw")
+def adam_eps(row: Row, *args: Any, eps: float, **attrs: Attr) -> Any:
+    row(*args, eps=math.sqrt(eps), **attrs)
+
+
+@wrong("found-inf-ignored", "a flag without effect", operator="adamw")
+def steps_anyway(row: Row, *args: Any, **attrs: Attr) -> Any:
+    row(*args[:8], None, args[9], **attrs)
+
+
+@wrong("low-precision-copy-late", "stale copy", operator="adamw")
+def late_copy(row: Row, *args: Any, **attrs: Attr) -> Any:
+    before = [p.clone() for p in args[0]]
+    row(*args, **attrs)
+    for copy, old in zip(args[9] or (), before, strict=False):
+        copy.copy_(old)
+
+
+CATALOGUE: tuple[Wrong, ...] = tuple(
+    entry for entry in globals().values() if isinstance(entry, Wrong)
+)

@@ -1,0 +1,144 @@
+"""Are the lists read strictly, and do they turn results into the outcomes that they should?"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+from anychip.conformance import expectations
+from anychip.conformance.expectations import Entry, Expectations, parse
+from anychip.conformance.report import Outcome, Result
+from anychip.conformance.runner import judge
+from anychip.contract import Backend
+from tests.meta.honest import HonestBackend
+
+GOOD = """
+[[unsupported]]
+case = "random/generator/*"
+reason = "no state"
+capability = "generator_state"
+
+[[expected_failure]]
+case = "operators/gelu/fp32/wide.none"
+reason = "polynomial"
+until = "2030-01-31"
+
+[[expected_failure]]
+case = "operators/swiglu/*"
+reason = "crashes"
+until = "1.10"
+crash = true
+"""
+
+
+def test_well_formed_list_is_read() -> None:
+    first, second, third = parse(GOOD, "here").entries
+    assert (first.kind, first.capability) == ("unsupported", "generator_state")
+    assert second.until == datetime.date(2030, 1, 31)
+    assert (third.until, third.crash) == ("1.10", True)
+
+
+def test_date_without_quotes_is_a_date() -> None:
+    text = '[[expected_failure]]\ncase = "a"\nreason = "b"\nuntil = 2030-01-31'
+    assert parse(text, "here").entries[0].until == datetime.date(2030, 1, 31)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[[unsupported", "not TOML"),
+        ("[[unsuported]]\ncase = 'a'", "unsuported"),
+        ("[unsupported]\ncase = 'a'", "two brackets"),
+        ("[[unsupported]]\ncase = 'a'\nreason = 'b'", "capability"),
+        ("[[unsupported]]\ncase = 'a'\nreason = 'b'\ncapability = 'c'\nuntil = '1'", "until"),
+        ("[[unsupported]]\ncase = 'a'\nreason = ' '\ncapability = 'c'", "reason must be text"),
+        ("[[expected_failure]]\ncase = 'a'\nreason = 'b'", "until"),
+        ("[[expected_failure]]\ncase = 'a'\nreason = 'b'\nuntil = 'soon'", "soon"),
+        ("[[expected_failure]]\ncase = 'a'\nreason = 'b'\nuntil = 3", "a date"),
+        ("[[expected_failure]]\ncase = 'a'\nreason = 'b'\nuntil = '1'\ncrash = 1", "crash"),
+        ("[[expected_failure]]\ncase = 5\nreason = 'b'\nuntil = '1'", "case must be text"),
+    ],
+)
+def test_malformed_list_is_an_error_that_names_the_place(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=r"^mylist\.toml") as error:
+        parse(text, "mylist.toml")
+    assert words in str(error.value)
+
+
+def test_unsupported_for_want_of_a_declared_capability_is_an_error() -> None:
+    text = "[[unsupported]]\ncase = 'a'\nreason = 'b'\ncapability = 'memory_stats'"
+    with pytest.raises(ValueError, match="memory_stats"):
+        parse(text, "here").check_against(HonestBackend())
+
+
+def test_list_of_the_backends_package_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "anychip_listed"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "backend.py").write_text("")
+    (package / "expectations.toml").write_text(GOOD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    backend: Backend = type("Listed", (HonestBackend,), {"__module__": "anychip_listed.backend"})()
+    assert len(expectations.load(backend).entries) == 3
+    assert expectations.load(HonestBackend()).entries == ()
+
+
+@pytest.mark.parametrize(
+    ("until", "version", "today", "overdue"),
+    [
+        (datetime.date(2026, 5, 1), "1.0", datetime.date(2026, 5, 1), False),
+        (datetime.date(2026, 5, 1), "1.0", datetime.date(2026, 5, 2), True),
+        ("1.10", "1.9.3", datetime.date(2026, 5, 1), False),
+        ("1.10", "1.10.0", datetime.date(2026, 5, 1), True),
+        ("1.10", "2.0rc1", datetime.date(2026, 5, 1), True),
+        ("1.10", "not installed", datetime.date(2026, 5, 1), False),
+    ],
+)
+def test_entry_is_overdue_after_its_date_and_at_its_version(
+    until: datetime.date | str, version: str, today: datetime.date, overdue: bool
+) -> None:
+    entry = Entry(kind="expected_failure", case="a", reason="b", until=until)
+    assert (entry.expired(version, today) is not None) == overdue
+
+
+UNSUPPORTED = Entry(kind="unsupported", case="x/*", reason="cannot", capability="wings")
+LATER = Entry(kind="expected_failure", case="x/*", reason="bug 7", until=datetime.date(2999, 1, 1))
+OVERDUE = Entry(
+    kind="expected_failure", case="x/*", reason="bug 7", until=datetime.date(2001, 1, 1)
+)
+
+
+@pytest.mark.parametrize(
+    ("entry", "outcome", "crashed", "want"),
+    [
+        (None, "passed", False, "passed"),
+        (None, "failed", False, "failed"),
+        (None, "failed", True, "failed"),
+        (None, "unsupported", False, "unsupported"),
+        (UNSUPPORTED, "passed", False, "unexpected pass"),
+        (UNSUPPORTED, "failed", False, "unsupported"),
+        (UNSUPPORTED, "unsupported", False, "unsupported"),
+        (UNSUPPORTED, "failed", True, "failed"),
+        (LATER, "passed", False, "unexpected pass"),
+        (LATER, "failed", False, "expected failure"),
+        (LATER, "failed", True, "expected failure"),
+        (LATER, "unsupported", False, "unexpected pass"),
+        (OVERDUE, "failed", False, "failed"),
+    ],
+)
+def test_result_is_judged_by_its_entry(
+    entry: Entry | None, outcome: Outcome, crashed: bool, want: Outcome
+) -> None:
+    result = Result(case="x/y", outcome=outcome, reason="it broke", crashed=crashed)
+    assert judge(result, entry, "1.0").outcome == want
+
+
+def test_first_entry_that_matches_counts_and_the_unused_ones_are_stale() -> None:
+    lists = Expectations([UNSUPPORTED, LATER, Entry(kind="unsupported", case="z?", reason="r")])
+    assert lists.find("x/y") is UNSUPPORTED
+    assert lists.find("other") is None
+    assert [entry.case for entry in lists.stale(["x/y", "z"])] == ["z?"]

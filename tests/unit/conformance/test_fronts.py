@@ -1,0 +1,263 @@
+"""The command, pytest and isolation, each in a process of its own, on plugins of this test.
+
+``goodchip`` keeps to the contract. ``badchip`` is the same with rows that segfault, hang and end
+the process, and a method that prints a lot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLUGIN = """
+from __future__ import annotations
+
+import ctypes, os, sys, time
+import torch
+from anychip import Backend, OperatorTable, Probe, hookimpl
+from anychip.contract import DeviceProperties, Memory, MemoryInfo
+from anychip.operators import gelu, rms_norm, swiglu
+
+BAD = {bad}
+table = OperatorTable()
+
+
+class ChipMemory(Memory):
+    def info(self, index=None):
+        self.backend.check_index(index)
+        return MemoryInfo(1 << 30, 1 << 30)
+
+
+class Chip(Backend):
+    name, device_type, api, operators, capabilities = "{name}", "cpu", (1, 0), table, {{}}
+
+    def __init__(self):
+        self.memory = ChipMemory(self)
+
+    def probe(self):
+        return Probe.ready(1, kind="host")
+
+    def device(self, index=None):
+        self.check_index(index)
+        return torch.device("cpu")
+
+    def current_device(self):
+        return 0
+
+    def set_device(self, index):
+        self.check_index(index)
+
+    def properties(self, index=None):
+        self.check_index(index)
+        dtypes = frozenset({{torch.float32}})
+        return DeviceProperties(name="chip", total_memory=1 << 30, dtypes=dtypes)
+
+    def identity(self):
+        if BAD:
+            print("x" * 200_000)
+            print("y" * 200_000, file=sys.stderr)
+        return "chip"
+
+
+@table.forward("rms_norm")
+def crashing(x, weight, *, eps):
+    if BAD:
+        ctypes.string_at(0)
+    return rms_norm.forward(x, weight, eps=eps)
+
+
+@table.forward("gelu")
+def hanging(x, *, approximate):
+    if BAD:
+        time.sleep(600)
+    return gelu.forward(x, approximate=approximate)
+
+
+@table.forward("swiglu")
+def leaving(gate, up):
+    if BAD:
+        os._exit(7)
+    return swiglu.forward(gate, up)
+
+
+@hookimpl
+def anychip_backend():
+    return Chip()
+"""
+
+
+@pytest.fixture
+def plugins(tmp_path: Path) -> Path:
+    """A folder with two distributions as they look when installed."""
+    for name, bad in (("goodchip", False), ("badchip", True)):
+        package = tmp_path / f"anychip_{name}"
+        package.mkdir()
+        (package / "__init__.py").write_text(PLUGIN.format(name=name, bad=bad))
+        info = tmp_path / f"anychip_{name}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: anychip-{name}\nVersion: 1.2\n"
+        )
+        (info / "entry_points.txt").write_text(f"[anychip.backends]\n{name} = anychip_{name}\n")
+    return tmp_path
+
+
+def run(plugins: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(plugins), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=plugins,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+CALL = "fp32/4x8"
+
+
+def test_command_on_a_good_plugin_passes_and_writes_the_report(plugins: Path) -> None:
+    report = plugins / "r.json"
+    done = run(
+        plugins, "anychip", "conformance", "--backend", "goodchip", "--chapter", "device",
+        "--chapter", "operators", "-k", "device or rms_norm", "--json", str(report),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "backend goodchip: passed" in done.stdout
+    document = json.loads(report.read_text())
+    assert document["passed"] is True
+    assert document["identity"]["distribution"] == "anychip-goodchip"
+    assert document["identity"]["version"] == "1.2"
+
+
+def test_isolation_makes_a_crash_a_hang_and_an_exit_one_failed_case_each(plugins: Path) -> None:
+    report = plugins / "r.json"
+    select = (
+        "operators/rms_norm/fp32/4x8 or operators/gelu/fp32/8.none or operators/swiglu/fp32/8"
+        " or operators/layer_norm/fp32/4x8 or device/identity"
+    )
+    done = run(
+        plugins, "anychip", "conformance", "--backend", "badchip", "--isolate", "--limit", "8",
+        "-k", select, "--json", str(report),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    results = {r["case"]: r for r in json.loads(report.read_text())["results"]}
+    segfault = results["operators/rms_norm/fp32/4x8"]
+    assert "died with SIGSEGV" in segfault["reason"]
+    assert "no answer within 8 s" in results["operators/gelu/fp32/8.none"]["reason"]
+    assert "exit code 7" in results["operators/swiglu/fp32/8"]["reason"]
+    assert all(results[c]["crashed"] for c in results if "rms_norm" in c or "gelu" in c)
+    passed = {case for case, row in results.items() if row["outcome"] == "passed"}
+    assert passed == {"device/identity", "operators/layer_norm/fp32/4x8"}
+    assert "--isolate" in done.stdout
+
+
+def test_expected_crash_is_run_in_isolation_only(plugins: Path) -> None:
+    listed = plugins / "list.toml"
+    listed.write_text(
+        '[[expected_failure]]\ncase = "operators/rms_norm/*"\nreason = "null pointer"\n'
+        'until = "9.9"\ncrash = true\n'
+    )
+    for option in ([], ["--isolate"]):
+        done = run(
+            plugins, "anychip", "conformance", "--backend", "badchip", "--expectations",
+            str(listed), "-k", "operators/rms_norm/fp32/4x8", *option,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "expected failure: 1 case: null pointer" in done.stdout
+
+
+def test_pytest_front_gives_an_item_per_case(plugins: Path) -> None:
+    done = run(
+        plugins, "pytest", "-q", "-p", "no:cacheprovider", "-p", "anychip.conformance.plugin",
+        "--pyargs", "anychip.conformance", "--backend", "goodchip", "-k", "device or 3x17",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" in done.stdout  # streams are not declared
+
+
+def test_pytest_front_shows_the_explanation_of_a_failure(plugins: Path) -> None:
+    listed = plugins / "list.toml"
+    listed.write_text('[[expected_failure]]\ncase = "device/identity"\nreason = "r"\nuntil = "9"\n')
+    done = run(
+        plugins, "pytest", "-q", "-p", "no:cacheprovider", "-p", "anychip.conformance.plugin",
+        "--pyargs", "anychip.conformance", "--backend", "goodchip", "-k", "identity",
+        "--expectations", str(listed),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "UNEXPECTED PASS device/identity" in done.stdout
+    assert 'anychip conformance --backend goodchip -k "device/identity"' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--backend", "goodchip", "--chapter", "zero"], 2, "there is no chapter 'zero'"),
+        (["--backend", "goodchip", "-k", "a and ("], 2, "expected, got"),
+        (["--backend", "goodchip", "--html", "x.html"], 2, "comes with a later version"),
+        (["--backend", "goodchip", "--json", "none/x.json"], 2, "there is no folder"),
+        (["--backend", "goodchip", "--expectations", "none.toml"], 2, "none.toml"),
+        (["--backend", "goodship"], 2, "goodchip"),
+        (["--backend", "npu"], 3, "cannot run here"),
+    ],
+)
+def test_wrong_use_is_one_message_and_the_right_exit_code(
+    plugins: Path, arguments: list[str], code: int, words: str
+) -> None:
+    done = run(plugins, "anychip", "conformance", *arguments)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+THIRD_PARTY = """
+import torch
+import anychip
+from anychip import conformance
+from anychip.contract import Bound, Cost, OperatorSpec, Sample
+
+SLIP = 0.0
+
+def forward(x):
+    # float64, in which the suite runs the reference as its oracle, does not share the slip.
+    slip = SLIP * (x.dtype != torch.float64)
+    return (2.0 * x.float().square() * (1.0 + slip)).to(x.dtype).contiguous()
+
+anychip.register(OperatorSpec(
+    name="twice_square",
+    namespace="acme",
+    signature="(Tensor x) -> Tensor",
+    equation="y = 2 x^2",
+    source="a test",
+    forward=forward,
+    fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format),
+    backward=lambda grad, x, *, needs: ((4.0 * x.float() * grad.float()).to(x.dtype),),
+    saved=("x",),
+    differentiable=("x",),
+    samples=lambda make: [
+        Sample((make.normal(5, 7),), {}, "5x7, normal"), Sample((make.normal(3),), {}, "3")
+    ],
+    cost=lambda x: Cost(0, 0),
+    bound=Bound(forward=2, backward=3, length=lambda *_, **__: 1),
+))
+report = conformance.run("goodchip", select="twice_square")
+assert report.passed, [report.explain(r) for r in report.failures]
+assert report.references == ("twice_square",), report.references
+assert len(report.results) >= 20
+SLIP = 1e-5
+assert not conformance.run("goodchip", select="twice_square and operators").passed
+"""
+
+
+def test_operator_of_a_third_party_is_compared_with_its_reference_in_float64(plugins: Path) -> None:
+    (plugins / "script.py").write_text(THIRD_PARTY)
+    done = run(plugins, "script")
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,205 @@
+"""Does the engine turn what happens in a case into the right result, and select what was asked?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from anychip import conformance
+from anychip.conformance.case import Case, CheckFailedError, Context, check_equal_bits
+from anychip.conformance.report import Result
+from anychip.conformance.runner import run_case
+from anychip.contract import UnsupportedError
+from anychip.dispatch import selection
+from tests.meta.honest import HonestBackend, make_table, reference_rows
+
+
+@pytest.fixture(autouse=True)
+def selection_is_restored() -> Iterator[None]:
+    before = selection.current
+    yield
+    selection.current = before
+
+
+def backend(**parts: object) -> HonestBackend:
+    made: HonestBackend = type(
+        "Honest", (HonestBackend,), {"operators": make_table(ROWS), **parts}
+    )()
+    return made
+
+
+ROWS = reference_rows()
+
+
+def fail(error: Exception) -> Callable[[Context], None]:
+    def run(context: Context) -> None:
+        context.call = "f(x)"
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "words"),
+    [
+        (CheckFailedError("1 expected, got 2"), "failed", "1 expected, got 2"),
+        (ZeroDivisionError("division"), "failed", "ZeroDivisionError: division"),
+        (UnsupportedError("no capability 'streams'"), "unsupported", "streams is not declared"),
+        (UnsupportedError("no capability 'memory_stats'"), "failed", "memory_stats"),
+        (UnsupportedError("not today"), "failed", "not today"),
+    ],
+)
+def test_exception_of_a_case_becomes_its_outcome(
+    error: Exception, outcome: str, words: str
+) -> None:
+    result = run_case(Case(id="device/x", run=fail(error)), backend(), "quick")
+    assert result.outcome == outcome
+    assert words in result.reason
+    assert result.call == "f(x)"
+
+
+def test_unexpected_exception_names_the_line_that_raised_it() -> None:
+    case = Case(id="device/x", run=fail(ZeroDivisionError("division")))
+    assert "test_runner.py" in run_case(case, backend(), "quick").reason
+
+
+def test_case_of_an_undeclared_capability_is_not_run() -> None:
+    case = Case(id="device/x", run=fail(AssertionError("it ran")), capability="streams")
+    assert run_case(case, backend(), "quick").outcome == "unsupported"
+
+
+def test_case_starts_from_one_random_state() -> None:
+    drawn = []
+    case = Case(id="random/x", run=lambda _: drawn.append(torch.rand(3)))
+    for _ in range(2):
+        run_case(case, backend(), "quick")
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"chapters": ["devices"]}, "did you mean 'device'"),
+        ({"chapters": ["collectives"]}, "this version has device, memory"),
+        ({"select": "no_such_word"}, "no case is selected"),
+        ({"select": "rms_norm", "chapters": ["device"]}, "is in chapter operators"),
+        ({"select": "3x128.sweep"}, "at level full"),
+    ],
+)
+def test_run_without_a_case_is_wrong_use(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=r"chapter|case") as error:
+        conformance.run(backend(), **options)  # type: ignore[arg-type]
+    assert words in str(error.value)
+
+
+def test_full_level_contains_quick() -> None:
+    active = conformance.activate(backend())
+    quick, full = (
+        {case.id for case in conformance.plan(active, level=level).cases}
+        for level in conformance.LEVELS
+    )
+    assert quick < full
+
+
+def test_ids_are_words_of_an_expression() -> None:
+    word = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.:+-/")
+    plan = conformance.plan(conformance.activate(backend()), level="full")
+    assert all(set(case.id) <= word for case in plan.cases)
+
+
+def expectations(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "list.toml"
+    file.write_text(text)
+    return file
+
+
+def test_run_with_lists_gives_each_outcome(tmp_path: Path) -> None:
+    file = expectations(
+        tmp_path,
+        """
+        [[unsupported]]
+        case = "device/compile_backend"
+        reason = "no compiler"
+        capability = "compiler"
+        [[expected_failure]]
+        case = "device/index/device.negative"
+        reason = "bug"
+        until = "2999-01-01"
+        [[expected_failure]]
+        case = "device/index/device.text"
+        reason = "segfault"
+        until = "2999-01-01"
+        crash = true
+        [[expected_failure]]
+        case = "device/probe"
+        reason = "repaired long ago"
+        until = "2999-01-01"
+        [[unsupported]]
+        case = "device/wings"
+        reason = "none"
+        capability = "wings"
+        """,
+    )
+    wrong = backend(
+        compile_backend="nobody",
+        check_index=lambda self, index: self.current_device() if index is None else index,
+    )
+    report = conformance.run(
+        wrong,
+        chapters=["device"],
+        select="compile_backend or probe or index/device. or device/identity",
+        expectations=file,
+    )
+    outcomes = {result.case: result.outcome for result in report.results}
+    assert outcomes["device/compile_backend"] == "unsupported"
+    assert outcomes["device/index/device.negative"] == "expected failure"
+    assert outcomes["device/index/device.text"] == "expected failure"
+    assert outcomes["device/probe"] == "unexpected pass"
+    assert outcomes["device/wings"] == "stale entry"
+    assert outcomes["device/index/device.count"] == "failed"
+    assert outcomes["device/identity"] == "passed"
+    assert not report.passed
+    assert sum(report.counts().values()) == len(report.results)
+
+
+def test_entry_of_another_chapter_or_level_is_not_stale(tmp_path: Path) -> None:
+    text = (
+        '[[expected_failure]]\ncase = "operators/rms_norm/fp32/3x128.sweep"\n'
+        'reason = "r"\nuntil = "2999-01-01"\n'
+    )
+    report = conformance.run(
+        backend(), chapters=["device"], select="identity", expectations=expectations(tmp_path, text)
+    )
+    assert report.passed
+
+
+def test_json_has_the_documented_keys_and_comes_back() -> None:
+    report = conformance.run(backend(), select="rms_norm and 3x17 or device/identity")
+    document = json.loads(json.dumps(report.to_json()))
+    assert document["schema"] == 1
+    assert document["passed"] is True
+    assert set(document) == {
+        "schema", "passed", "identity", "level", "chapters", "select", "isolated", "counts",
+        "references", "results", "provenance",
+    }  # fmt: skip
+    assert document["identity"]["backend"] == "honest"
+    row = next(r for r in document["results"] if r["case"] == "operators/rms_norm/fp32/3x17")
+    assert row["served_by"].startswith("honest: ")
+    assert {"median", "p999", "max", "rms", "quantile", "where"} <= set(row["errors"][0])
+    assert [Result.from_json(r).to_json() for r in document["results"]] == document["results"]
+
+
+def test_object_that_is_not_installed_cannot_be_isolated() -> None:
+    with pytest.raises(ValueError, match="handed over as an object"):
+        conformance.run(backend(), select="device/identity", isolate=True)
+
+
+def test_equal_bits_tells_signed_zeros_and_sees_equal_nans() -> None:
+    nan = torch.tensor([float("nan"), 1.0])
+    check_equal_bits("x", nan, nan.clone())
+    with pytest.raises(CheckFailedError, match=r"first at \[1\]"):
+        check_equal_bits("x", torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0]))

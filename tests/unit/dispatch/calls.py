@@ -1,0 +1,109 @@
+"""Calls of every operator, from its own samples, for tests that go over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from anychip import operators, ops
+from anychip.contract import OperatorSpec, Sample, SampleMaker
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SPECS = {spec.name: spec for spec in operators.all_specs()}
+DIFFERENTIABLE = [name for name, spec in SPECS.items() if spec.backward]
+WRITING = ["clip", "unscale_and_check", "adamw"]
+
+
+class Call(NamedTuple):
+    """An operator, and fresh arguments for it."""
+
+    spec: OperatorSpec
+    args: tuple[Any, ...]
+    attrs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        """Through the short cut."""
+        return getattr(ops, self.spec.name)(*self.args, **self.attrs)
+
+    def door(self, suffix: str = "") -> Any:
+        """The operator of torch.library."""
+        return getattr(torch.ops.anychip, self.spec.name + suffix).default
+
+    def leaves(self) -> list[Tensor]:
+        """The arguments that require gradients."""
+        return [a for a in self.args if isinstance(a, Tensor) and a.requires_grad]
+
+
+def samples(name: str, dtype: torch.dtype) -> list[Sample]:
+    """The operator's own samples on the host."""
+    return list(SPECS[name].samples(SampleMaker(torch.device("cpu"), dtype)))
+
+
+def call(name: str, index: int = 0, dtype: torch.dtype = torch.float32, *, grad: bool) -> Call:
+    """A sample with tensors of its own; ``grad`` makes the differentiable ones leaves."""
+    spec, sample = SPECS[name], samples(name, dtype)[index]
+    names = [a.name for a in torch._C.parse_schema(f"x::y{spec.signature}").arguments]
+    args = tuple(
+        _fresh(arg, grad and label in spec.differentiable)
+        for label, arg in zip(names, sample.args, strict=False)
+    )
+    return Call(spec, args, dict(sample.attrs))
+
+
+def _fresh(arg: Any, leaf: bool) -> Any:
+    if isinstance(arg, (list, tuple)):
+        return [_fresh(a, False) for a in arg]
+    if not isinstance(arg, Tensor):
+        return arg
+    return arg.clone().requires_grad_(leaf)
+
+
+def every_sample(names: Sequence[str] = tuple(SPECS)) -> list[Any]:
+    """Parameters (name, index) over all samples, with the samples' labels as ids."""
+    return [
+        pytest.param(name, index, id=f"{name}-{sample.label}")
+        for name in names
+        for index, sample in enumerate(samples(name, torch.float32))
+    ]
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """All tensors in a value, lists and tuples looked into."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in tensors(v)]
+    return []
+
+
+def bits(value: Any) -> list[tuple[torch.dtype, tuple[int, ...], bytes]]:
+    """dtype, shape and bytes of all tensors in a value: what "equal in bits" compares."""
+    found = []
+    for tensor in tensors(value):
+        flat = tensor.detach().contiguous().reshape(-1)
+        raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        found.append((tensor.dtype, tuple(tensor.shape), raw))
+    return found
+
+
+def run(made: Call, function: Any = None) -> list[Any]:
+    """Outputs, what was written, and gradients of a weighted sum of the outputs."""
+    function = made if function is None else function
+    outputs = function()
+    found: list[Any] = [outputs, made.args if made.spec.name in WRITING else None]
+    if made.leaves():
+        found.append(gradients(outputs, made.leaves()))
+    return found
+
+
+def gradients(outputs: Any, leaves: Sequence[Tensor], **options: Any) -> tuple[Any, ...]:
+    """Gradients of a sum of the outputs with weights that differ from element to element."""
+    total = torch.zeros(())
+    for output in tensors(outputs):
+        weights = torch.cos(torch.arange(output.numel(), dtype=torch.float32))
+        total = total + (output.float() * weights.reshape(output.shape)).sum()
+    return torch.autograd.grad(total, leaves, **options)

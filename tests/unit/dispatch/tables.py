@@ -1,0 +1,40 @@
+"""Rows of a test in front of the cpu backend's own, and off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import anychip
+from anychip import OperatorTable, ops
+from anychip.dispatch import selection
+from anychip.dispatch.selection import Provider
+
+Install = Callable[..., None]
+
+
+def own_providers() -> tuple[Provider, ...]:
+    """The cpu backend as everybody gets it."""
+    anychip.use("cpu")
+    return selection.providers_for("cpu")
+
+
+@contextmanager
+def installation() -> Iterator[Install]:
+    """Gives a function that installs tables, each as a kernel pack, in front of the cpu's rows."""
+    own = own_providers()
+    assert ops.rms_norm
+
+    def install(*tables: OperatorTable, alone: bool = False) -> None:
+        packs = tuple(
+            Provider(f"pack{i}", f"anychip-pack{i}", "4.2", table) for i, table in enumerate(tables)
+        )
+        selection.connect(
+            lambda _: anychip.use("cpu"), lambda _: packs if alone else (*packs, *own)
+        )
+        selection.activate(anychip.backend())
+
+    try:
+        yield install
+    finally:
+        anychip.use("cpu")

@@ -1,0 +1,143 @@
+"""Second derivatives: backward rows are first-order, so the reference is differentiated."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import anychip
+from anychip import OperatorTable, ops
+from tests.unit.dispatch.calls import DIFFERENTIABLE, bits, call, gradients
+from tests.unit.dispatch.plain import PLAIN
+from tests.unit.dispatch.specs import polynomial
+from tests.unit.dispatch.tables import Install
+
+KINDS = ["plain", "residual", "output"]
+
+
+def _doors(operator: Any) -> dict[str, Callable[..., Any]]:
+    library = getattr(torch.ops.polynomials, operator.spec.name)
+    return {"short cut": operator, "library": library}
+
+
+def _second(function: Callable[..., Any]) -> tuple[float, float]:
+    x = torch.tensor(3.0, requires_grad=True)
+    (first,) = torch.autograd.grad(function(x), x, create_graph=True)
+    (second,) = torch.autograd.grad(first, x)
+    return first.item(), second.item()
+
+
+def _first_order(operator: Any, kind: str) -> OperatorTable:
+    """Rows whose backward is right, and whose result nobody can differentiate."""
+    table, spec = OperatorTable(), operator.spec
+    table.forward(spec.name)(lambda *args: spec.forward(*args))
+
+    @table.backward(spec.name)
+    def backward(*args: Any, needs: tuple[bool]) -> tuple[Tensor]:
+        return (spec.backward(*(a.detach() for a in args), needs=needs)[0].detach(),)
+
+    return table
+
+
+@pytest.mark.parametrize("door", ["short cut", "library"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivative_of_the_polynomial_at_3_is_20(kind: str, door: str) -> None:
+    operator = polynomial(f"poly_{kind}", kind)  # type: ignore[arg-type]
+    assert _second(_doors(operator)[door]) == (33.0, 20.0)
+
+
+@pytest.mark.parametrize("door", ["short cut", "library"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivative_with_a_first_order_row_is_still_20(
+    kind: str, door: str, install: Install
+) -> None:
+    operator = polynomial(f"poly_{kind}", kind)  # type: ignore[arg-type]
+    install(_first_order(operator, kind))
+    assert _second(_doors(operator)[door]) == (33.0, 20.0)
+    rows = {(r.direction, r.kind): r for r in anychip.provenance().rows()}
+    assert rows["forward", "native"].calls == 1
+    assert "create_graph" in str(rows["backward", "reference"].fallback_reason)
+    # Without create_graph the row itself is taken.
+    anychip.provenance(reset=True)
+    x = torch.tensor(3.0, requires_grad=True)
+    _doors(operator)[door](x).backward()
+    assert x.grad is not None
+    assert x.grad.item() == 33.0
+    assert {r.kind for r in anychip.provenance().rows()} == {"native"}
+
+
+@pytest.mark.parametrize("door", ["short cut", "library"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_paired_row_second_derivative_is_20(kind: str, door: str, install: Install) -> None:
+    operator = polynomial(f"poly_{kind}", kind)  # type: ignore[arg-type]
+    table = OperatorTable()
+    table.pair(
+        operator.spec.name,
+        forward=lambda x: (x**2 + x**3, 7 * x),
+        backward=lambda grad, *saved, needs: (
+            (grad * (2 * saved[-1] / 7 + 3 * (saved[-1] / 7) ** 2)).detach(),
+        ),
+        num_residuals=1,
+        fake_residuals=lambda x: torch.empty_like(x),
+    )
+    install(table)
+    first, second = _second(_doors(operator)[door])
+    assert (first, second) == (33.0, 20.0)
+
+
+def test_double_backward_error_raises_through_both_doors() -> None:
+    operator = polynomial("poly_once", double_backward="error")
+    for function in _doors(operator).values():
+        x = torch.tensor(3.0, requires_grad=True)
+        assert torch.autograd.grad(function(x), x)[0].item() == 33.0
+        with pytest.raises(RuntimeError, match="poly_once: its gradient cannot be differentiated"):
+            torch.autograd.grad(function(x), x, create_graph=True)
+
+
+def _gradient_of_gradients(function: Callable[..., Any], leaves: list[Tensor]) -> Any:
+    """d/d leaves of a sum of squares of the first gradients; zeros where nothing depends."""
+    first = gradients(function(), leaves, create_graph=True)
+    total = sum((g.square() * torch.arange(1, g.numel() + 1).view(g.shape)).sum() for g in first)
+    assert isinstance(total, Tensor)
+    if not total.requires_grad:
+        return [torch.zeros_like(t) for t in leaves]
+    return torch.autograd.grad(total, leaves, materialize_grads=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("door", ["short cut", "library"])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_second_derivative_of_every_operator_equals_plain_torch(name: str, door: str) -> None:
+    made, plain = call(name, grad=True), call(name, grad=True)
+    function = made if door == "short cut" else lambda: made.door()(*made.args, **made.attrs)
+    got = _gradient_of_gradients(function, made.leaves())
+    want = _gradient_of_gradients(lambda: PLAIN[name](*plain.args, **plain.attrs), plain.leaves())
+    # Two orders of differentiation of sums of up to 64 products: some hundred roundings of 2^-24.
+    for one, other in zip(got, want, strict=True):
+        scale = float(other.abs().max()) if other.numel() else 0.0
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * max(scale, 1e-3))
+    assert name in ("dropout", "linear", "rope", "embedding") or any(t.any() for t in got)
+
+
+def test_create_graph_under_autocast_leaves_the_reference_exact() -> None:
+    q = torch.randn(1, 4, 2, 8, requires_grad=True)
+    y = ops.attention(q, q, q, causal=True)
+    (want,) = torch.autograd.grad(y.square().sum(), q, create_graph=True)
+    with torch.autocast("cpu"):
+        (got,) = torch.autograd.grad(y.square().sum(), q, create_graph=True)
+    assert bits(got) == bits(want)
+
+
+def test_jacobian_vectorized_equals_the_loop() -> None:
+    x, w = torch.randn(3, 4), torch.randn(4)
+    jacobian = torch.autograd.functional.jacobian
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # vmap loops over what it cannot look into
+        got = jacobian(lambda a: ops.rms_norm(a, w), x, vectorize=True)
+    want = jacobian(lambda a: F.rms_norm(a, (4,), w, 1e-6), x)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,310 @@
+"""Operators that write: seen by autograd, refused before a write, exact about what they touch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import anychip
+from anychip import FallbackError, OperatorTable, OverlapError, ops
+from tests.unit.dispatch.calls import SPECS, WRITING, Call, bits, call, tensors
+from tests.unit.dispatch.tables import Install
+
+ONE = torch.tensor(1.0)
+
+
+def _written(made: Call) -> list[Tensor]:
+    schema = torch._C.parse_schema(f"x::y{made.spec.signature}")
+    marked = [a.alias_info is not None for a in schema.arguments]
+    args = [a for a, mark in zip(made.args, marked, strict=False) if mark]
+    return tensors(args)
+
+
+def _read(made: Call) -> list[Tensor]:
+    written = {id(t) for t in _written(made)}
+    return [t for t in tensors(list(made.args)) if id(t) not in written]
+
+
+def _through(made: Call, door: str) -> Callable[[], Any]:
+    return made if door == "short cut" else lambda: made.door()(*made.args, **made.attrs)
+
+
+@pytest.fixture(params=["short cut", "library"])
+def door(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("pin", ["cpu", "reference"])
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("name", WRITING)
+def test_versions_of_written_tensors_rise_and_of_read_ones_do_not(
+    name: str, index: int, pin: str, door: str
+) -> None:
+    made = call(name, index, grad=False)
+    written, read = _written(made), _read(made)
+    before, bytes_read = [t._version for t in written], bits(read)
+    with anychip.policy(pin={name: pin}):
+        assert _through(made, door)() is None
+    assert all(t._version > v for t, v in zip(written, before, strict=True))
+    assert all(t._version == 0 for t in read)
+    assert bits(read) == bytes_read
+
+
+def test_versions_rise_also_after_an_error_within_the_row(door: str, install: Install) -> None:
+    table = OperatorTable()
+
+    @table.forward("clip")
+    def clip(written: list[Tensor], norm: Tensor, *, max_norm: float) -> None:
+        written[0].detach().fill_(5.0)
+        raise RuntimeError("the driver says no")
+
+    install(table)
+    x, y = torch.ones(3), torch.ones(3)
+    versions = x._version, y._version
+    function = ops.clip if door == "short cut" else torch.ops.anychip.clip
+    with pytest.raises(RuntimeError, match="the driver says no"):
+        function([x, y], ONE)
+    assert x._version > versions[0]
+    assert y._version > versions[1]
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_backward_after_a_write_to_a_saved_tensor_raises(name: str, door: str) -> None:
+    made = call(name, grad=False)
+    leaf = torch.ones((), requires_grad=True)
+    losses = [(leaf * t).sum() for t in _written(made)]
+    _through(made, door)()
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_write_to_a_parameter_is_allowed_and_leaves_it_a_leaf(door: str) -> None:
+    p = Parameter(torch.full((3,), 2.0))
+    function = ops.clip if door == "short cut" else torch.ops.anychip.clip
+    function([p], torch.tensor(4.0), max_norm=1.0)
+    assert p.is_leaf
+    assert p.requires_grad
+    torch.testing.assert_close(p.detach(), torch.full((3,), 0.5), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("context", ["plain", "autocast"])
+def test_write_to_the_result_of_a_recorded_operation_is_refused(door: str, context: str) -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    result = leaf * 2
+    function = ops.clip if door == "short cut" else torch.ops.anychip.clip
+    with torch.autocast("cpu", enabled=context == "autocast"):
+        with pytest.raises(RuntimeError, match=r"clip writes tensors\[1\] in place"):
+            function([torch.ones(3), result], torch.tensor(4.0))
+        assert torch.equal(result, torch.full((3,), 2.0))
+        with torch.no_grad():
+            function([result], torch.tensor(4.0))
+
+
+def test_write_under_inference_mode_is_done(door: str) -> None:
+    function = ops.clip if door == "short cut" else torch.ops.anychip.clip
+    outside = torch.ones(3)
+    with torch.inference_mode():
+        inside = torch.ones(3)
+        function([outside, inside], torch.tensor(2.0))
+    assert torch.equal(inside, outside)
+    assert torch.equal(inside, torch.full((3,), 1.0 / (2.0 + 1e-6)))
+
+
+# overlap
+
+
+def _overlaps() -> dict[str, tuple[Callable[..., Any], list[Any], str]]:
+    base = torch.arange(12.0)
+    even, odd = base[0::2], base[1::2]
+    x = torch.ones(4)
+    moments = [torch.zeros(4)], [torch.zeros(4)]
+    return {
+        "same tensor twice": (ops.clip, [[x, x], ONE], "tensors[0] and tensors[1]"),
+        "same storage twice": (ops.clip, [[x, x.view(2, 2)], ONE], "tensors[0] and tensors[1]"),
+        "partial": (ops.clip, [[base[:6], base[5:]], ONE], "tensors[0] and tensors[1]"),
+        "one inside of the other": (
+            ops.clip,
+            [[base[3:4], base], ONE],
+            "tensors[1] and tensors[0]",
+        ),
+        "interleaved": (ops.clip, [[even, odd], ONE], "tensors[0] and tensors[1]"),
+        "written scalar is read": (ops.clip, [[base], base[3]], "tensors[0] and norm"),
+        "other dtype": (
+            ops.clip,
+            [[x, x.view(torch.bfloat16)], ONE],
+            "tensors[0] and tensors[1]",
+        ),
+        "gradient is the parameter": (
+            ops.adamw,
+            [[x], [x], *moments, ONE, torch.tensor(0.0)],
+            "params[0] and grads[0]",
+        ),
+        "step is lr": (ops.adamw, [[x], [torch.ones(4)], *moments, ONE, ONE], "lr and step"),
+        "moments share": (
+            ops.adamw,
+            [[x], [torch.ones(4)], moments[0], moments[0], ONE, torch.tensor(0.0)],
+            "exp_avgs[0] and exp_avg_sqs[0]",
+        ),
+        "copy is the parameter": (
+            ops.adamw,
+            [[x], [torch.ones(4)], *moments, ONE, torch.tensor(0.0), None, None, None, [x]],
+            "params[0] and low_precision[0]",
+        ),
+        "found_inf is scale": (ops.unscale_and_check, [[x], ONE, ONE], "scale and found_inf"),
+        "expanded": (ops.clip, [[torch.ones(1).expand(5)], ONE], "tensors[0]"),
+    }
+
+
+@pytest.mark.parametrize("label", _overlaps())
+def test_overlap_is_refused_before_any_write(label: str, door: str) -> None:
+    operator, args, named = _overlaps()[label]
+    function = operator
+    if door == "library":
+        function = getattr(torch.ops.anychip, operator.spec.name)
+    before = bits(args)
+    with pytest.raises(OverlapError) as caught:
+        function(*args)
+    words = re.findall(r"[a-z_]+\[\d\]|lr|step|scale|found_inf|norm", str(caught.value))
+    assert set(named.split(" and ")) <= set(words)
+    assert "Nothing was written" in str(caught.value)
+    assert bits(args) == before
+    assert all(t._version == 0 for t in tensors(args) if t is not ONE)
+
+
+def test_reads_may_overlap_each_other() -> None:
+    g = torch.ones(4)
+    params, moments = [torch.ones(4), torch.ones(4)], [torch.zeros(4), torch.zeros(4)]
+    squares = [torch.zeros(4), torch.zeros(4)]
+    ops.adamw(params, [g, g], moments, squares, ONE, torch.tensor(0.0))
+    assert torch.equal(params[0], params[1])
+    assert not torch.equal(params[0], torch.ones(4))
+    assert ops.l2_norm([g, g]).item() == pytest.approx(8.0**0.5)
+
+
+def test_overlap_with_a_long_read_is_found_behind_a_short_one_inside_of_it() -> None:
+    base = torch.ones(100)
+    params, moments = [torch.ones(100), base[50:52]], [torch.zeros(100), torch.zeros(2)]
+    squares = [torch.zeros(100), torch.zeros(2)]
+    before = bits([base, params, moments, squares])
+    with pytest.raises(OverlapError, match=r"grads\[0\] and params\[1\] share memory"):
+        ops.adamw(params, [base, base[1:3]], moments, squares, ONE, torch.tensor(0.0))
+    assert bits([base, params, moments, squares]) == before
+
+
+def test_neighbours_in_one_storage_and_empty_tensors_are_no_overlap() -> None:
+    base = torch.ones(10)
+    ops.clip([base[:5], base[5:], base[3:3], base[3:3]], torch.tensor(2.0))
+    assert torch.equal(base, torch.full((10,), 1.0 / (2.0 + 1e-6)))
+
+
+@pytest.mark.parametrize("pin", ["cpu", "reference"])
+def test_strided_tensors_are_written_where_they_are(pin: str) -> None:
+    base = torch.ones(4, 6)
+    with anychip.policy(pin={"clip": pin} if pin == "reference" else {}):
+        ops.clip([base[:, ::2], torch.ones(3)], torch.tensor(2.0))
+    half = 1.0 / (2.0 + 1e-6)
+    assert torch.equal(base[:, ::2], torch.full((4, 3), half))
+    assert torch.equal(base[:, 1::2], torch.ones(4, 3))
+
+
+# refused before a write
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_strict_policy_without_a_row_writes_nothing(name: str, door: str, install: Install) -> None:
+    install(alone=True)
+    made = call(name, grad=False)
+    before = bits(list(made.args))
+    with (
+        anychip.policy(fallback="strict"),
+        pytest.raises(FallbackError, match=f"{name}: the policy is strict.*nothing was written"),
+    ):
+        _through(made, door)()
+    assert bits(list(made.args)) == before
+    assert all(t._version == 0 for t in _written(made))
+
+
+def test_strict_policy_with_a_row_that_refuses_the_call_writes_nothing(
+    door: str, install: Install
+) -> None:
+    table = OperatorTable()
+    table.forward("clip", limits={"numel": range(0, 4)})(SPECS["clip"].forward)
+    install(table, alone=True)
+    function = ops.clip if door == "short cut" else torch.ops.anychip.clip
+    small, large = torch.ones(3), torch.ones(4)
+    with anychip.policy(fallback="strict"):
+        function([small], torch.tensor(2.0))
+        with pytest.raises(FallbackError, match="numel must be in 0 to 3, got 4"):
+            function([large], torch.tensor(2.0))
+    assert torch.equal(large, torch.ones(4))
+    assert large._version == 0
+
+
+WRONG: dict[str, tuple[Callable[..., Any], Callable[[], list[Any]], dict[str, Any], str]] = {
+    "norm 1-dim": (ops.clip, lambda: [[torch.ones(3)], torch.ones(1)], {}, r"norm must be a 0-dim"),
+    "norm float64": (
+        ops.clip,
+        lambda: [[torch.ones(3)], torch.ones((), dtype=torch.float64)],
+        {},
+        "norm must be float32, got float64",
+    ),
+    "max_norm 0": (ops.clip, lambda: [[torch.ones(3)], ONE], {"max_norm": 0.0}, "max_norm.*0"),
+    "integers": (ops.clip, lambda: [[torch.ones(3).int()], ONE], {}, "tensors must be.*int32"),
+    "scale 1-dim": (
+        ops.unscale_and_check,
+        lambda: [[torch.ones(3)], torch.ones(3), torch.tensor(0.0)],
+        {},
+        r"scale must be a 0-dim tensor, got shape \(3,\)",
+    ),
+    "too few gradients": (
+        ops.adamw,
+        lambda: [[torch.ones(3)], [], [torch.ones(3)], [torch.ones(3)], ONE, torch.tensor(0.0)],
+        {},
+        r"grads must be as long as params \(1\), got 0",
+    ),
+    "moment of another shape": (
+        ops.adamw,
+        lambda: [*([torch.ones(3)] for _ in range(3)), [torch.ones(4)], ONE, torch.tensor(0.0)],
+        {},
+        r"exp_avg_sqs\[0\] must have the shape of params\[0\] \(3,\), got \(4,\)",
+    ),
+    "moment in bfloat16": (
+        ops.adamw,
+        lambda: [
+            [torch.ones(3)],
+            [torch.ones(3)],
+            [torch.ones(3).bfloat16()],
+            [torch.ones(3)],
+            ONE,
+            torch.tensor(0.0),
+        ],
+        {},
+        "exp_avgs must be float32, got bfloat16",
+    ),
+    "beta2 is 1": (
+        ops.adamw,
+        lambda: [*([torch.ones(3)] for _ in range(4)), ONE, torch.tensor(0.0)],
+        {"beta2": 1.0},
+        "beta2 must be at least 0 and below 1, got 1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("label", WRONG)
+def test_wrong_arguments_are_refused_before_any_write(label: str, door: str) -> None:
+    operator, make, attrs, message = WRONG[label]
+    args = make()
+    before = bits(args)
+    function = operator
+    if door == "library":
+        function = getattr(torch.ops.anychip, operator.spec.name)
+    with pytest.raises(ValueError, match=message):
+        function(*args, **attrs)
+    assert bits(args) == before

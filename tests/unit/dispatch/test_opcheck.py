@@ -1,0 +1,89 @@
+"""torch's own checks of a custom operator: schema, autograd registration, fake tensors, AOT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anychip
+from tests.unit.dispatch.calls import DIFFERENTIABLE, SPECS, Call, call, every_sample, tensors
+
+CHEAP = ("test_schema", "test_autograd_registration", "test_faketensor")
+ALL = (*CHEAP, "test_aot_dispatch_dynamic")
+
+
+def _check(name: str, index: int, dtype: torch.dtype, utils: tuple[str, ...]) -> None:
+    made = call(name, index, dtype, grad=True)
+    torch.library.opcheck(made.door(), made.args, made.attrs, test_utils=utils)
+
+
+def _flat(made: Call) -> tuple[Any, ...]:
+    """Arguments as the three operators behind a differentiable one take them."""
+    schema = torch._C.parse_schema(f"x::y{made.spec.signature}")
+    named = [a for a in schema.arguments if a.kwarg_only]
+    attrs = [made.attrs.get(a.name, a.default_value) for a in named]
+    rest = len(schema.arguments) - len(named) - len(made.args)
+    return (*made.args, *[None] * rest, *attrs)
+
+
+def _backward_arguments(made: Call) -> tuple[Any, ...]:
+    spec, flat = made.spec, _flat(made)
+    names = [a.name for a in torch._C.parse_schema(f"x::y{spec.signature}").arguments]
+    with torch.no_grad():
+        results = tensors(made.door("_forward")(*flat))
+    count = len(results) - len(spec.residuals)
+    outputs = ["y"] if count == 1 else [f"y{i}" for i in range(count)]
+    known: dict[str, Any] = dict(zip(names, flat, strict=True))
+    known |= dict(zip([*outputs, *(r.name for r in spec.residuals)], results, strict=True))
+    saved = [t.detach() if isinstance(t := known[n], Tensor) else t for n in spec.saved]
+    grads = [torch.full_like(r, 0.5) for r in results[:count]]
+    needs = [known[n] is not None for n in spec.differentiable]
+    return (*grads, *saved, *flat[len(names) - len(made.attrs) :], needs)
+
+
+@pytest.mark.parametrize(("name", "index"), every_sample())
+def test_operator_every_sample_passes_opcheck(name: str, index: int) -> None:
+    _check(name, index, torch.float32, CHEAP if index else ALL)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_operator_in_bfloat16_passes_opcheck(name: str) -> None:
+    _check(name, 0, torch.bfloat16, CHEAP)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_operator_pinned_to_the_reference_passes_opcheck(name: str) -> None:
+    with anychip.policy(pin={name: "reference"}):
+        _check(name, 0, torch.float32, ALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pin", ["cpu", "reference"])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_forward_and_backward_operators_pass_opcheck(
+    name: str, pin: str, dtype: torch.dtype
+) -> None:
+    made = call(name, 0, dtype, grad=True)
+    with anychip.policy(pin={name: pin}):
+        torch.library.opcheck(made.door("_forward"), _flat(made), test_utils=CHEAP)
+        arguments = _backward_arguments(call(name, 0, dtype, grad=False))
+        torch.library.opcheck(made.door("_backward"), arguments, test_utils=CHEAP)
+
+
+@pytest.mark.parametrize("name", ["dropout", "gelu", "swiglu", "rms_norm", "layer_norm", "rope"])
+def test_reference_of_a_transposed_tensor_has_the_layout_that_was_promised(name: str) -> None:
+    made = call(name, 0, grad=False)
+    first = made.args[0]
+    turned = first.transpose(-1, -2).contiguous().transpose(-1, -2)
+    channels_last = first.dim() == 4
+    if channels_last:
+        turned = first.contiguous(memory_format=torch.channels_last)
+    args = (turned, *made.args[1:])
+    if name == "rope":
+        args = (turned, turned, *made.args[2:])
+    assert not turned.is_contiguous()
+    with anychip.policy(pin={name: "reference"}):
+        torch.library.opcheck(made.door(), args, made.attrs, test_utils=CHEAP)

@@ -1,0 +1,172 @@
+"""What a user sees of an operator, and the answers to calls that cannot be right."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import anychip
+from anychip import ContractError, ops
+from tests.unit.dispatch.calls import SPECS
+from tests.unit.dispatch.specs import polynomial
+
+X, W = torch.ones(2, 8), torch.ones(8)
+Q = torch.ones(1, 3, 4, 8)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_signature_of_every_operator_agrees_with_its_schema(name: str) -> None:
+    shown = inspect.signature(getattr(ops, name))
+    schema = torch._C.parse_schema(f"x::y{SPECS[name].signature}")
+    assert list(shown.parameters) == [a.name for a in schema.arguments]
+    for parameter, argument in zip(shown.parameters.values(), schema.arguments, strict=True):
+        assert (parameter.kind is parameter.KEYWORD_ONLY) == argument.kwarg_only
+        has = parameter.default is not parameter.empty
+        assert has == argument.has_default_value()
+        assert not has or parameter.default == argument.default_value
+
+
+def test_signature_is_the_typed_one() -> None:
+    assert str(inspect.signature(ops.rms_norm)) == (
+        "(x: 'Tensor', weight: 'Tensor', *, eps: 'float' = 1e-06) -> 'Tensor'"
+    )
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_help_shows_the_operators_own_text(name: str) -> None:
+    operator = getattr(ops, name)
+    text = pydoc.render_doc(operator, renderer=pydoc.plaintext)  # type: ignore[attr-defined]
+    first = str(operator.__doc__).splitlines()[0]
+    assert len(first) > 20
+    assert first in text
+    assert operator.__name__ == name
+    assert operator.__module__ == "anychip.ops"
+    assert f"anychip::{name}(" in repr(operator)
+
+
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "unknown keyword": (
+        lambda: ops.rms_norm(X, W, esp=1.0),  # type: ignore[call-arg]
+        r"rms_norm\(\) got an unknown argument 'esp'; did you mean 'eps'\?",
+    ),
+    "unknown keyword, nothing near": (
+        lambda: ops.rms_norm(X, W, zzz=1.0),  # type: ignore[call-arg]
+        r"unknown argument 'zzz'; it takes x, weight, eps",
+    ),
+    "too many": (
+        lambda: ops.rms_norm(X, W, 1e-5),  # type: ignore[call-arg]
+        r"takes 2 positional arguments \(x, weight\), got 3; the others are keyword-only",
+    ),
+    "missing": (lambda: ops.rms_norm(X), r"is missing 'weight'"),  # type: ignore[call-arg]
+    "all missing": (lambda: ops.rms_norm(), r"is missing 'x', 'weight'"),  # type: ignore[call-arg]
+    "twice": (lambda: ops.rms_norm(X, W, x=X), r"got 'x' twice"),  # type: ignore[misc]
+    "None": (lambda: ops.rms_norm(X, None), r"weight must be a tensor, got NoneType"),
+    "number": (lambda: ops.rms_norm(X, 1.0), r"weight must be a tensor, got float"),
+    "array": (lambda: ops.gelu(X.numpy()), r"gelu\(\): x must be a tensor, got ndarray"),
+    "list for a tensor": (lambda: ops.gelu([X]), r"gelu\(\): x must be a tensor, got list"),
+    "tensor for a list": (lambda: ops.l2_norm(X), r"tensors must be a list of tensors, got Tensor"),
+    "None in a list": (lambda: ops.l2_norm([X, None]), r"tensors\[1\] must be a tensor, got None"),
+    "number in a list": (
+        lambda: ops.l2_norm([X, 1.0]),
+        r"tensors\[1\] must be a tensor, got float",
+    ),
+    "None for a list": (lambda: ops.l2_norm(None), r"must be a list of tensors, got NoneType"),
+}
+
+
+@pytest.mark.parametrize("label", CALLS)
+def test_call_that_does_not_fit_the_signature_is_a_type_error(label: str) -> None:
+    function, message = CALLS[label]
+    ops.l2_norm([X, X])  # a right call with the same tensors must not make the wrong one pass
+    ops.gelu(X)
+    with pytest.raises(TypeError, match=message):
+        function()
+    with torch.autocast("cpu"), pytest.raises(TypeError, match=message):
+        function()
+
+
+SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "rms_norm weight": (lambda o: o.rms_norm(X, torch.ones(7)), r"\(8,\).*\(2, 8\).*got \(7,\)"),
+    "rms_norm weight 2-dim": (lambda o: o.rms_norm(X, torch.ones(1, 8)), r"got \(1, 8\)"),
+    "rms_norm 0-dim": (lambda o: o.rms_norm(torch.ones(()), W), r"last dim of x \(\)"),
+    "layer_norm bias": (lambda o: o.layer_norm(X, W, torch.ones(9)), r"bias.*got \(9,\)"),
+    "dropout rng": (lambda o: o.dropout(X, torch.tensor([1])), r"rng.*got shape \(1,\)"),
+    "dropout rng dtype": (lambda o: o.dropout(X, torch.tensor([1.0, 2.0])), "rng must be int64"),
+    "dropout p": (lambda o: o.dropout(X, torch.tensor([1, 2]), p=1.5), r"p must be.*got 1\.5"),
+    "dropout p nan": (lambda o: o.dropout(X, torch.tensor([1, 2]), p=float("nan")), "got nan"),
+    "gelu mode": (lambda o: o.gelu(X, approximate="tan"), "approximate.*got 'tan'"),
+    "swiglu": (lambda o: o.swiglu(X, W), r"got \(2, 8\) and \(8,\)"),
+    "rope table": (lambda o: o.rope(Q, Q, W, W), r"cos and sin.*\(3, 4\)"),
+    "rope odd": (
+        lambda o: o.rope(Q[..., :7], Q[..., :7], torch.ones(3, 3), torch.ones(3, 3)),
+        "head_dim must be even, got 7",
+    ),
+    "attention heads": (
+        lambda o: o.attention(Q, Q[:, :, :3], Q[:, :, :3]),
+        "multiple of the heads",
+    ),
+    "attention no heads": (lambda o: o.attention(Q, Q[:, :, :0], Q[:, :, :0]), "multiple of"),
+    "attention seq": (lambda o: o.attention(Q, Q[:, :2], Q[:, :2]), r"k \(1, 2, 4, 8\)"),
+    "attention 3-dim": (lambda o: o.attention(Q[0], Q[0], Q[0]), r"q \(3, 4, 8\)"),
+    "attention head_dim 0": (lambda o: o.attention(*[Q[..., :0]] * 3), "head_dim must be at least"),
+    "linear": (lambda o: o.linear(X, torch.ones(3, 7)), r"got \(2, 8\) and \(3, 7\)"),
+    "linear bias": (lambda o: o.linear(X, torch.ones(3, 8), W), r"bias must be \(3,\), got \(8,\)"),
+    "linear dtypes": (
+        lambda o: o.linear(X, torch.ones(3, 8).half()),
+        "one dtype, got torch.float32, torch.float16",
+    ),
+    "embedding weight": (lambda o: o.embedding(torch.tensor([0]), W), r"got \(8,\)"),
+    "embedding indices": (lambda o: o.embedding(torch.tensor([0.5]), X), "indices must be int64"),
+    "cross_entropy": (lambda o: o.cross_entropy(X, torch.tensor([1])), r"\(2, 8\) and \(1,\)"),
+    "cross_entropy no classes": (
+        lambda o: o.cross_entropy(X[:, :0], torch.tensor([1, 1])),
+        "V > 0",
+    ),
+    "cross_entropy reduction": (
+        lambda o: o.cross_entropy(X, torch.tensor([1, 1]), reduction="max"),
+        "reduction.*got 'max'",
+    ),
+    "cross_entropy smoothing": (
+        lambda o: o.cross_entropy(X, torch.tensor([1, 1]), label_smoothing=-0.1),
+        r"label_smoothing.*got -0\.1",
+    ),
+    "l2_norm of nothing": (lambda o: o.l2_norm([]), "at least one tensor expected, got none"),
+}
+
+
+@pytest.mark.parametrize("home", [ops, torch.ops.anychip], ids=["short cut", "library"])
+@pytest.mark.parametrize("label", SHAPES)
+def test_values_that_do_not_fit_are_a_value_error_that_names_them(label: str, home: Any) -> None:
+    function, message = SHAPES[label]
+    with pytest.raises(ValueError, match=message):
+        function(home)
+
+
+# operators of a third party
+
+
+def test_register_a_name_that_is_taken_is_refused() -> None:
+    with pytest.raises(ContractError, match="operator 'rms_norm' exists already"):
+        anychip.register(SPECS["rms_norm"])
+
+
+def test_register_a_number_among_the_tensors_is_refused() -> None:
+    message = "'numbers': p is float; what is no tensor must be keyword-only"
+    with pytest.raises(ContractError, match=re.escape(message)):
+        polynomial("numbers", signature="(Tensor x, float p) -> Tensor")
+
+
+def test_register_a_backward_without_differentiable_arguments_is_refused() -> None:
+    with pytest.raises(ContractError, match="a backward needs differentiable arguments"):
+        polynomial("lopsided", differentiable=())
+
+
+def test_register_what_is_saved_must_be_in_the_spec() -> None:
+    with pytest.raises(ValueError, match=r"saved names \['nothing'\] are not in the spec"):
+        polynomial("unsaved", saved=("nothing",))

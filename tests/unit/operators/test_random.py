@@ -1,0 +1,170 @@
+"""The random stream and dropout: the same bits from the reference, the native row and numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import anychip
+from anychip import ops
+from anychip.operators import philox as torch_philox
+from anychip_cpu import native
+from tests.unit.dispatch.calls import bits
+from tests.unit.operators.philox import dropout, philox, stream
+
+WORD = 0xFFFFFFFF
+KNOWN = [
+    # counter, key, words: kat_vectors of Random123 1.14, philox4x32 with 10 rounds
+    ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([WORD] * 4, [WORD] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+STREAMS = [
+    (0, 0),
+    (1, 1),
+    (-1, 0),
+    (-(2**63), 3),
+    (2**63 - 1, 2**32 - 2),  # the low word of the counter overflows within the stream
+    (1234567890123, 2**40 + 7),
+    (42, 2**63 - 2),  # past the largest int64, which is the lower half of the unsigned range
+    (42, -2),  # past 2^64 - 1, to 0
+]
+TINY = 2.0**-33
+PROBABILITIES = [0.0, TINY, 2.0**-32, 0.1, 0.5, 1.0 - 2.0**-32, 1.0]
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def pin(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "cpu" and native.kernels is None:
+        pytest.skip(str(native.problem))
+    with anychip.policy(pin={"dropout": request.param}):
+        yield request.param
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+def test_numpy_philox_gives_the_published_answers(
+    counter: list[int], key: list[int], words: list[int]
+) -> None:
+    found = philox(np.array([counter], dtype=np.uint64), np.array(key, dtype=np.uint64))
+    assert found.tolist() == [words]
+
+
+@pytest.mark.parametrize(("seed", "offset"), STREAMS)
+def test_torch_and_native_streams_equal_numpy(seed: int, offset: int) -> None:
+    want = stream(seed, offset, 21).tolist()
+    assert torch_philox.words(torch.tensor([seed, offset]), 21).tolist() == want
+    if native.kernels is not None:
+        unsigned = seed % 2**64, offset % 2**64
+        assert list(native.kernels.philox(*unsigned, 21)) == want
+
+
+def test_first_block_is_the_published_one() -> None:
+    assert torch_philox.words(torch.tensor([0, 0]), 4).tolist() == KNOWN[0][2]
+
+
+@pytest.mark.parametrize("p", PROBABILITIES)
+@pytest.mark.parametrize(("seed", "offset"), STREAMS)
+def test_dropout_in_float32_has_the_bits_of_numpy(
+    seed: int, offset: int, p: float, pin: str
+) -> None:
+    x = np.linspace(-3, 3, 1037, dtype=np.float32)
+    want = dropout(x, stream(seed, offset, x.size), p)
+    got = ops.dropout(torch.from_numpy(x), torch.tensor([seed, offset]), p=p)
+    assert got.numpy().tobytes() == want.tobytes()
+
+
+def test_dropout_keeps_a_word_that_equals_the_threshold_and_no_smaller_one(pin: str) -> None:
+    rng = torch.tensor([11, 12])
+    for place, word in enumerate(stream(11, 12, 8).tolist()):
+        at = ops.dropout(torch.ones(8), rng, p=word / 2**32)
+        above = ops.dropout(torch.ones(8), rng, p=(word + 1) / 2**32)
+        assert at[place] != 0
+        assert above[place] == 0
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(-(2**63), 2**63 - 1),
+    offset=st.integers(-(2**63), 2**63 - 1),
+    p=st.floats(0.0, 1.0),
+    count=st.integers(0, 70),
+)
+def test_dropout_of_ones_equals_numpy_everywhere(
+    seed: int, offset: int, p: float, count: int
+) -> None:
+    want = dropout(np.ones(count, dtype=np.float32), stream(seed, offset, count), p)
+    for implementation in ("cpu", "reference"):
+        if implementation == "cpu" and native.kernels is None:
+            continue
+        with anychip.policy(pin={"dropout": implementation}):
+            got = ops.dropout(torch.ones(count), torch.tensor([seed, offset]), p=p)
+        assert got.numpy().tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dropout_in_16_bits_is_the_float32_result_rounded_once(
+    dtype: torch.dtype, pin: str
+) -> None:
+    x = torch.linspace(-3, 3, 1000).to(dtype)
+    rng = torch.tensor([5, 6])
+    got = ops.dropout(x, rng, p=0.3)
+    assert bits(got) == bits(ops.dropout(x.float(), rng, p=0.3).to(dtype))
+
+
+def test_dropout_share_of_kept_elements_is_one_minus_p(pin: str) -> None:
+    count = 1 << 16
+    for p in (0.1, 0.5, 0.9):
+        kept = int((ops.dropout(torch.ones(count), torch.tensor([7, 8]), p=p) != 0).sum())
+        # Six standard deviations of a binomial; the stream is fixed, so this is not chance.
+        assert abs(kept - count * (1 - p)) < 6 * (count * p * (1 - p)) ** 0.5
+
+
+def test_dropout_mask_does_not_depend_on_layout_or_dtype(pin: str) -> None:
+    rng = torch.tensor([3, 4])
+    x = torch.rand(24, 40) + 1.0
+    mask = ops.dropout(x, rng, p=0.4) != 0
+    assert torch.equal(ops.dropout(x.t().contiguous().t(), rng, p=0.4) != 0, mask)
+    assert torch.equal(ops.dropout(x.view(2, 12, 40), rng, p=0.4).view(24, 40) != 0, mask)
+    assert torch.equal(ops.dropout(torch.cat([x, x])[24:], rng, p=0.4) != 0, mask)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(ops.dropout(x.to(dtype), rng, p=0.4) != 0, mask)
+
+
+def test_dropout_streams_at_following_offsets_are_one_stream(pin: str) -> None:
+    whole = ops.dropout(torch.ones(64), torch.tensor([9, 100]), p=0.5)
+    second = ops.dropout(torch.ones(32), torch.tensor([9, 108]), p=0.5)
+    assert torch.equal(whole[32:], second)
+
+
+def test_dropout_drops_what_is_not_finite_to_zero(pin: str) -> None:
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0] * 50)
+    rng = torch.tensor([1, 2])
+    mask = ops.dropout(torch.ones(200), rng, p=0.5) != 0
+    got = ops.dropout(x, rng, p=0.5)
+    assert bits(got[~mask]) == bits(torch.zeros(int((~mask).sum())))
+    assert bits(got[mask]) == bits(x[mask] * 2.0)
+    assert bits(ops.dropout(x, rng, p=1.0)) == bits(torch.zeros(200))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_backward_has_the_same_mask_and_scale(dtype: torch.dtype, pin: str) -> None:
+    x = torch.randn(7, 33).to(dtype).requires_grad_()
+    grad, rng = torch.randn(7, 33).to(dtype), torch.tensor([-5, 2**33])
+    (got,) = torch.autograd.grad(ops.dropout(x, rng, p=0.3), x, grad)
+    assert bits(got) == bits(ops.dropout(grad, rng, p=0.3))
+
+
+def test_dropout_leaves_rng_as_it_was(pin: str) -> None:
+    rng = torch.tensor([1, 2])
+    ops.dropout(torch.ones(5), rng)
+    assert rng.tolist() == [1, 2]
+    assert rng._version == 0

@@ -1,0 +1,141 @@
+"""The references against plain torch in float64, and at the edges of what an operator takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import anychip
+from anychip import ops
+from anychip.operators import all_specs
+from tests.unit.dispatch.calls import DIFFERENTIABLE, DTYPES, bits, every_sample, tensors
+from tests.unit.operators.exactness import check_against_float64
+
+
+@pytest.fixture
+def reference() -> Iterator[None]:
+    """Nothing but the references."""
+    with anychip.policy(pin={spec.name: "reference" for spec in all_specs()}):
+        yield
+
+
+# linear's reference is torch's own product in the dtype of the arguments, whose sums of 16-bit
+# products may be rounded to 16 bits once more per block.
+ULPS = {"linear": 1.0}
+# attention's backward takes sum(y dy) of an output that was rounded to 16 bits (Dao 2022, B.2).
+INNER = {"attention": (0.0, 2.0)}
+
+
+@pytest.mark.usefixtures("reference")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "index"), every_sample(DIFFERENTIABLE))
+def test_reference_every_sample_is_exact_to_its_dtype(
+    name: str, index: int, dtype: torch.dtype
+) -> None:
+    ulps, inner = ULPS.get(name, 0.5) + 0.01, INNER.get(name, (0.0, 0.0))
+    check_against_float64(name, index, dtype, ulps=ulps, inner=inner)
+
+
+R = torch.randn
+EMPTY: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]] = {
+    "rms_norm no rows": lambda: (ops.rms_norm, (R(0, 8), R(8)), {}),
+    "rms_norm no columns": lambda: (ops.rms_norm, (R(4, 0), R(0)), {}),
+    "rms_norm 1-dim": lambda: (ops.rms_norm, (R(8), R(8)), {}),
+    "layer_norm no rows": lambda: (ops.layer_norm, (R(0, 8), R(8), R(8)), {}),
+    "layer_norm no columns": lambda: (ops.layer_norm, (R(4, 0), R(0), R(0)), {}),
+    "layer_norm 1-dim": lambda: (ops.layer_norm, (R(8), R(8), R(8)), {}),
+    "gelu empty": lambda: (ops.gelu, (R(3, 0),), {}),
+    "gelu 0-dim": lambda: (ops.gelu, (R(()),), {}),
+    "swiglu empty": lambda: (ops.swiglu, (R(0), R(0)), {}),
+    "dropout empty": lambda: (ops.dropout, (R(0, 3), torch.tensor([1, 2])), {}),
+    "dropout 0-dim": lambda: (ops.dropout, (R(()), torch.tensor([1, 2])), {}),
+    "rope no positions": lambda: (ops.rope, (R(1, 0, 2, 8), R(1, 0, 1, 8), R(0, 4), R(0, 4)), {}),
+    "attention no batch": lambda: (ops.attention, (R(0, 3, 2, 8),) * 3, {"causal": True}),
+    "attention no positions": lambda: (ops.attention, (R(1, 0, 2, 8),) * 3, {"causal": True}),
+    "attention no query heads": lambda: (
+        ops.attention,
+        (R(1, 3, 0, 8), R(1, 3, 1, 8), R(1, 3, 1, 8)),
+        {},
+    ),
+    "linear no rows": lambda: (ops.linear, (R(0, 5), R(2, 5), R(2)), {}),
+    "linear no inputs": lambda: (ops.linear, (R(3, 0), R(2, 0), R(2)), {}),
+    "linear no outputs": lambda: (ops.linear, (R(3, 5), R(0, 5), R(0)), {}),
+    "linear 1-dim": lambda: (ops.linear, (R(5), R(2, 5), R(2)), {}),
+    "embedding no indices": lambda: (ops.embedding, (torch.zeros(0).long(), R(4, 3)), {}),
+    "embedding no width": lambda: (ops.embedding, (torch.tensor([1, 2]), R(4, 0)), {}),
+    "embedding 0-dim": lambda: (ops.embedding, (torch.tensor(2), R(4, 3)), {}),
+    "cross_entropy no rows": lambda: (
+        ops.cross_entropy,
+        (R(0, 5), torch.zeros(0).long()),
+        {"reduction": "sum"},
+    ),
+    "cross_entropy 1-dim": lambda: (ops.cross_entropy, (R(5), torch.tensor(2)), {}),
+    "cross_entropy one class": lambda: (
+        ops.cross_entropy,
+        (R(3, 1), torch.zeros(3).long()),
+        {"label_smoothing": 0.2},
+    ),
+}
+
+
+@pytest.mark.parametrize("label", EMPTY)
+def test_edge_of_the_shapes_reference_and_cpu_rows_agree(label: str) -> None:
+    operator, args, attrs = EMPTY[label]()
+    names = inspect.signature(operator).parameters
+    differentiable = (
+        a.requires_grad_()
+        for name, a in zip(names, args, strict=False)
+        if name in operator.spec.differentiable
+    )
+    leaves = list({id(a): a for a in differentiable}.values())
+    found = []
+    for pins in ({operator.spec.name: "reference"}, {}):
+        with anychip.policy(pin=pins):
+            outputs = tensors(operator(*args, **attrs))
+            total = sum((y.sum() for y in outputs), torch.zeros(()))
+            found.append([*outputs, *torch.autograd.grad(total, leaves, allow_unused=True)])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+            assert bool(torch.isfinite(one).all())
+
+
+def test_cross_entropy_mean_over_no_rows_is_nan_with_zero_gradient() -> None:
+    logits = R(3, 5, requires_grad=True)
+    loss = ops.cross_entropy(logits, torch.full((3,), -100))
+    loss.backward()
+    assert loss.isnan()
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def test_cross_entropy_of_ignored_rows_does_not_depend_on_their_values() -> None:
+    target = torch.tensor([1, -100, 3])
+    clean = R(3, 5)
+    dirty = clean.clone()
+    dirty[1] = float("nan")
+    found = []
+    for logits in (clean, dirty):
+        leaf = logits.requires_grad_()
+        loss = ops.cross_entropy(leaf, target, label_smoothing=0.1, z_loss=0.1)
+        found.append(bits([loss, torch.autograd.grad(loss, leaf)[0]]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("reference")
+def test_cross_entropy_wrong_target_names_value_and_row() -> None:
+    with pytest.raises(IndexError, match="from 0 to 4 or ignore_index -100, got 5 in row 1"):
+        ops.cross_entropy(R(3, 5), torch.tensor([0, 5, 1]))
+    with pytest.raises(IndexError, match="got -1 in row 2"):
+        ops.cross_entropy(R(3, 5), torch.tensor([0, 4, -1]))
+
+
+@pytest.mark.usefixtures("reference")
+def test_embedding_wrong_index_names_the_range() -> None:
+    with pytest.raises(IndexError, match="from 0 to 3, got -1 to 4"):
+        ops.embedding(torch.tensor([-1, 4]), R(4, 3))

@@ -1,0 +1,223 @@
+"""Are CONTRIBUTING.md's rules about source code kept: layers, names of chips, sizes, file names?
+
+Each rule is a function from a syntax tree to a list of offences. It is applied to every file, and
+to a small offender, so that a rule that finds nothing any more is noticed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import anychip
+
+ROOT = Path(__file__).parents[3]
+CORE = ROOT / "core" / "anychip"
+
+LAYERS = {
+    "contract": set[str](),
+    "operators": {"contract"},
+    "dispatch": {"contract"},
+    "registry": {"contract"},
+    "runtime": {"contract", "operators", "dispatch", "registry", "ops"},
+    "ops": {"contract", "operators", "dispatch", "registry", "runtime"},
+}
+"""What a package or module of anychip may import, besides itself. runtime and ops join the rest."""
+FLOOR = set(LAYERS)
+LAYERS |= {name: FLOOR for name in ("train", "conformance", "bench")}
+LAYERS |= {"templates": set()}
+LAYERS |= {"cli": set(LAYERS), "__main__": {"cli"}}
+BACKENDS_MAY_IMPORT = {"contract", "operators"}
+
+CHIPS = set(
+    "ascend cann cublas cuda cudnn gcu gpu gpus habana hccl hip hpu mlu mps musa nccl npu npus"
+    " nvidia rccl rocm tpu xccl xpu".split()
+)
+NO_MODULE = {"utils", "util", "helpers", "helper", "common", "manager", "base", "misc"}
+MAX_FUNCTION_LINES, MAX_MODULE_LINES = 50, 600
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def each(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", paths, ids=[str(p.relative_to(ROOT)) for p in paths])
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported_parts(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, part of anychip) for every use of one, inside functions and type checks too.
+
+    ``import anychip`` alone uses nothing yet: ``anychip.policy`` does. Dunder names are free.
+    """
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names = [f"{node.value.id}.{node.attr}"]
+        for name in names:
+            top, _, rest = name.partition(".")
+            if top == "anychip" and rest and not rest.startswith("__"):
+                yield node.lineno, home(rest.partition(".")[0])
+
+
+def home(name: str) -> str:
+    """The part of anychip that holds a name of the root module; a part's name is its own."""
+    return anychip._HOME[name].split(".")[1] if name in anychip._HOME else name
+
+
+def layer_offences(tree: ast.Module, part: str, allowed: set[str]) -> list[str]:
+    return [
+        f"line {line}: {part} uses anychip.{used}"
+        for line, used in imported_parts(tree)
+        if used != part and used not in allowed
+    ]
+
+
+def chip_names(tree: ast.Module) -> list[str]:
+    """Identifiers, attributes and strings with a chip's name in them; docstrings do not count."""
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        f"line {getattr(node, 'lineno', '?')}: {text[:60]!r}"
+        for node in ast.walk(tree)
+        if id(node) not in prose
+        for text in texts(node)
+        if CHIPS & set(words(text))
+    ]
+
+
+def texts(node: ast.AST) -> Iterator[str]:
+    for field, value in ast.iter_fields(node):
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str) and field not in ("type_comment", "kind"):
+                yield item
+
+
+def words(text: str) -> Iterator[str]:
+    """Lower-case words of ``is_cuda``, ``CudaGraph``, ``NCCLError`` or a sentence."""
+    for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", text):
+        yield word.lower()
+
+
+def long_functions(tree: ast.Module) -> list[str]:
+    return [
+        f"line {node.lineno}: {node.name} has {length} lines, {MAX_FUNCTION_LINES} are allowed"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+
+
+EVERYWHERE = python_files("core", "backends", "examples", "benchmarks", "tests")
+OF_CORE = [path for path in python_files("core") if path != CORE / "__init__.py"]
+
+
+@each(OF_CORE)
+def test_core_file_imports_only_lower_layers(path: Path) -> None:
+    part = path.relative_to(CORE).parts[0].removesuffix(".py")
+    assert part in LAYERS, f"{part} is new: give it a row in LAYERS, with a reason in DESIGN"
+    assert layer_offences(parse(path), part, LAYERS[part]) == []
+
+
+@each(python_files("backends"))
+def test_backend_file_imports_contract_and_operators_only(path: Path) -> None:
+    tree, own = parse(path), path.relative_to(ROOT / "backends").parts[1]
+    assert layer_offences(tree, "backends", BACKENDS_MAY_IMPORT) == []
+    tops = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    tops |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    others = {top for top in tops if top.startswith("anychip_") and top.split(".")[0] != own}
+    assert not others, "backends never import each other"
+
+
+@each(python_files("core"))
+def test_core_file_names_no_chip(path: Path) -> None:
+    assert chip_names(parse(path)) == []
+    assert not CHIPS & set(words(str(path.relative_to(CORE))))
+
+
+@each(EVERYWHERE)
+def test_python_file_keeps_to_its_size_and_name(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_MODULE_LINES
+    assert long_functions(parse(path)) == []
+    assert not {path.stem, path.parent.name} & NO_MODULE
+
+
+@each([path for path in python_files("core", "backends") if "templates" not in path.parts])
+def test_module_opens_with_what_it_answers(path: Path) -> None:
+    assert ast.get_docstring(parse(path)), "a module begins with the question that it answers"
+
+
+def test_root_module_exports_no_function_named_like_a_submodule() -> None:
+    parts = {path.stem for path in CORE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    functions = {
+        name for name in anychip.__all__ if not isinstance(getattr(anychip, name), type(sys))
+    }
+    assert functions & parts == set(), "`import anychip.x` would replace the function anychip.x"
+
+
+@pytest.mark.parametrize(
+    ("rule", "offender"),
+    [
+        (lambda tree: layer_offences(tree, "contract", set()), "from anychip.train import zero"),
+        (
+            lambda tree: layer_offences(tree, "dispatch", {"contract"}),
+            "def f():\n    import anychip.ops",
+        ),
+        (lambda tree: layer_offences(tree, "registry", {"contract"}), "from anychip import use"),
+        (lambda tree: layer_offences(tree, "registry", {"contract"}), "anychip.provenance()"),
+        (lambda tree: layer_offences(tree, "backends", {"contract"}), "import anychip.registry"),
+        (chip_names, "torch.cuda.synchronize()"),
+        (chip_names, "def f(use_npu): pass"),
+        (chip_names, "kind = f'{x}:nccl'"),
+        (chip_names, "class NCCLError: pass"),
+        (chip_names, "import torch_npu"),
+        (long_functions, "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
+    ],
+    ids=lambda value: repr(value)[:40] if isinstance(value, str) else "",
+)
+def test_rule_with_an_offender_finds_it(
+    rule: Callable[[ast.Module], list[str]], offender: str
+) -> None:
+    assert len(rule(ast.parse(offender))) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "neighbour"),
+    [
+        (
+            lambda tree: layer_offences(tree, "dispatch", {"contract"}),
+            "from anychip import Backend",
+        ),
+        (
+            lambda tree: layer_offences(tree, "train", FLOOR),
+            "import anychip\nfrom anychip import ops",
+        ),
+        (chip_names, "def f():\n    'like cudaStreamCreate and CUDA streams'"),
+        (lambda tree: layer_offences(tree, "registry", set()), "import anychip; anychip.__file__"),
+        (chip_names, "scan = chips = normal = metallic = 1"),
+        (long_functions, "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),
+    ],
+    ids=lambda value: repr(value)[:40] if isinstance(value, str) else "",
+)
+def test_rule_with_what_is_allowed_finds_nothing(
+    rule: Callable[[ast.Module], list[str]], neighbour: str
+) -> None:
+    assert rule(ast.parse(neighbour)) == []

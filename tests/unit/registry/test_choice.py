@@ -1,0 +1,114 @@
+"""What is chosen from a table of records; no process is started here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from anychip.contract import (
+    AmbiguousBackendError,
+    BackendUnavailableError,
+    UnknownBackendError,
+    UnsupportedError,
+)
+from anychip.registry import BackendRecord, choice, discovery
+from anychip.registry.discovery import BACKENDS, Plugin
+
+
+def _record(name: str, status: Any, kind: Any = None, reason: str = "why") -> BackendRecord:
+    return BackendRecord(
+        name=name,
+        status=status,
+        reason=reason,
+        fix="do this",
+        kind=kind,
+        device_type=name,
+        device_count=1,
+        distribution=f"plugin-{name}",
+        version="1",
+        module=f"plugin_{name}",
+    )
+
+
+CPU = _record("cpu", "ready", "host")
+OTHER_HOST = _record("toy", "ready", "host")
+FAST = _record("fast", "ready", "accelerator")
+FASTER = _record("faster", "ready", "accelerator")
+ABSENT = _record("absent", "unavailable")
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([CPU], "cpu"),
+        ([OTHER_HOST, CPU, ABSENT], "cpu"),
+        ([CPU, FAST, ABSENT], "fast"),
+        ([FAST, OTHER_HOST], "fast"),
+    ],
+    ids=["only_cpu", "another_host", "one_accelerator", "accelerator_without_cpu"],
+)
+def test_forecast_without_a_name_takes_the_accelerator_else_cpu(
+    records: list[BackendRecord], expected: str
+) -> None:
+    decision = choice.forecast(records)
+    assert decision.name == expected
+    assert [c.name for c in decision.candidates if c.accepted] == [expected]
+    assert [c.name for c in decision.candidates] == [record.name for record in records]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [[], [OTHER_HOST], [ABSENT, _record("cpu", "broken")]],
+    ids=["nothing", "another_host", "cpu_broken"],
+)
+def test_forecast_without_accelerator_and_cpu_raises(records: list[BackendRecord]) -> None:
+    with pytest.raises(BackendUnavailableError, match="backend 'cpu' cannot run here"):
+        choice.forecast(records)
+
+
+def test_forecast_with_two_accelerators_raises_naming_both() -> None:
+    with pytest.raises(AmbiguousBackendError, match=r"fast \(why\), faster \(why\)"):
+        choice.forecast([CPU, FAST, FASTER])
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metadata of ``cpu``, ``absent``, and of ``acme`` twice."""
+    owners = (("cpu", "a"), ("absent", "b"), ("acme", "c"), ("acme", "d"))
+    plugins = tuple(
+        Plugin(group=BACKENDS, name=name, module="m", distribution=owner, version="2")
+        for name, owner in owners
+    )
+    monkeypatch.setattr(discovery, "installed", lambda: plugins)
+
+
+@pytest.mark.usefixtures("installed")
+def test_resolve_name_that_nobody_has_raises_with_the_nearest() -> None:
+    with pytest.raises(UnknownBackendError, match=r"'CPUs'; did you mean 'cpu'\? \(installed: abs"):
+        choice.resolve("CPUs")
+    with pytest.raises(UnknownBackendError, match=r"named 'zzz' \(installed: absent, acme, cpu, t"):
+        choice.resolve("zzz")
+
+
+@pytest.mark.usefixtures("installed")
+def test_resolve_name_with_two_claimants_raises_naming_both() -> None:
+    expected = "2 distributions claim the name 'acme': c 2, d 2; uninstall all but one"
+    with pytest.raises(AmbiguousBackendError, match=expected):
+        choice.resolve("acme")
+
+
+@pytest.mark.parametrize("path", ["./libacme.so", "libacme.so", "/opt/acme/lib"])
+def test_resolve_path_of_a_library_says_that_this_version_cannot(path: str) -> None:
+    with pytest.raises(UnsupportedError, match="the C ABI is not part of this version"):
+        choice.resolve(path)
+
+
+@pytest.mark.usefixtures("installed")
+def test_forecast_with_the_variable_set_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYCHIP_BACKEND", "cpu")
+    decision = choice.forecast([CPU, FAST, FASTER])
+    assert (decision.name, decision.asked_by) == ("cpu", "environment")
+    monkeypatch.setenv("ANYCHIP_BACKEND", "absent")
+    with pytest.raises(BackendUnavailableError, match=r"'absent' cannot run .*\n.*do this"):
+        choice.forecast([CPU, FAST, ABSENT])

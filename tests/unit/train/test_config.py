@@ -1,0 +1,125 @@
+"""Settings: what is read is what is meant, and what cannot be is answered with what was meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from anychip.train import config
+from anychip.train.config import Config, ConfigError
+from anychip.train.models import GPTConfig, LlamaConfig
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_config_without_anything_is_the_default() -> None:
+    assert config.load() == Config()
+
+
+def test_config_takes_the_file_and_over_it_the_settings(tmp_path: Path) -> None:
+    file = _written(
+        tmp_path / "c.toml",
+        '[model]\nkind = "llama"\nwidth = 64\nlayers = 2\n[optimizer]\nlr = 1\n'
+        '[data]\nfiles = ["a.txt"]\n',
+    )
+    loaded = config.load(file, ["model.width=96", "model.hidden=128", "run.backend=acme"])
+    assert loaded.model == LlamaConfig(width=96, layers=2, hidden=128)
+    assert loaded.optimizer.lr == 1.0
+    assert type(loaded.optimizer.lr) is float
+    assert loaded.data.files == ("a.txt",)
+    assert loaded.run.backend == "acme"
+
+
+@pytest.mark.parametrize("settings", [(), ("model.kind=llama",), ("model.kind=gpt",)], ids=str)
+def test_config_with_its_kind_from_settings_alone_is_of_that_kind(settings: list[str]) -> None:
+    wanted = LlamaConfig if "model.kind=llama" in settings else GPTConfig
+    assert type(config.load(None, settings).model) is wanted
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["model.kind=llama", "model.hidden=96", "run.backend=acme"],
+        ['data.files=["a b.txt", "\\"c.txt"]', "optimizer.lr=3e-4", "model.dropout=0.1"],
+    ],
+    ids=["default", "llama", "texts"],
+)
+def test_config_written_and_read_is_the_same(tmp_path: Path, settings: list[str]) -> None:
+    loaded = config.load(None, settings)
+    file = _written(tmp_path / "config.toml", config.dump(loaded))
+    assert config.load(file) == loaded
+
+
+@pytest.mark.parametrize(
+    ("setting", "answer"),
+    [
+        ("model.widht=3", "there is no setting 'model.widht'; did you mean 'model.width'?"),
+        ("modl.width=3", "there is no setting 'modl.width'; did you mean 'model.width'?"),
+        ("steps=3", "there is no setting 'steps'; did you mean 'run.steps'?"),
+        ("run.lr=3", "there is no setting 'run.lr'; did you mean 'optimizer.lr'?"),
+        ("optimiser.learning=3", "there is no setting 'optimiser.learning'"),
+        ("model.kv_heads=2", "there is no setting 'model.kv_heads'"),
+        ("model.width=wide", "model.width: an integer expected, got 'wide'"),
+        ("model.width=64.0", "model.width: an integer expected, got 64.0"),
+        ("model.layers=true", "model.layers: an integer expected, got True"),
+        ("optimizer.lr=nan", "optimizer.lr: a finite number expected, got nan"),
+        ("run.precision=16", "run.precision: a string expected, got 16"),
+        ("data.files=a.txt", "data.files: a list of strings"),
+        ("data.files=[1]", "data.files: a list of strings"),
+        ("model.kind=gtp", "model.kind must be one of gpt, llama, got 'gtp'"),
+        ("model.width=30", "[model] width must be a multiple of heads, got width 30 and heads 4"),
+        ("model.vocab_size=100", "model.vocab_size must be at least 256"),
+        ("run.steps=0", "[run] steps must be at least 1, got 0"),
+        ("data.accumulation=0", "[data] accumulation must be at least 1, got 0"),
+        ("optimizer.beta2=1", "[optimizer] beta2 must be at least 0 and below 1, got 1.0"),
+        ("optimizer.eps=0", "[optimizer] eps must be greater than 0, got 0.0"),
+        ("optimizer.lr=-1", "[optimizer] lr must be at least 0, got -1.0"),
+        ("optimizer.stage=4", "[optimizer] stage must be 0, 1, 2 or 3, got 4"),
+        ("schedule.warmup=2", "[schedule] warmup must be from 0 to 1, got 2.0"),
+        ("checkpoint.every=0", "[checkpoint] every must be at least 1, got 0"),
+        ("model", "a setting is key=value, like model.width=256; got 'model'"),
+        ("=3", "a setting is key=value"),
+    ],
+)
+def test_setting_that_cannot_be_is_an_error_that_says_what_can(setting: str, answer: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(None, [setting])
+    assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("[model]\nwidht = 3", "c.toml: there is no setting 'model.widht'; did you mean"),
+        ("width = 3", "c.toml: there is no setting 'width'; did you mean 'model.width'?"),
+        ("[model]\nwidth = 30", "c.toml: [model] width must be a multiple of heads"),
+        ("[model]\nwidth = {}", "c.toml: model.width: an integer expected, got {}"),
+        ("[model\nwidth = 3", "c.toml is not TOML: "),
+    ],
+)
+def test_file_with_a_mistake_is_an_error_that_names_the_file(
+    tmp_path: Path, text: str, answer: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(_written(tmp_path / "c.toml", text))
+    assert answer in str(caught.value)
+
+
+def test_setting_given_twice_is_an_error_that_shows_both() -> None:
+    with pytest.raises(
+        ConfigError, match=r"run.seed is given twice: 'run.seed=1' and 'run.seed=2'"
+    ):
+        config.load(None, ["run.seed=1", "run.seed=2"])
+
+
+def test_file_that_is_no_text_is_an_error_and_a_missing_one_too(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        config.load(tmp_path / "c.toml")
+    with pytest.raises(FileNotFoundError):
+        config.load(tmp_path / "absent.toml")

@@ -1,0 +1,152 @@
+"""Windows of text: each once in an epoch, every target the byte that follows, resumed exactly."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from anychip.train import data
+
+
+def _loader(length: int = 1000, **settings: int) -> data.Loader:
+    """Of a text in which every window can be told by its bytes: 251 is prime to the contexts."""
+    tokens = torch.from_numpy((np.arange(length) % 251).astype(np.uint8))
+    return data.Loader(tokens, **{"context": 16, "batch_size": 3, **settings})
+
+
+@pytest.mark.parametrize(
+    ("length", "context"),
+    [(1000, 16), (17, 16), (33, 16), (160, 16), (161, 16), (5, 1), (2, 1)],
+    ids=str,
+)
+def test_epoch_cuts_the_text_into_windows_that_each_come_once(length: int, context: int) -> None:
+    text = np.random.default_rng(0).integers(0, 256, length).astype(np.uint8)
+    loader = data.Loader(torch.from_numpy(text), context=context, batch_size=1)
+    num_windows = max(1, (length - context) // context)
+    for _ in range(3):
+        seen = [next(iter(loader)) for _ in range(num_windows)]
+        windows = {(*x[0].tolist(), y[0, -1].item()) for x, y in seen}
+        starts = [
+            start
+            for start in range(length - num_windows * context)
+            if windows
+            == {
+                tuple(text[start + i * context : start + (i + 1) * context + 1].tolist())
+                for i in range(num_windows)
+            }
+        ]
+        assert starts, "the windows stand side by side, from some start"
+
+
+def test_windows_begin_elsewhere_in_each_epoch_so_that_no_byte_keeps_its_place() -> None:
+    loader = _loader(length=200, batch_size=1)  # short enough for a byte to be its own position
+    shifts = set()
+    for _ in range(300):
+        shifts.add(min(int(x[0, 0]) for x, _ in islice(loader, loader.num_windows)))
+    # In 300 draws one of 16 is missed with a chance of 16 * (15/16)^300 = 6e-8; the seed is fixed.
+    assert shifts == set(range(16))
+
+
+def test_batch_has_as_targets_the_tokens_that_follow() -> None:
+    for tokens, targets in islice(_loader(), 50):
+        assert tokens.dtype == targets.dtype == torch.int64
+        assert tokens.shape == targets.shape == (3, 16)
+        assert torch.equal((tokens + 1) % 251, targets)
+
+
+def test_order_differs_between_seeds_and_epochs_and_repeats_for_a_seed() -> None:
+    def epochs(seed: int) -> list[list[int]]:
+        loader = _loader(seed=seed, batch_size=1)
+        first = [int(x[0, 0]) for x, _ in islice(loader, 2 * loader.num_windows)]
+        return [first[: loader.num_windows], first[loader.num_windows :]]
+
+    assert epochs(0) == epochs(0)
+    assert epochs(0) != epochs(1)
+    assert epochs(0)[0] != epochs(0)[1]
+    assert epochs(0)[0] != sorted(epochs(0)[0])
+
+
+@pytest.mark.parametrize("done", [0, 1, 20, 100])
+def test_loader_resumed_goes_on_with_the_same_batches(done: int) -> None:
+    first, second = _loader(), _loader()
+    for _ in islice(first, done):
+        pass
+    second.load_state_dict(first.state_dict())
+    for (x, y), (x2, y2) in islice(zip(first, second, strict=False), 30):
+        assert torch.equal(x, x2)
+        assert torch.equal(y, y2)
+
+
+def test_two_small_batches_are_one_large_batch() -> None:
+    small, large = iter(_loader(batch_size=2)), iter(_loader(batch_size=4))
+    for _ in range(40):
+        halves = [next(small)[0], next(small)[0]]
+        assert torch.equal(torch.cat(halves), next(large)[0])
+
+
+def test_loader_with_a_number_of_batches_ends_there_also_when_resumed() -> None:
+    assert len(list(_loader(num_batches=7))) == 7
+    first, second = _loader(num_batches=7), _loader(num_batches=7)
+    list(islice(first, 5))
+    second.load_state_dict(first.state_dict())
+    assert len(list(second)) == 2
+    assert list(second) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [({"length": 999}, "text"), ({"context": 8}, "context"), ({"seed": 5}, "seed")],
+    ids=["text", "context", "seed"],
+)
+def test_position_in_other_data_is_refused_and_changes_nothing(
+    other: dict[str, int], name: str
+) -> None:
+    mine, theirs = _loader(), _loader(**other)
+    list(islice(theirs, 3))
+    with pytest.raises(ValueError, match=f"the data has another {name}"):
+        mine.load_state_dict(theirs.state_dict())
+    assert mine.position == 0
+
+
+def test_text_shorter_than_a_window_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match=r"at least 17 bytes expected .* got 16"):
+        _loader(length=16)
+
+
+def test_files_are_read_one_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"ab\xff")
+    (tmp_path / "b").write_bytes("\u00e9".encode())
+    tokens = data.read_texts([tmp_path / "a", str(tmp_path / "b")])
+    assert tokens.tolist() == [97, 98, 255, 0xC3, 0xA9]
+    assert data.decode(tokens) == "ab\ufffd\u00e9"
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "answer"),
+    [
+        (b"", ValueError, "is empty"),
+        (b"ab\0c", ValueError, "is binary: a zero byte at 2"),
+        (None, FileNotFoundError, "file"),
+    ],
+    ids=["empty", "binary", "missing"],
+)
+def test_file_that_is_no_text_is_refused_by_name(
+    tmp_path: Path, content: bytes | None, error: type[Exception], answer: str
+) -> None:
+    if content is not None:
+        (tmp_path / "file").write_bytes(content)
+    with pytest.raises(error, match=answer) as caught:
+        data.read_texts([tmp_path / "file"])
+    assert str(tmp_path / "file") in str(caught.value)
+
+
+def test_python_documentation_is_text_enough_to_train_on() -> None:
+    from pydoc_data.topics import topics
+
+    text = data.decode(data.python_documentation())
+    assert len(text) > 100_000
+    assert all(topic in text for topic in topics.values())

@@ -1,0 +1,245 @@
+"""The trainer: it learns, accumulates, resumes equal in bits, and stops when it must."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import anychip
+from anychip.train import checkpoint, config, loop, report
+from anychip.train.interruption import Interrupted
+from anychip.train.loop import TrainingError
+from anychip.train.report import Row
+
+TINY = [
+    "run.steps=8",
+    "run.sample_bytes=5",
+    "model.context=16",
+    "model.layers=1",
+    "model.heads=2",
+    "model.width=16",
+    "data.batch_size=2",
+    "checkpoint.every=3",
+]
+LLAMA = ["model.kind=llama", "model.kv_heads=1"]
+
+
+def _build(*settings: str) -> loop.Run:
+    keys = {setting.split("=")[0] for setting in settings}
+    kept = [setting for setting in TINY if setting.split("=")[0] not in keys]
+    return loop.build(config.load(None, [*kept, *settings]), anychip.use("cpu"))
+
+
+def _bits(run: loop.Run) -> list[bytes]:
+    return [p.detach().numpy().tobytes() for p in run.model.parameters()]
+
+
+def _without_time(rows: list[Row]) -> list[Row]:
+    return [replace(row, tokens_per_s=0.0) for row in rows]
+
+
+def _nothing(row: Row) -> None:
+    pass
+
+
+@pytest.mark.parametrize("settings", [[], LLAMA], ids=["gpt", "llama"])
+def test_training_learns_a_repeated_text(tmp_path: Path, settings: list[str]) -> None:
+    text = tmp_path / "text"
+    text.write_text("to be or not to be, " * 50)
+    run = _build(f'data.files=["{text}"]', "run.steps=120", "optimizer.lr=1e-2", *settings)
+    rows = loop.train(run, tmp_path, _nothing)
+    assert [row.step for row in rows] == list(range(1, 121))
+    # Alike for all bytes is log 256; the text has 9 bytes, and what follows on most is certain.
+    assert abs(rows[0].loss - math.log(256)) < 0.5
+    assert rows[-1].loss < math.log(9) / 2
+
+
+@pytest.mark.parametrize("settings", [["model.dropout=0.2"], LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("ends", ["error", "steps"])
+def test_run_resumed_has_the_rows_and_bits_of_one_that_was_not_ended(
+    tmp_path: Path, settings: list[str], ends: str
+) -> None:
+    straight = _build(*settings)
+    (tmp_path / "straight").mkdir()
+    wanted = loop.train(straight, tmp_path / "straight", _nothing)
+
+    out = tmp_path / "broken"
+    out.mkdir()
+    first = _build(*settings)
+
+    def die_at_step_5(row: Row) -> None:
+        if row.step == 5 and ends == "error":
+            raise ZeroDivisionError
+
+    if ends == "error":
+        with pytest.raises(ZeroDivisionError):
+            loop.train(first, out, die_at_step_5)
+        assert len(report.read_metrics(out / "metrics.jsonl")) == 5
+    else:
+        loop.train(first, out, _nothing)
+
+    second = _build(*settings)
+    loop.restore(second, out)
+    assert second.step == (3 if ends == "error" else 8)
+    rows = loop.train(second, out, _nothing)
+    assert _without_time(rows) == _without_time(wanted)
+    assert _without_time(report.read_metrics(out / "metrics.jsonl")) == _without_time(wanted)
+    assert _bits(second) == _bits(straight)
+    assert loop.sample(second) == loop.sample(straight)
+
+
+@pytest.mark.parametrize("settings", [[], LLAMA], ids=["gpt", "llama"])
+def test_accumulation_of_two_halves_equals_the_whole_batch(
+    tmp_path: Path, settings: list[str]
+) -> None:
+    whole = _build("data.batch_size=4", "run.steps=1", "optimizer.max_norm=0", *settings)
+    halves = _build("data.accumulation=2", "run.steps=1", "optimizer.max_norm=0", *settings)
+    grads = []
+    for name, run in (("whole", whole), ("halves", halves)):
+        (tmp_path / name).mkdir()
+        run.optimizer.zero_grad = lambda *args: None  # type: ignore[method-assign]
+        grads.append((loop.train(run, tmp_path / name, _nothing)[0], run))
+    (first, _), (second, _) = grads
+    eps = np.finfo(np.float32).eps
+    # Means of 64 tokens, summed in another order: each sum is off by at most 64 roundings.
+    assert abs(first.loss - second.loss) <= 64 * eps * first.loss
+    for p, q in zip(whole.model.parameters(), halves.model.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        bound = 64 * eps * first.grad_norm
+        assert (p.grad - q.grad).abs().max().item() <= bound
+
+
+def test_row_has_the_loss_and_norm_that_plain_torch_computes(tmp_path: Path) -> None:
+    run, twin = _build("run.steps=1"), _build("run.steps=1")
+    tokens, targets = twin.loader.next_batch()
+    loss = torch.nn.functional.cross_entropy(twin.model(tokens).flatten(0, 1), targets.flatten())
+    loss.backward()
+    grads = [p.grad.double().numpy() for p in twin.model.parameters() if p.grad is not None]
+    norm = math.sqrt(sum((g**2).sum() for g in grads))
+    (row,) = loop.train(run, tmp_path, _nothing)
+    # Both are float32 sums of at most a few thousand terms.
+    assert abs(row.loss - loss.item()) <= 1e-5 * loss.item()
+    assert abs(row.grad_norm - norm) <= 1e-4 * norm
+
+
+def test_learning_rate_rises_then_falls_to_its_final_part(tmp_path: Path) -> None:
+    run = _build("run.steps=20", "schedule.warmup=0.25", "schedule.final=0.5", "optimizer.lr=1e-3")
+    rates = [row.lr for row in loop.train(run, tmp_path, _nothing)]
+    wanted = [1e-3 * (i + 1) / 5 for i in range(5)]
+    wanted += [1e-3 * (0.5 + 0.25 * (1 + math.cos(math.pi * i / 15))) for i in range(15)]
+    assert np.allclose(rates, wanted, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("batches", "step"), [(4, 5), (0, 1)], ids=["later", "at_once"])
+def test_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
+    tmp_path: Path, batches: int, step: int
+) -> None:
+    run = _build()
+
+    def poison(row: Row) -> None:
+        if row.step == batches:
+            next(iter(run.model.parameters())).data.fill_(math.nan)
+
+    if not batches:
+        poison(Row(step=0, loss=0, lr=0, grad_norm=0, tokens_per_s=0))
+    with pytest.raises(TrainingError, match=f"step {step}: loss nan") as caught:
+        loop.train(run, tmp_path, poison)
+    assert len(report.read_metrics(tmp_path / "metrics.jsonl")) == batches
+    resumed = _build()
+    loop.restore(resumed, tmp_path)
+    assert resumed.step == (3 if batches else 0)
+    advice = "anychip train --resume" if batches else "begin again with a lower optimizer.lr"
+    assert advice in str(caught.value)
+    assert all(p.isfinite().all() for p in resumed.model.parameters())
+
+
+def test_resume_takes_the_settings_of_the_optimizer_from_the_configuration(tmp_path: Path) -> None:
+    loop.train(_build(), tmp_path, _nothing)
+    run = _build("optimizer.weight_decay=0.5")
+    loop.restore(run, tmp_path)
+    assert [group["weight_decay"] for group in run.optimizer.param_groups] == [0.5, 0.0]
+
+
+def test_resume_past_the_last_step_is_refused(tmp_path: Path) -> None:
+    loop.train(_build(), tmp_path, _nothing)
+    with pytest.raises(ValueError, match=r"trained for 8 steps already, and run\.steps is 5"):
+        loop.restore(_build("run.steps=5"), tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["sigint", "sigterm"])
+def test_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path, number: int) -> None:
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    def interrupt(row: Row) -> None:
+        if row.step == 4:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(Interrupted, match="interrupted after step 4 of 8") as caught:
+        loop.train(_build(), tmp_path, interrupt)
+    assert caught.value.signal == number
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    run = _build()
+    loop.restore(run, tmp_path)
+    assert run.step == 4
+
+
+def test_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
+    def interrupt_twice(row: Row) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        loop.train(_build(), tmp_path, interrupt_twice)
+    assert not isinstance(caught.value, Interrupted)
+
+
+def test_full_disk_in_mid_run_keeps_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = checkpoint._write_part
+
+    def full(folder: Path, part: str, state: object) -> dict[str, object]:
+        if (folder / "manifest.json").exists():
+            raise OSError(28, "No space left on device")
+        return real(folder, part, state)
+
+    monkeypatch.setattr(checkpoint, "_write_part", full)
+    with pytest.raises(OSError, match="checkpoint of step 6 was not written; the one before"):
+        loop.train(_build(), tmp_path, _nothing)
+    run = _build()
+    loop.restore(run, tmp_path)
+    assert run.step == 3
+
+
+def test_finish_leaves_sample_plot_and_provenance(tmp_path: Path) -> None:
+    run = _build("run.sample_bytes=40")
+    rows = loop.train(run, tmp_path, _nothing)
+    text = loop.finish(run, tmp_path, rows)
+    assert (tmp_path / "sample.txt").read_text() == text
+    assert 0 < len(text) <= 40
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "checkpoint",
+        "config.toml",
+        "loss.png",
+        "metrics.jsonl",
+        "provenance.json",
+        "sample.txt",
+    }
+    assert config.load(tmp_path / "config.toml") == run.config
+    assert '"adamw"' in (tmp_path / "provenance.json").read_text()
+
+
+def test_bf16_trains_with_parameters_and_moments_in_float32(tmp_path: Path) -> None:
+    run = _build("run.precision=bf16", "run.steps=20", "optimizer.lr=1e-2")
+    rows = loop.train(run, tmp_path, _nothing)
+    assert rows[-1].loss < rows[0].loss
+    states = [t for state in run.optimizer.state.values() for t in state.values()]
+    assert {t.dtype for t in [*run.model.parameters(), *states]} == {torch.float32}

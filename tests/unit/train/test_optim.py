@@ -1,0 +1,302 @@
+"""Update rules against torch's own optimizer and against the equations in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anychip
+from anychip.contract import Communicator, SoloCommunicator, UnsupportedError
+from anychip.train import optim, precision, zero
+
+UNIT = 2.0**-24
+TWICE = optim.chain(
+    optim.Rule(lambda param: {"exp_avg": param.clone()}, lambda update: None), optim.adamw(1.0)
+)
+
+
+@pytest.fixture(autouse=True)
+def cpu() -> None:
+    anychip.use("cpu")
+    torch.manual_seed(11)
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(shape)) for shape in ((5, 7), (33,), (1,), (64, 3))]
+
+
+def copies(params: list[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().to(dtype)) for p in params]
+
+
+def give(params: list[nn.Parameter], grads: list[Tensor]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.to(param.dtype)
+
+
+def optimizer(params: object, rule: optim.Rule) -> zero.Optimizer:
+    return zero.Optimizer(params, rule, SoloCommunicator())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("clip", [None, 0.5, 100.0], ids=["no-clip", "clips", "clip-idle"])
+def test_adamw_over_twenty_steps_stays_with_torch_in_float64(clip: float | None) -> None:
+    params = parameters()
+    exact = copies(params, torch.float64)
+    peer = torch.optim.AdamW(exact, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    rules = [] if clip is None else [optim.clip_by_global_norm(clip)]
+    rule = optim.chain(*rules, optim.adamw(1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1))
+    ours = optimizer(params, rule)
+    for _ in range(20):
+        grads = [torch.randn_like(p) for p in params]
+        give(params, grads)
+        give(exact, grads)
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in exact]))
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(exact, clip)
+        result = ours.step()
+        peer.step()
+        if clip is not None:
+            assert float(result.grad_norm) == pytest.approx(norm, rel=32 * UNIT)
+        assert result.lr == 1e-2
+        assert not result.skipped
+    # One step moves a parameter by lr (1 + wd |p|) with a relative error of about 20 roundings;
+    # the errors of 20 steps add up, and each step rounds the parameter itself once.
+    for got, want in zip(params, exact, strict=True):
+        bound = 20 * (20 * 1e-2 + 1.0) * UNIT * (1.0 + want.abs())
+        assert bool(((got - want).abs() <= bound).all())
+
+
+def test_adamw_state_matches_torch_bit_for_bit_in_its_step_count() -> None:
+    params = parameters()
+    ours = optimizer(params, optim.adamw(1e-3))
+    for _ in range(3):
+        give(params, [torch.randn_like(p) for p in params])
+        ours.step()
+    assert [float(ours.state[p]["step"]) for p in params] == [3.0] * 4
+    assert ours.num_steps == 3
+
+
+def test_parameter_without_gradient_keeps_its_own_step_count() -> None:
+    params = parameters()
+    exact = copies(params, torch.float64)
+    ours = optimizer(params, optim.adamw(1e-2, weight_decay=0.0))
+    peer = torch.optim.AdamW(exact, lr=1e-2, weight_decay=0.0)
+    for step in range(6):
+        grads = [torch.randn_like(p) for p in params]
+        give(params, grads)
+        give(exact, grads)
+        if step in (1, 2):
+            params[1].grad = exact[1].grad = None
+        if step == 4:
+            params[0].grad = exact[0].grad = None
+        ours.step()
+        peer.step()
+    assert [float(ours.state[p]["step"]) for p in params] == [5.0, 4.0, 6.0, 6.0]
+    for got, want in zip(params, exact, strict=True):
+        assert bool(((got - want).abs() <= 200 * UNIT * (1.0 + want.abs())).all())
+
+
+def test_clip_by_global_norm_measures_all_groups_and_leaves_gradients_alone() -> None:
+    params = parameters()
+    groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}]
+    ours = optimizer(groups, optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-3)))
+    grads = [torch.randn_like(p) for p in params]
+    give(params, grads)
+    norm = ours.step().grad_norm
+    want = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
+    assert norm is not None
+    assert float(norm) == pytest.approx(want, rel=32 * UNIT)
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True))
+
+
+def test_group_options_override_the_rule() -> None:
+    still, decayed = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+    groups = [
+        {"params": [still], "weight_decay": 0.0},
+        {"params": [decayed], "weight_decay": 0.5, "lr_scale": 2.0},
+    ]
+    ours = optimizer(groups, optim.adamw(0.1, weight_decay=9.0))
+    give([still, decayed], [torch.zeros(8), torch.zeros(8)])
+    ours.step()
+    assert torch.equal(still, torch.ones(8))
+    assert torch.allclose(decayed, torch.full((8,), 1.0 - 0.2 * 0.5), rtol=4 * UNIT, atol=0)
+
+
+def test_accumulation_of_two_halves_equals_the_whole_batch() -> None:
+    results = []
+    for parts in (1, 2):
+        torch.manual_seed(5)
+        model = nn.Linear(6, 4)
+        ours = optimizer(model, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2)))
+        x, y = torch.randn(8, 6), torch.randn(8, 4)
+        for _ in range(5):
+            for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                ours.backward((model(a) - b).square().mean() / parts)
+            ours.step()
+            ours.zero_grad()
+        results.append(model.weight.detach().clone())
+    # Sums of the same 8 terms in another order, then Adam's division: a few units per step.
+    assert bool(((results[0] - results[1]).abs() <= 5 * 64 * UNIT).all())
+
+
+@pytest.mark.parametrize(
+    ("count", "want"),
+    [(0, 0.1), (4, 0.5), (9, 1.0), (10, 1.0), (55, 0.55), (100, 0.1), (500, 0.1)],
+)
+def test_warmup_cosine_at_its_corners(count: int, want: float) -> None:
+    schedule = optim.warmup_cosine(1.0, 10, 100)
+    assert schedule(count) == pytest.approx(want)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: optim.chain(), "at least one rule"),
+        (lambda: optimizer(nn.Linear(2, 2), TWICE), "two rules keep"),
+        (lambda: optim.clip_by_global_norm(0.0), "max_norm must be greater than 0"),
+        (lambda: optim.constant(-1.0), "learning rate"),
+        (lambda: optim.warmup_cosine(1.0, 20, 10), "warmup_steps"),
+    ],
+    ids=["empty-chain", "state-twice", "max-norm", "negative-rate", "long-warmup"],
+)
+def test_rule_with_wrong_arguments_is_refused(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["one-group", "two-groups"])
+def test_state_dict_round_trip_continues_bit_for_bit(grouped: bool) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(6, 4)
+
+    def groups(layer: nn.Linear) -> object:
+        decayed = {"params": [layer.weight], "weight_decay": 0.1}
+        kept = {"params": [layer.bias], "weight_decay": 0.0}
+        return [decayed, kept] if grouped else layer
+
+    rule = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(optim.warmup_cosine(0.1, 2, 9)))
+    ours = optimizer(groups(model), rule)
+    data = [torch.randn(8, 6) for _ in range(8)]
+
+    def run(opt: zero.Optimizer, layer: nn.Linear, batches: list[Tensor]) -> None:
+        for x in batches:
+            opt.backward(layer(x).square().mean())
+            opt.step()
+            opt.zero_grad()
+
+    run(ours, model, data[:4])
+    other = nn.Linear(6, 4)
+    other.load_state_dict(model.state_dict())
+    resumed = optimizer(groups(other), rule)
+    saved = ours.state_dict()
+    resumed.load_state_dict(saved)
+    run(ours, model, data[4:])
+    run(resumed, other, data[4:])
+    assert torch.equal(model.weight, other.weight)
+    assert torch.equal(
+        ours.state[model.bias]["exp_avg_sq"], resumed.state[other.bias]["exp_avg_sq"]
+    )
+    assert resumed.num_steps == 8
+    assert [float(s["step"]) for s in resumed.state.values()] == [8.0, 8.0]
+
+
+def test_state_dict_of_another_model_is_refused_and_nothing_changes() -> None:
+    ours = optimizer(nn.Linear(6, 4), optim.adamw(0.1))
+    model = nn.Linear(6, 5)
+    mine = optimizer(model, optim.adamw(0.1))
+    give(list(model.parameters()), [torch.ones(5, 6), torch.ones(5)])
+    mine.step()
+    before = mine.state[model.weight]["exp_avg"].clone()
+    with pytest.raises(ValueError, match="optimizer state of parameter 0"):
+        mine.load_state_dict(ours.state_dict())
+    assert torch.equal(mine.state[model.weight]["exp_avg"], before)
+
+
+def test_optimizer_on_frozen_module_or_unknown_stage_is_refused() -> None:
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter that requires gradients"):
+        optimizer(frozen, optim.adamw(0.1))
+    with pytest.raises(ValueError, match="does not require gradients"):
+        optimizer([{"params": list(frozen.parameters())}], optim.adamw(0.1))
+    with pytest.raises(ValueError, match="stage must be"):
+        zero.Optimizer(nn.Linear(2, 2), optim.adamw(0.1), SoloCommunicator(), stage=4)
+    with pytest.raises(UnsupportedError, match="stage 3"):
+        zero.Optimizer(nn.Linear(2, 2), optim.adamw(0.1), SoloCommunicator(), stage=3)
+
+
+def test_optimizer_with_wrong_groups_or_rule_is_refused() -> None:
+    layer = nn.Linear(2, 2)
+    wrong = [{"params": list(layer.parameters()), "weight_dekay": 0.1}]
+    with pytest.raises(ValueError, match="did you mean 'weight_decay'"):
+        optimizer(wrong, optim.adamw(0.1))
+    with pytest.raises(ValueError, match="writes no parameter"):
+        optimizer(layer, optim.clip_by_global_norm(1.0))
+    with pytest.raises(ValueError, match="must be the last one"):
+        optim.chain(optim.adamw(0.1), optim.clip_by_global_norm(1.0))
+    with pytest.raises(UnsupportedError, match="bfloat16"):
+        optimizer(nn.Linear(2, 2, dtype=torch.bfloat16), optim.adamw(0.1))
+
+
+def test_step_without_any_gradient_is_an_error() -> None:
+    ours = optimizer(nn.Linear(2, 2), optim.adamw(0.1))
+    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        ours.step()
+    assert ours.num_steps == 0
+
+
+def test_optimizer_among_several_ranks_is_refused() -> None:
+    class Pair(SoloCommunicator):
+        world_size = 2
+
+    pair: Communicator = Pair()
+    with pytest.raises(UnsupportedError, match="2 ranks"):
+        zero.Optimizer(nn.Linear(2, 2), optim.adamw(0.1), pair)
+
+
+def test_frozen_parameters_of_a_module_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    ours = optimizer(model, optim.adamw(0.1))
+    assert [id(p) for g in ours.param_groups for p in g["params"]] == [
+        id(p) for p in model[1].parameters()
+    ]
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_precision_policy_decides_the_dtype_of_matrix_products(name: str) -> None:
+    policy = precision.policy(name, anychip.backend())
+    with policy.autocast():
+        y = torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3))
+        own = anychip.ops.linear(torch.ones(2, 3), torch.ones(4, 3))
+    assert y.dtype == own.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+
+
+def test_precision_auto_without_declared_rates_is_fp32_and_says_why() -> None:
+    policy = precision.policy("auto", anychip.backend())
+    assert policy.name == "fp32"
+    assert "no rate in bf16" in policy.why
+
+
+def test_precision_auto_takes_bf16_where_the_backend_declares_it_faster() -> None:
+    from dataclasses import replace
+
+    from anychip.contract import DeviceProperties
+
+    chip = anychip.backend()
+
+    class Faster(type(chip)):  # type: ignore[misc]
+        def properties(self, index: int | None = None) -> DeviceProperties:
+            rates = {torch.float32: 1e12, torch.bfloat16: 4e12}
+            return replace(super().properties(index), flops=rates)
+
+    assert precision.policy("auto", Faster()).name == "bf16"
+
+
+def test_precision_fp16_and_unknown_names_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="loss scaling"):
+        precision.policy("fp16", anychip.backend())
+    with pytest.raises(ValueError, match="fp32, bf16, auto, got 'int8'"):
+        precision.policy("int8", anychip.backend())

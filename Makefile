@@ -1,0 +1,104 @@
+# The two commands of the README, and a few for people who work on anychip. Each of them first makes a
+# virtual environment with exactly what constraints.txt says; a second call finds it made.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Native code: AUTO builds what it can, ON insists, OFF leaves it out.
+ANYCHIP_CPU ?= AUTO
+ANYCHIP_CUDA ?= AUTO
+ANYCHIP_BRIDGE ?= AUTO
+# Passed on: make train ARGS='--steps 50', make test ARGS='-k rms_norm'
+ARGS ?=
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+OPTIONS := $(foreach option,ANYCHIP_CPU ANYCHIP_CUDA ANYCHIP_BRIDGE,\
+	-Ccmake.define.$(option)=$($(option)))
+
+# Stamps carry a hash of what they stand for. Python code is not in it: it is installed in place.
+SOURCES := pyproject.toml CMakeLists.txt core/anychip/__init__.py $(shell find csrc -type f)
+hash = $(shell ($(1)) | cksum | cut -d ' ' -f 1)
+ENVIRONMENT := $(VENV)/made-$(call hash,command -v $(PYTHON); cat constraints.txt)
+INSTALLED := $(VENV)/installed-$(call hash,echo $(OPTIONS); cat $(sort $(SOURCES)))
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint native dev clean
+
+help:
+	@echo 'make train    train a small GPT, about a minute on two cores; ARGS go to `anychip train`'
+	@echo 'make test     every test, and the conformance suite of the cpu backend; ARGS go to pytest'
+	@echo 'make lint     formatting, types and spelling'
+	@echo 'make native   the C++ kernels alone, with their own tests (plain CMake)'
+	@echo 'make dev      only the environment, with every tool, in $(VENV)'
+	@echo 'make clean    removes $(VENV), build and caches; keeps runs'
+	@echo 'settings      PYTHON=$(PYTHON) VENV=$(VENV) ANYCHIP_CPU=$(ANYCHIP_CPU) (AUTO, ON or OFF)'
+
+train: $(INSTALLED)
+	$(BIN)/anychip train $(ARGS)
+
+# One thread in each of the processes: two cores are not shared by four.
+test: $(INSTALLED)-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) $(ARGS)
+	$(BIN)/anychip conformance --backend cpu --level full
+
+lint: $(INSTALLED)-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	find csrc tests/native -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cu' \
+		| xargs $(BIN)/clang-format --dry-run --Werror
+	$(BIN)/codespell
+
+native: $(INSTALLED)
+	$(BIN)/cmake -S . -B build/native -DANYCHIP_CPU=$(ANYCHIP_CPU) -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake --build build/native --parallel $(JOBS)
+	$(BIN)/ctest --test-dir build/native --output-on-failure --no-tests=error
+
+dev: $(INSTALLED)-dev
+
+$(INSTALLED): $(ENVIRONMENT)
+	@echo '== anychip: installing it and what it needs'
+	@rm -f $(VENV)/installed-*
+	$(PIP) --no-build-isolation $(OPTIONS) --editable .
+	@touch $@
+
+# anychip itself is there by now, so that these add what the extra names and nothing else.
+$(INSTALLED)-test $(INSTALLED)-dev: $(INSTALLED)-%: $(INSTALLED)
+	$(PIP) --quiet 'anychip[$*]'
+	@touch $@
+
+# The build tools too: once and pinned, where an isolated build would fetch its own every time.
+$(ENVIRONMENT):
+	$(CHECK_PYTHON)
+	$(CHECK_COMPILER)
+	@echo '== anychip: making $(VENV) with $(PYTHON)'
+	@$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) --quiet --upgrade pip
+	$(PIP) --quiet scikit-build-core pybind11 cmake ninja
+	@touch $@
+
+define CHECK_PYTHON
+@command -v $(PYTHON) > /dev/null || { \
+	echo 'anychip needs Python 3.10 to 3.13, and there is no $(PYTHON) here;' \
+		'name one: make PYTHON=/path/to/python3'; exit 2; }
+@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
+	echo "anychip needs Python 3.10 to 3.13, and $(PYTHON) is $$($(PYTHON) --version);" \
+		'name another: make PYTHON=/path/to/python3'; exit 2; }
+@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || { \
+	echo '$(PYTHON) cannot make virtual environments; on Debian and Ubuntu:' \
+		'apt install python3-venv'; exit 2; }
+endef
+
+# CMake asks for $CXX, c++, g++ and clang++ too.
+define CHECK_COMPILER
+@for name in "$$CXX" c++ g++ clang++; do command -v "$$name" > /dev/null && exit 0; done; \
+	[ '$(ANYCHIP_CPU)' = OFF ] || { \
+	echo 'anychip builds C++ kernels, and there is no C++ compiler here; on Debian and Ubuntu:' \
+		'apt install g++ (or do without them: make ANYCHIP_CPU=OFF ...)'; exit 2; }
+endef
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find core backends tests examples -name __pycache__ -prune -exec rm -rf {} +

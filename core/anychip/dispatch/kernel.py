@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack as _functorch_level
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -17,7 +18,6 @@ from anychip.dispatch.resolution import Choice, Plan, Situation, TensorFact, res
 _deterministic = torch._C._get_deterministic_algorithms
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _num_function_modes = torch._C._len_torch_function_stack
-_functorch_level = torch._C._functorch.peek_interpreter_stack
 _autocast = torch._C._is_any_autocast_enabled
 _tracing_state = torch._C._get_tracing_state
 
@@ -66,7 +66,10 @@ class Kernel:
         pairs: bool,
         check_kinds: Callable[[Sequence[Any]], None] | None = None,
     ) -> None:
-        self.spec, self.direction, self.names, self.pairs = spec, direction, tuple(names), pairs
+        self.spec = spec
+        self.direction: Direction = direction
+        self.names = tuple(names)
+        self.pairs = pairs
         self.check = spec.check if direction == "forward" else None
         self.check_kinds = check_kinds
 
@@ -191,8 +194,10 @@ class Kernel:
 def _without_class(arg: Any) -> Any:
     if isinstance(arg, (list, tuple)):
         return [_without_class(a) for a in arg]
-    plain = type(arg) is Tensor or type(arg) is Parameter or not isinstance(arg, Tensor)
-    if plain or type(arg).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    kind, ordinary = cast("Any", type(arg)), cast("Any", Tensor)
+    if kind is Tensor or kind is Parameter or not isinstance(arg, Tensor):
+        return arg
+    if kind.__torch_dispatch__ is not ordinary.__torch_dispatch__:
         return arg
     return arg.as_subclass(Tensor)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -77,9 +77,10 @@ def _linear_samples(maker: SampleMaker) -> Iterator[Sample]:
 def _linear_shards(x: Tensor, weight: Tensor, bias: Tensor | None) -> Placements:
     last = x.dim() - 1
     rest: list[Placement] = [] if bias is None else [None]
-    rows: list[tuple[list[Placement], list[Placement]]] = []
-    rows += [([d], [d, None, *rest]) for d in range(last)]
-    rows += [([last], [None, 0, *([] if bias is None else [0])])]
+    rows: list[tuple[Sequence[Placement], Sequence[Placement]]] = []
+    for batch in range(last):
+        rows.append(([batch], [batch, None, *rest]))
+    rows.append(([last], [None, 0, *(0 for _ in rest)]))
     return rows if bias is not None else [*rows, (["partial"], [last, 1])]
 
 
@@ -87,8 +88,9 @@ def _linear_backward_shards(
     grad: Tensor, x: Tensor, weight: Tensor, needs: list[bool]
 ) -> Placements:
     last = x.dim() - 1
-    rows: list[tuple[list[Placement], list[Placement]]] = []
-    rows += [([d, "partial", "partial"], [d, d, None]) for d in range(last)]
+    rows: list[tuple[Sequence[Placement], Sequence[Placement]]] = []
+    for batch in range(last):
+        rows.append(([batch, "partial", "partial"], [batch, batch, None]))
     return [*rows, (["partial", 0, 0], [last, None, 0])]
 
 

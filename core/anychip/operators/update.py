@@ -247,6 +247,8 @@ def _adamw_samples(maker: SampleMaker) -> Iterator[Sample]:
         yield Sample((params, grads, moments, squares, lr, step, *scalars, low), attrs, label)
 
 
+_ADAMW_FLOAT32 = ("exp_avgs", "exp_avg_sqs", "lr", "step", "scale", "clip", "found_inf")
+
 adamw = OperatorSpec(
     name="adamw",
     signature=(
@@ -264,8 +266,7 @@ adamw = OperatorSpec(
     forward=_adamw_forward,
     fake=lambda *args, **attrs: None,
     check=_adamw_check,
-    fixed_dtypes=dict.fromkeys(("lr", "step", "scale", "clip", "found_inf"), "float32")
-    | dict.fromkeys(("exp_avgs", "exp_avg_sqs"), "float32"),
+    fixed_dtypes={name: "float32" for name in _ADAMW_FLOAT32},
     sizes=lambda params, *_, **__: {"numel": _numel(params), "tensors": len(params)},
     reduction="elementwise",
     cost=lambda params, grads, m, v, *_, **__: Cost(

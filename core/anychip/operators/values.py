@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-_functorch = torch._C._functorch
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+)
 
 
 def has_values(tensor: Tensor) -> bool:
     """False while a compiler traces, and for a tensor that ``vmap`` has made a batch of."""
     if torch.compiler.is_compiling():
         return False
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        if _functorch.is_batchedtensor(tensor):
+    while is_functorch_wrapped_tensor(tensor):
+        if is_batchedtensor(tensor):
             return False
-        tensor = _functorch.get_unwrapped(tensor)
+        tensor = get_unwrapped(tensor)
     return True

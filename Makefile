@@ -16,11 +16,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint con
 OPTIONS := $(foreach option,ANYCHIP_CPU ANYCHIP_CUDA ANYCHIP_BRIDGE,\
 	-Ccmake.define.$(option)=$($(option)))
 
-# Stamps carry a hash of what they stand for. Python code is not in it: it is installed in place.
+# Stamps carry a hash of what they stand for. Python code is installed in place, file by file: of it
+# only the names count.
 SOURCES := pyproject.toml CMakeLists.txt core/anychip/__init__.py $(shell find csrc -type f)
+MODULES := $(sort $(shell find core backends -name '*.py'))
 hash = $(shell ($(1)) | cksum | cut -d ' ' -f 1)
 ENVIRONMENT := $(VENV)/made-$(call hash,command -v $(PYTHON); cat constraints.txt)
-INSTALLED := $(VENV)/installed-$(call hash,echo $(OPTIONS); cat $(sort $(SOURCES)))
+INSTALLED := $(VENV)/installed-$(call hash,echo $(OPTIONS) $(MODULES); cat $(sort $(SOURCES)))
 
 .DEFAULT_GOAL := help
 .PHONY: help train test lint native dev clean

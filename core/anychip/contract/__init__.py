@@ -14,12 +14,21 @@ from anychip.contract.backend import (
     Probe,
     Status,
 )
-from anychip.contract.collectives import Communicator, Reduction, SoloCommunicator
+from anychip.contract.collectives import (
+    Capabilities,
+    Communicator,
+    Reduction,
+    SoloCommunicator,
+    Traffic,
+    Transfer,
+    Work,
+)
 from anychip.contract.device import DeviceInterface, DeviceProperties
 from anychip.contract.errors import (
     AmbiguousBackendError,
     AnychipError,
     BackendUnavailableError,
+    CommunicationError,
     ContractError,
     DeviceError,
     FallbackError,
@@ -54,6 +63,8 @@ __all__ = [
     "BackendUnavailableError",
     "Bound",
     "Candidate",
+    "Capabilities",
+    "CommunicationError",
     "Communicator",
     "ContractError",
     "Cost",
@@ -83,7 +94,10 @@ __all__ = [
     "Sharding",
     "SoloCommunicator",
     "Status",
+    "Traffic",
+    "Transfer",
     "UnknownBackendError",
     "UnsupportedError",
+    "Work",
     "hookimpl",
 ]

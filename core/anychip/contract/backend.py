@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from anychip.contract.collectives import Communicator, SoloCommunicator
+from anychip.contract.collectives import Communicator
 from anychip.contract.device import DeviceInterface
-from anychip.contract.errors import UnsupportedError
 from anychip.contract.memory import Memory
 from anychip.contract.operator import OperatorTable
 
@@ -152,17 +151,33 @@ class Backend(DeviceInterface, ABC):
         """The memory part; a chip that overrides some of it returns a subclass."""
         return Memory(self)
 
-    def communicator(self) -> Communicator:
-        """The communicator over all ranks of this job.
+    def communicator(
+        self,
+        *,
+        timeout_s: float = 600.0,
+        heartbeat_s: float = 30.0,
+        check: Literal["always", "off"] = "always",
+    ) -> Communicator:
+        """The communicator over all ranks of this job; the same one until it is closed.
+
+        A job is what torchrun has started, or the default process group that the caller has made;
+        otherwise this process is alone. A collective call when there are several ranks.
+
+        On the host, and for a backend that names gloo, reductions are done in rank order. Another
+        ``c10d_backend`` does them itself. A chip that names none communicates by way of the host,
+        which rank 0 says in a warning.
+
+        Args:
+            timeout_s: seconds that any wait for another rank may take.
+            heartbeat_s: seconds without a sign of life after which a rank counts as lost.
+            check: ``always``: ranks compare their calls before anything is sent, at the price of
+                one round trip to the job's store. ``off``: a mistake ends in a time limit, or a
+                crash.
 
         Raises:
-            UnsupportedError: more than one rank; the collectives are not part of this version.
+            CommunicationError: a rank did not come within the time limit.
         """
-        import torch.distributed as dist
+        from anychip.contract.collectives.world import Settings, world
 
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise UnsupportedError(
-                f"backend {self.name!r}: {dist.get_world_size()} ranks are running, and this "
-                "version of anychip has collectives for one rank only"
-            )
-        return SoloCommunicator()
+        settings = Settings(timeout_s=timeout_s, heartbeat_s=heartbeat_s, check=check)
+        return world(self.device_type, self.c10d_backend, settings)

@@ -68,3 +68,19 @@ class FallbackError(AnychipError, RuntimeError):
 
 class OverlapError(AnychipError, ValueError):
     """Two tensors of an in-place call share memory, so its result would depend on the order."""
+
+
+class CommunicationError(AnychipError, RuntimeError):
+    """A call between ranks failed: they disagree, one did not come in time, or one is lost.
+
+    The communicator can only be closed afterwards.
+
+    Args:
+        where: group, rank and call, like ``"world, rank 0 of 4: all_reduce #17"``.
+        reason: what happened, naming the ranks at fault and what they did instead.
+        ranks: the ranks at fault, counted in the world; empty when nobody can tell.
+    """
+
+    def __init__(self, where: str, reason: str, *, ranks: tuple[int, ...] = ()) -> None:
+        self.where, self.reason, self.ranks = where, reason, ranks
+        super().__init__(f"{where}: {reason}")

@@ -1,0 +1,560 @@
+"""What ranks do in tests: called on every rank of a job, with its communicator."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from anychip.contract import Communicator, Transfer
+from anychip.contract.collectives import agree
+
+# Values of an operand, known to every rank, so that each can work out what must come.
+
+
+def operand(rank: int, numel: int, dtype: str, salt: int = 0) -> np.ndarray[Any, Any]:
+    draw = np.random.default_rng([rank, numel, salt])
+    if dtype == "bool":
+        return draw.integers(0, 2, numel).astype(bool)
+    if dtype.startswith(("int", "uint")):
+        return draw.integers(0, 100, numel).astype(dtype)
+    wide = draw.standard_normal(numel) * 10.0 ** draw.integers(-3, 4, numel)
+    return wide.astype("float64" if dtype == "float64" else "float32")
+
+
+def tensor(values: np.ndarray[Any, Any], dtype: str) -> torch.Tensor:
+    return torch.from_numpy(values.copy()).to(getattr(torch, dtype))
+
+
+def joined(world_size: int, numel: int, dtype: str, reduction: str) -> torch.Tensor:
+    """The reduction in rank order, by numpy; 16-bit floats in float32, rounded once."""
+    parts = [tensor(operand(rank, numel, dtype), dtype) for rank in range(world_size)]
+    narrow = dtype in ("bfloat16", "float16")
+    arrays = [(part.float() if narrow else part).numpy() for part in parts]
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        if reduction in ("max", "min"):
+            total = np.maximum(total, array) if reduction == "max" else np.minimum(total, array)
+        else:
+            total = total + array
+    if reduction == "avg":
+        total = total / total.dtype.type(world_size)
+    return torch.from_numpy(total).to(getattr(torch, dtype))
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """The same dtype and number of elements, bit for bit."""
+    if got.dtype != want.dtype or got.numel() != want.numel():
+        return False
+    both = [t.reshape(-1).view(torch.uint8) for t in (got, want) if t.numel()]
+    return not both or both[0].equal(both[1])
+
+
+def digest(values: torch.Tensor) -> str:
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+
+
+# Values
+
+
+def reductions(
+    comm: Communicator, numels: Sequence[int], dtypes: Sequence[str], kinds: Sequence[str]
+) -> list[str]:
+    """Reduces, whole and by uneven parts; the names of results that are not numpy's."""
+    wrong = []
+    for numel in numels:
+        for dtype in dtypes:
+            for kind in kinds:
+                mine = tensor(operand(comm.rank, numel, dtype), dtype)
+                want = joined(comm.world_size, numel, dtype, kind)
+                kept, sizes = mine.clone(), cut(numel, comm.world_size)
+                part = torch.empty(sizes[comm.rank], dtype=mine.dtype)
+                comm.reduce_scatter(part, mine, kind, sizes=sizes)  # type: ignore[arg-type]
+                start = sum(sizes[: comm.rank])
+                if not same(part, want[start : start + sizes[comm.rank]]) or not same(mine, kept):
+                    wrong.append(f"reduce_scatter {kind} {numel} {dtype}")
+                comm.all_reduce(mine, kind)  # type: ignore[arg-type]
+                if not same(mine, want):
+                    wrong.append(f"all_reduce {kind} {numel} {dtype}")
+    return wrong
+
+
+def cut(numel: int, parts: int) -> list[int]:
+    """Uneven sizes, the first of them 0 when there is a choice."""
+    weights = [rank * rank for rank in range(parts)]
+    sizes = [numel * weight // sum(weights) for weight in weights]
+    sizes[-1] += numel - sum(sizes)
+    return sizes
+
+
+def moves(comm: Communicator, numels: Sequence[int], dtypes: Sequence[str]) -> list[str]:
+    """Gathers, broadcasts, swaps; the names of results that are not what the others had."""
+    wrong, size, rank = [], comm.world_size, comm.rank
+    for dtype in dtypes:
+        for numel in numels:
+            sizes = cut(numel, size)
+            whole = torch.empty(numel, dtype=getattr(torch, dtype))
+            parts = [tensor(operand(r, sizes[r], dtype), dtype) for r in range(size)]
+            comm.all_gather(whole, parts[rank], sizes=sizes)
+            if not same(whole, torch.cat(parts)):
+                wrong.append(f"all_gather {numel} {dtype}")
+            inside = torch.cat(
+                [p if r == rank else torch.zeros_like(p) for r, p in enumerate(parts)]
+            )
+            comm.all_gather(inside, inside.split(sizes)[rank], sizes=sizes)
+            if not same(inside, torch.cat(parts)):
+                wrong.append(f"all_gather in place {numel} {dtype}")
+            for source in range(size):
+                got = tensor(operand(rank, numel, dtype), dtype)
+                comm.broadcast(got, source)
+                if not same(got, tensor(operand(source, numel, dtype), dtype)):
+                    wrong.append(f"broadcast from {source} {numel} {dtype}")
+            sent = [tensor(operand(rank, numel + r, dtype, salt=r), dtype) for r in range(size)]
+            came = [torch.empty(numel + rank, dtype=getattr(torch, dtype)) for _ in range(size)]
+            comm.all_to_all(came, sent)
+            for r in range(size):
+                want = tensor(operand(r, numel + rank, dtype, salt=rank), dtype)
+                if not same(came[r], want):
+                    wrong.append(f"all_to_all from {r} {numel} {dtype}")
+    return wrong
+
+
+def reductions_in_pieces(comm: Communicator, numels: Sequence[int], piece_nbytes: int) -> list[str]:
+    """Reductions that go in many more pieces than are under way at once."""
+    from anychip.contract.collectives import messages
+
+    messages.PIECE_NBYTES = piece_nbytes
+    return reductions(comm, numels, ["float32", "float16"], ["avg"])
+
+
+def bits(comm: Communicator, numel: int, reduction: str) -> str:
+    """A digest of results that must be the same on all ranks."""
+    mine = tensor(operand(comm.rank, numel, "float32"), "float32")
+    comm.all_reduce(mine, reduction)  # type: ignore[arg-type]
+    return digest(mine)
+
+
+def in_place_parts(comm: Communicator) -> bool:
+    """reduce_scatter into a part of its own input."""
+    numel = 40_003
+    mine = tensor(operand(comm.rank, numel, "float32"), "float32")
+    sizes = cut(numel, comm.world_size)
+    part = mine.split(sizes)[comm.rank]
+    comm.reduce_scatter(part, mine, sizes=sizes)
+    want = joined(comm.world_size, numel, "float32", "sum").split(sizes)[comm.rank]
+    return same(part, want)
+
+
+def asynchronous(comm: Communicator, numel: int) -> list[str]:
+    """Many calls under way at once, waited for from the last to the first."""
+    size, rank = comm.world_size, comm.rank
+    reduced = [tensor(operand(rank, numel + i, "float32"), "float32") for i in range(6)]
+    works = [comm.all_reduce(t, async_op=True) for t in reduced]
+    gathered = torch.empty(size, dtype=torch.int64)
+    works.append(comm.all_gather(gathered, torch.tensor([rank * 10]), async_op=True))
+    after, before = (rank + 1) % size, (rank - 1) % size
+    letter = torch.zeros(3)
+    swap = [
+        Transfer("send", torch.full((3,), float(rank)), after, 7),
+        Transfer("recv", letter, before, 7),
+    ]
+    works.append(comm.exchange(swap, async_op=True))
+    for work in reversed(works):
+        work.wait()
+    wrong = [f"work {i}" for i, work in enumerate(works) if not work.is_done()]
+    for i, got in enumerate(reduced):
+        if not same(got, joined(size, numel + i, "float32", "sum")):
+            wrong.append(f"all_reduce {i}")
+    if gathered.tolist() != [r * 10 for r in range(size)] or letter[0] != before:
+        wrong.append("gathered or letter")
+    return wrong
+
+
+def gets_on_alone(comm: Communicator) -> bool:
+    """An asynchronous call is done some time later, though nobody waits for it."""
+    value = torch.ones(200_000)
+    work = comm.all_reduce(value, async_op=True)
+    deadline = time.monotonic() + 10
+    while not work.is_done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    done = work.is_done()
+    work.wait()
+    return done and bool((value == comm.world_size).all())
+
+
+def never_blocks(comm: Communicator) -> tuple[bool, bool]:
+    """Calls return before the other ranks have come: rank 0 comes when the others have returned."""
+    flag = comm.job.store  # type: ignore[attr-defined]
+    value = torch.ones(100_000)
+    if comm.rank == 0:
+        for rank in range(1, comm.world_size):
+            flag.wait([f"returned/{rank}"])
+    work = comm.all_reduce(value, async_op=True)
+    was_done = work.is_done()
+    if comm.rank > 0:
+        flag.set(f"returned/{comm.rank}", b"1")
+    work.wait()
+    return was_done, bool((value == comm.world_size).all())
+
+
+def versions(comm: Communicator) -> list[bool]:
+    """Whether autograd notices that a value that it has saved was communicated into."""
+    noticed = []
+    for call in ("all_reduce", "broadcast", "all_gather"):
+        weight = torch.ones(4, requires_grad=True)
+        saved = weight * 1
+        loss = (saved * saved).sum()
+        if call == "all_reduce":
+            comm.all_reduce(saved)
+        elif call == "broadcast":
+            comm.broadcast(saved, 1)
+        else:
+            comm.all_gather(saved, torch.ones(4 // comm.world_size))
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+            noticed.append(False)
+        except RuntimeError:
+            noticed.append(True)
+    return noticed if comm.rank == 0 else [True] * 3
+
+
+def groups(comm: Communicator) -> dict[str, Any]:
+    """Rows and columns of a 2 x 2 grid, a group in another order, and a group of one."""
+    rank = comm.rank
+    rows, columns = (
+        comm.split([[0, 1], [2, 3]], name="row"),
+        comm.split([[0, 2], [1, 3]], name="col"),
+    )
+    first, second = torch.tensor([float(rank)]), torch.tensor([float(rank)])
+    # Under way at once, and waited for in an order that differs between the ranks.
+    works = [rows.all_reduce(first, async_op=True), columns.all_reduce(second, async_op=True)]
+    for work in works if rank % 2 else works[::-1]:
+        work.wait()
+    turned = comm.split([[3, 0], [2], [1]], name="turned")
+    order = torch.zeros(turned.world_size)
+    turned.all_gather(order, torch.tensor([float(rank)]))
+    inner = rows.split([[0], [1]], name="inner")
+    return {
+        "row": first.item(),
+        "column": second.item(),
+        "turned": [turned.rank, turned.world_size, *order.tolist()],
+        "ranks": [rows.ranks, columns.ranks, turned.ranks, inner.ranks],
+        "names": [rows.name, columns.name, turned.name],
+        "traffic": [rows.traffic.calls["all_reduce"], comm.traffic.calls["all_reduce"]],
+    }
+
+
+def twins(comm: Communicator) -> list[float]:
+    """Two groups of the same ranks, whose calls the ranks begin in different orders."""
+    one, two = (comm.split([[0, 1]], name=name) for name in ("one", "two"))
+    values = [torch.ones(5), torch.full((5,), 10.0)]
+    calls = [(one, values[0]), (two, values[1])]
+    works = [
+        group.all_reduce(value, async_op=True)
+        for group, value in (calls if comm.rank else calls[::-1])
+    ]
+    for work in works:
+        work.wait()
+    return [value[0].item() for value in values]
+
+
+def letters(comm: Communicator) -> list[int]:
+    """Messages of one pair: several tags, in another order than they were sent; order in a tag."""
+    if comm.rank == 0:
+        values = [(5, 1), (6, 2), (5, 3), (6, 4)]
+        sent = [Transfer("send", torch.tensor([v]), 1, tag) for tag, v in values]
+        comm.exchange(sent)
+        return []
+    came = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
+    works = [
+        comm.recv(came[0], 0, tag=6, async_op=True),
+        comm.recv(came[1], 0, tag=5, async_op=True),
+        comm.recv(came[2], 0, tag=5, async_op=True),
+        comm.recv(came[3], 0, tag=6, async_op=True),
+    ]
+    for work in works:
+        work.wait()
+    return [int(value) for value in came]
+
+
+def empty_messages(comm: Communicator) -> bool:
+    """Nothing is sent for nothing, and it is not waited for either."""
+    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    none = torch.zeros(0)
+    comm.exchange([Transfer("send", none, after), Transfer("recv", torch.zeros(0), before)])
+    comm.exchange([])
+    comm.all_reduce(none)
+    comm.all_gather(torch.zeros(0), none)
+    return True
+
+
+def agreement(comm: Communicator, values: Sequence[str]) -> bool:
+    agree(comm, "table", values[comm.rank])
+    return True
+
+
+def native(comm: Communicator) -> list[str]:
+    """What serves a chip with collectives of its own, over gloo as if that were the chip's."""
+    from anychip.contract.collectives.native import NativeCommunicator
+
+    job = comm.job  # type: ignore[attr-defined]
+    chip = NativeCommunicator(job, 1000, comm.ranks, "chip", backend="gloo", device="cpu")
+    wrong = moves(chip, [1, 1001], ["float32", "int64"])
+    for numel in (0, 7, 1001):
+        for kind in ("sum", "max", "avg"):
+            # Integers: every order of sums gives these bits.
+            values = [torch.from_numpy(operand(r, numel, "int32")).float() for r in comm.ranks]
+            total = torch.stack(values).amax(0) if kind == "max" else torch.stack(values).sum(0)
+            want = total / comm.world_size if kind == "avg" else total
+            sizes, mine = cut(numel, comm.world_size), values[comm.rank].clone()
+            part = torch.empty(sizes[comm.rank])
+            chip.reduce_scatter(part, mine, kind, sizes=sizes)  # type: ignore[arg-type]
+            if not same(part, want.split(sizes)[comm.rank]):
+                wrong.append(f"reduce_scatter {kind} {numel}")
+            chip.all_reduce(mine, kind)  # type: ignore[arg-type]
+            if not same(mine, want):
+                wrong.append(f"all_reduce {kind} {numel}")
+    letter = torch.zeros(2)
+    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    here = torch.full((2,), float(comm.rank))
+    chip.exchange([Transfer("send", here, after), Transfer("recv", letter, before)])
+    pair = chip.split([[0, 1], list(range(2, comm.world_size))], name="pair")
+    value = torch.ones(1)
+    pair.all_reduce(value)
+    if letter[0] != before or value.item() != pair.world_size:
+        wrong.append("letter or pair")
+    return wrong
+
+
+def of_backend(comm: Communicator) -> list[Any]:
+    """What backends give in a job whose default group the user has made."""
+    import torch.distributed as dist
+
+    from anychip_cpu.backend import CpuBackend
+
+    store = dist.PrefixStore("user", comm.job.store)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.world_size)
+    chip = CpuBackend()
+    world, value = chip.communicator(timeout_s=10), torch.ones(3)
+    world.all_reduce(value)
+    found = [world.rank, world.world_size, value.tolist(), chip.communicator() is world]
+    world.close()
+    other = chip.communicator()
+    other.all_reduce(value)
+    found += [world.is_closed, other is not world, value.tolist()]
+    dist.all_reduce(value)  # the user's group is none of our business
+    dist.destroy_process_group()
+    return [*found, value.tolist()]
+
+
+# Bytes
+
+
+def bytes_on_loopback(comm: Communicator, call: str, nbytes: int) -> list[int]:
+    """Bytes that the loopback interface has seen, before and after a call of all ranks."""
+    numel, size = nbytes // 4, comm.world_size
+    whole, part = torch.ones(numel), torch.ones(numel // size)
+    comm.barrier()
+    time.sleep(0.05)
+    before = loopback_nbytes() if comm.rank == 0 else 0
+    comm.barrier()
+    if call == "all_reduce":
+        comm.all_reduce(whole)
+    elif call == "reduce_scatter":
+        comm.reduce_scatter(part, whole)
+    elif call == "all_gather":
+        comm.all_gather(whole, part)
+    elif call == "broadcast":
+        comm.broadcast(whole, size - 1)
+    elif call == "all_to_all":
+        comm.all_to_all(torch.empty_like(whole).chunk(size), whole.chunk(size))
+    else:
+        after, ahead = (comm.rank + 1) % size, (comm.rank - 1) % size
+        room = torch.empty_like(whole)
+        comm.exchange([Transfer("send", whole, after), Transfer("recv", room, ahead)])
+    comm.barrier()
+    time.sleep(0.05)
+    after_all = loopback_nbytes() if comm.rank == 0 else 0
+    comm.barrier()
+    return [before, after_all, comm.traffic.nbytes[call]]
+
+
+def loopback_nbytes() -> int:
+    """Received bytes of ``lo``: what one end sent and the other got counts once."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split(":")[1].split()[0]) for line in lines if line.strip()[:3] == "lo:")
+
+
+# Failures
+
+
+def one_call(comm: Communicator, call: str, odd: int | None = None, how: str = "") -> None:
+    """One call; the odd rank makes another one: shape, dtype, reduction, root or call differ.
+
+    A rank may be done with its part of a broadcast before the odd one comes; it is told by the
+    next call.
+    """
+    make_call(comm, call, comm.rank == odd, how)
+    comm.barrier()
+
+
+def make_call(comm: Communicator, call: str, is_odd: bool, how: str) -> None:
+    numel = 8 + 4 * (is_odd and how == "shape")
+    dtype = torch.int32 if is_odd and how == "dtype" else torch.float32
+    kind: Any = "max" if is_odd and how == "reduction" else "sum"
+    size = comm.world_size
+    if is_odd and how == "call":
+        comm.barrier()
+        return
+    values = torch.ones(numel * size, dtype=dtype)
+    part = torch.ones(numel, dtype=dtype)
+    if call == "all_reduce":
+        comm.all_reduce(values, kind)
+    elif call == "reduce_scatter":
+        comm.reduce_scatter(part, values, kind)
+    elif call == "all_gather":
+        comm.all_gather(values, part)
+    elif call == "broadcast":
+        comm.broadcast(values, 1 if is_odd and how == "root" else 0)
+    elif call == "all_to_all":
+        comm.all_to_all(list(values.chunk(size)), list(torch.ones_like(values).chunk(size)))
+    elif call == "barrier":
+        comm.barrier()
+    elif call == "split":
+        order = [list(range(size))] if not is_odd else [[rank] for rank in range(size)]
+        comm.split(order, name="part")
+    elif call == "exchange":
+        after, before = (comm.rank + 1) % size, (comm.rank - 1) % size
+        comm.exchange([Transfer("send", part, after), Transfer("recv", part.clone(), before)])
+
+
+def stays_away(comm: Communicator, call: str, absent: int) -> None:
+    """The absent rank does something else, for longer than the time limit."""
+    comm.barrier()
+    if comm.rank == absent:
+        time.sleep(comm.timeout_s + 2)
+        comm.barrier()
+    one_call(comm, call)
+
+
+def leaves(comm: Communicator, absent: int) -> None:
+    """The absent rank closes in good order while the others go on."""
+    comm.barrier()
+    if comm.rank == absent:
+        time.sleep(0.2)
+        return
+    comm.barrier()
+
+
+def raises(comm: Communicator, absent: int) -> None:
+    """A rank ends by an exception of its own, while the others wait for it."""
+    comm.barrier()
+    if comm.rank == absent:
+        raise KeyError("a mistake of rank's own")
+    comm.barrier()
+
+
+def is_signalled(comm: Communicator, absent: int, number: int, delay_s: float) -> None:
+    """The absent rank sends itself a signal, in the midst of calls that go on without end."""
+    comm.barrier()
+    end = time.monotonic() + delay_s
+    value = torch.ones(1_000_000)
+    while True:
+        work = comm.all_reduce(value, "avg", async_op=True)
+        if comm.rank == absent and time.monotonic() > end:
+            os.kill(os.getpid(), number)
+        work.wait()
+
+
+def is_signalled_apart(comm: Communicator, absent: int, number: int) -> None:
+    """The absent rank sends itself a signal while the others wait for one another, not for it."""
+    comm.barrier()
+    others = [rank for rank in range(comm.world_size) if rank != absent]
+    group = comm.split([[absent], others], name="others")
+    if comm.rank == absent:
+        time.sleep(0.1)
+        os.kill(os.getpid(), number)
+    if comm.rank == others[0]:
+        time.sleep(3)  # the others wait for this one, which is alive
+    group.barrier()
+
+
+def aborts(comm: Communicator, absent: int) -> None:
+    """One rank gives up; the others wait for it in a group that it is not in, or compute."""
+    others = [r for r in range(comm.world_size) if r != absent]
+    group = comm.split([[absent], others], name="others")
+    if comm.rank == absent:
+        time.sleep(0.2)
+        comm.abort("the loss is not finite")
+        comm.barrier()
+    if comm.rank == others[0]:
+        time.sleep(0.5)
+    group.all_reduce(torch.ones(1))
+    comm.barrier()
+
+
+def calls_after_failure(comm: Communicator) -> list[str]:
+    """The same error again and again, from every call and every group."""
+    group = comm.split([list(range(comm.world_size))], name="all")
+    if comm.rank == 0:
+        comm.abort("enough")
+    texts = []
+    for call in (
+        comm.barrier,
+        lambda: comm.all_reduce(torch.ones(1)),
+        lambda: group.all_gather(torch.ones(comm.world_size), torch.ones(1)),
+        lambda: group.send(torch.ones(1), (group.rank + 1) % group.world_size),
+    ):
+        try:
+            for _ in range(1000):
+                call()
+        except Exception as error:
+            texts.append(f"{type(error).__name__} {str(error).partition(': ')[2]}")
+    return texts
+
+
+def unchecked(comm: Communicator) -> bool:
+    """Without the comparison calls work all the same."""
+    value = torch.ones(5)
+    comm.all_reduce(value)
+    comm.all_reduce(value)
+    return bool((value == comm.world_size**2).all())
+
+
+def many_calls(comm: Communicator, count: int) -> tuple[int, int]:
+    """Keys in the store after some calls, and after many."""
+    store, value = comm.job.store, torch.ones(1)  # type: ignore[attr-defined]
+    numbers = []
+    for calls in (200, count):
+        for _ in range(calls):
+            comm.all_reduce(value)
+        comm.barrier()
+        numbers.append(store.num_keys())
+        comm.barrier()
+    return numbers[0], numbers[1]
+
+
+def threads_after_close(comm: Communicator) -> list[str]:
+    """Names of our threads that are left after close, with work that was under way."""
+    import threading
+
+    comm.all_reduce(torch.ones(100_000), async_op=True).wait()
+    comm.barrier()
+    if comm.rank == 0:
+        comm.all_reduce(torch.ones(100_000), async_op=True)  # nobody else comes
+    comm.close()
+    comm.close()
+    return [t.name for t in threading.enumerate() if t.name.startswith("anychip")]
+
+
+def ends_without_close(comm: Communicator) -> bool:
+    """The end of the interpreter has to close what is open: a call under way among it."""
+    comm.barrier()
+    comm.all_gather(torch.empty(comm.world_size), torch.ones(1), async_op=True)
+    return True

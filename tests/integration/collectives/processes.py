@@ -1,0 +1,185 @@
+"""Jobs of real processes, for tests: one server has imported torch, and forks the ranks of each.
+
+``server.run("name", world_size, ...)`` calls ``cases.name(comm, ...)`` on every rank and says what
+became of each: a value, an error, or the signal that ended it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Outcome:
+    """What became of one rank; times are seconds of the machine's monotonic clock."""
+
+    status: int
+    value: Any = None
+    error: str = ""
+    kind: str = ""
+    ranks: tuple[int, ...] = ()
+    failed_at: float = 0.0
+    ended_at: float = 0.0
+
+
+class Server:
+    """The process that forks ranks. ``prefix`` is a command that runs it, like unshare."""
+
+    def __init__(self, prefix: Sequence[str] = ()) -> None:
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, str(HERE / "processes.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+
+    def run(self, case: str, world_size: int, **arguments: Any) -> list[Outcome]:
+        """Runs a case on all ranks.
+
+        Among the arguments, ``job`` are settings of the job, with ``late``, a rank that never
+        starts; ``to_the_end`` lets the ranks end like any interpreter, errors not caught.
+        """
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([case, world_size, arguments]) + "\n")
+        self.process.stdin.flush()
+        outcomes = json.loads(self.process.stdout.readline())
+        return [Outcome(**{**o, "ranks": tuple(o.get("ranks", ()))}) for o in outcomes]
+
+    def close(self) -> None:
+        """Ends the server."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait(timeout=20)
+
+
+def serve() -> None:
+    """Forks the ranks of each job that a line of stdin describes."""
+    import anychip.contract.collectives.c10d  # noqa: F401 - what every rank needs
+
+    specification = importlib.util.spec_from_file_location("cases", HERE / "cases.py")
+    assert specification is not None
+    assert specification.loader is not None
+    cases = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(cases)
+    for line in sys.stdin:
+        case, world_size, arguments = json.loads(line)
+        # Not a context: a child that leaves it would remove what the others write to.
+        folder = tempfile.mkdtemp()
+        files = [Path(folder) / str(rank) for rank in range(world_size)]
+        port, children = free_port(), []
+        for rank in range(world_size):
+            child = os.fork()
+            if child == 0:
+                sys.stdin.close()
+                sys.stdout = sys.stderr
+                run_rank(getattr(cases, case), rank, world_size, port, arguments, files[rank])
+                return  # to the ordinary end of an interpreter
+            children.append(child)
+        print(json.dumps(wait_for(children, files)), flush=True)
+        shutil.rmtree(folder)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_rank(
+    case: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    arguments: dict[str, Any],
+    file: Path,
+) -> None:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from anychip.contract import CommunicationError
+    from anychip.contract.collectives.c10d import ProcessGroupCommunicator
+    from anychip.contract.collectives.job import Job, Rendezvous
+
+    settings = {"timeout_s": 20.0, "heartbeat_s": 20.0, "check": "always"}
+    settings |= arguments.pop("job", {})
+    to_the_end = arguments.pop("to_the_end", False)
+    if settings.pop("late", None) == rank:
+        file.write_text(json.dumps({"kind": "late"}))
+        return
+    is_host = rank == 0
+    try:
+        store = dist.TCPStore(
+            "127.0.0.1", port, None, is_host, timedelta(seconds=20), wait_for_workers=False
+        )
+        job = Job(Rendezvous(store, rank, world_size), **settings)
+        comm = ProcessGroupCommunicator(job, 0, tuple(range(world_size)), "world")
+        outcome: dict[str, Any] = {"value": case(comm, **arguments)}
+    except CommunicationError as error:
+        outcome = {"error": str(error), "ranks": error.ranks, "failed_at": time.monotonic()}
+        outcome["kind"] = "CommunicationError"
+    except Exception as error:
+        outcome = {"error": str(error), "failed_at": time.monotonic(), "kind": type(error).__name__}
+        if to_the_end:
+            file.write_text(json.dumps(outcome))
+            raise
+    file.write_text(json.dumps(outcome))
+    if not to_the_end:
+        # What is above closes all by itself; half a second of taking torch down is saved.
+        atexit._run_exitfuncs()
+        os._exit(0)
+
+
+def wait_for(children: list[int], files: list[Path], limit_s: float = 40.0) -> list[dict[str, Any]]:
+    """What became of each rank; who is stopped when all others have ended is killed."""
+    statuses: dict[int, tuple[int, float]] = {}
+    deadline, quiet_since = time.monotonic() + limit_s, time.monotonic()
+    while len(statuses) < len(children):
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            exit_code = os.waitstatus_to_exitcode(status)
+            statuses[child], quiet_since = (exit_code, time.monotonic()), time.monotonic()
+            continue
+        left = [child for child in children if child not in statuses]
+        alone = len(left) == 1 and time.monotonic() > quiet_since + 1 and is_stopped(left[0])
+        if alone or time.monotonic() > deadline:
+            for child in left:
+                os.kill(child, signal.SIGKILL)
+            deadline = time.monotonic() + limit_s
+        time.sleep(0.002)
+    return [
+        {
+            **(json.loads(file.read_text()) if file.exists() else {}),
+            "status": statuses[child][0],
+            "ended_at": statuses[child][1],
+        }
+        for child, file in zip(children, files, strict=True)
+    ]
+
+
+def is_stopped(process: int) -> bool:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,163 @@
+"""When a rank goes wrong, do all others hear of it: soon, by name, and with the call?"""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.integration.collectives.processes import Outcome, Server
+
+
+def failed(outcomes: list[Outcome], *but: int) -> list[Outcome]:
+    """The ranks but some; each must have ended by itself, with an error of communication."""
+    rest = [outcome for rank, outcome in enumerate(outcomes) if rank not in but]
+    assert [(o.status, o.kind) for o in rest] == [(0, "CommunicationError")] * len(rest)
+    return rest
+
+
+@pytest.mark.parametrize(
+    ("call", "how", "odd"),
+    [
+        ("all_reduce", "shape", 0),
+        ("all_reduce", "dtype", 1),
+        ("all_reduce", "reduction", 2),
+        ("all_reduce", "call", 0),
+        ("reduce_scatter", "shape", 1),
+        ("reduce_scatter", "reduction", 0),
+        ("all_gather", "dtype", 2),
+        ("broadcast", "shape", 2),
+        ("broadcast", "root", 1),
+        ("all_to_all", "dtype", 0),
+        ("split", "groups", 1),
+    ],
+)
+def test_collective_that_one_rank_makes_differently_fails_on_all(
+    server: Server, call: str, how: str, odd: int
+) -> None:
+    for outcome in failed(server.run("one_call", 3, call=call, odd=odd, how=how)):
+        assert outcome.ranks == (odd,)
+        assert "the ranks disagree in call #1" in outcome.error
+        assert f"rank {odd}: " in outcome.error
+        others = ", ".join(str(rank) for rank in range(3) if rank != odd)
+        assert f"ranks {others}: {call}" in outcome.error
+
+
+def test_all_to_all_of_unequal_sizes_fails_on_all(server: Server) -> None:
+    for outcome in failed(server.run("one_call", 3, call="all_to_all", odd=1, how="shape")):
+        assert "elements to rank" in outcome.error
+        assert "which has room for" in outcome.error
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype"])
+def test_message_that_its_receiver_takes_for_another_fails_on_all(server: Server, how: str) -> None:
+    for outcome in failed(server.run("one_call", 3, call="exchange", odd=1, how=how)):
+        assert "the ranks disagree: rank" in outcome.error
+        assert "which expects" in outcome.error
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast", "exchange"])
+def test_rank_that_does_not_come_is_named_within_the_time_limit(server: Server, call: str) -> None:
+    outcomes = server.run("stays_away", 3, call=call, absent=0, job={"timeout_s": 1.0})
+    for outcome in failed(outcomes):
+        assert outcome.ranks == (0,)
+        assert "rank 0 did not come within 1 s; its last call" in outcome.error
+        assert "#1, barrier" in outcome.error
+    # The absent one comes 3 s after the others: they have not waited for it.
+    assert max(o.failed_at for o in outcomes[1:]) < outcomes[0].failed_at
+
+
+def test_rank_that_never_starts_is_named(server: Server) -> None:
+    outcomes = failed(
+        server.run("one_call", 3, call="barrier", job={"timeout_s": 1.0, "late": 2}), 2
+    )
+    for outcome in outcomes:
+        assert outcome.ranks == (2,)
+        assert "start: rank 2 did not come within 1 s" in outcome.error
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_rank_that_closes_while_others_go_on_is_named(server: Server, absent: int) -> None:
+    outcomes = server.run("leaves", 3, absent=absent)
+    assert outcomes[absent].error == ""
+    for outcome in failed(outcomes, absent):
+        assert outcome.ranks == (absent,)
+        assert f"barrier #2: rank {absent} ended without making this call" in outcome.error
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_rank_that_ends_by_an_exception_says_which(server: Server, absent: int) -> None:
+    outcomes = server.run("raises", 3, absent=absent, to_the_end=True)
+    assert outcomes[absent].status == 1
+    for outcome in failed(outcomes, absent):
+        assert outcome.ranks == (absent,)
+        assert f"rank {absent} ended with KeyError: " in outcome.error
+
+
+@pytest.mark.parametrize(("absent", "world_size"), [(0, 3), (2, 4)])
+def test_killed_rank_is_named_by_all(server: Server, absent: int, world_size: int) -> None:
+    number = int(signal.SIGKILL)
+    outcomes = server.run("is_signalled", world_size, absent=absent, number=number, delay_s=0.1)
+    assert outcomes[absent].status == -signal.SIGKILL
+    for outcome in failed(outcomes, absent):
+        assert outcome.ranks == (absent,)
+        assert f"rank {absent} is lost: its process was killed" in outcome.error
+
+
+@pytest.mark.parametrize(("absent", "asleep", "world_size"), [(0, 1, 3), (2, 0, 4)])
+def test_killed_rank_ends_calls_that_wait_for_another(
+    server: Server, absent: int, asleep: int, world_size: int
+) -> None:
+    number = int(signal.SIGKILL)
+    outcomes = server.run("is_signalled_apart", world_size, absent=absent, number=number)
+    for outcome in failed(outcomes, absent):
+        assert outcome.ranks == (absent,)
+        assert f"rank {absent} is lost: its process was killed" in outcome.error
+    # The rank that they wait for sleeps, and is told when it wakes up: they have not waited so far.
+    waiting = [o for rank, o in enumerate(outcomes) if rank not in (absent, asleep)]
+    assert max(o.failed_at for o in waiting) < outcomes[asleep].failed_at
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_stopped_rank_is_named_after_the_heartbeat_limit(server: Server, absent: int) -> None:
+    number, limits = int(signal.SIGSTOP), {"timeout_s": 20.0, "heartbeat_s": 1.5}
+    outcomes = server.run("is_signalled", 3, absent=absent, number=number, delay_s=0.1, job=limits)
+    assert outcomes[absent].status == -signal.SIGKILL  # by the test, when the others had ended
+    for outcome in failed(outcomes, absent):
+        assert outcome.ranks == (absent,)
+        assert f"rank {absent} has not been heard of for 1.5 s" in outcome.error
+
+
+def test_stopped_host_of_the_store_blocks_nobody_who_asks_it(server: Server) -> None:
+    # Rank 1 sleeps for 3 s and asks the store then, which is in the process that is stopped.
+    number, limits = int(signal.SIGSTOP), {"timeout_s": 20.0, "heartbeat_s": 5.0}
+    outcomes = server.run("is_signalled_apart", 3, absent=0, number=number, job=limits)
+    for outcome in failed(outcomes, 0):
+        assert outcome.ranks == (0,)
+        assert "rank 0 has not been heard of for 5 s" in outcome.error
+
+
+def test_abort_ends_the_calls_of_all_groups(server: Server) -> None:
+    for outcome in failed(server.run("aborts", 4, absent=1)):
+        assert outcome.ranks == (1,)
+        assert "rank 1 aborted: the loss is not finite" in outcome.error
+
+
+def test_calls_after_a_failure_raise_the_same_error(server: Server) -> None:
+    for outcome in server.run("calls_after_failure", 3):
+        assert outcome.error == ""
+        assert len(outcome.value) == 4
+        for text in outcome.value:
+            assert text.startswith("CommunicationError")
+            assert text.endswith(": rank 0 aborted: enough")
+
+
+def test_agreement_with_one_other_value_names_its_rank(server: Server) -> None:
+    values = ["cpu 1.0", "cpu 1.1, and more", "cpu 1.0"]
+    for outcome in failed(server.run("agreement", 3, values=values)):
+        assert outcome.ranks == (1,)
+        assert "ranks 0, 2: cpu 1.0; rank 1: cpu 1.1, and more" in outcome.error
+
+
+def test_agreement_with_equal_values_is_silent(server: Server) -> None:
+    assert [o.value for o in server.run("agreement", 2, values=["é", "é"])] == [True, True]

@@ -169,7 +169,16 @@ def _inlines(name: str, device_type: str, dtype: torch.dtype) -> bool:
 
 
 def operator(spec: OperatorSpec) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Decorator: the typed stub under it becomes the operator of ``spec``."""
+    """Decorator: the typed stub under it becomes the operator of ``spec``.
+
+    ``anychip.operator`` for third parties: the stub gives signature, types and docstring; its body
+    is never run. :func:`register` does without one.
+
+    Raises:
+        ContractError: an operator of this name exists.
+    """
+
+    _refuse_second(spec)
 
     def wrap(stub: Callable[P, R]) -> Operator[P, R]:
         made = Operator(spec, stub)
@@ -185,12 +194,16 @@ def register(spec: OperatorSpec) -> Operator[..., Any]:
     Raises:
         ContractError: an operator of this name exists.
     """
-    if spec.name in _operators:
-        taken = _operators[spec.name].spec
-        raise ContractError(f"operator {spec.name!r} exists already, as {taken}")
+    _refuse_second(spec)
     made: Operator[..., Any] = Operator(spec)
     _operators[spec.name] = made
     return made
+
+
+def _refuse_second(spec: OperatorSpec) -> None:
+    if spec.name in _operators:
+        taken = _operators[spec.name].spec
+        raise ContractError(f"operator {spec.name!r} exists already, as {taken}")
 
 
 def registered() -> Mapping[str, Operator[..., Any]]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.tensor import Partial, Replicate, Shard
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
 from anychip.contract import OperatorSpec, Placement
@@ -48,6 +50,19 @@ def _register(spec: OperatorSpec, suffix: str, rule: Any, results: int) -> None:
 
     overload: Any = door(spec, suffix)
     register_sharding(overload)(strategy)
+    # DTensor remembers an answer by the tensors and the attributes from the first int on. A rule
+    # may look at any attribute, so that all of them belong to the question.
+    first = next(
+        (i for i, a in enumerate(overload._schema.arguments) if not _is_tensor(a.type)), 100
+    )
+    known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    known[overload] = RuntimeSchemaInfo(first, needs_pytree=True)
+
+
+def _is_tensor(kind: Any) -> bool:
+    while isinstance(kind, (torch.OptionalType, torch.ListType)):
+        kind = kind.getElementType()
+    return isinstance(kind, torch.TensorType)
 
 
 def _cut_alike(

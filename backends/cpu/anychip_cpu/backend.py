@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from anychip.contract import Backend, Finding, Memory, Probe
-from anychip_cpu import native
+from anychip_cpu import (  # noqa: F401 - all but native add rows to the table
+    compression,
+    fused,
+    native,
+    quantization,
+    updates,
+)
 from anychip_cpu.device import CpuDevice, model_name
 from anychip_cpu.memory import CpuMemory, has_statistics
 from anychip_cpu.operators import table

@@ -2,7 +2,7 @@
 
 Native rows hand addresses to ``csrc/cpu``; they make read tensors contiguous and allocate outputs
 with torch. Without the native module only the mapped rows are there, and the reference serves the
-rest.
+rest. Rows of products and attention are in modules of their own.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from anychip import operators
-from anychip.contract import OperatorTable
-from anychip_cpu import native
+from anychip_cpu import attention, native, products  # noqa: F401 - the two add rows to the table
 from anychip_cpu.native import CODES
+from anychip_cpu.table import FLOATS as _FLOATS
+from anychip_cpu.table import Needs
+from anychip_cpu.table import table as table
 
-table = OperatorTable()
-_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 _kernels: Any = native.kernels
-_aten = torch.ops.aten
-Needs = tuple[bool, ...]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -210,6 +207,14 @@ def swiglu_backward(
 def _rotated(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
+    rotary_dim = 2 * cos.shape[1]
+    if rotary_dim < q.shape[3]:
+        # The kernel turns whole heads.
+        parts = (q[..., :rotary_dim], k[..., :rotary_dim])
+        turned = _rotated(*parts, cos, sin, interleaved, inverse)
+        rests = (q[..., rotary_dim:], k[..., rotary_dim:])
+        q_whole, k_whole = (torch.cat(p, -1) for p in zip(turned, rests, strict=True))
+        return q_whole, k_whole
     q, k, cos, sin = (t.contiguous() for t in (q, k, cos, sin))
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     batch, seq, heads, head_dim = q.shape
@@ -392,137 +397,3 @@ def adamw(
         _codes(grads),
         _codes(low),
     )
-
-
-# Mapped to torch's own kernels
-
-
-def _matrix_dtypes() -> set[torch.dtype]:
-    """Dtypes that this processor has matrix or vector product instructions for."""
-    found = {torch.float32}
-    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
-        found.add(torch.bfloat16)
-    if torch.cpu._is_amx_fp16_supported():
-        found.add(torch.float16)
-    return found
-
-
-_MATRIX_DTYPES = _matrix_dtypes()
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    # torch's 16-bit product of strided operands adds up in 16 bits, so they are made contiguous.
-    # Without 16-bit units, torch's own 16-bit product is slower than converting to float32 and
-    # back (2.4 to 3.8 times, measured on AVX-512 without bf16), and no more exact.
-    return tensor.contiguous() if tensor.dtype in _MATRIX_DTYPES else tensor.float()
-
-
-@table.forward("linear", kind="mapped", dtypes=_FLOATS)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    wide_bias = None if bias is None else _widened(bias)
-    y = torch.nn.functional.linear(_widened(x), _widened(weight), wide_bias)
-    return y.to(x.dtype)
-
-
-@table.backward("linear", kind="mapped", dtypes=_FLOATS)
-def linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, *, needs: Needs
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    wide = _widened(grad.reshape(x.shape[:-1].numel(), grad.shape[-1]))
-    dx = dweight = dbias = None
-    if needs[0]:
-        dx = (wide @ _widened(weight)).to(x.dtype).view(x.shape)
-    if needs[1]:
-        dweight = (wide.t() @ _widened(x.reshape(wide.shape[0], x.shape[-1]))).to(weight.dtype)
-    if needs[2]:
-        dbias = wide.float().sum(0).to(weight.dtype)
-    return dx, dweight, dbias
-
-
-@table.forward("embedding", kind="mapped", dtypes=_FLOATS)
-def embedding(indices: Tensor, weight: Tensor) -> Tensor:
-    return torch.nn.functional.embedding(indices, weight)
-
-
-@table.backward("embedding", kind="mapped", dtypes=_FLOATS)
-def embedding_backward(
-    grad: Tensor, indices: Tensor, weight: Tensor, *, needs: Needs
-) -> tuple[Tensor]:
-    # Rows that occur more than once are summed, which must not happen in 16 bits.
-    total = _aten.embedding_dense_backward(grad.float(), indices, weight.shape[0], -1, False)
-    return (total.to(weight.dtype),)
-
-
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    """(B, S, Hk, D) as (B, H, S, D), each key head repeated for its query heads."""
-    groups = heads // x.shape[2]
-    return (x if groups == 1 else x.repeat_interleave(groups, dim=2)).transpose(1, 2)
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **_: Any) -> bool:
-    # torch's kernel divides by the number of heads, takes one dtype, and multiplies the -inf of
-    # the causal mask by the scale.
-    one_dtype = q.dtype == k.dtype == v.dtype
-    return q.numel() > 0 and one_dtype and (scale is None or scale > 0.0)
-
-
-@table.forward("attention", kind="mapped", dtypes=_FLOATS, accepts=_flash)
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    # torch's kernel takes the last dim to have stride 1, without looking.
-    by_head = (t.contiguous().transpose(1, 2) for t in (q, k, v))
-    y, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*by_head, 0.0, causal, scale=scale)
-    if not lse.all():
-        # torch gives a row whose scores are all NaN the lse 0 and the result 0, as if it were
-        # masked. A true lse of 0 is rare, and then this only costs time.
-        exact: tuple[Tensor, Tensor] = operators.attention.forward(
-            q, k, v, causal=causal, scale=scale
-        )
-        return exact
-    return y.transpose(1, 2).contiguous(), lse.contiguous()
-
-
-@table.backward(
-    "attention",
-    kind="mapped",
-    dtypes=_FLOATS,
-    accepts=lambda grad, q, k, v, y, lse, **attrs: _flash(q, k, v, **attrs),
-)
-def attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    needs: Needs,
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads, kv_heads = q.shape[2], k.shape[2]
-    grad, q, k, v, y, lse = (t.contiguous() for t in (grad, q, k, v, y, lse))
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad.transpose(1, 2),
-        q.transpose(1, 2),
-        _by_head(k, heads),
-        _by_head(v, heads),
-        y.transpose(1, 2),
-        lse,
-        0.0,
-        causal,
-        scale=scale,
-    )
-    return (
-        dq.transpose(1, 2).contiguous(),
-        _sum_groups(dk.transpose(1, 2), kv_heads).to(k.dtype),
-        _sum_groups(dv.transpose(1, 2), kv_heads).to(v.dtype),
-    )
-
-
-def _sum_groups(grad: Tensor, kv_heads: int) -> Tensor:
-    batch, seq, heads, dim = grad.shape
-    if heads == kv_heads:
-        return grad.contiguous()
-    return grad.reshape(batch, seq, kv_heads, heads // kv_heads, dim).float().sum(3)

@@ -34,6 +34,12 @@ QUANTILE = 0.999
 STATISTICAL_COUNT = 64
 """Fewer elements say nothing about a distribution; the deterministic limit is all there is."""
 
+_WHOLE = {
+    dtype: Format(str(dtype).removeprefix("torch."), 1, 0, math.inf)
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+}
+"""Types of results that are not rounded; only their names are used."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
@@ -75,14 +81,17 @@ def measure(
     """Compares a result with the oracle's.
 
     Args:
-        got: any float tensor; its dtype decides about the final rounding.
+        got: any float tensor; its dtype decides about the final rounding. Or whole numbers, which
+            have none: they are exact but where the oracle says that there are two right ones.
         want: same shape.
         statistical: the inputs are random, so that the statistical limits hold.
     """
     if tuple(got.shape) != want.shape:
         return _rejected(name, got, f"shape {want.shape} expected, got {tuple(got.shape)}")
+    if got.dtype in _WHOLE:
+        return _measure_whole(name, got, want)
     if got.dtype not in FORMATS:
-        return _rejected(name, got, f"a float tensor expected, got {got.dtype}")
+        return _rejected(name, got, f"a float or integer tensor expected, got {got.dtype}")
     format = FORMATS[got.dtype]
     actual = got.detach().to("cpu", torch.float64).numpy()
     # An Inf or NaN among a row's inputs leaves no bound; what is finite then has to be exact.
@@ -98,6 +107,15 @@ def measure(
     ulps = np.where(wrong, np.inf, error / (2 * half))
     errors = Errors(actual, want.value, ratio, ulps, statistic if statistical else None)
     return _verdict(name, format, errors)
+
+
+def _measure_whole(name: str, got: torch.Tensor, want: Rounded) -> Measurement:
+    """Codes and indices: off by nothing, or within what the oracle leaves open."""
+    actual = got.detach().to("cpu", torch.float64).numpy()
+    error = np.abs(actual - want.value)
+    allowed = np.broadcast_to(want.worst, want.shape) * UNIT
+    ratio = np.where(error == 0.0, 0.0, np.where(error <= allowed, 1.0, np.inf))
+    return _verdict(name, _WHOLE[got.dtype], Errors(actual, want.value, ratio, error, None))
 
 
 def _special(actual: Array, want: Array, worst: Array, format: Format) -> tuple[Any, Any]:

@@ -4,13 +4,24 @@ How rows are picked is in ``anychip.dispatch``; what users call is in ``anychip.
 """
 
 from anychip.contract import OperatorSpec
-from anychip.operators.activation import gelu, swiglu
-from anychip.operators.attention import attention, rope
-from anychip.operators.dropout import dropout
+from anychip.operators.activation import bias_gelu, geglu, gelu, swiglu
+from anychip.operators.add_norm import add_layer_norm, add_rms_norm
+from anychip.operators.attention import attention, attention_dropout
+from anychip.operators.compression import hadamard, top_k
+from anychip.operators.dropout import bias_dropout_add, dropout
+from anychip.operators.gradients import clip, l2_norm, unscale_and_check
+from anychip.operators.grouped import grouped_linear
+from anychip.operators.lamb import lamb, lamb_partials
 from anychip.operators.linear import embedding, linear
+from anychip.operators.linear_cross_entropy import linear_cross_entropy
 from anychip.operators.loss import cross_entropy
 from anychip.operators.norm import layer_norm, rms_norm
-from anychip.operators.update import adamw, clip, l2_norm, unscale_and_check
+from anychip.operators.partials import l2_norm_partials
+from anychip.operators.quantization import dequantize, quantize
+from anychip.operators.rope import rope
+from anychip.operators.softmax import softmax
+from anychip.operators.update import adamw, lion, sgd
+from anychip.operators.varlen import attention_varlen
 
 
 def all_specs() -> tuple[OperatorSpec, ...]:
@@ -18,35 +29,73 @@ def all_specs() -> tuple[OperatorSpec, ...]:
     return (
         rms_norm,
         layer_norm,
+        add_rms_norm,
+        add_layer_norm,
         dropout,
+        bias_dropout_add,
         gelu,
+        bias_gelu,
         swiglu,
+        geglu,
+        softmax,
         rope,
         attention,
+        attention_dropout,
+        attention_varlen,
         linear,
+        grouped_linear,
         embedding,
         cross_entropy,
+        linear_cross_entropy,
         l2_norm,
+        l2_norm_partials,
         clip,
         unscale_and_check,
         adamw,
+        sgd,
+        lion,
+        lamb_partials,
+        lamb,
+        quantize,
+        dequantize,
+        hadamard,
+        top_k,
     )
 
 
 __all__ = [
     "adamw",
+    "add_layer_norm",
+    "add_rms_norm",
     "all_specs",
     "attention",
+    "attention_dropout",
+    "attention_varlen",
+    "bias_dropout_add",
+    "bias_gelu",
     "clip",
     "cross_entropy",
+    "dequantize",
     "dropout",
     "embedding",
+    "geglu",
     "gelu",
+    "grouped_linear",
+    "hadamard",
     "l2_norm",
+    "l2_norm_partials",
+    "lamb",
+    "lamb_partials",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
+    "lion",
+    "quantize",
     "rms_norm",
     "rope",
+    "sgd",
+    "softmax",
     "swiglu",
+    "top_k",
     "unscale_and_check",
 ]

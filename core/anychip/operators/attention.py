@@ -1,4 +1,12 @@
-"""Attention and its rotary positions: attention, rope. Layout (batch, seq, heads, head_dim)."""
+"""Attention: attention, attention_dropout. Layout (batch, seq, heads, head_dim).
+
+Queries and keys may differ in length. Causal is aligned to the last key: query i of Sq sees the
+keys up to i + Sk - Sq. A query that sees no key at all has the output 0, the lse -inf, and no
+gradient.
+
+Dropout has an operator of its own: ``attention`` keeps a signature that every row for it serves
+completely, and what is random cannot be sharded without knowing where a shard lies.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +20,14 @@ from anychip.contract import (
     Bound,
     Cost,
     OperatorSpec,
-    Placement,
     Placements,
     Residual,
     Sample,
     SampleMaker,
     Sharding,
 )
+from anychip.operators import philox
+from anychip.operators.dropout import keep_threshold
 
 _BATCH, _HEADS = 0, 2
 
@@ -27,33 +36,122 @@ def _nbytes(*tensors: Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
+# What all kinds of attention share: which keys are hidden is a mask, what is dropped a factor
+
+
+def wide_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, S, Hk, D) in float32, each key head repeated for its query heads."""
+    return x.float().repeat_interleave(heads // x.shape[2], dim=2)
+
+
+def masked_scores(
+    q: Tensor, k: Tensor, hidden: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Scaled scores and how they are normalised.
+
+    Args:
+        hidden: (Sq, Sk) bool, which keys a query does not see; None when it sees all.
+
+    Returns:
+        (B, H, Sq, Sk) float32 scores, -inf where hidden, and (B, H, Sq) lse over the keys.
+    """
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), wide_heads(k, q.shape[2]))
+    scores = scores * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores, torch.logsumexp(scores, dim=-1)
+
+
+def _weights(scores: Tensor, lse: Tensor, hidden: Tensor | None) -> Tensor:
+    if hidden is not None:
+        # A query that sees nothing would have the weights exp(-inf - -inf).
+        lse = lse.masked_fill(hidden.all(-1), 0.0)
+    return torch.exp(scores - lse.unsqueeze(-1))
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None,
+    scale: float | None,
+    factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y (B, Sq, H, D) in q's dtype, and lse (B, H, Sq) float32.
+
+    Args:
+        hidden: (Sq, Sk) bool, which keys a query does not see; None when it sees all.
+        factor: (B, H, Sq, Sk) float32, multiplied to the normalised weights.
+    """
+    scores, lse = masked_scores(q, k, hidden, scale)
+    weights = _weights(scores, lse, hidden)
+    weights = weights if factor is None else weights * factor
+    y = torch.einsum("bhqk,bkhd->bqhd", weights, wide_heads(v, q.shape[2]))
+    return y.to(q.dtype).contiguous(), lse
+
+
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    hidden: Tensor | None,
+    scale: float | None,
+    factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v in their dtypes; arguments as of :func:`attend`."""
+    heads, kv_heads = q.shape[2], k.shape[2]
+    slope, scores = grad.float(), masked_scores(q, k, hidden, scale)[0]
+    weights = _weights(scores, lse, hidden)
+    dweights = torch.einsum("bqhd,bkhd->bhqk", slope, wide_heads(v, heads))
+    kept = weights
+    if factor is not None:
+        kept, dweights = weights * factor, dweights * factor
+    # sum_k P dP = sum_d y dy (Dao 2022, appendix B.2): no second pass over the scores.
+    delta = (slope * y.float()).sum(-1).transpose(1, 2).unsqueeze(-1)
+    dscores = weights * (dweights - delta)
+    dscores = dscores * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    dq = torch.einsum("bhqk,bkhd->bqhd", dscores, wide_heads(k, heads))
+    dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q.float())
+    dv = torch.einsum("bhqk,bqhd->bkhd", kept, slope)
+    return dq.to(q.dtype), _sum_groups(dk, kv_heads, k), _sum_groups(dv, kv_heads, v)
+
+
+def _sum_groups(wide: Tensor, kv_heads: int, like: Tensor) -> Tensor:
+    batch, length, heads, dim = wide.shape
+    grouped = wide.reshape(batch, length, kv_heads, heads // kv_heads, dim)
+    return grouped.sum(3).to(like.dtype)
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises ValueError unless the last two dims are heads and head_dims that fit together."""
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"k and v must have one shape and agree with q in head_dim; {shapes}")
+    if not q.shape[-1]:
+        raise ValueError(f"head_dim must be at least 1; {shapes}")
+    if not k.shape[-2] or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"the heads of q must be a multiple of the heads of k; {shapes}")
+
+
 # attention
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
-    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-
-
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> Tensor:
-    """(B, H, S, S) float32 scaled scores; -inf above the diagonal when causal."""
-    groups = q.shape[2] // k.shape[2]
-    wide_k = k.float().repeat_interleave(groups, dim=2)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), wide_k) * _scale(q, scale)
-    if causal:
-        position = torch.arange(q.shape[1], device=q.device)
-        scores = scores.masked_fill(position[:, None] < position[None, :], -math.inf)
-    return scores
+def hidden_keys(q: Tensor, k: Tensor, causal: bool) -> Tensor | None:
+    """(Sq, Sk) bool: True where a query does not see a key; None when every one is seen."""
+    if not causal:
+        return None
+    keys = torch.arange(k.shape[1], device=q.device)
+    last = torch.arange(q.shape[1], device=q.device) + (k.shape[1] - q.shape[1])
+    return last[:, None] < keys[None, :]
 
 
 def _attention_forward(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, causal, scale)
-    lse = torch.logsumexp(scores, dim=-1)
-    groups = q.shape[2] // k.shape[2]
-    wide_v = v.float().repeat_interleave(groups, dim=2)
-    y = torch.einsum("bhqk,bkhd->bqhd", torch.exp(scores - lse.unsqueeze(-1)), wide_v)
-    return y.to(q.dtype).contiguous(), lse
+    return attend(q, k, v, hidden_keys(q, k, causal), scale)
 
 
 def _attention_backward(
@@ -68,65 +166,68 @@ def _attention_backward(
     scale: float | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, length, kv_heads, dim = k.shape
-    groups = q.shape[2] // kv_heads
-    wide_k = k.float().repeat_interleave(groups, dim=2)
-    wide_v = v.float().repeat_interleave(groups, dim=2)
-    slope = grad.float()
-    weights = torch.exp(_scores(q, k, causal, scale) - lse.unsqueeze(-1))
-    # sum_k P dP = sum_d y dy (Dao 2022, appendix B.2): no second pass over the scores.
-    delta = (slope * y.float()).sum(-1).transpose(1, 2).unsqueeze(-1)
-    dweights = torch.einsum("bqhd,bkhd->bhqk", slope, wide_v)
-    dscores = weights * (dweights - delta) * _scale(q, scale)
-    dq = torch.einsum("bhqk,bkhd->bqhd", dscores, wide_k)
-    dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q.float())
-    dv = torch.einsum("bhqk,bqhd->bkhd", weights, slope)
-    grouped = (batch, length, kv_heads, groups, dim)
-    return (
-        dq.to(q.dtype),
-        dk.reshape(grouped).sum(3).to(k.dtype),
-        dv.reshape(grouped).sum(3).to(v.dtype),
-    )
+    return attend_backward(grad, q, k, v, y, lse, hidden_keys(q, k, causal), scale)
 
 
-def _attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    batch, length, heads, _ = q.shape
+def _attention_fake(q: Tensor, k: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    batch, length, heads, _dim = q.shape
     y = torch.empty_like(q, memory_format=torch.contiguous_format)
     return y, q.new_empty((batch, heads, length), dtype=torch.float32)
 
 
-def _attention_check(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> None:
+def _attention_check(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **__: object) -> None:
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"q, k and v must be (batch, seq, heads, head_dim); {shapes}")
-    if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"k and v must have one shape and agree with q in batch, seq and head_dim; {shapes}"
-        )
-    if not q.shape[3]:
-        raise ValueError(f"head_dim must be at least 1; {shapes}")
-    if not k.shape[2] or q.shape[2] % k.shape[2]:
-        raise ValueError(f"the heads of q must be a multiple of the heads of k; {shapes}")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q, k and v must agree in batch; {shapes}")
+    check_heads(q, k, v)
+
+
+def _sizes(q: Tensor, k: Tensor, *_: Tensor, **__: object) -> dict[str, int]:
+    return {
+        "seq": q.shape[1],
+        "keys": k.shape[1],
+        "heads": q.shape[2],
+        "kv_heads": k.shape[2],
+        "head_dim": q.shape[3],
+    }
+
+
+Lengths = tuple[int, int, int, int, int, int]
+# batch, queries, keys, heads, key heads, head_dim
+_SAMPLES: tuple[tuple[Lengths, bool], ...] = (
+    ((2, 5, 5, 4, 4, 8), True),
+    ((1, 17, 17, 4, 2, 16), True),
+    ((2, 9, 9, 2, 1, 8), False),
+    ((1, 1, 1, 1, 1, 4), True),
+    ((2, 3, 7, 2, 1, 8), True),
+    ((1, 6, 4, 2, 2, 8), True),
+    ((1, 2, 5, 2, 2, 4), False),
+)
+
+
+def _drawn(maker: SampleMaker, lengths: Lengths) -> tuple[tuple[Tensor, Tensor, Tensor], str]:
+    batch, queries, keys, heads, kv_heads, dim = lengths
+    q = maker.normal(batch, queries, heads, dim)
+    k, v = (maker.normal(batch, keys, kv_heads, dim) for _ in range(2))
+    length = f"{queries}" if queries == keys else f"{queries}of{keys}"
+    return (q, k, v), f"{batch}x{length}x{heads}/{kv_heads}x{dim}"
 
 
 def _attention_samples(maker: SampleMaker) -> Iterator[Sample]:
-    for batch, length, heads, kv_heads, dim, causal in (
-        (2, 5, 4, 4, 8, True),
-        (1, 17, 4, 2, 16, True),
-        (2, 9, 2, 1, 8, False),
-        (1, 1, 1, 1, 4, True),
-    ):
-        q = maker.normal(batch, length, heads, dim)
-        k, v = (maker.normal(batch, length, kv_heads, dim) for _ in range(2))
-        label = f"{batch}x{length}x{heads}/{kv_heads}x{dim},causal={causal}"
-        yield Sample((q, k, v), {"causal": causal, "scale": None}, label)
+    for lengths, causal in _SAMPLES:
+        args, label = _drawn(maker, lengths)
+        yield Sample(args, {"causal": causal, "scale": None}, f"{label},causal={causal}")
 
 
-def _attention_flops(q: Tensor, causal: bool) -> int:
-    batch, length, heads, dim = q.shape
-    return 4 * batch * heads * length * length * dim // (2 if causal else 1)
+def _flops(q: Tensor, k: Tensor, causal: bool) -> int:
+    batch, queries, heads, dim = q.shape
+    keys, pairs = k.shape[1], queries * k.shape[1]
+    if causal:
+        seeing = min(queries, keys)  # the last of these sees all keys, each one before it one less
+        pairs = seeing * keys - seeing * (seeing - 1) // 2
+    return 4 * batch * heads * pairs * dim
 
 
 def _attention_shards(
@@ -149,138 +250,129 @@ def _attention_backward_shards(
     return [([_BATCH] * 3, [_BATCH] * 5 + [0]), ([_HEADS] * 3, [_HEADS] * 5 + [1])]
 
 
+def _length(q: Tensor, k: Tensor, *_: Tensor, **__: object) -> int:
+    return max(k.shape[1], q.shape[3])
+
+
 attention = OperatorSpec(
     name="attention",
     signature=("(Tensor q, Tensor k, Tensor v, *, bool causal=False, float? scale=None) -> Tensor"),
-    equation="y = softmax(q k^T scale + mask) v; query head h reads key head h // (H / Hk)",
+    equation=(
+        "y = softmax(q k^T scale + mask) v; query head h reads key head h // (H / Hk); causal: "
+        "query i sees keys up to i + Sk - Sq"
+    ),
     source="Vaswani et al. 2017, arXiv:1706.03762, equation 1; Ainslie et al. 2023 (GQA)",
     forward=_attention_forward,
     backward=_attention_backward,
     fake=_attention_fake,
-    residuals=(Residual("lse", "(B, H, S)", "float32"),),
+    residuals=(Residual("lse", "(B, H, Sq)", "float32"),),
     saved=("q", "k", "v", "y", "lse"),
     differentiable=("q", "k", "v"),
     check=_attention_check,
-    sizes=lambda q, k, v, *, causal, scale: {
-        "seq": q.shape[1],
-        "heads": q.shape[2],
-        "kv_heads": k.shape[2],
-        "head_dim": q.shape[3],
-    },
+    sizes=_sizes,
     autocast="lower",
     sharding=Sharding(_attention_shards, _attention_backward_shards),
-    cost=lambda q, k, v, *, causal, scale: Cost(_nbytes(q, q, k, v), _attention_flops(q, causal)),
+    cost=lambda q, k, v, *, causal, scale: Cost(_nbytes(q, q, k, v), _flops(q, k, causal)),
     backward_cost=lambda q, k, v, *, causal, scale: Cost(
-        2 * _nbytes(q, q, k, v), _attention_flops(q, causal) * 5 // 2
+        2 * _nbytes(q, q, k, v), _flops(q, k, causal) * 5 // 2
     ),
     aten=frozenset({"bmm", "logsumexp", "exp", "masked_fill", "repeat_interleave"}),
     samples=_attention_samples,
-    bound=Bound(forward=12, backward=24, length=lambda q, *_, **__: max(q.shape[1], q.shape[3])),
+    bound=Bound(forward=12, backward=24, length=_length),
 )
 
 
-# rope
+# attention_dropout
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    wide = x.float()
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    if interleaved:
-        first, second = wide[..., 0::2], wide[..., 1::2]
-        pairs = (first * cos - second * sin, second * cos + first * sin)
-        return torch.stack(pairs, dim=-1).flatten(-2).to(x.dtype).contiguous()
-    first, second = wide.chunk(2, dim=-1)
-    halves = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat(halves, dim=-1).to(x.dtype).contiguous()
+def _factor(q: Tensor, k: Tensor, rng: Tensor, p: float) -> Tensor:
+    """(B, H, Sq, Sk) float32: 0 for what is dropped, 1 / (1 - p) rounded once for what is kept."""
+    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    keep = philox.words(rng, math.prod(shape)).reshape(shape) >= keep_threshold(p)
+    scale = torch.tensor(0.0 if p == 1.0 else 1.0 / (1.0 - p), dtype=torch.float32)
+    return torch.where(keep, scale.to(q.device), 0.0)
 
 
-def _rope_forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
+def _dropout_forward(
+    q: Tensor, k: Tensor, v: Tensor, rng: Tensor, *, p: float, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+    return attend(q, k, v, hidden_keys(q, k, causal), scale, _factor(q, k, rng, p))
 
 
-def _rope_backward(
-    dq: Tensor,
-    dk: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+def _dropout_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    rng: Tensor,
     *,
-    interleaved: bool,
-    needs: tuple[bool, bool],
-) -> tuple[Tensor, Tensor]:
-    # A rotation's transpose is the rotation by the negative angle.
-    return _rotate(dq, cos, -sin, interleaved), _rotate(dk, cos, -sin, interleaved)
+    p: float,
+    causal: bool,
+    scale: float | None,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, factor = hidden_keys(q, k, causal), _factor(q, k, rng, p)
+    return attend_backward(grad, q, k, v, y, lse, hidden, scale, factor)
 
 
-def _rope_fake(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
-) -> tuple[Tensor, Tensor]:
-    like = torch.contiguous_format
-    return torch.empty_like(q, memory_format=like), torch.empty_like(k, memory_format=like)
+def _dropout_check(
+    q: Tensor, k: Tensor, v: Tensor, rng: Tensor, *, p: float, causal: bool, scale: float | None
+) -> None:
+    _attention_check(q, k, v)
+    if rng.dim() != 1 or rng.shape[0] != 2:
+        raise ValueError(f"rng must be int64[2] (seed, offset), got shape {tuple(rng.shape)}")
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"p must be from 0 to 1, got {p}")
 
 
-def _rope_check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> None:
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q and k must be (batch, seq, heads, head_dim) and differ in heads only; {shapes}"
-        )
-    if q.shape[3] % 2:
-        raise ValueError(f"head_dim must be even, got {q.shape[3]}")
-    table = (q.shape[1], q.shape[3] // 2)
-    if tuple(cos.shape) != table or tuple(sin.shape) != table:
-        raise ValueError(
-            f"cos and sin must be (seq, head_dim / 2) = {table}; got {tuple(cos.shape)} and "
-            f"{tuple(sin.shape)}"
-        )
+def _dropout_samples(maker: SampleMaker) -> Iterator[Sample]:
+    shapes: tuple[tuple[Lengths, bool, float], ...] = (
+        ((2, 5, 5, 4, 2, 8), True, 0.25),
+        ((1, 3, 7, 2, 2, 8), False, 0.5),
+        ((1, 6, 4, 2, 1, 4), True, 0.1),
+        ((1, 3, 3, 1, 1, 4), True, 1.0),
+    )
+    for lengths, causal, p in shapes:
+        args, label = _drawn(maker, lengths)
+        attrs = {"p": p, "causal": causal, "scale": None}
+        yield Sample((*args, maker.rng(seed=99, offset=7)), attrs, f"{label},p={p}")
 
 
-def _rope_samples(maker: SampleMaker) -> Iterator[Sample]:
-    for batch, length, heads, kv_heads, dim in (
-        (2, 5, 4, 2, 8),
-        (1, 17, 1, 1, 2),
-        (2, 3, 2, 2, 64),
-    ):
-        angles = maker.normal(length, dim // 2, dtype=torch.float32)
-        q, k = maker.normal(batch, length, heads, dim), maker.normal(batch, length, kv_heads, dim)
-        for interleaved in (False, True):
-            label = f"{batch}x{length}x{heads}/{kv_heads}x{dim},interleaved={interleaved}"
-            args = (q, k, angles.cos(), angles.sin())
-            yield Sample(args, {"interleaved": interleaved}, label)
-
-
-def _rope_shards(*_: object) -> Placements:
-    rows: list[tuple[list[Placement], list[Placement]]] = []
-    for dim in (_BATCH, _HEADS):
-        rows.append(([dim, dim], [dim, dim, None, None]))
-    return [*rows, ([1, 1], [1, 1, 0, 0])]
-
-
-rope = OperatorSpec(
-    name="rope",
+attention_dropout = OperatorSpec(
+    name="attention_dropout",
     signature=(
-        "(Tensor q, Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False)"
-        " -> (Tensor, Tensor)"
+        "(Tensor q, Tensor k, Tensor v, Tensor rng, *, float p=0.5, bool causal=False, "
+        "float? scale=None) -> Tensor"
     ),
-    equation="(y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin) for each pair (x1, x2) of q and k",
-    source="Su et al. 2021, arXiv:2104.09864, equation 34; half layout as in GPT-NeoX and Llama",
-    forward=_rope_forward,
-    backward=_rope_backward,
-    fake=_rope_fake,
-    saved=("cos", "sin"),
-    differentiable=("q", "k"),
-    check=_rope_check,
-    fixed_dtypes={"cos": "float32", "sin": "float32"},
-    sizes=lambda q, k, cos, sin, *, interleaved: {"seq": q.shape[1], "head_dim": q.shape[3]},
-    sharding=Sharding(_rope_shards, _rope_shards),
-    cost=lambda q, k, cos, sin, *, interleaved: Cost(
-        2 * _nbytes(q, k) + _nbytes(cos, sin), 3 * (q.numel() + k.numel())
+    equation=(
+        "y = (D softmax(q k^T scale + mask)) v; D_i = 1 / (1 - p) if u_i >= floor(p 2^32) else 0 "
+        "for element i of (B, H, Sq, Sk); u_i = word i of Philox(rng)"
     ),
-    backward_cost=lambda q, k, cos, sin, *, interleaved: Cost(
-        2 * _nbytes(q, k) + _nbytes(cos, sin), 3 * (q.numel() + k.numel())
+    source=(
+        "Vaswani et al. 2017, section 5.4; Dao et al. 2022, arXiv:2205.14135, algorithms 2 and 4; "
+        "Salmon et al. 2011 (Philox4x32-10)"
     ),
-    aten=frozenset({"mul", "add", "sub", "cat", "stack"}),
-    samples=_rope_samples,
-    bound=Bound(forward=3, backward=3, length=lambda *_, **__: 1),
+    forward=_dropout_forward,
+    backward=_dropout_backward,
+    fake=_attention_fake,
+    residuals=(Residual("lse", "(B, H, Sq)", "float32"),),
+    saved=("q", "k", "v", "y", "lse", "rng"),
+    differentiable=("q", "k", "v"),
+    check=_dropout_check,
+    fixed_dtypes={"rng": "int64"},
+    sizes=_sizes,
+    autocast="lower",
+    # No sharding rule: a shard does not know the logical indices of its elements.
+    cost=lambda q, k, v, rng, *, p, causal, scale: Cost(
+        _nbytes(q, q, k, v), _flops(q, k, causal) * (4 * q.shape[3] + 30) // (4 * q.shape[3])
+    ),
+    backward_cost=lambda q, k, v, rng, *, p, causal, scale: Cost(
+        2 * _nbytes(q, q, k, v), _flops(q, k, causal) * (10 * q.shape[3] + 30) // (4 * q.shape[3])
+    ),
+    aten=attention.aten | {"arange", "bitwise_and", "bitwise_xor", "__rshift__", "mul", "where"},
+    samples=_dropout_samples,
+    bound=Bound(forward=14, backward=26, length=_length),
+    random=True,
 )

@@ -24,7 +24,7 @@ from anychip.operators.values import has_values
 _REDUCTIONS = ("mean", "sum", "none")
 
 
-def _forward(
+def cross_entropy_forward(
     logits: Tensor,
     target: Tensor,
     *,
@@ -33,7 +33,8 @@ def _forward(
     z_loss: float,
     reduction: str,
 ) -> tuple[Tensor, Tensor]:
-    _check_targets(logits, target, ignore_index)
+    """The loss by ``reduction`` and the lse of every row, both float32."""
+    check_targets("cross_entropy", target, logits.shape[-1], ignore_index)
     wide = logits.float()
     lse = torch.logsumexp(wide, dim=-1)
     valid = target != ignore_index
@@ -52,20 +53,23 @@ def _forward(
     return loss, lse
 
 
-def _check_targets(logits: Tensor, target: Tensor, ignore_index: int) -> None:
-    # A device cannot look without a synchronisation.
+def check_targets(operator: str, target: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raises IndexError for a target that is no class; on a host only.
+
+    A device cannot look without a synchronisation.
+    """
     if target.device.type != "cpu" or not target.numel() or not has_values(target):
         return
-    wrong = (target != ignore_index) & ((target < 0) | (target >= logits.shape[-1]))
+    wrong = (target != ignore_index) & ((target < 0) | (target >= num_classes))
     if wrong.any():
         row = int(wrong.reshape(-1).nonzero()[0])
         raise IndexError(
-            f"cross_entropy: target must be from 0 to {logits.shape[-1] - 1} or ignore_index "
+            f"{operator}: target must be from 0 to {num_classes - 1} or ignore_index "
             f"{ignore_index}, got {int(target.reshape(-1)[row])} in row {row}"
         )
 
 
-def _backward(
+def cross_entropy_backward(
     grad: Tensor,
     logits: Tensor,
     target: Tensor,
@@ -77,6 +81,7 @@ def _backward(
     reduction: str,
     needs: tuple[bool],
 ) -> tuple[Tensor]:
+    """The gradient of the logits, in their dtype."""
     valid = target != ignore_index
     probability = torch.exp(logits.float() - lse.unsqueeze(-1))
     slope = probability
@@ -112,6 +117,11 @@ def _check(
             f"logits must be (..., V) with V > 0 and target (...); got {tuple(logits.shape)} and "
             f"{tuple(target.shape)}"
         )
+    check_options(label_smoothing, z_loss, reduction)
+
+
+def check_options(label_smoothing: float, z_loss: float, reduction: str) -> None:
+    """Raises ValueError for an option of the loss that is out of its range."""
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -178,8 +188,8 @@ cross_entropy = OperatorSpec(
         "torch.nn.functional.cross_entropy; z-loss: Chowdhery et al. 2022, arXiv:2204.02311, "
         "section 5; label smoothing: Szegedy et al. 2016, section 7"
     ),
-    forward=_forward,
-    backward=_backward,
+    forward=cross_entropy_forward,
+    backward=cross_entropy_backward,
     fake=_fake,
     residuals=(Residual("lse", "target.shape", "float32"),),
     saved=("logits", "target", "lse"),

@@ -60,7 +60,8 @@ def cases() -> dict[str, Case]:
     cos, sin = torch.rand(6, 4), torch.rand(6, 4)
     index = torch.randint(12, (8, 3))
     total = {"reduction": "sum"}
-    return {
+    others = fused_cases() | packed_cases()
+    return others | {
         "rms_norm/rows": ("rms_norm", [(x, 0), (w, None)], {}, True),
         "rms_norm/second dim": ("rms_norm", [(x, 1), (w, None)], {}, True),
         "rms_norm/last dim is gathered": ("rms_norm", [(x, 2), (w, 0)], {}, True),
@@ -92,6 +93,74 @@ def cases() -> dict[str, Case]:
         "attention/uneven heads": (
             "attention",
             [(wide_q, 2), (odd_k, 2), (odd_k + 1, 2)],
+            {},
+            False,
+        ),
+    }
+
+
+def fused_cases() -> dict[str, Case]:
+    """The same for the fused operators and softmax."""
+    torch.manual_seed(1)
+    x, w, b = torch.randn(8, 6, 16), torch.randn(16), torch.randn(16)
+    visible, visible_by_row = torch.rand(6, 16) < 0.7, torch.rand(8, 1, 16) < 0.7
+    return {
+        "add_rms_norm/rows": ("add_rms_norm", [(x, 0), (x * 2, 0), (w, None)], {}, True),
+        "add_rms_norm/mixed": ("add_rms_norm", [(x, 1), (x * 2, None), (w, None)], {}, True),
+        "add_layer_norm/rows": (
+            "add_layer_norm",
+            [(x, 0), (x * 2, 0), (w, None), (b, None)],
+            {},
+            True,
+        ),
+        "add_layer_norm/no bias": ("add_layer_norm", [(x, 1), (x * 2, 1), (w, None)], {}, True),
+        "bias_gelu/rows": ("bias_gelu", [(x, 0), (b, None)], {}, True),
+        "bias_gelu/last dim": ("bias_gelu", [(x, 2), (b, 0)], {"approximate": "tanh"}, True),
+        "geglu/last dim": ("geglu", [(x, 2), (x * 2, 2)], {}, True),
+        "softmax/rows": ("softmax", [(x, 0)], {"scale": 0.5, "causal": True}, True),
+        "softmax/queries": ("softmax", [(x, 1)], {}, True),
+        "softmax/causal queries are gathered": ("softmax", [(x, 1)], {"causal": True}, True),
+        "softmax/keys are gathered": ("softmax", [(x, 2)], {}, True),
+        "softmax/mask of all rows": ("softmax", [(x, 0), (visible, None)], {}, True),
+        "softmax/mask of each row": ("softmax", [(x, 0), (visible_by_row, 0)], {}, True),
+    }
+
+
+def packed_cases() -> dict[str, Case]:
+    """As :func:`cases`, for rows in groups and for the loss with its output layer."""
+    torch.manual_seed(1)
+    q, k, v = torch.randn(6, 4, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 8)
+    x, up, bias = torch.randn(8, 16), torch.randn(12, 16), torch.randn(12)
+    experts, target = torch.randn(2, 12, 16), torch.randint(12, (8,))
+    total = {"reduction": "sum"}
+    return {
+        "attention_varlen/heads": (
+            "attention_varlen",
+            [(q, 1), (k, 1), (v, 1), (torch.tensor([0, 2, 6]), None)],
+            {"causal": True},
+            False,
+        ),
+        "grouped_linear/column": (
+            "grouped_linear",
+            [(x, None), (experts, 1), (torch.tensor([2, 5]), None)],
+            {},
+            False,
+        ),
+        "grouped_linear/row": (
+            "grouped_linear",
+            [(x, 1), (experts, 2), (torch.tensor([2, 5]), None)],
+            {},
+            False,
+        ),
+        "linear_cross_entropy/sum": (
+            "linear_cross_entropy",
+            [(x, 0), (up, None), (target, 0), (bias, None)],
+            total,
+            False,
+        ),
+        "linear_cross_entropy/mean": (
+            "linear_cross_entropy",
+            [(x, 0), (up, None), (target, 0)],
             {},
             False,
         ),
@@ -149,6 +218,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
     rng = distribute_tensor(torch.tensor([1, 2]), mesh, [Replicate()])
     calls: dict[str, Callable[[], Any]] = {
         "dropout": lambda: ops.dropout(x, rng),
+        "bias_dropout_add": lambda: ops.bias_dropout_add(x, x, rng),
         "clip": lambda: ops.clip([x], norm),
         "l2_norm": lambda: ops.l2_norm([x]),
     }

@@ -134,11 +134,14 @@ def test_every_operator_compiled_with_aot_gives_the_bits_of_eager(
 
 
 @pytest.mark.parametrize("pin", ["cpu", "reference"])
-@pytest.mark.parametrize("name", ["clip", "unscale_and_check", "adamw", "l2_norm"])
+@pytest.mark.parametrize(
+    "name",
+    ["clip", "unscale_and_check", "adamw", "sgd", "lion", "lamb", "l2_norm", "l2_norm_partials"],
+)
 def test_list_operator_compiled_with_aot_gives_the_bits_of_eager(name: str, pin: str) -> None:
     made, eager = call(name, 1, grad=False), call(name, 1, grad=False)
     written = made.args[0][0]
-    if name == "adamw":
+    if name in ("adamw", "sgd", "lion", "lamb"):
         written.requires_grad_()
     with anychip.policy(pin={name: pin}):
         compiled = torch.compile(made.__call__, backend="aot_eager", fullgraph=True)

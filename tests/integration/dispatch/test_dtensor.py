@@ -14,7 +14,7 @@ from tests.integration.dispatch.sharded import cases
 
 WORLD = 2
 LABELS = [f"{label}/{door}" for label in cases() for door in ("short cut", "library")]
-REFUSED = [f"refused/{name}" for name in ("dropout", "clip", "l2_norm")]
+REFUSED = [f"refused/{name}" for name in ("dropout", "bias_dropout_add", "clip", "l2_norm")]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,17 @@ from anychip.contract import OperatorSpec, Sample, SampleMaker
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPECS = {spec.name: spec for spec in operators.all_specs()}
 DIFFERENTIABLE = [name for name, spec in SPECS.items() if spec.backward]
-WRITING = ["clip", "unscale_and_check", "adamw"]
+WRITING = ["clip", "unscale_and_check", "adamw", "sgd", "lion", "lamb"]
+# A matrix product picks its kernel by the address of its operands, which is not ours to fix: other
+# bits of the same sum when the allocator gives the two calls differently aligned memory.
+PRODUCTS = (
+    "linear",
+    "grouped_linear",
+    "linear_cross_entropy",
+    "attention",
+    "attention_dropout",
+    "attention_varlen",
+)
 
 
 class Call(NamedTuple):
@@ -78,6 +88,11 @@ def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (list, tuple)):
         return [t for v in value for t in tensors(v)]
     return []
+
+
+def floats(value: Any) -> list[Tensor]:
+    """Those of a value's tensors that may have a gradient: an index has none."""
+    return [t for t in tensors(value) if t.is_floating_point()]
 
 
 def bits(value: Any) -> list[tuple[torch.dtype, tuple[int, ...], bytes]]:

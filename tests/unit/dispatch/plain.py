@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,46 @@ from torch import Tensor
 from anychip import ops
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: Any) -> Tensor:
-    groups = q.shape[2] // k.shape[2]
-    k, v = (t.repeat_interleave(groups, 2) for t in (k, v))
-    mask = torch.full((q.shape[1], q.shape[1]), -torch.inf).triu(1) if causal else 0.0
+def _plain_weights(q: Tensor, k: Tensor, visible: Tensor, scale: Any) -> Tensor:
+    """exp over its sum, with weights of 0; sums of 0 are those of rows that see nothing."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale + mask
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True)) * visible
+    total = weights.sum(-1, keepdim=True)
+    return weights / torch.where(total == 0.0, 1.0, total)
+
+
+def _plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, rng: Tensor | None = None, *, causal: bool, scale: Any,
+    p: float = 0.0,
+) -> Tensor:  # fmt: skip
+    visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    visible = visible.tril(k.shape[1] - q.shape[1]) if causal else visible
+    weights = _plain_weights(q, k, visible, scale)
+    weights = weights if rng is None else _plain_dropout(weights, rng, p=p)
+    v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def _plain_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, causal: bool, scale: Any
+) -> Tensor:
+    """Attention of each sequence alone."""
+    ends = cu_seqlens.tolist()
+    parts = [
+        _plain_attention(*(t[None, a:b] for t in (q, k, v)), causal=causal, scale=scale)[0]
+        for a, b in itertools.pairwise(ends)
+        if a < b
+    ]
+    # The last term is 0; it makes the result depend on all, also where there is padding alone.
+    return torch.cat([*parts, 0.0 * q[ends[-1] :]]) + 0.0 * (k.sum() + v.sum())
+
+
+def _plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    ends = [0, *offsets.tolist()]
+    parts = [x[a:b] @ w.t() for a, b, w in zip(ends, ends[1:], weight, strict=False)]
+    return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[1])])
 
 
 def _plain_rope(
@@ -26,12 +60,13 @@ def _plain_rope(
 ) -> tuple[Tensor, ...]:
     turn = torch.complex(cos, sin)[:, None]
 
-    def rotated(x: Tensor) -> Tensor:
+    def rotated(whole: Tensor) -> Tensor:
+        x, rest = whole.split([2 * cos.shape[-1], whole.shape[-1] - 2 * cos.shape[-1]], -1)
         if interleaved:
             z = torch.complex(x[..., 0::2], x[..., 1::2]) * turn
-            return torch.stack([z.real, z.imag], -1).flatten(-2)
+            return torch.cat([torch.stack([z.real, z.imag], -1).flatten(-2), rest], -1)
         z = torch.complex(*x.chunk(2, -1)) * turn
-        return torch.cat([z.real, z.imag], -1)
+        return torch.cat([z.real, z.imag, rest], -1)
 
     return rotated(q), rotated(k)
 
@@ -40,6 +75,34 @@ def _plain_dropout(x: Tensor, rng: Tensor, *, p: float) -> Tensor:
     """The mask is tested elsewhere; here it is a constant."""
     mask = ops.dropout(torch.ones(x.shape), rng, p=p) != 0
     return torch.where(mask, x / (1 - p) if p < 1 else 0 * x, 0.0)
+
+
+def _plain_add_norm(x: Tensor, residual: Tensor, normed: Callable[[Tensor], Tensor]) -> Any:
+    return normed(x + residual), x + residual
+
+
+def _plain_bias_dropout_add(
+    x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None, *, p: float
+) -> Tensor:
+    return residual + _plain_dropout(x if bias is None else x + bias, rng, p=p)
+
+
+def _plain_softmax(
+    x: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool,
+) -> Tensor:
+    """exp over its sum, with weights of 0; sums of 0 are those of rows that see nothing."""
+    visible = torch.ones(x.shape[-2:], dtype=torch.bool)
+    visible = visible.tril(x.shape[-1] - x.shape[-2]) if causal else visible
+    visible = visible if mask is None else visible & mask
+    scores = x * scale + (0.0 if bias is None else bias)
+    weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True)) * visible
+    total = weights.sum(-1, keepdim=True)
+    return weights / torch.where(total == 0.0, 1.0, total)
 
 
 def _plain_cross_entropy(
@@ -54,15 +117,56 @@ def _plain_cross_entropy(
     return rows.sum() / (kept.sum() if reduction == "mean" else 1)
 
 
+def _plain_linear_cross_entropy(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **attrs: Any
+) -> Tensor:
+    return _plain_cross_entropy(F.linear(x, weight, bias), target, **attrs)
+
+
+def _plain_hadamard(x: Tensor, *, block: int | None) -> Tensor:
+    """The Kronecker power of [[1, 1], [1, -1]], block by block."""
+    length = x.shape[-1] if block is None else block
+    matrix = torch.ones(1, 1, dtype=x.dtype)
+    for _ in range(length.bit_length() - 1):
+        matrix = torch.kron(matrix, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=x.dtype))
+    return (x.unflatten(-1, (-1, length)) @ matrix / length**0.5).flatten(-2)
+
+
+def _plain_top_k(x: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
+    """By counting: an element comes after all larger ones and the equal ones before it."""
+    size, index = x.abs(), torch.arange(x.shape[-1])
+    larger = size.unsqueeze(-2) > size.unsqueeze(-1)
+    equal = (size.unsqueeze(-2) == size.unsqueeze(-1)) & (index < index.unsqueeze(-1))
+    rank = (larger | equal).sum(-1)
+    place = (rank.unsqueeze(-2) == torch.arange(k).unsqueeze(-1)).long().argmax(-1)
+    return x.gather(-1, place), place
+
+
 PLAIN: dict[str, Callable[..., Any]] = {
     "rms_norm": lambda x, w, *, eps: F.rms_norm(x, w.shape, w, eps),
     "layer_norm": lambda x, w, b, *, eps: F.layer_norm(x, w.shape, w, b, eps),
+    "add_rms_norm": lambda x, r, w, *, eps: _plain_add_norm(
+        x, r, lambda total: F.rms_norm(total, w.shape, w, eps)
+    ),
+    "add_layer_norm": lambda x, r, w, b, *, eps: _plain_add_norm(
+        x, r, lambda total: F.layer_norm(total, w.shape, w, b, eps)
+    ),
     "dropout": _plain_dropout,
+    "bias_dropout_add": _plain_bias_dropout_add,
     "gelu": F.gelu,
+    "bias_gelu": lambda x, bias, *, approximate: F.gelu(x + bias, approximate=approximate),
     "swiglu": lambda gate, up: F.silu(gate) * up,
+    "geglu": lambda gate, up, *, approximate: F.gelu(gate, approximate=approximate) * up,
+    "softmax": _plain_softmax,
     "rope": _plain_rope,
     "attention": _plain_attention,
+    "attention_dropout": _plain_attention,
+    "attention_varlen": _plain_varlen,
     "linear": F.linear,
+    "grouped_linear": _plain_grouped_linear,
     "embedding": F.embedding,
     "cross_entropy": _plain_cross_entropy,
+    "linear_cross_entropy": _plain_linear_cross_entropy,
+    "hadamard": _plain_hadamard,
+    "top_k": _plain_top_k,
 }

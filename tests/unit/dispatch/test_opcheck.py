@@ -73,7 +73,23 @@ def test_forward_and_backward_operators_pass_opcheck(
         torch.library.opcheck(made.door("_backward"), arguments, test_utils=CHEAP)
 
 
-@pytest.mark.parametrize("name", ["dropout", "gelu", "swiglu", "rms_norm", "layer_norm", "rope"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dropout",
+        "bias_dropout_add",
+        "gelu",
+        "bias_gelu",
+        "swiglu",
+        "geglu",
+        "rms_norm",
+        "layer_norm",
+        "add_rms_norm",
+        "add_layer_norm",
+        "softmax",
+        "rope",
+    ],
+)
 def test_reference_of_a_transposed_tensor_has_the_layout_that_was_promised(name: str) -> None:
     made = call(name, 0, grad=False)
     first = made.args[0]

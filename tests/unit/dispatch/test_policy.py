@@ -86,7 +86,7 @@ def test_operator_that_does_not_exist_is_answered_with_the_nearest(key: str) -> 
     with pytest.raises(ValueError, match="no operator is named 'rmsnorm'; did you mean 'rms_norm'"):
         with anychip.policy(**{key: {"rmsnorm": "reference"}}):
             pass
-    with pytest.raises(ValueError, match="no operator is named 'zzz'; there are rms_norm, "):
+    with pytest.raises(ValueError, match=r"no operator is named 'zzz'; there are .*rms_norm"):
         with anychip.policy(**{key: {"zzz": "reference"}}):
             pass
     assert selection.current.policy == selection.Policy()

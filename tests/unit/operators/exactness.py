@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.unit.dispatch.calls import Call, call, tensors
+from tests.unit.dispatch.calls import Call, call, floats
 from tests.unit.dispatch.plain import PLAIN
 
 U = 2.0**-24
@@ -66,7 +66,7 @@ def check_against_float64(
     exact = doubled(list(made.args))
     for place in places:
         exact[place].requires_grad_()
-    got, want = tensors(made()), tensors(PLAIN[name](*exact, **made.attrs))
+    got, want = floats(made()), floats(PLAIN[name](*exact, **made.attrs))
     weights = [torch.cos(torch.arange(y.numel())).view(y.shape).to(y.dtype) for y in got]
     coarse = torch.finfo(dtype).eps / U
     forward = roundings(made, made.spec.bound.forward)

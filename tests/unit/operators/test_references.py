@@ -26,8 +26,18 @@ def reference() -> Iterator[None]:
 # linear's reference is torch's own product in the dtype of the arguments, whose sums of 16-bit
 # products may be rounded to 16 bits once more per block.
 ULPS = {"linear": 1.0}
-# attention's backward takes sum(y dy) of an output that was rounded to 16 bits (Dao 2022, B.2).
-INNER = {"attention": (0.0, 2.0)}
+# attention's and softmax's backward take sum(y dy) of an output that was rounded to 16 bits (Dao
+# 2022, B.2). What add_rms_norm and add_layer_norm norm is a sum that was rounded to 16 bits: half
+# an ULP of each element, and as much through rstd, are one ULP of y. A gradient has three factors
+# that depend on the sum.
+INNER = {
+    "attention": (0.0, 2.0),
+    "attention_dropout": (0.0, 2.0),
+    "attention_varlen": (0.0, 2.0),
+    "softmax": (0.0, 2.0),
+    "add_rms_norm": (1.0, 3.0),
+    "add_layer_norm": (1.0, 3.0),
+}
 
 
 @pytest.mark.usefixtures("reference")
@@ -48,6 +58,36 @@ EMPTY: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[st
     "layer_norm no rows": lambda: (ops.layer_norm, (R(0, 8), R(8), R(8)), {}),
     "layer_norm no columns": lambda: (ops.layer_norm, (R(4, 0), R(0), R(0)), {}),
     "layer_norm 1-dim": lambda: (ops.layer_norm, (R(8), R(8), R(8)), {}),
+    "add_rms_norm no rows": lambda: (ops.add_rms_norm, (R(0, 8), R(0, 8), R(8)), {}),
+    "add_rms_norm no columns": lambda: (ops.add_rms_norm, (R(4, 0), R(4, 0), R(0)), {}),
+    "add_rms_norm 1-dim": lambda: (ops.add_rms_norm, (R(8), R(8), R(8)), {}),
+    "add_layer_norm no rows": lambda: (ops.add_layer_norm, (R(0, 8), R(0, 8), R(8), R(8)), {}),
+    "add_layer_norm no columns": lambda: (ops.add_layer_norm, (R(4, 0), R(4, 0), R(0), R(0)), {}),
+    "add_layer_norm 1-dim": lambda: (ops.add_layer_norm, (R(8), R(8), R(8), R(8)), {}),
+    "bias_gelu no rows": lambda: (ops.bias_gelu, (R(0, 3), R(3)), {}),
+    "bias_gelu no columns": lambda: (ops.bias_gelu, (R(3, 0), R(0)), {}),
+    "geglu empty": lambda: (ops.geglu, (R(0), R(0)), {}),
+    "geglu 0-dim": lambda: (ops.geglu, (R(()), R(())), {}),
+    "bias_dropout_add no rows": lambda: (
+        ops.bias_dropout_add,
+        (R(0, 3), R(0, 3), torch.tensor([1, 2]), R(3)),
+        {},
+    ),
+    "bias_dropout_add no columns": lambda: (
+        ops.bias_dropout_add,
+        (R(3, 0), R(3, 0), torch.tensor([1, 2]), R(0)),
+        {},
+    ),
+    "bias_dropout_add 0-dim": lambda: (
+        ops.bias_dropout_add,
+        (R(()), R(()), torch.tensor([1, 2])),
+        {},
+    ),
+    "softmax no rows": lambda: (ops.softmax, (R(0, 4),), {}),
+    "softmax no keys": lambda: (ops.softmax, (R(3, 0),), {}),
+    "softmax no queries": lambda: (ops.softmax, (R(2, 0, 4),), {"causal": True}),
+    "softmax one key": lambda: (ops.softmax, (R(1),), {}),
+    "softmax one causal key": lambda: (ops.softmax, (R(3, 1),), {"causal": True}),
     "gelu empty": lambda: (ops.gelu, (R(3, 0),), {}),
     "gelu 0-dim": lambda: (ops.gelu, (R(()),), {}),
     "swiglu empty": lambda: (ops.swiglu, (R(0), R(0)), {}),
@@ -59,6 +99,66 @@ EMPTY: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[st
     "attention no query heads": lambda: (
         ops.attention,
         (R(1, 3, 0, 8), R(1, 3, 1, 8), R(1, 3, 1, 8)),
+        {},
+    ),
+    "attention no keys": lambda: (
+        ops.attention,
+        (R(1, 3, 2, 8), R(1, 0, 1, 8), R(1, 0, 1, 8)),
+        {},
+    ),
+    "attention no queries": lambda: (
+        ops.attention,
+        (R(1, 0, 2, 8), R(1, 3, 1, 8), R(1, 3, 1, 8)),
+        {"causal": True},
+    ),
+    "attention_dropout no keys": lambda: (
+        ops.attention_dropout,
+        (R(1, 3, 2, 8), R(1, 0, 1, 8), R(1, 0, 1, 8), torch.tensor([1, 2])),
+        {},
+    ),
+    "attention_varlen no tokens": lambda: (
+        ops.attention_varlen,
+        (R(0, 2, 8), R(0, 1, 8), R(0, 1, 8), torch.tensor([0, 0])),
+        {"causal": True},
+    ),
+    "attention_varlen no sequences": lambda: (
+        ops.attention_varlen,
+        (R(3, 2, 8), R(3, 1, 8), R(3, 1, 8), torch.tensor([0])),
+        {},
+    ),
+    "grouped_linear no rows": lambda: (
+        ops.grouped_linear,
+        (R(0, 5), R(2, 3, 5), torch.tensor([0, 0])),
+        {},
+    ),
+    "grouped_linear no groups": lambda: (
+        ops.grouped_linear,
+        (R(4, 5), R(0, 3, 5), torch.zeros(0).long()),
+        {},
+    ),
+    "grouped_linear no inputs": lambda: (
+        ops.grouped_linear,
+        (R(4, 0), R(1, 3, 0), torch.tensor([2])),
+        {},
+    ),
+    "linear_cross_entropy no rows": lambda: (
+        ops.linear_cross_entropy,
+        (R(0, 4), R(5, 4), torch.zeros(0).long(), R(5)),
+        {"reduction": "sum"},
+    ),
+    "linear_cross_entropy 1-dim": lambda: (
+        ops.linear_cross_entropy,
+        (R(4), R(5, 4), torch.tensor(2)),
+        {},
+    ),
+    "linear_cross_entropy no inputs": lambda: (
+        ops.linear_cross_entropy,
+        (R(3, 0), R(5, 0), torch.tensor([0, 4, 2]), R(5)),
+        {},
+    ),
+    "rope nothing rotated": lambda: (
+        ops.rope,
+        (R(1, 2, 2, 8), R(1, 2, 1, 8), R(2, 0), R(2, 0)),
         {},
     ),
     "linear no rows": lambda: (ops.linear, (R(0, 5), R(2, 5), R(2)), {}),

@@ -1,4 +1,4 @@
-"""Operators over lists against numpy in float64: adamw, clip, unscale_and_check, l2_norm."""
+"""Operators over lists against their equations in float64: update rules, clip, unscale, l2_norm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.operators.exactness import assert_close
 
 F32 = torch.float32
 SHAPES = ((33,), (), (0,), (4, 5), (1000,))
-NAMES = ("adamw", "clip", "unscale_and_check", "l2_norm")
+NAMES = ("adamw", "sgd", "lion", "lamb", "clip", "unscale_and_check", "l2_norm")
 
 
 @pytest.fixture(autouse=True, params=["cpu", "reference"])
@@ -129,6 +129,222 @@ def test_adamw_empty_low_precision_is_none() -> None:
         ops.adamw(*args, torch.tensor(1e-2), torch.tensor(0.0), None, None, None, low)
         found.append(bits(args))
     assert found[0] == found[1]
+
+
+# sgd, lion, lamb
+
+
+OPTIONS = pytest.mark.parametrize(
+    ("scale", "clip", "found"),
+    [(None, None, None), (1024.0, 0.25, 0.0), (None, 0.3, None)],
+    ids=["plain", "all options", "clip"],
+)
+SGD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "decay": {"weight_decay": 0.1},
+    "momentum": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "decoupled": {"momentum": 0.5, "weight_decay": 2.0, "decoupled": True},
+}
+
+
+def _sgd64(p: Tensor, g: Tensor, b: Tensor, lr: float, attrs: dict[str, Any]) -> list[Tensor]:
+    decay, momentum = attrs.get("weight_decay", 0.0), attrs.get("momentum", 0.0)
+    coupled = 0.0 if attrs.get("decoupled") else decay
+    g = g + coupled * p
+    b = momentum * b + g
+    step = g + momentum * b if attrs.get("nesterov") else b
+    return [p - lr * (step + (decay - coupled) * p), b]
+
+
+@OPTIONS
+@pytest.mark.parametrize("label", SGD)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sgd_equals_float64(
+    dtype: torch.dtype, label: str, scale: float | None, clip: float | None, found: float | None
+) -> None:
+    attrs = SGD[label]
+    params, grads, buffers = _tensors(), _tensors(dtype, 1, scale or 1.0), _tensors(seed=2)
+    low = [p.to(torch.bfloat16) for p in params] if scale else None
+    factor = _float32(clip or 1.0) / (scale or 1.0)
+    wants = [
+        _sgd64(p.double(), g.double() * factor, b.double(), _float32(1e-2), attrs)
+        for p, g, b in zip(params, grads, buffers, strict=True)
+    ]
+    count, kept = torch.tensor(4.0), buffers if attrs.get("momentum") else []
+    options = (_scalar(scale), _scalar(clip), _scalar(found))
+    ops.sgd(params, grads, kept, torch.tensor(1e-2), count, *options, low, **attrs)
+    assert count.item() == 5.0
+    for index, (want_p, want_b) in enumerate(wants):
+        assert_close(params[index], want_p, 12)
+        if kept:
+            assert_close(kept[index], want_b, 8)
+    if low is not None:
+        assert bits(low) == bits([p.to(torch.bfloat16) for p in params])
+
+
+@OPTIONS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lion_equals_float64(
+    dtype: torch.dtype, scale: float | None, clip: float | None, found: float | None
+) -> None:
+    params, grads, moments = _tensors(), _tensors(dtype, 1, scale or 1.0), _tensors(seed=2)
+    factor, lr = _float32(clip or 1.0) / (scale or 1.0), _float32(1e-2)
+    low = [p.to(torch.float16) for p in params] if scale else None
+    wants = []
+    for p, g, m in zip(params, grads, moments, strict=True):
+        p, g, m = p.double(), g.double() * factor, m.double()
+        average = 0.9 * m + 0.1 * g
+        # None of these is so close to 0 that float32 could get another sign.
+        assert not average.numel() or average.abs().min() > 1e-6
+        wants.append((p - lr * (average.sign() + 0.1 * p), 0.99 * m + 0.01 * g))
+    count, options = torch.tensor(4.0), (_scalar(scale), _scalar(clip), _scalar(found))
+    ops.lion(params, grads, moments, torch.tensor(1e-2), count, *options, low, weight_decay=0.1)
+    assert count.item() == 5.0
+    for p, m, (want_p, want_m) in zip(params, moments, wants, strict=True):
+        assert_close(p, want_p, 6)
+        assert_close(m, want_m, 6)
+    if low is not None:
+        assert bits(low) == bits([p.to(torch.float16) for p in params])
+
+
+def test_lion_moves_by_lr_or_not_at_all() -> None:
+    param, moment = torch.zeros(3), torch.zeros(3)
+    grad = torch.tensor([1e-30, 0.0, -1e30])
+    ops.lion([param], [grad], [moment], torch.tensor(0.5), torch.tensor(0.0))
+    assert param.tolist() == [-0.5, 0.0, 0.5]
+
+
+def _lamb64(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float, count: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """You et al. 2019, algorithm 2, in float64."""
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    u = (m / (1 - 0.9**count)) / ((v / (1 - 0.99**count)).sqrt() + 1e-6) + 0.1 * p
+    trust = p.norm() / u.norm() if p.norm() > 0 and u.norm() > 0 else 1.0
+    return p - lr * trust * u, m, v
+
+
+@OPTIONS
+@pytest.mark.parametrize("zero", ["neither", "params", "steps"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lamb_equals_float64(
+    dtype: torch.dtype, zero: str, scale: float | None, clip: float | None, found: float | None
+) -> None:
+    params, grads = _tensors(), _tensors(dtype, 1, scale or 1.0)
+    firsts, seconds = _tensors(seed=2, scale=0.1), [t.square() for t in _tensors(seed=3)]
+    for index, tensors in enumerate(zip(params, grads, firsts, seconds, strict=True)):
+        if zero != "neither" and index % 2 == 0:
+            for tensor in tensors[:1] if zero == "params" else tensors:
+                tensor.zero_()
+    factor, lr = _float32(clip or 1.0) / (scale or 1.0), _float32(1e-2)
+    wants = [
+        _lamb64(p.double(), g.double() * factor, m.double(), v.double(), lr, 4.0)
+        for p, g, m, v in zip(params, grads, firsts, seconds, strict=True)
+    ]
+    attrs = {"beta2": 0.99, "weight_decay": 0.1}
+    count, options = torch.tensor(3.0), (_scalar(scale), _scalar(clip), _scalar(found))
+    ops.lamb(params, grads, firsts, seconds, torch.tensor(1e-2), count, *options, **attrs)
+    assert count.item() == 4.0
+    for got, want in zip(zip(params, firsts, seconds, strict=True), wants, strict=True):
+        for one, other in zip(got, want, strict=True):
+            # 1 - beta^t loses bits, and the norms of up to 1000 elements add theirs.
+            assert_close(one, other, 60 + 2 / 0.01)
+
+
+def test_lamb_takes_the_trust_that_it_is_given() -> None:
+    found = []
+    for trust in (None, torch.ones(1), torch.tensor([3.0])):
+        param, zeros = torch.ones(4), [torch.zeros(4), torch.zeros(4)]
+        args = ([param], [torch.ones(4)], zeros[:1], zeros[1:], torch.tensor(0.5))
+        ops.lamb(
+            *args, torch.tensor(0.0), trust=trust, beta1=0.5, beta2=0.5, eps=0.0, weight_decay=0.0
+        )
+        found.append(param)
+    # The first step of Adam is 1, so that ||w|| / ||u|| is 1 too.
+    assert_close(found[0], found[1].double(), 8)
+    assert_close(found[2], torch.full((4,), -0.5).double(), 40)
+
+
+@pytest.mark.parametrize("found", [1.0, -2.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["sgd", "lion", "lamb"])
+def test_rule_with_found_inf_writes_nothing(name: str, found: float) -> None:
+    lists: list[Any] = [_tensors(seed=i) for i in range({"sgd": 3, "lion": 3, "lamb": 4}[name])]
+    lists[1][0].fill_(float("nan"))
+    low, step = _tensors(torch.bfloat16, seed=9), torch.tensor(5.0)
+    before = bits([lists, low, step])
+    options = (torch.tensor(2.0), None, torch.tensor(found), low)
+    attrs = {"momentum": 0.9} if name == "sgd" else {}
+    getattr(ops, name)(*lists, torch.tensor(1e-2), step, *options, **attrs)
+    assert bits([lists, low, step]) == before
+
+
+@pytest.mark.parametrize("name", ["sgd", "lion", "lamb"])
+def test_rule_of_16_bit_params_rounds_once(name: str) -> None:
+    count = {"sgd": 2, "lion": 3, "lamb": 4}[name]
+    lists: list[Any] = [_tensors(seed=i) for i in range(count)]
+    lists[3:] = [[t.square() for t in tensors] for tensors in lists[3:]]
+    lists[0] = [p.bfloat16() for p in lists[0]]
+    wide = [[t.clone() for t in tensors] for tensors in lists]
+    wide[0] = [p.float() for p in wide[0]]
+    for given in (lists, wide):
+        rest = [[]] if name == "sgd" else []
+        getattr(ops, name)(*given, *rest, torch.tensor(1e-2), torch.tensor(2.0))
+    assert bits(lists[0]) == bits([p.bfloat16() for p in wide[0]])
+
+
+@pytest.mark.parametrize("name", ["sgd", "lion", "lamb"])
+def test_rule_has_the_same_bits_whatever_serves_it(name: str) -> None:
+    """The chunks of a row have no seam: tensors of one chunk, of several, and none."""
+    found = []
+    sizes = (0, 5, 1 << 17, (1 << 17) + 1, 300_001)
+    for pinned in ("cpu", "reference"):
+        generator = torch.Generator().manual_seed(3)
+        lists = [[torch.randn(n, generator=generator) for n in sizes] for _ in range(4)]
+        lists[3] = [v.square() for v in lists[3]]
+        attrs: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
+        given = lists if name == "lamb" else lists[:3]
+        with anychip.policy(pin={name: pinned, "lamb_partials": pinned}):
+            getattr(ops, name)(*given, torch.tensor(1e-2), torch.tensor(2.0), **attrs)
+        found.append(bits(lists))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda one: ops.sgd([one], [one + 1], [one + 2], *_fixed()),
+            "must be empty when momentum",
+        ),
+        (
+            lambda one: ops.sgd([one], [one + 1], [], *_fixed(), momentum=0.9),
+            r"momentum_buffers must be as long as params \(1\), got 0",
+        ),
+        (lambda one: ops.sgd([one], [one + 1], [], *_fixed(), nesterov=True), "nesterov needs"),
+        (
+            lambda one: ops.lion([one], [one + 1], [one + 2], *_fixed(), beta1=1.0),
+            "beta1 must be at least 0 and below 1, got 1.0",
+        ),
+        (
+            lambda one: ops.lamb(
+                [one], [one + 1], [one + 2], [one + 3], *_fixed(), trust=torch.ones(2)
+            ),
+            r"trust must have one entry per tensor, shape \(1,\), got \(2,\)",
+        ),
+    ],
+    ids=["buffers", "no-buffers", "nesterov", "beta1", "trust"],
+)
+def test_rule_with_wrong_arguments_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.ones(3))
+
+
+def _fixed() -> tuple[Tensor, Tensor]:
+    return torch.tensor(0.1), torch.tensor(0.0)
+
+
+# norm, clip, unscale
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

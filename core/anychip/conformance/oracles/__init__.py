@@ -9,7 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from anychip.conformance.oracles import activation, attention, dropout, linear, loss, norm, update
+from anychip.conformance.oracles import (
+    activation,
+    attention,
+    compression,
+    dropout,
+    grouped,
+    linear,
+    linear_cross_entropy,
+    loss,
+    norm,
+    partials,
+    quantization,
+    rope,
+    softmax,
+    update,
+    varlen,
+)
 from anychip.conformance.oracles.oracle import Oracle
 from anychip.conformance.oracles.reference import reference_oracle
 from anychip.contract import OperatorSpec
@@ -17,18 +33,37 @@ from anychip.contract import OperatorSpec
 ORACLES: Mapping[str, Oracle] = {
     "rms_norm": norm.RMS_NORM,
     "layer_norm": norm.LAYER_NORM,
+    "add_rms_norm": norm.ADD_RMS_NORM,
+    "add_layer_norm": norm.ADD_LAYER_NORM,
     "dropout": dropout.DROPOUT,
+    "bias_dropout_add": dropout.BIAS_DROPOUT_ADD,
     "gelu": activation.GELU,
+    "bias_gelu": activation.BIAS_GELU,
     "swiglu": activation.SWIGLU,
-    "rope": attention.ROPE,
+    "geglu": activation.GEGLU,
+    "softmax": softmax.SOFTMAX,
+    "rope": rope.ROPE,
     "attention": attention.ATTENTION,
+    "attention_dropout": attention.ATTENTION_DROPOUT,
+    "attention_varlen": varlen.ATTENTION_VARLEN,
     "linear": linear.LINEAR,
+    "grouped_linear": grouped.GROUPED_LINEAR,
     "embedding": linear.EMBEDDING,
     "cross_entropy": loss.CROSS_ENTROPY,
+    "linear_cross_entropy": linear_cross_entropy.LINEAR_CROSS_ENTROPY,
     "l2_norm": update.L2_NORM,
+    "l2_norm_partials": partials.L2_NORM_PARTIALS,
     "clip": update.CLIP,
     "unscale_and_check": update.UNSCALE_AND_CHECK,
     "adamw": update.ADAMW,
+    "sgd": update.SGD,
+    "lion": update.LION,
+    "lamb_partials": partials.LAMB_PARTIALS,
+    "lamb": partials.LAMB,
+    "quantize": quantization.QUANTIZE,
+    "dequantize": quantization.DEQUANTIZE,
+    "hadamard": compression.HADAMARD,
+    "top_k": compression.TOP_K,
 }
 
 

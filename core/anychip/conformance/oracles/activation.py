@@ -1,7 +1,8 @@
-"""Oracles of gelu and swiglu: element by element, no reduction.
+"""Oracles of gelu, bias_gelu, swiglu and geglu: element by element.
 
 gelu: Hendrycks and Gimpel 2016; its gradient is grad * (cdf(x) + x pdf(x)), for the tanh form the
-product rule. swiglu: Shazeer 2020, equation 6; silu' = s + silu (1 - s), s = sigmoid(gate).
+product rule. swiglu, geglu: Shazeer 2020, equation 6; silu' = s + silu (1 - s), s = sigmoid(gate).
+bias_gelu: the sum is a float32 number; the bias's gradient sums over all rows, the only reduction.
 The normal distribution's cdf is (1 + erf z) / 2 or erfc(-z) / 2, z = x / sqrt 2, whichever a device
 has. Near 0 the first has the smaller error, far to the left the second; the bound is the larger
 one.
@@ -36,22 +37,38 @@ def _cdf(x: Rounded) -> Rounded:
     )
 
 
-def _gelu_forward(x: Rounded, *, approximate: str) -> tuple[Rounded]:
+def _gelu(x: Rounded, approximate: str) -> Rounded:
     if approximate == "tanh":
-        return (x * 0.5 * (1.0 + tanh(_gelu_inner(x))),)
-    return (x * _cdf(x),)
+        return x * 0.5 * (1.0 + tanh(_gelu_inner(x)))
+    return x * _cdf(x)
 
 
-def _gelu_backward(grads: tuple[Rounded], x: Rounded, *, approximate: str) -> tuple[Rounded]:
-    (grad,) = grads
+def _gelu_slope(x: Rounded, approximate: str) -> Rounded:
     if approximate == "tanh":
         t = tanh(_gelu_inner(x))
         inner_slope = _ROOT * (1.0 + 3 * _CUBIC * (x * x))
-        slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner_slope
-    else:
-        density = exp(-0.5 * (x * x)) * (1.0 / math.sqrt(2.0 * math.pi))
-        slope = _cdf(x) + x * density
-    return (grad * slope,)
+        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner_slope
+    density = exp(-0.5 * (x * x)) * (1.0 / math.sqrt(2.0 * math.pi))
+    return _cdf(x) + x * density
+
+
+def _gelu_forward(x: Rounded, *, approximate: str) -> tuple[Rounded]:
+    return (_gelu(x, approximate),)
+
+
+def _gelu_backward(grads: tuple[Rounded], x: Rounded, *, approximate: str) -> tuple[Rounded]:
+    return (grads[0] * _gelu_slope(x, approximate),)
+
+
+def _bias_gelu_forward(x: Rounded, bias: Rounded, *, approximate: str) -> tuple[Rounded]:
+    return (_gelu(x + bias, approximate),)
+
+
+def _bias_gelu_backward(
+    grads: tuple[Rounded], x: Rounded, bias: Rounded, *, approximate: str
+) -> tuple[Rounded, Rounded]:
+    dx = grads[0] * _gelu_slope(x + bias, approximate)
+    return dx, dx.sum(tuple(range(len(dx.shape) - 1)))
 
 
 def _swiglu_forward(gate: Rounded, up: Rounded) -> tuple[Rounded]:
@@ -63,6 +80,17 @@ def _swiglu_backward(grads: tuple[Rounded], gate: Rounded, up: Rounded) -> tuple
     s = sigmoid(gate)
     silu = gate * s
     return grad * up * (s + silu * (1.0 - s)), grad * silu
+
+
+def _geglu_forward(gate: Rounded, up: Rounded, *, approximate: str) -> tuple[Rounded]:
+    return (_gelu(gate, approximate) * up,)
+
+
+def _geglu_backward(
+    grads: tuple[Rounded], gate: Rounded, up: Rounded, *, approximate: str
+) -> tuple[Rounded, Rounded]:
+    (grad,) = grads
+    return grad * up * _gelu_slope(gate, approximate), grad * _gelu(gate, approximate)
 
 
 # Round and beside vector widths and a block of threads; then every binade that matters, and the
@@ -139,6 +167,58 @@ def _swiglu_calls() -> Iterator[Call]:
         )
 
 
+def _bias_gelu_arguments(draw: Draw, x: Make, approximate: str) -> Arguments:
+    made = x(draw)
+    return (made, draw.normal(made.shape[-1])), {"approximate": approximate}
+
+
+def _cancelling(draw: Draw, approximate: str) -> Arguments:
+    # Sums near 0 of numbers near 8: a sum that is rounded to 16 bits first has no digit left.
+    bias = draw.normal(96, scale=8.0)
+    return ((-bias).expand(5, 96) + draw.normal(5, 96, scale=0.05), bias), {
+        "approximate": approximate
+    }
+
+
+def _wide_bias(draw: Draw, approximate: str) -> Arguments:
+    args = (draw.normal(6, 40), draw.normal(40, dtype=torch.float32))
+    return args, {"approximate": approximate}
+
+
+def _bias_gelu_calls() -> Iterator[Call]:
+    for approximate in ("none", "tanh"):
+        for label, x, layout, is_random, gradient in _inputs():
+            if label != "scalar":
+                make = partial(_bias_gelu_arguments, x=x, approximate=approximate)
+                yield Call(
+                    label=f"{label}.{approximate}",
+                    make=make,
+                    layout=layout,
+                    statistical=is_random,
+                    gradient=gradient,
+                )
+        make = partial(_cancelling, approximate=approximate)
+        yield Call(label=f"5x96.cancel.{approximate}", make=make, statistical=False)
+        make = partial(_wide_bias, approximate=approximate)
+        yield Call(label=f"6x40.bias:fp32.{approximate}", make=make)
+
+
+def _geglu_arguments(draw: Draw, x: Make, approximate: str) -> Arguments:
+    return _swiglu_arguments(draw, x)[0], {"approximate": approximate}
+
+
+def _geglu_calls() -> Iterator[Call]:
+    for approximate in ("none", "tanh"):
+        for label, x, layout, is_random, gradient in _inputs():
+            yield Call(
+                label=f"{label}.{approximate}",
+                make=partial(_geglu_arguments, x=x, approximate=approximate),
+                layout=layout,
+                statistical=is_random,
+                gradient=gradient,
+            )
+
+
 GELU = Oracle(
     forward=_gelu_forward,
     backward=_gelu_backward,
@@ -150,4 +230,16 @@ SWIGLU = Oracle(
     backward=_swiglu_backward,
     calls=_swiglu_calls,
     lower_precision=("17", "1025"),
+)
+BIAS_GELU = Oracle(
+    forward=_bias_gelu_forward,
+    backward=_bias_gelu_backward,
+    calls=_bias_gelu_calls,
+    lower_precision=("17.none", "1025.none", "17.tanh", "1025.tanh"),
+)
+GEGLU = Oracle(
+    forward=_geglu_forward,
+    backward=_geglu_backward,
+    calls=_geglu_calls,
+    lower_precision=("17.none", "1025.none", "17.tanh", "1025.tanh"),
 )

@@ -1,31 +1,36 @@
-"""Oracles of attention and rope. Layout (batch, seq, heads, head_dim).
+"""Oracles of attention and attention_dropout. Layout (batch, seq, heads, head_dim).
 
 attention: Vaswani et al. 2017, equation 1, causal and grouped: query head h reads key head
 h // (H / Hk). Gradients as in Dao et al. 2022, appendix B.2, with P = softmax, D = sum y dy:
 
     dS = P (dP - D) scale,  dP = dy v^T;  dq = dS k,  dk = dS^T q,  dv = P^T dy
 
+With dropout M P takes the place of P in y and dv, and M dP that of dP; D is sum y dy all the same.
+Causal: query i of Sq sees keys up to i + Sk - Sq of Sk. A query that sees none has the output and
+gradient 0, exactly, and the lse -inf.
+
 For 16-bit tensors P and dS may be rounded to the tensors' type before the second product, as matrix
 units need it (Dao 2023, section 3.3), the weights in lse may be as exact as P is, and D is taken
 from the stored y. Sums are float32 throughout.
-
-rope: Su et al. 2021, equation 34; the gradient is the rotation by the negative angle.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from anychip.conformance.arithmetic import Rounded, concatenate, exp, log, matmul, where
+from anychip.conformance.arithmetic import Rounded, exp, log, matmul, where
 from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
 from anychip.conformance.formats import Format
+from anychip.conformance.oracles import philox
 from anychip.conformance.oracles.oracle import Oracle
 
+Mask = NDArray[np.bool_]
 _HEADS_FIRST = (0, 2, 1, 3)
 _KEYS_LAST = (0, 1, 3, 2)
 
@@ -38,19 +43,17 @@ def _repeated(x: Rounded, groups: int) -> Rounded:
 class _Softmax:
     """The part that both directions need: unnormalised weights, their sum, lse."""
 
-    def __init__(self, q: Rounded, k: Rounded, causal: bool, scale: float | None) -> None:
-        length, dim = q.shape[1], q.shape[3]
-        self.scale = 1.0 / math.sqrt(dim) if scale is None else scale
+    def __init__(self, q: Rounded, k: Rounded, hidden: Mask, scale: float | None) -> None:
+        self.scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
         self.q = q.transpose(*_HEADS_FIRST)
         self.k = _repeated(k, q.shape[2] // k.shape[2])
         self.scores = matmul(self.q, self.k.transpose(*_KEYS_LAST)) * self.scale
-        position = np.arange(length)
-        self.hidden = np.broadcast_to(
-            causal & (position[:, None] < position[None, :]), self.scores.shape
-        )
+        self.hidden = np.broadcast_to(hidden, self.scores.shape)
+        self.blind = np.all(self.hidden, axis=-1, keepdims=True)
         seen = np.where(self.hidden, -np.inf, self.scores.value)
         # Any number near the maximum will do; it cancels and has no error.
-        self.top = Rounded.exact(seen.max(-1, keepdims=True, initial=-np.inf))
+        top = seen.max(-1, keepdims=True, initial=-np.inf)
+        self.top = Rounded.exact(np.where(self.blind, 0.0, top))
         self.weights = self._visible(exp(where(self.hidden, self.top, self.scores) - self.top))
         self.total = self.weights.sum(-1, keepdims=True)
         self.lse = log(self.weights.stored(q.format).sum(-1, keepdims=True)) + self.top
@@ -62,37 +65,49 @@ class _Softmax:
         """exp(score - lse), as the gradient recomputes it."""
         return self._visible(exp(where(self.hidden, self.lse, self.scores) - self.lse))
 
-
-def _attention_forward(
-    q: Rounded, k: Rounded, v: Rounded, *, causal: bool, scale: float | None
-) -> tuple[Rounded, Rounded]:
-    softmax = _Softmax(q, k, causal, scale)
-    wide_v = _repeated(v, q.shape[2] // v.shape[2])
-    y = matmul(softmax.weights.stored(q.format), wide_v) / softmax.total
-    return y.transpose(*_HEADS_FIRST), softmax.lse[..., 0]
+    def output(self, v: Rounded, factor: Rounded | None) -> Rounded:
+        """(B, H, Sq, D), for values that are repeated per head."""
+        weights = self.weights if factor is None else self.weights * factor
+        return where(self.blind, 0.0, matmul(weights.stored(self.q.format), v) / self.total)
 
 
-def _attention_backward(
-    grads: tuple[Rounded],
+def attend(
     q: Rounded,
     k: Rounded,
     v: Rounded,
-    *,
-    causal: bool,
+    hidden: Mask,
     scale: float | None,
+    factor: Rounded | None = None,
+) -> tuple[Rounded, Rounded]:
+    """y and lse. hidden: (Sq, Sk), which keys a query does not see; factor: of the weights."""
+    softmax = _Softmax(q, k, hidden, scale)
+    y = softmax.output(_repeated(v, q.shape[2] // v.shape[2]), factor)
+    return y.transpose(*_HEADS_FIRST), softmax.lse[..., 0]
+
+
+def attend_backward(
+    grad: Rounded,
+    q: Rounded,
+    k: Rounded,
+    v: Rounded,
+    hidden: Mask,
+    scale: float | None,
+    factor: Rounded | None = None,
 ) -> tuple[Rounded, Rounded, Rounded]:
+    """Gradients of q, k and v."""
     groups = q.shape[2] // k.shape[2]
-    softmax = _Softmax(q, k, causal, scale)
-    wide_v = _repeated(v, groups)
-    y = (matmul(softmax.weights.stored(q.format), wide_v) / softmax.total).stored(q.format)
-    dy = grads[0].transpose(*_HEADS_FIRST)
+    softmax, wide_v = _Softmax(q, k, hidden, scale), _repeated(v, groups)
+    y = softmax.output(wide_v, factor).stored(q.format)
+    dy = grad.transpose(*_HEADS_FIRST)
     p = softmax.probabilities()
-    dp = matmul(dy, wide_v.transpose(*_KEYS_LAST))
+    dp, kept = matmul(dy, wide_v.transpose(*_KEYS_LAST)), p
+    if factor is not None:
+        dp, kept = dp * factor, p * factor
     delta = (dy * y).sum(-1, keepdims=True)
     ds = (p * (dp - delta) * softmax.scale).stored(q.format)
     dq = matmul(ds, softmax.k)
     dk = matmul(ds.transpose(*_KEYS_LAST), softmax.q)
-    dv = matmul(p.stored(q.format).transpose(*_KEYS_LAST), dy)
+    dv = matmul(kept.stored(q.format).transpose(*_KEYS_LAST), dy)
     return (
         dq.transpose(*_HEADS_FIRST),
         _grouped(dk, groups, k.format),
@@ -112,41 +127,70 @@ def _grouped(x: Rounded, groups: int, format: Format) -> Rounded:
     return apart.sum(2).transpose(*_HEADS_FIRST)
 
 
-def _rotate(x: Rounded, cos: Rounded, sin: Rounded, interleaved: bool) -> Rounded:
-    half = x.shape[-1] // 2
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    first = x[..., 0::2] if interleaved else x[..., :half]
-    second = x[..., 1::2] if interleaved else x[..., half:]
-    parts = (first * cos - second * sin, second * cos + first * sin)
-    if not interleaved:
-        return concatenate(parts, -1)
-    stacked = concatenate([part[..., None] for part in parts], -1)
-    return stacked.reshape(*x.shape)
+def _hidden(q: Rounded, k: Rounded, causal: bool) -> Mask:
+    queries, keys = q.shape[1], k.shape[1]
+    number = np.arange(queries)[:, None] + keys - queries
+    return causal & (number < np.arange(keys)[None, :])
 
 
-def _rope_forward(
-    q: Rounded, k: Rounded, cos: Rounded, sin: Rounded, *, interleaved: bool
+def _attention_forward(
+    q: Rounded, k: Rounded, v: Rounded, *, causal: bool, scale: float | None
 ) -> tuple[Rounded, Rounded]:
-    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+    return attend(q, k, v, _hidden(q, k, causal), scale)
 
 
-def _rope_backward(
-    grads: tuple[Rounded, Rounded],
+def _attention_backward(
+    grads: tuple[Rounded],
     q: Rounded,
     k: Rounded,
-    cos: Rounded,
-    sin: Rounded,
+    v: Rounded,
     *,
-    interleaved: bool,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Rounded, Rounded, Rounded]:
+    return attend_backward(grads[0], q, k, v, _hidden(q, k, causal), scale)
+
+
+def _factor(q: Rounded, k: Rounded, rng: NDArray[np.int64], p: float) -> Rounded:
+    """(B, H, Sq, Sk): the mask of dropout over the weights as one contiguous tensor."""
+    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    seed, offset = (int(n) for n in rng)
+    keep = philox.kept(seed, offset, math.prod(shape), p).reshape(shape)
+    return where(keep, 0.0 if p == 1.0 else 1.0 / (1.0 - p), 0.0)
+
+
+def _dropout_forward(
+    q: Rounded,
+    k: Rounded,
+    v: Rounded,
+    rng: NDArray[np.int64],
+    *,
+    p: float,
+    causal: bool,
+    scale: float | None,
 ) -> tuple[Rounded, Rounded]:
-    dq, dk = grads
-    return _rotate(dq, cos, -sin, interleaved), _rotate(dk, cos, -sin, interleaved)
+    return attend(q, k, v, _hidden(q, k, causal), scale, _factor(q, k, rng, p))
+
+
+def _dropout_backward(
+    grads: tuple[Rounded],
+    q: Rounded,
+    k: Rounded,
+    v: Rounded,
+    rng: NDArray[np.int64],
+    *,
+    p: float,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Rounded, Rounded, Rounded]:
+    hidden, factor = _hidden(q, k, causal), _factor(q, k, rng, p)
+    return attend_backward(grads[0], q, k, v, hidden, scale, factor)
 
 
 Sizes = tuple[int, int, int, int, int]
 # batch, seq, heads, key heads, head_dim: one of everything; beside tiles of 16, 64 and 128; grouped
 # and single key heads; head sizes that are no power of two.
-_SIZES: tuple[Sizes, ...] = (
+SIZES: tuple[Sizes, ...] = (
     (1, 1, 1, 1, 2), (0, 4, 2, 2, 8), (2, 5, 4, 4, 8), (1, 17, 4, 2, 16), (2, 9, 6, 1, 12),
     (1, 63, 2, 2, 64), (1, 65, 3, 3, 40), (1, 130, 2, 1, 32), (1, 257, 1, 1, 128),
 )  # fmt: skip
@@ -181,16 +225,31 @@ def _attention_nan(draw: Draw) -> Arguments:
     return (q, k, v), {"causal": True, "scale": None}
 
 
-def _sizes_label(sizes: Sizes) -> str:
+Lengths = tuple[int, int]
+# Queries and keys: one query (the last position), a few new ones, beside tiles; queries that see no
+# key; no key at all; no query.
+_LENGTHS: tuple[Lengths, ...] = (
+    (1, 9), (3, 20), (16, 33), (65, 130), (20, 3), (9, 1), (4, 0), (0, 4),
+)  # fmt: skip
+
+
+def _cross(draw: Draw, lengths: Lengths, causal: bool) -> Arguments:
+    queries, keys = lengths
+    k, v = draw.normal(2, keys, 2, 12), draw.normal(2, keys, 2, 12)
+    return (draw.normal(2, queries, 4, 12), k, v), {"causal": causal, "scale": None}
+
+
+def sizes_label(sizes: Sizes) -> str:
+    """``2x5x4+2x8``: batch, seq, heads and key heads, head_dim."""
     batch, length, heads, kv_heads, dim = sizes
     return f"{batch}x{length}x{heads}+{kv_heads}x{dim}"
 
 
 def _attention_calls() -> Iterator[Call]:
-    for sizes in (*_SIZES, *_FULL_SIZES):
+    for sizes in (*SIZES, *_FULL_SIZES):
         for causal in (True, False):
             yield Call(
-                label=f"{_sizes_label(sizes)}.{'causal' if causal else 'full'}",
+                label=f"{sizes_label(sizes)}.{'causal' if causal else 'full'}",
                 make=partial(_attend, sizes=sizes, causal=causal),
                 full=sizes in _FULL_SIZES,
             )
@@ -201,34 +260,40 @@ def _attention_calls() -> Iterator[Call]:
     for name, (scale, sharp) in options.items():
         make = partial(_attend, sizes=(1, 33, 2, 2, 16), causal=True, scale=scale, sharp=sharp)
         yield Call(label=f"1x33x2+2x16.{name}", make=make)
+    for lengths in _LENGTHS:
+        for causal in (True, False):
+            name = f"{lengths[0]}of{lengths[1]}.{'causal' if causal else 'full'}"
+            yield Call(label=name, make=partial(_cross, lengths=lengths, causal=causal))
+    for layout in LAYOUTS:
+        make = partial(_cross, lengths=(5, 11), causal=True)
+        yield Call(label=f"5of11.{layout}", make=make, layout=layout)
     yield Call(label="heads", make=_heads_apart, statistical=False)
     yield Call(label="nan", make=_attention_nan, statistical=False, gradient=False)
 
 
-def _rope_arguments(draw: Draw, sizes: Sizes, interleaved: bool, scale: float = 1.0) -> Arguments:
-    q, k, _ = _qkv(draw, sizes, scale=scale)
-    length, half = sizes[1], sizes[4] // 2
-    rate = 10000.0 ** (-torch.arange(half) / max(half, 1))
-    angle = torch.arange(length)[:, None] * rate
-    return (q, k, angle.cos(), angle.sin()), {"interleaved": interleaved}
+def _dropped(draw: Draw, make: Callable[[Draw], Arguments], p: float, offset: int = 5) -> Arguments:
+    args, attrs = make(draw)
+    return (*args, draw.rng(1234, offset)), {"p": p, **attrs}
 
 
-def _huge_rope(draw: Draw, interleaved: bool) -> Arguments:
-    return _rope_arguments(draw, (2, 9, 2, 2, 8), interleaved, scale=draw.huge)
-
-
-def _rope_calls() -> Iterator[Call]:
-    sizes_list: tuple[Sizes, ...] = (*_SIZES, (2, 31, 3, 1, 6), (1, 300, 2, 2, 64))
-    for interleaved in (False, True):
-        name = "interleaved" if interleaved else "half"
-        make = partial(_rope_arguments, interleaved=interleaved)
-        for sizes in sizes_list:
-            yield Call(label=f"{_sizes_label(sizes)}.{name}", make=partial(make, sizes=sizes))
-        for layout in LAYOUTS:
-            placed = partial(make, sizes=(2, 7, 3, 1, 10))
-            yield Call(label=f"2x7x3+1x10.{name}.{layout}", make=placed, layout=layout)
-        huge = partial(_huge_rope, interleaved=interleaved)
-        yield Call(label=f"2x9x2+2x8.{name}.huge", make=huge)
+def _dropout_calls() -> Iterator[Call]:
+    for sizes in SIZES:
+        make = partial(_dropped, make=partial(_attend, sizes=sizes, causal=True), p=0.1)
+        yield Call(label=f"{sizes_label(sizes)}.p:0.1", make=make)
+    square = partial(_attend, sizes=(2, 7, 4, 2, 8), causal=False)
+    for p in (0.0, 0.5, 0.9, 1.0):
+        yield Call(label=f"2x7x4+2x8.p:{p:g}", make=partial(_dropped, make=square, p=p))
+    # The counter's low word overflows within the mask.
+    far = partial(_dropped, make=square, p=0.3, offset=2**32 - 20)
+    yield Call(label="2x7x4+2x8.far", make=far)
+    for lengths in ((3, 20), (20, 3)):
+        make = partial(_dropped, make=partial(_cross, lengths=lengths, causal=True), p=0.3)
+        yield Call(label=f"{lengths[0]}of{lengths[1]}.p:0.3", make=make)
+    for layout in LAYOUTS:
+        make = partial(_dropped, make=square, p=0.3)
+        yield Call(label=f"2x7x4+2x8.p:0.3.{layout}", make=make, layout=layout)
+    nan = partial(_dropped, make=_attention_nan, p=0.3)
+    yield Call(label="nan", make=nan, statistical=False, gradient=False)
 
 
 ATTENTION = Oracle(
@@ -237,9 +302,9 @@ ATTENTION = Oracle(
     calls=_attention_calls,
     lower_precision=("1x17x4+2x16.causal", "1x65x3+3x40.full", "1x130x2+1x32.causal"),
 )
-ROPE = Oracle(
-    forward=_rope_forward,
-    backward=_rope_backward,
-    calls=_rope_calls,
-    lower_precision=("1x17x4+2x16.half", "1x257x1+1x128.interleaved"),
+ATTENTION_DROPOUT = Oracle(
+    forward=_dropout_forward,
+    backward=_dropout_backward,
+    calls=_dropout_calls,
+    lower_precision=("1x17x4+2x16.p:0.1", "1x65x3+3x40.p:0.1"),
 )

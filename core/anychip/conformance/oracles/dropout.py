@@ -1,7 +1,10 @@
-"""Oracle of dropout: the mask is Philox, bit for bit; a kept element is x / (1 - p).
+"""Oracles of dropout and bias_dropout_add: the mask is Philox, bit for bit.
+
+A kept element is x / (1 - p).
 
 1 / (1 - p) is one float32 number, the product is rounded once more, then to x's type: two roundings
-and no sum. A dropped element is exactly 0, in both directions.
+and no sum. A dropped element is exactly 0, in both directions; of bias_dropout_add it is the
+residual, whose gradient is the output's as it is.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, where
@@ -34,6 +38,27 @@ def _backward(
     grads: tuple[Rounded], x: Rounded, rng: NDArray[np.int64], *, p: float
 ) -> tuple[Rounded]:
     return (_scaled(grads[0], rng, p),)
+
+
+def _add_forward(
+    x: Rounded, residual: Rounded, rng: NDArray[np.int64], bias: Rounded | None, *, p: float
+) -> tuple[Rounded]:
+    return (residual + _scaled(x if bias is None else x + bias, rng, p),)
+
+
+def _add_backward(
+    grads: tuple[Rounded],
+    x: Rounded,
+    residual: Rounded,
+    rng: NDArray[np.int64],
+    bias: Rounded | None,
+    *,
+    p: float,
+) -> tuple[Rounded | None, ...]:
+    (grad,) = grads
+    dx = _scaled(grad, rng, p)
+    dbias = None if bias is None else dx.sum(tuple(range(len(dx.shape) - 1)))
+    return dx, grad, dbias
 
 
 def _arguments(
@@ -76,6 +101,60 @@ def _calls() -> Iterator[Call]:
     yield Call(label="300001", make=make, full=True)
 
 
+def _add_arguments(
+    draw: Draw,
+    shape: tuple[int, ...],
+    p: float,
+    bias: bool = True,
+    offset: int = 5,
+    residual: torch.dtype | None = None,
+) -> Arguments:
+    x, stream = draw.normal(*shape), draw.normal(*shape, dtype=residual)
+    return (x, stream, draw.rng(1234, offset), draw.normal(shape[-1]) if bias else None), {"p": p}
+
+
+def _cancelling(draw: Draw) -> Arguments:
+    # Kept or dropped shows only in the last digits of a large residual, or in all of a small sum.
+    bias = draw.normal(64, scale=8.0)
+    x = (-bias).expand(6, 64) + draw.normal(6, 64, scale=0.05)
+    stream = draw.normal(6, 64) * torch.tensor([16.0, 0.01], dtype=draw.dtype).repeat(32)
+    return (x, stream, draw.rng(9, 1), bias), {"p": 0.5}
+
+
+def _add_special(draw: Draw) -> Arguments:
+    (x, rng), attrs = _special(draw)
+    return (x, draw.normal(64), rng, None), attrs
+
+
+def _add_calls() -> Iterator[Call]:
+    shapes: tuple[tuple[int, ...], ...] = (
+        (0, 3), (1,), (3,), (5,), (7, 9), (3, 4, 5), (257,), (9, 455),
+    )  # fmt: skip
+    for shape in shapes:
+        make = partial(_add_arguments, shape=shape, p=0.1)
+        yield Call(label=f"{shape_label(shape)}.p:0.1", make=make)
+    for p in (0.0, 0.5, 1.0, 1.0 - 2.0**-20):
+        make = partial(_add_arguments, shape=(11, 40), p=p)
+        yield Call(label=f"11x40.p:{p:.9g}", make=make)
+    for layout in LAYOUTS:
+        make = partial(_add_arguments, shape=(9, 31), p=0.3)
+        yield Call(label=f"9x31.{layout}", make=make, layout=layout)
+    make = partial(_add_arguments, shape=(8, 33), p=0.3, bias=False)
+    yield Call(label="8x33.bias:none", make=make)
+    make = partial(_add_arguments, shape=(8, 33), p=0.3, residual=torch.float32)
+    yield Call(label="8x33.residual:fp32", make=make)
+    make = partial(_add_arguments, shape=(8, 33), p=0.3, offset=2**32 - 20)
+    yield Call(label="8x33.carry", make=make)
+    yield Call(label="6x64.cancel", make=_cancelling, statistical=False)
+    yield Call(label="special", make=_add_special, statistical=False, gradient=False)
+
+
 DROPOUT = Oracle(
     forward=_forward, backward=_backward, calls=_calls, lower_precision=("257.p:0.1", "4099.p:0.1")
+)
+BIAS_DROPOUT_ADD = Oracle(
+    forward=_add_forward,
+    backward=_add_backward,
+    calls=_add_calls,
+    lower_precision=("257.p:0.1", "9x455.p:0.1"),
 )

@@ -39,7 +39,7 @@ def _taken(target: Targets, valid: NDArray[np.bool_], count: int) -> NDArray[np.
     return ones
 
 
-def _forward(
+def forward(
     logits: Rounded,
     target: Targets,
     *,
@@ -48,6 +48,7 @@ def _forward(
     z_loss: float,
     reduction: str,
 ) -> tuple[Rounded, Rounded]:
+    """The loss and every row's lse, for logits that may have errors of their own."""
     valid = target != ignore_index
     lse = _lse(logits)[..., 0]
     index = np.where(valid, target, 0)[..., None]
@@ -66,7 +67,7 @@ def _forward(
     return total, lse
 
 
-def _backward(
+def backward(
     grads: tuple[Rounded],
     logits: Rounded,
     target: Targets,
@@ -76,6 +77,7 @@ def _backward(
     z_loss: float,
     reduction: str,
 ) -> tuple[Rounded]:
+    """The gradient of the logits."""
     (grad,) = grads
     valid, count = target != ignore_index, logits.shape[-1]
     lse = _lse(logits)
@@ -180,8 +182,8 @@ def _calls() -> Iterator[Call]:
 
 
 CROSS_ENTROPY = Oracle(
-    forward=_forward,
-    backward=_backward,
+    forward=forward,
+    backward=backward,
     calls=_calls,
     lower_precision=("6x11.none", "2x5x130.none", "90x33"),
 )

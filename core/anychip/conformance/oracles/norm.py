@@ -1,4 +1,4 @@
-"""Oracles of rms_norm and layer_norm.
+"""Oracles of rms_norm and layer_norm, and of both after the sum with a residual.
 
 rms_norm: Zhang and Sennrich 2019, equation 4. layer_norm: Ba, Kiros and Hinton 2016, equation 4,
 with the variance as the mean of squared differences: the textbook form E[x^2] - E[x]^2 loses all
@@ -10,6 +10,10 @@ a = grad * weight and c = x - mean:
 
 The mean and rstd of a row are errors that the whole row shares. rstd stays outside of every sum;
 the mean's error m enters mean(a c) as -m mean(a), which is added as such.
+
+add_rms_norm, add_layer_norm: the sum is rounded to the residual's type, and then an exact input of
+the norm: every chip has the same one. In a 16-bit type it is computed here bit for bit; in float32
+its one rounding is part of the bound.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+import numpy as np
 import torch
 
 from anychip.conformance.arithmetic import Rounded, rsqrt
 from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.formats import FP32, ulp
 from anychip.conformance.oracles.oracle import Oracle
 
 Rows = tuple[int, ...]
@@ -78,6 +84,57 @@ def _layer_backward(
 def _over_rows(values: Rounded) -> Rounded:
     """Sum over all dims but the last: a weight serves every row."""
     return values.reshape(-1, values.shape[-1]).sum(0)
+
+
+def _stored_sum(x: Rounded, residual: Rounded) -> Rounded:
+    """x + residual in float32, rounded to nearest, ties to even, in the residual's type."""
+    if residual.format == FP32:
+        return x + residual
+    wide = (x.value.astype(np.float32) + residual.value.astype(np.float32)).astype(np.float64)
+    step = ulp(np.where(np.isfinite(wide), wide, 0.0), residual.format)
+    return Rounded.exact(np.rint(wide / step) * step, residual.format)
+
+
+def _add_rms_forward(
+    x: Rounded, residual: Rounded, weight: Rounded, *, eps: float
+) -> tuple[Rounded, ...]:
+    total = _stored_sum(x, residual)
+    y, rstd = _rms_forward(total, weight, eps=eps)
+    return y, total, rstd
+
+
+def _add_rms_backward(
+    grads: tuple[Rounded, Rounded], x: Rounded, residual: Rounded, weight: Rounded, *, eps: float
+) -> tuple[Rounded, ...]:
+    grad, dtotal = grads
+    dnorm, dweight = _rms_backward((grad,), _stored_sum(x, residual), weight, eps=eps)
+    both = dtotal + dnorm
+    return both, both, dweight
+
+
+def _add_layer_forward(
+    x: Rounded, residual: Rounded, weight: Rounded, bias: Rounded | None, *, eps: float
+) -> tuple[Rounded, ...]:
+    total = _stored_sum(x, residual)
+    y, mean, rstd = _layer_forward(total, weight, bias, eps=eps)
+    return y, total, mean, rstd
+
+
+def _add_layer_backward(
+    grads: tuple[Rounded, Rounded],
+    x: Rounded,
+    residual: Rounded,
+    weight: Rounded,
+    bias: Rounded | None,
+    *,
+    eps: float,
+) -> tuple[Rounded | None, ...]:
+    grad, dtotal = grads
+    total = _stored_sum(x, residual)
+    dnorm, dweight, dbias = _layer_backward((grad,), total, weight, bias, eps=eps)
+    assert dnorm is not None
+    both = dtotal + dnorm
+    return both, both, dweight, dbias
 
 
 # Shapes: empty; one element; round and beside powers of two and vector widths (4, 8, 16, 64); more
@@ -163,6 +220,82 @@ def _calls(*, bias: bool) -> Iterator[Call]:
         yield Call(label=f"3x{hidden}.sweep", make=make, full=True)
 
 
+# One shape less of each kind: the norm itself is what the calls above are for.
+_ADD_SHAPES: tuple[Rows, ...] = (
+    (0, 8), (1, 1), (1,), (4, 8), (3, 17), (2, 3, 33), (5, 64), (70, 48), (4, 1000),
+)  # fmt: skip
+
+
+def _with_residual(
+    draw: Draw, x: torch.Tensor, residual: torch.Tensor, *, bias: bool, eps: float = 1e-5
+) -> Arguments:
+    (_, *weights), attrs = _with_weight(draw, x, bias=bias, eps=eps)
+    return (x, residual, *weights), attrs
+
+
+def _add_normal(
+    draw: Draw,
+    shape: Rows,
+    *,
+    bias: bool,
+    eps: float = 1e-5,
+    residual: torch.dtype | None = None,
+    scale: str = "",
+) -> Arguments:
+    size = float(getattr(draw, scale)) if scale else 1.0
+    x, stream = draw.normal(*shape, scale=size), draw.normal(*shape, scale=size, dtype=residual)
+    return _with_residual(draw, x, stream, bias=bias, eps=eps)
+
+
+def _add_large(draw: Draw, *, bias: bool) -> Arguments:
+    # The stream is 50 times what is added: in 16 bits the rounding of the sum shows in y.
+    return _with_residual(draw, draw.normal(6, 96), draw.normal(6, 96, scale=50.0), bias=bias)
+
+
+def _add_cancelling(draw: Draw, *, bias: bool) -> Arguments:
+    # Sums of 0 but for a few: eps decides, and a sum that is not rounded the same way is far off.
+    x = draw.normal(5, 40)
+    stream = -x
+    stream[:, ::7] += 0.25
+    stream[2] = -x[2]
+    return _with_residual(draw, x, stream, bias=bias)
+
+
+def _add_special(draw: Draw, value: float, *, bias: bool) -> Arguments:
+    x, stream = draw.normal(5, 24), draw.normal(5, 24)
+    x[2, 7], stream[4, 0] = value, value
+    return _with_residual(draw, x, stream, bias=bias)
+
+
+def _add_calls(*, bias: bool) -> Iterator[Call]:
+    make = partial(_add_normal, bias=bias)
+    for shape in _ADD_SHAPES:
+        yield Call(label=shape_label(shape), make=partial(make, shape=shape))
+    for layout in LAYOUTS:
+        placed = partial(make, shape=(5, 6, 50))
+        yield Call(label=f"5x6x50.{layout}", make=placed, layout=layout)
+    yield Call(label="4x40.eps:0.5", make=partial(make, shape=(4, 40), eps=0.5))
+    wide = partial(make, shape=(6, 96), residual=torch.float32)
+    yield Call(label="6x96.residual:fp32", make=wide)
+    for name in ("huge", "tiny"):
+        yield Call(label=f"6x96.{name}", make=partial(make, shape=(6, 96), scale=name))
+    yield Call(label="6x96.large", make=partial(_add_large, bias=bias))
+    cancelling = partial(_add_cancelling, bias=bias)
+    yield Call(label="5x40.cancel", make=cancelling, statistical=False)
+    for value in ("nan", "inf"):
+        special = partial(_add_special, value=float(value), bias=bias)
+        yield Call(label=f"5x24.{value}", make=special, statistical=False, gradient=False)
+    if bias:
+        yield Call(
+            label="4x40.bias:none",
+            make=lambda draw: (
+                (draw.normal(4, 40), draw.normal(4, 40), draw.normal(40), None), {"eps": 1e-5}
+            ),
+        )  # fmt: skip
+    for hidden in _HIDDEN[::4]:
+        yield Call(label=f"3x{hidden}.sweep", make=partial(make, shape=(3, hidden)), full=True)
+
+
 _LOWER = ("4x8", "3x17", "5x64", "4x1000", "3x4096")
 
 RMS_NORM = Oracle(
@@ -176,4 +309,18 @@ LAYER_NORM = Oracle(
     backward=_layer_backward,
     calls=partial(_calls, bias=True),
     lower_precision=_LOWER,
+)
+_ADD_LOWER = ("4x8", "3x17", "5x64", "4x1000")
+
+ADD_RMS_NORM = Oracle(
+    forward=_add_rms_forward,
+    backward=_add_rms_backward,
+    calls=partial(_add_calls, bias=False),
+    lower_precision=_ADD_LOWER,
+)
+ADD_LAYER_NORM = Oracle(
+    forward=_add_layer_forward,
+    backward=_add_layer_backward,
+    calls=partial(_add_calls, bias=True),
+    lower_precision=_ADD_LOWER,
 )

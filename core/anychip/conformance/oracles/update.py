@@ -1,8 +1,9 @@
-"""Oracles of the operators over lists: l2_norm, clip, unscale_and_check, adamw.
+"""Oracles of the operators over lists: l2_norm, clip, unscale_and_check, adamw, sgd, lion.
 
 In-place operators: the oracle gives every written tensor as it should be afterwards, in the
-schema's order. adamw: Loshchilov and Hutter 2019, algorithm 2, with decoupled weight decay; a step
-with found_inf leaves every bit as it was.
+schema's order. adamw: Loshchilov and Hutter 2019, algorithm 2, with decoupled weight decay; sgd:
+torch.optim.SGD without dampening; lion: Chen et al. 2023, algorithm 2. A step with found_inf leaves
+every bit as it was.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from anychip.conformance.arithmetic import Rounded, concatenate, power, sqrt, where
+from anychip.conformance.arithmetic import UNIT, Rounded, concatenate, power, sqrt, where
 from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -67,24 +70,101 @@ def _adamw_forward(
     correction2 = 1.0 - power(Rounded.constant(beta2), count)
     news, firsts, seconds = [], [], []
     for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-        g = g if scale is None else g / scale
-        g = g if clip is None else g * clip
+        g = scaled(g, scale, clip)
         first = beta1 * m + (1.0 - beta1) * g
         second = beta2 * v + (1.0 - beta2) * (g * g)
         update = (first / correction1) / (sqrt(second / correction2) + eps)
         news.append(p * (1.0 - lr * weight_decay) - lr * update)
         firsts.append(first)
         seconds.append(second)
-    # The low-precision copy is cast from the stored parameter: one rounding to its type more.
-    copies = [(new * 1.0).stored(p.format) for new, p, _ in zip(news, params, low, strict=False)]
-    return (*news, *firsts, *seconds, count, *copies)
+    return (*news, *firsts, *seconds, count, *copies(news, params, low))
+
+
+def scaled(g: Rounded, scale: Rounded | None, clip: Rounded | None) -> Rounded:
+    """The gradient without the loss scale, clipped."""
+    g = g if scale is None else g / scale
+    return g if clip is None else g * clip
+
+
+def copies(
+    news: Sequence[Rounded], params: Sequence[Rounded], low: Sequence[Rounded]
+) -> list[Rounded]:
+    """Low-precision copies: cast from the stored parameter, one rounding to its type more."""
+    return [(new * 1.0).stored(p.format) for new, p, _ in zip(news, params, low, strict=False)]
+
+
+def _sgd_forward(
+    params: Sequence[Rounded],
+    grads: Sequence[Rounded],
+    buffers: Sequence[Rounded],
+    lr: Rounded,
+    step: Rounded,
+    scale: Rounded | None,
+    clip: Rounded | None,
+    found_inf: Rounded | None,
+    low_precision: Sequence[Rounded] | None,
+    *,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    decoupled: bool,
+) -> tuple[Rounded, ...]:
+    low = list(low_precision or ())
+    if found_inf is not None and found_inf.value != 0.0:
+        return (*params, *buffers, step, *low)
+    news, velocities = [], []
+    for index, (p, g) in enumerate(zip(params, grads, strict=True)):
+        gradient = scaled(g, scale, clip)
+        if weight_decay and not decoupled:
+            gradient = gradient + p * weight_decay
+        if momentum:
+            velocity = buffers[index] * momentum + gradient
+            gradient = gradient + velocity * momentum if nesterov else velocity
+            velocities.append(velocity)
+        kept = p * (1.0 - lr * weight_decay) if decoupled else p
+        news.append(kept - lr * gradient)
+    return (*news, *velocities, Rounded.exact(step.value + 1.0), *copies(news, params, low))
+
+
+def _lion_forward(
+    params: Sequence[Rounded],
+    grads: Sequence[Rounded],
+    exp_avgs: Sequence[Rounded],
+    lr: Rounded,
+    step: Rounded,
+    scale: Rounded | None,
+    clip: Rounded | None,
+    found_inf: Rounded | None,
+    low_precision: Sequence[Rounded] | None,
+    *,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+) -> tuple[Rounded, ...]:
+    low = list(low_precision or ())
+    if found_inf is not None and found_inf.value != 0.0:
+        return (*params, *exp_avgs, step, *low)
+    news, moments = [], []
+    for p, g, m in zip(params, grads, exp_avgs, strict=True):
+        g = scaled(g, scale, clip)
+        direction = _sign(beta1 * m + (1.0 - beta1) * g, (g.value == 0.0) & (m.value == 0.0))
+        news.append(p * (1.0 - lr * weight_decay) - lr * direction)
+        moments.append(beta2 * m + (1.0 - beta2) * g)
+    return (*news, *moments, Rounded.exact(step.value + 1.0), *copies(news, params, low))
+
+
+def _sign(c: Rounded, is_zero: NDArray[np.bool_]) -> Rounded:
+    """sign(c), without an error but where c is not known to differ from 0: there by up to 2."""
+    unsure = (np.abs(c.value) <= c.worst * UNIT) & ~is_zero
+    size = np.where(unsure, 2.0 / UNIT, 0.0)
+    return Rounded(np.sign(c.value), size, size)
 
 
 # Scalars and empty tensors among others; beside vector widths; more elements than one chunk.
 _SHAPES: tuple[tuple[int, ...], ...] = ((4, 5), (17,), (), (0, 3), (1000,), (3, 7, 9), (1,))
 
 
-def _normals(draw: Draw, scale: float = 1.0, dtype: torch.dtype | None = None) -> list[Any]:
+def normals(draw: Draw, scale: float = 1.0, dtype: torch.dtype | None = None) -> list[Any]:
     return [draw.normal(*shape, scale=scale, dtype=dtype) for shape in _SHAPES]
 
 
@@ -102,7 +182,7 @@ def _flat(draw: Draw, sizes: Sequence[int], scales: Sequence[float] | None = Non
 
 
 def _of_scale(draw: Draw, name: str) -> Arguments:
-    return (_normals(draw, float(getattr(draw, name))),), {}
+    return (normals(draw, float(getattr(draw, name))),), {}
 
 
 def _two_shapes(draw: Draw) -> Arguments:
@@ -116,7 +196,7 @@ def _one_spotlight(draw: Draw, index: int) -> Arguments:
 def _l2_calls() -> Iterator[Call]:
     for size in (1, 2, 7, 8, 15, 16, 17, 33, 100, 257, 4099):
         yield Call(label=str(size), make=partial(_flat, sizes=(size,)))
-    yield Call(label="list", make=lambda draw: ((_normals(draw),), {}))
+    yield Call(label="list", make=lambda draw: ((normals(draw),), {}))
     yield Call(label="ends", make=partial(_flat, sizes=(9, 3), scales=(1.0, 64.0)))
     yield Call(label="zeros", make=partial(_flat, sizes=(9,), scales=(0.0,)))
     for index in (0, 1, 33, 66):
@@ -132,7 +212,7 @@ def _l2_calls() -> Iterator[Call]:
 
 
 def _clipped(draw: Draw, norm: float, max_norm: float = 1.0) -> Arguments:
-    return (_normals(draw), draw.scalar(norm)), {"max_norm": max_norm}
+    return (normals(draw), draw.scalar(norm)), {"max_norm": max_norm}
 
 
 def _clip_calls() -> Iterator[Call]:
@@ -152,7 +232,7 @@ def _clip_calls() -> Iterator[Call]:
 def _unscaled(
     draw: Draw, scale: float, bad: float | None = None, place: int = 0, found: float = 0.0
 ) -> Arguments:
-    grads = _normals(draw)
+    grads = normals(draw)
     if bad is not None:
         flat = [grads[0].view(-1), grads[4].view(-1), grads[6].view(-1)][place]
         flat[-1] = bad
@@ -191,14 +271,14 @@ def _step(
     **changes: float,
 ) -> Arguments:
     wide = torch.float32
-    params = _normals(draw, dtype=param)
-    grads = _normals(draw, scale=grad_scale * (scale or 1.0))
-    moments = _normals(draw, 0.0 if zero_moments else 0.1 * grad_scale, wide)
-    squares = [m.square() for m in _normals(draw, 0.0 if zero_moments else grad_scale, wide)]
+    params = normals(draw, dtype=param)
+    grads = normals(draw, scale=grad_scale * (scale or 1.0))
+    moments = normals(draw, 0.0 if zero_moments else 0.1 * grad_scale, wide)
+    squares = [m.square() for m in normals(draw, 0.0 if zero_moments else grad_scale, wide)]
     scalars = (None if v is None else draw.scalar(v) for v in (scale, clip, found_inf))
-    copies = None if low is None else [p.to(low) for p in params]
+    lower = None if low is None else [p.to(low) for p in params]
     fixed = (draw.scalar(lr), draw.scalar(step))
-    return (params, grads, moments, squares, *fixed, *scalars, copies), {**_ATTRS, **changes}
+    return (params, grads, moments, squares, *fixed, *scalars, lower), {**_ATTRS, **changes}
 
 
 _ADAMW: dict[str, dict[str, Any]] = {
@@ -230,6 +310,59 @@ def _adamw_calls() -> Iterator[Call]:
         yield Call(label=f"plain.{layout}", make=_step, layout=layout)
 
 
+_SGD_ATTRS: dict[str, Any] = {
+    "momentum": 0.9, "nesterov": False, "weight_decay": 0.1, "decoupled": False,
+}  # fmt: skip
+_SGD: dict[str, dict[str, Any]] = {
+    "plain": {"weight_decay": 0.0, "momentum": 0.0},
+    "momentum": {"weight_decay": 0.0},
+    "nesterov": {"nesterov": True},
+    # A large decay tells one of the gradient from one of the parameter, with and without momentum.
+    "decay": {"weight_decay": 3.0, "lr": 0.1},
+    "decay-plain": {"weight_decay": 3.0, "lr": 0.1, "momentum": 0.0},
+    "decoupled": {"weight_decay": 3.0, "lr": 0.1, "decoupled": True},
+    "scale": {"scale": 1024.0},
+    "scale-clip": {"scale": 512.0, "clip": 0.3, "found_inf": 0.0, "nesterov": True},
+    "found-inf": {"scale": 1024.0, "found_inf": 1.0, "low": torch.bfloat16},
+    "low-bf16": {"low": torch.bfloat16, "momentum": 0.0},
+    "low-fp16": {"low": torch.float16, "clip": 0.5},
+}
+_LION_ATTRS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+_LION: dict[str, dict[str, Any]] = {
+    "plain": {},
+    # The direction is of an average that forgets faster than the one that is kept.
+    "betas": {"beta1": 0.3, "beta2": 0.95},
+    "first": {"step": 0.0, "zero_moments": True},
+    "no-decay": {"weight_decay": 0.0},
+    "decay": {"weight_decay": 3.0, "lr": 0.1},
+    "zero-gradient": {"grad_scale": 0.0, "weight_decay": 0.0},
+    "scale": {"scale": 1024.0},
+    "scale-clip": {"scale": 512.0, "clip": 0.3, "found_inf": 0.0},
+    "found-inf": {"scale": 1024.0, "found_inf": 1.0, "low": torch.bfloat16},
+    "low-bf16": {"low": torch.bfloat16},
+    "low-fp16": {"low": torch.float16, "clip": 0.5},
+}
+
+
+def _short_step(
+    draw: Draw, attrs: dict[str, Any], *, grad_scale: float = 1.0, **changes: Any
+) -> Arguments:
+    """A step of a rule that keeps one average, or none without momentum."""
+    options = {key: changes.pop(key) for key in list(changes) if key not in attrs}
+    args, _ = _step(draw, grad_scale=grad_scale, **options)
+    attrs = {**attrs, **changes}
+    return (*args[:2], args[2] if attrs.get("momentum", 1.0) else [], *args[4:]), attrs
+
+
+def _short_calls(attrs: dict[str, Any], table: dict[str, dict[str, Any]]) -> Iterator[Call]:
+    for label, changes in table.items():
+        yield Call(label=label, make=partial(_short_step, attrs=attrs, **changes))
+    make = partial(_short_step, attrs=attrs)
+    yield Call(label="own-dtype", make=lambda draw: make(draw, param=draw.dtype))
+    for layout in LAYOUTS:
+        yield Call(label=f"layout.{layout}", make=make, layout=layout)
+
+
 L2_NORM = Oracle(forward=_l2_forward, calls=_l2_calls, lower_precision=("2", "17", "100"))
 CLIP = Oracle(forward=_clip_forward, calls=_clip_calls, lower_precision=("norm:3",))
 UNSCALE_AND_CHECK = Oracle(
@@ -237,4 +370,14 @@ UNSCALE_AND_CHECK = Oracle(
 )
 ADAMW = Oracle(
     forward=_adamw_forward, calls=_adamw_calls, lower_precision=("plain", "late", "scale-clip")
+)
+SGD = Oracle(
+    forward=_sgd_forward,
+    calls=partial(_short_calls, _SGD_ATTRS, _SGD),
+    lower_precision=("scale-clip", "nesterov"),
+)
+LION = Oracle(
+    forward=_lion_forward,
+    calls=partial(_short_calls, _LION_ATTRS, _LION),
+    lower_precision=("plain", "scale-clip"),
 )

@@ -1,0 +1,143 @@
+"""Oracles of hadamard and top_k.
+
+hadamard: the product with the matrix of signs, n terms per entry in any order, and the factor
+1 / sqrt(n). It is symmetric: the gradient is the transform of the gradient. top_k: a selection, so
+that values and indices are exact; the gradient goes back to where a value came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from anychip.conformance.arithmetic import Rounded, matmul
+from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.formats import Array
+from anychip.conformance.oracles.oracle import Oracle
+
+
+def _signs(length: int) -> Rounded:
+    """(-1)^(number of bits that row and column have in common)."""
+    index = np.arange(length)
+    common = index[:, None] & index
+    bits = sum((common >> place & 1 for place in range(length.bit_length())), 0 * common)
+    return Rounded.exact(np.where(bits % 2, -1.0, 1.0))
+
+
+def _hadamard(x: Rounded, *, block: int | None) -> tuple[Rounded]:
+    length = x.shape[-1] if block is None else block
+    rows = x.reshape(-1, length)
+    return ((matmul(rows, _signs(length)) * (1.0 / math.sqrt(length))).reshape(*x.shape),)
+
+
+def _hadamard_backward(grads: tuple[Rounded], x: Rounded, *, block: int | None) -> tuple[Rounded]:
+    return _hadamard(grads[0], block=block)
+
+
+def _order(x: Array, k: int) -> Any:
+    # NaN sorts to the end: of the magnitudes turned round, that is the front.
+    size = np.where(np.isnan(x), -math.inf, -np.abs(x))
+    key = np.where(np.isnan(x), 0, 1)
+    return np.lexsort((size, key), axis=-1)[..., :k]
+
+
+def _top_k(x: Rounded, *, k: int) -> tuple[Rounded, Rounded]:
+    indices = _order(x.value, k)
+    values = x.shaped(lambda array: np.take_along_axis(array, indices, -1))
+    return values, Rounded.exact(indices)
+
+
+def _top_k_backward(grads: Sequence[Any], x: Rounded, *, k: int) -> tuple[Rounded]:
+    indices = _order(x.value, k)
+
+    def scattered(array: Array) -> Array:
+        whole = np.zeros(x.shape)
+        np.put_along_axis(whole, indices, array, -1)
+        return whole
+
+    gradient: Rounded = grads[0].shaped(scattered)
+    return (gradient,)
+
+
+# Calls
+
+
+def _normal(draw: Draw, shape: tuple[int, ...], scale: float = 1.0, **attrs: Any) -> Arguments:
+    return (draw.normal(*shape, scale=scale),), attrs
+
+
+def _of_scale(draw: Draw, name: str, **attrs: Any) -> Arguments:
+    return _normal(draw, (6, 64), scale=getattr(draw, name), **attrs)
+
+
+def _one_hot(draw: Draw) -> Arguments:
+    """Every column of the matrix once: order and signs."""
+    return (torch.eye(32, dtype=draw.dtype),), {"block": None}
+
+
+def _hadamard_special(draw: Draw) -> Arguments:
+    x = draw.normal(3, 16)
+    x[0, 3], x[1, 5] = math.nan, math.inf
+    return (x,), {"block": 4}
+
+
+def _hadamard_calls() -> Iterator[Call]:
+    for shape in ((0, 8), (1,), (2,), (3, 8), (5, 16), (2, 3, 64), (7, 256), (2, 1024)):
+        make: Any = partial(_normal, shape=shape, block=None)
+        yield Call(label=shape_label(shape), make=make)
+    for block in (1, 2, 8, 64):
+        make = partial(_normal, shape=(5, 192), block=block)
+        yield Call(label=f"5x192.block:{block}", make=make)
+    yield Call(label="one-hot", make=_one_hot, statistical=False)
+    for layout in LAYOUTS:
+        make = partial(_normal, shape=(9, 24), block=8)
+        yield Call(label=f"9x24.{layout}", make=make, layout=layout)
+    for name in ("huge", "subnormal"):
+        yield Call(label=name, make=partial(_of_scale, name=name, block=32))
+    yield Call(label="special", make=_hadamard_special, statistical=False, gradient=False)
+    yield Call(label="3x4096", make=partial(_normal, shape=(3, 4096), block=None), full=True)
+
+
+def _ties(draw: Draw, k: int) -> Arguments:
+    """Few different magnitudes, of both signs: the index decides."""
+    return ((draw.integers(7, 5, 40) - 3).to(draw.dtype),), {"k": k}
+
+
+def _top_k_special(draw: Draw) -> Arguments:
+    x = draw.normal(4, 20)
+    x[0, 3], x[0, 9], x[1, 5], x[2, 7] = math.nan, math.nan, math.inf, -math.inf
+    x[3] = 0.0
+    x[3, 4] = -0.0
+    return (x,), {"k": 6}
+
+
+def _top_k_calls() -> Iterator[Call]:
+    for shape, k in (((0, 8), 3), ((1,), 1), ((17,), 5), ((33,), 33), ((33,), 0), ((6, 31), 4),
+                     ((2, 3, 40), 1), ((5000,), 50)):  # fmt: skip
+        make: Any = partial(_normal, shape=shape, k=k)
+        yield Call(label=f"{shape_label(shape)}.k:{k}", make=make)
+    for k in (1, 7, 40):
+        yield Call(label=f"ties.k:{k}", make=partial(_ties, k=k), statistical=False)
+    for layout in LAYOUTS:
+        make = partial(_normal, shape=(9, 31), k=8)
+        yield Call(label=f"9x31.{layout}", make=make, layout=layout)
+    for name in ("huge", "subnormal"):
+        yield Call(label=name, make=partial(_of_scale, name=name, k=10))
+    yield Call(label="special", make=_top_k_special, statistical=False, gradient=False)
+    yield Call(label="300001", make=partial(_normal, shape=(300_001,), k=3000), full=True)
+
+
+HADAMARD = Oracle(
+    forward=_hadamard,
+    backward=_hadamard_backward,
+    calls=_hadamard_calls,
+    lower_precision=("5x16", "7x256", "5x192.block:64"),
+)
+TOP_K = Oracle(
+    forward=_top_k, backward=_top_k_backward, calls=_top_k_calls, lower_precision=("6x31.k:4",)
+)

@@ -1,0 +1,118 @@
+"""Oracle of grouped_linear: y = x w_g^T for the rows of group g; dx = dy w_g, dw_g = dy^T x.
+
+Sums run over K, N and the rows of a group; each has its own length in the bound. Rows of no group
+are exactly 0 in both directions, and so is the gradient of a weight whose group is empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from anychip.conformance.arithmetic import Rounded, concatenate, matmul
+from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
+from anychip.conformance.oracles.oracle import Oracle
+
+Offsets = NDArray[np.int64]
+
+
+def _slices(offsets: Offsets) -> Iterator[slice]:
+    for start, end in zip([0, *offsets], offsets, strict=False):
+        yield slice(int(start), int(end))
+
+
+def _by_rows(parts: list[Rounded], offsets: Offsets, num_rows: int, width: int) -> Rounded:
+    """The groups' rows one after the other, then zeros."""
+    rest = num_rows - (int(offsets[-1]) if len(offsets) else 0)
+    return concatenate([*parts, Rounded.exact(np.zeros((rest, width)))], 0)
+
+
+def _forward(x: Rounded, weight: Rounded, offsets: Offsets) -> tuple[Rounded]:
+    parts = [
+        matmul(x[rows], weight[group].transpose(1, 0))
+        for group, rows in enumerate(_slices(offsets))
+    ]
+    return (_by_rows(parts, offsets, x.shape[0], weight.shape[1]),)
+
+
+def _backward(
+    grads: tuple[Rounded], x: Rounded, weight: Rounded, offsets: Offsets
+) -> tuple[Rounded, Rounded]:
+    (grad,) = grads
+    dx, dweight = [], []
+    for group, rows in enumerate(_slices(offsets)):
+        dx.append(matmul(grad[rows], weight[group]))
+        dweight.append(matmul(grad[rows].transpose(1, 0), x[rows])[None])
+    none = Rounded.exact(np.zeros((0, *weight.shape[1:])))
+    return (
+        _by_rows(dx, offsets, x.shape[0], x.shape[1]),
+        concatenate([*dweight, none], 0),
+    )
+
+
+Sizes = tuple[tuple[int, ...], int, int, int]
+# Lengths of the groups, rows of no group, K, N: one of everything; empty groups first, last and
+# beside each other; one group; nothing but rows of none; no rows; beside tiles; long sums.
+_SIZES: tuple[Sizes, ...] = (
+    ((1,), 0, 1, 1), ((3, 5), 0, 8, 5), ((4, 0, 3), 2, 33, 17), ((0, 0, 6, 0), 0, 16, 7),
+    ((7,), 3, 12, 9), ((0, 0), 4, 8, 4), ((0, 0), 0, 8, 4), ((), 3, 8, 4), ((15, 17, 1), 0, 64, 65),
+    ((2, 3), 0, 1000, 6), ((600, 1), 0, 24, 10), ((2, 2), 1, 12, 700),
+)  # fmt: skip
+_FULL: tuple[Sizes, ...] = (((100, 0, 156, 256), 0, 256, 512), ((1000, 3), 21, 64, 64))
+
+
+def _grouped(draw: Draw, sizes: Sizes, scale: float = 1.0) -> Arguments:
+    lengths, rest, inputs, outputs = sizes
+    offsets = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+    x = draw.normal(sum(lengths) + rest, inputs, scale=scale)
+    return (x, draw.normal(len(lengths), outputs, inputs), offsets), {}
+
+
+def _label(sizes: Sizes) -> str:
+    lengths, rest, inputs, outputs = sizes
+    return f"{'+'.join(map(str, lengths)) or 'none'}.rest:{rest}.{inputs}-{outputs}"
+
+
+def _scaled(draw: Draw, name: str) -> Arguments:
+    return _grouped(draw, ((3, 4), 1, 40, 12), math.sqrt(getattr(draw, name)))
+
+
+def _apart(draw: Draw) -> Arguments:
+    # Group g multiplies by the number g + 1: a wrong weight is a wrong integer.
+    (x, weight, offsets), attrs = _grouped(draw, ((2, 0, 3, 4), 2, 5, 5))
+    weight[:] = torch.eye(5) * torch.arange(1, 5)[:, None, None]
+    return (x.round(), weight, offsets), attrs
+
+
+def _nan(draw: Draw) -> Arguments:
+    # What is not finite stays in its group; in the rows of no group it is not seen at all.
+    (x, weight, offsets), attrs = _grouped(draw, ((3, 4, 2), 2, 24, 5))
+    x[4, 11], weight[2, 1, 1], x[10, 0] = math.nan, math.inf, math.nan
+    return (x, weight, offsets), attrs
+
+
+def _calls() -> Iterator[Call]:
+    for sizes in (*_SIZES, *_FULL):
+        yield Call(label=_label(sizes), make=partial(_grouped, sizes=sizes), full=sizes in _FULL)
+    for layout in LAYOUTS:
+        make = partial(_grouped, sizes=((3, 0, 6), 2, 20, 11))
+        yield Call(label=f"3+0+6.rest:2.20-11.{layout}", make=make, layout=layout)
+    for name in ("huge", "tiny"):
+        yield Call(label=name, make=partial(_scaled, name=name))
+    yield Call(label="apart", make=_apart, statistical=False)
+    yield Call(label="nan", make=_nan, statistical=False, gradient=False)
+
+
+GROUPED_LINEAR = Oracle(
+    forward=_forward,
+    backward=_backward,
+    calls=_calls,
+    lower_precision=(
+        "15+17+1.rest:0.64-65", "2+3.rest:0.1000-6", "600+1.rest:0.24-10"
+    ),
+)  # fmt: skip

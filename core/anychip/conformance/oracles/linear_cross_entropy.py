@@ -1,0 +1,139 @@
+"""Oracle of linear_cross_entropy: cross_entropy of x w^T + b; dx = dl w, dw = dl^T x, db = sum dl.
+
+The logits l are float32 numbers, whatever the tensors' type. Their gradient dl may be rounded to
+the tensors' type before the second products, as matrix units need it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from anychip.conformance.arithmetic import Rounded, matmul
+from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.oracles import loss
+from anychip.conformance.oracles.loss import Targets
+from anychip.conformance.oracles.oracle import Oracle
+
+
+def _rows(x: Rounded) -> Rounded:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _logits(x: Rounded, weight: Rounded, bias: Rounded | None) -> Rounded:
+    logits = matmul(_rows(x), weight.transpose(1, 0))
+    logits = logits if bias is None else logits + bias
+    return logits.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _forward(
+    x: Rounded, weight: Rounded, target: Targets, bias: Rounded | None, **options: Any
+) -> tuple[Rounded, Rounded, Rounded]:
+    total, lse = loss.forward(_logits(x, weight, bias), target, **options)
+    return total, lse, Rounded.exact(np.zeros(0) if bias is None else bias.value)
+
+
+def _backward(
+    grads: tuple[Rounded],
+    x: Rounded,
+    weight: Rounded,
+    target: Targets,
+    bias: Rounded | None,
+    **options: Any,
+) -> tuple[Rounded | None, ...]:
+    (exact,) = loss.backward(grads, _logits(x, weight, bias), target, **options)
+    dlogits = _rows(exact)
+    stored = dlogits.stored(x.format)
+    return (
+        matmul(stored, weight).reshape(*x.shape),
+        matmul(stored.transpose(1, 0), _rows(x)),
+        None if bias is None else stored.sum(0),
+    )
+
+
+_DEFAULTS: dict[str, Any] = {
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "reduction": "mean",
+}
+Sizes = tuple[tuple[int, ...], int, int]
+# rows, K, V: empty; one of everything; odd ones; many rows, wide inputs, many classes.
+_SIZES: tuple[Sizes, ...] = (
+    ((0,), 4, 5), ((1,), 1, 1), ((), 8, 11), ((6,), 8, 11), ((3,), 33, 17), ((2, 3), 17, 130),
+    ((90,), 12, 33), ((4,), 257, 65), ((3,), 16, 1023),
+)  # fmt: skip
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smooth:0.1": {"label_smoothing": 0.1},
+    "z:0.01": {"z_loss": 0.01},
+    "all": {"label_smoothing": 0.2, "z_loss": 0.001, "reduction": "none", "ignore_index": 3},
+    "all-mean": {"label_smoothing": 0.2, "z_loss": 0.001, "ignore_index": 3},
+}
+
+
+def _arguments(draw: Draw, sizes: Sizes, bias: bool = False, **changes: object) -> Arguments:
+    shape, inputs, classes = sizes
+    x, weight = draw.normal(*shape, inputs), draw.normal(classes, inputs, scale=inputs**-0.5)
+    target = draw.integers(classes, *shape)
+    if changes.get("ignore_index") == 3:
+        target.reshape(-1)[::3] = 3
+    args = (x, weight, target, draw.normal(classes) if bias else None)
+    return args, {**_DEFAULTS, **changes}
+
+
+def _ignored(draw: Draw, which: str, reduction: str = "mean") -> Arguments:
+    (x, weight, target, bias), attrs = _arguments(draw, ((8,), 12, 20), reduction=reduction)
+    rows: dict[str, Any] = {"all": slice(None), "last": slice(-1, None)}
+    target[rows[which]] = -100
+    if which != "all":
+        x[rows[which]] *= 8.0  # what is not to be counted is loud
+    return (x, weight, target, bias), attrs
+
+
+def _masked(draw: Draw) -> Arguments:
+    # A vocabulary that is padded, with a bias that rules the padding out.
+    (x, weight, _, bias), attrs = _arguments(draw, ((6,), 12, 40), bias=True, reduction="none")
+    bias[25:] = -math.inf
+    return (x, weight, draw.integers(20, 6), bias), attrs
+
+
+def _nan(draw: Draw) -> Arguments:
+    (x, weight, target, bias), attrs = _arguments(draw, ((5,), 12, 20), reduction="none")
+    x[2, 4] = math.nan
+    return (x, weight, target, bias), attrs
+
+
+def _calls() -> Iterator[Call]:
+    for shape, inputs, classes in _SIZES:
+        for bias in (True, False):
+            label = f"{shape_label(shape)}.{inputs}-{classes}{'.bias' if bias else ''}"
+            make = partial(_arguments, sizes=(shape, inputs, classes), bias=bias)
+            yield Call(label=label, make=make)
+    for name, changes in _OPTIONS.items():
+        make = partial(_arguments, sizes=((2, 5), 24, 130), bias=True, **changes)
+        yield Call(label=f"2x5.24-130.{name}", make=make)
+    for layout in LAYOUTS:
+        make = partial(_arguments, sizes=((7,), 20, 50), bias=True, reduction="none")
+        yield Call(label=f"7.20-50.{layout}", make=make, layout=layout)
+    for which in ("all", "last"):
+        yield Call(label=f"ignored:{which}", make=partial(_ignored, which=which))
+    yield Call(label="ignored:last.none", make=partial(_ignored, which="last", reduction="none"))
+    yield Call(label="masked", make=_masked, statistical=False)
+    yield Call(label="nan", make=_nan, statistical=False, gradient=False)
+    # More than one chunk of rows, whatever their size.
+    wide = partial(_arguments, sizes=((50,), 32, 32_000), bias=True)
+    yield Call(label="50.32-32000", make=wide, full=True)
+
+
+LINEAR_CROSS_ENTROPY = Oracle(
+    forward=_forward,
+    backward=_backward,
+    calls=_calls,
+    lower_precision=("2x5.24-130.none", "90.12-33", "4.257-65"),
+)

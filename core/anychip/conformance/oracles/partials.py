@@ -1,0 +1,254 @@
+"""Oracles of what is summed by blocks: l2_norm_partials; lamb_partials and lamb, which need it.
+
+A partial is a sum of at most ``block`` squares, in any order; a block that the call does not hold
+is exactly 0. lamb: You et al. 2019, algorithm 2, with phi the identity: the trust ratio is one
+number per tensor, 1 where one of the norms is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from anychip.conformance.arithmetic import Rounded, concatenate, power, sqrt
+from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
+from anychip.conformance.formats import Array
+from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.update import copies, normals, scaled
+
+
+def _partials(
+    tensors: Sequence[Rounded],
+    offsets: Sequence[int] | None,
+    sizes: Sequence[int] | None,
+    block: int,
+) -> Rounded:
+    found = []
+    for index, tensor in enumerate(tensors):
+        start = 0 if offsets is None else offsets[index]
+        size = start + tensor.value.size if sizes is None else sizes[index]
+        # The whole tensor, 0 but for the shard, cut into rows.
+        room = -(-size // block) * block
+        after = room - start - tensor.value.size
+
+        def rows(array: Array, start: int = start, after: int = after) -> Array:
+            return np.pad(array.reshape(-1), (start, after)).reshape(-1, block)
+
+        whole = tensor.shaped(rows)
+        sums = (whole * whole).sum(1)
+        held = ((np.arange(room) >= start) & (np.arange(room) < room - after)).reshape(-1, block)
+        absent = ~held.any(1)
+        worst, spread = np.where(absent, 0.0, sums.worst), np.where(absent, 0.0, sums.spread)
+        found.append(Rounded(sums.value, worst, spread))
+    return concatenate(found, 0)
+
+
+def _norm_forward(
+    tensors: Sequence[Rounded],
+    *,
+    offsets: Sequence[int] | None,
+    sizes: Sequence[int] | None,
+    block: int,
+) -> tuple[Rounded]:
+    return (_partials(tensors, offsets, sizes, block),)
+
+
+def _moved(
+    p: Rounded, g: Rounded, m: Rounded, v: Rounded, count: Rounded, attrs: dict[str, float]
+) -> tuple[Rounded, Rounded, Rounded]:
+    beta1, beta2 = attrs["beta1"], attrs["beta2"]
+    first = beta1 * m + (1.0 - beta1) * g
+    second = beta2 * v + (1.0 - beta2) * (g * g)
+    corrected = first / (1.0 - power(Rounded.constant(beta1), count))
+    root = sqrt(second / (1.0 - power(Rounded.constant(beta2), count)))
+    return first, second, corrected / (root + attrs["eps"]) + attrs["weight_decay"] * p
+
+
+def _lamb_partials_forward(
+    params: Sequence[Rounded],
+    grads: Sequence[Rounded],
+    exp_avgs: Sequence[Rounded],
+    exp_avg_sqs: Sequence[Rounded],
+    step: Rounded,
+    scale: Rounded | None,
+    clip: Rounded | None,
+    *,
+    offsets: Sequence[int] | None,
+    sizes: Sequence[int] | None,
+    block: int,
+    **attrs: float,
+) -> tuple[Rounded]:
+    count = Rounded.exact(step.value + 1.0)
+    given = zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)
+    steps = [_moved(p, scaled(g, scale, clip), m, v, count, attrs)[2] for p, g, m, v in given]
+    both = [_partials(tensors, offsets, sizes, block) for tensors in (params, steps)]
+    return (concatenate([row.reshape(1, -1) for row in both], 0),)
+
+
+def _trust(p: Rounded, u: Rounded) -> Rounded:
+    weight, step = (sqrt((t * t).reshape(-1).sum(0)) for t in (p, u))
+    if weight.value == 0.0 or step.value == 0.0:
+        return Rounded.exact(1.0)
+    return weight / step
+
+
+def _lamb_forward(
+    params: Sequence[Rounded],
+    grads: Sequence[Rounded],
+    exp_avgs: Sequence[Rounded],
+    exp_avg_sqs: Sequence[Rounded],
+    lr: Rounded,
+    step: Rounded,
+    scale: Rounded | None,
+    clip: Rounded | None,
+    found_inf: Rounded | None,
+    low_precision: Sequence[Rounded] | None,
+    trust: Rounded | None,
+    **attrs: float,
+) -> tuple[Rounded, ...]:
+    low = list(low_precision or ())
+    if found_inf is not None and found_inf.value != 0.0:
+        return (*params, *exp_avgs, *exp_avg_sqs, step, *low)
+    count = Rounded.exact(step.value + 1.0)
+    news, firsts, seconds = [], [], []
+    given = zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)
+    for index, (p, g, m, v) in enumerate(given):
+        first, second, u = _moved(p, scaled(g, scale, clip), m, v, count, attrs)
+        ratio = _trust(p, u) if trust is None else trust[index]
+        news.append(p - lr * ratio * u)
+        firsts.append(first)
+        seconds.append(second)
+    return (*news, *firsts, *seconds, count, *copies(news, params, low))
+
+
+# Calls
+
+
+def _flat(draw: Draw, numels: Sequence[int], scale: float = 1.0, **attrs: Any) -> Arguments:
+    attrs = {"offsets": None, "sizes": None, "block": 16, **attrs}
+    return ([draw.normal(size, scale=scale) for size in numels],), attrs
+
+
+def _of_scale(draw: Draw, name: str) -> Arguments:
+    return _flat(draw, (1500,), scale=getattr(draw, name))
+
+
+def _two_dims(draw: Draw) -> Arguments:
+    return ([draw.normal(5, 7), draw.normal(33), draw.normal(40, 40)],), _flat(draw, ())[1]
+
+
+def _special(draw: Draw) -> Arguments:
+    args, attrs = _flat(draw, (40, 40))
+    args[0][0][3], args[0][1][39] = torch.inf, torch.nan
+    return args, attrs
+
+
+def _norm_calls() -> Iterator[Call]:
+    for size in (0, 1, 15, 16, 17, 257, 2048):
+        yield Call(label=str(size), make=partial(_flat, numels=(size,)))
+    for block in (1, 2, 64, 1024):
+        make = partial(_flat, numels=(1030, 7, 2048), block=block)
+        yield Call(label=f"list.block:{block}", make=make)
+    # Ranges of blocks: from the middle, from the start, to the end, nothing at all.
+    shards: dict[str, Any] = {"offsets": [32, 0, 48, 64, 0], "sizes": [100, 64, 53, 200, 30]}
+    yield Call(label="shards", make=partial(_flat, numels=(32, 48, 5, 0, 0), **shards))
+    for name in ("huge", "tiny"):
+        yield Call(label=name, make=partial(_of_scale, name=name))
+    for layout in LAYOUTS:
+        yield Call(label=f"list.{layout}", make=_two_dims, layout=layout)
+    yield Call(label="special", make=_special, statistical=False)
+    make = partial(_flat, numels=(1_500_001,), block=1024)
+    yield Call(label="1500001", make=make, full=True)
+
+
+_ATTRS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}
+_STEPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    # The first step, from moments of 0: bias correction is all.
+    "first": {"step": 0.0, "moments": 0.0},
+    "late": {"step": 100_000.0},
+    "no-decay": {"weight_decay": 0.0},
+    "decay": {"weight_decay": 5.0},
+    "eps": {"eps": 0.5},
+    "betas": {"beta1": 0.0, "beta2": 0.5},
+    # A parameter of 0 has no norm, and a step of 0 has none either.
+    "zero-params": {"params": 0.0},
+    "zero-steps": {"grads": 0.0, "moments": 0.0, "weight_decay": 0.0},
+    "large-params": {"params": 64.0},
+    "scale": {"scale": 1024.0},
+    "scale-clip": {"scale": 512.0, "clip": 0.25, "found_inf": 0.0},
+}
+_WRITES: dict[str, dict[str, Any]] = {
+    "trust": {"trust": [0.5, 1.0, 2.0, 3.0, 0.25, 1.5, 7.0]},
+    "found-inf": {"scale": 1024.0, "found_inf": 1.0, "low": torch.bfloat16},
+    "low-bf16": {"low": torch.bfloat16},
+    "low-fp16": {"low": torch.float16, "clip": 0.5},
+}
+
+
+def _step(
+    draw: Draw,
+    *,
+    step: float = 3.0,
+    scale: float | None = None,
+    clip: float | None = None,
+    found_inf: float | None = None,
+    low: torch.dtype | None = None,
+    trust: Sequence[float] | None = None,
+    params: float = 1.0,
+    grads: float = 1.0,
+    moments: float = 1.0,
+    param: torch.dtype = torch.float32,
+    **changes: float,
+) -> Arguments:
+    wide = torch.float32
+    weights = normals(draw, params, param)
+    given = normals(draw, grads * (scale or 1.0))
+    firsts = normals(draw, 0.1 * moments, wide)
+    seconds = [m.square() for m in normals(draw, moments, wide)]
+    scalars = (None if v is None else draw.scalar(v) for v in (scale, clip, found_inf))
+    lower = None if low is None else [p.to(low) for p in weights]
+    ratios = None if trust is None else torch.tensor(trust)
+    fixed = (draw.scalar(1e-2), draw.scalar(step))
+    args = (weights, given, firsts, seconds, *fixed, *scalars, lower, ratios)
+    return args, {**_ATTRS, **changes}
+
+
+def _read_only(draw: Draw, grid: dict[str, Any] | None = None, **changes: Any) -> Arguments:
+    """The same step, for the operator that only measures it."""
+    args, attrs = _step(draw, **changes)
+    grid = {"offsets": None, "sizes": None, "block": 16} if grid is None else grid
+    return (*args[:4], *args[5:8]), {**attrs, **grid}
+
+
+def _lamb_calls() -> Iterator[Call]:
+    for label, changes in (_STEPS | _WRITES).items():
+        yield Call(label=label, make=partial(_step, **changes))
+    yield Call(label="own-dtype", make=lambda draw: _step(draw, param=draw.dtype))
+    for layout in LAYOUTS:
+        yield Call(label=f"plain.{layout}", make=_step, layout=layout)
+
+
+def _lamb_partials_calls() -> Iterator[Call]:
+    for label, changes in _STEPS.items():
+        yield Call(label=label, make=partial(_read_only, **changes))
+    offsets = [16, 32, 0, 0, 64, 16, 0]
+    sizes = [36, 49, 1, 16, 1064, 205, 1]
+    grid = {"offsets": offsets, "sizes": sizes, "block": 16}
+    yield Call(label="shards", make=partial(_read_only, grid=grid))
+    yield Call(label="own-dtype", make=lambda draw: _read_only(draw, param=draw.dtype))
+    for layout in LAYOUTS:
+        yield Call(label=f"plain.{layout}", make=_read_only, layout=layout)
+
+
+L2_NORM_PARTIALS = Oracle(
+    forward=_norm_forward, calls=_norm_calls, lower_precision=("list.block:1", "2048")
+)
+LAMB_PARTIALS = Oracle(
+    forward=_lamb_partials_forward, calls=_lamb_partials_calls, lower_precision=("plain", "betas")
+)
+LAMB = Oracle(forward=_lamb_forward, calls=_lamb_calls, lower_precision=("plain", "scale-clip"))

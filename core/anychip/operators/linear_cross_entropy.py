@@ -1,0 +1,264 @@
+"""The output layer and the loss in one, without the logits of all rows: linear_cross_entropy.
+
+The logits of a language model are by far its largest tensor, (rows, vocabulary). Here they are made
+for a few rows at a time, in float32, used up and thrown away, in the backward direction once more.
+
+A second derivative, a function transform and a compiler that inlines the reference differentiate
+through the chunks and keep them: what they compute is right, but they hold the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anychip.contract import (
+    Bound,
+    Cost,
+    OperatorSpec,
+    Placement,
+    Placements,
+    Residual,
+    Sample,
+    SampleMaker,
+    Sharding,
+)
+from anychip.operators.loss import (
+    check_options,
+    check_targets,
+    cross_entropy,
+    cross_entropy_backward,
+    cross_entropy_forward,
+)
+
+CHUNK = 1 << 20
+"""Largest number of logits at a time: 4 MiB in float32, enough rows to keep a product busy."""
+
+
+def _nbytes(*tensors: Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def chunks(num_rows: int, num_classes: int) -> Iterator[slice]:
+    """Slices of the rows with at most CHUNK logits each, but at least one row."""
+    step = max(CHUNK // num_classes, 1)
+    # Only the number of chunks is fixed by this for a compiler, not the number of rows.
+    for index in range(-(-num_rows // step)):
+        yield slice(index * step, (index + 1) * step)
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *,
+    ignore_index: int,
+    reduction: str,
+    **options: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_targets("linear_cross_entropy", target, weight.shape[0], ignore_index)
+    rows, labels, wide = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1), weight.float()
+    shift = wide.new_empty(0) if bias is None else bias.float().clone()
+    losses, lses = [], []
+    for chunk in chunks(rows.shape[0], weight.shape[0]):
+        logits = _logits(rows[chunk].float(), wide, shift)
+        loss, lse = cross_entropy_forward(
+            logits, labels[chunk], ignore_index=ignore_index, reduction="none", **options
+        )
+        losses.append(loss)
+        lses.append(lse)
+    loss = torch.cat(losses) if losses else wide.new_empty(0)
+    lse = torch.cat(lses) if lses else wide.new_empty(0)
+    if reduction == "none":
+        return loss.reshape(target.shape), lse.reshape(target.shape), shift
+    total = loss.sum() if reduction == "sum" else loss.sum() / (labels != ignore_index).sum()
+    return total, lse.reshape(target.shape), shift
+
+
+def _logits(rows: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+    logits = rows @ weight.t()
+    return logits + shift if shift.shape[0] else logits
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    shift: Tensor,
+    *,
+    ignore_index: int,
+    reduction: str,
+    needs: tuple[bool, bool, bool],
+    **options: float,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    rows, labels, wide = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1), weight.float()
+    slope = grad / (labels != ignore_index).sum() if reduction == "mean" else grad
+    slope, lse = slope.expand(target.shape).reshape(-1), lse.reshape(-1)
+    dx, dweight, dbias = [], torch.zeros_like(wide), wide.new_zeros(weight.shape[0])
+    for chunk in chunks(rows.shape[0], weight.shape[0]):
+        part = rows[chunk].float()
+        (dlogits,) = cross_entropy_backward(
+            slope[chunk],
+            _logits(part, wide, shift),
+            labels[chunk],
+            lse[chunk],
+            ignore_index=ignore_index,
+            reduction="none",
+            needs=(True,),
+            **options,
+        )
+        if needs[0]:
+            dx.append((dlogits @ wide).to(x.dtype))
+        if needs[1]:
+            dweight = dweight + dlogits.t() @ part
+        if needs[2]:
+            dbias = dbias + dlogits.sum(0)
+    return (
+        (torch.cat(dx) if dx else rows).reshape(x.shape) if needs[0] else None,
+        dweight.to(weight.dtype) if needs[1] else None,
+        dbias.to(weight.dtype) if needs[2] else None,
+    )
+
+
+def _fake(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, reduction: str, **_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = x.new_empty(target.shape if reduction == "none" else (), dtype=torch.float32)
+    lse = x.new_empty(target.shape, dtype=torch.float32)
+    return loss, lse, x.new_empty((0,) if bias is None else bias.shape, dtype=torch.float32)
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> None:
+    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or not weight.shape[0]:
+        raise ValueError(
+            f"x must be (..., K) and weight (V, K) with V > 0; got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    if x.shape[:-1] != target.shape:
+        raise ValueError(
+            f"target must be {tuple(x.shape[:-1])}, x without its last dim; got "
+            f"{tuple(target.shape)}"
+        )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(f"bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
+    if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
+        raise ValueError(
+            f"x, weight and bias must have one dtype, got {x.dtype}, {weight.dtype} and "
+            f"{None if bias is None else bias.dtype}"
+        )
+    check_options(label_smoothing, z_loss, reduction)
+
+
+def _samples(maker: SampleMaker) -> Iterator[Sample]:
+    plain = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean"}
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"reduction": "sum", "label_smoothing": 0.1},
+        {"reduction": "none", "z_loss": 1e-3},
+        {"ignore_index": 2, "label_smoothing": 0.1, "z_loss": 1e-3},
+    )
+    for shape, inputs, classes in (((6,), 8, 11), ((2, 3), 17, 130)):
+        x, weight = maker.normal(*shape, inputs), maker.normal(classes, inputs, scale=0.3)
+        target, bias = maker.integers(classes, *shape), maker.normal(classes)
+        target.reshape(-1)[0] = 2
+        for index, change in enumerate(changes):
+            label = f"{'x'.join(map(str, shape))}x{inputs}->{classes},{change or 'defaults'}"
+            args = (x, weight, target, bias if index % 2 else None)
+            yield Sample(args, {**plain, **change}, label.replace(" ", ""))
+
+
+def _shards(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    z: float,
+    reduction: str,
+) -> Placements:
+    # A mean over shards is not the mean of the whole, since each shard ignores other rows.
+    loss: dict[str, Placement] = {"sum": "partial"}
+    rest: list[Placement] = [] if bias is None else [None]
+    dims = range(target.dim()) if reduction != "mean" else ()
+    return [([loss.get(reduction, d), d, None], [d, None, d, *rest]) for d in dims]
+
+
+def _backward_shards(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    shift: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    z: float,
+    reduction: str,
+    needs: list[bool],
+) -> Placements:
+    dims = range(target.dim()) if reduction != "mean" else ()
+    return [
+        ([d, "partial", "partial"], [None if reduction == "sum" else d, d, None, d, d, None])
+        for d in dims
+    ]
+
+
+linear_cross_entropy = OperatorSpec(
+    name="linear_cross_entropy",
+    signature=(
+        "(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, int ignore_index=-100, "
+        'float label_smoothing=0.0, float z_loss=0.0, str reduction="mean") -> Tensor'
+    ),
+    equation="cross_entropy(x weight^T + bias, target); float32 logits of a few rows at a time",
+    source="as cross_entropy; in chunks: Wijmans et al. 2024, arXiv:2411.09009, section 4",
+    forward=_forward,
+    backward=_backward,
+    fake=_fake,
+    # The bias as it was added, since a backward row cannot be given an argument that may be None.
+    residuals=(
+        Residual("lse", "target.shape", "float32"),
+        Residual("shift", "(V,), or (0,) without a bias", "float32"),
+    ),
+    saved=("x", "weight", "target", "lse", "shift"),
+    differentiable=("x", "weight", "bias"),
+    check=_check,
+    fixed_dtypes={"target": "int64"},
+    sizes=lambda x, weight, target, bias, **_: {
+        "rows": target.numel(),
+        "in": weight.shape[1],
+        "vocabulary": weight.shape[0],
+    },
+    autocast="lower",
+    sharding=Sharding(_shards, _backward_shards),
+    cost=lambda x, weight, target, bias, **_: Cost(
+        _nbytes(x, weight, bias) + 16 * target.numel(),
+        (2 * x.shape[-1] + 4) * target.numel() * weight.shape[0],
+    ),
+    backward_cost=lambda x, weight, target, bias, **_: Cost(
+        2 * _nbytes(x, weight, bias), (6 * x.shape[-1] + 4) * target.numel() * weight.shape[0]
+    ),
+    aten=cross_entropy.aten | {"mm", "cat"},
+    samples=_samples,
+    bound=Bound(
+        forward=10,
+        backward=14,
+        length=lambda x, weight, *_, **__: max(weight.shape),
+    ),
+)

@@ -1,0 +1,72 @@
+"""The operators, as functions: ``from anychip import ops; y = ops.rms_norm(x, weight)``.
+
+One typed function per operator. Shapes, dtypes and equations are in the docstrings and, in full, in
+``anychip.operators``. Each function also has ``explain(...)``, which says for a call which
+implementation would serve it, and ``spec``.
+
+float tensors are float32, bfloat16 or float16; sums are float32. Outputs are fresh, contiguous, and
+have the dtype of the first argument unless said otherwise. Shapes that do not fit raise ValueError.
+"""
+
+from anychip import runtime
+from anychip.dispatch.operator import operator as operator  # for the root module: connected
+from anychip.ops.activation import bias_dropout_add, bias_gelu, dropout, geglu, gelu, swiglu
+from anychip.ops.attention import attention, attention_dropout, attention_varlen, rope, softmax
+from anychip.ops.compression import dequantize, hadamard, quantize, top_k
+from anychip.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from anychip.ops.product import (
+    cross_entropy,
+    embedding,
+    grouped_linear,
+    linear,
+    linear_cross_entropy,
+)
+from anychip.ops.update import (
+    adamw,
+    clip,
+    l2_norm,
+    l2_norm_partials,
+    lamb,
+    lamb_partials,
+    lion,
+    sgd,
+    unscale_and_check,
+)
+
+runtime.connect()
+
+__all__ = [
+    "adamw",
+    "add_layer_norm",
+    "add_rms_norm",
+    "attention",
+    "attention_dropout",
+    "attention_varlen",
+    "bias_dropout_add",
+    "bias_gelu",
+    "clip",
+    "cross_entropy",
+    "dequantize",
+    "dropout",
+    "embedding",
+    "geglu",
+    "gelu",
+    "grouped_linear",
+    "hadamard",
+    "l2_norm",
+    "l2_norm_partials",
+    "lamb",
+    "lamb_partials",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "lion",
+    "quantize",
+    "rms_norm",
+    "rope",
+    "sgd",
+    "softmax",
+    "swiglu",
+    "top_k",
+    "unscale_and_check",
+]

@@ -1,0 +1,83 @@
+"""Activations, element by element; dropout, whose mask is the same on every chip."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from anychip import operators
+from anychip.dispatch.operator import operator
+
+
+@operator(operators.gelu)
+def gelu(x: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    """Gaussian error linear unit, exact or with the tanh approximation.
+
+    Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.bias_gelu)
+def bias_gelu(x: Tensor, bias: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    """``gelu(x + bias)``, exact or with the tanh approximation; the sum is not rounded.
+
+    Args:
+        x: (..., H) float.
+        bias: (H,) float.
+
+    Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.swiglu)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``gate * sigmoid(gate) * up``, both of one shape.
+
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.geglu)
+def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    """``gelu(gate) * up``, both of one shape; exact or with the tanh approximation.
+
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.dropout)
+def dropout(x: Tensor, rng: Tensor, *, p: float = 0.5) -> Tensor:
+    """Zeroes each element with probability p and scales the others by 1 / (1 - p).
+
+    The mask is a function of ``rng`` and the element's index alone: word ``i % 4`` of the
+    Philox4x32-10 block at counter ``offset + i // 4``. The same on every chip.
+
+    Args:
+        x: float, any shape.
+        rng: int64[2] (seed, offset). The call uses ``ceil(numel / 4)`` counters from offset on.
+        p: from 0 to 1.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.bias_dropout_add)
+def bias_dropout_add(
+    x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None = None, *, p: float = 0.5
+) -> Tensor:
+    """``residual + dropout(x + bias, rng, p)`` in residual's dtype, rounded once.
+
+    Args:
+        x: (..., H) float.
+        residual: (..., H), x's dtype or float32.
+        rng: int64[2] (seed, offset), used as :func:`dropout` uses it.
+        bias: (H,) float.
+        p: from 0 to 1.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 5.4.
+    """
+    raise NotImplementedError

@@ -1,0 +1,124 @@
+"""Attention and what belongs to it: rotary positions, softmax."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from anychip import operators
+from anychip.dispatch.operator import operator
+
+
+@operator(operators.rope)
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotates queries and keys by their position.
+
+    Args:
+        q: (B, S, H, D) float, D even.
+        k: (B, S, Hk, D).
+        cos, sin: (S, R/2) float32, of the positions of this call; R is at most D. The dims from R
+            on are not rotated.
+        interleaved: pairs are (0, 1), (2, 3) ...; otherwise (0, R/2), (1, R/2 + 1) ...
+
+    Source: Su et al. 2021, arXiv:2104.09864.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.softmax)
+def softmax(
+    x: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+) -> Tensor:
+    """Softmax over the last dim of ``x * scale + bias``, over the keys that are visible.
+
+    A hidden key has the weight 0. A row in which every key is hidden is all zeros, not NaN, and so
+    is its gradient; a score of -inf hides like the mask.
+
+    Args:
+        x: (..., K) float, or (..., S, K) when causal.
+        mask: bool, broadcastable to x; True is visible, as in torch's attention.
+        bias: float, broadcastable to x, added to the scores: an additive mask or position bias.
+            It has no gradient.
+        scale: multiplies x, before the bias is added.
+        causal: query i of S sees keys up to ``i + (K - S)``: the last query sees all keys.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.attention)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """Scaled dot-product attention, grouped when k and v have fewer heads than q.
+
+    Args:
+        q: (B, Sq, H, D) float.
+        k, v: (B, Sk, Hk, D), H a multiple of Hk; query head h reads key head ``h // (H / Hk)``.
+        causal: query i sees keys up to ``i + Sk - Sq``: the last query sees all. A query that sees
+            none has the output 0.
+        scale: of the scores; 1 / sqrt(D) when None.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762; Ainslie et al. 2023, arXiv:2305.13245.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.attention_dropout)
+def attention_dropout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rng: Tensor,
+    *,
+    p: float = 0.5,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention whose normalised weights go through dropout before they meet the values.
+
+    The mask is that of :func:`dropout` over a contiguous (B, H, Sq, Sk) tensor of weights, hidden
+    ones included, so that it is the same on every chip.
+
+    Args:
+        q, k, v, causal, scale: as in :func:`attention`.
+        rng: int64[2] (seed, offset). Uses ``ceil(B H Sq Sk / 4)`` counters from offset on.
+        p: from 0 to 1. At 0 this is :func:`attention`.
+
+    Source: Vaswani et al. 2017, section 5.4; Dao et al. 2022, arXiv:2205.14135, algorithm 2.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.attention_varlen)
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention within each of several sequences that are packed one after the other.
+
+    Args:
+        q: (T, H, D) float.
+        k, v: (T, Hk, D), H a multiple of Hk.
+        cu_seqlens: (sequences + 1,) int64, 0 and then the end of each sequence. Sequence b is the
+            rows from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1`` and may be empty. Rows from the
+            last entry on are padding: their output is 0.
+        causal: a row sees the rows of its sequence up to itself.
+        scale: of the scores; 1 / sqrt(D) when None.
+
+    Raises:
+        ValueError: on a host, cu_seqlens that is not sorted or not within 0 to T.
+    """
+    raise NotImplementedError

@@ -1,0 +1,89 @@
+"""Normalisation over the last dim, alone and after a residual sum."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from anychip import operators
+from anychip.dispatch.operator import operator
+
+
+@operator(operators.rms_norm)
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Root-mean-square norm over the last dim: ``x / sqrt(mean(x^2) + eps) * weight``.
+
+    Args:
+        x: (..., H) float.
+        weight: (H,) float, x's dtype or float32.
+        eps: added to the mean square.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.layer_norm)
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    """Layer norm over the last dim: ``(x - mean) / sqrt(var + eps) * weight + bias``.
+
+    Args:
+        x: (..., H) float.
+        weight, bias: (H,) float, x's dtype or float32.
+        eps: added to the (biased) variance.
+
+    Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.add_rms_norm)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """RMS norm of the sum ``x + residual``, and the sum itself for the next block.
+
+    The sum is rounded to residual's dtype, and what is normed is the rounded sum.
+
+    Args:
+        x: (..., H) float, what a block adds to the residual stream.
+        residual: (..., H) float, the stream.
+        weight: (H,) float, x's dtype or float32.
+        eps: added to the mean square.
+
+    Returns:
+        y: (..., H) in x's dtype.
+        sum: (..., H) in residual's dtype; gradients flow through both.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.add_layer_norm)
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Layer norm of the sum ``x + residual``, and the sum itself for the next block.
+
+    The sum is rounded to residual's dtype, and what is normed is the rounded sum.
+
+    Args:
+        x: (..., H) float, what a block adds to the residual stream.
+        residual: (..., H) float, the stream.
+        weight, bias: (H,) float, x's dtype or float32.
+        eps: added to the (biased) variance.
+
+    Returns:
+        y: (..., H) in x's dtype.
+        sum: (..., H) in residual's dtype; gradients flow through both.
+
+    Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+    """
+    raise NotImplementedError

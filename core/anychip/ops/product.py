@@ -1,0 +1,98 @@
+"""Matrix products with weights, and the losses behind them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from anychip import operators
+from anychip.dispatch.operator import operator
+
+
+@operator(operators.linear)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` for x (..., K), weight (N, K), bias (N,), all of one dtype."""
+    raise NotImplementedError
+
+
+@operator(operators.grouped_linear)
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """``x[t] @ weight[g].T`` for each row t of each group g, as a mixture of experts needs it.
+
+    Args:
+        x: (T, K) float, sorted by group.
+        weight: (G, N, K), x's dtype.
+        offsets: (G,) int64, the end of each group: group g is the rows from ``offsets[g - 1]`` (0
+            for the first) to ``offsets[g] - 1``, and may be empty.
+
+    Returns:
+        (T, N); rows from the last offset on are 0.
+
+    Raises:
+        ValueError: on a host, offsets that are not sorted or not within 0 to T.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.embedding)
+def embedding(indices: Tensor, weight: Tensor) -> Tensor:
+    """``weight[indices]`` for int64 indices of any shape and weight (V, H).
+
+    An index outside 0 to V - 1 is an IndexError on a host; on a device it is not looked for.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.cross_entropy)
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> Tensor:
+    """Cross entropy of logits (..., V) with class indices target (...), in float32.
+
+    Args:
+        ignore_index: rows with this target count for nothing.
+        label_smoothing: share of the target that is spread over all classes.
+        z_loss: factor of log(sum exp logits)^2 per row.
+        reduction: over rows that are not ignored; a mean over none is NaN.
+
+    Returns:
+        float32, 0-dim, or the shape of target for ``none``.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.linear_cross_entropy)
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> Tensor:
+    """``cross_entropy(linear(x, weight, bias), target)`` that never holds the logits of all rows.
+
+    The logits are float32, also for 16-bit arguments.
+
+    Args:
+        x: (..., K) float.
+        weight: (V, K), bias: (V,), both x's dtype.
+        target: (...) int64.
+        ignore_index, label_smoothing, z_loss, reduction: as in :func:`cross_entropy`.
+
+    Returns:
+        float32, 0-dim, or the shape of target for ``none``.
+
+    Source: Wijmans et al. 2024, arXiv:2411.09009.
+    """
+    raise NotImplementedError

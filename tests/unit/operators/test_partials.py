@@ -1,0 +1,221 @@
+"""Partial sums on the grid: the same norm, bit for bit, from whole tensors and from any shards."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import anychip
+from anychip import ops
+from anychip.operators.lamb import trust_ratios
+from anychip.operators.partials import BLOCK, sum_in_pairs
+from tests.unit.dispatch.calls import DTYPES, bits
+from tests.unit.operators.exactness import assert_close
+
+NAMES = ("l2_norm_partials", "lamb_partials", "lamb")
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def pin(request: pytest.FixtureRequest) -> Iterator[str]:
+    with anychip.policy(pin=dict.fromkeys(NAMES, request.param)):
+        yield request.param
+
+
+def in_pairs(values: Sequence[np.float32]) -> np.float32:
+    """The definition: zeros up to a power of two; first half plus second half."""
+    line = list(values)
+    while len(line) & (len(line) - 1) or not line:
+        line.append(np.float32(0.0))
+    while len(line) > 1:
+        half = len(line) // 2
+        line = [a + b for a, b in zip(line[:half], line[half:], strict=True)]
+    return line[0]
+
+
+@settings(max_examples=60)
+@given(numels=st.lists(st.integers(0, 70), min_size=1, max_size=4), log=st.integers(0, 6))
+def test_partials_have_the_bits_of_the_definition(numels: list[int], log: int) -> None:
+    block, generator = 1 << log, torch.Generator().manual_seed(log)
+    tensors = [torch.randn(n, generator=generator) for n in numels]
+    want = []
+    for tensor in tensors:
+        squares = tensor.numpy() ** 2
+        for start in range(0, len(squares), block):
+            part = list(squares[start : start + block])
+            want.append(in_pairs(part + [np.float32(0.0)] * (block - len(part))))
+    for pinned in ("cpu", "reference"):
+        with anychip.policy(pin={"l2_norm_partials": pinned}):
+            got = ops.l2_norm_partials(tensors, block=block)
+        assert got.numpy().tobytes() == np.array(want, dtype=np.float32).tobytes()
+    total = float(sum_in_pairs(got))
+    assert total == float(in_pairs(list(got.numpy())))
+
+
+def cuts(numel: int, block: int, places: Sequence[float]) -> list[tuple[int, int]]:
+    """Ranges of whole blocks that cover a tensor; some may be empty."""
+    ends = sorted(min(round(p * -(-numel // block)) * block, numel) for p in places)
+    edges = [0, *ends, numel]
+    return list(itertools.pairwise(edges))
+
+
+@settings(max_examples=60)
+@given(
+    numels=st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    places=st.lists(st.floats(0.0, 1.0), max_size=7),
+    log=st.integers(2, 6),
+)
+def test_shards_of_any_cut_add_up_to_the_partials_of_the_whole(
+    numels: list[int], places: list[float], log: int
+) -> None:
+    block, generator = 1 << log, torch.Generator().manual_seed(len(places))
+    tensors = [torch.randn(n, generator=generator) for n in numels]
+    want = ops.l2_norm_partials(tensors, block=block)
+    layout = [cuts(n, block, places) for n in numels]
+    found = []
+    for rank in range(len(places) + 1):
+        spans = [ranges[rank] for ranges in layout]
+        # A shard that holds nothing may say that it begins anywhere on the grid.
+        offsets = [0 if a == b else a for a, b in spans]
+        shards = [t[a:b] for t, (a, b) in zip(tensors, spans, strict=True)]
+        part = ops.l2_norm_partials(shards, offsets=offsets, sizes=numels, block=block)
+        assert part.shape == want.shape
+        found.append(part)
+    # In another order than that of the ranks, as a ring adds.
+    total = torch.zeros_like(want)
+    for part in reversed(found):
+        total += part
+    assert bits(total) == bits(want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_from_partials_equals_float64(dtype: torch.dtype, pin: str) -> None:
+    shapes = ((333, 77), (5,), (), (0, 3), (70_001,))
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    got = sum_in_pairs(ops.l2_norm_partials(tensors)).sqrt()
+    want = torch.cat([t.double().flatten() for t in tensors]).norm()
+    # log2 of the length, within blocks and over them, and a few: not its root.
+    assert_close(got, want, 20)
+
+
+def test_partials_do_not_depend_on_layout_threads_or_implementation() -> None:
+    x = torch.randn(300, 411, generator=torch.Generator().manual_seed(2))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            for pinned in ("cpu", "reference"):
+                with anychip.policy(pin={"l2_norm_partials": pinned}):
+                    found.append(bits(ops.l2_norm_partials([x])))
+                    found.append(bits(ops.l2_norm_partials([x.t().contiguous().t()])))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_partials_hide_nothing_that_is_not_finite(bad: float, pin: str) -> None:
+    x = torch.ones(3 * BLOCK)
+    x[BLOCK + 5] = bad
+    partials = ops.l2_norm_partials([torch.ones(3), x])
+    assert partials.isfinite().tolist() == [True, True, False, True]
+    norm = sum_in_pairs(partials).sqrt()
+    assert norm.isnan() if bad != bad else norm.isposinf()
+
+
+def test_sum_in_pairs_of_nothing_is_zero() -> None:
+    assert sum_in_pairs(torch.zeros(0)).item() == 0.0
+    assert sum_in_pairs(torch.zeros(2, 0)).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("attrs", "message"),
+    [
+        ({"offsets": [3]}, r"tensor 0: a range of whole blocks of 8 .* got elements 3 to 23 of 23"),
+        ({"offsets": [8], "sizes": [20]}, "got elements 8 to 28 of 20"),
+        ({"offsets": [0], "sizes": [40]}, "got elements 0 to 20 of 40"),
+        ({"offsets": [-8]}, "got elements -8 to 12 of 12"),
+        ({"offsets": [0, 8]}, r"offsets must be as long as the tensors \(1\), got 2"),
+        ({"sizes": []}, r"sizes must be as long as the tensors \(1\), got 0"),
+        ({"block": 12}, "block must be a power of two, got 12"),
+    ],
+    ids=["start", "past-the-end", "end", "negative", "offsets", "sizes", "block"],
+)
+def test_shards_that_are_not_on_the_grid_are_refused(
+    attrs: dict[str, list[int]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ops.l2_norm_partials([torch.ones(20)], **{"block": 8, **attrs})  # type: ignore[arg-type]
+
+
+def test_partials_of_no_tensor_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one tensor expected, got none"):
+        ops.l2_norm_partials([])
+
+
+# lamb
+
+
+SETTINGS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
+
+
+def lamb_state(numels: Sequence[int], seed: int = 0) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    lists = [[torch.randn(n, generator=generator) for n in numels] for _ in range(4)]
+    lists[3] = [v.square() for v in lists[3]]
+    return lists
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_lamb_of_shards_has_the_bits_of_the_whole(world_size: int, pin: str) -> None:
+    numels = [5 * BLOCK + 17, 3, 0, 2 * BLOCK]
+    lr, clip = torch.tensor(0.05), torch.tensor(0.3)
+    whole = lamb_state(numels)
+    ops.lamb(*whole, lr, torch.tensor(4.0), None, clip, **SETTINGS)
+    places = [(rank + 1) / world_size for rank in range(world_size - 1)]
+    layout = [cuts(n, BLOCK, places) for n in numels]
+    ranks = []
+    for rank in range(world_size):
+        spans = [ranges[rank] for ranges in layout]
+        shards = [
+            [t[a:b].clone() for t, (a, b) in zip(tensors, spans, strict=True)]
+            for tensors in lamb_state(numels)
+        ]
+        ranks.append((shards, [0 if a == b else a for a, b in spans]))
+    partials = sum(
+        ops.lamb_partials(
+            *shards, torch.tensor(4.0), None, clip, offsets=offsets, sizes=numels, **SETTINGS
+        )
+        for shards, offsets in ranks
+    )
+    assert isinstance(partials, Tensor)
+    trust = trust_ratios(partials, numels)
+    for shards, _ in ranks:
+        step = torch.tensor(4.0)
+        ops.lamb(*shards, lr, step, None, clip, None, None, trust, **SETTINGS)
+        assert step.item() == 5.0
+    for place, want in enumerate(whole):
+        for index, tensor in enumerate(want):
+            joined = torch.cat([shards[place][index] for shards, _ in ranks])
+            assert bits(joined) == bits(tensor)
+
+
+def test_lamb_partials_write_nothing(pin: str) -> None:
+    lists, step = lamb_state([2000, 5]), torch.tensor(3.0)
+    before = bits([*lists, step])
+    ops.lamb_partials(*lists, step, **SETTINGS)
+    assert bits([*lists, step]) == before
+
+
+def test_trust_ratio_is_one_where_a_norm_is_zero() -> None:
+    partials = torch.tensor([[4.0, 0.0, 16.0, 0.0, 9.0], [1.0, 4.0, 0.0, 0.0, 1.0]])
+    assert trust_ratios(partials, [1, 1, 1, 1, 1]).tolist() == [2.0, 1.0, 1.0, 1.0, 3.0]
+    two_blocks = torch.tensor([[4.0, 5.0, 0.0], [1.0, 0.0, 7.0]])
+    assert trust_ratios(two_blocks, [BLOCK + 1, 1]).tolist() == [3.0, 1.0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import anychip
-from anychip.contract import Communicator, SoloCommunicator, UnsupportedError
+from anychip.contract import SoloCommunicator, UnsupportedError
 from anychip.train import optim, precision, zero
 
 UNIT = 2.0**-24
@@ -247,15 +247,6 @@ def test_step_without_any_gradient_is_an_error() -> None:
     assert ours.num_steps == 0
 
 
-def test_optimizer_among_several_ranks_is_refused() -> None:
-    class Pair(SoloCommunicator):
-        world_size = 2
-
-    pair: Communicator = Pair()
-    with pytest.raises(UnsupportedError, match="2 ranks"):
-        zero.Optimizer(nn.Linear(2, 2), optim.adamw(0.1), pair)
-
-
 def test_frozen_parameters_of_a_module_are_left_out() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
@@ -295,8 +286,6 @@ def test_precision_auto_takes_bf16_where_the_backend_declares_it_faster() -> Non
     assert precision.policy("auto", Faster()).name == "bf16"
 
 
-def test_precision_fp16_and_unknown_names_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="loss scaling"):
-        precision.policy("fp16", anychip.backend())
-    with pytest.raises(ValueError, match="fp32, bf16, auto, got 'int8'"):
+def test_precision_of_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="got 'int8'"):
         precision.policy("int8", anychip.backend())

@@ -1,0 +1,170 @@
+"""Rules that update each element by itself: adamw, sgd, lion. A shard is updated like the whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anychip import ops
+from anychip.train.optim.rule import Group, Rule, Update
+from anychip.train.optim.schedule import Schedule, as_schedule
+
+GROUP_OPTIONS = frozenset({"weight_decay", "lr_scale"})
+"""What a parameter group may set for a rule that writes."""
+
+
+def float_zeros(param: Tensor) -> Tensor:
+    """State of a parameter: float32, contiguous, 0."""
+    return torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+
+def two_moments(param: Tensor) -> dict[str, Tensor]:
+    """State of a rule that averages gradients and their squares."""
+    return {name: float_zeros(param) for name in ("exp_avg", "exp_avg_sq")}
+
+
+def rate_of(step: Update, group: Group) -> Tensor:
+    """The group's learning rate, 0-dim float32 on its device."""
+    rate = step.lr * group.options.get("lr_scale", 1.0)
+    return torch.full((), rate, dtype=torch.float32, device=group.step.device)
+
+
+def adamw(
+    lr: float | Schedule,
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> Rule:
+    """AdamW with decoupled weight decay; see ``anychip.ops.adamw`` for the equations.
+
+    Args:
+        lr: a number, or a schedule of the number of updates done.
+        weight_decay: of groups that do not set their own.
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
+    """
+    schedule = as_schedule(lr)
+
+    def update(step: Update) -> None:
+        step.lr = schedule(step.count)
+        for group in step.groups:
+            if not group.params:
+                continue
+            ops.adamw(
+                group.params,
+                group.grads,
+                group.state["exp_avg"],
+                group.state["exp_avg_sq"],
+                rate_of(step, group),
+                group.step,
+                step.scale,
+                step.clip,
+                step.found_inf,
+                group.low_precision,
+                beta1=beta1,
+                beta2=beta2,
+                eps=eps,
+                weight_decay=group.options.get("weight_decay", weight_decay),
+            )
+
+    return Rule(two_moments, update, GROUP_OPTIONS, writes=True)
+
+
+def sgd(
+    lr: float | Schedule,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+) -> Rule:
+    """Gradient descent as torch.optim.SGD without dampening; see ``anychip.ops.sgd``.
+
+    Args:
+        lr: a number, or a schedule of the number of updates done.
+        momentum: 0: no state is kept.
+        weight_decay: of groups that do not set their own; part of the gradient, or with
+            ``decoupled`` of the parameter as in adamw.
+
+    Raises:
+        ValueError: momentum outside 0 to 1, or nesterov without momentum.
+
+    Source: Sutskever et al. 2013, PMLR 28(3):1139, section 2.
+    """
+    schedule = as_schedule(lr)
+    _check_momentum(momentum, nesterov)
+
+    def init(param: Tensor) -> dict[str, Tensor]:
+        return {"momentum_buffer": float_zeros(param)} if momentum else {}
+
+    def update(step: Update) -> None:
+        step.lr = schedule(step.count)
+        for group in step.groups:
+            if not group.params:
+                continue
+            ops.sgd(
+                group.params,
+                group.grads,
+                group.state["momentum_buffer"] if momentum else [],
+                rate_of(step, group),
+                group.step,
+                step.scale,
+                step.clip,
+                step.found_inf,
+                group.low_precision,
+                momentum=momentum,
+                nesterov=nesterov,
+                weight_decay=group.options.get("weight_decay", weight_decay),
+                decoupled=decoupled,
+            )
+
+    return Rule(init, update, GROUP_OPTIONS, writes=True)
+
+
+def _check_momentum(momentum: float, nesterov: bool) -> None:
+    if not 0.0 <= momentum < 1.0:
+        raise ValueError(f"momentum must be at least 0 and below 1, got {momentum}")
+    if nesterov and not momentum:
+        raise ValueError("nesterov needs a momentum greater than 0, got 0.0")
+
+
+def lion(
+    lr: float | Schedule, *, beta1: float = 0.9, beta2: float = 0.99, weight_decay: float = 0.0
+) -> Rule:
+    """Lion: the sign of an average of gradients; see ``anychip.ops.lion`` for the equations.
+
+    Args:
+        lr: a number, or a schedule of the number of updates done; 3 to 10 times smaller than for
+            adamw, with a weight decay as many times larger (section 5 of the paper).
+        weight_decay: decoupled, of groups that do not set their own.
+
+    Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2.
+    """
+    schedule = as_schedule(lr)
+
+    def init(param: Tensor) -> dict[str, Tensor]:
+        return {"exp_avg": float_zeros(param)}
+
+    def update(step: Update) -> None:
+        step.lr = schedule(step.count)
+        for group in step.groups:
+            if not group.params:
+                continue
+            ops.lion(
+                group.params,
+                group.grads,
+                group.state["exp_avg"],
+                rate_of(step, group),
+                group.step,
+                step.scale,
+                step.clip,
+                step.found_inf,
+                group.low_precision,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group.options.get("weight_decay", weight_decay),
+            )
+
+    return Rule(init, update, GROUP_OPTIONS, writes=True)

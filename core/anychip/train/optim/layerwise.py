@@ -1,0 +1,81 @@
+"""Rules that need norms of whole parameters: lamb. Shards join them through the Update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anychip import ops
+from anychip.operators.lamb import trust_ratios
+from anychip.train.optim.elementwise import GROUP_OPTIONS, rate_of, two_moments
+from anychip.train.optim.rule import Group, Rule, Update
+from anychip.train.optim.schedule import Schedule, as_schedule
+
+
+def lamb(
+    lr: float | Schedule,
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+) -> Rule:
+    """LAMB: AdamW's step times ``||w|| / ||u||`` per parameter; see ``anychip.ops.lamb``.
+
+    Two passes: one for the norms, which are added up over all shards of all groups at once, and
+    one that writes.
+
+    Args:
+        lr: a number, or a schedule of the number of updates done.
+        weight_decay: of groups that do not set their own; part of the step u.
+
+    Source: You et al. 2019, arXiv:1904.00962, algorithm 2.
+    """
+    schedule = as_schedule(lr)
+
+    def settings(group: Group) -> dict[str, float]:
+        decay = group.options.get("weight_decay", weight_decay)
+        return {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
+
+    def update(step: Update) -> None:
+        step.lr = schedule(step.count)
+        groups = [group for group in step.groups if group.params]
+        if not groups:
+            return
+        partials = [_partials(step, group, settings(group)) for group in groups]
+        joined = step.sum_over_shards(torch.cat(partials, dim=1))
+        widths = [part.shape[1] for part in partials]
+        for group, part in zip(groups, joined.split(widths, dim=1), strict=True):
+            ops.lamb(
+                group.params,
+                group.grads,
+                group.state["exp_avg"],
+                group.state["exp_avg_sq"],
+                rate_of(step, group),
+                group.step,
+                step.scale,
+                step.clip,
+                step.found_inf,
+                group.low_precision,
+                trust_ratios(part, group.sizes),
+                **settings(group),
+            )
+
+    return Rule(two_moments, update, GROUP_OPTIONS, writes=True)
+
+
+def _partials(step: Update, group: Group, settings: dict[str, Any]) -> Tensor:
+    return ops.lamb_partials(
+        group.params,
+        group.grads,
+        group.state["exp_avg"],
+        group.state["exp_avg_sq"],
+        group.step,
+        step.scale,
+        step.clip,
+        offsets=group.offsets,
+        sizes=group.sizes,
+        **settings,
+    )

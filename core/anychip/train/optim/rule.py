@@ -1,0 +1,135 @@
+"""What a rule is given, and how rules join: Group, Update, Rule, chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
+"""float32 partials of this rank in, those that the rule goes on with out. Called by all ranks."""
+
+
+def identity(partials: Tensor) -> Tensor:
+    """Of a rank that has everything."""
+    return partials
+
+
+class Span(NamedTuple):
+    """Where a shard lies in its whole parameter.
+
+    Attributes:
+        offset: index of its first element in the flattened whole, a multiple of ``BLOCK``.
+        size: elements of the whole.
+    """
+
+    offset: int
+    size: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Group:
+    """Parameters, or shards of them, that are updated alike.
+
+    Attributes:
+        params, grads: of one length; grads float of any dtype.
+        state: what the rules' ``init`` made, one list per name, as long as params.
+        step: 0-dim float32, updates done; the rule that writes params advances it.
+        options: of the parameter group; ``weight_decay`` and ``lr_scale`` override a rule's own.
+        spans: of each of params in its whole; None: they are whole.
+        low_precision: copies in a 16-bit type, written together with params.
+    """
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    state: Mapping[str, Sequence[Tensor]]
+    step: Tensor
+    options: Mapping[str, Any] = field(default_factory=dict)
+    spans: Sequence[Span] | None = None
+    low_precision: Sequence[Tensor] | None = None
+
+    @property
+    def offsets(self) -> list[int]:
+        """Index of the first element of each of params in its whole."""
+        return [0] * len(self.params) if self.spans is None else [s.offset for s in self.spans]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each whole parameter."""
+        if self.spans is None:
+            return [param.numel() for param in self.params]
+        return [span.size for span in self.spans]
+
+
+@dataclass(kw_only=True, slots=True)
+class Update:
+    """One step on its way through a chain.
+
+    Attributes:
+        groups: all parameters that have gradients.
+        count: updates done before this one, for schedules.
+        scale: 0-dim float32 loss scale that is still in the gradients; None: they have none.
+        found_inf: 0-dim float32; when it is not 0, the rule that writes leaves everything as it
+            was, step included.
+        sum_over_shards, gather_stages: see "Rules on shards" in :mod:`anychip.train.optim`.
+        norm: 0-dim float32 norm of all gradients without the loss scale, once a rule measured it.
+        clip: 0-dim float32 factor that the writing rule multiplies gradients by.
+        lr: learning rate that was applied.
+    """
+
+    groups: Sequence[Group]
+    count: int
+    scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    sum_over_shards: Reduce = identity
+    gather_stages: Reduce = identity
+    norm: Tensor | None = None
+    clip: Tensor | None = None
+    lr: float = 0.0
+
+
+class Rule(NamedTuple):
+    """An update rule.
+
+    Attributes:
+        init: state of one parameter, by name; tensors on the parameter's device.
+        update: reads and writes an :class:`Update`.
+        options: what a parameter group may set for this rule.
+        writes: it writes the parameters, so that what follows it in a chain comes too late.
+    """
+
+    init: Callable[[Tensor], dict[str, Tensor]]
+    update: Callable[[Update], None]
+    options: frozenset[str] = frozenset()
+    writes: bool = False
+
+
+def chain(*rules: Rule) -> Rule:
+    """One rule after the other.
+
+    Raises:
+        ValueError: no rule, a rule after the one that writes the parameters, or two rules whose
+            states have a name in common.
+    """
+    if not rules:
+        raise ValueError("chain: at least one rule expected, got none")
+    if any(rule.writes for rule in rules[:-1]):
+        raise ValueError("chain: the rule that writes the parameters must be the last one")
+
+    def init(param: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        for rule in rules:
+            made = rule.init(param)
+            if state.keys() & made.keys():
+                raise ValueError(f"chain: two rules keep {sorted(state.keys() & made.keys())}")
+            state |= made
+        return state
+
+    def update(step: Update) -> None:
+        for rule in rules:
+            rule.update(step)
+
+    options = frozenset().union(*(rule.options for rule in rules))
+    return Rule(init, update, options, rules[-1].writes)

@@ -1,0 +1,380 @@
+"""sgd, lion and lamb against torch and numpy over many steps; every rule on shards."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import anychip
+from anychip.contract import SoloCommunicator
+from anychip.train import optim, zero
+from tests.unit.dispatch.calls import bits
+
+UNIT = 2.0**-24
+STEPS = 25
+SHAPES = ((5, 7), (33,), (1,), (64, 3))
+Array = NDArray[np.float64]
+
+
+@pytest.fixture(autouse=True)
+def cpu() -> None:
+    anychip.use("cpu")
+    torch.manual_seed(11)
+
+
+def gradients(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(99)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def train(rule: optim.Rule, groups: Callable[[list[nn.Parameter]], Any]) -> list[nn.Parameter]:
+    params = parameters()
+    ours = zero.Optimizer(groups(params), rule, SoloCommunicator())
+    for step in range(STEPS):
+        for param, grad in zip(params, gradients(step), strict=True):
+            param.grad = grad
+        ours.step()
+    return params
+
+
+def two_groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Half of the learning rate, and another weight decay, for some."""
+    return [
+        {"params": params[:2]},
+        {"params": params[2:], "weight_decay": 0.0, "lr_scale": 0.5},
+    ]
+
+
+# sgd, against torch
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"weight_decay": 0.5},
+    ],
+    ids=["plain", "momentum", "nesterov-decay", "decay"],
+)
+def test_sgd_stays_with_torch_sgd(settings: dict[str, Any]) -> None:
+    got = train(optim.sgd(0.05, **settings), two_groups)
+    params = [nn.Parameter(p.detach().double()) for p in parameters()]
+    peers = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0, "lr": 0.025}]
+    peer = torch.optim.SGD(peers, lr=0.05, **settings)
+    for step in range(STEPS):
+        for param, grad in zip(params, gradients(step), strict=True):
+            param.grad = grad.double()
+        peer.step()
+    for one, want in zip(got, params, strict=True):
+        # Each step rounds the buffer, the step and the parameter a few times; steps are of lr
+        # times 10 with momentum.
+        bound = STEPS * 4 * UNIT * (1.0 + want.abs())
+        assert bool(((one - want).abs() <= bound).all())
+
+
+def test_sgd_without_decay_has_the_bits_of_torch_sgd() -> None:
+    """One multiplication and one subtraction per step; torch fuses no two of them here."""
+    got = train(optim.sgd(0.25, momentum=0.5), lambda params: params)
+    params = parameters()
+    peer = torch.optim.SGD(params, lr=0.25, momentum=0.5, foreach=False)
+    for step in range(STEPS):
+        for param, grad in zip(params, gradients(step), strict=True):
+            param.grad = grad
+        peer.step()
+    # Powers of two are exact factors, so that a fused multiply-add rounds as the two do.
+    assert bits(list(got)) == bits(list(params))
+
+
+def test_sgd_decoupled_decays_the_parameter_and_not_the_gradient() -> None:
+    rule = optim.sgd(0.1, momentum=0.9, weight_decay=0.5, decoupled=True)
+    got = train(rule, lambda params: params)
+    plain = [p.detach().double().numpy() for p in parameters()]
+    buffers = [np.zeros_like(p) for p in plain]
+    for step in range(STEPS):
+        for index, grad in enumerate(gradients(step)):
+            buffers[index] = 0.9 * buffers[index] + grad.double().numpy()
+            plain[index] = plain[index] * (1 - 0.1 * 0.5) - 0.1 * buffers[index]
+    check(got, plain)
+
+
+# lion and lamb, against numpy
+
+
+def check(got: Sequence[Tensor], want: Sequence[Array], roundings: float = 8.0) -> None:
+    for one, other in zip(got, want, strict=True):
+        bound = STEPS * roundings * UNIT * (1.0 + np.abs(other))
+        assert np.all(np.abs(one.detach().double().numpy() - other) <= bound)
+
+
+def test_lion_stays_with_numpy() -> None:
+    got = train(optim.lion(0.01, beta1=0.9, beta2=0.98, weight_decay=0.3), two_groups)
+    params = [p.detach().double().numpy() for p in parameters()]
+    moments = [np.zeros_like(p) for p in params]
+    for step in range(STEPS):
+        for index, grad in enumerate(gradients(step)):
+            lr, decay = (0.01, 0.3) if index < 2 else (0.005, 0.0)
+            g, m = grad.double().numpy(), moments[index]
+            update = np.sign(0.9 * m + 0.1 * g)
+            params[index] = params[index] - lr * (update + decay * params[index])
+            moments[index] = 0.98 * m + 0.02 * g
+    check(got, params)
+
+
+def test_lamb_stays_with_numpy() -> None:
+    rule = optim.lamb(0.02, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.3)
+    got = train(rule, two_groups)
+    params = [p.detach().double().numpy() for p in parameters()]
+    firsts, seconds = ([np.zeros_like(p) for p in params] for _ in range(2))
+    for step in range(STEPS):
+        for index, grad in enumerate(gradients(step)):
+            lr, decay = (0.02, 0.3) if index < 2 else (0.01, 0.0)
+            g = grad.double().numpy()
+            firsts[index] = 0.9 * firsts[index] + 0.1 * g
+            seconds[index] = 0.99 * seconds[index] + 0.01 * g**2
+            first = firsts[index] / (1 - 0.9 ** (step + 1))
+            second = seconds[index] / (1 - 0.99 ** (step + 1))
+            update = first / (np.sqrt(second) + 1e-6) + decay * params[index]
+            ratio = np.linalg.norm(params[index]) / np.linalg.norm(update)
+            params[index] = params[index] - lr * ratio * update
+    # 1 - beta^t loses 7 bits at first, of a step that is 0.02 of the parameter.
+    check(got, params, 16.0)
+
+
+def test_lamb_of_a_parameter_that_is_zero_moves_it_by_adams_step() -> None:
+    param = nn.Parameter(torch.zeros(4))
+    ours = zero.Optimizer([param], optim.lamb(0.5, eps=0.0, weight_decay=0.0), SoloCommunicator())
+    param.grad = torch.tensor([1.0, -2.0, 4.0, -8.0])
+    ours.step()
+    assert param.detach().tolist() == pytest.approx([-0.5, 0.5, -0.5, 0.5], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "names"),
+    [
+        (optim.sgd(0.1), set()),
+        (optim.sgd(0.1, momentum=0.9), {"momentum_buffer"}),
+        (optim.lion(0.1), {"exp_avg"}),
+        (optim.lamb(0.1), {"exp_avg", "exp_avg_sq"}),
+    ],
+    ids=["sgd", "momentum", "lion", "lamb"],
+)
+def test_rule_keeps_the_state_that_it_needs(rule: optim.Rule, names: set[str]) -> None:
+    state = rule.init(torch.ones(3, 4, dtype=torch.bfloat16))
+    assert state.keys() == names
+    assert all(t.dtype == torch.float32 and t.shape == (3, 4) for t in state.values())
+    assert rule.writes
+    assert rule.options == {"weight_decay", "lr_scale"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optim.sgd(0.1, momentum=1.0), "momentum must be at least 0 and below 1, got 1.0"),
+        (lambda: optim.sgd(0.1, nesterov=True), "nesterov needs a momentum"),
+        (lambda: optim.sgd(-0.1), "learning rate"),
+        (lambda: optim.lion(float("inf")), "learning rate"),
+        (lambda: optim.lamb(float("nan")), "learning rate"),
+    ],
+    ids=["momentum", "nesterov", "negative", "infinite", "nan"],
+)
+def test_rule_with_wrong_settings_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# shards
+
+NUMELS = (5 * optim.BLOCK + 17, 3, 2 * optim.BLOCK, 40)
+RULES: dict[str, Callable[[], optim.Rule]] = {
+    "adamw": lambda: optim.adamw(0.05),
+    "sgd": lambda: optim.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "lion": lambda: optim.lion(0.05, weight_decay=0.1),
+    "lamb": lambda: optim.lamb(0.05),
+}
+
+
+class Shards:
+    """The ranks of a sharded group, one after the other: what ZeRO does, without a process."""
+
+    def __init__(self, rule: optim.Rule, world_size: int) -> None:
+        self.rule, self.world_size = rule, world_size
+        generator = torch.Generator().manual_seed(0)
+        whole = [torch.randn(n, generator=generator) for n in NUMELS]
+        self.spans = [self.cut(n) for n in NUMELS]
+        self.groups = [self.group(whole, rank) for rank in range(world_size)]
+
+    def cut(self, numel: int) -> list[tuple[int, int]]:
+        blocks = -(-numel // optim.BLOCK)
+        ends = [min(blocks * r // self.world_size * optim.BLOCK, numel)
+                for r in range(self.world_size)]  # fmt: skip
+        return list(itertools.pairwise([*ends, numel]))
+
+    def mine(self, tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
+        pairs = zip(tensors, self.spans, strict=True)
+        return [t[slice(*spans[rank])].clone() for t, spans in pairs]
+
+    def group(self, whole: Sequence[Tensor], rank: int) -> list[optim.Group]:
+        params = self.mine(whole, rank)
+        states = [self.rule.init(p) for p in params]
+        names = states[0].keys()
+        spans = [
+            optim.Span(ranges[rank][0], n) for ranges, n in zip(self.spans, NUMELS, strict=True)
+        ]
+        halves = []
+        for part in (slice(0, 2), slice(2, None)):
+            halves.append(
+                optim.Group(
+                    params=params[part],
+                    grads=[],
+                    state={name: [s[name] for s in states[part]] for name in names},
+                    step=torch.tensor(0.0),
+                    options={"weight_decay": 0.01 * part.start},
+                    spans=spans[part],
+                )
+            )
+        return halves
+
+    def step(self, count: int, **options: Any) -> list[optim.Update]:
+        """All ranks in lock step: a collective gets what all of them have sent."""
+        generator = torch.Generator().manual_seed(100 + count)
+        grads = [torch.randn(n, generator=generator) for n in NUMELS]
+        sent: list[list[Tensor]] = []
+        while True:
+            # Run everything anew, from the start, until no collective is left unanswered.
+            found = self.attempt(count, grads, sent, options)
+            if isinstance(found, list):
+                return found
+
+    def attempt(
+        self, count: int, grads: Sequence[Tensor], sent: list[list[Tensor]], options: Any
+    ) -> list[optim.Update] | None:
+        asked: list[Tensor] = []
+        updates = []
+        for rank, groups in enumerate(self.groups):
+            own = self.mine(grads, rank)
+            groups[0].grads, groups[1].grads = own[:2], own[2:]
+            number = itertools.count()
+
+            def answer(partials: Tensor, number: Any = number) -> Tensor:
+                index = next(number)
+                if index == len(sent):
+                    asked.append(partials.clone())
+                    raise Unanswered
+                return torch.stack(sent[index]).flip(0).sum(0)
+
+            update = optim.Update(groups=groups, count=count, sum_over_shards=answer, **options)
+            try:
+                self.rule.update(update)
+            except Unanswered:
+                continue
+            updates.append(update)
+        if asked:
+            sent.append(asked)
+            return None
+        return updates
+
+    def whole(self) -> list[Tensor]:
+        params = [[*groups[0].params, *groups[1].params] for groups in self.groups]
+        return [torch.cat([p[i] for p in params]) for i in range(len(NUMELS))]
+
+
+class Unanswered(Exception):
+    """A rank waits for the others."""
+
+
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["no-clip", "clip"])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("name", RULES)
+def test_rule_on_shards_has_the_bits_of_one_rank(
+    name: str, world_size: int, clip: float | None
+) -> None:
+    rules = [] if clip is None else [optim.clip_by_global_norm(clip)]
+    one, many = (Shards(optim.chain(*rules, RULES[name]()), n) for n in (1, world_size))
+    for count in range(3):
+        scale = torch.tensor(4.0) if count == 1 else None
+        (want,), got = one.step(count, scale=scale), many.step(count, scale=scale)
+        assert bits([u.norm for u in got]) == bits([want.norm] * world_size)
+    assert bits(many.whole()) == bits(one.whole())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rule_with_found_inf_leaves_everything(name: str) -> None:
+    shards = Shards(optim.chain(optim.clip_by_global_norm(1.0), RULES[name]()), 2)
+    shards.step(0)
+
+    def state() -> Any:
+        groups = [g for groups in shards.groups for g in groups]
+        return bits([[g.params, *g.state.values(), g.step] for g in groups])
+
+    before = state()
+    shards.step(1, found_inf=torch.tensor(1.0))
+    assert state() == before
+    shards.step(1, found_inf=torch.tensor(0.0))
+    assert state() != before
+
+
+def test_rule_writes_the_low_precision_copies() -> None:
+    for make in RULES.values():
+        rule = make()
+        param, copy = torch.randn(50), torch.zeros(50, dtype=torch.bfloat16)
+        state = {name: [t] for name, t in rule.init(param).items()}
+        group = optim.Group(
+            params=[param], grads=[torch.randn(50)], state=state, step=torch.tensor(0.0),
+            low_precision=[copy],
+        )  # fmt: skip
+        rule.update(optim.Update(groups=[group], count=0))
+        assert bits(copy) == bits(param.bfloat16())
+
+
+def test_global_norm_takes_the_loss_scale_out_and_joins_stages() -> None:
+    def group(*grads: Tensor) -> optim.Group:
+        return optim.Group(params=grads, grads=grads, state={}, step=torch.tensor(0.0))
+
+    first, second = torch.full((3,), 8.0), torch.full((4, 2), -4.0)
+    alone = optim.Update(groups=[group(first), group(second)], count=0, scale=torch.tensor(4.0))
+    want = optim.global_norm(alone)
+    assert want is not None
+    assert float(want) == pytest.approx((3 * 4.0 + 8 * 1.0) ** 0.5)
+    # Two stages with a parameter each; the partials of both, in the order of the stages.
+    stages = []
+    for grads in (first, second):
+        stages.append(anychip.ops.l2_norm_partials([grads]))
+    for grads in (first, second):
+        update = optim.Update(
+            groups=[group(grads)], count=0, scale=torch.tensor(4.0),
+            gather_stages=lambda partials: torch.cat(stages),
+        )  # fmt: skip
+        assert bits(optim.global_norm(update)) == bits(want)
+
+
+def test_global_norm_without_gradients_is_none() -> None:
+    assert optim.global_norm(optim.Update(groups=[], count=0)) is None
+
+
+def test_clip_by_global_norm_of_the_scaled_gradients_clips_the_true_ones() -> None:
+    found = []
+    for scale in (1.0, 1024.0):
+        param = torch.ones(4)
+        grads = [torch.tensor([3.0, 4.0, 0.0, 0.0]) * scale]
+        group = optim.Group(params=[param], grads=grads, state={}, step=torch.tensor(0.0))
+        rule = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(1.0))
+        update = optim.Update(groups=[group], count=0, scale=torch.tensor(scale))
+        rule.update(update)
+        assert float(update.norm) == 5.0  # type: ignore[arg-type]
+        found.append(param)
+    assert found[0].tolist() == pytest.approx([0.4, 0.2, 1.0, 1.0], rel=1e-6)
+    assert bits(found[0]) == bits(found[1])

@@ -1,0 +1,32 @@
+"""What does the extra ``anychip[data]`` bring, and what to say when it is not installed?"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from anychip.contract import AnychipError
+
+
+class MissingExtraError(AnychipError, ImportError):
+    """A distribution of the extra ``data`` is needed and not installed."""
+
+
+def require(module: str, purpose: str) -> Any:
+    """A module of the extra; its types are not ours to know, so it is Any.
+
+    Raises:
+        MissingExtraError: its distribution is not installed. An installed one that cannot be
+            imported raises its own error.
+    """
+    distribution = module.partition(".")[0]
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != distribution:
+            raise
+        raise MissingExtraError(
+            f"{purpose} needs {distribution!r}, which is not installed; to install it: "
+            "pip install 'anychip[data]'",
+            name=distribution,
+        ) from error

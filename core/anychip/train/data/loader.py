@@ -1,0 +1,241 @@
+"""Batches for one rank: windows of the tokens in their order, on the device, from any position.
+
+The state is the number of windows that were handed out. What a thread made ahead and nobody took is
+no part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anychip.train.data.order import Order, share
+from anychip.train.data.packing import mask_targets
+from anychip.train.data.prefetch import Prefetcher
+from anychip.train.data.text import ByteTokenizer, Tokenizer
+
+Batch = tuple[Tensor, Tensor]
+"""tokens and targets, each (batch_size, context) int64; targets are the tokens that follow."""
+
+# What a position of an earlier version does not say: there was no choice.
+_EARLIER = {"tokenizer": ByteTokenizer.name}
+
+
+class _HostBatch(NamedTuple):
+    """Windows before they go to the device, and the position that they are for."""
+
+    position: int
+    windows: Tensor
+
+
+class _Windows:
+    """Makes batches on the host; holds no Loader, so that a thread may hold it."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.tokens, self.context = loader.tokens.numpy(), loader.context
+        self.batch_size, self.rank, self.world_size = (
+            loader.batch_size,
+            loader.rank,
+            loader.world_size,
+        )
+        self.pin = loader.pin
+        self.order = Order(len(loader.tokens), context=loader.context, seed=loader.seed)
+
+    def at(self, position: int) -> _HostBatch:
+        """This rank's part of the global batch at a position: (batch_size, context + 1) int64."""
+        numbers = share(
+            position, batch_size=self.batch_size, rank=self.rank, world_size=self.world_size
+        )
+        starts = self.order.starts(numbers)
+        # numpy gathers in this thread; torch would start threads for it, beside the model's.
+        window = np.arange(self.context + 1)
+        batch = torch.from_numpy(self.tokens[starts[:, None] + window].astype(np.int64))
+        return _HostBatch(position, batch if self.pin is None else _copied(batch, self.pin))
+
+    def onwards(self, position: int) -> Iterator[_HostBatch]:
+        """The batches from a position on, without end."""
+        while True:
+            yield self.at(position)
+            position += self.batch_size * self.world_size
+
+
+def _copied(batch: Tensor, pin: Callable[[int], Tensor]) -> Tensor:
+    pinned = pin(batch.nbytes).view(torch.int64).view(batch.shape)
+    return pinned.copy_(batch)
+
+
+class Loader:
+    """Endless batches of windows; each window of an epoch comes once, in an order of the seed.
+
+    An epoch cuts the text into windows side by side, from a start that is drawn anew, so that over
+    the epochs every token stands at every position. Iterating goes on where the last one stopped.
+    Over the ranks every window of an epoch comes once too: :mod:`anychip.train.data.order`.
+
+    Args:
+        tokens: (N,) of an integer dtype on the host, N at least ``context + 1``.
+        batch_size: windows in a batch of this rank.
+        device: where batches go.
+        num_batches: end after so many in all, counted from the start of the data; None: never.
+        rank, world_size: take this rank's part of each global batch.
+        tokenizer: what the tokens were made with; None: bytes.
+        cross_document_targets: False: the target of an end-of-document token, which is the first
+            token of the next document, is :data:`~anychip.train.data.IGNORED_TARGET`. Losses of
+            batches are then means over different numbers of tokens.
+        prefetch: batches that a thread makes ahead; 0: none, and no thread.
+        pin: gives page-locked host memory, like ``backend.memory.pinned``: nbytes to a (nbytes,)
+            uint8 tensor, on the thread that makes batches. The copy to the device is then queued on
+            the current stream and not waited for, so that memory that was released must not be
+            given out again before such a copy is done; torch's allocator keeps to that.
+
+    Raises:
+        ValueError: the text is shorter than one window and the token after it; a number is out of
+            its range; the tokens are no row of integers on the host.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        *,
+        context: int,
+        batch_size: int,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        num_batches: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        tokenizer: Tokenizer | None = None,
+        cross_document_targets: bool = True,
+        prefetch: int = 0,
+        pin: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        _at_least(1, context=context, batch_size=batch_size, world_size=world_size)
+        _at_least(0, seed=seed, rank=rank, prefetch=prefetch)
+        if rank >= world_size:
+            raise ValueError(f"rank must be below world_size {world_size}, got {rank}")
+        _require_tokens(tokens, context)
+        self.tokens, self.context, self.batch_size = tokens, context, batch_size
+        self.seed, self.device, self.num_batches = seed, torch.device(device), num_batches
+        self.rank, self.world_size = rank, world_size
+        self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
+        self.cross_document_targets = cross_document_targets
+        self.prefetch, self.pin = prefetch, pin
+        self.position = 0
+        self._windows = _Windows(self)
+        self._ahead: Prefetcher[_HostBatch] | None = None
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of an epoch, over all ranks."""
+        return self._windows.order.num_windows
+
+    @property
+    def epoch(self) -> int:
+        """Of the next window, from 0."""
+        return self.position // self.num_windows
+
+    def __iter__(self) -> Iterator[Batch]:
+        batch = self.batch_size * self.world_size
+        try:
+            while self.num_batches is None or self.position < self.num_batches * batch:
+                yield self.next_batch()
+        finally:
+            self.close()
+
+    def next_batch(self) -> Batch:
+        """The next windows, on the device.
+
+        Raises:
+            Exception: what making them raised, also in the thread. The position stays.
+        """
+        host = self._next_on_host()
+        batch = host.windows.to(self.device, non_blocking=self.pin is not None)
+        tokens, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        if not self.cross_document_targets:
+            targets = mask_targets(tokens, targets, self.tokenizer.end_of_document)
+        self.position += self.batch_size * self.world_size
+        return tokens, targets
+
+    def _next_on_host(self) -> _HostBatch:
+        if not self.prefetch:
+            return self._windows.at(self.position)
+        try:
+            host = self._ahead.take() if self._ahead is not None else None
+            if host is None or host.position != self.position:  # somebody moved the position
+                self.close()
+                self._ahead = Prefetcher(self._windows.onwards(self.position), depth=self.prefetch)
+                host = self._ahead.take()
+            return host
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Drops what was made ahead and ends the thread, if there is one; the position stays.
+
+        Leaving a loop over the loader does it too. The next batch starts a new thread.
+        """
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, in windows over all ranks, and what it is a position in.
+
+        It is the same on every rank, and may be loaded at another world size or batch size.
+        """
+        return {"position": self.position, **self._identity()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes to a saved position.
+
+        Raises:
+            ValueError: it is a position in another text, or in another order of it.
+        """
+        for name, mine in self._identity().items():
+            saved = state_dict.get(name, _EARLIER.get(name))
+            if saved != mine:
+                raise ValueError(
+                    f"the data has another {name}: {saved!r} was saved, this is "
+                    f"{mine!r}; go on with the data that the run began with"
+                )
+        self.close()
+        self.position = int(state_dict["position"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "tokenizer": self.tokenizer.name,
+            "text": self._digest,
+            "context": self.context,
+            "seed": self.seed,
+        }
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(np.ascontiguousarray(self.tokens.numpy()).data).hexdigest()[:16]
+
+
+def _require_tokens(tokens: Tensor, context: int) -> None:
+    is_integer = not (tokens.is_floating_point() or tokens.is_complex())
+    if tokens.dim() != 1 or tokens.device.type != "cpu" or not is_integer:
+        raise ValueError(
+            f"a row of integers on the host expected as tokens, got {list(tokens.shape)} "
+            f"{tokens.dtype} on {tokens.device}"
+        )
+    if len(tokens) < context + 1:
+        unit = "byte" if tokens.dtype == torch.uint8 else "token"
+        raise ValueError(
+            f"the data is too short: at least {context + 1} {unit}s expected (a context of "
+            f"{context} and the {unit} after it), got {len(tokens)}"
+        )
+
+
+def _at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")

@@ -1,0 +1,252 @@
+"""Which documents are in these files? Text, JSON lines and Parquet, one document after the other.
+
+=====================  =========================================================
+``.jsonl``             a line is a document: an object with a field of text
+``.parquet``           a row is a document: a column of text (extra ``data``)
+anything else          the file is a document, in UTF-8
+``.gz`` after a name   the same, packed with gzip; not for Parquet
+=====================  =========================================================
+
+Every error names the file, and the line or row. Archives (WebDataset) are not part of this version.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+
+from anychip.train.data.extra import require
+from anychip.train.data.text import encode
+
+Located = Iterator[tuple[str, str]]
+"""Documents, each behind where it stands, in words."""
+
+_ROWS = 1024
+
+
+def read_documents(paths: Sequence[str | Path], *, field: str = "text") -> Iterator[str]:
+    """The documents of files, directories and patterns, read as they are asked for.
+
+    Args:
+        paths: as for :func:`find_files`.
+        field: of JSON lines, and column of Parquet, that holds the text.
+
+    Raises:
+        FileNotFoundError, PermissionError: naming the file or pattern.
+        ValueError: a file is empty, binary, damaged or not UTF-8; a line is no JSON; a line or row
+            has no such field, or something else than text in it.
+        MissingExtraError: there is a Parquet file, and pyarrow is not installed.
+    """
+    return _documents(find_files(paths), field)
+
+
+def _documents(files: Sequence[Path], field: str) -> Iterator[str]:
+    for path in files:
+        read = _READERS.get(_suffix(path), _read_text)
+        is_empty = True
+        for where, text in read(path, field):
+            yield _checked(where, text)
+            is_empty = False
+        if is_empty:
+            raise ValueError(f"data file {path} is empty: it has no document")
+
+
+def find_files(paths: Sequence[str | Path]) -> list[Path]:
+    """The files to read, in the order of reading.
+
+    Args:
+        paths: files, in the order written; directories, of which every file that ends in .txt,
+            .jsonl or .parquet, or the first two with .gz, is taken, in folders too, hidden ones
+            left out; patterns with ``*``, ``?``, ``[a-z]`` and ``**`` for folders, of which every
+            file is taken. Files of a directory or pattern are sorted by path. What is named twice
+            is read twice.
+
+    Raises:
+        FileNotFoundError: nothing matches a pattern.
+        ValueError: a directory has no such file.
+    """
+    return [file for path in paths for file in _expand(Path(path))]
+
+
+def read_texts(paths: Sequence[str | Path]) -> Tensor:
+    """The bytes of text files, one after the other with nothing between, as tokens (N,) uint8.
+
+    Unlike :func:`read_documents` it takes any encoding without zero bytes.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError, PermissionError: naming the file.
+        ValueError: a file is empty, or is no text (it has a zero byte).
+    """
+    return torch.cat([encode(_content(Path(path))) for path in paths])
+
+
+def _expand(path: Path) -> list[Path]:
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if _is_data(file, path))
+        if not files:
+            raise ValueError(
+                f"data directory {path} has no file that ends in {', '.join(_IN_DIRECTORIES)}"
+            )
+        return files
+    if set("*?[") & set(str(path)) and not path.exists():
+        names = glob.glob(str(path), recursive=True)
+        files = sorted(file for file in map(Path, names) if file.is_file())
+        if not files:
+            raise FileNotFoundError(f"no data file matches the pattern {str(path)!r}")
+        return files
+    return [path]
+
+
+def _is_data(file: Path, directory: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(directory).parts)
+    return not hidden and file.name.lower().endswith(_IN_DIRECTORIES) and file.is_file()
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+@contextmanager
+def _unpacked(path: Path) -> Iterator[IO[bytes]]:
+    if path.suffix.lower() != ".gz":
+        with path.open("rb") as plain:
+            yield plain
+        return
+    try:
+        with gzip.open(path, "rb") as file:
+            yield cast(IO[bytes], file)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"data file {path} is damaged, or not packed with gzip: {error}"
+        ) from error
+
+
+def _content(path: Path) -> bytes:
+    with _unpacked(path) as file:
+        content = file.read()
+    if not content:
+        raise ValueError(f"data file {path} is empty; a text file expected")
+    if b"\0" in content:
+        raise ValueError(
+            f"data file {path} is binary: a zero byte at {content.index(0)}; a text file expected"
+        )
+    return content
+
+
+def _read_text(path: Path, field: str) -> Located:
+    content = _content(path)
+    try:
+        yield f"data file {path}", content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise _not_utf8(f"data file {path}, line {line}", error) from error
+
+
+def _read_jsonl(path: Path, field: str) -> Located:
+    with _unpacked(path) as file:
+        for number, line in enumerate(file, 1):
+            where = f"data file {path}, line {number}"
+            if line.strip():
+                yield where, _field_of(_parsed(line, where), field, where)
+
+
+def _parsed(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _not_utf8(where, error) from error
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where}: JSON expected, got {_shortened(line)} ({error.msg} at column {error.colno})"
+        ) from error
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+        raise ValueError(f"{where}: JSON expected that Python can read: {error}") from error
+
+
+def _field_of(row: Any, field: str, where: str) -> str:
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"{where}: an object with the field {field!r} expected, got {_shortened(row)}"
+        )
+    if field not in row:
+        raise ValueError(_missing(where, "field", field, row))
+    if not isinstance(row[field], str):
+        raise ValueError(
+            f"{where}: a string expected in the field {field!r}, got {_shortened(row[field])}"
+        )
+    return str(row[field])
+
+
+def _read_parquet(path: Path, field: str) -> Located:
+    arrow = require("pyarrow", f"data file {path}: Parquet")
+    parquet = require("pyarrow.parquet", f"data file {path}: Parquet")
+    with path.open("rb") as stream:
+        try:
+            yield from _rows(arrow, parquet.ParquetFile(stream), field, f"data file {path}")
+        except (arrow.ArrowException, OSError) as error:
+            raise ValueError(f"data file {path} is damaged, or no Parquet: {error}") from error
+
+
+def _rows(arrow: Any, file: Any, field: str, where: str) -> Located:
+    schema = file.schema_arrow
+    if field not in schema.names:
+        raise ValueError(_missing(where, "column", field, schema.names))
+    dtype = schema.field(field).type
+    if arrow.types.is_dictionary(dtype):
+        dtype = dtype.value_type
+    if not (arrow.types.is_string(dtype) or arrow.types.is_large_string(dtype)):
+        raise ValueError(f"{where}: strings expected in the column {field!r}, got {dtype}")
+    row = 0
+    for batch in file.iter_batches(batch_size=_ROWS, columns=[field], use_threads=False):
+        for value in batch.column(0).to_pylist():
+            row += 1
+            if value is None:
+                raise ValueError(
+                    f"{where}, row {row}: a string expected in the column {field!r}, got null"
+                )
+            yield f"{where}, row {row}", value
+
+
+def _checked(where: str, text: str) -> str:
+    """Text that every tokenizer takes: no U+0000, which no text has, and no half of a pair."""
+    if "\0" in text:
+        raise ValueError(f"{where}: text expected, got U+0000 at {text.index(chr(0))}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: text expected, got the surrogate U+{ord(text[error.start]):04X} without its "
+            f"pair at {error.start}"
+        ) from error
+    return text
+
+
+def _missing(where: str, kind: str, name: str, there: Any) -> str:
+    names = ", ".join(map(str, there)) or "none"
+    return f"{where}: there is no {kind} {name!r}; the {kind}s there are: {names}"
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError) -> ValueError:
+    byte = error.object[error.start]
+    return ValueError(f"{where}: UTF-8 expected, got the byte {byte:#04x} ({error.reason})")
+
+
+def _shortened(value: Any) -> str:
+    text = value.decode("utf-8").rstrip() if isinstance(value, bytes) else json.dumps(value)
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
+
+
+_READERS: Mapping[str, Callable[[Path, str], Located]] = {
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+_IN_DIRECTORIES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")

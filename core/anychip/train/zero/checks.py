@@ -1,0 +1,82 @@
+"""What an optimizer takes: messages for what it does not."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anychip.contract import UnsupportedError
+from anychip.train.zero.shards import Shard
+
+
+def trainable(model: nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]]) -> list[Any]:
+    """Parameters or groups, as torch's optimizers take them."""
+    if isinstance(model, nn.Module):
+        found: list[Any] = [p for p in model.parameters() if p.requires_grad]
+        if not found:
+            raise ValueError(f"{type(model).__name__} has no parameter that requires gradients")
+        return found
+    return list(model)
+
+
+def check_stage(stage: int) -> None:
+    """0, 1 or 2."""
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
+    if stage == 3:
+        raise UnsupportedError("ZeRO stage 3 is not part of this version; use stage 0, 1 or 2")
+
+
+def check_options(given: set[str], known: frozenset[str]) -> None:
+    """Only what the rule knows."""
+    for name in sorted(given - known):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
+        raise ValueError(f"parameter group: the rule has no option {name!r}; {hint}")
+
+
+def check_parameter(param: Tensor) -> None:
+    """float32, and not frozen."""
+    if not param.requires_grad:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} does not require gradients; leave frozen "
+            "parameters out of the groups"
+        )
+    if param.dtype != torch.float32:
+        raise UnsupportedError(
+            f"a parameter of shape {tuple(param.shape)} is {param.dtype}; this version updates "
+            "float32 parameters. Keep the model in float32 and compute under precision.policy()"
+        )
+
+
+def check_memory(params: Sequence[Tensor]) -> None:
+    """Parameters that go into one buffer are on one device, and share no memory."""
+    devices = sorted({str(param.device) for param in params})
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"parameters of one group on one device expected, got {', '.join(devices)}; split a "
+            "model over devices by a pipeline"
+        )
+    placed = sorted((p for p in params if p.numel()), key=Tensor.data_ptr)
+    for first, second in pairwise(placed):
+        if second.data_ptr() < first.data_ptr() + first.nbytes:
+            raise UnsupportedError(
+                f"two parameters, of shapes {tuple(first.shape)} and {tuple(second.shape)}, share "
+                "memory; use one parameter twice instead (tied weights)"
+            )
+
+
+def check_state(made: Mapping[str, Tensor], shard: Shard | None) -> None:
+    """A partitioned parameter has states of its own shape only."""
+    for name, tensor in made.items():
+        if shard is not None and tensor.shape != shard.values.shape:
+            raise UnsupportedError(
+                f"the rule's state {name!r} has the shape {tuple(tensor.shape)} for a parameter of "
+                f"{shard.values.numel()} elements; only states of the parameter's shape can be "
+                "partitioned. Use stage 0"
+            )

@@ -1,0 +1,416 @@
+"""``zero.Optimizer``: an update rule applied to a model, on one rank or partitioned over many."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from anychip.contract import Communicator
+from anychip.operators.partials import num_blocks
+from anychip.train.optim import Group, Rule, Update
+from anychip.train.precision import LossScaler, Policy
+from anychip.train.zero import checks, partition, state
+from anychip.train.zero.reducer import Reducer
+from anychip.train.zero.shards import Shard, Shards, broadcast, gather
+
+BUCKET_NBYTES = 8 << 20
+"""Default size of a bucket: large enough for full bandwidth, small enough that the last one, which
+nothing hides, is soon over."""
+
+
+class StepResult(NamedTuple):
+    """What one step did.
+
+    Attributes:
+        grad_norm: 0-dim float32 on the device, before clipping; None when no rule measured it, or
+            the update was skipped.
+        lr: learning rate that was applied; 0.0 when the update was skipped.
+        loss_scale: by which the loss was multiplied; 1.0 without loss scaling.
+        skipped: the update was left out because a gradient was not finite.
+    """
+
+    grad_norm: Tensor | None
+    lr: float
+    loss_scale: float
+    skipped: bool
+
+
+class Memory(NamedTuple):
+    """Bytes on one rank.
+
+    Attributes:
+        parameters: of the parameters that are trained.
+        gradients: between backward and the update, when all parameters have one.
+        states: of the rule.
+    """
+
+    parameters: int
+    gradients: int
+    states: int
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Applies a rule to parameters.
+
+    Args:
+        model: a module (its parameters that require gradients), parameters, or torch's parameter
+            groups, whose ``weight_decay`` and ``lr_scale`` are honoured. With several ranks the
+            parameters become those of rank 0; buffers of the module are not looked at.
+        rule: see :mod:`anychip.train.optim`.
+        comm: the ranks that hold the same parameters, and see different data.
+        stage: what is partitioned among them: 0 nothing, 1 states, 2 gradients too.
+        precision: the policy under which the loss is computed; None: no loss scaling, gradients
+            reduced in float32.
+        bucket_nbytes: of gradients that are sent together.
+        model_comm: the ranks that hold *other* parameters of the same model (a pipeline): norm
+            and overflow are those of all of them.
+        duplicates: parameters of this rank that another rank of ``model_comm`` holds too, and
+            counts in the norm.
+
+    Raises:
+        ValueError: no parameter requires gradients, or a stage outside 0 to 3.
+        UnsupportedError: stage 3.
+
+    Note: The sum
+        With several ranks a gradient is a sum in this tree: each rank adds up the gradients of its
+        backward passes, in their order; then the ranks' sums are joined by the communicator's
+        ``avg``, rank 0 + rank 1 first, then rank 2, ..., and divided by the number of ranks at the
+        end (where the communicator keeps that order; ours do on the host). What passes of one step
+        reduce separately (no ``no_sync``) is added up after that. All stages have the same bits.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]],
+        rule: Rule,
+        comm: Communicator,
+        *,
+        stage: int = 0,
+        precision: Policy | None = None,
+        bucket_nbytes: int = BUCKET_NBYTES,
+        model_comm: Communicator | None = None,
+        duplicates: Collection[Tensor] = (),
+    ) -> None:
+        checks.check_stage(stage)
+        if bucket_nbytes < 1:
+            raise ValueError(f"bucket_nbytes must be at least 1, got {bucket_nbytes}")
+        if not rule.writes:
+            raise ValueError("the rule writes no parameter; chain one that does, like optim.adamw")
+        self.rule, self.comm, self.stage, self.precision = rule, comm, stage, precision
+        self.model_comm, self.bucket_nbytes = model_comm, bucket_nbytes
+        self.num_steps = 0
+        scaling = precision.loss_scaling if precision else None
+        self.scaler = LossScaler(scaling) if scaling else None
+        dtype = precision.reduce_dtype if precision else torch.float32
+        several = comm.world_size > 1
+        self._reducer = Reducer(comm, stage, dtype) if several else None
+        self._shards = Shards(comm) if several and stage else None
+        self._duplicates = set(duplicates)
+        self._is_synchronizing = True
+        super().__init__(checks.trainable(model), {})
+        foreign = self._duplicates - self.state.keys()
+        if foreign:
+            raise ValueError(f"duplicates: {len(foreign)} parameters that are not trained here")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. With several ranks a collective call.
+
+        Raises:
+            ValueError: a parameter that is frozen, or an option that the rule does not have.
+            UnsupportedError: a 16-bit parameter, whose small updates would be rounded away.
+        """
+        params = param_group["params"]
+        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        checks.check_options(set(param_group) - {"params"}, self.rule.options)
+        for param in param_group["params"]:
+            checks.check_parameter(param)
+        super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        if self._reducer is not None:
+            self._distribute(params, self._reducer)
+        self._init_state(params)
+
+    def _distribute(self, params: list[Tensor], reducer: Reducer) -> None:
+        """Puts new parameters into buckets; their values become rank 0's."""
+        checks.check_memory(params)
+        numels = [param.numel() for param in params]
+        max_numel = max(1, self.bucket_nbytes // torch.float32.itemsize)
+        layouts = partition.plan(numels, self.comm.world_size, max_numel=max_numel)
+        reducer.add(params, layouts)
+        if self._shards is not None:
+            self._shards.add(params, layouts)
+            return
+        for layout in layouts:
+            members = [params[index] for index in layout.members]
+            values = broadcast(members, layout, self.comm)
+            for param, start in zip(members, layout.starts, strict=True):
+                param.data.copy_(values[start : start + param.numel()].view(param.shape))
+
+    def _init_state(self, params: list[Tensor]) -> None:
+        """State of parameters that are new here, with one step count for all of them."""
+        fresh = [p for p in params if p not in self.state]
+        if not fresh:
+            return
+        step = torch.zeros((), dtype=torch.float32, device=fresh[0].device)
+        for param in fresh:
+            made = self.rule.init(self._values(param))
+            checks.check_state(made, self._shard(param))
+            self.state[param] = {"step": step, **made}
+
+    def _shard(self, param: Tensor) -> Shard | None:
+        return None if self._shards is None else self._shards.of[param]
+
+    def _values(self, param: Tensor) -> Tensor:
+        """What this rank updates of a parameter."""
+        shard = self._shard(param)
+        return param if shard is None else shard.values
+
+    def _gradient(self, param: Tensor) -> Tensor:
+        """The gradient of what this rank updates."""
+        if self._reducer is not None:
+            return self._reducer.gradient(param)
+        assert param.grad is not None
+        return param.grad
+
+    def backward(
+        self,
+        loss: Tensor | Sequence[Tensor],
+        gradient: Tensor | Sequence[Tensor | None] | None = None,
+    ) -> None:
+        """Adds the gradients of a loss, and reduces them over the ranks while it computes.
+
+        May be called several times before a step; every rank calls it as often. To accumulate over
+        micro-batches, divide each loss by their number, and put all calls but the last one under
+        :meth:`no_sync`: otherwise each sends everything.
+
+        With several ranks ``.grad`` then holds the mean over them in stage 0, and nothing in stages
+        1 and 2.
+
+        Args:
+            loss: 0-dim; multiplied by the loss scale. Or, with ``gradient``, outputs of a part of
+                the model.
+            gradient: of the (scaled) loss with respect to those outputs, as they came from a
+                backward of what follows.
+        """
+        if self._reducer is None or not self._is_synchronizing:
+            if self._reducer is not None:
+                self._reducer.hide()
+            self._run_backward(loss, gradient)
+            return
+        with self._reducer.round():
+            self._run_backward(loss, gradient)
+
+    def _run_backward(
+        self,
+        loss: Tensor | Sequence[Tensor],
+        gradient: Tensor | Sequence[Tensor | None] | None,
+    ) -> None:
+        if gradient is None and self.scaler is not None:
+            if not isinstance(loss, Tensor):
+                raise ValueError(f"backward: one loss expected, got {len(loss)} tensors")
+            loss = loss.float() * self.scaler.scale
+        torch.autograd.backward(loss, gradient)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of :meth:`backward` within it stay on this rank, in ``.grad``, and add up.
+
+        They go with the next backward outside of it, or with the step. In stage 2 a rank that
+        accumulates so holds its gradients whole.
+        """
+        before, self._is_synchronizing = self._is_synchronizing, False
+        try:
+            yield
+        finally:
+            self._is_synchronizing = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; call this one and not the model's.
+
+        With several ranks gradients are also kept elsewhere than in ``.grad``.
+        """
+        super().zero_grad(set_to_none)
+        if self._reducer is not None:
+            self._reducer.clear(set_to_none=set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+        """Updates every parameter that has a gradient (on any rank), in place.
+
+        With several ranks a collective call, which reduces what backward has left local. Under
+        loss scaling, a gradient on any rank that is not finite leaves everything as it was but the
+        scale.
+
+        Args:
+            closure: not taken; a rule makes one pass.
+
+        Raises:
+            RuntimeError: no parameter has a gradient.
+            LossScaleError: a gradient is not finite at the smallest loss scale.
+        """
+        if closure is not None:
+            raise ValueError("step: no closure expected; call backward() before step()")
+        present = self._present()
+        if not present:
+            raise RuntimeError("step: no parameter has a gradient; call backward() first")
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        if self.scaler is not None:
+            found_inf = self._found_inf(present)
+            self.scaler.update(found_inf)
+            if found_inf:
+                return StepResult(None, 0.0, scale, True)
+        update = self._update(present, scale)
+        self.rule.update(update)
+        if self._shards is not None:
+            self._shards.gather(present)
+        self.num_steps += 1
+        return StepResult(update.norm, update.lr, scale, False)
+
+    def _present(self) -> set[Tensor]:
+        """Parameters that have a gradient on any rank; what was local is reduced."""
+        if self._shards is not None:
+            self._shards.check()
+        if self._reducer is not None:
+            return self._reducer.agree()
+        return {p for group in self.param_groups for p in group["params"] if p.grad is not None}
+
+    def _found_inf(self, present: set[Tensor]) -> bool:
+        """Whether any gradient on any rank is not finite; the host waits for the answer."""
+        gradients = [g for g in map(self._gradient, present) if g.numel()]
+        found = torch.zeros((), dtype=torch.float32, device=next(iter(present)).device)
+        for gradient in gradients:
+            low, high = torch.aminmax(gradient)  # both NaN when there is one
+            finite = torch.isfinite(low) & torch.isfinite(high)
+            found = torch.maximum(found, (~finite).to(torch.float32))
+        self.comm.all_reduce(found, "max")
+        if self.model_comm is not None:
+            self.model_comm.all_reduce(found, "max")
+        return bool(found.item())
+
+    def _update(self, present: set[Tensor], scale: float) -> Update:
+        parts = [
+            (params, group) for group in self.param_groups for params in self._parts(group, present)
+        ]
+        groups = [self._part(params, group) for params, group in parts]
+        order = [param for params, _ in parts for param in params]
+        update = Update(groups=groups, count=self.num_steps)
+        if self.scaler is not None:
+            update.scale = torch.full((), scale, device=groups[0].step.device)
+        if self._shards is not None:
+            update.sum_over_shards = self._sum_over_shards
+        update.gather_stages = lambda partials: self._gather_stages(partials, order)
+        return update
+
+    def _parts(self, group: dict[str, Any], present: set[Tensor]) -> list[list[Tensor]]:
+        """Those of a group that have a gradient, apart where step counts differ.
+
+        All parameters of a group share one step count until one of them misses a gradient: from
+        then on it has a count of its own, as in torch, since bias correction depends on it.
+        """
+        parts: dict[int, list[Tensor]] = {}
+        for param in group["params"]:
+            parts.setdefault(id(self.state[param]["step"]), []).append(param)
+        found = []
+        for params in parts.values():
+            absent = [p for p in params if p not in present]
+            if len(absent) == len(params):
+                continue
+            if absent:
+                step = self.state[absent[0]]["step"].clone()
+                for param in absent:
+                    self.state[param]["step"] = step
+            found.append([p for p in params if p in present])
+        return found
+
+    def _part(self, params: list[Tensor], group: dict[str, Any]) -> Group:
+        states = [self.state[p] for p in params]
+        shards = [shard for shard in map(self._shard, params) if shard is not None]
+        return Group(
+            params=[self._values(p) for p in params],
+            grads=[self._gradient(p) for p in params],
+            state={name: [s[name] for s in states] for name in states[0] if name != "step"},
+            step=states[0]["step"],
+            options={k: v for k, v in group.items() if k != "params"},
+            spans=[shard.span for shard in shards] if shards else None,
+        )
+
+    def _sum_over_shards(self, partials: Tensor) -> Tensor:
+        self.comm.all_reduce(partials)
+        return partials
+
+    def _gather_stages(self, partials: Tensor, params: Sequence[Tensor]) -> Tensor:
+        """The blocks' sums of squares of the whole model, the largest first.
+
+        Sorted, they are added up alike whatever the order of parameters is, and on how many ranks
+        they are; blocks of zeros, which come last, change nothing.
+        """
+        start = 0
+        for param in params:
+            count = num_blocks(param.numel())
+            if param in self._duplicates:
+                partials[start : start + count] = 0.0
+            start += count
+        if self.model_comm is not None:
+            partials = gather(partials, self.model_comm)
+        return partials.sort(descending=True).values
+
+    def memory(self) -> Memory:
+        """Bytes on this rank: the formula of the stage, with the sizes of this model.
+
+        For float32 parameters and AdamW, per parameter and with N ranks: 4 + 4 + 8 in stage 0,
+        4 + 4 + 8 / N in stage 1, 4 + 4 / N + 8 / N in stage 2; parts differ by a block per bucket.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        whole = sum(param.nbytes for param in params)
+        owned = sum(self._values(param).nbytes for param in params)
+        states = {t for p in params for t in self.state[p].values()}
+        return Memory(whole, owned if self.stage == 2 else whole, sum(t.nbytes for t in states))
+
+    def state_dict(self, *, to_rank: int | None = None) -> dict[str, Any]:
+        """torch's form with whole tensors, ``num_steps``, and the loss scale if there is one.
+
+        When states are partitioned a collective call, and the tensors are on the host: the device
+        holds one whole tensor at a time. The result loads at any stage and number of ranks.
+
+        Args:
+            to_rank: the only rank that keeps what is gathered; the others get no states.
+        """
+        saved = {**super().state_dict(), "num_steps": self.num_steps}
+        if self.scaler is not None:
+            saved["loss_scale"] = self.scaler.state_dict()
+        if self._shards is not None:
+            params = [param for group in self.param_groups for param in group["params"]]
+            keeps = to_rank is None or to_rank == self.comm.rank
+            whole = (state.gather(self.state[p], p, self._shards, keeps=keeps) for p in params)
+            saved["state"] = {index: entry for index, entry in enumerate(whole) if keeps}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copies a state into this one's tensors, which keep their dtype and place in memory.
+
+        Each rank takes its part of the whole tensors; nothing is sent.
+
+        Raises:
+            ValueError: the groups or shapes are not those of this optimizer, or loss scaling needs
+                a scale and the state has none. Nothing is changed.
+        """
+        partitioned = self._shards is not None
+        entries = state.matched(state_dict, self.param_groups, self.state, partitioned=partitioned)
+        if self.scaler is not None:
+            if "loss_scale" not in state_dict:
+                raise ValueError(
+                    "optimizer state: a loss scale expected, got none; it was saved under another "
+                    "precision than fp16"
+                )
+            self.scaler.load_state_dict(state_dict["loss_scale"])
+        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            steps: dict[float, Tensor] = {}
+            for param in group["params"]:
+                state.load(entries[param], self.state[param], self._shard(param), steps)
+            group.update({k: copy.deepcopy(v) for k, v in other.items() if k != "params"})
+        self.num_steps = int(state_dict["num_steps"])

@@ -1,0 +1,198 @@
+"""When are gradients sent? Bucket by bucket while backward runs, in one order on all ranks.
+
+Note: Rounds
+    A *round* is one backward whose gradients are reduced. A hook on each parameter moves its
+    gradient into its bucket's buffer; a full bucket is sent, without waiting, as soon as those
+    before it in the order have been. At the end of the round the others follow, with zeros for
+    what has no gradient here: every rank sends every bucket once per round, in one order, whatever
+    gradients it has and whenever they came. The first round goes through the buckets as they were
+    made; then rank 0 tells in which order they filled up, and that order is kept.
+
+    What is computed outside of rounds (``no_sync``, ``loss.backward()``, gradients set by hand)
+    stays in ``.grad``, a local sum, and goes with the next round. :meth:`Reducer.agree` asks before
+    the update, with a byte per parameter, whether any rank has a gradient, and whether any still
+    has one that was not sent: then the buckets concerned are sent. So a parameter that no rank uses
+    is left alone, and one that some rank uses is updated alike on all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from anychip.contract import Communicator
+from anychip.train.zero.bucket import Bucket
+from anychip.train.zero.partition import Layout
+
+IN_FLIGHT = 2
+"""Buckets of stage 2 that may be under way; before one more starts, the oldest is waited for."""
+
+_REDUCED, _PENDING = 1, 2
+
+
+class Reducer:
+    """The buckets of one rank, and what starts them.
+
+    Args:
+        stage: 0 to 2.
+        dtype: in which gradients are sent and added up.
+    """
+
+    def __init__(self, comm: Communicator, stage: int, dtype: torch.dtype) -> None:
+        self.comm, self.stage, self.dtype = comm, stage, dtype
+        self.buckets: list[Bucket] = []
+        self.places: dict[Tensor, tuple[int, int]] = {}
+        self._order: list[int] = []
+        self._is_learned = False
+        self._is_open = False
+        self._num_started = 0
+        self._started: set[int] = set()
+        self._filled: list[int] = []
+
+    def add(self, params: Sequence[Tensor], layouts: Iterable[Layout]) -> None:
+        """Takes in parameters, whose gradients are watched from now on."""
+        for layout in layouts:
+            members = [params[index] for index in layout.members]
+            for position, param in enumerate(members):
+                self.places[param] = (len(self.buckets), position)
+                self._watch(param)
+            self.buckets.append(Bucket(layout, members, self.comm, self.stage, self.dtype))
+        self._order, self._is_learned = list(range(len(self.buckets))), False
+
+    def _watch(self, param: Tensor) -> None:
+        # The parameter holds the hook: a strong reference would keep this object as long.
+        this = weakref.ref(self)
+
+        def arrived(param: Tensor) -> None:
+            reducer = this()
+            if reducer is not None:
+                reducer._arrived(param)
+
+        handle = param.register_post_accumulate_grad_hook(arrived)
+        weakref.finalize(self, handle.remove).atexit = False
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """What a backward within it computes is reduced when it ends."""
+        self.hide()
+        self._is_open, self._num_started, self._filled = True, 0, []
+        self._started = set()
+        try:
+            yield
+            while self._num_started < len(self._order):
+                self._start_next()
+            for number in self._order:
+                self._finish(self.buckets[number])
+        except BaseException:
+            for bucket in self.buckets:
+                bucket.drop_filling()
+            raise
+        finally:
+            self._is_open = False
+        if not self._is_learned:
+            self._learn_order()
+
+    def hide(self) -> None:
+        """Takes reduced gradients out of ``.grad``, so that a backward does not add to them."""
+        for bucket in self.buckets:
+            bucket.hide()
+
+    def _arrived(self, param: Tensor) -> None:
+        """Called by autograd when ``.grad`` of a parameter has its new value."""
+        number, position = self.places[param]
+        bucket = self.buckets[number]
+        if not self._is_open:
+            if param.grad is bucket.shown.get(position):
+                raise RuntimeError(
+                    f"a backward has added to a reduced gradient, of shape {tuple(param.shape)}; "
+                    "call zero_grad() first, or the optimizer's backward(loss), which adds rightly"
+                )
+            return
+        if number in self._started:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(param.shape)} came after its bucket had been sent: "
+                "its backward runs in several pieces; call backward under no_sync(), and step() "
+                "reduces what it leaves"
+            )
+        bucket.take(position)
+        if bucket.is_full:
+            self._filled.append(number)
+        while self._num_started < len(self._order) and self._next.is_full:
+            self._start_next()
+
+    @property
+    def _next(self) -> Bucket:
+        return self.buckets[self._order[self._num_started]]
+
+    def _start_next(self) -> None:
+        bucket = self._next
+        if self.stage == 2:
+            under_way = [b for b in map(self.buckets.__getitem__, self._order) if b.is_under_way]
+            for index, other in enumerate(under_way):
+                if other.is_done() or index <= len(under_way) - IN_FLIGHT:
+                    self._finish(other)
+        bucket.start()
+        self._started.add(self._order[self._num_started])
+        self._num_started += 1
+
+    def _finish(self, bucket: Bucket) -> None:
+        if not bucket.is_under_way:
+            return
+        bucket.finish()
+        if self.stage == 0:
+            for position in bucket.held:
+                bucket.show(position)
+
+    def _learn_order(self) -> None:
+        rest = [number for number in self._order if number not in self._filled]
+        order = torch.tensor([*self._filled, *rest], device=self.buckets[0].params[0].device)
+        self.comm.broadcast(order, 0)
+        self._order, self._is_learned = order.tolist(), True
+
+    def agree(self) -> set[Tensor]:
+        """Reduces what is still local, and returns the parameters that have a gradient anywhere.
+
+        A collective call, and a transfer to the host.
+        """
+        marks = [self._mark(param) for param in self.places]
+        device = next(iter(self.places)).device
+        joined = torch.tensor(marks, dtype=torch.uint8, device=device)
+        self.comm.all_reduce(joined, "max")
+        found = dict(zip(self.places, joined.tolist(), strict=True))
+        late = [b for b in self.buckets if any(found[p] == _PENDING for p in b.params)]
+        for bucket in late:
+            bucket.hide()
+            bucket.start()
+        for bucket in late:
+            self._finish(bucket)
+        present = {param for param, mark in found.items() if mark}
+        if self.stage == 0:
+            for param in present:
+                number, position = self.places[param]
+                self.buckets[number].show(position)
+        return present
+
+    def _mark(self, param: Tensor) -> int:
+        number, position = self.places[param]
+        bucket = self.buckets[number]
+        bucket.forget_replaced(position)
+        if param.grad is not None and position not in bucket.shown:
+            return _PENDING
+        return _REDUCED if position in bucket.held else 0
+
+    def gradient(self, param: Tensor) -> Tensor:
+        """This rank's piece of a reduced gradient; see :meth:`.Bucket.gradient`."""
+        number, position = self.places[param]
+        return self.buckets[number].gradient(position)
+
+    def clear(self, *, set_to_none: bool) -> None:
+        """Forgets the reduced gradients, or makes them zero."""
+        for bucket in self.buckets:
+            if set_to_none:
+                bucket.clear()
+            elif bucket.reduced is not None:
+                bucket.reduced.zero_()

@@ -1,0 +1,222 @@
+"""Bytes: what each stage holds, by its formula and as found in memory, and what goes between ranks.
+
+Psi is the number of parameters; all of them float32.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import anychip
+from anychip.contract import Communicator
+from anychip.contract.collectives.threads import run_ranks
+from anychip.operators.partials import BLOCK, num_blocks
+from anychip.train import optim, precision, zero
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2], ids="stage{}".format)
+BUCKET_NBYTES = 200_000
+SIZES = (150, 333, 200, 7)
+
+
+@pytest.fixture(autouse=True)
+def cpu() -> None:
+    anychip.use("cpu")
+    torch.manual_seed(2)
+
+
+def build() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(SIZES)))
+
+
+GAPS = 15 * 2 * (len(SIZES) - 1)
+"""At most as many elements, so that each parameter is aligned."""
+PSI = sum(a * b + b for a, b in pairwise(SIZES))
+
+
+def policy(reduce_dtype: torch.dtype) -> precision.Policy:
+    return precision.policy("fp32", anychip.backend(), reduce_dtype=reduce_dtype)
+
+
+def live_nbytes() -> int:
+    """Bytes of all storages that a tensor in this process holds, each counted once."""
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        # Of other classes are tensors without data, which other tests may have left.
+        if type(thing) not in (torch.Tensor, torch.nn.Parameter):
+            continue
+        for tensor in (thing, thing.grad if thing.is_leaf else None):
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage"),
+    [(1, 2), (3, 0), (3, 1), (3, 2)],
+    ids=["one-rank", "stage0", "stage1", "stage2"],
+)
+def test_bytes_per_rank_follow_the_formula_and_are_what_tensors_hold(
+    world_size: int, stage: int
+) -> None:
+    models = [build() for _ in range(world_size)]
+    gc.collect()
+    start = live_nbytes() - 4 * PSI * world_size
+
+    def work(comm: Communicator) -> tuple[zero.Memory, int, list[int]]:
+        model = models[comm.rank]
+        opt = zero.Optimizer(
+            model, optim.adamw(1e-2), comm, stage=stage, bucket_nbytes=BUCKET_NBYTES
+        )
+        num_buckets = len(opt._reducer.buckets) if opt._reducer else 0
+        found = []
+        for step in range(2):
+            opt.backward(model(torch.ones(1, SIZES[0])).sum())
+            if step:  # the first one might leave something behind
+                found.append(measured(comm))
+            opt.step()
+            opt.zero_grad()
+        found.append(measured(comm))
+        return opt.memory(), num_buckets, found
+
+    def measured(comm: Communicator) -> int:
+        comm.barrier()
+        nbytes = live_nbytes() if comm.rank == 0 else 0
+        comm.barrier()
+        return nbytes - start
+
+    results = run_ranks(world_size, work)
+    num_buckets = results[0][1]
+    assert world_size == 1 or num_buckets >= 2
+    slack = 4 * (BLOCK * num_buckets + GAPS)
+    gradient_share = world_size if stage == 2 else 1
+    state_share = world_size if stage else 1
+    for memory, _, _ in results:
+        assert memory.parameters == 4 * PSI
+        assert abs(memory.gradients - 4 * PSI / gradient_share) <= slack * (gradient_share > 1)
+        assert abs(memory.states - 8 * PSI / state_share) <= 2 * slack * (state_share > 1) + 4
+    # What is there in all: the parts of all ranks are the whole, so that nothing is left over but
+    # a few scalars.
+    gradients = sum(memory.gradients for memory, _, _ in results)
+    rest = sum(memory.parameters + memory.states for memory, _, _ in results)
+    after_backward, after_step = results[0][2]
+    gaps = 4 * GAPS * world_size
+    assert 0 <= after_backward - gradients - rest <= 1024 + 2 * gaps
+    assert 0 <= after_step - rest <= 1024 + gaps
+
+
+@STAGES
+def test_stage_2_frees_buckets_while_backward_goes_on(stage: int) -> None:
+    """At the end of backward stage 2 has held few buckets, the others all of them."""
+    models = [nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(12)) for _ in range(2)]
+
+    def work(comm: Communicator) -> int:
+        layers = models[comm.rank]
+        opt = zero.Optimizer(layers, optim.sgd(0.1), comm, stage=stage, bucket_nbytes=1)
+        assert opt._reducer is not None
+        held = []
+
+        def count(*_: object) -> None:
+            assert opt._reducer is not None
+            held.append(sum(b.filling is not None for b in opt._reducer.buckets))
+
+        x = torch.ones(1, 64, requires_grad=True)
+        x.register_hook(count)
+        y = x
+        for layer in layers:
+            y = layer(y)
+        if comm.rank == 1:
+            time.sleep(0.2)  # what rank 0 has sent cannot be reduced meanwhile
+        opt.backward(y.sum())
+        return held[0]
+
+    for held in run_ranks(2, work):
+        assert held <= 2 if stage == 2 else held >= 11
+
+
+@STAGES
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_one_step_sends_each_gradient_and_each_parameter_once(
+    stage: int, world_size: int, dtype: torch.dtype
+) -> None:
+    models = [build() for _ in range(world_size)]
+    rule = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
+
+    def work(comm: Communicator) -> tuple[dict[str, int], dict[str, int], list[int]]:
+        model = models[comm.rank]
+        opt = zero.Optimizer(
+            model,
+            rule,
+            comm,
+            stage=stage,
+            precision=policy(dtype),
+            bucket_nbytes=BUCKET_NBYTES,
+        )
+        assert opt._reducer is not None
+
+        def step() -> None:
+            with opt.no_sync():
+                opt.backward(model(torch.ones(1, SIZES[0])).sum())
+            opt.backward(model(torch.ones(1, SIZES[0])).sum())
+            opt.step()
+            opt.zero_grad()
+
+        step()  # the first one also tells the order of buckets
+        calls, nbytes = comm.traffic.calls.copy(), comm.traffic.nbytes.copy()
+        step()
+        calls, nbytes = comm.traffic.calls - calls, comm.traffic.nbytes - nbytes
+        buckets = opt._reducer.buckets
+        return dict(calls), dict(nbytes), [bucket.layout.numel for bucket in buckets]
+
+    # Beside 2 Psi: a byte per parameter tensor (has it a gradient?), a float per block for norms.
+    tensors = 2 * (len(SIZES) - 1)
+    blocks = sum(num_blocks(a * b) + num_blocks(b) for a, b in pairwise(SIZES))
+    for calls, nbytes, numels in run_ranks(world_size, work):
+        buckets, sent = len(numels), sum(numels)
+        assert PSI <= sent <= PSI + GAPS
+        if stage == 0:
+            assert nbytes == {"all_reduce": dtype.itemsize * sent + tensors}
+            assert calls == {"all_reduce": buckets + 1}
+        else:
+            assert nbytes == {
+                "reduce_scatter": dtype.itemsize * sent,
+                "all_gather": 4 * sent,
+                "all_reduce": tensors + 4 * blocks,
+            }
+            assert calls == {"reduce_scatter": buckets, "all_gather": buckets, "all_reduce": 2}
+
+
+def test_no_sync_sends_nothing() -> None:
+    models = [build() for _ in range(2)]
+
+    def work(comm: Communicator) -> None:
+        model = models[comm.rank]
+        opt = zero.Optimizer(model, optim.adamw(1e-2), comm, stage=2)
+        before = comm.traffic.calls.copy()
+        with opt.no_sync():
+            for _ in range(3):
+                opt.backward(model(torch.ones(1, SIZES[0])).sum())
+        assert comm.traffic.calls == before
+
+    run_ranks(2, work)
+
+
+def test_reduction_in_bfloat16_rounds_the_sum_and_keeps_float32_gradients() -> None:
+    def work(comm: Communicator) -> torch.Tensor:
+        layer = nn.Linear(3, 1, bias=False)
+        opt = zero.Optimizer(layer, optim.sgd(1.0), comm, precision=policy(torch.bfloat16))
+        weights = torch.tensor([[1.0 + 2.0**-10, 3.0 + comm.rank, 2.0**-3]])
+        opt.backward((layer.weight * weights).sum())
+        assert layer.weight.grad is not None
+        return layer.weight.grad
+
+    for grad in run_ranks(2, work):
+        assert grad.dtype == torch.float32
+        assert torch.equal(grad, torch.tensor([[1.0, 3.5, 2.0**-3]]))

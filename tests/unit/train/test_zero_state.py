@@ -1,0 +1,198 @@
+"""The state of a partitioned optimizer: saved in whole tensors, loaded at any size and stage."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anychip
+from anychip.contract import Communicator, SoloCommunicator, UnsupportedError
+from anychip.contract.collectives.threads import run_ranks
+from anychip.train import optim, zero
+from tests.unit.train.zero_oracle import (
+    Integers,
+    Trained,
+    assert_equal,
+    integer_loss,
+    ragged,
+    ragged_loss,
+    serial,
+    sharded,
+    values_of,
+)
+
+
+@pytest.fixture(autouse=True)
+def cpu() -> None:
+    anychip.use("cpu")
+
+
+def adamw() -> optim.Rule:
+    rule = optim.adamw(optim.warmup_cosine(3e-2, 4, 30), beta2=0.99, weight_decay=0.1)
+    return optim.chain(optim.clip_by_global_norm(0.5), rule)
+
+
+def momentum() -> optim.Rule:
+    return optim.sgd(1.0, momentum=0.5)
+
+
+def from_disk(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def went_on(build: Any, trained: Trained) -> Any:
+    """A builder of models that have the trained parameters."""
+
+    def resumed() -> nn.Module:
+        model = build()
+        assert isinstance(model, nn.Module)
+        model.load_state_dict({**model.state_dict(), **trained.params})
+        return model
+
+    return resumed
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, 2), (3, 1)), ((4, 1), (1, 0)), ((1, 0), (5, 2)), ((8, 2), (2, 0)), ((3, 0), (8, 2))],
+    ids=["2-to-3", "4-to-1", "1-to-5", "8-to-2", "3-to-8"],
+)
+def test_resume_at_another_size_and_stage_equals_one_process(
+    before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """Each half sees as many ranks' data as it has ranks; the oracle has it in one process."""
+    first = sharded(
+        Integers, integer_loss, momentum, world_size=before[0], stage=before[1], steps=2
+    )[0]
+    second = sharded(
+        went_on(Integers, first),
+        integer_loss,
+        momentum,
+        world_size=after[0],
+        stage=after[1],
+        steps=2,
+        first_step=2,
+        state=from_disk(first.state),
+    )
+    middle = serial(Integers, integer_loss, momentum(), world_size=before[0], steps=2)
+    want = serial(
+        went_on(Integers, middle),
+        integer_loss,
+        momentum(),
+        world_size=after[0],
+        steps=2,
+        first_step=2,
+        state=middle.state,
+    )
+    assert_equal(second, want)
+    assert want.state["num_steps"] == 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2], ids="stage{}".format)
+def test_resume_at_the_same_size_equals_the_uninterrupted_run(stage: int) -> None:
+    arguments: Any = {"world_size": 2, "stage": stage}
+    whole = sharded(ragged, ragged_loss, adamw, steps=6, **arguments)
+    first = sharded(ragged, ragged_loss, adamw, steps=3, **arguments)
+    again = sharded(
+        went_on(ragged, first[0]),
+        ragged_loss,
+        adamw,
+        steps=3,
+        first_step=3,
+        state=from_disk(first[1].state),
+        **arguments,
+    )
+    for rank in range(2):
+        tail = whole[rank]._replace(norms=whole[rank].norms[3:])
+        assert_equal([again[rank]], tail)
+
+
+def test_state_dict_is_on_every_rank_or_on_the_one_that_is_named() -> None:
+    models = [ragged() for _ in range(3)]
+
+    def work(comm: Communicator) -> tuple[dict[str, Any], dict[str, Any]]:
+        model = models[comm.rank]
+        opt = zero.Optimizer(model, adamw(), comm, stage=2)
+        opt.backward(ragged_loss(model, 0, comm.rank, 0))
+        opt.step()
+        return opt.state_dict(), opt.state_dict(to_rank=1)
+
+    results = run_ranks(3, work)
+    want = results[0][0]
+    for rank, (everywhere, on_one) in enumerate(results):
+        for state in (everywhere, on_one) if rank == 1 else (everywhere,):
+            assert state["state"].keys() == want["state"].keys() == set(range(9))
+            for index, entry in want["state"].items():
+                assert all(torch.equal(state["state"][index][n], t) for n, t in entry.items())
+        assert on_one["state"] == {} or rank == 1
+        assert on_one["param_groups"] == want["param_groups"]
+    assert want["state"][3]["exp_avg"].shape == (90, 24)
+    assert want["state"][3]["exp_avg"].abs().sum() > 0
+
+
+@pytest.mark.parametrize("stage", [0, 1], ids="stage{}".format)
+def test_state_of_another_model_is_refused_and_nothing_changes(stage: int) -> None:
+    other = zero.Optimizer(nn.Linear(6, 4), adamw(), SoloCommunicator()).state_dict()
+    models = [nn.Linear(6, 5) for _ in range(2)]
+
+    def work(comm: Communicator) -> None:
+        model = models[comm.rank]
+        opt = zero.Optimizer(model, adamw(), comm, stage=stage)
+        opt.backward(model(torch.ones(1, 6)).sum())
+        opt.step()
+        before = opt.state_dict()["state"]
+        kept = {index: {n: t.clone() for n, t in entry.items()} for index, entry in before.items()}
+        with pytest.raises(ValueError, match=r"parameter 0: shapes .*\(5, 6\).*got .*\(4, 6\)"):
+            opt.load_state_dict(other)
+        after = opt.state_dict()["state"]
+        for index, entry in kept.items():
+            assert all(torch.equal(after[index][name], value) for name, value in entry.items())
+        assert opt.num_steps == 1
+
+    run_ranks(2, work)
+
+
+def test_rule_whose_state_has_another_shape_is_refused_on_shards_only() -> None:
+    sums = optim.Rule(lambda param: {"total": torch.zeros(3)}, lambda update: None)
+    rule = optim.chain(sums, optim.sgd(0.1))
+
+    def work(comm: Communicator, stage: int) -> None:
+        zero.Optimizer(nn.Linear(6, 4), rule, comm, stage=stage)
+
+    run_ranks(2, partial(work, stage=0))
+    with pytest.raises(UnsupportedError, match=r"state 'total' has the shape \(3,\).*Use stage 0"):
+        run_ranks(2, partial(work, stage=1))
+
+
+def test_group_added_later_is_trained_with_the_others() -> None:
+    def work(comm: Communicator, stage: int) -> dict[str, Tensor]:
+        model = models[comm.rank]
+        opt = zero.Optimizer(model[0], optim.sgd(0.1, momentum=0.9), comm, stage=stage)
+        for step in range(4):
+            if step == 2:
+                opt.add_param_group({"params": list(model[1].parameters()), "lr_scale": 2.0})
+            opt.backward(model(torch.full((1, 40), 1.0 + step)).square().mean())
+            opt.step()
+            opt.zero_grad()
+            # What is not in a group has gradients that add up, as with any optimizer.
+            model.zero_grad()
+        return values_of(model)
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 3))
+
+    models = [build()]
+    want = work(SoloCommunicator(), 0)
+    for stage in (0, 1, 2):
+        models = [build() for _ in range(2)]
+        for values in run_ranks(2, partial(work, stage=stage)):
+            assert all(torch.equal(values[name], value) for name, value in want.items())

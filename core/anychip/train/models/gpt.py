@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Everything below the head."""
+    """The parameters of everything below the head."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -97,13 +97,6 @@ class Transformer(nn.Module):
         self.drop = Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.ln_f = LayerNorm(config.width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        position = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.drop(self.wte(tokens) + self.wpe(position))
-        for block in self.h:
-            x = block(x)
-        return self.ln_f(x)  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
@@ -128,10 +121,27 @@ class GPT(nn.Module):
             tokens: (B, S) int64, S at most ``config.context``.
             targets: (B, S) int64; -100 is not counted.
         """
+        x = self.embed(tokens)
+        for block in self.transformer.h:
+            x = self.run_block(block, x)
+        return self.head(x, targets)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the first block is given: tokens (B, S) as vectors (B, S, D), with positions."""
         length = tokens.shape[1]
         if length > self.config.context:
             raise ValueError(f"at most {self.config.context} tokens expected, got {length}")
-        logits: Tensor = self.lm_head(self.transformer(tokens))
+        below = self.transformer
+        x = below.wte(tokens) + below.wpe(torch.arange(length, device=tokens.device))
+        return below.drop(x)  # type: ignore[no-any-return]
+
+    def run_block(self, block: nn.Module, x_BSD: Tensor) -> Tensor:
+        """One of the blocks."""
+        return block(x_BSD)  # type: ignore[no-any-return]
+
+    def head(self, x_BSD: Tensor, targets: Tensor | None = None) -> Tensor:
+        """What follows the last block: logits, or the mean loss."""
+        logits: Tensor = self.lm_head(self.transformer.ln_f(x_BSD))
         return logits if targets is None else ops.cross_entropy(logits, targets)
 
 

@@ -107,19 +107,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Everything below the head."""
+    """The parameters of everything below the head."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.width)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
-
-    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = self.embed_tokens(tokens)
-        for block in self.layers:
-            x = block(x, cos, sin)
-        return self.norm(x)  # type: ignore[no-any-return]
 
 
 class Llama(nn.Module):
@@ -143,13 +137,28 @@ class Llama(nn.Module):
             tokens: (B, S) int64, S at most ``config.context``.
             targets: (B, S) int64; -100 is not counted.
         """
+        x = self.embed(tokens)
+        for block in self.model.layers:
+            x = self.run_block(block, x)
+        return self.head(x, targets)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the first block is given: tokens (B, S) as vectors (B, S, D)."""
         length = tokens.shape[1]
         if length > self.config.context:
             raise ValueError(f"at most {self.config.context} tokens expected, got {length}")
-        if self._rotary[0].device != tokens.device:
-            self._rotary = (self._rotary[0].to(tokens.device), self._rotary[1].to(tokens.device))
-        cos, sin = self._rotary
-        logits: Tensor = self.lm_head(self.model(tokens, cos[:length], sin[:length]))
+        return self.model.embed_tokens(tokens)  # type: ignore[no-any-return]
+
+    def run_block(self, block: nn.Module, x_BSD: Tensor) -> Tensor:
+        """One of the blocks, with the positions' angles."""
+        if self._rotary[0].device != x_BSD.device:
+            self._rotary = (self._rotary[0].to(x_BSD.device), self._rotary[1].to(x_BSD.device))
+        cos, sin = (table[: x_BSD.shape[1]] for table in self._rotary)
+        return block(x_BSD, cos, sin)  # type: ignore[no-any-return]
+
+    def head(self, x_BSD: Tensor, targets: Tensor | None = None) -> Tensor:
+        """What follows the last block: logits, or the mean loss."""
+        logits: Tensor = self.lm_head(self.model.norm(x_BSD))
         return logits if targets is None else ops.cross_entropy(logits, targets)
 
 

@@ -1,0 +1,112 @@
+"""Does a pipeline wait as long as the simulator says? Measured with stages that sleep.
+
+A sleep needs no core, so that any number of ranks runs on any machine. Noise only adds to what
+ranks wait: the best of a few runs counts. Prints a Markdown table; exits with 1 when a rank's idle
+time is more than 10 % from the simulated one.
+
+    python benchmarks/pipeline_idle.py [--runs 5] [--grid]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anychip.contract import Communicator
+from anychip.contract.collectives.threads import run_ranks
+from anychip.train.parallel import Costs, Pipeline, Schedule, Timeline, gpipe, one_f_one_b, simulate
+
+FORWARD_S, BACKWARD_S = 0.05, 0.10
+MICROBATCHES = 5
+LIMIT = 0.10
+STAGES = {
+    "2 stages": (1.0, 1.0),
+    "4 stages": (1.0, 1.0, 1.0, 1.0),
+    "3 stages, the second one slow": (1.0, 2.0, 1.0),
+}
+"""How long each stage sleeps, in multiples."""
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        time.sleep(FORWARD_S * factor)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(BACKWARD_S * ctx.factor)
+        return grads[0], None
+
+
+class Sleeping(nn.Module):
+    """A stage without work."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x * self.weight, self.factor)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def measure(schedule: Schedule, factors: tuple[float, ...]) -> Timeline:
+    """One step, ranks as threads."""
+    x = torch.ones(schedule.num_microbatches, 1)
+
+    def work(comm: Communicator) -> Timeline:
+        pipeline = Pipeline(
+            Sleeping(factors[comm.rank]),
+            comm,
+            schedule,
+            loss_fn=lambda output, targets: output.mean(),
+            measure=lambda: None,
+        )
+        pipeline.run(x, x)
+        return pipeline.timeline()
+
+    return run_ranks(len(factors), work)[0]
+
+
+def difference(found: Timeline, wanted: Timeline) -> float:
+    """Of the rank that is furthest from what it should wait, as a part of that."""
+    pairs = zip(found.idle, wanted.idle, strict=True)
+    return float(max(abs(f - w) / w for f, w in pairs))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measured against simulated idle time.")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--grid", action="store_true", help="draw the best run, too")
+    options = parser.parse_args()
+    worst = 0.0
+    print("| schedule | stages | idle per rank, simulated (ms) | measured (ms) | difference |")
+    print("|---|---|---|---|---|")
+    for name, generate in (("GPipe", gpipe), ("1F1B", one_f_one_b)):
+        for label, factors in STAGES.items():
+            schedule = generate(len(factors), MICROBATCHES)
+            forward, backward = ([s * f for f in factors] for s in (FORWARD_S, BACKWARD_S))
+            wanted = simulate(schedule, Costs(forward=forward, backward=backward))
+            runs = [measure(schedule, factors) for _ in range(options.runs)]
+            best = min(runs, key=lambda run: difference(run, wanted))
+            worst = max(worst, difference(best, wanted))
+            columns = [
+                ", ".join(f"{1e3 * float(idle):.0f}" for idle in line.idle)
+                for line in (wanted, best)
+            ]
+            row = [name, label, *columns, f"{difference(best, wanted):.1%}"]
+            print("| " + " | ".join(row) + " |", flush=True)
+            if options.grid:
+                print(f"\n```\n{best.grid(60)}\n```\n")
+    return int(worst > LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

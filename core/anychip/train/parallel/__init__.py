@@ -1,0 +1,62 @@
+"""A model over several ranks: a mesh of named axes, and a pipeline along one of them.
+
+``mesh`` arranges ranks. ``schedule`` says as data what each rank of a pipeline does, in which
+order; ``validation`` whether that can be carried out, ``simulator`` how long it takes. ``split``
+cuts a model where stages cost alike, ``stage`` makes modules of the parts; ``pipeline`` runs one,
+with the messages of ``message``.
+"""
+
+from anychip.train.parallel.mesh import Mesh
+from anychip.train.parallel.pipeline import Pipeline
+from anychip.train.parallel.schedule import (
+    Action,
+    Schedule,
+    ScheduleError,
+    add_communication,
+    gpipe,
+    one_f_one_b,
+    parse,
+)
+from anychip.train.parallel.simulator import Costs, Span, Timeline, simulate
+from anychip.train.parallel.split import (
+    LayerCost,
+    estimate_costs,
+    measure_costs,
+    partition,
+    split_layers,
+    stage_costs,
+)
+from anychip.train.parallel.stage import Stage, make_stage, merge, num_layers
+from anychip.train.parallel.state import Names, WholeModel, WholeOptimizer, names_of
+from anychip.train.parallel.validation import validate
+
+__all__ = [
+    "Action",
+    "Costs",
+    "LayerCost",
+    "Mesh",
+    "Names",
+    "Pipeline",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "Stage",
+    "Timeline",
+    "WholeModel",
+    "WholeOptimizer",
+    "add_communication",
+    "estimate_costs",
+    "gpipe",
+    "make_stage",
+    "measure_costs",
+    "merge",
+    "names_of",
+    "num_layers",
+    "one_f_one_b",
+    "parse",
+    "partition",
+    "simulate",
+    "split_layers",
+    "stage_costs",
+    "validate",
+]

@@ -1,0 +1,213 @@
+"""How long does a schedule take, who waits how long, and how many microbatches are in flight?
+
+Each rank carries out its row in order; a computation starts when the one before it has ended and
+its input is there. Messages take time, and nothing else of a rank. All arithmetic is sums and
+maxima of the given costs: with integers or fractions the results are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from anychip.train.parallel.schedule import Action, Schedule
+from anychip.train.parallel.validation import validate
+
+Time = int | float | Fraction
+"""In any unit; exact when all costs are integers or fractions."""
+
+MAX_COLUMNS = 240
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """What the actions of a schedule take.
+
+    Attributes:
+        forward, backward: of one microbatch, per stage; or one number for all stages.
+        message: from the end of a computation to the arrival of what it made on another rank.
+    """
+
+    forward: Time | Sequence[Time] = 1
+    backward: Time | Sequence[Time] = 2
+    message: Time = 0
+
+    def of(self, action: Action) -> Time:
+        """Of a computation."""
+        costs = self.forward if action.kind == "F" else self.backward
+        return costs[action.stage] if isinstance(costs, Sequence) else costs
+
+
+class Span(NamedTuple):
+    """A computation and when it ran."""
+
+    action: Action
+    start: Time
+    end: Time
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each rank did what; simulated, or measured by a pipeline. Times count from the start.
+
+    Attributes:
+        rows: per rank, in order of time.
+    """
+
+    rows: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> Time:
+        """The end of the last computation."""
+        return max(span.end for row in self.rows for span in row)
+
+    @property
+    def idle(self) -> tuple[Time, ...]:
+        """Per rank, the time within the makespan in which it computes nothing."""
+        return tuple(
+            self.makespan - sum(span.end - span.start for span in row) for row in self.rows
+        )
+
+    @property
+    def bubble_ratio(self) -> Time:
+        """The part of all ranks' time that is idle."""
+        whole = len(self.rows) * self.makespan
+        idle = sum(self.idle)
+        if isinstance(idle, float) or isinstance(whole, float):
+            return idle / whole
+        return Fraction(idle, 1) / whole
+
+    @property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Per rank, the most forwards whose backward has not ended: activations that are kept."""
+        peaks = []
+        for row in self.rows:
+            held = peak = 0
+            for span in row:
+                held += 1 if span.action.kind == "F" else -1
+                peak = max(peak, held)
+            peaks.append(peak)
+        return tuple(peaks)
+
+    def grid(self, columns: int | None = None) -> str:
+        """Ranks by time as text: ``F3`` and ``B3`` are microbatch 3, a dot is a rank that waits.
+
+        A computation longer than a column goes on with dashes. A rank with several stages shows
+        them too: ``1F3``.
+
+        Args:
+            columns: to draw; None: one per common unit of all times where they are exact and fit
+                in 240 columns, else 60. A computation shorter than a column may be hidden by the
+                next.
+        """
+        unit = self._unit(columns)
+        count = math.ceil(self.makespan / unit)
+        lines = []
+        for rank, row in enumerate(self.rows):
+            several = len({span.action.stage for span in row}) > 1
+            cells = ["."] * count
+            for action, start, end in row:
+                first = min(count - 1, round(start / unit))
+                last = max(first + 1, min(count, round(end / unit)))
+                stage = str(action.stage) if several else ""
+                cells[first:last] = ["-"] * (last - first)
+                cells[first] = f"{stage}{action.kind}{action.microbatch}"
+            lines.append((rank, cells))
+        width = max(len(cell) for _, cells in lines for cell in cells)
+        digits = len(str(len(lines) - 1))
+        text = [
+            f"rank {rank:{digits}} | " + " ".join(cell.ljust(width, _fill(cell)) for cell in cells)
+            for rank, cells in lines
+        ]
+        return "\n".join(line.rstrip() for line in text)
+
+    def _unit(self, columns: int | None) -> Time:
+        if columns is not None and columns < 1:
+            raise ValueError(f"grid: at least 1 column expected, got {columns}")
+        times = [time for row in self.rows for span in row for time in span[1:]]
+        if columns is None and not any(isinstance(time, float) for time in times):
+            exact = [Fraction(time) for time in times if time]
+            below = math.lcm(*(time.denominator for time in exact))
+            unit = Fraction(math.gcd(*(int(time * below) for time in exact)), below)
+            if self.makespan / unit <= MAX_COLUMNS:
+                return unit
+        return self.makespan / (columns or 60)
+
+    def __str__(self) -> str:
+        """The grid, and below it what it shows in numbers."""
+        idle = ", ".join(f"{float(time):.4g}" for time in self.idle)
+        return (
+            f"{self.grid()}\n"
+            f"makespan {float(self.makespan):.4g}, idle per rank {idle}, bubble "
+            f"{float(self.bubble_ratio):.1%}, at most "
+            f"{', '.join(map(str, self.peak_in_flight))} microbatches in flight"
+        )
+
+
+def _fill(cell: str) -> str:
+    return "-" if cell == "-" else " "
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Runs a schedule against costs instead of a clock.
+
+    Args:
+        schedule: with or without messages; where they stand makes no difference here.
+        costs: forward 1, backward 2 and free messages when None.
+
+    Raises:
+        ScheduleError: see :func:`~anychip.train.parallel.validation.validate`.
+        ValueError: costs of another number of stages, or below zero.
+    """
+    costs = costs or Costs()
+    _check_costs(costs, schedule.num_stages)
+    rows = schedule.only("F", "B").rows
+    validate(Schedule(rows))
+    owners = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+    num_stages = len(owners)
+    ends: dict[Action, Time] = {}
+    spans: list[list[Span]] = [[] for _ in rows]
+    # Ranks that wait for a computation go on when it has ended, so that each action is visited
+    # once, and in an order in which its input is known.
+    waiting: dict[Action, int] = {}
+    ready = list(range(len(rows)))
+    while ready:
+        rank = ready.pop()
+        clock = spans[rank][-1].end if spans[rank] else 0
+        for action in rows[rank][len(spans[rank]) :]:
+            before = _input(action, num_stages)
+            if before is not None and before not in ends:
+                waiting[before] = rank
+                break
+            if before is not None:
+                far = owners[before.stage] != rank
+                clock = max(clock, ends[before] + (costs.message if far else 0))
+            end = clock + costs.of(action)
+            spans[rank].append(Span(action, clock, end))
+            ends[action] = clock = end
+            if action in waiting:
+                ready.append(waiting.pop(action))
+    return Timeline(tuple(tuple(row) for row in spans))
+
+
+def _input(action: Action, num_stages: int) -> Action | None:
+    """The computation whose result a computation takes, besides its own forward."""
+    stage = action.stage + (-1 if action.kind == "F" else 1)
+    return Action(stage, action.kind, action.microbatch) if 0 <= stage < num_stages else None
+
+
+def _check_costs(costs: Costs, num_stages: int) -> None:
+    named: Mapping[str, Time | Sequence[Time]] = {
+        "forward": costs.forward,
+        "backward": costs.backward,
+        "message": costs.message,
+    }
+    for name, cost in named.items():
+        values = cost if isinstance(cost, Sequence) else [cost]
+        if isinstance(cost, Sequence) and len(cost) != num_stages:
+            raise ValueError(f"{name} costs of {num_stages} stages expected, got {len(cost)}")
+        if any(value < 0 for value in values):
+            raise ValueError(f"{name} costs of at least 0 expected, got {cost}")

@@ -1,0 +1,552 @@
+"""The pipeline against the whole model on one rank: gradients, losses, messages, failures."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anychip
+from anychip.contract import CommunicationError, Communicator, UnsupportedError
+from anychip.contract.collectives.threads import run_ranks
+from anychip.train import optim, zero
+from anychip.train.models import GPTConfig, LlamaConfig, build
+from anychip.train.parallel import (
+    Mesh,
+    Pipeline,
+    Schedule,
+    ScheduleError,
+    add_communication,
+    gpipe,
+    make_stage,
+    merge,
+    num_layers,
+    one_f_one_b,
+    parse,
+    partition,
+)
+from anychip.train.parallel.message import HEADER_NUMEL
+
+STEPS, ROWS, LENGTH, VOCAB = 20, 8, 6, 29
+LLAMA = LlamaConfig(vocab_size=VOCAB, context=8, layers=2, heads=2, kv_heads=1, width=16)
+TIED = GPTConfig(vocab_size=VOCAB, context=8, layers=2, heads=2, width=16)
+GENERATORS = {"gpipe": gpipe, "1f1b": one_f_one_b}
+Generator = Callable[[int, int], Schedule]
+
+
+@pytest.fixture(autouse=True)
+def cpu() -> None:
+    anychip.use("cpu")
+
+
+@pytest.fixture(params=GENERATORS.values(), ids=GENERATORS.keys())
+def generator(request: pytest.FixtureRequest) -> Generator:
+    found: Generator = request.param
+    return found
+
+
+def batches(rows: int = ROWS, steps: int = STEPS) -> Tensor:
+    """(steps, 2, rows, LENGTH): tokens and targets of every step, drawn apart from the ranks."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(VOCAB, (steps, 2, rows, LENGTH), generator=generator)
+
+
+def whole(config: GPTConfig | LlamaConfig) -> nn.Module:
+    torch.manual_seed(1)
+    return build(config)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, foreach=False)
+
+
+def serial(model: nn.Module, count: int, data: Tensor) -> list[float]:
+    """The oracle: plain autograd over the same microbatches, one after the other, on one rank."""
+
+    def work(comm: Communicator) -> list[float]:
+        optimizer, losses = adamw(model.parameters()), []
+        for tokens, targets in data:
+            total = torch.zeros(())
+            for x, y in zip(tokens.chunk(count), targets.chunk(count), strict=True):
+                loss = model(x, y) / count
+                loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(total))
+        return losses
+
+    return run_ranks(1, work)[0]
+
+
+def pipelined(
+    model: nn.Module, schedule: Schedule, data: Tensor
+) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Losses and final state dict of every rank, each beginning with a copy of the model."""
+    models = [copy.deepcopy(model) for _ in schedule.rows]
+
+    def work(comm: Communicator) -> tuple[list[float], dict[str, Tensor]]:
+        mine: Any = models[comm.rank]
+        parts = partition([1] * num_layers(mine), comm.world_size)
+        stage: Any = make_stage(mine, parts[comm.rank])
+        pipeline = Pipeline(stage, comm, schedule, tied=stage.tied)
+        optimizer, losses = adamw(stage.parameters()), []
+        for tokens, targets in data:
+            loss = pipeline.run(
+                tokens if pipeline.is_first else None, targets if pipeline.is_last else None
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+            assert loss is not None
+            losses.append(float(loss))
+        return losses, stage.state_dict()
+
+    return run_ranks(len(schedule.rows), work)
+
+
+@pytest.mark.parametrize(
+    ("stages", "count"),
+    [(2, 4), (4, 4), (2, 1), (3, 4), (1, 2)],
+    ids=["2-stages", "4-stages", "m-is-1", "not-a-multiple", "1-stage"],
+)
+def test_pipeline_over_twenty_steps_has_the_bits_of_one_rank(
+    generator: Generator, stages: int, count: int
+) -> None:
+    model, data = whole(LLAMA), batches()
+    ranks = pipelined(model, generator(stages, count), data)
+    losses = serial(model, count, data)
+    for found, _ in ranks:
+        assert found == losses
+    state = merge([state for _, state in ranks])
+    assert state.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_receives_posted_early_change_no_bit(generator: Generator, ahead: int) -> None:
+    model, data = whole(LLAMA), batches(steps=3)
+    plain = generator(4, 4)
+    early = pipelined(model, add_communication(plain, ahead=ahead), data)
+    for one, two in zip(pipelined(model, plain, data), early, strict=True):
+        assert one[0] == two[0]
+        assert all(torch.equal(value, two[1][name]) for name, value in one[1].items())
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_tied_embedding_stays_equal_on_both_stages_and_near_one_rank(
+    generator: Generator, stages: int
+) -> None:
+    model, data = whole(TIED), batches()
+    ranks = pipelined(model, generator(stages, 4), data)
+    losses = serial(model, 4, data)
+    state = merge([state for _, state in ranks])
+    assert torch.equal(state["transformer.wte.weight"], state["lm_head.weight"])
+    # The two uses are added up in another order: each gradient differs by a few roundings.
+    assert ranks[0][0] == pytest.approx(losses, rel=1e-6)
+    assert state.keys() == model.state_dict().keys()
+
+
+def test_tied_gradients_of_one_step_are_the_sum_of_both_uses() -> None:
+    model, (tokens, targets) = whole(TIED), batches(steps=1)[0]
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(comm: Communicator) -> Tensor:
+        mine: Any = models[comm.rank]
+        stage: Any = make_stage(mine, partition([1] * 4, 2)[comm.rank])
+        pipeline = Pipeline(stage, comm, one_f_one_b(2, 4), tied=stage.tied)
+        half = ROWS // 2
+        # Two runs before one step: the copies' gradients are joined once, at the end.
+        pipeline.run(tokens[:half], targets[:half], more=True)
+        local = stage.tied[0].grad.clone()
+        pipeline.run(tokens[half:], targets[half:])
+        assert not torch.equal(local, stage.tied[0].grad)
+        grad: Tensor = stage.tied[0].grad
+        return grad
+
+    first, last = run_ranks(2, work)
+    assert torch.equal(first, last)
+    for x, y in zip(tokens.chunk(8), targets.chunk(8), strict=True):
+        (model(x, y) / 4).backward()
+    weight: Any = model.transformer.wte.weight  # type: ignore[union-attr]
+    torch.testing.assert_close(first, weight.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_evaluate_gives_the_loss_of_run_and_no_gradients(generator: Generator) -> None:
+    model, (tokens, targets) = whole(LLAMA), batches(steps=1)[0]
+
+    def work(comm: Communicator) -> tuple[float, float]:
+        mine: Any = copy.deepcopy(model)
+        stage = make_stage(mine, partition([1] * 4, 3)[comm.rank])
+        pipeline = Pipeline(stage, comm, generator(3, 4))
+        loss = pipeline.evaluate(tokens, targets)
+        assert all(param.grad is None for param in stage.parameters())
+        again = pipeline.run(tokens, targets)
+        assert loss is not None
+        assert again is not None
+        return float(loss), float(again)
+
+    for loss, again in run_ranks(3, work):
+        assert loss == again
+        assert loss == pytest.approx(model(tokens, targets).item(), rel=1e-6)
+
+
+def test_loss_that_is_not_shared_is_on_the_last_stage_only() -> None:
+    def work(comm: Communicator) -> tuple[Tensor | None, int]:
+        pipeline = Pipeline(linear_stage(comm), comm, gpipe(3, 2), loss_fn=squares)
+        loss = pipeline.run(torch.ones(4, 3), torch.zeros(4, 3), share_loss=False)
+        return loss, comm.traffic.calls["broadcast"]
+
+    losses = run_ranks(3, work)
+    assert [loss is None for loss, _ in losses] == [True, True, False]
+    assert [count for _, count in losses] == [0, 0, 0]
+
+
+def linear_stage(comm: Communicator, width: int = 3) -> nn.Module:
+    """Weights from a generator of its own: torch's is shared by the ranks' threads."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    stage = nn.Linear(width, width)
+    with torch.no_grad():
+        for param in stage.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator))
+    return stage
+
+
+def squares(output: Tensor, targets: Tensor) -> Tensor:
+    return (output - targets).square().mean()
+
+
+@pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 6), (3, 1)])
+def test_messages_and_bytes_of_a_step_equal_the_formula(
+    generator: Generator, stages: int, count: int
+) -> None:
+    """A boundary has one output and one gradient per microbatch, and one header in all."""
+    rows, width = 2 * count, 5
+    nbytes = 2 * width * 4
+
+    def work(comm: Communicator) -> tuple[Counter[str], Counter[str], Counter[str]]:
+        pipeline = Pipeline(
+            linear_stage(comm, width), comm, generator(stages, count), loss_fn=squares
+        )
+        pipeline.run(torch.ones(rows, width), torch.zeros(rows, width))
+        first = Counter(comm.traffic.calls)
+        pipeline.run(torch.ones(rows, width), torch.zeros(rows, width))
+        return first, comm.traffic.calls - first, comm.traffic.nbytes
+
+    for rank, (first, second, total) in enumerate(run_ranks(stages, work)):
+        below, above = int(rank > 0), int(rank < stages - 1)
+        assert second == {
+            "send": count * (below + above),
+            "recv": count * (below + above),
+            "broadcast": 1,
+        }
+        assert first["send"] == second["send"] + above
+        assert first["recv"] == second["recv"] + below
+        assert total["send"] == 2 * count * (below + above) * nbytes + above * HEADER_NUMEL * 8
+        assert total["recv"] == 2 * count * (below + above) * nbytes + below * HEADER_NUMEL * 8
+        assert total["broadcast"] == 2 * 4
+
+
+def test_activations_in_flight_are_those_of_the_schedule() -> None:
+    """Counts inputs that are alive at each forward: min(m, p - rank) for 1F1B, m for GPipe."""
+
+    class Watching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.alive, self.peak = nn.Linear(3, 3), 0, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.alive += 1
+            self.peak = max(self.peak, self.alive)
+            output: Tensor = self.linear(x)
+            # Called when the graph of this microbatch is dropped.
+            output.grad_fn.metadata["watch"] = Drop(self)  # type: ignore[union-attr]
+            return output
+
+    class Drop:
+        def __init__(self, stage: Watching) -> None:
+            self.stage = stage
+
+        def __del__(self) -> None:
+            self.stage.alive -= 1
+
+    for generate, wanted in ((gpipe, [6, 6, 6]), (one_f_one_b, [3, 2, 1])):
+
+        def work(comm: Communicator, generate: Generator = generate) -> int:
+            stage = Watching()
+            pipeline = Pipeline(stage, comm, generate(3, 6), loss_fn=squares)
+            pipeline.run(torch.ones(6, 3), torch.zeros(6, 3))
+            return stage.peak
+
+        assert run_ranks(3, work) == wanted
+
+
+def test_bfloat16_between_stages_under_autocast() -> None:
+    def work(comm: Communicator) -> torch.dtype | None:
+        stage = linear_stage(comm)
+        pipeline = Pipeline(
+            stage,
+            comm,
+            one_f_one_b(2, 2),
+            loss_fn=lambda y, t: squares(y.float(), t),
+            autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        )
+        pipeline.run(torch.ones(4, 3), torch.zeros(4, 3))
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in stage.parameters())
+        form = pipeline._link.inputs if pipeline.is_last else pipeline._link.outputs
+        return form.dtype if form else None
+
+    assert run_ranks(2, work) == [torch.bfloat16] * 2
+
+
+def test_backward_and_no_sync_are_the_callers() -> None:
+    """The optimizer's backward gets the loss on the last stage, outputs and gradients before it."""
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.calls: list[tuple[bool, bool]] = []
+            self.local = False
+
+        def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
+            self.calls.append((gradient is None, self.local))
+            loss = output * 8 if gradient is None else output
+            torch.autograd.backward(loss, gradient)
+
+        def no_sync(self) -> AbstractContextManager[None]:
+            recorder = self
+
+            class Local(AbstractContextManager[None]):
+                def __enter__(self) -> None:
+                    recorder.local = True
+
+                def __exit__(self, *error: object) -> None:
+                    recorder.local = False
+
+            return Local()
+
+    def work(comm: Communicator) -> tuple[list[tuple[bool, bool]], list[Tensor]]:
+        calls: list[tuple[bool, bool]] = []
+        grads = []
+        for scaled in (True, False):
+            recorder, stage = Recorder(), linear_stage(comm)
+            pipeline = Pipeline(stage, comm, one_f_one_b(2, 3), loss_fn=squares)
+            call = {"backward": recorder.backward, "no_sync": recorder.no_sync} if scaled else {}
+            pipeline.run(torch.ones(3, 3), torch.zeros(3, 3), **call)  # type: ignore[arg-type]
+            grads.append(stage.weight.grad)
+            calls += recorder.calls
+        return calls, grads  # type: ignore[return-value]
+
+    for rank, (calls, (scaled, plain)) in enumerate(run_ranks(2, work)):
+        assert calls == [(rank == 1, True), (rank == 1, True), (rank == 1, False)]
+        assert torch.equal(scaled, plain * 8)
+
+
+class Failing(nn.Module):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_failing_stage_ends_every_rank_with_its_error(rank: int) -> None:
+    heard: dict[int, BaseException] = {}
+
+    def work(comm: Communicator) -> None:
+        stage = Failing(ArithmeticError("boom")) if comm.rank == rank else linear_stage(comm)
+        pipeline = Pipeline(stage, comm, one_f_one_b(3, 4), loss_fn=squares)
+        try:
+            pipeline.run(torch.ones(4, 3), torch.zeros(4, 3))
+        except Exception as error:
+            heard[comm.rank] = error
+            raise
+
+    with pytest.raises(ArithmeticError, match="boom"):
+        run_ranks(3, work, timeout_s=30)
+    for other, error in heard.items():
+        if other != rank:
+            assert isinstance(error, CommunicationError)
+            assert f"pipeline stage {rank} of 3: ArithmeticError: boom" in str(error)
+    assert sorted(heard) == [0, 1, 2]
+
+
+def wrong(case: str, comm: Communicator) -> None:
+    """One mistake of a user per case."""
+    stage, rows, targets = linear_stage(comm), 4, torch.zeros(4, 3)
+    schedule, loss_fn = one_f_one_b(2, 2), squares
+    if case == "batch":
+        rows = 5
+    elif case == "no-tokens":
+        rows = -1
+    elif case == "loss-is-no-scalar" and comm.rank == 1:
+        loss_fn = torch.sub  # type: ignore[assignment]
+    elif case == "output-is-a-tuple" and comm.rank == 0:
+        stage = nn.Identity()
+        stage.forward = lambda x: (x, x)  # type: ignore[assignment]
+    elif case == "input-not-used" and comm.rank == 1:
+        loss_fn = lambda y, t: stage.weight.sum()  # type: ignore[assignment,union-attr] # noqa: E731
+    elif case == "schedules-differ" and comm.rank == 1:
+        schedule = gpipe(2, 2)
+    pipeline = Pipeline(stage, comm, schedule, loss_fn=loss_fn)
+    pipeline.run(torch.ones(rows, 3) if rows > 0 else None, targets)
+    if case == "another-shape":
+        pipeline.run(torch.ones(8, 3), torch.zeros(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("batch", "tokens of a batch that 2 microbatches divide expected, got 5 rows"),
+        ("no-tokens", "stage 0 of 2.: tokens expected on this stage, got None"),
+        ("loss-is-no-scalar", r"a 0-dim loss expected of the last stage, got \(2, 3\)"),
+        ("output-is-a-tuple", "one floating-point tensor expected as output, got tuple"),
+        ("input-not-used", "stage 1 of 2.: its output does not depend on its input"),
+        ("schedules-differ", "rank 1 and rank 0 have different schedules"),
+        ("another-shape", r"an output of \(2, 3\) torch.float32 expected, .* got \(4, 3\)"),
+    ],
+)
+def test_pipeline_used_wrongly_says_what_was_expected(case: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_ranks(2, lambda comm: wrong(case, comm), timeout_s=30)
+
+
+def test_pipeline_of_a_schedule_that_does_not_fit_is_refused() -> None:
+    def work(comm: Communicator) -> None:
+        stage = linear_stage(comm)
+        with pytest.raises(ValueError, match="got 3 rows and 2 ranks"):
+            Pipeline(stage, comm, gpipe(3, 2))
+        with pytest.raises(ScheduleError, match="deadlock"):
+            Pipeline(stage, comm, parse("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1"))
+        with pytest.raises(UnsupportedError, match=r"gives rank \d 2 stages"):
+            Pipeline(stage, comm, parse("0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0"))
+
+    run_ranks(2, work)
+
+
+def rule() -> optim.Rule:
+    return optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
+
+
+def in_two_dims(
+    model: nn.Module, data: Tensor, stage_of_zero: int
+) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Losses and state dict of each of 2 x 2 ranks; a row of the data axis has half of a batch."""
+    models = [copy.deepcopy(model) for _ in range(4)]
+
+    def work(comm: Communicator) -> tuple[list[float], dict[str, Tensor]]:
+        mesh = Mesh(comm, {"data": 2, "pipeline": 2})
+        rank = mesh.coordinates["pipeline"]
+        mine: Any = models[comm.rank]
+        stage: Any = make_stage(mine, partition([1] * num_layers(mine), 2)[rank])
+        pipeline = Pipeline(stage, mesh.axis("pipeline"), one_f_one_b(2, 2), tied=stage.tied)
+        optimizer = zero.Optimizer(
+            stage,
+            rule(),
+            mesh.axis("data"),
+            stage=stage_of_zero,
+            model_comm=mesh.axis("pipeline"),
+            duplicates=stage.tied if pipeline.is_last else (),
+        )
+        losses = []
+        for batch in data:
+            tokens, targets = batch.chunk(2, dim=1)[mesh.coordinates["data"]]
+            loss = pipeline.run(
+                tokens, targets, backward=optimizer.backward, no_sync=optimizer.no_sync
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+            assert loss is not None
+            losses.append(float(loss))
+        return losses, stage.state_dict()
+
+    return run_ranks(4, work)
+
+
+def serial_in_two_parts(model: nn.Module, data: Tensor) -> list[list[float]]:
+    """The oracle: each half's microbatches are added up, then the halves, then halved."""
+
+    def work(comm: Communicator) -> list[list[float]]:
+        optimizer, losses = zero.Optimizer(model, rule(), comm), []
+        for batch in data:
+            sums: list[list[Tensor]] = []
+            row = []
+            for half in batch.chunk(2, dim=1):
+                total = torch.zeros(())
+                for x, y in zip(*(part.chunk(2) for part in half), strict=True):
+                    loss = model(x, y) / 2
+                    loss.backward()
+                    total += loss.detach()
+                sums.append([p.grad for p in model.parameters() if p.grad is not None])
+                model.zero_grad()
+                row.append(float(total))
+            for param, one, two in zip(model.parameters(), *sums, strict=True):
+                param.grad = (one + two) / 2
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(row)
+        return losses
+
+    return run_ranks(1, work)[0]
+
+
+@pytest.mark.parametrize("stage_of_zero", [0, 2])
+def test_two_dims_with_clipping_have_the_bits_of_one_rank(stage_of_zero: int) -> None:
+    model, data = whole(LLAMA), batches(steps=10)
+    ranks = in_two_dims(model, data, stage_of_zero)
+    losses = serial_in_two_parts(model, data)
+    for rank, (found, _) in enumerate(ranks):
+        assert found == [row[rank // 2] for row in losses]
+    for pair in (ranks[:2], ranks[2:]):
+        state = merge([state for _, state in pair])
+        for name, value in model.state_dict().items():
+            assert torch.equal(state[name], value), name
+
+
+def test_two_dims_with_a_tied_embedding_stay_near_one_rank() -> None:
+    model, data = whole(TIED), batches(steps=10)
+    ranks = in_two_dims(model, data, 1)
+    losses = serial_in_two_parts(model, data)
+    for rank, (found, _) in enumerate(ranks):
+        assert found == pytest.approx([row[rank // 2] for row in losses], rel=1e-6)
+    copies = [state[name] for _, state in ranks for name in state if name in (
+        "transformer.wte.weight", "lm_head.weight"
+    )]  # fmt: skip
+    assert len(copies) == 4
+    assert all(torch.equal(copies[0], other) for other in copies)
+
+
+def test_tied_parameter_in_the_middle_is_refused() -> None:
+    def work(comm: Communicator) -> None:
+        stage: Any = linear_stage(comm)
+        Pipeline(stage, comm, gpipe(3, 1), tied=[stage.weight])
+
+    with pytest.raises(ValueError, match="stage 1 of 3"):
+        run_ranks(3, work)
+
+
+def test_measured_timeline_has_every_computation_in_order() -> None:
+    def work(comm: Communicator) -> Any:
+        pipeline = Pipeline(
+            linear_stage(comm), comm, one_f_one_b(2, 3), loss_fn=squares, measure=lambda: None
+        )
+        with pytest.raises(RuntimeError, match="measure, and call run"):
+            pipeline.timeline()
+        pipeline.run(torch.ones(3, 3), torch.zeros(3, 3))
+        return pipeline.timeline()
+
+    one, two = run_ranks(2, work)
+    assert one == two
+    assert tuple(tuple(span.action for span in row) for row in one.rows) == one_f_one_b(2, 3).rows
+    for row in one.rows:
+        times = [time for span in row for time in span[1:]]
+        assert times == sorted(times)
+        assert times[0] >= 0
+    assert one.peak_in_flight == (2, 1)

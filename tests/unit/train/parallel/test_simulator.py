@@ -1,0 +1,165 @@
+"""The simulator against closed forms, in exact arithmetic, and its picture."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from anychip.train.parallel import (
+    Action,
+    Costs,
+    ScheduleError,
+    Span,
+    Timeline,
+    add_communication,
+    gpipe,
+    one_f_one_b,
+    parse,
+    simulate,
+)
+
+SIZES = range(2, 17)
+# Every remainder of m by p that can matter, and the longest; all m up to 8 p for the small ones.
+COUNTS = {
+    p: range(p, 8 * p + 1) if p <= 5 else sorted({p, p + 1, 2 * p - 1, 2 * p, 3 * p + 2, 8 * p})
+    for p in SIZES
+}
+THIRDS = (Fraction(1, 3), Fraction(5, 7))
+
+
+@pytest.mark.parametrize("stages", SIZES)
+def test_bubble_of_gpipe_and_1f1b_is_the_closed_form(stages: int) -> None:
+    """(p - 1)(F + B) on every rank, whatever m is; Narayanan et al. 2021, section 2.2.1."""
+    forward, backward = THIRDS
+    bubble = (stages - 1) * (forward + backward)
+    for count in COUNTS[stages]:
+        for generate in (gpipe, one_f_one_b):
+            found = simulate(generate(stages, count), Costs(forward=forward, backward=backward))
+            assert found.idle == (bubble,) * stages
+            assert found.makespan == count * (forward + backward) + bubble
+            assert found.bubble_ratio == Fraction(stages - 1, count + stages - 1)
+            kept = [count if generate is gpipe else min(count, stages - r) for r in range(stages)]
+            assert list(found.peak_in_flight) == kept
+
+
+@pytest.mark.parametrize("generate", [gpipe, one_f_one_b], ids=["gpipe", "1f1b"])
+def test_message_time_of_a_single_microbatch_is_paid_at_every_boundary(generate: object) -> None:
+    for stages in (1, 2, 5):
+        found = simulate(generate(stages, 1), Costs(forward=3, backward=5, message=2))  # type: ignore[operator]
+        assert found.makespan == stages * 8 + 2 * (stages - 1) * 2
+
+
+def test_message_time_of_gpipe_is_paid_while_filling_and_draining_only() -> None:
+    for stages, count in ((2, 3), (4, 9)):
+        free = simulate(gpipe(stages, count), Costs(forward=3, backward=5))
+        found = simulate(gpipe(stages, count), Costs(forward=3, backward=5, message=2))
+        assert found.makespan - free.makespan == 2 * (stages - 1) * 2
+
+
+def test_slowest_stage_sets_the_pace() -> None:
+    costs = Costs(forward=[1, 4, 2], backward=[2, 8, 4])
+    for count in (3, 10):
+        found = simulate(gpipe(3, count), costs)
+        # Fill to the slow stage, all its work, and what follows its last microbatch each way.
+        assert found.makespan == 1 + count * 4 + 2 + 4 + count * 8 + 2
+        assert found.idle[1] == found.makespan - count * 12
+
+
+def longest_path(text: str, costs: Costs) -> int:
+    """The makespan as the longest path in the graph of dependencies, by relaxation."""
+    rows = parse(text).rows
+    edges = [(row[i], row[i + 1], 0) for row in rows for i in range(len(row) - 1)]
+    owner = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+    actions = [action for row in rows for action in row]
+    for one, two in itertools.permutations(actions, 2):
+        step = {"F": 1, "B": -1}[one.kind]
+        if one.kind == two.kind and one[2] == two[2] and two.stage - one.stage == step:
+            edges.append((one, two, int(owner[one.stage] != owner[two.stage])))
+    start = dict.fromkeys(actions, 0)
+    for _ in actions:
+        for one, two, far in edges:
+            start[two] = max(start[two], start[one] + costs.of(one) + far * costs.message)  # type: ignore[type-var,operator]
+    return max(start[action] + costs.of(action) for action in actions)  # type: ignore[type-var,operator,return-value]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        str(one_f_one_b(3, 4)),
+        str(gpipe(2, 5)),
+        # Two stages per rank, interleaved; and stages that come back to the first rank.
+        "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1\n1F0,1F1,3F0,3F1,3B0,3B1,1B0,1B1",
+        "0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1",
+        # Backwards in another order.
+        "0F0,0F1,0F2,0B2,0B1,0B0\n1F0,1F1,1F2,1B2,1B1,1B0",
+    ],
+    ids=["1f1b", "gpipe", "interleaved", "v-shaped", "reversed"],
+)
+def test_makespan_is_the_longest_path(text: str) -> None:
+    costs = Costs(forward=[3, 1, 4, 1], backward=[5, 9, 2, 6], message=2)
+    schedule = parse(text)
+    stages = schedule.num_stages
+    costs = Costs(forward=costs.forward[:stages], backward=costs.backward[:stages], message=2)  # type: ignore[index]
+    assert simulate(schedule, costs).makespan == longest_path(text, costs)
+
+
+def test_messages_in_the_schedule_change_nothing() -> None:
+    plain = one_f_one_b(4, 6)
+    costs = Costs(forward=2, backward=3, message=1)
+    assert simulate(add_communication(plain), costs) == simulate(plain, costs)
+
+
+def test_simulate_of_a_deadlock_names_it() -> None:
+    with pytest.raises(ScheduleError, match="deadlock"):
+        simulate(parse("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1"))
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (Costs(forward=[1, 2, 3]), "forward costs of 2 stages expected, got 3"),
+        (Costs(backward=-1), "backward costs of at least 0 expected, got -1"),
+        (Costs(message=-0.5), "message costs of at least 0 expected, got -0.5"),
+    ],
+    ids=["count", "negative", "message"],
+)
+def test_simulate_with_costs_that_do_not_fit_says_so(costs: Costs, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulate(gpipe(2, 2), costs)
+
+
+def test_grid_of_1f1b_is_this() -> None:
+    assert simulate(one_f_one_b(2, 3)).grid() == (
+        "rank 0 | F0 F1 .  .  B0 -- F2 B1 -- .  B2 --\nrank 1 | .  F0 B0 -- F1 B1 -- F2 B2 -- .  ."
+    )
+
+
+def test_grid_of_fractions_has_a_column_per_common_unit() -> None:
+    costs = Costs(forward=Fraction(1, 3), backward=Fraction(1, 2))
+    assert simulate(gpipe(1, 1), costs).grid() == "rank 0 | F0 -- B0 -- --"
+
+
+def test_grid_shows_stages_where_a_rank_has_several() -> None:
+    schedule = parse("0F0,1F0,1B0,0B0")
+    assert simulate(schedule, Costs(backward=1)).grid() == "rank 0 | 0F0 1F0 1B0 0B0"
+
+
+def test_grid_of_measured_times_keeps_to_its_columns() -> None:
+    row = (Span(Action(0, "F", 0), 0.01, 0.05), Span(Action(0, "B", 0), 0.05, 0.1))
+    assert Timeline((row,)).grid(10) == "rank 0 | .  F0 -- -- -- B0 -- -- -- --"
+    with pytest.raises(ValueError, match="at least 1 column expected, got 0"):
+        Timeline((row,)).grid(0)
+
+
+def test_grid_in_the_documentation_is_what_is_printed() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    assert str(simulate(one_f_one_b(4, 8), Costs(forward=1, backward=2))) in text
+
+
+def test_timeline_text_ends_with_the_numbers() -> None:
+    assert str(simulate(one_f_one_b(2, 2))).endswith(
+        "makespan 9, idle per rank 3, 3, bubble 33.3%, at most 2, 1 microbatches in flight"
+    )

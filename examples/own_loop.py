@@ -3,6 +3,7 @@
     python examples/own_loop.py [BACKEND] [DIRECTORY]
 
 The model is plain PyTorch. Interrupt it and start it again: it goes on from its last checkpoint.
+``own_loop_ranks.py`` is the same with several ranks.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,19 @@ def _providers(chosen: Backend) -> tuple[Provider, ...]:
     return (*packs, Provider(chosen.name, distribution, version, chosen.operators))
 
 
+def digest() -> str:
+    """The implementations that the chosen backend and its packs bring, as a short digest.
+
+    Ranks of a job compare it: with other tables they would compute other bits.
+    """
+    lines = [
+        f"{provider.name} {provider.version} {row.operator} {row.direction} {row.label}"
+        for provider in _providers(backend())
+        for row in provider.table
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
 def policy(
     *,
     fallback: Fallback | None = None,
@@ -116,4 +130,4 @@ def register(spec: OperatorSpec) -> Operator[..., Any]:
     return operator.register(spec)
 
 
-__all__: list[str] = ["backend", "connect", "policy", "provenance", "register", "use"]
+__all__: list[str] = ["backend", "connect", "digest", "policy", "provenance", "register", "use"]

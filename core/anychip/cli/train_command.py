@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from time import strftime
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from anychip.contract import UnsupportedError
+from anychip.cli.exit_codes import CANNOT_RUN, FAILED, WRONG_USE
 
 if TYPE_CHECKING:
     from anychip.contract import Backend
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from anychip.train.report import Row
 
 SCHEMA = 1
+_LAUNCHED = "ANYCHIP_LAUNCHED"
+"""Set for the ranks that ``--nproc`` has started."""
+_REFUSALS = (WRONG_USE, CANNOT_RUN)
 PATH = click.Path(path_type=Path)
 
 
@@ -33,7 +37,9 @@ PATH = click.Path(path_type=Path)
     help="Text files.  [default: what Python's help() shows]",
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Updates in all: run.steps.")
-@click.option("--nproc", type=click.IntRange(min=1), default=1, help="Processes; 1 so far.")
+@click.option(
+    "--nproc", type=click.IntRange(min=1), default=1, help="Processes on this machine: ranks."
+)
 @click.option("--out", type=PATH, help="Directory for the results.  [default: runs/<time>]")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, with its settings.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for programs.")
@@ -52,14 +58,60 @@ def command(
     Settings are tables of the CONFIG or key=value, like model.width=256; config.toml in the results
     has them all.
     """
-    _check_one_process(nproc)
-    directory = _out_directory(out, resume=resume)
+    is_worker = int(os.environ.get("WORLD_SIZE") or 1) > 1
+    if is_worker and nproc > 1:
+        raise click.UsageError("--nproc starts the ranks itself; leave it out under torchrun")
+    if is_worker and out is None:
+        raise click.UsageError("several ranks need --out, one directory for all of them")
+    # Of several ranks the first looks, or the launcher: there may be files when the others come.
+    was_looked_at = _LAUNCHED in os.environ or _follows()
+    directory = out if was_looked_at and out else _out_directory(out, resume=resume)
     path, texts, settings = _split(arguments, data)
     settings += [f"run.steps={steps}"] if steps is not None else []
     settings += [f"data.files={json.dumps(texts)}"] if texts else []
     if resume and path is None:
         path = directory / "config.toml"
+    if nproc > 1:
+        return _launch(nproc, path, settings, backend, directory, resume=resume, as_json=as_json)
     return _train(path, settings, backend, directory, resume=resume, as_json=as_json)
+
+
+def _follows() -> bool:
+    """This process is a rank, and not the first."""
+    return int(os.environ.get("RANK") or 0) > 0
+
+
+def _launch(
+    nproc: int,
+    path: Path | None,
+    settings: list[str],
+    backend: str | None,
+    out: Path,
+    *,
+    resume: bool,
+    as_json: bool,
+) -> int:
+    """Starts the ranks, each with this command and the chip that was chosen here."""
+    import anychip
+    from anychip.train import config, interruption, launch, run
+
+    configuration = config.load(path, settings)
+    run.mesh_sizes(configuration.parallel, nproc)
+    chip = anychip.use(backend, config=configuration.run.backend)
+    words = ["train", *([str(path)] if path else []), *settings]
+    words += ["--backend", chip.name, "--out", str(out)]
+    words += ["--resume"] * resume + ["--json"] * as_json
+    program = [sys.executable, "-m", "anychip"]
+    try:
+        launch.launch(nproc, [*program, *words], out / "logs", environment={_LAUNCHED: "1"})
+    except interruption.Interrupted as stop:
+        return 128 + stop.signal  # rank 0 has said what was saved
+    except launch.RankFailedError as failure:
+        # All ranks refuse what is wrong use; rank 0 has said why, unless it was ended before.
+        if failure.exit_codes.get(0) not in _REFUSALS:
+            click.echo(f"anychip: {failure}", err=True)
+        return next((code for code in failure.exit_codes.values() if code in _REFUSALS), FAILED)
+    return 0
 
 
 def _train(
@@ -74,8 +126,8 @@ def _train(
     import anychip
     from anychip.train import config, display, interruption, loop
 
-    # With --json, stdout has the result and nothing else.
-    console = Console(stderr=as_json, highlight=False)
+    # With --json, stdout has the result and nothing else. Of several ranks the first speaks.
+    console = Console(stderr=as_json, highlight=False, quiet=_follows())
     configuration = config.load(path, settings)
     chip = anychip.use(backend, config=configuration.run.backend)
     _say(console, str(chip.decision))
@@ -90,24 +142,17 @@ def _train(
         with display.Display(console, steps=named.run.steps, done=run.step) as show:
             rows = loop.train(run, out, show)
     except interruption.Interrupted as stop:
-        click.echo(f"anychip: {stop}", err=True)
+        if run.is_first:
+            click.echo(f"anychip: {stop}", err=True)
         return 128 + stop.signal
     sample = loop.finish(run, out, rows)
+    if not run.is_first:
+        return 0
     if as_json:
         click.echo(json.dumps(_to_json(chip, out, rows), indent=2))
     else:
         _show(console, rows, sample, out)
     return 0
-
-
-def _check_one_process(nproc: int) -> None:
-    """Refuses more than one rank: each would train alone and write over the others' results."""
-    ranks = max(nproc, int(os.environ.get("WORLD_SIZE") or 1))
-    if ranks > 1:
-        raise UnsupportedError(
-            f"training in {ranks} processes comes with the collectives, which are not part of this "
-            "version; leave out --nproc (and torchrun)"
-        )
 
 
 def _out_directory(out: Path | None, *, resume: bool) -> Path:
@@ -119,12 +164,17 @@ def _out_directory(out: Path | None, *, resume: bool) -> Path:
             raise FileNotFoundError(f"there is no run in {out}: it has no config.toml")
         return out
     directory = out or Path("runs") / strftime("%Y%m%d-%H%M%S")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    if directory.exists() and (not directory.is_dir() or _has_files(directory)):
         raise FileExistsError(
             f"{directory} exists and is not empty; nothing was written. To go on with the run in "
             "it, add --resume; to begin another, name another --out"
         )
     return directory
+
+
+def _has_files(directory: Path) -> bool:
+    """Besides the logs of ranks that ended before there was anything else."""
+    return any(path.name != "logs" for path in directory.iterdir())
 
 
 def _split(
@@ -148,18 +198,26 @@ def _split(
 
 
 def _plan(run: Run) -> str:
-    config = run.config
+    config, tokenizer = run.config, run.loader.tokenizer
     num_params = sum(param.numel() for param in run.model.parameters())
     files = config.data.files
     text = ", ".join(files) if files else "the documentation that comes with Python"
-    tokens = config.data.batch_size * config.data.accumulation * config.model.context
+    unit = "bytes" if tokenizer.vocab_size == 256 else "tokens"
+    replicas, stages = run.mesh.sizes["data"], run.mesh.sizes["pipeline"]
+    tokens = config.data.batch_size * config.data.accumulation * config.model.context * replicas
     begun = f", going on after step {run.step}" if run.step else ""
-    return (
-        f"{type(run.model).__name__} with {num_params:,} parameters in {run.policy.name} "
-        f"({run.policy.why})\n"
-        f"{len(run.loader.tokens):,} bytes of {text}\n"
-        f"{config.run.steps} steps of {tokens:,} bytes{begun}"
-    )
+    kind = type(config.model).__name__.removesuffix("Config")
+    lines = [
+        f"{kind} with {num_params:,} parameters{' in stage 0' * (stages > 1)} in "
+        f"{run.policy.name} ({run.policy.why})",
+        f"{len(run.loader.tokens):,} {unit} of {text}",
+        f"{config.run.steps} steps of {tokens:,} {unit}{begun}",
+    ]
+    if run.comm.world_size > 1:
+        how = [f"{replicas} replicas, ZeRO stage {config.optimizer.stage}"] * (replicas > 1)
+        how += [f"{stages} stages by {config.parallel.schedule}"] * (stages > 1)
+        lines.append(f"{run.comm.world_size} ranks: {'; '.join(how)}")
+    return "\n".join(lines)
 
 
 def _show(console: Console, rows: list[Row], sample: str, out: Path) -> None:

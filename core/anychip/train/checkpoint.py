@@ -5,7 +5,9 @@ names them with sizes and hashes. A save writes new files beside the old ones an
 manifest by one atomic rename: whenever the process or the machine stops, the manifest names one
 complete checkpoint. Loading verifies the hashes and runs no code from the files.
 
-Sharded and asynchronous checkpoints are not part of this version.
+A checkpoint holds whole tensors, whatever they were partitioned over, so that it loads at another
+number of ranks. Rank 0 writes it, and every rank reads it. Checkpoints written by all ranks, or
+while training goes on, are not part of this version.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ import torch
 from torch import nn
 
 import anychip
-from anychip.contract import AnychipError
+from anychip.contract import AnychipError, Communicator
+from anychip.contract.collectives import gather_objects
 
 FORMAT = "anychip-checkpoint"
-VERSION = 1
+VERSION = 2
 PARTS = ("model", "optimizer", "progress")
 
 _OURS = re.compile(r"(?:model|optimizer|progress)-[0-9a-f]{16}\.pt|manifest\.json|.*\.partial")
@@ -43,7 +46,13 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class Model(Stateful, Protocol):
+    """A module, or what stands for a model that several ranks hold."""
+
+    def parameters(self) -> Iterable[torch.Tensor]: ...
 
 
 class State(NamedTuple):
@@ -62,21 +71,24 @@ def save(
     directory: str | Path,
     *,
     step: int,
-    model: nn.Module,
+    model: nn.Module | Model,
     optimizer: Stateful,
     data: Stateful | None = None,
     extra: Mapping[str, Any] | None = None,
+    comm: Communicator | None = None,
 ) -> Path:
     """Replaces the checkpoint in a directory and returns its folder.
 
     The states of torch's generators (the host's, and that of the model's device) and of Python's
-    go with it.
+    go with it, those of every rank. With several ranks a collective call: all give their states,
+    rank 0 writes, and all return when the checkpoint is there.
 
     Args:
         directory: of the run; made when it is not there.
         step: updates done.
         data: the loader, for its position.
         extra: tensors, numbers, texts, lists and dicts, given back by :func:`resume`.
+        comm: all ranks of the job; None: this is the only one.
 
     Raises:
         OSError: it could not be written, for instance because the disk is full. The checkpoint
@@ -84,18 +96,26 @@ def save(
         CheckpointError: the folder ``checkpoint`` holds files that are not ours.
     """
     folder = Path(directory) / "checkpoint"
-    folder.mkdir(parents=True, exist_ok=True)
-    _require_ours(folder)
     states = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "progress": {
             "step": step,
             "data": None if data is None else data.state_dict(),
-            "random": _random_state(_device_of(model)),
+            "random": _of_all_ranks(_random_state(_device_of(model)), comm),
             "extra": dict(extra or {}),
         },
     }
+    if comm is None or comm.rank == 0:
+        _write(folder, step, states)
+    if comm is not None:
+        comm.barrier()
+    return folder
+
+
+def _write(folder: Path, step: int, states: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _require_ours(folder)
     try:
         files = {part: _write_part(folder, part, states[part]) for part in PARTS}
         _write_manifest(folder, step, files)
@@ -106,17 +126,21 @@ def save(
         text = f"the checkpoint of step {step} was not written; {before}: {error.strerror}"
         raise OSError(error.errno, text, str(folder)) from error
     _sweep(folder, keep=_names_of(folder))
-    return folder
 
 
 def resume(
     directory: str | Path,
     *,
-    model: nn.Module,
+    model: nn.Module | Model,
     optimizer: Stateful,
     data: Stateful | None = None,
+    comm: Communicator | None = None,
 ) -> State:
     """Loads the checkpoint in a directory, if there is one, into what is given.
+
+    Every rank reads the same files and takes its part. At the number of ranks that saved it, each
+    goes on with its generators' states; at another one only those do that were there, and the
+    others keep the states that they have.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or is of another model, optimizer or data, or
@@ -138,7 +162,9 @@ def resume(
         _hand_over(folder, "data", data, progress["data"])
     _hand_over(folder, "optimizer", optimizer, states["optimizer"])
     model.load_state_dict(states["model"])
-    _set_random_state(progress["random"], _device_of(model))
+    rank = 0 if comm is None else comm.rank
+    if rank < len(progress["random"]):
+        _set_random_state(progress["random"][rank], _device_of(model))
     return State(progress["step"], progress["extra"])
 
 
@@ -229,7 +255,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise _error(folder, f"format {FORMAT!r} expected, got {manifest['format']!r}")
-        if manifest["version"] > VERSION:
+        if manifest["version"] != VERSION:
             raise _error(
                 folder,
                 f"it has version {manifest['version']} of the format, written by anychip "
@@ -273,7 +299,7 @@ def _load(path: Path) -> Any:
         raise _error(path.parent, f"{path.name} cannot be read: {error}") from error
 
 
-def _check_model(folder: Path, model: nn.Module, saved: Mapping[str, Any]) -> None:
+def _check_model(folder: Path, model: nn.Module | Model, saved: Mapping[str, Any]) -> None:
     mine = {name: _describe(value) for name, value in model.state_dict().items()}
     other = {name: _describe(value) for name, value in saved.items()}
     wrong = [name for name in {**mine, **other} if mine.get(name) != other.get(name)]
@@ -319,7 +345,7 @@ def _sweep(folder: Path, *, keep: Iterable[str]) -> None:
             path.unlink()
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def _device_of(model: nn.Module | Model) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
@@ -328,6 +354,10 @@ def _random_state(device: torch.device) -> dict[str, Any]:
     if device.type != "cpu":
         states["device"] = torch.get_device_module(device.type).get_rng_state(device)
     return {**states, "device_type": device.type}
+
+
+def _of_all_ranks(state: dict[str, Any], comm: Communicator | None) -> list[dict[str, Any]]:
+    return [state] if comm is None else gather_objects(comm, state)
 
 
 def _set_random_state(states: Mapping[str, Any], device: torch.device) -> None:

@@ -58,7 +58,8 @@ class Display:
         self._count += 1
         # Over the last few steps: a single step's speed jumps, the whole run's hides a change.
         self._speed += (row.tokens_per_s - self._speed) / min(self._count, 20)
-        status = f"loss {row.loss:.4f}  lr {row.lr:.2e}  {self._speed:,.0f} tokens/s"
+        rate = f"skipped at scale {row.loss_scale:g}" if row.skipped else f"lr {row.lr:.2e}"
+        status = f"loss {row.loss:.4f}  {rate}  {self._speed:,.0f} tokens/s"
         self._progress.update(self._task, completed=row.step, status=status)
         now = time.monotonic()
         ends = self._count in (1, self._left)

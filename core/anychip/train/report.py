@@ -18,15 +18,19 @@ class Row:
         step: updates done with this one; the first row has 1.
         loss: mean over the step's tokens, before the update.
         lr: learning rate of the update.
-        grad_norm: before clipping.
-        tokens_per_s: of this step alone.
+        grad_norm: before clipping; None when the update was skipped.
+        tokens_per_s: of this step alone, over all ranks.
+        loss_scale: by which the loss was multiplied; 1.0 without loss scaling.
+        skipped: the update was left out because a gradient was not finite.
     """
 
     step: int
     loss: float
     lr: float
-    grad_norm: float
+    grad_norm: float | None
     tokens_per_s: float
+    loss_scale: float = 1.0
+    skipped: bool = False
 
 
 class Metrics:
@@ -35,27 +39,32 @@ class Metrics:
     Args:
         path: the file; rows of an earlier part of the run are taken over.
         last_step: rows after it are dropped: the run goes on from there and writes them again.
+        writes: False on ranks that only keep the rows.
 
     Raises:
         OSError: naming the file, also when a row cannot be written.
     """
 
-    def __init__(self, path: Path, *, last_step: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, last_step: int, writes: bool = True) -> None:
+        self.path, self.writes = path, writes
         self.rows = [row for row in read_metrics(path) if row.step <= last_step]
+        if not writes:
+            return
         partial = path.with_name(path.name + ".partial")
         partial.write_text("".join(_line(row) for row in self.rows), encoding="utf-8")
         partial.replace(path)
 
     def append(self, row: Row) -> None:
         """Adds a row."""
+        self.rows.append(row)
+        if not self.writes:
+            return
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(_line(row))
         except OSError as error:
             text = f"the row of step {row.step} was not written: {error.strerror}"
             raise OSError(error.errno, text, str(self.path)) from error
-        self.rows.append(row)
 
 
 def read_metrics(path: Path) -> list[Row]:

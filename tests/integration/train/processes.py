@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 TINY = (
-    "run.sample_bytes=5",
+    "run.sample_tokens=5",
     "model.context=16",
     "model.layers=1",
     "model.heads=2",

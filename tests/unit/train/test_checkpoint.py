@@ -152,11 +152,11 @@ def test_damaged_file_is_named_and_nothing_is_loaded_or_changed(
         ("[1]", "manifest.json is damaged"),
         ('{"format": "other"}', "format 'anychip-checkpoint' expected, got 'other'"),
         (
-            '{"format": "anychip-checkpoint", "version": 2, "anychip": "9.0"}',
-            "version 2 of the format, written by anychip 9.0",
+            '{"format": "anychip-checkpoint", "version": 9, "anychip": "9.0"}',
+            "version 9 of the format, written by anychip 9.0",
         ),
         (
-            '{"format": "anychip-checkpoint", "version": 1, "files": {"model": {}}}',
+            '{"format": "anychip-checkpoint", "version": 2, "files": {"model": {}}}',
             "manifest.json is damaged",
         ),
     ],

@@ -20,7 +20,7 @@ from anychip.train.report import Row
 
 TINY = [
     "run.steps=8",
-    "run.sample_bytes=5",
+    "run.sample_tokens=5",
     "model.context=16",
     "model.layers=1",
     "model.heads=2",
@@ -220,7 +220,7 @@ def test_full_disk_in_mid_run_keeps_the_checkpoint_before(
 
 
 def test_finish_leaves_sample_plot_and_provenance(tmp_path: Path) -> None:
-    run = _build("run.sample_bytes=40")
+    run = _build("run.sample_tokens=40")
     rows = loop.train(run, tmp_path, _nothing)
     text = loop.finish(run, tmp_path, rows)
     assert (tmp_path / "sample.txt").read_text() == text

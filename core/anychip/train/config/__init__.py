@@ -1,0 +1,46 @@
+"""What does a run consist of? Settings: dataclasses (``settings``), read from TOML (``reading``).
+
+Every setting has a name of two parts, ``model.width``, a default, and a check beside it. A key that
+does not exist, or a value that cannot be, is answered with where it came from and what was meant.
+"""
+
+from anychip.train.config.reading import dump, load
+from anychip.train.config.settings import (
+    MODELS,
+    OPTIMIZERS,
+    SCHEDULES,
+    TOKENIZERS,
+    AdamWConfig,
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    LAMBConfig,
+    LionConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    SGDConfig,
+)
+
+__all__ = [
+    "MODELS",
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "TOKENIZERS",
+    "AdamWConfig",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "LAMBConfig",
+    "LionConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "SGDConfig",
+    "ScheduleConfig",
+    "dump",
+    "load",
+]

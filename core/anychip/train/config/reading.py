@@ -1,0 +1,171 @@
+"""How are settings written? As TOML, and as ``key=value`` on the command line.
+
+Every setting has a name of two parts, ``model.width``, a default, and a check beside it. A key that
+does not exist, or a value that cannot be, is answered with where it came from and what was meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import tomlkit
+from tomlkit.exceptions import TOMLKitError
+
+from anychip.train.config.settings import MODELS, OPTIMIZERS, Config, ConfigError
+
+KINDS: Mapping[str, tuple[Mapping[str, type[Any]], str]] = {
+    "model": (MODELS, "gpt"),
+    "optimizer": (OPTIMIZERS, "adamw"),
+}
+"""Tables whose settings depend on their ``kind``: the kinds that there are, and the default."""
+
+
+class _Entry(NamedTuple):
+    """A value as it was written, and where."""
+
+    value: Any
+    origin: str
+
+
+def load(path: Path | None = None, settings: Sequence[str] = ()) -> Config:
+    """The configuration of a file, changed by ``key=value`` settings.
+
+    Args:
+        path: a TOML file with tables like ``[model]``; None: the defaults.
+        settings: like ``model.width=256``; values are TOML, quotes of a string may be left out.
+
+    Raises:
+        ConfigError: with the key, where it stands, what was expected, and the nearest right key.
+        FileNotFoundError: there is no such file.
+    """
+    given: dict[str, _Entry] = {}
+    if path is not None:
+        given |= {key: _Entry(value, str(path)) for key, value in _flatten(_read(path))}
+    given |= _parse(settings)
+    kinds = {
+        name: given.pop(f"{name}.kind", _Entry(default, "default"))
+        for name, (_, default) in KINDS.items()
+    }
+    sections = _sections(kinds)
+    known = [f"{name}.{f.name}" for name, cls in sections.items() for f in fields(cls)]
+    for key, entry in given.items():
+        if key not in known:
+            raise ConfigError(f"{entry.origin}: there is no setting {key!r}{_near(key, known)}")
+    return Config(**{name: _section(name, cls, given) for name, cls in sections.items()})
+
+
+def dump(config: Config) -> str:
+    """The configuration as TOML, every setting written out; ``load`` gives it back."""
+    document = tomlkit.document()
+    for name, values in asdict(config).items():
+        table = tomlkit.table()
+        if name in KINDS:
+            classes, mine = KINDS[name][0], type(getattr(config, name))
+            table.add("kind", next(kind for kind, cls in classes.items() if cls is mine))
+        for key, value in values.items():
+            if value is not None:  # TOML has no word for it; leaving it out says the same
+                table.add(key, list(value) if isinstance(value, tuple) else value)
+        document.add(name, table)
+    return tomlkit.dumps(document)
+
+
+def _sections(kinds: Mapping[str, _Entry]) -> dict[str, type[Any]]:
+    """Class of each table; some depend on their kind."""
+    classes = {f.name: get_type_hints(Config)[f.name] for f in fields(Config)}
+    for name, kind in kinds.items():
+        known = KINDS[name][0]
+        if not isinstance(kind.value, str) or kind.value not in known:
+            raise ConfigError(
+                f"{kind.origin}: {name}.kind must be one of {', '.join(known)}, got {kind.value!r}"
+            )
+        classes[name] = known[kind.value]
+    return classes
+
+
+def _section(name: str, cls: type[Any], given: Mapping[str, _Entry]) -> Any:
+    hints = get_type_hints(cls)
+    mine = {f.name: given[key] for f in fields(cls) if (key := f"{name}.{f.name}") in given}
+    values = {key: _typed(f"{name}.{key}", hints[key], entry) for key, entry in mine.items()}
+    try:
+        return cls(**values)
+    except ValueError as error:
+        origins = ", ".join(dict.fromkeys(entry.origin for entry in mine.values()))
+        raise ConfigError(f"{origins or 'default'}: [{name}] {error}") from None
+
+
+def _typed(key: str, wanted: Any, entry: _Entry) -> Any:
+    """The value, if it is of the type that a dataclass asks for."""
+    value = entry.value
+    if wanted in (float, float | None) and type(value) is int:
+        value = float(value)
+    if wanted == tuple[str, ...]:
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        expected = 'a list of strings, like ["a.txt", "b.txt"],'
+    else:
+        # type(), because True is an int for isinstance, and "layers = true" is a mistake.
+        options = getattr(wanted, "__args__", (wanted,))
+        if type(value) in options and not (isinstance(value, float) and not math.isfinite(value)):
+            return value
+        names = {
+            bool: "true or false",
+            int: "an integer",
+            float: "a finite number",
+            str: "a string",
+        }
+        expected = names[options[0]]
+    raise ConfigError(f"{entry.origin}: {key}: {expected} expected, got {value!r}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomlkit.parse(path.read_text(encoding="utf-8")).unwrap()
+    except (TOMLKitError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def _flatten(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(table.key, value) for each; what stands outside of a table keeps its bare name."""
+    for name, value in document.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", item) for key, item in value.items())
+        else:
+            yield name, value
+
+
+def _parse(settings: Sequence[str]) -> dict[str, _Entry]:
+    given: dict[str, _Entry] = {}
+    for setting in settings:
+        key, sign, text = setting.partition("=")
+        if not sign or not key.strip():
+            raise ConfigError(f"a setting is key=value, like model.width=256; got {setting!r}")
+        key = key.strip()
+        if key in given:
+            raise ConfigError(f"{key} is given twice: {given[key].origin!r} and {setting!r}")
+        given[key] = _Entry(_value(text.strip()), setting)
+    return given
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomlkit.parse(f"value = {text}").unwrap()["value"]
+    except TOMLKitError:
+        return text
+
+
+def _near(key: str, known: Sequence[str]) -> str:
+    """The right key that is most like a wrong one, as an advice."""
+    last = key.rpartition(".")[2]
+    tails = {name.rpartition(".")[2]: name for name in known}
+    near = difflib.get_close_matches(key, known, n=1)
+    near = near or [tails[tail] for tail in difflib.get_close_matches(last, tails, n=1)]
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    section = key.partition(".")[0]
+    mine = [name for name in known if name.startswith(f"{section}.")] or known
+    return f"; there are {', '.join(mine)}"

@@ -1,0 +1,275 @@
+"""What can be set? Frozen dataclasses with defaults, each value checked beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from anychip.contract import AnychipError
+from anychip.train.data import VOCAB_SIZE
+from anychip.train.models import GPTConfig, LlamaConfig
+
+MODELS: Mapping[str, type[GPTConfig] | type[LlamaConfig]] = {"gpt": GPTConfig, "llama": LlamaConfig}
+"""Values of ``model.kind`` and the settings that each has."""
+
+TOKENIZERS = ("bytes", "bpe")
+"""Values of ``data.tokenizer`` that are no file."""
+
+SCHEDULES = ("1f1b", "gpipe")
+"""Values of ``parallel.schedule``."""
+
+
+class ConfigError(AnychipError, ValueError):
+    """A setting does not exist, has the wrong type, or a value that cannot be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """The run as a whole.
+
+    Attributes:
+        steps: updates of the parameters, counted from the start of the first run.
+        seed: of initial weights, order of the data, dropout and the sample.
+        precision: fp32, bf16, fp16 (with dynamic loss scaling), or auto: what the backend says is
+            fast.
+        backend: name of the backend; None: the argument, the environment, or the best one here.
+        sample_tokens: length of the text that the trained model writes.
+        timeout_s: seconds that a rank waits for another one before it gives up.
+        heartbeat_s: seconds without a sign of life after which a rank counts as lost.
+    """
+
+    steps: int = 500
+    seed: int = 0
+    precision: str = "auto"
+    backend: str | None = None
+    sample_tokens: int = 300
+    timeout_s: float = 600.0
+    heartbeat_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _at_least(1, steps=self.steps)
+        _at_least(0, seed=self.seed, sample_tokens=self.sample_tokens)
+        _positive(timeout_s=self.timeout_s, heartbeat_s=self.heartbeat_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """What is read.
+
+    Attributes:
+        files: texts, JSON lines and Parquet files, directories and patterns, in order; none: the
+            documentation that comes with Python.
+        field: of JSON lines, and column of Parquet, that holds the text.
+        tokenizer: bytes; bpe: trained on the files to ``model.vocab_size`` tokens and kept in the
+            results; or a JSON file of the library ``tokenizers``.
+        batch_size: sequences in one forward pass of one replica; each is ``model.context`` tokens.
+        accumulation: forward passes of a replica whose mean gradient makes one update; with stages
+            these are the micro-batches of the pipeline.
+        end_of_document: put that token between two documents.
+        cross_document_targets: the first token of a document is predicted from the one before.
+        prefetch: batches made ahead by a thread; 0: none.
+    """
+
+    files: tuple[str, ...] = ()
+    field: str = "text"
+    tokenizer: str = "bytes"
+    batch_size: int = 16
+    accumulation: int = 1
+    end_of_document: bool = True
+    cross_document_targets: bool = True
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        _at_least(1, batch_size=self.batch_size, accumulation=self.accumulation)
+        _at_least(0, prefetch=self.prefetch)
+        if self.tokenizer not in TOKENIZERS and not self.tokenizer.endswith(".json"):
+            raise ValueError(
+                f"tokenizer must be {', '.join(TOKENIZERS)} or a .json file, got {self.tokenizer!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How the ranks of a job share the work; the sizes multiply to their number.
+
+    Attributes:
+        data: replicas of the model, each with its own part of every batch; 0: as many as there
+            are ranks for.
+        pipeline: stages that the layers of one replica are cut into, one per rank.
+        schedule: of the stages: 1f1b, or gpipe.
+    """
+
+    data: int = 0
+    pipeline: int = 1
+    schedule: str = "1f1b"
+
+    def __post_init__(self) -> None:
+        _at_least(0, data=self.data)
+        _at_least(1, pipeline=self.pipeline)
+        if self.schedule not in SCHEDULES:
+            raise ValueError(
+                f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """What every kind of optimizer has.
+
+    Attributes:
+        lr: the highest learning rate; the schedule says when.
+        weight_decay: of matrices; norms and biases have none.
+        max_norm: the gradient's norm is clipped to it; 0 does not clip.
+        stage: of ZeRO, 0 to 2: 0 keeps everything on every replica, 1 shares out the optimizer's
+            states, 2 the gradients too.
+    """
+
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+    stage: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least(0, lr=self.lr, weight_decay=self.weight_decay, max_norm=self.max_norm)
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamWConfig(OptimizerConfig):
+    """``optimizer.kind = "adamw"``."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        _below_one(beta1=self.beta1, beta2=self.beta2)
+        _positive(eps=self.eps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LAMBConfig(OptimizerConfig):
+    """``optimizer.kind = "lamb"``: a learning rate per parameter, for large batches."""
+
+    lr: float = 1e-2
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        _below_one(beta1=self.beta1, beta2=self.beta2)
+        _positive(eps=self.eps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LionConfig(OptimizerConfig):
+    """``optimizer.kind = "lion"``: updates of one size, by the sign; one state instead of two."""
+
+    lr: float = 5e-4
+    weight_decay: float = 0.5
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        _below_one(beta1=self.beta1, beta2=self.beta2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SGDConfig(OptimizerConfig):
+    """``optimizer.kind = "sgd"``."""
+
+    lr: float = 0.3
+    weight_decay: float = 0.0
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        _below_one(momentum=self.momentum)
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum greater than 0")
+
+
+OPTIMIZERS: Mapping[str, type[OptimizerConfig]] = {
+    "adamw": AdamWConfig,
+    "sgd": SGDConfig,
+    "lamb": LAMBConfig,
+    "lion": LionConfig,
+}
+"""Values of ``optimizer.kind`` and the settings that each has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Warm-up, then half a cosine over the rest of ``run.steps``.
+
+    Attributes:
+        warmup: the part of all steps in which the learning rate rises, from 0 to 1.
+        final: the last learning rate as a part of the highest, from 0 to 1.
+    """
+
+    warmup: float = 0.1
+    final: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("warmup", "final"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When the run is saved; at its end and on Ctrl-C it always is.
+
+    Attributes:
+        every: steps from one checkpoint to the next.
+    """
+
+    every: int = 100
+
+    def __post_init__(self) -> None:
+        _at_least(1, every=self.every)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """All settings of a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: GPTConfig | LlamaConfig = field(default_factory=GPTConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        least = VOCAB_SIZE + (self.data.tokenizer == "bpe")
+        if self.data.tokenizer in TOKENIZERS and self.model.vocab_size < least:
+            raise ConfigError(
+                f"model.vocab_size must be at least {least} for the tokenizer "
+                f"{self.data.tokenizer!r}, whose tokens begin with the 256 bytes; got "
+                f"{self.model.vocab_size}"
+            )
+
+
+def _at_least(least: int, **values: float) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _below_one(**values: float) -> None:
+    for name, value in values.items():
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0.0:
+            raise ValueError(f"{name} must be greater than 0, got {value}")

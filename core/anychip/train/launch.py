@@ -1,0 +1,202 @@
+"""Several ranks on this machine: started together, ended together, by torch's elastic launcher.
+
+What ``anychip train --nproc N`` does before it is N processes; ``torchrun --standalone`` does the
+same from outside. Rank 0 writes to this terminal, the others to files. There is no restart: a run
+goes on from its checkpoint. Signals go to every rank once, since the ranks are in sessions of their
+own, where the terminal does not send them a second one.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from anychip.contract import AnychipError
+from anychip.train.interruption import Interrupted
+
+_LOGGER = "torch.distributed.elastic"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_TAIL_LINES = 20
+_AS_RANK = """
+if [ "$RANK" -gt 0 ]; then exec >"$0/rank$RANK.out" 2>"$0/rank$RANK.err"; fi
+exec env "$@"
+"""
+_MISSED_ANOTHER = re.compile(r"rank \d+ of \d+: ")
+"""How the place of a CommunicationError reads."""
+
+
+class RankFailedError(AnychipError, RuntimeError):
+    """A rank ended with an error, and all others were ended.
+
+    Attributes:
+        rank: the first that failed, or that was killed.
+        exit_code: its own; 128 plus the number of the signal that ended it.
+        exit_codes: of all ranks that failed or were ended, by rank.
+    """
+
+    def __init__(self, rank: int, exit_codes: Mapping[int, int], told: str) -> None:
+        self.rank, self.exit_codes = rank, exit_codes
+        self.exit_code = exit_code = exit_codes[rank]
+        name = _signal_name(exit_code)
+        how = f"was ended by {name}" if name else f"ended with exit code {exit_code}"
+        super().__init__(f"rank {rank} {how}, and the other ranks with it{told}")
+
+
+def launch(
+    nproc: int,
+    command: Sequence[str],
+    logs: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Runs a command ``nproc`` times as ranks of one job; returns when all have ended well.
+
+    Each process finds its rank where torchrun puts it, so that ``Backend.communicator()`` joins
+    them. Call it in the main thread. The command names the backend: only the launcher probes.
+
+    Args:
+        nproc: ranks, at least 1.
+        command: program and arguments, like ``[sys.executable, "-m", "anychip", "train", ...]``.
+        logs: directory for ``rank<r>.out`` and ``rank<r>.err`` of ranks from 1 on; made if needed.
+        environment: variables that the ranks get besides those of this process.
+
+    Raises:
+        RankFailedError: a rank failed; the others are ended, within 30 s if they do not answer.
+        Interrupted: this process got a signal; the ranks got it too, and have ended.
+    """
+    if nproc < 1:
+        raise ValueError(f"nproc: at least 1 expected, got {nproc}")
+    logs.mkdir(parents=True, exist_ok=True)
+    settings = [f"{name}={value}" for name, value in (environment or {}).items()]
+    config = _config(nproc)
+    sys.stdout.flush()
+    with _undisturbed():
+        try:
+            elastic_launch(config, "sh")("-c", _AS_RANK, str(logs), *settings, *command)
+        except ChildFailedError as error:
+            failure = first_failure(error.failures, logs)
+            rank = failure.local_rank
+            codes = {other: _exit_code(found) for other, found in error.failures.items()}
+            # Rank 0 has written to the terminal, and may have failed because it missed another.
+            shown = [rank] if rank else range(1, nproc)
+            told = "".join(_tail(_err(logs, other)) for other in shown)
+            raise RankFailedError(rank, codes, told) from None
+        except SignalException as stop:
+            raise Interrupted(f"interrupted by {stop.sigval.name}", int(stop.sigval)) from None
+
+
+def _config(nproc: int) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        role="rank",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=_Terminal(),
+    )
+
+
+def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> ProcessFailure:
+    """The failure that the others follow from, as far as one can tell from outside.
+
+    First a rank that was killed, then one that ended by something else than having missed
+    another, then rank 0, which wrote to the terminal; those that the launcher ended are last. Of
+    several the earliest.
+
+    Args:
+        failures: of the launcher, by rank.
+        logs: with the ranks' files.
+    """
+    ended_by_us = {-signal.SIGTERM, -signal.SIGINT}
+
+    def order(failure: ProcessFailure) -> tuple[int, int, int]:
+        rank, code = failure.local_rank, failure.exitcode
+        if code in ended_by_us:
+            kind = 4
+        elif code < 0:
+            kind = 0
+        elif rank == 0:
+            kind = 2
+        else:
+            kind = 3 if _MISSED_ANOTHER.search(_tail(_err(logs, rank))) else 1
+        return (kind, failure.timestamp, rank)
+
+    return min(failures.values(), key=order)
+
+
+class _Terminal(LogsSpecs):
+    """Nothing is redirected by the launcher, which leaves the files open."""
+
+    @property
+    def root_log_dir(self) -> str:
+        return ""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for variables in envs.values():
+            variables["TORCHELASTIC_ERROR_FILE"] = ""
+        nowhere = dict.fromkeys(envs, "")
+        return LogsDest(nowhere, nowhere, {}, {}, nowhere, "", "")
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Puts back the signal handlers that the launcher sets, and says what it logs but once."""
+    # Some of its loggers have a level of their own.
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(_LOGGER)]
+    levels = {name: logging.getLogger(name).level for name in [_LOGGER, *names]}
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit_code(failure: ProcessFailure) -> int:
+    """As a shell counts."""
+    code = failure.exitcode
+    return code if code >= 0 else 128 - code
+
+
+def _signal_name(exit_code: int) -> str:
+    try:
+        return signal.Signals(exit_code - 128).name if exit_code > 128 else ""
+    except ValueError:
+        return ""
+
+
+def _err(logs: Path, rank: int) -> Path:
+    return logs / f"rank{rank}.err"
+
+
+def _tail(path: Path) -> str:
+    """The end of what a rank wrote, under the file's name; nothing when it wrote nothing."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    text = "".join(f"\n  {line}" for line in lines[-_TAIL_LINES:])
+    return f"\n{path}:{text}" if text else ""

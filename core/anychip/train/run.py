@@ -1,0 +1,303 @@
+"""The parts of a run: settings, a backend and the ranks of a job become what steps need."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import anychip
+from anychip import registry, runtime
+from anychip.contract import Backend, Communicator
+from anychip.contract.collectives import agree
+from anychip.train import checkpoint, data, models, optim, parallel, precision, zero
+from anychip.train.config import (
+    AdamWConfig,
+    Config,
+    LAMBConfig,
+    LionConfig,
+    ParallelConfig,
+    SGDConfig,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCHEDULES = {"1f1b": parallel.one_f_one_b, "gpipe": parallel.gpipe}
+"""By the values of ``parallel.schedule``."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """The parts of a run on one rank, on the device, at the step where it goes on.
+
+    Attributes:
+        mesh: the ranks of the job, with the axes ``data`` and ``pipeline``.
+        model: the decoder, or this rank's stage of it.
+        pipeline: what runs the stages; None with one stage.
+        names: of the whole model's parameters; None with one stage.
+        step: updates done.
+    """
+
+    config: Config
+    mesh: parallel.Mesh
+    model: models.Decoder | parallel.Stage
+    policy: precision.Policy
+    loader: data.Loader
+    optimizer: zero.Optimizer = field(init=False)
+    pipeline: parallel.Pipeline | None = None
+    names: parallel.Names | None = None
+    step: int = 0
+
+    @property
+    def comm(self) -> Communicator:
+        """All ranks of the job."""
+        return self.mesh.comm
+
+    @property
+    def is_first(self) -> bool:
+        """This is the rank that writes and shows."""
+        return self.comm.rank == 0
+
+
+def build(config: Config, chip: Backend, comm: Communicator | None = None) -> Run:
+    """The parts of a fresh run; reads the data, writes nothing. With several ranks a collective.
+
+    Args:
+        comm: all ranks of the job; those that the backend finds when None.
+
+    Raises:
+        OSError, ValueError: a data file is missing, empty, binary or too short; the parallel sizes
+            do not multiply to the number of ranks.
+        UnsupportedError: a precision or stage that this chip or version does not have.
+        CommunicationError: the ranks differ in backend, versions or settings; one did not come.
+    """
+    comm = comm or chip.communicator(
+        timeout_s=config.run.timeout_s, heartbeat_s=config.run.heartbeat_s
+    )
+    _compare(comm, config, chip)
+    mesh = parallel.Mesh(comm, mesh_sizes(config.parallel, comm.world_size))
+    policy = precision.policy(config.run.precision, chip)
+    tokens, tokenizer = read_data(config)
+    replicas = mesh.axis("data")
+    loader = data.Loader(
+        tokens,
+        context=config.model.context,
+        batch_size=config.data.batch_size,
+        seed=config.run.seed,
+        device=chip.device(),
+        rank=replicas.rank,
+        world_size=replicas.world_size,
+        tokenizer=tokenizer,
+        cross_document_targets=config.data.cross_document_targets,
+        prefetch=config.data.prefetch,
+        pin=chip.memory.pinned if "pinned_memory" in chip.capabilities else None,
+    )
+    torch.manual_seed(config.run.seed)
+    whole = models.build(config.model)
+    torch.manual_seed(rank_seed(config.run.seed, comm.rank))
+    run = Run(config=config, mesh=mesh, model=whole, policy=policy, loader=loader)
+    if config.parallel.pipeline > 1:
+        _cut(run, whole, chip)
+    run.model.to(chip.device())
+    _add_optimizer(run)
+    return run
+
+
+def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
+    """This rank keeps its stage of the model."""
+    config, comm = run.config, run.mesh.axis("pipeline")
+    tokens = torch.zeros((config.data.batch_size, config.model.context), dtype=torch.int64)
+    costs = parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=_flops_per_byte(chip))
+    layers = parallel.split_layers(whole, comm.world_size, costs)
+    stage = parallel.make_stage(whole, layers[comm.rank])
+    assert isinstance(stage, parallel.Stage)
+    run.model = stage.to(chip.device())
+    run.names = parallel.names_of(whole, models.parameter_groups(whole, 0.0))
+    run.pipeline = parallel.Pipeline(
+        stage,
+        comm,
+        SCHEDULES[config.parallel.schedule](comm.world_size, config.data.accumulation),
+        tied=stage.tied,
+        autocast=run.policy.autocast,
+    )
+
+
+def _flops_per_byte(chip: Backend) -> float:
+    """What the device computes in the time of one byte; about 10 on a host that does not say."""
+    properties = chip.properties()
+    rate = properties.flops.get(torch.float32)
+    return rate / properties.bandwidth if rate and properties.bandwidth else 10.0
+
+
+def mesh_sizes(settings: ParallelConfig, world_size: int) -> dict[str, int]:
+    """Axis name to size, slowest first: the stages of a replica are neighbours.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of ranks.
+    """
+    replicas = settings.data or max(1, world_size // settings.pipeline)
+    if replicas * settings.pipeline != world_size:
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        needed = replicas * settings.pipeline
+        raise ValueError(
+            f"parallel.data = {settings.data or 'all'} and parallel.pipeline = "
+            f"{settings.pipeline} do not multiply to the {ranks} of this job; start it with "
+            f"--nproc {needed}, or write other sizes"
+        )
+    return {"data": replicas, "pipeline": settings.pipeline}
+
+
+def read_data(config: Config) -> tuple[Tensor, data.Tokenizer]:
+    """The tokens (N,) of the files, or of Python's documentation, and what made them.
+
+    Raises:
+        OSError, ValueError: as reading and training a tokenizer raise; or ``model.vocab_size`` is
+            smaller than the tokenizer's.
+    """
+    settings, files = config.data, config.data.files
+    if settings.tokenizer == "bytes":
+        if not files:
+            return data.python_documentation(), data.ByteTokenizer()
+        documents = data.read_documents(files, field=settings.field)
+        return _tokenized(documents, data.ByteTokenizer(), config)
+
+    found = (
+        list(data.read_documents(files, field=settings.field))
+        if files
+        else [data.decode(data.python_documentation())]
+    )
+    if settings.tokenizer == "bpe":
+        tokenizer = data.train_bpe(found, config.model.vocab_size)
+    else:
+        tokenizer = data.BPETokenizer.load(settings.tokenizer)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer {settings.tokenizer} has {tokenizer.vocab_size} tokens, and "
+            f"model.vocab_size is {config.model.vocab_size}; set model.vocab_size="
+            f"{tokenizer.vocab_size}"
+        )
+    return _tokenized(found, tokenizer, config)
+
+
+def _tokenized(
+    documents: Iterable[str], tokenizer: data.Tokenizer, config: Config
+) -> tuple[Tensor, data.Tokenizer]:
+    end = config.data.end_of_document
+    return data.tokenize(documents, tokenizer, end_of_document=end), tokenizer
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """Seed of a rank's generators: other dropout on every rank. Rank 0 has the run's own."""
+    if rank == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def rule_of(config: Config) -> optim.Rule:
+    """The update rule that the settings describe, behind clipping by the global norm."""
+    settings, steps = config.optimizer, config.run.steps
+    schedule = optim.warmup_cosine(
+        settings.lr,
+        round(config.schedule.warmup * steps),
+        steps,
+        final_fraction=config.schedule.final,
+    )
+    clip = optim.clip_by_global_norm(settings.max_norm or math.inf)
+    match settings:
+        case AdamWConfig(beta1=beta1, beta2=beta2, eps=eps):
+            rule = optim.adamw(schedule, beta1=beta1, beta2=beta2, eps=eps)
+        case LAMBConfig(beta1=beta1, beta2=beta2, eps=eps):
+            rule = optim.lamb(schedule, beta1=beta1, beta2=beta2, eps=eps)
+        case LionConfig(beta1=beta1, beta2=beta2):
+            rule = optim.lion(schedule, beta1=beta1, beta2=beta2)
+        case SGDConfig(momentum=momentum, nesterov=nesterov):
+            rule = optim.sgd(schedule, momentum=momentum, nesterov=nesterov)
+        case _:
+            raise AssertionError(f"no rule for {type(settings).__name__}")
+    return optim.chain(clip, rule)
+
+
+def restore(run: Run, out: Path) -> None:
+    """Goes to the checkpoint in a directory; to the start, when there is none.
+
+    Settings of the optimizer come from the run's configuration, not from the checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged or does not fit.
+        ValueError: it is past the run's last step.
+    """
+    decays = [group["weight_decay"] for group in run.optimizer.param_groups]
+    model, optimizer = _stateful(run)
+    state = checkpoint.resume(out, model=model, optimizer=optimizer, data=run.loader, comm=run.comm)
+    for group, decay in zip(run.optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
+    if state.step > run.config.run.steps:
+        raise ValueError(
+            f"{out} has been trained for {state.step} steps already, and run.steps is "
+            f"{run.config.run.steps}; ask for more steps"
+        )
+    run.step = state.step
+
+
+def save(run: Run, out: Path) -> None:
+    """Writes the checkpoint of where the run is. With several ranks a collective."""
+    model, optimizer = _stateful(run)
+    checkpoint.save(
+        out, step=run.step, model=model, optimizer=optimizer, data=run.loader, comm=run.comm
+    )
+
+
+def whole_model(run: Run) -> models.Decoder:
+    """The decoder, whole. With stages a collective, and a copy that is the same on every rank."""
+    if run.pipeline is None:
+        assert not isinstance(run.model, parallel.Stage)
+        return run.model
+    model = models.build(run.config.model)
+    model.load_state_dict(_stateful(run)[0].state_dict())
+    return model.to(run.loader.device)
+
+
+def _stateful(run: Run) -> tuple[checkpoint.Model, checkpoint.Stateful]:
+    """What a checkpoint is made of: whole, whatever the ranks hold."""
+    if run.names is None:
+        return run.model, run.optimizer
+    assert isinstance(run.model, parallel.Stage)
+    comm = run.mesh.axis("pipeline")
+    return (
+        parallel.WholeModel(run.model, comm),
+        parallel.WholeOptimizer(run.optimizer, run.model, run.names, comm),
+    )
+
+
+def _add_optimizer(run: Run) -> None:
+    config, stages = run.config, run.mesh.axis("pipeline")
+    is_last = stages.rank == stages.world_size - 1
+    tied = run.pipeline.tied if run.pipeline is not None else ()
+    run.optimizer = zero.Optimizer(
+        models.parameter_groups(run.model, config.optimizer.weight_decay),
+        rule_of(config),
+        run.mesh.axis("data"),
+        stage=config.optimizer.stage,
+        precision=run.policy,
+        model_comm=stages if stages.world_size > 1 else None,
+        duplicates=tied if is_last else (),
+    )
+
+
+def _compare(comm: Communicator, config: Config, chip: Backend) -> None:
+    """Ranks that differ would go on until a call between them does not fit, or never ends."""
+    if comm.world_size == 1:
+        return
+    distribution, version = registry.provenance_of(chip)
+    agree(comm, "version of anychip", anychip.__version__)
+    agree(comm, "backend", f"{chip.name} of {distribution} {version}")
+    agree(comm, "implementations of operators", runtime.digest())
+    agree(comm, "settings", json.dumps(asdict(config), default=str))

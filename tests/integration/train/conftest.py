@@ -1,0 +1,16 @@
+"""A process that forks ranks, for the tests of all files here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.train.forked import Server
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         AnychipError,
         Backend,
         BackendUnavailableError,
+        CommunicationError,
         ContractError,
         DeviceError,
         FallbackError,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
         UnsupportedError,
         hookimpl,
     )
+    from anychip.dispatch.operator import operator
+    from anychip.fusion import fuse
     from anychip.registry import backends
     from anychip.runtime import backend, policy, provenance, register, use
 
@@ -40,6 +43,7 @@ _HOME = {
             "AnychipError",
             "Backend",
             "BackendUnavailableError",
+            "CommunicationError",
             "ContractError",
             "DeviceError",
             "FallbackError",
@@ -54,6 +58,8 @@ _HOME = {
         "anychip.contract",
     ),
     "backends": "anychip.registry",
+    "fuse": "anychip.fusion",
+    "operator": "anychip.ops",  # where dispatch is connected to the registry as well
     **dict.fromkeys(("backend", "policy", "provenance", "register", "use"), "anychip.runtime"),
 }
 _MODULES = ("ops", "train", "conformance")
@@ -64,6 +70,7 @@ __all__ = [
     "AnychipError",
     "Backend",
     "BackendUnavailableError",
+    "CommunicationError",
     "ContractError",
     "DeviceError",
     "FallbackError",
@@ -76,7 +83,9 @@ __all__ = [
     "__version__",
     "backend",
     "backends",
+    "fuse",
     "hookimpl",
+    "operator",
     "policy",
     "provenance",
     "register",

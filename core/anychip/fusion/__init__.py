@@ -1,0 +1,12 @@
+"""``anychip.fuse(model)``: a model as it is, with ``anychip.ops`` in the place of its own code.
+
+Works on plain torch modules and on decoders of Hugging Face transformers, which is never imported.
+docs/fusing.md is the guide. ``recognition`` finds what can be replaced, ``probe`` proves it,
+``fused`` does it, and one module per kind (``norm``, ``activation``, ``attention``, ``interface``,
+``loss``) says how the operator is called and when the model's own code has to serve a call.
+"""
+
+from anychip.fusion.recognition import fuse
+from anychip.fusion.report import Report
+
+__all__ = ["Report", "fuse"]

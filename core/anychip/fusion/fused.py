@@ -1,0 +1,200 @@
+"""How is a module made to call an operator, and stay what it is?
+
+Its class becomes a subclass of its class whose ``forward`` is another one. The module, its
+parameters, buffers, hooks, mode and attributes are not touched at all: the state dict, tied
+weights, handles of hooks, ``isinstance`` and optimizers that hold the parameters go on as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from anychip.contract import FallbackError, OperatorTable, Row
+from anychip.dispatch import selection
+from anychip.dispatch.operator import Operator
+from anychip.dispatch.selection import Provider
+from anychip.dispatch.tally import new_tally
+
+AnyOperator = Operator[..., Any]
+Call = Callable[[AnyOperator, tuple[Any, ...], Mapping[str, Any]], Any]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that operators take; a call with another one is served by the model's own code."""
+
+_MODEL = Provider("the model's own code", None, None, OperatorTable())
+
+
+class Fusion(ABC):
+    """How an operator stands for a module. Subclasses are frozen dataclasses: they are pickled.
+
+    Attributes:
+        kind: norm, activation, attention or loss.
+        operator: the operator's name.
+        unless: when the module's own code serves a call, for people.
+    """
+
+    kind: ClassVar[str]
+    unless: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def operator(self) -> str:
+        """Name of the operator."""
+
+    @abstractmethod
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """A call of the fused module; ``forward`` is the function of its own class."""
+
+
+class Unary(Fusion):
+    """A module with one argument, a tensor. Whether it is one is proved by a probe."""
+
+    @abstractmethod
+    def refusal(self, module: nn.Module, x: Any) -> str | None:
+        """Why the operator cannot serve a call with the argument ``x``; None when it can."""
+
+    @abstractmethod
+    def compute(self, module: nn.Module, x: Tensor, call: Call) -> Tensor:
+        """The module's result for ``x``; operators are called by ``call``."""
+
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        given = (*args, *kwargs.values())
+        why = self.refusal(module, given[0]) if len(given) == 1 else "more than one argument"
+        if why is None:
+            return self.compute(module, given[0], call_operator)
+        own_code(self.operator, own_label(module), why)
+        return forward(module, *args, **kwargs)
+
+
+def call_operator(operator: AnyOperator, args: tuple[Any, ...], attrs: Mapping[str, Any]) -> Any:
+    """The operator itself, as its users call it."""
+    return operator(*args, **attrs)
+
+
+def call_reference(operator: AnyOperator, args: tuple[Any, ...], attrs: Mapping[str, Any]) -> Any:
+    """The operator's reference, differentiated by torch; nothing is dispatched or counted."""
+    bound, named = operator.signature.bind(args, attrs)
+    return operator.outputs(operator.spec.forward(*bound, **named))
+
+
+def label_of(function: Callable[..., Any]) -> str:
+    """Module and name of a function, as the provenance shows it."""
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def own_code(operator: str, label: str, why: str) -> bool:
+    """Counts a call that the model's own code serves, in ``anychip.provenance()``.
+
+    Compiled code counts it once, when it is compiled; it can hand over texts only.
+
+    Args:
+        label: of the function that serves the call.
+
+    Raises:
+        FallbackError: the policy is ``strict``.
+    """
+    if selection.current.policy.fallback == "strict":
+        raise FallbackError(
+            f"{operator} cannot serve a call of the fused {label}: {why}. The policy is 'strict', "
+            "which forbids the model's own code; change the call, or leave the module out with "
+            "anychip.fuse(model, skip=...)"
+        )
+    new_tally(_row(operator, label), _MODEL, why).tick()
+    return True
+
+
+@functools.cache
+def _row(operator: str, label: str) -> Row:
+    """A row for the counts alone, which names a function of the model."""
+
+    def function() -> None:
+        raise AssertionError("dispatch never takes this row")
+
+    function.__module__, _, function.__qualname__ = label.partition(".")
+    return Row(operator=operator, direction="forward", function=function, kind="reference")
+
+
+def autocast_is_on(x: Tensor) -> bool:
+    """Whether torch changes dtypes of calls on this tensor's device."""
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def fusion_of(module: nn.Module) -> Fusion | None:
+    """How a module was fused, if it was."""
+    found = getattr(type(module), "anychip_fusion", None)
+    return found if isinstance(found, Fusion) else None
+
+
+def own_label(module: nn.Module) -> str:
+    """What a fused module's own forward is called."""
+    found: str = type(module).anychip_label  # type: ignore[attr-defined]
+    return found
+
+
+def why_not(module: nn.Module) -> str | None:
+    """What forbids to change the class of a module; None when nothing does."""
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance, which a class cannot change"
+    kind = type(module)
+    if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__:
+        return "its class has a way of its own to be copied and pickled"
+    return None
+
+
+def fuse_module(module: nn.Module, fusion: Fusion) -> None:
+    """From now on the module is computed as ``fusion`` says."""
+    kind: Any = type(module)
+    module.__class__ = fused_class(kind, fusion)
+
+
+@functools.cache
+def fused_class(original: Any, fusion: Fusion) -> Any:
+    """The subclass of a module's class; there is one of each in a process."""
+    own_forward = original.forward
+
+    @functools.wraps(own_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return fusion.run(self, own_forward, args, kwargs)
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        # The class has no name under which it could be found: it is made again where it is loaded.
+        parts: Any = object.__reduce_ex__(self, protocol)
+        return (_empty_module, (original, fusion), *parts[2:])
+
+    body = {
+        "__doc__": original.__doc__,
+        "__module__": original.__module__,
+        "__reduce_ex__": reduce_ex,
+        "anychip_fusion": fusion,
+        "anychip_label": label_of(own_forward),
+        "forward": forward,
+    }
+    return types.new_class(f"Fused{original.__name__}", (original,), exec_body=_filled(body))
+
+
+def _filled(body: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
+    return lambda namespace: namespace.update(body)
+
+
+def _empty_module(original: Any, fusion: Fusion) -> Any:
+    kind = fused_class(original, fusion)
+    return kind.__new__(kind)

@@ -1,0 +1,272 @@
+"""Which modules of a model can be replaced? Each is looked at once, and what it says is checked.
+
+Parameters, attributes and children make a module a candidate; that it computes the same is proved
+on small inputs. A class of torch that is known to mean something else is not tried.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from anychip.fusion import activation, attention, interface, loss, norm, probe
+from anychip.fusion.fused import FLOATS, Fusion, Unary, fuse_module, fusion_of, why_not
+from anychip.fusion.report import LeftAlone, Replaced, Report
+
+KINDS = ("norm", "activation", "attention", "loss")
+Names = str | Iterable[str]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_FUNCTIONALS = ("layer_norm", "rms_norm", "gelu", "cross_entropy", "multi_head_attention_forward")
+
+
+def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> Report:
+    """Replaces norms, activations, attention and loss of a model by operators, in place.
+
+    The modules stay the same objects with the same parameters, buffers, hooks and mode; the state
+    dict does not change. A module is replaced only if it computes what the operator does, up to
+    rounding, for random parameters and inputs of sizes from 2^-10 to 2^10, gradients included.
+    Calls that an operator cannot serve go on to the model's own code and are counted in
+    ``anychip.provenance()``; under the policy ``strict`` they are an error. A second call finds
+    nothing to do.
+
+    Args:
+        model: any module. Fuse before it is sharded.
+        only: kinds (norm, activation, attention, loss) and paths of modules, ``*`` for anything; a
+            path stands for all that is below it, too. None: everything.
+        skip: in the same way, what to leave out.
+
+    Returns:
+        What was replaced, and what was left alone and why.
+
+    Raises:
+        ValueError: an entry of ``only`` or ``skip`` that is no kind and no module's path.
+    """
+    search = _Search(model, _Choice(model, only, skip))
+    for path, module in list(model.named_modules()):
+        search.visit(path, module)
+    search.visit_attention()
+    return Report(search.replaced, search.left(), search.before)
+
+
+class _Choice:
+    """What the caller wants to have replaced."""
+
+    def __init__(self, model: nn.Module, only: Names | None, skip: Names) -> None:
+        self._paths: dict[int, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            self._paths.setdefault(id(module), []).append(path)
+        self._only = None if only is None else self._known(only)
+        self._skip = self._known(skip)
+
+    def refusal(self, module: nn.Module, kind: str) -> str | None:
+        """Why it is not wanted."""
+        if self._only is not None and not any(self._meets(e, module, kind) for e in self._only):
+            return f"only {', '.join(self._only)}"
+        met = next((e for e in self._skip if self._meets(e, module, kind)), None)
+        return None if met is None else f"skip {met}"
+
+    def _known(self, names: Names) -> tuple[str, ...]:
+        entries = (names,) if isinstance(names, str) else tuple(names)
+        paths = [path for found in self._paths.values() for path in found]
+        for entry in entries:
+            if entry not in KINDS and not any(_below(path, entry) for path in paths):
+                near = difflib.get_close_matches(entry, [*KINDS, *paths], 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"kinds are {', '.join(KINDS)}"
+                raise ValueError(f"{entry!r} is no kind and no module's path; {hint}")
+        return entries
+
+    def _meets(self, entry: str, module: nn.Module, kind: str) -> bool:
+        return entry == kind or any(_below(path, entry) for path in self._paths[id(module)])
+
+
+def _below(path: str, entry: str) -> bool:
+    return fnmatch.fnmatchcase(path, entry) or fnmatch.fnmatchcase(path, f"{entry}.*")
+
+
+@dataclass
+class _Search:
+    """One pass over a model."""
+
+    model: nn.Module
+    choice: _Choice
+    replaced: list[Replaced] = field(default_factory=list)
+    before: int = 0
+    _left: dict[int, LeftAlone] = field(default_factory=dict)
+    _done: set[int] = field(default_factory=set)
+    _verdicts: dict[Any, str | None] = field(default_factory=dict)
+    _attention: list[tuple[str, Any]] = field(default_factory=list)
+
+    def visit(self, path: str, module: nn.Module) -> None:
+        """Replaces one module, or notes why not."""
+        if isinstance(module, torch.jit.ScriptModule):
+            self._leave(path, module, "it is compiled by TorchScript")
+            return
+        self._visit_loss(path, module)
+        known = fusion_of(module)
+        if known is not None:
+            self.before += 1
+            self._finish(module, known)
+        elif interface.is_attention(module):
+            self._attention.append((path, module))
+        elif not self._visit_module(path, module) and id(module) not in self._done:
+            self._leave(path, module, _nothing(module))
+
+    def _visit_module(self, path: str, module: nn.Module) -> bool:
+        """Whether it was replaced, or left alone for a reason that is known."""
+        reasons: list[str] = []
+        for fusion in _candidates(module):
+            why = self.choice.refusal(module, fusion.kind) or why_not(module)
+            why = why or _wrong_dtype(module) or _hooked(module, fusion)
+            if why is not None:
+                self._leave(path, module, why)
+                return True
+            found = self._difference(module, fusion) if isinstance(fusion, Unary) else None
+            if found is None:
+                self._replace(path, module, fusion)
+                return True
+            reasons.append(f"not {fusion.operator}: {found}")
+        if reasons and id(module) not in self._done:
+            self._leave(path, module, reasons[0])
+        return bool(reasons)
+
+    def _difference(self, module: nn.Module, fusion: Unary) -> str | None:
+        # Layers of a model are alike: one answer serves all of them.
+        key = (probe.likeness(module), fusion)
+        if key not in self._verdicts:
+            self._verdicts[key] = probe.difference(module, fusion)
+        return self._verdicts[key]
+
+    def _replace(self, path: str, module: nn.Module, fusion: Fusion) -> None:
+        if isinstance(fusion, norm.Norm):
+            fusion = replace(fusion, promotes=probe.promotes(module))
+        self._add(path, fusion.kind, type(module).__name__, fusion.operator, fusion.unless)
+        fuse_module(module, fusion)
+        self._finish(module, fusion)
+
+    def _finish(self, module: nn.Module, fusion: Fusion) -> None:
+        self._done.add(id(module))
+        if isinstance(fusion, activation.GatedMLP):
+            self._done.update(id(other) for other in activation.bystanders(module, fusion))
+
+    def _add(self, path: str, kind: str, source: str, operator: str, unless: str) -> None:
+        self.replaced.append(
+            Replaced(path=path, kind=kind, source=source, operator=operator, unless=unless)
+        )
+
+    def _leave(self, path: str, module: nn.Module, reason: str | None, source: str = "") -> None:
+        if reason is not None:
+            source = source or type(module).__name__
+            self._left[id(module)] = LeftAlone(path=path, source=source, reason=reason)
+
+    def _visit_loss(self, path: str, module: nn.Module) -> None:
+        original = interface.loss_of(module)
+        if original is None or not interface.has_head(module):
+            return
+        if isinstance(original, loss.LanguageModelLoss):
+            self.before += 1
+            return
+        source = getattr(original, "__name__", type(original).__name__)
+        why = self.choice.refusal(module, "loss")
+        made = None if why else interface.recognized_loss(original)
+        if made is None:
+            why = why or "not the cross entropy of a language model"
+            self._leave(path, module, why, source)
+            return
+        owner: Any = module
+        owner.loss_function = made
+        self._add(path, "loss", source, "cross_entropy", "logits of other dtypes, other arguments")
+
+    def visit_attention(self) -> None:
+        """Replaces the attention of a transformers model, all modules of a config or none."""
+        configs: dict[int, list[tuple[str, Any]]] = {}
+        for path, module in self._attention:
+            configs.setdefault(id(module.config), []).append((path, module))
+        for group in configs.values():
+            if interface.implementation(group[0][1]) == interface.NAME:
+                self.before += len(group)
+                continue
+            why = self._why_not_attention(group)
+            if why is None:
+                try:
+                    interface.fuse_attention(self.model, [module for _, module in group])
+                except LookupError as error:
+                    why = str(error)
+            for path, module in group:
+                if why is None:
+                    source = type(module).__name__
+                    self._add(path, "attention", source, "attention", attention.UNLESS)
+                else:
+                    self._leave(path, module, why)
+
+    def _why_not_attention(self, group: list[tuple[str, Any]]) -> str | None:
+        refused = [self.choice.refusal(module, "attention") for _, module in group]
+        named = interface.implementation(group[0][1])
+        if all(refused):
+            return refused[0]
+        if any(refused):
+            return "one config names the attention of all these modules: take all or none"
+        if named != interface.REPLACES:
+            return (
+                f"its attention is {named!r}; only {interface.REPLACES!r} is replaced: "
+                f"model.set_attn_implementation({interface.REPLACES!r})"
+            )
+        return None
+
+    def left(self) -> list[LeftAlone]:
+        """What was left alone; children of a fused MLP that have no work any more are not."""
+        return [entry for key, entry in self._left.items() if key not in self._done]
+
+
+def _candidates(module: nn.Module) -> Iterator[Fusion]:
+    if isinstance(module, nn.CrossEntropyLoss):
+        if type(module).forward is nn.CrossEntropyLoss.forward and module.weight is None:
+            yield loss.CrossEntropy()
+        return
+    found: tuple[Callable[[nn.Module], Iterator[Unary]], ...] = (
+        norm.candidates,
+        activation.gelu_candidates,
+        activation.mlp_candidates,
+    )
+    yield from chain.from_iterable(find(module) for find in found)
+    if attention.calls(module, "scaled_dot_product_attention"):
+        yield attention.Attention()
+
+
+def _wrong_dtype(module: nn.Module) -> str | None:
+    wrong = {p.dtype for p in module.parameters() if p.dtype not in FLOATS}
+    return f"operators take no {', '.join(map(str, wrong))}" if wrong else None
+
+
+def _hooked(module: nn.Module, fusion: Fusion) -> str | None:
+    """A child whose work the operator does would not be called any more, nor would its hooks."""
+    if isinstance(fusion, activation.GatedMLP):
+        for child in activation.bystanders(module, fusion):
+            if any(getattr(child, name) for name in _HOOKS):
+                return f"hooks of its {type(child).__name__} would no longer be called"
+    return None
+
+
+def _nothing(module: nn.Module) -> str | None:
+    """Why nothing stands for a module; None for a container, of which nothing was expected."""
+    if type(module).__module__.startswith("torch.nn"):
+        named = None
+    else:
+        named = next((name for name in _FUNCTIONALS if attention.calls(module, name)), None)
+    if named is not None:
+        return f"it calls {named} itself"
+    if isinstance(module, nn.MultiheadAttention):
+        return "its attention is inside one function of torch"
+    if module._modules or type(module).__module__ == nn.Sequential.__module__:
+        return None
+    if isinstance(module, nn.CrossEntropyLoss):
+        return "it weighs its classes, or has a forward of its own"
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return "it has no weight, or is over several dims"
+    return "no norm, activation, attention or loss that an operator computes"

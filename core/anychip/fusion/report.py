@@ -1,0 +1,107 @@
+"""What ``fuse`` did, and what it left alone and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from anychip.dispatch.tally import ProvenanceRow, provenance
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replaced:
+    """One module, or function of a model, that an operator stands for now.
+
+    Attributes:
+        path: where it is in the model; the model itself is "".
+        kind: norm, activation, attention or loss.
+        source: its class or function, as it was.
+        operator: what ``anychip.ops`` calls it.
+        unless: when the model's own code serves a call.
+    """
+
+    path: str
+    kind: str
+    source: str
+    operator: str
+    unless: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftAlone:
+    """One module that is as it was, and why."""
+
+    path: str
+    source: str
+    reason: str
+
+
+class Report:
+    """What was replaced. ``str()`` is a table; ``replaced``, ``left`` and ``to_json()`` are data.
+
+    Attributes:
+        replaced: in the model's order.
+        left: modules without children that were left alone, and others with a known reason.
+        before: how many were replaced by an earlier call.
+    """
+
+    def __init__(
+        self, replaced: Iterable[Replaced], left: Iterable[LeftAlone], before: int
+    ) -> None:
+        self.replaced, self.left, self.before = tuple(replaced), tuple(left), before
+
+    def count(self, kind: str | None = None) -> int:
+        """How many were replaced, of a kind or of all."""
+        return sum(kind in (None, entry.kind) for entry in self.replaced)
+
+    def fallbacks(self) -> tuple[ProvenanceRow, ...]:
+        """Calls that the model's own code served since the last reset of the provenance.
+
+        Of all fused models of the process. ``fallback_reason`` says why, ``calls`` how often.
+        """
+        rows = provenance().fallbacks()
+        return tuple(row for row in rows if row.provider == "the model's own code")
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"schema": 1, "before": n, "replaced": [...], "left": [...]}``, entries by field."""
+        return {
+            "schema": 1,
+            "before": self.before,
+            "replaced": [asdict(entry) for entry in self.replaced],
+            "left": [asdict(entry) for entry in self.left],
+        }
+
+    def __str__(self) -> str:
+        done = _counted((r.kind, r.source, r.operator, r.unless) for r in self.replaced)
+        lines = [f"replaced {len(self.replaced)}" if done else "nothing was replaced"]
+        if self.before:
+            lines[0] += f"; {self.before} were replaced before"
+        if done:
+            heads = ("kind", "count", "from", "to", "the model's own code serves")
+            rows = [(k, str(n), s, f"ops.{o}", u) for (k, s, o, u), n in done.items()]
+            lines += _table([heads, *rows])
+        left = _counted((entry.source, entry.reason) for entry in self.left)
+        if left:
+            lines += ["", "left alone"]
+            lines += _table([(str(n), source, why) for (source, why), n in left.items()])
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Report({json.dumps(self.to_json())})"
+
+
+def _counted(entries: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
+    found: dict[tuple[str, ...], int] = {}
+    for entry in entries:
+        found[entry] = found.get(entry, 0) + 1
+    return found
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return [
+        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]])
+        for row in rows
+    ]

@@ -1,0 +1,329 @@
+"""Decoders of Hugging Face transformers, tiny and with random weights: fused and as they were."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import EagerAndRecordGraphs
+
+import anychip
+from tests.unit.fusion import parity
+from tests.unit.train import plain_decoders
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, WIDTH, LAYERS, HEADS, KV_HEADS, INNER = 97, 64, 2, 4, 2, 112
+BOUND = parity.gradient_bound(LAYERS, 4 * WIDTH)
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2_SIZES = {
+    "vocab_size": VOCABULARY,
+    "n_embd": WIDTH,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+}
+SPECIFIED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SIZES),
+    "qwen2": ("Qwen2", SIZES),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": WIDTH // HEADS}),
+    "qwen3-tied": ("Qwen3", {**SIZES, "head_dim": 24, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2", GPT2_SIZES),
+}
+# Two norms a layer and one at the end; Qwen3 has two more in each attention.
+NORMS = {"llama": 5, "qwen2": 5, "qwen3": 9, "qwen3-tied": 9, "gpt2": 5}
+FROM = {
+    "llama": {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "ForCausalLMLoss"},
+    "qwen2": {"Qwen2RMSNorm", "Qwen2MLP", "Qwen2Attention", "ForCausalLMLoss"},
+    "qwen3": {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention", "ForCausalLMLoss"},
+    "qwen3-tied": {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention", "ForCausalLMLoss"},
+    "gpt2": {"LayerNorm", "NewGELUActivation", "GPT2Attention", "ForCausalLMLoss"},
+}
+
+
+def build(name: str, **changes: Any) -> Any:
+    family, sizes = SPECIFIED[name]
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **changes})
+    head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    model = getattr(transformers, head)(config)
+    parity.scramble(model)
+    return model
+
+
+@pytest.fixture(params=SPECIFIED)
+def name(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+def tokens() -> Tensor:
+    return torch.randint(3, VOCABULARY, (2, 18), generator=torch.Generator().manual_seed(1))
+
+
+def loss(model: nn.Module) -> Tensor:
+    value: Tensor = model(tokens(), labels=tokens()).loss
+    return value
+
+
+def forward_calls() -> dict[str, int]:
+    rows = anychip.provenance().rows()
+    return {row.operator: row.calls for row in rows if row.direction == "forward"}
+
+
+def test_fuse_replaces_exactly_these(name: str) -> None:
+    report = anychip.fuse(build(name))
+    kinds = ("norm", "activation", "attention", "loss")
+    assert [report.count(kind) for kind in kinds] == [NORMS[name], LAYERS, LAYERS, 1]
+    assert {entry.source for entry in report.replaced} == FROM[name]
+    left = {entry.source for entry in report.left}
+    assert left <= {"Embedding", "Linear", "Conv1D", "Dropout", *(s for s in left if "Rot" in s)}
+
+
+def test_fuse_again_finds_nothing_to_do(name: str) -> None:
+    model = build(name)
+    first = anychip.fuse(model)
+    second = anychip.fuse(model)
+    assert (second.count(), second.before) == (0, first.count())
+
+
+def test_fused_model_is_served_by_operators_alone(name: str) -> None:
+    model = build(name)
+    report = anychip.fuse(model)
+    loss(model).backward()
+    norm, product = ("layer_norm", "gelu") if name == "gpt2" else ("rms_norm", "swiglu")
+    wanted = {norm: NORMS[name], product: LAYERS, "attention": LAYERS, "cross_entropy": 1}
+    assert forward_calls() == wanted
+    assert report.fallbacks() == ()
+
+
+def test_fused_model_loss_and_gradients_equal_those_before(name: str) -> None:
+    before = build(name)
+    model = copy.deepcopy(before)
+    anychip.fuse(model)
+    values = [loss(each) for each in (before, model)]
+    for value in values:
+        value.backward()
+    # Both are within the bound of the exact one.
+    assert parity.relative(values[1], values[0]) <= 2 * BOUND
+    for (path, ours), theirs in zip(model.named_parameters(), before.parameters(), strict=True):
+        assert parity.relative(ours.grad, theirs.grad) <= 2 * BOUND, path
+
+
+def plain_state(model: nn.Module, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The leaves under the names and in the layouts that the plain functions have."""
+    state = dict(leaves)
+    for path, module in model.named_modules():
+        if type(module).__name__ == "Conv1D":  # (in, out), against (out, in) of a linear layer
+            state[f"{path}.weight"] = leaves[f"{path}.weight"].T
+    return state
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_fused_model_loss_and_gradients_equal_float64(name: str) -> None:
+    model = build(name)
+    anychip.fuse(model)
+    made = {id(p): p.detach().double().requires_grad_() for p in model.parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    leaves = {path: made[id(param)] for path, param in named}
+    run: Callable[..., Any] = plain_decoders.llama_loss
+    sizes: tuple[int, ...] = (HEADS, KV_HEADS, LAYERS)
+    if name == "gpt2":
+        run, sizes = plain_decoders.gpt_loss, (HEADS, LAYERS)
+    want = run(plain_state(model, leaves), *sizes, tokens()[:, :-1], tokens()[:, 1:])
+    want.backward()
+    got = loss(model)
+    got.backward()
+    assert parity.relative(got, want) <= BOUND
+    for path, param in model.named_parameters():
+        assert parity.relative(param.grad, leaves[path].grad) <= BOUND, path
+
+
+def test_fused_model_three_adamw_steps_equal_those_before(name: str) -> None:
+    before = build(name)
+    model = copy.deepcopy(before)
+    anychip.fuse(model)
+    wanted, largest = parity.train(before, loss)
+    got, _ = parity.train(model, loss)
+    assert got == pytest.approx(wanted, rel=2 * BOUND)
+    assert parity.furthest(model, before) <= parity.parameter_bound(before, BOUND, largest)
+
+
+def test_fused_model_state_dict_is_the_same_and_loads_both_ways(name: str) -> None:
+    before = build(name)
+    model = copy.deepcopy(before)
+    state = dict(model.state_dict(keep_vars=True))
+    anychip.fuse(model)
+    after = dict(model.state_dict(keep_vars=True))
+    assert list(after) == list(state)
+    assert all(after[path] is state[path] for path in state)
+    fresh = build(name)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(loss(fresh), loss(before))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert (head.weight is embedding.weight) is (name in ("gpt2", "qwen3-tied"))
+
+
+def test_fused_model_generates_with_the_cache_what_it_did(name: str) -> None:
+    before = build(name).eval()
+    model = copy.deepcopy(before)
+    report = anychip.fuse(model)
+    options = {"max_new_tokens": 9, "do_sample": False, "use_cache": True}
+    prompt = tokens()[:, :5]
+    want = before.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    got = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    assert torch.equal(got, want)
+    assert forward_calls()["attention"] == LAYERS * (got.shape[1] - prompt.shape[1])
+    assert report.fallbacks() == ()
+
+
+def test_fused_model_with_padding_runs_transformers_attention_and_counts_it(name: str) -> None:
+    before = build(name).eval()
+    model = copy.deepcopy(before)
+    report = anychip.fuse(model)
+    mask = torch.ones_like(tokens())
+    mask[0, :4] = 0
+    got, want = (each(tokens(), attention_mask=mask).logits for each in (model, before))
+    assert parity.relative(got[mask.bool()], want[mask.bool()]) <= 2 * BOUND
+    (row,) = report.fallbacks()
+    assert (row.operator, row.calls, row.fallback_reason) == ("attention", LAYERS, "a mask")
+    assert row.implementation.endswith("sdpa_attention_forward")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
+def test_fused_model_compiles_without_a_break_and_counts_what_is_its_own() -> None:
+    torch._dynamo.reset()
+    before = build("llama")
+    model = copy.deepcopy(before)
+    report = anychip.fuse(model)
+    graphs = EagerAndRecordGraphs()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    got, want = (each(tokens(), labels=tokens()).loss for each in (compiled, before))
+    assert parity.relative(got, want) <= 2 * BOUND
+    assert report.fallbacks() == ()
+    targets = [str(node.target) for graph in graphs.graphs for node in graph.graph.nodes]
+    assert sum("anychip.attention" in target for target in targets) == LAYERS
+    mask = torch.ones_like(tokens())
+    mask[0, :4] = 0
+    got, want = (each(tokens(), attention_mask=mask).logits for each in (compiled, before))
+    assert parity.relative(got[mask.bool()], want[mask.bool()]) <= 2 * BOUND
+    assert {row.fallback_reason for row in report.fallbacks()} == {"a mask"}
+    torch._dynamo.reset()
+
+
+def test_fused_gpt2_with_attention_dropout_repeats_what_it_did_and_counts_it() -> None:
+    before = build("gpt2", attn_pdrop=0.2).train()
+    model = copy.deepcopy(before)
+    report = anychip.fuse(model)
+    values = []
+    for each in (before, model):
+        torch.manual_seed(3)
+        values.append(loss(each))
+    assert parity.relative(values[1], values[0]) <= 2 * BOUND
+    assert [row.fallback_reason for row in report.fallbacks()] == ["dropout"]
+
+
+def test_fused_loss_over_given_items_and_shifted_labels_equals_the_original() -> None:
+    before = build("llama")
+    model = copy.deepcopy(before)
+    report = anychip.fuse(model)
+    labels = tokens()
+    shifted = torch.cat((labels[:, 1:], torch.full((2, 1), -100)), dim=1)
+    cases: list[dict[str, Any]] = [
+        {"num_items_in_batch": torch.tensor(40)},
+        {"num_items_in_batch": 7},
+        {"shift_labels": shifted},
+        {"ignore_index": -7},
+    ]
+    for options in cases:
+        labels[:, 3:6] = options.get("ignore_index", -100)
+        got, want = (each(tokens(), labels=labels, **options).loss for each in (model, before))
+        assert parity.relative(got, want) <= 2 * BOUND
+    assert report.fallbacks() == ()
+
+
+def test_fuse_leaves_another_model_of_the_same_config_alone() -> None:
+    model = build("llama")
+    other = type(model)(model.config)
+    anychip.fuse(model)
+    loss(other)
+    assert anychip.provenance().rows() == ()
+    assert other.config._attn_implementation == "sdpa"
+
+
+def test_attention_implementation_can_be_set_back() -> None:
+    model = build("llama")
+    anychip.fuse(model)
+    model.set_attn_implementation("eager")
+    assert model(tokens(), output_attentions=True).attentions[0].shape == (2, HEADS, 18, 18)
+    assert "attention" not in forward_calls()
+
+
+def test_fuse_eager_attention_is_left_with_the_way_to_change_it() -> None:
+    report = anychip.fuse(build("llama", attn_implementation="eager"))
+    assert report.count("attention") == 0
+    (reason,) = {e.reason for e in report.left if e.source == "LlamaAttention"}
+    assert reason.startswith("its attention is 'eager'")
+
+
+def test_fuse_part_of_the_attention_modules_takes_none() -> None:
+    report = anychip.fuse(build("llama"), only="model.layers.1")
+    assert report.count("attention") == 0
+    assert [e.path for e in report.replaced] == [
+        "model.layers.1.mlp",
+        "model.layers.1.input_layernorm",
+        "model.layers.1.post_attention_layernorm",
+    ]
+
+
+def test_fuse_gemma_leaves_its_norms_and_gates() -> None:
+    config = transformers.GemmaConfig(**SIZES, head_dim=16)
+    report = anychip.fuse(transformers.GemmaForCausalLM(config))
+    reasons = {e.source: e.reason for e in report.left}
+    assert report.count("norm") == 0
+    assert reasons["GemmaRMSNorm"].startswith("not rms_norm: its result differs")
+    assert reasons["GemmaMLP"].startswith("not swiglu: its result differs")
+    assert report.count("activation") == LAYERS  # the tanh GELU inside
+
+
+def test_copy_of_a_fused_model_computes_the_same(name: str) -> None:
+    model = build(name)
+    anychip.fuse(model)
+    assert torch.equal(loss(copy.deepcopy(model)), loss(model))
+
+
+def test_fused_models_load_in_another_process(tmp_path: Path) -> None:
+    models = [build(name) for name in SPECIFIED]
+    counts = [anychip.fuse(model).count() for model in models]
+    saved = (models, tokens(), [loss(model).detach() for model in models])
+    torch.save(saved, tmp_path / "saved.pt")
+    code = (
+        "import sys, torch, anychip; anychip.use('cpu')\n"
+        "models, tokens, wanted = torch.load(sys.argv[1], weights_only=False)\n"
+        "print(*(anychip.fuse(model).before for model in models))\n"
+        "losses = [model(tokens, labels=tokens).loss for model in models]\n"
+        "print(*(torch.equal(loss, want) for loss, want in zip(losses, wanted)))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "saved.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.stdout.split() == [*map(str, counts), *["True"] * len(models)], done.stderr

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from tests.meta import wrong_device, wrong_gradients, wrong_memory, wrong_operators, wrong_random
+from tests.meta import (
+    wrong_attention,
+    wrong_collectives,
+    wrong_compression,
+    wrong_device,
+    wrong_gradients,
+    wrong_memory,
+    wrong_operators,
+    wrong_products,
+    wrong_random,
+    wrong_streams,
+    wrong_training,
+    wrong_updates,
+)
 from tests.meta.wrong import Wrong
 
 CATALOGUE: tuple[Wrong, ...] = (
@@ -11,6 +24,13 @@ CATALOGUE: tuple[Wrong, ...] = (
     *wrong_random.CATALOGUE,
     *wrong_operators.CATALOGUE,
     *wrong_gradients.CATALOGUE,
+    *wrong_attention.CATALOGUE,
+    *wrong_products.CATALOGUE,
+    *wrong_updates.CATALOGUE,
+    *wrong_compression.CATALOGUE,
+    *wrong_streams.CATALOGUE,
+    *wrong_collectives.CATALOGUE,
+    *wrong_training.CATALOGUE,
 )
 
 HEAD = """\

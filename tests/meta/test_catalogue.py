@@ -9,14 +9,21 @@ from pathlib import Path
 import pytest
 
 from anychip import conformance
+from anychip.conformance.chapters import collectives
 from anychip.contract import Backend
 from anychip.dispatch import selection
 from tests.meta.catalogue import CATALOGUE, table
-from tests.meta.honest import HonestBackend, make_table, reference_rows
+from tests.meta.honest import HonestRows
+from tests.meta.shared_ranks import SharedRanks
 from tests.meta.wrong import Wrong
 
 EACH = pytest.mark.parametrize(
     "wrong", CATALOGUE, ids=lambda wrong: f"{wrong.chapter}-{wrong.name}"
+)
+TWINS = {(wrong.chapter, wrong.select, wrong.twin): wrong for wrong in reversed(CATALOGUE)}
+"""What is asked of the same twin is asked once."""
+EACH_TWIN = pytest.mark.parametrize(
+    "wrong", list(TWINS.values())[::-1], ids=lambda wrong: f"{wrong.chapter}-{wrong.name}"
 )
 
 
@@ -26,6 +33,15 @@ def selection_is_restored() -> Iterator[None]:
     before = selection.current
     yield
     selection.current = before
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_are_shared() -> Iterator[None]:
+    """Processes of ranks start once for all backends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "Ranks", SharedRanks)
+        yield
+    SharedRanks.end()
 
 
 def run(backend: Backend, wrong: Wrong) -> conformance.Report:
@@ -40,15 +56,14 @@ def test_wrong_backend_is_found_by_its_chapter(wrong: Wrong) -> None:
     assert f'-k "{report.failures[0].case}"' in first
 
 
-@EACH
+@EACH_TWIN
 def test_correct_twin_passes_the_same_cases(wrong: Wrong) -> None:
     report = run(wrong.twin(), wrong)
     assert report.passed, "\n".join(report.explain(r) for r in report.failures)
 
 
 def test_honest_backend_passes_every_chapter() -> None:
-    backend = type("Honest", (HonestBackend,), {"operators": make_table(reference_rows())})()
-    report = conformance.run(backend)
+    report = conformance.run(HonestRows())
     assert report.passed, "\n".join(report.explain(r) for r in report.failures)
     assert {r.chapter for r in report.results} == set(conformance.CHAPTERS)
 

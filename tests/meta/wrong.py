@@ -80,7 +80,7 @@ def wrong_row(
             name=name,
             bug=bug,
             chapter=chapter,
-            select=operator if select is None else select,
+            select=f"/{operator}/" if select is None else select,
             make=lambda: backend({**right, (operator, direction): wrong}),
             twin=lambda: backend(right),
         )

@@ -35,6 +35,51 @@ def no_projection(
     return (dx if attrs["needs"][0] else None), dweight, dbias
 
 
+@wrong("gradient-of-the-sum-lost", "missing term of a derivative", operator="add_rms_norm")
+def no_stream(row: Row, grad: Tensor, dtotal: Tensor, *saved: Tensor, **attrs: Attr) -> Any:
+    return row(grad, torch.zeros_like(dtotal), *saved, **attrs)
+
+
+@wrong("residual-gets-the-stream-only", "missing term of a derivative", operator="add_layer_norm")
+def stream_only(row: Row, grad: Tensor, dtotal: Tensor, *saved: Tensor, **attrs: Attr) -> Any:
+    dx, dresidual, *weights = row(grad, dtotal, *saved, **attrs)
+    return dx, (None if dresidual is None else dtotal.clone()), *weights
+
+
+@wrong("bias-gradient-of-all-elements", "mask forgotten", operator="bias_dropout_add")
+def undropped_bias(row: Row, grad: Tensor, rng: Tensor, *, p: float, needs: Any) -> Any:
+    dx, dresidual, dbias = row(grad, rng, p=p, needs=needs)
+    whole = grad.unsqueeze(0).flatten(0, -2).sum(0)
+    return dx, dresidual, (None if dbias is None else whole)
+
+
+@wrong("residual-gradient-dropped-too", "mask at the wrong place", operator="bias_dropout_add")
+def dropped_stream(row: Row, grad: Tensor, rng: Tensor, *, p: float, needs: Any) -> Any:
+    dx, _, dbias = row(grad, rng, p=p, needs=(True, True, needs[2]))
+    return dx, (dx.clone() if needs[1] else None), dbias
+
+
+@wrong("slope-without-bias", "derivative at the wrong place", operator="bias_gelu")
+def slope_at_x(row: Row, grad: Tensor, x: Tensor, bias: Tensor, **attrs: Attr) -> Any:
+    return row(grad, x, torch.zeros_like(bias), **attrs)
+
+
+@wrong("up-gradient-without-gelu", "missing factor", operator="geglu")
+def linear_gate(row: Row, grad: Tensor, gate: Tensor, up: Tensor, **attrs: Attr) -> Any:
+    dgate, dup = row(grad, gate, up, **attrs)
+    return dgate, (None if dup is None else grad * gate)
+
+
+@wrong("softmax-gradient-unscaled", "missing factor", operator="softmax")
+def unscaled_scores(row: Row, grad: Tensor, y: Tensor, *, scale: float, **attrs: Attr) -> Any:
+    return row(grad, y, scale=1.0, **attrs)
+
+
+@wrong("softmax-projection-missing", "missing term of a derivative", operator="softmax")
+def diagonal_only(row: Row, grad: Tensor, y: Tensor, *, scale: float, **attrs: Attr) -> Any:
+    return ((y * grad * scale).contiguous(),)
+
+
 @wrong("weight-gradient-needs-dx", "wrong use of needs", operator="rms_norm")
 def needs_both(row: Row, *args: Tensor, needs: tuple[bool, ...], **attrs: Attr) -> Any:
     dx, dweight = row(*args, needs=needs, **attrs)

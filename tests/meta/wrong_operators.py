@@ -88,6 +88,80 @@ def overwrites(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
     return y, rstd
 
 
+@wrong("residual-not-added", "an argument without effect", operator="add_rms_norm")
+def no_residual(row: Row, x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Any:
+    _, total, _ = row(x, residual, weight, eps=eps)
+    y, _, rstd = row(x, torch.zeros_like(x), weight, eps=eps)
+    return y, total, rstd
+
+
+@wrong("sum-is-old-residual", "stale copy", operator="add_layer_norm")
+def stale_sum(row: Row, x: Tensor, residual: Tensor, *weights: Any, eps: float) -> Any:
+    y, _, mean, rstd = row(x, residual, *weights, eps=eps)
+    return y, residual.clone(memory_format=torch.contiguous_format), mean, rstd
+
+
+@wrong(
+    "norm-of-the-unrounded-sum", "intermediate result not in the storage type",
+    operator="add_rms_norm", select="add_rms_norm and bf16",
+    dtypes=frozenset({torch.bfloat16, torch.float32}),
+)  # fmt: skip
+def unrounded_sum(row: Row, x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Any:
+    _, total, _ = row(x, residual, weight, eps=eps)
+    y, _, rstd = row(x.float(), residual.float(), weight, eps=eps)
+    return y.to(x.dtype), total, rstd
+
+
+@wrong(
+    "sum-in-dtype-of-x", "wrong type of a result", operator="add_layer_norm",
+    select="add_layer_norm and bf16", dtypes=frozenset({torch.bfloat16, torch.float32}),
+)  # fmt: skip
+def narrow_sum(row: Row, x: Tensor, residual: Tensor, *weights: Any, eps: float) -> Any:
+    return row(x, residual.to(x.dtype), *weights, eps=eps)
+
+
+@wrong("bias-after-dropout", "an argument at the wrong place", operator="bias_dropout_add")
+def late_bias(
+    row: Row, x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None, *, p: float
+) -> Any:
+    return row(x, residual, rng, None, p=p) + (0.0 if bias is None else bias)
+
+
+@wrong("residual-dropped-too", "an argument at the wrong place", operator="bias_dropout_add")
+def drops_residual(
+    row: Row, x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None, *, p: float
+) -> Any:
+    return row(x + residual, torch.zeros_like(residual), rng, bias, p=p)
+
+
+@wrong("kept-not-scaled", "missing factor", operator="bias_dropout_add")
+def unscaled_dropout(row: Row, x: Tensor, residual: Tensor, *rest: Any, p: float) -> Any:
+    return residual + (row(x, residual, *rest, p=p) - residual) * (1.0 - p)
+
+
+@wrong("bias-of-another-column", "off by one", operator="bias_gelu")
+def next_bias(row: Row, x: Tensor, bias: Tensor, *, approximate: str) -> Any:
+    return row(x, bias.roll(1), approximate=approximate)
+
+
+@wrong(
+    "bias-added-in-storage-type", "intermediate result in the storage type", operator="bias_gelu",
+    select="bias_gelu and bf16", dtypes=frozenset({torch.bfloat16, torch.float32}),
+)  # fmt: skip
+def rounded_bias_sum(row: Row, x: Tensor, bias: Tensor, *, approximate: str) -> Any:
+    return row((x + bias).to(x.dtype), torch.zeros_like(bias), approximate=approximate)
+
+
+@wrong("geglu-approximation-fixed", "fast mathematics", operator="geglu")
+def always_tanh(row: Row, gate: Tensor, up: Tensor, *, approximate: str) -> Any:
+    return row(gate, up, approximate="tanh")
+
+
+@wrong("geglu-arguments-swapped", "arguments swapped", operator="geglu")
+def up_is_gate(row: Row, gate: Tensor, up: Tensor, *, approximate: str) -> Any:
+    return row(up, gate, approximate=approximate)
+
+
 @wrong("output-is-input", "output that is not fresh", operator="dropout")
 def aliased(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
     return x if p == 0.0 else row(x, rng, p=p)
@@ -187,6 +261,55 @@ def unscaled(
     row: Row, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
 ) -> Any:
     return row(q, k, v, causal=causal, scale=1.0 if scale is None else scale)
+
+
+@wrong("softmax-overflows", "overflow", operator="softmax")
+def no_top(row: Row, x: Tensor, mask: Any, bias: Any, *, scale: float, causal: bool) -> Any:
+    if causal or mask is not None or bias is not None:
+        return row(x, mask, bias, scale=scale, causal=causal)
+    weights = torch.exp(x * scale)
+    return (weights / weights.sum(-1, keepdim=True)).contiguous()
+
+
+@wrong("softmax-scale-forgotten", "missing factor", operator="softmax")
+def no_scale(row: Row, x: Tensor, *given: Any, scale: float, causal: bool) -> Any:
+    return row(x, *given, scale=1.0, causal=causal)
+
+
+@wrong("softmax-scales-the-bias", "a factor too many", operator="softmax")
+def scaled_bias(
+    row: Row, x: Tensor, mask: Any, bias: Tensor | None, *, scale: float, causal: bool
+) -> Any:
+    return row(x, mask, None if bias is None else bias * scale, scale=scale, causal=causal)
+
+
+@wrong("softmax-causal-off-by-one", "off-by-one in a mask", operator="softmax")
+def sees_next(row: Row, x: Tensor, mask: Any, bias: Any, *, scale: float, causal: bool) -> Any:
+    if not causal:
+        return row(x, mask, bias, scale=scale, causal=causal)
+    visible = torch.ones(x.shape[-2:], dtype=torch.bool).tril(x.shape[-1] - x.shape[-2] + 1)
+    visible = visible if mask is None else visible & mask
+    return row(x, visible, bias, scale=scale, causal=False)
+
+
+@wrong("softmax-causal-from-the-first-key", "mask aligned at the wrong end", operator="softmax")
+def first_aligned(row: Row, x: Tensor, mask: Any, bias: Any, *, scale: float, causal: bool) -> Any:
+    if not causal:
+        return row(x, mask, bias, scale=scale, causal=causal)
+    visible = torch.ones(x.shape[-2:], dtype=torch.bool).tril()
+    visible = visible if mask is None else visible & mask
+    return row(x, visible, bias, scale=scale, causal=False)
+
+
+@wrong("softmax-mask-inverted", "condition reversed", operator="softmax")
+def inverted(row: Row, x: Tensor, mask: Tensor | None, *given: Any, **attrs: Attr) -> Any:
+    return row(x, None if mask is None else ~mask, *given, **attrs)
+
+
+@wrong("softmax-hidden-row-is-uniform", "a case of its own forgotten", operator="softmax")
+def uniform_rows(row: Row, x: Tensor, *given: Any, **attrs: Attr) -> Any:
+    y = row(x, *given, **attrs)
+    return torch.where((y == 0.0).all(-1, keepdim=True), 1.0 / max(x.shape[-1], 1), y)
 
 
 @wrong("softmax-without-maximum", "overflow", operator="cross_entropy")

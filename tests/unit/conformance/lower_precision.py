@@ -121,6 +121,8 @@ def _einsum(equation: str, *operands: Tensor) -> Tensor:
     names = inputs.split(",")
     (contracted,) = set("".join(names)) - set(output)
     places = [name.index(contracted) for name in names]
+    if not operands[0].shape[places[0]]:
+        return torch.einsum(equation, *operands)
     reduced = ",".join(name.replace(contracted, "") for name in names) + "->" + output
     total: Tensor | None = None
     for index in range(operands[0].shape[places[0]]):
@@ -139,6 +141,8 @@ def _index_add(total: Tensor, dim: int, index: Tensor, rows: Tensor) -> Tensor:
 
 
 def _logsumexp(x: Tensor, dim: int) -> Tensor:
+    if not x.shape[dim]:
+        return x.sum(dim).log()
     top = x.amax(dim, keepdim=True)
     return accumulate((x - top).exp(), dim).log() + top.squeeze(dim)
 

@@ -200,7 +200,7 @@ def test_pytest_front_shows_the_explanation_of_a_failure(plugins: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--backend", "goodchip", "--chapter", "zero"], 2, "there is no chapter 'zero'"),
+        (["--backend", "goodchip", "--chapter", "serving"], 2, "there is no chapter 'serving'"),
         (["--backend", "goodchip", "-k", "a and ("], 2, "expected, got"),
         (["--backend", "goodchip", "--html", "x.html"], 2, "comes with a later version"),
         (["--backend", "goodchip", "--json", "none/x.json"], 2, "there is no folder"),

@@ -5,6 +5,7 @@ Neither shares code with them, nor with the references that the operators fall b
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -60,12 +61,93 @@ def torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: flo
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
+def torch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Any:
+    total = x + residual
+    return torch_rms_norm(total, weight, eps=eps), total
+
+
+def torch_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
+) -> Any:
+    total = x + residual
+    return torch_layer_norm(total, weight, bias, eps=eps), total
+
+
+def torch_softmax(
+    x: Tensor, mask: Tensor | None, bias: Tensor | None, *, scale: float, causal: bool
+) -> Tensor:
+    """torch's softmax row by row, over the keys that a row sees, where there are some."""
+    scores = x * scale + (0.0 if bias is None else bias)
+    visible = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask.expand_as(x)
+    rows = torch.zeros_like(scores).view(-1, x.shape[-1] or 1)
+    queries = x.shape[-2] if x.dim() > 1 else 1
+    for index in range(len(rows)):
+        row = scores.reshape(rows.shape)[index]
+        seen = visible.reshape(rows.shape)[index] & ~row.isneginf()
+        if causal:
+            seen = seen & (torch.arange(len(row)) <= index % queries + len(row) - queries)
+        if seen.any():
+            rows[index, seen] = torch.softmax(row[seen], 0)
+    return rows.view(x.shape)
+
+
 def torch_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
 ) -> Tensor:
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+    if not k.shape[2]:
+        return torch.zeros_like(q).transpose(1, 2)
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    seen = seen.tril(k.shape[2] - q.shape[2]) if causal else seen
+    # torch gives 0 to a query that sees nothing.
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
     return y.transpose(1, 2)
+
+
+def torch_attention_dropout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rng: Tensor,
+    *,
+    p: float,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Weight by weight: attention to one-hot values gives the weights, a plain loop drops them."""
+    batch, keys, kv_heads, _ = k.shape
+    groups = q.shape[2] // kv_heads
+    one_hot = torch.eye(keys, dtype=q.dtype)[None, :, None].expand(batch, keys, kv_heads, keys)
+    padded = [F.pad(t, (0, max(keys - t.shape[3], 0))) for t in (q, k)]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    weights = torch_attention(*padded, F.pad(one_hot, (0, padded[0].shape[3] - keys)),
+                              causal=causal, scale=scale)[..., :keys]  # fmt: skip
+    weights = weights.transpose(1, 2).contiguous()  # (B, H, Sq, Sk)
+    words = iter(philox.words(*rng.tolist(), weights.numel()).tolist())
+    flat = [
+        w / (1.0 - p) if next(words) >= math.floor(p * 2**32) else 0.0 for w in weights.view(-1)
+    ]
+    dropped = torch.tensor(flat, dtype=q.dtype).view(weights.shape)
+    return torch.einsum("bhqk,bkhd->bqhd", dropped, v.repeat_interleave(groups, 2))
+
+
+def torch_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, causal: bool, scale: float | None
+) -> Tensor:
+    """A nested tensor of the sequences, which torch's attention takes one by one."""
+    y = torch.zeros_like(q)
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+        if start < end:
+            own = (t[None, start:end] for t in (q, k, v))
+            y[start:end] = torch_attention(*own, causal=causal, scale=scale)[0]
+    return y
+
+
+def torch_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    y = x.new_zeros(x.shape[0], weight.shape[1])
+    for group, (start, end) in enumerate(itertools.pairwise([0, *offsets.tolist()])):
+        y[start:end] = F.linear(x[start:end], weight[group])
+    return y
 
 
 def torch_rope(
@@ -74,10 +156,12 @@ def torch_rope(
     turn = torch.complex(cos, sin)[:, None, :]
     results = []
     for x in (q, k):
+        x, rest = x[..., : 2 * cos.shape[1]], x[..., 2 * cos.shape[1] :]
         first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
         turned = torch.complex(first, second) * turn
         parts = (turned.real, turned.imag)
-        results.append(torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1))
+        whole = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+        results.append(torch.cat((whole, rest), -1))
     return results
 
 
@@ -101,21 +185,76 @@ def torch_cross_entropy(
     return rows.sum() / valid.sum() if reduction == "mean" else rows.sum()
 
 
+def torch_linear_cross_entropy(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **options: Any
+) -> Tensor:
+    return torch_cross_entropy(F.linear(x, weight, bias), target, **options)
+
+
 def torch_l2_norm(tensors: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm(tensors)
+
+
+def torch_partials(tensors: Sequence[Tensor], *, offsets: Any, sizes: Any, block: int) -> Tensor:
+    """Block by block, in a Python loop."""
+    found = []
+    for index, tensor in enumerate(tensors):
+        start = offsets[index] if offsets else 0
+        whole = torch.zeros(sizes[index] if sizes else start + tensor.numel(), dtype=tensor.dtype)
+        whole[start : start + tensor.numel()] = tensor.reshape(-1)
+        found += [part.dot(part) for part in whole.split(block) if part.numel()]
+    return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64)
+
+
+def torch_dequantize(
+    codes: Tensor, scales: Tensor, *, shape: Sequence[int], bits: int, block: int
+) -> Tensor:
+    numbers = codes.tolist()
+    if bits == 4:
+        nibbles = [n for code in numbers for n in (code % 16, code // 16 % 16)]
+        numbers = [n - 16 if n > 7 else n for n in nibbles]
+    count = math.prod(shape)
+    products = [n * scales[i // block] for i, n in enumerate(numbers[:count])]
+    return torch.tensor(products, dtype=torch.float64).view(tuple(shape))
+
+
+def torch_hadamard(x: Tensor, *, block: int | None) -> Tensor:
+    length, matrix = block or x.shape[-1], torch.ones(1, 1, dtype=x.dtype)
+    while matrix.shape[0] < length:
+        matrix = torch.kron(matrix, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=x.dtype))
+    rows = x.reshape(-1, length) if x.numel() else x
+    return (rows @ matrix[: rows.shape[-1]] / length**0.5).view(x.shape)
+
+
+def torch_top_k(x: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
+    order = torch.sort(-x.abs(), dim=-1, stable=True).indices[..., :k]
+    return x.gather(-1, order), order
 
 
 PEERS: dict[str, Callable[..., Any]] = {
     "rms_norm": torch_rms_norm,
     "layer_norm": torch_layer_norm,
+    "add_rms_norm": torch_add_rms_norm,
+    "add_layer_norm": torch_add_layer_norm,
     "gelu": F.gelu,
+    "bias_gelu": lambda x, bias, *, approximate: F.gelu(x + bias, approximate=approximate),
+    "geglu": lambda gate, up, *, approximate: F.gelu(gate, approximate=approximate) * up,
+    "softmax": torch_softmax,
     "swiglu": lambda gate, up: F.silu(gate) * up,
     "rope": torch_rope,
     "attention": torch_attention,
+    "attention_dropout": torch_attention_dropout,
+    "attention_varlen": torch_attention_varlen,
     "linear": F.linear,
+    "grouped_linear": torch_grouped_linear,
     "embedding": lambda indices, weight: F.embedding(indices, weight),
     "cross_entropy": torch_cross_entropy,
+    "linear_cross_entropy": torch_linear_cross_entropy,
     "l2_norm": torch_l2_norm,
+    "l2_norm_partials": torch_partials,
+    "dequantize": torch_dequantize,
+    "hadamard": torch_hadamard,
+    "top_k": torch_top_k,
 }
 
 
@@ -175,6 +314,71 @@ def test_adamw_oracle_with_found_inf_keeps_every_number() -> None:
     for before, expected in zip(kept, want, strict=True):
         np.testing.assert_array_equal(before.double().numpy(), expected.value)
         np.testing.assert_array_equal(expected.worst, 0.0)
+
+
+SGD_LABELS = ("plain", "momentum", "nesterov", "decay", "decay-plain", "scale-clip")
+
+
+@pytest.mark.parametrize("label", SGD_LABELS)
+def test_sgd_oracle_agrees_with_torch_optimizer_in_float64(label: str) -> None:
+    call = next(c for c in quick_calls("sgd") if c.label == label)
+    args, attrs = arguments("sgd", call)
+    params, grads, buffers, lr, _, scale, clip, *_ = map(double, args)
+    leaves = [torch.nn.Parameter(p.clone()) for p in params]
+    for leaf, grad in zip(leaves, grads, strict=True):
+        leaf.grad = grad / (1.0 if scale is None else scale) * (1.0 if clip is None else clip)
+    optimizer = torch.optim.SGD(
+        leaves, lr=float(lr), momentum=attrs["momentum"], nesterov=attrs["nesterov"],
+        weight_decay=attrs["weight_decay"], foreach=False,
+    )  # fmt: skip
+    for leaf, buffer in zip(leaves, buffers, strict=False):
+        optimizer.state[leaf] = {"momentum_buffer": buffer.clone()}
+    optimizer.step()
+    want = ORACLES["sgd"].forward(*map(numbers, args), **attrs)
+    found = [*leaves, *(optimizer.state[leaf]["momentum_buffer"] for leaf in leaves if buffers)]
+    for got, expected in zip(found, want, strict=False):
+        np.testing.assert_allclose(got.detach().numpy(), expected.value, rtol=1e-9, atol=1e-14)
+
+
+def test_lion_and_lamb_oracles_follow_their_equations() -> None:
+    one, zero = torch.tensor(1.0), torch.tensor(0.0)
+    given = ([torch.tensor([2.0, 2.0, 2.0])], [torch.tensor([1.0, -9.0, 0.0])])
+    none = (None,) * 4
+    lion = ORACLES["lion"].forward(
+        *map(numbers, (*given, [torch.tensor([-1.0, 0.0, 0.0])], one / 2, zero, *none)),
+        beta1=0.5, beta2=0.75, weight_decay=0.5,
+    )  # fmt: skip
+    # Averages 0, -4.5 and 0: the first may have any sign, the last has none.
+    np.testing.assert_allclose(lion[0].value, [1.5, 2.0, 1.5])
+    np.testing.assert_allclose(lion[1].value, [-0.5, -2.25, 0.0])
+    assert lion[0].worst[0] > 1e6 > lion[0].worst[2]
+    moments = [[torch.zeros(3)], [torch.zeros(3)]]
+    lamb = ORACLES["lamb"].forward(
+        *map(numbers, (*given, *moments, one, zero, *none, None)),
+        beta1=0.5, beta2=0.5, eps=0.5, weight_decay=0.25,
+    )  # fmt: skip
+    # u = g / (|g| + 0.5) + 0.25 p; its length and that of p are the ratio.
+    u = np.array([1 / 1.5, -9 / 9.5, 0.0]) + 0.5
+    np.testing.assert_allclose(lamb[0].value, 2.0 - np.sqrt(12.0) / np.linalg.norm(u) * u)
+
+
+def test_quantize_oracle_leaves_open_only_what_rounding_may_change() -> None:
+    forward = ORACLES["quantize"].forward
+    x = torch.tensor([127.0, 0.5, 1.5, -2.5, 3.0])
+    codes, scales = forward(numbers(x), None, bits=8, block=8)
+    assert codes.value.tolist() == [127.0, 0.0, 2.0, -2.0, 3.0]
+    assert scales.value.tolist() == [1.0]
+    assert not codes.worst.any()
+    packed, _ = forward(numbers(torch.tensor([7.0, -1.0, -7.0])), None, bits=4, block=8)
+    assert [int(c) & 255 for c in packed.value] == [0xF7, 0x09]
+    # 100 / 3 and 200 / 6 are halves but for a rounding: the scale of 127 / 3 is not exact.
+    near = torch.tensor([127.0 / 3, 0.5 / 3])
+    codes, _ = forward(numbers(near), None, bits=8, block=8)
+    assert codes.worst[1] > 0.0
+    drawn = philox.words(3, 4, 5) >> np.uint64(8)
+    codes, _ = forward(numbers(x), np.array([3, 4]), bits=8, block=8)
+    want = [127, int(drawn[1] < 2**23), 1 + int(drawn[2] < 2**23), -3 + int(drawn[3] < 2**23), 3]
+    assert codes.value.tolist() == want
 
 
 def test_clip_and_unscale_oracles_follow_their_equations() -> None:
@@ -244,13 +448,40 @@ def test_philox_words_are_blocks_at_consecutive_unsigned_counters(seed: int, off
 GRADIENT_CALLS = {
     "rms_norm": ("3x17", "4x40.eps:0.5", "2x3x33"),
     "layer_norm": ("3x17", "4x40.eps:0.5", "4x40.bias:none"),
+    "add_rms_norm": ("3x17", "4x40.eps:0.5", "2x3x33"),
+    "add_layer_norm": ("3x17", "4x40.eps:0.5", "4x40.bias:none"),
     "dropout": ("7x9.p:0.1", "33x40.p:1"),
+    "bias_dropout_add": ("7x9.p:0.1", "11x40.p:1", "8x33.bias:none"),
     "gelu": ("17.none", "17.tanh", "2x3x16.tanh"),
+    "bias_gelu": ("17.none", "17.tanh", "2x3x16.tanh"),
     "swiglu": ("17", "2x3x16"),
-    "rope": ("2x5x4+4x8.half", "2x9x6+1x12.interleaved"),
-    "attention": ("2x5x4+4x8.causal", "1x17x4+2x16.causal", "2x9x6+1x12.full", "heads"),
+    "geglu": ("17.none", "17.tanh", "2x3x16.tanh"),
+    "softmax": (
+        "3x17", "2x3x33", "2x7x3.causal", "2x3x4x21.mask:full", "2x3x5x18.everything",
+        "4x20.hidden", "2x5x12.additive", "6x40.negative",
+    ),
+    "rope": (
+        "2x5x4+4x8.half", "2x9x6+1x12.interleaved", "2x5x3+1x12.half.rotary:8",
+        "2x5x3+1x12.interleaved.rotary:2",
+    ),
+    "attention": (
+        "2x5x4+4x8.causal", "1x17x4+2x16.causal", "2x9x6+1x12.full", "heads", "3of20.causal",
+        "20of3.causal",
+    ),
+    "attention_dropout": (
+        "2x5x4+4x8.p:0.1", "2x7x4+2x8.p:0.5", "2x7x4+2x8.p:1", "3of20.p:0.3", "20of3.p:0.3",
+    ),
+    "attention_varlen": (
+        "3+5+4.causal", "0+4+0+0+3+0.full", "5+2.padded:3.causal", "padded:4.full", "apart",
+    ),
     "linear": ("2x4.33-17.bias", "3.8-5"),
+    "grouped_linear": ("4+0+3.rest:2.33-17", "none.rest:3.8-4", "0+0.rest:4.8-4", "apart"),
+    "linear_cross_entropy": (
+        "6.8-11.bias", "6.8-11", "2x5.24-130.sum", "2x5.24-130.none", "2x5.24-130.smooth:0.1",
+        "2x5.24-130.all", "2x5.24-130.all-mean", "ignored:last",
+    ),
     "embedding": ("2x3.of:5x17", "ends"),
+    "hadamard": ("3x8", "5x16", "5x192.block:64", "5x192.block:1"),
     "cross_entropy": (
         "6x11", "6x11.sum", "6x11.none", "6x11.smooth:0.1", "6x11.z:0.01", "6x11.all",
         "6x11.all-mean", "ignored:all-but-last",

@@ -84,7 +84,7 @@ def test_case_starts_from_one_random_state() -> None:
     ("options", "words"),
     [
         ({"chapters": ["devices"]}, "did you mean 'device'"),
-        ({"chapters": ["collectives"]}, "this version has device, memory"),
+        ({"chapters": ["serving"]}, "this version has device, memory"),
         ({"select": "no_such_word"}, "no case is selected"),
         ({"select": "rms_norm", "chapters": ["device"]}, "is in chapter operators"),
         ({"select": "3x128.sweep"}, "at level full"),

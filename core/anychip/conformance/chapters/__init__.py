@@ -6,14 +6,32 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 
 from anychip.conformance.case import Case, Cases, Context
-from anychip.conformance.chapters import device, gradients, memory, operators, random
+from anychip.conformance.chapters import (
+    collectives,
+    device,
+    gradients,
+    memory,
+    operators,
+    optimizer,
+    pipeline,
+    random,
+    streams,
+    training,
+    zero,
+)
 
 CHAPTERS: Mapping[str, Cases] = {
     "device": device.cases,
     "memory": memory.cases,
+    "streams": streams.cases,
     "random": random.cases,
     "operators": operators.cases,
     "gradients": gradients.cases,
+    "collectives": collectives.cases,
+    "optimizer": optimizer.cases,
+    "zero": zero.cases,
+    "pipeline": pipeline.cases,
+    "training": training.cases,
 }
 
 

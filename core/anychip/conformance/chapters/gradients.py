@@ -39,15 +39,19 @@ class GradientTrial(Trial):
         self.leaf_names: tuple[str, ...] = tuple(given)
         self.seed = zlib.crc32(f"{spec.name}/{call.label}".encode())
 
+    def run(self, placed: PlacedCall) -> list[Tensor]:
+        """The outputs that have gradients: an index has none."""
+        return [y for y in super().run(placed) if y.is_floating_point()]
+
     def leaves(self, placed: PlacedCall, names: Sequence[str]) -> list[Tensor]:
         """Those arguments of a placed call, requiring gradients."""
         places = [self.signature.positional.index(name) for name in names]
         return [placed.args[place].requires_grad_() for place in places]
 
     def output_gradients(self) -> list[Tensor]:
-        """Random gradients of the outputs, on the host; each in its output's dtype."""
+        """Random gradients of those outputs, on the host; each in its output's dtype."""
         generator = torch.Generator().manual_seed(self.seed)
-        forms = self.fake()[: self.signature.num_outputs]
+        forms = [y for y in self.fake()[: self.signature.num_outputs] if y.is_floating_point()]
         return [torch.randn(f.shape, generator=generator).to(f.dtype) for f in forms]
 
     def gradients(self, oracle: Oracle, grads: Sequence[Tensor]) -> dict[str, Rounded]:
@@ -198,10 +202,10 @@ def rule_one_output(
 ) -> None:
     """Of several outputs only one is used; the gradients of the others are 0."""
     for trial in each_trial(operator, oracle, dtype):
-        for used in range(trial.signature.num_outputs):
+        grads = trial.output_gradients()
+        for used in range(len(grads)):
             placed = trial.place(context)
             leaves = trial.leaves(placed, trial.leaf_names)
-            grads = trial.output_gradients()
             output, given = trial.run(placed)[used], grads[used].to(context.device)
             found = torch.autograd.grad([output], leaves, [given], allow_unused=True)
             masked = [g if i == used else torch.zeros_like(g) for i, g in enumerate(grads)]

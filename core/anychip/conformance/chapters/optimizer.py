@@ -1,0 +1,304 @@
+"""Is a parameter, after ten steps of an update rule, where float64 arithmetic puts it?
+
+The operators chapter asks about single steps. Here a rule goes on from its own results, through
+:class:`anychip.train.zero.Optimizer` on one rank: step counts, bias correction, moments, weight
+decay by group, the learning rate of each step, clipping by the norm of all gradients, the loss
+scale, and steps that are left out. The oracles of the operators carry their bounds from step to
+step; nothing of the optimizer's own arithmetic is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from anychip.conformance import trainee
+from anychip.conformance.arithmetic import Rounded, sqrt, where
+from anychip.conformance.calls import Draw
+from anychip.conformance.case import Case, Context, check, check_equal_bits
+from anychip.conformance.oracles import ORACLES
+from anychip.contract import SoloCommunicator
+from anychip.train import optim, precision, zero
+
+STEPS = 10
+SHAPES: tuple[tuple[int, ...], ...] = ((4, 5), (17,), (), (0, 3), (1000,), (3, 7, 9), (1,))
+SECOND_GROUP = 4
+"""From this parameter on: no weight decay, and half the learning rate."""
+MAX_NORM = 4.0
+"""The gradients' norm is about 35: every step is clipped."""
+SKIPPED = 4
+"""The step in which a gradient is infinite, where there is a loss scale."""
+ABSENT = (1, 3)
+"""Parameter and step without a gradient, where one is absent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A rule, as it is made and as its equation is evaluated.
+
+    Attributes:
+        make: the rule for a learning rate.
+        operator: whose oracle does one step.
+        attrs: of the operator.
+        moments: names of the state's tensors.
+        rest: arguments of the operator after ``low_precision``.
+    """
+
+    make: Callable[[optim.Schedule], optim.Rule]
+    operator: str
+    attrs: Mapping[str, Any]
+    moments: tuple[str, ...]
+    rest: tuple[Any, ...] = ()
+    lr: float = 1e-2
+
+
+_ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "weight_decay": 0.5}
+_SGD: dict[str, Any] = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.5, "decoupled": False}
+_NESTEROV: dict[str, Any] = {**_SGD, "nesterov": True, "decoupled": True}
+_PLAIN: dict[str, Any] = {**_SGD, "momentum": 0.0}
+_LION: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.5}
+_TWO = ("exp_avg", "exp_avg_sq")
+
+SUBJECTS: dict[str, Subject] = {
+    "adamw": Subject(
+        make=lambda lr: optim.adamw(lr, **_ADAM), operator="adamw", attrs=_ADAM, moments=_TWO
+    ),
+    "sgd": Subject(
+        make=lambda lr: optim.sgd(lr, **_PLAIN), operator="sgd", attrs=_PLAIN, moments=()
+    ),
+    "momentum": Subject(
+        make=lambda lr: optim.sgd(lr, **_SGD),
+        operator="sgd",
+        attrs=_SGD,
+        moments=("momentum_buffer",),
+    ),
+    "nesterov": Subject(
+        make=lambda lr: optim.sgd(lr, **_NESTEROV),
+        operator="sgd",
+        attrs=_NESTEROV,
+        moments=("momentum_buffer",),
+    ),
+    "lion": Subject(
+        make=lambda lr: optim.lion(lr, **_LION), operator="lion", attrs=_LION, moments=("exp_avg",)
+    ),
+    "lamb": Subject(
+        make=lambda lr: optim.lamb(lr, **_ADAM),
+        operator="lamb",
+        attrs=_ADAM,
+        moments=_TWO,
+        rest=(None,),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """What is different from plain steps."""
+
+    clip: bool = False
+    schedule: bool = False
+    scaled: bool = False
+    absent: bool = False
+
+
+WAYS: dict[str, Way] = {
+    "plain": Way(),
+    "clip": Way(clip=True),
+    "schedule": Way(schedule=True),
+    "absent": Way(absent=True),
+    "scaled": Way(scaled=True, clip=True),
+}
+
+
+def cases(context: Context) -> Iterator[Case]:
+    """A case per rule and way, and one per rule for a step that is to be left out."""
+    for name, subject in SUBJECTS.items():
+        for label, way in WAYS.items():
+            run = partial(ten_steps, name=name, subject=subject, way=way)
+            yield Case(id=f"optimizer/{name}/{label}", run=run)
+        yield Case(
+            id=f"optimizer/{name}/found-inf", run=partial(found_inf, name=name, subject=subject)
+        )
+
+
+def ten_steps(context: Context, *, name: str, subject: Subject, way: Way) -> None:
+    """Parameters and state after ten steps; of a step that is skipped, every bit before it."""
+    draw = Draw(torch.float32, f"optimizer/{name}")
+    context.call = f"{STEPS} steps of {name} through zero.Optimizer on {context.device}"
+    start = [draw.normal(*shape) for shape in SHAPES]
+    params = [nn.Parameter(value.to(context.device)) for value in start]
+    schedule = schedule_of(subject, way)
+    opt = optimizer(context, params, subject.make(schedule), way)
+    oracle = Oracle(subject, start)
+    for step in range(STEPS):
+        absent = ABSENT[0] if way.absent and step == ABSENT[1] else None
+        grads = [None if i == absent else draw.normal(*s) for i, s in enumerate(SHAPES)]
+        overflows = way.scaled and step == SKIPPED
+        scale = opt.scaler.scale if opt.scaler is not None else None
+        place(params, grads, scale, overflows)
+        before = snapshot(params, opt) if overflows else {}
+        result = opt.step()
+        check(result.skipped == overflows, f"step {step}: skipped is {result.skipped}")
+        if overflows:
+            for key, value in snapshot(params, opt).items():
+                check_equal_bits(f"{key} after a step that is left out", value, before[key])
+            continue
+        norm = oracle.step(grads, schedule(oracle.done), scale, clip=way.clip)
+        if way.clip:
+            assert result.grad_norm is not None
+            context.compare(f"norm of step {step}", result.grad_norm, norm, statistical=False)
+    compare(context, params, opt, oracle)
+
+
+def schedule_of(subject: Subject, way: Way) -> optim.Schedule:
+    """The learning rate of each step, in plain Python: nothing of a device."""
+    if not way.schedule:
+        return lambda count: subject.lr
+    return lambda count: subject.lr * (1.0 + math.cos(0.3 * count)) / 2.0
+
+
+def optimizer(
+    context: Context, params: list[nn.Parameter], rule: optim.Rule, way: Way
+) -> zero.Optimizer:
+    """Two parameter groups on one rank."""
+    groups: list[dict[str, Any]] = [
+        {"params": params[:SECOND_GROUP]},
+        {"params": params[SECOND_GROUP:], "weight_decay": 0.0, "lr_scale": 0.5},
+    ]
+    policy = None
+    if way.scaled:
+        policy = precision.Policy(
+            name="fp32",
+            device_type=context.device.type,
+            why="scaled, to see the scale",
+            loss_scaling=precision.LossScaling(init_scale=1024.0, growth_interval=3),
+        )
+    chained = optim.chain(optim.clip_by_global_norm(MAX_NORM), rule) if way.clip else rule
+    comm = SoloCommunicator()
+    comm.device = context.device.type
+    return zero.Optimizer(groups, chained, comm, precision=policy)
+
+
+def place(
+    params: list[nn.Parameter], grads: list[Tensor | None], scale: float | None, overflows: bool
+) -> None:
+    """Gives the parameters their (scaled) gradients; the last one gets the infinity."""
+    for param, grad in zip(params, grads, strict=True):
+        if grad is None:
+            param.grad = None
+            continue
+        given = grad if scale is None else grad * scale
+        if overflows and param is params[-1]:
+            given = torch.full_like(given, math.inf)
+        param.grad = given.to(param.device)
+
+
+def snapshot(params: list[nn.Parameter], opt: zero.Optimizer) -> dict[str, Tensor]:
+    """All that a step writes, by name."""
+    found = {f"parameter {i}": p.detach().cpu().clone() for i, p in enumerate(params)}
+    for i, param in enumerate(params):
+        for name, value in opt.state[param].items():
+            found[f"{name} {i}"] = value.cpu().clone()
+    return found
+
+
+class Oracle:
+    """The same steps in float64, one parameter at a time, with the bounds of float32."""
+
+    def __init__(self, subject: Subject, start: list[Tensor]) -> None:
+        self.subject, self.done = subject, 0
+        self.params = [Rounded.exact(value.double().numpy()) for value in start]
+        zeros = [Rounded.exact(np.zeros(value.shape)) for value in start]
+        self.moments = [[zero for _ in subject.moments] for zero in zeros]
+        self.counts = [0.0 for _ in start]
+
+    def step(
+        self, grads: list[Tensor | None], lr: float, scale: float | None, *, clip: bool
+    ) -> Rounded:
+        """One step; the norm of its gradients."""
+        exact = [None if g is None else Rounded.exact(g.double().numpy()) for g in grads]
+        flat = [(g * g).reshape(-1).sum(0) for g in exact if g is not None]
+        norm = sqrt(sum(flat[1:], start=flat[0]))
+        ratio = MAX_NORM / (norm + 1e-6)
+        factor = where(ratio.value < 1.0, ratio, 1.0) if clip else None
+        self.done += 1
+        for index, grad in enumerate(exact):
+            if grad is not None:
+                self._update(index, grad, lr, scale, factor)
+        return norm
+
+    def _update(
+        self, index: int, grad: Rounded, lr: float, scale: float | None, factor: Rounded | None
+    ) -> None:
+        attrs, second = dict(self.subject.attrs), index >= SECOND_GROUP
+        if second:
+            attrs["weight_decay"] = 0.0
+        if scale is not None:
+            grad = Rounded(grad.value * scale, grad.worst * scale, grad.spread * scale)
+        results = ORACLES[self.subject.operator].forward(
+            [self.params[index]],
+            [grad],
+            *([moment] for moment in self.moments[index]),
+            *(() if self.subject.moments or self.subject.operator != "sgd" else ([],)),
+            Rounded.constant(lr * (0.5 if second else 1.0)),
+            Rounded.exact(self.counts[index]),
+            None if scale is None else Rounded.exact(scale),
+            factor,
+            None,
+            None,
+            *self.subject.rest,
+            **attrs,
+        )
+        self.params[index] = results[0]
+        self.moments[index] = list(results[1 : 1 + len(self.subject.moments)])
+        self.counts[index] += 1.0
+
+
+def compare(
+    context: Context, params: list[nn.Parameter], opt: zero.Optimizer, oracle: Oracle
+) -> None:
+    """Values and counts; errors of ten steps are not independent, so no statistics of them."""
+    for index, param in enumerate(params):
+        state = opt.state[param]
+        count, want = float(state["step"]), oracle.counts[index]
+        check(count == want, f"parameter {index}: {want:g} steps counted expected, got {count:g}")
+        place = trainee.place_of(context.device)
+        check(param.device == place, f"parameter {index} went to {param.device}")
+        for name, moment in zip(oracle.subject.moments, oracle.moments[index], strict=True):
+            context.compare(f"{name} of parameter {index}", state[name], moment, statistical=False)
+        found = oracle.params[index]
+        context.compare(f"parameter {index}", param.detach(), found, statistical=False)
+
+
+def found_inf(context: Context, *, name: str, subject: Subject) -> None:
+    """Where the device knows that a gradient is not finite, the rule leaves every bit alone."""
+    draw = Draw(torch.float32, f"optimizer/{name}/found-inf")
+    context.call = f"a step of {name} with found_inf = 1 on {context.device}"
+    params = [nn.Parameter(draw.normal(*shape).to(context.device)) for shape in SHAPES]
+    rule = subject.make(lambda count: subject.lr)
+    opt = optimizer(context, params, rule, Way())
+    for param in params:
+        param.grad = draw.normal(*param.shape).to(context.device)
+    opt.step()
+    before = snapshot(params, opt)
+    grads = [param.grad for param in params if param.grad is not None]
+    grads[-1].fill_(math.nan)
+    states = [opt.state[param] for param in params]
+    group = optim.Group(
+        params=[param.detach() for param in params],
+        grads=grads,
+        state={key: [state[key] for state in states] for key in subject.moments},
+        step=states[0]["step"],
+    )
+    flag = torch.ones((), device=context.device)
+    with torch.no_grad():
+        rule.update(optim.Update(groups=[group], count=1, found_inf=flag))
+    for key, value in snapshot(params, opt).items():
+        check_equal_bits(f"{key} after a step with found_inf", value, before[key])

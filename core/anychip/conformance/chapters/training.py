@@ -1,0 +1,138 @@
+"""Does a model trained on the device learn what float64 learns, within what float32 allows?
+
+A small decoder, 200 steps, float32, built from our operators and trained by our optimizer on the
+device. Its curve of losses is compared with float64's, in units of the spread of float32 runs that
+differ by the order of sums only (:mod:`anychip.conformance.oracles.training`, which says how the
+limit comes about, and how small a bias of all gradients it still finds). And the work has to have
+been done here: by our operators, as often as the model calls them, on the device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+
+import anychip
+from anychip.conformance import trainee
+from anychip.conformance.case import Case, Context, check
+from anychip.conformance.oracles import training as oracle
+from anychip.contract import SoloCommunicator
+from anychip.dispatch.tally import ProvenanceRow
+from anychip.train import optim, zero
+
+Key = tuple[str, str, str, str]
+
+
+def cases(context: Context) -> Iterator[Case]:
+    """A curve per recipe."""
+    for name in oracle.RECIPES:
+        yield Case(id=f"training/{name}", run=partial(curve, name=name))
+
+
+def rule_of(recipe: oracle.Recipe) -> optim.Rule:
+    """The recipe, in our rules."""
+    if recipe.momentum is not None:
+        return optim.sgd(recipe.rate, momentum=recipe.momentum)
+    return optim.chain(
+        optim.clip_by_global_norm(recipe.max_norm),
+        optim.adamw(
+            recipe.rate,
+            beta1=recipe.beta1,
+            beta2=recipe.beta2,
+            eps=recipe.eps,
+            weight_decay=recipe.weight_decay,
+        ),
+    )
+
+
+def curve(context: Context, *, name: str) -> None:
+    """The deviation of the losses is below the limit; the operators were called, on the device."""
+    recipe, known = oracle.RECIPES[name], oracle.load(name)
+    context.call = f"{oracle.STEPS} steps of {name} on {context.device}, float32"
+    before = counts()
+    losses, params = train(context, recipe)
+    called = {key: count - before[key] for key, count in counts().items() if count > before[key]}
+    context.served_by = served_by(called)
+    check_work(called, recipe)
+    place = trainee.place_of(context.device)
+    moved = [name for name, param in params.items() if param.device != place]
+    check(not moved, f"parameters that are not on {context.device} afterwards: {moved}")
+    deviation = known.deviation(losses)
+    if not deviation <= known.limit:
+        off = np.abs(np.asarray(losses) - known.losses) / known.spread
+        first = int(np.argmax(~(off <= 3.0 * known.limit)))
+        check(
+            False,
+            f"the losses deviate by {deviation:.4g} of float32's spread, limit {known.limit:.4g} "
+            f"(the samples' own: up to {known.deviations.max():.3g}); first far off at step "
+            f"{first}: got {losses[first]:.9g}, want {known.losses[first]:.9g} within about "
+            f"{3 * known.spread[first]:.2g}; at the end {losses[-1]:.9g}, want "
+            f"{known.losses[-1]:.9g}",
+        )
+
+
+def train(context: Context, recipe: oracle.Recipe) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses by step, and the parameters."""
+    model = trainee.decoder(oracle.SIZES, context.device)
+    comm = SoloCommunicator()
+    comm.device = context.device.type
+    opt = zero.Optimizer(model, rule_of(recipe), comm)
+    losses = []
+    for step in range(oracle.STEPS):
+        tokens, targets = trainee.batch(oracle.SIZES, step)
+        loss = model(tokens.to(context.device), targets.to(context.device))
+        opt.backward(loss)
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses], dict(model.named_parameters())
+
+
+# Who did the work
+
+
+def counts() -> Counter[Key]:
+    """Calls so far, by operator, direction, implementation and whether it was a fallback."""
+    found: Counter[Key] = Counter()
+    for row in anychip.provenance().rows():
+        found[row.operator, row.direction, who(row), row.fallback_reason or ""] += row.calls
+    return found
+
+
+def who(row: ProvenanceRow) -> str:
+    """In one word or two."""
+    return row.kind if row.kind == "reference" else f"{row.provider} ({row.kind})"
+
+
+def served_by(called: dict[Key, int]) -> str:
+    """Implementations with the operators that each served; fallbacks say so."""
+    servants: dict[str, set[str]] = {}
+    for operator, direction, name, fallback in called:
+        label = f"{name}, a fallback" if fallback else name
+        servants.setdefault(label, set()).add(
+            operator if direction == "forward" else f"d {operator}"
+        )
+    return "; ".join(f"{name}: {', '.join(sorted(ops))}" for name, ops in sorted(servants.items()))
+
+
+def check_work(called: dict[Key, int], recipe: oracle.Recipe) -> None:
+    """Each operator of a step was called as often as a step calls it, in both directions."""
+    layers = oracle.SIZES.layers
+    a_step = {"layer_norm": 2 * layers + 1, "attention": layers, "gelu": layers,
+              "linear": 4 * layers + 1, "embedding": 2, "cross_entropy": 1}  # fmt: skip
+    wanted = {(name, d): n for name, n in a_step.items() for d in ("forward", "backward")}
+    wanted["sgd" if recipe.momentum is not None else "adamw", "forward"] = 1
+    found: Counter[tuple[str, str]] = Counter()
+    for (operator, direction, _, _), count in called.items():
+        found[operator, direction] += count
+    for (operator, direction), count in wanted.items():
+        got = found[operator, direction]
+        check(
+            got == count * oracle.STEPS,
+            f"{operator} {direction}: {count * oracle.STEPS} calls expected in {oracle.STEPS} "
+            f"steps, {got} were counted: something else did the work",
+        )

@@ -1,0 +1,165 @@
+"""Do a device's operators give the same training, bit for bit, when states and gradients are cut?
+
+Two ranks as threads that share the device, each with half of every batch, against one rank that
+adds up in the tree that :class:`anychip.train.zero.Optimizer` documents: first the micro-batches
+of each rank, then the ranks in order. Every stage has to give the bits of that one rank, in
+parameters, norms and states; and each rank has to hold the bytes of its stage's formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anychip.conformance import trainee
+from anychip.conformance.case import Case, Context, check, check_equal_bits
+from anychip.contract import Communicator, SoloCommunicator
+from anychip.operators.partials import BLOCK
+from anychip.train import optim, zero
+from anychip.train.models import GPT
+
+RANKS = 2
+STEPS = 3
+MICRO = 2
+SIZES = trainee.Sizes()
+BUCKET_NBYTES = 16_000
+"""Several buckets, whose ends fall into the middle of parameters' blocks."""
+
+RULES: dict[str, Callable[[], optim.Rule]] = {
+    "adamw": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2)),
+    "momentum": lambda: optim.sgd(0.1, momentum=0.9, weight_decay=0.01),
+    "lamb": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.lamb(1e-2)),
+    "lion": lambda: optim.lion(1e-3, weight_decay=0.1),
+}
+QUICK = ("adamw", "lamb")
+
+
+class Trained(NamedTuple):
+    """What training gives: parameters by name, norms, the whole state, and bytes."""
+
+    params: dict[str, Tensor]
+    norms: list[Tensor | None]
+    states: dict[str, Tensor]
+    memory: zero.Memory
+
+
+def cases(context: Context) -> Iterator[Case]:
+    """Per stage and rule: parity; per stage: bytes."""
+    for stage in range(3):
+        for name, rule in RULES.items():
+            run = partial(parity, stage=stage, name=name, rule=rule)
+            yield Case(id=f"zero/{stage}/{name}", run=run, full=name not in QUICK)
+        yield Case(id=f"zero/{stage}/bytes", run=partial(nbytes, stage=stage))
+
+
+def parity(context: Context, *, stage: int, name: str, rule: Callable[[], optim.Rule]) -> None:
+    """Bits of parameters, norms and states of every rank, against one rank."""
+    context.call = f"{STEPS} steps of {name}, stage {stage}, {RANKS} ranks on {context.device}"
+    want = serial(context.device, rule())
+    for rank, got in enumerate(sharded(context.device, stage, rule)):
+        for index, (norm, other) in enumerate(zip(got.norms, want.norms, strict=True)):
+            if norm is not None and other is not None:
+                check_equal_bits(f"rank {rank}: norm of step {index}", norm, other)
+        for label, value in want.params.items():
+            check_equal_bits(f"rank {rank}: {label}", got.params[label], value)
+        for label, value in want.states.items():
+            check_equal_bits(f"rank {rank}: {label}", got.states[label], value)
+
+
+def loss_of(model: GPT, *index: int) -> Tensor:
+    """The mean loss of one batch."""
+    device = next(model.parameters()).device
+    tokens, targets = (part.to(device) for part in trainee.batch(SIZES, *index))
+    loss: Tensor = model(tokens, targets)
+    return loss / MICRO
+
+
+def serial(device: torch.device, rule: optim.Rule) -> Trained:
+    """One rank, which computes the batches of all ranks."""
+    model = trainee.decoder(SIZES, device)
+    params = list(model.parameters())
+    comm = SoloCommunicator()
+    comm.device = device.type
+    opt = zero.Optimizer(model, rule, comm)
+    norms = []
+    for step in range(STEPS):
+        sums: list[Tensor] = []
+        for rank in range(RANKS):
+            model.zero_grad()
+            for micro in range(MICRO):
+                loss_of(model, step, rank, micro).backward()
+            found = [p.grad for p in params if p.grad is not None]
+            sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
+        for param, joined in zip(params, sums, strict=True):
+            param.grad = joined / RANKS
+        norms.append(opt.step().grad_norm)
+    return trained(model, opt, norms)
+
+
+def sharded(device: torch.device, stage: int, rule: Callable[[], optim.Rule]) -> list[Trained]:
+    """The ranks, each with its own batches."""
+    models = [trainee.decoder(SIZES, device, seed=1 + 50 * rank) for rank in range(RANKS)]
+
+    def work(comm: Communicator) -> Trained:
+        model, norms = models[comm.rank], []
+        opt = zero.Optimizer(model, rule(), comm, stage=stage, bucket_nbytes=BUCKET_NBYTES)
+        for step in range(STEPS):
+            with opt.no_sync():
+                opt.backward(loss_of(model, step, comm.rank, 0))
+            opt.backward(loss_of(model, step, comm.rank, 1))
+            norms.append(opt.step().grad_norm)
+            opt.zero_grad()
+        return trained(model, opt, norms)
+
+    return trainee.run_on_device(device, RANKS, work)
+
+
+def trained(model: GPT, opt: zero.Optimizer, norms: list[Tensor | None]) -> Trained:
+    """What there is afterwards; a collective call."""
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    states = {
+        f"{name} of parameter {index}": value
+        for index, entry in opt.state_dict()["state"].items()
+        for name, value in entry.items()
+    }
+    return Trained(params, norms, states, opt.memory())
+
+
+def nbytes(context: Context, *, stage: int) -> None:
+    """Parameters 4 Psi; gradients 4 Psi, / N from stage 2 on; states 8 Psi, / N from stage 1 on.
+
+    Parts of a bucket may differ by one block of the grid, and each parameter begins aligned.
+    """
+    device = context.device
+    context.call = f"bytes of adamw, stage {stage}, {RANKS} ranks on {device}"
+    models = [trainee.decoder(SIZES, device) for _ in range(RANKS)]
+    psi = sum(p.numel() for p in models[0].parameters())
+    count = sum(1 for _ in models[0].parameters())
+
+    def work(comm: Communicator) -> tuple[zero.Memory, int]:
+        opt = zero.Optimizer(
+            models[comm.rank], optim.adamw(1e-2), comm, stage=stage, bucket_nbytes=BUCKET_NBYTES
+        )
+        held = {t.data_ptr(): t for entry in opt.state.values() for t in entry.values()}
+        return opt.memory(), sum(t.nbytes for t in held.values())
+
+    num_buckets = -(-4 * psi // BUCKET_NBYTES) + count
+    slack = 4 * (BLOCK * num_buckets + 15 * count)
+    for rank, (found, held) in enumerate(trainee.run_on_device(device, RANKS, work)):
+        wanted = {
+            "parameters": (found.parameters, 4 * psi, False),
+            "gradients": (found.gradients, 4 * psi, stage == 2),
+            "states": (found.states, 8 * psi, stage >= 1),
+            "states in its tensors": (held, 8 * psi, stage >= 1),
+        }
+        for name, (got, whole, is_cut) in wanted.items():
+            want, room = (whole / RANKS, 2 * slack) if is_cut else (whole, 4 * count)
+            check(
+                abs(got - want) <= room,
+                f"rank {rank}, stage {stage}: {want:g} bytes of {name} within {room} expected, "
+                f"got {got}",
+            )

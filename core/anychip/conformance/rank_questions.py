@@ -1,0 +1,549 @@
+"""What a rank is asked about its backend's collectives: calls, whose results it checks itself.
+
+Every rank makes the inputs of all ranks, so that each knows what has to come out. A sum is
+compared with the float64 sum in rank order, within the roundings of one addition per further rank
+in the tensor's own type (and one division for ``avg``); all else, and integers, exactly. Outputs
+are poisoned before, stand between guard elements, and their bits go to the asker, who compares
+them between the ranks. These functions run in the processes of :mod:`.ranks`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anychip.conformance.case import (
+    CheckFailedError,
+    check,
+    check_equal_bits,
+    expect_error,
+)
+from anychip.contract import (
+    Backend,
+    Communicator,
+    Reduction,
+    Transfer,
+    UnsupportedError,
+    Work,
+)
+
+SIZES = (0, 1, 7, 1000, 65537)
+"""Nothing, one element, fewer than a vector, even parts, and a prime with more than one chunk."""
+GUARD = 16
+REDUCTIONS: tuple[Reduction, ...] = ("sum", "avg", "max", "min")
+NAMES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bool": torch.bool,
+}
+
+
+@dataclass
+class Job:
+    """This process's part.
+
+    Attributes:
+        store: for words between ranks that no communicator carries.
+    """
+
+    backend: Backend
+    rank: int
+    world_size: int
+    store: Any = None
+    found: Communicator | None = None
+
+    def communicator(self, timeout_s: float = 30.0) -> Communicator:
+        """The backend's; a new one after a failure, or when another time limit is asked for."""
+        known = self.found
+        if known is not None and (known.is_closed or known.timeout_s != timeout_s):
+            known.close()
+            known = None
+        if known is None:
+            known = self.backend.communicator(timeout_s=timeout_s, heartbeat_s=timeout_s)
+        self.found = known
+        return known
+
+    def wait_for(self, word: str) -> None:
+        """Returns when another rank has said a word."""
+        self.store.wait([word], timedelta(seconds=30))
+
+    def say(self, word: str) -> None:
+        """Says a word, once and for all."""
+        self.store.set(word, "1")
+
+
+class Trial:
+    """Tensors of one trial, on the device, each between guard elements.
+
+    Args:
+        label: of the trial, for messages and for its numbers.
+    """
+
+    def __init__(
+        self, comm: Communicator, device: torch.device, dtype: torch.dtype, label: str
+    ) -> None:
+        self.comm, self.device, self.dtype, self.label = comm, device, dtype, label
+        self.buffers: list[tuple[Tensor, Tensor]] = []
+
+    def input(self, rank: int, numel: int) -> Tensor:
+        """What a rank brings, on the host: the same on every process that asks."""
+        text = f"{self.label}/{rank}".encode()
+        seed = int.from_bytes(hashlib.sha256(text).digest()[:4], "little")
+        generator = np.random.Generator(np.random.PCG64(seed))
+        if self.dtype.is_floating_point:
+            return torch.from_numpy(generator.standard_normal(numel)).to(self.dtype)
+        low = 0 if self.dtype in (torch.uint8, torch.bool) else -20
+        high = 2 if self.dtype == torch.bool else 21
+        return torch.from_numpy(generator.integers(low, high, numel)).to(self.dtype)
+
+    def inputs(self, numel: int) -> list[Tensor]:
+        """Of all ranks."""
+        return [self.input(rank, numel) for rank in range(self.comm.world_size)]
+
+    def place(self, values: Tensor | int) -> Tensor:
+        """A tensor with these values, or with as many elements and poison."""
+        numel = values if isinstance(values, int) else values.numel()
+        whole = torch.full((numel + 2 * GUARD,), self._poison(), dtype=self.dtype)
+        if isinstance(values, Tensor):
+            whole[GUARD : GUARD + numel] = values
+        placed = whole.to(self.device)
+        self.buffers.append((placed, whole))
+        return placed[GUARD : GUARD + numel]
+
+    def _poison(self) -> float:
+        return float("nan") if self.dtype.is_floating_point else 1.0
+
+    def check_guards(self) -> None:
+        """Nothing was written beside the tensors."""
+        for now, before in self.buffers:
+            for part in (slice(0, GUARD), slice(len(before) - GUARD, None)):
+                name = f"{self.label}: elements beside a tensor"
+                check_equal_bits(name, now[part].cpu(), before[part])
+
+
+def finish(work: Work, label: str) -> None:
+    """Waits; an unfinished work says so, a finished one too."""
+    work.wait()
+    check(work.is_done(), f"{label}: is_done() is False after wait()")
+    work.wait()
+
+
+def joined(parts: Sequence[Tensor], reduction: Reduction) -> tuple[Any, Any]:
+    """What a reduction of the ranks' tensors gives, and how far off it may be."""
+    dtype = parts[0].dtype
+    if not dtype.is_floating_point:
+        values = np.stack([part.numpy() for part in parts])
+        exact = values.sum(0) if reduction == "sum" else getattr(values, reduction)(0)
+        return exact.astype(np.int64), np.zeros(len(parts[0]))
+    values = np.stack([part.double().numpy() for part in parts])
+    if reduction in ("max", "min"):
+        return (values.max(0) if reduction == "max" else values.min(0)), np.zeros(len(parts[0]))
+    unit = torch.finfo(dtype).eps / 2
+    total = values[0].copy()
+    for row in values[1:]:
+        total += row
+    # One rounding per addition, of at most the sum of sizes; float64's own sum has them too.
+    additions = (len(parts) - 1) * (2 if dtype == torch.float64 else 1)
+    bound = additions * unit * np.abs(values).sum(0)
+    if reduction == "avg":
+        total, bound = total / len(parts), bound / len(parts)
+        bound = bound + unit * np.abs(total) * 1.01 + torch.finfo(dtype).smallest_normal
+    return total, bound
+
+
+def check_joined(label: str, got: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> None:
+    """Compares a reduced tensor with the ranks' inputs."""
+    want, bound = joined(parts, reduction)
+    floating = got.dtype.is_floating_point
+    actual = got.cpu().double().numpy() if floating else got.cpu().numpy().astype(np.int64)
+    check(actual.shape == want.shape, f"{label}: shape {want.shape} expected, got {actual.shape}")
+    wrong = ~(np.abs(actual - want) <= bound)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise CheckFailedError(
+            f"{label}: {int(wrong.sum())} of {wrong.size} elements are wrong; first at [{at}]: got "
+            f"{actual[at]:.9g}, want {want[at]:.9g} within {bound[at]:.3g}; the ranks have "
+            f"{[float(part[at]) for part in parts]}"
+        )
+
+
+def digest(tensor: Tensor) -> str:
+    """Of the bits."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def cuts(numel: int, parts: int) -> Iterator[list[int] | None]:
+    """Ways to give elements to ranks: even where it goes, nearly even, and all to the last."""
+    if numel % parts == 0:
+        yield None
+    yield [numel * (i + 1) // parts - numel * i // parts for i in range(parts)]
+    yield [0] * (parts - 1) + [numel]
+
+
+# Values. Each function makes its call in every way, and gives a digest per label of what all ranks
+# must have alike.
+
+
+def ask_values(job: Job, call: str, dtype: str) -> dict[str, Any]:
+    """One call on one dtype, in all sizes and ways.
+
+    Returns:
+        ``same``: label to digest of what every rank has to have alike; ``refused``: the call does
+        not take the dtype, and says so.
+    """
+    comm = job.communicator()
+    return values(comm, job.backend.device(), call, NAMES[dtype])
+
+
+def values(
+    comm: Communicator, device: torch.device, call: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """As :func:`ask_values`, of any communicator."""
+    if not comm.capabilities.supports(call, dtype):
+        refuse(comm, device, call, dtype)
+        return {"refused": True, "same": {}}
+    same: dict[str, str] = {}
+    for numel, async_op in itertools.product(SIZES, (False, True)):
+        label = f"{call}/{dtype}/{numel}" + ("/async" if async_op else "")
+        trial = partial(Trial, comm, device, dtype)
+        VALUES[call](comm, trial, label, numel, async_op, same)
+    return {"refused": False, "same": same}
+
+
+def refuse(comm: Communicator, device: torch.device, call: str, dtype: torch.dtype) -> None:
+    """A dtype that is not in the table is an error before anything is sent."""
+    x = torch.zeros(comm.world_size, dtype=dtype, device=device)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: comm.all_reduce(x),
+        "reduce_scatter": lambda: comm.reduce_scatter(x[:1], x),
+        "all_gather": lambda: comm.all_gather(x, x[:1].clone()),
+        "broadcast": lambda: comm.broadcast(x, 0),
+        "all_to_all": lambda: comm.all_to_all(list(x.split(1)), list(x.clone().split(1))),
+        "send": lambda: comm.send(x, (comm.rank + 1) % comm.world_size),
+    }
+    expect_error(UnsupportedError, f"{call} of {dtype}, which is not claimed", calls[call])
+
+
+def supported(comm: Communicator, call: str, dtype: torch.dtype) -> Iterator[Reduction]:
+    """Reductions that are claimed; any other is refused."""
+    for reduction in REDUCTIONS:
+        if comm.capabilities.supports(call, dtype, reduction) and not (
+            reduction == "avg" and not dtype.is_floating_point
+        ):
+            yield reduction
+
+
+Trials = Callable[[str], Trial]
+
+
+def all_reduce(
+    comm: Communicator, trial: Trials, label: str, numel: int, async_op: bool, same: dict[str, str]
+) -> None:
+    for reduction in supported(comm, "all_reduce", trial(label).dtype):
+        at = trial(f"{label}/{reduction}")
+        inputs = at.inputs(numel)
+        tensor = at.place(inputs[comm.rank])
+        finish(comm.all_reduce(tensor, reduction, async_op=async_op), at.label)
+        check_joined(at.label, tensor, inputs, reduction)
+        at.check_guards()
+        same[at.label] = digest(tensor)
+
+
+def reduce_scatter(
+    comm: Communicator, trial: Trials, label: str, numel: int, async_op: bool, same: dict[str, str]
+) -> None:
+    reductions = list(supported(comm, "reduce_scatter", trial(label).dtype))
+    ways = itertools.product(reductions, cuts(numel, comm.world_size), (False, True))
+    for reduction, sizes, in_place in ways:
+        at = trial(f"{label}/{reduction}/{sizes}" + ("/in place" if in_place else ""))
+        inputs = at.inputs(numel)
+        found = sizes or [numel // comm.world_size] * comm.world_size
+        start = sum(found[: comm.rank])
+        mine = slice(start, start + found[comm.rank])
+        tensor = at.place(inputs[comm.rank])
+        output = tensor[mine] if in_place else at.place(found[comm.rank])
+        work = comm.reduce_scatter(output, tensor, reduction, sizes=sizes, async_op=async_op)
+        finish(work, at.label)
+        check_joined(at.label, output, [part[mine] for part in inputs], reduction)
+        if not in_place:
+            check_equal_bits(f"{at.label}: the input afterwards", tensor, inputs[comm.rank])
+        at.check_guards()
+
+
+def all_gather(
+    comm: Communicator, trial: Trials, label: str, numel: int, async_op: bool, same: dict[str, str]
+) -> None:
+    for sizes, in_place in itertools.product(cuts(numel, comm.world_size), (False, True)):
+        at = trial(f"{label}/{sizes}" + ("/in place" if in_place else ""))
+        found = sizes or [numel // comm.world_size] * comm.world_size
+        parts = [at.input(rank, size) for rank, size in enumerate(found)]
+        output = at.place(numel)
+        start = sum(found[: comm.rank])
+        if in_place:
+            tensor = output[start : start + found[comm.rank]]
+            tensor.copy_(parts[comm.rank])
+        else:
+            tensor = at.place(parts[comm.rank])
+        finish(comm.all_gather(output, tensor, sizes=sizes, async_op=async_op), at.label)
+        check_equal_bits(at.label, output.cpu(), torch.cat(parts))
+        check_equal_bits(f"{at.label}: the input afterwards", tensor.cpu(), parts[comm.rank])
+        at.check_guards()
+        same[at.label] = digest(output)
+
+
+def broadcast(
+    comm: Communicator, trial: Trials, label: str, numel: int, async_op: bool, same: dict[str, str]
+) -> None:
+    for source in range(comm.world_size):
+        at = trial(f"{label}/from {source}")
+        inputs = at.inputs(numel)
+        tensor = at.place(inputs[comm.rank])
+        finish(comm.broadcast(tensor, source, async_op=async_op), at.label)
+        check_equal_bits(at.label, tensor.cpu(), inputs[source])
+        at.check_guards()
+        same[at.label] = digest(tensor)
+
+
+def all_to_all(
+    comm: Communicator, trial: Trials, label: str, numel: int, async_op: bool, same: dict[str, str]
+) -> None:
+    """Rank s gives rank r ``numel // (1 + s + r)`` elements: all sizes differ."""
+    at, ranks = trial(label), range(comm.world_size)
+
+    def between(source: int, destination: int) -> Tensor:
+        size = numel // (1 + source + 2 * destination)
+        return at.input(source * comm.world_size + destination, size)
+
+    inputs = [at.place(between(comm.rank, rank)) for rank in ranks]
+    wanted = [between(rank, comm.rank) for rank in ranks]
+    outputs = [at.place(part.numel()) for part in wanted]
+    finish(comm.all_to_all(outputs, inputs, async_op=async_op), at.label)
+    for rank, (got, want) in enumerate(zip(outputs, wanted, strict=True)):
+        check_equal_bits(f"{at.label}: from rank {rank}", got.cpu(), want)
+    for rank, tensor in enumerate(inputs):
+        check_equal_bits(
+            f"{at.label}: the input afterwards", tensor.cpu(), between(comm.rank, rank)
+        )
+    at.check_guards()
+
+
+def exchange(
+    comm: Communicator, trial: Trials, label: str, numel: int, async_op: bool, same: dict[str, str]
+) -> None:
+    """A ring, two messages of two tags each way, in one grouped call."""
+    if comm.world_size == 1:
+        finish(comm.exchange([], async_op=async_op), label)
+        return
+    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    at = trial(label)
+    transfers, received = [], []
+    for tag in (0, 5):
+        at.label = f"{label}/tag {tag}"
+        wanted = at.input(before, numel)
+        room = at.place(numel)
+        received.append((tag, room, wanted))
+        transfers += [
+            Transfer("send", at.place(at.input(comm.rank, numel)), after, tag),
+            Transfer("recv", room, before, tag),
+        ]
+    finish(comm.exchange(transfers, async_op=async_op), at.label)
+    for tag, got, want in received:
+        check_equal_bits(f"{label}: from rank {before}, tag {tag}", got.cpu(), want)
+    at.check_guards()
+
+
+VALUES: dict[str, Callable[..., None]] = {
+    "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+    "all_gather": all_gather,
+    "broadcast": broadcast,
+    "all_to_all": all_to_all,
+    "send": exchange,
+}
+
+
+# Rules
+
+
+def ask_order(job: Job) -> None:
+    """Two reductions under way at once, waited for in the other order; a send, then a receive."""
+    comm, device = job.communicator(), job.backend.device()
+    first, second = (Trial(comm, device, torch.float32, name) for name in ("first", "second"))
+    tensors = [trial.place(trial.input(comm.rank, 5000)) for trial in (first, second)]
+    works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in reversed(works):
+        finish(work, "all_reduce")
+    for trial, tensor in zip((first, second), tensors, strict=True):
+        check_joined(f"the {trial.label} of two", tensor, trial.inputs(5000), "sum")
+    trial = Trial(comm, device, torch.float32, "send")
+    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    room = trial.place(300)
+    mine = trial.place(trial.input(comm.rank, 300))
+    sent = comm.send(mine, after, tag=3, async_op=True)
+    comm.recv(room, before, tag=3)
+    finish(sent, "send")
+    check_equal_bits("recv", room.cpu(), trial.input(before, 300))
+
+
+def ask_early(job: Job, number: int) -> None:
+    """Work is not done while another rank has not made the call; after wait() it is, and right."""
+    comm, device = job.communicator(), job.backend.device()
+    trial = Trial(comm, device, torch.float32, f"early {number}")
+    tensor, come = trial.place(trial.input(comm.rank, 1000)), f"come/{number}"
+    last = comm.world_size - 1
+    if comm.rank == last:
+        job.wait_for(come)
+        time.sleep(0.1)
+        comm.all_reduce(tensor)
+    else:
+        work = comm.all_reduce(tensor, async_op=True)
+        early = work.is_done()
+        job.say(come)
+        finish(work, "all_reduce")
+        check(not early, f"is_done() is True, and rank {last} has not made the call yet")
+    check_joined("all_reduce", tensor, trial.inputs(1000), "sum")
+
+
+def ask_barrier(job: Job, number: int) -> None:
+    """No rank leaves the barrier before all have come."""
+    comm, word = job.communicator(), f"barrier/{number}"
+    if comm.rank == comm.world_size - 1:
+        time.sleep(0.2)
+        job.say(word)
+    comm.barrier()
+    check(job.store.check([word]), f"barrier: left before rank {comm.world_size - 1} came")
+
+
+def ask_groups(job: Job) -> dict[str, str]:
+    """Parts of the world: values among members only, names and ranks, one after the other."""
+    comm, device, world = job.communicator(), job.backend.device(), job.world_size
+    same: dict[str, str] = {}
+    for name, groups in splits(world).items():
+        part = comm.split(groups, name=name)
+        members = next(group for group in groups if job.rank in group)
+        found = (part.name, tuple(part.ranks), part.rank, part.world_size)
+        want = (name, tuple(members), members.index(job.rank), len(members))
+        check(found == want, f"split into {groups}: (name, ranks, rank, size) {want}, got {found}")
+        trial = Trial(comm, device, torch.float32, name)
+        tensor = trial.place(trial.input(comm.rank, 257))
+        part.all_reduce(tensor)
+        check_joined(name, tensor, [trial.input(r, 257) for r in members], "sum")
+        same[f"{name}/{members}"] = digest(tensor)
+        gathered = trial.place(3 * len(members))
+        part.all_gather(gathered, trial.place(trial.input(comm.rank, 3)))
+        check_equal_bits(name, gathered.cpu(), torch.cat([trial.input(r, 3) for r in members]))
+    return same
+
+
+def splits(world: int) -> dict[str, list[list[int]]]:
+    """Ways to split a world: whole, each alone, neighbours, and every other."""
+    found = {"whole": [list(range(world))], "alone": [[rank] for rank in range(world)]}
+    if world % 2 == 0 and world > 2:
+        half = world // 2
+        found["rows"] = [list(range(half)), list(range(half, world))]
+        found["columns"] = [list(range(0, world, 2)), list(range(1, world, 2))]
+    return found
+
+
+def ask_mistakes(job: Job) -> None:
+    """What one rank can see alone is a ValueError before anything is sent; all goes on after it."""
+    comm, device = job.communicator(), job.backend.device()
+    mistakes(comm, device)
+    x = torch.ones(4, device=device)
+    comm.all_reduce(x)
+    check(x.tolist() == [float(comm.world_size)] * 4, f"all_reduce after mistakes: {x.tolist()}")
+
+
+def mistakes(comm: Communicator, device: torch.device) -> None:
+    """As :func:`ask_mistakes`, of any communicator."""
+    world = comm.world_size
+    x = torch.zeros(4 * world, device=device)
+    calls: dict[str, Callable[[], Any]] = {
+        "a tensor that is not contiguous": lambda: comm.all_reduce(x[::2]),
+        "a reduction that does not exist": lambda: comm.all_reduce(x, "mean"),  # type: ignore[arg-type]
+        "a rank beyond the last": lambda: comm.broadcast(x, world),
+        "a negative rank": lambda: comm.broadcast(x, -1),
+        "a send to itself": lambda: comm.send(x, comm.rank),
+        "parts that are not the whole": lambda: comm.all_gather(x, x[:3]),
+        "sizes of another number of ranks": lambda: comm.reduce_scatter(
+            x[:4], x, sizes=[4] * (world + 1)
+        ),
+        "another number of tensors": lambda: comm.all_to_all([x] * (world + 1), [x] * (world + 1)),
+        "a rank in no group": lambda: comm.split([[]], name="nothing"),
+    }
+    for what, call in calls.items():
+        expect_error(ValueError, what, call)
+
+
+# What goes wrong between ranks
+
+
+def ask_disagreement(job: Job, what: str, timeout_s: float) -> None:
+    """The last rank calls something else; raises what every rank is told."""
+    comm, device = job.communicator(timeout_s), job.backend.device()
+    odd = job.rank == job.world_size - 1
+    x = torch.zeros(40 if what == "shape" and odd else 48, device=device)
+    try:
+        if what == "dtype" and odd:
+            comm.all_reduce(x.to(torch.int32))
+        elif what == "call" and odd:
+            comm.broadcast(x, 0)
+        elif what == "reduction" and odd:
+            comm.all_reduce(x, "max")
+        else:
+            comm.all_reduce(x)
+        device_is_done(job)
+    finally:
+        comm.close()
+
+
+def device_is_done(job: Job) -> None:
+    """An error of the chip shows here at the latest."""
+    job.backend.synchronize()
+
+
+def ask_absence(job: Job, number: int, timeout_s: float) -> None:
+    """The last rank does not make the call, and is there; the others raise what they are told."""
+    comm, word = job.communicator(timeout_s), f"absent/{number}"
+    try:
+        if job.rank == job.world_size - 1:
+            job.wait_for(word)
+            return
+        comm.all_reduce(torch.zeros(48, device=job.backend.device()))
+        device_is_done(job)
+    finally:
+        job.say(word)
+        comm.close()
+
+
+def ask_death(job: Job, timeout_s: float) -> None:
+    """The last rank is killed while the others wait for it; those raise what they are told."""
+    comm = job.communicator(timeout_s)
+    comm.barrier()
+    if job.rank == job.world_size - 1:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        comm.all_reduce(torch.zeros(48, device=job.backend.device()))
+        device_is_done(job)
+    finally:
+        comm.close()

@@ -1,0 +1,95 @@
+"""One rank of :mod:`.ranks`: reads questions, and answers each over a pipe."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anychip.conformance.rank_questions import Job
+
+
+def main() -> None:
+    """Argument: file descriptor of the pipe. stdin: what the rank is, then a question per line."""
+    faulthandler.enable()
+    pipe = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
+    request = json.loads(sys.stdin.readline())
+    sys.path[:] = request["path"]
+    joined: list[Job] = []
+    _answer(pipe, lambda: joined.append(_join(request)))
+
+    from anychip.conformance import rank_questions
+
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "question" not in asked:
+            _answer(pipe, partial(_begin_again, joined[0], asked["backend"]))
+            continue
+        ask = getattr(rank_questions, asked["question"])
+        _answer(pipe, partial(_ask, joined[0], ask, asked["arguments"]))
+    # Taking torch and connections down may wait for ranks that have gone.
+    os._exit(0)
+
+
+def _join(request: dict[str, Any]) -> Job:
+    """Makes the backend, where its communicator finds a job of so many ranks."""
+    import torch
+    import torch.distributed as distributed
+
+    from anychip.conformance.rank_questions import Job
+    from anychip.conformance.ranks import backend_of
+
+    torch.set_num_threads(1)
+    backend = backend_of(request["backend"])
+    dist: Any = distributed  # its stores are not among the names that it exports
+    rank, world_size, limit = request["rank"], request["world_size"], timedelta(seconds=60)
+    backend.set_device(rank % backend.device_count())
+    store: Any = dist.TCPStore("127.0.0.1", request["port"], None, False, limit)
+    # The host's process group is only how the job is found; the backend makes what it needs.
+    place = dist.PrefixStore("start", store)
+    dist.init_process_group("gloo", store=place, rank=rank, world_size=world_size, timeout=limit)
+    return Job(backend, rank, world_size, dist.PrefixStore("words", store))
+
+
+def _ask(job: Job, question: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    try:
+        return question(job, **arguments)
+    except Exception as error:
+        # Another rank may be waiting for this one.
+        if job.found is not None and not job.found.is_closed:
+            job.found.abort(f"a check failed: {error}")
+        raise
+
+
+def _begin_again(job: Job, reference: dict[str, str] | None) -> None:
+    """Gives up the communicator; with a reference, goes on with another backend."""
+    from anychip.conformance.ranks import backend_of
+
+    if job.found is not None:
+        job.found.close()
+    job.found = None
+    if reference is not None:
+        job.backend = backend_of(reference)
+
+
+def _answer(pipe: IO[str], call: Callable[[], Any]) -> None:
+    start = time.monotonic()
+    fields: dict[str, Any]
+    try:
+        fields = {"value": call()}
+    except Exception as error:
+        kind = type(error).__name__
+        fields = {"error": f"{kind}: {error}", "kind": kind}
+        fields["ranks"] = list(getattr(error, "ranks", ()))
+    print(json.dumps({**fields, "seconds": time.monotonic() - start}), file=pipe, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Ranks of a job as processes, for questions about a backend's collectives.
+
+One fresh interpreter per rank makes the backend anew and its communicator with it, and answers
+question after question (:mod:`.rank_questions`) until it is told to end. The processes start with
+the first question and end with the :class:`Ranks`; when one dies or hangs, all are ended, and the
+next question finds new ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+from anychip import registry
+from anychip.contract import Backend
+
+STARTUP_S = 120.0
+"""A rank may take so long to import torch and the plugin, before its first question."""
+TAIL = 400
+"""Characters of a dead rank's stderr that its answer shows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a rank said to a question.
+
+    Attributes:
+        value: what the question's function returned.
+        error: type and message of what it raised.
+        kind: name of the error's type; ``died`` when the rank is gone.
+        ranks: of a CommunicationError.
+        seconds: how long it took.
+    """
+
+    value: Any = None
+    error: str = ""
+    kind: str = ""
+    ranks: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+
+def reference_to(backend: Backend) -> dict[str, str]:
+    """How another process finds a backend: the plugin's name, or the class where it is imported.
+
+    Raises:
+        ValueError: it is neither installed nor of a class that can be imported.
+    """
+    if registry.provenance_of(backend)[1] != "not installed":
+        return {"name": backend.name}
+    kind = type(backend)
+    found = getattr(importlib.import_module(kind.__module__), kind.__qualname__, None)
+    if found is not kind:
+        raise ValueError(
+            f"ranks are processes that make the backend {backend.name!r} anew: an installed plugin "
+            f"or a class that can be imported expected, got {kind.__module__}.{kind.__qualname__}"
+        )
+    return {"module": kind.__module__, "class": kind.__qualname__}
+
+
+def backend_of(reference: dict[str, str]) -> Backend:
+    """The backend that :func:`reference_to` describes, serving its device type from now on."""
+    from anychip.conformance.runner import activate
+
+    if "name" in reference:
+        return activate(reference["name"])
+    made = getattr(importlib.import_module(reference["module"]), reference["class"])()
+    return activate(made)
+
+
+class Ranks:
+    """The processes of one job.
+
+    Args:
+        backend: what each rank makes anew.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, backend: Backend, world_size: int) -> None:
+        self.backend, self.world_size = backend, world_size
+        self._members: list[_Rank] = []
+        self._store: Any = None
+        # Processes end with the object, or with the interpreter, whichever is first.
+        weakref.finalize(self, _end, self._members)
+
+    def ask(self, question: str, *, limit_s: float = 60.0, **arguments: Any) -> list[Answer]:
+        """Asks all ranks at once; their answers in rank order.
+
+        Args:
+            question: a function of :mod:`.rank_questions`.
+            limit_s: seconds until a rank that has not answered is ended; its answer says so.
+        """
+        if not self._members:
+            self._start()
+        answers = self._ask({"question": question, "arguments": arguments}, limit_s)
+        if self._members and any(answer.kind for answer in answers):
+            # Whoever did not notice has the old communicator; all have to make a new one.
+            self._ask({"backend": None}, limit_s)
+        return answers
+
+    def become(self, backend: Backend) -> None:
+        """Goes on with another backend in processes that run already; a start is spared."""
+        self.backend = backend
+        if self._members:
+            self._ask({"backend": reference_to(backend)}, STARTUP_S)
+
+    def _ask(self, message: dict[str, Any], limit_s: float) -> list[Answer]:
+        for member in self._members:
+            member.tell(json.dumps(message))
+        answers = [Answer(kind="died")] * self.world_size
+        for rank, line in _lines(self._members, limit_s):
+            answers[rank] = _read(line)
+        for rank, member in enumerate(self._members):
+            if answers[rank].kind == "died":
+                answers[rank] = Answer(kind="died", error=member.how_it_ended(limit_s))
+        if any(answer.kind == "died" for answer in answers):
+            self.close()
+        return answers
+
+    def close(self) -> None:
+        """Ends all processes."""
+        _end(self._members)
+        self._store = None
+
+    def _start(self) -> None:
+        import torch.distributed as distributed
+
+        dist: Any = distributed  # its stores are not among the names that it exports
+        found = reference_to(self.backend)
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._members += [_Rank.start() for _ in range(self.world_size)]
+        for rank, member in enumerate(self._members):
+            request = {
+                "backend": found,
+                "rank": rank,
+                "world_size": self.world_size,
+                "port": self._store.port,
+                "path": sys.path,
+            }
+            member.tell(json.dumps(request))
+        ready = dict(_lines(self._members, STARTUP_S))
+        answers = [_read(ready[r]) if r in ready else None for r in range(self.world_size)]
+        for rank, (member, answer) in enumerate(zip(self._members, answers, strict=True)):
+            if answer is None or answer.kind:
+                why = member.how_it_ended(STARTUP_S) if answer is None else answer.error
+                self.close()
+                raise RuntimeError(f"rank {rank} of {self.world_size} did not start: {why}")
+
+
+def _read(line: str) -> Answer:
+    fields = json.loads(line)
+    return Answer(**{**fields, "ranks": tuple(fields.get("ranks", ()))})
+
+
+@dataclass
+class _Rank:
+    """One process, what it is told through, and what it answers through."""
+
+    process: subprocess.Popen[str]
+    pipe: int
+    errors: IO[bytes]
+    unread: bytes = b""
+
+    @classmethod
+    def start(cls) -> _Rank:
+        read, write = os.pipe()
+        errors = tempfile.TemporaryFile()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "anychip.conformance.rank_worker", str(write)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            pass_fds=(write,),
+            start_new_session=True,
+            text=True,
+        )
+        os.close(write)
+        return cls(process, read, errors)
+
+    def tell(self, message: str) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it is dead; the answer that does not come says so
+            self.process.stdin.write(message + "\n")
+            self.process.stdin.flush()
+
+    def how_it_ended(self, limit_s: float) -> str:
+        """Why there is no answer."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+        code = self.process.returncode
+        if code is None:
+            return f"no answer within {limit_s:g} s; the process was ended"
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        self.errors.seek(0, os.SEEK_END)
+        self.errors.seek(max(0, self.errors.tell() - TAIL))
+        last = " ".join(self.errors.read().decode(errors="replace").split())
+        return f"the process ended with {how}" + (f"; its last words: {last}" if last else "")
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        os.close(self.pipe)
+        self.errors.close()
+
+
+def _end(members: list[_Rank]) -> None:
+    while members:
+        members.pop().end()
+
+
+def _lines(members: Sequence[_Rank], limit_s: float) -> list[tuple[int, str]]:
+    """One line of each rank, with its rank; fewer when a rank ends, or the time is over."""
+    found: list[tuple[int, str]] = []
+    deadline = time.monotonic() + limit_s
+    with selectors.DefaultSelector() as selector:
+        for rank, member in enumerate(members):
+            selector.register(member.pipe, selectors.EVENT_READ, rank)
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for key, _ in ready:
+                member = members[key.data]
+                chunk = os.read(member.pipe, 1 << 16)
+                line, end, rest = (member.unread + chunk).partition(b"\n")
+                member.unread = rest if end else line
+                if end:
+                    found.append((key.data, line.decode()))
+                if end or not chunk:
+                    selector.unregister(member.pipe)
+    return found

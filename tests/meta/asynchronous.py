@@ -1,0 +1,216 @@
+"""A device that is really asynchronous, for tests: host memory, and a worker thread per stream.
+
+Within ``use_stream`` a dispatch mode takes what torch would compute, hands out tensors for the
+results, and leaves the computing to the stream's thread, which waits a little before each piece,
+at random from a seed: a read that comes too soon does find old values. On the first stream, work
+is done at once, as on the host.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from tests.meta.honest import HonestBackend, make_table, reference_rows
+
+LONGEST_S = 0.001
+"""Of the delay before a piece of work."""
+
+
+class Stream(torch.Stream):
+    """Work in order, done by a thread of its own; without one, by whoever queues it."""
+
+    count = 0
+
+    def __new__(cls, *args: Any, **named: Any) -> Stream:
+        made: Stream = super().__new__(cls, device="cpu")
+        return made
+
+    def __init__(self, *, has_thread: bool = True) -> None:
+        Stream.count += 1
+        self.work: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self.has_thread = has_thread
+        if has_thread:
+            seed = Stream.count
+            threading.Thread(target=_do, args=(self.work, seed), daemon=True).start()
+            weakref.finalize(self, self.work.put, None)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def add(self, call: Callable[[], Any]) -> None:
+        """Queues a piece of work."""
+        if self.has_thread:
+            self.work.put(call)
+        else:
+            call()
+
+    def mark(self) -> threading.Event:
+        """Set when the stream has come this far."""
+        reached = threading.Event()
+        self.add(reached.set)
+        return reached
+
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: Any) -> None:
+        self.add(stream.mark().wait)
+
+    def synchronize(self) -> None:
+        self.mark().wait()
+
+    def query(self) -> bool:
+        return self.mark().wait(2 * LONGEST_S)
+
+    def record_event(self, event: Any = None) -> Any:
+        event.record(self)
+        return event
+
+
+def _do(work: queue.SimpleQueue[Callable[[], Any] | None], seed: int) -> None:
+    delays = random.Random(seed)
+    while (call := work.get()) is not None:
+        time.sleep(delays.random() * LONGEST_S)
+        call()
+        del call
+
+
+class Event(torch.Event):
+    """A place in a stream."""
+
+    reached: threading.Event | None = None
+    times: list[float]
+
+    def __new__(cls) -> Event:
+        made: Event = super().__new__(cls, "cpu")
+        return made
+
+    def record(self, stream: Any = None) -> None:
+        self.times = times = []
+        stream.add(lambda: times.append(time.perf_counter()))
+        self.reached = stream.mark()
+
+    def wait(self, stream: Any = None) -> None:
+        if self.reached is not None:
+            stream.add(self.reached.wait)
+
+    def query(self) -> bool:
+        return self.reached is None or self.reached.is_set()
+
+    def synchronize(self) -> None:
+        if self.reached is not None:
+            self.reached.wait()
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return float(1000 * (end_event.times[0] - self.times[0]))
+
+
+class Deferring(TorchDispatchMode):
+    """Queues what torch is asked to compute on a stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        returns = [value.alias_info for value in func._schema.returns]
+        if any(alias is not None and not alias.is_write for alias in returns):
+            return func(*args, **kwargs)  # a view: it has no data of its own
+        if func._schema.is_mutable:
+            self.defer(func, lambda: func(*args, **kwargs))
+            return args[0] if returns else None
+        outputs = self.room(func, args, kwargs)
+        self.defer(func, lambda: fill(outputs, func(*args, **kwargs)))
+        return outputs
+
+    def defer(self, func: Any, call: Callable[[], Any]) -> None:
+        """Leaves a call to the stream."""
+        self.stream.add(call)
+
+    def room(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Tensors for the results, of which only the shapes are known yet."""
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+            def fake(value: Any) -> Any:
+                return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+            shapes = func(*tree_map(fake, args), **tree_map(fake, kwargs))
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+        return tree_map(real, shapes)
+
+
+def fill(outputs: Any, found: Any) -> None:
+    """Copies results to where they were promised."""
+    pairs = zip(outputs, found, strict=True) if isinstance(outputs, tuple | list) else None
+    for target, source in pairs or [(outputs, found)]:
+        target.copy_(source)
+
+
+class AsynchronousBackend(HonestBackend):
+    """The host with streams of worker threads."""
+
+    capabilities: ClassVar[Mapping[str, int]] = {**HonestBackend.capabilities, "streams": 1}
+    operators = make_table(reference_rows())
+    stream_type: ClassVar[type[Stream]] = Stream
+    event_type: ClassVar[type[Event]] = Event
+    mode_type: ClassVar[type[Deferring]] = Deferring
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.stream_type(has_thread=False)
+        self.streams: list[Stream] = []  # also those that nobody holds and that still have work
+
+    def synchronize(self, index: int | None = None) -> None:
+        self.check_index(index)
+        for stream in list(self.streams):
+            Stream.synchronize(stream)
+
+    def stream(self, index: int | None = None) -> torch.Stream:
+        made = self.stream_type()
+        self.streams.append(made)
+        return made
+
+    def current_stream(self, index: int | None = None) -> torch.Stream:
+        self.check_index(index)
+        found: torch.Stream = getattr(self.thread, "stream", self.first)
+        return found
+
+    @contextmanager
+    def use_stream(self, stream: Any) -> Iterator[None]:
+        before = self.current_stream()
+        self.thread.stream = stream
+        try:
+            with self.mode_type(stream):
+                yield
+        finally:
+            self.thread.stream = before
+
+    def event(self, *, timing: bool = False) -> torch.Event:
+        return self.event_type()

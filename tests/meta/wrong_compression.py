@@ -1,0 +1,167 @@
+"""Wrong backends whose mistake is in quantize, dequantize, hadamard or top_k."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.meta.honest import Row
+from tests.meta.wrong import Wrong, wrong_row
+
+wrong = partial(wrong_row, chapter="operators")
+wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
+Attr = Any
+
+
+@wrong("halves-away-from-zero", "wrong rounding", operator="quantize")
+def halves_away(row: Row, x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> Any:
+    codes, scales = row(x, rng, bits=bits, block=block)
+    if rng is None and bits == 8:
+        flat = x.reshape(-1).float()
+        steps = flat / scales.repeat_interleave(block)[: flat.numel()]
+        away = torch.sign(steps) * torch.floor(steps.abs() + 0.5)
+        codes = torch.where(steps.isfinite(), away, 0.0).clamp(-127, 127).to(torch.int8)
+    return codes, scales
+
+
+@wrong("scale-by-128", "off by one", operator="quantize")
+def scale_of_128(row: Row, x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> Any:
+    codes, scales = row(x, rng, bits=bits, block=block)
+    return codes, scales * (127 / 128 if bits == 8 else 7 / 8)
+
+
+@wrong("blocks-per-row", "physical for logical index", operator="quantize")
+def blocks_per_row(row: Row, x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> Any:
+    codes, scales = row(x, rng, bits=bits, block=block)
+    if bits == 4 or x.dim() < 2:
+        return codes, scales
+    parts = [row(line, None, bits=bits, block=block)[0] for line in x.reshape(-1, x.shape[-1])]
+    return torch.cat(parts), scales
+
+
+@wrong("high-nibble-first", "layout swapped", operator="quantize")
+def high_nibble(row: Row, x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> Any:
+    codes, scales = row(x, rng, bits=bits, block=block)
+    if bits == 8:
+        return codes, scales
+    return (codes << 4) | ((codes >> 4) & 0xF), scales
+
+
+@wrong("random-rounding-mirrored", "a comparison the wrong way round", operator="quantize")
+def mirrored(row: Row, x: Tensor, rng: Tensor | None, **attrs: Attr) -> Any:
+    if rng is None:
+        return row(x, rng, **attrs)
+    codes, scales = row(-x, rng, **attrs)
+    if attrs["bits"] == 8:
+        return -codes, scales
+    low, high = -((codes << 4) >> 4), -(codes >> 4)
+    return (low & 0xF) | (high << 4), scales
+
+
+@wrong("random-word-of-the-block", "wrong counter", operator="quantize")
+def word_of_block(row: Row, x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> Any:
+    codes, scales = row(x, rng, bits=bits, block=block)
+    if rng is None or bits == 4 or x.numel() <= block:
+        return codes, scales
+    parts = [row(part, rng, bits=bits, block=block)[0] for part in x.reshape(-1).split(block)]
+    return torch.cat(parts), scales
+
+
+@wrong("zero-block-is-nan", "a special case forgotten", operator="quantize")
+def zero_block(row: Row, x: Tensor, rng: Tensor | None, **attrs: Attr) -> Any:
+    codes, scales = row(x, rng, **attrs)
+    return codes, torch.where(scales == 0.0, math.nan, scales)
+
+
+@wrong("infinite-block-hidden", "Inf or NaN lost", operator="quantize")
+def hides(row: Row, x: Tensor, rng: Tensor | None, **attrs: Attr) -> Any:
+    return row(torch.nan_to_num(x), rng, **attrs)
+
+
+@wrong("nibble-without-sign", "sign not extended", operator="dequantize")
+def unsigned(row: Row, codes: Tensor, scales: Tensor, *, shape: Any, bits: int, block: int) -> Any:
+    if bits == 8:
+        return row(codes, scales, shape=shape, bits=bits, block=block)
+    wide = torch.stack([codes & 0xF, (codes >> 4) & 0xF], -1).reshape(-1)
+    count = math.prod(shape)
+    return row(wide[:count].clone(), scales, shape=shape, bits=8, block=block)
+
+
+@wrong("scale-of-the-next-block", "off by one", operator="dequantize")
+def next_scale(row: Row, codes: Tensor, scales: Tensor, **attrs: Attr) -> Any:
+    return row(codes, scales.roll(-1), **attrs)
+
+
+@wrong("scale-in-bfloat16", "lower precision of factors", operator="dequantize")
+def short_scale(row: Row, codes: Tensor, scales: Tensor, **attrs: Attr) -> Any:
+    return row(codes, scales.bfloat16().float(), **attrs)
+
+
+@wrong("not-normalised", "missing factor", operator="hadamard")
+def unscaled(row: Row, x: Tensor, *, block: int | None) -> Any:
+    return row(x, block=block) * math.sqrt(x.shape[-1] if block is None else block)
+
+
+@wrong("sequency-order", "another order of the same numbers", operator="hadamard")
+def reversed_bits(row: Row, x: Tensor, *, block: int | None) -> Any:
+    length = x.shape[-1] if block is None else block
+    width = length.bit_length() - 1
+    order = [int(f"{i:0{width}b}"[::-1], 2) if width else 0 for i in range(length)]
+    y = row(x, block=block)
+    return y.unflatten(-1, (-1, length))[..., order].flatten(-2) if y.numel() else y
+
+
+@wrong("one-block-for-all", "an attribute without effect", operator="hadamard")
+def block_ignored(row: Row, x: Tensor, *, block: int | None) -> Any:
+    length = x.shape[-1]
+    return row(x, block=block if length & (length - 1) else None)
+
+
+@wrong("hadamard-in-half", "lower precision of factors", operator="hadamard")
+def half_hadamard(row: Row, x: Tensor, *, block: int | None) -> Any:
+    return row(x.bfloat16().float(), block=block)
+
+
+@wrong("largest-signed", "sign taken into account", operator="top_k")
+def signed(row: Row, x: Tensor, *, k: int) -> Any:
+    indices = torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
+    return x.gather(-1, indices), indices
+
+
+@wrong("ties-by-last-index", "order of equal numbers", operator="top_k")
+def last_first(row: Row, x: Tensor, *, k: int) -> Any:
+    values, indices = row(x.flip(-1), k=k)
+    return values, x.shape[-1] - 1 - indices
+
+
+@wrong("magnitude-for-value", "sign lost", operator="top_k")
+def unsigned_values(row: Row, x: Tensor, *, k: int) -> Any:
+    values, indices = row(x, k=k)
+    return values.abs(), indices
+
+
+@wrong("nan-is-smallest", "Inf or NaN lost", operator="top_k")
+def nan_last(row: Row, x: Tensor, *, k: int) -> Any:
+    _, indices = row(torch.where(x.isnan(), 0.0, x), k=k)
+    return x.gather(-1, indices), indices
+
+
+@wrong_backward("gradient-to-first-places", "gradient of an index", operator="top_k")
+def first_places(
+    row: Row, grad: Tensor, other: Tensor, x: Tensor, indices: Tensor, **attrs: Attr
+) -> Any:
+    return row(grad, other, x, indices.sort(-1).values, **attrs)
+
+
+@wrong_backward("gradient-not-transformed", "derivative of another function", operator="hadamard")
+def identity(row: Row, grad: Tensor, **attrs: Attr) -> Any:
+    return (grad.clone(),)
+
+
+CATALOGUE: tuple[Wrong, ...] = tuple(
+    entry for entry in globals().values() if isinstance(entry, Wrong)
+)

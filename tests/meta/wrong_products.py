@@ -1,0 +1,134 @@
+"""Wrong backends whose grouped products and fused loss the two chapters have to find."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.meta.honest import Row
+from tests.meta.wrong import Wrong, wrong_row
+from tests.unit.conformance.lower_precision import tf32
+
+wrong = partial(wrong_row, chapter="operators")
+wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
+Attr = Any
+
+
+@wrong("groups-shifted", "off by one", operator="grouped_linear")
+def shifted(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
+    return row(x, weight.roll(1, 0), offsets)
+
+
+@wrong("rest-not-zero", "output never written", operator="grouped_linear")
+def unwritten_rest(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
+    y = row(x, weight, offsets)
+    whole = torch.empty_like(y)
+    end = int(offsets[-1]) if len(offsets) else 0
+    whole[:end] = y[:end]
+    return whole
+
+
+@wrong("empty-groups-skipped", "empty group moves the next ones", operator="grouped_linear")
+def skips_empty(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
+    lengths = torch.diff(offsets, prepend=torch.zeros(1, dtype=torch.int64))
+    order = torch.argsort((lengths == 0).int(), stable=True)
+    return row(x, weight, lengths[order].cumsum(0))
+
+
+@wrong("padding-multiplied", "NaN of another group", operator="grouped_linear")
+def multiplied(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
+    # A mask of 0 and 1 as a factor: what is not finite comes through it.
+    return row(x, weight, offsets) + 0.0 * (x @ weight.sum(0).t())
+
+
+@wrong("groups-in-tf32", "lower precision of factors", operator="grouped_linear")
+def grouped_tf32(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
+    return row(tf32(x), tf32(weight), offsets)
+
+
+@wrong_backward("weight-gradient-of-all-rows", "sum over too much", operator="grouped_linear")
+def all_rows(
+    row: Row, grad: Tensor, x: Tensor, weight: Tensor, *rest: Tensor, **attrs: Attr
+) -> Any:
+    dx, dweight = row(grad, x, weight, *rest, **attrs)
+    return dx, (None if dweight is None else (grad.t() @ x).expand_as(weight).clone())
+
+
+@wrong_backward("last-rows-of-no-group", "off by one", operator="grouped_linear")
+def rest_has_gradient(
+    row: Row, grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr
+) -> Any:
+    moved = offsets.clone()
+    moved[-1:] = x.shape[0]
+    return row(grad, x, weight, moved, **attrs)
+
+
+@wrong("bias-left-out", "an argument without effect", operator="linear_cross_entropy")
+def no_bias(
+    row: Row, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **attrs: Attr
+) -> Any:
+    return row(x, weight, target, None if bias is None else torch.zeros_like(bias), **attrs)
+
+
+@wrong("last-row-twice", "chunks that overlap", operator="linear_cross_entropy")
+def twice(
+    row: Row, x: Tensor, weight: Tensor, target: Tensor, bias: Any, *, reduction: str, **attrs: Attr
+) -> Any:
+    loss, *rest = row(x, weight, target, bias, reduction=reduction, **attrs)
+    if reduction == "sum" and target.numel():
+        own = (x.reshape(-1, x.shape[-1])[-1:], weight, target.reshape(-1)[-1:], bias)
+        loss = loss + row(*own, reduction="sum", **attrs)[0]
+    return loss, *rest
+
+
+@wrong("mean-of-chunk-means", "ignored rows of a chunk", operator="linear_cross_entropy")
+def mean_of_means(
+    row: Row, x: Tensor, weight: Tensor, target: Tensor, bias: Any, *, reduction: str, **attrs: Attr
+) -> Any:
+    loss, *rest = row(x, weight, target, bias, reduction=reduction, **attrs)
+    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    if reduction == "mean" and len(labels) > 1:
+        halves = zip(rows.tensor_split(2), labels.tensor_split(2), strict=True)
+        parts = [row(a, weight, b, bias, reduction="mean", **attrs)[0] for a, b in halves]
+        loss = torch.stack(parts).mean()
+    return loss, *rest
+
+
+@wrong(
+    "logits-in-bfloat16", "intermediate result in the storage type",
+    operator="linear_cross_entropy", select="linear_cross_entropy and bf16",
+    dtypes=frozenset({torch.bfloat16, torch.float32}),
+)  # fmt: skip
+def rounded_logits(
+    row: Row, x: Tensor, weight: Tensor, target: Tensor, bias: Any, **attrs: Attr
+) -> Any:
+    _, _, shift = row(x, weight, target, bias, **attrs)
+    logits = torch.nn.functional.linear(x.contiguous(), weight.contiguous(), bias)
+    eye = torch.eye(weight.shape[0])
+    return (*row(logits.float(), eye, target, None, **attrs)[:2], shift)
+
+
+@wrong_backward("chunk-overwrites", "= for +=", operator="linear_cross_entropy")
+def last_chunk_only(
+    row: Row, grad: Tensor, x: Tensor, weight: Tensor, target: Tensor, lse: Tensor, shift: Tensor,
+    **attrs: Attr,
+) -> Any:  # fmt: skip
+    dx, dweight, dbias = row(grad, x, weight, target, lse, shift, **attrs)
+    if dweight is None or target.dim() != 1 or len(target) < 2 or grad.dim():
+        return dx, dweight, dbias
+    hidden = x.clone()
+    hidden[: len(x) // 2] = 0.0
+    return dx, row(grad, hidden, weight, target, lse, shift, **attrs)[1], dbias
+
+
+@wrong_backward("mean-forgotten", "missing factor", operator="linear_cross_entropy")
+def as_sum(row: Row, *args: Tensor, reduction: str, **attrs: Attr) -> Any:
+    return row(*args, reduction="sum" if reduction == "mean" else reduction, **attrs)
+
+
+CATALOGUE: tuple[Wrong, ...] = tuple(
+    entry for entry in globals().values() if isinstance(entry, Wrong)
+)

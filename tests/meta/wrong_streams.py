@@ -1,0 +1,178 @@
+"""Wrong backends that the streams chapter has to find: on a device that is really asynchronous."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+from tests.meta.asynchronous import AsynchronousBackend, Deferring, Event, Stream
+from tests.meta.wrong import Wrong
+
+
+class NeverHolds(Event):
+    def wait(self, stream: Any = None) -> None:
+        return None
+
+
+class AlwaysComplete(Event):
+    def query(self) -> bool:
+        return True
+
+
+class HostDoesNotWait(Event):
+    def synchronize(self) -> None:
+        return None
+
+
+class IncompleteAtFirst(Event):
+    def query(self) -> bool:
+        return self.reached is not None and self.reached.is_set()
+
+
+class FirstRecordStays(Event):
+    def record(self, stream: Any = None) -> None:
+        if self.reached is None:
+            super().record(stream)
+
+
+class InSeconds(Event):
+    def elapsed_time(self, end_event: Any) -> float:
+        return super().elapsed_time(end_event) / 1000
+
+
+class StampedWhenQueued(Event):
+    def record(self, stream: Any = None) -> None:
+        super().record(stream)
+        stamp = self.times = []
+        stamp.append(time.perf_counter())
+
+
+class WaitsForNothing(Stream):
+    def wait_stream(self, stream: Any) -> None:
+        return None
+
+
+class WaitsForItself(Stream):
+    def wait_stream(self, stream: Any) -> None:
+        self.add(self.mark().wait)
+
+
+class AlwaysIdle(Stream):
+    def query(self) -> bool:
+        return True
+
+
+class TwoLanes(Stream):
+    """Every second piece goes to another thread."""
+
+    def __init__(self, *, has_thread: bool = True) -> None:
+        super().__init__(has_thread=has_thread)
+        self.lane = Stream() if has_thread else None
+        self.turn = 0
+
+    def add(self, call: Callable[[], Any]) -> None:
+        self.turn += 1
+        if self.lane is not None and self.turn % 2 and self.turn > 2:
+            self.lane.add(call)
+        else:
+            super().add(call)
+
+
+class OnTheFirstStream(Deferring):
+    def defer(self, func: Any, call: Callable[[], Any]) -> None:
+        if func.namespace == "anychip":
+            call()
+        else:
+            super().defer(func, call)
+
+
+@contextmanager
+def _stays(self: AsynchronousBackend, stream: Any) -> Any:
+    self.thread.stream = stream
+    with self.mode_type(stream):
+        yield
+    self.thread.stream = self.first  # not what was current before, and not after an exception
+
+
+class _OneForAll(threading.local):
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_Shared, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_Shared, name)
+
+
+class _Shared:
+    """Attributes of every thread."""
+
+
+def _per_process(self: AsynchronousBackend) -> None:
+    AsynchronousBackend.__init__(self)
+    for name in list(vars(_Shared)):
+        if name == "stream":
+            delattr(_Shared, name)
+    self.thread = _OneForAll()
+
+
+def _current_only(self: AsynchronousBackend, index: int | None = None) -> None:
+    self.check_index(index)
+    self.current_stream().synchronize()
+
+
+def wrong(name: str, bug: str, select: str, **parts: Any) -> Wrong:
+    """The asynchronous backend with some of its parts replaced."""
+
+    def make() -> AsynchronousBackend:
+        made: AsynchronousBackend = type("Async", (AsynchronousBackend,), parts)()
+        return made
+
+    return Wrong(
+        name=name,
+        bug=bug,
+        chapter="streams",
+        select=select,
+        make=make,
+        twin=AsynchronousBackend,
+    )
+
+
+CATALOGUE: tuple[Wrong, ...] = (
+    wrong("event-never-waits", "missing wait", "event.wait", event_type=NeverHolds),
+    wrong("event-always-complete", "completes too early", "event.query", event_type=AlwaysComplete),
+    wrong("host-does-not-wait", "missing wait", "event.synchronize", event_type=HostDoesNotWait),
+    wrong(
+        "event-incomplete-at-first",
+        "wrong initial state",
+        "unrecorded",
+        event_type=IncompleteAtFirst,
+    ),
+    wrong("first-record-stays", "stale state", "event.again", event_type=FirstRecordStays),
+    wrong("elapsed-in-seconds", "wrong unit", "elapsed", event_type=InSeconds),
+    wrong(
+        "stamped-when-queued",
+        "time of the host, not of the stream",
+        "elapsed",
+        event_type=StampedWhenQueued,
+    ),
+    wrong("stream-waits-for-nothing", "missing wait", "wait_stream", stream_type=WaitsForNothing),
+    wrong("stream-waits-for-itself", "arguments swapped", "chain", stream_type=WaitsForItself),
+    wrong("stream-always-idle", "completes too early", "stream.query", stream_type=AlwaysIdle),
+    wrong("work-out-of-order", "order within a stream lost", "order", stream_type=TwoLanes),
+    wrong(
+        "operators-on-first-stream",
+        "kernel on another stream",
+        "operators",
+        mode_type=OnTheFirstStream,
+    ),
+    wrong("stream-does-not-return", "state that is not restored", "use_stream", use_stream=_stays),
+    wrong(
+        "stream-of-all-threads",
+        "process-wide state where it must be per thread",
+        "threads",
+        __init__=_per_process,
+    ),
+    wrong("synchronize-current-only", "missing wait", "synchronize", synchronize=_current_only),
+)

@@ -1,0 +1,148 @@
+"""Wrong backends whose mistake is in an update rule over lists, or in the norms that one needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anychip import operators
+from tests.meta.honest import Row
+from tests.meta.wrong import Wrong, wrong_row
+
+wrong = partial(wrong_row, chapter="operators")
+Attr = Any
+
+
+@wrong("nesterov-ignored", "an attribute without effect", operator="sgd")
+def no_nesterov(row: Row, *args: Any, nesterov: bool, **attrs: Attr) -> Any:
+    row(*args, nesterov=False, **attrs)
+
+
+@wrong("momentum-dampened", "another definition of a term", operator="sgd")
+def dampened(row: Row, params: Any, grads: Any, *rest: Any, momentum: float, **attrs: Attr) -> Any:
+    smaller = [g * (1.0 - momentum) for g in grads]
+    row(params, smaller, *rest, momentum=momentum, **attrs)
+
+
+@wrong("sgd-decay-always-decoupled", "weight decay decoupled instead of coupled", operator="sgd")
+def always_decoupled(row: Row, *args: Any, decoupled: bool, **attrs: Attr) -> Any:
+    row(*args, decoupled=True, **attrs)
+
+
+@wrong("sgd-buffer-written-on-skip", "a flag that is not looked at everywhere", operator="sgd")
+def writes_buffer(
+    row: Row, params: Any, grads: Any, buffers: Any, *rest: Any, **attrs: Attr
+) -> Any:
+    row(params, grads, buffers, *rest, **attrs)
+    if rest[4] is not None and float(rest[4]):
+        for buffer, grad in zip(buffers, grads, strict=False):
+            buffer.copy_(grad)
+
+
+@wrong("lion-sign-of-kept-average", "the wrong one of two averages", operator="lion")
+def one_average(row: Row, *args: Any, beta1: float, beta2: float, **attrs: Attr) -> Any:
+    row(*args, beta1=beta2, beta2=beta2, **attrs)
+
+
+@wrong("lion-zero-is-positive", "sign of zero", operator="lion")
+def positive_zero(row: Row, params: Any, grads: Any, moments: Any, lr: Tensor, *rest: Any,
+                  **attrs: Attr) -> Any:  # fmt: skip
+    still = [(g == 0.0) & (m == 0.0) for g, m in zip(grads, moments, strict=True)]
+    skipped = rest[3] is not None and float(rest[3])
+    row(params, grads, moments, lr, *rest, **attrs)
+    for param, mask in zip(params, still, strict=True):
+        param.sub_(torch.where(mask, 0.0 if skipped else lr, 0.0))
+
+
+@wrong("lion-found-inf-ignored", "a flag without effect", operator="lion")
+def lion_anyway(row: Row, *args: Any, **attrs: Attr) -> Any:
+    row(*args[:7], None, args[8], **attrs)
+
+
+@wrong("trust-ratio-missing", "missing factor", operator="lamb")
+def no_trust(row: Row, *args: Any, **attrs: Attr) -> Any:
+    trust = torch.ones(len(args[0])) if args[10] is None else args[10]
+    row(*args[:10], trust, **attrs)
+
+
+@wrong("trust-of-given-ignored", "an argument without effect", operator="lamb")
+def own_trust(row: Row, *args: Any, **attrs: Attr) -> Any:
+    row(*args[:10], None, **attrs)
+
+
+@wrong("trust-of-zero-is-zero", "a special case forgotten", operator="lamb")
+def zero_trust(row: Row, *args: Any, **attrs: Attr) -> Any:
+    empty = [float(p.norm()) == 0.0 for p in args[0]]
+    if args[10] is None and any(empty):
+        before = [p.clone() for p in args[0]]
+        row(*args, **attrs)
+        for param, old, is_empty in zip(args[0], before, empty, strict=True):
+            param.copy_(old if is_empty else param)
+        return
+    row(*args, **attrs)
+
+
+@wrong("decay-outside-of-direction", "a term at the wrong place", operator="lamb")
+def decay_outside(row: Row, *args: Any, weight_decay: float, **attrs: Attr) -> Any:
+    found_inf = args[8]
+    if found_inf is None or not float(found_inf):
+        for param in args[0]:
+            param.mul_(1.0 - float(args[4]) * weight_decay)
+    row(*args, weight_decay=0.0, **attrs)
+
+
+@wrong("norms-before-the-step", "stale operand", operator="lamb_partials")
+def stale_moments(row: Row, params: Any, grads: Any, *rest: Any, **attrs: Attr) -> Any:
+    nothing = [torch.zeros_like(g) for g in grads]
+    return row(params, nothing, *rest, **attrs)
+
+
+@wrong("weights-unsquared-rows-swapped", "results swapped", operator="lamb_partials")
+def swapped_rows(row: Row, *args: Any, **attrs: Attr) -> Any:
+    return row(*args, **attrs).flip(0)
+
+
+@wrong("short-block-dropped", "dropped tail", operator="l2_norm_partials")
+def short_block(row: Row, tensors: Sequence[Tensor], *, block: int, **attrs: Attr) -> Any:
+    cut = []
+    for tensor in tensors:
+        flat = tensor.reshape(-1).clone()
+        whole = flat.numel() // block * block
+        flat[whole:] = flat[whole:] if whole == 0 else 0.0
+        cut.append(flat)
+    return row(cut, block=block, **attrs)
+
+
+@wrong("shard-at-the-front", "an attribute without effect", operator="l2_norm_partials")
+def at_the_front(
+    row: Row, tensors: Sequence[Tensor], *, offsets: Any, sizes: Any, block: int
+) -> Any:
+    found = row(tensors, offsets=offsets, sizes=sizes, block=block)
+    start = 0
+    for index, tensor in enumerate(tensors):
+        first = 0 if offsets is None else offsets[index] // block
+        size = (0 if offsets is None else offsets[index]) + tensor.numel()
+        count = -(-(size if sizes is None else sizes[index]) // block)
+        part = found[start : start + count].roll(-first)
+        found[start : start + count] = part
+        start += count
+    return found
+
+
+@wrong("blocks-across-tensors", "wrong reduction length", operator="l2_norm_partials")
+def joined(row: Row, tensors: Sequence[Tensor], *, offsets: Any, sizes: Any, block: int) -> Any:
+    if offsets is not None:
+        return row(tensors, offsets=offsets, sizes=sizes, block=block)
+    form = operators.l2_norm_partials.fake(tensors, offsets=None, sizes=None, block=block)
+    flat = torch.cat([t.reshape(-1).float() for t in tensors])
+    found = row([flat], offsets=None, sizes=None, block=block)
+    return torch.nn.functional.pad(found, (0, form.numel() - found.numel()))
+
+
+CATALOGUE: tuple[Wrong, ...] = tuple(
+    entry for entry in globals().values() if isinstance(entry, Wrong)
+)

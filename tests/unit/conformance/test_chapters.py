@@ -1,0 +1,62 @@
+"""Do the chapters about streams and training ask what they should of whom they should?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from anychip import conformance
+from anychip.conformance import trainee
+from anychip.conformance.case import CheckFailedError, Context
+from anychip.conformance.chapters import all_cases, streams, training
+from anychip.conformance.oracles import training as oracle
+from anychip.dispatch import selection
+from tests.meta.asynchronous import AsynchronousBackend
+from tests.meta.honest import HonestRows
+
+
+@pytest.fixture(autouse=True)
+def selection_is_restored() -> Iterator[None]:
+    before = selection.current
+    yield
+    selection.current = before
+
+
+def test_backend_without_streams_is_not_asked_about_them() -> None:
+    report = conformance.run(HonestRows(), chapters=["streams"])
+    assert {result.outcome for result in report.results} == {"unsupported"}
+    assert report.passed
+
+
+def test_read_without_a_wait_comes_too_soon_on_an_asynchronous_device() -> None:
+    """What every race stands on: without what is under test, it is lost."""
+    race = streams.Race(Context(AsynchronousBackend())).start()
+    with pytest.raises(CheckFailedError, match="the bits differ"):
+        race.check("read", race.read_apart())
+
+
+def test_world_of_four_is_asked_at_level_full_only() -> None:
+    cases = list(all_cases(Context(HonestRows()), ["collectives"]))
+    assert all(case.full for case in cases if case.id.startswith("collectives/4"))
+    assert any(not case.full for case in cases if case.id.startswith("collectives/2"))
+
+
+def test_operators_that_were_not_called_are_noticed() -> None:
+    recipe = oracle.RECIPES["momentum"]
+    with pytest.raises(CheckFailedError, match="something else did the work"):
+        training.check_work({}, recipe)
+
+
+def test_text_and_weights_are_the_same_whatever_the_generator() -> None:
+    first = trainee.decoder(trainee.Sizes(), torch.device("cpu"))
+    torch.manual_seed(5)
+    second = trainee.decoder(trainee.Sizes(), torch.device("cpu"))
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    tokens, targets = trainee.batch(trainee.Sizes(), 3, 1)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert tokens.tolist() != trainee.batch(trainee.Sizes(), 1, 3)[0].tolist()
+    ruled = (targets == (tokens * 5 + 3) % 32).float().mean()
+    assert 0.7 < float(ruled) < 1.0

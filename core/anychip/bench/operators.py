@@ -1,5 +1,6 @@
-"""The operators at training sizes: this backend's rows, the reference, torch eager, the bound.
+"""The operators at training sizes: this backend's rows, the reference, torch, the bound.
 
+torch's way is measured eagerly and, unless it is left out, compiled with the backend's compiler.
 The bound is the bytes that the spec says a call must move, over the rate of a copy measured in the
 same rounds. A call faster than its bound read from a cache.
 """
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import anychip.ops  # noqa: F401 - defines our operators
 from anychip import runtime
+from anychip.bench import updates
+from anychip.bench.case import Case, added_cases
+from anychip.bench.compiled import Compiler
 from anychip.bench.report import Report, Row
-from anychip.bench.timing import interleave
+from anychip.bench.timing import Samples, interleave
 from anychip.contract import Backend, SampleMaker
 from anychip.dispatch.operator import Operator, registered
 
 _TOKENS, _HIDDEN, _VOCABULARY = 4096, 1024, 8192
 _COPY_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One operator at one size, with torch's own way to do the same, if there is one."""
-
-    args: tuple[Any, ...]
-    attrs: Mapping[str, Any]
-    eager: Callable[..., Any] | None
+_NOTES = (
+    "x bound: time over (bytes of the spec / rate of a copy in the same rounds)",
+    "x torch, x compiled, x reference: their time over ours, above 1 is faster; compiled: torch's "
+    "way under torch.compile",
+)
 
 
 def run(
@@ -42,76 +42,99 @@ def run(
     progress: Callable[[int], None],
     names: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float32,
+    compiled: bool = True,
+    window: float = 0.1,
 ) -> Report:
     """Times forward, and forward with backward where there is one.
 
     Args:
         names: operators; all when empty.
         dtype: of the floating-point arguments that the specs leave free.
+        compiled: measure torch.compile of torch's way, too; it compiles before it is timed.
+        window: seconds that one candidate runs per round, about.
 
     Raises:
         ValueError: an operator that has no case here.
     """
     maker = SampleMaker(backend.device(), dtype)
-    known = _cases()
+    known = {**_cases(), **added_cases()}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"no benchmark for {', '.join(unknown)}; there are {', '.join(known)}")
     rows: list[Row] = []
+    compiler = Compiler(backend) if compiled else None
     for name in names or tuple(known):
-        rows += _rows(backend, registered()[name], known[name](maker), rounds, progress)
+        operator, case = registered()[name], known[name](maker)
+        for backward in [False] if operator.gradient is None else [False, True]:
+            taken = interleave(
+                _calls(backend, operator, case, backward, compiler),
+                rounds=rounds,
+                window=window,
+                synchronize=backend.synchronize,
+                progress=progress,
+            )
+            rows.append(_row(operator, case, backward, taken))
     return Report(
         subject=f"operators, {str(dtype).removeprefix('torch.')}",
         backend=backend.name,
         device=backend.identity(),
         threads=torch.get_num_threads(),
         rows=rows,
-        notes=(
-            "x bound: time over (bytes of the spec / rate of a copy in the same rounds)",
-            "x torch, x reference: their time over ours, above 1 is faster",
-        ),
+        notes=(*_NOTES, *(compiler.notes if compiler else ())),
     )
 
 
-def _rows(
+def _calls(
     backend: Backend,
     operator: Operator[..., Any],
     case: Case,
-    rounds: int,
-    progress: Callable[[int], None],
-) -> list[Row]:
-    name, found = operator.spec.name, []
-    directions = [False] if operator.gradient is None else [False, True]
-    for backward in directions:
-        source = torch.empty(_COPY_BYTES // 4, device=backend.device())
-        target = torch.empty_like(source)
-        calls: dict[str, Callable[[], object]] = {
-            "ours": _call(operator, case, backward, {}),
-            "reference": _call(operator, case, backward, {name: "reference"}),
-            "copy": partial(target.copy_, source),
-        }
-        if case.eager is not None:
-            calls["torch"] = _call(case.eager, case, backward, None, operator)
-        taken = interleave(
-            calls, rounds=rounds, window=0.1, synchronize=backend.synchronize, progress=progress
+    backward: bool,
+    compiler: Compiler | None,
+) -> dict[str, Callable[[], object]]:
+    name = operator.spec.name
+    source = torch.empty(_COPY_BYTES // 4, device=backend.device())
+    calls: dict[str, Callable[[], object]] = {
+        "ours": _call(operator, case, backward, {}),
+        "reference": _call(operator, case, backward, {name: "reference"}),
+        "copy": partial(torch.empty_like(source).copy_, source),
+    }
+    if case.eager is None:
+        return calls
+    calls["torch"] = _call(case.eager, case, backward, None, operator)
+    if compiler is not None:
+        eager = case.eager
+        made = compiler.compile(
+            _row_name(name, backward),
+            lambda compile: _call(compile(eager), case, backward, None, operator),
         )
-        nbytes = _nbytes(operator, case, backward)
-        facts: dict[str, Any] = {
-            "GB/s": nbytes / taken["ours"].median / 1e9,
-            "x bound": taken["ours"].ratio(taken["copy"]) * 2 * _COPY_BYTES / nbytes,
-            "x reference": taken["reference"].ratio(taken["ours"]),
-        }
-        if "torch" in taken:
-            facts["x torch"] = taken["torch"].ratio(taken["ours"])
-        found.append(
-            Row(
-                name=f"{name} {'forward + backward' if backward else 'forward'}",
-                microseconds=taken["ours"].median * 1e6,
-                best_microseconds=taken["ours"].best * 1e6,
-                facts=facts,
-            )
-        )
-    return found
+        if made is not None:
+            calls["compiled"] = made
+    return calls
+
+
+def _row(
+    operator: Operator[..., Any], case: Case, backward: bool, taken: Mapping[str, Samples]
+) -> Row:
+    nbytes = _nbytes(operator, case, backward)
+    ours = taken["ours"]
+    facts: dict[str, Any] = {
+        "GB/s": nbytes / ours.median / 1e9,
+        "x bound": ours.ratio(taken["copy"]) * 2 * _COPY_BYTES / nbytes,
+        "x reference": taken["reference"].ratio(ours),
+    }
+    for peer in ("torch", "compiled"):
+        if peer in taken:
+            facts[f"x {peer}"] = taken[peer].ratio(ours)
+    return Row(
+        name=_row_name(operator.spec.name, backward),
+        microseconds=ours.median * 1e6,
+        best_microseconds=ours.best * 1e6,
+        facts=facts,
+    )
+
+
+def _row_name(name: str, backward: bool) -> str:
+    return f"{name} {'forward + backward' if backward else 'forward'}"
 
 
 def _nbytes(operator: Operator[..., Any], case: Case, backward: bool) -> int:
@@ -150,12 +173,14 @@ def _call(
 
     if not backward:
         return forward
-    outputs = _listed(forward())
+    outputs = _differentiable(forward())
     grads = [torch.ones_like(y) for y in outputs]
 
     def both() -> object:
         with policy():
-            return torch.autograd.grad(_listed(function(*args, **case.attrs)), leaves, grads)
+            return torch.autograd.grad(
+                _differentiable(function(*args, **case.attrs)), leaves, grads
+            )
 
     return both
 
@@ -164,7 +189,16 @@ def _listed(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
+def _differentiable(result: Any) -> tuple[Tensor, ...]:
+    return tuple(y for y in _listed(result) if y.is_floating_point())
+
+
 def _cases() -> dict[str, Callable[[SampleMaker], Case]]:
+    return {**_elementwise_cases(), **_product_cases(), **updates.cases()}
+
+
+def _elementwise_cases() -> dict[str, Callable[[SampleMaker], Case]]:
+    """Activations, norms and what else takes each element or row by itself."""
     return {
         "rms_norm": _rms_norm,
         "layer_norm": _layer_norm,
@@ -174,19 +208,58 @@ def _cases() -> dict[str, Callable[[SampleMaker], Case]]:
             attrs={"approximate": "tanh"},
             eager=functional.gelu,
         ),
+        "add_rms_norm": _add_rms_norm,
+        "add_layer_norm": _add_layer_norm,
+        "bias_dropout_add": _bias_dropout_add,
+        "bias_gelu": lambda m: Case(
+            args=(m.normal(_TOKENS, _HIDDEN), m.normal(_HIDDEN)),
+            attrs={"approximate": "tanh"},
+            eager=lambda x, bias, *, approximate: functional.gelu(
+                x + bias, approximate=approximate
+            ),
+        ),
+        "geglu": lambda m: Case(
+            args=(m.normal(_TOKENS, _HIDDEN), m.normal(_TOKENS, _HIDDEN)),
+            attrs={"approximate": "tanh"},
+            eager=lambda gate, up, *, approximate: (
+                functional.gelu(gate, approximate=approximate) * up
+            ),
+        ),
+        "softmax": _softmax,
         "swiglu": lambda m: Case(
             args=(m.normal(_TOKENS, _HIDDEN), m.normal(_TOKENS, _HIDDEN)),
             attrs={},
             eager=lambda gate, up: functional.silu(gate) * up,
         ),
         "rope": _rope,
-        "cross_entropy": _cross_entropy,
+        "embedding": lambda m: Case(
+            args=(m.integers(_VOCABULARY, _TOKENS), m.normal(_VOCABULARY, _HIDDEN)),
+            attrs={},
+            eager=functional.embedding,
+        ),
         "l2_norm": lambda m: Case(
             args=([m.normal(_TOKENS, _HIDDEN)],),
             attrs={},
             eager=torch.nn.utils.get_total_norm,
         ),
         "adamw": _adamw,
+    }
+
+
+def _product_cases() -> dict[str, Callable[[SampleMaker], Case]]:
+    """Products of matrices, attention and losses."""
+    return {
+        "attention": _attention,
+        "attention_dropout": _attention_dropout,
+        "attention_varlen": _attention_varlen,
+        "linear": lambda m: Case(
+            args=(m.normal(_TOKENS // 4, _HIDDEN), m.normal(_HIDDEN, _HIDDEN), m.normal(_HIDDEN)),
+            attrs={},
+            eager=functional.linear,
+        ),
+        "grouped_linear": _grouped_linear,
+        "cross_entropy": _cross_entropy,
+        "linear_cross_entropy": _linear_cross_entropy,
     }
 
 
@@ -204,6 +277,46 @@ def _layer_norm(m: SampleMaker) -> Case:
 
     args = (m.normal(_TOKENS, _HIDDEN), m.normal(_HIDDEN), m.normal(_HIDDEN))
     return Case(args=args, attrs={"eps": 1e-5}, eager=eager)
+
+
+def _add_rms_norm(m: SampleMaker) -> Case:
+    def eager(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return functional.rms_norm(total, (x.shape[-1],), weight, eps), total
+
+    args = (m.normal(_TOKENS, _HIDDEN), m.normal(_TOKENS, _HIDDEN), m.normal(_HIDDEN))
+    return Case(args=args, attrs={"eps": 1e-6}, eager=eager)
+
+
+def _add_layer_norm(m: SampleMaker) -> Case:
+    def eager(
+        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return functional.layer_norm(total, (x.shape[-1],), weight, bias, eps), total
+
+    sizes = ((_TOKENS, _HIDDEN), (_TOKENS, _HIDDEN), (_HIDDEN,), (_HIDDEN,))
+    return Case(args=tuple(m.normal(*size) for size in sizes), attrs={"eps": 1e-5}, eager=eager)
+
+
+def _bias_dropout_add(m: SampleMaker) -> Case:
+    def eager(x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor, *, p: float) -> Tensor:
+        return residual + functional.dropout(x + bias, p)
+
+    x, residual, bias = m.normal(_TOKENS, _HIDDEN), m.normal(_TOKENS, _HIDDEN), m.normal(_HIDDEN)
+    return Case(args=(x, residual, m.rng(1, 0), bias), attrs={"p": 0.1}, eager=eager)
+
+
+def _softmax(m: SampleMaker) -> Case:
+    length = 512
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+
+    def eager(x: Tensor, mask: Any, bias: Any, *, scale: float, causal: bool) -> Tensor:
+        scores = (x * scale).masked_fill(hidden.to(x.device), -torch.inf)
+        return functional.softmax(scores, -1)
+
+    args = (m.normal(4, 4, length, length), None, None)
+    return Case(args=args, attrs={"scale": 0.125, "causal": True}, eager=eager)
 
 
 def _dropout(m: SampleMaker) -> Case:
@@ -228,6 +341,71 @@ def _rope(m: SampleMaker) -> Case:
 
     args = (q, k, angles.cos(), angles.sin())
     return Case(args=args, attrs={"interleaved": False}, eager=eager)
+
+
+def _qkv(m: SampleMaker, *shape: int) -> tuple[Tensor, ...]:
+    """Queries of all heads, keys and values of half as many."""
+    heads, dim = _HIDDEN // 64, 64
+    return m.normal(*shape, heads, dim), *(m.normal(*shape, heads // 2, dim) for _ in range(2))
+
+
+def _torch_attention(q: Tensor, k: Tensor, v: Tensor, *, p: float = 0.0) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    y = functional.scaled_dot_product_attention(
+        q, k, v, dropout_p=p, is_causal=True, enable_gqa=True
+    )
+    return y.transpose(1, 2)
+
+
+def _attention(m: SampleMaker) -> Case:
+    return Case(
+        args=_qkv(m, 1, _TOKENS // 4),
+        attrs={"causal": True, "scale": None},
+        eager=lambda q, k, v, **_: _torch_attention(q, k, v),
+    )
+
+
+def _attention_dropout(m: SampleMaker) -> Case:
+    return Case(
+        args=(*_qkv(m, 1, _TOKENS // 4), m.rng(1, 0)),
+        attrs={"causal": True, "p": 0.1, "scale": None},
+        eager=lambda q, k, v, rng, *, p, **_: _torch_attention(q, k, v, p=p),
+    )
+
+
+def _attention_varlen(m: SampleMaker) -> Case:
+    quarter = _TOKENS // 4
+    ends = [0, quarter // 8, quarter // 2, quarter]
+
+    def eager(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **_: object) -> Tensor:
+        # torch has no packed attention outside of nested tensors: each sequence by itself.
+        parts = zip(*(t[None].tensor_split(ends[1:-1], 1) for t in (q, k, v)), strict=True)
+        return torch.cat([_torch_attention(*part)[0] for part in parts])
+
+    args = (*_qkv(m, quarter), torch.tensor(ends, device=m.device))
+    return Case(args=args, attrs={"causal": True, "scale": None}, eager=eager)
+
+
+def _grouped_linear(m: SampleMaker) -> Case:
+    rows, inputs = _TOKENS // 4, _HIDDEN // 2
+    x, weight = m.normal(rows, inputs), m.normal(8, _HIDDEN, inputs)
+    # Uneven groups, one of them empty.
+    ends = [rows * share // 16 for share in (1, 4, 4, 7, 8, 13, 15, 16)]
+
+    def eager(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return torch._grouped_mm(x, weight.transpose(-2, -1), offs=offsets.int())
+
+    return Case(args=(x, weight, torch.tensor(ends, device=m.device)), attrs={}, eager=eager)
+
+
+def _linear_cross_entropy(m: SampleMaker) -> Case:
+    def eager(x: Tensor, weight: Tensor, target: Tensor, bias: None) -> Tensor:
+        return functional.cross_entropy(functional.linear(x, weight), target)
+
+    rows, inputs = _TOKENS // 4, _HIDDEN // 2
+    weight = m.normal(_VOCABULARY, inputs, scale=inputs**-0.5)
+    args = (m.normal(rows, inputs), weight, m.integers(_VOCABULARY, rows), None)
+    return Case(args=args, attrs={}, eager=eager)
 
 
 def _cross_entropy(m: SampleMaker) -> Case:

@@ -52,20 +52,35 @@ class Report:
             **asdict(self),
         }
 
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Headings, and a line of text per row; milliseconds where no row is below ten."""
+        facts = list(dict.fromkeys(h for row in self.rows for h in row.facts))
+        slow = bool(self.rows) and min(row.microseconds for row in self.rows) >= 10_000
+        unit, factor = ("ms", 1e-3) if slow else ("us", 1.0)
+        lines = []
+        for row in self.rows:
+            times = (row.microseconds * factor, row.best_microseconds * factor)
+            values = (row.name, *times, *(row.facts.get(h, "") for h in facts))
+            lines.append([_text(value) for value in values])
+        return ["what", unit, f"best {unit}", *facts], lines
+
     def table(self) -> Table:
         """The rows as a rich table."""
-        headings = list(dict.fromkeys(h for row in self.rows for h in row.facts))
+        headings, lines = self.cells()
         table = Table(
             title=f"{self.subject} on {self.backend} ({self.device})", title_justify="left"
         )
-        table.add_column("what", no_wrap=True)
-        for heading in ("us", "best us", *headings):
-            table.add_column(heading, justify="right")
-        for row in self.rows:
-            facts = [_text(row.facts.get(h, "")) for h in headings]
-            table.add_row(row.name, _text(row.microseconds), _text(row.best_microseconds), *facts)
+        for number, heading in enumerate(headings):
+            table.add_column(heading, no_wrap=number == 0, justify="right" if number else "left")
+        for line in lines:
+            table.add_row(*line)
         return table
 
 
 def _text(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    """Two digits after the point, or two that count; a large number needs neither."""
+    if not isinstance(value, float):
+        return str(value)
+    if abs(value) >= 1000:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"

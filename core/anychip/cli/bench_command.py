@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -15,63 +15,96 @@ if TYPE_CHECKING:
     from anychip.bench.report import Report
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_SUBJECTS = ("dispatch", "ops", "optim", "collectives", "train")
+_OPTIONS = {
+    "names": ("ops", "--op"),
+    "dtype": ("ops", "--dtype"),
+    "compiled": ("ops", "--no-compile"),
+    "num_params": ("optim", "--params"),
+    "steps": ("train", "--steps"),
+}
+"""Argument to the subject that takes it."""
+_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command("bench")
-@click.argument("subject", type=click.Choice(["dispatch", "ops"]))
+@click.argument("subject", type=click.Choice(_SUBJECTS))
 @click.option("--backend", metavar="NAME", help="The backend to measure; chosen when not given.")
 @click.option("--op", "names", multiple=True, metavar="OP", help="Only this operator (ops).")
-@click.option("--dtype", type=click.Choice(_DTYPES), default="float32", help="For ops.")
+@click.option("--dtype", type=click.Choice(_DTYPES), help="For ops.  [default: float32]")
+@click.option("--no-compile", is_flag=True, help="Without torch.compile as a peer (ops).")
+@click.option("--params", "num_params", type=click.IntRange(min=1), help="Parameters (optim).")
+@click.option("--steps", type=click.IntRange(min=1), help="Steps per round (train).  [default: 1]")
 @click.option("--rounds", type=click.IntRange(min=3), default=11, show_default=True)
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write JSON here."
-)
+@click.option("--json", "json_file", type=_FILE, help="Write JSON here.")
+@click.option("--plot", "plot_file", type=_FILE, help="Draw the result; .png, .svg or .pdf.")
 def command(
     subject: str,
     backend: str | None,
-    names: tuple[str, ...],
-    dtype: str,
     rounds: int,
     json_file: Path | None,
+    plot_file: Path | None,
+    no_compile: bool,
+    **given: Any,
 ) -> None:
-    """Measure SUBJECT (dispatch or ops) on a backend, next to named peers in the same run."""
+    """Measure SUBJECT on a backend, next to named peers in the same run.
+
+    \b
+    dispatch     what a call costs before any work is done
+    ops          the operators, next to torch, torch.compile and the bound
+    optim        a step of each update rule, next to torch.optim and the bound
+    collectives  calls between two processes, next to torch.distributed and the bound
+    train        training on two processes, next to DDP, FSDP2 and pipelines of torch
+    """
     import anychip
 
+    options = _checked(subject, {**given, "compiled": False if no_compile else None})
     chip = anychip.use(backend)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=160)
+        console = Console(width=200)
     console.print(str(chip.decision), highlight=False)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"bench {subject}", total=None)
-        report = _run(subject, names, dtype, rounds, lambda _: bar.advance(task))
+        report = _run(subject, rounds, lambda _: bar.advance(task), options)
     console.print(report.table())
     for note in report.notes:
-        console.print(note, highlight=False)
+        console.print(note, highlight=False, markup=False)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    if plot_file is not None:
+        from anychip.bench.plot import plot
+
+        plot(report, plot_file)
+
+
+def _checked(subject: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given; one of another subject would have no effect."""
+    options = {name: value for name, value in given.items() if value not in (None, ())}
+    for name in options:
+        owner, flag = _OPTIONS[name]
+        if owner != subject:
+            raise click.UsageError(f"{flag} is for bench {owner}, and this is bench {subject}")
+    return options
 
 
 def _run(
-    subject: str,
-    names: tuple[str, ...],
-    dtype: str,
-    rounds: int,
-    progress: Callable[[int], None],
+    subject: str, rounds: int, progress: Callable[[int], None], options: dict[str, Any]
 ) -> Report:
     import torch
 
     import anychip
     import anychip.ops
-    from anychip.bench import dispatch, operators
+    from anychip.bench import collectives, dispatch, operators, optimizers, training
 
     chip = anychip.backend()
-    if subject == "dispatch":
-        return dispatch.run(chip, rounds=rounds, progress=progress)
-    return operators.run(
-        chip,
-        rounds=rounds,
-        progress=progress,
-        names=names,
-        dtype=getattr(torch, dtype),
-    )
+    if "dtype" in options:
+        options["dtype"] = getattr(torch, options["dtype"])
+    run: dict[str, Callable[..., Report]] = {
+        "dispatch": dispatch.run,
+        "ops": operators.run,
+        "optim": optimizers.run,
+        "collectives": collectives.run,
+        "train": training.run,
+    }
+    return run[subject](chip, rounds=rounds, progress=progress, **options)

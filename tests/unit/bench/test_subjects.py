@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 import anychip
-from anychip.bench import dispatch, operators
+from anychip.bench import dispatch, operators, updates
+from anychip.bench.compiled import Compiler
 from anychip.cli.bench_command import command
 from anychip.contract import SampleMaker
 from anychip.dispatch.operator import registered
+from anychip.operators import all_specs
+
+RANDOM = {spec.name for spec in all_specs() if spec.random}
+"""torch draws another mask."""
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +30,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("_TOKENS", 64), ("_HIDDEN", 128), ("_VOCABULARY", 64)):
         monkeypatch.setattr(operators, name, size)
     monkeypatch.setattr(operators, "_COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(updates, "_SHAPE", (32, 64))
+    monkeypatch.setattr(updates, "_NUMEL", 1 << 15)
     for module in (dispatch, operators):
         real = module.interleave
         monkeypatch.setattr(
@@ -58,7 +67,12 @@ def test_bench_dispatch_leaves_threads_and_policy_as_they_were() -> None:
 @pytest.mark.parametrize("name", operators._cases())
 def test_bench_ops_has_a_row_per_direction(name: str) -> None:
     report = operators.run(
-        anychip.backend(), rounds=3, progress=lambda _: None, names=(name,), dtype=torch.bfloat16
+        anychip.backend(),
+        rounds=3,
+        progress=lambda _: None,
+        names=(name,),
+        dtype=torch.bfloat16,
+        compiled=False,
     )
     directions = 1 if registered()[name].gradient is None else 2
     assert [row.name.split()[0] for row in report.rows] == [name] * directions
@@ -66,16 +80,16 @@ def test_bench_ops_has_a_row_per_direction(name: str) -> None:
         assert {"GB/s", "x bound", "x reference", "x torch"} <= row.facts.keys()
 
 
-@pytest.mark.parametrize("name", sorted(operators._cases().keys() - {"dropout"}))
+@pytest.mark.parametrize("name", sorted(operators._cases().keys() - RANDOM))
 def test_bench_ops_compares_with_the_same_computation(name: str) -> None:
     # A peer that computes something else would make the ratio worthless.
     maker = SampleMaker(torch.device("cpu"), torch.float32)
     case = operators._cases()[name](maker)
     assert case.eager is not None
-    if name == "adamw":
+    if registered()[name].signature.written:
         copy = operators._cases()[name](SampleMaker(torch.device("cpu"), torch.float32))
-        case.eager(*case.args)
-        registered()[name](*copy.args)
+        case.eager(*case.args, **case.attrs)
+        registered()[name](*copy.args, **copy.attrs)
         ours, theirs = copy.args[0], case.args[0]
     else:
         ours = operators._listed(registered()[name](*case.args, **case.attrs))
@@ -84,6 +98,47 @@ def test_bench_ops_compares_with_the_same_computation(name: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+def test_bench_ops_has_a_case_for_every_operator() -> None:
+    assert set(operators._cases()) == set(anychip.ops.__all__)
+
+
+def test_bench_ops_with_a_compiler_has_a_column_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The real compiler takes seconds per operator: torch's own tracer goes the same way.
+    monkeypatch.setattr(type(anychip.backend()), "compile_backend", "eager")
+    report = operators.run(
+        anychip.backend(), rounds=3, progress=lambda _: None, names=("rms_norm", "swiglu")
+    )
+    assert [("x compiled" in row.facts) for row in report.rows] == [True] * 4
+    assert not [note for note in report.notes if "left out" in note]
+
+
+def test_bench_ops_without_a_compiler_says_why_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(anychip.backend()), "compile_backend", "no_such_compiler")
+    report = operators.run(
+        anychip.backend(), rounds=3, progress=lambda _: None, names=("rms_norm",)
+    )
+    assert [("x compiled" in row.facts) for row in report.rows] == [False] * 2
+    (note,) = [note for note in report.notes if "left out" in note]
+    assert note.startswith("torch.compile (no_such_compiler) is left out for everything: Invalid")
+
+
+def test_compiler_that_fails_for_one_function_names_it() -> None:
+    chip = SimpleNamespace(compile_backend="eager", device=lambda: torch.device("cpu"))
+    compiler = Compiler(chip)  # type: ignore[arg-type]
+    x = torch.ones(2)
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("not today")
+
+    assert compiler.compile("broken one", lambda compile: partial(compile(broken), x)) is None
+    made = compiler.compile("double", lambda compile: partial(compile(lambda x: x + x), x))
+    assert made is not None
+    assert torch.equal(made(), x + x)  # type: ignore[arg-type]
+    (note,) = compiler.notes
+    assert "left out for broken one: " in note
+    assert "not today" in note
+
+
 def test_bench_ops_for_an_operator_without_a_case_is_refused() -> None:
-    with pytest.raises(ValueError, match="no benchmark for clip; there are rms_norm"):
-        operators.run(anychip.backend(), rounds=3, progress=lambda _: None, names=("clip",))
+    with pytest.raises(ValueError, match="no benchmark for relu; there are rms_norm"):
+        operators.run(anychip.backend(), rounds=3, progress=lambda _: None, names=("relu",))

@@ -1,0 +1,37 @@
+"""What is timed: one operator at one size, and torch's own way to the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from anychip.contract import SampleMaker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One operator at one size, with torch's own way to do the same, if there is one."""
+
+    args: tuple[Any, ...]
+    attrs: Mapping[str, Any]
+    eager: Callable[..., Any] | None
+
+
+Make = Callable[[SampleMaker], Case]
+_added: dict[str, Make] = {}
+
+
+def case(operator: str) -> Callable[[Make], Make]:
+    """Decorator: the function makes the case of a third party's operator, at a training size."""
+
+    def add(make: Make) -> Make:
+        _added[operator] = make
+        return make
+
+    return add
+
+
+def added_cases() -> Mapping[str, Make]:
+    """The cases of third parties by operator, in the order in which they were added."""
+    return dict(_added)

@@ -1,0 +1,208 @@
+"""What two processes do in turns when training is measured: ours, and torch's own ways.
+
+All train one decoder on one batch: a candidate differs in how ranks share the work, and in nothing
+else. Each is made in a pair of processes of its own, so that its peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anychip.bench.rank import Place
+from anychip.contract import SoloCommunicator
+from anychip.train import optim, parallel, zero
+from anychip.train.models import GPT, GPTConfig
+
+LEARNING_RATE = 3e-4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Of the decoder, and of the batch over both ranks.
+
+    Attributes:
+        microbatches: into which a pipeline cuts the batch.
+    """
+
+    vocab: int = 8192
+    context: int = 256
+    layers: int = 4
+    heads: int = 4
+    width: int = 256
+    batch: int = 16
+    microbatches: int = 8
+
+
+@dataclass(slots=True)
+class Trainee:
+    """A candidate on one rank.
+
+    Attributes:
+        step: one update; returns the loss where this rank knows it.
+        facts: what is to be said of it.
+    """
+
+    step: Callable[[], Tensor | None]
+    facts: dict[str, Any]
+
+
+def decoder(sizes: Sizes, device: torch.device) -> GPT:
+    """The decoder, with the same weights on every rank; the head is not tied, so that it can be
+    on another stage than the embedding."""
+    torch.manual_seed(1)
+    model = GPT(
+        GPTConfig(
+            vocab_size=sizes.vocab,
+            context=sizes.context,
+            layers=sizes.layers,
+            heads=sizes.heads,
+            width=sizes.width,
+        )
+    )
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    return model.to(device)
+
+
+def batch(sizes: Sizes, place: Place, *, whole: bool) -> tuple[Tensor, Tensor]:
+    """Tokens and targets (B, S): all rows, or this rank's part of them."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (2, sizes.batch, sizes.context)
+    rows = torch.randint(sizes.vocab, shape, generator=generator)
+    if not whole:
+        rows = rows.chunk(place.world_size, 1)[place.rank]
+    tokens, targets = rows.to(place.device).contiguous()
+    return tokens, targets
+
+
+def stage_of(model: GPT, sizes: Sizes, place: Place) -> parallel.Stage:
+    """This rank's layers, cut by cost as ``anychip train`` cuts them on a host."""
+    tokens = torch.zeros(sizes.batch // sizes.microbatches, sizes.context, dtype=torch.int64)
+    costs = parallel.estimate_costs(model.cpu(), tokens, tokens, flops_per_byte=10.0)
+    layers = parallel.split_layers(model, place.world_size, costs)
+    stage = parallel.make_stage(model, layers[place.rank])
+    assert isinstance(stage, parallel.Stage)
+    return stage.to(place.device)
+
+
+def start(place: Place, candidate: str, sizes: dict[str, int]) -> dict[str, Any]:
+    """Makes a candidate and does one step with it.
+
+    Returns:
+        ``loss`` before any update, or None where it is not known; what is to be said of it.
+    """
+    from anychip.bench import peers
+
+    made = {**CANDIDATES, **peers.CANDIDATES}[candidate]
+    place.held = made(Sizes(**sizes), place)
+    loss = place.held.step()
+    place.chip.synchronize()
+    return {"loss": None if loss is None else loss.item(), **place.held.facts}
+
+
+def turn(place: Place, steps: int) -> dict[str, Any]:
+    """Some steps.
+
+    Returns:
+        ``seconds`` and ``cpu_seconds`` per step, ``loss`` before the last update or None, and
+        ``peak``, the bytes of memory that this process has needed so far.
+    """
+    loss = None
+    place.chip.synchronize()
+    begin, cpu = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        loss = place.held.step()
+    place.chip.synchronize()
+    return {
+        "seconds": (time.perf_counter() - begin) / steps,
+        "cpu_seconds": (time.process_time() - cpu) / steps,
+        "loss": None if loss is None else loss.item(),
+        "peak": peak_nbytes(place),
+    }
+
+
+def peak_nbytes(place: Place) -> int | None:
+    """Of a host, the most memory that this process had; of a device, the most allocated there."""
+    if place.device.type != "cpu":
+        return place.chip.memory.stats(place.device.index).peak_allocated
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    return None
+
+
+def _alone(sizes: Sizes, place: Place) -> Trainee:
+    """Each rank trains its part of the batch; nobody communicates."""
+    model = decoder(sizes, place.device)
+    tokens, targets = batch(sizes, place, whole=False)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)
+
+    def step() -> Tensor:
+        loss: Tensor = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Trainee(step, {})
+
+
+def _rule() -> optim.Rule:
+    return optim.adamw(LEARNING_RATE, weight_decay=0.01)
+
+
+def _stage(number: int) -> Callable[[Sizes, Place], Trainee]:
+    def make(sizes: Sizes, place: Place) -> Trainee:
+        model = decoder(sizes, place.device)
+        tokens, targets = batch(sizes, place, whole=False)
+        optimizer = zero.Optimizer(model, _rule(), place.chip.communicator(), stage=number)
+
+        def step() -> Tensor:
+            loss: Tensor = model(tokens, targets)
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Trainee(step, {})
+
+    return make
+
+
+def _one_f_one_b(sizes: Sizes, place: Place) -> Trainee:
+    stage = stage_of(decoder(sizes, torch.device("cpu")), sizes, place)
+    tokens, targets = batch(sizes, place, whole=True)
+    schedule = parallel.one_f_one_b(place.world_size, sizes.microbatches)
+    comm = place.chip.communicator()
+    pipeline = parallel.Pipeline(stage, comm, schedule)
+    optimizer = zero.Optimizer(stage, _rule(), SoloCommunicator(), model_comm=comm)
+
+    def step() -> Tensor | None:
+        loss = pipeline.run(
+            tokens,
+            targets,
+            backward=optimizer.backward,
+            no_sync=optimizer.no_sync,
+            share_loss=False,
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Trainee(step, {"layers": f"{stage.layers.start}-{stage.layers.stop - 1}"})
+
+
+ALONE = "no communication"
+CANDIDATES: dict[str, Callable[[Sizes, Place], Trainee]] = {
+    ALONE: _alone,
+    "data parallel": _stage(0),
+    "ZeRO-1": _stage(1),
+    "ZeRO-2": _stage(2),
+    "1F1B": _one_f_one_b,
+}

@@ -18,8 +18,8 @@ def test_loopback_counter_sees_the_bytes_that_are_promised(
 ) -> None:
     outcomes = quiet_network.run("bytes_on_loopback", world_size, call=call, nbytes=NBYTES)
     assert [outcome.error for outcome in outcomes] == [""] * world_size
-    before, after, counted = outcomes[0].value
+    seen, counted = outcomes[0].value
     assert counted == NBYTES
     expected = float(wire_nbytes(call, NBYTES, world_size) * world_size)
     # Above it are the headers of packets, acknowledgements, gloo's own and two barriers.
-    assert expected <= after - before <= 1.02 * expected
+    assert expected <= min(seen) <= 1.02 * expected

@@ -29,6 +29,9 @@ class Message(Protocol):
         ...
 
 
+_TICK_S = 0.002
+"""gloo counts whole milliseconds: without it, its time is over before ours is."""
+
 Steps = Iterator[list[tuple[int, Message]]]
 """Messages to wait for, each with the rank at its other end; the next step follows when all are
 done."""
@@ -77,7 +80,7 @@ class StepwiseCall(Work):
                     for peer, message in self._posted:
                         waited = peer
                         left = self._deadline - time.monotonic()
-                        message.wait(timedelta(seconds=max(left, 0.001)))
+                        message.wait(timedelta(seconds=max(left, 0.0) + _TICK_S))
                     self._posted = next(self._steps, None)
                 except CommunicationError as error:
                     self._error = error

@@ -83,6 +83,7 @@ def build(config: Config, chip: Backend, comm: Communicator | None = None) -> Ru
     )
     _compare(comm, config, chip)
     mesh = parallel.Mesh(comm, mesh_sizes(config.parallel, comm.world_size))
+    _require_equal_weights(config, mesh.sizes["data"])
     policy = precision.policy(config.run.precision, chip)
     tokens, tokenizer = read_data(config)
     replicas = mesh.axis("data")
@@ -108,6 +109,18 @@ def build(config: Config, chip: Backend, comm: Communicator | None = None) -> Ru
     run.model.to(chip.device())
     _add_optimizer(run)
     return run
+
+
+def _require_equal_weights(config: Config, replicas: int) -> None:
+    """Means over different numbers of targets must not be averaged as if they were alike."""
+    batches = config.data.accumulation * replicas
+    if batches > 1 and not config.data.cross_document_targets:
+        raise ValueError(
+            f"data.cross_document_targets = false leaves out targets, so that the mean losses of "
+            f"the {batches} batches of a step (data.accumulation {config.data.accumulation} x "
+            f"{replicas} replicas) have different weights, which this version does not keep; set "
+            "it to true, or use one batch per step"
+        )
 
 
 def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:

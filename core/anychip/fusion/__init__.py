@@ -2,8 +2,9 @@
 
 Works on plain torch modules and on decoders of Hugging Face transformers, which is never imported.
 docs/fusing.md is the guide. ``recognition`` finds what can be replaced, ``probe`` proves it,
-``fused`` does it, and one module per kind (``norm``, ``activation``, ``attention``, ``interface``,
-``loss``) says how the operator is called and when the model's own code has to serve a call.
+``fused`` does it, and one module per kind (``norm``, ``activation``, ``rope``, ``attention``,
+``interface``, ``loss``) says how the operator is called and when the model's own code has to serve
+a call; ``rope_probe`` proves what ``rope`` says.
 """
 
 from anychip.fusion.recognition import fuse

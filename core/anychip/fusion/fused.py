@@ -26,6 +26,7 @@ AnyOperator = Operator[..., Any]
 Call = Callable[[AnyOperator, tuple[Any, ...], Mapping[str, Any]], Any]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that operators take; a call with another one is served by the model's own code."""
+HOST = torch.device("cpu")
 
 _MODEL = Provider("the model's own code", None, None, OperatorTable())
 
@@ -34,7 +35,7 @@ class Fusion(ABC):
     """How an operator stands for a module. Subclasses are frozen dataclasses: they are pickled.
 
     Attributes:
-        kind: norm, activation, attention or loss.
+        kind: norm, activation, rope, attention or loss.
         operator: the operator's name.
         unless: when the module's own code serves a call, for people.
     """
@@ -46,6 +47,10 @@ class Fusion(ABC):
     @abstractmethod
     def operator(self) -> str:
         """Name of the operator."""
+
+    def rewritten(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The class's ``anychip_rewritten``, which ``run`` may call: its forward, changed once."""
+        return forward
 
     @abstractmethod
     def run(
@@ -144,6 +149,12 @@ def fusion_of(module: nn.Module) -> Fusion | None:
     return found if isinstance(found, Fusion) else None
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of a module's own class."""
+    kind = type(module) if fusion_of(module) is None else type(module).__bases__[0]
+    return kind.__name__
+
+
 def own_label(module: nn.Module) -> str:
     """What a fused module's own forward is called."""
     found: str = type(module).anychip_label  # type: ignore[attr-defined]
@@ -186,6 +197,7 @@ def fused_class(original: Any, fusion: Fusion) -> Any:
         "__reduce_ex__": reduce_ex,
         "anychip_fusion": fusion,
         "anychip_label": label_of(own_forward),
+        "anychip_rewritten": fusion.rewritten(own_forward),
         "forward": forward,
     }
     return types.new_class(f"Fused{original.__name__}", (original,), exec_body=_filled(body))

@@ -2,8 +2,7 @@
 
 An attention function is registered with its ``AttentionInterface`` and named in the model's config;
 the loss is the model's ``loss_function``. transformers is never imported: a model that comes from
-it has already been. Positions (rope) are applied by a function of each model's file, which has no
-such way: they stay as they are.
+it has already been. Positions have no such way: see ``rope``.
 """
 
 from __future__ import annotations
@@ -85,11 +84,12 @@ def attend(
     """
     wanted = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(wanted) and query.shape[2] > 1
-    why = "a mask" if attention_mask is not None else "dropout" if dropout else None
+    why = None if attention_mask is None else _mask(key, rest)
     why = why or _argument(meant, rest)
-    why = why or attention.refusal(query, key, value, causal=causal)
+    why = why or attention.refusal(query, key, value, causal=causal, dropout=dropout)
     if why is None:
-        y = attention.attention(query, key, value, causal=causal, scale=scaling)
+        given: Any = {"causal": causal, "scale": scaling, "dropout": dropout}
+        y = attention.attention(query, key, value, **given)
         return y.transpose(1, 2), None
     own_code("attention", label, why)
     result: tuple[Tensor, None] = original(
@@ -104,6 +104,12 @@ def attend(
         **rest,
     )
     return result
+
+
+def _mask(key: Tensor, rest: Mapping[str, Any]) -> str:
+    """What a mask is for: of a window when there are more keys than it is wide."""
+    window = rest.get("sliding_window")
+    return f"a mask, of a window of {window}" if window and key.shape[2] > window else "a mask"
 
 
 def _argument(meant: Collection[str], rest: Mapping[str, Any]) -> str | None:
@@ -122,6 +128,12 @@ def implementation(module: Any) -> str | None:
     """The name of the attention function that a module would ask for."""
     found: str | None = module.config._attn_implementation
     return found
+
+
+def supports(model: nn.Module, config: Any) -> bool:
+    """Whether the models of a config know the attention that is replaced."""
+    models = [m for m in model.modules() if vars(m).get("config") is config]
+    return all(getattr(each, f"_supports_{REPLACES}", True) for each in models)
 
 
 def fuse_attention(model: nn.Module, modules: Iterable[Any]) -> None:

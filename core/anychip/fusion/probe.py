@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from anychip.fusion.activation import GatedMLP
-from anychip.fusion.fused import AnyOperator, Unary, call_reference
+from anychip.fusion.fused import HOST, AnyOperator, Unary, call_reference
 
 UNIT = 2.0**-24
 _SCALES = 2.0 ** torch.arange(-10.0, 11.0, 2.0)
-_HOST = torch.device("cpu")
 
 
 @dataclass
@@ -47,15 +46,15 @@ class Roundings:
 def difference(module: nn.Module, fusion: Unary) -> str | None:
     """What tells a module from its fusion; None when they agree within the bound."""
     forward = type(module).forward
-    with _undisturbed():
+    with undisturbed():
         for training in (False, True):
             for shape in _shapes(module, fusion):
-                twin = _replica(module, torch.Generator(_HOST).manual_seed(11))
+                twin = replica(module, torch.Generator(HOST).manual_seed(11))
                 twin.train(training)
                 if isinstance(fusion, GatedMLP):
                     # What follows the product is the module's own layer in both.
                     twin._modules[fusion.down] = nn.Identity()
-                found = _compare(twin, forward, fusion, _inputs(shape))
+                found = _compare(twin, forward, fusion, inputs(shape))
                 if found is not None:
                     return found
     return None
@@ -65,10 +64,10 @@ def promotes(module: nn.Module) -> bool:
     """Whether a norm with float32 parameters makes float32 of bfloat16, as multiplication does."""
     if type(module).__module__.startswith("torch.nn."):
         return False  # its rule is that of a kernel, another one on every device
-    with _undisturbed(), torch.no_grad():
-        twin = _replica(module, torch.Generator(_HOST).manual_seed(11))
+    with undisturbed(), torch.no_grad():
+        twin = replica(module, torch.Generator(HOST).manual_seed(11))
         try:
-            y = type(module).forward(twin, _inputs((_width(module),)).bfloat16())
+            y = type(module).forward(twin, inputs((_width(module),)).bfloat16())
         except RuntimeError:
             return False
     return isinstance(y, Tensor) and y.dtype == torch.float32
@@ -97,7 +96,7 @@ def likeness(module: nn.Module) -> Any:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Nothing around the call decides what a probe computes, and a probe leaves nothing behind."""
     with (
         torch.random.fork_rng(devices=[]),
@@ -140,9 +139,8 @@ def _run(
     if not isinstance(y, Tensor):
         raise TypeError("a tensor expected")
     named = {"x": leaf, **dict(twin.named_parameters())}
-    cotangent = torch.sin(torch.arange(y.numel(), dtype=torch.float32, device=_HOST)).reshape(
-        y.shape
-    )
+    generator = torch.Generator(HOST).manual_seed(13)
+    cotangent = torch.randn(y.shape, generator=generator, dtype=torch.float32, device=HOST)
     found = torch.autograd.grad(y, list(named.values()), cotangent, allow_unused=True)
     zero = {name: torch.zeros_like(leaf) for name, leaf in named.items()}
     pairs = zip(named, found, strict=True)
@@ -166,10 +164,10 @@ def _outside(got: Tensor, want: Tensor, roundings: float, top: Tensor) -> str | 
     )
 
 
-def _inputs(shape: tuple[int, ...]) -> Tensor:
+def inputs(shape: tuple[int, ...]) -> Tensor:
     """(*shape) float32; the rows, along dim 0, have the sizes of ``_SCALES``."""
-    generator = torch.Generator(_HOST).manual_seed(7)
-    options: Any = {"dtype": torch.float32, "device": _HOST, "generator": generator}
+    generator = torch.Generator(HOST).manual_seed(7)
+    options: Any = {"dtype": torch.float32, "device": HOST, "generator": generator}
     scales = _SCALES.reshape(-1, *[1] * len(shape))
     return torch.randn((len(_SCALES), *shape), **options) * scales
 
@@ -190,8 +188,11 @@ def _shapes(module: nn.Module, fusion: Unary) -> tuple[tuple[int, ...], ...]:
     return ((width,), (2, 3, width)) if fusion.kind == "norm" else ((2, width),)
 
 
-def _replica(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    """The module without hooks on the host, with random parameters; attributes are shared."""
+def replica(module: nn.Module, generator: torch.Generator) -> nn.Module:
+    """The module without hooks on the host, with random parameters; attributes are shared.
+
+    Buffers are copied; those without data are random as well.
+    """
     original = type(module)
     twin = original.__new__(original)
     nn.Module.__init__(twin)
@@ -203,12 +204,14 @@ def _replica(module: nn.Module, generator: torch.Generator) -> nn.Module:
         shape = None if parameter is None else parameter.shape
         twin._parameters[name] = None if shape is None else _random(tuple(shape), generator)
     for name, buffer in module._buffers.items():
-        twin._buffers[name] = None if buffer is None else buffer.detach().to(_HOST, copy=True)
+        if buffer is not None and buffer.is_meta and buffer.is_floating_point():
+            buffer = torch.rand(buffer.shape, generator=generator, dtype=buffer.dtype, device=HOST)
+        twin._buffers[name] = None if buffer is None else buffer.detach().to(HOST, copy=True)
     for name, child in module._modules.items():
-        twin._modules[name] = None if child is None else _replica(child, generator)
+        twin._modules[name] = None if child is None else replica(child, generator)
     return twin
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> nn.Parameter:
-    options: Any = {"dtype": torch.float32, "device": _HOST, "generator": generator}
+    options: Any = {"dtype": torch.float32, "device": HOST, "generator": generator}
     return nn.Parameter(torch.randn(shape, **options))

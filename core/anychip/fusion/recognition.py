@@ -16,18 +16,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from anychip.fusion import activation, attention, interface, loss, norm, probe
-from anychip.fusion.fused import FLOATS, Fusion, Unary, fuse_module, fusion_of, why_not
+from anychip.fusion import activation, attention, interface, loss, norm, probe, rope, rope_probe
+from anychip.fusion.fused import FLOATS, Fusion, Unary, class_name, fuse_module, fusion_of, why_not
 from anychip.fusion.report import LeftAlone, Replaced, Report
 
-KINDS = ("norm", "activation", "attention", "loss")
+KINDS = ("norm", "activation", "rope", "attention", "loss")
 Names = str | Iterable[str]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_FUNCTIONALS = ("layer_norm", "rms_norm", "gelu", "cross_entropy", "multi_head_attention_forward")
+_FUNCTIONALS = (
+    "layer_norm",
+    "rms_norm",
+    "gelu",
+    "softmax",
+    "Softmax",
+    "cross_entropy",
+    "multi_head_attention_forward",
+)
 
 
 def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> Report:
-    """Replaces norms, activations, attention and loss of a model by operators, in place.
+    """Replaces norms, activations, rope, attention and loss of a model by operators, in place.
 
     The modules stay the same objects with the same parameters, buffers, hooks and mode; the state
     dict does not change. A module is replaced only if it computes what the operator does, up to
@@ -38,8 +46,8 @@ def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> Re
 
     Args:
         model: any module. Fuse before it is sharded.
-        only: kinds (norm, activation, attention, loss) and paths of modules, ``*`` for anything; a
-            path stands for all that is below it, too. None: everything.
+        only: kinds (norm, activation, rope, attention, loss) and paths of modules, ``*`` for
+            anything; a path stands for all that is below it, too. None: everything.
         skip: in the same way, what to leave out.
 
     Returns:
@@ -51,6 +59,7 @@ def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> Re
     search = _Search(model, _Choice(model, only, skip))
     for path, module in list(model.named_modules()):
         search.visit(path, module)
+    search.visit_rope()
     search.visit_attention()
     return Report(search.replaced, search.left(), search.before)
 
@@ -69,6 +78,10 @@ class _Choice:
         """Why it is not wanted."""
         if self._only is not None and not any(self._meets(e, module, kind) for e in self._only):
             return f"only {', '.join(self._only)}"
+        return self.skip(module, kind)
+
+    def skip(self, module: nn.Module, kind: str) -> str | None:
+        """Why it is not wanted, whatever is."""
         met = next((e for e in self._skip if self._meets(e, module, kind)), None)
         return None if met is None else f"skip {met}"
 
@@ -98,10 +111,13 @@ class _Search:
     choice: _Choice
     replaced: list[Replaced] = field(default_factory=list)
     before: int = 0
-    _left: dict[int, LeftAlone] = field(default_factory=dict)
+    _left: dict[tuple[int, str], LeftAlone] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)
     _verdicts: dict[Any, str | None] = field(default_factory=dict)
+    _turns: dict[Any, rope.Turn | str] = field(default_factory=dict)
     _attention: list[tuple[str, Any]] = field(default_factory=list)
+    _rope: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
+    _tables: list[nn.Module] = field(default_factory=list)
 
     def visit(self, path: str, module: nn.Module) -> None:
         """Replaces one module, or notes why not."""
@@ -110,12 +126,19 @@ class _Search:
             return
         self._visit_loss(path, module)
         known = fusion_of(module)
-        if known is not None:
+        if rope_probe.makes_tables(module):
+            self._tables.append(module)
+        functions = rope.functions(module) if known is None else {}
+        if functions:
+            self._rope.append((path, module, functions))
+        if isinstance(known, rope.Tables):
+            self._done.add(id(module))
+        elif known is not None:
             self.before += 1
             self._finish(module, known)
-        elif interface.is_attention(module):
+        if interface.is_attention(module):
             self._attention.append((path, module))
-        elif not self._visit_module(path, module) and id(module) not in self._done:
+        elif known is None and not self._visit_module(path, module):
             self._leave(path, module, _nothing(module))
 
     def _visit_module(self, path: str, module: nn.Module) -> bool:
@@ -132,7 +155,7 @@ class _Search:
                 self._replace(path, module, fusion)
                 return True
             reasons.append(f"not {fusion.operator}: {found}")
-        if reasons and id(module) not in self._done:
+        if reasons:
             self._leave(path, module, reasons[0])
         return bool(reasons)
 
@@ -146,7 +169,7 @@ class _Search:
     def _replace(self, path: str, module: nn.Module, fusion: Fusion) -> None:
         if isinstance(fusion, norm.Norm):
             fusion = replace(fusion, promotes=probe.promotes(module))
-        self._add(path, fusion.kind, type(module).__name__, fusion.operator, fusion.unless)
+        self._add(path, fusion.kind, class_name(module), fusion.operator, fusion.unless)
         fuse_module(module, fusion)
         self._finish(module, fusion)
 
@@ -161,9 +184,10 @@ class _Search:
         )
 
     def _leave(self, path: str, module: nn.Module, reason: str | None, source: str = "") -> None:
+        # A function that is left alone may be that of a module that is not.
         if reason is not None:
-            source = source or type(module).__name__
-            self._left[id(module)] = LeftAlone(path=path, source=source, reason=reason)
+            entry = LeftAlone(path=path, source=source or class_name(module), reason=reason)
+            self._left[id(module), source] = entry
 
     def _visit_loss(self, path: str, module: nn.Module) -> None:
         original = interface.loss_of(module)
@@ -183,6 +207,57 @@ class _Search:
         owner.loss_function = made
         self._add(path, "loss", source, "cross_entropy", "logits of other dtypes, other arguments")
 
+    def visit_rope(self) -> None:
+        """Replaces rope functions of attentions, and lets the modules of their tables say so."""
+        tables: dict[str, list[nn.Module]] = {}
+        for module in self._tables if self._rope else ():
+            layout = self._layout(module)
+            if layout is not None:
+                tables.setdefault(layout, []).append(module)
+        for path, module, functions in self._rope:
+            source = ", ".join(functions)
+            found = self._rope_of(module, functions, tables)
+            if isinstance(found, str):
+                self._leave(path, module, found, source)
+                continue
+            self._add(path, found.kind, source, found.operator, found.unless)
+            fuse_module(module, found)
+            for maker in tables[found.turn.layout]:
+                self._done.add(id(maker))
+                if fusion_of(maker) is None:
+                    fuse_module(maker, rope.Tables(found.turn.layout))
+
+    def _layout(self, module: nn.Module) -> str | None:
+        known = fusion_of(module)
+        if isinstance(known, rope.Tables):
+            return known.layout
+        refused = self.choice.skip(module, "rope") or why_not(module)
+        return None if known or refused else rope_probe.layout_of(module)
+
+    def _rope_of(
+        self, module: nn.Module, functions: dict[str, Any], layouts: Iterable[str]
+    ) -> rope.Rope | str:
+        """What replaces an attention's rope function, or why nothing does."""
+        why = self.choice.refusal(module, "rope")
+        if fusion_of(module) is not None:
+            why = why or "its module's attention is replaced, and one module takes one replacement"
+        why = why or why_not(module) or rope.why_not_rewritten(module, functions)
+        if why is not None:
+            return why
+        (name,) = functions
+        reasons = []
+        for layout in layouts:
+            found = self._turn(functions[name], layout)
+            if isinstance(found, rope.Turn):
+                return rope.Rope(name, found, rope.index_of_positions(module))
+            reasons.append(f"not rope: {found}")
+        return reasons[0] if reasons else "no module of the model makes cos and sin for it"
+
+    def _turn(self, function: Any, layout: str) -> rope.Turn | str:
+        if (function, layout) not in self._turns:
+            self._turns[function, layout] = rope_probe.turn_of(function, layout)
+        return self._turns[function, layout]
+
     def visit_attention(self) -> None:
         """Replaces the attention of a transformers model, all modules of a config or none."""
         configs: dict[int, list[tuple[str, Any]]] = {}
@@ -200,7 +275,7 @@ class _Search:
                     why = str(error)
             for path, module in group:
                 if why is None:
-                    source = type(module).__name__
+                    source = class_name(module)
                     self._add(path, "attention", source, "attention", attention.UNLESS)
                 else:
                     self._leave(path, module, why)
@@ -213,6 +288,11 @@ class _Search:
         if any(refused):
             return "one config names the attention of all these modules: take all or none"
         if named != interface.REPLACES:
+            if not interface.supports(self.model, group[0][1].config):
+                return (
+                    f"its attention is {named!r}, and its model does not support "
+                    f"{interface.REPLACES!r}, which is the one that is replaced"
+                )
             return (
                 f"its attention is {named!r}; only {interface.REPLACES!r} is replaced: "
                 f"model.set_attn_implementation({interface.REPLACES!r})"
@@ -221,7 +301,9 @@ class _Search:
 
     def left(self) -> list[LeftAlone]:
         """What was left alone; children of a fused MLP that have no work any more are not."""
-        return [entry for key, entry in self._left.items() if key not in self._done]
+        return [
+            entry for (key, source), entry in self._left.items() if source or key not in self._done
+        ]
 
 
 def _candidates(module: nn.Module) -> Iterator[Fusion]:
@@ -258,7 +340,7 @@ def _nothing(module: nn.Module) -> str | None:
     if type(module).__module__.startswith("torch.nn"):
         named = None
     else:
-        named = next((name for name in _FUNCTIONALS if attention.calls(module, name)), None)
+        named = next((name for name in _FUNCTIONALS if attention.mentions(module, name)), None)
     if named is not None:
         return f"it calls {named} itself"
     if isinstance(module, nn.MultiheadAttention):

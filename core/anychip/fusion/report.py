@@ -16,7 +16,7 @@ class Replaced:
 
     Attributes:
         path: where it is in the model; the model itself is "".
-        kind: norm, activation, attention or loss.
+        kind: norm, activation, rope, attention or loss.
         source: its class or function, as it was.
         operator: what ``anychip.ops`` calls it.
         unless: when the model's own code serves a call.

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.nn.functional import scaled_dot_product_attention
 
 import anychip
+from anychip.conformance.oracles import philox
+
+UNIT = 2.0**-24
 
 
 class Product(nn.Module):
@@ -28,13 +32,20 @@ def tensors(
     return [torch.randn(shape, generator=generator).to(**options) for shape in shapes]
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+def exact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    factor: Tensor | float = 1.0,
+) -> Tensor:
     q, k, v = (t.double() for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf)
-    return (scores.softmax(-1) @ v).abs()
+    return (scores.softmax(-1) * factor @ v).abs()
 
 
 SERVED: dict[str, tuple[list[Tensor], dict[str, Any]]] = {
@@ -55,14 +66,19 @@ def test_fused_attention_equals_float64(args: list[Tensor], options: dict[str, A
     want = exact(*args, options.get("is_causal", False), options.get("scale"))
     # Every output is a mean of v; scores of 8 products, sums of 9 keys: 12 roundings and these.
     top = float(args[2].abs().max()) * max(1.0, float(args[0].norm(dim=-1).max()))
-    assert float((got - want).abs().max()) <= (12 + 17) * 2.0**-24 * top
+    assert float((got - want).abs().max()) <= (12 + 17) * UNIT * top
     assert report.fallbacks() == ()
     assert [row.operator for row in anychip.provenance().rows()] == ["attention"]
 
 
 OWN_CODE: dict[str, tuple[list[Tensor], dict[str, Any], str]] = {
     "mask": (tensors(4, 4), {"attn_mask": torch.ones(4, 4).tril().bool()}, "a mask"),
-    "dropout": (tensors(4, 4), {"dropout_p": 0.5}, "dropout"),
+    "mask-and-dropout": (
+        tensors(4, 4),
+        {"attn_mask": torch.ones(4, 4).tril().bool(), "dropout_p": 0.5},
+        "a mask",
+    ),
+    "dropout-fewer-queries": (tensors(3, 5), {"is_causal": True, "dropout_p": 0.5}, "causal with"),
     "causal-first-keys": (tensors(3, 5), {"is_causal": True}, "causal with other keys"),
     "float64": (tensors(4, 4, dtype=torch.float64), {}, "float64"),
     "three-dims": ([t[0] for t in tensors(4, 4)], {}, "not (batch, heads, seq, head_dim)"),
@@ -84,6 +100,79 @@ def test_fused_attention_that_the_operator_cannot_serve_is_torchs_and_counted(
     (row,) = report.fallbacks()
     assert (row.operator, row.calls) == ("attention", 1)
     assert reason in (row.fallback_reason or "")
+
+
+def factor(p: float, shape: tuple[int, ...], seed: int) -> Tensor:
+    """What a weight is multiplied with: the mask that words of Philox in numpy give."""
+    words = torch.from_numpy(philox.words(seed, 0, math.prod(shape)).astype("int64"))
+    return (words >= math.floor(p * 2**32)).reshape(shape).double() / (1 - p)
+
+
+DROPPED: dict[str, tuple[list[Tensor], dict[str, Any]]] = {
+    "causal": (tensors(7, 7), {"is_causal": True, "dropout_p": 0.25}),
+    "grouped": (tensors(6, 6, 4, 2), {"is_causal": True, "enable_gqa": True, "dropout_p": 0.5}),
+    "more-keys": (tensors(3, 9), {"dropout_p": 0.1, "scale": 0.7}),
+}
+
+
+@pytest.mark.parametrize(("args", "options"), DROPPED.values(), ids=DROPPED)
+def test_fused_attention_with_dropout_and_gradients_equal_float64(
+    args: list[Tensor], options: dict[str, Any]
+) -> None:
+    module = Product()
+    report = anychip.fuse(module)
+    leaves = [t.clone().requires_grad_() for t in args]
+    torch.manual_seed(9)
+    seed = int(torch.randint(2**63 - 1, (1,)))  # one draw of the host's generator a call
+    torch.manual_seed(9)
+    got = module(*leaves, **options)
+    wide = [t.double().requires_grad_() for t in args]
+    causal, scale = options.get("is_causal", False), options.get("scale")
+    p, shape = options["dropout_p"], (*args[0].shape[:3], args[1].shape[2])
+    want = exact(*wide, causal, scale, factor(p, shape, seed))
+    # As above; what is kept is larger by 1 / (1 - p), and two roundings more.
+    top = float(args[2].abs().max()) * max(1.0, float(args[0].norm(dim=-1).max())) / (1 - p)
+    assert float((got - want).detach().abs().max()) <= (14 + 17) * UNIT * top
+    slope = torch.randn(got.shape)
+    grads = torch.autograd.grad(got, leaves, slope)
+    wanted = torch.autograd.grad(want, wide, slope.double())
+    for grad, exactly in zip(grads, wanted, strict=True):
+        # Norm-wise, the roundings that the operator's specification allows backward.
+        limit = (26 + 9) * UNIT * top * float(exactly.abs().max())
+        assert float((grad - exactly).abs().max()) <= limit
+    assert report.fallbacks() == ()
+    rows = [row.operator for row in anychip.provenance().rows() if row.direction == "forward"]
+    assert rows == ["attention_dropout"]
+
+
+def test_fused_attention_with_dropout_draws_anew_and_repeats_after_the_same_seed() -> None:
+    module, args = Product(), tensors(8, 8)
+    anychip.fuse(module)
+    torch.manual_seed(9)
+    first, second = (module(*args, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(9)
+    assert torch.equal(module(*args, dropout_p=0.5), first)
+    assert not torch.equal(second, first)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5], ids=str)
+def test_fused_attention_with_dropout_that_is_no_probability_is_torchs_error(p: float) -> None:
+    module = Product()
+    anychip.fuse(module)
+    with pytest.raises(RuntimeError, match="dropout"):
+        module(*tensors(4, 4), dropout_p=p)
+
+
+def test_fused_attention_with_dropout_compiles_without_a_break() -> None:
+    torch._dynamo.reset()
+    module, graphs = Product(), EagerAndRecordGraphs()
+    anychip.fuse(module)
+    compiled = torch.compile(module, backend=graphs, fullgraph=True)
+    torch.manual_seed(9)
+    got = compiled(*tensors(4, 4), dropout_p=0.5)
+    torch.manual_seed(9)
+    assert torch.equal(got, module(*tensors(4, 4), dropout_p=0.5))
+    torch._dynamo.reset()
 
 
 def test_fused_attention_with_heads_that_differ_is_torchs_error() -> None:

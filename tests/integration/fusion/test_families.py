@@ -1,0 +1,78 @@
+"""Many decoders of transformers: fused, each has the loss and the gradients that it had."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+from torch import Tensor, nn
+
+import anychip
+from tests.unit.fusion import parity
+
+pytest.importorskip("transformers")
+
+from tests.integration.fusion import families
+
+FAMILIES = families.FAMILIES
+BOUND = parity.gradient_bound(families.LAYERS, 4 * families.WIDTH)
+# bf16 sums in float32 and rounds once an operator; parity.gradient_bound counts 18 of them a layer.
+BF16_BOUND = 2 * math.sqrt(18 * (families.LAYERS + 1)) * 2.0**-9
+# A router's choice of experts is not continuous: in bf16 a token may go to another one.
+ROUTED = {"DeepseekV3", "GptOss", "Mixtral", "Qwen3Moe"}
+
+
+def gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    value = families.loss(model)
+    value.backward()
+    named = model.named_parameters()
+    return value, {path: p.grad.double() for path, p in named if p.grad is not None}
+
+
+def density(grads: dict[str, Tensor]) -> float:
+    """Root of the mean square of all gradients of a model."""
+    numel = sum(g.numel() for g in grads.values())
+    return math.sqrt(sum(float(g.square().sum()) for g in grads.values()) / numel)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_family_loss_and_gradients_equal_those_before(family: str) -> None:
+    before = families.build(family)
+    model = copy.deepcopy(before)
+    first = anychip.fuse(model)
+    second = anychip.fuse(model)
+    assert first.count() > 0
+    assert (second.count(), second.before) == (0, first.count())
+    (want, wanted), (got, grads) = gradients(before), gradients(model)
+    # Both are within the bound of the exact one.
+    assert parity.relative(got, want) <= 2 * BOUND
+    assert grads.keys() == wanted.keys()
+    usual = density(wanted)
+    for path, grad in wanted.items():
+        # Some vanish, as that of a bias of all keys: only their terms have a size.
+        size = max(float(grad.norm()), usual * math.sqrt(grad.numel()))
+        assert float((grads[path] - grad).norm()) <= 2 * BOUND * size, path
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ROUTED])
+def test_fused_family_in_bf16_stays_within_its_rounding(family: str) -> None:
+    exact = families.build(family)
+    before = copy.deepcopy(exact).bfloat16()
+    exact.load_state_dict(before.state_dict())  # the same rounded weights
+    model = copy.deepcopy(before)
+    anychip.fuse(model)
+    (want, wanted), (_, others), (got, grads) = map(gradients, (exact, before, model))
+    assert parity.relative(got, want) <= BF16_BOUND
+    # How roundings grow on the way back is the model's matter; fused, it has no more of them. Two
+    # sums of as many errors that are independent differ by far less than a factor of 2.
+    errors = [
+        density({path: each[path] - wanted[path] for path in wanted}) for each in (grads, others)
+    ]
+    assert errors[0] <= 2 * errors[1]
+
+
+def test_table_of_the_page_is_what_fuse_does() -> None:
+    assert families.written().splitlines() == families.table().splitlines(), (
+        "write it anew: python -m tests.integration.fusion.families"
+    )

@@ -25,7 +25,7 @@ using Sizes = std::vector<int64_t>;
 using Codes = std::vector<int>;
 
 // Raised whenever a signature changes its meaning; Python reads it as build_info()["abi"].
-constexpr int kInterfaceVersion = 1;
+constexpr int kInterfaceVersion = 2;
 
 template <class T = void>
 T* at(Address address) {
@@ -40,7 +40,8 @@ DType dtype_of(int code) {
 
 Reduction reduction_of(int code) {
   check(code >= 0 && code <= 2, "reduction",
-        "expected REDUCTION_NONE (0), REDUCTION_MEAN (1) or REDUCTION_SUM (2), got " +
+        "expected REDUCTION_NONE (0), REDUCTION_MEAN (1) or REDUCTION_SUM (2), "
+        "got " +
             std::to_string(code));
   return static_cast<Reduction>(code);
 }
@@ -66,44 +67,88 @@ void bind_norms(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
   m.def(
       "rms_norm_forward",
       [](Address x, Address weight, Address y, Address rstd, int64_t rows, int64_t hidden,
-         double eps, int dtype, int weight_dtype) {
-        rms_norm_forward({at(x), at(weight), at(y), at<float>(rstd), rows, hidden, eps,
-                          dtype_of(dtype), dtype_of(weight_dtype)});
+         double eps, int dtype, int weight_dtype, Address residual, Address total,
+         int residual_dtype) {
+        rms_norm_forward({at(x),
+                          at(weight),
+                          at(y),
+                          at<float>(rstd),
+                          rows,
+                          hidden,
+                          eps,
+                          dtype_of(dtype),
+                          dtype_of(weight_dtype),
+                          {at(residual), at(total), dtype_of(residual_dtype)}});
       },
       py::arg("x"), py::arg("weight"), py::arg("y"), py::arg("rstd"), py::arg("rows"),
-      py::arg("hidden"), py::arg("eps"), py::arg("dtype"), py::arg("weight_dtype"), no_gil);
+      py::arg("hidden"), py::arg("eps"), py::arg("dtype"), py::arg("weight_dtype"),
+      py::arg("residual") = 0, py::arg("total") = 0, py::arg("residual_dtype") = 0, no_gil);
   m.def(
       "rms_norm_backward",
       [](Address grad, Address x, Address weight, Address rstd, Address dx, Address dweight,
-         int64_t rows, int64_t hidden, int dtype, int weight_dtype) {
-        rms_norm_backward({at(grad), at(x), at(weight), at<float>(rstd), at(dx), at(dweight), rows,
-                           hidden, dtype_of(dtype), dtype_of(weight_dtype)});
+         int64_t rows, int64_t hidden, int dtype, int weight_dtype, Address dtotal,
+         Address dresidual, int residual_dtype) {
+        rms_norm_backward({at(grad),
+                           at(x),
+                           at(weight),
+                           at<float>(rstd),
+                           at(dx),
+                           at(dweight),
+                           rows,
+                           hidden,
+                           dtype_of(dtype),
+                           dtype_of(weight_dtype),
+                           {at(dtotal), at(dresidual), dtype_of(residual_dtype)}});
       },
       py::arg("grad"), py::arg("x"), py::arg("weight"), py::arg("rstd"), py::arg("dx"),
       py::arg("dweight"), py::arg("rows"), py::arg("hidden"), py::arg("dtype"),
-      py::arg("weight_dtype"), no_gil);
+      py::arg("weight_dtype"), py::arg("dtotal") = 0, py::arg("dresidual") = 0,
+      py::arg("residual_dtype") = 0, no_gil);
   m.def(
       "layer_norm_forward",
       [](Address x, Address weight, Address bias, Address y, Address mean, Address rstd,
-         int64_t rows, int64_t hidden, double eps, int dtype, int weight_dtype) {
-        layer_norm_forward({at(x), at(weight), at(bias), at(y), at<float>(mean), at<float>(rstd),
-                            rows, hidden, eps, dtype_of(dtype), dtype_of(weight_dtype)});
+         int64_t rows, int64_t hidden, double eps, int dtype, int weight_dtype, Address residual,
+         Address total, int residual_dtype) {
+        layer_norm_forward({at(x),
+                            at(weight),
+                            at(bias),
+                            at(y),
+                            at<float>(mean),
+                            at<float>(rstd),
+                            rows,
+                            hidden,
+                            eps,
+                            dtype_of(dtype),
+                            dtype_of(weight_dtype),
+                            {at(residual), at(total), dtype_of(residual_dtype)}});
       },
       py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("y"), py::arg("mean"),
       py::arg("rstd"), py::arg("rows"), py::arg("hidden"), py::arg("eps"), py::arg("dtype"),
-      py::arg("weight_dtype"), no_gil);
+      py::arg("weight_dtype"), py::arg("residual") = 0, py::arg("total") = 0,
+      py::arg("residual_dtype") = 0, no_gil);
   m.def(
       "layer_norm_backward",
       [](Address grad, Address x, Address weight, Address mean, Address rstd, Address dx,
-         Address dweight, Address dbias, int64_t rows, int64_t hidden, int dtype,
-         int weight_dtype) {
-        layer_norm_backward({at(grad), at(x), at(weight), at<float>(mean), at<float>(rstd), at(dx),
-                             at(dweight), at(dbias), rows, hidden, dtype_of(dtype),
-                             dtype_of(weight_dtype)});
+         Address dweight, Address dbias, int64_t rows, int64_t hidden, int dtype, int weight_dtype,
+         Address dtotal, Address dresidual, int residual_dtype) {
+        layer_norm_backward({at(grad),
+                             at(x),
+                             at(weight),
+                             at<float>(mean),
+                             at<float>(rstd),
+                             at(dx),
+                             at(dweight),
+                             at(dbias),
+                             rows,
+                             hidden,
+                             dtype_of(dtype),
+                             dtype_of(weight_dtype),
+                             {at(dtotal), at(dresidual), dtype_of(residual_dtype)}});
       },
       py::arg("grad"), py::arg("x"), py::arg("weight"), py::arg("mean"), py::arg("rstd"),
       py::arg("dx"), py::arg("dweight"), py::arg("dbias"), py::arg("rows"), py::arg("hidden"),
-      py::arg("dtype"), py::arg("weight_dtype"), no_gil);
+      py::arg("dtype"), py::arg("weight_dtype"), py::arg("dtotal") = 0, py::arg("dresidual") = 0,
+      py::arg("residual_dtype") = 0, no_gil);
 }
 
 void bind_elementwise(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
@@ -190,49 +235,98 @@ void bind_loss(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
       py::arg("z_loss"), py::arg("reduction"), py::arg("dtype"), no_gil);
 }
 
-// The lists of one adamw call, as tensors.
-std::vector<AdamWTensor> adamw_tensors(const Addresses& params, const Addresses& grads,
-                                       const Addresses& exp_avgs, const Addresses& exp_avg_sqs,
-                                       const Addresses& low_precision, const Sizes& numels,
-                                       const Codes& param_dtypes, const Codes& grad_dtypes,
-                                       const Codes& low_dtypes) {
+// The lists of one call of an update rule, as tensors. A list of states may be empty.
+Update update_of(const Addresses& params, const Addresses& grads, const Addresses& first_states,
+                 const Addresses& second_states, const Addresses& low_precision,
+                 const Sizes& numels, const Codes& param_dtypes, const Codes& grad_dtypes,
+                 const Codes& low_dtypes, Address lr, Address step, Address scale, Address clip,
+                 Address found_inf) {
   const size_t count = params.size();
-  check_length("exp_avgs", count, exp_avgs.size());
-  check_length("exp_avg_sqs", count, exp_avg_sqs.size());
   check_length("grads", count, grads.size());
+  const auto state = [&](const char* name, const Addresses& states, size_t i) {
+    if (states.empty()) return static_cast<float*>(nullptr);
+    check_length(name, count, states.size());
+    return at<float>(states[i]);
+  };
   const bool has_low = !low_precision.empty();
   if (has_low) check_length("low_precision", count, low_precision.size());
   const std::vector<TensorRef> param = tensors_of(params, numels, param_dtypes);
   const std::vector<TensorRef> grad = tensors_of(grads, numels, grad_dtypes);
   const std::vector<TensorRef> low =
       has_low ? tensors_of(low_precision, numels, low_dtypes) : std::vector<TensorRef>(count);
-  std::vector<AdamWTensor> tensors;
-  tensors.reserve(count);
+  Update update{
+      {}, at<float>(lr), at<float>(step), at<float>(scale), at<float>(clip), at<float>(found_inf)};
+  update.tensors.reserve(count);
   for (size_t i = 0; i < count; ++i) {
-    tensors.push_back(
-        {param[i], grad[i], at<float>(exp_avgs[i]), at<float>(exp_avg_sqs[i]), low[i]});
+    update.tensors.push_back(
+        {param[i],
+         grad[i],
+         {state("first_states", first_states, i), state("second_states", second_states, i)},
+         low[i]});
   }
-  return tensors;
+  return update;
+}
+
+void bind_updates(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
+  py::class_<Update>(m, "Update")
+      .def(py::init(&update_of), py::kw_only(), py::arg("params"), py::arg("grads"),
+           py::arg("first_states"), py::arg("second_states"), py::arg("low_precision"),
+           py::arg("numels"), py::arg("param_dtypes"), py::arg("grad_dtypes"),
+           py::arg("low_dtypes"), py::arg("lr"), py::arg("step"), py::arg("scale"), py::arg("clip"),
+           py::arg("found_inf"));
+  m.def(
+      "adamw",
+      [](const Update& update, double beta1, double beta2, double eps, double weight_decay) {
+        adamw(update, {beta1, beta2, eps, weight_decay});
+      },
+      py::arg("update"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+      py::arg("weight_decay"), no_gil);
+  m.def(
+      "sgd",
+      [](const Update& update, double momentum, bool nesterov, double weight_decay,
+         bool decoupled) { sgd(update, {momentum, nesterov, weight_decay, decoupled}); },
+      py::arg("update"), py::arg("momentum"), py::arg("nesterov"), py::arg("weight_decay"),
+      py::arg("decoupled"), no_gil);
+  m.def(
+      "lion",
+      [](const Update& update, double beta1, double beta2, double weight_decay) {
+        lion(update, {beta1, beta2, weight_decay});
+      },
+      py::arg("update"), py::arg("beta1"), py::arg("beta2"), py::arg("weight_decay"), no_gil);
+  m.def(
+      "lamb",
+      [](const Update& update, Address trust, Address correction1, Address correction2,
+         double beta1, double beta2, double eps, double weight_decay) {
+        lamb(update,
+             {beta1, beta2, eps, weight_decay, at<float>(correction1), at<float>(correction2)},
+             at<float>(trust));
+      },
+      py::arg("update"), py::arg("trust"), py::arg("correction1"), py::arg("correction2"),
+      py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), no_gil);
+  m.def(
+      "lamb_partials",
+      [](const Update& update, const Sizes& first, int64_t block, int64_t total, Address out,
+         Address correction1, Address correction2, double beta1, double beta2, double eps,
+         double weight_decay) {
+        lamb_partials(
+            update,
+            {beta1, beta2, eps, weight_decay, at<float>(correction1), at<float>(correction2)},
+            {first, block, at<float>(out)}, total);
+      },
+      py::arg("update"), py::arg("first"), py::arg("block"), py::arg("total"), py::arg("out"),
+      py::arg("correction1"), py::arg("correction2"), py::arg("beta1"), py::arg("beta2"),
+      py::arg("eps"), py::arg("weight_decay"), no_gil);
 }
 
 void bind_lists(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
   m.def(
-      "adamw",
-      [](const Addresses& params, const Addresses& grads, const Addresses& exp_avgs,
-         const Addresses& exp_avg_sqs, const Addresses& low_precision, const Sizes& numels,
-         Address lr, Address step, Address scale, Address clip, Address found_inf, double beta1,
-         double beta2, double eps, double weight_decay, const Codes& param_dtypes,
-         const Codes& grad_dtypes, const Codes& low_dtypes) {
-        adamw({adamw_tensors(params, grads, exp_avgs, exp_avg_sqs, low_precision, numels,
-                             param_dtypes, grad_dtypes, low_dtypes),
-               at<float>(lr), at<float>(step), at<float>(scale), at<float>(clip),
-               at<float>(found_inf), beta1, beta2, eps, weight_decay});
+      "l2_norm_partials",
+      [](const Addresses& tensors, const Sizes& numels, const Codes& dtypes, const Sizes& first,
+         int64_t block, Address out) {
+        l2_norm_partials(tensors_of(tensors, numels, dtypes), {first, block, at<float>(out)});
       },
-      py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
-      py::arg("low_precision"), py::arg("numels"), py::arg("lr"), py::arg("step"), py::arg("scale"),
-      py::arg("clip"), py::arg("found_inf"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-      py::arg("weight_decay"), py::arg("param_dtypes"), py::arg("grad_dtypes"),
-      py::arg("low_dtypes"), no_gil);
+      py::arg("tensors"), py::arg("numels"), py::arg("dtypes"), py::arg("first"), py::arg("block"),
+      py::arg("out"), no_gil);
   m.def(
       "l2_norm",
       [](const Addresses& tensors, const Sizes& numels, const Codes& dtypes, Address out) {
@@ -321,6 +415,7 @@ PYBIND11_MODULE(_native, m) {
   bind_elementwise(m, no_gil);
   bind_rope(m, no_gil);
   bind_loss(m, no_gil);
+  bind_updates(m, no_gil);
   bind_lists(m, no_gil);
   bind_information(m);
 }

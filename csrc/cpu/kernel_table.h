@@ -12,7 +12,7 @@ struct Range {
   int64_t begin, end;
 };
 
-// The factors of one AdamW step, the same for all elements.
+// The factors of one step of a rule, the same for all elements.
 struct AdamWFactors {
   float grad;   // clip / scale
   float decay;  // 1 - lr * weight_decay
@@ -22,6 +22,30 @@ struct AdamWFactors {
   float inverse_root;  // 1 / sqrt(1 - beta2^t)
   float eps;
 };
+struct GradFactors {
+  float scale;  // divides; 1 without a scale
+  float clip;   // multiplies
+};
+struct SgdFactors {
+  GradFactors grad;
+  float lr, decay, weight_decay, momentum;  // decay: 1 - lr * weight_decay
+  bool nesterov, decoupled;
+};
+struct LionFactors {
+  GradFactors grad;
+  float lr, decay;
+  float beta1, one_minus_beta1;
+  float beta2, one_minus_beta2;
+};
+struct LambFactors {
+  GradFactors grad;
+  float beta1, one_minus_beta1;
+  float beta2, one_minus_beta2;
+  float correction1, correction2, eps, weight_decay;
+};
+struct LambSquares {
+  float weight, step;
+};
 
 struct KernelTable {
   const char* name;
@@ -30,13 +54,13 @@ struct KernelTable {
   void (*from_float)(DType dtype, const float* from, void* to, int64_t numel);
   void (*add_to)(float* sum, const float* term, int64_t numel);
 
-  // Norms: weight and bias as float32. The backward adds this range's part of dweight and dbias to
-  // (hidden,) sums, where wanted.
-  void (*rms_norm_forward)(const RmsNormForward&, const float* weight, Range rows);
+  // Norms: weight and bias as float32; scratch: (hidden,). The backward adds this range's part of
+  // dweight and dbias to (hidden,) sums, where wanted.
+  void (*rms_norm_forward)(const RmsNormForward&, const float* weight, float* scratch, Range rows);
   void (*rms_norm_backward)(const RmsNormBackward&, const float* weight, float* dweight,
                             Range rows);
   void (*layer_norm_forward)(const LayerNormForward&, const float* weight, const float* bias,
-                             Range rows);
+                             float* scratch, Range rows);
   void (*layer_norm_backward)(const LayerNormBackward&, const float* weight, float* dweight,
                               float* dbias, Range rows);
 
@@ -53,7 +77,15 @@ struct KernelTable {
   // grad_divisor: what the reduction divides grad by.
   void (*cross_entropy_backward)(const CrossEntropyBackward&, double grad_divisor, Range rows);
 
-  void (*adamw)(const AdamWTensor&, const AdamWFactors&, Range elements);
+  void (*adamw)(const UpdateTensor&, const AdamWFactors&, Range elements);
+  void (*sgd)(const UpdateTensor&, const SgdFactors&, Range elements);
+  void (*lion)(const UpdateTensor&, const LionFactors&, Range elements);
+  void (*lamb)(const UpdateTensor&, const LambFactors&, float rate, Range elements);
+  // Sums of squares of at most `block` elements, a power of two, in pairs; scratch: 2 * block and
+  // block numbers.
+  LambSquares (*lamb_squares)(const UpdateTensor&, const LambFactors&, Range elements,
+                              int64_t block, float* scratch);
+  float (*block_squares)(const TensorRef&, Range elements, int64_t block, float* scratch);
   double (*sum_of_squares)(const TensorRef&, Range elements);
   void (*multiply)(const TensorRef&, float factor, Range elements);
   bool (*divide_and_check)(const TensorRef&, float divisor, Range elements);  // all finite?

@@ -1,4 +1,4 @@
-// RMSNorm and LayerNorm over the threads.
+// RMSNorm and LayerNorm, also of a sum with a residual, over the threads.
 //
 // Note [Sums over rows]: the gradients of weight and bias are sums over rows. The rows are cut into
 // blocks of max(16, ceil(rows / 64)) whatever the number of threads; a block adds its rows in order
@@ -72,6 +72,15 @@ void check_rows(const char* where, int64_t rows, int64_t hidden) {
   check_size(where, "hidden", hidden);
 }
 
+void check_sum(const char* where, const ResidualSum& sum) {
+  if (sum.residual) check_address(where, "total", sum.total);
+}
+
+// A row of float32 for one thread.
+std::unique_ptr<float[]> scratch_row(int64_t hidden) {
+  return std::unique_ptr<float[]>(new float[static_cast<size_t>(hidden)]);
+}
+
 }  // namespace
 
 void rms_norm_forward(const RmsNormForward& args) {
@@ -81,10 +90,13 @@ void rms_norm_forward(const RmsNormForward& args) {
     check_address(where, "x", args.x);
     check_address(where, "weight", args.weight);
     check_address(where, "y", args.y);
+    check_sum(where, args.sum);
   }
   const FloatVector weight(args.weight, args.weight_dtype, args.hidden);
-  parallel_items(args.rows, args.hidden,
-                 [&](Range rows) { kernels().rms_norm_forward(args, weight.data(), rows); });
+  parallel_items(args.rows, args.hidden, [&](Range rows) {
+    const auto scratch = scratch_row(args.hidden);
+    kernels().rms_norm_forward(args, weight.data(), scratch.get(), rows);
+  });
 }
 
 void rms_norm_backward(const RmsNormBackward& args) {
@@ -117,11 +129,13 @@ void layer_norm_forward(const LayerNormForward& args) {
     check_address(where, "x", args.x);
     check_address(where, "weight", args.weight);
     check_address(where, "y", args.y);
+    check_sum(where, args.sum);
   }
   const FloatVector weight(args.weight, args.weight_dtype, args.hidden);
   const FloatVector bias(args.bias, args.weight_dtype, args.hidden);
   parallel_items(args.rows, args.hidden, [&](Range rows) {
-    kernels().layer_norm_forward(args, weight.data(), bias.data(), rows);
+    const auto scratch = scratch_row(args.hidden);
+    kernels().layer_norm_forward(args, weight.data(), bias.data(), scratch.get(), rows);
   });
 }
 

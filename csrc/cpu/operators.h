@@ -15,6 +15,20 @@
 
 namespace anychip::cpu {
 
+// What a norm of x + residual has besides; residual is null for a norm of x alone.
+struct ResidualSum {
+  const void* residual = nullptr;
+  void* total = nullptr;  // x + residual, rounded to this type, is written and normed
+  DType dtype = DType::kFloat32;
+};
+// The same for its backward, where x is that total and has this type; dtotal is null for a norm of
+// x alone. dx and dresidual are one number, in their two types.
+struct ResidualGradient {
+  const void* dtotal = nullptr;
+  void* dresidual = nullptr;
+  DType dtype = DType::kFloat32;
+};
+
 struct RmsNormForward {
   const void* x;
   const void* weight;
@@ -23,6 +37,7 @@ struct RmsNormForward {
   int64_t rows, hidden;
   double eps;
   DType dtype, weight_dtype;
+  ResidualSum sum = {};
 };
 struct RmsNormBackward {
   const void* grad;
@@ -33,6 +48,7 @@ struct RmsNormBackward {
   void* dweight;
   int64_t rows, hidden;
   DType dtype, weight_dtype;
+  ResidualGradient sum = {};
 };
 void rms_norm_forward(const RmsNormForward& args);
 void rms_norm_backward(const RmsNormBackward& args);
@@ -47,6 +63,7 @@ struct LayerNormForward {
   int64_t rows, hidden;
   double eps;
   DType dtype, weight_dtype;
+  ResidualSum sum = {};
 };
 struct LayerNormBackward {
   const void* grad;
@@ -59,6 +76,7 @@ struct LayerNormBackward {
   void* dbias;
   int64_t rows, hidden;
   DType dtype, weight_dtype;
+  ResidualGradient sum = {};
 };
 void layer_norm_forward(const LayerNormForward& args);
 void layer_norm_backward(const LayerNormBackward& args);
@@ -156,23 +174,60 @@ struct TensorRef {
   DType dtype;
 };
 
-struct AdamWTensor {
-  TensorRef param;
-  TensorRef grad;
-  float* exp_avg;
-  float* exp_avg_sq;
-  TensorRef low_precision;  // data is null where absent
+// One tensor of an update rule. states: float32 and written, as many as the rule has.
+struct UpdateTensor {
+  TensorRef param, grad;
+  float* states[2];
+  TensorRef low_precision;  // data is null where absent; written with the new param as stored
 };
-struct AdamW {
-  std::vector<AdamWTensor> tensors;
+// What every update rule is given. Addresses of one float32 each; scale, clip and found_inf may be
+// null. Nothing is written when found_inf is not 0; step counts otherwise.
+struct Update {
+  std::vector<UpdateTensor> tensors;
   const float* lr;
   float* step;
   const float* scale;
   const float* clip;
   const float* found_inf;
+};
+
+struct AdamWOptions {
   double beta1, beta2, eps, weight_decay;
 };
-void adamw(const AdamW& args);
+void adamw(const Update& update, const AdamWOptions& options);
+
+struct SgdOptions {
+  double momentum;
+  bool nesterov;
+  double weight_decay;
+  bool decoupled;
+};
+void sgd(const Update& update, const SgdOptions& options);  // one state, none without momentum
+
+struct LionOptions {
+  double beta1, beta2, weight_decay;
+};
+void lion(const Update& update, const LionOptions& options);
+
+struct LambOptions {
+  double beta1, beta2, eps, weight_decay;
+  const float* correction1;  // 1 - beta1^t and 1 - beta2^t
+  const float* correction2;
+};
+void lamb(const Update& update, const LambOptions& options, const float* trust);  // per tensor
+
+// Where sums over blocks of `block` elements (a power of two) go: those of tensor i to
+// out[first[i]] and on. What no block of a tensor falls on is left alone.
+struct BlockGrid {
+  std::vector<int64_t> first;
+  int64_t block;
+  float* out;
+};
+// Reads all but lr and found_inf, and writes no more than the grid: sums for the parameters to out,
+// those for the steps to out + total.
+void lamb_partials(const Update& update, const LambOptions& options, const BlockGrid& grid,
+                   int64_t total);
+void l2_norm_partials(const std::vector<TensorRef>& tensors, const BlockGrid& grid);
 
 void l2_norm(const std::vector<TensorRef>& tensors, float* out);
 void clip(const std::vector<TensorRef>& tensors, const float* norm, double max_norm);

@@ -173,6 +173,106 @@ void test_layer_norm(const Inputs& inputs, bool has_bias) {
   });
 }
 
+void check_exact(const std::string& name, const Tensor& got, const Expected& expected) {
+  check_that(got.values() == expected.want && got.guards_intact(), name);
+}
+
+// A norm of x + residual rounds each result once: it is the float32 norm of the stored sum.
+void test_sum(Shape shape, DType dtype, DType residual_dtype, bool centred) {
+  const std::string name = label(centred ? "add_layer_norm" : "add_rms_norm", dtype, shape.hidden) +
+                           " residual " + name_of(residual_dtype);
+  Inputs in(shape, dtype, DType::kFloat32, 0.0);
+  const int64_t rows = shape.rows, hidden = shape.hidden, numel = in.numel();
+  const DType wide = DType::kFloat32;
+  Tensor residual(residual_dtype, random_values(numel, 7)), dtotal(residual_dtype, in.x.values());
+  Tensor total(residual_dtype, numel), grad(wide, in.grad.values());
+  for (int64_t i = 0; i < numel; ++i) {
+    total.set(i, static_cast<float>(in.x.get(i) + residual.get(i)));
+  }
+  Tensor wide_total(wide, total.values()), wide_y(wide, numel), wide_dx(wide, numel);
+  Tensor mean(wide, rows), rstd(wide, rows), dweight(wide, hidden), dbias(wide, hidden);
+  if (centred) {
+    layer_norm_forward({wide_total.data(), in.weight.data(), in.bias.data(), wide_y.data(),
+                        mean.floats(), rstd.floats(), rows, hidden, kEps, wide, wide});
+    layer_norm_backward({grad.data(), wide_total.data(), in.weight.data(), mean.floats(),
+                         rstd.floats(), wide_dx.data(), dweight.data(), dbias.data(), rows, hidden,
+                         wide, wide});
+  } else {
+    rms_norm_forward({wide_total.data(), in.weight.data(), wide_y.data(), rstd.floats(), rows,
+                      hidden, kEps, wide, wide});
+    rms_norm_backward({grad.data(), wide_total.data(), in.weight.data(), rstd.floats(),
+                       wide_dx.data(), dweight.data(), rows, hidden, wide, wide});
+  }
+  Expected y(numel), dx(numel), dresidual(numel);
+  for (int64_t i = 0; i < numel; ++i) {
+    const auto at = static_cast<size_t>(i);
+    y.want[at] = round_to(dtype, wide_y.get(i));
+    const auto both = static_cast<float>(wide_dx.get(i) + dtotal.get(i));
+    dx.want[at] = round_to(dtype, both);
+    dresidual.want[at] = round_to(residual_dtype, both);
+  }
+  check_same_bits(name, [&] {
+    Tensor got_y(dtype, numel), got_total(residual_dtype, numel), got_dx(dtype, numel);
+    Tensor got_dresidual(residual_dtype, numel), alone(residual_dtype, numel);
+    Tensor got_mean(wide, rows), got_rstd(wide, rows);
+    Tensor got_dweight(wide, hidden), got_dbias(wide, hidden);
+    const ResidualSum sum{residual.data(), got_total.data(), residual_dtype};
+    const ResidualGradient both{dtotal.data(), got_dresidual.data(), residual_dtype};
+    const ResidualGradient one{dtotal.data(), alone.data(), residual_dtype};
+    if (centred) {
+      layer_norm_forward({in.x.data(), in.weight.data(), in.bias.data(), got_y.data(),
+                          got_mean.floats(), got_rstd.floats(), rows, hidden, kEps, dtype, wide,
+                          sum});
+      LayerNormBackward args{in.grad.data(),
+                             got_total.data(),
+                             in.weight.data(),
+                             got_mean.floats(),
+                             got_rstd.floats(),
+                             got_dx.data(),
+                             got_dweight.data(),
+                             got_dbias.data(),
+                             rows,
+                             hidden,
+                             dtype,
+                             wide,
+                             both};
+      layer_norm_backward(args);
+      args.dx = args.dweight = args.dbias = nullptr, args.sum = one;
+      layer_norm_backward(args);
+    } else {
+      rms_norm_forward({in.x.data(), in.weight.data(), got_y.data(), got_rstd.floats(), rows,
+                        hidden, kEps, dtype, wide, sum});
+      RmsNormBackward args{in.grad.data(),
+                           got_total.data(),
+                           in.weight.data(),
+                           got_rstd.floats(),
+                           got_dx.data(),
+                           got_dweight.data(),
+                           rows,
+                           hidden,
+                           dtype,
+                           wide,
+                           both};
+      rms_norm_backward(args);
+      args.dx = args.dweight = nullptr, args.sum = one;
+      rms_norm_backward(args);
+    }
+    Bytes bytes, want;
+    got_total.append_to(bytes), total.append_to(want);
+    got_rstd.append_to(bytes), rstd.append_to(want);
+    got_dweight.append_to(bytes), dweight.append_to(want);
+    alone.append_to(bytes), got_dresidual.append_to(want);
+    if (centred) got_mean.append_to(bytes), mean.append_to(want);
+    if (centred) got_dbias.append_to(bytes), dbias.append_to(want);
+    check_that(bytes == want, name + ": other bits than the norm of the stored sum");
+    check_exact(name + " y", got_y, y);
+    check_exact(name + " dx", got_dx, dx);
+    check_exact(name + " dresidual", got_dresidual, dresidual);
+    for (Tensor* tensor : {&got_y, &got_dx, &got_dresidual}) tensor->append_to(bytes);
+    return bytes;
+  });
+}
+
 void test_special_rows() {
   Tensor x(DType::kFloat32, Doubles{NAN, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0});
   Tensor weight(DType::kFloat32, Doubles{1.0, 1.0, 1.0, 1.0}), y(DType::kFloat32, 8);
@@ -211,6 +311,26 @@ int main() {
     test_rms_norm(mixed);
     test_layer_norm(mixed, false);
   }
+  for (const DType dtype : kDTypes) {
+    for (const DType residual : kDTypes) {
+      for (const Shape shape : {Shape{97, 1000}, Shape{40, 17}, Shape{3, 1}}) {
+        for (const bool centred : {false, true}) test_sum(shape, dtype, residual, centred);
+      }
+    }
+  }
+  check_throws<std::invalid_argument>("address of total", [&] {
+    float value = 1.0f;
+    rms_norm_forward({&value,
+                      &value,
+                      &value,
+                      nullptr,
+                      1,
+                      1,
+                      kEps,
+                      DType::kFloat32,
+                      DType::kFloat32,
+                      {&value, nullptr, DType::kFloat32}});
+  });
   // A large common offset must not spoil the variance.
   test_layer_norm(Inputs({5, 1000}, DType::kFloat32, DType::kFloat32, 3000.0), true);
   test_special_rows();

@@ -30,8 +30,14 @@ def rms_norm_forward(
     eps: float,
     dtype: int,
     weight_dtype: int,
+    residual: int = 0,
+    total: int = 0,
+    residual_dtype: int = 0,
 ) -> None:
-    """y = x * rstd * weight per row; rstd: (rows,) float32, 0 when not wanted."""
+    """y = x * rstd * weight per row; rstd: (rows,) float32, 0 when not wanted.
+
+    With a residual, total is written with x + residual, both of residual_dtype, and is normed.
+    """
 
 def rms_norm_backward(
     grad: int,
@@ -44,8 +50,15 @@ def rms_norm_backward(
     hidden: int,
     dtype: int,
     weight_dtype: int,
+    dtotal: int = 0,
+    dresidual: int = 0,
+    residual_dtype: int = 0,
 ) -> None:
-    """dx like x (0: not needed), dweight like weight (0: not needed)."""
+    """dx like grad (0: not needed), dweight like weight (0: not needed).
+
+    With dtotal, x is the total of the forward, and x, dtotal and dresidual (0: not needed) are of
+    residual_dtype. dtotal is added to the gradient, which is rounded to both types.
+    """
 
 def layer_norm_forward(
     x: int,
@@ -59,8 +72,14 @@ def layer_norm_forward(
     eps: float,
     dtype: int,
     weight_dtype: int,
+    residual: int = 0,
+    total: int = 0,
+    residual_dtype: int = 0,
 ) -> None:
-    """bias: 0 or (hidden,) of weight_dtype; mean, rstd: (rows,) float32, 0 when not wanted."""
+    """bias: 0 or (hidden,) of weight_dtype; mean, rstd: (rows,) float32, 0 when not wanted.
+
+    residual and total as in rms_norm_forward.
+    """
 
 def layer_norm_backward(
     grad: int,
@@ -75,8 +94,11 @@ def layer_norm_backward(
     hidden: int,
     dtype: int,
     weight_dtype: int,
+    dtotal: int = 0,
+    dresidual: int = 0,
+    residual_dtype: int = 0,
 ) -> None:
-    """dx, dweight, dbias: each 0 when not needed."""
+    """dx, dweight, dbias: each 0 when not needed; dtotal and dresidual as in rms_norm_backward."""
 
 def dropout(x: int, rng: int, y: int, numel: int, p: float, dtype: int) -> None:
     """Forward and, with x = grad and y = dx, backward. rng: address of int64[2] (seed, offset)."""
@@ -146,31 +168,79 @@ def cross_entropy_backward(
 ) -> None:
     """grad: float32, one element, or (rows,) for REDUCTION_NONE. IndexError as in the forward."""
 
-def adamw(
-    params: list[int],
-    grads: list[int],
-    exp_avgs: list[int],
-    exp_avg_sqs: list[int],
-    low_precision: list[int],
-    numels: list[int],
-    lr: int,
-    step: int,
-    scale: int,
-    clip: int,
-    found_inf: int,
+class Update:
+    """The lists and numbers of one step of an update rule.
+
+    Every dtype is per tensor, so one list may mix them. The states are float32; a rule with one
+    state or none is given empty lists. low_precision and low_dtypes: both empty, or as long as
+    params; written with the new parameters as stored. lr, step, scale, clip, found_inf: addresses
+    of 0-dim float32, of which scale, clip and found_inf may be 0. A rule writes nothing when
+    found_inf is not 0, and counts the step otherwise.
+    """
+
+    def __init__(
+        self,
+        *,
+        params: list[int],
+        grads: list[int],
+        first_states: list[int],
+        second_states: list[int],
+        low_precision: list[int],
+        numels: list[int],
+        param_dtypes: list[int],
+        grad_dtypes: list[int],
+        low_dtypes: list[int],
+        lr: int,
+        step: int,
+        scale: int,
+        clip: int,
+        found_inf: int,
+    ) -> None: ...
+
+def adamw(update: Update, beta1: float, beta2: float, eps: float, weight_decay: float) -> None: ...
+def sgd(
+    update: Update, momentum: float, nesterov: bool, weight_decay: float, decoupled: bool
+) -> None: ...
+def lion(update: Update, beta1: float, beta2: float, weight_decay: float) -> None: ...
+def lamb(
+    update: Update,
+    trust: int,
+    correction1: int,
+    correction2: int,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
-    param_dtypes: list[int],
-    grad_dtypes: list[int],
-    low_dtypes: list[int],
 ) -> None:
-    """One step over all tensors. Every dtype is per tensor, so one list may mix them.
+    """trust: one float32 per tensor. correction1, correction2: of 1 - beta^t, 0-dim float32."""
 
-    exp_avgs, exp_avg_sqs: float32. low_precision and low_dtypes: both empty, or as long as params.
-    lr, step, scale, clip, found_inf: addresses of 0-dim float32, of which the last three may be 0.
+def lamb_partials(
+    update: Update,
+    first: list[int],
+    block: int,
+    total: int,
+    out: int,
+    correction1: int,
+    correction2: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Nothing of update is written, lr and found_inf are not read.
+
+    out: (2, total) float32, of which tensor i writes as many as it has blocks, from first[i] on.
     """
+
+def l2_norm_partials(
+    tensors: list[int],
+    numels: list[int],
+    dtypes: list[int],
+    first: list[int],
+    block: int,
+    out: int,
+) -> None:
+    """out as in lamb_partials, but one row."""
 
 def l2_norm(tensors: list[int], numels: list[int], dtypes: list[int], out: int) -> None:
     """out: address of one float32."""

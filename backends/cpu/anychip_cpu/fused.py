@@ -1,4 +1,4 @@
-"""The host's rows for fused operators: native kernels with torch's additions and products between.
+"""The host's rows for fused operators: native kernels, some with torch's operations between.
 
 Each keeps what lies between two kernels in float32, so that results are rounded once, as the
 reference rounds them. softmax is torch's own.
@@ -7,26 +7,18 @@ reference rounds them. softmax is torch's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anychip import operators as specs
 from anychip_cpu import native, operators
-from anychip_cpu.table import FLOATS, Needs, table
+from anychip_cpu.native import CODES
+from anychip_cpu.table import FLOATS, Needs, address, native_row, rows_of, table
 
 _aten = torch.ops.aten
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _composed(operator: str, direction: str) -> Callable[[F], F]:
-    """Adds a row that calls native kernels, or nothing when they are not there."""
-    if native.kernels is None:
-        return lambda function: function
-    add = table.forward if direction == "forward" else table.backward
-    return add(operator, kind="native", dtypes=FLOATS)
-
+_kernels: Any = native.kernels
 
 _BLOCK = 1 << 16
 """Elements per thread of a block: a quarter of a mebibyte in float32, which a cache holds."""
@@ -68,32 +60,72 @@ def _column_sum(values: Tensor) -> Tensor:
 # The residual's sum and a norm
 
 
-def _stored_sum(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum in the residual's dtype, and what the norm takes so that y is rounded once to x's."""
-    total = torch.add(x, residual).to(residual.dtype).contiguous()
-    return total, (total if x.dtype == total.dtype else total.float())
+def _normed_sum(
+    kernel: Any,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    biases: Sequence[Tensor | None],
+    num_statistics: int,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """y, the sum and the statistics of the rows, for a kernel of either norm."""
+    if any(b is not None and b.dtype != weight.dtype for b in biases):
+        # The kernel takes one dtype for both; the narrower one would lose digits of the other.
+        weight, biases = weight.float(), [None if b is None else b.float() for b in biases]
+    weight, biases = weight.contiguous(), [None if b is None else b.contiguous() for b in biases]
+    x, residual = x.contiguous(), residual.contiguous()
+    y, total = torch.empty_like(x), torch.empty_like(residual)
+    statistics = [x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(num_statistics)]
+    kernel(
+        *map(address, (x, weight, *biases, y, *statistics)),
+        *rows_of(x),
+        eps,
+        CODES[x.dtype],
+        CODES[weight.dtype],
+        residual.data_ptr(),
+        total.data_ptr(),
+        CODES[residual.dtype],
+    )
+    return y, total, *statistics
 
 
-def _both_gradients(
-    dnorm: Tensor | None, grad: Tensor, dtotal: Tensor, needs: Needs
-) -> tuple[Tensor | None, Tensor | None]:
-    if dnorm is None:
-        return None, None
-    total = dnorm.add_(dtotal)
-    dx = total.to(grad.dtype) if needs[0] else None
-    return dx, (total.to(dtotal.dtype, copy=needs[0]) if needs[1] else None)
+def _normed_sum_gradients(
+    kernel: Any,
+    grad: Tensor,
+    dtotal: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    statistics: Sequence[Tensor],
+    needs: Needs,
+) -> list[Tensor | None]:
+    """Gradients of x, residual, and weight and bias as far as ``needs`` goes."""
+    saved = [t.contiguous() for t in (grad, total, weight, *statistics)]
+    dtotal = dtotal.contiguous()
+    like = (grad, total, weight, weight)
+    made = [
+        torch.empty_like(t, memory_format=torch.contiguous_format) if need else None
+        for need, t in zip(needs, like, strict=False)
+    ]
+    dx, dresidual, *dweights = made
+    kernel(
+        *map(address, (*saved, dx, *dweights)),
+        *rows_of(total),
+        CODES[grad.dtype],
+        CODES[weight.dtype],
+        dtotal.data_ptr(),
+        address(dresidual),
+        CODES[total.dtype],
+    )
+    return made
 
 
-@_composed("add_rms_norm", "forward")
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    total, normed = _stored_sum(x, residual)
-    y, rstd = operators.rms_norm(normed, weight, eps=eps)
-    return y.to(x.dtype), total, rstd
+@native_row("add_rms_norm", "forward")
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, ...]:
+    return _normed_sum(_kernels.rms_norm_forward, x, residual, weight, (), 1, eps)
 
 
-@_composed("add_rms_norm", "backward")
+@native_row("add_rms_norm", "backward")
 def add_rms_norm_backward(
     grad: Tensor,
     dtotal: Tensor,
@@ -103,24 +135,19 @@ def add_rms_norm_backward(
     *,
     eps: float,
     needs: Needs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    inner = (needs[0] or needs[1], needs[2])
-    dnorm, dweight = operators.rms_norm_backward(
-        grad.float(), total.float(), weight, rstd, eps=eps, needs=inner
-    )
-    return *_both_gradients(dnorm, grad, dtotal, needs), dweight
+) -> tuple[Tensor | None, ...]:
+    given = (grad, dtotal, total, weight, (rstd,), needs)
+    return tuple(_normed_sum_gradients(_kernels.rms_norm_backward, *given))
 
 
-@_composed("add_layer_norm", "forward")
+@native_row("add_layer_norm", "forward")
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total, normed = _stored_sum(x, residual)
-    y, mean, rstd = operators.layer_norm(normed, weight, bias, eps=eps)
-    return y.to(x.dtype), total, mean, rstd
+) -> tuple[Tensor, ...]:
+    return _normed_sum(_kernels.layer_norm_forward, x, residual, weight, (bias,), 2, eps)
 
 
-@_composed("add_layer_norm", "backward")
+@native_row("add_layer_norm", "backward")
 def add_layer_norm_backward(
     grad: Tensor,
     dtotal: Tensor,
@@ -131,18 +158,15 @@ def add_layer_norm_backward(
     *,
     eps: float,
     needs: Needs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    inner = (needs[0] or needs[1], needs[2], needs[3])
-    dnorm, dweight, dbias = operators.layer_norm_backward(
-        grad.float(), total.float(), weight, mean, rstd, eps=eps, needs=inner
-    )
-    return *_both_gradients(dnorm, grad, dtotal, needs), dweight, dbias
+) -> tuple[Tensor | None, ...]:
+    given = (grad, dtotal, total, weight, (mean, rstd), needs)
+    return tuple(_normed_sum_gradients(_kernels.layer_norm_backward, *given))
 
 
 # Dropout
 
 
-@_composed("bias_dropout_add", "forward")
+@native_row("bias_dropout_add", "forward")
 def bias_dropout_add(
     x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None, *, p: float
 ) -> Tensor:
@@ -151,7 +175,7 @@ def bias_dropout_add(
     return dropped.add_(residual).to(residual.dtype)
 
 
-@_composed("bias_dropout_add", "backward")
+@native_row("bias_dropout_add", "backward")
 def bias_dropout_add_backward(
     grad: Tensor, rng: Tensor, *, p: float, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -168,7 +192,7 @@ def bias_dropout_add_backward(
 # Activations
 
 
-@_composed("bias_gelu", "forward")
+@native_row("bias_gelu", "forward")
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
     def compute(x: Tensor) -> tuple[Tensor]:
         return (operators.gelu(x.float() + bias, approximate=approximate),)
@@ -178,7 +202,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
     return y
 
 
-@_composed("bias_gelu", "backward")
+@native_row("bias_gelu", "backward")
 def bias_gelu_backward(
     grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -191,7 +215,7 @@ def bias_gelu_backward(
     return dx, (_column_sum(total).to(bias.dtype) if needs[1] else None)
 
 
-@_composed("geglu", "forward")
+@native_row("geglu", "forward")
 def geglu(gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
     def compute(gate: Tensor, up: Tensor) -> tuple[Tensor]:
         return (operators.gelu(gate.float(), approximate=approximate).mul_(up),)
@@ -201,7 +225,7 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
     return y
 
 
-@_composed("geglu", "backward")
+@native_row("geglu", "backward")
 def geglu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -254,14 +278,23 @@ def softmax(
     return y.to(x.dtype).contiguous()
 
 
+def _score_gradients(grad: Tensor, y: Tensor) -> Tensor:
+    dscores: Tensor = _aten._softmax_backward_data(grad.float(), y.float(), -1, torch.float32)
+    return dscores
+
+
 @table.backward("softmax", kind="mapped", dtypes=FLOATS)
 def softmax_backward(
-    grad: Tensor, y: Tensor, *, scale: float, causal: bool, needs: Needs
-) -> tuple[Tensor]:
+    grad: Tensor, y: Tensor, bias: Tensor | None, *, scale: float, causal: bool, needs: Needs
+) -> tuple[Tensor | None, Tensor | None]:
+    if bias is not None and needs[1]:
+        # Not by blocks: the sums for the bias go across rows, and are float32.
+        dscores = _score_gradients(grad, y)
+        dbias = dscores.sum_to_size(bias.shape).to(bias.dtype).contiguous()
+        return ((dscores * scale).to(y.dtype).contiguous() if needs[0] else None), dbias
+
     def compute(grad: Tensor, y: Tensor) -> tuple[Tensor]:
-        dscores = _aten._softmax_backward_data(grad.float(), y.float(), -1, torch.float32)
-        return (dscores.mul_(scale).contiguous(),)
+        return (_score_gradients(grad, y).mul_(scale).contiguous(),)
 
     (dx,) = _rowwise(compute, (grad, y), (y,))
-    assert dx is not None
-    return (dx,)
+    return dx, None

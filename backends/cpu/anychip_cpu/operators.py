@@ -2,33 +2,24 @@
 
 Native rows hand addresses to ``csrc/cpu``; they make read tensors contiguous and allocate outputs
 with torch. Without the native module only the mapped rows are there, and the reference serves the
-rest. Rows of products and attention are in modules of their own.
+rest. Rows of products, attention and lists of tensors are in modules of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anychip_cpu import attention, native, products  # noqa: F401 - the two add rows to the table
 from anychip_cpu.native import CODES
-from anychip_cpu.table import FLOATS as _FLOATS
 from anychip_cpu.table import Needs
+from anychip_cpu.table import native_row as _native
+from anychip_cpu.table import rows_of as _rows
 from anychip_cpu.table import table as table
 
 _kernels: Any = native.kernels
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _native(operator: str, direction: str, **conditions: Any) -> Callable[[F], F]:
-    """Adds a native row, or nothing when the native kernels are not there."""
-    if native.kernels is None:
-        return lambda function: function
-    add = table.forward if direction == "forward" else table.backward
-    return add(operator, kind="native", dtypes=_FLOATS, **conditions)
 
 
 def _empty_like(x: Tensor) -> Tensor:
@@ -41,11 +32,6 @@ def _wanted(need: bool, like: Tensor) -> tuple[Tensor | None, int]:
         return None, 0
     made = _empty_like(like)
     return made, made.data_ptr()
-
-
-def _rows(x: Tensor) -> tuple[int, int]:
-    hidden = x.shape[-1]
-    return (x.numel() // hidden if hidden else 0), hidden
 
 
 # Norms
@@ -318,82 +304,3 @@ def cross_entropy_backward(
         CODES[logits.dtype],
     )
     return (dlogits,)
-
-
-# Lists of tensors: in place, so that what is not contiguous goes to the reference
-
-
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [t.data_ptr() for t in tensors]
-
-
-def _numels(tensors: Sequence[Tensor]) -> list[int]:
-    return [t.numel() for t in tensors]
-
-
-def _codes(tensors: Sequence[Tensor]) -> list[int]:
-    return [CODES[t.dtype] for t in tensors]
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-@_native("l2_norm", "forward", contiguous=True, accepts=lambda tensors: len(tensors) > 0)
-def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
-    total = torch.empty((), dtype=torch.float32)
-    _kernels.l2_norm(_addresses(tensors), _numels(tensors), _codes(tensors), total.data_ptr())
-    return total
-
-
-@_native("clip", "forward", contiguous=True)
-def clip(tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> None:
-    lists = (_addresses(tensors), _numels(tensors), _codes(tensors))
-    _kernels.clip(*lists, norm.data_ptr(), max_norm)
-
-
-@_native("unscale_and_check", "forward", contiguous=True)
-def unscale_and_check(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> None:
-    lists = (_addresses(grads), _numels(grads), _codes(grads))
-    _kernels.unscale_and_check(*lists, scale.data_ptr(), found_inf.data_ptr())
-
-
-@_native("adamw", "forward", contiguous=True)
-def adamw(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    lr: Tensor,
-    step: Tensor,
-    scale: Tensor | None,
-    clip: Tensor | None,
-    found_inf: Tensor | None,
-    low_precision: Sequence[Tensor] | None,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    low = low_precision or ()
-    _kernels.adamw(
-        _addresses(params),
-        _addresses(grads),
-        _addresses(exp_avgs),
-        _addresses(exp_avg_sqs),
-        _addresses(low),
-        _numels(params),
-        lr.data_ptr(),
-        step.data_ptr(),
-        _address(scale),
-        _address(clip),
-        _address(found_inf),
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        _codes(params),
-        _codes(grads),
-        _codes(low),
-    )

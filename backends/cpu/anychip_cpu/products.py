@@ -114,10 +114,10 @@ def grouped_linear_backward(
     return dx, dweight
 
 
-def _logits(rows: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # Always in float32: torch has no product of 16-bit factors with a float32 result on a host.
     wide = rows.float()
-    return torch.addmm(shift, wide, weight.t()) if shift.shape[0] else wide @ weight.t()
+    return wide @ weight.t() if bias is None else torch.addmm(bias, wide, weight.t())
 
 
 def linear_cross_entropy(
@@ -130,15 +130,14 @@ def linear_cross_entropy(
     label_smoothing: float,
     z_loss: float,
     reduction: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     num_classes = weight.shape[0]
     check_targets("linear_cross_entropy", target, num_classes, ignore_index)
     rows, labels = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1).contiguous()
-    wide = weight.float()
-    shift = wide.new_empty(0) if bias is None else bias.to(torch.float32, copy=True).contiguous()
+    wide, wide_bias = weight.float(), None if bias is None else bias.float()
     loss, lse = wide.new_empty(target.shape), wide.new_empty(target.shape)
     for chunk in chunks(rows.shape[0], num_classes):
-        logits = _logits(rows[chunk], wide, shift)
+        logits = _logits(rows[chunk], wide, wide_bias)
         _kernels.cross_entropy_forward(
             logits.data_ptr(),
             labels[chunk].data_ptr(),
@@ -153,9 +152,9 @@ def linear_cross_entropy(
             CODES[torch.float32],
         )
     if reduction == "none":
-        return loss, lse, shift
+        return loss, lse
     total = loss.sum() if reduction == "sum" else loss.sum() / (labels != ignore_index).sum()
-    return total, lse, shift
+    return total, lse
 
 
 def linear_cross_entropy_backward(
@@ -163,8 +162,8 @@ def linear_cross_entropy_backward(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
+    bias: Tensor | None,
     lse: Tensor,
-    shift: Tensor,
     *,
     ignore_index: int,
     label_smoothing: float,
@@ -173,14 +172,15 @@ def linear_cross_entropy_backward(
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     rows, labels = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1).contiguous()
-    wide, lse, shift = weight.float(), lse.contiguous(), shift.contiguous()
+    wide, wide_bias = weight.float(), None if bias is None else bias.float()
+    lse = lse.contiguous()
     slope = grad / (labels != ignore_index).sum() if reduction == "mean" else grad
     slope = slope.expand(target.shape).reshape(-1).contiguous()
     dx = rows.new_empty(rows.shape) if needs[0] else None
     dweight = torch.zeros_like(wide) if needs[1] else None
     dbias = wide.new_zeros(wide.shape[0]) if needs[2] else None
     for chunk in chunks(rows.shape[0], wide.shape[0]):
-        logits = _logits(rows[chunk], wide, shift)
+        logits = _logits(rows[chunk], wide, wide_bias)
         dlogits = torch.empty_like(logits)
         _kernels.cross_entropy_backward(
             slope[chunk].data_ptr(),

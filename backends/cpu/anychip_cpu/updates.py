@@ -1,8 +1,6 @@
-"""Update rules and norms over lists on the host, by chunks that stay in a cache.
+"""Update rules and norms over lists on the host: addresses of all tensors, in one native call.
 
-torch's own operations, as in the references, and the same bits: a rule works element by element,
-and a norm block by block. A reference makes temporary tensors as large as a parameter, whose bytes
-go through memory some ten times; of a chunk's temporaries none leaves the cache.
+A rule writes in place, so that what is not contiguous goes to the reference.
 """
 
 from __future__ import annotations
@@ -13,63 +11,81 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip import operators
 from anychip.operators.lamb import trust_ratios
-from anychip.operators.partials import BLOCK, grid_places, num_blocks
-from anychip_cpu.table import FLOATS, table
+from anychip.operators.partials import BLOCK, grid_places
+from anychip.operators.update import bias_corrections
+from anychip_cpu import native
+from anychip_cpu.native import CODES
+from anychip_cpu.table import address, native_row
 
-_CHUNK = 1 << 17
-"""Elements: 512 KiB of float32. A few of them fit a last-level cache, and torch's call takes little
-of the time; of 2^15 to 2^20, which were measured, smaller ones are slower for their calls."""
-
-
-def _chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [chunk for tensor in tensors for chunk in tensor.view(-1).split(_CHUNK)]
+_kernels: Any = native.kernels
 
 
-def _by_chunks(rule: Any, lists: Sequence[Any], scalars: Sequence[Any], **attrs: Any) -> None:
-    """The reference on chunks; ``lists`` may hold None for a list that is not given."""
-    cut = [None if tensors is None else _chunks(tensors) for tensors in lists]
-    low = cut.pop()
-    rule(*cut, *scalars, low, **attrs)
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [t.data_ptr() for t in tensors]
 
 
-@table.forward("sgd", kind="mapped", dtypes=FLOATS, contiguous=True)
-def sgd(
+def _tensors(tensors: Sequence[Tensor]) -> tuple[list[int], list[int], list[int]]:
+    """Addresses, elements, and dtypes."""
+    return (
+        _addresses(tensors),
+        [t.numel() for t in tensors],
+        [CODES[t.dtype] for t in tensors],
+    )
+
+
+def _update(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    lr: Tensor,
+    states: Sequence[Sequence[Tensor]],
+    lr: Tensor | None,
     step: Tensor,
     scale: Tensor | None,
     clip: Tensor | None,
     found_inf: Tensor | None,
     low_precision: Sequence[Tensor] | None,
-    **attrs: Any,
+) -> Any:
+    """What every rule is given, as the kernels take it; the rule has two states at most."""
+    first, second = (*states, (), ())[:2]
+    param_addresses, numels, param_dtypes = _tensors(params)
+    grad_addresses, _, grad_dtypes = _tensors(grads)
+    low_addresses, _, low_dtypes = _tensors(low_precision or ())
+    return _kernels.Update(
+        params=param_addresses,
+        grads=grad_addresses,
+        first_states=_addresses(first),
+        second_states=_addresses(second),
+        low_precision=low_addresses,
+        numels=numels,
+        param_dtypes=param_dtypes,
+        grad_dtypes=grad_dtypes,
+        low_dtypes=low_dtypes,
+        lr=address(lr),
+        step=address(step),
+        scale=address(scale),
+        clip=address(clip),
+        found_inf=address(found_inf),
+    )
+
+
+@native_row("adamw", "forward", contiguous=True)
+def adamw(
+    params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, *rest: Any, **attrs: Any
 ) -> None:
-    scalars = (lr, step, scale, clip, found_inf)
-    lists = (params, grads, momentum_buffers, low_precision)
-    _by_chunks(operators.sgd.forward, lists, scalars, **attrs)
+    _kernels.adamw(_update(params, grads, (exp_avgs, exp_avg_sqs), *rest), **attrs)
 
 
-@table.forward("lion", kind="mapped", dtypes=FLOATS, contiguous=True)
-def lion(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    lr: Tensor,
-    step: Tensor,
-    scale: Tensor | None,
-    clip: Tensor | None,
-    found_inf: Tensor | None,
-    low_precision: Sequence[Tensor] | None,
-    **attrs: Any,
-) -> None:
-    scalars = (lr, step, scale, clip, found_inf)
-    _by_chunks(operators.lion.forward, (params, grads, exp_avgs, low_precision), scalars, **attrs)
+@native_row("sgd", "forward", contiguous=True)
+def sgd(params: Any, grads: Any, momentum_buffers: Any, *rest: Any, **attrs: Any) -> None:
+    _kernels.sgd(_update(params, grads, (momentum_buffers,), *rest), **attrs)
 
 
-@table.forward("lamb", kind="mapped", dtypes=FLOATS, contiguous=True)
+@native_row("lion", "forward", contiguous=True)
+def lion(params: Any, grads: Any, exp_avgs: Any, *rest: Any, **attrs: Any) -> None:
+    _kernels.lion(_update(params, grads, (exp_avgs,), *rest), **attrs)
+
+
+@native_row("lamb", "forward", contiguous=True)
 def lamb(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -84,62 +100,31 @@ def lamb(
     trust: Tensor | None,
     **attrs: Any,
 ) -> None:
-    lists = (params, grads, exp_avgs, exp_avg_sqs)
+    moments = (exp_avgs, exp_avg_sqs)
     if trust is None and params:
-        grid: dict[str, Any] = {"offsets": None, "sizes": None, "block": BLOCK, **attrs}
-        partials = lamb_partials(*lists, step, scale, clip, **grid)
-        trust = trust_ratios(partials, [p.numel() for p in params])
-    cut = [_chunks(tensors) for tensors in lists]
-    low = None if low_precision is None else _chunks(low_precision)
-    if trust is not None:
-        # A tensor of no elements is one chunk too.
-        counts = [max(-(-p.numel() // _CHUNK), 1) for p in params]
-        trust = trust.repeat_interleave(torch.tensor(counts))
-    operators.lamb.forward(*cut, lr, step, scale, clip, found_inf, low, trust, **attrs)
-
-
-# Norms
-
-
-@table.forward("l2_norm_partials", kind="mapped", dtypes=FLOATS)
-def l2_norm_partials(
-    tensors: Sequence[Tensor],
-    *,
-    offsets: Sequence[int] | None,
-    sizes: Sequence[int] | None,
-    block: int,
-) -> Tensor:
-    places = grid_places(tensors, offsets, sizes, block)
-    found = torch.zeros(sum(count for _, count in places), dtype=torch.float32)
-    start = 0
-    for tensor, (first, count) in zip(tensors, places, strict=True):
-        _block_sums(tensor.reshape(-1), block, found[start + first : start + count])
-        start += count
-    return found
-
-
-def _block_sums(flat: Tensor, block: int, found: Tensor) -> None:
-    """The sums in the order of the reference, without a fresh tensor per step."""
-    rows = max(_CHUNK // block, 1)
-    scratch = torch.empty(rows, block, dtype=torch.float32)
-    for index, part in enumerate(flat.split(rows * block)):
-        if not part.numel():
-            return
-        count = num_blocks(part.numel(), block)
-        values = scratch[:count]
-        line = values.view(-1)
-        torch.mul(part, part, out=line[: part.numel()]) if part.dtype == torch.float32 else (
-            line[: part.numel()].copy_(part).square_()
+        partials = lamb_partials(
+            params,
+            grads,
+            *moments,
+            step,
+            scale,
+            clip,
+            offsets=None,
+            sizes=None,
+            block=BLOCK,
+            **attrs,
         )
-        line[part.numel() :].zero_()
-        width = block
-        while width > 1:
-            width //= 2
-            values[:, :width].add_(values[:, width : 2 * width])
-        found[index * rows : index * rows + count].copy_(values[:, 0])
+        trust = trust_ratios(partials, [p.numel() for p in params])
+    corrections = bias_corrections(step + 1.0, attrs["beta1"], attrs["beta2"])
+    _kernels.lamb(
+        _update(params, grads, moments, lr, step, scale, clip, found_inf, low_precision),
+        address(trust),
+        *_addresses(corrections),
+        **attrs,
+    )
 
 
-@table.forward("lamb_partials", kind="mapped", dtypes=FLOATS)
+@native_row("lamb_partials", "forward")
 def lamb_partials(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -154,17 +139,70 @@ def lamb_partials(
     block: int,
     **attrs: Any,
 ) -> Tensor:
-    places = grid_places(params, offsets, sizes, block)
-    found = torch.zeros(2, sum(count for _, count in places), dtype=torch.float32)
-    length = max(_CHUNK // block, 1) * block
-    start = 0
-    lists = (params, grads, exp_avgs, exp_avg_sqs)
-    for (first, count), *tensors in zip(places, *lists, strict=True):
-        place = start + first
-        for part in zip(*(t.reshape(-1).split(length) for t in tensors), strict=True):
-            grid: dict[str, Any] = {"offsets": None, "sizes": None, "block": block, **attrs}
-            sums = operators.lamb_partials.forward(*([t] for t in part), step, scale, clip, **grid)
-            found[:, place : place + sums.shape[1]].copy_(sums)
-            place += sums.shape[1]
-        start += count
+    given = (params, grads, exp_avgs, exp_avg_sqs)
+    whole_params, whole_grads, *states = ([t.contiguous() for t in tensors] for tensors in given)
+    first, total = _places(params, offsets, sizes, block)
+    found = torch.zeros(2, total, dtype=torch.float32)
+    if not total:  # a tensor without elements has no address
+        return found
+    corrections = bias_corrections(step + 1.0, attrs["beta1"], attrs["beta2"])
+    _kernels.lamb_partials(
+        _update(whole_params, whole_grads, states, None, step, scale, clip, None, None),
+        first,
+        block,
+        total,
+        found.data_ptr(),
+        *_addresses(corrections),
+        **attrs,
+    )
     return found
+
+
+# Norms, clipping, unscaling
+
+
+def _places(
+    tensors: Sequence[Tensor],
+    offsets: Sequence[int] | None,
+    sizes: Sequence[int] | None,
+    block: int,
+) -> tuple[list[int], int]:
+    """Where each tensor's first block is among the blocks of all whole tensors; their number."""
+    first, total = [], 0
+    for place, count in grid_places(tensors, offsets, sizes, block):
+        first.append(total + place)
+        total += count
+    return first, total
+
+
+@native_row("l2_norm_partials", "forward")
+def l2_norm_partials(
+    tensors: Sequence[Tensor],
+    *,
+    offsets: Sequence[int] | None,
+    sizes: Sequence[int] | None,
+    block: int,
+) -> Tensor:
+    whole = [t.contiguous() for t in tensors]
+    first, total = _places(tensors, offsets, sizes, block)
+    found = torch.zeros(total, dtype=torch.float32)
+    if total:  # a tensor without elements has no address
+        _kernels.l2_norm_partials(*_tensors(whole), first, block, found.data_ptr())
+    return found
+
+
+@native_row("l2_norm", "forward", contiguous=True, accepts=lambda tensors: len(tensors) > 0)
+def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
+    total = torch.empty((), dtype=torch.float32)
+    _kernels.l2_norm(*_tensors(tensors), total.data_ptr())
+    return total
+
+
+@native_row("clip", "forward", contiguous=True)
+def clip(tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> None:
+    _kernels.clip(*_tensors(tensors), norm.data_ptr(), max_norm)
+
+
+@native_row("unscale_and_check", "forward", contiguous=True)
+def unscale_and_check(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> None:
+    _kernels.unscale_and_check(*_tensors(grads), scale.data_ptr(), found_inf.data_ptr())

@@ -146,10 +146,17 @@ class OperatorSpec:
         residuals: what the forward returns after its outputs.
         saved: names of arguments, outputs and residuals that the backward is given, in this order.
         differentiable: names of the arguments that may require gradients.
-        double_backward: ``reference`` differentiates the reference forward; ``error`` refuses.
+        double_backward: ``reference`` differentiates the reference backward; ``error`` refuses.
+        restore: ``f(*saved, **attrs)`` of the saved arguments and outputs gives the saved residuals
+            again, differentiably, for a second derivative. None: the reference forward gives them,
+            for which every argument is kept until backward.
+        shaped_like: for an argument that the backward is not given, the tensor among those it is
+            given that has its shape and dtype, like ``{"x": "grad0"}``. By it the backward called
+            by hand is checked.
         check: raises ValueError for shapes that do not fit together; called on every call.
-        fixed_dtypes: argument name to the one dtype it must have, like ``{"rng": "int64"}``. All
-            other floating-point tensors may have any of float32, float16 and bfloat16.
+        fixed_dtypes: argument name to the one dtype that it must have, or to those it may have,
+            like ``{"rng": "int64", "offsets": ("int64", "int32")}``. All others are float32,
+            float16 or bfloat16.
         sizes: names the sizes that a row's ``limits`` may speak of, given the arguments.
         autocast: under autocast, floating-point arguments are cast to its dtype (lower), to float32
             (fp32), to the widest dtype among them (promote), or left alone (none).
@@ -179,8 +186,10 @@ class OperatorSpec:
     saved: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()
     double_backward: Literal["reference", "error"] = "reference"
+    restore: Function | None = None
+    shaped_like: Mapping[str, str] = field(default_factory=dict)
     check: Function | None = None
-    fixed_dtypes: Mapping[str, str] = field(default_factory=dict)
+    fixed_dtypes: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     sizes: Callable[..., Mapping[str, int]] | None = None
     autocast: Autocast = "none"
     sharding: Sharding | None = None

@@ -2,6 +2,6 @@
 
 ``operator`` holds what ``anychip.ops`` exports and the eager short cut; ``library`` registers the
 same operator with torch.library, for everything unusual; ``kernel`` and ``resolution`` find the
-row; ``autograd`` and ``mutation`` keep torch's rules; ``selection`` is the state, ``tally`` the
-record.
+row; ``autograd`` and ``mutation`` keep torch's rules, ``agreement`` looks at a backward called by
+hand; ``selection`` is the state, ``tally`` the record.
 """

@@ -1,13 +1,14 @@
 """The gradient of an operator: forward and backward rows in, one autograd node out.
 
 Backward rows are first-order. Under ``create_graph=True`` the reference backward is differentiated
-instead: residuals and outputs among its inputs are recomputed by the reference forward, so that
+instead. Outputs among its inputs lead back to this node, as those that torch's own softmax saves
+do. Residuals are computed again, by the spec's ``restore`` or else by the reference forward. So
 their own dependence on the arguments is part of the second derivative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -30,8 +31,9 @@ class Gradient:
 
     Attributes:
         differentiable: positions of the arguments that may require gradients.
-        kept: names of the tensors that a graph node keeps: the spec's ``saved``, then, when some of
-            those are outputs or residuals, the arguments needed to recompute them.
+        kept: names of the tensors that a graph node keeps: the spec's ``saved``, then, when there
+            are residuals among those and only the forward restores them, the other arguments.
+        given: the arguments and outputs among ``saved``.
     """
 
     def __init__(
@@ -53,9 +55,14 @@ class Gradient:
         unknown = set(spec.saved) - {*signature.positional, *self.results}
         if unknown:
             raise ValueError(f"{spec.name}: saved names {sorted(unknown)} are not in the spec")
-        self.recomputes = any(name in self.results for name in spec.saved)
-        extra = [n for n in signature.positional if n not in spec.saved] if self.recomputes else []
-        self.kept = (*spec.saved, *extra)
+        residuals = {r.name for r in spec.residuals}
+        self.given = tuple(n for n in spec.saved if n not in residuals)
+        self._lost = tuple(n for n in spec.saved if n in residuals)
+        again = bool(self._lost) and spec.restore is None
+        self.kept = (
+            *spec.saved,
+            *(n for n in signature.positional if again and n not in spec.saved),
+        )
         self.differentiable = tuple(signature.positional.index(n) for n in spec.differentiable)
         grads = tuple(f"grad{i}" for i in range(signature.num_outputs))
         self.kernel = Kernel(spec, "backward", (*grads, *spec.saved), pairs=False)
@@ -91,9 +98,11 @@ class Gradient:
         arity = len(self.signature.positional)
         own, args = kept[: len(kept) - arity], kept[len(kept) - arity :]
         if torch.is_grad_enabled():
-            # The place of what recorded() recomputes; a paired row has no canonical residuals.
-            blank = [grads[0]] * len(self.results)
-            return self.recorded(grads, self.keep(args, blank), attrs, needs)
+            named = dict(zip(self.signature.positional, args, strict=True))
+            named.update(zip(self.given, own, strict=False))
+            # A paired row has no canonical residuals; recorded() computes what they stand for.
+            canonical = [named.get(name, grads[0]) for name in self.kept]
+            return self.recorded(grads, canonical, attrs, needs)
         if nothing_special() and self.kernel.key((*grads, *own)) is not None:
             return self.pair_backward(pair, (*grads, *own), attrs, needs)
         values = (attrs[n] for n in self.signature.attr_names)
@@ -175,13 +184,22 @@ class Gradient:
         named: dict[str, Any] = dict(zip(self.kept, kept, strict=True))
         # Autocast was applied to the arguments once; the reference's own torch calls are exact.
         with torch.autocast(grads[0].device.type, enabled=False) if _autocast() else nullcontext():
-            if self.recomputes:
-                args = [named[n] for n in self.signature.positional]
-                results = self.signature.results(self.spec.forward(*args, **attrs))
-                named.update(zip(self.results, results, strict=True))
+            if self._lost:
+                named.update(self._restored(named, attrs))
             saved = (named[n] for n in self.spec.saved)
             found: Sequence[Tensor | None] = row.function(*grads, *saved, **attrs, needs=needs)
         return found
+
+    def _restored(
+        self, named: Mapping[str, Any], attrs: Mapping[str, Any]
+    ) -> Iterable[tuple[str, Tensor]]:
+        """What the reference computes again, by name: the saved residuals, or all results."""
+        if self.spec.restore is not None:
+            found = self.spec.restore(*(named[n] for n in self.given), **attrs)
+            return zip(self._lost, self.signature.results(found), strict=True)
+        args = (named[n] for n in self.signature.positional)
+        found = self.spec.forward(*args, **attrs)
+        return zip(self.results, self.signature.results(found), strict=True)
 
 
 Call = tuple[Gradient, Kernel, tuple[Any, ...], Mapping[str, Any]]
@@ -223,8 +241,6 @@ class Node(torch.autograd.Function):
 def pair_keep(gradient: Gradient, args: Sequence[Any], results: Sequence[Tensor]) -> list[Any]:
     """What a paired row's backward is given: saved arguments and outputs, then its residuals."""
     count = gradient.num_outputs
-    residuals = {r.name for r in gradient.spec.residuals}
     named = dict(zip(gradient.signature.positional, args, strict=True))
     named.update(zip(gradient.results[:count], results, strict=False))
-    saved = [named[n] for n in gradient.spec.saved if n not in residuals]
-    return [*saved, *results[count:]]
+    return [*(named[n] for n in gradient.given), *results[count:]]

@@ -17,6 +17,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from anychip.contract import FallbackError, OperatorSpec, Row
 from anychip.dispatch import selection
+from anychip.dispatch.agreement import Agreement
 from anychip.dispatch.autograd import pair_keep
 from anychip.dispatch.kernel import Kernel, transformed
 from anychip.dispatch.mutation import bump_versions, refuse_overlap, tensors_of
@@ -237,11 +238,14 @@ def _define_backward(operator: Operator[..., Any]) -> None:
     spec, signature, gradient = operator.spec, operator.signature, operator.gradient
     assert gradient is not None
     library, name = _library(spec.namespace), f"{spec.name}_backward"
-    tensors = [f"Tensor {n}" for n in gradient.kernel.names]
+    tensors = [
+        f"Tensor{'?' if signature.may_be_none(n) else ''} {n}" for n in gradient.kernel.names
+    ]
     attributes = list(signature.arguments[len(signature.positional) :])
     arguments = ", ".join([*tensors, *attributes, "bool[] needs"])
     library.define(f"{name}({arguments}) -> {_returns(len(spec.differentiable))}", tags=_TAGS)
     arity, names = len(tensors), signature.attr_names
+    agreement = Agreement(spec, signature, gradient.results, gradient.kernel.names)
 
     def split(flat: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         attrs = dict(zip(names, flat[arity:-1], strict=True))
@@ -249,6 +253,7 @@ def _define_backward(operator: Operator[..., Any]) -> None:
 
     def kernel(*flat: Any) -> Any:
         args, attrs = split(flat)
+        agreement.check(args, flat[arity:-1], flat[-1])
         return _gradients(gradient.kernel.run(args, attrs), attrs["needs"], flat[0])
 
     def fake(*flat: Any) -> Any:
@@ -364,8 +369,7 @@ def _define_pair_backward(operator: Operator[..., Any], base: str, row: Row) -> 
     assert gradient is not None
     assert row.paired is not None
     library, name = _library(spec.namespace), f"{base}_backward"
-    residuals = {r.name for r in spec.residuals}
-    num_own = sum(n not in residuals for n in spec.saved) + row.paired.num_residuals
+    num_own = len(gradient.given) + row.paired.num_residuals
     given = [f"Tensor grad{i}" for i in range(signature.num_outputs)]
     given += [f"Tensor? own{i}" for i in range(num_own)]
     arguments = ", ".join([*given, *signature.arguments, "bool[] needs"])

@@ -97,8 +97,11 @@ class Operator(Generic[P, R]):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._whole and len(args) == self._arity and kwargs.keys() <= self._attrs.keys():
+            self.signature.check_attributes(kwargs)
             return args, {**self._attrs, **kwargs}
-        return self.signature.bind(args, kwargs)
+        bound, attrs = self.signature.bind(args, kwargs)
+        self.signature.check_attributes(attrs)
+        return bound, attrs
 
     def _short_cut(
         self, known: tuple[bool, tuple[Any, ...]], args: tuple[Any, ...], attrs: dict[str, Any]

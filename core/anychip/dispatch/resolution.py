@@ -265,10 +265,11 @@ def _check_facts(situation: Situation) -> None:
     for fact in situation.facts:
         fixed = spec.fixed_dtypes.get(fact.name)
         if fixed is not None:
-            wanted = frozenset({getattr(torch, fixed)})
-            if fact.dtypes - wanted:
+            allowed = (fixed,) if isinstance(fixed, str) else fixed
+            if fact.dtypes - {getattr(torch, name) for name in allowed}:
                 raise ValueError(
-                    f"{spec.name}: {fact.name} must be {fixed}, got {_names(fact.dtypes)}"
+                    f"{spec.name}: {fact.name} must be {' or '.join(allowed)}, got "
+                    f"{_names(fact.dtypes)}"
                 )
         elif fact.dtypes - _FLOATS:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ class Signature:
         arguments: the schema's text for every argument, attributes last, without defaults and
             alias marks.
         lists, optional: for every positional argument, whether it is a list, and may be None.
+        attr_types: the Python type that each attribute usually has; None for no single one.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Signature:
     arguments: tuple[str, ...]
     lists: tuple[bool, ...]
     optional: tuple[bool, ...]
+    attr_types: Mapping[str, type | None]
 
     @classmethod
     def parse(cls, spec: OperatorSpec) -> Signature:
@@ -77,6 +80,7 @@ class Signature:
             arguments=tuple(f"{_type_text(a)} {a.name}" for a in (*tensors, *attributes)),
             lists=tuple("[]" in text for text in types),
             optional=tuple(text.endswith("?") for text in types),
+            attr_types={a.name: _USUAL.get(_type_text(a).rstrip("?")) for a in attributes},
         )
 
     def bind(self, args: Args, kwargs: Mapping[str, Any]) -> tuple[Args, Attrs]:
@@ -107,6 +111,25 @@ class Signature:
             raise TypeError(f"{self.name}() is missing {', '.join(map(repr, missing))}")
         return tuple(values.get(n, self.defaults.get(n)) for n in self.positional), attrs
 
+    def check_attributes(self, attrs: Mapping[str, Any]) -> None:
+        """Raises TypeError for an attribute that is not of the schema's type.
+
+        torch.library does so on its own; the short cut would hand anything to a row.
+        """
+        for name, value in attrs.items():
+            if type(value) is self.attr_types[name]:
+                continue
+            kind = self.arguments[len(self.positional) + self.attr_names.index(name)].split()[0]
+            if not _is_of(value, kind) and not _is_traced(value):
+                raise TypeError(
+                    f"{self.name}(): {name} must be {_kind_text(kind)}, got {value!r} "
+                    f"({type(value).__name__})"
+                )
+
+    def may_be_none(self, name: str) -> bool:
+        """Whether this is a positional argument that may be left out."""
+        return name in self.positional and self.optional[self.positional.index(name)]
+
     def check_kinds(self, args: Sequence[Any]) -> None:
         """Raises TypeError for a positional argument that is not what the schema says."""
         for place, arg in enumerate(args):
@@ -136,9 +159,49 @@ class Signature:
         return (value,) if isinstance(value, torch.Tensor) else value
 
 
+_USUAL: Mapping[str, type] = {"float": float, "int": int, "bool": bool, "str": str}
+# Less than torch.library takes, which converts: a bool is no number here, and a tensor is not read.
+_ACCEPTED: Mapping[str, tuple[type, ...]] = {
+    "float": (numbers.Real, torch.SymFloat, torch.SymInt),
+    "int": (numbers.Integral, torch.SymInt),
+    "bool": (bool, torch.SymBool),
+    "str": (str,),
+}
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """Whether a value may stand for a schema's type; True for types that are not looked at."""
+    if kind.endswith("?"):
+        return value is None or _is_of(value, kind[:-1])
+    if kind.endswith("[]"):
+        single = kind.removesuffix("[]")
+        found = set(map(type, value)) if isinstance(value, (list, tuple)) else None
+        return found is not None and all(_fits(t, single) for t in found)
+    return _fits(type(value), kind)
+
+
+def _fits(given: type, kind: str) -> bool:
+    accepted = _ACCEPTED.get(kind)
+    if accepted is None:
+        return True
+    return issubclass(given, accepted) and (kind == "bool" or given is not bool)
+
+
+def _kind_text(kind: str) -> str:
+    if kind.endswith("?"):
+        return f"{_kind_text(kind[:-1])} or None"
+    if kind.endswith("[]"):
+        return f"a list of {kind.removesuffix('[]')}"
+    return f"an {kind}" if kind == "int" else f"a {kind}"
+
+
 def _is_tensor(arg: Any) -> bool:
-    # What stands for a tensor while a function is traced has the protocol, not the type.
-    return isinstance(arg, torch.Tensor) or hasattr(type(arg), "__torch_function__")
+    return isinstance(arg, torch.Tensor) or _is_traced(arg)
+
+
+def _is_traced(arg: Any) -> bool:
+    """What stands for a value while a function is traced: it has torch's protocol, not the type."""
+    return hasattr(type(arg), "__torch_function__") and not isinstance(arg, torch.Tensor)
 
 
 def _type_text(argument: Any) -> str:

@@ -140,6 +140,8 @@ add_rms_norm = OperatorSpec(
     fake=_rms_fake,
     residuals=(Residual("rstd", "x.shape[:-1]", "float32"),),
     saved=("y1", "weight", "rstd"),
+    restore=lambda total, weight, *, eps: rms_norm.forward(total.float(), weight, eps=eps)[1],
+    shaped_like={"x": "grad0", "residual": "y1"},
     differentiable=("x", "residual", "weight"),
     check=_check,
     sizes=_sizes,
@@ -227,6 +229,10 @@ add_layer_norm = OperatorSpec(
         Residual("rstd", "x.shape[:-1]", "float32"),
     ),
     saved=("y1", "weight", "mean", "rstd"),
+    restore=lambda total, weight, *, eps: layer_norm.forward(total.float(), weight, None, eps=eps)[
+        1:
+    ],
+    shaped_like={"x": "grad0", "residual": "y1"},
     differentiable=("x", "residual", "weight", "bias"),
     check=_check,
     sizes=_sizes,

@@ -88,6 +88,7 @@ hadamard = OperatorSpec(
     backward=_hadamard_backward,
     fake=lambda x, *, block: torch.empty_like(x, memory_format=torch.contiguous_format),
     differentiable=("x",),
+    shaped_like={"x": "grad0"},
     check=_hadamard_check,
     sizes=lambda x, *, block: {"numel": x.numel(), "block": _length(x, block)},
     sharding=Sharding(_hadamard_shards, _hadamard_shards),

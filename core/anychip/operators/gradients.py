@@ -55,7 +55,7 @@ l2_norm = OperatorSpec(
 def _clip_forward(tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> None:
     coefficient = torch.clamp(max_norm / (norm + CLIP_EPS), max=1.0)
     for tensor in tensors:
-        tensor.mul_(coefficient.to(tensor.dtype) if tensor.dtype == torch.float32 else coefficient)
+        tensor.mul_(coefficient)
 
 
 def _clip_check(tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> None:

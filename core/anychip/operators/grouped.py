@@ -107,7 +107,7 @@ grouped_linear = OperatorSpec(
     saved=("x", "weight", "offsets"),
     differentiable=("x", "weight"),
     check=_check,
-    fixed_dtypes={"offsets": "int64"},
+    fixed_dtypes={"offsets": ("int64", "int32")},
     sizes=lambda x, weight, offsets: {
         "groups": weight.shape[0],
         "rows": x.shape[0],

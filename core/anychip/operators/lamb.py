@@ -8,15 +8,17 @@ are whole, and ``lamb`` does the same by itself: the bits are equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anychip.contract import Bound, Cost, OperatorSpec, Sample, SampleMaker
-from anychip.operators import lists, update
+from anychip.operators import lists
 from anychip.operators.partials import BLOCK, grid_places, num_blocks, partials_of, sum_in_pairs
+from anychip.operators.rule import Call, Move, Rule, operator_of, sampled_tensors, scaled
+from anychip.operators.update import bias_corrections
 
 
 def trust_ratios(partials: Tensor, sizes: Sequence[int], *, block: int = BLOCK) -> Tensor:
@@ -29,51 +31,45 @@ def trust_ratios(partials: Tensor, sizes: Sequence[int], *, block: int = BLOCK) 
     Returns:
         (len(sizes),) float32.
     """
-    counts = [num_blocks(size, block) for size in sizes]
-    squares = [sum_in_pairs(part) for part in partials.split(counts, dim=-1)]
-    weight, step = torch.stack(squares, dim=-1).sqrt()
+    squares = _squared_norms(partials, [num_blocks(size, block) for size in sizes])
+    weight, step = squares.sqrt()
     usable = (weight > 0.0) & (step > 0.0)
     return torch.where(usable, weight / torch.where(usable, step, 1.0), 1.0)
 
 
-def _moved(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    count: Tensor,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The moments after this step, and the step's direction u."""
-    first = beta1 * exp_avg + (1.0 - beta1) * grad
-    second = beta2 * exp_avg_sq + (1.0 - beta2) * grad.square()
-    correction1 = 1.0 - torch.pow(beta1, count)
-    correction2 = 1.0 - torch.pow(beta2, count)
-    adam = (first / correction1) / ((second / correction2).sqrt() + eps)
-    return first, second, adam + weight_decay * param.float()
+def _squared_norms(partials: Tensor, counts: Sequence[int]) -> Tensor:
+    """(2, len(counts)) sums in pairs. Tensors of one padded width share the operations."""
+    widths: dict[int, list[int]] = {}
+    for index, count in enumerate(counts):
+        widths.setdefault(1 << max(count - 1, 0).bit_length(), []).append(index)
+    parts = partials.split(list(counts), dim=-1)
+    found = partials.new_empty((2, len(counts)))
+    for width, members in widths.items():
+        missing = [torch.nn.functional.pad(parts[i], (0, width - counts[i])) for i in members]
+        found[:, members] = sum_in_pairs(torch.stack(missing, dim=1))
+    return found
 
 
-def _check_lists(params: Sequence[Tensor], *, beta1: float, beta2: float, eps: float,
-                 **others: Sequence[Tensor]) -> None:  # fmt: skip
-    lists.check_shapes("params", params, **others)
-    update.check_fractions(beta1=beta1, beta2=beta2)
-    if eps < 0.0:
-        raise ValueError(f"eps must be at least 0, got {eps}")
+def _directions(
+    count: Tensor, *, beta1: float, beta2: float, eps: float, weight_decay: float
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Gives the step's direction u and both averages after this step."""
+    correction1, correction2 = bias_corrections(count, beta1, beta2)
 
+    def direction(
+        param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        first = beta1 * exp_avg + (1.0 - beta1) * grad
+        second = beta2 * exp_avg_sq + (1.0 - beta2) * grad.square()
+        adam = (first / correction1) / ((second / correction2).sqrt() + eps)
+        return adam + weight_decay * param, first, second
 
-def _tensors(maker: SampleMaker) -> tuple[list[Tensor], ...]:
-    params = [maker.normal(*shape, dtype=torch.float32) for shape in lists.SHAPES]
-    grads = [maker.normal(*shape) for shape in lists.SHAPES]
-    moments = [maker.normal(*shape, scale=0.1, dtype=torch.float32) for shape in lists.SHAPES]
-    squares = [maker.normal(*shape, dtype=torch.float32).square() for shape in lists.SHAPES]
-    return params, grads, moments, squares
+    return direction
 
 
 _ATTRS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
+_STATES = ("exp_avgs", "exp_avg_sqs")
+_SCHEMA = "float beta1=0.9, float beta2=0.999, float eps=1e-06, float weight_decay=0.01"
 
 
 # lamb_partials
@@ -94,15 +90,13 @@ def _partials_forward(
     **attrs: float,
 ) -> Tensor:
     places = grid_places(params, offsets, sizes, block)
-    found = [partials_of(params, places, block)]
-    directions = []
-    for given, place in zip(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True), places,
-                            strict=True):  # fmt: skip
-        param, grad, first, second = given
-        grad = update.scaled(grad, scale, clip)
-        direction = _moved(param, grad, first, second, step + 1.0, **attrs)[2]
-        directions.append(partials_of([direction], [place], block))
-    return torch.stack([*found, torch.cat(directions)])
+    direction = _directions(step + 1.0, **attrs)
+    sums = []
+    for *given, place in zip(params, grads, exp_avgs, exp_avg_sqs, places, strict=True):
+        param, grad, *averages = given
+        found = direction(param.float(), scaled(grad, scale, clip), *averages)[0]
+        sums.append(partials_of([found], [place], block))
+    return torch.stack([partials_of(params, places, block), torch.cat(sums)])
 
 
 def _partials_fake(
@@ -122,30 +116,26 @@ def _partials_check(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
-    step: Tensor,
-    scale: Tensor | None,
-    clip: Tensor | None,
-    *,
+    *scalars: Tensor | None,
     offsets: Sequence[int] | None,
     sizes: Sequence[int] | None,
     block: int,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    **attrs: float,
 ) -> None:
     given = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    _check_lists(params, beta1=beta1, beta2=beta2, eps=eps, **given)
-    lists.check_scalars(step=step, scale=scale, clip=clip)
+    lists.check_shapes("params", params, **given)
+    lists.check_numbers(attrs)
+    lists.check_scalars(**dict(zip(("step", "scale", "clip"), scalars, strict=True)))
     grid_places(params, offsets, sizes, block)
 
 
 def _partials_samples(maker: SampleMaker) -> Iterator[Sample]:
     grid = {"offsets": None, "sizes": None, "block": 64}
-    args = (*_tensors(maker), maker.scalar(3.0), None, None)
+    args = (*sampled_tensors(maker, _STATES), maker.scalar(3.0), None, None)
     yield Sample(args, {**_ATTRS, **grid}, "plain")
     shard = {"offsets": [64, 0, 64, 0], "sizes": [84, 17, 65, 1000], "block": 64}
-    args = (*_tensors(maker), maker.scalar(0.0), maker.scalar(1024.0), maker.scalar(0.5))
+    scalars = (maker.scalar(0.0), maker.scalar(1024.0), maker.scalar(0.5))
+    args = (*sampled_tensors(maker, _STATES), *scalars)
     yield Sample(args, {**_ATTRS, **shard}, "shards,scale,clip")
 
 
@@ -154,15 +144,14 @@ lamb_partials = OperatorSpec(
     signature=(
         "(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor step, "
         "Tensor? scale=None, Tensor? clip=None, *, int[]? offsets=None, int[]? sizes=None, "
-        "int block=1024, float beta1=0.9, float beta2=0.999, float eps=1e-06, "
-        "float weight_decay=0.01) -> Tensor"
+        f"int block=1024, {_SCHEMA}) -> Tensor"
     ),
     equation="row 0: l2_norm_partials(params); row 1: those of lamb's u; nothing is written",
     source="You et al. 2019, arXiv:1904.00962, algorithm 2",
     forward=_partials_forward,
     fake=_partials_fake,
     check=_partials_check,
-    fixed_dtypes={name: "float32" for name in ("exp_avgs", "exp_avg_sqs", "step", "scale", "clip")},
+    fixed_dtypes=dict.fromkeys((*_STATES, "step", "scale", "clip"), "float32"),
     sizes=lambda params, *_, **__: {"numel": lists.numel(params), "tensors": len(params)},
     reduction="sum",
     cost=lambda params, grads, m, v, *_, **__: Cost(
@@ -177,88 +166,43 @@ lamb_partials = OperatorSpec(
 # lamb
 
 
-def _lamb_forward(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    lr: Tensor,
-    step: Tensor,
-    scale: Tensor | None,
-    clip: Tensor | None,
-    found_inf: Tensor | None,
-    low_precision: Sequence[Tensor] | None,
-    trust: Tensor | None,
-    **attrs: float,
-) -> None:
-    skip = update.is_skipped(found_inf, lr)
-    if trust is None and params:
-        grid: dict[str, Any] = {"offsets": None, "sizes": None, "block": BLOCK, **attrs}
-        partials = _partials_forward(
-            params, grads, exp_avgs, exp_avg_sqs, step, scale, clip, **grid
-        )
-        trust = trust_ratios(partials, [p.numel() for p in params])
-    for index, param in enumerate(params):
-        assert trust is not None
-        exp_avg, exp_avg_sq = exp_avgs[index], exp_avg_sqs[index]
-        grad = update.scaled(grads[index], scale, clip)
-        first, second, direction = _moved(param, grad, exp_avg, exp_avg_sq, step + 1.0, **attrs)
-        exp_avg.copy_(torch.where(skip, exp_avg, first))
-        exp_avg_sq.copy_(torch.where(skip, exp_avg_sq, second))
-        low = low_precision[index] if low_precision else None
-        update.store(skip, param, param.float() - lr * trust[index] * direction, low)
-    step.copy_(torch.where(skip, step, step + 1.0))
+def _lamb(count: Tensor, **attrs: float) -> Move:
+    direction = _directions(count, **attrs)
+
+    def move(rate: Tensor, param: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found, first, second = direction(param, *given)
+        return param - rate * found, first, second
+
+    return move
 
 
-def _lamb_check(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    lr: Tensor,
-    step: Tensor,
-    scale: Tensor | None,
-    clip: Tensor | None,
-    found_inf: Tensor | None,
-    low_precision: Sequence[Tensor] | None,
-    trust: Tensor | None,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    given = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    if low_precision:
-        given["low_precision"] = low_precision
-    _check_lists(params, beta1=beta1, beta2=beta2, eps=eps, **given)
-    lists.check_scalars(lr=lr, step=step, scale=scale, clip=clip, found_inf=found_inf)
-    if trust is not None and tuple(trust.shape) != (len(params),):
-        raise ValueError(
-            f"trust must have one entry per tensor, shape ({len(params)},), got "
-            f"{tuple(trust.shape)}"
-        )
+def _trust(call: Call, **attrs: float) -> Tensor:
+    exp_avgs, exp_avg_sqs = call.states
+    partials = _partials_forward(
+        call.params,
+        call.grads,
+        exp_avgs,
+        exp_avg_sqs,
+        call.step,
+        call.scale,
+        call.clip,
+        offsets=None,
+        sizes=None,
+        block=BLOCK,
+        **attrs,
+    )
+    return trust_ratios(partials, [p.numel() for p in call.params])
 
 
-def _lamb_samples(maker: SampleMaker) -> Iterator[Sample]:
-    for label, scalars in update.sampled_scalars(maker):
-        params, grads, moments, squares = _tensors(maker)
-        low = update.sampled_copies(params, label)
-        trust = torch.stack([maker.scalar(value) for value in (0.5, 1.0, 2.0, 3.0)])
-        args = (params, grads, moments, squares, maker.scalar(1e-2), maker.scalar(3.0), *scalars,
-                low, trust if label == "found_inf" else None)  # fmt: skip
-        yield Sample(args, _ATTRS, label)
-
-
-_LAMB_FLOAT32 = ("exp_avgs", "exp_avg_sqs", "lr", "step", "scale", "clip", "found_inf", "trust")
-
-lamb = OperatorSpec(
-    name="lamb",
-    signature=(
-        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-        "Tensor lr, Tensor(d!) step, Tensor? scale=None, Tensor? clip=None, "
-        "Tensor? found_inf=None, Tensor(e!)[]? low_precision=None, Tensor? trust=None, *, "
-        "float beta1=0.9, float beta2=0.999, float eps=1e-06, float weight_decay=0.01) -> ()"
+lamb = operator_of(
+    "lamb",
+    Rule(
+        states=_STATES,
+        attrs=_SCHEMA,
+        prepare=_lamb,
+        trust=_trust,
+        flops=34,
+        sampled_attrs=lambda _: _ATTRS,
     ),
     equation=(
         "unless found_inf: t = step = step + 1; g = g / scale * clip; m = b1 m + (1 - b1) g; "
@@ -267,16 +211,6 @@ lamb = OperatorSpec(
         "trust = ||p|| / ||u|| per tensor, 1 where one of them is 0; p = p - lr trust u"
     ),
     source="You et al. 2019, arXiv:1904.00962, algorithm 2, phi the identity",
-    forward=_lamb_forward,
-    fake=lambda *args, **attrs: None,
-    check=_lamb_check,
-    fixed_dtypes={name: "float32" for name in _LAMB_FLOAT32},
-    sizes=lambda params, *_, **__: {"numel": lists.numel(params), "tensors": len(params)},
-    reduction="elementwise",
-    cost=lambda params, grads, m, v, *_, **__: Cost(
-        3 * lists.nbytes(params, m, v) + 2 * lists.nbytes(grads), 34 * lists.numel(params)
-    ),
     aten=frozenset({"mul", "add", "div", "sqrt", "pow", "square", "where", "copy_"}),
-    samples=_lamb_samples,
     bound=Bound(forward=40, backward=0, length=lambda *_, **__: BLOCK),
 )

@@ -59,13 +59,12 @@ def _forward(
     ignore_index: int,
     reduction: str,
     **options: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     check_targets("linear_cross_entropy", target, weight.shape[0], ignore_index)
     rows, labels, wide = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1), weight.float()
-    shift = wide.new_empty(0) if bias is None else bias.float().clone()
     losses, lses = [], []
     for chunk in chunks(rows.shape[0], weight.shape[0]):
-        logits = _logits(rows[chunk].float(), wide, shift)
+        logits = _logits(rows[chunk].float(), wide, bias)
         loss, lse = cross_entropy_forward(
             logits, labels[chunk], ignore_index=ignore_index, reduction="none", **options
         )
@@ -74,14 +73,14 @@ def _forward(
     loss = torch.cat(losses) if losses else wide.new_empty(0)
     lse = torch.cat(lses) if lses else wide.new_empty(0)
     if reduction == "none":
-        return loss.reshape(target.shape), lse.reshape(target.shape), shift
+        return loss.reshape(target.shape), lse.reshape(target.shape)
     total = loss.sum() if reduction == "sum" else loss.sum() / (labels != ignore_index).sum()
-    return total, lse.reshape(target.shape), shift
+    return total, lse.reshape(target.shape)
 
 
-def _logits(rows: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     logits = rows @ weight.t()
-    return logits + shift if shift.shape[0] else logits
+    return logits if bias is None else logits + bias.float()
 
 
 def _backward(
@@ -89,8 +88,8 @@ def _backward(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
+    bias: Tensor | None,
     lse: Tensor,
-    shift: Tensor,
     *,
     ignore_index: int,
     reduction: str,
@@ -105,7 +104,7 @@ def _backward(
         part = rows[chunk].float()
         (dlogits,) = cross_entropy_backward(
             slope[chunk],
-            _logits(part, wide, shift),
+            _logits(part, wide, bias),
             labels[chunk],
             lse[chunk],
             ignore_index=ignore_index,
@@ -128,10 +127,9 @@ def _backward(
 
 def _fake(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, reduction: str, **_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     loss = x.new_empty(target.shape if reduction == "none" else (), dtype=torch.float32)
-    lse = x.new_empty(target.shape, dtype=torch.float32)
-    return loss, lse, x.new_empty((0,) if bias is None else bias.shape, dtype=torch.float32)
+    return loss, x.new_empty(target.shape, dtype=torch.float32)
 
 
 def _check(
@@ -197,7 +195,7 @@ def _shards(
     loss: dict[str, Placement] = {"sum": "partial"}
     rest: list[Placement] = [] if bias is None else [None]
     dims = range(target.dim()) if reduction != "mean" else ()
-    return [([loss.get(reduction, d), d, None], [d, None, d, *rest]) for d in dims]
+    return [([loss.get(reduction, d), d], [d, None, d, *rest]) for d in dims]
 
 
 def _backward_shards(
@@ -205,17 +203,18 @@ def _backward_shards(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
+    bias: Tensor | None,
     lse: Tensor,
-    shift: Tensor,
     ignore_index: int,
     smoothing: float,
     z: float,
     reduction: str,
     needs: list[bool],
 ) -> Placements:
+    rest: list[Placement] = [] if bias is None else [None]
     dims = range(target.dim()) if reduction != "mean" else ()
     return [
-        ([d, "partial", "partial"], [None if reduction == "sum" else d, d, None, d, d, None])
+        ([d, "partial", "partial"], [None if reduction == "sum" else d, d, None, d, *rest, d])
         for d in dims
     ]
 
@@ -231,12 +230,8 @@ linear_cross_entropy = OperatorSpec(
     forward=_forward,
     backward=_backward,
     fake=_fake,
-    # The bias as it was added, since a backward row cannot be given an argument that may be None.
-    residuals=(
-        Residual("lse", "target.shape", "float32"),
-        Residual("shift", "(V,), or (0,) without a bias", "float32"),
-    ),
-    saved=("x", "weight", "target", "lse", "shift"),
+    residuals=(Residual("lse", "target.shape", "float32"),),
+    saved=("x", "weight", "target", "bias", "lse"),
     differentiable=("x", "weight", "bias"),
     check=_check,
     fixed_dtypes={"target": "int64"},

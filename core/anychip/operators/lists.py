@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -24,6 +24,15 @@ def check_scalars(**scalars: Tensor | None) -> None:
     for name, tensor in scalars.items():
         if tensor is not None and tensor.dim() != 0:
             raise ValueError(f"{name} must be a 0-dim tensor, got shape {tuple(tensor.shape)}")
+
+
+def check_numbers(attrs: Mapping[str, float]) -> None:
+    """Raises ValueError for a rate of an average that is not in [0, 1), or an eps below 0."""
+    for name in ("beta1", "beta2", "momentum"):
+        if name in attrs and not 0.0 <= attrs[name] < 1.0:
+            raise ValueError(f"{name} must be at least 0 and below 1, got {attrs[name]}")
+    if attrs.get("eps", 0.0) < 0.0:
+        raise ValueError(f"eps must be at least 0, got {attrs['eps']}")
 
 
 def check_shapes(first: str, tensors: Sequence[Tensor], **others: Sequence[Tensor]) -> None:

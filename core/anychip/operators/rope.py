@@ -121,6 +121,7 @@ rope = OperatorSpec(
     fake=_rope_fake,
     saved=("cos", "sin"),
     differentiable=("q", "k"),
+    shaped_like={"q": "grad0", "k": "grad1"},
     check=_rope_check,
     fixed_dtypes={"cos": "float32", "sin": "float32"},
     sizes=lambda q, k, cos, sin, *, interleaved: {

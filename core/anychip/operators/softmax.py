@@ -23,7 +23,7 @@ from anychip.contract import (
     Sharding,
 )
 
-Needs = tuple[bool]
+Needs = tuple[bool, bool]
 
 
 def _scores(
@@ -54,11 +54,14 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, y: Tensor, *, scale: float, causal: bool, needs: Needs
-) -> tuple[Tensor]:
+    grad: Tensor, y: Tensor, bias: Tensor | None, *, scale: float, causal: bool, needs: Needs
+) -> tuple[Tensor | None, Tensor | None]:
     wide, slope = y.float(), grad.float()
-    inner = (slope * wide).sum(-1, keepdim=True)
-    return ((wide * (slope - inner) * scale).to(y.dtype),)
+    dscores = wide * (slope - (slope * wide).sum(-1, keepdim=True))
+    dbias = None
+    if needs[1] and bias is not None:
+        dbias = dscores.sum_to_size(bias.shape).to(bias.dtype)
+    return ((dscores * scale).to(y.dtype) if needs[0] else None), dbias
 
 
 def _fake(
@@ -123,9 +126,18 @@ def _aligned(tensor: Tensor, x: Tensor, dim: int) -> Placement:
 
 
 def _backward_shards(
-    grad: Tensor, y: Tensor, scale: float, causal: bool, needs: list[bool]
+    grad: Tensor, y: Tensor, bias: Tensor | None, scale: float, causal: bool, needs: list[bool]
 ) -> Placements:
-    return [([d], [d, d]) for d in range(y.dim() - 1)]
+    allowed: list[tuple[list[Placement], list[Placement]]] = []
+    for d in range(y.dim() - 1):
+        if bias is None:
+            allowed.append(([d, None], [d, d]))
+            continue
+        # Where the bias is one for all shards, its gradient is a sum over them.
+        cut = _aligned(bias, y, d)
+        summed: Placement = "partial" if cut is None else cut
+        allowed.append(([d, summed if needs[1] else None], [d, d, cut]))
+    return allowed
 
 
 softmax = OperatorSpec(
@@ -142,8 +154,9 @@ softmax = OperatorSpec(
     forward=_forward,
     backward=_backward,
     fake=_fake,
-    saved=("y",),
-    differentiable=("x",),
+    saved=("y", "bias"),
+    differentiable=("x", "bias"),
+    shaped_like={"x": "y"},
     check=_check,
     fixed_dtypes={"mask": "bool"},
     sizes=lambda x, mask, bias, *, scale, causal: {
@@ -154,7 +167,9 @@ softmax = OperatorSpec(
     cost=lambda x, mask, bias, *, scale, causal: Cost(
         2 * _bytes(x) + _bytes(mask, bias), 8 * x.numel()
     ),
-    backward_cost=lambda x, mask, bias, *, scale, causal: Cost(3 * _bytes(x), 5 * x.numel()),
+    backward_cost=lambda x, mask, bias, *, scale, causal: Cost(
+        3 * _bytes(x) + _bytes(bias), (5 if bias is None else 6) * x.numel()
+    ),
     aten=frozenset({"_softmax", "mul", "add", "masked_fill", "eq", "all", "sum", "sub", "arange"}),
     samples=_samples,
     bound=Bound(forward=14, backward=20, length=lambda x, *_, **__: x.shape[-1]),

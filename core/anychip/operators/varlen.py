@@ -149,7 +149,7 @@ attention_varlen = OperatorSpec(
     saved=("q", "k", "v", "y", "lse", "cu_seqlens"),
     differentiable=("q", "k", "v"),
     check=_check,
-    fixed_dtypes={"cu_seqlens": "int64"},
+    fixed_dtypes={"cu_seqlens": ("int64", "int32")},
     sizes=lambda q, k, v, cu_seqlens, *, causal, scale: {
         "tokens": q.shape[0],
         "sequences": cu_seqlens.shape[0] - 1,

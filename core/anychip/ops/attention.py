@@ -44,7 +44,7 @@ def softmax(
         x: (..., K) float, or (..., S, K) when causal.
         mask: bool, broadcastable to x; True is visible, as in torch's attention.
         bias: float, broadcastable to x, added to the scores: an additive mask or position bias.
-            It has no gradient.
+            Its gradient is summed over the dims along which it is broadcast.
         scale: multiplies x, before the bias is added.
         causal: query i of S sees keys up to ``i + (K - S)``: the last query sees all keys.
 
@@ -112,9 +112,9 @@ def attention_varlen(
     Args:
         q: (T, H, D) float.
         k, v: (T, Hk, D), H a multiple of Hk.
-        cu_seqlens: (sequences + 1,) int64, 0 and then the end of each sequence. Sequence b is the
-            rows from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1`` and may be empty. Rows from the
-            last entry on are padding: their output is 0.
+        cu_seqlens: (sequences + 1,) int64 or int32, 0 and then the end of each sequence. Sequence b
+            is the rows from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1`` and may be empty. Rows
+            from the last entry on are padding: their output is 0.
         causal: a row sees the rows of its sequence up to itself.
         scale: of the scores; 1 / sqrt(D) when None.
 

@@ -23,8 +23,8 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Args:
         x: (T, K) float, sorted by group.
         weight: (G, N, K), x's dtype.
-        offsets: (G,) int64, the end of each group: group g is the rows from ``offsets[g - 1]`` (0
-            for the first) to ``offsets[g] - 1``, and may be empty.
+        offsets: (G,) int64 or int32, the end of each group: group g is the rows from
+            ``offsets[g - 1]`` (0 for the first) to ``offsets[g] - 1``, and may be empty.
 
     Returns:
         (T, N); rows from the last offset on are 0.

@@ -7,6 +7,7 @@
 // (6 with bias). The backward starts from the rounded mean: x - mean carries 2^-24 * |mean|; dx has
 // 7 roundings beyond its two row sums; dweight and dbias are sums over rows in order (norms.cpp).
 #include "loops.h"
+#include "rows.h"
 #include "table.h"
 
 namespace anychip::cpu::ANYCHIP_ISA {
@@ -17,8 +18,7 @@ struct Moments {
   float rstd;
 };
 
-template <class T>
-ANYCHIP_INLINE Moments moments(const T* x, int64_t hidden, double eps) {
+ANYCHIP_INLINE Moments moments(const float* x, int64_t hidden, double eps) {
   const double n = static_cast<double>(hidden);
   const float total = sum_over(hidden, [&](int64_t i, auto lanes) { return load(x + i, lanes); });
   const float first = static_cast<float>(total / n);
@@ -33,70 +33,71 @@ ANYCHIP_INLINE Moments moments(const T* x, int64_t hidden, double eps) {
           static_cast<float>(1.0 / __builtin_sqrt(variance + eps))};
 }
 
-template <class T>
-[[gnu::flatten]] void forward(const LayerNormForward& args, const float* weight, const float* bias,
-                              Range rows) {
+}  // namespace
+
+[[gnu::flatten]] void layer_norm_forward(const LayerNormForward& args, const float* weight,
+                                         const float* bias, float* scratch, Range rows) {
   const int64_t hidden = args.hidden;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const T* x = static_cast<const T*>(args.x) + row * hidden;
-    T* y = static_cast<T*>(args.y) + row * hidden;
+    const float* x = normed_row(args, row * hidden, scratch);
 
     const Moments m = moments(x, hidden, args.eps);
     if (args.mean) args.mean[row] = static_cast<float>(static_cast<double>(m.first) + m.error);
     if (args.rstd) args.rstd[row] = m.rstd;
 
-    for_each_vector(0, hidden, [&](int64_t i, auto lanes) {
-      const F32 centred = (load(x + i, lanes) - m.first) - m.error;
-      const F32 scaled = centred * m.rstd * load(weight + i, lanes);
-      store(y + i, bias ? scaled + load(bias + i, lanes) : scaled, lanes);
+    visit_dtype(args.dtype, [&](auto t) {
+      auto* y = static_cast<decltype(t)*>(args.y) + row * hidden;
+      for_each_vector(0, hidden, [&](int64_t i, auto lanes) {
+        const F32 centred = (load(x + i, lanes) - m.first) - m.error;
+        const F32 scaled = centred * m.rstd * load(weight + i, lanes);
+        store(y + i, bias ? scaled + load(bias + i, lanes) : scaled, lanes);
+      });
     });
   }
 }
 
-template <class T>
+namespace {
+
+template <class T, class R>
 [[gnu::flatten]] void backward(const LayerNormBackward& args, const float* weight, float* dweight,
                                float* dbias, Range rows) {
   const int64_t hidden = args.hidden;
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const T* grad = static_cast<const T*>(args.grad) + row * hidden;
-    const T* x = static_cast<const T*>(args.x) + row * hidden;
-    T* dx = args.dx ? static_cast<T*>(args.dx) + row * hidden : nullptr;
-    const float mean = args.mean[row];
-    const float rstd = args.rstd[row];
-    const auto normalized = [&](int64_t i, auto lanes) {
-      return (load(x + i, lanes) - mean) * rstd;
-    };
+  for_each_row<T, R>(
+      args, rows,
+      [&](int64_t row, const T* grad, const R* x, const R* dtotal, T* dx, R* dresidual) {
+        const float mean = args.mean[row];
+        const float rstd = args.rstd[row];
+        const auto normalized = [&](int64_t i, auto lanes) {
+          return (load(x + i, lanes) - mean) * rstd;
+        };
 
-    float along_one = 0.0f, along_x = 0.0f;
-    if (args.dx) {
-      const TwoFloats sums = sum_over(hidden, [&](int64_t i, auto lanes) {
-        const F32 dy = load(grad + i, lanes) * load(weight + i, lanes);
-        return TwoF32{dy, dy * normalized(i, lanes)};
+        float along_one = 0.0f, along_x = 0.0f;
+        if (dx || dresidual) {
+          const TwoFloats sums = sum_over(hidden, [&](int64_t i, auto lanes) {
+            const F32 dy = load(grad + i, lanes) * load(weight + i, lanes);
+            return TwoF32{dy, dy * normalized(i, lanes)};
+          });
+          along_one = static_cast<float>(sums.first / static_cast<double>(hidden));
+          along_x = static_cast<float>(sums.second / static_cast<double>(hidden));
+        }
+        for_each_vector(0, hidden, [&](int64_t i, auto lanes) {
+          const F32 dy = load(grad + i, lanes);
+          const F32 v = normalized(i, lanes);
+          store_gradient((dy * load(weight + i, lanes) - along_one - v * along_x) * rstd, dtotal,
+                         dx, dresidual, i, lanes);
+          if (dweight) store(dweight + i, load(dweight + i, lanes) + dy * v, lanes);
+          if (dbias) store(dbias + i, load(dbias + i, lanes) + dy, lanes);
+        });
       });
-      along_one = static_cast<float>(sums.first / static_cast<double>(hidden));
-      along_x = static_cast<float>(sums.second / static_cast<double>(hidden));
-    }
-    for_each_vector(0, hidden, [&](int64_t i, auto lanes) {
-      const F32 dy = load(grad + i, lanes);
-      const F32 v = normalized(i, lanes);
-      if (dx) store(dx + i, (dy * load(weight + i, lanes) - along_one - v * along_x) * rstd, lanes);
-      if (dweight) store(dweight + i, load(dweight + i, lanes) + dy * v, lanes);
-      if (dbias) store(dbias + i, load(dbias + i, lanes) + dy, lanes);
-    });
-  }
 }
 
 }  // namespace
 
-void layer_norm_forward(const LayerNormForward& args, const float* weight, const float* bias,
-                        Range rows) {
-  visit_dtype(args.dtype, [&](auto t) { forward<decltype(t)>(args, weight, bias, rows); });
-}
-
 void layer_norm_backward(const LayerNormBackward& args, const float* weight, float* dweight,
                          float* dbias, Range rows) {
-  visit_dtype(args.dtype,
-              [&](auto t) { backward<decltype(t)>(args, weight, dweight, dbias, rows); });
+  visit_backward(args, [&](auto t, auto r) {
+    backward<decltype(t), decltype(r)>(args, weight, dweight, dbias, rows);
+  });
 }
 
 }  // namespace anychip::cpu::ANYCHIP_ISA

@@ -1,54 +1,11 @@
-// The operators over lists of tensors, one range of one tensor at a time: AdamW, the sum of
+// What is done to lists of tensors besides updates, one range of one tensor at a time: sums of
 // squares, scaling, and unscaling with a check.
+#include "blocks.h"
 #include "loops.h"
 #include "table.h"
 
 namespace anychip::cpu::ANYCHIP_ISA {
 namespace {
-
-struct NoTensor {};
-ANYCHIP_INLINE void store(NoTensor*, F32, AllLanes) {}
-ANYCHIP_INLINE void store(NoTensor*, F32, FirstLanes) {}
-ANYCHIP_INLINE NoTensor* advance(NoTensor*, int64_t) { return nullptr; }
-template <class T>
-ANYCHIP_INLINE T* advance(T* p, int64_t elements) {
-  return p + elements;
-}
-
-// AdamW (Loshchilov and Hutter 2019). Float32 throughout, float64 for the factors, which are
-// rounded once. Roundings: g 1; m 3; v 4; the update 5 beyond m and v; p 2 more.
-template <class Param, class Grad, class Low>
-[[gnu::flatten]] void adamw_elements(const AdamWTensor& tensor, const AdamWFactors& f,
-                                     Range elements) {
-  Param* p = static_cast<Param*>(tensor.param.data);
-  const Grad* g = static_cast<const Grad*>(tensor.grad.data);
-  float* m = tensor.exp_avg;
-  float* v = tensor.exp_avg_sq;
-  Low* low = static_cast<Low*>(tensor.low_precision.data);
-
-  for_each_vector(elements.begin, elements.end, [&](int64_t i, auto lanes) {
-    const F32 grad = load_ahead(g + i, lanes) * f.grad;
-    const F32 average = load_ahead(m + i, lanes) * f.beta1 + grad * f.one_minus_beta1;
-    const F32 square = load_ahead(v + i, lanes) * f.beta2 + (grad * grad) * f.one_minus_beta2;
-    const F32 step = (average * f.update) / (sqrt(square) * f.inverse_root + f.eps);
-    const F32 param = load_ahead(p + i, lanes) * f.decay - step;
-    store(m + i, average, lanes);
-    store(v + i, square, lanes);
-    store(p + i, param, lanes);
-    store(advance(low, i), param, lanes);
-  });
-}
-
-template <class Param, class Grad>
-void adamw_with_low_precision(const AdamWTensor& tensor, const AdamWFactors& factors,
-                              Range elements) {
-  if (!tensor.low_precision.data) {
-    return adamw_elements<Param, Grad, NoTensor>(tensor, factors, elements);
-  }
-  visit_dtype(tensor.low_precision.dtype, [&](auto low) {
-    adamw_elements<Param, Grad, decltype(low)>(tensor, factors, elements);
-  });
-}
 
 typedef float HalfRegisterF __attribute__((vector_size(2 * kRegisterLanes)));
 
@@ -118,18 +75,21 @@ ANYCHIP_INLINE void visit_tensor(const TensorRef& tensor, Range elements, const 
 
 }  // namespace
 
-void adamw(const AdamWTensor& tensor, const AdamWFactors& factors, Range elements) {
-  visit_dtype(tensor.param.dtype, [&](auto param) {
-    visit_dtype(tensor.grad.dtype, [&](auto grad) {
-      adamw_with_low_precision<decltype(param), decltype(grad)>(tensor, factors, elements);
-    });
-  });
-}
-
 double sum_of_squares(const TensorRef& tensor, Range elements) {
   double sum = 0.0;
   visit_tensor(tensor, elements, [&](auto* x, int64_t n) { sum = sum_of_squares_of(x, n); });
   return sum;
+}
+
+// In float32 and in pairs: a block's sum is that of every other chip, bit for bit.
+float block_squares(const TensorRef& tensor, Range elements, int64_t block, float* scratch) {
+  visit_tensor(tensor, elements, [&](auto* x, int64_t n) {
+    for_each_vector(0, n, [&](int64_t i, auto lanes) {
+      const F32 v = load_ahead(x + i, lanes);
+      store(scratch + i, v * v, lanes);
+    });
+  });
+  return sum_in_pairs(scratch, elements.end - elements.begin, block);
 }
 
 void multiply(const TensorRef& tensor, float factor, Range elements) {

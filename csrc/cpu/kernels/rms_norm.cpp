@@ -6,17 +6,16 @@
 // Backward: c = sum(grad * weight * x) as in Note [Row sums]; dx has 4 roundings beyond c. dweight
 // is a sum over rows in order, of terms with 2 roundings; norms.cpp states how rows are grouped.
 #include "loops.h"
+#include "rows.h"
 #include "table.h"
 
 namespace anychip::cpu::ANYCHIP_ISA {
-namespace {
 
-template <class T>
-[[gnu::flatten]] void forward(const RmsNormForward& args, const float* weight, Range rows) {
+[[gnu::flatten]] void rms_norm_forward(const RmsNormForward& args, const float* weight,
+                                       float* scratch, Range rows) {
   const int64_t hidden = args.hidden;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const T* x = static_cast<const T*>(args.x) + row * hidden;
-    T* y = static_cast<T*>(args.y) + row * hidden;
+    const float* x = normed_row(args, row * hidden, scratch);
 
     const float squares = sum_over(hidden, [&](int64_t i, auto lanes) {
       const F32 v = load(x + i, lanes);
@@ -26,48 +25,51 @@ template <class T>
     const float rstd = static_cast<float>(1.0 / __builtin_sqrt(mean + args.eps));
     if (args.rstd) args.rstd[row] = rstd;
 
-    for_each_vector(0, hidden, [&](int64_t i, auto lanes) {
-      store(y + i, load(x + i, lanes) * rstd * load(weight + i, lanes), lanes);
+    visit_dtype(args.dtype, [&](auto t) {
+      auto* y = static_cast<decltype(t)*>(args.y) + row * hidden;
+      for_each_vector(0, hidden, [&](int64_t i, auto lanes) {
+        store(y + i, load(x + i, lanes) * rstd * load(weight + i, lanes), lanes);
+      });
     });
   }
 }
 
-template <class T>
+namespace {
+
+template <class T, class R>
 [[gnu::flatten]] void backward(const RmsNormBackward& args, const float* weight, float* dweight,
                                Range rows) {
   const int64_t hidden = args.hidden;
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const T* grad = static_cast<const T*>(args.grad) + row * hidden;
-    const T* x = static_cast<const T*>(args.x) + row * hidden;
-    T* dx = args.dx ? static_cast<T*>(args.dx) + row * hidden : nullptr;
-    const float rstd = args.rstd[row];
+  for_each_row<T, R>(
+      args, rows,
+      [&](int64_t row, const T* grad, const R* x, const R* dtotal, T* dx, R* dresidual) {
+        const float rstd = args.rstd[row];
 
-    float along_x = 0.0f;
-    if (args.dx) {
-      const float projection = sum_over(hidden, [&](int64_t i, auto lanes) {
-        return load(grad + i, lanes) * load(weight + i, lanes) * load(x + i, lanes);
+        float along_x = 0.0f;
+        if (dx || dresidual) {
+          const float projection = sum_over(hidden, [&](int64_t i, auto lanes) {
+            return load(grad + i, lanes) * load(weight + i, lanes) * load(x + i, lanes);
+          });
+          const double rstd_squared = static_cast<double>(rstd) * rstd;
+          along_x = static_cast<float>(projection * rstd_squared / static_cast<double>(hidden));
+        }
+        for_each_vector(0, hidden, [&](int64_t i, auto lanes) {
+          const F32 dy = load(grad + i, lanes);
+          const F32 v = load(x + i, lanes);
+          store_gradient((dy * load(weight + i, lanes) - v * along_x) * rstd, dtotal, dx, dresidual,
+                         i, lanes);
+          if (dweight) store(dweight + i, load(dweight + i, lanes) + dy * (v * rstd), lanes);
+        });
       });
-      const double rstd_squared = static_cast<double>(rstd) * rstd;
-      along_x = static_cast<float>(projection * rstd_squared / static_cast<double>(hidden));
-    }
-    for_each_vector(0, hidden, [&](int64_t i, auto lanes) {
-      const F32 dy = load(grad + i, lanes);
-      const F32 v = load(x + i, lanes);
-      if (dx) store(dx + i, (dy * load(weight + i, lanes) - v * along_x) * rstd, lanes);
-      if (dweight) store(dweight + i, load(dweight + i, lanes) + dy * (v * rstd), lanes);
-    });
-  }
 }
 
 }  // namespace
 
-void rms_norm_forward(const RmsNormForward& args, const float* weight, Range rows) {
-  visit_dtype(args.dtype, [&](auto t) { forward<decltype(t)>(args, weight, rows); });
-}
-
 void rms_norm_backward(const RmsNormBackward& args, const float* weight, float* dweight,
                        Range rows) {
-  visit_dtype(args.dtype, [&](auto t) { backward<decltype(t)>(args, weight, dweight, rows); });
+  visit_backward(args, [&](auto t, auto r) {
+    backward<decltype(t), decltype(r)>(args, weight, dweight, rows);
+  });
 }
 
 }  // namespace anychip::cpu::ANYCHIP_ISA

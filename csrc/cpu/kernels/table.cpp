@@ -7,7 +7,6 @@
 #define ANYCHIP_STRING_OF(name) #name
 
 namespace anychip::cpu::ANYCHIP_ISA {
-namespace {
 
 void to_float(DType dtype, const void* from, float* to, int64_t numel) {
   visit_dtype(dtype, [&](auto t) {
@@ -31,8 +30,6 @@ void add_to(float* sum, const float* term, int64_t numel) {
   });
 }
 
-}  // namespace
-
 const KernelTable kTable = {
     ANYCHIP_STRING(ANYCHIP_ISA),
     to_float,
@@ -51,6 +48,11 @@ const KernelTable kTable = {
     cross_entropy_forward,
     cross_entropy_backward,
     adamw,
+    sgd,
+    lion,
+    lamb,
+    lamb_squares,
+    block_squares,
     sum_of_squares,
     multiply,
     divide_and_check,

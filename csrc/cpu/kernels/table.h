@@ -5,11 +5,14 @@
 
 namespace anychip::cpu::ANYCHIP_ISA {
 
-void rms_norm_forward(const RmsNormForward& args, const float* weight, Range rows);
+void to_float(DType dtype, const void* from, float* to, int64_t numel);
+void from_float(DType dtype, const float* from, void* to, int64_t numel);
+void add_to(float* sum, const float* term, int64_t numel);
+void rms_norm_forward(const RmsNormForward& args, const float* weight, float* scratch, Range rows);
 void rms_norm_backward(const RmsNormBackward& args, const float* weight, float* dweight,
                        Range rows);
 void layer_norm_forward(const LayerNormForward& args, const float* weight, const float* bias,
-                        Range rows);
+                        float* scratch, Range rows);
 void layer_norm_backward(const LayerNormBackward& args, const float* weight, float* dweight,
                          float* dbias, Range rows);
 void dropout(const Dropout& args, Range elements);
@@ -20,7 +23,13 @@ void swiglu_backward(const SwigluBackward& args, Range elements);
 void rope(const Rope& args, Range positions);
 void cross_entropy_forward(const CrossEntropyForward& args, float* row_loss, Range rows);
 void cross_entropy_backward(const CrossEntropyBackward& args, double grad_divisor, Range rows);
-void adamw(const AdamWTensor& tensor, const AdamWFactors& factors, Range elements);
+void adamw(const UpdateTensor& tensor, const AdamWFactors& factors, Range elements);
+void sgd(const UpdateTensor& tensor, const SgdFactors& factors, Range elements);
+void lion(const UpdateTensor& tensor, const LionFactors& factors, Range elements);
+void lamb(const UpdateTensor& tensor, const LambFactors& factors, float rate, Range elements);
+LambSquares lamb_squares(const UpdateTensor& tensor, const LambFactors& factors, Range elements,
+                         int64_t block, float* scratch);
+float block_squares(const TensorRef& tensor, Range elements, int64_t block, float* scratch);
 double sum_of_squares(const TensorRef& tensor, Range elements);
 void multiply(const TensorRef& tensor, float factor, Range elements);
 bool divide_and_check(const TensorRef& tensor, float divisor, Range elements);

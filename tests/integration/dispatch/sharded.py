@@ -104,6 +104,7 @@ def fused_cases() -> dict[str, Case]:
     torch.manual_seed(1)
     x, w, b = torch.randn(8, 6, 16), torch.randn(16), torch.randn(16)
     visible, visible_by_row = torch.rand(6, 16) < 0.7, torch.rand(8, 1, 16) < 0.7
+    seen = (torch.ones(16, dtype=torch.bool), None)
     return {
         "add_rms_norm/rows": ("add_rms_norm", [(x, 0), (x * 2, 0), (w, None)], {}, True),
         "add_rms_norm/mixed": ("add_rms_norm", [(x, 1), (x * 2, None), (w, None)], {}, True),
@@ -123,6 +124,11 @@ def fused_cases() -> dict[str, Case]:
         "softmax/keys are gathered": ("softmax", [(x, 2)], {}, True),
         "softmax/mask of all rows": ("softmax", [(x, 0), (visible, None)], {}, True),
         "softmax/mask of each row": ("softmax", [(x, 0), (visible_by_row, 0)], {}, True),
+        # The bias of all rows has a gradient that is summed over the ranks, in another order.
+        "softmax/bias of all rows": ("softmax", [(x, 0), seen, (w, None)], {"scale": 0.5}, False),
+        "softmax/bias of each row": ("softmax", [(x, 0), seen, (x[:, :1], 0)], {}, True),
+        "softmax/bias of queries": ("softmax", [(x, 1), seen, (x[0], 0)], {}, False),
+        "softmax/bias that is cut": ("softmax", [(x, 0), seen, (x[0], 1)], {}, False),
     }
 
 

@@ -90,6 +90,31 @@ def tensors(value: Any) -> list[Tensor]:
     return []
 
 
+def flat_arguments(made: Call) -> tuple[Any, ...]:
+    """Arguments as the three operators behind a differentiable one take them."""
+    schema = torch._C.parse_schema(f"x::y{made.spec.signature}")
+    named = [a for a in schema.arguments if a.kwarg_only]
+    attrs = [made.attrs.get(a.name, a.default_value) for a in named]
+    rest = len(schema.arguments) - len(named) - len(made.args)
+    return (*made.args, *[None] * rest, *attrs)
+
+
+def backward_arguments(made: Call) -> tuple[Any, ...]:
+    """Arguments of the backward operator, as the forward one leaves them; all gradients 1/2."""
+    spec, flat = made.spec, flat_arguments(made)
+    names = [a.name for a in torch._C.parse_schema(f"x::y{spec.signature}").arguments]
+    with torch.no_grad():
+        results = tensors(made.door("_forward")(*flat))
+    count = len(results) - len(spec.residuals)
+    outputs = ["y"] if count == 1 else [f"y{i}" for i in range(count)]
+    known: dict[str, Any] = dict(zip(names, flat, strict=True))
+    known |= dict(zip([*outputs, *(r.name for r in spec.residuals)], results, strict=True))
+    saved = [t.detach() if isinstance(t := known[n], Tensor) else t for n in spec.saved]
+    grads = [torch.full_like(r, 0.5) for r in results[:count]]
+    needs = [known[n] is not None for n in spec.differentiable]
+    return (*grads, *saved, *flat[len(names) - len(made.attrs) :], needs)
+
+
 def floats(value: Any) -> list[Tensor]:
     """Those of a value's tensors that may have a gradient: an index has none."""
     return [t for t in tensors(value) if t.is_floating_point()]

@@ -331,6 +331,12 @@ def test_symbolic_trace_records_the_operator() -> None:
     assert torch.equal(graph(x), ops.gelu(x, approximate="tanh"))
 
 
+def test_symbolic_trace_records_an_attribute_that_is_an_argument() -> None:
+    graph = torch.fx.symbolic_trace(lambda x, scale: ops.softmax(x, scale=scale))
+    x = torch.randn(5)
+    assert torch.equal(graph(x, 0.5), ops.softmax(x, scale=0.5))
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_copy_or_pickle_of_an_operator_is_the_operator(name: str) -> None:
     operator = getattr(ops, name)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import anychip
-from tests.unit.dispatch.calls import DIFFERENTIABLE, SPECS, Call, call, every_sample, tensors
+from tests.unit.dispatch.calls import (
+    DIFFERENTIABLE,
+    SPECS,
+    backward_arguments,
+    call,
+    every_sample,
+    flat_arguments,
+)
 
 CHEAP = ("test_schema", "test_autograd_registration", "test_faketensor")
 ALL = (*CHEAP, "test_aot_dispatch_dynamic")
@@ -18,30 +22,6 @@ ALL = (*CHEAP, "test_aot_dispatch_dynamic")
 def _check(name: str, index: int, dtype: torch.dtype, utils: tuple[str, ...]) -> None:
     made = call(name, index, dtype, grad=True)
     torch.library.opcheck(made.door(), made.args, made.attrs, test_utils=utils)
-
-
-def _flat(made: Call) -> tuple[Any, ...]:
-    """Arguments as the three operators behind a differentiable one take them."""
-    schema = torch._C.parse_schema(f"x::y{made.spec.signature}")
-    named = [a for a in schema.arguments if a.kwarg_only]
-    attrs = [made.attrs.get(a.name, a.default_value) for a in named]
-    rest = len(schema.arguments) - len(named) - len(made.args)
-    return (*made.args, *[None] * rest, *attrs)
-
-
-def _backward_arguments(made: Call) -> tuple[Any, ...]:
-    spec, flat = made.spec, _flat(made)
-    names = [a.name for a in torch._C.parse_schema(f"x::y{spec.signature}").arguments]
-    with torch.no_grad():
-        results = tensors(made.door("_forward")(*flat))
-    count = len(results) - len(spec.residuals)
-    outputs = ["y"] if count == 1 else [f"y{i}" for i in range(count)]
-    known: dict[str, Any] = dict(zip(names, flat, strict=True))
-    known |= dict(zip([*outputs, *(r.name for r in spec.residuals)], results, strict=True))
-    saved = [t.detach() if isinstance(t := known[n], Tensor) else t for n in spec.saved]
-    grads = [torch.full_like(r, 0.5) for r in results[:count]]
-    needs = [known[n] is not None for n in spec.differentiable]
-    return (*grads, *saved, *flat[len(names) - len(made.attrs) :], needs)
 
 
 @pytest.mark.parametrize(("name", "index"), every_sample())
@@ -68,8 +48,8 @@ def test_forward_and_backward_operators_pass_opcheck(
 ) -> None:
     made = call(name, 0, dtype, grad=True)
     with anychip.policy(pin={name: pin}):
-        torch.library.opcheck(made.door("_forward"), _flat(made), test_utils=CHEAP)
-        arguments = _backward_arguments(call(name, 0, dtype, grad=False))
+        torch.library.opcheck(made.door("_forward"), flat_arguments(made), test_utils=CHEAP)
+        arguments = backward_arguments(call(name, 0, dtype, grad=False))
         torch.library.opcheck(made.door("_backward"), arguments, test_utils=CHEAP)
 
 

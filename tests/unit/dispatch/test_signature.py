@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,6 +78,43 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         r"tensors\[1\] must be a tensor, got float",
     ),
     "None for a list": (lambda: ops.l2_norm(None), r"must be a list of tensors, got NoneType"),
+    "text for a float": (
+        lambda: ops.rms_norm(X, W, eps="1e-6"),  # type: ignore[arg-type]
+        r"rms_norm\(\): eps must be a float, got '1e-6' \(str\)",
+    ),
+    "tensor for a float": (
+        lambda: ops.softmax(X, scale=torch.tensor(2.0)),  # type: ignore[arg-type]
+        r"softmax\(\): scale must be a float, got tensor\(2\.\) \(Tensor\)",
+    ),
+    "bool for a float": (
+        lambda: ops.rms_norm(X, W, eps=True),
+        r"eps must be a float, got True \(bool\)",
+    ),
+    "None for a float": (
+        lambda: ops.rms_norm(X, W, eps=None),  # type: ignore[arg-type]
+        r"eps must be a float, got None \(NoneType\)",
+    ),
+    "float for an int": (
+        lambda: ops.top_k(X, k=2.0),  # type: ignore[arg-type]
+        r"top_k\(\): k must be an int, got 2\.0 \(float\)",
+    ),
+    "float for an int that may be None": (
+        lambda: ops.hadamard(X, block=4.0),  # type: ignore[arg-type]
+        r"block must be an int or None, got 4\.0 \(float\)",
+    ),
+    "int for a bool": (lambda: ops.softmax(X, causal=1), r"causal must be a bool, got 1 \(int\)"),
+    "number for text": (
+        lambda: ops.gelu(X, approximate=0),  # type: ignore[arg-type]
+        r"gelu\(\): approximate must be a str, got 0 \(int\)",
+    ),
+    "text in a list of ints": (
+        lambda: ops.l2_norm_partials([X], offsets=["0"], sizes=[16]),  # type: ignore[list-item]
+        r"l2_norm_partials\(\): offsets must be a list of int or None, got \['0'\] \(list\)",
+    ),
+    "int for a list of ints": (
+        lambda: ops.l2_norm_partials([X], offsets=0, sizes=[16]),  # type: ignore[arg-type]
+        r"offsets must be a list of int or None, got 0 \(int\)",
+    ),
 }
 
 
@@ -89,6 +127,19 @@ def test_call_that_does_not_fit_the_signature_is_a_type_error(label: str) -> Non
         function()
     with torch.autocast("cpu"), pytest.raises(TypeError, match=message):
         function()
+
+
+def test_attribute_of_a_type_that_stands_for_the_right_one_is_taken() -> None:
+    want = ops.hadamard(ops.rms_norm(X, W, eps=1.0), block=4)
+    for eps, block in ((1, 4), (np.float32(1.0), np.int64(4)), (np.float64(1.0), np.int32(4))):
+        got = ops.hadamard(ops.rms_norm(X, W, eps=eps), block=block)
+        assert torch.equal(got, want)
+    assert torch.equal(ops.hadamard(X, block=None), ops.hadamard(X, block=8))
+
+
+def test_attribute_of_a_wrong_type_is_refused_by_the_library_by_name() -> None:
+    with pytest.raises(RuntimeError, match=r"rms_norm\(\) Expected.*'float' for argument 'eps'"):
+        torch.ops.anychip.rms_norm(X, W, eps="1e-6")
 
 
 RNG = torch.tensor([1, 2])
@@ -149,10 +200,15 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda o: o.grouped_linear(X, torch.ones(2, 3, 8).half(), RNG),
         "one dtype, got torch.float32 and torch.float16",
     ),
-    "grouped_linear int32": (
-        lambda o: o.grouped_linear(X, torch.ones(2, 3, 8), RNG.int()),
-        "offsets must be int64, got int32",
+    "grouped_linear int16": (
+        lambda o: o.grouped_linear(X, torch.ones(2, 3, 8), RNG.short()),
+        "offsets must be int64 or int32, got int16",
     ),
+    "attention_varlen float": (
+        lambda o: o.attention_varlen(Q[0], Q[0], Q[0], RNG.float()),
+        "cu_seqlens must be int64 or int32, got float32",
+    ),
+    "embedding int32": (lambda o: o.embedding(RNG.int(), X), "indices must be int64, got int32"),
     "attention 3-dim": (lambda o: o.attention(Q[0], Q[0], Q[0]), r"q \(3, 4, 8\)"),
     "attention head_dim 0": (lambda o: o.attention(*[Q[..., :0]] * 3), "head_dim must be at least"),
     "linear": (lambda o: o.linear(X, torch.ones(3, 7)), r"got \(2, 8\) and \(3, 7\)"),

@@ -213,6 +213,16 @@ def test_varlen_of_a_sequence_does_not_depend_on_the_others() -> None:
     torch.testing.assert_close(*found, **CLOSE)
 
 
+def test_varlen_with_entries_of_32_bits_gives_the_bits_of_64() -> None:
+    *leaves, cu_seqlens = packed([3, 0, 6, 1], 2)
+    found = []
+    for entries in (cu_seqlens, cu_seqlens.int()):
+        y = ops.attention_varlen(*leaves, entries, causal=True)
+        found.append(bits([y, torch.autograd.grad(y.square().sum(), leaves)]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("width", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
@@ -223,10 +233,12 @@ def test_varlen_of_a_sequence_does_not_depend_on_the_others() -> None:
     ],
     ids=str,
 )
-def test_varlen_refuses_entries_that_are_no_packing(entries: list[int], message: str) -> None:
+def test_varlen_refuses_entries_that_are_no_packing(
+    entries: list[int], message: str, width: torch.dtype
+) -> None:
     *leaves, _ = packed([5])
     with pytest.raises(ValueError, match=f"attention_varlen: cu_seqlens.*{message}"):
-        ops.attention_varlen(*leaves, torch.tensor(entries))
+        ops.attention_varlen(*leaves, torch.tensor(entries, dtype=width))
 
 
 # The references in float64: their backward is the derivative of their forward, twice

@@ -109,13 +109,26 @@ def test_what_is_not_finite_stays_in_its_group(pin: str) -> None:
     assert dweight[1].isnan().any()
 
 
+def test_offsets_of_32_bits_give_the_bits_of_64(pin: str) -> None:
+    x, weight, offsets = grouped([2, 0, 5, 1], rest=3)
+    found = []
+    for ends in (offsets, offsets.int()):
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        y = ops.grouped_linear(*leaves, ends)
+        found.append(bits([y, torch.autograd.grad(y.square().sum(), leaves)]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("width", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("ends", [[3, 2, 5], [0, 1, 6], [-1, 2, 3]], ids=str)
-def test_offsets_that_are_no_ends_are_refused(ends: list[int], pin: str) -> None:
+def test_offsets_that_are_no_ends_are_refused(
+    ends: list[int], width: torch.dtype, pin: str
+) -> None:
     x, weight, _ = grouped([1, 2, 2])
     with pytest.raises(
         ValueError, match=r"grouped_linear: offsets must be sorted, from 0 to the 5"
     ):
-        ops.grouped_linear(x, weight, torch.tensor(ends))
+        ops.grouped_linear(x, weight, torch.tensor(ends, dtype=width))
 
 
 def test_compiled_call_does_not_look_at_the_offsets() -> None:

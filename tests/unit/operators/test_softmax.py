@@ -11,7 +11,8 @@ from torch import Tensor
 
 import anychip
 from anychip import ops
-from tests.unit.dispatch.calls import bits
+from anychip.conformance.oracles.reference import InFloat64
+from tests.unit.dispatch.calls import SPECS, bits
 from tests.unit.operators.exactness import U, assert_close
 
 INF, NAN = math.inf, math.nan
@@ -176,7 +177,127 @@ def test_wrong_arguments_are_refused_with_what_was_expected(label: str) -> None:
         ops.softmax(*args, **attrs)
 
 
-def test_bias_that_wants_a_gradient_is_refused_by_name() -> None:
-    x, bias = torch.randn(2, 3, requires_grad=True), torch.randn(3, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"softmax has no gradient for bias.*bias\.detach\(\)"):
-        ops.softmax(x, None, bias).sum().backward()
+# The gradient of the bias
+
+
+def plainly(
+    x: Tensor, mask: Tensor | None, bias: Tensor, *, scale: float, causal: bool = False
+) -> Tensor:
+    """torch's softmax of masked scores; every row of the cases below sees a key."""
+    scores = x * scale + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -INF)
+    if causal:
+        later = torch.ones(x.shape[-2:], dtype=torch.bool).triu(x.shape[-1] - x.shape[-2] + 1)
+        scores = scores.masked_fill(later, -INF)
+    return torch.softmax(scores, -1)
+
+
+BIASES = [(2, 3, 4, 6), (3, 4, 6), (2, 1, 4, 1), (1, 1, 6), (4, 6), (4, 1), (6,), (1,), ()]
+
+
+@pytest.mark.parametrize("shape", BIASES, ids=str)
+def test_gradient_of_the_bias_is_summed_over_the_dims_it_is_broadcast_along(
+    shape: tuple[int, ...],
+) -> None:
+    x, bias, slope = torch.randn(2, 3, 4, 6), torch.randn(shape), torch.randn(2, 3, 4, 6)
+    mine = [t.clone().requires_grad_() for t in (x, bias)]
+    exact = [t.double().requires_grad_() for t in (x, bias)]
+    got = torch.autograd.grad(ops.softmax(mine[0], None, mine[1], scale=0.3), mine, slope)
+    want = torch.autograd.grad(plainly(exact[0], None, exact[1], scale=0.3), exact, slope.double())
+    assert got[1].shape == bias.shape
+    for one, other in zip(got, want, strict=True):
+        # Sums of up to 144 terms of size 1.
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=5e-6)
+
+
+def test_gradient_of_the_bias_with_mask_and_causality() -> None:
+    x, bias, slope = torch.randn(3, 4, 6), torch.randn(4, 6), torch.randn(3, 4, 6)
+    mask = torch.rand(3, 1, 6) < 0.6
+    mask[..., 0] = True
+    bias[1, 2] = -INF
+    mine, exact = bias.clone().requires_grad_(), bias.double().requires_grad_()
+    options = {"scale": -0.7, "causal": True}
+    (got,) = torch.autograd.grad(ops.softmax(x, mask, mine, **options), mine, slope)  # type: ignore[arg-type]
+    y = plainly(x.double(), mask, exact, scale=-0.7, causal=True)
+    (want,) = torch.autograd.grad(y, exact, slope.double())
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=5e-6)
+    assert got[1, 2] == 0.0
+    assert not got.triu(3).any()  # what no query sees has exactly none
+
+
+@pytest.mark.parametrize("needed", [(True, False), (False, True)], ids=["x", "bias"])
+def test_gradient_of_one_argument_is_the_same_without_the_other(needed: tuple[bool, bool]) -> None:
+    x, bias, slope = torch.randn(5, 7), torch.randn(7), torch.randn(5, 7)
+    both = [x.clone().requires_grad_(), bias.clone().requires_grad_()]
+    want = torch.autograd.grad(ops.softmax(both[0], None, both[1], scale=2.0), both, slope)
+    alone = [t.clone().requires_grad_(need) for t, need in zip((x, bias), needed, strict=True)]
+    ops.softmax(alone[0], None, alone[1], scale=2.0).backward(slope)
+    for leaf, need, other in zip(alone, needed, want, strict=True):
+        assert (leaf.grad is not None) == need
+        assert leaf.grad is None or bits(leaf.grad) == bits(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradient_of_the_bias_is_added_up_in_float32(dtype: torch.dtype) -> None:
+    """Each row gives 1/4 and -1/4: a sum in bfloat16 stops at 64, one in float16 at 512."""
+    x, bias = torch.zeros(3001, 2, dtype=dtype), torch.zeros(2, requires_grad=True)
+    y = ops.softmax(x, None, bias)
+    y.backward(torch.tensor([1.0, 0.0], dtype=dtype).expand(3001, 2))
+    assert bias.grad is not None
+    assert bias.grad.dtype == torch.float32
+    assert bias.grad.tolist() == [750.25, -750.25]
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)], ids=str)
+def test_gradient_of_the_bias_of_nothing_is_zero(shape: tuple[int, int]) -> None:
+    bias = torch.zeros(shape[1], requires_grad=True)
+    ops.softmax(torch.zeros(shape), None, bias).sum().backward()
+    assert bits(bias.grad) == bits(torch.zeros(shape[1]))
+
+
+def test_second_derivative_with_a_bias_equals_plain_torch() -> None:
+    x, bias = torch.randn(3, 4, 6), torch.randn(4, 1, 6)[:, 0]
+    found = []
+    for function in (
+        lambda a, b: ops.softmax(a, None, b, scale=0.7),
+        lambda a, b: plainly(a, None, b, scale=0.7),
+    ):
+        leaves = [x.clone().requires_grad_(), bias.clone().requires_grad_()]
+        y = function(*leaves).square().sum()
+        first = torch.autograd.grad(y, leaves, create_graph=True)
+        total = first[0].pow(3).sum() + first[1].pow(3).sum()
+        found.append(torch.autograd.grad(total, leaves))
+    assert all(t.abs().max() > 1e-3 for t in found[0])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+def test_reference_backward_is_the_derivative_of_the_forward_and_so_is_its_own() -> None:
+    spec, mask = SPECS["softmax"], torch.tensor([[True], [False], [True], [True]])
+    attrs = {"scale": 0.6, "causal": True}
+    leaves = [torch.randn(2, 4, 3).double(), torch.randn(4, 1).double(), torch.randn(3).double()]
+    for bias in leaves[1:]:
+        pair = [leaves[0].requires_grad_(), bias.requires_grad_()]
+        slope = torch.randn(2, 4, 3).double()
+
+        def gradients(x: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+            assert spec.backward is not None
+            with InFloat64():
+                y = spec.forward(x, mask, bias, **attrs)
+                return tuple(spec.backward(slope, y, bias, **attrs, needs=(True, True)))  # noqa: B023
+
+        with InFloat64():
+            y = spec.forward(pair[0], mask, bias, **attrs)
+        want = torch.autograd.grad(y, pair, slope)
+        torch.testing.assert_close(gradients(*pair), want, rtol=1e-10, atol=1e-12)
+        assert torch.autograd.gradcheck(gradients, pair)
+
+
+def test_compiled_call_gives_the_bias_its_gradient() -> None:
+    compiled = torch.compile(ops.softmax, backend="aot_eager", fullgraph=True)
+    x, bias = torch.randn(3, 5, requires_grad=True), torch.randn(5, requires_grad=True)
+    found = [
+        torch.autograd.grad(f(x, None, bias, scale=0.5).square().sum(), (x, bias))
+        for f in (compiled, ops.softmax)
+    ]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,173 @@
+// Update rules, one range of one tensor at a time: AdamW, SGD, Lion, LAMB.
+//
+// Each is one pass: what is read is read once, what is written is written once. Float32 throughout.
+// Parameters and gradients of 16 bits, and the copies, pass through tiles that stay in the first
+// cache, so that every rule is compiled for float32 alone.
+//
+// AdamW takes its factors in float64 and rounds them once. SGD, Lion and LAMB round where their
+// references (anychip.operators) round, in the same order, and give the same bits; but for LAMB's
+// square root, which is the nearest number here, and only close to it in torch.
+#include "blocks.h"
+#include "loops.h"
+#include "table.h"
+
+namespace anychip::cpu::ANYCHIP_ISA {
+namespace {
+
+constexpr int64_t kTile = 1024;
+
+ANYCHIP_INLINE char* element(const TensorRef& tensor, int64_t i) {
+  return static_cast<char*>(tensor.data) + i * (tensor.dtype == DType::kFloat32 ? 4 : 2);
+}
+
+// n elements from `begin` on: themselves, or converted into `tile`.
+ANYCHIP_INLINE float* as_floats(const TensorRef& tensor, int64_t begin, int64_t n, float* tile) {
+  char* data = element(tensor, begin);
+  if (tensor.dtype == DType::kFloat32) return reinterpret_cast<float*>(data);
+  to_float(tensor.dtype, data, tile, n);
+  return tile;
+}
+
+// body(p, g, m, v, n) for consecutive tiles; m and v are null where the rule has no such state.
+template <class Body>
+ANYCHIP_INLINE void for_each_tile(const UpdateTensor& tensor, Range elements, const Body& body) {
+  alignas(64) float p_tile[kTile], g_tile[kTile];
+  for (int64_t begin = elements.begin; begin < elements.end; begin += kTile) {
+    const int64_t n = begin + kTile < elements.end ? kTile : elements.end - begin;
+    float* p = as_floats(tensor.param, begin, n, p_tile);
+    const float* g = as_floats(tensor.grad, begin, n, g_tile);
+    float* m = tensor.states[0] ? tensor.states[0] + begin : nullptr;
+    float* v = tensor.states[1] ? tensor.states[1] + begin : nullptr;
+    body(p, g, m, v, n);
+  }
+}
+
+// The same, where body leaves the new parameter in p, for it and its copy.
+template <class Body>
+ANYCHIP_INLINE void update_tiles(const UpdateTensor& tensor, Range elements, const Body& body) {
+  const TensorRef& param = tensor.param;
+  const TensorRef& low = tensor.low_precision;
+  int64_t begin = elements.begin;
+  for_each_tile(tensor, elements, [&](float* p, const float* g, float* m, float* v, int64_t n) {
+    body(p, g, m, v, n);
+    if (param.dtype != DType::kFloat32) {
+      from_float(param.dtype, p, element(param, begin), n);
+      if (low.data) to_float(param.dtype, element(param, begin), p, n);
+    }
+    if (low.data) from_float(low.dtype, p, element(low, begin), n);
+    begin += n;
+  });
+}
+
+// The gradient without its loss scale, clipped. A division by 1 would change nothing.
+template <class Lanes>
+ANYCHIP_INLINE F32 scaled(const float* g, const GradFactors& f, Lanes lanes) {
+  const F32 grad = load_ahead(g, lanes);
+  return (f.scale == 1.0f ? grad : grad / f.scale) * f.clip;
+}
+
+struct Moved {
+  F32 average, square, step;
+};
+
+// LAMB's moments after this step, and its step before the trust ratio and the learning rate.
+ANYCHIP_INLINE Moved moved(F32 param, F32 grad, F32 average, F32 square, const LambFactors& f) {
+  const F32 first = average * f.beta1 + grad * f.one_minus_beta1;
+  const F32 second = square * f.beta2 + (grad * grad) * f.one_minus_beta2;
+  const F32 adam = (first / f.correction1) / (sqrt(second / f.correction2) + f.eps);
+  return {first, second, adam + param * f.weight_decay};
+}
+
+ANYCHIP_INLINE F32 sign(F32 v) {
+  const F32 one = fill<F32>(1.0f);
+  return select(v > 0.0f, one, F32{}) - select(v < 0.0f, one, F32{});
+}
+
+}  // namespace
+
+// Loshchilov and Hutter 2019. Roundings: g 1; m 3; v 4; the update 5 beyond m and v; p 2 more.
+[[gnu::flatten]] void adamw(const UpdateTensor& tensor, const AdamWFactors& f, Range elements) {
+  update_tiles(tensor, elements, [&](float* p, const float* g, float* m, float* v, int64_t n) {
+    for_each_vector(0, n, [&](int64_t i, auto lanes) {
+      const F32 grad = load_ahead(g + i, lanes) * f.grad;
+      const F32 average = load_ahead(m + i, lanes) * f.beta1 + grad * f.one_minus_beta1;
+      const F32 square = load_ahead(v + i, lanes) * f.beta2 + (grad * grad) * f.one_minus_beta2;
+      const F32 step = (average * f.update) / (sqrt(square) * f.inverse_root + f.eps);
+      const F32 param = load_ahead(p + i, lanes) * f.decay - step;
+      store(m + i, average, lanes);
+      store(v + i, square, lanes);
+      store(p + i, param, lanes);
+    });
+  });
+}
+
+// Sutskever et al. 2013. Roundings: g 2 and the decay 2; the buffer 2; nesterov 2; p 2 more.
+[[gnu::flatten]] void sgd(const UpdateTensor& tensor, const SgdFactors& f, Range elements) {
+  update_tiles(tensor, elements, [&](float* p, const float* g, float* b, float*, int64_t n) {
+    for_each_vector(0, n, [&](int64_t i, auto lanes) {
+      F32 param = load_ahead(p + i, lanes);
+      F32 step = scaled(g + i, f.grad, lanes);
+      if (f.decoupled) {
+        param = param * f.decay;
+      } else {
+        step = step + param * f.weight_decay;
+      }
+      if (b) {
+        const F32 buffer = load_ahead(b + i, lanes) * f.momentum + step;
+        store(b + i, buffer, lanes);
+        step = f.nesterov ? step + buffer * f.momentum : buffer;
+      }
+      store(p + i, param - step * f.lr, lanes);
+    });
+  });
+}
+
+// Chen et al. 2023. Roundings: g 2; m 3 more; p 3, and a step that is exact but for its sign.
+[[gnu::flatten]] void lion(const UpdateTensor& tensor, const LionFactors& f, Range elements) {
+  update_tiles(tensor, elements, [&](float* p, const float* g, float* m, float*, int64_t n) {
+    for_each_vector(0, n, [&](int64_t i, auto lanes) {
+      const F32 grad = scaled(g + i, f.grad, lanes);
+      const F32 average = load_ahead(m + i, lanes);
+      const F32 step = sign(average * f.beta1 + grad * f.one_minus_beta1);
+      store(m + i, average * f.beta2 + grad * f.one_minus_beta2, lanes);
+      store(p + i, load_ahead(p + i, lanes) * f.decay - step * f.lr, lanes);
+    });
+  });
+}
+
+// You et al. 2019; rate is lr * trust. Roundings: g 2; m 3 and v 4 more; the step 7; p 3 more.
+[[gnu::flatten]] void lamb(const UpdateTensor& tensor, const LambFactors& f, float rate,
+                           Range elements) {
+  update_tiles(tensor, elements, [&](float* p, const float* g, float* m, float* v, int64_t n) {
+    for_each_vector(0, n, [&](int64_t i, auto lanes) {
+      const F32 param = load_ahead(p + i, lanes);
+      const Moved next = moved(param, scaled(g + i, f.grad, lanes), load_ahead(m + i, lanes),
+                               load_ahead(v + i, lanes), f);
+      store(m + i, next.average, lanes);
+      store(v + i, next.square, lanes);
+      store(p + i, param - next.step * rate, lanes);
+    });
+  });
+}
+
+[[gnu::flatten]] LambSquares lamb_squares(const UpdateTensor& tensor, const LambFactors& f,
+                                          Range elements, int64_t block, float* scratch) {
+  float* weights = scratch;
+  float* steps = scratch + block;
+  for_each_tile(tensor, elements, [&](float* p, const float* g, float* m, float* v, int64_t n) {
+    for_each_vector(0, n, [&](int64_t i, auto lanes) {
+      const F32 param = load_ahead(p + i, lanes);
+      const F32 step = moved(param, scaled(g + i, f.grad, lanes), load_ahead(m + i, lanes),
+                             load_ahead(v + i, lanes), f)
+                           .step;
+      store(weights + i, param * param, lanes);
+      store(steps + i, step * step, lanes);
+    });
+    weights += n;
+    steps += n;
+  });
+  const int64_t numel = elements.end - elements.begin;
+  return {sum_in_pairs(scratch, numel, block), sum_in_pairs(scratch + block, numel, block)};
+}
+
+}  // namespace anychip::cpu::ANYCHIP_ISA

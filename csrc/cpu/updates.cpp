@@ -1,0 +1,154 @@
+// Update rules over lists of tensors, over the threads.
+//
+// Note [Rounded as the references]: sgd, lion and lamb take their factors in float32, each number
+// rounded where torch rounds it on a 0-dim float32 tensor; kernels/updates.cpp goes on from there.
+// adamw takes its factors in float64.
+#include <cmath>
+#include <memory>
+
+#include "checks.h"
+#include "chunks.h"
+
+namespace anychip::cpu {
+namespace {
+
+ChunkGrid grid_of(const char* where, const Update& update, int num_states, int64_t chunk = kChunk) {
+  check_address(where, "step", update.step);
+  ChunkGrid grid(update.tensors.size(), chunk);
+  for (const UpdateTensor& tensor : update.tensors) {
+    check_size(where, "numel", tensor.param.numel);
+    if (tensor.param.numel > 0) {
+      check_address(where, "a parameter", tensor.param.data);
+      check_address(where, "a gradient", tensor.grad.data);
+      for (int k = 0; k < num_states; ++k) check_address(where, "a state", tensor.states[k]);
+    }
+    grid.add(tensor.param.numel);
+  }
+  return grid;
+}
+
+// Counts the step, if it is one.
+bool begins(const Update& update) {
+  if (update.found_inf && *update.found_inf != 0.0f) return false;
+  *update.step += 1.0f;
+  return true;
+}
+
+float rounded(double value) { return static_cast<float>(value); }
+
+// The product is rounded before the subtraction: the compiler may not join the two.
+float decay_of(float lr, double weight_decay) {
+  const double product = static_cast<double>(lr) * rounded(weight_decay);
+  return 1.0f - rounded(product);
+}
+
+GradFactors grad_factors(const Update& update) {
+  return {update.scale ? *update.scale : 1.0f, update.clip ? *update.clip : 1.0f};
+}
+
+AdamWFactors factors_of(const Update& update, const AdamWOptions& options) {
+  const double lr = *update.lr;
+  const double step = *update.step;
+  const double scale = update.scale ? *update.scale : 1.0;
+  const double clip = update.clip ? *update.clip : 1.0;
+  AdamWFactors factors;
+  factors.grad = rounded(clip / scale);
+  factors.decay = rounded(1.0 - lr * options.weight_decay);
+  factors.beta1 = rounded(options.beta1);
+  factors.one_minus_beta1 = rounded(1.0 - options.beta1);
+  factors.beta2 = rounded(options.beta2);
+  factors.one_minus_beta2 = rounded(1.0 - options.beta2);
+  factors.update = rounded(lr / (1.0 - std::pow(options.beta1, step)));
+  factors.inverse_root = rounded(1.0 / std::sqrt(1.0 - std::pow(options.beta2, step)));
+  factors.eps = rounded(options.eps);
+  return factors;
+}
+
+LambFactors factors_of(const Update& update, const LambOptions& options) {
+  return {grad_factors(update),   rounded(options.beta1),       rounded(1.0 - options.beta1),
+          rounded(options.beta2), rounded(1.0 - options.beta2), *options.correction1,
+          *options.correction2,   rounded(options.eps),         rounded(options.weight_decay)};
+}
+
+}  // namespace
+
+void adamw(const Update& update, const AdamWOptions& options) {
+  const char* where = "adamw";
+  check_address(where, "lr", update.lr);
+  const ChunkGrid grid = grid_of(where, update, 2);
+  if (!begins(update)) return;
+  const AdamWFactors factors = factors_of(update, options);
+  grid.run([&](size_t tensor, int64_t, Range elements) {
+    kernels().adamw(update.tensors[tensor], factors, elements);
+  });
+}
+
+void sgd(const Update& update, const SgdOptions& options) {
+  const char* where = "sgd";
+  check_address(where, "lr", update.lr);
+  const ChunkGrid grid = grid_of(where, update, options.momentum != 0.0 ? 1 : 0);
+  if (!begins(update)) return;
+  const SgdFactors factors = {grad_factors(update),
+                              *update.lr,
+                              decay_of(*update.lr, options.weight_decay),
+                              rounded(options.weight_decay),
+                              rounded(options.momentum),
+                              options.nesterov,
+                              options.decoupled};
+  grid.run([&](size_t tensor, int64_t, Range elements) {
+    kernels().sgd(update.tensors[tensor], factors, elements);
+  });
+}
+
+void lion(const Update& update, const LionOptions& options) {
+  const char* where = "lion";
+  check_address(where, "lr", update.lr);
+  const ChunkGrid grid = grid_of(where, update, 1);
+  if (!begins(update)) return;
+  const LionFactors factors = {grad_factors(update),
+                               *update.lr,
+                               decay_of(*update.lr, options.weight_decay),
+                               rounded(options.beta1),
+                               rounded(1.0 - options.beta1),
+                               rounded(options.beta2),
+                               rounded(1.0 - options.beta2)};
+  grid.run([&](size_t tensor, int64_t, Range elements) {
+    kernels().lion(update.tensors[tensor], factors, elements);
+  });
+}
+
+void lamb(const Update& update, const LambOptions& options, const float* trust) {
+  const char* where = "lamb";
+  check_address(where, "lr", update.lr);
+  check_address(where, "correction1", options.correction1);
+  check_address(where, "correction2", options.correction2);
+  if (!update.tensors.empty()) check_address(where, "trust", trust);
+  const ChunkGrid grid = grid_of(where, update, 2);
+  if (!begins(update)) return;
+  const LambFactors factors = factors_of(update, options);
+  grid.run([&](size_t tensor, int64_t, Range elements) {
+    kernels().lamb(update.tensors[tensor], factors, *update.lr * trust[tensor], elements);
+  });
+}
+
+void lamb_partials(const Update& update, const LambOptions& options, const BlockGrid& blocks,
+                   int64_t total) {
+  const char* where = "lamb_partials";
+  check_address(where, "correction1", options.correction1);
+  check_address(where, "correction2", options.correction2);
+  check_block_grid(where, blocks, update.tensors.size());
+  const ChunkGrid grid = grid_of(where, update, 2, chunk_of_blocks(blocks.block));
+  if (grid.chunks() > 0) check_address(where, "out", blocks.out);
+  const LambFactors factors = factors_of(update, options);
+  grid.run([&](size_t tensor, int64_t, Range elements) {
+    const std::unique_ptr<float[]> scratch(new float[2 * static_cast<size_t>(blocks.block)]);
+    for_each_block(blocks, tensor, elements, [&](Range block, float* out) {
+      const LambSquares sums = kernels().lamb_squares(update.tensors[tensor], factors, block,
+                                                      blocks.block, scratch.get());
+      out[0] = sums.weight;
+      out[total] = sums.step;
+    });
+  });
+}
+
+}  // namespace anychip::cpu

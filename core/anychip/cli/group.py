@@ -17,6 +17,7 @@ SUBCOMMANDS: Mapping[str, str] = {
     "conformance": "Checks that a backend computes what the contract says.",
     "doctor": "Says why a backend cannot run here, and what fixes it.",
     "new-backend": "Writes a plugin project for a new chip.",
+    "plan": "Shows what a training run would be like: sizes, stages, bytes, waiting.",
     "train": "Trains a model; without a configuration a small one, in about a minute.",
 }
 """Every subcommand and its line in ``anychip --help``, which therefore imports none of them."""

@@ -66,7 +66,7 @@ def command(
     # Of several ranks the first looks, or the launcher: there may be files when the others come.
     was_looked_at = _LAUNCHED in os.environ or _follows()
     directory = out if was_looked_at and out else _out_directory(out, resume=resume)
-    path, texts, settings = _split(arguments, data)
+    path, texts, settings = split(arguments, data)
     settings += [f"run.steps={steps}"] if steps is not None else []
     settings += [f"data.files={json.dumps(texts)}"] if texts else []
     if resume and path is None:
@@ -177,7 +177,7 @@ def _has_files(directory: Path) -> bool:
     return any(path.name != "logs" for path in directory.iterdir())
 
 
-def _split(
+def split(
     arguments: tuple[str, ...], data: tuple[Path, ...]
 ) -> tuple[Path | None, list[str], list[str]]:
     """The CONFIG, the texts and the settings.

@@ -23,12 +23,12 @@ from anychip.train.config import dump
 from anychip.train.interruption import Interrupted, Interruption
 from anychip.train.precision import LossScaleError
 from anychip.train.report import Row
-from anychip.train.run import Run, build, restore, save, whole_model
+from anychip.train.run import Run, build, loss_reduction, restore, save, whole_model
 from anychip.train.zero import StepResult
 
 
 class TrainingError(AnychipError, RuntimeError):
-    """The loss or the gradient is not finite, so that no step can follow."""
+    """The loss or the gradient is not finite, or there is none, so that no step can follow."""
 
 
 def train(run: Run, out: Path, show: Callable[[Row], None]) -> list[Row]:
@@ -89,7 +89,7 @@ class _Agreed(NamedTuple):
     """What all ranks know after a step.
 
     Attributes:
-        loss: mean over all tokens of all ranks.
+        loss: mean over all targets of all ranks.
         signal: what asks a rank to end; None: nothing does.
     """
 
@@ -103,12 +103,13 @@ def _step(
     """One update of the parameters; and the signal that asks some rank to end, if there is one."""
     start = time.perf_counter()
     loss, num_tokens = _forward_backward(run)
+    mine = _noted(loss, interruption.signal)
     try:
-        result = run.optimizer.step()
+        result = run.optimizer.step(share=None if run.pipeline else mine)
     except LossScaleError as error:
         raise TrainingError(f"step {run.step + 1}: {error}; {_kept(run, out)}") from None
     run.optimizer.zero_grad()
-    agreed = _agree(run, loss, interruption.signal)
+    agreed = _agreed(run, mine if result.shared is None else result.shared)
     norm = 0.0 if result.grad_norm is None else float(result.grad_norm)
     if not math.isfinite(agreed.loss + norm):
         raise TrainingError(_not_finite(run, agreed.loss, norm, rows, out))
@@ -118,31 +119,55 @@ def _step(
 
 
 def _forward_backward(run: Run) -> tuple[Tensor, int]:
-    """Gradients of one update; this replica's mean loss, 0-dim, and the tokens of all replicas.
+    """Gradients of one update; this replica's loss, 0-dim, and the tokens of all replicas.
 
-    With stages only the last one knows the loss; the others give 0.
+    The mean of the replicas' losses is that over all targets. With stages only the last one knows
+    its replica's; the others give 0.
     """
     parts = run.config.data.accumulation
+    weight = _weight(run, parts)
     batches = [run.loader.next_batch() for _ in range(parts)]
     num_tokens = parts * batches[0][0].numel() * run.mesh.axis("data").world_size
     if run.pipeline is not None:
-        return _through_stages(run, run.pipeline, batches), num_tokens
+        return _through_stages(run, run.pipeline, batches, weight), num_tokens
+    reduction = loss_reduction(run.config)
     total = torch.zeros((), device=run.loader.device)
     for number, (tokens, targets) in enumerate(batches, 1):
         # What is not the last is added up on this rank; the last sends the sum.
         with nullcontext() if number == parts else run.optimizer.no_sync():
             with run.policy.autocast():
-                loss = run.model(tokens, targets) / parts
+                loss = run.model(tokens, targets, reduction=reduction)
+                loss = loss / parts if weight is None else loss * weight
             run.optimizer.backward(loss)
         total += loss.detach()
     return total, num_tokens
 
 
-def _through_stages(run: Run, pipeline: parallel.Pipeline, batches: list[data.Batch]) -> Tensor:
+def _weight(run: Run, parts: int) -> float | None:
+    """Of each batch's loss, when that is a sum; None: batches have as many targets, and means.
+
+    Every target of the step counts alike then, whichever batch of whichever replica it is in. Each
+    rank counts for itself, in the tokens that all have: no message is needed.
+    """
+    if loss_reduction(run.config) == "mean":
+        return None
+    count = run.loader.num_targets(parts)
+    if not count:
+        raise TrainingError(
+            f"step {run.step + 1}: no batch has a target; the text is ends of documents only, "
+            "which data.cross_document_targets = false leaves out"
+        )
+    return run.mesh.axis("data").world_size / count
+
+
+def _through_stages(
+    run: Run, pipeline: parallel.Pipeline, batches: list[data.Batch], weight: float | None
+) -> Tensor:
     tokens, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
     loss = pipeline.run(
         tokens,
         targets,
+        weight=weight,
         backward=run.optimizer.backward,
         no_sync=run.optimizer.no_sync,
         share_loss=False,
@@ -150,14 +175,22 @@ def _through_stages(run: Run, pipeline: parallel.Pipeline, batches: list[data.Ba
     return torch.zeros((), device=run.loader.device) if loss is None else loss
 
 
-def _agree(run: Run, loss: Tensor, signal: int | None) -> _Agreed:
-    """One message for both; with one rank one transfer, when the host waits for the device."""
-    if run.comm.world_size == 1:
-        return _Agreed(float(loss), signal)
-    mine = torch.stack((loss.double(), loss.new_tensor(float(signal or 0)).double()))
-    everyone = mine.new_empty(run.comm.world_size * 2)
-    run.comm.all_gather(everyone, mine)
-    losses, signals = everyone.view(-1, 2).t().tolist()
+def _noted(loss: Tensor, signal: int | None) -> Tensor:
+    """What a rank tells the others: (2,) float32, which holds a signal's number exactly."""
+    loss = loss.float()
+    return torch.stack((loss, torch.full_like(loss, signal or 0)))
+
+
+def _agreed(run: Run, told: Tensor) -> _Agreed:
+    """What the optimizer's message has brought. With stages there is another one, of all ranks.
+
+    Of a pipeline's ranks those that share the gradients of a stage are not those that know the
+    loss.
+    """
+    if run.pipeline is not None:
+        mine, told = told, told.new_empty(run.comm.world_size * 2)
+        run.comm.all_gather(told, mine)
+    losses, signals = told.view(-1, 2).t().tolist()
     replicas = run.mesh.axis("data").world_size
     return _Agreed(math.fsum(losses) / replicas, int(max(signals)) or None)
 

@@ -111,7 +111,8 @@ def plot_loss(path: Path, rows: Sequence[Row]) -> None:
     rate = axes.twinx()
     rate.plot(steps, [row.lr for row in rows], color="C1", linewidth=0.8, label="learning rate")
     rate.set(ylabel="learning rate")
-    figure.legend(loc="upper right", bbox_to_anchor=(0.9, 0.95))
+    # Of both axes, within the upper one, on what is drawn below it.
+    rate.legend(handles=[*axes.lines, *rate.lines], loc="upper right", framealpha=0.9)
     figure.savefig(path)
 
 

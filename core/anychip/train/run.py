@@ -83,7 +83,6 @@ def build(config: Config, chip: Backend, comm: Communicator | None = None) -> Ru
     )
     _compare(comm, config, chip)
     mesh = parallel.Mesh(comm, mesh_sizes(config.parallel, comm.world_size))
-    _require_equal_weights(config, mesh.sizes["data"])
     policy = precision.policy(config.run.precision, chip)
     tokens, tokenizer = read_data(config)
     replicas = mesh.axis("data")
@@ -111,25 +110,17 @@ def build(config: Config, chip: Backend, comm: Communicator | None = None) -> Ru
     return run
 
 
-def _require_equal_weights(config: Config, replicas: int) -> None:
-    """Means over different numbers of targets must not be averaged as if they were alike."""
-    batches = config.data.accumulation * replicas
-    if batches > 1 and not config.data.cross_document_targets:
-        raise ValueError(
-            f"data.cross_document_targets = false leaves out targets, so that the mean losses of "
-            f"the {batches} batches of a step (data.accumulation {config.data.accumulation} x "
-            f"{replicas} replicas) have different weights, which this version does not keep; set "
-            "it to true, or use one batch per step"
-        )
+def loss_reduction(config: Config) -> models.Reduction:
+    """Of a batch's loss: a mean, unless batches differ in their numbers of targets."""
+    return "mean" if config.data.cross_document_targets else "sum"
 
 
 def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     """This rank keeps its stage of the model."""
     config, comm = run.config, run.mesh.axis("pipeline")
-    tokens = torch.zeros((config.data.batch_size, config.model.context), dtype=torch.int64)
-    costs = parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=_flops_per_byte(chip))
-    layers = parallel.split_layers(whole, comm.world_size, costs)
-    stage = parallel.make_stage(whole, layers[comm.rank])
+    _, layers = stage_layers(config, whole, chip)
+    reduction = loss_reduction(config)
+    stage = parallel.make_stage(whole, layers[comm.rank], reduction=reduction)
     assert isinstance(stage, parallel.Stage)
     run.model = stage.to(chip.device())
     run.names = parallel.names_of(whole, models.parameter_groups(whole, 0.0))
@@ -140,6 +131,20 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
         tied=stage.tied,
         autocast=run.policy.autocast,
     )
+
+
+def stage_layers(
+    config: Config, whole: models.Decoder, chip: Backend
+) -> tuple[list[parallel.LayerCost], list[range]]:
+    """What each layer costs, and which layers each stage has; the model may be without data.
+
+    Raises:
+        ValueError: more stages than layers.
+    """
+    shape = (config.data.batch_size, config.model.context)
+    tokens = torch.zeros(shape, dtype=torch.int64, device=whole.lm_head.weight.device)
+    costs = parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=_flops_per_byte(chip))
+    return costs, parallel.split_layers(whole, config.parallel.pipeline, costs)
 
 
 def _flops_per_byte(chip: Backend) -> float:
@@ -262,7 +267,7 @@ def restore(run: Run, out: Path) -> None:
 
 def save(run: Run, out: Path) -> None:
     """Writes the checkpoint of where the run is. With several ranks a collective."""
-    model, optimizer = _stateful(run)
+    model, optimizer = _stateful(run, to_rank=0)
     checkpoint.save(
         out, step=run.step, model=model, optimizer=optimizer, data=run.loader, comm=run.comm
     )
@@ -278,15 +283,21 @@ def whole_model(run: Run) -> models.Decoder:
     return model.to(run.loader.device)
 
 
-def _stateful(run: Run) -> tuple[checkpoint.Model, checkpoint.Stateful]:
-    """What a checkpoint is made of: whole, whatever the ranks hold."""
+def _stateful(
+    run: Run, *, to_rank: int | None = None
+) -> tuple[checkpoint.Model, checkpoint.Stateful]:
+    """What a checkpoint is made of: whole, whatever the ranks hold.
+
+    Args:
+        to_rank: of a pipeline, the only one that gets it; None: all do.
+    """
     if run.names is None:
         return run.model, run.optimizer
     assert isinstance(run.model, parallel.Stage)
     comm = run.mesh.axis("pipeline")
     return (
-        parallel.WholeModel(run.model, comm),
-        parallel.WholeOptimizer(run.optimizer, run.model, run.names, comm),
+        parallel.WholeModel(run.model, comm, to_rank=to_rank),
+        parallel.WholeOptimizer(run.optimizer, run.model, run.names, comm, to_rank=to_rank),
     )
 
 

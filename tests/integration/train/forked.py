@@ -172,11 +172,16 @@ def _run(args: Sequence[str]) -> int:
 
 
 class Server:
-    """A process that forks for one that may not. ``environment``: in place of this process's."""
+    """A process that forks for one that may not.
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    ``environment``: in place of this process's. ``prefix``: a command that runs it, like unshare.
+    """
+
+    def __init__(
+        self, environment: Mapping[str, str] | None = None, *, prefix: Sequence[str] = ()
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__))],
+            [*prefix, sys.executable, str(Path(__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**(environment or os.environ), "OMP_NUM_THREADS": "1"},

@@ -214,6 +214,26 @@ def _write_documents(folder: Path) -> dict[str, Path]:
     return files
 
 
+@pytest.mark.parametrize(
+    ("world_size", "settings", "parts"),
+    [
+        (2, ZERO, 2),
+        (2, ("parallel.pipeline=2", "data.accumulation=4"), 4),
+        (4, (*ZERO, "parallel.pipeline=2"), 2),
+    ],
+    ids=["replicas", "stages", "replicas_of_stages"],
+)
+def test_targets_left_out_count_alike_on_all_ranks(
+    ranks: Server, tmp_path: Path, world_size: int, settings: tuple[str, ...], parts: int
+) -> None:
+    """Batches of few and of many targets, bit for bit as on one rank that has them all."""
+    args = (*LLAMA, "--data", str(_write_documents(tmp_path)["jsonl"]))
+    args += ("data.cross_document_targets=false",)
+    wanted = trained(ranks, tmp_path, *args, f"data.accumulation={parts}", out="one")
+    found = trained(ranks, tmp_path, *args, *settings, world_size=world_size, out="ranks")
+    found.assert_same(wanted, losses=False)
+
+
 def test_formats_of_files_give_the_same_run(ranks: Server, tmp_path: Path) -> None:
     found = {
         name: trained(ranks, tmp_path, *ZERO, "--data", str(path), world_size=2, out=name)

@@ -178,6 +178,27 @@ def test_targets_across_documents_are_left_out_when_asked() -> None:
     assert masked.state_dict() == plain.state_dict(), "the position is in the same order"
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_targets_of_the_next_batches_are_counted_over_all_ranks(prefetch: int) -> None:
+    """Across the ends of epochs, and while a thread makes batches of another one."""
+    tokens = torch.arange(400, dtype=torch.int32) % 7 % 5
+    options: dict[str, Any] = {"context": 8, "batch_size": 3, "world_size": 4}
+    ranks = [
+        data.Loader(tokens, cross_document_targets=False, rank=r, prefetch=prefetch, **options)
+        for r in range(4)
+    ]
+    told = set()
+    for _ in range(12):
+        counts = {rank.num_targets(2) for rank in ranks}
+        seen = [y for rank in ranks for _, y in (rank.next_batch(), rank.next_batch())]
+        assert counts == {sum(int((y != data.IGNORED_TARGET).sum()) for y in seen)}
+        told |= counts
+    assert len(told) > 1
+    for rank in ranks:
+        rank.close()
+    assert data.Loader(tokens, **options).num_targets(2) == 2 * 4 * 3 * 8
+
+
 def test_position_with_another_tokenizer_is_refused_with_both() -> None:
     tokenizer = data.train_bpe(["abab"], 258)
     mine, theirs = loader(tokenizer=tokenizer), loader()

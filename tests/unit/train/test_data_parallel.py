@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -503,6 +504,29 @@ def test_step_without_gradient_on_any_rank_is_an_error_on_all() -> None:
             opt.step()
 
     run_ranks(2, work)
+
+
+@STAGES
+def test_share_of_every_rank_reaches_all_with_its_bits_and_no_message(stage: int) -> None:
+    numbers = torch.tensor([[1 / 3, math.nan], [-0.0, -math.inf], [5e-324, -2.5]]).double()
+
+    def work(comm: Communicator) -> list[Tensor | None]:
+        layer = nn.Linear(3, 1)
+        opt = zero.Optimizer(layer, optim.sgd(1.0), comm, stage=stage)
+        shared, calls = [], []
+        for share in (None, None, numbers[comm.rank]):
+            opt.zero_grad()
+            opt.backward(layer(torch.ones(1, 3)).sum())
+            before = comm.traffic.calls.copy()
+            shared.append(opt.step(share=share).shared)
+            calls.append(comm.traffic.calls - before)
+        assert calls[1] == calls[2]
+        return shared
+
+    for first, _, last in run_ranks(3, work):
+        assert first is None
+        assert last is not None
+        assert torch.equal(last.view(torch.int64), numbers.view(torch.int64))
 
 
 def test_zero_grad_that_keeps_the_tensors_makes_them_zero() -> None:

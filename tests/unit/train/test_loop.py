@@ -243,9 +243,3 @@ def test_bf16_trains_with_parameters_and_moments_in_float32(tmp_path: Path) -> N
     assert rows[-1].loss < rows[0].loss
     states = [t for state in run.optimizer.state.values() for t in state.values()]
     assert {t.dtype for t in [*run.model.parameters(), *states]} == {torch.float32}
-
-
-def test_targets_left_out_of_several_batches_are_refused() -> None:
-    _build("data.cross_document_targets=false")
-    with pytest.raises(ValueError, match=r"the 2 batches of a step .* different weights"):
-        _build("data.cross_document_targets=false", "data.accumulation=2")

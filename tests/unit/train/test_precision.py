@@ -223,7 +223,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all_and_changes_no_bit(
         after = snapshot(opt, model)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert opt.num_steps == 1
-        assert skipped == (None, 0.0, 1024.0, True)
+        assert skipped == zero.StepResult(None, 0.0, 1024.0, True)
         following = step(1.0)
         assert following.lr == pytest.approx(1e-2 * 2 / 5)
         assert not following.skipped

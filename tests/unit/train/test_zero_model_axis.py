@@ -149,4 +149,4 @@ def test_overflow_in_one_stage_skips_the_step_in_all() -> None:
         assert torch.equal(param, torch.ones(5))
         return result
 
-    assert run_ranks(3, work) == [(None, 0.0, 8.0, True)] * 3
+    assert run_ranks(3, work) == [zero.StepResult(None, 0.0, 8.0, True)] * 3

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anychip.train.data.order import Order, share
@@ -85,8 +86,8 @@ class Loader:
         rank, world_size: take this rank's part of each global batch.
         tokenizer: what the tokens were made with; None: bytes.
         cross_document_targets: False: the target of an end-of-document token, which is the first
-            token of the next document, is :data:`~anychip.train.data.IGNORED_TARGET`. Losses of
-            batches are then means over different numbers of tokens.
+            token of the next document, is :data:`~anychip.train.data.IGNORED_TARGET`. Batches
+            then have different numbers of targets; see :meth:`num_targets`.
         prefetch: batches that a thread makes ahead; 0: none, and no thread.
         pin: gives page-locked host memory, like ``backend.memory.pinned``: nbytes to a (nbytes,)
             uint8 tensor, on the thread that makes batches. The copy to the device is then queued on
@@ -127,6 +128,8 @@ class Loader:
         self.prefetch, self.pin = prefetch, pin
         self.position = 0
         self._windows = _Windows(self)
+        # The thread has the other one.
+        self._order = Order(len(tokens), context=context, seed=seed)
         self._ahead: Prefetcher[_HostBatch] | None = None
 
     @property
@@ -160,6 +163,25 @@ class Loader:
             targets = mask_targets(tokens, targets, self.tokenizer.end_of_document)
         self.position += self.batch_size * self.world_size
         return tokens, targets
+
+    def num_targets(self, num_batches: int = 1) -> int:
+        """Targets with a loss in the next global batches, those of all ranks; nothing is sent.
+
+        By it the sums of losses of several batches are divided, so that what is minimized is the
+        mean over all targets, whatever batch they are in.
+        """
+        num_windows = num_batches * self.batch_size * self.world_size
+        count = num_windows * self.context
+        if self.cross_document_targets:
+            return count
+        starts = self._order.starts(range(self.position, self.position + num_windows))
+        first, last = np.searchsorted(self._ends, (starts, starts + self.context))
+        return count - int((last - first).sum())
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        """Where in the tokens documents end."""
+        return np.flatnonzero(self.tokens.numpy() == self.tokenizer.end_of_document)
 
     def _next_on_host(self) -> _HostBatch:
         if not self.prefetch:

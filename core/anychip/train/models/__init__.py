@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anychip.train.models.gpt import GPT, GPTConfig
+from anychip.train.models.layers import Reduction
 from anychip.train.models.llama import Llama, LlamaConfig
 
 Decoder = GPT | Llama
@@ -67,6 +68,7 @@ __all__ = [
     "GPTConfig",
     "Llama",
     "LlamaConfig",
+    "Reduction",
     "build",
     "generate",
     "parameter_groups",

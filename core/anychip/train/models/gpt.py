@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from anychip import ops
-from anychip.train.models.layers import Dropout, Embedding, LayerNorm, Linear
+from anychip.train.models.layers import Dropout, Embedding, LayerNorm, Linear, Reduction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,17 +114,20 @@ class GPT(nn.Module):
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(param, std=0.02 / math.sqrt(2 * config.layers))
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (B, S, V), or the 0-dim float32 mean loss when targets are given.
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, reduction: Reduction = "mean"
+    ) -> Tensor:
+        """Logits (B, S, V), or the 0-dim float32 loss when targets are given.
 
         Args:
             tokens: (B, S) int64, S at most ``config.context``.
             targets: (B, S) int64; -100 is not counted.
+            reduction: over the targets: ``mean`` or ``sum``.
         """
         x = self.embed(tokens)
         for block in self.transformer.h:
             x = self.run_block(block, x)
-        return self.head(x, targets)
+        return self.head(x, targets, reduction=reduction)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """What the first block is given: tokens (B, S) as vectors (B, S, D), with positions."""
@@ -139,10 +142,14 @@ class GPT(nn.Module):
         """One of the blocks."""
         return block(x_BSD)  # type: ignore[no-any-return]
 
-    def head(self, x_BSD: Tensor, targets: Tensor | None = None) -> Tensor:
-        """What follows the last block: logits, or the mean loss."""
+    def head(
+        self, x_BSD: Tensor, targets: Tensor | None = None, *, reduction: Reduction = "mean"
+    ) -> Tensor:
+        """What follows the last block: logits, or the loss."""
         logits: Tensor = self.lm_head(self.transformer.ln_f(x_BSD))
-        return logits if targets is None else ops.cross_entropy(logits, targets)
+        if targets is None:
+            return logits
+        return ops.cross_entropy(logits, targets, reduction=reduction)
 
 
 def _init(module: nn.Module) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anychip import ops
-from anychip.train.models.layers import Embedding, Linear, RMSNorm
+from anychip.train.models.layers import Embedding, Linear, Reduction, RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,17 +130,20 @@ class Llama(nn.Module):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (B, S, V), or the 0-dim float32 mean loss when targets are given.
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, reduction: Reduction = "mean"
+    ) -> Tensor:
+        """Logits (B, S, V), or the 0-dim float32 loss when targets are given.
 
         Args:
             tokens: (B, S) int64, S at most ``config.context``.
             targets: (B, S) int64; -100 is not counted.
+            reduction: over the targets: ``mean`` or ``sum``.
         """
         x = self.embed(tokens)
         for block in self.model.layers:
             x = self.run_block(block, x)
-        return self.head(x, targets)
+        return self.head(x, targets, reduction=reduction)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """What the first block is given: tokens (B, S) as vectors (B, S, D)."""
@@ -156,10 +159,14 @@ class Llama(nn.Module):
         cos, sin = (table[: x_BSD.shape[1]] for table in self._rotary)
         return block(x_BSD, cos, sin)  # type: ignore[no-any-return]
 
-    def head(self, x_BSD: Tensor, targets: Tensor | None = None) -> Tensor:
-        """What follows the last block: logits, or the mean loss."""
+    def head(
+        self, x_BSD: Tensor, targets: Tensor | None = None, *, reduction: Reduction = "mean"
+    ) -> Tensor:
+        """What follows the last block: logits, or the loss."""
         logits: Tensor = self.lm_head(self.model.norm(x_BSD))
-        return logits if targets is None else ops.cross_entropy(logits, targets)
+        if targets is None:
+            return logits
+        return ops.cross_entropy(logits, targets, reduction=reduction)
 
 
 def rotary_table(length: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,7 @@ class _Step:
 
     tokens: Sequence[Tensor]
     targets: Sequence[Tensor]
+    weight: float | None
     loss: Tensor
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     ready: dict[Action, Tensor] = field(default_factory=dict)
@@ -59,7 +60,7 @@ class Pipeline:
     Args:
         stage: ``stage(x)`` gives the (floating-point, one) tensor for the next stage, where x is
             what the stage before gave, or the first stage's tokens. The last one is called with
-            targets too, and gives the 0-dim mean loss.
+            targets too, and gives the 0-dim loss.
         comm: the ranks of the pipeline, one per row of the schedule.
         schedule: with one stage per rank. Without messages it gets those of
             :func:`~anychip.train.parallel.schedule.add_communication`.
@@ -128,6 +129,7 @@ class Pipeline:
         tokens: Tensor | None,
         targets: Tensor | None,
         *,
+        weight: float | None = None,
         backward: Backward = torch.autograd.backward,
         no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
         more: bool = False,
@@ -139,32 +141,32 @@ class Pipeline:
             tokens: (B, ...) on the first stage, B a multiple of the number of microbatches; not
                 looked at elsewhere.
             targets: (B, ...) on the last stage; not looked at elsewhere.
+            weight: of each microbatch's loss, 1 / (number of all targets) where it is a sum; None:
+                1 / (number of microbatches), for means over as many targets in each.
             backward: adds gradients; an optimizer's, so that the loss gets its scale.
             no_sync: made and entered around each backward but the last one, whose gradients, with
                 those before, may be reduced over other ranks; around all of them when parameters
                 are tied, which the optimizer's step then reduces.
-            more: another run follows before the step: all gradients stay local, and tied ones are
-                not yet joined.
+            more: another run comes before the step: gradients stay local, tied ones unjoined.
             share_loss: give the loss to all ranks, at the price of one small message.
 
         Returns:
-            0-dim float32: the mean over the microbatches; None where it is not known.
+            0-dim float32: the sum of the weighted losses; None where it is not known.
 
         Raises:
             ValueError: a batch that does not divide, a stage that gives something else than
                 expected, or stages that do not fit together.
             CommunicationError: another stage has failed, which every rank is told.
         """
-        local = more or bool(self.tied)
         with self._telling_others():
-            step = self._step(tokens, targets)
+            step = self._step(tokens, targets, weight)
             self._start_clock()
             for action in self._actions(step, self._row):
                 start = time.perf_counter()
                 if action.kind == "F":
                     self._forward(step, action)
                 else:
-                    stays = local or action.microbatch != self._last_backward
+                    stays = more or bool(self.tied) or action.microbatch != self._last_backward
                     with no_sync() if stays else nullcontext():
                         self._backward(step, action, backward)
                 self._stop_clock(action, start)
@@ -175,12 +177,17 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(
-        self, tokens: Tensor | None, targets: Tensor | None, *, share_loss: bool = True
+        self,
+        tokens: Tensor | None,
+        targets: Tensor | None,
+        *,
+        weight: float | None = None,
+        share_loss: bool = True,
     ) -> Tensor | None:
         """The loss alone; arguments, result and errors as those of :meth:`run`."""
         forward = self.schedule.only("F", "SEND_F", "RECV_F")
         with self._telling_others():
-            step = self._step(tokens, targets)
+            step = self._step(tokens, targets, weight)
             for action in self._actions(step, forward.rows[self.comm.rank]):
                 self._forward(step, action)
                 del step.kept[action.microbatch]
@@ -275,10 +282,11 @@ class Pipeline:
 
     # Computations
 
-    def _step(self, tokens: Tensor | None, targets: Tensor | None) -> _Step:
+    def _step(self, tokens: Tensor | None, targets: Tensor | None, weight: float | None) -> _Step:
         return _Step(
             tokens=self._microbatches("tokens", tokens) if self.is_first else [],
             targets=self._microbatches("targets", targets) if self.is_last else [],
+            weight=weight,
             loss=torch.zeros((), device=self.device),
         )
 
@@ -306,7 +314,9 @@ class Pipeline:
             else:
                 output = self.loss_fn(self.stage(x), step.targets[number])
         if self.is_last:
-            output = self._check_loss(output) / self.num_microbatches
+            loss = self._check_loss(output)
+            # Divided, not multiplied by the inverse: so a loop on one rank does it.
+            output = loss / self.num_microbatches if step.weight is None else loss * step.weight
             step.loss += output.detach()
         else:
             self._link.check(self, output)

@@ -73,7 +73,7 @@ class Schedule:
     @property
     def num_stages(self) -> int:
         """One more than the highest stage that computes."""
-        return 1 + max((a.stage for row in self.rows for a in row if a.is_compute), default=-1)
+        return 1 + max((a.stage for row in self.rows for a in row if a.kind in COMPUTE), default=-1)
 
     @property
     def num_microbatches(self) -> int:
@@ -83,7 +83,7 @@ class Schedule:
     @property
     def has_communication(self) -> bool:
         """Messages are written in it."""
-        return any(not action.is_compute for row in self.rows for action in row)
+        return any(action.kind not in COMPUTE for row in self.rows for action in row)
 
     def only(self, *kinds: Kind) -> Schedule:
         """The same schedule without actions of other kinds."""

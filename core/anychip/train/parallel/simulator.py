@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from anychip.train.parallel.schedule import Action, Schedule
-from anychip.train.parallel.validation import validate
+from anychip.train.parallel.schedule import COMPUTE, Action, Kind, Schedule
+from anychip.train.parallel.validation import check_actions, validate
 
 Time = int | float | Fraction
 """In any unit; exact when all costs are integers or fractions."""
@@ -37,8 +37,12 @@ class Costs:
 
     def of(self, action: Action) -> Time:
         """Of a computation."""
-        costs = self.forward if action.kind == "F" else self.backward
-        return costs[action.stage] if isinstance(costs, Sequence) else costs
+        return self.per_stage(action.kind, action.stage + 1)[action.stage]
+
+    def per_stage(self, kind: Kind, num_stages: int) -> Sequence[Time]:
+        """Of each stage's F or B."""
+        costs = self.forward if kind == "F" else self.backward
+        return costs if isinstance(costs, Sequence) else (costs,) * num_stages
 
 
 class Span(NamedTuple):
@@ -62,14 +66,13 @@ class Timeline:
     @property
     def makespan(self) -> Time:
         """The end of the last computation."""
-        return max(span.end for row in self.rows for span in row)
+        return max(row[-1].end for row in self.rows if row)
 
     @property
     def idle(self) -> tuple[Time, ...]:
         """Per rank, the time within the makespan in which it computes nothing."""
-        return tuple(
-            self.makespan - sum(span.end - span.start for span in row) for row in self.rows
-        )
+        whole = self.makespan
+        return tuple(whole - sum([end - start for _, start, end in row]) for row in self.rows)
 
     @property
     def bubble_ratio(self) -> Time:
@@ -86,9 +89,10 @@ class Timeline:
         peaks = []
         for row in self.rows:
             held = peak = 0
-            for span in row:
-                held += 1 if span.action.kind == "F" else -1
-                peak = max(peak, held)
+            for (_, kind, _), _, _ in row:
+                held += 1 if kind == "F" else -1
+                if held > peak:
+                    peak = held
             peaks.append(peak)
         return tuple(peaks)
 
@@ -164,10 +168,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     _check_costs(costs, schedule.num_stages)
-    rows = schedule.only("F", "B").rows
-    validate(Schedule(rows))
-    owners = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+    computations = schedule.only("F", "B")
+    rows, owners = computations.rows, check_actions(computations)
     num_stages = len(owners)
+    takes = {kind: costs.per_stage(kind, num_stages) for kind in COMPUTE}
     ends: dict[Action, Time] = {}
     spans: list[list[Span]] = [[] for _ in rows]
     # Ranks that wait for a computation go on when it has ended, so that each action is visited
@@ -176,27 +180,31 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     ready = list(range(len(rows)))
     while ready:
         rank = ready.pop()
-        clock = spans[rank][-1].end if spans[rank] else 0
-        for action in rows[rank][len(spans[rank]) :]:
-            before = _input(action, num_stages)
-            if before is not None and before not in ends:
-                waiting[before] = rank
-                break
-            if before is not None:
-                far = owners[before.stage] != rank
-                clock = max(clock, ends[before] + (costs.message if far else 0))
-            end = clock + costs.of(action)
-            spans[rank].append(Span(action, clock, end))
-            ends[action] = clock = end
+        row = spans[rank]
+        clock = row[-1].end if row else 0
+        for action in rows[rank][len(row) :]:
+            stage, kind, microbatch = action
+            # What a computation takes besides its own forward: the result of a neighbour.
+            source = stage - 1 if kind == "F" else stage + 1
+            if 0 <= source < num_stages:
+                before = Action(source, kind, microbatch)
+                if before not in ends:
+                    waiting[before] = rank
+                    break
+                arrival = ends[before]
+                if costs.message and owners[source] != rank:
+                    arrival += costs.message
+                if arrival > clock:
+                    clock = arrival
+            start = clock
+            ends[action] = clock = start + takes[kind][stage]
+            row.append(Span(action, start, clock))
             if action in waiting:
                 ready.append(waiting.pop(action))
-    return Timeline(tuple(tuple(row) for row in spans))
-
-
-def _input(action: Action, num_stages: int) -> Action | None:
-    """The computation whose result a computation takes, besides its own forward."""
-    stage = action.stage + (-1 if action.kind == "F" else 1)
-    return Action(stage, action.kind, action.microbatch) if 0 <= stage < num_stages else None
+    if waiting:
+        validate(computations)  # says who waits for whom
+        raise AssertionError(f"{waiting} wait, and the rules say that nobody does")
+    return Timeline(tuple(map(tuple, spans)))
 
 
 def _check_costs(costs: Costs, num_stages: int) -> None:

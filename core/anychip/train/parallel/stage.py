@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anychip.train.models import GPT, Decoder, Llama
+from anychip.train.models import GPT, Decoder, Llama, Reduction
 
 Model = Decoder | nn.Sequential
 """What can be cut into stages."""
@@ -35,12 +35,15 @@ def num_layers(model: Model) -> int:
     )
 
 
-def make_stage(model: Model, layers: range) -> Stage | SequentialStage:
+def make_stage(
+    model: Model, layers: range, *, reduction: Reduction = "mean"
+) -> Stage | SequentialStage:
     """Some layers of a model, sharing its parameters; see :class:`Stage`.
 
     Args:
         model: whole, on any device. What the stage does not share can be dropped with it.
         layers: consecutive, within ``range(num_layers(model))``.
+        reduction: of a decoder's loss, where the stage has it.
 
     Raises:
         ValueError: no layers, or layers that the model does not have.
@@ -50,23 +53,24 @@ def make_stage(model: Model, layers: range) -> Stage | SequentialStage:
         raise ValueError(f"consecutive layers from 0 to {count - 1} expected, got {layers}")
     if isinstance(model, nn.Sequential):
         return SequentialStage(model, layers)
-    return Stage(model, layers)
+    return Stage(model, layers, reduction=reduction)
 
 
 class Stage(nn.Module):
     """Consecutive layers of a decoder.
 
     ``stage(x)`` takes tokens (B, S) when it begins with the embedding, else the vectors (B, S, D)
-    of the layer before; it gives vectors, or with the head ``stage(x, targets)`` the mean loss and
+    of the layer before; it gives vectors, or with the head ``stage(x, targets)`` the loss and
     ``stage(x)`` logits.
 
     Where the head is tied to the embedding and another stage has that, the head has a copy.
 
     Attributes:
         layers: of the whole model.
+        reduction: of the loss, over its targets.
     """
 
-    def __init__(self, model: Decoder, layers: range) -> None:
+    def __init__(self, model: Decoder, layers: range, *, reduction: Reduction = "mean") -> None:
         super().__init__()
         count = num_layers(model)
         is_first, is_last = layers.start == 0, layers.stop == count
@@ -81,7 +85,7 @@ class Stage(nn.Module):
         if is_last:
             part.add_module(norm, getattr(inner, norm))
         whole.add_module(below, part)
-        self.layers, self.config = layers, model.config
+        self.layers, self.config, self.reduction = layers, model.config, reduction
         self._tied = ""
         if isinstance(model, GPT) and is_first != is_last:
             self._tied = "transformer.wte" if is_first else "lm_head"
@@ -109,7 +113,7 @@ class Stage(nn.Module):
             x = whole.run_block(block, x)
         if self.layers.stop < self.config.layers + 2:
             return x
-        return whole.head(x, targets)  # type: ignore[no-any-return]
+        return whole.head(x, targets, reduction=self.reduction)  # type: ignore[no-any-return]
 
 
 class SequentialStage(nn.Module):

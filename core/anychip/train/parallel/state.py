@@ -41,36 +41,50 @@ def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Names:
 
 
 class WholeModel:
-    """The state dict of all stages together. Both methods are collective calls."""
+    """The state dict of all stages together.
 
-    def __init__(self, stage: Stage, comm: Communicator) -> None:
-        self.stage, self.comm = stage, comm
+    Args:
+        to_rank: the only rank of the pipeline that keeps what is gathered; None: all do.
+    """
+
+    def __init__(self, stage: Stage, comm: Communicator, *, to_rank: int | None = None) -> None:
+        self.stage, self.comm, self.to_rank = stage, comm, to_rank
 
     def parameters(self) -> Any:
         """Those of this rank's stage: where they are says which device the model is on."""
         return self.stage.parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole, on the host, on every rank."""
-        return merge(gather_objects(self.comm, dict(self.stage.state_dict())))
+        """Whole, on the host; nothing on ranks that do not keep it. A collective call."""
+        return merge(gather_objects(self.comm, dict(self.stage.state_dict()), to_rank=self.to_rank))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes this stage's part."""
+        """Takes this stage's part; nothing is sent."""
         self.stage.load_state_dict({key: state_dict[key] for key in self.stage.state_dict()})
 
 
 class WholeOptimizer:
-    """The state of all stages' optimizers, in the form of one optimizer of the whole model."""
+    """The state of all stages' optimizers, in the form of one optimizer of the whole model.
+
+    Args:
+        to_rank: the only rank of the pipeline that keeps what is gathered; None: all do.
+    """
 
     def __init__(
-        self, optimizer: Optimizer, stage: Stage, names: Names, comm: Communicator
+        self,
+        optimizer: Optimizer,
+        stage: Stage,
+        names: Names,
+        comm: Communicator,
+        *,
+        to_rank: int | None = None,
     ) -> None:
-        self.optimizer, self.names, self.comm = optimizer, names, comm
+        self.optimizer, self.names, self.comm, self.to_rank = optimizer, names, comm, to_rank
         own = {param: names.of[name] for name, param in stage.named_parameters()}
         self.groups = [[own[p] for p in group["params"]] for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole, on the host, on every rank of the pipeline. A collective call."""
+        """Whole, on the host; nothing on ranks that do not keep it. A collective call."""
         mine = self.optimizer.state_dict()
         numbers = [name for group in self.groups for name in group]
         parts = gather_objects(
@@ -81,7 +95,10 @@ class WholeOptimizer:
                 "groups": self.groups,
                 "rest": _rest(mine),
             },
+            to_rank=self.to_rank,
         )
+        if not parts:
+            return {}
         entries = merge([{n: e for n, e in part["state"].items()} for part in _first(parts)])
         whole = [name for group in self.names.groups for name in group]
         groups, start = [], 0

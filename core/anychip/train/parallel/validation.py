@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from anychip.train.parallel.schedule import (
+    COMPUTE,
     Action,
     Schedule,
     ScheduleError,
@@ -30,15 +31,28 @@ def validate(schedule: Schedule, *, in_order: bool = False) -> None:
     Raises:
         ScheduleError: names the first broken rule.
     """
-    owners = _owners(schedule)
-    num_microbatches = schedule.num_microbatches
-    for rank, row in enumerate(schedule.rows):
-        _check_row(rank, row, num_microbatches)
+    owners = check_actions(schedule)
     messages = schedule.has_communication
     if messages:
         for rank, row in enumerate(schedule.rows):
             _check_messages(rank, row, owners)
     _Run(schedule, owners, in_order, messages).check()
+
+
+def check_actions(schedule: Schedule) -> dict[int, int]:
+    """The first rules alone: which computations there are, and their order on a rank.
+
+    Returns:
+        Stage to the rank that computes it.
+
+    Raises:
+        ScheduleError: names the first broken rule.
+    """
+    owners = _owners(schedule)
+    num_microbatches = schedule.num_microbatches
+    for rank, row in enumerate(schedule.rows):
+        _check_row(rank, row, num_microbatches)
+    return owners
 
 
 def _owners(schedule: Schedule) -> dict[int, int]:
@@ -49,12 +63,13 @@ def _owners(schedule: Schedule) -> dict[int, int]:
     num_stages = schedule.num_stages
     for rank, row in enumerate(schedule.rows):
         for action in row:
-            if action.stage < 0 or action.microbatch < 0:
+            stage, kind, microbatch = action
+            if stage < 0 or microbatch < 0:
                 raise ScheduleError(f"rank {rank}: {action} has a negative number")
-            if action.is_compute and owners.setdefault(action.stage, rank) != rank:
+            if kind in COMPUTE and owners.setdefault(stage, rank) != rank:
                 raise ScheduleError(
-                    f"stage {action.stage} is on one rank, and has actions on rank "
-                    f"{owners[action.stage]} and ({action}) on rank {rank}"
+                    f"stage {stage} is on one rank, and has actions on rank {owners[stage]} and "
+                    f"({action}) on rank {rank}"
                 )
     for stage in range(num_stages):
         if stage not in owners:

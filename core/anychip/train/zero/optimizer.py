@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from anychip.contract import Communicator
-from anychip.operators.partials import num_blocks
-from anychip.train.optim import Group, Rule, Update
+from anychip.train.optim import Rule
 from anychip.train.precision import LossScaler, Policy
 from anychip.train.zero import checks, partition, state
+from anychip.train.zero.pieces import Pieces
 from anychip.train.zero.reducer import Reducer
-from anychip.train.zero.shards import Shard, Shards, broadcast, gather
+from anychip.train.zero.shards import Shards, broadcast
 
 BUCKET_NBYTES = 8 << 20
 """Default size of a bucket: large enough for full bandwidth, small enough that the last one, which
@@ -32,12 +32,14 @@ class StepResult(NamedTuple):
         lr: learning rate that was applied; 0.0 when the update was skipped.
         loss_scale: by which the loss was multiplied; 1.0 without loss scaling.
         skipped: the update was left out because a gradient was not finite.
+        shared: (world_size, n) what the ranks gave to share, on the host when there are several.
     """
 
     grad_norm: Tensor | None
     lr: float
     loss_scale: float
     skipped: bool
+    shared: Tensor | None = None
 
 
 class Memory(NamedTuple):
@@ -110,10 +112,10 @@ class Optimizer(torch.optim.Optimizer):
         several = comm.world_size > 1
         self._reducer = Reducer(comm, stage, dtype) if several else None
         self._shards = Shards(comm) if several and stage else None
-        self._duplicates = set(duplicates)
+        self._pieces = Pieces(comm, self._reducer, self._shards, model_comm, set(duplicates))
         self._is_synchronizing = True
         super().__init__(checks.trainable(model), {})
-        foreign = self._duplicates - self.state.keys()
+        foreign = self._pieces.duplicates - self.state.keys()
         if foreign:
             raise ValueError(f"duplicates: {len(foreign)} parameters that are not trained here")
 
@@ -158,24 +160,9 @@ class Optimizer(torch.optim.Optimizer):
             return
         step = torch.zeros((), dtype=torch.float32, device=fresh[0].device)
         for param in fresh:
-            made = self.rule.init(self._values(param))
-            checks.check_state(made, self._shard(param))
+            made = self.rule.init(self._pieces.values(param))
+            checks.check_state(made, self._pieces.shard(param))
             self.state[param] = {"step": step, **made}
-
-    def _shard(self, param: Tensor) -> Shard | None:
-        return None if self._shards is None else self._shards.of[param]
-
-    def _values(self, param: Tensor) -> Tensor:
-        """What this rank updates of a parameter."""
-        shard = self._shard(param)
-        return param if shard is None else shard.values
-
-    def _gradient(self, param: Tensor) -> Tensor:
-        """The gradient of what this rank updates."""
-        if self._reducer is not None:
-            return self._reducer.gradient(param)
-        assert param.grad is not None
-        return param.grad
 
     def backward(
         self,
@@ -239,7 +226,9 @@ class Optimizer(torch.optim.Optimizer):
             self._reducer.clear(set_to_none=set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, share: Tensor | None = None
+    ) -> StepResult:
         """Updates every parameter that has a gradient (on any rank), in place.
 
         With several ranks a collective call, which reduces what backward has left local. Under
@@ -248,6 +237,9 @@ class Optimizer(torch.optim.Optimizer):
 
         Args:
             closure: not taken; a rule makes one pass.
+            share: (n,) of a few numbers, like the loss, on the parameters' device, alike in dtype
+                and size on all ranks of ``comm``: each gets those of all, without a message of
+                their own.
 
         Raises:
             RuntimeError: no parameter has a gradient.
@@ -255,109 +247,34 @@ class Optimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("step: no closure expected; call backward() before step()")
-        present = self._present()
+        present, shared = self._present(share)
         if not present:
             raise RuntimeError("step: no parameter has a gradient; call backward() first")
         scale = 1.0 if self.scaler is None else self.scaler.scale
         if self.scaler is not None:
-            found_inf = self._found_inf(present)
+            found_inf = self._pieces.found_inf(present)
             self.scaler.update(found_inf)
             if found_inf:
-                return StepResult(None, 0.0, scale, True)
-        update = self._update(present, scale)
+                return StepResult(None, 0.0, scale, True, shared)
+        factor = None if self.scaler is None else scale
+        update = self._pieces.update(
+            self.param_groups, self.state, present, count=self.num_steps, scale=factor
+        )
         self.rule.update(update)
         if self._shards is not None:
             self._shards.gather(present)
         self.num_steps += 1
-        return StepResult(update.norm, update.lr, scale, False)
+        return StepResult(update.norm, update.lr, scale, False, shared)
 
-    def _present(self) -> set[Tensor]:
+    def _present(self, share: Tensor | None) -> tuple[set[Tensor], Tensor | None]:
         """Parameters that have a gradient on any rank; what was local is reduced."""
         if self._shards is not None:
             self._shards.check()
         if self._reducer is not None:
-            return self._reducer.agree()
-        return {p for group in self.param_groups for p in group["params"] if p.grad is not None}
-
-    def _found_inf(self, present: set[Tensor]) -> bool:
-        """Whether any gradient on any rank is not finite; the host waits for the answer."""
-        gradients = [g for g in map(self._gradient, present) if g.numel()]
-        found = torch.zeros((), dtype=torch.float32, device=next(iter(present)).device)
-        for gradient in gradients:
-            low, high = torch.aminmax(gradient)  # both NaN when there is one
-            finite = torch.isfinite(low) & torch.isfinite(high)
-            found = torch.maximum(found, (~finite).to(torch.float32))
-        self.comm.all_reduce(found, "max")
-        if self.model_comm is not None:
-            self.model_comm.all_reduce(found, "max")
-        return bool(found.item())
-
-    def _update(self, present: set[Tensor], scale: float) -> Update:
-        parts = [
-            (params, group) for group in self.param_groups for params in self._parts(group, present)
-        ]
-        groups = [self._part(params, group) for params, group in parts]
-        order = [param for params, _ in parts for param in params]
-        update = Update(groups=groups, count=self.num_steps)
-        if self.scaler is not None:
-            update.scale = torch.full((), scale, device=groups[0].step.device)
-        if self._shards is not None:
-            update.sum_over_shards = self._sum_over_shards
-        update.gather_stages = lambda partials: self._gather_stages(partials, order)
-        return update
-
-    def _parts(self, group: dict[str, Any], present: set[Tensor]) -> list[list[Tensor]]:
-        """Those of a group that have a gradient, apart where step counts differ.
-
-        All parameters of a group share one step count until one of them misses a gradient: from
-        then on it has a count of its own, as in torch, since bias correction depends on it.
-        """
-        parts: dict[int, list[Tensor]] = {}
-        for param in group["params"]:
-            parts.setdefault(id(self.state[param]["step"]), []).append(param)
-        found = []
-        for params in parts.values():
-            absent = [p for p in params if p not in present]
-            if len(absent) == len(params):
-                continue
-            if absent:
-                step = self.state[absent[0]]["step"].clone()
-                for param in absent:
-                    self.state[param]["step"] = step
-            found.append([p for p in params if p in present])
-        return found
-
-    def _part(self, params: list[Tensor], group: dict[str, Any]) -> Group:
-        states = [self.state[p] for p in params]
-        shards = [shard for shard in map(self._shard, params) if shard is not None]
-        return Group(
-            params=[self._values(p) for p in params],
-            grads=[self._gradient(p) for p in params],
-            state={name: [s[name] for s in states] for name in states[0] if name != "step"},
-            step=states[0]["step"],
-            options={k: v for k, v in group.items() if k != "params"},
-            spans=[shard.span for shard in shards] if shards else None,
-        )
-
-    def _sum_over_shards(self, partials: Tensor) -> Tensor:
-        self.comm.all_reduce(partials)
-        return partials
-
-    def _gather_stages(self, partials: Tensor, params: Sequence[Tensor]) -> Tensor:
-        """The blocks' sums of squares of the whole model, the largest first.
-
-        Sorted, they are added up alike whatever the order of parameters is, and on how many ranks
-        they are; blocks of zeros, which come last, change nothing.
-        """
-        start = 0
-        for param in params:
-            count = num_blocks(param.numel())
-            if param in self._duplicates:
-                partials[start : start + count] = 0.0
-            start += count
-        if self.model_comm is not None:
-            partials = gather(partials, self.model_comm)
-        return partials.sort(descending=True).values
+            return self._reducer.agree(share)
+        params = [p for group in self.param_groups for p in group["params"]]
+        present = {p for p in params if p.grad is not None}
+        return present, None if share is None else share[None]
 
     def memory(self) -> Memory:
         """Bytes on this rank: the formula of the stage, with the sizes of this model.
@@ -367,7 +284,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         params = [param for group in self.param_groups for param in group["params"]]
         whole = sum(param.nbytes for param in params)
-        owned = sum(self._values(param).nbytes for param in params)
+        owned = sum(self._pieces.values(param).nbytes for param in params)
         states = {t for p in params for t in self.state[p].values()}
         return Memory(whole, owned if self.stage == 2 else whole, sum(t.nbytes for t in states))
 
@@ -411,6 +328,6 @@ class Optimizer(torch.optim.Optimizer):
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             steps: dict[float, Tensor] = {}
             for param in group["params"]:
-                state.load(entries[param], self.state[param], self._shard(param), steps)
+                state.load(entries[param], self.state[param], self._pieces.shard(param), steps)
             group.update({k: copy.deepcopy(v) for k, v in other.items() if k != "params"})
         self.num_steps = int(state_dict["num_steps"])

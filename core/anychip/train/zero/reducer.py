@@ -153,16 +153,25 @@ class Reducer:
         self.comm.broadcast(order, 0)
         self._order, self._is_learned = order.tolist(), True
 
-    def agree(self) -> set[Tensor]:
+    def agree(self, share: Tensor | None = None) -> tuple[set[Tensor], Tensor | None]:
         """Reduces what is still local, and returns the parameters that have a gradient anywhere.
 
         A collective call, and a transfer to the host.
+
+        Args:
+            share: (n,) of any dtype, the same on all ranks: goes with the same message.
+
+        Returns:
+            The parameters; and all ranks' ``share`` on the host, (world_size, n).
         """
         marks = [self._mark(param) for param in self.places]
         device = next(iter(self.places)).device
         joined = torch.tensor(marks, dtype=torch.uint8, device=device)
+        if share is not None:
+            joined = torch.cat((joined, self._in_its_place(share)))
         self.comm.all_reduce(joined, "max")
-        found = dict(zip(self.places, joined.tolist(), strict=True))
+        told = joined.cpu()
+        found = dict(zip(self.places, told.tolist(), strict=False))
         late = [b for b in self.buckets if any(found[p] == _PENDING for p in b.params)]
         for bucket in late:
             bucket.hide()
@@ -174,7 +183,19 @@ class Reducer:
             for param in present:
                 number, position = self.places[param]
                 self.buckets[number].show(position)
-        return present
+        if share is None:
+            return present, None
+        shared = told[len(marks) :].clone().view(share.dtype)
+        return present, shared.view(self.comm.world_size, -1)
+
+    def _in_its_place(self, share: Tensor) -> Tensor:
+        """The bytes of all ranks' shares, with zeros for those of the others: the largest of all
+        ranks' bytes are what each has put in.
+        """
+        mine = share.view(torch.uint8)
+        everyone = mine.new_zeros(self.comm.world_size * len(mine))
+        everyone[len(mine) * self.comm.rank :][: len(mine)] = mine
+        return everyone
 
     def _mark(self, param: Tensor) -> int:
         number, position = self.places[param]

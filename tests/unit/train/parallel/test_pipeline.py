@@ -197,6 +197,40 @@ def test_evaluate_gives_the_loss_of_run_and_no_gradients(generator: Generator) -
         assert loss == pytest.approx(model(tokens, targets).item(), rel=1e-6)
 
 
+def test_microbatches_with_uneven_targets_have_the_bits_of_one_rank(generator: Generator) -> None:
+    """Sums, times one over the number of all targets; a microbatch may have none."""
+    model, (tokens, targets) = whole(LLAMA), batches(steps=1)[0]
+    targets = targets.clone()
+    targets[: ROWS // 4] = -100
+    targets[-1, ::2] = -100
+    weight = 1.0 / int((targets >= 0).sum())
+
+    def work(comm: Communicator) -> tuple[float, float, dict[str, Tensor]]:
+        mine: Any = copy.deepcopy(model)
+        stage = make_stage(mine, partition([1] * 4, 2)[comm.rank], reduction="sum")
+        pipeline = Pipeline(stage, comm, generator(2, 4))
+        alone = pipeline.evaluate(tokens, targets, weight=weight)
+        loss = pipeline.run(tokens, targets, weight=weight)
+        assert alone is not None
+        assert loss is not None
+        grads = {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+        return float(alone), float(loss), grads
+
+    total = torch.zeros(())
+    for x, y in zip(tokens.chunk(4), targets.chunk(4), strict=True):
+        loss = model(x, y, reduction="sum") * weight
+        loss.backward()
+        total += loss.detach()
+    found = run_ranks(2, work)
+    assert [(alone, loss) for alone, loss, _ in found] == [(float(total), float(total))] * 2
+    grads = merge([grads for _, _, grads in found])
+    for name, param in model.named_parameters():
+        assert param.grad is not None
+        assert torch.equal(grads[name], param.grad), name
+    mean = model(tokens, targets).item()
+    assert float(total) == pytest.approx(mean, rel=1e-6)
+
+
 def test_loss_that_is_not_shared_is_on_the_last_stage_only() -> None:
     def work(comm: Communicator) -> tuple[Tensor | None, int]:
         pipeline = Pipeline(linear_stage(comm), comm, gpipe(3, 2), loss_fn=squares)

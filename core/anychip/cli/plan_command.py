@@ -1,0 +1,127 @@
+"""``anychip plan``: what ``anychip train`` would do with the same settings, without doing it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from anychip.cli.backends_command import WIDE
+from anychip.cli.train_command import split
+
+if TYPE_CHECKING:
+    from anychip.train.planning import Plan, StagePlan
+
+SCHEMA = 1
+
+
+@click.command("plan")
+@click.argument("arguments", nargs=-1, metavar="[CONFIG.toml] [key=value ...]")
+@click.option("--backend", metavar="NAME", help="The chip to plan for; chosen when not given.")
+@click.option(
+    "--nproc",
+    type=click.IntRange(min=1),
+    help="Ranks of the job.  [default: what the parallel sizes multiply to]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; docs/cli.md has the schema.")
+def command(
+    arguments: tuple[str, ...], backend: str | None, nproc: int | None, as_json: bool
+) -> None:
+    """Show what a training run would be like: parameters, stages, memory, messages, waiting.
+
+    Takes the settings of anychip train. Reads no data and makes no weights.
+    """
+    import anychip
+    from anychip.train import config, planning
+
+    path, _, settings = split(arguments, ())
+    configuration = config.load(path, settings)
+    chip = anychip.use(backend, config=configuration.run.backend)
+    plan = planning.plan(configuration, chip, nproc)
+    if as_json:
+        click.echo(json.dumps(_to_json(plan), indent=2))
+        return
+    console = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False)
+    console.print(_head(plan), markup=False, soft_wrap=True)
+    console.print()
+    console.print(_table(plan))
+    if plan.timeline is not None:
+        console.print(f"\n{_waiting(plan)}\n{plan.timeline.grid()}", markup=False, soft_wrap=True)
+
+
+def _head(plan: Plan) -> str:
+    config, (replicas, stages) = plan.config, plan.sizes.values()
+    kind = type(config.model).__name__.removesuffix("Config")
+    tokens = config.data.batch_size * config.data.accumulation * config.model.context * replicas
+    ranks = replicas * stages
+    return (
+        f"{kind} with {plan.num_parameters:,} parameters in {plan.policy.name} "
+        f"({plan.policy.why})\n"
+        f"{config.run.steps} steps of {tokens:,} tokens on {ranks} rank{'s' * (ranks > 1)}: "
+        f"data {replicas} x pipeline {stages}, ZeRO stage {config.optimizer.stage}"
+    )
+
+
+def _table(plan: Plan) -> Table:
+    """A row per stage: what one of its ranks has and sends."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("stage", "layers"):
+        table.add_column(title)
+    for title in ("cost", "parameters", "bytes: parameters", "gradients", "states"):
+        table.add_column(title, justify="right")
+    for title in ("sent per step: replicas", "stages"):
+        table.add_column(title, justify="right")
+    for number, stage in enumerate(plan.stages):
+        table.add_row(
+            str(number),
+            f"{stage.layers.start} to {stage.layers.stop - 1}",
+            f"{_share(plan, stage):.1%}",
+            *(f"{value:,}" for value in (stage.num_parameters, *stage.memory)),
+            f"{stage.data_nbytes:,}",
+            f"{stage.pipeline_nbytes:,}",
+        )
+    return table
+
+
+def _share(plan: Plan, stage: StagePlan) -> float:
+    """The part of a micro-batch's work that a stage does."""
+    return stage.cost.total / sum(other.cost.total for other in plan.stages)
+
+
+def _waiting(plan: Plan) -> str:
+    assert plan.timeline is not None
+    stages, count = len(plan.stages), plan.config.data.accumulation
+    return (
+        f"{plan.config.parallel.schedule}, {count} micro-batches: ranks wait "
+        f"{float(plan.timeline.bubble_ratio):.1%} of the time; with stages that cost alike "
+        f"{(stages - 1) / (count + stages - 1):.1%}"
+    )
+
+
+def _to_json(plan: Plan) -> dict[str, Any]:
+    timeline = plan.timeline
+    return {
+        "schema": SCHEMA,
+        "parameters": plan.num_parameters,
+        "precision": plan.policy.name,
+        "ranks": plan.sizes,
+        "zero_stage": plan.config.optimizer.stage,
+        "schedule": plan.config.parallel.schedule if timeline else None,
+        "microbatches": plan.config.data.accumulation,
+        "bubble": float(timeline.bubble_ratio) if timeline else 0.0,
+        "grid": timeline.grid().splitlines() if timeline else [],
+        "stages": [
+            {
+                "layers": [stage.layers.start, stage.layers.stop - 1],
+                "cost": _share(plan, stage),
+                "parameters": stage.num_parameters,
+                "nbytes": stage.memory._asdict(),
+                "sent_nbytes": {"replicas": stage.data_nbytes, "stages": stage.pipeline_nbytes},
+            }
+            for stage in plan.stages
+        ],
+    }

@@ -1,0 +1,43 @@
+"""Do the bytes of a whole ZeRO step, 2 Psi, pass through the kernel's network interface?"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from anychip.contract.collectives import wire_nbytes
+from anychip.train.zero.partition import ALIGNMENT
+from tests.integration import quiet_network
+from tests.integration.train.forked import Server
+from tests.integration.train.zero_bytes import Rows
+
+ROOT = Path(__file__).parents[3]
+WORLD_SIZE = 2
+PSI = sum(param.numel() for param in Rows().parameters())
+PADDING = 4 * (ALIGNMENT - 1) * len(list(Rows().parameters()))
+
+
+def test_loopback_counter_sees_two_psi_per_step_at_every_stage(tmp_path: Path) -> None:
+    """Rajbhandari et al. 2020, section 7: stages 1 and 2 send what plain data parallel does."""
+    prefix = quiet_network.prefix()
+    if prefix is None:
+        pytest.skip("this system does not let us make a network namespace")
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    server = Server({**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, prefix=prefix)
+    script = str(Path(__file__).with_name("zero_bytes.py"))
+    ended = server.run(script, "out.json", world_size=WORLD_SIZE, cwd=tmp_path)
+    server.close()
+    assert [rank.code for rank in ended] == [0] * WORLD_SIZE, ended[0].err
+    stages = json.loads((tmp_path / "out.json").read_text())
+    for stage, (seen, told) in enumerate((found["seen"], found["told"]) for found in stages):
+        large = ("reduce_scatter", "all_gather") if stage else ("all_reduce",)
+        for call in large:
+            assert 4 * PSI <= told[call] <= 4 * PSI + PADDING, (stage, call)
+        payload = sum(wire_nbytes(call, nbytes, WORLD_SIZE) for call, nbytes in told.items())
+        two_psi = 2 * (WORLD_SIZE - 1) / WORLD_SIZE * 4 * PSI
+        assert two_psi <= payload
+        # Above it are what ranks ask each other, headers of packets, and what the store is told.
+        assert payload * WORLD_SIZE <= min(seen) <= 1.01 * two_psi * WORLD_SIZE, (stage, told)

@@ -1,0 +1,84 @@
+"""One rank of a job: steps at all stages, and the bytes that passed through the kernel meanwhile.
+
+python zero_bytes.py OUT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import anychip
+from anychip.contract import Communicator
+from anychip.train import optim, zero
+from tests.integration.collectives.cases import loopback_nbytes
+
+NUMEL = 4 << 20
+REPEATS = 5
+"""Of which the least counts: on a busy machine the kernel sends some packets twice."""
+
+
+class Rows(nn.Module):
+    """Parameters of uneven sizes; the gradient of each is its factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [NUMEL // 2, NUMEL // 4, NUMEL // 8, NUMEL // 8 - 1000, 997, 3]
+        self.rows = nn.ParameterList(torch.ones(size) for size in sizes)
+
+    def forward(self, factor: float) -> Tensor:
+        return torch.stack([row.sum() * factor for row in self.rows]).sum()
+
+
+def step(model: nn.Module, opt: zero.Optimizer, factor: float) -> None:
+    opt.backward(model(factor))
+    opt.step()
+    opt.zero_grad()
+
+
+def nbytes_of_a_step(comm: Communicator, model: nn.Module, opt: zero.Optimizer) -> int:
+    """What the loopback interface has seen, of both ranks."""
+    comm.barrier()
+    time.sleep(0.05)
+    before = loopback_nbytes() if comm.rank == 0 else 0
+    comm.barrier()
+    step(model, opt, comm.rank + 1.0)
+    comm.barrier()
+    time.sleep(0.05)
+    after = loopback_nbytes() if comm.rank == 0 else 0
+    comm.barrier()
+    return after - before
+
+
+def main(out: str) -> None:
+    """Counts; rank 0 writes a file."""
+    torch.set_num_threads(1)
+    chip = anychip.use("cpu")
+    comm = chip.communicator(timeout_s=60)
+    found = []
+    for stage in (0, 1, 2):
+        model = Rows()
+        rule = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
+        opt = zero.Optimizer(model, rule, comm, stage=stage)
+        step(model, opt, 1.0)  # the first one also tells the order of the buckets
+        traffic = dict(comm.traffic.nbytes)
+        seen = [nbytes_of_a_step(comm, model, opt) for _ in range(REPEATS)]
+        told = {
+            call: (nbytes - traffic.get(call, 0)) // REPEATS
+            for call, nbytes in comm.traffic.nbytes.items()
+            if nbytes != traffic.get(call, 0)
+        }
+        found.append({"seen": seen, "told": told})
+    if comm.rank == 0:
+        Path(out).write_text(json.dumps(found))
+    comm.barrier()
+    comm.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

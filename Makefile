@@ -25,11 +25,12 @@ ENVIRONMENT := $(VENV)/made-$(call hash,command -v $(PYTHON); cat constraints.tx
 INSTALLED := $(VENV)/installed-$(call hash,echo $(OPTIONS) $(MODULES); cat $(sort $(SOURCES)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint native dev clean
+.PHONY: help train test mutants lint native dev clean
 
 help:
 	@echo 'make train    train a small GPT, about a minute on two cores; ARGS go to `anychip train`'
 	@echo 'make test     every test, and the conformance suite of the cpu backend; ARGS go to pytest'
+	@echo 'make mutants  600 generated mistakes, which the conformance suite must find; docs/mutants.md'
 	@echo 'make lint     formatting, types and spelling'
 	@echo 'make native   the C++ kernels alone, with their own tests (plain CMake)'
 	@echo 'make dev      only the environment, with every tool, in $(VENV)'
@@ -43,6 +44,9 @@ train: $(INSTALLED)
 test: $(INSTALLED)-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) $(ARGS)
 	$(BIN)/anychip conformance --backend cpu --level full
+
+mutants: $(INSTALLED)-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
 
 lint: $(INSTALLED)-dev
 	$(BIN)/ruff check .

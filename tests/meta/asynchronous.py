@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tests.meta.honest import HonestBackend, make_table, reference_rows
+from anychip.contract import Memory
+from tests.meta.honest import CountingMemory, HonestBackend, make_table, reference_rows
 
 LONGEST_S = 0.001
 """Of the delay before a piece of work."""
@@ -173,6 +175,19 @@ def fill(outputs: Any, found: Any) -> None:
         target.copy_(source)
 
 
+class AsynchronousMemory(CountingMemory):
+    """A queued copy holds its tensors; there is no allocator of a device to tell of them."""
+
+    def copy_async(
+        self, target: Tensor, source: Tensor, stream: torch.Stream | None = None
+    ) -> None:
+        if stream is None:
+            target.copy_(source, non_blocking=True)
+            return
+        with self.backend.use_stream(stream):
+            target.copy_(source, non_blocking=True)
+
+
 class AsynchronousBackend(HonestBackend):
     """The host with streams of worker threads."""
 
@@ -181,11 +196,16 @@ class AsynchronousBackend(HonestBackend):
     stream_type: ClassVar[type[Stream]] = Stream
     event_type: ClassVar[type[Event]] = Event
     mode_type: ClassVar[type[Deferring]] = Deferring
+    memory_type: ClassVar[type[Memory]] = AsynchronousMemory
 
     def __init__(self) -> None:
         super().__init__()
         self.first = self.stream_type(has_thread=False)
         self.streams: list[Stream] = []  # also those that nobody holds and that still have work
+
+    @cached_property
+    def memory(self) -> Memory:
+        return self.memory_type(self)
 
     def synchronize(self, index: int | None = None) -> None:
         self.check_index(index)

@@ -7,11 +7,15 @@ from tests.meta import (
     wrong_collectives,
     wrong_compression,
     wrong_device,
+    wrong_errors,
     wrong_gradients,
     wrong_memory,
+    wrong_numbers,
     wrong_operators,
     wrong_products,
     wrong_random,
+    wrong_sizes,
+    wrong_states,
     wrong_streams,
     wrong_training,
     wrong_updates,
@@ -24,6 +28,9 @@ CATALOGUE: tuple[Wrong, ...] = (
     *wrong_random.CATALOGUE,
     *wrong_operators.CATALOGUE,
     *wrong_gradients.CATALOGUE,
+    *wrong_sizes.CATALOGUE,
+    *wrong_numbers.CATALOGUE,
+    *wrong_states.CATALOGUE,
     *wrong_attention.CATALOGUE,
     *wrong_products.CATALOGUE,
     *wrong_updates.CATALOGUE,
@@ -31,6 +38,7 @@ CATALOGUE: tuple[Wrong, ...] = (
     *wrong_streams.CATALOGUE,
     *wrong_collectives.CATALOGUE,
     *wrong_training.CATALOGUE,
+    *wrong_errors.CATALOGUE,
 )
 
 HEAD = """\

@@ -79,8 +79,8 @@ class CountingMemory(Memory):
 
     def allocate(self, nbytes: int, index: int | None = None) -> torch.UntypedStorage:
         device = self.backend.device(index)
-        if nbytes < 0:
-            raise ValueError(f"allocate: nbytes must be at least 0, got {nbytes}")
+        if not isinstance(nbytes, int) or nbytes < 0:
+            raise ValueError(f"allocate: nbytes must be an integer of at least 0, got {nbytes!r}")
         if self.allocated + nbytes > CAPACITY:
             self.refuse(nbytes)
         storage = torch.UntypedStorage(nbytes, device=device)
@@ -127,11 +127,11 @@ def reference_rows() -> dict[tuple[str, str], Row]:
 
 
 def make_table(rows: dict[tuple[str, str], Row]) -> OperatorTable:
-    """A backend's table from rows by operator and direction."""
+    """A backend's table from rows by operator and direction, which say that they are references."""
     table = OperatorTable()
     for (operator, direction), row in rows.items():
         add = table.forward if direction == "forward" else table.backward
-        add(operator)(row)
+        add(operator, kind="reference")(row)
     return table
 
 

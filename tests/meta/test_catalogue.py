@@ -13,6 +13,7 @@ from anychip.conformance.chapters import collectives
 from anychip.contract import Backend
 from anychip.dispatch import selection
 from tests.meta.catalogue import CATALOGUE, table
+from tests.meta.false_alarms import CORRECT, alarms
 from tests.meta.honest import HonestRows
 from tests.meta.shared_ranks import SharedRanks
 from tests.meta.wrong import Wrong
@@ -20,7 +21,9 @@ from tests.meta.wrong import Wrong
 EACH = pytest.mark.parametrize(
     "wrong", CATALOGUE, ids=lambda wrong: f"{wrong.chapter}-{wrong.name}"
 )
-TWINS = {(wrong.chapter, wrong.select, wrong.twin): wrong for wrong in reversed(CATALOGUE)}
+TWINS = {
+    (wrong.chapter, wrong.select, wrong.level, wrong.twin): wrong for wrong in reversed(CATALOGUE)
+}
 """What is asked of the same twin is asked once."""
 EACH_TWIN = pytest.mark.parametrize(
     "wrong", list(TWINS.values())[::-1], ids=lambda wrong: f"{wrong.chapter}-{wrong.name}"
@@ -45,7 +48,9 @@ def ranks_are_shared() -> Iterator[None]:
 
 
 def run(backend: Backend, wrong: Wrong) -> conformance.Report:
-    return conformance.run(backend, chapters=[wrong.chapter], select=wrong.select)
+    return conformance.run(
+        backend, level=wrong.level, chapters=[wrong.chapter], select=wrong.select
+    )
 
 
 @EACH
@@ -66,6 +71,13 @@ def test_honest_backend_passes_every_chapter() -> None:
     report = conformance.run(HonestRows())
     assert report.passed, "\n".join(report.explain(r) for r in report.failures)
     assert {r.chapter for r in report.results} == set(conformance.CHAPTERS)
+
+
+@pytest.mark.parametrize("name", list(CORRECT))
+def test_correct_backend_passes_with_another_seed(name: str) -> None:
+    """CI's second seed, in the chapters that are quick; python -m tests.meta.false_alarms: all."""
+    found = alarms(CORRECT[name](), 1, ("memory", "random", "optimizer", "errors"))
+    assert found == [], "\n".join(found)
 
 
 def test_catalogue_has_unique_names_and_every_chapter() -> None:

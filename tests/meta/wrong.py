@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from anychip.conformance import Level
 from anychip.contract import Backend, Memory
 from tests.meta.honest import HonestBackend, Row, make_table, reference_rows
 
@@ -25,6 +26,7 @@ class Wrong:
         make: the wrong backend.
         select: a ``-k`` expression, so that a test need not run the whole chapter.
         twin: the correct backend.
+        level: of the suite; quick finds all but what more than two ranks show.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Wrong:
     make: Callable[[], Backend]
     select: str = ""
     twin: Callable[[], Backend] = HonestBackend
+    level: Level = "quick"
 
 
 def wrong_device(name: str, bug: str, **methods: Any) -> Wrong:

@@ -13,6 +13,7 @@ from tests.meta.wrong import Wrong, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
+wrong_bias = partial(wrong_backward, operator="softmax", select="/softmax/ and bias")
 Attr = Any
 
 
@@ -121,6 +122,62 @@ def sees_padding(
 def last_forgotten(row: Row, *args: Tensor, **attrs: Attr) -> Any:
     *given, cu_seqlens = args
     return row(*given, cu_seqlens[: max(len(cu_seqlens) - 1, 1)], **attrs)
+
+
+@wrong("entries-of-32-bits-read-as-64", "wrong width of an index", operator="attention_varlen")
+def wide_entries(
+    row: Row, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **attrs: Attr
+) -> Any:
+    return row(q, k, v, read_as_int64(cu_seqlens, q.shape[0]), **attrs)
+
+
+def read_as_int64(ends: Tensor, num_rows: int) -> Tensor:
+    """What a kernel for 64-bit row numbers makes of 32-bit ones, with zeros after their end."""
+    if ends.dtype == torch.int64:
+        return ends
+    twice = torch.nn.functional.pad(ends, (0, len(ends)))
+    return twice.view(torch.int64).clamp(0, num_rows).cummax(0).values
+
+
+@wrong_bias("bias-gradient-scaled", "a factor at the wrong place")
+def scaled_bias(row: Row, *args: Tensor, scale: float, **attrs: Attr) -> Any:
+    dx, dbias = row(*args, scale=scale, **attrs)
+    return dx, (None if dbias is None else dbias * scale)
+
+
+@wrong_bias("bias-gradient-of-the-last-row", "= for +=")
+def last_term(row: Row, grad: Tensor, y: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
+    dx, dbias = row(grad, y, bias, **attrs)
+    if dbias is None or bias is None or not y.numel():
+        return dx, dbias
+    whole = row(grad, y, bias.expand(y.shape), **attrs)[1]
+    for dim, size in enumerate((1,) * (y.dim() - bias.dim()) + bias.shape):
+        whole = whole if size == y.shape[dim] else whole.narrow(dim, y.shape[dim] - 1, 1)
+    return dx, whole.reshape(bias.shape)
+
+
+@wrong_bias("bias-gradient-over-one-dim", "sum over too little")
+def one_dim(row: Row, grad: Tensor, y: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
+    # A sum over what is before the bias's own dims, and none over those of size 1.
+    dx, dbias = row(grad, y, bias, **attrs)
+    if dbias is None or bias is None or bias.dim() < 2:
+        return dx, dbias
+    whole = row(grad, y, bias.expand(y.shape[y.dim() - bias.dim() :]), **attrs)[1]
+    return dx, whole[tuple(slice(size) for size in bias.shape)].clone()
+
+
+@wrong_bias(
+    "bias-gradient-added-up-in-16-bits", "sum in the storage type",
+    dtypes=frozenset({torch.bfloat16, torch.float32}),
+)  # fmt: skip
+def short_sum(row: Row, grad: Tensor, y: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
+    dx, dbias = row(grad, y, bias, **attrs)
+    if dbias is None or bias is None or y.dim() <= bias.dim():
+        return dx, dbias
+    total = torch.zeros_like(dbias)
+    for part in zip(grad, y, strict=True):
+        total += row(*part, bias, **attrs)[1]
+    return dx, total
 
 
 CATALOGUE: tuple[Wrong, ...] = tuple(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from anychip.contract import DeviceProperties, Probe
 from tests.meta.honest import CAPACITY, DEVICES, HonestBackend
@@ -38,6 +41,38 @@ def _text_properties(self: HonestBackend, index: int | None = None) -> DevicePro
     )
 
 
+def _counted_identity(self: HonestBackend) -> str:
+    self.asked = getattr(self, "asked", 0) + 1
+    return f"honest, asked {self.asked} times"
+
+
+def _first_only(self: HonestBackend, index: int | None = None) -> DeviceProperties:
+    known = HonestBackend.properties(self, index)
+    return known if self.check_index(index) == 0 else replace(known, total_memory=0)
+
+
+def _moves_to(self: HonestBackend, index: int | None = None) -> torch.device:
+    self.thread.index = self.check_index(index)
+    return HonestBackend.device(self, index)
+
+
+def _as_text(self: HonestBackend, index: int | None = None) -> Any:
+    return str(HonestBackend.device(self, index))
+
+
+def _last_at_first(self: HonestBackend) -> int:
+    return getattr(self.thread, "index", DEVICES - 1)
+
+
+def _with_integers(self: HonestBackend, index: int | None = None) -> DeviceProperties:
+    known = HonestBackend.properties(self, index)
+    return replace(known, dtypes=known.dtypes | {torch.int8})
+
+
+def _rate_of_nothing(self: HonestBackend, index: int | None = None) -> DeviceProperties:
+    return replace(HonestBackend.properties(self, index), bandwidth=0.0)
+
+
 def _quiet(*_: Any, **__: Any) -> None:
     return None
 
@@ -70,5 +105,22 @@ CATALOGUE: tuple[Wrong, ...] = (
     ),
     wrong_device(
         "compile-backend-unknown", "a name that nobody knows", compile_backend="inductor2"
+    ),
+    wrong_device("identity-changes", "two answers to one question", identity=_counted_identity),
+    wrong_device("properties-of-the-first-only", "state of one device", properties=_first_only),
+    wrong_device("device-moves-device", "a query with a side effect", device=_moves_to),
+    wrong_device("device-is-text", "wrong type of a result", device=_as_text),
+    wrong_device("thread-begins-at-the-last", "wrong initial state", current_device=_last_at_first),
+    wrong_device("integers-among-floats", "a claim that is too wide", properties=_with_integers),
+    wrong_device("rate-of-zero", "0 for unknown", properties=_rate_of_nothing),
+    wrong_device(
+        "peak-without-statistics", "a claim that is too wide", capabilities={"memory_peak": 1}
+    ),
+    wrong_device("version-is-true", "wrong type of a value", capabilities={"memory_stats": True}),
+    wrong_device("version-of-tomorrow", "incompatible, and says nothing", api=(1, 99)),
+    wrong_device(
+        "set-device-returns-it",
+        "wrong type of a result",
+        set_device=lambda self, index: HonestBackend.set_device(self, index) or index,
     ),
 )

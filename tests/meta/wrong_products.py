@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.meta.honest import Row
 from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong_attention import read_as_int64
 from tests.unit.conformance.lower_precision import tf32
 
 wrong = partial(wrong_row, chapter="operators")
@@ -47,6 +48,11 @@ def multiplied(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
 @wrong("groups-in-tf32", "lower precision of factors", operator="grouped_linear")
 def grouped_tf32(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
     return row(tf32(x), tf32(weight), offsets)
+
+
+@wrong("offsets-of-32-bits-read-as-64", "wrong width of an index", operator="grouped_linear")
+def wide_offsets(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
+    return row(x, weight, read_as_int64(offsets, x.shape[0]))
 
 
 @wrong_backward("weight-gradient-of-all-rows", "sum over too much", operator="grouped_linear")
@@ -105,23 +111,44 @@ def mean_of_means(
 def rounded_logits(
     row: Row, x: Tensor, weight: Tensor, target: Tensor, bias: Any, **attrs: Attr
 ) -> Any:
-    _, _, shift = row(x, weight, target, bias, **attrs)
     logits = torch.nn.functional.linear(x.contiguous(), weight.contiguous(), bias)
     eye = torch.eye(weight.shape[0])
-    return (*row(logits.float(), eye, target, None, **attrs)[:2], shift)
+    return row(logits.float(), eye, target, None, **attrs)
 
 
 @wrong_backward("chunk-overwrites", "= for +=", operator="linear_cross_entropy")
 def last_chunk_only(
-    row: Row, grad: Tensor, x: Tensor, weight: Tensor, target: Tensor, lse: Tensor, shift: Tensor,
-    **attrs: Attr,
-) -> Any:  # fmt: skip
-    dx, dweight, dbias = row(grad, x, weight, target, lse, shift, **attrs)
+    row: Row, grad: Tensor, x: Tensor, weight: Tensor, target: Tensor, *rest: Tensor, **attrs: Attr
+) -> Any:
+    dx, dweight, dbias = row(grad, x, weight, target, *rest, **attrs)
     if dweight is None or target.dim() != 1 or len(target) < 2 or grad.dim():
         return dx, dweight, dbias
     hidden = x.clone()
     hidden[: len(x) // 2] = 0.0
-    return dx, row(grad, hidden, weight, target, lse, shift, **attrs)[1], dbias
+    return dx, row(grad, hidden, weight, target, *rest, **attrs)[1], dbias
+
+
+@wrong("target-wraps", "missing check of an index", operator="linear_cross_entropy")
+def wrapped(
+    row: Row,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *rest: Any,
+    ignore_index: int,
+    **attrs: Attr,
+) -> Any:
+    inside = torch.where(target == ignore_index, target, target.remainder(len(weight)))
+    return row(x, weight, inside, *rest, ignore_index=ignore_index, **attrs)
+
+
+@wrong_backward("bias-left-out", "an argument without effect", operator="linear_cross_entropy")
+def no_bias_again(
+    row: Row, grad: Tensor, x: Tensor, weight: Tensor, target: Tensor, bias: Any, lse: Tensor,
+    **attrs: Attr,
+) -> Any:  # fmt: skip
+    zeros = None if bias is None else torch.zeros_like(bias)
+    return row(grad, x, weight, target, zeros, lse, **attrs)
 
 
 @wrong_backward("mean-forgotten", "missing factor", operator="linear_cross_entropy")

@@ -107,13 +107,70 @@ class _UnseededGenerator(HonestBackend):
         return torch.Generator()
 
 
+class _SeedsTheProcess(HonestBackend):
+    """Seeds the process's generator, and hands out one of its own in the same state."""
+
+    def generator(self, seed: int, index: int | None = None) -> torch.Generator:
+        self.check_index(index)
+        torch.manual_seed(seed)
+        return torch.Generator().manual_seed(seed)
+
+
+class _OneGeneratorPerSeed(HonestBackend):
+    """Who asks for a seed again gets the generator that is there already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, torch.Generator] = {}
+
+    def generator(self, seed: int, index: int | None = None) -> torch.Generator:
+        self.check_index(index)
+        return self.known.setdefault(seed, torch.Generator().manual_seed(seed))
+
+
+class _StateIsACopy(torch.Generator):
+    def set_state(self, new_state: Any) -> Any:
+        return self
+
+
+class _StateDoesNotReturn(HonestBackend):
+    def generator(self, seed: int, index: int | None = None) -> torch.Generator:
+        self.check_index(index)
+        made = _StateIsACopy()
+        made.manual_seed(seed)
+        return made
+
+
+@wrong_row("mask-by-threads", "bits that depend on the cut", chapter="random", operator="dropout")
+def mask_by_threads(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
+    # Two threads, each with counters of its own from its first element on.
+    flat, half = x.reshape(-1), (x.numel() // 2 + 15) // 16 * 16
+    second = _rng(rng, offset=int(rng[1]) + half // 4 + 1)
+    return torch.cat((row(flat[:half], rng, p=p), row(flat[half:], second, p=p))).reshape(x.shape)
+
+
+@wrong_row("kept-at-most-p", "comparison the wrong way round", chapter="random", operator="dropout")
+def equal_is_dropped(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
+    return row(x, rng, p=min(p + 2.0**-32, 1.0) if p else p)
+
+
+@wrong_row("offset-moves-on", "write to an argument", chapter="random", operator="dropout")
+def moves_offset(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
+    y = row(x, rng, p=p)
+    rng.data[1] += x.numel() // 4
+    return y
+
+
 def _generator(name: str, bug: str, make: type[Backend]) -> Wrong:
     return Wrong(name=name, bug=bug, chapter="random", make=make, select="generator")
 
 
 CATALOGUE: tuple[Wrong, ...] = (
     counter_of_32_bits, no_carry, short_key, next_word, next_block, rounded_threshold, memory_order,
-    fresh_mask, torch_dropout, cached_mask,
+    fresh_mask, torch_dropout, cached_mask, mask_by_threads, equal_is_dropped, moves_offset,
+    _generator("generator-seeds-the-process", "hidden state", _SeedsTheProcess),
+    _generator("one-generator-per-seed", "output that is not fresh", _OneGeneratorPerSeed),
+    _generator("state-does-not-return", "a quiet no-op", _StateDoesNotReturn),
     _generator("one-generator-for-all", "hidden state", _OneGenerator),
     _generator("seed-ignored", "an argument without effect", _UnseededGenerator),
 )  # fmt: skip

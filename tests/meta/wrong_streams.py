@@ -8,7 +8,16 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
-from tests.meta.asynchronous import AsynchronousBackend, Deferring, Event, Stream
+import torch
+
+from tests.meta.asynchronous import (
+    AsynchronousBackend,
+    AsynchronousMemory,
+    Deferring,
+    Event,
+    Stream,
+)
+from tests.meta.honest import make_table, reference_rows
 from tests.meta.wrong import Wrong
 
 
@@ -79,6 +88,102 @@ class TwoLanes(Stream):
             self.lane.add(call)
         else:
             super().add(call)
+
+
+class HostNeverWaits(Stream):
+    def synchronize(self) -> None:
+        return None
+
+
+class WaitsOneLate(Stream):
+    """What is waited for holds back the piece after the next one."""
+
+    def wait_event(self, event: Any) -> None:
+        self.late = event
+
+    def add(self, call: Callable[[], Any]) -> None:
+        super().add(call)
+        late = self.__dict__.pop("late", None)
+        if late is not None:
+            late.wait(self)
+
+
+class SwapsTimes(Event):
+    def elapsed_time(self, end_event: Any) -> float:
+        return -super().elapsed_time(end_event)
+
+
+class RecordsElsewhere(Event):
+    """Records on the stream that was made last."""
+
+    def record(self, stream: Any = None) -> None:
+        super().record(_made.get("last", stream))
+
+
+class MadeLast(Stream):
+    def __init__(self, *, has_thread: bool = True) -> None:
+        super().__init__(has_thread=has_thread)
+        if has_thread:
+            _made["last"] = self
+
+
+_made: dict[str, Any] = {}
+
+
+class CopyEngine(AsynchronousMemory):
+    """Copies have a queue of their own, which no event of the stream knows."""
+
+    def copy_async(self, target: Any, source: Any, stream: Any = None) -> None:
+        engine = _made.setdefault("engine", Stream())
+        super().copy_async(target, source, None if stream is None else engine)
+
+
+class SourceIsReadLate(AsynchronousMemory):
+    """The source goes through a staging room that is filled when somebody waits for the device."""
+
+    def copy_async(self, target: Any, source: Any, stream: Any = None) -> None:
+        if stream is None:
+            super().copy_async(target, source)
+            return
+        staged: Any = self.backend.__dict__.setdefault("staged", [])
+        staged.append((target, source))
+
+    @staticmethod
+    def synchronize(backend: Any, index: int | None = None) -> None:
+        AsynchronousBackend.synchronize(backend, index)
+        for target, source in backend.__dict__.pop("staged", []):
+            target.copy_(source)
+
+
+def _shared_room() -> Any:
+    """A table whose gelu goes through one room, whatever the stream."""
+    rows, room = reference_rows(), torch.empty(0)
+    right = rows["gelu", "forward"]
+
+    def gelu(x: torch.Tensor, *, approximate: str) -> Any:
+        y = right(x, approximate=approximate)
+        if y.numel() > room.numel():
+            room.resize_(y.numel())
+        part = room[: y.numel()]
+        part.copy_(y.view(-1))
+        time.sleep(0.01)
+        return part.clone().view(y.shape)
+
+    return make_table({**rows, ("gelu", "forward"): gelu})
+
+
+def _of_this_thread(self: AsynchronousBackend, index: int | None = None) -> None:
+    self.check_index(index)
+    for stream in list(getattr(self.thread, "streams", [])):
+        Stream.synchronize(stream)
+
+
+def _stream_of_this_thread(self: AsynchronousBackend, index: int | None = None) -> Any:
+    made = AsynchronousBackend.stream(self, index)
+    if not hasattr(self.thread, "streams"):
+        self.thread.streams = []
+    self.thread.streams.append(made)
+    return made
 
 
 class OnTheFirstStream(Deferring):
@@ -173,6 +278,32 @@ CATALOGUE: tuple[Wrong, ...] = (
         "process-wide state where it must be per thread",
         "threads",
         __init__=_per_process,
+    ),
+    wrong("stream-does-not-wait", "missing wait", "stream.synchronize", stream_type=HostNeverWaits),
+    wrong("wait-one-late", "off by one", "wait_event", stream_type=WaitsOneLate),
+    wrong("times-swapped", "arguments swapped", "elapsed", event_type=SwapsTimes),
+    wrong(
+        "recorded-elsewhere",
+        "an argument without effect",
+        "event.wait",
+        event_type=RecordsElsewhere,
+        stream_type=MadeLast,
+    ),
+    wrong("copy-engine-unordered", "missing wait", "copy", memory_type=CopyEngine),
+    wrong(
+        "source-read-late",
+        "free while in use",
+        "copy",
+        memory_type=SourceIsReadLate,
+        synchronize=SourceIsReadLate.synchronize,
+    ),
+    wrong("room-of-all-streams", "workspace shared", "operators.apart", operators=_shared_room()),
+    wrong(
+        "synchronize-own-streams",
+        "per-thread state",
+        "synchronize.thread",
+        synchronize=_of_this_thread,
+        stream=_stream_of_this_thread,
     ),
     wrong("synchronize-current-only", "missing wait", "synchronize", synchronize=_current_only),
 )

@@ -1,0 +1,217 @@
+"""Wrong backends that are right for ordinary numbers: signs of zero, NaN, ends of the range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.meta.honest import Row
+from tests.meta.wrong import Wrong, wrong_row
+
+wrong = partial(wrong_row, chapter="operators")
+wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
+HALF = frozenset({torch.float16, torch.float32})
+BRAIN = frozenset({torch.bfloat16, torch.float32})
+Attr = Any
+
+
+@wrong("zero-added-to-a-copy", "sign of zero", operator="embedding")
+def adds_zero(row: Row, indices: Tensor, weight: Tensor) -> Any:
+    return row(indices, weight) + 0.0
+
+
+@wrong("maximum-swallows-nan", "Inf or NaN lost", operator="softmax")
+def swallows(row: Row, x: Tensor, *given: Any, **attrs: Attr) -> Any:
+    return row(torch.where(x.isnan(), -math.inf, x), *given, **attrs)
+
+
+@wrong("norm-by-maximum-swallows-nan", "Inf or NaN lost", operator="l2_norm")
+def norm_swallows(row: Row, tensors: Sequence[Tensor]) -> Any:
+    return row([torch.where(t.isnan(), 0.0, t) for t in tensors])
+
+
+@wrong("loss-of-nan-is-a-number", "Inf or NaN lost", operator="cross_entropy")
+def nan_loss(row: Row, logits: Tensor, target: Tensor, **attrs: Attr) -> Any:
+    return row(torch.where(logits.isnan(), 0.0, logits), target, **attrs)
+
+
+@wrong("clamped-before-the-function", "Inf or NaN lost", operator="gelu")
+def clamped(row: Row, x: Tensor, *, approximate: str) -> Any:
+    return row(torch.nan_to_num(x, nan=0.0), approximate=approximate)
+
+
+@wrong("minus-infinity-is-nan", "Inf or NaN made", operator="gelu")
+def infinity_times_zero(row: Row, x: Tensor, *, approximate: str) -> Any:
+    return torch.where(x < -1e4, x * math.inf * 0.0, row(x, approximate=approximate))
+
+
+@wrong(
+    "half-subnormals-flushed", "subnormal numbers", operator="swiglu", select="/swiglu/fp16",
+    dtypes=HALF,
+)  # fmt: skip
+def flushed(row: Row, gate: Tensor, up: Tensor) -> Any:
+    y = row(gate, up)
+    return torch.where(y.abs() < torch.finfo(y.dtype).smallest_normal, 0.0, y).to(y.dtype)
+
+
+@wrong(
+    "squares-in-half", "overflow of an intermediate result", operator="rms_norm",
+    select="/rms_norm/fp16", dtypes=HALF,
+)  # fmt: skip
+def squares_in_half(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
+    y, rstd = row(x, weight, eps=eps)
+    if x.dtype == torch.float16:
+        lost = x.square().isinf().any(-1)
+        rstd = torch.where(lost, 0.0, rstd)
+        y = torch.where(lost.unsqueeze(-1), 0.0, y).to(y.dtype)
+    return y, rstd
+
+
+@wrong("sigmoid-overflows", "overflow", operator="swiglu")
+def overflows(row: Row, gate: Tensor, up: Tensor) -> Any:
+    e = gate.exp()
+    return (gate * (e / (1.0 + e)) * up).contiguous()
+
+
+@wrong("tanh-of-exponentials", "overflow", operator="geglu")
+def tanh_by_exp(row: Row, gate: Tensor, up: Tensor, *, approximate: str) -> Any:
+    if approximate != "tanh":
+        return row(gate, up, approximate=approximate)
+    inner = 2.0 * math.sqrt(2.0 / math.pi) * (gate + 0.044715 * gate**3)
+    tanh = (inner.exp() - 1.0) / (inner.exp() + 1.0)
+    return (0.5 * gate * (1.0 + tanh) * up).contiguous()
+
+
+@wrong("root-of-12-bits", "fast mathematics", operator="rms_norm")
+def fast_root(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
+    _, rstd = row(x, weight, eps=eps)
+    rough = (rstd.view(torch.int32) & ~0xFFF).view(torch.float32)
+    return (x * rough.unsqueeze(-1) * weight).contiguous(), rough
+
+
+@wrong("exp-of-a-short-logarithm", "fast mathematics", operator="softmax")
+def fast_exp(row: Row, x: Tensor, mask: Any, bias: Any, *, scale: float, causal: bool) -> Any:
+    if mask is not None or bias is not None or causal or not x.shape[-1]:
+        return row(x, mask, bias, scale=scale, causal=causal)
+    z = x * scale
+    weights = torch.exp2((z - z.amax(-1, keepdim=True)) * 1.4427)
+    return (weights / weights.sum(-1, keepdim=True)).contiguous()
+
+
+@wrong("division-by-a-rough-reciprocal", "fast mathematics", operator="attention")
+def rough_division(row: Row, *args: Tensor, **attrs: Attr) -> Any:
+    y, lse = row(*args, **attrs)
+    total = lse.exp().transpose(1, 2).unsqueeze(-1)
+    rough = ((1.0 / total).view(torch.int32) & ~0x3FF).view(torch.float32)
+    usable = total.isfinite() & (total > 0.0)
+    return torch.where(usable, y * total * rough, y).contiguous(), lse
+
+
+@wrong(
+    "sums-in-bfloat16", "bf16 accumulation", operator="linear", select="/linear/bf16", dtypes=BRAIN
+)
+def brain_sums(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    if x.dtype != torch.bfloat16 or x.shape[-1] < 32:
+        return row(x, weight, bias)
+    parts = zip(x.split(16, -1), weight.split(16, -1), strict=True)
+    total = sum(row(a.contiguous(), b.contiguous(), None) for a, b in parts)
+    return total if bias is None else (total + bias).to(x.dtype)  # type: ignore[union-attr,operator]
+
+
+@wrong(
+    "mean-in-half", "sum in the storage type", operator="layer_norm", select="/layer_norm/fp16",
+    dtypes=HALF,
+)  # fmt: skip
+def half_mean(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Any:
+    y, mean, rstd = row(x, weight, bias, eps=eps)
+    if x.dtype != torch.float16:
+        return y, mean, rstd
+    rough = mean.half().float()
+    y = (x.float() - rough.unsqueeze(-1)) * rstd.unsqueeze(-1) * weight.float()
+    y = y if bias is None else y + bias.float()
+    return y.to(x.dtype).contiguous(), rough, rstd
+
+
+@wrong("eps-before-the-correction", "eps at the wrong place", operator="adamw")
+def early_eps(row: Row, *args: Any, beta2: float, eps: float, **attrs: Attr) -> Any:
+    step = float(args[5]) + 1.0
+    row(*args, beta2=beta2, eps=eps / math.sqrt(1.0 - beta2**step), **attrs)
+
+
+@wrong("second-moment-not-corrected", "one of two corrections", operator="adamw")
+def one_correction(row: Row, *args: Any, beta2: float, **attrs: Attr) -> Any:
+    step = float(args[5]) + 1.0
+    factor = math.sqrt(1.0 - beta2**step)
+    before = [p.clone() for p in args[0]]
+    row(*args, beta2=beta2, **attrs)
+    for param, old in zip(args[0], before, strict=True):
+        param.copy_(old + (param - old) * factor)
+
+
+@wrong("decay-without-rate", "missing factor", operator="lion")
+def whole_decay(row: Row, *args: Any, weight_decay: float, **attrs: Attr) -> Any:
+    lr = float(args[3])
+    row(*args, weight_decay=weight_decay / lr if lr else 0.0, **attrs)
+
+
+@wrong("trust-at-most-10", "another definition of a term", operator="lamb")
+def bounded_trust(row: Row, *args: Any, **attrs: Attr) -> Any:
+    before = [p.clone() for p in args[0]]
+    row(*args, **attrs)
+    rate = abs(float(args[4]))
+    for param, old in zip(args[0], before, strict=True):
+        far = 10.0 * rate * 10.0
+        param.copy_(old + (param - old).clamp(-far, far))
+
+
+@wrong("finite-above-half-is-infinite", "a flag too early", operator="unscale_and_check")
+def too_early(row: Row, grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> Any:
+    large = any(bool((g.abs() > 65504.0).any()) for g in grads)
+    row(grads, scale, found_inf)
+    if large:
+        found_inf.fill_(1.0)
+
+
+@wrong("last-tensor-decides", "a flag that is lost", operator="unscale_and_check")
+def last_decides(row: Row, grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> Any:
+    before = float(found_inf)
+    row(grads, scale, found_inf)
+    if not before and len(grads):
+        found_inf.fill_(float(not bool(grads[-1].isfinite().all())))
+
+
+@wrong("smoothing-on-the-target", "label smoothing on the wrong side", operator="cross_entropy")
+def wrong_side(
+    row: Row, logits: Tensor, target: Tensor, *, label_smoothing: float, **attrs: Attr
+) -> Any:
+    return row(logits, target, label_smoothing=1.0 - label_smoothing if label_smoothing else 0.0,
+               **attrs)  # fmt: skip
+
+
+@wrong("norm-without-floor", "division by zero", operator="clip")
+def no_floor(row: Row, tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> Any:
+    factor = min(max_norm / float(norm), 1.0) if float(norm) else math.nan
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+@wrong_backward("gradient-clipped-at-one", "range of a gradient", operator="gelu")
+def clipped(row: Row, grad: Tensor, x: Tensor, **attrs: Attr) -> Any:
+    (dx,) = row(grad, x, **attrs)
+    return (torch.minimum(dx, grad.abs() * 1.0).maximum(-grad.abs()),)
+
+
+@wrong_backward("large-logits-without-gradient", "overflow", operator="softmax")
+def large_logits(row: Row, grad: Tensor, y: Tensor, *rest: Any, **attrs: Attr) -> Any:
+    found = row(grad, y, *rest, **attrs)
+    return tuple(None if f is None else torch.where(f.abs() < 1e-12, 0.0, f) for f in found)
+
+
+CATALOGUE: tuple[Wrong, ...] = tuple(
+    entry for entry in globals().values() if isinstance(entry, Wrong)
+)

@@ -1,0 +1,221 @@
+"""Wrong backends that are right for most sizes and layouts: tiles, grids, tables, alignment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.meta.honest import Row
+from tests.meta.wrong import Wrong, wrong_row
+
+wrong = partial(wrong_row, chapter="operators")
+wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
+Attr = Any
+
+
+@wrong("last-tile-of-128", "the last of several tiles", operator="linear")
+def last_tile(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    y, count = row(x, weight, bias), weight.shape[0]
+    rest = count % 128
+    if count > 128 and rest:
+        y[..., -rest:] = y[..., -128:][..., :rest].clone()
+    return y
+
+
+@wrong("split-sum-loses-a-part", "partial result dropped", operator="linear")
+def split_k(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    length = x.shape[-1]
+    if length < 256:
+        return row(x, weight, bias)
+    quarter = length // 4
+    return row(x[..., : 4 * quarter], weight[:, : 4 * quarter], bias)
+
+
+@wrong("rows-beyond-the-grid", "a limit of the launch", operator="rms_norm")
+def grid_limit(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
+    y, rstd = row(x, weight, eps=eps)
+    y.view(-1, x.shape[-1])[65535:] = 0.0
+    return y, rstd
+
+
+@wrong("index-of-16-bits", "overflow of an index", operator="gelu")
+def short_index(row: Row, x: Tensor, *, approximate: str) -> Any:
+    y = row(x, approximate=approximate)
+    flat = y.view(-1)
+    flat[1 << 16 :] = (
+        flat[: max(flat.numel() - (1 << 16), 0)]
+        .clone()[: 1 << 16]
+        .repeat(math.ceil(max(flat.numel() - (1 << 16), 0) / (1 << 16)) or 1)[
+            : max(flat.numel() - (1 << 16), 0)
+        ]
+    )
+    return y
+
+
+@wrong("one-query-sees-one-key", "a case of its own", operator="attention")
+def decode(row: Row, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Any:
+    if causal and q.shape[1] == 1 and k.shape[1] > 1:
+        return row(q, k[:, :1], v[:, :1], causal=False, scale=scale)
+    return row(q, k, v, causal=causal, scale=scale)
+
+
+@wrong("scale-of-the-padded-head", "padding computed", operator="attention")
+def padded_scale(
+    row: Row, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+) -> Any:
+    width = q.shape[-1]
+    scale = 1.0 / math.sqrt(1 << (width - 1).bit_length()) if scale is None and width else scale
+    return row(q, k, v, causal=causal, scale=scale)
+
+
+@wrong("second-tile-not-rescaled", "online softmax without its correction", operator="attention")
+def not_rescaled(
+    row: Row, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+) -> Any:
+    y, lse = row(q, k, v, causal=causal, scale=scale)
+    if causal or k.shape[1] <= 64:
+        return y, lse
+    first, _ = row(q, k[:, :64], v[:, :64], causal=False, scale=scale)
+    second, _ = row(q, k[:, 64:], v[:, 64:], causal=False, scale=scale)
+    return (first + second) / 2.0, lse
+
+
+@wrong("odd-length-left-out", "a case of its own", operator="softmax")
+def odd_length(row: Row, x: Tensor, mask: Any, bias: Any, *, scale: float, causal: bool) -> Any:
+    y = row(x, mask, bias, scale=scale, causal=causal)
+    if x.shape[-1] % 2 and x.shape[-1] > 64:
+        y = y / (1.0 - y[..., -1:]).clamp(min=0.5)
+    return y
+
+
+@wrong("class-of-16-bits", "overflow of an index", operator="cross_entropy")
+def short_class(row: Row, logits: Tensor, target: Tensor, *, ignore_index: int, **a: Attr) -> Any:
+    short = torch.where(target >= 1 << 15, target - (1 << 15), target)
+    short = torch.where(target == ignore_index, target, short)
+    return row(logits, short, ignore_index=ignore_index, **a)
+
+
+@wrong("row-of-16-bits", "overflow of an index", operator="embedding")
+def short_row(row: Row, indices: Tensor, weight: Tensor) -> Any:
+    return row(torch.where(indices >= 1 << 15, indices - (1 << 15), indices), weight)
+
+
+@wrong("list-of-110-at-most", "a limit of the launch", operator="sgd")
+def short_list(row: Row, params: Any, grads: Any, buffers: Any, *rest: Any, **attrs: Attr) -> Any:
+    row(params[:110], grads[:110], buffers[:110], *rest, **attrs)
+
+
+@wrong("norm-of-256-at-most", "a limit of the launch", operator="l2_norm")
+def short_norm(row: Row, tensors: Sequence[Tensor]) -> Any:
+    return row(tensors[:256])
+
+
+@wrong("empty-tensor-ends-the-list", "break for continue", operator="clip")
+def ends_at_empty(row: Row, tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> Any:
+    sizes = [t.numel() for t in tensors]
+    row(tensors[: sizes.index(0)] if 0 in sizes else tensors, norm, max_norm=max_norm)
+
+
+@wrong("many-best-unsorted", "order of a result", operator="top_k")
+def unsorted(row: Row, x: Tensor, *, k: int) -> Any:
+    values, indices = row(x, k=k)
+    if k > 32:
+        indices = indices.flip(-1).contiguous()
+        return x.gather(-1, indices), indices
+    return values, indices
+
+
+@wrong("all-of-a-row-unsorted", "a case of its own", operator="top_k")
+def all_of_row(row: Row, x: Tensor, *, k: int) -> Any:
+    if k == x.shape[-1]:
+        indices = torch.arange(k).expand(x.shape).contiguous()
+        return x.clone(memory_format=torch.contiguous_format), indices
+    return row(x, k=k)
+
+
+@wrong("short-block-with-the-old-scale", "stale workspace", operator="quantize")
+def old_scale(row: Row, x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> Any:
+    codes, scales = row(x, rng, bits=bits, block=block)
+    if x.numel() % block and len(scales) > 1:
+        scales[-1] = torch.maximum(scales[-1], scales[-2])
+    return codes, scales
+
+
+@wrong("second-pass-missing", "one of several passes", operator="hadamard")
+def one_pass(row: Row, x: Tensor, *, block: int | None) -> Any:
+    length = x.shape[-1] if block is None else block
+    return row(x, block=512 if length > 512 else block)
+
+
+@wrong("strides-not-looked-at", "layout not looked at", operator="swiglu")
+def as_if_dense(row: Row, gate: Tensor, up: Tensor) -> Any:
+    if not up.is_contiguous() and up.stride()[-1] == 1:
+        up = up.as_strided(up.shape, torch.empty(up.shape, device="meta").stride())
+    return row(gate, up)
+
+
+@wrong("expanded-input-read-as-dense", "stride of 0 not looked at", operator="rms_norm")
+def expanded(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
+    if x.dim() > 1 and 0 in x.stride()[:-1]:
+        x = torch.nn.functional.pad(x.contiguous()[..., 1:], (0, 1))
+    return row(x, weight, eps=eps)
+
+
+@wrong("aligned-down", "misaligned address", operator="geglu")
+def aligned_down(row: Row, gate: Tensor, up: Tensor, *, approximate: str) -> Any:
+    y = row(gate, up, approximate=approximate)
+    if gate.is_contiguous() and gate.data_ptr() % 16:
+        y = y.view(-1).roll(1).view(y.shape)
+    return y
+
+
+@wrong("aligned-input-reused", "write to an argument", operator="hadamard")
+def in_place_if_aligned(row: Row, x: Tensor, *, block: int | None) -> Any:
+    y = row(x, block=block)
+    if x.is_contiguous() and x.data_ptr() % 64 == 0 and x.numel() >= 64:
+        x.data.copy_(y)
+    return y
+
+
+@wrong("four-dims-read-as-three", "rank of a tensor", operator="layer_norm")
+def three_dims(row: Row, x: Tensor, *rest: Any, eps: float) -> Any:
+    if x.dim() < 4:
+        return row(x, *rest, eps=eps)
+    y, mean, rstd = row(x, *rest, eps=eps)
+    y[..., 1:, :] *= (rstd[..., :1] / rstd[..., 1:]).unsqueeze(-1)
+    return y, mean, rstd
+
+
+@wrong("one-row-is-a-vector", "a case of its own", operator="layer_norm")
+def one_row(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Any:
+    if x.numel() == x.shape[-1] and x.numel() > 1 and bias is not None:
+        return row(x, weight, bias / 2.0, eps=eps)
+    return row(x, weight, bias, eps=eps)
+
+
+@wrong_backward("partial-sums-of-64-rows", "a limit of the launch", operator="layer_norm")
+def few_rows(row: Row, grad: Tensor, x: Tensor, *rest: Any, **attrs: Attr) -> Any:
+    dx, dweight, dbias = row(grad, x, *rest, **attrs)
+    rows = grad.reshape(-1, grad.shape[-1])
+    if dbias is not None and len(rows) > 64:
+        dbias = rows[: len(rows) // 64 * 64].float().sum(0).to(dbias.dtype)
+    return dx, dweight, dbias
+
+
+@wrong_backward("many-of-one-index", "a limit of the launch", operator="embedding")
+def at_most_32(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs: Attr) -> Any:
+    flat, rows = indices.reshape(-1), grad.reshape(-1, grad.shape[-1]).clone()
+    for index in flat.unique():
+        places = (flat == index).nonzero()[:, 0]
+        rows[places[32:]] = 0.0
+    return row(rows.view(grad.shape), indices, weight, **attrs)
+
+
+CATALOGUE: tuple[Wrong, ...] = tuple(
+    entry for entry in globals().values() if isinstance(entry, Wrong)
+)

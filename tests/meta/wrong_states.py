@@ -1,0 +1,187 @@
+"""Wrong backends whose rows remember something: caches, first calls, threads, devices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anychip.contract import Backend
+from tests.meta.honest import HonestBackend, HonestRows, Row, make_table, reference_rows
+from tests.meta.wrong import Wrong, wrong_row
+
+wrong = partial(wrong_row, chapter="operators")
+wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
+Attr = Any
+_kept: dict[Any, Any] = {}
+
+
+@wrong("eps-of-the-first-call", "an attribute compiled in", operator="rms_norm")
+def first_eps(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
+    return row(x, weight, eps=_kept.setdefault(("eps", tuple(x.shape)), eps))
+
+
+@wrong("causal-of-the-first-call", "an attribute compiled in", operator="attention")
+def first_causal(row: Row, q: Tensor, *rest: Tensor, causal: bool, **attrs: Attr) -> Any:
+    key = ("causal", tuple(q.shape), tuple(rest[0].shape))
+    return row(q, *rest, causal=_kept.setdefault(key, causal), **attrs)
+
+
+@wrong("probability-of-the-first-call", "an attribute compiled in", operator="dropout")
+def first_p(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
+    return row(x, rng, p=_kept.setdefault(("p", x.dim()), p))
+
+
+@wrong("tuned-in-place", "run twice by the first call", operator="sgd")
+def tuned(row: Row, params: Any, *rest: Any, **attrs: Attr) -> Any:
+    if _kept.setdefault(("tuned", tuple(p.shape for p in params)), 0) == 0:
+        _kept["tuned", tuple(p.shape for p in params)] = 1
+        row(params, *rest, **attrs)  # a first candidate, timed on the real tensors
+    row(params, *rest, **attrs)
+
+
+@wrong("workspace-by-size-of-type", "stale workspace", operator="geglu")
+def stale_room(row: Row, gate: Tensor, up: Tensor, *, approximate: str) -> Any:
+    # What was computed for the last gate is kept while its address and shape are the same.
+    key = ("room", gate.data_ptr(), tuple(gate.shape), approximate)
+    same = _kept.get("last") == key
+    _kept["last"] = key
+    if not same:
+        _kept["gate"] = row(gate, torch.ones_like(gate), approximate=approximate)
+    return _kept["gate"] * up
+
+
+@wrong("second-call-differs", "hidden state", operator="add_rms_norm")
+def second_call(row: Row, x: Tensor, *rest: Any, **attrs: Attr) -> Any:
+    y, total, rstd = row(x, *rest, **attrs)
+    _kept["calls"] = _kept.get("calls", 0) + 1
+    if _kept["calls"] % 2 == 0 and y.numel():
+        y.view(-1)[-1] = 0.0
+    return y, total, rstd
+
+
+class _OfMainThread(threading.local):
+    table = 0.0
+
+
+_local = _OfMainThread()
+_local.table = 1.0
+
+
+@wrong("table-of-the-main-thread", "per-thread state", operator="rope")
+def other_thread(row: Row, q: Tensor, k: Tensor, cos: Tensor, *rest: Tensor, **attrs: Attr) -> Any:
+    return row(q, k, cos * _local.table, *rest, **attrs)
+
+
+@wrong_backward("backward-of-the-main-thread", "per-thread state", operator="swiglu")
+def backward_thread(row: Row, grad: Tensor, *rest: Tensor, **attrs: Attr) -> Any:
+    return row(grad * _local.table, *rest, **attrs)
+
+
+@wrong_backward("gradient-added-to-the-last", "accumulator not cleared", operator="embedding")
+def not_cleared(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs: Attr) -> Any:
+    (dweight,) = row(grad, indices, weight, **attrs)
+    room = _kept.setdefault(("dweight", tuple(weight.shape)), torch.zeros_like(dweight))
+    room += dweight
+    return (room.clone(),)
+
+
+@wrong_backward("needs-of-the-first-call", "an attribute compiled in", operator="layer_norm",
+                select="/layer_norm/ and subsets")  # fmt: skip
+def first_needs(row: Row, grad: Tensor, x: Tensor, *rest: Any, needs: Any, **attrs: Attr) -> Any:
+    found = list(row(grad, x, *rest, needs=needs, **attrs))
+    first = _kept.setdefault(("needs", tuple(x.shape)), tuple(needs))
+    for index, was_needed in enumerate(first):
+        value = found[index]
+        if value is not None and not was_needed:
+            found[index] = torch.zeros_like(value)
+    return tuple(found)
+
+
+@wrong_backward("value-gradient-needs-query", "wrong use of needs", operator="attention")
+def value_needs_query(row: Row, *args: Tensor, needs: Any, **attrs: Attr) -> Any:
+    dq, dk, dv = row(*args, needs=needs, **attrs)
+    return dq, dk, (dv if dv is None or needs[0] else torch.zeros_like(dv))
+
+
+@wrong_backward("gate-gradient-is-output-gradient", "output that is not fresh", operator="linear")
+def passes_on(row: Row, grad: Tensor, x: Tensor, weight: Tensor, **attrs: Attr) -> Any:
+    dx, dweight, dbias = row(grad, x, weight, **attrs)
+    if dx is not None and dx.shape == grad.shape and dx.dtype == grad.dtype and grad.numel():
+        grad.data.copy_(dx)  # to spare an allocation
+        return grad, dweight, dbias
+    return dx, dweight, dbias
+
+
+class _OnOneDevice(HonestBackend):
+    """Tables are on device 0 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        right = reference_rows()
+        rows = {key: self._only_first(row) for key, row in right.items() if key[0] == "rms_norm"}
+        self.operators = make_table({**right, **rows})  # type: ignore[misc]
+
+    def _only_first(self, row: Row) -> Row:
+        def changed(*args: Any, **attrs: Any) -> Any:
+            results = row(*args, **attrs)
+            if self.current_device() and results[0] is not None:
+                results[0].mul_(2.0)
+            return results
+
+        return changed
+
+
+def _packed(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    # The weight in the kernel's own order is kept by its address.
+    key = ("packed", weight.data_ptr(), tuple(weight.shape))
+    return row(x, _kept.setdefault(key, weight.detach().clone()), bias)
+
+
+def _made(operator: str, change: Callable[..., Any]) -> Callable[[], Backend]:
+    right = reference_rows()
+
+    def row(*args: Any, **attrs: Any) -> Any:
+        return change(right[operator, "forward"], *args, **attrs)
+
+    rows = {**right, (operator, "forward"): row}
+
+    def make() -> Backend:
+        _kept.clear()
+        made: Backend = type("RowBackend", (HonestBackend,), {"operators": make_table(rows)})()
+        return made
+
+    return make
+
+
+CATALOGUE: tuple[Wrong, ...] = (
+    *(entry for entry in globals().values() if isinstance(entry, Wrong)),
+    Wrong(
+        name="weight-packed-once",
+        bug="cache by address",
+        chapter="operators",
+        select="/linear/fp32/rule",
+        make=_made("linear", _packed),
+        twin=HonestRows,
+    ),
+    Wrong(
+        name="weight-packed-once",
+        bug="cache by address",
+        chapter="training",
+        select="momentum",
+        make=_made("linear", _packed),
+        twin=HonestRows,
+    ),
+    Wrong(
+        name="right-on-the-first-device-only",
+        bug="state of one device",
+        chapter="device",
+        select="operators",
+        make=_OnOneDevice,
+        twin=HonestRows,
+    ),
+)

@@ -1,10 +1,9 @@
-"""``anychip conformance``: does a backend do what the contract says?"""
+"""``anychip conformance``: does a backend do what the contract says? And ``... verify FILE``."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,12 +12,18 @@ from anychip.cli.exit_codes import DONE, FAILED
 if TYPE_CHECKING:
     from anychip.conformance import Plan, Report, Result
 
+_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
-@click.command("conformance")
+
+@click.group("conformance", invoke_without_command=True)
 @click.option("--backend", metavar="NAME", help="The backend under test; none: as for a training.")
 @click.option("--chapter", "chapters", multiple=True, metavar="NAME", help="Only this; repeatable.")
 @click.option("-k", "select", default="", metavar="EXPR", help="Cases by words of their ids.")
 @click.option("--level", type=click.Choice(["quick", "full"]), default="quick", show_default=True)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True,
+    help="Of all random inputs.",
+)  # fmt: skip
 @click.option("--isolate", is_flag=True, help="In child processes: a crash is one failed case.")
 @click.option(
     "--limit", "limit_s", type=click.FloatRange(min=0, min_open=True), default=300.0,
@@ -29,23 +34,11 @@ if TYPE_CHECKING:
     help="A list in place of the one in the backend's package.",
 )  # fmt: skip
 @click.option("--list", "list_only", is_flag=True, help="Print the ids of the cases; run nothing.")
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Write the report; docs/conformance.md has the schema.",
-)  # fmt: skip
-@click.option("--html", "html_file", type=click.Path(path_type=Path), help="Not in this version.")
-def command(
-    backend: str | None,
-    chapters: tuple[str, ...],
-    select: str,
-    level: str,
-    isolate: bool,
-    limit_s: float,
-    expectations: Path | None,
-    list_only: bool,
-    json_file: Path | None,
-    html_file: Path | None,
-) -> int:
+@click.option("--json", "json_file", type=_FILE, help="Write the report, to be verified.")
+@click.option("--html", "html_file", type=_FILE, help="Write the report as a page for people.")
+@click.option("--junit", "junit_file", type=_FILE, help="Write the report as JUnit XML.")
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> int | None:
     """Check that a backend computes what the contract says, as exactly as it says.
 
     Every result is compared with an independent float64 oracle and a derived error bound. Exit code
@@ -54,13 +47,66 @@ def command(
     \b
     anychip conformance --backend cpu
     anychip conformance --backend acme --chapter operators -k "rms_norm and bf16"
+    anychip conformance --backend acme --level full --json report.json --html report.html
+    anychip conformance verify report.json
     """
-    if html_file is not None:
+    if ctx.invoked_subcommand is None:
+        return _check(**options)
+    given = [
+        param.opts[-1]
+        for param in ctx.command.params
+        if param.name and ctx.get_parameter_source(param.name) is _COMMANDLINE
+    ]
+    if given:
         raise click.UsageError(
-            "--html comes with a later version; --json FILE has everything that the page would show"
+            f"{ctx.invoked_subcommand} reads a report and runs nothing: {', '.join(given)} has no "
+            "effect there"
         )
-    if json_file is not None and not json_file.parent.is_dir():
-        raise click.UsageError(f"--json {json_file}: there is no folder {json_file.parent}")
+    return None
+
+
+_COMMANDLINE = click.core.ParameterSource.COMMANDLINE
+
+
+@command.command("verify")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def verify_command(file: Path) -> int:
+    """Say whether a report, FILE, proves that its backend passed a level of the suite.
+
+    The must-pass list is made again from what the backend declares, and compared with the results;
+    the chip need not be here. Exit code 0: the statement holds; 1: it does not, with every reason;
+    2: FILE is not a report.
+    """
+    from anychip.conformance import statement
+
+    found = statement.verify(statement.read(file))
+    click.echo(found.text)
+    for objection in found.objections:
+        click.echo(f"- {objection}")
+    click.echo("the statement holds" if found.holds else "the statement DOES NOT HOLD")
+    return DONE if found.holds else FAILED
+
+
+def _check(
+    *,
+    backend: str | None,
+    chapters: tuple[str, ...],
+    select: str,
+    level: str,
+    seed: int,
+    isolate: bool,
+    limit_s: float,
+    expectations: Path | None,
+    list_only: bool,
+    json_file: Path | None,
+    html_file: Path | None,
+    junit_file: Path | None,
+) -> int:
+    """Runs the suite, and writes what was asked for."""
+    files = {"--json": json_file, "--html": html_file, "--junit": junit_file}
+    for option, file in files.items():
+        if file is not None and not file.parent.is_dir():
+            raise click.UsageError(f"{option} {file}: there is no folder {file.parent}")
 
     from anychip import conformance
 
@@ -69,15 +115,31 @@ def command(
         level="full" if level == "full" else "quick",
         chapters=chapters,
         select=select,
+        seed=seed,
         expectations_file=expectations,
     )
     if list_only:
         click.echo("\n".join(case.id for case in plan.cases))
         return DONE
     report = _run(plan, isolate=isolate, limit_s=limit_s)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json(), indent=1), encoding="utf-8")
+    _write(report, json_file=json_file, html_file=html_file, junit_file=junit_file)
     return DONE if report.passed else FAILED
+
+
+def _write(
+    report: Report, *, json_file: Path | None, html_file: Path | None, junit_file: Path | None
+) -> None:
+    """The report in the forms that were asked for."""
+    from anychip.conformance.junit import to_junit
+    from anychip.conformance.page import to_html
+    from anychip.conformance.report import to_text
+
+    if json_file is not None:
+        json_file.write_text(to_text(report.to_json()), encoding="utf-8")
+    if html_file is not None:
+        html_file.write_text(to_html(report), encoding="utf-8")
+    if junit_file is not None:
+        junit_file.write_text(to_junit(report), encoding="utf-8")
 
 
 def _run(plan: Plan, *, isolate: bool, limit_s: float) -> Report:

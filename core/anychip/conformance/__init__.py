@@ -7,8 +7,8 @@ Three fronts on one engine (:mod:`.runner`): ``anychip conformance --backend X``
     assert conformance.run("acme", level="quick").passed
 
 ``chapters`` ask, ``oracles`` know the answers, ``arithmetic`` and ``bounds`` say how exact an
-answer has to be, ``expectations`` holds what a backend says about itself. docs/conformance.md is
-the guide.
+answer has to be, ``expectations`` holds what a backend says about itself, ``report`` what was
+found; ``statement`` says what a report proves. docs/conformance.md is the guide.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from anychip.conformance.case import LEVELS, Case, CheckFailedError, Context, Le
 from anychip.conformance.chapters import CHAPTERS
 from anychip.conformance.report import Report, Result
 from anychip.conformance.runner import OnResult, Plan, activate, plan, run_plan
+from anychip.conformance.statement import Statement, verify
 from anychip.contract import Backend
 
 
@@ -29,6 +30,7 @@ def run(
     level: Level = "quick",
     chapters: Iterable[str] = (),
     select: str = "",
+    seed: int = 0,
     expectations: str | Path | None = None,
     isolate: bool = False,
     limit_s: float = 300.0,
@@ -41,6 +43,7 @@ def run(
         level: ``quick`` (a minute on a host) or ``full`` (ten).
         chapters: names; none: all.
         select: an expression of words of case ids, as for pytest's ``-k``.
+        seed: of all random inputs.
         expectations: a list to use in place of the one in the backend's package.
         isolate: cases run in child processes; a crash or a hang is then one failed case.
         limit_s: seconds that a case may take in a child process.
@@ -58,6 +61,7 @@ def run(
         level=level,
         chapters=chapters,
         select=select,
+        seed=seed,
         expectations_file=None if expectations is None else Path(expectations),
     )
     return run_plan(chosen, isolate=isolate, limit_s=limit_s, on_result=on_result)
@@ -73,8 +77,10 @@ __all__ = [
     "Plan",
     "Report",
     "Result",
+    "Statement",
     "activate",
     "plan",
     "run",
     "run_plan",
+    "verify",
 ]

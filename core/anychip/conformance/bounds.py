@@ -34,6 +34,9 @@ QUANTILE = 0.999
 STATISTICAL_COUNT = 64
 """Fewer elements say nothing about a distribution; the deterministic limit is all there is."""
 
+BINS = 20
+"""Of the histogram of errors, between 0 and the bound."""
+
 _WHOLE = {
     dtype: Format(str(dtype).removeprefix("torch."), 1, 0, math.inf)
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -56,6 +59,8 @@ class Measurement:
         max_ulp: largest error in ULP of the result's type, for people.
         where: index of the largest error.
         failure: what is wrong, or None.
+        histogram: elements by error in units of the deterministic bound, in steps of 1/BINS; the
+            last of BINS + 1 is for all above 1. Zeros at the end are left out.
     """
 
     name: str
@@ -69,6 +74,7 @@ class Measurement:
     max_ulp: float
     where: tuple[int, ...]
     failure: str | None
+    histogram: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values; numbers that are not finite become text."""
@@ -181,7 +187,15 @@ def _verdict(name: str, format: Format, errors: Errors) -> Measurement:
         max_ulp=float(errors.ulps[place]),
         where=place,
         failure=failure,
+        histogram=_histogram(ratio),
     )
+
+
+def _histogram(ratio: Array) -> tuple[int, ...]:
+    # An error of exactly 1 is inside the bound; NaN is not.
+    steps = np.ceil(np.minimum(np.nan_to_num(ratio, nan=np.inf), 2.0) * BINS) - 1
+    counts = np.bincount(np.clip(steps, 0, BINS).astype(np.int64).ravel())
+    return tuple(int(count) for count in counts)
 
 
 def _outside(errors: Errors, worst: tuple[int, ...]) -> str:
@@ -224,6 +238,7 @@ def _rejected(name: str, got: torch.Tensor, why: str) -> Measurement:
 
 
 def _json_number(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+    if isinstance(value, float):
+        # Six digits tell what there is to tell, and there are thousands of these.
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     return list(value) if isinstance(value, tuple) else value

@@ -18,20 +18,34 @@ from torch import Tensor
 from anychip.conformance.formats import FORMATS
 from anychip.contract import SampleMaker
 
-Layout = Literal["contiguous", "offset", "strided", "transposed"]
-LAYOUTS: tuple[Layout, ...] = ("offset", "strided", "transposed")
-"""Those that are not plain: misaligned, with gaps, in another order than the dims."""
+Layout = Literal[
+    "contiguous", "offset", "strided", "transposed", "padded", "expanded", "repeated", "packed"
+]
+LAYOUTS: tuple[Layout, ...] = ("offset", "strided", "transposed", "padded")
+"""Those that are not plain: misaligned, with gaps, in another order than the dims, rows of a wider
+tensor."""
+READ_ONLY_LAYOUTS: tuple[Layout, ...] = ("expanded", "repeated")
+"""A stride of 0 in the first or the last dim, along which all numbers are the same."""
+Layouts = Layout | Mapping[str, Layout]
+"""Of every argument, or of some by name."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 GUARD = 64
 """Elements before and after each tensor."""
+LISTED = 16
+"""Tensors of a list that a call's description names."""
 _PATTERN = 0xA5
+
+
+def stream(label: str, seed: int = 0) -> int:
+    """The seed of one subject's random numbers: its label's, shifted by the seed of the run."""
+    return zlib.crc32(label.encode(), seed & 0xFFFFFFFF)
 
 
 class Draw(SampleMaker):
     """Makes the tensors of one call, on the host."""
 
-    def __init__(self, dtype: torch.dtype, label: str) -> None:
-        super().__init__(torch.device("cpu"), dtype, seed=zlib.crc32(label.encode()))
+    def __init__(self, dtype: torch.dtype, label: str, seed: int = 0) -> None:
+        super().__init__(torch.device("cpu"), dtype, seed=stream(label, seed))
         self.format = FORMATS[dtype]
 
     @property
@@ -68,7 +82,8 @@ class Call:
         label: part of the case's id; letters, digits and ``_ . : + -`` only.
         make: gives positional arguments and attributes.
         full: only at level full.
-        layout: how the float tensors lie in memory.
+        full_in_16_bits: in 16-bit types only at level full: what it asks is of no type.
+        layout: how the float tensors lie in memory; given by name, any tensors.
         statistical: the inputs are random, so that the statistical limits hold.
         gradient: gradients are compared for this call too.
     """
@@ -76,13 +91,14 @@ class Call:
     label: str
     make: Callable[[Draw], Arguments]
     full: bool = False
-    layout: Layout = "contiguous"
+    full_in_16_bits: bool = False
+    layout: Layouts = "contiguous"
     statistical: bool = True
     gradient: bool = True
 
-    def arguments(self, operator: str, dtype: torch.dtype) -> Arguments:
+    def arguments(self, operator: str, dtype: torch.dtype, seed: int = 0) -> Arguments:
         """The call's arguments, on the host: the same numbers whenever and wherever it is made."""
-        return self.make(Draw(dtype, f"{operator}/{self.label}"))
+        return self.make(Draw(dtype, f"{operator}/{self.label}", seed))
 
 
 def shape_label(shape: Sequence[int]) -> str:
@@ -125,10 +141,19 @@ def place(tensor: Tensor, device: torch.device, layout: Layout = "contiguous") -
     room = start + GUARD + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
     buffer = torch.empty(max(room, start + GUARD), dtype=tensor.dtype)
     buffer.view(torch.uint8).fill_(_PATTERN)
-    buffer.as_strided(shape, stride, start).copy_(tensor)
+    # What is one place in memory is written once.
+    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)
+    buffer.as_strided(shape, stride, start)[once].copy_(tensor[once])
     on_device = buffer.to(device, copy=True)
     view = on_device.as_strided(shape, stride, start)
     return Placed(tensor=view, buffer=on_device, before=_bits(on_device))
+
+
+def place_packed(tensors: Sequence[Tensor], device: torch.device) -> list[Placed]:
+    """Places tensors that agree but for the last dim side by side, as parts of one."""
+    whole = place(torch.cat(list(tensors), -1), device)
+    parts = whole.tensor.split([tensor.shape[-1] for tensor in tensors], -1)
+    return [Placed(tensor=part, buffer=whole.buffer, before=whole.before) for part in parts]
 
 
 def _geometry(tensor: Tensor, layout: Layout) -> tuple[list[int], list[int], int]:
@@ -136,7 +161,9 @@ def _geometry(tensor: Tensor, layout: Layout) -> tuple[list[int], list[int], int
     if layout == "transposed" and len(shape) > 1:
         order = list(reversed(shape))
         return shape, list(reversed(_dense(order))), GUARD
-    stride = _dense(shape)
+    stride = _dense([*shape[:-1], shape[-1] + 3] if layout == "padded" else shape)
+    if layout in READ_ONLY_LAYOUTS:
+        stride[0 if layout == "expanded" else -1] = 0
     if layout == "strided":
         stride = [2 * s for s in stride]
     return shape, stride, GUARD + (1 if layout == "offset" else 0)
@@ -172,20 +199,42 @@ class PlacedCall:
         return None
 
 
+def with_equal_numbers(
+    names: Sequence[str], arguments: Arguments, layout: Layouts
+) -> tuple[Any, ...]:
+    """The positional arguments, with one number where a layout has one place in memory."""
+    args = list(arguments[0])
+    for index, (name, arg) in enumerate(zip(names, args, strict=True)):
+        for kind, dim in (("expanded", 0), ("repeated", -1)):
+            if isinstance(arg, Tensor) and _fitting(name, arg, layout) == kind and arg.numel():
+                args[index] = arg.narrow(dim, 0, 1).expand_as(arg)
+    return tuple(args)
+
+
 def place_call(
-    names: Sequence[str], arguments: Arguments, device: torch.device, layout: Layout = "contiguous"
+    names: Sequence[str], arguments: Arguments, device: torch.device, layout: Layouts = "contiguous"
 ) -> PlacedCall:
-    """Places every tensor of a call. Only float tensors with dims get the layout."""
+    """Places every tensor of a call; one that stands there twice is one on the device too.
+
+    A layout for all is for float tensors with dims.
+    """
     args: list[Any] = []
     found: list[tuple[int, str, Placed]] = []
+    known = _pack(names, arguments[0], device, layout)
+
+    def placed(name: str, tensor: Tensor) -> Placed:
+        if id(tensor) not in known:
+            known[id(tensor)] = place(tensor, device, _fitting(name, tensor, layout))
+        return known[id(tensor)]
+
     for index, (name, arg) in enumerate(zip(names, arguments[0], strict=True)):
         if isinstance(arg, (list, tuple)):
             labels = [f"{name}[{entry}]" for entry in range(len(arg))]
-            entries = [place(t, device, _fitting(t, layout)) for t in arg]
+            entries = [placed(name, t) for t in arg]
             found += [(index, label, p) for label, p in zip(labels, entries, strict=True)]
             args.append([p.tensor for p in entries])
         elif isinstance(arg, Tensor):
-            entry = place(arg, device, _fitting(arg, layout))
+            entry = placed(name, arg)
             found.append((index, name, entry))
             args.append(entry.tensor)
         else:
@@ -193,7 +242,22 @@ def place_call(
     return PlacedCall(args=tuple(args), attrs=arguments[1], placed=tuple(found))
 
 
-def _fitting(tensor: Tensor, layout: Layout) -> Layout:
+def _pack(
+    names: Sequence[str], args: Sequence[Any], device: torch.device, layout: Layouts
+) -> dict[int, Placed]:
+    """The arguments that are parts of one tensor, by the host tensor's id."""
+    if isinstance(layout, str):
+        return {}
+    chosen = [a for n, a in zip(names, args, strict=True) if layout.get(n) == "packed"]
+    if not chosen:
+        return {}
+    places = place_packed(chosen, device)
+    return {id(tensor): place for tensor, place in zip(chosen, places, strict=True)}
+
+
+def _fitting(name: str, tensor: Tensor, layout: Layouts) -> Layout:
+    if not isinstance(layout, str):
+        return layout.get(name, "contiguous") if tensor.dim() else "contiguous"
     return layout if tensor.is_floating_point() and tensor.dim() else "contiguous"
 
 
@@ -206,11 +270,15 @@ def tensors_of(args: Sequence[Any]) -> Iterator[Tensor]:
             yield from arg
 
 
-def describe_call(operator: str, arguments: Arguments) -> str:
+def describe_call(operator: str, arguments: Arguments, layout: Layouts = "contiguous") -> str:
     """The call in one line, for a person: names of types and shapes, values of attributes."""
     shown = [_describe(arg) for arg in arguments[0]]
     shown += [f"{key}={value!r}" for key, value in arguments[1].items()]
-    return f"{operator}({', '.join(shown)})"
+    text = f"{operator}({', '.join(shown)})"
+    if isinstance(layout, str):
+        return text if layout == "contiguous" else f"{text}, {layout} in memory"
+    kinds = [f"{name} {kind}" for name, kind in layout.items() if kind != "contiguous"]
+    return f"{text}, {', '.join(kinds)} in memory" if kinds else text
 
 
 def _describe(arg: Any) -> str:
@@ -219,5 +287,6 @@ def _describe(arg: Any) -> str:
             return f"{str(arg.dtype).removeprefix('torch.')} {arg.item():.9g}"
         return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}"
     if isinstance(arg, (list, tuple)):
-        return f"[{', '.join(map(_describe, arg))}]"
+        rest = [f"... {len(arg)} tensors"] if len(arg) > LISTED else []
+        return f"[{', '.join([*map(_describe, arg[:LISTED]), *rest])}]"
     return repr(arg)

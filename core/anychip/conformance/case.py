@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +46,24 @@ class Case:
         return self.id.partition("/")[0]
 
 
+class Curve(NamedTuple):
+    """A training's losses next to what they are compared with; one number per step but for two.
+
+    Attributes:
+        losses: the candidate's.
+        exact: float64's.
+        spread: of float32 runs around it, in the losses' unit.
+        deviation: of the candidate, in units of the spread.
+        limit: of the deviation.
+    """
+
+    losses: tuple[float, ...]
+    exact: tuple[float, ...]
+    spread: tuple[float, ...]
+    deviation: float
+    limit: float
+
+
 @dataclass
 class Context:
     """What a case is given, and what it leaves for the report.
@@ -53,16 +71,22 @@ class Context:
     Attributes:
         backend: the backend under test.
         level: quick or full.
+        seed: of all random inputs; 0 unless the run names another.
         call: the operator call at hand, in one line; shown when the case fails.
         served_by: which implementation served the call.
         measurements: distributions of errors.
+        note: what a passed case found that a reader would want to know.
+        curve: of a training.
     """
 
     backend: Backend
     level: Level = "quick"
+    seed: int = 0
     call: str | None = None
     served_by: str | None = None
     measurements: list[Measurement] = field(default_factory=list)
+    note: str = ""
+    curve: Curve | None = None
 
     @cached_property
     def device(self) -> torch.device:

@@ -15,15 +15,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from anychip import registry
-from anychip.conformance.case import Case, Level
+from anychip.conformance.case import Case
 from anychip.conformance.report import Result
-from anychip.contract import Backend
+
+if TYPE_CHECKING:
+    from anychip.conformance.runner import Plan
 
 STARTUP_S = 120.0
 """A child may take so long to import torch and the plugin, before its first case."""
@@ -31,14 +34,37 @@ TAIL = 400
 """Characters of a dead child's stderr that its case's reason shows."""
 
 
+class Served:
+    """Provenance of several processes, added up."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[tuple[str, Any], ...]] = Counter()
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Some more rows of a provenance's JSON."""
+        for row in rows:
+            key = tuple((name, value) for name, value in row.items() if name != "calls")
+            self.calls[key] += row["calls"]
+
+    def to_json(self) -> dict[str, Any]:
+        """As ``Provenance.to_json``."""
+        rows = [{**dict(key), "calls": calls} for key, calls in self.calls.items()]
+        rows.sort(key=lambda r: (r["operator"], r["direction"] != "forward", r["kind"]))
+        return {"schema": 1, "operators": rows}
+
+
 def run_isolated(
-    backend: Backend, level: Level, cases: Sequence[Case], limit_s: float
+    plan: Plan, cases: Sequence[Case], limit_s: float, served: Served
 ) -> Iterator[Result]:
-    """Results of the cases, in order.
+    """Results of some of a plan's cases, in order.
+
+    Args:
+        served: is told what served the operators of each case.
 
     Raises:
         ValueError: the backend was made by hand, and a child could not find it by its name.
     """
+    backend = plan.backend
     if registry.provenance_of(backend)[1] == "not installed":
         raise ValueError(
             f"--isolate starts child processes that look for {backend.name!r} among the installed "
@@ -46,9 +72,9 @@ def run_isolated(
         )
     remaining = [case.id for case in cases]
     while remaining:
-        child = Child.start(backend.name, level, remaining)
+        child = Child.start(plan, remaining)
         try:
-            for result in child.results(limit_s):
+            for result in child.results(limit_s, served):
                 remaining.remove(result.case)
                 yield result
         finally:
@@ -66,7 +92,7 @@ class Child:
     limit_s: float = STARTUP_S
 
     @classmethod
-    def start(cls, name: str, level: Level, ids: Sequence[str]) -> Child:
+    def start(cls, plan: Plan, ids: Sequence[str]) -> Child:
         """Starts a child on the given cases."""
         read, write = os.pipe()
         errors = tempfile.TemporaryFile()
@@ -80,13 +106,14 @@ class Child:
         )
         os.close(write)
         assert process.stdin is not None
-        request = {"backend": name, "level": level, "cases": list(ids)}
+        name = plan.backend.name
+        request = {"backend": name, "level": plan.level, "seed": plan.seed, "cases": list(ids)}
         with suppress(BrokenPipeError):  # it is dead already; `results` says so
             process.stdin.write(json.dumps(request).encode())
             process.stdin.close()
         return cls(process, read, errors, list(ids))
 
-    def results(self, limit_s: float) -> Iterator[Result]:
+    def results(self, limit_s: float, served: Served) -> Iterator[Result]:
         """What the child reports; at its death a failed result for the case at hand, and no more.
 
         Raises:
@@ -104,7 +131,8 @@ class Child:
                 self.limit_s = limit_s
                 continue
             done += 1
-            yield Result.from_json(message)
+            served.add(message["served"])
+            yield Result.from_json(message["result"])
             if done == len(self.ids):
                 return
 

@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--chapter", action="append", default=[], choices=list(CHAPTERS), help="only this chapter"
     )
+    group.addoption("--seed", type=int, default=0, help="of all random inputs")
     group.addoption("--expectations", type=Path, help="in place of the backend's own list")
 
 
@@ -54,6 +55,7 @@ class Suite(pytest.Directory):
                 activate(options.backend),
                 level=options.level,
                 chapters=options.chapter,
+                seed=options.seed,
                 expectations_file=options.expectations,
             )
         except BackendUnavailableError as error:
@@ -79,7 +81,9 @@ class CaseItem(pytest.Item):
         if entry is not None and entry.crash:
             pytest.xfail(f"{entry.reason} (it ends the process: not run)")
         result = judge(
-            run_case(self.case, self.plan.backend, self.plan.level), entry, self.plan.version
+            run_case(self.case, self.plan.backend, self.plan.level, self.plan.seed),
+            entry,
+            self.plan.version,
         )
         if result.outcome == "unsupported":
             pytest.skip(result.reason)

@@ -1,15 +1,13 @@
 """What a rank is asked about its backend's collectives: calls, whose results it checks itself.
 
-Every rank makes the inputs of all ranks, so that each knows what has to come out. A sum is
-compared with the float64 sum in rank order, within the roundings of one addition per further rank
-in the tensor's own type (and one division for ``avg``); all else, and integers, exactly. Outputs
-are poisoned before, stand between guard elements, and their bits go to the asker, who compares
-them between the ranks. These functions run in the processes of :mod:`.ranks`.
+Every rank makes the inputs of all ranks, so that each knows what has to come out
+(:mod:`.rank_trials`). Outputs are poisoned before, stand between guard elements, and their bits go
+to the asker, who compares them between the ranks. These functions run in the processes of
+:mod:`.ranks`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import signal
@@ -24,24 +22,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anychip.conformance.case import (
-    CheckFailedError,
-    check,
-    check_equal_bits,
-    expect_error,
-)
+from anychip.conformance.case import check, check_equal_bits, expect_error
+from anychip.conformance.rank_trials import Trial, check_joined, cuts, digest, finish
 from anychip.contract import (
     Backend,
+    CommunicationError,
     Communicator,
     Reduction,
     Transfer,
     UnsupportedError,
-    Work,
 )
 
 SIZES = (0, 1, 7, 1000, 65537)
 """Nothing, one element, fewer than a vector, even parts, and a prime with more than one chunk."""
-GUARD = 16
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "avg", "max", "min")
 NAMES = {
     "fp32": torch.float32,
@@ -90,132 +83,23 @@ class Job:
         self.store.set(word, "1")
 
 
-class Trial:
-    """Tensors of one trial, on the device, each between guard elements.
-
-    Args:
-        label: of the trial, for messages and for its numbers.
-    """
-
-    def __init__(
-        self, comm: Communicator, device: torch.device, dtype: torch.dtype, label: str
-    ) -> None:
-        self.comm, self.device, self.dtype, self.label = comm, device, dtype, label
-        self.buffers: list[tuple[Tensor, Tensor]] = []
-
-    def input(self, rank: int, numel: int) -> Tensor:
-        """What a rank brings, on the host: the same on every process that asks."""
-        text = f"{self.label}/{rank}".encode()
-        seed = int.from_bytes(hashlib.sha256(text).digest()[:4], "little")
-        generator = np.random.Generator(np.random.PCG64(seed))
-        if self.dtype.is_floating_point:
-            return torch.from_numpy(generator.standard_normal(numel)).to(self.dtype)
-        low = 0 if self.dtype in (torch.uint8, torch.bool) else -20
-        high = 2 if self.dtype == torch.bool else 21
-        return torch.from_numpy(generator.integers(low, high, numel)).to(self.dtype)
-
-    def inputs(self, numel: int) -> list[Tensor]:
-        """Of all ranks."""
-        return [self.input(rank, numel) for rank in range(self.comm.world_size)]
-
-    def place(self, values: Tensor | int) -> Tensor:
-        """A tensor with these values, or with as many elements and poison."""
-        numel = values if isinstance(values, int) else values.numel()
-        whole = torch.full((numel + 2 * GUARD,), self._poison(), dtype=self.dtype)
-        if isinstance(values, Tensor):
-            whole[GUARD : GUARD + numel] = values
-        placed = whole.to(self.device)
-        self.buffers.append((placed, whole))
-        return placed[GUARD : GUARD + numel]
-
-    def _poison(self) -> float:
-        return float("nan") if self.dtype.is_floating_point else 1.0
-
-    def check_guards(self) -> None:
-        """Nothing was written beside the tensors."""
-        for now, before in self.buffers:
-            for part in (slice(0, GUARD), slice(len(before) - GUARD, None)):
-                name = f"{self.label}: elements beside a tensor"
-                check_equal_bits(name, now[part].cpu(), before[part])
-
-
-def finish(work: Work, label: str) -> None:
-    """Waits; an unfinished work says so, a finished one too."""
-    work.wait()
-    check(work.is_done(), f"{label}: is_done() is False after wait()")
-    work.wait()
-
-
-def joined(parts: Sequence[Tensor], reduction: Reduction) -> tuple[Any, Any]:
-    """What a reduction of the ranks' tensors gives, and how far off it may be."""
-    dtype = parts[0].dtype
-    if not dtype.is_floating_point:
-        values = np.stack([part.numpy() for part in parts])
-        exact = values.sum(0) if reduction == "sum" else getattr(values, reduction)(0)
-        return exact.astype(np.int64), np.zeros(len(parts[0]))
-    values = np.stack([part.double().numpy() for part in parts])
-    if reduction in ("max", "min"):
-        return (values.max(0) if reduction == "max" else values.min(0)), np.zeros(len(parts[0]))
-    unit = torch.finfo(dtype).eps / 2
-    total = values[0].copy()
-    for row in values[1:]:
-        total += row
-    # One rounding per addition, of at most the sum of sizes; float64's own sum has them too.
-    additions = (len(parts) - 1) * (2 if dtype == torch.float64 else 1)
-    bound = additions * unit * np.abs(values).sum(0)
-    if reduction == "avg":
-        total, bound = total / len(parts), bound / len(parts)
-        bound = bound + unit * np.abs(total) * 1.01 + torch.finfo(dtype).smallest_normal
-    return total, bound
-
-
-def check_joined(label: str, got: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> None:
-    """Compares a reduced tensor with the ranks' inputs."""
-    want, bound = joined(parts, reduction)
-    floating = got.dtype.is_floating_point
-    actual = got.cpu().double().numpy() if floating else got.cpu().numpy().astype(np.int64)
-    check(actual.shape == want.shape, f"{label}: shape {want.shape} expected, got {actual.shape}")
-    wrong = ~(np.abs(actual - want) <= bound)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise CheckFailedError(
-            f"{label}: {int(wrong.sum())} of {wrong.size} elements are wrong; first at [{at}]: got "
-            f"{actual[at]:.9g}, want {want[at]:.9g} within {bound[at]:.3g}; the ranks have "
-            f"{[float(part[at]) for part in parts]}"
-        )
-
-
-def digest(tensor: Tensor) -> str:
-    """Of the bits."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-
-
-def cuts(numel: int, parts: int) -> Iterator[list[int] | None]:
-    """Ways to give elements to ranks: even where it goes, nearly even, and all to the last."""
-    if numel % parts == 0:
-        yield None
-    yield [numel * (i + 1) // parts - numel * i // parts for i in range(parts)]
-    yield [0] * (parts - 1) + [numel]
-
-
 # Values. Each function makes its call in every way, and gives a digest per label of what all ranks
 # must have alike.
 
 
-def ask_values(job: Job, call: str, dtype: str) -> dict[str, Any]:
-    """One call on one dtype, in all sizes and ways.
+def ask_values(job: Job, call: str, dtype: str, seed: int = 0) -> dict[str, Any]:
+    """One call on one dtype, in all sizes and ways, with the numbers of a seed.
 
     Returns:
         ``same``: label to digest of what every rank has to have alike; ``refused``: the call does
         not take the dtype, and says so.
     """
     comm = job.communicator()
-    return values(comm, job.backend.device(), call, NAMES[dtype])
+    return values(comm, job.backend.device(), call, NAMES[dtype], seed)
 
 
 def values(
-    comm: Communicator, device: torch.device, call: str, dtype: torch.dtype
+    comm: Communicator, device: torch.device, call: str, dtype: torch.dtype, seed: int = 0
 ) -> dict[str, Any]:
     """As :func:`ask_values`, of any communicator."""
     if not comm.capabilities.supports(call, dtype):
@@ -224,6 +108,7 @@ def values(
     same: dict[str, str] = {}
     for numel, async_op in itertools.product(SIZES, (False, True)):
         label = f"{call}/{dtype}/{numel}" + ("/async" if async_op else "")
+        label += f"/seed {seed}" if seed else ""
         trial = partial(Trial, comm, device, dtype)
         VALUES[call](comm, trial, label, numel, async_op, same)
     return {"refused": False, "same": same}
@@ -385,12 +270,12 @@ VALUES: dict[str, Callable[..., None]] = {
 
 
 def ask_order(job: Job) -> None:
-    """Two reductions under way at once, waited for in the other order; a send, then a receive."""
+    """Two reductions under way at once, waited for in orders of their own; a send and a receive."""
     comm, device = job.communicator(), job.backend.device()
     first, second = (Trial(comm, device, torch.float32, name) for name in ("first", "second"))
     tensors = [trial.place(trial.input(comm.rank, 5000)) for trial in (first, second)]
     works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
-    for work in reversed(works):
+    for work in works if comm.rank % 2 else reversed(works):
         finish(work, "all_reduce")
     for trial, tensor in zip((first, second), tensors, strict=True):
         check_joined(f"the {trial.label} of two", tensor, trial.inputs(5000), "sum")
@@ -448,15 +333,33 @@ def ask_groups(job: Job) -> dict[str, str]:
         part.all_reduce(tensor)
         check_joined(name, tensor, [trial.input(r, 257) for r in members], "sum")
         same[f"{name}/{members}"] = digest(tensor)
-        gathered = trial.place(3 * len(members))
-        part.all_gather(gathered, trial.place(trial.input(comm.rank, 3)))
-        check_equal_bits(name, gathered.cpu(), torch.cat([trial.input(r, 3) for r in members]))
+        alike = tensor.cpu().clone()
+        part.all_reduce(tensor, "avg")
+        check_joined(f"avg in {name}", tensor, [alike] * len(members), "avg")
+        _within(part, members, trial)
     return same
 
 
+def _within(part: Communicator, members: Sequence[int], trial: Trial) -> None:
+    """Ranks that a call names are those of the group, in the group's order."""
+    mine = members[part.rank]
+    gathered = trial.place(3 * len(members))
+    part.all_gather(gathered, trial.place(trial.input(mine, 3)))
+    check_equal_bits(part.name, gathered.cpu(), torch.cat([trial.input(r, 3) for r in members]))
+    for source, member in enumerate(members):
+        told = trial.place(trial.input(mine, 5))
+        part.broadcast(told, source)
+        check_equal_bits(f"broadcast in {part.name}", told.cpu(), trial.input(member, 5))
+    whole, own = trial.place(trial.input(mine, 2 * len(members))), trial.place(2)
+    part.reduce_scatter(own, whole)
+    parts = [trial.input(r, 2 * len(members))[2 * part.rank :][:2] for r in members]
+    check_joined(f"reduce_scatter in {part.name}", own, parts, "sum")
+
+
 def splits(world: int) -> dict[str, list[list[int]]]:
-    """Ways to split a world: whole, each alone, neighbours, and every other."""
+    """Ways to split a world: whole, turned round, each alone, neighbours, and every other."""
     found = {"whole": [list(range(world))], "alone": [[rank] for rank in range(world)]}
+    found["turned"] = [list(range(world))[::-1]]
     if world % 2 == 0 and world > 2:
         half = world // 2
         found["rows"] = [list(range(half)), list(range(half, world))]
@@ -494,7 +397,85 @@ def mistakes(comm: Communicator, device: torch.device) -> None:
         expect_error(ValueError, what, call)
 
 
+def ask_shapes(job: Job) -> None:
+    """Tensors of no dims and of several are taken as their elements in order."""
+    comm, device, world = job.communicator(), job.backend.device(), job.world_size
+    for shape in ((), (1,), (3, 5), (2, 3, 4), (5, 0)):
+        trial = Trial(comm, device, torch.float32, f"shape {shape}")
+        numel = int(np.prod(shape))
+        inputs = trial.inputs(numel)
+        x = trial.place(inputs[comm.rank]).view(shape)
+        comm.broadcast(x, world - 1)
+        check_equal_bits(f"broadcast, {trial.label}", x.cpu(), inputs[-1].view(shape))
+        x = trial.place(inputs[comm.rank]).view(shape)
+        whole = trial.place(world * numel).view(world, *shape)
+        comm.all_gather(whole, x)
+        check_equal_bits(f"all_gather, {trial.label}", whole.cpu().view(-1), torch.cat(inputs))
+        part = trial.place(numel).view(shape)
+        comm.reduce_scatter(part, whole)
+        want = [inputs[comm.rank]] * world
+        check_joined(f"reduce_scatter, {trial.label}", part.view(-1), want, "sum")
+        comm.all_reduce(x)
+        check_joined(f"all_reduce, {trial.label}", x.view(-1), inputs, "sum")
+        trial.check_guards()
+
+
+def ask_traffic(job: Job) -> None:
+    """Calls and bytes are counted as :class:`~anychip.contract.Traffic` says."""
+    comm, device = job.communicator(), job.backend.device()
+    before = (comm.traffic.calls.copy(), comm.traffic.nbytes.copy())
+    world, x = comm.world_size, torch.zeros(12 * comm.world_size, device=device)
+    part = torch.zeros(12, device=device)
+    comm.all_reduce(x)
+    comm.all_reduce(part, "max", async_op=True).wait()
+    comm.all_gather(x, part)
+    comm.reduce_scatter(part, x)
+    comm.broadcast(part, 0)
+    comm.all_to_all(list(x.split(12)), list(x.clone().split(12)))
+    comm.barrier()
+    whole = 48 * world
+    wanted = {
+        **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), (1, whole)),
+        **{"all_reduce": (2, whole + 48), "broadcast": (1, 48), "barrier": (1, 0)},
+    }
+    for call, want in wanted.items():
+        calls, nbytes = comm.traffic.calls[call], comm.traffic.nbytes[call]
+        got = (calls - before[0][call], nbytes - before[1][call])
+        check(got == want, f"traffic of {call}: (calls, bytes) {want} expected, got {got}")
+
+
+def ask_close(job: Job) -> None:
+    """After close() nothing can be called; a second close() is nothing; a new one works."""
+    comm, device = job.communicator(), job.backend.device()
+    comm.barrier()
+    for _ in range(2):
+        comm.close()
+        check(comm.is_closed is True, f"is_closed after close(): {comm.is_closed!r}")
+    x = torch.ones(3, device=device)
+    expect_error(CommunicationError, "all_reduce after close()", comm.all_reduce, x)
+    check(x.tolist() == [1.0] * 3, f"all_reduce after close() wrote {x.tolist()}")
+    job.communicator().all_reduce(x)
+    check(x.tolist() == [float(job.world_size)] * 3, f"a new communicator gave {x.tolist()}")
+
+
 # What goes wrong between ranks
+
+
+def ask_abort(job: Job, number: int) -> None:
+    """The last rank aborts while the others wait; those raise what they are told."""
+    comm, word = job.communicator(), f"abort/{number}"
+    try:
+        if job.rank == job.world_size - 1:
+            job.wait_for(word)
+            time.sleep(0.1)
+            comm.abort("on purpose, says the last rank")
+            return
+        work = comm.all_reduce(torch.zeros(48, device=job.backend.device()), async_op=True)
+        job.say(word)
+        work.wait()
+        device_is_done(job)
+    finally:
+        comm.close()
 
 
 def ask_disagreement(job: Job, what: str, timeout_s: float) -> None:
@@ -521,14 +502,20 @@ def device_is_done(job: Job) -> None:
     job.backend.synchronize()
 
 
-def ask_absence(job: Job, number: int, timeout_s: float) -> None:
+def ask_absence(job: Job, call: str, number: int, timeout_s: float) -> None:
     """The last rank does not make the call, and is there; the others raise what they are told."""
-    comm, word = job.communicator(timeout_s), f"absent/{number}"
+    comm, word, last = job.communicator(timeout_s), f"absent/{number}", job.world_size - 1
+    x = torch.zeros(48, device=job.backend.device())
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: comm.all_reduce(x),
+        "barrier": comm.barrier,
+        "recv": lambda: comm.recv(x, last),
+    }
     try:
-        if job.rank == job.world_size - 1:
+        if job.rank == last:
             job.wait_for(word)
             return
-        comm.all_reduce(torch.zeros(48, device=job.backend.device()))
+        calls[call]()
         device_is_done(job)
     finally:
         job.say(word)

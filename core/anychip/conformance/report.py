@@ -1,23 +1,27 @@
 """What a run found: one result per case, and the whole as text for people and JSON for machines.
 
-The JSON is described in docs/conformance.md; a change that a reader would notice raises SCHEMA.
+The JSON is described in docs/conformance.md and in ``report.schema.json`` beside this file; a
+change that a reader would notice raises SCHEMA.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import platform
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 import anychip
 from anychip.conformance.bounds import Measurement
-from anychip.conformance.case import Level
+from anychip.conformance.case import Curve, Level
+from anychip.conformance.hashes import digest
 
-SCHEMA = 1
+SCHEMA = 2
 Outcome = Literal[
     "passed", "failed", "unsupported", "expected failure", "unexpected pass", "stale entry"
 ]
@@ -35,20 +39,26 @@ class Result:
         case: the id; of a stale entry its glob.
         outcome: see docs/conformance.md.
         reason: why, unless it passed.
+        capability: of an unsupported case: what the backend lacks.
+        note: what a passed case found that a reader would want to know.
         seconds: how long it took.
         call: the operator call, in one line.
         served_by: provider and implementation that served the call.
         measurements: distributions of errors.
+        curve: of a training.
         crashed: it ended its process, or ran past the time limit.
     """
 
     case: str
     outcome: Outcome
     reason: str = ""
+    capability: str | None = None
+    note: str = ""
     seconds: float = 0.0
     call: str | None = None
     served_by: str | None = None
     measurements: tuple[Measurement, ...] = ()
+    curve: Curve | None = None
     crashed: bool = False
 
     @property
@@ -62,17 +72,23 @@ class Result:
         return self.outcome not in FAILING
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """The fields as JSON values; numbers that are not finite become text."""
+        curve = None
+        if self.curve is not None:
+            curve = {key: _numbers(value) for key, value in self.curve._asdict().items()}
         return {
             "case": self.case,
             "chapter": self.chapter,
             "outcome": self.outcome,
             "reason": self.reason,
+            "capability": self.capability,
+            "note": self.note,
             "seconds": round(self.seconds, 4),
             "call": self.call,
             "served_by": self.served_by,
             "crashed": self.crashed,
             "errors": [m.to_json() for m in self.measurements],
+            "curve": curve,
         }
 
     @classmethod
@@ -80,29 +96,87 @@ class Result:
         """The inverse of ``to_json``."""
         errors = []
         for item in row["errors"]:
-            fields: dict[str, Any] = {
-                key: float(value) if value in ("inf", "-inf", "nan") else value
-                for key, value in item.items()
+            fields: dict[str, Any] = {key: _number(value) for key, value in item.items()}
+            tuples = {key: tuple(item[key]) for key in ("where", "histogram")}
+            errors.append(Measurement(**{**fields, **tuples}))
+        curve = None
+        if row["curve"] is not None:
+            parts: dict[str, Any] = {
+                key: tuple(map(_number, value)) if isinstance(value, list) else _number(value)
+                for key, value in row["curve"].items()
             }
-            errors.append(Measurement(**{**fields, "where": tuple(item["where"])}))
-        names = ("case", "outcome", "reason", "seconds", "call", "served_by", "crashed")
-        return cls(**{name: row[name] for name in names}, measurements=tuple(errors))
+            curve = Curve(**parts)
+        names = (
+            "case", "outcome", "reason", "capability", "note", "seconds", "call", "served_by",
+            "crashed",
+        )  # fmt: skip
+        fields = {name: row[name] for name in names}
+        return cls(**fields, measurements=tuple(errors), curve=curve)
+
+
+class KernelPack(NamedTuple):
+    """A distribution that brings rows for the backend."""
+
+    distribution: str
+    version: str
+    hash: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """Which backend, on what, in which versions."""
+    """Which backend, on what, in which versions.
+
+    Attributes:
+        device: what the backend says of the device.
+        num_devices: that it offers here.
+        distribution, version: of the plugin.
+        api: version of the contract that it was made for.
+        capabilities: that it declares, with their versions.
+        dtypes: float types that it computes in, as in case ids.
+        plugin_hash: of the plugin's files; None for a backend that was handed over as an object.
+        kernel_packs: others that bring rows for it.
+        suite, suite_hash: version of anychip, and hash of this package's files.
+    """
 
     backend: str
     device_type: str
     device: str
+    num_devices: int
     distribution: str
     version: str
     api: tuple[int, int]
     capabilities: Mapping[str, int]
+    dtypes: tuple[str, ...]
+    plugin_hash: str | None
+    suite_hash: str
+    kernel_packs: tuple[KernelPack, ...] = ()
     torch: str = torch.__version__
     python: str = platform.python_version()
+    platform: str = f"{platform.system()} {platform.machine()}"
     suite: str = anychip.__version__
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Identity:
+        """The inverse of its part of the report."""
+        packs = tuple(KernelPack(**pack) for pack in row["kernel_packs"])
+        tuples = {"api": tuple(row["api"]), "dtypes": tuple(row["dtypes"]), "kernel_packs": packs}
+        return cls(**{**row, **tuples})
+
+
+class Priority(NamedTuple):
+    """One thing to fix, and what it is worth.
+
+    Attributes:
+        subject: an operator, or the first two parts of the failed cases' ids.
+        calls: in one training step of a decoder, both directions.
+        model: the decoder that calls it so often: GPT, or Llama where GPT does not call it.
+        cases: that failed.
+    """
+
+    subject: str
+    calls: int
+    model: str
+    cases: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +188,16 @@ class Report:
         level: quick or full.
         chapters: those that ran.
         select: the ``-k`` expression, or empty: only then is the chapter complete.
+        seed: of all random inputs.
         isolated: every case ran in a child process.
         results: in the order in which they ran; stale entries last.
-        provenance: ``anychip.provenance().to_json()`` of the run; None when it was isolated.
+        started: when, in UTC, as ISO 8601; of a plan empty.
+        seconds: how long it took.
+        must_pass: number of cases that this backend has to pass at this level, and hash of the list
+            (:mod:`anychip.conformance.must_pass`), whatever was selected.
+        next_to_fix: failures by what a step would gain, the first three.
+        provenance: ``anychip.provenance().to_json()`` of the run; of cases that ended their process
+            nothing is known.
         references: operators of others that were compared with their own reference.
     """
 
@@ -124,8 +205,13 @@ class Report:
     level: Level
     chapters: tuple[str, ...]
     select: str
+    seed: int
     isolated: bool
     results: tuple[Result, ...]
+    must_pass: tuple[int, str]
+    started: str = ""
+    seconds: float = 0.0
+    next_to_fix: tuple[Priority, ...] = ()
     provenance: Mapping[str, Any] | None = None
     references: tuple[str, ...] = ()
 
@@ -147,9 +233,10 @@ class Report:
     def reproduce(self, result: Result) -> str:
         """The command that runs one case again."""
         level = "" if self.level == "quick" else f" --level {self.level}"
+        seed = f" --seed {self.seed}" if self.seed else ""
         isolate = " --isolate" if result.crashed else ""
         command = f"anychip conformance --backend {self.identity.backend}"
-        return f'{command} -k "{result.case}"{level}{isolate}'
+        return f'{command} -k "{result.case}"{level}{seed}{isolate}'
 
     def explain(self, result: Result) -> str:
         """Everything about a result that is not good, for a person: call, why, how to repeat it."""
@@ -165,27 +252,96 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """The documented schema."""
         names = Identity.__dataclass_fields__
-        return {
+        document = {
             "schema": SCHEMA,
             "passed": self.passed,
             "identity": {name: _plain(getattr(self.identity, name)) for name in names},
             "level": self.level,
             "chapters": list(self.chapters),
             "select": self.select,
+            "seed": self.seed,
             "isolated": self.isolated,
+            "started": self.started,
+            "seconds": round(self.seconds, 3),
             "counts": self.counts(),
+            "must_pass": {"cases": self.must_pass[0], "hash": self.must_pass[1]},
+            "next_to_fix": [_plain(priority._asdict()) for priority in self.next_to_fix],
             "references": list(self.references),
             "results": [result.to_json() for result in self.results],
             "provenance": self.provenance,
         }
+        return {**document, "digest": digest_of(document)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Report:
+        """The inverse of ``to_json``; counts, verdict and digest are not read.
+
+        Raises:
+            ValueError: it is not a report of this schema.
+        """
+        if not isinstance(document, Mapping) or document.get("schema") != SCHEMA:
+            found = document.get("schema") if isinstance(document, Mapping) else document
+            raise ValueError(f"a conformance report of schema {SCHEMA} expected, got {found!r}")
+        names = ("level", "select", "seed", "isolated", "started", "seconds", "provenance")
+        try:
+            return cls(
+                **{name: document[name] for name in names},
+                identity=Identity.from_json(document["identity"]),
+                chapters=tuple(document["chapters"]),
+                must_pass=(document["must_pass"]["cases"], document["must_pass"]["hash"]),
+                references=tuple(document["references"]),
+                results=tuple(Result.from_json(row) for row in document["results"]),
+                next_to_fix=tuple(
+                    Priority(**{**row, "cases": tuple(row["cases"])})
+                    for row in document["next_to_fix"]
+                ),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"a conformance report of schema {SCHEMA} expected: {type(error).__name__}: {error}"
+            ) from None
+
+
+def digest_of(document: Mapping[str, Any]) -> str:
+    """SHA-256 of a report without its digest: a report that was edited by hand is noticed."""
+    rest = {key: value for key, value in document.items() if key != "digest"}
+    return digest([json.dumps(rest, sort_keys=True, separators=(",", ":"))])
+
+
+def to_text(document: Mapping[str, Any]) -> str:
+    """The JSON of a report as it is written: one line per key, and one per result."""
+    lines = []
+    for key, value in document.items():
+        text = json.dumps(value)
+        if key == "results":
+            text = "[\n" + ",\n".join(json.dumps(row) for row in value) + "\n]"
+        lines.append(f'"{key}": {text}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, KernelPack):
+        return value._asdict()
     if isinstance(value, tuple):
-        return list(value)
-    return dict(value) if isinstance(value, Mapping) else value
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
 
 
-def with_outcome(result: Result, outcome: Outcome, reason: str) -> Result:
+def _numbers(value: float | tuple[float, ...]) -> Any:
+    """JSON has no infinity and no NaN: they are the texts "inf", "-inf" and "nan"."""
+    if isinstance(value, tuple):
+        return [_numbers(item) for item in value]
+    return value if math.isfinite(value) else str(value)
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in ("inf", "-inf", "nan") else value
+
+
+def with_outcome(
+    result: Result, outcome: Outcome, reason: str, capability: str | None = None
+) -> Result:
     """The same result, judged otherwise."""
-    return replace(result, outcome=outcome, reason=reason)
+    return replace(result, outcome=outcome, reason=reason, capability=capability)

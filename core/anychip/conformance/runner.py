@@ -26,11 +26,22 @@ from anychip.conformance.case import (
 )
 from anychip.conformance.chapters import all_cases, check_chapters
 from anychip.conformance.expectations import Entry, Expectations
+from anychip.conformance.formats import FORMATS
+from anychip.conformance.hashes import distribution_hash, plugin_hash, suite_hash
+from anychip.conformance.must_pass import MustPass, must_pass
 from anychip.conformance.oracles import oracle_of
-from anychip.conformance.report import Identity, Outcome, Report, Result, with_outcome
+from anychip.conformance.report import (
+    Identity,
+    KernelPack,
+    Outcome,
+    Report,
+    Result,
+    with_outcome,
+)
 from anychip.contract import Backend, UnsupportedError
 from anychip.dispatch import selection
 from anychip.dispatch.operator import registered
+from anychip.registry.discovery import kernel_pack_plugins
 
 OnResult = Callable[[Result], None]
 
@@ -47,6 +58,8 @@ class Plan:
     expected: Expectations
     stale: tuple[Entry, ...]
     version: str
+    must_pass: MustPass
+    seed: int = 0
 
     def entry(self, case: Case) -> Entry | None:
         """What the backend says about a case."""
@@ -72,6 +85,7 @@ def plan(
     level: Level = "quick",
     chapters: Iterable[str] = (),
     select: str = "",
+    seed: int = 0,
     expectations_file: Path | None = None,
 ) -> Plan:
     """Which cases a run has.
@@ -80,7 +94,7 @@ def plan(
         ValueError: no such chapter; not an expression; no case is selected; a malformed list.
     """
     named = check_chapters(chapters)
-    context = Context(backend, level)
+    context = Context(backend, level, seed)
     every = list(all_cases(context))
     _check_ids(every)
     asked = [c for c in every if c.chapter in named and (level == "full" or not c.full)]
@@ -97,6 +111,8 @@ def plan(
         expected=expected,
         stale=tuple(expected.stale([case.id for case in every])),
         version=registry.provenance_of(backend)[1],
+        must_pass=must_pass(every, backend, level),
+        seed=seed,
     )
 
 
@@ -117,15 +133,16 @@ def _nothing(select: str, level: Level, asked: Sequence[Case], every: Sequence[C
     return f"no case is selected by {select!r}; {hint}"
 
 
-def run_case(case: Case, backend: Backend, level: Level) -> Result:
+def run_case(case: Case, backend: Backend, level: Level, seed: int = 0) -> Result:
     """Asks one question, in this process; whatever is raised becomes a result."""
-    context = Context(backend, level)
+    context = Context(backend, level, seed)
     start = time.perf_counter()
     outcome: Outcome = "passed"
     reason = ""
+    missing: str | None = None
     try:
         if case.capability is not None and case.capability not in backend.capabilities:
-            outcome, reason = "unsupported", f"{case.capability} is not declared"
+            outcome, missing = "unsupported", case.capability
         else:
             with _clean_state(backend):
                 case.run(context)
@@ -133,18 +150,20 @@ def run_case(case: Case, backend: Backend, level: Level) -> Result:
         outcome, reason = "failed", str(error)
     except UnsupportedError as error:
         missing = undeclared_capability(error, backend)
-        outcome = "unsupported" if missing else "failed"
-        reason = f"{missing} is not declared" if missing else describe(error)
+        outcome, reason = ("unsupported", "") if missing else ("failed", describe(error))
     except Exception as error:
         outcome, reason = "failed", describe(error)
     return Result(
         case=case.id,
         outcome=outcome,
-        reason=reason,
+        reason=f"{missing} is not declared" if missing else reason,
+        capability=missing,
+        note=context.note,
         seconds=time.perf_counter() - start,
         call=context.call,
         served_by=context.served_by,
         measurements=tuple(context.measurements),
+        curve=context.curve,
     )
 
 
@@ -153,10 +172,18 @@ def _clean_state(backend: Backend) -> Iterator[None]:
     """Every case starts on device 0, from one random state, and leaves autograd as it was."""
     with suppress(Exception):  # a set_device that fails is for the device chapter to find
         backend.set_device(0)
-    torch.manual_seed(0)
+    _seed(backend)
     with torch.enable_grad(), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _seed(backend: Backend) -> None:
+    # torch.manual_seed keeps a stack trace for each kind of device that has not started.
+    if backend.device_type == "cpu":
+        torch.default_generator.manual_seed(0)
+    else:
+        torch.manual_seed(0)
 
 
 def describe(error: BaseException) -> str:
@@ -185,8 +212,9 @@ def judge(result: Result, entry: Entry | None, version: str) -> Result:
     overdue = entry.expired(version, datetime.date.today())
     if overdue is not None:
         return with_outcome(result, "failed", f"{result.reason}\n{overdue}")
-    outcome: Outcome = "unsupported" if entry.kind == "unsupported" else "expected failure"
-    return with_outcome(result, outcome, entry.reason)
+    if entry.kind == "unsupported":
+        return with_outcome(result, "unsupported", entry.reason, entry.capability)
+    return with_outcome(result, "expected failure", entry.reason)
 
 
 def run_plan(
@@ -200,28 +228,35 @@ def run_plan(
         on_result: called after each case, in this thread.
     """
     from anychip.conformance import isolation
+    from anychip.conformance.priorities import next_to_fix
 
     anychip.provenance(reset=True)
     frame = empty_report(plan)
+    started, start = datetime.datetime.now(datetime.timezone.utc), time.perf_counter()
     skipped = [c for c in plan.cases if not isolate and _crashes(plan, c)]
     to_run = [case for case in plan.cases if case not in skipped]
+    served = isolation.Served()
     raw: Iterator[Result]
     if isolate:
-        raw = isolation.run_isolated(plan.backend, plan.level, to_run, limit_s)
+        raw = isolation.run_isolated(plan, to_run, limit_s, served)
     else:
-        raw = (run_case(case, plan.backend, plan.level) for case in to_run)
+        raw = (run_case(case, plan.backend, plan.level, plan.seed) for case in to_run)
     results = []
     for case, result in zip(to_run, raw, strict=True):
         results.append(judge(result, plan.entry(case), plan.version))
         if on_result is not None:
             on_result(results[-1])
+    provenance = served.to_json() if isolate else anychip.provenance().to_json()
     results += [_not_run(plan, case) for case in skipped]
     results += [_stale(entry) for entry in plan.stale]
     return replace(
         frame,
         isolated=isolate,
         results=tuple(results),
-        provenance=None if isolate else anychip.provenance().to_json(),
+        started=started.isoformat(timespec="seconds"),
+        seconds=time.perf_counter() - start,
+        next_to_fix=next_to_fix(results),
+        provenance=provenance,
     )
 
 
@@ -232,8 +267,10 @@ def empty_report(plan: Plan) -> Report:
         level=plan.level,
         chapters=plan.chapters,
         select=plan.select,
+        seed=plan.seed,
         isolated=False,
         results=(),
+        must_pass=(len(plan.must_pass.ids), plan.must_pass.hash),
         references=tuple(n for n, o in registered().items() if not oracle_of(o.spec).independent),
     )
 
@@ -258,12 +295,21 @@ def _stale(entry: Entry) -> Result:
 def identity(backend: Backend) -> Identity:
     """Which backend it is, for the report."""
     distribution, version = registry.provenance_of(backend)
+    claimed = backend.properties().dtypes
+    packs = {(p.distribution, p.version) for p in kernel_pack_plugins(backend.name)}
     return Identity(
         backend=backend.name,
         device_type=backend.device_type,
         device=backend.identity(),
+        num_devices=backend.device_count(),
         distribution=distribution,
         version=version,
         api=backend.api,
         capabilities=dict(backend.capabilities),
+        dtypes=tuple(format.name for dtype, format in FORMATS.items() if dtype in claimed),
+        plugin_hash=plugin_hash(backend),
+        suite_hash=suite_hash(),
+        kernel_packs=tuple(
+            KernelPack(name, number, distribution_hash(name)) for name, number in sorted(packs)
+        ),
     )

@@ -65,9 +65,11 @@ class Display:
 
     def __enter__(self) -> Display:
         known = identity(self.plan.backend)
+        seed = f", seed {self.plan.seed}" if self.plan.seed else ""
         self.console.print(
-            f"anychip conformance {known.suite}, level {self.plan.level}: backend {known.backend} "
-            f"({known.distribution} {known.version}) on {known.device}, torch {known.torch}",
+            f"anychip conformance {known.suite}, level {self.plan.level}{seed}: backend "
+            f"{known.backend} ({known.distribution} {known.version}) on {known.device}, torch "
+            f"{known.torch}",
             markup=False,
         )
         self.progress.start()
@@ -120,6 +122,7 @@ def print_summary(report: Report, console: Console, *, shown: set[str]) -> None:
     _print_provenance(report, console)
     if report.references:
         console.print(f"compared with their own references only: {', '.join(report.references)}")
+    _print_next(report, console)
     verdict = "passed" if report.passed else "FAILED"
     partial = " (a selection of cases)" if report.select else ""
     console.print(
@@ -165,6 +168,18 @@ def _print_reasons(report: Report, console: Console) -> None:
     )
     for (outcome, reason), count in sorted(reasons.items()):
         console.print(f"{outcome}: {count} case{'s' if count > 1 else ''}: {reason}", markup=False)
+
+
+def _print_next(report: Report, console: Console) -> None:
+    """What a training step would gain most from."""
+    for number, item in enumerate(report.next_to_fix, 1):
+        plural = "s" if item.calls > 1 else ""
+        calls = f"{item.calls} call{plural} in a step of {item.model}, " if item.calls else ""
+        console.print(
+            f"next to fix, {number}: {item.subject} ({calls}{len(item.cases)} failed), first "
+            f"{item.cases[0]}",
+            markup=False,
+        )
 
 
 def _print_provenance(report: Report, console: Console) -> None:

@@ -69,16 +69,16 @@ def weights(seed: int, shape: torch.Size) -> Tensor:
     return torch.from_numpy(values.reshape(shape)).float()
 
 
-def batch(sizes: Sizes, *index: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (B, S) int64 on the host; one batch per index.
+def batch(sizes: Sizes, *index: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and targets (B, S) int64 on the host; one batch per index and seed of the run.
 
     Each token follows from the one before it by one rule, but for one in eight, which is drawn.
     """
-    seed = 7
+    key = 7 + (seed << 20)
     for part in index:
-        seed = seed * 1009 + part + 1
+        key = key * 1009 + part + 1
     rows, length = sizes.batch, sizes.context + 1
-    drawn = np.asarray(philox.words(seed, 0, 2 * rows * length)).reshape(2, rows, length)
+    drawn = np.asarray(philox.words(key, 0, 2 * rows * length)).reshape(2, rows, length)
     tokens = np.asarray(drawn[0] % np.uint64(sizes.vocab), dtype=np.int64)
     keeps = np.asarray(drawn[1] % np.uint64(8)) == 0
     for place in range(1, length):

@@ -9,20 +9,24 @@ import sys
 
 
 def main() -> None:
-    """Argument: file descriptor of the pipe. stdin: ``{"backend", "level", "cases": [ids]}``."""
+    """Argument: file descriptor of the pipe. stdin: what :meth:`.isolation.Child.start` writes."""
     faulthandler.enable()
     pipe = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
     request = json.load(sys.stdin)
 
+    import anychip
     from anychip.conformance.case import Context
     from anychip.conformance.chapters import all_cases
     from anychip.conformance.runner import activate, run_case
 
     backend = activate(request["backend"])
-    by_id = {case.id: case for case in all_cases(Context(backend, request["level"]))}
+    level, seed = request["level"], request["seed"]
+    by_id = {case.id: case for case in all_cases(Context(backend, level, seed))}
     _send(pipe, {"ready": True})
     for id in request["cases"]:
-        _send(pipe, run_case(by_id[id], backend, request["level"]).to_json())
+        anychip.provenance(reset=True)
+        result = run_case(by_id[id], backend, level, seed).to_json()
+        _send(pipe, {"result": result, "served": anychip.provenance().to_json()["operators"]})
 
 
 def _send(pipe: object, message: object) -> None:

@@ -50,12 +50,12 @@ class Memory:
 
         Raises:
             torch.OutOfMemoryError: with the sizes asked for and free. The device stays usable.
-            ValueError: a negative size.
+            ValueError: a size that is negative, or no integer.
         """
         import torch
 
-        if nbytes < 0:
-            raise ValueError(f"allocate: nbytes must be at least 0, got {nbytes}")
+        if not isinstance(nbytes, int) or nbytes < 0:
+            raise ValueError(f"allocate: nbytes must be an integer of at least 0, got {nbytes!r}")
         with self.out_of_memory(nbytes, index):
             return torch.UntypedStorage(nbytes, device=self.backend.device(index))
 

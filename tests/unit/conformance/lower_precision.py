@@ -1,8 +1,9 @@
 """References computed otherwise, for tests: one precision class lower, or with the simplest sums.
 
 float32: factors are rounded to 10 bits after the leading one, as a TF32 matrix unit takes them.
-bfloat16: intermediate results and partial sums are bfloat16, as a kernel without a wide accumulator
-has them.
+bfloat16, float16: intermediate results and partial sums are of that type, as a kernel without a
+wide accumulator has them. Fast functions: exp, tanh, the error function and roots have 11 bits, as
+approximate instructions do (PTX: tanh.approx.f32, 2^-11).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-LOWER_DTYPE = torch.bfloat16
+NARROW = (torch.bfloat16, torch.float16)
 
 
 def tf32(tensor: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ def tf32(tensor: Tensor) -> Tensor:
 
 def lower_inputs(args: Sequence[Any], dtype: torch.dtype, written: Sequence[int] = ()) -> list[Any]:
     """The arguments of a call as the lower precision sees them; what is written keeps its type."""
-    kept = written if dtype == LOWER_DTYPE else ()
+    kept = written if dtype in NARROW else ()
     return [arg if i in kept else _lowered(arg, dtype) for i, arg in enumerate(args)]
 
 
@@ -36,14 +37,14 @@ def _lowered(arg: Any, dtype: torch.dtype) -> Any:
         return [_lowered(entry, dtype) for entry in arg]
     if not isinstance(arg, Tensor) or arg.dtype != torch.float32:
         return arg
-    if dtype == LOWER_DTYPE:
-        return arg.to(LOWER_DTYPE)
+    if dtype in NARROW:
+        return arg.to(dtype)
     return tf32(arg) if dtype == torch.float32 and arg.dim() else arg
 
 
 def lower_arithmetic(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Within it a bfloat16 reference has bfloat16 intermediates and accumulators."""
-    return InBfloat16() if dtype == LOWER_DTYPE else nullcontext()
+    """Within it a reference of a narrow type has intermediates and accumulators of that type."""
+    return InNarrow(dtype) if dtype in NARROW else nullcontext()
 
 
 class Recursive(TorchFunctionMode):
@@ -63,8 +64,12 @@ class Recursive(TorchFunctionMode):
         return SUMS[func](*wide, **(kwargs or {})).to(floats[0].dtype)
 
 
-class InBfloat16(TorchFunctionMode):
-    """Casts to float32 are left out, and sums go term by term through a bfloat16 accumulator."""
+class InNarrow(TorchFunctionMode):
+    """Casts to float32 are left out, and sums go term by term through a narrow accumulator."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
 
     def __torch_function__(
         self,
@@ -73,16 +78,32 @@ class InBfloat16(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        named = {k: LOWER_DTYPE if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        named = {k: self.dtype if v is torch.float32 else v for k, v in (kwargs or {}).items()}
         if func is torch.Tensor.float:
-            return args[0].to(LOWER_DTYPE)
-        if func in SUMS and _is_lower(args):
+            return args[0].to(self.dtype)
+        if func in SUMS and any(isinstance(a, Tensor) and a.dtype == self.dtype for a in args):
             return SUMS[func](*args, **named)
         return func(*args, **named)
 
 
-def _is_lower(args: Sequence[Any]) -> bool:
-    return any(isinstance(a, Tensor) and a.dtype == LOWER_DTYPE for a in args)
+class FastFunctions(TorchFunctionMode):
+    """Functions of float32 numbers give 11 bits."""
+
+    NAMES = frozenset(
+        ("exp", "tanh", "erf", "log", "sqrt", "rsqrt", "sigmoid", "silu", "gelu", "softmax", "pow",
+         "logsumexp", "log_softmax")
+    )  # fmt: skip
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_fast = getattr(func, "__name__", "") in self.NAMES
+        return tf32(result) if is_fast and result.dtype == torch.float32 else result
 
 
 def accumulate(terms: Tensor, dim: int) -> Tensor:

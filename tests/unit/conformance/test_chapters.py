@@ -10,9 +10,11 @@ import torch
 from anychip import conformance
 from anychip.conformance import trainee
 from anychip.conformance.case import CheckFailedError, Context
-from anychip.conformance.chapters import all_cases, streams, training
+from anychip.conformance.chapters import all_cases, errors, optimizer, streams, training
+from anychip.conformance.oracles import oracle_of
 from anychip.conformance.oracles import training as oracle
 from anychip.dispatch import selection
+from anychip.dispatch.operator import registered
 from tests.meta.asynchronous import AsynchronousBackend
 from tests.meta.honest import HonestRows
 
@@ -41,6 +43,41 @@ def test_world_of_four_is_asked_at_level_full_only() -> None:
     cases = list(all_cases(Context(HonestRows()), ["collectives"]))
     assert all(case.full for case in cases if case.id.startswith("collectives/4"))
     assert any(not case.full for case in cases if case.id.startswith("collectives/2"))
+
+
+def test_every_operator_of_several_tensors_refuses_a_shape_but_those_that_are_listed() -> None:
+    """So that the chapter's list of exceptions is neither too long nor too short."""
+    free, context = set(), Context(HonestRows())
+    for name, operator in registered().items():
+        if operator.spec.namespace != "anychip":
+            continue
+        trial = errors.trial_of(operator, oracle_of(operator.spec))
+        placed = trial.place(context)
+        try:
+            refused = list(errors.shape(context, operator, placed))
+        except CheckFailedError:
+            refused = []
+        if not refused and len(placed.placed) > 1:
+            free.add(name)
+    assert free == errors.ANY_SHAPES
+
+
+def test_history_of_the_loss_scale_is_what_its_rule_gives() -> None:
+    """Counted anew: back-off at the second overflow since growth, growth at two clean in a row."""
+    scale, clean, skipped = 1024.0, 0, 0
+    for odd, want in optimizer.HISTORY:
+        clean, skipped = (0, skipped + 1) if odd is not None else (clean + 1, skipped)
+        if odd is not None and skipped >= 2:
+            scale /= 2
+        elif clean == 2:
+            scale, clean, skipped = scale * 2, 0, 0
+        assert scale == want
+
+
+def test_text_of_another_seed_is_another_and_of_seed_0_is_that_of_always() -> None:
+    first = trainee.batch(trainee.Sizes(), 3, 1)[0]
+    assert torch.equal(first, trainee.batch(trainee.Sizes(), 3, 1, seed=0)[0])
+    assert not torch.equal(first, trainee.batch(trainee.Sizes(), 3, 1, seed=1)[0])
 
 
 def test_operators_that_were_not_called_are_noticed() -> None:

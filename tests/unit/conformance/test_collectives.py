@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from anychip.conformance import rank_questions
+from anychip.conformance import rank_trials
 from anychip.conformance.case import CheckFailedError
 from anychip.conformance.chapters import collectives
 from anychip.conformance.ranks import Answer, Ranks, reference_to
+from anychip.contract import SoloCommunicator
 from tests.meta.honest import HonestBackend
 from tests.meta.wrong_collectives import DoneTooEarly, RanksBackend
 
@@ -26,22 +27,33 @@ def test_sum_in_any_order_is_within_the_bound_and_one_rank_less_is_not(dtype: to
         total = parts[order[0]].clone()
         for rank in order[1:]:
             total += parts[rank]
-        rank_questions.check_joined("sum", total, parts, "sum")
-        rank_questions.check_joined("avg", total / 4, parts, "avg")
+        rank_trials.check_joined("sum", total, parts, "sum")
+        rank_trials.check_joined("avg", total / 4, parts, "avg")
     with pytest.raises(CheckFailedError, match="elements are wrong; first at"):
-        rank_questions.check_joined("sum", total - parts[3], parts, "sum")
+        rank_trials.check_joined("sum", total - parts[3], parts, "sum")
 
 
 def test_want_is_the_exact_sum() -> None:
     parts = [torch.tensor([1e8, 0.1]), torch.tensor([1.0, 0.2]), torch.tensor([-1e8, 0.3])]
-    want, _ = rank_questions.joined(parts, "sum")
+    want, _ = rank_trials.joined(parts, "sum")
     assert want.tolist() == [math.fsum(float(p[i]) for p in parts) for i in range(2)]
-    assert rank_questions.joined(parts, "max")[0].tolist() == [1e8, float(np.float32(0.3))]
+    assert rank_trials.joined(parts, "max")[0].tolist() == [1e8, float(np.float32(0.3))]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.int64], ids=str)
+def test_integers_of_a_trial_use_their_type_and_their_sum_fits(dtype: torch.dtype) -> None:
+    device = torch.device("cpu")
+    trial = rank_trials.Trial(SoloCommunicator(), device, dtype, "integers")
+    values = trial.input(0, 1000).to(torch.int64)
+    assert 16 * int(values.abs().max()) <= torch.iinfo(dtype).max
+    assert 20 * int(values.abs().max()) > torch.iinfo(dtype).max
+    if dtype in (torch.int32, torch.int64):
+        assert not torch.equal(values.to(torch.float32).to(torch.int64), values)
 
 
 @pytest.mark.parametrize(("numel", "parts"), [(0, 2), (1, 2), (7, 4), (8, 4)])
 def test_cuts_hold_every_element_once(numel: int, parts: int) -> None:
-    found = list(rank_questions.cuts(numel, parts))
+    found = list(rank_trials.cuts(numel, parts))
     assert all(sum(sizes) == numel for sizes in found if sizes is not None)
     assert (found[0] is None) == (numel % parts == 0)
 

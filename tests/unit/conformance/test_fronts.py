@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -123,55 +124,82 @@ def run(plugins: Path, *command: str) -> subprocess.CompletedProcess[str]:
 CALL = "fp32/4x8"
 
 
-def test_command_on_a_good_plugin_passes_and_writes_the_report(plugins: Path) -> None:
-    report = plugins / "r.json"
+def test_command_on_a_good_plugin_passes_and_writes_every_report(plugins: Path) -> None:
+    report, page, junit = (plugins / name for name in ("r.json", "r.html", "r.xml"))
     done = run(
         plugins, "anychip", "conformance", "--backend", "goodchip", "--chapter", "device",
-        "--chapter", "operators", "-k", "device or rms_norm", "--json", str(report),
+        "--chapter", "operators", "-k", "device or rms_norm", "--seed", "3",
+        "--json", str(report), "--html", str(page), "--junit", str(junit),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "level quick, seed 3: backend goodchip" in done.stdout
     assert "backend goodchip: passed" in done.stdout
     document = json.loads(report.read_text())
     assert document["passed"] is True
+    assert document["seed"] == 3
     assert document["identity"]["distribution"] == "anychip-goodchip"
     assert document["identity"]["version"] == "1.2"
+    assert len(document["identity"]["plugin_hash"]) == 64
+    assert "goodchip" in page.read_text()
+    assert ElementTree.parse(junit).getroot().get("failures") == "0"
+
+    verified = run(plugins / "anychip_badchip", "anychip", "conformance", "verify", str(report))
+    assert verified.returncode == 1, verified.stdout + verified.stderr
+    assert "backend goodchip, version 1.2 of anychip-goodchip" in verified.stdout
+    assert "- only a selection was run" in verified.stdout
+    assert "the statement DOES NOT HOLD" in verified.stdout
+    assert "must-pass cases without a result" in verified.stdout
 
 
 def test_isolation_makes_a_crash_a_hang_and_an_exit_one_failed_case_each(plugins: Path) -> None:
-    report = plugins / "r.json"
+    report, listed = plugins / "r.json", plugins / "list.toml"
+    listed.write_text(
+        '[[unsupported]]\ncase = "operators/swiglu/*"\nreason = "r"\ncapability = "wings"\n'
+    )
     select = (
         "operators/rms_norm/fp32/4x8 or operators/gelu/fp32/8.none or operators/swiglu/fp32/8"
         " or operators/layer_norm/fp32/4x8 or device/identity"
     )
     done = run(
         plugins, "anychip", "conformance", "--backend", "badchip", "--isolate", "--limit", "8",
-        "-k", select, "--json", str(report),
+        "-k", select, "--json", str(report), "--expectations", str(listed),
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
+    document = json.loads(report.read_text())
+    served = {row["operator"]: row["calls"] for row in document["provenance"]["operators"]}
+    assert served == {"layer_norm": 1}  # the counts of a process end with it
+    assert [item["subject"] for item in document["next_to_fix"]] == ["rms_norm", "gelu", "swiglu"]
     results = {r["case"]: r for r in json.loads(report.read_text())["results"]}
     segfault = results["operators/rms_norm/fp32/4x8"]
     assert "died with SIGSEGV" in segfault["reason"]
     assert "no answer within 8 s" in results["operators/gelu/fp32/8.none"]["reason"]
-    assert "exit code 7" in results["operators/swiglu/fp32/8"]["reason"]
+    left = results["operators/swiglu/fp32/8"]
+    assert "exit code 7" in left["reason"]
+    assert "may be listed as an expected failure only, not as unsupported" in left["reason"]
+    assert left["outcome"] == "failed"
     assert all(results[c]["crashed"] for c in results if "rms_norm" in c or "gelu" in c)
     passed = {case for case, row in results.items() if row["outcome"] == "passed"}
     assert passed == {"device/identity", "operators/layer_norm/fp32/4x8"}
     assert "--isolate" in done.stdout
 
 
-def test_expected_crash_is_run_in_isolation_only(plugins: Path) -> None:
+def test_expected_crash_and_hang_are_run_in_isolation_only(plugins: Path) -> None:
     listed = plugins / "list.toml"
     listed.write_text(
         '[[expected_failure]]\ncase = "operators/rms_norm/*"\nreason = "null pointer"\n'
         'until = "9.9"\ncrash = true\n'
+        '[[expected_failure]]\ncase = "operators/gelu/*"\nreason = "waits for ever"\n'
+        'until = "9.9"\ncrash = true\n'
     )
-    for option in ([], ["--isolate"]):
+    select = "operators/rms_norm/fp32/4x8 or operators/gelu/fp32/8.none"
+    for option in ([], ["--isolate", "--limit", "8"]):
         done = run(
             plugins, "anychip", "conformance", "--backend", "badchip", "--expectations",
-            str(listed), "-k", "operators/rms_norm/fp32/4x8", *option,
+            str(listed), "-k", select, *option,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         assert "expected failure: 1 case: null pointer" in done.stdout
+        assert "expected failure: 1 case: waits for ever" in done.stdout
 
 
 def test_pytest_front_gives_an_item_per_case(plugins: Path) -> None:
@@ -202,7 +230,9 @@ def test_pytest_front_shows_the_explanation_of_a_failure(plugins: Path) -> None:
     [
         (["--backend", "goodchip", "--chapter", "serving"], 2, "there is no chapter 'serving'"),
         (["--backend", "goodchip", "-k", "a and ("], 2, "expected, got"),
-        (["--backend", "goodchip", "--html", "x.html"], 2, "comes with a later version"),
+        (["--backend", "goodchip", "--html", "none/x.html"], 2, "there is no folder"),
+        (["--backend", "goodchip", "--junit", "none/x.xml"], 2, "there is no folder"),
+        (["--backend", "goodchip", "verify", "list.toml"], 2, "--backend has no effect"),
         (["--backend", "goodchip", "--json", "none/x.json"], 2, "there is no folder"),
         (["--backend", "goodchip", "--expectations", "none.toml"], 2, "none.toml"),
         (["--backend", "goodship"], 2, "goodchip"),

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import Call
+from anychip.conformance.calls import LAYOUTS, Call, tensors_of
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import ORACLES, Oracle, philox
 from anychip.conformance.oracles.oracle import numbers
@@ -42,6 +42,16 @@ def arguments(name: str, call: Call, dtype: torch.dtype = torch.float32) -> tupl
 
 def quick_calls(name: str) -> list[Call]:
     return [call for call in ORACLES[name].calls() if not call.full]
+
+
+SLOW = {("attention_dropout", f"length:{length}") for length in (128, 129, 256)}
+"""Calls for which a peer that goes from word to word takes too long."""
+
+
+def small_calls(name: str) -> list[Call]:
+    """Those that a peer can answer row by row, or number by number."""
+    found = [call for call in quick_calls(name) if (name, call.label) not in SLOW]
+    return [c for c in found if sum(t.numel() for t in tensors_of(arguments(name, c)[0])) < 30_000]
 
 
 def double(arg: Any) -> Any:
@@ -261,7 +271,7 @@ PEERS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", PEERS)
 def test_oracle_agrees_with_torch_in_float64(name: str) -> None:
     compared = 0
-    for call in quick_calls(name):
+    for call in small_calls(name):
         if "special" in call.label or call.label == "nan":
             continue
         args, attrs = arguments(name, call)
@@ -553,7 +563,7 @@ WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.:+-"
 def test_every_operator_of_ours_has_an_oracle_with_every_layout(name: str) -> None:
     assert set(ORACLES) == {spec.name for spec in all_specs()}
     layouts = {call.layout for call in ORACLES[name].calls()}
-    assert layouts == {"contiguous", "offset", "strided", "transposed"}
+    assert layouts == {"contiguous", *LAYOUTS}
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=lambda d: FORMATS[d].name)

@@ -180,11 +180,12 @@ def test_entry_of_another_chapter_or_level_is_not_stale(tmp_path: Path) -> None:
 def test_json_has_the_documented_keys_and_comes_back() -> None:
     report = conformance.run(backend(), select="rms_norm and 3x17 or device/identity")
     document = json.loads(json.dumps(report.to_json()))
-    assert document["schema"] == 1
+    assert document["schema"] == 2
     assert document["passed"] is True
     assert set(document) == {
-        "schema", "passed", "identity", "level", "chapters", "select", "isolated", "counts",
-        "references", "results", "provenance",
+        "schema", "passed", "identity", "level", "chapters", "select", "seed", "isolated",
+        "started", "seconds", "counts", "must_pass", "next_to_fix", "references", "results",
+        "provenance", "digest",
     }  # fmt: skip
     assert document["identity"]["backend"] == "honest"
     row = next(r for r in document["results"] if r["case"] == "operators/rms_norm/fp32/3x17")

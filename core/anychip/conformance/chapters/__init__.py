@@ -9,6 +9,7 @@ from anychip.conformance.case import Case, Cases, Context
 from anychip.conformance.chapters import (
     collectives,
     device,
+    errors,
     gradients,
     memory,
     operators,
@@ -32,6 +33,7 @@ CHAPTERS: Mapping[str, Cases] = {
     "zero": zero.cases,
     "pipeline": pipeline.cases,
     "training": training.cases,
+    "errors": errors.cases,
 }
 
 

@@ -18,18 +18,21 @@ from anychip.conformance.rank_questions import NAMES, VALUES
 from anychip.conformance.ranks import Answer, Ranks
 from anychip.contract import Communicator
 
-QUICK = ("fp32", "bf16", "int64")
+QUICK = ("fp32", "bf16", "int64", "bool")
 WORLDS = (2, 4)
 TIMEOUT_S = 2.0
 """Of the communicator where something goes wrong between ranks."""
 SLACK_S = 8.0
 """What the error may take beyond it: to start the communicator, and to find out who is to blame."""
+LIMIT_S = TIMEOUT_S + SLACK_S + 5.0
+"""After which a rank that says nothing at all is ended."""
 DISAGREEMENTS = ("shape", "dtype", "call", "reduction")
 NEEDED = {
     **{call: ("fp32",) for call in VALUES},
     "all_gather": ("fp32", "int64", "uint8"),
 }
 """What training cannot do without."""
+NOT_CLAIMED = "the communicator does not claim this type, and refuses it"
 _numbers = itertools.count()
 
 
@@ -52,7 +55,8 @@ def cases(context: Context) -> Iterator[Case]:
                 full=world > 2 or dtype not in QUICK,
             )
         for name, run in RULES.items():
-            yield Case(id=f"{where}/{name}", run=partial(run, ranks=ranks), full=world > 2)
+            full = world > 2 or name in SLOW
+            yield Case(id=f"{where}/{name}", run=partial(run, ranks=ranks), full=full)
         for what in DISAGREEMENTS:
             yield Case(
                 id=f"{where}/disagree/{what}",
@@ -60,7 +64,8 @@ def cases(context: Context) -> Iterator[Case]:
                 full=world > 2,
             )
         for name, run in LOSSES.items():
-            yield Case(id=f"{where}/{name}", run=partial(run, ranks=ranks), full=world > 2)
+            full = world > 2 or name in SLOW
+            yield Case(id=f"{where}/{name}", run=partial(run, ranks=ranks), full=full)
 
 
 # One rank
@@ -82,7 +87,8 @@ def alone(context: Context, *, call: str, dtype: str) -> None:
     comm = communicator(context)
     context.call = f"communicator().{call} with {NAMES[dtype]} on 1 rank"
     context.served_by = comm.description
-    rank_questions.values(comm, context.device, call, NAMES[dtype])
+    found = rank_questions.values(comm, context.device, call, NAMES[dtype], context.seed)
+    context.note = NOT_CLAIMED if found["refused"] else ""
 
 
 def mistakes_alone(context: Context) -> None:
@@ -118,7 +124,10 @@ def same_everywhere(digests: Sequence[dict[str, str]]) -> None:
 
 def together(context: Context, *, ranks: Ranks, call: str, dtype: str) -> None:
     """A call in all sizes and ways: values, guard elements, the same bits on all ranks."""
-    told = ask(context, ranks, "ask_values", f"{call} of {NAMES[dtype]}", call=call, dtype=dtype)
+    told = ask(
+        context, ranks, "ask_values", f"{call} of {NAMES[dtype]}",
+        call=call, dtype=dtype, seed=context.seed,
+    )  # fmt: skip
     answers = all_well(told)
     refusals = [answer["refused"] for answer in answers]
     check(len(set(refusals)) == 1, f"some ranks take {dtype} and some do not: {refusals}")
@@ -126,6 +135,7 @@ def together(context: Context, *, ranks: Ranks, call: str, dtype: str) -> None:
         not refusals[0] or dtype not in NEEDED[call],
         f"{call} of {NAMES[dtype]} is not claimed; training needs it",
     )
+    context.note = NOT_CLAIMED if refusals[0] else ""
     same_everywhere([answer["same"] for answer in answers])
 
 
@@ -164,17 +174,17 @@ def disagreement(context: Context, *, ranks: Ranks, what: str) -> None:
     """The last rank makes another call: a CommunicationError on every rank, in time."""
     answers = ask(
         context, ranks, "ask_disagreement", f"all_reduce with another {what} on the last rank",
-        what=what, timeout_s=TIMEOUT_S,
+        what=what, timeout_s=TIMEOUT_S, limit_s=LIMIT_S,
     )  # fmt: skip
     for rank in range(ranks.world_size):
         check_told(rank, answers[rank])
 
 
-def absence(context: Context, *, ranks: Ranks) -> None:
+def absence(context: Context, *, ranks: Ranks, call: str) -> None:
     """The last rank does not come: the others are told which, in time."""
     answers = ask(
-        context, ranks, "ask_absence", "all_reduce without the last rank",
-        number=next(_numbers), timeout_s=TIMEOUT_S,
+        context, ranks, "ask_absence", f"{call} without the last rank",
+        call=call, number=next(_numbers), timeout_s=TIMEOUT_S, limit_s=LIMIT_S,
     )  # fmt: skip
     last = ranks.world_size - 1
     for rank in range(last):
@@ -182,11 +192,40 @@ def absence(context: Context, *, ranks: Ranks) -> None:
     check(not answers[last].kind, f"rank {last}, which stayed away: {answers[last].error}")
 
 
+def abort(context: Context, *, ranks: Ranks) -> None:
+    """A rank that aborts ends the call in which the others wait, and they are told why."""
+    answers = ask(
+        context, ranks, "ask_abort", "abort()", number=next(_numbers), limit_s=LIMIT_S
+    )  # fmt: skip
+    for rank in range(ranks.world_size - 1):
+        check_told(rank, answers[rank])
+        check(
+            "on purpose" in answers[rank].error,
+            f"rank {rank}: the reason given to abort() expected, got {answers[rank].error}",
+        )
+
+
+def shapes(context: Context, *, ranks: Ranks) -> None:
+    """Tensors of any number of dims."""
+    all_well(ask(context, ranks, "ask_shapes", "calls with tensors of 0 to 3 dims"))
+
+
+def traffic(context: Context, *, ranks: Ranks) -> None:
+    """Calls and bytes are counted."""
+    all_well(ask(context, ranks, "ask_traffic", "calls of every kind, counted"))
+
+
+def close(context: Context, *, ranks: Ranks) -> None:
+    """A closed communicator refuses; the next one works."""
+    all_well(ask(context, ranks, "ask_close", "close(), then all_reduce"))
+
+
 def death(context: Context, *, ranks: Ranks) -> None:
     """The last rank is killed: the others are told which, in time."""
     answers = ask(
-        context, ranks, "ask_death", "all_reduce with the last rank killed", timeout_s=TIMEOUT_S
-    )
+        context, ranks, "ask_death", "all_reduce with the last rank killed",
+        timeout_s=TIMEOUT_S, limit_s=LIMIT_S,
+    )  # fmt: skip
     last = ranks.world_size - 1
     check("SIGKILL" in answers[last].error, f"rank {last} was to be killed: {answers[last].error}")
     for rank in range(last):
@@ -218,5 +257,14 @@ RULES: dict[str, Callable[..., None]] = {
     "barrier": barrier,
     "groups": groups,
     "mistakes": mistakes,
+    "shapes": shapes,
+    "traffic": traffic,
+    "close": close,
 }
-LOSSES: dict[str, Callable[..., None]] = {"absent": absence, "killed": death}
+LOSSES: dict[str, Callable[..., None]] = {
+    **{f"absent/{call}": partial(absence, call=call) for call in ("all_reduce", "barrier", "recv")},
+    "abort": abort,
+    "killed": death,
+}
+SLOW = ("absent/barrier",)
+"""Each absence takes the whole timeout; at level quick two of them say enough."""

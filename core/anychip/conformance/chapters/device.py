@@ -1,7 +1,7 @@
 """Does every method of the device part do what its docstring says?
 
-Types, the range of indices, what is current in which thread, waiting, properties, streams and
-events as far as one can tell without a clock, and that what is not declared says so.
+Types, the range of indices, what is current in which thread, waiting, properties, that operators
+work on every device, and that what is not declared says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from anychip.conformance.case import Case, Context, check, check_equal_bits, expect_error
+from anychip.conformance.case import (
+    Case,
+    CheckFailedError,
+    Context,
+    check,
+    check_equal_bits,
+    expect_error,
+)
+from anychip.conformance.oracles import oracle_of
+from anychip.conformance.trial import Trial, rule_calls
 from anychip.contract import (
     API_VERSION,
     Backend,
@@ -22,6 +31,7 @@ from anychip.contract import (
     Probe,
     UnsupportedError,
 )
+from anychip.dispatch.operator import check_names, registered
 
 T = TypeVar("T")
 OUT_OF_RANGE: tuple[tuple[str, Any], ...] = (("negative", -1), ("float", 0.5), ("text", "0"))
@@ -38,8 +48,7 @@ def cases(context: Context) -> Iterator[Case]:
                 run=partial(check_range, call=call, wrong=wrong),
             )
         yield Case(id=f"device/index/{method}.every", run=partial(check_every_index, call=call))
-    for name, run in STREAMS.items():
-        yield Case(id=f"device/streams/{name}", run=run, capability="streams")
+    yield Case(id="device/stream_types", run=stream_types, capability="streams")
     for capability, calls in GROUPS.items():
         if capability not in context.backend.capabilities:
             for name, method_call in calls.items():
@@ -69,6 +78,14 @@ def identity(context: Context) -> None:
     check(
         isinstance(text, str) and text and "\n" not in text, f"identity(): one line, got {text!r}"
     )
+
+
+def rows(context: Context) -> None:
+    """Every row is of an operator that there is: a misspelt one serves nobody, and nobody asks."""
+    try:
+        check_names(row.operator for row in context.backend.operators)
+    except ValueError as error:
+        raise CheckFailedError(f"a row of the backend's table: {error}") from None
 
 
 def capabilities(context: Context) -> None:
@@ -169,6 +186,29 @@ def synchronize(context: Context) -> None:
     check_equal_bits("20 additions", x, want.to(context.device))
 
 
+def operators_everywhere(context: Context) -> None:
+    """Operators give the same bits on every device: a small call of each that is bitwise."""
+    backend = context.backend
+    before = backend.current_device()
+    try:
+        for name, operator in registered().items():
+            if operator.spec.determinism != "bitwise":
+                continue
+            call = rule_calls(oracle_of(operator.spec))[0]
+            trial = Trial(operator, call, torch.float32, context.seed)
+            found = []
+            for index in range(backend.device_count()):
+                backend.set_device(index)
+                there = Context(backend, context.level, context.seed)
+                found.append([y.to("cpu") for y in trial.run(trial.place(there))])
+                context.call = f"{there.call} on device {index}"
+            for index, results in enumerate(found[1:], 1):
+                for y, got, want in zip(trial.names(), results, found[0], strict=True):
+                    check_equal_bits(f"{y} of {name} on device {index} and 0", got, want)
+    finally:
+        backend.set_device(before)
+
+
 def properties(context: Context) -> None:
     """Types and plausibility; the same answer twice."""
     for index in (None, *range(context.backend.device_count())):
@@ -255,7 +295,7 @@ INDEXED: dict[str, Callable[[Backend, Any], Any]] = {
 }
 
 
-# Streams and events, where they are declared
+# Streams and events, where they are declared; what they order is in the streams chapter
 
 
 def stream_types(context: Context) -> None:
@@ -264,56 +304,6 @@ def stream_types(context: Context) -> None:
     for stream in (backend.stream(), backend.current_stream()):
         check(isinstance(stream, torch.Stream), f"a torch.Stream expected, got {stream!r}")
     check(isinstance(backend.event(), torch.Event), "event(): a torch.Event expected")
-
-
-def stream_is_current(context: Context) -> None:
-    """use_stream makes a stream current within its block, in this thread only."""
-    backend = context.backend
-    before, stream = backend.current_stream(), backend.stream()
-    with backend.use_stream(stream):
-        check(backend.current_stream() == stream, "use_stream(): another stream is current")
-        other = in_thread(backend.current_stream)
-        check(other != stream, "a stream that one thread uses is current in another one")
-    check(backend.current_stream() == before, "after use_stream() the stream did not return")
-
-
-def event_is_complete(context: Context) -> None:
-    """An event that was never recorded is complete; a recorded one after its work."""
-    event = context.backend.event()
-    check(event.query() is True, "an event that was never recorded must be complete")
-    torch.ones(1 << 16, device=context.device).sum()
-    event.record(context.backend.current_stream())
-    event.synchronize()
-    check(event.query() is True, "after synchronize() an event must be complete")
-
-
-def event_orders(context: Context) -> None:
-    """Work behind wait() sees what was written before record()."""
-    backend = context.backend
-    x = torch.zeros(1 << 20, device=context.device)
-    producer, consumer = backend.stream(), backend.stream()
-    producer.wait_stream(backend.current_stream())
-    with backend.use_stream(producer):
-        for _ in range(50):
-            x += 1.0
-        event = backend.event()
-        event.record(producer)
-    with backend.use_stream(consumer):
-        event.wait(consumer)
-        y = x * 2.0
-    backend.synchronize()
-    check_equal_bits("what the waiting stream read", y, torch.full_like(y, 100.0))
-
-
-def event_times(context: Context) -> None:
-    """elapsed_time is in milliseconds, and not negative."""
-    start, end = (context.backend.event(timing=True) for _ in range(2))
-    start.record(context.backend.current_stream())
-    torch.ones(1 << 20, device=context.device).sum()
-    end.record(context.backend.current_stream())
-    context.backend.synchronize()
-    elapsed = start.elapsed_time(end)
-    check(isinstance(elapsed, float) and elapsed >= 0.0, f"milliseconds >= 0, got {elapsed!r}")
 
 
 # What is not declared
@@ -351,6 +341,7 @@ GROUPS: dict[str, dict[str, Callable[[Backend], Any]]] = {
 
 PLAIN: dict[str, Callable[[Context], None]] = {
     "identity": identity,
+    "rows": rows,
     "capabilities": capabilities,
     "probe": probe,
     "device_count": device_count,
@@ -359,16 +350,10 @@ PLAIN: dict[str, Callable[[Context], None]] = {
     "new_thread": new_thread,
     "any_thread": any_thread,
     "synchronize": synchronize,
+    "operators": operators_everywhere,
     "properties": properties,
     "dtypes": dtypes_work,
     "compile_backend": compile_backend,
-}
-STREAMS: dict[str, Callable[[Context], None]] = {
-    "types": stream_types,
-    "current": stream_is_current,
-    "complete": event_is_complete,
-    "orders": event_orders,
-    "times": event_times,
 }
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from anychip.conformance.case import Case, Context, check, check_equal_bits, expect_error
+from anychip.conformance.chapters.device import in_thread
 from anychip.contract import MemoryInfo, MemoryStats
 
 MIB = 1 << 20
@@ -51,7 +53,7 @@ def allocate_negative(context: Context) -> None:
 
 def storages_apart(context: Context) -> None:
     """Live storages do not overlap, under a random history of allocating and freeing."""
-    order = random.Random(5)
+    order = random.Random(5 + context.seed)
     live: dict[int, torch.Tensor] = {}
     for step in range(200):
         if live and order.random() < 0.4:
@@ -88,10 +90,13 @@ def out_of_memory(context: Context) -> None:
     """More than there is raises torch.OutOfMemoryError with the numbers; then the device works."""
     memory = context.backend.memory
     too_much = max(64 * memory.info().total, 2**60)  # more than any address space
+    kept = as_bytes(memory.allocate(MIB)).fill_(99)
     for _ in range(3):
         error = expect_error(torch.OutOfMemoryError, f"{too_much} bytes", memory.allocate, too_much)
-        check(any(c.isdigit() for c in str(error)), f"the message has no numbers: {error}")
+        numbers = re.findall(r"\d+", str(error))
+        check(len(numbers) > 1, f"the sizes asked for and free expected, the message is: {error}")
     works(context)
+    check_pattern(99, kept)
 
 
 def out_of_memory_by_hand(context: Context) -> None:
@@ -134,6 +139,41 @@ def copies(context: Context) -> None:
     context.backend.synchronize()
     check_equal_bits("a part that was copied", back[:35_000], source[35_000:70_000])
     check_equal_bits("the part that was not", back[35_000:], source[35_000:])
+
+
+def copies_of_layouts(context: Context) -> None:
+    """As ``target[...] = source``: strides of both, one value for many, another dtype."""
+    memory = context.backend.memory
+    source = torch.arange(35 * 64, dtype=torch.float32).view(35, 64)
+    sources = {
+        "transposed": source.t().contiguous().t(),
+        "every second": torch.stack((source, -source), -1)[..., 0],
+        "one row for all": source[:1].expand(35, 64),
+        "of int32": source.int(),
+    }
+    for name, given in sources.items():
+        for target_name, room in {
+            "contiguous": torch.full((35, 64), -1.0),
+            "transposed": torch.full((64, 35), -1.0).t(),
+            "with gaps": torch.full((35, 2, 64), -1.0)[:, 0],
+        }.items():
+            there = room.to(context.device)
+            memory.copy_async(there, given)
+            context.backend.synchronize()
+            what = f"source {name}, target {target_name}"
+            check_equal_bits(what, there.to("cpu"), given.to(torch.float32))
+
+
+def copies_in_order(context: Context) -> None:
+    """Work of the same stream behind a copy sees it; nobody has to wait for that."""
+    source = torch.arange(MIB, dtype=torch.float32)
+    there = torch.zeros(MIB, device=context.device)
+    back = torch.empty(MIB)
+    context.backend.memory.copy_async(there, source)
+    doubled = there * 2.0
+    context.backend.memory.copy_async(back, doubled)
+    context.backend.synchronize()
+    check_equal_bits("copied, doubled, and copied back", back, source * 2.0)
 
 
 def copies_on_stream(context: Context) -> None:
@@ -184,7 +224,7 @@ def stats_follow(context: Context) -> None:
 
 def stats_reserved(context: Context) -> None:
     """``reserved`` covers ``allocated`` at every moment of a random history."""
-    memory, order = context.backend.memory, random.Random(11)
+    memory, order = context.backend.memory, random.Random(11 + context.seed)
     held: list[torch.UntypedStorage] = []
     for _ in range(100):
         if held and order.random() < 0.5:
@@ -198,18 +238,37 @@ def stats_reserved(context: Context) -> None:
 
 
 def nothing_leaks(context: Context) -> None:
-    """As many bytes after many cycles as after a few."""
-    memory = context.backend.memory
+    """As many bytes after many cycles as after a few: small and large, freed in any order."""
+    memory, order = context.backend.memory, random.Random(17 + context.seed)
     cycles = 10_000 if context.level == "full" else 1000
-    for _ in range(10):
-        memory.allocate(256 * 1024)
+    sizes = (1, 512, 5000, 256 * 1024, 3 * MIB)
+
+    def cycle(count: int) -> None:
+        held: list[torch.UntypedStorage] = []
+        for step in range(count):
+            held.append(memory.allocate(sizes[step % len(sizes)]))
+            if len(held) > 4:
+                held.pop(order.randrange(len(held)))
+
+    cycle(10)
     gc.collect()
     start = memory.stats().allocated
-    for _ in range(cycles):
-        memory.allocate(256 * 1024)
+    cycle(cycles)
     gc.collect()
     left = memory.stats().allocated - start
-    check(left <= 2 * NOISE, f"{cycles} cycles of 256 KiB left {left} bytes behind")
+    check(left <= 2 * NOISE, f"{cycles} cycles of {sizes} bytes left {left} bytes behind")
+
+
+def stats_of_threads(context: Context) -> None:
+    """Statistics are the device's, not a thread's: allocated there, seen and freed here."""
+    memory = context.backend.memory
+    before = memory.stats().allocated
+    held = [in_thread(lambda: memory.allocate(12 * MIB))]
+    grown = memory.stats().allocated - before
+    check(grown >= 12 * MIB - NOISE, f"a thread allocated 12 MiB, `allocated` grew by {grown}")
+    held.clear()
+    left = memory.stats().allocated - before
+    check(left <= NOISE, f"12 MiB of another thread were freed here, and {left} bytes are left")
 
 
 def empty_cache(context: Context) -> None:
@@ -245,6 +304,10 @@ def peak_rises(context: Context) -> None:
             peak(context) >= high, f"the peak fell from {high} to {peak(context)} without a reset"
         )
     check(peak(context) >= memory.stats().allocated, "the peak is below what is allocated")
+    base = memory.stats().allocated
+    memory.allocate(48 * MIB)  # and it is gone before anybody asks
+    high = peak(context)
+    check(high >= base + 48 * MIB - NOISE, f"48 MiB came and went on top of {base}: peak {high}")
 
 
 def peak_resets(context: Context) -> None:
@@ -288,6 +351,28 @@ def pinned(context: Context) -> None:
         check_pattern(nbytes, there)
 
 
+def pinned_copies(context: Context) -> None:
+    """Copies between page-locked memory and the device, waited for later: by event, or for all."""
+    memory, nbytes = context.backend.memory, 8 * MIB
+    first, last = memory.pinned(nbytes), memory.pinned(nbytes)
+    first.copy_(torch.arange(nbytes) % 251)
+    want = first.clone()
+    last.fill_(0xEE)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=context.device)
+    memory.copy_async(there, first)
+    memory.copy_async(last, there)
+    if "streams" in context.backend.capabilities:
+        event = context.backend.event()
+        event.record(context.backend.current_stream())
+        event.synchronize()
+    else:
+        context.backend.synchronize()
+    first.fill_(0)  # the stream has passed this point: the source may change
+    check_equal_bits("copied to the device and back", last, want)
+    context.backend.synchronize()
+    check_equal_bits("what is on the device", there.to("cpu"), want)
+
+
 GROUPS: dict[str | None, dict[str, Callable[[Context], None]]] = {
     None: {
         "allocate/sizes": allocate,
@@ -297,6 +382,8 @@ GROUPS: dict[str | None, dict[str, Callable[[Context], None]]] = {
         "out_of_memory/raised": out_of_memory,
         "out_of_memory/by_hand": out_of_memory_by_hand,
         "copy_async/round_trip": copies,
+        "copy_async/layouts": copies_of_layouts,
+        "copy_async/order": copies_in_order,
     },
     "streams": {"copy_async/on_stream": copies_on_stream},
     "memory_stats": {
@@ -304,8 +391,9 @@ GROUPS: dict[str | None, dict[str, Callable[[Context], None]]] = {
         "stats/follow": stats_follow,
         "stats/reserved": stats_reserved,
         "stats/leaks": nothing_leaks,
+        "stats/threads": stats_of_threads,
         "stats/empty_cache": empty_cache,
     },
     "memory_peak": {"peak/rises": peak_rises, "peak/resets": peak_resets},
-    "pinned_memory": {"pinned": pinned},
+    "pinned_memory": {"pinned/sizes": pinned, "pinned/copies": pinned_copies},
 }

@@ -9,6 +9,7 @@ step; nothing of the optimizer's own arithmetic is used.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from anychip import ops
 from anychip.conformance import trainee
 from anychip.conformance.arithmetic import Rounded, sqrt, where
 from anychip.conformance.calls import Draw
@@ -35,6 +37,7 @@ MAX_NORM = 4.0
 """The gradients' norm is about 35: every step is clipped."""
 SKIPPED = 4
 """The step in which a gradient is infinite, where there is a loss scale."""
+_SCALING = precision.LossScaling(init_scale=1024.0, growth_interval=3)
 ABSENT = (1, 3)
 """Parameter and step without a gradient, where one is absent."""
 
@@ -118,19 +121,22 @@ WAYS: dict[str, Way] = {
 
 
 def cases(context: Context) -> Iterator[Case]:
-    """A case per rule and way, and one per rule for a step that is to be left out."""
+    """A case per rule and way, for a step that is left out, and for one that goes on from a file;
+    then the loss scale."""
     for name, subject in SUBJECTS.items():
         for label, way in WAYS.items():
             run = partial(ten_steps, name=name, subject=subject, way=way)
             yield Case(id=f"optimizer/{name}/{label}", run=run)
-        yield Case(
-            id=f"optimizer/{name}/found-inf", run=partial(found_inf, name=name, subject=subject)
-        )
+        for label, check_rule in RULES.items():
+            run = partial(check_rule, name=name, subject=subject)
+            yield Case(id=f"optimizer/{name}/{label}", run=run)
+    for label, check_scale in SCALES.items():
+        yield Case(id=f"optimizer/loss-scale/{label}", run=check_scale)
 
 
 def ten_steps(context: Context, *, name: str, subject: Subject, way: Way) -> None:
     """Parameters and state after ten steps; of a step that is skipped, every bit before it."""
-    draw = Draw(torch.float32, f"optimizer/{name}")
+    draw = Draw(torch.float32, f"optimizer/{name}", context.seed)
     context.call = f"{STEPS} steps of {name} through zero.Optimizer on {context.device}"
     start = [draw.normal(*shape) for shape in SHAPES]
     params = [nn.Parameter(value.to(context.device)) for value in start]
@@ -165,7 +171,11 @@ def schedule_of(subject: Subject, way: Way) -> optim.Schedule:
 
 
 def optimizer(
-    context: Context, params: list[nn.Parameter], rule: optim.Rule, way: Way
+    context: Context,
+    params: list[nn.Parameter],
+    rule: optim.Rule,
+    way: Way,
+    scaling: precision.LossScaling = _SCALING,
 ) -> zero.Optimizer:
     """Two parameter groups on one rank."""
     groups: list[dict[str, Any]] = [
@@ -178,7 +188,7 @@ def optimizer(
             name="fp32",
             device_type=context.device.type,
             why="scaled, to see the scale",
-            loss_scaling=precision.LossScaling(init_scale=1024.0, growth_interval=3),
+            loss_scaling=scaling,
         )
     chained = optim.chain(optim.clip_by_global_norm(MAX_NORM), rule) if way.clip else rule
     comm = SoloCommunicator()
@@ -279,7 +289,7 @@ def compare(
 
 def found_inf(context: Context, *, name: str, subject: Subject) -> None:
     """Where the device knows that a gradient is not finite, the rule leaves every bit alone."""
-    draw = Draw(torch.float32, f"optimizer/{name}/found-inf")
+    draw = Draw(torch.float32, f"optimizer/{name}/found-inf", context.seed)
     context.call = f"a step of {name} with found_inf = 1 on {context.device}"
     params = [nn.Parameter(draw.normal(*shape).to(context.device)) for shape in SHAPES]
     rule = subject.make(lambda count: subject.lr)
@@ -302,3 +312,105 @@ def found_inf(context: Context, *, name: str, subject: Subject) -> None:
         rule.update(optim.Update(groups=[group], count=1, found_inf=flag))
     for key, value in snapshot(params, opt).items():
         check_equal_bits(f"{key} after a step with found_inf", value, before[key])
+
+
+def resumed(context: Context, *, name: str, subject: Subject) -> None:
+    """Half of the steps, the state into a new optimizer, the other half: the bits of all in one."""
+    context.call = f"{STEPS} steps of {name}, in one and in two halves, on {context.device}"
+    found = []
+    for cut in (None, STEPS // 2):
+        draw = Draw(torch.float32, f"optimizer/{name}/resumed", context.seed)
+        params = [nn.Parameter(draw.normal(*shape).to(context.device)) for shape in SHAPES]
+        opt = optimizer(context, params, subject.make(lambda count: subject.lr), Way())
+        for step in range(STEPS):
+            if step == cut:
+                saved = copy.deepcopy(opt.state_dict())
+                params = [nn.Parameter(param.detach().clone()) for param in params]
+                opt = optimizer(context, params, subject.make(lambda count: subject.lr), Way())
+                opt.load_state_dict(saved)
+            place(params, [draw.normal(*shape) for shape in SHAPES], None, overflows=False)
+            opt.step()
+        found.append(snapshot(params, opt))
+    for key, want in found[0].items():
+        check_equal_bits(f"{key} of two halves", found[1][key], want)
+
+
+RULES: dict[str, Callable[..., None]] = {"found-inf": found_inf, "resumed": resumed}
+
+
+# The loss scale
+
+SCALING = precision.LossScaling(init_scale=1024.0, growth_interval=2, hysteresis=2)
+HISTORY: tuple[tuple[float | None, float], ...] = (
+    (math.inf, 1024.0),  # the first overflow is let pass: hysteresis
+    (math.nan, 512.0),
+    (None, 512.0),
+    (None, 1024.0),  # two clean steps: it grows, and hysteresis begins again
+    (None, 1024.0),
+    (None, 2048.0),
+    (-math.inf, 2048.0),
+    (None, 2048.0),
+    (math.nan, 1024.0),
+    (math.inf, 512.0),
+    (None, 512.0),
+    (None, 1024.0),
+)
+"""What one gradient of a step holds (None: nothing unusual), and the scale after the step."""
+
+
+def scale_of_steps(context: Context) -> None:
+    """zero.Optimizer: the scale after each step; a skipped step writes nothing, others do."""
+    context.call = f"{len(HISTORY)} steps of sgd with a loss scale on {context.device}"
+    draw = Draw(torch.float32, "optimizer/loss-scale", context.seed)
+    params = [nn.Parameter(draw.normal(*shape).to(context.device)) for shape in SHAPES]
+    subject = SUBJECTS["momentum"]
+    opt = optimizer(
+        context, params, subject.make(lambda count: subject.lr), Way(scaled=True), SCALING
+    )
+    assert opt.scaler is not None
+    for step, (odd, want) in enumerate(HISTORY):
+        place(params, [draw.normal(*s) for s in SHAPES], opt.scaler.scale, overflows=False)
+        _make_odd(params, step, odd)
+        before = snapshot(params, opt)
+        result = opt.step()
+        check(result.skipped == (odd is not None), f"step {step} with {odd}: {result.skipped=}")
+        check(opt.scaler.scale == want, f"step {step}: {want:g} expected, got {opt.scaler.scale:g}")
+        after = snapshot(params, opt)
+        changed = any(not torch.equal(after[key], value) for key, value in before.items())
+        check(changed != result.skipped, f"step {step}: skipped {result.skipped}, {changed=}")
+
+
+def _make_odd(params: list[nn.Parameter], step: int, odd: float | None) -> None:
+    """One element of one gradient, another one in each step; no tensor is left out."""
+    whole = [param.grad for param in params if param.grad is not None and param.numel()]
+    if odd is not None:
+        grad = whole[step % len(whole)].view(-1)
+        grad[(7 * step) % len(grad)] = odd
+
+
+def scale_of_own_loop(context: Context) -> None:
+    """ops.unscale_and_check and a LossScaler, as in somebody's own loop."""
+    context.call = f"{len(HISTORY)} calls of unscale_and_check on {context.device}"
+    draw = Draw(torch.float32, "optimizer/loss-scale", context.seed)
+    scaler = precision.LossScaler(SCALING)
+    params = [nn.Parameter(torch.zeros(shape, device=context.device)) for shape in SHAPES]
+    for step, (odd, want) in enumerate(HISTORY):
+        grads: list[Tensor | None] = [draw.normal(*shape) for shape in SHAPES]
+        place(params, grads, scaler.scale, overflows=False)
+        _make_odd(params, step, odd)
+        flag = torch.zeros((), device=context.device)
+        scale = torch.full((), scaler.scale, device=context.device)
+        given = [param.grad for param in params if param.grad is not None]
+        ops.unscale_and_check(given, scale, flag)
+        scaler.update(bool(flag.item()))
+        check(scaler.scale == want, f"step {step} with {odd}: {want:g}, got {scaler.scale:g}")
+        if odd is None:
+            for got, plain in zip(given, grads, strict=True):
+                assert plain is not None
+                check_equal_bits("a gradient scaled and unscaled", got.cpu(), plain)
+
+
+SCALES: dict[str, Callable[[Context], None]] = {
+    "steps": scale_of_steps,
+    "own-loop": scale_of_own_loop,
+}

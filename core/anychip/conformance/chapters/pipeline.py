@@ -44,10 +44,10 @@ def stage_layers(number: int, count: int) -> range:
     return range(CUT) if number == 0 else range(CUT, count)
 
 
-def serial_step(model: GPT, step: int) -> Tensor:
+def serial_step(model: GPT, step: int, seed: int) -> Tensor:
     """Adds the gradients of all microbatches, one after the other; the mean loss."""
     device = next(model.parameters()).device
-    tokens, targets = (part.to(device) for part in trainee.batch(SIZES, step))
+    tokens, targets = (part.to(device) for part in trainee.batch(SIZES, step, seed=seed))
     total = torch.zeros((), device=device)
     rows = SIZES.batch // MICRO
     for x, y in zip(tokens.split(rows), targets.split(rows), strict=True):
@@ -76,7 +76,8 @@ def staged(
         opt = None if rule is None else zero.Optimizer(part, rule(), solo, model_comm=comm)
         losses = []
         for step in range(STEPS if opt else 1):
-            tokens, targets = (x.to(context.device) for x in trainee.batch(SIZES, step))
+            text = trainee.batch(SIZES, step, seed=context.seed)
+            tokens, targets = (x.to(context.device) for x in text)
             loss = pipe.run(tokens, targets)
             assert loss is not None
             losses.append(loss)
@@ -94,7 +95,7 @@ def gradients(context: Context, *, make: Callable[[int, int], Schedule]) -> None
     """Bits of the loss and of every gradient."""
     context.call = f"{make.__name__}: {STAGES} stages, {MICRO} microbatches on {context.device}"
     model = trainee.decoder(SIZES, context.device, tied=False)
-    loss = serial_step(model, 0)
+    loss = serial_step(model, 0, context.seed)
     wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     results = staged(context, make, tied=False, rule=None)
     check_whole(results, wanted)
@@ -125,7 +126,7 @@ def steps(context: Context, *, make: Callable[[int, int], Schedule]) -> None:
     opt = zero.Optimizer(model, rule(), solo)
     losses = []
     for step in range(STEPS):
-        losses.append(serial_step(model, step))
+        losses.append(serial_step(model, step, context.seed))
         opt.step()
         opt.zero_grad()
     wanted = {name: param.detach() for name, param in model.named_parameters()}
@@ -142,7 +143,7 @@ def tied_weight(context: Context, *, make: Callable[[int, int], Schedule]) -> No
     """The embedding's weight is the head's: both stages get first + last, with the same bits."""
     context.call = f"{make.__name__} with a tied embedding on {context.device}"
     model = trainee.decoder(SIZES, context.device, tied=True)
-    serial_step(model, 0)
+    serial_step(model, 0, context.seed)
     want = model.transformer.wte.weight.grad
     assert want is not None
     results = staged(context, make, tied=True, rule=None)

@@ -7,6 +7,7 @@ themselves.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from functools import partial
 
@@ -157,6 +158,14 @@ def rule_calls_differ(context: Context, *, dtype: torch.dtype) -> None:
         check(not torch.equal(other, first), f"another {name} gave the same mask")
 
 
+def rule_drawn(context: Context, *, dtype: torch.dtype) -> None:
+    """Seeds and offsets of all 64 bits, and probabilities, drawn from the seed of the run."""
+    order = random.Random(context.seed)
+    for _ in range(6):
+        seed, offset = (order.getrandbits(64) - 2**63 for _ in range(2))
+        check_mask(context, dtype=dtype, seed=seed, offset=offset, p=order.random())
+
+
 def rule_global_state(context: Context, *, dtype: torch.dtype) -> None:
     """torch's global generators neither decide the mask nor move with it."""
     x = torch.ones(COUNT, dtype=dtype, device=context.device)
@@ -185,6 +194,12 @@ def generator_is_independent(context: Context) -> None:
     draw(context, other)
     torch.randn(10, device=context.device)
     check_equal_bits("after other generators were used", draw(context, generator), first)
+    torch.manual_seed(5)
+    want = torch.randn(10, device=context.device)
+    torch.manual_seed(5)
+    draw(context, context.backend.generator(23))
+    found = torch.randn(10, device=context.device)
+    check_equal_bits("torch's own stream, after a generator was made", found, want)
 
 
 def generator_state_returns(context: Context) -> None:
@@ -223,6 +238,7 @@ RULES = {
     "logical-order": rule_logical_order,
     "calls-differ": rule_calls_differ,
     "global-state": rule_global_state,
+    "drawn": rule_drawn,
 }
 GENERATORS = {
     "repeats": generator_repeats,

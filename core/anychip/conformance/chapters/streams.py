@@ -49,6 +49,7 @@ class Race:
         self.context, self.backend = context, context.backend
         self.x = torch.zeros(race_size(context), device=context.device)
         self.stream = self.backend.stream()
+        self.idle = self.backend.stream()  # made later, and never used: nothing may mean this one
         self.backend.synchronize()
 
     def start(self) -> Race:
@@ -203,6 +204,49 @@ def operator_on_stream(context: Context) -> None:
         check_equal_bits(f"{name} behind the writes on their own stream", got.cpu(), want.cpu())
 
 
+def operators_apart(context: Context) -> None:
+    """Operators on two streams at once do not disturb each other: no room that both write to."""
+    backend = context.backend
+    weight = torch.ones(READ, device=context.device)
+    inputs = [torch.full((4, READ), 1.0 + i, device=context.device) for i in range(2)]
+    settled = [_several(x, weight) for x in inputs]
+    backend.synchronize()
+    streams, found = [backend.stream() for _ in inputs], list[list[Tensor]]()
+    results: list[list[Tensor]] = [[], []]
+    for _ in range(8):
+        for place, (stream, x) in enumerate(zip(streams, inputs, strict=True)):
+            with backend.use_stream(stream):
+                results[place] += _several(x, weight)
+    backend.synchronize()
+    found += results
+    for place, want in enumerate(settled):
+        for got, one in zip(found[place], want * 8, strict=True):
+            check_equal_bits(f"a result on stream {place} of two", got.cpu(), one.cpu())
+
+
+def _several(x: Tensor, weight: Tensor) -> list[Tensor]:
+    return [ops.gelu(x), ops.rms_norm(x, weight, eps=1e-6), ops.softmax(x)]
+
+
+def copy_on_stream(context: Context) -> None:
+    """A copy is work of its stream: behind what was queued, and done where its event is."""
+    race = Race(context)
+    backend, reader = race.backend, race.backend.stream()
+    source = torch.arange(race.x.numel(), dtype=torch.float32)
+    kept = source[-READ:].clone()
+    race.start()
+    backend.memory.copy_async(race.x, source, race.stream)
+    event = race.event()
+    with backend.use_stream(reader):
+        event.wait(reader)
+        found = race.read()
+    event.synchronize()
+    source.fill_(-1.0)  # the stream has passed the copy
+    backend.synchronize()
+    check_equal_bits("read behind a copy on another stream", found.cpu(), kept)
+    check_equal_bits("what was copied behind the writes", race.x[-READ:].cpu(), kept)
+
+
 # The host
 
 
@@ -226,6 +270,13 @@ def host_waits_for_device(context: Context) -> None:
     race = Race(context).start()
     race.backend.synchronize()
     race.check("read after backend.synchronize()", race.read_apart())
+
+
+def thread_waits_for_device(context: Context) -> None:
+    """synchronize() in another thread waits for the work that this one has queued."""
+    race = Race(context).start()
+    in_thread(race.backend.synchronize)
+    race.check("read after synchronize() in another thread", race.read_apart())
 
 
 def event_is_queried(context: Context) -> None:
@@ -351,9 +402,12 @@ QUESTIONS: dict[str, Callable[[Context], None]] = {
     "event.again": last_record_counts,
     "chain": chain,
     "operators": operator_on_stream,
+    "operators.apart": operators_apart,
+    "copy": copy_on_stream,
     "event.synchronize": host_waits_for_event,
     "stream.synchronize": host_waits_for_stream,
     "synchronize": host_waits_for_device,
+    "synchronize.thread": thread_waits_for_device,
     "event.query": event_is_queried,
     "stream.query": stream_is_queried,
     "unrecorded": unrecorded,

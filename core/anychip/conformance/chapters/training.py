@@ -18,7 +18,7 @@ from torch import Tensor
 
 import anychip
 from anychip.conformance import trainee
-from anychip.conformance.case import Case, Context, check
+from anychip.conformance.case import Case, Context, Curve, check
 from anychip.conformance.oracles import training as oracle
 from anychip.contract import SoloCommunicator
 from anychip.dispatch.tally import ProvenanceRow
@@ -62,6 +62,10 @@ def curve(context: Context, *, name: str) -> None:
     moved = [name for name, param in params.items() if param.device != place]
     check(not moved, f"parameters that are not on {context.device} afterwards: {moved}")
     deviation = known.deviation(losses)
+    context.curve = Curve(
+        tuple(losses), tuple(known.losses.tolist()), tuple(known.spread.tolist()), deviation,
+        known.limit,
+    )  # fmt: skip
     if not deviation <= known.limit:
         off = np.abs(np.asarray(losses) - known.losses) / known.spread
         first = int(np.argmax(~(off <= 3.0 * known.limit)))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from anychip.conformance import trainee
@@ -25,7 +24,8 @@ from anychip.train.models import GPT
 RANKS = 2
 STEPS = 3
 MICRO = 2
-SIZES = trainee.Sizes()
+SIZES = trainee.Sizes(width=48)
+"""So that the largest parameter has five blocks of the norms' grid, and a cut between them."""
 BUCKET_NBYTES = 16_000
 """Several buckets, whose ends fall into the middle of parameters' blocks."""
 
@@ -59,8 +59,8 @@ def cases(context: Context) -> Iterator[Case]:
 def parity(context: Context, *, stage: int, name: str, rule: Callable[[], optim.Rule]) -> None:
     """Bits of parameters, norms and states of every rank, against one rank."""
     context.call = f"{STEPS} steps of {name}, stage {stage}, {RANKS} ranks on {context.device}"
-    want = serial(context.device, rule())
-    for rank, got in enumerate(sharded(context.device, stage, rule)):
+    want = serial(context, rule())
+    for rank, got in enumerate(sharded(context, stage, rule)):
         for index, (norm, other) in enumerate(zip(got.norms, want.norms, strict=True)):
             if norm is not None and other is not None:
                 check_equal_bits(f"rank {rank}: norm of step {index}", norm, other)
@@ -70,16 +70,17 @@ def parity(context: Context, *, stage: int, name: str, rule: Callable[[], optim.
             check_equal_bits(f"rank {rank}: {label}", got.states[label], value)
 
 
-def loss_of(model: GPT, *index: int) -> Tensor:
+def loss_of(model: GPT, *index: int, seed: int) -> Tensor:
     """The mean loss of one batch."""
     device = next(model.parameters()).device
-    tokens, targets = (part.to(device) for part in trainee.batch(SIZES, *index))
+    tokens, targets = (part.to(device) for part in trainee.batch(SIZES, *index, seed=seed))
     loss: Tensor = model(tokens, targets)
     return loss / MICRO
 
 
-def serial(device: torch.device, rule: optim.Rule) -> Trained:
+def serial(context: Context, rule: optim.Rule) -> Trained:
     """One rank, which computes the batches of all ranks."""
+    device = context.device
     model = trainee.decoder(SIZES, device)
     params = list(model.parameters())
     comm = SoloCommunicator()
@@ -91,7 +92,7 @@ def serial(device: torch.device, rule: optim.Rule) -> Trained:
         for rank in range(RANKS):
             model.zero_grad()
             for micro in range(MICRO):
-                loss_of(model, step, rank, micro).backward()
+                loss_of(model, step, rank, micro, seed=context.seed).backward()
             found = [p.grad for p in params if p.grad is not None]
             sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
         for param, joined in zip(params, sums, strict=True):
@@ -100,8 +101,9 @@ def serial(device: torch.device, rule: optim.Rule) -> Trained:
     return trained(model, opt, norms)
 
 
-def sharded(device: torch.device, stage: int, rule: Callable[[], optim.Rule]) -> list[Trained]:
+def sharded(context: Context, stage: int, rule: Callable[[], optim.Rule]) -> list[Trained]:
     """The ranks, each with its own batches."""
+    device = context.device
     models = [trainee.decoder(SIZES, device, seed=1 + 50 * rank) for rank in range(RANKS)]
 
     def work(comm: Communicator) -> Trained:
@@ -109,8 +111,8 @@ def sharded(device: torch.device, stage: int, rule: Callable[[], optim.Rule]) ->
         opt = zero.Optimizer(model, rule(), comm, stage=stage, bucket_nbytes=BUCKET_NBYTES)
         for step in range(STEPS):
             with opt.no_sync():
-                opt.backward(loss_of(model, step, comm.rank, 0))
-            opt.backward(loss_of(model, step, comm.rank, 1))
+                opt.backward(loss_of(model, step, comm.rank, 0, seed=context.seed))
+            opt.backward(loss_of(model, step, comm.rank, 1, seed=context.seed))
             norms.append(opt.step().grad_norm)
             opt.zero_grad()
         return trained(model, opt, norms)

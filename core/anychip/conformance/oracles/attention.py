@@ -256,7 +256,11 @@ def _attention_calls() -> Iterator[Call]:
     for layout in LAYOUTS:
         make = partial(_attend, sizes=(2, 11, 4, 2, 16), causal=True)
         yield Call(label=f"2x11x4+2x16.{layout}", make=make, layout=layout)
-    options = {"scale:0.05": (0.05, 1.0), "sharp": (None, 4.0), "flat": (1e-3, 1.0)}
+    options: dict[str, tuple[float | None, float]] = {
+        "scale:0.05": (0.05, 1.0), "sharp": (None, 4.0), "flat": (1e-3, 1.0),
+        # Times this, the -inf that hides a key is the opposite.
+        "scale:-0.3": (-0.3, 1.0),
+    }  # fmt: skip
     for name, (scale, sharp) in options.items():
         make = partial(_attend, sizes=(1, 33, 2, 2, 16), causal=True, scale=scale, sharp=sharp)
         yield Call(label=f"1x33x2+2x16.{name}", make=make)

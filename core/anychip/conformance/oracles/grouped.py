@@ -82,6 +82,11 @@ def _scaled(draw: Draw, name: str) -> Arguments:
     return _grouped(draw, ((3, 4), 1, 40, 12), math.sqrt(getattr(draw, name)))
 
 
+def _int32(draw: Draw, sizes: Sizes) -> Arguments:
+    (x, weight, offsets), attrs = _grouped(draw, sizes)
+    return (x, weight, offsets.int()), attrs
+
+
 def _apart(draw: Draw) -> Arguments:
     # Group g multiplies by the number g + 1: a wrong weight is a wrong integer.
     (x, weight, offsets), attrs = _grouped(draw, ((2, 0, 3, 4), 2, 5, 5))
@@ -104,6 +109,8 @@ def _calls() -> Iterator[Call]:
         yield Call(label=f"3+0+6.rest:2.20-11.{layout}", make=make, layout=layout)
     for name in ("huge", "tiny"):
         yield Call(label=name, make=partial(_scaled, name=name))
+    for sizes in (((3, 5), 1, 8, 5), ((4, 0, 3), 2, 33, 17)):
+        yield Call(label=f"{_label(sizes)}.int32", make=partial(_int32, sizes=sizes))
     yield Call(label="apart", make=_apart, statistical=False)
     yield Call(label="nan", make=_nan, statistical=False, gradient=False)
 

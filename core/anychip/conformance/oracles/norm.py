@@ -83,7 +83,7 @@ def _layer_backward(
 
 def _over_rows(values: Rounded) -> Rounded:
     """Sum over all dims but the last: a weight serves every row."""
-    return values.reshape(-1, values.shape[-1]).sum(0)
+    return values.sum(tuple(range(len(values.shape) - 1)))
 
 
 def _stored_sum(x: Rounded, residual: Rounded) -> Rounded:
@@ -141,7 +141,7 @@ def _add_layer_backward(
 # rows than a block has threads; a hidden size of real models.
 _SHAPES: tuple[Rows, ...] = (
     (0, 8), (1, 1), (1,), (2, 3), (4, 8), (3, 17), (2, 3, 33), (5, 64), (3, 127), (3, 257),
-    (130, 48), (4, 1000), (3, 4096),
+    (130, 48), (4, 1000), (3, 4096), (3, 0),
 )  # fmt: skip
 _HIDDEN = sorted(
     {*range(1, 129), *(2**k + d for k in range(8, 13) for d in (-1, 0, 1)), 1536, 3000}
@@ -188,6 +188,14 @@ def _special(draw: Draw, value: float, *, bias: bool) -> Arguments:
     return _with_weight(draw, x, bias=bias)
 
 
+def _two_dtypes(draw: Draw, wide: str) -> Arguments:
+    # Weight and bias in two dtypes: read as if of one, the wider one loses its digits.
+    dtypes = (torch.float32, torch.bfloat16)
+    weight, bias = dtypes if wide == "weight" else reversed(dtypes)
+    args = (draw.normal(6, 96), draw.normal(96, dtype=weight), draw.normal(96, dtype=bias))
+    return args, {"eps": 1e-5}
+
+
 def _calls(*, bias: bool) -> Iterator[Call]:
     for shape in _SHAPES:
         yield Call(label=shape_label(shape), make=partial(_normal, shape=shape, bias=bias))
@@ -215,6 +223,10 @@ def _calls(*, bias: bool) -> Iterator[Call]:
             label="4x40.bias:none",
             make=lambda draw: ((draw.normal(4, 40), draw.normal(40), None), {"eps": 1e-5}),
         )
+        for wide in ("weight", "bias"):
+            # backward is told the weight's dtype, not the bias's: its gradient has those digits.
+            make = partial(_two_dtypes, wide=wide)
+            yield Call(label=f"6x96.{wide}-wider", make=make, gradient=wide == "weight")
     for hidden in _HIDDEN:
         make = partial(_normal, shape=(3, hidden), bias=bias)
         yield Call(label=f"3x{hidden}.sweep", make=make, full=True)
@@ -222,7 +234,7 @@ def _calls(*, bias: bool) -> Iterator[Call]:
 
 # One shape less of each kind: the norm itself is what the calls above are for.
 _ADD_SHAPES: tuple[Rows, ...] = (
-    (0, 8), (1, 1), (1,), (4, 8), (3, 17), (2, 3, 33), (5, 64), (70, 48), (4, 1000),
+    (0, 8), (1, 1), (1,), (4, 8), (3, 17), (2, 3, 33), (5, 64), (70, 48), (4, 1000), (3, 0),
 )  # fmt: skip
 
 

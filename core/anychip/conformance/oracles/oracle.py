@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anychip.conformance.arithmetic import Rounded
@@ -32,6 +33,17 @@ class Oracle:
     backward: Callable[..., Sequence[Rounded | None]] | None = None
     lower_precision: tuple[str, ...] = ()
     independent: bool = True
+
+    def is_full(self, call: Call, dtype: torch.dtype) -> bool:
+        """Whether a call is made only at level full.
+
+        Of float16 level quick asks what bfloat16, of the same width, does not say already: rare
+        numbers, layouts, and the calls that tell precisions apart.
+        """
+        plain = call.statistical and call.layout == "contiguous"
+        if dtype == torch.float16 and plain and call.label not in self.lower_precision:
+            return True
+        return call.full or (call.full_in_16_bits and dtype.itemsize == 2)
 
 
 def numbers(arg: Any) -> Any:

@@ -18,7 +18,7 @@ from anychip.conformance.arithmetic import Rounded, concatenate, power, sqrt
 from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
 from anychip.conformance.formats import Array
 from anychip.conformance.oracles.oracle import Oracle
-from anychip.conformance.oracles.update import copies, normals, scaled
+from anychip.conformance.oracles.update import LONG, SHAPES, copies, normals, scaled
 
 
 def _partials(
@@ -163,6 +163,8 @@ def _norm_calls() -> Iterator[Call]:
     yield Call(label="special", make=_special, statistical=False)
     make = partial(_flat, numels=(1_500_001,), block=1024)
     yield Call(label="1500001", make=make, full=True)
+    wide = partial(_flat, numels=(300_001, 5), block=1 << 18)
+    yield Call(label="300001.block:262144", make=wide, full=True)
 
 
 _ATTRS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}
@@ -203,13 +205,14 @@ def _step(
     grads: float = 1.0,
     moments: float = 1.0,
     param: torch.dtype = torch.float32,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
     **changes: float,
 ) -> Arguments:
     wide = torch.float32
-    weights = normals(draw, params, param)
-    given = normals(draw, grads * (scale or 1.0))
-    firsts = normals(draw, 0.1 * moments, wide)
-    seconds = [m.square() for m in normals(draw, moments, wide)]
+    weights = normals(draw, params, param, shapes)
+    given = normals(draw, grads * (scale or 1.0), shapes=shapes)
+    firsts = normals(draw, 0.1 * moments, wide, shapes)
+    seconds = [m.square() for m in normals(draw, moments, wide, shapes)]
     scalars = (None if v is None else draw.scalar(v) for v in (scale, clip, found_inf))
     lower = None if low is None else [p.to(low) for p in weights]
     ratios = None if trust is None else torch.tensor(trust)
@@ -231,6 +234,10 @@ def _lamb_calls() -> Iterator[Call]:
     yield Call(label="own-dtype", make=lambda draw: _step(draw, param=draw.dtype))
     for layout in LAYOUTS:
         yield Call(label=f"plain.{layout}", make=_step, layout=layout)
+    long = partial(_step, shapes=LONG, scale=64.0, clip=0.5, low=torch.bfloat16)
+    yield Call(label="long", make=long, full=True)
+    measured = partial(_step, shapes=LONG, trust=(0.5, 2.0, 3.0))
+    yield Call(label="long.trust", make=measured, full=True)
 
 
 def _lamb_partials_calls() -> Iterator[Call]:
@@ -243,6 +250,10 @@ def _lamb_partials_calls() -> Iterator[Call]:
     yield Call(label="own-dtype", make=lambda draw: _read_only(draw, param=draw.dtype))
     for layout in LAYOUTS:
         yield Call(label=f"plain.{layout}", make=_read_only, layout=layout)
+    for block in (1024, 1 << 18):
+        long = {"offsets": None, "sizes": None, "block": block}
+        make = partial(_read_only, grid=long, shapes=LONG)
+        yield Call(label=f"long.block:{block}", make=make, full=True)
 
 
 L2_NORM_PARTIALS = Oracle(

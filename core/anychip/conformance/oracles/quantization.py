@@ -170,6 +170,8 @@ def _quantize_calls() -> Iterator[Call]:
             yield Call(label=f"{name}.int{bits}", make=made, statistical=False)
         make = partial(_arguments, shape=(300_001,), bits=bits, block=256, offset=9)
         yield Call(label=f"300001.int{bits}", make=make, full=True)
+        make = partial(_arguments, shape=(300_001,), bits=bits, block=3, offset=9)
+        yield Call(label=f"300001.int{bits}.block:3", make=make, full=True)
 
 
 def _coded(draw: Draw, shape: tuple[int, ...], bits: int, block: int = 32) -> Arguments:
@@ -200,6 +202,9 @@ def _dequantize_calls() -> Iterator[Call]:
             yield Call(label=f"9x31.int{bits}.{layout}", make=make, layout=layout)
         make = partial(_coded_special, bits=bits)
         yield Call(label=f"special.int{bits}", make=make, statistical=False)
+        for block in (256, 1 << 19):
+            make = partial(_coded, shape=(300_001,), bits=bits, block=block)
+            yield Call(label=f"300001.int{bits}.block:{block}", make=make, full=True)
 
 
 QUANTIZE = Oracle(

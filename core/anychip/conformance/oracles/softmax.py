@@ -1,10 +1,13 @@
 """Oracle of softmax: exp(s) over the sum of exp(s) of the keys that are visible.
 
 s = x scale + bias in float32. Any number near the maximum may be taken off first; it cancels. The
-gradient with respect to x is y (dy - sum y dy) scale (Milakov and Gimelshein 2018 for the forward,
-the quotient rule for this), from y as it is stored. A row without a visible key is 0.
+gradient with respect to s is ds = y (dy - sum y dy) (Milakov and Gimelshein 2018 for the forward,
+the quotient rule for this), from y as it is stored; that of x is ds scale, that of the bias the sum
+of ds over the dims along which the bias is broadcast. A row without a visible key is 0.
 
-The sum of a row is an error that the whole row shares: within sum y dy it is added as such.
+The sum of a row is an error that the whole row shares: within sum y dy it is added as such. The
+terms of a row share the error of sum y dy: where they are added up, for a bias that is one for all
+keys, their errors are too.
 """
 
 from __future__ import annotations
@@ -67,14 +70,27 @@ def _backward(
     *,
     scale: float,
     causal: bool,
-) -> tuple[Rounded]:
+) -> tuple[Rounded, Rounded | None]:
     (grad,) = grads
     row = _Row(x, mask, bias, scale, causal)
     own = (row.weights / row.total.value).stored(x.format)
     inner = (grad * own).sum(-1, keepdims=True)
     relative = (row.total.worst / row.total.value, row.total.spread / row.total.value)
     shared = Rounded(0.0 * inner.value, *relative) * inner.value
-    return (row.y.stored(x.format) * (grad - (inner + shared)) * scale,)
+    dscores = row.y.stored(x.format) * (grad - (inner + shared))
+    return dscores * scale, None if bias is None else _summed_to(dscores, bias.shape)
+
+
+def _summed_to(dscores: Rounded, shape: Shape) -> Rounded:
+    """Summed over the dims along which a tensor of this shape is broadcast."""
+    full = (1,) * (len(dscores.shape) - len(shape)) + shape
+    if full[-1] < dscores.shape[-1]:
+        shared = np.broadcast_to(dscores.spread, dscores.shape).sum(-1, keepdims=True)
+        total = dscores.sum(-1, keepdims=True)
+        dscores = Rounded(total.value, total.worst, np.hypot(total.spread, shared))
+    sizes = zip(full, dscores.shape, strict=True)
+    axes = tuple(axis for axis, (own, size) in enumerate(sizes) if own != size)
+    return (dscores.sum(axes, keepdims=True) if axes else dscores).reshape(*shape)
 
 
 # keys beside vector widths, a warp and a block; one key; rows in one, three and no dims before.
@@ -111,8 +127,8 @@ def _everything(draw: Draw) -> Arguments:
 
 def _hidden_rows(draw: Draw) -> Arguments:
     x, mask = draw.normal(4, 20), torch.ones(4, 20, dtype=torch.bool)
-    mask[1] = False
-    mask[2, :-1] = False
+    # The first key is hidden from all rows: whoever looks for NaN there alone finds none.
+    mask[:, 0], mask[1], mask[2, :-1] = False, False, False
     x[3] = -math.inf
     return (x, mask, None), {"scale": 1.0, "causal": False}
 
@@ -144,6 +160,13 @@ def _dirty(draw: Draw) -> Arguments:
     return (x, mask, None), {"scale": 0.5, "causal": False}
 
 
+def _one_nan(draw: Draw) -> Arguments:
+    # Alone: no other row sends the call another way.
+    x = draw.normal(4, 16)
+    x[2, 6] = math.nan
+    return (x,), {"scale": 0.5, "causal": False}
+
+
 def _calls() -> Iterator[Call]:
     for shape in _SHAPES:
         yield Call(label=shape_label(shape), make=partial(_plain, shape=shape))
@@ -159,6 +182,15 @@ def _calls() -> Iterator[Call]:
         yield Call(label=f"2x3x4x21.mask:{name}", make=make)
     make = partial(_biased, shape=(2, 3, 4, 21), bias_shape=(3, 1, 21), scale=0.25)
     yield Call(label="2x3x4x21.bias", make=make)
+    biases: dict[str, Shape] = {"keys": (21,), "queries": (4, 1), "full": (2, 3, 4, 21)}
+    for name, bias in biases.items():
+        make = partial(_biased, shape=(2, 3, 4, 21), bias_shape=bias, scale=0.25)
+        yield Call(label=f"2x3x4x21.bias:{name}", make=make)
+    # Sums of many rows and of many keys, and enough sums to see how errors are distributed.
+    make = partial(_biased, shape=(500, 96), bias_shape=(96,), scale=0.5)
+    yield Call(label="500x96.bias", make=make)
+    make = partial(_biased, shape=(3, 90, 65), bias_shape=(90, 1), scale=0.5)
+    yield Call(label="3x90x65.bias", make=make)
     yield Call(label="2x3x5x18.everything", make=_everything)
     for name, scale, spread in (("sharp", 4.0, 3.0), ("flat", 1e-3, 1.0), ("negative", -0.5, 2.0)):
         make = partial(_plain, shape=(6, 40), scale=scale, spread=spread)
@@ -166,6 +198,7 @@ def _calls() -> Iterator[Call]:
     yield Call(label="4x20.hidden", make=_hidden_rows, statistical=False)
     yield Call(label="2x5x12.additive", make=_additive, statistical=False)
     yield Call(label="6x24.far", make=_far, statistical=False)
+    yield Call(label="4x16.nan", make=_one_nan, statistical=False, gradient=False)
     yield Call(label="5x16.dirty", make=_dirty, statistical=False, gradient=False)
     make = partial(_plain, shape=(2, 8192))
     yield Call(label="2x8192", make=make, full=True)

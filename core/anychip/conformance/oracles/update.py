@@ -161,11 +161,20 @@ def _sign(c: Rounded, is_zero: NDArray[np.bool_]) -> Rounded:
 
 
 # Scalars and empty tensors among others; beside vector widths; more elements than one chunk.
-_SHAPES: tuple[tuple[int, ...], ...] = ((4, 5), (17,), (), (0, 3), (1000,), (3, 7, 9), (1,))
+SHAPES: tuple[tuple[int, ...], ...] = ((4, 5), (17,), (), (0, 3), (1000,), (3, 7, 9), (1,))
 
 
-def normals(draw: Draw, scale: float = 1.0, dtype: torch.dtype | None = None) -> list[Any]:
-    return [draw.normal(*shape, scale=scale, dtype=dtype) for shape in _SHAPES]
+LONG: tuple[tuple[int, ...], ...] = ((300_001,), (3,), (131_072,))
+"""Longer than what an implementation does at a time, with and without a rest."""
+
+
+def normals(
+    draw: Draw,
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+) -> list[Any]:
+    return [draw.normal(*shape, scale=scale, dtype=dtype) for shape in shapes]
 
 
 def _spotlights(draw: Draw) -> list[Any]:
@@ -268,13 +277,14 @@ def _step(
     lr: float = 1e-2,
     param: torch.dtype = torch.float32,
     grad_scale: float = 1.0,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
     **changes: float,
 ) -> Arguments:
-    wide = torch.float32
-    params = normals(draw, dtype=param)
-    grads = normals(draw, scale=grad_scale * (scale or 1.0))
-    moments = normals(draw, 0.0 if zero_moments else 0.1 * grad_scale, wide)
-    squares = [m.square() for m in normals(draw, 0.0 if zero_moments else grad_scale, wide)]
+    wide, past = torch.float32, 0.0 if zero_moments else grad_scale
+    params = normals(draw, dtype=param, shapes=shapes)
+    grads = normals(draw, grad_scale * (scale or 1.0), shapes=shapes)
+    moments = normals(draw, 0.1 * past, wide, shapes)
+    squares = [m.square() for m in normals(draw, past, wide, shapes)]
     scalars = (None if v is None else draw.scalar(v) for v in (scale, clip, found_inf))
     lower = None if low is None else [p.to(low) for p in params]
     fixed = (draw.scalar(lr), draw.scalar(step))
@@ -308,6 +318,8 @@ def _adamw_calls() -> Iterator[Call]:
     yield Call(label="own-dtype", make=lambda draw: _step(draw, param=draw.dtype))
     for layout in LAYOUTS:
         yield Call(label=f"plain.{layout}", make=_step, layout=layout)
+    long = partial(_step, shapes=LONG, scale=64.0, clip=0.5, low=torch.bfloat16)
+    yield Call(label="long", make=long, full=True)
 
 
 _SGD_ATTRS: dict[str, Any] = {
@@ -361,6 +373,8 @@ def _short_calls(attrs: dict[str, Any], table: dict[str, dict[str, Any]]) -> Ite
     yield Call(label="own-dtype", make=lambda draw: make(draw, param=draw.dtype))
     for layout in LAYOUTS:
         yield Call(label=f"layout.{layout}", make=make, layout=layout)
+    long = partial(make, shapes=LONG, scale=64.0, clip=0.5, low=torch.bfloat16)
+    yield Call(label="long", make=long, full=True)
 
 
 L2_NORM = Oracle(forward=_l2_forward, calls=_l2_calls, lower_precision=("2", "17", "100"))

@@ -99,6 +99,11 @@ def _packed(
     return args, {"causal": causal, "scale": None}
 
 
+def _int32(draw: Draw, packing: tuple[Packing, int], causal: bool) -> Arguments:
+    (*qkv, cu_seqlens), attrs = _packed(draw, packing, causal)
+    return (*qkv, cu_seqlens.int()), attrs
+
+
 def _apart(draw: Draw) -> Arguments:
     # Sequence b holds the number b + 1 and nothing else: to see another one is a wrong integer.
     (q, k, v, cu_seqlens), attrs = _packed(draw, ((6, 9, 2, 7), 0), causal=False)
@@ -127,6 +132,10 @@ def _calls() -> Iterator[Call]:
     for layout in LAYOUTS:
         make = partial(_packed, packing=((6, 0, 7), 1), causal=True)
         yield Call(label=f"6+0+7.padded:1.{layout}", make=make, layout=layout)
+    # Even and odd numbers of entries, which read as int64 would be half as many.
+    for name in ("3+5+4", "0+4+0+0+3+0", "5+2.padded:3"):
+        make = partial(_int32, packing=_PACKINGS[name], causal=True)
+        yield Call(label=f"{name}.int32", make=make)
     yield Call(label="apart", make=_apart, statistical=False)
     yield Call(label="nan", make=_nan, statistical=False, gradient=False)
     long = partial(_packed, packing=((300, 17, 512), 0), causal=True, dim=64)

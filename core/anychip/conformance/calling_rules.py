@@ -1,0 +1,407 @@
+"""Rules about how an operator is called: where its tensors lie, and from where the call comes.
+
+What an argument's strides are, whether it is another argument, or a part of one; which thread asks,
+in which mode of autograd, on which stream: nothing of it changes the answer, and nothing besides
+the results is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anychip.conformance.arithmetic import Rounded
+from anychip.conformance.calls import (
+    LAYOUTS,
+    READ_ONLY_LAYOUTS,
+    Arguments,
+    Draw,
+    Layout,
+    tensors_of,
+)
+from anychip.conformance.case import Context, check, check_equal_bits
+from anychip.conformance.chapters.device import in_thread
+from anychip.conformance.oracles import Oracle
+from anychip.conformance.trial import AnyOperator, Trial, each_trial, rule_calls
+
+Rule = Callable[..., None]
+RULES: list[tuple[str, Callable[[AnyOperator, Context], bool], Rule]] = []
+
+
+def _rule(name: str, applies: Callable[[AnyOperator, Context], bool]) -> Callable[[Rule], Rule]:
+    def add(rule: Rule) -> Rule:
+        RULES.append((name, applies, rule))
+        return rule
+
+    return add
+
+
+def _always(operator: AnyOperator, context: Context) -> bool:
+    return True
+
+
+def _returns(operator: AnyOperator, context: Context) -> bool:
+    return not operator.signature.written
+
+
+def _has_streams(operator: AnyOperator, context: Context) -> bool:
+    return "streams" in context.backend.capabilities
+
+
+# Where tensors lie
+
+
+def laid_out(
+    context: Context,
+    operator: AnyOperator,
+    oracle: Oracle,
+    dtype: torch.dtype,
+    trial_type: type[Trial] = Trial,
+) -> Iterator[tuple[Trial, str]]:
+    """The same call again and again, one argument at a time in another layout than the others."""
+    usable = rule_calls(oracle)
+    call = next((c for c in usable if c.layout == LAYOUTS[0]), usable[0])
+    plain = trial_type(operator, replace(call, layout={}), dtype, context.seed)
+    names = plain.signature.positional
+    for index, (name, arg) in enumerate(zip(names, plain.arguments[0], strict=True)):
+        for layout in (*LAYOUTS, *READ_ONLY_LAYOUTS):
+            if _can_lie(arg, layout, written=index in plain.written):
+                changed = replace(call, layout={name: layout}, statistical=False)
+                yield trial_type(operator, changed, dtype, context.seed), f"{name} {layout}"
+
+
+def _can_lie(arg: Any, layout: Layout, *, written: bool) -> bool:
+    if isinstance(arg, (list, tuple)):
+        return bool(arg) and layout in LAYOUTS
+    if not isinstance(arg, Tensor) or not arg.dim() or (arg.dim() == 1 and layout == "transposed"):
+        return False
+    equal = layout in READ_ONLY_LAYOUTS
+    return not equal or (not written and arg.is_floating_point() and arg.numel() > 0)
+
+
+@_rule("layouts", _always)
+def rule_layouts(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """One argument alone is not contiguous: nobody may take its strides from another one."""
+    for trial, what in laid_out(context, operator, oracle, dtype):
+        compare(context, trial, oracle, f" with {what}")
+
+
+def compare(context: Context, trial: Trial, oracle: Oracle, note: str) -> None:
+    """The values of one call, and that nothing else was written."""
+    placed = trial.place(context)
+    results = trial.run(placed)
+    for name, got, want in zip(trial.names(), results, trial.expected(oracle), strict=False):
+        context.compare(f"{name}{note}", got, want, statistical=False)
+    problem = placed.touched(trial.written)
+    check(problem is None, f"an argument that may not be written: {problem}{note}")
+
+
+class Changed:
+    """A call of an oracle with its arguments changed afterwards."""
+
+    def __init__(
+        self, make: Callable[[Draw], Arguments], bind: Any, change: Callable[[list[Any]], None]
+    ) -> None:
+        self.make, self.bind, self.change = make, bind, change
+
+    def __call__(self, draw: Draw) -> Arguments:
+        args, attrs = self.bind(*self.make(draw))
+        changed = list(args)
+        self.change(changed)
+        return tuple(changed), dict(attrs)
+
+
+def twins(trial: Trial) -> list[tuple[int, int]]:
+    """Pairs of arguments that are only read and could be one tensor."""
+    args = trial.arguments[0]
+    floats = [
+        index
+        for index, arg in enumerate(args)
+        if isinstance(arg, Tensor) and arg.is_floating_point() and arg.dim()
+        if index not in trial.written
+    ]
+    return [
+        (a, b)
+        for a, b in itertools.combinations(floats, 2)
+        if args[a].shape == args[b].shape and args[a].dtype == args[b].dtype and args[a].numel() > 1
+    ]
+
+
+def with_twins(
+    context: Context,
+    operator: AnyOperator,
+    oracle: Oracle,
+    dtype: torch.dtype,
+    trial_type: type[Trial] = Trial,
+) -> Iterator[tuple[Trial, int, int]]:
+    """Of the first call that has such pairs: one argument is another one, pair by pair."""
+    for call in rule_calls(oracle):
+        plain = trial_type(operator, replace(call, layout="contiguous"), dtype, context.seed)
+        pairs = twins(plain)
+        for first, second in pairs:
+
+            def change(args: list[Any], first: int = first, second: int = second) -> None:
+                args[second] = args[first]
+
+            make = Changed(call.make, plain.signature.bind, change)
+            same = replace(call, make=make, layout="contiguous", statistical=False)
+            yield trial_type(operator, same, dtype, context.seed), first, second
+        if pairs:
+            return
+
+
+@_rule("same-tensor", _always)
+def rule_same_tensor(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """Two arguments are one tensor: attention of x to x; a list that holds a tensor twice."""
+    for trial, first, second in with_twins(context, operator, oracle, dtype):
+        names = trial.signature.positional
+        compare(context, trial, oracle, f" where {names[second]} is {names[first]}")
+    call = rule_calls(oracle)[0]
+    plain = Trial(operator, call, dtype, context.seed)
+    if len(plain.signature.positional) == 1 and isinstance(plain.arguments[0][0], (list, tuple)):
+
+        def change(args: list[Any]) -> None:
+            args[0] = [*args[0], *args[0]]
+
+        make = Changed(call.make, plain.signature.bind, change)
+        doubled = Trial(operator, replace(call, make=make, statistical=False), dtype, context.seed)
+        if not doubled.written:
+            compare(context, doubled, oracle, " with every tensor of the list twice")
+
+
+@_rule("packed", _always)
+def rule_packed(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """Arguments are parts of one tensor, as ``gate, up = h.chunk(2, -1)`` gives them."""
+    for call in rule_calls(oracle):
+        plain = Trial(operator, replace(call, layout={}), dtype, context.seed)
+        places = sorted(set(itertools.chain.from_iterable(twins(plain))))
+        alike = [i for i in places if plain.arguments[0][i].shape == _shape(plain, places[0])]
+        if alike:
+            names = [plain.signature.positional[i] for i in alike]
+            layout: Mapping[str, Layout] = dict.fromkeys(names, "packed")
+            trial = Trial(operator, replace(call, layout=layout), dtype, context.seed)
+            compare(context, trial, oracle, f" where {' and '.join(names)} are parts of one tensor")
+            return
+
+
+def _shape(trial: Trial, index: int) -> torch.Size:
+    shape: torch.Size = trial.arguments[0][index].shape
+    return shape
+
+
+# What lies behind a result
+
+
+class GuardedEmpty(TorchDispatchMode):
+    """``torch.empty`` gives memory that is full of NaN, and is followed by a guard zone."""
+
+    NAMES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+    GUARD, PATTERN = 256, 0xA5
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.given: list[tuple[Tensor, Tensor, torch.Size]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.namespace != "aten" or func._opname not in self.NAMES or not made.numel():
+            return made
+        extent = 1 + sum((n - 1) * s for n, s in zip(made.shape, made.stride(), strict=True))
+        nbytes = extent * made.element_size()
+        buffer = torch.empty(nbytes + self.GUARD, dtype=torch.uint8, device=made.device)
+        buffer[:nbytes], buffer[nbytes:] = 0xFF, self.PATTERN
+        given = buffer[:nbytes].view(made.dtype).as_strided(made.shape, made.stride())
+        self.given.append((given, buffer[nbytes:], made.shape))
+        return given
+
+    def overwritten(self) -> str | None:
+        """What was written behind a tensor; None when nothing was."""
+        for tensor, guard, shape in self.given:
+            # One that was resized has another end.
+            changed = int((guard != self.PATTERN).sum()) if tensor.shape == shape else 0
+            if changed:
+                return f"{changed} bytes behind a result of shape {tuple(shape)} were overwritten"
+        return None
+
+
+@_rule("guarded-results", _returns)
+def rule_guarded_results(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """A row that makes its results with torch's ``empty`` fills them, and stops at their end."""
+    for trial in each_trial(context, operator, oracle, dtype):
+        placed = trial.place(context)
+        known = operator.kernel.key(placed.args)
+        choice = (
+            None if known is None else operator.kernel.peek(known[1], placed.args, placed.attrs)
+        )
+        if choice is None:
+            continue
+        with GuardedEmpty() as guards, torch.no_grad():
+            returned = choice.row.function(*placed.args, **placed.attrs)
+        context.backend.synchronize()
+        results = trial.results(returned, placed)[: operator.signature.num_outputs]
+        wanted: Sequence[Rounded] = trial.expected(oracle)
+        for name, got, want in zip(trial.names(), results, wanted, strict=False):
+            context.compare(f"{name}, in guarded memory", got, want, statistical=False)
+        problem = guards.overwritten()
+        check(problem is None, str(problem))
+
+
+# What was there before
+
+
+@_rule("again", _always)
+def rule_again(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """The same tensors with other numbers in them: nothing may be kept by address or by shape."""
+    for trial in itertools.islice(each_trial(context, operator, oracle, dtype), 2):
+        # The label is part of what the numbers are made from.
+        other = Trial(
+            operator, replace(trial.call, label=f"{trial.call.label}.again"), dtype, context.seed
+        )
+        if not _same_forms(trial.arguments[0], other.arguments[0]):
+            continue
+        placed = trial.place(context)
+        trial.run(placed)
+        for target, source in zip(
+            tensors_of(placed.args), tensors_of(other.arguments[0]), strict=True
+        ):
+            target.copy_(source)
+        results = other.run(placed)
+        for name, got, want in zip(other.names(), results, other.expected(oracle), strict=False):
+            context.compare(f"{name} of the same tensors with other numbers", got, want,
+                            statistical=False)  # fmt: skip
+
+
+def _same_forms(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    forms = [[(t.shape, t.dtype) for t in tensors_of(args)] for args in (first, second)]
+    return forms[0] == forms[1]
+
+
+# From where the call comes
+
+
+def same_elsewhere(
+    context: Context,
+    operator: AnyOperator,
+    oracle: Oracle,
+    dtype: torch.dtype,
+    where: str,
+    elsewhere: Callable[[Callable[[], list[Tensor]]], list[Tensor]],
+) -> None:
+    """The same bits, or for an operator without an order the same numbers, as in a plain call."""
+    for trial in itertools.islice(each_trial(context, operator, oracle, dtype), 2):
+
+        def call(trial: Trial = trial) -> list[Tensor]:
+            return trial.run(trial.place(context))
+
+        here, there = call(), elsewhere(call)
+        context.backend.synchronize()
+        if operator.spec.determinism == "bitwise":
+            for name, got, want in zip(trial.names(), there, here, strict=True):
+                check_equal_bits(f"{name} {where}", got, want)
+        else:
+            wanted = trial.expected(oracle)
+            for name, got, expected in zip(trial.names(), there, wanted, strict=False):
+                context.compare(f"{name} {where}", got, expected)
+
+
+@_rule("second-thread", _always)
+def rule_second_thread(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """A thread that has never called the operator gets the same."""
+    same_elsewhere(context, operator, oracle, dtype, "from a second thread", in_thread)
+
+
+@_rule("inference-mode", _always)
+def rule_inference_mode(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """Under ``torch.inference_mode``, on tensors that were made in it."""
+
+    def elsewhere(call: Callable[[], list[Tensor]]) -> list[Tensor]:
+        with torch.inference_mode():
+            return [y.clone() for y in call()]
+
+    same_elsewhere(context, operator, oracle, dtype, "in inference mode", elsewhere)
+
+
+class _InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], list[Tensor]], found: Any) -> Tensor:
+        ctx.call, ctx.found = call, found
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.found.extend(ctx.call())
+        return grads[0], None, None
+
+
+@_rule("in-backward", _always)
+def rule_in_backward(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """From within a backward pass, in autograd's own thread, as checkpointing calls it."""
+
+    def elsewhere(call: Callable[[], list[Tensor]]) -> list[Tensor]:
+        found: list[Tensor] = []
+        x = torch.ones(1, device=context.device, requires_grad=True)
+        y = _InBackward.apply(x, call, found)  # type: ignore[no-untyped-call]
+        y.sum().backward()
+        return found
+
+    same_elsewhere(context, operator, oracle, dtype, "from a backward pass", elsewhere)
+
+
+@_rule("side-stream", _has_streams)
+def rule_side_stream(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """On a stream that is not the default one."""
+    backend = context.backend
+
+    def elsewhere(call: Callable[[], list[Tensor]]) -> list[Tensor]:
+        with backend.use_stream(backend.stream()):
+            found = call()
+            backend.synchronize()
+        return found
+
+    same_elsewhere(context, operator, oracle, dtype, "on another stream", elsewhere)
+
+
+# Numbers that are copied
+
+
+@_rule("copies", lambda operator, context: operator.spec.name in ("embedding", "top_k"))
+def rule_copies(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """A copy keeps the sign of 0."""
+    for call in oracle.calls():
+        if call.full or "zeros" not in call.label:
+            continue
+        trial = Trial(operator, call, dtype, context.seed)
+        got, want = trial.run(trial.place(context))[0], trial.expected(oracle)[0].value
+        check_equal_bits(f"{trial.names()[0]}, a copy", got.cpu(), torch.tensor(want).to(dtype))

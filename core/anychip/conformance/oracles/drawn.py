@@ -1,0 +1,366 @@
+"""Random calls of each operator: any shape, value and attribute that its specification allows.
+
+What an operator is known to get wrong stands as fixed calls with its oracle; these are for the
+rest. The limits of sizes and values keep a call short and its float32 intermediates finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anychip.conformance.calls import Arguments, Draw
+from anychip.conformance.choices import Choices
+
+Drawn = Callable[[Choices, Draw], Arguments]
+_SEEDS = ((0, 0), (1234, 5), (7, 2**32 - 3), (-1, 2**40))
+
+
+def _norm(choose: Choices, draw: Draw, *, bias: bool, residual: bool = False) -> Arguments:
+    shape = choose.shape(choose.of(2, 1, 3, 4))
+    wide = torch.float32 if choose.of(False, False, False, True) else draw.dtype
+    args = [choose.values(draw, *shape)]
+    if residual:
+        args.append(choose.values(draw, *shape, dtype=wide))
+    args.append(choose.values(draw, shape[-1], dtype=draw.dtype if residual else wide))
+    if bias:
+        last = None if choose.of(False, True) else choose.values(draw, shape[-1])
+        args.append(last)  # type: ignore[arg-type]
+        if last is not None and not residual:
+            args[-1] = last.to(wide)
+    return tuple(args), {"eps": choose.of(1e-5, 1e-3, 0.5)}
+
+
+def _rng(choose: Choices, draw: Draw) -> Tensor:
+    return draw.rng(*choose.of(*_SEEDS))
+
+
+def _probability(choose: Choices) -> float:
+    return choose.of(0.1, 0.0, 0.5, 0.25, 0.9, 1.0)
+
+
+def _dropout(choose: Choices, draw: Draw) -> Arguments:
+    x = choose.values(draw, *choose.shape(choose.of(1, 2, 3, 0)))
+    return (x, _rng(choose, draw)), {"p": _probability(choose)}
+
+
+def _bias_dropout_add(choose: Choices, draw: Draw) -> Arguments:
+    shape = choose.shape(choose.of(2, 1, 3))
+    wide = torch.float32 if choose.of(False, False, False, True) else draw.dtype
+    bias = None if choose.of(False, True) else choose.values(draw, shape[-1])
+    x, residual = choose.values(draw, *shape), choose.values(draw, *shape, dtype=wide)
+    return (x, residual, _rng(choose, draw), bias), {"p": _probability(choose)}
+
+
+def _approximate(choose: Choices) -> dict[str, Any]:
+    return {"approximate": choose.of("none", "tanh")}
+
+
+def _gelu(choose: Choices, draw: Draw) -> Arguments:
+    return (choose.values(draw, *choose.shape(choose.of(1, 2, 3, 0))),), _approximate(choose)
+
+
+def _bias_gelu(choose: Choices, draw: Draw) -> Arguments:
+    shape = choose.shape(choose.of(2, 1, 3))
+    args = choose.values(draw, *shape), choose.values(draw, shape[-1])
+    return args, _approximate(choose)
+
+
+def _gated(choose: Choices, draw: Draw, *, approximate: bool) -> Arguments:
+    shape = choose.shape(choose.of(2, 1, 3, 0))
+    args = choose.values(draw, *shape), choose.values(draw, *shape)
+    return args, _approximate(choose) if approximate else {}
+
+
+def _broadcast(choose: Choices, shape: list[int]) -> list[int]:
+    """A shape that broadcasts to another one: dims of 1, dims left out."""
+    kept = [choose.of(size, 1) for size in shape]
+    return kept[choose.of(0, 1, len(shape) - 1) :]
+
+
+def _softmax(choose: Choices, draw: Draw) -> Arguments:
+    shape = choose.shape(choose.of(2, 3, 4))
+    x = choose.values(draw, *shape)
+    mask = draw.uniform(*_broadcast(choose, shape)) < 0.7 if choose.of(False, True) else None
+    bias = choose.values(draw, *_broadcast(choose, shape)) if choose.of(False, True) else None
+    attrs = {"scale": choose.of(1.0, 0.125, 2.0, -0.5), "causal": choose.of(False, True)}
+    return (x, mask, bias), attrs
+
+
+def _heads(choose: Choices) -> tuple[int, int, int]:
+    """heads, key heads, head_dim."""
+    kv_heads, groups = choose.of(1, 2, 3), choose.of(1, 2, 4)
+    return kv_heads * groups, kv_heads, choose.of(8, 4, 16, 32, 12, 40, 64, 2)
+
+
+def _rope(choose: Choices, draw: Draw) -> Arguments:
+    heads, kv_heads, dim = _heads(choose)
+    batch, length = choose.of(1, 2, 3), choose.size(65)
+    half = choose.of(dim, dim // 2, 2) // 2
+    q, k = (choose.values(draw, batch, length, count, dim) for count in (heads, kv_heads))
+    angle = draw.uniform(length, half, low=-math.pi, high=math.pi)
+    return (q, k, angle.cos(), angle.sin()), {"interleaved": choose.of(False, True)}
+
+
+def _score_attrs(choose: Choices) -> dict[str, Any]:
+    return {"causal": choose.of(True, False), "scale": choose.of(None, 0.05, 0.5)}
+
+
+def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Arguments:
+    heads, kv_heads, dim = _heads(choose)
+    batch, queries, keys = choose.of(1, 2, 3), choose.size(65), choose.size(65)
+    keys = queries if choose.of(True, True, False) else keys
+    shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
+    args: tuple[Tensor, ...] = tuple(
+        choose.values(draw, batch, length, count, dim) for length, count in shapes
+    )
+    attrs = _score_attrs(choose)
+    if dropout:
+        args, attrs = (*args, _rng(choose, draw)), {"p": _probability(choose), **attrs}
+    return args, attrs
+
+
+def _ends(choose: Choices, high: int) -> Tensor:
+    """Ends of up to seven groups, empty ones among them."""
+    lengths = [choose.of(choose.size(high), 0) for _ in range(choose.of(1, 2, 3, 0, 5, 7))]
+    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+    return ends.to(choose.of(torch.int64, torch.int32))
+
+
+def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
+    heads, kv_heads, dim = _heads(choose)
+    ends = _ends(choose, 33)
+    cu_seqlens = torch.cat((ends.new_zeros(1), ends))
+    tokens = int(cu_seqlens[-1]) + choose.of(0, 0, 1, 5)
+    shapes = (heads, kv_heads, kv_heads)
+    args = (choose.values(draw, tokens, count, dim) for count in shapes)
+    return (*args, cu_seqlens), _score_attrs(choose)
+
+
+def _linear(choose: Choices, draw: Draw) -> Arguments:
+    rows = choose.shape(choose.of(1, 2, 0), elements=128)
+    inputs, outputs = choose.size(513), choose.size(129)
+    bias = choose.values(draw, outputs) if choose.of(False, True) else None
+    return (
+        choose.values(draw, *rows, inputs),
+        choose.values(draw, outputs, inputs),
+        bias,
+    ), {}
+
+
+def _grouped_linear(choose: Choices, draw: Draw) -> Arguments:
+    offsets = _ends(choose, 33)
+    rows = (int(offsets[-1]) if len(offsets) else 0) + choose.of(0, 0, 1, 5)
+    inputs, outputs = choose.size(129), choose.size(65)
+    weight = choose.values(draw, len(offsets), outputs, inputs)
+    return (choose.values(draw, rows, inputs), weight, offsets), {}
+
+
+def _embedding(choose: Choices, draw: Draw) -> Arguments:
+    count, width = choose.size(), choose.size(129)
+    indices = draw.integers(count, *choose.shape(choose.of(1, 2, 0), elements=128))
+    return (indices, choose.values(draw, count, width)), {}
+
+
+def _loss_attrs(choose: Choices) -> dict[str, Any]:
+    return {
+        "ignore_index": choose.of(-100, 0, -1),
+        "label_smoothing": choose.of(0.0, 0.1, 1.0),
+        "z_loss": choose.of(0.0, 1e-3),
+        "reduction": choose.of("mean", "sum", "none"),
+    }
+
+
+def _targets(choose: Choices, draw: Draw, classes: int, rows: list[int], ignore: int) -> Tensor:
+    target = draw.integers(classes, *rows)
+    target.reshape(-1)[:: choose.of(1000, 3, 2)] = ignore
+    return target
+
+
+def _cross_entropy(choose: Choices, draw: Draw) -> Arguments:
+    rows, attrs = choose.shape(choose.of(1, 2, 0), elements=32), _loss_attrs(choose)
+    classes = choose.size()
+    target = _targets(choose, draw, classes, rows, attrs["ignore_index"])
+    return (choose.values(draw, *rows, classes), target), attrs
+
+
+def _linear_cross_entropy(choose: Choices, draw: Draw) -> Arguments:
+    rows, attrs = choose.shape(choose.of(1, 2, 0), elements=32), _loss_attrs(choose)
+    inputs, classes = choose.size(129), choose.size(257)
+    target = _targets(choose, draw, classes, rows, attrs["ignore_index"])
+    weight = choose.values(draw, classes, inputs) * 0.125
+    bias = choose.values(draw, classes) if choose.of(False, True) else None
+    return (choose.values(draw, *rows, inputs), weight, target, bias), attrs
+
+
+def _shapes(choose: Choices) -> list[list[int]]:
+    """Shapes of the tensors of a list: one, a few; scalars and empty ones among them."""
+    count = choose.of(1, 2, 3, 7, 12)
+    return [choose.shape(choose.of(1, 2, 3, 0), elements=600) for _ in range(count)]
+
+
+def _l2_norm(choose: Choices, draw: Draw) -> Arguments:
+    return ([choose.values(draw, *shape) for shape in _shapes(choose)],), {}
+
+
+def _l2_norm_partials(choose: Choices, draw: Draw) -> Arguments:
+    shapes, block = _shapes(choose), choose.of(16, 1, 4, 64, 1024)
+    tensors = [choose.values(draw, *shape) for shape in shapes]
+    attrs: dict[str, Any] = {"offsets": None, "sizes": None, "block": block}
+    if choose.of(False, True):
+        attrs |= _grid(choose, tensors, block)
+    return (tensors,), attrs
+
+
+def _grid(choose: Choices, tensors: list[Tensor], block: int) -> dict[str, list[int]]:
+    """Each tensor is a range of blocks of a larger one."""
+    offsets = [block * choose.of(0, 1, 3) for _ in tensors]
+    # A shard ends with its tensor, or at the end of a block.
+    rest = [choose.of(0, 1, 70) if t.numel() % block == 0 else 0 for t in tensors]
+    sizes = [o + t.numel() + more for o, t, more in zip(offsets, tensors, rest, strict=True)]
+    return {"offsets": offsets, "sizes": sizes}
+
+
+def _clip(choose: Choices, draw: Draw) -> Arguments:
+    tensors = [choose.values(draw, *shape) for shape in _shapes(choose)]
+    norm = draw.scalar(choose.of(3.0, 0.5, 0.0, 1e6))
+    return (tensors, norm), {"max_norm": choose.of(1.0, 0.25, 8.0)}
+
+
+def _unscale(choose: Choices, draw: Draw) -> Arguments:
+    grads = [choose.values(draw, *shape) for shape in _shapes(choose)]
+    filled = [g.view(-1) for g in grads if g.numel()]
+    if choose.of(False, True) and len(filled):
+        flat = filled[choose.of(0, -1)]
+        flat[choose.of(0, -1, len(flat) // 2)] = choose.of(math.inf, math.nan, -math.inf)
+    scale = draw.scalar(choose.of(2.0, 1024.0, 3.0, 1.0))
+    return (grads, scale, draw.scalar(choose.of(0.0, 0.0, 1.0))), {}
+
+
+def _step(choose: Choices, draw: Draw, *, averages: int, **rule: Any) -> Arguments:
+    """A step of an update rule; the decay and the rates of averages of every rule are alike."""
+    shapes, wide = _shapes(choose), torch.float32
+    params = [choose.values(draw, *s, dtype=choose.of(wide, draw.dtype)) for s in shapes]
+    grads = [choose.values(draw, *shape) for shape in shapes]
+    moments = [[choose.values(draw, *s, dtype=wide) * 0.1 for s in shapes] for _ in range(averages)]
+    moments[1:] = [[m.square() for m in squares] for squares in moments[1:]]
+    scalars = [
+        None if value is None else draw.scalar(value)
+        for value in (
+            choose.of(None, 8.0, 1024.0),
+            choose.of(None, 0.25),
+            choose.of(None, 0.0, 1.0),
+        )
+    ]
+    low = choose.of(None, torch.bfloat16, torch.float16)
+    copies = None if low is None else [p.to(low, copy=True) for p in params]
+    fixed = (draw.scalar(choose.of(1e-2, 0.5)), draw.scalar(choose.of(3.0, 0.0, 1000.0)))
+    attrs = {**rule, "weight_decay": choose.of(0.1, 0.0, 2.0)}
+    return (params, grads, *moments, *fixed, *scalars, copies), attrs
+
+
+def _betas(choose: Choices) -> dict[str, Any]:
+    return {"beta1": choose.of(0.9, 0.0, 0.5), "beta2": choose.of(0.999, 0.5, 0.95)}
+
+
+def _adamw(choose: Choices, draw: Draw) -> Arguments:
+    return _step(choose, draw, averages=2, **_betas(choose), eps=choose.of(1e-8, 1e-3))
+
+
+def _lion(choose: Choices, draw: Draw) -> Arguments:
+    return _step(choose, draw, averages=1, **_betas(choose))
+
+
+def _sgd(choose: Choices, draw: Draw) -> Arguments:
+    momentum = choose.of(0.0, 0.9)
+    rule = {
+        "momentum": momentum,
+        "nesterov": bool(momentum) and choose.of(False, True),
+        "decoupled": choose.of(False, True),
+    }
+    args, attrs = _step(choose, draw, averages=1, **rule)
+    return (args if momentum else (*args[:2], [], *args[3:])), attrs
+
+
+def _lamb(choose: Choices, draw: Draw) -> Arguments:
+    args, attrs = _step(choose, draw, averages=2, **_betas(choose), eps=choose.of(1e-6, 1e-3))
+    trust = draw.uniform(len(args[0]), low=0.1, high=4.0) if choose.of(False, True) else None
+    return (*args, trust), attrs
+
+
+def _lamb_partials(choose: Choices, draw: Draw) -> Arguments:
+    args, attrs = _step(choose, draw, averages=2, **_betas(choose), eps=choose.of(1e-6, 1e-3))
+    block = choose.of(16, 1, 64)
+    grid: dict[str, Any] = {"offsets": None, "sizes": None}
+    if choose.of(False, True):
+        grid = _grid(choose, args[0], block)
+    return (*args[:4], *args[5:8]), {**attrs, **grid, "block": block}
+
+
+def _quantize(choose: Choices, draw: Draw) -> Arguments:
+    x = choose.values(draw, *choose.shape(choose.of(1, 2, 3, 0)))
+    rng = _rng(choose, draw) if choose.of(False, True) else None
+    return (x, rng), {"bits": choose.of(8, 4), "block": choose.of(32, 1, 3, 64, 256, 5000)}
+
+
+def _dequantize(choose: Choices, draw: Draw) -> Arguments:
+    shape, bits = choose.shape(choose.of(1, 2, 3, 0)), choose.of(8, 4)
+    block, count = choose.of(32, 1, 3, 64, 256, 5000), math.prod(shape)
+    codes = draw.integers(255, count if bits == 8 else (count + 1) // 2) - 127
+    scales = choose.values(draw, -(-count // block), dtype=torch.float32).abs()
+    return (codes.to(torch.int8), scales), {"shape": shape, "bits": bits, "block": block}
+
+
+def _hadamard(choose: Choices, draw: Draw) -> Arguments:
+    block, whole = 2 ** choose.of(3, 0, 1, 2, 5, 8, 9), choose.of(True, False)
+    last = block if whole else block * choose.of(2, 1, 3)
+    x = choose.values(draw, *choose.shape(choose.of(2, 1, 3), last=last))
+    return (x,), {"block": None if whole else block}
+
+
+def _top_k(choose: Choices, draw: Draw) -> Arguments:
+    x = choose.values(draw, *choose.shape(choose.of(2, 1, 3)))
+    last = x.shape[-1]
+    return (x,), {"k": choose.of(1, last, last // 2, min(3, last), 0)}
+
+
+DRAWN: Mapping[str, Drawn] = {
+    "rms_norm": partial(_norm, bias=False),
+    "layer_norm": partial(_norm, bias=True),
+    "add_rms_norm": partial(_norm, bias=False, residual=True),
+    "add_layer_norm": partial(_norm, bias=True, residual=True),
+    "dropout": _dropout,
+    "bias_dropout_add": _bias_dropout_add,
+    "gelu": _gelu,
+    "bias_gelu": _bias_gelu,
+    "swiglu": partial(_gated, approximate=False),
+    "geglu": partial(_gated, approximate=True),
+    "softmax": _softmax,
+    "rope": _rope,
+    "attention": _attention,
+    "attention_dropout": partial(_attention, dropout=True),
+    "attention_varlen": _attention_varlen,
+    "linear": _linear,
+    "grouped_linear": _grouped_linear,
+    "embedding": _embedding,
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "l2_norm": _l2_norm,
+    "l2_norm_partials": _l2_norm_partials,
+    "clip": _clip,
+    "unscale_and_check": _unscale,
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "lion": _lion,
+    "lamb_partials": _lamb_partials,
+    "lamb": _lamb,
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+    "hadamard": _hadamard,
+    "top_k": _top_k,
+}

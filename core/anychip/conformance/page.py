@@ -1,0 +1,304 @@
+"""The report as one page for people: nothing to load, no script, for wide and narrow screens.
+
+``report.html.jinja`` and ``report.css`` beside this file are the page; here is what they show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from markupsafe import Markup
+
+from anychip.conformance import charts
+from anychip.conformance.bounds import BINS, Measurement
+from anychip.conformance.formats import FORMATS
+from anychip.conformance.junit import printable
+from anychip.conformance.priorities import weight_of
+from anychip.conformance.rank_questions import NAMES
+from anychip.conformance.report import OUTCOMES, Report, Result
+from anychip.conformance.statement import verify
+
+HERE = Path(__file__).parent
+FLOATS = tuple(format.name for format in FORMATS.values())
+SHOWN = 5
+"""Results with the largest errors, per dtype."""
+DIRECTIONS = {"operators": "forward", "gradients": "backward"}
+KINDS = ("native", "mapped", "compiled", "reference")
+
+
+def to_html(report: Report) -> str:
+    """The page, complete in itself."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(error=error_text, count=count_text)
+    return environment.get_template("report.html.jinja").render(
+        report=report,
+        known=report.identity,
+        style=Markup((HERE / "report.css").read_text(encoding="utf-8")),
+        statement=verify(report.to_json()),
+        outcomes=[outcome for outcome in OUTCOMES if report.counts()[outcome]],
+        matrix=list(matrix(report)),
+        distributions=list(distributions(report)),
+        collectives=collectives(report),
+        questions=list(rank_questions(report)),
+        trainings=[
+            (r, r.curve, charts.losses(r.case, r.curve), charts.deviation(r.case, r.curve))
+            for r in report.results
+            if r.curve is not None
+        ],
+        provenance=list(provenance(report)),
+        excused=excused(report),
+        pages=[(name, text) for name, text in PARTS.items()],
+    )
+
+
+PARTS = {
+    "chapters": "Chapters",
+    "operators": "Operators",
+    "errors": "Errors",
+    "collectives": "Collectives",
+    "training": "Training",
+    "provenance": "Provenance",
+    "excused": "Not passed",
+    "identity": "Identity",
+}
+"""Ids of the page's parts, and their names."""
+
+
+def error_text(value: float) -> str:
+    """An error in units of its bound, short."""
+    if not math.isfinite(value):
+        return "\N{INFINITY}" if value > 0 else str(value)
+    return f"{value:.2f}" if value < 10 else f"{value:.1e}".replace("e+0", "e")
+
+
+def count_text(value: int) -> str:
+    """A count with its thousands apart."""
+    return f"{value:,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
+
+
+# Operators
+
+
+class Cell(NamedTuple):
+    """One operator in one dtype.
+
+    Attributes:
+        status: the worst outcome of its cases, as a style: passed, failed, expected, unsupported;
+            none: there is no case.
+        worst: the largest error, in units of the bound; None: nothing was measured.
+        side: where that was: forward or backward.
+        detail: both directions, in words.
+    """
+
+    status: str
+    worst: float | None = None
+    side: str = ""
+    detail: str = ""
+
+
+class OperatorRow(NamedTuple):
+    """One line of the matrix."""
+
+    name: str
+    calls: int
+    model: str
+    kinds: tuple[str, ...]
+    cells: Mapping[str, Cell]
+
+
+def matrix(report: Report) -> Iterator[OperatorRow]:
+    """Operator by dtype: the worst of values and gradients, and who served it."""
+    found: dict[str, dict[str, list[Result]]] = {}
+    for result in report.results:
+        if result.chapter in DIRECTIONS and result.case.count("/") >= 3:
+            _, name, dtype = result.case.split("/")[:3]
+            found.setdefault(name, {}).setdefault(dtype, []).append(result)
+    kinds: dict[str, set[str]] = {}
+    for row in _rows(report):
+        kinds.setdefault(row["operator"], set()).add(row["kind"])
+    for name, by_dtype in found.items():
+        weight = weight_of(name)
+        yield OperatorRow(
+            name,
+            weight.calls,
+            weight.model,
+            tuple(kind for kind in KINDS if kind in kinds.get(name, ())),
+            {dtype: _cell(dtype, by_dtype.get(dtype, [])) for dtype in FLOATS},
+        )
+
+
+def _cell(dtype: str, results: list[Result]) -> Cell:
+    if not results:
+        return Cell("none")
+    details, worst, side = [], None, ""
+    for chapter, direction in DIRECTIONS.items():
+        mine = [result for result in results if result.chapter == chapter]
+        if not mine:
+            continue
+        failed = sum(not result.ok for result in mine)
+        # Results of another type, states and codes, count where there are none of this one.
+        measured = [m for r in mine for m in r.measurements]
+        errors = [m.max for m in measured if m.format == dtype] or [m.max for m in measured]
+        words = f"{direction}: {len(mine)} cases, {failed} failed"
+        if errors:
+            words += f", error {error_text(max(errors))}"
+            if worst is None or max(errors) > worst:
+                worst, side = max(errors), direction
+        details.append(words)
+    return Cell(status_of(results), worst, side, "; ".join(details))
+
+
+def status_of(results: Iterable[Result]) -> str:
+    """The worst outcome of some results, as the name of a style."""
+    outcomes = {result.outcome for result in results}
+    if any(not result.ok for result in results):
+        return "failed"
+    if "expected failure" in outcomes:
+        return "expected"
+    return "passed" if "passed" in outcomes else "unsupported"
+
+
+# Errors
+
+
+class Distribution(NamedTuple):
+    """Errors of all results of one dtype.
+
+    Attributes:
+        elements, results: that were compared.
+        median, p999: upper edges of the histogram's bins that hold them.
+        worst: the results with the largest errors, each with its case.
+    """
+
+    name: str
+    picture: Markup
+    elements: int
+    results: int
+    median: float
+    p999: float
+    worst: list[tuple[Result, Measurement]]
+
+
+def distributions(report: Report) -> Iterator[Distribution]:
+    """Per float type that anything was measured in."""
+    for name in FLOATS:
+        pairs = [(r, m) for r in report.results for m in r.measurements if m.format == name]
+        counts = [0] * (BINS + 1)
+        for _, measured in pairs:
+            for index, count in enumerate(measured.histogram):
+                counts[index] += count
+        if not sum(counts):
+            continue
+        pairs.sort(key=lambda pair: -pair[1].max)
+        yield Distribution(
+            name,
+            charts.histogram(name, counts),
+            sum(counts),
+            len(pairs),
+            _quantile(counts, 0.5),
+            _quantile(counts, 0.999),
+            pairs[:SHOWN],
+        )
+
+
+def _quantile(counts: list[int], part: float) -> float:
+    seen = 0
+    for index, count in enumerate(counts):
+        seen += count
+        if seen >= part * sum(counts):
+            return (index + 1) / BINS if index < BINS else math.inf
+    return math.inf
+
+
+# Collectives
+
+
+class CollectiveCell(NamedTuple):
+    """One call in one dtype on one number of ranks."""
+
+    ranks: int
+    status: str
+    detail: str
+
+
+class Collectives(NamedTuple):
+    """The matrix: calls by dtype by number of ranks."""
+
+    dtypes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    rows: Mapping[str, Mapping[str, list[CollectiveCell]]]
+
+
+def collectives(report: Report) -> Collectives:
+    """Calls that move values; other questions to ranks are ``rank_questions``."""
+    rows: dict[str, dict[str, list[CollectiveCell]]] = {}
+    dtypes, worlds = set(), set()
+    for result, (world, call, dtype) in _asked_of_ranks(report):
+        if dtype not in NAMES:
+            continue
+        status = status_of([result])
+        if status == "passed" and result.note:
+            status = "unclaimed"
+        detail = f"{call} of {dtype} on {world} ranks: {result.note or result.outcome}"
+        cell = CollectiveCell(int(world), status, detail)
+        rows.setdefault(call, {}).setdefault(dtype, []).append(cell)
+        dtypes.add(dtype)
+        worlds.add(int(world))
+    return Collectives(tuple(n for n in NAMES if n in dtypes), tuple(sorted(worlds)), rows)
+
+
+def rank_questions(report: Report) -> Iterator[tuple[str, str, Result]]:
+    """(question, status, result) of what else ranks were asked."""
+    for result, (world, call, rest) in _asked_of_ranks(report):
+        if rest not in NAMES:
+            name = f"{call}/{rest}" if rest else call
+            yield f"{name}, {world}", status_of([result]), result
+
+
+def _asked_of_ranks(report: Report) -> Iterator[tuple[Result, tuple[str, str, str]]]:
+    for result in report.results:
+        parts = result.case.split("/")
+        if result.chapter == "collectives" and len(parts) >= 3 and parts[1].isdigit():
+            yield result, (parts[1], parts[2], "/".join(parts[3:]))
+
+
+# Who did the work, and what was not passed
+
+
+def provenance(report: Report) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """Operators with what served them, most calls first."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in _rows(report):
+        found.setdefault(row["operator"], []).append(row)
+    for name in sorted(found):
+        yield name, sorted(found[name], key=lambda row: (row["direction"], -row["calls"]))
+
+
+def _rows(report: Report) -> list[Mapping[str, Any]]:
+    found: list[Mapping[str, Any]] = (report.provenance or {}).get("operators", [])
+    return found
+
+
+def excused(report: Report) -> list[tuple[str, str, str, list[str]]]:
+    """(outcome, reason, capability, ids) of what let the run pass without passing."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for result in report.results:
+        if result.ok and result.outcome != "passed":
+            key = (result.outcome, result.reason, result.capability or "")
+            found.setdefault(key, []).append(result.case)
+    order: Counter[str] = Counter({outcome: -n for n, outcome in enumerate(OUTCOMES)})
+    return sorted(
+        [(*key, cases) for key, cases in found.items()], key=lambda row: (order[row[0]], row[1])
+    )

@@ -1,0 +1,161 @@
+"""One call of one operator in one dtype, as the cases of two chapters need it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anychip.conformance.arithmetic import Rounded
+from anychip.conformance.bounds import Measurement
+from anychip.conformance.calls import (
+    LAYOUTS,
+    Arguments,
+    Call,
+    Layout,
+    PlacedCall,
+    describe_call,
+    place_call,
+    stream,
+    tensors_of,
+    with_equal_numbers,
+)
+from anychip.conformance.case import Context
+from anychip.conformance.choices import Choices, search
+from anychip.conformance.oracles import Oracle
+from anychip.conformance.oracles.drawn import DRAWN
+from anychip.conformance.oracles.oracle import numbers
+from anychip.dispatch.operator import Operator
+
+AnyOperator = Operator[..., Any]
+RULE_CALLS = 5
+"""Calls that a rule is checked on: it does not depend on the values, only on what is called."""
+EXAMPLES = {"quick": 6, "full": 100}
+"""Random calls per operator, type and direction."""
+
+
+class Trial:
+    """The arguments of a call on the host and, when it is placed, on the device; its results."""
+
+    def __init__(
+        self, operator: AnyOperator, call: Call, dtype: torch.dtype, seed: int = 0
+    ) -> None:
+        self.operator, self.call, self.dtype = operator, call, dtype
+        self.signature = operator.signature
+        args, attrs = self.signature.bind(*call.arguments(operator.spec.name, dtype, seed))
+        args = with_equal_numbers(self.signature.positional, (args, attrs), call.layout)
+        self.arguments: Arguments = args, attrs
+        self.written = self.signature.written
+
+    def place(self, context: Context) -> PlacedCall:
+        """The arguments on the device, anew; and the call's description for a failure."""
+        name, (args, attrs) = self.operator.spec.name, self.arguments
+        context.call = describe_call(name, self.arguments, self.call.layout)
+        placed = place_call(
+            self.signature.positional, (args, attrs), context.device, self.call.layout
+        )
+        lines = self.operator.explain(*placed.args, **attrs).lines
+        taken = [f"{line.provider}: {line.implementation}" for line in lines if line.taken]
+        context.served_by = ", ".join(taken) or None
+        return placed
+
+    def run(self, placed: PlacedCall) -> list[Tensor]:
+        """Outputs; for an in-place operator every written tensor."""
+        return self.results(self.operator(*placed.args, **placed.attrs), placed)
+
+    def results(self, returned: Any, placed: PlacedCall) -> list[Tensor]:
+        """What there is to compare after a call."""
+        if self.written:
+            return list(tensors_of([placed.args[i] for i in self.written]))
+        return list(self.signature.results(returned))
+
+    def names(self) -> list[str]:
+        """Names of what ``results`` gives."""
+        if self.written:
+            found = []
+            for index in self.written:
+                name, arg = self.signature.positional[index], self.arguments[0][index]
+                if isinstance(arg, (list, tuple)):
+                    found += [f"{name}[{entry}]" for entry in range(len(arg))]
+                elif arg is not None:
+                    found.append(name)
+            return found
+        count = self.signature.num_outputs
+        return ["y"] if count == 1 else [f"y{i}" for i in range(count)]
+
+    def expected(self, oracle: Oracle) -> Sequence[Rounded]:
+        """The oracle's outputs, then residuals; or every written tensor."""
+        args, attrs = self.arguments
+        with np.errstate(all="ignore"):
+            return oracle.forward(*(numbers(arg) for arg in args), **attrs)
+
+    def fake(self) -> list[Tensor]:
+        """Shapes and dtypes that outputs and residuals must have, by the specification."""
+        args = [_meta(arg) for arg in self.arguments[0]]
+        return list(self.signature.results(self.operator.spec.fake(*args, **self.arguments[1])))
+
+
+def _meta(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return arg.to("meta")
+    return [t.to("meta") for t in arg] if isinstance(arg, (list, tuple)) else arg
+
+
+def rule_calls(oracle: Oracle) -> list[Call]:
+    """A few calls of an operator, small ones, one of every layout among them; no special values."""
+    usable = [c for c in oracle.calls() if not c.full and c.gradient]
+    plain = [c for c in usable if c.layout == "contiguous"]
+    # The first two are empty and of one element; a third party's operator may have no more.
+    plain = plain[2 : 2 + RULE_CALLS] or plain
+    return plain + [c for c in usable if c.layout != "contiguous"]
+
+
+def each_trial(
+    context: Context, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> Iterator[Trial]:
+    for call in rule_calls(oracle):
+        yield Trial(operator, call, dtype, context.seed)
+
+
+def search_calls(
+    context: Context,
+    operator: AnyOperator,
+    dtype: torch.dtype,
+    chapter: str,
+    check_one: Callable[..., None],
+) -> None:
+    """Runs ``check_one(context, call=...)`` on random calls; of their errors the largest stays.
+
+    Raises:
+        CheckFailedError: of the simplest failing call that was found, which ``context.call`` names.
+    """
+    name, signature = operator.spec.name, operator.signature
+    kept = context.measurements
+
+    def check_call(choose: Choices) -> None:
+        context.measurements = []
+        options: tuple[Layout, ...] = ("contiguous", "contiguous", "contiguous", *LAYOUTS)
+        layout = {arg: choose.of(*options) for arg in signature.positional}
+        call = Call(label="drawn", make=partial(DRAWN[name], choose), layout=layout,
+                    statistical=False)  # fmt: skip
+        check_one(context, call=call)
+        kept[:] = _largest([*kept, *context.measurements])
+
+    label = f"{chapter}/{name}/{dtype}"
+    seed = stream(label, context.seed)
+    search(check_call, examples=EXAMPLES[context.level], seed=seed)
+    context.measurements = kept
+
+
+def _largest(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Of each result the one with the largest error."""
+    found: dict[str, Measurement] = {}
+    for one in measurements:
+        name = one.name.split("[")[0]
+        if name not in found or one.max > found[name].max:
+            found[name] = one
+    return list(found.values())

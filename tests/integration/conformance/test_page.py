@@ -1,0 +1,160 @@
+"""Can a person read the report's page? Laid out by a browser, wide and narrow, light and dark.
+
+The page lies in frames of the widths of a screen and of a phone; ``measure.js`` says what is where.
+.ci/run installs a browser and sets ANYCHIP_TEST_BROWSER=required; elsewhere the tests are skipped
+where there is none.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anychip.conformance import CHAPTERS
+from anychip.conformance.bounds import Measurement
+from anychip.conformance.case import Curve
+from anychip.conformance.hashes import suite_hash
+from anychip.conformance.must_pass import declared_list
+from anychip.conformance.page import PARTS, to_html
+from anychip.conformance.priorities import next_to_fix
+from anychip.conformance.report import Identity, KernelPack, Report, Result
+
+FORMATS = ("fp32", "bf16", "fp16")
+WIDTHS = (1280, 390)
+SCHEMES = {"dark": 0, "light": 1}
+"""Values of blink's preferredColorScheme."""
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def browser() -> str:
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        problem = f"there is no browser here (looked for {', '.join(BROWSERS)})"
+        if os.environ.get("ANYCHIP_TEST_BROWSER") == "required":
+            pytest.fail(f"{problem}; apt-get install chromium")
+        pytest.skip(problem)
+    return found
+
+
+def measurement(format: str, largest: float) -> Measurement:
+    counts = [2**place + 1 for place in range(20, 0, -1)][: max(1, math.ceil(20 * largest))]
+    return Measurement(
+        name="gradient of a_tensor_with_a_long_name", format=format, count=sum(counts),
+        median=largest / 8, p999=largest / 2, max=largest, rms=0.3, quantile=0.5,
+        max_ulp=412.5, where=(3, 1023, 151_999), failure=None, histogram=tuple(counts[:21]),
+    )  # fmt: skip
+
+
+def result_of(number: int, case: str) -> Result:
+    """Every 300th case fails, every 301st is an expected failure, the rest passed."""
+    fields: dict[str, Any] = {"call": "f(x: float32[3, 17])", "served_by": "acme: acme.kernels.f"}
+    parts = case.split("/")
+    if len(parts) > 2 and parts[2] in FORMATS:
+        fields["measurements"] = (measurement(parts[2], (number % 97) / 100),)
+    if parts[0] == "collectives" and parts[-1] == "int8":
+        fields["note"] = "not claimed"
+    if parts[0] == "training":
+        steps = range(200)
+        exact = tuple(4.0 * math.exp(-step / 50) + 1.0 for step in steps)
+        losses = tuple(value + 1e-6 * math.sin(step) for step, value in enumerate(exact))
+        fields["curve"] = Curve(losses, exact, (1e-6,) * 200, 0.7, 1.4)
+    if number % 300 == 0:
+        words = "wrong at [3, 1023, 151999]: got 1.00000012, want 1\n" + "unbroken" * 40
+        return Result(case=case, outcome="failed", reason=words, **fields)
+    if number % 301 == 0:
+        return Result(case=case, outcome="expected failure", reason="partial sums", **fields)
+    return Result(case=case, outcome="passed", **fields)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    """Of a long run with everything in it: failures, packs, long names, all types and ranks."""
+    capabilities = {"memory_stats": 1, "memory_peak": 1, "pinned_memory": 1}
+    listed = declared_list("acme", capabilities, FORMATS, "quick")
+    results = [result_of(number, case) for number, case in enumerate(listed.ids)]
+    for case, missing in listed.capabilities.items():
+        words = f"{missing} is not declared"
+        results.append(Result(case=case, outcome="unsupported", reason=words, capability=missing))
+    row = {
+        "operator": "linear_cross_entropy", "direction": "backward", "kind": "reference",
+        "implementation": "anychip_acme.kernels.with_a_long_name._and_a_longer_function_name",
+        "provider": "reference", "distribution": "anychip", "version": "0.1.0", "calls": 123456,
+        "fallback_reason": "anychip_acme.kernels.linear_cross_entropy: accepts() said no",
+    }  # fmt: skip
+    report = Report(
+        identity=Identity(
+            backend="acme_with_a_name", device_type="acme", device="ACME Accelerator 9000 (rev. B)",
+            num_devices=8, distribution="anychip-acme", version="1.2.3.post45", api=(1, 0),
+            capabilities=capabilities, dtypes=FORMATS, plugin_hash="0a" * 32,
+            suite_hash=suite_hash(), kernel_packs=(KernelPack("acme-pack", "0.3", "f0" * 32),),
+        ),
+        level="quick",
+        chapters=tuple(CHAPTERS),
+        select="",
+        seed=7,
+        isolated=True,
+        results=tuple(results),
+        must_pass=(len(listed.ids), listed.hash),
+        started="2026-11-21T12:00:00+00:00",
+        seconds=432.1,
+        next_to_fix=next_to_fix(results),
+        references=("acme_norm",),
+        provenance={"schema": 1, "operators": [row, {**row, "kind": "native", "calls": 7}]},
+    )  # fmt: skip
+    return to_html(report)
+
+
+def laid_out(page: str, scheme: str, folder: Path) -> list[dict[str, Any]]:
+    """What ``measure.js`` says of the page in each width."""
+    script = Path(__file__).with_name("measure.js").read_text(encoding="utf-8")
+    frames = "".join(
+        f'<iframe width="{width}" height="800" srcdoc="{html.escape(page)}"></iframe>'
+        for width in WIDTHS
+    )
+    outer = folder / "outer.html"
+    outer.write_text(f'<pre id="answers"></pre><script>{script}</script>{frames}', "utf-8")
+    done = subprocess.run(
+        [
+            browser(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            "--disable-dev-shm-usage", f"--user-data-dir={folder / 'profile'}",
+            f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", "--window-size=1400,2000",
+            "--virtual-time-budget=20000", "--dump-dom", outer.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    found = re.search(r'<pre id="answers">(\[.*?\])</pre>', done.stdout, re.DOTALL)
+    assert found, f"no answer from the browser: {done.stderr[-2000:]}"
+    answers: list[dict[str, Any]] = json.loads(html.unescape(found[1]))
+    return answers
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_page_is_legible_at_both_widths(page: str, scheme: str, tmp_path: Path) -> None:
+    answers = laid_out(page, scheme, tmp_path)
+    assert [answer["width"] for answer in answers] == list(WIDTHS)
+    for answer in answers:
+        assert answer["shown"] > 500
+        assert answer["outside"] == []
+        assert answer["spilling"] == []
+        assert answer["scroll_width"] <= answer["width"]
+        assert answer["pale"] == [], "contrast below 4.5"
+        assert answer["small"] == [], "letters below 9 px"
+        assert answer["sections"] == ["next", "failures", *PARTS]
+        assert answer["empty"] == []
+        assert len(answer["charts"]) == 3 + 2 * 2
+        assert all(100 < height < 300 for height in answer["charts"])
+        light = sum(map(int, re.findall(r"\d+", answer["background"])[:3])) > 3 * 128
+        assert light == (scheme == "light")
+
+
+def test_page_needs_nothing_from_elsewhere(page: str) -> None:
+    assert not re.search(r"<script|<link|<img|<iframe|@import|url\(|https?:", page)

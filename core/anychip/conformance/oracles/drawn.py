@@ -111,13 +111,22 @@ def _score_attrs(choose: Choices) -> dict[str, Any]:
     return {"causal": choose.of(True, False), "scale": choose.of(None, 0.05, 0.5)}
 
 
+def _attended(choose: Choices, draw: Draw, *shape: int) -> Tensor:
+    """Of any kind; in float16 normal ones. What a kernel may store in between in the tensors' type,
+    such as weights after their normalisation and the gradients of one block of queries, would there
+    be subnormal numbers or infinite ones, for which the oracle's bound does not allow.
+    """
+    values = choose.values(draw, *shape)
+    return draw.normal(*shape) if draw.dtype == torch.float16 else values
+
+
 def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Arguments:
     heads, kv_heads, dim = _heads(choose)
     batch, queries, keys = choose.of(1, 2, 3), choose.size(65), choose.size(65)
     keys = queries if choose.of(True, True, False) else keys
     shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
     args: tuple[Tensor, ...] = tuple(
-        choose.values(draw, batch, length, count, dim) for length, count in shapes
+        _attended(choose, draw, batch, length, count, dim) for length, count in shapes
     )
     attrs = _score_attrs(choose)
     if dropout:
@@ -138,7 +147,7 @@ def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
     cu_seqlens = torch.cat((ends.new_zeros(1), ends))
     tokens = int(cu_seqlens[-1]) + choose.of(0, 0, 1, 5)
     shapes = (heads, kv_heads, kv_heads)
-    args = (choose.values(draw, tokens, count, dim) for count in shapes)
+    args = (_attended(choose, draw, tokens, count, dim) for count in shapes)
     return (*args, cu_seqlens), _score_attrs(choose)
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import UNIT, Rounded, concatenate, power, sqrt, where
 from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
+from anychip.conformance.formats import Format, ulp
 from anychip.conformance.oracles.oracle import Oracle
 
 _CLIP_EPS = 1e-6
@@ -90,7 +91,16 @@ def copies(
     news: Sequence[Rounded], params: Sequence[Rounded], low: Sequence[Rounded]
 ) -> list[Rounded]:
     """Low-precision copies: cast from the stored parameter, one rounding to its type more."""
-    return [(new * 1.0).stored(p.format) for new, p, _ in zip(news, params, low, strict=False)]
+    return [_cast(new, p.format) for new, p, _ in zip(news, params, low, strict=False)]
+
+
+def _cast(new: Rounded, format: Format) -> Rounded:
+    """A parameter as it is stored, which is infinite where its type holds no such number."""
+    stored = (new * 1.0).stored(format)
+    top = np.array(format.largest)
+    overflows = np.abs(stored.value) >= top + ulp(top, format) / 2
+    infinite = Rounded.exact(np.copysign(np.inf, stored.value))
+    return where(overflows, infinite, stored)
 
 
 def _sgd_forward(

@@ -50,7 +50,7 @@ def cross_entropy_forward(
         loss = loss.sum() / valid.sum()
     elif reduction == "sum":
         loss = loss.sum()
-    return loss, lse
+    return loss.contiguous(), lse.contiguous()
 
 
 def check_targets(operator: str, target: Tensor, num_classes: int, ignore_index: int) -> None:

@@ -139,7 +139,7 @@ def search_calls(
     def check_call(choose: Choices) -> None:
         context.measurements = []
         options: tuple[Layout, ...] = ("contiguous", "contiguous", "contiguous", *LAYOUTS)
-        layout = {arg: choose.of(*options) for arg in signature.positional}
+        layout: dict[str, Layout] = {a: choose.of(*options) for a in signature.positional}
         call = Call(label="drawn", make=partial(DRAWN[name], choose), layout=layout,
                     statistical=False)  # fmt: skip
         check_one(context, call=call)

@@ -64,7 +64,7 @@ def rms_norm_backward(
             mean = (scaled * normed).mean(-1, keepdims=True)
             dx = _tensor((scaled - normed * mean) * inverse)
         if needs[1]:
-            dweight = _tensor((_array(grad) * normed).reshape(-1, x.shape[-1]).sum(0))
+            dweight = _tensor((_array(grad) * normed).sum(tuple(range(x.dim() - 1))))
     return dx, dweight
 
 

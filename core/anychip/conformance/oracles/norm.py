@@ -279,6 +279,11 @@ def _add_special(draw: Draw, value: float, *, bias: bool) -> Arguments:
     return _with_residual(draw, x, stream, bias=bias)
 
 
+def _add_two_dtypes(draw: Draw, wide: str) -> Arguments:
+    (x, *weights), attrs = _two_dtypes(draw, wide)
+    return (x, draw.normal(6, 96), *weights), attrs
+
+
 def _add_calls(*, bias: bool) -> Iterator[Call]:
     make = partial(_add_normal, bias=bias)
     for shape in _ADD_SHAPES:
@@ -304,6 +309,9 @@ def _add_calls(*, bias: bool) -> Iterator[Call]:
                 (draw.normal(4, 40), draw.normal(4, 40), draw.normal(40), None), {"eps": 1e-5}
             ),
         )  # fmt: skip
+        for wider in ("weight", "bias"):
+            dtypes = partial(_add_two_dtypes, wide=wider)
+            yield Call(label=f"6x96.{wider}-wider", make=dtypes, gradient=wider == "weight")
     for hidden in _HIDDEN[::4]:
         yield Call(label=f"3x{hidden}.sweep", make=partial(make, shape=(3, hidden)), full=True)
 

@@ -12,6 +12,7 @@ from anychip import conformance
 from anychip.conformance.chapters import collectives
 from anychip.contract import Backend
 from anychip.dispatch import selection
+from tests.meta.asynchronous import AsynchronousBackend
 from tests.meta.catalogue import CATALOGUE, table
 from tests.meta.false_alarms import CORRECT, alarms
 from tests.meta.honest import HonestRows
@@ -56,6 +57,9 @@ def run(backend: Backend, wrong: Wrong) -> conformance.Report:
 @EACH
 def test_wrong_backend_is_found_by_its_chapter(wrong: Wrong) -> None:
     report = run(wrong.make(), wrong)
+    if wrong.chapter == "streams" and report.passed:
+        # A race, which a busy machine may decide the other way; it is lost at the second try.
+        report = run(wrong.make(), wrong)
     assert report.counts()["failed"] > 0, f"{wrong.bug} survives"
     first = report.explain(report.failures[0])
     assert f'-k "{report.failures[0].case}"' in first
@@ -78,6 +82,12 @@ def test_correct_backend_passes_with_another_seed(name: str) -> None:
     """CI's second seed, in the chapters that are quick; python -m tests.meta.false_alarms: all."""
     found = alarms(CORRECT[name](), 1, ("memory", "random", "optimizer", "errors"))
     assert found == [], "\n".join(found)
+
+
+def test_operators_on_a_side_stream_pass_on_a_device_that_is_asynchronous() -> None:
+    """The rule needs streams, which no backend that is asked in full has here."""
+    report = conformance.run(AsynchronousBackend(), chapters=["operators"], select="side-stream")
+    assert report.passed, "\n".join(report.explain(r) for r in report.failures)
 
 
 def test_catalogue_has_unique_names_and_every_chapter() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from anychip.contract import Communicator, Transfer
+from anychip.contract import CommunicationError, Communicator, Transfer
 from anychip.contract.collectives import agree
 
 # Values of an operand, known to every rank, so that each can work out what must come.
@@ -567,5 +568,7 @@ def threads_after_close(comm: Communicator) -> list[str]:
 def ends_without_close(comm: Communicator) -> bool:
     """The end of the interpreter has to close what is open: a call under way among it."""
     comm.barrier()
-    comm.all_gather(torch.empty(comm.world_size), torch.ones(1), async_op=True)
+    # A rank that comes late finds another's interpreter at its end, and is told so.
+    with contextlib.suppress(CommunicationError):
+        comm.all_gather(torch.empty(comm.world_size), torch.ones(1), async_op=True)
     return True

@@ -1,0 +1,149 @@
+#include "collectives/board.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace cann {
+namespace {
+
+constexpr auto kPause = std::chrono::microseconds(50);
+
+struct Header {
+  std::atomic<int32_t> mapped;  // ranks that have the file
+  std::atomic<int32_t> is_aborted;
+  RankState states[kMaxRanks];
+};
+
+size_t page_rounded(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
+
+Header& header_of(char* memory) { return *reinterpret_cast<Header*>(memory); }
+
+size_t mailboxes_offset(int ranks) { return page_rounded(sizeof(Header)) + ranks * kWindowBytes; }
+size_t mailbox_stride() { return page_rounded(sizeof(Mailbox)) + kMailboxBytes; }
+
+bool is_dead(int process) { return process != 0 && kill(process, 0) != 0 && errno == ESRCH; }
+
+std::string listed(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank" : "ranks";
+  for (const int rank : ranks) text += " " + std::to_string(rank);
+  return text;
+}
+
+}  // namespace
+
+double seconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double>(now).count();
+}
+
+Board::Board(const std::string& id, int rank, int ranks, double timeout_s)
+    : rank(rank), ranks(ranks), timeout_s_(timeout_s) {
+  if (ranks > kMaxRanks) throw std::runtime_error("the emulator has at most 64 ranks");
+  bytes_ = mailboxes_offset(ranks) + static_cast<size_t>(ranks) * ranks * mailbox_stride();
+  const std::string name = "/anychip_cann_" + id;
+  // Whoever comes first makes it; new memory is zero.
+  const int file = shm_open(name.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600);
+  if (file < 0 || ftruncate(file, static_cast<off_t>(bytes_)) != 0) {
+    throw std::runtime_error("no shared memory for communicator " + id);
+  }
+  void* address =
+      mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+  close(file);
+  if (address == MAP_FAILED) throw std::runtime_error("no shared memory for communicator " + id);
+  memory_ = static_cast<char*>(address);
+  Header& header = header_of(memory_);
+  header.states[rank].process = getpid();
+  ++header.mapped;
+  const double start = seconds();
+  while (header.mapped < ranks) {
+    if (seconds() - start > timeout_s_) {
+      std::vector<int> missing;
+      for (int r = 0; r < ranks; ++r) {
+        if (header.states[r].process == 0) missing.push_back(r);
+      }
+      shm_unlink(name.c_str());
+      munmap(memory_, bytes_);
+      throw std::runtime_error(listed(missing) + " did not come to communicator " + id);
+    }
+    std::this_thread::sleep_for(kPause);
+  }
+  if (rank == 0) shm_unlink(name.c_str());
+}
+
+Board::~Board() { munmap(memory_, bytes_); }
+
+char* Board::window(int r) { return memory_ + page_rounded(sizeof(Header)) + r * kWindowBytes; }
+
+void Board::abort() { header_of(memory_).is_aborted = 1; }
+
+void Board::check_alive(const std::string& what, int first, int last, double since_s) {
+  Header& header = header_of(memory_);
+  if (header.is_aborted) throw std::runtime_error(what + ": the communicator was aborted");
+  std::vector<int> dead;
+  for (int r = first; r < last; ++r) {
+    if (is_dead(header.states[r].process)) dead.push_back(r);
+  }
+  if (!dead.empty()) throw std::runtime_error(what + ": " + listed(dead) + " ended");
+  if (seconds() - since_s > timeout_s_) {
+    throw std::runtime_error(what + ": not done within " + std::to_string(timeout_s_) + " s");
+  }
+}
+
+void Board::meet(const std::string& what) {
+  Header& header = header_of(memory_);
+  const uint64_t number = ++header.states[rank].arrivals;
+  const double start = seconds();
+  int spins = 0;
+  for (int r = 0; r < ranks; ++r) {
+    while (header.states[r].arrivals < number) {
+      if (++spins < 200) {
+        std::this_thread::yield();
+        continue;
+      }
+      check_alive(what, r, r + 1, start);
+      std::this_thread::sleep_for(kPause);
+    }
+  }
+}
+
+Mailbox& Board::mailbox(int from, int to, char** data) {
+  char* start = memory_ + mailboxes_offset(ranks) + (from * ranks + to) * mailbox_stride();
+  *data = start + page_rounded(sizeof(Mailbox));
+  return *reinterpret_cast<Mailbox*>(start);
+}
+
+size_t Board::try_send(int to, const char* from, size_t bytes) {
+  char* data;
+  Mailbox& box = mailbox(rank, to, &data);
+  const uint64_t written = box.written;
+  const size_t room = kMailboxBytes - static_cast<size_t>(written - box.read);
+  const size_t place = written % kMailboxBytes;
+  const size_t now = std::min({bytes, room, kMailboxBytes - place});
+  memcpy(data + place, from, now);
+  box.written = written + now;
+  return now;
+}
+
+size_t Board::try_receive(int from, char* to, size_t bytes) {
+  char* data;
+  Mailbox& box = mailbox(from, rank, &data);
+  const uint64_t read = box.read;
+  const size_t there = static_cast<size_t>(box.written - read);
+  const size_t place = read % kMailboxBytes;
+  const size_t now = std::min({bytes, there, kMailboxBytes - place});
+  memcpy(to, data + place, now);
+  box.read = read + now;
+  return now;
+}
+
+}  // namespace cann

@@ -1,0 +1,46 @@
+#include "lists.h"
+
+#include "binding.h"
+#include "list.h"
+
+namespace anychip::cuda {
+
+void bind_lists(py::module_& m) {
+  m.attr("LIST_CHUNK") = kChunk;
+  // (head, begin, end) of a chunk: what a block works on.
+  m.def("list_part", [](int64_t numel, int64_t head, int64_t chunk) {
+    const Part part = list_part(numel, head, chunk);
+    return py::make_tuple(part.head, part.begin, part.end);
+  });
+  m.def("l2_norm", [](const py::list& data, const py::list& numel, const py::list& dtype,
+                      Address scratch, int64_t room, Address out, int device, Address stream) {
+    const TensorList tensors = list_of("l2_norm", data, numel, dtype);
+    run_on("l2_norm", device, stream, [&](Place place) {
+      return l2_norm(tensors, at<float>(scratch), room, at<float>(out), place);
+    });
+  });
+  m.def("l2_norm_partials",
+        [](const py::list& data, const py::list& numel, const py::list& dtype,
+           const py::list& first, int64_t block, Address out, int device, Address stream) {
+          const TensorList tensors = list_of("l2_norm_partials", data, numel, dtype);
+          const std::vector<int64_t> places = numbers_of(first);
+          run_on("l2_norm_partials", device, stream, [&](Place place) {
+            return l2_norm_partials(tensors, places, block, at<float>(out), place);
+          });
+        });
+  m.def("clip", [](const py::list& data, const py::list& numel, const py::list& dtype, Address norm,
+                   float max_norm, int device, Address stream) {
+    const TensorList tensors = list_of("clip", data, numel, dtype);
+    run_on("clip", device, stream,
+           [&](Place place) { return clip(tensors, at<const float>(norm), max_norm, place); });
+  });
+  m.def("unscale_and_check", [](const py::list& data, const py::list& numel, const py::list& dtype,
+                                Address scale, Address found_inf, int device, Address stream) {
+    const TensorList grads = list_of("unscale_and_check", data, numel, dtype);
+    run_on("unscale_and_check", device, stream, [&](Place place) {
+      return unscale_and_check(grads, at<const float>(scale), at<float>(found_inf), place);
+    });
+  });
+}
+
+}  // namespace anychip::cuda

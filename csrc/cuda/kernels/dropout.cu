@@ -1,0 +1,173 @@
+// dropout and bias_dropout_add, one pass; one Philox block serves four elements.
+#include "dropout.h"
+
+#include "columns.cuh"
+#include "philox.cuh"
+
+namespace anychip::cuda {
+namespace {
+
+// What the kernels take for p, worked out on the host once for all chips alike.
+struct Rule {
+  const int64_t* rng;
+  float scale;
+  uint32_t threshold;
+  bool drops_all;  // p = 1, whose threshold is no 32-bit number
+
+  explicit Rule(const Drop& drop)
+      : rng(drop.rng),
+        scale(drop.p < 1.0 ? static_cast<float>(1.0 / (1.0 - drop.p)) : 0.0f),
+        threshold(drop.p < 1.0 ? static_cast<uint32_t>(drop.p * 4294967296.0) : 0u),
+        drops_all(drop.p >= 1.0) {}
+
+  // values[i] of element first + i, dropped or scaled. first is a multiple of 4 unless N is 1.
+  template <int N>
+  __device__ __forceinline__ void apply(const PhiloxStream& stream, int64_t first,
+                                        float (&values)[N]) const {
+    constexpr int kWords = N < 4 ? N : 4;
+#pragma unroll
+    for (int group = 0; group < N / kWords; ++group) {
+      const uint4 block = philox_block(stream, static_cast<uint64_t>(first) / 4 + group);
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const uint32_t word = word_of(block, N < 4 ? static_cast<int>(first % 4) : i);
+        float& value = values[group * kWords + i];
+        // Left out, not multiplied by 0: a dropped NaN is 0.
+        value = !drops_all && word >= threshold ? value * scale : 0.0f;
+      }
+    }
+  }
+};
+
+// y = [residual +] dropout(x [+ bias]) from dtype X to dtype R.
+template <class X, class R>
+struct DropAdd {
+  const X* x;
+  const R* residual;  // nullptr: none
+  R* y;
+  Rule rule;
+
+  template <int N>
+  struct Inputs {
+    Adjacent<N, X> x;
+    Adjacent<N, R> residual;
+  };
+  __device__ __forceinline__ PhiloxStream begin() const { return read_stream(rule.rng); }
+  template <int N>
+  __device__ __forceinline__ void load(int64_t first, Inputs<N>& inputs) const {
+    inputs.x = load_adjacent<N>(x + first);
+    inputs.residual = residual == nullptr ? Adjacent<N, R>{} : load_adjacent<N>(residual + first);
+  }
+  template <int N>
+  __device__ __forceinline__ void apply(const PhiloxStream& stream, int64_t first,
+                                        const Inputs<N>& inputs, const float (&bias)[N],
+                                        float (&)[N]) const {
+    float values[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = inputs.x[i] + bias[i];
+    rule.apply(stream, first, values);
+    if (residual != nullptr) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) values[i] += inputs.residual[i];
+    }
+    store(y + first, values);
+  }
+};
+
+template <class T>
+struct DropGradient {
+  const T* grad;
+  T* dx;
+  T* dresidual;
+  Rule rule;
+
+  template <int N>
+  struct Inputs {
+    Adjacent<N, T> grad;
+  };
+  __device__ __forceinline__ PhiloxStream begin() const { return read_stream(rule.rng); }
+  template <int N>
+  __device__ __forceinline__ void load(int64_t first, Inputs<N>& inputs) const {
+    inputs.grad = load_adjacent<N>(grad + first);
+  }
+  template <int N>
+  __device__ __forceinline__ void apply(const PhiloxStream& stream, int64_t first,
+                                        const Inputs<N>& inputs, const float (&)[N],
+                                        float (&sums)[N]) const {
+    float values[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = inputs.grad[i];
+    if (dresidual != nullptr) store(dresidual + first, values);
+    rule.apply(stream, first, values);
+    if (dx != nullptr) store(dx + first, values);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[i] += values[i];
+  }
+};
+
+bool is_valid(const Drop& drop) { return drop.rng != nullptr && drop.p >= 0.0 && drop.p <= 1.0; }
+
+// visit(X{}, R{}): the stream is of x's type, or float32.
+template <class Visit>
+cudaError_t visit_stream(DType dtype, DType stream_dtype, Visit&& visit) {
+  if (dtype != stream_dtype && stream_dtype != DType::kFloat32) return cudaErrorInvalidValue;
+  return visit_dtype(
+      dtype, [&](auto x) { return dtype == stream_dtype ? visit(x, x) : visit(x, float{}); });
+}
+
+}  // namespace
+
+cudaError_t dropout(const void* x, void* y, int64_t numel, const Drop& drop, DType dtype,
+                    Place place) {
+  return bias_dropout_add_forward(x, nullptr, nullptr, y, 1, numel, drop, dtype, dtype, dtype,
+                                  place);
+}
+
+cudaError_t bias_dropout_add_forward(const void* x, const void* residual, const void* bias, void* y,
+                                     int64_t rows, int64_t hidden, const Drop& drop, DType dtype,
+                                     DType stream_dtype, DType bias_dtype, Place place) {
+  if (rows < 0 || hidden < 0 || !is_valid(drop)) return cudaErrorInvalidValue;
+  if (rows * hidden == 0) return cudaSuccess;
+  return visit_stream(dtype, stream_dtype, [&](auto own, auto stream) {
+    using X = decltype(own);
+    using R = decltype(stream);
+    const DropAdd<X, R> function{static_cast<const X*>(x), static_cast<const R*>(residual),
+                                 static_cast<R*>(y), Rule(drop)};
+    const bool is_flat = bias == nullptr;
+    // Rows count only where columns do: without a bias the array is one, with a tail.
+    const int64_t row_bytes = is_flat ? kAccessBytes : hidden * static_cast<int64_t>(sizeof(X));
+    const bool aligned =
+        is_vectorizable(x, row_bytes) && is_vectorizable(residual) && is_vectorizable(y);
+    return visit_width<X>(aligned, [&](auto width) {
+      constexpr int N = decltype(width)::value;
+      if (is_flat) return map_flat<N>(function, rows * hidden, place);
+      return map_columns<N, false>(function, {bias, bias_dtype}, rows, hidden,
+                                   short_parts(rows, hidden, N), nullptr, place);
+    });
+  });
+}
+
+cudaError_t bias_dropout_add_backward(const void* grad, void* dx, void* dresidual, float* dbias,
+                                      float* partial, int64_t rows, int64_t hidden, int64_t parts,
+                                      const Drop& drop, DType dtype, Place place) {
+  if (rows < 0 || hidden < 0 || parts < 1 || !is_valid(drop)) return cudaErrorInvalidValue;
+  if (hidden == 0) return cudaSuccess;
+  const cudaError_t status = visit_dtype(dtype, [&](auto element) {
+    using T = decltype(element);
+    const DropGradient<T> function{static_cast<const T*>(grad), static_cast<T*>(dx),
+                                   static_cast<T*>(dresidual), Rule(drop)};
+    const bool is_flat = dbias == nullptr;
+    const int64_t row_bytes = is_flat ? kAccessBytes : hidden * static_cast<int64_t>(sizeof(T));
+    const bool aligned =
+        is_vectorizable(grad, row_bytes) && is_vectorizable(dx) && is_vectorizable(dresidual);
+    return visit_width<T>(aligned, [&](auto width) {
+      constexpr int N = decltype(width)::value;
+      if (is_flat) return rows == 0 ? cudaSuccess : map_flat<N>(function, rows * hidden, place);
+      return map_columns<N, true>(function, {nullptr, dtype}, rows, hidden, parts, partial, place);
+    });
+  });
+  if (status != cudaSuccess || dbias == nullptr) return status;
+  return sum_parts(partial, dbias, DType::kFloat32, parts, hidden, place);
+}
+
+}  // namespace anychip::cuda

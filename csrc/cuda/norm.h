@@ -1,0 +1,55 @@
+// rms_norm and layer_norm over the rows of contiguous arrays, also of the sum with a residual.
+//
+// rms_norm is a layer_norm whose mean is taken as 0: one launcher serves both. Addresses that are
+// nullptr are absent or not wanted.
+#pragma once
+
+#include "dtype.h"
+
+namespace anychip::cuda {
+
+// y = (v - mean) * rstd * weight + bias of v = x, or of v = x + residual as stored in total.
+struct NormForward {
+  const void* x;         // (rows, hidden), dtype
+  const void* residual;  // (rows, hidden), residual_dtype: dtype or float32; nullptr: v is x
+  const void* weight;    // (hidden,)
+  const void* bias;      // (hidden,) or nullptr
+  void* y;               // as x
+  void* total;           // as residual
+  float* mean;           // (rows,); nullptr for rms_norm
+  float* rstd;           // (rows,)
+  int64_t rows;
+  int hidden;  // at most 2^30
+  float eps;
+  DType dtype, residual_dtype, weight_dtype, bias_dtype;
+};
+cudaError_t norm_forward(const NormForward& args, Place place);
+
+// With a = grad * weight and n = (v - mean) * rstd:
+//   dx = dresidual = rstd * (a - mean(a) - n * mean(a n)) + dtotal, without mean(a) for rms_norm
+//   dweight = sum of grad * n, dbias = sum of grad, over the rows
+struct NormBackward {
+  const void* grad;    // (rows, hidden), dtype
+  const void* v;       // (rows, hidden), residual_dtype
+  const void* dtotal;  // as v; nullptr when v was no sum
+  const void* weight;  // (hidden,)
+  const float* mean;   // (rows,); nullptr for rms_norm
+  const float* rstd;   // (rows,)
+  void* dx;            // as grad
+  void* dresidual;     // as v
+  void* dweight;       // (hidden,), weight_dtype
+  void* dbias;         // (hidden,), weight_dtype
+  int64_t rows;
+  int hidden;  // at most 2^30
+  DType dtype, residual_dtype, weight_dtype;
+};
+
+// For the sums over the rows of each of at most `blocks` blocks: float32 (wanted, blocks, hidden),
+// where `wanted` counts dweight and dbias as far as they are. The contents do not matter.
+struct NormScratch {
+  float* partials;
+  int64_t blocks;
+};
+cudaError_t norm_backward(const NormBackward& args, const NormScratch& scratch, Place place);
+
+}  // namespace anychip::cuda

@@ -10,6 +10,7 @@ from anychip_cpu import (  # noqa: F401 - all but native add rows to the table
     compression,
     fused,
     native,
+    permutation,
     quantization,
     updates,
 )

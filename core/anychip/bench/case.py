@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from anychip.contract import SampleMaker
@@ -11,11 +11,18 @@ from anychip.contract import SampleMaker
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One operator at one size, with torch's own way to do the same, if there is one."""
+    """One operator at one size, and others' ways to do the same.
+
+    Attributes:
+        args, attrs: of the call.
+        eager: torch's own way, if there is one.
+        peers: further ways by name; called as the operator is.
+    """
 
     args: tuple[Any, ...]
     attrs: Mapping[str, Any]
     eager: Callable[..., Any] | None
+    peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 Make = Callable[[SampleMaker], Case]

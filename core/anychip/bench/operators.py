@@ -7,7 +7,8 @@ same rounds. A call faster than its bound read from a cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch.nn import functional
 import anychip.ops  # noqa: F401 - defines our operators
 from anychip import runtime
 from anychip.bench import updates
-from anychip.bench.case import Case, added_cases
+from anychip.bench.case import Case, Make, added_cases
 from anychip.bench.compiled import Compiler
 from anychip.bench.report import Report, Row
 from anychip.bench.timing import Samples, interleave
@@ -28,6 +29,7 @@ from anychip.dispatch.operator import Operator, registered
 
 _TOKENS, _HIDDEN, _VOCABULARY = 4096, 1024, 8192
 _COPY_BYTES = 64 << 20
+_BACKWARD = "forward + backward"
 _NOTES = (
     "x bound: time over (bytes of the spec / rate of a copy in the same rounds)",
     "x torch, x compiled, x reference: their time over ours, above 1 is faster; compiled: torch's "
@@ -43,7 +45,11 @@ def run(
     names: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float32,
     compiled: bool = True,
+    reference: bool = True,
     window: float = 0.1,
+    cases: Mapping[str, Make] | None = None,
+    maker: SampleMaker | None = None,
+    rotate_nbytes: int = 0,
 ) -> Report:
     """Times forward, and forward with backward where there is one.
 
@@ -51,29 +57,28 @@ def run(
         names: operators; all when empty.
         dtype: of the floating-point arguments that the specs leave free.
         compiled: measure torch.compile of torch's way, too; it compiles before it is timed.
+        reference: measure the reference, too.
         window: seconds that one candidate runs per round, about.
+        cases: other sizes, by operator; what follows a blank in a name is for people.
+        maker: of their tensors; it decides about dtype and device.
+        rotate_nbytes: successive calls take other tensors, so many bytes in all, so that no call
+            finds its own in a cache; the copy is of so many bytes too.
 
     Raises:
         ValueError: an operator that has no case here.
     """
-    maker = SampleMaker(backend.device(), dtype)
-    known = {**_cases(), **added_cases()}
+    maker = maker or SampleMaker(backend.device(), dtype)
+    known = {**_cases(), **added_cases()} if cases is None else cases
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"no benchmark for {', '.join(unknown)}; there are {', '.join(known)}")
-    rows: list[Row] = []
     compiler = Compiler(backend) if compiled else None
+    wait = backend.synchronize
+    timed = partial(interleave, rounds=rounds, window=window, synchronize=wait, progress=progress)
+    rows: list[Row] = []
     for name in names or tuple(known):
-        operator, case = registered()[name], known[name](maker)
-        for backward in [False] if operator.gradient is None else [False, True]:
-            taken = interleave(
-                _calls(backend, operator, case, backward, compiler),
-                rounds=rounds,
-                window=window,
-                synchronize=backend.synchronize,
-                progress=progress,
-            )
-            rows.append(_row(operator, case, backward, taken))
+        turns = _turns(known[name], maker, rotate_nbytes)
+        rows += _rows(backend, name, turns, compiler, reference, rotate_nbytes, timed)
     return Report(
         subject=f"operators, {str(dtype).removeprefix('torch.')}",
         backend=backend.name,
@@ -84,28 +89,79 @@ def run(
     )
 
 
+def _rows(
+    backend: Backend,
+    name: str,
+    turns: Sequence[Case],
+    compiler: Compiler | None,
+    reference: bool,
+    rotate_nbytes: int,
+    timed: Callable[[Mapping[str, Callable[[], object]]], Mapping[str, Samples]],
+) -> Iterator[Row]:
+    """A row for the forward direction, and one for both where there is a gradient."""
+    operator, copied = registered()[name.partition(" ")[0]], max(_COPY_BYTES, rotate_nbytes)
+    for backward in [False] if operator.gradient is None else [False, True]:
+        calls = _calls(backend, operator, turns, backward, compiler)
+        if not reference:
+            del calls["reference"]
+        calls["copy"] = _copy(backend, copied)
+        yield _row(_row_name(name, backward), operator, turns[0], timed(calls), copied)
+
+
+def _turns(make: Make, maker: SampleMaker, nbytes: int) -> list[Case]:
+    """A case, and further ones of its sizes until their tensors have so many bytes."""
+    cases = [make(maker)]
+    held = sum(t.nbytes for t in _tensors(cases[0].args))
+    while held * len(cases) < nbytes:
+        cases.append(make(maker))
+    return cases
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, (list, tuple)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _copy(backend: Backend, nbytes: int) -> Callable[[], object]:
+    source = torch.empty(nbytes // 4, device=backend.device())
+    return partial(torch.empty_like(source).copy_, source)
+
+
+def _in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    if len(calls) == 1:
+        return calls[0]
+    turns = itertools.cycle(calls)
+    return lambda: next(turns)()
+
+
 def _calls(
     backend: Backend,
     operator: Operator[..., Any],
-    case: Case,
+    turns: Sequence[Case],
     backward: bool,
     compiler: Compiler | None,
 ) -> dict[str, Callable[[], object]]:
-    name = operator.spec.name
-    source = torch.empty(_COPY_BYTES // 4, device=backend.device())
+    name, first = operator.spec.name, turns[0]
+
+    def of(
+        function: Callable[..., Any], pin: Mapping[str, str] | None, *own: Operator[..., Any]
+    ) -> Callable[[], object]:
+        return _in_turn([_call(function, case, backward, pin, *own) for case in turns])
+
     calls: dict[str, Callable[[], object]] = {
-        "ours": _call(operator, case, backward, {}),
-        "reference": _call(operator, case, backward, {name: "reference"}),
-        "copy": partial(torch.empty_like(source).copy_, source),
+        "ours": of(operator, {}),
+        "reference": of(operator, {name: "reference"}),
     }
-    if case.eager is None:
+    for peer, function in first.peers.items():
+        calls[peer] = of(function, None, operator)
+    if first.eager is None:
         return calls
-    calls["torch"] = _call(case.eager, case, backward, None, operator)
+    calls["torch"] = of(first.eager, None, operator)
     if compiler is not None:
-        eager = case.eager
+        eager = first.eager
         made = compiler.compile(
-            _row_name(name, backward),
-            lambda compile: _call(compile(eager), case, backward, None, operator),
+            _row_name(name, backward), lambda compile: of(compile(eager), None, operator)
         )
         if made is not None:
             calls["compiled"] = made
@@ -113,20 +169,23 @@ def _calls(
 
 
 def _row(
-    operator: Operator[..., Any], case: Case, backward: bool, taken: Mapping[str, Samples]
+    name: str,
+    operator: Operator[..., Any],
+    case: Case,
+    taken: Mapping[str, Samples],
+    copied: int,
 ) -> Row:
-    nbytes = _nbytes(operator, case, backward)
+    nbytes = _nbytes(operator, case, name.endswith(_BACKWARD))
     ours = taken["ours"]
     facts: dict[str, Any] = {
         "GB/s": nbytes / ours.median / 1e9,
-        "x bound": ours.ratio(taken["copy"]) * 2 * _COPY_BYTES / nbytes,
-        "x reference": taken["reference"].ratio(ours),
+        "x bound": ours.ratio(taken["copy"]) * 2 * copied / nbytes,
     }
-    for peer in ("torch", "compiled"):
+    for peer in ("reference", "torch", "compiled", *case.peers):
         if peer in taken:
             facts[f"x {peer}"] = taken[peer].ratio(ours)
     return Row(
-        name=_row_name(operator.spec.name, backward),
+        name=name,
         microseconds=ours.median * 1e6,
         best_microseconds=ours.best * 1e6,
         facts=facts,
@@ -134,7 +193,7 @@ def _row(
 
 
 def _row_name(name: str, backward: bool) -> str:
-    return f"{name} {'forward + backward' if backward else 'forward'}"
+    return f"{name} {_BACKWARD if backward else 'forward'}"
 
 
 def _nbytes(operator: Operator[..., Any], case: Case, backward: bool) -> int:
@@ -258,6 +317,8 @@ def _product_cases() -> dict[str, Callable[[SampleMaker], Case]]:
             eager=functional.linear,
         ),
         "grouped_linear": _grouped_linear,
+        "permute": _permute,
+        "unpermute": _unpermute,
         "cross_entropy": _cross_entropy,
         "linear_cross_entropy": _linear_cross_entropy,
     }
@@ -396,6 +457,29 @@ def _grouped_linear(m: SampleMaker) -> Case:
         return torch._grouped_mm(x, weight.transpose(-2, -1), offs=offsets.int())
 
     return Case(args=(x, weight, torch.tensor(ends, device=m.device)), attrs={}, eager=eager)
+
+
+_EXPERTS, _CHOICES = 8, 2
+
+
+def _permute(m: SampleMaker) -> Case:
+    def eager(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, ...]:
+        order = torch.sort(indices.reshape(-1), stable=True).indices
+        offsets = torch.bincount(indices.reshape(-1), minlength=num_experts).cumsum(0)
+        return x[order // _CHOICES], order.argsort().view(indices.shape), offsets
+
+    indices = m.integers(_EXPERTS, _TOKENS, _CHOICES)
+    args = (m.normal(_TOKENS, _HIDDEN), indices)
+    return Case(args=args, attrs={"num_experts": _EXPERTS}, eager=eager)
+
+
+def _unpermute(m: SampleMaker) -> Case:
+    def eager(x: Tensor, row_map: Tensor, weights: Tensor) -> Tensor:
+        return (x[row_map] * weights.unsqueeze(-1)).sum(1)
+
+    row_map = m.normal(_TOKENS * _CHOICES, dtype=torch.float32).argsort().view(-1, _CHOICES)
+    args = (m.normal(_TOKENS * _CHOICES, _HIDDEN), row_map, m.normal(_TOKENS, _CHOICES))
+    return Case(args=args, attrs={}, eager=eager)
 
 
 def _linear_cross_entropy(m: SampleMaker) -> Case:

@@ -220,7 +220,7 @@ def _define_forward(
 
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         needs = gradient.needs(ctx.needs_input_grad)
-        outputs, kept = grads[: signature.num_outputs], ctx.saved_tensors
+        outputs, kept = _of_one_type(grads[: signature.num_outputs]), ctx.saved_tensors
         found = gradient.backward(row, outputs, kept, ctx.attrs, needs)
         result: list[Any] = [None] * (arity + len(names))
         for place, value, need in zip(gradient.differentiable, found, needs, strict=True):
@@ -267,6 +267,29 @@ def _define_backward(operator: Operator[..., Any]) -> None:
     library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{spec.namespace}::{name}", fake, lib=library)
     _remember(spec, name)
+
+
+def _of_one_type(grads: Sequence[Any]) -> Sequence[Any]:
+    """Gradients of outputs, all of them DTensors when one is.
+
+    For an output that has no gradient, like a row number, autograd makes plain zeros of the whole
+    output's shape, and an operator does not take both.
+    """
+    if len({type(grad) for grad in grads}) == 1:
+        return grads
+    from torch.distributed.tensor import DTensor, Replicate
+
+    sharded = next((grad for grad in grads if isinstance(grad, DTensor)), None)
+    if sharded is None:
+        return grads
+    mesh = sharded.device_mesh
+    everywhere = [Replicate()] * mesh.ndim
+    return [
+        DTensor.from_local(grad, mesh, everywhere, run_check=False)
+        if type(grad) is Tensor
+        else grad
+        for grad in grads
+    ]
 
 
 def _gradients(found: Sequence[Any], needs: Sequence[bool], like: Tensor) -> Any:

@@ -17,6 +17,7 @@ from anychip.operators.linear_cross_entropy import linear_cross_entropy
 from anychip.operators.loss import cross_entropy
 from anychip.operators.norm import layer_norm, rms_norm
 from anychip.operators.partials import l2_norm_partials
+from anychip.operators.permutation import permute, unpermute
 from anychip.operators.quantization import dequantize, quantize
 from anychip.operators.rope import rope
 from anychip.operators.softmax import softmax
@@ -44,6 +45,8 @@ def all_specs() -> tuple[OperatorSpec, ...]:
         attention_varlen,
         linear,
         grouped_linear,
+        permute,
+        unpermute,
         embedding,
         cross_entropy,
         linear_cross_entropy,
@@ -90,6 +93,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "lion",
+    "permute",
     "quantize",
     "rms_norm",
     "rope",
@@ -97,5 +101,6 @@ __all__ = [
     "softmax",
     "swiglu",
     "top_k",
+    "unpermute",
     "unscale_and_check",
 ]

@@ -124,13 +124,22 @@ linear = OperatorSpec(
 # embedding
 
 
+def check_indices(indices: Tensor, num_embeddings: int) -> None:
+    """Raises IndexError for an index that is no row of the weight; on a host only.
+
+    A device cannot look without a synchronisation.
+    """
+    if indices.device.type != "cpu" or not indices.numel() or not has_values(indices):
+        return
+    low, high = indices.min().item(), indices.max().item()
+    if low < 0 or high >= num_embeddings:
+        raise IndexError(
+            f"embedding: indices must be from 0 to {num_embeddings - 1}, got {low} to {high}"
+        )
+
+
 def _embedding_forward(indices: Tensor, weight: Tensor) -> Tensor:
-    if indices.device.type == "cpu" and indices.numel() and has_values(indices):
-        low, high = indices.min().item(), indices.max().item()
-        if low < 0 or high >= weight.shape[0]:
-            raise IndexError(
-                f"embedding: indices must be from 0 to {weight.shape[0] - 1}, got {low} to {high}"
-            )
+    check_indices(indices, weight.shape[0])
     # Not weight[indices], which is a view of the weight when the index has no dims.
     rows = torch.index_select(weight, 0, indices.reshape(-1))
     return rows.reshape(*indices.shape, weight.shape[1])

@@ -14,6 +14,7 @@ from anychip.ops.activation import bias_dropout_add, bias_gelu, dropout, geglu, 
 from anychip.ops.attention import attention, attention_dropout, attention_varlen, rope, softmax
 from anychip.ops.compression import dequantize, hadamard, quantize, top_k
 from anychip.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from anychip.ops.permutation import permute, unpermute
 from anychip.ops.product import (
     cross_entropy,
     embedding,
@@ -61,6 +62,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "lion",
+    "permute",
     "quantize",
     "rms_norm",
     "rope",
@@ -68,5 +70,6 @@ __all__ = [
     "softmax",
     "swiglu",
     "top_k",
+    "unpermute",
     "unscale_and_check",
 ]

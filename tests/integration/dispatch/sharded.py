@@ -134,6 +134,30 @@ def fused_cases() -> dict[str, Case]:
 
 def packed_cases() -> dict[str, Case]:
     """As :func:`cases`, for rows in groups and for the loss with its output layer."""
+    return packed_products() | routed_cases()
+
+
+def routed_cases() -> dict[str, Case]:
+    """Rows to experts and back."""
+    torch.manual_seed(2)
+    x = torch.randn(8, 16)
+    routes = torch.randint(-1, 4, (8, 2))
+    row_map, weights = torch.randperm(8).view(4, 2), torch.rand(4, 2)
+    experts = {"num_experts": 4}
+    return {
+        "permute/hidden": ("permute", [(x, 1), (routes, None)], experts, True),
+        "permute/tokens are gathered": ("permute", [(x, 0), (routes, 0)], experts, True),
+        "unpermute/hidden": (
+            "unpermute",
+            [(x, 1), (row_map, None), (weights, None)],
+            {},
+            True,
+        ),
+    }
+
+
+def packed_products() -> dict[str, Case]:
+    """Products whose rows are in groups, and the loss with its output layer."""
     torch.manual_seed(1)
     q, k, v = torch.randn(6, 4, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 8)
     x, up, bias = torch.randn(8, 16), torch.randn(12, 16), torch.randn(12)

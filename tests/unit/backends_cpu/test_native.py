@@ -91,7 +91,7 @@ def test_openmp_runtime_is_torchs_and_the_only_one(threads: None) -> None:
         assert native.kernels.num_threads() == number
 
 
-ATTRIBUTES = ("dequantize", "hadamard", "top_k")
+ATTRIBUTES = ("dequantize", "hadamard", "permute", "top_k")
 """Not without attributes; tests/unit/operators runs them with one thread and with two."""
 
 
@@ -105,6 +105,7 @@ def _large(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
     x, rng = normal(301, 1027), torch.tensor([3, 2**32 - 5])
     angles = torch.rand(75, 16, generator=generator)
     wide, small = normal(301, 1027).float(), normal(5).float()
+    lamb = ([wide, small], [x, normal(5)], [wide * 0.1, small + 1], [wide.square(), small.abs()])
     return {
         "rms_norm": (x, normal(1027)),
         "layer_norm": (x, normal(1027), normal(1027)),
@@ -134,16 +135,10 @@ def _large(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
             torch.tensor(1e-2),
             torch.tensor(1.0),
         ),
-        "lamb_partials": (
-            *([wide, small], [x, normal(5)], [wide * 0.1, small + 1], [wide.square(), small.abs()]),
-            torch.tensor(1.0),
-        ),
-        "lamb": (
-            *([wide, small], [x, normal(5)], [wide * 0.1, small + 1], [wide.square(), small.abs()]),
-            torch.tensor(1e-2),
-            torch.tensor(1.0),
-        ),
+        "lamb_partials": (*lamb, torch.tensor(1.0)),
+        "lamb": (*lamb, torch.tensor(1e-2), torch.tensor(1.0)),
         "quantize": (x, rng),
+        "unpermute": (x, torch.randperm(301, generator=generator).view(43, 7), normal(43, 7)),
     }[name]
 
 

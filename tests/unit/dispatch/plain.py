@@ -142,6 +142,16 @@ def _plain_top_k(x: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
     return x.gather(-1, place), place
 
 
+def _plain_permute(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, ...]:
+    """Expert by expert, then what is of none."""
+    numbers = indices.flatten().tolist()
+    by_expert = [[i for i, e in enumerate(numbers) if e == expert] for expert in range(num_experts)]
+    none = [i for i, e in enumerate(numbers) if not 0 <= e < num_experts]
+    order = torch.tensor([i for group in [*by_expert, none] for i in group], dtype=torch.int64)
+    offsets = torch.tensor([len(group) for group in by_expert]).cumsum(0)
+    return x[order // indices.shape[1]], order.argsort().view(indices.shape), offsets
+
+
 PLAIN: dict[str, Callable[..., Any]] = {
     "rms_norm": lambda x, w, *, eps: F.rms_norm(x, w.shape, w, eps),
     "layer_norm": lambda x, w, b, *, eps: F.layer_norm(x, w.shape, w, b, eps),
@@ -164,6 +174,10 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "attention_varlen": _plain_varlen,
     "linear": F.linear,
     "grouped_linear": _plain_grouped_linear,
+    "permute": _plain_permute,
+    "unpermute": lambda x, row_map, weights: torch.einsum(
+        "tkh,tk->th", x[row_map], torch.ones(row_map.shape).to(x) if weights is None else weights
+    ),
     "embedding": F.embedding,
     "cross_entropy": _plain_cross_entropy,
     "linear_cross_entropy": _plain_linear_cross_entropy,

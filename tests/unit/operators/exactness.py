@@ -37,7 +37,7 @@ def assert_close(got: Tensor, want: Tensor, count: float, *, ulps: float = 0.5) 
     scale = max(float(size.max()), 1.0) if size.numel() else 0.0
     # eps is the ULP at 1; below the smallest normal number an ULP grows no smaller.
     allowed = 2 * ulps * info.eps * size.clamp(min=info.smallest_normal) + count * U * scale
-    wrong = error > allowed
+    wrong = ~(error <= allowed)  # NaN is wrong too
     if wrong.any():
         place = int((error - allowed).argmax())
         raise AssertionError(

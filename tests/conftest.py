@@ -22,6 +22,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def settings_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes ANYCHIP_* from the environment, so that no choice made outside decides a test."""
+    """Removes ANYCHIP_* from the environment, so that no choice made outside decides a test.
+
+    Which emulated CUDA kernels are tested, and in which order of threads, is what the caller asks.
+    """
+    asked = ("ANYCHIP_CUDA_EMULATED", "ANYCHIP_EMULATOR_")
     for name in [name for name in os.environ if name.startswith("ANYCHIP_")]:
-        monkeypatch.delenv(name)
+        if not name.startswith(asked):
+            monkeypatch.delenv(name)

@@ -1,51 +1,83 @@
-"""Which CUDA devices are here, and whether this build can use them. It cannot: it has no kernels.
+"""The cuda backend: NVIDIA GPUs through torch.cuda, with kernels of ours where memory is the limit.
 
-The probe asks the driver by ctypes, so that it neither imports torch nor makes a device context.
-Operators, memory and collectives come with the kernels and will stand in files of those names.
+Without the native kernels it still runs: the mapped rows and the references serve every operator.
+A build of torch for ROCm gives its devices the same type; it is served in that way.
 """
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import ClassVar
 
-from anychip.contract import Backend, OperatorTable, Probe
+import torch
 
-DRIVER = "libcuda.so.1"
-BUILD_COMMAND = "pip install . -Ccmake.define.ANYCHIP_CUDA=ON"
+from anychip.contract import Backend, Finding, Memory, Probe
+from anychip.contract.collectives.native import NativeCommunicator
+from anychip_cuda import driver, native, nvml, operators, readiness
+from anychip_cuda.device import CudaDevice
+from anychip_cuda.memory import CudaMemory
+from anychip_cuda.table import make_table
+
+_TORCH = readiness.TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip)
 
 
-class CudaBackend(Backend):
-    """NVIDIA GPUs through kernels of our own. This version was built without them."""
+def _kernels_problem() -> str | None:
+    """Why the native kernels are not called, or None when they are."""
+    if native.module is None:
+        return native.problem or "the CUDA kernels are not there"
+    if _TORCH.hip:
+        return "the kernels are built for NVIDIA devices"
+    version = driver.version()
+    return (readiness.too_old(version, native_toolkit()) or None) if version else None
+
+
+def native_toolkit() -> str:
+    """The CUDA version that the kernels were built with, like "13.0.88"; "" without kernels."""
+    if native.module is None:
+        return ""
+    return str(native.module.build_info()["compiler"]).rpartition(" ")[2]
+
+
+_PROBLEM = _kernels_problem()
+
+
+class CudaBackend(CudaDevice, Backend):
+    """CUDA devices."""
 
     name = "cuda"
     device_type = "cuda"
     c10d_backend = "nccl"
     api = (1, 0)
-    operators = OperatorTable()
+    operators = operators.table if _PROBLEM is None else make_table(None)
+    capabilities: ClassVar[Mapping[str, int]] = {**Backend.capabilities, "graphs": 1}
 
     def probe(self) -> Probe:
-        """Always unavailable in this version; the reason says what the driver shows."""
-        return Probe.unavailable(
-            "built without the CUDA kernels: they are not part of this version "
-            f"({describe_devices()})",
-            fix=f"{BUILD_COMMAND}, in a version that has the kernels",
-        )
+        if _TORCH.hip:
+            return readiness.answer_of_hip(torch.cuda.device_count(), _TORCH)
+        return readiness.answer(driver.ask(), driver.files(), _TORCH, _PROBLEM)
 
+    def diagnose(self) -> Sequence[Finding]:
+        """Driver, devices, kernels and NCCL, each by itself."""
+        found = readiness.findings(driver.ask(), _TORCH)
+        if _PROBLEM is None and native.module is not None:
+            built = native.module.build_info()
+            text = f"native kernels for {built['architectures']} by {built['compiler']}"
+            found.append(Finding(True, text))
+        else:
+            found.append(Finding(False, str(_PROBLEM), native.BUILD_COMMAND))
+        release = nvml.driver_version()
+        if release is not None:
+            found.append(Finding(True, f"driver {release} by the management library"))
+        if found and not torch.distributed.is_nccl_available():
+            found.append(Finding(False, "torch is built without NCCL", readiness.GET_TORCH))
+        return found
 
-def describe_devices(driver: str = DRIVER) -> str:
-    """What the driver says about devices, in a few words; never raises.
+    @cached_property
+    def memory(self) -> Memory:
+        return CudaMemory(self)
 
-    Args:
-        driver: file name of the driver's library.
+    def native_communicator(self) -> type[NativeCommunicator]:
+        from anychip_cuda.collectives import NcclCommunicator
 
-    Source: CUDA driver API, ``cuInit`` and ``cuDeviceGetCount``; neither makes a context.
-    """
-    try:
-        library = ctypes.CDLL(driver)
-        count = ctypes.c_int(0)
-        status = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
-    except (OSError, AttributeError):
-        return f"no driver: {driver} cannot be used"
-    if status:
-        return f"the driver answers with error {status}"
-    return f"the driver shows {count.value} device{'' if count.value == 1 else 's'}"
+        return NcclCommunicator

@@ -124,12 +124,14 @@ def _train(
     as_json: bool,
 ) -> int:
     import anychip
+    from anychip import registry
     from anychip.train import config, display, interruption, loop
 
     # With --json, stdout has the result and nothing else. Of several ranks the first speaks.
     console = Console(stderr=as_json, highlight=False, quiet=_follows())
     configuration = config.load(path, settings)
     chip = anychip.use(backend, config=configuration.run.backend)
+    registry.take_device(chip)
     _say(console, str(chip.decision))
     # config.toml names the chip, so that --resume does not choose another one.
     named = replace(configuration, run=replace(configuration.run, backend=chip.name))

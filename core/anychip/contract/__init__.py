@@ -23,7 +23,7 @@ from anychip.contract.collectives import (
     Transfer,
     Work,
 )
-from anychip.contract.device import DeviceInterface, DeviceProperties
+from anychip.contract.device import DeviceInterface, DeviceProperties, Graph
 from anychip.contract.errors import (
     AmbiguousBackendError,
     AnychipError,
@@ -75,6 +75,7 @@ __all__ = [
     "Direction",
     "FallbackError",
     "Finding",
+    "Graph",
     "Kind",
     "Memory",
     "MemoryInfo",

@@ -10,12 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from anychip.contract.collectives import Communicator
 from anychip.contract.device import DeviceInterface
 from anychip.contract.memory import Memory
 from anychip.contract.operator import OperatorTable
+
+if TYPE_CHECKING:
+    from anychip.contract.collectives.native import NativeCommunicator
 
 API_VERSION = (1, 0)
 """Version of this contract, (major, minor). A plugin made for another major, or for a higher minor
@@ -180,4 +183,13 @@ class Backend(DeviceInterface, ABC):
         from anychip.contract.collectives.world import Settings, world
 
         settings = Settings(timeout_s=timeout_s, heartbeat_s=heartbeat_s, check=check)
-        return world(self.device_type, self.c10d_backend, settings)
+        return world(self.device_type, self.c10d_backend, settings, self.native_communicator)
+
+    def native_communicator(self) -> type[NativeCommunicator]:
+        """The class of communicators over ``c10d_backend``, unless that is gloo.
+
+        A chip overrides this with a subclass that knows what its library takes.
+        """
+        from anychip.contract.collectives.native import NativeCommunicator
+
+        return NativeCommunicator

@@ -6,12 +6,13 @@ has nothing to write here. Memory is in :mod:`.memory`, operators in :mod:`.oper
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from anychip.contract.errors import UnsupportedError
+from anychip.contract.errors import ContractError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,23 @@ class DeviceProperties:
     link_bandwidth: float | None = None
 
 
+class Graph(ABC):
+    """Work of a device that was recorded, and is queued again as a whole, like a cudaGraphExec.
+
+    Attributes:
+        result: what the recorded call returned; every replay writes to its tensors again.
+    """
+
+    result: Any = None
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Queues the work on the calling thread's current stream.
+
+        It reads and writes the memory that it was recorded with, whatever that holds by now.
+        """
+
+
 class DeviceInterface:
     """The device part of a :class:`Backend`; one object speaks for all devices of its type.
 
@@ -55,7 +73,7 @@ class DeviceInterface:
         "pinned_memory": 1,
     }
     """Optional groups that the backend has, with the version of each. To declare one says that its
-    methods work; it says nothing of their speed."""
+    methods work; it says nothing of their speed. ``graphs`` is a group that few have."""
 
     def require(self, capability: str, operation: str) -> None:
         """Raises UnsupportedError unless ``capability`` is declared."""
@@ -159,6 +177,20 @@ class DeviceInterface:
         import torch
 
         return torch.Generator(device=self.device(index)).manual_seed(seed)
+
+    def capture(self, work: Callable[[], Any]) -> Graph:
+        """Records what ``work`` queues, like cudaStreamBeginCapture.
+
+        Needs the capability ``graphs``; a backend that declares it overrides this.
+        ``work`` is called some times before, for real, and once while it is recorded, when nothing
+        runs. It must not wait for the device, nor look at values on the host; tensors that it is to
+        read anew at each replay must live outside of it.
+
+        Raises:
+            UnsupportedError: the backend does not declare ``graphs``.
+        """
+        self.require("graphs", "capture()")
+        raise ContractError(f"backend {self.name!r} declares 'graphs' and has no capture()")
 
     @property
     def compile_backend(self) -> str:

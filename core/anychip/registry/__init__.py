@@ -4,7 +4,7 @@
 ``table`` joins the answers, ``choice`` decides, ``instances`` holds what this process uses.
 """
 
-from anychip.registry.choice import backends, choose, forecast, owner
+from anychip.registry.choice import backends, choose, forecast, owner, take_device
 from anychip.registry.diagnosis import Diagnosis, diagnose
 from anychip.registry.instances import provenance_of
 from anychip.registry.kernel_packs import kernel_packs
@@ -20,4 +20,5 @@ __all__ = [
     "kernel_packs",
     "owner",
     "provenance_of",
+    "take_device",
 ]

@@ -53,6 +53,25 @@ def backends(*, use_cache: bool = True) -> list[BackendRecord]:
     return [replace(record, chosen=record.name == chosen) for record in records]
 
 
+def take_device(chip: Backend) -> None:
+    """Makes the worker's own device current: its number on this machine counts devices.
+
+    Nothing is to be done for a process that no launcher started, and where there is one device: the
+    ranks of a host share it, and transports refuse two ranks on one accelerator by themselves.
+
+    Raises:
+        BackendUnavailableError: there are fewer devices than workers.
+    """
+    rank, count = environment.local_rank(), chip.device_count()
+    if rank is None or count <= 1:
+        return
+    if rank >= count:
+        reason = f"rank {rank} of this machine has no device: there are {count}"
+        fix = f"start at most {count} ranks on this machine"
+        raise BackendUnavailableError(chip.name, "unavailable", reason, fix)
+    chip.set_device(rank)
+
+
 def forecast(records: Sequence[BackendRecord]) -> Decision:
     """What ``choose()`` would decide, given a table; imports nothing.
 

@@ -60,6 +60,20 @@ def is_worker() -> bool:
     return "LOCAL_RANK" in os.environ and world_size.isdigit() and int(world_size) > 1
 
 
+def local_rank() -> int | None:
+    """This worker's number on its machine, from 0; None when no launcher started it.
+
+    Raises:
+        ValueError: LOCAL_RANK is not a number of at least 0.
+    """
+    text = os.environ.get("LOCAL_RANK", "").strip()
+    if not text:
+        return None
+    if not text.isdigit():
+        raise ValueError(f"LOCAL_RANK must be a number of at least 0, got {text!r}")
+    return int(text)
+
+
 def require_probing_allowed() -> None:
     """Checks that this process may start probes.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from anychip import registry
 from anychip.contract import (
     AmbiguousBackendError,
     BackendUnavailableError,
@@ -14,6 +15,7 @@ from anychip.contract import (
 )
 from anychip.registry import BackendRecord, choice, discovery
 from anychip.registry.discovery import BACKENDS, Plugin
+from tests.meta.honest import HonestBackend
 
 
 def _record(name: str, status: Any, kind: Any = None, reason: str = "why") -> BackendRecord:
@@ -112,3 +114,23 @@ def test_forecast_with_the_variable_set_follows_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ANYCHIP_BACKEND", "absent")
     with pytest.raises(BackendUnavailableError, match=r"'absent' cannot run .*\n.*do this"):
         choice.forecast([CPU, FAST, ABSENT])
+
+
+@pytest.mark.parametrize(("local_rank", "expected"), [(None, 0), ("0", 0), ("1", 1)])
+def test_worker_takes_the_device_of_its_number(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, expected: int
+) -> None:
+    chip = HonestBackend()
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+
+    registry.take_device(chip)
+
+    assert chip.current_device() == expected
+
+
+def test_worker_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(BackendUnavailableError, match="rank 2 of this machine has no device"):
+        registry.take_device(HonestBackend())

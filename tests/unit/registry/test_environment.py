@@ -70,3 +70,11 @@ def test_backend_name_that_is_blank_counts_as_unset(monkeypatch: pytest.MonkeyPa
     assert environment.backend_name() is None
     monkeypatch.setenv("ANYCHIP_BACKEND", " acme ")
     assert environment.backend_name() == "acme"
+
+
+def test_local_rank_that_is_no_number_raises_with_its_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "-1")
+    with pytest.raises(ValueError, match="got '-1'"):
+        environment.local_rank()

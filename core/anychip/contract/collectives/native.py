@@ -195,9 +195,7 @@ class NativeCommunicator(ProcessGroupCommunicator):
         return _Native(self, where, works)
 
     def _of_group(self, number: int, ranks: tuple[int, ...], name: str) -> Communicator:
-        return NativeCommunicator(
-            self.job, number, ranks, name, backend=self.backend, device=self.device
-        )
+        return type(self)(self.job, number, ranks, name, backend=self.backend, device=self.device)
 
     def _divide(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         if reduction == "avg":

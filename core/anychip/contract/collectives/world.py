@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from anychip.contract.collectives.communicator import Communicator
 from anychip.contract.collectives.solo import SoloCommunicator
@@ -28,11 +29,17 @@ class Settings:
             raise ValueError(f"check: 'always' or 'off' expected, got {self.check!r}")
 
 
-def world(device_type: str, c10d_backend: str | None, settings: Settings) -> Communicator:
+def world(
+    device_type: str,
+    c10d_backend: str | None,
+    settings: Settings,
+    native: Callable[[], Callable[..., Communicator]],
+) -> Communicator:
     """The communicator of all ranks of the job, for tensors of a device type.
 
     Args:
         c10d_backend: torch.distributed's backend for them, or None when it has none.
+        native: gives the class of communicators over that backend, unless it is gloo.
     """
     from anychip.contract.collectives.job import rendezvous
 
@@ -57,11 +64,8 @@ def world(device_type: str, c10d_backend: str | None, settings: Settings) -> Com
     everyone = tuple(range(job.world_size))
     comm: Communicator = ProcessGroupCommunicator(job, 0, everyone, "world")
     if c10d_backend is not None and c10d_backend != "gloo":
-        from anychip.contract.collectives.native import NativeCommunicator
-
-        comm = NativeCommunicator(
-            job, 0, everyone, "world", backend=c10d_backend, device=device_type
-        )
+        made: Any = native()
+        comm = made(job, 0, everyone, "world", backend=c10d_backend, device=device_type)
     elif device_type != "cpu":
         from anychip.contract.collectives.staged import HostStagedCommunicator
 

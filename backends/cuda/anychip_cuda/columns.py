@@ -1,0 +1,29 @@
+"""Rows and columns of a call, and the scratch that sums down the columns need."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anychip_cuda.native import Kernels
+
+
+def rows_of(x: Tensor) -> tuple[int, int]:
+    """How many rows there are along the last dim, and their width."""
+    hidden = x.shape[-1]
+    return (x.numel() // hidden if hidden else 0), hidden
+
+
+def column_sums(kernels: Kernels, x: Tensor, *, wanted: bool) -> tuple[int, Tensor | None]:
+    """Over how many parts a kernel of this call sums the columns of x, and where it puts them.
+
+    Returns:
+        parts and (parts, hidden) float32 on x's device; 1 and None when no sum is wanted.
+    """
+    if not wanted:
+        return 1, None
+    rows, hidden = rows_of(x)
+    parts: int = kernels.native.column_parts(
+        rows, hidden, kernels.codes[x.dtype], kernels.multiprocessors(x)
+    )
+    return parts, x.new_empty((parts, hidden), dtype=torch.float32)

@@ -1,0 +1,196 @@
+"""Rows of norms: rms_norm, layer_norm, and both of the sum with a residual."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from anychip_cuda.native import Kernels, address
+from anychip_cuda.table import Needs, native_row
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """How many rows there are along the last dim, and their width."""
+    return prod(x.shape[:-1]), x.shape[-1]
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _normed(
+    kernels: Kernels,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    centred: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """y, the stored sum, mean and rstd; the sum and the mean as far as there are such."""
+    x, weight = x.contiguous(), weight.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    y, total = _empty_like(x), None if residual is None else _empty_like(residual)
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    mean = torch.empty_like(rstd) if centred else None
+    kernels.native.norm_forward(
+        *map(address, (x, residual, weight, bias, y, total, mean, rstd)),
+        *_rows(x),
+        eps,
+        kernels.codes[x.dtype],
+        kernels.codes[x.dtype if residual is None else residual.dtype],
+        kernels.codes[weight.dtype],
+        kernels.codes[weight.dtype if bias is None else bias.dtype],
+        *kernels.place(x),
+    )
+    return y, total, mean, rstd
+
+
+def _gradients(
+    kernels: Kernels,
+    grad: Tensor,
+    normed: Tensor,
+    dtotal: Tensor | None,
+    weight: Tensor,
+    statistics: tuple[Tensor | None, Tensor],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of x, residual, weight and bias, as far as ``needs`` goes."""
+    grad, normed, weight = grad.contiguous(), normed.contiguous(), weight.contiguous()
+    dtotal = None if dtotal is None else dtotal.contiguous()
+    mean, rstd = statistics
+    mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
+    made = [
+        _empty_like(like) if need else None
+        for need, like in zip(needs, (grad, normed, weight, weight), strict=True)
+    ]
+    num_rows, hidden = _rows(normed)
+    # A block has all threads that the registers of a multiprocessor leave.
+    blocks = max(1, min(kernels.multiprocessors(normed), num_rows))
+    partials = rstd.new_empty(sum(needs[2:]), blocks, hidden) if any(needs[2:]) else None
+    kernels.native.norm_backward(
+        *map(address, (grad, normed, dtotal, weight, mean, rstd, *made, partials)),
+        blocks,
+        num_rows,
+        hidden,
+        kernels.codes[grad.dtype],
+        kernels.codes[normed.dtype],
+        kernels.codes[weight.dtype],
+        *kernels.place(normed),
+    )
+    return made
+
+
+@native_row("rms_norm", "forward")
+def rms_norm(kernels: Kernels, x: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    y, _, _, rstd = _normed(kernels, x, None, weight, None, eps, centred=False)
+    return y, rstd
+
+
+@native_row("rms_norm", "backward")
+def rms_norm_backward(
+    kernels: Kernels,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    *,
+    eps: float,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None]:
+    wanted = (needs[0], False, needs[1], False)
+    dx, _, dweight, _ = _gradients(kernels, grad, x, None, weight, (None, rstd), wanted)
+    return dx, dweight
+
+
+@native_row("layer_norm", "forward")
+def layer_norm(
+    kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    y, _, mean, rstd = _normed(kernels, x, None, weight, bias, eps, centred=True)
+    return y, mean, rstd
+
+
+@native_row("layer_norm", "backward")
+def layer_norm_backward(
+    kernels: Kernels,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    eps: float,
+    needs: Needs,
+) -> tuple[Tensor | None, ...]:
+    wanted = (needs[0], False, *needs[1:])
+    dx, _, *dweights = _gradients(kernels, grad, x, None, weight, (mean, rstd), wanted)
+    return dx, *dweights
+
+
+def _has_sum(x: Tensor, residual: Tensor, *_: Tensor | None, **__: object) -> bool:
+    """The kernels keep a residual in x's dtype or in float32; other pairs are nobody's stream."""
+    return residual.dtype in (x.dtype, torch.float32)
+
+
+def _has_sum_gradient(grad: Tensor, dtotal: Tensor, *_: Tensor | None, **__: object) -> bool:
+    """As :func:`_has_sum`: gradients have the dtypes of x and of the residual."""
+    return _has_sum(grad, dtotal)
+
+
+@native_row("add_rms_norm", "forward", accepts=_has_sum)
+def add_rms_norm(
+    kernels: Kernels, x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
+) -> tuple[Tensor | None, ...]:
+    y, total, _, rstd = _normed(kernels, x, residual, weight, None, eps, centred=False)
+    return y, total, rstd
+
+
+@native_row("add_rms_norm", "backward", accepts=_has_sum_gradient)
+def add_rms_norm_backward(
+    kernels: Kernels,
+    grad: Tensor,
+    dtotal: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    *,
+    eps: float,
+    needs: Needs,
+) -> tuple[Tensor | None, ...]:
+    given = (grad, total, dtotal, weight, (None, rstd), (*needs, False))
+    return tuple(_gradients(kernels, *given)[:3])
+
+
+@native_row("add_layer_norm", "forward", accepts=_has_sum)
+def add_layer_norm(
+    kernels: Kernels,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+) -> tuple[Tensor | None, ...]:
+    return _normed(kernels, x, residual, weight, bias, eps, centred=True)
+
+
+@native_row("add_layer_norm", "backward", accepts=_has_sum_gradient)
+def add_layer_norm_backward(
+    kernels: Kernels,
+    grad: Tensor,
+    dtotal: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    eps: float,
+    needs: Needs,
+) -> tuple[Tensor | None, ...]:
+    return tuple(_gradients(kernels, grad, total, dtotal, weight, (mean, rstd), needs))

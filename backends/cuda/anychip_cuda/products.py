@@ -1,0 +1,163 @@
+"""Rows of products with weights, mapped to torch's: linear, grouped_linear, and embedding's rows.
+
+Matrix products are cuBLAS's, with float32 sums whatever the process-wide switches say. The grouped
+product is torch's kernel for devices of compute capability 9.0 and 10.x, which looks at no value on
+the host; elsewhere it is one product per group, whose sizes the host has to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anychip_cuda.numerics import ExactProducts
+from anychip_cuda.table import Needs, mapped_row
+
+_GROUPED_MAJORS = (9, 10)
+_LINE = 16
+"""Bytes to which torch's kernels want addresses aligned; the grouped one rows too."""
+
+
+@mapped_row("linear", "forward")
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with ExactProducts():
+        return torch.nn.functional.linear(x, weight, bias).contiguous()
+
+
+@mapped_row("linear", "backward")
+def linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, *, needs: Needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    rows = grad.reshape(x.shape[:-1].numel(), grad.shape[-1])
+    dx = dweight = dbias = None
+    with ExactProducts():
+        if needs[0]:
+            dx = (rows @ weight).view(x.shape)
+        if needs[1]:
+            dweight = rows.t() @ x.reshape(rows.shape[0], x.shape[-1])
+    if needs[2]:
+        dbias = rows.sum(0, dtype=torch.float32).to(weight.dtype)
+    return dx, dweight, dbias
+
+
+@mapped_row("embedding", "forward")
+def embedding(indices: Tensor, weight: Tensor) -> Tensor:
+    # A wrong index ends the process's use of the device: a kernel cannot raise.
+    return torch.nn.functional.embedding(indices, weight)
+
+
+# The grouped product by torch's kernel
+
+
+def _is_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> bool:
+    """Whether torch has its kernel for this device and these shapes."""
+    return (
+        x.dtype == torch.bfloat16
+        and x.numel() > 0
+        and weight.numel() > 0
+        and x.shape[1] * x.element_size() % _LINE == 0
+        and weight.shape[1] * x.element_size() % _LINE == 0
+        and capability(x) >= (_GROUPED_MAJORS[0], 0)
+        and capability(x)[0] in _GROUPED_MAJORS
+    )
+
+
+def capability(tensor: Tensor) -> tuple[int, int]:
+    """Compute capability of a tensor's device; (0, 0) for a host and for a device of ROCm."""
+    if tensor.device.type != "cuda" or torch.version.hip:
+        return 0, 0
+    return _capability(tensor.get_device())
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    # Asked on every call, and torch takes microseconds to answer.
+    return torch.cuda.get_device_capability(index)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Contiguous, from an address that torch's kernels take: they read 16 bytes at a time."""
+    x = x.contiguous()
+    return x if x.data_ptr() % _LINE == 0 else x.clone()
+
+
+def _without_group(x: Tensor, offsets: Tensor) -> Tensor:
+    """(T, 1) bool: the rows that belong to no group, of which the kernel writes nothing."""
+    return (torch.arange(x.shape[0], device=x.device) >= offsets[-1])[:, None]
+
+
+@mapped_row("grouped_linear", "forward", dtypes={torch.bfloat16}, accepts=_is_grouped)
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    turned = aligned(weight).transpose(-2, -1)
+    y = torch._grouped_mm(aligned(x), turned, offs=offsets.to(torch.int32))
+    return y.masked_fill_(_without_group(x, offsets), 0.0).contiguous()
+
+
+@mapped_row(
+    "grouped_linear",
+    "backward",
+    dtypes={torch.bfloat16},
+    accepts=lambda grad, x, weight, offsets, **_: _is_grouped(x, weight, offsets),
+)
+def grouped_linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, *, needs: Needs
+) -> tuple[Tensor | None, Tensor | None]:
+    grad, ends = aligned(grad), offsets.to(torch.int32)
+    dx = dweight = None
+    if needs[0]:
+        dx = torch._grouped_mm(grad, aligned(weight), offs=ends)
+        dx = dx.masked_fill_(_without_group(x, offsets), 0.0).contiguous()
+    if needs[1]:
+        dweight = torch._grouped_mm(grad.t(), aligned(x), offs=ends).contiguous()
+        # A sum over no rows: nobody says what the kernel writes then.
+        empty = torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0
+        dweight.masked_fill_(empty[:, None, None], 0.0)
+    return dx, dweight
+
+
+# The grouped product by one product per group
+
+
+def _may_wait(x: Tensor) -> bool:
+    """Whether the host may look at values: not while a graph is recorded."""
+    return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+    """The groups that have rows. The host waits for the device."""
+    start = 0
+    for group, end in enumerate(offsets.tolist()):
+        if start < end:
+            yield group, slice(start, end)
+        start = end
+
+
+@mapped_row("grouped_linear", "forward", accepts=lambda x, weight, offsets: _may_wait(x))
+def grouped_linear_by_group(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    y = x.new_zeros(x.shape[0], weight.shape[1])
+    with ExactProducts():
+        for group, rows in _groups(offsets):
+            torch.mm(x[rows], weight[group].t(), out=y[rows])
+    return y
+
+
+@mapped_row(
+    "grouped_linear",
+    "backward",
+    accepts=lambda grad, x, weight, offsets, **_: _may_wait(x),
+)
+def grouped_linear_backward_by_group(
+    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, *, needs: Needs
+) -> tuple[Tensor | None, Tensor | None]:
+    dx = x.new_zeros(x.shape) if needs[0] else None
+    dweight = weight.new_zeros(weight.shape) if needs[1] else None
+    with ExactProducts():
+        for group, rows in _groups(offsets):
+            if dx is not None:
+                torch.mm(grad[rows], weight[group], out=dx[rows])
+            if dweight is not None:
+                torch.mm(grad[rows].t(), x[rows], out=dweight[group])
+    return dx, dweight

@@ -1,0 +1,72 @@
+"""Rows of top_k, of rows shorter than 2^32: the kernels' keys hold an index of 32 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anychip_cuda.native import Kernels
+from anychip_cuda.table import Needs, native_row
+
+_LONGEST = 2**32 - 1
+
+
+def _rows(x: Tensor) -> int:
+    length = x.shape[-1]
+    return x.numel() // length if length else 0
+
+
+def _is_short(x: Tensor, *, k: int) -> bool:
+    return x.shape[-1] <= _LONGEST
+
+
+@native_row("top_k", "forward", accepts=_is_short)
+def top_k(kernels: Kernels, x: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    rows, length, cores = _rows(x), x.shape[-1], kernels.multiprocessors(x)
+    values = x.new_empty((*x.shape[:-1], k))
+    indices = x.new_empty((*x.shape[:-1], k), dtype=torch.int64)
+    scratch = x.new_empty(kernels.native.top_k_scratch(rows, length, k, cores), dtype=torch.uint8)
+    kernels.native.top_k(
+        x.data_ptr(),
+        values.data_ptr(),
+        indices.data_ptr(),
+        scratch.data_ptr(),
+        rows,
+        length,
+        k,
+        cores,
+        kernels.codes[x.dtype],
+        *kernels.place(x),
+    )
+    return values, indices
+
+
+def _is_short_backward(grad: Tensor, _: Tensor, x: Tensor, indices: Tensor, *, k: int) -> bool:
+    return x.shape[-1] <= _LONGEST
+
+
+@native_row("top_k", "backward", accepts=_is_short_backward)
+def top_k_backward(
+    kernels: Kernels,
+    grad: Tensor,
+    _: Tensor,
+    x: Tensor,
+    indices: Tensor,
+    *,
+    k: int,
+    needs: Needs,
+) -> tuple[Tensor]:
+    grad, indices = grad.to(x.dtype).contiguous(), indices.contiguous()
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    kernels.native.top_k_backward(
+        grad.data_ptr(),
+        indices.data_ptr(),
+        dx.data_ptr(),
+        _rows(x),
+        x.shape[-1],
+        k,
+        kernels.codes[x.dtype],
+        *kernels.place(x),
+    )
+    return (dx,)

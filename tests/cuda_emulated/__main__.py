@@ -1,0 +1,274 @@
+"""Everything about the CUDA kernels that can be shown without a GPU; `make test-cuda`.
+
+    python -m tests.cuda_emulated [--only STEP ...] [--jobs N]
+
+The kernels' own sources are compiled for the host, plain, with sanitizers and with counts of lines,
+and by nvcc, whose machine code is read. Each step writes what it prints to build/cuda_logs; the end
+says which failed. Exit status 1 when one did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.cuda_emulated import sanitizers
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build"
+LOGS = BUILD / "cuda_logs"
+UNIT_TESTS = "tests/unit/backends_cuda"
+MODULE = f"csrc/cuda/_emu{sysconfig.get_config_var('EXT_SUFFIX')}"
+LEAST_COVERED_LINES = 95
+"""Percent of the kernels' lines that the unit tests must run."""
+
+
+class StepError(Exception):
+    """A command of a step failed."""
+
+
+class Step(NamedTuple):
+    """Something to be shown, and the function that shows it."""
+
+    name: str
+    says: str
+    run: Callable[[Log], None]
+
+
+class Log:
+    """Runs the commands of one step, and keeps what they print."""
+
+    def __init__(self, name: str, jobs: int) -> None:
+        LOGS.mkdir(parents=True, exist_ok=True)
+        self.path, self.jobs = LOGS / f"{name}.txt", jobs
+        self.path.write_text("")
+
+    def command(self, *words: str | Path, env: Mapping[str, str] | None = None) -> None:
+        """Runs a command at the root.
+
+        Raises:
+            StepError: it did not end with 0.
+        """
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        with self.path.open("a") as file:
+            file.write(f"$ {' '.join(map(str, words))}\n")
+            file.flush()
+            done = subprocess.run(
+                [str(word) for word in words],
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        if done.returncode != 0:
+            raise StepError(f"ended with {done.returncode}: {' '.join(map(str, words[:4]))} ...")
+
+    def tests(self, folder: Path, order: str, *words: str, **env: str) -> None:
+        """The kernels' unit tests on the module of a build folder, in an order of threads."""
+        chosen = {
+            "ANYCHIP_CUDA_EMULATED": str(folder / MODULE),
+            "ANYCHIP_EMULATOR_ORDER": order,
+            "ANYCHIP_EMULATOR_REQUIRED": "1",
+            **env,
+        }
+        pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+        self.command(*pytest, "-k", "not cuda-", UNIT_TESTS, *words, env=chosen)
+
+
+def build(log: Log, folder: str, *options: str, cuda: bool = False) -> Path:
+    """Configures and builds one variant; a second call finds what has not changed."""
+    scripts = Path(sysconfig.get_path("scripts"))
+    path = BUILD / folder
+    log.command(
+        scripts / "cmake",
+        *("-G", "Ninja", "-S", ROOT, "-B", path),
+        *("-DANYCHIP_CPU=OFF", "-DANYCHIP_BRIDGE=OFF"),
+        f"-DANYCHIP_CUDA={'ON' if cuda else 'OFF'}",
+        f"-DANYCHIP_CUDA_EMULATOR={'OFF' if cuda else 'ON'}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}",
+        *options,
+    )
+    log.command(scripts / "cmake", "--build", path, "--parallel", str(log.jobs))
+    return path
+
+
+def forward_order(log: Log) -> None:
+    log.tests(BUILD / "cuda_emulator", "forward")
+
+
+def random_order(log: Log) -> None:
+    log.tests(BUILD / "cuda_emulator", "random")
+
+
+def warp_order(log: Log) -> None:
+    log.tests(BUILD / "cuda_emulator", "warp")
+
+
+def emulator(log: Log) -> None:
+    log.command(sys.executable, "-m", "pytest", "-q", "tests/unit/cuda_emulator")
+
+
+def conformance(log: Log) -> None:
+    anychip = Path(sysconfig.get_path("scripts")) / "anychip"
+    log.command(anychip, "conformance", "--backend", "cuda-emulated", "--level", "quick")
+
+
+def seeded_bugs(log: Log) -> None:
+    log.command(
+        *(sys.executable, "-m", "tests.cuda_emulated.seeded_bugs"),
+        *("--build", BUILD / "cuda_emulator", "--short", "--jobs", "1"),
+    )
+
+
+def address_sanitizer(log: Log) -> None:
+    log.tests(
+        BUILD / "cuda_emulator_address",
+        "random",
+        **sanitizers.environment("address,undefined"),
+    )
+
+
+def thread_sanitizer(log: Log) -> None:
+    module = BUILD / "cuda_emulator_thread" / MODULE
+    environment = {
+        "ANYCHIP_CUDA_EMULATED": str(module),
+        "ANYCHIP_EMULATOR_ORDER": "random",
+        **sanitizers.environment("thread"),
+    }
+    log.command(sys.executable, "-m", "tests.cuda_emulated.samples", env=environment)
+
+
+def coverage(log: Log) -> None:
+    folder = BUILD / "cuda_emulator_coverage"
+    for counts in folder.rglob("*.gcda"):
+        counts.unlink()
+    log.tests(folder, "forward")
+    log.command(
+        *(
+            sys.executable,
+            "-m",
+            "gcovr",
+            "--root",
+            ROOT,
+            "--merge-lines",
+            "--filter",
+            "csrc/cuda/kernels/",
+        ),
+        *("--filter", r"csrc/cuda/.*\.cuh", folder),
+        *("--fail-under-line", str(LEAST_COVERED_LINES)),
+    )
+
+
+def machine_code(log: Log) -> None:
+    (module,) = (BUILD / "cuda" / "csrc" / "cuda").glob("_cuda*.so")
+    log.command(sys.executable, "benchmarks/check_sass.py", module)
+    # Without a driver: it is there in an instant, and the first launch says what is missing.
+    log.command(sys.executable, "-c", IMPORTS_ALONE, module)
+
+
+IMPORTS_ALONE = """
+import importlib.util, sys, time
+spec = importlib.util.spec_from_file_location("_cuda", sys.argv[1])
+start = time.perf_counter()
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+print(f"imported in {1e3 * (time.perf_counter() - start):.1f} ms; {module.build_info()}")
+assert "torch" not in sys.modules
+needed = {line.split("[")[1].rstrip("]") for line in __import__("subprocess").run(
+    ["readelf", "-d", sys.argv[1]], check=True, capture_output=True, text=True
+).stdout.splitlines() if "NEEDED" in line}
+print("needs", sorted(needed))
+assert all(name.startswith(("libc.", "libm.", "libdl.", "librt.", "libpthread.", "ld-linux"))
+           for name in needed), needed
+import glob
+if not glob.glob("/dev/nvidiactl"):
+    try:
+        module.gelu_forward(0, 0, 1, False, module.FLOAT32, 0, 0)
+    except RuntimeError as error:
+        print(error)
+        assert "driver" in str(error) or "device" in str(error)
+    else:
+        raise SystemExit("a launch without a driver must fail")
+"""
+
+VARIANTS = {
+    "address_sanitizer": ("cuda_emulator_address", "-DANYCHIP_CUDA_SANITIZE=address,undefined"),
+    "thread_sanitizer": ("cuda_emulator_thread", "-DANYCHIP_CUDA_SANITIZE=thread"),
+    "coverage": ("cuda_emulator_coverage", "-DANYCHIP_CUDA_COVERAGE=ON"),
+}
+STEPS: Sequence[Step] = (
+    Step("forward", "unit tests, threads in order", forward_order),
+    Step("random", "unit tests, threads in a random order", random_order),
+    Step("warp", "unit tests, one warp as far ahead as it may", warp_order),
+    Step("emulator", "the emulator finds the mistakes that it is for", emulator),
+    Step("conformance", "conformance suite of cuda-emulated, level quick", conformance),
+    Step("seeded_bugs", "a mistake in each family of kernels is found", seeded_bugs),
+    Step("address_sanitizer", "unit tests with ASan and UBSan", address_sanitizer),
+    Step("thread_sanitizer", "sample calls with TSan", thread_sanitizer),
+    Step("coverage", f"unit tests run {LEAST_COVERED_LINES} % of the lines", coverage),
+    Step("machine_code", "nvcc's code: registers, spills, 16-byte accesses", machine_code),
+)
+
+
+def build_all(names: Sequence[str], jobs: int) -> None:
+    """What the chosen steps need, one build after the other on all cores."""
+    build(Log("build_cuda_emulator", jobs), "cuda_emulator")
+    for name in names:
+        if name in VARIANTS:
+            folder, option = VARIANTS[name]
+            build(Log(f"build_{folder}", jobs), folder, option)
+    if "machine_code" in names:
+        build(Log("build_cuda", jobs), "cuda", cuda=True)
+
+
+def try_step(step: Step, jobs: int) -> str | None:
+    """Runs one step; returns what went wrong, or None."""
+    start = time.monotonic()
+    log, problem = Log(step.name, jobs), None
+    try:
+        step.run(log)
+    except StepError as error:
+        problem = str(error)
+    took = time.monotonic() - start
+    print(
+        f"{'FAILED' if problem else 'passed'} {step.name} ({took:.0f} s): {step.says}", flush=True
+    )
+    if problem:
+        print(f"  {problem}; the end of {log.path.relative_to(ROOT)}:")
+        print(*(f"  | {line}" for line in log.path.read_text().splitlines()[-40:]), sep="\n")
+    return problem
+
+
+def main() -> int:
+    """The command line."""
+    names = [step.name for step in STEPS]
+    parser = argparse.ArgumentParser(prog="python -m tests.cuda_emulated")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STEP")
+    parser.add_argument("--jobs", type=int, default=2)
+    given = parser.parse_args()
+    start = time.monotonic()
+    try:
+        build_all(given.only, given.jobs)
+    except StepError as error:
+        print(f"FAILED to build: {error}; see {LOGS.relative_to(ROOT)}")
+        return 1
+    print(f"built in {time.monotonic() - start:.0f} s", flush=True)
+    chosen = [step for step in STEPS if step.name in given.only]
+    with ThreadPoolExecutor(given.jobs) as pool:
+        problems = list(pool.map(lambda step: try_step(step, given.jobs), chosen))
+    failed = [step.name for step, problem in zip(chosen, problems, strict=True) if problem]
+    print(f"{len(chosen) - len(failed)} of {len(chosen)} steps passed", *failed, sep=", failed: ")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Puts mistakes into the CUDA kernels, one at a time, and demands that the kernels' tests fail.
+
+    python -m tests.cuda_emulated.seeded_bugs --build build/cuda_emulated [--only PATTERN] [--short]
+
+Each table ``<family>.toml`` lists mistakes as textual changes of one file. The changed kernel is
+compiled as the build did it, and linked with everything else of that build; the tests of the family
+then run on the changed module, in the order of threads that the table names. Exit status 1 when a
+mistake is not found, or when its text is not in the file any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomlkit
+from rich.console import Console
+from rich.table import Table
+
+from tests.cuda_emulated import sanitizers
+
+ROOT = Path(__file__).parents[3]
+TABLES = Path(__file__).parent
+MODULE = f"_emu{sysconfig.get_config_var('EXT_SUFFIX')}"
+SANITIZED = {"": "", "address,undefined": "_address", "thread": "_thread"}
+"""What the name of a build's folder ends with, by the sanitizer of a mistake."""
+SECONDS = 300
+"""What the tests of one mistake may take: an endless loop in a kernel is found by this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bug:
+    """One mistake; the fields are those of the tables."""
+
+    family: str
+    name: str
+    stands_for: str
+    file: str
+    replace: str
+    by: str
+    found_by: str
+    order: str = "forward"
+    sanitizer: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the tests saw a mistake, and the line that says how."""
+
+    bug: Bug
+    found: bool
+    how: str
+
+
+def read_tables() -> list[Bug]:
+    """Every mistake of every table.
+
+    Raises:
+        ValueError: two mistakes have one name.
+    """
+    bugs = []
+    for path in sorted(TABLES.glob("*.toml")):
+        tables = tomlkit.parse(path.read_text()).unwrap()["bug"]
+        bugs += [Bug(family=path.stem, **table) for table in tables]
+    names = [bug.name for bug in bugs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two seeded bugs are named {name!r}")
+    return bugs
+
+
+def changed_source(bug: Bug) -> str:
+    """The file of ``bug`` with the mistake in it.
+
+    Raises:
+        ValueError: the text to replace is not there exactly once.
+    """
+    text = (ROOT / bug.file).read_text()
+    count = text.count(bug.replace)
+    if count != 1:
+        raise ValueError(f"{bug.name}: its text is in {bug.file} {count} times, and must be once")
+    return text.replace(bug.replace, bug.by)
+
+
+def build(bug: Bug, build_folder: Path, work: Path) -> Path:
+    """The emulated module with the mistake in it.
+
+    A changed copy of ``csrc/cuda`` comes first on the include path, so that a mistake in a header
+    is in the family's kernels too.
+    """
+    copy = work / "csrc" / "cuda"
+    subprocess.run(["cp", "-r", str(ROOT / "csrc" / "cuda"), str(copy.parent)], check=True)
+    target = work / bug.file
+    target.write_text(changed_source(bug))
+    commands = json.loads((build_folder / "compile_commands.json").read_text())
+    wrapped = f"emulated/{bug.family}.cpp"
+    command = next(c for c in commands if c["file"].endswith(wrapped) and "_emu.dir" in c["output"])
+    wrapper, made = work / "kernel.cpp", work / "kernel.o"
+    wrapper.write_text(f'#include "{copy}/kernels/{bug.family}.cu"\n')
+    words = shlex.split(command["command"].replace(str(ROOT / "csrc" / "cuda"), str(copy)))
+    words[words.index("-o") + 1] = str(made)
+    words[words.index("-c") + 1] = str(wrapper)
+    words = [w for w in words if not w.startswith("-M")]
+    words = [w for i, w in enumerate(words) if i == 0 or not w.endswith((".o.d", ".cpp.o"))]
+    sanitize = [w for w in words if w.startswith("-fsanitize")]
+    _run(words, cwd=build_folder)
+    original = build_folder / command["output"]
+    objects = [p for p in sorted(build_folder.glob("csrc/cuda/CMakeFiles/_emu.dir/**/*.o"))]
+    objects += sorted(build_folder.glob("tests/native/cuda_emulator/**/*.o"))
+    linked = [made if p == original else p for p in objects]
+    module = work / MODULE
+    _run(
+        [words[0], "-shared", "-pthread", *sanitize, "-o", str(module), *map(str, linked)], cwd=work
+    )
+    return module
+
+
+def try_bug(bug: Bug, plain_build: Path) -> Verdict:
+    """Builds the mistake and runs the family's tests on it."""
+    build_folder = plain_build.with_name(plain_build.name + SANITIZED[bug.sanitizer])
+    if not build_folder.is_dir():
+        return Verdict(bug, False, f"{build_folder.name} is not built: make test-cuda builds it")
+    with tempfile.TemporaryDirectory(prefix="seeded_bug_") as folder:
+        (Path(folder) / "csrc").mkdir()
+        try:
+            module = build(bug, build_folder, Path(folder))
+        except (ValueError, RuntimeError) as error:
+            return Verdict(bug, False, str(error))
+        environment = {
+            **os.environ,
+            "ANYCHIP_CUDA_EMULATED": str(module),
+            "ANYCHIP_EMULATOR_ORDER": bug.order,
+            "OMP_NUM_THREADS": "1",
+            **sanitizers.environment(bug.sanitizer),
+        }
+        tests = ROOT / "tests" / "unit" / "backends_cuda" / f"test_{bug.family}.py"
+        words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        words += ["-k", f"({bug.found_by}) and emulated", str(tests)]
+        try:
+            done = subprocess.run(
+                words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return Verdict(bug, True, f"the tests do not end within {SECONDS} s")
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode == 1 and lines:
+        return Verdict(bug, True, lines[0].removeprefix("FAILED ")[:160])
+    if done.returncode < 0:
+        return Verdict(bug, True, f"the tests end by signal {-done.returncode}")
+    last = done.stdout.splitlines()[-1] if done.stdout else done.stderr[-200:]
+    return Verdict(bug, False, f"pytest ends with {done.returncode}: {last}")
+
+
+def _run(words: list[str], cwd: Path) -> None:
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{shlex.join(words[:1])} fails: {done.stderr[-500:]}")
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.cuda_emulated.seeded_bugs")
+    parser.add_argument("--build", type=Path, required=True, help="folder of the emulated build")
+    parser.add_argument("--only", default="", help="mistakes whose name contains this")
+    parser.add_argument(
+        "--short", action="store_true", help="the first mistake of each kernel file"
+    )
+    parser.add_argument("--jobs", type=int, default=2)
+    given = parser.parse_args()
+    bugs = [bug for bug in read_tables() if given.only in bug.name]
+    if given.short:
+        first: dict[str, Bug] = {}
+        for bug in bugs:
+            if not bug.sanitizer:
+                first.setdefault(bug.family, bug)
+        bugs = list(first.values())
+    if not bugs:
+        parser.error(f"no seeded bug has a name with {given.only!r}")
+    console = Console()
+    with ThreadPoolExecutor(given.jobs) as pool:
+        verdicts = []
+        for verdict in pool.map(lambda bug: try_bug(bug, given.build.resolve()), bugs):
+            verdicts.append(verdict)
+            console.print(
+                f"{'found ' if verdict.found else 'MISSED'} {verdict.bug.name}: {verdict.how}",
+                markup=False,
+                highlight=False,
+            )
+    table = Table("family", "found", "of", box=None)
+    for family in sorted({v.bug.family for v in verdicts}):
+        own = [v for v in verdicts if v.bug.family == family]
+        table.add_row(family, str(sum(v.found for v in own)), str(len(own)))
+    console.print(table)
+    return 0 if all(v.found for v in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""torch's attention kernels for CUDA devices, in float64 on the host, as literal as they can be.
+
+Each takes the arguments of the ATen operator of its name, refuses what that refuses, and leaves NaN
+where that leaves memory as it was. What they compute is written down in torch's ``flash_api.cpp``,
+``attention.cu``, ``attention_backward.cu`` and ``MHA.cpp``; whether the devices' kernels do so is
+for a device to show.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Kernels:
+    """A stand-in for ``torch.ops.aten``.
+
+    Attributes:
+        calls: names of the operators that were called.
+        modes: for each call of a backward, whether torch was told to be deterministic.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.modes: list[bool] = []
+
+    def _flash_attention_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int,
+        p: float, causal: bool, debug: bool, *, scale: float,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        self.calls.append("flash")
+        self._check_flash((q, k, v), p)
+        if cum_q is None:
+            assert (max_q, max_k) == (q.shape[1], k.shape[1])
+            y, lse = forward(q, k, v, causal, scale)
+            # A query that sees no key: 0, and the lse is +inf.
+            return y.to(q.dtype), lse.masked_fill(lse == -math.inf, math.inf), None, None, None
+        y, lse = torch.full_like(q, math.nan), q.new_full((q.shape[1], q.shape[0]), math.nan)
+        lse = lse.float()
+        for rows in self._sequences(cum_q, cum_k, max_q, max_k):
+            own_y, own_lse = forward(q[None, rows], k[None, rows], v[None, rows], causal, scale)
+            y[rows], lse[:, rows] = own_y[0].to(q.dtype), own_lse[0]
+        return y, lse, None, None, None
+
+    def _flash_attention_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, cum_q: Any,
+        cum_k: Any, max_q: int, max_k: int, p: float, causal: bool, rng: Tensor, unused: Tensor, *,
+        scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self.calls.append("flash backward")
+        self.modes.append(
+            torch.are_deterministic_algorithms_enabled()
+            and not torch.is_deterministic_algorithms_warn_only_enabled()
+        )
+        self._check_flash((grad, q, k, v, y), p)
+        assert rng.dtype == torch.uint64
+        assert lse.is_contiguous()
+        if cum_q is None:
+            assert (max_q, max_k) == (q.shape[1], k.shape[1])
+            return backward(grad, q, k, v, y, lse, causal, scale)
+        found = tuple(torch.full_like(t, math.nan) for t in (q, k, v))
+        for rows in self._sequences(cum_q, cum_k, max_q, max_k):
+            own = [t[None, rows] for t in (grad, q, k, v, y)]
+            for whole, part in zip(
+                found, backward(*own, lse[None, :, rows], causal, scale), strict=True
+            ):
+                whole[rows] = part[0]
+        return found
+
+    def _scaled_dot_product_cudnn_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: None, compute_lse: bool, p: float,
+        causal: bool, debug: bool, *, scale: float,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        self.calls.append("cudnn")
+        assert compute_lse
+        for t in (q, k, v):
+            assert t.dtype in HALVES
+            # (B, H, S, D) as a view of (B, S, H, D) without gaps.
+            assert t.transpose(1, 2).is_contiguous()
+            assert t.shape[-1] % 8 == 0
+            assert t.data_ptr() % 16 == 0
+        # Its mask is aligned to the first key.
+        assert not causal or q.shape[2] == k.shape[2]
+        y, lse = forward(*(t.transpose(1, 2) for t in (q, k, v)), causal, scale)
+        return y.to(q.dtype).transpose(1, 2), lse[..., None], None, None, 0, 0, None, None, None
+
+    def _efficient_attention_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: None, cum_q: None, cum_k: None, max_q: None,
+        max_k: None, p: float, mask: int, compute_lse: bool, *, scale: float,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        self.calls.append("efficient")
+        assert compute_lse
+        self._check_efficient(q, k, v)
+        y, lse = forward(q, k, v, mask == 2, scale)
+        room = torch.full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), math.inf)
+        room[..., : lse.shape[2]] = lse
+        return y.to(q.dtype), room, None, None, 0, 0
+
+    def _efficient_attention_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, y: Tensor, cum_q: None,
+        cum_k: None, max_q: int, max_k: int, lse: Tensor, p: float, seed: Tensor, offset: Tensor,
+        mask: int, bias_grad: bool, *, scale: float, num_splits_key: int,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        self.calls.append("efficient backward")
+        self.modes.append(num_splits_key == 1)
+        self._check_efficient(q, k, v)
+        assert (max_q, max_k) == (q.shape[1], k.shape[1])
+        assert lse.shape[2] % 32 == 0
+        assert torch.isposinf(lse[..., q.shape[1] :]).all()
+        found = backward(grad, q, k, v, y, lse[..., : q.shape[1]], mask == 2, scale)
+        return (*found, None)
+
+    def _check_flash(self, tensors: Sequence[Tensor], p: float) -> None:
+        assert p == 0.0
+        for t in tensors:
+            assert t.dtype in HALVES
+            assert t.stride(-1) == 1
+            assert 0 < t.shape[-1] <= 256
+            assert t.shape[-1] % 8 == 0
+            assert t.numel() > 0
+            assert t.data_ptr() % 16 == 0
+
+    def _check_efficient(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        assert q.shape[2] == k.shape[2] == v.shape[2]
+        for t in (q, k, v):
+            assert t.dtype == torch.float32
+            assert t.stride(-1) == 1
+            assert t.shape[-1] % 4 == 0
+            assert t.data_ptr() % 16 == 0
+
+    def _sequences(self, cum_q: Tensor, cum_k: Tensor, max_q: int, max_k: int) -> list[slice]:
+        for ends in (cum_q, cum_k):
+            assert ends.dtype == torch.int32
+            assert ends.is_contiguous()
+        pairs = list(itertools.pairwise(cum_q.tolist()))
+        # Rows beyond the grid of the longest sequence are not computed.
+        assert min(max_q, max_k) >= max(b - a for a, b in pairs)
+        return [slice(a, b) for a, b in pairs if a < b]
+
+
+def scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """(B, H, Sq, Sk) float64, -inf where hidden; causal is aligned to the last key."""
+    keys = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    found = torch.einsum("bqhd,bkhd->bhqk", q.double(), keys) * scale
+    if causal:
+        seen = torch.ones(found.shape[-2:], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        found = found.masked_fill(~seen, -math.inf)
+    return found
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """y (B, Sq, H, D) float64, and lse (B, H, Sq) float32."""
+    found = scores(q, k, causal, scale)
+    lse = torch.logsumexp(found, -1)
+    weights = torch.exp(found - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    values = v.double().repeat_interleave(q.shape[2] // v.shape[2], 2)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, values), lse.float()
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients in the dtype of q, from the lse and the output as they were left."""
+    groups = q.shape[2] // k.shape[2]
+    weights = torch.exp(scores(q, k, causal, scale) - lse.double()[..., None])
+    wide, slope = (t.double().repeat_interleave(groups, 2) for t in (k, v)), grad.double()
+    keys, values = wide
+    delta = (slope * y.double()).sum(-1).transpose(1, 2)[..., None]
+    dscores = weights * (torch.einsum("bqhd,bkhd->bhqk", slope, values) - delta) * scale
+    dq = torch.einsum("bhqk,bkhd->bqhd", dscores, keys)
+    dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q.double())
+    dv = torch.einsum("bhqk,bqhd->bkhd", weights, slope)
+    batch, length, heads, dim = k.shape
+    shape = (batch, length, heads, groups, dim)
+    return dq.to(q.dtype), *(t.view(shape).sum(3).to(q.dtype) for t in (dk, dv))

@@ -1,0 +1,109 @@
+"""What NCCL takes, and what is said before it is called."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from anychip import CommunicationError
+from anychip.contract.collectives import CALLS
+from anychip.contract.collectives.native import NativeCommunicator
+from anychip.contract.collectives.world import Settings, world
+from anychip_cuda import collectives
+from anychip_cuda.collectives import NcclCommunicator, capabilities, refuse_shared
+
+MOVED = [
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8,
+    torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", MOVED, ids=lambda d: str(d).removeprefix("torch."))
+def test_every_dtype_that_nccl_moves_is_in_the_table(dtype: torch.dtype) -> None:
+    table = capabilities()
+    for call in ("all_gather", "broadcast", "all_to_all", "send", "recv"):
+        assert table.supports(call, dtype)
+    reduced = dtype not in (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
+    for call in ("all_reduce", "reduce_scatter"):
+        for reduction in ("sum", "max", "min"):
+            assert table.supports(call, dtype, reduction) is reduced
+        assert table.supports(call, dtype, "avg") is (reduced and dtype.is_floating_point)
+
+
+def test_what_nccl_does_not_move_is_not_in_the_table() -> None:
+    table = capabilities()
+    assert set(table.dtypes) == set(CALLS)
+    assert not any(table.supports(call, torch.int16) for call in CALLS)
+    assert not table.supports("barrier", torch.float32)
+
+
+def test_ranks_with_one_device_are_refused_by_number_before_nccl_is_asked() -> None:
+    refuse_shared(["a on x", "b on x", "a on y"], "world, rank 0 of 3")
+    with pytest.raises(CommunicationError, match="ranks 0 and 2 have device a on x") as caught:
+        refuse_shared(["a on x", "b on x", "a on x"], "world, rank 0 of 3")
+    assert caught.value.ranks == (0, 2)
+    assert "set_device" in str(caught.value)
+
+
+def test_compare_devices_reads_every_ranks_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    known = SimpleNamespace(uuid="abc")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: known)
+    monkeypatch.setattr(collectives.socket, "gethostname", lambda: "host")
+    store = HashStore()
+    job: Any = SimpleNamespace(rank=0, world_size=2, store=store, where="world, rank 0 of 2")
+    store.set("device/1", "def on host")
+    collectives._compare_devices(job)
+    store.set("device/1", "abc on host")
+    with pytest.raises(CommunicationError, match="ranks 0 and 1"):
+        collectives._compare_devices(job)
+
+
+def test_the_watchdog_is_asked_to_leave_the_process_alone_unless_the_user_decided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.setattr(NativeCommunicator, "__init__", lambda self, *args, **how: None)
+    monkeypatch.setattr(collectives, "_compare_devices", lambda job: None)
+    job: Any = None
+    monkeypatch.delenv(name, raising=False)
+    NcclCommunicator(job, 0, (0, 1), "world", backend="nccl", device="cuda")
+    assert os.environ[name] == "2"
+    monkeypatch.setenv(name, "1")
+    NcclCommunicator(job, 0, (0, 1), "world", backend="nccl", device="cuda")
+    assert os.environ[name] == "1"
+
+
+class Recorded(NativeCommunicator):
+    """One that only keeps what it is made with."""
+
+    def __init__(self, job: Any, group: int, ranks: Any, name: str, **how: str) -> None:
+        self.job, self.ranks, self.name, self.is_closed = job, ranks, name, True
+        self.backend, self.device = how["backend"], how["device"]
+
+
+def test_groups_of_a_chips_communicator_are_of_its_class() -> None:
+    job: Any = "job"
+    part = Recorded(job, 0, (0, 1), "world", backend="b", device="d")._of_group(3, (1,), "tp")
+    assert type(part) is Recorded
+    assert (part.job, part.ranks, part.name, part.backend) == ("job", (1,), "tp", "b")
+
+
+def test_world_of_a_chip_with_collectives_is_of_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anychip.contract.collectives import c10d, job
+    from anychip.contract.collectives import world as module
+
+    places = job.Rendezvous(HashStore(), 0, 2)
+    monkeypatch.setattr(job, "rendezvous", lambda timeout_s: places)
+    monkeypatch.setattr(job, "Job", lambda place, **how: SimpleNamespace(rank=0, world_size=2))
+    monkeypatch.setattr(c10d, "ProcessGroupCommunicator", lambda *args: None)
+    monkeypatch.setattr(module, "_worlds", {})
+    settings = Settings(timeout_s=1.0, heartbeat_s=1.0, check="off")
+    made = world("acme", "acmccl", settings, lambda: Recorded)
+    assert type(made) is Recorded
+    assert (made.ranks, made.backend, made.device) == ((0, 1), "acmccl", "acme")

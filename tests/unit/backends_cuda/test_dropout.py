@@ -1,0 +1,153 @@
+"""dropout and bias_dropout_add of the CUDA kernels: the mask of every chip, rows of any length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anychip import operators as specs
+from anychip.contract import Direction
+from anychip.operators import philox
+from anychip.operators.dropout import keep_threshold
+from tests.unit.backends_cuda.conftest import Chip
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MATRICES = ((1, 1), (3, 7), (5, 8), (600, 24), (17, 264), (33, 516))
+
+
+def _call(chip: Chip, operator: str, direction: Direction, *args: Any, **attrs: Any) -> Any:
+    (row,) = chip.table.rows(operator, direction)
+    placed = [a.to(chip.device) if isinstance(a, Tensor) else a for a in args]
+    return row.function(*placed, **attrs)
+
+
+def _normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _rng(seed: int = 1234, offset: int = 5) -> Tensor:
+    return torch.tensor([seed, offset])
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3, 7, 8, 9, 4096, 4099])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dropout_of_any_length_has_the_mask_of_every_chip(
+    chip: Chip, dtype: torch.dtype, numel: int
+) -> None:
+    x = _normal(numel, dtype=dtype)
+
+    y = _call(chip, "dropout", "forward", x, _rng(), p=0.3)
+    (dx,) = _call(chip, "dropout", "backward", x, _rng(), p=0.3, needs=(True,))
+
+    assert torch.equal(y.cpu(), specs.dropout.forward(x, _rng(), p=0.3))
+    assert torch.equal(dx, y)
+
+
+@pytest.mark.parametrize("p", [0.0, 2.0**-32, 0.5, 1.0 - 2.0**-20, 1.0])
+def test_dropout_keeps_what_the_threshold_says(chip: Chip, p: float) -> None:
+    # The last block of the stream before the counter's lower half runs over, and a negative seed.
+    rng = _rng(-3, 2**32 - 2)
+    x = torch.ones(1001)
+    x[::5] = torch.nan
+
+    y = _call(chip, "dropout", "forward", x, rng, p=p).cpu()
+
+    keep = philox.words(rng, 1001) >= keep_threshold(p)
+    assert torch.equal(y == 0.0, ~keep)
+    assert torch.equal(y.isnan(), keep & x.isnan())
+
+
+@pytest.mark.parametrize("element", [0, 3, 6, 17])
+def test_dropout_keeps_an_element_whose_word_is_the_threshold(chip: Chip, element: int) -> None:
+    word = int(philox.words(_rng(), 18)[element])
+    x = torch.ones(18)
+
+    kept = _call(chip, "dropout", "forward", x, _rng(), p=word / 2**32)
+    dropped = _call(chip, "dropout", "forward", x, _rng(), p=(word + 1) / 2**32)
+
+    assert kept[element] > 0.0
+    assert dropped[element] == 0.0
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4])
+def test_dropout_of_a_misaligned_array_gives_the_same_bits(chip: Chip, offset: int) -> None:
+    x = _normal(1003, dtype=torch.bfloat16)
+    buffer = torch.zeros(1011, dtype=x.dtype, device=chip.device)
+    shifted = buffer[offset : offset + 1003].copy_(x)
+
+    made = [_call(chip, "dropout", "forward", t, _rng(), p=0.4) for t in (x, shifted)]
+
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("shape", MATRICES, ids=str)
+@pytest.mark.parametrize("stream", [None, torch.float32], ids=["own", "float32"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_dropout_add_of_any_matrix_is_the_reference(
+    chip: Chip, dtype: torch.dtype, stream: torch.dtype | None, shape: tuple[int, int]
+) -> None:
+    x, residual = _normal(*shape, dtype=dtype), _normal(*shape, dtype=stream or dtype, seed=1)
+    bias = _normal(shape[1], dtype=torch.float16, seed=2)
+
+    for own in (bias, None):
+        y = _call(chip, "bias_dropout_add", "forward", x, residual, _rng(), own, p=0.25).cpu()
+
+        want = specs.bias_dropout_add.forward(
+            x.double(), residual.double(), _rng(), own, p=0.25
+        ).double()
+        half = torch.finfo(y.dtype).eps / 2
+        inner = x.double().abs() + (0.0 if own is None else own.double().abs())
+        rounding = 4 * 2**-24 * (inner / 0.75 + residual.double().abs())
+        assert y.dtype == residual.dtype
+        assert torch.all((y.double() - want).abs() <= half * want.abs() + rounding)
+
+
+@pytest.mark.parametrize("shape", MATRICES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_dropout_add_gradients_are_the_reference(
+    chip: Chip, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    # p = 1/2 and small integers: the sums for the bias have no rounding in any order.
+    grad = torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    name = "bias_dropout_add"
+
+    made = _call(chip, name, "backward", grad, _rng(), p=0.5, needs=(True, True, True))
+    alone = [
+        _call(chip, name, "backward", grad, _rng(), p=0.5, needs=needs)
+        for needs in ((True, False, False), (False, True, False), (False, False, True))
+    ]
+
+    reference = specs.bias_dropout_add.backward
+    assert reference is not None
+    want = reference(grad, _rng(), p=0.5, needs=(True, True, True))
+    for index in range(3):
+        assert made[index].dtype == want[index].dtype
+        assert torch.equal(made[index].cpu(), want[index])
+        assert torch.equal(alone[index][index], made[index])
+        assert sum(t is not None for t in alone[index]) == 1
+
+
+def test_bias_gradient_of_no_rows_is_zero(chip: Chip) -> None:
+    grad = torch.empty(0, 12)
+
+    made = _call(
+        chip, "bias_dropout_add", "backward", grad, _rng(), p=0.5, needs=(True, True, True)
+    )
+
+    assert torch.equal(made[2].cpu(), torch.zeros(12))
+    assert made[0].shape == (0, 12)
+
+
+def test_wrong_arguments_are_refused(chip: Chip) -> None:
+    native, place = chip.kernels.native, chip.kernels.place(torch.empty(0, device=chip.device))
+    rng = _rng().to(chip.device)
+
+    for numel, p in ((-1, 0.5), (4, 1.5), (4, float("nan"))):
+        with pytest.raises(RuntimeError, match="dropout: CUDA error 1"):
+            native.dropout(0, rng.data_ptr(), 0, numel, p, 0, *place)
+    # A stream of another 16-bit type than x.
+    with pytest.raises(RuntimeError, match="bias_dropout_add_forward: CUDA error 1"):
+        native.bias_dropout_add_forward(0, 0, rng.data_ptr(), 0, 0, 1, 1, 0.5, 1, 2, 1, *place)

@@ -1,0 +1,262 @@
+"""Norms of the CUDA kernels: rows of any length and place, any number of rows, sums over rows."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from anychip_cuda import norm
+from tests.unit.backends_cuda.conftest import Chip
+from tests.unit.operators.exactness import assert_close
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+EPS = 0.01
+"""As large as it has to be to show in every row."""
+
+
+class Given(NamedTuple):
+    """A call of add_layer_norm and its gradients; without residual and bias of the other norms."""
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    grad: Tensor
+    dtotal: Tensor | None
+
+
+def _given(chip: Chip, rows: int, hidden: int, x: torch.dtype, residual: Any, bias: bool) -> Given:
+    generator = torch.Generator().manual_seed(hidden)
+
+    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(chip.device)
+
+    return Given(
+        normal(rows, hidden, dtype=x) + 1.0,
+        None if residual is None else normal(rows, hidden, dtype=residual),
+        normal(hidden, dtype=x),
+        normal(hidden, dtype=FP32) if bias else None,
+        normal(rows, hidden, dtype=x),
+        None if residual is None else normal(rows, hidden, dtype=residual),
+    )
+
+
+def _run(chip: Chip, given: Given, *, needs: Any = (True,) * 4) -> list[Tensor | None]:
+    """y and the stored sum, then gradients of x, residual, weight and bias."""
+    centred = given.bias is not None
+    y, total, mean, rstd = norm._normed(chip.kernels, *given[:4], EPS, centred=centred)
+    normed = given.x if total is None else total
+    gradients = norm._gradients(
+        chip.kernels, given.grad, normed, given.dtotal, given.weight, (mean, rstd), needs
+    )
+    return [y, total, *gradients]
+
+
+def _exact(given: Given) -> list[Tensor]:
+    """The same by autograd in float64, from the sum as stored."""
+    x, residual, weight, bias, grad, dtotal = (None if t is None else t.cpu() for t in given)
+    total = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
+    v = total.double().requires_grad_()
+    w = weight.double().requires_grad_()
+    b = torch.zeros_like(w) if bias is None else bias.double()
+    b.requires_grad_()
+    mean = 0.0 if bias is None else v.mean(-1, keepdim=True)
+    y = (v - mean) / ((v - mean).square().mean(-1, keepdim=True) + EPS).sqrt() * w + b
+    dv, dw, db = torch.autograd.grad(y, (v, w, b), grad.double())
+    dv = dv if dtotal is None else dv + dtotal.double()
+    return [y.detach(), total.double(), dv, dv, dw, db]
+
+
+def _check(got: list[Tensor | None], want: list[Tensor], hidden: int) -> None:
+    # A thread adds up to 32 numbers of a tile one by one, and a tile has at least 4,096 columns;
+    # then come trees over 512 threads, and what layer_norm's equations round besides: 18.
+    count = 32 * (1 + hidden // 4096) + 10 + 18
+    for one, other in zip(got, want, strict=True):
+        if one is not None:
+            # A NaN is no farther from anything than is allowed.
+            assert bool(one.isfinite().all())
+            assert_close(one.cpu(), other, count)
+
+
+def _same_bits(got: list[Tensor | None], want: list[Tensor | None]) -> None:
+    for one, other in zip(got, want, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
+# One warp to a row ends at 128 float32 and 256 16-bit elements, and with four vectors a thread at
+# 512 and 1,024; a tile of 512 threads at 8,192 and 16,384, with a float32 residual at half of that;
+# element by element at 256 and 4,096. The sums of a row of more than 28,032 columns do not fit into
+# shared memory. Row counts: fewer than blocks, not a multiple of them, several steps of each.
+CASES = [
+    (5, 1, FP32, FP32), (70, 17, FP32, None), (33, 128, FP32, FP32), (9, 132, FP32, None),
+    (17, 512, FP32, FP32), (6, 516, FP32, FP32), (3, 1023, FP32, FP32), (2, 8192, FP32, None),
+    (2, 8196, FP32, FP32), (1, 16388, FP32, FP32), (2, 28036, FP32, FP32), (2, 8193, FP32, FP32),
+    (130, 8, BF16, BF16), (37, 256, BF16, None), (7, 264, BF16, BF16), (40, 1024, BF16, BF16),
+    (13, 1032, BF16, FP32), (3, 255, BF16, FP32), (2, 257, FP16, FP32), (9, 2048, FP16, FP16),
+    (5, 4104, FP16, FP32), (1, 4097, BF16, BF16), (2, 8200, BF16, FP32), (2, 16384, BF16, BF16),
+    (1, 16392, BF16, None), (1, 28037, BF16, FP32),
+]  # fmt: skip
+
+
+def _label(case: Any) -> str:
+    rows, hidden, x, residual = case
+    return f"{rows}x{hidden}-{'-'.join(str(d).removeprefix('torch.') for d in (x, residual))}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=_label)
+@pytest.mark.parametrize("bias", [False, True], ids=["rms_norm", "layer_norm"])
+def test_norm_and_gradients_equal_float64(chip: Chip, case: Any, bias: bool) -> None:
+    rows, hidden, x, residual = case
+    given = _given(chip, rows, hidden, x, residual, bias)
+    _check(_run(chip, given), _exact(given), hidden)
+
+
+def test_layer_norm_of_rows_far_from_zero_keeps_its_digits(chip: Chip) -> None:
+    given = _given(chip, 5, 520, FP32, None, True)
+    given = given._replace(x=given.x + 1000.0)
+    y = _run(chip, given)[0]
+    assert y is not None
+    # Of x - mean, an ULP of 1000 is lost: 2^-14, times weights up to 4.
+    assert_close(y.cpu(), _exact(given)[0], 4 * 2.0**10)
+
+
+def _shifted(tensor: Tensor) -> Tensor:
+    """The same values one element behind a 16-byte boundary."""
+    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:]
+    assert flat.data_ptr() % 16
+    return flat.copy_(tensor.flatten()).view(tensor.shape)
+
+
+@pytest.mark.parametrize("which", [f for f in Given._fields])
+def test_argument_that_is_not_aligned_changes_no_more_than_roundings(
+    chip: Chip, which: str
+) -> None:
+    given = _given(chip, 6, 264, BF16, FP32, True)
+    moved = given._replace(**{which: _shifted(getattr(given, which))})
+    _check(_run(chip, moved), _exact(given), 264)
+
+
+def test_rows_of_a_transposed_and_of_a_sliced_tensor_are_found(chip: Chip) -> None:
+    given = _given(chip, 12, 40, FP32, FP32, True)
+    wide = torch.zeros(12, 100, device=chip.device)
+    wide[:, 30:70] = given.residual
+    views = given._replace(
+        x=given.x.t().contiguous().t(), residual=wide[:, 30:70], grad=given.grad[:1].expand(12, 40)
+    )
+    same = given._replace(grad=given.grad[:1].repeat(12, 1))
+    _same_bits(_run(chip, views), _run(chip, same))
+
+
+@pytest.mark.parametrize("hidden", [96, 97, 28036], ids=str)
+def test_wanted_gradients_do_not_depend_on_what_else_is_wanted(chip: Chip, hidden: int) -> None:
+    given = _given(chip, 7 if hidden < 100 else 2, hidden, FP32, FP32, True)
+    whole = _run(chip, given)[2:]
+    for needs in itertools.product((False, True), repeat=4):
+        found = _run(chip, given, needs=needs)[2:]
+        for need, one, other in zip(needs, found, whole, strict=True):
+            assert one is None if not need else torch.equal(one, other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 9, 200], ids=str)
+def test_scratch_is_used_within_its_bounds_whatever_it_holds(chip: Chip, rows: int) -> None:
+    given = _given(chip, rows, 300, BF16, None, True)
+    _, _, mean, rstd = norm._normed(chip.kernels, *given[:4], EPS, centred=True)
+    blocks, found = 6, []
+    for content in (float("nan"), 3e38):
+        scratch = torch.full((2 * blocks * 300 + 64,), content, device=chip.device)
+        sums = torch.empty(2, 300, dtype=BF16, device=chip.device)
+        arrays = (given.grad, given.x, None, given.weight, mean, rstd, None, None, *sums, scratch)
+        codes = [chip.kernels.codes[BF16]] * 3
+        chip.kernels.native.norm_backward(
+            *(0 if a is None else a.data_ptr() for a in arrays),
+            blocks,
+            rows,
+            300,
+            *codes,
+            *chip.kernels.place(given.x),
+        )
+        found.append(sums)
+        assert torch.equal(scratch[-64:], torch.full_like(scratch[-64:], content)) or (
+            content != content and bool(scratch[-64:].isnan().all())
+        )
+    assert torch.equal(*found)
+    _check([*found[0]], _exact(given)[4:], 300)
+
+
+def test_same_call_gives_the_same_bits(chip: Chip) -> None:
+    given = _given(chip, 150, 1032, BF16, FP32, True)
+    _same_bits(_run(chip, given), _run(chip, given))
+
+
+def test_gradients_over_no_rows_are_zero(chip: Chip) -> None:
+    given = _given(chip, 0, 24, BF16, BF16, True)
+    _, _, dx, dresidual, dweight, dbias = _run(chip, given)
+    assert [None if t is None else t.shape for t in (dx, dresidual)] == [(0, 24)] * 2
+    zeros = torch.zeros(24, dtype=BF16, device=chip.device)
+    _same_bits([dweight, dbias], [zeros, zeros])
+
+
+def test_statistics_of_rows_without_columns_are_not_numbers(chip: Chip) -> None:
+    given = _given(chip, 5, 0, FP32, None, True)
+    y, _, mean, rstd = norm._normed(chip.kernels, *given[:4], EPS, centred=True)
+    assert y.shape == (5, 0)
+    for found in (mean, rstd):
+        assert found is not None
+        assert bool(found.isnan().all())
+
+
+def test_residual_narrower_than_x_is_left_to_the_reference(chip: Chip) -> None:
+    (row,) = chip.table.rows("add_rms_norm", "forward")
+    x, weight = torch.ones(2, 8, dtype=BF16), torch.ones(8)
+    assert row.accepts is not None
+    taken = {dtype: row.accepts(x, x.to(dtype), weight, eps=EPS) for dtype in (FP32, BF16, FP16)}
+    assert taken == {FP32: True, BF16: True, FP16: False}
+
+
+REFUSED: dict[str, dict[str, int]] = {
+    "negative rows": {"rows": -1},
+    "negative hidden": {"hidden": -8},
+    "too wide": {"hidden": (1 << 30) + 1},
+    "no x": {"x": 0},
+    "no weight": {"weight": 0},
+    "no y": {"y": 0},
+    "no rstd": {"rstd": 0},
+    "residual without a sum": {"total": 0},
+    "narrow residual": {"residual_dtype": 2},
+}
+
+
+@pytest.mark.parametrize("label", REFUSED)
+def test_forward_with_wrong_numbers_is_refused(chip: Chip, label: str) -> None:
+    tensor = torch.ones(4, 8, device=chip.device)
+    at, place = tensor.data_ptr(), chip.kernels.place(tensor)
+    numbers = {
+        "x": at, "residual": at, "weight": at, "bias": 0, "y": at, "total": at, "mean": 0,
+        "rstd": at, "rows": 4, "hidden": 8, "eps": EPS, "dtype": 0, "residual_dtype": 0,
+        "weight_dtype": 0, "bias_dtype": 0,
+    }  # fmt: skip
+    numbers.update(REFUSED[label])
+    with pytest.raises(RuntimeError, match="norm_forward: CUDA error 1"):
+        chip.kernels.native.norm_forward(*numbers.values(), *place)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rstd": 0}, {"partials": 0}, {"blocks": 0}, {"grad": 0}, {"rows": -1}], ids=str
+)
+def test_backward_with_wrong_numbers_is_refused(chip: Chip, wrong: dict[str, int]) -> None:
+    tensor = torch.ones(8, 8, device=chip.device)
+    at, place = tensor.data_ptr(), chip.kernels.place(tensor)
+    numbers = {
+        "grad": at, "v": at, "dtotal": 0, "weight": at, "mean": 0, "rstd": at, "dx": 0,
+        "dresidual": 0, "dweight": at, "dbias": 0, "partials": at, "blocks": 1, "rows": 4,
+        "hidden": 8, "dtype": 0, "residual_dtype": 0, "weight_dtype": 0,
+    }  # fmt: skip
+    numbers.update(wrong)
+    with pytest.raises(RuntimeError, match="norm_backward: CUDA error 1"):
+        chip.kernels.native.norm_backward(*numbers.values(), *place)

@@ -1,0 +1,27 @@
+"""Are the operations of warps and blocks what CUDA's manual says, in every order of threads?"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cuda_emulator.programs import ROOT, SOURCES, run
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "random", "warp"])
+def test_primitives_are_the_manuals_formulas(folder: Path, order: str) -> None:
+    found = run(folder, "plain", "primitives", order=order)
+    assert found.status == 0, found.output
+    assert found.output == "38 checks of 112 threads, 0 wrong"
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: install the CUDA toolkit")
+@pytest.mark.parametrize("program", ["primitives.cu", "seeded_bugs.cu"])
+def test_program_compiles_for_a_device_too(tmp_path: Path, program: str) -> None:
+    words = ("nvcc", "-std=c++17", "-arch=sm_90", "-DANYCHIP_IS_EMULATED=0", "-c")
+    where = ("-I", ROOT / "csrc" / "cuda", SOURCES / program, "-o", tmp_path / "program.o")
+    done = subprocess.run([*words, *where], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -417,6 +417,51 @@ class ErrorIsRuntimeError(RanksBackend):
                 raise RuntimeError(str(error)) from None
 
 
+class NanLost(RanksBackend):
+    class change(Base):
+        def all_reduce(self, tensor: Tensor, *rest: Any, **named: Any) -> Work:
+            if tensor.is_floating_point():
+                tensor.copy_(torch.where(tensor.isnan(), 0.0, tensor))
+            return super().all_reduce(tensor, *rest, **named)  # type: ignore[misc,no-any-return]
+
+
+class InfiniteIsLargest(RanksBackend):
+    class change(Base):
+        def all_reduce(self, tensor: Tensor, *rest: Any, **named: Any) -> Work:
+            if tensor.is_floating_point():
+                tensor.clamp_(-torch.finfo(tensor.dtype).max, torch.finfo(tensor.dtype).max)
+            return super().all_reduce(tensor, *rest, **named)  # type: ignore[misc,no-any-return]
+
+
+class LastPieceForgotten(RanksBackend):
+    """Of what goes in pieces of a MiB."""
+
+    class change(Base):
+        def all_reduce(self, tensor: Tensor, *rest: Any, **named: Any) -> Work:
+            piece = (1 << 20) // tensor.element_size()
+            if tensor.numel() > piece:
+                tensor = tensor.view(-1)[: tensor.numel() // piece * piece]
+            return super().all_reduce(tensor, *rest, **named)  # type: ignore[misc,no-any-return]
+
+
+class LastComesFirst(RanksBackend):
+    class change(Base):
+        def exchange(self, transfers: Sequence[Transfer], **named: Any) -> Work:
+            rooms: dict[Any, list[Transfer]] = {}
+            for t in transfers:
+                rooms.setdefault((t.kind, t.peer, t.tag), []).append(t)
+            turned = [rooms[t.kind, t.peer, t.tag].pop() if t.kind == "recv" else t
+                      for t in transfers]  # fmt: skip
+            return super().exchange(turned, **named)  # type: ignore[misc,no-any-return]
+
+
+class TagOfThreeBits(RanksBackend):
+    class change(Base):
+        def exchange(self, transfers: Sequence[Transfer], **named: Any) -> Work:
+            short = [t._replace(tag=t.tag & 7) for t in transfers]
+            return super().exchange(short, **named)  # type: ignore[misc,no-any-return]
+
+
 TOGETHER = " or ".join(
     f"collectives/2/{name}"
     for name in (
@@ -426,6 +471,7 @@ TOGETHER = " or ".join(
 )  # fmt: skip
 """One selection for all, so that one run of the twin is enough."""
 GATHER = "collectives/2/all_gather/fp32"
+LARGE = "collectives/2/large or collectives/2/not-finite"
 RULED = "collectives/2/abort or collectives/2/close or collectives/2/traffic"
 
 
@@ -482,6 +528,11 @@ CATALOGUE: tuple[Wrong, ...] = (
     wrong("broadcast-by-sum", "sign of zero", BroadcastBySum),
     wrong("gathered-as-float", "unsupported dtype silently cast", GatherByBytesOfFloat,
           "collectives/2/all_gather/int64"),
+    wrong("nan-of-a-rank-is-lost", "Inf or NaN lost", NanLost, LARGE),
+    wrong("infinite-is-the-largest", "Inf or NaN lost", InfiniteIsLargest, LARGE),
+    wrong("last-piece-forgotten", "dropped tail", LastPieceForgotten, LARGE),
+    wrong("last-message-comes-first", "messages mixed up", LastComesFirst),
+    wrong("tag-of-three-bits", "overflow of an index", TagOfThreeBits, "collectives/2/order"),
     replace(
         wrong("sum-begins-with-oneself", "order of a sum", SumFromOneself,
               "collectives/4/all_reduce/fp32"),

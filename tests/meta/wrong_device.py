@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +74,26 @@ def _rate_of_nothing(self: HonestBackend, index: int | None = None) -> DevicePro
     return replace(HonestBackend.properties(self, index), bandwidth=0.0)
 
 
+def _moves_and_refuses(self: HonestBackend, index: int) -> None:
+    if isinstance(index, int):
+        self.thread.index = index
+    self.check_index(index)
+
+
+class ByNumberOfThread(HonestBackend):
+    """Numbers are given again when a thread has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index_of: dict[int, int] = {}
+
+    def current_device(self) -> int:
+        return self.index_of.get(threading.get_ident(), 0)
+
+    def set_device(self, index: int) -> None:
+        self.index_of[threading.get_ident()] = self.check_index(index)
+
+
 def _quiet(*_: Any, **__: Any) -> None:
     return None
 
@@ -122,5 +143,12 @@ CATALOGUE: tuple[Wrong, ...] = (
         "set-device-returns-it",
         "wrong type of a result",
         set_device=lambda self, index: HonestBackend.set_device(self, index) or index,
+    ),
+    wrong_device("refused-index-stays", "an error that changes", set_device=_moves_and_refuses),
+    Wrong(
+        name="device-of-a-thread-that-has-ended",
+        bug="state kept by a number that is used again",
+        chapter="device",
+        make=ByNumberOfThread,
     ),
 )

@@ -239,6 +239,55 @@ class StatisticsOfAThread(CountingMemory):
         self.own.allocated = value
 
 
+class SmallBlocksLeak(CountingMemory):
+    def freed(self, nbytes: int) -> None:
+        if nbytes > 4096:
+            super().freed(nbytes)
+
+
+class SmallBlocksUncounted(CountingMemory):
+    """Those of the small pool, whose statistics nobody added."""
+
+    def allocate(self, nbytes: int, index: int | None = None) -> torch.UntypedStorage:
+        storage = super().allocate(nbytes, index)
+        self.allocated -= nbytes if nbytes <= 65536 else 0
+        return storage
+
+    def freed(self, nbytes: int) -> None:
+        super().freed(nbytes if nbytes > 65536 else 0)
+
+
+class CopyOfNothingFails(CountingMemory):
+    def copy_async(
+        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None = None
+    ) -> None:
+        if not source.numel():
+            raise RuntimeError("error 1: invalid argument")
+        super().copy_async(target, source, stream)
+
+
+class CopyInWords(CountingMemory):
+    """In units of 4 bytes; what is left over stays as it was."""
+
+    def copy_async(
+        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None = None
+    ) -> None:
+        if source.element_size() == 1 and source.is_contiguous() and target.is_contiguous():
+            whole = source.numel() // 4 * 4
+            target, source = target.view(-1)[:whole], source.view(-1)[:whole]
+        super().copy_async(target, source, stream)
+
+
+class CopyAlignedDown(CountingMemory):
+    def copy_async(
+        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None = None
+    ) -> None:
+        start, size = int(source.storage_offset()), source.element_size()
+        start -= start * size % 4 // size
+        aligned = source.as_strided(source.shape, source.stride(), start)
+        super().copy_async(target, aligned, stream)
+
+
 def _copies_when_asked() -> Backend:
     def synchronize(self: HonestBackend, index: int | None = None) -> None:
         self.check_index(index)
@@ -278,6 +327,11 @@ _MEMORIES = tuple(
         ("copy-ignores-strides", "layout not looked at", CopyIgnoresStrides),
         ("copy-of-bits", "dtype not looked at", CopyOfBits),
         ("statistics-of-a-thread", "per-thread state", StatisticsOfAThread),
+        ("small-blocks-leak", "leak", SmallBlocksLeak),
+        ("small-blocks-not-counted", "one of several pools", SmallBlocksUncounted),
+        ("copy-of-nothing-fails", "a special case forgotten", CopyOfNothingFails),
+        ("copy-in-words", "dropped tail", CopyInWords),
+        ("copy-aligned-down", "misaligned address", CopyAlignedDown),
     )
 )
 CATALOGUE: tuple[Wrong, ...] = (

@@ -47,6 +47,28 @@ class FirstRecordStays(Event):
             super().record(stream)
 
 
+class LooksLate(Event):
+    """Which record is waited for is looked up when the stream comes to the wait."""
+
+    def wait(self, stream: Any = None) -> None:
+        stream.add(lambda: self.reached is None or self.reached.wait())
+
+
+class HoldsOne(Event):
+    """The first that waits takes the record away."""
+
+    is_taken = False
+
+    def record(self, stream: Any = None) -> None:
+        self.is_taken = False
+        super().record(stream)
+
+    def wait(self, stream: Any = None) -> None:
+        if not self.is_taken:
+            super().wait(stream)
+        self.is_taken = True
+
+
 class InSeconds(Event):
     def elapsed_time(self, end_event: Any) -> float:
         return super().elapsed_time(end_event) / 1000
@@ -67,6 +89,19 @@ class WaitsForNothing(Stream):
 class WaitsForItself(Stream):
     def wait_stream(self, stream: Any) -> None:
         self.add(self.mark().wait)
+
+
+class WaitsForTheLast(Stream):
+    """There is room for one event only."""
+
+    def wait_event(self, event: Any) -> None:
+        self.awaited = event
+
+    def add(self, call: Callable[[], Any]) -> None:
+        awaited = self.__dict__.pop("awaited", None)
+        if awaited is not None:
+            awaited.wait(self)
+        super().add(call)
 
 
 class AlwaysIdle(Stream):
@@ -305,5 +340,8 @@ CATALOGUE: tuple[Wrong, ...] = (
         synchronize=_of_this_thread,
         stream=_stream_of_this_thread,
     ),
+    wrong("wait-looks-late", "late binding", "event.moved", event_type=LooksLate),
+    wrong("event-holds-one-stream", "missing wait", "event.waiters", event_type=HoldsOne),
+    wrong("last-wait-counts", "missing wait", "event.waiters", stream_type=WaitsForTheLast),
     wrong("synchronize-current-only", "missing wait", "synchronize", synchronize=_current_only),
 )

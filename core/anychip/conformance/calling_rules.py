@@ -8,7 +8,9 @@ the results is written.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import (
+    INNER_LAYOUTS,
     LAYOUTS,
     READ_ONLY_LAYOUTS,
     Arguments,
@@ -70,7 +73,7 @@ def laid_out(
     plain = trial_type(operator, replace(call, layout={}), dtype, context.seed)
     names = plain.signature.positional
     for index, (name, arg) in enumerate(zip(names, plain.arguments[0], strict=True)):
-        for layout in (*LAYOUTS, *READ_ONLY_LAYOUTS):
+        for layout in (*LAYOUTS, *INNER_LAYOUTS, *READ_ONLY_LAYOUTS):
             if _can_lie(arg, layout, written=index in plain.written):
                 changed = replace(call, layout={name: layout}, statistical=False)
                 yield trial_type(operator, changed, dtype, context.seed), f"{name} {layout}"
@@ -79,6 +82,8 @@ def laid_out(
 def _can_lie(arg: Any, layout: Layout, *, written: bool) -> bool:
     if isinstance(arg, (list, tuple)):
         return bool(arg) and layout in LAYOUTS
+    if layout in INNER_LAYOUTS:
+        return isinstance(arg, Tensor) and arg.dim() > 2
     if not isinstance(arg, Tensor) or not arg.dim() or (arg.dim() == 1 and layout == "transposed"):
         return False
     equal = layout in READ_ONLY_LAYOUTS
@@ -317,13 +322,26 @@ def same_elsewhere(
 
         here, there = call(), elsewhere(call)
         context.backend.synchronize()
-        if operator.spec.determinism == "bitwise":
-            for name, got, want in zip(trial.names(), there, here, strict=True):
-                check_equal_bits(f"{name} {where}", got, want)
-        else:
-            wanted = trial.expected(oracle)
-            for name, got, expected in zip(trial.names(), there, wanted, strict=False):
-                context.compare(f"{name} {where}", got, expected)
+        same_answer(context, operator, oracle, trial, there, here, where)
+
+
+def same_answer(
+    context: Context,
+    operator: AnyOperator,
+    oracle: Oracle,
+    trial: Trial,
+    found: Sequence[Tensor],
+    plain: Sequence[Tensor],
+    where: str,
+) -> None:
+    """The bits of a plain call; of an operator without an order, the oracle's numbers."""
+    if operator.spec.determinism == "bitwise":
+        for name, got, want in zip(trial.names(), found, plain, strict=True):
+            check_equal_bits(f"{name} {where}", got, want)
+    else:
+        wanted = trial.expected(oracle)
+        for name, got, expected in zip(trial.names(), found, wanted, strict=False):
+            context.compare(f"{name} {where}", got, expected)
 
 
 @_rule("second-thread", _always)
@@ -345,6 +363,34 @@ def rule_inference_mode(
             return [y.clone() for y in call()]
 
     same_elsewhere(context, operator, oracle, dtype, "in inference mode", elsewhere)
+
+
+CALLS_OF_A_THREAD = 3
+
+
+@_rule("two-threads", _always)
+def rule_two_threads(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """Two threads call at once, each with its own numbers: no room that both write to."""
+    call = rule_calls(oracle)[0]
+    labels = (call.label, f"{call.label}.other")
+    trials = [Trial(operator, replace(call, label=label), dtype, context.seed) for label in labels]
+    alone = [trial.run(trial.place(context)) for trial in trials]
+    start = threading.Barrier(len(trials))
+
+    def work(trial: Trial) -> list[list[Tensor]]:
+        placed = [trial.place(context) for _ in range(CALLS_OF_A_THREAD)]
+        start.wait()
+        return [trial.run(arguments) for arguments in placed]
+
+    with ThreadPoolExecutor(len(trials)) as pool:
+        found = list(pool.map(work, trials))
+    context.backend.synchronize()
+    note = "while another thread calls it too"
+    for trial, results, want in zip(trials, found, alone, strict=True):
+        for result in results:
+            same_answer(context, operator, oracle, trial, result, want, note)
 
 
 class _InBackward(torch.autograd.Function):
@@ -394,7 +440,10 @@ def rule_side_stream(
 # Numbers that are copied
 
 
-@_rule("copies", lambda operator, context: operator.spec.name in ("embedding", "top_k"))
+_COPIES = ("embedding", "permute", "top_k")
+
+
+@_rule("copies", lambda operator, context: operator.spec.name in _COPIES)
 def rule_copies(
     context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
 ) -> None:

@@ -19,11 +19,23 @@ from anychip.conformance.formats import FORMATS
 from anychip.contract import SampleMaker
 
 Layout = Literal[
-    "contiguous", "offset", "strided", "transposed", "padded", "expanded", "repeated", "packed"
+    "contiguous",
+    "offset",
+    "strided",
+    "transposed",
+    "padded",
+    "gapped",
+    "swapped",
+    "expanded",
+    "repeated",
+    "packed",
 ]
 LAYOUTS: tuple[Layout, ...] = ("offset", "strided", "transposed", "padded")
 """Those that are not plain: misaligned, with gaps, in another order than the dims, rows of a wider
 tensor."""
+INNER_LAYOUTS: tuple[Layout, ...] = ("gapped", "swapped")
+"""Of three dims and more, the last one dense: one part of (batch, length, 3, heads, dim), where no
+stride follows from another one; and heads before the positions."""
 READ_ONLY_LAYOUTS: tuple[Layout, ...] = ("expanded", "repeated")
 """A stride of 0 in the first or the last dim, along which all numbers are the same."""
 Layouts = Layout | Mapping[str, Layout]
@@ -161,7 +173,12 @@ def _geometry(tensor: Tensor, layout: Layout) -> tuple[list[int], list[int], int
     if layout == "transposed" and len(shape) > 1:
         order = list(reversed(shape))
         return shape, list(reversed(_dense(order))), GUARD
-    stride = _dense([*shape[:-1], shape[-1] + 3] if layout == "padded" else shape)
+    if layout == "swapped":
+        outer = _dense([*reversed(shape[:-1]), shape[-1]])[:-1]
+        return shape, [*reversed(outer), 1], GUARD
+    padding = {"padded": [0] * (len(shape) - 1) + [3], "gapped": [2] * (len(shape) - 1) + [0]}
+    room = [n + more for n, more in zip(shape, padding.get(layout, [0] * len(shape)), strict=True)]
+    stride = _dense(room)
     if layout in READ_ONLY_LAYOUTS:
         stride[0 if layout == "expanded" else -1] = 0
     if layout == "strided":

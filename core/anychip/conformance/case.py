@@ -99,6 +99,12 @@ class Context:
         claimed = self.backend.properties().dtypes
         return tuple(dtype for dtype in FORMATS if dtype in claimed)
 
+    def is_represented(self, dtype: torch.dtype) -> bool:
+        """Whether bfloat16 stands for float16, of the same width: at level quick, if both are
+        claimed, for all that does not depend on what numbers a type has.
+        """
+        return dtype == torch.float16 and torch.bfloat16 in self.dtypes
+
     def compare(
         self, name: str, got: torch.Tensor, want: Rounded, *, statistical: bool = True
     ) -> None:

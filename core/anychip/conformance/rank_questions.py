@@ -234,25 +234,25 @@ def all_to_all(
 def exchange(
     comm: Communicator, trial: Trials, label: str, numel: int, async_op: bool, same: dict[str, str]
 ) -> None:
-    """A ring, two messages of two tags each way, in one grouped call."""
+    """A ring, messages of two tags each way, two of them of one, in one grouped call."""
     if comm.world_size == 1:
         finish(comm.exchange([], async_op=async_op), label)
         return
     after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     at = trial(label)
     transfers, received = [], []
-    for tag in (0, 5):
-        at.label = f"{label}/tag {tag}"
+    for number, tag in enumerate((0, 5, 5)):
+        at.label = f"{label}/message {number}"
         wanted = at.input(before, numel)
         room = at.place(numel)
-        received.append((tag, room, wanted))
+        received.append((number, room, wanted))
         transfers += [
             Transfer("send", at.place(at.input(comm.rank, numel)), after, tag),
             Transfer("recv", room, before, tag),
         ]
     finish(comm.exchange(transfers, async_op=async_op), at.label)
-    for tag, got, want in received:
-        check_equal_bits(f"{label}: from rank {before}, tag {tag}", got.cpu(), want)
+    for number, got, want in received:
+        check_equal_bits(f"{label}: from rank {before}, message {number}", got.cpu(), want)
     at.check_guards()
 
 
@@ -279,14 +279,74 @@ def ask_order(job: Job) -> None:
         finish(work, "all_reduce")
     for trial, tensor in zip((first, second), tensors, strict=True):
         check_joined(f"the {trial.label} of two", tensor, trial.inputs(5000), "sum")
-    trial = Trial(comm, device, torch.float32, "send")
     after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    room = trial.place(300)
-    mine = trial.place(trial.input(comm.rank, 300))
-    sent = comm.send(mine, after, tag=3, async_op=True)
-    comm.recv(room, before, tag=3)
-    finish(sent, "send")
-    check_equal_bits("recv", room.cpu(), trial.input(before, 300))
+    # Messages of one tag come in the order in which they were sent; those of another one do not.
+    sends = [Trial(comm, device, torch.float32, f"send {number}") for number in range(4)]
+    tags = (3, 3, 3 + 2**15, 3)
+    sent = [
+        comm.send(trial.place(trial.input(comm.rank, 300)), after, tag=tag, async_op=True)
+        for trial, tag in zip(sends, tags, strict=True)
+    ]
+    for number in (2, 0, 1, 3):
+        room = sends[number].place(300)
+        comm.recv(room, before, tag=tags[number])
+        want = sends[number].input(before, 300)
+        check_equal_bits(f"recv of message {number}, tag {tags[number]}", room.cpu(), want)
+    for work in sent:
+        finish(work, "send")
+
+
+def ask_large(job: Job) -> None:
+    """Messages of some MiB, as gradients are: they go in several pieces."""
+    comm, device = job.communicator(), job.backend.device()
+    numel, same = 1_000_003, dict[str, str]()
+    trial = partial(Trial, comm, device, torch.float32)
+    for call in ("all_reduce", "broadcast", "all_to_all", "send"):
+        VALUES[call](comm, trial, f"large {call}", numel, False, same)
+    sizes = [numel // comm.world_size + (rank == 0) for rank in range(comm.world_size)]
+    at = trial("large parts")
+    inputs = at.inputs(sum(sizes))
+    start = sum(sizes[: comm.rank])
+    part = at.place(sizes[comm.rank])
+    comm.reduce_scatter(part, at.place(inputs[comm.rank]), sizes=sizes)
+    check_joined(at.label, part, [x[start : start + len(part)] for x in inputs], "sum")
+    whole, mine = at.place(sum(sizes)), at.input(comm.rank, sizes[comm.rank])
+    comm.all_gather(whole, at.place(mine), sizes=sizes)
+    gathered = torch.cat([at.input(rank, size) for rank, size in enumerate(sizes)])
+    check_equal_bits(at.label, whole.cpu(), gathered)
+    at.check_guards()
+
+
+def ask_not_finite(job: Job) -> None:
+    """Inf and NaN of one rank reach all: a loss scale backs off by what comes out of a sum."""
+    comm, device = job.communicator(), job.backend.device()
+    last = comm.world_size - 1
+    for dtype in (torch.float32, torch.bfloat16):
+        if not all(comm.capabilities.supports(c, dtype) for c in ("all_reduce", "reduce_scatter")):
+            continue
+        x = torch.ones(7 * comm.world_size, dtype=dtype, device=device)
+        if comm.rank == last:
+            x[1], x[2], x[3], x[-1] = float("nan"), float("inf"), -float("inf"), float("nan")
+        if comm.rank == 0:
+            x[3] = float("inf")
+        want = torch.full((7 * comm.world_size,), float(comm.world_size), dtype=dtype)
+        want[1] = want[3] = want[-1] = float("nan")
+        want[2] = float("inf")
+        part = torch.empty(7, dtype=dtype, device=device)
+        comm.reduce_scatter(part, x)
+        mine = want[7 * comm.rank :][:7]
+        for reduction in ("sum", "avg"):
+            y = x.clone()
+            comm.all_reduce(y, reduction)
+            expected = want if reduction == "sum" else want / comm.world_size
+            check_alike(f"{reduction} of {dtype} with Inf and NaN", y, expected)
+        check_alike(f"reduce_scatter of {dtype} with Inf and NaN", part, mine)
+
+
+def check_alike(what: str, got: Tensor, want: Tensor) -> None:
+    """Equal, where NaN is equal to NaN."""
+    same = torch.equal(got.cpu().nan_to_num(nan=-9.0), want.nan_to_num(nan=-9.0))
+    check(same, f"{what}: {want.tolist()} expected, got {got.tolist()}")
 
 
 def ask_early(job: Job, number: int) -> None:

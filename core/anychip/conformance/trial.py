@@ -34,6 +34,8 @@ from anychip.dispatch.operator import Operator
 AnyOperator = Operator[..., Any]
 RULE_CALLS = 5
 """Calls that a rule is checked on: it does not depend on the values, only on what is called."""
+LARGE = 4096
+"""Elements from which on a call is made twice, to compare the bits."""
 EXAMPLES = {"quick": 6, "full": 100}
 """Random calls per operator, type and direction."""
 
@@ -112,6 +114,14 @@ def rule_calls(oracle: Oracle) -> list[Call]:
     # The first two are empty and of one element; a third party's operator may have no more.
     plain = plain[2 : 2 + RULE_CALLS] or plain
     return plain + [c for c in usable if c.layout != "contiguous"]
+
+
+def may_vary(trial: Trial) -> bool:
+    """Whether a call is large enough for sums that are split, and added in the order they end in,
+    and its operator declares the same bits all the same.
+    """
+    largest = max((t.numel() for t in tensors_of(trial.arguments[0])), default=0)
+    return trial.operator.spec.determinism == "bitwise" and largest >= LARGE
 
 
 def each_trial(

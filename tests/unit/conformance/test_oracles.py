@@ -160,6 +160,22 @@ def torch_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return y
 
 
+def torch_permute(x: Tensor, indices: Tensor, *, num_experts: int) -> list[Tensor]:
+    """Expert by expert, as a router that masks tokens does it."""
+    flat = indices.reshape(-1)
+    groups = [torch.nonzero(flat == expert).view(-1) for expert in range(num_experts)]
+    none = torch.nonzero((flat < 0) | (flat >= num_experts)).view(-1)
+    order = torch.cat([*groups, none])
+    offsets = torch.tensor([len(group) for group in groups]).cumsum(0)
+    return [x[order // indices.shape[1]], order.argsort().view(indices.shape), offsets]
+
+
+def torch_unpermute(x: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
+    scales = None if weights is None else weights.to(x.dtype)
+    bags = F.embedding_bag(row_map, x, mode="sum", per_sample_weights=scales)
+    return bags if len(row_map) else x.new_zeros(0, x.shape[1])
+
+
 def torch_rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
 ) -> list[Tensor]:
@@ -257,6 +273,8 @@ PEERS: dict[str, Callable[..., Any]] = {
     "attention_varlen": torch_attention_varlen,
     "linear": F.linear,
     "grouped_linear": torch_grouped_linear,
+    "permute": torch_permute,
+    "unpermute": torch_unpermute,
     "embedding": lambda indices, weight: F.embedding(indices, weight),
     "cross_entropy": torch_cross_entropy,
     "linear_cross_entropy": torch_linear_cross_entropy,
@@ -471,11 +489,11 @@ GRADIENT_CALLS = {
         "4x20.hidden", "2x5x12.additive", "6x40.negative",
     ),
     "rope": (
-        "2x5x4+4x8.half", "2x9x6+1x12.interleaved", "2x5x3+1x12.half.rotary:8",
+        "2x5x4+4x8.half", "2x9x6+2x12.interleaved", "2x5x3+1x12.half.rotary:8",
         "2x5x3+1x12.interleaved.rotary:2",
     ),
     "attention": (
-        "2x5x4+4x8.causal", "1x17x4+2x16.causal", "2x9x6+1x12.full", "heads", "3of20.causal",
+        "2x5x4+4x8.causal", "1x17x4+2x16.causal", "2x9x6+2x12.full", "heads", "3of20.causal",
         "20of3.causal",
     ),
     "attention_dropout": (
@@ -490,6 +508,8 @@ GRADIENT_CALLS = {
         "6.8-11.bias", "6.8-11", "2x5.24-130.sum", "2x5.24-130.none", "2x5.24-130.smooth:0.1",
         "2x5.24-130.all", "2x5.24-130.all-mean", "ignored:last",
     ),
+    "permute": ("9x8.4of4", "40x24.8of64", "uneven", "9x8.4of4.outside.int32"),
+    "unpermute": ("9x33.of:4", "9x33.of:4.unweighted", "5x65.of:8", "0x8.of:2"),
     "embedding": ("2x3.of:5x17", "ends"),
     "hadamard": ("3x8", "5x16", "5x192.block:64", "5x192.block:1"),
     "cross_entropy": (

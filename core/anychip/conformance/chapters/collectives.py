@@ -144,6 +144,16 @@ def order(context: Context, *, ranks: Ranks) -> None:
     all_well(ask(context, ranks, "ask_order", "two all_reduce(async_op=True)"))
 
 
+def large(context: Context, *, ranks: Ranks) -> None:
+    """Messages of some MiB, whole and in parts."""
+    all_well(ask(context, ranks, "ask_large", "calls with 1,000,003 elements"))
+
+
+def not_finite(context: Context, *, ranks: Ranks) -> None:
+    """Inf and NaN of one rank reach all."""
+    all_well(ask(context, ranks, "ask_not_finite", "sums with Inf and NaN"))
+
+
 def early(context: Context, *, ranks: Ranks) -> None:
     """Work is done no sooner than the last rank has come."""
     all_well(ask(context, ranks, "ask_early", "all_reduce(async_op=True)", number=next(_numbers)))
@@ -253,6 +263,8 @@ def check_told(rank: int, answer: Answer, *, names: int | None = None) -> None:
 
 RULES: dict[str, Callable[..., None]] = {
     "order": order,
+    "large": large,
+    "not-finite": not_finite,
     "early": early,
     "barrier": barrier,
     "groups": groups,

@@ -163,6 +163,11 @@ def new_thread(context: Context) -> None:
         check(exactly(int, "current_device() in a thread", started) == 0, f"got {started}")
         moved = backend.current_device()
         check(moved == last, f"a thread's set_device(0) moved this thread from {last} to {moved}")
+        # Threads that have ended leave their numbers to new ones, and nothing else.
+        for _ in range(4):
+            in_thread(lambda: backend.set_device(last))
+        later = [in_thread(backend.current_device) for _ in range(4)]
+        check(not any(later), f"after threads that set device {last}, new ones start at {later}")
     finally:
         backend.set_device(before)
 
@@ -256,15 +261,12 @@ def compile_runs(context: Context) -> None:
 
 def check_range(context: Context, *, call: Callable[[Backend, Any], Any], wrong: Any) -> None:
     """An index that is no device's raises ValueError, which names the index."""
-    index = context.backend.device_count() if wrong is None else wrong
-    expect_error(
-        ValueError,
-        f"index {index!r}",
-        call,
-        context.backend,
-        index,
-        mentions=(str(index),),
-    )
+    backend = context.backend
+    index = backend.device_count() if wrong is None else wrong
+    before = backend.current_device()
+    expect_error(ValueError, f"index {index!r}", call, backend, index, mentions=(str(index),))
+    after = backend.current_device()
+    check(after == before, f"it was refused, and moved the current device: {before}, now {after}")
 
 
 def check_every_index(context: Context, *, call: Callable[[Backend, Any], Any]) -> None:
@@ -278,10 +280,8 @@ def check_every_index(context: Context, *, call: Callable[[Backend, Any], Any]) 
 
 def _set_and_return(backend: Backend, index: Any) -> None:
     before = backend.current_device()
-    try:
-        backend.set_device(before if index is None else index)
-    finally:
-        backend.set_device(before)
+    backend.set_device(before if index is None else index)
+    backend.set_device(before)
 
 
 INDEXED: dict[str, Callable[[Backend, Any], Any]] = {

@@ -8,6 +8,7 @@ graph, the second derivative, and that a changed saved tensor is noticed.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -18,14 +19,22 @@ from torch import Tensor
 
 from anychip.conformance.arithmetic import UNIT, Rounded
 from anychip.conformance.calling_rules import laid_out, with_twins
-from anychip.conformance.calls import Call, PlacedCall, stream
+from anychip.conformance.calls import (
+    INNER_LAYOUTS,
+    READ_ONLY_LAYOUTS,
+    Call,
+    Layout,
+    PlacedCall,
+    place,
+    stream,
+)
 from anychip.conformance.case import Case, Context, check, check_equal_bits, expect_error
 from anychip.conformance.chapters.device import in_thread
 from anychip.conformance.formats import FORMATS, Array
 from anychip.conformance.oracles import Oracle, oracle_of
 from anychip.conformance.oracles.drawn import DRAWN
 from anychip.conformance.oracles.oracle import numbers
-from anychip.conformance.trial import AnyOperator, Trial, rule_calls, search_calls
+from anychip.conformance.trial import AnyOperator, Trial, may_vary, rule_calls, search_calls
 from anychip.dispatch.operator import registered
 
 
@@ -80,6 +89,12 @@ class GradientTrial(Trial):
         return named
 
 
+OF_NO_TYPE = (
+    "subsets", "no-grad", "accumulated", "retained", "saved", "same-tensor", "second-thread",
+)  # fmt: skip
+"""Rules about what autograd asks for, and how often: at level quick asked in float32."""
+
+
 def cases(context: Context) -> Iterator[Case]:
     """Per differentiable operator and dtype: a case per call, and a case per rule."""
     for name, operator in registered().items():
@@ -88,23 +103,30 @@ def cases(context: Context) -> Iterator[Case]:
         oracle = oracle_of(operator.spec)
         for dtype in context.dtypes:
             where = f"gradients/{name}/{FORMATS[dtype].name}"
+            represented = context.is_represented(dtype)
             subject: dict[str, Any] = {"operator": operator, "oracle": oracle, "dtype": dtype}
             for call in oracle.calls():
                 if call.gradient:
                     run = partial(check_values, call=call, **subject)
-                    full = oracle.is_full(call, dtype)
+                    full = oracle.is_full(call, dtype, represented=represented)
                     yield Case(id=f"{where}/{call.label}", run=run, full=full)
             if name in DRAWN and operator.spec.namespace == "anychip":
                 yield Case(id=f"{where}/drawn", run=partial(check_drawn, **subject))
             for rule, applies, check_rule in RULES:
                 if applies(operator, dtype):
-                    yield Case(id=f"{where}/rule:{rule}", run=partial(check_rule, **subject))
+                    full = represented and rule not in ("layouts", "loss-scale")
+                    full = full or (rule in OF_NO_TYPE and dtype != torch.float32)
+                    run = partial(check_rule, **subject)
+                    yield Case(id=f"{where}/rule:{rule}", run=run, full=full)
 
 
 def check_values(
     context: Context, *, operator: AnyOperator, oracle: Oracle, call: Call, dtype: torch.dtype
 ) -> None:
-    """The gradient of every differentiable argument; no argument is written."""
+    """The gradient of every differentiable argument; no argument is written.
+
+    Of a large call the same bits twice: where a sum is split, its parts may come in any order.
+    """
     trial = GradientTrial(operator, call, dtype, context.seed)
     placed = trial.place(context)
     leaves = trial.leaves(placed, trial.leaf_names)
@@ -114,6 +136,10 @@ def check_values(
     check_apart(trial, placed, found)
     problem = placed.touched(())
     check(problem is None, f"an argument that may not be written: {problem}")
+    if may_vary(trial):
+        again = backward(context, trial, placed, leaves, grads)
+        for name, got, want in zip(trial.leaf_names, again, found, strict=True):
+            check_equal_bits(f"gradient of {name}, asked for again", got, want)
 
 
 def check_apart(trial: GradientTrial, placed: PlacedCall, found: Sequence[Tensor]) -> None:
@@ -230,6 +256,68 @@ def rule_strided(
         found = torch.autograd.grad(trial.run(placed), leaves, given)
         by_name = dict(zip(trial.leaf_names, found, strict=True))
         compare(context, trial, oracle, grads, by_name, " for a strided output gradient")
+
+
+def rule_gradient_layouts(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """Output gradients as views give them: transposed, rows of a wider tensor, heads before the
+    positions, and expanded along one dim, as by ``y.sum(0)`` and ``y.mean(-1)``.
+    """
+    trial = most_dims(context, operator, oracle, dtype)
+    for layout in ("transposed", "padded", *INNER_LAYOUTS, *READ_ONLY_LAYOUTS):
+        grads = [laid_out_gradient(g, layout) for g in trial.output_gradients()]
+        placed = trial.place(context)
+        leaves = trial.leaves(placed, trial.leaf_names)
+        given = [
+            place(g, context.device, layout if g.dim() else "contiguous").tensor for g in grads
+        ]
+        found = torch.autograd.grad(trial.run(placed), leaves, given)
+        by_name = dict(zip(trial.leaf_names, found, strict=True))
+        compare(context, trial, oracle, grads, by_name, f" for an output gradient, {layout}")
+
+
+def most_dims(
+    context: Context, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> GradientTrial:
+    """Of the plain calls that rules ask, one whose output has the most dims above 1."""
+    plain = [call for call in rule_calls(oracle) if call.layout == "contiguous"]
+    trials = [GradientTrial(operator, call, dtype, context.seed) for call in plain]
+
+    def dims(trial: GradientTrial) -> int:
+        return max(sum(n > 1 for n in y.shape) if y.numel() else -1 for y in trial.fake())
+
+    return max(trials, key=dims)
+
+
+def laid_out_gradient(grad: Tensor, layout: Layout) -> Tensor:
+    """With one number along the dim that lies in one place."""
+    if layout not in READ_ONLY_LAYOUTS or not grad.dim():
+        return grad
+    return grad.narrow(0 if layout == "expanded" else -1, 0, 1).expand_as(grad)
+
+
+def rule_loss_scale(
+    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
+) -> None:
+    """Large gradients, as a loss scale makes them; what is not finite does not get lost: the check
+    for it, which lowers the scale, comes after all backward passes.
+    """
+    trial = most_dims(context, operator, oracle, dtype)
+    scale = 2.0**4 if dtype == torch.float16 else 2.0**24
+    grads = [g * scale for g in trial.output_gradients()]
+    placed = trial.place(context)
+    leaves = trial.leaves(placed, trial.leaf_names)
+    found = backward(context, trial, placed, leaves, grads)
+    by_name = dict(zip(trial.leaf_names, found, strict=True))
+    compare(context, trial, oracle, grads, by_name, f" for output gradients times {scale:g}")
+    for value in (math.nan, math.inf):
+        found = backward(context, trial, placed, leaves, [torch.full_like(g, value) for g in grads])
+        for name, got in zip(trial.leaf_names, found, strict=True):
+            check(
+                not bool(got.isfinite().all()),
+                f"gradient of {name}: it is finite, and the output gradient is {value}",
+            )
 
 
 def rule_one_output(
@@ -419,8 +507,8 @@ def hessian_product(
 
     def gradient(step: float) -> list[Array]:
         moved = [numbers(arg) for arg in args]
-        for place, v in zip(places, along, strict=True):
-            moved[place] = Rounded.exact(moved[place].value + step * v)
+        for index, v in zip(places, along, strict=True):
+            moved[index] = Rounded.exact(moved[index].value + step * v)
         assert oracle.backward is not None
         with np.errstate(all="ignore"):
             found = oracle.backward(given, *moved, **attrs)
@@ -473,6 +561,8 @@ RULES: tuple[tuple[str, Callable[[AnyOperator, torch.dtype], bool], Rule], ...] 
     ("no-grad", _always, rule_no_grad),
     ("expanded", _always, rule_expanded),
     ("strided", _always, rule_strided),
+    ("gradient-layouts", _always, rule_gradient_layouts),
+    ("loss-scale", _always, rule_loss_scale),
     ("one-output", _several_outputs, rule_one_output),
     ("accumulated", _bitwise, rule_accumulated),
     ("retained", _bitwise, rule_retained),

@@ -141,6 +141,36 @@ def copies(context: Context) -> None:
     check_equal_bits("the part that was not", back[35_000:], source[35_000:])
 
 
+def copies_of_bytes(context: Context) -> None:
+    """Any number of bytes from and to any place; scalars; types of every width."""
+    memory, source = context.backend.memory, torch.arange(256, dtype=torch.uint8)
+    for first, count, target in (
+        (0, 0, 0),
+        (0, 1, 3),
+        (1, 7, 0),
+        (2, 5, 2),
+        (3, 66, 1),
+        (5, 251, 5),
+    ):
+        there = torch.full((256 + 8,), 255, dtype=torch.uint8, device=context.device)
+        memory.copy_async(there[target : target + count], source[first : first + count])
+        context.backend.synchronize()
+        want = torch.full((256 + 8,), 255, dtype=torch.uint8)
+        want[target : target + count] = source[first : first + count]
+        check_equal_bits(f"{count} bytes from {first} to {target}", there.to("cpu"), want)
+    values = (
+        torch.tensor(2.5),
+        torch.tensor([2**53 + 1, -(2**40)]),
+        torch.tensor([True, False]),
+        torch.tensor([1e-8, -3.0], dtype=torch.bfloat16),
+    )
+    for value in values:
+        there = torch.zeros_like(value, device=context.device)
+        memory.copy_async(there, value)
+        context.backend.synchronize()
+        check_equal_bits(f"{value.dtype} of shape {tuple(value.shape)}", there.to("cpu"), value)
+
+
 def copies_of_layouts(context: Context) -> None:
     """As ``target[...] = source``: strides of both, one value for many, another dtype."""
     memory = context.backend.memory
@@ -257,6 +287,20 @@ def nothing_leaks(context: Context) -> None:
     gc.collect()
     left = memory.stats().allocated - start
     check(left <= 2 * NOISE, f"{cycles} cycles of {sizes} bytes left {left} bytes behind")
+
+
+def small_blocks(context: Context) -> None:
+    """Small blocks count like large ones: what thousands of them take, and give back."""
+    memory, nbytes, count = context.backend.memory, 1024, 6 * MIB // 1024
+    gc.collect()
+    before = memory.stats().allocated
+    held = [memory.allocate(nbytes) for _ in range(count)]
+    grown = memory.stats().allocated - before
+    least = count * nbytes - NOISE
+    check(grown >= least, f"{count} times {nbytes} bytes allocated, `allocated` grew by {grown}")
+    held.clear()
+    left = memory.stats().allocated - before
+    check(left <= 2 * NOISE, f"{count} times {nbytes} bytes freed, `allocated` is {left} higher")
 
 
 def stats_of_threads(context: Context) -> None:
@@ -382,6 +426,7 @@ GROUPS: dict[str | None, dict[str, Callable[[Context], None]]] = {
         "out_of_memory/raised": out_of_memory,
         "out_of_memory/by_hand": out_of_memory_by_hand,
         "copy_async/round_trip": copies,
+        "copy_async/bytes": copies_of_bytes,
         "copy_async/layouts": copies_of_layouts,
         "copy_async/order": copies_in_order,
     },
@@ -391,6 +436,7 @@ GROUPS: dict[str | None, dict[str, Callable[[Context], None]]] = {
         "stats/follow": stats_follow,
         "stats/reserved": stats_reserved,
         "stats/leaks": nothing_leaks,
+        "stats/small": small_blocks,
         "stats/threads": stats_of_threads,
         "stats/empty_cache": empty_cache,
     },

@@ -174,6 +174,35 @@ def last_record_counts(context: Context) -> None:
     race.check("read behind an event that was recorded anew", found)
 
 
+def two_waiters(context: Context) -> None:
+    """Two streams wait for one event; and one of them for a second event, of a stream long done."""
+    race = Race(context)
+    readers, done = [race.backend.stream() for _ in range(2)], race.backend.event()
+    done.record(race.idle)
+    event = race.start().event()
+    found = []
+    for reader in readers:
+        reader.wait_event(event)
+        reader.wait_event(done)
+        with race.backend.use_stream(reader):
+            found.append(race.read())
+    for number, result in enumerate(found):
+        race.check(f"read behind two events, by stream {number} of two", result)
+
+
+def wait_is_for_this_record(context: Context) -> None:
+    """A wait stands for the record at hand: one that comes later, elsewhere, changes nothing."""
+    busy, race = Race(context), Race(context)
+    busy.start()
+    event = race.start().start().start().event()  # done after the other one, which waits for it
+    event.wait(busy.stream)
+    event.record(race.idle)
+    with race.backend.use_stream(busy.stream):
+        found = race.read()
+    what = "read behind an event that was recorded on an idle stream later"
+    race.check(what, found, 3.0 * WRITES)
+
+
 def chain(context: Context) -> None:
     """Waits add up along a chain of streams."""
     race = Race(context).start()
@@ -400,6 +429,8 @@ QUESTIONS: dict[str, Callable[[Context], None]] = {
     "wait_stream": stream_waits_for_stream,
     "wait_stream.current": current_waits,
     "event.again": last_record_counts,
+    "event.waiters": two_waiters,
+    "event.moved": wait_is_for_this_record,
     "chain": chain,
     "operators": operator_on_stream,
     "operators.apart": operators_apart,

@@ -191,7 +191,7 @@ Sizes = tuple[int, int, int, int, int]
 # batch, seq, heads, key heads, head_dim: one of everything; beside tiles of 16, 64 and 128; grouped
 # and single key heads; head sizes that are no power of two.
 SIZES: tuple[Sizes, ...] = (
-    (1, 1, 1, 1, 2), (0, 4, 2, 2, 8), (2, 5, 4, 4, 8), (1, 17, 4, 2, 16), (2, 9, 6, 1, 12),
+    (1, 1, 1, 1, 2), (0, 4, 2, 2, 8), (2, 5, 4, 4, 8), (1, 17, 4, 2, 16), (2, 9, 6, 2, 12),
     (1, 63, 2, 2, 64), (1, 65, 3, 3, 40), (1, 130, 2, 1, 32), (1, 257, 1, 1, 128),
 )  # fmt: skip
 _FULL_SIZES: tuple[Sizes, ...] = ((1, 512, 2, 1, 64), (2, 128, 8, 2, 80), (1, 1000, 1, 1, 64))

@@ -170,6 +170,23 @@ def _grouped_linear(choose: Choices, draw: Draw) -> Arguments:
     return (choose.values(draw, rows, inputs), weight, offsets), {}
 
 
+def _permute(choose: Choices, draw: Draw) -> Arguments:
+    tokens, choices, experts = choose.size(65), choose.of(2, 1, 3, 8), choose.size(65)
+    outside = choose.of(0, 0, 1)
+    indices = draw.integers(experts + 2 * outside, tokens, choices) - outside
+    x = choose.values(draw, tokens, choose.size(129))
+    return (x, indices.to(choose.of(torch.int64, torch.int32))), {"num_experts": experts}
+
+
+def _unpermute(choose: Choices, draw: Draw) -> Arguments:
+    tokens, choices = choose.size(65), choose.of(2, 1, 3, 8)
+    row_map = draw.uniform(tokens * choices).argsort().view(tokens, choices)
+    dtype = choose.of(draw.dtype, torch.float32)
+    weights = choose.values(draw, tokens, choices, dtype=dtype)
+    x = choose.values(draw, tokens * choices, choose.size(129))
+    return (x, row_map, choose.of(weights, None)), {}
+
+
 def _embedding(choose: Choices, draw: Draw) -> Arguments:
     count, width = choose.size(), choose.size(129)
     indices = draw.integers(count, *choose.shape(choose.of(1, 2, 0), elements=128))
@@ -356,6 +373,8 @@ DRAWN: Mapping[str, Drawn] = {
     "attention_varlen": _attention_varlen,
     "linear": _linear,
     "grouped_linear": _grouped_linear,
+    "permute": _permute,
+    "unpermute": _unpermute,
     "embedding": _embedding,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,

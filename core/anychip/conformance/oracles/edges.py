@@ -1,9 +1,11 @@
 """What every operator may get wrong: sizes next to those of a machine, index types, rare numbers.
 
-Sizes beside powers of two are where a vector, warp, block or tile ends; 65,536 and 32,768 where an
-index of 16 bits does, and a grid's second and third dimension; 110 and 256 where multi-tensor
-kernels start another launch. Sizes of models are asked for at level full. What is particular to
-one operator stands with its oracle.
+Sizes beside powers of two are where a vector, warp, block or tile ends; multiples of 96 are widths
+of models, which kernels are written for; 65,536 and 32,768 are where an index of 16 bits ends, and
+a grid's second and third dimension; 110 and 256 where multi-tensor kernels start another launch.
+Kernels that use tiles begin where all dims are large, and others where one dim is 1 or 0. The
+largest sizes are asked for at level full. What is particular to one operator stands with its
+oracle.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from anychip.conformance.oracles import (
     linear_cross_entropy,
     loss,
     norm,
+    permutation,
     quantization,
     rope,
     softmax,
@@ -39,9 +42,11 @@ Edges = Callable[[], Iterator[Call]]
 
 QUICK = (15, 16, 31, 32, 63, 65, 128, 129, 256)
 QUICK_IN_16_BITS = (15, 65, 129)
+WIDTHS = (96, 192, 768)
+"""Widths of models and of heads: a kernel of its own for each."""
 FULL = (
-    *range(2, 15), 17, 33, 64, 127, 255, 257, 511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049,
-    4095, 4096, 4097,
+    *range(2, 15), 17, 33, 64, 80, 127, 160, 255, 257, 320, 384, 511, 512, 513, 640, 1023, 1024,
+    1025, 1280, 1536, 2047, 2048, 2049, 2560, 3072, 4095, 4096, 4097,
 )  # fmt: skip
 HIDDEN = (8191, 8192, 8193, 16383, 16384, 16385)
 """The largest hidden sizes."""
@@ -51,15 +56,22 @@ MANY = 300
 """Tensors of a list."""
 
 
-def _sweep(make: Sized, name: str, *, top: int = 4097, more: tuple[int, ...] = ()) -> Edges:
+def _sweep(
+    make: Sized,
+    name: str,
+    *,
+    top: int = 4097,
+    more: tuple[int, ...] = (),
+    quick: tuple[int, ...] = QUICK,
+) -> Edges:
     """A call per size."""
 
     def calls() -> Iterator[Call]:
-        for size in (*QUICK, *(s for s in FULL if s <= top), *more):
+        for size in (*quick, *(s for s in FULL if s <= top and s not in quick), *more):
             yield Call(
                 label=f"{name}:{size}",
                 make=partial(_at, make, size),
-                full=size not in QUICK,
+                full=size not in quick,
                 full_in_16_bits=size not in QUICK_IN_16_BITS,
             )
 
@@ -97,8 +109,9 @@ def _norm_edges(*, bias: bool, residual: bool) -> Edges:
         return partial(plain, shape=shape)
 
     return _both(
-        _sweep(sized, "hidden", more=HIDDEN),
-        _one("rank-4", shaped(2, 3, 5, 7)),
+        _sweep(sized, "hidden", more=HIDDEN, quick=(*QUICK, *WIDTHS)),
+        _one("rank-6", shaped(2, 1, 3, 1, 5, 7)),
+        _large("300x260", shaped(300, 260)),
         _one("one-row", shaped(1, 40)),
         _one("no-row", shaped(40)),
         _large("many-rows", shaped(BEYOND_16_BITS, 2), statistical=False),
@@ -109,7 +122,7 @@ def _elements(make: Callable[[Draw, tuple[int, ...]], Arguments], *, slow: bool 
     """Of an operator that goes from element to element."""
     return _both(
         _sweep(lambda draw, size: make(draw, (size,)), "size", more=HIDDEN),
-        _one("rank-5", lambda draw: make(draw, (2, 1, 3, 2, 5))),
+        _one("rank-6", lambda draw: make(draw, (2, 1, 3, 2, 1, 5))),
         _large("beyond-16-bits", lambda draw: make(draw, (BEYOND_16_BITS,)), full=slow),
         _large("many-rows", lambda draw: make(draw, (BEYOND_16_BITS, 1)), full=True),
     )
@@ -164,6 +177,34 @@ def _attention_dropout(draw: Draw, size: int) -> Arguments:
     return attention._dropped(draw, partial(_attention, size=size), p=0.2)
 
 
+def _dropped_head_dim(draw: Draw, size: int) -> Arguments:
+    return attention._dropped(draw, partial(_head_dim, size=size), p=0.2)
+
+
+def _far(make: Make) -> Make:
+    """Scores of about -22,500, which a number that stands for -inf, such as -10,000, exceeds."""
+
+    def made(draw: Draw) -> Arguments:
+        args, attrs = make(draw)
+        args[0][..., 0], args[1][..., 0] = 300.0, -300.0
+        return args, attrs
+
+    return made
+
+
+def _far_softmax(draw: Draw, causal: bool) -> Arguments:
+    (x, mask, _), attrs = softmax._masked(draw, (3, 9, 9), (9, 9), causal=causal)
+    return (x - 30_000.0, mask | torch.eye(9, dtype=torch.bool), None), attrs
+
+
+def _rope_head_dim(draw: Draw, size: int) -> Arguments:
+    return rope._rope_arguments(draw, (1, 5, 2, 1, size), interleaved=size % 3 == 0)
+
+
+def _varlen_head_dim(draw: Draw, size: int) -> Arguments:
+    return varlen._packed(draw, ((3, 5), 1), causal=True, heads=(2, 1), dim=size)
+
+
 def _varlen(draw: Draw, size: int) -> Arguments:
     return varlen._packed(draw, ((size, 3), 1), causal=True, heads=(2, 1), dim=8)
 
@@ -204,12 +245,25 @@ def _linear_special(draw: Draw) -> Arguments:
     return args, attrs
 
 
+def _many_groups(draw: Draw) -> Arguments:
+    """More than a table of sizes in a kernel's constant memory has entries."""
+    return grouped._grouped(draw, ((1, 0, 2) * 50, 1, 4, 3))
+
+
 def _group_rows(draw: Draw, size: int) -> Arguments:
     return grouped._grouped(draw, ((size, 2), 1, 6, 5))
 
 
 def _group_inputs(draw: Draw, size: int) -> Arguments:
     return grouped._grouped(draw, ((3, 2), 1, size, 5))
+
+
+def _permuted_width(draw: Draw, size: int) -> Arguments:
+    return permutation._permuted(draw, (5, 2, 3, size))
+
+
+def _unpermuted_width(draw: Draw, size: int) -> Arguments:
+    return permutation._unpermuted(draw, (4, 2, size))
 
 
 def _lookup(draw: Draw, count: int, width: int) -> Arguments:
@@ -236,9 +290,27 @@ def _classes(draw: Draw, size: int) -> Arguments:
     return loss._arguments(draw, (3, size))
 
 
+def _far_targets(size: int) -> Tensor:
+    """The last one, and those that are -100, which is ignored, in 8 and in 16 bits."""
+    return torch.tensor([size - 1, size // 2, 40_000 % size, -100 % 2**8, -100 % 2**16])
+
+
 def _far_classes(draw: Draw, size: int) -> Arguments:
-    (logits, _), attrs = loss._arguments(draw, (3, size), reduction="none")
-    return (logits, torch.tensor([size - 1, size // 2, 40_000 % size])), attrs
+    (logits, _), attrs = loss._arguments(draw, (5, size), reduction="none")
+    return (logits, _far_targets(size)), attrs
+
+
+def _ignored_class(draw: Draw) -> Arguments:
+    """What is ignored is one of the classes, but for the upper half of 64 bits."""
+    (logits, _), attrs = loss._arguments(draw, (4, 20), ignore_index=2**32 + 3)
+    return (logits, torch.tensor([3, 2**32 + 3, 5, 0])), attrs
+
+
+def _impossible_class(draw: Draw) -> Arguments:
+    """A target that a mask has ruled out: the loss is infinite, and says so."""
+    (logits, target), attrs = loss._masked(draw)
+    target[2] = 30
+    return (logits, target), attrs
 
 
 def _linear_classes(draw: Draw, size: int) -> Arguments:
@@ -246,8 +318,8 @@ def _linear_classes(draw: Draw, size: int) -> Arguments:
 
 
 def _far_linear_classes(draw: Draw, size: int) -> Arguments:
-    (x, weight, _, bias), attrs = _linear_classes(draw, size)
-    return (x, weight, torch.tensor([size - 1, size // 2, 40_000 % size]), bias), attrs
+    (x, weight, _, bias), attrs = linear_cross_entropy._arguments(draw, ((5,), 5, size), bias=True)
+    return (x, weight, _far_targets(size), bias), attrs
 
 
 # Lists
@@ -265,7 +337,22 @@ def _list_step(draw: Draw, *, averages: int, count: int = MANY, **attrs: Any) ->
                for _ in range(averages)]  # fmt: skip
     moments[1:] = [[m.square() for m in squares] for squares in moments[1:]]
     fixed = (draw.scalar(1e-2), draw.scalar(3.0), None, None, None, None)
-    return (params, [draw.normal(*p.shape) for p in params], *moments, *fixed), attrs
+    # A gradient of 0 is no reason to leave a tensor out: its averages decay.
+    grads = [draw.normal(*p.shape) * float(index % 4 > 0) for index, p in enumerate(params)]
+    return (params, grads, *moments, *fixed), attrs
+
+
+def _mixed(draw: Draw) -> list[Tensor]:
+    """In two types."""
+    return [draw.normal(9), draw.normal(33, dtype=torch.float32), draw.normal(2, 5)]
+
+
+def _mixed_step(draw: Draw, *, averages: int, **attrs: Any) -> Arguments:
+    args, attrs = _list_step(draw, averages=averages, count=6, **attrs)
+    for index in range(1, 6, 2):
+        args[0][index] = args[0][index].to(draw.dtype)
+        args[1][index] = args[1][index].float()
+    return args, attrs
 
 
 def _special_step(draw: Draw, *, averages: int, nan: float, **attrs: Any) -> Arguments:
@@ -284,6 +371,7 @@ def _steps(*, averages: int, nan: float = math.nan, **attrs: Any) -> Edges:
         _one("1100-tensors", partial(made, count=1100), statistical=False, full=True),
         _one("empty-tensors", partial(_empty_step, averages=averages, **attrs)),
         _one("special", special, statistical=False),
+        _one("mixed", partial(_mixed_step, averages=averages, **attrs), statistical=False),
     )
 
 
@@ -305,6 +393,7 @@ def _list(*args: Callable[[Draw], Any], **attrs: Any) -> Edges:
         _large("many-tensors", call(_many), statistical=False),
         _one("1100-tensors", call(partial(_many, count=1100)), statistical=False, full=True),
         _one("empty-tensors", call(lambda draw: [draw.normal(0), draw.normal(2, 0)])),
+        _one("mixed", call(_mixed), statistical=False),
         _sweep(
             lambda draw, size: call(lambda draw: [draw.normal(size), draw.normal(3)])(draw),
             "size",
@@ -317,6 +406,12 @@ def _large_gradients(draw: Draw) -> Arguments:
     """Finite, and near the largest number of the type."""
     grads = [draw.normal(9), torch.full((5,), draw.format.largest / 4).to(draw.dtype)]
     return (grads, draw.scalar(2.0), draw.scalar(0.0)), {}
+
+
+def _overflowing_gradients(draw: Draw) -> Arguments:
+    """Finite, but not without their scale, which is below 1."""
+    (grads, _, found), attrs = _large_gradients(draw)
+    return (grads, draw.scalar(0.125), found), attrs
 
 
 _SGD: dict[str, Any] = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.1, "decoupled": False}
@@ -377,20 +472,40 @@ EDGES: Mapping[str, Edges] = {
     "attention_dropout": _sweep(_attention_dropout, "length", top=513),
     "attention_varlen": _sweep(_varlen, "length", top=1025),
     "linear": _both(
-        _sweep(_inputs, "inputs", more=(*HIDDEN, 1027)),
+        _sweep(_inputs, "inputs", more=(*HIDDEN, 1027), quick=(*QUICK, *WIDTHS)),
         _one("inputs:259", partial(_at, _inputs, 259)),
-        _sweep(_outputs, "outputs", top=1025, more=VOCABULARIES),
+        _sweep(_outputs, "outputs", top=1025, more=VOCABULARIES, quick=(*QUICK, *WIDTHS)),
         _sweep(_rows, "rows", top=1025),
+        _one("tiles", partial(linear._product, rows=(130,), inputs=136, outputs=132, bias=True)),
+        _one("one-row", partial(linear._product, rows=(1,), inputs=1000, outputs=30, bias=True)),
+        _one("one-output", partial(linear._product, rows=(5,), inputs=257, outputs=1, bias=True)),
+        _one("no-input", partial(linear._product, rows=(3,), inputs=0, outputs=5, bias=True)),
+        _one("no-output", partial(linear._product, rows=(3,), inputs=5, outputs=0, bias=True)),
+        _one("rank-6", partial(linear._product, rows=(2, 1, 3, 1, 2), inputs=6, outputs=5,
+                               bias=True)),
         _large("many-rows", partial(linear._product, rows=(BEYOND_16_BITS,), inputs=2, outputs=2,
                                   bias=True), full=True),
         _one("special", _linear_special, statistical=False, gradient=False),
     ),
     "grouped_linear": _both(
-        _sweep(_group_rows, "rows", top=1025), _sweep(_group_inputs, "inputs", more=HIDDEN)
+        _sweep(_group_rows, "rows", top=1025),
+        _sweep(_group_inputs, "inputs", more=HIDDEN, quick=(*QUICK, *WIDTHS)),
+        _one("tiles", partial(grouped._grouped, sizes=((70, 66), 1, 96, 130))),
+        _one("150-groups", _many_groups),
+    ),
+    "permute": _both(
+        _sweep(_permuted_width, "hidden", more=HIDDEN),
+        _large("many-tokens", partial(permutation._permuted, sizes=(BEYOND_16_BITS, 1, 3, 1))),
+    ),
+    "unpermute": _both(
+        _sweep(_unpermuted_width, "hidden", more=HIDDEN),
+        _large("many-tokens", partial(permutation._unpermuted, sizes=(BEYOND_16_BITS, 1, 1))),
     ),
     "embedding": _both(
         _sweep(lambda draw, size: linear._lookup(draw, (7,), 9, size), "width", more=HIDDEN),
         _large("row-beyond-16-bits", partial(_lookup, count=BEYOND_16_BITS, width=1)),
+        _large("many-indices", partial(linear._lookup, shape=(BEYOND_16_BITS,), count=9, width=1)),
+        _one("rank-5", partial(linear._lookup, shape=(2, 1, 2, 1, 3), count=9, width=4)),
         *(_one(f"of:{count}x8", partial(_lookup, count=count, width=8), full=True)
           for count in VOCABULARIES),
         _one("zeros", _zero_rows, statistical=False),
@@ -398,12 +513,18 @@ EDGES: Mapping[str, Edges] = {
     "cross_entropy": _both(
         _sweep(_classes, "classes"),
         _large("class-beyond-16-bits", partial(_at, _far_classes, BEYOND_16_BITS)),
+        _large("tiles", partial(loss._arguments, shape=(70, 1030))),
+        _one("rank-6", partial(loss._arguments, shape=(2, 1, 3, 1, 2, 5))),
+        _one("ignored:2p32", _ignored_class),
+        _one("impossible", _impossible_class, statistical=False, gradient=False),
         _large("many-rows", partial(loss._arguments, shape=(BEYOND_16_BITS, 2), reduction="none"),
              statistical=False),
     ),
     "linear_cross_entropy": _both(
         _sweep(_linear_classes, "classes", top=2049),
         _large("class-beyond-16-bits", partial(_at, _far_linear_classes, BEYOND_16_BITS)),
+        _one("tiles", partial(linear_cross_entropy._arguments, sizes=((70,), 72, 130), bias=True)),
+        _one("rank-6", partial(linear_cross_entropy._arguments, sizes=((2, 1, 3, 1, 2), 6, 7))),
         _one("class-of-152064", partial(_at, _far_linear_classes, 152_064), full=True),
     ),
     "l2_norm": _list(),
@@ -412,6 +533,7 @@ EDGES: Mapping[str, Edges] = {
     "unscale_and_check": _both(
         _list(lambda draw: draw.scalar(8.0), lambda draw: draw.scalar(0.0)),
         _one("large", _large_gradients, statistical=False),
+        _one("overflow", _overflowing_gradients, statistical=False),
     ),
     "adamw": _steps(averages=2, **_ADAMW),
     "sgd": _steps(averages=1, **_SGD),
@@ -427,13 +549,15 @@ EDGES: Mapping[str, Edges] = {
     ),
     "quantize": _by_bits(_quantized),
     "dequantize": _by_bits(_dequantized),
-    "hadamard": _large(
-        "beyond-16-bits", partial(compression._normal, shape=(BEYOND_16_BITS, 2), block=2)
+    "hadamard": _both(
+        _large("beyond-16-bits", partial(compression._normal, shape=(BEYOND_16_BITS, 2), block=2)),
+        _one("rank-6", partial(compression._normal, shape=(2, 1, 3, 1, 2, 8), block=4)),
     ),
     "top_k": _both(
         _sweep(lambda draw, size: compression._normal(draw, (3, size), k=min(size, 5)), "size",
                more=(*HIDDEN, *VOCABULARIES)),
         _one("index-beyond-16-bits", partial(compression._normal, shape=(2, BEYOND_16_BITS), k=9)),
+        _one("rank-6", partial(compression._normal, shape=(2, 1, 3, 1, 2, 7), k=3)),
         _large("many-rows", partial(compression._normal, shape=(BEYOND_16_BITS, 2), k=1)),
         _one("zeros", _zeros_of_both_signs, statistical=False, gradient=False),
     ),

@@ -202,7 +202,7 @@ def _calls(*, bias: bool) -> Iterator[Call]:
     for layout in LAYOUTS:
         make = partial(_normal, shape=(5, 6, 50), bias=bias)
         yield Call(label=f"5x6x50.{layout}", make=make, layout=layout)
-    for eps in (1e-12, 0.5):
+    for eps in (0.0, 1e-12, 0.5):
         make = partial(_normal, shape=(4, 40), bias=bias, eps=eps)
         yield Call(label=f"4x40.eps:{eps:g}", make=make)
     yield Call(label="4x40.zeros", make=partial(_zeros, bias=bias), statistical=False)

@@ -34,14 +34,15 @@ class Oracle:
     lower_precision: tuple[str, ...] = ()
     independent: bool = True
 
-    def is_full(self, call: Call, dtype: torch.dtype) -> bool:
+    def is_full(self, call: Call, dtype: torch.dtype, *, represented: bool) -> bool:
         """Whether a call is made only at level full.
 
-        Of float16 level quick asks what bfloat16, of the same width, does not say already: rare
-        numbers, layouts, and the calls that tell precisions apart.
+        Args:
+            represented: another type of the same width stands for this one. What it does not say
+                already is asked: rare numbers, layouts, and calls that tell precisions apart.
         """
         plain = call.statistical and call.layout == "contiguous"
-        if dtype == torch.float16 and plain and call.label not in self.lower_precision:
+        if represented and plain and call.label not in self.lower_precision:
             return True
         return call.full or (call.full_in_16_bits and dtype.itemsize == 2)
 

@@ -172,6 +172,9 @@ _STEPS: dict[str, dict[str, Any]] = {
     "plain": {},
     # The first step, from moments of 0: bias correction is all.
     "first": {"step": 0.0, "moments": 0.0},
+    "step:255": {"step": 255.0},
+    "step:4098": {"step": 4098.0},
+    "step:65535": {"step": 65_535.0},
     "late": {"step": 100_000.0},
     "no-decay": {"weight_decay": 0.0},
     "decay": {"weight_decay": 5.0},

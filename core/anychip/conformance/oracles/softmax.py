@@ -120,9 +120,10 @@ def _biased(draw: Draw, shape: Shape, bias_shape: Shape, **attrs: Any) -> Argume
     return (x, None, draw.normal(*bias_shape)), attrs
 
 
-def _everything(draw: Draw) -> Arguments:
-    (x, mask, _), attrs = _masked(draw, (2, 3, 5, 18), (2, 1, 1, 18), scale=0.4, causal=True)
-    return (x, mask, draw.normal(3, 5, 18, dtype=torch.float32)), attrs
+def _everything(draw: Draw, shape: Shape = (2, 3, 5, 18)) -> Arguments:
+    batch, _, _, keys = shape
+    (x, mask, _), attrs = _masked(draw, shape, (batch, 1, 1, keys), scale=0.4, causal=True)
+    return (x, mask, draw.normal(*shape[1:], dtype=torch.float32)), attrs
 
 
 def _hidden_rows(draw: Draw) -> Arguments:

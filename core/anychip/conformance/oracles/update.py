@@ -41,7 +41,9 @@ def _clip_forward(
 def _unscale_forward(
     grads: Sequence[Rounded], scale: Rounded, found_inf: Rounded
 ) -> tuple[Rounded, ...]:
-    finite = all(bool(math.isfinite(v)) for g in grads for v in g.value.flat)
+    # What counts is what is stored, which the division may have made infinite.
+    stored = [_cast(g / scale, g.format) for g in grads]
+    finite = all(bool(np.isfinite(g.value).all()) for g in stored)
     found = found_inf if finite else Rounded.exact(1.0)
     return (*(g / scale for g in grads), found)
 
@@ -235,7 +237,7 @@ def _clipped(draw: Draw, norm: float, max_norm: float = 1.0) -> Arguments:
 
 
 def _clip_calls() -> Iterator[Call]:
-    for norm in (0.0, 0.5, 3.0, 4.0, 1e6):
+    for norm in (0.0, 0.5, 3.0, 4.0, 1e6, math.inf):
         yield Call(label=f"norm:{norm:g}", make=partial(_clipped, norm=norm))
     # At a norm of this size the 1e-6 of the definition decides.
     yield Call(label="norm:1e-05", make=partial(_clipped, norm=1e-5, max_norm=1e-6))
@@ -306,6 +308,10 @@ _ADAMW: dict[str, dict[str, Any]] = {
     # The first step, from moments of 0: bias correction is all, and a wrong count is a factor.
     "first": {"step": 0.0, "zero_moments": True},
     "second": {"step": 1.0},
+    # Beside what a count of 8, 12 or 16 bits holds; one that no short float has.
+    "step:255": {"step": 255.0},
+    "step:4098": {"step": 4098.0},
+    "step:65535": {"step": 65_535.0},
     "late": {"step": 100_000.0},
     "no-decay": {"weight_decay": 0.0},
     # Decoupled decay: with a large one, coupling it to the gradient shows.
@@ -313,6 +319,9 @@ _ADAMW: dict[str, dict[str, Any]] = {
     # eps outside of the root, and of the size of the root.
     "eps": {"eps": 0.5},
     "betas": {"beta1": 0.0, "beta2": 0.5},
+    # A number of 0 is a number, and not one that is missing.
+    "beta2:0": {"beta1": 0.5, "beta2": 0.0, "eps": 0.0},
+    "rate:0": {"lr": 0.0},
     "scale": {"scale": 1024.0},
     "scale-clip": {"scale": 512.0, "clip": 0.25, "found_inf": 0.0},
     "found-inf": {"scale": 1024.0, "found_inf": 1.0, "low": torch.bfloat16},
@@ -339,6 +348,7 @@ _SGD: dict[str, dict[str, Any]] = {
     "plain": {"weight_decay": 0.0, "momentum": 0.0},
     "momentum": {"weight_decay": 0.0},
     "nesterov": {"nesterov": True},
+    "rate:0": {"lr": 0.0},
     # A large decay tells one of the gradient from one of the parameter, with and without momentum.
     "decay": {"weight_decay": 3.0, "lr": 0.1},
     "decay-plain": {"weight_decay": 3.0, "lr": 0.1, "momentum": 0.0},
@@ -355,6 +365,7 @@ _LION: dict[str, dict[str, Any]] = {
     # The direction is of an average that forgets faster than the one that is kept.
     "betas": {"beta1": 0.3, "beta2": 0.95},
     "first": {"step": 0.0, "zero_moments": True},
+    "rate:0": {"lr": 0.0},
     "no-decay": {"weight_decay": 0.0},
     "decay": {"weight_decay": 3.0, "lr": 0.1},
     "zero-gradient": {"grad_scale": 0.0, "weight_decay": 0.0},

@@ -126,7 +126,7 @@ def _calls() -> Iterator[Call]:
         for causal in (True, False):
             make = partial(_packed, packing=packing, causal=causal)
             yield Call(label=f"{name}.{'causal' if causal else 'full'}", make=make)
-    for kv_heads in (1, 6):
+    for kv_heads in (1, 2, 6):
         heads = partial(_packed, packing=((7, 12), 0), causal=True, heads=(6, kv_heads), dim=12)
         yield Call(label=f"7+12.heads:6+{kv_heads}", make=heads)
     for layout in LAYOUTS:

@@ -1,0 +1,209 @@
+"""Oracles of permute and unpermute: a stable order of the choices by expert, and sums along it.
+
+permute copies, so that rows, map and offsets are exact; the gradient of a token adds up those of
+its copies, K terms. unpermute adds K products per element; the gradient of a weight adds H of them,
+and that of a row is one product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from anychip.conformance.arithmetic import Rounded
+from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
+from anychip.conformance.oracles.oracle import Oracle
+
+Integers = NDArray[np.int64]
+
+
+def _order(indices: Integers, num_experts: int) -> tuple[Integers, Integers]:
+    """The choices, counted row by row, as they are sorted; and the expert of each."""
+    flat = indices.reshape(-1).astype(np.int64)
+    experts = np.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    order = np.lexsort((np.arange(flat.size), experts))
+    return order, experts
+
+
+def _map_of(order: Integers, shape: tuple[int, ...]) -> Integers:
+    # Where each choice stands in the order.
+    return np.argsort(order).reshape(shape)
+
+
+def _permute(
+    x: Rounded, indices: Integers, *, num_experts: int
+) -> tuple[Rounded, Rounded, Rounded]:
+    order, experts = _order(indices, num_experts)
+    offsets = np.bincount(experts, minlength=num_experts)[:num_experts].cumsum()
+    row_map = Rounded.exact(_map_of(order, indices.shape))
+    return x[order // indices.shape[1]], row_map, Rounded.exact(offsets)
+
+
+def _permute_backward(
+    grads: tuple[Any, ...], x: Rounded, indices: Integers, *, num_experts: int
+) -> tuple[Rounded]:
+    row_map = _map_of(_order(indices, num_experts)[0], indices.shape)
+    return (grads[0][row_map].sum(1),)
+
+
+def _unpermute(x: Rounded, row_map: Integers, weights: Rounded | None) -> tuple[Rounded]:
+    rows = x[row_map]
+    return ((rows if weights is None else rows * weights[..., None]).sum(1),)
+
+
+def _unpermute_backward(
+    grads: tuple[Rounded], x: Rounded, row_map: Integers, weights: Rounded | None
+) -> tuple[Rounded, Rounded | None]:
+    each = grads[0][:, None]
+    spread = each.shaped(lambda array: np.repeat(array, row_map.shape[1], 1))
+    scaled = spread if weights is None else spread * weights[..., None]
+    rows = np.argsort(row_map.reshape(-1))
+    dx = scaled.reshape(-1, x.shape[1])[rows] if x.shape[0] else scaled.reshape(*x.shape)
+    return dx, None if weights is None else (each * x[row_map]).sum(-1)
+
+
+# Tokens, choices, experts, hidden: one of everything; no tokens; one expert; as many choices as
+# experts; more experts than choices; beside warps and blocks of 32, 256 and 1024 choices.
+Sizes = tuple[int, int, int, int]
+_SIZES: tuple[Sizes, ...] = (
+    (1, 1, 1, 1), (0, 2, 4, 8), (7, 1, 3, 5), (6, 3, 1, 16), (9, 4, 4, 8), (5, 2, 70, 33),
+    (33, 1, 2, 3), (129, 2, 9, 4), (350, 3, 300, 2), (40, 8, 64, 24),
+)  # fmt: skip
+_FULL: tuple[Sizes, ...] = ((2500, 2, 8, 6), (1025, 4, 1000, 8), (300, 8, 256, 512))
+
+
+def _label(sizes: Sizes) -> str:
+    tokens, choices, experts, hidden = sizes
+    return f"{tokens}x{hidden}.{choices}of{experts}"
+
+
+def _permuted(
+    draw: Draw, sizes: Sizes, scale: float = 1.0, dtype: torch.dtype = torch.int64, outside: int = 0
+) -> Arguments:
+    """``outside`` widens the range of the indices on both sides."""
+    tokens, choices, experts, hidden = sizes
+    indices = draw.integers(experts + 2 * outside, tokens, choices) - outside
+    return (draw.normal(tokens, hidden, scale=scale), indices.to(dtype)), {"num_experts": experts}
+
+
+def _of_scale(draw: Draw, name: str) -> Arguments:
+    return _permuted(draw, (20, 2, 4, 12), getattr(draw, name))
+
+
+def _uneven(draw: Draw) -> Arguments:
+    """Empty experts first, last and beside each other; one that has most."""
+    indices = torch.tensor([[2, 5], [5, 2], [5, 5], [2, 5], [5, 6], [5, 2]])
+    return (draw.normal(6, 7), indices), {"num_experts": 9}
+
+
+def _none_chosen(draw: Draw) -> Arguments:
+    return (draw.normal(4, 5), torch.full((4, 2), -1)), {"num_experts": 3}
+
+
+def _far_indices(draw: Draw) -> Arguments:
+    """Numbers that are an expert again in 8, 16 or 32 bits."""
+    indices = torch.tensor([[0, 256], [2**16 + 1, 2], [1, 2**32], [-(2**31), 2**62], [3, 4]])
+    return (draw.normal(5, 6), indices), {"num_experts": 4}
+
+
+def _special(draw: Draw) -> Arguments:
+    (x, indices), attrs = _permuted(draw, (8, 2, 3, 10))
+    x[1, 3], x[4, 0], x[6, 9], x[2] = math.nan, math.inf, -math.inf, -0.0
+    return (x, indices), attrs
+
+
+def _zeros(draw: Draw) -> Arguments:
+    (x, indices), attrs = _permuted(draw, (6, 2, 3, 8))
+    x[1], x[4, 2] = -0.0, -0.0
+    return (x, indices), attrs
+
+
+def _permute_calls() -> Iterator[Call]:
+    for sizes in (*_SIZES, *_FULL):
+        make: Any = partial(_permuted, sizes=sizes)
+        yield Call(label=_label(sizes), make=make, full=sizes in _FULL)
+    for sizes in ((9, 4, 4, 8), (129, 2, 9, 4)):
+        for dtype, name in ((torch.int64, "int64"), (torch.int32, "int32")):
+            make = partial(_permuted, sizes=sizes, dtype=dtype, outside=2)
+            yield Call(label=f"{_label(sizes)}.outside.{name}", make=make)
+    for layout in LAYOUTS:
+        make = partial(_permuted, sizes=(11, 3, 5, 20))
+        yield Call(label=f"11x20.3of5.{layout}", make=make, layout=layout)
+    for name in ("huge", "subnormal"):
+        yield Call(label=name, make=partial(_of_scale, name=name))
+    yield Call(label="uneven", make=_uneven)
+    yield Call(label="none-chosen", make=_none_chosen)
+    yield Call(label="far-indices", make=_far_indices)
+    yield Call(label="zeros", make=_zeros, statistical=False)
+    yield Call(label="special", make=_special, statistical=False, gradient=False)
+
+
+def _unpermuted(
+    draw: Draw,
+    sizes: tuple[int, int, int],
+    weighted: bool = True,
+    wide: bool = False,
+    scale: float = 1.0,
+) -> Arguments:
+    tokens, choices, hidden = sizes
+    order = draw.uniform(tokens * choices).argsort().view(tokens, choices)
+    dtype = torch.float32 if wide else draw.dtype
+    weights = draw.normal(tokens, choices, dtype=dtype) if weighted else None
+    return (draw.normal(tokens * choices, hidden, scale=scale), order, weights), {}
+
+
+def _unpermuted_of_scale(draw: Draw, name: str) -> Arguments:
+    return _unpermuted(draw, (9, 3, 14), scale=math.sqrt(getattr(draw, name)))
+
+
+def _unpermute_special(draw: Draw) -> Arguments:
+    """What is not finite stays in its token; 0 times it is NaN."""
+    (x, row_map, weights), attrs = _unpermuted(draw, (8, 2, 10))
+    x[3, 1], x[5, 2], x[9, 7] = math.nan, math.inf, -math.inf
+    weights[4] = 0.0
+    return (x, row_map, weights), attrs
+
+
+_BACK: tuple[tuple[int, int, int], ...] = (
+    (1, 1, 1), (0, 2, 8), (7, 1, 5), (6, 3, 16), (9, 4, 33), (5, 8, 65), (70, 2, 3), (3, 5, 700),
+)  # fmt: skip
+
+
+def _unpermute_calls() -> Iterator[Call]:
+    for sizes in _BACK:
+        tokens, choices, hidden = sizes
+        for weighted in (True, False):
+            make: Any = partial(_unpermuted, sizes=sizes, weighted=weighted)
+            suffix = "" if weighted else ".unweighted"
+            yield Call(label=f"{tokens}x{hidden}.of:{choices}{suffix}", make=make)
+    yield Call(
+        label="9x33.of:4.fp32-weights", make=partial(_unpermuted, sizes=(9, 4, 33), wide=True)
+    )
+    make = partial(_unpermuted, sizes=(300, 8, 512))
+    yield Call(label="300x512.of:8", make=make, full=True)
+    for layout in LAYOUTS:
+        make = partial(_unpermuted, sizes=(11, 3, 20))
+        yield Call(label=f"11x20.of:3.{layout}", make=make, layout=layout)
+    for name in ("huge", "tiny"):
+        yield Call(label=name, make=partial(_unpermuted_of_scale, name=name))
+    yield Call(label="special", make=_unpermute_special, statistical=False, gradient=False)
+
+
+PERMUTE = Oracle(
+    forward=_permute,
+    backward=_permute_backward,
+    calls=_permute_calls,
+    lower_precision=("40x24.8of64",),
+)
+UNPERMUTE = Oracle(
+    forward=_unpermute,
+    backward=_unpermute_backward,
+    calls=_unpermute_calls,
+    lower_precision=("9x33.of:4", "5x65.of:8", "3x700.of:5"),
+)

@@ -1,0 +1,137 @@
+"""Wrong backends whose mistake is in permute or unpermute."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.meta.honest import Row
+from tests.meta.wrong import Wrong, wrong_row
+
+wrong = partial(wrong_row, chapter="operators")
+wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
+
+
+def _reordered(x: Tensor, indices: Tensor, num_experts: int, order: Tensor) -> Any:
+    """The results for another order of the choices."""
+    _, choices = indices.shape
+    row_map = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0]))
+    inside = indices[(indices >= 0) & (indices < num_experts)].long()
+    offsets = torch.bincount(inside, minlength=num_experts).cumsum(0)
+    return x[order // choices], row_map.view(indices.shape), offsets
+
+
+def _experts(indices: Tensor, num_experts: int) -> Tensor:
+    flat = indices.reshape(-1).long()
+    return torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
+
+
+@wrong("experts-last-token-first", "a sort that is not stable", operator="permute")
+def not_stable(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
+    experts = _experts(indices, num_experts)
+    order = experts.shape[0] - 1 - torch.sort(experts.flip(0), stable=True).indices
+    return _reordered(x, indices, num_experts, order)
+
+
+@wrong("experts-choice-by-choice", "another order of the same rows", operator="permute")
+def choice_major(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
+    tokens, choices = indices.shape
+    entry = torch.arange(tokens * choices).view(tokens, choices).t().reshape(-1)
+    experts = _experts(indices, num_experts)[entry]
+    return _reordered(x, indices, num_experts, entry[torch.sort(experts, stable=True).indices])
+
+
+@wrong("row-map-backwards", "a permutation for its inverse", operator="permute")
+def inverse_map(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
+    y, row_map, offsets = row(x, indices, num_experts=num_experts)
+    return y, row_map.reshape(-1).argsort().view(row_map.shape), offsets
+
+
+@wrong("starts-for-ends", "off by one group", operator="permute")
+def starts(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
+    y, row_map, offsets = row(x, indices, num_experts=num_experts)
+    return y, row_map, torch.cat([offsets.new_zeros(1), offsets[:-1]])
+
+
+@wrong("counts-for-ends", "a sum left out", operator="permute")
+def counts(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
+    y, row_map, offsets = row(x, indices, num_experts=num_experts)
+    return y, row_map, torch.diff(offsets, prepend=offsets.new_zeros(1))
+
+
+@wrong("dropped-in-last-expert", "an index out of range is clamped", operator="permute")
+def clamped(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
+    outside = (indices < 0) | (indices >= num_experts)
+    return row(x, torch.where(outside, num_experts - 1, indices), num_experts=num_experts)
+
+
+@wrong("dropped-in-front", "a negative index sorts first", operator="permute")
+def negative_first(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
+    order = torch.sort(indices.reshape(-1), stable=True).indices
+    return _reordered(x, indices, num_experts, order)
+
+
+@wrong("expert-in-8-bits", "an index cut short", operator="permute")
+def short_expert(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
+    return row(x, indices.to(torch.uint8).to(indices.dtype), num_experts=num_experts)
+
+
+@wrong("weights-made-to-sum-to-one", "a factor that is another operator's", operator="unpermute")
+def normalised(row: Row, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Any:
+    if weights is None:
+        return row(x, row_map, weights)
+    return row(x, row_map, weights / weights.sum(1, keepdim=True))
+
+
+@wrong("mean-for-sum", "another reduction", operator="unpermute")
+def mean(row: Row, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Any:
+    return row(x, row_map, weights) / row_map.shape[1]
+
+
+@wrong("at-most-four-choices", "an unrolled loop without its rest", operator="unpermute")
+def four(row: Row, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Any:
+    factors = torch.ones(row_map.shape) if weights is None else weights.clone()
+    factors[:, 4:] = 0.0
+    return row(x, row_map, factors)
+
+
+@wrong("weights-in-bfloat16", "lower precision of factors", operator="unpermute")
+def short_weights(row: Row, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Any:
+    return row(x, row_map, None if weights is None else weights.bfloat16().float())
+
+
+@wrong_backward("last-copy-alone", "a sum that is overwritten", operator="permute")
+def last_copy(
+    row: Row, grad: Tensor, other: Tensor, more: Tensor, row_map: Tensor, **attrs: Any
+) -> Any:
+    return (grad[row_map[:, -1]],)
+
+
+@wrong_backward("gradient-of-rows-unweighted", "missing factor", operator="unpermute")
+def unweighted(
+    row: Row, grad: Tensor, x: Tensor, row_map: Tensor, weights: Tensor | None, *, needs: Any
+) -> Any:
+    _, dweights = row(grad, x, row_map, weights, needs=needs)
+    dx, _ = row(grad, x, row_map, None, needs=(needs[0], False))
+    return dx, dweights
+
+
+@wrong_backward(
+    "gradient-of-weights-in-order-of-rows", "gradient of an index", operator="unpermute"
+)
+def by_rows(
+    row: Row, grad: Tensor, x: Tensor, row_map: Tensor, weights: Tensor | None, *, needs: Any
+) -> Any:
+    dx, dweights = row(grad, x, row_map, weights, needs=needs)
+    if dweights is not None:
+        flat = torch.empty_like(dweights).reshape(-1)
+        dweights = flat.scatter(0, row_map.reshape(-1), dweights.reshape(-1)).view(row_map.shape)
+    return dx, dweights
+
+
+CATALOGUE: tuple[Wrong, ...] = tuple(
+    entry for entry in globals().values() if isinstance(entry, Wrong)
+)

@@ -3,9 +3,10 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Native code: AUTO builds what it can, ON insists, OFF leaves it out.
+# Native code: AUTO builds what it can, ON insists, OFF leaves it out. The CUDA kernels take minutes to
+# compile, so that here they are built only where a device is.
 ANYCHIP_CPU ?= AUTO
-ANYCHIP_CUDA ?= AUTO
+ANYCHIP_CUDA ?= $(if $(wildcard /dev/nvidiactl),AUTO,OFF)
 ANYCHIP_BRIDGE ?= AUTO
 # Passed on: make train ARGS='--steps 50', make test ARGS='-k rms_norm'
 ARGS ?=
@@ -25,12 +26,14 @@ ENVIRONMENT := $(VENV)/made-$(call hash,command -v $(PYTHON); cat constraints.tx
 INSTALLED := $(VENV)/installed-$(call hash,echo $(OPTIONS) $(MODULES); cat $(sort $(SOURCES)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test mutants lint native dev clean
+.PHONY: help train test mutants cuda-emulator test-cuda lint native dev clean
 
 help:
 	@echo 'make train    train a small GPT, about a minute on two cores; ARGS go to `anychip train`'
 	@echo 'make test     every test, and the conformance suite of the cpu backend; ARGS go to pytest'
 	@echo 'make mutants  600 generated mistakes, which the conformance suite must find; docs/mutants.md'
+	@echo 'make test-cuda  the CUDA kernels on the host: tests in three orders of threads, sanitizers,'
+	@echo '              seeded mistakes, the conformance suite, and with nvcc the machine code; no GPU'
 	@echo 'make lint     formatting, types and spelling'
 	@echo 'make native   the C++ kernels alone, with their own tests (plain CMake)'
 	@echo 'make dev      only the environment, with every tool, in $(VENV)'
@@ -55,12 +58,25 @@ conformance-%:
 mutants: $(INSTALLED)-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
 
+# The CUDA kernels, compiled for the host: the same sources, once plain and once per sanitizer.
+EMULATED := tests/cuda_emulated/anychip_cuda_emulated
+CONFIGURE_EMULATED = $(BIN)/cmake -G Ninja -S . -DANYCHIP_CPU=OFF -DANYCHIP_CUDA=OFF -DANYCHIP_BRIDGE=OFF \
+	-DANYCHIP_CUDA_EMULATOR=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+cuda-emulator: $(INSTALLED)-test
+	$(CONFIGURE_EMULATED) -B build/cuda_emulator
+	$(BIN)/cmake --build build/cuda_emulator --parallel $(JOBS)
+	cp build/cuda_emulator/csrc/cuda/_emu.*.so $(EMULATED)
+	$(PIP) --quiet --no-build-isolation --no-deps --editable tests/cuda_emulated
+
+test-cuda: cuda-emulator
+	$(BIN)/python -m tests.cuda_emulated --jobs $(JOBS) $(ARGS)
+
 lint: $(INSTALLED)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	find csrc tests/native -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cu' \
+	find csrc tests/native -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \
 		| xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/codespell
 

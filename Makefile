@@ -81,7 +81,7 @@ lint: $(INSTALLED)-dev
 	$(BIN)/codespell
 
 native: $(INSTALLED)
-	$(BIN)/cmake -S . -B build/native -DANYCHIP_CPU=$(ANYCHIP_CPU) -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake -S . -B build/native -DANYCHIP_CPU=$(ANYCHIP_CPU) -DANYCHIP_CUDA=OFF -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 	$(BIN)/cmake --build build/native --parallel $(JOBS)
 	$(BIN)/ctest --test-dir build/native --output-on-failure --no-tests=error
 

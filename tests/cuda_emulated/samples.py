@@ -26,7 +26,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def call(spec: OperatorSpec, args: tuple[Any, ...], attrs: dict[str, Any]) -> None:
     """One call, and its gradients where it has some."""
-    args = tuple(_leaf(argument) for argument in args)
+    names = [a.name for a in torch._C.parse_schema(f"x::y{spec.signature}").arguments]
+    args = tuple(
+        _leaf(argument) if name in spec.differentiable else argument
+        for name, argument in zip(names, args, strict=False)
+    )
     function: Callable[..., Any] = getattr(ops, spec.name)
     result = function(*args, **attrs)
     outputs = [result] if isinstance(result, Tensor) else list(result or ())
@@ -36,9 +40,7 @@ def call(spec: OperatorSpec, args: tuple[Any, ...], attrs: dict[str, Any]) -> No
 
 
 def _leaf(argument: Any) -> Any:
-    if isinstance(argument, Tensor) and argument.is_floating_point() and argument.dim():
-        return argument.clone().requires_grad_()
-    return argument
+    return argument.clone().requires_grad_() if isinstance(argument, Tensor) else argument
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
@@ -12,14 +13,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from anychip.contract import Backend, DeviceProperties, Probe
+from anychip.contract import Backend, DeviceProperties, Memory, MemoryInfo, Probe
 from anychip_cuda import operators  # noqa: F401 - declares the rows
 from anychip_cuda.native import Kernels, Place
 from anychip_cuda.table import make_table
 
 MODULE_VARIABLE = "ANYCHIP_CUDA_EMULATED"
 """Path of an ``_emu`` module to load instead of the one next to this file: a sanitized one, say."""
-MEMORY = 8 << 30
 
 
 def load_emulator() -> ModuleType:
@@ -48,6 +48,15 @@ def host_place(tensor: Tensor) -> Place:
     return 0, 0
 
 
+class HostMemory(Memory):
+    """Memory of the host, as its kernel reports it."""
+
+    def info(self, index: int | None = None) -> MemoryInfo:
+        self.backend.check_index(index)
+        page = os.sysconf("SC_PAGE_SIZE")
+        return MemoryInfo(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page)
+
+
 class CudaEmulatedBackend(Backend):
     """The host, with the CUDA backend's kernels."""
 
@@ -63,6 +72,10 @@ class CudaEmulatedBackend(Backend):
 
     def probe(self) -> Probe:
         return Probe.ready(1, kind="host", reason="CUDA kernels on the host")
+
+    @cached_property
+    def memory(self) -> Memory:
+        return HostMemory(self)
 
     def device_count(self) -> int:
         return 1
@@ -84,6 +97,6 @@ class CudaEmulatedBackend(Backend):
         self.check_index(index)
         return DeviceProperties(
             name="CUDA emulator",
-            total_memory=MEMORY,
+            total_memory=self.memory.info().total,
             dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         )

@@ -113,10 +113,9 @@ def build(bug: Bug, build_folder: Path, work: Path) -> Path:
     words = [w for i, w in enumerate(words) if i == 0 or not w.endswith((".o.d", ".cpp.o"))]
     sanitize = [w for w in words if w.startswith("-fsanitize")]
     _run(words, cwd=build_folder)
-    original = build_folder / command["output"]
-    objects = [p for p in sorted(build_folder.glob("csrc/cuda/CMakeFiles/_emu.dir/**/*.o"))]
-    objects += sorted(build_folder.glob("tests/native/cuda_emulator/**/*.o"))
-    linked = [made if p == original else p for p in objects]
+    own = [c["output"] for c in commands if "/_emu.dir/" in c["output"]]
+    linked = [made if path == command["output"] else build_folder / path for path in own]
+    linked += sorted((build_folder / "tests" / "native" / "cuda_emulator").glob("*.a"))
     module = work / MODULE
     _run(
         [words[0], "-shared", "-pthread", *sanitize, "-o", str(module), *map(str, linked)], cwd=work

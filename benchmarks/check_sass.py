@@ -53,6 +53,12 @@ VECTORISED = {
 """Which kernels are there for accesses of 16 bytes, and of which kind; the first that matches
 counts. Where a template argument is the number of elements, 1 is the twin for unaligned arrays."""
 
+IN_REGISTERS = {
+    r"^hadamard_block_kernel<\w+, 16>": "a block of 32,768 numbers is 128 registers of each thread",
+}
+"""Kernels that hold so much that one block fills a multiprocessor: it is the bytes in flight that
+hide the memory's latency, and these have as many as others with more warps."""
+
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T\d]\s+)?([A-Z][A-Z0-9_.]+)")
 FLOAT64 = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX|MMA)\b|(F2F|F2I|I2F|F2IP|FRND)\S*\.F64|MUFU\.\w+64H")
 LOCAL = re.compile(r"(LDL|STL)\b")
@@ -96,7 +102,8 @@ class Kernel:
             found.append(f"{self.local} accesses of local memory")
         if self.float64:
             found.append(f"{self.float64} float64 instructions")
-        if self.occupancy < least_occupancy:
+        is_held = any(re.search(pattern, self.name) for pattern in IN_REGISTERS)
+        if self.occupancy < least_occupancy and not is_held:
             found.append(f"occupancy {self.occupancy:.2f}, at least {least_occupancy} is expected")
         wide = {LOADS: self.wide_loads, STORES: self.wide_stores}
         rules = (kinds for pattern, kinds in VECTORISED.items() if re.search(pattern, self.name))
@@ -283,8 +290,11 @@ def main() -> int:
         ]
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
     Console(width=None if sys.stdout.isatty() else 180).print(table(kernels, given.least_occupancy))
-    wrong = sum(1 for kernel in kernels if kernel.problems(given.least_occupancy))
-    print(f"{len(kernels)} kernels, {wrong} not as they should be")
+    wrong = {kernel: kernel.problems(given.least_occupancy) for kernel in kernels}
+    wrong = {kernel: problems for kernel, problems in wrong.items() if problems}
+    for kernel, problems in wrong.items():
+        print(f"{kernel.architecture} {kernel.name}: {'; '.join(problems)}")
+    print(f"{len(kernels)} kernels, {len(wrong)} not as they should be")
     return 1 if wrong else 0
 
 

@@ -132,8 +132,8 @@ def test_refusal_names_form_expected_and_got() -> None:
 
 
 def test_operators_whose_backward_is_not_told_are_these() -> None:
-    """The norms of a residual stream compare their sum with its gradient, and no more."""
-    assert {*DIFFERENTIABLE} - {*TOLD} <= {"add_rms_norm", "add_layer_norm"}
+    """The norms of a residual stream compare their sum with its gradient, permute its map."""
+    assert {*DIFFERENTIABLE} - {*TOLD} <= {"add_rms_norm", "add_layer_norm", "permute"}
     made = call("add_rms_norm", grad=False)
     grad, dtotal, *rest = backward_arguments(made)
     with pytest.raises(ValueError, match="add_rms_norm_backward: grad1 must be float32"):

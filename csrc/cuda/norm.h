@@ -4,7 +4,7 @@
 // nullptr are absent or not wanted.
 #pragma once
 
-#include "dtype.h"
+#include "dropout.h"
 
 namespace anychip::cuda {
 
@@ -24,6 +24,10 @@ struct NormForward {
   DType dtype, residual_dtype, weight_dtype, bias_dtype;
 };
 cudaError_t norm_forward(const NormForward& args, Place place);
+
+// The same of v = dropout(x) + residual: element i of x has word i of the stream. There is a
+// residual.
+cudaError_t dropout_add_norm_forward(const NormForward& args, const Drop& drop, Place place);
 
 // With a = grad * weight and n = (v - mean) * rstd:
 //   dx = dresidual = rstd * (a - mean(a) - n * mean(a n)) + dtotal, without mean(a) for rms_norm
@@ -51,5 +55,9 @@ struct NormScratch {
   int64_t blocks;
 };
 cudaError_t norm_backward(const NormBackward& args, const NormScratch& scratch, Place place);
+
+// The same of v = dropout(x) + residual: dx is dropped, dresidual is not.
+cudaError_t dropout_add_norm_backward(const NormBackward& args, const Drop& drop,
+                                      const NormScratch& scratch, Place place);
 
 }  // namespace anychip::cuda

@@ -49,7 +49,14 @@ WAYS = {
     "unscale_and_check": "scaled",
 }
 """Operators to the ways of that chapter in which every subject calls them."""
-RANDOM = {"dropout", "bias_dropout_add", "attention_dropout", "quantize"}
+RANDOM = {
+    "dropout",
+    "bias_dropout_add",
+    "dropout_add_rms_norm",
+    "dropout_add_layer_norm",
+    "attention_dropout",
+    "quantize",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -189,6 +189,100 @@ def bias_dropout_add_backward(
     return dx, dresidual, dbias
 
 
+# Dropout before the residual's sum and a norm
+
+
+def _dropped_sum(x: Tensor, residual: Tensor, rng: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """The stored sum, and the same as a norm whose result is rounded to x's dtype takes it."""
+    total = bias_dropout_add(x, residual, rng, None, p=p)
+    return total, total if total.dtype == x.dtype else total.float()
+
+
+def _dropped_gradients(
+    kernel: Any,
+    grad: Tensor,
+    dtotal: Tensor,
+    saved: Sequence[Tensor],
+    rng: Tensor,
+    p: float,
+    needs: Needs,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, residual, and weight and bias as far as ``needs`` goes.
+
+    saved: the sum, the weight and the rows' statistics.
+    """
+    total, weight, *statistics = saved
+    if not needs[0]:
+        given = (grad, dtotal, total, weight, statistics, needs)
+        return tuple(_normed_sum_gradients(kernel, *given))
+    # As of a residual in float32, so that dropout has what is not rounded yet.
+    wide = (grad, dtotal.float(), total.float(), weight, statistics, (False, True, *needs[2:]))
+    _, whole, *dweights = _normed_sum_gradients(kernel, *wide)
+    assert whole is not None
+    dx = operators.dropout(whole, rng, p=p).to(grad.dtype)
+    return dx, (whole.to(dtotal.dtype) if needs[1] else None), *dweights
+
+
+@native_row("dropout_add_rms_norm", "forward")
+def dropout_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, *, p: float, eps: float
+) -> tuple[Tensor, ...]:
+    total, normed = _dropped_sum(x, residual, rng, p)
+    y, rstd = operators.rms_norm(normed, weight, eps=eps)
+    return y.to(x.dtype), total, rstd
+
+
+@native_row("dropout_add_rms_norm", "backward")
+def dropout_add_rms_norm_backward(
+    grad: Tensor,
+    dtotal: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    rng: Tensor,
+    rstd: Tensor,
+    *,
+    p: float,
+    eps: float,
+    needs: Needs,
+) -> tuple[Tensor | None, ...]:
+    saved = (total, weight, rstd)
+    return _dropped_gradients(_kernels.rms_norm_backward, grad, dtotal, saved, rng, p, needs)
+
+
+@native_row("dropout_add_layer_norm", "forward")
+def dropout_add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    rng: Tensor,
+    bias: Tensor | None,
+    *,
+    p: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    total, normed = _dropped_sum(x, residual, rng, p)
+    y, mean, rstd = operators.layer_norm(normed, weight, bias, eps=eps)
+    return y.to(x.dtype), total, mean, rstd
+
+
+@native_row("dropout_add_layer_norm", "backward")
+def dropout_add_layer_norm_backward(
+    grad: Tensor,
+    dtotal: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    rng: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    p: float,
+    eps: float,
+    needs: Needs,
+) -> tuple[Tensor | None, ...]:
+    saved = (total, weight, mean, rstd)
+    return _dropped_gradients(_kernels.layer_norm_backward, grad, dtotal, saved, rng, p, needs)
+
+
 # Activations
 
 

@@ -1,9 +1,10 @@
-"""Rows of norms: rms_norm, layer_norm, and both of the sum with a residual."""
+"""Rows of norms: rms_norm, layer_norm, and both of the sum with a residual, dropped or not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ def _empty_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+class Drop(NamedTuple):
+    """What is dropped of x before the sum: rng is int64[2] on the device."""
+
+    rng: Tensor
+    p: float
+
+
 def _normed(
     kernels: Kernels,
     x: Tensor,
@@ -30,6 +38,7 @@ def _normed(
     eps: float,
     *,
     centred: bool,
+    drop: Drop | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """y, the stored sum, mean and rstd; the sum and the mean as far as there are such."""
     x, weight = x.contiguous(), weight.contiguous()
@@ -38,9 +47,16 @@ def _normed(
     y, total = _empty_like(x), None if residual is None else _empty_like(residual)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
     mean = torch.empty_like(rstd) if centred else None
-    kernels.native.norm_forward(
-        *map(address, (x, residual, weight, bias, y, total, mean, rstd)),
-        *_rows(x),
+    arrays = [x, residual, weight, bias, y, total, mean, rstd]
+    sizes: list[float] = [*_rows(x)]
+    launch = kernels.native.norm_forward
+    if drop is not None:
+        launch = kernels.native.dropout_add_norm_forward
+        arrays.append(drop.rng.contiguous())
+        sizes.append(drop.p)
+    launch(
+        *map(address, arrays),
+        *sizes,
         eps,
         kernels.codes[x.dtype],
         kernels.codes[x.dtype if residual is None else residual.dtype],
@@ -59,6 +75,7 @@ def _gradients(
     weight: Tensor,
     statistics: tuple[Tensor | None, Tensor],
     needs: Sequence[bool],
+    drop: Drop | None = None,
 ) -> list[Tensor | None]:
     """Gradients of x, residual, weight and bias, as far as ``needs`` goes."""
     grad, normed, weight = grad.contiguous(), normed.contiguous(), weight.contiguous()
@@ -73,11 +90,16 @@ def _gradients(
     # A block has all threads that the registers of a multiprocessor leave.
     blocks = max(1, min(kernels.multiprocessors(normed), num_rows))
     partials = rstd.new_empty(sum(needs[2:]), blocks, hidden) if any(needs[2:]) else None
-    kernels.native.norm_backward(
-        *map(address, (grad, normed, dtotal, weight, mean, rstd, *made, partials)),
-        blocks,
-        num_rows,
-        hidden,
+    arrays = [grad, normed, dtotal, weight, mean, rstd, *made, partials]
+    sizes: list[float] = [blocks, num_rows, hidden]
+    launch = kernels.native.norm_backward
+    if drop is not None:
+        launch = kernels.native.dropout_add_norm_backward
+        arrays.append(drop.rng.contiguous())
+        sizes.append(drop.p)
+    launch(
+        *map(address, arrays),
+        *sizes,
         kernels.codes[grad.dtype],
         kernels.codes[normed.dtype],
         kernels.codes[weight.dtype],
@@ -194,3 +216,72 @@ def add_layer_norm_backward(
     needs: Needs,
 ) -> tuple[Tensor | None, ...]:
     return tuple(_gradients(kernels, grad, total, dtotal, weight, (mean, rstd), needs))
+
+
+@native_row("dropout_add_rms_norm", "forward", accepts=_has_sum)
+def dropout_add_rms_norm(
+    kernels: Kernels,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    rng: Tensor,
+    *,
+    p: float,
+    eps: float,
+) -> tuple[Tensor | None, ...]:
+    given = (x, residual, weight, None, eps)
+    y, total, _, rstd = _normed(kernels, *given, centred=False, drop=Drop(rng, p))
+    return y, total, rstd
+
+
+@native_row("dropout_add_rms_norm", "backward", accepts=_has_sum_gradient)
+def dropout_add_rms_norm_backward(
+    kernels: Kernels,
+    grad: Tensor,
+    dtotal: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    rng: Tensor,
+    rstd: Tensor,
+    *,
+    p: float,
+    eps: float,
+    needs: Needs,
+) -> tuple[Tensor | None, ...]:
+    given = (grad, total, dtotal, weight, (None, rstd), (*needs, False), Drop(rng, p))
+    return tuple(_gradients(kernels, *given)[:3])
+
+
+@native_row("dropout_add_layer_norm", "forward", accepts=_has_sum)
+def dropout_add_layer_norm(
+    kernels: Kernels,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    rng: Tensor,
+    bias: Tensor | None,
+    *,
+    p: float,
+    eps: float,
+) -> tuple[Tensor | None, ...]:
+    given = (x, residual, weight, bias, eps)
+    return _normed(kernels, *given, centred=True, drop=Drop(rng, p))
+
+
+@native_row("dropout_add_layer_norm", "backward", accepts=_has_sum_gradient)
+def dropout_add_layer_norm_backward(
+    kernels: Kernels,
+    grad: Tensor,
+    dtotal: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    rng: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    p: float,
+    eps: float,
+    needs: Needs,
+) -> tuple[Tensor | None, ...]:
+    given = (grad, total, dtotal, weight, (mean, rstd), needs, Drop(rng, p))
+    return tuple(_gradients(kernels, *given))

@@ -270,6 +270,8 @@ def _elementwise_cases() -> dict[str, Callable[[SampleMaker], Case]]:
         "add_rms_norm": _add_rms_norm,
         "add_layer_norm": _add_layer_norm,
         "bias_dropout_add": _bias_dropout_add,
+        "dropout_add_rms_norm": _dropout_add_rms_norm,
+        "dropout_add_layer_norm": _dropout_add_layer_norm,
         "bias_gelu": lambda m: Case(
             args=(m.normal(_TOKENS, _HIDDEN), m.normal(_HIDDEN)),
             attrs={"approximate": "tanh"},
@@ -366,6 +368,31 @@ def _bias_dropout_add(m: SampleMaker) -> Case:
 
     x, residual, bias = m.normal(_TOKENS, _HIDDEN), m.normal(_TOKENS, _HIDDEN), m.normal(_HIDDEN)
     return Case(args=(x, residual, m.rng(1, 0), bias), attrs={"p": 0.1}, eager=eager)
+
+
+def _dropout_add_rms_norm(m: SampleMaker) -> Case:
+    def eager(
+        x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, *, p: float, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = residual + functional.dropout(x, p)
+        return functional.rms_norm(total, (x.shape[-1],), weight, eps), total
+
+    x, residual, weight = (
+        m.normal(*s) for s in ((_TOKENS, _HIDDEN), (_TOKENS, _HIDDEN), (_HIDDEN,))
+    )
+    return Case(args=(x, residual, weight, m.rng(1, 0)), attrs={"p": 0.1, "eps": 1e-6}, eager=eager)
+
+
+def _dropout_add_layer_norm(m: SampleMaker) -> Case:
+    def eager(
+        x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, bias: Tensor, **attrs: float
+    ) -> tuple[Tensor, Tensor]:
+        total = residual + functional.dropout(x, attrs["p"])
+        return functional.layer_norm(total, (x.shape[-1],), weight, bias, attrs["eps"]), total
+
+    x, residual = m.normal(_TOKENS, _HIDDEN), m.normal(_TOKENS, _HIDDEN)
+    args = (x, residual, m.normal(_HIDDEN), m.rng(1, 0), m.normal(_HIDDEN))
+    return Case(args=args, attrs={"p": 0.1, "eps": 1e-5}, eager=eager)
 
 
 def _softmax(m: SampleMaker) -> Case:

@@ -9,6 +9,7 @@ from anychip.operators.add_norm import add_layer_norm, add_rms_norm
 from anychip.operators.attention import attention, attention_dropout
 from anychip.operators.compression import hadamard, top_k
 from anychip.operators.dropout import bias_dropout_add, dropout
+from anychip.operators.dropout_add_norm import dropout_add_layer_norm, dropout_add_rms_norm
 from anychip.operators.gradients import clip, l2_norm, unscale_and_check
 from anychip.operators.grouped import grouped_linear
 from anychip.operators.lamb import lamb, lamb_partials
@@ -34,6 +35,8 @@ def all_specs() -> tuple[OperatorSpec, ...]:
         add_layer_norm,
         dropout,
         bias_dropout_add,
+        dropout_add_rms_norm,
+        dropout_add_layer_norm,
         gelu,
         bias_gelu,
         swiglu,
@@ -80,6 +83,8 @@ __all__ = [
     "cross_entropy",
     "dequantize",
     "dropout",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
     "embedding",
     "geglu",
     "gelu",

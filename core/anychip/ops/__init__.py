@@ -13,7 +13,14 @@ from anychip.dispatch.operator import operator as operator  # for the root modul
 from anychip.ops.activation import bias_dropout_add, bias_gelu, dropout, geglu, gelu, swiglu
 from anychip.ops.attention import attention, attention_dropout, attention_varlen, rope, softmax
 from anychip.ops.compression import dequantize, hadamard, quantize, top_k
-from anychip.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from anychip.ops.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    dropout_add_layer_norm,
+    dropout_add_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 from anychip.ops.permutation import permute, unpermute
 from anychip.ops.product import (
     cross_entropy,
@@ -49,6 +56,8 @@ __all__ = [
     "cross_entropy",
     "dequantize",
     "dropout",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
     "embedding",
     "geglu",
     "gelu",

@@ -1,4 +1,4 @@
-"""Normalisation over the last dim, alone and after a residual sum."""
+"""Normalisation over the last dim, alone and after a residual sum, with dropout or without."""
 
 from __future__ import annotations
 
@@ -85,5 +85,64 @@ def add_layer_norm(
         sum: (..., H) in residual's dtype; gradients flow through both.
 
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.dropout_add_rms_norm)
+def dropout_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, *, p: float = 0.5, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """RMS norm of the sum ``residual + dropout(x)``, and the sum itself for the next block.
+
+    The sum is that of :func:`bias_dropout_add`, rounded to residual's dtype; what is normed is the
+    rounded sum.
+
+    Args:
+        x: (..., H) float, what a block adds to the residual stream.
+        residual: (..., H) float, the stream.
+        weight: (H,) float, x's dtype or float32.
+        rng: int64[2], seed and offset, as in :func:`dropout`.
+        p: probability of dropping an element of x, 0 to 1.
+        eps: added to the mean square.
+
+    Returns:
+        y: (..., H) in x's dtype.
+        sum: (..., H) in residual's dtype; gradients flow through both.
+
+    Source: Srivastava et al. 2014, JMLR 15; Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.dropout_add_layer_norm)
+def dropout_add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    rng: Tensor,
+    bias: Tensor | None = None,
+    *,
+    p: float = 0.5,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Layer norm of the sum ``residual + dropout(x)``, and the sum itself for the next block.
+
+    The sum is that of :func:`bias_dropout_add`, rounded to residual's dtype; what is normed is the
+    rounded sum.
+
+    Args:
+        x: (..., H) float, what a block adds to the residual stream.
+        residual: (..., H) float, the stream.
+        weight, bias: (H,) float, x's dtype or float32.
+        rng: int64[2], seed and offset, as in :func:`dropout`.
+        p: probability of dropping an element of x, 0 to 1.
+        eps: added to the (biased) variance.
+
+    Returns:
+        y: (..., H) in x's dtype.
+        sum: (..., H) in residual's dtype; gradients flow through both.
+
+    Source: Srivastava et al. 2014, JMLR 15; Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
     raise NotImplementedError

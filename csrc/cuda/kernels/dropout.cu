@@ -2,42 +2,10 @@
 #include "dropout.h"
 
 #include "columns.cuh"
-#include "philox.cuh"
+#include "drop_rule.cuh"
 
 namespace anychip::cuda {
 namespace {
-
-// What the kernels take for p, worked out on the host once for all chips alike.
-struct Rule {
-  const int64_t* rng;
-  float scale;
-  uint32_t threshold;
-  bool drops_all;  // p = 1, whose threshold is no 32-bit number
-
-  explicit Rule(const Drop& drop)
-      : rng(drop.rng),
-        scale(drop.p < 1.0 ? static_cast<float>(1.0 / (1.0 - drop.p)) : 0.0f),
-        threshold(drop.p < 1.0 ? static_cast<uint32_t>(drop.p * 4294967296.0) : 0u),
-        drops_all(drop.p >= 1.0) {}
-
-  // values[i] of element first + i, dropped or scaled. first is a multiple of 4 unless N is 1.
-  template <int N>
-  __device__ __forceinline__ void apply(const PhiloxStream& stream, int64_t first,
-                                        float (&values)[N]) const {
-    constexpr int kWords = N < 4 ? N : 4;
-#pragma unroll
-    for (int group = 0; group < N / kWords; ++group) {
-      const uint4 block = philox_block(stream, static_cast<uint64_t>(first) / 4 + group);
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        const uint32_t word = word_of(block, N < 4 ? static_cast<int>(first % 4) : i);
-        float& value = values[group * kWords + i];
-        // Left out, not multiplied by 0: a dropped NaN is 0.
-        value = !drops_all && word >= threshold ? value * scale : 0.0f;
-      }
-    }
-  }
-};
 
 // y = [residual +] dropout(x [+ bias]) from dtype X to dtype R.
 template <class X, class R>
@@ -45,14 +13,14 @@ struct DropAdd {
   const X* x;
   const R* residual;  // nullptr: none
   R* y;
-  Rule rule;
+  DropRule rule;
 
   template <int N>
   struct Inputs {
     Adjacent<N, X> x;
     Adjacent<N, R> residual;
   };
-  __device__ __forceinline__ PhiloxStream begin() const { return read_stream(rule.rng); }
+  __device__ __forceinline__ PhiloxStream begin() const { return rule.begin(); }
   template <int N>
   __device__ __forceinline__ void load(int64_t first, Inputs<N>& inputs) const {
     inputs.x = load_adjacent<N>(x + first);
@@ -79,13 +47,13 @@ struct DropGradient {
   const T* grad;
   T* dx;
   T* dresidual;
-  Rule rule;
+  DropRule rule;
 
   template <int N>
   struct Inputs {
     Adjacent<N, T> grad;
   };
-  __device__ __forceinline__ PhiloxStream begin() const { return read_stream(rule.rng); }
+  __device__ __forceinline__ PhiloxStream begin() const { return rule.begin(); }
   template <int N>
   __device__ __forceinline__ void load(int64_t first, Inputs<N>& inputs) const {
     inputs.grad = load_adjacent<N>(grad + first);
@@ -104,8 +72,6 @@ struct DropGradient {
     for (int i = 0; i < N; ++i) sums[i] += values[i];
   }
 };
-
-bool is_valid(const Drop& drop) { return drop.rng != nullptr && drop.p >= 0.0 && drop.p <= 1.0; }
 
 // visit(X{}, R{}): the stream is of x's type, or float32.
 template <class Visit>
@@ -132,7 +98,7 @@ cudaError_t bias_dropout_add_forward(const void* x, const void* residual, const 
     using X = decltype(own);
     using R = decltype(stream);
     const DropAdd<X, R> function{static_cast<const X*>(x), static_cast<const R*>(residual),
-                                 static_cast<R*>(y), Rule(drop)};
+                                 static_cast<R*>(y), DropRule(drop)};
     const bool is_flat = bias == nullptr;
     // Rows count only where columns do: without a bias the array is one, with a tail.
     const int64_t row_bytes = is_flat ? kAccessBytes : hidden * static_cast<int64_t>(sizeof(X));
@@ -155,7 +121,7 @@ cudaError_t bias_dropout_add_backward(const void* grad, void* dx, void* dresidua
   const cudaError_t status = visit_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     const DropGradient<T> function{static_cast<const T*>(grad), static_cast<T*>(dx),
-                                   static_cast<T*>(dresidual), Rule(drop)};
+                                   static_cast<T*>(dresidual), DropRule(drop)};
     const bool is_flat = dbias == nullptr;
     const int64_t row_bytes = is_flat ? kAccessBytes : hidden * static_cast<int64_t>(sizeof(T));
     const bool aligned =

@@ -12,8 +12,10 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <type_traits>
 
 #include "columns.cuh"
+#include "drop_rule.cuh"
 #include "norm_rows.cuh"
 
 namespace anychip::cuda {
@@ -35,17 +37,25 @@ constexpr int64_t kMostSharedBytes = (227 - 8) * 1024;
 // What every device gives without being asked, less the same.
 constexpr int64_t kFreeSharedBytes = (48 - 8) * 1024;
 
+// Instead of a DropRule where nothing is dropped.
+struct KeepAll {
+  __device__ __forceinline__ PhiloxStream begin() const { return {}; }
+  template <int N>
+  __device__ __forceinline__ void apply(const PhiloxStream&, int64_t, float (&)[N]) const {}
+};
+
 // A row's statistics, the same in all its threads.
 struct Statistics {
   float mean;
   float rstd;
 };
 
-// v of one tile: x, or x + residual as it is stored, which a first look computes and stores. It
-// stays packed: conversions are cheap, and blocks that share a multiprocessor need registers.
-template <class T, class R, int N, int V>
-__device__ __forceinline__ void load_tile(const NormForward& args, int64_t start, int tile,
-                                          bool first_look, Packed<N, R> (&held)[V]) {
+// v of one tile: x, or x + residual as it is stored, which a first look computes and stores, with x
+// dropped as the rule says. It stays packed: conversions are cheap, and blocks that share a
+// multiprocessor need registers.
+template <class T, class R, int N, int V, class Rule>
+__device__ __forceinline__ void load_tile(const NormForward& args, const Rule& rule, int64_t start,
+                                          int tile, bool first_look, Packed<N, R> (&held)[V]) {
   if (args.residual == nullptr || !first_look) {
     // Without a residual R is T.
     const void* v_array = args.residual == nullptr ? args.x : args.total;
@@ -62,6 +72,7 @@ __device__ __forceinline__ void load_tile(const NormForward& args, int64_t start
   for_each_vector<N, V>(tile, args.hidden, [&](int v, int column) {
     float values[N], added[N];
     unpack(x[v], values);
+    rule.apply(rule.begin(), start + column, values);
     unpack(held[v], added);
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] += added[i];
@@ -103,8 +114,9 @@ __device__ __forceinline__ void store_tile(const NormForward& args, int64_t star
   });
 }
 
-template <class T, class R, int N, int V>
-__global__ void __launch_bounds__(kForwardThreads, 1) norm_forward_kernel(NormForward args) {
+template <class T, class R, int N, int V, class Rule>
+__global__ void __launch_bounds__(kForwardThreads, 1)
+    norm_forward_kernel(NormForward args, Rule rule) {
   ANYCHIP_SHARED(float, scratch, kMaxWarps);
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   // Only rows of one warp share a block, and these meet at no barrier.
@@ -117,7 +129,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1) norm_forward_kernel(NormFo
   Packed<N, R> held[V];
   float sum[1] = {0.0f};
   for (int tile = 0; tile < tiles; ++tile) {
-    load_tile<T, R>(args, start, tile, true, held);
+    load_tile<T, R>(args, rule, start, tile, true, held);
     add_tile(held, tile, args.hidden, !centred, 0.0f, sum[0]);
   }
   block_sum(sum, scratch);
@@ -129,7 +141,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1) norm_forward_kernel(NormFo
     found.mean = sum[0] / count;
     sum[0] = 0.0f;
     for (int tile = 0; tile < tiles; ++tile) {
-      if (tiles > 1) load_tile<T, R>(args, start, tile, false, held);
+      if (tiles > 1) load_tile<T, R>(args, rule, start, tile, false, held);
       add_tile(held, tile, args.hidden, true, found.mean, sum[0]);
     }
     block_sum(sum, scratch);
@@ -140,7 +152,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1) norm_forward_kernel(NormFo
     args.rstd[row] = found.rstd;
   }
   for (int tile = 0; tile < tiles; ++tile) {
-    if (tiles > 1) load_tile<T, R>(args, start, tile, false, held);
+    if (tiles > 1) load_tile<T, R>(args, rule, start, tile, false, held);
     store_tile<T>(args, start, tile, found, held);
   }
 }
@@ -247,9 +259,11 @@ __device__ __forceinline__ void project_tile(const NormBackward& args,
   });
 }
 
-// Stores dx and dresidual of one vector; means: of a and of a n. grads and normed are used up.
-template <class T, class R, int N>
-__device__ __forceinline__ void store_gradient(const NormBackward& args, int64_t row, int column,
+// Stores dresidual and dx, which the rule drops, of one vector; means: of a and of a n. grads and
+// normed are used up.
+template <class T, class R, int N, class Rule>
+__device__ __forceinline__ void store_gradient(const NormBackward& args, const Rule& rule,
+                                               int64_t row, int column,
                                                const Statistics& statistics,
                                                const float (&means)[2], float (&grads)[N],
                                                float (&normed)[N], const Packed<N, R>& dtotal) {
@@ -265,8 +279,10 @@ __device__ __forceinline__ void store_gradient(const NormBackward& args, int64_t
     for (int at = 0; at < N; ++at) grads[at] += normed[at];
   }
   const int64_t place = row * args.hidden + column;
-  if (args.dx != nullptr) store(static_cast<T*>(args.dx) + place, grads);
   if (args.dresidual != nullptr) store(static_cast<R*>(args.dresidual) + place, grads);
+  if (args.dx == nullptr) return;
+  rule.apply(rule.begin(), place, grads);
+  store(static_cast<T*>(args.dx) + place, grads);
 }
 
 // Where a block keeps its sums over rows: dweight's, then dbias's, as far as they are wanted.
@@ -296,8 +312,8 @@ __device__ __forceinline__ RowSums<N> sums_of_row(const NormBackward& args, cons
 
 // The second look at a tile: adds it to the sums over rows, which begin with it or go on, and
 // stores its gradients.
-template <class T, class R, int N, int V>
-__device__ __forceinline__ void finish_tile(const NormBackward& args,
+template <class T, class R, int N, int V, class Rule>
+__device__ __forceinline__ void finish_tile(const NormBackward& args, const Rule& rule,
                                             const BackwardTile<T, R, N, V>& held,
                                             Packed<N, R> (&dtotal)[kAhead<V>], int64_t row,
                                             int tile, const Statistics& statistics,
@@ -316,7 +332,7 @@ __device__ __forceinline__ void finish_tile(const NormBackward& args,
     }
     if (args.dx != nullptr || args.dresidual != nullptr) {
       Packed<N, R>& added = dtotal[i % kAhead<V>];
-      store_gradient<T>(args, row, column, statistics, means, grads, normed, added);
+      store_gradient<T>(args, rule, row, column, statistics, means, grads, normed, added);
       const int later = column + kAhead<V> * static_cast<int>(blockDim.x) * N;
       if (i + kAhead<V> < V && args.dtotal != nullptr && later < args.hidden) {
         added = load_packed<N, R>(args.dtotal, row * args.hidden + later);
@@ -353,9 +369,9 @@ __device__ __forceinline__ void store_sums(const NormBackward& args, const SumsP
 
 // Note [One pass over the columns]. All rows of a block take the same number of steps, since its
 // barriers are for all threads; a row behind the last one does nothing between them.
-template <class T, class R, int N, int V>
+template <class T, class R, int N, int V, class Rule>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
-    norm_backward_kernel(NormBackward args, SumsPlace place) {
+    norm_backward_kernel(NormBackward args, SumsPlace place, Rule rule) {
   ANYCHIP_SHARED(float, scratch, kBackwardThreads / kWarp * 2 * kMaxWarps);
   ANYCHIP_DYNAMIC_SHARED(float, shared);
   const int tiles = tiles_of_row<N, V>(args.hidden, blockDim.x);
@@ -392,7 +408,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         held.load(args, row, tile);
         if (has_dx) load_dtotal<N, V>(args, row, tile, dtotal);
       }
-      finish_tile(args, held, dtotal, row, tile, statistics, means, sums, row < stride);
+      finish_tile(args, rule, held, dtotal, row, tile, statistics, means, sums, row < stride);
     }
   }
   if (place.shared_columns > 0) store_sums<N, V>(args, place, shared, tiles);
@@ -436,6 +452,11 @@ cudaError_t visit_layout(bool aligned, int hidden, Visit&& visit) {
   return visit(Layout<kWidth<T>, V>{});
 }
 
+// Vectors of a thread: what a rule computes takes registers, too.
+template <class T, class R, class Rule>
+constexpr int kRuleVectors =
+    std::is_same_v<Rule, KeepAll> ? kMostVectors<T, R> : kMostVectors<T, R> / 2;
+
 bool is_width(int hidden) { return hidden >= 0 && hidden <= kMostColumns; }
 
 // Whether all arrays, of which those that are not there are nullptr, can be read by vectors.
@@ -457,10 +478,10 @@ bool allow_shared(void (*kernel)(Parameters...), int64_t bytes) {
   return false;
 }
 
-template <class T, class R, int N, int V>
-cudaError_t launch_backward(const NormBackward& args, const NormScratch& scratch,
+template <class T, class R, int N, int V, class Rule>
+cudaError_t launch_backward(const NormBackward& args, const Rule& rule, const NormScratch& scratch,
                             const Place& place) {
-  const auto kernel = norm_backward_kernel<T, R, N, V>;
+  const auto kernel = norm_backward_kernel<T, R, N, V, Rule>;
   const int threads = threads_of_row<N, V>(args.hidden, kBackwardThreads);
   const int columns = tiles_of_row<N, V>(args.hidden, threads) * tile_columns<N, V>(threads);
   const int wanted = (args.dweight != nullptr) + (args.dbias != nullptr);
@@ -473,14 +494,13 @@ cudaError_t launch_backward(const NormBackward& args, const NormScratch& scratch
   const cudaError_t status =
       launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads, static_cast<int>(rows)),
              is_shared ? static_cast<size_t>(rows * bytes) : 0, place.stream, args,
-             SumsPlace{scratch.partials, wanted, is_shared ? columns : 0});
+             SumsPlace{scratch.partials, wanted, is_shared ? columns : 0}, rule);
   if (status != cudaSuccess) return status;
   return sum_blocks(args, scratch.partials, blocks, place);
 }
 
-}  // namespace
-
-cudaError_t norm_forward(const NormForward& args, Place place) {
+template <class Rule>
+cudaError_t forward(const NormForward& args, const Rule& rule, const Place& place) {
   const bool has_rows = args.x != nullptr && args.weight != nullptr && args.y != nullptr;
   if (args.rows < 0 || !is_width(args.hidden)) return cudaErrorInvalidValue;
   if (args.rows == 0) return cudaSuccess;
@@ -492,18 +512,20 @@ cudaError_t norm_forward(const NormForward& args, Place place) {
     const bool aligned =
         are_vectorizable({args.x, args.residual, args.weight, args.bias, args.y, args.total},
                          args.hidden * static_cast<int64_t>(sizeof(T)));
-    return visit_layout<T, kMostVectors<T, R>>(aligned, args.hidden, [&](auto layout) {
+    return visit_layout<T, kRuleVectors<T, R, Rule>>(aligned, args.hidden, [&](auto layout) {
       constexpr int N = layout.width, V = layout.vectors;
       const int threads = threads_of_row<N, V>(args.hidden, kForwardThreads);
       const int rows = threads == kWarp ? kWarpRows : 1;
       const dim3 grid(static_cast<unsigned>(ceil_div(args.rows, rows)));
-      return launch(norm_forward_kernel<T, R, N, V>, grid, dim3(threads, rows), 0, place.stream,
-                    args);
+      return launch(norm_forward_kernel<T, R, N, V, Rule>, grid, dim3(threads, rows), 0,
+                    place.stream, args, rule);
     });
   });
 }
 
-cudaError_t norm_backward(const NormBackward& args, const NormScratch& scratch, Place place) {
+template <class Rule>
+cudaError_t backward(const NormBackward& args, const Rule& rule, const NormScratch& scratch,
+                     const Place& place) {
   const bool has_rows = args.grad != nullptr && args.v != nullptr && args.weight != nullptr;
   const bool has_sums = args.dweight != nullptr || args.dbias != nullptr;
   if (args.rows < 0 || !is_width(args.hidden)) return cudaErrorInvalidValue;
@@ -516,10 +538,33 @@ cudaError_t norm_backward(const NormBackward& args, const NormScratch& scratch, 
     const bool aligned = are_vectorizable(
         {args.grad, args.v, args.dtotal, args.weight, args.dx, args.dresidual, scratch.partials},
         args.hidden * static_cast<int64_t>(sizeof(T)));
-    return visit_layout<T, kMostVectors<T, R>>(aligned, args.hidden, [&](auto layout) {
-      return launch_backward<T, R, layout.width, layout.vectors>(args, scratch, place);
+    return visit_layout<T, kRuleVectors<T, R, Rule>>(aligned, args.hidden, [&](auto layout) {
+      return launch_backward<T, R, layout.width, layout.vectors>(args, rule, scratch, place);
     });
   });
+}
+
+}  // namespace
+
+cudaError_t norm_forward(const NormForward& args, Place place) {
+  return forward(args, KeepAll{}, place);
+}
+
+cudaError_t dropout_add_norm_forward(const NormForward& args, const Drop& drop, Place place) {
+  // What has no elements has no address.
+  const bool has_elements = args.rows > 0 && args.hidden > 0;
+  if (!is_valid(drop) || (has_elements && args.residual == nullptr)) return cudaErrorInvalidValue;
+  return forward(args, DropRule(drop), place);
+}
+
+cudaError_t norm_backward(const NormBackward& args, const NormScratch& scratch, Place place) {
+  return backward(args, KeepAll{}, scratch, place);
+}
+
+cudaError_t dropout_add_norm_backward(const NormBackward& args, const Drop& drop,
+                                      const NormScratch& scratch, Place place) {
+  if (!is_valid(drop)) return cudaErrorInvalidValue;
+  return backward(args, DropRule(drop), scratch, place);
 }
 
 }  // namespace anychip::cuda

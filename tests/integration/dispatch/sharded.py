@@ -246,9 +246,12 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
     x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
     norm = distribute_tensor(torch.tensor(4.0), mesh, [Replicate()])
     rng = distribute_tensor(torch.tensor([1, 2]), mesh, [Replicate()])
+    weight = distribute_tensor(torch.ones(4), mesh, [Replicate()])
     calls: dict[str, Callable[[], Any]] = {
         "dropout": lambda: ops.dropout(x, rng),
         "bias_dropout_add": lambda: ops.bias_dropout_add(x, x, rng),
+        "dropout_add_rms_norm": lambda: ops.dropout_add_rms_norm(x, x, weight, rng),
+        "dropout_add_layer_norm": lambda: ops.dropout_add_layer_norm(x, x, weight, rng),
         "clip": lambda: ops.clip([x], norm),
         "l2_norm": lambda: ops.l2_norm([x]),
     }

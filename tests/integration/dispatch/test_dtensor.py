@@ -14,7 +14,8 @@ from tests.integration.dispatch.sharded import cases
 
 WORLD = 2
 LABELS = [f"{label}/{door}" for label in cases() for door in ("short cut", "library")]
-REFUSED = [f"refused/{name}" for name in ("dropout", "bias_dropout_add", "clip", "l2_norm")]
+DROPPED = ("dropout", "bias_dropout_add", "dropout_add_rms_norm", "dropout_add_layer_norm")
+REFUSED = [f"refused/{name}" for name in (*DROPPED, "clip", "l2_norm")]
 
 
 @pytest.fixture(scope="module")

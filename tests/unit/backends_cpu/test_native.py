@@ -43,6 +43,8 @@ INNER = {
     "softmax": (0.0, 2.0),
     "add_rms_norm": (1.0, 3.0),
     "add_layer_norm": (1.0, 3.0),
+    "dropout_add_rms_norm": (1.0, 3.0),
+    "dropout_add_layer_norm": (1.0, 3.0),
 }
 
 
@@ -113,6 +115,8 @@ def _large(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "add_layer_norm": (x, normal(301, 1027), normal(1027), normal(1027)),
         "dropout": (x, rng),
         "bias_dropout_add": (x, normal(301, 1027), rng, normal(1027)),
+        "dropout_add_rms_norm": (x, normal(301, 1027), normal(1027), rng),
+        "dropout_add_layer_norm": (x, normal(301, 1027), normal(1027), rng, normal(1027)),
         "gelu": (x,),
         "bias_gelu": (x, normal(1027)),
         "geglu": (x, normal(301, 1027)),

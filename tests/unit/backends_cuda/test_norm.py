@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from anychip import operators as specs
 from anychip_cuda import norm
 from tests.unit.backends_cuda.conftest import Chip
 from tests.unit.operators.exactness import assert_close
@@ -217,6 +218,101 @@ def test_residual_narrower_than_x_is_left_to_the_reference(chip: Chip) -> None:
     assert row.accepts is not None
     taken = {dtype: row.accepts(x, x.to(dtype), weight, eps=EPS) for dtype in (FP32, BF16, FP16)}
     assert taken == {FP32: True, BF16: True, FP16: False}
+
+
+def _rng(chip: Chip) -> Tensor:
+    # The counter's lower half runs over behind element 40.
+    return torch.tensor([3, 2**32 - 10], device=chip.device)
+
+
+def _dropped(chip: Chip, given: Given, p: float, needs: Any = (True,) * 4) -> list[Tensor | None]:
+    """As _run, of a call with dropout."""
+    drop, centred = norm.Drop(_rng(chip), p), given.bias is not None
+    y, total, mean, rstd = norm._normed(chip.kernels, *given[:4], EPS, centred=centred, drop=drop)
+    assert total is not None
+    gradients = norm._gradients(
+        chip.kernels, given.grad, total, given.dtotal, given.weight, (mean, rstd), needs, drop
+    )
+    return [y, total, *gradients]
+
+
+# With dropout a thread holds half as much: a tile of 512 threads ends at 4,096 float32 and 8,192
+# 16-bit elements, with a float32 residual at half of that.
+DROPPED = [
+    (5, 1, FP32, FP32), (33, 128, FP32, FP32), (6, 516, FP32, FP32), (2, 4100, FP32, FP32),
+    (2, 8196, FP32, FP32), (3, 1023, FP32, FP32), (130, 8, BF16, BF16), (40, 1024, FP16, FP16),
+    (13, 1032, BF16, FP32), (3, 255, BF16, FP32), (2, 8200, FP16, FP32), (1, 16392, BF16, BF16),
+    (1, 28037, BF16, FP32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DROPPED, ids=_label)
+@pytest.mark.parametrize("bias", [False, True], ids=["rms_norm", "layer_norm"])
+def test_norm_of_a_dropped_sum_and_gradients_equal_float64(
+    chip: Chip, case: Any, bias: bool
+) -> None:
+    rows, hidden, x, residual = case
+    given, rng, p = _given(chip, rows, hidden, x, residual, bias), _rng(chip).cpu(), 0.25
+    assert given.residual is not None
+    total = specs.bias_dropout_add.forward(given.x.cpu(), given.residual.cpu(), rng, None, p=p)
+    y, _, dx, *others = _exact(given._replace(x=total, residual=None))
+    scale = specs.dropout.forward(torch.ones(rows, hidden), rng, p=p).double()
+
+    got = _dropped(chip, given, p)
+
+    assert got[1] is not None
+    assert torch.equal(got[1].cpu(), total)
+    _check([got[0], *got[2:]], [y, dx * scale, *others], hidden)
+
+
+def test_dropped_gradient_does_not_depend_on_what_else_is_wanted(chip: Chip) -> None:
+    given = _given(chip, 7, 96, BF16, FP32, True)
+    whole = _dropped(chip, given, 0.5)[2:]
+    for needs in itertools.product((False, True), repeat=4):
+        found = _dropped(chip, given, 0.5, needs)[2:]
+        for need, one, other in zip(needs, found, whole, strict=True):
+            assert one is None if not need else torch.equal(one, other)  # type: ignore[arg-type]
+
+
+def test_dropped_nan_is_left_out_of_the_sum(chip: Chip) -> None:
+    given = _given(chip, 1, 200, FP32, FP32, False)
+    given.x.fill_(torch.nan)
+    kept = specs.dropout.forward(torch.ones(1, 200), _rng(chip).cpu(), p=0.5) != 0
+    _, total, *_ = _dropped(chip, given, 0.5, (False,) * 4)
+    assert total is not None
+    assert torch.equal(total.cpu().isnan(), kept)
+
+
+@pytest.mark.parametrize("wrong", [{"rng": 0}, {"p": 1.5}, {"p": -0.1}, {"residual": 0}], ids=str)
+def test_forward_with_wrong_numbers_of_dropout_is_refused(
+    chip: Chip, wrong: dict[str, float]
+) -> None:
+    tensor = torch.ones(4, 8, device=chip.device)
+    at, place = tensor.data_ptr(), chip.kernels.place(tensor)
+    numbers = {
+        "x": at, "residual": at, "weight": at, "bias": 0, "y": at, "total": at, "mean": 0,
+        "rstd": at, "rng": at, "rows": 4, "hidden": 8, "p": 0.5, "eps": EPS, "dtype": 0,
+        "residual_dtype": 0, "weight_dtype": 0, "bias_dtype": 0,
+    }  # fmt: skip
+    numbers.update(wrong)
+    with pytest.raises(RuntimeError, match="dropout_add_norm_forward: CUDA error 1"):
+        chip.kernels.native.dropout_add_norm_forward(*numbers.values(), *place)
+
+
+@pytest.mark.parametrize("wrong", [{"rng": 0}, {"p": 1.5}], ids=str)
+def test_backward_with_wrong_numbers_of_dropout_is_refused(
+    chip: Chip, wrong: dict[str, float]
+) -> None:
+    tensor = torch.ones(8, 8, device=chip.device)
+    at, place = tensor.data_ptr(), chip.kernels.place(tensor)
+    numbers = {
+        "grad": at, "v": at, "dtotal": 0, "weight": at, "mean": 0, "rstd": at, "dx": 0,
+        "dresidual": 0, "dweight": at, "dbias": 0, "partials": at, "rng": at, "blocks": 1,
+        "rows": 4, "hidden": 8, "p": 0.5, "dtype": 0, "residual_dtype": 0, "weight_dtype": 0,
+    }  # fmt: skip
+    numbers.update(wrong)
+    with pytest.raises(RuntimeError, match="dropout_add_norm_backward: CUDA error 1"):
+        chip.kernels.native.dropout_add_norm_backward(*numbers.values(), *place)
 
 
 REFUSED: dict[str, dict[str, int]] = {

@@ -480,6 +480,8 @@ GRADIENT_CALLS = {
     "add_layer_norm": ("3x17", "4x40.eps:0.5", "4x40.bias:none"),
     "dropout": ("7x9.p:0.1", "33x40.p:1"),
     "bias_dropout_add": ("7x9.p:0.1", "11x40.p:1", "8x33.bias:none"),
+    "dropout_add_rms_norm": ("3x17", "4x40.eps:0.5", "11x40.p:1"),
+    "dropout_add_layer_norm": ("3x17", "2x3x33", "4x40.bias:none"),
     "gelu": ("17.none", "17.tanh", "2x3x16.tanh"),
     "bias_gelu": ("17.none", "17.tanh", "2x3x16.tanh"),
     "swiglu": ("17", "2x3x16"),

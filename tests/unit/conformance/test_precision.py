@@ -192,6 +192,7 @@ def test_reference_one_precision_class_lower_fails(
 
 FAST = {
     "rms_norm": "5x64", "layer_norm": "5x64", "add_rms_norm": "5x64", "add_layer_norm": "5x64",
+    "dropout_add_rms_norm": "5x64", "dropout_add_layer_norm": "5x64",
     "gelu": "1025.tanh", "bias_gelu": "1025.none", "swiglu": "1025", "geglu": "1025.tanh",
     "softmax": "3x1000", "attention": "1x65x3+3x40.full",
     "attention_dropout": "1x65x3+3x40.p:0.1", "attention_varlen": "15+17+33.causal",

@@ -163,6 +163,12 @@ PLAIN: dict[str, Callable[..., Any]] = {
     ),
     "dropout": _plain_dropout,
     "bias_dropout_add": _plain_bias_dropout_add,
+    "dropout_add_rms_norm": lambda x, r, w, rng, *, p, eps: _plain_add_norm(
+        _plain_dropout(x, rng, p=p), r, lambda total: F.rms_norm(total, w.shape, w, eps)
+    ),
+    "dropout_add_layer_norm": lambda x, r, w, rng, b, *, p, eps: _plain_add_norm(
+        _plain_dropout(x, rng, p=p), r, lambda total: F.layer_norm(total, w.shape, w, b, eps)
+    ),
     "gelu": F.gelu,
     "bias_gelu": lambda x, bias, *, approximate: F.gelu(x + bias, approximate=approximate),
     "swiglu": lambda gate, up: F.silu(gate) * up,

@@ -14,7 +14,8 @@ from tests.unit.dispatch.specs import polynomial
 # Given with nothing that says of its shape, a gradient may have any; an angle says a part of it.
 ANY_SHAPE = {("dropout", "grad0"), ("bias_dropout_add", "grad0"), ("hadamard", "grad0")}
 # x may have another dtype than the residual, and its gradient alone says which.
-NORMS = {("add_rms_norm", "grad0"), ("add_layer_norm", "grad0")}
+STREAMS = ("add_rms_norm", "add_layer_norm", "dropout_add_rms_norm", "dropout_add_layer_norm")
+NORMS = {(name, "grad0") for name in STREAMS}
 OTHERS = {("rope", "grad0"), ("rope", "grad1"), ("top_k", "grad1"), ("top_k", "y1")}
 ANY_DTYPE = {*ANY_SHAPE, *NORMS, *OTHERS}
 
@@ -133,7 +134,7 @@ def test_refusal_names_form_expected_and_got() -> None:
 
 def test_operators_whose_backward_is_not_told_are_these() -> None:
     """The norms of a residual stream compare their sum with its gradient, permute its map."""
-    assert {*DIFFERENTIABLE} - {*TOLD} <= {"add_rms_norm", "add_layer_norm", "permute"}
+    assert {*DIFFERENTIABLE} - {*TOLD} <= {*STREAMS, "permute"}
     made = call("add_rms_norm", grad=False)
     grad, dtotal, *rest = backward_arguments(made)
     with pytest.raises(ValueError, match="add_rms_norm_backward: grad1 must be float32"):

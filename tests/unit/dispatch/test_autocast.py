@@ -62,6 +62,8 @@ def test_promote_casts_to_the_widest_dtype_among_the_arguments(door: str) -> Non
         "cross_entropy",
         "dropout",
         "bias_dropout_add",
+        "dropout_add_rms_norm",
+        "dropout_add_layer_norm",
     ],
 )
 def test_none_leaves_the_arguments_alone(name: str, door: str) -> None:

@@ -66,6 +66,8 @@ def test_forward_and_backward_operators_pass_opcheck(
         "layer_norm",
         "add_rms_norm",
         "add_layer_norm",
+        "dropout_add_rms_norm",
+        "dropout_add_layer_norm",
         "softmax",
         "rope",
     ],

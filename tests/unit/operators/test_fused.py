@@ -14,7 +14,8 @@ from anychip import ops
 from anychip_cpu import native
 from tests.unit.dispatch.calls import DTYPES, bits
 
-FUSED = ["add_rms_norm", "add_layer_norm", "bias_dropout_add", "bias_gelu", "geglu"]
+DROPPED = ["dropout_add_rms_norm", "dropout_add_layer_norm"]
+FUSED = ["add_rms_norm", "add_layer_norm", "bias_dropout_add", "bias_gelu", "geglu", *DROPPED]
 RNG = torch.tensor([5, 2**32 - 9])
 PARTS = ["rms_norm", "layer_norm", "dropout", "gelu"]
 
@@ -138,6 +139,70 @@ def test_bias_dropout_add_leaves_a_dropped_nan_out() -> None:
     got = ops.bias_dropout_add(x, torch.ones(200), RNG, p=0.5)
     assert torch.equal(got.isnan(), kept)
     assert bool((got[~kept] == 1.0).all())
+
+
+# Dropout before the residual's sum and a norm
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_dropout_add_norm_has_the_bits_of_its_parts(
+    norm: str, dtype: torch.dtype, p: float
+) -> None:
+    x, residual, weight = (normal(*s, dtype=dtype) for s in ((7, 33), (7, 33), (33,)))
+    y, total = getattr(ops, f"dropout_add_{norm}")(x, residual, weight, RNG, p=p, eps=1e-5)
+    assert bits(total) == bits(ops.bias_dropout_add(x, residual, RNG, p=p))
+    assert bits(y) == bits(getattr(ops, norm)(total, weight, eps=1e-5))
+
+
+@pytest.mark.parametrize("inner", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norm", DROPPED)
+def test_dropout_add_norm_does_not_round_what_it_adds_to_a_float32_stream(
+    norm: str, inner: torch.dtype
+) -> None:
+    x, residual, weight = normal(3, 16, dtype=inner), normal(3, 16), normal(16, dtype=inner)
+    y, total = getattr(ops, norm)(x, residual, weight, RNG, p=0.3)
+    assert (y.dtype, total.dtype) == (inner, torch.float32)
+    assert bits(total) == bits(residual + ops.dropout(x.float(), RNG, p=0.3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_dropout_add_norm_gradients_are_those_of_the_sum_and_x_has_its_mask(
+    norm: str, dtype: torch.dtype
+) -> None:
+    """In 16 bits the sum's gradient is rounded once for each: dropped first, then rounded."""
+    shapes = ((6, 20), (6, 20), (20,))
+    x, residual, weight = (normal(*s, dtype=dtype).requires_grad_() for s in shapes)
+    grads = (normal(6, 20, dtype=dtype), normal(6, 20, dtype=dtype))
+    out = getattr(ops, f"dropout_add_{norm}")(x, residual, weight, RNG, p=0.4)
+    found = torch.autograd.grad(out, (x, residual, weight), grads)
+
+    # The same sum in float32, to which nothing is added.
+    total = out[1].detach().float().requires_grad_()
+    zero = torch.zeros(6, 20, dtype=dtype)
+    apart = getattr(ops, f"add_{norm}")(zero, total, weight)
+    want, dweight = torch.autograd.grad(apart, (total, weight), (grads[0], grads[1].float()))
+
+    assert bits(found[0]) == bits(ops.dropout(want, RNG, p=0.4).to(dtype))
+    assert bits(found[1]) == bits(want.to(dtype))
+    assert bits(found[2]) == bits(dweight)
+
+
+def test_dropout_add_norm_of_wrong_arguments_is_refused() -> None:
+    x, weight = normal(2, 3), normal(3)
+    for function in (ops.dropout_add_rms_norm, ops.dropout_add_layer_norm):
+        with pytest.raises(ValueError, match=r"residual must have the shape of x \(2, 3\)"):
+            function(x, normal(3), weight, RNG)
+        with pytest.raises(ValueError, match=r"weight must have shape \(3,\)"):
+            function(x, x, normal(2), RNG)
+        with pytest.raises(ValueError, match=r"p must be from 0 to 1, got 1\.5"):
+            function(x, x, weight, RNG, p=1.5)
+        with pytest.raises(ValueError, match=r"rng must be int64\[2\]"):
+            function(x, x, weight, RNG[:1])
+    with pytest.raises(ValueError, match=r"bias must have shape \(3,\)"):
+        ops.dropout_add_layer_norm(x, x, weight, RNG, normal(2))
 
 
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {

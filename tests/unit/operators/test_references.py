@@ -37,6 +37,8 @@ INNER = {
     "softmax": (0.0, 2.0),
     "add_rms_norm": (1.0, 3.0),
     "add_layer_norm": (1.0, 3.0),
+    "dropout_add_rms_norm": (1.0, 3.0),
+    "dropout_add_layer_norm": (1.0, 3.0),
 }
 
 
@@ -81,6 +83,16 @@ EMPTY: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[st
     "bias_dropout_add 0-dim": lambda: (
         ops.bias_dropout_add,
         (R(()), R(()), torch.tensor([1, 2])),
+        {},
+    ),
+    "dropout_add_rms_norm no rows": lambda: (
+        ops.dropout_add_rms_norm,
+        (R(0, 8), R(0, 8), R(8), torch.tensor([1, 2])),
+        {},
+    ),
+    "dropout_add_layer_norm no columns": lambda: (
+        ops.dropout_add_layer_norm,
+        (R(4, 0), R(4, 0), R(0), torch.tensor([1, 2]), R(0)),
         {},
     ),
     "softmax no rows": lambda: (ops.softmax, (R(0, 4),), {}),

@@ -57,6 +57,12 @@ def _bias_dropout_add(choose: Choices, draw: Draw) -> Arguments:
     return (x, residual, _rng(choose, draw), bias), {"p": _probability(choose)}
 
 
+def _dropout_add_norm(choose: Choices, draw: Draw, *, bias: bool) -> Arguments:
+    (x, residual, weight, *last), attrs = _norm(choose, draw, bias=bias, residual=True)
+    attrs = {"p": _probability(choose), **attrs}
+    return (x, residual, weight, _rng(choose, draw), *last), attrs
+
+
 def _approximate(choose: Choices) -> dict[str, Any]:
     return {"approximate": choose.of("none", "tanh")}
 
@@ -362,6 +368,8 @@ DRAWN: Mapping[str, Drawn] = {
     "add_layer_norm": partial(_norm, bias=True, residual=True),
     "dropout": _dropout,
     "bias_dropout_add": _bias_dropout_add,
+    "dropout_add_rms_norm": partial(_dropout_add_norm, bias=False),
+    "dropout_add_layer_norm": partial(_dropout_add_norm, bias=True),
     "gelu": _gelu,
     "bias_gelu": _bias_gelu,
     "swiglu": partial(_gated, approximate=False),

@@ -24,6 +24,7 @@ from anychip.conformance.oracles import (
     attention,
     compression,
     dropout,
+    dropout_add_norm,
     grouped,
     linear,
     linear_cross_entropy,
@@ -98,8 +99,12 @@ def _both(*edges: Edges) -> Edges:
 # Norms, elements
 
 
-def _norm_edges(*, bias: bool, residual: bool) -> Edges:
-    plain: Any = partial(norm._add_normal if residual else norm._normal, bias=bias)
+def _norm_edges(*, bias: bool, residual: bool, dropped: bool = False) -> Edges:
+    normal = norm._add_normal if residual else norm._normal
+    plain: Any = partial(normal, bias=bias)
+    if dropped:
+        # Half are dropped, and twice the others is exact: sizes are what is asked about here.
+        plain = partial(dropout_add_norm._normal, bias=bias, p=0.5)
 
     def sized(draw: Draw, size: int) -> Arguments:
         args: Arguments = plain(draw, shape=(3, size))
@@ -449,6 +454,8 @@ EDGES: Mapping[str, Edges] = {
     "add_layer_norm": _norm_edges(bias=True, residual=True),
     "dropout": _elements(partial(dropout._arguments, p=0.2)),
     "bias_dropout_add": _elements(partial(dropout._add_arguments, p=0.2)),
+    "dropout_add_rms_norm": _norm_edges(bias=False, residual=True, dropped=True),
+    "dropout_add_layer_norm": _norm_edges(bias=True, residual=True, dropped=True),
     "gelu": _by_form(activation._gelu_arguments),
     "bias_gelu": _by_form(activation._bias_gelu_arguments),
     "swiglu": _activation(activation._swiglu_arguments),

@@ -1,0 +1,177 @@
+"""Oracles of dropout_add_rms_norm and dropout_add_layer_norm.
+
+Kept elements of x are x / (1 - p), where 1 / (1 - p) is one float32 number and the product is
+rounded to float32. Their sum with the residual is then that of the operators without dropout: in a
+16-bit type it is computed here bit for bit, and is an exact input of the norm; in float32 its two
+roundings are part of the bound. The gradient of the sum is that of the residual, and dropped with
+the same mask that of x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from anychip.conformance.arithmetic import Rounded
+from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.formats import FP32
+from anychip.conformance.oracles import dropout, norm, philox
+from anychip.conformance.oracles.oracle import Oracle
+
+Numbers = NDArray[np.int64]
+
+
+def _stored_sum(x: Rounded, residual: Rounded, rng: Numbers, p: float) -> Rounded:
+    if residual.format == FP32:
+        return dropout._scaled(x, rng, p) + residual
+    seed, offset = (int(n) for n in rng)
+    keep = philox.kept(seed, offset, x.value.size, p).reshape(x.shape)
+    scale = np.float32(0.0 if p == 1.0 else 1.0 / (1.0 - p))
+    product = x.value.astype(np.float32) * scale
+    dropped = np.where(keep, product, np.float32(0.0)).astype(np.float64)
+    return norm._stored_sum(Rounded.exact(dropped, FP32), residual)
+
+
+def _rms_forward(
+    x: Rounded, residual: Rounded, weight: Rounded, rng: Numbers, *, p: float, eps: float
+) -> tuple[Rounded, ...]:
+    total = _stored_sum(x, residual, rng, p)
+    y, rstd = norm._rms_forward(total, weight, eps=eps)
+    return y, total, rstd
+
+
+def _rms_backward(
+    grads: tuple[Rounded, Rounded],
+    x: Rounded,
+    residual: Rounded,
+    weight: Rounded,
+    rng: Numbers,
+    *,
+    p: float,
+    eps: float,
+) -> tuple[Rounded, ...]:
+    grad, dtotal = grads
+    dnorm, dweight = norm._rms_backward((grad,), _stored_sum(x, residual, rng, p), weight, eps=eps)
+    both = dtotal + dnorm
+    return dropout._scaled(both, rng, p), both, dweight
+
+
+def _layer_forward(
+    x: Rounded,
+    residual: Rounded,
+    weight: Rounded,
+    rng: Numbers,
+    bias: Rounded | None,
+    *,
+    p: float,
+    eps: float,
+) -> tuple[Rounded, ...]:
+    total = _stored_sum(x, residual, rng, p)
+    y, mean, rstd = norm._layer_forward(total, weight, bias, eps=eps)
+    return y, total, mean, rstd
+
+
+def _layer_backward(
+    grads: tuple[Rounded, Rounded],
+    x: Rounded,
+    residual: Rounded,
+    weight: Rounded,
+    rng: Numbers,
+    bias: Rounded | None,
+    *,
+    p: float,
+    eps: float,
+) -> tuple[Rounded | None, ...]:
+    grad, dtotal = grads
+    total = _stored_sum(x, residual, rng, p)
+    dnorm, dweight, dbias = norm._layer_backward((grad,), total, weight, bias, eps=eps)
+    assert dnorm is not None
+    both = dtotal + dnorm
+    return dropout._scaled(both, rng, p), both, dweight, dbias
+
+
+_SHAPES: tuple[tuple[int, ...], ...] = (
+    (0, 8), (1, 1), (5,), (4, 8), (3, 17), (2, 3, 33), (5, 64), (70, 48), (4, 1000), (3, 0),
+)  # fmt: skip
+
+
+def _with_rng(
+    draw: Draw, arguments: Arguments, p: float, seed: int = 1234, offset: int = 5
+) -> Arguments:
+    """A call of the norm of a residual's sum, with dropout."""
+    (x, residual, weight, *bias), attrs = arguments
+    return (x, residual, weight, draw.rng(seed, offset), *bias), {"p": p, **attrs}
+
+
+def _normal(
+    draw: Draw,
+    shape: tuple[int, ...],
+    *,
+    bias: bool,
+    p: float = 0.2,
+    offset: int = 5,
+    **options: Any,
+) -> Arguments:
+    given = norm._add_normal(draw, shape, bias=bias, **options)
+    return _with_rng(draw, given, p, offset=offset)
+
+
+def _special(draw: Draw, value: float, *, bias: bool) -> Arguments:
+    # In x: one that is dropped leaves its row as it is, and one that is kept spoils it.
+    x, stream = draw.normal(6, 24), draw.normal(6, 24)
+    x[1:4, 5:9] = value
+    stream[5, 0] = value
+    return _with_rng(draw, norm._with_residual(draw, x, stream, bias=bias), 0.9)
+
+
+def _cancelling(draw: Draw, *, bias: bool) -> Arguments:
+    # What is kept and doubled cancels the stream: scaled or rounded otherwise, nothing is left.
+    x = draw.normal(5, 40)
+    return _with_rng(draw, norm._with_residual(draw, x, -2.0 * x, bias=bias), 0.5)
+
+
+def _without_bias(draw: Draw) -> Arguments:
+    args = (draw.normal(4, 40), draw.normal(4, 40), draw.normal(40), None)
+    return _with_rng(draw, (args, {"eps": 1e-5}), 0.3)
+
+
+def _calls(*, bias: bool) -> Iterator[Call]:
+    make = partial(_normal, bias=bias)
+    for shape in _SHAPES:
+        yield Call(label=shape_label(shape), make=partial(make, shape=shape))
+    for p in (0.0, 0.5, 1.0, 1.0 - 2.0**-20):
+        yield Call(label=f"11x40.p:{p:.9g}", make=partial(make, shape=(11, 40), p=p))
+    for layout in LAYOUTS:
+        placed = partial(make, shape=(5, 6, 50))
+        yield Call(label=f"5x6x50.{layout}", make=placed, layout=layout)
+    yield Call(label="4x40.eps:0.5", make=partial(make, shape=(4, 40), eps=0.5))
+    yield Call(label="8x33.carry", make=partial(make, shape=(8, 33), offset=2**32 - 20))
+    wide = partial(make, shape=(6, 96), residual=torch.float32)
+    yield Call(label="6x96.residual:fp32", make=wide)
+    yield Call(label="5x40.cancel", make=partial(_cancelling, bias=bias), statistical=False)
+    for value in ("nan", "inf"):
+        special = partial(_special, value=float(value), bias=bias)
+        yield Call(label=f"6x24.{value}", make=special, statistical=False, gradient=False)
+    if bias:
+        yield Call(label="4x40.bias:none", make=_without_bias)
+
+
+_LOWER = ("4x8", "3x17", "5x64", "4x1000")
+
+DROPOUT_ADD_RMS_NORM = Oracle(
+    forward=_rms_forward,
+    backward=_rms_backward,
+    calls=partial(_calls, bias=False),
+    lower_precision=_LOWER,
+)
+DROPOUT_ADD_LAYER_NORM = Oracle(
+    forward=_layer_forward,
+    backward=_layer_backward,
+    calls=partial(_calls, bias=True),
+    lower_precision=_LOWER,
+)

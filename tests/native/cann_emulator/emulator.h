@@ -43,6 +43,8 @@ Status launch(Stream stream, const char* name, Work work);
 // The address under which the emulator itself reaches what torch_npu knows as `address`. They
 // differ in strict mode, where torch_npu's addresses cannot be read or written by anybody.
 void* reachable(const void* address);
+// Whether it is memory of a device. What is not may be gone when queued work runs.
+bool is_on_device(const void* address);
 
 // Message of the calling thread's last error, as aclGetRecentErrMsg gives it.
 void set_error(const std::string& message);

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <fstream>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -31,7 +32,18 @@ Header& header_of(char* memory) { return *reinterpret_cast<Header*>(memory); }
 size_t mailboxes_offset(int ranks) { return page_rounded(sizeof(Header)) + ranks * kWindowBytes; }
 size_t mailbox_stride() { return page_rounded(sizeof(Mailbox)) + kMailboxBytes; }
 
-bool is_dead(int process) { return process != 0 && kill(process, 0) != 0 && errno == ESRCH; }
+// A process that ended is still there for kill() until its parent asks how: /proc says that it is a
+// zombie (Z) or just gone (X). The state follows the name, which may have brackets itself.
+bool is_dead(int process) {
+  if (process == 0) return false;
+  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
+  std::string line;
+  if (!std::getline(file, line)) return kill(process, 0) != 0 && errno == ESRCH;
+  const size_t end_of_name = line.rfind(')');
+  if (end_of_name == std::string::npos || end_of_name + 2 >= line.size()) return false;
+  const char state = line[end_of_name + 2];
+  return state == 'Z' || state == 'X';
+}
 
 std::string listed(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank" : "ranks";

@@ -207,6 +207,13 @@ void* reachable(const void* pointer) {
   return const_cast<void*>(pointer);
 }
 
+bool is_on_device(const void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  const std::lock_guard<std::mutex> lock(mutex);
+  uintptr_t start = 0;
+  return device_of(address) >= 0 || mapping_of(address, &start) != nullptr;
+}
+
 }  // namespace cann
 
 using namespace cann;

@@ -1,0 +1,157 @@
+// Element by element: arithmetic, comparison, powers, activations.
+#include "operators/operator.h"
+
+using namespace cann;
+
+#define UNARY(name, function) \
+  OPERATOR(name, kAny, Tensor self, Tensor out) { write(out, function(self)); }
+#define UNARY_IN_PLACE(name, method) \
+  OPERATOR(name, kAny, Tensor self) { self.method(); }
+#define BINARY(name, function) \
+  OPERATOR(name, kAny, Tensor self, Tensor other, Tensor out) { write(out, function(self, other)); }
+#define BINARY_SCALAR(name, function) \
+  OPERATOR(name, kAny, Tensor self, Scalar other, Tensor out) { write(out, function(self, other)); }
+
+UNARY(aclnnAbs, at::abs)
+UNARY(aclnnNeg, at::neg)
+UNARY(aclnnSign, at::sign)
+UNARY(aclnnCeil, at::ceil)
+UNARY(aclnnFloor, at::floor)
+UNARY(aclnnRound, at::round)
+UNARY(aclnnSqrt, at::sqrt)
+UNARY(aclnnRsqrt, at::rsqrt)
+UNARY(aclnnReciprocal, at::reciprocal)
+UNARY(aclnnExp, at::exp)
+UNARY(aclnnLog, at::log)
+UNARY(aclnnLog2, at::log2)
+UNARY(aclnnSin, at::sin)
+UNARY(aclnnCos, at::cos)
+UNARY(aclnnErf, at::erf)
+UNARY(aclnnTanh, at::tanh)
+UNARY(aclnnSigmoid, at::sigmoid)
+UNARY(aclnnSilu, at::silu)
+UNARY(aclnnRelu, at::relu)
+UNARY(aclnnIsFinite, at::isfinite)
+UNARY(aclnnBitwiseNot, at::bitwise_not)
+UNARY(aclnnLogicalNot, at::logical_not)
+
+UNARY_IN_PLACE(aclnnInplaceFloor, floor_)
+UNARY_IN_PLACE(aclnnInplaceSqrt, sqrt_)
+UNARY_IN_PLACE(aclnnInplaceRsqrt, rsqrt_)
+UNARY_IN_PLACE(aclnnInplaceReciprocal, reciprocal_)
+UNARY_IN_PLACE(aclnnInplaceExp, exp_)
+UNARY_IN_PLACE(aclnnInplaceLog, log_)
+UNARY_IN_PLACE(aclnnInplaceTanh, tanh_)
+UNARY_IN_PLACE(aclnnInplaceSigmoid, sigmoid_)
+UNARY_IN_PLACE(aclnnInplaceRelu, relu_)
+
+OPERATOR(aclnnAdd, kAny, Tensor self, Tensor other, Scalar alpha, Tensor out) {
+  write(out, at::add(self, other, alpha));
+}
+OPERATOR(aclnnAdds, kAny, Tensor self, Scalar other, Scalar alpha, Tensor out) {
+  write(out, at::add(self, other, alpha));
+}
+OPERATOR(aclnnSub, kAny, Tensor self, Tensor other, Scalar alpha, Tensor out) {
+  write(out, at::sub(self, other, alpha));
+}
+OPERATOR(aclnnSubs, kAny, Tensor self, Scalar other, Scalar alpha, Tensor out) {
+  write(out, at::sub(self, other, alpha));
+}
+OPERATOR(aclnnInplaceAdd, kAny, Tensor self, Tensor other, Scalar alpha) {
+  self.add_(other, alpha);
+}
+OPERATOR(aclnnInplaceAdds, kAny, Tensor self, Scalar other, Scalar alpha) {
+  self.add_(other, alpha);
+}
+OPERATOR(aclnnInplaceSub, kAny, Tensor self, Tensor other, Scalar alpha) {
+  self.sub_(other, alpha);
+}
+OPERATOR(aclnnInplaceSubs, kAny, Tensor self, Scalar other, Scalar alpha) {
+  self.sub_(other, alpha);
+}
+
+BINARY(aclnnMul, at::mul)
+BINARY(aclnnDiv, at::div)
+BINARY(aclnnMaximum, at::maximum)
+BINARY(aclnnMinimum, at::minimum)
+BINARY(aclnnFloorDivide, at::floor_divide)
+BINARY(aclnnPowTensorTensor, at::pow)
+BINARY(aclnnEqTensor, at::eq)
+BINARY(aclnnNeTensor, at::ne)
+BINARY(aclnnGtTensor, at::gt)
+BINARY(aclnnGeTensor, at::ge)
+BINARY(aclnnLtTensor, at::lt)
+BINARY(aclnnLeTensor, at::le)
+BINARY(aclnnBitwiseAndTensor, at::bitwise_and)
+BINARY(aclnnBitwiseOrTensor, at::bitwise_or)
+BINARY(aclnnLogicalAnd, at::logical_and)
+BINARY(aclnnLogicalOr, at::logical_or)
+
+BINARY_SCALAR(aclnnMuls, at::mul)
+BINARY_SCALAR(aclnnDivs, at::div)
+BINARY_SCALAR(aclnnEqScalar, at::eq)
+BINARY_SCALAR(aclnnNeScalar, at::ne)
+BINARY_SCALAR(aclnnGtScalar, at::gt)
+BINARY_SCALAR(aclnnGeScalar, at::ge)
+BINARY_SCALAR(aclnnLtScalar, at::lt)
+BINARY_SCALAR(aclnnLeScalar, at::le)
+BINARY_SCALAR(aclnnPowTensorScalar, at::pow)
+BINARY_SCALAR(aclnnRemainderTensorScalar, at::remainder)
+
+OPERATOR(aclnnInplaceMul, kAny, Tensor self, Tensor other) { self.mul_(other); }
+OPERATOR(aclnnInplaceMuls, kAny, Tensor self, Scalar other) { self.mul_(other); }
+OPERATOR(aclnnInplaceDiv, kAny, Tensor self, Tensor other) { self.div_(other); }
+OPERATOR(aclnnInplaceDivs, kAny, Tensor self, Scalar other) { self.div_(other); }
+OPERATOR(aclnnInplacePowTensorScalar, kAny, Tensor self, Scalar exponent) { self.pow_(exponent); }
+OPERATOR(aclnnPowScalarTensor, kAny, Scalar self, Tensor exponent, Tensor out) {
+  write(out, at::pow(self, exponent));
+}
+OPERATOR(aclnnFloorDivides, kAny, Tensor self, Scalar other, Tensor out) {
+  write(out, at::floor_divide(self, at::scalar_tensor(other)));
+}
+OPERATOR(aclnnClamp, kAny, Tensor self, OptionalScalar low, OptionalScalar high, Tensor out) {
+  write(out, at::clamp(self, low, high));
+}
+OPERATOR(aclnnAddcmul, kAny, Tensor self, Tensor a, Tensor b, Scalar value, Tensor out) {
+  write(out, at::addcmul(self, a, b, value));
+}
+OPERATOR(aclnnAddcdiv, kAny, Tensor self, Tensor a, Tensor b, Scalar value, Tensor out) {
+  write(out, at::addcdiv(self, a, b, value));
+}
+OPERATOR(aclnnInplaceAddcmul, kAny, Tensor self, Tensor a, Tensor b, Scalar value) {
+  self.addcmul_(a, b, value);
+}
+OPERATOR(aclnnInplaceAddcdiv, kAny, Tensor self, Tensor a, Tensor b, Scalar value) {
+  self.addcdiv_(a, b, value);
+}
+OPERATOR(aclnnLerps, kFloats, Tensor self, Tensor end, Scalar weight, Tensor out) {
+  write(out, at::lerp(self, end, weight));
+}
+OPERATOR(aclnnInplaceLerps, kFloats, Tensor self, Tensor end, Scalar weight) {
+  self.lerp_(end, weight);
+}
+OPERATOR(aclnnInplaceLerp, kFloats, Tensor self, Tensor end, Tensor weight) {
+  self.lerp_(end, weight);
+}
+OPERATOR(aclnnSWhere, kAny, Tensor condition, Tensor self, Tensor other, Tensor out) {
+  write(out, at::where(condition, self, other));
+}
+
+// The public pages of aclnnGelu and of the operator GeluGrad give the approximation by tanh, so
+// this is what torch's gelu is on the 910B, whatever its argument says. (The page of
+// aclnnGeluBackward shows both forms.) With torch_npu.npu.use_compatible_impl(True) it takes
+// aclnnGeluV2.
+OPERATOR(aclnnGelu, kFloats, Tensor self, Tensor out) { write(out, at::gelu(self, "tanh")); }
+OPERATOR(aclnnGeluBackward, kFloats, Tensor grad, Tensor self, Tensor out) {
+  write(out, at::gelu_backward(grad, self, "tanh"));
+}
+// approximate: 0 by the error function, 1 by tanh.
+OPERATOR(aclnnGeluV2, kFloats, Tensor self, Int approximate, Tensor out) {
+  write(out, at::gelu(self, approximate != 0 ? "tanh" : "none"));
+}
+OPERATOR(aclnnGeluBackwardV2, kFloats, Tensor grad, Tensor self, Text approximate, Tensor out) {
+  write(out, at::gelu_backward(grad, self, approximate));
+}
+OPERATOR(aclnnSiluBackward, kFloats, Tensor grad, Tensor self, Tensor out) {
+  write(out, at::silu_backward(grad, self));
+}

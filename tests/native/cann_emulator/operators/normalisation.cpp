@@ -1,0 +1,143 @@
+// Normalisation, gated activations, rotary positions. Sums are in float32, as CANN documents.
+#include "operators/operator.h"
+
+using namespace cann;
+
+namespace {
+
+Ints last_dimensions(int64_t dims, int64_t count) {
+  Ints last;
+  for (int64_t d = dims - count; d < dims; ++d) last.push_back(d);
+  return last;
+}
+
+Tensor widened(const Tensor& value) { return value.to(at::kFloat); }
+
+// x * rsqrt(mean(x^2) + eps) over the dimensions of gamma (Zhang and Sennrich 2019, equation 4).
+void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, const Tensor& y,
+              const Tensor& rstd) {
+  const Ints dims = last_dimensions(x.dim(), gamma.dim());
+  const Tensor scale = at::rsqrt(x.pow(2).mean(dims, true) + epsilon);
+  write(y, x * scale * widened(gamma));
+  write(rstd, scale);
+}
+
+// The second operand of a rotation: the halves (mode 0) or neighbours (mode 1), swapped, the first
+// with a minus. Its transpose is its negative.
+Tensor quarter_turned(const Tensor& x, Int mode) {
+  if (mode == 0) {
+    const auto halves = x.chunk(2, -1);
+    return at::cat({-halves[1], halves[0]}, -1);
+  }
+  TORCH_CHECK(mode == 1, "the emulator has rotary modes 0 (half) and 1 (interleave), got ", mode);
+  const Tensor even = x.slice(-1, 0, std::nullopt, 2);
+  const Tensor odd = x.slice(-1, 1, std::nullopt, 2);
+  return at::stack({-odd, even}, -1).flatten(-2);
+}
+
+void rotate(const Tensor& x, const Tensor& cosine, const Tensor& sine, Int mode,
+            const Tensor& out) {
+  const Tensor wide = widened(x);
+  write(out, wide * widened(cosine) + quarter_turned(wide, mode) * widened(sine));
+}
+
+}  // namespace
+
+OPERATOR(aclnnLayerNorm, kFloats, Tensor x, Ints shape, OptionalTensor weight, OptionalTensor bias,
+         double epsilon, Tensor out, OptionalTensor mean, OptionalTensor rstd) {
+  const auto [y, m, r] = at::native_layer_norm(x, shape, weight, bias, epsilon);
+  write(out, y);
+  if (mean) write(*mean, m);
+  if (rstd) write(*rstd, r);
+}
+OPERATOR(aclnnLayerNormBackward, kFloats, Tensor grad, Tensor x, Ints shape, Tensor mean,
+         Tensor rstd, OptionalTensor weight, OptionalTensor bias, Bools wanted,
+         OptionalTensor grad_x, OptionalTensor grad_weight, OptionalTensor grad_bias) {
+  const auto [gx, gw, gb] = at::native_layer_norm_backward(
+      grad, x, shape, mean.to(x.scalar_type()), rstd.to(x.scalar_type()), weight, bias,
+      {wanted.at(0), wanted.at(1), wanted.at(2)});
+  if (wanted[0] && grad_x) write(*grad_x, gx);
+  if (wanted[1] && grad_weight) write(*grad_weight, gw);
+  if (wanted[2] && grad_bias) write(*grad_bias, gb);
+}
+
+OPERATOR(aclnnRmsNorm, kFloats, Tensor x, Tensor gamma, double epsilon, Tensor y, Tensor rstd) {
+  rms_norm(widened(x), gamma, epsilon, y, rstd);
+}
+// sum is x1 + x2 in their dtype, which is what is normalised.
+OPERATOR(aclnnAddRmsNorm, kFloats, Tensor x1, Tensor x2, Tensor gamma, double epsilon, Tensor y,
+         Tensor rstd, Tensor sum) {
+  write(sum, x1 + x2);
+  rms_norm(widened(sum), gamma, epsilon, y, rstd);
+}
+OPERATOR(aclnnRmsNormGrad, kFloats, Tensor grad, Tensor x, Tensor rstd, Tensor gamma, Tensor grad_x,
+         Tensor grad_gamma) {
+  const Ints dims = last_dimensions(x.dim(), gamma.dim());
+  Ints others = last_dimensions(x.dim() - gamma.dim(), x.dim() - gamma.dim());
+  Tensor scale = rstd;
+  while (scale.dim() < x.dim()) scale = scale.unsqueeze(-1);
+  const Tensor normal = widened(x) * scale;
+  const Tensor scaled = widened(grad) * widened(gamma);
+  write(grad_x, scale * (scaled - normal * (scaled * normal).mean(dims, true)));
+  const Tensor product = widened(grad) * normal;
+  write(grad_gamma, others.empty() ? product : product.sum(others));
+}
+
+OPERATOR(aclnnSwiGlu, kFloats, Tensor x, Int dim, Tensor out) {
+  const auto halves = widened(x).chunk(2, dim);
+  write(out, at::silu(halves[0]) * halves[1]);
+}
+OPERATOR(aclnnSwiGluGrad, kFloats, Tensor grad, Tensor x, Int dim, Tensor out) {
+  const auto halves = widened(x).chunk(2, dim);
+  const Tensor wide = widened(grad);
+  write(out,
+        at::cat({at::silu_backward(wide * halves[1], halves[0]), wide * at::silu(halves[0])}, dim));
+}
+// out = a * gelu(b), with a the second half when `is_left` says that the first is activated.
+OPERATOR(aclnnGeGluV3, kFloats, Tensor x, Int dim, Int approximate, bool is_left, Tensor out,
+         Tensor gelu) {
+  const auto halves = widened(x).chunk(2, dim);
+  const Tensor active = at::gelu(halves[is_left ? 0 : 1], approximate != 0 ? "tanh" : "none");
+  write(gelu, active);
+  write(out, halves[is_left ? 1 : 0] * active);
+}
+OPERATOR(aclnnGeGluV3Backward, kFloats, Tensor grad, Tensor x, Tensor gelu, Int dim,
+         Int approximate, bool is_left, Tensor out) {
+  const auto halves = widened(x).chunk(2, dim);
+  const Tensor wide = widened(grad);
+  const Tensor linear = wide * widened(gelu);
+  const Tensor active = at::gelu_backward(wide * halves[is_left ? 1 : 0], halves[is_left ? 0 : 1],
+                                          approximate != 0 ? "tanh" : "none");
+  write(out, is_left ? at::cat({active, linear}, dim) : at::cat({linear, active}, dim));
+}
+// x * sigmoid(1.702 x), in CANN's documented form.
+OPERATOR(aclnnFastGelu, kFloats, Tensor x, Tensor out) {
+  const Tensor wide = widened(x);
+  write(out, wide * at::sigmoid(1.702 * wide));
+}
+OPERATOR(aclnnFastGeluBackward, kFloats, Tensor grad, Tensor x, Tensor out) {
+  const Tensor wide = widened(x);
+  const Tensor gate = at::sigmoid(1.702 * wide);
+  write(out, widened(grad) * gate * (1 + 1.702 * wide * (1 - gate)));
+}
+
+OPERATOR(aclnnRotaryPositionEmbedding, kFloats, Tensor x, Tensor cosine, Tensor sine, Int mode,
+         Tensor out) {
+  rotate(x, cosine, sine, mode, out);
+}
+OPERATOR(aclnnRotaryPositionEmbeddingV2, kFloats, Tensor x, Tensor cosine, Tensor sine, Int mode,
+         OptionalTensor matrix, Tensor out) {
+  TORCH_CHECK(!matrix, "the emulator has no rotation by a matrix");
+  rotate(x, cosine, sine, mode, out);
+}
+OPERATOR(aclnnRotaryPositionEmbeddingGrad, kFloats, Tensor grad, Tensor cosine, Tensor sine,
+         OptionalTensor x, Int mode, Tensor grad_x, OptionalTensor grad_cosine,
+         OptionalTensor grad_sine) {
+  const Tensor wide = widened(grad);
+  write(grad_x, wide * widened(cosine) - quarter_turned(wide * widened(sine), mode));
+  if (!x) return;
+  if (grad_cosine) write(*grad_cosine, (wide * widened(*x)).sum_to_size(grad_cosine->sizes()));
+  if (grad_sine) {
+    write(*grad_sine, (wide * quarter_turned(widened(*x), mode)).sum_to_size(grad_sine->sizes()));
+  }
+}

@@ -68,8 +68,10 @@ cuda-emulator: $(INSTALLED)-test
 	cp build/cuda_emulator/csrc/cuda/_emu.*.so $(EMULATED)
 	$(PIP) --quiet --no-build-isolation --no-deps --editable tests/cuda_emulated
 
+# It leaves the environment without the test backend, which the tests of plugins do not expect.
 test-cuda: cuda-emulator
 	$(BIN)/python -m tests.cuda_emulated --jobs $(JOBS) $(ARGS)
+	$(BIN)/python -m pip --disable-pip-version-check --quiet uninstall --yes anychip-cuda-emulated
 
 lint: $(INSTALLED)-dev
 	$(BIN)/ruff check .

@@ -100,9 +100,7 @@ def measure(
         return _rejected(name, got, f"a float or integer tensor expected, got {got.dtype}")
     format = FORMATS[got.dtype]
     actual = got.detach().to("cpu", torch.float64).numpy()
-    # An Inf or NaN among a row's inputs leaves no bound; what is finite then has to be exact.
-    worst = np.nan_to_num(np.broadcast_to(want.worst, want.shape), nan=0.0, posinf=0.0) * UNIT
-    spread = np.nan_to_num(np.broadcast_to(want.spread, want.shape), nan=0.0, posinf=0.0) * UNIT
+    worst, spread = _in_numbers(want.worst, want.shape), _in_numbers(want.spread, want.shape)
     wrong, settled = _special(actual, want.value, worst, format)
     error = np.where(settled, 0.0, np.abs(actual - np.where(settled, 0.0, want.value)))
     size = np.where(settled, 0.0, np.abs(want.value))
@@ -113,6 +111,12 @@ def measure(
     ulps = np.where(wrong, np.inf, error / (2 * half))
     errors = Errors(actual, want.value, ratio, ulps, statistic if statistical else None)
     return _verdict(name, format, errors)
+
+
+def _in_numbers(bound: Array, shape: tuple[int, ...]) -> Array:
+    # An Inf or NaN among a row's inputs leaves no bound; what is finite then has to be exact.
+    numbers: Array = np.where(np.isfinite(bound), bound, 0.0) * UNIT
+    return np.broadcast_to(numbers, shape)
 
 
 def _measure_whole(name: str, got: torch.Tensor, want: Rounded) -> Measurement:
@@ -175,12 +179,13 @@ def _verdict(name: str, format: Format, errors: Errors) -> Measurement:
             f"the statistical bound; largest at {_at(place)}: got {errors.actual[place]:.9g}, want "
             f"{errors.want[place]:.9g}. Computed in a lower precision?"
         )
+    median, p999 = map(float, np.quantile(ratio, (0.5, QUANTILE), method="lower"))
     return Measurement(
         name=name,
         format=format.name,
         count=ratio.size,
-        median=float(np.median(ratio)),
-        p999=float(_quantile(ratio)),
+        median=median,
+        p999=p999,
         max=float(ratio[place]),
         rms=rms,
         quantile=quantile,
@@ -192,9 +197,9 @@ def _verdict(name: str, format: Format, errors: Errors) -> Measurement:
 
 
 def _histogram(ratio: Array) -> tuple[int, ...]:
-    # An error of exactly 1 is inside the bound; NaN is not.
-    steps = np.ceil(np.minimum(np.nan_to_num(ratio, nan=np.inf), 2.0) * BINS) - 1
-    counts = np.bincount(np.clip(steps, 0, BINS).astype(np.int64).ravel())
+    # An error of exactly 1 is inside the bound; NaN is not, and fmin takes the number next to it.
+    steps = np.ceil(np.fmin(ratio, 2.0) * BINS) - 1
+    counts = np.bincount(np.minimum(np.maximum(steps, 0), BINS).astype(np.int64).ravel())
     return tuple(int(count) for count in counts)
 
 

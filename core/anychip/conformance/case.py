@@ -33,12 +33,14 @@ class Case:
         run: asks it; raises CheckFailedError, or any other exception, when the answer is wrong.
         capability: without this capability of the backend the case does not apply.
         full: only at level full.
+        start: called once when a run begins, for what takes long to start and costs little to have.
     """
 
     id: str
     run: Callable[[Context], None]
     capability: str | None = None
     full: bool = False
+    start: Callable[[], None] | None = None
 
     @property
     def chapter(self) -> str:

@@ -17,16 +17,20 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Argument: file descriptor of the pipe. stdin: what the rank is, then a question per line."""
+    """Argument: file descriptor of the pipe.
+
+    stdin: where modules are, what the rank is, then a question per line.
+    """
     faulthandler.enable()
     pipe = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
-    request = json.loads(sys.stdin.readline())
-    sys.path[:] = request["path"]
-    joined: list[Job] = []
-    _answer(pipe, lambda: joined.append(_join(request)))
+    sys.path[:] = json.loads(sys.stdin.readline())["path"]
 
+    # It takes seconds, and needs nothing of the job: done before the rank is told what it is.
     from anychip.conformance import rank_questions
 
+    request = json.loads(sys.stdin.readline())
+    joined: list[Job] = []
+    _answer(pipe, lambda: joined.append(_join(request)))
     for line in sys.stdin:
         asked = json.loads(line)
         if "question" not in asked:

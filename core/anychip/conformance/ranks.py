@@ -2,8 +2,8 @@
 
 One fresh interpreter per rank makes the backend anew and its communicator with it, and answers
 question after question (:mod:`.rank_questions`) until it is told to end. The processes start with
-the first question and end with the :class:`Ranks`; when one dies or hangs, all are ended, and the
-next question finds new ones.
+the first question, or are started before it, and end with the :class:`Ranks`; when one dies or
+hangs, all are ended, and the next question finds new ones.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class Ranks:
         self.backend, self.world_size = backend, world_size
         self._members: list[_Rank] = []
         self._store: Any = None
+        self._joined = False
         # Processes end with the object, or with the interpreter, whichever is first.
         weakref.finalize(self, _end, self._members)
 
@@ -101,18 +102,23 @@ class Ranks:
             question: a function of :mod:`.rank_questions`.
             limit_s: seconds until a rank that has not answered is ended; its answer says so.
         """
-        if not self._members:
-            self._start()
+        if not self._joined:
+            self._join()
         answers = self._ask({"question": question, "arguments": arguments}, limit_s)
         if self._members and any(answer.kind for answer in answers):
             # Whoever did not notice has the old communicator; all have to make a new one.
             self._ask({"backend": None}, limit_s)
         return answers
 
+    def start(self) -> None:
+        """Starts the processes, which import torch while the caller does something else."""
+        if not self._members:
+            self._members += [_Rank.start() for _ in range(self.world_size)]
+
     def become(self, backend: Backend) -> None:
         """Goes on with another backend in processes that run already; a start is spared."""
         self.backend = backend
-        if self._members:
+        if self._joined:
             self._ask({"backend": reference_to(backend)}, STARTUP_S)
 
     def _ask(self, message: dict[str, Any], limit_s: float) -> list[Answer]:
@@ -132,21 +138,21 @@ class Ranks:
         """Ends all processes."""
         _end(self._members)
         self._store = None
+        self._joined = False
 
-    def _start(self) -> None:
+    def _join(self) -> None:
         import torch.distributed as distributed
 
         dist: Any = distributed  # its stores are not among the names that it exports
         found = reference_to(self.backend)
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        self._members += [_Rank.start() for _ in range(self.world_size)]
+        self.start()
         for rank, member in enumerate(self._members):
             request = {
                 "backend": found,
                 "rank": rank,
                 "world_size": self.world_size,
                 "port": self._store.port,
-                "path": sys.path,
             }
             member.tell(json.dumps(request))
         ready = dict(_lines(self._members, STARTUP_S))
@@ -156,6 +162,7 @@ class Ranks:
                 why = member.how_it_ended(STARTUP_S) if answer is None else answer.error
                 self.close()
                 raise RuntimeError(f"rank {rank} of {self.world_size} did not start: {why}")
+        self._joined = True
 
 
 def _read(line: str) -> Answer:
@@ -186,7 +193,9 @@ class _Rank:
             text=True,
         )
         os.close(write)
-        return cls(process, read, errors)
+        rank = cls(process, read, errors)
+        rank.tell(json.dumps({"path": sys.path}))
+        return rank
 
     def tell(self, message: str) -> None:
         assert self.process.stdin is not None

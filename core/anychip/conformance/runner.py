@@ -240,6 +240,8 @@ def run_plan(
     if isolate:
         raw = isolation.run_isolated(plan, to_run, limit_s, served)
     else:
+        for begin in dict.fromkeys(case.start for case in to_run if case.start is not None):
+            begin()
         raw = (run_case(case, plan.backend, plan.level, plan.seed) for case in to_run)
     results = []
     for case, result in zip(to_run, raw, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from anychip import conformance
 from anychip.conformance.case import Case, CheckFailedError, Context, check_equal_bits
 from anychip.conformance.report import Result
-from anychip.conformance.runner import run_case
+from anychip.conformance.runner import run_case, run_plan
 from anychip.contract import UnsupportedError
 from anychip.dispatch import selection
 from tests.meta.honest import HonestBackend, make_table, reference_rows
@@ -78,6 +79,21 @@ def test_case_starts_from_one_random_state() -> None:
     for _ in range(2):
         run_case(case, backend(), "quick")
     assert torch.equal(*drawn)
+
+
+def test_what_cases_share_starts_once_and_before_the_first_case() -> None:
+    seen: list[str] = []
+
+    def begin() -> None:
+        seen.append("start")
+
+    plan = conformance.plan(conformance.activate(backend()), chapters=["random"])
+    cases = [
+        Case(id="random/a", run=lambda _: seen.append("a")),
+        *(Case(id=f"random/{x}", run=lambda _: seen.append("b"), start=begin) for x in "bc"),
+    ]
+    run_plan(replace(plan, cases=tuple(cases)))
+    assert seen == ["start", "a", "b", "b"]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def cases(context: Context) -> Iterator[Case]:
                 id=f"{where}/{call}/{dtype}",
                 run=partial(together, ranks=ranks, call=call, dtype=dtype),
                 full=world > 2 or dtype not in QUICK,
+                start=ranks.start,
             )
         for name, run in RULES.items():
             full = world > 2 or name in SLOW

@@ -42,7 +42,7 @@ LOADS, STORES = "load", "store"
 VECTORISED = {
     r"^(map|columns|flat|long_segments|segments)_kernel<(?!1,)": (LOADS, STORES),
     r"^norm_(forward|backward)_kernel<\w+, \w+, (?!1,)": (LOADS, STORES),
-    r"^(update|clip|unscale)_kernel": (LOADS, STORES),
+    r"^(update|adamw_8bit|clip|unscale)_kernel": (LOADS, STORES),
     r"^gather_kernel<uint4>": (LOADS, STORES),
     r"^backward_kernel<(?!\w+, 1,)": (LOADS, STORES),
     r"^(forward_kernel<(?!\w+, 1,)|squares_kernel|partials_kernel)": (LOADS,),

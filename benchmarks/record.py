@@ -20,7 +20,7 @@ import torch
 
 import anychip
 import anychip.ops
-from anychip.bench import collectives, dispatch, operators, optimizers, training
+from anychip.bench import collectives, device, dispatch, operators, optimizers, training
 from anychip.bench.plot import plot
 from anychip.bench.report import Report
 from anychip.contract import Backend
@@ -32,6 +32,7 @@ SUBJECTS: dict[str, Subject] = {
     "train": (9, training.run),
     "collectives": (7, collectives.run),
     "optim": (7, partial(optimizers.run, window=0.05)),
+    "device": (9, device.run),
     "dispatch": (21, dispatch.run),
     "ops-float32": (5, partial(operators.run, window=0.03)),
     "ops-bfloat16": (5, partial(operators.run, window=0.03, dtype=torch.bfloat16)),

@@ -11,70 +11,11 @@
 
 namespace anychip::cuda {
 
-// What one access of so many bytes moves.
-template <int kBytes>
-struct Access {
-  using Word = uint4;
-};
-template <>
-struct Access<8> {
-  using Word = uint2;
-};
-template <>
-struct Access<4> {
-  using Word = uint32_t;
-};
-template <>
-struct Access<2> {
-  using Word = uint16_t;
-};
-
-// N elements as they lie in memory: half the registers of their float32 values in 16-bit types. To
-// load everything packed, and unpack later, keeps all loads in flight across branches. Words, since
-// an array of 16-bit elements would take a register for each.
+// N elements of an array of T. To load everything as it lies in memory, and unpack later, keeps all
+// loads in flight across branches.
 template <int N, class T>
-struct Packed {
-  static constexpr int kBytes = N * static_cast<int>(sizeof(T));
-  using Word = typename Access<kBytes>::Word;
-  static constexpr int kWords = kBytes / static_cast<int>(sizeof(Word));
-  Word words[kWords];
-};
-
-// `array + at` is aligned to the access.
-template <int N, class T>
-__device__ __forceinline__ Packed<N, T> load_packed(const void* array, int64_t at) {
-  using Word = typename Packed<N, T>::Word;
-  const Word* from = reinterpret_cast<const Word*>(static_cast<const T*>(array) + at);
-  Packed<N, T> packed;
-#pragma unroll
-  for (int i = 0; i < Packed<N, T>::kWords; ++i) packed.words[i] = from[i];
-  return packed;
-}
-
-template <int N, class T>
-__device__ __forceinline__ void unpack(const Packed<N, T>& packed, float (&to)[N]) {
-  T values[N];
-  memcpy(values, packed.words, sizeof(values));
-#pragma unroll
-  for (int i = 0; i < N; ++i) to[i] = to_float(values[i]);
-}
-
-template <int N, class T>
-__device__ __forceinline__ Packed<N, T> pack(const float (&from)[N]) {
-  T values[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) values[i] = from_float<T>(from[i]);
-  Packed<N, T> packed;
-  memcpy(packed.words, values, sizeof(values));
-  return packed;
-}
-
-template <int N, class T>
-__device__ __forceinline__ void store_packed(void* array, int64_t at, const Packed<N, T>& packed) {
-  using Word = typename Packed<N, T>::Word;
-  Word* to = reinterpret_cast<Word*>(static_cast<T*>(array) + at);
-#pragma unroll
-  for (int i = 0; i < Packed<N, T>::kWords; ++i) to[i] = packed.words[i];
+__device__ __forceinline__ Adjacent<N, T> load_at(const void* array, int64_t place) {
+  return load_adjacent<N>(static_cast<const T*>(array) + place);
 }
 
 // N elements of a vector of parameters, which may have another type than the rows: the branch is
@@ -83,11 +24,11 @@ template <int N>
 __device__ __forceinline__ void load_parameter(const void* array, DType dtype, int64_t at,
                                                float (&to)[N]) {
   if (dtype == DType::kBFloat16) {
-    unpack(load_packed<N, BFloat16>(array, at), to);
+    unpack(load_at<N, BFloat16>(array, at), to);
   } else if (dtype == DType::kFloat16) {
-    unpack(load_packed<N, Float16>(array, at), to);
+    unpack(load_at<N, Float16>(array, at), to);
   } else {
-    unpack(load_packed<N, float>(array, at), to);
+    unpack(load_at<N, float>(array, at), to);
   }
 }
 

@@ -105,6 +105,27 @@ __device__ __forceinline__ Adjacent<N, T> load_adjacent(const T* __restrict__ fr
   return *reinterpret_cast<const Adjacent<N, T>*>(from);
 }
 
+template <int N, class T>
+__device__ __forceinline__ void store_adjacent(T* __restrict__ to, const Adjacent<N, T>& values) {
+  *reinterpret_cast<Adjacent<N, T>*>(to) = values;
+}
+
+template <int N, class T>
+__device__ __forceinline__ void unpack(const Adjacent<N, T>& values, float (&to)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] = values[i];
+}
+
+template <int N, class T>
+__device__ __forceinline__ Adjacent<N, T> pack(const float (&from)[N]) {
+  T values[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) values[i] = from_float<T>(from[i]);
+  Adjacent<N, T> packed;
+  memcpy(packed.words, values, sizeof(values));
+  return packed;
+}
+
 // Whether vectors may be used for an array: its address, and the length of its rows in bytes.
 inline bool is_vectorizable(const void* address, int64_t row_bytes = kAccessBytes) {
   return reinterpret_cast<uintptr_t>(address) % kAccessBytes == 0 && row_bytes % kAccessBytes == 0;

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anychip import operators
+from anychip.operators.adamw_8bit import SIGNED, UNSIGNED
 from tests.meta.honest import Row
 from tests.meta.wrong import Wrong, wrong_row
 
@@ -141,6 +142,47 @@ def joined(row: Row, tensors: Sequence[Tensor], *, offsets: Any, sizes: Any, blo
     flat = torch.cat([t.reshape(-1).float() for t in tensors])
     found = row([flat], offsets=None, sizes=None, block=block)
     return torch.nn.functional.pad(found, (0, form.numel() - found.numel()))
+
+
+coded = partial(wrong, operator="adamw_8bit")
+
+
+def _is_skipped(args: Sequence[Any]) -> bool:
+    return args[10] is not None and bool(float(args[10]))
+
+
+@coded("small-square-becomes-0", "underflow", select="adamw_8bit/fp32/far-apart")
+def small_squares(row: Row, *args: Any, **attrs: Attr) -> Any:
+    row(*args, **attrs)
+    for codes in () if _is_skipped(args) else args[4]:
+        codes.copy_(torch.where(codes == 1, 0, codes))
+
+
+@coded("moves-by-rounded-averages", "rounded too early", select="adamw_8bit/fp32/plain")
+def rounded_averages(row: Row, *args: Any, **attrs: Attr) -> Any:
+    before = [p.clone() for p in args[0]]
+    row(*args, **attrs)
+    beta1, beta2, rate, count = attrs["beta1"], attrs["beta2"], float(args[6]), float(args[7])
+    for index, (param, old) in enumerate(zip(args[0], before, strict=True)):
+        first = SIGNED.decode(args[2][index], args[3][index]) / (1.0 - beta1**count)
+        second = UNSIGNED.decode(args[4][index], args[5][index]) / (1.0 - beta2**count)
+        step = first / (second.sqrt() + attrs["eps"])
+        param.copy_(old * (1.0 - rate * attrs["weight_decay"]) - rate * step)
+
+
+@coded("scale-of-the-power-above", "off by one", select="adamw_8bit/fp32/plain")
+def power_above(row: Row, *args: Any, **attrs: Attr) -> Any:
+    row(*args, **attrs)
+    for scales in args[5]:
+        scales.mul_(1.9375 / 2.0)
+
+
+@coded("codes-cleared-on-skip", "a flag that is not looked at everywhere",
+       select="adamw_8bit/fp32/found-inf")  # fmt: skip
+def cleared_codes(row: Row, *args: Any, **attrs: Attr) -> Any:
+    row(*args, **attrs)
+    for codes in args[2] if _is_skipped(args) else ():
+        codes.zero_()
 
 
 CATALOGUE: tuple[Wrong, ...] = tuple(

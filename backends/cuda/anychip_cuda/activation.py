@@ -6,12 +6,8 @@ import torch
 from torch import Tensor
 
 from anychip_cuda.columns import column_sums, rows_of
-from anychip_cuda.native import Kernels, address
+from anychip_cuda.native import Kernels, address, empty_like
 from anychip_cuda.table import Needs, native_row
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _of_one_dtype(*tensors: Tensor) -> list[Tensor]:
@@ -27,7 +23,7 @@ def _of_one_dtype(*tensors: Tensor) -> list[Tensor]:
 @native_row("gelu", "forward")
 def gelu(kernels: Kernels, x: Tensor, *, approximate: str) -> Tensor:
     x = x.contiguous()
-    y = _empty_like(x)
+    y = empty_like(x)
     kernels.native.gelu_forward(
         x.data_ptr(),
         y.data_ptr(),
@@ -44,7 +40,7 @@ def gelu_backward(
     kernels: Kernels, grad: Tensor, x: Tensor, *, approximate: str, needs: Needs
 ) -> tuple[Tensor]:
     grad, x = grad.contiguous(), x.contiguous()
-    dx = _empty_like(x)
+    dx = empty_like(x)
     kernels.native.gelu_backward(
         grad.data_ptr(),
         x.data_ptr(),
@@ -63,7 +59,7 @@ def gelu_backward(
 @native_row("bias_gelu", "forward")
 def bias_gelu(kernels: Kernels, x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
     x, bias = x.contiguous(), bias.contiguous()
-    y = _empty_like(x)
+    y = empty_like(x)
     kernels.native.bias_gelu_forward(
         x.data_ptr(),
         bias.data_ptr(),
@@ -82,8 +78,8 @@ def bias_gelu_backward(
     kernels: Kernels, grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
     grad, x, bias = grad.contiguous(), x.contiguous(), bias.contiguous()
-    dx = _empty_like(x) if needs[0] else None
-    dbias = _empty_like(bias) if needs[1] else None
+    dx = empty_like(x) if needs[0] else None
+    dbias = empty_like(bias) if needs[1] else None
     parts, partial = column_sums(kernels, x, wanted=needs[1])
     kernels.native.bias_gelu_backward(
         grad.data_ptr(),
@@ -109,7 +105,7 @@ def bias_gelu_backward(
 def swiglu(kernels: Kernels, gate: Tensor, up: Tensor) -> Tensor:
     dtype = gate.dtype
     gate, up = _of_one_dtype(gate, up)
-    y = _empty_like(gate)
+    y = empty_like(gate)
     kernels.native.swiglu_forward(
         gate.data_ptr(),
         up.data_ptr(),
@@ -127,7 +123,7 @@ def swiglu_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     dtypes = gate.dtype, up.dtype
     grad, gate, up = _of_one_dtype(grad, gate, up)
-    made = [_empty_like(gate) if need else None for need in needs]
+    made = [empty_like(gate) if need else None for need in needs]
     kernels.native.swiglu_backward(
         grad.data_ptr(),
         gate.data_ptr(),
@@ -144,7 +140,7 @@ def swiglu_backward(
 def geglu(kernels: Kernels, gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
     dtype = gate.dtype
     gate, up = _of_one_dtype(gate, up)
-    y = _empty_like(gate)
+    y = empty_like(gate)
     kernels.native.geglu_forward(
         gate.data_ptr(),
         up.data_ptr(),
@@ -163,7 +159,7 @@ def geglu_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     dtypes = gate.dtype, up.dtype
     grad, gate, up = _of_one_dtype(grad, gate, up)
-    made = [_empty_like(gate) if need else None for need in needs]
+    made = [empty_like(gate) if need else None for need in needs]
     kernels.native.geglu_backward(
         grad.data_ptr(),
         gate.data_ptr(),

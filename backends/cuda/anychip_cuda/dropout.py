@@ -6,18 +6,14 @@ import torch
 from torch import Tensor
 
 from anychip_cuda.columns import column_sums, rows_of
-from anychip_cuda.native import Kernels, address
+from anychip_cuda.native import Kernels, address, empty_like
 from anychip_cuda.table import Needs, native_row
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @native_row("dropout", "forward")
 def dropout(kernels: Kernels, x: Tensor, rng: Tensor, *, p: float) -> Tensor:
     x, rng = x.contiguous(), rng.contiguous()
-    y = _empty_like(x)
+    y = empty_like(x)
     kernels.native.dropout(
         x.data_ptr(),
         rng.data_ptr(),
@@ -43,7 +39,7 @@ def bias_dropout_add(
 ) -> Tensor:
     x, residual, rng = x.contiguous(), residual.contiguous(), rng.contiguous()
     bias = None if bias is None else bias.contiguous()
-    y = _empty_like(residual)
+    y = empty_like(residual)
     rows, hidden = rows_of(x) if x.dim() else (1, 1)
     kernels.native.bias_dropout_add_forward(
         x.data_ptr(),
@@ -69,7 +65,7 @@ def bias_dropout_add_backward(
     """dx is in grad's dtype, the residual's, as the spec has it; dbias is float32."""
     grad, rng = grad.contiguous(), rng.contiguous()
     rows, hidden = rows_of(grad) if grad.dim() else (1, 1)
-    dx, dresidual = (_empty_like(grad) if need else None for need in needs[:2])
+    dx, dresidual = (empty_like(grad) if need else None for need in needs[:2])
     dbias = grad.new_empty((hidden,), dtype=torch.float32) if needs[2] else None
     parts, partial = column_sums(kernels, grad, wanted=needs[2])
     kernels.native.bias_dropout_add_backward(

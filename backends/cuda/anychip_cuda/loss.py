@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anychip.operators.loss import check_targets
-from anychip_cuda.native import Kernels, address
+from anychip_cuda.native import Kernels, address, empty_like
 from anychip_cuda.table import Needs, native_row
 
 
@@ -155,7 +155,7 @@ def cross_entropy_backward(
     # Not in place: a graph that is kept asks for the logits again.
     grad, target, lse = grad.contiguous(), target.contiguous(), lse.contiguous()
     rows = rows_of(logits, target.numel())
-    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    dlogits = empty_like(logits)
     gradient_of_rows(
         kernels,
         grad if reduction == "none" else grad.reshape(()),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 BUILD_COMMAND = "pip install . -Ccmake.define.ANYCHIP_CUDA=ON"
-INTERFACE = 1
+INTERFACE = 2
 """The version of the native module's signatures that this code calls."""
 
 _MISSING = "_native_missing.txt"
@@ -82,3 +82,8 @@ class Kernels:
 def address(tensor: Tensor | None) -> int:
     """What a kernel takes for a tensor; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Room of x's shape and dtype, whose elements lie one after the other."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anychip_cuda.native import Kernels, address
+from anychip_cuda.native import Kernels, address, empty_like
 from anychip_cuda.table import Needs, native_row
 
 
@@ -18,12 +18,8 @@ def _rows(x: Tensor) -> tuple[int, int]:
     return prod(x.shape[:-1]), x.shape[-1]
 
 
-def _empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 class Drop(NamedTuple):
-    """What is dropped of x before the sum: rng is int64[2] on the device."""
+    """What is dropped of x before the sum: rng is int64[2], contiguous, on the device."""
 
     rng: Tensor
     p: float
@@ -44,24 +40,21 @@ def _normed(
     x, weight = x.contiguous(), weight.contiguous()
     residual = None if residual is None else residual.contiguous()
     bias = None if bias is None else bias.contiguous()
-    y, total = _empty_like(x), None if residual is None else _empty_like(residual)
+    y, total = empty_like(x), None if residual is None else empty_like(residual)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
     mean = torch.empty_like(rstd) if centred else None
-    arrays = [x, residual, weight, bias, y, total, mean, rstd]
-    sizes: list[float] = [*_rows(x)]
-    launch = kernels.native.norm_forward
-    if drop is not None:
-        launch = kernels.native.dropout_add_norm_forward
-        arrays.append(drop.rng.contiguous())
-        sizes.append(drop.p)
+    native = kernels.native
+    launch = native.norm_forward if drop is None else native.dropout_add_norm_forward
+    dropped = () if drop is None else (address(drop.rng), drop.p)
     launch(
-        *map(address, arrays),
-        *sizes,
+        *map(address, (x, residual, weight, bias, y, total, mean, rstd)),
+        *_rows(x),
         eps,
         kernels.codes[x.dtype],
         kernels.codes[x.dtype if residual is None else residual.dtype],
         kernels.codes[weight.dtype],
         kernels.codes[weight.dtype if bias is None else bias.dtype],
+        *dropped,
         *kernels.place(x),
     )
     return y, total, mean, rstd
@@ -83,26 +76,25 @@ def _gradients(
     mean, rstd = statistics
     mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
     made = [
-        _empty_like(like) if need else None
+        empty_like(like) if need else None
         for need, like in zip(needs, (grad, normed, weight, weight), strict=True)
     ]
     num_rows, hidden = _rows(normed)
     # A block has all threads that the registers of a multiprocessor leave.
     blocks = max(1, min(kernels.multiprocessors(normed), num_rows))
     partials = rstd.new_empty(sum(needs[2:]), blocks, hidden) if any(needs[2:]) else None
-    arrays = [grad, normed, dtotal, weight, mean, rstd, *made, partials]
-    sizes: list[float] = [blocks, num_rows, hidden]
-    launch = kernels.native.norm_backward
-    if drop is not None:
-        launch = kernels.native.dropout_add_norm_backward
-        arrays.append(drop.rng.contiguous())
-        sizes.append(drop.p)
+    native = kernels.native
+    launch = native.norm_backward if drop is None else native.dropout_add_norm_backward
+    dropped = () if drop is None else (address(drop.rng), drop.p)
     launch(
-        *map(address, arrays),
-        *sizes,
+        *map(address, (grad, normed, dtotal, weight, mean, rstd, *made, partials)),
+        blocks,
+        num_rows,
+        hidden,
         kernels.codes[grad.dtype],
         kernels.codes[normed.dtype],
         kernels.codes[weight.dtype],
+        *dropped,
         *kernels.place(normed),
     )
     return made
@@ -230,7 +222,7 @@ def dropout_add_rms_norm(
     eps: float,
 ) -> tuple[Tensor | None, ...]:
     given = (x, residual, weight, None, eps)
-    y, total, _, rstd = _normed(kernels, *given, centred=False, drop=Drop(rng, p))
+    y, total, _, rstd = _normed(kernels, *given, centred=False, drop=Drop(rng.contiguous(), p))
     return y, total, rstd
 
 
@@ -248,7 +240,7 @@ def dropout_add_rms_norm_backward(
     eps: float,
     needs: Needs,
 ) -> tuple[Tensor | None, ...]:
-    given = (grad, total, dtotal, weight, (None, rstd), (*needs, False), Drop(rng, p))
+    given = (grad, total, dtotal, weight, (None, rstd), (*needs, False), Drop(rng.contiguous(), p))
     return tuple(_gradients(kernels, *given)[:3])
 
 
@@ -265,7 +257,7 @@ def dropout_add_layer_norm(
     eps: float,
 ) -> tuple[Tensor | None, ...]:
     given = (x, residual, weight, bias, eps)
-    return _normed(kernels, *given, centred=True, drop=Drop(rng, p))
+    return _normed(kernels, *given, centred=True, drop=Drop(rng.contiguous(), p))
 
 
 @native_row("dropout_add_layer_norm", "backward", accepts=_has_sum_gradient)
@@ -283,5 +275,5 @@ def dropout_add_layer_norm_backward(
     eps: float,
     needs: Needs,
 ) -> tuple[Tensor | None, ...]:
-    given = (grad, total, dtotal, weight, (mean, rstd), needs, Drop(rng, p))
+    given = (grad, total, dtotal, weight, (mean, rstd), needs, Drop(rng.contiguous(), p))
     return tuple(_gradients(kernels, *given))

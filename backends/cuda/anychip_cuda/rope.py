@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from anychip_cuda.native import Kernels, address
+from anychip_cuda.native import Kernels, address, empty_like
 from anychip_cuda.table import Needs, native_row
 
 
@@ -26,7 +25,7 @@ def _rotated(
 ) -> tuple[Tensor, Tensor]:
     cos, sin = cos.contiguous(), sin.contiguous()
     given = [_with_whole_heads(x) for x in (q, k)]
-    made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
+    made = [empty_like(x) for x in given]
     # Tensors of two dtypes take a launch each, with no heads in the other's place.
     launches = [(0, 1)] if q.dtype == k.dtype else [(0, None), (None, 1)]
     for indices in launches:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anychip_cuda.columns import rows_of
-from anychip_cuda.native import Kernels, address
+from anychip_cuda.native import Kernels, address, empty_like
 from anychip_cuda.table import Needs, native_row
 
 _ROW_DIMS = 4
@@ -160,7 +160,7 @@ def _bias_gradient(
         common: (rows,) float32, the rows' sums of their gradients when ``by_rows``, and else what
             is taken off a row's gradients.
     """
-    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
+    dbias = empty_like(bias)
     leading = (1,) * (y.dim() - bias.dim()) + tuple(bias.shape)
     kept: list[tuple[int, int]] = []
     reduced: list[tuple[int, int]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anychip_cuda.native import Kernels
+from anychip_cuda.native import Kernels, empty_like
 from anychip_cuda.table import Needs, native_row
 
 _LONGEST = 2**32 - 1
@@ -58,7 +58,7 @@ def top_k_backward(
     needs: Needs,
 ) -> tuple[Tensor]:
     grad, indices = grad.to(x.dtype).contiguous(), indices.contiguous()
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dx = empty_like(x)
     kernels.native.top_k_backward(
         grad.data_ptr(),
         indices.data_ptr(),

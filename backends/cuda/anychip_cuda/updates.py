@@ -1,4 +1,4 @@
-"""Rows of update rules: adamw, sgd, lion, lamb and lamb_partials.
+"""Rows of update rules: adamw, adamw_8bit, sgd, lion, lamb and lamb_partials.
 
 A step is one launch of a single thread, which turns the scalars on the device into factors and
 counts the step, and then one launch per 64 tensors. Nothing is read by the host.
@@ -105,6 +105,44 @@ def adamw(
     scalars = (lr, step, scale, clip, found_inf)
     factors = _begin(kernels, *scalars, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
     kernels.native.adamw(update, factors.data_ptr(), beta1, beta2, eps, *kernels.place(step))
+
+
+@native_row("adamw_8bit", "forward", contiguous=True)
+def adamw_8bit(
+    kernels: Kernels,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_scales: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    exp_avg_sq_scales: Sequence[Tensor],
+    lr: Tensor,
+    step: Tensor,
+    scale: Tensor | None,
+    clip: Tensor | None,
+    found_inf: Tensor | None,
+    low_precision: Sequence[Tensor] | None,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    low = low_precision or ()
+    update = kernels.native.CodedUpdate(
+        *described(kernels, params),
+        addresses(grads),
+        codes(kernels, grads),
+        addresses(exp_avgs),
+        addresses(exp_avg_scales),
+        addresses(exp_avg_sqs),
+        addresses(exp_avg_sq_scales),
+        addresses(low),
+        codes(kernels, low),
+    )
+    scalars = (lr, step, scale, clip, found_inf)
+    factors = _begin(kernels, *scalars, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+    kernels.native.adamw_8bit(update, factors.data_ptr(), beta1, beta2, eps, *kernels.place(step))
 
 
 @native_row("sgd", "forward", contiguous=True)
@@ -258,6 +296,7 @@ def lamb_partials(
 
 
 native_row("adamw", "forward")(by_copies(adamw, reads=_GRADS))
+native_row("adamw_8bit", "forward")(by_copies(adamw_8bit, reads=_GRADS))
 native_row("sgd", "forward")(by_copies(sgd, reads=_GRADS))
 native_row("lion", "forward")(by_copies(lion, reads=_GRADS))
 native_row("lamb", "forward")(by_copies(lamb, reads=_GRADS))

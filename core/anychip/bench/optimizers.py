@@ -18,6 +18,7 @@ from torch import Tensor
 from anychip.bench.report import Report, Row
 from anychip.bench.timing import Call, Samples, interleave
 from anychip.contract import Backend, SoloCommunicator
+from anychip.operators.adamw_8bit import BLOCK
 from anychip.train import optim, zero
 
 NUM_PARAMS = 25_000_000
@@ -31,13 +32,13 @@ class Setting(NamedTuple):
 
     Attributes:
         rule: ours.
-        written: states of the size of the parameters.
+        written: bytes of the states over those of the parameters.
         torch: torch's optimizer with the same settings, or None when it has none.
         deepspeed: name of DeepSpeed's class for the host, with its settings.
     """
 
     rule: optim.Rule
-    written: int
+    written: float
     torch: Callable[..., torch.optim.Optimizer] | None
     deepspeed: tuple[str, Mapping[str, Any]] | None
 
@@ -51,6 +52,9 @@ def settings() -> dict[str, Setting]:
             2,
             lambda params, **how: torch.optim.AdamW(params, _LR, **decay, **how),
             ("DeepSpeedCPUAdam", {"lr": _LR, **decay, "adamw_mode": True}),
+        ),
+        "adamw-8bit": Setting(
+            optim.adamw(_LR, **decay, states="8bit"), (2 + 2 * 4 / BLOCK) / 4, None, None
         ),
         "sgd": Setting(
             optim.sgd(_LR, momentum=0.9, **decay),
@@ -163,7 +167,7 @@ def _row(
     )
 
 
-def _nbytes(setting: Setting, total: int) -> int:
+def _nbytes(setting: Setting, total: int) -> float:
     return 4 * total * (3 + 2 * setting.written)
 
 
@@ -214,9 +218,10 @@ def _of_deepspeed(
         raise RuntimeError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
-def _traffic(backend: Backend, total: int, num_states: int) -> Call:
+def _traffic(backend: Backend, total: int, states: float) -> Call:
     """Reads gradients, and reads and writes parameters and states, as one pass must."""
-    grads, *written = (torch.ones(total, device=backend.device()) for _ in range(2 + num_states))
+    sizes = (total, total, round(total * states))
+    grads, *written = (torch.ones(size, device=backend.device()) for size in sizes)
 
     def touch() -> None:
         for tensor in written:

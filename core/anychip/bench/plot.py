@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from anychip.bench.report import Report, Row
+from anychip.train.parallel.rates import COPY_UNIT, PRODUCT_UNIT
 
 _COLORS = {
     "ours": "#1b6ca8",
@@ -46,6 +47,19 @@ def _dispatch(report: Report) -> Figure:
     axes.margins(x=0.12)
     axes.invert_yaxis()
     axes.set_xlabel("us per call")
+    return figure
+
+
+def _device(report: Report) -> Figure:
+    """Rates: of the copy in one panel, of the products in the other."""
+    figure, panels = _panels(2, 2.5)
+    for axes, unit in zip(panels, (COPY_UNIT, PRODUCT_UNIT), strict=True):
+        rates = {row.name: row.facts[unit] for row in report.rows if unit in row.facts}
+        bars = axes.barh(list(rates), list(rates.values()), color=_COLORS["ours"])
+        axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+        axes.margins(x=0.15)
+        axes.invert_yaxis()
+        axes.set_xlabel(unit)
     return figure
 
 
@@ -172,6 +186,7 @@ def _palette(names: Sequence[str]) -> dict[str, str]:
 
 _SUBJECTS: Mapping[str, Callable[[Report], Figure]] = {
     "dispatch": _dispatch,
+    "device": _device,
     "operators": _operators,
     "optimizers": _optimizers,
     "collectives": _collectives,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anychip.bench.case import Case
 from anychip.contract import SampleMaker
+from anychip.operators.adamw_8bit import SIGNED, UNSIGNED
 
 _SHAPE, _COUNT = (1024, 1024), 8
 _NUMEL = 1 << 22
@@ -23,6 +24,7 @@ _NUMEL = 1 << 22
 def cases() -> dict[str, Callable[[SampleMaker], Case]]:
     """By operator."""
     return {
+        "adamw_8bit": _adamw_8bit,
         "sgd": _sgd,
         "lion": _lion,
         "lamb": _lamb,
@@ -59,6 +61,37 @@ def _state(m: SampleMaker, num_states: int) -> tuple[list[Tensor], ...]:
     ]
     lists[1] = [g * 1e-3 for g in lists[1]]
     return tuple(lists)
+
+
+def _adamw_8bit(m: SampleMaker) -> Case:
+    """torch's fused AdamW between decoding and encoding, which torch has no kernels for."""
+    params, grads, moments = _state(m, 1)
+    squares = [moment.square() for moment in moments]
+    states: list[list[Tensor]] = []
+    for form, tensors in ((SIGNED, moments), (UNSIGNED, squares)):
+        states += map(list, zip(*map(form.encode, tensors), strict=True))
+    steps = [m.scalar(1.0) for _ in params]
+
+    def eager(p: Any, g: Any, m8: Any, ms: Any, v8: Any, vs: Any, *_: Any) -> None:
+        firsts, seconds = (
+            [form.decode(*pair) for pair in zip(codes, scales, strict=True)]
+            for form, codes, scales in ((SIGNED, m8, ms), (UNSIGNED, v8, vs))
+        )
+        torch._fused_adamw_(
+            p, g, firsts, seconds, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01,
+            eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        for form, averages, codes, scales in (
+            (SIGNED, firsts, m8, ms),
+            (UNSIGNED, seconds, v8, vs),
+        ):
+            for index, average in enumerate(averages):
+                for state, made in zip((codes, scales), form.encode(average), strict=True):
+                    state[index].copy_(made)
+
+    # torch's kernel is told the number of this step, ours the number of those before it.
+    scalars = (m.scalar(1e-3), m.scalar(0.0), None, None, None, None)
+    return Case(args=(params, grads, *states, *scalars), attrs={}, eager=eager)
 
 
 def _sgd(m: SampleMaker) -> Case:

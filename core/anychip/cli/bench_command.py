@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from anychip.bench.report import Report
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_SUBJECTS = ("dispatch", "ops", "optim", "collectives", "train")
+_SUBJECTS = ("device", "dispatch", "ops", "optim", "collectives", "train")
 _OPTIONS = {
     "names": ("ops", "--op"),
     "dtype": ("ops", "--dtype"),
@@ -50,6 +50,7 @@ def command(
     """Measure SUBJECT on a backend, next to named peers in the same run.
 
     \b
+    device       what it reaches: bytes/s of a copy, flop/s of matrix products
     dispatch     what a call costs before any work is done
     ops          the operators, next to torch, torch.compile and the bound
     optim        a step of each update rule, next to torch.optim and the bound
@@ -95,12 +96,13 @@ def _run(
 
     import anychip
     import anychip.ops
-    from anychip.bench import collectives, dispatch, operators, optimizers, training
+    from anychip.bench import collectives, device, dispatch, operators, optimizers, training
 
     chip = anychip.backend()
     if "dtype" in options:
         options["dtype"] = getattr(torch, options["dtype"])
     run: dict[str, Callable[..., Report]] = {
+        "device": device.run,
         "dispatch": dispatch.run,
         "ops": operators.run,
         "optim": optimizers.run,

@@ -5,6 +5,7 @@ How rows are picked is in ``anychip.dispatch``; what users call is in ``anychip.
 
 from anychip.contract import OperatorSpec
 from anychip.operators.activation import bias_gelu, geglu, gelu, swiglu
+from anychip.operators.adamw_8bit import adamw_8bit
 from anychip.operators.add_norm import add_layer_norm, add_rms_norm
 from anychip.operators.attention import attention, attention_dropout
 from anychip.operators.compression import hadamard, top_k
@@ -58,6 +59,7 @@ def all_specs() -> tuple[OperatorSpec, ...]:
         clip,
         unscale_and_check,
         adamw,
+        adamw_8bit,
         sgd,
         lion,
         lamb_partials,
@@ -71,6 +73,7 @@ def all_specs() -> tuple[OperatorSpec, ...]:
 
 __all__ = [
     "adamw",
+    "adamw_8bit",
     "add_layer_norm",
     "add_rms_norm",
     "all_specs",

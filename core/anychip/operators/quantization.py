@@ -45,7 +45,7 @@ def _check_format(bits: int, block: int) -> None:
 # quantize
 
 
-def _rows(flat: Tensor, block: int) -> Tensor:
+def block_rows(flat: Tensor, block: int) -> Tensor:
     """(blocks, block); zeros appended to the last one."""
     missing = num_scales(flat.shape[0], block) * block - flat.shape[0]
     return torch.nn.functional.pad(flat, (0, missing)).view(-1, block)
@@ -55,7 +55,7 @@ def _rounded(steps: Tensor, rng: Tensor | None, numel: int, block: int) -> Tenso
     """Whole numbers next to ``steps``: the nearest, or one drawn by Philox."""
     if rng is None:
         return torch.round(steps)
-    words = _rows(philox.words(rng, numel), block)
+    words = block_rows(philox.words(rng, numel), block)
     below = torch.floor(steps)
     # 24 bits of the word: they and the fraction, a multiple of 2^-24 but for steps below 1, are
     # exact in float32, and so is the comparison.
@@ -66,7 +66,7 @@ def _quantize_forward(
     x: Tensor, rng: Tensor | None, *, bits: int, block: int
 ) -> tuple[Tensor, Tensor]:
     numel, largest = x.numel(), LARGEST[bits]
-    rows = _rows(x.reshape(-1).float(), block)
+    rows = block_rows(x.reshape(-1).float(), block)
     scales = rows.abs().amax(-1) / largest
     scales = torch.where(scales < SMALLEST_SCALE, 0.0, scales)
     usable = (scales > 0.0) & torch.isfinite(scales)
@@ -139,7 +139,7 @@ def _dequantize_forward(
     if bits == 4:
         # Shifting left and back by 4 extends the sign of the low nibble.
         codes = torch.stack([(codes << 4) >> 4, codes >> 4], dim=-1).reshape(-1)[:numel]
-    rows = _rows(codes.reshape(-1).float(), block)
+    rows = block_rows(codes.reshape(-1).float(), block)
     return (rows * scales.unsqueeze(-1)).reshape(-1)[:numel].reshape(shape).contiguous()
 
 

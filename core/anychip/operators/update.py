@@ -24,7 +24,10 @@ def bias_corrections(count: Tensor, beta1: float, beta2: float) -> tuple[Tensor,
     return 1.0 - torch.pow(beta1, count), 1.0 - torch.pow(beta2, count)
 
 
-def _adamw(count: Tensor, *, beta1: float, beta2: float, eps: float, weight_decay: float) -> Move:
+def adamw_move(
+    count: Tensor, *, beta1: float, beta2: float, eps: float, weight_decay: float
+) -> Move:
+    """How AdamW moves one tensor in step ``count``, 0-dim."""
     correction1, correction2 = bias_corrections(count, beta1, beta2)
 
     def move(
@@ -44,7 +47,7 @@ adamw = operator_of(
     Rule(
         states=("exp_avgs", "exp_avg_sqs"),
         attrs="float beta1=0.9, float beta2=0.999, float eps=1e-08, float weight_decay=0.01",
-        prepare=_adamw,
+        prepare=adamw_move,
         flops=15,
         sampled_attrs=lambda _: {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1},
     ),

@@ -31,6 +31,7 @@ from anychip.ops.product import (
 )
 from anychip.ops.update import (
     adamw,
+    adamw_8bit,
     clip,
     l2_norm,
     l2_norm_partials,
@@ -45,6 +46,7 @@ runtime.connect()
 
 __all__ = [
     "adamw",
+    "adamw_8bit",
     "add_layer_norm",
     "add_rms_norm",
     "attention",

@@ -94,6 +94,46 @@ def adamw(
     raise NotImplementedError
 
 
+@operator(operators.adamw_8bit)
+def adamw_8bit(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_scales: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    exp_avg_sq_scales: Sequence[Tensor],
+    lr: Tensor,
+    step: Tensor,
+    scale: Tensor | None = None,
+    clip: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    low_precision: Sequence[Tensor] | None = None,
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> None:
+    """:func:`adamw` with both averages in 8 bits, decoded and encoded in the same pass.
+
+    The parameters move by the averages before they are rounded. A number that is not finite
+    spoils the averages of its block of 256 elements, from the next step on.
+
+    Args:
+        exp_avgs, exp_avg_sqs: uint8 codes in the shape of params, written; zeros at the start.
+        exp_avg_scales, exp_avg_sq_scales: float32, one per 256 elements of each flattened
+            parameter, (ceil(numel / 256),), written; zeros at the start.
+        params, grads, lr, step, scale, clip, found_inf, low_precision: see :func:`adamw`.
+
+    Raises:
+        OverlapError: two arguments share memory. Nothing was written.
+
+    Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the codes are described in
+    :mod:`anychip.operators.adamw_8bit`.
+    """
+    raise NotImplementedError
+
+
 @operator(operators.sgd)
 def sgd(
     params: Sequence[Tensor],

@@ -139,19 +139,15 @@ def stage_layers(
     """What each layer costs, and which layers each stage has; the model may be without data.
 
     Raises:
-        ValueError: more stages than layers.
+        ValueError: more stages than layers, or measured rates that are not this device's.
     """
     shape = (config.data.batch_size, config.model.context)
     tokens = torch.zeros(shape, dtype=torch.int64, device=whole.lm_head.weight.device)
-    costs = parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=_flops_per_byte(chip))
+    file = config.parallel.rates
+    rates = None if file is None else parallel.read_rates(Path(file), chip)
+    ratio = parallel.flops_per_byte(chip, rates)
+    costs = parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=ratio)
     return costs, parallel.split_layers(whole, config.parallel.pipeline, costs)
-
-
-def _flops_per_byte(chip: Backend) -> float:
-    """What the device computes in the time of one byte; about 10 on a host that does not say."""
-    properties = chip.properties()
-    rate = properties.flops.get(torch.float32)
-    return rate / properties.bandwidth if rate and properties.bandwidth else 10.0
 
 
 def mesh_sizes(settings: ParallelConfig, world_size: int) -> dict[str, int]:
@@ -230,8 +226,8 @@ def rule_of(config: Config) -> optim.Rule:
     )
     clip = optim.clip_by_global_norm(settings.max_norm or math.inf)
     match settings:
-        case AdamWConfig(beta1=beta1, beta2=beta2, eps=eps):
-            rule = optim.adamw(schedule, beta1=beta1, beta2=beta2, eps=eps)
+        case AdamWConfig(beta1=beta1, beta2=beta2, eps=eps, states=states):
+            rule = optim.adamw(schedule, beta1=beta1, beta2=beta2, eps=eps, states=states)
         case LAMBConfig(beta1=beta1, beta2=beta2, eps=eps):
             rule = optim.lamb(schedule, beta1=beta1, beta2=beta2, eps=eps)
         case LionConfig(beta1=beta1, beta2=beta2):

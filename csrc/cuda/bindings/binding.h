@@ -52,6 +52,7 @@ void bind_dropout(py::module_& m);
 void bind_rope(py::module_& m);
 void bind_softmax(py::module_& m);
 void bind_updates(py::module_& m);
+void bind_adamw_8bit(py::module_& m);
 void bind_lists(py::module_& m);
 void bind_embedding(py::module_& m);
 void bind_loss(py::module_& m);

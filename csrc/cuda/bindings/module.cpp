@@ -5,7 +5,7 @@ namespace anychip::cuda {
 namespace {
 
 // Raised whenever a signature changes its meaning; Python reads it as build_info()["abi"].
-constexpr int kInterfaceVersion = 1;
+constexpr int kInterfaceVersion = 2;
 
 py::dict build_info() {
   py::dict info;
@@ -39,6 +39,7 @@ PYBIND11_MODULE(ANYCHIP_MODULE, m, py::mod_gil_not_used()) {
   bind_rope(m);
   bind_softmax(m);
   bind_updates(m);
+  bind_adamw_8bit(m);
   bind_lists(m);
   bind_embedding(m);
   bind_loss(m);

@@ -55,19 +55,19 @@ struct Statistics {
 // multiprocessor need registers.
 template <class T, class R, int N, int V, class Rule>
 __device__ __forceinline__ void load_tile(const NormForward& args, const Rule& rule, int64_t start,
-                                          int tile, bool first_look, Packed<N, R> (&held)[V]) {
+                                          int tile, bool first_look, Adjacent<N, R> (&held)[V]) {
   if (args.residual == nullptr || !first_look) {
     // Without a residual R is T.
     const void* v_array = args.residual == nullptr ? args.x : args.total;
     for_each_vector<N, V>(tile, args.hidden, [&](int v, int column) {
-      held[v] = load_packed<N, R>(v_array, start + column);
+      held[v] = load_at<N, R>(v_array, start + column);
     });
     return;
   }
-  Packed<N, T> x[V];
+  Adjacent<N, T> x[V];
   for_each_vector<N, V>(tile, args.hidden, [&](int v, int column) {
-    x[v] = load_packed<N, T>(args.x, start + column);
-    held[v] = load_packed<N, R>(args.residual, start + column);
+    x[v] = load_at<N, T>(args.x, start + column);
+    held[v] = load_at<N, R>(args.residual, start + column);
   });
   for_each_vector<N, V>(tile, args.hidden, [&](int v, int column) {
     float values[N], added[N];
@@ -77,13 +77,13 @@ __device__ __forceinline__ void load_tile(const NormForward& args, const Rule& r
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] += added[i];
     held[v] = pack<N, R>(values);
-    store_packed(args.total, start + column, held[v]);
+    store_adjacent(static_cast<R*>(args.total) + start + column, held[v]);
   });
 }
 
 // The sum of the tile's values, or of the squares of their differences from `mean`, is added.
 template <class R, int N, int V>
-__device__ __forceinline__ void add_tile(const Packed<N, R> (&held)[V], int tile, int hidden,
+__device__ __forceinline__ void add_tile(const Adjacent<N, R> (&held)[V], int tile, int hidden,
                                          bool squared, float mean, float& sum) {
   for_each_vector<N, V>(tile, hidden, [&](int v, int) {
     float values[N];
@@ -98,7 +98,7 @@ __device__ __forceinline__ void add_tile(const Packed<N, R> (&held)[V], int tile
 
 template <class T, class R, int N, int V>
 __device__ __forceinline__ void store_tile(const NormForward& args, int64_t start, int tile,
-                                           const Statistics& row, const Packed<N, R> (&held)[V]) {
+                                           const Statistics& row, const Adjacent<N, R> (&held)[V]) {
   for_each_vector<N, V>(tile, args.hidden, [&](int v, int column) {
     float values[N], parameters[N];
     unpack(held[v], values);
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   const bool centred = args.mean != nullptr;
   const float count = static_cast<float>(args.hidden);
 
-  Packed<N, R> held[V];
+  Adjacent<N, R> held[V];
   float sum[1] = {0.0f};
   for (int tile = 0; tile < tiles; ++tile) {
     load_tile<T, R>(args, rule, start, tile, true, held);
@@ -204,13 +204,13 @@ class ColumnSums {
 // What a thread holds of a row in the backward.
 template <class T, class R, int N, int V>
 struct BackwardTile {
-  Packed<N, T> grad[V];
-  Packed<N, R> v[V];
+  Adjacent<N, T> grad[V];
+  Adjacent<N, R> v[V];
 
   __device__ __forceinline__ void load(const NormBackward& args, int64_t row, int tile) {
     for_each_vector<N, V>(tile, args.hidden, [&](int i, int column) {
-      grad[i] = load_packed<N, T>(args.grad, row * args.hidden + column);
-      v[i] = load_packed<N, R>(args.v, row * args.hidden + column);
+      grad[i] = load_at<N, T>(args.grad, row * args.hidden + column);
+      v[i] = load_at<N, R>(args.v, row * args.hidden + column);
     });
   }
   // The gradient, and v less its mean over its deviation.
@@ -230,10 +230,10 @@ constexpr int kAhead = V < 2 ? V : 2;
 // The first vectors of dtotal in a tile; the others follow as these are used up.
 template <int N, int V, class R>
 __device__ __forceinline__ void load_dtotal(const NormBackward& args, int64_t row, int tile,
-                                            Packed<N, R> (&dtotal)[kAhead<V>]) {
+                                            Adjacent<N, R> (&dtotal)[kAhead<V>]) {
   if (args.dtotal == nullptr) return;
   for_each_vector<N, V>(tile, args.hidden, [&](int i, int column) {
-    if (i < kAhead<V>) dtotal[i] = load_packed<N, R>(args.dtotal, row * args.hidden + column);
+    if (i < kAhead<V>) dtotal[i] = load_at<N, R>(args.dtotal, row * args.hidden + column);
   });
 }
 
@@ -266,7 +266,7 @@ __device__ __forceinline__ void store_gradient(const NormBackward& args, const R
                                                int64_t row, int column,
                                                const Statistics& statistics,
                                                const float (&means)[2], float (&grads)[N],
-                                               float (&normed)[N], const Packed<N, R>& dtotal) {
+                                               float (&normed)[N], const Adjacent<N, R>& dtotal) {
   float weight[N];
   load_parameter(args.weight, args.weight_dtype, column, weight);
 #pragma unroll
@@ -315,7 +315,7 @@ __device__ __forceinline__ RowSums<N> sums_of_row(const NormBackward& args, cons
 template <class T, class R, int N, int V, class Rule>
 __device__ __forceinline__ void finish_tile(const NormBackward& args, const Rule& rule,
                                             const BackwardTile<T, R, N, V>& held,
-                                            Packed<N, R> (&dtotal)[kAhead<V>], int64_t row,
+                                            Adjacent<N, R> (&dtotal)[kAhead<V>], int64_t row,
                                             int tile, const Statistics& statistics,
                                             const float (&means)[2], const RowSums<N>& sums,
                                             bool begins) {
@@ -331,11 +331,11 @@ __device__ __forceinline__ void finish_tile(const NormBackward& args, const Rule
       sums.dweight.add(place_of_warp, begins, products);
     }
     if (args.dx != nullptr || args.dresidual != nullptr) {
-      Packed<N, R>& added = dtotal[i % kAhead<V>];
+      Adjacent<N, R>& added = dtotal[i % kAhead<V>];
       store_gradient<T>(args, rule, row, column, statistics, means, grads, normed, added);
       const int later = column + kAhead<V> * static_cast<int>(blockDim.x) * N;
       if (i + kAhead<V> < V && args.dtotal != nullptr && later < args.hidden) {
-        added = load_packed<N, R>(args.dtotal, row * args.hidden + later);
+        added = load_at<N, R>(args.dtotal, row * args.hidden + later);
       }
     }
   });
@@ -389,7 +389,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     BackwardTile<T, R, N, V> held = next;
     Statistics statistics{0.0f, 0.0f};
     if (is_row) statistics = load_statistics(args, row);
-    Packed<N, R> dtotal[kAhead<V>];
+    Adjacent<N, R> dtotal[kAhead<V>];
     float means[2] = {0.0f, 0.0f};
     if (is_row && has_dx) {
       for (int tile = 0; tile < tiles; ++tile) {

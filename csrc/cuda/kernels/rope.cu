@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const int64_t at = rotation.rotary_dim + (unit - rotated) * N;
     for (int64_t head = lane; head < q.count + k.count; head += lanes.heads) {
       const HeadAddress<T> address(q, k, rotation, position, head);
-      *reinterpret_cast<Adjacent<N, T>*>(address.to + at) = load_adjacent<N>(address.from + at);
+      store_adjacent(address.to + at, load_adjacent<N>(address.from + at));
     }
   }
 }

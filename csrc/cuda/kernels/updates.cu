@@ -1,14 +1,14 @@
 // Update rules over lists of tensors, one pass: what is read is read once, what is written is
 // written once, the 16-bit copies included. Float32 throughout.
 //
-// Note [Same bits everywhere]: every product that meets a sum is an explicit fmaf, so that vectors,
-// heads, tails and the two compilers round alike: a shard is updated like the whole, bit for bit.
+// Note [Same bits everywhere] in update_step.cuh.
 //
 // Note [Factors of a step]: step, learning rate and scale lie on the device. One thread makes
 // factors of them, and counts the step: the launches behind it read no scalar that anyone writes.
 #include "updates.h"
 
 #include "partials.cuh"
+#include "update_step.cuh"
 
 namespace anychip::cuda {
 namespace {
@@ -22,18 +22,6 @@ constexpr int kInFlight = 2;
 // Partials of a tensor, up to 1,024 * 4 * 2^18: sums that wait are registers.
 constexpr int kTrustLevels = 18;
 constexpr int kTrustTensors = 448;
-
-struct alignas(16) StepFactors {
-  float is_skipped;  // not 0: nothing may be written
-  float gradient;    // clip / scale
-  float lr;
-  float decay;               // 1 - lr weight_decay
-  float inverse_correction;  // 1 / (1 - beta1^t)
-  float corrected_lr;        // lr / (1 - beta1^t)
-  float inverse_root;        // 1 / sqrt(1 - beta2^t)
-  float unused;
-};
-static_assert(sizeof(StepFactors) == kStepFactors * sizeof(float), "as the row allocates it");
 
 // 1 - beta^t. Near 1 a beta loses digits in float32, which its logarithm keeps.
 __device__ __forceinline__ float correction(float log_beta, float count) {
@@ -61,33 +49,8 @@ __global__ void begin_kernel(StepScalars given, float log_beta1, float log_beta2
   if (counts && !is_skipped) *given.step = count;
 }
 
-// Rules: rule(factors, rate, p, g, s) moves one element. g has no loss scale any more and is
-// clipped; rate is the learning rate of the tensor. kBlocks: thread blocks per multiprocessor that
-// the compiler leaves registers for, as many as it does without spills.
-
-// What an average becomes with one value more; rest is 1 - beta.
-__device__ __forceinline__ float averaged(float old, float beta, float rest, float value) {
-  return fmaf(old, beta, value * rest);
-}
-
-struct Betas {
-  float beta1, rest1, beta2, rest2;
-};
-
-// Loshchilov and Hutter 2019, algorithm 2.
-struct AdamW {
-  static constexpr int kStates = 2, kBlocks = 4;
-  Betas b;
-  float eps;
-
-  __device__ __forceinline__ void operator()(const StepFactors& f, float, float& p, float g,
-                                             float (&s)[kStates]) const {
-    s[0] = averaged(s[0], b.beta1, b.rest1, g);
-    s[1] = averaged(s[1], b.beta2, b.rest2, g * g);
-    const float step = (s[0] * f.corrected_lr) / fmaf(sqrtf(s[1]), f.inverse_root, eps);
-    p = fmaf(p, f.decay, -step);
-  }
-};
+// Rules, as AdamW is one: kBlocks are thread blocks per multiprocessor that the compiler leaves
+// registers for, as many as it does without spills.
 
 // Sutskever et al. 2013; torch.optim.SGD without dampening.
 template <int kBuffers>
@@ -329,13 +292,6 @@ __global__ void __launch_bounds__(kPairs)
     const bool usable = norms[0] > 0.0f && norms[1] > 0.0f;
     trust[blockIdx.x] = usable ? norms[0] / norms[1] : 1.0f;
   }
-}
-
-float rounded_once(double value) { return static_cast<float>(value); }
-
-Betas betas_of(double beta1, double beta2) {
-  return {rounded_once(beta1), rounded_once(1.0 - beta1), rounded_once(beta2),
-          rounded_once(1.0 - beta2)};
 }
 
 bool is_missing(const std::vector<int64_t>& list, size_t count, bool wanted) {

@@ -102,25 +102,30 @@ def build(bug: Bug, build_folder: Path, work: Path) -> Path:
     target = work / bug.file
     target.write_text(changed_source(bug))
     commands = json.loads((build_folder / "compile_commands.json").read_text())
-    wrapped = f"emulated/{bug.family}.cpp"
-    command = next(c for c in commands if c["file"].endswith(wrapped) and "_emu.dir" in c["output"])
+    own = {path: words for path, words in map(_compilation, commands) if "/_emu.dir/" in path}
+    original = next(path for path in own if path.endswith(f"emulated/{bug.family}.cpp.o"))
     wrapper, made = work / "kernel.cpp", work / "kernel.o"
     wrapper.write_text(f'#include "{copy}/kernels/{bug.family}.cu"\n')
-    words = shlex.split(command["command"].replace(str(ROOT / "csrc" / "cuda"), str(copy)))
+    words = [word.replace(str(ROOT / "csrc" / "cuda"), str(copy)) for word in own[original]]
     words[words.index("-o") + 1] = str(made)
     words[words.index("-c") + 1] = str(wrapper)
     words = [w for w in words if not w.startswith("-M")]
     words = [w for i, w in enumerate(words) if i == 0 or not w.endswith((".o.d", ".cpp.o"))]
     sanitize = [w for w in words if w.startswith("-fsanitize")]
     _run(words, cwd=build_folder)
-    own = [c["output"] for c in commands if "/_emu.dir/" in c["output"]]
-    linked = [made if path == command["output"] else build_folder / path for path in own]
+    linked = [made if path == original else build_folder / path for path in own]
     linked += sorted((build_folder / "tests" / "native" / "cuda_emulator").glob("*.a"))
     module = work / MODULE
     _run(
         [words[0], "-shared", "-pthread", *sanitize, "-o", str(module), *map(str, linked)], cwd=work
     )
     return module
+
+
+def _compilation(entry: dict[str, str]) -> tuple[str, list[str]]:
+    """What an entry of compile_commands.json writes, and its words; older CMake does not say."""
+    words = shlex.split(entry["command"])
+    return words[words.index("-o") + 1], words
 
 
 def try_bug(bug: Bug, plain_build: Path) -> Verdict:

@@ -22,6 +22,8 @@ from torch import Tensor
 import anychip
 from anychip import operators, ops
 from anychip.contract import Backend
+from anychip_cuda import operators as rows_of_cuda  # noqa: F401 - declares the rows
+from anychip_cuda.table import make_table
 from benchmarks.cuda import (
     __main__ as everything,
 )
@@ -37,6 +39,7 @@ from benchmarks.cuda import (
     training,
 )
 from benchmarks.cuda.calls import Call, apart, different, every_call
+from benchmarks.cuda.cases import MAKES
 from benchmarks.cuda.stage import Stage
 from benchmarks.cuda.stage import stage as stage_of
 
@@ -75,6 +78,51 @@ def test_every_stage_that_is_planned_is_a_program_of_the_folder() -> None:
         if work.own and work.command[0] == sys.executable
     }
     assert planned == set(STAGES)
+
+
+# The cases of bandwidth
+
+ELSEWHERE = {
+    "adamw": "stage optimizer",
+    "linear_cross_entropy": "stage training; products bound it, not memory",
+}
+"""Native rows that bandwidth leaves to others."""
+
+
+def tiny_cases() -> dict[str, Any]:
+    return bandwidth.cases(Stage(anychip.use("cpu"), tiny=True, deadline=0.0))
+
+
+def test_every_native_row_has_a_case_of_bandwidth() -> None:
+    kernels: Any = SimpleNamespace()
+    rows = make_table(kernels, mapped=False)
+    native = {row.operator for row in rows if row.kind == "native"}
+    measured = {name.partition(" ")[0] for name in tiny_cases()}
+    assert native == measured | set(ELSEWHERE)
+    assert not measured & set(ELSEWHERE)
+
+
+COMPARABLE = [name for kind in MAKES.values() for name in kind if "dropout" not in name]
+"""Torch's masks are others."""
+
+
+@pytest.mark.parametrize("name", COMPARABLE)
+def test_torchs_way_of_a_case_gives_what_the_operator_gives(name: str, cpu: Backend) -> None:
+    (make,) = (make for label, make in tiny_cases().items() if label.startswith(f"{name} "))
+    torch.manual_seed(1)
+    case = make(bandwidth.OnDevice(torch.device("cpu"), torch.float32))
+    ours, theirs = (
+        listed(way(*case.args, **case.attrs)) for way in (getattr(ops, name), case.eager)
+    )
+    # Of further outputs (statistics, counts) torch has none, or others.
+    assert 1 <= len(theirs) <= len(ours)
+    for got, want in zip(ours, theirs, strict=False):
+        bound = 1e-5 if want.is_floating_point() else 0.0
+        torch.testing.assert_close(got, want.to(got.dtype), rtol=bound, atol=bound)
+
+
+def listed(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
 
 
 # The comparisons

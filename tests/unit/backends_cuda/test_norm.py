@@ -291,8 +291,8 @@ def test_forward_with_wrong_numbers_of_dropout_is_refused(
     at, place = tensor.data_ptr(), chip.kernels.place(tensor)
     numbers = {
         "x": at, "residual": at, "weight": at, "bias": 0, "y": at, "total": at, "mean": 0,
-        "rstd": at, "rng": at, "rows": 4, "hidden": 8, "p": 0.5, "eps": EPS, "dtype": 0,
-        "residual_dtype": 0, "weight_dtype": 0, "bias_dtype": 0,
+        "rstd": at, "rows": 4, "hidden": 8, "eps": EPS, "dtype": 0, "residual_dtype": 0,
+        "weight_dtype": 0, "bias_dtype": 0, "rng": at, "p": 0.5,
     }  # fmt: skip
     numbers.update(wrong)
     with pytest.raises(RuntimeError, match="dropout_add_norm_forward: CUDA error 1"):
@@ -307,8 +307,8 @@ def test_backward_with_wrong_numbers_of_dropout_is_refused(
     at, place = tensor.data_ptr(), chip.kernels.place(tensor)
     numbers = {
         "grad": at, "v": at, "dtotal": 0, "weight": at, "mean": 0, "rstd": at, "dx": 0,
-        "dresidual": 0, "dweight": at, "dbias": 0, "partials": at, "rng": at, "blocks": 1,
-        "rows": 4, "hidden": 8, "p": 0.5, "dtype": 0, "residual_dtype": 0, "weight_dtype": 0,
+        "dresidual": 0, "dweight": at, "dbias": 0, "partials": at, "blocks": 1, "rows": 4,
+        "hidden": 8, "dtype": 0, "residual_dtype": 0, "weight_dtype": 0, "rng": at, "p": 0.5,
     }  # fmt: skip
     numbers.update(wrong)
     with pytest.raises(RuntimeError, match="dropout_add_norm_backward: CUDA error 1"):

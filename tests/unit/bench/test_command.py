@@ -62,7 +62,11 @@ COLLECTIVES = report(
     },
 )
 DISPATCH = report("dispatch", {"ops, no gradient": {}, "torch.add": {}})
-ALL = [DISPATCH, OPERATORS, OPTIMIZERS, COLLECTIVES, TRAINING]
+DEVICE = report(
+    "device",
+    {"copy": {"GB/s": 3.0}, "product, float32": {"TFLOP/s": 0.1, "of properties": 0.5}},
+)
+ALL = [DISPATCH, DEVICE, OPERATORS, OPTIMIZERS, COLLECTIVES, TRAINING]
 
 
 def widths(figure: Figure, panel: int = 0) -> list[float]:
@@ -85,6 +89,12 @@ def test_plot_of_operators_shows_times_over_the_bound() -> None:
 
 def test_plot_of_optimizers_shows_the_bound_as_a_line() -> None:
     assert widths(plots._optimizers(OPTIMIZERS)) == pytest.approx([1.1])
+
+
+def test_plot_of_a_device_shows_rates_by_their_units() -> None:
+    figure = plots._device(DEVICE)
+    assert [axes.get_xlabel() for axes in figure.axes] == ["GB/s", "TFLOP/s"]
+    assert (widths(figure), widths(figure, 1)) == (pytest.approx([3.0]), pytest.approx([0.1]))
 
 
 def test_plot_of_training_shows_throughput_memory_and_goals() -> None:

@@ -88,5 +88,5 @@ def test_bench_optim_with_too_few_parameters_is_refused() -> None:
 
 
 def test_bench_optim_for_a_rule_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="no rule adam; there are adamw, sgd"):
+    with pytest.raises(ValueError, match="no rule adam; there are adamw, adamw-8bit, sgd"):
         optimizers.run(anychip.use("cpu"), rounds=3, progress=lambda _: None, names=("adam",))

@@ -1,4 +1,4 @@
-"""Do the chapters about streams and training ask what they should of whom they should?"""
+"""Do the chapters about streams, graphs and training ask what they should of whom they should?"""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ def test_backend_without_streams_is_not_asked_about_them() -> None:
     report = conformance.run(HonestRows(), chapters=["streams"])
     assert {result.outcome for result in report.results} == {"unsupported"}
     assert report.passed
+
+
+def test_backend_without_graphs_is_asked_only_whether_it_says_so() -> None:
+    report = conformance.run(HonestRows(), chapters=["device"], select="graphs or capture")
+    found = {result.case: (result.outcome, result.capability) for result in report.results}
+    assert found.pop("device/undeclared/capture") == ("passed", None)
+    assert len(found) == 5
+    assert set(found.values()) == {("unsupported", "graphs")}
 
 
 def test_read_without_a_wait_comes_too_soon_on_an_asynchronous_device() -> None:

@@ -79,6 +79,10 @@ def test_config_written_and_read_is_the_same(tmp_path: Path, settings: list[str]
         ("optimizer.beta2=1", "[optimizer] beta2 must be at least 0 and below 1, got 1.0"),
         ("optimizer.eps=0", "[optimizer] eps must be greater than 0, got 0.0"),
         ("optimizer.lr=-1", "[optimizer] lr must be at least 0, got -1.0"),
+        (
+            "optimizer.states=16bit",
+            "[optimizer] states must be one of float32, 8bit, got '16bit'",
+        ),
         ("optimizer.stage=4", "[optimizer] stage must be 0, 1, 2 or 3, got 4"),
         ("schedule.warmup=2", "[schedule] warmup must be from 0 to 1, got 2.0"),
         ("checkpoint.every=0", "[checkpoint] every must be at least 1, got 0"),

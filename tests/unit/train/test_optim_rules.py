@@ -180,6 +180,46 @@ def test_rule_keeps_the_state_that_it_needs(rule: optim.Rule, names: set[str]) -
     assert rule.options == {"weight_decay", "lr_scale"}
 
 
+def test_adamw_in_8_bits_keeps_codes_and_scales() -> None:
+    rule = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1, states="8bit"))
+    state = rule.init(torch.ones(3, 100))
+    assert {name: (tuple(t.shape), t.dtype) for name, t in state.items()} == {
+        "exp_avg": ((3, 100), torch.uint8),
+        "exp_avg_scale": ((2,), torch.float32),
+        "exp_avg_sq": ((3, 100), torch.uint8),
+        "exp_avg_sq_scale": ((2,), torch.float32),
+    }
+    assert all(not t.any() for t in state.values())
+    assert rule.blocks == {"exp_avg_scale": 256, "exp_avg_sq_scale": 256}
+
+
+def test_adamw_in_8_bits_gives_groups_their_rate_and_decay() -> None:
+    """Against two models of one group each, with those settings of the rule."""
+    start = torch.randn(2, 700, generator=torch.Generator().manual_seed(5))
+
+    def train(make: Callable[[list[nn.Parameter]], zero.Optimizer]) -> Tensor:
+        params = [nn.Parameter(row.clone()) for row in start]
+        optimizer = make(params)
+        for step in range(3):
+            for index, param in enumerate(params):
+                param.grad = torch.cos(start[index] * (step + 1))
+            optimizer.step()
+        return torch.stack([param.detach() for param in params])
+
+    def alone(lr: float, decay: float) -> Tensor:
+        rule = optim.adamw(lr, weight_decay=decay, eps=1e-3, states="8bit")
+        return train(lambda params: zero.Optimizer(params, rule, SoloCommunicator()))
+
+    def groups(params: list[nn.Parameter]) -> zero.Optimizer:
+        rule = optim.adamw(0.2, weight_decay=0.5, eps=1e-3, states="8bit")
+        second = {"params": params[1:], "lr_scale": 0.25, "weight_decay": 0.0}
+        return zero.Optimizer([{"params": params[:1]}, second], rule, SoloCommunicator())
+
+    got = train(groups)
+    assert torch.equal(got[0], alone(0.2, 0.5)[0])
+    assert torch.equal(got[1], alone(0.05, 0.0)[1])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -188,8 +228,9 @@ def test_rule_keeps_the_state_that_it_needs(rule: optim.Rule, names: set[str]) -
         (lambda: optim.sgd(-0.1), "learning rate"),
         (lambda: optim.lion(float("inf")), "learning rate"),
         (lambda: optim.lamb(float("nan")), "learning rate"),
+        (lambda: optim.adamw(0.1, states="int8"), "one of float32, 8bit, got 'int8'"),
     ],
-    ids=["momentum", "nesterov", "negative", "infinite", "nan"],
+    ids=["momentum", "nesterov", "negative", "infinite", "nan", "states"],
 )
 def test_rule_with_wrong_settings_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -201,6 +242,7 @@ def test_rule_with_wrong_settings_is_refused(make: Any, message: str) -> None:
 NUMELS = (5 * optim.BLOCK + 17, 3, 2 * optim.BLOCK, 40)
 RULES: dict[str, Callable[[], optim.Rule]] = {
     "adamw": lambda: optim.adamw(0.05),
+    "adamw-8bit": lambda: optim.adamw(0.05, states="8bit"),
     "sgd": lambda: optim.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
     "lion": lambda: optim.lion(0.05, weight_decay=0.1),
     "lamb": lambda: optim.lamb(0.05),

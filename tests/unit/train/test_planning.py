@@ -58,10 +58,11 @@ def trained(comm: Communicator, settings: list[str], out: Path, steps: int) -> S
         (1, ["optimizer.kind=lion"]),
         (2, ["optimizer.stage=0", "optimizer.kind=sgd"]),
         (3, ["optimizer.stage=1", "model.kind=llama"]),
+        (2, ["optimizer.stage=2", "optimizer.states=8bit"]),
         (2, ["parallel.pipeline=2", "data.accumulation=3", "run.precision=bf16"]),
         (4, ["parallel.pipeline=2", "optimizer.stage=2", "data.accumulation=2"]),
     ],
-    ids=["one", "replicas", "stage1", "pipeline", "replicas_of_stages"],
+    ids=["one", "replicas", "stage1", "states_8bit", "pipeline", "replicas_of_stages"],
 )
 def test_plan_is_what_the_run_is(tmp_path: Path, world_size: int, settings: list[str]) -> None:
     settings = [*TINY, *settings]

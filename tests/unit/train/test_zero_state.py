@@ -115,6 +115,50 @@ def test_resume_at_the_same_size_equals_the_uninterrupted_run(stage: int) -> Non
         assert_equal([again[rank]], tail)
 
 
+def coded() -> optim.Rule:
+    rule = optim.adamw(3e-2, beta2=0.99, weight_decay=0.1, states="8bit")
+    return optim.chain(optim.clip_by_global_norm(0.5), rule)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((3, 2), (2, 1)), ((2, 1), (1, 0)), ((1, 0), (3, 2))],
+    ids=["3-to-2", "2-to-1", "1-to-3"],
+)
+def test_states_of_8_bits_go_on_at_another_size_and_stage(
+    before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """No block lies in two shards: every size has the bits of one process."""
+    first = sharded(ragged, ragged_loss, coded, world_size=before[0], stage=before[1], steps=2)
+    assert_equal(first, serial(ragged, ragged_loss, coded(), world_size=before[0], steps=2))
+    state = from_disk(first[0].state)
+    assert state["state"][3]["exp_avg_sq_scale"].shape == (9,)  # of 90 times 24
+    assert state["state"][3]["exp_avg_sq"].dtype == torch.uint8
+    rest: dict[str, Any] = {"world_size": after[0], "steps": 2, "first_step": 2, "state": state}
+    build = went_on(ragged, first[0])
+    second = sharded(build, ragged_loss, coded, stage=after[1], **rest)
+    assert_equal(second, serial(build, ragged_loss, coded(), **rest))
+
+
+def test_states_of_8_bits_take_a_quarter_of_the_bytes() -> None:
+    def nbytes(comm: Communicator) -> tuple[int, int]:
+        rules = (optim.adamw(0.1), optim.adamw(0.1, states="8bit"))
+        wide, narrow = (zero.Optimizer(nn.Linear(96, 128), r, comm, stage=1) for r in rules)
+        return wide.memory().states, narrow.memory().states
+
+    found = run_ranks(3, nbytes)
+    # 12,288 weights and 128 biases of two states, and the step's count.
+    assert sum(wide for wide, _ in found) == 8 * 12_416 + 3 * 4
+    assert sum(narrow for _, narrow in found) == 2 * 12_416 + 8 * (48 + 1) + 3 * 4
+
+
+def test_state_of_float32_is_refused_by_a_rule_of_8_bits() -> None:
+    wide = zero.Optimizer(nn.Linear(6, 4), adamw(), SoloCommunicator()).state_dict()
+    narrow = zero.Optimizer(nn.Linear(6, 4), coded(), SoloCommunicator())
+    with pytest.raises(ValueError, match=r"parameter 0: shapes .*exp_avg_scale.* expected, got"):
+        narrow.load_state_dict(wide)
+
+
 def test_state_dict_is_on_every_rank_or_on_the_one_that_is_named() -> None:
     models = [ragged() for _ in range(3)]
 
@@ -169,6 +213,22 @@ def test_rule_whose_state_has_another_shape_is_refused_on_shards_only() -> None:
 
     run_ranks(2, partial(work, stage=0))
     with pytest.raises(UnsupportedError, match=r"state 'total' has the shape \(3,\).*Use stage 0"):
+        run_ranks(2, partial(work, stage=1))
+
+
+def test_rule_whose_blocks_no_cut_keeps_whole_is_refused_on_shards_only() -> None:
+    thirds = optim.Rule(
+        lambda param: {"third": torch.zeros(-(-param.numel() // 3))},
+        lambda update: None,
+        blocks={"third": 3},
+    )
+    rule = optim.chain(thirds, optim.sgd(0.1))
+
+    def work(comm: Communicator, stage: int) -> None:
+        zero.Optimizer(nn.Linear(6, 4), rule, comm, stage=stage)
+
+    run_ranks(2, partial(work, stage=0))
+    with pytest.raises(UnsupportedError, match=r"'third' has one entry per 3 elements.*stage 0"):
         run_ranks(2, partial(work, stage=1))
 
 

@@ -1,7 +1,7 @@
 """Does every method of the device part do what its docstring says?
 
 Types, the range of indices, what is current in which thread, waiting, properties, that operators
-work on every device, and that what is not declared says so.
+work on every device, and that what is not declared says so. Graphs are in :mod:`.graphs`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from anychip.conformance.case import (
     check_equal_bits,
     expect_error,
 )
+from anychip.conformance.chapters import graphs
 from anychip.conformance.oracles import oracle_of
 from anychip.conformance.trial import Trial, rule_calls
 from anychip.contract import (
@@ -49,6 +50,7 @@ def cases(context: Context) -> Iterator[Case]:
             )
         yield Case(id=f"device/index/{method}.every", run=partial(check_every_index, call=call))
     yield Case(id="device/stream_types", run=stream_types, capability="streams")
+    yield from graphs.cases(context)
     for capability, calls in GROUPS.items():
         if capability not in context.backend.capabilities:
             for name, method_call in calls.items():
@@ -337,6 +339,7 @@ GROUPS: dict[str, dict[str, Callable[[Backend], Any]]] = {
     },
     "memory_peak": {"memory.reset_peak": lambda backend: backend.memory.reset_peak()},
     "pinned_memory": {"memory.pinned": lambda backend: backend.memory.pinned(64)},
+    "graphs": {"capture": lambda backend: backend.capture(lambda: None)},
 }
 
 PLAIN: dict[str, Callable[[Context], None]] = {

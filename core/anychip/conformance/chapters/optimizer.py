@@ -101,6 +101,18 @@ SUBJECTS: dict[str, Subject] = {
 }
 
 
+CODED = {
+    "adamw-8bit": Subject(
+        make=lambda lr: optim.adamw(lr, **_ADAM, states="8bit"),
+        operator="adamw_8bit",
+        attrs=_ADAM,
+        moments=("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"),
+    )
+}
+"""Rules that round their states: beside a boundary either side is right, and the next step begins
+there. Single steps are asked of the operator; here, that steps are skipped and resumed."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
     """What is different from plain steps."""
@@ -127,6 +139,7 @@ def cases(context: Context) -> Iterator[Case]:
         for label, way in WAYS.items():
             run = partial(ten_steps, name=name, subject=subject, way=way)
             yield Case(id=f"optimizer/{name}/{label}", run=run)
+    for name, subject in (SUBJECTS | CODED).items():
         for label, check_rule in RULES.items():
             run = partial(check_rule, name=name, subject=subject)
             yield Case(id=f"optimizer/{name}/{label}", run=run)

@@ -35,6 +35,7 @@ def cases(context: Context) -> Iterator[Case]:
     """Where the backend declares streams."""
     for name, run in QUESTIONS.items():
         yield Case(id=f"streams/{name}", run=run, capability="streams")
+    yield Case(id="streams/graph", run=graph_on_stream, capability="graphs")
 
 
 class Race:
@@ -255,6 +256,19 @@ def operators_apart(context: Context) -> None:
 
 def _several(x: Tensor, weight: Tensor) -> list[Tensor]:
     return [ops.gelu(x), ops.rms_norm(x, weight, eps=1e-6), ops.softmax(x)]
+
+
+def graph_on_stream(context: Context) -> None:
+    """A replay is work of the current stream: behind what is queued there, before what follows."""
+    race = Race(context)
+    graph = race.backend.capture(lambda: race.x[-READ:] * 2.0)
+    race.start()
+    with race.backend.use_stream(race.stream):
+        graph.replay()
+        race.x.zero_()
+        found = graph.result * 1.0
+    race.check("a replay's result, read behind it on its stream", found, 2.0 * WRITES)
+    race.check("what a replay read behind the writes", graph.result, 2.0 * WRITES)
 
 
 def copy_on_stream(context: Context) -> None:

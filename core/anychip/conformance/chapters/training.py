@@ -26,14 +26,32 @@ from anychip.train import optim, zero
 
 Key = tuple[str, str, str, str]
 
+CODED_DEVIATIONS = (1.25e-3, 1.26e-3, 1.25e-3, 1.25e-3, 1.30e-3)
+"""Root mean squares of the losses minus float64's, of five float32 runs with AdamW's states in 8
+bits whose weights began an ULP apart. Codes of equal steps give 5.6e-3, codes that are rounded down
+3.3e-2."""
+CODED_LIMIT = 2.0
+"""Of such a run, in units of the largest of these."""
+
 
 def cases(context: Context) -> Iterator[Case]:
-    """A curve per recipe."""
+    """A curve per recipe, and one with states in 8 bits."""
     for name in oracle.RECIPES:
         yield Case(id=f"training/{name}", run=partial(curve, name=name))
+    yield Case(id="training/states-8bit", run=partial(curve, name="adamw", states="8bit"))
 
 
-def rule_of(recipe: oracle.Recipe) -> optim.Rule:
+def coded(known: oracle.Envelope) -> oracle.Envelope:
+    """The envelope for states in 8 bits, whose spread no step's rounding in float32 has."""
+    spread = max(CODED_DEVIATIONS)
+    return known._replace(
+        spread=np.full_like(known.spread, spread),
+        limit=CODED_LIMIT,
+        deviations=np.asarray(CODED_DEVIATIONS) / spread,
+    )
+
+
+def rule_of(recipe: oracle.Recipe, states: str = "float32") -> optim.Rule:
     """The recipe, in our rules."""
     if recipe.momentum is not None:
         return optim.sgd(recipe.rate, momentum=recipe.momentum)
@@ -45,19 +63,21 @@ def rule_of(recipe: oracle.Recipe) -> optim.Rule:
             beta2=recipe.beta2,
             eps=recipe.eps,
             weight_decay=recipe.weight_decay,
+            states=states,
         ),
     )
 
 
-def curve(context: Context, *, name: str) -> None:
+def curve(context: Context, *, name: str, states: str = "float32") -> None:
     """The deviation of the losses is below the limit; the operators were called, on the device."""
     recipe, known = oracle.RECIPES[name], oracle.load(name)
-    context.call = f"{oracle.STEPS} steps of {name} on {context.device}, float32"
+    known = coded(known) if states == "8bit" else known
+    context.call = f"{oracle.STEPS} steps of {name} on {context.device}, states in {states}"
     before = counts()
-    losses, params = train(context, recipe)
+    losses, params = train(context, recipe, states)
     called = {key: count - before[key] for key, count in counts().items() if count > before[key]}
     context.served_by = served_by(called)
-    check_work(called, recipe)
+    check_work(called, recipe, states)
     place = trainee.place_of(context.device)
     moved = [name for name, param in params.items() if param.device != place]
     check(not moved, f"parameters that are not on {context.device} afterwards: {moved}")
@@ -71,20 +91,22 @@ def curve(context: Context, *, name: str) -> None:
         first = int(np.argmax(~(off <= 3.0 * known.limit)))
         check(
             False,
-            f"the losses deviate by {deviation:.4g} of float32's spread, limit {known.limit:.4g} "
-            f"(the samples' own: up to {known.deviations.max():.3g}); first far off at step "
-            f"{first}: got {losses[first]:.9g}, want {known.losses[first]:.9g} within about "
-            f"{3 * known.spread[first]:.2g}; at the end {losses[-1]:.9g}, want "
+            f"the losses deviate by {deviation:.4g} of the samples' spread, limit "
+            f"{known.limit:.4g} (the samples' own: up to {known.deviations.max():.3g}); first far "
+            f"off at step {first}: got {losses[first]:.9g}, want {known.losses[first]:.9g} within "
+            f"about {3 * known.spread[first]:.2g}; at the end {losses[-1]:.9g}, want "
             f"{known.losses[-1]:.9g}",
         )
 
 
-def train(context: Context, recipe: oracle.Recipe) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    context: Context, recipe: oracle.Recipe, states: str = "float32"
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses by step, and the parameters."""
     model = trainee.decoder(oracle.SIZES, context.device)
     comm = SoloCommunicator()
     comm.device = context.device.type
-    opt = zero.Optimizer(model, rule_of(recipe), comm)
+    opt = zero.Optimizer(model, rule_of(recipe, states), comm)
     losses = []
     for step in range(oracle.STEPS):
         tokens, targets = trainee.batch(oracle.SIZES, step)
@@ -123,13 +145,14 @@ def served_by(called: dict[Key, int]) -> str:
     return "; ".join(f"{name}: {', '.join(sorted(ops))}" for name, ops in sorted(servants.items()))
 
 
-def check_work(called: dict[Key, int], recipe: oracle.Recipe) -> None:
+def check_work(called: dict[Key, int], recipe: oracle.Recipe, states: str = "float32") -> None:
     """Each operator of a step was called as often as a step calls it, in both directions."""
     layers = oracle.SIZES.layers
     a_step = {"layer_norm": 2 * layers + 1, "attention": layers, "gelu": layers,
               "linear": 4 * layers + 1, "embedding": 2, "cross_entropy": 1}  # fmt: skip
     wanted = {(name, d): n for name, n in a_step.items() for d in ("forward", "backward")}
-    wanted["sgd" if recipe.momentum is not None else "adamw", "forward"] = 1
+    adamw = "adamw_8bit" if states == "8bit" else "adamw"
+    wanted["sgd" if recipe.momentum is not None else adamw, "forward"] = 1
     found: Counter[tuple[str, str]] = Counter()
     for (operator, direction, _, _), count in called.items():
         found[operator, direction] += count

@@ -31,6 +31,7 @@ BUCKET_NBYTES = 16_000
 
 RULES: dict[str, Callable[[], optim.Rule]] = {
     "adamw": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2)),
+    "adamw-8bit": lambda: optim.adamw(1e-2, states="8bit"),
     "momentum": lambda: optim.sgd(0.1, momentum=0.9, weight_decay=0.01),
     "lamb": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.lamb(1e-2)),
     "lion": lambda: optim.lion(1e-3, weight_decay=0.1),

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from anychip.conformance.oracles import (
     activation,
+    adamw_8bit,
     attention,
     compression,
     dropout,
@@ -64,6 +65,7 @@ _OWN: Mapping[str, Oracle] = {
     "clip": update.CLIP,
     "unscale_and_check": update.UNSCALE_AND_CHECK,
     "adamw": update.ADAMW,
+    "adamw_8bit": adamw_8bit.ADAMW_8BIT,
     "sgd": update.SGD,
     "lion": update.LION,
     "lamb_partials": partials.LAMB_PARTIALS,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from anychip.conformance.calls import Arguments, Draw
 from anychip.conformance.choices import Choices
+from anychip.conformance.oracles import adamw_8bit
 
 Drawn = Callable[[Choices, Draw], Arguments]
 _SEEDS = ((0, 0), (1234, 5), (7, 2**32 - 3), (-1, 2**40))
@@ -304,6 +305,10 @@ def _adamw(choose: Choices, draw: Draw) -> Arguments:
     return _step(choose, draw, averages=2, **_betas(choose), eps=choose.of(1e-8, 1e-3))
 
 
+def _adamw_8bit(choose: Choices, draw: Draw) -> Arguments:
+    return adamw_8bit.coded(partial(_adamw, choose), draw)
+
+
 def _lion(choose: Choices, draw: Draw) -> Arguments:
     return _step(choose, draw, averages=1, **_betas(choose))
 
@@ -391,6 +396,7 @@ DRAWN: Mapping[str, Drawn] = {
     "clip": _clip,
     "unscale_and_check": _unscale,
     "adamw": _adamw,
+    "adamw_8bit": _adamw_8bit,
     "sgd": _sgd,
     "lion": _lion,
     "lamb_partials": _lamb_partials,

@@ -21,6 +21,7 @@ from torch import Tensor
 from anychip.conformance.calls import Arguments, Call, Draw
 from anychip.conformance.oracles import (
     activation,
+    adamw_8bit,
     attention,
     compression,
     dropout,
@@ -368,11 +369,11 @@ def _special_step(draw: Draw, *, averages: int, nan: float, **attrs: Any) -> Arg
     return args, attrs
 
 
-def _steps(*, averages: int, nan: float = math.nan, **attrs: Any) -> Edges:
+def _steps(*, averages: int, nan: float = math.nan, many_full: bool = False, **attrs: Any) -> Edges:
     made = partial(_list_step, averages=averages, **attrs)
     special = partial(_special_step, averages=averages, nan=nan, **attrs)
     return _both(
-        _large("many-tensors", made, statistical=False),
+        _large("many-tensors", made, statistical=False, full=many_full),
         _one("1100-tensors", partial(made, count=1100), statistical=False, full=True),
         _one("empty-tensors", partial(_empty_step, averages=averages, **attrs)),
         _one("special", special, statistical=False),
@@ -562,15 +563,18 @@ EDGES: Mapping[str, Edges] = {
         _one("overflow", _overflowing_gradients, statistical=False),
     ),
     "adamw": _steps(averages=2, **_ADAMW),
+    "adamw_8bit": lambda: adamw_8bit.with_codes(
+        _steps(averages=2, many_full=True, **_ADAMW)()
+    ),
     "sgd": _steps(averages=1, **_SGD),
     # sign(NaN) is NaN in some libraries and 0 in others.
     "lion": _steps(averages=1, nan=math.inf, **_LION),
     "lamb": _both(
-        _large("many-tensors", _lamb_step, statistical=False),
+        _large("many-tensors", _lamb_step, statistical=False, full=True),
         _one("1100-tensors", partial(_lamb_step, count=1100), statistical=False, full=True),
     ),
     "lamb_partials": _both(
-        _large("many-tensors", _measured_step, statistical=False),
+        _large("many-tensors", _measured_step, statistical=False, full=True),
         _one("1100-tensors", partial(_measured_step, count=1100), statistical=False, full=True),
     ),
     "quantize": _by_bits(_quantized),

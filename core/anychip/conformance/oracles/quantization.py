@@ -31,7 +31,7 @@ def _rows(array: Array, block: int) -> Array:
     return np.pad(flat, (0, -flat.size % block)).reshape(-1, block)
 
 
-def _scales(rows: Rounded, largest: int) -> Rounded:
+def _scales(rows: Rounded, largest: float) -> Rounded:
     top = np.abs(rows.value).max(1, initial=0.0)
     flushed = rows.worst.max(1, initial=0.0)
     scales = Rounded(top, flushed, flushed) / float(largest)

@@ -19,6 +19,10 @@ SCHEDULES = ("1f1b", "gpipe")
 """Values of ``parallel.schedule``."""
 
 
+STATES = ("float32", "8bit")
+"""Values of ``optimizer.states``, of adamw."""
+
+
 class ConfigError(AnychipError, ValueError):
     """A setting does not exist, has the wrong type, or a value that cannot be."""
 
@@ -97,11 +101,14 @@ class ParallelConfig:
             are ranks for.
         pipeline: stages that the layers of one replica are cut into, one per rank.
         schedule: of the stages: 1f1b, or gpipe.
+        rates: a file that ``anychip bench device --json`` wrote on this device: where layers are
+            cut follows from what was measured, and not from what the backend says.
     """
 
     data: int = 0
     pipeline: int = 1
     schedule: str = "1f1b"
+    rates: str | None = None
 
     def __post_init__(self) -> None:
         _at_least(0, data=self.data)
@@ -137,14 +144,21 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWConfig(OptimizerConfig):
-    """``optimizer.kind = "adamw"``."""
+    """``optimizer.kind = "adamw"``.
+
+    Attributes:
+        states: in which both averages are kept: float32, or 8bit, about a quarter of the bytes.
+    """
 
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    states: str = "float32"
 
     def __post_init__(self) -> None:
         OptimizerConfig.__post_init__(self)
+        if self.states not in STATES:
+            raise ValueError(f"states must be one of {', '.join(STATES)}, got {self.states!r}")
         _below_one(beta1=self.beta1, beta2=self.beta2)
         _positive(eps=self.eps)
 

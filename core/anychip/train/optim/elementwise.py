@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from anychip import ops
+from anychip.operators.adamw_8bit import BLOCK
+from anychip.operators.partials import num_blocks
 from anychip.train.optim.rule import Group, Rule, Update
 from anychip.train.optim.schedule import Schedule, as_schedule
 
@@ -23,10 +29,44 @@ def two_moments(param: Tensor) -> dict[str, Tensor]:
     return {name: float_zeros(param) for name in ("exp_avg", "exp_avg_sq")}
 
 
+_SCALES: Mapping[str, int] = MappingProxyType({"exp_avg_scale": BLOCK, "exp_avg_sq_scale": BLOCK})
+
+
+def _coded_moments(param: Tensor) -> dict[str, Tensor]:
+    """:func:`two_moments` as codes of 8 bits, with the scales of their blocks."""
+    scales = num_blocks(param.numel(), BLOCK)
+    state: dict[str, Tensor] = {}
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name] = torch.zeros(param.shape, dtype=torch.uint8, device=param.device)
+        state[f"{name}_scale"] = torch.zeros(scales, dtype=torch.float32, device=param.device)
+    return state
+
+
 def rate_of(step: Update, group: Group) -> Tensor:
     """The group's learning rate, 0-dim float32 on its device."""
     rate = step.lr * group.options.get("lr_scale", 1.0)
     return torch.full((), rate, dtype=torch.float32, device=group.step.device)
+
+
+class _States(NamedTuple):
+    """How adamw keeps its averages: names in the operator's order, and the rule's other parts."""
+
+    names: tuple[str, ...]
+    operator: Callable[..., None]
+    init: Callable[[Tensor], dict[str, Tensor]]
+    blocks: Mapping[str, int]
+
+
+ADAMW_STATES: Mapping[str, _States] = {
+    "float32": _States(("exp_avg", "exp_avg_sq"), ops.adamw, two_moments, MappingProxyType({})),
+    "8bit": _States(
+        ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"),
+        ops.adamw_8bit,
+        _coded_moments,
+        _SCALES,
+    ),
+}
+"""By the value of adamw's ``states``."""
 
 
 def adamw(
@@ -36,27 +76,33 @@ def adamw(
     beta2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.01,
+    states: str = "float32",
 ) -> Rule:
     """AdamW with decoupled weight decay; see ``anychip.ops.adamw`` for the equations.
 
     Args:
         lr: a number, or a schedule of the number of updates done.
         weight_decay: of groups that do not set their own.
+        states: in which both averages are kept: float32, or 8bit with a scale per 256 elements
+            (``anychip.ops.adamw_8bit``), about a quarter of the bytes.
 
-    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2; 8bit: Dettmers et al. 2022,
+    arXiv:2110.02861.
     """
     schedule = as_schedule(lr)
+    if states not in ADAMW_STATES:
+        raise ValueError(f"states must be one of {', '.join(ADAMW_STATES)}, got {states!r}")
+    names, operator, init, blocks = ADAMW_STATES[states]
 
     def update(step: Update) -> None:
         step.lr = schedule(step.count)
         for group in step.groups:
             if not group.params:
                 continue
-            ops.adamw(
+            operator(
                 group.params,
                 group.grads,
-                group.state["exp_avg"],
-                group.state["exp_avg_sq"],
+                *(group.state[name] for name in names),
                 rate_of(step, group),
                 group.step,
                 step.scale,
@@ -69,7 +115,7 @@ def adamw(
                 weight_decay=group.options.get("weight_decay", weight_decay),
             )
 
-    return Rule(two_moments, update, GROUP_OPTIONS, writes=True)
+    return Rule(init, update, GROUP_OPTIONS, writes=True, blocks=blocks)
 
 
 def sgd(

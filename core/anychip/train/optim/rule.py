@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -98,12 +99,15 @@ class Rule(NamedTuple):
         update: reads and writes an :class:`Update`.
         options: what a parameter group may set for this rule.
         writes: it writes the parameters, so that what follows it in a chain comes too late.
+        blocks: states with one entry per so many elements of the flattened parameter, a divisor of
+            ``BLOCK``, by name; all others have the parameter's shape.
     """
 
     init: Callable[[Tensor], dict[str, Tensor]]
     update: Callable[[Update], None]
     options: frozenset[str] = frozenset()
     writes: bool = False
+    blocks: Mapping[str, int] = MappingProxyType({})
 
 
 def chain(*rules: Rule) -> Rule:
@@ -132,4 +136,5 @@ def chain(*rules: Rule) -> Rule:
             rule.update(step)
 
     options = frozenset().union(*(rule.options for rule in rules))
-    return Rule(init, update, options, rules[-1].writes)
+    blocks = {name: block for rule in rules for name, block in rule.blocks.items()}
+    return Rule(init, update, options, rules[-1].writes, blocks)

@@ -2,12 +2,13 @@
 
 ``mesh`` arranges ranks. ``schedule`` says as data what each rank of a pipeline does, in which
 order; ``validation`` whether that can be carried out, ``simulator`` how long it takes. ``split``
-cuts a model where stages cost alike, ``stage`` makes modules of the parts; ``pipeline`` runs one,
-with the messages of ``message``.
+cuts a model where stages cost alike, ``rates`` reads what a device was measured to reach; ``stage``
+makes modules of the parts; ``pipeline`` runs one, with the messages of ``message``.
 """
 
 from anychip.train.parallel.mesh import Mesh
 from anychip.train.parallel.pipeline import Pipeline
+from anychip.train.parallel.rates import Rates, flops_per_byte, read_rates
 from anychip.train.parallel.schedule import (
     Action,
     Schedule,
@@ -37,6 +38,7 @@ __all__ = [
     "Mesh",
     "Names",
     "Pipeline",
+    "Rates",
     "Schedule",
     "ScheduleError",
     "Span",
@@ -46,6 +48,7 @@ __all__ = [
     "WholeOptimizer",
     "add_communication",
     "estimate_costs",
+    "flops_per_byte",
     "gpipe",
     "make_stage",
     "measure_costs",
@@ -55,6 +58,7 @@ __all__ = [
     "one_f_one_b",
     "parse",
     "partition",
+    "read_rates",
     "simulate",
     "split_layers",
     "stage_costs",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from anychip.contract import UnsupportedError
-from anychip.train.zero.shards import Shard
+from anychip.operators.partials import BLOCK
+from anychip.train.zero.shards import Shard, state_shape
 
 
 def trainable(model: nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]]) -> list[Any]:
@@ -71,10 +72,18 @@ def check_memory(params: Sequence[Tensor]) -> None:
             )
 
 
-def check_state(made: Mapping[str, Tensor], shard: Shard | None) -> None:
-    """A partitioned parameter has states of its own shape only."""
+def check_state(made: Mapping[str, Tensor], shard: Shard | None, blocks: Mapping[str, int]) -> None:
+    """A partitioned parameter has states of its own shape, or with an entry per block, only."""
+    if shard is None:
+        return
     for name, tensor in made.items():
-        if shard is not None and tensor.shape != shard.values.shape:
+        if BLOCK % blocks.get(name, 1):
+            raise UnsupportedError(
+                f"the rule's state {name!r} has one entry per {blocks[name]} elements; shards "
+                f"begin at multiples of {BLOCK}, of which only divisors can be partitioned. Use "
+                "stage 0"
+            )
+        if tuple(tensor.shape) != state_shape(tuple(shard.values.shape), blocks.get(name)):
             raise UnsupportedError(
                 f"the rule's state {name!r} has the shape {tuple(tensor.shape)} for a parameter of "
                 f"{shard.values.numel()} elements; only states of the parameter's shape can be "

@@ -161,7 +161,7 @@ class Optimizer(torch.optim.Optimizer):
         step = torch.zeros((), dtype=torch.float32, device=fresh[0].device)
         for param in fresh:
             made = self.rule.init(self._pieces.values(param))
-            checks.check_state(made, self._pieces.shard(param))
+            checks.check_state(made, self._pieces.shard(param), self.rule.blocks)
             self.state[param] = {"step": step, **made}
 
     def backward(
@@ -281,6 +281,7 @@ class Optimizer(torch.optim.Optimizer):
 
         For float32 parameters and AdamW, per parameter and with N ranks: 4 + 4 + 8 in stage 0,
         4 + 4 + 8 / N in stage 1, 4 + 4 / N + 8 / N in stage 2; parts differ by a block per bucket.
+        States in 8 bits are 2 + 8 / 256 in place of the 8.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         whole = sum(param.nbytes for param in params)
@@ -303,7 +304,10 @@ class Optimizer(torch.optim.Optimizer):
         if self._shards is not None:
             params = [param for group in self.param_groups for param in group["params"]]
             keeps = to_rank is None or to_rank == self.comm.rank
-            whole = (state.gather(self.state[p], p, self._shards, keeps=keeps) for p in params)
+            blocks = self.rule.blocks
+            whole = (
+                state.gather(self.state[p], p, self._shards, blocks, keeps=keeps) for p in params
+            )
             saved["state"] = {index: entry for index, entry in enumerate(whole) if keeps}
         return saved
 
@@ -316,8 +320,10 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: the groups or shapes are not those of this optimizer, or loss scaling needs
                 a scale and the state has none. Nothing is changed.
         """
-        partitioned = self._shards is not None
-        entries = state.matched(state_dict, self.param_groups, self.state, partitioned=partitioned)
+        partitioned, blocks = self._shards is not None, self.rule.blocks
+        entries = state.matched(
+            state_dict, self.param_groups, self.state, blocks, partitioned=partitioned
+        )
         if self.scaler is not None:
             if "loss_scale" not in state_dict:
                 raise ValueError(
@@ -328,6 +334,7 @@ class Optimizer(torch.optim.Optimizer):
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             steps: dict[float, Tensor] = {}
             for param in group["params"]:
-                state.load(entries[param], self.state[param], self._pieces.shard(param), steps)
+                shard = self._pieces.shard(param)
+                state.load(entries[param], self.state[param], shard, steps, blocks)
             group.update({k: copy.deepcopy(v) for k, v in other.items() if k != "params"})
         self.num_steps = int(state_dict["num_steps"])

@@ -6,6 +6,7 @@ every rank. A rank updates its part of the buffer; an all-gather in place brings
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anychip.contract import Communicator
+from anychip.operators.partials import num_blocks
 from anychip.train.optim import Span
 from anychip.train.zero.partition import Layout
 
@@ -89,14 +91,24 @@ class Shards:
         # A backward through a forward from before the update is an error, as with any optimizer.
         torch.autograd.graph.increment_version(list(updated))
 
-    def whole(self, param: Tensor, piece: Tensor) -> Tensor:
+    def whole(self, param: Tensor, piece: Tensor, block: int | None = None) -> Tensor:
         """All ranks' pieces of something that is cut like a parameter, in its shape.
 
         A collective call.
+
+        Args:
+            block: elements of the parameter per entry; None: it has the parameter's shape.
         """
-        whole = torch.empty(param.shape, dtype=piece.dtype, device=piece.device)
-        self.comm.all_gather(whole, piece.contiguous(), sizes=self.of[param].sizes)
+        shape = state_shape(tuple(param.shape), block)
+        whole = torch.empty(shape, dtype=piece.dtype, device=piece.device)
+        sizes = [num_blocks(size, block or 1) for size in self.of[param].sizes]
+        self.comm.all_gather(whole, piece.contiguous(), sizes=sizes)
         return whole
+
+
+def state_shape(shape: tuple[int, ...], block: int | None) -> tuple[int, ...]:
+    """Of a state that has the parameter's shape (block None), or an entry per block of it."""
+    return shape if block is None else (num_blocks(math.prod(shape), block),)
 
 
 @torch.no_grad()

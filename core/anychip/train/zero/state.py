@@ -8,21 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip.train.zero.shards import Shard, Shards
+from anychip.train.zero.shards import Shard, Shards, state_shape
 
 Entry = Mapping[str, Tensor]
 """State of one parameter by name; ``step`` is its step count."""
 
 
-def gather(entry: Entry, param: Tensor, shards: Shards, *, keeps: bool) -> dict[str, Tensor]:
+def gather(
+    entry: Entry, param: Tensor, shards: Shards, blocks: Mapping[str, int], *, keeps: bool
+) -> dict[str, Tensor]:
     """A parameter's state in whole tensors, on the host. A collective call.
 
     Args:
+        blocks: as :class:`~anychip.train.optim.Rule` has them.
         keeps: False: this rank takes part, and gets nothing.
     """
     found = {}
     for name, tensor in entry.items():
-        whole = tensor if name == "step" else shards.whole(param, tensor)
+        whole = tensor if name == "step" else shards.whole(param, tensor, blocks.get(name))
         if keeps:
             found[name] = whole.to("cpu", copy=name == "step")
     return found
@@ -32,6 +35,7 @@ def matched(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     entries: Mapping[Tensor, Entry],
+    blocks: Mapping[str, int],
     *,
     partitioned: bool,
 ) -> dict[Tensor, Entry]:
@@ -49,10 +53,11 @@ def matched(
     found = {}
     for number, (key, param) in enumerate(zip(keys, params, strict=True)):
         found[param] = state_dict["state"].get(key, {})
-        wanted = {
-            name: tuple(param.shape if partitioned and name != "step" else tensor.shape)
-            for name, tensor in entries[param].items()
-        }
+        wanted = {name: tuple(tensor.shape) for name, tensor in entries[param].items()}
+        if partitioned:
+            shape = tuple(param.shape)
+            whole = {name: state_shape(shape, blocks.get(name)) for name in wanted}
+            wanted = {**whole, "step": wanted["step"]}
         _check_entry(number, found[param], wanted)
     return found
 
@@ -67,19 +72,24 @@ def _check_entry(number: int, saved: Entry, wanted: Mapping[str, tuple[int, ...]
 
 @torch.no_grad()
 def load(
-    saved: Entry, mine: dict[str, Tensor], shard: Shard | None, steps: dict[float, Tensor]
+    saved: Entry,
+    mine: dict[str, Tensor],
+    shard: Shard | None,
+    steps: dict[float, Tensor],
+    blocks: Mapping[str, int],
 ) -> None:
     """Copies an entry, or this rank's part of it.
 
     Args:
+        blocks: as :class:`~anychip.train.optim.Rule` has them.
         steps: step counts of the group so far. Parameters that had counted together go on so.
     """
     for name, tensor in saved.items():
         if name == "step":
             continue
         if shard is not None:
-            end = shard.span.offset + shard.values.numel()
-            tensor = tensor.reshape(-1)[shard.span.offset : end]
+            start = shard.span.offset // blocks.get(name, 1)
+            tensor = tensor.reshape(-1)[start : start + mine[name].numel()]
         mine[name].copy_(tensor)
     count = float(saved["step"])
     if count not in steps:

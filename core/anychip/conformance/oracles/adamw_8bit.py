@@ -1,0 +1,198 @@
+"""Oracle of adamw_8bit: adamw's step of decoded averages, and nearest codes of what they become.
+
+The numbers that codes stand for are listed one by one, in float64, and found again by bisection:
+nothing of the operator's arithmetic is used. Where the error of an average, or of its scale, can
+carry a quotient over the middle between two numbers, the code on either side is right. Source:
+Dettmers et al. 2022, arXiv:2110.02861, section 2; the numbers: :mod:`anychip.operators.adamw_8bit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anychip.conformance.arithmetic import UNIT, Rounded
+from anychip.conformance.calls import Arguments, Call, Draw
+from anychip.conformance.formats import Array
+from anychip.conformance.oracles import quantization, update
+from anychip.conformance.oracles.oracle import Oracle
+
+BLOCK = 256
+_Bytes = NDArray[np.uint8]
+
+
+class _Form(NamedTuple):
+    """The numbers of codes from 0 on, ascending; with a sign, the negative ones are 128 behind."""
+
+    numbers: Array
+    signed: bool
+
+
+def _form(fraction_bits: int, *, signed: bool) -> _Form:
+    digits = np.arange(2**fraction_bits) / 2.0**fraction_bits
+    low = digits * 2.0**-14
+    rest = [(1.0 + digits) * 2.0 ** (exponent - 15) for exponent in range(1, 16)]
+    return _Form(np.concatenate([low, *rest]), signed)
+
+
+_FIRST = _form(3, signed=True)
+_SECOND = _form(4, signed=False)
+
+
+def _decoded(codes: _Bytes, scales: Rounded, form: _Form) -> Rounded:
+    sizes = codes.reshape(-1).astype(np.int64)
+    if form.signed:
+        values = form.numbers[sizes % 128] * np.where(sizes < 128, 1.0, -1.0)
+    else:
+        values = form.numbers[sizes]
+    each = scales.shaped(lambda array: np.repeat(array, BLOCK)[: sizes.size])
+    return (Rounded.exact(values) * each).reshape(*codes.shape)
+
+
+def _nearest(steps: Array, form: _Form) -> Array:
+    """Codes; halves to even."""
+    middles = (form.numbers[1:] + form.numbers[:-1]) / 2.0
+    sizes = np.abs(steps)
+    found = np.searchsorted(middles, sizes)
+    is_tie = (found < middles.size) & (middles[np.minimum(found, middles.size - 1)] == sizes)
+    found = found + (is_tie & (found % 2 == 1))
+    if form.signed:
+        found = np.where((steps < 0.0) & (found > 0), found + 128, found)
+    else:
+        found = np.where(steps > 0.0, np.maximum(found, 1), 0)
+    return np.asarray(found, dtype=np.float64)
+
+
+def _coded(x: Rounded, form: _Form) -> tuple[Rounded, Rounded]:
+    rows = x.shaped(lambda array: quantization._rows(array, BLOCK))
+    scales = quantization._scales(rows, float(form.numbers[-1]))
+    usable = (np.isfinite(scales.value) & (scales.value > 0.0))[:, None]
+    divisor = Rounded(
+        np.where(usable, scales.value[:, None], 1.0),
+        np.where(usable, scales.worst[:, None], 0.0),
+        np.where(usable, scales.spread[:, None], 0.0),
+    )
+    steps = rows / divisor
+    value = np.where(usable, steps.value, 0.0)
+    # A square of 0, of an average of 0, has no error: its code is 0, and not the smallest one.
+    has_error = usable & (form.signed | (value != 0.0))
+    error = np.where(has_error, steps.worst, 0.0) * UNIT
+    low, mid, high = (_nearest(value + shift, form) for shift in (-error, 0.0, error))
+    size = np.maximum(np.abs(high - mid), np.abs(mid - low)) / UNIT
+    codes = Rounded(mid, size, size).shaped(lambda array: array.reshape(-1)[: x.value.size])
+    return codes.reshape(*x.shape), scales
+
+
+def _forward(
+    params: Sequence[Rounded],
+    grads: Sequence[Rounded],
+    exp_avgs: Sequence[_Bytes],
+    exp_avg_scales: Sequence[Rounded],
+    exp_avg_sqs: Sequence[_Bytes],
+    exp_avg_sq_scales: Sequence[Rounded],
+    lr: Rounded,
+    step: Rounded,
+    scale: Rounded | None,
+    clip: Rounded | None,
+    found_inf: Rounded | None,
+    low_precision: Sequence[Rounded] | None,
+    **attrs: Any,
+) -> tuple[Rounded, ...]:
+    if found_inf is not None and found_inf.value != 0.0:
+        firsts, seconds = (
+            [Rounded.exact(codes.astype(np.float64)) for codes in given]
+            for given in (exp_avgs, exp_avg_sqs)
+        )
+        states = (*firsts, *exp_avg_scales, *seconds, *exp_avg_sq_scales)
+        return (*params, *states, step, *(low_precision or ()))
+    firsts, seconds = (
+        [_decoded(codes, scales, form) for codes, scales in zip(*given, strict=True)]
+        for form, given in (
+            (_FIRST, (exp_avgs, exp_avg_scales)),
+            (_SECOND, (exp_avg_sqs, exp_avg_sq_scales)),
+        )
+    )
+    given = (params, grads, firsts, seconds, lr, step, scale, clip, found_inf, low_precision)
+    results = update._adamw_forward(*given, **attrs)
+    count = len(params)
+    states = ()
+    for form, start in ((_FIRST, count), (_SECOND, 2 * count)):
+        made = [_coded(moved, form) for moved in results[start : start + count]]
+        states += (*(codes for codes, _ in made), *(scales for _, scales in made))
+    return (*results[:count], *states, *results[3 * count :])
+
+
+# Calls: those of adamw, with averages in codes
+
+
+def _averages(tensors: Sequence[Tensor], form: _Form) -> tuple[list[Tensor], list[Tensor]]:
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for tensor in tensors:
+        codes, scales = _coded(Rounded.exact(tensor.double().numpy()), form)
+        found[0].append(torch.from_numpy(codes.value.astype(np.uint8)))
+        found[1].append(torch.from_numpy(scales.value).float())
+    return found
+
+
+def coded(make: Callable[[Draw], Arguments], draw: Draw) -> Arguments:
+    """The arguments of adamw as adamw_8bit takes them."""
+    (params, grads, firsts, seconds, *rest), attrs = make(draw)
+    with np.errstate(all="ignore"):
+        states = (*_averages(firsts, _FIRST), *_averages(seconds, _SECOND))
+    return (params, grads, *states, *rest), attrs
+
+
+def with_codes(calls: Iterable[Call]) -> Iterator[Call]:
+    """Calls of adamw as calls of adamw_8bit."""
+    return (replace(call, make=partial(coded, call.make)) for call in calls)
+
+
+def _any_codes(draw: Draw) -> Arguments:
+    """Every byte in every state, far apart scales, and gradients that leave the averages alone."""
+    shapes = ((3, 256), (300,))
+    (params, grads, *_), attrs = update._step(draw, shapes=shapes)
+    states: list[list[Tensor]] = []
+    for top in (20.0, 40.0):
+        codes = [torch.arange(p.numel()) % 256 for p in params]
+        states.append(
+            [c.to(torch.uint8).view(shape) for c, shape in zip(codes, shapes, strict=True)]
+        )
+        blocks = [-(-p.numel() // BLOCK) for p in params]
+        states.append([torch.exp2(draw.uniform(count, low=-top, high=top)) for count in blocks])
+    grads = [g * 0.0 for g in grads]
+    fixed = (draw.scalar(1e-2), draw.scalar(50.0), None, None, None, None)
+    return (params, grads, *states, *fixed), {**attrs, "eps": 1e-3}
+
+
+def _far_apart(draw: Draw, *, shape: tuple[int, ...] = (4, 256)) -> Arguments:
+    """Gradients of 24 octaves in one block, so that the smallest squares are below every code; one
+    block of zeros; an outlier, of whose scale the blocks beside it know nothing."""
+    args, attrs = update._step(draw, shapes=(shape,), step=0.0, zero_moments=True)
+    grad = draw.wide(*shape)
+    grad[1] = 0.0
+    grad[2] = draw.normal(shape[1])
+    grad[2, 77] = 300.0
+    args[1][0].copy_(grad)
+    return args, attrs
+
+
+def _sized(draw: Draw, size: int) -> Arguments:
+    return update._step(draw, shapes=((size,), (3,)))
+
+
+def _calls() -> Iterator[Call]:
+    yield from with_codes(update._adamw_calls())
+    for size in (255, 256, 257, 511, 512, 513, 2049):
+        yield Call(label=f"size:{size}", make=partial(coded, partial(_sized, size=size)))
+    yield Call(label="any-codes", make=_any_codes, statistical=False)
+    yield Call(label="far-apart", make=partial(coded, _far_apart), statistical=False)
+
+
+ADAMW_8BIT = Oracle(forward=_forward, calls=_calls, lower_precision=("plain", "late", "scale-clip"))

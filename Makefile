@@ -26,7 +26,7 @@ ENVIRONMENT := $(VENV)/made-$(call hash,command -v $(PYTHON); cat constraints.tx
 INSTALLED := $(VENV)/installed-$(call hash,echo $(OPTIONS) $(MODULES); cat $(sort $(SOURCES)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test mutants cuda-emulator test-cuda lint native dev clean
+.PHONY: help train test mutants cuda-emulator test-cuda cann-emulator test-npu lint native dev clean
 
 help:
 	@echo 'make train    train a small GPT, about a minute on two cores; ARGS go to `anychip train`'
@@ -34,6 +34,8 @@ help:
 	@echo 'make mutants  600 generated mistakes, which the conformance suite must find; docs/mutants.md'
 	@echo 'make test-cuda  the CUDA kernels on the host: tests in three orders of threads, sanitizers,'
 	@echo '              seeded mistakes, the conformance suite, and with nvcc the machine code; no GPU'
+	@echo 'make test-npu the npu backend on the real torch_npu and an emulated CANN, without an Ascend device,'
+	@echo '              in an environment of its own (build/npu_env-*); make cann-emulator builds both'
 	@echo 'make lint     formatting, types and spelling'
 	@echo 'make native   the C++ kernels alone, with their own tests (plain CMake)'
 	@echo 'make dev      only the environment, with every tool, in $(VENV)'
@@ -72,6 +74,13 @@ cuda-emulator: $(INSTALLED)-test
 test-cuda: cuda-emulator
 	$(BIN)/python -m tests.cuda_emulated --jobs $(JOBS) $(ARGS)
 	$(BIN)/python -m pip --disable-pip-version-check --quiet uninstall --yes anychip-cuda-emulated
+
+# torch_npu stays out of $(VENV): where it is, `import torch` loads it, and fails without CANN.
+cann-emulator: $(INSTALLED)-test
+	$(BIN)/python -m tests.npu --jobs $(JOBS) --only
+
+test-npu: $(INSTALLED)-test
+	$(BIN)/python -m tests.npu --jobs $(JOBS) $(ARGS)
 
 lint: $(INSTALLED)-dev
 	$(BIN)/ruff check .

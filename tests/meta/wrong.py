@@ -26,7 +26,7 @@ class Wrong:
         make: the wrong backend.
         select: a ``-k`` expression, so that a test need not run the whole chapter.
         twin: the correct backend.
-        level: of the suite; quick finds all but what more than two ranks show.
+        level: of the suite; quick finds all but what more than two ranks or the compiler show.
     """
 
     name: str

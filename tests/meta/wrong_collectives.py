@@ -517,7 +517,7 @@ CATALOGUE: tuple[Wrong, ...] = (
     wrong("abort-is-nothing", "a quiet no-op", AbortIsNothing, RULED),
     wrong("calls-not-compared", "mismatched-shape hang", NobodyCompares, "collectives/2/disagree"),
     wrong("time-limit-not-kept",
-          "missing rank: waits for ever", WaitsForEver, "collectives/2/absent/recv"),
+          "missing rank: waits for ever", WaitsForEver, "collectives/2/absent/all_reduce"),
     wrong("dead-rank-not-noticed",
           "dead rank: an error that nobody sees", LossIsSwallowed, "collectives/2/killed"),
     wrong("lost-rank-not-named",

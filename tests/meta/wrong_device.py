@@ -124,8 +124,12 @@ CATALOGUE: tuple[Wrong, ...] = (
         "two answers to one question",
         probe=lambda self: Probe.unavailable("no device"),
     ),
-    wrong_device(
-        "compile-backend-unknown", "a name that nobody knows", compile_backend="inductor2"
+    replace(
+        wrong_device(
+            "compile-backend-unknown", "a name that nobody knows", compile_backend="inductor2"
+        ),
+        level="full",
+        select="compile",
     ),
     wrong_device("identity-changes", "two answers to one question", identity=_counted_identity),
     wrong_device("properties-of-the-first-only", "state of one device", properties=_first_only),

@@ -79,6 +79,7 @@ TWO = ((3, 5), (3, 5))
 THREE = ((3, 5), (3, 5), (3, 5))
 MASK = torch.tensor([[True, False, True, False, True]] * 3)
 INDEX = torch.tensor([2, 0, 1])
+COLUMNS = torch.tensor([[0, 2, 1, 4, 3], [1, 3, 0, 2, 4], [3, 0, 2, 4, 1]])
 PLACES = torch.tensor([[0, 2, 1, 4, 3], [1, 1, 0, 2, 4], [3, 0, 2, 2, 1]])
 
 
@@ -87,6 +88,7 @@ def arithmetic() -> list[Case]:
     return [
         Case(("aclnnAdd",), lambda a, b: torch.add(a, b, alpha=2), TWO),
         Case(("aclnnSub",), lambda a, b: torch.sub(a, b, alpha=2), TWO),
+        Case(("aclnnRsubs",), lambda a: torch.rsub(a, 0.5, alpha=2)),
         Case(("aclnnAdds",), lambda a: torch.add(a, 0.5)),
         Case(("aclnnSubs",), lambda a: torch.sub(a, 0.5)),
         Case(("aclnnInplaceAdd",), in_place("add_", alpha=3), TWO),
@@ -134,6 +136,7 @@ def comparisons() -> list[Case]:
         ("LogicalOr", torch.logical_or),
         ("BitwiseAndTensor", torch.bitwise_and),
         ("BitwiseOrTensor", torch.bitwise_or),
+        ("BitwiseXorTensor", torch.bitwise_xor),
     ):
         cases.append(Case((f"aclnn{row}",), function, (), extra=flags[0]))
     return [
@@ -146,6 +149,18 @@ def comparisons() -> list[Case]:
         Case(("aclnnAny",), lambda m: m.any(0), (), extra=(MASK,)),
         Case(("aclnnFloorDivide",), torch.floor_divide, (), extra=(PLACES, PLACES + 1)),
         Case(("aclnnFloorDivides",), lambda a: a // 2, (), extra=(PLACES,)),
+        Case(
+            ("aclnnDivMods",),
+            lambda a: torch.div(a - 2, 2, rounding_mode="floor"),
+            (),
+            extra=(PLACES,),
+        ),
+        Case(("aclnnBitwiseAndScalar",), lambda a: a & 5, (), extra=(PLACES,)),
+        Case(("aclnnBitwiseOrScalar",), lambda a: a | 5, (), extra=(PLACES,)),
+        Case(("aclnnBitwiseXorScalar",), lambda a: a ^ 5, (), extra=(PLACES,)),
+        Case(("aclnnLeftShift",), lambda a, b: a << b, (), extra=(PLACES, PLACES)),
+        Case(("aclnnLeftShifts",), lambda a: a << 3, (), extra=(PLACES,)),
+        Case(("aclnnRightShift",), lambda a: (a - 2) >> 1, (), extra=(PLACES,)),
     ]
 
 
@@ -160,6 +175,8 @@ def activations() -> list[Case]:
             backward=("aclnnGeluBackward",),
         ),
         Case(("aclnnSilu",), f.silu, backward=("aclnnSiluBackward",)),
+        Case(("aclnnTanh",), torch.tanh, backward=("aclnnTanhBackward",)),
+        Case(("aclnnSigmoid",), torch.sigmoid, backward=("aclnnSigmoidBackward",)),
         Case(("aclnnSoftmax",), lambda a: f.softmax(a, -1), backward=("aclnnSoftmaxBackward",)),
         Case(
             ("aclnnLogSoftmax",),
@@ -192,6 +209,12 @@ def activations() -> list[Case]:
             backward=("aclnnEmbeddingDenseBackward",),
             extra=(torch.tensor([[1, 6, 1], [0, 2, 1]]),),
         ),
+    ]
+
+
+def products() -> list[Case]:
+    """Rows of matrices."""
+    return [
         Case(("aclnnMm",), torch.mm, ((4, 6), (6, 3)), backward=("aclnnMm",)),
         Case(("aclnnMatmul",), torch.matmul, ((2, 4, 6), (6, 3))),
         Case(("aclnnBatchMatMul",), torch.bmm, ((2, 4, 6), (2, 6, 3))),
@@ -201,7 +224,7 @@ def activations() -> list[Case]:
 
 
 def shaping() -> list[Case]:
-    """Rows that copy, fill, select and join."""
+    """Rows that copy, fill, mask and join."""
     return [
         Case(("aclnnInplaceCopy",), lambda a: a.t().contiguous()),
         Case(("aclnnInplaceZero",), in_place("zero_")),
@@ -238,6 +261,12 @@ def shaping() -> list[Case]:
         Case(("aclnnInplaceMaskedFillScalar",), in_place("masked_fill_", 2.0), extra=(MASK,)),
         Case(("aclnnMaskedSelect",), torch.masked_select, extra=(MASK,)),
         Case(("aclnnNonzero",), torch.nonzero, (), extra=(MASK,)),
+    ]
+
+
+def indexing() -> list[Case]:
+    """Rows that select and place by indices, and that sort."""
+    return [
         Case(("aclnnIndex",), lambda a, i: a[i], extra=(INDEX[:2],)),
         Case(
             ("aclnnIndexPutImpl",),
@@ -246,6 +275,32 @@ def shaping() -> list[Case]:
         ),
         Case(("aclnnIndexSelect",), lambda a, i: a.index_select(0, i), extra=(INDEX,)),
         Case(("aclnnGather",), lambda a, i: a.gather(1, i), extra=(PLACES,)),
+        Case(("aclnnScatter",), lambda a, b, i: a.scatter(1, i, b), TWO, extra=(COLUMNS,)),
+        Case(
+            ("aclnnInplaceScatter",),
+            lambda a, b, i: in_place("scatter_", 1, i, b)(a),
+            TWO,
+            extra=(COLUMNS,),
+        ),
+        Case(("aclnnScatterValue",), lambda a, i: a.scatter(1, i, 2.5), extra=(COLUMNS[:, :2],)),
+        Case(
+            ("aclnnInplaceScatterValue",),
+            lambda a, i: in_place("scatter_", 1, i, 2.5)(a),
+            extra=(COLUMNS[:, :2],),
+        ),
+        Case(
+            ("aclnnIndexAdd",),
+            lambda a, b, i: a.index_add(0, i, b, alpha=2),
+            TWO,
+            extra=(torch.tensor([1, 1, 0]),),
+        ),
+        Case(
+            ("aclnnSearchSorted",),
+            lambda e, i: torch.searchsorted(e, i, right=True),
+            (),
+            extra=(torch.tensor([0, 2, 2, 5]), PLACES),
+        ),
+        Case(("aclnnRepeatInterleaveIntWithDim",), lambda a: a.repeat_interleave(2, dim=1)),
         Case(("aclnnScatterAdd",), lambda a, b, i: a.scatter_add(1, i, b), TWO, extra=(PLACES,)),
         Case(("aclnnTopk",), lambda a: tuple(a.topk(2)), dtypes=FLOATS[:1]),
         Case(("aclnnSort",), lambda a: tuple(a.sort(descending=True)), dtypes=FLOATS[:1]),
@@ -263,7 +318,9 @@ def reductions() -> list[Case]:
         Case(("aclnnReduceSum",), lambda a: a.sum(1)),
         Case(("aclnnMean",), lambda a: a.mean(1)),
         Case(("aclnnLinalgVectorNorm",), lambda a: torch.linalg.vector_norm(a)),
+        Case(("aclnnLogSumExp",), lambda a: torch.logsumexp(a, 1)),
         Case(("aclnnAmax",), lambda a: a.amax(1)),
+        Case(("aclnnAminmax",), lambda a: torch.stack(a.aminmax(dim=1))),
         Case(("aclnnAmin",), lambda a: a.amin(1)),
         Case(("aclnnMax",), lambda a: a.max()),
         Case(("aclnnMin",), lambda a: a.min()),
@@ -392,7 +449,7 @@ def torch_npu() -> Any:
 def fused() -> list[Case]:
     """Rows of torch_npu's own functions."""
     f = torch.nn.functional
-    norm, gated, turned = ((3, 16), (16,)), ((3, 32),), ((2, 3, 5, 64),) * 3
+    gated, turned = ((3, 32),), ((2, 3, 5, 64),) * 3
     grads = ("aclnnFlashAttentionScoreGrad",)
     queries, keys = (2, 4, 6, 8), (2, 2, 6, 8)
     attentions = [
@@ -406,12 +463,6 @@ def fused() -> list[Case]:
         Case(("aclnnFlashAttentionVarLenScore",), packed_attention,
              ((8, 4, 8), (8, 2, 8), (8, 2, 8)), packed_reference,
              ("aclnnFlashAttentionUnpaddingScoreGrad",), units=24),
-        Case(("aclnnRmsNorm",), lambda x, g: torch_npu().npu_rms_norm(x, g, 1e-6)[0], norm,
-             rms_norm, ("aclnnRmsNormGrad",), units=24),
-        Case(("aclnnAddRmsNorm",), lambda x, y, g: torch_npu().npu_add_rms_norm(x, y, g, 1e-6)[2],
-             ((3, 16), (3, 16), (16,)), lambda x, y, g: x + y),
-        Case(("aclnnAddRmsNorm",), lambda x, y, g: torch_npu().npu_add_rms_norm(x, y, g, 1e-6)[0],
-             ((3, 16), (3, 16), (16,)), lambda x, y, g: rms_norm(x + y, g), units=24),
         Case(("aclnnSwiGlu",), lambda x: torch_npu().npu_swiglu(x), gated,
              lambda x: f.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], ("aclnnSwiGluGrad",)),
         Case(("aclnnGeGluV3",), lambda x: torch_npu().npu_geglu(x, -1, 1)[0], gated,
@@ -435,6 +486,54 @@ def fused() -> list[Case]:
     ]  # fmt: skip
 
 
+def norms() -> list[Case]:
+    """Rows of torch_npu's own norms, alone and after a sum."""
+    f = torch.nn.functional
+    norm = ((3, 16), (16,))
+    return [
+        Case(("aclnnRmsNorm",), lambda x, g: torch_npu().npu_rms_norm(x, g, 1e-6)[0], norm,
+             rms_norm, ("aclnnRmsNormGrad",), units=24),
+        Case(("aclnnAddRmsNorm",), lambda x, y, g: torch_npu().npu_add_rms_norm(x, y, g, 1e-6)[2],
+             ((3, 16), (3, 16), (16,)), lambda x, y, g: x + y),
+        Case(("aclnnAddRmsNorm",), lambda x, y, g: torch_npu().npu_add_rms_norm(x, y, g, 1e-6)[0],
+             ((3, 16), (3, 16), (16,)), lambda x, y, g: rms_norm(x + y, g), units=24),
+        Case(("aclnnAddLayerNorm",),
+             lambda x, y, g, b: torch_npu().npu_add_layer_norm(x, y, g, b, 1e-5, True)[0],
+             ((3, 16), (3, 16), (16,), (16,)),
+             lambda x, y, g, b: f.layer_norm(x + y, (16,), g, b, 1e-5), units=24),
+        Case(("aclnnAddLayerNorm",),
+             lambda x, y, g, b: torch_npu().npu_add_layer_norm(x, y, g, b, 1e-5, True)[3],
+             ((3, 16), (3, 16), (16,), (16,)), lambda x, y, g, b: x + y),
+    ]  # fmt: skip
+
+
+GROUPS = torch.tensor([2, 2, 6])
+
+
+def product_of_groups(group_type: int) -> Function:
+    """npu_grouped_matmul of the rows (0) or the columns (2) of the first tensor, as one result."""
+
+    def call(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        left = x if group_type == 0 else x.contiguous().t()
+        found = torch_npu().npu_grouped_matmul(
+            [left], [weight], group_list=ends, split_item=3, group_type=group_type
+        )[0]
+        # Nothing is said of the product of an empty group.
+        return found if group_type == 0 else found[[0, 2]]
+
+    return call
+
+
+def rows_of_groups(x: torch.Tensor, weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """The first two rows with the first weight, the others with the last one."""
+    return torch.cat([x[:2] @ weight[0], x[2:] @ weight[2]])
+
+
+def columns_of_groups(x: torch.Tensor, weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """A product of the first two rows, and one of the others."""
+    return torch.stack([x[:2].t() @ weight[:2], x[2:].t() @ weight[2:]])
+
+
 EXPERTS = torch.tensor([[2, 0], [1, 2], [0, 1], [2, 1]])
 PROBABILITIES = torch.tensor([[0.25, 0.75], [0.5, 0.5], [1.0, 0.25], [0.125, 0.5]])
 
@@ -455,7 +554,7 @@ def there_and_back(
 
 
 def experts() -> list[Case]:
-    """Rows of mixtures of experts, and of a token's quantisation."""
+    """Rows of mixtures of experts, products of groups, and a token's quantisation."""
     back = ("aclnnMoeTokenPermuteGrad",)
     return [
         Case(("aclnnMoeGatingTopKSoftmax",),
@@ -467,6 +566,10 @@ def experts() -> list[Case]:
         Case(("aclnnMoeTokenUnpermute",), there_and_back, ((4, 6),),
              lambda x, e, p: 2 * x * p.to(x).sum(1, keepdim=True),
              ("aclnnMoeTokenUnpermuteGrad", *back), extra=(EXPERTS, PROBABILITIES)),
+        Case(("aclnnGroupedMatmulV5",), product_of_groups(0), ((6, 4), (3, 4, 5)), rows_of_groups,
+             extra=(GROUPS,)),
+        Case(("aclnnGroupedMatmulV5",), product_of_groups(2), ((6, 4), (6, 5)), columns_of_groups,
+             extra=(GROUPS,)),
         Case(("aclnnDynamicQuantV2",), lambda x: tuple(torch_npu().npu_dynamic_quant(x)),
              ((3, 8),), quantised, dtypes=FLOATS[1:]),
     ]  # fmt: skip
@@ -492,9 +595,12 @@ CASES = [
     *arithmetic(),
     *comparisons(),
     *activations(),
+    *products(),
     *shaping(),
+    *indexing(),
     *reductions(),
     *lists(),
+    *norms(),
     *fused(),
     *experts(),
 ]

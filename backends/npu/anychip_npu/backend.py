@@ -1,40 +1,69 @@
-"""Which Ascend devices are here, and whether this build can use them. It cannot: it maps nothing.
+"""The npu backend: Ascend NPUs through torch_npu and CANN, without kernels of ours.
 
-The probe looks at device files and installed packages only; it imports neither torch nor torch_npu.
-Operators, memory and collectives come with the mapping and will stand in files of those names.
+Run against torch_npu 2.13.0 on an emulated CANN; not run on Ascend silicon.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from anychip.contract import Backend, OperatorTable, Probe
+from anychip.contract import Backend, Finding, Memory, OperatorTable, Probe
+from anychip_npu import adapter, cann, readiness
+from anychip_npu.device import NpuDevice
 
-DEVICE_FILES = Path("/dev")
-ADAPTER = "torch_npu"
+if TYPE_CHECKING:
+    from anychip.contract.collectives.native import NativeCommunicator
 
 
-class NpuBackend(Backend):
-    """Ascend NPUs through CANN and torch_npu. This version maps no operators to them yet."""
+def _table() -> OperatorTable:
+    """The rows; none where torch_npu cannot be imported, and then the probe says why."""
+    if adapter.obstacle():
+        return OperatorTable()
+    from anychip_npu.operators import table
+
+    return table
+
+
+class NpuBackend(NpuDevice, Backend):
+    """Ascend NPUs."""
 
     name = "npu"
     device_type = "npu"
     c10d_backend = "hccl"
     api = (1, 0)
-    operators = OperatorTable()
+    operators = _table()
 
     def probe(self) -> Probe:
-        """Always unavailable in this version; the reason says which parts of a chip are here."""
-        adapter = "is" if importlib.util.find_spec(ADAPTER) else "is not"
-        return Probe.unavailable(
-            "built without the Ascend operators: they are not part of this version "
-            f"({describe_devices()}, {ADAPTER} {adapter} installed)",
-            fix="pip install . in a version that has the Ascend operators; they need no compiler",
-        )
+        return readiness.answer(_facts())
+
+    def diagnose(self) -> Sequence[Finding]:
+        """torch_npu, CANN, torch's own import, and devices, each by itself."""
+        return readiness.findings(_facts(), adapter.what_import_does())
+
+    @cached_property
+    def memory(self) -> Memory:
+        from anychip_npu.memory import NpuMemory
+
+        return NpuMemory(self)
+
+    def native_communicator(self) -> type[NativeCommunicator]:
+        from anychip_npu.collectives import HcclCommunicator
+
+        return HcclCommunicator
 
 
-def describe_devices(directory: Path = DEVICE_FILES) -> str:
-    """How many Ascend device files (``davinci0``, ``davinci1`` ...) a directory holds, in words."""
-    count = len([path for path in directory.glob("davinci*") if path.name[7:].isdigit()])
-    return f"{count or 'no'} device file{'' if count == 1 else 's'} {directory}/davinci*"
+def _facts() -> readiness.Facts:
+    """What is found here; imports torch_npu only where nothing speaks against it."""
+    versions, obstacle = adapter.versions(), adapter.obstacle()
+    count = 0 if obstacle else int(adapter.module().npu.device_count())
+    return readiness.Facts(
+        versions,
+        cann.missing_library() if versions.adapter is not None else "",
+        cann.environment_script(),
+        obstacle,
+        cann.device_files(),
+        (cann.part() or "Ascend device",) * count,
+        cann.version(),
+    )

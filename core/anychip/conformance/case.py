@@ -33,6 +33,7 @@ class Case:
         run: asks it; raises CheckFailedError, or any other exception, when the answer is wrong.
         capability: without this capability of the backend the case does not apply.
         full: only at level full.
+        elsewhere: other processes do the work: it may be asked by a thread, next to other cases.
         start: called once when a run begins, for what takes long to start and costs little to have.
     """
 
@@ -40,6 +41,7 @@ class Case:
     run: Callable[[Context], None]
     capability: str | None = None
     full: bool = False
+    elsewhere: bool = False
     start: Callable[[], None] | None = None
 
     @property

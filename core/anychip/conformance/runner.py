@@ -7,7 +7,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -144,7 +145,7 @@ def run_case(case: Case, backend: Backend, level: Level, seed: int = 0) -> Resul
         if case.capability is not None and case.capability not in backend.capabilities:
             outcome, missing = "unsupported", case.capability
         else:
-            with _clean_state(backend):
+            with nullcontext() if case.elsewhere else _clean_state(backend):
                 case.run(context)
     except CheckFailedError as error:
         outcome, reason = "failed", str(error)
@@ -217,6 +218,29 @@ def judge(result: Result, entry: Entry | None, version: str) -> Result:
     return with_outcome(result, "expected failure", entry.reason)
 
 
+def _run_here(plan: Plan, cases: Sequence[Case]) -> Iterator[Result]:
+    """Results in the order of the cases.
+
+    Those that only ask other processes are asked by a thread, from the first operator on: the
+    chapters before look at what the whole device does, and those of operators take one core.
+    """
+    for begin in dict.fromkeys(case.start for case in cases if case.start is not None):
+        begin()
+
+    def ask(case: Case) -> Result:
+        return run_case(case, plan.backend, plan.level, plan.seed)
+
+    asked: dict[str, Future[Result]] = {}
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            for case in cases:
+                if case.chapter == "operators" and not asked:
+                    asked = {c.id: thread.submit(ask, c) for c in cases if c.elsewhere}
+                yield asked[case.id].result() if case.id in asked else ask(case)
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+
 def run_plan(
     plan: Plan, *, isolate: bool = False, limit_s: float = 300.0, on_result: OnResult | None = None
 ) -> Report:
@@ -240,9 +264,7 @@ def run_plan(
     if isolate:
         raw = isolation.run_isolated(plan, to_run, limit_s, served)
     else:
-        for begin in dict.fromkeys(case.start for case in to_run if case.start is not None):
-            begin()
-        raw = (run_case(case, plan.backend, plan.level, plan.seed) for case in to_run)
+        raw = _run_here(plan, to_run)
     results = []
     for case, result in zip(to_run, raw, strict=True):
         results.append(judge(result, plan.entry(case), plan.version))

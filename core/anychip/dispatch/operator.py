@@ -150,7 +150,6 @@ class Operator(Generic[P, R]):
         return library.door(self.spec, "_backward")(*flat)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _inlines(name: str, device_type: str, dtype: torch.dtype) -> bool:
     """Whether compiled code should contain the reference itself: no row could serve the call."""
     spec, policy = _operators[name].spec, selection.current.policy
@@ -169,6 +168,11 @@ def _inlines(name: str, device_type: str, dtype: torch.dtype) -> bool:
     reason = None if pinned else "inlined by the compiler: no row for it"
     new_tally(reference_row(spec, "forward"), REFERENCE, fallback=reason).tick()
     return True
+
+
+# What torch.compiler.assume_constant_result does. That one imports the whole compiler for it, a
+# second and a half in every program that never compiles.
+_inlines._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def operator(spec: OperatorSpec) -> Callable[[Callable[P, R]], Operator[P, R]]:

@@ -166,6 +166,7 @@ def test_run_with_lists_gives_each_outcome(tmp_path: Path) -> None:
     )
     report = conformance.run(
         wrong,
+        level="full",
         chapters=["device"],
         select="compile_backend or probe or index/device. or device/identity",
         expectations=file,

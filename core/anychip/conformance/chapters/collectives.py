@@ -47,26 +47,26 @@ def cases(context: Context) -> Iterator[Case]:
     yield Case(id="collectives/1/mistakes", run=mistakes_alone)
     for world in WORLDS:
         ranks = Ranks(context.backend, world)
+        several = partial(Case, elsewhere=True, start=ranks.start)
         where = f"collectives/{world}"
         for call, dtype in itertools.product(VALUES, NAMES):
-            yield Case(
+            yield several(
                 id=f"{where}/{call}/{dtype}",
                 run=partial(together, ranks=ranks, call=call, dtype=dtype),
                 full=world > 2 or dtype not in QUICK,
-                start=ranks.start,
             )
         for name, run in RULES.items():
             full = world > 2 or name in SLOW
-            yield Case(id=f"{where}/{name}", run=partial(run, ranks=ranks), full=full)
+            yield several(id=f"{where}/{name}", run=partial(run, ranks=ranks), full=full)
         for what in DISAGREEMENTS:
-            yield Case(
+            yield several(
                 id=f"{where}/disagree/{what}",
                 run=partial(disagreement, ranks=ranks, what=what),
                 full=world > 2,
             )
         for name, run in LOSSES.items():
             full = world > 2 or name in SLOW
-            yield Case(id=f"{where}/{name}", run=partial(run, ranks=ranks), full=full)
+            yield several(id=f"{where}/{name}", run=partial(run, ranks=ranks), full=full)
 
 
 # One rank
@@ -279,5 +279,5 @@ LOSSES: dict[str, Callable[..., None]] = {
     "abort": abort,
     "killed": death,
 }
-SLOW = ("absent/barrier",)
-"""Each absence takes the whole timeout; at level quick two of them say enough."""
+SLOW = ("absent/barrier", "absent/recv")
+"""Each absence takes the whole timeout; at level quick one of them says enough."""

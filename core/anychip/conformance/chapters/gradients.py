@@ -111,10 +111,11 @@ def cases(context: Context) -> Iterator[Case]:
                     full = oracle.is_full(call, dtype, represented=represented)
                     yield Case(id=f"{where}/{call.label}", run=run, full=full)
             if name in DRAWN and operator.spec.namespace == "anychip":
-                yield Case(id=f"{where}/drawn", run=partial(check_drawn, **subject))
+                drawn = partial(check_drawn, **subject)
+                yield Case(id=f"{where}/drawn", run=drawn, full=represented)
             for rule, applies, check_rule in RULES:
                 if applies(operator, dtype):
-                    full = represented and rule not in ("layouts", "loss-scale")
+                    full = represented and rule != "loss-scale"
                     full = full or (rule in OF_NO_TYPE and dtype != torch.float32)
                     run = partial(check_rule, **subject)
                     yield Case(id=f"{where}/rule:{rule}", run=run, full=full)

@@ -48,12 +48,11 @@ def cases(context: Context) -> Iterator[Case]:
                 yield Case(id=f"{where}/{call.label}", run=run, full=full)
             if name in DRAWN and operator.spec.namespace == "anychip":
                 drawn = partial(check_drawn, operator=operator, oracle=oracle, dtype=dtype)
-                yield Case(id=f"{where}/drawn", run=drawn)
+                yield Case(id=f"{where}/drawn", run=drawn, full=represented)
             for rule, applies, check_rule in (*RULES, *calling_rules.RULES, *index_rules.RULES):
                 if applies(operator, context):
                     bound = partial(check_rule, operator=operator, oracle=oracle, dtype=dtype)
-                    full = represented and rule != "layouts"
-                    full = full or (rule in OF_NO_TYPE and dtype != torch.float32)
+                    full = represented or (rule in OF_NO_TYPE and dtype != torch.float32)
                     yield Case(id=f"{where}/rule:{rule}", run=bound, full=full)
 
 

@@ -38,7 +38,8 @@ def cases(context: Context) -> Iterator[Case]:
     """A curve per recipe, and one with states in 8 bits."""
     for name in oracle.RECIPES:
         yield Case(id=f"training/{name}", run=partial(curve, name=name))
-    yield Case(id="training/states-8bit", run=partial(curve, name="adamw", states="8bit"))
+    run = partial(curve, name="adamw", states="8bit")
+    yield Case(id="training/states-8bit", run=run, full=True)
 
 
 def coded(known: oracle.Envelope) -> oracle.Envelope:

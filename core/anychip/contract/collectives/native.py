@@ -82,7 +82,7 @@ class NativeCommunicator(ProcessGroupCommunicator):
         self._process_group: Any = dist.new_group(
             list(ranks), backend=backend, timeout=limit, use_local_synchronization=True
         )
-        job.at_failure(self._process_group.abort)
+        job.at_failure(self._give_up)
 
     @cached_property
     def capabilities(self) -> Capabilities:
@@ -193,6 +193,10 @@ class NativeCommunicator(ProcessGroupCommunicator):
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
         return _Native(self, where, works)
+
+    def _give_up(self) -> None:
+        """Ends what the chip's library still waits for, after the job has failed."""
+        self._process_group.abort()
 
     def _of_group(self, number: int, ranks: tuple[int, ...], name: str) -> Communicator:
         return type(self)(self.job, number, ranks, name, backend=self.backend, device=self.device)

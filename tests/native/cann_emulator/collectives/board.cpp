@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <stdexcept>
@@ -22,6 +23,7 @@ constexpr auto kPause = std::chrono::microseconds(50);
 struct Header {
   std::atomic<int32_t> mapped;  // ranks that have the file
   std::atomic<int32_t> is_aborted;
+  std::atomic<int32_t> is_closed;  // by the process that made the file
   RankState states[kMaxRanks];
 };
 
@@ -45,6 +47,20 @@ bool is_dead(int process) {
   return state == 'Z' || state == 'X';
 }
 
+// New memory is zero; each rank gives the file its size.
+char* mapped(const std::string& id, int maker, int number, size_t bytes) {
+  const std::string path = "/proc/" + std::to_string(maker) + "/fd/" + std::to_string(number);
+  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  void* address = MAP_FAILED;
+  if (file >= 0 && ftruncate(file, static_cast<off_t>(bytes)) == 0) {
+    address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+  }
+  if (file >= 0) close(file);
+  if (address != MAP_FAILED) return static_cast<char*>(address);
+  throw std::runtime_error("no shared memory for communicator " + id + ": process " +
+                           std::to_string(maker) + ", which made it, may have ended");
+}
+
 std::string listed(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank" : "ranks";
   for (const int rank : ranks) text += " " + std::to_string(rank);
@@ -58,21 +74,28 @@ double seconds() {
   return std::chrono::duration<double>(now).count();
 }
 
+// The file has no name, so that nothing is left behind however the processes end: the others find
+// it among the open files of the process that made it. "process_file_count".
+std::string Board::make() {
+  static std::atomic<int> count{0};
+  const int file = memfd_create("cann_emulator_board", MFD_CLOEXEC);
+  if (file < 0) throw std::runtime_error("no shared memory for a communicator");
+  return std::to_string(getpid()) + "_" + std::to_string(file) + "_" + std::to_string(count++);
+}
+
 Board::Board(const std::string& id, int rank, int ranks, double timeout_s)
     : rank(rank), ranks(ranks), timeout_s_(timeout_s) {
-  if (ranks > kMaxRanks) throw std::runtime_error("the emulator has at most 64 ranks");
-  bytes_ = mailboxes_offset(ranks) + static_cast<size_t>(ranks) * ranks * mailbox_stride();
-  const std::string name = "/anychip_cann_" + id;
-  // Whoever comes first makes it; new memory is zero.
-  const int file = shm_open(name.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600);
-  if (file < 0 || ftruncate(file, static_cast<off_t>(bytes_)) != 0) {
-    throw std::runtime_error("no shared memory for communicator " + id);
+  if (ranks < 1 || ranks > kMaxRanks) {
+    throw std::runtime_error("the emulator has 1 to 64 ranks, not " + std::to_string(ranks));
   }
-  void* address =
-      mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
-  close(file);
-  if (address == MAP_FAILED) throw std::runtime_error("no shared memory for communicator " + id);
-  memory_ = static_cast<char*>(address);
+  int maker = 0;
+  int number = -1;
+  if (rank < 0 || rank >= ranks || sscanf(id.c_str(), "%d_%d_", &maker, &number) != 2) {
+    throw std::runtime_error("rank " + std::to_string(rank) + " of " + std::to_string(ranks) +
+                             ": no communicator " + id);
+  }
+  bytes_ = mailboxes_offset(ranks) + static_cast<size_t>(ranks) * ranks * mailbox_stride();
+  memory_ = mapped(id, maker, number, bytes_);
   Header& header = header_of(memory_);
   header.states[rank].process = getpid();
   ++header.mapped;
@@ -83,13 +106,12 @@ Board::Board(const std::string& id, int rank, int ranks, double timeout_s)
       for (int r = 0; r < ranks; ++r) {
         if (header.states[r].process == 0) missing.push_back(r);
       }
-      shm_unlink(name.c_str());
       munmap(memory_, bytes_);
       throw std::runtime_error(listed(missing) + " did not come to communicator " + id);
     }
     std::this_thread::sleep_for(kPause);
   }
-  if (rank == 0) shm_unlink(name.c_str());
+  if (maker == getpid() && header.is_closed.exchange(1) == 0) close(number);
 }
 
 Board::~Board() { munmap(memory_, bytes_); }
@@ -97,9 +119,11 @@ Board::~Board() { munmap(memory_, bytes_); }
 char* Board::window(int r) { return memory_ + page_rounded(sizeof(Header)) + r * kWindowBytes; }
 
 void Board::abort() { header_of(memory_).is_aborted = 1; }
+void Board::give_up() { is_given_up_ = true; }
 
 void Board::check_alive(const std::string& what, int first, int last, double since_s) {
   Header& header = header_of(memory_);
+  if (is_given_up_) throw std::runtime_error(what + ": the communicator was destroyed");
   if (header.is_aborted) throw std::runtime_error(what + ": the communicator was aborted");
   std::vector<int> dead;
   for (int r = first; r < last; ++r) {
@@ -107,7 +131,8 @@ void Board::check_alive(const std::string& what, int first, int last, double sin
   }
   if (!dead.empty()) throw std::runtime_error(what + ": " + listed(dead) + " ended");
   if (seconds() - since_s > timeout_s_) {
-    throw std::runtime_error(what + ": not done within " + std::to_string(timeout_s_) + " s");
+    throw std::runtime_error(what + ": not done within " +
+                             std::to_string(static_cast<long>(timeout_s_)) + " s");
   }
 }
 

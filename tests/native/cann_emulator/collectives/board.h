@@ -27,8 +27,9 @@ struct RankState {
 // Throws std::runtime_error, with the ranks that are missing, when one is gone or late.
 class Board {
  public:
-  // Opens the file of `id` and waits until `ranks` have; then its name is gone, and nothing is left
-  // behind however the processes end.
+  // Makes the file and returns the id by which every process of this machine opens it.
+  static std::string make();
+  // Opens the file of `id` and waits until `ranks` have.
   Board(const std::string& id, int rank, int ranks, double timeout_s);
   ~Board();
   Board(const Board&) = delete;
@@ -46,6 +47,8 @@ class Board {
   // long ago.
   void check_alive(const std::string& what, int first, int last, double since_s);
   void abort();
+  // Ends this rank's own calls only: they throw where they wait.
+  void give_up();
 
   const int rank;
   const int ranks;
@@ -53,6 +56,7 @@ class Board {
  private:
   Mailbox& mailbox(int from, int to, char** data);
 
+  std::atomic<bool> is_given_up_{false};
   double timeout_s_;
   size_t bytes_;
   char* memory_;

@@ -69,6 +69,10 @@ void begin_late(const Board& board) {
 // Queues a collective; its failure is the stream's and the communicator's.
 template <class Call>
 int queue(const char* name, void* handle, Stream stream, Call call) {
+  if (handle == nullptr) {
+    set_error(std::string(name) + ": no communicator");
+    return kBadParameter;
+  }
   const auto communicator = of(handle);
   const Status status = launch(stream, name, [communicator, call, name] {
     try {
@@ -198,11 +202,14 @@ int connect(uint32_t ranks, const char* id, uint32_t rank, const char* name, voi
 }  // namespace
 
 CANN_API int HcclGetRootInfo(char* info) {
-  static std::atomic<int> count{0};
-  memset(info, 0, kRootInfoBytes);
-  const auto now = std::chrono::system_clock::now().time_since_epoch().count();
-  snprintf(info, kNameBytes, "%d_%llx_%d", getpid(), static_cast<unsigned long long>(now), count++);
-  return kDone;
+  return guarded(
+      "HcclGetRootInfo",
+      [&]() -> int {
+        memset(info, 0, kRootInfoBytes);
+        snprintf(info, kNameBytes, "%s", Board::make().c_str());
+        return kDone;
+      },
+      static_cast<Status>(kInternal));
 }
 CANN_API int HcclCommInitRootInfo(uint32_t ranks, const char* info, uint32_t rank, void** handle) {
   return connect(ranks, info, rank, info, handle);
@@ -211,7 +218,9 @@ CANN_API int HcclCommInitRootInfoConfig(uint32_t ranks, const char* info, uint32
                                         const void*, void** handle) {
   return connect(ranks, info, rank, info, handle);
 }
+// What still waits fails: torch_npu destroys a communicator in order to abort it.
 CANN_API int HcclCommDestroy(void* handle) {
+  of(handle)->board->give_up();
   delete static_cast<Handle>(handle);
   return kDone;
 }

@@ -220,6 +220,7 @@ OPERATOR(aclnnFlashAttentionVarLenScore, kFloats, Tensor query, Tensor key, Tens
          OptionalTensor, Tensor out) {
   check_packed(layout, pse, dropout);
   for (const Range& r : ranges(query_ends, key_ends)) {
+    if (r.queries == 0) continue;
     const Operands x = packed_operands(query, key, value, r);
     const OptionalTensor cut = mask_of(mask, r, sparse_mode);
     const Tensor s = scores(x, pse, scale, cut, {sparse_mode, before, after});
@@ -238,6 +239,7 @@ OPERATOR(aclnnFlashAttentionUnpaddingScoreGrad, kFloats, Tensor query, Tensor ke
          Tensor grad_query, Tensor grad_key, Tensor grad_value, OptionalTensor) {
   check_packed(layout, pse, dropout);
   for (const Range& r : ranges(query_ends, key_ends)) {
+    if (r.queries == 0) continue;
     const Operands x = packed_operands(query, key, value, r);
     const OptionalTensor cut = mask_of(mask, r, sparse_mode);
     const Tensor s = scores(x, pse, scale, cut, {sparse_mode, before, after});

@@ -109,6 +109,12 @@ OPERATOR(aclnnPowScalarTensor, kAny, Scalar self, Tensor exponent, Tensor out) {
 OPERATOR(aclnnFloorDivides, kAny, Tensor self, Scalar other, Tensor out) {
   write(out, at::floor_divide(self, at::scalar_tensor(other)));
 }
+// mode: 0 rounds nothing, 1 to zero, 2 down.
+OPERATOR(aclnnDivMods, kAny, Tensor self, Scalar other, Int mode, Tensor out) {
+  TORCH_CHECK(mode >= 0 && mode <= 2, "mode 0 to 2, got ", mode);
+  if (mode == 0) return write(out, at::div(self, other));
+  write(out, at::div(self, other, mode == 1 ? "trunc" : "floor"));
+}
 OPERATOR(aclnnClamp, kAny, Tensor self, OptionalScalar low, OptionalScalar high, Tensor out) {
   write(out, at::clamp(self, low, high));
 }
@@ -154,4 +160,11 @@ OPERATOR(aclnnGeluBackwardV2, kFloats, Tensor grad, Tensor self, Text approximat
 }
 OPERATOR(aclnnSiluBackward, kFloats, Tensor grad, Tensor self, Tensor out) {
   write(out, at::silu_backward(grad, self));
+}
+// Of the two below, the second argument is the forward's result.
+OPERATOR(aclnnTanhBackward, kFloats, Tensor grad, Tensor result, Tensor out) {
+  write(out, at::tanh_backward(grad, result));
+}
+OPERATOR(aclnnSigmoidBackward, kFloats, Tensor grad, Tensor result, Tensor out) {
+  write(out, at::sigmoid_backward(grad, result));
 }

@@ -75,11 +75,13 @@ OPERATOR(aclnnForeachAddcdivScalarV2, kFloats, Tensors self, Tensors a, Tensors 
   each(out, [&](size_t i) { return at::addcdiv(self[i], a[i], b[i], value); });
 }
 
-// found becomes 1 where an element is not finite; the tensors are scaled in place in any case.
+// found becomes 1 where an element is not finite; the tensors are scaled in place in any case. The
+// scale is float32, and so is the product: one of float16 would lose a scale above 2^24.
 OPERATOR(aclnnForeachNonFiniteCheckAndUnscale, kFloats, Tensors tensors, Tensor found,
          Tensor inverse_scale) {
   for (const Tensor& tensor : tensors) {
+    TORCH_CHECK(tensor.scalar_type() == tensors[0].scalar_type(), "a list has one data type");
     if (!at::isfinite(tensor).all().item<bool>()) found.fill_(1);
-    tensor.mul_(inverse_scale.reshape({}).to(tensor.scalar_type()));
+    write(tensor, tensor.to(at::kFloat) * inverse_scale.reshape({}));
   }
 }

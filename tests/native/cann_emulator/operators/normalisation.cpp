@@ -12,6 +12,9 @@ Ints last_dimensions(int64_t dims, int64_t count) {
 }
 
 Tensor widened(const Tensor& value) { return value.to(at::kFloat); }
+OptionalTensor widened(const OptionalTensor& value) {
+  return value ? OptionalTensor(value->to(at::kFloat)) : std::nullopt;
+}
 
 // x * rsqrt(mean(x^2) + eps) over the dimensions of gamma (Zhang and Sennrich 2019, equation 4).
 void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, const Tensor& y,
@@ -45,7 +48,8 @@ void rotate(const Tensor& x, const Tensor& cosine, const Tensor& sine, Int mode,
 
 OPERATOR(aclnnLayerNorm, kFloats, Tensor x, Ints shape, OptionalTensor weight, OptionalTensor bias,
          double epsilon, Tensor out, OptionalTensor mean, OptionalTensor rstd) {
-  const auto [y, m, r] = at::native_layer_norm(x, shape, weight, bias, epsilon);
+  const auto [y, m, r] =
+      at::native_layer_norm(widened(x), shape, widened(weight), widened(bias), epsilon);
   write(out, y);
   if (mean) write(*mean, m);
   if (rstd) write(*rstd, r);
@@ -53,12 +57,26 @@ OPERATOR(aclnnLayerNorm, kFloats, Tensor x, Ints shape, OptionalTensor weight, O
 OPERATOR(aclnnLayerNormBackward, kFloats, Tensor grad, Tensor x, Ints shape, Tensor mean,
          Tensor rstd, OptionalTensor weight, OptionalTensor bias, Bools wanted,
          OptionalTensor grad_x, OptionalTensor grad_weight, OptionalTensor grad_bias) {
-  const auto [gx, gw, gb] = at::native_layer_norm_backward(
-      grad, x, shape, mean.to(x.scalar_type()), rstd.to(x.scalar_type()), weight, bias,
-      {wanted.at(0), wanted.at(1), wanted.at(2)});
+  const auto [gx, gw, gb] =
+      at::native_layer_norm_backward(widened(grad), widened(x), shape, mean, rstd, widened(weight),
+                                     widened(bias), {wanted.at(0), wanted.at(1), wanted.at(2)});
   if (wanted[0] && grad_x) write(*grad_x, gx);
   if (wanted[1] && grad_weight) write(*grad_weight, gw);
   if (wanted[2] && grad_bias) write(*grad_bias, gb);
+}
+
+// The sum that is normalised is not rounded before, as the published kernel has it.
+OPERATOR(aclnnAddLayerNorm, kFloats, Tensor x1, Tensor x2, Tensor gamma, Tensor beta,
+         OptionalTensor bias, double epsilon, bool with_sum, Tensor y, Tensor mean, Tensor rstd,
+         Tensor sum) {
+  Tensor total = widened(x1) + widened(x2);
+  if (bias) total = total + widened(*bias);
+  const auto [normal, m, r] =
+      at::native_layer_norm(total, {total.size(-1)}, widened(gamma), widened(beta), epsilon);
+  write(y, normal);
+  write(mean, m);
+  write(rstd, r);
+  if (with_sum) write(sum, total);
 }
 
 OPERATOR(aclnnRmsNorm, kFloats, Tensor x, Tensor gamma, double epsilon, Tensor y, Tensor rstd) {

@@ -33,6 +33,11 @@ OPERATOR(aclnnAmax, kAny, Tensor self, OptionalInts dims, bool keep, Tensor out)
 OPERATOR(aclnnAmin, kAny, Tensor self, OptionalInts dims, bool keep, Tensor out) {
   write(out, at::amin(self, dims.value_or(Ints{}), keep));
 }
+OPERATOR(aclnnAminmax, kAny, Tensor self, OptionalInts dims, bool keep, Tensor least,
+         Tensor largest) {
+  write(least, at::amin(self, dims.value_or(Ints{}), keep));
+  write(largest, at::amax(self, dims.value_or(Ints{}), keep));
+}
 OPERATOR(aclnnMax, kAny, Tensor self, Tensor out) { write(out, at::max(self)); }
 OPERATOR(aclnnMin, kAny, Tensor self, Tensor out) { write(out, at::min(self)); }
 OPERATOR(aclnnMaxDim, kAny, Tensor self, Int dim, bool keep, Tensor values, Tensor indices) {

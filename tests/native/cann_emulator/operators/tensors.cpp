@@ -83,6 +83,15 @@ OPERATOR(aclnnGather, kAny, Tensor self, Int dim, Tensor index, Tensor out) {
 OPERATOR(aclnnScatterAdd, kAny, Tensor self, Int dim, Tensor index, Tensor source, Tensor out) {
   write(out, at::scatter_add(self, dim, index, source));
 }
+OPERATOR(aclnnIndexAdd, kAny, Tensor self, Int dim, Tensor index, Tensor source, Scalar alpha,
+         Tensor out) {
+  write(out, at::index_add(self, dim, index, source, alpha));
+}
+OPERATOR(aclnnSearchSorted, kAny, Tensor sorted, Tensor self, bool is_int32, bool right,
+         OptionalTensor sorter, Tensor out) {
+  TORCH_CHECK(!sorter, "the emulator has no sorter here");
+  write(out, at::searchsorted(sorted, self, is_int32, right));
+}
 OPERATOR(aclnnEmbedding, kAny, Tensor weight, Tensor indices, Tensor out) {
   write(out, at::embedding(weight, indices.to(at::kLong)));
 }

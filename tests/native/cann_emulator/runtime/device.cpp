@@ -39,10 +39,7 @@ std::map<int, std::string> compile_options;
 // A context is its device: an address inside this array.
 char contexts[64];
 
-const std::string& version() {
-  static const std::string text = setting_text("VERSION", "8.5.0");
-  return text;
-}
+std::string version() { return setting_text("VERSION", "8.5.0"); }
 
 }  // namespace
 
@@ -51,6 +48,7 @@ CANN_API int aclInit(const char*) {
   const std::lock_guard<std::mutex> lock(options_mutex);
   if (is_initialised) return kAlreadyInitialised;
   is_initialised = true;
+  check_settings();
   watch_strict_memory();
   return kSuccess;
 }

@@ -167,6 +167,8 @@ const Mapping* mapping_of(uintptr_t address, uintptr_t* start) {
   return &after->second;
 }
 
+struct sigaction watched_before;
+
 // What a person reads when code on the host touches device memory. Only functions that a signal
 // handler may call.
 void say_what_was_touched(int, siginfo_t* info, void*) {
@@ -179,7 +181,8 @@ void say_what_was_touched(int, siginfo_t* info, void*) {
     const ssize_t written = write(STDERR_FILENO, text, sizeof text - 1);
     static_cast<void>(written);
   }
-  signal(SIGSEGV, SIG_DFL);
+  // The access happens again, for whoever watched before: Python's faulthandler, or the end.
+  sigaction(SIGSEGV, &watched_before, nullptr);
 }
 
 }  // namespace
@@ -189,7 +192,7 @@ void watch_strict_memory() {
   struct sigaction action{};
   action.sa_sigaction = say_what_was_touched;
   action.sa_flags = SA_SIGINFO;
-  sigaction(SIGSEGV, &action, nullptr);
+  sigaction(SIGSEGV, &action, &watched_before);
 }
 
 void* reachable(const void* pointer) {
@@ -267,8 +270,7 @@ CANN_API int aclrtGetMemInfo(int, size_t* free_bytes, size_t* total_bytes) {
   });
 }
 
-// Copies that the host waits for come after everything queued on the default stream, as on a
-// device.
+// Copies that the host waits for do not wait for any stream: what they read must be there.
 CANN_API int aclrtMemcpy(void* to, size_t room, const void* from, size_t size, int) {
   if (size > room) {
     set_error("aclrtMemcpy: " + std::to_string(size) + " bytes into " + std::to_string(room));

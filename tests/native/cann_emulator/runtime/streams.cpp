@@ -1,8 +1,6 @@
 // Streams and events: each stream is a thread, so that work is as late as on a device.
 #include "runtime/state.h"
 
-#include <algorithm>
-
 namespace cann {
 namespace {
 
@@ -35,11 +33,36 @@ Queue::~Queue() {
   thread_.join();
 }
 
-void Queue::push(const char* name, Work work) {
+void Queue::push(const char* name, Work work) { add({name, std::move(work)}); }
+
+void Queue::push_record(std::shared_ptr<Record> record) {
+  const auto complete = [this, record = std::move(record)] {
+    const std::lock_guard<std::mutex> lock(record->mutex);
+    record->is_complete = true;
+    record->time = Clock::now();
+    // Only this queue's thread, which runs this, writes it.
+    record->failure = failure_ ? failure_ : lost_device();
+    record->changed.notify_all();
+  };
+  add({"event record", complete, true});
+}
+
+std::optional<Failure> Record::wait() {
+  std::unique_lock<std::mutex> lock(mutex);
+  changed.wait(lock, [this] { return is_complete; });
+  return failure;
+}
+
+std::shared_ptr<Record> Event::now() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return last;
+}
+
+void Queue::add(Item item) {
   static const bool is_synchronous = setting("SYNCHRONOUS", 0) != 0;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    items_.push_back({name, std::move(work)});
+    items_.push_back(std::move(item));
   }
   changed_.notify_all();
   if (is_synchronous) wait(-1);
@@ -55,11 +78,10 @@ void Queue::do_one(Item& item) {
       std::this_thread::sleep_for(std::chrono::microseconds((number >> 8) % longest_us));
     }
   }
-  if (const auto lost = lost_device()) {
-    failure_ = lost;
-    return;
+  if (!item.is_record) {
+    if (const auto lost = lost_device()) throw DeviceError(*lost);
+    fault_at_work(item.name);
   }
-  fault_at_work(item.name);
   item.work();
 }
 
@@ -72,15 +94,18 @@ void Queue::run() {
     Item item = std::move(items_.front());
     items_.pop_front();
     is_busy_ = true;
-    const bool is_failed = failure_.has_value();
+    const bool is_skipped = failure_.has_value() && !item.is_record;
     lock.unlock();
     std::optional<Failure> failure;
-    // Events still complete on a failed stream, or whoever waits for them would wait for ever.
-    if (!is_failed || item.name.rfind("event", 0) == 0) {
+    if (!is_skipped) {
       try {
         do_one(item);
+      } catch (const DeviceError& error) {
+        failure = Failure{error.status, error.what()};
       } catch (const std::exception& error) {
         failure = Failure{kCoreException, item.name + ": " + error.what()};
+      } catch (...) {
+        failure = Failure{kCoreException, item.name + ": an exception of unknown type"};
       }
     }
     item.work = nullptr;
@@ -101,9 +126,10 @@ Status Queue::wait(long timeout_ms) {
               " ms");
     return kWaitTimeout;
   }
-  if (!failure_) return kSuccess;
-  set_error(failure_->message);
-  return failure_->status;
+  const auto failure = failure_ ? failure_ : lost_device();
+  if (!failure) return kSuccess;
+  set_error(failure->message);
+  return failure->status;
 }
 
 bool Queue::is_idle() {
@@ -140,17 +166,20 @@ Status wait_for_device(int device, long timeout_ms) {
 }
 
 Status launch(Stream stream, const char* name, Work work) {
-  if (const auto lost = lost_device()) {
-    set_error(lost->message);
-    return lost->status;
-  }
-  const auto queue = queue_of(stream);
-  if (!queue) {
-    set_error(std::string(name) + ": the stream does not exist, or was destroyed");
-    return kInvalidHandle;
-  }
-  queue->push(name, std::move(work));
-  return kSuccess;
+  const int status = guarded(name, [&]() -> int {
+    if (const auto lost = lost_device()) {
+      set_error(lost->message);
+      return lost->status;
+    }
+    const auto queue = queue_of(stream);
+    if (!queue) {
+      set_error(std::string(name) + ": the stream does not exist, or was destroyed");
+      return kInvalidHandle;
+    }
+    queue->push(name, std::move(work));
+    return kSuccess;
+  });
+  return static_cast<Status>(status);
 }
 
 }  // namespace cann
@@ -160,9 +189,7 @@ using cann::Queue;
 
 namespace {
 
-using EventHandle = std::shared_ptr<Event>*;
-
-Event& event_of(void* handle) { return **static_cast<EventHandle>(handle); }
+Event& event_of(void* handle) { return *static_cast<Event*>(handle); }
 
 int new_stream(cann::Stream* stream) {
   return cann::guarded("aclrtCreateStream", [&]() -> int {
@@ -175,12 +202,22 @@ int new_stream(cann::Stream* stream) {
 }
 
 int wait_for_stream(cann::Stream stream, long timeout_ms) {
-  const auto queue = cann::queue_of(stream);
-  return queue ? queue->wait(timeout_ms) : kInvalidHandle;
+  return cann::guarded("aclrtSynchronizeStream", [&]() -> int {
+    const auto queue = cann::queue_of(stream);
+    if (queue) return queue->wait(timeout_ms);
+    cann::set_error("aclrtSynchronizeStream: the stream does not exist, or was destroyed");
+    return kInvalidHandle;
+  });
+}
+
+// When the queue came to it; nullopt when it has not yet.
+std::optional<cann::Clock::time_point> time_of(cann::Record& record) {
+  const std::lock_guard<std::mutex> lock(record.mutex);
+  return record.is_complete ? std::optional(record.time) : std::nullopt;
 }
 
 int new_event(void** event) {
-  *event = new std::shared_ptr<Event>(std::make_shared<Event>());
+  *event = new Event();
   return kSuccess;
 }
 
@@ -246,47 +283,46 @@ CANN_API int aclrtCreateEvent(void** event) { return new_event(event); }
 CANN_API int aclrtCreateEventWithFlag(void** event, uint32_t) { return new_event(event); }
 CANN_API int aclrtCreateEventExWithFlag(void** event, uint32_t) { return new_event(event); }
 CANN_API int aclrtDestroyEvent(void* event) {
-  delete static_cast<EventHandle>(event);
+  delete &event_of(event);
   return kSuccess;
 }
 CANN_API int aclrtRecordEvent(void* handle, cann::Stream stream) {
-  std::shared_ptr<Event> event = *static_cast<EventHandle>(handle);
-  uint64_t number;
-  {
-    const std::lock_guard<std::mutex> lock(event->mutex);
-    number = ++event->recorded;
-  }
-  return cann::launch(stream, "event record", [event, number] {
-    const std::lock_guard<std::mutex> lock(event->mutex);
-    event->completed = std::max(event->completed, number);
-    event->time = cann::Clock::now();
-    event->changed.notify_all();
+  return cann::guarded("aclrtRecordEvent", [&]() -> int {
+    const auto queue = cann::queue_of(stream);
+    if (!queue) {
+      cann::set_error("aclrtRecordEvent: the stream does not exist, or was destroyed");
+      return kInvalidHandle;
+    }
+    const auto record = std::make_shared<cann::Record>();
+    Event& event = event_of(handle);
+    {
+      const std::lock_guard<std::mutex> lock(event.mutex);
+      event.last = record;
+    }
+    queue->push_record(record);
+    return kSuccess;
   });
 }
 CANN_API int aclrtStreamWaitEvent(cann::Stream stream, void* handle) {
-  std::shared_ptr<Event> event = *static_cast<EventHandle>(handle);
-  uint64_t number;
-  {
-    const std::lock_guard<std::mutex> lock(event->mutex);
-    number = event->recorded;
-  }
-  return cann::launch(stream, "event wait", [event, number] {
-    std::unique_lock<std::mutex> lock(event->mutex);
-    event->changed.wait(lock, [&] { return event->completed >= number; });
+  const auto record = event_of(handle).now();
+  if (!record) return kSuccess;
+  return cann::launch(stream, "event wait", [record] {
+    // What was waited for is not there: going on would compute with garbage.
+    if (const auto failure = record->wait()) throw cann::DeviceError(*failure);
   });
 }
 CANN_API int aclrtResetEvent(void*, cann::Stream) { return kSuccess; }
 CANN_API int aclrtSynchronizeEvent(void* handle) {
-  Event& event = event_of(handle);
-  std::unique_lock<std::mutex> lock(event.mutex);
-  const uint64_t number = event.recorded;
-  event.changed.wait(lock, [&] { return event.completed >= number; });
-  return kSuccess;
+  const auto record = event_of(handle).now();
+  if (!record) return kSuccess;
+  const auto failure = record->wait();
+  if (!failure) return kSuccess;
+  cann::set_error(failure->message);
+  return failure->status;
 }
 CANN_API int aclrtQueryEventStatus(void* handle, int* status) {
-  Event& event = event_of(handle);
-  const std::lock_guard<std::mutex> lock(event.mutex);
-  *status = event.completed >= event.recorded ? 1 : 0;
+  const auto record = event_of(handle).now();
+  *status = !record || time_of(*record) ? 1 : 0;
   return kSuccess;
 }
 CANN_API int aclrtQueryEventWaitStatus(void*, int* status) {
@@ -294,12 +330,23 @@ CANN_API int aclrtQueryEventWaitStatus(void*, int* status) {
   return kSuccess;
 }
 CANN_API int aclrtEventElapsedTime(float* milliseconds, void* start, void* end) {
-  const auto duration = event_of(end).time - event_of(start).time;
-  *milliseconds = std::chrono::duration<float, std::milli>(duration).count();
+  std::optional<cann::Clock::time_point> times[2];
+  for (int i = 0; i < 2; ++i) {
+    const auto record = event_of(i == 0 ? start : end).now();
+    if (record) times[i] = time_of(*record);
+    if (!times[i]) {
+      cann::set_error("aclrtEventElapsedTime: an event is not recorded, or not complete yet");
+      return kEventNotComplete;
+    }
+  }
+  *milliseconds = std::chrono::duration<float, std::milli>(*times[1] - *times[0]).count();
   return kSuccess;
 }
 CANN_API int aclrtEventGetTimestamp(void* handle, uint64_t* microseconds) {
-  const auto time = event_of(handle).time.time_since_epoch();
-  *microseconds = std::chrono::duration_cast<std::chrono::microseconds>(time).count();
+  const auto record = event_of(handle).now();
+  const auto time = record ? time_of(*record) : std::nullopt;
+  if (!time) return kEventNotComplete;
+  *microseconds =
+      std::chrono::duration_cast<std::chrono::microseconds>(time->time_since_epoch()).count();
   return kSuccess;
 }

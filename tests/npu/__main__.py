@@ -1,0 +1,116 @@
+"""Everything about the npu backend that can be shown without an Ascend device; `make test-npu`.
+
+    python -m tests.npu [--torch-npu VERSION] [--only STEP ...] [--jobs N] [-k EXPRESSION]
+
+Makes an environment with torch_npu, builds the CANN emulator for it, and runs the steps on it. Each
+writes what it prints to build/npu_logs; the end says which failed. Exit status 1 when one did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.npu.environment import BUILD, ROOT, CommandError, Environment, Log, pinned
+
+
+class Step(NamedTuple):
+    """Something to be shown, and the program of the environment that shows it."""
+
+    name: str
+    says: str
+    command: Sequence[str]
+
+
+STEPS: Sequence[Step] = (
+    Step(
+        "tests",
+        "tests/npu: emulator, rows, training, ranks, faults, doctor",
+        ("pytest", "-q", "-p", "no:cacheprovider", "tests/npu"),
+    ),
+    Step(
+        "conformance",
+        "conformance suite of npu, level quick",
+        ("anychip", "conformance", "--backend", "npu", "--level", "quick"),
+    ),
+)
+
+
+def show(step: Step, environment: Environment, words: Sequence[str]) -> bool:
+    """Runs one step and says how it went."""
+    start = time.monotonic()
+    log, problem = Log(logs(environment) / f"{step.name}.txt"), ""
+    program, *rest = step.command
+    try:
+        log.command(environment.program(program), *rest, *words, env=environment.variables())
+    except CommandError as error:
+        problem = str(error)
+    took = time.monotonic() - start
+    print(
+        f"{'FAILED' if problem else 'passed'} {step.name} ({took:.0f} s): {step.says}", flush=True
+    )
+    last = log.end(40 if problem else 1)
+    print(f"  {problem}; the end of {log.path.relative_to(ROOT)}:\n{last}" if problem else last)
+    return not problem
+
+
+def logs(environment: Environment) -> Path:
+    return BUILD / "npu_logs" / environment.torch_npu
+
+
+def make_ready(environment: Environment, jobs: int) -> bool:
+    """The environment and the emulator."""
+    start = time.monotonic()
+    for name, make in (
+        ("environment", environment.make),
+        ("emulator", lambda log: environment.build(log, jobs)),
+    ):
+        log = Log(logs(environment) / f"{name}.txt")
+        try:
+            make(log)
+        except CommandError as error:
+            print(f"FAILED to make the {name}: {error}; the end of {log.path.relative_to(ROOT)}:")
+            print(log.end())
+            return False
+    took = time.monotonic() - start
+    print(
+        f"torch_npu {environment.torch_npu} and the emulator are ready ({took:.0f} s)", flush=True
+    )
+    return True
+
+
+def main() -> int:
+    """The command line."""
+    names = [step.name for step in STEPS]
+    parser = argparse.ArgumentParser(prog="python -m tests.npu")
+    parser.add_argument("--torch-npu", default=pinned(), metavar="VERSION")
+    parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="STEP")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("-k", default="", metavar="EXPRESSION", help="chooses among the tests")
+    given = parser.parse_args()
+    environment = Environment(torch_npu=given.torch_npu)
+    if not make_ready(environment, given.jobs):
+        return 1
+    if not given.only:
+        print("to use it:")
+        print(f"  . {shlex.quote(os.path.relpath(environment.program('activate')))}")
+        print(f"  export LD_LIBRARY_PATH={shlex.quote(str(environment.emulator / 'lib'))}")
+        return 0
+    chosen = [step for step in STEPS if step.name in given.only]
+    words = {"tests": ["-k", given.k] if given.k else []}
+    with ThreadPoolExecutor(given.jobs) as pool:
+        done = pool.map(lambda step: show(step, environment, words.get(step.name, [])), chosen)
+        failed = [step.name for step, passed in zip(chosen, done, strict=True) if not passed]
+    print(f"{len(chosen) - len(failed)} of {len(chosen)} steps passed", *failed, sep=", failed: ")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,7 +19,8 @@ import pytest
 torch = pytest.importorskip("torch")
 torch_npu = pytest.importorskip("torch_npu")
 
-from tests.npu.aclnn_cases import CASES, Case  # noqa: E402
+from tests.npu.aclnn_case import Case  # noqa: E402
+from tests.npu.aclnn_cases import CASES  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Cannot create tensor with internal format:UserWarning"

@@ -1,0 +1,39 @@
+"""A call that reaches rows of the emulator's operator table.
+
+A case has the rows that it must reach, a function of tensors, the shapes of its float inputs and,
+where torch on a CPU has no such function, a reference. Both are run on float64 copies too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. ``shapes`` are of normal numbers; ``low`` shifts their absolute value above it.
+
+    ``units`` bounds the error, in units of the dtype's epsilon and the largest reference value.
+    """
+
+    rows: tuple[str, ...]
+    call: Function
+    shapes: tuple[tuple[int, ...], ...] = ((3, 5),)
+    reference: Function | None = None
+    backward: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    low: float | None = None
+    units: float = 8
+    extra: tuple[torch.Tensor, ...] = field(default=())
+
+    @property
+    def name(self) -> str:
+        """The first row, without its prefix."""
+        return self.rows[0].removeprefix("aclnn")

@@ -380,6 +380,8 @@ def timed_reduce() -> None:
 
 def multiply_int16() -> None:
     """A product of 16-bit integers, which HCCL's reference does not list."""
+    # torch_npu's own thread may not have told of the refusal yet when the device is waited for.
+    os.environ["ASCEND_LAUNCH_BLOCKING"] = "1"
     rank_and_ranks()
     x = torch.ones(4, device="npu", dtype=torch.int16)
     try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from anychip.contract import Memory
+from anychip.contract import Memory, MemoryInfo
 from anychip_npu import errors
 
 if TYPE_CHECKING:
@@ -39,6 +39,15 @@ class NpuMemory(Memory):
                 f"backend {self.backend.name!r}: cannot allocate {nbytes} bytes on "
                 f"{self.backend.device(index)}: {free} of {total} bytes are free; {error}"
             ) from error
+
+    def info(self, index: int | None = None) -> MemoryInfo:
+        """As the contract says.
+
+        In a thread that has set no device, torch_npu 2.13 answers for the one it used last,
+        whichever is asked for. So the current one is set, which changes nothing else.
+        """
+        self.backend.set_device(self.backend.current_device())
+        return super().info(index)
 
     def reset_peak(self, index: int | None = None) -> None:
         self.backend.device_module().init()  # an allocator that was not started has no counters

@@ -112,9 +112,9 @@ def capabilities() -> Capabilities:
     """What HCCL moves and reduces through torch_npu.
 
     bool travels as a byte. torch_npu makes int32 of the unsigned byte for all_reduce, and for
-    nothing else that reduces. float64 would travel, but
-    torch_npu has no such tensors: it makes them float32. The 8-bit floats need a later part than
-    Atlas A2; 16-bit integers travel on no other chip, and are not declared.
+    nothing else that reduces. float64 would travel, but torch_npu has no such tensors: it makes
+    them float32. The 8-bit floats need a later part than Atlas A2; 16-bit integers travel on no
+    other chip, and are not declared.
     """
     floats = {torch.float32, torch.bfloat16, torch.float16}
     integers = {torch.int8, torch.int32, torch.int64}

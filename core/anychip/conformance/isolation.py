@@ -124,7 +124,7 @@ class Child:
             if message is None:
                 reason = self._how_it_ended()
                 if self.limit_s == STARTUP_S:
-                    raise RuntimeError(f"--isolate: the child process did not start: {reason}")
+                    raise RuntimeError(f"the process that asks the cases did not start: {reason}")
                 yield Result(case=self.ids[done], outcome="failed", reason=reason, crashed=True)
                 return
             if "ready" in message:

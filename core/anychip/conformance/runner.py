@@ -7,7 +7,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -218,40 +217,24 @@ def judge(result: Result, entry: Entry | None, version: str) -> Result:
     return with_outcome(result, "expected failure", entry.reason)
 
 
-def _run_here(plan: Plan, cases: Sequence[Case]) -> Iterator[Result]:
-    """Results in the order of the cases.
-
-    Those that only ask other processes are asked by a thread, from the first operator on: the
-    chapters before look at what the whole device does, and those of operators take one core.
-    """
-    for begin in dict.fromkeys(case.start for case in cases if case.start is not None):
-        begin()
-
-    def ask(case: Case) -> Result:
-        return run_case(case, plan.backend, plan.level, plan.seed)
-
-    asked: dict[str, Future[Result]] = {}
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            for case in cases:
-                if case.chapter == "operators" and not asked:
-                    asked = {c.id: thread.submit(ask, c) for c in cases if c.elsewhere}
-                yield asked[case.id].result() if case.id in asked else ask(case)
-        finally:
-            thread.shutdown(wait=False, cancel_futures=True)
-
-
 def run_plan(
-    plan: Plan, *, isolate: bool = False, limit_s: float = 300.0, on_result: OnResult | None = None
+    plan: Plan,
+    *,
+    isolate: bool = False,
+    jobs: int = 1,
+    limit_s: float = 300.0,
+    on_result: OnResult | None = None,
 ) -> Report:
     """Runs every case of a plan.
 
     Args:
         isolate: in child processes, so that a crash or a hang is one failed case.
+        jobs: with 2, and without ``isolate``, a child asks about gradients while operators are
+            asked here, if there are many of both and the backend is installed.
         limit_s: seconds that a case may take in a child process.
         on_result: called after each case, in this thread.
     """
-    from anychip.conformance import isolation
+    from anychip.conformance import isolation, side_by_side
     from anychip.conformance.priorities import next_to_fix
 
     anychip.provenance(reset=True)
@@ -264,13 +247,13 @@ def run_plan(
     if isolate:
         raw = isolation.run_isolated(plan, to_run, limit_s, served)
     else:
-        raw = _run_here(plan, to_run)
+        raw = side_by_side.run_side_by_side(plan, to_run, jobs, limit_s, served)
     results = []
     for case, result in zip(to_run, raw, strict=True):
         results.append(judge(result, plan.entry(case), plan.version))
         if on_result is not None:
             on_result(results[-1])
-    provenance = served.to_json() if isolate else anychip.provenance().to_json()
+    served.add(anychip.provenance().to_json()["operators"])
     results += [_not_run(plan, case) for case in skipped]
     results += [_stale(entry) for entry in plan.stale]
     return replace(
@@ -280,7 +263,7 @@ def run_plan(
         started=started.isoformat(timespec="seconds"),
         seconds=time.perf_counter() - start,
         next_to_fix=next_to_fix(results),
-        provenance=provenance,
+        provenance=served.to_json(),
     )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from anychip import conformance
+from anychip.conformance import isolation, side_by_side
 from anychip.conformance.case import Case, CheckFailedError, Context, check_equal_bits
 from anychip.conformance.report import Result
 from anychip.conformance.runner import run_case, run_plan
@@ -24,6 +27,9 @@ def selection_is_restored() -> Iterator[None]:
     before = selection.current
     yield
     selection.current = before
+
+
+CHAPTERS = ("random", "operators", "gradients")
 
 
 def backend(**parts: object) -> HonestBackend:
@@ -209,6 +215,29 @@ def test_json_has_the_documented_keys_and_comes_back() -> None:
     assert row["served_by"].startswith("honest: ")
     assert {"median", "p999", "max", "rms", "quantile", "where"} <= set(row["errors"][0])
     assert [Result.from_json(r).to_json() for r in document["results"]] == document["results"]
+
+
+def test_two_processes_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "MANY", 2)
+    asked = Counter[str]()
+    isolated = isolation.run_isolated
+
+    def spy(plan: conformance.Plan, cases: Sequence[Case], *rest: Any) -> Iterator[Result]:
+        asked.update(case.chapter for case in cases)
+        return isolated(plan, cases, *rest)
+
+    monkeypatch.setattr(isolation, "run_isolated", spy)
+    plan = conformance.plan(
+        conformance.activate("cpu"),
+        select="/gelu/fp32/17 or /gelu/fp32/8 or random/philox",
+        chapters=CHAPTERS,
+    )
+    reports = [run_plan(plan, jobs=jobs) for jobs in (1, 2)]
+    assert set(asked) == {"gradients"}
+    one, two = ([(r.case, r.outcome) for r in report.results] for report in reports)
+    assert one == two
+    assert {case.split("/")[0] for case, _ in one} == set(CHAPTERS)
+    assert reports[0].provenance == reports[1].provenance
 
 
 def test_object_that_is_not_installed_cannot_be_isolated() -> None:

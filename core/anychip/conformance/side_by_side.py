@@ -1,0 +1,88 @@
+"""Runs cases in this process, while other processes are asked what they can be asked.
+
+Those are the questions to several ranks, which are processes anyway, and, with two jobs, those
+about gradients, which a child asks (:mod:`.isolation`). They begin with the first operator: the
+chapters before look at what the whole device does, and would see the other processes' part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from anychip import registry
+from anychip.conformance import isolation
+from anychip.conformance.case import Case
+from anychip.conformance.report import Result
+
+if TYPE_CHECKING:
+    from anychip.conformance.runner import Plan
+
+BEGIN = "operators"
+"""The chapter with whose first case the others begin."""
+GIVEN_AWAY = "gradients"
+"""The chapter that a child asks."""
+MANY = 500
+"""So many cases are worth the seconds that a child takes to start."""
+
+Answers = dict[str, Future[Result]]
+
+
+def run_side_by_side(
+    plan: Plan, cases: Sequence[Case], jobs: int, limit_s: float, served: isolation.Served
+) -> Iterator[Result]:
+    """Results in the order of the cases.
+
+    Args:
+        jobs: processes that ask; 2 is the most that there is work for.
+        limit_s: seconds that a case may take in a child.
+        served: is told what served the operators of the cases that a child asked.
+    """
+    from anychip.conformance.runner import run_case
+
+    def asked(some: Sequence[Case]) -> Iterator[Result]:
+        return (run_case(case, plan.backend, plan.level, plan.seed) for case in some)
+
+    for begin in dict.fromkeys(case.start for case in cases if case.start is not None):
+        begin()
+    elsewhere = [case for case in cases if case.elsewhere]
+    given_away = _given_away(plan, cases, jobs)
+    answers: Answers | None = None
+    for case in cases:
+        if case.chapter == BEGIN and answers is None:
+            answers = _answers(elsewhere, asked(elsewhere))
+            isolated = isolation.run_isolated(plan, given_away, limit_s, served)
+            answers |= _answers(given_away, isolated)
+        if answers is not None and case.id in answers:
+            yield answers[case.id].result()
+        else:
+            yield from asked([case])
+
+
+def _given_away(plan: Plan, cases: Sequence[Case], jobs: int) -> list[Case]:
+    """What a child asks: nothing without operators to be asked meanwhile, or a plugin to find."""
+    found = [case for case in cases if case.chapter == GIVEN_AWAY]
+    is_worth_it = len(found) >= MANY and any(case.chapter == BEGIN for case in cases)
+    is_installed = registry.provenance_of(plan.backend)[1] != "not installed"
+    return found if jobs > 1 and is_worth_it and is_installed else []
+
+
+def _answers(cases: Sequence[Case], results: Iterator[Result]) -> Answers:
+    """What a thread of their own finds out about cases."""
+    answers: Answers = {case.id: Future() for case in cases}
+
+    def ask() -> None:
+        try:
+            for result in results:
+                answers[result.case].set_result(result)
+        except Exception as error:
+            for answer in answers.values():
+                if not answer.done():
+                    answer.set_exception(error)
+
+    if cases:
+        # It waits for other processes, which end when nobody reads what they say.
+        Thread(target=ask, daemon=True).start()
+    return answers

@@ -162,7 +162,7 @@ def test_bench_train_prints_and_writes_what_was_measured(
         (["optim", "--no-compile"], "--no-compile is for bench ops, and this is bench optim"),
         (["ops", "--params", "100"], "--params is for bench optim, and this is bench ops"),
         (["ops", "--rounds", "2"], "2 is not in the range x>=3"),
-        (["memory"], "'memory' is not one of 'dispatch', 'ops', 'optim', 'collectives', 'train'"),
+        (["memory"], "'memory' is not one of 'device', 'dispatch', 'ops', 'optim', 'collectives'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -39,8 +39,18 @@ class NpuBackend(NpuDevice, Backend):
         return readiness.answer(_facts())
 
     def diagnose(self) -> Sequence[Finding]:
-        """torch_npu, CANN, torch's own import, and devices, each by itself."""
-        return readiness.findings(_facts(), adapter.what_import_does())
+        """torch_npu, CANN, torch's own import, devices, and rows that this release lacks."""
+        found = readiness.findings(_facts(), adapter.what_import_does())
+        if adapter.obstacle():
+            return found
+        from anychip_npu.operators import rows, unknown
+
+        lacking = sorted({name for row in rows for name in unknown(row)})
+        if lacking:
+            served = ", ".join(dict.fromkeys(row.operator for row in rows if unknown(row)))
+            text = f"this torch_npu has no {', '.join(lacking)}: the reference serves {served}"
+            found.append(Finding(True, text))
+        return found
 
     @cached_property
     def memory(self) -> Memory:

@@ -18,6 +18,8 @@ from anychip_npu import (  # noqa: F401 - all declare rows, or why there are non
     updates,
     varlen,
 )
-from anychip_npu.table import make_table
+from anychip_npu.table import make_table, rows, unknown
 
 table = make_table()
+
+__all__ = ["rows", "table", "unknown"]

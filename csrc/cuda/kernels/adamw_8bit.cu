@@ -209,7 +209,8 @@ struct Block {
       tops[0] = max(tops[0], __shfl_xor_sync(kAllLanes, tops[0], distance));
       tops[1] = max(tops[1], __shfl_xor_sync(kAllLanes, tops[1], distance));
     }
-    // Every lane has read the scales: its magnitudes, which depend on them, have come here.
+    // Every lane has read the scales before one of them writes the new ones.
+    __syncwarp(kAllLanes);
     store_averages<FirstCodes, kWhole>(m, tops[0], codes[0], scales[0], start, end, lane);
     store_averages<SecondCodes, kWhole>(v, tops[1], codes[1], scales[1], start, end, lane);
   }

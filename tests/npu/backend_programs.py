@@ -136,6 +136,15 @@ def sums(port: int, calls: int = 3) -> None:
     comm.close()
 
 
+def sum_read_after_close(port: int) -> None:
+    """The last call before close() has its result, however late the device comes to it."""
+    _, comm = joined(port, timeout_s=60)
+    x = torch.full((100,), float(comm.rank + 1), device="npu")
+    comm.all_reduce(x)
+    comm.close()
+    print(set(x.tolist()))
+
+
 def refusals(port: int) -> None:
     """What HCCL does not take is an error before the call; what only travels does."""
     _, comm = joined(port)

@@ -106,6 +106,11 @@ def test_slow_rank_is_waited_for(run_job: RunJob) -> None:
         assert float(lines(rank)[-1].split()[1]) >= 3 * 0.3
 
 
+def test_close_lets_the_device_end_what_was_waited_for(run_job: RunJob) -> None:
+    for rank in run_job(programs.sum_read_after_close, 2, SLOW_RANK="1:300"):
+        assert lines(rank) == ["{3.0}"]
+
+
 def test_ranks_that_disagree_are_told_so_and_nothing_is_sent(run_job: RunJob) -> None:
     for rank in run_job(programs.ranks_disagree, 2):
         error, closed = lines(rank)

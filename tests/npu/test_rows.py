@@ -20,7 +20,6 @@ from anychip import ops  # noqa: E402
 from anychip.contract import SampleMaker  # noqa: E402
 from anychip.operators import all_specs  # noqa: E402
 from anychip_npu import activation, table  # noqa: E402
-from anychip_npu import numerics as npu_numerics  # noqa: E402
 from anychip_npu.table import Mapped  # noqa: E402
 from tests.npu.documented_rows import NOT_RUN, pages  # noqa: E402
 
@@ -247,16 +246,3 @@ def test_loss_that_cann_has_not_is_not_mapped(attrs: Any) -> None:
 
     assert kind_of(ops.cross_entropy, given, attrs) == "reference"
     assert kind_of(ops.cross_entropy, given, {}) == "mapped"
-
-
-@pytest.mark.parametrize("before", [True, False], ids=["asked for", "not asked for"])
-def test_gradients_that_sum_ask_for_determinism_and_put_it_back(before: bool) -> None:
-    torch.use_deterministic_algorithms(before, warn_only=True)
-    try:
-        with npu_numerics.SameBits():
-            assert torch.are_deterministic_algorithms_enabled()
-            assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert torch.are_deterministic_algorithms_enabled() == before
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from anychip_cuda.numerics import SameBits
+from anychip.contract.determinism import SameBits
 from anychip_cuda.products import aligned, capability
 from anychip_cuda.table import Needs, mapped_row
 

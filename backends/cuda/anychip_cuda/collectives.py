@@ -12,18 +12,16 @@ Source: PyTorch, ProcessGroupNCCL Environment Variables; NCCL user guide, Types.
 from __future__ import annotations
 
 import os
-import socket
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from anychip.contract import Capabilities, CommunicationError, Reduction
+from anychip.contract import Capabilities, Reduction
 from anychip.contract.collectives import CALLS
 from anychip.contract.collectives.job import Job
-from anychip.contract.collectives.native import NativeCommunicator
+from anychip.contract.collectives.native import NativeCommunicator, compare_devices
 
 ABORT_ONLY = "2"
 """Value of TORCH_NCCL_ASYNC_ERROR_HANDLING: give up the communicator, and leave the process."""
@@ -36,7 +34,7 @@ class NcclCommunicator(NativeCommunicator):
         # Read when torch makes its process group. Who has set it has decided otherwise.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", ABORT_ONLY)
         if group == 0:
-            _compare_devices(job)
+            compare_devices(job, _uuid(), "NCCL")
         super().__init__(job, group, ranks, name, **how)
 
     @cached_property
@@ -63,30 +61,7 @@ def capabilities() -> Capabilities:
     return Capabilities({**dtypes, "barrier": frozenset()}, reductions)
 
 
-def _compare_devices(job: Job) -> None:
-    """Raises CommunicationError when two ranks have one device, of which NCCL says little."""
+def _uuid() -> str:
+    """Of the current device: ranks may see different devices as number 0."""
     known: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    job.store.set(f"device/{job.rank}", f"{known.uuid} on {socket.gethostname()}")
-    places = [job.store.get(f"device/{rank}").decode() for rank in range(job.world_size)]
-    refuse_shared(places, job.where)
-
-
-def refuse_shared(places: Sequence[str], where: str) -> None:
-    """Raises CommunicationError unless every rank has a device of its own.
-
-    Args:
-        places: device and host of each rank.
-        where: group and rank, for the message.
-    """
-    users = defaultdict(list)
-    for rank, place in enumerate(places):
-        users[place].append(rank)
-    for place, ranks in users.items():
-        if len(ranks) > 1:
-            listed = " and ".join(map(str, ranks))
-            raise CommunicationError(
-                f"{where}: start",
-                f"NCCL needs one device per rank, and ranks {listed} have device {place}; call "
-                "backend.set_device(local rank) before communicator()",
-                ranks=tuple(ranks),
-            )
+    return str(known.uuid)

@@ -1,9 +1,9 @@
 """torch's process-wide switches for speed against digits, held still around one call.
 
 A row promises the digits of its operator, whatever the process was told: float32 products in
-float32, sums of 16-bit products in float32, the same bits on every run. The switches are put back
-as they were found. While a call is being queued other threads see them too, which can only make
-their results more exact, or their kernels slower.
+float32, sums of 16-bit products in float32. The switches are put back as they were found. While a
+call is being queued other threads see them too, which can only make their results more exact, or
+their kernels slower.
 """
 
 from __future__ import annotations
@@ -57,26 +57,3 @@ def _listed(found: Any) -> tuple[bool, ...]:
 def _refused(found: Any) -> tuple[bool, ...]:
     """Arguments that refuse 16-bit sums and leave the second flag, splitting, as it was."""
     return (False, *_listed(found)[1:])
-
-
-class SameBits:
-    """Within it torch takes its deterministic kernels where it has both kinds.
-
-    Nothing is filled: that would cost a pass over every tensor that the call allocates.
-    """
-
-    def __enter__(self) -> None:
-        self._mode = _C._get_deterministic_algorithms()
-        self._warns = _C._get_deterministic_algorithms_warn_only()
-        self._fills = _C._get_deterministic_fill_uninitialized_memory()
-        _C._set_deterministic_fill_uninitialized_memory(False)
-        _C._set_deterministic_algorithms(True, warn_only=False)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _C._set_deterministic_algorithms(self._mode, warn_only=self._warns)
-        _C._set_deterministic_fill_uninitialized_memory(self._fills)

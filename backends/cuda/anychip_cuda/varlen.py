@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anychip.contract.determinism import SameBits
 from anychip_cuda.attention import (
     HALVES,
     HEAD_DIMS,
@@ -27,7 +28,6 @@ from anychip_cuda.attention import (
     takes,
     true_scale,
 )
-from anychip_cuda.numerics import SameBits
 from anychip_cuda.products import capability
 from anychip_cuda.table import Needs, mapped_row
 

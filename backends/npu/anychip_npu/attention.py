@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from anychip.contract import Pair
-from anychip_npu.numerics import SameBits
+from anychip.contract.determinism import SameBits
 from anychip_npu.soc import is_a2_or_a3
 from anychip_npu.table import Needs, left_to_reference, mapped_row
 

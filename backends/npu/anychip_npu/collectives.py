@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -38,7 +36,7 @@ from anychip.contract.collectives import CALLS
 from anychip.contract.collectives.job import Job
 from anychip.contract.collectives.ledger import ranks_text
 from anychip.contract.collectives.liveness import Failure
-from anychip.contract.collectives.native import NativeCommunicator
+from anychip.contract.collectives.native import NativeCommunicator, compare_devices
 from anychip_npu import errors
 
 ABORT_ONLY = "2"
@@ -54,7 +52,7 @@ class HcclCommunicator(NativeCommunicator):
         # Read when torch_npu makes its process group. Who has set it has decided otherwise.
         os.environ.setdefault("TORCH_HCCL_ASYNC_ERROR_HANDLING", ABORT_ONLY)
         if group == 0:
-            _compare_devices(job)
+            compare_devices(job, _device(), "HCCL")
         self._entered: int | None = None
         self._peers: tuple[int, ...] = ()
         super().__init__(job, group, ranks, name, **how)
@@ -130,32 +128,7 @@ def capabilities() -> Capabilities:
     return Capabilities({**dtypes, "barrier": frozenset()}, reductions)
 
 
-def _compare_devices(job: Job) -> None:
-    """Raises CommunicationError when two ranks have one device, for which HCCL would wait."""
-    # Two processes may see different devices as number 0, by ASCEND_RT_VISIBLE_DEVICES.
+def _device() -> str:
+    """The current device. Two processes may see different ones as number 0, by the variable."""
     visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "all")
-    index = torch.accelerator.current_device_index()
-    job.store.set(f"device/{job.rank}", f"{index} of {visible} on {socket.gethostname()}")
-    places = [job.store.get(f"device/{rank}").decode() for rank in range(job.world_size)]
-    refuse_shared(places, job.where)
-
-
-def refuse_shared(places: Sequence[str], where: str) -> None:
-    """Raises CommunicationError unless every rank has a device of its own.
-
-    Args:
-        places: device and host of each rank.
-        where: group and rank, for the message.
-    """
-    users = defaultdict(list)
-    for rank, place in enumerate(places):
-        users[place].append(rank)
-    for place, ranks in users.items():
-        if len(ranks) > 1:
-            listed = " and ".join(map(str, ranks))
-            raise CommunicationError(
-                f"{where}: start",
-                f"HCCL needs one device per rank, and ranks {listed} have device {place}; call "
-                "backend.set_device(local rank) before communicator()",
-                ranks=tuple(ranks),
-            )
+    return f"{torch.accelerator.current_device_index()} of {visible}"

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from anychip_npu.numerics import SameBits
+from anychip.contract.determinism import SameBits
 from anychip_npu.soc import is_a2_or_a3
 from anychip_npu.table import Needs, mapped_row
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from anychip.contract import Pair
+from anychip.contract.determinism import SameBits
 from anychip_npu.attention import HEAD_DIMS, HEADS, STATISTICS, masking, takes, true_scale
-from anychip_npu.numerics import SameBits
 from anychip_npu.soc import is_recording
 from anychip_npu.table import Needs, mapped_row
 

@@ -505,12 +505,18 @@ def ask_traffic(job: Job) -> None:
 
 
 def ask_close(job: Job) -> None:
-    """After close() nothing can be called; a second close() is nothing; a new one works."""
+    """After close() nothing can be called; a second close() is nothing; a new one works.
+
+    What was called and waited for before has its result, though the device may not be done yet.
+    """
     comm, device = job.communicator(), job.backend.device()
-    comm.barrier()
+    y = torch.ones(1 << 18, device=device)
+    comm.all_reduce(y)
     for _ in range(2):
         comm.close()
         check(comm.is_closed is True, f"is_closed after close(): {comm.is_closed!r}")
+    wrong = int((y.cpu() != job.world_size).sum())
+    check(wrong == 0, f"{wrong} elements of an all_reduce just before close() are wrong")
     x = torch.ones(3, device=device)
     expect_error(CommunicationError, "all_reduce after close()", comm.all_reduce, x)
     check(x.tolist() == [1.0] * 3, f"all_reduce after close() wrote {x.tolist()}")

@@ -11,11 +11,11 @@ import torch
 from torch.distributed import HashStore
 
 from anychip import CommunicationError
-from anychip.contract.collectives import CALLS
+from anychip.contract.collectives import CALLS, native
 from anychip.contract.collectives.native import NativeCommunicator
 from anychip.contract.collectives.world import Settings, world
 from anychip_cuda import collectives
-from anychip_cuda.collectives import NcclCommunicator, capabilities, refuse_shared
+from anychip_cuda.collectives import NcclCommunicator, capabilities
 
 MOVED = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8,
@@ -42,26 +42,16 @@ def test_what_nccl_does_not_move_is_not_in_the_table() -> None:
     assert not table.supports("barrier", torch.float32)
 
 
-def test_ranks_with_one_device_are_refused_by_number_before_nccl_is_asked() -> None:
-    refuse_shared(["a on x", "b on x", "a on y"], "world, rank 0 of 3")
-    with pytest.raises(CommunicationError, match="ranks 0 and 2 have device a on x") as caught:
-        refuse_shared(["a on x", "b on x", "a on x"], "world, rank 0 of 3")
-    assert caught.value.ranks == (0, 2)
-    assert "set_device" in str(caught.value)
-
-
-def test_compare_devices_reads_every_ranks_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_of_a_rank_is_known_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     known = SimpleNamespace(uuid="abc")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: known)
-    monkeypatch.setattr(collectives.socket, "gethostname", lambda: "host")
+    monkeypatch.setattr(native.socket, "gethostname", lambda: "host")
     store = HashStore()
     job: Any = SimpleNamespace(rank=0, world_size=2, store=store, where="world, rank 0 of 2")
-    store.set("device/1", "def on host")
-    collectives._compare_devices(job)
     store.set("device/1", "abc on host")
-    with pytest.raises(CommunicationError, match="ranks 0 and 1"):
-        collectives._compare_devices(job)
+    with pytest.raises(CommunicationError, match=r"NCCL needs .* ranks 0 and 1 have device abc on"):
+        NcclCommunicator(job, 0, (0, 1), "world", backend="nccl", device="cuda")
 
 
 def test_the_watchdog_is_asked_to_leave_the_process_alone_unless_the_user_decided(
@@ -69,7 +59,8 @@ def test_the_watchdog_is_asked_to_leave_the_process_alone_unless_the_user_decide
 ) -> None:
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.setattr(NativeCommunicator, "__init__", lambda self, *args, **how: None)
-    monkeypatch.setattr(collectives, "_compare_devices", lambda job: None)
+    monkeypatch.setattr(collectives, "_uuid", lambda: "abc")
+    monkeypatch.setattr(collectives, "compare_devices", lambda *given: None)
     job: Any = None
     monkeypatch.delenv(name, raising=False)
     NcclCommunicator(job, 0, (0, 1), "world", backend="nccl", device="cuda")

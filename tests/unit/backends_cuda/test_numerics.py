@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from anychip_cuda.numerics import ExactProducts, SameBits
+from anychip_cuda.numerics import ExactProducts
 
 _C: Any = torch._C
 
@@ -22,14 +22,6 @@ def products() -> tuple[Any, ...]:
     )
 
 
-def bits() -> tuple[bool, ...]:
-    return (
-        _C._get_deterministic_algorithms(),
-        _C._get_deterministic_algorithms_warn_only(),
-        _C._get_deterministic_fill_uninitialized_memory(),
-    )
-
-
 @pytest.fixture(autouse=True)
 def switches() -> Iterator[None]:
     """Puts back what a test sets."""
@@ -39,8 +31,6 @@ def switches() -> Iterator[None]:
     _C._set_cublas_allow_bf16_reduced_precision_reduction(*before[1])
     _C._set_cublas_allow_fp16_reduced_precision_reduction(*before[2])
     _C._set_cublas_allow_fp16_accumulation(before[3])
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 @pytest.mark.parametrize("precision", ["tf32", "ieee", "none"])
@@ -79,14 +69,3 @@ def test_exact_products_leaves_the_older_interface_usable() -> None:
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.parametrize("mode", ["off", "on", "warn only"])
-@pytest.mark.parametrize("fills", [True, False], ids=["fills", "leaves"])
-def test_same_bits_asks_for_deterministic_kernels_and_puts_it_back(mode: str, fills: bool) -> None:
-    torch.use_deterministic_algorithms(mode != "off", warn_only=mode == "warn only")
-    torch.utils.deterministic.fill_uninitialized_memory = fills
-    before = bits()
-    with SameBits():
-        assert bits() == (True, False, False)
-    assert bits() == before

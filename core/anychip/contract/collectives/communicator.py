@@ -315,7 +315,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives up connections and threads, without waiting for other ranks. Twice is allowed."""
+        """Gives up connections and threads, without waiting for other ranks. Twice is allowed.
+
+        What was called and waited for before has its result, unless the job has failed.
+        """
 
     # What a transport implements: arguments have been checked; work is not waited for.
 

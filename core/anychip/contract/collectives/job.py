@@ -97,6 +97,7 @@ class Job:
         self.store = part_of(store, f"anychip/{next(_generation)}")
         self.where = f"world, rank {self.rank} of {self.world_size}"
         self._breaks: list[Callable[[], None]] = []
+        self._before_close: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
         self._closed = False
         self._meet()
@@ -119,6 +120,10 @@ class Job:
     def at_failure(self, call: Callable[[], None]) -> None:
         """Registers what makes calls of other transports fail when the job has failed."""
         self._breaks.append(call)
+
+    def before_close(self, call: Callable[[], None]) -> None:
+        """Registers what a job that has not failed does first when it is closed."""
+        self._before_close.append(call)
 
     def at_close(self, call: Callable[[], None]) -> None:
         """Registers what ends with the job; the connections are closed by then."""
@@ -171,6 +176,8 @@ class Job:
         if self._closed:
             return
         self._closed = True
+        for call in self._before_close:
+            call()
         self.liveness.close()
         self._break(None)
         for call in self._on_close:

@@ -6,6 +6,9 @@ and parts of uneven sizes are padded to even ones.
 
 from __future__ import annotations
 
+import socket
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -24,7 +27,7 @@ from anychip.contract.collectives.communicator import (
     Work,
 )
 from anychip.contract.collectives.job import Job, part_of
-from anychip.contract.errors import UnsupportedError
+from anychip.contract.errors import CommunicationError, UnsupportedError
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -83,6 +86,7 @@ class NativeCommunicator(ProcessGroupCommunicator):
             list(ranks), backend=backend, timeout=limit, use_local_synchronization=True
         )
         job.at_failure(self._give_up)
+        job.before_close(self._let_end)
 
     @cached_property
     def capabilities(self) -> Capabilities:
@@ -194,6 +198,19 @@ class NativeCommunicator(ProcessGroupCommunicator):
         works = dist.batch_isend_irecv(operations) if operations else []
         return _Native(self, where, works)
 
+    def _let_end(self) -> None:
+        """Waits for what the current stream still has to do, as closing would break it off.
+
+        Who has waited for a collective has only told the stream to, and may read the result after
+        close(). A rank that is lost ends this; one that never comes does so with the time limit.
+        """
+        if self.device == "cpu":
+            return
+        stream, liveness = torch.accelerator.current_stream(), self.job.liveness
+        deadline = time.monotonic() + self.job.timeout_s
+        while liveness.failure is None and time.monotonic() < deadline and not _is_done(stream):
+            time.sleep(0.001)
+
     def _give_up(self) -> None:
         """Ends what the chip's library still waits for, after the job has failed."""
         self._process_group.abort()
@@ -233,3 +250,46 @@ class _Native(Work):
         with torch.no_grad():
             self._finish()
         self._works, self._finish = [], lambda: None
+
+
+def _is_done(stream: torch.Stream) -> bool:
+    try:
+        return stream.query()
+    except RuntimeError:  # the device has failed, and whoever reads from it is told
+        return True
+
+
+def compare_devices(job: Job, device: str, library: str) -> None:
+    """Raises CommunicationError on all ranks when two of them have one device.
+
+    Chips' libraries say little of it, or wait for ever. Every rank of the job calls this.
+
+    Args:
+        device: this rank's, in words that only the same device of the same host has.
+        library: as of :func:`refuse_shared`.
+    """
+    job.store.set(f"device/{job.rank}", f"{device} on {socket.gethostname()}")
+    places = [job.store.get(f"device/{rank}").decode() for rank in range(job.world_size)]
+    refuse_shared(places, job.where, library)
+
+
+def refuse_shared(places: Sequence[str], where: str, library: str) -> None:
+    """Raises CommunicationError unless every rank has a device of its own.
+
+    Args:
+        places: device and host of each rank.
+        where: group and rank, for the message.
+        library: that wants it so, for the message.
+    """
+    users = defaultdict(list)
+    for rank, place in enumerate(places):
+        users[place].append(rank)
+    for place, ranks in users.items():
+        if len(ranks) > 1:
+            listed = " and ".join(map(str, ranks))
+            raise CommunicationError(
+                f"{where}: start",
+                f"{library} needs one device per rank, and ranks {listed} have device {place}; "
+                "call backend.set_device(local rank) before communicator()",
+                ranks=tuple(ranks),
+            )

@@ -38,11 +38,23 @@ class Wrong:
     level: Level = "quick"
 
 
+def wrong_parts(
+    right: type[Backend], name: str, bug: str, select: str, *, chapter: str, **parts: Any
+) -> Wrong:
+    """A right backend, which is its twin, with some of its parts replaced."""
+    return Wrong(
+        name=name,
+        bug=bug,
+        chapter=chapter,
+        select=select,
+        make=lambda: type(right.__name__, (right,), parts)(),
+        twin=right,
+    )
+
+
 def wrong_device(name: str, bug: str, **methods: Any) -> Wrong:
     """The honest backend with some of its methods or attributes replaced."""
-    return Wrong(
-        name=name, bug=bug, chapter="device", make=lambda: type(name, (HonestBackend,), methods)()
-    )
+    return wrong_parts(HonestBackend, name, bug, "", chapter="device", **methods)
 
 
 def wrong_memory(name: str, bug: str, memory: type[Memory]) -> Wrong:

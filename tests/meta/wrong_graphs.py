@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from tests.meta.asynchronous import Deferring, Stream
 from tests.meta.recording import HostGraph, RecordingBackend, Tape
-from tests.meta.wrong import Wrong
+from tests.meta.wrong import Wrong, wrong_parts
 
 
 class ReplaysNothing(HostGraph):
@@ -119,22 +120,7 @@ class OnePool(Deferring):
         return tree_map(pooled, super().room(func, args, kwargs))
 
 
-def wrong(name: str, bug: str, select: str, chapter: str = "device", **parts: Any) -> Wrong:
-    """The recording backend with some of its parts replaced."""
-
-    def make() -> RecordingBackend:
-        made: RecordingBackend = type("Recording", (RecordingBackend,), parts)()
-        return made
-
-    return Wrong(
-        name=name,
-        bug=bug,
-        chapter=chapter,
-        select=select,
-        make=make,
-        twin=RecordingBackend,
-    )
-
+wrong = partial(wrong_parts, RecordingBackend, chapter="device")
 
 CATALOGUE: tuple[Wrong, ...] = (
     wrong("replay-does-nothing", "a quiet no-op", "graphs", graph_type=ReplaysNothing),

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tests.meta.asynchronous import (
     Stream,
 )
 from tests.meta.honest import make_table, reference_rows
-from tests.meta.wrong import Wrong
+from tests.meta.wrong import Wrong, wrong_parts
 
 
 class NeverHolds(Event):
@@ -262,22 +263,7 @@ def _current_only(self: AsynchronousBackend, index: int | None = None) -> None:
     self.current_stream().synchronize()
 
 
-def wrong(name: str, bug: str, select: str, **parts: Any) -> Wrong:
-    """The asynchronous backend with some of its parts replaced."""
-
-    def make() -> AsynchronousBackend:
-        made: AsynchronousBackend = type("Async", (AsynchronousBackend,), parts)()
-        return made
-
-    return Wrong(
-        name=name,
-        bug=bug,
-        chapter="streams",
-        select=select,
-        make=make,
-        twin=AsynchronousBackend,
-    )
-
+wrong = partial(wrong_parts, AsynchronousBackend, chapter="streams")
 
 CATALOGUE: tuple[Wrong, ...] = (
     wrong("event-never-waits", "missing wait", "event.wait", event_type=NeverHolds),

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anychip.contract.determinism import SameBits
+from anychip.operators.ragged import ReadOnce
 from anychip_cuda.attention import (
     HALVES,
     HEAD_DIMS,
@@ -34,17 +34,6 @@ from anychip_cuda.table import Needs, mapped_row
 _aten = torch.ops.aten
 
 
-class _Longest(NamedTuple):
-    """What was read of one ``cu_seqlens``, which is kept so that its address stays its own."""
-
-    cu_seqlens: Tensor
-    version: int
-    longest: int
-
-
-_last = threading.local()
-
-
 def _recording(x: Tensor) -> bool:
     return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -58,30 +47,12 @@ def longest(cu_seqlens: Tensor, tokens: int) -> int:
     """
     if _recording(cu_seqlens):
         return tokens
-    if cu_seqlens.is_inference():  # such a tensor does not count its versions
-        return _read(cu_seqlens)
-    known: _Longest | None = getattr(_last, "found", None)
-    if known is not None and _is_same(known, cu_seqlens):
-        return known.longest
-    found = _read(cu_seqlens)
-    _last.found = _Longest(cu_seqlens.detach(), cu_seqlens._version, found)
-    return found
+    return _longest(cu_seqlens)
 
 
-def _read(cu_seqlens: Tensor) -> int:
+@ReadOnce
+def _longest(cu_seqlens: Tensor) -> int:
     return max(int(torch.diff(cu_seqlens).max()), 1)
-
-
-def _is_same(known: _Longest, cu_seqlens: Tensor) -> bool:
-    other = known.cu_seqlens
-    return (
-        known.version == cu_seqlens._version
-        and other.data_ptr() == cu_seqlens.data_ptr()
-        and other.shape == cu_seqlens.shape
-        and other.stride() == cu_seqlens.stride()
-        and other.dtype == cu_seqlens.dtype
-        and other.device == cu_seqlens.device
-    )
 
 
 def _takes_flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **attrs: Any) -> bool:

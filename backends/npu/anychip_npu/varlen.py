@@ -11,8 +11,7 @@ https://gitcode.com/Ascend/op-plugin/blob/master/docs/zh/custom_APIs/torch_npu/t
 from __future__ import annotations
 
 import itertools
-import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch.nn.functional import pad
 
 from anychip.contract import Pair
 from anychip.contract.determinism import SameBits
+from anychip.operators.ragged import ReadOnce
 from anychip_npu.attention import HEAD_DIMS, HEADS, STATISTICS, masking, takes, true_scale
 from anychip_npu.soc import is_recording
 from anychip_npu.table import Needs, mapped_row
@@ -28,43 +28,10 @@ _MOST_TOKENS = 1_000_000
 _MOST_SEQUENCES = 1024
 
 
-class _Ends(NamedTuple):
-    """What was read of one ``cu_seqlens``, which is kept so that its address stays its own."""
-
-    cu_seqlens: Tensor
-    version: int
-    ends: list[int]
-
-
-_last = threading.local()
-
-
+@ReadOnce
 def ends(cu_seqlens: Tensor) -> list[int]:
     """Where each sequence that has rows ends. The host waits for the device."""
-    if cu_seqlens.is_inference():  # such a tensor does not count its versions
-        return _read(cu_seqlens)
-    known: _Ends | None = getattr(_last, "found", None)
-    if known is not None and _is_same(known, cu_seqlens):
-        return known.ends
-    found = _read(cu_seqlens)
-    _last.found = _Ends(cu_seqlens.detach(), cu_seqlens._version, found)
-    return found
-
-
-def _read(cu_seqlens: Tensor) -> list[int]:
     return [end for start, end in itertools.pairwise(cu_seqlens.tolist()) if start < end]
-
-
-def _is_same(known: _Ends, cu_seqlens: Tensor) -> bool:
-    other = known.cu_seqlens
-    return (
-        known.version == cu_seqlens._version
-        and other.data_ptr() == cu_seqlens.data_ptr()
-        and other.shape == cu_seqlens.shape
-        and other.stride() == cu_seqlens.stride()
-        and other.dtype == cu_seqlens.dtype
-        and other.device == cu_seqlens.device
-    )
 
 
 def _is_supported(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **_: Any) -> bool:

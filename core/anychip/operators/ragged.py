@@ -1,10 +1,19 @@
-"""Rows in groups one after the other, given by where the groups end: what such numbers must be."""
+"""Rows in groups one after the other, given by where the groups end: what such numbers must be.
+
+And how a host reads them, for kernels that want them there.
+"""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from anychip.operators.values import has_values
+
+T = TypeVar("T")
 
 
 def refuse_unsorted(
@@ -23,3 +32,34 @@ def refuse_unsorted(
         )
     if starts_at_zero and listed[0]:
         raise ValueError(f"{operator}: {name} must start with 0, got {listed}")
+
+
+class ReadOnce(Generic[T]):
+    """What ``read`` makes of a tensor's numbers, asked once for all layers of a model.
+
+    Each thread remembers the last tensor and keeps its memory, so that the address stays its own.
+    Another tensor, or one that was written to since, is read anew; so is an inference tensor
+    always, as it does not count its versions.
+
+    Args:
+        read: waits for the device.
+    """
+
+    def __init__(self, read: Callable[[Tensor], T]) -> None:
+        self._read = read
+        self._last = threading.local()
+
+    def __call__(self, numbers: Tensor) -> T:
+        if numbers.is_inference():
+            return self._read(numbers)
+        known: tuple[Tensor, Any, T] | None = getattr(self._last, "found", None)
+        if known is not None and known[1] == _identity(numbers):
+            return known[2]
+        found = self._read(numbers)
+        self._last.found = (numbers.detach(), _identity(numbers), found)
+        return found
+
+
+def _identity(x: Tensor) -> tuple[Any, ...]:
+    """Equal for the same numbers in the same memory, while that is kept."""
+    return (x._version, x.data_ptr(), x.shape, x.stride(), x.dtype, x.device)

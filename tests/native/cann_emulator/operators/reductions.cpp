@@ -102,3 +102,6 @@ OPERATOR(aclnnMseLossBackward, kFloats, Tensor grad, Tensor self, Tensor target,
          Tensor out) {
   write(out, at::mse_loss_backward(grad, self, target, reduction));
 }
+OPERATOR(aclnnLogSumExp, kFloats, Tensor self, Ints dims, bool keep, Tensor out) {
+  write(out, at::logsumexp(self, dims, keep));
+}

@@ -112,3 +112,41 @@ OPERATOR(aclnnSort, kAny, Tensor self, bool stable, Int dim, bool descending, Te
   write(values, sorted);
   write(indices, places);
 }
+OPERATOR(aclnnRepeatInterleaveIntWithDim, kAny, Tensor self, Int repeats, Int dim, Int,
+         Tensor out) {
+  write(out, at::repeat_interleave(self, repeats, dim));
+}
+
+namespace {
+
+// 0 puts, 1 adds, 2 multiplies.
+void scatter(Tensor target, Int dim, const Tensor& index, const Tensor& source, Int reduction) {
+  if (reduction == 0) {
+    target.scatter_(dim, index, source);
+  } else {
+    target.scatter_(dim, index, source, reduction == 1 ? "add" : "multiply");
+  }
+}
+
+}  // namespace
+
+OPERATOR(aclnnScatter, kAny, Tensor self, Int dim, Tensor index, Tensor source, Int reduction,
+         Tensor out) {
+  Tensor result = self.clone();
+  scatter(result, dim, index, source, reduction);
+  write(out, result);
+}
+OPERATOR(aclnnInplaceScatter, kAny, Tensor self, Int dim, Tensor index, Tensor source,
+         Int reduction) {
+  scatter(self, dim, index, source, reduction);
+}
+OPERATOR(aclnnScatterValue, kAny, Tensor self, Int dim, Tensor index, Scalar value, Int reduction,
+         Tensor out) {
+  Tensor result = self.clone();
+  scatter(result, dim, index, at::full_like(index, value, self.options()), reduction);
+  write(out, result);
+}
+OPERATOR(aclnnInplaceScatterValue, kAny, Tensor self, Int dim, Tensor index, Scalar value,
+         Int reduction) {
+  scatter(self, dim, index, at::full_like(index, value, self.options()), reduction);
+}

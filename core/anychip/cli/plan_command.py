@@ -62,8 +62,16 @@ def _head(plan: Plan) -> str:
         f"{kind} with {plan.num_parameters:,} parameters in {plan.policy.name} "
         f"({plan.policy.why})\n"
         f"{config.run.steps} steps of {tokens:,} tokens on {ranks} rank{'s' * (ranks > 1)}: "
-        f"data {replicas} x pipeline {stages}, ZeRO stage {config.optimizer.stage}"
+        f"data {replicas} x pipeline {stages}, ZeRO stage {config.optimizer.stage}\n"
+        f"Costs: {plan.flops_per_byte:.3g} operations in the time of a byte, {_source(plan)}"
     )
+
+
+def _source(plan: Plan) -> str:
+    """Where the ratio comes from."""
+    if plan.rates is None:
+        return "by the device's properties, or 10 where they do not say"
+    return f"measured {plan.rates.date} on {plan.rates.device}"
 
 
 def _table(plan: Plan) -> Table:
@@ -111,6 +119,8 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         "ranks": plan.sizes,
         "zero_stage": plan.config.optimizer.stage,
         "schedule": plan.config.parallel.schedule if timeline else None,
+        "flops_per_byte": plan.flops_per_byte,
+        "rates_date": plan.rates and plan.rates.date,
         "microbatches": plan.config.data.accumulation,
         "bubble": float(timeline.bubble_ratio) if timeline else 0.0,
         "grid": timeline.grid().splitlines() if timeline else [],

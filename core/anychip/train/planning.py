@@ -19,7 +19,7 @@ from anychip.contract.collectives import wire_nbytes
 from anychip.train import models, parallel, precision, zero
 from anychip.train.config import Config
 from anychip.train.optim import Rule
-from anychip.train.run import SCHEDULES, mesh_sizes, rule_of, stage_layers
+from anychip.train.run import SCHEDULES, measured_rates, mesh_sizes, rule_of, stage_layers
 from anychip.train.zero import checks, partition
 
 
@@ -55,6 +55,8 @@ class Plan:
         sizes: axis name to number of ranks, as in the mesh.
         policy: of precision.
         stages: in order; one without a pipeline.
+        rates: that the costs come from; None: from the device's properties.
+        flops_per_byte: what the device computes in the time of a byte, by those.
         timeline: of one step with the estimated costs and free messages; None with one stage.
     """
 
@@ -63,6 +65,8 @@ class Plan:
     sizes: dict[str, int]
     policy: precision.Policy
     stages: tuple[StagePlan, ...]
+    rates: parallel.Rates | None
+    flops_per_byte: float
     timeline: parallel.Timeline | None
 
 
@@ -73,7 +77,8 @@ def plan(config: Config, chip: Backend, nproc: int | None = None) -> Plan:
         nproc: ranks of the job; None: as many as the parallel sizes multiply to.
 
     Raises:
-        ValueError: sizes that do not fit; the messages are those of a run.
+        ValueError: sizes that do not fit, or rates of another device; the messages are those of a
+            run.
         UnsupportedError: a precision or stage that this chip or version does not have.
     """
     settings = config.parallel
@@ -84,7 +89,9 @@ def plan(config: Config, chip: Backend, nproc: int | None = None) -> Plan:
     checks.check_stage(config.optimizer.stage)
     with torch.device("meta"):
         whole = models.build(config.model)
-    costs, layers = stage_layers(config, whole, chip)
+    rates = measured_rates(config, chip)
+    ratio = parallel.flops_per_byte(chip, rates)
+    costs, layers = stage_layers(config, whole, ratio)
     per_stage = parallel.stage_costs(costs, layers)
     stages = tuple(
         _stage(config, parallel.make_stage(whole, part), part, cost, sizes["data"], policy)
@@ -96,6 +103,8 @@ def plan(config: Config, chip: Backend, nproc: int | None = None) -> Plan:
         sizes=sizes,
         policy=policy,
         stages=stages,
+        rates=rates,
+        flops_per_byte=ratio,
         timeline=_timeline(config, per_stage) if len(stages) > 1 else None,
     )
 

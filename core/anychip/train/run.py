@@ -118,7 +118,8 @@ def loss_reduction(config: Config) -> models.Reduction:
 def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     """This rank keeps its stage of the model."""
     config, comm = run.config, run.mesh.axis("pipeline")
-    _, layers = stage_layers(config, whole, chip)
+    ratio = parallel.flops_per_byte(chip, measured_rates(config, chip))
+    _, layers = stage_layers(config, whole, ratio)
     reduction = loss_reduction(config)
     stage = parallel.make_stage(whole, layers[comm.rank], reduction=reduction)
     assert isinstance(stage, parallel.Stage)
@@ -133,20 +134,27 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     )
 
 
+def measured_rates(config: Config, chip: Backend) -> parallel.Rates | None:
+    """What ``parallel.rates`` names, or None.
+
+    Raises:
+        ValueError: they are not this device's.
+    """
+    file = config.parallel.rates
+    return None if file is None else parallel.read_rates(Path(file), chip)
+
+
 def stage_layers(
-    config: Config, whole: models.Decoder, chip: Backend
+    config: Config, whole: models.Decoder, flops_per_byte: float
 ) -> tuple[list[parallel.LayerCost], list[range]]:
     """What each layer costs, and which layers each stage has; the model may be without data.
 
     Raises:
-        ValueError: more stages than layers, or measured rates that are not this device's.
+        ValueError: more stages than layers.
     """
     shape = (config.data.batch_size, config.model.context)
     tokens = torch.zeros(shape, dtype=torch.int64, device=whole.lm_head.weight.device)
-    file = config.parallel.rates
-    rates = None if file is None else parallel.read_rates(Path(file), chip)
-    ratio = parallel.flops_per_byte(chip, rates)
-    costs = parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=ratio)
+    costs = parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=flops_per_byte)
     return costs, parallel.split_layers(whole, config.parallel.pipeline, costs)
 
 

@@ -14,6 +14,7 @@ import torch
 import anychip
 from anychip.bench import device
 from anychip.bench.timing import Samples
+from anychip.cli.group import run as anychip_command
 from anychip.contract import Backend, DeviceProperties
 from anychip.train import config, parallel, planning
 
@@ -150,6 +151,22 @@ def test_plan_takes_costs_from_measured_rates(tmp_path: Path, cpu: Backend) -> N
     costs = [[stage.cost.total for stage in plan.stages] for plan in plans]
     # Ten times the flops of the default per byte: what moves more than it computes costs more.
     assert all(new > old for old, new in zip(*costs, strict=True))
+    assert [plan.flops_per_byte for plan in plans] == [10.0, 100.0]
     written(file, device="another")
     with pytest.raises(ValueError, match="rates of another"):
         planning.plan(config.load(None, [*TINY, *STAGES, given]), cpu)
+
+
+def test_plan_says_when_its_rates_were_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["plan", "--backend", "cpu", *TINY, *STAGES]
+    measured = [*given, f"parallel.rates={written(tmp_path / 'rates.json')}"]
+    assert anychip_command(given) == 0
+    assert "Costs: 10 operations in the time of a byte, by the device's" in capsys.readouterr().out
+    assert anychip_command(measured) == 0
+    said = "Costs: 100 operations in the time of a byte, measured 2026-01-31T12:00:00+00:00 on "
+    assert said in capsys.readouterr().out
+    assert anychip_command([*measured, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["flops_per_byte"], answer["rates_date"]) == (100.0, "2026-01-31T12:00:00+00:00")

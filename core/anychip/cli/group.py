@@ -10,6 +10,7 @@ import click
 
 import anychip
 from anychip.cli.exit_codes import protect
+from anychip.registry import extensions
 
 SUBCOMMANDS: Mapping[str, str] = {
     "backends": "Lists the backends that are installed, and which one is chosen.",
@@ -69,4 +70,14 @@ def run(args: Sequence[str]) -> int:
     """Runs the command line and returns its exit code. ``--debug`` may stand anywhere."""
     debug = _DEBUG in args or os.environ.get("ANYCHIP_DEBUG", "") not in ("", "0")
     rest = [arg for arg in args if arg != _DEBUG]
-    return protect(lambda: group.main(rest, "anychip", standalone_mode=False), debug=debug)
+
+    def work() -> object:
+        try:
+            return group.main(rest, "anychip", standalone_mode=False)
+        except Exception as error:
+            if why := extensions.failure(error):
+                click.echo(f"anychip: {why}; starting again without torch's extensions", err=True)
+                extensions.restart_without(["-m", "anychip", *args])
+            raise
+
+    return protect(work, debug=debug)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from anychip.contract import Backend, Finding, Probe
+from anychip.registry import extensions
 from anychip.registry.discovery import BACKENDS, Plugin
 from anychip.registry.loading import LoadError, ask, describe, load, one_line
 
@@ -48,6 +50,8 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     except BaseException as error:
         # KeyboardInterrupt, GeneratorExit or a type of the plugin's own: an answer like the others.
         probe, trace = Probe.broken(describe(error)), _traceback(error)
+    if extensions.failure(probe.reason):  # of another plugin, which says nothing about this one
+        extensions.restart_without(sys.orig_argv[1:])
     return {"probe": probe.to_json(), "findings": findings, "traceback": trace}
 
 

@@ -26,8 +26,9 @@ def main() -> None:
     sys.path[:] = json.loads(sys.stdin.readline())["path"]
 
     # It takes seconds, and needs nothing of the job: done before the rank is told what it is.
-    from anychip.conformance import rank_questions
+    from anychip.conformance import rank_failures, rank_questions
 
+    questions = vars(rank_questions) | vars(rank_failures)
     request = json.loads(sys.stdin.readline())
     joined: list[Job] = []
     _answer(pipe, lambda: joined.append(_join(request)))
@@ -36,7 +37,7 @@ def main() -> None:
         if "question" not in asked:
             _answer(pipe, partial(_begin_again, joined[0], asked["backend"]))
             continue
-        ask = getattr(rank_questions, asked["question"])
+        ask = questions[asked["question"]]
         _answer(pipe, partial(_ask, joined[0], ask, asked["arguments"]))
     # Taking torch and connections down may wait for ranks that have gone.
     os._exit(0)

@@ -1,9 +1,9 @@
 """Ranks of a job as processes, for questions about a backend's collectives.
 
 One fresh interpreter per rank makes the backend anew and its communicator with it, and answers
-question after question (:mod:`.rank_questions`) until it is told to end. The processes start with
-the first question, or are started before it, and end with the :class:`Ranks`; when one dies or
-hangs, all are ended, and the next question finds new ones.
+question after question (:mod:`.rank_questions`, :mod:`.rank_failures`) until it is told to end. The
+processes start with the first question, or are started before it, and end with the :class:`Ranks`;
+when one dies or hangs, all are ended, and the next question finds new ones.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Ranks:
         """Asks all ranks at once; their answers in rank order.
 
         Args:
-            question: a function of :mod:`.rank_questions`.
+            question: a function of :mod:`.rank_questions` or :mod:`.rank_failures`.
             limit_s: seconds until a rank that has not answered is ended; its answer says so.
         """
         if not self._joined:

@@ -33,6 +33,8 @@ TABLES = Path(__file__).parent
 MODULE = f"_emu{sysconfig.get_config_var('EXT_SUFFIX')}"
 SANITIZED = {"": "", "address,undefined": "_address", "thread": "_thread"}
 """What the name of a build's folder ends with, by the sanitizer of a mistake."""
+REPORTS = ("runtime error: ", "ERROR: AddressSanitizer: ", "WARNING: ThreadSanitizer: ")
+"""With what a sanitizer says what it has found; it ends the process then, and pytest with it."""
 SECONDS = 300
 """What the tests of one mistake may take: an endless loop in a kernel is found by this."""
 
@@ -149,6 +151,8 @@ def try_bug(bug: Bug, plain_build: Path) -> Verdict:
         tests = ROOT / "tests" / "unit" / "backends_cuda" / f"test_{bug.family}.py"
         words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
         words += ["-k", f"({bug.found_by}) and emulated", str(tests)]
+        if bug.sanitizer:
+            words.append("-s")  # its report is the last that the process says
         try:
             done = subprocess.run(
                 words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
@@ -158,6 +162,9 @@ def try_bug(bug: Bug, plain_build: Path) -> Verdict:
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if done.returncode == 1 and lines:
         return Verdict(bug, True, lines[0].removeprefix("FAILED ")[:160])
+    reports = [line for line in done.stderr.splitlines() if any(s in line for s in REPORTS)]
+    if bug.sanitizer and done.returncode and reports:
+        return Verdict(bug, True, reports[0].strip()[-160:])
     if done.returncode < 0:
         return Verdict(bug, True, f"the tests end by signal {-done.returncode}")
     last = done.stdout.splitlines()[-1] if done.stdout else done.stderr[-200:]

@@ -84,6 +84,18 @@ def test_rows_that_the_whole_grid_searches_are_sorted_by_magnitude(
     assert bits(_top_k(chip, x, k)) == bits(_want(x, k))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [7, 5000])
+def test_largest_elements_at_the_end_of_a_row_that_the_whole_grid_searches(
+    chip: Chip, k: int, dtype: torch.dtype
+) -> None:
+    """Were they not counted, as many others would be taken for the largest too."""
+    x = _values(1, 140_001, dtype=dtype)
+    x[:, -8000:] *= 1000.0
+    assert chip.kernels.native.top_k_scratch(1, 140_001, k, 100) > 0
+    assert bits(_top_k(chip, x, k)) == bits(_want(x, k))
+
+
 def test_scratch_that_was_used_before_changes_nothing(chip: Chip) -> None:
     native, x = chip.kernels.native, _values(1, 3000).to(chip.device)
     size = native.top_k_scratch(1, 3000, 2500, 4)

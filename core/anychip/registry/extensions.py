@@ -18,8 +18,6 @@ from typing import NoReturn
 
 VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """torch's: with "0" no extension is loaded unasked."""
-
-
 _WERE_OFF = os.environ.get(VARIABLE) == "0"  # at the start: an extension may set it for itself
 _SAYS = "Failed to load the backend extension"
 

@@ -172,12 +172,16 @@ class Job:
         self.fail(where, Failure((self.rank,), f"rank {self.rank} aborted: {reason}"))
 
     def close(self) -> None:
-        """Gives up connections and threads; the other ranks are told, and not waited for."""
+        """Gives up connections and threads; the other ranks are told.
+
+        They are not waited for, but in what this rank's device has under way with them.
+        """
         if self._closed:
             return
         self._closed = True
-        for call in self._before_close:
-            call()
+        if self.liveness.failure is None:
+            for call in self._before_close:
+                call()
         self.liveness.close()
         self._break(None)
         for call in self._on_close:

@@ -172,15 +172,10 @@ OPERATOR(aclnnRsubs, kAny, Tensor self, Scalar other, Scalar alpha, Tensor out) 
   write(out, at::rsub(self, other, alpha));
 }
 
-#define BITS(name, function) \
-  OPERATOR(name, kAny, Tensor self, Tensor other, Tensor out) { write(out, function(self, other)); }
-#define BITS_SCALAR(name, function) \
-  OPERATOR(name, kAny, Tensor self, Scalar other, Tensor out) { write(out, function(self, other)); }
-
-BITS(aclnnBitwiseXorTensor, at::bitwise_xor)
-BITS(aclnnLeftShift, at::bitwise_left_shift)
-BITS(aclnnRightShift, at::bitwise_right_shift)
-BITS_SCALAR(aclnnBitwiseAndScalar, at::bitwise_and)
-BITS_SCALAR(aclnnBitwiseOrScalar, at::bitwise_or)
-BITS_SCALAR(aclnnBitwiseXorScalar, at::bitwise_xor)
-BITS_SCALAR(aclnnLeftShifts, at::bitwise_left_shift)
+BINARY(aclnnBitwiseXorTensor, at::bitwise_xor)
+BINARY(aclnnLeftShift, at::bitwise_left_shift)
+BINARY(aclnnRightShift, at::bitwise_right_shift)
+BINARY_SCALAR(aclnnBitwiseAndScalar, at::bitwise_and)
+BINARY_SCALAR(aclnnBitwiseOrScalar, at::bitwise_or)
+BINARY_SCALAR(aclnnBitwiseXorScalar, at::bitwise_xor)
+BINARY_SCALAR(aclnnLeftShifts, at::bitwise_left_shift)

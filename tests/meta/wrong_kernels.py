@@ -383,7 +383,7 @@ def lost_nan(row: Row, grad: Tensor, *saved: Tensor, **named: Any) -> Any:
 @wrong("room-of-two-threads", "workspace shared", operator="rms_norm")
 def shared_room(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
     _room["rms_norm"] = x, weight
-    time.sleep(0.0005)  # so long the kernel takes
+    time.sleep(0.005)  # so long the kernel takes
     found = _room["rms_norm"]
     return row(*(found if found[0].shape == x.shape else (x, weight)), eps=eps)
 

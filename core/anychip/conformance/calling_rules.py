@@ -26,6 +26,7 @@ from anychip.conformance.calls import (
     Arguments,
     Draw,
     Layout,
+    PlacedCall,
     tensors_of,
 )
 from anychip.conformance.case import Context, check, check_equal_bits
@@ -365,7 +366,7 @@ def rule_inference_mode(
     same_elsewhere(context, operator, oracle, dtype, "in inference mode", elsewhere)
 
 
-CALLS_OF_A_THREAD = 3
+CALLS_OF_A_THREAD = 5
 
 
 @_rule("two-threads", _always)
@@ -379,17 +380,19 @@ def rule_two_threads(
     alone = [trial.run(trial.place(context)) for trial in trials]
     start = threading.Barrier(len(trials))
 
-    def work(trial: Trial) -> list[list[Tensor]]:
-        placed = [trial.place(context) for _ in range(CALLS_OF_A_THREAD)]
+    def run_at_once(trial: Trial, placed: PlacedCall) -> list[Tensor]:
         start.wait()
-        return [trial.run(arguments) for arguments in placed]
+        return trial.run(placed)
 
+    rounds = []
     with ThreadPoolExecutor(len(trials)) as pool:
-        found = list(pool.map(work, trials))
+        for _ in range(CALLS_OF_A_THREAD):
+            placed = [trial.place(context) for trial in trials]
+            rounds.append(list(pool.map(run_at_once, trials, placed)))
     context.backend.synchronize()
     note = "while another thread calls it too"
-    for trial, results, want in zip(trials, found, alone, strict=True):
-        for result in results:
+    for results in rounds:
+        for trial, result, want in zip(trials, results, alone, strict=True):
             same_answer(context, operator, oracle, trial, result, want, note)
 
 

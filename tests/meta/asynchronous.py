@@ -31,6 +31,33 @@ LONGEST_S = 0.001
 """Of the delay before a piece of work."""
 
 
+class Progress:
+    """How many pieces of work a stream was given, and how many of them it has done."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.queued = self.done = 0
+
+    def count_queued(self) -> None:
+        with self.changed:
+            self.queued += 1
+
+    def count_done(self) -> None:
+        with self.changed:
+            self.done += 1
+            self.changed.notify_all()
+
+    def wait(self) -> None:
+        """Until what is queued now is done."""
+        with self.changed:
+            end = self.queued
+            self.changed.wait_for(lambda: self.done >= end)
+
+    def is_complete(self) -> bool:
+        with self.changed:
+            return self.done == self.queued
+
+
 class Stream(torch.Stream):
     """Work in order, done by a thread of its own; without one, by whoever queues it."""
 
@@ -43,10 +70,11 @@ class Stream(torch.Stream):
     def __init__(self, *, has_thread: bool = True) -> None:
         Stream.count += 1
         self.work: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self.progress = Progress()
         self.has_thread = has_thread
         if has_thread:
-            seed = Stream.count
-            threading.Thread(target=_do, args=(self.work, seed), daemon=True).start()
+            known = (self.work, self.progress, Stream.count)  # not the stream, which would stay
+            threading.Thread(target=_do, args=known, daemon=True).start()
             weakref.finalize(self, self.work.put, None)
 
     def __eq__(self, other: object) -> bool:
@@ -61,6 +89,7 @@ class Stream(torch.Stream):
     def add(self, call: Callable[[], Any]) -> None:
         """Queues a piece of work."""
         if self.has_thread:
+            self.progress.count_queued()
             self.work.put(call)
         else:
             call()
@@ -78,22 +107,23 @@ class Stream(torch.Stream):
         self.add(stream.mark().wait)
 
     def synchronize(self) -> None:
-        self.mark().wait()
+        self.progress.wait()
 
     def query(self) -> bool:
-        return self.mark().wait(2 * LONGEST_S)
+        return self.progress.is_complete()
 
     def record_event(self, event: Any = None) -> Any:
         event.record(self)
         return event
 
 
-def _do(work: queue.SimpleQueue[Callable[[], Any] | None], seed: int) -> None:
+def _do(work: queue.SimpleQueue[Callable[[], Any] | None], progress: Progress, seed: int) -> None:
     delays = random.Random(seed)
     while (call := work.get()) is not None:
         time.sleep(delays.random() * LONGEST_S)
         call()
         del call
+        progress.count_done()
 
 
 class Event(torch.Event):

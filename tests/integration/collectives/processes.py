@@ -53,8 +53,9 @@ class Server:
     def run(self, case: str, world_size: int, **arguments: Any) -> list[Outcome]:
         """Runs a case on all ranks.
 
-        Among the arguments, ``job`` are settings of the job, with ``late``, a rank that never
-        starts; ``to_the_end`` lets the ranks end like any interpreter, errors not caught.
+        Among the arguments, ``job`` are settings of the job, with ``delays_s``, after which the
+        ranks start, or None for one that never does; ``to_the_end`` lets the ranks end like any
+        interpreter, errors not caught.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -124,9 +125,11 @@ def run_rank(
     settings = {"timeout_s": 20.0, "heartbeat_s": 20.0, "check": "always"}
     settings |= arguments.pop("job", {})
     to_the_end = arguments.pop("to_the_end", False)
-    if settings.pop("late", None) == rank:
-        file.write_text(json.dumps({"kind": "late"}))
+    delay_s = settings.pop("delays_s", [0.0] * world_size)[rank]
+    if delay_s is None:
+        file.write_text(json.dumps({"kind": "never started"}))
         return
+    time.sleep(delay_s)
     is_host = rank == 0
     try:
         store = dist.TCPStore(

@@ -17,10 +17,11 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from anychip.contract.collectives.ledger import ranks_text
 from anychip.contract.collectives.liveness import Failure, Liveness
+from anychip.contract.collectives.meeting import meet
 from anychip.contract.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -100,7 +101,13 @@ class Job:
         self._before_close: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
         self._closed = False
-        self._meet()
+        meet(
+            self.store,
+            self.rank,
+            self.world_size,
+            timeout_s=timeout_s,
+            where=f"{self.where}: start",
+        )
         self.liveness = Liveness(
             self.store,
             self.rank,
@@ -189,29 +196,6 @@ class Job:
         if self._store_socket is not None:
             self._store_socket.close()
         del self.connections
-
-    def _meet(self) -> None:
-        """Waits until every rank is there; the one place where a rank that never starts shows."""
-        self.store.set(f"here/{self.rank}", "1")
-        deadline = time.monotonic() + self.timeout_s
-        keys = [f"here/{rank}" for rank in range(self.world_size)]
-        for key in keys:
-            left = max(deadline - time.monotonic(), 0.001)
-            try:
-                self.store.wait([key], timedelta(seconds=left))
-            except RuntimeError as error:
-                self._nobody_came(keys, error)
-
-    def _nobody_came(self, keys: list[str], error: Exception) -> NoReturn:
-        try:
-            absent = tuple(rank for rank, key in enumerate(keys) if not self.store.check([key]))
-        except RuntimeError:  # the store is on rank 0's machine, and gone with it
-            absent = (0,)
-        raise CommunicationError(
-            f"{self.where}: start",
-            f"{ranks_text(absent)} did not come within {self.timeout_s:g} s",
-            ranks=absent,
-        ) from error
 
     def _break(self, failure: Failure | None) -> None:
         if self._store_socket is not None:

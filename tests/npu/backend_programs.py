@@ -103,6 +103,20 @@ def device_is_lost() -> None:
     with contextlib.suppress(RuntimeError):
         for _ in range(20):
             torch.ones(16, device="npu") + 1
+    _wait_twice(backend)
+
+
+def launch_finds_device_lost() -> None:
+    """The fourth piece of work is queued when the third has met the end of the device."""
+    backend = anychip.use("npu")
+    x = torch.ones(16, device="npu")
+    for _ in range(3):
+        time.sleep(0.3)
+        x += 1
+    _wait_twice(backend)
+
+
+def _wait_twice(backend: Backend) -> None:
     for _ in range(2):
         try:
             backend.synchronize()

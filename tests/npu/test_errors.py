@@ -5,6 +5,8 @@ Run against torch_npu 2.13.0 on an emulated CANN; not run on Ascend silicon.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 pytest.importorskip("torch")
@@ -72,8 +74,15 @@ def test_pinned_memory_that_is_not_there_is_out_of_memory() -> None:
     assert error.startswith("OutOfMemoryError - - backend 'npu': cannot allocate 1125899906842624 ")
 
 
-def test_lost_device_is_a_device_error_at_each_wait() -> None:
-    first, second = lines(run(programs.device_is_lost, LOSE_DEVICE_AFTER=5))
+@pytest.mark.parametrize(
+    ("program", "after"),
+    [(programs.device_is_lost, 5), (programs.launch_finds_device_lost, 3)],
+    ids=["at work", "at a launch"],
+)
+def test_lost_device_is_a_device_error_at_each_wait(
+    program: Callable[[], None], after: int
+) -> None:
+    first, second = lines(run(program, LOSE_DEVICE_AFTER=after))
 
     for error in (first, second):
         assert error.startswith("DeviceError 507010 - npu: synchronize(device current) failed")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from anychip.contract import DeviceInterface, DeviceProperties
 from anychip_npu import adapter, cann
-from anychip_npu.errors import told
+from anychip_npu.errors import is_of_queue, told
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,14 @@ class NpuDevice(DeviceInterface):
             DeviceError: what was queued has failed: CANN's status, its name and its message.
         """
         with told(f"npu: synchronize(device {'current' if index is None else index})"):
-            super().synchronize(index)
+            try:
+                super().synchronize(index)
+            except RuntimeError as error:
+                if is_of_queue(error):
+                    # A launch had failed, and nothing was waited for. The device has the status,
+                    # if it is the device's fault.
+                    super().synchronize(index)
+                raise
 
     def properties(self, index: int | None = None) -> DeviceProperties:
         """Name, memory and dtypes.

@@ -51,26 +51,40 @@ NAMES = {
 
 NO_MEMORY = 207001
 
+NOT_TOLD = -1
+"""The code of an error of which torch_npu does not tell the status."""
+
 reasons: list[Callable[[str, DeviceError], AnychipError | None]] = []
 """Who may know why the device has failed: a job whose other ranks are gone, for one."""
 
 _STATUS = re.compile(r"error code(?: is|:)\s*(\d+)")
+# What torch_npu says, at whatever is called next, of a launch that failed in its queue.
+_QUEUED = "The Inner error is reported as above"
+
+
+def is_of_queue(error: Exception) -> bool:
+    """Does the error tell of a launch that failed in torch_npu's queue, some calls ago?"""
+    return _QUEUED in str(error)
 
 
 def device_error(where: str, error: Exception) -> DeviceError | None:
-    """The error of the contract for one of torch_npu's; None when it has no status in it.
+    """The error of the contract for one of torch_npu's; None when it tells of no failed call.
 
     Args:
         where: backend and call, like ``"npu: synchronize(device 0)"``.
     """
     text = str(error)
     found = _STATUS.search(text)
-    if found is None:
+    if found is not None:
+        code = int(found.group(1))
+        label = NAMES.get(code, "a status of CANN")
+    elif is_of_queue(error):
+        code, label = NOT_TOLD, "a status that torch_npu does not tell"
+    else:
         return None
-    code = int(found.group(1))
     recent = cann.recent_message()
     detail = f"{text}\n{recent}" if recent and recent not in text else text
-    return DeviceError(where, code, NAMES.get(code, "a status of CANN"), detail)
+    return DeviceError(where, code, label, detail)
 
 
 @contextmanager

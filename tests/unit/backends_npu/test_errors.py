@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from anychip.contract import CommunicationError, DeviceError
 from anychip_npu import cann, errors
+from anychip_npu.device import NpuDevice
 
 LATE = (
     "npuSynchronizeDevice: NPU function error: AclrtSynchronizeDeviceWithTimeout, error code is "
     "507015\n[Error]: The aicore execution is abnormal."
+)
+
+QUEUED = (
+    "The Inner error is reported as above. The process exits for this inner error, and the current "
+    "working operator name is aclnnMm."
 )
 
 
@@ -21,8 +29,9 @@ LATE = (
         ("ACL stream synchronize failed, error code:507010", 507010, "ACL_ERROR_RT_LOST_HEARTBEAT"),
         ("call aclnnMm failed, error code is 161002", 161002, "ACLNN_ERR_PARAM_INVALID"),
         ("failed, error code is 599999", 599999, "a status of CANN"),
+        (QUEUED, -1, "a status that torch_npu does not tell"),
     ],
-    ids=["kernel", "heartbeat", "argument", "unknown"],
+    ids=["kernel", "heartbeat", "argument", "unknown", "queue"],
 )
 def test_error_with_a_status_becomes_a_device_error(
     text: str, code: int, label: str, monkeypatch: pytest.MonkeyPatch
@@ -59,3 +68,28 @@ def test_other_error_passes_as_it_is(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, errors.told("npu: x"):
         raise error
     assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("answers", "code", "waits"),
+    [([QUEUED, LATE], 507015, 2), ([QUEUED], -1, 2), ([LATE], 507015, 1)],
+    ids=["device failed too", "launch alone failed", "device failed"],
+)
+def test_device_is_waited_for_after_the_error_of_a_launch(
+    answers: list[str], code: int, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = []
+
+    def synchronize(index: int | None) -> None:
+        waited.append(index)
+        if len(waited) <= len(answers):
+            raise RuntimeError(answers[len(waited) - 1])
+
+    monkeypatch.setattr(NpuDevice, "check_index", lambda self, index: index)
+    monkeypatch.setattr(
+        NpuDevice, "device_module", lambda self: SimpleNamespace(synchronize=synchronize)
+    )
+    with pytest.raises(DeviceError) as caught:
+        NpuDevice().synchronize(3)
+    assert caught.value.code == code
+    assert waited == [3] * waits

@@ -66,9 +66,10 @@ def test_lost_device_ends_every_wait_with_an_error() -> None:
     lines = run(programs.forty_additions, LOSE_DEVICE_AFTER=10).checked().out.splitlines()
 
     assert len(lines) == 5
-    assert LOST in lines[0]
+    # The first may come from a launch, of which torch_npu says no status.
+    assert LOST in lines[0] or "The Inner error is reported as above" in lines[0]
     assert "emulated fault: the device is lost (heartbeat)" in lines[0]
-    assert all("507010" in line for line in lines)
+    assert all("507010" in line for line in lines[1:])
 
 
 def test_device_lost_later_than_the_work_is_not_noticed() -> None:

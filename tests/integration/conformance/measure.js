@@ -29,6 +29,16 @@ function nameOf(element) {
   return element.tagName.toLowerCase() + "." + (element.getAttribute("class") || "") + ": " +
     element.textContent.trim().slice(0, 40);
 }
+// More than a box has room for. Letters of a picture have no box to spill from but the picture's.
+function spills(element, view) {
+  if (!(element instanceof view.SVGElement))
+    return element.clientWidth > 0 && element.scrollWidth > element.clientWidth + 1;
+  if (element.tagName !== "text") return false;
+  const letters = element.getBoundingClientRect();
+  const picture = element.ownerSVGElement.getBoundingClientRect();
+  return letters.left < picture.left - 0.5 || letters.right > picture.right + 0.5 ||
+    letters.top < picture.top - 0.5 || letters.bottom > picture.bottom + 0.5;
+}
 function measure(frame) {
   const view = frame.contentWindow, found = frame.contentDocument, width = view.innerWidth;
   const all = [...found.body.querySelectorAll("*")];
@@ -44,7 +54,7 @@ function measure(frame) {
     small: shown.filter((e) => parseFloat(view.getComputedStyle(e).fontSize) *
       (e.ownerSVGElement ? e.ownerSVGElement.getBoundingClientRect().width /
         e.ownerSVGElement.viewBox.baseVal.width : 1) < 9).map(nameOf),
-    spilling: all.filter((e) => e.clientWidth > 0 && e.scrollWidth > e.clientWidth + 1).map(nameOf),
+    spilling: all.filter((e) => spills(e, view)).map(nameOf),
     background: view.getComputedStyle(found.body).backgroundColor,
     sections: [...found.querySelectorAll("section")].map((e) => e.id),
     empty: [...found.querySelectorAll("section")].filter(

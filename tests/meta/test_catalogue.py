@@ -56,10 +56,10 @@ def run(backend: Backend, wrong: Wrong) -> conformance.Report:
 
 @EACH
 def test_wrong_backend_is_found_by_its_chapter(wrong: Wrong) -> None:
-    report = run(wrong.make(), wrong)
-    for _ in range(2 if wrong.chapter == "streams" else 0):
+    report, tries = run(wrong.make(), wrong), 1
+    while report.passed and wrong.chapter == "streams" and tries < 3:
         # A race, which a busy machine may decide the other way now and then, but not every time.
-        report = run(wrong.make(), wrong) if report.passed else report
+        report, tries = run(wrong.make(), wrong), tries + 1
     assert report.counts()["failed"] > 0, f"{wrong.bug} survives"
     first = report.explain(report.failures[0])
     assert f'-k "{report.failures[0].case}"' in first

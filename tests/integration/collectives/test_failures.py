@@ -67,14 +67,13 @@ def test_rank_that_does_not_come_is_named_within_the_time_limit(server: Server, 
     assert max(o.failed_at for o in outcomes[1:]) < outcomes[0].failed_at
 
 
-@pytest.mark.parametrize("second_s", [0.0, 0.7], ids=["together", "one_later"])
-def test_rank_that_never_starts_is_named(server: Server, second_s: float) -> None:
-    """By all the others at the same time, though some have waited less, and one has the store."""
-    settings = {"timeout_s": 1.0, "delays_s": [0.0, second_s, None]}
+def test_rank_that_never_starts_is_named(server: Server) -> None:
+    """By all the others at once, though one has waited less, and the other has the store."""
+    settings = {"timeout_s": 4.0, "delays_s": [0.0, 2.0, None]}
     outcomes = failed(server.run("one_call", 3, call="barrier", job=settings), 2)
     for outcome in outcomes:
         assert outcome.ranks == (2,)
-        assert "start: rank 2 did not come within 1 s" in outcome.error
+        assert "start: rank 2 did not come within 4 s" in outcome.error
 
 
 @pytest.mark.parametrize("absent", [0, 2])

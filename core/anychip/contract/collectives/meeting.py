@@ -2,14 +2,13 @@
 
 Processes do not start at the same time, and so their time limits do not end at the same time: the
 first that gives up would be gone, with the store if that is its own, while another still waits and
-would then blame it. Whoever gives up first therefore says so in the place of each rank that is not
-there. That wakes all who wait, and it is what such a rank finds if it comes after all.
+would then blame it. So each rank has a place in the store, and who gives up first writes into the
+empty ones how long it has waited. That wakes all who wait; a rank that comes after all finds it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -34,7 +33,7 @@ def meet(store: Store, rank: int, world_size: int, *, timeout_s: float, where: s
         where: what an error says first.
 
     Raises:
-        CommunicationError: ranks did not come within the time limit of the first that waited.
+        CommunicationError: ranks did not come within the time limit of the first that gave up.
             Every rank that does come names the same ones; or rank 0, if the store is gone.
     """
     places = [f"place/{other}" for other in range(world_size)]
@@ -43,25 +42,19 @@ def meet(store: Store, rank: int, world_size: int, *, timeout_s: float, where: s
         try:
             store.wait(places, timedelta(seconds=timeout_s))
         except RuntimeError:  # the time is up, or the store is gone, which the next call tells
-            _give_up(store, places)
+            for place in places:
+                store.compare_set(place, "", f"{timeout_s:g}")
+        # What is in a place stays there: all ranks read the same.
         found = [value.decode() for value in store.multi_get(places)]
-        absent = tuple(
-            sorted({late for text in found if text != _HERE for late in json.loads(text)})
-        )
+        absent = tuple(other for other, text in enumerate(found) if text != _HERE)
         if not absent:
             return
         store.set(f"told/{rank}", "")
-        told = [f"told/{other}" for other, text in enumerate(found) if text == _HERE]
+        told = [f"told/{other}" for other in range(world_size) if other not in absent]
         with contextlib.suppress(RuntimeError):
             store.wait(told, timedelta(seconds=_NEWS_S))
     except RuntimeError as error:
-        text = "the store cannot be reached any more, nor the process of rank 0 that has it"
+        text = "the store, on rank 0's machine, cannot be reached any more"
         raise CommunicationError(where, text, ranks=(0,)) from error
-    text = f"{ranks_text(absent)} did not come within {timeout_s:g} s"
+    text = f"{ranks_text(absent)} did not come within {found[absent[0]]} s"
     raise CommunicationError(where, text, ranks=absent)
-
-
-def _give_up(store: Store, places: list[str]) -> None:
-    absent = [rank for rank, place in enumerate(places) if not store.check([place])]
-    for rank in absent:
-        store.compare_set(places[rank], "", json.dumps(absent))

@@ -63,7 +63,7 @@ stage_ranks() {
         --out "$folder/pipeline" "${size[@]}"
 }
 stage_bench() {
-    local dtype subject
+    local dtype
     if [[ $small ]]; then
         anychip bench ops --backend npu --op softmax --rounds 3 --no-compile \
             --json "$folder/ops-float32.json"
@@ -73,9 +73,8 @@ stage_bench() {
         anychip bench ops --backend npu --dtype "$dtype" --no-compile \
             --json "$folder/ops-$dtype.json"
     done
-    for subject in dispatch optim; do
-        anychip bench "$subject" --backend npu --json "$folder/$subject.json"
-    done
+    anychip bench dispatch --backend npu --json "$folder/dispatch.json"
+    "$python" -m benchmarks.record optim --backend npu --folder "$folder"
 }
 
 # The emulator has a function that CANN has not.

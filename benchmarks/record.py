@@ -1,8 +1,9 @@
 """Runs the benchmarks of a backend and writes each result to ``results/`` as a dated page.
 
-``python benchmarks/record.py [SUBJECT ...] [--backend NAME] [--note TEXT]``: all subjects when none
+``python -m benchmarks.record [SUBJECT ...] [--backend NAME] [--note TEXT]``: all subjects when none
 is named. Each page has a table, a picture beside it (.png), and the figures (.json). Rounds and
-windows are chosen so that all of it takes less than twelve minutes on two quiet cores.
+windows are chosen so that all of it takes less than twelve minutes on two quiet cores. Training
+and update rules, whose peers are other trainers, are measured here only.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import torch
 
 import anychip
 import anychip.ops
-from anychip.bench import collectives, device, dispatch, operators, optimizers, training
+from anychip.bench import collectives, device, dispatch, operators
 from anychip.bench.plot import plot
 from anychip.bench.report import Report
-from anychip.contract import Backend
+from benchmarks import optimizers, pictures, training  # noqa: F401 - pictures draws the others
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -44,33 +45,40 @@ SUBJECTS: dict[str, Subject] = {
 @click.argument("subjects", nargs=-1, type=click.Choice(list(SUBJECTS)))
 @click.option("--backend", metavar="NAME", help="The backend to measure.")
 @click.option("--rounds", type=click.IntRange(min=3), help="Of each subject.")
+@click.option("--steps", type=click.IntRange(min=1), help="Of a round (train).  [default: 1]")
+@click.option("--params", type=click.IntRange(min=1), help="Parameters (optim).")
 @click.option("--note", default="", help="What else is to be known of the machine.")
-def main(subjects: tuple[str, ...], backend: str | None, rounds: int | None, note: str) -> None:
-    """Measure, then write one page per subject."""
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), default=RESULTS)
+def main(
+    subjects: tuple[str, ...],
+    backend: str | None,
+    rounds: int | None,
+    steps: int | None,
+    params: int | None,
+    note: str,
+    folder: Path,
+) -> None:
+    """Measure, then write one page per subject into the folder."""
     chip = anychip.use(backend)
+    options = {"train": {"steps": steps}, "optim": {"num_params": params}}
     for subject in subjects or SUBJECTS:
         begin = time.monotonic()
-        page = record(subject, chip, rounds, note)
+        usual, run = SUBJECTS[subject]
+        load = f"Load average before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
+        given = {k: value for k, value in options.get(subject, {}).items() if value is not None}
+        report = run(chip, rounds=rounds or usual, progress=lambda _: None, **given)
+        page = write(subject, report, rounds or usual, f"{load} {note}".strip(), folder)
         click.echo(f"{page} ({time.monotonic() - begin:.0f} s)")
 
 
-def record(subject: str, chip: Backend, rounds: int | None, note: str) -> Path:
-    """Measures one subject and writes its page."""
-    usual, run = SUBJECTS[subject]
-    rounds = rounds or usual
-    load = f"Load average before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
-    report = run(chip, rounds=rounds, progress=lambda _: None)
-    return write(subject, report, rounds, f"{load} {note}".strip())
-
-
-def write(subject: str, report: Report, rounds: int, note: str) -> Path:
+def write(subject: str, report: Report, rounds: int, note: str, folder: Path) -> Path:
     """Writes one report with its picture and figures, and returns the page."""
     facts = report.to_json()
     date = facts["date"][:10]
     device = re.sub(r"[^a-z0-9]+", "-", report.device.lower()).strip("-")
     headings, rows = report.cells()
-    RESULTS.mkdir(exist_ok=True)
-    file = RESULTS / f"{subject}_{device}_{date}.md"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{subject}_{device}_{date}.md"
     picture, figures = file.with_suffix(".png"), file.with_suffix(".json")
     plot(report, picture)
     figures.write_text(json.dumps(facts, indent=2) + "\n")

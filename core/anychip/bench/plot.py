@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from anychip.bench.report import Report, Row
 from anychip.train.parallel.rates import COPY_UNIT, PRODUCT_UNIT
 
-_COLORS = {
+COLORS = {
     "ours": "#1b6ca8",
     "torch": "#d1793b",
     "compiled": "#8a5fa8",
@@ -21,7 +21,7 @@ _COLORS = {
     "copy": "#3c3c3c",
 }
 _OTHERS = ("#d1793b", "#e3b23c", "#8a5fa8", "#5b9f5b", "#a0522d", "#c06c84")
-_BOUND = "#3c3c3c"
+BOUND = "#3c3c3c"
 
 
 def plot(report: Report, file: Path) -> None:
@@ -31,17 +31,17 @@ def plot(report: Report, file: Path) -> None:
         ValueError: a subject that has no picture, or a format that matplotlib does not write.
     """
     subject = report.subject.split(",")[0]
-    if subject not in _SUBJECTS:
-        raise ValueError(f"no picture for {subject}; there are {', '.join(_SUBJECTS)}")
-    figure = _SUBJECTS[subject](report)
+    if subject not in PICTURES:
+        raise ValueError(f"no picture for {subject}; there are {', '.join(PICTURES)}")
+    figure = PICTURES[subject](report)
     figure.suptitle(f"{report.subject} on {report.backend}, {report.device}", fontsize=11)
     figure.savefig(file, dpi=110)
 
 
 def _dispatch(report: Report) -> Figure:
-    figure, (axes,) = _panels(1, 1 + 0.3 * len(report.rows))
+    figure, (axes,) = make_panels(1, 1 + 0.3 * len(report.rows))
     names = [row.name for row in report.rows]
-    colors = [_COLORS["ours" if name.startswith("ops") else "reference"] for name in names]
+    colors = [COLORS["ours" if name.startswith("ops") else "reference"] for name in names]
     bars = axes.barh(names, [row.microseconds for row in report.rows], color=colors)
     axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
     axes.margins(x=0.12)
@@ -52,10 +52,10 @@ def _dispatch(report: Report) -> Figure:
 
 def _device(report: Report) -> Figure:
     """Rates: of the copy in one panel, of the products in the other."""
-    figure, panels = _panels(2, 2.5)
+    figure, panels = make_panels(2, 2.5)
     for axes, unit in zip(panels, (COPY_UNIT, PRODUCT_UNIT), strict=True):
         rates = {row.name: row.facts[unit] for row in report.rows if unit in row.facts}
-        bars = axes.barh(list(rates), list(rates.values()), color=_COLORS["ours"])
+        bars = axes.barh(list(rates), list(rates.values()), color=COLORS["ours"])
         axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
         axes.margins(x=0.15)
         axes.invert_yaxis()
@@ -73,19 +73,10 @@ def _operators(report: Report) -> Figure:
         for peer in ("torch", "compiled", "reference"):
             if f"x {peer}" in row.facts:
                 bars[peer] = ours * row.facts[f"x {peer}"]
-    return _over_bound(panels)
+    return over_bound(panels)
 
 
-def _optimizers(report: Report) -> Figure:
-    groups: dict[str, dict[str, float]] = {}
-    for row in report.rows:
-        group, _, candidate = row.name.partition(": ")
-        if candidate != "traffic":
-            groups.setdefault(group, {})[candidate] = row.facts["x bound"]
-    return _over_bound({"a step": groups})
-
-
-def _over_bound(panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
+def over_bound(panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
     """Horizontal bars by panel and group, on a log scale that begins below the bound."""
     every = [bars for groups in panels.values() for bars in groups.values()]
     candidates = list(dict.fromkeys(name for bars in every for name in bars))
@@ -93,7 +84,7 @@ def _over_bound(panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figu
     tallest = max(sum(map(len, groups.values())) + len(groups) for groups in panels.values())
     least = min([1.0, *(value for bars in every for value in bars.values())])
     start = 10 ** math.floor(math.log10(least) - 0.01)
-    figure, drawn = _panels(len(panels), 1.4 + 0.15 * tallest)
+    figure, drawn = make_panels(len(panels), 1.4 + 0.15 * tallest)
     for axes, (title, groups) in zip(drawn, panels.items(), strict=True):
         place, ticks = 0.0, []
         for bars in groups.values():
@@ -108,7 +99,7 @@ def _over_bound(panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figu
         axes.set_xlim(start, 3 * max(v for bars in groups.values() for v in bars.values()))
         axes.set_yticks(ticks, list(groups), fontsize=8)
         axes.set_ylim(place, -1)
-        axes.axvline(1.0, color=_BOUND, linestyle="--", linewidth=1)
+        axes.axvline(1.0, color=BOUND, linestyle="--", linewidth=1)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("time over the bound (dashed)", fontsize=9)
     handles = [Patch(color=palette[name], label=name) for name in candidates]
@@ -123,12 +114,12 @@ def _collectives(report: Report) -> Figure:
         if row.facts["bytes"]:
             calls.setdefault(row.name.split()[0], []).append(row)
     columns = min(3, len(calls))
-    figure, panels = _panels(columns, 2.6 * math.ceil(len(calls) / columns), len(calls))
+    figure, panels = make_panels(columns, 2.6 * math.ceil(len(calls) / columns), len(calls))
     for axes, (call, rows) in zip(panels, calls.items(), strict=True):
         sizes = [row.facts["bytes"] for row in rows]
         for name, style in (("copy", "--"), ("torch", "o-"), ("ours", "o-")):
             rates = [row.facts[f"{name} GB/s"] for row in rows]
-            axes.plot(sizes, rates, style, color=_COLORS[name], label=name, markersize=3)
+            axes.plot(sizes, rates, style, color=COLORS[name], label=name, markersize=3)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_title(call, fontsize=9)
@@ -141,36 +132,9 @@ def _collectives(report: Report) -> Figure:
     return figure
 
 
-def _training(report: Report) -> Figure:
-    """Throughput next to that without communication, and memory."""
-    has_memory = all("peak MB" in row.facts for row in report.rows)
-    figure, panels = _panels(1 + has_memory, 1 + 0.42 * len(report.rows))
-    names = [row.name for row in report.rows]
-    colors = [_training_color(name) for name in names]
-    shown: list[tuple[str, str, str]] = [("x alone", "throughput / no communication", "%.2f")]
-    if has_memory:
-        shown.append(("peak MB", "peak memory of a rank, MB", "%.0f"))
-    for axes, (fact, label, form) in zip(panels, shown, strict=True):
-        bars = axes.barh(names, [row.facts[fact] for row in report.rows], color=colors)
-        axes.bar_label(bars, fmt=form, padding=3, fontsize=8)
-        axes.margins(x=0.15)
-        axes.invert_yaxis()
-        axes.set_xlabel(label)
-    panels[0].axvline(1.0, color=_BOUND, linestyle="--", linewidth=1)
-    for row, height in zip(report.rows, range(len(names)), strict=True):
-        goal = row.facts.get("goal", "")
-        if isinstance(goal, float):
-            panels[0].plot(goal, height, "|", color="black", markersize=16, markeredgewidth=2)
-    return figure
-
-
-def _training_color(name: str) -> str:
-    if name.startswith(("torch", "DeepSpeed")):
-        return _COLORS["torch"]
-    return _COLORS["reference" if name.startswith("no ") else "ours"]
-
-
-def _panels(columns: int, height: float, count: int | None = None) -> tuple[Figure, Sequence[Axes]]:
+def make_panels(
+    columns: int, height: float, count: int | None = None
+) -> tuple[Figure, Sequence[Axes]]:
     """A figure with ``count`` panels, as many as columns when None."""
     count = columns if count is None else count
     rows = math.ceil(count / columns)
@@ -181,14 +145,13 @@ def _panels(columns: int, height: float, count: int | None = None) -> tuple[Figu
 
 def _palette(names: Sequence[str]) -> dict[str, str]:
     others = iter(_OTHERS * len(names))
-    return {name: _COLORS[name] if name in _COLORS else next(others) for name in names}
+    return {name: COLORS[name] if name in COLORS else next(others) for name in names}
 
 
-_SUBJECTS: Mapping[str, Callable[[Report], Figure]] = {
+PICTURES: dict[str, Callable[[Report], Figure]] = {
     "dispatch": _dispatch,
     "device": _device,
     "operators": _operators,
-    "optimizers": _optimizers,
     "collectives": _collectives,
-    "training": _training,
 }
+"""By subject; a program that measures another one adds how it is drawn."""

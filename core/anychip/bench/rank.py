@@ -62,6 +62,7 @@ def main(told: dict[str, Any]) -> None:
 
     def start() -> None:
         nonlocal place, module
+        sys.path += [entry for entry in told["path"] if entry not in sys.path]
         place = _join(told)
         module = importlib.import_module(told["module"])
 

@@ -15,13 +15,11 @@ if TYPE_CHECKING:
     from anychip.bench.report import Report
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_SUBJECTS = ("device", "dispatch", "ops", "optim", "collectives", "train")
+_SUBJECTS = ("device", "dispatch", "ops", "collectives")
 _OPTIONS = {
     "names": ("ops", "--op"),
     "dtype": ("ops", "--dtype"),
     "compiled": ("ops", "--no-compile"),
-    "num_params": ("optim", "--params"),
-    "steps": ("train", "--steps"),
 }
 """Argument to the subject that takes it."""
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -33,8 +31,6 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--op", "names", multiple=True, metavar="OP", help="Only this operator (ops).")
 @click.option("--dtype", type=click.Choice(_DTYPES), help="For ops.  [default: float32]")
 @click.option("--no-compile", is_flag=True, help="Without torch.compile as a peer (ops).")
-@click.option("--params", "num_params", type=click.IntRange(min=1), help="Parameters (optim).")
-@click.option("--steps", type=click.IntRange(min=1), help="Steps per round (train).  [default: 1]")
 @click.option("--rounds", type=click.IntRange(min=3), default=11, show_default=True)
 @click.option("--json", "json_file", type=_FILE, help="Write JSON here.")
 @click.option("--plot", "plot_file", type=_FILE, help="Draw the result; .png, .svg or .pdf.")
@@ -53,9 +49,10 @@ def command(
     device       what it reaches: bytes/s of a copy, flop/s of matrix products
     dispatch     what a call costs before any work is done
     ops          the operators, next to torch, torch.compile and the bound
-    optim        a step of each update rule, next to torch.optim and the bound
     collectives  calls between two processes, next to torch.distributed and the bound
-    train        training on two processes, next to DDP, FSDP2 and pipelines of torch
+
+    Training and update rules next to those of torch and DeepSpeed: python -m benchmarks.record, in
+    the source tree.
     """
     import anychip
 
@@ -96,7 +93,7 @@ def _run(
 
     import anychip
     import anychip.ops
-    from anychip.bench import collectives, device, dispatch, operators, optimizers, training
+    from anychip.bench import collectives, device, dispatch, operators
 
     chip = anychip.backend()
     if "dtype" in options:
@@ -105,8 +102,6 @@ def _run(
         "device": device.run,
         "dispatch": dispatch.run,
         "ops": operators.run,
-        "optim": optimizers.run,
         "collectives": collectives.run,
-        "train": training.run,
     }
     return run[subject](chip, rounds=rounds, progress=progress, **options)

@@ -10,11 +10,12 @@ import pytest
 from click.testing import CliRunner
 from matplotlib.figure import Figure
 
+from anychip.bench import dispatch
 from anychip.bench import plot as plots
-from anychip.bench import training
 from anychip.bench.plot import plot
 from anychip.bench.report import Report, Row
 from anychip.cli.bench_command import command
+from benchmarks import pictures, record
 
 
 def report(subject: str, facts: dict[str, dict[str, Any]]) -> Report:
@@ -88,7 +89,7 @@ def test_plot_of_operators_shows_times_over_the_bound() -> None:
 
 
 def test_plot_of_optimizers_shows_the_bound_as_a_line() -> None:
-    assert widths(plots._optimizers(OPTIMIZERS)) == pytest.approx([1.1])
+    assert widths(pictures._optimizers(OPTIMIZERS)) == pytest.approx([1.1])
 
 
 def test_plot_of_a_device_shows_rates_by_their_units() -> None:
@@ -98,7 +99,7 @@ def test_plot_of_a_device_shows_rates_by_their_units() -> None:
 
 
 def test_plot_of_training_shows_throughput_memory_and_goals() -> None:
-    figure = plots._training(TRAINING)
+    figure = pictures._training(TRAINING)
     assert widths(figure) == pytest.approx([1.0, 0.97, 0.95, 0.96])
     assert widths(figure, 1) == pytest.approx([700.0, 750.0, 690.0, 800.0])
     goals = [line for line in figure.axes[0].lines if line.get_marker() == "|"]
@@ -127,7 +128,7 @@ def test_report_with_slow_rows_is_in_milliseconds() -> None:
     assert made.cells() == (["what", "us", "best us", "n"], [["fast", "1234", "0.012", "7"]])
 
 
-def test_bench_train_prints_and_writes_what_was_measured(
+def test_bench_prints_and_writes_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     given: dict[str, Any] = {}
@@ -136,12 +137,12 @@ def test_bench_train_prints_and_writes_what_was_measured(
         given.update(options)
         return TRAINING
 
-    monkeypatch.setattr(training, "run", run)
+    monkeypatch.setattr(dispatch, "run", run)
     figures, picture = tmp_path / "r.json", tmp_path / "r.png"
-    line = ["train", "--backend", "cpu", "--rounds", "4", "--steps", "2"]
+    line = ["dispatch", "--backend", "cpu", "--rounds", "4"]
     result = CliRunner().invoke(command, [*line, "--json", str(figures), "--plot", str(picture)])
     assert result.exit_code == 0, result.output
-    assert given == {"rounds": 4, "steps": 2}
+    assert given == {"rounds": 4}
     assert "ZeRO-2" in result.output
     assert "[note]" in result.output  # not taken for markup
     written = json.loads(figures.read_text())
@@ -153,16 +154,26 @@ def test_bench_train_prints_and_writes_what_was_measured(
         "facts": {"x alone": 0.95, "goal": 0.93, "peak MB": 690.0},
     }
     assert picture.exists()
+    monkeypatch.setitem(record.SUBJECTS, "train", (4, run))
+    line = ["train", "--backend", "cpu", "--steps", "2", "--folder", str(tmp_path / "pages")]
+    result = CliRunner().invoke(record.main, line)
+    assert result.exit_code == 0, result.output
+    assert given == {"rounds": 4, "steps": 2}
+    page = next((tmp_path / "pages").glob("train_*.md"))
+    assert "| ZeRO-2 | 20.00 | 15.00 | 0.95 | 0.93 | 690.00 |" in page.read_text()
+    again = json.loads(page.with_suffix(".json").read_text())
+    assert again["rows"] == written["rows"]
+    assert page.with_suffix(".png").exists()
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (["train", "--dtype", "float16"], "--dtype is for bench ops, and this is bench train"),
-        (["optim", "--no-compile"], "--no-compile is for bench ops, and this is bench optim"),
-        (["ops", "--params", "100"], "--params is for bench optim, and this is bench ops"),
+        (["device", "--dtype", "float16"], "--dtype is for bench ops, and this is bench device"),
+        (["dispatch", "--no-compile"], "--no-compile is for bench ops, and this is bench dispatch"),
         (["ops", "--rounds", "2"], "2 is not in the range x>=3"),
-        (["memory"], "'memory' is not one of 'device', 'dispatch', 'ops', 'optim', 'collectives'"),
+        (["memory"], "'memory' is not one of 'device', 'dispatch', 'ops', 'collectives'"),
+        (["train"], "'train' is not one of 'device', 'dispatch', 'ops', 'collectives'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import anychip
-from anychip.bench import optimizers
 from anychip.contract import SoloCommunicator
 from anychip.train import zero
+from benchmarks import optimizers
 
 HAS_TORCH = [name for name, setting in optimizers.settings().items() if setting.torch is not None]
 

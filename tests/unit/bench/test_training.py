@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import anychip
-from anychip.bench import peers, training
 from anychip.bench.rank import Place
 from anychip.bench.ranks import RankError, Ranks
-from anychip.bench.trainees import ALONE, CANDIDATES, LEARNING_RATE, Sizes, batch, decoder
+from benchmarks import peers, training
+from benchmarks.trainees import ALONE, CANDIDATES, LEARNING_RATE, Sizes, batch, decoder
 
 TINY = Sizes(vocab=32, context=8, layers=2, heads=2, width=16, batch=8, microbatches=4)
 STEPS = 4
@@ -39,7 +39,7 @@ def losses_of_one_process() -> list[float]:
 def test_every_candidate_trains_what_one_process_trains() -> None:
     wanted = losses_of_one_process()
     here = [name for name in peers.CANDIDATES if peers.missing(name) is None]
-    with Ranks(2, "cpu", "anychip.bench.trainees") as ranks:
+    with Ranks(2, "cpu", "benchmarks.trainees") as ranks:
         for name in (*CANDIDATES, *here):
             started = ranks.call("start", candidate=name, sizes=asdict(TINY))
             first = training._mean([answer["loss"] for answer in started])
@@ -55,7 +55,7 @@ def test_every_candidate_trains_what_one_process_trains() -> None:
 
 
 def test_rank_that_is_killed_is_named() -> None:
-    with Ranks(1, "cpu", "anychip.bench.trainees") as ranks:
+    with Ranks(1, "cpu", "benchmarks.trainees") as ranks:
         ranks._processes[0].kill()
         with pytest.raises(RankError, match="rank 0 ended with exit code -9"):
             ranks.call("turn", steps=1)
@@ -71,7 +71,7 @@ class Scripted:
     }
 
     def __init__(self, world_size: int, backend: str, module: str) -> None:
-        assert (world_size, backend, module) == (2, "cpu", "anychip.bench.trainees")
+        assert (world_size, backend, module) == (2, "cpu", "benchmarks.trainees")
         self.name, self.round = "", 0
 
     def __enter__(self) -> Scripted:

@@ -97,7 +97,7 @@ def start(place: Place, candidate: str, sizes: dict[str, int]) -> dict[str, Any]
     Returns:
         ``loss`` before any update, or None where it is not known; what is to be said of it.
     """
-    from anychip.bench import peers
+    from benchmarks import peers
 
     made = {**CANDIDATES, **peers.CANDIDATES}[candidate]
     place.held = made(Sizes(**sizes), place)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from anychip import ops
 from anychip.bench.rank import Place
-from anychip.bench.trainees import LEARNING_RATE, Sizes, Trainee, batch, decoder, stage_of
+from benchmarks.trainees import LEARNING_RATE, Sizes, Trainee, batch, decoder, stage_of
 
 
 def missing(candidate: str) -> str | None:

@@ -13,17 +13,17 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from anychip.bench import peers
 from anychip.bench.ranks import RankError, Ranks, slowest
 from anychip.bench.report import Report, Row
 from anychip.bench.timing import Samples
-from anychip.bench.trainees import ALONE, CANDIDATES, Sizes
 from anychip.contract import Backend
+from benchmarks import peers
+from benchmarks.trainees import ALONE, CANDIDATES, Sizes
 
 RANKS = 2
 GOALS = {"data parallel": "not below DDP", "ZeRO-2": 0.93, "1F1B": 0.85}
 """Of ``x alone``; and of memory: not above DDP's."""
-_MODULE = "anychip.bench.trainees"
+_MODULE = "benchmarks.trainees"
 
 
 class Turn(NamedTuple):

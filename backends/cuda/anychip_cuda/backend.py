@@ -19,6 +19,11 @@ from anychip_cuda.device import CudaDevice
 from anychip_cuda.memory import CudaMemory
 from anychip_cuda.table import make_table
 
+DEPENDS = (
+    "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "/etc/ld.so.cache",
+    "/usr/lib*/libcuda.so*", "/usr/lib/*/libcuda.so*", "/dev/nvidia*", "/dev/kfd", "/dev/dri",
+)  # fmt: skip
+"""What the answer of the probe may change with, besides what is installed."""
 _TORCH = readiness.TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip)
 
 
@@ -54,8 +59,10 @@ class CudaBackend(CudaDevice, Backend):
 
     def probe(self) -> Probe:
         if _TORCH.hip:
-            return readiness.answer_of_hip(torch.cuda.device_count(), _TORCH)
-        return readiness.answer(driver.ask(), driver.files(), _TORCH, _PROBLEM)
+            found = readiness.answer_of_hip(torch.cuda.device_count(), _TORCH)
+        else:
+            found = readiness.answer(driver.ask(), driver.files(), _TORCH, _PROBLEM)
+        return found.depending_on(*DEPENDS)
 
     def diagnose(self) -> Sequence[Finding]:
         """Driver, devices, kernels and NCCL, each by itself."""

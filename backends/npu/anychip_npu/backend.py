@@ -16,6 +16,12 @@ from anychip_npu.device import NpuDevice
 if TYPE_CHECKING:
     from anychip.contract.collectives.native import NativeCommunicator
 
+DEPENDS = (
+    "ASCEND_HOME_PATH", "ASCEND_RT_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "/dev/davinci*",
+    "/usr/local/Ascend/*", "/usr/local/Ascend/driver/version.info", "/etc/ld.so.cache",
+)  # fmt: skip
+"""What the answer of the probe may change with, besides what is installed."""
+
 
 def _table() -> OperatorTable:
     """The rows; none where torch_npu cannot be imported, and then the probe says why."""
@@ -36,7 +42,7 @@ class NpuBackend(NpuDevice, Backend):
     operators = _table()
 
     def probe(self) -> Probe:
-        return readiness.answer(_facts())
+        return readiness.answer(_facts()).depending_on(*DEPENDS)
 
     def diagnose(self) -> Sequence[Finding]:
         """torch_npu, CANN, torch's own import, devices, and rows that this release lacks."""

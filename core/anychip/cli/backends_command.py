@@ -44,6 +44,8 @@ def command(as_json: bool, no_cache: bool) -> None:
     console.print(_table(records))
     console.print()
     console.print(Text(str(decision) if decision else f"nothing is chosen: {problem}"))
+    if any(record.age_s is not None for record in records):
+        console.print("a choice does not go by earlier answers: it asks anew, as --no-cache does")
     for record in records:
         if record.fix and record.status != "ready":
             console.print(Text(f"to fix {record.name}: {record.fix}"))
@@ -60,6 +62,13 @@ def _to_json(
     }
 
 
+def _age(record: registry.BackendRecord) -> str:
+    if record.age_s is None:
+        return ""
+    minutes, seconds = divmod(int(record.age_s), 60)
+    return f" (answered {f'{minutes} min' if minutes else f'{seconds} s'} ago)"
+
+
 def _table(records: list[registry.BackendRecord]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("", "backend", "status", "kind", "plugin", "reason"):
@@ -71,6 +80,6 @@ def _table(records: list[registry.BackendRecord]) -> Table:
             Text(record.status, style=STYLES[record.status]),
             record.kind or "",
             Text(f"{record.distribution} {record.version}"),
-            Text(record.reason),
+            Text(record.reason + _age(record)),
         )
     return table

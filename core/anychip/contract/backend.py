@@ -7,8 +7,8 @@ else has a documented default. How plugins are found and chosen is the registry'
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -39,6 +39,7 @@ class Probe:
         kind: a ready backend is an ``accelerator`` or the ``host`` itself.
         device_count: devices found.
         device_type: torch's name for the device type; filled in by the registry.
+        depends: environment variables and files; see :meth:`depending_on`.
     """
 
     status: Status
@@ -47,6 +48,7 @@ class Probe:
     kind: Kind = "accelerator"
     device_count: int = 0
     device_type: str | None = None
+    depends: tuple[str, ...] = ()
 
     @classmethod
     def ready(cls, device_count: int, *, kind: Kind = "accelerator", reason: str = "") -> Probe:
@@ -71,9 +73,25 @@ class Probe:
         """The plugin itself failed; ``reason`` names the exception or signal."""
         return cls(status="broken", reason=reason, fix=fix)
 
+    def depending_on(self, *things: str) -> Probe:
+        """The same answer, shown from the cache only while these are as they were.
+
+        The plugin's files, what is installed and the kernel's drivers are looked at anyway.
+
+        Args:
+            things: names of environment variables, and whole paths of files (with ``*`` for
+                anything in a name); set or not, there or not.
+        """
+        return replace(self, depends=things)
+
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
-        return asdict(self)
+        return {**asdict(self), "depends": list(self.depends)}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Probe:
+        """The inverse of ``to_json``."""
+        return cls(**{**fields, "depends": tuple(fields["depends"])})
 
 
 class Finding(NamedTuple):
@@ -139,6 +157,7 @@ class Backend(DeviceInterface, ABC):
         """Says whether the backend can run here. Runs in a child process unless it was named.
 
         Asks only: no device context, no allocation, no torch import unless nothing else can tell.
+        What the answer depends on it says by ``Probe.depending_on``.
         """
 
     def diagnose(self) -> Sequence[Finding]:

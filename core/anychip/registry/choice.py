@@ -40,7 +40,8 @@ def backends(*, use_cache: bool = True) -> list[BackendRecord]:
     Plugins are probed in child processes; their code does not run in this one.
 
     Args:
-        use_cache: answers of earlier processes count as long as nothing has changed.
+        use_cache: answers of earlier processes are shown, with their age, as long as nothing that
+            they depend on has changed. ``choose`` asks anew.
 
     Raises:
         AmbiguousBackendError: this process is one of several workers of a job; they do not probe.
@@ -91,13 +92,11 @@ def forecast(records: Sequence[BackendRecord]) -> Decision:
     return Decision(name=named, asked_by="environment", candidates=tuple(candidates))
 
 
-def choose(
-    name: str | None = None, *, config: str | None = None, use_cache: bool = True
-) -> Backend:
+def choose(name: str | None = None, *, config: str | None = None) -> Backend:
     """The backend to use: ``name``, else ANYCHIP_BACKEND, else ``config``, else automatic.
 
-    Automatic is the one accelerator that is ready; without one, the backend ``cpu``. The same name
-    gives the same object throughout a process; its ``decision`` is that of the latest choice.
+    Automatic is the one accelerator that is ready now; without one, the backend ``cpu``. The same
+    name gives the same object throughout a process; its ``decision`` is that of the latest choice.
 
     Raises:
         UnknownBackendError: no plugin has this name; the nearest one is suggested.
@@ -112,7 +111,7 @@ def choose(
         return _choose_named(named, "environment")
     if config is not None:
         return _choose_named(config, "config")
-    return _choose_automatic(use_cache=use_cache)
+    return _choose_automatic()
 
 
 def owner(device_type: str) -> Backend:
@@ -178,15 +177,10 @@ def _choose_named(name: str, asked_by: Literal["argument", "environment", "confi
     return _decided(backend, asked_by, candidates)
 
 
-def _choose_automatic(*, use_cache: bool) -> Backend:
-    records = survey(use_cache=use_cache)
+def _choose_automatic() -> Backend:
+    records = survey(use_cache=False)
     chosen, why = _pick(records)
-    try:
-        backend, _ = ready_instance(resolve(chosen.name))
-    except BackendUnavailableError:
-        if not use_cache:
-            raise
-        return _choose_automatic(use_cache=False)  # the answer in the cache was out of date
+    backend, _ = ready_instance(resolve(chosen.name))
     return _decided(backend, "automatic", [_weighed(r, chosen, why) for r in records])
 
 
@@ -214,7 +208,7 @@ def _pick(records: Sequence[BackendRecord]) -> tuple[BackendRecord, str]:
 
 
 def _owner_by_probe(device_type: str) -> Backend:
-    records = survey()
+    records = survey(use_cache=False)
     serving = [
         r
         for r in records

@@ -1,11 +1,13 @@
 """When does an answer of a probe still hold? While nothing that it depended on has changed.
 
 That is: the plugin's files, what else is installed, the interpreter, drivers and device nodes, and
-the environment. All of it is looked at from outside, without knowing which chip a driver is for.
+the environment. All of it is looked at from outside, without knowing which chip a driver is for;
+what else counts, the answer says itself.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib.util
 import json
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import anychip
-from anychip.contract import API_VERSION
+from anychip.contract import API_VERSION, Probe
 from anychip.registry.discovery import Plugin
 
 # Majors of Linux' devices.txt that come and go with logins, terminals, disks and plugs: pty, tty,
@@ -57,6 +59,27 @@ def fingerprint(plugin: Plugin, around: dict[str, Any]) -> str:
         "around": around,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def state(probe: Probe) -> str:
+    """A hash of how the variables and files are that an answer says it depends on."""
+    facts: dict[str, Any] = {}
+    for name in probe.depends:
+        if "/" in name:
+            facts[name] = [(path, _status(Path(path))) for path in sorted(glob.glob(name))]
+        else:
+            facts[name] = os.environ.get(name)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _status(path: Path) -> tuple[int, ...] | None:
+    """What of a file tells that it changed; a device is written to, and stays the same."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    changes = (found.st_size, found.st_mtime_ns) if found.st_rdev == 0 else ()
+    return found.st_mode, found.st_rdev, found.st_ino, *changes
 
 
 def _installed() -> list[str]:

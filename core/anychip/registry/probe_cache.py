@@ -1,7 +1,8 @@
 """Which answers of probes are known from an earlier process? One JSON file, keyed by fingerprint.
 
-A cache may be missing, unwritable or damaged; it is then as if it were empty, and plugins are
-probed again. What makes an answer out of date is the business of :mod:`.fingerprint`.
+They are for showing, never for choosing. A cache may be missing, unwritable or damaged; it is then
+as if it were empty, and plugins are probed again. What makes an answer out of date is the business
+of :mod:`.fingerprint`.
 """
 
 from __future__ import annotations
@@ -12,33 +13,51 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple
 
-from anychip.contract import Probe, Status
-from anychip.registry import environment
+from anychip.contract import Probe
+from anychip.registry import environment, fingerprint
 
-SCHEMA = 1
-LIFETIME_S: Mapping[str, float] = {
-    "ready": 86400,
-    "incompatible": 86400,
-    "unavailable": 3600,
-    "broken": 60,  # often the moment's: a full disk, a loaded machine
-}
+SCHEMA = 2
+LIFETIME_S: Mapping[str, float] = {"ready": 86400, "incompatible": 86400, "unavailable": 3600}
+"""By status; what is broken may be so for the moment: a full disk, a loaded machine."""
 
 
-def read() -> dict[str, Probe]:
-    """The answers that have not expired, by fingerprint."""
-    return {key: probe for key, (probe, _) in _read_entries().items()}
+class Entry(NamedTuple):
+    """An answer, when it was given, and how the things were that it says it depends on."""
+
+    probe: Probe
+    time: float
+    state: str
+
+    def is_whole(self) -> bool:
+        """Whether it may be shown. A time in the future means that the clock was set back."""
+        age_s = time.time() - self.time
+        known = fingerprint.state(self.probe) == self.state
+        return known and _is_kept(self.probe) and 0 <= age_s <= LIFETIME_S[self.probe.status]
+
+
+def _is_kept(probe: Probe) -> bool:
+    """What helps an unavailable backend is seen only where its plugin says what to look at."""
+    return probe.status in LIFETIME_S and (probe.status != "unavailable" or bool(probe.depends))
+
+
+def read() -> dict[str, tuple[Probe, float]]:
+    """The answers that may be shown, each with its age in seconds, by fingerprint."""
+    now = time.time()
+    return {k: (e.probe, now - e.time) for k, e in _read_entries().items() if e.is_whole()}
 
 
 def write(answers: Mapping[str, Probe]) -> None:
-    """Adds answers by fingerprint; expired ones are left out of the new file."""
+    """Adds answers by fingerprint; those that may not be shown are left out of the new file."""
     now = time.time()
-    entries = {**_read_entries(), **{key: (probe, now) for key, probe in answers.items()}}
+    fresh = {key: Entry(probe, now, fingerprint.state(probe)) for key, probe in answers.items()}
+    entries = {key: e for key, e in {**_read_entries(), **fresh}.items() if e.is_whole()}
     content = {
         "schema": SCHEMA,
         "answers": {
-            key: {"time": when, "probe": probe.to_json()} for key, (probe, when) in entries.items()
+            key: {**entry._asdict(), "probe": entry.probe.to_json()}
+            for key, entry in entries.items()
         },
     }
     try:
@@ -51,27 +70,22 @@ def _path() -> Path:
     return environment.cache_directory() / "probes.json"
 
 
-def _read_entries() -> dict[str, tuple[Probe, float]]:
+def _read_entries() -> dict[str, Entry]:
     try:
         content = json.loads(_path().read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA:
             return {}
-        known = {key: _entry(value) for key, value in content["answers"].items()}
+        return {key: _entry(value) for key, value in content["answers"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-    return {key: entry for key, entry in known.items() if _is_fresh(*entry)}
 
 
-def _entry(value: Mapping[str, Any]) -> tuple[Probe, float]:
-    probe = Probe(**value["probe"])
-    if probe.status not in get_args(Status) or not isinstance(probe.reason, str):
+def _entry(value: Mapping[str, Any]) -> Entry:
+    probe = Probe.from_json(value["probe"])
+    texts = (probe.reason, *probe.depends)
+    if probe.status not in LIFETIME_S or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"not an answer of a probe: {probe}")
-    return probe, float(value["time"])
-
-
-def _is_fresh(probe: Probe, when: float) -> bool:
-    # A time in the future means that the clock was set back; such an answer has no known age.
-    return 0 <= time.time() - when <= LIFETIME_S[probe.status]
+    return Entry(probe, float(value["time"]), value["state"])
 
 
 def _replace(path: Path, text: str) -> None:

@@ -120,7 +120,7 @@ class _Child:
         if self.answer_file.exists():
             message = json.loads(self.answer_file.read_text(encoding="utf-8"))
             return Answer(
-                Probe(**message["probe"]),
+                Probe.from_json(message["probe"]),
                 tuple(Finding(*finding) for finding in message["findings"]),
                 message["traceback"],
             )

@@ -29,6 +29,7 @@ class BackendRecord:
         distribution, version: who brings the plugin.
         module: the plugin's module.
         chosen: this is the backend that a choice without an argument takes.
+        age_s: seconds since it answered, when that was in an earlier process; None: just now.
     """
 
     name: str
@@ -42,14 +43,18 @@ class BackendRecord:
     version: str
     module: str
     chosen: bool = False
+    age_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
         return asdict(self)
 
 
-def survey(*, use_cache: bool = True) -> list[BackendRecord]:
+def survey(*, use_cache: bool) -> list[BackendRecord]:
     """A record for every plugin, sorted by name; none is marked as chosen.
+
+    Args:
+        use_cache: for showing; a choice asks anew.
 
     Raises:
         AmbiguousBackendError: this process is one of several workers.
@@ -63,11 +68,11 @@ def survey(*, use_cache: bool = True) -> list[BackendRecord]:
         if len(claimants) > 1:
             records += conflict_records(claimants)
         else:
-            records.append(record(claimants[0], answers[claimants[0]]))
+            records.append(record(claimants[0], *answers[claimants[0]]))
     return _without_claimed_torch(records)
 
 
-def record(plugin: Plugin, answer: Probe) -> BackendRecord:
+def record(plugin: Plugin, answer: Probe, age_s: float | None = None) -> BackendRecord:
     """The line for a plugin and its answer."""
     is_ready = answer.status == "ready"
     return BackendRecord(
@@ -81,6 +86,7 @@ def record(plugin: Plugin, answer: Probe) -> BackendRecord:
         distribution=plugin.distribution,
         version=plugin.version,
         module=plugin.module,
+        age_s=age_s,
     )
 
 
@@ -98,21 +104,26 @@ def conflict_records(claimants: Sequence[Plugin]) -> list[BackendRecord]:
 
 
 def answer_of(plugin: Plugin) -> Probe:
-    """The answer of one plugin, from the cache or a child process."""
-    return _answers([plugin], use_cache=True)[plugin]
+    """The answer of one plugin, given just now in a child process."""
+    return _answers([plugin], use_cache=False)[plugin][0]
 
 
-def _answers(plugins: Sequence[Plugin], *, use_cache: bool) -> dict[Plugin, Probe]:
+def _answers(
+    plugins: Sequence[Plugin], *, use_cache: bool
+) -> dict[Plugin, tuple[Probe, float | None]]:
+    """The answer of each plugin, and its age if it is from the cache."""
     around = fingerprint.surroundings()
     keys = {plugin: fingerprint.fingerprint(plugin, around) for plugin in plugins}
     known = probe_cache.read() if use_cache else {}
-    answers = {plugin: known[key] for plugin, key in keys.items() if key in known}
+    answers: dict[Plugin, tuple[Probe, float | None]] = {
+        plugin: known[key] for plugin, key in keys.items() if key in known
+    }
     unknown = [plugin for plugin in plugins if plugin not in answers]
     if unknown:
         fresh = {p: a.probe for p, a in zip(unknown, probing.probe_all(unknown), strict=True)}
         # Also with use_cache=False: what was just seen is better than what the file has.
         probe_cache.write({keys[plugin]: probe for plugin, probe in fresh.items()})
-        answers.update(fresh)
+        answers |= {plugin: (probe, None) for plugin, probe in fresh.items()}
     return answers
 
 

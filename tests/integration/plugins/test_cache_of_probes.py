@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,9 @@ def test_cache_with_nothing_changed_answers_without_a_probe(counted: Counted) ->
     assert counted.num_probes == 1
     assert counted.look() == "ready"
     assert counted.look(HOSTNAME="elsewhere", TERM="dumb", ANYCHIP_BACKEND="acme") == "ready"
+    shown = counted.anychip("backends", TEST_COUNT=str(counted.count_file)).stdout
+    assert re.search(r"acme +ready .* \(answered \d+ (s|min) ago\)\n", shown)
+    assert "it asks anew, as --no-cache does" in shown
     assert counted.num_probes == 1
 
 
@@ -78,11 +82,11 @@ def _install_another(counted: Counted) -> None:
 
 
 def _damage_file(counted: Counted) -> None:
-    (counted.cache / "probes.json").write_text('{"schema": 1, "answers": {"half')
+    (counted.cache / "probes.json").write_text('{"schema": 2, "answers": {"half')
 
 
 def _foreign_file(counted: Counted) -> None:
-    (counted.cache / "probes.json").write_text('{"schema": 1, "answers": {"k": {"probe": 3}}}')
+    (counted.cache / "probes.json").write_text('{"schema": 2, "answers": {"k": {"probe": 3}}}')
 
 
 def _remove_file(counted: Counted) -> None:
@@ -113,6 +117,20 @@ def test_cache_in_another_environment_probes_again(counted: Counted) -> None:
     counted.look(ACME_VISIBLE_DEVICES="1")
     counted.look(ACME_HOME="/opt/acme")
     assert counted.num_probes == 3
+
+
+LICENSED = """(Probe.ready(1) if __import__("os").environ.get("ACME_LICENCE") else
+Probe.unavailable("no licence", fix="export ACME_LICENCE=..."))"""
+
+
+@pytest.mark.parametrize("depends", ["", '.depending_on("ACME_LICENCE")'], ids=["old", "stated"])
+def test_backend_is_ready_when_done_is_what_its_fix_says(tmp_path: Path, depends: str) -> None:
+    environment = Environment(tmp_path)
+    environment.add_good("acme", LICENSED + depends)
+    for licence, expected in (("", "unavailable"), ("7", "ready")):
+        done = environment.anychip("backends", "--json", ACME_LICENCE=licence)
+        records = {record["name"]: record for record in json.loads(done.stdout)["backends"]}
+        assert records["acme"]["status"] == expected
 
 
 def test_cache_that_cannot_be_written_is_no_error(counted: Counted) -> None:

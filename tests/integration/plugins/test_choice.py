@@ -137,18 +137,21 @@ def test_choose_without_accelerator_and_cpu_raises_instead_of_taking_another_hos
     assert "backend 'cpu' cannot run here" in error
 
 
-def test_choose_when_the_cached_answer_is_out_of_date_probes_again(fakes: Environment) -> None:
-    # Nothing that the fingerprint looks at tells that the device went away.
+def test_choose_asks_anew_whatever_was_answered_before(fakes: Environment) -> None:
+    # Nothing that the fingerprint looks at tells that the device came, and went away.
     fakes.add_good(
         "fast",
         'Probe.ready(1) if __import__("os").environ["CHIP"] == "in" else '
         'Probe.unavailable("pulled out")',
     )
+    assert _decision(fakes, CHIP="none")["name"] == "cpu"
     assert _decision(fakes, CHIP="in")["name"] == "fast"
     decision = _decision(fakes, CHIP="out")
     assert decision["name"] == "cpu"
     fast = next(c for c in decision["candidates"] if c["name"] == "fast")
     assert (fast["status"], fast["why"]) == ("unavailable", "pulled out")
+    fakes.anychip("backends", CHIP="in")
+    assert _decision(fakes, CHIP="out")["name"] == "cpu"
 
 
 @pytest.mark.parametrize("call", ["choose()", "backends()", 'owner("xpu")'])

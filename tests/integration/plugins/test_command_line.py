@@ -43,6 +43,7 @@ def test_backends_as_json_keeps_to_the_documented_schema(fakes: Environment) -> 
         "version": "1.0",
         "module": "plugin_cpu",
         "chosen": True,
+        "age_s": None,
     }
     assert answer["decision"]["name"] == "cpu"
     assert answer["decision"]["asked_by"] == "automatic"

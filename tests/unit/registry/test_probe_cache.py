@@ -14,9 +14,11 @@ from anychip.registry import probe_cache
 ANSWERS = {
     "ready": Probe.ready(2, kind="host", reason="two"),
     "incompatible": Probe.incompatible("too new", fix="upgrade"),
-    "unavailable": Probe.unavailable("no device"),
-    "broken": Probe.broken("raised"),
+    "unavailable": Probe.unavailable("no device").depending_on("ACME_LICENCE", "/dev/null"),
+    "broken": Probe.broken("raised").depending_on("ACME_LICENCE"),
+    "unavailable, and nobody knows what helps": Probe.unavailable("no device"),
 }
+SHOWN = {"ready", "incompatible", "unavailable"}
 
 
 @pytest.fixture
@@ -32,33 +34,40 @@ def _age(file: Path, seconds: float) -> None:
     file.write_text(json.dumps(content))
 
 
-def test_answers_written_are_read_back_equal(file: Path) -> None:
+def _read() -> dict[str, Probe]:
+    return {key: probe for key, (probe, _) in probe_cache.read().items()}
+
+
+def test_answers_written_are_read_back_equal_but_for_those_that_nothing_outdates(
+    file: Path,
+) -> None:
     probe_cache.write(ANSWERS)
-    assert probe_cache.read() == ANSWERS
+    assert _read() == {key: ANSWERS[key] for key in SHOWN}
     assert [path.name for path in file.parent.iterdir()] == ["probes.json"]
 
 
 def test_answers_written_later_join_the_earlier_ones(file: Path) -> None:
-    probe_cache.write({"a": ANSWERS["ready"], "b": ANSWERS["broken"]})
+    probe_cache.write({"a": ANSWERS["ready"], "b": ANSWERS["unavailable"]})
     probe_cache.write({"b": ANSWERS["ready"]})
-    assert probe_cache.read() == {"a": ANSWERS["ready"], "b": ANSWERS["ready"]}
+    assert _read() == {"a": ANSWERS["ready"], "b": ANSWERS["ready"]}
 
 
 @pytest.mark.parametrize(
     ("age_s", "expected"),
     [
-        (30, {"ready", "incompatible", "unavailable", "broken"}),
-        (90, {"ready", "incompatible", "unavailable"}),
+        (30, SHOWN),
         (7200, {"ready", "incompatible"}),
         (100000, set()),
         (-60, set()),
     ],
-    ids=["half_a_minute", "broken_expired", "unavailable_expired", "all_expired", "in_the_future"],
+    ids=["half_a_minute", "unavailable_expired", "all_expired", "in_the_future"],
 )
 def test_answers_expire_by_status(file: Path, age_s: float, expected: set[str]) -> None:
     probe_cache.write(ANSWERS)
     _age(file, age_s)
-    assert set(probe_cache.read()) == expected
+    known = probe_cache.read()
+    assert set(known) == expected
+    assert all(age_s <= age <= age_s + 60 for _, age in known.values())
 
 
 def test_expired_answers_leave_the_file_with_the_next_write(file: Path) -> None:
@@ -74,12 +83,14 @@ def test_expired_answers_leave_the_file_with_the_next_write(file: Path) -> None:
         "",
         "[]",
         "{}",
-        '{"schema": 2, "answers": {}}',
-        '{"schema": 1, "answers": []}',
-        '{"schema": 1, "answers": {"k": {"time": 1}}}',
-        '{"schema": 1, "answers": {"k": {"time": 1, "probe": {"status": "fine"}}}}',
-        '{"schema": 1, "answers": {"k": {"time": 1, "probe": {"status": "fine", "reason": ""}}}}',
-        '{"schema": 1, "answers": {"k": {"time": "x", "probe": {"status": "ready"}}}}',
+        '{"schema": 3, "answers": {}}',
+        '{"schema": 2, "answers": []}',
+        '{"schema": 2, "answers": {"k": {"time": 1}}}',
+        '{"schema": 2, "answers": {"k": {"time": 1, "probe": {"status": "fine"}}}}',
+        '{"schema": 2, "answers": {"k": {"time": 1, "probe": {"status": "fine", "reason": ""}}}}',
+        '{"schema": 2, "answers": {"k": {"time": "x", "probe": {"status": "ready"}}}}',
+        '{"schema": 2, "answers": {"k": {"time": 1, "state": "", "probe": {"status": "ready", '
+        '"reason": "", "depends": [3]}}}}',
         "\x00\x01",
     ],
 )
@@ -88,4 +99,19 @@ def test_file_that_is_damaged_is_as_if_it_were_empty(file: Path, text: str) -> N
     file.write_text(text)
     assert probe_cache.read() == {}
     probe_cache.write({"a": ANSWERS["ready"]})
-    assert probe_cache.read() == {"a": ANSWERS["ready"]}
+    assert _read() == {"a": ANSWERS["ready"]}
+
+
+@pytest.mark.parametrize("change", ["nothing", "variable", "file", "file_behind_a_star"])
+def test_answer_holds_while_what_it_says_it_depends_on_is_as_it_was(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    answer = Probe.ready(1).depending_on(
+        "ACME_LICENCE", str(tmp_path / "driver"), str(tmp_path / "node*")
+    )
+    probe_cache.write({"a": answer})
+    if change == "variable":
+        monkeypatch.setenv("ACME_LICENCE", "")
+    elif change != "nothing":
+        (tmp_path / {"file": "driver", "file_behind_a_star": "node7"}[change]).touch()
+    assert _read() == ({"a": answer} if change == "nothing" else {})

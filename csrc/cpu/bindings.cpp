@@ -350,8 +350,12 @@ void bind_lists(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
       py::arg("found_inf"), no_gil);
 }
 
+// A list for tests: more of it would be gigabytes of Python integers.
+constexpr int64_t kMaxWords = int64_t{1} << 24;
+
 std::vector<uint32_t> philox(uint64_t seed, uint64_t offset, int64_t nwords) {
-  check_size("philox", "nwords", nwords);
+  check(nwords >= 0 && nwords <= kMaxWords, "philox",
+        "expected 0 <= nwords <= 2^24, got " + std::to_string(nwords));
   std::vector<uint32_t> words;
   words.reserve(static_cast<size_t>(nwords));
   for (uint64_t block = offset; static_cast<int64_t>(words.size()) < nwords; ++block) {

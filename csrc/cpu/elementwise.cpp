@@ -6,7 +6,7 @@ namespace anychip::cpu {
 
 void dropout(const Dropout& args) {
   const char* where = "dropout";
-  check_size(where, "numel", args.numel);
+  check_sizes(where, {{"numel", args.numel}});
   check(args.p >= 0.0 && args.p <= 1.0, where,
         "expected 0 <= p <= 1, got " + std::to_string(args.p));
   check_address(where, "rng", args.rng);
@@ -19,7 +19,7 @@ void dropout(const Dropout& args) {
 
 void gelu_forward(const GeluForward& args) {
   const char* where = "gelu_forward";
-  check_size(where, "numel", args.numel);
+  check_sizes(where, {{"numel", args.numel}});
   if (args.numel > 0) {
     check_address(where, "x", args.x);
     check_address(where, "y", args.y);
@@ -29,7 +29,7 @@ void gelu_forward(const GeluForward& args) {
 
 void gelu_backward(const GeluBackward& args) {
   const char* where = "gelu_backward";
-  check_size(where, "numel", args.numel);
+  check_sizes(where, {{"numel", args.numel}});
   if (args.numel > 0) {
     check_address(where, "grad", args.grad);
     check_address(where, "x", args.x);
@@ -40,7 +40,7 @@ void gelu_backward(const GeluBackward& args) {
 
 void swiglu_forward(const SwigluForward& args) {
   const char* where = "swiglu_forward";
-  check_size(where, "numel", args.numel);
+  check_sizes(where, {{"numel", args.numel}});
   if (args.numel > 0) {
     check_address(where, "gate", args.gate);
     check_address(where, "up", args.up);
@@ -51,7 +51,7 @@ void swiglu_forward(const SwigluForward& args) {
 
 void swiglu_backward(const SwigluBackward& args) {
   const char* where = "swiglu_backward";
-  check_size(where, "numel", args.numel);
+  check_sizes(where, {{"numel", args.numel}});
   if (args.numel > 0) {
     check_address(where, "grad", args.grad);
     check_address(where, "gate", args.gate);
@@ -62,23 +62,21 @@ void swiglu_backward(const SwigluBackward& args) {
 
 void rope(const Rope& args) {
   const char* where = "rope";
-  check_size(where, "batch", args.batch);
-  check_size(where, "seq", args.seq);
-  check_size(where, "heads", args.heads);
-  check_size(where, "kv_heads", args.kv_heads);
-  check_size(where, "head_dim", args.head_dim);
+  const Size batch{"batch", args.batch}, seq{"seq", args.seq}, head_dim{"head_dim", args.head_dim};
+  const int64_t of_q = check_sizes(where, {batch, seq, head_dim, {"heads", args.heads}});
+  const int64_t of_k = check_sizes(where, {batch, seq, head_dim, {"kv_heads", args.kv_heads}});
   check(args.head_dim % 2 == 0, where,
         "expected an even head_dim, got " + std::to_string(args.head_dim));
-  const int64_t positions = args.batch * args.seq;
-  const int64_t elements = (args.heads + args.kv_heads) * args.head_dim;
-  if (positions * elements > 0) {
+  if (of_q + of_k > 0) {
     check_address(where, "cos", args.cos);
     check_address(where, "sin", args.sin);
     check((args.q == nullptr) == (args.q_out == nullptr) &&
               (args.k == nullptr) == (args.k_out == nullptr),
           where, "expected q with q_out and k with k_out, got one without the other");
   }
-  parallel_items(positions, elements, [&](Range range) { kernels().rope(args, range); });
+  const int64_t elements = (args.heads + args.kv_heads) * args.head_dim;
+  parallel_items(args.batch * args.seq, elements,
+                 [&](Range range) { kernels().rope(args, range); });
 }
 
 }  // namespace anychip::cpu

@@ -18,9 +18,8 @@ ChunkGrid grid_of(const char* where, const std::vector<TensorRef>& tensors,
                   int64_t chunk = kChunk) {
   ChunkGrid grid(tensors.size(), chunk);
   for (const TensorRef& tensor : tensors) {
-    check_size(where, "numel", tensor.numel);
+    grid.add(where, tensor.numel);
     if (tensor.numel > 0) check_address(where, "a tensor", tensor.data);
-    grid.add(tensor.numel);
   }
   return grid;
 }
@@ -44,6 +43,9 @@ void l2_norm_partials(const std::vector<TensorRef>& tensors, const BlockGrid& bl
   const char* where = "l2_norm_partials";
   check_block_grid(where, blocks, tensors.size());
   const ChunkGrid grid = grid_of(where, tensors, chunk_of_blocks(blocks.block));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_place(where, blocks, i, tensors[i].numel, kMaxElements);
+  }
   if (grid.chunks() > 0) check_address(where, "out", blocks.out);
   grid.run([&](size_t tensor, int64_t, Range elements) {
     const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(blocks.block)]);

@@ -26,8 +26,7 @@ int64_t check_targets(const char* where, const int64_t* target,
 }
 
 void check_options(const char* where, const CrossEntropyOptions& options) {
-  check_size(where, "rows", options.rows);
-  check_size(where, "vocab", options.vocab);
+  check_sizes(where, {{"rows", options.rows}, {"vocab", options.vocab}});
 }
 
 }  // namespace

@@ -67,9 +67,8 @@ class RowBlocks {
   std::unique_ptr<float[]> partial_;
 };
 
-void check_rows(const char* where, int64_t rows, int64_t hidden) {
-  check_size(where, "rows", rows);
-  check_size(where, "hidden", hidden);
+int64_t check_rows(const char* where, int64_t rows, int64_t hidden) {
+  return check_sizes(where, {{"rows", rows}, {"hidden", hidden}});
 }
 
 void check_sum(const char* where, const ResidualSum& sum) {
@@ -85,13 +84,13 @@ std::unique_ptr<float[]> scratch_row(int64_t hidden) {
 
 void rms_norm_forward(const RmsNormForward& args) {
   const char* where = "rms_norm_forward";
-  check_rows(where, args.rows, args.hidden);
-  if (args.rows * args.hidden > 0) {
+  if (check_rows(where, args.rows, args.hidden) > 0) {
     check_address(where, "x", args.x);
     check_address(where, "weight", args.weight);
     check_address(where, "y", args.y);
     check_sum(where, args.sum);
   }
+  if (args.hidden == 0 && !args.rstd) return;
   const FloatVector weight(args.weight, args.weight_dtype, args.hidden);
   parallel_items(args.rows, args.hidden, [&](Range rows) {
     const auto scratch = scratch_row(args.hidden);
@@ -101,13 +100,13 @@ void rms_norm_forward(const RmsNormForward& args) {
 
 void rms_norm_backward(const RmsNormBackward& args) {
   const char* where = "rms_norm_backward";
-  check_rows(where, args.rows, args.hidden);
-  if (args.rows * args.hidden > 0) {
+  if (check_rows(where, args.rows, args.hidden) > 0) {
     check_address(where, "grad", args.grad);
     check_address(where, "x", args.x);
     check_address(where, "weight", args.weight);
     check_address(where, "rstd", args.rstd);
   }
+  if (args.hidden == 0) return;
   const FloatVector weight(args.weight, args.weight_dtype, args.hidden);
   if (!args.dweight) {
     parallel_items(args.rows, args.hidden, [&](Range rows) {
@@ -124,13 +123,13 @@ void rms_norm_backward(const RmsNormBackward& args) {
 
 void layer_norm_forward(const LayerNormForward& args) {
   const char* where = "layer_norm_forward";
-  check_rows(where, args.rows, args.hidden);
-  if (args.rows * args.hidden > 0) {
+  if (check_rows(where, args.rows, args.hidden) > 0) {
     check_address(where, "x", args.x);
     check_address(where, "weight", args.weight);
     check_address(where, "y", args.y);
     check_sum(where, args.sum);
   }
+  if (args.hidden == 0 && !args.mean && !args.rstd) return;
   const FloatVector weight(args.weight, args.weight_dtype, args.hidden);
   const FloatVector bias(args.bias, args.weight_dtype, args.hidden);
   parallel_items(args.rows, args.hidden, [&](Range rows) {
@@ -141,14 +140,14 @@ void layer_norm_forward(const LayerNormForward& args) {
 
 void layer_norm_backward(const LayerNormBackward& args) {
   const char* where = "layer_norm_backward";
-  check_rows(where, args.rows, args.hidden);
-  if (args.rows * args.hidden > 0) {
+  if (check_rows(where, args.rows, args.hidden) > 0) {
     check_address(where, "grad", args.grad);
     check_address(where, "x", args.x);
     check_address(where, "weight", args.weight);
     check_address(where, "mean", args.mean);
     check_address(where, "rstd", args.rstd);
   }
+  if (args.hidden == 0) return;
   const FloatVector weight(args.weight, args.weight_dtype, args.hidden);
   if (!args.dweight && !args.dbias) {
     parallel_items(args.rows, args.hidden, [&](Range rows) {

@@ -4,6 +4,8 @@
 #include <link.h>
 
 #include <algorithm>
+#include <atomic>
+#include <exception>
 #include <stdexcept>
 
 namespace anychip::cpu {
@@ -61,16 +63,23 @@ struct Team {
   int64_t items;
   RangeFunction function;
   const void* context;
+  std::atomic<bool> failed{false};
+  std::exception_ptr error = nullptr;  // the first, like no room for a thread's scratch
 };
 
 void run_share(void* data) {
-  const Team& team = *static_cast<Team*>(data);
+  Team& team = *static_cast<Team*>(data);
   const int64_t size = runtime.team_size();
   const int64_t index = runtime.thread_index();
   const int64_t share = team.items / size, rest = team.items % size;
   const int64_t begin = index * share + std::min(index, rest);
   const int64_t end = begin + share + (index < rest ? 1 : 0);
-  if (begin < end) team.function(team.context, {begin, end});
+  if (begin >= end) return;
+  try {
+    team.function(team.context, {begin, end});
+  } catch (...) {  // past the runtime's frames it would end the process
+    if (!team.failed.exchange(true)) team.error = std::current_exception();
+  }
 }
 
 }  // namespace
@@ -124,6 +133,7 @@ void run_ranges(int64_t items, int64_t elements_per_item, RangeFunction function
   }
   Team team{items, function, context};
   runtime.parallel(run_share, &team, static_cast<unsigned>(threads), 0);
+  if (team.error) std::rethrow_exception(team.error);
 }
 
 }  // namespace anychip::cpu

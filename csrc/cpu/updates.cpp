@@ -16,13 +16,12 @@ ChunkGrid grid_of(const char* where, const Update& update, int num_states, int64
   check_address(where, "step", update.step);
   ChunkGrid grid(update.tensors.size(), chunk);
   for (const UpdateTensor& tensor : update.tensors) {
-    check_size(where, "numel", tensor.param.numel);
+    grid.add(where, tensor.param.numel);
     if (tensor.param.numel > 0) {
       check_address(where, "a parameter", tensor.param.data);
       check_address(where, "a gradient", tensor.grad.data);
       for (int k = 0; k < num_states; ++k) check_address(where, "a state", tensor.states[k]);
     }
-    grid.add(tensor.param.numel);
   }
   return grid;
 }
@@ -136,8 +135,12 @@ void lamb_partials(const Update& update, const LambOptions& options, const Block
   const char* where = "lamb_partials";
   check_address(where, "correction1", options.correction1);
   check_address(where, "correction2", options.correction2);
+  check_sizes(where, {{"total", total}});
   check_block_grid(where, blocks, update.tensors.size());
   const ChunkGrid grid = grid_of(where, update, 2, chunk_of_blocks(blocks.block));
+  for (size_t i = 0; i < update.tensors.size(); ++i) {
+    check_place(where, blocks, i, update.tensors[i].param.numel, total);
+  }
   if (grid.chunks() > 0) check_address(where, "out", blocks.out);
   const LambFactors factors = factors_of(update, options);
   grid.run([&](size_t tensor, int64_t, Range elements) {

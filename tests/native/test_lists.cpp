@@ -104,6 +104,16 @@ void test_errors() {
   check_throws<std::invalid_argument>("a power of two, got 12", [&] {
     l2_norm_partials({{&value, 1, DType::kFloat32}}, {{0}, 12, &value});
   });
+  check_throws<std::invalid_argument>("a power of two, got 33554432", [&] {
+    l2_norm_partials({{&value, 1, DType::kFloat32}}, {{0}, int64_t{1} << 25, &value});
+  });
+  check_throws<std::invalid_argument>("for tensor 0, got -1", [&] {
+    l2_norm_partials({{&value, 1, DType::kFloat32}}, {{-1}, 4, &value});
+  });
+  check_throws<std::invalid_argument>("numel of all tensors <= ", [&] {
+    const TensorRef half{&value, int64_t{1} << 46, DType::kFloat32};
+    l2_norm({half, half, half}, &value);
+  });
   check_throws<std::invalid_argument>("address of out", [&] {
     l2_norm_partials({{&value, 1, DType::kFloat32}}, {{0}, 4, nullptr});
   });

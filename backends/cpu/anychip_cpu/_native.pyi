@@ -7,8 +7,8 @@ The equations are those of the operators' specs. Conventions of every kernel:
   - Outputs must not overlap inputs, except where a tensor is updated in place.
   - The GIL is released. Small inputs (below 32768 elements) stay on the calling thread.
   - Importing needs torch to be imported already (ImportError): its OpenMP runtime is shared.
-  - ValueError: a negative size, an unknown dtype or reduction, a missing address, lists of unequal
-    length.
+  - ValueError: a negative size, sizes of more than 2^47 elements, an unknown dtype or reduction, a
+    missing address, lists of unequal length, blocks outside of their output.
   - Results are the same bits for every number of threads and every instruction set (but for the
     sign and payload of a NaN). The top of each file of csrc/cpu/kernels counts the roundings.
 """

@@ -37,7 +37,7 @@ class CpuBackend(CpuDevice, Backend):
         """What serves the operators: the native kernels, or why there are none."""
         if native.kernels is None:
             reason = native.problem or "the native kernels are not there"
-            return [Finding(False, reason, "pip install . -Ccmake.define.ANYCHIP_CPU=ON")]
+            return [Finding(False, reason, native.BUILD_COMMAND)]
         built = native.kernels.build_info()
         levels = f"{built['isa']} (built: {built['isas_compiled']})"
         _, shared = native.kernels.openmp_status()

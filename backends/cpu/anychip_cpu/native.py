@@ -12,6 +12,10 @@ from types import ModuleType
 
 import torch
 
+BUILD_COMMAND = "pip install . -Ccmake.define.ANYCHIP_CPU=ON"
+INTERFACE = 2
+"""The version of the native module's signatures that this code calls."""
+
 _MISSING = "_native_missing.txt"
 
 
@@ -23,8 +27,13 @@ def _load() -> tuple[ModuleType | None, str | None]:
         if note.is_file():
             return None, note.read_text().strip()
         return None, (
-            f"the native kernels cannot be loaded ({error}); this builds them: "
-            "pip install . -Ccmake.define.ANYCHIP_CPU=ON"
+            f"the native kernels cannot be loaded ({error}); this builds them: {BUILD_COMMAND}"
+        )
+    found = int(_native.build_info()["abi"])
+    if found != INTERFACE:
+        return None, (
+            f"the native kernels have interface {found}, and this version calls {INTERFACE}; "
+            f"this builds them again: {BUILD_COMMAND}"
         )
     same, sentence = _native.openmp_status()
     return (_native, None) if same else (None, sentence)

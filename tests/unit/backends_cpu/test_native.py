@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 import anychip
+import anychip_cpu
 from anychip import ops
 from anychip_cpu import native
 from anychip_cpu.operators import table
@@ -94,6 +97,18 @@ def test_openmp_runtime_is_torchs_and_the_only_one(threads: None) -> None:
     for number in (1, 2, 3):
         torch.set_num_threads(number)
         assert native.kernels.num_threads() == number
+
+
+def test_native_module_of_another_interface_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = SimpleNamespace(build_info=lambda: {"abi": "1"}, openmp_status=lambda: (True, ""))
+    monkeypatch.setitem(sys.modules, "anychip_cpu._native", older)
+    monkeypatch.setattr(anychip_cpu, "_native", older, raising=False)
+    kernels, problem = native._load()
+    assert kernels is None
+    assert problem == (
+        f"the native kernels have interface 1, and this version calls {native.INTERFACE}; this "
+        f"builds them again: {native.BUILD_COMMAND}"
+    )
 
 
 ATTRIBUTES = ("dequantize", "hadamard", "permute", "top_k")

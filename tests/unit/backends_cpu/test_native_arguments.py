@@ -1,0 +1,142 @@
+"""No size, address or code, however wrong, ends the process or is taken for right.
+
+The calls are made from the signatures that the module states, in a process of their own: run as a
+program, this file prints every call before it makes it, and what came of it when that was wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from anychip_cpu import native
+
+HOSTILE = (-1, 0, 2**31, 2**62, 2**63 - 1)
+LARGEST = 2**47
+"""Elements that an address space has room for."""
+SIZES = {"rows", "hidden", "numel", "batch", "seq", "heads", "kv_heads", "head_dim", "vocab"}
+SIZES |= {"nwords", "block", "numels", "first"}
+BUFFER = 4096
+UNBOUND = {"available_isas", "build_info", "num_threads", "openmp_status", "set_isa"}
+"""Functions that take no size, address or code."""
+
+Parameters = Mapping[str, str]
+Call = tuple[dict[str, Any], bool]
+"""Arguments, and whether ValueError is the only right answer."""
+
+
+def parameters(function: Any) -> Parameters:
+    """Kind of each parameter: size, address, code, number, flag or update, or a list of those."""
+    text = function.__doc__.partition("(")[2]
+    found = dict(re.findall(r"(\w+): ([^,=)]+)", text))
+    found.pop("self", None)
+    return {name: _kind(name, kind, found) for name, kind in found.items()}
+
+
+def _kind(name: str, kind: str, others: Mapping[str, str]) -> str:
+    if "Update" in kind:
+        return "update"
+    if "Int" not in kind:
+        return "flag" if "bool" in kind else "number"
+    is_size = name in SIZES or (name == "total" and "block" in others)
+    one = "size" if is_size else "code" if "dtype" in name or name == "reduction" else "address"
+    one = "number" if name in ("ignore_index", "seed", "offset") else one
+    return f"{one}[]" if "Sequence" in kind else one
+
+
+def right(kinds: Parameters, update: Any) -> dict[str, Any]:
+    """Arguments that fit together: four elements everywhere, and a buffer for each address."""
+
+    def value(name: str, kind: str) -> Any:
+        if kind.endswith("[]"):
+            entries = [value(name, kind[:-2]) for _ in range(2)]
+            return [0, 1] if name == "first" else entries
+        if kind == "address":
+            buffers.append(torch.zeros(BUFFER, dtype=torch.uint8))
+            return buffers[-1].data_ptr()
+        known = {"size": 4, "code": 0, "number": 0, "flag": False, "update": update}
+        return known[kind]
+
+    return {name: value(name, kind) for name, kind in kinds.items()}
+
+
+buffers: list[torch.Tensor] = []
+
+
+def calls(kinds: Parameters, base: Mapping[str, Any]) -> Iterator[Call]:
+    """Every pair of hostile sizes, every address that is missing, every code that is unknown."""
+    yield dict(base), False
+    null = {n: [0] * 2 if "[]" in k else 0 for n, k in kinds.items() if "address" in k}
+    sizes = [n for n, k in kinds.items() if k.startswith("size")]
+    pairs = [(n,) for n in sizes] + list(itertools.combinations(sizes, 2))
+    for names in pairs:
+        for values in itertools.product(HOSTILE, repeat=len(names)):
+            changed = {
+                n: [v, base[n][1]] if isinstance(base[n], list) else v
+                for n, v in zip(names, values, strict=True)
+            }
+            # What may exist is not in the buffers: without addresses it must be refused, too.
+            missing = null if 2**31 in values else {}
+            yield {**base, **changed, **missing}, any(not 0 <= v <= LARGEST for v in values)
+    yield {**base, **null}, False
+    for name, kind in kinds.items():
+        for wrong in {"address": (0,), "code": (-1, 3)}.get(kind, ()):
+            yield {**base, name: wrong}, kind == "code"
+        if kind.endswith("[]"):
+            yield {**base, name: base[name] * 2}, True
+            yield {**base, name: base[name][:1]}, True
+
+
+def try_all(function: Callable[..., Any], name: str, base: Mapping[str, Any]) -> None:
+    for number, (arguments, refused) in enumerate(calls(parameters(function), base)):
+        print(name, number, arguments, flush=True)
+        try:
+            function(**arguments)
+            answer = "was taken"
+        except (ValueError, IndexError, MemoryError) as error:
+            answer = "was refused" if isinstance(error, ValueError) else repr(error)
+        if (refused and answer != "was refused") or (not number and answer != "was taken"):
+            print(f"WRONG: {name} {arguments} {answer}", flush=True)
+
+
+def main() -> None:
+    module: Any = native.kernels
+    whole = right(parameters(module.Update.__init__), None)
+    names = {n for n in dir(module) if callable(getattr(module, n))} - UNBOUND - {"Update"}
+    for name in sorted(names):
+        function = getattr(module, name)
+        kinds = parameters(function)
+        if "update" not in kinds:
+            try_all(function, name, right(kinds, None))
+            continue
+        try_all(function, name, right(kinds, module.Update(**whole)))
+
+        def with_lists(function: Any = function, kinds: Parameters = kinds, **lists: Any) -> None:
+            function(**right(kinds, module.Update(**lists)))
+
+        with_lists.__doc__ = module.Update.__init__.__doc__
+        try_all(with_lists, f"{name} Update", whole)
+
+
+@pytest.mark.skipif(native.kernels is None, reason=str(native.problem))
+def test_native_function_with_hostile_arguments_raises_and_never_crashes() -> None:
+    done = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, timeout=600, check=False
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, f"exit code {done.returncode} at: {lines[-1]}\n{done.stderr}"
+    assert not [line for line in lines if line.startswith("WRONG")]
+    functions = {line.split()[0] for line in lines}
+    assert len(lines) > 1000
+    assert {"lamb_partials", "rms_norm_forward", "philox", "rope", "clip"} <= functions
+
+
+if __name__ == "__main__":
+    main()

@@ -2,10 +2,10 @@
 
     python -m tests.cuda_emulated.seeded_bugs --build build/cuda_emulated [--only PATTERN] [--short]
 
-Each table ``<family>.toml`` lists mistakes as textual changes of one file. The changed kernel is
-compiled as the build did it, and linked with everything else of that build; the tests of the family
-then run on the changed module, in the order of threads that the table names. Exit status 1 when a
-mistake is not found, or when its text is not in the file any more.
+Each table ``<family>.toml`` lists mistakes by name, as textual changes of one file. The changed
+kernel is compiled as the build did it, and linked with everything else of that build; the tests of
+the family then run on the changed module, in the order of threads that the table names. Exit status
+1 when a mistake is not found, or when its text is not in the file any more.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ def read_tables() -> list[Bug]:
     """
     bugs = []
     for path in sorted(TABLES.glob("*.toml")):
-        tables = tomlkit.parse(path.read_text()).unwrap()["bug"]
-        bugs += [Bug(family=path.stem, **table) for table in tables]
+        tables = tomlkit.parse(path.read_text()).unwrap()
+        file = {"file": tables.pop("file")}
+        bugs += [Bug(family=path.stem, name=n, **file | table) for n, table in tables.items()]
     names = [bug.name for bug in bugs]
     for name in names:
         if names.count(name) > 1:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
+
 import anychip
 from anychip import OperatorTable, ops
 from anychip.dispatch import selection
@@ -38,3 +40,17 @@ def installation() -> Iterator[Install]:
         yield install
     finally:
         anychip.use("cpu")
+
+
+@pytest.fixture(autouse=True)
+def cpu() -> None:
+    """Every test starts with the cpu backend, its default policy, and counts of zero."""
+    anychip.use("cpu")
+    anychip.provenance(reset=True)
+
+
+@pytest.fixture
+def install() -> Iterator[Install]:
+    """``install(table, ...)`` puts tables in front of the cpu backend's own."""
+    with installation() as function:
+        yield function

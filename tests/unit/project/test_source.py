@@ -7,9 +7,10 @@ to a small offender, so that a rule that finds nothing any more is noticed.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,12 +49,14 @@ def python_files(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def each(paths: list[Path]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", paths, ids=[str(p.relative_to(ROOT)) for p in paths])
-
-
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def offences(paths: list[Path], rule: Callable[[Path], Iterable[str]]) -> list[str]:
+    """What a rule finds in files, with the file's name in front."""
+    return [f"{path.relative_to(ROOT)}: {found}" for path in paths for found in rule(path)]
 
 
 def imported_parts(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -126,45 +129,56 @@ EVERYWHERE = python_files("core", "backends", "examples", "benchmarks", "tests")
 OF_CORE = [path for path in python_files("core") if path != CORE / "__init__.py"]
 
 
-@each(OF_CORE)
-def test_core_file_imports_only_lower_layers(path: Path) -> None:
-    part = path.relative_to(CORE).parts[0].removesuffix(".py")
-    assert part in LAYERS, f"{part} is new: give it a row in LAYERS, with a reason in DESIGN"
-    assert layer_offences(parse(path), part, LAYERS[part]) == []
+def test_core_files_import_only_lower_layers() -> None:
+    def rule(path: Path) -> Iterable[str]:
+        part = path.relative_to(CORE).parts[0].removesuffix(".py")
+        if part not in LAYERS:
+            return [f"{part} is new: give it a row in LAYERS, with a reason in DESIGN"]
+        return layer_offences(parse(path), part, LAYERS[part])
+
+    assert offences(OF_CORE, rule) == []
 
 
-@each(python_files("backends"))
-def test_backend_file_imports_contract_and_operators_only(path: Path) -> None:
-    tree, own = parse(path), path.relative_to(ROOT / "backends").parts[1]
-    assert layer_offences(tree, "backends", BACKENDS_MAY_IMPORT) == []
-    tops = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    }
-    tops |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    others = {top for top in tops if top.startswith("anychip_") and top.split(".")[0] != own}
-    assert not others, "backends never import each other"
+def test_backend_files_import_contract_and_operators_only_and_never_each_other() -> None:
+    def rule(path: Path) -> Iterator[str]:
+        tree, own = parse(path), path.relative_to(ROOT / "backends").parts[1]
+        yield from layer_offences(tree, "backends", BACKENDS_MAY_IMPORT)
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for top in names:
+                if top.startswith("anychip_") and top.split(".")[0] != own:
+                    yield f"imports {top}: backends never import each other"
+
+    assert offences(python_files("backends"), rule) == []
 
 
-@each(python_files("core"))
-def test_core_file_names_no_chip(path: Path) -> None:
-    assert chip_names(parse(path)) == []
-    assert not CHIPS & set(words(str(path.relative_to(CORE))))
+def test_core_files_name_no_chip() -> None:
+    def rule(path: Path) -> Iterable[str]:
+        yield from chip_names(parse(path))
+        yield from sorted(CHIPS & set(words(str(path.relative_to(CORE)))))
+
+    assert offences(python_files("core"), rule) == []
 
 
-@each(EVERYWHERE)
-def test_python_file_keeps_to_its_size_and_name(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= MAX_MODULE_LINES
-    assert long_functions(parse(path)) == []
-    assert not {path.stem, path.parent.name} & NO_MODULE
+def test_python_files_keep_to_their_sizes_and_names() -> None:
+    def rule(path: Path) -> Iterator[str]:
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > MAX_MODULE_LINES:
+            yield f"it has {lines} lines, {MAX_MODULE_LINES} are allowed"
+        yield from long_functions(parse(path))
+        yield from sorted({path.stem, path.parent.name} & NO_MODULE)
+
+    assert offences(EVERYWHERE, rule) == []
 
 
-@each([path for path in python_files("core", "backends") if "templates" not in path.parts])
-def test_module_opens_with_what_it_answers(path: Path) -> None:
-    assert ast.get_docstring(parse(path)), "a module begins with the question that it answers"
+def test_modules_open_with_what_they_answer() -> None:
+    def rule(path: Path) -> list[str]:
+        found = ast.get_docstring(parse(path))
+        return [] if found else ["a module begins with the question that it answers"]
+
+    paths = [path for path in python_files("core", "backends") if "templates" not in path.parts]
+    assert offences(paths, rule) == []
 
 
 def test_root_module_exports_no_function_named_like_a_submodule() -> None:

@@ -12,6 +12,14 @@ ANYCHIP_BRIDGE ?= AUTO
 ARGS ?=
 JOBS ?= 2
 
+# Compilations are kept by what they are made of and found again, in every checkout, where ccache is.
+ifneq ($(shell command -v ccache),)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
+export CMAKE_CUDA_COMPILER_LAUNCHER ?= ccache
+export CCACHE_BASEDIR ?= /
+export CCACHE_NOHASHDIR ?= 1
+endif
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 OPTIONS := $(foreach option,ANYCHIP_CPU ANYCHIP_CUDA ANYCHIP_BRIDGE,\
@@ -26,11 +34,13 @@ ENVIRONMENT := $(VENV)/made-$(call hash,command -v $(PYTHON); cat constraints.tx
 INSTALLED := $(VENV)/installed-$(call hash,echo $(OPTIONS) $(MODULES); cat $(sort $(SOURCES)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test mutants cuda-emulator test-cuda cann-emulator test-npu lint native dev clean
+.PHONY: help train test test-all mutants cuda-emulator test-cuda cann-emulator test-npu lint native dev clean
 
 help:
 	@echo 'make train    train a small GPT, about a minute on two cores; ARGS go to `anychip train`'
-	@echo 'make test     every test, and the conformance suite of the cpu backend; ARGS go to pytest'
+	@echo 'make test     the tests, a tenth of those that are large grids, and the conformance suite of the cpu'
+	@echo '              backend; with ARGS, the tests that pytest chooses by them'
+	@echo 'make test-all every test there is: all of test, test-cuda, test-npu and mutants; more than an hour'
 	@echo 'make mutants  600 generated mistakes, which the conformance suite must find; docs/mutants.md'
 	@echo 'make test-cuda  the CUDA kernels on the host: tests in three orders of threads, sanitizers,'
 	@echo '              seeded mistakes, the conformance suite, and with nvcc the machine code; no GPU'
@@ -45,17 +55,13 @@ help:
 train: $(INSTALLED)
 	$(BIN)/anychip train $(ARGS)
 
-# One thread in each of the processes: two cores are not shared by four.
 test: $(INSTALLED)-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) $(ARGS)
-	@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync $(addprefix conformance-,$(CHAPTERS))
+	$(BIN)/python -m tests --jobs $(JOBS) $(ARGS)
 
-# Level full, in parts that take about as long as each other.
-CHAPTERS := gradients operators others
-conformance-%:
-	OMP_NUM_THREADS=1 $(BIN)/anychip conformance --backend cpu --level full $(if $(filter others,$*),\
-		--chapter device --chapter memory --chapter streams --chapter random --chapter collectives \
-		--chapter optimizer --chapter zero --chapter pipeline --chapter training --chapter errors,--chapter $*)
+# Nothing is left to other commits (tests/slices.py).
+test-all: export ANYCHIP_SLICE = all
+test-all:
+	@for part in test test-cuda test-npu mutants; do $(MAKE) --no-print-directory $$part || exit 1; done
 
 mutants: $(INSTALLED)-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)

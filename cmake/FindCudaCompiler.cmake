@@ -34,7 +34,7 @@ macro(anychip_find_cuda reason)
     endif()
   endif()
   # Ampere and Hopper, and code for the driver to compile on what comes later.
-  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
     set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 90-virtual)
   endif()
   include(CheckLanguage)

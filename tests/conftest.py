@@ -1,15 +1,37 @@
-"""What every test runs under: this checkout's code, no settings of the person, no time limits."""
+"""What every test runs under: this checkout's code, no settings of the person, no time limits.
+
+With ``--slice``, of tests marked ``grid`` only this commit's tenth runs (tests/slices.py). A run
+of more than one file ends with the files that took longest.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 
 import hypothesis
 import pytest
 
+from tests import slices
+
 hypothesis.settings.register_profile("anychip", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("anychip")
+
+SLICE = pytest.StashKey[slices.Slice]()
+SLOWEST_FILES = 12
+seconds: Counter[str] = Counter()
+"""Of each file, over all workers."""
+failed_cases: set[str] = set()
+"""Of the grids."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slice",
+        action="store_true",
+        help="of tests marked 'grid', run this commit's tenth (ANYCHIP_SLICE: another, or all)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,6 +40,54 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     roots = [str(path) for path in config.getini("pythonpath")]
     os.environ["PYTHONPATH"] = os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")])
+    if config.getoption("--slice"):
+        try:
+            config.stash[SLICE] = asked = slices.chosen()
+        except slices.SliceError as error:
+            raise pytest.UsageError(str(error)) from None
+        # Workers need not count the commits again.
+        os.environ[slices.VARIABLE] = "all" if asked.number is None else str(asked.number)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"grids: {config.stash.get(SLICE, 'all slices')}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the cases of grids that belong to other slices."""
+    asked = config.stash.get(SLICE, None)
+    if asked is None:
+        return
+    ids = {item.nodeid for item in items}
+    files = {case.partition("::")[0] for case in ids}
+    gone = [c for c in asked.always if c.partition("::")[0] in files and c not in ids]
+    if gone:
+        raise pytest.UsageError(f"{slices.FAILED_BEFORE.name} lists what is no case: {gone}")
+    grid = [item for item in items if item.get_closest_marker("grid")]
+    others = [item for item in grid if not asked.takes(item.nodeid)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        left_out = {item.nodeid for item in others}
+        items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    seconds[report.nodeid.partition("::")[0]] += report.duration
+    if report.failed and "grid" in report.keywords:
+        failed_cases.add(report.nodeid)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Where the time went, and which cases every later commit will ask."""
+    if len(seconds) > 1:
+        terminalreporter.section(f"slowest files, of {seconds.total():.0f} s in {len(seconds)}")
+        for file, took in seconds.most_common(SLOWEST_FILES):
+            terminalreporter.write_line(f"{took:6.1f} s  {file}")
+    new = slices.remember(failed_cases) if SLICE in config.stash else []
+    for case in new:
+        terminalreporter.write_line(f"added to {slices.FAILED_BEFORE.name}; commit it: {case}")
 
 
 @pytest.fixture(autouse=True)

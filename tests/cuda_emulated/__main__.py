@@ -4,7 +4,11 @@
 
 The kernels' own sources are compiled for the host, plain, with sanitizers and with counts of lines,
 and by nvcc, whose machine code is read. Each step writes what it prints to build/cuda_logs; the end
-says which failed. Exit status 1 when one did.
+says which failed, and where the time went. Exit status 1 when one did.
+
+A commit runs one slice (tests/slices.py) of the unit tests in other orders than the first, of the
+seeded mistakes and of the operators in the conformance suite, and one of the steps that need a
+build of their own; ``ANYCHIP_SLICE=all`` runs everything.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from anychip.operators import all_specs
+from tests import budgets, slices
 from tests.cuda_emulated import sanitizers
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +33,12 @@ BUILD = ROOT / "build"
 LOGS = BUILD / "cuda_logs"
 UNIT_TESTS = "tests/unit/backends_cuda"
 MODULE = f"csrc/cuda/_emu{sysconfig.get_config_var('EXT_SUFFIX')}"
+BY_OPERATOR = ("operators", "gradients")
+SHORT_CHAPTERS = [
+    word
+    for name in ("device", "memory", "streams", "random", "collectives", "optimizer")
+    for word in ("--chapter", name)
+] + "--chapter zero --chapter pipeline --chapter training --chapter errors".split()
 LEAST_COVERED_LINES = 95
 """Percent of the kernels' lines that the unit tests must run."""
 
@@ -79,7 +91,7 @@ class Log:
             "ANYCHIP_EMULATOR_REQUIRED": "1",
             **env,
         }
-        pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+        pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--slice")
         self.command(*pytest, "-k", "not cuda-", UNIT_TESTS, *words, env=chosen)
 
 
@@ -113,19 +125,22 @@ def warp_order(log: Log) -> None:
     log.tests(BUILD / "cuda_emulator", "warp")
 
 
-def emulator(log: Log) -> None:
-    log.command(sys.executable, "-m", "pytest", "-q", "tests/unit/cuda_emulator")
-
-
 def conformance(log: Log) -> None:
-    anychip = Path(sysconfig.get_path("scripts")) / "anychip"
-    log.command(anychip, "conformance", "--backend", "cuda-emulated", "--level", "quick")
+    """The chapters about operators ask those of the slice; the others are short."""
+    asked = slices.chosen()
+    names = [name for name in all_specs() if asked.takes(f"cuda_emulated/conformance/{name}")]
+    words = [word for name in BY_OPERATOR for word in ("--chapter", name)]
+    for chosen in ([*words, "-k", " or ".join(names)], SHORT_CHAPTERS):
+        anychip = Path(sysconfig.get_path("scripts")) / "anychip"
+        suite = (anychip, "conformance", "--backend", "cuda-emulated", "--level", "quick")
+        log.command(*suite, *chosen)
 
 
 def seeded_bugs(log: Log) -> None:
+    plain = [] if "address_sanitizer" in steps_of(slices.chosen()) else ["--plain"]
     log.command(
-        *(sys.executable, "-m", "tests.cuda_emulated.seeded_bugs"),
-        *("--build", BUILD / "cuda_emulator", "--short", "--jobs", "1"),
+        *(sys.executable, "-m", "tests.cuda_emulated.seeded_bugs", *plain),
+        *("--build", BUILD / "cuda_emulator", "--slice", "--jobs", "1"),
     )
 
 
@@ -209,14 +224,23 @@ STEPS: Sequence[Step] = (
     Step("forward", "unit tests, threads in order", forward_order),
     Step("random", "unit tests, threads in a random order", random_order),
     Step("warp", "unit tests, one warp as far ahead as it may", warp_order),
-    Step("emulator", "the emulator finds the mistakes that it is for", emulator),
     Step("conformance", "conformance suite of cuda-emulated, level quick", conformance),
-    Step("seeded_bugs", "a mistake in each family of kernels is found", seeded_bugs),
+    Step("seeded_bugs", "mistakes in the kernels are found by their tests", seeded_bugs),
     Step("address_sanitizer", "unit tests with ASan and UBSan", address_sanitizer),
     Step("thread_sanitizer", "sample calls with TSan", thread_sanitizer),
     Step("coverage", f"unit tests run {LEAST_COVERED_LINES} % of the lines", coverage),
     Step("machine_code", "nvcc's code: registers, spills, 16-byte accesses", machine_code),
 )
+
+
+def steps_of(asked: slices.Slice) -> list[str]:
+    """The names of the steps of a slice: of those with a build of their own, one in turn."""
+    names = [step.name for step in STEPS]
+    if asked.number is None:
+        return names
+    in_turn = list(VARIANTS)
+    left_out = set(in_turn) - {in_turn[asked.number % len(in_turn)]}
+    return [name for name in names if name not in left_out]
 
 
 def build_all(names: Sequence[str], jobs: int) -> None:
@@ -230,8 +254,8 @@ def build_all(names: Sequence[str], jobs: int) -> None:
         build(Log("build_cuda", jobs), "cuda", cuda=True)
 
 
-def try_step(step: Step, jobs: int) -> str | None:
-    """Runs one step; returns what went wrong, or None."""
+def try_step(step: Step, jobs: int) -> tuple[str | None, float]:
+    """Runs one step; returns what went wrong, or None, and the seconds it took."""
     start = time.monotonic()
     log, problem = Log(step.name, jobs), None
     try:
@@ -245,27 +269,34 @@ def try_step(step: Step, jobs: int) -> str | None:
     if problem:
         print(f"  {problem}; the end of {log.path.relative_to(ROOT)}:")
         print(*(f"  | {line}" for line in log.path.read_text().splitlines()[-40:]), sep="\n")
-    return problem
+    return problem, took
 
 
 def main() -> int:
     """The command line."""
     names = [step.name for step in STEPS]
     parser = argparse.ArgumentParser(prog="python -m tests.cuda_emulated")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STEP")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="STEP")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
+    try:
+        asked = slices.chosen()
+    except slices.SliceError as error:
+        parser.error(str(error))
+    only = given.only or steps_of(asked)
+    print(f"{asked}: {', '.join(only)}", flush=True)
     start = time.monotonic()
     try:
-        build_all(given.only, given.jobs)
+        build_all(only, given.jobs)
     except StepError as error:
         print(f"FAILED to build: {error}; see {LOGS.relative_to(ROOT)}")
         return 1
-    print(f"built in {time.monotonic() - start:.0f} s", flush=True)
-    chosen = [step for step in STEPS if step.name in given.only]
+    built = time.monotonic() - start
+    chosen = [step for step in STEPS if step.name in only]
     with ThreadPoolExecutor(given.jobs) as pool:
-        problems = list(pool.map(lambda step: try_step(step, given.jobs), chosen))
-    failed = [step.name for step, problem in zip(chosen, problems, strict=True) if problem]
+        results = list(pool.map(lambda step: try_step(step, given.jobs), chosen))
+    failed = [step.name for step, (problem, _) in zip(chosen, results, strict=True) if problem]
+    print(budgets.table({"cuda/build": built, "cuda/steps": time.monotonic() - start - built}))
     print(f"{len(chosen) - len(failed)} of {len(chosen)} steps passed", *failed, sep=", failed: ")
     return 1 if failed else 0
 

@@ -54,6 +54,7 @@ def run(backend: Backend, wrong: Wrong) -> conformance.Report:
     )
 
 
+@pytest.mark.grid
 @EACH
 def test_wrong_backend_is_found_by_its_chapter(wrong: Wrong) -> None:
     report, tries = run(wrong.make(), wrong), 1
@@ -65,6 +66,7 @@ def test_wrong_backend_is_found_by_its_chapter(wrong: Wrong) -> None:
     assert f'-k "{report.failures[0].case}"' in first
 
 
+@pytest.mark.grid
 @EACH_TWIN
 def test_correct_twin_passes_the_same_cases(wrong: Wrong) -> None:
     report = run(wrong.twin(), wrong)

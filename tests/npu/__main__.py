@@ -33,7 +33,7 @@ STEPS: Sequence[Step] = (
     Step(
         "tests",
         "tests/npu: emulator, rows, training, ranks, faults, doctor",
-        ("pytest", "-q", "-p", "no:cacheprovider", "tests/npu"),
+        ("pytest", "-q", "-p", "no:cacheprovider", "--slice", "tests/npu"),
     ),
     Step(
         "conformance",

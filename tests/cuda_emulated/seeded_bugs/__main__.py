@@ -1,6 +1,6 @@
 """Puts mistakes into the CUDA kernels, one at a time, and demands that the kernels' tests fail.
 
-    python -m tests.cuda_emulated.seeded_bugs --build build/cuda_emulated [--only PATTERN] [--short]
+    python -m tests.cuda_emulated.seeded_bugs --build build/cuda_emulated [--only PATTERN] [--slice]
 
 Each table ``<family>.toml`` lists mistakes by name, as textual changes of one file. The changed
 kernel is compiled as the build did it, and linked with everything else of that build; the tests of
@@ -26,6 +26,7 @@ import tomlkit
 from rich.console import Console
 from rich.table import Table
 
+from tests import slices
 from tests.cuda_emulated import sanitizers
 
 ROOT = Path(__file__).parents[3]
@@ -52,6 +53,11 @@ class Bug:
     found_by: str
     order: str = "forward"
     sanitizer: str = ""
+
+    @property
+    def id(self) -> str:
+        """By what it is known among the cases of grids."""
+        return f"cuda_emulated/seeded_bugs/{self.family}/{self.name}"
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,8 @@ def build(bug: Bug, build_folder: Path, work: Path) -> Path:
 def _compilation(entry: dict[str, str]) -> tuple[str, list[str]]:
     """What an entry of compile_commands.json writes, and its words; older CMake does not say."""
     words = shlex.split(entry["command"])
+    if Path(words[0]).name == "ccache":
+        del words[0]
     return words[words.index("-o") + 1], words
 
 
@@ -183,18 +191,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.cuda_emulated.seeded_bugs")
     parser.add_argument("--build", type=Path, required=True, help="folder of the emulated build")
     parser.add_argument("--only", default="", help="mistakes whose name contains this")
-    parser.add_argument(
-        "--short", action="store_true", help="the first mistake of each kernel file"
-    )
+    parser.add_argument("--slice", action="store_true", help="this commit's tenth of them")
+    parser.add_argument("--plain", action="store_true", help="those that need no sanitizer")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
     bugs = [bug for bug in read_tables() if given.only in bug.name]
-    if given.short:
-        first: dict[str, Bug] = {}
-        for bug in bugs:
-            if not bug.sanitizer:
-                first.setdefault(bug.family, bug)
-        bugs = list(first.values())
+    bugs = [bug for bug in bugs if not (given.plain and bug.sanitizer)]
+    if given.slice:
+        asked = slices.chosen()
+        # Those of a sanitizer have their turn where its build has.
+        bugs = [bug for bug in bugs if bug.sanitizer or asked.takes(bug.id)]
     if not bugs:
         parser.error(f"no seeded bug has a name with {given.only!r}")
     console = Console()
@@ -212,7 +218,10 @@ def main() -> int:
         own = [v for v in verdicts if v.bug.family == family]
         table.add_row(family, str(sum(v.found for v in own)), str(len(own)))
     console.print(table)
-    return 0 if all(v.found for v in verdicts) else 1
+    missed = [v.bug.id for v in verdicts if not v.found]
+    for case in slices.remember(missed) if given.slice else []:
+        print(f"added to {slices.FAILED_BEFORE.name}; commit it: {case}")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

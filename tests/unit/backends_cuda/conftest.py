@@ -14,6 +14,14 @@ from anychip_cuda import operators
 from anychip_cuda.native import Kernels
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In another order of threads than the first, with a sanitizer too, the tests are a grid."""
+    if os.environ.get("ANYCHIP_EMULATOR_ORDER", "forward") != "forward":
+        for item in items:
+            item.add_marker(pytest.mark.grid)
+
+
 class Chip(NamedTuple):
     """One way to run the kernels.
 

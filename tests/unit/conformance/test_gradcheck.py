@@ -63,6 +63,7 @@ def outputs_of(spec: OperatorSpec, args: list[Any], attrs: dict[str, Any], *_: T
     return tuple(y for y in outputs if y.is_floating_point())
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", SPECS)
 def test_backward_of_reference_is_the_derivative_of_its_forward(name: str) -> None:
     spec, checked = SPECS[name], 0

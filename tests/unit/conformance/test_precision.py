@@ -147,6 +147,7 @@ LARGE = ("many-rows", "many-tensors", "1100-tensors", "long")
 """Nothing about these is about precision, and they take long. So does what is beyond 16 bits."""
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", FORMATS, ids=lambda d: FORMATS[d].name)
 @pytest.mark.parametrize("name", ORACLES)
 def test_reference_passes_with_room(name: str, dtype: torch.dtype) -> None:
@@ -157,6 +158,7 @@ def test_reference_passes_with_room(name: str, dtype: torch.dtype) -> None:
             assert found.rms is None or found.rms <= 0.8, call.label
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ORACLES)
 def test_reference_with_term_by_term_float32_sums_passes(name: str) -> None:
     for dtype in FORMATS:
@@ -178,6 +180,7 @@ LOWER = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "label", "dtype"), LOWER, ids=[f"{n}-{c}-{FORMATS[d].name}" for n, c, d in LOWER]
 )

@@ -41,6 +41,7 @@ def test_table_names_every_kernel_and_every_mode() -> None:
     assert shows_nowhere == []
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bug", BUGS)
 def test_seeded_bug_shows_as_the_table_says(folder: Path, bug: str, mode: str) -> None:
@@ -50,6 +51,7 @@ def test_seeded_bug_shows_as_the_table_says(folder: Path, bug: str, mode: str) -
         assert "seeded_bugs.cu:" in found.output, "an error names the line"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bug", BUGS)
 def test_correct_twin_passes(folder: Path, bug: str, mode: str) -> None:

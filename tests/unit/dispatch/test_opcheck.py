@@ -24,6 +24,7 @@ def _check(name: str, index: int, dtype: torch.dtype, utils: tuple[str, ...]) ->
     torch.library.opcheck(made.door(), made.args, made.attrs, test_utils=utils)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "index"), every_sample())
 def test_operator_every_sample_passes_opcheck(name: str, index: int) -> None:
     _check(name, index, torch.float32, CHEAP if index else ALL)
@@ -34,12 +35,14 @@ def test_operator_in_bfloat16_passes_opcheck(name: str) -> None:
     _check(name, 0, torch.bfloat16, CHEAP)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", SPECS)
 def test_operator_pinned_to_the_reference_passes_opcheck(name: str) -> None:
     with anychip.policy(pin={name: "reference"}):
         _check(name, 0, torch.float32, ALL)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pin", ["cpu", "reference"])
 @pytest.mark.parametrize("name", DIFFERENTIABLE)

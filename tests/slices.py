@@ -1,0 +1,117 @@
+"""Which tenth of the large families of cases does this commit run?
+
+Families that are grids (operators by dtypes by sizes, the catalogue of wrong backends, seeded
+mistakes, rows of a chip) are asked in full by ``make test-all``. A commit asks one slice of them:
+a case belongs to slice ``stable_hash(id) mod 10``, and commit n (counted along first parents) runs
+slice ``n mod 10``, so that ten consecutive commits ask everything. A case that has failed once
+stands in ``tests/failed_before.txt`` and is asked by every commit.
+
+``ANYCHIP_SLICE`` (0 to 9, or ``all``) overrides the count, and must be set where there is no
+history to count: in an unpacked archive, or in a shallow clone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FAILED_BEFORE = Path(__file__).with_name("failed_before.txt")
+SLICES = 10
+VARIABLE = "ANYCHIP_SLICE"
+
+
+_NO_HISTORY = (
+    "there is no git history here to count commits in: set"
+    f" {VARIABLE} to 0 to {SLICES - 1} or 'all'"
+)
+
+
+class SliceError(Exception):
+    """Which slice to run cannot be told; the message says what to set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """What is asked of the grids.
+
+    Attributes:
+        number: the slice, or None for all of them.
+        because: where the number comes from, for people.
+        always: ids of cases that every slice asks.
+    """
+
+    number: int | None
+    because: str
+    always: Collection[str] = field(default_factory=frozenset)
+
+    def takes(self, case: str) -> bool:
+        """Whether the case with this id is asked."""
+        return self.number is None or slice_of(case) == self.number or case in self.always
+
+    def __str__(self) -> str:
+        what = "all slices" if self.number is None else f"slice {self.number} of {SLICES}"
+        return f"{what} ({self.because})"
+
+
+def slice_of(case: str) -> int:
+    """The slice of a case: the same in every process, on every machine and Python."""
+    digest = hashlib.blake2b(case.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % SLICES
+
+
+def chosen(environment: Mapping[str, str] = os.environ, root: Path = ROOT) -> Slice:
+    """The slice that the environment asks for, else that of the commit.
+
+    Raises:
+        SliceError: the variable is malformed, or there is no history and no variable.
+    """
+    always = frozenset(failed_before())
+    asked = environment.get(VARIABLE)
+    if asked is None:
+        count = _first_parents(root)
+        return Slice(number=count % SLICES, because=f"commit {count}", always=always)
+    if asked == "all":
+        return Slice(number=None, because=f"{VARIABLE}=all", always=always)
+    if asked not in map(str, range(SLICES)):
+        raise SliceError(f"{VARIABLE}: expected 0 to {SLICES - 1} or 'all', got {asked!r}")
+    return Slice(number=int(asked), because=f"{VARIABLE}={asked}", always=always)
+
+
+def failed_before() -> list[str]:
+    """The ids of the file, one a line; a line that begins with ``#`` is for people."""
+    lines = FAILED_BEFORE.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def remember(cases: Iterable[str]) -> list[str]:
+    """Adds cases that have failed to the file; returns those that were not in it."""
+    new = sorted(set(cases) - set(failed_before()))
+    if new:
+        with FAILED_BEFORE.open("a", encoding="utf-8") as file:
+            file.writelines(f"{case}\n" for case in new)
+    return new
+
+
+def _first_parents(root: Path) -> int:
+    """How many commits the first-parent history of HEAD has."""
+    if Path(_git(root, "rev-parse", "--show-toplevel")) != root.resolve():
+        raise SliceError(_NO_HISTORY)
+    if _git(root, "rev-parse", "--is-shallow-repository") == "true":
+        raise SliceError(
+            f"this clone is shallow, so that its commits cannot be counted: set {VARIABLE} to 0 to"
+            f" {SLICES - 1} or 'all', or git fetch --unshallow"
+        )
+    return int(_git(root, "rev-list", "--count", "--first-parent", "HEAD"))
+
+
+def _git(root: Path, *words: str) -> str:
+    command = ["git", "-C", str(root), *words]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        raise SliceError(_NO_HISTORY) from None

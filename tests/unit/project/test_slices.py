@@ -1,0 +1,142 @@
+"""Do ten consecutive commits ask every case of a grid, and every one what has failed before?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests import budgets, slices
+
+pytest_plugins = ["pytester"]
+
+CASES = [f"tests/unit/test_grid.py::test_case[{number}]" for number in range(2000)]
+GRID = """
+import pytest
+
+@pytest.mark.grid
+@pytest.mark.parametrize("number", range(40))
+def test_case(number):
+    assert number != 7
+
+def test_alone():
+    pass
+"""
+
+
+def git(folder: Path, *words: str) -> None:
+    names = {
+        f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+    }
+    environment = {**os.environ, **names, "GIT_CONFIG_GLOBAL": os.devnull}
+    subprocess.run(["git", "-C", folder, *words], check=True, env=environment, capture_output=True)
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> Path:
+    """Five commits on main, of which the last merges a branch of three."""
+    folder = tmp_path / "history"
+    folder.mkdir()
+    git(folder, "init", "-b", "main")
+    for branch, count in (("main", 2), ("side", 3), ("main", 2)):
+        git(folder, "symbolic-ref", "HEAD", f"refs/heads/{branch}")
+        if branch == "side":
+            git(folder, "reset", "--soft", "main")
+        for _ in range(count):
+            git(folder, "commit", "--allow-empty", "-m", "one more")
+    git(folder, "merge", "--no-ff", "-m", "merge", "side")
+    return folder
+
+
+def test_slices_are_disjoint_and_together_all_cases_in_about_equal_parts() -> None:
+    asked = [slices.Slice(number=n, because="") for n in range(slices.SLICES)]
+    taken = Counter(case for each in asked for case in CASES if each.takes(case))
+    assert taken == Counter(CASES)
+    sizes = [sum(map(each.takes, CASES)) for each in asked]
+    # 200 expected in each; six standard deviations of a binomial distribution are 80.
+    assert all(abs(size - 200) < 80 for size in sizes), sizes
+    assert all(slices.Slice(number=None, because="").takes(case) for case in CASES)
+
+
+def test_slice_of_a_case_is_the_same_in_every_process_and_version() -> None:
+    assert [slices.slice_of(case) for case in CASES[:12]] == [9, 3, 8, 9, 9, 3, 2, 4, 9, 0, 8, 1]
+
+
+def test_commits_are_counted_along_first_parents(history: Path) -> None:
+    assert slices.chosen({}, history).number == 5
+    git(history, "commit", "--allow-empty", "-m", "one more")
+    chosen = slices.chosen({}, history)
+    assert (chosen.number, chosen.because) == (6, "commit 6")
+
+
+def test_where_no_commits_can_be_counted_the_variable_must_be_set(
+    history: Path, tmp_path: Path
+) -> None:
+    shallow = tmp_path / "shallow"
+    git(tmp_path, "clone", "--depth", "1", f"file://{history}", str(shallow))
+    inside = history / "unpacked"
+    inside.mkdir()
+    for folder, words in ((shallow, "shallow"), (inside, "no git history"), (Path("/"), "no git")):
+        with pytest.raises(slices.SliceError, match=f"{words}.*ANYCHIP_SLICE"):
+            slices.chosen({}, folder)
+        assert slices.chosen({"ANYCHIP_SLICE": "3"}, folder).number == 3
+        assert slices.chosen({"ANYCHIP_SLICE": "all"}, folder).number is None
+
+
+@pytest.mark.parametrize("value", ["", "10", "-1", "ALL", "x"])
+def test_malformed_variable_is_refused(value: str) -> None:
+    with pytest.raises(slices.SliceError, match=r"expected 0 to 9 or 'all', got"):
+        slices.chosen({"ANYCHIP_SLICE": value})
+
+
+def test_case_that_fails_is_asked_by_every_slice_from_then_on(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record = tmp_path / "failed_before.txt"
+    record.write_text("# for people\n")
+    monkeypatch.setattr(slices, "FAILED_BEFORE", record)
+    pytester.makepyfile(test_grid=GRID)
+    pytester.makeini("[pytest]\npythonpath = .\nmarkers = grid")
+    bad = "test_grid.py::test_case[7]"
+
+    def run(number: int) -> dict[str, int]:
+        monkeypatch.setenv(slices.VARIABLE, str(number))
+        done = pytester.runpytest_inprocess("-p", "tests.conftest", "--slice")
+        return done.parseoutcomes()
+
+    ids = [f"test_grid.py::test_case[{number}]" for number in range(40)]
+    own = slices.slice_of(bad)
+    sizes = Counter(map(slices.slice_of, ids))
+    assert run(own) == {
+        "failed": 1, "passed": sizes[own], "deselected": 40 - sizes[own]
+    }  # fmt: skip
+    assert slices.failed_before() == [bad]
+    other = (own + 1) % slices.SLICES
+    assert run(other)["failed"] == 1
+    assert record.read_text() == f"# for people\n{bad}\n"
+
+    record.write_text("test_grid.py::test_case[renamed]\n")
+    monkeypatch.setenv(slices.VARIABLE, "0")
+    done = pytester.runpytest_inprocess("-p", "tests.conftest", "--slice")
+    assert "lists what is no case" in done.stderr.str()
+
+
+def test_every_stage_of_ci_has_a_budget_and_together_they_keep_to_half_an_hour() -> None:
+    table = budgets.read()
+    stages = (slices.ROOT / ".ci" / "run").read_text().split("stages=(")[1].split(")")[0].split()
+    assert set(stages) <= set(table)
+    assert sum(table[stage][0] for stage in stages) <= 30 * 60
+    parts = {name: budget for name, (budget, _) in table.items() if "/" in name}
+    for stage in {name.partition("/")[0] for name in parts}:
+        own = sum(budget for name, budget in parts.items() if name.startswith(f"{stage}/"))
+        assert own <= table[stage][0], stage
+
+
+def test_table_of_times_warns_of_what_is_over_its_budget() -> None:
+    budget = budgets.read()["lint"][0]
+    lines = budgets.table({"lint": budget + 1.0, "native": 1.0}).splitlines()
+    assert ["over its budget" in line for line in lines] == [False, True, False, False]
+    assert lines[-1].split()[:3] == ["all", str(budget + 2), "s"]

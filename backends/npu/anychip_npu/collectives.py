@@ -33,9 +33,8 @@ from anychip.contract import (
     Work,
 )
 from anychip.contract.collectives import CALLS
-from anychip.contract.collectives.job import Job
+from anychip.contract.collectives.job import Failure, Job
 from anychip.contract.collectives.ledger import ranks_text
-from anychip.contract.collectives.liveness import Failure
 from anychip.contract.collectives.native import NativeCommunicator, compare_devices
 from anychip_npu import errors
 

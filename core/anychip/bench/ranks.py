@@ -9,6 +9,7 @@ each computes with one host thread.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import IO, Any
 
-from torch._C._distributed_c10d import TCPStore
-
+from anychip.comm.joining import loopback_store, one_machine
 from anychip.contract import AnychipError
 
 TIMEOUT_S = 300.0
@@ -42,9 +42,8 @@ class Ranks:
 
     def __init__(self, world_size: int, backend: str, module: str) -> None:
         self.world_size = world_size
-        self._store = TCPStore(
-            "127.0.0.1", 0, None, True, timedelta(seconds=TIMEOUT_S), wait_for_workers=False
-        )
+        self._store = loopback_store(timedelta(seconds=TIMEOUT_S))
+        self._variables = {**os.environ, **one_machine()}
         self._errors = [tempfile.TemporaryFile() for _ in range(world_size)]
         self._processes = [
             self._start(rank, backend, module, errors) for rank, errors in enumerate(self._errors)
@@ -71,6 +70,7 @@ class Ranks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
+            env=self._variables,
             text=True,
         )
 

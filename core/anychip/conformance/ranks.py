@@ -18,12 +18,13 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
 from anychip import registry
+from anychip.comm.joining import loopback_store, one_machine
 from anychip.contract import Backend
 
 STARTUP_S = 120.0
@@ -113,7 +114,8 @@ class Ranks:
     def start(self) -> None:
         """Starts the processes, which import torch while the caller does something else."""
         if not self._members:
-            self._members += [_Rank.start() for _ in range(self.world_size)]
+            variables = {**os.environ, **one_machine()}
+            self._members += [_Rank.start(variables) for _ in range(self.world_size)]
 
     def become(self, backend: Backend) -> None:
         """Goes on with another backend in processes that run already; a start is spared."""
@@ -141,11 +143,8 @@ class Ranks:
         self._joined = False
 
     def _join(self) -> None:
-        import torch.distributed as distributed
-
-        dist: Any = distributed  # its stores are not among the names that it exports
         found = reference_to(self.backend)
-        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._store = loopback_store()
         self.start()
         for rank, member in enumerate(self._members):
             request = {
@@ -180,7 +179,7 @@ class _Rank:
     unread: bytes = b""
 
     @classmethod
-    def start(cls) -> _Rank:
+    def start(cls, variables: Mapping[str, str]) -> _Rank:
         read, write = os.pipe()
         errors = tempfile.TemporaryFile()
         process = subprocess.Popen(
@@ -188,6 +187,7 @@ class _Rank:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=errors,
+            env=variables,
             pass_fds=(write,),
             start_new_session=True,
             text=True,

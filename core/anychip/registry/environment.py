@@ -4,7 +4,11 @@
 ANYCHIP_BACKEND          name of the backend to use, unless one is passed as an argument
 ANYCHIP_CACHE_DIR        where answers of probes are kept (default: ``$XDG_CACHE_HOME/anychip``)
 ANYCHIP_PROBE_TIMEOUT    seconds that a plugin's probe may take (default 20)
-WORLD_SIZE, LOCAL_RANK   set by a launcher such as torchrun: this process is a worker
+ANYCHIP_INTERFACE        name or address of the interface at which ranks listen (default: loopback
+                         for one machine, else the one by which it reaches MASTER_ADDR)
+ANYCHIP_SECRET           what the ranks of a job have in common, and nobody else knows
+ANYCHIP_SECRET_FILE      a file with it, in its place
+WORLD_SIZE, RANK, ...    set by a launcher such as torchrun: see :func:`launched`
 =======================  ==========================================================================
 """
 
@@ -14,9 +18,12 @@ import math
 import os
 from pathlib import Path
 
+from anychip.comm.joining import Launched
 from anychip.contract import AmbiguousBackendError, ContractError
 
 DEFAULT_PROBE_TIMEOUT_S = 20.0
+_PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SECRET_LENGTH = 16
 INSIDE_PROBE = "ANYCHIP_INSIDE_PROBE"
 """Set in the child process of a probe, so that a plugin cannot start probes from its own probe."""
 
@@ -54,10 +61,62 @@ def probe_timeout_s() -> float:
     return seconds
 
 
+def interface() -> str | None:
+    """What ANYCHIP_INTERFACE names; None when it is unset or empty."""
+    return os.environ.get("ANYCHIP_INTERFACE", "").strip() or None
+
+
+def secret() -> bytes:
+    """What is in ANYCHIP_SECRET, or in the file of ANYCHIP_SECRET_FILE; empty when unset.
+
+    Raises:
+        ValueError: it can be guessed.
+        OSError: the file cannot be read.
+    """
+    text = os.environ.get("ANYCHIP_SECRET", "").strip()
+    file = os.environ.get("ANYCHIP_SECRET_FILE", "").strip()
+    if not text and file:
+        text = Path(file).read_text(encoding="utf-8").strip()
+    if (text or file) and len(text) < _SECRET_LENGTH:
+        raise ValueError(
+            f"{'ANYCHIP_SECRET' if not file else file}: a secret of at least {_SECRET_LENGTH} "
+            f"characters expected, got {len(text)}; `openssl rand -hex 32` makes one"
+        )
+    return text.encode()
+
+
+def launched() -> Launched | None:
+    """This process's place among several, as torchrun or Kubernetes say it; None: it is alone.
+
+    Raises:
+        ValueError: the variables say neither that it is alone nor where it stands.
+    """
+    told = {name: os.environ.get(name, "").strip() for name in _PLACE}
+    rank, world_size, host, port = told.values()
+    if (rank, world_size) in (("", ""), ("", "1"), ("0", "1")):
+        return None
+    numbers = all(text.isdigit() for text in (rank, world_size, port))
+    if not (numbers and host and int(rank) < int(world_size)):
+        found = ", ".join(f"{name}={text or '(not set)'}" for name, text in told.items())
+        raise ValueError(
+            f"this process is neither alone nor a rank of a job: {found}; set all four as a "
+            "launcher does, with RANK below WORLD_SIZE, or none"
+        )
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launched(int(rank), int(world_size), host, int(port), has_store)
+
+
+def is_one_machine() -> bool:
+    """Whether the launcher has started all workers of the job on this machine."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return here != "" and here == os.environ.get("WORLD_SIZE")
+
+
 def is_worker() -> bool:
     """Whether a launcher started this process as one of several workers."""
     world_size = os.environ.get("WORLD_SIZE", "1")
-    return "LOCAL_RANK" in os.environ and world_size.isdigit() and int(world_size) > 1
+    is_told = "LOCAL_RANK" in os.environ or "RANK" in os.environ
+    return is_told and world_size.isdigit() and int(world_size) > 1
 
 
 def local_rank() -> int | None:

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from anychip.contract import Backend, BackendUnavailableError, Probe
+from anychip.contract.collectives import world
 from anychip.registry import environment, table
 from anychip.registry.discovery import TORCH_BACKEND, TORCH_DEFAULT, Plugin
 from anychip.registry.loading import LoadError, ask, load
+
+if TYPE_CHECKING:
+    from anychip.contract.collectives.job import Rendezvous
 
 _UNNAMED_SLOT = "privateuseone"
 _lock = threading.RLock()
@@ -25,6 +30,7 @@ def ready_instance(plugin: Plugin) -> tuple[Backend, Probe]:
     Raises:
         BackendUnavailableError: it cannot be loaded, or it answers that it cannot run.
     """
+    connect_ranks()
     with _lock:
         if plugin not in _backends:
             _require_private_use_slot(plugin)
@@ -39,10 +45,28 @@ def ready_instance(plugin: Plugin) -> tuple[Backend, Probe]:
     return backend, answer
 
 
+def connect_ranks() -> None:
+    """Lets the communicators of any backend find the job that this process is in."""
+    world.find_job = _find_job
+
+
+def _find_job(timeout_s: float) -> Rendezvous | None:
+    from anychip.comm import joining
+
+    return joining.rendezvous(
+        environment.launched,
+        timeout_s=timeout_s,
+        is_one_machine=environment.is_one_machine(),
+        interface=environment.interface(),
+        secret=environment.secret(),
+    )
+
+
 def torch_default(device_type: str) -> Backend:
     """The contract's defaults for a device type that no plugin serves."""
     from anychip.registry.torch_default import torch_backend
 
+    connect_ranks()
     with _lock:
         chosen = _backends.get(TORCH_DEFAULT)
         if chosen is not None and chosen.device_type == device_type:

@@ -19,11 +19,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from anychip.comm.joining import LOOPBACK, loopback_store, one_machine
 from anychip.contract import AnychipError
 from anychip.train.interruption import Interrupted
 
@@ -32,7 +41,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _TAIL_LINES = 20
 _AS_RANK = """
 if [ "$RANK" -gt 0 ]; then exec >"$0/rank$RANK.out" 2>"$0/rank$RANK.err"; fi
-exec env "$@"
+exec "$@"
 """
 _MISSED_ANOTHER = re.compile(r"rank \d+ of \d+: ")
 """How the place of a CommunicationError reads."""
@@ -65,7 +74,8 @@ def launch(
     """Runs a command ``nproc`` times as ranks of one job; returns when all have ended well.
 
     Each process finds its rank where torchrun puts it, so that ``Backend.communicator()`` joins
-    them. Call it in the main thread. The command names the backend: only the launcher probes.
+    them, and a secret that only they know. Call it in the main thread. The command names the
+    backend: only the launcher probes.
 
     Args:
         nproc: ranks, at least 1.
@@ -80,12 +90,12 @@ def launch(
     if nproc < 1:
         raise ValueError(f"nproc: at least 1 expected, got {nproc}")
     logs.mkdir(parents=True, exist_ok=True)
-    settings = [f"{name}={value}" for name, value in (environment or {}).items()]
-    config = _config(nproc)
+    # Not among the arguments, which everybody on the machine can read.
+    config = _config(nproc, {**one_machine(), **(environment or {})})
     sys.stdout.flush()
     with _undisturbed():
         try:
-            elastic_launch(config, "sh")("-c", _AS_RANK, str(logs), *settings, *command)
+            elastic_launch(config, "sh")("-c", _AS_RANK, str(logs), *command)
         except ChildFailedError as error:
             failure = first_failure(error.failures, logs)
             rank = failure.local_rank
@@ -98,19 +108,59 @@ def launch(
             raise Interrupted(f"interrupted by {stop.sigval.name}", int(stop.sigval)) from None
 
 
-def _config(nproc: int) -> LaunchConfig:
+def _config(nproc: int, variables: Mapping[str, str]) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
         run_id=uuid.uuid4().hex,
         role="rank",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        rdzv_backend=_Loopback.NAME,
+        local_addr=LOOPBACK,
         max_restarts=0,
-        logs_specs=_Terminal(),
+        logs_specs=_Terminal(variables),
     )
+
+
+class _Loopback(RendezvousHandler):
+    """The one agent of a job meets itself in its own memory, where nothing is unpickled.
+
+    The ranks meet at a store of the agent's to which only this machine has access.
+    """
+
+    NAME = "anychip"
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id, self._store = parameters.run_id, loopback_store()
+
+    def get_backend(self) -> str:
+        return self.NAME
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        place = RendezvousStoreInfo(LOOPBACK, self._store.port)
+        return RendezvousInfo(HashStore(), 0, 1, place)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+rendezvous_handler_registry.register(_Loopback.NAME, _Loopback)
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> ProcessFailure:
@@ -142,7 +192,14 @@ def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> Process
 
 
 class _Terminal(LogsSpecs):
-    """Nothing is redirected by the launcher, which leaves the files open."""
+    """Nothing is redirected by the launcher, which leaves the files open.
+
+    Args:
+        variables: that the ranks get besides those of this process.
+    """
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._variables = variables
 
     @property
     def root_log_dir(self) -> str:
@@ -150,7 +207,7 @@ class _Terminal(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         for variables in envs.values():
-            variables["TORCHELASTIC_ERROR_FILE"] = ""
+            variables |= {**self._variables, "TORCHELASTIC_ERROR_FILE": ""}
         nowhere = dict.fromkeys(envs, "")
         return LogsDest(nowhere, nowhere, {}, {}, nowhere, "", "")
 

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,9 @@ def run_rank(
 
     import torch.distributed as dist
 
+    from anychip import registry
+    from anychip.comm.joining import LOOPBACK
+    from anychip.comm.liveness import Liveness
     from anychip.contract import CommunicationError
     from anychip.contract.collectives.c10d import ProcessGroupCommunicator
     from anychip.contract.collectives.job import Job, Rendezvous
@@ -135,7 +139,9 @@ def run_rank(
         store = dist.TCPStore(
             "127.0.0.1", port, None, is_host, timedelta(seconds=20), wait_for_workers=False
         )
-        job = Job(Rendezvous(store, rank, world_size), **settings)
+        registry.connect_ranks()
+        channel = partial(Liveness, address=LOOPBACK, secret=b"of this job")
+        job = Job(Rendezvous(store, rank, world_size, LOOPBACK, channel), **settings)
         comm = ProcessGroupCommunicator(job, 0, tuple(range(world_size)), "world")
         outcome: dict[str, Any] = {"value": case(comm, **arguments)}
     except CommunicationError as error:

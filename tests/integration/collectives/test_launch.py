@@ -80,11 +80,17 @@ def test_first_failure_is_the_one_that_others_missed(
 def test_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> None:
     source = """
 if rank == 2:
+    os.mkfifo(sys.argv[1] + "made")
+    os.rename(sys.argv[1] + "made", sys.argv[1])
+    open(sys.argv[1], "w")
     os.kill(os.getpid(), signal.SIGKILL)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+open(sys.argv[1]).read()  # until the other end is closed, by death
 sys.exit(1)
 """
     with pytest.raises(RankFailedError, match="rank 2 was ended by SIGKILL") as caught:
-        launch(3, python(source), tmp_path)
+        launch(3, [*python(source), str(tmp_path / "pipe")], tmp_path)
     assert caught.value.exit_code == 128 + signal.SIGKILL
 
 
@@ -138,8 +144,8 @@ def test_launch_of_no_rank_is_refused(tmp_path: Path) -> None:
 
 REAL = """
 import torch
-from anychip_cpu.backend import CpuBackend
-comm = CpuBackend().communicator(timeout_s=60)
+import anychip
+comm = anychip.use("cpu").communicator(timeout_s=60)
 value = torch.full((2,), float(rank + 1))
 comm.all_reduce(value)
 print(comm.world_size, value.tolist(), flush=True)

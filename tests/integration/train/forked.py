@@ -144,6 +144,7 @@ def _rank(
                 "LOCAL_WORLD_SIZE": str(world_size),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                "ANYCHIP_SECRET": "of the forked ranks",
                 "TORCHELASTIC_RUN_ID": "forked",
                 "TORCHELASTIC_RESTART_COUNT": "0",
                 "TORCHELASTIC_USE_AGENT_STORE": "True",

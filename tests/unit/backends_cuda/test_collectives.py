@@ -89,8 +89,8 @@ def test_world_of_a_chip_with_collectives_is_of_its_class(monkeypatch: pytest.Mo
     from anychip.contract.collectives import c10d, job
     from anychip.contract.collectives import world as module
 
-    places = job.Rendezvous(HashStore(), 0, 2)
-    monkeypatch.setattr(job, "rendezvous", lambda timeout_s: places)
+    places = job.Rendezvous(HashStore(), 0, 2, "127.0.0.1", SimpleNamespace)
+    monkeypatch.setattr(module, "find_job", lambda timeout_s: places)
     monkeypatch.setattr(job, "Job", lambda place, **how: SimpleNamespace(rank=0, world_size=2))
     monkeypatch.setattr(c10d, "ProcessGroupCommunicator", lambda *args: None)
     monkeypatch.setattr(module, "_worlds", {})

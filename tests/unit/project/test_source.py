@@ -24,7 +24,8 @@ LAYERS = {
     "contract": set[str](),
     "operators": {"contract"},
     "dispatch": {"contract"},
-    "registry": {"contract"},
+    "comm": {"contract"},
+    "registry": {"contract", "comm"},
     "runtime": {"contract", "operators", "dispatch", "registry", "ops"},
     "ops": {"contract", "operators", "dispatch", "registry", "runtime"},
 }

@@ -28,9 +28,8 @@ from anychip.contract.collectives.communicator import (
     Transfer,
     Work,
 )
-from anychip.contract.collectives.job import Job, part_of
+from anychip.contract.collectives.job import Failure, Job, part_of
 from anychip.contract.collectives.ledger import Ledger, ranks_text
-from anychip.contract.collectives.liveness import Failure
 from anychip.contract.collectives.messages import Post
 from anychip.contract.collectives.progress import Message, Progress, Steps, StepwiseCall
 from anychip.contract.collectives.reduction import host_capabilities, reduce_in_order

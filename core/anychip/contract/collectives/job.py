@@ -17,10 +17,9 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from anychip.contract.collectives.ledger import ranks_text
-from anychip.contract.collectives.liveness import Failure, Liveness
 from anychip.contract.collectives.meeting import meet
 from anychip.contract.errors import CommunicationError
 
@@ -36,33 +35,50 @@ _generation = itertools.count()
 _jobs: weakref.WeakSet[Job] = weakref.WeakSet()
 
 
+class Failure(NamedTuple):
+    """Why a job cannot go on: the ranks at fault, counted in the world, and what they did."""
+
+    ranks: tuple[int, ...]
+    reason: str
+
+
+class SideChannel(Protocol):
+    """Which ranks of the job are still there; see :mod:`anychip.comm.liveness`."""
+
+    failure: Failure | None
+    gone: set[int]
+
+    def report(self, failure: Failure) -> Failure:
+        """Tells every rank of a failure, and returns the one that counts, the first."""
+        ...
+
+    def verdict(self, wait_s: float) -> Failure | None:
+        """The failure, after some time for the news to arrive."""
+        ...
+
+    def close(self) -> None:
+        """Says goodbye to the others."""
+        ...
+
+    def forget(self) -> None:
+        """Closes this process's ends without a word."""
+        ...
+
+
 class Rendezvous(NamedTuple):
-    """What a launcher gives each of its processes."""
+    """What a launcher gives each of its processes.
+
+    Attributes:
+        address: of this machine, at which its ranks listen.
+        side_channel: makes it: of a store of the job's own, rank, world_size, and by name
+            ``heartbeat_s``, ``progress_s`` and ``on_failure``.
+    """
 
     store: Store
     rank: int
     world_size: int
-
-
-def rendezvous(timeout_s: float) -> Rendezvous | None:
-    """Where this process stands in its job, or None when it is alone.
-
-    A default process group that the user has made comes first; then what torchrun says, which
-    torch reads from the environment.
-    """
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return None
-    if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-        return Rendezvous(store, dist.get_rank(), dist.get_world_size())
-    if not dist.is_torchelastic_launched():
-        return None
-    from torch.distributed.rendezvous import rendezvous as meet
-
-    store, rank, world_size = next(meet("env://", timeout=timedelta(seconds=timeout_s)))
-    return Rendezvous(store, rank, world_size)
+    address: str
+    side_channel: Callable[..., SideChannel]
 
 
 def part_of(store: Store, prefix: str) -> Store:
@@ -76,7 +92,7 @@ class Job:
     """This process's part in a job of several.
 
     Args:
-        place: from :func:`rendezvous`.
+        place: what the launcher gives.
         timeout_s: seconds that any wait for another rank may take.
         heartbeat_s: seconds of silence after which a rank counts as lost.
         check: ``always``: ranks compare their calls before anything is sent; ``off``: they do
@@ -108,19 +124,19 @@ class Job:
             timeout_s=timeout_s,
             where=f"{self.where}: start",
         )
-        self.liveness = Liveness(
+        self.liveness = place.side_channel(
             self.store,
             self.rank,
             self.world_size,
             heartbeat_s=heartbeat_s,
+            progress_s=timeout_s,
             on_failure=self._break,
         )
-        self.connections: Any = dist.ProcessGroupGloo(
-            part_of(self.store, "gloo"),
-            self.rank,
-            self.world_size,
-            timedelta(seconds=timeout_s),
-        )
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [gloo.create_device(hostname=place.address)]
+        self.connections = gloo(part_of(self.store, "gloo"), self.rank, self.world_size, options)
         self.at_failure(self._break_connections)
         _jobs.add(self)
 

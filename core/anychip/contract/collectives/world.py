@@ -5,11 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from anychip.contract.collectives.communicator import Communicator
 from anychip.contract.collectives.solo import SoloCommunicator
+from anychip.contract.errors import ContractError
 
+if TYPE_CHECKING:
+    from anychip.contract.collectives.job import Rendezvous
+
+find_job: Callable[[float], Rendezvous | None] | None = None
+"""This process's place in a job, met within so many seconds, or None when it is alone. The
+registry puts it here when it makes a backend ready."""
 _worlds: dict[tuple[str, str | None], Communicator] = {}
 
 
@@ -41,13 +48,11 @@ def world(
         c10d_backend: torch.distributed's backend for them, or None when it has none.
         native: gives the class of communicators over that backend, unless it is gloo.
     """
-    from anychip.contract.collectives.job import rendezvous
-
     key = (device_type, c10d_backend)
     known = _worlds.get(key)
     if known is not None and not known.is_closed:
         return known
-    place = rendezvous(settings.timeout_s)
+    place = _place(settings.timeout_s)
     if place is None or place.world_size == 1:
         solo = SoloCommunicator()
         solo.device = device_type
@@ -78,3 +83,12 @@ def world(
             )
     _worlds[key] = comm
     return comm
+
+
+def _place(timeout_s: float) -> Rendezvous | None:
+    if find_job is None:
+        raise ContractError(
+            "a backend was made by hand, and nothing says whether this process is one of several: "
+            "call anychip.use(name), or anychip.registry.connect_ranks() before"
+        )
+    return find_job(timeout_s)

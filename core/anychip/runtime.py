@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from anychip import registry
-from anychip.contract import Backend, OperatorSpec
+from anychip.contract import Backend, OperatorSpec, OperatorTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -92,6 +92,14 @@ def digest() -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
+def table_faults(tables: Iterable[OperatorTable]) -> list[str]:
+    """Every row of some tables that could not serve a call, and why; runs none of them."""
+    import anychip.ops  # noqa: F401 - the rows are checked against its operators
+    from anychip.dispatch.tables import faults
+
+    return [fault for table in tables for fault in faults(table)]
+
+
 def policy(
     *,
     fallback: Fallback | None = None,
@@ -130,4 +138,6 @@ def register(spec: OperatorSpec) -> Operator[..., Any]:
     return operator.register(spec)
 
 
-__all__: list[str] = ["backend", "connect", "digest", "policy", "provenance", "register", "use"]
+__all__: list[str] = [
+    "backend", "connect", "digest", "policy", "provenance", "register", "table_faults", "use",
+]  # fmt: skip

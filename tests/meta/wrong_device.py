@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from anychip.contract import DeviceProperties, Probe
+from anychip.contract import DeviceProperties, OperatorTable, Probe
+from anychip.operators import rms_norm
 from tests.meta.honest import CAPACITY, DEVICES, HonestBackend
 from tests.meta.wrong import Wrong, wrong_device
 
@@ -80,6 +81,12 @@ def _moves_and_refuses(self: HonestBackend, index: int) -> None:
     self.check_index(index)
 
 
+def _one_row(operator: str, **conditions: Any) -> OperatorTable:
+    table = OperatorTable()
+    table.forward(operator, **conditions)(rms_norm.forward)
+    return table
+
+
 class ByNumberOfThread(HonestBackend):
     """Numbers are given again when a thread has ended."""
 
@@ -147,6 +154,12 @@ CATALOGUE: tuple[Wrong, ...] = (
         "set-device-returns-it",
         "wrong type of a result",
         set_device=lambda self, index: HonestBackend.set_device(self, index) or index,
+    ),
+    wrong_device("row-of-no-operator", "a name that nobody knows", operators=_one_row("soft_max")),
+    wrong_device(
+        "limit-of-no-size",
+        "a name that nobody knows",
+        operators=_one_row("rms_norm", limits={"width": range(1, 9)}),
     ),
     wrong_device("refused-index-stays", "an error that changes", set_device=_moves_and_refuses),
     Wrong(

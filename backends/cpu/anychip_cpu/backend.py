@@ -31,7 +31,8 @@ class CpuBackend(CpuDevice, Backend):
 
     def probe(self) -> Probe:
         kernels = "native kernels" if native.problem is None else "reference only"
-        return Probe.ready(1, kind="host", reason=f"{model_name()}, {kernels}")
+        found = Probe.ready(1, kind="host", reason=f"{model_name()}, {kernels}")
+        return found.depending_on("LD_LIBRARY_PATH", "LD_PRELOAD")
 
     def diagnose(self) -> Sequence[Finding]:
         """What serves the operators: the native kernels, or why there are none."""

@@ -26,7 +26,7 @@ def hadamard(kernels: Kernels, x: Tensor, *, block: int | None) -> Tensor:
     return y
 
 
-def _is_short(grad: Tensor, *, block: int | None) -> bool:
+def _is_short(grad: Tensor, *, block: int | None, **_: object) -> bool:
     return (grad.shape[-1] if block is None else block) <= _LONGEST
 
 

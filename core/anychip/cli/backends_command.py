@@ -62,24 +62,18 @@ def _to_json(
     }
 
 
-def _age(record: registry.BackendRecord) -> str:
-    if record.age_s is None:
-        return ""
-    minutes, seconds = divmod(int(record.age_s), 60)
-    return f" (answered {f'{minutes} min' if minutes else f'{seconds} s'} ago)"
-
-
 def _table(records: list[registry.BackendRecord]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("", "backend", "status", "kind", "plugin", "reason"):
         table.add_column(title)
     for record in records:
+        age = "" if record.age_s is None else f" (answered {record.age_s:.0f} s ago)"
         table.add_row(
             "*" if record.chosen else "",
             record.name,
             Text(record.status, style=STYLES[record.status]),
             record.kind or "",
             Text(f"{record.distribution} {record.version}"),
-            Text(record.reason + _age(record)),
+            Text(record.reason + age),
         )
     return table

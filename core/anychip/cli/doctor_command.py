@@ -10,7 +10,7 @@ from rich.text import Text
 
 from anychip import registry
 from anychip.cli.backends_command import STYLES, WIDE
-from anychip.cli.exit_codes import CANNOT_RUN, DONE
+from anychip.cli.exit_codes import CANNOT_RUN, DONE, FAILED
 
 
 @click.command("doctor")
@@ -19,14 +19,18 @@ from anychip.cli.exit_codes import CANNOT_RUN, DONE
 def command(name: str | None, traceback: bool) -> int:
     """Examine the backend NAME, or all of them: why it cannot run, and what fixes it.
 
-    Ends with exit code 3 if the backend NAME cannot run here.
+    Ends with exit code 3 if the backend NAME cannot run here, and with 1 if it can and a row of its
+    tables fits no operator, or a kernel pack for it does not load.
     """
     console = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False)
-    diagnoses = registry.diagnose(name)
+    diagnoses = registry.diagnose(name, examine="anychip.runtime:table_faults")
     for diagnosis in diagnoses:
         _print(console, diagnosis, traceback=traceback)
-    named_cannot_run = name is not None and diagnoses[0].record.status != "ready"
-    return CANNOT_RUN if named_cannot_run else DONE
+    if name is None:
+        return DONE
+    if diagnoses[0].record.status != "ready":
+        return CANNOT_RUN
+    return FAILED if diagnoses[0].faults else DONE
 
 
 def _print(console: Console, diagnosis: registry.Diagnosis, *, traceback: bool) -> None:

@@ -18,12 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from anychip import registry
 from anychip.conformance.case import Case
 from anychip.conformance.report import Result
+from anychip.dispatch.selection import Provider
+from anychip.dispatch.tally import unserved
 
 if TYPE_CHECKING:
     from anychip.conformance.runner import Plan
@@ -38,19 +40,39 @@ class Served:
     """Provenance of several processes, added up."""
 
     def __init__(self) -> None:
-        self.calls: Counter[tuple[tuple[str, Any], ...]] = Counter()
+        self.calls: dict[str, Counter[tuple[tuple[str, Any], ...]]] = {}
 
-    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Some more rows of a provenance's JSON."""
-        for row in rows:
-            key = tuple((name, value) for name, value in row.items() if name != "calls")
-            self.calls[key] += row["calls"]
+    def add(self, found: Mapping[str, Any]) -> None:
+        """One more provenance's JSON."""
+        for part in ("operators", "refused"):
+            known = self.calls.setdefault(part, Counter())
+            for row in found[part]:
+                key = tuple((name, value) for name, value in row.items() if name != "calls")
+                known[key] += row["calls"]
+
+    def add_idle(self, providers: Iterable[Provider], *, whole: bool) -> None:
+        """Every row that may have served nothing; of a partial run those of what was called."""
+        called = {
+            (dict(key)["operator"], dict(key)["direction"]) for key in self.calls["operators"]
+        }
+        rows = [(row, provider) for provider in providers for row in provider.table]
+        idle = [
+            asdict(unserved(row, provider))
+            for row, provider in rows
+            if whole or (row.operator, row.direction) in called
+        ]
+        self.add({"operators": idle, "refused": ()})
 
     def to_json(self) -> dict[str, Any]:
-        """As ``Provenance.to_json``."""
-        rows = [{**dict(key), "calls": calls} for key, calls in self.calls.items()]
-        rows.sort(key=lambda r: (r["operator"], r["direction"] != "forward", r["kind"]))
-        return {"schema": 1, "operators": rows}
+        """As ``Provenance.to_json``; rows that served no call have 0 of them."""
+        parts = {
+            part: [{**dict(key), "calls": calls} for key, calls in known.items()]
+            for part, known in self.calls.items()
+        }
+        parts["operators"].sort(
+            key=lambda r: (r["operator"], r["direction"] != "forward", r["kind"])
+        )
+        return {"schema": 1, **parts}
 
 
 def run_isolated(

@@ -127,7 +127,8 @@ def matrix(report: Report) -> Iterator[OperatorRow]:
             found.setdefault(name, {}).setdefault(dtype, []).append(result)
     kinds: dict[str, set[str]] = {}
     for row in _rows(report):
-        kinds.setdefault(row["operator"], set()).add(row["kind"])
+        if row["calls"]:
+            kinds.setdefault(row["operator"], set()).add(row["kind"])
     for name, by_dtype in found.items():
         weight = weight_of(name)
         yield OperatorRow(

@@ -21,7 +21,7 @@ from anychip.conformance.bounds import Measurement
 from anychip.conformance.case import Curve, Level
 from anychip.conformance.hashes import digest
 
-SCHEMA = 2
+SCHEMA = 3
 Outcome = Literal[
     "passed", "failed", "unsupported", "expected failure", "unexpected pass", "stale entry"
 ]
@@ -196,8 +196,8 @@ class Report:
         must_pass: number of cases that this backend has to pass at this level, and hash of the list
             (:mod:`anychip.conformance.must_pass`), whatever was selected.
         next_to_fix: failures by what a step would gain, the first three.
-        provenance: ``anychip.provenance().to_json()`` of the run; of cases that ended their process
-            nothing is known.
+        provenance: ``anychip.provenance().to_json()`` of the run, also of rows that served none;
+            of cases that ended their process nothing is known.
         references: operators of others that were compared with their own reference.
     """
 
@@ -229,6 +229,13 @@ class Report:
         """Results per outcome, of one chapter or of all."""
         found = Counter(r.outcome for r in self.results if chapter in (None, r.chapter))
         return {outcome: found[outcome] for outcome in OUTCOMES}
+
+    def refusals(self, row: Mapping[str, Any]) -> list[tuple[str, int]]:
+        """Why a row of the provenance did not take calls, and how many, most first."""
+        same = ("operator", "direction", "implementation", "provider")
+        refused = (self.provenance or {}).get("refused", [])
+        found = [r for r in refused if all(r[name] == row[name] for name in same)]
+        return sorted(((r["fallback_reason"], r["calls"]) for r in found), key=lambda p: -p[1])
 
     def reproduce(self, result: Result) -> str:
         """The command that runs one case again."""

@@ -24,7 +24,7 @@ from anychip.conformance.case import (
     Level,
     undeclared_capability,
 )
-from anychip.conformance.chapters import all_cases, check_chapters
+from anychip.conformance.chapters import CHAPTERS, all_cases, check_chapters, device
 from anychip.conformance.expectations import Entry, Expectations
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.hashes import distribution_hash, plugin_hash, suite_hash
@@ -101,6 +101,8 @@ def plan(
     chosen = expression.select(asked, select)
     if not chosen:
         raise ValueError(_nothing(select, level, asked, every))
+    if device.row_faults(backend):  # whatever was asked for: a row that is never called passes all
+        chosen += [c for c in every if c.id == device.ROWS and c not in chosen]
     expected = expectations.load(backend, expectations_file)
     return Plan(
         backend=backend,
@@ -253,7 +255,9 @@ def run_plan(
         results.append(judge(result, plan.entry(case), plan.version))
         if on_result is not None:
             on_result(results[-1])
-    served.add(anychip.provenance().to_json()["operators"])
+    served.add(anychip.provenance().to_json())
+    whole = not plan.select and plan.chapters == tuple(CHAPTERS)
+    served.add_idle(selection.providers_for(plan.backend.device_type), whole=whole)
     results += [_not_run(plan, case) for case in skipped]
     results += [_stale(entry) for entry in plan.stale]
     return replace(

@@ -186,7 +186,16 @@ def _print_provenance(report: Report, console: Console) -> None:
     if report.provenance is None:
         return
     rows = report.provenance["operators"]
-    mine = {row["operator"] for row in rows if row["kind"] != "reference"}
+    mine = {row["operator"] for row in rows if row["kind"] != "reference" and row["calls"]}
     only = sorted({row["operator"] for row in rows} - mine)
     if only:
         console.print(f"served by the reference alone: {', '.join(only)}", markup=False)
+    for row in rows:
+        if not row["calls"]:
+            why = [f"{reason} ({calls} calls)" for reason, calls in report.refusals(row)]
+            console.print(
+                f"served no call: {row['operator']} {row['direction']} of {row['provider']}, "
+                f"{row['implementation']}: {'; '.join(why) or 'it was not asked'}",
+                style=STYLES["expected failure"],
+                markup=False,
+            )

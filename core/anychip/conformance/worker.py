@@ -26,7 +26,7 @@ def main() -> None:
     for id in request["cases"]:
         anychip.provenance(reset=True)
         result = run_case(by_id[id], backend, level, seed).to_json()
-        _send(pipe, {"result": result, "served": anychip.provenance().to_json()["operators"]})
+        _send(pipe, {"result": result, "served": anychip.provenance().to_json()})
 
 
 def _send(pipe: object, message: object) -> None:

@@ -39,7 +39,7 @@ class Probe:
         kind: a ready backend is an ``accelerator`` or the ``host`` itself.
         device_count: devices found.
         device_type: torch's name for the device type; filled in by the registry.
-        depends: environment variables and files; see :meth:`depending_on`.
+        depends: environment variables and files, see :meth:`depending_on`; None: nobody knows.
     """
 
     status: Status
@@ -48,7 +48,7 @@ class Probe:
     kind: Kind = "accelerator"
     device_count: int = 0
     device_type: str | None = None
-    depends: tuple[str, ...] = ()
+    depends: tuple[str, ...] | None = None
 
     @classmethod
     def ready(cls, device_count: int, *, kind: Kind = "accelerator", reason: str = "") -> Probe:
@@ -74,24 +74,25 @@ class Probe:
         return cls(status="broken", reason=reason, fix=fix)
 
     def depending_on(self, *things: str) -> Probe:
-        """The same answer, shown from the cache only while these are as they were.
+        """The same answer, which ``anychip backends`` may show again while these are as they were.
 
-        The plugin's files, what is installed and the kernel's drivers are looked at anyway.
+        The plugin's files and what is installed are looked at anyway; a choice always asks anew.
 
         Args:
-            things: names of environment variables, and whole paths of files (with ``*`` for
-                anything in a name); set or not, there or not.
+            things: names of environment variables, and whole paths of files, set or not, there or
+                not; ``*`` stands for anything in a name.
         """
         return replace(self, depends=things)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
-        return {**asdict(self), "depends": list(self.depends)}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Probe:
-        """The inverse of ``to_json``."""
-        return cls(**{**fields, "depends": tuple(fields["depends"])})
+        """The inverse of ``to_json``, also of what JSON makes of it."""
+        depends = fields["depends"]
+        return cls(**{**fields, "depends": None if depends is None else tuple(depends)})
 
 
 class Finding(NamedTuple):

@@ -8,7 +8,7 @@ call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -106,22 +106,35 @@ class Plan:
     choices: tuple[Choice, ...]
     rejected: tuple[tuple[Row, Provider, str], ...]
     verdict: str
+    ticks: dict[tuple[str, ...], Callable[[], int]] = field(default_factory=dict)
 
     def pick(self, spec: OperatorSpec, args: Sequence[Any], attrs: Mapping[str, Any]) -> Choice:
         """The choice for one call, counted. Raises FallbackError before anything is written."""
-        refused = []
+        refused: list[str] = []
         for choice in self.choices:
             if choice.conditional:
                 refusal = choice.refusal(spec, args, attrs)
                 if refusal is not None:
-                    refused.append(f"{choice.row.label}: {refusal.rule}")
+                    refused.append(refusal.rule)
                     continue
-            if refused and choice.provider is REFERENCE:
-                new_tally(choice.row, REFERENCE, fallback="; ".join(refused)).tick()
+            if refused:
+                self._tick_after(choice, tuple(refused))
             else:
                 choice.count()
             return choice
         raise FallbackError(self.refusal(spec, args, attrs))
+
+    def _tick_after(self, choice: Choice, refused: tuple[str, ...]) -> None:
+        """Counts a call that the choices before this one refused, by these rules."""
+        if refused not in self.ticks:
+            before = zip(self.choices, refused, strict=False)
+            passed = tuple((c.row, c.provider, rule) for c, rule in before)
+            reason = choice.tally.fallback
+            if choice.provider is REFERENCE:
+                reason = "; ".join(f"{row.label}: {rule}" for row, _, rule in passed)
+            passed = choice.tally.passed + passed
+            self.ticks[refused] = new_tally(choice.row, choice.provider, reason, passed).tick
+        self.ticks[refused]()
 
     def refusal(self, spec: OperatorSpec, args: Sequence[Any], attrs: Mapping[str, Any]) -> str:
         """Why no row takes a call, for people; for a call that :meth:`pick` refuses."""
@@ -153,7 +166,7 @@ def resolve(situation: Situation) -> Plan:
             if why:
                 rejected.append((row, provider, why))
                 continue
-            tally = new_tally(row, provider)
+            tally = new_tally(row, provider, passed=tuple(rejected))
             conditional = bool(row.limits) or row.accepts is not None
             choices.append(
                 Choice(
@@ -227,7 +240,7 @@ def _reference_choice(
     if pin is None and not others:
         reason = "; ".join(f"{r.label}: {why}" for r, _, why in rejected)
         reason = reason or f"no row for device type {situation.device_type!r}"
-    tally = new_tally(row, REFERENCE, fallback=reason)
+    tally = new_tally(row, REFERENCE, reason, tuple(rejected))
     return Choice(row=row, provider=REFERENCE, count=tally.tick, tally=tally, conditional=False)
 
 

@@ -1,4 +1,4 @@
-"""Provenance: which implementation served each operator, how often, and why a fallback happened.
+"""Provenance: which implementation served each operator, how often, and why others did not.
 
 Counts are always on. A count is an ``itertools.count``: its ``__next__`` is one C call that no
 other thread can interrupt, which makes counts exact without a lock or a table per thread.
@@ -9,11 +9,15 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from anychip.contract import Row
+
+Passed = tuple[tuple[Row, Any, str], ...]
+"""Rows that were asked before and refused: row, provider, and why."""
 
 
 class Tally(NamedTuple):
@@ -22,6 +26,7 @@ class Tally(NamedTuple):
     row: Row
     provider: Any
     fallback: str | None
+    passed: Passed
     tick: Callable[[], int]
     counter: itertools.count[int]
 
@@ -37,7 +42,8 @@ class ProvenanceRow:
         provider: backend or kernel pack that brought it, or ``reference``.
         distribution, version: the installed distribution it came from.
         calls: how often.
-        fallback_reason: why no other row served these calls; None when this was a choice.
+        fallback_reason: why no other row served these calls; None when this was a choice. Of calls
+            that the row refused: why.
     """
 
     operator: str
@@ -54,8 +60,10 @@ class ProvenanceRow:
 class Provenance:
     """A snapshot of the counts. ``str()`` is a table; ``rows()`` and ``to_json()`` are data."""
 
-    def __init__(self, rows: Iterable[ProvenanceRow]) -> None:
-        self._rows = tuple(rows)
+    def __init__(
+        self, rows: Iterable[ProvenanceRow], refused: Iterable[ProvenanceRow] = ()
+    ) -> None:
+        self._rows, self._refused = tuple(rows), tuple(refused)
 
     def rows(self) -> tuple[ProvenanceRow, ...]:
         """One entry per implementation and reason, by operator and direction."""
@@ -65,9 +73,14 @@ class Provenance:
         """The entries in which the reference stepped in."""
         return tuple(row for row in self._rows if row.fallback_reason is not None)
 
+    def refused(self) -> tuple[ProvenanceRow, ...]:
+        """Calls that a row did not take, by row and reason; another one served them."""
+        return self._refused
+
     def to_json(self) -> dict[str, Any]:
-        """``{"schema": 1, "operators": [...]}`` with the fields of :class:`ProvenanceRow`."""
-        return {"schema": 1, "operators": [asdict(row) for row in self._rows]}
+        """``{"schema": 1, "operators": [...], "refused": [...]}``: :class:`ProvenanceRow`s."""
+        operators, refused = ([asdict(r) for r in rows] for rows in (self._rows, self._refused))
+        return {"schema": 1, "operators": operators, "refused": refused}
 
     def __str__(self) -> str:
         if not self._rows:
@@ -94,17 +107,23 @@ class Provenance:
         return f"Provenance({json.dumps(self.to_json())})"
 
 
+Key = tuple[int, str, str | None, tuple[tuple[int, str], ...]]
 _lock = threading.Lock()
-_tallies: dict[tuple[int, str, str | None], Tally] = {}
+_tallies: dict[Key, Tally] = {}
 
 
-def new_tally(row: Row, provider: Any, fallback: str | None = None) -> Tally:
-    """The counter for a row in one role; the same one whenever the same role comes up again."""
-    key = (id(row.function), provider.name + row.operator + row.direction, fallback)
+def new_tally(row: Row, provider: Any, fallback: str | None = None, passed: Passed = ()) -> Tally:
+    """The counter for a row in one role; the same one whenever the same role comes up again.
+
+    Args:
+        passed: the rows before it that did not take the calls which it counts.
+    """
+    name = provider.name + row.operator + row.direction
+    key = (id(row.function), name, fallback, tuple((id(r.function), why) for r, _, why in passed))
     with _lock:
         if key not in _tallies:
             counter = itertools.count()
-            _tallies[key] = Tally(row, provider, fallback, counter.__next__, counter)
+            _tallies[key] = Tally(row, provider, fallback, passed, counter.__next__, counter)
         return _tallies[key]
 
 
@@ -113,7 +132,7 @@ def _calls(counter: itertools.count[int]) -> int:
     return int(repr(counter)[6:-1])
 
 
-_baseline: dict[tuple[int, str, str | None], int] = {}
+_baseline: dict[Key, int] = {}
 
 
 def provenance(*, reset: bool = False) -> Provenance:
@@ -124,25 +143,33 @@ def provenance(*, reset: bool = False) -> Provenance:
     """
     with _lock:
         counts = {key: _calls(tally.counter) for key, tally in _tallies.items()}
-        rows = [
-            _row(tally, counts[key] - _baseline.get(key, 0))
-            for key, tally in _tallies.items()
-            if counts[key] > _baseline.get(key, 0)
-        ]
+        fresh = [(t, counts[key] - _baseline.get(key, 0)) for key, t in _tallies.items()]
         if reset:
             _baseline.update(counts)
-    return Provenance(sorted(rows, key=lambda r: (r.operator, r.direction != "forward", r.kind)))
+    served: Counter[ProvenanceRow] = Counter()
+    refused: Counter[ProvenanceRow] = Counter()
+    for tally, calls in fresh:
+        if calls:
+            served[unserved(tally.row, tally.provider, tally.fallback)] += calls
+            refused.update({unserved(*passed): calls for passed in tally.passed})
+    return Provenance(*(_lines(counted) for counted in (served, refused)))
 
 
-def _row(tally: Tally, calls: int) -> ProvenanceRow:
+def _lines(counted: Counter[ProvenanceRow]) -> list[ProvenanceRow]:
+    rows = [replace(row, calls=calls) for row, calls in counted.items()]
+    return sorted(rows, key=lambda r: (r.operator, r.direction != "forward", r.kind))
+
+
+def unserved(row: Row, provider: Any, reason: str | None = None) -> ProvenanceRow:
+    """The line of a row, without a call."""
     return ProvenanceRow(
-        operator=tally.row.operator,
-        direction=tally.row.direction,
-        implementation=tally.row.label,
-        kind=tally.row.kind,
-        provider=tally.provider.name,
-        distribution=tally.provider.distribution,
-        version=tally.provider.version,
-        calls=calls,
-        fallback_reason=tally.fallback,
+        operator=row.operator,
+        direction=row.direction,
+        implementation=row.label,
+        kind=row.kind,
+        provider=provider.name,
+        distribution=provider.distribution,
+        version=provider.version,
+        calls=0,
+        fallback_reason=reason,
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from anychip.contract import Finding
 from anychip.registry import choice, probing, table
-from anychip.registry.discovery import Plugin, backend_plugins, kernel_pack_plugins
+from anychip.registry.discovery import Plugin, backend_plugins
 
 
 class Diagnosis(NamedTuple):
@@ -20,15 +20,20 @@ class Diagnosis(NamedTuple):
         record: its line of the table.
         findings: what was looked at, in order.
         traceback: of the exception that made it broken, if there was one.
+        faults: how many of the last findings are rows that serve nobody, or packs that do not load.
     """
 
     record: table.BackendRecord
     findings: tuple[Finding, ...]
     traceback: str | None
+    faults: int = 0
 
 
-def diagnose(name: str | None = None) -> list[Diagnosis]:
+def diagnose(name: str | None = None, *, examine: str) -> list[Diagnosis]:
     """Examines one backend, or all of them.
+
+    Args:
+        examine: ``module:function`` that finds the faults of tables; it runs in the child process.
 
     Raises:
         UnknownBackendError, AmbiguousBackendError: as :func:`anychip.registry.choose`.
@@ -37,7 +42,7 @@ def diagnose(name: str | None = None) -> list[Diagnosis]:
         plugins = [choice.resolve(name)]
     else:
         plugins = [claimants[0] for claimants in backend_plugins().values() if len(claimants) == 1]
-    answers = probing.probe_all(plugins, diagnose=True)
+    answers = probing.probe_all(plugins, examine=examine)
     examined = [_examined(p, answer) for p, answer in zip(plugins, answers, strict=True)]
     return examined if name is not None else [*examined, *_conflicts()]
 
@@ -51,9 +56,9 @@ def _examined(plugin: Plugin, answer: probing.Answer) -> Diagnosis:
     findings.append(
         Finding(record.status == "ready", f"{record.status}: {record.reason}", record.fix)
     )
-    for pack in kernel_pack_plugins(plugin.name):
-        findings.append(Finding(True, f"kernel pack {pack.name} = {pack.module}, from {pack}"))
-    return Diagnosis(record, (*findings, *answer.findings), answer.traceback)
+    faults = [Finding(False, fault) for fault in answer.faults]
+    found = (*findings, *answer.findings, *faults)
+    return Diagnosis(record, found, answer.traceback, len(faults))
 
 
 def _conflicts() -> list[Diagnosis]:

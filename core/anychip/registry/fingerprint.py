@@ -1,8 +1,7 @@
 """When does an answer of a probe still hold? While nothing that it depended on has changed.
 
-That is: the plugin's files, what else is installed, the interpreter, drivers and device nodes, and
-the environment. All of it is looked at from outside, without knowing which chip a driver is for;
-what else counts, the answer says itself.
+That is: the plugin's files, what else is installed, the interpreter, and the variables and files
+that the answer names. Nothing is guessed: an answer that names nothing is not kept.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import hashlib
 import importlib.util
 import json
 import os
-import re
 import stat
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,6 @@ import anychip
 from anychip.contract import API_VERSION, Probe
 from anychip.registry.discovery import Plugin
 
-# Majors of Linux' devices.txt that come and go with logins, terminals, disks and plugs: pty, tty,
-# console, vcs, input, sound, Unix98 pty, USB. Every other character device may be a chip.
-_VOLATILE_MAJORS = frozenset({2, 3, 4, 5, 7, 13, 116, *range(128, 144), 166, 180, 188, 189, 204})
-_VARIABLES = re.compile(
-    r"PATH|PYTHON\w*|LD_\w+|TORCH_\w+|OMP_\w+|\w+_(HOME|PATH|ROOT|DIR|DEVICES|CARDS)"
-    r"|ANYCHIP_(?!BACKEND|CACHE_DIR|DEBUG|PROBE_TIMEOUT)\w+"
-)
-_VOLATILE_VARIABLES = re.compile(r"XDG_\w+|TEMP_\w+|PYTEST_\w+")
-
 
 def surroundings() -> dict[str, Any]:
     """What the answers of all plugins depend on, as JSON values."""
@@ -40,13 +30,6 @@ def surroundings() -> dict[str, Any]:
         "anychip": [anychip.__version__, list(API_VERSION)],
         "python": [sys.executable, sys.version],
         "installed": _installed(),
-        "nodes": sorted(_device_nodes(Path("/dev"), depth=2)),
-        "drivers": sorted(_driver_versions()),
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if _VARIABLES.fullmatch(name) and not _VOLATILE_VARIABLES.fullmatch(name)
-        },
     }
 
 
@@ -64,11 +47,11 @@ def fingerprint(plugin: Plugin, around: dict[str, Any]) -> str:
 def state(probe: Probe) -> str:
     """A hash of how the variables and files are that an answer says it depends on."""
     facts: dict[str, Any] = {}
-    for name in probe.depends:
+    for name in probe.depends or ():
         if "/" in name:
             facts[name] = [(path, _status(Path(path))) for path in sorted(glob.glob(name))]
         else:
-            facts[name] = os.environ.get(name)
+            facts[name] = {k: v for k, v in os.environ.items() if fnmatchcase(k, name)}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -121,30 +104,3 @@ def _files(module: str) -> Iterator[tuple[str, int, int]]:
             continue
         if stat.S_ISREG(status.st_mode):
             yield str(path), status.st_size, status.st_mtime_ns
-
-
-def _device_nodes(directory: Path, depth: int) -> Iterator[str]:
-    """Character devices below a directory, with their numbers."""
-    try:
-        entries = list(os.scandir(directory))
-    except OSError:
-        return
-    for entry in entries:
-        try:
-            mode = entry.stat(follow_symlinks=False)
-        except OSError:
-            continue
-        if stat.S_ISDIR(mode.st_mode) and depth > 1:
-            yield from _device_nodes(Path(entry.path), depth - 1)
-        elif stat.S_ISCHR(mode.st_mode) and os.major(mode.st_rdev) not in _VOLATILE_MAJORS:
-            yield f"{entry.path} {os.major(mode.st_rdev)}:{os.minor(mode.st_rdev)}"
-
-
-def _driver_versions() -> Iterator[str]:
-    """Kernel modules that tell their version, and what drivers say below /proc/driver."""
-    for pattern in ("/sys/module/*/version", "/proc/driver/*/version"):
-        for path in Path("/").glob(pattern.lstrip("/")):
-            try:
-                yield f"{path} {path.read_text(errors='replace').strip()}"
-            except OSError:
-                yield f"{path} unreadable"

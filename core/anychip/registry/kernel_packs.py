@@ -26,11 +26,16 @@ def kernel_packs(backend: Backend) -> list[tuple[OperatorTable, str, str]]:
     return [
         (table, pack.distribution, pack.version)
         for pack in packs
-        for table in _tables(pack, backend)
+        for table in pack_tables(pack, backend)
     ]
 
 
-def _tables(pack: Plugin, backend: Backend) -> list[OperatorTable]:
+def pack_tables(pack: Plugin, backend: Backend) -> list[OperatorTable]:
+    """The tables of one pack.
+
+    Raises:
+        ContractError: as :func:`kernel_packs`.
+    """
     if not pack.name.partition(".")[2]:
         raise _wrong(pack, f"its entry point must be named {backend.name}.<pack>")
     try:

@@ -13,14 +13,13 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from anychip.contract import Probe
+from anychip.contract import Probe, Status
 from anychip.registry import environment, fingerprint
 
 SCHEMA = 2
-LIFETIME_S: Mapping[str, float] = {"ready": 86400, "incompatible": 86400, "unavailable": 3600}
-"""By status; what is broken may be so for the moment: a full disk, a loaded machine."""
+LIFETIME_S = 86400.0
 
 
 class Entry(NamedTuple):
@@ -31,15 +30,14 @@ class Entry(NamedTuple):
     state: str
 
     def is_whole(self) -> bool:
-        """Whether it may be shown. A time in the future means that the clock was set back."""
+        """Whether it may be shown: what is broken may be so for the moment only.
+
+        A time in the future means that the clock was set back.
+        """
         age_s = time.time() - self.time
-        known = fingerprint.state(self.probe) == self.state
-        return known and _is_kept(self.probe) and 0 <= age_s <= LIFETIME_S[self.probe.status]
-
-
-def _is_kept(probe: Probe) -> bool:
-    """What helps an unavailable backend is seen only where its plugin says what to look at."""
-    return probe.status in LIFETIME_S and (probe.status != "unavailable" or bool(probe.depends))
+        is_kept = self.probe.depends is not None and self.probe.status != "broken"
+        same = fingerprint.state(self.probe) == self.state
+        return is_kept and same and 0 <= age_s <= LIFETIME_S
 
 
 def read() -> dict[str, tuple[Probe, float]]:
@@ -82,8 +80,8 @@ def _read_entries() -> dict[str, Entry]:
 
 def _entry(value: Mapping[str, Any]) -> Entry:
     probe = Probe.from_json(value["probe"])
-    texts = (probe.reason, *probe.depends)
-    if probe.status not in LIFETIME_S or not all(isinstance(text, str) for text in texts):
+    texts = (probe.reason, *(probe.depends or ()))
+    if probe.status not in get_args(Status) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"not an answer of a probe: {probe}")
     return Entry(probe, float(value["time"]), value["state"])
 

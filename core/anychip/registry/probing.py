@@ -39,16 +39,21 @@ class Answer(NamedTuple):
     Attributes:
         probe: the answer to "can you run here?", or what became of the child.
         findings: the backend's diagnosis, if it was asked for.
+        faults: what is wrong with its tables and its kernel packs', likewise.
         traceback: of the exception that is the probe's reason, if there was one.
     """
 
     probe: Probe
     findings: tuple[Finding, ...] = ()
+    faults: tuple[str, ...] = ()
     traceback: str | None = None
 
 
-def probe_all(plugins: Sequence[Plugin], *, diagnose: bool = False) -> list[Answer]:
+def probe_all(plugins: Sequence[Plugin], *, examine: str | None = None) -> list[Answer]:
     """Probes each plugin in a process of its own, at the same time, and returns the answers.
+
+    Args:
+        examine: asks for a diagnosis too: the ``module:function`` that finds faults in tables.
 
     Raises:
         AmbiguousBackendError, ContractError: this process may not start probes.
@@ -60,7 +65,7 @@ def probe_all(plugins: Sequence[Plugin], *, diagnose: bool = False) -> list[Answ
         try:
             for number, plugin in enumerate(plugins):
                 answer_file = Path(directory) / f"{number}.json"
-                children.append(_Child(plugin, answer_file, diagnose=diagnose))
+                children.append(_Child(plugin, answer_file, examine))
             _wait(children, limit_s)
         finally:  # also on Ctrl-C: the children are in sessions of their own and do not see it
             for child in children:
@@ -71,7 +76,7 @@ def probe_all(plugins: Sequence[Plugin], *, diagnose: bool = False) -> list[Answ
 class _Child:
     """One probe: a process in a group of its own, a file for its answer, the end of its stderr."""
 
-    def __init__(self, plugin: Plugin, answer_file: Path, *, diagnose: bool) -> None:
+    def __init__(self, plugin: Plugin, answer_file: Path, examine: str | None) -> None:
         self.answer_file = answer_file
         self.stderr_tail = b""
         request = {
@@ -80,7 +85,7 @@ class _Child:
             "distribution": plugin.distribution,
             "version": plugin.version,
             "problem": plugin.problem,
-            "diagnose": diagnose,
+            "examine": examine,
             "answer_file": str(answer_file),
             "path": sys.path,
         }
@@ -122,6 +127,7 @@ class _Child:
             return Answer(
                 Probe.from_json(message["probe"]),
                 tuple(Finding(*finding) for finding in message["findings"]),
+                tuple(message["faults"]),
                 message["traceback"],
             )
         code = self.process.returncode

@@ -29,7 +29,8 @@ class _TorchBackend(Backend):
         import torch
 
         if self.device_type == NO_DEVICE:
-            return Probe.unavailable("torch reports no accelerator")
+            found = Probe.unavailable("torch reports no accelerator")
+            return found.depending_on("*_DEVICES", "*_HOME", "LD_LIBRARY_PATH", "/dev")
         return Probe.ready(
             torch.accelerator.device_count(),
             reason=f"torch's own support for {self.device_type!r}, without operators of a plugin",

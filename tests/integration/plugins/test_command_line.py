@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.plugins.environments import READY_ACCELERATOR, Environment
+from tests.integration.plugins.environments import READY_ACCELERATOR, Environment, good_plugin
 
 
 @pytest.fixture
@@ -106,6 +106,40 @@ def test_doctor_for_a_name_says_what_was_looked_at_and_ends_with_its_code(
     assert f"ok  entry point {name} = plugin_{name}, from plugin-{name} 1.0" in done.stdout
     for text in texts:
         assert text in done.stdout
+
+
+PACK = """
+from anychip.contract import OperatorTable, hookimpl
+table = OperatorTable()
+table.forward("rms_norm", limits={"hiden": range(9)})(lambda x, weight, *, eps: None)
+
+@hookimpl
+def anychip_operators(backend):
+    return table
+"""
+
+
+def test_doctor_finds_rows_that_fit_no_operator_and_packs_that_do_not_load(
+    fakes: Environment,
+) -> None:
+    source = good_plugin("acme").replace("OperatorTable()", "table", 1)
+    row = "table.forward('soft_max')(lambda x: x)\n"
+    head = "from anychip.contract import OperatorTable\ntable = OperatorTable()\n"
+    fakes.add_plugin("acme", head + row + source)
+    for name, code in (("pack_wrong", PACK), ("pack_gone", "raise OSError('no lib')")):
+        groups = {"anychip.kernels": {f"acme.{name}": name}}
+        fakes.add_distribution(name.replace("_", "-"), groups)
+        fakes.add_module(name, code)
+    done = fakes.anychip("doctor", "acme")
+    assert done.returncode == 1, done.stdout
+    faults = [line for line in done.stdout.splitlines() if line.startswith("  no  ")]
+    assert len(faults) == 3, done.stdout
+    assert "the kernel pack 'acme.pack_gone' of pack-gone 1.0" in faults[0]
+    assert "raised OSError: no lib" in faults[0]
+    assert "the table of acme: soft_max forward" in faults[1]
+    assert "did you mean 'softmax'?" in faults[1]
+    assert "kernel pack acme.pack_wrong, from pack-wrong 1.0: rms_norm forward" in faults[2]
+    assert "limits speak of 'hiden'; did you mean 'hidden'?" in faults[2]
 
 
 def test_doctor_asked_for_the_traceback_shows_where_a_plugin_raised(fakes: Environment) -> None:

@@ -85,7 +85,7 @@ def test_json_is_valid_by_its_schema_and_comes_back(
 def test_schema_refuses_what_the_documentation_does_not_name(good: Report) -> None:
     document = document_of(good)
     for change in (
-        {"schema": 3},
+        {"schema": 4},
         {"extra": 1},
         {"counts": {**document["counts"], "skipped": 1}},
         {"results": [{**document["results"][0], "outcome": "skipped"}]},

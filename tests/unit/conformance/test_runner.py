@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from anychip import conformance
-from anychip.conformance import isolation, side_by_side
+from anychip.conformance import isolation, side_by_side, terminal
 from anychip.conformance.case import Case, CheckFailedError, Context, check_equal_bits
-from anychip.conformance.report import Result
+from anychip.conformance.page import to_html
+from anychip.conformance.report import Report, Result
 from anychip.conformance.runner import run_case, run_plan
-from anychip.contract import UnsupportedError
+from anychip.contract import OperatorTable, UnsupportedError
 from anychip.dispatch import selection
 from tests.meta.honest import HonestBackend, make_table, reference_rows
 
@@ -48,6 +51,51 @@ def fail(error: Exception) -> Callable[[Context], None]:
         raise error
 
     return run
+
+
+def half(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> Any:
+    raise AssertionError("its limits refuse every call")
+
+
+def test_run_of_a_selection_finds_a_row_that_fits_no_operator() -> None:
+    table = make_table(ROWS)
+    table.forward("soft_max")(ROWS["softmax", "forward"])
+    chip = backend(operators=table)
+    report = conformance.run(chip, select="operators/rms_norm/fp32/4x8")
+    assert {r.case: r.outcome for r in report.results} == {
+        "operators/rms_norm/fp32/4x8": "passed",
+        "device/rows": "failed",
+    }
+    assert "did you mean 'softmax'?" in report.failures[0].reason
+
+
+def test_report_says_of_every_row_what_it_served_and_refused_and_why() -> None:
+    table = OperatorTable()
+    table.forward("rms_norm", limits={"hidden": range(1 << 20, 1 << 21)})(half)
+    table.forward("rms_norm", dtypes={torch.bfloat16})(half)
+    table.forward("gelu")(ROWS["gelu", "forward"])
+    report = conformance.run(backend(operators=table), select="operators/rms_norm/fp32/4x8")
+    assert report.passed
+    text, page = show(report), to_html(report)
+    known = {(r["operator"], r["kind"]): r for r in report.to_json()["provenance"]["operators"]}
+    assert set(known) == {("rms_norm", "native"), ("rms_norm", "reference")}
+    assert known["rms_norm", "native"]["calls"] == 0
+    calls = known["rms_norm", "reference"]["calls"]
+    size = "hidden must be in 1048576 to 2097151"
+    reasons = {size: calls, "x is torch.float32": calls}
+    assert dict(report.refusals(known["rms_norm", "native"])) == reasons
+    for reason in reasons:
+        assert f"{reason} ({calls} calls)" in text
+        assert f"{calls}: {reason}" in page
+    assert "served no call: rms_norm forward of honest" in text
+
+
+def show(report: Report) -> str:
+    """The end of a run, as a person sees it."""
+    console = Console(file=io.StringIO(), width=400)
+    terminal.print_summary(report, console, shown=set())
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -203,7 +251,7 @@ def test_entry_of_another_chapter_or_level_is_not_stale(tmp_path: Path) -> None:
 def test_json_has_the_documented_keys_and_comes_back() -> None:
     report = conformance.run(backend(), select="rms_norm and 3x17 or device/identity")
     document = json.loads(json.dumps(report.to_json()))
-    assert document["schema"] == 2
+    assert document["schema"] == 3
     assert document["passed"] is True
     assert set(document) == {
         "schema", "passed", "identity", "level", "chapters", "select", "seed", "isolated",

@@ -226,9 +226,9 @@ def test_third_partys_operator_has_to_pass_and_is_not_in_the_list(written: Docum
     ("text", "words"),
     [
         ("no json", "it is not JSON"),
-        ("[]", "schema 2 expected, got []"),
-        ('{"schema": 1}', "schema 2 expected, got 1"),
-        ('{"schema": 2}', "schema 2 expected: KeyError: 'level'"),
+        ("[]", "schema 3 expected, got []"),
+        ('{"schema": 1}', "schema 3 expected, got 1"),
+        ('{"schema": 3}', "schema 3 expected: KeyError: 'level'"),
     ],
     ids=["text", "list", "old", "empty"],
 )

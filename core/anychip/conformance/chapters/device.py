@@ -15,7 +15,6 @@ import torch
 
 from anychip.conformance.case import (
     Case,
-    CheckFailedError,
     Context,
     check,
     check_equal_bits,
@@ -32,9 +31,13 @@ from anychip.contract import (
     Probe,
     UnsupportedError,
 )
-from anychip.dispatch.operator import check_names, registered
+from anychip.dispatch import selection
+from anychip.dispatch.operator import registered
+from anychip.runtime import table_faults
 
 T = TypeVar("T")
+ROWS = "device/rows"
+"""The case that every run has where it fails."""
 OUT_OF_RANGE: tuple[tuple[str, Any], ...] = (("negative", -1), ("float", 0.5), ("text", "0"))
 
 
@@ -85,11 +88,15 @@ def identity(context: Context) -> None:
 
 
 def rows(context: Context) -> None:
-    """Every row is of an operator that there is: a misspelt one serves nobody, and nobody asks."""
-    try:
-        check_names(row.operator for row in context.backend.operators)
-    except ValueError as error:
-        raise CheckFailedError(f"a row of the backend's table: {error}") from None
+    """Every row, of packs too, fits its operator: a misspelt one serves nobody, and nobody asks."""
+    found = row_faults(context.backend)
+    check(not found, "rows that serve nobody:\n" + "\n".join(found))
+
+
+def row_faults(backend: Backend) -> list[str]:
+    """What is wrong with the tables that serve the backend's devices."""
+    providers = selection.providers_for(backend.device_type)
+    return table_faults(provider.table for provider in providers)
 
 
 def capabilities(context: Context) -> None:

@@ -1,0 +1,132 @@
+"""What is wrong with a table, before any of its rows is called? A wrong row would serve nobody.
+
+Operators' names, limits against the sizes that a spec names, dtypes, signatures, and the number of
+results where a row's annotations tell. What a row computes is the conformance suite's question.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+from anychip.contract import OperatorSpec, OperatorTable, Row, SampleMaker
+from anychip.dispatch.operator import check_names, registered
+from anychip.dispatch.signature import Signature
+
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def faults(table: OperatorTable) -> list[str]:
+    """Every row that could not serve a call, and why, in one line each."""
+    return [
+        f"{row.operator} {row.direction}, {row.label}: {fault}"
+        for row in table
+        for fault in _faults(row)
+    ]
+
+
+def _faults(row: Row) -> Iterator[str]:
+    try:
+        check_names([row.operator])
+    except ValueError as error:
+        yield str(error)
+        return
+    operator = registered()[row.operator]
+    spec, signature = operator.spec, operator.signature
+    yield from _limits(row, spec, signature)
+    if row.dtypes is not None and not row.dtypes & _FLOATS:
+        yield f"it takes no float type: dtypes are {sorted(map(str, row.dtypes)) or 'none'}"
+    if row.direction == "backward" and spec.backward is None:
+        yield f"{spec.name} has no gradient"
+        return
+    keywords = (*signature.attr_names, *(["needs"] if row.direction == "backward" else []))
+    forward = row.direction == "forward"
+    names = signature.positional if forward else (*_gradients(signature), *spec.saved)
+    results = signature.num_outputs + len(spec.residuals) if forward else len(spec.differentiable)
+    if row.paired is not None:
+        results = signature.num_outputs + row.paired.num_residuals
+        yield from _pair(row, spec, signature)
+    yield from _function(row.function, names, keywords, results)
+    if row.accepts is not None:
+        yield from _function(row.accepts, names, keywords, None)
+
+
+def _pair(row: Row, spec: OperatorSpec, signature: Signature) -> Iterator[str]:
+    """What is wrong with the second half of a paired row."""
+    assert row.paired is not None
+    residuals = {residual.name for residual in spec.residuals}
+    own = tuple(f"own{i}" for i in range(row.paired.num_residuals))
+    saved = (name for name in spec.saved if name not in residuals)
+    names, needs = (*_gradients(signature), *saved, *own), (*signature.attr_names, "needs")
+    yield from _function(row.paired.backward, names, needs, len(spec.differentiable))
+    yield from _function(
+        row.paired.fake_residuals, signature.positional, signature.attr_names, len(own)
+    )
+
+
+def _limits(row: Row, spec: OperatorSpec, signature: Signature) -> Iterator[str]:
+    sizes = _sizes(spec)
+    for name, allowed in row.limits.items():
+        if name not in sizes:
+            near = difflib.get_close_matches(name, sizes, 1)
+            known = f"the sizes of {spec.name} are {', '.join(sizes) or 'none'}"
+            yield f"limits speak of {name!r}; {f'did you mean {near[0]!r}?' if near else known}"
+        if not isinstance(allowed, (range, set, frozenset)) or not allowed:
+            yield f"the limit of {name!r} must be a range or a set with a size in it: {allowed!r}"
+    optional = dict(zip(signature.positional, signature.optional, strict=True))
+    lost = [name for name, may in optional.items() if not may and name not in spec.saved]
+    if row.limits and row.direction == "backward" and lost:
+        yield f"it cannot have limits, since it is not given {', '.join(lost)}; use accepts"
+
+
+@cache
+def _sizes(spec: OperatorSpec) -> tuple[str, ...]:
+    """Names of the sizes that limits may speak of, from the spec's first sample."""
+    if spec.sizes is None:
+        return ()
+    sample = next(iter(spec.samples(SampleMaker(torch.device("cpu"), torch.float32))))
+    args, attrs = Signature.parse(spec).bind(sample.args, sample.attrs)
+    return tuple(spec.sizes(*args, **attrs))
+
+
+def _gradients(signature: Signature) -> tuple[str, ...]:
+    return tuple(f"grad{i}" for i in range(signature.num_outputs))
+
+
+def _function(
+    function: Callable[..., Any], names: Iterable[str], keywords: Iterable[str], count: int | None
+) -> Iterator[str]:
+    """Whether a function can be called so, and whether its annotation promises enough results."""
+    names, keywords = tuple(names), tuple(keywords)
+    what = getattr(function, "__name__", repr(function))
+    try:
+        parameters = inspect.signature(function)
+    except (ValueError, TypeError):  # compiled code need not say how it is called
+        return
+    try:
+        parameters.bind(*names, **dict.fromkeys(keywords))
+    except TypeError as error:
+        call = ", ".join([*names, *(f"{name}=" for name in keywords)])
+        yield f"{what}{parameters} is called as {what}({call}): {error}"
+    promised = _promised(function)
+    if count is not None and promised not in (None, count):
+        yield f"{what} returns {promised} results by its annotation, and {count} are expected"
+
+
+def _promised(function: Callable[..., Any]) -> int | None:
+    """How many results a function's annotation promises; None where it does not tell."""
+    try:
+        kind = typing.get_type_hints(function).get("return", Any)
+    except Exception:  # names that exist for type checkers only, and whatever else stands there
+        return None
+    if kind in (torch.Tensor, type(None)):
+        return int(kind is torch.Tensor)
+    parts = typing.get_args(kind)
+    is_fixed = typing.get_origin(kind) is tuple and Ellipsis not in parts
+    return len(parts) if is_fixed else None

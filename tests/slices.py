@@ -13,6 +13,7 @@ history to count: in an unpacked archive, or in a shallow clone.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 from collections.abc import Collection, Iterable, Mapping
@@ -95,6 +96,32 @@ def remember(cases: Iterable[str]) -> list[str]:
         with FAILED_BEFORE.open("a", encoding="utf-8") as file:
             file.writelines(f"{case}\n" for case in new)
     return new
+
+
+def suite_words(asked: Slice, family: str, report: Path) -> list[str]:
+    """Arguments of ``anychip conformance`` for the operators of a slice, and every other question.
+
+    A case of the grid is an operator here: ``<family>/<name>``.
+    """
+    from anychip.operators import all_specs
+
+    words = ["--level", "quick", "--json", str(report)]
+    if asked.number is not None:
+        names = [spec.name for spec in all_specs() if asked.takes(f"{family}/{spec.name}")]
+        others = "not (operators/ or gradients/)"
+        words += ["-k", " or ".join([others, *(f"/{name}/" for name in names)])]
+    return words
+
+
+def operators_that_failed(family: str, report: Path) -> list[str]:
+    """The cases of the grid with failures in a report that ``suite_words`` has asked for."""
+    results = json.loads(report.read_text(encoding="utf-8"))["results"] if report.exists() else []
+    failed = {
+        result["case"].split("/")[1]
+        for result in results
+        if result["outcome"] == "failed" and result["case"].startswith(("operators/", "gradients/"))
+    }
+    return [f"{family}/{name}" for name in sorted(failed)]
 
 
 def _first_parents(root: Path) -> int:

@@ -24,7 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from anychip.operators import all_specs
 from tests import budgets, slices
 from tests.cuda_emulated import sanitizers
 
@@ -33,12 +32,6 @@ BUILD = ROOT / "build"
 LOGS = BUILD / "cuda_logs"
 UNIT_TESTS = "tests/unit/backends_cuda"
 MODULE = f"csrc/cuda/_emu{sysconfig.get_config_var('EXT_SUFFIX')}"
-BY_OPERATOR = ("operators", "gradients")
-SHORT_CHAPTERS = [
-    word
-    for name in ("device", "memory", "streams", "random", "collectives", "optimizer")
-    for word in ("--chapter", name)
-] + "--chapter zero --chapter pipeline --chapter training --chapter errors".split()
 LEAST_COVERED_LINES = 95
 """Percent of the kernels' lines that the unit tests must run."""
 
@@ -126,14 +119,15 @@ def warp_order(log: Log) -> None:
 
 
 def conformance(log: Log) -> None:
-    """The chapters about operators ask those of the slice; the others are short."""
-    asked = slices.chosen()
-    names = [name for name in all_specs() if asked.takes(f"cuda_emulated/conformance/{name}")]
-    words = [word for name in BY_OPERATOR for word in ("--chapter", name)]
-    for chosen in ([*words, "-k", " or ".join(names)], SHORT_CHAPTERS):
-        anychip = Path(sysconfig.get_path("scripts")) / "anychip"
-        suite = (anychip, "conformance", "--backend", "cuda-emulated", "--level", "quick")
-        log.command(*suite, *chosen)
+    family, report = "cuda_emulated/conformance", BUILD / "cuda_logs" / "conformance.json"
+    report.unlink(missing_ok=True)
+    anychip = Path(sysconfig.get_path("scripts")) / "anychip"
+    words = slices.suite_words(slices.chosen(), family, report)
+    try:
+        log.command(anychip, "conformance", "--backend", "cuda-emulated", *words)
+    except StepError:
+        slices.remember(slices.operators_that_failed(family, report))
+        raise
 
 
 def seeded_bugs(log: Log) -> None:

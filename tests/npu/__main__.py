@@ -3,7 +3,9 @@
     python -m tests.npu [--torch-npu VERSION] [--only STEP ...] [--jobs N] [-k EXPRESSION]
 
 Makes an environment with torch_npu, builds the CANN emulator for it, and runs the steps on it. Each
-writes what it prints to build/npu_logs; the end says which failed. Exit status 1 when one did.
+writes what it prints to build/npu_logs; the end says which failed, and where the time went. Exit
+status 1 when one did. A commit runs one slice (tests/slices.py) of what is a grid: rows and
+operators by dtypes, and the operators in the conformance suite.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from tests import budgets, slices
 from tests.npu.environment import BUILD, ROOT, CommandError, Environment, Log, pinned
+
+FAMILY, REPORT = "npu/conformance", BUILD / "npu_logs" / "conformance.json"
+"""Of the operators that the conformance suite asks about, and where its report goes."""
 
 
 class Step(NamedTuple):
@@ -33,14 +39,22 @@ STEPS: Sequence[Step] = (
     Step(
         "tests",
         "tests/npu: emulator, rows, training, ranks, faults, doctor",
-        ("pytest", "-q", "-p", "no:cacheprovider", "--slice", "tests/npu"),
+        ("pytest", "-q", "-p", "no:cacheprovider", "tests/npu"),
     ),
     Step(
         "conformance",
         "conformance suite of npu, level quick",
-        ("anychip", "conformance", "--backend", "npu", "--level", "quick"),
+        ("anychip", "conformance", "--backend", "npu"),
     ),
 )
+
+
+def words_of(name: str, expression: str) -> list[str]:
+    """What a step's command is given besides: the tests that are chosen, or one slice."""
+    if name == "conformance":
+        REPORT.unlink(missing_ok=True)
+        return slices.suite_words(slices.chosen(), FAMILY, REPORT)
+    return ["-k", expression] if expression else ["--slice"]
 
 
 def show(step: Step, environment: Environment, words: Sequence[str]) -> bool:
@@ -52,6 +66,8 @@ def show(step: Step, environment: Environment, words: Sequence[str]) -> bool:
         log.command(environment.program(program), *rest, *words, env=environment.variables())
     except CommandError as error:
         problem = str(error)
+        if step.name == "conformance":
+            slices.remember(slices.operators_that_failed(FAMILY, REPORT))
     took = time.monotonic() - start
     print(
         f"{'FAILED' if problem else 'passed'} {step.name} ({took:.0f} s): {step.says}", flush=True
@@ -95,6 +111,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="chooses among the tests")
     given = parser.parse_args()
+    try:
+        print(slices.chosen(), flush=True)
+    except slices.SliceError as error:
+        parser.error(str(error))
+    start = time.monotonic()
     environment = Environment(torch_npu=given.torch_npu)
     if not make_ready(environment, given.jobs):
         return 1
@@ -103,11 +124,12 @@ def main() -> int:
         print(f"  . {shlex.quote(os.path.relpath(environment.program('activate')))}")
         print(f"  export LD_LIBRARY_PATH={shlex.quote(str(environment.emulator / 'lib'))}")
         return 0
+    made = time.monotonic() - start
     chosen = [step for step in STEPS if step.name in given.only]
-    words = {"tests": ["-k", given.k] if given.k else []}
     with ThreadPoolExecutor(given.jobs) as pool:
-        done = pool.map(lambda step: show(step, environment, words.get(step.name, [])), chosen)
+        done = pool.map(lambda s: show(s, environment, words_of(s.name, given.k)), chosen)
         failed = [step.name for step, passed in zip(chosen, done, strict=True) if not passed]
+    print(budgets.table({"npu/build": made, "npu/steps": time.monotonic() - start - made}))
     print(f"{len(chosen) - len(failed)} of {len(chosen)} steps passed", *failed, sep=", failed: ")
     return 1 if failed else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections import Counter
@@ -9,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import anychip
+from anychip.conformance import expression
+from anychip.conformance.case import Context
+from anychip.conformance.chapters import all_cases
 from tests import budgets, slices
 
 pytest_plugins = ["pytester"]
@@ -122,6 +127,31 @@ def test_case_that_fails_is_asked_by_every_slice_from_then_on(
     monkeypatch.setenv(slices.VARIABLE, "0")
     done = pytester.runpytest_inprocess("-p", "tests.conftest", "--slice")
     assert "lists what is no case" in done.stderr.str()
+
+
+def test_ten_slices_ask_the_suite_about_every_operator_and_always_everything_else() -> None:
+    cases = list(all_cases(Context(anychip.use("cpu"), "quick", 0)))
+    taken = Counter[str]()
+    for number in range(slices.SLICES):
+        asked = slices.Slice(number=number, because="", always={"family/rope"})
+        words = slices.suite_words(asked, "family", Path("report.json"))
+        assert words[:4] == ["--level", "quick", "--json", "report.json"]
+        taken.update(case.id for case in expression.select(cases, words[words.index("-k") + 1]))
+    of_operators = {c.id for c in cases if c.chapter in ("operators", "gradients")}
+    assert all(taken[case.id] == 10 for case in cases if case.id not in of_operators)
+    assert set(taken) == {case.id for case in cases}
+    assert all(taken[case] == 10 for case in of_operators if "/rope/" in case)
+    assert sum(taken[case] for case in of_operators) < 2.5 * len(of_operators)
+
+
+def test_operators_that_failed_are_read_from_the_report(tmp_path: Path) -> None:
+    found = {"gradients/rope/fp32/1.none": "failed", "operators/gelu/fp32/1.none": "passed",
+             "memory/free": "failed", "operators/lion/fp32/plain": "failed"}  # fmt: skip
+    report = tmp_path / "report.json"
+    results = [{"case": case, "outcome": outcome} for case, outcome in found.items()]
+    report.write_text(json.dumps({"results": results}))
+    assert slices.operators_that_failed("npu", report) == ["npu/lion", "npu/rope"]
+    assert slices.operators_that_failed("npu", tmp_path / "none.json") == []
 
 
 def test_every_stage_of_ci_has_a_budget_and_together_they_keep_to_half_an_hour() -> None:

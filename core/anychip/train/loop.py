@@ -199,7 +199,7 @@ def _row(run: Run, loss: float, result: StepResult, speed: float) -> Row:
     return Row(
         step=run.step,
         loss=loss,
-        lr=result.lr,
+        lr=float(result.lr),
         grad_norm=None if result.grad_norm is None else float(result.grad_norm),
         tokens_per_s=speed,
         loss_scale=result.loss_scale,

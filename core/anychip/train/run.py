@@ -256,11 +256,12 @@ def restore(run: Run, out: Path) -> None:
         CheckpointError: it is damaged or does not fit.
         ValueError: it is past the run's last step.
     """
-    decays = [group["weight_decay"] for group in run.optimizer.param_groups]
+    options = [dict(group) for group in run.optimizer.param_groups]
     model, optimizer = _stateful(run)
     state = checkpoint.resume(out, model=model, optimizer=optimizer, data=run.loader, comm=run.comm)
-    for group, decay in zip(run.optimizer.param_groups, decays, strict=True):
-        group["weight_decay"] = decay
+    for group, mine in zip(run.optimizer.param_groups, options, strict=True):
+        group.clear()
+        group.update(mine)
     if state.step > run.config.run.steps:
         raise ValueError(
             f"{out} has been trained for {state.step} steps already, and run.steps is "

@@ -177,7 +177,7 @@ def test_rule_keeps_the_state_that_it_needs(rule: optim.Rule, names: set[str]) -
     assert state.keys() == names
     assert all(t.dtype == torch.float32 and t.shape == (3, 4) for t in state.values())
     assert rule.writes
-    assert rule.options == {"weight_decay", "lr_scale"}
+    assert rule.options.keys() >= {"lr", "lr_scale", "weight_decay"}
 
 
 def test_adamw_in_8_bits_keeps_codes_and_scales() -> None:
@@ -284,7 +284,7 @@ class Shards:
                     grads=[],
                     state={name: [s[name] for s in states[part]] for name in names},
                     step=torch.tensor(0.0),
-                    options={"weight_decay": 0.01 * part.start},
+                    options={**self.rule.options, "weight_decay": 0.01 * part.start},
                     spans=spans[part],
                 )
             )
@@ -376,7 +376,7 @@ def test_rule_writes_the_low_precision_copies() -> None:
         state = {name: [t] for name, t in rule.init(param).items()}
         group = optim.Group(
             params=[param], grads=[torch.randn(50)], state=state, step=torch.tensor(0.0),
-            low_precision=[copy],
+            low_precision=[copy], options=rule.options,
         )  # fmt: skip
         rule.update(optim.Update(groups=[group], count=0))
         assert bits(copy) == bits(param.bfloat16())
@@ -412,8 +412,10 @@ def test_clip_by_global_norm_of_the_scaled_gradients_clips_the_true_ones() -> No
     for scale in (1.0, 1024.0):
         param = torch.ones(4)
         grads = [torch.tensor([3.0, 4.0, 0.0, 0.0]) * scale]
-        group = optim.Group(params=[param], grads=grads, state={}, step=torch.tensor(0.0))
         rule = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(1.0))
+        group = optim.Group(
+            params=[param], grads=grads, state={}, step=torch.tensor(0.0), options=rule.options
+        )
         update = optim.Update(groups=[group], count=0, scale=torch.tensor(scale))
         rule.update(update)
         assert float(update.norm) == 5.0  # type: ignore[arg-type]

@@ -33,8 +33,9 @@ def fp16(scaling: LossScaling | None = None) -> precision.Policy:
 def test_policy_decides_the_dtype_of_matrix_products(name: str) -> None:
     with precision.policy(name, anychip.backend()).autocast():
         y = torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3))
+        own = anychip.ops.linear(torch.ones(2, 3), torch.ones(4, 3))
     want = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    assert y.dtype == want[name]
+    assert y.dtype == own.dtype == want[name]
 
 
 def test_policy_for_a_device_without_float16_is_refused() -> None:

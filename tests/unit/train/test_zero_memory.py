@@ -51,7 +51,7 @@ def live_nbytes() -> int:
         if type(thing) not in (torch.Tensor, torch.nn.Parameter):
             continue
         for tensor in (thing, thing.grad if thing.is_leaf else None):
-            if tensor is not None:
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

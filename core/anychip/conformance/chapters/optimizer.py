@@ -319,6 +319,7 @@ def found_inf(context: Context, *, name: str, subject: Subject) -> None:
         grads=grads,
         state={key: [state[key] for state in states] for key in subject.moments},
         step=states[0]["step"],
+        options=rule.options,
     )
     flag = torch.ones((), device=context.device)
     with torch.no_grad():

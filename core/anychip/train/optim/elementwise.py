@@ -13,10 +13,7 @@ from anychip import ops
 from anychip.operators.adamw_8bit import BLOCK
 from anychip.operators.partials import num_blocks
 from anychip.train.optim.rule import Group, Rule, Update
-from anychip.train.optim.schedule import Schedule, as_schedule
-
-GROUP_OPTIONS = frozenset({"weight_decay", "lr_scale"})
-"""What a parameter group may set for a rule that writes."""
+from anychip.train.optim.schedule import Schedule, with_rate
 
 
 def float_zeros(param: Tensor) -> Tensor:
@@ -42,10 +39,19 @@ def _coded_moments(param: Tensor) -> dict[str, Tensor]:
     return state
 
 
-def rate_of(step: Update, group: Group) -> Tensor:
+def rate_of(group: Group) -> Tensor:
     """The group's learning rate, 0-dim float32 on its device."""
-    rate = step.lr * group.options.get("lr_scale", 1.0)
-    return torch.full((), rate, dtype=torch.float32, device=group.step.device)
+    rate, device = group.options["lr"] * group.options["lr_scale"], group.step.device
+    if isinstance(rate, Tensor):
+        return rate.reshape(()).to(device, torch.float32)
+    return torch.full((), rate, dtype=torch.float32, device=device)
+
+
+def numbers(group: Group) -> dict[str, float]:
+    """The group's other options, by the operators' names."""
+    first, second = group.options["betas"]
+    found = {name: group.options[name] for name in ("eps", "weight_decay") if name in group.options}
+    return {n: float(v) for n, v in ({"beta1": first, "beta2": second} | found).items()}
 
 
 class _States(NamedTuple):
@@ -82,20 +88,20 @@ def adamw(
 
     Args:
         lr: a number, or a schedule of the number of updates done.
-        weight_decay: of groups that do not set their own.
         states: in which both averages are kept: float32, or 8bit with a scale per 256 elements
             (``anychip.ops.adamw_8bit``), about a quarter of the bytes.
+
+    All but ``states`` are options of a parameter group too, both betas as torch's ``betas``.
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2; 8bit: Dettmers et al. 2022,
     arXiv:2110.02861.
     """
-    schedule = as_schedule(lr)
     if states not in ADAMW_STATES:
         raise ValueError(f"states must be one of {', '.join(ADAMW_STATES)}, got {states!r}")
     names, operator, init, blocks = ADAMW_STATES[states]
+    schedule, options = with_rate(lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
 
     def update(step: Update) -> None:
-        step.lr = schedule(step.count)
         for group in step.groups:
             if not group.params:
                 continue
@@ -103,19 +109,16 @@ def adamw(
                 group.params,
                 group.grads,
                 *(group.state[name] for name in names),
-                rate_of(step, group),
+                rate_of(group),
                 group.step,
                 step.scale,
                 step.clip,
                 step.found_inf,
                 group.low_precision,
-                beta1=beta1,
-                beta2=beta2,
-                eps=eps,
-                weight_decay=group.options.get("weight_decay", weight_decay),
+                **numbers(group),
             )
 
-    return Rule(init, update, GROUP_OPTIONS, writes=True, blocks=blocks)
+    return Rule(init, update, options, writes=True, blocks=blocks, schedule=schedule)
 
 
 def sgd(
@@ -130,43 +133,51 @@ def sgd(
 
     Args:
         lr: a number, or a schedule of the number of updates done.
-        momentum: 0: no state is kept.
-        weight_decay: of groups that do not set their own; part of the gradient, or with
-            ``decoupled`` of the parameter as in adamw.
+        momentum: 0: no state is kept, and no group can have a momentum.
+        weight_decay: part of the gradient, or with ``decoupled`` of the parameter as in adamw.
+
+    All are options of a parameter group too.
 
     Raises:
         ValueError: momentum outside 0 to 1, or nesterov without momentum.
 
     Source: Sutskever et al. 2013, PMLR 28(3):1139, section 2.
     """
-    schedule = as_schedule(lr)
     _check_momentum(momentum, nesterov)
+    schedule, options = with_rate(
+        lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, decoupled=decoupled
+    )
 
     def init(param: Tensor) -> dict[str, Tensor]:
         return {"momentum_buffer": float_zeros(param)} if momentum else {}
 
     def update(step: Update) -> None:
-        step.lr = schedule(step.count)
         for group in step.groups:
             if not group.params:
                 continue
+            mine = float(group.options["momentum"])
+            if mine and not momentum:
+                raise ValueError(
+                    f"a parameter group has the momentum {mine}, and the rule was made without: "
+                    "give sgd() one, and the other groups 0"
+                )
             ops.sgd(
                 group.params,
                 group.grads,
-                group.state["momentum_buffer"] if momentum else [],
-                rate_of(step, group),
+                group.state["momentum_buffer"] if mine else [],
+                rate_of(group),
                 group.step,
                 step.scale,
                 step.clip,
                 step.found_inf,
                 group.low_precision,
-                momentum=momentum,
-                nesterov=nesterov,
-                weight_decay=group.options.get("weight_decay", weight_decay),
-                decoupled=decoupled,
+                momentum=mine,
+                nesterov=group.options["nesterov"],
+                weight_decay=float(group.options["weight_decay"]),
+                decoupled=group.options["decoupled"],
             )
 
-    return Rule(init, update, GROUP_OPTIONS, writes=True)
+    return Rule(init, update, options, writes=True, schedule=schedule)
 
 
 def _check_momentum(momentum: float, nesterov: bool) -> None:
@@ -184,17 +195,18 @@ def lion(
     Args:
         lr: a number, or a schedule of the number of updates done; 3 to 10 times smaller than for
             adamw, with a weight decay as many times larger (section 5 of the paper).
-        weight_decay: decoupled, of groups that do not set their own.
+        weight_decay: decoupled.
+
+    All are options of a parameter group too, both betas as torch's ``betas``.
 
     Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2.
     """
-    schedule = as_schedule(lr)
+    schedule, options = with_rate(lr, betas=(beta1, beta2), weight_decay=weight_decay)
 
     def init(param: Tensor) -> dict[str, Tensor]:
         return {"exp_avg": float_zeros(param)}
 
     def update(step: Update) -> None:
-        step.lr = schedule(step.count)
         for group in step.groups:
             if not group.params:
                 continue
@@ -202,15 +214,13 @@ def lion(
                 group.params,
                 group.grads,
                 group.state["exp_avg"],
-                rate_of(step, group),
+                rate_of(group),
                 group.step,
                 step.scale,
                 step.clip,
                 step.found_inf,
                 group.low_precision,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=group.options.get("weight_decay", weight_decay),
+                **numbers(group),
             )
 
-    return Rule(init, update, GROUP_OPTIONS, writes=True)
+    return Rule(init, update, options, writes=True, schedule=schedule)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from anychip import ops
 from anychip.operators.lamb import trust_ratios
-from anychip.train.optim.elementwise import GROUP_OPTIONS, rate_of, two_moments
+from anychip.train.optim.elementwise import numbers, rate_of, two_moments
 from anychip.train.optim.rule import Group, Rule, Update
-from anychip.train.optim.schedule import Schedule, as_schedule
+from anychip.train.optim.schedule import Schedule, with_rate
 
 
 def lamb(
@@ -29,22 +29,19 @@ def lamb(
 
     Args:
         lr: a number, or a schedule of the number of updates done.
-        weight_decay: of groups that do not set their own; part of the step u.
+        weight_decay: part of the step u.
+
+    All are options of a parameter group too, both betas as torch's ``betas``.
 
     Source: You et al. 2019, arXiv:1904.00962, algorithm 2.
     """
-    schedule = as_schedule(lr)
-
-    def settings(group: Group) -> dict[str, float]:
-        decay = group.options.get("weight_decay", weight_decay)
-        return {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
+    schedule, options = with_rate(lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
 
     def update(step: Update) -> None:
-        step.lr = schedule(step.count)
         groups = [group for group in step.groups if group.params]
         if not groups:
             return
-        partials = [_partials(step, group, settings(group)) for group in groups]
+        partials = [_partials(step, group, numbers(group)) for group in groups]
         joined = step.sum_over_shards(torch.cat(partials, dim=1))
         widths = [part.shape[1] for part in partials]
         for group, part in zip(groups, joined.split(widths, dim=1), strict=True):
@@ -53,17 +50,17 @@ def lamb(
                 group.grads,
                 group.state["exp_avg"],
                 group.state["exp_avg_sq"],
-                rate_of(step, group),
+                rate_of(group),
                 group.step,
                 step.scale,
                 step.clip,
                 step.found_inf,
                 group.low_precision,
                 trust_ratios(part, group.sizes),
-                **settings(group),
+                **numbers(group),
             )
 
-    return Rule(two_moments, update, GROUP_OPTIONS, writes=True)
+    return Rule(two_moments, update, options, writes=True, schedule=schedule)
 
 
 def _partials(step: Update, group: Group, settings: dict[str, Any]) -> Tensor:

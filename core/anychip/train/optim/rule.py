@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from anychip.train.optim.schedule import Schedule
+
 Reduce = Callable[[Tensor], Tensor]
 """float32 partials of this rank in, those that the rule goes on with out. Called by all ranks."""
 
@@ -38,7 +40,7 @@ class Group:
         params, grads: of one length; grads float of any dtype.
         state: what the rules' ``init`` made, one list per name, as long as params.
         step: 0-dim float32, updates done; the rule that writes params advances it.
-        options: of the parameter group; ``weight_decay`` and ``lr_scale`` override a rule's own.
+        options: of the parameter group: all that ``Rule.options`` names.
         spans: of each of params in its whole; None: they are whole.
         low_precision: copies in a 16-bit type, written together with params.
     """
@@ -70,14 +72,13 @@ class Update:
 
     Attributes:
         groups: all parameters that have gradients.
-        count: updates done before this one, for schedules.
+        count: updates done before this one.
         scale: 0-dim float32 loss scale that is still in the gradients; None: they have none.
         found_inf: 0-dim float32; when it is not 0, the rule that writes leaves everything as it
             was, step included.
         sum_over_shards, gather_stages: see "Rules on shards" in :mod:`anychip.train.optim`.
         norm: 0-dim float32 norm of all gradients without the loss scale, once a rule measured it.
         clip: 0-dim float32 factor that the writing rule multiplies gradients by.
-        lr: learning rate that was applied.
     """
 
     groups: Sequence[Group]
@@ -88,7 +89,6 @@ class Update:
     gather_stages: Reduce = identity
     norm: Tensor | None = None
     clip: Tensor | None = None
-    lr: float = 0.0
 
 
 class Rule(NamedTuple):
@@ -97,17 +97,20 @@ class Rule(NamedTuple):
     Attributes:
         init: state of one parameter, by name; tensors on the parameter's device.
         update: reads and writes an :class:`Update`.
-        options: what a parameter group may set for this rule.
+        options: what a parameter group has for this rule, by torch's names, with the values of
+            groups that set none; ``lr`` is the schedule's first where there is one.
         writes: it writes the parameters, so that what follows it in a chain comes too late.
         blocks: states with one entry per so many elements of the flattened parameter, a divisor of
             ``BLOCK``, by name; all others have the parameter's shape.
+        schedule: of ``lr`` in groups where nobody has set another; None: it stays.
     """
 
     init: Callable[[Tensor], dict[str, Tensor]]
     update: Callable[[Update], None]
-    options: frozenset[str] = frozenset()
+    options: Mapping[str, Any] = MappingProxyType({})
     writes: bool = False
     blocks: Mapping[str, int] = MappingProxyType({})
+    schedule: Schedule | None = None
 
 
 def chain(*rules: Rule) -> Rule:
@@ -135,6 +138,6 @@ def chain(*rules: Rule) -> Rule:
         for rule in rules:
             rule.update(step)
 
-    options = frozenset().union(*(rule.options for rule in rules))
+    options = {name: value for rule in rules for name, value in rule.options.items()}
     blocks = {name: block for rule in rules for name, block in rule.blocks.items()}
-    return Rule(init, update, options, rules[-1].writes, blocks)
+    return Rule(init, update, options, rules[-1].writes, blocks, rules[-1].schedule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 Schedule = Callable[[int], float]
 """Learning rate given the number of updates done before this one."""
@@ -47,6 +48,8 @@ def _check_rate(lr: float) -> None:
         raise ValueError(f"a learning rate must be a finite number of at least 0, got {lr}")
 
 
-def as_schedule(lr: float | Schedule) -> Schedule:
-    """A number is a schedule that stays."""
-    return lr if callable(lr) else constant(lr)
+def with_rate(lr: float | Schedule, **others: Any) -> tuple[Schedule | None, dict[str, Any]]:
+    """The schedule, if it is one, and the options of a rule, the rate among them."""
+    rate = lr(0) if callable(lr) else lr
+    _check_rate(rate)
+    return lr if callable(lr) else None, {"lr": rate, "lr_scale": 1.0, **others}

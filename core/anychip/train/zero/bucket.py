@@ -8,12 +8,40 @@ in ``filling``, the buffer that is sent; in ``reduced``, the mean over the ranks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anychip.contract import Communicator, UnsupportedError, Work
 from anychip.train.zero.partition import Layout
+
+
+class Partitioned(Tensor):
+    """Stands in ``.grad`` for a gradient of which each rank has a part: shape, and no values.
+
+    Taken away, by the model's ``zero_grad`` too, it takes the gradient with it.
+    """
+
+    def __new__(cls, param: Tensor) -> Partitioned:
+        """For the gradient of a parameter."""
+        made: Partitioned = Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Partitioned({tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise RuntimeError(
+            f"{func}: this gradient has no values here, since ZeRO keeps parts of it on all ranks. "
+            "To clip: optim.chain(optim.clip_by_global_norm(max_norm), rule), and StepResult has "
+            "the norm; to clear: opt.zero_grad(); to add another: opt.backward(loss)"
+        )
 
 
 class Bucket:
@@ -27,7 +55,7 @@ class Bucket:
 
     Attributes:
         held: positions of members for which this rank has contributed a gradient to ``reduced``.
-        shown: stage 0: position to the view of ``reduced`` that was put into ``.grad``.
+        shown: position to what was put into ``.grad``: in stage 0 the view of ``reduced``.
     """
 
     def __init__(
@@ -50,6 +78,7 @@ class Bucket:
         self.reduced: Tensor | None = None
         self.held: set[int] = set()
         self.shown: dict[int, Tensor] = {}
+        self._stand_ins: dict[int, Partitioned] = {}
         self._taken: set[int] = set()
         self._output: Tensor | None = None
         self._work: Work | None = None
@@ -150,17 +179,27 @@ class Bucket:
         shown = self.shown.get(position)
         if shown is None or self.params[position].grad is shown:
             return False
-        shown.zero_()
+        self.gradient(position).zero_()
         del self.shown[position]
         self.held.discard(position)
         return True
 
     def show(self, position: int) -> None:
-        """Stage 0: puts the reduced gradient into ``.grad``."""
-        if position not in self.shown:
-            assert self.reduced is not None
+        """Puts the reduced gradient into ``.grad``, or what stands for it."""
+        if position in self.shown:
+            return
+        assert self.reduced is not None
+        param = self.params[position]
+        if self.stage == 0:
             self.shown[position] = self._view(self.reduced, position)
-            self.params[position].grad = self.shown[position]
+        else:
+            self.shown[position] = self._stand_ins.setdefault(position, Partitioned(param))
+        param.grad = self.shown[position]
+
+    def show_held(self) -> None:
+        """Shows what this rank has contributed to."""
+        for position in self.held:
+            self.show(position)
 
     def gradient(self, position: int) -> Tensor:
         """This rank's piece of a member's reduced gradient, flat; the whole of it in stage 0."""

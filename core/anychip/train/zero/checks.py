@@ -14,6 +14,9 @@ from anychip.contract import UnsupportedError
 from anychip.operators.partials import BLOCK
 from anychip.train.zero.shards import Shard, state_shape
 
+KEPT = ("params", "name", "param_names", "initial_lr")
+"""What torch and people keep in a parameter group beside a rule's options."""
+
 
 def trainable(model: nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]]) -> list[Any]:
     """Parameters or groups, as torch's optimizers take them."""
@@ -33,9 +36,9 @@ def check_stage(stage: int) -> None:
         raise UnsupportedError("ZeRO stage 3 is not part of this version; use stage 0, 1 or 2")
 
 
-def check_options(given: set[str], known: frozenset[str]) -> None:
-    """Only what the rule knows."""
-    for name in sorted(given - known):
+def check_options(given: set[str], known: Iterable[str]) -> None:
+    """Only what the rule knows, and what torch or a person keeps in a group."""
+    for name in sorted(given - {*known, *KEPT}):
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
         raise ValueError(f"parameter group: the rule has no option {name!r}; {hint}")

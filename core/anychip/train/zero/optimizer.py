@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from anychip.train.optim import Rule
 from anychip.train.precision import LossScaler, Policy
 from anychip.train.zero import checks, partition, state
 from anychip.train.zero.pieces import Pieces
-from anychip.train.zero.reducer import Reducer
+from anychip.train.zero.reducer import Reducer, watch
 from anychip.train.zero.shards import Shards, broadcast
 
 BUCKET_NBYTES = 8 << 20
@@ -29,17 +29,19 @@ class StepResult(NamedTuple):
     Attributes:
         grad_norm: 0-dim float32 on the device, before clipping; None when no rule measured it, or
             the update was skipped.
-        lr: learning rate that was applied; 0.0 when the update was skipped.
+        lr: learning rate that was applied to the first group; 0.0 when the update was skipped.
         loss_scale: by which the loss was multiplied; 1.0 without loss scaling.
         skipped: the update was left out because a gradient was not finite.
         shared: (world_size, n) what the ranks gave to share, on the host when there are several.
+        loss: what the closure returned, if there was one.
     """
 
     grad_norm: Tensor | None
-    lr: float
+    lr: float | Tensor
     loss_scale: float
     skipped: bool
     shared: Tensor | None = None
+    loss: Any = None
 
 
 class Memory(NamedTuple):
@@ -61,8 +63,8 @@ class Optimizer(torch.optim.Optimizer):
 
     Args:
         model: a module (its parameters that require gradients), parameters, or torch's parameter
-            groups, whose ``weight_decay`` and ``lr_scale`` are honoured. With several ranks the
-            parameters become those of rank 0; buffers of the module are not looked at.
+            groups, with any of ``rule.options``. With several ranks the parameters become those of
+            rank 0; buffers of the module are not looked at.
         rule: see :mod:`anychip.train.optim`.
         comm: the ranks that hold the same parameters, and see different data.
         stage: what is partitioned among them: 0 nothing, 1 states, 2 gradients too.
@@ -77,6 +79,13 @@ class Optimizer(torch.optim.Optimizer):
     Raises:
         ValueError: no parameter requires gradients, or a stage outside 0 to 3.
         UnsupportedError: stage 3.
+
+    Note: Options
+        Every group has all options of the rule, by torch's names (``lr``, ``betas``,
+        ``weight_decay``, ...), and each step applies what stands there: a person, or a scheduler of
+        torch, sets them. ``lr_scale`` multiplies ``lr``. A schedule of the rule sets ``lr`` before
+        each step, until somebody else does, or a scheduler of torch is made: from then on the
+        schedule has no say in that group, as a warning tells.
 
     Note: The sum
         With several ranks a gradient is a sum in this tree: each rank adds up the gradients of its
@@ -114,7 +123,9 @@ class Optimizer(torch.optim.Optimizer):
         self._shards = Shards(comm) if several and stage else None
         self._pieces = Pieces(comm, self._reducer, self._shards, model_comm, set(duplicates))
         self._is_synchronizing = True
-        super().__init__(checks.trainable(model), {})
+        self._is_in_backward = False
+        self._scheduled: list[Any] = []
+        super().__init__(checks.trainable(model), dict(rule.options))
         foreign = self._pieces.duplicates - self.state.keys()
         if foreign:
             raise ValueError(f"duplicates: {len(foreign)} parameters that are not trained here")
@@ -128,11 +139,14 @@ class Optimizer(torch.optim.Optimizer):
         """
         params = param_group["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
-        checks.check_options(set(param_group) - {"params"}, self.rule.options)
+        checks.check_options(set(param_group), self.rule.options)
         for param in param_group["params"]:
-            checks.check_parameter(param)
+            checks.check_parameter(param[1] if isinstance(param, tuple) else param)
+        self._scheduled.append(None if "lr" in param_group else self.defaults["lr"])
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
+        if self.scaler is not None:
+            watch(self, params, Optimizer._check_backward)
         if self._reducer is not None:
             self._distribute(params, self._reducer)
         self._init_state(params)
@@ -164,6 +178,14 @@ class Optimizer(torch.optim.Optimizer):
             checks.check_state(made, self._pieces.shard(param), self.rule.blocks)
             self.state[param] = {"step": step, **made}
 
+    def _check_backward(self, param: Tensor) -> None:
+        """Called by autograd when a parameter has a gradient, under loss scaling."""
+        if not self._is_in_backward:
+            raise RuntimeError(
+                "a backward that is not the optimizer's has made gradients without the loss scale, "
+                "by which step() divides them: call opt.backward(loss) and not loss.backward()"
+            )
+
     def backward(
         self,
         loss: Tensor | Sequence[Tensor],
@@ -175,8 +197,9 @@ class Optimizer(torch.optim.Optimizer):
         micro-batches, divide each loss by their number, and put all calls but the last one under
         :meth:`no_sync`: otherwise each sends everything.
 
-        With several ranks ``.grad`` then holds the mean over them in stage 0, and nothing in stages
-        1 and 2.
+        With several ranks ``.grad`` then holds the mean over them in stage 0, and in stages 1 and 2
+        a :class:`~anychip.train.zero.bucket.Partitioned`, which has no values. Under loss scaling
+        gradients are multiplied by the scale.
 
         Args:
             loss: 0-dim; multiplied by the loss scale. Or, with ``gradient``, outputs of a part of
@@ -201,7 +224,11 @@ class Optimizer(torch.optim.Optimizer):
             if not isinstance(loss, Tensor):
                 raise ValueError(f"backward: one loss expected, got {len(loss)} tensors")
             loss = loss.float() * self.scaler.scale
-        torch.autograd.backward(loss, gradient)
+        self._is_in_backward = True
+        try:
+            torch.autograd.backward(loss, gradient)
+        finally:
+            self._is_in_backward = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -217,13 +244,10 @@ class Optimizer(torch.optim.Optimizer):
             self._is_synchronizing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; call this one and not the model's.
-
-        With several ranks gradients are also kept elsewhere than in ``.grad``.
-        """
-        super().zero_grad(set_to_none)
+        """As torch's. The model's does the same, but keeps memory of partitioned gradients."""
         if self._reducer is not None:
             self._reducer.clear(set_to_none=set_to_none)
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -236,7 +260,7 @@ class Optimizer(torch.optim.Optimizer):
         scale.
 
         Args:
-            closure: not taken; a rule makes one pass.
+            closure: called once before the update; it calls :meth:`backward` and returns the loss.
             share: (n,) of a few numbers, like the loss, on the parameters' device, alike in dtype
                 and size on all ranks of ``comm``: each gets those of all, without a message of
                 their own.
@@ -245,8 +269,10 @@ class Optimizer(torch.optim.Optimizer):
             RuntimeError: no parameter has a gradient.
             LossScaleError: a gradient is not finite at the smallest loss scale.
         """
+        loss = None
         if closure is not None:
-            raise ValueError("step: no closure expected; call backward() before step()")
+            with torch.enable_grad():
+                loss = closure()
         present, shared = self._present(share)
         if not present:
             raise RuntimeError("step: no parameter has a gradient; call backward() first")
@@ -255,7 +281,8 @@ class Optimizer(torch.optim.Optimizer):
             found_inf = self._pieces.found_inf(present)
             self.scaler.update(found_inf)
             if found_inf:
-                return StepResult(None, 0.0, scale, True, shared)
+                return StepResult(None, 0.0, scale, True, shared, loss)
+        self._set_rates()
         factor = None if self.scaler is None else scale
         update = self._pieces.update(
             self.param_groups, self.state, present, count=self.num_steps, scale=factor
@@ -264,7 +291,28 @@ class Optimizer(torch.optim.Optimizer):
         if self._shards is not None:
             self._shards.gather(present)
         self.num_steps += 1
-        return StepResult(update.norm, update.lr, scale, False, shared)
+        lr = self.param_groups[0]["lr"]
+        return StepResult(update.norm, lr, scale, False, shared, loss)
+
+    def _set_rates(self) -> None:
+        """The schedule's rate, in groups where nobody has set another."""
+        if self.rule.schedule is None:
+            return
+        rate = self.rule.schedule(self.num_steps)
+        for number, group in enumerate(self.param_groups):
+            shown = self._scheduled[number]
+            if shown is None:
+                continue
+            if group["lr"] is shown and "initial_lr" not in group:
+                group["lr"] = self._scheduled[number] = rate
+                continue
+            self._scheduled[number] = None
+            warnings.warn(
+                f"parameter group {number}: its lr was set to {group['lr']}, by hand or by a "
+                "scheduler of torch, and the rule's schedule has no say in it any more; if that is "
+                "meant, make the rule with a number as lr",
+                stacklevel=4,
+            )
 
     def _present(self, share: Tensor | None) -> tuple[set[Tensor], Tensor | None]:
         """Parameters that have a gradient on any rank; what was local is reduced."""
@@ -298,32 +346,50 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             to_rank: the only rank that keeps what is gathered; the others get no states.
         """
-        saved = {**super().state_dict(), "num_steps": self.num_steps}
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        groups = state.numbered(self.param_groups)
+        for group, rate in zip(groups, self._scheduled, strict=True):
+            if self.rule.schedule is not None:
+                group[state.IS_SCHEDULED] = rate is not None
+        saved: dict[str, Any] = {"state": self._entries(to_rank), "param_groups": groups}
+        saved["num_steps"] = self.num_steps
         if self.scaler is not None:
             saved["loss_scale"] = self.scaler.state_dict()
-        if self._shards is not None:
-            params = [param for group in self.param_groups for param in group["params"]]
-            keeps = to_rank is None or to_rank == self.comm.rank
-            blocks = self.rule.blocks
-            whole = (
-                state.gather(self.state[p], p, self._shards, blocks, keeps=keeps) for p in params
-            )
-            saved["state"] = {index: entry for index, entry in enumerate(whole) if keeps}
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            saved = hook(self, saved) or saved
         return saved
+
+    def _entries(self, to_rank: int | None) -> dict[int, dict[str, Tensor]]:
+        """The states of the parameters by their numbers, whole."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self._shards is None:
+            return {number: self.state[param] for number, param in enumerate(params)}
+        keeps, blocks = to_rank is None or to_rank == self.comm.rank, self.rule.blocks
+        whole = [state.gather(self.state[p], p, self._shards, blocks, keeps=keeps) for p in params]
+        return dict(enumerate(whole)) if keeps else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies a state into this one's tensors, which keep their dtype and place in memory.
 
-        Each rank takes its part of the whole tensors; nothing is sent.
+        Each rank takes its part of the whole tensors; nothing is sent. As with torch's, options of
+        the groups become those of the state; ``lr`` does not where a schedule decides it. A state
+        of torch's AdamW or SGD, or of an Adam without weight decay, is one for adamw or sgd.
 
         Raises:
             ValueError: the groups or shapes are not those of this optimizer, or loss scaling needs
                 a scale and the state has none. Nothing is changed.
         """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        if "num_steps" not in state_dict:
+            params = [param for group in self.param_groups for param in group["params"]]
+            state_dict = state.of_torch(state_dict, self.rule, params)
         partitioned, blocks = self._shards is not None, self.rule.blocks
         entries = state.matched(
             state_dict, self.param_groups, self.state, blocks, partitioned=partitioned
         )
+        options = [state.options(other, self.rule) for other in state_dict["param_groups"]]
         if self.scaler is not None:
             if "loss_scale" not in state_dict:
                 raise ValueError(
@@ -331,10 +397,12 @@ class Optimizer(torch.optim.Optimizer):
                     "precision than fp16"
                 )
             self.scaler.load_state_dict(state_dict["loss_scale"])
-        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        for group, given in zip(self.param_groups, options, strict=True):
             steps: dict[float, Tensor] = {}
             for param in group["params"]:
                 shard = self._pieces.shard(param)
                 state.load(entries[param], self.state[param], shard, steps, blocks)
-            group.update({k: copy.deepcopy(v) for k, v in other.items() if k != "params"})
+            group.update(given)
         self.num_steps = int(state_dict["num_steps"])
+        for done in self._optimizer_load_state_dict_post_hooks.values():
+            done(self)

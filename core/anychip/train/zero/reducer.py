@@ -18,8 +18,9 @@ Note: Rounds
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,26 @@ IN_FLIGHT = 2
 """Buckets of stage 2 that may be under way; before one more starts, the oldest is waited for."""
 
 _REDUCED, _PENDING = 1, 2
+
+
+_Owner = TypeVar("_Owner")
+
+
+def watch(
+    owner: _Owner, params: Iterable[Tensor], arrived: Callable[[_Owner, Tensor], None]
+) -> None:
+    """Calls ``arrived`` whenever ``.grad`` of a parameter has a new value."""
+    # The parameter holds the hook: a strong reference would keep the owner as long.
+    this = weakref.ref(owner)
+
+    def call(param: Tensor) -> None:
+        found = this()
+        if found is not None:
+            arrived(found, param)
+
+    for param in params:
+        handle = param.register_post_accumulate_grad_hook(call)
+        weakref.finalize(owner, handle.remove).atexit = False
 
 
 class Reducer:
@@ -59,21 +80,9 @@ class Reducer:
             members = [params[index] for index in layout.members]
             for position, param in enumerate(members):
                 self.places[param] = (len(self.buckets), position)
-                self._watch(param)
+            watch(self, members, Reducer._arrived)
             self.buckets.append(Bucket(layout, members, self.comm, self.stage, self.dtype))
         self._order, self._is_learned = list(range(len(self.buckets))), False
-
-    def _watch(self, param: Tensor) -> None:
-        # The parameter holds the hook: a strong reference would keep this object as long.
-        this = weakref.ref(self)
-
-        def arrived(param: Tensor) -> None:
-            reducer = this()
-            if reducer is not None:
-                reducer._arrived(param)
-
-        handle = param.register_post_accumulate_grad_hook(arrived)
-        weakref.finalize(self, handle.remove).atexit = False
 
     @contextmanager
     def round(self) -> Iterator[None]:
@@ -87,6 +96,8 @@ class Reducer:
                 self._start_next()
             for number in self._order:
                 self._finish(self.buckets[number])
+            for bucket in self.buckets:
+                bucket.show_held()
         except BaseException:
             for bucket in self.buckets:
                 bucket.drop_filling()
@@ -143,9 +154,6 @@ class Reducer:
         if not bucket.is_under_way:
             return
         bucket.finish()
-        if self.stage == 0:
-            for position in bucket.held:
-                bucket.show(position)
 
     def _learn_order(self) -> None:
         rest = [number for number in self._order if number not in self._filled]
@@ -178,11 +186,11 @@ class Reducer:
             bucket.start()
         for bucket in late:
             self._finish(bucket)
+            bucket.show_held()
         present = {param for param, mark in found.items() if mark}
-        if self.stage == 0:
-            for param in present:
-                number, position = self.places[param]
-                self.buckets[number].show(position)
+        for param in present:
+            number, position = self.places[param]
+            self.buckets[number].show(position)
         if share is None:
             return present, None
         shared = told[len(marks) :].clone().view(share.dtype)
@@ -216,4 +224,6 @@ class Reducer:
             if set_to_none:
                 bucket.clear()
             elif bucket.reduced is not None:
+                if self.stage:
+                    bucket.hide()
                 bucket.reduced.zero_()

@@ -2,16 +2,86 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from anychip.train.optim import Rule
+from anychip.train.zero import checks
 from anychip.train.zero.shards import Shard, Shards, state_shape
 
 Entry = Mapping[str, Tensor]
 """State of one parameter by name; ``step`` is its step count."""
+
+
+IS_SCHEDULED = "is_scheduled"
+"""In a saved group whose rule has a schedule: whether that decides ``lr``."""
+
+_ELSEWHERE = {"foreach", "fused", "capturable", "differentiable"}
+"""Options of torch's optimizers that say how, and not what."""
+
+_NEUTRAL = {"amsgrad": False, "maximize": False, "dampening": 0, "decoupled_weight_decay": True}
+"""Options of torch's that our rules have with this value only."""
+
+
+def numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups with the parameters' numbers in their place."""
+    count, found = 0, []
+    for group in groups:
+        numbers = list(range(count, count + len(group["params"])))
+        found.append({**group, "params": numbers})
+        count += len(numbers)
+    return found
+
+
+def options(group: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
+    """What a parameter group takes over from a saved one."""
+    scheduled = rule.schedule is not None and "initial_lr" not in group
+    left_out = {"params", IS_SCHEDULED} | ({"lr"} if group.get(IS_SCHEDULED, scheduled) else set())
+    return {name: copy.deepcopy(value) for name, value in group.items() if name not in left_out}
+
+
+def of_torch(state_dict: Mapping[str, Any], rule: Rule, params: Sequence[Tensor]) -> dict[str, Any]:
+    """The state of one of torch's optimizers, as the rule's would have been saved.
+
+    Raises:
+        ValueError: it was updated otherwise than the rule does.
+    """
+    groups = [_options_of_torch(group, rule) for group in state_dict["param_groups"]]
+    if "momentum" in rule.options and rule.schedule is not None:
+        raise ValueError(
+            "optimizer state: torch's SGD saves no number of steps, which the rule's schedule "
+            "needs; make the rule with a number as lr"
+        )
+    keys = [key for group in groups for key in group["params"]]
+    entries: dict[Any, dict[str, Tensor]] = {}
+    for key, param in zip(keys, params, strict=False):
+        given = {k: v for k, v in state_dict["state"].get(key, {}).items() if v is not None}
+        given = {"step": 0.0, **rule.init(param), **given}  # torch makes states at the first step
+        entries[key] = {name: torch.as_tensor(value) for name, value in given.items()}
+    count = max(float(entry["step"]) for entry in entries.values())
+    return {"state": entries, "param_groups": groups, "num_steps": count}
+
+
+def _options_of_torch(group: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
+    kept = {name: value for name, value in group.items() if name not in _ELSEWHERE}
+    for name, value in _NEUTRAL.items():
+        got = kept.pop(name, value)
+        if got != value and (name != "decoupled_weight_decay" or group["weight_decay"]):
+            raise ValueError(
+                f"optimizer state: saved with {name}={got!r}, and the rule knows {value!r} only; "
+                "go on with torch's optimizer, or begin with a fresh state"
+            )
+    foreign = kept.keys() - {*rule.options, *checks.KEPT}
+    if foreign:
+        raise ValueError(
+            f"optimizer state: saved by another rule, with {', '.join(sorted(foreign))}; this one "
+            f"has {', '.join(rule.options)}"
+        )
+    return {**kept, "decoupled": False} if "decoupled" in rule.options else kept
 
 
 def gather(

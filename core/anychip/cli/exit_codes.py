@@ -28,6 +28,7 @@ FAILED = 1
 WRONG_USE = 2
 CANNOT_RUN = 3
 INTERRUPTED = 130
+TERMINATED = 143
 
 # First match counts. By the house's rule a ValueError is the user's input.
 _CODES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
@@ -38,10 +39,15 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
 )
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come."""
+
+
 def ending(error: BaseException) -> tuple[int, str]:
     """Exit code and message for an exception that a command raised."""
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        return INTERRUPTED, "interrupted"
+        code = TERMINATED if isinstance(error, Terminated) else INTERRUPTED
+        return code, "interrupted"
     if isinstance(error, click.ClickException):
         return error.exit_code, _usage_message(error)
     for types, code in _CODES:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import strftime
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
-from anychip.cli.exit_codes import CANNOT_RUN, FAILED, WRONG_USE
+from anychip.cli.exit_codes import CANNOT_RUN, FAILED, WRONG_USE, Terminated
 
 if TYPE_CHECKING:
     from anychip.contract import Backend
@@ -21,8 +25,6 @@ if TYPE_CHECKING:
     from anychip.train.report import Row
 
 SCHEMA = 1
-_LAUNCHED = "ANYCHIP_LAUNCHED"
-"""Set for the ranks that ``--nproc`` has started."""
 _REFUSALS = (WRONG_USE, CANNOT_RUN)
 PATH = click.Path(path_type=Path)
 
@@ -58,14 +60,13 @@ def command(
     Settings are tables of the CONFIG or key=value, like model.width=256; config.toml in the results
     has them all.
     """
-    is_worker = int(os.environ.get("WORLD_SIZE") or 1) > 1
-    if is_worker and nproc > 1:
+    rank = _rank()
+    if rank is not None and nproc > 1:
         raise click.UsageError("--nproc starts the ranks itself; leave it out under torchrun")
-    if is_worker and out is None:
+    if rank is not None and out is None:
         raise click.UsageError("several ranks need --out, one directory for all of them")
-    # Of several ranks the first looks, or the launcher: there may be files when the others come.
-    was_looked_at = _LAUNCHED in os.environ or _follows()
-    directory = out if was_looked_at and out else _out_directory(out, resume=resume)
+    # Of several ranks the first looks: there may be files when the others come.
+    directory = out if rank and out else _out_directory(out, resume=resume)
     path, texts, settings = split(arguments, data)
     settings += [f"run.steps={steps}"] if steps is not None else []
     settings += [f"data.files={json.dumps(texts)}"] if texts else []
@@ -76,9 +77,30 @@ def command(
     return _train(path, settings, backend, directory, resume=resume, as_json=as_json)
 
 
-def _follows() -> bool:
-    """This process is a rank, and not the first."""
-    return int(os.environ.get("RANK") or 0) > 0
+def _rank() -> int | None:
+    """This process's place in a job of several; None: it is alone."""
+    from anychip.registry import environment
+
+    place = environment.launched()
+    return None if place is None else place.rank
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends what is under way as Ctrl-C does, with an exit code of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _launch(
@@ -103,9 +125,11 @@ def _launch(
     words += ["--resume"] * resume + ["--json"] * as_json
     program = [sys.executable, "-m", "anychip"]
     try:
-        launch.launch(nproc, [*program, *words], out / "logs", environment={_LAUNCHED: "1"})
+        launch.launch(nproc, [*program, *words], out / "logs")
     except interruption.Interrupted as stop:
-        return 128 + stop.signal  # rank 0 has said what was saved
+        if str(stop):  # else rank 0 has said what was saved
+            click.echo(f"anychip: {stop}", err=True)
+        return 128 + stop.signal
     except launch.RankFailedError as failure:
         # All ranks refuse what is wrong use; rank 0 has said why, unless it was ended before.
         if failure.exit_codes.get(0) not in _REFUSALS:
@@ -114,6 +138,7 @@ def _launch(
     return 0
 
 
+@_terminable()
 def _train(
     path: Path | None,
     settings: list[str],
@@ -128,7 +153,7 @@ def _train(
     from anychip.train import config, display, interruption, loop
 
     # With --json, stdout has the result and nothing else. Of several ranks the first speaks.
-    console = Console(stderr=as_json, highlight=False, quiet=_follows())
+    console = Console(stderr=as_json, highlight=False, quiet=bool(_rank()))
     configuration = config.load(path, settings)
     chip = anychip.use(backend, config=configuration.run.backend)
     registry.take_device(chip)
@@ -146,6 +171,10 @@ def _train(
     except interruption.Interrupted as stop:
         if run.is_first:
             click.echo(f"anychip: {stop}", err=True)
+        if run.comm.world_size > 1:
+            # The first that ends makes a launcher end the others: all are here, and hear nothing.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            run.comm.barrier()
         return 128 + stop.signal
     sample = loop.finish(run, out, rows)
     if not run.is_first:

@@ -85,7 +85,8 @@ def launch(
 
     Raises:
         RankFailedError: a rank failed; the others are ended, within 30 s if they do not answer.
-        Interrupted: this process got a signal; the ranks got it too, and have ended.
+        Interrupted: this process, or a rank, got SIGTERM or SIGINT, and the others have ended in
+            good order too. Without a message when rank 0 has had its say.
     """
     if nproc < 1:
         raise ValueError(f"nproc: at least 1 expected, got {nproc}")
@@ -97,6 +98,7 @@ def launch(
         try:
             elastic_launch(config, "sh")("-c", _AS_RANK, str(logs), *command)
         except ChildFailedError as error:
+            raise_if_interrupted(error.failures)
             failure = first_failure(error.failures, logs)
             rank = failure.local_rank
             codes = {other: _exit_code(found) for other, found in error.failures.items()}
@@ -105,7 +107,22 @@ def launch(
             told = "".join(_tail(_err(logs, other)) for other in shown)
             raise RankFailedError(rank, codes, told) from None
         except SignalException as stop:
-            raise Interrupted(f"interrupted by {stop.sigval.name}", int(stop.sigval)) from None
+            raise Interrupted("", int(stop.sigval)) from None
+
+
+def raise_if_interrupted(failures: Mapping[int, ProcessFailure]) -> None:
+    """Tells ranks that were asked to end from those that failed.
+
+    The launcher ends ranks too, but none before another one has ended with something else.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    asked = {code: number for number in numbers for code in (128 + number, -number)}
+    codes = {found.exitcode for found in failures.values()}
+    if codes <= asked.keys():
+        number = asked[max(codes)]  # what a rank has ended with by itself, if one has
+        has_spoken = 0 in failures and failures[0].exitcode > 0
+        said = "" if has_spoken else f"a rank got {number.name} before the first step"
+        raise Interrupted(said, number) from None
 
 
 def _config(nproc: int, variables: Mapping[str, str]) -> LaunchConfig:

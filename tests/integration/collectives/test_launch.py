@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from anychip.train.launch import RankFailedError, first_failure, launch
+from anychip.train.interruption import Interrupted
+from anychip.train.launch import RankFailedError, first_failure, launch, raise_if_interrupted
 
 # Ranks that do not import torch start at once; the last test has real ones.
 PREAMBLE = """
@@ -135,6 +136,26 @@ def test_interrupt_from_the_terminal_reaches_each_rank_once(tmp_path: Path) -> N
         count, process = (tmp_path / f"count{rank}").read_text().split()
         assert count == "1"
         assert not Path("/proc", process).exists()
+
+
+@pytest.mark.parametrize(
+    ("codes", "number", "said"),
+    [
+        ({0: 143, 1: 143}, signal.SIGTERM, ""),
+        ({0: 130, 1: 130}, signal.SIGINT, ""),
+        ({0: 143, 1: -15}, signal.SIGTERM, ""),
+        ({0: -15, 1: -15}, signal.SIGTERM, "a rank got SIGTERM before the first step"),
+        ({0: -15, 1: 130}, signal.SIGINT, "a rank got SIGINT before the first step"),
+        ({1: -2}, signal.SIGINT, "a rank got SIGINT before the first step"),
+    ],
+)
+def test_ranks_that_were_asked_to_end_have_not_failed(
+    codes: dict[int, int], number: signal.Signals, said: str
+) -> None:
+    with pytest.raises(Interrupted) as caught:
+        raise_if_interrupted(failures(codes))
+    assert (str(caught.value), caught.value.signal) == (said, number)
+    raise_if_interrupted(failures({**codes, 2: 1}))
 
 
 def test_launch_of_no_rank_is_refused(tmp_path: Path) -> None:

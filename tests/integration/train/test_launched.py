@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.collectives.processes import free_port
 from tests.integration.train.forked import Server
-from tests.integration.train.processes import num_rows, start, train, variables
+from tests.integration.train.processes import command, num_rows, start, train, variables
 from tests.integration.train.test_ranks import SETTINGS, ZERO, Trained, run
 
 ENDLESS = (*SETTINGS[: SETTINGS.index("--steps")], "--steps", "100000", "checkpoint.every=20")
@@ -51,6 +52,24 @@ def test_torchrun_gives_the_run(wanted: Trained, tmp_path: Path) -> None:
     Trained(tmp_path / "out").assert_same(wanted)
 
 
+def test_ranks_of_any_launcher_are_a_job(wanted: Trained, tmp_path: Path) -> None:
+    """As Kubernetes starts them: no variable of torchrun's."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    secret = {"ANYCHIP_SECRET": "of sixteen letters"}
+    ranks = [
+        subprocess.Popen(
+            command(*SETTINGS, *ZERO, "--backend", "cpu", "--out", "out"),
+            cwd=tmp_path,
+            env=variables(RANK=str(rank), **place, **secret),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (1, 0)
+    ]
+    assert [(rank.communicate(timeout=200)[1], rank.returncode) for rank in ranks] == [("", 0)] * 2
+    Trained(tmp_path / "out").assert_same(wanted)
+
+
 def test_refused_settings_are_one_message_and_the_directory_can_be_used_again(
     ranks: Server, tmp_path: Path
 ) -> None:
@@ -82,16 +101,21 @@ def _saved_step(out: Path) -> int:
     return int(json.loads((out / "checkpoint/manifest.json").read_text())["step"])
 
 
-def test_interrupted_launcher_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "number"), [(None, signal.SIGINT), (1, signal.SIGTERM), (0, signal.SIGINT)]
+)
+def test_interrupted_launcher_or_rank_ends_all_with_one_message(
+    tmp_path: Path, rank: int | None, number: signal.Signals
+) -> None:
     process, pids = _start(tmp_path)
-    process.send_signal(signal.SIGINT)
+    os.kill(process.pid if rank is None else pids[rank], number)
     _, errors = process.communicate(timeout=100)
     last = num_rows(tmp_path / "out")
     assert errors == (
         f"anychip: interrupted after step {last} of 100000; to go on: "
         "anychip train --resume --out out\n"
     )
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert _saved_step(tmp_path / "out") == last
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
 

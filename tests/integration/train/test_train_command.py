@@ -145,10 +145,36 @@ def test_wrong_use_is_one_message_and_nothing_is_written(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_worker_of_torchrun_without_out_is_told_to_name_one(tmp_path: Path) -> None:
-    done = train(*TINY, cwd=tmp_path, WORLD_SIZE="4", LOCAL_RANK="0", ANYCHIP_BACKEND="cpu")
-    assert done.returncode == 2
-    assert "several ranks need --out, one directory for all of them" in done.stderr
+WORKER = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "out", "answer"),
+    [
+        (WORKER, None, "several ranks need --out, one directory for all of them"),
+        (WORKER | {"RANK": "4"}, None, "neither alone nor a rank of a job: RANK=4, WORLD_SIZE=4"),
+        ({"RANK": "7"}, "full", "neither alone nor a rank of a job: RANK=7, WORLD_SIZE=(not set)"),
+        ({"ANYCHIP_LAUNCHED": ""}, "full", "full exists and is not empty; nothing was written"),
+    ],
+    ids=["no out", "rank", "stray rank", "no launcher"],
+)
+def test_stray_variables_are_named_and_protect_no_less(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variables: dict[str, str],
+    out: str | None,
+    answer: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "metrics.jsonl").write_text("mine")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert run(["train", *TINY, "--steps", "1", *(["--out", out] if out else [])]) == 2
+    assert answer in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["full", "metrics.jsonl"]
+    assert (tmp_path / "full" / "metrics.jsonl").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

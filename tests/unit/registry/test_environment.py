@@ -65,6 +65,54 @@ def test_worker_is_one_of_several_that_a_launcher_started(
     assert environment.is_worker() is expected
 
 
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ("", None),
+        ("WORLD_SIZE=1", None),
+        ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a", None),
+        ("MASTER_ADDR=a MASTER_PORT=1", None),
+        ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", (1, 2, "a", 1, False)),
+        (
+            "RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1 TORCHELASTIC_USE_AGENT_STORE=True",
+            (0, 2, "a", 1, True),
+        ),
+        ("RANK=7", "RANK=7, WORLD_SIZE=(not set)"),
+        ("RANK=0", "RANK=0, WORLD_SIZE=(not set)"),
+        ("WORLD_SIZE=4", "RANK=(not set), WORLD_SIZE=4"),
+        ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "RANK below WORLD_SIZE"),
+        ("RANK=x WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "RANK=x"),
+        ("RANK=1 WORLD_SIZE=2 MASTER_PORT=1", "MASTER_ADDR=(not set)"),
+        ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a", "MASTER_PORT=(not set)"),
+    ],
+)
+def test_place_in_a_job_is_whole_or_none_or_named(
+    monkeypatch: pytest.MonkeyPatch, told: str, expected: tuple[object, ...] | str | None
+) -> None:
+    for text in told.split():
+        monkeypatch.setenv(*text.split("=", 1))
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match="neither alone nor a rank of a job") as caught:
+            environment.launched()
+        assert expected in str(caught.value)
+    else:
+        assert environment.launched() == expected
+
+
+def test_secret_is_the_variable_or_the_file_and_not_a_short_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert environment.secret() == b""
+    (tmp_path / "secret").write_text("of sixteen letters\n")
+    monkeypatch.setenv("ANYCHIP_SECRET_FILE", str(tmp_path / "secret"))
+    assert environment.secret() == b"of sixteen letters"
+    monkeypatch.setenv("ANYCHIP_SECRET", "another of sixteen")
+    assert environment.secret() == b"another of sixteen"
+    monkeypatch.setenv("ANYCHIP_SECRET", "short")
+    with pytest.raises(ValueError, match="at least 16 characters expected, got 5"):
+        environment.secret()
+
+
 def test_backend_name_that_is_blank_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYCHIP_BACKEND", "  ")
     assert environment.backend_name() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 
@@ -257,6 +258,23 @@ class SmallBlocksUncounted(CountingMemory):
         super().freed(nbytes if nbytes > 65536 else 0)
 
 
+class OfTheFirstDevice(CountingMemory):
+    """Whatever device is asked about; the host's memory is that of all of its devices."""
+
+    def stats(self, index: int | None = None) -> MemoryStats:
+        found = super().stats(index)
+        return found if not index else found._replace(allocated=0, peak_allocated=0)
+
+
+class TensorsTwice(CountingMemory):
+    """By their size, and by that of their storages."""
+
+    def stats(self, index: int | None = None) -> MemoryStats:
+        found = super().stats(index)
+        tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
+        return found._replace(allocated=found.allocated + 2 * sum(t.nbytes for t in tensors))
+
+
 class CopyOfNothingFails(CountingMemory):
     def copy_async(
         self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None = None
@@ -329,6 +347,8 @@ _MEMORIES = tuple(
         ("statistics-of-a-thread", "per-thread state", StatisticsOfAThread),
         ("small-blocks-leak", "leak", SmallBlocksLeak),
         ("small-blocks-not-counted", "one of several pools", SmallBlocksUncounted),
+        ("statistics-of-the-first-device", "state of one device", OfTheFirstDevice),
+        ("tensors-counted-twice", "a statistic that means something else", TensorsTwice),
         ("copy-of-nothing-fails", "a special case forgotten", CopyOfNothingFails),
         ("copy-in-words", "dropped tail", CopyInWords),
         ("copy-aligned-down", "misaligned address", CopyAlignedDown),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,10 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 @click.option(
     "--expectations", type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A list in place of the one in the backend's package.",
+)  # fmt: skip
+@click.option(
+    "--write-expectations", "first_list", type=_FILE,
+    help="Write a first list: every case that fails today.",
 )  # fmt: skip
 @click.option("--list", "list_only", is_flag=True, help="Print the ids of the cases; run nothing.")
 @click.option("--json", "json_file", type=_FILE, help="Write the report, to be verified.")
@@ -103,6 +108,7 @@ def _check(
     jobs: int | None,
     limit_s: float,
     expectations: Path | None,
+    first_list: Path | None,
     list_only: bool,
     json_file: Path | None,
     html_file: Path | None,
@@ -110,7 +116,11 @@ def _check(
 ) -> int:
     """Runs the suite, and writes what was asked for."""
     files = {"--json": json_file, "--html": html_file, "--junit": junit_file}
-    for option, file in files.items():
+    if first_list is not None and first_list.exists():
+        raise click.UsageError(
+            f"--write-expectations {first_list}: it exists, and has reasons in it"
+        )
+    for option, file in {**files, "--write-expectations": first_list}.items():
         if file is not None and not file.parent.is_dir():
             raise click.UsageError(f"{option} {file}: there is no folder {file.parent}")
 
@@ -118,6 +128,7 @@ def _check(
     # next to them: a loaded machine was three times slower by it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from anychip import conformance
+    from anychip.conformance import expectations as listing
 
     plan = conformance.plan(
         conformance.activate(backend),
@@ -133,6 +144,9 @@ def _check(
     cores = min(2, os.cpu_count() or 1)
     report = _run(plan, isolate=isolate, jobs=jobs or cores, limit_s=limit_s)
     _write(report, json_file=json_file, html_file=html_file, junit_file=junit_file)
+    if first_list is not None:
+        text = listing.first_list(report.results, plan.expected, datetime.date.today())
+        first_list.write_text(text, encoding="utf-8")
     return DONE if report.passed else FAILED
 
 
@@ -162,8 +176,12 @@ def _run(plan: Plan, *, isolate: bool, jobs: int, limit_s: float) -> Report:
     with terminal.Display(plan, console) as display:
 
         def show(result: Result) -> None:
-            shown.add(result.case)
-            display.show(result, frame.explain(result))
+            streamed = (
+                result.outcome != "unexpected pass"
+            )  # what to do about it is known at the end
+            if streamed:
+                shown.add(result.case)
+            display.show(result, frame.explain(result) if streamed else "")
 
         report = run_plan(plan, isolate=isolate, jobs=jobs, limit_s=limit_s, on_result=show)
     terminal.print_summary(report, console, shown=shown)

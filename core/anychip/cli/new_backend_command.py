@@ -43,7 +43,7 @@ def command(name: str, kind: str, directory: Path | None) -> None:
     target = directory or Path(values["distribution"])
     _write(target, templates.render("python_backend", values))
     click.echo(f"wrote {target}: a backend {name!r} that works on the host")
-    click.echo(f"  next: cd {target} && pip install --no-build-isolation -e . && python -m pytest")
+    click.echo(f"  next: cd {target} && pip install -e '.[test]' && python -m pytest")
     click.echo(f"        anychip conformance --backend {name}")
 
 

@@ -5,7 +5,7 @@
     [[unsupported]]                      # permanent: the chip cannot
     case = "random/generator/state"      # a case's id; * and ? stand for anything
     reason = "the chip's generator has no state that can be read"
-    capability = "generator_state"       # what it lacks; never one that the backend declares
+    capability = "generator_state"       # of LACKS; never one that the backend declares
 
     [[expected_failure]]                 # temporary: a known defect
     case = "operators/rms_norm/bf16/3x4096"
@@ -14,12 +14,14 @@
     crash = true                         # optional: it ends the process; run with --isolate only
 
 An unsupported case that passes, an expected failure that passes, an entry that matches no case and
-one past its date are failures: a list describes the backend as it is.
+one past its date are failures: a list describes the backend as it is. What is simply not there, a
+row or a dtype, is not asked and not listed.
 """
 
 from __future__ import annotations
 
 import datetime
+import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from typing import Any, Literal
 import tomlkit
 import tomlkit.exceptions
 
+from anychip.conformance.report import Result, with_outcome
 from anychip.contract import Backend
 
 FILE = "expectations.toml"
@@ -40,6 +43,11 @@ _KEYS = {
     "expected_failure": {"case", "reason", "until"},
 }
 _OPTIONAL = {"unsupported": set[str](), "expected_failure": {"crash"}}
+LACKS = (*Backend.capabilities, "graphs", "generator_state", "message_tags", "rank_order")
+"""What a backend can lack: the contract's optional groups, then the state of a generator, tags of
+messages between two ranks, and groups whose ranks are not in order."""
+FIRST_DAYS = 90
+"""Days until which a first list expects its failures."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +95,54 @@ def _numbers(version: str) -> tuple[int, ...]:
     found = _VERSION.match(version)
     assert found is not None
     return tuple(int(part) for part in found.group().split("."))
+
+
+def advised(results: Sequence[Result], listed: Expectations) -> list[Result]:
+    """Results, in which an unexpected pass says what to do with its entry."""
+    found: dict[Entry, list[Result]] = {}
+    for result in results:
+        entry = listed.find(result.case)
+        if entry is not None:
+            found.setdefault(entry, []).append(result)
+    reasons: dict[str, str] = {}
+    for entry, matched in found.items():
+        passing = [r.case for r in matched if r.outcome == "unexpected pass"]
+        advice = f"{len(passing)} of {len(matched)} pass: narrow it to those that fail"
+        if len(passing) == len(matched):
+            advice = "take it out of the list"
+        text = (
+            f"listed as {entry.kind} ({entry.reason}), and does not fail; {entry.case!r}: {advice}"
+        )
+        reasons |= dict.fromkeys(passing, text)
+    return [
+        with_outcome(r, r.outcome, reasons[r.case]) if r.case in reasons else r for r in results
+    ]
+
+
+def first_list(results: Sequence[Result], listed: Expectations, today: datetime.date) -> str:
+    """The text of a list with which this run would have passed, an entry for each case."""
+    document = tomlkit.document()
+    document.add(
+        tomlkit.comment("As found by `anychip conformance`. The reasons are to be written.")
+    )
+    rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KEYS}
+    for result in results:
+        entry = listed.find(result.case)
+        if result.outcome == "failed":
+            reason = result.reason.strip().partition("\n")[0] or "failed"
+            until = today + datetime.timedelta(days=FIRST_DAYS)
+            row = {"case": result.case, "reason": reason, "until": until, "crash": result.crashed}
+            rows["expected_failure"].append(row)
+        elif entry is not None and result.outcome in ("expected failure", "unsupported"):
+            known = {key: getattr(entry, key) for key in (*_KEYS[entry.kind], "crash")}
+            rows[entry.kind].append({**known, "case": result.case})
+    for kind, found in rows.items():
+        if found:
+            kept = [
+                {k: v for k, v in sorted(row.items()) if v not in (None, False)} for row in found
+            ]
+            document.add(kind, tomlkit.item(kept))
+    return tomlkit.dumps(document)
 
 
 class Expectations:
@@ -166,6 +222,11 @@ def _entry(kind: str, row: Any, where: str) -> Entry:
     for key in required - {"until"}:
         if not isinstance(row[key], str) or not row[key].strip():
             raise ValueError(f"{where}: {key} must be text, got {row[key]!r}")
+    lack = row.get("capability")
+    if lack is not None and lack not in LACKS:
+        near = difflib.get_close_matches(lack, LACKS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(LACKS)}"
+        raise ValueError(f"{where}: no capability is named {lack!r}; {hint}")
     crash = row.get("crash", False)
     if not isinstance(crash, bool):
         raise ValueError(f"{where}: crash must be true or false, got {crash!r}")
@@ -173,7 +234,7 @@ def _entry(kind: str, row: Any, where: str) -> Entry:
         kind="unsupported" if kind == "unsupported" else "expected_failure",
         case=row["case"],
         reason=row["reason"],
-        capability=row.get("capability"),
+        capability=lack,
         until=_until(row["until"], where) if "until" in row else None,
         crash=crash,
     )

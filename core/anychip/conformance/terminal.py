@@ -84,7 +84,7 @@ class Display:
         self.progress.stop()
 
     def show(self, result: Result, explanation: str) -> None:
-        """One more result; ``explanation`` is printed if it is not good."""
+        """One more result; ``explanation`` is printed if it is not good, unless it is empty."""
         if result.chapter != self.chapter:
             self._finish_chapter()
             self.chapter, self.count, self.failed = result.chapter, 0, 0
@@ -92,7 +92,8 @@ class Display:
         self.count += 1
         if not result.ok:
             self.failed += 1
-            self.console.print(Text(explanation, style="red"))
+            if explanation:
+                self.console.print(Text(explanation, style="red"))
         note = f", {self.failed} failed" if self.failed else ""
         self.progress.update(self.task, advance=1, description=f"{result.chapter}{note}")
         if self.count == self.sizes[self.chapter]:
@@ -113,9 +114,12 @@ def print_summary(report: Report, console: Console, *, shown: set[str]) -> None:
     Args:
         shown: ids of failures that were printed already.
     """
+    said: set[str] = set()  # the passes of one entry have one reason
     for result in report.failures:
-        if result.case not in shown:
+        if result.case not in shown and result.reason not in said:
             console.print(Text(report.explain(result), style="red"))
+        if result.outcome == "unexpected pass":
+            said.add(result.reason)
     console.print()
     console.print(_table(report))
     _print_reasons(report, console)

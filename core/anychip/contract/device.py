@@ -96,7 +96,8 @@ class DeviceInterface:
     def device(self, index: int | None = None) -> torch.device:
         """The torch device for an index; without an index the current device.
 
-        A backend whose type has only one device (a host) may leave the index out of the result.
+        A backend whose type has only one device (a host) may leave the index out of the result. If
+        it counts more, ``cpu:0`` and ``cpu:1``, these are one memory: torch's tensors say ``cpu``.
         """
         import torch
 

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 
 class MemoryStats(NamedTuple):
-    """Bytes of one device at one moment.
+    """Bytes of one device at one moment; indices of one memory, a host's, each answer for all.
 
     Attributes:
-        allocated: in live storages; grows by at least ``n`` when ``n`` bytes are allocated.
+        allocated: in live storages, those of torch's own tensors too; grows by at least ``n`` when
+            ``n`` bytes are allocated. On the host, whose allocator is the process's, what
+            ``allocate`` gave has to count; other tensors may, each once.
         reserved: held from the driver or system, free blocks included; never below ``allocated``.
         peak_allocated: highest ``allocated`` since start or the last reset; None without the
             capability ``memory_peak``. Never falls between two resets, never below ``allocated``.

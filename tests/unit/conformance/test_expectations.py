@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,11 @@ def test_date_without_quotes_is_a_date() -> None:
         ("[[unsupported]]\ncase = 'a'\nreason = 'b'", "capability"),
         ("[[unsupported]]\ncase = 'a'\nreason = 'b'\ncapability = 'c'\nuntil = '1'", "until"),
         ("[[unsupported]]\ncase = 'a'\nreason = ' '\ncapability = 'c'", "reason must be text"),
+        ("[[unsupported]]\ncase = 'a'\nreason = 'b'\ncapability = 'c'", "there are streams, mem"),
+        (
+            "[[unsupported]]\ncase = 'a'\nreason = 'b'\ncapability = 'memory_stat'",
+            "no capability is named 'memory_stat'; did you mean 'memory_stats'?",
+        ),
         ("[[expected_failure]]\ncase = 'a'\nreason = 'b'", "until"),
         ("[[expected_failure]]\ncase = 'a'\nreason = 'b'\nuntil = 'soon'", "soon"),
         ("[[expected_failure]]\ncase = 'a'\nreason = 'b'\nuntil = 3", "a date"),
@@ -135,6 +141,44 @@ def test_result_is_judged_by_its_entry(
 ) -> None:
     result = Result(case="x/y", outcome=outcome, reason="it broke", crashed=crashed)
     assert judge(result, entry, "1.0").outcome == want
+
+
+def test_glob_that_partly_passes_is_to_be_narrowed_and_one_that_passes_taken_out() -> None:
+    found = {"x/a": "failed", "x/b": "passed", "x/c": "passed", "y/a": "passed", "y/b": "passed"}
+    other = replace(LATER, case="y/*")
+    lists = Expectations([LATER, other])
+    results = [
+        judge(Result(case=case, outcome=outcome), lists.find(case), "1.0")
+        for case, outcome in found.items()
+    ]
+    reasons = [r.reason for r in expectations.advised(results, lists)]
+    start = "listed as expected_failure (bug 7), and does not fail; "
+    narrow = f"{start}'x/*': 2 of 3 pass: narrow it to those that fail"
+    out = f"{start}'y/*': take it out of the list"
+    assert reasons == ["bug 7", narrow, narrow, out, out]
+
+
+def test_first_list_makes_the_run_pass_and_keeps_what_was_listed() -> None:
+    results = [
+        Result(case="a/x", outcome="failed", reason="2 ULP\nat [3]"),
+        Result(case="a/y", outcome="failed", crashed=True),
+        Result(case="a/z", outcome="passed"),
+        Result(case="x/y", outcome="expected failure"),
+        Result(case="z/y", outcome="unsupported"),
+    ]
+    stated = replace(UNSUPPORTED, case="z/*", capability="graphs")
+    text = expectations.first_list(
+        results, Expectations([LATER, stated]), datetime.date(2998, 1, 1)
+    )
+    made, soon = parse(text, "here"), datetime.date(2998, 4, 1)
+    assert {e.case: (e.reason, e.until, e.crash) for e in made.entries} == {
+        "a/x": ("2 ULP", soon, False),
+        "a/y": ("failed", soon, True),
+        "x/y": ("bug 7", LATER.until, False),
+        "z/y": ("cannot", None, False),
+    }
+    judged = [judge(replace(r, outcome="failed"), made.find(r.case), "1.0") for r in results]
+    assert [r.ok for r in judged] == [True, True, False, True, True]
 
 
 def test_first_entry_that_matches_counts_and_the_unused_ones_are_stale() -> None:

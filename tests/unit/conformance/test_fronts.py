@@ -15,6 +15,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from anychip.conformance import expectations
+
 PLUGIN = """
 from __future__ import annotations
 
@@ -154,7 +156,7 @@ def test_command_on_a_good_plugin_passes_and_writes_every_report(plugins: Path) 
 def test_isolation_makes_a_crash_a_hang_and_an_exit_one_failed_case_each(plugins: Path) -> None:
     report, listed = plugins / "r.json", plugins / "list.toml"
     listed.write_text(
-        '[[unsupported]]\ncase = "operators/swiglu/*"\nreason = "r"\ncapability = "wings"\n'
+        '[[unsupported]]\ncase = "operators/swiglu/*"\nreason = "r"\ncapability = "graphs"\n'
     )
     select = (
         "operators/rms_norm/fp32/4x8 or operators/gelu/fp32/8.none or operators/swiglu/fp32/8"
@@ -163,8 +165,14 @@ def test_isolation_makes_a_crash_a_hang_and_an_exit_one_failed_case_each(plugins
     done = run(
         plugins, "anychip", "conformance", "--backend", "badchip", "--isolate", "--limit", "8",
         "-k", select, "--json", str(report), "--expectations", str(listed),
+        "--write-expectations", str(plugins / "first.toml"),
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
+    first = expectations.parse((plugins / "first.toml").read_text(), "first.toml").entries
+    crashing = {("rms_norm", True), ("gelu", True), ("swiglu", True)}
+    assert {(e.case.split("/")[1], e.crash) for e in first} == crashing
+    refused = run(plugins, "anychip", "conformance", "--write-expectations", str(listed))
+    assert (refused.returncode, "it exists" in refused.stderr) == (2, True), refused.stderr
     document = json.loads(report.read_text())
     served = {row["operator"]: row["calls"] for row in document["provenance"]["operators"]}
     assert served == {"layer_norm": 1}  # the counts of a process end with it

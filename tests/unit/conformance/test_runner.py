@@ -194,7 +194,7 @@ def test_run_with_lists_gives_each_outcome(tmp_path: Path) -> None:
         [[unsupported]]
         case = "device/compile_backend"
         reason = "no compiler"
-        capability = "compiler"
+        capability = "graphs"
         [[expected_failure]]
         case = "device/index/device.negative"
         reason = "bug"
@@ -211,7 +211,7 @@ def test_run_with_lists_gives_each_outcome(tmp_path: Path) -> None:
         [[unsupported]]
         case = "device/wings"
         reason = "none"
-        capability = "wings"
+        capability = "graphs"
         """,
     )
     wrong = backend(

@@ -315,6 +315,33 @@ def stats_of_threads(context: Context) -> None:
     check(left <= NOISE, f"12 MiB of another thread were freed here, and {left} bytes are left")
 
 
+def stats_of_tensors(context: Context) -> None:
+    """torch's own tensors count once; on the host, whose allocator is the process's, or not."""
+    memory, nbytes = context.backend.memory, 12 * MIB
+    before = memory.stats().allocated
+    held = torch.empty(nbytes, dtype=torch.uint8, device=context.device)
+    grown = memory.stats().allocated - before
+    right = [nbytes, 0] if held.device.type == "cpu" else [nbytes]
+    text = f"a tensor of {nbytes} bytes was made, `allocated` grew by {grown}"
+    check(any(abs(grown - want) <= NOISE for want in right), text)
+
+
+def stats_of_devices(context: Context) -> None:
+    """Each device answers for its own memory, and indices of one memory for all of it."""
+    backend, nbytes = context.backend, 12 * MIB
+    every = range(backend.device_count())
+    homes = [torch.empty(0, device=backend.device(index)).device for index in every]
+    for index in every:
+        before = [backend.memory.stats(i).allocated for i in every]
+        held = backend.memory.allocate(nbytes, index)
+        for i in every:
+            grown = backend.memory.stats(i).allocated - before[i]
+            want = nbytes if homes[i] == homes[index] else 0
+            text = f"{nbytes} bytes allocated on device {index}; {want} expected on device {i}"
+            check(abs(grown - want) <= NOISE, f"{text}, `allocated` grew by {grown}")
+        del held
+
+
 def empty_cache(context: Context) -> None:
     """Gives back what is free; what is allocated keeps its bytes."""
     memory = context.backend.memory
@@ -438,6 +465,8 @@ GROUPS: dict[str | None, dict[str, Callable[[Context], None]]] = {
         "stats/leaks": nothing_leaks,
         "stats/small": small_blocks,
         "stats/threads": stats_of_threads,
+        "stats/tensors": stats_of_tensors,
+        "stats/devices": stats_of_devices,
         "stats/empty_cache": empty_cache,
     },
     "memory_peak": {"peak/rises": peak_rises, "peak/resets": peak_resets},

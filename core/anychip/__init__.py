@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         hookimpl,
     )
     from anychip.dispatch.operator import operator
-    from anychip.fusion import fuse
+    from anychip.fusion import fuse, unfuse
     from anychip.registry import backends
     from anychip.runtime import backend, policy, provenance, register, use
 
@@ -59,6 +59,7 @@ _HOME = {
     ),
     "backends": "anychip.registry",
     "fuse": "anychip.fusion",
+    "unfuse": "anychip.fusion",
     "operator": "anychip.ops",  # where dispatch is connected to the registry as well
     **dict.fromkeys(("backend", "policy", "provenance", "register", "use"), "anychip.runtime"),
 }
@@ -89,6 +90,7 @@ __all__ = [
     "policy",
     "provenance",
     "register",
+    "unfuse",
     "use",
 ]
 

@@ -3,11 +3,11 @@
 Works on plain torch modules and on decoders of Hugging Face transformers, which is never imported.
 docs/fusing.md is the guide. ``recognition`` finds what can be replaced, ``probe`` proves it,
 ``fused`` does it, and one module per kind (``norm``, ``activation``, ``rope``, ``attention``,
-``interface``, ``loss``) says how the operator is called and when the model's own code has to serve
-a call; ``rope_probe`` proves what ``rope`` says.
+``loss``) says how the operator is called and when the model's own code has to serve a call;
+``rope_probe`` proves what ``rope`` says, and ``masks`` reads those of attention.
 """
 
-from anychip.fusion.recognition import fuse
+from anychip.fusion.recognition import fuse, unfuse
 from anychip.fusion.report import Report
 
-__all__ = ["Report", "fuse"]
+__all__ = ["Report", "fuse", "unfuse"]

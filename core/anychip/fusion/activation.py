@@ -29,12 +29,7 @@ class Gelu(Unary):
 
     approximate: str
 
-    kind = "activation"
-    unless = "other dtypes"
-
-    @property
-    def operator(self) -> str:
-        return "gelu"
+    kind, operator, unless = "activation", "gelu", "other dtypes"
 
     def refusal(self, module: nn.Module, x: Any) -> str | None:
         return _refusal(x)
@@ -52,12 +47,7 @@ class GatedMLP(Unary):
     up: str
     down: str
 
-    kind = "activation"
-    unless = "other dtypes"
-
-    @property
-    def operator(self) -> str:
-        return "swiglu"
+    kind, operator, unless = "activation", "swiglu", "other dtypes"
 
     def refusal(self, module: nn.Module, x: Any) -> str | None:
         return _refusal(x)

@@ -1,15 +1,19 @@
-"""Attention of modules that call ``torch.nn.functional.scaled_dot_product_attention`` themselves.
+"""Attention of modules that ask torch or transformers for it, by the operators.
 
-Their forward runs under a function mode that takes this one call; all others go on as they are.
+A forward that calls ``torch.nn.functional.scaled_dot_product_attention`` itself runs under a
+function mode that takes this one call. One that asks ``ALL_ATTENTION_FUNCTIONS`` of transformers
+finds ours under that name, which hands out our function in the place of sdpa's and everything else
+as it is; configs, masks and the interface are not touched. transformers is never imported.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,44 +21,94 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from anychip import ops
-from anychip.fusion.fused import FLOATS, HOST, Fusion, autocast_is_on, own_code
+from anychip.fusion import masks
+from anychip.fusion.fused import (
+    FLOATS,
+    HOST,
+    Args,
+    Forward,
+    Fusion,
+    Named,
+    autocast_is_on,
+    label_of,
+    own_class,
+    own_code,
+    place,
+)
+from anychip.fusion.rope import Rope
 
 LABEL = "torch.nn.functional.scaled_dot_product_attention"
 SEEDS = 2**63 - 1
-UNLESS = "masks, causal with fewer queries than keys, other dtypes"
+UNLESS = "masks of no sequences, causal with fewer queries than keys, other dtypes"
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+REPLACES = "sdpa"
+"""The implementation, by transformers' name for it, that masks and meaning are taken from."""
+Asks = Literal["torch", "transformers"]
 
 
 @dataclass(frozen=True)
 class Attention(Fusion):
-    """A module whose scaled dot products ``ops.attention`` computes."""
+    """An attention whose products, or whose rope function, or both, are operators.
 
-    kind = "attention"
-    unless = UNLESS
+    Attributes:
+        asks: whom it asks for its scaled dot products, when the operator computes them.
+        rope: its rope function, when the operator stands for it.
+    """
 
-    @property
-    def operator(self) -> str:
-        return "attention"
+    asks: Asks | None = None
+    rope: Rope | None = None
 
-    def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        with _Rerouted():
-            return forward(module, *args, **kwargs)
+    kind, operator, unless = "attention", "attention", UNLESS
+
+    def rewritten(self, forward: Forward) -> tuple[Forward, ...]:
+        """The forward with other functions in the place of its file's, without and with rope."""
+        ours: dict[str, str] = {}
+        if self.asks == "transformers":
+            ours[INTERFACE] = f"anychip_{INTERFACE}"
+            own = forward.__globals__
+            own[ours[INTERFACE]] = _Interface(own[INTERFACE])
+        without = _renamed(forward, ours)
+        if self.rope is None:
+            return without, without
+        return without, _renamed(forward, {**ours, **self.rope.put_into(forward)})
+
+    def run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Named) -> Any:
+        turned = self.rope is not None and self.rope.takes(module, forward, args, kwargs)
+        forward = type(module).anychip_rewritten[turned]  # type: ignore[attr-defined]
+        before = place.owner
+        place.owner = id(module)
+        try:
+            if self.asks != "torch":
+                return forward(module, *args, **kwargs)
+            with _Rerouted():
+                return forward(module, *args, **kwargs)
+        finally:
+            place.owner = before
+
+
+def _renamed(forward: Forward, ours: Mapping[str, str]) -> Forward:
+    """A function with the same globals in which some names are others."""
+    if not ours:
+        return forward
+    assert isinstance(forward, FunctionType)
+    names = tuple(ours.get(name, name) for name in forward.__code__.co_names)
+    made = FunctionType(
+        forward.__code__.replace(co_names=names),
+        forward.__globals__,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    made.__kwdefaults__, made.__module__ = forward.__kwdefaults__, forward.__module__
+    made.__qualname__ = forward.__qualname__
+    return made
 
 
 class _Rerouted(TorchFunctionMode):
     """Within it torch's attention is ours. What it calls itself is outside of it."""
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Named | None = None
     ) -> Any:
         if func is scaled_dot_product_attention:
             return attend(*args, **(kwargs or {}))
@@ -71,14 +125,15 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's function of the same arguments, (B, H, S, D), by ``ops.attention`` where it can."""
-    why = None if attn_mask is None else "a mask"
-    if why is None and not enable_gqa and query.shape[:-2] != key.shape[:-2]:
-        why = "batch or heads of query and key differ"
-    why = why or refusal(query, key, value, causal=is_causal, dropout=dropout_p)
-    if why is None:
-        return attention(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p)
-    own_code("attention", LABEL, why)
+    """torch's function of the same arguments, (B, H, S, D), by an operator where it can."""
+    made: Tensor | str = "batch or heads of query and key differ"
+    one_head = key.dim() == 4 and key.shape[:2] == (query.shape[0], 1)
+    if enable_gqa or one_head or query.shape[:-2] == key.shape[:-2]:
+        given: Any = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "pads": False}
+        made = attention(query, key, value, attn_mask, **given)
+    if isinstance(made, Tensor):
+        return made.transpose(1, 2)
+    own_code("attention", LABEL, made, place.owner)
     return scaled_dot_product_attention(
         query,
         key,
@@ -91,18 +146,136 @@ def attend(
     )
 
 
+class _Interface:
+    """Transformers' functions of attention, with ours for that of sdpa."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+        sdpa = original[REPLACES]
+        self._label = label_of(sdpa)
+        self._meant = frozenset({*inspect.signature(sdpa).parameters, "softcap"})
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        return self._ours(name, self._original.get_interface(name, default))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._ours(name, self._original[name])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def _ours(self, name: str, found: Any) -> Any:
+        if name != REPLACES:
+            return found
+        return functools.partial(attend_as_sdpa, found, self._label, self._meant)
+
+
+def attend_as_sdpa(
+    original: Callable[..., Any],
+    label: str,
+    meant: Collection[str],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' sdpa computes: (B, H, S, D) in, (B, S, H, D) out, no weights.
+
+    As in its flash attention, the result of a token that a causal mask hides from all is 0.
+
+    Args:
+        original: the function of sdpa, which serves what the operator cannot.
+        label: its name.
+        meant: arguments that mean something to it; it ignores the others.
+    """
+    wanted = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(wanted) and attention_mask is None and query.shape[2] > 1
+    made: Tensor | str | None = _argument(meant, rest)
+    if made is None:
+        given: Any = {"causal": causal, "scale": scaling, "dropout": dropout, "pads": True}
+        made = attention(query, key, value, attention_mask, **given)
+    if isinstance(made, Tensor):
+        return made, None
+    window = rest.get("sliding_window")
+    if made == "a mask" and window and key.shape[2] > window:
+        made = f"a mask, of a window of {window}"
+    own_code("attention", label, made, id(module))
+    result: tuple[Tensor, None] = original(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        **rest,
+    )
+    return result
+
+
+def _argument(meant: Collection[str], rest: Named) -> str | None:
+    if rest.get("output_attentions"):
+        return "output_attentions"
+    return next((f"argument {n}" for n in rest if n in meant and rest[n] is not None), None)
+
+
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None, dropout: float
-) -> Tensor:
-    """``ops.attention`` of (B, H, S, D); the result too, contiguous as (B, S, H, D).
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    dropout: float,
+    pads: bool,
+) -> Tensor | str:
+    """``ops.attention`` or ``ops.attention_varlen`` of (B, H, S, D); or why neither computes it.
 
     With dropout it is ``ops.attention_dropout``, with a seed from the host's generator.
+
+    Args:
+        mask, pads: as of ``masks.pattern``.
+
+    Returns:
+        (B, S, H, D), contiguous.
     """
+    why = _refusal(query, key, value, dropout)
+    if why is not None:
+        return why
+    found: masks.Whole | masks.Packed | str = masks.Whole(causal)
+    if mask is not None:
+        # Both is torch's error.
+        found = "a mask" if causal else masks.pattern(mask, query.shape[0], pads=pads)
+    elif causal and query.shape[2] != key.shape[2]:
+        # torch aligns a causal mask to the first key, the operator to the last one.
+        return "causal with other keys than queries"
+    if isinstance(found, str):
+        return found
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    if isinstance(found, masks.Packed):
+        return "a mask, and dropout" if dropout else _packed(q, k, v, found, scale)
     if not dropout:
-        return ops.attention(q, k, v, causal=causal, scale=scale).transpose(1, 2)
-    y = ops.attention_dropout(q, k, v, drawn(query), p=dropout, causal=causal, scale=scale)
-    return y.transpose(1, 2)
+        return ops.attention(q, k, v, causal=found.causal, scale=scale)
+    return ops.attention_dropout(q, k, v, drawn(q), p=dropout, causal=found.causal, scale=scale)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, packed: masks.Packed, scale: float | None) -> Tensor:
+    tokens, whole = packed.tokens, q.shape[0] * q.shape[1]
+    rows = [t.flatten(0, 1) for t in (q, k, v)]
+    if tokens.shape[0] < whole:
+        rows = [t.index_select(0, tokens) for t in rows]
+    q_, k_, v_ = rows
+    y = ops.attention_varlen(q_, k_, v_, packed.cu_seqlens, causal=packed.causal, scale=scale)
+    if tokens.shape[0] < whole:
+        y = y.new_zeros((whole, *y.shape[1:])).index_copy(0, tokens, y)
+    return y.reshape(*q.shape)
 
 
 def drawn(like: Tensor) -> Tensor:
@@ -116,16 +289,13 @@ def drawn(like: Tensor) -> Tensor:
     return nn.functional.pad(seed, (0, 1)).to(like.device)
 
 
-def refusal(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float
-) -> str | None:
-    """Why the operator cannot serve these (B, H, S, D) tensors; None when it can."""
+def _refusal(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> str | None:
+    """Why no operator can serve these (B, H, S, D) tensors; None when one can."""
     tensors = (query, key, value)
     if any(t.dim() != 4 or t.is_nested for t in tensors):
         return "not (batch, heads, seq, head_dim)"
-    if any(t.dtype not in FLOATS for t in tensors):
-        return f"dtypes {', '.join(str(t.dtype) for t in tensors)}"
-    if not (query.dtype == key.dtype == value.dtype or autocast_is_on(query)):
+    known = all(t.dtype in FLOATS for t in tensors)
+    if not known or not (query.dtype == key.dtype == value.dtype or autocast_is_on(query)):
         return f"dtypes {', '.join(str(t.dtype) for t in tensors)}"
     if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
         return "head_dims or lengths of key and value differ"
@@ -133,25 +303,52 @@ def refusal(
         return "batches differ, or heads do not divide"
     if not (key.shape[2] and key.shape[3]):
         return "an empty key"
-    # torch aligns a causal mask to the first key, the operator to the last one.
-    if causal and query.shape[2] != key.shape[2]:
-        return "causal with other keys than queries"
     return None if 0.0 <= dropout <= 1.0 else f"dropout {dropout}"
 
 
-def calls(module: nn.Module, name: str) -> bool:
-    """Whether a module's own forward names a function; an attribute of the module does not count.
+def asks(module: nn.Module, own: type[nn.Module]) -> Asks | None:
+    """Whom the forward of a module's class asks for its scaled dot products."""
+    if _named_in_config(module) is not None and calls(module, own, INTERFACE):
+        # Names of a forward in a decorator cannot be changed; what it calls in the end can.
+        plain = isinstance(own.forward, FunctionType) and not hasattr(own.forward, "__wrapped__")
+        return "transformers" if plain else "torch"
+    return "torch" if calls(module, own, "scaled_dot_product_attention") else None
+
+
+def why_not_asked(module: nn.Module, model: nn.Module) -> str | None:
+    """Why the config of a module in a transformers model keeps its attention as it is."""
+    named = _named_in_config(module)
+    if named in (None, REPLACES) or not calls(module, own_class(module), INTERFACE):
+        return None
+    holders = [m for m in model.modules() if vars(m).get("config") is module.config]
+    if all(getattr(each, f"_supports_{REPLACES}", True) for each in holders):
+        return (
+            f"its attention is {named!r}; only {REPLACES!r} is replaced: "
+            f"model.set_attn_implementation({REPLACES!r})"
+        )
+    return (
+        f"its attention is {named!r}, and its model does not support {REPLACES!r}, which is the "
+        "one that is replaced"
+    )
+
+
+def _named_in_config(module: nn.Module) -> str | None:
+    named: str | None = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return named
+
+
+def calls(module: nn.Module, own: type[nn.Module], name: str, *, deeply: bool = False) -> bool:
+    """Whether a forward names a function; an attribute of the module does not count.
 
     A superclass's forward that it calls is not looked into.
+
+    Args:
+        own: the module's class.
+        deeply: looks into the methods of its class that the forward calls as well.
     """
-    return not hasattr(module, name) and name in _named(type(module).forward)
-
-
-def mentions(module: nn.Module, name: str) -> bool:
-    """As :func:`calls`, in the methods of its class that the forward calls as well."""
-    kind = type(module)
-    methods = [vars(kind).get(called) for called in _named(kind.forward)]
-    named = _named(kind.forward).union(*map(_named, methods))
+    named = _named(own.forward)
+    if deeply:
+        named = named.union(*(_named(vars(own).get(called)) for called in named))
     return not hasattr(module, name) and name in named
 
 

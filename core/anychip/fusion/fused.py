@@ -1,15 +1,19 @@
 """How is a module made to call an operator, and stay what it is?
 
-Its class becomes a subclass of its class whose ``forward`` is another one. The module, its
-parameters, buffers, hooks, mode and attributes are not touched at all: the state dict, tied
-weights, handles of hooks, ``isinstance`` and optimizers that hold the parameters go on as before.
+Its class becomes a subclass of its class whose ``forward`` is another one, and the class is given
+back to undo it. The module, its parameters, buffers, hooks, mode and attributes are not touched at
+all: the state dict, tied weights, handles of hooks, ``isinstance`` and optimizers that hold the
+parameters go on as before.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import types
+import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -24,11 +28,28 @@ from anychip.dispatch.tally import new_tally
 
 AnyOperator = Operator[..., Any]
 Call = Callable[[AnyOperator, tuple[Any, ...], Mapping[str, Any]], Any]
+Forward = Callable[..., Any]
+Args = tuple[Any, ...]
+Named = Mapping[str, Any]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that operators take; a call with another one is served by the model's own code."""
 HOST = torch.device("cpu")
 
-_MODEL = Provider("the model's own code", None, None, OperatorTable())
+PROVIDER = "the model's own code"
+_MODEL = Provider(PROVIDER, None, None, OperatorTable())
+OwnCalls = Counter[tuple[str, str, str]]
+"""How often the model's own code served a call, by operator, function and reason."""
+_own_calls: dict[int, OwnCalls] = {}
+
+
+class _Place(threading.local):
+    """Whose forward a thread is in: ``id`` of an attention, for functions that are not told."""
+
+    owner = 0
+
+
+place = _Place()
+_lock = threading.Lock()
 
 
 class Fusion(ABC):
@@ -42,24 +63,14 @@ class Fusion(ABC):
 
     kind: ClassVar[str]
     unless: ClassVar[str]
+    operator: str
 
-    @property
-    @abstractmethod
-    def operator(self) -> str:
-        """Name of the operator."""
-
-    def rewritten(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def rewritten(self, forward: Forward) -> tuple[Forward, ...]:
         """The class's ``anychip_rewritten``, which ``run`` may call: its forward, changed once."""
-        return forward
+        return (forward,)
 
     @abstractmethod
-    def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Named) -> Any:
         """A call of the fused module; ``forward`` is the function of its own class."""
 
 
@@ -74,18 +85,12 @@ class Unary(Fusion):
     def compute(self, module: nn.Module, x: Tensor, call: Call) -> Tensor:
         """The module's result for ``x``; operators are called by ``call``."""
 
-    def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Named) -> Any:
         given = (*args, *kwargs.values())
         why = self.refusal(module, given[0]) if len(given) == 1 else "more than one argument"
         if why is None:
             return self.compute(module, given[0], call_operator)
-        own_code(self.operator, own_label(module), why)
+        own_code(self.operator, label_of(forward), why, id(module))
         return forward(module, *args, **kwargs)
 
 
@@ -106,13 +111,14 @@ def label_of(function: Callable[..., Any]) -> str:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def own_code(operator: str, label: str, why: str) -> bool:
-    """Counts a call that the model's own code serves, in ``anychip.provenance()``.
+def own_code(operator: str, label: str, why: str, owner: int) -> bool:
+    """Counts a call that the model's own code serves, in ``anychip.provenance()`` and its report.
 
-    Compiled code counts it once, when it is compiled; it can hand over texts only.
+    Compiled code counts it once, when it is compiled; it can hand over texts and numbers only.
 
     Args:
         label: of the function that serves the call.
+        owner: ``id`` of the module that makes it, or of its loss.
 
     Raises:
         FallbackError: the policy is ``strict``.
@@ -124,7 +130,19 @@ def own_code(operator: str, label: str, why: str) -> bool:
             "anychip.fuse(model, skip=...)"
         )
     new_tally(_row(operator, label), _MODEL, why).tick()
+    with _lock:
+        if owner in _own_calls:
+            _own_calls[owner][operator, label, why] += 1
     return True
+
+
+def own_calls(owner: object) -> OwnCalls:
+    """What :func:`own_code` counts from now on for a module or a loss; a copy of it is another."""
+    found = _own_calls.get(id(owner))
+    if found is None:
+        found = _own_calls[id(owner)] = Counter()
+        weakref.finalize(owner, _own_calls.pop, id(owner), None)
+    return found
 
 
 @functools.cache
@@ -151,29 +169,29 @@ def fusion_of(module: nn.Module) -> Fusion | None:
 
 def class_name(module: nn.Module) -> str:
     """The name of a module's own class."""
-    kind = type(module) if fusion_of(module) is None else type(module).__bases__[0]
-    return kind.__name__
+    return own_class(module).__name__
 
 
-def own_label(module: nn.Module) -> str:
-    """What a fused module's own forward is called."""
-    found: str = type(module).anychip_label  # type: ignore[attr-defined]
-    return found
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has, or had before it was fused."""
+    kind: Any = type(module)
+    own: type[nn.Module] = kind if fusion_of(module) is None else kind.__bases__[0]
+    return own
 
 
 def why_not(module: nn.Module) -> str | None:
     """What forbids to change the class of a module; None when nothing does."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance, which a class cannot change"
-    kind = type(module)
+    kind = own_class(module)
     if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__:
         return "its class has a way of its own to be copied and pickled"
     return None
 
 
 def fuse_module(module: nn.Module, fusion: Fusion) -> None:
-    """From now on the module is computed as ``fusion`` says."""
-    kind: Any = type(module)
+    """From now on the module is computed as ``fusion`` says, whatever it was before."""
+    kind: Any = own_class(module)
     module.__class__ = fused_class(kind, fusion)
 
 
@@ -196,7 +214,6 @@ def fused_class(original: Any, fusion: Fusion) -> Any:
         "__module__": original.__module__,
         "__reduce_ex__": reduce_ex,
         "anychip_fusion": fusion,
-        "anychip_label": label_of(own_forward),
         "anychip_rewritten": fusion.rewritten(own_forward),
         "forward": forward,
     }

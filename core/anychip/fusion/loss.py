@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,41 +13,35 @@ from torch import Tensor, nn
 from anychip import ops
 from anychip.fusion.fused import (
     FLOATS,
+    HOST,
+    Args,
     Call,
+    Forward,
     Fusion,
+    Named,
     autocast_is_on,
     call_operator,
     label_of,
     own_code,
-    own_label,
 )
+from anychip.fusion.probe import UNIT, Roundings
 
 
 @dataclass(frozen=True)
 class CrossEntropy(Fusion):
     """``nn.CrossEntropyLoss`` with class indices; the classes are dim 1, as torch has it."""
 
-    kind = "loss"
+    kind, operator = "loss", "cross_entropy"
     unless = "class weights, class probabilities, other dtypes"
 
-    @property
-    def operator(self) -> str:
-        return "cross_entropy"
-
-    def run(
-        self,
-        module: Any,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def run(self, module: Any, forward: Forward, args: Args, kwargs: Named) -> Any:
         given = {**dict(zip(("input", "target"), args, strict=False)), **kwargs}
         if len(args) > 2 or given.keys() != {"input", "target"}:
             return forward(module, *args, **kwargs)  # torch says what is wrong with the call
         logits, target = given["input"], given["target"]
         why = _refusal(module, logits, target)
         if why is not None:
-            own_code(self.operator, own_label(module), why)
+            own_code(self.operator, label_of(forward), why, id(module))
             return forward(module, *args, **kwargs)
         loss = ops.cross_entropy(
             logits.movedim(1, -1) if logits.dim() > 2 else logits,
@@ -79,6 +74,8 @@ class LanguageModelLoss:
         shift: position i is compared with label i + 1, as for a decoder; or with label i.
     """
 
+    kind, operator, unless = "loss", "cross_entropy", "logits of other dtypes, other arguments"
+
     def __init__(self, original: Callable[..., Any], *, shift: bool) -> None:
         self.original, self.shift = original, shift
         self.label = label_of(original)
@@ -98,7 +95,7 @@ class LanguageModelLoss:
             target = self.targets(labels, rest.get("shift_labels"), ignore_index)
             given = (logits, target, vocab_size, num_items_in_batch, ignore_index)
             return language_model_loss(call_operator, *given)
-        own_code("cross_entropy", self.label, why)
+        own_code("cross_entropy", self.label, why, id(self))
         result: Tensor = self.original(
             logits=logits,
             labels=labels,
@@ -109,7 +106,7 @@ class LanguageModelLoss:
         )
         return result
 
-    def _refusal(self, logits: Tensor, rest: Mapping[str, Any]) -> str | None:
+    def _refusal(self, logits: Tensor, rest: Named) -> str | None:
         known = {"shift_labels"} if self.shift else set()
         unknown = [name for name in rest if rest[name] is not None and name not in known]
         if unknown:
@@ -140,3 +137,48 @@ def language_model_loss(
     if num_items is None:
         return total
     return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
+
+
+def loss_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The loss function of a transformers model with labels; None when it has none of its own."""
+    described = inspect.getattr_static(type(module), "loss_function", None)
+    if not isinstance(described, property) or described.fset is None:
+        return None
+    found = module.loss_function
+    takes_labels = "labels" in inspect.signature(module.forward).parameters
+    return found if callable(found) and takes_labels else None
+
+
+def recognized_loss(original: Callable[..., Any]) -> LanguageModelLoss | None:
+    """The loss that computes the same as a loss function, gradient included; None: neither does."""
+    if "vocab_size" not in inspect.signature(original).parameters:
+        return None
+    for shift in (True, False):
+        made = LanguageModelLoss(original, shift=shift)
+        if _same_loss(made):
+            return made
+    return None
+
+
+def _same_loss(made: LanguageModelLoss) -> bool:
+    generator = torch.Generator(HOST).manual_seed(3)
+    logits = torch.randn(2, 7, 13, generator=generator, dtype=torch.float32, device=HOST) * 4
+    labels = torch.randint(13, (2, 7), generator=generator, device=HOST)
+    labels[0, 3] = labels[1, 0] = -100
+    with torch.inference_mode(False), torch.enable_grad():
+        for items in (None, 9, torch.tensor(5, device=HOST)):
+            ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+            roundings = Roundings()
+            target = made.targets(labels, None, -100)
+            got = language_model_loss(roundings.call, ours, target, 13, items, -100)
+            given = {"num_items_in_batch": items, "ignore_index": -100}
+            want = made.original(logits=theirs, labels=labels, vocab_size=13, **given)
+            grads = [torch.autograd.grad(y, x)[0] for y, x in ((got, ours), (want, theirs))]
+            # Sums over 14 rows of losses below the largest logit, and one division.
+            limit = 2 * (roundings.forward + labels.numel() + 1) * UNIT
+            if float((got - want).detach().abs()) > limit * float(want.detach().abs()):
+                return False
+            limit = 2 * (roundings.backward + 1) * UNIT
+            if bool(((grads[0] - grads[1]).abs() > limit * grads[1].abs().max()).any()):
+                return False
+    return True

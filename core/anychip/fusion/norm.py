@@ -29,13 +29,13 @@ class Norm(Unary):
     """rms_norm, or layer_norm.
 
     Attributes:
-        operator_name: of these two.
+        operator: of these two.
         weight, bias: names of the module's parameters.
         eps: name of the attribute that holds eps.
         promotes: x of 16 bits with a float32 weight gives float32, as multiplication does.
     """
 
-    operator_name: str
+    operator: str
     weight: str
     bias: str | None
     eps: str
@@ -43,10 +43,6 @@ class Norm(Unary):
 
     kind = "norm"
     unless = "other dtypes, or dtypes that torch mixes"
-
-    @property
-    def operator(self) -> str:
-        return self.operator_name
 
     def refusal(self, module: nn.Module, x: Any) -> str | None:
         if not isinstance(x, Tensor) or x.dtype not in FLOATS:
@@ -68,7 +64,7 @@ class Norm(Unary):
         if self.promotes:
             x = x.to(torch.promote_types(x.dtype, weight.dtype))
         attrs = {"eps": torch.finfo(x.dtype).eps if eps is None else eps}
-        if self.operator_name == "rms_norm":
+        if self.operator == "rms_norm":
             result: Tensor = call(ops.rms_norm, (x, weight), attrs)
             return result
         bias = None if self.bias is None else _parameter(module, self.bias)

@@ -16,8 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from anychip.fusion import activation, attention, interface, loss, norm, probe, rope, rope_probe
-from anychip.fusion.fused import FLOATS, Fusion, Unary, class_name, fuse_module, fusion_of, why_not
+from anychip.fusion import activation, attention, loss, norm, probe, rope, rope_probe
+from anychip.fusion.fused import (
+    FLOATS,
+    Fusion,
+    Unary,
+    class_name,
+    fuse_module,
+    fusion_of,
+    own_calls,
+    own_class,
+    why_not,
+)
 from anychip.fusion.report import LeftAlone, Replaced, Report
 
 KINDS = ("norm", "activation", "rope", "attention", "loss")
@@ -60,8 +70,26 @@ def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> Re
     for path, module in list(model.named_modules()):
         search.visit(path, module)
     search.visit_rope()
-    search.visit_attention()
-    return Report(search.replaced, search.left(), search.before)
+    return Report(search.replaced, search.left(), search.before, map(own_calls, search.owners))
+
+
+def unfuse(model: nn.Module) -> int:
+    """Gives every module of a model, fused or copied from a fused one, its own code back.
+
+    Returns:
+        How many modules and loss functions were operators.
+    """
+    count = 0
+    for module in model.modules():
+        if fusion_of(module) is not None:
+            count += 1
+            module.__class__ = own_class(module)
+        original = loss.loss_of(module)
+        if isinstance(original, loss.LanguageModelLoss):
+            count += 1
+            owner: Any = module
+            owner.loss_function = original.original
+    return count
 
 
 class _Choice:
@@ -111,12 +139,12 @@ class _Search:
     choice: _Choice
     replaced: list[Replaced] = field(default_factory=list)
     before: int = 0
+    owners: list[object] = field(default_factory=list)
     _left: dict[tuple[int, str], LeftAlone] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)
     _verdicts: dict[Any, str | None] = field(default_factory=dict)
     _turns: dict[Any, rope.Turn | str] = field(default_factory=dict)
-    _attention: list[tuple[str, Any]] = field(default_factory=list)
-    _rope: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
+    _rope: list[tuple[str, nn.Module, dict[str, Any]]] = field(default_factory=list)
     _tables: list[nn.Module] = field(default_factory=list)
 
     def visit(self, path: str, module: nn.Module) -> None:
@@ -125,21 +153,26 @@ class _Search:
             self._leave(path, module, "it is compiled by TorchScript")
             return
         self._visit_loss(path, module)
-        known = fusion_of(module)
+        known, own = fusion_of(module), own_class(module)
         if rope_probe.makes_tables(module):
             self._tables.append(module)
-        functions = rope.functions(module) if known is None else {}
+        functions = rope.functions(module, own)
         if functions:
             self._rope.append((path, module, functions))
-        if isinstance(known, rope.Tables):
-            self._done.add(id(module))
-        elif known is not None:
-            self.before += 1
-            self._finish(module, known)
-        if interface.is_attention(module):
-            self._attention.append((path, module))
+        if known is not None:
+            self._known(module, known)
+        asks = attention.asks(module, own)
+        if asks is not None:
+            self._visit_attention(path, module, asks)
         elif known is None and not self._visit_module(path, module):
             self._leave(path, module, _nothing(module))
+
+    def _known(self, module: nn.Module, known: Fusion) -> None:
+        self._finish(module, known)
+        if isinstance(known, attention.Attention):
+            self.before += (known.asks is not None) + (known.rope is not None)
+        elif not isinstance(known, rope.Tables):
+            self.before += 1
 
     def _visit_module(self, path: str, module: nn.Module) -> bool:
         """Whether it was replaced, or left alone for a reason that is known."""
@@ -169,7 +202,7 @@ class _Search:
     def _replace(self, path: str, module: nn.Module, fusion: Fusion) -> None:
         if isinstance(fusion, norm.Norm):
             fusion = replace(fusion, promotes=probe.promotes(module))
-        self._add(path, fusion.kind, class_name(module), fusion.operator, fusion.unless)
+        self._add(path, class_name(module), module, fusion)
         fuse_module(module, fusion)
         self._finish(module, fusion)
 
@@ -178,10 +211,16 @@ class _Search:
         if isinstance(fusion, activation.GatedMLP):
             self._done.update(id(other) for other in activation.bystanders(module, fusion))
 
-    def _add(self, path: str, kind: str, source: str, operator: str, unless: str) -> None:
-        self.replaced.append(
-            Replaced(path=path, kind=kind, source=source, operator=operator, unless=unless)
-        )
+    def _add(
+        self,
+        path: str,
+        source: str,
+        owner: object,
+        what: Fusion | type[rope.Rope] | type[loss.LanguageModelLoss],
+    ) -> None:
+        self.owners.append(owner)
+        entry = {"kind": what.kind, "operator": what.operator, "unless": what.unless}
+        self.replaced.append(Replaced(path=path, source=source, **entry))
 
     def _leave(self, path: str, module: nn.Module, reason: str | None, source: str = "") -> None:
         # A function that is left alone may be that of a module that is not.
@@ -190,22 +229,35 @@ class _Search:
             self._left[id(module), source] = entry
 
     def _visit_loss(self, path: str, module: nn.Module) -> None:
-        original = interface.loss_of(module)
-        if original is None or not interface.has_head(module):
+        original = loss.loss_of(module)
+        if original is None:
             return
         if isinstance(original, loss.LanguageModelLoss):
             self.before += 1
             return
         source = getattr(original, "__name__", type(original).__name__)
         why = self.choice.refusal(module, "loss")
-        made = None if why else interface.recognized_loss(original)
+        made = None if why else loss.recognized_loss(original)
         if made is None:
             why = why or "not the cross entropy of a language model"
             self._leave(path, module, why, source)
             return
         owner: Any = module
         owner.loss_function = made
-        self._add(path, "loss", source, "cross_entropy", "logits of other dtypes, other arguments")
+        self._add(path, source, made, loss.LanguageModelLoss)
+
+    def _visit_attention(self, path: str, module: nn.Module, asks: attention.Asks) -> None:
+        known = fusion_of(module)
+        mine = known if isinstance(known, attention.Attention) else attention.Attention()
+        if mine.asks is not None:
+            return
+        why = self.choice.refusal(module, "attention") or why_not(module)
+        why = why or (_wrong_dtype(module) if asks == "torch" else None)
+        why = why or attention.why_not_asked(module, self.model)
+        if why is None:
+            self._replace(path, module, replace(mine, asks=asks))
+        else:
+            self._leave(path, module, why)
 
     def visit_rope(self) -> None:
         """Replaces rope functions of attentions, and lets the modules of their tables say so."""
@@ -215,13 +267,17 @@ class _Search:
             if layout is not None:
                 tables.setdefault(layout, []).append(module)
         for path, module, functions in self._rope:
+            known = fusion_of(module)
+            mine = known if isinstance(known, attention.Attention) else attention.Attention()
+            if mine.rope is not None:
+                continue
             source = ", ".join(functions)
             found = self._rope_of(module, functions, tables)
             if isinstance(found, str):
                 self._leave(path, module, found, source)
                 continue
-            self._add(path, found.kind, source, found.operator, found.unless)
-            fuse_module(module, found)
+            self._add(path, source, module, rope.Rope)
+            fuse_module(module, replace(mine, rope=found))
             for maker in tables[found.turn.layout]:
                 self._done.add(id(maker))
                 if fusion_of(maker) is None:
@@ -238,10 +294,9 @@ class _Search:
         self, module: nn.Module, functions: dict[str, Any], layouts: Iterable[str]
     ) -> rope.Rope | str:
         """What replaces an attention's rope function, or why nothing does."""
-        why = self.choice.refusal(module, "rope")
-        if fusion_of(module) is not None:
-            why = why or "its module's attention is replaced, and one module takes one replacement"
-        why = why or why_not(module) or rope.why_not_rewritten(module, functions)
+        forward: Any = own_class(module).forward
+        why = self.choice.refusal(module, "rope") or why_not(module)
+        why = why or rope.why_not_rewritten(forward, functions)
         if why is not None:
             return why
         (name,) = functions
@@ -249,7 +304,7 @@ class _Search:
         for layout in layouts:
             found = self._turn(functions[name], layout)
             if isinstance(found, rope.Turn):
-                return rope.Rope(name, found, rope.index_of_positions(module))
+                return rope.Rope(name, found, rope.index_of_positions(forward))
             reasons.append(f"not rope: {found}")
         return reasons[0] if reasons else "no module of the model makes cos and sin for it"
 
@@ -257,47 +312,6 @@ class _Search:
         if (function, layout) not in self._turns:
             self._turns[function, layout] = rope_probe.turn_of(function, layout)
         return self._turns[function, layout]
-
-    def visit_attention(self) -> None:
-        """Replaces the attention of a transformers model, all modules of a config or none."""
-        configs: dict[int, list[tuple[str, Any]]] = {}
-        for path, module in self._attention:
-            configs.setdefault(id(module.config), []).append((path, module))
-        for group in configs.values():
-            if interface.implementation(group[0][1]) == interface.NAME:
-                self.before += len(group)
-                continue
-            why = self._why_not_attention(group)
-            if why is None:
-                try:
-                    interface.fuse_attention(self.model, [module for _, module in group])
-                except LookupError as error:
-                    why = str(error)
-            for path, module in group:
-                if why is None:
-                    source = class_name(module)
-                    self._add(path, "attention", source, "attention", attention.UNLESS)
-                else:
-                    self._leave(path, module, why)
-
-    def _why_not_attention(self, group: list[tuple[str, Any]]) -> str | None:
-        refused = [self.choice.refusal(module, "attention") for _, module in group]
-        named = interface.implementation(group[0][1])
-        if all(refused):
-            return refused[0]
-        if any(refused):
-            return "one config names the attention of all these modules: take all or none"
-        if named != interface.REPLACES:
-            if not interface.supports(self.model, group[0][1].config):
-                return (
-                    f"its attention is {named!r}, and its model does not support "
-                    f"{interface.REPLACES!r}, which is the one that is replaced"
-                )
-            return (
-                f"its attention is {named!r}; only {interface.REPLACES!r} is replaced: "
-                f"model.set_attn_implementation({interface.REPLACES!r})"
-            )
-        return None
 
     def left(self) -> list[LeftAlone]:
         """What was left alone; children of a fused MLP that have no work any more are not."""
@@ -317,8 +331,6 @@ def _candidates(module: nn.Module) -> Iterator[Fusion]:
         activation.mlp_candidates,
     )
     yield from chain.from_iterable(find(module) for find in found)
-    if attention.calls(module, "scaled_dot_product_attention"):
-        yield attention.Attention()
 
 
 def _wrong_dtype(module: nn.Module) -> str | None:
@@ -340,7 +352,9 @@ def _nothing(module: nn.Module) -> str | None:
     if type(module).__module__.startswith("torch.nn"):
         named = None
     else:
-        named = next((name for name in _FUNCTIONALS if attention.mentions(module, name)), None)
+        kind = type(module)
+        found = (n for n in _FUNCTIONALS if attention.calls(module, kind, n, deeply=True))
+        named = next(found, None)
     if named is not None:
         return f"it calls {named} itself"
     if isinstance(module, nn.MultiheadAttention):

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from anychip.dispatch.tally import ProvenanceRow, provenance
+from anychip.dispatch.tally import ProvenanceRow
+from anychip.fusion.fused import PROVIDER, OwnCalls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,21 +49,40 @@ class Report:
     """
 
     def __init__(
-        self, replaced: Iterable[Replaced], left: Iterable[LeftAlone], before: int
+        self,
+        replaced: Iterable[Replaced],
+        left: Iterable[LeftAlone],
+        before: int,
+        own_calls: Iterable[OwnCalls] = (),
     ) -> None:
         self.replaced, self.left, self.before = tuple(replaced), tuple(left), before
+        self._own_calls = list({id(calls): calls for calls in own_calls}.values())
 
     def count(self, kind: str | None = None) -> int:
         """How many were replaced, of a kind or of all."""
         return sum(kind in (None, entry.kind) for entry in self.replaced)
 
     def fallbacks(self) -> tuple[ProvenanceRow, ...]:
-        """Calls that the model's own code served since the last reset of the provenance.
+        """Calls that the own code of what was replaced here has served since then.
 
-        Of all fused models of the process. ``fallback_reason`` says why, ``calls`` how often.
+        Those of other models, and of copies, are not among them. ``fallback_reason`` says why,
+        ``calls`` how often.
         """
-        rows = provenance().fallbacks()
-        return tuple(row for row in rows if row.provider == "the model's own code")
+        found = sum(self._own_calls, OwnCalls())
+        return tuple(
+            ProvenanceRow(
+                operator=operator,
+                direction="forward",
+                implementation=function,
+                kind="reference",
+                provider=PROVIDER,
+                distribution=None,
+                version=None,
+                calls=calls,
+                fallback_reason=why,
+            )
+            for (operator, function, why), calls in sorted(found.items())
+        )
 
     def to_json(self) -> dict[str, Any]:
         """``{"schema": 1, "before": n, "replaced": [...], "left": [...]}``, entries by field."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -26,7 +26,18 @@ import torch
 from torch import Tensor, nn
 
 from anychip import ops
-from anychip.fusion.fused import FLOATS, Call, Fusion, call_operator, label_of, own_code, own_label
+from anychip.fusion.fused import (
+    FLOATS,
+    Args,
+    Call,
+    Forward,
+    Fusion,
+    Named,
+    call_operator,
+    label_of,
+    own_code,
+    place,
+)
 
 UNLESS = "other dtypes, cos and sin from elsewhere"
 POSITIONS = "position_embeddings"
@@ -63,20 +74,9 @@ class Tables(Fusion):
 
     layout: str
 
-    kind = "rope"
-    unless = ""
+    kind, operator, unless = "rope", "rope", ""
 
-    @property
-    def operator(self) -> str:
-        return "rope"
-
-    def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Named) -> Any:
         return LAYOUTS[self.layout](*forward(module, *args, **kwargs))
 
 
@@ -155,8 +155,8 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Rope(Fusion):
-    """An attention whose rope function ``ops.rope`` stands for.
+class Rope:
+    """The rope function of an attention, for which ``ops.rope`` stands.
 
     Attributes:
         function: its name in the file of the forward.
@@ -168,43 +168,23 @@ class Rope(Fusion):
     turn: Turn
     index: int
 
-    kind = "rope"
-    unless = UNLESS
+    kind, operator, unless = "rope", "rope", UNLESS
 
-    @property
-    def operator(self) -> str:
-        return "rope"
+    def put_into(self, forward: Forward) -> dict[str, str]:
+        """Puts a function into the file of a forward: its name there, by that of the file's own."""
+        ours = f"anychip_{self.turn.layout}_{self.function}"
+        own = forward.__globals__
+        own[ours] = _substitute(own[self.function], self.turn)
+        return {self.function: ours}
 
-    def rewritten(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward with another function in the place of the file's rope function."""
-        assert isinstance(forward, FunctionType)
-        own, ours = self.function, f"anychip_{self.turn.layout}_{self.function}"
-        forward.__globals__[ours] = _substitute(forward.__globals__[own], self.turn)
-        names = tuple(ours if name == own else name for name in forward.__code__.co_names)
-        made = FunctionType(
-            forward.__code__.replace(co_names=names),
-            forward.__globals__,
-            forward.__name__,
-            forward.__defaults__,
-            forward.__closure__,
-        )
-        made.__kwdefaults__, made.__module__ = forward.__kwdefaults__, forward.__module__
-        made.__qualname__ = forward.__qualname__
-        return made
-
-    def run(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def takes(self, module: nn.Module, forward: Forward, args: Args, kwargs: Named) -> bool:
+        """Whether a call of the forward has tables of a fused module; counts a call with others."""
         given = args[self.index] if len(args) > self.index else kwargs.get(POSITIONS)
-        if isinstance(given, LAYOUTS[self.turn.layout]):
-            return type(module).anychip_rewritten(module, *args, **kwargs)  # type: ignore[attr-defined]
-        if given is not None:
-            own_code(self.operator, own_label(module), f"{POSITIONS} of no fused module")
-        return forward(module, *args, **kwargs)
+        known = isinstance(given, LAYOUTS[self.turn.layout])
+        if given is not None and not known:
+            why = f"{POSITIONS} of no fused module"
+            own_code("rope", label_of(forward), why, id(module))
+        return known
 
 
 def _substitute(original: Callable[..., Any], turn: Turn) -> Callable[..., Any]:
@@ -219,43 +199,32 @@ def _substitute(original: Callable[..., Any], turn: Turn) -> Callable[..., Any]:
             why = turn.refusal(*args, heads=heads)
         if why is None:
             return turn.compute(*args, heads=heads, call=call_operator)
-        own_code("rope", label, why)
+        own_code("rope", label, why, place.owner)
         return original(*args, **kwargs)
 
     return rotated
 
 
-def functions(module: nn.Module) -> dict[str, Any]:
-    """The rope functions of its file that a module's own forward names, by their names there.
+def functions(module: nn.Module, own: type[nn.Module]) -> dict[str, Any]:
+    """The rope functions of its file that the forward of a module's class names, by these names.
 
     A superclass's forward that it calls is not looked into.
     """
-    forward = inspect.unwrap(type(module).forward)
+    forward = inspect.unwrap(own.forward)
     if not isinstance(forward, FunctionType):
         return {}
-    found = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
-    return {
-        name: function
-        for name, function in found.items()
-        if _is_rope(name)
-        and callable(function)
-        and not isinstance(function, type)
-        and not hasattr(module, name)
-    }
+    names = [name for name in forward.__code__.co_names if "rotary" in name or "rope" in name]
+    found = {name: forward.__globals__.get(name) for name in names if not hasattr(module, name)}
+    return {n: f for n, f in found.items() if callable(f) and not isinstance(f, type)}
 
 
-def _is_rope(name: str) -> bool:
-    return "rotary" in name or "rope" in name
-
-
-def why_not_rewritten(module: nn.Module, functions: Mapping[str, Any]) -> str | None:
+def why_not_rewritten(forward: Callable[..., Any], functions: Named) -> str | None:
     """Why no other function can stand at the place of these; None when one can."""
     if len(functions) > 1:
         return "it is not known which of them a call takes"
     (function,) = functions.values()
     if not isinstance(function, FunctionType):
         return f"it is a {type(function).__name__}, not a function"
-    forward = type(module).forward
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return "the forward that calls it is wrapped by a decorator"
     if POSITIONS not in inspect.signature(forward).parameters:
@@ -288,6 +257,6 @@ def _passes_on(forward: Callable[..., Any], function: str) -> bool:
     return True
 
 
-def index_of_positions(module: nn.Module) -> int:
-    """Which positional argument of a module's forward holds cos and sin."""
-    return list(inspect.signature(type(module).forward).parameters).index(POSITIONS) - 1
+def index_of_positions(forward: Callable[..., Any]) -> int:
+    """Which positional argument of a forward, behind self, holds cos and sin."""
+    return list(inspect.signature(forward).parameters).index(POSITIONS) - 1

@@ -198,17 +198,36 @@ def test_fused_model_generates_with_the_cache_what_it_did(name: str) -> None:
     assert report.fallbacks() == ()
 
 
-def test_fused_model_with_padding_runs_transformers_attention_and_counts_it(name: str) -> None:
-    before = build(name).eval()
+def batches(padded: str) -> dict[str, Tensor]:
+    """Arguments besides the tokens; labels leave out what is padding."""
+    mask = torch.ones_like(tokens())
+    if padded == "packed":
+        positions = torch.cat([torch.arange(n) for n in (5, 1, 12)])
+        return {"labels": tokens(), "position_ids": positions.expand(2, -1)}
+    mask[0, slice(4) if padded == "left" else slice(13, None)] = 0
+    return {"labels": tokens().masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+@pytest.mark.parametrize("padded", ["left", "right", "packed"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_fused_model_with_padded_and_packed_batches_keeps_the_operators(
+    name: str, padded: str
+) -> None:
+    before = build(name)
     model = copy.deepcopy(before)
     report = anychip.fuse(model)
-    mask = torch.ones_like(tokens())
-    mask[0, :4] = 0
-    got, want = (each(tokens(), attention_mask=mask).logits for each in (model, before))
-    assert parity.relative(got[mask.bool()], want[mask.bool()]) <= 2 * BOUND
-    (row,) = report.fallbacks()
-    assert (row.operator, row.calls, row.fallback_reason) == ("attention", LAYERS, "a mask")
-    assert row.implementation.endswith("sdpa_attention_forward")
+    got, want = (each(tokens(), use_cache=False, **batches(padded)) for each in (model, before))
+    for made in (got, want):
+        made.loss.backward()
+    assert parity.relative(got.loss, want.loss) <= 2 * BOUND
+    kept = batches(padded)["labels"] != -100
+    assert parity.relative(got.logits[kept], want.logits[kept]) <= 2 * BOUND
+    for (path, ours), theirs in zip(model.named_parameters(), before.parameters(), strict=True):
+        assert parity.relative(ours.grad, theirs.grad) <= 2 * BOUND, path
+    assert report.fallbacks() == ()
+    calls = forward_calls()
+    assert calls["attention_varlen"] == LAYERS
+    assert "attention" not in calls
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
@@ -229,7 +248,9 @@ def test_fused_model_compiles_without_a_break_and_counts_what_is_its_own() -> No
     mask[0, :4] = 0
     got, want = (each(tokens(), attention_mask=mask).logits for each in (compiled, before))
     assert parity.relative(got[mask.bool()], want[mask.bool()]) <= 2 * BOUND
-    assert {row.fallback_reason for row in report.fallbacks()} == {"a mask"}
+    (row,) = report.fallbacks()
+    assert (row.operator, row.fallback_reason) == ("attention", "a mask, in compiled code")
+    assert row.implementation.endswith("sdpa_attention_forward")
     torch._dynamo.reset()
 
 
@@ -282,8 +303,12 @@ def test_fused_model_generates_from_prompts_padded_on_the_left_what_it_did() -> 
     prompt = tokens()[:, :6]
     got, want = (each.generate(prompt, **options) for each in (model, before))
     assert torch.equal(got, want)
-    assert forward_calls()["rope"] == LAYERS * (got.shape[1] - prompt.shape[1])
-    assert {row.fallback_reason for row in report.fallbacks()} == {"a mask"}
+    steps = got.shape[1] - prompt.shape[1]
+    assert forward_calls()["rope"] == LAYERS * steps
+    assert forward_calls()["attention_varlen"] == LAYERS
+    # Later queries are fewer than the keys that they see: there is no operator for those.
+    (row,) = report.fallbacks()
+    assert (row.calls, row.fallback_reason) == (LAYERS * (steps - 1), "a mask")
 
 
 def test_fused_model_with_a_static_cache_generates_what_it_did() -> None:
@@ -316,13 +341,38 @@ def test_fused_loss_over_given_items_and_shifted_labels_equals_the_original() ->
     assert report.fallbacks() == ()
 
 
-def test_fuse_leaves_another_model_of_the_same_config_alone() -> None:
+@pytest.mark.parametrize(
+    "config_of",
+    [
+        lambda model: model.config,
+        lambda model: copy.deepcopy(model.config),
+        lambda model: type(model.config).from_dict(model.config.to_dict()),
+    ],
+    ids=["same", "copy", "saved"],
+)
+def test_fuse_leaves_another_model_of_its_config_alone(config_of: Callable[[Any], Any]) -> None:
     model = build("llama")
-    other = type(model)(model.config)
     anychip.fuse(model)
+    other = type(model)(config_of(model))
     loss(other)
     assert anychip.provenance().rows() == ()
     assert other.config._attn_implementation == "sdpa"
+
+
+def test_unfuse_gives_every_module_its_own_code_back(name: str) -> None:
+    before = build(name)
+    model = copy.deepcopy(before)
+    report = anychip.fuse(model)
+    fused = copy.deepcopy(model)
+    for each in (model, fused):
+        # A module of tables is fused besides, and an attention with rope is one module.
+        assert anychip.unfuse(each) == report.count() + (1 - LAYERS if name != "gpt2" else 0)
+        kinds = zip(each.modules(), before.modules(), strict=True)
+        assert all(type(ours) is type(theirs) for ours, theirs in kinds)
+        assert torch.equal(loss(each), loss(before))
+        assert anychip.unfuse(each) == 0
+    assert anychip.provenance().rows() == ()
+    assert anychip.fuse(model).count() == report.count()
 
 
 def test_attention_implementation_can_be_set_back() -> None:
@@ -340,14 +390,22 @@ def test_fuse_eager_attention_is_left_with_the_way_to_change_it() -> None:
     assert reason.startswith("its attention is 'eager'")
 
 
-def test_fuse_part_of_the_attention_modules_takes_none() -> None:
-    report = anychip.fuse(build("llama"), only="model.layers.1")
-    assert report.count("attention") == 0
-    assert [(e.kind, e.path) for e in report.replaced] == [
+def test_fuse_part_of_the_model_takes_that_part_and_later_the_rest() -> None:
+    model = build("llama")
+    report = anychip.fuse(model, only="model.layers.1")
+    assert sorted((e.kind, e.path) for e in report.replaced) == [
         ("activation", "model.layers.1.mlp"),
+        ("attention", "model.layers.1.self_attn"),
         ("norm", "model.layers.1.input_layernorm"),
         ("norm", "model.layers.1.post_attention_layernorm"),
         ("rope", "model.layers.1.self_attn"),
+    ]
+    loss(model)
+    assert forward_calls() == {"attention": 1, "rope": 1, "rms_norm": 2, "swiglu": 1}
+    rest = anychip.fuse(model, skip="rope")
+    assert (rest.before, rest.count("attention"), rest.count("rope")) == (5, 1, 0)
+    assert [(e.kind, e.path) for e in anychip.fuse(model).replaced] == [
+        ("rope", "model.layers.0.self_attn")
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -54,6 +55,7 @@ SERVED: dict[str, tuple[list[Tensor], dict[str, Any]]] = {
     "scaled": (tensors(5, 5), {"is_causal": True, "scale": 0.7}),
     "grouped": (tensors(6, 6, 4, 2), {"is_causal": True, "enable_gqa": True}),
     "more-keys": (tensors(3, 9), {}),
+    "one-head-of-keys": (tensors(6, 6, 4, 1), {"is_causal": True}),
     "one-query": (tensors(1, 9, 4, 1), {"enable_gqa": True}),
 }
 
@@ -71,12 +73,101 @@ def test_fused_attention_equals_float64(args: list[Tensor], options: dict[str, A
     assert [row.operator for row in anychip.provenance().rows()] == ["attention"]
 
 
+def sequences(*lengths: int, causal: bool) -> Tensor:
+    """The mask of some sequences one after the other; a negative length is padding."""
+    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths).abs())
+    present = torch.tensor(lengths)[number] > 0
+    mask = (number[:, None] == number) & present
+    return mask.tril() if causal else mask
+
+
+ROWS = torch.stack([sequences(-3, 4, causal=True), sequences(2, 5, causal=True)])
+TOGETHER = torch.ones(7, 7, dtype=torch.bool)
+SERVED_MASKS: dict[str, tuple[list[Tensor], Tensor, set[str]]] = {
+    "all": (tensors(7, 7), TOGETHER, {"attention"}),
+    "causal": (tensors(7, 7), TOGETHER.tril(), {"attention"}),
+    "last-queries": (tensors(3, 7), TOGETHER.tril()[4:], {"attention"}),
+    "one-query": (tensors(1, 7), TOGETHER[:1], {"attention"}),
+    "packed": (tensors(7, 7), sequences(3, 1, 3, causal=True), {"attention_varlen"}),
+    "packed-both-ways": (tensors(7, 7), sequences(3, 4, causal=False), {"attention_varlen"}),
+    "padded-left": (tensors(7, 7), sequences(-3, 4, causal=True), {"attention_varlen"}),
+    "padded-rows": (tensors(7, 7), ROWS[:, None], {"attention_varlen"}),
+    "padded-whole": (tensors(7, 7), torch.zeros_like(TOGETHER), {"attention_varlen"}),
+    "padded-both-ways": (tensors(7, 7), sequences(5, -2, causal=False), {"attention_varlen"}),
+}
+
+
+@pytest.mark.parametrize(("args", "mask", "served"), SERVED_MASKS.values(), ids=SERVED_MASKS)
+def test_fused_attention_under_a_mask_of_sequences_equals_float64(
+    args: list[Tensor], mask: Tensor, served: set[str]
+) -> None:
+    module = Product()
+    report = anychip.fuse(module)
+    leaves = [t.clone().requires_grad_() for t in args]
+    got = module(*leaves, attn_mask=mask)
+    wide = [t.double().requires_grad_() for t in args]
+    scores = (wide[0] @ wide[1].transpose(-1, -2) / math.sqrt(8)).masked_fill(~mask, -math.inf)
+    want = (torch.nan_to_num(scores.softmax(-1)) @ wide[2]).abs()
+    top = float(args[2].abs().max()) * max(1.0, float(args[0].norm(dim=-1).max()))
+    assert float((got - want).detach().abs().max()) <= (12 + 17) * UNIT * top
+    slope = torch.randn(got.shape)
+    grads = torch.autograd.grad(got, leaves, slope)
+    wanted = torch.autograd.grad(want, wide, slope.double())
+    for grad, exactly in zip(grads, wanted, strict=True):
+        limit = (24 + 9) * UNIT * top * max(1.0, float(exactly.nan_to_num().abs().max()))
+        assert float((grad - exactly.nan_to_num()).abs().max()) <= limit
+    assert report.fallbacks() == ()
+    forward = {row.operator for row in anychip.provenance().rows() if row.direction == "forward"}
+    assert forward == served
+
+
+def test_mask_that_was_written_into_is_read_again() -> None:
+    module, args = Product(), tensors(4, 4)
+    anychip.fuse(module)
+    mask = sequences(2, 2, causal=True)
+    for _ in range(2):
+        module(*args, attn_mask=mask)
+    mask[1, 0] = False
+    want = scaled_dot_product_attention(*args, attn_mask=mask).abs()
+    assert torch.allclose(module(*args, attn_mask=mask), want, rtol=0.0, atol=1e-5)
+    assert sum(row.calls for row in anychip.provenance().fallbacks()) == 0
+    mask[1] = torch.tensor([True, False, True, False])
+    assert torch.equal(
+        module(*args, attn_mask=mask), scaled_dot_product_attention(*args, attn_mask=mask).abs()
+    )
+
+
+def test_fallbacks_are_those_of_the_reports_own_model() -> None:
+    first, second = Product(), Product()
+    reports = [anychip.fuse(module) for module in (first, second)]
+    other = copy.deepcopy(first)
+    for module, calls in ((first, 1), (second, 2), (other, 3)):
+        for _ in range(calls):
+            module(*tensors(4, 4, dtype=torch.float64))
+    assert [[row.calls for row in report.fallbacks()] for report in reports] == [[1], [2]]
+    (row,) = anychip.provenance().fallbacks()
+    assert row.calls == 6
+    assert anychip.fuse(first).fallbacks() == ()
+
+
+BAND = torch.ones(4, 4).tril().triu(-1).bool()
 OWN_CODE: dict[str, tuple[list[Tensor], dict[str, Any], str]] = {
-    "mask": (tensors(4, 4), {"attn_mask": torch.ones(4, 4).tril().bool()}, "a mask"),
+    "mask": (tensors(4, 4), {"attn_mask": BAND}, "a mask"),
+    "mask-interleaved": (
+        tensors(4, 4),
+        {"attn_mask": torch.eye(2).repeat(2, 2).tril().bool()},
+        "a mask",
+    ),
+    "mask-that-a-hidden-query-reads": (
+        tensors(4, 4),
+        {"attn_mask": torch.ones(4, 4).tril().bool() & torch.tensor([1, 1, 1, 0]).bool()},
+        "a mask",
+    ),
+    "mask-of-numbers": (tensors(4, 4), {"attn_mask": torch.zeros(4, 4)}, "a mask of numbers"),
     "mask-and-dropout": (
         tensors(4, 4),
-        {"attn_mask": torch.ones(4, 4).tril().bool(), "dropout_p": 0.5},
-        "a mask",
+        {"attn_mask": sequences(2, 2, causal=True), "dropout_p": 0.5},
+        "a mask, and dropout",
     ),
     "dropout-fewer-queries": (tensors(3, 5), {"is_causal": True, "dropout_p": 0.5}, "causal with"),
     "causal-first-keys": (tensors(3, 5), {"is_causal": True}, "causal with other keys"),

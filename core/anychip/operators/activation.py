@@ -17,6 +17,7 @@ from anychip.contract import (
     SampleMaker,
     Sharding,
 )
+from anychip.operators.extents import nbytes
 
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 _SQRT_HALF = math.sqrt(0.5)
@@ -25,10 +26,6 @@ _SHAPES = ((5, 7), (2, 3, 16), (1000,))
 
 def _empty(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
 
 
 def _any_dim(results: int, tensors: int, x: Tensor) -> Placements:
@@ -95,8 +92,8 @@ gelu = OperatorSpec(
         lambda x, approximate: _any_dim(1, 1, x),
         lambda grad, x, approximate, needs: _any_dim(1, 2, x),
     ),
-    cost=lambda x, *, approximate: Cost(2 * _nbytes(x), 10 * x.numel()),
-    backward_cost=lambda x, *, approximate: Cost(3 * _nbytes(x), 20 * x.numel()),
+    cost=lambda x, *, approximate: Cost(2 * nbytes(x), 10 * x.numel()),
+    backward_cost=lambda x, *, approximate: Cost(3 * nbytes(x), 20 * x.numel()),
     aten=frozenset({"gelu", "tanh", "erf", "exp", "mul", "add"}),
     samples=_gelu_samples,
     bound=Bound(forward=8, backward=16, length=lambda *_, **__: 1),
@@ -162,9 +159,9 @@ bias_gelu = OperatorSpec(
     check=_bias_gelu_check,
     sizes=lambda x, bias, *, approximate: {"numel": x.numel(), "hidden": x.shape[-1]},
     sharding=Sharding(_bias_gelu_shards, _bias_gelu_backward_shards),
-    cost=lambda x, bias, *, approximate: Cost(2 * _nbytes(x) + _nbytes(bias), 11 * x.numel()),
+    cost=lambda x, bias, *, approximate: Cost(2 * nbytes(x) + nbytes(bias), 11 * x.numel()),
     backward_cost=lambda x, bias, *, approximate: Cost(
-        3 * _nbytes(x) + 2 * _nbytes(bias), 22 * x.numel()
+        3 * nbytes(x) + 2 * nbytes(bias), 22 * x.numel()
     ),
     aten=frozenset({"gelu", "tanh", "erf", "exp", "mul", "add", "sum"}),
     samples=_bias_gelu_samples,
@@ -223,8 +220,8 @@ swiglu = OperatorSpec(
         lambda gate, up: _any_dim(1, 2, gate),
         lambda grad, gate, up, needs: _any_dim(2, 3, gate),
     ),
-    cost=lambda gate, up: Cost(3 * _nbytes(gate), 6 * gate.numel()),
-    backward_cost=lambda gate, up: Cost(5 * _nbytes(gate), 12 * gate.numel()),
+    cost=lambda gate, up: Cost(3 * nbytes(gate), 6 * gate.numel()),
+    backward_cost=lambda gate, up: Cost(5 * nbytes(gate), 12 * gate.numel()),
     aten=frozenset({"sigmoid", "mul", "add", "sub"}),
     samples=_swiglu_samples,
     bound=Bound(forward=6, backward=10, length=lambda *_, **__: 1),
@@ -279,8 +276,8 @@ geglu = OperatorSpec(
         lambda gate, up, approximate: _any_dim(1, 2, gate),
         lambda grad, gate, up, approximate, needs: _any_dim(2, 3, gate),
     ),
-    cost=lambda gate, up, *, approximate: Cost(3 * _nbytes(gate), 11 * gate.numel()),
-    backward_cost=lambda gate, up, *, approximate: Cost(5 * _nbytes(gate), 32 * gate.numel()),
+    cost=lambda gate, up, *, approximate: Cost(3 * nbytes(gate), 11 * gate.numel()),
+    backward_cost=lambda gate, up, *, approximate: Cost(5 * nbytes(gate), 32 * gate.numel()),
     aten=frozenset({"gelu", "tanh", "erf", "exp", "mul", "add"}),
     samples=_geglu_samples,
     bound=Bound(forward=9, backward=18, length=lambda *_, **__: 1),

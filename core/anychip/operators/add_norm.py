@@ -15,16 +15,12 @@ from anychip.contract import (
     Bound,
     Cost,
     OperatorSpec,
-    Placement,
-    Placements,
-    Residual,
     Sample,
     SampleMaker,
-    Sharding,
 )
-from anychip.operators.norm import layer_norm, rms_norm
-
-Needs = tuple[bool, ...]
+from anychip.contract.operator import Function
+from anychip.operators.extents import Needs, nbytes
+from anychip.operators.norm import layer_norm, rms_norm, shards, sizes
 
 
 def _check(
@@ -36,19 +32,6 @@ def _check(
         )
     assert layer_norm.check is not None
     layer_norm.check(x, weight, bias, eps=eps)
-
-
-def _sizes(x: Tensor, *_: Tensor | None, eps: float) -> dict[str, int]:
-    hidden = x.shape[-1]
-    return {"hidden": hidden, "rows": x.numel() // hidden if hidden else 0}
-
-
-def _bytes(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-
-def _batch_dims(x: Tensor) -> range:
-    return range(x.dim() - 1)
 
 
 def _samples(maker: SampleMaker, *, bias: bool) -> Iterator[Sample]:
@@ -81,51 +64,37 @@ def _both_gradients(
     )
 
 
-def _rms_forward(
-    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = _stored_sum(x, residual)
-    y, rstd = rms_norm.forward(total.float(), weight, eps=eps)
-    return y.to(x.dtype), total, rstd
+def _forward(norm: OperatorSpec) -> Function:
+    def forward(
+        x: Tensor, residual: Tensor, *weights: Tensor | None, eps: float
+    ) -> tuple[Tensor, ...]:
+        total = _stored_sum(x, residual)
+        y, *kept = norm.forward(total.float(), *weights, eps=eps)
+        return y.to(x.dtype), total, *kept
+
+    return forward
 
 
-def _rms_backward(
-    grad: Tensor,
-    dtotal: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    *,
-    eps: float,
-    needs: Needs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    assert rms_norm.backward is not None
-    inner = (needs[0] or needs[1], needs[2])
-    dnorm, dweight = rms_norm.backward(grad, total.float(), weight, rstd, eps=eps, needs=inner)
-    return *_both_gradients(dnorm, grad, dtotal, needs), dweight
+def _backward(norm: OperatorSpec) -> Function:
+    def backward(
+        grad: Tensor, dtotal: Tensor, total: Tensor, *saved: Tensor, eps: float, needs: Needs
+    ) -> tuple[Tensor | None, ...]:
+        assert norm.backward is not None
+        inner = (needs[0] or needs[1], *needs[2:])
+        dnorm, *rest = norm.backward(grad, total.float(), *saved, eps=eps, needs=inner)
+        return *_both_gradients(dnorm, grad, dtotal, needs), *rest
+
+    return backward
 
 
-def _rms_fake(
-    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    y, rstd = rms_norm.fake(x, weight, eps=eps)
-    return y, torch.empty_like(residual, memory_format=torch.contiguous_format), rstd
+def _fake(norm: OperatorSpec) -> Function:
+    def fake(
+        x: Tensor, residual: Tensor, *weights: Tensor | None, eps: float
+    ) -> tuple[Tensor, ...]:
+        y, *kept = norm.fake(x, *weights, eps=eps)
+        return y, torch.empty_like(residual, memory_format=torch.contiguous_format), *kept
 
-
-def _rms_shards(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Placements:
-    return [([d, d, d], [d, d, None]) for d in _batch_dims(x)]
-
-
-def _rms_backward_shards(
-    grad: Tensor,
-    dtotal: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    eps: float,
-    needs: list[bool],
-) -> Placements:
-    return [([d, d, "partial"], [d, d, d, None, d]) for d in _batch_dims(grad)]
+    return fake
 
 
 add_rms_norm = OperatorSpec(
@@ -135,82 +104,27 @@ add_rms_norm = OperatorSpec(
     ),
     equation="sum = x + residual in residual's dtype; y = rms_norm(sum, weight)",
     source="Zhang and Sennrich 2019, arXiv:1910.07467, equation 4; He et al. 2016 (residual)",
-    forward=_rms_forward,
-    backward=_rms_backward,
-    fake=_rms_fake,
-    residuals=(Residual("rstd", "x.shape[:-1]", "float32"),),
+    forward=_forward(rms_norm),
+    backward=_backward(rms_norm),
+    fake=_fake(rms_norm),
+    residuals=rms_norm.residuals,
     saved=("y1", "weight", "rstd"),
     restore=lambda total, weight, *, eps: rms_norm.forward(total.float(), weight, eps=eps)[1],
     shaped_like={"x": "grad0", "residual": "y1"},
     differentiable=("x", "residual", "weight"),
     check=_check,
-    sizes=_sizes,
-    sharding=Sharding(_rms_shards, _rms_backward_shards),
+    sizes=sizes,
+    sharding=shards(residuals=1, rows=2),
     cost=lambda x, residual, weight, *, eps: Cost(
-        2 * _bytes(x, residual) + _bytes(weight), 5 * x.numel()
+        2 * nbytes(x, residual) + nbytes(weight), 5 * x.numel()
     ),
     backward_cost=lambda x, residual, weight, *, eps: Cost(
-        2 * _bytes(x) + 3 * _bytes(residual) + 2 * _bytes(weight), 10 * x.numel()
+        2 * nbytes(x) + 3 * nbytes(residual) + 2 * nbytes(weight), 10 * x.numel()
     ),
     aten=frozenset({"mul", "mean", "rsqrt", "sum", "add", "sub", "pow", "_to_copy"}),
     samples=lambda maker: _samples(maker, bias=False),
     bound=Bound(forward=8, backward=12, length=rms_norm.bound.length),
 )
-
-
-def _layer_forward(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total = _stored_sum(x, residual)
-    y, mean, rstd = layer_norm.forward(total.float(), weight, bias, eps=eps)
-    return y.to(x.dtype), total, mean, rstd
-
-
-def _layer_backward(
-    grad: Tensor,
-    dtotal: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    eps: float,
-    needs: Needs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    assert layer_norm.backward is not None
-    inner = (needs[0] or needs[1], needs[2], needs[3])
-    wide = total.float()
-    dnorm, dweight, dbias = layer_norm.backward(
-        grad, wide, weight, mean, rstd, eps=eps, needs=inner
-    )
-    return *_both_gradients(dnorm, grad, dtotal, needs), dweight, dbias
-
-
-def _layer_fake(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y, total, rstd = _rms_fake(x, residual, weight, eps=eps)
-    return y, total, torch.empty_like(rstd), rstd
-
-
-def _layer_shards(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-) -> Placements:
-    replicated: list[Placement] = [None] if bias is None else [None, None]
-    return [([d, d, d, d], [d, d, *replicated]) for d in _batch_dims(x)]
-
-
-def _layer_backward_shards(
-    grad: Tensor,
-    dtotal: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    needs: list[bool],
-) -> Placements:
-    return [([d, d, "partial", "partial"], [d, d, d, None, d, d]) for d in _batch_dims(grad)]
 
 
 add_layer_norm = OperatorSpec(
@@ -221,13 +135,10 @@ add_layer_norm = OperatorSpec(
     ),
     equation="sum = x + residual in residual's dtype; y = layer_norm(sum, weight, bias)",
     source="Ba, Kiros and Hinton 2016, arXiv:1607.06450, equation 4; He et al. 2016 (residual)",
-    forward=_layer_forward,
-    backward=_layer_backward,
-    fake=_layer_fake,
-    residuals=(
-        Residual("mean", "x.shape[:-1]", "float32"),
-        Residual("rstd", "x.shape[:-1]", "float32"),
-    ),
+    forward=_forward(layer_norm),
+    backward=_backward(layer_norm),
+    fake=_fake(layer_norm),
+    residuals=layer_norm.residuals,
     saved=("y1", "weight", "mean", "rstd"),
     restore=lambda total, weight, *, eps: layer_norm.forward(total.float(), weight, None, eps=eps)[
         1:
@@ -235,13 +146,13 @@ add_layer_norm = OperatorSpec(
     shaped_like={"x": "grad0", "residual": "y1"},
     differentiable=("x", "residual", "weight", "bias"),
     check=_check,
-    sizes=_sizes,
-    sharding=Sharding(_layer_shards, _layer_backward_shards),
+    sizes=sizes,
+    sharding=shards(residuals=2, rows=2),
     cost=lambda x, residual, weight, bias, *, eps: Cost(
-        2 * _bytes(x, residual) + _bytes(weight, bias), 8 * x.numel()
+        2 * nbytes(x, residual) + nbytes(weight, bias), 8 * x.numel()
     ),
     backward_cost=lambda x, residual, weight, bias, *, eps: Cost(
-        2 * _bytes(x) + 3 * _bytes(residual) + 2 * _bytes(weight, bias), 13 * x.numel()
+        2 * nbytes(x) + 3 * nbytes(residual) + 2 * nbytes(weight, bias), 13 * x.numel()
     ),
     aten=frozenset({"mul", "mean", "rsqrt", "sum", "add", "sub", "pow", "_to_copy"}),
     samples=lambda maker: _samples(maker, bias=True),

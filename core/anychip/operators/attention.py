@@ -28,12 +28,9 @@ from anychip.contract import (
 )
 from anychip.operators import philox
 from anychip.operators.dropout import keep_threshold
+from anychip.operators.extents import nbytes
 
 _BATCH, _HEADS = 0, 2
-
-
-def _nbytes(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 # What all kinds of attention share: which keys are hidden is a mask, what is dropped a factor
@@ -272,9 +269,9 @@ attention = OperatorSpec(
     sizes=_sizes,
     autocast="lower",
     sharding=Sharding(_attention_shards, _attention_backward_shards),
-    cost=lambda q, k, v, *, causal, scale: Cost(_nbytes(q, q, k, v), _flops(q, k, causal)),
+    cost=lambda q, k, v, *, causal, scale: Cost(nbytes(q, q, k, v), _flops(q, k, causal)),
     backward_cost=lambda q, k, v, *, causal, scale: Cost(
-        2 * _nbytes(q, q, k, v), _flops(q, k, causal) * 5 // 2
+        2 * nbytes(q, q, k, v), _flops(q, k, causal) * 5 // 2
     ),
     aten=frozenset({"bmm", "logsumexp", "exp", "masked_fill", "repeat_interleave"}),
     samples=_attention_samples,
@@ -366,10 +363,10 @@ attention_dropout = OperatorSpec(
     autocast="lower",
     # No sharding rule: a shard does not know the logical indices of its elements.
     cost=lambda q, k, v, rng, *, p, causal, scale: Cost(
-        _nbytes(q, q, k, v), _flops(q, k, causal) * (4 * q.shape[3] + 30) // (4 * q.shape[3])
+        nbytes(q, q, k, v), _flops(q, k, causal) * (4 * q.shape[3] + 30) // (4 * q.shape[3])
     ),
     backward_cost=lambda q, k, v, rng, *, p, causal, scale: Cost(
-        2 * _nbytes(q, q, k, v), _flops(q, k, causal) * (10 * q.shape[3] + 30) // (4 * q.shape[3])
+        2 * nbytes(q, q, k, v), _flops(q, k, causal) * (10 * q.shape[3] + 30) // (4 * q.shape[3])
     ),
     aten=attention.aten | {"arange", "bitwise_and", "bitwise_xor", "__rshift__", "mul", "where"},
     samples=_dropout_samples,

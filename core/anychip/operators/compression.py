@@ -22,11 +22,7 @@ from anychip.contract import (
     SampleMaker,
     Sharding,
 )
-
-
-def _nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
+from anychip.operators.extents import nbytes
 
 # hadamard
 
@@ -72,7 +68,7 @@ def _hadamard_samples(maker: SampleMaker) -> Iterator[Sample]:
 
 
 def _hadamard_cost(x: Tensor, *, block: int | None) -> Cost:
-    return Cost(2 * _nbytes(x), x.numel() * (_length(x, block).bit_length()))
+    return Cost(2 * nbytes(x), x.numel() * (_length(x, block).bit_length()))
 
 
 def _hadamard_shards(x: Tensor, *_: object) -> Placements:
@@ -161,10 +157,10 @@ top_k = OperatorSpec(
     sizes=lambda x, *, k: {"numel": x.numel(), "k": k},
     sharding=Sharding(_top_k_shards, _top_k_backward_shards),
     cost=lambda x, *, k: Cost(
-        _nbytes(x) + (x.element_size() + 8) * k * (x.numel() // max(x.shape[-1], 1)), x.numel()
+        nbytes(x) + (x.element_size() + 8) * k * (x.numel() // max(x.shape[-1], 1)), x.numel()
     ),
     backward_cost=lambda x, *, k: Cost(
-        _nbytes(x) + (x.element_size() + 8) * k * (x.numel() // max(x.shape[-1], 1)), 0
+        nbytes(x) + (x.element_size() + 8) * k * (x.numel() // max(x.shape[-1], 1)), 0
     ),
     aten=frozenset({"abs", "sort", "gather", "scatter"}),
     samples=_top_k_samples,

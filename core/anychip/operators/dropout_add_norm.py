@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from anychip.contract import Bound, Cost, OperatorSpec, Residual, Sample, SampleMaker
+from anychip.contract import Bound, Cost, OperatorSpec, Sample, SampleMaker
+from anychip.contract.operator import Function
 from anychip.operators.add_norm import add_layer_norm, add_rms_norm
 from anychip.operators.dropout import bias_dropout_add, dropout
-from anychip.operators.norm import layer_norm, rms_norm
-
-Needs = tuple[bool, ...]
+from anychip.operators.extents import Needs, nbytes
+from anychip.operators.norm import layer_norm, rms_norm, sizes
 
 
 def _check(
@@ -35,11 +35,6 @@ def _check(
     assert dropout.check is not None
     add_layer_norm.check(x, residual, weight, bias, eps=eps)
     dropout.check(x, rng, p=p)
-
-
-def _sizes(x: Tensor, *_: Tensor | None, p: float, eps: float) -> dict[str, int]:
-    hidden = x.shape[-1]
-    return {"hidden": hidden, "rows": x.numel() // hidden if hidden else 0}
 
 
 def _samples(maker: SampleMaker, *, bias: bool) -> Iterator[Sample]:
@@ -75,30 +70,57 @@ def _both_gradients(
     )
 
 
-def _rms_forward(
-    x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, *, p: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = _stored_sum(x, residual, rng, p)
-    y, rstd = rms_norm.forward(total.float(), weight, eps=eps)
-    return y.to(x.dtype), total, rstd
+def _forward(norm: OperatorSpec) -> Function:
+    def forward(
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        rng: Tensor,
+        *bias: Tensor | None,
+        p: float,
+        eps: float,
+    ) -> tuple[Tensor, ...]:
+        total = _stored_sum(x, residual, rng, p)
+        y, *kept = norm.forward(total.float(), weight, *bias, eps=eps)
+        return y.to(x.dtype), total, *kept
+
+    return forward
 
 
-def _rms_backward(
-    grad: Tensor,
-    dtotal: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    rng: Tensor,
-    rstd: Tensor,
-    *,
-    p: float,
-    eps: float,
-    needs: Needs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    assert rms_norm.backward is not None
-    inner = (needs[0] or needs[1], needs[2])
-    dnorm, dweight = rms_norm.backward(grad, total.float(), weight, rstd, eps=eps, needs=inner)
-    return *_both_gradients(dnorm, grad, dtotal, rng, p, needs), dweight
+def _backward(norm: OperatorSpec) -> Function:
+    def backward(
+        grad: Tensor,
+        dtotal: Tensor,
+        total: Tensor,
+        weight: Tensor,
+        rng: Tensor,
+        *kept: Tensor,
+        p: float,
+        eps: float,
+        needs: Needs,
+    ) -> tuple[Tensor | None, ...]:
+        assert norm.backward is not None
+        inner = (needs[0] or needs[1], *needs[2:])
+        dnorm, *rest = norm.backward(grad, total.float(), weight, *kept, eps=eps, needs=inner)
+        return *_both_gradients(dnorm, grad, dtotal, rng, p, needs), *rest
+
+    return backward
+
+
+def _fake(inner: OperatorSpec) -> Function:
+    def fake(
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        rng: Tensor,
+        *bias: Tensor | None,
+        p: float,
+        eps: float,
+    ) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = inner.fake(x, residual, weight, *bias, eps=eps)
+        return made
+
+    return fake
 
 
 dropout_add_rms_norm = OperatorSpec(
@@ -109,12 +131,10 @@ dropout_add_rms_norm = OperatorSpec(
     ),
     equation="sum = residual + dropout(x, rng, p) in residual's dtype; y = rms_norm(sum, weight)",
     source="Srivastava et al. 2014, JMLR 15; Zhang and Sennrich 2019, arXiv:1910.07467, equation 4",
-    forward=_rms_forward,
-    backward=_rms_backward,
-    fake=lambda x, residual, weight, rng, *, p, eps: add_rms_norm.fake(
-        x, residual, weight, eps=eps
-    ),
-    residuals=(Residual("rstd", "x.shape[:-1]", "float32"),),
+    forward=_forward(rms_norm),
+    backward=_backward(rms_norm),
+    fake=_fake(add_rms_norm),
+    residuals=rms_norm.residuals,
     saved=("y1", "weight", "rng", "rstd"),
     restore=lambda total, weight, rng, *, p, eps: rms_norm.forward(total.float(), weight, eps=eps)[
         1
@@ -123,58 +143,18 @@ dropout_add_rms_norm = OperatorSpec(
     differentiable=("x", "residual", "weight"),
     check=_check,
     fixed_dtypes={"rng": "int64"},
-    sizes=_sizes,
+    sizes=sizes,
     cost=lambda x, residual, weight, rng, *, p, eps: Cost(
-        2 * (x.nbytes + residual.nbytes) + weight.nbytes, 35 * x.numel()
+        2 * nbytes(x, residual) + nbytes(weight), 35 * x.numel()
     ),
     backward_cost=lambda x, residual, weight, rng, *, p, eps: Cost(
-        2 * x.nbytes + 3 * residual.nbytes + 2 * weight.nbytes, 40 * x.numel()
+        2 * nbytes(x) + 3 * nbytes(residual) + 2 * nbytes(weight), 40 * x.numel()
     ),
     aten=add_rms_norm.aten | bias_dropout_add.aten,
     samples=lambda maker: _samples(maker, bias=False),
     bound=Bound(forward=10, backward=13, length=rms_norm.bound.length),
     random=True,
 )
-
-
-def _layer_forward(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    rng: Tensor,
-    bias: Tensor | None,
-    *,
-    p: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total = _stored_sum(x, residual, rng, p)
-    y, mean, rstd = layer_norm.forward(total.float(), weight, bias, eps=eps)
-    return y.to(x.dtype), total, mean, rstd
-
-
-def _layer_backward(
-    grad: Tensor,
-    dtotal: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    rng: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    p: float,
-    eps: float,
-    needs: Needs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    assert layer_norm.backward is not None
-    inner = (needs[0] or needs[1], needs[2], needs[3])
-    dnorm, dweight, dbias = layer_norm.backward(
-        grad, total.float(), weight, mean, rstd, eps=eps, needs=inner
-    )
-    return *_both_gradients(dnorm, grad, dtotal, rng, p, needs), dweight, dbias
-
-
-def _bias_bytes(bias: Tensor | None) -> int:
-    return 0 if bias is None else bias.nbytes
 
 
 dropout_add_layer_norm = OperatorSpec(
@@ -188,15 +168,10 @@ dropout_add_layer_norm = OperatorSpec(
     ),
     source="Srivastava et al. 2014, JMLR 15; Ba, Kiros and Hinton 2016, arXiv:1607.06450, "
     "equation 4",
-    forward=_layer_forward,
-    backward=_layer_backward,
-    fake=lambda x, residual, weight, rng, bias, *, p, eps: add_layer_norm.fake(
-        x, residual, weight, bias, eps=eps
-    ),
-    residuals=(
-        Residual("mean", "x.shape[:-1]", "float32"),
-        Residual("rstd", "x.shape[:-1]", "float32"),
-    ),
+    forward=_forward(layer_norm),
+    backward=_backward(layer_norm),
+    fake=_fake(add_layer_norm),
+    residuals=layer_norm.residuals,
     saved=("y1", "weight", "rng", "mean", "rstd"),
     restore=lambda total, weight, rng, *, p, eps: layer_norm.forward(
         total.float(), weight, None, eps=eps
@@ -205,13 +180,12 @@ dropout_add_layer_norm = OperatorSpec(
     differentiable=("x", "residual", "weight", "bias"),
     check=_check,
     fixed_dtypes={"rng": "int64"},
-    sizes=_sizes,
+    sizes=sizes,
     cost=lambda x, residual, weight, rng, bias, *, p, eps: Cost(
-        2 * (x.nbytes + residual.nbytes) + weight.nbytes + _bias_bytes(bias), 38 * x.numel()
+        2 * nbytes(x, residual) + nbytes(weight, bias), 38 * x.numel()
     ),
     backward_cost=lambda x, residual, weight, rng, bias, *, p, eps: Cost(
-        2 * x.nbytes + 3 * residual.nbytes + 2 * (weight.nbytes + _bias_bytes(bias)),
-        43 * x.numel(),
+        2 * nbytes(x) + 3 * nbytes(residual) + 2 * nbytes(weight, bias), 43 * x.numel()
     ),
     aten=add_layer_norm.aten | bias_dropout_add.aten,
     samples=lambda maker: _samples(maker, bias=True),

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from anychip.contract import Bound, Cost, OperatorSpec, Placements, Sample, SampleMaker, Sharding
+from anychip.operators.extents import nbytes
 from anychip.operators.ragged import refuse_unsorted
-
-
-def _nbytes(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _groups(x: Tensor, offsets: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -117,11 +114,11 @@ grouped_linear = OperatorSpec(
     autocast="lower",
     sharding=Sharding(_shards, _backward_shards),
     cost=lambda x, weight, offsets: Cost(
-        _nbytes(x, weight, offsets) + x.shape[0] * weight.shape[1] * x.element_size(),
+        nbytes(x, weight, offsets) + x.shape[0] * weight.shape[1] * x.element_size(),
         2 * x.numel() * weight.shape[1],
     ),
     backward_cost=lambda x, weight, offsets: Cost(
-        2 * _nbytes(x, weight) + x.shape[0] * weight.shape[1] * x.element_size(),
+        2 * nbytes(x, weight) + x.shape[0] * weight.shape[1] * x.element_size(),
         4 * x.numel() * weight.shape[1],
     ),
     aten=frozenset({"mm", "where", "ge", "lt", "stack"}),

@@ -17,11 +17,8 @@ from anychip.contract import (
     SampleMaker,
     Sharding,
 )
+from anychip.operators.extents import nbytes
 from anychip.operators.values import has_values
-
-
-def _nbytes(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -109,11 +106,11 @@ linear = OperatorSpec(
     autocast="lower",
     sharding=Sharding(_linear_shards, _linear_backward_shards),
     cost=lambda x, weight, bias: Cost(
-        _nbytes(x, weight, bias) + x.numel() // x.shape[-1] * weight.shape[0] * x.element_size(),
+        nbytes(x, weight, bias) + x.numel() // x.shape[-1] * weight.shape[0] * x.element_size(),
         2 * x.numel() * weight.shape[0],
     ),
     backward_cost=lambda x, weight, bias: Cost(
-        2 * _nbytes(x, weight, bias), 4 * x.numel() * weight.shape[0]
+        2 * nbytes(x, weight, bias), 4 * x.numel() * weight.shape[0]
     ),
     aten=frozenset({"linear", "mm", "sum"}),
     samples=_linear_samples,
@@ -187,7 +184,7 @@ embedding = OperatorSpec(
         indices.numel() * (8 + 2 * weight.shape[1] * weight.element_size()), 0
     ),
     backward_cost=lambda indices, weight: Cost(
-        indices.numel() * (8 + weight.shape[1] * weight.element_size()) + _nbytes(weight),
+        indices.numel() * (8 + weight.shape[1] * weight.element_size()) + nbytes(weight),
         indices.numel() * weight.shape[1],
     ),
     aten=frozenset({"index", "index_add", "zeros"}),

@@ -26,6 +26,7 @@ from anychip.contract import (
     SampleMaker,
     Sharding,
 )
+from anychip.operators.extents import nbytes
 from anychip.operators.loss import (
     check_options,
     check_targets,
@@ -36,10 +37,6 @@ from anychip.operators.loss import (
 
 CHUNK = 1 << 20
 """Largest number of logits at a time: 4 MiB in float32, enough rows to keep a product busy."""
-
-
-def _nbytes(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def chunks(num_rows: int, num_classes: int) -> Iterator[slice]:
@@ -243,11 +240,11 @@ linear_cross_entropy = OperatorSpec(
     autocast="lower",
     sharding=Sharding(_shards, _backward_shards),
     cost=lambda x, weight, target, bias, **_: Cost(
-        _nbytes(x, weight, bias) + 16 * target.numel(),
+        nbytes(x, weight, bias) + 16 * target.numel(),
         (2 * x.shape[-1] + 4) * target.numel() * weight.shape[0],
     ),
     backward_cost=lambda x, weight, target, bias, **_: Cost(
-        2 * _nbytes(x, weight, bias), (6 * x.shape[-1] + 4) * target.numel() * weight.shape[0]
+        2 * nbytes(x, weight, bias), (6 * x.shape[-1] + 4) * target.numel() * weight.shape[0]
     ),
     aten=cross_entropy.aten | {"mm", "cat"},
     samples=_samples,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ from anychip.contract import (
     SampleMaker,
     Sharding,
 )
-
-Needs = tuple[bool, ...]
+from anychip.operators.extents import Needs, batch_dims, nbytes
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float) -> None:
@@ -32,21 +32,13 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float)
             )
 
 
-def _sizes(x: Tensor, *_: Tensor | None, eps: float) -> dict[str, int]:
+def sizes(x: Tensor, *_: Tensor | None, **__: float) -> dict[str, int]:
     hidden = x.shape[-1]
     return {"hidden": hidden, "rows": x.numel() // hidden if hidden else 0}
 
 
 def _length(x: Tensor, *_: object, **__: object) -> int:
     return x.shape[-1]
-
-
-def _bytes(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-
-def _batch_dims(x: Tensor) -> range:
-    return range(x.dim() - 1)
 
 
 def _samples(maker: SampleMaker, *, bias: bool) -> Iterator[Sample]:
@@ -58,6 +50,29 @@ def _samples(maker: SampleMaker, *, bias: bool) -> Iterator[Sample]:
 def _column_sum(values: Tensor) -> Tensor:
     # Not reshape(-1, H), which cannot tell the number of rows when H is 0.
     return values.unsqueeze(0).flatten(0, -2).sum(0)
+
+
+def shards(residuals: int, rows: int = 1) -> Sharding:
+    """Over the dims of rows.
+
+    Args:
+        residuals: of the norm, which has as many weights.
+        rows: arguments of x's shape: x, and a residual's stream; so many outputs are as well.
+    """
+
+    def forward(x: Tensor, *rest: Any) -> Placements:
+        weights = [None for given in rest[rows - 1 : -1] if given is not None]
+        return [([d] * (rows + residuals), [*[d] * rows, *weights]) for d in batch_dims(x)]
+
+    def backward(grad: Tensor, *_: object) -> Placements:
+        # From gradients of y and of the sum, what was normed, the weight and the residuals.
+        sums: list[Placement] = ["partial"] * residuals
+        return [
+            ([*[d] * rows, *sums], [*[d] * (rows + 1), None, *[d] * residuals])
+            for d in batch_dims(grad)
+        ]
+
+    return Sharding(forward, backward)
 
 
 # rms_norm
@@ -89,16 +104,6 @@ def _rms_fake(x: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]
     return y, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _rms_shards(x: Tensor, weight: Tensor, eps: float) -> Placements:
-    return [([d, d], [d, None]) for d in _batch_dims(x)]
-
-
-def _rms_backward_shards(
-    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, eps: float, needs: list[bool]
-) -> Placements:
-    return [([d, "partial"], [d, d, None, d]) for d in _batch_dims(x)]
-
-
 rms_norm = OperatorSpec(
     name="rms_norm",
     signature="(Tensor x, Tensor weight, *, float eps=1e-06) -> Tensor",
@@ -111,10 +116,10 @@ rms_norm = OperatorSpec(
     saved=("x", "weight", "rstd"),
     differentiable=("x", "weight"),
     check=_check,
-    sizes=_sizes,
-    sharding=Sharding(_rms_shards, _rms_backward_shards),
-    cost=lambda x, weight, *, eps: Cost(2 * _bytes(x) + _bytes(weight), 4 * x.numel()),
-    backward_cost=lambda x, weight, *, eps: Cost(3 * _bytes(x) + 2 * _bytes(weight), 9 * x.numel()),
+    sizes=sizes,
+    sharding=shards(residuals=1),
+    cost=lambda x, weight, *, eps: Cost(2 * nbytes(x) + nbytes(weight), 4 * x.numel()),
+    backward_cost=lambda x, weight, *, eps: Cost(3 * nbytes(x) + 2 * nbytes(weight), 9 * x.numel()),
     aten=frozenset({"mul", "mean", "rsqrt", "sum", "add", "sub", "pow", "_to_copy"}),
     samples=lambda maker: _samples(maker, bias=False),
     bound=Bound(forward=6, backward=10, length=_length),
@@ -172,23 +177,6 @@ def _layer_fake(
     return y, torch.empty_like(rstd), rstd
 
 
-def _layer_shards(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Placements:
-    replicated: list[Placement] = [None] if bias is None else [None, None]
-    return [([d, d, d], [d, *replicated]) for d in _batch_dims(x)]
-
-
-def _layer_backward_shards(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    needs: list[bool],
-) -> Placements:
-    return [([d, "partial", "partial"], [d, d, None, d, d]) for d in _batch_dims(x)]
-
-
 layer_norm = OperatorSpec(
     name="layer_norm",
     signature="(Tensor x, Tensor weight, Tensor? bias=None, *, float eps=1e-05) -> Tensor",
@@ -205,11 +193,11 @@ layer_norm = OperatorSpec(
     restore=lambda x, weight, *, eps: _layer_forward(x, weight, None, eps=eps)[1:],
     differentiable=("x", "weight", "bias"),
     check=_check,
-    sizes=_sizes,
-    sharding=Sharding(_layer_shards, _layer_backward_shards),
-    cost=lambda x, weight, bias, *, eps: Cost(2 * _bytes(x) + _bytes(weight, bias), 7 * x.numel()),
+    sizes=sizes,
+    sharding=shards(residuals=2),
+    cost=lambda x, weight, bias, *, eps: Cost(2 * nbytes(x) + nbytes(weight, bias), 7 * x.numel()),
     backward_cost=lambda x, weight, bias, *, eps: Cost(
-        3 * _bytes(x) + 2 * _bytes(weight, bias), 12 * x.numel()
+        3 * nbytes(x) + 2 * nbytes(weight, bias), 12 * x.numel()
     ),
     aten=frozenset({"mul", "mean", "rsqrt", "sum", "add", "sub", "pow", "_to_copy"}),
     samples=lambda maker: _samples(maker, bias=True),

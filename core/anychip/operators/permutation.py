@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from anychip.contract import Bound, Cost, OperatorSpec, Placements, Sample, SampleMaker, Sharding
+from anychip.operators.extents import nbytes
 from anychip.operators.values import has_values
-
-
-def _nbytes(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def _rows_of(rows: Tensor, row_map: Tensor) -> Tensor:
@@ -107,7 +104,7 @@ def _permute_samples(maker: SampleMaker) -> Iterator[Sample]:
 
 def _permute_cost(x: Tensor, indices: Tensor, *, num_experts: int) -> Cost:
     return Cost(
-        _nbytes(x, indices)
+        nbytes(x, indices)
         + indices.numel() * (8 + x.shape[1] * x.element_size())
         + 8 * num_experts,
         0,
@@ -116,7 +113,7 @@ def _permute_cost(x: Tensor, indices: Tensor, *, num_experts: int) -> Cost:
 
 def _permute_backward_cost(x: Tensor, indices: Tensor, *, num_experts: int) -> Cost:
     copies = indices.numel() * x.shape[1]
-    return Cost(copies * x.element_size() + 8 * indices.numel() + _nbytes(x), copies)
+    return Cost(copies * x.element_size() + 8 * indices.numel() + nbytes(x), copies)
 
 
 def _permute_shards(x: Tensor, indices: Tensor, num_experts: int) -> Placements:
@@ -236,15 +233,15 @@ def _unpermute_samples(maker: SampleMaker) -> Iterator[Sample]:
 
 def _unpermute_cost(x: Tensor, row_map: Tensor, weights: Tensor | None) -> Cost:
     written = row_map.shape[0] * x.shape[1] * x.element_size()
-    return Cost(_nbytes(x, row_map, weights) + written, (2 if weights is not None else 1)
+    return Cost(nbytes(x, row_map, weights) + written, (2 if weights is not None else 1)
                 * x.numel())  # fmt: skip
 
 
 def _unpermute_backward_cost(x: Tensor, row_map: Tensor, weights: Tensor | None) -> Cost:
     given = row_map.shape[0] * x.shape[1] * x.element_size()
     if weights is None:
-        return Cost(given + _nbytes(x, row_map), 0)
-    return Cost(given + 2 * _nbytes(x, weights) + _nbytes(row_map), 3 * x.numel())
+        return Cost(given + nbytes(x, row_map), 0)
+    return Cost(given + 2 * nbytes(x, weights) + nbytes(row_map), 3 * x.numel())
 
 
 def _unpermute_shards(x: Tensor, row_map: Tensor, weights: Tensor | None) -> Placements:

@@ -17,12 +17,9 @@ from anychip.contract import (
     SampleMaker,
     Sharding,
 )
+from anychip.operators.extents import nbytes
 
 _BATCH, _HEADS = 0, 2
-
-
-def _nbytes(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -131,10 +128,10 @@ rope = OperatorSpec(
     },
     sharding=Sharding(_rope_shards, _rope_shards),
     cost=lambda q, k, cos, sin, *, interleaved: Cost(
-        2 * _nbytes(q, k) + _nbytes(cos, sin), 3 * (q.numel() + k.numel())
+        2 * nbytes(q, k) + nbytes(cos, sin), 3 * (q.numel() + k.numel())
     ),
     backward_cost=lambda q, k, cos, sin, *, interleaved: Cost(
-        2 * _nbytes(q, k) + _nbytes(cos, sin), 3 * (q.numel() + k.numel())
+        2 * nbytes(q, k) + nbytes(cos, sin), 3 * (q.numel() + k.numel())
     ),
     aten=frozenset({"mul", "add", "sub", "cat", "stack"}),
     samples=_rope_samples,

@@ -22,6 +22,7 @@ from anychip.contract import (
     SampleMaker,
     Sharding,
 )
+from anychip.operators.extents import nbytes
 
 Needs = tuple[bool, bool]
 
@@ -88,10 +89,6 @@ def _broadcasts(tensor: Tensor, x: Tensor) -> bool:
         return False
     sizes = zip(reversed(tensor.shape), reversed(x.shape), strict=False)
     return all(mine in (1, whole) for mine, whole in sizes)
-
-
-def _bytes(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def _samples(maker: SampleMaker) -> Iterator[Sample]:
@@ -165,10 +162,10 @@ softmax = OperatorSpec(
     },
     sharding=Sharding(_shards, _backward_shards),
     cost=lambda x, mask, bias, *, scale, causal: Cost(
-        2 * _bytes(x) + _bytes(mask, bias), 8 * x.numel()
+        2 * nbytes(x) + nbytes(mask, bias), 8 * x.numel()
     ),
     backward_cost=lambda x, mask, bias, *, scale, causal: Cost(
-        3 * _bytes(x) + _bytes(bias), (5 if bias is None else 6) * x.numel()
+        3 * nbytes(x) + nbytes(bias), (5 if bias is None else 6) * x.numel()
     ),
     aten=frozenset({"_softmax", "mul", "add", "masked_fill", "eq", "all", "sum", "sub", "arange"}),
     samples=_samples,

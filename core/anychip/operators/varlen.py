@@ -27,11 +27,8 @@ from anychip.contract import (
     Sharding,
 )
 from anychip.operators.attention import attend, attend_backward, check_heads
+from anychip.operators.extents import nbytes
 from anychip.operators.ragged import refuse_unsorted
-
-
-def _nbytes(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _unpadded(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -160,10 +157,10 @@ attention_varlen = OperatorSpec(
     autocast="lower",
     sharding=Sharding(_shards, _backward_shards),
     cost=lambda q, k, v, cu_seqlens, *, causal, scale: Cost(
-        _nbytes(q, q, k, v, cu_seqlens), _flops(q, cu_seqlens, causal)
+        nbytes(q, q, k, v, cu_seqlens), _flops(q, cu_seqlens, causal)
     ),
     backward_cost=lambda q, k, v, cu_seqlens, *, causal, scale: Cost(
-        2 * _nbytes(q, q, k, v, cu_seqlens), _flops(q, cu_seqlens, causal) * 5 // 2
+        2 * nbytes(q, q, k, v, cu_seqlens), _flops(q, cu_seqlens, causal) * 5 // 2
     ),
     aten=frozenset({"bmm", "logsumexp", "exp", "masked_fill", "repeat_interleave", "ge", "sum"}),
     samples=_samples,

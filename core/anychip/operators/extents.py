@@ -1,0 +1,18 @@
+"""What costs and sharding rules ask of arguments: bytes, and the dims that are rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+Needs = tuple[bool, ...]
+"""Which of the differentiable arguments a backward has to give the gradients of."""
+
+
+def nbytes(*tensors: Tensor | None) -> int:
+    """Bytes of all of them; one that is not given has none."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def batch_dims(x: Tensor) -> range:
+    """All dims but the last."""
+    return range(x.dim() - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import time
@@ -470,6 +471,17 @@ def raises(comm: Communicator, absent: int) -> None:
     if comm.rank == absent:
         raise KeyError("a mistake of rank's own")
     comm.barrier()
+
+
+def holds_the_interpreter(comm: Communicator, absent: int, hold_s: float, rest_s: float) -> bool:
+    """One rank is in a call of C that no other thread of its interpreter gets past."""
+    comm.barrier()
+    if comm.rank == absent:
+        ctypes.PyDLL(None).usleep(int(hold_s * 1e6))
+    else:
+        time.sleep(rest_s)
+    comm.barrier()
+    return True
 
 
 def is_signalled(comm: Communicator, absent: int, number: int, delay_s: float) -> None:

@@ -6,7 +6,12 @@ import signal
 
 import pytest
 
+from anychip.comm import heartbeat
 from tests.integration.collectives.processes import Outcome, Server
+
+needs_native = pytest.mark.skipif(
+    bool(heartbeat.load()[1]), reason=f"beats need Python's interpreter: {heartbeat.load()[1]}"
+)
 
 
 def failed(outcomes: list[Outcome], *but: int) -> list[Outcome]:
@@ -118,6 +123,7 @@ def test_killed_rank_ends_calls_that_wait_for_another(
     assert max(o.failed_at for o in waiting) < outcomes[asleep].failed_at
 
 
+@needs_native
 @pytest.mark.parametrize("absent", [0, 1])
 def test_stopped_rank_is_named_after_the_heartbeat_limit(server: Server, absent: int) -> None:
     number, limits = int(signal.SIGSTOP), {"timeout_s": 20.0, "heartbeat_s": 1.5}
@@ -128,6 +134,25 @@ def test_stopped_rank_is_named_after_the_heartbeat_limit(server: Server, absent:
         assert f"rank {absent} has not been heard of for 1.5 s" in outcome.error
 
 
+@needs_native
+@pytest.mark.parametrize("absent", [0, 1])
+def test_rank_whose_interpreter_is_held_is_not_lost(server: Server, absent: int) -> None:
+    limits = {"timeout_s": 20.0, "heartbeat_s": 1.5}
+    case = {"absent": absent, "hold_s": 5.0, "rest_s": 0.0, "job": limits}
+    outcomes = server.run("holds_the_interpreter", 3, **case)
+    assert [(o.status, o.error, o.value) for o in outcomes] == [(0, "", True)] * 3
+
+
+@needs_native
+def test_rank_whose_interpreter_is_held_for_too_long_is_named(server: Server) -> None:
+    limits = {"timeout_s": 2.0, "heartbeat_s": 1.0}
+    case = {"absent": 1, "hold_s": 8.0, "rest_s": 6.0, "job": limits}
+    for outcome in failed(server.run("holds_the_interpreter", 3, **case), 1):
+        assert outcome.ranks == (1,)
+        assert "rank 1 is alive and gets nowhere for 2 s: a call in native code" in outcome.error
+
+
+@needs_native
 def test_stopped_host_of_the_store_blocks_nobody_who_asks_it(server: Server) -> None:
     # Rank 1 sleeps for 3 s and asks the store then, which is in the process that is stopped.
     number, limits = int(signal.SIGSTOP), {"timeout_s": 20.0, "heartbeat_s": 5.0}

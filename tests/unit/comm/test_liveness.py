@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from anychip.comm import heartbeat
 from anychip.comm.joining import LOOPBACK
 from anychip.comm.liveness import Liveness
 from anychip.contract.collectives.job import Failure
@@ -162,3 +163,21 @@ def test_rank_that_never_calls_is_named() -> None:
         for rank in (0, 1):
             ranks.come(rank)
         assert ranks.failures(0, 1) == {Failure((2,), "rank 2 did not call rank 0 within 2 s")}
+
+
+def test_beats_of_python_are_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "load", lambda: (None, "it was not built"))
+    with made(2, heartbeat_s=0.5, progress_s=6.0) as ranks:
+        first, second = ranks.come(0), ranks.come(1)
+        assert (first.why_slow, first._peers[1].patience) == ("it was not built", 10)
+        beats = second._peers[0]
+        begun = beats.ticks
+        while beats.ticks < begun + 3:
+            assert second.failure is None
+            second._settled.wait(0.01)
+        monkeypatch.setattr(second._heartbeat, "tick", lambda: None)  # as if it were stopped
+        text = "rank 1 has not been heard of for 5 s: its process is stopped, or its machine"
+        (failure,) = ranks.failures(0)
+        assert failure is not None
+        assert failure.ranks == (1,)
+        assert failure.reason.startswith(text)

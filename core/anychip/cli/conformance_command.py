@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,70 +101,53 @@ def verify_command(file: Path) -> int:
 def _check(
     *,
     backend: str | None,
-    chapters: tuple[str, ...],
-    select: str,
-    level: str,
-    seed: int,
     isolate: bool,
     jobs: int | None,
     limit_s: float,
     expectations: Path | None,
-    first_list: Path | None,
     list_only: bool,
     json_file: Path | None,
     html_file: Path | None,
     junit_file: Path | None,
+    first_list: Path | None,
+    **asked: Any,
 ) -> int:
     """Runs the suite, and writes what was asked for."""
-    files = {"--json": json_file, "--html": html_file, "--junit": junit_file}
     if first_list is not None and first_list.exists():
         raise click.UsageError(
             f"--write-expectations {first_list}: it exists, and has reasons in it"
         )
-    for option, file in {**files, "--write-expectations": first_list}.items():
+    for file in (json_file, html_file, junit_file, first_list):
         if file is not None and not file.parent.is_dir():
-            raise click.UsageError(f"{option} {file}: there is no folder {file.parent}")
+            raise click.UsageError(f"{file}: there is no folder {file.parent}")
 
     # Before torch is imported. Threads that spin while they wait take the cores from the processes
     # next to them: a loaded machine was three times slower by it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from anychip import conformance
     from anychip.conformance import expectations as listing
+    from anychip.conformance.junit import to_junit
+    from anychip.conformance.page import to_html
+    from anychip.conformance.report import to_text
 
-    plan = conformance.plan(
-        conformance.activate(backend),
-        level="full" if level == "full" else "quick",
-        chapters=chapters,
-        select=select,
-        seed=seed,
-        expectations_file=expectations,
-    )
+    active = conformance.activate(backend)
+    plan = conformance.plan(active, expectations_file=expectations, **asked)
     if list_only:
         click.echo("\n".join(case.id for case in plan.cases))
         return DONE
     cores = min(2, os.cpu_count() or 1)
     report = _run(plan, isolate=isolate, jobs=jobs or cores, limit_s=limit_s)
-    _write(report, json_file=json_file, html_file=html_file, junit_file=junit_file)
-    if first_list is not None:
-        text = listing.first_list(report.results, plan.expected, datetime.date.today())
-        first_list.write_text(text, encoding="utf-8")
+    today = datetime.date.today()
+    forms: dict[Path | None, Callable[[], str]] = {
+        json_file: lambda: to_text(report.to_json()),
+        html_file: lambda: to_html(report),
+        junit_file: lambda: to_junit(report),
+        first_list: lambda: listing.first_list(report.results, plan.expected, today),
+    }
+    for file, write in forms.items():
+        if file is not None:
+            file.write_text(write(), encoding="utf-8")
     return DONE if report.passed else FAILED
-
-
-def _write(
-    report: Report, *, json_file: Path | None, html_file: Path | None, junit_file: Path | None
-) -> None:
-    """The report in the forms that were asked for."""
-    from anychip.conformance.junit import to_junit
-    from anychip.conformance.page import to_html
-    from anychip.conformance.report import to_text
-
-    if json_file is not None:
-        json_file.write_text(to_text(report.to_json()), encoding="utf-8")
-    if html_file is not None:
-        html_file.write_text(to_html(report), encoding="utf-8")
-    if junit_file is not None:
-        junit_file.write_text(to_junit(report), encoding="utf-8")
 
 
 def _run(plan: Plan, *, isolate: bool, jobs: int, limit_s: float) -> Report:

@@ -28,6 +28,8 @@ Outcome = Literal[
 OUTCOMES: tuple[Outcome, ...] = (
     "passed", "unsupported", "expected failure", "failed", "unexpected pass", "stale entry",
 )  # fmt: skip
+_FIELDS = ("case", "outcome", "reason", "capability", "note", "call", "served_by", "crashed")
+"""Of a result, that JSON has as they are."""
 FAILING: frozenset[Outcome] = frozenset({"failed", "unexpected pass", "stale entry"})
 
 
@@ -77,16 +79,9 @@ class Result:
         if self.curve is not None:
             curve = {key: _numbers(value) for key, value in self.curve._asdict().items()}
         return {
-            "case": self.case,
+            **{name: getattr(self, name) for name in _FIELDS},
             "chapter": self.chapter,
-            "outcome": self.outcome,
-            "reason": self.reason,
-            "capability": self.capability,
-            "note": self.note,
             "seconds": round(self.seconds, 4),
-            "call": self.call,
-            "served_by": self.served_by,
-            "crashed": self.crashed,
             "errors": [m.to_json() for m in self.measurements],
             "curve": curve,
         }
@@ -106,11 +101,7 @@ class Result:
                 for key, value in row["curve"].items()
             }
             curve = Curve(**parts)
-        names = (
-            "case", "outcome", "reason", "capability", "note", "seconds", "call", "served_by",
-            "crashed",
-        )  # fmt: skip
-        fields = {name: row[name] for name in names}
+        fields = {name: row[name] for name in (*_FIELDS, "seconds")}
         return cls(**fields, measurements=tuple(errors), curve=curve)
 
 

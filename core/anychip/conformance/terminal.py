@@ -196,7 +196,7 @@ def _print_provenance(report: Report, console: Console) -> None:
         console.print(f"served by the reference alone: {', '.join(only)}", markup=False)
     for row in rows:
         if not row["calls"]:
-            why = [f"{reason} ({calls} calls)" for reason, calls in report.refusals(row)]
+            why = [f"refused {calls}: {reason}" for reason, calls in report.refusals(row)]
             console.print(
                 f"served no call: {row['operator']} {row['direction']} of {row['provider']}, "
                 f"{row['implementation']}: {'; '.join(why) or 'it was not asked'}",

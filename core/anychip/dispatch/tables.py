@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -45,29 +45,20 @@ def _faults(row: Row) -> Iterator[str]:
     if row.direction == "backward" and spec.backward is None:
         yield f"{spec.name} has no gradient"
         return
-    keywords = (*signature.attr_names, *(["needs"] if row.direction == "backward" else []))
-    forward = row.direction == "forward"
-    names = signature.positional if forward else (*_gradients(signature), *spec.saved)
-    results = signature.num_outputs + len(spec.residuals) if forward else len(spec.differentiable)
-    if row.paired is not None:
-        results = signature.num_outputs + row.paired.num_residuals
-        yield from _pair(row, spec, signature)
-    yield from _function(row.function, names, keywords, results)
+    own = row.paired.num_residuals if row.paired else len(spec.residuals)
+    arguments, attrs = signature.positional, signature.attr_names
+    grads = tuple(f"grad{i}" for i in range(signature.num_outputs))
+    forward = arguments, attrs, signature.num_outputs + own
+    backward = (*grads, *spec.saved), (*attrs, "needs"), len(spec.differentiable)
+    called = forward if row.direction == "forward" else backward
+    yield from _function(row.function, *called)
     if row.accepts is not None:
-        yield from _function(row.accepts, names, keywords, None)
-
-
-def _pair(row: Row, spec: OperatorSpec, signature: Signature) -> Iterator[str]:
-    """What is wrong with the second half of a paired row."""
-    assert row.paired is not None
-    residuals = {residual.name for residual in spec.residuals}
-    own = tuple(f"own{i}" for i in range(row.paired.num_residuals))
-    saved = (name for name in spec.saved if name not in residuals)
-    names, needs = (*_gradients(signature), *saved, *own), (*signature.attr_names, "needs")
-    yield from _function(row.paired.backward, names, needs, len(spec.differentiable))
-    yield from _function(
-        row.paired.fake_residuals, signature.positional, signature.attr_names, len(own)
-    )
+        yield from _function(row.accepts, *called[:2], None)
+    if row.paired is not None:
+        canonical = {residual.name for residual in spec.residuals}
+        saved = [n for n in spec.saved if n not in canonical] + [f"own{i}" for i in range(own)]
+        yield from _function(row.paired.backward, (*grads, *saved), *backward[1:])
+        yield from _function(row.paired.fake_residuals, arguments, attrs, own)
 
 
 def _limits(row: Row, spec: OperatorSpec, signature: Signature) -> Iterator[str]:
@@ -79,8 +70,8 @@ def _limits(row: Row, spec: OperatorSpec, signature: Signature) -> Iterator[str]
             yield f"limits speak of {name!r}; {f'did you mean {near[0]!r}?' if near else known}"
         if not isinstance(allowed, (range, set, frozenset)) or not allowed:
             yield f"the limit of {name!r} must be a range or a set with a size in it: {allowed!r}"
-    optional = dict(zip(signature.positional, signature.optional, strict=True))
-    lost = [name for name, may in optional.items() if not may and name not in spec.saved]
+    given = zip(signature.positional, signature.optional, strict=True)
+    lost = [name for name, may in given if not may and name not in spec.saved]
     if row.limits and row.direction == "backward" and lost:
         yield f"it cannot have limits, since it is not given {', '.join(lost)}; use accepts"
 
@@ -95,15 +86,10 @@ def _sizes(spec: OperatorSpec) -> tuple[str, ...]:
     return tuple(spec.sizes(*args, **attrs))
 
 
-def _gradients(signature: Signature) -> tuple[str, ...]:
-    return tuple(f"grad{i}" for i in range(signature.num_outputs))
-
-
 def _function(
-    function: Callable[..., Any], names: Iterable[str], keywords: Iterable[str], count: int | None
+    function: Callable[..., Any], names: Sequence[str], keywords: Sequence[str], count: int | None
 ) -> Iterator[str]:
-    """Whether a function can be called so, and whether its annotation promises enough results."""
-    names, keywords = tuple(names), tuple(keywords)
+    """Whether a function can be called so, and its annotation promises so many results."""
     what = getattr(function, "__name__", repr(function))
     try:
         parameters = inspect.signature(function)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,95 +15,70 @@ from anychip.runtime import table_faults
 from tests.meta.honest import HonestRows
 
 
+def never(*_: Any) -> Any:
+    raise AssertionError("a table is looked at, and nothing is called")
+
+
 def forward(x: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
-    raise AssertionError("a table is looked at, and nothing is called")
-
-
-def backward(
-    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, eps: float, needs: Any
-) -> Any:
-    raise AssertionError("a table is looked at, and nothing is called")
+    return never(x, weight, eps)
 
 
 def bare(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    raise AssertionError("a table is looked at, and nothing is called")
+    return never(x, weight, eps)
 
 
-def add(table: OperatorTable, name: str = "rms_norm", function: Any = forward, **more: Any) -> None:
-    table.forward(name, **more)(function)
+def backward(g: Tensor, x: Tensor, w: Tensor, rstd: Tensor, *, eps: float, needs: Any) -> Any:
+    return never(g, x, w, rstd, eps, needs)
 
 
-def add_pair(table: OperatorTable, **more: Any) -> None:
-    right = {"forward": forward, "backward": backward, "fake_residuals": bare}
-    table.pair("rms_norm", **{**right, "num_residuals": 1, **more})
+SIZE = "the limit of 'hidden' must be a range or a set with a size in it: "
+CALL = "is called as <lambda>(x, weight, eps=): too many positional arguments"
+WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("soft_max", forward, {}, "named 'soft_max'; did you mean 'softmax'?"),
+    ("rms_norm", forward, {"limits": {"hiden": range(9)}}, "of 'hiden'; did you mean 'hidden'?"),
+    (
+        "rms_norm",
+        forward,
+        {"limits": {"dim": {1}}},
+        "the sizes of rms_norm are hidden, rows",
+    ),
+    ("rms_norm", forward, {"limits": {"hidden": range(8, 1)}}, f"{SIZE}range(8, 1)"),
+    ("rms_norm", forward, {"limits": {"hidden": 8}}, f"{SIZE}8"),
+    ("rms_norm", forward, {"dtypes": {torch.int8}}, "it takes no float type"),
+    ("rms_norm", forward, {"dtypes": {"bfloat16"}}, "it takes no float type"),
+    ("rms_norm", lambda x, *, eps: None, {}, CALL),
+    ("rms_norm", lambda x, weight, *, epsilon: None, {}, "required argument: 'epsilon'"),
+    ("rms_norm", forward, {"accepts": lambda x: True}, CALL),
+    ("rms_norm", bare, {}, "bare returns 1 results by its annotation, and 2 are expected"),
+    ("softmax'", never, {"limits": {"rows": {1}}}, "cannot have limits, since it is not given x"),
+    ("rms_norm'", lambda g, x, w, rstd, *, eps: None, {}, "unexpected keyword argument 'needs'"),
+    ("adamw'", backward, {}, "adamw has no gradient"),
+    ("pair", forward, {"num_residuals": 2}, "forward returns 2 results by its annotation, and 3"),
+    ("pair", forward, {"backward": forward}, "forward(grad0, x, weight, own0, eps=, needs=)"),
+]
+"""Operator, with an apostrophe for its backward; a row's function and conditions; what is found."""
 
 
-WRONG: dict[str, tuple[Callable[[OperatorTable], Any], str]] = {
-    "operator": (lambda t: add(t, "soft_max"), "named 'soft_max'; did you mean 'softmax'?"),
-    "limit": (
-        lambda t: add(t, limits={"hiden": range(1, 9)}),
-        "limits speak of 'hiden'; did you mean 'hidden'?",
-    ),
-    "limit_of_another_operator": (
-        lambda t: add(t, limits={"head_dim": range(1, 9)}),
-        "limits speak of 'head_dim'; the sizes of rms_norm are hidden, rows",
-    ),
-    "empty_limit": (
-        lambda t: add(t, limits={"hidden": range(8, 1)}),
-        "the limit of 'hidden' must be a range or a set with a size in it: range(8, 1)",
-    ),
-    "limit_is_a_number": (
-        lambda t: add(t, limits={"hidden": 8}),
-        "the limit of 'hidden' must be a range or a set with a size in it: 8",
-    ),
-    "limit_of_what_the_backward_has_not": (
-        lambda t: t.backward("softmax", limits={"rows": range(9)})(lambda *_, **__: None),
-        "it cannot have limits, since it is not given x; use accepts",
-    ),
-    "dtypes": (lambda t: add(t, dtypes={torch.int8}), "it takes no float type"),
-    "dtypes_as_text": (lambda t: add(t, dtypes={"bfloat16"}), "it takes no float type"),
-    "signature": (
-        lambda t: add(t, function=lambda x, *, eps: None),
-        "is called as <lambda>(x, weight, eps=): too many positional arguments",
-    ),
-    "attribute": (
-        lambda t: add(t, function=lambda x, weight, *, epsilon: None),
-        "missing a required argument: 'epsilon'",
-    ),
-    "accepts": (
-        lambda t: add(t, accepts=lambda x: True),
-        "is called as <lambda>(x, weight, eps=): too many positional arguments",
-    ),
-    "backward_without_needs": (
-        lambda t: t.backward("rms_norm")(lambda grad, x, weight, rstd, *, eps: None),
-        "got an unexpected keyword argument 'needs'",
-    ),
-    "backward_of_what_has_none": (lambda t: t.backward("adamw")(backward), "has no gradient"),
-    "residual": (
-        lambda t: add(t, function=bare),
-        "bare returns 1 results by its annotation, and 2 are expected",
-    ),
-    "residuals_of_a_pair": (
-        lambda t: add_pair(t, num_residuals=2),
-        "forward returns 2 results by its annotation, and 3 are expected",
-    ),
-    "backward_of_a_pair": (
-        lambda t: add_pair(t, backward=forward),
-        "is called as forward(grad0, x, weight, own0, eps=, needs=)",
-    ),
-}
+def add(table: OperatorTable, name: str, function: Any, conditions: dict[str, Any]) -> None:
+    if name == "pair":
+        right = {"backward": backward, "fake_residuals": bare, "num_residuals": 1}
+        table.pair("rms_norm", forward=function, **{**right, **conditions})
+    elif name.endswith("'"):
+        table.backward(name[:-1], **conditions)(function)
+    else:
+        table.forward(name, **conditions)(function)
 
 
-@pytest.mark.parametrize("name", list(WRONG))
-def test_row_that_could_serve_nobody_is_named_with_what_is_expected(name: str) -> None:
-    table, (change, words) = OperatorTable(), WRONG[name]
-    add(table)
-    add_pair(table)
+@pytest.mark.parametrize(("name", "function", "conditions", "words"), WRONG)
+def test_row_that_could_serve_nobody_is_named_with_what_is_expected(
+    name: str, function: Any, conditions: dict[str, Any], words: str
+) -> None:
+    table = OperatorTable()
+    for right, row in (("rms_norm", forward), ("rms_norm'", backward), ("pair", forward)):
+        add(table, right, row, {})
     assert table_faults([table]) == []
-    change(table)
-    found = table_faults([table])
-    assert found
-    assert words in " ".join(found)
+    add(table, name, function, conditions)
+    assert words in " ".join(table_faults([table]))
 
 
 def test_rows_of_backends_that_work_are_not_suspected() -> None:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests import warm_python
+
 START = """
 import torch, anychip
 from anychip import ops
@@ -51,9 +53,7 @@ t.join()
 
 @pytest.mark.parametrize("label", FIRST)
 def test_first_call_of_a_process_has_the_dtype_of_the_second(label: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", START + FIRST[label]], capture_output=True, text=True, timeout=120
-    )
+    done = warm_python.run("-c", START + FIRST[label])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["torch.bfloat16"]
 

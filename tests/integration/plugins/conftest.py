@@ -11,4 +11,4 @@ from tests.integration.plugins.environments import Environment
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
-    return Environment(tmp_path)
+    return Environment(tmp_path, is_warm=True)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from textwrap import dedent
 
+from tests import warm_python
+
 CORE = Path(__file__).parents[3] / "core"
 
 GOOD_PLUGIN = """
@@ -31,23 +33,45 @@ class Good(Backend):
 def anychip_backend():
     return Good()
 """
+STAND_IN = """
+import json, os, sys
+if json.loads(sys.argv[1])["name"] == "torch":
+    class accelerator:
+        current_accelerator = staticmethod(lambda check_available: None)
+else:
+    del sys.modules["torch"]
+    sys.path.remove(os.path.dirname(__file__))
+    import torch
+    sys.path.insert(0, os.path.dirname(__file__))
+"""
 READY_HOST = 'Probe.ready(1, kind="host")'
 READY_ACCELERATOR = "Probe.ready(2)"
 
 
 class Environment:
-    """A directory of distributions, and a cache of its own."""
+    """A directory of distributions, and a cache of its own.
 
-    def __init__(self, directory: Path) -> None:
+    ``is_warm``: the processes that run in it have imported torch already, and the probe of the
+    backend named torch, which is a process of its own, finds a stand-in without accelerators. Not
+    where torch itself has to find a distribution, or where a test asks who imports torch.
+    """
+
+    def __init__(self, directory: Path, *, is_warm: bool = False) -> None:
         self.site = directory / "site"
         self.cache = directory / "cache"
         self.site.mkdir(parents=True)
+        self.is_warm = is_warm
+        if is_warm:
+            self.add_module("torch", STAND_IN)
         self.add_distribution("anychip", {})
 
     def add_distribution(
         self, name: str, entry_points: Mapping[str, Mapping[str, str]], version: str = "1.0"
     ) -> None:
         """Writes the metadata of a distribution; ``entry_points``: group to name to value."""
+        if self.is_warm and "torch.backends" in entry_points:
+            self.is_warm = False
+            (self.site / "torch.py").unlink()
         info = self.site / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -77,12 +101,11 @@ class Environment:
 
     def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Runs Python with ``args`` and extra environment variables in this environment."""
+        env = {**self.variables(), **variables}
+        if self.is_warm:
+            return warm_python.run(*args, env=env)
         return subprocess.run(
-            [sys.executable, *args],
-            env={**self.variables(), **variables},
-            capture_output=True,
-            text=True,
-            timeout=200,
+            [sys.executable, *args], env=env, capture_output=True, text=True, timeout=200
         )
 
     def variables(self) -> dict[str, str]:

@@ -23,7 +23,7 @@ class Counted(Environment):
     """An environment with one plugin, ``acme``, that counts how often it is imported."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+        super().__init__(directory, is_warm=True)
         self.count_file = directory / "count"
         answer = f'{READY_HOST}.depending_on("ACME_*")'
         self.add_plugin("acme", COUNT + good_plugin("acme", answer))
@@ -52,7 +52,7 @@ def test_cache_with_nothing_changed_answers_without_a_probe(counted: Counted) ->
     assert counted.look() == "ready"
     assert counted.look(HOSTNAME="elsewhere", TERM="dumb", ANYCHIP_BACKEND="acme") == "ready"
     shown = counted.anychip("backends", TEST_COUNT=str(counted.count_file)).stdout
-    assert re.search(r"acme +ready .* \(answered \d+ s ago\) *\n", shown)
+    assert re.search(r"acme +ready .* \(answered \d+ (s|min) ago\) *\n", shown)
     assert "it asks anew, as --no-cache does" in shown
     assert counted.num_probes == 1
 
@@ -126,7 +126,7 @@ Probe.unavailable("no licence", fix="export ACME_LICENCE=..."))"""
 
 @pytest.mark.parametrize("depends", ["", '.depending_on("ACME_LICENCE")'], ids=["old", "stated"])
 def test_backend_is_ready_when_done_is_what_its_fix_says(tmp_path: Path, depends: str) -> None:
-    environment = Environment(tmp_path)
+    environment = Environment(tmp_path, is_warm=True)
     environment.add_good("acme", LICENSED + depends)
     for licence, expected in (("", "unavailable"), ("7", "ready")):
         done = environment.anychip("backends", "--json", ACME_LICENCE=licence)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +13,7 @@ from anychip_cuda import anychip_backend, backend, driver, native, nvml, readine
 from anychip_cuda.collectives import NcclCommunicator
 from anychip_cuda.driver import Answer, Files, Part
 from anychip_cuda.readiness import TorchBuild
+from tests import warm_python
 
 H200 = Part("NVIDIA H200", (9, 0), 132, 150 << 30, "default")
 CUDA_13 = TorchBuild("2.13.0+cu130", "13.0", None)
@@ -33,7 +32,7 @@ def test_import_touches_no_device_and_probe_answers_in_another_process() -> None
         "import anychip_cuda.backend as b, torch; made = b.CudaBackend(); "
         "print(made.probe().status, torch.cuda.is_initialized())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = warm_python.run("-c", program)
     assert done.returncode == 0, done.stderr
     status, initialized = done.stdout.split()
     assert status in ("ready", "unavailable", "incompatible")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from anychip.conformance import expectations
+from tests import warm_python
 
 PLUGIN = """
 from __future__ import annotations
@@ -112,15 +112,7 @@ def plugins(tmp_path: Path) -> Path:
 
 def run(plugins: Path, *command: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(plugins), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=plugins,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return warm_python.run("-m", *command, cwd=plugins, env={**os.environ, "PYTHONPATH": path})
 
 
 CALL = "fp32/4x8"

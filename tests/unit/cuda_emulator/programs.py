@@ -1,14 +1,16 @@
-"""Builds the emulator's test programs, once per machine and session, and runs them."""
+"""Builds the emulator's test programs, once for what they are made of, and runs them."""
 
 from __future__ import annotations
 
 import fcntl
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ ROOT = Path(__file__).parents[3]
 EMULATOR = ROOT / "tests" / "native" / "cuda_emulator"
 SOURCES = EMULATOR / "programs"
 SANITIZERS = {"plain": "", "address": "address,undefined", "thread": "thread"}
+KINDS = {".cu", ".cuh", ".cpp", ".h", ".txt"}
 REPORTS = ("ERROR: AddressSanitizer", "WARNING: ThreadSanitizer", "runtime error:")
 
 
@@ -54,36 +57,60 @@ def line_of(source: str, marker: str) -> str:
 
 
 @functools.cache
-def build(folder: Path, variant: str) -> Path:
-    """Where the programs of a variant of SANITIZERS are; other processes wait for the first one.
+def _digest() -> str:
+    """Of all that the programs are made of, and by which compiler."""
+    version = subprocess.run(["c++", "--version"], capture_output=True, check=True).stdout
+    found = hashlib.sha256(version)
+    for root in (EMULATOR, ROOT / "csrc" / "cuda", Path(__file__).parent):
+        for path in sorted(p for p in root.rglob("*") if p.suffix in KINDS):
+            found.update(str(path).encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def made(name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that ``make`` has filled, now or earlier; other processes wait for the first one."""
+    where = ROOT / "build" / "cuda_emulator_programs" / name
+    where.mkdir(parents=True, exist_ok=True)
+    with where.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stamp = where / f"made-{_digest()}"
+        if not stamp.exists():
+            for old in where.glob("made-*"):
+                old.unlink()
+            make(where)
+            stamp.touch()
+    return where
+
+
+@functools.cache
+def build(variant: str) -> Path:
+    """Where the programs of a variant of SANITIZERS are.
 
     Raises:
         subprocess.CalledProcessError: the build failed; its output has been printed.
     """
-    where = folder / f"cuda_emulator_{variant}"
-    with (folder / f"cuda_emulator_{variant}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (where / "built").exists():
-            scripts = Path(sysconfig.get_path("scripts"))
-            cmake = shutil.which("cmake", path=f"{scripts}{os.pathsep}{os.environ['PATH']}")
-            if cmake is None or shutil.which("c++") is None:
-                pytest.skip("the emulator's programs need cmake and a C++ compiler")
-            options = [f"-DANYCHIP_CUDA_SANITIZE={SANITIZERS[variant]}", "-DCMAKE_BUILD_TYPE=None"]
-            for words in ([*("-S", SOURCES, "-B", where), *options], ["--build", where]):
-                done = subprocess.run([cmake, *words], capture_output=True, text=True)
-                if done.returncode:
-                    sys.stderr.write(done.stdout + done.stderr)
-                done.check_returncode()
-            (where / "built").touch()
-    return where
+    scripts = Path(sysconfig.get_path("scripts"))
+    cmake = shutil.which("cmake", path=f"{scripts}{os.pathsep}{os.environ['PATH']}")
+    if cmake is None or shutil.which("c++") is None:
+        pytest.skip("the emulator's programs need cmake and a C++ compiler")
+
+    def make(where: Path) -> None:
+        options = [f"-DANYCHIP_CUDA_SANITIZE={SANITIZERS[variant]}", "-DCMAKE_BUILD_TYPE=None"]
+        for words in ([*("-S", SOURCES, "-B", where), *options], ["--build", where]):
+            done = subprocess.run([cmake, *words], capture_output=True, text=True)
+            if done.returncode:
+                sys.stderr.write(done.stdout + done.stderr)
+            done.check_returncode()
+
+    return made(variant, make)
 
 
-def run(folder: Path, variant: str, program: str, *words: str, **settings: str) -> Outcome:
+def run(variant: str, program: str, *words: str, **settings: str) -> Outcome:
     """Runs a program with ``ANYCHIP_EMULATOR_<name>`` set as ``settings`` say, and no others."""
     others = {k: v for k, v in os.environ.items() if not k.startswith("ANYCHIP_")}
     chosen = {f"ANYCHIP_EMULATOR_{name.upper()}": value for name, value in settings.items()}
     done = subprocess.run(
-        [build(folder, variant) / program, *words],
+        [build(variant) / program, *words],
         env={**others, **chosen, "ASAN_OPTIONS": "detect_leaks=0"},
         capture_output=True,
         text=True,

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import check_sass
 from benchmarks.check_sass import Usage
-from tests.unit.cuda_emulator.programs import ROOT
+from tests.unit.cuda_emulator.programs import ROOT, made
 
 CASES = Path(__file__).with_name("sass_cases.cu")
 has_tools = shutil.which("nvcc") and (
@@ -26,10 +26,14 @@ needs_tools = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, object]]:
     """What the command writes about the cases, by kernel and architecture."""
-    folder = tmp_path_factory.mktemp("sass")
-    codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in (80, 90)]
-    compiled, report = folder / "cases.o", folder / "report.json"
-    subprocess.run(["nvcc", "-O3", *codes, "-c", CASES, "-o", compiled], check=True)
+
+    def make(folder: Path) -> None:
+        codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in (80, 90)]
+        words = ["nvcc", "-O3", *codes, "-c", CASES, "-o", folder / "cases.o"]
+        subprocess.run(words, check=True)
+
+    compiled = made("sass", make) / "cases.o"
+    report = tmp_path_factory.mktemp("sass") / "report.json"
     words = [ROOT / "benchmarks" / "check_sass.py", compiled, "--json", report]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr

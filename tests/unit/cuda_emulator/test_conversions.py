@@ -6,7 +6,6 @@ import ctypes
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,8 +20,8 @@ each_format = pytest.mark.parametrize("name", DTYPES)
 
 
 @pytest.fixture(scope="session")
-def conversions(folder: Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(build(folder, "plain") / "libconversions.so"))
+def conversions() -> ctypes.CDLL:
+    return ctypes.CDLL(str(build("plain") / "libconversions.so"))
 
 
 def call(function: ctypes._NamedFuncPointer, *arrays: NDArray[np.generic], count: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.unit.cuda_emulator.programs import line_of, run
@@ -51,21 +49,19 @@ ORDERS = ("forward", "reverse", "random", "warp")
 
 
 @pytest.mark.parametrize("scenario", REFUSED)
-def test_what_the_device_refuses_is_refused_by_its_code(folder: Path, scenario: str) -> None:
-    assert run(folder, "plain", "guards", scenario).output.startswith(REFUSED[scenario])
+def test_what_the_device_refuses_is_refused_by_its_code(scenario: str) -> None:
+    assert run("plain", "guards", scenario).output.startswith(REFUSED[scenario])
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("scenario", ACCEPTED)
-def test_what_the_device_allows_gives_what_it_should(
-    folder: Path, scenario: str, order: str
-) -> None:
-    found = run(folder, "plain", "guards", scenario, order=order)
+def test_what_the_device_allows_gives_what_it_should(scenario: str, order: str) -> None:
+    found = run("plain", "guards", scenario, order=order)
     assert found.output == f"0 cudaSuccess: {ACCEPTED[scenario]}"
 
 
-def test_several_threads_of_the_host_run_each_block_once(folder: Path) -> None:
-    found = run(folder, "plain", "guards", "each thread once", threads="3")
+def test_several_threads_of_the_host_run_each_block_once() -> None:
+    found = run("plain", "guards", "each thread once", threads="3")
     assert found.output == f"0 cudaSuccess: {ACCEPTED['each thread once']}"
 
 
@@ -94,17 +90,17 @@ def test_several_threads_of_the_host_run_each_block_once(folder: Path) -> None:
     ids=lambda value: value if isinstance(value, str) and value.islower() else "",
 )
 def test_mistake_in_a_kernel_fails_and_names_its_lines(
-    folder: Path, scenario: str, sentence: str, markers: list[str], order: str
+    scenario: str, sentence: str, markers: list[str], order: str
 ) -> None:
-    output = run(folder, "plain", "guards", scenario, order=order).output
+    output = run("plain", "guards", scenario, order=order).output
     assert output.startswith(FAILED + sentence)
     for marker in markers:
         assert line_of("guards.cu", marker) in output
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_active_mask_is_a_set_of_lanes_that_run_together(folder: Path, order: str) -> None:
-    output = run(folder, "plain", "guards", "active mask", order=order).output
+def test_active_mask_is_a_set_of_lanes_that_run_together(order: str) -> None:
+    output = run("plain", "guards", "active mask", order=order).output
     mask = int(output.removeprefix("0 cudaSuccess: ")) & 0xFFFFFFFF
     branch = 0x22222222
     assert mask.bit_count() == (1 if order == "random" else 8)
@@ -115,16 +111,16 @@ def test_active_mask_is_a_set_of_lanes_that_run_together(folder: Path, order: st
     ("delayed", "kernel", "shape"), [("0", "1", "1"), ("1", "2", "1")], ids=["at once", "delayed"]
 )
 def test_error_appears_at_the_call_that_the_device_reports_it_at(
-    folder: Path, delayed: str, kernel: str, shape: str
+    delayed: str, kernel: str, shape: str
 ) -> None:
     """1: the launch; 2: the synchronization."""
     for scenario, where in (("when a kernel fails", kernel), ("when a shape is wrong", shape)):
-        found = run(folder, "plain", "guards", scenario, delayed=delayed)
+        found = run("plain", "guards", scenario, delayed=delayed)
         assert found.output == f"0 cudaSuccess: {where}"
 
 
-def numbers(folder: Path, scenario: str, **settings: str) -> list[int]:
-    output = run(folder, "plain", "guards", scenario, **settings).output
+def numbers(scenario: str, **settings: str) -> list[int]:
+    output = run("plain", "guards", scenario, **settings).output
     return [int(word) for word in output.removeprefix("0 cudaSuccess: ").split()]
 
 
@@ -139,17 +135,17 @@ ALL = list(range(1, 129))
 
 @pytest.mark.parametrize(("order", "expected"), [("forward", ALL), ("reverse", ALL[::-1])])
 def test_threads_in_a_fixed_order_run_one_warp_after_another(
-    folder: Path, order: str, expected: list[int]
+    order: str, expected: list[int]
 ) -> None:
-    found = numbers(folder, "order of threads", order=order)
+    found = numbers("order of threads", order=order)
     assert found[:128] == expected
     assert sorted(found[128:]) == ALL
     assert len(warps(found[128:])) == 4
 
 
-def test_threads_in_order_random_run_in_any_order_that_the_seed_gives(folder: Path) -> None:
+def test_threads_in_order_random_run_in_any_order_that_the_seed_gives() -> None:
     first, second, again = (
-        numbers(folder, "order of threads", order="random", seed=seed) for seed in "121"
+        numbers("order of threads", order="random", seed=seed) for seed in "121"
     )
     assert first == again
     assert first != second
@@ -157,10 +153,10 @@ def test_threads_in_order_random_run_in_any_order_that_the_seed_gives(folder: Pa
     assert len(warps(first[:128])) > 8, "warps take turns"
 
 
-def test_threads_in_order_warp_run_by_the_priorities_of_their_warps(folder: Path) -> None:
+def test_threads_in_order_warp_run_by_the_priorities_of_their_warps() -> None:
     seen = set()
     for seed in "1234":
-        found = numbers(folder, "order of threads", order="warp", seed=seed)
+        found = numbers("order of threads", order="warp", seed=seed)
         assert warps(found[:128]) == warps(found[128:])
         assert sorted(warps(found[:128])) == [0, 1, 2, 3]
         seen.add(tuple(warps(found[:128])))
@@ -168,8 +164,8 @@ def test_threads_in_order_warp_run_by_the_priorities_of_their_warps(folder: Path
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_block_runs_once_in_its_order(folder: Path, order: str) -> None:
-    found = numbers(folder, "order of blocks", order=order)
+def test_every_block_runs_once_in_its_order(order: str) -> None:
+    found = numbers("order of blocks", order=order)
     blocks = list(range(1, 101))
     assert sorted(found[:100]) == blocks
     shuffled = found[:100] not in (blocks, blocks[::-1])
@@ -179,13 +175,13 @@ def test_every_block_runs_once_in_its_order(folder: Path, order: str) -> None:
 
 
 @pytest.mark.parametrize("delayed", ["0", "1"])
-def test_queue_keeps_the_order_of_copies_fills_and_launches(folder: Path, delayed: str) -> None:
-    found = run(folder, "plain", "guards", "copies and fills", delayed=delayed)
+def test_queue_keeps_the_order_of_copies_fills_and_launches(delayed: str) -> None:
+    found = run("plain", "guards", "copies and fills", delayed=delayed)
     assert found.output == f"0 cudaSuccess: {ACCEPTED['copies and fills']}"
 
 
-def test_attributes_are_those_of_the_limits_and_the_settings(folder: Path) -> None:
-    found = run(folder, "plain", "guards", "attributes", multiprocessors="7")
+def test_attributes_are_those_of_the_limits_and_the_settings() -> None:
+    found = run("plain", "guards", "attributes", multiprocessors="7")
     assert found.output == "0 cudaSuccess: 7 32 1024 49152 232448"
 
 
@@ -198,10 +194,8 @@ def test_attributes_are_those_of_the_limits_and_the_settings(folder: Path) -> No
         ("delayed", "yes", "expected a number from 0 to 1, got 'yes'"),
     ],
 )
-def test_setting_that_is_none_is_an_error(
-    folder: Path, name: str, value: str, expected: str
-) -> None:
-    output = run(folder, "plain", "guards", "1024 threads", **{name: value}).output
+def test_setting_that_is_none_is_an_error(name: str, value: str, expected: str) -> None:
+    output = run("plain", "guards", "1024 threads", **{name: value}).output
     assert (
         output
         == f"999 cudaErrorUnknown: unknown error: ANYCHIP_EMULATOR_{name.upper()}: {expected}"

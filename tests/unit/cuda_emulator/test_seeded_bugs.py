@@ -5,8 +5,6 @@ programs/seeded_bugs.cu holds the kernels, and the table of what must come of ea
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.unit.cuda_emulator.programs import SOURCES, Outcome, run, table_of
@@ -19,12 +17,12 @@ ORDERS = ("forward", "reverse", "random", "warp")
 MODES = (*ORDERS, "address", "late", "thread")
 
 
-def outcome(folder: Path, bug: str, kind: str, mode: str) -> Outcome:
+def outcome(bug: str, kind: str, mode: str) -> Outcome:
     if mode in ORDERS:
-        return run(folder, "plain", "seeded_bugs", bug, kind, order=mode)
+        return run("plain", "seeded_bugs", bug, kind, order=mode)
     if mode == "late":
-        return run(folder, "address", "seeded_bugs", bug, kind, delayed="1")
-    return run(folder, mode, "seeded_bugs", bug, kind)
+        return run("address", "seeded_bugs", bug, kind, delayed="1")
+    return run(mode, "seeded_bugs", bug, kind)
 
 
 def word(found: Outcome) -> str:
@@ -44,8 +42,8 @@ def test_table_names_every_kernel_and_every_mode() -> None:
 @pytest.mark.grid
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bug", BUGS)
-def test_seeded_bug_shows_as_the_table_says(folder: Path, bug: str, mode: str) -> None:
-    found = outcome(folder, bug, "wrong", mode)
+def test_seeded_bug_shows_as_the_table_says(bug: str, mode: str) -> None:
+    found = outcome(bug, "wrong", mode)
     assert word(found) in EXPECTED[bug, mode].split(" or "), found
     if word(found) == "error":
         assert "seeded_bugs.cu:" in found.output, "an error names the line"
@@ -54,5 +52,5 @@ def test_seeded_bug_shows_as_the_table_says(folder: Path, bug: str, mode: str) -
 @pytest.mark.grid
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bug", BUGS)
-def test_correct_twin_passes(folder: Path, bug: str, mode: str) -> None:
-    assert outcome(folder, bug, "correct", mode) == Outcome(0, "pass", [])
+def test_correct_twin_passes(bug: str, mode: str) -> None:
+    assert outcome(bug, "correct", mode) == Outcome(0, "pass", [])

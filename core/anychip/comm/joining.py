@@ -19,7 +19,8 @@ from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from anychip.comm.liveness import Liveness
+from anychip.comm import heartbeat
+from anychip.comm.liveness import WITHOUT_NATIVE, Liveness
 from anychip.contract.collectives.job import Rendezvous
 
 if TYPE_CHECKING:
@@ -167,10 +168,14 @@ def _place_of(store: Any) -> tuple[str, int]:
 
 
 def _warn(address: str, secret: bytes) -> None:
+    """What is not as it should be, said by rank 0 alone."""
+    missing, texts = heartbeat.load()[1], []
+    if missing:
+        texts.append(f"ranks are lost after {WITHOUT_NATIVE} times run.heartbeat_s only: {missing}")
     if not secret:
-        warnings.warn(
+        texts.append(
             f"the ranks' side channel is unauthenticated: whoever reaches {address} can speak for "
-            "a rank; set ANYCHIP_SECRET, or ANYCHIP_SECRET_FILE, to the same on all ranks",
-            RuntimeWarning,
-            stacklevel=2,
+            "a rank; set ANYCHIP_SECRET, or ANYCHIP_SECRET_FILE, to the same on all ranks"
         )
+    for text in texts:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -40,7 +40,7 @@ _STRANGERS = 64
 """Connections of nobody knows whom at a time, beside those that ranks may need."""
 _CALLS = 20
 """How often a rank calls rank 0, which may be crowded by strangers."""
-_WITHOUT_NATIVE = 10
+WITHOUT_NATIVE = 10
 """The limit of silence grows by this factor where a beat needs Python's interpreter."""
 
 
@@ -96,7 +96,7 @@ class Liveness:
         self._interval = min(1.0, heartbeat_s / 5)
         self._heartbeat = Heartbeat(rank, self._interval)
         self.why_slow = self._heartbeat.missing
-        self._patience = _WITHOUT_NATIVE if self.why_slow else 1
+        self._patience = WITHOUT_NATIVE if self.why_slow else 1
         self.heartbeat_s, self._judged = heartbeat_s, time.monotonic()
         self.failure: Failure | None = None
         self.gone: set[int] = set()

@@ -183,8 +183,8 @@ class Backend(DeviceInterface, ABC):
     ) -> Communicator:
         """The communicator over all ranks of this job; the same one until it is closed.
 
-        A job is what torchrun has started, or the default process group that the caller has made;
-        otherwise this process is alone. A collective call when there are several ranks.
+        A job is what torchrun or another launcher has started, or the default process group that
+        the caller has made; otherwise this process is alone. A collective call of several ranks.
 
         On the host, and for a backend that names gloo, reductions are done in rank order. Another
         ``c10d_backend`` does them itself. A chip that names none communicates by way of the host,

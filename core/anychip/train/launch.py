@@ -24,12 +24,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from anychip.comm.joining import LOOPBACK, loopback_store, one_machine
@@ -139,7 +139,7 @@ def _config(nproc: int, variables: Mapping[str, str]) -> LaunchConfig:
     )
 
 
-class _Loopback(RendezvousHandler):
+class _Loopback(StaticTCPRendezvous):
     """The one agent of a job meets itself in its own memory, where nothing is unpickled.
 
     The ranks meet at a store of the agent's to which only this machine has access.
@@ -148,33 +148,15 @@ class _Loopback(RendezvousHandler):
     NAME = "anychip"
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id, self._store = parameters.run_id, loopback_store()
+        self._ranks = loopback_store()
+        super().__init__(LOOPBACK, self._ranks.port, 0, 1, parameters.run_id, timeout=60)
 
     def get_backend(self) -> str:
         return self.NAME
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
     def next_rendezvous(self) -> RendezvousInfo:
-        place = RendezvousStoreInfo(LOOPBACK, self._store.port)
-        return RendezvousInfo(HashStore(), 0, 1, place)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+        place = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(HashStore(), self.rank, self.world_size, place)
 
 
 rendezvous_handler_registry.register(_Loopback.NAME, _Loopback)

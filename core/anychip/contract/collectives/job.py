@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from anychip.contract.collectives.ledger import ranks_text
 from anychip.contract.collectives.meeting import meet
@@ -42,43 +42,20 @@ class Failure(NamedTuple):
     reason: str
 
 
-class SideChannel(Protocol):
-    """Which ranks of the job are still there; see :mod:`anychip.comm.liveness`."""
-
-    failure: Failure | None
-    gone: set[int]
-
-    def report(self, failure: Failure) -> Failure:
-        """Tells every rank of a failure, and returns the one that counts, the first."""
-        ...
-
-    def verdict(self, wait_s: float) -> Failure | None:
-        """The failure, after some time for the news to arrive."""
-        ...
-
-    def close(self) -> None:
-        """Says goodbye to the others."""
-        ...
-
-    def forget(self) -> None:
-        """Closes this process's ends without a word."""
-        ...
-
-
 class Rendezvous(NamedTuple):
     """What a launcher gives each of its processes.
 
     Attributes:
         address: of this machine, at which its ranks listen.
-        side_channel: makes it: of a store of the job's own, rank, world_size, and by name
-            ``heartbeat_s``, ``progress_s`` and ``on_failure``.
+        side_channel: what tells ranks of each other, :class:`anychip.comm.liveness.Liveness`, but
+            for what it gets here.
     """
 
     store: Store
     rank: int
     world_size: int
     address: str
-    side_channel: Callable[..., SideChannel]
+    side_channel: Callable[..., Any]
 
 
 def part_of(store: Store, prefix: str) -> Store:

@@ -48,7 +48,6 @@ def _join(request: dict[str, Any]) -> Job:
     import torch
     import torch.distributed as distributed
 
-    from anychip import registry
     from anychip.conformance.rank_questions import Job
     from anychip.conformance.ranks import backend_of
 
@@ -57,7 +56,6 @@ def _join(request: dict[str, Any]) -> Job:
     dist: Any = distributed  # its stores are not among the names that it exports
     rank, world_size, limit = request["rank"], request["world_size"], timedelta(seconds=60)
     backend.set_device(rank % backend.device_count())
-    registry.connect_ranks()
     store: Any = dist.TCPStore("127.0.0.1", request["port"], None, False, limit)
     # The host's process group is only how the job is found; the backend makes what it needs.
     place = dist.PrefixStore("start", store)

@@ -6,7 +6,7 @@
 
 from anychip.registry.choice import backends, choose, forecast, owner, take_device
 from anychip.registry.diagnosis import Diagnosis, diagnose
-from anychip.registry.instances import connect_ranks, provenance_of
+from anychip.registry.instances import provenance_of
 from anychip.registry.kernel_packs import kernel_packs
 from anychip.registry.table import BackendRecord
 
@@ -15,7 +15,6 @@ __all__ = [
     "Diagnosis",
     "backends",
     "choose",
-    "connect_ranks",
     "diagnose",
     "forecast",
     "kernel_packs",

@@ -30,7 +30,6 @@ def ready_instance(plugin: Plugin) -> tuple[Backend, Probe]:
     Raises:
         BackendUnavailableError: it cannot be loaded, or it answers that it cannot run.
     """
-    connect_ranks()
     with _lock:
         if plugin not in _backends:
             _require_private_use_slot(plugin)
@@ -45,11 +44,6 @@ def ready_instance(plugin: Plugin) -> tuple[Backend, Probe]:
     return backend, answer
 
 
-def connect_ranks() -> None:
-    """Lets the communicators of any backend find the job that this process is in."""
-    world.find_job = _find_job
-
-
 def _find_job(timeout_s: float) -> Rendezvous | None:
     from anychip.comm import joining
 
@@ -62,11 +56,14 @@ def _find_job(timeout_s: float) -> Rendezvous | None:
     )
 
 
+# Communicators of any backend, made by hand or not, ask this where they are.
+world.find_job = _find_job
+
+
 def torch_default(device_type: str) -> Backend:
     """The contract's defaults for a device type that no plugin serves."""
     from anychip.registry.torch_default import torch_backend
 
-    connect_ranks()
     with _lock:
         chosen = _backends.get(TORCH_DEFAULT)
         if chosen is not None and chosen.device_type == device_type:

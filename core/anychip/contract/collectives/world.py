@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 find_job: Callable[[float], Rendezvous | None] | None = None
 """This process's place in a job, met within so many seconds, or None when it is alone. The
-registry puts it here when it makes a backend ready."""
+registry puts it here."""
 _worlds: dict[tuple[str, str | None], Communicator] = {}
 
 
@@ -88,7 +88,7 @@ def world(
 def _place(timeout_s: float) -> Rendezvous | None:
     if find_job is None:
         raise ContractError(
-            "a backend was made by hand, and nothing says whether this process is one of several: "
-            "call anychip.use(name), or anychip.registry.connect_ranks() before"
+            "nothing says whether this process is one of several: import anychip.registry before, "
+            "as anychip.use(name) does"
         )
     return find_job(timeout_s)

@@ -32,7 +32,7 @@ from anychip.conformance.calls import (
 from anychip.conformance.case import Context, check, check_equal_bits
 from anychip.conformance.chapters.device import in_thread
 from anychip.conformance.oracles import Oracle
-from anychip.conformance.trial import AnyOperator, Trial, each_trial, rule_calls
+from anychip.conformance.trial import AnyOperator, Subject, Trial, each_trial, rule_calls
 
 Rule = Callable[..., None]
 RULES: list[tuple[str, Callable[[AnyOperator, Context], bool], Rule]] = []
@@ -62,22 +62,18 @@ def _has_streams(operator: AnyOperator, context: Context) -> bool:
 
 
 def laid_out(
-    context: Context,
-    operator: AnyOperator,
-    oracle: Oracle,
-    dtype: torch.dtype,
-    trial_type: type[Trial] = Trial,
+    context: Context, of: Subject, trial_type: type[Trial] = Trial
 ) -> Iterator[tuple[Trial, str]]:
     """The same call again and again, one argument at a time in another layout than the others."""
-    usable = rule_calls(oracle)
+    usable = rule_calls(of.oracle)
     call = next((c for c in usable if c.layout == LAYOUTS[0]), usable[0])
-    plain = trial_type(operator, replace(call, layout={}), dtype, context.seed)
+    plain = trial_type(of.operator, replace(call, layout={}), of.dtype, context.seed)
     names = plain.signature.positional
     for index, (name, arg) in enumerate(zip(names, plain.arguments[0], strict=True)):
         for layout in (*LAYOUTS, *INNER_LAYOUTS, *READ_ONLY_LAYOUTS):
             if _can_lie(arg, layout, written=index in plain.written):
                 changed = replace(call, layout={name: layout}, statistical=False)
-                yield trial_type(operator, changed, dtype, context.seed), f"{name} {layout}"
+                yield trial_type(of.operator, changed, of.dtype, context.seed), f"{name} {layout}"
 
 
 def _can_lie(arg: Any, layout: Layout, *, written: bool) -> bool:
@@ -92,12 +88,10 @@ def _can_lie(arg: Any, layout: Layout, *, written: bool) -> bool:
 
 
 @_rule("layouts", _always)
-def rule_layouts(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_layouts(context: Context, of: Subject) -> None:
     """One argument alone is not contiguous: nobody may take its strides from another one."""
-    for trial, what in laid_out(context, operator, oracle, dtype):
-        compare(context, trial, oracle, f" with {what}")
+    for trial, what in laid_out(context, of):
+        compare(context, trial, of.oracle, f" with {what}")
 
 
 def compare(context: Context, trial: Trial, oracle: Oracle, note: str) -> None:
@@ -142,15 +136,11 @@ def twins(trial: Trial) -> list[tuple[int, int]]:
 
 
 def with_twins(
-    context: Context,
-    operator: AnyOperator,
-    oracle: Oracle,
-    dtype: torch.dtype,
-    trial_type: type[Trial] = Trial,
+    context: Context, of: Subject, trial_type: type[Trial] = Trial
 ) -> Iterator[tuple[Trial, int, int]]:
     """Of the first call that has such pairs: one argument is another one, pair by pair."""
-    for call in rule_calls(oracle):
-        plain = trial_type(operator, replace(call, layout="contiguous"), dtype, context.seed)
+    for call in rule_calls(of.oracle):
+        plain = trial_type(of.operator, replace(call, layout="contiguous"), of.dtype, context.seed)
         pairs = twins(plain)
         for first, second in pairs:
 
@@ -159,46 +149,44 @@ def with_twins(
 
             make = Changed(call.make, plain.signature.bind, change)
             same = replace(call, make=make, layout="contiguous", statistical=False)
-            yield trial_type(operator, same, dtype, context.seed), first, second
+            yield trial_type(of.operator, same, of.dtype, context.seed), first, second
         if pairs:
             return
 
 
 @_rule("same-tensor", _always)
-def rule_same_tensor(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_same_tensor(context: Context, of: Subject) -> None:
     """Two arguments are one tensor: attention of x to x; a list that holds a tensor twice."""
-    for trial, first, second in with_twins(context, operator, oracle, dtype):
+    for trial, first, second in with_twins(context, of):
         names = trial.signature.positional
-        compare(context, trial, oracle, f" where {names[second]} is {names[first]}")
-    call = rule_calls(oracle)[0]
-    plain = Trial(operator, call, dtype, context.seed)
+        compare(context, trial, of.oracle, f" where {names[second]} is {names[first]}")
+    call = rule_calls(of.oracle)[0]
+    plain = of.trial(call, context)
     if len(plain.signature.positional) == 1 and isinstance(plain.arguments[0][0], (list, tuple)):
 
         def change(args: list[Any]) -> None:
             args[0] = [*args[0], *args[0]]
 
         make = Changed(call.make, plain.signature.bind, change)
-        doubled = Trial(operator, replace(call, make=make, statistical=False), dtype, context.seed)
+        doubled = of.trial(replace(call, make=make, statistical=False), context)
         if not doubled.written:
-            compare(context, doubled, oracle, " with every tensor of the list twice")
+            compare(context, doubled, of.oracle, " with every tensor of the list twice")
 
 
 @_rule("packed", _always)
-def rule_packed(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_packed(context: Context, of: Subject) -> None:
     """Arguments are parts of one tensor, as ``gate, up = h.chunk(2, -1)`` gives them."""
-    for call in rule_calls(oracle):
-        plain = Trial(operator, replace(call, layout={}), dtype, context.seed)
+    for call in rule_calls(of.oracle):
+        plain = of.trial(replace(call, layout={}), context)
         places = sorted(set(itertools.chain.from_iterable(twins(plain))))
         alike = [i for i in places if plain.arguments[0][i].shape == _shape(plain, places[0])]
         if alike:
             names = [plain.signature.positional[i] for i in alike]
             layout: Mapping[str, Layout] = dict.fromkeys(names, "packed")
-            trial = Trial(operator, replace(call, layout=layout), dtype, context.seed)
-            compare(context, trial, oracle, f" where {' and '.join(names)} are parts of one tensor")
+            trial = of.trial(replace(call, layout=layout), context)
+            compare(
+                context, trial, of.oracle, f" where {' and '.join(names)} are parts of one tensor"
+            )
             return
 
 
@@ -249,23 +237,21 @@ class GuardedEmpty(TorchDispatchMode):
 
 
 @_rule("guarded-results", _returns)
-def rule_guarded_results(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_guarded_results(context: Context, of: Subject) -> None:
     """A row that makes its results with torch's ``empty`` fills them, and stops at their end."""
-    for trial in each_trial(context, operator, oracle, dtype):
+    for trial in each_trial(context, of):
         placed = trial.place(context)
-        known = operator.kernel.key(placed.args)
+        known = of.operator.kernel.key(placed.args)
         choice = (
-            None if known is None else operator.kernel.peek(known[1], placed.args, placed.attrs)
+            None if known is None else of.operator.kernel.peek(known[1], placed.args, placed.attrs)
         )
         if choice is None:
             continue
         with GuardedEmpty() as guards, torch.no_grad():
             returned = choice.row.function(*placed.args, **placed.attrs)
         context.backend.synchronize()
-        results = trial.results(returned, placed)[: operator.signature.num_outputs]
-        wanted: Sequence[Rounded] = trial.expected(oracle)
+        results = trial.results(returned, placed)[: of.operator.signature.num_outputs]
+        wanted: Sequence[Rounded] = trial.expected(of.oracle)
         for name, got, want in zip(trial.names(), results, wanted, strict=False):
             context.compare(f"{name}, in guarded memory", got, want, statistical=False)
         problem = guards.overwritten()
@@ -276,14 +262,15 @@ def rule_guarded_results(
 
 
 @_rule("again", _always)
-def rule_again(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_again(context: Context, of: Subject) -> None:
     """The same tensors with other numbers in them: nothing may be kept by address or by shape."""
-    for trial in itertools.islice(each_trial(context, operator, oracle, dtype), 2):
+    for trial in itertools.islice(each_trial(context, of), 2):
         # The label is part of what the numbers are made from.
         other = Trial(
-            operator, replace(trial.call, label=f"{trial.call.label}.again"), dtype, context.seed
+            of.operator,
+            replace(trial.call, label=f"{trial.call.label}.again"),
+            of.dtype,
+            context.seed,
         )
         if not _same_forms(trial.arguments[0], other.arguments[0]):
             continue
@@ -294,7 +281,7 @@ def rule_again(
         ):
             target.copy_(source)
         results = other.run(placed)
-        for name, got, want in zip(other.names(), results, other.expected(oracle), strict=False):
+        for name, got, want in zip(other.names(), results, other.expected(of.oracle), strict=False):
             context.compare(f"{name} of the same tensors with other numbers", got, want,
                             statistical=False)  # fmt: skip
 
@@ -309,74 +296,65 @@ def _same_forms(first: Sequence[Any], second: Sequence[Any]) -> bool:
 
 def same_elsewhere(
     context: Context,
-    operator: AnyOperator,
-    oracle: Oracle,
-    dtype: torch.dtype,
+    of: Subject,
     where: str,
     elsewhere: Callable[[Callable[[], list[Tensor]]], list[Tensor]],
 ) -> None:
     """The same bits, or for an operator without an order the same numbers, as in a plain call."""
-    for trial in itertools.islice(each_trial(context, operator, oracle, dtype), 2):
+    for trial in itertools.islice(each_trial(context, of), 2):
 
         def call(trial: Trial = trial) -> list[Tensor]:
             return trial.run(trial.place(context))
 
         here, there = call(), elsewhere(call)
         context.backend.synchronize()
-        same_answer(context, operator, oracle, trial, there, here, where)
+        same_answer(context, of, trial, there, here, where)
 
 
 def same_answer(
     context: Context,
-    operator: AnyOperator,
-    oracle: Oracle,
+    of: Subject,
     trial: Trial,
     found: Sequence[Tensor],
     plain: Sequence[Tensor],
     where: str,
 ) -> None:
     """The bits of a plain call; of an operator without an order, the oracle's numbers."""
-    if operator.spec.determinism == "bitwise":
+    if of.operator.spec.determinism == "bitwise":
         for name, got, want in zip(trial.names(), found, plain, strict=True):
             check_equal_bits(f"{name} {where}", got, want)
     else:
-        wanted = trial.expected(oracle)
+        wanted = trial.expected(of.oracle)
         for name, got, expected in zip(trial.names(), found, wanted, strict=False):
             context.compare(f"{name} {where}", got, expected)
 
 
 @_rule("second-thread", _always)
-def rule_second_thread(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_second_thread(context: Context, of: Subject) -> None:
     """A thread that has never called the operator gets the same."""
-    same_elsewhere(context, operator, oracle, dtype, "from a second thread", in_thread)
+    same_elsewhere(context, of, "from a second thread", in_thread)
 
 
 @_rule("inference-mode", _always)
-def rule_inference_mode(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_inference_mode(context: Context, of: Subject) -> None:
     """Under ``torch.inference_mode``, on tensors that were made in it."""
 
     def elsewhere(call: Callable[[], list[Tensor]]) -> list[Tensor]:
         with torch.inference_mode():
             return [y.clone() for y in call()]
 
-    same_elsewhere(context, operator, oracle, dtype, "in inference mode", elsewhere)
+    same_elsewhere(context, of, "in inference mode", elsewhere)
 
 
 CALLS_OF_A_THREAD = 5
 
 
 @_rule("two-threads", _always)
-def rule_two_threads(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_two_threads(context: Context, of: Subject) -> None:
     """Two threads call at once, each with its own numbers: no room that both write to."""
-    call = rule_calls(oracle)[0]
+    call = rule_calls(of.oracle)[0]
     labels = (call.label, f"{call.label}.other")
-    trials = [Trial(operator, replace(call, label=label), dtype, context.seed) for label in labels]
+    trials = [of.trial(replace(call, label=label), context) for label in labels]
     alone = [trial.run(trial.place(context)) for trial in trials]
     start = threading.Barrier(len(trials))
 
@@ -393,7 +371,7 @@ def rule_two_threads(
     note = "while another thread calls it too"
     for results in rounds:
         for trial, result, want in zip(trials, results, alone, strict=True):
-            same_answer(context, operator, oracle, trial, result, want, note)
+            same_answer(context, of, trial, result, want, note)
 
 
 class _InBackward(torch.autograd.Function):
@@ -409,9 +387,7 @@ class _InBackward(torch.autograd.Function):
 
 
 @_rule("in-backward", _always)
-def rule_in_backward(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_in_backward(context: Context, of: Subject) -> None:
     """From within a backward pass, in autograd's own thread, as checkpointing calls it."""
 
     def elsewhere(call: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -421,13 +397,11 @@ def rule_in_backward(
         y.sum().backward()
         return found
 
-    same_elsewhere(context, operator, oracle, dtype, "from a backward pass", elsewhere)
+    same_elsewhere(context, of, "from a backward pass", elsewhere)
 
 
 @_rule("side-stream", _has_streams)
-def rule_side_stream(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_side_stream(context: Context, of: Subject) -> None:
     """On a stream that is not the default one."""
     backend = context.backend
 
@@ -437,7 +411,7 @@ def rule_side_stream(
             backend.synchronize()
         return found
 
-    same_elsewhere(context, operator, oracle, dtype, "on another stream", elsewhere)
+    same_elsewhere(context, of, "on another stream", elsewhere)
 
 
 # Numbers that are copied
@@ -447,13 +421,11 @@ _COPIES = ("embedding", "permute", "top_k")
 
 
 @_rule("copies", lambda operator, context: operator.spec.name in _COPIES)
-def rule_copies(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_copies(context: Context, of: Subject) -> None:
     """A copy keeps the sign of 0."""
-    for call in oracle.calls():
+    for call in of.oracle.calls():
         if call.full or "zeros" not in call.label:
             continue
-        trial = Trial(operator, call, dtype, context.seed)
-        got, want = trial.run(trial.place(context))[0], trial.expected(oracle)[0].value
-        check_equal_bits(f"{trial.names()[0]}, a copy", got.cpu(), torch.tensor(want).to(dtype))
+        trial = of.trial(call, context)
+        got, want = trial.run(trial.place(context))[0], trial.expected(of.oracle)[0].value
+        check_equal_bits(f"{trial.names()[0]}, a copy", got.cpu(), torch.tensor(want).to(of.dtype))

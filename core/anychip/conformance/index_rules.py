@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from anychip.conformance.case import Context, expect_error
-from anychip.conformance.oracles import Oracle
-from anychip.conformance.trial import AnyOperator, Trial, each_trial
+from anychip.conformance.trial import AnyOperator, Subject, Trial, each_trial
 
 _INDICES = {
     "cross_entropy": ("target", "logits", -1),
@@ -23,13 +20,11 @@ _ENDS = {"attention_varlen": ("cu_seqlens", "q"), "grouped_linear": ("offsets", 
 """Operators that take ends of groups of rows: the argument, and the one whose rows they are."""
 
 
-def rule_range(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_range(context: Context, of: Subject) -> None:
     """An index outside of its range is an error, also where it is the only one."""
-    name, positional = operator.spec.name, operator.signature.positional
+    name, positional = of.operator.spec.name, of.operator.signature.positional
     argument, classes = positional.index(_INDICES[name][0]), positional.index(_INDICES[name][1])
-    trial = _with_several(context, operator, oracle, dtype, argument)
+    trial = _with_several(context, of, argument)
     limit = trial.arguments[0][classes].shape[_INDICES[name][2]]
     for wrong in (limit, limit + 1000, -1):
         placed = trial.place(context)
@@ -37,19 +32,17 @@ def rule_range(
         expect_error(
             (IndexError, ValueError),
             f"{positional[argument]} = {wrong}",
-            operator,
+            of.operator,
             *placed.args,
             **placed.attrs,
         )
 
 
-def rule_ends(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_ends(context: Context, of: Subject) -> None:
     """Ends that are not sorted, or not from 0 to the rows, are an error that names them."""
-    name, positional = operator.spec.name, operator.signature.positional
+    name, positional = of.operator.spec.name, of.operator.signature.positional
     argument, whole = positional.index(_ENDS[name][0]), positional.index(_ENDS[name][1])
-    trial = _with_several(context, operator, oracle, dtype, argument)
+    trial = _with_several(context, of, argument)
     rows = trial.arguments[0][whole].shape[0]
     for wrong in ({-1: rows + 1}, {0: -1}, {-2: rows, -1: rows - 1}):
         placed = trial.place(context)
@@ -58,20 +51,18 @@ def rule_ends(
         expect_error(
             ValueError,
             f"{positional[argument]} = {placed.args[argument].tolist()} of {rows} rows",
-            operator,
+            of.operator,
             *placed.args,
             mentions=(name, positional[argument]),
             **placed.attrs,
         )
 
 
-def _with_several(
-    context: Context, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype, argument: int
-) -> Trial:
+def _with_several(context: Context, of: Subject, argument: int) -> Trial:
     """A plain call with several numbers in an argument: one wrong one is among right ones."""
     return next(
         trial
-        for trial in each_trial(context, operator, oracle, dtype)
+        for trial in each_trial(context, of)
         if trial.call.layout == "contiguous" and trial.arguments[0][argument].numel() > 2
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,18 @@ LARGE = 4096
 """Elements from which on a call is made twice, to compare the bits."""
 EXAMPLES = {"quick": 6, "full": 100}
 """Random calls per operator, type and direction."""
+
+
+class Subject(NamedTuple):
+    """What a case asks about: an operator, what it has to compute, and in which dtype."""
+
+    operator: AnyOperator
+    oracle: Oracle
+    dtype: torch.dtype
+
+    def trial(self, call: Call, context: Context) -> Trial:
+        """One call of it."""
+        return Trial(self.operator, call, self.dtype, context.seed)
 
 
 class Trial:
@@ -124,26 +136,20 @@ def may_vary(trial: Trial) -> bool:
     return trial.operator.spec.determinism == "bitwise" and largest >= LARGE
 
 
-def each_trial(
-    context: Context, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> Iterator[Trial]:
-    for call in rule_calls(oracle):
-        yield Trial(operator, call, dtype, context.seed)
+def each_trial(context: Context, of: Subject) -> Iterator[Trial]:
+    for call in rule_calls(of.oracle):
+        yield of.trial(call, context)
 
 
 def search_calls(
-    context: Context,
-    operator: AnyOperator,
-    dtype: torch.dtype,
-    chapter: str,
-    check_one: Callable[..., None],
+    context: Context, of: Subject, chapter: str, check_one: Callable[..., None]
 ) -> None:
     """Runs ``check_one(context, call=...)`` on random calls; of their errors the largest stays.
 
     Raises:
         CheckFailedError: of the simplest failing call that was found, which ``context.call`` names.
     """
-    name, signature = operator.spec.name, operator.signature
+    name, signature = of.operator.spec.name, of.operator.signature
     kept = context.measurements
 
     def check_call(choose: Choices) -> None:
@@ -155,7 +161,7 @@ def search_calls(
         check_one(context, call=call)
         kept[:] = _largest([*kept, *context.measurements])
 
-    label = f"{chapter}/{name}/{dtype}"
+    label = f"{chapter}/{name}/{of.dtype}"
     seed = stream(label, context.seed)
     search(check_call, examples=EXAMPLES[context.level], seed=seed)
     context.measurements = kept

@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +33,14 @@ from anychip.conformance.formats import FORMATS, Array
 from anychip.conformance.oracles import Oracle, oracle_of
 from anychip.conformance.oracles.drawn import DRAWN
 from anychip.conformance.oracles.oracle import numbers
-from anychip.conformance.trial import AnyOperator, Trial, may_vary, rule_calls, search_calls
+from anychip.conformance.trial import (
+    AnyOperator,
+    Subject,
+    Trial,
+    may_vary,
+    rule_calls,
+    search_calls,
+)
 from anychip.dispatch.operator import registered
 
 
@@ -66,6 +72,11 @@ class GradientTrial(Trial):
         """Those arguments of a placed call, requiring gradients."""
         places = [self.signature.positional.index(name) for name in names]
         return [placed.args[place].requires_grad_() for place in places]
+
+    def start(self, context: Context) -> tuple[PlacedCall, list[Tensor]]:
+        """A placed call in which every leaf requires a gradient, and the leaves."""
+        placed = self.place(context)
+        return placed, self.leaves(placed, self.leaf_names)
 
     def output_gradients(self) -> list[Tensor]:
         """Random gradients of those outputs, on the host; each in its output's dtype."""
@@ -104,36 +115,32 @@ def cases(context: Context) -> Iterator[Case]:
         for dtype in context.dtypes:
             where = f"gradients/{name}/{FORMATS[dtype].name}"
             represented = context.is_represented(dtype)
-            subject: dict[str, Any] = {"operator": operator, "oracle": oracle, "dtype": dtype}
+            of = Subject(operator, oracle, dtype)
             for call in oracle.calls():
                 if call.gradient:
-                    run = partial(check_values, call=call, **subject)
+                    run = partial(check_values, of=of, call=call)
                     full = oracle.is_full(call, dtype, represented=represented)
                     yield Case(id=f"{where}/{call.label}", run=run, full=full)
             if name in DRAWN and operator.spec.namespace == "anychip":
-                drawn = partial(check_drawn, **subject)
-                yield Case(id=f"{where}/drawn", run=drawn, full=represented)
+                yield Case(id=f"{where}/drawn", run=partial(check_drawn, of=of), full=represented)
             for rule, applies, check_rule in RULES:
                 if applies(operator, dtype):
                     full = represented and rule != "loss-scale"
                     full = full or (rule in OF_NO_TYPE and dtype != torch.float32)
-                    run = partial(check_rule, **subject)
+                    run = partial(check_rule, of=of)
                     yield Case(id=f"{where}/rule:{rule}", run=run, full=full)
 
 
-def check_values(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, call: Call, dtype: torch.dtype
-) -> None:
+def check_values(context: Context, of: Subject, *, call: Call) -> None:
     """The gradient of every differentiable argument; no argument is written.
 
     Of a large call the same bits twice: where a sum is split, its parts may come in any order.
     """
-    trial = GradientTrial(operator, call, dtype, context.seed)
-    placed = trial.place(context)
-    leaves = trial.leaves(placed, trial.leaf_names)
+    trial = GradientTrial(of.operator, call, of.dtype, context.seed)
+    placed, leaves = trial.start(context)
     grads = trial.output_gradients()
     found = backward(context, trial, placed, leaves, grads)
-    compare(context, trial, oracle, grads, dict(zip(trial.leaf_names, found, strict=True)))
+    compare(context, trial, of.oracle, grads, found)
     check_apart(trial, placed, found)
     problem = placed.touched(())
     check(problem is None, f"an argument that may not be written: {problem}")
@@ -152,12 +159,10 @@ def check_apart(trial: GradientTrial, placed: PlacedCall, found: Sequence[Tensor
             check(other == f"that of {name}", f"the gradient of {name} shares memory with {other}")
 
 
-def check_drawn(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def check_drawn(context: Context, of: Subject) -> None:
     """Random calls; of a failing one the simplest that fails too."""
-    check_one = partial(check_values, operator=operator, oracle=oracle, dtype=dtype)
-    search_calls(context, operator, dtype, "gradients", check_one)
+    check_one = partial(check_values, of=of)
+    search_calls(context, of, "gradients", check_one)
 
 
 def backward(
@@ -179,12 +184,15 @@ def compare(
     trial: GradientTrial,
     oracle: Oracle,
     grads: Sequence[Tensor],
-    found: dict[str, Tensor],
+    found: Sequence[Tensor | None],
     note: str = "",
+    names: Sequence[str] | None = None,
 ) -> None:
-    """Compares gradients by name with the oracle's: dtype and shape of the argument, values."""
+    """Compares gradients of all leaves, or of these, with the oracle's: dtype, shape, values."""
     wanted = trial.gradients(oracle, grads)
-    for name, got in found.items():
+    for name, got in zip(names or trial.leaf_names, found, strict=True):
+        if got is None:
+            continue
         argument = trial.arguments[0][trial.signature.positional.index(name)]
         check(got.dtype == argument.dtype, f"gradient of {name}: {argument.dtype}, got {got.dtype}")
         context.compare(
@@ -195,18 +203,14 @@ def compare(
 # Rules
 
 
-def each_trial(
-    context: Context, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> Iterator[GradientTrial]:
-    for call in rule_calls(oracle)[::2]:
-        yield GradientTrial(operator, call, dtype, context.seed)
+def each_trial(context: Context, of: Subject) -> Iterator[GradientTrial]:
+    for call in rule_calls(of.oracle)[::2]:
+        yield GradientTrial(of.operator, call, of.dtype, context.seed)
 
 
-def rule_subsets(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_subsets(context: Context, of: Subject) -> None:
     """Whichever inputs require gradients, those get theirs, and the others none."""
-    for trial in each_trial(context, operator, oracle, dtype):
+    for trial in each_trial(context, of):
         grads = trial.output_gradients()
         for count in range(1, len(trial.leaf_names)):
             for names in itertools.combinations(trial.leaf_names, count):
@@ -214,15 +218,12 @@ def rule_subsets(
                 leaves = trial.leaves(placed, names)
                 found = backward(context, trial, placed, leaves, grads)
                 note = f", with {' and '.join(names)} alone requiring gradients"
-                by_name = dict(zip(names, found, strict=True))
-                compare(context, trial, oracle, grads, by_name, note)
+                compare(context, trial, of.oracle, grads, found, note, names)
 
 
-def rule_no_grad(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_no_grad(context: Context, of: Subject) -> None:
     """Without an input that requires gradients, or under no_grad, there is no graph."""
-    for trial in each_trial(context, operator, oracle, dtype):
+    for trial in each_trial(context, of):
         placed = trial.place(context)
         check(not any(y.requires_grad for y in trial.run(placed)), "no input requires a gradient")
         trial.leaves(placed, trial.leaf_names)
@@ -231,59 +232,45 @@ def rule_no_grad(
         check(not recorded, "an output requires a gradient under torch.no_grad()")
 
 
-def rule_expanded(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_expanded(context: Context, of: Subject) -> None:
     """The gradient that ``y.sum()`` gives: one number, expanded, strides of 0."""
-    for trial in each_trial(context, operator, oracle, dtype):
-        placed = trial.place(context)
-        leaves = trial.leaves(placed, trial.leaf_names)
+    for trial in each_trial(context, of):
+        placed, leaves = trial.start(context)
         found = torch.autograd.grad(sum(y.sum() for y in trial.run(placed)), leaves)  # type: ignore[arg-type]
         grads = [torch.ones(g.shape, dtype=g.dtype) for g in trial.output_gradients()]
-        by_name = dict(zip(trial.leaf_names, found, strict=True))
-        compare(context, trial, oracle, grads, by_name, " for an expanded output gradient")
+        compare(context, trial, of.oracle, grads, found, " for an expanded output gradient")
 
 
-def rule_strided(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_strided(context: Context, of: Subject) -> None:
     """An output gradient that is not contiguous."""
-    for trial in each_trial(context, operator, oracle, dtype):
-        placed = trial.place(context)
-        leaves = trial.leaves(placed, trial.leaf_names)
+    for trial in each_trial(context, of):
+        placed, leaves = trial.start(context)
         grads = trial.output_gradients()
         given = [torch.stack((g, torch.full_like(g, torch.nan)), -1).to(context.device)[..., 0]
                  for g in grads]  # fmt: skip
         found = torch.autograd.grad(trial.run(placed), leaves, given)
-        by_name = dict(zip(trial.leaf_names, found, strict=True))
-        compare(context, trial, oracle, grads, by_name, " for a strided output gradient")
+        compare(context, trial, of.oracle, grads, found, " for a strided output gradient")
 
 
-def rule_gradient_layouts(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_gradient_layouts(context: Context, of: Subject) -> None:
     """Output gradients as views give them: transposed, rows of a wider tensor, heads before the
     positions, and expanded along one dim, as by ``y.sum(0)`` and ``y.mean(-1)``.
     """
-    trial = most_dims(context, operator, oracle, dtype)
+    trial = most_dims(context, of)
     for layout in ("transposed", "padded", *INNER_LAYOUTS, *READ_ONLY_LAYOUTS):
         grads = [laid_out_gradient(g, layout) for g in trial.output_gradients()]
-        placed = trial.place(context)
-        leaves = trial.leaves(placed, trial.leaf_names)
+        placed, leaves = trial.start(context)
         given = [
             place(g, context.device, layout if g.dim() else "contiguous").tensor for g in grads
         ]
         found = torch.autograd.grad(trial.run(placed), leaves, given)
-        by_name = dict(zip(trial.leaf_names, found, strict=True))
-        compare(context, trial, oracle, grads, by_name, f" for an output gradient, {layout}")
+        compare(context, trial, of.oracle, grads, found, f" for an output gradient, {layout}")
 
 
-def most_dims(
-    context: Context, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> GradientTrial:
+def most_dims(context: Context, of: Subject) -> GradientTrial:
     """Of the plain calls that rules ask, one whose output has the most dims above 1."""
-    plain = [call for call in rule_calls(oracle) if call.layout == "contiguous"]
-    trials = [GradientTrial(operator, call, dtype, context.seed) for call in plain]
+    plain = [call for call in rule_calls(of.oracle) if call.layout == "contiguous"]
+    trials = [GradientTrial(of.operator, call, of.dtype, context.seed) for call in plain]
 
     def dims(trial: GradientTrial) -> int:
         return max(sum(n > 1 for n in y.shape) if y.numel() else -1 for y in trial.fake())
@@ -298,20 +285,16 @@ def laid_out_gradient(grad: Tensor, layout: Layout) -> Tensor:
     return grad.narrow(0 if layout == "expanded" else -1, 0, 1).expand_as(grad)
 
 
-def rule_loss_scale(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_loss_scale(context: Context, of: Subject) -> None:
     """Large gradients, as a loss scale makes them; what is not finite does not get lost: the check
     for it, which lowers the scale, comes after all backward passes.
     """
-    trial = most_dims(context, operator, oracle, dtype)
-    scale = 2.0**4 if dtype == torch.float16 else 2.0**24
+    trial = most_dims(context, of)
+    scale = 2.0**4 if of.dtype == torch.float16 else 2.0**24
     grads = [g * scale for g in trial.output_gradients()]
-    placed = trial.place(context)
-    leaves = trial.leaves(placed, trial.leaf_names)
+    placed, leaves = trial.start(context)
     found = backward(context, trial, placed, leaves, grads)
-    by_name = dict(zip(trial.leaf_names, found, strict=True))
-    compare(context, trial, oracle, grads, by_name, f" for output gradients times {scale:g}")
+    compare(context, trial, of.oracle, grads, found, f" for output gradients times {scale:g}")
     for value in (math.nan, math.inf):
         found = backward(context, trial, placed, leaves, [torch.full_like(g, value) for g in grads])
         for name, got in zip(trial.leaf_names, found, strict=True):
@@ -321,29 +304,22 @@ def rule_loss_scale(
             )
 
 
-def rule_one_output(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_one_output(context: Context, of: Subject) -> None:
     """Of several outputs only one is used; the gradients of the others are 0."""
-    for trial in each_trial(context, operator, oracle, dtype):
+    for trial in each_trial(context, of):
         grads = trial.output_gradients()
         for used in range(len(grads)):
-            placed = trial.place(context)
-            leaves = trial.leaves(placed, trial.leaf_names)
+            placed, leaves = trial.start(context)
             output, given = trial.run(placed)[used], grads[used].to(context.device)
             found = torch.autograd.grad([output], leaves, [given], allow_unused=True)
             masked = [g if i == used else torch.zeros_like(g) for i, g in enumerate(grads)]
-            by_name = {n: g for n, g in zip(trial.leaf_names, found, strict=True) if g is not None}
-            compare(context, trial, oracle, masked, by_name, f" where only output {used} is used")
+            compare(context, trial, of.oracle, masked, found, f" where only output {used} is used")
 
 
-def rule_accumulated(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_accumulated(context: Context, of: Subject) -> None:
     """Two backward passes add up in ``.grad``."""
-    for trial in each_trial(context, operator, oracle, dtype):
-        placed = trial.place(context)
-        leaves = trial.leaves(placed, trial.leaf_names)
+    for trial in each_trial(context, of):
+        placed, leaves = trial.start(context)
         given = [g.to(context.device) for g in trial.output_gradients()]
         alone = torch.autograd.grad(trial.run(placed), leaves, given)
         for _ in range(2):
@@ -354,13 +330,10 @@ def rule_accumulated(
             check_equal_bits(f"{name}.grad after two backward passes", leaf.grad, once + once)
 
 
-def rule_retained(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_retained(context: Context, of: Subject) -> None:
     """The same graph gives the same bits twice: a backward pass consumes nothing."""
-    for trial in each_trial(context, operator, oracle, dtype):
-        placed = trial.place(context)
-        leaves = trial.leaves(placed, trial.leaf_names)
+    for trial in each_trial(context, of):
+        placed, leaves = trial.start(context)
         outputs = trial.run(placed)
         given = [g.to(context.device) for g in trial.output_gradients()]
         first = torch.autograd.grad(outputs, leaves, given, retain_graph=True)
@@ -369,13 +342,11 @@ def rule_retained(
             check_equal_bits(f"gradient of {name}, the second time", got, want)
 
 
-def rule_saved(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_saved(context: Context, of: Subject) -> None:
     """A saved tensor that is changed before backward is an error, not a wrong gradient."""
     # An argument that may be None is asked about in a call that has it.
-    trials = list(each_trial(context, operator, oracle, dtype))
-    check(bool(trials), f"the samples of {operator.spec.name} have no call to differentiate")
+    trials = list(each_trial(context, of))
+    check(bool(trials), f"the samples of {of.operator.spec.name} have no call to differentiate")
     by_name = {name: trial for trial in trials[::-1] for name in trial.saved_names}
     for name, trial in by_name.items():
         placed = trial.place(context)
@@ -396,24 +367,18 @@ def rule_saved(
         )
 
 
-def rule_layouts(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_layouts(context: Context, of: Subject) -> None:
     """One argument alone is not contiguous, expanded ones among them."""
-    for trial, what in laid_out(context, operator, oracle, dtype, GradientTrial):
+    for trial, what in laid_out(context, of, GradientTrial):
         assert isinstance(trial, GradientTrial)
-        placed = trial.place(context)
-        leaves, grads = trial.leaves(placed, trial.leaf_names), trial.output_gradients()
+        (placed, leaves), grads = trial.start(context), trial.output_gradients()
         found = backward(context, trial, placed, leaves, grads)
-        by_name = dict(zip(trial.leaf_names, found, strict=True))
-        compare(context, trial, oracle, grads, by_name, f" with {what}")
+        compare(context, trial, of.oracle, grads, found, f" with {what}")
 
 
-def rule_same_tensor(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_same_tensor(context: Context, of: Subject) -> None:
     """Two arguments are one tensor: its gradient is the sum of both."""
-    for trial, first, second in with_twins(context, operator, oracle, dtype, GradientTrial):
+    for trial, first, second in with_twins(context, of, GradientTrial):
         assert isinstance(trial, GradientTrial)
         names = [trial.signature.positional[index] for index in (first, second)]
         if not set(names) <= set(trial.leaf_names):
@@ -421,33 +386,29 @@ def rule_same_tensor(
         placed = trial.place(context)
         leaves, grads = trial.leaves(placed, names[:1]), trial.output_gradients()
         (found,) = backward(context, trial, placed, leaves, grads)
-        wanted, format = trial.gradients(oracle, grads), FORMATS[found.dtype]
+        wanted, format = trial.gradients(of.oracle, grads), FORMATS[found.dtype]
         both = wanted[names[0]].stored(format) + wanted[names[1]].stored(format)
         name = f"gradient of {names[0]}, which is {names[1]} too"
         context.compare(name, found, both, statistical=False)
 
 
-def rule_second_thread(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_second_thread(context: Context, of: Subject) -> None:
     """Forward here, backward in a thread that has never called the operator; and all of it there.
 
     Backward here has gone before, so that something may have been kept for this thread.
     """
-    for trial in itertools.islice(each_trial(context, operator, oracle, dtype), 1):
+    for trial in itertools.islice(each_trial(context, of), 1):
         grads = trial.output_gradients()
         given = [g.to(context.device) for g in grads]
 
         def gradients(
             trial: GradientTrial = trial, grads: Sequence[Tensor] = grads
         ) -> tuple[Tensor, ...]:
-            placed = trial.place(context)
-            leaves = trial.leaves(placed, trial.leaf_names)
+            placed, leaves = trial.start(context)
             return backward(context, trial, placed, leaves, grads)
 
         gradients()
-        placed = trial.place(context)
-        leaves = trial.leaves(placed, trial.leaf_names)
+        placed, leaves = trial.start(context)
         outputs = trial.run(placed)
         by_note = {
             " in a second thread": in_thread(gradients),
@@ -456,8 +417,7 @@ def rule_second_thread(
             ),
         }
         for note, found in by_note.items():
-            by_name = dict(zip(trial.leaf_names, found, strict=True))
-            compare(context, trial, oracle, grads, by_name, note)
+            compare(context, trial, of.oracle, grads, found, note)
 
 
 STEP = 1e-4
@@ -469,13 +429,10 @@ the chain of a reference differentiated twice is a few dozen roundings deep, wit
 4. Where its terms cancel, the bound of the first derivative, with terms of their size, counts."""
 
 
-def rule_twice(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_twice(context: Context, of: Subject) -> None:
     """The second derivative, against a central difference of the oracle's first, in float64."""
-    for trial in each_trial(context, operator, oracle, dtype):
-        placed = trial.place(context)
-        leaves = trial.leaves(placed, trial.leaf_names)
+    for trial in each_trial(context, of):
+        placed, leaves = trial.start(context)
         grads = trial.output_gradients()
         given = [g.to(context.device) for g in grads]
         first = torch.autograd.grad(trial.run(placed), leaves, given, create_graph=True)
@@ -488,8 +445,8 @@ def rule_twice(
             found = torch.autograd.grad(
                 [f for f, _ in depends], leaves, [v for _, v in depends], allow_unused=True
             )
-        wanted = hessian_product(trial, oracle, grads, [v.double().numpy() for v in along])
-        bounds = trial.gradients(oracle, grads)
+        wanted = hessian_product(trial, of.oracle, grads, [v.double().numpy() for v in along])
+        bounds = trial.gradients(of.oracle, grads)
         for name, got, want in zip(trial.leaf_names, found, wanted, strict=True):
             check_norm(f"second derivative for {name}", got, want, bounds[name].worst)
 

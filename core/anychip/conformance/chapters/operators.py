@@ -20,9 +20,16 @@ from anychip.conformance import calling_rules, index_rules
 from anychip.conformance.calls import Call, PlacedCall
 from anychip.conformance.case import Case, Context, check, check_equal_bits
 from anychip.conformance.formats import FORMATS
-from anychip.conformance.oracles import Oracle, oracle_of
+from anychip.conformance.oracles import oracle_of
 from anychip.conformance.oracles.drawn import DRAWN
-from anychip.conformance.trial import AnyOperator, Trial, each_trial, may_vary, search_calls
+from anychip.conformance.trial import (
+    AnyOperator,
+    Subject,
+    Trial,
+    each_trial,
+    may_vary,
+    search_calls,
+)
 from anychip.dispatch.library import door
 from anychip.dispatch.operator import registered
 
@@ -40,36 +47,32 @@ def cases(context: Context) -> Iterator[Case]:
         for dtype in context.dtypes:
             where = f"operators/{name}/{FORMATS[dtype].name}"
             represented = context.is_represented(dtype)
+            of = Subject(operator, oracle, dtype)
             for call in oracle.calls():
-                run = partial(
-                    check_values, operator=operator, oracle=oracle, call=call, dtype=dtype
-                )
+                run = partial(check_values, of=of, call=call)
                 full = oracle.is_full(call, dtype, represented=represented)
                 yield Case(id=f"{where}/{call.label}", run=run, full=full)
             if name in DRAWN and operator.spec.namespace == "anychip":
-                drawn = partial(check_drawn, operator=operator, oracle=oracle, dtype=dtype)
-                yield Case(id=f"{where}/drawn", run=drawn, full=represented)
+                yield Case(id=f"{where}/drawn", run=partial(check_drawn, of=of), full=represented)
             for rule, applies, check_rule in (*RULES, *calling_rules.RULES, *index_rules.RULES):
                 if applies(operator, context):
-                    bound = partial(check_rule, operator=operator, oracle=oracle, dtype=dtype)
+                    bound = partial(check_rule, of=of)
                     full = represented or (rule in OF_NO_TYPE and dtype != torch.float32)
                     yield Case(id=f"{where}/rule:{rule}", run=bound, full=full)
 
 
-def check_values(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, call: Call, dtype: torch.dtype
-) -> None:
+def check_values(context: Context, of: Subject, *, call: Call) -> None:
     """The results of one call: form, values, and that nothing else was written.
 
     Of a large one the same bits twice: where a sum is split, its parts may come in any order.
     """
-    trial = Trial(operator, call, dtype, context.seed)
+    trial = of.trial(call, context)
     placed = trial.place(context)
     results = trial.run(placed)
     if not trial.written:
         check_form(context, trial, results)
         check_apart(trial, placed, results)
-    for name, got, want in zip(trial.names(), results, trial.expected(oracle), strict=False):
+    for name, got, want in zip(trial.names(), results, trial.expected(of.oracle), strict=False):
         context.compare(name, got, want, statistical=call.statistical)
     problem = placed.touched(trial.written)
     check(problem is None, f"an argument that may not be written: {problem}")
@@ -79,12 +82,10 @@ def check_values(
             check_equal_bits(f"{name}, run again", second, first)
 
 
-def check_drawn(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def check_drawn(context: Context, of: Subject) -> None:
     """Random calls; of a failing one the simplest that fails too."""
-    check_one = partial(check_values, operator=operator, oracle=oracle, dtype=dtype)
-    search_calls(context, operator, dtype, "operators", check_one)
+    check_one = partial(check_values, of=of)
+    search_calls(context, of, "operators", check_one)
 
 
 def check_form(context: Context, trial: Trial, results: Sequence[Tensor]) -> None:
@@ -115,11 +116,9 @@ def check_apart(trial: Trial, placed: PlacedCall, results: Sequence[Tensor]) -> 
 # Rules
 
 
-def rule_fresh(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_fresh(context: Context, of: Subject) -> None:
     """Two calls give two tensors: the first one is not overwritten by the second."""
-    for trial in each_trial(context, operator, oracle, dtype):
+    for trial in each_trial(context, of):
         placed = trial.place(context)
         first = trial.run(placed)
         second = trial.run(placed)
@@ -128,14 +127,12 @@ def rule_fresh(
             check(not (same and early.numel()), f"{name} of two calls is one tensor")
 
 
-def rule_written(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_written(context: Context, of: Subject) -> None:
     """Every element of an output is written: what lay in the memory before does not show."""
-    for trial in each_trial(context, operator, oracle, dtype):
+    for trial in each_trial(context, of):
         placed = trial.place(context)
         sizes = [y.nbytes for y in trial.run(placed)]
-        wanted = trial.expected(oracle)
+        wanted = trial.expected(of.oracle)
         for pattern in (0xFF, 0x7B):  # NaN in every format; large numbers
             fill_free_blocks(context, sizes, pattern)
             for name, got, want in zip(trial.names(), trial.run(placed), wanted, strict=False):
@@ -174,12 +171,10 @@ def torch_fills_empty() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-def rule_deterministic(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_deterministic(context: Context, of: Subject) -> None:
     """The same arguments give the same bits, in every run."""
     repeats = 10 if context.level == "full" else 3
-    for trial in each_trial(context, operator, oracle, dtype):
+    for trial in each_trial(context, of):
         first = trial.run(trial.place(context))
         for _ in range(repeats - 1):
             again = trial.run(trial.place(context))
@@ -187,47 +182,41 @@ def rule_deterministic(
                 check_equal_bits(f"{name}, run again", got, want)
 
 
-def rule_doors(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_doors(context: Context, of: Subject) -> None:
     """``torch.ops`` and ``anychip.ops`` give the same bits."""
-    for trial in each_trial(context, operator, oracle, dtype):
+    for trial in each_trial(context, of):
         short_cut = trial.run(trial.place(context))
         placed = trial.place(context)
         with torch.no_grad():
-            returned = door(operator.spec)(*placed.args, **placed.attrs)
+            returned = door(of.operator.spec)(*placed.args, **placed.attrs)
         for name, got, want in zip(
             trial.names(), trial.results(returned, placed), short_cut, strict=True
         ):
-            check_equal_bits(f"{name} of torch.ops.{operator.spec.namespace}", got, want)
+            check_equal_bits(f"{name} of torch.ops.{of.operator.spec.namespace}", got, want)
 
 
-def rule_residuals(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_residuals(context: Context, of: Subject) -> None:
     """What a forward row leaves for the backward one is what the specification says."""
-    count = operator.signature.num_outputs
-    for trial in each_trial(context, operator, oracle, dtype):
+    count = of.operator.signature.num_outputs
+    for trial in each_trial(context, of):
         placed = trial.place(context)
         ordered = [placed.attrs[name] for name in trial.signature.attr_names]
         with torch.no_grad():
-            found = operator.signature.results(
-                door(operator.spec, "_forward")(*placed.args, *ordered)
+            found = of.operator.signature.results(
+                door(of.operator.spec, "_forward")(*placed.args, *ordered)
             )
-        wanted, formed = trial.expected(oracle)[count:], trial.fake()[count:]
+        wanted, formed = trial.expected(of.oracle)[count:], trial.fake()[count:]
         for residual, got, want, form in zip(
-            operator.spec.residuals, found[count:], wanted, formed, strict=True
+            of.operator.spec.residuals, found[count:], wanted, formed, strict=True
         ):
             check(got.dtype == form.dtype, f"{residual.name}: {form.dtype}, got {got.dtype}")
             check(got.is_contiguous(), f"{residual.name} must be contiguous")
             context.compare(residual.name, got, want, statistical=trial.call.statistical)
 
 
-def rule_versions(
-    context: Context, *, operator: AnyOperator, oracle: Oracle, dtype: torch.dtype
-) -> None:
+def rule_versions(context: Context, of: Subject) -> None:
     """autograd hears of every write, and of no other."""
-    for trial in each_trial(context, operator, oracle, dtype):
+    for trial in each_trial(context, of):
         placed = trial.place(context)
         before = [(index, name, p.tensor, p.tensor._version) for index, name, p in placed.placed]
         trial.run(placed)

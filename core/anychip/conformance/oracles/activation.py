@@ -135,20 +135,26 @@ def _inputs() -> Iterator[tuple[str, Make, Layout, bool, bool]]:
     yield "special", _special, "contiguous", False, False
 
 
+def _each(make: Callable[..., Arguments], **attrs: str) -> Iterator[Call]:
+    """A call of an operator for each of the inputs."""
+    suffix = "".join(f".{form}" for form in attrs.values())
+    for label, x, layout, is_random, gradient in _inputs():
+        yield Call(
+            label=f"{label}{suffix}",
+            make=partial(make, x=x, **attrs),
+            layout=layout,
+            statistical=is_random,
+            gradient=gradient,
+        )
+
+
+def _by_form(make: Callable[..., Arguments]) -> Iterator[Call]:
+    for approximate in ("none", "tanh"):
+        yield from _each(make, approximate=approximate)
+
+
 def _gelu_arguments(draw: Draw, x: Make, approximate: str) -> Arguments:
     return (x(draw),), {"approximate": approximate}
-
-
-def _gelu_calls() -> Iterator[Call]:
-    for approximate in ("none", "tanh"):
-        for label, x, layout, is_random, gradient in _inputs():
-            yield Call(
-                label=f"{label}.{approximate}",
-                make=partial(_gelu_arguments, x=x, approximate=approximate),
-                layout=layout,
-                statistical=is_random,
-                gradient=gradient,
-            )
 
 
 def _swiglu_arguments(draw: Draw, x: Make) -> Arguments:
@@ -156,15 +162,8 @@ def _swiglu_arguments(draw: Draw, x: Make) -> Arguments:
     return (gate, draw.normal(*gate.shape)), {}
 
 
-def _swiglu_calls() -> Iterator[Call]:
-    for label, x, layout, is_random, gradient in _inputs():
-        yield Call(
-            label=label,
-            make=partial(_swiglu_arguments, x=x),
-            layout=layout,
-            statistical=is_random,
-            gradient=gradient,
-        )
+def _geglu_arguments(draw: Draw, x: Make, approximate: str) -> Arguments:
+    return _swiglu_arguments(draw, x)[0], {"approximate": approximate}
 
 
 def _bias_gelu_arguments(draw: Draw, x: Make, approximate: str) -> Arguments:
@@ -187,59 +186,38 @@ def _wide_bias(draw: Draw, approximate: str) -> Arguments:
 
 def _bias_gelu_calls() -> Iterator[Call]:
     for approximate in ("none", "tanh"):
-        for label, x, layout, is_random, gradient in _inputs():
-            if label != "scalar":
-                make = partial(_bias_gelu_arguments, x=x, approximate=approximate)
-                yield Call(
-                    label=f"{label}.{approximate}",
-                    make=make,
-                    layout=layout,
-                    statistical=is_random,
-                    gradient=gradient,
-                )
+        for call in _each(_bias_gelu_arguments, approximate=approximate):
+            if not call.label.startswith("scalar"):
+                yield call
         make = partial(_cancelling, approximate=approximate)
         yield Call(label=f"5x96.cancel.{approximate}", make=make, statistical=False)
         make = partial(_wide_bias, approximate=approximate)
         yield Call(label=f"6x40.bias:fp32.{approximate}", make=make)
 
 
-def _geglu_arguments(draw: Draw, x: Make, approximate: str) -> Arguments:
-    return _swiglu_arguments(draw, x)[0], {"approximate": approximate}
-
-
-def _geglu_calls() -> Iterator[Call]:
-    for approximate in ("none", "tanh"):
-        for label, x, layout, is_random, gradient in _inputs():
-            yield Call(
-                label=f"{label}.{approximate}",
-                make=partial(_geglu_arguments, x=x, approximate=approximate),
-                layout=layout,
-                statistical=is_random,
-                gradient=gradient,
-            )
-
+_LOWER = ("17.none", "1025.none", "17.tanh", "1025.tanh")
 
 GELU = Oracle(
     forward=_gelu_forward,
     backward=_gelu_backward,
-    calls=_gelu_calls,
-    lower_precision=("17.none", "1025.none", "17.tanh", "1025.tanh"),
+    calls=partial(_by_form, _gelu_arguments),
+    lower_precision=_LOWER,
 )
 SWIGLU = Oracle(
     forward=_swiglu_forward,
     backward=_swiglu_backward,
-    calls=_swiglu_calls,
+    calls=partial(_each, _swiglu_arguments),
     lower_precision=("17", "1025"),
 )
 BIAS_GELU = Oracle(
     forward=_bias_gelu_forward,
     backward=_bias_gelu_backward,
     calls=_bias_gelu_calls,
-    lower_precision=("17.none", "1025.none", "17.tanh", "1025.tanh"),
+    lower_precision=_LOWER,
 )
 GEGLU = Oracle(
     forward=_geglu_forward,
     backward=_geglu_backward,
-    calls=_geglu_calls,
-    lower_precision=("17.none", "1025.none", "17.tanh", "1025.tanh"),
+    calls=partial(_by_form, _geglu_arguments),
+    lower_precision=_LOWER,
 )

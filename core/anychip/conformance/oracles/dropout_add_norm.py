@@ -37,62 +37,41 @@ def _stored_sum(x: Rounded, residual: Rounded, rng: Numbers, p: float) -> Rounde
     return norm._stored_sum(Rounded.exact(dropped, FP32), residual)
 
 
-def _rms_forward(
-    x: Rounded, residual: Rounded, weight: Rounded, rng: Numbers, *, p: float, eps: float
-) -> tuple[Rounded, ...]:
-    total = _stored_sum(x, residual, rng, p)
-    y, rstd = norm._rms_forward(total, weight, eps=eps)
-    return y, total, rstd
+def _forward(norm_forward: norm.Computed) -> norm.Computed:
+    def forward(
+        x: Rounded,
+        residual: Rounded,
+        weight: Rounded,
+        rng: Numbers,
+        *bias: Rounded | None,
+        p: float,
+        eps: float,
+    ) -> tuple[Rounded, ...]:
+        total = _stored_sum(x, residual, rng, p)
+        y, *kept = norm_forward(total, weight, *bias, eps=eps)
+        return y, total, *kept
+
+    return forward
 
 
-def _rms_backward(
-    grads: tuple[Rounded, Rounded],
-    x: Rounded,
-    residual: Rounded,
-    weight: Rounded,
-    rng: Numbers,
-    *,
-    p: float,
-    eps: float,
-) -> tuple[Rounded, ...]:
-    grad, dtotal = grads
-    dnorm, dweight = norm._rms_backward((grad,), _stored_sum(x, residual, rng, p), weight, eps=eps)
-    both = dtotal + dnorm
-    return dropout._scaled(both, rng, p), both, dweight
+def _backward(norm_backward: norm.Computed) -> norm.Computed:
+    def backward(
+        grads: tuple[Rounded, Rounded],
+        x: Rounded,
+        residual: Rounded,
+        weight: Rounded,
+        rng: Numbers,
+        *bias: Rounded | None,
+        p: float,
+        eps: float,
+    ) -> tuple[Rounded | None, ...]:
+        grad, dtotal = grads
+        total = _stored_sum(x, residual, rng, p)
+        dnorm, *rest = norm_backward((grad,), total, weight, *bias, eps=eps)
+        both = dtotal + dnorm
+        return dropout._scaled(both, rng, p), both, *rest
 
-
-def _layer_forward(
-    x: Rounded,
-    residual: Rounded,
-    weight: Rounded,
-    rng: Numbers,
-    bias: Rounded | None,
-    *,
-    p: float,
-    eps: float,
-) -> tuple[Rounded, ...]:
-    total = _stored_sum(x, residual, rng, p)
-    y, mean, rstd = norm._layer_forward(total, weight, bias, eps=eps)
-    return y, total, mean, rstd
-
-
-def _layer_backward(
-    grads: tuple[Rounded, Rounded],
-    x: Rounded,
-    residual: Rounded,
-    weight: Rounded,
-    rng: Numbers,
-    bias: Rounded | None,
-    *,
-    p: float,
-    eps: float,
-) -> tuple[Rounded | None, ...]:
-    grad, dtotal = grads
-    total = _stored_sum(x, residual, rng, p)
-    dnorm, dweight, dbias = norm._layer_backward((grad,), total, weight, bias, eps=eps)
-    assert dnorm is not None
-    both = dtotal + dnorm
-    return dropout._scaled(both, rng, p), both, dweight, dbias
+    return backward
 
 
 _SHAPES: tuple[tuple[int, ...], ...] = (
@@ -164,14 +143,14 @@ def _calls(*, bias: bool) -> Iterator[Call]:
 _LOWER = ("4x8", "3x17", "5x64", "4x1000")
 
 DROPOUT_ADD_RMS_NORM = Oracle(
-    forward=_rms_forward,
-    backward=_rms_backward,
+    forward=_forward(norm._rms_forward),
+    backward=_backward(norm._rms_backward),
     calls=partial(_calls, bias=False),
     lower_precision=_LOWER,
 )
 DROPOUT_ADD_LAYER_NORM = Oracle(
-    forward=_layer_forward,
-    backward=_layer_backward,
+    forward=_forward(norm._layer_forward),
+    backward=_backward(norm._layer_backward),
     calls=partial(_calls, bias=True),
     lower_precision=_LOWER,
 )

@@ -18,8 +18,9 @@ its one rounding is part of the bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from anychip.conformance.formats import FP32, ulp
 from anychip.conformance.oracles.oracle import Oracle
 
 Rows = tuple[int, ...]
+Computed = Callable[..., tuple[Any, ...]]
 
 
 def _rms_rstd(x: Rounded, eps: float) -> Rounded:
@@ -95,46 +97,33 @@ def _stored_sum(x: Rounded, residual: Rounded) -> Rounded:
     return Rounded.exact(np.rint(wide / step) * step, residual.format)
 
 
-def _add_rms_forward(
-    x: Rounded, residual: Rounded, weight: Rounded, *, eps: float
-) -> tuple[Rounded, ...]:
-    total = _stored_sum(x, residual)
-    y, rstd = _rms_forward(total, weight, eps=eps)
-    return y, total, rstd
+def _after_sum(norm: Computed) -> Computed:
+    """Of the norm of a residual's sum."""
+
+    def forward(
+        x: Rounded, residual: Rounded, *weights: Rounded | None, eps: float
+    ) -> tuple[Rounded, ...]:
+        total = _stored_sum(x, residual)
+        y, *kept = norm(total, *weights, eps=eps)
+        return y, total, *kept
+
+    return forward
 
 
-def _add_rms_backward(
-    grads: tuple[Rounded, Rounded], x: Rounded, residual: Rounded, weight: Rounded, *, eps: float
-) -> tuple[Rounded, ...]:
-    grad, dtotal = grads
-    dnorm, dweight = _rms_backward((grad,), _stored_sum(x, residual), weight, eps=eps)
-    both = dtotal + dnorm
-    return both, both, dweight
+def _before_sum(norm_backward: Computed) -> Computed:
+    def backward(
+        grads: tuple[Rounded, Rounded],
+        x: Rounded,
+        residual: Rounded,
+        *weights: Rounded | None,
+        eps: float,
+    ) -> tuple[Rounded | None, ...]:
+        grad, dtotal = grads
+        dnorm, *rest = norm_backward((grad,), _stored_sum(x, residual), *weights, eps=eps)
+        both = dtotal + dnorm
+        return both, both, *rest
 
-
-def _add_layer_forward(
-    x: Rounded, residual: Rounded, weight: Rounded, bias: Rounded | None, *, eps: float
-) -> tuple[Rounded, ...]:
-    total = _stored_sum(x, residual)
-    y, mean, rstd = _layer_forward(total, weight, bias, eps=eps)
-    return y, total, mean, rstd
-
-
-def _add_layer_backward(
-    grads: tuple[Rounded, Rounded],
-    x: Rounded,
-    residual: Rounded,
-    weight: Rounded,
-    bias: Rounded | None,
-    *,
-    eps: float,
-) -> tuple[Rounded | None, ...]:
-    grad, dtotal = grads
-    total = _stored_sum(x, residual)
-    dnorm, dweight, dbias = _layer_backward((grad,), total, weight, bias, eps=eps)
-    assert dnorm is not None
-    both = dtotal + dnorm
-    return both, both, dweight, dbias
+    return backward
 
 
 # Shapes: empty; one element; round and beside powers of two and vector widths (4, 8, 16, 64); more
@@ -333,14 +322,14 @@ LAYER_NORM = Oracle(
 _ADD_LOWER = ("4x8", "3x17", "5x64", "4x1000")
 
 ADD_RMS_NORM = Oracle(
-    forward=_add_rms_forward,
-    backward=_add_rms_backward,
+    forward=_after_sum(_rms_forward),
+    backward=_before_sum(_rms_backward),
     calls=partial(_add_calls, bias=False),
     lower_precision=_ADD_LOWER,
 )
 ADD_LAYER_NORM = Oracle(
-    forward=_add_layer_forward,
-    backward=_add_layer_backward,
+    forward=_after_sum(_layer_forward),
+    backward=_before_sum(_layer_backward),
     calls=partial(_add_calls, bias=True),
     lower_precision=_ADD_LOWER,
 )

@@ -120,7 +120,7 @@ def _forward(
         )
     )
     given = (params, grads, firsts, seconds, lr, step, scale, clip, found_inf, low_precision)
-    results = update._adamw_forward(*given, **attrs)
+    results = update.in_lists(update._adamw, *given, **attrs)
     count = len(params)
     states = ()
     for form, start in ((_FIRST, count), (_SECOND, 2 * count)):

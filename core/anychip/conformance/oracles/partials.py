@@ -7,6 +7,7 @@ number per tensor, 1 where one of the norms is 0.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,8 +18,9 @@ import torch
 from anychip.conformance.arithmetic import Rounded, concatenate, power, sqrt
 from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
 from anychip.conformance.formats import Array
+from anychip.conformance.oracles import update
 from anychip.conformance.oracles.oracle import Oracle
-from anychip.conformance.oracles.update import LONG, SHAPES, copies, normals, scaled
+from anychip.conformance.oracles.update import LONG, in_lists, scaled
 
 
 def _partials(
@@ -96,33 +98,18 @@ def _trust(p: Rounded, u: Rounded) -> Rounded:
     return weight / step
 
 
-def _lamb_forward(
-    params: Sequence[Rounded],
-    grads: Sequence[Rounded],
-    exp_avgs: Sequence[Rounded],
-    exp_avg_sqs: Sequence[Rounded],
-    lr: Rounded,
-    step: Rounded,
-    scale: Rounded | None,
-    clip: Rounded | None,
-    found_inf: Rounded | None,
-    low_precision: Sequence[Rounded] | None,
-    trust: Rounded | None,
-    **attrs: float,
-) -> tuple[Rounded, ...]:
-    low = list(low_precision or ())
-    if found_inf is not None and found_inf.value != 0.0:
-        return (*params, *exp_avgs, *exp_avg_sqs, step, *low)
-    count = Rounded.exact(step.value + 1.0)
-    news, firsts, seconds = [], [], []
-    given = zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)
-    for index, (p, g, m, v) in enumerate(given):
-        first, second, u = _moved(p, scaled(g, scale, clip), m, v, count, attrs)
-        ratio = _trust(p, u) if trust is None else trust[index]
-        news.append(p - lr * ratio * u)
-        firsts.append(first)
-        seconds.append(second)
-    return (*news, *firsts, *seconds, count, *copies(news, params, low))
+def _lamb_forward(*args: Any, **attrs: float) -> tuple[Rounded, ...]:
+    *most, trust = args
+    ratios = itertools.count()
+
+    def one(
+        p: Rounded, g: Rounded, m: Rounded, v: Rounded, *, lr: Rounded, count: Rounded, **_: float
+    ) -> tuple[Rounded, ...]:
+        first, second, u = _moved(p, g, m, v, count, attrs)
+        ratio = _trust(p, u) if trust is None else trust[next(ratios)]
+        return p - lr * ratio * u, first, second
+
+    return in_lists(one, *most, **attrs)
 
 
 # Calls
@@ -167,11 +154,10 @@ def _norm_calls() -> Iterator[Call]:
     yield Call(label="300001.block:262144", make=wide, full=True)
 
 
-_ATTRS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}
 _STEPS: dict[str, dict[str, Any]] = {
     "plain": {},
     # The first step, from moments of 0: bias correction is all.
-    "first": {"step": 0.0, "moments": 0.0},
+    "first": {"step": 0.0, "zero_moments": True},
     "step:255": {"step": 255.0},
     "step:4098": {"step": 4098.0},
     "step:65535": {"step": 65_535.0},
@@ -182,7 +168,7 @@ _STEPS: dict[str, dict[str, Any]] = {
     "betas": {"beta1": 0.0, "beta2": 0.5},
     # A parameter of 0 has no norm, and a step of 0 has none either.
     "zero-params": {"params": 0.0},
-    "zero-steps": {"grads": 0.0, "moments": 0.0, "weight_decay": 0.0},
+    "zero-steps": {"grad_scale": 0.0, "weight_decay": 0.0},
     "large-params": {"params": 64.0},
     "scale": {"scale": 1024.0},
     "scale-clip": {"scale": 512.0, "clip": 0.25, "found_inf": 0.0},
@@ -195,33 +181,9 @@ _WRITES: dict[str, dict[str, Any]] = {
 }
 
 
-def _step(
-    draw: Draw,
-    *,
-    step: float = 3.0,
-    scale: float | None = None,
-    clip: float | None = None,
-    found_inf: float | None = None,
-    low: torch.dtype | None = None,
-    trust: Sequence[float] | None = None,
-    params: float = 1.0,
-    grads: float = 1.0,
-    moments: float = 1.0,
-    param: torch.dtype = torch.float32,
-    shapes: Sequence[tuple[int, ...]] = SHAPES,
-    **changes: float,
-) -> Arguments:
-    wide = torch.float32
-    weights = normals(draw, params, param, shapes)
-    given = normals(draw, grads * (scale or 1.0), shapes=shapes)
-    firsts = normals(draw, 0.1 * moments, wide, shapes)
-    seconds = [m.square() for m in normals(draw, moments, wide, shapes)]
-    scalars = (None if v is None else draw.scalar(v) for v in (scale, clip, found_inf))
-    lower = None if low is None else [p.to(low) for p in weights]
-    ratios = None if trust is None else torch.tensor(trust)
-    fixed = (draw.scalar(1e-2), draw.scalar(step))
-    args = (weights, given, firsts, seconds, *fixed, *scalars, lower, ratios)
-    return args, {**_ATTRS, **changes}
+def _step(draw: Draw, *, trust: Sequence[float] | None = None, **changes: Any) -> Arguments:
+    args, attrs = update._step(draw, **{"eps": 1e-6, **changes})
+    return (*args, None if trust is None else torch.tensor(trust)), attrs
 
 
 def _read_only(draw: Draw, grid: dict[str, Any] | None = None, **changes: Any) -> Arguments:

@@ -8,8 +8,9 @@ every bit as it was.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
 from anychip.conformance.formats import Format, ulp
 from anychip.conformance.oracles.oracle import Oracle
 
+One = Callable[..., tuple[Rounded, ...]]
 _CLIP_EPS = 1e-6
 
 
@@ -48,39 +50,37 @@ def _unscale_forward(
     return (*(g / scale for g in grads), found)
 
 
-def _adamw_forward(
-    params: Sequence[Rounded],
-    grads: Sequence[Rounded],
-    exp_avgs: Sequence[Rounded],
-    exp_avg_sqs: Sequence[Rounded],
-    lr: Rounded,
-    step: Rounded,
-    scale: Rounded | None,
-    clip: Rounded | None,
-    found_inf: Rounded | None,
-    low_precision: Sequence[Rounded] | None,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> tuple[Rounded, ...]:
-    low = list(low_precision or ())
+def in_lists(one: One, *args: Any, **attrs: Any) -> tuple[Rounded, ...]:
+    """A step of a rule over lists of tensors.
+
+    Args:
+        one: new parameter and states of one tensor, given the old ones and its gradient.
+        args: lists of parameters, gradients and each state (an empty one is none), then lr, step,
+            scale, clip, found_inf and low_precision.
+    """
+    params, grads, *states, lr, step, scale, clip, found_inf, low_precision = args
+    states, low = [state for state in states if state], list(low_precision or ())
     if found_inf is not None and found_inf.value != 0.0:
-        return (*params, *exp_avgs, *exp_avg_sqs, step, *low)
+        return (*params, *itertools.chain(*states), step, *low)
     count = Rounded.exact(step.value + 1.0)
+    made = [
+        one(p, scaled(g, scale, clip), *kept, lr=lr, count=count, **attrs)
+        for p, g, *kept in zip(params, grads, *states, strict=True)
+    ]
+    news, *moved = zip(*made, strict=True)
+    return (*news, *itertools.chain(*moved), count, *copies(news, params, low))
+
+
+def _adamw(
+    p: Rounded, g: Rounded, m: Rounded, v: Rounded, *, lr: Rounded, count: Rounded, **attrs: float
+) -> tuple[Rounded, ...]:
+    beta1, beta2 = attrs["beta1"], attrs["beta2"]
     correction1 = 1.0 - power(Rounded.constant(beta1), count)
     correction2 = 1.0 - power(Rounded.constant(beta2), count)
-    news, firsts, seconds = [], [], []
-    for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-        g = scaled(g, scale, clip)
-        first = beta1 * m + (1.0 - beta1) * g
-        second = beta2 * v + (1.0 - beta2) * (g * g)
-        update = (first / correction1) / (sqrt(second / correction2) + eps)
-        news.append(p * (1.0 - lr * weight_decay) - lr * update)
-        firsts.append(first)
-        seconds.append(second)
-    return (*news, *firsts, *seconds, count, *copies(news, params, low))
+    first = beta1 * m + (1.0 - beta1) * g
+    second = beta2 * v + (1.0 - beta2) * (g * g)
+    update = (first / correction1) / (sqrt(second / correction2) + attrs["eps"])
+    return p * (1.0 - lr * attrs["weight_decay"]) - lr * update, first, second
 
 
 def scaled(g: Rounded, scale: Rounded | None, clip: Rounded | None) -> Rounded:
@@ -105,64 +105,26 @@ def _cast(new: Rounded, format: Format) -> Rounded:
     return where(overflows, infinite, stored)
 
 
-def _sgd_forward(
-    params: Sequence[Rounded],
-    grads: Sequence[Rounded],
-    buffers: Sequence[Rounded],
-    lr: Rounded,
-    step: Rounded,
-    scale: Rounded | None,
-    clip: Rounded | None,
-    found_inf: Rounded | None,
-    low_precision: Sequence[Rounded] | None,
-    *,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    decoupled: bool,
+def _sgd(
+    p: Rounded, g: Rounded, *buffer: Rounded, lr: Rounded, count: Rounded, **attrs: float
 ) -> tuple[Rounded, ...]:
-    low = list(low_precision or ())
-    if found_inf is not None and found_inf.value != 0.0:
-        return (*params, *buffers, step, *low)
-    news, velocities = [], []
-    for index, (p, g) in enumerate(zip(params, grads, strict=True)):
-        gradient = scaled(g, scale, clip)
-        if weight_decay and not decoupled:
-            gradient = gradient + p * weight_decay
-        if momentum:
-            velocity = buffers[index] * momentum + gradient
-            gradient = gradient + velocity * momentum if nesterov else velocity
-            velocities.append(velocity)
-        kept = p * (1.0 - lr * weight_decay) if decoupled else p
-        news.append(kept - lr * gradient)
-    return (*news, *velocities, Rounded.exact(step.value + 1.0), *copies(news, params, low))
+    momentum, decay = attrs["momentum"], attrs["weight_decay"]
+    if decay and not attrs["decoupled"]:
+        g = g + p * decay
+    velocities = [velocity * momentum + g for velocity in buffer]
+    for velocity in velocities:
+        g = g + velocity * momentum if attrs["nesterov"] else velocity
+    kept = p * (1.0 - lr * decay) if attrs["decoupled"] else p
+    return kept - lr * g, *velocities
 
 
-def _lion_forward(
-    params: Sequence[Rounded],
-    grads: Sequence[Rounded],
-    exp_avgs: Sequence[Rounded],
-    lr: Rounded,
-    step: Rounded,
-    scale: Rounded | None,
-    clip: Rounded | None,
-    found_inf: Rounded | None,
-    low_precision: Sequence[Rounded] | None,
-    *,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
+def _lion(
+    p: Rounded, g: Rounded, m: Rounded, *, lr: Rounded, count: Rounded, **attrs: float
 ) -> tuple[Rounded, ...]:
-    low = list(low_precision or ())
-    if found_inf is not None and found_inf.value != 0.0:
-        return (*params, *exp_avgs, step, *low)
-    news, moments = [], []
-    for p, g, m in zip(params, grads, exp_avgs, strict=True):
-        g = scaled(g, scale, clip)
-        direction = _sign(beta1 * m + (1.0 - beta1) * g, (g.value == 0.0) & (m.value == 0.0))
-        news.append(p * (1.0 - lr * weight_decay) - lr * direction)
-        moments.append(beta2 * m + (1.0 - beta2) * g)
-    return (*news, *moments, Rounded.exact(step.value + 1.0), *copies(news, params, low))
+    beta1, beta2 = attrs["beta1"], attrs["beta2"]
+    direction = _sign(beta1 * m + (1.0 - beta1) * g, (g.value == 0.0) & (m.value == 0.0))
+    new = p * (1.0 - lr * attrs["weight_decay"]) - lr * direction
+    return new, beta2 * m + (1.0 - beta2) * g
 
 
 def _sign(c: Rounded, is_zero: NDArray[np.bool_]) -> Rounded:
@@ -287,20 +249,21 @@ def _step(
     low: torch.dtype | None = None,
     zero_moments: bool = False,
     lr: float = 1e-2,
+    params: float = 1.0,
     param: torch.dtype = torch.float32,
     grad_scale: float = 1.0,
     shapes: Sequence[tuple[int, ...]] = SHAPES,
     **changes: float,
 ) -> Arguments:
     wide, past = torch.float32, 0.0 if zero_moments else grad_scale
-    params = normals(draw, dtype=param, shapes=shapes)
+    weights = normals(draw, params, param, shapes)
     grads = normals(draw, grad_scale * (scale or 1.0), shapes=shapes)
     moments = normals(draw, 0.1 * past, wide, shapes)
     squares = [m.square() for m in normals(draw, past, wide, shapes)]
     scalars = (None if v is None else draw.scalar(v) for v in (scale, clip, found_inf))
-    lower = None if low is None else [p.to(low) for p in params]
+    lower = None if low is None else [p.to(low) for p in weights]
     fixed = (draw.scalar(lr), draw.scalar(step))
-    return (params, grads, moments, squares, *fixed, *scalars, lower), {**_ATTRS, **changes}
+    return (weights, grads, moments, squares, *fixed, *scalars, lower), {**_ATTRS, **changes}
 
 
 _ADAMW: dict[str, dict[str, Any]] = {
@@ -404,15 +367,17 @@ UNSCALE_AND_CHECK = Oracle(
     forward=_unscale_forward, calls=_unscale_calls, lower_precision=("scale:3",)
 )
 ADAMW = Oracle(
-    forward=_adamw_forward, calls=_adamw_calls, lower_precision=("plain", "late", "scale-clip")
+    forward=partial(in_lists, _adamw),
+    calls=_adamw_calls,
+    lower_precision=("plain", "late", "scale-clip"),
 )
 SGD = Oracle(
-    forward=_sgd_forward,
+    forward=partial(in_lists, _sgd),
     calls=partial(_short_calls, _SGD_ATTRS, _SGD),
     lower_precision=("scale-clip", "nesterov"),
 )
 LION = Oracle(
-    forward=_lion_forward,
+    forward=partial(in_lists, _lion),
     calls=partial(_short_calls, _LION_ATTRS, _LION),
     lower_precision=("plain", "scale-clip"),
 )

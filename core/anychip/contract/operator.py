@@ -161,10 +161,8 @@ class OperatorSpec:
         autocast: under autocast, floating-point arguments are cast to its dtype (lower), to float32
             (fp32), to the widest dtype among them (promote), or left alone (none).
         sharding: placements under which shards can be computed alone, for DTensor. None: refused.
-        reduction: for a list operator over shards: how partial results join ("sum_of_squares" ...).
         cost, backward_cost: the roofline's numbers.
         determinism: ``bitwise``: same inputs, same bits, on every run.
-        aten: ATen operators that the reference needs on the device.
         samples: sample calls for conformance and opcheck.
         bound: constants of the error bound.
         random: the operator takes ``rng``.
@@ -193,9 +191,7 @@ class OperatorSpec:
     sizes: Callable[..., Mapping[str, int]] | None = None
     autocast: Autocast = "none"
     sharding: Sharding | None = None
-    reduction: str | None = None
     determinism: Determinism = "bitwise"
-    aten: frozenset[str] = frozenset()
     random: bool = False
     namespace: str = "anychip"
 

@@ -94,7 +94,6 @@ gelu = OperatorSpec(
     ),
     cost=lambda x, *, approximate: Cost(2 * nbytes(x), 10 * x.numel()),
     backward_cost=lambda x, *, approximate: Cost(3 * nbytes(x), 20 * x.numel()),
-    aten=frozenset({"gelu", "tanh", "erf", "exp", "mul", "add"}),
     samples=_gelu_samples,
     bound=Bound(forward=8, backward=16, length=lambda *_, **__: 1),
 )
@@ -163,7 +162,6 @@ bias_gelu = OperatorSpec(
     backward_cost=lambda x, bias, *, approximate: Cost(
         3 * nbytes(x) + 2 * nbytes(bias), 22 * x.numel()
     ),
-    aten=frozenset({"gelu", "tanh", "erf", "exp", "mul", "add", "sum"}),
     samples=_bias_gelu_samples,
     bound=Bound(forward=10, backward=20, length=lambda *_, **__: 1),
 )
@@ -222,7 +220,6 @@ swiglu = OperatorSpec(
     ),
     cost=lambda gate, up: Cost(3 * nbytes(gate), 6 * gate.numel()),
     backward_cost=lambda gate, up: Cost(5 * nbytes(gate), 12 * gate.numel()),
-    aten=frozenset({"sigmoid", "mul", "add", "sub"}),
     samples=_swiglu_samples,
     bound=Bound(forward=6, backward=10, length=lambda *_, **__: 1),
 )
@@ -278,7 +275,6 @@ geglu = OperatorSpec(
     ),
     cost=lambda gate, up, *, approximate: Cost(3 * nbytes(gate), 11 * gate.numel()),
     backward_cost=lambda gate, up, *, approximate: Cost(5 * nbytes(gate), 32 * gate.numel()),
-    aten=frozenset({"gelu", "tanh", "erf", "exp", "mul", "add"}),
     samples=_geglu_samples,
     bound=Bound(forward=9, backward=18, length=lambda *_, **__: 1),
 )

@@ -228,10 +228,7 @@ adamw_8bit = OperatorSpec(
     },
     sizes=lambda params, *_, **__: {"numel": lists.numel(params), "tensors": len(params)},
     # Of shards that are whole blocks.
-    reduction="elementwise",
     cost=_cost,
-    aten=frozenset({"mul", "add", "div", "sqrt", "pow", "where", "copy_", "abs", "amax", "round",
-                    "view.dtype", "__lshift__", "__rshift__", "clamp", "constant_pad_nd"}),
     samples=_samples,
     bound=Bound(forward=16, backward=0, length=lambda *_, **__: 1),
 )  # fmt: skip

@@ -273,7 +273,6 @@ attention = OperatorSpec(
     backward_cost=lambda q, k, v, *, causal, scale: Cost(
         2 * nbytes(q, q, k, v), _flops(q, k, causal) * 5 // 2
     ),
-    aten=frozenset({"bmm", "logsumexp", "exp", "masked_fill", "repeat_interleave"}),
     samples=_attention_samples,
     bound=Bound(forward=12, backward=24, length=_length),
 )
@@ -368,7 +367,6 @@ attention_dropout = OperatorSpec(
     backward_cost=lambda q, k, v, rng, *, p, causal, scale: Cost(
         2 * nbytes(q, q, k, v), _flops(q, k, causal) * (10 * q.shape[3] + 30) // (4 * q.shape[3])
     ),
-    aten=attention.aten | {"arange", "bitwise_and", "bitwise_xor", "__rshift__", "mul", "where"},
     samples=_dropout_samples,
     bound=Bound(forward=14, backward=26, length=_length),
     random=True,

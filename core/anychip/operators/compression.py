@@ -90,7 +90,6 @@ hadamard = OperatorSpec(
     sharding=Sharding(_hadamard_shards, _hadamard_shards),
     cost=_hadamard_cost,
     backward_cost=_hadamard_cost,
-    aten=frozenset({"add", "sub", "mul", "stack", "_to_copy"}),
     samples=_hadamard_samples,
     bound=Bound(forward=2, backward=2, length=lambda x, *, block: _length(x, block)),
 )
@@ -162,7 +161,6 @@ top_k = OperatorSpec(
     backward_cost=lambda x, *, k: Cost(
         nbytes(x) + (x.element_size() + 8) * k * (x.numel() // max(x.shape[-1], 1)), 0
     ),
-    aten=frozenset({"abs", "sort", "gather", "scatter"}),
     samples=_top_k_samples,
     bound=Bound(forward=0, backward=0, length=lambda *_, **__: 1),
 )

@@ -66,7 +66,6 @@ dropout = OperatorSpec(
     sizes=lambda x, rng, *, p: {"numel": x.numel()},
     cost=lambda x, rng, *, p: Cost(2 * x.numel() * x.element_size(), 30 * x.numel()),
     backward_cost=lambda x, rng, *, p: Cost(2 * x.numel() * x.element_size(), 30 * x.numel()),
-    aten=frozenset({"arange", "bitwise_and", "bitwise_xor", "__rshift__", "mul", "where"}),
     samples=_samples,
     bound=Bound(forward=1, backward=1, length=lambda *_, **__: 1),
     random=True,
@@ -154,7 +153,6 @@ bias_dropout_add = OperatorSpec(
     backward_cost=lambda x, residual, rng, bias, *, p: Cost(
         _add_bytes(x, residual, bias), 31 * x.numel()
     ),
-    aten=frozenset({"arange", "bitwise_and", "bitwise_xor", "__rshift__", "mul", "where", "add"}),
     samples=_add_samples,
     bound=Bound(forward=3, backward=2, length=lambda *_, **__: 1),
     random=True,

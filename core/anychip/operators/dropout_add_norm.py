@@ -150,7 +150,6 @@ dropout_add_rms_norm = OperatorSpec(
     backward_cost=lambda x, residual, weight, rng, *, p, eps: Cost(
         2 * nbytes(x) + 3 * nbytes(residual) + 2 * nbytes(weight), 40 * x.numel()
     ),
-    aten=add_rms_norm.aten | bias_dropout_add.aten,
     samples=lambda maker: _samples(maker, bias=False),
     bound=Bound(forward=10, backward=13, length=rms_norm.bound.length),
     random=True,
@@ -187,7 +186,6 @@ dropout_add_layer_norm = OperatorSpec(
     backward_cost=lambda x, residual, weight, rng, bias, *, p, eps: Cost(
         2 * nbytes(x) + 3 * nbytes(residual) + 2 * nbytes(weight, bias), 43 * x.numel()
     ),
-    aten=add_layer_norm.aten | bias_dropout_add.aten,
     samples=lambda maker: _samples(maker, bias=True),
     bound=Bound(forward=14, backward=19, length=rms_norm.bound.length),
     random=True,

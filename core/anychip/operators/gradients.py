@@ -41,9 +41,7 @@ l2_norm = OperatorSpec(
     forward=_l2_forward,
     fake=lambda tensors: tensors[0].new_empty((), dtype=torch.float32),
     sizes=lambda tensors: {"numel": lists.numel(tensors)},
-    reduction="sum_of_squares",
     cost=lambda tensors: Cost(lists.nbytes(tensors), 2 * lists.numel(tensors)),
-    aten=frozenset({"square", "sum", "stack", "sqrt"}),
     samples=_l2_samples,
     bound=Bound(forward=3, backward=0, length=lambda tensors, **_: max(lists.numel(tensors), 1)),
 )
@@ -80,9 +78,7 @@ clip = OperatorSpec(
     check=_clip_check,
     fixed_dtypes={"norm": "float32"},
     sizes=lambda tensors, norm, *, max_norm: {"numel": lists.numel(tensors)},
-    reduction="elementwise",
     cost=lambda tensors, norm, *, max_norm: Cost(2 * lists.nbytes(tensors), lists.numel(tensors)),
-    aten=frozenset({"clamp", "mul_", "reciprocal"}),
     samples=_clip_samples,
     bound=Bound(forward=4, backward=0, length=lambda *_, **__: 1),
 )
@@ -118,9 +114,7 @@ unscale_and_check = OperatorSpec(
     check=lambda grads, scale, found_inf: lists.check_scalars(scale=scale, found_inf=found_inf),
     fixed_dtypes={"scale": "float32", "found_inf": "float32"},
     sizes=lambda grads, scale, found_inf: {"numel": lists.numel(grads)},
-    reduction="max",
     cost=lambda grads, scale, found_inf: Cost(2 * lists.nbytes(grads), 2 * lists.numel(grads)),
-    aten=frozenset({"isfinite", "all", "where", "div", "copy_"}),
     samples=_unscale_samples,
     bound=Bound(forward=1, backward=0, length=lambda *_, **__: 1),
 )

@@ -121,7 +121,6 @@ grouped_linear = OperatorSpec(
         2 * nbytes(x, weight) + x.shape[0] * weight.shape[1] * x.element_size(),
         4 * x.numel() * weight.shape[1],
     ),
-    aten=frozenset({"mm", "where", "ge", "lt", "stack"}),
     samples=_samples,
     bound=Bound(forward=2, backward=2, length=lambda x, *_, **__: x.shape[-1]),
 )

@@ -153,11 +153,9 @@ lamb_partials = OperatorSpec(
     check=_partials_check,
     fixed_dtypes=dict.fromkeys((*_STATES, "step", "scale", "clip"), "float32"),
     sizes=lambda params, *_, **__: {"numel": lists.numel(params), "tensors": len(params)},
-    reduction="sum",
     cost=lambda params, grads, m, v, *_, **__: Cost(
         lists.nbytes(params, grads, m, v), 17 * lists.numel(params)
     ),
-    aten=frozenset({"mul", "add", "div", "sqrt", "pow", "square", "constant_pad_nd", "cat"}),
     samples=_partials_samples,
     bound=Bound(forward=28, backward=0, length=lambda *_, block, **__: block),
 )
@@ -211,6 +209,5 @@ lamb = operator_of(
         "trust = ||p|| / ||u|| per tensor, 1 where one of them is 0; p = p - lr trust u"
     ),
     source="You et al. 2019, arXiv:1904.00962, algorithm 2, phi the identity",
-    aten=frozenset({"mul", "add", "div", "sqrt", "pow", "square", "where", "copy_"}),
     bound=Bound(forward=40, backward=0, length=lambda *_, **__: BLOCK),
 )

@@ -112,7 +112,6 @@ linear = OperatorSpec(
     backward_cost=lambda x, weight, bias: Cost(
         2 * nbytes(x, weight, bias), 4 * x.numel() * weight.shape[0]
     ),
-    aten=frozenset({"linear", "mm", "sum"}),
     samples=_linear_samples,
     bound=Bound(forward=2, backward=2, length=lambda x, *_, **__: x.shape[-1]),
 )
@@ -187,7 +186,6 @@ embedding = OperatorSpec(
         indices.numel() * (8 + weight.shape[1] * weight.element_size()) + nbytes(weight),
         indices.numel() * weight.shape[1],
     ),
-    aten=frozenset({"index", "index_add", "zeros"}),
     samples=_embedding_samples,
     bound=Bound(forward=0, backward=1, length=lambda indices, *_, **__: max(indices.numel(), 1)),
 )

@@ -30,7 +30,6 @@ from anychip.operators.extents import nbytes
 from anychip.operators.loss import (
     check_options,
     check_targets,
-    cross_entropy,
     cross_entropy_backward,
     cross_entropy_forward,
 )
@@ -246,7 +245,6 @@ linear_cross_entropy = OperatorSpec(
     backward_cost=lambda x, weight, target, bias, **_: Cost(
         2 * nbytes(x, weight, bias), (6 * x.shape[-1] + 4) * target.numel() * weight.shape[0]
     ),
-    aten=cross_entropy.aten | {"mm", "cat"},
     samples=_samples,
     bound=Bound(
         forward=10,

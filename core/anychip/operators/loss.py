@@ -202,7 +202,6 @@ cross_entropy = OperatorSpec(
         _nbytes(logits) + 16 * target.numel(), 4 * logits.numel()
     ),
     backward_cost=lambda logits, target, **_: Cost(2 * _nbytes(logits), 4 * logits.numel()),
-    aten=frozenset({"logsumexp", "exp", "gather", "scatter_add", "where", "sum", "mean"}),
     samples=_samples,
     bound=Bound(forward=8, backward=10, length=lambda logits, *_, **__: logits.shape[-1]),
 )

@@ -120,7 +120,6 @@ rms_norm = OperatorSpec(
     sharding=shards(residuals=1),
     cost=lambda x, weight, *, eps: Cost(2 * nbytes(x) + nbytes(weight), 4 * x.numel()),
     backward_cost=lambda x, weight, *, eps: Cost(3 * nbytes(x) + 2 * nbytes(weight), 9 * x.numel()),
-    aten=frozenset({"mul", "mean", "rsqrt", "sum", "add", "sub", "pow", "_to_copy"}),
     samples=lambda maker: _samples(maker, bias=False),
     bound=Bound(forward=6, backward=10, length=_length),
 )
@@ -199,7 +198,6 @@ layer_norm = OperatorSpec(
     backward_cost=lambda x, weight, bias, *, eps: Cost(
         3 * nbytes(x) + 2 * nbytes(weight, bias), 12 * x.numel()
     ),
-    aten=frozenset({"mul", "mean", "rsqrt", "sum", "add", "sub", "pow", "_to_copy"}),
     samples=lambda maker: _samples(maker, bias=True),
     bound=Bound(forward=10, backward=16, length=_length),
 )

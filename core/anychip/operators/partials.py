@@ -156,9 +156,7 @@ l2_norm_partials = OperatorSpec(
     fake=_fake,
     check=_check,
     sizes=lambda tensors, **_: {"numel": lists.numel(tensors)},
-    reduction="sum",
     cost=lambda tensors, **_: Cost(lists.nbytes(tensors), 2 * lists.numel(tensors)),
-    aten=frozenset({"square", "add", "constant_pad_nd", "cat", "split"}),
     samples=_samples,
     bound=Bound(forward=1, backward=0, length=lambda tensors, *, block, **_: block),
 )

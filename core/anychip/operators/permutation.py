@@ -156,7 +156,6 @@ permute = OperatorSpec(
     sharding=Sharding(_permute_shards, _permute_backward_shards),
     cost=_permute_cost,
     backward_cost=_permute_backward_cost,
-    aten=frozenset({"sort", "scatter", "searchsorted", "index_select", "div"}),
     samples=_permute_samples,
     bound=Bound(forward=0, backward=1, length=lambda x, indices, **_: indices.shape[1]),
 )
@@ -274,7 +273,6 @@ unpermute = OperatorSpec(
     sharding=Sharding(_unpermute_shards, _unpermute_backward_shards),
     cost=_unpermute_cost,
     backward_cost=_unpermute_backward_cost,
-    aten=frozenset({"index_select", "mul", "add", "scatter", "sum"}),
     samples=_unpermute_samples,
     bound=Bound(
         forward=2,

@@ -122,7 +122,6 @@ quantize = OperatorSpec(
     sizes=lambda x, rng, *, bits, block: {"numel": x.numel(), "block": block},
     # No sharding rule: blocks are ranges of the flattened tensor, which a cut along a dim tears up.
     cost=_quantize_cost,
-    aten=frozenset({"abs", "amax", "div", "round", "floor", "where", "clamp", "constant_pad_nd"}),
     samples=_quantize_samples,
     bound=Bound(forward=1, backward=0, length=lambda *_, **__: 1),
     random=True,
@@ -189,7 +188,6 @@ dequantize = OperatorSpec(
     cost=lambda codes, scales, *, shape, bits, block: Cost(
         codes.numel() + 4 * scales.numel() + 4 * math.prod(shape), math.prod(shape)
     ),
-    aten=frozenset({"__lshift__", "__rshift__", "mul", "stack", "constant_pad_nd", "_to_copy"}),
     samples=_dequantize_samples,
     bound=Bound(forward=1, backward=0, length=lambda *_, **__: 1),
 )

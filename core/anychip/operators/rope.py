@@ -133,7 +133,6 @@ rope = OperatorSpec(
     backward_cost=lambda q, k, cos, sin, *, interleaved: Cost(
         2 * nbytes(q, k) + nbytes(cos, sin), 3 * (q.numel() + k.numel())
     ),
-    aten=frozenset({"mul", "add", "sub", "cat", "stack"}),
     samples=_rope_samples,
     bound=Bound(forward=3, backward=3, length=lambda *_, **__: 1),
 )

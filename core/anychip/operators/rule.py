@@ -103,7 +103,7 @@ class Rule:
 
 
 def operator_of(name: str, rule: Rule, **facts: Any) -> OperatorSpec:
-    """The operator ``name``: one step of the rule; facts: equation, source, aten and bound."""
+    """The operator ``name``: one step of the rule; facts: equation, source and bound."""
     has_trust = rule.trust is not None
     scalars = ("lr", "step", "scale", "clip", "found_inf", *(("trust",) if has_trust else ()))
     return OperatorSpec(
@@ -114,7 +114,6 @@ def operator_of(name: str, rule: Rule, **facts: Any) -> OperatorSpec:
         check=rule.check,
         fixed_dtypes=dict.fromkeys((*rule.states, *scalars), "float32"),
         sizes=lambda params, *_, **__: {"numel": lists.numel(params), "tensors": len(params)},
-        reduction="elementwise",
         cost=rule.cost,
         samples=rule.samples,
         **facts,

@@ -167,7 +167,6 @@ softmax = OperatorSpec(
     backward_cost=lambda x, mask, bias, *, scale, causal: Cost(
         3 * nbytes(x) + nbytes(bias), (5 if bias is None else 6) * x.numel()
     ),
-    aten=frozenset({"_softmax", "mul", "add", "masked_fill", "eq", "all", "sum", "sub", "arange"}),
     samples=_samples,
     bound=Bound(forward=14, backward=20, length=lambda x, *_, **__: x.shape[-1]),
 )

@@ -57,7 +57,6 @@ adamw = operator_of(
         "p = p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps); low_precision = cast(p)"
     ),
     source="Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2",
-    aten=frozenset({"mul", "add", "div", "sqrt", "pow", "where", "copy_"}),
     bound=Bound(forward=14, **_ELEMENTWISE),
 )
 
@@ -113,7 +112,6 @@ sgd = operator_of(
         "p = p - lr u; low_precision = cast(p)"
     ),
     source="Sutskever et al. 2013, PMLR 28(3):1139, section 2; torch.optim.SGD, dampening 0",
-    aten=frozenset({"mul", "add", "div", "where", "copy_"}),
     bound=Bound(forward=9, **_ELEMENTWISE),
 )
 
@@ -145,6 +143,5 @@ lion = operator_of(
         "p = p (1 - lr wd) - lr u; low_precision = cast(p)"
     ),
     source="Chen et al. 2023, arXiv:2302.06675, algorithm 2",
-    aten=frozenset({"mul", "add", "div", "sign", "where", "copy_"}),
     bound=Bound(forward=8, **_ELEMENTWISE),
 )

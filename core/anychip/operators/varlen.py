@@ -162,7 +162,6 @@ attention_varlen = OperatorSpec(
     backward_cost=lambda q, k, v, cu_seqlens, *, causal, scale: Cost(
         2 * nbytes(q, q, k, v, cu_seqlens), _flops(q, cu_seqlens, causal) * 5 // 2
     ),
-    aten=frozenset({"bmm", "logsumexp", "exp", "masked_fill", "repeat_interleave", "ge", "sum"}),
     samples=_samples,
     bound=Bound(forward=12, backward=24, length=lambda q, *_, **__: max(q.shape[0], q.shape[2])),
 )

@@ -1,11 +1,11 @@
-"""A step of AdamW over 10^9 parameters, next to torch's and the bytes bound; see anychip.bench.
+"""A step of AdamW over 10^9 parameters, next to torch's and the bytes bound; see benchmarks.optimizers.
 
 With states in float32, and in 8 bits, for which torch has no peer.
 """
 
 from __future__ import annotations
 
-from anychip.bench import optimizers
+from benchmarks import optimizers
 from benchmarks.cuda.stage import Stage, main, stage
 
 NUM_PARAMS = 10**9

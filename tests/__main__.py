@@ -7,8 +7,6 @@ slices and level full. With arguments, pytest alone runs, on what they choose. T
 the time went, next to its budget. Exit status 1 when something failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

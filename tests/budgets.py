@@ -6,8 +6,6 @@ The budgets stand in ``.ci/budgets.txt``. Needs nothing but Python: ``.ci/run`` 
 is installed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ With ``--slice``, of tests marked ``grid`` only this commit's tenth runs (tests/
 of more than one file ends with the files that took longest.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter

@@ -10,8 +10,6 @@ stands in ``tests/failed_before.txt`` and is asked by every commit.
 history to count: in an unpacked archive, or in a shallow clone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -6,8 +6,6 @@ path and files, knows no module of ours, and ends as an interpreter does. Not fo
 is imported when, or about extensions that torch loads by itself.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc

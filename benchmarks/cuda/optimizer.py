@@ -1,4 +1,4 @@
-"""A step of AdamW over 10^9 parameters, next to torch's and the bytes bound; see benchmarks.optimizers.
+"""A step of AdamW over 10^9 parameters, next to torch's and the bytes bound.
 
 With states in float32, and in 8 bits, for which torch has no peer.
 """

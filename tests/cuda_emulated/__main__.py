@@ -140,9 +140,7 @@ def seeded_bugs(log: Log) -> None:
 
 def address_sanitizer(log: Log) -> None:
     log.tests(
-        BUILD / "cuda_emulator_address",
-        "random",
-        **sanitizers.environment("address,undefined"),
+        BUILD / "cuda_emulator_address", "random", **sanitizers.environment("address,undefined")
     )
 
 

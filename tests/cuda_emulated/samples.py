@@ -6,8 +6,6 @@ For a build with a sanitizer, whose reports are the result: the numbers are the 
 tests and of the conformance suite. Gradients are asked for too.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

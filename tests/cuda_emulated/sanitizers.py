@@ -1,7 +1,5 @@
 """What a process of Python needs to load a module that was built with a sanitizer."""
 
-from __future__ import annotations
-
 import subprocess
 
 RUNTIMES = {"": (), "address,undefined": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}

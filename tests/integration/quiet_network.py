@@ -1,7 +1,5 @@
 """A network that nobody else uses, so that the kernel's counters are those of one test."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

@@ -1,7 +1,5 @@
 """Every wrong backend; docs/wrong-backends.md says how its table is written."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from tests.meta.wrong import Wrong

@@ -1,7 +1,5 @@
 """The wrong backends are checked with our own operators, whatever other tests have registered."""
 
-from __future__ import annotations
-
 import pytest
 
 from anychip import ops

@@ -6,8 +6,6 @@ everything for seed 0, and for the others what a seed can change. A line per see
 code 1 when a case failed. CI runs two seeds (``test_catalogue.py``).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

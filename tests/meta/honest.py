@@ -5,8 +5,6 @@ rows for every operator that are the references. Small on purpose; each wrong ba
 its methods or rows.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Mapping

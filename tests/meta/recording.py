@@ -4,8 +4,6 @@ What torch would compute goes to a list; a replay queues the list on the current
 results are made once, when the work is recorded, and each graph has its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Ranks that many wrong backends have one after the other: their processes start once."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from anychip.conformance.ranks import Answer, Ranks

@@ -1,7 +1,5 @@
 """Does the suite find every wrong backend in its chapter, and leave correct ones alone?"""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an entry of the catalogue is: a backend with one plausible bug, and its correct twin."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Wrong backends whose attention the operators and gradients chapters have to find."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

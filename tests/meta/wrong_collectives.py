@@ -3,8 +3,6 @@
 Ranks are processes that import these classes by name, and mix the change into the communicator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Wrong backends whose mistake is in quantize, dequantize, hadamard or top_k."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

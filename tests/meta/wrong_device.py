@@ -1,7 +1,5 @@
 """Wrong backends that the device chapter has to find."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from typing import Any

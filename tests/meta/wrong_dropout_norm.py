@@ -1,7 +1,5 @@
 """Wrong backends whose mistake is in dropout_add_rms_norm or dropout_add_layer_norm."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wrong backends that the errors chapter has to find."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

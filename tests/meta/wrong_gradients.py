@@ -1,7 +1,5 @@
 """Wrong backends that the gradients chapter has to find."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wrong backends that the questions on graphs have to find, in the chapters device and streams."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -133,12 +131,7 @@ CATALOGUE: tuple[Wrong, ...] = (
     ),
     wrong("recording-runs", "a query with a side effect", "recording", tape_type=RunsWhileRecorded),
     wrong("recording-lacks-the-last", "dropped tail", "graphs/replay", graph_type=ForgetsTheLast),
-    wrong(
-        "inputs-as-they-were",
-        "stale copy",
-        "graphs/replay",
-        recorder_type=InputsAsTheyWere,
-    ),
+    wrong("inputs-as-they-were", "stale copy", "graphs/replay", recorder_type=InputsAsTheyWere),
     wrong(
         "kernels-are-not-recorded",
         "kernel on another stream",

@@ -4,8 +4,6 @@ Kernels of their own for tiles, for widths of models, for one row; a number of 0
 other; views as models make them. Few of them were found by the suite as it was before them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Wrong backends that the memory chapter has to find."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

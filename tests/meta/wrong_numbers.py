@@ -1,7 +1,5 @@
 """Wrong backends that are right for ordinary numbers: signs of zero, NaN, ends of the range."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Wrong backends that the operators chapter has to find."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

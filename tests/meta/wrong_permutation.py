@@ -1,7 +1,5 @@
 """Wrong backends whose mistake is in permute or unpermute."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wrong backends whose grouped products and fused loss the two chapters have to find."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wrong backends that the random chapter has to find."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Wrong backends that are right for most sizes and layouts: tiles, grids, tables, alignment."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Wrong backends whose rows remember something: caches, first calls, threads, devices."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Wrong backends that the streams chapter has to find: on a device that is really asynchronous."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Bugs that single calls do not show, or hardly: state between calls, results that
 tensor is cut, small biases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Wrong backends whose mistake is in an update rule over lists, or in the norms that one needs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """``python -m tests.mutants``: tries generated mutants against the conformance suite."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Collection

@@ -6,8 +6,6 @@ Left out of mutmut's are those after which nothing runs at all (``a = None``) an
 methods of strings, of which there are none here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

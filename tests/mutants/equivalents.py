@@ -1,7 +1,5 @@
 """Mutants that no input can tell from the original: ``equivalents.toml``, with arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path

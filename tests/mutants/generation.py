@@ -4,8 +4,6 @@ Not changed are what no run of an operator shows: messages of errors, annotation
 own assertions (``strict`` of a zip among them), and the label ``kind`` of a row.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 from collections import Counter

@@ -1,7 +1,5 @@
 """Writes docs/mutants.md: what was tried, what killed it, and what nothing can kill."""
 
-from __future__ import annotations
-
 import datetime
 import platform
 import re

@@ -1,7 +1,5 @@
 """Asks many questions, each in a process, a few at a time."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import time

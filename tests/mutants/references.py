@@ -1,7 +1,5 @@
 """The references as a backend: honest rows, in every dtype."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.meta.honest import HonestRows

@@ -5,8 +5,6 @@ TypeError, would else be half of all. Within a class the order is that of a hash
 mutant, so that an edit of one line changes the sample by the mutants of that line.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ Told from the code of the functions, by the names that it reads. Run in a proces
 it imports what is to be mutated elsewhere.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

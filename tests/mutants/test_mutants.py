@@ -4,8 +4,6 @@
 most, in turn from all files.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

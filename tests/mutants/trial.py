@@ -5,8 +5,6 @@ it imports our code anew, one file of it changed. What a change does to a proces
 memory without end) ends that process alone.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import itertools

@@ -1,7 +1,5 @@
 """The CUDA kernels on the host, as an anychip plugin for tests: ``--backend cuda-emulated``."""
 
-from __future__ import annotations
-
 from anychip.contract import Backend, hookimpl
 
 

@@ -1,7 +1,5 @@
 """The rows of anychip_cuda over tensors of the host, computed by the emulator."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ the family then run on the changed module, in the order of threads that the tabl
 1 when a mistake is not found, or when its text is not in the file any more.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

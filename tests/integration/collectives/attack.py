@@ -5,8 +5,6 @@ command in a second one, joins both by a veth pair, and attacks when DIRECTORY/o
 knows host and ports, and speaks as torch's store and our side channel do. Prints what it reached.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import ipaddress

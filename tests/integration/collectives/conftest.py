@@ -1,7 +1,5 @@
 """The servers that fork ranks: one as it is, one in a network of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Do the bytes that we say a call sends pass through the kernel's network interface?"""
 
-from __future__ import annotations
-
 import pytest
 
 from anychip.contract.collectives import wire_nbytes

@@ -1,7 +1,5 @@
 """When a rank goes wrong, do all others hear of it: soon, by name, and with the call?"""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

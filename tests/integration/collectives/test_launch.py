@@ -1,7 +1,5 @@
 """Does the launcher start ranks, end them together, and say which one failed?"""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Can anybody from outside a machine reach a job that is all on it?"""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Are the values of collectives between processes right, bit for bit, whatever the sizes?"""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ The page lies in frames of the widths of a screen and of a phone; ``measure.js``
 where there is none.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import math

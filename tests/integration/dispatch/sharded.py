@@ -4,8 +4,6 @@ Runs every case on sharded tensors and on whole ones, and writes a JSON of {case
 wrong}. A row that takes addresses stands in front of every operator and insists on real ones.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -147,12 +145,7 @@ def routed_cases() -> dict[str, Case]:
     return {
         "permute/hidden": ("permute", [(x, 1), (routes, None)], experts, True),
         "permute/tokens are gathered": ("permute", [(x, 0), (routes, 0)], experts, True),
-        "unpermute/hidden": (
-            "unpermute",
-            [(x, 1), (row_map, None), (weights, None)],
-            {},
-            True,
-        ),
+        "unpermute/hidden": ("unpermute", [(x, 1), (row_map, None), (weights, None)], {}, True),
     }
 
 

@@ -1,7 +1,5 @@
 """torch.compile(fullgraph=True): forward, backward, optimizer step, and when it compiles again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

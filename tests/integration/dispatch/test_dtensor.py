@@ -1,7 +1,5 @@
 """DTensor on two ranks: sharded results equal whole ones; what has no rule is refused by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """torch.export, strict and not, and what the exported program computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The first call of a process, which is when backends are found, is already right."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """docs/adding-an-operator.md: its files are written into an empty directory, its commands run."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The cpu backend, from counts of zero; transformers says nothing and is not asked to download."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

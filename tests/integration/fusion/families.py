@@ -3,8 +3,6 @@
 ``python -m tests.integration.fusion.families`` writes the table of that page anew.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

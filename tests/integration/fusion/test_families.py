@@ -1,7 +1,5 @@
 """Many decoders of transformers: fused, each has the loss and the gradients that it had."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """Decoders of Hugging Face transformers, tiny and with random weights: fused and as they were."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys
@@ -277,9 +275,7 @@ def test_fused_model_with_attention_dropout_is_the_operators_and_repeats(name: s
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensors", "reentrant"])
-def test_fused_model_with_checkpointing_and_dropout_has_the_same_gradients(
-    reentrant: bool,
-) -> None:
+def test_fused_model_with_checkpointing_and_dropout_has_the_same_gradients(reentrant: bool) -> None:
     model = build("llama", attention_dropout=0.2).train()
     report = anychip.fuse(model)
     want = gradients(model)

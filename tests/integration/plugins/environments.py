@@ -4,8 +4,6 @@ An environment is a directory at the front of PYTHONPATH. It hides the entry poi
 anychip, so that a test decides alone which plugins there are.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Bad plugins, each a real distribution, all at once in one environment next to good ones."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

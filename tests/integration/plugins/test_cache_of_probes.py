@@ -1,7 +1,5 @@
 """When plugins are probed anew and when an answer is remembered; the plugin counts its probes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

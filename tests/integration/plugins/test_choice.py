@@ -1,7 +1,5 @@
 """Which backend a process gets: precedence, decision records, device types nobody chose for."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``anychip backends`` and ``anychip doctor`` in environments of real distributions."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whole plugin projects, built and installed by pip: the example, and what new-backend writes."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """An extension that torch loads by itself, and cannot: the other chips work all the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

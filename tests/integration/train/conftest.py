@@ -1,7 +1,5 @@
 """A process that forks ranks, for the tests of all files here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Training runs as processes, for tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A few ranks killed and stopped at random; ``benchmarks/kill_ranks.py`` does it many times."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The launchers that people use: ``--nproc`` and torchrun give one run, and end as they should."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

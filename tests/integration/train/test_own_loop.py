@@ -1,7 +1,5 @@
 """The loop that people copy: it learns, and goes on after an end in mid-run."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys

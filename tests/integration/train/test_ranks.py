@@ -26,7 +26,7 @@ LLAMA = ("model.kind=llama",)  # its head is not tied to the embedding
 ZERO = ("optimizer.stage=2",)
 STAGES = ("parallel.pipeline=2", "data.accumulation=2")
 OUTPUTS = {
-    *("checkpoint", "config.toml", "loss.png", "metrics.jsonl", "provenance.json", "sample.txt"),
+    *("checkpoint", "config.toml", "loss.png", "metrics.jsonl", "provenance.json", "sample.txt")
 }
 
 

@@ -1,7 +1,5 @@
 """Processes killed, interrupted or out of disk in mid-run, which go on with the same bits."""
 
-from __future__ import annotations
-
 import json
 import resource
 import signal
@@ -11,15 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.train.processes import (
-    TINY,
-    command,
-    num_rows,
-    rows,
-    start,
-    train,
-    variables,
-)
+from tests.integration.train.processes import TINY, command, num_rows, rows, start, train, variables
 
 STEPS = 400
 SETTINGS = (*TINY, "--backend", "cpu", "--steps", str(STEPS), "checkpoint.every=20")
@@ -96,7 +86,6 @@ def test_run_that_finds_the_disk_full_says_so_and_keeps_its_checkpoint(
     process.communicate(timeout=200)
     saved = json.loads((tmp_path / "out/checkpoint/manifest.json").read_text())
     limit = saved["files"]["model"]["nbytes"] - 1
-
     done = subprocess.run(
         command("--resume", "--out", "out"),
         cwd=tmp_path,
@@ -110,7 +99,6 @@ def test_run_that_finds_the_disk_full_says_so_and_keeps_its_checkpoint(
     assert "was not written; the one before is intact: File too large" in done.stderr
     assert "Traceback" not in done.stderr
     assert json.loads((tmp_path / "out/checkpoint/manifest.json").read_text()) == saved
-
     done = train("--resume", "--out", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert rows(tmp_path / "out") == rows(straight)

@@ -1,7 +1,5 @@
 """One script and several ranks on two chips, ours and a third party's, with nothing changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Do the bytes of a whole ZeRO step, 2 Psi, pass through the kernel's network interface?"""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

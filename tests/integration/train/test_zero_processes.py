@@ -1,7 +1,5 @@
 """Stages 0, 1 and 2 between real processes, against one process, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -36,12 +34,7 @@ def test_twenty_steps_between_processes_equal_one_process_bit_for_bit(tmp_path: 
     assert [process.returncode for process in ranks] == [0] * WORLD_SIZE, "\n".join(outputs)
     anychip.use("cpu")
     want = serial(
-        ragged,
-        ragged_loss,
-        zero_rank.rule(),
-        world_size=WORLD_SIZE,
-        steps=zero_rank.STEPS,
-        micro=2,
+        ragged, ragged_loss, zero_rank.rule(), world_size=WORLD_SIZE, steps=zero_rank.STEPS, micro=2
     )
     for rank in range(WORLD_SIZE):
         for trained in torch.load(tmp_path / f"rank{rank}.pt", weights_only=True):

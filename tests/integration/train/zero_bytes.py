@@ -3,8 +3,6 @@
 python zero_bytes.py OUT
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

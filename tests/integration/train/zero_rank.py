@@ -3,8 +3,6 @@
 python zero_rank.py RANK WORLD_SIZE STORE OUT
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

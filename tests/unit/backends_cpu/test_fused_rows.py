@@ -1,7 +1,5 @@
 """The cpu backend's fused rows at sizes at which they work block by block."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

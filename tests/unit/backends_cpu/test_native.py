@@ -1,7 +1,5 @@
 """The cpu backend's rows against float64, at every layout, thread count and instruction set."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator
@@ -301,9 +299,7 @@ def test_attention_of_any_layout_has_the_bits_of_contiguous_tensors(
 
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0])
-def test_attention_with_a_scale_that_is_not_positive_is_left_to_the_reference(
-    scale: float,
-) -> None:
+def test_attention_with_a_scale_that_is_not_positive_is_left_to_the_reference(scale: float) -> None:
     q = torch.randn(1, 5, 2, 8, requires_grad=True)
     with anychip.policy(fallback="record"):
         y = ops.attention(q, q, q, causal=True, scale=scale)

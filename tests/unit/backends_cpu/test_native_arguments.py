@@ -4,8 +4,6 @@ The calls are made from the signatures that the module states, in a process of t
 program, this file prints every call before it makes it, and what came of it when that was wrong.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess

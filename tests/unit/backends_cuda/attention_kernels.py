@@ -6,8 +6,6 @@ where that leaves memory as it was. What they compute is written down in torch's
 for a device to show.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Where the kernels' tests run: on the emulator always, and on a CUDA device where there is one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import NamedTuple

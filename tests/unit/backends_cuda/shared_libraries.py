@@ -1,7 +1,5 @@
 """Small C libraries with the symbols of NVIDIA's, made where a test wants one to answer."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

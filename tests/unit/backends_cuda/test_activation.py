@@ -1,7 +1,5 @@
 """Activations of the CUDA kernels: values of every dtype, tails, columns, misaligned arrays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -62,10 +60,8 @@ def test_gelu_of_any_length_is_that_of_float64(
 ) -> None:
     x = torch.linspace(-6.0, 6.0, numel, dtype=torch.float64).to(dtype)
     grad = _normal(numel, dtype=dtype)
-
     y = _call(chip, "gelu", "forward", x, approximate=approximate)
     (dx,) = _call(chip, "gelu", "backward", grad, x, approximate=approximate, needs=(True,))
-
     (want,) = _gradients("gelu", grad, x, approximate=approximate)
     assert y.dtype == dx.dtype == dtype
     assert _is_near(y, _double("gelu", x.double(), approximate=approximate), x.double().abs(), 8)
@@ -76,10 +72,8 @@ def test_gelu_of_any_length_is_that_of_float64(
 def test_gelu_of_numbers_without_end_is_their_limit(chip: Chip, approximate: str) -> None:
     x = torch.tensor([float("inf"), float("-inf"), float("nan"), 1e30, -1e30])
     ones = torch.ones(5)
-
     y = _call(chip, "gelu", "forward", x, approximate=approximate).cpu()
     (dx,) = _call(chip, "gelu", "backward", ones, x, approximate=approximate, needs=(True,))
-
     assert y[0] == torch.inf
     assert y[2].isnan()
     assert y[3] == x[3]
@@ -96,11 +90,9 @@ def test_gated_of_any_length_is_that_of_float64(
 ) -> None:
     gate, up, grad = (_normal(numel, dtype=dtype, seed=seed) for seed in range(3))
     attrs = {} if operator == "swiglu" else {"approximate": "none"}
-
     y = _call(chip, operator, "forward", gate, up, **attrs)
     made = _call(chip, operator, "backward", grad, gate, up, needs=(True, True), **attrs)
     alone = _call(chip, operator, "backward", grad, gate, up, needs=(False, True), **attrs)
-
     wide = (1 + gate.double().abs()) * (1 + up.double().abs())
     assert _is_near(y, _double(operator, gate.double(), up.double()), wide, 12)
     for got, want in zip(made, _gradients(operator, grad, gate, up), strict=True):
@@ -115,10 +107,8 @@ def test_gated_of_two_dtypes_is_computed_in_float32(chip: Chip, operator: str) -
     grad = _normal(5, 9, dtype=torch.bfloat16, seed=2)
     attrs = {} if operator == "swiglu" else {"approximate": "tanh"}
     wide = (grad.float(), gate.float(), up)
-
     y = _call(chip, operator, "forward", gate, up, **attrs)
     dgate, dup = _call(chip, operator, "backward", grad, gate, up, needs=(True, True), **attrs)
-
     exact = _call(chip, operator, "forward", *wide[1:], **attrs)
     slopes = _call(chip, operator, "backward", *wide, needs=(True, True), **attrs)
     assert torch.equal(y, exact.bfloat16())
@@ -134,10 +124,8 @@ def test_bias_gelu_of_any_matrix_is_that_of_float64(
     x, grad = _normal(*shape, dtype=dtype), _normal(*shape, dtype=dtype, seed=1)
     bias = _normal(shape[1], dtype=torch.float16, seed=2)
     attrs = {"approximate": "none"}
-
     y = _call(chip, "bias_gelu", "forward", x, bias, **attrs)
     dx, dbias = _call(chip, "bias_gelu", "backward", grad, x, bias, needs=(True, True), **attrs)
-
     wide = x.double().abs() + bias.double().abs()
     slopes = grad.double().abs() * (1 + wide)
     want_x, want_bias = _gradients("bias_gelu", grad, x, bias)
@@ -155,7 +143,6 @@ def test_bias_gelu_gives_the_gradients_that_are_needed(chip: Chip) -> None:
         return _call(chip, "bias_gelu", "backward", grad, x, bias, approximate="tanh", needs=needs)
 
     both = gradients(True, True)
-
     assert gradients(True, False)[1] is None
     assert gradients(False, True)[0] is None
     assert torch.equal(gradients(True, False)[0], both[0])
@@ -169,13 +156,11 @@ def test_bias_gelu_of_a_misaligned_matrix_gives_the_same_bits(chip: Chip, offset
     buffer = torch.zeros(9 * 72 + 8, dtype=x.dtype, device=chip.device)
     shifted = buffer[offset : offset + 9 * 72].view(9, 72).copy_(x)
     attrs = {"approximate": "none"}
-
     forward = [_call(chip, "bias_gelu", "forward", t, bias, **attrs) for t in (x, shifted)]
     backward = [
         _call(chip, "bias_gelu", "backward", grad, t, bias, needs=(True, True), **attrs)
         for t in (x, shifted)
     ]
-
     assert torch.equal(*forward)
     assert torch.equal(backward[0][0], backward[1][0])
     # The sums go over rows in another order.
@@ -188,13 +173,11 @@ def test_every_part_of_the_scratch_is_written(chip: Chip) -> None:
     dbias, dx, parts = torch.empty_like(bias), torch.empty_like(x), 7
     partial = torch.full((parts, 264), torch.nan, device=chip.device)
     code = chip.kernels.codes
-
     chip.kernels.native.bias_gelu_backward(
         x.data_ptr(), x.data_ptr(), bias.data_ptr(), dx.data_ptr(), dbias.data_ptr(),
         partial.data_ptr(), 40, 264, parts, False, code[x.dtype], code[bias.dtype],
         *chip.kernels.place(x),
     )  # fmt: skip
-
     (want,) = _gradients("gelu", x.cpu(), x.cpu())
     assert _is_near(dbias, want.sum(0), x.cpu().double().square().sum(0) + 40, 66)
 
@@ -207,13 +190,11 @@ def test_every_part_of_the_scratch_is_written(chip: Chip) -> None:
 def test_column_parts_fill_the_device_once(chip: Chip, rows: int, hidden: int, parts: int) -> None:
     # 132 multiprocessors with 3 blocks each, of 256 columns in 16-bit types.
     code = chip.kernels.codes[torch.bfloat16]
-
     assert chip.kernels.native.column_parts(rows, hidden, code, 132) == parts
 
 
 def test_wrong_sizes_are_refused(chip: Chip) -> None:
     place = chip.kernels.place(torch.empty(0, device=chip.device))
-
     with pytest.raises(RuntimeError, match="gelu_forward: CUDA error 1"):
         chip.kernels.native.gelu_forward(0, 0, -1, False, 0, *place)
     with pytest.raises(RuntimeError, match="bias_gelu_forward: CUDA error 1"):

@@ -1,7 +1,5 @@
 """adamw_8bit of the CUDA kernels: steps against float64, codes against a table, whole blocks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

@@ -3,8 +3,6 @@
 What is tested is what stands around them: masks, heads, padding, the lse, which kernel is asked.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

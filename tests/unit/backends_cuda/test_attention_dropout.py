@@ -1,7 +1,5 @@
 """Attention with dropout in blocks of heads: the mask of the operator, whatever the block."""
 
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The backend as the registry sees it, and what it makes of driver, torch and kernels."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each stage runs here on the host with tiny sizes, so that none rots; what it measures says nothing.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -24,9 +22,7 @@ from anychip import operators, ops
 from anychip.contract import Backend
 from anychip_cuda import operators as rows_of_cuda  # noqa: F401 - declares the rows
 from anychip_cuda.table import make_table
-from benchmarks.cuda import (
-    __main__ as everything,
-)
+from benchmarks.cuda import __main__ as everything
 from benchmarks.cuda import (
     agreement,
     bandwidth,

@@ -1,7 +1,5 @@
 """What NCCL takes, and what is said before it is called."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any

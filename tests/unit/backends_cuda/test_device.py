@@ -1,7 +1,5 @@
 """Properties of a device from the figures that are known of it; the order of calls for graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

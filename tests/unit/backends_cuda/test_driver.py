@@ -1,7 +1,5 @@
 """What is read of NVIDIA's driver: from a library with its symbols, a folder with its files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

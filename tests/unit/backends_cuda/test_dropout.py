@@ -1,7 +1,5 @@
 """dropout and bias_dropout_add of the CUDA kernels: the mask of every chip, rows of any length."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -38,10 +36,8 @@ def test_dropout_of_any_length_has_the_mask_of_every_chip(
     chip: Chip, dtype: torch.dtype, numel: int
 ) -> None:
     x = _normal(numel, dtype=dtype)
-
     y = _call(chip, "dropout", "forward", x, _rng(), p=0.3)
     (dx,) = _call(chip, "dropout", "backward", x, _rng(), p=0.3, needs=(True,))
-
     assert torch.equal(y.cpu(), specs.dropout.forward(x, _rng(), p=0.3))
     assert torch.equal(dx, y)
 
@@ -52,9 +48,7 @@ def test_dropout_keeps_what_the_threshold_says(chip: Chip, p: float) -> None:
     rng = _rng(-3, 2**32 - 2)
     x = torch.ones(1001)
     x[::5] = torch.nan
-
     y = _call(chip, "dropout", "forward", x, rng, p=p).cpu()
-
     keep = philox.words(rng, 1001) >= keep_threshold(p)
     assert torch.equal(y == 0.0, ~keep)
     assert torch.equal(y.isnan(), keep & x.isnan())
@@ -64,10 +58,8 @@ def test_dropout_keeps_what_the_threshold_says(chip: Chip, p: float) -> None:
 def test_dropout_keeps_an_element_whose_word_is_the_threshold(chip: Chip, element: int) -> None:
     word = int(philox.words(_rng(), 18)[element])
     x = torch.ones(18)
-
     kept = _call(chip, "dropout", "forward", x, _rng(), p=word / 2**32)
     dropped = _call(chip, "dropout", "forward", x, _rng(), p=(word + 1) / 2**32)
-
     assert kept[element] > 0.0
     assert dropped[element] == 0.0
 
@@ -77,9 +69,7 @@ def test_dropout_of_a_misaligned_array_gives_the_same_bits(chip: Chip, offset: i
     x = _normal(1003, dtype=torch.bfloat16)
     buffer = torch.zeros(1011, dtype=x.dtype, device=chip.device)
     shifted = buffer[offset : offset + 1003].copy_(x)
-
     made = [_call(chip, "dropout", "forward", t, _rng(), p=0.4) for t in (x, shifted)]
-
     assert torch.equal(*made)
 
 
@@ -91,10 +81,8 @@ def test_bias_dropout_add_of_any_matrix_is_the_reference(
 ) -> None:
     x, residual = _normal(*shape, dtype=dtype), _normal(*shape, dtype=stream or dtype, seed=1)
     bias = _normal(shape[1], dtype=torch.float16, seed=2)
-
     for own in (bias, None):
         y = _call(chip, "bias_dropout_add", "forward", x, residual, _rng(), own, p=0.25).cpu()
-
         want = specs.bias_dropout_add.forward(
             x.double(), residual.double(), _rng(), own, p=0.25
         ).double()
@@ -113,13 +101,11 @@ def test_bias_dropout_add_gradients_are_the_reference(
     # p = 1/2 and small integers: the sums for the bias have no rounding in any order.
     grad = torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(3)).to(dtype)
     name = "bias_dropout_add"
-
     made = _call(chip, name, "backward", grad, _rng(), p=0.5, needs=(True, True, True))
     alone = [
         _call(chip, name, "backward", grad, _rng(), p=0.5, needs=needs)
         for needs in ((True, False, False), (False, True, False), (False, False, True))
     ]
-
     reference = specs.bias_dropout_add.backward
     assert reference is not None
     want = reference(grad, _rng(), p=0.5, needs=(True, True, True))
@@ -132,11 +118,9 @@ def test_bias_dropout_add_gradients_are_the_reference(
 
 def test_bias_gradient_of_no_rows_is_zero(chip: Chip) -> None:
     grad = torch.empty(0, 12)
-
     made = _call(
         chip, "bias_dropout_add", "backward", grad, _rng(), p=0.5, needs=(True, True, True)
     )
-
     assert torch.equal(made[2].cpu(), torch.zeros(12))
     assert made[0].shape == (0, 12)
 
@@ -144,7 +128,6 @@ def test_bias_gradient_of_no_rows_is_zero(chip: Chip) -> None:
 def test_wrong_arguments_are_refused(chip: Chip) -> None:
     native, place = chip.kernels.native, chip.kernels.place(torch.empty(0, device=chip.device))
     rng = _rng().to(chip.device)
-
     for numel, p in ((-1, 0.5), (4, 1.5), (4, float("nan"))):
         with pytest.raises(RuntimeError, match="dropout: CUDA error 1"):
             native.dropout(0, rng.data_ptr(), 0, numel, p, 0, *place)

@@ -1,7 +1,5 @@
 """embedding of the CUDA kernels: exact copies, and sums of any pattern of repeated indices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -47,9 +45,7 @@ def test_forward_of_any_width_is_a_copy(
 ) -> None:
     weight = torch.randn(11, width, generator=torch.Generator().manual_seed(1)).to(dtype)
     indices = torch.tensor([[0, 10, 3], [3, 10, 5]], dtype=index)
-
     y = _forward(chip, indices.to(chip.device), weight.to(chip.device))
-
     assert torch.equal(y.cpu(), weight[indices.long()])
 
 
@@ -60,7 +56,6 @@ def test_misaligned_tensors_give_the_same_bits(chip: Chip, offset: int, dtype: t
     buffer = torch.zeros(9 * 72 + 8, dtype=dtype, device=chip.device)
     shifted = buffer[offset : offset + 9 * 72].view(9, 72).copy_(aligned)
     indices = torch.tensor([8, 0, 3, 8, 8, 2, 0, 1, 8], device=chip.device)
-
     assert torch.equal(_forward(chip, indices, shifted), _forward(chip, indices, aligned))
     assert torch.equal(_backward(chip, shifted, indices, 9), _backward(chip, aligned, indices, 9))
 
@@ -73,13 +68,11 @@ def test_index_that_is_no_row_gives_nan_in_its_row_alone(chip: Chip, wrong: int)
     if chip.device.type == "cpu":
         with pytest.raises(IndexError, match="embedding: indices must be from 0 to 10"):
             _forward(chip, indices, weight)
-
     chip.kernels.native.embedding_forward(
         indices.data_ptr(), True, weight.data_ptr(), y.data_ptr(), 3, 11, 24,
         chip.kernels.codes[torch.bfloat16], *chip.kernels.place(weight),
     )  # fmt: skip
     dweight = _backward(chip, torch.ones_like(y), indices, 11)
-
     assert y.isnan().all(-1).tolist() == [False, True, False]
     assert torch.equal(y[[0, 2]], weight[[4, 10]])
     assert dweight.sum(-1).tolist() == [0, 0, 0, 0, 24, 0, 0, 0, 0, 0, 24]
@@ -109,9 +102,7 @@ def test_gradient_of_any_pattern_is_the_exact_sum(
     indices = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     indices = indices[torch.randperm(len(indices), generator=torch.Generator().manual_seed(3))]
     grad = _integers((len(indices), 8), dtype)
-
     got = _backward(chip, grad.to(chip.device), indices.to(chip.device), len(lengths))
-
     assert torch.equal(got.cpu(), _sums(grad, indices, len(lengths)))
 
 
@@ -123,9 +114,7 @@ def test_gradient_of_any_width_is_the_exact_sum(
 ) -> None:
     indices = torch.tensor([2] * 70 + [0, 4, 4, 0, 5], dtype=index)
     grad = _integers((75, width), dtype)
-
     got = _backward(chip, grad.to(chip.device), indices.to(chip.device), 6)
-
     assert torch.equal(got.cpu(), _sums(grad, indices, 6))
 
 
@@ -136,18 +125,14 @@ def test_gradient_adds_the_rows_of_an_index_in_their_order(chip: Chip) -> None:
     want = torch.zeros(3, 24)
     for place, index in enumerate(indices.tolist()):
         want[index] += grad[place]
-
     got = _backward(chip, grad.to(chip.device), indices.to(chip.device), 3)
-
     assert torch.equal(got.cpu(), want)
 
 
 def test_gradient_of_a_long_segment_accumulates_in_float32(chip: Chip) -> None:
     grad = torch.full((3000, 8), 0.1, dtype=torch.bfloat16, device=chip.device)
     indices = torch.ones(3000, dtype=torch.int64, device=chip.device)
-
     got = _backward(chip, grad, indices, 2)
-
     exact = 3000 * grad[0, 0].double().item()
     assert not got[0].any()
     # 64 terms, then 47 parts by 8 warps: far from half an ULP of bfloat16.
@@ -162,11 +147,9 @@ def test_empty_tensors_and_single_indices(
 ) -> None:
     indices = torch.full(shape, 2, dtype=torch.int64, device=chip.device)
     weight = _integers((num_rows, width), torch.float32).to(chip.device)
-
     y = _forward(chip, indices, weight)
     grad = torch.ones(*shape, width, device=chip.device)
     dweight = _backward(chip, grad, indices, num_rows)
-
     assert y.shape == (*shape, width)
     assert torch.equal(y, weight[indices])
     want = torch.zeros(num_rows, width)
@@ -183,13 +166,11 @@ def test_rows_behind_2_to_the_31_elements_are_found(chip: Chip) -> None:
     sorted_indices = torch.tensor([1, 1], device=chip.device)
     dweight, starts = table.new_empty(2, width), order.new_empty(3)
     codes = (chip.kernels.codes[torch.bfloat16], chip.kernels.multiprocessors(table))
-
     y = _forward(chip, torch.tensor([last], device=chip.device), table)
     chip.kernels.native.embedding_backward(
         table.data_ptr(), sorted_indices.data_ptr(), True, order.data_ptr(), dweight.data_ptr(),
         starts.data_ptr(), 0, 2, 2, width, *codes, *chip.kernels.place(table),
     )  # fmt: skip
-
     assert torch.equal(y[0], table[last])
     assert not dweight[0].any()
     assert torch.equal(dweight[1], table[last] + 3.0)
@@ -197,7 +178,6 @@ def test_rows_behind_2_to_the_31_elements_are_found(chip: Chip) -> None:
 
 def test_wrong_sizes_are_refused(chip: Chip) -> None:
     place = chip.kernels.place(torch.empty(0, device=chip.device))
-
     with pytest.raises(RuntimeError, match="embedding_forward: CUDA error 1"):
         chip.kernels.native.embedding_forward(0, True, 0, 0, -1, 1, 1, 0, *place)
     with pytest.raises(RuntimeError, match="embedding_backward: CUDA error 1"):

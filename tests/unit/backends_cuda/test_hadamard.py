@@ -1,7 +1,5 @@
 """hadamard of the CUDA kernels: every length, against the product with the matrix of signs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -39,9 +37,7 @@ def test_every_length_is_the_product_with_the_matrix(
     rows = max(1, 1_100 // length) if length <= 1024 else 2 if length <= 8192 else 1
     generator = torch.Generator().manual_seed(length)
     x = torch.randn(rows, length, generator=generator).to(dtype)
-
     got = _hadamard(chip, x)
-
     # Each entry is a sum of `length` terms in a tree, then one product.
     assert_close(got, _want(x.double(), length), 2 + math.log2(length))
 

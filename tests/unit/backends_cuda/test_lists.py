@@ -1,7 +1,5 @@
 """Lists of the CUDA kernels: tensors of any number, size, type and place; norms, clip, unscale."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """cross_entropy and linear_cross_entropy of the CUDA kernels: any length, place and value."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 
@@ -78,9 +76,7 @@ def test_rows_of_any_length_are_those_of_float64(
     rows = 9 if vocabulary < 1025 else 2
     logits, target = _inputs(chip, (rows, vocabulary), dtype)
     losses, lses, gradient = _want(logits, target, options)
-
     loss, lse = _forward(chip, logits, target, options)
-
     # A thread adds up to vocabulary / 32 terms; the rest are the steps behind the sum.
     count = 12 + vocabulary / 32
     assert_close(loss.cpu(), losses, count)
@@ -98,13 +94,11 @@ def test_rows_of_a_wider_tensor_are_read_where_they_are(
     target %= vocabulary
     logits = wide[:, 3 : 3 + vocabulary]
     losses, lses, gradient = _want(logits, target, FULL)
-
     loss, lse = _call(chip, "forward", logits, target, options=FULL, reduction="none")
     ones = torch.ones_like(loss)
     (dlogits,) = _call(
         chip, "backward", ones, logits, target, lse, options=FULL, reduction="none", needs=(True,)
     )
-
     assert_close(loss.cpu(), losses, 12 + vocabulary / 32)
     assert_close(lse.cpu(), lses, 12 + vocabulary / 32)
     assert_close(dlogits.cpu(), gradient, 70, ulps=0.51)
@@ -122,9 +116,7 @@ def test_gradient_in_place_and_in_other_dtypes_has_the_same_bits(
     wide = logits.to(torch.float32, copy=True)
     rounded = torch.empty_like(logits)
     _gradient(chip, wide, target, FULL, out=rounded)
-
     _gradient(chip, logits, target, FULL, out=logits)
-
     assert torch.equal(logits, apart)
     assert torch.equal(rounded, _gradient(chip, wide, target, FULL).to(dtype))
 
@@ -134,9 +126,7 @@ def test_gradient_at_another_place_of_a_vector_has_the_same_bits(chip: Chip, off
     logits, target = _inputs(chip, (3, 64), torch.bfloat16)
     shifted = torch.zeros(3 * 64 + 8, dtype=torch.bfloat16, device=chip.device)
     out = shifted[offset : offset + 3 * 64].view(3, 64)
-
     _gradient(chip, logits, target, PLAIN, out=out)
-
     assert torch.equal(out, _gradient(chip, logits, target, PLAIN))
     assert not shifted[:offset].any()
     assert not shifted[offset + 3 * 64 :].any()
@@ -146,10 +136,8 @@ def test_ignored_rows_are_exactly_zero_whatever_their_logits_are(chip: Chip) -> 
     logits, target = _inputs(chip, (4, 40), torch.float32)
     logits[1], logits[2, 7] = math.inf, math.nan
     target[1:3] = PLAIN.ignore_index
-
     loss, _ = _forward(chip, logits, target, PLAIN)
     gradient = _gradient(chip, logits, target, PLAIN)
-
     assert loss[1:3].tolist() == [0.0, 0.0]
     assert loss.isfinite().all()
     assert torch.equal(gradient[1:3], torch.zeros_like(gradient[1:3]))
@@ -167,9 +155,7 @@ def test_lse_of_infinite_logits_is_that_of_torch(chip: Chip, vocabulary: int) ->
     logits[5] *= 1e38
     logits[6] -= 300.0
     want = torch.logsumexp(logits.cpu().double(), -1)
-
     _, lse = _forward(chip, logits, target, PLAIN)
-
     torch.testing.assert_close(lse.cpu().double(), want, rtol=1e-6, atol=0.0, equal_nan=True)
 
 
@@ -177,10 +163,8 @@ def test_lse_of_infinite_logits_is_that_of_torch(chip: Chip, vocabulary: int) ->
 def test_target_that_is_no_class_gives_nan_in_its_row_alone(chip: Chip, wrong: int) -> None:
     logits, target = _inputs(chip, (3, 11), torch.float32)
     target[1] = wrong
-
     loss, lse = _forward(chip, logits, target, PLAIN)
     gradient = _gradient(chip, logits, target, PLAIN)
-
     assert loss.isnan().tolist() == [False, True, False]
     assert gradient.isnan().all(-1).tolist() == [False, True, False]
     assert not gradient[[0, 2]].isnan().any()
@@ -195,11 +179,9 @@ def test_reduction_over_rows_is_that_of_float64(chip: Chip, rows: int) -> None:
     target = torch.randint(-2, 5, (rows,), generator=generator)
     losses[target == -1] = 0.0
     device = (losses.to(chip.device), target.to(chip.device))
-
     total = reduced(chip.kernels, *device, -1, "sum")
     mean = reduced(chip.kernels, *device, -1, "mean")
     count = divisor(chip.kernels, device[1], -1, "mean")
-
     kept = int((target != -1).sum())
     # 32 of a thread, then two trees of 8 levels, and the division.
     assert abs(total.item() - losses.double().sum().item()) <= 60 * 2**-24 * rows
@@ -216,12 +198,10 @@ def test_gradient_is_weighted_as_the_loss_is_reduced(chip: Chip, reduction: str)
     _, lse = _forward(chip, logits, target, FULL)
     grad = torch.linspace(0.5, 2.5, 5, device=chip.device) if reduction == "none" else 0.75
     grad = torch.as_tensor(grad, device=chip.device)
-
     (got,) = _call(
         chip, "backward", grad, logits, target, lse, options=FULL, reduction=reduction,
         needs=(True,),
     )  # fmt: skip
-
     kept = int((target != FULL.ignore_index).sum()) if reduction == "mean" else 1
     _, _, gradient = _want(logits, target, FULL)
     weight = grad.cpu().double().expand(5)[:, None] / kept
@@ -235,10 +215,8 @@ def test_rows_that_are_2_to_the_31_elements_apart_are_found(chip: Chip) -> None:
     logits = buffer.as_strided((2, vocabulary), (stride, 1))
     near, target = _inputs(chip, (2, vocabulary), torch.bfloat16)
     logits.copy_(near)
-
     loss, _ = _forward(chip, logits, target, PLAIN)
     _gradient(chip, logits, target, PLAIN, out=logits)
-
     # Rows that start at other places of a vector are added up in another order.
     assert_close(loss, _forward(chip, near, target, PLAIN)[0].double(), 12)
     torch.testing.assert_close(logits, _gradient(chip, near, target, PLAIN), rtol=2**-7, atol=0)
@@ -252,7 +230,6 @@ def test_wrong_sizes_and_dtypes_are_refused(chip: Chip, wrong: dict[str, int]) -
     codes = (chip.kernels.codes[torch.bfloat16], given["ddtype"])
     sizes = (given["rows"], given["vocabulary"], *PLAIN)
     place = chip.kernels.place(torch.empty(0, device=chip.device))
-
     with pytest.raises(RuntimeError, match="cross_entropy_backward: CUDA error 1"):
         chip.kernels.native.cross_entropy_backward(
             0, False, 0, 0, 4, 0, 0, 0, 4, *sizes, *codes, *place
@@ -269,9 +246,7 @@ def test_chunks_hold_no_more_than_the_limit_in_whole_tiles(
     monkeypatch: pytest.MonkeyPatch, logits: int, steps: list[int]
 ) -> None:
     monkeypatch.setattr(linear_loss, "LOGITS", logits)
-
     made = [len(range(300)[chunk]) for chunk in linear_loss.chunks(300, 100)]
-
     assert made[: len(steps)] == steps
     assert sum(made) == 300
 
@@ -294,7 +269,6 @@ def test_linear_in_chunks_is_that_of_float64(
     losses, _, dlogits = _want(flat.detach(), target.reshape(-1), FULL)
     kept = int((target != FULL.ignore_index).sum()) if reduction == "mean" else 1
     want = torch.autograd.grad(flat, leaves, dlogits / kept)
-
     device = [t.to(chip.device) for t in (x, weight, target, bias)]
     (forward,) = chip.table.rows("linear_cross_entropy", "forward")
     (backward,) = chip.table.rows("linear_cross_entropy", "backward")
@@ -302,7 +276,6 @@ def test_linear_in_chunks_is_that_of_float64(
     loss, lse = forward.function(*device, **attrs)
     grad = torch.ones_like(loss)
     got = backward.function(grad, *device, lse, **attrs, needs=(True, True, True))
-
     expected = losses.sum() / kept if reduction == "mean" else losses.view(2, 5)
     assert_close(loss.cpu(), expected, 12 + 24 + 37)
     # The gradient of the logits may be rounded to the tensors' type; then every term of a sum has
@@ -325,7 +298,6 @@ def test_linear_gradients_that_are_not_wanted_are_none(chip: Chip) -> None:
     (backward,) = chip.table.rows("linear_cross_entropy", "backward")
     lse = torch.zeros(3, device=chip.device)
     attrs = {**PLAIN._asdict(), "reduction": "mean"}
-
     for needs in ((True, False, False), (False, True, False), (False, False, True)):
         got = backward.function(
             torch.ones((), device=chip.device), x, weight, target, None, lse, **attrs, needs=needs

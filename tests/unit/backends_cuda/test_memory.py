@@ -1,7 +1,5 @@
 """Where memory differs from the contract's defaults: before the first use, and page-locked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

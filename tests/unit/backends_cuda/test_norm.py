@@ -1,7 +1,5 @@
 """Norms of the CUDA kernels: rows of any length and place, any number of rows, sums over rows."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any, NamedTuple
 
@@ -257,9 +255,7 @@ def test_norm_of_a_dropped_sum_and_gradients_equal_float64(
     total = specs.bias_dropout_add.forward(given.x.cpu(), given.residual.cpu(), rng, None, p=p)
     y, _, dx, *others = _exact(given._replace(x=total, residual=None))
     scale = specs.dropout.forward(torch.ones(rows, hidden), rng, p=p).double()
-
     got = _dropped(chip, given, p)
-
     assert got[1] is not None
     assert torch.equal(got[1].cpu(), total)
     _check([got[0], *got[2:]], [y, dx * scale, *others], hidden)

@@ -1,7 +1,5 @@
 """Are torch's switches where a row needs them, and afterwards where they were?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

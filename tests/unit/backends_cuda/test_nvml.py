@@ -1,7 +1,5 @@
 """What is read of NVIDIA's management library, by libraries that have its symbols, or some."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """permute and unpermute of the CUDA kernels: the sort by expert, and rows of any width."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -101,7 +99,6 @@ def test_gradients_of_unpermute_are_those_of_float64(
     leaves = [x.double().requires_grad_(), scores.double().requires_grad_()]
     y = (leaves[0][row_map] * (leaves[1][..., None] if weighted else 1.0)).sum(1)
     dx, dweights = torch.autograd.grad(y, leaves, grad.double(), allow_unused=True)
-
     both = row.function(*args, needs=(True, weighted))
     assert_close(both[0].cpu(), dx, 2)
     assert both[1] is None or dweights is not None

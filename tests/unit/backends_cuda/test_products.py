@@ -1,7 +1,5 @@
 """The mapped rows of products: on the host, where torch has the same operators, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

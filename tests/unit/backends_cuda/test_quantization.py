@@ -1,7 +1,5 @@
 """quantize and dequantize of the CUDA kernels: blocks of any length, and the host's own bits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -44,7 +42,6 @@ def test_blocks_of_any_length_have_the_bits_of_the_reference(
     # Several blocks, the last one short; an odd number, so that a byte is half full.
     x = _values(max(1, 2_300 // block) * block + block // 3 + (0 if block % 2 else 1), dtype)
     rng = torch.tensor([17, 2**32 - 3]) if random else None
-
     assert bits(_quantize(chip, x, rng, width, block)) == bits(_want(x, rng, width, block))
 
 
@@ -58,7 +55,6 @@ def test_halves_go_to_even_and_their_neighbours_to_the_nearest(
     up, down = halves.nextafter(halves + 1), halves.nextafter(halves - 1)
     x = torch.cat([torch.tensor([float(largest)]), halves, up, down])
     x = torch.cat([x.new_tensor([float(largest), *part]) for part in x.split(block - 1)])
-
     assert bits(_quantize(chip, x, None, width, block)) == bits(_want(x, None, width, block))
 
 
@@ -68,10 +64,8 @@ def test_numbers_that_are_not_finite_or_tiny_stay_in_their_block(chip: Chip, blo
     x[1], x[block], x[3 * block - 1] = math.nan, math.inf, -math.inf
     x[3 * block : 4 * block] = -0.0
     x[4 * block : 5 * block] = 1e-38
-
     codes, scales = _quantize(chip, x, None, 8, block)
     want = _want(x, None, 8, block)
-
     # Which NaN it is, is not said.
     torch.testing.assert_close(scales, want[1], rtol=0, atol=0, equal_nan=True)
     assert bits(codes) == bits(want[0])
@@ -101,12 +95,10 @@ def test_dequantize_is_the_product_of_code_and_scale(
     codes, scales = _want(x, None, width, block)
     attrs = {"shape": (numel,), "bits": width, "block": block}
     (row,) = chip.table.rows("dequantize", "forward")
-
     got = row.function(codes.to(chip.device), scales.to(chip.device), **attrs)
     # Codes at an odd address: no access of several bytes.
     moved = torch.cat([codes[:1], codes]).to(chip.device)[1:]
     other = row.function(moved, scales.to(chip.device), **attrs)
-
     want = operators.dequantize.forward(codes, scales, **attrs)
     assert bits(got.cpu()) == bits(want)
     assert bits(other.cpu()) == bits(want)

@@ -1,7 +1,5 @@
 """rope of the CUDA kernels: both layouts, partial rotation, heads wherever they lie."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -64,10 +62,8 @@ def test_rope_of_any_sizes_is_a_rotation(
     q = _normal(batch, seq, heads, head_dim, dtype=dtype)
     k = _normal(batch, seq, kv_heads, head_dim, dtype=dtype, seed=1)
     cos, sin = _angles(seq, rotary_dim)
-
     made = _call(chip, "forward", q, k, cos, sin, interleaved=interleaved)
     back = _call(chip, "backward", q, k, cos, sin, interleaved=interleaved, needs=(True, True))
-
     for x, y, dx in zip((q, k), made, back, strict=True):
         assert y.is_contiguous()
         assert _is_near(y, x, _double(x, cos, sin, interleaved))
@@ -86,7 +82,6 @@ def test_rope_of_views_of_a_projection_gives_the_same_bits(
     # Behind an odd element nothing can be read in vectors; keys before queries have any strides.
     odd = fused[..., 3:131].unflatten(-1, (4, 32)).transpose(0, 1)[:2, :2]
     views = [(q, k, 5), (odd[:, :, 1:], odd[:, :, :1], 2)]
-
     for own_q, own_k, seq in views:
         angles = (cos[:seq], sin[:seq])
         made = _call(chip, "forward", own_q, own_k, *angles, interleaved=interleaved)
@@ -101,9 +96,7 @@ def test_rope_of_views_of_a_projection_gives_the_same_bits(
 def test_rope_of_two_dtypes_rounds_each_to_its_own(chip: Chip) -> None:
     q, k = _normal(2, 3, 2, 16, dtype=torch.bfloat16), _normal(2, 3, 1, 16, dtype=torch.float32)
     cos, sin = _angles(3, 16)
-
     made = _call(chip, "forward", q, k, cos, sin, interleaved=False)
-
     wide = _call(chip, "forward", q.float(), k, cos, sin, interleaved=False)
     assert torch.equal(made[0], wide[0].bfloat16())
     assert torch.equal(made[1], wide[1])
@@ -113,9 +106,7 @@ def test_rope_of_two_dtypes_rounds_each_to_its_own(chip: Chip) -> None:
 def test_rope_of_nothing_is_nothing(chip: Chip, shape: tuple[int, ...]) -> None:
     q, k = torch.empty(shape), torch.empty(shape)
     cos, sin = _angles(shape[1], shape[3])
-
     made = _call(chip, "forward", q, k, cos, sin, interleaved=True)
-
     assert made[0].shape == made[1].shape == shape
 
 
@@ -125,9 +116,7 @@ def test_rope_behind_2_to_the_31_elements_is_found(chip: Chip) -> None:
     x = storage.as_strided((2, 1, 2, 64), (2**31, 64, 64, 1))
     x.copy_(_normal(2, 1, 2, 64, dtype=torch.bfloat16))
     cos, sin = _angles(1, 64)
-
     made = _call(chip, "forward", x, x, cos, sin, interleaved=False)
-
     want = specs.rope.forward(x.cpu().contiguous(), x.cpu().contiguous(), cos, sin,
                               interleaved=False)  # fmt: skip
     assert torch.equal(made[0], want[0])
@@ -137,7 +126,6 @@ def test_rope_behind_2_to_the_31_elements_is_found(chip: Chip) -> None:
 def test_wrong_sizes_are_refused(chip: Chip) -> None:
     place = chip.kernels.place(torch.empty(0, device=chip.device))
     heads = (0, 0, 1, (8, 8, 8))
-
     for seq, rotary_dim in ((-1, 8), (1, 10), (1, 5), (1, -2)):
         with pytest.raises(RuntimeError, match="rope: CUDA error 1"):
             chip.kernels.native.rope(

@@ -1,7 +1,5 @@
 """softmax of the CUDA kernels: rows of every length, hidden keys, biases of every shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -88,10 +86,8 @@ def test_rows_of_any_length_are_those_of_float64(chip: Chip, dtype: torch.dtype,
     x, grad = _normal(3, keys, dtype=dtype), _normal(3, keys, dtype=dtype, seed=1)
     mask = torch.arange(keys) % 7 != 3
     bias = _normal(keys, dtype=dtype, seed=2)
-
     y = _forward(chip, x, mask, bias, scale=0.5)
     dx, dbias = _backward(chip, grad, y, bias, scale=0.5)
-
     want = _dscores(grad, y)
     size = y.double() * (grad.double().abs() + (grad.double() * y.double()).abs().sum(-1)[:, None])
     assert _is_near(y, _double(x, mask, bias, scale=0.5))
@@ -108,10 +104,8 @@ def test_causal_rows_see_no_later_key(
     x, grad = _normal(*shape, dtype=dtype), _normal(*shape, dtype=dtype, seed=1)
     later = torch.ones(shape[-2:], dtype=torch.bool).triu(shape[-1] - shape[-2] + 1)
     x = x.masked_fill(later, torch.nan)
-
     y = _forward(chip, x, scale=0.7, causal=True)
     (dx, _) = _backward(chip, grad, y, scale=0.7, causal=True, needs=(True, False))
-
     size = y.double() * (grad.double().abs() + (grad * y).double().abs().sum(-1, keepdim=True))
     assert _is_near(y, _double(x, scale=0.7, causal=True))
     assert _is_near(dx, 0.7 * _dscores(grad, y), size)
@@ -127,11 +121,9 @@ def test_masks_and_biases_are_broadcast(
     x, grad = (_normal(2, 3, 5, 24, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
     bias = _normal(*extra, dtype=other, seed=2)
     mask = _normal(*extra, dtype=torch.float32, seed=3) > -1.5
-
     y = _forward(chip, x, mask, bias)
     both = _backward(chip, grad, y, bias)
     alone = _backward(chip, grad, y, bias, needs=(False, True))
-
     want, size = _dscores(grad, y), y.double() * (grad.double().abs() + 6)
     assert _is_near(y, _double(x, mask, bias))
     assert _is_near(both[0], want, size)
@@ -147,10 +139,8 @@ def test_bias_gradient_over_many_rows_goes_over_parts(chip: Chip, keys: int) -> 
     grad, y = (_normal(700, 3, 64, dtype=torch.float32, seed=seed) for seed in (0, 1))
     bias = torch.zeros(3, keys)
     y = y.softmax(-1)
-
     _, dbias = _backward(chip, grad, y, bias)
     again = _backward(chip, grad, y, bias)[1]
-
     want = _dscores(grad, y).sum_to_size(bias.shape)
     assert torch.equal(dbias, again)
     assert _is_near(dbias, want, 700 * 0.2 * 64 / keys)
@@ -169,9 +159,7 @@ def test_rows_without_a_visible_key_and_with_nan(chip: Chip, keys: int) -> None:
     x[5, :8] = 300.0
     bias = torch.zeros(6, 1)
     bias[1] = 1e4
-
     y = _forward(chip, x, mask, bias)
-
     assert not y[0].any()
     assert torch.equal(y[1], torch.eye(1, keys)[0])
     assert y[2].isnan().all()
@@ -186,7 +174,6 @@ def test_misaligned_rows_give_the_same_numbers(chip: Chip, offset: int) -> None:
     buffer = torch.zeros(5 * 264 + 8, dtype=x.dtype, device=chip.device)
     shifted = buffer[offset : offset + 5 * 264].view(5, 264).copy_(x)
     bias = _normal(5, 272, dtype=torch.bfloat16)[:, offset : offset + 264]
-
     assert _is_near(_forward(chip, shifted, None, bias), _double(x, None, bias))
 
 
@@ -199,18 +186,14 @@ def test_extras_behind_2_to_the_31_elements_are_found(chip: Chip) -> None:
     mask.copy_(torch.arange(48).view(2, 1, 24) % 5 != 0)
     x = _normal(2, 3, 24, dtype=torch.bfloat16, seed=1)
     (row,) = chip.table.rows("softmax", "forward")
-
     y = row.function(x.to(chip.device), mask, bias, scale=1.0, causal=False).cpu()
-
     assert _is_near(y, _double(x, mask.cpu(), bias.cpu()))
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)], ids=str)
 def test_softmax_of_nothing_has_a_bias_gradient_of_zero(chip: Chip, shape: tuple[int, int]) -> None:
     x, bias = torch.empty(shape), torch.ones(shape[1])
-
     dx, dbias = _backward(chip, x, _forward(chip, x), bias)
-
     assert dx.shape == shape
     assert torch.equal(dbias, torch.zeros(shape[1]))
 
@@ -219,7 +202,6 @@ def test_rows_of_too_many_dims_are_left_to_the_reference(chip: Chip) -> None:
     (row,) = chip.table.rows("softmax", "forward")
     x, bias = torch.empty(2, 2, 2, 2, 2, 2), torch.empty(2)
     assert row.accepts is not None
-
     assert not row.accepts(x, None, bias, scale=1.0, causal=False)
     assert row.accepts(x, None, None, scale=1.0, causal=False)
     assert row.accepts(x[0], None, bias, scale=1.0, causal=False)
@@ -229,7 +211,6 @@ def test_rows_of_too_many_dims_are_left_to_the_reference(chip: Chip) -> None:
 def test_wrong_sizes_are_refused(chip: Chip) -> None:
     native, place = chip.kernels.native, chip.kernels.place(torch.empty(0, device=chip.device))
     none, ones = (0, (0, 0, 0, 0), 0), (1, 1, 1, 1)
-
     for rows, queries, causal in ((-1, 1, False), (2**31, 1, False), (3, 2, True), (3, 0, True)):
         with pytest.raises(RuntimeError, match="softmax_forward: CUDA error 1"):
             native.softmax_forward(

@@ -1,7 +1,5 @@
 """top_k of the CUDA kernels: rows that are sorted, searched by a block, and by the whole grid."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

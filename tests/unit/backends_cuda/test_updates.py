@@ -1,7 +1,5 @@
 """Update rules of the CUDA kernels: lists of any sizes, types and places; scalars on the device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

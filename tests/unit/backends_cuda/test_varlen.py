@@ -1,7 +1,5 @@
 """Packed sequences: padding, empty sequences, and the longest one."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The backend as the registry sees it where torch_npu is not: it says what is missing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -52,11 +50,7 @@ def test_backend_communicates_by_hccl_and_records_no_graphs() -> None:
     ids=["fits", "other torch", "says nothing", "no torch"],
 )
 def test_versions_are_compared_by_what_the_adapter_demands(
-    torch: str | None,
-    needs: str,
-    found: Versions,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    torch: str | None, needs: str, found: Versions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, version in (("torch", torch), ("torch_npu", "2.13.0")):
         if version is not None:

@@ -1,7 +1,5 @@
 """What CANN's libraries, files and scripts say: read from small stand-ins, and from none at all."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What HCCL takes is said before the call."""
 
-from __future__ import annotations
-
 import torch
 
 from anychip.contract.collectives import CALLS
@@ -9,14 +7,7 @@ from anychip_npu.collectives import capabilities
 
 # HCCL API reference of CANN 8.5, Atlas A2 training products: HcclAllReduce and HcclReduceScatter
 # take int8, int16, int32, int64, float16, float32, bfp16; the others unsigned ones too.
-REDUCED = {
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.float32,
-    torch.bfloat16,
-}
+REDUCED = {torch.int8, torch.int32, torch.int64, torch.float16, torch.float32, torch.bfloat16}
 MOVED = REDUCED | {torch.uint8, torch.bool}
 
 

@@ -3,8 +3,6 @@
 Values are the business of the conformance suite on the emulator; here it is what no result shows.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,11 +33,9 @@ def test_attention_backward_runs_deterministic_kernels(fused: Any) -> None:
 
     fused.npu_fusion_attention_grad = grad
     q = torch.zeros(1, 2, 1, 4)
-
     attention._attention_backward(
         q, q, q, q, q, q, q, causal=False, scale=None, needs=(True, True, True)
     )
-
     assert seen == [True]
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -53,9 +49,7 @@ def test_attention_causal_hands_over_no_query_that_sees_nothing(fused: Any) -> N
 
     fused.npu_fusion_attention = forward
     q, k = torch.zeros(1, 5, 1, 4), torch.zeros(1, 3, 1, 4)
-
     y, _, _ = attention.attention(q, k, k, causal=True, scale=None)
-
     assert given["queries"] == 3
     assert given["sparse_mode"] == 3
     assert given["scale"] == 0.5
@@ -64,7 +58,6 @@ def test_attention_causal_hands_over_no_query_that_sees_nothing(fused: Any) -> N
 
 def test_attention_mask_hides_what_comes_later_and_is_made_once() -> None:
     mask = attention.triangle(torch.device("cpu"))
-
     assert mask.shape == (2048, 2048)
     assert mask[3, 4]
     assert not mask[4, 4]
@@ -81,9 +74,7 @@ def test_linear_multiplies_without_hf32_and_puts_the_switch_back(
     seen = []
     product = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b: seen.append(switch.allow_hf32) or product(a, b))
-
     y = products.linear(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), None)
-
     assert seen == [False]
     assert switch.allow_hf32 is allowed
     assert torch.equal(y, torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
@@ -98,9 +89,7 @@ def test_grouped_linear_hands_over_every_row_and_clears_those_of_no_group(fused:
 
     fused.npu_grouped_matmul = grouped
     offsets = torch.tensor([2], dtype=torch.int32)
-
     y = products.grouped_linear(torch.ones(4, 3), torch.ones(1, 2, 3), offsets)
-
     assert given["group_list"].tolist() == [4]
     assert given["group_list"].dtype == torch.int64
     assert offsets.tolist() == [2]
@@ -113,11 +102,9 @@ def test_grouped_linear_backward_clears_what_an_empty_group_left(fused: Any) -> 
 
     fused.npu_grouped_matmul = grouped
     offsets = torch.tensor([0, 4])
-
     _, dweight = products.grouped_linear_backward(
         torch.ones(4, 2), torch.ones(4, 3), torch.ones(2, 2, 3), offsets, needs=(False, True)
     )
-
     assert dweight is not None
     assert torch.equal(dweight[0], torch.zeros(2, 3))
     assert dweight[1].isnan().all()
@@ -126,9 +113,7 @@ def test_grouped_linear_backward_clears_what_an_empty_group_left(fused: Any) -> 
 def test_lists_of_one_dtype_leave_out_tensors_without_elements() -> None:
     halves = [torch.zeros(2, dtype=torch.float16), torch.zeros((), dtype=torch.float16)]
     single, empty = torch.zeros(3), torch.zeros(0, 4)
-
     found = lists.by_dtype([halves[0], single, empty, halves[1]])
-
     assert [[id(t) for t in same] for same in found] == [[id(t) for t in halves], [id(single)]]
 
 
@@ -137,9 +122,7 @@ def test_adamw_reads_nothing_on_the_host() -> None:
     tensors = [[torch.zeros(2, device="meta")] for _ in range(4)]
     lr, step, found_inf = (torch.zeros((), device="meta") for _ in range(3))
     given: list[Any] = [*tensors, lr, step, lr, lr, found_inf, None]
-
     updates.adamw(*given, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
-
     with pytest.raises(RuntimeError, match="meta"):
         float(lr)
 
@@ -175,7 +158,6 @@ def test_update_of_more_tensors_than_one_call_takes_is_the_reference(
             None if found is None else torch.tensor(found), copies, **attrs,
         )  # fmt: skip
         results.append([*lists[0], *(t for state in lists[2:] for t in state), step, *copies])
-
     for got, wanted in zip(*results, strict=True):
         # Each is a few roundings away from the same number.
         bound = 1e-5 if got.dtype == torch.float32 else 1e-2

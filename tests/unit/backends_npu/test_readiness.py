@@ -1,7 +1,5 @@
 """Does every state of a machine get its own reason, and advice that fits?"""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows that call what a release of torch_npu does not have."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any
@@ -20,10 +18,8 @@ def test_row_that_calls_what_this_release_lacks_is_left_out(
     there = table.Mapped("linear", "forward", row, calls, {"kind": "mapped"})
     lacking = there._replace(operator="gelu", calls={**calls, "aten::no_such.out": "aclnnNoSuch"})
     monkeypatch.setattr(table, "rows", [there, lacking])
-
     monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
     assert table.unknown(lacking) == [], "nobody can tell without torch_npu"
-
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
     assert (table.unknown(there), table.unknown(lacking)) == ([], ["aten::no_such"])
     made = table.make_table()

@@ -1,7 +1,5 @@
 """The ends of packed sequences: what is read of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every call has a row per size; what both sides send is what the formula says, or more."""
 
-from __future__ import annotations
-
 import pytest
 
 import anychip

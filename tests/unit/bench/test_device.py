@@ -1,7 +1,5 @@
 """Rates of a device: what is measured, and what the estimate of costs takes from the report."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

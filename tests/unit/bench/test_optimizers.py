@@ -1,7 +1,5 @@
 """Steps of update rules: rows per candidate, and peers that compute the same."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The protocol: everything runs in every round, and ratios are taken within a round."""
 
-from __future__ import annotations
-
 import pytest
 
 from anychip.bench import timing

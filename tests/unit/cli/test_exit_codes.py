@@ -1,7 +1,5 @@
 """How each kind of error ends the command line."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Is a frame of the side channel taken from its sender only, once, in order, and whole?"""
 
-from __future__ import annotations
-
 import pytest
 
 from anychip.comm import frames

@@ -1,7 +1,5 @@
 """Does the side channel find what becomes of ranks, whatever strangers send it?"""
 
-from __future__ import annotations
-
 import os
 import resource
 import secrets

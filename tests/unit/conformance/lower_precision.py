@@ -6,8 +6,6 @@ wide accumulator has them. Fast functions: exp, tanh, the error function and roo
 approximate instructions do (PTX: tanh.approx.f32, 2^-11).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Do the bounds of the error model hold for float32 as it is, and are they not far off?"""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -43,9 +41,7 @@ def error_in_units(got: NDArray[np.float32], want: Rounded) -> NDArray[np.float6
     ],
     ids=["add", "subtract", "multiply", "divide", "squares", "cubes", "cancel", "chain"],
 )
-def test_elementary_operations_in_float32_stay_within_worst(
-    function: Callable[..., Any],
-) -> None:
+def test_elementary_operations_in_float32_stay_within_worst(function: Callable[..., Any]) -> None:
     x, y = wide(), wide()
     want = function(Rounded.exact(x), Rounded.exact(y))
     errors = error_in_units(function(x, y), want)

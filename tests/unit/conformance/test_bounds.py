@@ -1,7 +1,5 @@
 """Does the verdict follow the two limits, at the edges of a type too?"""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Do the chapters about streams, graphs and training ask what they should of whom they should?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

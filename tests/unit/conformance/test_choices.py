@@ -1,7 +1,5 @@
 """Are random calls the same for the same seed, and is a failing one led back to a simple one?"""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Do the questions about collectives know the answers, and do failing ranks end as they should?"""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Are the lists read strictly, and do they turn results into the outcomes that they should?"""
 
-from __future__ import annotations
-
 import datetime
 from dataclasses import replace
 from pathlib import Path

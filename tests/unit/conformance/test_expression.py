@@ -1,7 +1,5 @@
 """Does -k select what pytest's -k would, and does one whole id mean one case?"""
 
-from __future__ import annotations
-
 import pytest
 
 from anychip.conformance.case import Case

@@ -136,7 +136,6 @@ def test_command_on_a_good_plugin_passes_and_writes_every_report(plugins: Path) 
     assert len(document["identity"]["plugin_hash"]) == 64
     assert "goodchip" in page.read_text()
     assert ElementTree.parse(junit).getroot().get("failures") == "0"
-
     verified = run(plugins / "anychip_badchip", "anychip", "conformance", "verify", str(report))
     assert verified.returncode == 1, verified.stdout + verified.stderr
     assert "backend goodchip, version 1.2 of anychip-goodchip" in verified.stdout

@@ -4,8 +4,6 @@ A backend computes in float32 and less, where ``gradcheck`` cannot see; the suit
 gradients with the oracles' instead. The formulas themselves are checked here, on the host.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -79,7 +77,6 @@ def test_backward_of_reference_is_the_derivative_of_its_forward(name: str) -> No
         wide = [double(arg) for arg in args]
         places = [signature.positional.index(n) for n in spec.differentiable]
         leaves = [wide[i].requires_grad_() for i in places if wide[i] is not None]
-
         apply = partial(outputs_of, spec, wide, attrs)
         if not all(bool(y.isfinite().all()) for y in apply()):
             continue  # the mean over no targets

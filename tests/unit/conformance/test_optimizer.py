@@ -1,7 +1,5 @@
 """Is the chapter's oracle of ten steps right? Compared with torch's optimizers in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

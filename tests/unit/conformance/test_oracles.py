@@ -3,8 +3,6 @@
 Neither shares code with them, nor with the references that the operators fall back to.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -115,14 +113,7 @@ def torch_attention(
 
 
 def torch_attention_dropout(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rng: Tensor,
-    *,
-    p: float,
-    causal: bool,
-    scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, rng: Tensor, *, p: float, causal: bool, scale: float | None
 ) -> Tensor:
     """Weight by weight: attention to one-hot values gives the weights, a plain loop drops them."""
     batch, keys, kv_heads, _ = k.shape

@@ -4,8 +4,6 @@ The references pass with room. The same references one precision class lower fai
 that an oracle lists for it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 The reports come from runs of small selections: one of a good backend, one of a wrong one.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Iterator

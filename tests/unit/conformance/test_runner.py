@@ -1,7 +1,5 @@
 """Does the engine turn what happens in a case into the right result, and select what was asked?"""
 
-from __future__ import annotations
-
 import io
 import json
 from collections import Counter

@@ -3,8 +3,6 @@
 The report is made by hand: every case of the must-pass list passed. Each test spoils it in one way.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

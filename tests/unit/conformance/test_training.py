@@ -1,7 +1,5 @@
 """Is the stored envelope what its script makes, and does it tell a small bias from rounding?"""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

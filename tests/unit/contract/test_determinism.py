@@ -1,7 +1,5 @@
 """Is torch's switch on where a row needs it, and afterwards where it was?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that meet: who is named when one does not come, whenever the others have started."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """What a communicator over a chip's own library says before that library is asked."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

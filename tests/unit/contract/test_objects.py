@@ -1,7 +1,5 @@
 """gather_objects: what every rank gets, in which messages."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

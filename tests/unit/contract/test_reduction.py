@@ -1,7 +1,5 @@
 """Does the ordered reduction do what its docstring says, in every dtype that the table claims?"""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 
@@ -13,11 +11,7 @@ from hypothesis import strategies as st
 
 from anychip.contract.collectives import CALLS, REDUCTIONS, wire_nbytes
 from anychip.contract.collectives.ledger import disagreement
-from anychip.contract.collectives.reduction import (
-    CHUNK_NUMEL,
-    host_capabilities,
-    reduce_in_order,
-)
+from anychip.contract.collectives.reduction import CHUNK_NUMEL, host_capabilities, reduce_in_order
 from anychip.contract.collectives.wire import SMALL_NBYTES
 
 

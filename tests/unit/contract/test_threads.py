@@ -1,7 +1,5 @@
 """Are ranks as threads what ranks as processes are: values, counts, failures?"""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable

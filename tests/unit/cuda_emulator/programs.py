@@ -1,7 +1,5 @@
 """Builds the emulator's test programs, once for what they are made of, and runs them."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

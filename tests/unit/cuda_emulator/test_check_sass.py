@@ -1,7 +1,5 @@
 """Does benchmarks/check_sass.py see a spill, float64, narrow accesses and a low occupancy?"""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

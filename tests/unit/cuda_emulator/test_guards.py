@@ -1,7 +1,5 @@
 """What the engine refuses, by CUDA's code and with the line, and what it lets through."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.unit.cuda_emulator.programs import line_of, run

@@ -1,7 +1,5 @@
 """Are the operations of warps and blocks what CUDA's manual says, in every order of threads?"""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -3,8 +3,6 @@
 programs/seeded_bugs.cu holds the kernels, and the table of what must come of each.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.unit.cuda_emulator.programs import SOURCES, Outcome, run, table_of

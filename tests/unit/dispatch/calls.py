@@ -1,7 +1,5 @@
 """Calls of every operator, from its own samples, for tests that go over all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Every differentiable operator in plain torch, written from its definition; takes float64 too."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -88,12 +86,7 @@ def _plain_bias_dropout_add(
 
 
 def _plain_softmax(
-    x: Tensor,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool,
+    x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, *, scale: float, causal: bool
 ) -> Tensor:
     """exp over its sum, with weights of 0; sums of 0 are those of rows that see nothing."""
     visible = torch.ones(x.shape[-2:], dtype=torch.bool)

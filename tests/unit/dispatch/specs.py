@@ -1,7 +1,5 @@
 """Operators of the tests' own: x^2 + x^3, whose second derivative at 3 is 20."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -37,9 +35,7 @@ def _backward_output(grad: Tensor, x: Tensor, y: Tensor, *, needs: tuple[bool]) 
 
 
 def polynomial(
-    name: str,
-    kind: Literal["plain", "residual", "output"] = "plain",
-    **changes: Any,
+    name: str, kind: Literal["plain", "residual", "output"] = "plain", **changes: Any
 ) -> Operator[..., Any]:
     """The operator, registered on first use; ``kind`` is what its backward is given."""
     known = registered().get(name)

@@ -1,7 +1,5 @@
 """Rows of a test in front of the cpu backend's own, and off again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """A backward that is called by hand takes only tensors of one forward call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -84,8 +82,7 @@ def test_gradient_output_or_residual_of_another_shape_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "result"),
-    [pytest.param(*r, id="-".join(r)) for r in RESULTS if r not in ANY_DTYPE],
+    ("name", "result"), [pytest.param(*r, id="-".join(r)) for r in RESULTS if r not in ANY_DTYPE]
 )
 def test_gradient_output_or_residual_of_another_dtype_is_refused(name: str, result: str) -> None:
     made, arguments = changed(name, result, lambda t: t.half())

@@ -1,7 +1,5 @@
 """Autocast: each rule, on the first call as on the last, and never inside of a reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Activation checkpointing, plain and selective."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

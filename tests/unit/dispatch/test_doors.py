@@ -1,7 +1,5 @@
 """Two doors, one operator: equal bits, and the short cut is taken only for plain tensors."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """Second derivatives: backward rows are first-order, so the reference is differentiated."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What a graph holds between forward and backward, and that a second derivative needs no more."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Operators that write: seen by autograd, refused before a write, exact about what they touch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -136,11 +134,7 @@ def _overlaps() -> dict[str, tuple[Callable[..., Any], list[Any], str]]:
         ),
         "interleaved": (ops.clip, [[even, odd], ONE], "tensors[0] and tensors[1]"),
         "written scalar is read": (ops.clip, [[base], base[3]], "tensors[0] and norm"),
-        "other dtype": (
-            ops.clip,
-            [[x, x.view(torch.bfloat16)], ONE],
-            "tensors[0] and tensors[1]",
-        ),
+        "other dtype": (ops.clip, [[x, x.view(torch.bfloat16)], ONE], "tensors[0] and tensors[1]"),
         "gradient is the parameter": (
             ops.adamw,
             [[x], [x], *moments, ONE, torch.tensor(0.0)],

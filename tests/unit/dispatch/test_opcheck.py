@@ -1,7 +1,5 @@
 """torch's own checks of a custom operator: schema, autograd registration, fake tensors, AOT."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Paired rows: residuals of their own, chosen for both directions or for neither."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a user decides about implementations, for how long, and that it is obeyed."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

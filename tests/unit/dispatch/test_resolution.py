@@ -1,7 +1,5 @@
 """Which row serves a call: what the key tells apart, and what is checked on every call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

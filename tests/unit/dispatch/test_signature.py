@@ -1,7 +1,5 @@
 """What a user sees of an operator, and the answers to calls that cannot be right."""
 
-from __future__ import annotations
-
 import inspect
 import pydoc
 import re

@@ -1,7 +1,5 @@
 """Is every row that could serve nobody found, and is no row suspected that serves somebody?"""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -36,12 +34,7 @@ CALL = "is called as <lambda>(x, weight, eps=): too many positional arguments"
 WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("soft_max", forward, {}, "named 'soft_max'; did you mean 'softmax'?"),
     ("rms_norm", forward, {"limits": {"hiden": range(9)}}, "of 'hiden'; did you mean 'hidden'?"),
-    (
-        "rms_norm",
-        forward,
-        {"limits": {"dim": {1}}},
-        "the sizes of rms_norm are hidden, rows",
-    ),
+    ("rms_norm", forward, {"limits": {"dim": {1}}}, "the sizes of rms_norm are hidden, rows"),
     ("rms_norm", forward, {"limits": {"hidden": range(8, 1)}}, f"{SIZE}range(8, 1)"),
     ("rms_norm", forward, {"limits": {"hidden": 8}}, f"{SIZE}8"),
     ("rms_norm", forward, {"dtypes": {torch.int8}}, "it takes no float type"),
@@ -82,10 +75,6 @@ def test_row_that_could_serve_nobody_is_named_with_what_is_expected(
 
 
 def test_rows_of_backends_that_work_are_not_suspected() -> None:
-    tables = [
-        anychip_cpu.operators.table,
-        anychip_cuda.operators.table,
-        HonestRows.operators,
-    ]
+    tables = [anychip_cpu.operators.table, anychip_cuda.operators.table, HonestRows.operators]
     assert sum(map(len, tables)) > 100
     assert table_faults(tables) == []

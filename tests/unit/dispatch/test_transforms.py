@@ -1,7 +1,5 @@
 """Function transforms and forward-mode AD: right, or refused, never a gradient or tangent lost."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The cpu backend, from counts of zero."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Modules that look like what an operator computes; some are it, and some are not."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

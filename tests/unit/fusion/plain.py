@@ -3,8 +3,6 @@
 Their parameters are named like those of ``tests.unit.train.plain_decoders``, which knows the loss.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

@@ -3,8 +3,6 @@
 ``attention_of`` makes its class for a rope function, in a file's globals of their own.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import types

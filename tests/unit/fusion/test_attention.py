@@ -1,7 +1,5 @@
 """Modules that call torch's attention: served by the operator, or by torch, never differently."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any
@@ -34,12 +32,7 @@ def tensors(
 
 
 def exact(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float | None,
-    factor: Tensor | float = 1.0,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, factor: Tensor | float = 1.0
 ) -> Tensor:
     q, k, v = (t.double() for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))

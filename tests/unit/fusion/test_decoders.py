@@ -1,7 +1,5 @@
 """Whole decoders in plain torch: what is replaced, and that the training stays the same."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A fused module is the module that it was: parameters, hooks, mode, copies, and odd calls."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``nn.CrossEntropyLoss``, fused, against itself: shapes, reductions, dtypes and odd calls."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is taken for an operator, and what only looks like one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The report as a table and as data."""
 
-from __future__ import annotations
-
 import json
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Rope functions of files: which are replaced, what they compute, and which calls are their own."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable
@@ -217,10 +215,7 @@ OWN_CODE: dict[str, tuple[Callable[[Model], tuple[Any, ...]], str]] = {
         "k torch.bfloat16",
     ),
     "three-dims": (lambda m: (*(t[0] for t in heads()), tables_of(m)), "not (batch, heads"),
-    "one-head-of-keys": (
-        lambda m: (heads()[0], heads(batch=1)[1], tables_of(m)),
-        "k (1, 2, 5, 8)",
-    ),
+    "one-head-of-keys": (lambda m: (heads()[0], heads(batch=1)[1], tables_of(m)), "k (1, 2, 5, 8)"),
     "tables-with-gradient": (
         lambda m: (*heads(), type(tables_of(m))(*(t.requires_grad_() for t in tables_of(m)))),
         "have a gradient",

@@ -1,7 +1,5 @@
 """How far a result may be from the float64 one: half an ULP of its dtype, and float32 roundings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Philox4x32-10 in numpy, from the paper, with unsigned 64-bit products."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -1,7 +1,5 @@
 """adamw_8bit: its codes against a table in numpy, its step against float64, and whole blocks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

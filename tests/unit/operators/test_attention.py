@@ -1,7 +1,5 @@
 """attention, attention_dropout, attention_varlen, rope: what their samples do not say."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

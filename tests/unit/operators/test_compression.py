@@ -1,7 +1,5 @@
 """hadamard and top_k: against their definitions, with ties, NaN, and second derivatives."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

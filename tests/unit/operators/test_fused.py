@@ -1,7 +1,5 @@
 """Fused operators against the operators that they fuse: the same numbers, rounded once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -178,13 +176,11 @@ def test_dropout_add_norm_gradients_are_those_of_the_sum_and_x_has_its_mask(
     grads = (normal(6, 20, dtype=dtype), normal(6, 20, dtype=dtype))
     out = getattr(ops, f"dropout_add_{norm}")(x, residual, weight, RNG, p=0.4)
     found = torch.autograd.grad(out, (x, residual, weight), grads)
-
     # The same sum in float32, to which nothing is added.
     total = out[1].detach().float().requires_grad_()
     zero = torch.zeros(6, 20, dtype=dtype)
     apart = getattr(ops, f"add_{norm}")(zero, total, weight)
     want, dweight = torch.autograd.grad(apart, (total, weight), (grads[0], grads[1].float()))
-
     assert bits(found[0]) == bits(ops.dropout(want, RNG, p=0.4).to(dtype))
     assert bits(found[1]) == bits(want.to(dtype))
     assert bits(found[2]) == bits(dweight)

@@ -1,7 +1,5 @@
 """grouped_linear: groups of any length, rows of no group, and gradients that repeat."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """cross_entropy and linear_cross_entropy: all options at once, and what is held in memory."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Partial sums on the grid: the same norm, bit for bit, from whole tensors and from any shards."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """permute and unpermute: the order, the way back, a mixture of experts from both, and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """quantize and dequantize: known codes, published errors, and random rounding that is fair."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """How often a host reads the numbers of a tensor."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

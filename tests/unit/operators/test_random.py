@@ -1,7 +1,5 @@
 """The random stream and dropout: the same bits from the reference, the native row and numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

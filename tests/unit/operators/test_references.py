@@ -1,7 +1,5 @@
 """The references against plain torch in float64, and at the edges of what an operator takes."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -113,11 +111,7 @@ EMPTY: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[st
         (R(1, 3, 0, 8), R(1, 3, 1, 8), R(1, 3, 1, 8)),
         {},
     ),
-    "attention no keys": lambda: (
-        ops.attention,
-        (R(1, 3, 2, 8), R(1, 0, 1, 8), R(1, 0, 1, 8)),
-        {},
-    ),
+    "attention no keys": lambda: (ops.attention, (R(1, 3, 2, 8), R(1, 0, 1, 8), R(1, 0, 1, 8)), {}),
     "attention no queries": lambda: (
         ops.attention,
         (R(1, 0, 2, 8), R(1, 3, 1, 8), R(1, 3, 1, 8)),

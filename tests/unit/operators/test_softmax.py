@@ -1,7 +1,5 @@
 """softmax: known values, what hides a key, rows that see nothing, and the equal of torch's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -43,13 +41,7 @@ def test_scale_multiplies_the_scores_and_not_the_bias() -> None:
 
 @pytest.mark.parametrize(
     ("queries", "keys", "seen"),
-    [
-        (3, 3, [1, 2, 3]),
-        (2, 5, [4, 5]),
-        (1, 4, [4]),
-        (4, 2, [0, 0, 1, 2]),
-        (3, 1, [0, 0, 1]),
-    ],
+    [(3, 3, [1, 2, 3]), (2, 5, [4, 5]), (1, 4, [4]), (4, 2, [0, 0, 1, 2]), (3, 1, [0, 0, 1])],
     ids=["square", "more keys", "one query", "more queries", "one key"],
 )
 def test_causal_query_sees_keys_up_to_its_distance_from_the_last(

@@ -1,7 +1,5 @@
 """Operators over lists against their equations in float64: update rules, clip, unscale, l2_norm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Can bytes that arrive from a socket or a file run code? Every way in is walked with a payload."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """What `make test-npu` installs and builds, as far as that shows without installing anything."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -33,9 +31,7 @@ def test_constraints_of_another_release_leave_out_what_its_torch_decides(
     monkeypatch.setattr(environment, "BUILD", tmp_path)
     made = Environment(torch_npu=release)
     made.folder.mkdir()
-
     made._write_constraints()
-
     written = (made.folder / "constraints.txt").read_text().splitlines()
     missing = [line for line in PINS if line not in written]
     assert {re.split("[-=]", line)[0] for line in missing} == left_out
@@ -45,7 +41,6 @@ def test_constraints_of_another_release_leave_out_what_its_torch_decides(
 
 def test_releases_share_no_folder() -> None:
     pinned, other = Environment(torch_npu=environment.pinned()), Environment(torch_npu="2.12.0")
-
     assert pinned.folder != other.folder
     assert pinned.emulator == ROOT / "build" / "cann_emulator"
     assert other.emulator != pinned.emulator
@@ -75,7 +70,6 @@ def test_cached_build_is_taken_by_what_it_was_built_from(
     made = Environment(torch_npu="2.12.0")
     log = Compiler(tmp_path / "log.txt")
     first = made.emulator / "lib" / "libascendcl.so"
-
     made.build(log, 1)
     made.build(log, 1)
     assert len(built) == 1

@@ -1,7 +1,5 @@
 """Is everything pinned, is there one version number, and is ``import anychip`` light?"""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -4,8 +4,6 @@
 own. Here is what can be seen without running: targets, options, links, and the two languages.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Do ten consecutive commits ask every case of a grid, and every one what has failed before?"""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -122,7 +120,6 @@ def test_case_that_fails_is_asked_by_every_slice_from_then_on(
     other = (own + 1) % slices.SLICES
     assert run(other)["failed"] == 1
     assert record.read_text() == f"# for people\n{bad}\n"
-
     record.write_text("test_grid.py::test_case[renamed]\n")
     monkeypatch.setenv(slices.VARIABLE, "0")
     done = pytester.runpytest_inprocess("-p", "tests.conftest", "--slice")

@@ -4,8 +4,6 @@ Each rule is a function from a syntax tree to a list of offences. It is applied 
 to a small offender, so that a rule that finds nothing any more is noticed.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

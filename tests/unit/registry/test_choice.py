@@ -1,7 +1,5 @@
 """What is chosen from a table of records; no process is started here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -124,9 +122,7 @@ def test_worker_takes_the_device_of_its_number(
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-
     registry.take_device(chip)
-
     assert chip.current_device() == expected
 
 

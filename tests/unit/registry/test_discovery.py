@@ -1,7 +1,5 @@
 """What is read from metadata, in which order, and that nothing is imported for it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

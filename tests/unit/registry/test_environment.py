@@ -1,7 +1,5 @@
 """What the environment variables say, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What an answer is taken to depend on."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

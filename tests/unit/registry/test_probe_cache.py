@@ -1,7 +1,5 @@
 """How long answers are remembered, and that a damaged file is an empty one."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -54,11 +52,7 @@ def test_answers_written_later_join_the_earlier_ones(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("age_s", "expected"),
-    [
-        (30, SHOWN),
-        (100000, set()),
-        (-60, set()),
-    ],
+    [(30, SHOWN), (100000, set()), (-60, set())],
     ids=["half_a_minute", "all_expired", "in_the_future"],
 )
 def test_answers_expire(file: Path, age_s: float, expected: set[str]) -> None:

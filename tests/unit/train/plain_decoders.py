@@ -3,8 +3,6 @@
 Functions of a state dict, so that the same weights serve both and a wrong parameter name fails.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

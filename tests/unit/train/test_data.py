@@ -1,7 +1,5 @@
 """Windows of text: each once in an epoch, every target the byte that follows, resumed exactly."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Does the example of docs/data.md run?"""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """Every window once in an epoch over all ranks, in an order that is the same for any number."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

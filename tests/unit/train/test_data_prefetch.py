@@ -1,7 +1,5 @@
 """Batches made ahead: the same, a bounded number, no part of the state, and no thread left."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

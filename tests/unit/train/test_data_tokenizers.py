@@ -1,7 +1,5 @@
 """Text to tokens and back: nothing lost, the same on every rank, and one row with marked ends."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

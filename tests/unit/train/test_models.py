@@ -1,7 +1,5 @@
 """Both decoders against plain torch: the loss, and the gradient of every parameter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -114,10 +112,8 @@ def test_decoder_loss_and_gradients_equal_plain_torch(config: GPTConfig | LlamaC
     single = leaves(model, torch.float32)
     torch_loss = plain_loss(config)(single, tokens, targets)
     torch_loss.backward()
-
     loss = model(tokens, targets)
     loss.backward()
-
     bound = gradient_bound(config)
     assert relative(loss.detach(), want.detach()) <= bound
     assert abs(loss.item() - torch_loss.item()) <= 2 * bound * want.item()

@@ -1,7 +1,5 @@
 """zero.Optimizer in loops written for torch.optim: options, schedulers, clipping, states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

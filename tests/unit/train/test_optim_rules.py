@@ -1,7 +1,5 @@
 """sgd, lion and lamb against torch and numpy over many steps; every rule on shards."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,10 +49,7 @@ def train(rule: optim.Rule, groups: Callable[[list[nn.Parameter]], Any]) -> list
 
 def two_groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
     """Half of the learning rate, and another weight decay, for some."""
-    return [
-        {"params": params[:2]},
-        {"params": params[2:], "weight_decay": 0.0, "lr_scale": 0.5},
-    ]
+    return [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0, "lr_scale": 0.5}]
 
 
 # sgd, against torch

@@ -1,7 +1,5 @@
 """A plan against the run that it is of: its stages, its memory, and what its ranks send."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

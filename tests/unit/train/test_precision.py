@@ -1,7 +1,5 @@
 """Precision policies, and loss scaling against torch's, DeepSpeed's, and the bits of a model."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Psi is the number of parameters; all of them float32.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from itertools import pairwise
@@ -152,12 +150,7 @@ def test_one_step_sends_each_gradient_and_each_parameter_once(
     def work(comm: Communicator) -> tuple[dict[str, int], dict[str, int], list[int]]:
         model = models[comm.rank]
         opt = zero.Optimizer(
-            model,
-            rule,
-            comm,
-            stage=stage,
-            precision=policy(dtype),
-            bucket_nbytes=BUCKET_NBYTES,
+            model, rule, comm, stage=stage, precision=policy(dtype), bucket_nbytes=BUCKET_NBYTES
         )
         assert opt._reducer is not None
 

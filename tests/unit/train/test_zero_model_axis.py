@@ -1,7 +1,5 @@
 """A model whose parameters lie on several ranks: one norm, one answer to an overflow."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

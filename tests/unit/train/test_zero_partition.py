@@ -1,7 +1,5 @@
 """The partition: every element exactly once, in whole blocks, in parts as equal as can be."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

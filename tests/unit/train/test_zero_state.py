@@ -1,7 +1,5 @@
 """The state of a partitioned optimizer: saved in whole tensors, loaded at any size and stage."""
 
-from __future__ import annotations
-
 import io
 from functools import partial
 from typing import Any

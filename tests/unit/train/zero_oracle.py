@@ -4,8 +4,6 @@ Each rank's backward passes are added up by plain autograd, then the ranks' sums
 divided by their number; the rule then makes its update on one rank, which knows nothing of shards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

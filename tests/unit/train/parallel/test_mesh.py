@@ -1,7 +1,5 @@
 """Meshes: who is where, who is in a group with whom, and what is said when sizes do not fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

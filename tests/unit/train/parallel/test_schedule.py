@@ -1,7 +1,5 @@
 """Schedules as data: their order against torch's, their text, and each rule of the validator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

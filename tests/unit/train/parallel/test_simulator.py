@@ -1,7 +1,5 @@
 """The simulator against closed forms, in exact arithmetic, and its picture."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Splits: the cut against all cuts, costs against formulas, stages against the whole model."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

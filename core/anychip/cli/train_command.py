@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import strftime
@@ -26,7 +26,18 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _REFUSALS = (WRONG_USE, CANNOT_RUN)
-PATH = click.Path(path_type=Path)
+
+
+class _Path(click.Path):
+    """A path that is not empty: Path("") would be this directory."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not value:
+            self.fail("a path expected, got ''", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = _Path(path_type=Path)
 
 
 @click.command("train")
@@ -115,7 +126,7 @@ def _launch(
 ) -> int:
     """Starts the ranks, each with this command and the chip that was chosen here."""
     import anychip
-    from anychip.train import config, interruption, launch, run
+    from anychip.train import config, interruption, launch, lock, run
 
     configuration = config.load(path, settings)
     run.mesh_sizes(configuration.parallel, nproc)
@@ -125,7 +136,12 @@ def _launch(
     words += ["--resume"] * resume + ["--json"] * as_json
     program = [sys.executable, "-m", "anychip"]
     try:
-        launch.launch(nproc, [*program, *words], out / "logs")
+        logs = out / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        with lock.hold(out):  # nobody trains there; the first rank holds it from here on
+            pass
+        with lock.hold(logs):
+            launch.launch(nproc, [*program, *words], logs)
     except interruption.Interrupted as stop:
         if str(stop):  # else rank 0 has said what was saved
             click.echo(f"anychip: {stop}", err=True)
@@ -150,7 +166,7 @@ def _train(
 ) -> int:
     import anychip
     from anychip import registry
-    from anychip.train import config, display, interruption, loop
+    from anychip.train import config, display, interruption, lock, loop
 
     # With --json, stdout has the result and nothing else. Of several ranks the first speaks.
     console = Console(stderr=as_json, highlight=False, quiet=bool(_rank()))
@@ -161,22 +177,26 @@ def _train(
     # config.toml names the chip, so that --resume does not choose another one.
     named = replace(configuration, run=replace(configuration.run, backend=chip.name))
     run = loop.build(named, chip)
-    if resume:
-        loop.restore(run, out)
-    _say(console, _plan(run))
     out.mkdir(parents=True, exist_ok=True)
-    try:
-        with display.Display(console, steps=named.run.steps, done=run.step) as show:
-            rows = loop.train(run, out, show)
-    except interruption.Interrupted as stop:
-        if run.is_first:
-            click.echo(f"anychip: {stop}", err=True)
-        if run.comm.world_size > 1:
-            # The first that ends makes a launcher end the others: all are here, and hear nothing.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            run.comm.barrier()
-        return 128 + stop.signal
-    sample = loop.finish(run, out, rows)
+    with lock.hold(out) if run.is_first else nullcontext():
+        if resume:
+            loop.restore(run, out)
+        elif run.is_first:
+            _require_empty(out)  # there may have been another one since
+        _say(console, _plan(run))
+        try:
+            with display.Display(console, steps=named.run.steps, done=run.step) as show:
+                rows = loop.train(run, out, show)
+        except interruption.Interrupted as stop:
+            if run.is_first:
+                click.echo(f"anychip: {stop}", err=True)
+            if run.comm.world_size > 1:
+                # The first that ends makes a launcher end the others: all are here, and hear
+                # nothing.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                run.comm.barrier()
+            return 128 + stop.signal
+        sample = loop.finish(run, out, rows)
     if not run.is_first:
         return 0
     if as_json:
@@ -193,19 +213,24 @@ def _out_directory(out: Path | None, *, resume: bool) -> Path:
             raise click.UsageError("--resume needs --out, the directory of the run to go on with")
         if not (out / "config.toml").is_file():
             raise FileNotFoundError(f"there is no run in {out}: it has no config.toml")
+        from anychip.train import run
+
+        run.require_checkpoint(out)
         return out
     directory = out or Path("runs") / strftime("%Y%m%d-%H%M%S")
-    if directory.exists() and (not directory.is_dir() or _has_files(directory)):
+    if directory.exists():
+        _require_empty(directory)
+    return directory
+
+
+def _require_empty(directory: Path) -> None:
+    """But for the lock, and the logs of ranks that ended before there was anything else."""
+    names = {path.name for path in directory.iterdir()} if directory.is_dir() else {directory.name}
+    if names - {"logs", ".lock"}:
         raise FileExistsError(
             f"{directory} exists and is not empty; nothing was written. To go on with the run in "
             "it, add --resume; to begin another, name another --out"
         )
-    return directory
-
-
-def _has_files(directory: Path) -> bool:
-    """Besides the logs of ranks that ended before there was anything else."""
-    return any(path.name != "logs" for path in directory.iterdir())
 
 
 def split(

@@ -6,6 +6,7 @@ It holds no arithmetic of its own. Whoever wants another loop writes it with the
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import anychip
 from anychip.contract import AnychipError
-from anychip.train import data, models, parallel, report
+from anychip.train import data, files, models, parallel, report
 from anychip.train.config import dump
 from anychip.train.interruption import Interrupted, Interruption
 from anychip.train.precision import LossScaleError
@@ -47,10 +48,12 @@ def train(run: Run, out: Path, show: Callable[[Row], None]) -> list[Row]:
         TrainingError: the loss or the gradient is not finite. The checkpoint is the one before.
         OSError: something could not be written. The checkpoint is the one before.
     """
-    if run.is_first:
+    is_done = run.step == run.config.run.steps
+    writes = run.is_first and not is_done
+    if writes:
         _write_inputs(run, out)
-    metrics = report.Metrics(out / "metrics.jsonl", last_step=run.step, writes=run.is_first)
-    if run.step == run.config.run.steps and not metrics.rows:
+    metrics = report.Metrics(out / "metrics.jsonl", last_step=run.step, writes=writes)
+    if is_done and not metrics.rows:
         raise TrainingError(f"{out}: all {run.step} steps are done, and metrics.jsonl has no row")
     signal = None
     try:
@@ -79,7 +82,7 @@ def train(run: Run, out: Path, show: Callable[[Row], None]) -> list[Row]:
 
 def _write_inputs(run: Run, out: Path) -> None:
     """What a run is made of, beside its results."""
-    report.write_text(out / "config.toml", dump(run.config))
+    files.write(out / "config.toml", dump(run.config))
     tokenizer = run.loader.tokenizer
     if isinstance(tokenizer, data.BPETokenizer):
         tokenizer.save(out / "tokenizer.json")
@@ -239,12 +242,17 @@ def sample(run: Run) -> str:
 
 
 def finish(run: Run, out: Path, rows: list[Row]) -> str:
-    """Writes loss.png, sample.txt and provenance.json, on rank 0; returns the sample."""
+    """Writes loss.png, sample.txt and provenance.json, on rank 0; returns the sample.
+
+    What served the steps is not known to a process that did none: provenance.json stays then.
+    """
     text = sample(run)
     if run.is_first:
-        report.write_text(out / "sample.txt", text)
+        files.write(out / "sample.txt", text)
         report.plot_loss(out / "loss.png", rows)
-        report.write_json(out / "provenance.json", anychip.provenance().to_json())
+        if run.step > run.begun or not (out / "provenance.json").exists():
+            found = anychip.provenance().to_json()
+            files.write(out / "provenance.json", json.dumps(found, indent=2) + "\n")
     return text
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+
+from anychip.train import files, schema
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +34,12 @@ class Row:
     skipped: bool = False
 
 
+_ROW = {
+    **{"step": schema.COUNT, "skipped": bool, "grad_norm": schema.OPTION},
+    **dict.fromkeys(("loss", "lr", "tokens_per_s", "loss_scale"), float),
+}
+
+
 class Metrics:
     """``metrics.jsonl``: a row per step, on the file as soon as the step is done.
 
@@ -50,9 +57,7 @@ class Metrics:
         self.rows = [row for row in read_metrics(path) if row.step <= last_step]
         if not writes:
             return
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(_line(row) for row in self.rows), encoding="utf-8")
-        partial.replace(path)
+        files.write(path, "".join(_line(row) for row in self.rows))
 
     def append(self, row: Row) -> None:
         """Adds a row."""
@@ -60,11 +65,11 @@ class Metrics:
         if not self.writes:
             return
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            with files.open_to_append(self.path) as file:
                 file.write(_line(row))
         except OSError as error:
             text = f"the row of step {row.step} was not written: {error.strerror}"
-            raise OSError(error.errno, text, str(self.path)) from error
+            raise files.NotWrittenError(error.errno, text, str(self.path)) from error
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -74,26 +79,11 @@ def read_metrics(path: Path) -> list[Row]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             values = json.loads(line)
-            rows.append(Row(**{name: values[name] for name in names}))
-        except (ValueError, KeyError, TypeError):
+            schema.check(values, _ROW, "row")
+        except (ValueError, RecursionError):
             break  # the process ended in the middle of this row
+        rows.append(Row(**{name: values[name] for name in names}))
     return rows
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    os.replace(partial, path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file whole or not at all."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def plot_loss(path: Path, rows: Sequence[Row]) -> None:
@@ -113,7 +103,9 @@ def plot_loss(path: Path, rows: Sequence[Row]) -> None:
     rate.set(ylabel="learning rate")
     # Of both axes, within the upper one, on what is drawn below it.
     rate.legend(handles=[*axes.lines, *rate.lines], loc="upper right", framealpha=0.9)
-    figure.savefig(path)
+    image = io.BytesIO()
+    figure.savefig(image)
+    files.write(path, image.getvalue())
 
 
 def smooth(values: Sequence[float], *, decay: float = 0.9) -> list[float]:

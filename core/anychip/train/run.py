@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -43,6 +44,7 @@ class Run:
         pipeline: what runs the stages; None with one stage.
         names: of the whole model's parameters; None with one stage.
         step: updates done.
+        begun: updates that were done when this process began.
     """
 
     config: Config
@@ -54,6 +56,7 @@ class Run:
     pipeline: parallel.Pipeline | None = None
     names: parallel.Names | None = None
     step: int = 0
+    begun: int = 0
 
     @property
     def comm(self) -> Communicator:
@@ -102,6 +105,8 @@ def build(config: Config, chip: Backend, comm: Communicator | None = None) -> Ru
     torch.manual_seed(config.run.seed)
     whole = models.build(config.model)
     torch.manual_seed(rank_seed(config.run.seed, comm.rank))
+    # Nothing here draws from it; its state is saved, and alike for alike runs.
+    random.seed(rank_seed(config.run.seed, comm.rank))
     run = Run(config=config, mesh=mesh, model=whole, policy=policy, loader=loader)
     if config.parallel.pipeline > 1:
         _cut(run, whole, chip)
@@ -248,31 +253,48 @@ def rule_of(config: Config) -> optim.Rule:
 
 
 def restore(run: Run, out: Path) -> None:
-    """Goes to the checkpoint in a directory; to the start, when there is none.
+    """Goes to the checkpoint in a directory.
 
     Settings of the optimizer come from the run's configuration, not from the checkpoint.
 
     Raises:
+        FileNotFoundError: there is none.
         CheckpointError: it is damaged or does not fit.
         ValueError: it is past the run's last step.
     """
+    step = require_checkpoint(out)
+    if step > run.config.run.steps:
+        raise ValueError(
+            f"{out} has been trained for {step} steps already, and run.steps is "
+            f"{run.config.run.steps}; ask for more steps"
+        )
     options = [dict(group) for group in run.optimizer.param_groups]
     model, optimizer = _stateful(run)
     state = checkpoint.resume(out, model=model, optimizer=optimizer, data=run.loader, comm=run.comm)
     for group, mine in zip(run.optimizer.param_groups, options, strict=True):
         group.clear()
         group.update(mine)
-    if state.step > run.config.run.steps:
-        raise ValueError(
-            f"{out} has been trained for {state.step} steps already, and run.steps is "
-            f"{run.config.run.steps}; ask for more steps"
+    run.step = run.begun = state.step
+
+
+def require_checkpoint(out: Path) -> int:
+    """The step at which a run in a directory would go on.
+
+    Raises:
+        FileNotFoundError: there is nothing to go on with.
+    """
+    step = checkpoint.saved_step(out)
+    if step is None:
+        raise FileNotFoundError(
+            f"there is no checkpoint in {out} to go on with; nothing was changed. To begin anew "
+            f"with the same settings: anychip train {out / 'config.toml'} --out ANOTHER"
         )
-    run.step = state.step
+    return step
 
 
 def save(run: Run, out: Path) -> None:
     """Writes the checkpoint of where the run is. With several ranks a collective."""
-    model, optimizer = _stateful(run, to_rank=0)
+    model, optimizer = _stateful(run)
     checkpoint.save(
         out, step=run.step, model=model, optimizer=optimizer, data=run.loader, comm=run.comm
     )
@@ -288,21 +310,15 @@ def whole_model(run: Run) -> models.Decoder:
     return model.to(run.loader.device)
 
 
-def _stateful(
-    run: Run, *, to_rank: int | None = None
-) -> tuple[checkpoint.Model, checkpoint.Stateful]:
-    """What a checkpoint is made of: whole, whatever the ranks hold.
-
-    Args:
-        to_rank: of a pipeline, the only one that gets it; None: all do.
-    """
+def _stateful(run: Run) -> tuple[checkpoint.Model, checkpoint.Stateful]:
+    """What a checkpoint is made of: whole, whatever the ranks hold."""
     if run.names is None:
         return run.model, run.optimizer
     assert isinstance(run.model, parallel.Stage)
     comm = run.mesh.axis("pipeline")
     return (
-        parallel.WholeModel(run.model, comm, to_rank=to_rank),
-        parallel.WholeOptimizer(run.optimizer, run.model, run.names, comm, to_rank=to_rank),
+        parallel.WholeModel(run.model, comm, run.mesh.axis("data")),
+        parallel.WholeOptimizer(run.optimizer, run.model, run.names, comm),
     )
 
 

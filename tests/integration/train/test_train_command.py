@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from anychip.cli.group import run
+from anychip.train import lock
 from tests.integration.train.processes import TINY, num_rows, rows, train
 
 ROOT = Path(__file__).parents[3]
@@ -115,6 +117,16 @@ def test_finished_run_goes_on_for_more_steps(finished: Path) -> None:
         (["parallel.pipeline=2"], 2, "start it with --nproc 2"),
         (["--resume"], 2, "--resume needs --out"),
         (["--resume", "--out", "absent"], 2, "there is no run in absent"),
+        (["--resume", "--out", "begun"], 2, "there is no checkpoint in begun to go on with"),
+        (
+            ["--resume", "--out", "begun", "--nproc", "2"],
+            2,
+            "train begun/config.toml --out ANOTHER",
+        ),
+        (["--data", "pipe"], 2, "data file pipe is a pipe, a socket or a device; a file expected"),
+        (["--data", ""], 2, "'--data': a path expected, got ''"),
+        (["--out", ""], 2, "'--out': a path expected, got ''"),
+        (["data.files=['']"], 2, "a data file is named '', which is no path"),
         (["--out", "full"], 2, "full exists and is not empty; nothing was written"),
         (["--out", "short.txt"], 2, "short.txt exists"),
     ],
@@ -132,8 +144,10 @@ def test_wrong_use_is_one_message_and_nothing_is_written(
     (tmp_path / "empty.txt").write_bytes(b"")
     (tmp_path / "binary.txt").write_bytes(b"a\0b" * 50)
     (tmp_path / "short.txt").write_text("short")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine").write_text("mine")
+    for name in ("full/mine", "begun/config.toml", "begun/checkpoint/model.0.partial"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    os.mkfifo(tmp_path / "pipe")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     keys = [arg.partition("=")[0] for arg in args]
     settings = [setting for setting in TINY if setting.partition("=")[0] not in keys]
@@ -192,10 +206,30 @@ def test_resume_of_something_else_is_refused_and_changes_nothing(
     out = finished / "out"
     before = {path: path.read_bytes() for path in out.rglob("*.*")}
     done = train("--resume", "--out", "out", "--steps", "20", *settings, cwd=finished)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert answer in done.stderr
     assert "Traceback" not in done.stderr
     assert {path: path.read_bytes() for path in out.rglob("*.*")} == before
+
+
+@pytest.mark.parametrize(
+    ("args", "out"),
+    [(["--resume", "--steps", "30"], "out"), ([], "fresh"), (["--resume", "--nproc", "2"], "out")],
+    ids=["resume", "new", "launcher"],
+)
+def test_second_writer_is_told_who_writes_and_changes_nothing(
+    finished: Path, capsys: pytest.CaptureFixture[str], args: list[str], out: str
+) -> None:
+    directory = finished / out
+    directory.mkdir(exist_ok=True)
+    settings = () if args else TINY
+    with lock.hold(directory):
+        before = {path: path.read_bytes() for path in directory.rglob("*.*")}
+        assert run(["train", *settings, *args, "--backend", "cpu", "--out", str(directory)]) == 2
+        assert {path: path.read_bytes() for path in directory.rglob("*.*")} == before
+    said = capsys.readouterr().err
+    assert said.startswith(f"anychip: {directory} is in use: process {os.getpid()} on ")
+    assert said.count("\n") == 1
 
 
 def test_resume_of_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:
@@ -204,7 +238,7 @@ def test_resume_of_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path:
     model.write_bytes(model.read_bytes()[:-1])
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     done = train("--resume", "--out", "out", "--steps", "3", cwd=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert f"{model.name} has" in done.stderr
     assert "Traceback" not in done.stderr
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before

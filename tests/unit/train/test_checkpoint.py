@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
+import io
 import json
+import math
 import os
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,7 @@ import torch
 from torch import nn
 
 from anychip.contract import SoloCommunicator
-from anychip.train import checkpoint, data, optim, zero
+from anychip.train import checkpoint, data, lock, optim, zero
 from anychip.train.checkpoint import CheckpointError, State
 
 
@@ -148,6 +153,8 @@ def test_damaged_file_is_named_and_nothing_is_loaded_or_changed(
     ("manifest", "answer"),
     [
         ("", "manifest.json is damaged"),
+        ("[" * 200_000, "manifest.json is damaged"),
+        ("\xff", "manifest.json is damaged"),
         ("{}", "manifest.json is damaged"),
         ("[1]", "manifest.json is damaged"),
         ('{"format": "other"}', "format 'anychip-checkpoint' expected, got 'other'"),
@@ -163,7 +170,7 @@ def test_damaged_file_is_named_and_nothing_is_loaded_or_changed(
 )
 def test_manifest_that_is_not_ours_is_refused(tmp_path: Path, manifest: str, answer: str) -> None:
     folder = Parts().save(tmp_path)
-    (folder / "manifest.json").write_text(manifest)
+    (folder / "manifest.json").write_bytes(manifest.encode("latin-1"))
     with pytest.raises(CheckpointError, match=answer):
         Parts().resume(tmp_path)
 
@@ -251,8 +258,11 @@ def test_full_disk_leaves_the_checkpoint_before_and_no_litter(
     parts.train(1)
     real = Path.open
 
-    def open_full(self: Path, *args: Any, **kwargs: Any) -> Any:
-        return real(Path("/dev/full") if self.name == f"{at}.partial" else self, *args, **kwargs)
+    def open_full(self: Path, mode: str = "r") -> Any:
+        if self.name.startswith(at) and self.name.endswith(".partial"):
+            real(self, mode).close()
+            return real(Path("/dev/full"), "wb")
+        return real(self, mode)
 
     monkeypatch.setattr(Path, "open", open_full)
     with pytest.raises(OSError, match="the checkpoint of step 3 was not written") as caught:
@@ -279,12 +289,12 @@ def test_save_that_is_killed_anywhere_leaves_a_whole_checkpoint(
         calls = 0
 
         def guard(real: Callable[..., Any], limit: int = limit) -> Callable[..., Any]:
-            def call(*args: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
                 nonlocal calls
                 calls += 1
                 if calls > limit:
                     raise Killed
-                return real(*args)
+                return real(*args, **kwargs)
 
             return call
 
@@ -303,3 +313,194 @@ def test_save_that_is_killed_anywhere_leaves_a_whole_checkpoint(
     assert steps[4:] == list(range(6, 2 + len(steps)))
     assert len(steps) > 4
     assert Parts().resume(tmp_path).step == len(steps) + 2
+
+
+def crafted(folder: Path, part: str, content: bytes, name: str | None = None) -> None:
+    """Puts a file into a checkpoint, with its hash, as somebody would who means harm."""
+    digest = hashlib.sha256(content).hexdigest()
+    entry = {"name": name or f"{part}-{digest[:16]}.pt", "nbytes": len(content), "sha256": digest}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][part] = entry
+    (folder / entry["name"]).write_bytes(content)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def everything(parts: Parts) -> list[Any]:
+    saved = io.BytesIO()
+    torch.save(parts.optimizer.state_dict(), saved)
+    place = parts.data.position, parts.data.epoch
+    return [
+        parts.bits(),
+        saved.getvalue(),
+        place,
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+    ]
+
+
+def deep() -> Any:
+    value: Any = []
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+NAN, WRONG_STEP = math.nan, torch.tensor(-3.0)
+SPARSE = torch.eye(8, 4).to_sparse()
+CRAFTED = [
+    *[("progress", key, value) for key in ("step", "data.position") for value in (-7, 1 << 70)],
+    *[("progress", "step", value) for value in ("3", 3.0, True, None, NAN, [], 4)],
+    *[("progress", "data.position", value) for value in (NAN, "7", torch.ones(3), None)],
+    *[("progress", "data", value) for value in ([], 7, {}, {"position": 3})],
+    *[("progress", "data.text", value) for value in (7, torch.ones(2), {})],
+    *[("progress", "random", value) for value in (None, {}, [7], [{}], [[]])],
+    *[("progress", "random.0.host", value) for value in (None, torch.ones(9), torch.empty(0))],
+    ("progress", "random.0.host", torch.zeros(5056, dtype=torch.uint8)),
+    *[("progress", "random.0.python", value) for value in ((), (3, (1, 2), None), (4,), "state")],
+    *[("progress", "extra", value) for value in (None, [], {3: 4})],
+    *[(part, "", value) for part in checkpoint.PARTS for value in ([], None, 7, {}, "text")],
+    *[("model", "0.weight", value) for value in (7, None, SPARSE, torch.ones(8, 4).double())],
+    *[("optimizer", "num_steps", value) for value in (-1, NAN, "1", None, 1.0)],
+    *[("optimizer", "param_groups", value) for value in (None, {}, [], [7], [{}])],
+    *[("optimizer", "param_groups.0.params", value) for value in (None, [[0]], [0, 1, 2], ["0"])],
+    *[("optimizer", "param_groups.0.weight_decay", value) for value in (NAN, {}, [[[]]])],
+    *[("optimizer", "state", value) for value in (None, [], {"0": {}}, {0: []}, {})],
+    *[("optimizer", "state.0", value) for value in ([], {}, {"step": WRONG_STEP})],
+    *[("optimizer", "state.0.step", value) for value in (WRONG_STEP, NAN, torch.tensor(NAN), 3)],
+    *[("optimizer", "state.0.exp_avg", value) for value in (None, SPARSE, torch.ones(8, 4) > 0)],
+    *[("optimizer", "state.0.exp_avg", torch.empty(8, 4, device="meta"))],
+]
+
+
+def test_crafted_values_are_refused_in_a_sentence_and_nothing_is_changed(tmp_path: Path) -> None:
+    folder = Parts().save(tmp_path)
+    other = Parts(seed=1)
+    before = everything(other)
+    manifest = (folder / "manifest.json").read_text()
+    saved = {
+        part: (folder / entry["name"]) for part, entry in json.loads(manifest)["files"].items()
+    }
+    for part, place, value in [*CRAFTED, ("progress", "extra", deep())]:
+        state = {"": torch.load(saved[part], weights_only=True)}
+        inner: Any = state
+        *way, last = (
+            ["", *place.split(".")] if part != "model" and place else ["", place][: 1 + bool(place)]
+        )
+        for key in way:
+            inner = inner[int(key) if key.isdecimal() else key]
+        inner[int(last) if last.isdecimal() else last] = value
+        content = io.BytesIO()
+        with contextlib.suppress(RecursionError):  # what is too deep for pickle stays cut off
+            torch.save(state[""], content)
+        crafted(folder, part, content.getvalue())
+        with pytest.raises(CheckpointError) as caught:
+            other.resume(tmp_path)
+        assert str(folder) in str(caught.value), (part, place, value)
+        assert everything(other) == before, (part, place)
+        (folder / "manifest.json").write_text(manifest)
+
+
+@pytest.mark.parametrize("part", [*checkpoint.PARTS, "manifest"])
+def test_flipped_bits_are_refused_in_a_sentence_or_harmless(tmp_path: Path, part: str) -> None:
+    """The hash fits: what is left to find them is the form of what was written."""
+    folder = Parts().save(tmp_path)
+    chance = random.Random(0)
+    entries = json.loads((folder / "manifest.json").read_text())["files"]
+    path = folder / (entries[part]["name"] if part in entries else "manifest.json")
+    content, manifest = path.read_bytes(), (folder / "manifest.json").read_bytes()
+    refused = 0
+    for _ in range(40):
+        damaged = bytearray(content)
+        damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+        (folder / "manifest.json").write_bytes(manifest)
+        if part in entries:
+            crafted(folder, part, damaged)
+        else:
+            path.write_bytes(damaged)
+        other = Parts(seed=1)
+        before = everything(other)
+        try:
+            other.resume(tmp_path)
+        except CheckpointError:
+            refused += 1
+            assert everything(other) == before
+    assert refused
+
+
+@pytest.mark.parametrize("name", ["../../outside.pt", "/", "model-0123456789abcdef.pt/../x", ""])
+def test_file_outside_the_folder_is_not_read(tmp_path: Path, name: str) -> None:
+    folder = Parts().save(tmp_path / "run")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    outside = tmp_path / "outside.pt"
+    (folder / manifest["files"]["model"]["name"]).rename(outside)
+    manifest["files"]["model"]["name"] = str(outside) if name == "/" else name
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"a name like model-0123456789abcdef\.pt expected"):
+        Parts(seed=1).resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+@pytest.mark.parametrize("part", ["model", "manifest"])
+def test_what_is_no_file_is_not_read(tmp_path: Path, kind: str, part: str) -> None:
+    folder = Parts().save(tmp_path / "run")
+    (path,) = folder.glob(f"{part}*")
+    path.rename(tmp_path / "outside")
+    if kind == "link":
+        path.symlink_to(tmp_path / "outside")
+    else:
+        os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    with pytest.raises(CheckpointError, match=f"{path.name} cannot be read"):
+        Parts(seed=1).resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["model.partial", "manifest.partial", "manifest.json", ".lock"])
+def test_link_in_the_folder_is_not_written_through(tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / name).symlink_to(victim)
+    with contextlib.suppress(OSError, CheckpointError):
+        Parts().save(tmp_path)
+    assert victim.read_text() == "mine"
+
+
+def test_folder_that_is_a_link_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "checkpoint").symlink_to(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="is a link, which is not followed"):
+        Parts().save(tmp_path)
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_two_savers_leave_a_whole_checkpoint_at_every_moment(tmp_path: Path) -> None:
+    """Each look loads all that the manifest names, while two threads replace it."""
+    savers = [Parts(seed=seed) for seed in range(2)]
+    savers[0].save(tmp_path, step=1)
+
+    def save_often(parts: Parts) -> None:
+        for step in range(1, 40):
+            parts.train(1)
+            parts.save(tmp_path, step=step)
+
+    looker, steps = Parts(seed=2), []
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(save_often, parts) for parts in savers]
+        while not all(future.done() for future in futures):
+            steps.append(looker.resume(tmp_path).step)
+        for future in futures:
+            future.result()
+    assert looker.resume(tmp_path).step == 39
+    assert steps
+    assert {p.suffix for p in (tmp_path / "checkpoint").iterdir()} == {".pt", ".json"}
+    assert len(list((tmp_path / "checkpoint").iterdir())) == 4
+
+
+def test_saver_that_waits_in_vain_names_the_process_that_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Parts().save(tmp_path)
+    before = contents(tmp_path)
+    monkeypatch.setattr(checkpoint, "WAIT_S", 0.0)
+    with lock.hold(folder), pytest.raises(lock.DirectoryInUseError, match=f"process {os.getpid()}"):
+        Parts(seed=1).save(tmp_path)
+    assert contents(tmp_path) == before

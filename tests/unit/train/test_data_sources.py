@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -162,6 +163,60 @@ def test_parquet_without_texts_is_refused_by_name_and_row(
     with pytest.raises(ValueError, match=answer) as caught:
         list(data.read_documents([path]))
     assert str(path) in str(caught.value)
+
+
+def test_parquet_that_is_no_utf8_is_refused_by_name_and_row(tmp_path: Path) -> None:
+    """The format's own reader does not look."""
+    path = tmp_path / "a.parquet"
+    for dtype in (pa.string(), pa.large_string()):
+        offset = pa.int64() if dtype == pa.large_string() else pa.int32()
+        ends = pa.array([0, 1, 2, 4], offset).buffers()[1]
+        column = pa.Array.from_buffers(dtype, 3, [None, ends, pa.py_buffer(b"abc\xe9")])
+        for texts in (column, column.dictionary_encode()):
+            pq.write_table(pa.table({"text": texts}), path)
+            answer = "row 3: UTF-8 expected, got the byte 0xe9"
+            with pytest.raises(ValueError, match=answer) as caught:
+                list(data.read_documents([path]))
+            assert str(path) in str(caught.value)
+
+
+def test_parquet_with_two_columns_of_the_name_is_refused(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: 2 columns are named 'text'"):
+        list(data.read_documents([tmp_path / "a.parquet"]))
+
+
+def test_every_flipped_bit_in_a_page_with_a_checksum_is_found(tmp_path: Path) -> None:
+    path, text = tmp_path / "a.parquet", "one text, not packed"
+    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pq.write_table(pa.table({"text": [text]}), path, write_statistics=False, **options)
+    content = path.read_bytes()
+    start = content.index(text.encode())
+    for bit in range(8 * len(text)):
+        damaged = bytearray(content)
+        damaged[start + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"a\.parquet is damaged, or no Parquet"):
+            list(data.read_documents([path]))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_pipe_or_device_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / name).symlink_to("/dev/zero")
+    for path in (tmp_path / name, str(tmp_path / "folder" / name)):
+        for read in (data.read_texts, data.read_documents):
+            with pytest.raises(
+                ValueError, match="is a pipe, a socket or a device; a file expected"
+            ):
+                list(read([path]))
+
+
+def test_empty_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="a data file is named '', which is no path"):
+        data.find_files([""])
 
 
 def test_parquet_damaged_in_the_middle_is_refused_by_name(tmp_path: Path) -> None:

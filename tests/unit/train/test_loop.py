@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import random
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -154,8 +156,12 @@ def test_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
         loop.train(run, tmp_path, poison)
     assert len(report.read_metrics(tmp_path / "metrics.jsonl")) == batches
     resumed = _build()
-    loop.restore(resumed, tmp_path)
-    assert resumed.step == (3 if batches else 0)
+    if batches:
+        loop.restore(resumed, tmp_path)
+        assert resumed.step == 3
+    else:
+        with pytest.raises(FileNotFoundError, match=r"no checkpoint in .* To begin anew"):
+            loop.restore(resumed, tmp_path)
     advice = "anychip train --resume" if batches else "begin again with a lower optimizer.lr"
     assert advice in str(caught.value)
     assert all(p.isfinite().all() for p in resumed.model.parameters())
@@ -168,10 +174,51 @@ def test_resume_takes_the_settings_of_the_optimizer_from_the_configuration(tmp_p
     assert [group["weight_decay"] for group in run.optimizer.param_groups] == [0.5, 0.0]
 
 
-def test_resume_past_the_last_step_is_refused(tmp_path: Path) -> None:
+def test_resume_past_the_last_step_is_refused_and_the_model_is_as_it_was(tmp_path: Path) -> None:
     loop.train(_build(), tmp_path, _nothing)
+    run = _build("run.steps=5")
+    before = _bits(run)
     with pytest.raises(ValueError, match=r"trained for 8 steps already, and run\.steps is 5"):
-        loop.restore(_build("run.steps=5"), tmp_path)
+        loop.restore(run, tmp_path)
+    assert _bits(run) == before
+
+
+def test_resume_with_nothing_to_do_leaves_what_describes_the_run(tmp_path: Path) -> None:
+    first = _build()
+    loop.finish(first, tmp_path, loop.train(first, tmp_path, _nothing))
+    names = ("config.toml", "metrics.jsonl", "provenance.json")
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    run = _build("optimizer.lr=9.0")
+    loop.restore(run, tmp_path)
+    anychip.use("cpu")  # a new process has counted nothing
+    rows = loop.train(run, tmp_path, _nothing)
+    loop.finish(run, tmp_path, rows)
+    assert len(rows) == 8
+    assert {name: (tmp_path / name).read_bytes() for name in names} == before
+
+
+def test_equal_runs_save_equal_files(tmp_path: Path) -> None:
+    found = []
+    for name in ("first", "second"):
+        random.random()  # a process begins with a state of its own
+        run = _build("model.dropout=0.2")
+        (tmp_path / name).mkdir()
+        loop.train(run, tmp_path / name, _nothing)
+        paths = (tmp_path / name / "checkpoint").iterdir()
+        found.append({p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in paths})
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["config.toml.partial", "metrics.jsonl", "metrics.jsonl.partial"])
+def test_link_in_the_directory_of_a_run_is_not_written_through(tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).symlink_to(victim)
+    loop.train(_build("run.steps=1"), out, _nothing)
+    assert victim.read_text() == "mine"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["sigint", "sigterm"])

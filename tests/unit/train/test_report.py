@@ -7,12 +7,13 @@ import io
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from anychip.train import display, report
+from anychip.train import display, files, report
 from anychip.train.report import Metrics, Row
 
 
@@ -20,6 +21,7 @@ def _row(step: int) -> Row:
     return Row(step=step, loss=5.0 / step, lr=1e-3, grad_norm=0.1 * step, tokens_per_s=1000.0)
 
 
+DEEP = "[" * 200_000 + "\n"
 ROWS = [_row(step) for step in range(1, 8)]
 
 
@@ -33,7 +35,7 @@ def test_metrics_have_a_row_per_step_as_soon_as_it_is_added(tmp_path: Path) -> N
     assert report.read_metrics(tmp_path / "metrics.jsonl") == ROWS == metrics.rows
 
 
-@pytest.mark.parametrize("torn", ["", '{"step": 8, "lo', '{"step": 8}\n', "null\n"])
+@pytest.mark.parametrize("torn", ["", '{"step": 8, "lo', '{"step": 8}\n', "null\n", DEEP])
 def test_metrics_of_a_run_that_goes_on_keep_the_rows_up_to_there(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "metrics.jsonl"
     first = Metrics(path, last_step=0)
@@ -58,15 +60,17 @@ def test_text_is_replaced_whole_and_stays_when_it_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
-    report.write_text(path, "old")
+    files.write(path, "old")
+    real = Path.open
 
-    def fail(self: Path, text: str, encoding: str) -> None:
-        self.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(self: Path, mode: str) -> IO[bytes]:
+        real(self, mode).close()
+        return real(Path("/dev/full"), "wb")
 
-    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(Path, "open", full)
     with pytest.raises(OSError, match="No space left"):
-        report.write_text(path, "new")
+        files.write(path, "new")
+    monkeypatch.undo()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

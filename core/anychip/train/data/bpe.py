@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anychip.train import files
 from anychip.train.data.extra import require
 from anychip.train.data.text import END_OF_DOCUMENT, VOCAB_SIZE
 
@@ -91,10 +92,7 @@ class BPETokenizer:
         Raises:
             OSError: naming the file.
         """
-        path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
-        partial.replace(path)
+        files.write(Path(path), self._tokenizer.to_str(pretty=True))
 
     @classmethod
     def load(cls, path: str | Path, *, end_of_document: str = END_OF_DOCUMENT) -> BPETokenizer:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anychip.train import schema
 from anychip.train.data.order import Order, share
 from anychip.train.data.packing import mask_targets
 from anychip.train.data.prefetch import Prefetcher
@@ -24,6 +25,13 @@ from anychip.train.data.text import ByteTokenizer, Tokenizer
 Batch = tuple[Tensor, Tensor]
 """tokens and targets, each (batch_size, context) int64; targets are the tokens that follow."""
 
+_POSITION = {
+    "position": schema.COUNT,
+    "tokenizer?": str,
+    "text": str,
+    "context": schema.COUNT,
+    "seed": schema.COUNT,
+}
 # What a position of an earlier version does not say: there was no choice.
 _EARLIER = {"tokenizer": ByteTokenizer.name}
 
@@ -213,12 +221,13 @@ class Loader:
         """
         return {"position": self.position, **self._identity()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes to a saved position.
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Whether :meth:`load_state_dict` takes it.
 
         Raises:
-            ValueError: it is a position in another text, or in another order of it.
+            ValueError: it is no position, or one in another text, or in another order of it.
         """
+        schema.check(state_dict, _POSITION, "position in the data")
         for name, mine in self._identity().items():
             saved = state_dict.get(name, _EARLIER.get(name))
             if saved != mine:
@@ -226,8 +235,16 @@ class Loader:
                     f"the data has another {name}: {saved!r} was saved, this is "
                     f"{mine!r}; go on with the data that the run began with"
                 )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes to a saved position.
+
+        Raises:
+            ValueError: as :meth:`check_state_dict`.
+        """
+        self.check_state_dict(state_dict)
         self.close()
-        self.position = int(state_dict["position"])
+        self.position = state_dict["position"]
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -72,8 +72,10 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
 
     Raises:
         FileNotFoundError: nothing matches a pattern.
-        ValueError: a directory has no such file.
+        ValueError: a directory has no such file; a path is empty, or leads to a pipe or a device.
     """
+    if not all(map(str, paths)):
+        raise ValueError("a data file is named '', which is no path")
     return [file for path in paths for file in _expand(Path(path))]
 
 
@@ -86,7 +88,7 @@ def read_texts(paths: Sequence[str | Path]) -> Tensor:
         FileNotFoundError, IsADirectoryError, PermissionError: naming the file.
         ValueError: a file is empty, or is no text (it has a zero byte).
     """
-    return torch.cat([encode(_content(Path(path))) for path in paths])
+    return torch.cat([encode(_content(_readable(Path(path)))) for path in paths])
 
 
 def _expand(path: Path) -> list[Path]:
@@ -103,7 +105,14 @@ def _expand(path: Path) -> list[Path]:
         if not files:
             raise FileNotFoundError(f"no data file matches the pattern {str(path)!r}")
         return files
-    return [path]
+    return [_readable(path)]
+
+
+def _readable(path: Path) -> Path:
+    """Not what would be waited for, or ends with the first reading."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"data file {path} is a pipe, a socket or a device; a file expected")
+    return path
 
 
 def _is_data(file: Path, directory: Path) -> bool:
@@ -191,13 +200,16 @@ def _read_parquet(path: Path, field: str) -> Located:
     parquet = require("pyarrow.parquet", f"data file {path}: Parquet")
     with path.open("rb") as stream:
         try:
-            yield from _rows(arrow, parquet.ParquetFile(stream), field, f"data file {path}")
+            file = parquet.ParquetFile(stream, page_checksum_verification=True)
+            yield from _rows(arrow, file, field, f"data file {path}")
         except (arrow.ArrowException, OSError) as error:
             raise ValueError(f"data file {path} is damaged, or no Parquet: {error}") from error
 
 
 def _rows(arrow: Any, file: Any, field: str, where: str) -> Located:
     schema = file.schema_arrow
+    if schema.names.count(field) > 1:
+        raise ValueError(f"{where}: {schema.names.count(field)} columns are named {field!r}")
     if field not in schema.names:
         raise ValueError(_missing(where, "column", field, schema.names))
     dtype = schema.field(field).type
@@ -207,13 +219,19 @@ def _rows(arrow: Any, file: Any, field: str, where: str) -> Located:
         raise ValueError(f"{where}: strings expected in the column {field!r}, got {dtype}")
     row = 0
     for batch in file.iter_batches(batch_size=_ROWS, columns=[field], use_threads=False):
-        for value in batch.column(0).to_pylist():
+        # Texts as bytes: what is no UTF-8 then has a row.
+        column = batch.column(0).cast(dtype)
+        is_large = arrow.types.is_large_string(dtype)
+        for value in column.cast(arrow.large_binary() if is_large else arrow.binary()).to_pylist():
             row += 1
             if value is None:
                 raise ValueError(
                     f"{where}, row {row}: a string expected in the column {field!r}, got null"
                 )
-            yield f"{where}, row {row}", value
+            try:
+                yield f"{where}, row {row}", value.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise _not_utf8(f"{where}, row {row}", error) from error
 
 
 def _checked(where: str, text: str) -> str:

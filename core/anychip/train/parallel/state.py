@@ -15,6 +15,7 @@ from anychip.contract import Communicator
 from anychip.contract.collectives import gather_objects
 from anychip.train.parallel.stage import Stage, merge
 from anychip.train.zero import Optimizer
+from anychip.train.zero.state import in_form
 
 
 class Names(NamedTuple):
@@ -44,19 +45,27 @@ class WholeModel:
     """The state dict of all stages together.
 
     Args:
-        to_rank: the only rank of the pipeline that keeps what is gathered; None: all do.
+        comm: the ranks of the pipeline.
+        replicas: the ranks that hold the same stage.
     """
 
-    def __init__(self, stage: Stage, comm: Communicator, *, to_rank: int | None = None) -> None:
-        self.stage, self.comm, self.to_rank = stage, comm, to_rank
+    def __init__(self, stage: Stage, comm: Communicator, replicas: Communicator) -> None:
+        self.stage, self.comm, self.replicas = stage, comm, replicas
 
     def parameters(self) -> Any:
         """Those of this rank's stage: where they are says which device the model is on."""
         return self.stage.parameters()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Whole, on the host; nothing on ranks that do not keep it. A collective call."""
-        return merge(gather_objects(self.comm, dict(self.stage.state_dict()), to_rank=self.to_rank))
+    def state_dict(self, *, to_rank: int | None = None) -> dict[str, Any]:
+        """Whole, on the host; a collective call.
+
+        Args:
+            to_rank: of the pipeline and of the replicas, the only one that gets it; the others get
+                nothing.
+        """
+        if to_rank not in (None, self.replicas.rank):
+            return {}
+        return merge(gather_objects(self.comm, dict(self.stage.state_dict()), to_rank=to_rank))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes this stage's part; nothing is sent."""
@@ -67,25 +76,25 @@ class WholeOptimizer:
     """The state of all stages' optimizers, in the form of one optimizer of the whole model.
 
     Args:
-        to_rank: the only rank of the pipeline that keeps what is gathered; None: all do.
+        comm: the ranks of the pipeline.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        stage: Stage,
-        names: Names,
-        comm: Communicator,
-        *,
-        to_rank: int | None = None,
+        self, optimizer: Optimizer, stage: Stage, names: Names, comm: Communicator
     ) -> None:
-        self.optimizer, self.names, self.comm, self.to_rank = optimizer, names, comm, to_rank
+        self.optimizer, self.names, self.comm = optimizer, names, comm
         own = {param: names.of[name] for name, param in stage.named_parameters()}
         self.groups = [[own[p] for p in group["params"]] for group in optimizer.param_groups]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Whole, on the host; nothing on ranks that do not keep it. A collective call."""
-        mine = self.optimizer.state_dict()
+    def state_dict(self, *, to_rank: int | None = None) -> dict[str, Any]:
+        """Whole, on the host; a collective call.
+
+        Args:
+            to_rank: as :meth:`WholeModel.state_dict` has it.
+        """
+        mine = self.optimizer.state_dict(to_rank=to_rank)
+        if to_rank not in (None, self.optimizer.comm.rank):
+            return {}
         numbers = [name for group in self.groups for name in group]
         parts = gather_objects(
             self.comm,
@@ -95,7 +104,7 @@ class WholeOptimizer:
                 "groups": self.groups,
                 "rest": _rest(mine),
             },
-            to_rank=self.to_rank,
+            to_rank=to_rank,
         )
         if not parts:
             return {}
@@ -109,12 +118,24 @@ class WholeOptimizer:
         state = {index: entries[name] for index, name in enumerate(whole)}
         return {"state": state, "param_groups": groups, **parts[0]["rest"]}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this stage's part; nothing is sent.
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Whether :meth:`load_state_dict` takes it.
 
         Raises:
             ValueError: the groups or shapes are not those of the whole model.
         """
+        self.optimizer.check_state_dict(self._mine(state_dict))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes this stage's part; nothing is sent.
+
+        Raises:
+            ValueError: as :meth:`check_state_dict`.
+        """
+        self.optimizer.load_state_dict(self._mine(state_dict))
+
+    def _mine(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = in_form(state_dict, self.optimizer.rule, ())
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != [len(group) for group in self.names.groups]:
             raise ValueError(
@@ -130,12 +151,10 @@ class WholeOptimizer:
         for mine in self.groups:
             indices = list(range(count, count + len(mine)))
             for place, name in zip(indices, mine, strict=True):
-                state[place] = state_dict["state"][saved[name][0]]
+                state[place] = state_dict["state"].get(saved[name][0], {})
             groups.append({**_options(saved[mine[0]][1]), "params": indices})
             count += len(mine)
-        self.optimizer.load_state_dict(
-            {"state": state, "param_groups": groups, **_rest(state_dict)}
-        )
+        return {"state": state, "param_groups": groups, **_rest(state_dict)}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

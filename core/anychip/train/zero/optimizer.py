@@ -369,6 +369,32 @@ class Optimizer(torch.optim.Optimizer):
         whole = [state.gather(self.state[p], p, self._shards, blocks, keeps=keeps) for p in params]
         return dict(enumerate(whole)) if keeps else {}
 
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Whether :meth:`load_state_dict` takes a state; nothing is changed.
+
+        Raises:
+            ValueError: it is none, its groups or shapes are not those of this optimizer, or loss
+                scaling needs a scale and it has none.
+        """
+        self._matched(state_dict)
+
+    def _matched(
+        self, state_dict: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[Tensor, state.Entry]]:
+        """The state in our form, and the entry of each parameter."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        state_dict = state.in_form(state_dict, self.rule, params)
+        blocks, partitioned = self.rule.blocks, self._shards is not None
+        entries = state.matched(
+            state_dict, self.param_groups, self.state, blocks, partitioned=partitioned
+        )
+        if self.scaler is not None and "loss_scale" not in state_dict:
+            raise ValueError(
+                "optimizer state: a loss scale expected, got none; it was saved under another "
+                "precision than fp16"
+            )
+        return state_dict, entries
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies a state into this one's tensors, which keep their dtype and place in memory.
 
@@ -377,25 +403,14 @@ class Optimizer(torch.optim.Optimizer):
         of torch's AdamW or SGD, or of an Adam without weight decay, is one for adamw or sgd.
 
         Raises:
-            ValueError: the groups or shapes are not those of this optimizer, or loss scaling needs
-                a scale and the state has none. Nothing is changed.
+            ValueError: as :meth:`check_state_dict`. Nothing is changed.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        if "num_steps" not in state_dict:
-            params = [param for group in self.param_groups for param in group["params"]]
-            state_dict = state.of_torch(state_dict, self.rule, params)
-        partitioned, blocks = self._shards is not None, self.rule.blocks
-        entries = state.matched(
-            state_dict, self.param_groups, self.state, blocks, partitioned=partitioned
-        )
+        state_dict, entries = self._matched(state_dict)
+        blocks = self.rule.blocks
         options = [state.options(other, self.rule) for other in state_dict["param_groups"]]
         if self.scaler is not None:
-            if "loss_scale" not in state_dict:
-                raise ValueError(
-                    "optimizer state: a loss scale expected, got none; it was saved under another "
-                    "precision than fp16"
-                )
             self.scaler.load_state_dict(state_dict["loss_scale"])
         for group, given in zip(self.param_groups, options, strict=True):
             steps: dict[float, Tensor] = {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from anychip.train import schema
 from anychip.train.optim import Rule
 from anychip.train.zero import checks
 from anychip.train.zero.shards import Shard, Shards, state_shape
@@ -16,6 +18,33 @@ from anychip.train.zero.shards import Shard, Shards, state_shape
 Entry = Mapping[str, Tensor]
 """State of one parameter by name; ``step`` is its step count."""
 
+
+def _is_step_tensor(value: Any) -> bool:
+    is_one = schema.TENSOR.fits(value) and value.numel() == 1 and not value.is_complex()
+    return is_one and 0 <= float(value) < 1 << 62
+
+
+def _is_step(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and 0 <= value < 1 << 62
+    return is_number or _is_step_tensor(value)
+
+
+_STEP = schema.Rule("a number of steps", _is_step)
+_GROUPS = [{"params": [int], str: schema.OPTION}]
+_FORM: schema.Form = {
+    "state": {int: {"step": schema.Rule(_STEP.words, _is_step_tensor), str: schema.TENSOR}},
+    "param_groups": _GROUPS,
+    "num_steps": schema.COUNT,
+    "loss_scale?": {
+        "scale": schema.Rule("a number above 0", lambda v: type(v) is float and 0 < v < math.inf),
+        "num_clean": schema.COUNT,
+        "num_skipped": schema.COUNT,
+    },
+}
+_FORM_OF_TORCH = {
+    "state": {int: {"step?": _STEP, str: schema.OPTION}},
+    "param_groups": _GROUPS,
+}
 
 IS_SCHEDULED = "is_scheduled"
 """In a saved group whose rule has a schedule: whether that decides ``lr``."""
@@ -44,7 +73,22 @@ def options(group: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
     return {name: copy.deepcopy(value) for name, value in group.items() if name not in left_out}
 
 
-def of_torch(state_dict: Mapping[str, Any], rule: Rule, params: Sequence[Tensor]) -> dict[str, Any]:
+def in_form(state_dict: Mapping[str, Any], rule: Rule, params: Sequence[Tensor]) -> dict[str, Any]:
+    """A state of ours or of torch's, in the form of ours.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(state_dict, dict) and "num_steps" not in state_dict:
+        schema.check(state_dict, _FORM_OF_TORCH, "optimizer state")
+        state_dict = _of_torch(state_dict, rule, params)
+    schema.check(state_dict, _FORM, "optimizer state")
+    return dict(state_dict)
+
+
+def _of_torch(
+    state_dict: Mapping[str, Any], rule: Rule, params: Sequence[Tensor]
+) -> dict[str, Any]:
     """The state of one of torch's optimizers, as the rule's would have been saved.
 
     Raises:
@@ -63,7 +107,7 @@ def of_torch(state_dict: Mapping[str, Any], rule: Rule, params: Sequence[Tensor]
         given = {"step": 0.0, **rule.init(param), **given}  # torch makes states at the first step
         entries[key] = {name: torch.as_tensor(value) for name, value in given.items()}
     count = max(float(entry["step"]) for entry in entries.values())
-    return {"state": entries, "param_groups": groups, "num_steps": count}
+    return {"state": entries, "param_groups": groups, "num_steps": int(count)}
 
 
 def _options_of_torch(group: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
@@ -128,16 +172,24 @@ def matched(
             shape = tuple(param.shape)
             whole = {name: state_shape(shape, blocks.get(name)) for name in wanted}
             wanted = {**whole, "step": wanted["step"]}
-        _check_entry(number, found[param], wanted)
+        _check_entry(number, found[param], wanted, entries[param])
     return found
 
 
-def _check_entry(number: int, saved: Entry, wanted: Mapping[str, tuple[int, ...]]) -> None:
+def _check_entry(
+    number: int, saved: Entry, wanted: Mapping[str, tuple[int, ...]], mine: Entry
+) -> None:
     got = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     if wanted != got:
         raise ValueError(
             f"optimizer state of parameter {number}: shapes {wanted} expected, got {got}"
         )
+    for name, tensor in saved.items():
+        if tensor.is_complex() or tensor.is_floating_point() != mine[name].is_floating_point():
+            raise ValueError(
+                f"optimizer state of parameter {number}: {name} of {mine[name].dtype} expected, "
+                f"got {tensor.dtype}"
+            )
 
 
 @torch.no_grad()

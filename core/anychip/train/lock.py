@@ -1,0 +1,80 @@
+"""Who may write into a directory? One at a time, by a lock that ends with the process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from anychip.contract import AnychipError
+
+NAME = ".lock"
+"""Of the file that is locked; one of a process that was killed says nothing, and is taken over."""
+
+_HOLDER = re.compile(r"process \d+ on [\w.-]{1,64}", re.ASCII)
+
+
+class DirectoryInUseError(AnychipError, ValueError):
+    """Another process, or another part of this one, writes into the directory."""
+
+
+@contextmanager
+def hold(directory: Path, *, wait_s: float = 0.0) -> Iterator[None]:
+    """Nobody else who asks writes into a directory until the block ends, or the process.
+
+    Args:
+        wait_s: for one that has it.
+
+    Raises:
+        DirectoryInUseError: one still has it.
+        OSError: the directory is not there or cannot be written, or its file system has no locks.
+    """
+    path, deadline = directory / NAME, time.monotonic() + wait_s
+    while (descriptor := _locked(path)) is None:
+        if time.monotonic() >= deadline:
+            raise DirectoryInUseError(
+                f"{directory} is in use: {_holder(path)} writes into it; wait until it has ended, "
+                "or end it, or name another directory"
+            )
+        time.sleep(0.01)
+    try:
+        # On a full disk nobody is named, and nothing else changes.
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        try:
+            path.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+
+
+def _locked(path: Path) -> int | None:
+    """The descriptor of the file, locked; None: somebody else has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Who had it has removed the file: then that of whoever comes next is another one.
+        if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError as error:
+        os.close(descriptor)
+        raise OSError(error.errno, f"cannot be locked: {error.strerror}", str(path)) from error
+    os.close(descriptor)
+    return None
+
+
+def _holder(path: Path) -> str:
+    try:
+        text = path.read_bytes()[:200].decode("utf-8", errors="replace")
+    except OSError:
+        text = ""
+    return text if _HOLDER.fullmatch(text) else "another process"

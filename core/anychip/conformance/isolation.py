@@ -16,15 +16,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from anychip import registry
 from anychip.conformance.case import Case
+from anychip.conformance.chapters import CHAPTERS
 from anychip.conformance.report import Result
-from anychip.dispatch.selection import Provider
+from anychip.dispatch import selection
 from anychip.dispatch.tally import unserved
 
 if TYPE_CHECKING:
@@ -50,15 +51,16 @@ class Served:
                 key = tuple((name, value) for name, value in row.items() if name != "calls")
                 known[key] += row["calls"]
 
-    def add_idle(self, providers: Iterable[Provider], *, whole: bool) -> None:
+    def add_idle(self, plan: Plan) -> None:
         """Every row that may have served nothing; of a partial run those of what was called."""
+        whole = not plan.select and plan.chapters == tuple(CHAPTERS)
         called = {
             (dict(key)["operator"], dict(key)["direction"]) for key in self.calls["operators"]
         }
-        rows = [(row, provider) for provider in providers for row in provider.table]
         idle = [
             asdict(unserved(row, provider))
-            for row, provider in rows
+            for provider in selection.providers_for(plan.backend.device_type)
+            for row in provider.table
             if whole or (row.operator, row.direction) in called
         ]
         self.add({"operators": idle, "refused": ()})

@@ -24,7 +24,7 @@ from anychip.conformance.case import (
     Level,
     undeclared_capability,
 )
-from anychip.conformance.chapters import CHAPTERS, all_cases, check_chapters, device
+from anychip.conformance.chapters import all_cases, check_chapters, device
 from anychip.conformance.expectations import Entry, Expectations
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.hashes import distribution_hash, plugin_hash, suite_hash
@@ -257,8 +257,7 @@ def run_plan(
             on_result(results[-1])
     results = expectations.advised(results, plan.expected)
     served.add(anychip.provenance().to_json())
-    whole = not plan.select and plan.chapters == tuple(CHAPTERS)
-    served.add_idle(selection.providers_for(plan.backend.device_type), whole=whole)
+    served.add_idle(plan)
     results += [_not_run(plan, case) for case in skipped]
     results += [_stale(entry) for entry in plan.stale]
     return replace(

@@ -27,7 +27,8 @@ class ToyBackend(ToyDevice, Backend):
 
     def probe(self) -> Probe:
         """A real chip looks for its driver and device files, and says what is missing."""
-        return Probe.ready(1, kind="host", reason=f"numpy {numpy.__version__} on the host")
+        found = Probe.ready(1, kind="host", reason=f"numpy {numpy.__version__} on the host")
+        return found.depending_on()  # the variables and files that it may change with: none
 
     def diagnose(self) -> Sequence[Finding]:
         """Lines for ``anychip doctor toy``."""

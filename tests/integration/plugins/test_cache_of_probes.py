@@ -84,14 +84,6 @@ def _damage_file(counted: Counted) -> None:
     (counted.cache / "probes.json").write_text('{"schema": 2, "answers": {"half')
 
 
-def _foreign_file(counted: Counted) -> None:
-    (counted.cache / "probes.json").write_text('{"schema": 2, "answers": {"k": {"probe": 3}}}')
-
-
-def _remove_file(counted: Counted) -> None:
-    (counted.cache / "probes.json").unlink()
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -100,8 +92,6 @@ def _remove_file(counted: Counted) -> None:
         _reinstall,
         _install_another,
         _damage_file,
-        _foreign_file,
-        _remove_file,
     ],
 )
 def test_cache_after_a_change_probes_again(

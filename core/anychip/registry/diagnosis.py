@@ -56,6 +56,8 @@ def _examined(plugin: Plugin, answer: probing.Answer) -> Diagnosis:
     findings.append(
         Finding(record.status == "ready", f"{record.status}: {record.reason}", record.fix)
     )
+    if answer.probe.depends:
+        findings.append(Finding(True, f"this may change with {', '.join(answer.probe.depends)}"))
     faults = [Finding(False, fault) for fault in answer.faults]
     found = (*findings, *answer.findings, *faults)
     return Diagnosis(record, found, answer.traceback, len(faults))

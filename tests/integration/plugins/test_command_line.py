@@ -16,7 +16,8 @@ from tests.integration.plugins.environments import READY_ACCELERATOR, Environmen
 @pytest.fixture
 def fakes(environment: Environment) -> Environment:
     environment.add_good("cpu")
-    environment.add_good("absent", 'Probe.unavailable("no device", fix="plug one in")')
+    answer = 'Probe.unavailable("no device", fix="plug one in").depending_on("ACME", "/dev/acme*")'
+    environment.add_good("absent", answer)
     environment.add_plugin("bad", "raise RuntimeError('no [bold]library[/bold]')")
     return environment
 
@@ -91,7 +92,14 @@ def test_backends_with_two_ready_accelerators_says_how_to_choose(fakes: Environm
     [
         pytest.param("cpu", 0, ("ok  ready: 1 device", "ok  the table has no rows"), id="ready"),
         pytest.param(
-            "absent", 3, ("no  unavailable: no device", "to fix it: plug one in"), id="absent"
+            "absent",
+            3,
+            (
+                "no  unavailable: no device",
+                "to fix it: plug one in",
+                "change with ACME, /dev/acme*",
+            ),
+            id="absent",
         ),
         pytest.param("bad", 3, ("no  broken: importing 'plugin_bad' raised",), id="broken"),
     ],

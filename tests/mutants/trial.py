@@ -48,13 +48,9 @@ WAYS = {
 }
 """Operators to the ways of that chapter in which every subject calls them."""
 RANDOM = {
-    "dropout",
-    "bias_dropout_add",
-    "dropout_add_rms_norm",
-    "dropout_add_layer_norm",
-    "attention_dropout",
-    "quantize",
-}
+    "dropout", "bias_dropout_add", "dropout_add_rms_norm", "dropout_add_layer_norm",
+    "attention_dropout", "quantize",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

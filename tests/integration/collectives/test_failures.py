@@ -22,19 +22,12 @@ def failed(outcomes: list[Outcome], *but: int) -> list[Outcome]:
 @pytest.mark.parametrize(
     ("call", "how", "odd"),
     [
-        ("all_reduce", "shape", 0),
-        ("all_reduce", "dtype", 1),
-        ("all_reduce", "reduction", 2),
-        ("all_reduce", "call", 0),
-        ("reduce_scatter", "shape", 1),
-        ("reduce_scatter", "reduction", 0),
-        ("all_gather", "dtype", 2),
-        ("broadcast", "shape", 2),
-        ("broadcast", "root", 1),
-        ("all_to_all", "dtype", 0),
-        ("split", "groups", 1),
+        ("all_reduce", "shape", 0), ("all_reduce", "dtype", 1), ("all_reduce", "reduction", 2),
+        ("all_reduce", "call", 0), ("reduce_scatter", "shape", 1),
+        ("reduce_scatter", "reduction", 0), ("all_gather", "dtype", 2), ("broadcast", "shape", 2),
+        ("broadcast", "root", 1), ("all_to_all", "dtype", 0), ("split", "groups", 1),
     ],
-)
+)  # fmt: skip
 def test_collective_that_one_rank_makes_differently_fails_on_all(
     server: Server, call: str, how: str, odd: int
 ) -> None:

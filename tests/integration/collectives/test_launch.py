@@ -59,14 +59,11 @@ def failures(codes: dict[int, int]) -> dict[int, ProcessFailure]:
 @pytest.mark.parametrize(
     ("codes", "missed", "first"),
     [
-        ({0: 1, 1: 1, 2: 1}, (1,), 2),
-        ({0: 1, 1: 1, 2: 1}, (1, 2), 0),
-        ({0: 1, 1: -9, 2: 1}, (), 1),
-        ({0: 1, 1: -15, 2: 3}, (), 2),
-        ({0: 2, 1: -15}, (), 0),
+        ({0: 1, 1: 1, 2: 1}, (1,), 2), ({0: 1, 1: 1, 2: 1}, (1, 2), 0),
+        ({0: 1, 1: -9, 2: 1}, (), 1), ({0: 1, 1: -15, 2: 3}, (), 2), ({0: 2, 1: -15}, (), 0),
         ({1: 1, 2: -6}, (1,), 2),
     ],
-)
+)  # fmt: skip
 def test_first_failure_is_the_one_that_others_missed(
     tmp_path: Path, codes: dict[int, int], missed: tuple[int, ...], first: int
 ) -> None:

@@ -8,14 +8,9 @@ from pathlib import Path
 from typing import Any
 
 TINY = (
-    "run.sample_tokens=5",
-    "model.context=16",
-    "model.layers=1",
-    "model.heads=2",
-    "model.width=16",
-    "model.dropout=0.1",
-    "data.batch_size=2",
-)
+    "run.sample_tokens=5", "model.context=16", "model.layers=1", "model.heads=2", "model.width=16",
+    "model.dropout=0.1", "data.batch_size=2",
+)  # fmt: skip
 """Settings of a model that does a step in some milliseconds."""
 
 

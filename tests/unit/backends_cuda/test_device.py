@@ -57,19 +57,12 @@ def test_properties_of_a_divided_device_guess_no_bandwidth(
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H20", 148),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40", None),
-        ("NVIDIA H200 MIG 1g.18gb", None),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756), ("NVIDIA H20", 148), ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("NVIDIA L40", None),
+        ("NVIDIA H200 MIG 1g.18gb", None), ("NVIDIA GeForce RTX 4090", None),
     ],
-)
+)  # fmt: skip
 def test_rates_are_those_of_the_data_sheet_or_none(name: str, tflops: int | None) -> None:
     found = device.rates(name)
     assert found.get(torch.bfloat16) == (None if tflops is None else tflops * 1e12)

@@ -182,17 +182,13 @@ def test_grouped_linear_by_torchs_kernel_equals_float64(
 @pytest.mark.parametrize(
     ("capability", "dtype", "inputs", "outputs", "taken"),
     [
-        ((9, 0), torch.bfloat16, 16, 8, True),
-        ((10, 0), torch.bfloat16, 16, 8, True),
-        ((8, 0), torch.bfloat16, 16, 8, False),
-        ((12, 0), torch.bfloat16, 16, 8, False),
-        ((0, 0), torch.bfloat16, 16, 8, False),
-        ((9, 0), torch.float16, 16, 8, False),
-        ((9, 0), torch.bfloat16, 12, 8, False),
-        ((9, 0), torch.bfloat16, 16, 9, False),
+        ((9, 0), torch.bfloat16, 16, 8, True), ((10, 0), torch.bfloat16, 16, 8, True),
+        ((8, 0), torch.bfloat16, 16, 8, False), ((12, 0), torch.bfloat16, 16, 8, False),
+        ((0, 0), torch.bfloat16, 16, 8, False), ((9, 0), torch.float16, 16, 8, False),
+        ((9, 0), torch.bfloat16, 12, 8, False), ((9, 0), torch.bfloat16, 16, 9, False),
         ((9, 0), torch.bfloat16, 0, 8, False),
     ],
-)
+)  # fmt: skip
 def test_torchs_grouped_kernel_is_asked_only_for_what_it_takes(
     capability: tuple[int, int],
     dtype: torch.dtype,

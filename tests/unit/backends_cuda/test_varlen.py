@@ -14,13 +14,8 @@ from tests.unit.backends_cuda.attention_kernels import Kernels, backward, forwar
 
 # Ends of sequences, rows in all: empty sequences at both ends and in the middle, and padding.
 PACKS = [
-    ([0], 3),
-    ([0, 5], 5),
-    ([0, 3, 8, 12], 12),
-    ([0, 0, 4, 4, 9, 9], 9),
-    ([0, 2], 6),
-    ([0, 0], 4),
-]
+    ([0], 3), ([0, 5], 5), ([0, 3, 8, 12], 12), ([0, 0, 4, 4, 9, 9], 9), ([0, 2], 6), ([0, 0], 4),
+]  # fmt: skip
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 

@@ -14,15 +14,12 @@ from anychip.comm.joining import Launched, listening_address, loopback_store, re
 @pytest.mark.parametrize(
     ("host", "interface", "is_one_machine", "expected"),
     [
-        ("127.0.0.1", None, False, "127.0.0.1"),
-        ("192.0.2.1", None, True, "127.0.0.1"),
-        ("", None, False, "127.0.0.1"),
-        ("192.0.2.1", "lo", True, "127.0.0.1"),
-        ("192.0.2.1", "127.0.0.2", False, "127.0.0.2"),
-        ("192.0.2.1", "::1", False, "::1"),
+        ("127.0.0.1", None, False, "127.0.0.1"), ("192.0.2.1", None, True, "127.0.0.1"),
+        ("", None, False, "127.0.0.1"), ("192.0.2.1", "lo", True, "127.0.0.1"),
+        ("192.0.2.1", "127.0.0.2", False, "127.0.0.2"), ("192.0.2.1", "::1", False, "::1"),
         ("127.0.0.3", None, False, "127.0.0.1"),
     ],
-)
+)  # fmt: skip
 def test_address_is_the_chosen_ones_or_the_narrowest(
     host: str, interface: str | None, is_one_machine: bool, expected: str
 ) -> None:

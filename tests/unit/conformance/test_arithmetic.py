@@ -30,17 +30,12 @@ def error_in_units(got: NDArray[np.float32], want: Rounded) -> NDArray[np.float6
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x, y: x + y,
-        lambda x, y: x - y,
-        lambda x, y: x * y,
-        lambda x, y: x / y,
-        lambda x, y: (x + y) * (x - y),
-        lambda x, y: x * x * x + y * y,
-        lambda x, y: 1.0 - x * y,
+        lambda x, y: x + y, lambda x, y: x - y, lambda x, y: x * y, lambda x, y: x / y,
+        lambda x, y: (x + y) * (x - y), lambda x, y: x * x * x + y * y, lambda x, y: 1.0 - x * y,
         lambda x, y: (x * y + x) / (y * y + 1.0),
     ],
     ids=["add", "subtract", "multiply", "divide", "squares", "cubes", "cancel", "chain"],
-)
+)  # fmt: skip
 def test_elementary_operations_in_float32_stay_within_worst(function: Callable[..., Any]) -> None:
     x, y = wide(), wide()
     want = function(Rounded.exact(x), Rounded.exact(y))

@@ -119,21 +119,16 @@ OVERDUE = Entry(
 @pytest.mark.parametrize(
     ("entry", "outcome", "crashed", "want"),
     [
-        (None, "passed", False, "passed"),
-        (None, "failed", False, "failed"),
-        (None, "failed", True, "failed"),
-        (None, "unsupported", False, "unsupported"),
+        (None, "passed", False, "passed"), (None, "failed", False, "failed"),
+        (None, "failed", True, "failed"), (None, "unsupported", False, "unsupported"),
         (UNSUPPORTED, "passed", False, "unexpected pass"),
         (UNSUPPORTED, "failed", False, "unsupported"),
-        (UNSUPPORTED, "unsupported", False, "unsupported"),
-        (UNSUPPORTED, "failed", True, "failed"),
-        (LATER, "passed", False, "unexpected pass"),
-        (LATER, "failed", False, "expected failure"),
+        (UNSUPPORTED, "unsupported", False, "unsupported"), (UNSUPPORTED, "failed", True, "failed"),
+        (LATER, "passed", False, "unexpected pass"), (LATER, "failed", False, "expected failure"),
         (LATER, "failed", True, "expected failure"),
-        (LATER, "unsupported", False, "unexpected pass"),
-        (OVERDUE, "failed", False, "failed"),
+        (LATER, "unsupported", False, "unexpected pass"), (OVERDUE, "failed", False, "failed"),
     ],
-)
+)  # fmt: skip
 def test_result_is_judged_by_its_entry(
     entry: Entry | None, outcome: Outcome, crashed: bool, want: Outcome
 ) -> None:

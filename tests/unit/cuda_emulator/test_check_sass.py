@@ -76,17 +76,11 @@ def test_launch_bound_and_shared_memory_are_read_from_the_code(
 @pytest.mark.parametrize(
     ("registers", "shared", "threads", "part"),
     [
-        (32, 0, 1024, 1.0),
-        (33, 0, 1024, 0.5),
-        (32, 0, 32, 0.5),
-        (64, 0, 256, 0.5),
-        (65, 0, 256, 0.375),
-        (255, 0, 256, 0.125),
-        (16, 100 * 1024, 512, 0.5),
-        (16, 0, 48, 1.0),
+        (32, 0, 1024, 1.0), (33, 0, 1024, 0.5), (32, 0, 32, 0.5), (64, 0, 256, 0.5),
+        (65, 0, 256, 0.375), (255, 0, 256, 0.125), (16, 100 * 1024, 512, 0.5), (16, 0, 48, 1.0),
         (120, 0, 32, 0.25),
     ],
-)
+)  # fmt: skip
 def test_occupancy_is_what_the_occupancy_calculator_says(
     registers: int, shared: int, threads: int, part: float
 ) -> None:

@@ -93,15 +93,12 @@ def test_gradient_output_or_residual_of_another_dtype_is_refused(name: str, resu
 WRONG: dict[str, tuple[str, str, Any, str]] = {
     "weight": ("rms_norm", "weight", lambda t: t[1:], r"rms_norm_backward: weight must have shape"),
     "bias": (
-        "softmax",
-        "bias",
-        lambda _: torch.ones(3),
-        "softmax_backward: bias must be broadcast",
+        "softmax", "bias", lambda _: torch.ones(3), "softmax_backward: bias must be broadcast",
     ),
     "angles": ("rope", "cos", lambda t: t[1:], r"rope_backward: cos and sin must be"),
     "target": ("cross_entropy", "target", lambda t: t[1:], "cross_entropy_backward: logits must"),
     "rng": ("dropout", "rng", lambda t: t[:1], r"dropout_backward: rng .*got shape \(1,\)"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("label", WRONG)

@@ -50,20 +50,11 @@ def test_promote_casts_to_the_widest_dtype_among_the_arguments(door: str) -> Non
 @pytest.mark.parametrize(
     "name",
     [
-        "rms_norm",
-        "layer_norm",
-        "add_rms_norm",
-        "add_layer_norm",
-        "gelu",
-        "bias_gelu",
-        "softmax",
-        "cross_entropy",
-        "dropout",
-        "bias_dropout_add",
-        "dropout_add_rms_norm",
+        "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gelu", "bias_gelu", "softmax",
+        "cross_entropy", "dropout", "bias_dropout_add", "dropout_add_rms_norm",
         "dropout_add_layer_norm",
     ],
-)
+)  # fmt: skip
 def test_none_leaves_the_arguments_alone(name: str, door: str) -> None:
     made = call(name, dtype=BF16, grad=False)
     want = bits(made())

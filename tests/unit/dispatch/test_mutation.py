@@ -244,51 +244,39 @@ def test_strict_policy_with_a_row_that_refuses_the_call_writes_nothing(
 WRONG: dict[str, tuple[Callable[..., Any], Callable[[], list[Any]], dict[str, Any], str]] = {
     "norm 1-dim": (ops.clip, lambda: [[torch.ones(3)], torch.ones(1)], {}, r"norm must be a 0-dim"),
     "norm float64": (
-        ops.clip,
-        lambda: [[torch.ones(3)], torch.ones((), dtype=torch.float64)],
-        {},
+        ops.clip, lambda: [[torch.ones(3)], torch.ones((), dtype=torch.float64)], {},
         "norm must be float32, got float64",
     ),
     "max_norm 0": (ops.clip, lambda: [[torch.ones(3)], ONE], {"max_norm": 0.0}, "max_norm.*0"),
     "integers": (ops.clip, lambda: [[torch.ones(3).int()], ONE], {}, "tensors must be.*int32"),
     "scale 1-dim": (
-        ops.unscale_and_check,
-        lambda: [[torch.ones(3)], torch.ones(3), torch.tensor(0.0)],
-        {},
+        ops.unscale_and_check, lambda: [[torch.ones(3)], torch.ones(3), torch.tensor(0.0)], {},
         r"scale must be a 0-dim tensor, got shape \(3,\)",
     ),
     "too few gradients": (
         ops.adamw,
-        lambda: [[torch.ones(3)], [], [torch.ones(3)], [torch.ones(3)], ONE, torch.tensor(0.0)],
-        {},
+        lambda: [[torch.ones(3)], [], [torch.ones(3)], [torch.ones(3)], ONE, torch.tensor(0.0)], {},
         r"grads must be as long as params \(1\), got 0",
     ),
     "moment of another shape": (
         ops.adamw,
-        lambda: [*([torch.ones(3)] for _ in range(3)), [torch.ones(4)], ONE, torch.tensor(0.0)],
-        {},
+        lambda: [*([torch.ones(3)] for _ in range(3)), [torch.ones(4)], ONE, torch.tensor(0.0)], {},
         r"exp_avg_sqs\[0\] must have the shape of params\[0\] \(3,\), got \(4,\)",
     ),
     "moment in bfloat16": (
         ops.adamw,
         lambda: [
-            [torch.ones(3)],
-            [torch.ones(3)],
-            [torch.ones(3).bfloat16()],
-            [torch.ones(3)],
-            ONE,
+            [torch.ones(3)], [torch.ones(3)], [torch.ones(3).bfloat16()], [torch.ones(3)], ONE,
             torch.tensor(0.0),
         ],
         {},
         "exp_avgs must be float32, got bfloat16",
     ),
     "beta2 is 1": (
-        ops.adamw,
-        lambda: [*([torch.ones(3)] for _ in range(4)), ONE, torch.tensor(0.0)],
-        {"beta2": 1.0},
-        "beta2 must be at least 0 and below 1, got 1.0",
+        ops.adamw, lambda: [*([torch.ones(3)] for _ in range(4)), ONE, torch.tensor(0.0)],
+        {"beta2": 1.0}, "beta2 must be at least 0 and below 1, got 1.0",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("label", WRONG)

@@ -57,22 +57,11 @@ def test_forward_and_backward_operators_pass_opcheck(
 @pytest.mark.parametrize(
     "name",
     [
-        "dropout",
-        "bias_dropout_add",
-        "gelu",
-        "bias_gelu",
-        "swiglu",
-        "geglu",
-        "rms_norm",
-        "layer_norm",
-        "add_rms_norm",
-        "add_layer_norm",
-        "dropout_add_rms_norm",
-        "dropout_add_layer_norm",
-        "softmax",
-        "rope",
+        "dropout", "bias_dropout_add", "gelu", "bias_gelu", "swiglu", "geglu", "rms_norm",
+        "layer_norm", "add_rms_norm", "add_layer_norm", "dropout_add_rms_norm",
+        "dropout_add_layer_norm", "softmax", "rope",
     ],
-)
+)  # fmt: skip
 def test_reference_of_a_transposed_tensor_has_the_layout_that_was_promised(name: str) -> None:
     made = call(name, 0, grad=False)
     first = made.args[0]

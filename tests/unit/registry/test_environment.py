@@ -45,13 +45,10 @@ def test_probe_timeout_is_the_variable_or_the_default(
 @pytest.mark.parametrize(
     ("world_size", "local_rank", "expected"),
     [
-        ("4", "0", True),
-        ("1", "0", False),
-        ("4", None, False),
-        (None, "0", False),
+        ("4", "0", True), ("1", "0", False), ("4", None, False), (None, "0", False),
         ("x", "0", False),
     ],
-)
+)  # fmt: skip
 def test_worker_is_one_of_several_that_a_launcher_started(
     monkeypatch: pytest.MonkeyPatch, world_size: str | None, local_rank: str | None, expected: bool
 ) -> None:

@@ -108,14 +108,10 @@ def test_doctor_for_a_user_outside_of_the_group_names_the_files_and_the_group(
     assert "to fix it: sudo usermod -aG HwHiAiUser" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("release", "wanted", "status", "line"),
-    [
-        ("2.12.0", "==2.12.0.*", "incompatible", "torch_npu 2.12.0 is made for torch==2.12.0.*"),
-        (None, "", "unavailable", "torch_npu is not installed"),
-    ],
-    ids=["other release", "absent"],
-)
+@pytest.mark.parametrize(("release", "wanted", "status", "line"), [
+    ("2.12.0", "==2.12.0.*", "incompatible", "torch_npu 2.12.0 is made for torch==2.12.0.*"),
+    (None, "", "unavailable", "torch_npu is not installed"),
+], ids=["other release", "absent"])  # fmt: skip
 def test_doctor_with_another_adapter_or_none_says_what_to_install(
     tmp_path: Path, release: str | None, wanted: str, status: str, line: str
 ) -> None:

@@ -80,16 +80,12 @@ def test_settings_of_devices_are_what_the_adapter_sees() -> None:
     assert ended.out == "3 Ascend910B4 9.1.0\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("DEVICE", 3, "ANYCHIP_CANN_DEVICE is not a setting"),
-        ("DEVICES", "three", "ANYCHIP_CANN_DEVICES: expected a number, got 'three'"),
-        ("FAIL_OPERATOR", "aclnnAdd:often", "expected a number, got 'often'"),
-        ("FAIL_ALLOCATION", "2:", "expected a number, got ''"),
-    ],
-    ids=["unknown-name", "not-a-number", "not-a-count", "no-count"],
-)
+@pytest.mark.parametrize(("name", "value", "says"), [
+    ("DEVICE", 3, "ANYCHIP_CANN_DEVICE is not a setting"),
+    ("DEVICES", "three", "ANYCHIP_CANN_DEVICES: expected a number, got 'three'"),
+    ("FAIL_OPERATOR", "aclnnAdd:often", "expected a number, got 'often'"),
+    ("FAIL_ALLOCATION", "2:", "expected a number, got ''"),
+], ids=["unknown-name", "not-a-number", "not-a-count", "no-count"])  # fmt: skip
 def test_setting_that_means_nothing_is_refused(name: str, value: object, says: str) -> None:
     ended = run(programs.versions, **{name: value})
 

@@ -133,17 +133,13 @@ def test_interrupt_from_the_terminal_reaches_each_rank_once(tmp_path: Path) -> N
         assert not Path("/proc", process).exists()
 
 
-@pytest.mark.parametrize(
-    ("codes", "number", "said"),
-    [
-        ({0: 143, 1: 143}, signal.SIGTERM, ""),
-        ({0: 130, 1: 130}, signal.SIGINT, ""),
-        ({0: 143, 1: -15}, signal.SIGTERM, ""),
-        ({0: -15, 1: -15}, signal.SIGTERM, "a rank got SIGTERM before the first step"),
-        ({0: -15, 1: 130}, signal.SIGINT, "a rank got SIGINT before the first step"),
-        ({1: -2}, signal.SIGINT, "a rank got SIGINT before the first step"),
-    ],
-)
+@pytest.mark.parametrize(("codes", "number", "said"), [
+    ({0: 143, 1: 143}, signal.SIGTERM, ""), ({0: 130, 1: 130}, signal.SIGINT, ""),
+    ({0: 143, 1: -15}, signal.SIGTERM, ""),
+    ({0: -15, 1: -15}, signal.SIGTERM, "a rank got SIGTERM before the first step"),
+    ({0: -15, 1: 130}, signal.SIGINT, "a rank got SIGINT before the first step"),
+    ({1: -2}, signal.SIGINT, "a rank got SIGINT before the first step"),
+])  # fmt: skip
 def test_ranks_that_were_asked_to_end_have_not_failed(
     codes: dict[int, int], number: signal.Signals, said: str
 ) -> None:

@@ -337,15 +337,10 @@ def test_fused_loss_over_given_items_and_shifted_labels_equals_the_original() ->
     assert report.fallbacks() == ()
 
 
-@pytest.mark.parametrize(
-    "config_of",
-    [
-        lambda model: model.config,
-        lambda model: copy.deepcopy(model.config),
-        lambda model: type(model.config).from_dict(model.config.to_dict()),
-    ],
-    ids=["same", "copy", "saved"],
-)
+@pytest.mark.parametrize("config_of", [
+    lambda model: model.config, lambda model: copy.deepcopy(model.config),
+    lambda model: type(model.config).from_dict(model.config.to_dict()),
+], ids=["same", "copy", "saved"])  # fmt: skip
 def test_fuse_leaves_another_model_of_its_config_alone(config_of: Callable[[Any], Any]) -> None:
     model = build("llama")
     anychip.fuse(model)

@@ -55,15 +55,12 @@ def fakes(environment: Environment) -> Environment:
     return environment
 
 
-@pytest.mark.parametrize(
-    ("arguments", "variable", "expected", "asked_by"),
-    [
-        pytest.param('"one", config="cpu"', "two", "one", "argument", id="argument_beats_all"),
-        pytest.param('config="one"', "two", "two", "environment", id="environment_beats_config"),
-        pytest.param('config="one"', "", "one", "config", id="config_beats_automatic"),
-        pytest.param("", "", "cpu", "automatic", id="automatic_is_cpu"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "variable", "expected", "asked_by"), [
+    pytest.param('"one", config="cpu"', "two", "one", "argument", id="argument_beats_all"),
+    pytest.param('config="one"', "two", "two", "environment", id="environment_beats_config"),
+    pytest.param('config="one"', "", "one", "config", id="config_beats_automatic"),
+    pytest.param("", "", "cpu", "automatic", id="automatic_is_cpu"),
+])  # fmt: skip
 def test_choose_with_several_wishes_takes_the_first_of_the_order(
     fakes: Environment, arguments: str, variable: str, expected: str, asked_by: str
 ) -> None:
@@ -163,13 +160,10 @@ def test_worker_without_a_name_does_not_probe_and_says_what_to_set(
     assert "set ANYCHIP_BACKEND=<name> for all workers" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "variables"),
-    [
-        pytest.param('"one"', {}, id="argument"),
-        pytest.param("", {"ANYCHIP_BACKEND": "one"}, id="environment"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "variables"), [
+    pytest.param('"one"', {}, id="argument"),
+    pytest.param("", {"ANYCHIP_BACKEND": "one"}, id="environment"),
+])  # fmt: skip
 def test_worker_that_is_told_the_name_gets_it_without_a_probe(
     fakes: Environment, arguments: str, variables: dict[str, str]
 ) -> None:

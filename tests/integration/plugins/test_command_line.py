@@ -60,13 +60,10 @@ def test_backends_for_people_shows_each_on_a_line_and_the_choice(fakes: Environm
     assert "to fix absent: plug one in" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("variable", "problem"),
-    [
-        pytest.param("cpuu", "did you mean 'cpu'?", id="unknown"),
-        pytest.param("absent", "backend 'absent' cannot run here", id="cannot_run"),
-    ],
-)
+@pytest.mark.parametrize(("variable", "problem"), [
+    pytest.param("cpuu", "did you mean 'cpu'?", id="unknown"),
+    pytest.param("absent", "backend 'absent' cannot run here", id="cannot_run"),
+])  # fmt: skip
 def test_backends_with_a_wish_that_fails_says_so_and_chooses_nothing(
     fakes: Environment, variable: str, problem: str
 ) -> None:
@@ -162,15 +159,12 @@ def test_doctor_without_a_name_examines_all_and_succeeds(fakes: Environment) -> 
         assert any(line.startswith(name) for line in done.stdout.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "text"),
-    [
-        pytest.param(("doctor", "cpuu"), 2, "did you mean 'cpu'?", id="unknown_backend"),
-        pytest.param(("doctor", "./libacme.so"), 2, "the C ABI is not part of", id="library"),
-        pytest.param(("bckends",), 2, "did you mean 'backends'?", id="unknown_command"),
-        pytest.param(("backends", "--jsn"), 2, "--json", id="unknown_option"),
-    ],
-)
+@pytest.mark.parametrize(("args", "code", "text"), [
+    pytest.param(("doctor", "cpuu"), 2, "did you mean 'cpu'?", id="unknown_backend"),
+    pytest.param(("doctor", "./libacme.so"), 2, "the C ABI is not part of", id="library"),
+    pytest.param(("bckends",), 2, "did you mean 'backends'?", id="unknown_command"),
+    pytest.param(("backends", "--jsn"), 2, "--json", id="unknown_option"),
+])  # fmt: skip
 def test_wrong_use_is_one_message_without_a_traceback(
     fakes: Environment, args: tuple[str, ...], code: int, text: str
 ) -> None:

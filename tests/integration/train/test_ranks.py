@@ -166,17 +166,13 @@ def test_run_goes_on_with_other_ranks_as_if_nothing_had_happened(
     Trained(tmp_path / "out").assert_same(wanted, losses=False)
 
 
-@pytest.mark.parametrize(
-    ("args", "answer"),
-    [
-        (("parallel.pipeline=3",), "do not multiply to the 2 ranks of this job"),
-        (("parallel.data=3",), "parallel.data = 3 and parallel.pipeline = 1 do not multiply"),
-        (("optimizer.stage=3",), "ZeRO stage 3 is not part of this version"),
-        (("--data", "absent.txt"), "absent.txt: No such file or directory"),
-        (("--nproc", "2"), "--nproc starts the ranks itself; leave it out under torchrun"),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize(("args", "answer"), [
+    (("parallel.pipeline=3",), "do not multiply to the 2 ranks of this job"),
+    (("parallel.data=3",), "parallel.data = 3 and parallel.pipeline = 1 do not multiply"),
+    (("optimizer.stage=3",), "ZeRO stage 3 is not part of this version"),
+    (("--data", "absent.txt"), "absent.txt: No such file or directory"),
+    (("--nproc", "2"), "--nproc starts the ranks itself; leave it out under torchrun"),
+], ids=" ".join)  # fmt: skip
 def test_wrong_use_is_a_message_of_every_rank_and_nothing_is_written(
     ranks: Server, tmp_path: Path, args: tuple[str, ...], answer: str
 ) -> None:
@@ -211,15 +207,11 @@ def _write_documents(folder: Path) -> dict[str, Path]:
     return files
 
 
-@pytest.mark.parametrize(
-    ("world_size", "settings", "parts"),
-    [
-        (2, ZERO, 2),
-        (2, ("parallel.pipeline=2", "data.accumulation=4"), 4),
-        (4, (*ZERO, "parallel.pipeline=2"), 2),
-    ],
-    ids=["replicas", "stages", "replicas_of_stages"],
-)
+@pytest.mark.parametrize(("world_size", "settings", "parts"), [
+    (2, ZERO, 2),
+    (2, ("parallel.pipeline=2", "data.accumulation=4"), 4),
+    (4, (*ZERO, "parallel.pipeline=2"), 2),
+], ids=["replicas", "stages", "replicas_of_stages"])  # fmt: skip
 def test_targets_left_out_count_alike_on_all_ranks(
     ranks: Server, tmp_path: Path, world_size: int, settings: tuple[str, ...], parts: int
 ) -> None:

@@ -29,15 +29,11 @@ def test_reset_peak_starts_the_allocator_first(
     assert log == ["init", torch.device("cuda", 0)]
 
 
-@pytest.mark.parametrize(
-    ("raised", "becomes", "words"),
-    [
-        (RuntimeError("CUDA error: out of memory"), torch.OutOfMemoryError, "4096 bytes of page-"),
-        (RuntimeError("CUDA error: invalid argument"), RuntimeError, "invalid argument"),
-        (torch.OutOfMemoryError("torch's own"), torch.OutOfMemoryError, "torch's own"),
-    ],
-    ids=["out of memory", "another error", "torch's own"],
-)
+@pytest.mark.parametrize(("raised", "becomes", "words"), [
+    (RuntimeError("CUDA error: out of memory"), torch.OutOfMemoryError, "4096 bytes of page-"),
+    (RuntimeError("CUDA error: invalid argument"), RuntimeError, "invalid argument"),
+    (torch.OutOfMemoryError("torch's own"), torch.OutOfMemoryError, "torch's own"),
+], ids=["out of memory", "another error", "torch's own"])  # fmt: skip
 def test_pinned_that_the_driver_refuses_is_out_of_memory_with_the_size(
     raised: Exception,
     becomes: type[Exception],

@@ -76,20 +76,12 @@ def test_answer_when_all_devices_are_too_old_advises_nothing() -> None:
     assert (found.status, found.fix) == ("incompatible", None)
 
 
-@pytest.mark.parametrize(
-    ("parts", "problem", "reason"),
-    [
-        ((H200,), None, "1 x NVIDIA H200, native kernels"),
-        ((H200, H200), "not built", "2 x NVIDIA H200, mapped and reference only"),
-        ((SLICE,), None, "1 x NVIDIA H200 MIG 1g.18gb, native kernels"),
-        (
-            (H200._replace(compute_mode="exclusive process"),),
-            None,
-            "1 x NVIDIA H200, native kernels",
-        ),
-    ],
-    ids=["kernels", "no kernels", "slice", "exclusive"],
-)
+@pytest.mark.parametrize(("parts", "problem", "reason"), [
+    ((H200,), None, "1 x NVIDIA H200, native kernels"),
+    ((H200, H200), "not built", "2 x NVIDIA H200, mapped and reference only"),
+    ((SLICE,), None, "1 x NVIDIA H200 MIG 1g.18gb, native kernels"),
+    ((H200._replace(compute_mode="exclusive process"),), None, "1 x NVIDIA H200, native kernels"),
+], ids=["kernels", "no kernels", "slice", "exclusive"])  # fmt: skip
 def test_answer_on_a_machine_that_can_run_it_says_what_serves(
     parts: tuple[Part, ...], problem: str | None, reason: str
 ) -> None:

@@ -39,16 +39,12 @@ def test_backend_communicates_by_hccl_and_records_no_graphs() -> None:
     assert set(made.capabilities) == {"streams", "memory_stats", "memory_peak", "pinned_memory"}
 
 
-@pytest.mark.parametrize(
-    ("torch", "needs", "found"),
-    [
-        ("2.13.0+cpu", "torch==2.13.0.*", Versions("2.13.0+cpu", "2.13.0", "==2.13.0.*", True)),
-        ("2.12.1", "torch==2.13.0.*", Versions("2.12.1", "2.13.0", "==2.13.0.*", False)),
-        ("2.12.1", "numpy", Versions("2.12.1", "2.13.0", "", True)),
-        (None, "torch==2.13.0.*", Versions(None, "2.13.0", "==2.13.0.*", False)),
-    ],
-    ids=["fits", "other torch", "says nothing", "no torch"],
-)
+@pytest.mark.parametrize(("torch", "needs", "found"), [
+    ("2.13.0+cpu", "torch==2.13.0.*", Versions("2.13.0+cpu", "2.13.0", "==2.13.0.*", True)),
+    ("2.12.1", "torch==2.13.0.*", Versions("2.12.1", "2.13.0", "==2.13.0.*", False)),
+    ("2.12.1", "numpy", Versions("2.12.1", "2.13.0", "", True)),
+    (None, "torch==2.13.0.*", Versions(None, "2.13.0", "==2.13.0.*", False)),
+], ids=["fits", "other torch", "says nothing", "no torch"])  # fmt: skip
 def test_versions_are_compared_by_what_the_adapter_demands(
     torch: str | None, needs: str, found: Versions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,14 +34,10 @@ def test_bench_collectives_measures_every_call_at_every_size() -> None:
             assert row.facts[f"{who} GB/s"] > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rounds": 1}, "rounds must be at least 3, got 1"),
-        ({"rounds": 3, "names": ("gather",)}, "no call gather; there are all_reduce, "),
-    ],
-    ids=["rounds", "call"],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"rounds": 1}, "rounds must be at least 3, got 1"),
+    ({"rounds": 3, "names": ("gather",)}, "no call gather; there are all_reduce, "),
+], ids=["rounds", "call"])  # fmt: skip
 def test_bench_collectives_with_a_wrong_argument_is_refused(
     arguments: dict[str, object], message: str
 ) -> None:

@@ -115,17 +115,12 @@ def test_report_of_a_run_can_be_read_back(tmp_path: Path, cpu: Backend) -> None:
     assert set(rates.flops) == cpu.properties().dtypes
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"device": "another"}, r"rates of another \(backend 'cpu'\), and this is"),
-        ({"backend": "acme"}, r"backend 'acme'"),
-        ({"rows": []}, "KeyError: 'copy'"),
-        ({"rows": [{"name": "copy", "facts": {"GB/s": 0.0}}]}, "above 0, got 0.0"),
-        ({"rows": None}, "is not a report of anychip bench device"),
-    ],
-    ids=["device", "backend", "no copy", "zero", "no rows"],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"device": "another"}, r"rates of another \(backend 'cpu'\), and this is"),
+    ({"backend": "acme"}, r"backend 'acme'"), ({"rows": []}, "KeyError: 'copy'"),
+    ({"rows": [{"name": "copy", "facts": {"GB/s": 0.0}}]}, "above 0, got 0.0"),
+    ({"rows": None}, "is not a report of anychip bench device"),
+], ids=["device", "backend", "no copy", "zero", "no rows"])  # fmt: skip
 def test_rates_of_something_else_are_refused(
     tmp_path: Path, cpu: Backend, changed: dict[str, Any], message: str
 ) -> None:

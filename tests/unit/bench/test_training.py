@@ -141,14 +141,10 @@ def test_bench_train_without_deepspeed_says_how_to_get_it(monkeypatch: pytest.Mo
     assert "pip install anychip[bench]" in report.notes[-1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rounds": 2}, "rounds must be at least 3, got 2"),
-        ({"rounds": 3, "names": ("ZeRO-9",)}, "no candidate ZeRO-9; there are no communication"),
-    ],
-    ids=["rounds", "candidate"],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"rounds": 2}, "rounds must be at least 3, got 2"),
+    ({"rounds": 3, "names": ("ZeRO-9",)}, "no candidate ZeRO-9; there are no communication"),
+], ids=["rounds", "candidate"])  # fmt: skip
 def test_bench_train_with_a_wrong_argument_is_refused(
     arguments: dict[str, Any], message: str
 ) -> None:

@@ -45,17 +45,12 @@ def test_elementary_operations_in_float32_stay_within_worst(function: Callable[.
     assert errors.max() > 0.1
 
 
-@pytest.mark.parametrize(
-    ("name", "function", "domain"),
-    [
-        ("exp", np.exp, (-40.0, 40.0)),
-        ("log", np.log, (1e-30, 1e30)),
-        ("sqrt", np.sqrt, (1e-30, 1e30)),
-        ("tanh", np.tanh, (-9.0, 9.0)),
-        ("rsqrt", lambda x: 1 / np.sqrt(x), (1e-30, 1e30)),
-        ("sigmoid", lambda x: 1 / (1 + np.exp(-x)), (-40.0, 40.0)),
-    ],
-)
+@pytest.mark.parametrize(("name", "function", "domain"), [
+    ("exp", np.exp, (-40.0, 40.0)), ("log", np.log, (1e-30, 1e30)),
+    ("sqrt", np.sqrt, (1e-30, 1e30)), ("tanh", np.tanh, (-9.0, 9.0)),
+    ("rsqrt", lambda x: 1 / np.sqrt(x), (1e-30, 1e30)),
+    ("sigmoid", lambda x: 1 / (1 + np.exp(-x)), (-40.0, 40.0)),
+])  # fmt: skip
 def test_functions_of_a_rounded_argument_stay_within_worst(
     name: str, function: Callable[[F32], F32], domain: tuple[float, float]
 ) -> None:

@@ -44,27 +44,21 @@ def test_date_without_quotes_is_a_date() -> None:
     assert parse(text, "here").entries[0].until == datetime.date(2030, 1, 31)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[[unsupported", "not TOML"),
-        ("[[unsuported]]\ncase = 'a'", "unsuported"),
-        ("[unsupported]\ncase = 'a'", "two brackets"),
-        ("[[unsupported]]\ncase = 'a'\nreason = 'b'", "capability"),
-        ("[[unsupported]]\ncase = 'a'\nreason = 'b'\ncapability = 'c'\nuntil = '1'", "until"),
-        ("[[unsupported]]\ncase = 'a'\nreason = ' '\ncapability = 'c'", "reason must be text"),
-        ("[[unsupported]]\ncase = 'a'\nreason = 'b'\ncapability = 'c'", "there are streams, mem"),
-        (
-            "[[unsupported]]\ncase = 'a'\nreason = 'b'\ncapability = 'memory_stat'",
-            "no capability is named 'memory_stat'; did you mean 'memory_stats'?",
-        ),
-        ("[[expected_failure]]\ncase = 'a'\nreason = 'b'", "until"),
-        ("[[expected_failure]]\ncase = 'a'\nreason = 'b'\nuntil = 'soon'", "soon"),
-        ("[[expected_failure]]\ncase = 'a'\nreason = 'b'\nuntil = 3", "a date"),
-        ("[[expected_failure]]\ncase = 'a'\nreason = 'b'\nuntil = '1'\ncrash = 1", "crash"),
-        ("[[expected_failure]]\ncase = 5\nreason = 'b'\nuntil = '1'", "case must be text"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("[[unsupported", "not TOML"), ("[[unsuported]]\ncase = 'a'", "unsuported"),
+    ("[unsupported]\ncase = 'a'", "two brackets"),
+    ("[[unsupported]]\ncase = 'a'\nreason = 'b'", "capability"),
+    ("[[unsupported]]\ncase = 'a'\nreason = 'b'\ncapability = 'c'\nuntil = '1'", "until"),
+    ("[[unsupported]]\ncase = 'a'\nreason = ' '\ncapability = 'c'", "reason must be text"),
+    ("[[unsupported]]\ncase = 'a'\nreason = 'b'\ncapability = 'c'", "there are streams, mem"),
+    ("[[unsupported]]\ncase = 'a'\nreason = 'b'\ncapability = 'memory_stat'",
+     "no capability is named 'memory_stat'; did you mean 'memory_stats'?"),
+    ("[[expected_failure]]\ncase = 'a'\nreason = 'b'", "until"),
+    ("[[expected_failure]]\ncase = 'a'\nreason = 'b'\nuntil = 'soon'", "soon"),
+    ("[[expected_failure]]\ncase = 'a'\nreason = 'b'\nuntil = 3", "a date"),
+    ("[[expected_failure]]\ncase = 'a'\nreason = 'b'\nuntil = '1'\ncrash = 1", "crash"),
+    ("[[expected_failure]]\ncase = 5\nreason = 'b'\nuntil = '1'", "case must be text"),
+])  # fmt: skip
 def test_malformed_list_is_an_error_that_names_the_place(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=r"^mylist\.toml") as error:
         parse(text, "mylist.toml")
@@ -91,17 +85,14 @@ def test_list_of_the_backends_package_is_found(
     assert expectations.load(HonestBackend()).entries == ()
 
 
-@pytest.mark.parametrize(
-    ("until", "version", "today", "overdue"),
-    [
-        (datetime.date(2026, 5, 1), "1.0", datetime.date(2026, 5, 1), False),
-        (datetime.date(2026, 5, 1), "1.0", datetime.date(2026, 5, 2), True),
-        ("1.10", "1.9.3", datetime.date(2026, 5, 1), False),
-        ("1.10", "1.10.0", datetime.date(2026, 5, 1), True),
-        ("1.10", "2.0rc1", datetime.date(2026, 5, 1), True),
-        ("1.10", "not installed", datetime.date(2026, 5, 1), False),
-    ],
-)
+@pytest.mark.parametrize(("until", "version", "today", "overdue"), [
+    (datetime.date(2026, 5, 1), "1.0", datetime.date(2026, 5, 1), False),
+    (datetime.date(2026, 5, 1), "1.0", datetime.date(2026, 5, 2), True),
+    ("1.10", "1.9.3", datetime.date(2026, 5, 1), False),
+    ("1.10", "1.10.0", datetime.date(2026, 5, 1), True),
+    ("1.10", "2.0rc1", datetime.date(2026, 5, 1), True),
+    ("1.10", "not installed", datetime.date(2026, 5, 1), False),
+])  # fmt: skip
 def test_entry_is_overdue_after_its_date_and_at_its_version(
     until: datetime.date | str, version: str, today: datetime.date, overdue: bool
 ) -> None:

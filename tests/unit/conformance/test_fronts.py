@@ -224,20 +224,16 @@ def test_pytest_front_shows_the_explanation_of_a_failure(plugins: Path) -> None:
     assert 'anychip conformance --backend goodchip -k "device/identity"' in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--backend", "goodchip", "--chapter", "serving"], 2, "there is no chapter 'serving'"),
-        (["--backend", "goodchip", "-k", "a and ("], 2, "expected, got"),
-        (["--backend", "goodchip", "--html", "none/x.html"], 2, "there is no folder"),
-        (["--backend", "goodchip", "--junit", "none/x.xml"], 2, "there is no folder"),
-        (["--backend", "goodchip", "verify", "list.toml"], 2, "--backend has no effect"),
-        (["--backend", "goodchip", "--json", "none/x.json"], 2, "there is no folder"),
-        (["--backend", "goodchip", "--expectations", "none.toml"], 2, "none.toml"),
-        (["--backend", "goodship"], 2, "goodchip"),
-        (["--backend", "npu"], 3, "cannot run here"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code", "words"), [
+    (["--backend", "goodchip", "--chapter", "serving"], 2, "there is no chapter 'serving'"),
+    (["--backend", "goodchip", "-k", "a and ("], 2, "expected, got"),
+    (["--backend", "goodchip", "--html", "none/x.html"], 2, "there is no folder"),
+    (["--backend", "goodchip", "--junit", "none/x.xml"], 2, "there is no folder"),
+    (["--backend", "goodchip", "verify", "list.toml"], 2, "--backend has no effect"),
+    (["--backend", "goodchip", "--json", "none/x.json"], 2, "there is no folder"),
+    (["--backend", "goodchip", "--expectations", "none.toml"], 2, "none.toml"),
+    (["--backend", "goodship"], 2, "goodchip"), (["--backend", "npu"], 3, "cannot run here"),
+])  # fmt: skip
 def test_wrong_use_is_one_message_and_the_right_exit_code(
     plugins: Path, arguments: list[str], code: int, words: str
 ) -> None:

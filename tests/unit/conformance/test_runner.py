@@ -96,16 +96,13 @@ def show(report: Report) -> str:
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("error", "outcome", "words"),
-    [
-        (CheckFailedError("1 expected, got 2"), "failed", "1 expected, got 2"),
-        (ZeroDivisionError("division"), "failed", "ZeroDivisionError: division"),
-        (UnsupportedError("no capability 'streams'"), "unsupported", "streams is not declared"),
-        (UnsupportedError("no capability 'memory_stats'"), "failed", "memory_stats"),
-        (UnsupportedError("not today"), "failed", "not today"),
-    ],
-)
+@pytest.mark.parametrize(("error", "outcome", "words"), [
+    (CheckFailedError("1 expected, got 2"), "failed", "1 expected, got 2"),
+    (ZeroDivisionError("division"), "failed", "ZeroDivisionError: division"),
+    (UnsupportedError("no capability 'streams'"), "unsupported", "streams is not declared"),
+    (UnsupportedError("no capability 'memory_stats'"), "failed", "memory_stats"),
+    (UnsupportedError("not today"), "failed", "not today"),
+])  # fmt: skip
 def test_exception_of_a_case_becomes_its_outcome(
     error: Exception, outcome: str, words: str
 ) -> None:
@@ -148,16 +145,13 @@ def test_what_cases_share_starts_once_and_before_the_first_case() -> None:
     assert seen == ["start", "a", "b", "b"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"chapters": ["devices"]}, "did you mean 'device'"),
-        ({"chapters": ["serving"]}, "this version has device, memory"),
-        ({"select": "no_such_word"}, "no case is selected"),
-        ({"select": "rms_norm", "chapters": ["device"]}, "is in chapter operators"),
-        ({"select": "3x128.sweep"}, "at level full"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"chapters": ["devices"]}, "did you mean 'device'"),
+    ({"chapters": ["serving"]}, "this version has device, memory"),
+    ({"select": "no_such_word"}, "no case is selected"),
+    ({"select": "rms_norm", "chapters": ["device"]}, "is in chapter operators"),
+    ({"select": "3x128.sweep"}, "at level full"),
+])  # fmt: skip
 def test_run_without_a_case_is_wrong_use(options: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=r"chapter|case") as error:
         conformance.run(backend(), **options)  # type: ignore[arg-type]

@@ -194,15 +194,11 @@ def test_case_with_an_error_outside_the_bound_cannot_have_passed(written: Docume
         assert statement.verify(signed(written, fields)).holds == holds
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (with_result(CASE, outcome="failed", reason="off"), "its counts are"),
-        (setting(passed=False), "it says passed: False"),
-        (with_result(CASE, call="gelu()"), "it was edited after the run"),
-    ],
-    ids=["outcome", "verdict", "call"],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    (with_result(CASE, outcome="failed", reason="off"), "its counts are"),
+    (setting(passed=False), "it says passed: False"),
+    (with_result(CASE, call="gelu()"), "it was edited after the run"),
+], ids=["outcome", "verdict", "call"])  # fmt: skip
 def test_report_edited_by_hand_does_not_hold(written: Document, change: Change, words: str) -> None:
     changed = copied(written)
     change(changed)
@@ -220,16 +216,11 @@ def test_third_partys_operator_has_to_pass_and_is_not_in_the_list(written: Docum
         assert statement.verify(signed(written, change)).holds == holds
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("no json", "it is not JSON"),
-        ("[]", "schema 3 expected, got []"),
-        ('{"schema": 1}', "schema 3 expected, got 1"),
-        ('{"schema": 3}', "schema 3 expected: KeyError: 'level'"),
-    ],
-    ids=["text", "list", "old", "empty"],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("no json", "it is not JSON"), ("[]", "schema 3 expected, got []"),
+    ('{"schema": 1}', "schema 3 expected, got 1"),
+    ('{"schema": 3}', "schema 3 expected: KeyError: 'level'"),
+], ids=["text", "list", "old", "empty"])  # fmt: skip
 def test_what_is_no_report_is_wrong_use(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "report.json"
     file.write_text(text)

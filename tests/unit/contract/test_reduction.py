@@ -96,14 +96,10 @@ def test_wire_bytes_reach_the_bounds_of_the_literature() -> None:
         wire_nbytes("gather", 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("calls", "odd"),
-    [
-        ({0: "a", 1: "b", 2: "b"}, (0,)),
-        ({0: "a", 1: "b"}, (1,)),
-        ({4: "x", 5: "y", 6: "x", 7: "z"}, (5, 7)),
-    ],
-)
+@pytest.mark.parametrize(("calls", "odd"), [
+    ({0: "a", 1: "b", 2: "b"}, (0,)), ({0: "a", 1: "b"}, (1,)),
+    ({4: "x", 5: "y", 6: "x", 7: "z"}, (5, 7)),
+])  # fmt: skip
 def test_disagreement_names_those_that_differ_from_most(
     calls: dict[int, str], odd: tuple[int, ...]
 ) -> None:

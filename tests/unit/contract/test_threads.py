@@ -229,25 +229,19 @@ def test_abort_and_close_are_told_by_every_later_call() -> None:
     assert all("this rank has closed" in str(error) for error in errors_of(2, closed))
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "told"),
-    [
-        (lambda c: c.all_reduce(torch.ones(4, 4).t()), ValueError, "a contiguous tensor expected"),
-        (lambda c: c.all_reduce(torch.ones(1), "mean"), ValueError, "got 'mean'"),
-        (lambda c: c.all_reduce(torch.ones(1).bool()), UnsupportedError, "torch.bool"),
-        (lambda c: c.all_reduce(torch.ones(1).int(), "avg"), UnsupportedError, "'avg'"),
-        (lambda c: c.broadcast(torch.ones(1), 2), ValueError, "source from 0 to 1 expected, got 2"),
-        (lambda c: c.send(torch.ones(1), c.rank), ValueError, "another rank expected"),
-        (lambda c: c.all_gather(torch.ones(3), torch.ones(1)), ValueError, r"\[1, 1\] elements"),
-        (
-            lambda c: c.reduce_scatter(torch.ones(1), torch.ones(2), sizes=[2, 0]),
-            ValueError,
-            r"\[2, 0\] elements",
-        ),
-        (lambda c: c.all_to_all([torch.ones(1)], [torch.ones(1)]), ValueError, "one tensor per"),
-        (lambda c: c.split([[0]], name="x"), ValueError, "each rank from 0 to 1 once"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "told"), [
+    (lambda c: c.all_reduce(torch.ones(4, 4).t()), ValueError, "a contiguous tensor expected"),
+    (lambda c: c.all_reduce(torch.ones(1), "mean"), ValueError, "got 'mean'"),
+    (lambda c: c.all_reduce(torch.ones(1).bool()), UnsupportedError, "torch.bool"),
+    (lambda c: c.all_reduce(torch.ones(1).int(), "avg"), UnsupportedError, "'avg'"),
+    (lambda c: c.broadcast(torch.ones(1), 2), ValueError, "source from 0 to 1 expected, got 2"),
+    (lambda c: c.send(torch.ones(1), c.rank), ValueError, "another rank expected"),
+    (lambda c: c.all_gather(torch.ones(3), torch.ones(1)), ValueError, r"\[1, 1\] elements"),
+    (lambda c: c.reduce_scatter(torch.ones(1), torch.ones(2), sizes=[2, 0]), ValueError,
+     r"\[2, 0\] elements"),
+    (lambda c: c.all_to_all([torch.ones(1)], [torch.ones(1)]), ValueError, "one tensor per"),
+    (lambda c: c.split([[0]], name="x"), ValueError, "each rank from 0 to 1 once"),
+])  # fmt: skip
 def test_mistake_that_one_rank_can_see_raises_before_anything_is_sent(
     call: Callable[[Communicator], object], error: type[Exception], told: str
 ) -> None:

@@ -41,16 +41,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict
 
 @needs_tools
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-@pytest.mark.parametrize(
-    ("kernel", "problems"),
-    [
-        ("good_vector_kernel", []),
-        ("narrow_vector_kernel", ["no load of 16 bytes", "no store of 16 bytes"]),
-        ("double_kernel", ["float64 instructions"]),
-        ("spilling_kernel", ["bytes of stack", "accesses of local memory"]),
-        ("crowded_kernel", ["occupancy 0."]),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "problems"), [
+    ("good_vector_kernel", []),
+    ("narrow_vector_kernel", ["no load of 16 bytes", "no store of 16 bytes"]),
+    ("double_kernel", ["float64 instructions"]),
+    ("spilling_kernel", ["bytes of stack", "accesses of local memory"]),
+    ("crowded_kernel", ["occupancy 0."]),
+])  # fmt: skip
 def test_kernel_with_one_mistake_is_reported_for_that_alone(
     rows: dict[tuple[str, str], dict[str, object]],
     kernel: str,

@@ -64,29 +64,17 @@ def test_several_threads_of_the_host_run_each_block_once() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    ("scenario", "sentence", "markers"),
-    [
-        ("divergent barrier", "divergent __syncthreads: ", ["first barrier", "second barrier"]),
-        (
-            "deadlock",
-            "deadlock in block (0,0,0), 0 of 64 threads have ended: 32 thread(s)",
-            ["lanes that wait for the warp", "lanes that wait for the block"],
-        ),
-        ("divergent warp operation", "divergent warp operation: ", ["even lanes", "odd lanes"]),
-        (
-            "overlapping masks",
-            "divergent warp operation: ",
-            ["seventeen lanes", "seventeen others"],
-        ),
-        ("caller not in mask", "", ["not lane 31"]),
-        ("width", "", ["width of five"]),
-        ("static shared over", "", ["shared variable"]),
-        ("both shared over", "", ["one variable too many"]),
-        ("endless sleep", "", ["endless sleep"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) and value.islower() else "",
-)
+@pytest.mark.parametrize(("scenario", "sentence", "markers"), [
+    ("divergent barrier", "divergent __syncthreads: ", ["first barrier", "second barrier"]),
+    ("deadlock", "deadlock in block (0,0,0), 0 of 64 threads have ended: 32 thread(s)",
+     ["lanes that wait for the warp", "lanes that wait for the block"]),
+    ("divergent warp operation", "divergent warp operation: ", ["even lanes", "odd lanes"]),
+    ("overlapping masks", "divergent warp operation: ", ["seventeen lanes", "seventeen others"]),
+    ("caller not in mask", "", ["not lane 31"]), ("width", "", ["width of five"]),
+    ("static shared over", "", ["shared variable"]),
+    ("both shared over", "", ["one variable too many"]),
+    ("endless sleep", "", ["endless sleep"]),
+], ids=lambda value: value if isinstance(value, str) and value.islower() else "")  # fmt: skip
 def test_mistake_in_a_kernel_fails_and_names_its_lines(
     scenario: str, sentence: str, markers: list[str], order: str
 ) -> None:
@@ -183,15 +171,12 @@ def test_attributes_are_those_of_the_limits_and_the_settings() -> None:
     assert found.output == "0 cudaSuccess: 7 32 1024 49152 232448"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("order", "backward", "expected forward, reverse, random or warp, got 'backward'"),
-        ("threads", "0", "expected a number from 1 to 256, got '0'"),
-        ("seed", "one", "expected a number from 0 to 18446744073709551615, got 'one'"),
-        ("delayed", "yes", "expected a number from 0 to 1, got 'yes'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "expected"), [
+    ("order", "backward", "expected forward, reverse, random or warp, got 'backward'"),
+    ("threads", "0", "expected a number from 1 to 256, got '0'"),
+    ("seed", "one", "expected a number from 0 to 18446744073709551615, got 'one'"),
+    ("delayed", "yes", "expected a number from 0 to 1, got 'yes'"),
+])  # fmt: skip
 def test_setting_that_is_none_is_an_error(name: str, value: str, expected: str) -> None:
     output = run("plain", "guards", "1024 threads", **{name: value}).output
     assert (

@@ -24,27 +24,21 @@ def _served(**policy: Any) -> list[tuple[str, str]]:
     return [(r.provider, r.kind) for r in anychip.provenance().rows()]
 
 
-@pytest.mark.parametrize(
-    ("policy", "kind"),
-    [
-        pytest.param({}, "native", id="none"),
-        pytest.param({"pin": {"rms_norm": "cpu"}}, "native", id="pin-provider"),
-        pytest.param({"pin": {"rms_norm": "anychip"}}, "native", id="pin-distribution"),
-        pytest.param({"pin": {"rms_norm": "native"}}, "native", id="pin-kind"),
-        pytest.param({"pin": {"rms_norm": LABEL}}, "native", id="pin-label"),
-        pytest.param({"pin": {"rms_norm": "reference"}}, "reference", id="pin-reference"),
-        pytest.param({"forbid": {"rms_norm": ["native"]}}, "reference", id="forbid-list"),
-        pytest.param({"forbid": {"rms_norm": "native"}}, "reference", id="forbid-text"),
-        pytest.param({"forbid": {"rms_norm": ("cpu",)}}, "reference", id="forbid-tuple"),
-        pytest.param({"forbid": {"rms_norm": iter(["cpu"])}}, "reference", id="forbid-iterator"),
-        pytest.param(
-            {"fallback": "strict", "pin": {"rms_norm": "reference"}},
-            "reference",
-            id="strict-pin-reference",
-        ),
-        pytest.param({"fallback": "strict"}, "native", id="strict"),
-    ],
-)
+@pytest.mark.parametrize(("policy", "kind"), [
+    pytest.param({}, "native", id="none"),
+    pytest.param({"pin": {"rms_norm": "cpu"}}, "native", id="pin-provider"),
+    pytest.param({"pin": {"rms_norm": "anychip"}}, "native", id="pin-distribution"),
+    pytest.param({"pin": {"rms_norm": "native"}}, "native", id="pin-kind"),
+    pytest.param({"pin": {"rms_norm": LABEL}}, "native", id="pin-label"),
+    pytest.param({"pin": {"rms_norm": "reference"}}, "reference", id="pin-reference"),
+    pytest.param({"forbid": {"rms_norm": ["native"]}}, "reference", id="forbid-list"),
+    pytest.param({"forbid": {"rms_norm": "native"}}, "reference", id="forbid-text"),
+    pytest.param({"forbid": {"rms_norm": ("cpu",)}}, "reference", id="forbid-tuple"),
+    pytest.param({"forbid": {"rms_norm": iter(["cpu"])}}, "reference", id="forbid-iterator"),
+    pytest.param({"fallback": "strict", "pin": {"rms_norm": "reference"}}, "reference",
+                 id="strict-pin-reference"),
+    pytest.param({"fallback": "strict"}, "native", id="strict"),
+])  # fmt: skip
 def test_policy_decides_who_serves(policy: dict[str, Any], kind: str) -> None:
     assert [k for _, k in _served(**policy)] == [kind]
     assert _served() == [("cpu", "native")]

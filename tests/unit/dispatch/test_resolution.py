@@ -41,15 +41,11 @@ def _misaligned(*shape: int) -> Tensor:
 # the key
 
 
-@pytest.mark.parametrize(
-    ("conditions", "takes", "refuses"),
-    [
-        ({"dtypes": {torch.float32}}, torch.ones(2, 8), torch.ones(2, 8).bfloat16()),
-        ({"contiguous": True}, torch.ones(2, 8), torch.ones(8, 2).t()),
-        ({"alignment": 64}, torch.ones(2, 8), _misaligned(2, 8)),
-    ],
-    ids=["dtype", "layout", "alignment"],
-)
+@pytest.mark.parametrize(("conditions", "takes", "refuses"), [
+    ({"dtypes": {torch.float32}}, torch.ones(2, 8), torch.ones(2, 8).bfloat16()),
+    ({"contiguous": True}, torch.ones(2, 8), torch.ones(8, 2).t()),
+    ({"alignment": 64}, torch.ones(2, 8), _misaligned(2, 8)),
+], ids=["dtype", "layout", "alignment"])  # fmt: skip
 def test_row_is_taken_only_for_keys_it_fits(
     conditions: dict[str, Any],
     takes: Tensor,
@@ -283,20 +279,14 @@ def test_explain_marks_what_a_call_would_take_and_runs_nothing(install: Install)
     assert log == ["mine"]
 
 
-@pytest.mark.parametrize(
-    ("policy", "text"),
-    [
-        ({"pin": {"rms_norm": "reference"}}, "the policy pins rms_norm to 'reference'"),
-        ({"forbid": {"rms_norm": ["cpu"]}}, "the policy forbids 'cpu'"),
-        ({"pin": {"rms_norm": "nobody"}}, "error: rms_norm (forward) is pinned to 'nobody'"),
-        (
-            {"fallback": "strict", "forbid": {"rms_norm": ["native"]}},
-            "error: rms_norm: the policy is strict",
-        ),
-        ({"forbid": {"rms_norm": ["native", "reference"]}}, "the policy forbids the reference"),
-    ],
-    ids=["pin", "forbid", "pin nobody", "strict", "forbid all"],
-)
+@pytest.mark.parametrize(("policy", "text"), [
+    ({"pin": {"rms_norm": "reference"}}, "the policy pins rms_norm to 'reference'"),
+    ({"forbid": {"rms_norm": ["cpu"]}}, "the policy forbids 'cpu'"),
+    ({"pin": {"rms_norm": "nobody"}}, "error: rms_norm (forward) is pinned to 'nobody'"),
+    ({"fallback": "strict", "forbid": {"rms_norm": ["native"]}},
+     "error: rms_norm: the policy is strict"),
+    ({"forbid": {"rms_norm": ["native", "reference"]}}, "the policy forbids the reference"),
+], ids=["pin", "forbid", "pin nobody", "strict", "forbid all"])  # fmt: skip
 def test_explain_gives_the_policys_part(policy: dict[str, Any], text: str) -> None:
     assert text in _explained(**policy)
 

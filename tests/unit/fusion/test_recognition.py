@@ -147,21 +147,16 @@ def model() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "paths"),
-    [
-        ({}, ["first.0", "first.1", "second.0", "second.1"]),
-        ({"only": "norm"}, ["first.0", "second.0"]),
-        ({"only": ["activation", "second.0"]}, ["first.1", "second.0", "second.1"]),
-        ({"only": "second"}, ["second.0", "second.1"]),
-        ({"only": "*.1"}, ["first.1", "second.1"]),
-        ({"skip": "norm"}, ["first.1", "second.1"]),
-        ({"skip": "again"}, ["first.1", "second.0", "second.1"]),
-        ({"only": "first", "skip": "activation"}, ["first.0"]),
-        ({"only": ()}, []),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "paths"), [
+    ({}, ["first.0", "first.1", "second.0", "second.1"]),
+    ({"only": "norm"}, ["first.0", "second.0"]),
+    ({"only": ["activation", "second.0"]}, ["first.1", "second.0", "second.1"]),
+    ({"only": "second"}, ["second.0", "second.1"]),
+    ({"only": "*.1"}, ["first.1", "second.1"]), ({"skip": "norm"}, ["first.1", "second.1"]),
+    ({"skip": "again"}, ["first.1", "second.0", "second.1"]),
+    ({"only": "first", "skip": "activation"}, ["first.0"]),
+    ({"only": ()}, []),
+], ids=str)  # fmt: skip
 def test_fuse_only_and_skip_choose_by_kind_and_path(
     options: dict[str, Any], paths: list[str]
 ) -> None:

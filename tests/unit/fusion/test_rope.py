@@ -180,16 +180,11 @@ def test_fuse_leaves_a_forward_in_a_decorator() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"skip": "rope"}, "skip rope"),
-        ({"skip": "attention"}, "skip attention"),
-        ({"skip": "tables"}, "no module of the model makes"),
-        ({"only": "norm"}, "only norm"),
-    ],
-    ids=["kind", "attention", "tables", "only"],
-)
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"skip": "rope"}, "skip rope"), ({"skip": "attention"}, "skip attention"),
+    ({"skip": "tables"}, "no module of the model makes"),
+    ({"only": "norm"}, "only norm"),
+], ids=["kind", "attention", "tables", "only"])  # fmt: skip
 def test_fuse_leaves_rope_by_choice(options: dict[str, Any], reason: str) -> None:
     report = anychip.fuse(Model(), **options)
     assert report.count() == 0

@@ -95,17 +95,13 @@ def test_hadamard_of_nothing_is_nothing(pin: str) -> None:
     assert ops.hadamard(torch.zeros(3, 0), block=2).shape == (3, 0)
 
 
-@pytest.mark.parametrize(
-    ("shape", "block", "message"),
-    [
-        ((3, 6), None, "the last dim of x must be a power of two, got 6"),
-        ((3, 0), None, "the last dim of x must be a power of two, got 0"),
-        ((3, 6), 3, "block must be a power of two, got 3"),
-        ((3, 6), 4, r"block must divide the last dim of x \(6\), got 4"),
-        ((), None, "at least one dim"),
-    ],
-    ids=["six", "none", "three", "no-divisor", "scalar"],
-)
+@pytest.mark.parametrize(("shape", "block", "message"), [
+    ((3, 6), None, "the last dim of x must be a power of two, got 6"),
+    ((3, 0), None, "the last dim of x must be a power of two, got 0"),
+    ((3, 6), 3, "block must be a power of two, got 3"),
+    ((3, 6), 4, r"block must divide the last dim of x \(6\), got 4"),
+    ((), None, "at least one dim"),
+], ids=["six", "none", "three", "no-divisor", "scalar"])  # fmt: skip
 def test_hadamard_of_a_wrong_length_is_refused(
     shape: tuple[int, ...], block: int | None, message: str
 ) -> None:

@@ -133,19 +133,15 @@ def test_sum_in_pairs_of_nothing_is_zero() -> None:
     assert sum_in_pairs(torch.zeros(2, 0)).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("attrs", "message"),
-    [
-        ({"offsets": [3]}, r"tensor 0: a range of whole blocks of 8 .* got elements 3 to 23 of 23"),
-        ({"offsets": [8], "sizes": [20]}, "got elements 8 to 28 of 20"),
-        ({"offsets": [0], "sizes": [40]}, "got elements 0 to 20 of 40"),
-        ({"offsets": [-8]}, "got elements -8 to 12 of 12"),
-        ({"offsets": [0, 8]}, r"offsets must be as long as the tensors \(1\), got 2"),
-        ({"sizes": []}, r"sizes must be as long as the tensors \(1\), got 0"),
-        ({"block": 12}, "block must be a power of two, got 12"),
-    ],
-    ids=["start", "past-the-end", "end", "negative", "offsets", "sizes", "block"],
-)
+@pytest.mark.parametrize(("attrs", "message"), [
+    ({"offsets": [3]}, r"tensor 0: a range of whole blocks of 8 .* got elements 3 to 23 of 23"),
+    ({"offsets": [8], "sizes": [20]}, "got elements 8 to 28 of 20"),
+    ({"offsets": [0], "sizes": [40]}, "got elements 0 to 20 of 40"),
+    ({"offsets": [-8]}, "got elements -8 to 12 of 12"),
+    ({"offsets": [0, 8]}, r"offsets must be as long as the tensors \(1\), got 2"),
+    ({"sizes": []}, r"sizes must be as long as the tensors \(1\), got 0"),
+    ({"block": 12}, "block must be a power of two, got 12"),
+], ids=["start", "past-the-end", "end", "negative", "offsets", "sizes", "block"])  # fmt: skip
 def test_shards_that_are_not_on_the_grid_are_refused(
     attrs: dict[str, list[int]], message: str
 ) -> None:

@@ -201,23 +201,15 @@ def test_bytes_per_element_are_those_of_the_format() -> None:
     assert 8 * (codes.nbytes + scales.nbytes) / 6400 == 4.5
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: ops.quantize(torch.ones(4), bits=2), "bits must be 8 or 4, got 2"),
-        (lambda: ops.quantize(torch.ones(4), block=0), "block must be at least 1, got 0"),
-        (lambda: ops.quantize(torch.ones(4), torch.tensor([1])), r"rng must be int64\[2\]"),
-        (
-            lambda: ops.dequantize(torch.ones(4).to(torch.int8), torch.ones(1), shape=[5]),
-            r"codes of int8 for shape \(5,\) in blocks of 256 must have shape \(5,\), got \(4,\)",
-        ),
-        (
-            lambda: ops.dequantize(torch.ones(3).to(torch.int8), torch.ones(2), shape=[5], bits=4),
-            r"scales of int4 .* must have shape \(1,\), got \(2,\)",
-        ),
-    ],
-    ids=["bits", "block", "rng", "codes", "scales"],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: ops.quantize(torch.ones(4), bits=2), "bits must be 8 or 4, got 2"),
+    (lambda: ops.quantize(torch.ones(4), block=0), "block must be at least 1, got 0"),
+    (lambda: ops.quantize(torch.ones(4), torch.tensor([1])), r"rng must be int64\[2\]"),
+    (lambda: ops.dequantize(torch.ones(4).to(torch.int8), torch.ones(1), shape=[5]),
+     r"codes of int8 for shape \(5,\) in blocks of 256 must have shape \(5,\), got \(4,\)"),
+    (lambda: ops.dequantize(torch.ones(3).to(torch.int8), torch.ones(2), shape=[5], bits=4),
+     r"scales of int4 .* must have shape \(1,\), got \(2,\)"),
+], ids=["bits", "block", "rng", "codes", "scales"])  # fmt: skip
 def test_wrong_arguments_are_refused(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # type: ignore[operator]

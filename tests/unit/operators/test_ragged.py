@@ -40,16 +40,10 @@ def test_what_was_written_to_is_read_again(reads: Reads) -> None:
     assert len(reads) == 3
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda memory: memory[2:4],
-        lambda memory: memory[:3],
-        lambda memory: memory[::2][:2],
-        lambda memory: memory.view(torch.int32)[:2],
-    ],
-    ids=["elsewhere", "longer", "with gaps", "of another type"],
-)
+@pytest.mark.parametrize("other", [
+    lambda memory: memory[2:4], lambda memory: memory[:3], lambda memory: memory[::2][:2],
+    lambda memory: memory.view(torch.int32)[:2],
+], ids=["elsewhere", "longer", "with gaps", "of another type"])  # fmt: skip
 def test_other_numbers_in_the_same_memory_are_read_too(other: object, reads: Reads) -> None:
     assert callable(other)
     once, memory = ReadOnce(reads), torch.tensor([0, 2, 5, 7])

@@ -17,14 +17,10 @@ def test_pinned_release_is_the_one_for_the_pinned_torch() -> None:
     assert f"torch=={environment.pinned()}" in PINS
 
 
-@pytest.mark.parametrize(
-    ("release", "torch", "left_out"),
-    [
-        (environment.pinned(), environment.pinned(), set[str]()),
-        ("2.12.0.post3", "2.12.0", {"torch", "setuptools", "triton", "cuda", "nvidia"}),
-    ],
-    ids=["pinned", "other"],
-)
+@pytest.mark.parametrize(("release", "torch", "left_out"), [
+    (environment.pinned(), environment.pinned(), set[str]()),
+    ("2.12.0.post3", "2.12.0", {"torch", "setuptools", "triton", "cuda", "nvidia"}),
+], ids=["pinned", "other"])  # fmt: skip
 def test_constraints_of_another_release_leave_out_what_its_torch_decides(
     release: str, torch: str, left_out: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

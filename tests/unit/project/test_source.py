@@ -188,50 +188,32 @@ def test_root_module_exports_no_function_named_like_a_submodule() -> None:
     assert functions & parts == set(), "`import anychip.x` would replace the function anychip.x"
 
 
-@pytest.mark.parametrize(
-    ("rule", "offender"),
-    [
-        (lambda tree: layer_offences(tree, "contract", set()), "from anychip.train import zero"),
-        (
-            lambda tree: layer_offences(tree, "dispatch", {"contract"}),
-            "def f():\n    import anychip.ops",
-        ),
-        (lambda tree: layer_offences(tree, "registry", {"contract"}), "from anychip import use"),
-        (lambda tree: layer_offences(tree, "registry", {"contract"}), "anychip.provenance()"),
-        (lambda tree: layer_offences(tree, "backends", {"contract"}), "import anychip.registry"),
-        (chip_names, "torch.cuda.synchronize()"),
-        (chip_names, "def f(use_npu): pass"),
-        (chip_names, "kind = f'{x}:nccl'"),
-        (chip_names, "class NCCLError: pass"),
-        (chip_names, "import torch_npu"),
-        (long_functions, "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
-    ],
-    ids=lambda value: repr(value)[:40] if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("rule", "offender"), [
+    (lambda tree: layer_offences(tree, "contract", set()), "from anychip.train import zero"),
+    (lambda tree: layer_offences(tree, "dispatch", {"contract"}),
+     "def f():\n    import anychip.ops"),
+    (lambda tree: layer_offences(tree, "registry", {"contract"}), "from anychip import use"),
+    (lambda tree: layer_offences(tree, "registry", {"contract"}), "anychip.provenance()"),
+    (lambda tree: layer_offences(tree, "backends", {"contract"}), "import anychip.registry"),
+    (chip_names, "torch.cuda.synchronize()"), (chip_names, "def f(use_npu): pass"),
+    (chip_names, "kind = f'{x}:nccl'"), (chip_names, "class NCCLError: pass"),
+    (chip_names, "import torch_npu"),
+    (long_functions, "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
+], ids=lambda value: repr(value)[:40] if isinstance(value, str) else "")  # fmt: skip
 def test_rule_with_an_offender_finds_it(
     rule: Callable[[ast.Module], list[str]], offender: str
 ) -> None:
     assert len(rule(ast.parse(offender))) == 1
 
 
-@pytest.mark.parametrize(
-    ("rule", "neighbour"),
-    [
-        (
-            lambda tree: layer_offences(tree, "dispatch", {"contract"}),
-            "from anychip import Backend",
-        ),
-        (
-            lambda tree: layer_offences(tree, "train", FLOOR),
-            "import anychip\nfrom anychip import ops",
-        ),
-        (chip_names, "def f():\n    'like cudaStreamCreate and CUDA streams'"),
-        (lambda tree: layer_offences(tree, "registry", set()), "import anychip; anychip.__file__"),
-        (chip_names, "scan = chips = normal = metallic = 1"),
-        (long_functions, "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),
-    ],
-    ids=lambda value: repr(value)[:40] if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("rule", "neighbour"), [
+    (lambda tree: layer_offences(tree, "dispatch", {"contract"}), "from anychip import Backend"),
+    (lambda tree: layer_offences(tree, "train", FLOOR), "import anychip\nfrom anychip import ops"),
+    (chip_names, "def f():\n    'like cudaStreamCreate and CUDA streams'"),
+    (lambda tree: layer_offences(tree, "registry", set()), "import anychip; anychip.__file__"),
+    (chip_names, "scan = chips = normal = metallic = 1"),
+    (long_functions, "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),
+], ids=lambda value: repr(value)[:40] if isinstance(value, str) else "")  # fmt: skip
 def test_rule_with_what_is_allowed_finds_nothing(
     rule: Callable[[ast.Module], list[str]], neighbour: str
 ) -> None:

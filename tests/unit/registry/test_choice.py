@@ -38,16 +38,10 @@ FASTER = _record("faster", "ready", "accelerator")
 ABSENT = _record("absent", "unavailable")
 
 
-@pytest.mark.parametrize(
-    ("records", "expected"),
-    [
-        ([CPU], "cpu"),
-        ([OTHER_HOST, CPU, ABSENT], "cpu"),
-        ([CPU, FAST, ABSENT], "fast"),
-        ([FAST, OTHER_HOST], "fast"),
-    ],
-    ids=["only_cpu", "another_host", "one_accelerator", "accelerator_without_cpu"],
-)
+@pytest.mark.parametrize(("records", "expected"), [
+    ([CPU], "cpu"), ([OTHER_HOST, CPU, ABSENT], "cpu"), ([CPU, FAST, ABSENT], "fast"),
+    ([FAST, OTHER_HOST], "fast"),
+], ids=["only_cpu", "another_host", "one_accelerator", "accelerator_without_cpu"])  # fmt: skip
 def test_forecast_without_a_name_takes_the_accelerator_else_cpu(
     records: list[BackendRecord], expected: str
 ) -> None:

@@ -7,15 +7,10 @@ import pytest
 from anychip.registry import environment
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"ANYCHIP_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
-        ({"XDG_CACHE_HOME": "/b"}, "/b/anychip"),
-        ({"HOME": "/c"}, "/c/.cache/anychip"),
-    ],
-    ids=["own", "xdg", "home"],
-)
+@pytest.mark.parametrize(("variables", "expected"), [
+    ({"ANYCHIP_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+    ({"XDG_CACHE_HOME": "/b"}, "/b/anychip"), ({"HOME": "/c"}, "/c/.cache/anychip"),
+], ids=["own", "xdg", "home"])  # fmt: skip
 def test_cache_directory_follows_the_variables_in_order(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
 ) -> None:
@@ -60,27 +55,19 @@ def test_worker_is_one_of_several_that_a_launcher_started(
     assert environment.is_worker() is expected
 
 
-@pytest.mark.parametrize(
-    ("told", "expected"),
-    [
-        ("", None),
-        ("WORLD_SIZE=1", None),
-        ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a", None),
-        ("MASTER_ADDR=a MASTER_PORT=1", None),
-        ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", (1, 2, "a", 1, False)),
-        (
-            "RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1 TORCHELASTIC_USE_AGENT_STORE=True",
-            (0, 2, "a", 1, True),
-        ),
-        ("RANK=7", "RANK=7, WORLD_SIZE=(not set)"),
-        ("RANK=0", "RANK=0, WORLD_SIZE=(not set)"),
-        ("WORLD_SIZE=4", "RANK=(not set), WORLD_SIZE=4"),
-        ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "RANK below WORLD_SIZE"),
-        ("RANK=x WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "RANK=x"),
-        ("RANK=1 WORLD_SIZE=2 MASTER_PORT=1", "MASTER_ADDR=(not set)"),
-        ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a", "MASTER_PORT=(not set)"),
-    ],
-)
+@pytest.mark.parametrize(("told", "expected"), [
+    ("", None), ("WORLD_SIZE=1", None), ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a", None),
+    ("MASTER_ADDR=a MASTER_PORT=1", None),
+    ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", (1, 2, "a", 1, False)),
+    ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1 TORCHELASTIC_USE_AGENT_STORE=True",
+     (0, 2, "a", 1, True)),
+    ("RANK=7", "RANK=7, WORLD_SIZE=(not set)"), ("RANK=0", "RANK=0, WORLD_SIZE=(not set)"),
+    ("WORLD_SIZE=4", "RANK=(not set), WORLD_SIZE=4"),
+    ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "RANK below WORLD_SIZE"),
+    ("RANK=x WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "RANK=x"),
+    ("RANK=1 WORLD_SIZE=2 MASTER_PORT=1", "MASTER_ADDR=(not set)"),
+    ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a", "MASTER_PORT=(not set)"),
+])  # fmt: skip
 def test_place_in_a_job_is_whole_or_none_or_named(
     monkeypatch: pytest.MonkeyPatch, told: str, expected: tuple[object, ...] | str | None
 ) -> None:

@@ -123,15 +123,11 @@ def test_files_are_read_one_after_the_other(tmp_path: Path) -> None:
     assert data.decode(tokens) == "ab\ufffd\u00e9"
 
 
-@pytest.mark.parametrize(
-    ("content", "error", "answer"),
-    [
-        (b"", ValueError, "is empty"),
-        (b"ab\0c", ValueError, "is binary: a zero byte at 2"),
-        (None, FileNotFoundError, "file"),
-    ],
-    ids=["empty", "binary", "missing"],
-)
+@pytest.mark.parametrize(("content", "error", "answer"), [
+    (b"", ValueError, "is empty"),
+    (b"ab\0c", ValueError, "is binary: a zero byte at 2"),
+    (None, FileNotFoundError, "file"),
+], ids=["empty", "binary", "missing"])  # fmt: skip
 def test_file_that_is_no_text_is_refused_by_name(
     tmp_path: Path, content: bytes | None, error: type[Exception], answer: str
 ) -> None:

@@ -123,33 +123,25 @@ def test_epoch_is_that_of_the_next_window() -> None:
     assert epochs == [0, 0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("options", "answer"),
-    [
-        ({"rank": 2, "world_size": 2}, "rank must be below world_size 2, got 2"),
-        ({"rank": -1}, "rank must be at least 0, got -1"),
-        ({"world_size": 0}, "world_size must be at least 1, got 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"context": 0}, "context must be at least 1, got 0"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
-        ({"prefetch": -1}, "prefetch must be at least 0, got -1"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
+@pytest.mark.parametrize(("options", "answer"), [
+    ({"rank": 2, "world_size": 2}, "rank must be below world_size 2, got 2"),
+    ({"rank": -1}, "rank must be at least 0, got -1"),
+    ({"world_size": 0}, "world_size must be at least 1, got 0"),
+    ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+    ({"context": 0}, "context must be at least 1, got 0"),
+    ({"seed": -1}, "seed must be at least 0, got -1"),
+    ({"prefetch": -1}, "prefetch must be at least 0, got -1"),
+], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")  # fmt: skip
 def test_number_out_of_its_range_is_refused(options: dict[str, int], answer: str) -> None:
     with pytest.raises(ValueError, match=answer):
         loader(**options)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "got"),
-    [
-        (torch.zeros(100), r"\[100\] torch.float32 on cpu"),
-        (torch.zeros(10, 10, dtype=torch.int64), r"\[10, 10\] torch.int64 on cpu"),
-        (torch.zeros(100, dtype=torch.uint8, device="meta"), r"torch.uint8 on meta"),
-    ],
-    ids=["float", "matrix", "elsewhere"],
-)
+@pytest.mark.parametrize(("tokens", "got"), [
+    (torch.zeros(100), r"\[100\] torch.float32 on cpu"),
+    (torch.zeros(10, 10, dtype=torch.int64), r"\[10, 10\] torch.int64 on cpu"),
+    (torch.zeros(100, dtype=torch.uint8, device="meta"), r"torch.uint8 on meta"),
+], ids=["float", "matrix", "elsewhere"])  # fmt: skip
 def test_tokens_that_are_no_row_of_integers_are_refused(tokens: torch.Tensor, got: str) -> None:
     with pytest.raises(ValueError, match=f"a row of integers on the host expected .* {got}"):
         data.Loader(tokens, context=8, batch_size=1)

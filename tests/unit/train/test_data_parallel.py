@@ -107,16 +107,12 @@ def test_integer_gradients_equal_one_process_at_any_number_of_ranks(
     assert not torch.equal(want.params["offset"], torch.tensor(2.0))
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.lamb(1e-2, weight_decay=0.1)),
-        lambda: optim.lion(1e-3, weight_decay=0.1),
-        lambda: optim.sgd(1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
-        lambda: optim.sgd(1e-2),
-    ],
-    ids=["lamb", "lion", "sgd-nesterov", "sgd-no-state"],
-)
+@pytest.mark.parametrize("rule", [
+    lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.lamb(1e-2, weight_decay=0.1)),
+    lambda: optim.lion(1e-3, weight_decay=0.1),
+    lambda: optim.sgd(1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    lambda: optim.sgd(1e-2),
+], ids=["lamb", "lion", "sgd-nesterov", "sgd-no-state"])  # fmt: skip
 @pytest.mark.parametrize("stage", [1, 2], ids="stage{}".format)
 def test_every_rule_on_shards_equals_it_on_whole_parameters(
     rule: Callable[[], optim.Rule], stage: int

@@ -122,18 +122,11 @@ def test_bpe_of_others_is_loaded_without_what_they_add_or_cut(tmp_path: Path) ->
     assert theirs.encode(["cabcc"])[0].tolist() == [3, 2, 3, 3]
 
 
-@pytest.mark.parametrize(
-    ("content", "answer"),
-    [
-        ("{}", "JSON of `tokenizers` expected"),
-        ("no JSON", "JSON of `tokenizers` expected"),
-        (
-            tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|endoftext|>": 0}, "a")).to_str(),
-            "a BPE model expected, got WordLevel",
-        ),
-    ],
-    ids=["other-json", "text", "word-level"],
-)
+@pytest.mark.parametrize(("content", "answer"), [
+    ("{}", "JSON of `tokenizers` expected"), ("no JSON", "JSON of `tokenizers` expected"),
+    (tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|endoftext|>": 0}, "a")).to_str(),
+     "a BPE model expected, got WordLevel"),
+], ids=["other-json", "text", "word-level"])  # fmt: skip
 def test_file_that_is_no_bpe_is_refused_by_name(tmp_path: Path, content: str, answer: str) -> None:
     (tmp_path / "other.json").write_text(content)
     with pytest.raises(ValueError, match=answer) as caught:

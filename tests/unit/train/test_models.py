@@ -213,17 +213,13 @@ def test_generate_goes_on_past_the_context() -> None:
     assert made.shape == (1, 21)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: GPTConfig(width=30, heads=4), "multiple of heads"),
-        (lambda: GPTConfig(layers=0), "layers must be at least 1, got 0"),
-        (lambda: GPTConfig(dropout=1.0), "dropout"),
-        (lambda: LlamaConfig(heads=4, kv_heads=3), "multiple of kv_heads"),
-        (lambda: LlamaConfig(width=12, heads=4), "even multiple of heads"),
-    ],
-    ids=["width", "layers", "dropout", "kv-heads", "odd-head-dim"],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: GPTConfig(width=30, heads=4), "multiple of heads"),
+    (lambda: GPTConfig(layers=0), "layers must be at least 1, got 0"),
+    (lambda: GPTConfig(dropout=1.0), "dropout"),
+    (lambda: LlamaConfig(heads=4, kv_heads=3), "multiple of kv_heads"),
+    (lambda: LlamaConfig(width=12, heads=4), "even multiple of heads"),
+], ids=["width", "layers", "dropout", "kv-heads", "odd-head-dim"])  # fmt: skip
 def test_config_with_wrong_sizes_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

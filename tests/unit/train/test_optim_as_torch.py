@@ -205,18 +205,14 @@ def test_schedule_sets_the_rate_until_somebody_else_does() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2], ids="stage{}".format)
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True),
-        lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
-        lambda model: model.zero_grad(set_to_none=False),
-        lambda model: model(torch.ones(1, 3)).sum().backward(),
-        lambda model: model.weight.grad.norm(),
-    ],
-    ids=["clip-norm", "clip-foreach", "clip-value", "zero", "backward", "read"],
-)
+@pytest.mark.parametrize("use", [
+    lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True),
+    lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    lambda model: model.zero_grad(set_to_none=False),
+    lambda model: model(torch.ones(1, 3)).sum().backward(),
+    lambda model: model.weight.grad.norm(),
+], ids=["clip-norm", "clip-foreach", "clip-value", "zero", "backward", "read"])  # fmt: skip
 def test_use_of_a_partitioned_gradient_is_an_error_that_says_what_to_call(
     stage: int, use: Callable[[nn.Module], object]
 ) -> None:
@@ -295,17 +291,13 @@ def test_state_of_torch_goes_on_as_in_torch(kind: str) -> None:
     assert_close(mine, exact)
 
 
-@pytest.mark.parametrize(
-    ("peer_of", "rule", "message"),
-    [
-        (partial(torch.optim.AdamW, amsgrad=True), optim.adamw(0.1), "saved with amsgrad=True"),
-        (partial(torch.optim.SGD, maximize=True), optim.sgd(0.1), "saved with maximize=True"),
-        (partial(torch.optim.Adam, weight_decay=0.1), optim.adamw(0.1), "decoupled_weight_decay=F"),
-        (torch.optim.SGD, optim.adamw(0.1), "another rule, with momentum, nesterov; this one has"),
-        (torch.optim.SGD, optim.sgd(half), "no number of steps.*make the rule with a number"),
-    ],
-    ids=["amsgrad", "maximize", "adam", "rule", "schedule"],
-)
+@pytest.mark.parametrize(("peer_of", "rule", "message"), [
+    (partial(torch.optim.AdamW, amsgrad=True), optim.adamw(0.1), "saved with amsgrad=True"),
+    (partial(torch.optim.SGD, maximize=True), optim.sgd(0.1), "saved with maximize=True"),
+    (partial(torch.optim.Adam, weight_decay=0.1), optim.adamw(0.1), "decoupled_weight_decay=F"),
+    (torch.optim.SGD, optim.adamw(0.1), "another rule, with momentum, nesterov; this one has"),
+    (torch.optim.SGD, optim.sgd(half), "no number of steps.*make the rule with a number"),
+], ids=["amsgrad", "maximize", "adam", "rule", "schedule"])  # fmt: skip
 def test_state_of_torch_that_the_rule_cannot_go_on_from_is_refused(
     peer_of: Callable[..., torch.optim.Optimizer], rule: optim.Rule, message: str
 ) -> None:

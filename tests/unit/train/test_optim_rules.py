@@ -55,16 +55,11 @@ def two_groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
 # sgd, against torch
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"momentum": 0.9},
-        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-        {"weight_decay": 0.5},
-    ],
-    ids=["plain", "momentum", "nesterov-decay", "decay"],
-)
+@pytest.mark.parametrize("settings", [
+    {}, {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    {"weight_decay": 0.5},
+], ids=["plain", "momentum", "nesterov-decay", "decay"])  # fmt: skip
 def test_sgd_stays_with_torch_sgd(settings: dict[str, Any]) -> None:
     got = train(optim.sgd(0.05, **settings), two_groups)
     params = [nn.Parameter(p.detach().double()) for p in parameters()]
@@ -157,16 +152,11 @@ def test_lamb_of_a_parameter_that_is_zero_moves_it_by_adams_step() -> None:
     assert param.detach().tolist() == pytest.approx([-0.5, 0.5, -0.5, 0.5], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("rule", "names"),
-    [
-        (optim.sgd(0.1), set()),
-        (optim.sgd(0.1, momentum=0.9), {"momentum_buffer"}),
-        (optim.lion(0.1), {"exp_avg"}),
-        (optim.lamb(0.1), {"exp_avg", "exp_avg_sq"}),
-    ],
-    ids=["sgd", "momentum", "lion", "lamb"],
-)
+@pytest.mark.parametrize(("rule", "names"), [
+    (optim.sgd(0.1), set()),
+    (optim.sgd(0.1, momentum=0.9), {"momentum_buffer"}),
+    (optim.lion(0.1), {"exp_avg"}), (optim.lamb(0.1), {"exp_avg", "exp_avg_sq"}),
+], ids=["sgd", "momentum", "lion", "lamb"])  # fmt: skip
 def test_rule_keeps_the_state_that_it_needs(rule: optim.Rule, names: set[str]) -> None:
     state = rule.init(torch.ones(3, 4, dtype=torch.bfloat16))
     assert state.keys() == names
@@ -215,18 +205,14 @@ def test_adamw_in_8_bits_gives_groups_their_rate_and_decay() -> None:
     assert torch.equal(got[1], alone(0.05, 0.0)[1])
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: optim.sgd(0.1, momentum=1.0), "momentum must be at least 0 and below 1, got 1.0"),
-        (lambda: optim.sgd(0.1, nesterov=True), "nesterov needs a momentum"),
-        (lambda: optim.sgd(-0.1), "learning rate"),
-        (lambda: optim.lion(float("inf")), "learning rate"),
-        (lambda: optim.lamb(float("nan")), "learning rate"),
-        (lambda: optim.adamw(0.1, states="int8"), "one of float32, 8bit, got 'int8'"),
-    ],
-    ids=["momentum", "nesterov", "negative", "infinite", "nan", "states"],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: optim.sgd(0.1, momentum=1.0), "momentum must be at least 0 and below 1, got 1.0"),
+    (lambda: optim.sgd(0.1, nesterov=True), "nesterov needs a momentum"),
+    (lambda: optim.sgd(-0.1), "learning rate"),
+    (lambda: optim.lion(float("inf")), "learning rate"),
+    (lambda: optim.lamb(float("nan")), "learning rate"),
+    (lambda: optim.adamw(0.1, states="int8"), "one of float32, 8bit, got 'int8'"),
+], ids=["momentum", "nesterov", "negative", "infinite", "nan", "states"])  # fmt: skip
 def test_rule_with_wrong_settings_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -50,18 +50,14 @@ def trained(comm: Communicator, settings: list[str], out: Path, steps: int) -> S
     )
 
 
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
-    [
-        (1, ["optimizer.kind=lion"]),
-        (2, ["optimizer.stage=0", "optimizer.kind=sgd"]),
-        (3, ["optimizer.stage=1", "model.kind=llama"]),
-        (2, ["optimizer.stage=2", "optimizer.states=8bit"]),
-        (2, ["parallel.pipeline=2", "data.accumulation=3", "run.precision=bf16"]),
-        (4, ["parallel.pipeline=2", "optimizer.stage=2", "data.accumulation=2"]),
-    ],
-    ids=["one", "replicas", "stage1", "states_8bit", "pipeline", "replicas_of_stages"],
-)
+@pytest.mark.parametrize(("world_size", "settings"), [
+    (1, ["optimizer.kind=lion"]),
+    (2, ["optimizer.stage=0", "optimizer.kind=sgd"]),
+    (3, ["optimizer.stage=1", "model.kind=llama"]),
+    (2, ["optimizer.stage=2", "optimizer.states=8bit"]),
+    (2, ["parallel.pipeline=2", "data.accumulation=3", "run.precision=bf16"]),
+    (4, ["parallel.pipeline=2", "optimizer.stage=2", "data.accumulation=2"]),
+], ids=["one", "replicas", "stage1", "states_8bit", "pipeline", "replicas_of_stages"])  # fmt: skip
 def test_plan_is_what_the_run_is(tmp_path: Path, world_size: int, settings: list[str]) -> None:
     settings = [*TINY, *settings]
     plan = planning.plan(config.load(None, settings), anychip.use("cpu"), world_size)
@@ -99,17 +95,13 @@ def sent_to_replicas(plan: planning.Plan, one: Seen, three: Seen) -> float:
     return float(sum(wire_nbytes(call, step[call] // 2, replicas) for call in calls))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["parallel.pipeline=9"], "from 1 to 6 stages of 6 layers, got 9"),
-        (["parallel.pipeline=2", "--nproc", "3"], "do not multiply to the 3 ranks of this job"),
-        (["optimizer.stage=3"], "ZeRO stage 3 is not part of this version"),
-        (["model.heads=3"], "width must be a multiple of heads"),
-        (["model.widht=3"], "widht"),
-    ],
-    ids=["stages", "ranks", "zero", "model", "name"],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    (["parallel.pipeline=9"], "from 1 to 6 stages of 6 layers, got 9"),
+    (["parallel.pipeline=2", "--nproc", "3"], "do not multiply to the 3 ranks of this job"),
+    (["optimizer.stage=3"], "ZeRO stage 3 is not part of this version"),
+    (["model.heads=3"], "width must be a multiple of heads"),
+    (["model.widht=3"], "widht"),
+], ids=["stages", "ranks", "zero", "model", "name"])  # fmt: skip
 def test_plan_of_what_cannot_be_says_what_training_says(
     capsys: pytest.CaptureFixture[str], settings: list[str], message: str
 ) -> None:

@@ -87,16 +87,10 @@ def test_cut_has_the_largest_smallest_part_that_any_partition_has(
     assert smallest == best(0, world_size)
 
 
-@pytest.mark.parametrize(
-    ("numels", "max_numel", "want"),
-    [
-        ([5, 5, 5], 10, [[2, 1], [0]]),
-        ([5, 50, 5], 10, [[2], [1], [0]]),
-        ([0, 10, 0], 10, [[2, 1, 0]]),
-        ([], 10, []),
-    ],
-    ids=["fills", "larger-than-a-bucket", "empty-parameters", "none"],
-)
+@pytest.mark.parametrize(("numels", "max_numel", "want"), [
+    ([5, 5, 5], 10, [[2, 1], [0]]), ([5, 50, 5], 10, [[2], [1], [0]]),
+    ([0, 10, 0], 10, [[2, 1, 0]]), ([], 10, []),
+], ids=["fills", "larger-than-a-bucket", "empty-parameters", "none"])  # fmt: skip
 def test_fill_goes_from_the_last_parameter_to_the_first(
     numels: list[int], max_numel: int, want: list[list[int]]
 ) -> None:

@@ -18,14 +18,10 @@ def test_mesh_coordinates_count_like_numpy_with_the_last_axis_fastest() -> None:
         assert int(order[place]) == rank
 
 
-@pytest.mark.parametrize(
-    ("axis", "wanted"),
-    [
-        ("data", [[0, 3], [1, 4], [2, 5]]),
-        ("tensor", [[0], [1], [2], [3], [4], [5]]),
-        ("pipeline", [[0, 1, 2], [3, 4, 5]]),
-    ],
-)
+@pytest.mark.parametrize(("axis", "wanted"), [
+    ("data", [[0, 3], [1, 4], [2, 5]]), ("tensor", [[0], [1], [2], [3], [4], [5]]),
+    ("pipeline", [[0, 1, 2], [3, 4, 5]]),
+])  # fmt: skip
 def test_mesh_groups_along_an_axis_are_these(axis: str, wanted: list[list[int]]) -> None:
     assert groups(SIZES, axis) == wanted
 
@@ -55,17 +51,13 @@ def test_mesh_of_one_rank_has_every_axis() -> None:
     assert "data 0 of 1" in repr(mesh)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"data": 2, "pipeline": 3}, "data 2 x pipeline 3 = 6 ranks, and this job has 1 rank"),
-        ({"data": 2, "pipeline": 1}, "start 2 ranks, or write data = 1"),
-        ({"data": 0}, "axis 'data' must be at least 1, got 0"),
-        ({"data": True}, "axis 'data' must be at least 1, got True"),
-        ({}, "at least one axis expected"),
-    ],
-    ids=["too-many", "advice", "zero", "bool", "empty"],
-)
+@pytest.mark.parametrize(("sizes", "message"), [
+    ({"data": 2, "pipeline": 3}, "data 2 x pipeline 3 = 6 ranks, and this job has 1 rank"),
+    ({"data": 2, "pipeline": 1}, "start 2 ranks, or write data = 1"),
+    ({"data": 0}, "axis 'data' must be at least 1, got 0"),
+    ({"data": True}, "axis 'data' must be at least 1, got True"),
+    ({}, "at least one axis expected"),
+], ids=["too-many", "advice", "zero", "bool", "empty"])  # fmt: skip
 def test_mesh_with_sizes_that_do_not_fit_says_what_would(
     sizes: dict[str, int], message: str
 ) -> None:

@@ -435,18 +435,15 @@ def wrong(case: str, comm: Communicator) -> None:
         pipeline.run(torch.ones(8, 3), torch.zeros(8, 3))
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("batch", "tokens of a batch that 2 microbatches divide expected, got 5 rows"),
-        ("no-tokens", "stage 0 of 2.: tokens expected on this stage, got None"),
-        ("loss-is-no-scalar", r"a 0-dim loss expected of the last stage, got \(2, 3\)"),
-        ("output-is-a-tuple", "one floating-point tensor expected as output, got tuple"),
-        ("input-not-used", "stage 1 of 2.: its output does not depend on its input"),
-        ("schedules-differ", "rank 1 and rank 0 have different schedules"),
-        ("another-shape", r"an output of \(2, 3\) torch.float32 expected, .* got \(4, 3\)"),
-    ],
-)
+@pytest.mark.parametrize(("case", "message"), [
+    ("batch", "tokens of a batch that 2 microbatches divide expected, got 5 rows"),
+    ("no-tokens", "stage 0 of 2.: tokens expected on this stage, got None"),
+    ("loss-is-no-scalar", r"a 0-dim loss expected of the last stage, got \(2, 3\)"),
+    ("output-is-a-tuple", "one floating-point tensor expected as output, got tuple"),
+    ("input-not-used", "stage 1 of 2.: its output does not depend on its input"),
+    ("schedules-differ", "rank 1 and rank 0 have different schedules"),
+    ("another-shape", r"an output of \(2, 3\) torch.float32 expected, .* got \(4, 3\)"),
+])  # fmt: skip
 def test_pipeline_used_wrongly_says_what_was_expected(case: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_ranks(2, lambda comm: wrong(case, comm), timeout_s=30)

@@ -122,15 +122,11 @@ def test_simulate_of_a_deadlock_names_it() -> None:
         simulate(parse("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1"))
 
 
-@pytest.mark.parametrize(
-    ("costs", "message"),
-    [
-        (Costs(forward=[1, 2, 3]), "forward costs of 2 stages expected, got 3"),
-        (Costs(backward=-1), "backward costs of at least 0 expected, got -1"),
-        (Costs(message=-0.5), "message costs of at least 0 expected, got -0.5"),
-    ],
-    ids=["count", "negative", "message"],
-)
+@pytest.mark.parametrize(("costs", "message"), [
+    (Costs(forward=[1, 2, 3]), "forward costs of 2 stages expected, got 3"),
+    (Costs(backward=-1), "backward costs of at least 0 expected, got -1"),
+    (Costs(message=-0.5), "message costs of at least 0 expected, got -0.5"),
+], ids=["count", "negative", "message"])  # fmt: skip
 def test_simulate_with_costs_that_do_not_fit_says_so(costs: Costs, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simulate(gpipe(2, 2), costs)

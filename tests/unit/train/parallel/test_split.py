@@ -68,15 +68,11 @@ def test_partition_of_floats_is_even() -> None:
     assert partition([0.1] * 8, 4) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
 
 
-@pytest.mark.parametrize(
-    ("costs", "stages", "message"),
-    [
-        ([1, 2], 3, "from 1 to 2 stages of 2 layers, got 3"),
-        ([1, 2], 0, "from 1 to 2 stages of 2 layers, got 0"),
-        ([1, -2], 1, "costs of at least 0 expected"),
-    ],
-    ids=["too-many", "none", "negative"],
-)
+@pytest.mark.parametrize(("costs", "stages", "message"), [
+    ([1, 2], 3, "from 1 to 2 stages of 2 layers, got 3"),
+    ([1, 2], 0, "from 1 to 2 stages of 2 layers, got 0"),
+    ([1, -2], 1, "costs of at least 0 expected"),
+], ids=["too-many", "none", "negative"])  # fmt: skip
 def test_partition_that_cannot_be_says_why(costs: list[int], stages: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         partition(costs, stages)

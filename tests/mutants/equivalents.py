@@ -32,7 +32,14 @@ def load(path: Path = FILE) -> dict[Identity, Equivalent]:
         ValueError: an entry lacks something, or stands there twice.
     """
     found: dict[Identity, Equivalent] = {}
-    for number, row in enumerate(tomlkit.parse(path.read_text("utf-8")).unwrap()["equivalent"], 1):
+    files = tomlkit.parse(path.read_text("utf-8")).unwrap()
+    rows = [
+        {"file": file, "function": function, **row}
+        for file, functions in files.items()
+        for function, own in functions.items()
+        for row in own
+    ]
+    for number, row in enumerate(rows, 1):
         missing = {*KEYS, "reason"} ^ {*row, "occurrence"}
         if missing or not row["reason"].endswith("."):
             raise ValueError(
@@ -60,9 +67,9 @@ def check_fresh(listed: Iterable[Identity], mutants: Iterable[Mutant]) -> None:
 def stanza(mutant: Mutant) -> str:
     """An entry for a mutant, with the argument left to be written."""
     row = tomlkit.table()
-    for key in KEYS:
+    for key in KEYS[2:]:
         value = getattr(mutant, key)
         if key != "occurrence" or value:
             row.add(key, value)
     row.add("reason", "")
-    return f"[[equivalent]]\n{tomlkit.dumps(row)}"
+    return f'[["{mutant.file}"."{mutant.function}"]]\n{tomlkit.dumps(row)}'

@@ -1,5 +1,5 @@
 // Everything that a kernel file needs instead of CUDA's headers, to be compiled by a C++17
-// compiler. README.md says how the emulator works and what it finds.
+// compiler. docs/cuda-emulator.md says how the emulator works and what it finds.
 #pragma once
 
 #include "atomics.h"

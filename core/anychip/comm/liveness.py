@@ -186,15 +186,15 @@ class Liveness:
 
     def _greet(self, end: socket.socket) -> None:
         """Shows rank 0 who calls, and has it shown who answers."""
-        mine, theirs = secrets.token_bytes(frames.NONCE_NBYTES), b""
-        end.sendall(mine)
-        while len(theirs) < frames.NONCE_NBYTES:
-            theirs += _received(end, frames.NONCE_NBYTES - len(theirs))
-        made = frames.keys(self._secret, (theirs, mine), is_rank_0=False)
-        reader, answer = frames.Reader(made.incoming), None
-        peer = _Peer(end, 0, reader=reader)
-        self._add(peer, made.outgoing)
+        mine, theirs, answer = secrets.token_bytes(frames.NONCE_NBYTES), b"", None
+        peer = _Peer(end, 0)
         try:
+            end.sendall(mine)
+            while len(theirs) < frames.NONCE_NBYTES:
+                theirs += _received(end, frames.NONCE_NBYTES - len(theirs))
+            made = frames.keys(self._secret, (theirs, mine), is_rank_0=False)
+            peer.reader = reader = frames.Reader(made.incoming)
+            self._add(peer, made.outgoing)
             while answer is None:
                 answer = reader.feed(_received(end, reader.wanted), (0,))
         except (OSError, ValueError):
@@ -242,11 +242,10 @@ class Liveness:
 
     def _judge(self, now: float) -> None:
         """Gives up ranks that are silent, do not get on or have not come, and strangers."""
-        # A rank that was itself stopped, or busy in native code, blames nobody.
-        was_away, self._judged = now - self._judged > self.heartbeat_s / 2, now
+        # Time in which this rank was itself stopped, or held by native code, is nobody's silence.
+        away, self._judged = max(0.0, now - self._judged - 2 * self._interval), now
         for peer in list(self._peers.values()):
-            if was_away:
-                peer.heard = peer.turned = now
+            peer.heard, peer.turned = min(now, peer.heard + away), min(now, peer.turned + away)
             what, limit_s = "", self.heartbeat_s * peer.patience
             if now - peer.heard > limit_s:
                 what = (

@@ -232,28 +232,20 @@ def _owner_by_probe(device_type: str) -> Backend:
 def _weighed(record: BackendRecord, chosen: BackendRecord | None, why: str) -> Candidate:
     """What became of a record in a choice among all of them."""
     if record is not chosen:
-        why = record.reason
-        if record.status == "ready":
-            why = f"another one was chosen; {record.reason}"
-    return Candidate(
-        name=record.name,
-        accepted=record is chosen,
-        why=why,
-        status=record.status,
-        distribution=record.distribution,
-        version=record.version,
-    )
+        other = "another one was chosen; " if record.status == "ready" else ""
+        why = other + record.reason
+    return replace(_candidate(record, record is chosen, why), status=record.status)
 
 
-def _candidate(plugin: Plugin, accepted: bool, why: str) -> Candidate:
+def _candidate(found: Plugin | BackendRecord, accepted: bool, why: str) -> Candidate:
     """A plugin in a choice that did not look at the others."""
     return Candidate(
-        name=plugin.name,
+        name=found.name,
         accepted=accepted,
         why=why,
         status="ready" if accepted else None,
-        distribution=plugin.distribution,
-        version=plugin.version,
+        distribution=found.distribution,
+        version=found.version,
     )
 
 

@@ -11,9 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
-import stat
 import sys
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
@@ -24,23 +22,20 @@ from anychip.contract import API_VERSION, Probe
 from anychip.registry.discovery import Plugin
 
 
-def surroundings() -> dict[str, Any]:
+def surroundings() -> list[Any]:
     """What the answers of all plugins depend on, as JSON values."""
-    return {
-        "anychip": [anychip.__version__, list(API_VERSION)],
-        "python": [sys.executable, sys.version],
-        "installed": _installed(),
-    }
+    python = [sys.executable, sys.version]
+    return [anychip.__version__, list(API_VERSION), *python, _installed()]
 
 
-def fingerprint(plugin: Plugin, around: dict[str, Any]) -> str:
-    """A hash of everything that the plugin's answer depends on."""
-    facts = {
-        "plugin": [plugin.name, plugin.module, plugin.distribution, plugin.version],
-        "record": _record(plugin.distribution),
-        "files": sorted(_files(plugin.module)),
-        "around": around,
-    }
+def fingerprint(plugin: Plugin, around: list[Any]) -> str:
+    """A hash of everything that the plugin's answer depends on, but for what it names itself."""
+    origin = [plugin.name, plugin.module, plugin.distribution, plugin.version]
+    files = [(str(path), _status(path)) for path in sorted(_files(plugin.module))]
+    return _hash([origin, _record(plugin.distribution), files, around])
+
+
+def _hash(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -52,7 +47,7 @@ def state(probe: Probe) -> str:
             facts[name] = [(path, _status(Path(path))) for path in sorted(glob.glob(name))]
         else:
             facts[name] = {k: v for k, v in os.environ.items() if fnmatchcase(k, name)}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return _hash(facts)
 
 
 def _status(path: Path) -> tuple[int, ...] | None:
@@ -84,23 +79,17 @@ def _record(distribution: str) -> str:
         return ""
 
 
-def _files(module: str) -> Iterator[tuple[str, int, int]]:
-    """Path, size and time of the files of a plugin's top-level package: it may be editable."""
+def _files(module: str) -> list[Path]:
+    """The files of a plugin's top-level package: it may be editable."""
     top_level = module.partition(":")[0].partition(".")[0]
     try:
         found = importlib.util.find_spec(top_level)
     except (ImportError, ValueError):
         found = None
     if found is None:
-        return
+        return []
     roots = list(found.submodule_search_locations or [])
-    paths = [Path(found.origin)] if found.origin and not roots else []
-    for root in roots:
-        paths += [path for path in Path(root).rglob("*") if "__pycache__" not in path.parts]
-    for path in paths:
-        try:
-            status = path.stat()
-        except OSError:
-            continue
-        if stat.S_ISREG(status.st_mode):
-            yield str(path), status.st_size, status.st_mtime_ns
+    if not roots:
+        return [Path(found.origin)] if found.origin else []
+    every = [path for root in roots for path in Path(root).rglob("*")]
+    return [path for path in every if "__pycache__" not in path.parts and path.is_file()]

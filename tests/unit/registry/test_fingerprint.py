@@ -29,12 +29,12 @@ def test_fingerprint_follows_the_files_of_a_package(
         distribution="plugin-of-test",
         version="1",
     )
-    first = fingerprint.fingerprint(plugin, {})
-    assert fingerprint.fingerprint(plugin, {}) == first
-    assert fingerprint.fingerprint(plugin, {"installed": ["another"]}) != first
+    first = fingerprint.fingerprint(plugin, [])
+    assert fingerprint.fingerprint(plugin, []) == first
+    assert fingerprint.fingerprint(plugin, ["another"]) != first
     os.utime(library, ns=(1, 1))
-    second = fingerprint.fingerprint(plugin, {})
+    second = fingerprint.fingerprint(plugin, [])
     assert second != first
     (package / "__pycache__").mkdir()
     (package / "__pycache__" / "x.pyc").write_text("")
-    assert fingerprint.fingerprint(plugin, {}) == second
+    assert fingerprint.fingerprint(plugin, []) == second

@@ -105,36 +105,31 @@ def _quiet(*_: Any, **__: Any) -> None:
 
 CATALOGUE: tuple[Wrong, ...] = (
     wrong_device(
-        "current-device-is-text",
-        "wrong type of a result",
+        "current-device-is-text", "wrong type of a result",
         current_device=lambda self: f"cpu:{getattr(self.thread, 'index', 0)}",
         check_index=_any_index,
     ),
     wrong_device("index-out-of-range", "missing check of an index", check_index=_any_index),
     wrong_device(
-        "index-wraps", "an index out of range means another device", check_index=_wrap_around
+        "index-wraps", "an index out of range means another device", check_index=_wrap_around,
     ),
     wrong_device(
-        "current-device-of-all-threads",
-        "process-wide state where it must be per thread",
-        current_device=lambda self: _OneForAllThreads.index,
-        set_device=_set_for_all_threads,
+        "current-device-of-all-threads", "process-wide state where it must be per thread",
+        current_device=lambda self: _OneForAllThreads.index, set_device=_set_for_all_threads,
     ),
     wrong_device("query-moves-device", "a query with a side effect", properties=_moving_properties),
     wrong_device("memory-is-float", "wrong type of a result", properties=_text_properties),
     wrong_device("undeclared-stream-is-none", "a quiet no-op for what is not there", stream=_quiet),
     wrong_device("one-device-too-many", "count off by one", device_count=lambda self: DEVICES + 1),
     wrong_device(
-        "probe-says-unavailable",
-        "two answers to one question",
+        "probe-says-unavailable", "two answers to one question",
         probe=lambda self: Probe.unavailable("no device"),
     ),
     replace(
         wrong_device(
-            "compile-backend-unknown", "a name that nobody knows", compile_backend="inductor2"
+            "compile-backend-unknown", "a name that nobody knows", compile_backend="inductor2",
         ),
-        level="full",
-        select="compile",
+        level="full", select="compile",
     ),
     wrong_device("identity-changes", "two answers to one question", identity=_counted_identity),
     wrong_device("properties-of-the-first-only", "state of one device", properties=_first_only),
@@ -144,26 +139,22 @@ CATALOGUE: tuple[Wrong, ...] = (
     wrong_device("integers-among-floats", "a claim that is too wide", properties=_with_integers),
     wrong_device("rate-of-zero", "0 for unknown", properties=_rate_of_nothing),
     wrong_device(
-        "peak-without-statistics", "a claim that is too wide", capabilities={"memory_peak": 1}
+        "peak-without-statistics", "a claim that is too wide", capabilities={"memory_peak": 1},
     ),
     wrong_device("version-is-true", "wrong type of a value", capabilities={"memory_stats": True}),
     wrong_device("version-of-tomorrow", "incompatible, and says nothing", api=(1, 99)),
     wrong_device(
-        "set-device-returns-it",
-        "wrong type of a result",
+        "set-device-returns-it", "wrong type of a result",
         set_device=lambda self, index: HonestBackend.set_device(self, index) or index,
     ),
     wrong_device("row-of-no-operator", "a name that nobody knows", operators=_one_row("soft_max")),
     wrong_device(
-        "limit-of-no-size",
-        "a name that nobody knows",
+        "limit-of-no-size", "a name that nobody knows",
         operators=_one_row("rms_norm", limits={"width": range(1, 9)}),
     ),
     wrong_device("refused-index-stays", "an error that changes", set_device=_moves_and_refuses),
     Wrong(
-        name="device-of-a-thread-that-has-ended",
-        bug="state kept by a number that is used again",
-        chapter="device",
-        make=ByNumberOfThread,
+        name="device-of-a-thread-that-has-ended", bug="state kept by a number that is used again",
+        chapter="device", make=ByNumberOfThread,
     ),
-)
+)  # fmt: skip

@@ -124,27 +124,20 @@ CATALOGUE: tuple[Wrong, ...] = (
     wrong("replay-does-nothing", "a quiet no-op", "graphs", graph_type=ReplaysNothing),
     wrong("replay-only-once", "stale state", "graphs/replay", graph_type=ReplaysOnce),
     wrong(
-        "replay-calls-anew",
-        "result that is not written in place",
-        "graphs/replay",
+        "replay-calls-anew", "result that is not written in place", "graphs/replay",
         graph_type=CallsAnew,
     ),
     wrong("recording-runs", "a query with a side effect", "recording", tape_type=RunsWhileRecorded),
     wrong("recording-lacks-the-last", "dropped tail", "graphs/replay", graph_type=ForgetsTheLast),
     wrong("inputs-as-they-were", "stale copy", "graphs/replay", recorder_type=InputsAsTheyWere),
     wrong(
-        "kernels-are-not-recorded",
-        "kernel on another stream",
-        "graphs/replay",
+        "kernels-are-not-recorded", "kernel on another stream", "graphs/replay",
         recorder_type=OursRunAtOnce,
     ),
     wrong("one-pool-of-all-graphs", "workspace shared", "graphs/apart", recorder_type=OnePool),
     wrong("block-per-replay", "leak", "graphs/memory", graph_type=KeepsABlock),
     wrong(
-        "replay-on-its-own-stream",
-        "kernel on another stream",
-        "graph",
-        chapter="streams",
+        "replay-on-its-own-stream", "kernel on another stream", "graph", chapter="streams",
         graph_type=OnItsOwnStream,
     ),
-)
+)  # fmt: skip

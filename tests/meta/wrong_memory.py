@@ -355,16 +355,11 @@ _MEMORIES = tuple(
 CATALOGUE: tuple[Wrong, ...] = (
     *_MEMORIES,
     Wrong(
-        name="copy-made-when-asked",
-        bug="a call that begins too late",
-        chapter="memory",
+        name="copy-made-when-asked", bug="a call that begins too late", chapter="memory",
         make=_copies_when_asked,
     ),
     Wrong(
-        name="copy-cut-off",
-        bug="missing check of an argument",
-        chapter="errors",
-        select="methods",
+        name="copy-cut-off", bug="missing check of an argument", chapter="errors", select="methods",
         make=wrong_memory("copy-cut-off", "", CopyOfTheFirstPart).make,
     ),
-)
+)  # fmt: skip

@@ -159,27 +159,15 @@ def _made(operator: str, change: Callable[..., Any]) -> Callable[[], Backend]:
 CATALOGUE: tuple[Wrong, ...] = (
     *(entry for entry in globals().values() if isinstance(entry, Wrong)),
     Wrong(
-        name="weight-packed-once",
-        bug="cache by address",
-        chapter="operators",
-        select="/linear/fp32/rule",
-        make=_made("linear", _packed),
-        twin=HonestRows,
+        name="weight-packed-once", bug="cache by address", chapter="operators",
+        select="/linear/fp32/rule", make=_made("linear", _packed), twin=HonestRows,
     ),
     Wrong(
-        name="weight-packed-once",
-        bug="cache by address",
-        chapter="training",
-        select="momentum",
-        make=_made("linear", _packed),
-        twin=HonestRows,
+        name="weight-packed-once", bug="cache by address", chapter="training", select="momentum",
+        make=_made("linear", _packed), twin=HonestRows,
     ),
     Wrong(
-        name="right-on-the-first-device-only",
-        bug="state of one device",
-        chapter="device",
-        select="operators",
-        make=_OnOneDevice,
-        twin=HonestRows,
+        name="right-on-the-first-device-only", bug="state of one device", chapter="device",
+        select="operators", make=_OnOneDevice, twin=HonestRows,
     ),
-)
+)  # fmt: skip

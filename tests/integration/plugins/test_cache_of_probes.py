@@ -85,15 +85,8 @@ def _damage_file(counted: Counted) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        _change_module,
-        _upgrade,
-        _reinstall,
-        _install_another,
-        _damage_file,
-    ],
-)
+    "change", [_change_module, _upgrade, _reinstall, _install_another, _damage_file],
+)  # fmt: skip
 def test_cache_after_a_change_probes_again(
     counted: Counted, change: Callable[[Counted], None]
 ) -> None:

@@ -41,15 +41,10 @@ SERVED = [name for name in SPECS if name != "adamw_8bit"]
 # rounded output: four times half an ULP. The others are as in the tests of the references.
 ATTENTION = (0.5, 2.0)
 INNER = {
-    "attention": ATTENTION,
-    "attention_dropout": (0.0, 2.0),
-    "attention_varlen": ATTENTION,
-    "softmax": (0.0, 2.0),
-    "add_rms_norm": (1.0, 3.0),
-    "add_layer_norm": (1.0, 3.0),
-    "dropout_add_rms_norm": (1.0, 3.0),
-    "dropout_add_layer_norm": (1.0, 3.0),
-}
+    "attention": ATTENTION, "attention_dropout": (0.0, 2.0), "attention_varlen": ATTENTION,
+    "softmax": (0.0, 2.0), "add_rms_norm": (1.0, 3.0), "add_layer_norm": (1.0, 3.0),
+    "dropout_add_rms_norm": (1.0, 3.0), "dropout_add_layer_norm": (1.0, 3.0),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

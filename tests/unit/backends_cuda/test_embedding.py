@@ -81,17 +81,11 @@ def test_index_that_is_no_row_gives_nan_in_its_row_alone(chip: Chip, wrong: int)
 # Up to 64 places of one index are summed by a warp; more of them in tiles of 64 places. Segments
 # begin and end at, before and behind the tiles' ends; several in a tile, one over many tiles.
 SEGMENTS = {
-    "all-once": [1] * 9,
-    "gaps": [0, 2, 0, 0, 3, 0],
-    "one-warp": [64, 64, 0, 63, 65],
-    "just-long": [65, 65, 1, 128, 129],
-    "tile-by-tile": [128, 64, 192],
-    "inside-a-tile": [3, 70, 2, 66, 1],
-    "very-long": [5, 1000, 7],
-    "all-the-same": [640],
-    "all-the-same-and-one": [641],
-    "short-then-none": [63, 0, 0],
-}
+    "all-once": [1] * 9, "gaps": [0, 2, 0, 0, 3, 0], "one-warp": [64, 64, 0, 63, 65],
+    "just-long": [65, 65, 1, 128, 129], "tile-by-tile": [128, 64, 192],
+    "inside-a-tile": [3, 70, 2, 66, 1], "very-long": [5, 1000, 7], "all-the-same": [640],
+    "all-the-same-and-one": [641], "short-then-none": [63, 0, 0],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

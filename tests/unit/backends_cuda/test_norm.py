@@ -312,16 +312,11 @@ def test_backward_with_wrong_numbers_of_dropout_is_refused(
 
 
 REFUSED: dict[str, dict[str, int]] = {
-    "negative rows": {"rows": -1},
-    "negative hidden": {"hidden": -8},
-    "too wide": {"hidden": (1 << 30) + 1},
-    "no x": {"x": 0},
-    "no weight": {"weight": 0},
-    "no y": {"y": 0},
-    "no rstd": {"rstd": 0},
-    "residual without a sum": {"total": 0},
+    "negative rows": {"rows": -1}, "negative hidden": {"hidden": -8},
+    "too wide": {"hidden": (1 << 30) + 1}, "no x": {"x": 0}, "no weight": {"weight": 0},
+    "no y": {"y": 0}, "no rstd": {"rstd": 0}, "residual without a sum": {"total": 0},
     "narrow residual": {"residual_dtype": 2},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("label", REFUSED)

@@ -82,14 +82,10 @@ def die(end: Liveness) -> None:
 
 
 HOSTILE = {
-    "nested": b"[" * 200_000,
-    "number": b"5\n",
-    "infinite rank": b'{"hello": 1e999, "token": ""}\n',
-    "unknown rank": b'{"hello": 77, "token": ""}\n',
-    "no newline": b"x" * 5_000_000,
-    "noise": secrets.token_bytes(4096),
-    "nothing": b"",
-}
+    "nested": b"[" * 200_000, "number": b"5\n", "infinite rank": b'{"hello": 1e999, "token": ""}\n',
+    "unknown rank": b'{"hello": 77, "token": ""}\n', "no newline": b"x" * 5_000_000,
+    "noise": secrets.token_bytes(4096), "nothing": b"",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE)

@@ -167,12 +167,7 @@ def _logsumexp(x: Tensor, dim: int) -> Tensor:
 
 
 SUMS: dict[Any, Callable[..., Tensor]] = {
-    torch.Tensor.sum: _sum,
-    torch.Tensor.mean: _mean,
-    torch.nn.functional.linear: _linear,
-    torch.Tensor.matmul: _matmul,
-    torch.Tensor.__matmul__: _matmul,
-    torch.einsum: _einsum,
-    torch.Tensor.index_add: _index_add,
-    torch.logsumexp: _logsumexp,
-}
+    torch.Tensor.sum: _sum, torch.Tensor.mean: _mean, torch.nn.functional.linear: _linear,
+    torch.Tensor.matmul: _matmul, torch.Tensor.__matmul__: _matmul, torch.einsum: _einsum,
+    torch.Tensor.index_add: _index_add, torch.logsumexp: _logsumexp,
+}  # fmt: skip

@@ -249,32 +249,19 @@ def torch_top_k(x: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
 
 
 PEERS: dict[str, Callable[..., Any]] = {
-    "rms_norm": torch_rms_norm,
-    "layer_norm": torch_layer_norm,
-    "add_rms_norm": torch_add_rms_norm,
-    "add_layer_norm": torch_add_layer_norm,
-    "gelu": F.gelu,
+    "rms_norm": torch_rms_norm, "layer_norm": torch_layer_norm, "add_rms_norm": torch_add_rms_norm,
+    "add_layer_norm": torch_add_layer_norm, "gelu": F.gelu,
     "bias_gelu": lambda x, bias, *, approximate: F.gelu(x + bias, approximate=approximate),
     "geglu": lambda gate, up, *, approximate: F.gelu(gate, approximate=approximate) * up,
-    "softmax": torch_softmax,
-    "swiglu": lambda gate, up: F.silu(gate) * up,
-    "rope": torch_rope,
-    "attention": torch_attention,
-    "attention_dropout": torch_attention_dropout,
-    "attention_varlen": torch_attention_varlen,
-    "linear": F.linear,
-    "grouped_linear": torch_grouped_linear,
-    "permute": torch_permute,
-    "unpermute": torch_unpermute,
+    "softmax": torch_softmax, "swiglu": lambda gate, up: F.silu(gate) * up, "rope": torch_rope,
+    "attention": torch_attention, "attention_dropout": torch_attention_dropout,
+    "attention_varlen": torch_attention_varlen, "linear": F.linear,
+    "grouped_linear": torch_grouped_linear, "permute": torch_permute, "unpermute": torch_unpermute,
     "embedding": lambda indices, weight: F.embedding(indices, weight),
-    "cross_entropy": torch_cross_entropy,
-    "linear_cross_entropy": torch_linear_cross_entropy,
-    "l2_norm": torch_l2_norm,
-    "l2_norm_partials": torch_partials,
-    "dequantize": torch_dequantize,
-    "hadamard": torch_hadamard,
-    "top_k": torch_top_k,
-}
+    "cross_entropy": torch_cross_entropy, "linear_cross_entropy": torch_linear_cross_entropy,
+    "l2_norm": torch_l2_norm, "l2_norm_partials": torch_partials, "dequantize": torch_dequantize,
+    "hadamard": torch_hadamard, "top_k": torch_top_k,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PEERS)

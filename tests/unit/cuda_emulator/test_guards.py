@@ -25,22 +25,15 @@ REFUSED = {
     "other device": "101 cudaErrorInvalidDevice: invalid device ordinal: cudaSetDevice: expected",
 }
 ACCEPTED = {
-    "static shared 48 KiB": "0",
-    "dynamic shared 48 KiB": "0",
-    "dynamic shared allowed": "0",
-    "both shared": "0",
-    "1024 threads": "0",
-    "parameters 4096": "0",
-    "sleep": "7",
-    "absent sources": "-1 6 -1",
-    "each thread once": " ".join(["1"] * 2 * 3 * 4 * 5 * 3 * 7),
+    "static shared 48 KiB": "0", "dynamic shared 48 KiB": "0", "dynamic shared allowed": "0",
+    "both shared": "0", "1024 threads": "0", "parameters 4096": "0", "sleep": "7",
+    "absent sources": "-1 6 -1", "each thread once": " ".join(["1"] * 2 * 3 * 4 * 5 * 3 * 7),
     "host threads in turn": " ".join(["4"] * 64),
     "copies and fills": "1 2 3 4 9 9 9 9 1 2 3 4" + " 9" * 24,
     "early end": " ".join(["0", str(0xAAAAAAAA - 2**32)] * 32),
-    "after a failure": " ".join(["0", str(0xAAAAAAAA - 2**32)] * 32),
-    "last error": "101 101",
+    "after a failure": " ".join(["0", str(0xAAAAAAAA - 2**32)] * 32), "last error": "101 101",
     "occupancy": "2 32 2",
-}
+}  # fmt: skip
 """What the scenario finds. A value that no lane gave is -1, in every bit: a NaN for floats. An odd
 lane's ballot names the odd lanes, since the even ones ended."""
 ORDERS = ("forward", "reverse", "random", "warp")

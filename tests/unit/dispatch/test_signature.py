@@ -159,8 +159,7 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "head_dim must be even, got 7",
     ),
     "attention heads": (
-        lambda o: o.attention(Q, Q[:, :, :3], Q[:, :, :3]),
-        "multiple of the heads",
+        lambda o: o.attention(Q, Q[:, :, :3], Q[:, :, :3]), "multiple of the heads",
     ),
     "attention no heads": (lambda o: o.attention(Q, Q[:, :, :0], Q[:, :, :0]), "multiple of"),
     "rope table too wide": (
@@ -219,12 +218,10 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "embedding indices": (lambda o: o.embedding(torch.tensor([0.5]), X), "indices must be int64"),
     "cross_entropy": (lambda o: o.cross_entropy(X, torch.tensor([1])), r"\(2, 8\) and \(1,\)"),
     "cross_entropy no classes": (
-        lambda o: o.cross_entropy(X[:, :0], torch.tensor([1, 1])),
-        "V > 0",
+        lambda o: o.cross_entropy(X[:, :0], torch.tensor([1, 1])), "V > 0",
     ),
     "cross_entropy reduction": (
-        lambda o: o.cross_entropy(X, torch.tensor([1, 1]), reduction="max"),
-        "reduction.*got 'max'",
+        lambda o: o.cross_entropy(X, torch.tensor([1, 1]), reduction="max"), "reduction.*got 'max'",
     ),
     "cross_entropy smoothing": (
         lambda o: o.cross_entropy(X, torch.tensor([1, 1]), label_smoothing=-0.1),
@@ -235,8 +232,7 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"x must be \(\.\.\., K\) and weight \(V, K\) with V > 0; got \(2, 8\) and \(3, 7\)",
     ),
     "linear_cross_entropy no classes": (
-        lambda o: o.linear_cross_entropy(X, torch.ones(0, 8), RNG),
-        "V > 0",
+        lambda o: o.linear_cross_entropy(X, torch.ones(0, 8), RNG), "V > 0",
     ),
     "linear_cross_entropy target": (
         lambda o: o.linear_cross_entropy(X, torch.ones(3, 8), RNG[:1]),
@@ -255,7 +251,7 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"z_loss must be at least 0, got -1\.0",
     ),
     "l2_norm of nothing": (lambda o: o.l2_norm([]), "at least one tensor expected, got none"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("home", [ops, torch.ops.anychip], ids=["short cut", "library"])

@@ -147,19 +147,15 @@ BAND = torch.ones(4, 4).tril().triu(-1).bool()
 OWN_CODE: dict[str, tuple[list[Tensor], dict[str, Any], str]] = {
     "mask": (tensors(4, 4), {"attn_mask": BAND}, "a mask"),
     "mask-interleaved": (
-        tensors(4, 4),
-        {"attn_mask": torch.eye(2).repeat(2, 2).tril().bool()},
-        "a mask",
+        tensors(4, 4), {"attn_mask": torch.eye(2).repeat(2, 2).tril().bool()}, "a mask",
     ),
     "mask-that-a-hidden-query-reads": (
         tensors(4, 4),
-        {"attn_mask": torch.ones(4, 4).tril().bool() & torch.tensor([1, 1, 1, 0]).bool()},
-        "a mask",
+        {"attn_mask": torch.ones(4, 4).tril().bool() & torch.tensor([1, 1, 1, 0]).bool()}, "a mask",
     ),
     "mask-of-numbers": (tensors(4, 4), {"attn_mask": torch.zeros(4, 4)}, "a mask of numbers"),
     "mask-and-dropout": (
-        tensors(4, 4),
-        {"attn_mask": sequences(2, 2, causal=True), "dropout_p": 0.5},
+        tensors(4, 4), {"attn_mask": sequences(2, 2, causal=True), "dropout_p": 0.5},
         "a mask, and dropout",
     ),
     "dropout-fewer-queries": (tensors(3, 5), {"is_causal": True, "dropout_p": 0.5}, "causal with"),
@@ -168,7 +164,7 @@ OWN_CODE: dict[str, tuple[list[Tensor], dict[str, Any], str]] = {
     "three-dims": ([t[0] for t in tensors(4, 4)], {}, "not (batch, heads, seq, head_dim)"),
     "one-batch-of-keys": ([tensors(4, 4)[0], *(t[:1] for t in tensors(4, 4)[1:])], {}, "batch"),
     "wide-values": ([*tensors(4, 4)[:2], torch.ones(2, 4, 4, 3)], {}, "head_dims or lengths"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("args", "options", "reason"), OWN_CODE.values(), ids=OWN_CODE)

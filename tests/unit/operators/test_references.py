@@ -29,15 +29,10 @@ ULPS = {"linear": 1.0}
 # an ULP of each element, and as much through rstd, are one ULP of y. A gradient has three factors
 # that depend on the sum.
 INNER = {
-    "attention": (0.0, 2.0),
-    "attention_dropout": (0.0, 2.0),
-    "attention_varlen": (0.0, 2.0),
-    "softmax": (0.0, 2.0),
-    "add_rms_norm": (1.0, 3.0),
-    "add_layer_norm": (1.0, 3.0),
-    "dropout_add_rms_norm": (1.0, 3.0),
-    "dropout_add_layer_norm": (1.0, 3.0),
-}
+    "attention": (0.0, 2.0), "attention_dropout": (0.0, 2.0), "attention_varlen": (0.0, 2.0),
+    "softmax": (0.0, 2.0), "add_rms_norm": (1.0, 3.0), "add_layer_norm": (1.0, 3.0),
+    "dropout_add_rms_norm": (1.0, 3.0), "dropout_add_layer_norm": (1.0, 3.0),
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("reference")

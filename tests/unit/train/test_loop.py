@@ -21,15 +21,9 @@ from anychip.train.loop import TrainingError
 from anychip.train.report import Row
 
 TINY = [
-    "run.steps=8",
-    "run.sample_tokens=5",
-    "model.context=16",
-    "model.layers=1",
-    "model.heads=2",
-    "model.width=16",
-    "data.batch_size=2",
-    "checkpoint.every=3",
-]
+    "run.steps=8", "run.sample_tokens=5", "model.context=16", "model.layers=1", "model.heads=2",
+    "model.width=16", "data.batch_size=2", "checkpoint.every=3",
+]  # fmt: skip
 LLAMA = ["model.kind=llama", "model.kv_heads=1"]
 
 

@@ -11,6 +11,8 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from anychip.cli.files import ResultFile
+
 if TYPE_CHECKING:
     from anychip.bench.report import Report
 
@@ -22,7 +24,6 @@ _OPTIONS = {
     "compiled": ("ops", "--no-compile"),
 }
 """Argument to the subject that takes it."""
-_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command("bench")
@@ -32,8 +33,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--dtype", type=click.Choice(_DTYPES), help="For ops.  [default: float32]")
 @click.option("--no-compile", is_flag=True, help="Without torch.compile as a peer (ops).")
 @click.option("--rounds", type=click.IntRange(min=3), default=11, show_default=True)
-@click.option("--json", "json_file", type=_FILE, help="Write JSON here.")
-@click.option("--plot", "plot_file", type=_FILE, help="Draw the result; .png, .svg or .pdf.")
+@click.option("--json", "json_file", type=ResultFile(), help="Write JSON here.")
+@click.option(
+    "--plot", "plot_file", type=ResultFile(".png", ".svg", ".pdf"),
+    help="Draw the result; .png, .svg or .pdf.",
+)  # fmt: skip
 def command(
     subject: str,
     backend: str | None,

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from anychip.cli.exit_codes import DONE, FAILED
+from anychip.cli.files import ResultFile
 
 if TYPE_CHECKING:
     from anychip.conformance import Plan, Report, Result
 
-_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+_FILE = ResultFile()
 
 
 @click.group("conformance", invoke_without_command=True)
@@ -117,10 +118,6 @@ def _check(
         raise click.UsageError(
             f"--write-expectations {first_list}: it exists, and has reasons in it"
         )
-    for file in (json_file, html_file, junit_file, first_list):
-        if file is not None and not file.parent.is_dir():
-            raise click.UsageError(f"{file}: there is no folder {file.parent}")
-
     # Before torch is imported. Threads that spin while they wait take the cores from the processes
     # next to them: a loaded machine was three times slower by it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

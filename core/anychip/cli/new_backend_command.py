@@ -10,10 +10,10 @@ import click
 
 import anychip
 from anychip import templates
-from anychip.contract import API_VERSION, UnsupportedError
+from anychip.contract import API_VERSION
 from anychip.registry.discovery import backend_plugins
 
-KINDS = ("python", "c-abi")
+KINDS = ("python",)
 
 
 @click.command("new-backend")
@@ -29,8 +29,6 @@ def command(name: str, kind: str, directory: Path | None) -> None:
 
     It installs, and passes its tests, before a line of it is changed.
     """
-    if kind == "c-abi":
-        raise UnsupportedError("--kind c-abi is not part of this version; write --kind python")
     _check_name(name)
     values = {
         "name": name,

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from anychip.cli.backends_command import WIDE
+from anychip.cli.settings import SettingsCommand
 from anychip.cli.train_command import split
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
-@click.command("plan")
+@click.command("plan", cls=SettingsCommand)
 @click.argument("arguments", nargs=-1, metavar="[CONFIG.toml] [key=value ...]")
 @click.option("--backend", metavar="NAME", help="The chip to plan for; chosen when not given.")
 @click.option(
@@ -39,7 +40,7 @@ def command(
     from anychip.train import config, planning
 
     path, _, settings = split(arguments, ())
-    configuration = config.load(path, settings)
+    configuration = config.load(path, settings, note=lambda text: click.echo(text, err=True))
     chip = anychip.use(backend, config=configuration.run.backend)
     plan = planning.plan(configuration, chip, nproc)
     if as_json:

@@ -18,6 +18,7 @@ import click
 from rich.console import Console
 
 from anychip.cli.exit_codes import CANNOT_RUN, FAILED, WRONG_USE, Terminated
+from anychip.cli.settings import SettingsCommand, list_settings
 
 if TYPE_CHECKING:
     from anychip.contract import Backend
@@ -40,7 +41,7 @@ class _Path(click.Path):
 PATH = _Path(path_type=Path)
 
 
-@click.command("train")
+@click.command("train", cls=SettingsCommand)
 @click.argument("arguments", nargs=-1, metavar="[CONFIG.toml] [key=value ...]")
 @click.option("--backend", metavar="NAME", help="The chip to train on; chosen when not given.")
 @click.option(
@@ -55,8 +56,12 @@ PATH = _Path(path_type=Path)
 )
 @click.option("--out", type=PATH, help="Directory for the results.  [default: runs/<time>]")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, with its settings.")
+@click.option("--settings", "lists", is_flag=True, help="List every setting; train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for programs.")
+@click.pass_context
 def command(
+    ctx: click.Context,
+    /,
     arguments: tuple[str, ...],
     backend: str | None,
     data: tuple[Path, ...],
@@ -64,13 +69,20 @@ def command(
     nproc: int,
     out: Path | None,
     resume: bool,
+    lists: bool,
     as_json: bool,
 ) -> int:
     """Train a language model on text; without a CONFIG a small GPT, in about a minute.
 
-    Settings are tables of the CONFIG or key=value, like model.width=256; config.toml in the results
-    has them all.
+    Settings are tables of the CONFIG or key=value, like model.width=256; --settings lists them, and
+    config.toml in the results has them all.
     """
+    if lists:
+        given = {**ctx.params, "nproc": nproc > 1, "lists": False, "as_json": False}
+        if others := [name for name, value in given.items() if value]:
+            raise click.UsageError(f"--settings trains nothing; leave out {', '.join(others)}")
+        list_settings(as_json=as_json)
+        return 0
     rank = _rank()
     if rank is not None and nproc > 1:
         raise click.UsageError("--nproc starts the ranks itself; leave it out under torchrun")
@@ -128,7 +140,7 @@ def _launch(
     import anychip
     from anychip.train import config, interruption, launch, lock, run
 
-    configuration = config.load(path, settings)
+    configuration = config.load(path, settings, note=lambda _: None)  # rank 0 says it
     run.mesh_sizes(configuration.parallel, nproc)
     chip = anychip.use(backend, config=configuration.run.backend)
     words = ["train", *([str(path)] if path else []), *settings]
@@ -170,7 +182,7 @@ def _train(
 
     # With --json, stdout has the result and nothing else. Of several ranks the first speaks.
     console = Console(stderr=as_json, highlight=False, quiet=bool(_rank()))
-    configuration = config.load(path, settings)
+    configuration = config.load(path, settings, note=lambda text: _say(console, text))
     chip = anychip.use(backend, config=configuration.run.backend)
     registry.take_device(chip)
     _say(console, str(chip.decision))

@@ -171,6 +171,9 @@ def test_bench_prints_and_writes_what_was_measured(
     [
         (["device", "--dtype", "float16"], "--dtype is for bench ops, and this is bench device"),
         (["dispatch", "--no-compile"], "--no-compile is for bench ops, and this is bench dispatch"),
+        (["dispatch", "--json", "none/x.json"], "none/x.json: there is no folder none"),
+        (["dispatch", "--plot", "none/x.png"], "none/x.png: there is no folder none"),
+        (["dispatch", "--plot", "x.jpg"], "x.jpg: a name in .png, .svg, .pdf expected"),
         (["ops", "--rounds", "2"], "2 is not in the range x>=3"),
         (["memory"], "'memory' is not one of 'device', 'dispatch', 'ops', 'collectives'"),
         (["train"], "'train' is not one of 'device', 'dispatch', 'ops', 'collectives'"),
@@ -178,8 +181,9 @@ def test_bench_prints_and_writes_what_was_measured(
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bench_with_an_option_that_has_no_effect_is_wrong_use(
-    line: list[str], message: str
+    line: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delattr(dispatch, "run")  # nothing is measured
     result = CliRunner().invoke(command, line)
     assert result.exit_code == 2
     assert message in result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,37 @@ def test_unknown_subcommand_is_wrong_use_with_a_hint(
 ) -> None:
     assert group.run([name]) == 2
     assert f"there is no command {name!r}; {hint}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("train --lr 3", "there is no option --lr; lr is a setting: write optimizer.lr=3"),
+        ("train --lr=3e-4", "write optimizer.lr=3e-4"),
+        ("train --steps 3 --learning-rate 3", "write optimizer.lr=3"),
+        ("train --batch-sise 8", "write data.batch_size=8"),
+        ("plan --model.width 64", "write model.width=64"),
+        ("plan --momentum", "write optimizer.momentum=VALUE"),
+        ("train --zzz 3", "No such option '--zzz'"),
+        ("train --settings --steps 3", "--settings trains nothing; leave out steps"),
+        ("train --settings model.width=3", "--settings trains nothing; leave out arguments"),
+    ],
+)
+def test_option_that_is_a_setting_is_answered_with_what_to_write(
+    line: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert group.run(line.split()) == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_settings_are_listed_for_people_and_for_programs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert group.run(["train", "--settings", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["settings"]
+    assert group.run(["train", "--settings"]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == [setting["key"] for setting in listed]
+    for row, setting in zip(rows, listed, strict=True):
+        assert row.rstrip().endswith(setting["meaning"])
+        assert setting["default"] in (None, "") or json.dumps(setting["default"]) in row

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from anychip.train import config
-from anychip.train.config import Config, ConfigError
+from anychip.train.config import (
+    AdamWConfig,
+    Config,
+    ConfigError,
+    LionConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 from anychip.train.models import GPTConfig, LlamaConfig
+
+EVERY_OPTIMIZER = [[f"optimizer.kind={kind}"] for kind in config.OPTIMIZERS]
 
 
 def _written(path: Path, text: str) -> Path:
@@ -94,6 +104,46 @@ def test_setting_that_cannot_be_is_an_error_that_says_what_can(setting: str, ans
     with pytest.raises(ConfigError) as caught:
         config.load(None, [setting])
     assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "left_out", "kept"),
+    [
+        (
+            'kind = "adamw"\nlr = 0.5\nbeta1 = 0.5\neps = 1',
+            "optimizer.kind=sgd",
+            "optimizer.beta1, optimizer.eps of",
+            SGDConfig(lr=0.5),
+        ),
+        ("states = '8bit'", "optimizer.kind=lion", "optimizer.states of", LionConfig()),
+        ("lr = 0.5", "optimizer.kind=sgd", None, SGDConfig(lr=0.5)),
+        ("beta1 = 0.5", "optimizer.kind=adamw", None, AdamWConfig(beta1=0.5)),
+    ],
+    ids=["written", "default-kind", "nothing", "same"],
+)
+def test_another_kind_leaves_out_what_only_the_files_kind_has_and_says_so(
+    tmp_path: Path, text: str, setting: str, left_out: str | None, kept: OptimizerConfig
+) -> None:
+    notes: list[str] = []
+    file = _written(tmp_path / "c.toml", f"[optimizer]\n{text}")
+    assert config.load(file, [setting], note=notes.append).optimizer == kept
+    assert len(notes) == (left_out is not None)
+    assert all(f"{setting}: {left_out} {file} are settings of 'adamw'" in note for note in notes)
+    with pytest.raises(ConfigError, match=r"there is no setting 'optimizer\.momentum'"):
+        config.load(file, ["optimizer.kind=lion", "optimizer.momentum=0.5"], note=notes.append)
+
+
+def test_list_of_settings_has_what_configurations_have_with_a_line_for_each() -> None:
+    listed = config.settings()
+    for setting in listed:
+        key, kind = setting.key, setting.kind
+        table, _, name = key.partition(".")
+        made = config.load(None, [f"{table}.kind={kind}"] if kind else [])
+        assert name == "kind" or getattr(getattr(made, table), name) == setting.default
+        assert len(setting.meaning) > 10, key
+    written = [config.load(None, kinds) for kinds in ([], ["model.kind=llama"], *EVERY_OPTIMIZER)]
+    keys = {f"{t}.{key}" for made in written for t, of in asdict(made).items() for key in of}
+    assert keys | {"model.kind", "optimizer.kind"} == {setting.key for setting in listed}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Every setting has a name of two parts, ``model.width``, a default, and a check b
 does not exist, or a value that cannot be, is answered with where it came from and what was meant.
 """
 
+from anychip.train.config.listing import Setting, settings
 from anychip.train.config.reading import dump, load
 from anychip.train.config.settings import (
     MODELS,
@@ -41,6 +42,8 @@ __all__ = [
     "RunConfig",
     "SGDConfig",
     "ScheduleConfig",
+    "Setting",
     "dump",
     "load",
+    "settings",
 ]

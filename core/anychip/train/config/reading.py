@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -32,12 +33,19 @@ class _Entry(NamedTuple):
     origin: str
 
 
-def load(path: Path | None = None, settings: Sequence[str] = ()) -> Config:
+def load(
+    path: Path | None = None,
+    settings: Sequence[str] = (),
+    *,
+    note: Callable[[str], object] = warnings.warn,
+) -> Config:
     """The configuration of a file, changed by ``key=value`` settings.
 
     Args:
         path: a TOML file with tables like ``[model]``; None: the defaults.
         settings: like ``model.width=256``; values are TOML, quotes of a string may be left out.
+            Another ``kind`` than the file's leaves out what only the file's kind has.
+        note: gets a line that says what was left out.
 
     Raises:
         ConfigError: with the key, where it stands, what was expected, and the nearest right key.
@@ -46,7 +54,11 @@ def load(path: Path | None = None, settings: Sequence[str] = ()) -> Config:
     given: dict[str, _Entry] = {}
     if path is not None:
         given |= {key: _Entry(value, str(path)) for key, value in _flatten(_read(path))}
-    given |= _parse(settings)
+    chosen = _parse(settings)
+    for name in KINDS:
+        if path is not None and f"{name}.kind" in chosen:
+            _leave_out(name, given, chosen[f"{name}.kind"], note)
+    given |= chosen
     kinds = {
         name: given.pop(f"{name}.kind", _Entry(default, "default"))
         for name, (_, default) in KINDS.items()
@@ -57,6 +69,30 @@ def load(path: Path | None = None, settings: Sequence[str] = ()) -> Config:
         if key not in known:
             raise ConfigError(f"{entry.origin}: there is no setting {key!r}{_near(key, known)}")
     return Config(**{name: _section(name, cls, given) for name, cls in sections.items()})
+
+
+def _leave_out(
+    table: str, given: dict[str, _Entry], chosen: _Entry, note: Callable[[str], object]
+) -> None:
+    """Takes out of a file's settings those of its kind that the chosen kind does not have."""
+    classes, default = KINDS[table]
+    before = given.get(f"{table}.kind", _Entry(default, "")).value
+    if chosen.value not in classes or before not in classes:
+        return  # a mistake, which is told of later
+    old, new = ({f.name for f in fields(classes[kind])} for kind in (before, chosen.value))
+    left_out = [key for name in sorted(old - new) if (key := f"{table}.{name}") in given]
+    if not left_out:
+        return
+    origin = given[left_out[0]].origin
+    for key in left_out:
+        del given[key]
+    kept = [
+        f"{key} = {given[key].value!r}" for n in sorted(new) if (key := f"{table}.{n}") in given
+    ]
+    note(
+        f"{chosen.origin}: {', '.join(left_out)} of {origin} are settings of {before!r}, and left "
+        f"out; {', '.join(kept) or 'nothing'} of it is kept"
+    )
 
 
 def dump(config: Config) -> str:
@@ -106,20 +142,21 @@ def _typed(key: str, wanted: Any, entry: _Entry) -> Any:
     if wanted == tuple[str, ...]:
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return tuple(value)
-        expected = 'a list of strings, like ["a.txt", "b.txt"],'
     else:
         # type(), because True is an int for isinstance, and "layers = true" is a mistake.
         options = getattr(wanted, "__args__", (wanted,))
         if type(value) in options and not (isinstance(value, float) and not math.isfinite(value)):
             return value
-        names = {
-            bool: "true or false",
-            int: "an integer",
-            float: "a finite number",
-            str: "a string",
-        }
-        expected = names[options[0]]
-    raise ConfigError(f"{entry.origin}: {key}: {expected} expected, got {value!r}")
+    example = ', like ["a.txt", "b.txt"],' if wanted == tuple[str, ...] else ""
+    raise ConfigError(f"{entry.origin}: {key}: {words_of(wanted)}{example} expected, got {value!r}")
+
+
+def words_of(wanted: Any) -> str:
+    """The type that a dataclass asks for, in words."""
+    if wanted == tuple[str, ...]:
+        return "a list of strings"
+    names = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
+    return names[getattr(wanted, "__args__", (wanted,))[0]]
 
 
 def _read(path: Path) -> dict[str, Any]:

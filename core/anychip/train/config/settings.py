@@ -147,6 +147,9 @@ class AdamWConfig(OptimizerConfig):
     """``optimizer.kind = "adamw"``.
 
     Attributes:
+        beta1: by which the average of gradients decays.
+        beta2: by which that of their squares does.
+        eps: added to the root that is divided by.
         states: in which both averages are kept: float32, or 8bit, about a quarter of the bytes.
     """
 
@@ -165,7 +168,13 @@ class AdamWConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LAMBConfig(OptimizerConfig):
-    """``optimizer.kind = "lamb"``: a learning rate per parameter, for large batches."""
+    """``optimizer.kind = "lamb"``: a learning rate per parameter, for large batches.
+
+    Attributes:
+        beta1: by which the average of gradients decays.
+        beta2: by which that of their squares does.
+        eps: added to the root that is divided by.
+    """
 
     lr: float = 1e-2
     beta1: float = 0.9
@@ -180,7 +189,12 @@ class LAMBConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LionConfig(OptimizerConfig):
-    """``optimizer.kind = "lion"``: updates of one size, by the sign; one state instead of two."""
+    """``optimizer.kind = "lion"``: updates of one size, by the sign; one state instead of two.
+
+    Attributes:
+        beta1: by which the average enters the update.
+        beta2: by which it decays.
+    """
 
     lr: float = 5e-4
     weight_decay: float = 0.5
@@ -194,7 +208,12 @@ class LionConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SGDConfig(OptimizerConfig):
-    """``optimizer.kind = "sgd"``."""
+    """``optimizer.kind = "sgd"``.
+
+    Attributes:
+        momentum: by which the sum of gradients decays; 0 keeps none.
+        nesterov: the gradient where the momentum leads to.
+    """
 
     lr: float = 0.3
     weight_decay: float = 0.0

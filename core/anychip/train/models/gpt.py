@@ -19,7 +19,16 @@ from anychip.train.models.layers import Dropout, Embedding, LayerNorm, Linear, R
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTConfig:
-    """Sizes of a :class:`GPT`; ``context`` is the longest sequence."""
+    """Sizes of a :class:`GPT`.
+
+    Attributes:
+        vocab_size: tokens that there are; 256 for bytes.
+        context: tokens of the longest sequence.
+        layers: blocks of attention and MLP.
+        heads: of attention, which share the width.
+        width: of a token's vector.
+        dropout: the part of activations that is left out in training.
+    """
 
     vocab_size: int = 256
     context: int = 128

@@ -21,6 +21,12 @@ class LlamaConfig:
     """Sizes of a :class:`Llama`.
 
     Attributes:
+        vocab_size: tokens that there are; 256 for bytes.
+        context: tokens of the longest sequence.
+        layers: blocks of attention and MLP.
+        heads: of queries, which share the width.
+        kv_heads: of keys and values, each for as many heads of queries.
+        width: of a token's vector.
         hidden: width inside the MLP; None: 8/3 of the width, rounded up to a multiple of 32.
         rope_base: of the rotary angles, ``base^(-2i / head_dim)``.
         norm_eps: of every RMS norm.

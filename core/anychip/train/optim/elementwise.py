@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,32 @@ def numbers(group: Group) -> dict[str, float]:
     first, second = group.options["betas"]
     found = {name: group.options[name] for name in ("eps", "weight_decay") if name in group.options}
     return {n: float(v) for n, v in ({"beta1": first, "beta2": second} | found).items()}
+
+
+def write(
+    operator: Callable[..., None],
+    step: Update,
+    group: Group,
+    states: Sequence[str | None],
+    *others: Any,
+    **attributes: Any,
+) -> None:
+    """Calls an operator that updates the group; None is a state that it does without."""
+    if not group.params:
+        return
+    operator(
+        group.params,
+        group.grads,
+        *([] if name is None else group.state[name] for name in states),
+        rate_of(group),
+        group.step,
+        step.scale,
+        step.clip,
+        step.found_inf,
+        group.low_precision,
+        *others,
+        **attributes,
+    )
 
 
 class _States(NamedTuple):
@@ -103,20 +129,7 @@ def adamw(
 
     def update(step: Update) -> None:
         for group in step.groups:
-            if not group.params:
-                continue
-            operator(
-                group.params,
-                group.grads,
-                *(group.state[name] for name in names),
-                rate_of(group),
-                group.step,
-                step.scale,
-                step.clip,
-                step.found_inf,
-                group.low_precision,
-                **numbers(group),
-            )
+            write(operator, step, group, names, **numbers(group))
 
     return Rule(init, update, options, writes=True, blocks=blocks, schedule=schedule)
 
@@ -153,31 +166,23 @@ def sgd(
 
     def update(step: Update) -> None:
         for group in step.groups:
-            if not group.params:
-                continue
-            mine = float(group.options["momentum"])
-            if mine and not momentum:
-                raise ValueError(
-                    f"a parameter group has the momentum {mine}, and the rule was made without: "
-                    "give sgd() one, and the other groups 0"
-                )
-            ops.sgd(
-                group.params,
-                group.grads,
-                group.state["momentum_buffer"] if mine else [],
-                rate_of(group),
-                group.step,
-                step.scale,
-                step.clip,
-                step.found_inf,
-                group.low_precision,
-                momentum=mine,
-                nesterov=group.options["nesterov"],
-                weight_decay=float(group.options["weight_decay"]),
-                decoupled=group.options["decoupled"],
-            )
+            mine = _momentum_of(group)
+            names = ["momentum_buffer"] if mine else [None]
+            decay = float(group.options["weight_decay"])
+            switches = {name: group.options[name] for name in ("nesterov", "decoupled")}
+            write(ops.sgd, step, group, names, momentum=mine, weight_decay=decay, **switches)
 
     return Rule(init, update, options, writes=True, schedule=schedule)
+
+
+def _momentum_of(group: Group) -> float:
+    momentum = float(group.options["momentum"])
+    if momentum and not group.state:
+        raise ValueError(
+            f"a parameter group has the momentum {momentum}, and the rule was made without: give "
+            "sgd() one, and the other groups 0"
+        )
+    return momentum
 
 
 def _check_momentum(momentum: float, nesterov: bool) -> None:
@@ -208,19 +213,6 @@ def lion(
 
     def update(step: Update) -> None:
         for group in step.groups:
-            if not group.params:
-                continue
-            ops.lion(
-                group.params,
-                group.grads,
-                group.state["exp_avg"],
-                rate_of(group),
-                group.step,
-                step.scale,
-                step.clip,
-                step.found_inf,
-                group.low_precision,
-                **numbers(group),
-            )
+            write(ops.lion, step, group, ["exp_avg"], **numbers(group))
 
     return Rule(init, update, options, writes=True, schedule=schedule)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anychip import ops
 from anychip.operators.lamb import trust_ratios
-from anychip.train.optim.elementwise import numbers, rate_of, two_moments
+from anychip.train.optim.elementwise import numbers, two_moments, write
 from anychip.train.optim.rule import Group, Rule, Update
 from anychip.train.optim.schedule import Schedule, with_rate
 
@@ -45,20 +45,8 @@ def lamb(
         joined = step.sum_over_shards(torch.cat(partials, dim=1))
         widths = [part.shape[1] for part in partials]
         for group, part in zip(groups, joined.split(widths, dim=1), strict=True):
-            ops.lamb(
-                group.params,
-                group.grads,
-                group.state["exp_avg"],
-                group.state["exp_avg_sq"],
-                rate_of(group),
-                group.step,
-                step.scale,
-                step.clip,
-                step.found_inf,
-                group.low_precision,
-                trust_ratios(part, group.sizes),
-                **numbers(group),
-            )
+            ratios = trust_ratios(part, group.sizes)
+            write(ops.lamb, step, group, ("exp_avg", "exp_avg_sq"), ratios, **numbers(group))
 
     return Rule(two_moments, update, options, writes=True, schedule=schedule)
 

@@ -75,7 +75,12 @@ def policy(
         rates = properties.flops
         full, half = rates.get(torch.float32, math.inf), rates.get(torch.bfloat16, 0.0)
         name = "bf16" if half > full else "fp32"
-        why = f"auto: {properties.name} declares {_rate(half)} in bf16, {_rate(full)} in float32"
+        why = (
+            f"auto: {half / 1e12:.1f} Tflop/s in bf16 and {full / 1e12:.1f} in float32, says "
+            f"{properties.name}"
+            if half and full < math.inf
+            else f"auto: {properties.name} does not say how fast it is in bf16"
+        )
     if name != "fp32" and _DTYPES[name] not in properties.dtypes:
         known = ", ".join(sorted(map(_dtype_name, properties.dtypes)))
         raise UnsupportedError(f"{properties.name} does not compute in {name}; it has {known}")
@@ -90,7 +95,3 @@ def policy(
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _rate(flops: float) -> str:
-    return "no rate" if flops in (0.0, math.inf) else f"{flops / 1e12:.1f} Tflop/s"

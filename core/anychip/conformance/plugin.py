@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from anychip.conformance.case import LEVELS, Case
-from anychip.conformance.chapters import CHAPTERS
+from anychip.conformance.chapters import CHAPTERS, device
 from anychip.conformance.runner import Plan, activate, empty_report, judge, plan, run_case
 from anychip.contract import AnychipError, BackendUnavailableError
 
 PACKAGE = Path(__file__).parent
+ALWAYS = pytest.StashKey[pytest.Item]()
 WRONG_USE = 2
 CANNOT_RUN = 3
 """Exit codes, those of ``anychip conformance``."""
@@ -44,6 +45,14 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
     return None
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A row that could serve nobody is found whatever ``-k`` selects."""
+    item = config.stash.get(ALWAYS, None)
+    if item is not None and item not in items:
+        items.append(item)
+
+
 class Suite(pytest.Directory):
     """All cases of a run."""
 
@@ -62,8 +71,12 @@ class Suite(pytest.Directory):
             pytest.exit(str(error), returncode=CANNOT_RUN)
         except (AnychipError, ValueError, FileNotFoundError) as error:
             pytest.exit(str(error), returncode=WRONG_USE)
+        wrong_rows = device.row_faults(made.backend)
         for case in made.cases:
-            yield CaseItem.from_parent(self, name=case.id, plan=made, case=case)
+            item = CaseItem.from_parent(self, name=case.id, plan=made, case=case)
+            if wrong_rows and case.id == device.ROWS:
+                self.config.stash[ALWAYS] = item
+            yield item
         for entry in made.stale:
             yield StaleItem.from_parent(self, name=f"stale entry {entry.case}", reason=entry.reason)
 

@@ -212,6 +212,8 @@ def test_pytest_front_gives_an_item_per_case(plugins: Path) -> None:
 
 
 def test_pytest_front_shows_the_explanation_of_a_failure(plugins: Path) -> None:
+    with (plugins / "anychip_goodchip" / "__init__.py").open("a") as module:
+        module.write("table.forward('soft_max')(crashing)\n")
     listed = plugins / "list.toml"
     listed.write_text('[[expected_failure]]\ncase = "device/identity"\nreason = "r"\nuntil = "9"\n')
     done = run(
@@ -222,6 +224,8 @@ def test_pytest_front_shows_the_explanation_of_a_failure(plugins: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "UNEXPECTED PASS device/identity" in done.stdout
     assert 'anychip conformance --backend goodchip -k "device/identity"' in done.stdout
+    assert "FAILED device/rows" in done.stdout
+    assert "did you mean 'softmax'?" in done.stdout
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), [

@@ -59,12 +59,9 @@ def run(
 def _server(owner: int) -> subprocess.Popen[str]:
     """One for each process of tests; it ends when that closes its stdin."""
     server = subprocess.Popen(
-        [sys.executable, __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
-        text=True,
-    )
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}, text=True,
+    )  # fmt: skip
     atexit.register(_close, server)
     return server
 

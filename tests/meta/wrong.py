@@ -41,13 +41,9 @@ def wrong_parts(
 ) -> Wrong:
     """A right backend, which is its twin, with some of its parts replaced."""
     return Wrong(
-        name=name,
-        bug=bug,
-        chapter=chapter,
-        select=select,
-        make=lambda: type(right.__name__, (right,), parts)(),
-        twin=right,
-    )
+        name=name, bug=bug, chapter=chapter, select=select,
+        make=lambda: type(right.__name__, (right,), parts)(), twin=right,
+    )  # fmt: skip
 
 
 def wrong_device(name: str, bug: str, **methods: Any) -> Wrong:

@@ -119,12 +119,9 @@ class Campaign:
         backend = backend_of(mutant)
         text = (ROOT / mutant.file).read_text(encoding="utf-8")
         return Question(
-            backend=backend,
-            operators=tuple(self.subjects[backend][mutant.file][mutant.function]),
-            level=level,
-            file=mutant.file,
-            text=mutant.apply(text),
-        )
+            backend=backend, operators=tuple(self.subjects[backend][mutant.file][mutant.function]),
+            level=level, file=mutant.file, text=mutant.apply(text),
+        )  # fmt: skip
 
     def _write(self, verdict: Verdict) -> None:
         if self.remember is not None:

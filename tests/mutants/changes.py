@@ -57,11 +57,8 @@ NARROWER: Mapping[str, str] = {
     "int16": "int8", "uint8": "int8", "int8": "uint8",
 }  # fmt: skip
 NARROWER_CASTS: Mapping[str, str] = {
-    "double": "float",
-    "float": "bfloat16",
-    "long": "int",
-    "int": "short",
-}
+    "double": "float", "float": "bfloat16", "long": "int", "int": "short",
+}  # fmt: skip
 SYMMETRIC = m.Name("min") | m.Name("max") | m.Attribute(attr=m.Name(m.MatchRegex("add|mul")))
 MODULES = frozenset("torch math np functional nn _aten aten ops operators specs philox".split())
 """Names before a dot that are no tensors: what they call computes from its arguments."""

@@ -33,19 +33,13 @@ LIMIT_S: dict[Level, int] = {"quick": 20, "full": 90}
 MEMORY = 12 << 30
 """Address space that a process may have beside what it starts with."""
 RULES = {
-    "adamw": ("adamw",),
-    "sgd": ("sgd", "momentum", "nesterov"),
-    "lion": ("lion",),
-    "lamb": ("lamb",),
-    "lamb_partials": ("lamb",),
-}
+    "adamw": ("adamw",), "sgd": ("sgd", "momentum", "nesterov"), "lion": ("lion",),
+    "lamb": ("lamb",), "lamb_partials": ("lamb",),
+}  # fmt: skip
 """Operators to their subjects of the chapter `optimizer`."""
 WAYS = {
-    "l2_norm": "clip",
-    "clip": "clip",
-    "l2_norm_partials": "clip",
-    "unscale_and_check": "scaled",
-}
+    "l2_norm": "clip", "clip": "clip", "l2_norm_partials": "clip", "unscale_and_check": "scaled",
+}  # fmt: skip
 """Operators to the ways of that chapter in which every subject calls them."""
 RANDOM = {
     "dropout", "bias_dropout_add", "dropout_add_rms_norm", "dropout_add_layer_norm",

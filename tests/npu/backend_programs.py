@@ -226,13 +226,10 @@ def facts() -> None:
     backend = anychip.use("npu")
     probe, known = backend.probe(), backend.properties(0)
     told = {
-        "probe": [probe.status, probe.device_count, probe.reason],
-        "name": known.name,
-        "total_memory": known.total_memory,
-        "dtypes": sorted(map(str, known.dtypes)),
-        "identity": backend.identity(),
-        "reach": cann.can_reach(0, 1),
-    }
+        "probe": [probe.status, probe.device_count, probe.reason], "name": known.name,
+        "total_memory": known.total_memory, "dtypes": sorted(map(str, known.dtypes)),
+        "identity": backend.identity(), "reach": cann.can_reach(0, 1),
+    }  # fmt: skip
     print(json.dumps(told))
 
 

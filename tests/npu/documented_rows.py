@@ -49,12 +49,9 @@ def _of_row(row: Mapped) -> str:
     dtypes = sorted(str(d).removeprefix("torch.") for d in row.conditions["dtypes"] or ())
     kinds = "" if len(dtypes) in (0, 3) else f", {' and '.join(dtypes)} only"
     cells = (
-        row.operator,
-        " and ".join(row.directions),
-        torch_names,
-        ", ".join(f"`{name}`" for name in functions),
-        f"{status}{kinds} {cited}".rstrip(),
-    )
+        row.operator, " and ".join(row.directions), torch_names,
+        ", ".join(f"`{name}`" for name in functions), f"{status}{kinds} {cited}".rstrip(),
+    )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 

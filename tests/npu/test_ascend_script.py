@@ -20,12 +20,9 @@ SCRIPT = ROOT / "benchmarks" / "ascend.sh"
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(SCRIPT), "--python", sys.executable, *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True,
+        timeout=1500, check=False,
+    )  # fmt: skip
 
 
 @pytest.mark.timeout(1500)

@@ -28,12 +28,9 @@ def anychip(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]
     for name in [name for name, value in changes.items() if not value]:
         del environment[name]
     return subprocess.run(
-        [sys.executable, "-m", "anychip", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+        [sys.executable, "-m", "anychip", *arguments], env=environment, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
 
 
 def in_front(folder: Path, **changes: str) -> dict[str, str]:

@@ -149,12 +149,9 @@ def try_bug(bug: Bug, plain_build: Path) -> Verdict:
         except (ValueError, RuntimeError) as error:
             return Verdict(bug, False, str(error))
         environment = {
-            **os.environ,
-            "ANYCHIP_CUDA_EMULATED": str(module),
-            "ANYCHIP_EMULATOR_ORDER": bug.order,
-            "OMP_NUM_THREADS": "1",
-            **sanitizers.environment(bug.sanitizer),
-        }
+            **os.environ, "ANYCHIP_CUDA_EMULATED": str(module), "ANYCHIP_EMULATOR_ORDER": bug.order,
+            "OMP_NUM_THREADS": "1", **sanitizers.environment(bug.sanitizer),
+        }  # fmt: skip
         tests = ROOT / "tests" / "unit" / "backends_cuda" / f"test_{bug.family}.py"
         words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
         words += ["-k", f"({bug.found_by}) and emulated", str(tests)]

@@ -44,12 +44,9 @@ class Server:
 
     def __init__(self, prefix: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, str(HERE / "processes.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            text=True,
-        )
+            [*prefix, sys.executable, str(HERE / "processes.py")], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+        )  # fmt: skip
 
     def run(self, case: str, world_size: int, **arguments: Any) -> list[Outcome]:
         """Runs a case on all ranks.

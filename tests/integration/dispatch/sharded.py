@@ -158,36 +158,22 @@ def packed_products() -> dict[str, Case]:
     total = {"reduction": "sum"}
     return {
         "attention_varlen/heads": (
-            "attention_varlen",
-            [(q, 1), (k, 1), (v, 1), (torch.tensor([0, 2, 6]), None)],
-            {"causal": True},
-            False,
+            "attention_varlen", [(q, 1), (k, 1), (v, 1), (torch.tensor([0, 2, 6]), None)],
+            {"causal": True}, False,
         ),
         "grouped_linear/column": (
-            "grouped_linear",
-            [(x, None), (experts, 1), (torch.tensor([2, 5]), None)],
-            {},
-            False,
+            "grouped_linear", [(x, None), (experts, 1), (torch.tensor([2, 5]), None)], {}, False,
         ),
         "grouped_linear/row": (
-            "grouped_linear",
-            [(x, 1), (experts, 2), (torch.tensor([2, 5]), None)],
-            {},
-            False,
+            "grouped_linear", [(x, 1), (experts, 2), (torch.tensor([2, 5]), None)], {}, False,
         ),
         "linear_cross_entropy/sum": (
-            "linear_cross_entropy",
-            [(x, 0), (up, None), (target, 0), (bias, None)],
-            total,
-            False,
+            "linear_cross_entropy", [(x, 0), (up, None), (target, 0), (bias, None)], total, False,
         ),
         "linear_cross_entropy/mean": (
-            "linear_cross_entropy",
-            [(x, 0), (up, None), (target, 0)],
-            {},
-            False,
+            "linear_cross_entropy", [(x, 0), (up, None), (target, 0)], {}, False,
         ),
-    }
+    }  # fmt: skip
 
 
 def leaf(value: Tensor) -> Tensor:

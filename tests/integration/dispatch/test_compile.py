@@ -42,15 +42,9 @@ def _recorded(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]
 def _parameters() -> list[Tensor]:
     torch.manual_seed(0)
     shapes = [
-        (VOCABULARY, WIDTH),
-        (WIDTH,),
-        (3 * WIDTH, WIDTH),
-        (WIDTH, WIDTH),
-        (WIDTH,),
-        (WIDTH,),
-        (4 * WIDTH, WIDTH),
-        (WIDTH, 2 * WIDTH),
-    ]
+        (VOCABULARY, WIDTH), (WIDTH,), (3 * WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,), (WIDTH,),
+        (4 * WIDTH, WIDTH), (WIDTH, 2 * WIDTH),
+    ]  # fmt: skip
     made = [torch.randn(s) * 0.3 for s in shapes]
     return [p.requires_grad_() for p in made]
 

@@ -70,14 +70,9 @@ class Place:
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["sh", "-c", command],
-            cwd=self.directory,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+            ["sh", "-c", command], cwd=self.directory, env=self.environment, capture_output=True,
+            text=True, timeout=200, check=False,
+        )  # fmt: skip
 
 
 def plain(text: str) -> str:

@@ -32,13 +32,9 @@ def train(*args: str, cwd: Path, **extra: str) -> subprocess.CompletedProcess[st
 def start(*args: str, cwd: Path) -> subprocess.Popen[str]:
     """Starts ``anychip train`` in a directory."""
     return subprocess.Popen(
-        command(*args),
-        cwd=cwd,
-        env=variables(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        command(*args), cwd=cwd, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
-    )
+    )  # fmt: skip
 
 
 def rows(out: Path) -> list[dict[str, Any]]:

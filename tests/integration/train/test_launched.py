@@ -39,13 +39,9 @@ def test_torchrun_gives_the_run(wanted: Trained, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words = [*SETTINGS, *ZERO, "--out", "out"]
     done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", "-m", "anychip", "train", *words],
-        cwd=tmp_path,
-        env=variables(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+        [*torchrun, "--nproc-per-node", "2", "-m", "anychip", "train", *words], cwd=tmp_path,
+        env=variables(), capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     Trained(tmp_path / "out").assert_same(wanted)
 

@@ -17,13 +17,9 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "own_loop.py"
 
 def test_example_as_a_command_learns_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "cpu", "out"],
-        cwd=tmp_path,
-        env=variables(),
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+        [sys.executable, str(EXAMPLE), "cpu", "out"], cwd=tmp_path, env=variables(),
+        capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     first, *_, last = [line for line in done.stdout.splitlines() if line.startswith("step")]
     assert float(last.split()[3].rstrip(",")) < float(first.split()[3].rstrip(",")) < 5.0

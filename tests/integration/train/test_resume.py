@@ -87,14 +87,10 @@ def test_run_that_finds_the_disk_full_says_so_and_keeps_its_checkpoint(
     saved = json.loads((tmp_path / "out/checkpoint/manifest.json").read_text())
     limit = saved["files"]["model"]["nbytes"] - 1
     done = subprocess.run(
-        command("--resume", "--out", "out"),
-        cwd=tmp_path,
-        env=variables(),
-        capture_output=True,
-        text=True,
-        timeout=200,
+        command("--resume", "--out", "out"), cwd=tmp_path, env=variables(), capture_output=True,
+        text=True, timeout=200,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
+    )  # fmt: skip
     assert done.returncode == 1
     assert "was not written; the one before is intact: File too large" in done.stderr
     assert "Traceback" not in done.stderr

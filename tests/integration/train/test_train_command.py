@@ -72,14 +72,9 @@ def test_training_with_json_prints_one_object_on_stdout(tmp_path: Path) -> None:
 
 def test_training_from_a_file_with_settings_over_it(tmp_path: Path) -> None:
     done = train(
-        str(ROOT / "examples" / "llama.toml"),
-        "model.layers=1",
-        "run.steps=2",
-        "run.sample_tokens=1",
-        "--out",
-        "out",
-        cwd=tmp_path,
-    )
+        str(ROOT / "examples" / "llama.toml"), "model.layers=1", "run.steps=2",
+        "run.sample_tokens=1", "--out", "out", cwd=tmp_path,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Llama with" in done.stdout
     assert "layers = 1" in (tmp_path / "out/config.toml").read_text()
@@ -94,44 +89,36 @@ def test_finished_run_goes_on_for_more_steps(finished: Path) -> None:
     assert num_rows(finished / "out") == 9
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "answer"),
-    [
-        (["--backend", "cpuu"], 2, "did you mean 'cpu'?"),
-        (["--backend", "npu"], 3, "backend 'npu' cannot run here (unavailable)"),
-        (["model.widht=3"], 2, "there is no setting 'model.widht'; did you mean 'model.width'?"),
-        (["model.width=wide"], 2, "model.width: an integer expected, got 'wide'"),
-        (["run.precision=fp61"], 2, "precision must be one of fp32, bf16, fp16, auto, got 'fp61'"),
-        (["optimizer.stage=3"], 2, "ZeRO stage 3 is not part of this version"),
-        (["absent.toml"], 2, "absent.toml"),
-        (["a.txt"], 2, "'a.txt' is neither CONFIG.toml nor key=value"),
-        (["a.toml", "b.toml"], 2, "one CONFIG expected, got a.toml, b.toml"),
-        (["run.steps=2", "--steps", "3"], 2, "run.steps is given twice"),
-        (["--data", "absent.txt"], 2, "absent.txt"),
-        (["--data", "empty.txt"], 2, "data file empty.txt is empty"),
-        (["--data", "binary.txt"], 2, "data file binary.txt is binary: a zero byte at 1"),
-        (["--data", "short.txt"], 2, "the data is too short: at least 17 bytes expected"),
-        (["--data", "full"], 2, "data directory full"),
-        (["--steps", "0"], 2, "'--steps': 0 is not in the range"),
-        (["--nproc", "3", "parallel.pipeline=2"], 2, "do not multiply to the 3 ranks"),
-        (["parallel.pipeline=2"], 2, "start it with --nproc 2"),
-        (["--resume"], 2, "--resume needs --out"),
-        (["--resume", "--out", "absent"], 2, "there is no run in absent"),
-        (["--resume", "--out", "begun"], 2, "there is no checkpoint in begun to go on with"),
-        (
-            ["--resume", "--out", "begun", "--nproc", "2"],
-            2,
-            "train begun/config.toml --out ANOTHER",
-        ),
-        (["--data", "pipe"], 2, "data file pipe is a pipe, a socket or a device; a file expected"),
-        (["--data", ""], 2, "'--data': a path expected, got ''"),
-        (["--out", ""], 2, "'--out': a path expected, got ''"),
-        (["data.files=['']"], 2, "a data file is named '', which is no path"),
-        (["--out", "full"], 2, "full exists and is not empty; nothing was written"),
-        (["--out", "short.txt"], 2, "short.txt exists"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize(("args", "code", "answer"), [
+    (["--backend", "cpuu"], 2, "did you mean 'cpu'?"),
+    (["--backend", "npu"], 3, "backend 'npu' cannot run here (unavailable)"),
+    (["model.widht=3"], 2, "there is no setting 'model.widht'; did you mean 'model.width'?"),
+    (["model.width=wide"], 2, "model.width: an integer expected, got 'wide'"),
+    (["run.precision=fp61"], 2, "precision must be one of fp32, bf16, fp16, auto, got 'fp61'"),
+    (["optimizer.stage=3"], 2, "ZeRO stage 3 is not part of this version"),
+    (["absent.toml"], 2, "absent.toml"),
+    (["a.txt"], 2, "'a.txt' is neither CONFIG.toml nor key=value"),
+    (["a.toml", "b.toml"], 2, "one CONFIG expected, got a.toml, b.toml"),
+    (["run.steps=2", "--steps", "3"], 2, "run.steps is given twice"),
+    (["--data", "absent.txt"], 2, "absent.txt"),
+    (["--data", "empty.txt"], 2, "data file empty.txt is empty"),
+    (["--data", "binary.txt"], 2, "data file binary.txt is binary: a zero byte at 1"),
+    (["--data", "short.txt"], 2, "the data is too short: at least 17 bytes expected"),
+    (["--data", "full"], 2, "data directory full"),
+    (["--steps", "0"], 2, "'--steps': 0 is not in the range"),
+    (["--nproc", "3", "parallel.pipeline=2"], 2, "do not multiply to the 3 ranks"),
+    (["parallel.pipeline=2"], 2, "start it with --nproc 2"),
+    (["--resume"], 2, "--resume needs --out"),
+    (["--resume", "--out", "absent"], 2, "there is no run in absent"),
+    (["--resume", "--out", "begun"], 2, "there is no checkpoint in begun to go on with"),
+    (["--resume", "--out", "begun", "--nproc", "2"], 2, "train begun/config.toml --out ANOTHER"),
+    (["--data", "pipe"], 2, "data file pipe is a pipe, a socket or a device; a file expected"),
+    (["--data", ""], 2, "'--data': a path expected, got ''"),
+    (["--out", ""], 2, "'--out': a path expected, got ''"),
+    (["data.files=['']"], 2, "a data file is named '', which is no path"),
+    (["--out", "full"], 2, "full exists and is not empty; nothing was written"),
+    (["--out", "short.txt"], 2, "short.txt exists"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_wrong_use_is_one_message_and_nothing_is_written(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -162,16 +149,12 @@ def test_wrong_use_is_one_message_and_nothing_is_written(
 WORKER = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
-@pytest.mark.parametrize(
-    ("variables", "out", "answer"),
-    [
-        (WORKER, None, "several ranks need --out, one directory for all of them"),
-        (WORKER | {"RANK": "4"}, None, "neither alone nor a rank of a job: RANK=4, WORLD_SIZE=4"),
-        ({"RANK": "7"}, "full", "neither alone nor a rank of a job: RANK=7, WORLD_SIZE=(not set)"),
-        ({"ANYCHIP_LAUNCHED": ""}, "full", "full exists and is not empty; nothing was written"),
-    ],
-    ids=["no out", "rank", "stray rank", "no launcher"],
-)
+@pytest.mark.parametrize(("variables", "out", "answer"), [
+    (WORKER, None, "several ranks need --out, one directory for all of them"),
+    (WORKER | {"RANK": "4"}, None, "neither alone nor a rank of a job: RANK=4, WORLD_SIZE=4"),
+    ({"RANK": "7"}, "full", "neither alone nor a rank of a job: RANK=7, WORLD_SIZE=(not set)"),
+    ({"ANYCHIP_LAUNCHED": ""}, "full", "full exists and is not empty; nothing was written"),
+], ids=["no out", "rank", "stray rank", "no launcher"])  # fmt: skip
 def test_stray_variables_are_named_and_protect_no_less(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -191,14 +174,10 @@ def test_stray_variables_are_named_and_protect_no_less(
     assert (tmp_path / "full" / "metrics.jsonl").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("settings", "answer"),
-    [
-        (("model.width=32",), "it is of another model"),
-        (("data.files=['a.txt']",), "does not fit the data"),
-    ],
-    ids=["model", "data"],
-)
+@pytest.mark.parametrize(("settings", "answer"), [
+    (("model.width=32",), "it is of another model"),
+    (("data.files=['a.txt']",), "does not fit the data"),
+], ids=["model", "data"])  # fmt: skip
 def test_resume_of_something_else_is_refused_and_changes_nothing(
     finished: Path, settings: tuple[str, ...], answer: str
 ) -> None:

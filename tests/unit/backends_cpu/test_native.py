@@ -365,12 +365,9 @@ def test_value_that_is_not_finite_shows_in_its_row_and_in_no_other(
     clean = x.clone()
     x[3, place] = bad
     rest: dict[str, tuple[Any, ...]] = {
-        "rms_norm": (w,),
-        "layer_norm": (w, w),
-        "cross_entropy": (torch.tensor([66, 1, 2, 3, 4]),),
-        "swiglu": (clean,),
-        "gelu": (),
-    }
+        "rms_norm": (w,), "layer_norm": (w, w), "cross_entropy": (torch.tensor([66, 1, 2, 3, 4]),),
+        "swiglu": (clean,), "gelu": (),
+    }  # fmt: skip
     attrs = {"reduction": "none"} if name == "cross_entropy" else {}
     operator = getattr(ops, name)
     found = []

@@ -121,12 +121,9 @@ def test_l2_norm_uses_its_scratch_within_bounds_whatever_it_holds(chip: Chip) ->
         scratch = torch.full((room + 64,), content, device=chip.device)
         norm = torch.empty((), device=chip.device)
         chip.kernels.native.l2_norm(
-            *lists.described(chip.kernels, tensors),
-            scratch.data_ptr(),
-            room,
-            norm.data_ptr(),
+            *lists.described(chip.kernels, tensors), scratch.data_ptr(), room, norm.data_ptr(),
             *chip.kernels.place(norm),
-        )
+        )  # fmt: skip
         found.append(float(norm))
         beyond = torch.full_like(scratch[room:], content)
         assert torch.equal(scratch[room:].view(torch.int32), beyond.view(torch.int32))

@@ -173,13 +173,9 @@ def test_scratch_is_used_within_its_bounds_whatever_it_holds(chip: Chip, rows: i
         arrays = (given.grad, given.x, None, given.weight, mean, rstd, None, None, *sums, scratch)
         codes = [chip.kernels.codes[BF16]] * 3
         chip.kernels.native.norm_backward(
-            *(0 if a is None else a.data_ptr() for a in arrays),
-            blocks,
-            rows,
-            300,
-            *codes,
+            *(0 if a is None else a.data_ptr() for a in arrays), blocks, rows, 300, *codes,
             *chip.kernels.place(given.x),
-        )
+        )  # fmt: skip
         found.append(sums)
         assert torch.equal(scratch[-64:], torch.full_like(scratch[-64:], content)) or (
             content != content and bool(scratch[-64:].isnan().all())

@@ -281,12 +281,9 @@ def test_pieces_of_a_tensor_move_like_the_whole_bit_for_bit(chip: Chip, rule: st
         return [tensors[0][a:b] for a, b in ((0, 1), (1, 777), (777, 16_390), (16_390, 20_000))]
 
     cut = Step(
-        pieces(one.params),
-        pieces(one.grads),
-        [pieces(tensors) for tensors in one.states],
-        *one[3:7],
-        pieces(one.low or []),
-    )
+        pieces(one.params), pieces(one.grads), [pieces(tensors) for tensors in one.states],
+        *one[3:7], pieces(one.low or []),
+    )  # fmt: skip
     ratios = [None, None] if rule != "lamb" else [torch.ones(n, device=chip.device) for n in (1, 4)]
     _run(chip, rule, whole, trust=ratios[0])
     _run(chip, rule, cut, trust=ratios[1])
@@ -302,12 +299,9 @@ def test_update_of_views_equals_that_of_copies_and_leaves_gradients(chip: Chip, 
         return [t.view(60, 70).t().contiguous().t() for t in tensors]
 
     views = Step(
-        transposed(views.params),
-        transposed(views.grads),
-        [transposed(tensors) for tensors in views.states],
-        *views[3:7],
-        transposed(views.low or []),
-    )
+        transposed(views.params), transposed(views.grads),
+        [transposed(tensors) for tensors in views.states], *views[3:7], transposed(views.low or []),
+    )  # fmt: skip
     version = views.grads[0]._version
     _run(chip, rule, copies)
     _run(chip, rule, views, row=1)
@@ -422,13 +416,9 @@ def test_updates_that_do_not_fit_together_are_refused(chip: Chip) -> None:
         return native.Update([a], [size], [code], grads, [code], first, [a], low, [code] * len(low))
 
     wrong = [
-        update([], [a], []),
-        update([a], [], []),
-        update([a], [a], [a, a]),
-        update([0], [a], []),
-        update([a + 1], [a], []),
-        update([a], [a], [], -1),
-    ]
+        update([], [a], []), update([a], [], []), update([a], [a], [a, a]), update([0], [a], []),
+        update([a + 1], [a], []), update([a], [a], [], -1),
+    ]  # fmt: skip
     for made in wrong:
         with pytest.raises(RuntimeError, match="adamw: CUDA error 1"):
             native.adamw(made, a, 0.9, 0.99, 1e-8, *place)

@@ -53,15 +53,12 @@ COLLECTIVES = report(
     {
         "all_reduce 4 B": {"bytes": 4, "ours GB/s": 0.1, "torch GB/s": 0.2, "copy GB/s": 3.0},
         "all_reduce 1 MiB": {
-            "bytes": 1 << 20,
-            "ours GB/s": 1.0,
-            "torch GB/s": 2.0,
-            "copy GB/s": 9.0,
+            "bytes": 1 << 20, "ours GB/s": 1.0, "torch GB/s": 2.0, "copy GB/s": 9.0,
         },
         "send 1 MiB": {"bytes": 1 << 20, "ours GB/s": 1.5, "torch GB/s": 2.5, "copy GB/s": 9.0},
         "barrier": {"bytes": 0},
     },
-)
+)  # fmt: skip
 DISPATCH = report("dispatch", {"ops, no gradient": {}, "torch.add": {}})
 DEVICE = report(
     "device",
@@ -166,20 +163,16 @@ def test_bench_prints_and_writes_what_was_measured(
     assert page.with_suffix(".png").exists()
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (["device", "--dtype", "float16"], "--dtype is for bench ops, and this is bench device"),
-        (["dispatch", "--no-compile"], "--no-compile is for bench ops, and this is bench dispatch"),
-        (["dispatch", "--json", "none/x.json"], "none/x.json: there is no folder none"),
-        (["dispatch", "--plot", "none/x.png"], "none/x.png: there is no folder none"),
-        (["dispatch", "--plot", "x.jpg"], "x.jpg: a name in .png, .svg, .pdf expected"),
-        (["ops", "--rounds", "2"], "2 is not in the range x>=3"),
-        (["memory"], "'memory' is not one of 'device', 'dispatch', 'ops', 'collectives'"),
-        (["train"], "'train' is not one of 'device', 'dispatch', 'ops', 'collectives'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize(("line", "message"), [
+    (["device", "--dtype", "float16"], "--dtype is for bench ops, and this is bench device"),
+    (["dispatch", "--no-compile"], "--no-compile is for bench ops, and this is bench dispatch"),
+    (["dispatch", "--json", "none/x.json"], "none/x.json: there is no folder none"),
+    (["dispatch", "--plot", "none/x.png"], "none/x.png: there is no folder none"),
+    (["dispatch", "--plot", "x.jpg"], "x.jpg: a name in .png, .svg, .pdf expected"),
+    (["ops", "--rounds", "2"], "2 is not in the range x>=3"),
+    (["memory"], "'memory' is not one of 'device', 'dispatch', 'ops', 'collectives'"),
+    (["train"], "'train' is not one of 'device', 'dispatch', 'ops', 'collectives'"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_bench_with_an_option_that_has_no_effect_is_wrong_use(
     line: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

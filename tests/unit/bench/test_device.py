@@ -49,19 +49,13 @@ def test_rates_are_work_over_the_median_time(cpu: Backend, monkeypatch: pytest.M
 
     monkeypatch.setattr(device, "interleave", timed)
     said = DeviceProperties(
-        name="chip",
-        total_memory=1 << 30,
-        dtypes=frozenset({torch.float32}),
-        flops={torch.float32: 8.0 * WIDTH**3},
-        bandwidth=4.0 * BYTES,
-    )
+        name="chip", total_memory=1 << 30, dtypes=frozenset({torch.float32}),
+        flops={torch.float32: 8.0 * WIDTH**3}, bandwidth=4.0 * BYTES,
+    )  # fmt: skip
     chip = SimpleNamespace(
-        name="acme",
-        properties=lambda: said,
-        device=cpu.device,
-        identity=lambda: "chip",
+        name="acme", properties=lambda: said, device=cpu.device, identity=lambda: "chip",
         synchronize=cpu.synchronize,
-    )
+    )  # fmt: skip
     copy, product = run(chip).rows
     assert copy.facts == {"GB/s": BYTES / 1e9, "of properties": 0.25}
     assert product.facts == {"TFLOP/s": 4.0 * WIDTH**3 / 1e12, "of properties": 0.5}
@@ -87,14 +81,10 @@ def written(path: Path, **changed: Any) -> Path:
         "product, bfloat16": {"TFLOP/s": 8.0},
     }
     found = {
-        "schema": 1,
-        "date": "2026-01-31T12:00:00+00:00",
-        "subject": "device",
-        "backend": "cpu",
+        "schema": 1, "date": "2026-01-31T12:00:00+00:00", "subject": "device", "backend": "cpu",
         "device": anychip.use("cpu").identity(),
-        "rows": [{"name": name, "facts": facts} for name, facts in rows.items()],
-        **changed,
-    }
+        "rows": [{"name": name, "facts": facts} for name, facts in rows.items()], **changed,
+    }  # fmt: skip
     path.write_text(json.dumps(found))
     return path
 

@@ -16,13 +16,9 @@ HAS_TORCH = [name for name, setting in optimizers.settings().items() if setting.
 @pytest.mark.parametrize("name", optimizers.settings())
 def test_bench_optim_has_a_row_per_candidate(name: str) -> None:
     report = optimizers.run(
-        anychip.use("cpu"),
-        rounds=3,
-        progress=lambda _: None,
-        names=(name,),
-        num_params=12_000,
+        anychip.use("cpu"), rounds=3, progress=lambda _: None, names=(name,), num_params=12_000,
         window=1e-3,
-    )
+    )  # fmt: skip
     rows = {row.name for row in report.rows}
     for group in (f"{name}, 1 tensor", f"{name}, 100 tensors"):
         peers = ("for-loop", "foreach", "fused") if name in HAS_TORCH else ()
@@ -57,13 +53,9 @@ def test_bench_optim_compares_with_the_same_rule(name: str, how: str) -> None:
 def test_bench_optim_without_deepspeed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
     report = optimizers.run(
-        anychip.use("cpu"),
-        rounds=3,
-        progress=lambda _: None,
-        names=("adamw",),
-        num_params=12_000,
+        anychip.use("cpu"), rounds=3, progress=lambda _: None, names=("adamw",), num_params=12_000,
         window=1e-3,
-    )
+    )  # fmt: skip
     assert report.notes[-1] == (
         "DeepSpeedCPUAdam is left out: deepspeed is not installed (pip install anychip[bench])"
     )

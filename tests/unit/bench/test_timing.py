@@ -30,12 +30,9 @@ def test_interleave_runs_every_candidate_in_every_round(monkeypatch: pytest.Monk
 
     rounds: list[int] = []
     taken = interleave(
-        {"slow": candidate("slow", 2.0), "fast": candidate("fast", 0.5)},
-        rounds=4,
-        window=1.0,
-        synchronize=lambda: None,
-        progress=rounds.append,
-    )
+        {"slow": candidate("slow", 2.0), "fast": candidate("fast", 0.5)}, rounds=4, window=1.0,
+        synchronize=lambda: None, progress=rounds.append,
+    )  # fmt: skip
     assert taken["slow"].seconds == (2.0,) * 4
     assert taken["fast"].seconds == (0.5,) * 4
     assert rounds == [1, 2, 3, 4]

@@ -48,20 +48,17 @@ def test_unknown_subcommand_is_wrong_use_with_a_hint(
     assert f"there is no command {name!r}; {hint}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("line", "answer"),
-    [
-        ("train --lr 3", "there is no option --lr; lr is a setting: write optimizer.lr=3"),
-        ("train --lr=3e-4", "write optimizer.lr=3e-4"),
-        ("train --steps 3 --learning-rate 3", "write optimizer.lr=3"),
-        ("train --batch-sise 8", "write data.batch_size=8"),
-        ("plan --model.width 64", "write model.width=64"),
-        ("plan --momentum", "write optimizer.momentum=VALUE"),
-        ("train --zzz 3", "No such option '--zzz'"),
-        ("train --settings --steps 3", "--settings trains nothing; leave out steps"),
-        ("train --settings model.width=3", "--settings trains nothing; leave out arguments"),
-    ],
-)
+@pytest.mark.parametrize(("line", "answer"), [
+    ("train --lr 3", "there is no option --lr; lr is a setting: write optimizer.lr=3"),
+    ("train --lr=3e-4", "write optimizer.lr=3e-4"),
+    ("train --steps 3 --learning-rate 3", "write optimizer.lr=3"),
+    ("train --batch-sise 8", "write data.batch_size=8"),
+    ("plan --model.width 64", "write model.width=64"),
+    ("plan --momentum", "write optimizer.momentum=VALUE"),
+    ("train --zzz 3", "No such option '--zzz'"),
+    ("train --settings --steps 3", "--settings trains nothing; leave out steps"),
+    ("train --settings model.width=3", "--settings trains nothing; leave out arguments"),
+])  # fmt: skip
 def test_option_that_is_a_setting_is_answered_with_what_to_write(
     line: str, answer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

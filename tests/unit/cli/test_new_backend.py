@@ -55,18 +55,15 @@ def test_new_backend_without_a_directory_is_named_after_the_distribution(
     assert capsys.readouterr().out.startswith("wrote anychip-acme: ")
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        pytest.param(["Acme"], "NAME must be lower-case letters", id="capital"),
-        pytest.param(["2acme"], "NAME must be lower-case letters", id="digit_first"),
-        pytest.param(["class"], "NAME must be lower-case letters", id="keyword"),
-        pytest.param(["../acme"], "NAME must be lower-case letters", id="path"),
-        pytest.param(["torch"], "a backend named 'torch' is installed already", id="taken"),
-        pytest.param(["acme", "--kind", "c-abi"], "'c-abi' is not 'python'", id="kind"),
-        pytest.param([], "Missing argument 'NAME'", id="no_name"),
-    ],
-)
+@pytest.mark.parametrize(("args", "message"), [
+    pytest.param(["Acme"], "NAME must be lower-case letters", id="capital"),
+    pytest.param(["2acme"], "NAME must be lower-case letters", id="digit_first"),
+    pytest.param(["class"], "NAME must be lower-case letters", id="keyword"),
+    pytest.param(["../acme"], "NAME must be lower-case letters", id="path"),
+    pytest.param(["torch"], "a backend named 'torch' is installed already", id="taken"),
+    pytest.param(["acme", "--kind", "c-abi"], "'c-abi' is not 'python'", id="kind"),
+    pytest.param([], "Missing argument 'NAME'", id="no_name"),
+])  # fmt: skip
 def test_new_backend_with_wrong_use_writes_nothing_and_says_why(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -33,12 +33,9 @@ class Ranks:
     def come(self, rank: int, **settings: Any) -> Liveness:
         told = {"address": LOOPBACK, "secret": SECRET, **self.settings, **settings}
         end = Liveness(
-            self.store,
-            rank,
-            self.world_size,
-            on_failure=lambda failure: self.heard[rank].set(),
+            self.store, rank, self.world_size, on_failure=lambda failure: self.heard[rank].set(),
             **told,
-        )
+        )  # fmt: skip
         self.ends[rank] = end
         return end
 

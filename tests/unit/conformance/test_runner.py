@@ -211,12 +211,9 @@ def test_run_with_lists_gives_each_outcome(tmp_path: Path) -> None:
         check_index=lambda self, index: self.current_device() if index is None else index,
     )
     report = conformance.run(
-        wrong,
-        level="full",
-        chapters=["device"],
-        select="compile_backend or probe or index/device. or device/identity",
-        expectations=file,
-    )
+        wrong, level="full", chapters=["device"],
+        select="compile_backend or probe or index/device. or device/identity", expectations=file,
+    )  # fmt: skip
     outcomes = {result.case: result.outcome for result in report.results}
     assert outcomes["device/compile_backend"] == "unsupported"
     assert outcomes["device/index/device.negative"] == "expected failure"

@@ -36,28 +36,14 @@ def good_report() -> Report:
     ]
     return Report(
         identity=Identity(
-            backend="acme",
-            device_type="cpu",
-            device="acme one",
-            num_devices=1,
-            distribution="anychip-acme",
-            version="1.2",
-            api=(1, 0),
-            capabilities=CAPABILITIES,
-            dtypes=("fp32",),
-            plugin_hash="0" * 64,
-            suite_hash=suite_hash(),
+            backend="acme", device_type="cpu", device="acme one", num_devices=1,
+            distribution="anychip-acme", version="1.2", api=(1, 0), capabilities=CAPABILITIES,
+            dtypes=("fp32",), plugin_hash="0" * 64, suite_hash=suite_hash(),
         ),
-        level="quick",
-        chapters=tuple(CHAPTERS),
-        select="",
-        seed=0,
-        isolated=False,
-        results=tuple(passed + excused),
-        must_pass=(len(listed.ids), listed.hash),
-        started="2026-11-21T12:00:00+00:00",
-        provenance={"schema": 1, "operators": []},
-    )
+        level="quick", chapters=tuple(CHAPTERS), select="", seed=0, isolated=False,
+        results=tuple(passed + excused), must_pass=(len(listed.ids), listed.hash),
+        started="2026-11-21T12:00:00+00:00", provenance={"schema": 1, "operators": []},
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -100,12 +100,9 @@ def test_work_is_done_before_and_after_it_was_waited_for() -> None:
             w.wait()
             w.wait()
         return [
-            not before[-1],
-            *ready,
-            *(w.is_done() for w in works),
-            value[0].item() == 2,
+            not before[-1], *ready, *(w.is_done() for w in works), value[0].item() == 2,
             letter.item() == 1,
-        ]
+        ]  # fmt: skip
 
     assert run_ranks(2, work) == [[True] * 7] * 2
 

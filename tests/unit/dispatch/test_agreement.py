@@ -142,13 +142,9 @@ def test_shaped_like_a_tensor_that_the_backward_is_not_given_is_refused() -> Non
 
 def test_operator_that_does_not_say_still_compares_output_and_gradient() -> None:
     made = polynomial(
-        "poly_silent",
-        "output",
-        signature="(Tensor x, Tensor other) -> Tensor",
-        forward=lambda x, other: x**2 + x**3,
-        fake=lambda x, other: torch.empty_like(x),
-        sizes=None,
-    )
+        "poly_silent", "output", signature="(Tensor x, Tensor other) -> Tensor",
+        forward=lambda x, other: x**2 + x**3, fake=lambda x, other: torch.empty_like(x), sizes=None,
+    )  # fmt: skip
     backward = torch.ops.polynomials.poly_silent_backward
     assert made.gradient is not None
     x, y = torch.ones(3), torch.full((3,), 2.0)

@@ -79,17 +79,11 @@ def _with_rule(name: str, rule: str) -> Any:
         return x * 2
 
     return polynomial(
-        name,
-        namespace="rules",
-        signature="(Tensor x, Tensor index) -> Tensor",
-        forward=forward,
-        backward=lambda grad, *, needs: (grad * 2,),
-        saved=(),
-        fake=lambda x, index: torch.empty_like(x),
-        fixed_dtypes={"index": "int64"},
-        autocast=rule,
+        name, namespace="rules", signature="(Tensor x, Tensor index) -> Tensor", forward=forward,
+        backward=lambda grad, *, needs: (grad * 2,), saved=(),
+        fake=lambda x, index: torch.empty_like(x), fixed_dtypes={"index": "int64"}, autocast=rule,
         samples=lambda maker: [Sample((maker.normal(3), maker.integers(2, 1)), {}, "3")],
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("pin", ["cpu", "reference"])

@@ -97,13 +97,10 @@ def _restored(calls: list[str]) -> Operator[..., Any]:
 
     _HEARD[0] = calls
     return polynomial(
-        "poly_restored",
-        "residual",
-        signature="(Tensor x, Tensor? unused=None) -> Tensor",
-        forward=forward,
-        fake=lambda x, unused: (torch.empty_like(x), torch.empty_like(x)),
+        "poly_restored", "residual", signature="(Tensor x, Tensor? unused=None) -> Tensor",
+        forward=forward, fake=lambda x, unused: (torch.empty_like(x), torch.empty_like(x)),
         restore=restore,
-    )
+    )  # fmt: skip
 
 
 _HEARD: list[list[str]] = [[]]

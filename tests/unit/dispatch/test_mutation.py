@@ -128,22 +128,17 @@ def _overlaps() -> dict[str, tuple[Callable[..., Any], list[Any], str]]:
         "same storage twice": (ops.clip, [[x, x.view(2, 2)], ONE], "tensors[0] and tensors[1]"),
         "partial": (ops.clip, [[base[:6], base[5:]], ONE], "tensors[0] and tensors[1]"),
         "one inside of the other": (
-            ops.clip,
-            [[base[3:4], base], ONE],
-            "tensors[1] and tensors[0]",
+            ops.clip, [[base[3:4], base], ONE], "tensors[1] and tensors[0]",
         ),
         "interleaved": (ops.clip, [[even, odd], ONE], "tensors[0] and tensors[1]"),
         "written scalar is read": (ops.clip, [[base], base[3]], "tensors[0] and norm"),
         "other dtype": (ops.clip, [[x, x.view(torch.bfloat16)], ONE], "tensors[0] and tensors[1]"),
         "gradient is the parameter": (
-            ops.adamw,
-            [[x], [x], *moments, ONE, torch.tensor(0.0)],
-            "params[0] and grads[0]",
+            ops.adamw, [[x], [x], *moments, ONE, torch.tensor(0.0)], "params[0] and grads[0]",
         ),
         "step is lr": (ops.adamw, [[x], [torch.ones(4)], *moments, ONE, ONE], "lr and step"),
         "moments share": (
-            ops.adamw,
-            [[x], [torch.ones(4)], moments[0], moments[0], ONE, torch.tensor(0.0)],
+            ops.adamw, [[x], [torch.ones(4)], moments[0], moments[0], ONE, torch.tensor(0.0)],
             "exp_avgs[0] and exp_avg_sqs[0]",
         ),
         "copy is the parameter": (
@@ -153,7 +148,7 @@ def _overlaps() -> dict[str, tuple[Callable[..., Any], list[Any], str]]:
         ),
         "found_inf is scale": (ops.unscale_and_check, [[x], ONE, ONE], "scale and found_inf"),
         "expanded": (ops.clip, [[torch.ones(1).expand(5)], ONE], "tensors[0]"),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("label", _overlaps())

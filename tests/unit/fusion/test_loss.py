@@ -17,12 +17,9 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "images": ((2, CLASSES, 3, 4), (2, 3, 4)),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    "mean": {},
-    "sum": {"reduction": "sum"},
-    "none": {"reduction": "none"},
-    "smoothed": {"label_smoothing": 0.2},
-    "ignoring": {"ignore_index": 3},
-}
+    "mean": {}, "sum": {"reduction": "sum"}, "none": {"reduction": "none"},
+    "smoothed": {"label_smoothing": 0.2}, "ignoring": {"ignore_index": 3},
+}  # fmt: skip
 
 
 def call(module: nn.Module, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,15 +19,12 @@ TAKEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "handmade-layer-norm": (modules.HandmadeLayerNorm, "layer_norm"),
     "rms-norm": (lambda: nn.RMSNorm(WIDTH, eps=1e-8), "rms_norm"),
     "rms-norm-without-eps": (lambda: nn.RMSNorm(WIDTH), "rms_norm"),
-    "handmade-rms-norm": (modules.RMSNorm, "rms_norm"),
-    "gelu": (nn.GELU, "gelu"),
-    "gelu-tanh": (lambda: nn.GELU("tanh"), "gelu"),
-    "handmade-gelu": (modules.ErfGELU, "gelu"),
-    "handmade-gelu-tanh": (modules.NewGELU, "gelu"),
-    "gated": (modules.GatedMLP, "swiglu"),
+    "handmade-rms-norm": (modules.RMSNorm, "rms_norm"), "gelu": (nn.GELU, "gelu"),
+    "gelu-tanh": (lambda: nn.GELU("tanh"), "gelu"), "handmade-gelu": (modules.ErfGELU, "gelu"),
+    "handmade-gelu-tanh": (modules.NewGELU, "gelu"), "gated": (modules.GatedMLP, "swiglu"),
     "gated-square": (lambda: modules.GatedMLP(inner=WIDTH), "swiglu"),
     "cross-entropy": (lambda: nn.CrossEntropyLoss(label_smoothing=0.1), "cross_entropy"),
-}
+}  # fmt: skip
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "one-plus-weight": (modules.ShiftedRMSNorm, "not rms_norm: its result differs"),
     "other-eps": (modules.OtherEpsRMSNorm, "not rms_norm: its result differs"),

@@ -14,11 +14,8 @@ def philox(counter: Words, key: Words) -> Words:
     for _ in range(10):
         p0, p1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
         c0, c1, c2, c3 = (
-            (p1 >> np.uint64(32)) ^ c1 ^ k0,
-            p1 & _LOW,
-            (p0 >> np.uint64(32)) ^ c3 ^ k1,
-            p0 & _LOW,
-        )
+            (p1 >> np.uint64(32)) ^ c1 ^ k0, p1 & _LOW, (p0 >> np.uint64(32)) ^ c3 ^ k1, p0 & _LOW,
+        )  # fmt: skip
         k0, k1 = (k0 + np.uint64(0x9E3779B9)) & _LOW, (k1 + np.uint64(0xBB67AE85)) & _LOW
     return np.stack([c0, c1, c2, c3], axis=1)
 

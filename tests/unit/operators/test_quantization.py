@@ -117,12 +117,9 @@ def test_block_with_a_number_that_is_not_finite_comes_back_as_nan(
 
 @settings(max_examples=40)
 @given(
-    numel=st.integers(0, 70),
-    block=st.integers(1, 80),
-    num_bits=st.sampled_from([4, 8]),
-    seed=st.integers(-(2**63), 2**63 - 1),
-    offset=st.integers(-(2**63), 2**63 - 1),
-)
+    numel=st.integers(0, 70), block=st.integers(1, 80), num_bits=st.sampled_from([4, 8]),
+    seed=st.integers(-(2**63), 2**63 - 1), offset=st.integers(-(2**63), 2**63 - 1),
+)  # fmt: skip
 def test_random_rounding_goes_up_as_the_word_of_the_element_says(
     numel: int, block: int, num_bits: int, seed: int, offset: int
 ) -> None:

@@ -75,13 +75,10 @@ def from_store(ask: Callable[[Any], Any]) -> Callable[[bytes, Path], None]:
 
     def arrive(sent: bytes, folder: Path) -> None:
         answers = SimpleNamespace(
-            get=lambda key: sent,
-            set=lambda key, value: None,
-            compare_set=lambda key, before, after: sent,
-            multi_get=lambda keys: [sent] * len(keys),
-            wait=lambda keys, limit: None,
-            check=lambda keys: True,
-        )
+            get=lambda key: sent, set=lambda key, value: None,
+            compare_set=lambda key, before, after: sent, multi_get=lambda keys: [sent] * len(keys),
+            wait=lambda keys, limit: None, check=lambda keys: True,
+        )  # fmt: skip
         ask(answers)
 
     return arrive

@@ -19,14 +19,11 @@ ROOT = Path(__file__).parents[3]
 CORE = ROOT / "core" / "anychip"
 
 LAYERS = {
-    "contract": set[str](),
-    "operators": {"contract"},
-    "dispatch": {"contract"},
-    "comm": {"contract"},
-    "registry": {"contract", "comm"},
+    "contract": set[str](), "operators": {"contract"}, "dispatch": {"contract"},
+    "comm": {"contract"}, "registry": {"contract", "comm"},
     "runtime": {"contract", "operators", "dispatch", "registry", "ops"},
     "ops": {"contract", "operators", "dispatch", "registry", "runtime"},
-}
+}  # fmt: skip
 """What a package or module of anychip may import, besides itself. runtime and ops join the rest."""
 FLOOR = set(LAYERS)
 LAYERS |= {name: FLOOR for name in ("train", "fusion")}

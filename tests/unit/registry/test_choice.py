@@ -18,17 +18,9 @@ from tests.meta.honest import HonestBackend
 
 def _record(name: str, status: Any, kind: Any = None, reason: str = "why") -> BackendRecord:
     return BackendRecord(
-        name=name,
-        status=status,
-        reason=reason,
-        fix="do this",
-        kind=kind,
-        device_type=name,
-        device_count=1,
-        distribution=f"plugin-{name}",
-        version="1",
-        module=f"plugin_{name}",
-    )
+        name=name, status=status, reason=reason, fix="do this", kind=kind, device_type=name,
+        device_count=1, distribution=f"plugin-{name}", version="1", module=f"plugin_{name}",
+    )  # fmt: skip
 
 
 CPU = _record("cpu", "ready", "host")

@@ -23,12 +23,9 @@ def test_fingerprint_follows_the_files_of_a_package(
     library.write_text("old")
     monkeypatch.syspath_prepend(str(tmp_path))
     plugin = Plugin(
-        group=BACKENDS,
-        name="acme",
-        module="plugin_of_test.sub:plugin",
-        distribution="plugin-of-test",
-        version="1",
-    )
+        group=BACKENDS, name="acme", module="plugin_of_test.sub:plugin",
+        distribution="plugin-of-test", version="1",
+    )  # fmt: skip
     first = fingerprint.fingerprint(plugin, [])
     assert fingerprint.fingerprint(plugin, []) == first
     assert fingerprint.fingerprint(plugin, ["another"]) != first

@@ -48,13 +48,9 @@ class Parts:
 
     def save(self, directory: Path, step: int = 3, **extra: Any) -> Path:
         return checkpoint.save(
-            directory,
-            step=step,
-            model=self.model,
-            optimizer=self.optimizer,
-            data=self.data,
+            directory, step=step, model=self.model, optimizer=self.optimizer, data=self.data,
             extra=extra,
-        )
+        )  # fmt: skip
 
     def resume(self, directory: Path) -> State:
         return checkpoint.resume(
@@ -149,25 +145,16 @@ def test_damaged_file_is_named_and_nothing_is_loaded_or_changed(
     assert contents(tmp_path) == files
 
 
-@pytest.mark.parametrize(
-    ("manifest", "answer"),
-    [
-        ("", "manifest.json is damaged"),
-        ("[" * 200_000, "manifest.json is damaged"),
-        ("\xff", "manifest.json is damaged"),
-        ("{}", "manifest.json is damaged"),
-        ("[1]", "manifest.json is damaged"),
-        ('{"format": "other"}', "format 'anychip-checkpoint' expected, got 'other'"),
-        (
-            '{"format": "anychip-checkpoint", "version": 9, "anychip": "9.0"}',
-            "version 9 of the format, written by anychip 9.0",
-        ),
-        (
-            '{"format": "anychip-checkpoint", "version": 2, "files": {"model": {}}}',
-            "manifest.json is damaged",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("manifest", "answer"), [
+    ("", "manifest.json is damaged"), ("[" * 200_000, "manifest.json is damaged"),
+    ("\xff", "manifest.json is damaged"), ("{}", "manifest.json is damaged"),
+    ("[1]", "manifest.json is damaged"),
+    ('{"format": "other"}', "format 'anychip-checkpoint' expected, got 'other'"),
+    ('{"format": "anychip-checkpoint", "version": 9, "anychip": "9.0"}',
+     "version 9 of the format, written by anychip 9.0"),
+    ('{"format": "anychip-checkpoint", "version": 2, "files": {"model": {}}}',
+     "manifest.json is damaged"),
+])  # fmt: skip
 def test_manifest_that_is_not_ours_is_refused(tmp_path: Path, manifest: str, answer: str) -> None:
     folder = Parts().save(tmp_path)
     (folder / "manifest.json").write_bytes(manifest.encode("latin-1"))
@@ -330,12 +317,8 @@ def everything(parts: Parts) -> list[Any]:
     torch.save(parts.optimizer.state_dict(), saved)
     place = parts.data.position, parts.data.epoch
     return [
-        parts.bits(),
-        saved.getvalue(),
-        place,
-        random.getstate(),
-        torch.get_rng_state().tolist(),
-    ]
+        parts.bits(), saved.getvalue(), place, random.getstate(), torch.get_rng_state().tolist(),
+    ]  # fmt: skip
 
 
 def deep() -> Any:

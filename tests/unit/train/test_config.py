@@ -50,77 +50,59 @@ def test_config_with_its_kind_from_settings_alone_is_of_that_kind(settings: list
     assert type(config.load(None, settings).model) is wanted
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        [],
-        ["model.kind=llama", "model.hidden=96", "run.backend=acme"],
-        ['data.files=["a b.txt", "\\"c.txt"]', "optimizer.lr=3e-4", "model.dropout=0.1"],
-    ],
-    ids=["default", "llama", "texts"],
-)
+@pytest.mark.parametrize("settings", [
+    [],
+    ["model.kind=llama", "model.hidden=96", "run.backend=acme"],
+    ['data.files=["a b.txt", "\\"c.txt"]', "optimizer.lr=3e-4", "model.dropout=0.1"],
+], ids=["default", "llama", "texts"])  # fmt: skip
 def test_config_written_and_read_is_the_same(tmp_path: Path, settings: list[str]) -> None:
     loaded = config.load(None, settings)
     file = _written(tmp_path / "config.toml", config.dump(loaded))
     assert config.load(file) == loaded
 
 
-@pytest.mark.parametrize(
-    ("setting", "answer"),
-    [
-        ("model.widht=3", "there is no setting 'model.widht'; did you mean 'model.width'?"),
-        ("modl.width=3", "there is no setting 'modl.width'; did you mean 'model.width'?"),
-        ("steps=3", "there is no setting 'steps'; did you mean 'run.steps'?"),
-        ("run.lr=3", "there is no setting 'run.lr'; did you mean 'optimizer.lr'?"),
-        ("optimiser.learning=3", "there is no setting 'optimiser.learning'"),
-        ("model.kv_heads=2", "there is no setting 'model.kv_heads'"),
-        ("model.width=wide", "model.width: an integer expected, got 'wide'"),
-        ("model.width=64.0", "model.width: an integer expected, got 64.0"),
-        ("model.layers=true", "model.layers: an integer expected, got True"),
-        ("optimizer.lr=nan", "optimizer.lr: a finite number expected, got nan"),
-        ("run.precision=16", "run.precision: a string expected, got 16"),
-        ("data.files=a.txt", "data.files: a list of strings"),
-        ("data.files=[1]", "data.files: a list of strings"),
-        ("model.kind=gtp", "model.kind must be one of gpt, llama, got 'gtp'"),
-        ("model.width=30", "[model] width must be a multiple of heads, got width 30 and heads 4"),
-        ("model.vocab_size=100", "model.vocab_size must be at least 256"),
-        ("run.steps=0", "[run] steps must be at least 1, got 0"),
-        ("data.accumulation=0", "[data] accumulation must be at least 1, got 0"),
-        ("optimizer.beta2=1", "[optimizer] beta2 must be at least 0 and below 1, got 1.0"),
-        ("optimizer.eps=0", "[optimizer] eps must be greater than 0, got 0.0"),
-        ("optimizer.lr=-1", "[optimizer] lr must be at least 0, got -1.0"),
-        (
-            "optimizer.states=16bit",
-            "[optimizer] states must be one of float32, 8bit, got '16bit'",
-        ),
-        ("optimizer.stage=4", "[optimizer] stage must be 0, 1, 2 or 3, got 4"),
-        ("schedule.warmup=2", "[schedule] warmup must be from 0 to 1, got 2.0"),
-        ("checkpoint.every=0", "[checkpoint] every must be at least 1, got 0"),
-        ("model", "a setting is key=value, like model.width=256; got 'model'"),
-        ("=3", "a setting is key=value"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "answer"), [
+    ("model.widht=3", "there is no setting 'model.widht'; did you mean 'model.width'?"),
+    ("modl.width=3", "there is no setting 'modl.width'; did you mean 'model.width'?"),
+    ("steps=3", "there is no setting 'steps'; did you mean 'run.steps'?"),
+    ("run.lr=3", "there is no setting 'run.lr'; did you mean 'optimizer.lr'?"),
+    ("optimiser.learning=3", "there is no setting 'optimiser.learning'"),
+    ("model.kv_heads=2", "there is no setting 'model.kv_heads'"),
+    ("model.width=wide", "model.width: an integer expected, got 'wide'"),
+    ("model.width=64.0", "model.width: an integer expected, got 64.0"),
+    ("model.layers=true", "model.layers: an integer expected, got True"),
+    ("optimizer.lr=nan", "optimizer.lr: a finite number expected, got nan"),
+    ("run.precision=16", "run.precision: a string expected, got 16"),
+    ("data.files=a.txt", "data.files: a list of strings"),
+    ("data.files=[1]", "data.files: a list of strings"),
+    ("model.kind=gtp", "model.kind must be one of gpt, llama, got 'gtp'"),
+    ("model.width=30", "[model] width must be a multiple of heads, got width 30 and heads 4"),
+    ("model.vocab_size=100", "model.vocab_size must be at least 256"),
+    ("run.steps=0", "[run] steps must be at least 1, got 0"),
+    ("data.accumulation=0", "[data] accumulation must be at least 1, got 0"),
+    ("optimizer.beta2=1", "[optimizer] beta2 must be at least 0 and below 1, got 1.0"),
+    ("optimizer.eps=0", "[optimizer] eps must be greater than 0, got 0.0"),
+    ("optimizer.lr=-1", "[optimizer] lr must be at least 0, got -1.0"),
+    ("optimizer.states=16bit", "[optimizer] states must be one of float32, 8bit, got '16bit'"),
+    ("optimizer.stage=4", "[optimizer] stage must be 0, 1, 2 or 3, got 4"),
+    ("schedule.warmup=2", "[schedule] warmup must be from 0 to 1, got 2.0"),
+    ("checkpoint.every=0", "[checkpoint] every must be at least 1, got 0"),
+    ("model", "a setting is key=value, like model.width=256; got 'model'"),
+    ("=3", "a setting is key=value"),
+])  # fmt: skip
 def test_setting_that_cannot_be_is_an_error_that_says_what_can(setting: str, answer: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.load(None, [setting])
     assert answer in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "setting", "left_out", "kept"),
-    [
-        (
-            'kind = "adamw"\nlr = 0.5\nbeta1 = 0.5\neps = 1',
-            "optimizer.kind=sgd",
-            "optimizer.beta1, optimizer.eps of",
-            SGDConfig(lr=0.5),
-        ),
-        ("states = '8bit'", "optimizer.kind=lion", "optimizer.states of", LionConfig()),
-        ("lr = 0.5", "optimizer.kind=sgd", None, SGDConfig(lr=0.5)),
-        ("beta1 = 0.5", "optimizer.kind=adamw", None, AdamWConfig(beta1=0.5)),
-    ],
-    ids=["written", "default-kind", "nothing", "same"],
-)
+@pytest.mark.parametrize(("text", "setting", "left_out", "kept"), [
+    ('kind = "adamw"\nlr = 0.5\nbeta1 = 0.5\neps = 1', "optimizer.kind=sgd",
+     "optimizer.beta1, optimizer.eps of", SGDConfig(lr=0.5)),
+    ("states = '8bit'", "optimizer.kind=lion", "optimizer.states of", LionConfig()),
+    ("lr = 0.5", "optimizer.kind=sgd", None, SGDConfig(lr=0.5)),
+    ("beta1 = 0.5", "optimizer.kind=adamw", None, AdamWConfig(beta1=0.5)),
+], ids=["written", "default-kind", "nothing", "same"])  # fmt: skip
 def test_another_kind_leaves_out_what_only_the_files_kind_has_and_says_so(
     tmp_path: Path, text: str, setting: str, left_out: str | None, kept: OptimizerConfig
 ) -> None:
@@ -146,16 +128,13 @@ def test_list_of_settings_has_what_configurations_have_with_a_line_for_each() ->
     assert keys | {"model.kind", "optimizer.kind"} == {setting.key for setting in listed}
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("[model]\nwidht = 3", "c.toml: there is no setting 'model.widht'; did you mean"),
-        ("width = 3", "c.toml: there is no setting 'width'; did you mean 'model.width'?"),
-        ("[model]\nwidth = 30", "c.toml: [model] width must be a multiple of heads"),
-        ("[model]\nwidth = {}", "c.toml: model.width: an integer expected, got {}"),
-        ("[model\nwidth = 3", "c.toml is not TOML: "),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), [
+    ("[model]\nwidht = 3", "c.toml: there is no setting 'model.widht'; did you mean"),
+    ("width = 3", "c.toml: there is no setting 'width'; did you mean 'model.width'?"),
+    ("[model]\nwidth = 30", "c.toml: [model] width must be a multiple of heads"),
+    ("[model]\nwidth = {}", "c.toml: model.width: an integer expected, got {}"),
+    ("[model\nwidth = 3", "c.toml is not TOML: "),
+])  # fmt: skip
 def test_file_with_a_mistake_is_an_error_that_names_the_file(
     tmp_path: Path, text: str, answer: str
 ) -> None:

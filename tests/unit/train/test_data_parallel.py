@@ -77,14 +77,9 @@ def test_twenty_steps_of_a_ragged_model_equal_one_process_bit_for_bit(
 ) -> None:
     want = serial(ragged, ragged_loss, adamw(max_norm), world_size=world_size, steps=20, micro=2)
     got = sharded(
-        ragged,
-        ragged_loss,
-        lambda: adamw(max_norm),
-        world_size=world_size,
-        stage=stage,
-        steps=20,
+        ragged, ragged_loss, lambda: adamw(max_norm), world_size=world_size, stage=stage, steps=20,
         micro=2,
-    )
+    )  # fmt: skip
     assert_equal(got, want)
     assert not torch.equal(want.params["first.weight"], ragged().first.weight)
     assert torch.equal(want.params["unused"], ragged().unused)
@@ -168,14 +163,9 @@ def test_unused_parameter_keeps_its_step_count_and_one_rank_suffices_to_use_it()
     for stage, bucket_nbytes in product((0, 1, 2), (12_000, 1 << 20)):
         with nan_in_fresh_memory():
             got = sharded(
-                build,
-                loss,
-                lambda: adamw(0.5),
-                world_size=2,
-                stage=stage,
-                steps=4,
+                build, loss, lambda: adamw(0.5), world_size=2, stage=stage, steps=4,
                 bucket_nbytes=bucket_nbytes,
-            )
+            )  # fmt: skip
         assert_equal(got, want)
     states = want.state["state"]
     assert [float(entry["step"]) for entry in states.values()] == [4, 4, 4, 4, 3, 3, 1, 1]

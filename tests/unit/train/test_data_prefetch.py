@@ -234,10 +234,7 @@ def test_program_that_closes_nothing_ends() -> None:
         "print(loader.next_batch()[0].shape)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
         timeout=PATIENCE_S,
-    )
+    )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "torch.Size([2, 8])\n", "")

@@ -40,17 +40,11 @@ def write_dictionary(path: Path, documents: list[str], field: str = "text") -> N
 
 
 @pytest.mark.parametrize("field", ["text", "content"])
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        ("a.jsonl", write_jsonl),
-        ("a.jsonl.gz", write_jsonl),
-        ("A.JSONL", write_jsonl),
-        ("a.parquet", write_parquet),
-        ("large.parquet", write_large_strings),
-        ("dictionary.parquet", write_dictionary),
-    ],
-)
+@pytest.mark.parametrize(("name", "write"), [
+    ("a.jsonl", write_jsonl), ("a.jsonl.gz", write_jsonl), ("A.JSONL", write_jsonl),
+    ("a.parquet", write_parquet), ("large.parquet", write_large_strings),
+    ("dictionary.parquet", write_dictionary),
+])  # fmt: skip
 def test_documents_of_a_file_are_those_written(
     tmp_path: Path, name: str, write: Callable[[Path, list[str], str], None], field: str
 ) -> None:
@@ -107,17 +101,14 @@ def test_paths_keep_their_order_and_a_name_with_brackets_is_a_file(tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "content", "answer"),
     [
-        ("a.txt", b"", "is empty"),
-        ("a.txt", b"ab\0c", "is binary: a zero byte at 2"),
+        ("a.txt", b"", "is empty"), ("a.txt", b"ab\0c", "is binary: a zero byte at 2"),
         ("a.txt", b"a\nb\nc\xe9d\n", r", line 3: UTF-8 expected, got the byte 0xe9"),
         ("a.txt.gz", b"plain text", "is damaged, or not packed with gzip"),
         (
-            "a.txt.gz",
-            gzip.compress(b"a text" * 9, mtime=0)[:-9],
+            "a.txt.gz", gzip.compress(b"a text" * 9, mtime=0)[:-9],
             "is damaged, or not packed with gzip",
         ),
-        ("a.jsonl", b"", "is empty"),
-        ("a.jsonl", b"\n \n", "is empty: it has no document"),
+        ("a.jsonl", b"", "is empty"), ("a.jsonl", b"\n \n", "is empty: it has no document"),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": }\n', r", line 3: JSON expected, got .* column 10"),
         ("a.jsonl", b'{"text": "a"}\n["text"]\n', r", line 2: an object with the field 'text' exp"),
         ("a.jsonl", b'{"id": 1, "body": "a"}\n', r", line 1: .* no field 'text'; .*: id, body$"),
@@ -134,7 +125,7 @@ def test_paths_keep_their_order_and_a_name_with_brackets_is_a_file(tmp_path: Pat
         ("a.parquet", b"PAR1 and then something else PAR1", "is damaged, or no Parquet"),
     ],
     ids=lambda value: value[:24].decode("latin-1") if isinstance(value, bytes) else None,
-)
+)  # fmt: skip
 def test_file_that_has_no_documents_is_refused_by_name_and_line(
     tmp_path: Path, name: str, content: bytes, answer: str
 ) -> None:
@@ -144,17 +135,13 @@ def test_file_that_has_no_documents_is_refused_by_name_and_line(
     assert str(tmp_path / name) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("columns", "answer"),
-    [
-        ({"id": [1], "body": ["a"]}, "there is no column 'text'; .*: id, body$"),
-        ({"text": [1, 2]}, "strings expected in the column 'text', got int64"),
-        ({"text": ["a", None]}, "row 2: a string expected in the column 'text', got null"),
-        ({"text": ["a", "b", "\0"]}, r"row 3: text expected, got U\+0000 at 0"),
-        ({"text": pa.array([], pa.string())}, "is empty: it has no document"),
-    ],
-    ids=["missing", "integers", "null", "zero", "no-rows"],
-)
+@pytest.mark.parametrize(("columns", "answer"), [
+    ({"id": [1], "body": ["a"]}, "there is no column 'text'; .*: id, body$"),
+    ({"text": [1, 2]}, "strings expected in the column 'text', got int64"),
+    ({"text": ["a", None]}, "row 2: a string expected in the column 'text', got null"),
+    ({"text": ["a", "b", "\0"]}, r"row 3: text expected, got U\+0000 at 0"),
+    ({"text": pa.array([], pa.string())}, "is empty: it has no document"),
+], ids=["missing", "integers", "null", "zero", "no-rows"])  # fmt: skip
 def test_parquet_without_texts_is_refused_by_name_and_row(
     tmp_path: Path, columns: dict[str, object], answer: str
 ) -> None:
@@ -229,17 +216,14 @@ def test_parquet_damaged_in_the_middle_is_refused_by_name(tmp_path: Path) -> Non
         list(data.read_documents([path]))
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "answer"),
-    [
-        ("absent.txt", FileNotFoundError, r"absent\.txt"),
-        ("absent.jsonl", FileNotFoundError, r"absent\.jsonl"),
-        ("absent.jsonl.gz", FileNotFoundError, r"absent\.jsonl\.gz"),
-        ("absent.parquet", FileNotFoundError, r"absent\.parquet"),
-        ("*.absent", FileNotFoundError, r"no data file matches the pattern .*\*\.absent"),
-        ("empty", ValueError, r"empty has no file that ends in \.txt, .*\.parquet"),
-    ],
-)
+@pytest.mark.parametrize(("name", "error", "answer"), [
+    ("absent.txt", FileNotFoundError, r"absent\.txt"),
+    ("absent.jsonl", FileNotFoundError, r"absent\.jsonl"),
+    ("absent.jsonl.gz", FileNotFoundError, r"absent\.jsonl\.gz"),
+    ("absent.parquet", FileNotFoundError, r"absent\.parquet"),
+    ("*.absent", FileNotFoundError, r"no data file matches the pattern .*\*\.absent"),
+    ("empty", ValueError, r"empty has no file that ends in \.txt, .*\.parquet"),
+])  # fmt: skip
 def test_path_without_a_file_is_refused_by_name(
     tmp_path: Path, name: str, error: type[Exception], answer: str
 ) -> None:

@@ -78,12 +78,9 @@ def test_bpe_is_the_same_in_another_process_order_and_number_of_threads() -> Non
     )
     for threads in ("1", "3"):
         done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
             env={"RAYON_NUM_THREADS": threads, "PYTHONPATH": ":".join(sys.path)},
-        )
+        )  # fmt: skip
         assert done.stdout.strip() == BPE.name
     assert data.train_bpe(TOPICS, 401).name != BPE.name
 

@@ -75,13 +75,9 @@ def counted(comm: Communicator, batch_size: int, parts: int, stage: int, out: Pa
     run = build(NOT_ACROSS, *settings, comm=comm)
     replicas = run.mesh.axis("data")
     run.loader = data.Loader(
-        uneven_tokens(),
-        context=CONTEXT,
-        batch_size=batch_size,
-        rank=replicas.rank,
-        world_size=replicas.world_size,
-        cross_document_targets=False,
-    )
+        uneven_tokens(), context=CONTEXT, batch_size=batch_size, rank=replicas.rank,
+        world_size=replicas.world_size, cross_document_targets=False,
+    )  # fmt: skip
     model = Counting()
     run.model = model  # type: ignore[assignment]
     run.optimizer = zero.Optimizer(model, optim.sgd(64.0, momentum=0.0), replicas, stage=stage)
@@ -136,16 +132,10 @@ def test_loss_and_gradient_are_those_of_the_mean_over_all_targets(
     assert row.grad_norm == pytest.approx(norm, rel=100 * eps)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
-    [
-        (3, ["optimizer.stage=1"]),
-        (2, ["optimizer.stage=2"]),
-        (2, ["parallel.pipeline=2"]),
-        (4, ["parallel.pipeline=2", "optimizer.stage=1"]),
-    ],
-    ids=["zero1", "zero2", "stages", "stages-zero1"],
-)
+@pytest.mark.parametrize(("world_size", "settings"), [
+    (3, ["optimizer.stage=1"]), (2, ["optimizer.stage=2"]), (2, ["parallel.pipeline=2"]),
+    (4, ["parallel.pipeline=2", "optimizer.stage=1"]),
+], ids=["zero1", "zero2", "stages", "stages-zero1"])  # fmt: skip
 def test_save_gathers_states_on_the_rank_that_writes_and_nowhere_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, settings: list[str]
 ) -> None:

@@ -138,17 +138,13 @@ def test_warmup_cosine_at_its_corners(count: int, want: float) -> None:
     assert schedule(count) == pytest.approx(want)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: optim.chain(), "at least one rule"),
-        (lambda: optimizer(nn.Linear(2, 2), TWICE), "two rules keep"),
-        (lambda: optim.clip_by_global_norm(0.0), "max_norm must be greater than 0"),
-        (lambda: optim.constant(-1.0), "learning rate"),
-        (lambda: optim.warmup_cosine(1.0, 20, 10), "warmup_steps"),
-    ],
-    ids=["empty-chain", "state-twice", "max-norm", "negative-rate", "long-warmup"],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: optim.chain(), "at least one rule"),
+    (lambda: optimizer(nn.Linear(2, 2), TWICE), "two rules keep"),
+    (lambda: optim.clip_by_global_norm(0.0), "max_norm must be greater than 0"),
+    (lambda: optim.constant(-1.0), "learning rate"),
+    (lambda: optim.warmup_cosine(1.0, 20, 10), "warmup_steps"),
+], ids=["empty-chain", "state-twice", "max-norm", "negative-rate", "long-warmup"])  # fmt: skip
 def test_rule_with_wrong_arguments_is_refused(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # type: ignore[operator]

@@ -42,12 +42,9 @@ def trained(comm: Communicator, settings: list[str], out: Path, steps: int) -> S
     return Seen(
         stage=pipeline.rank,
         layers=model.layers if isinstance(model, parallel.Stage) else everything,
-        num_parameters=sum(param.numel() for param in params),
-        num_tensors=len(params),
-        memory=run.optimizer.memory(),
-        data=data.traffic.nbytes,
-        pipeline=pipeline.traffic.nbytes,
-    )
+        num_parameters=sum(param.numel() for param in params), num_tensors=len(params),
+        memory=run.optimizer.memory(), data=data.traffic.nbytes, pipeline=pipeline.traffic.nbytes,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("world_size", "settings"), [

@@ -81,19 +81,13 @@ def test_scale_follows_torch_grad_scaler_over_any_sequence(seed: int) -> None:
     draw = random.Random(seed)
     interval = draw.choice([1, 2, 3, 7])
     settings = LossScaling(
-        init_scale=2.0 ** draw.randrange(4, 100),
-        growth_factor=draw.choice([2.0, 4.0, 1.5]),
-        backoff_factor=draw.choice([0.5, 0.25]),
-        growth_interval=interval,
-        min_scale=1e-30,
-    )
+        init_scale=2.0 ** draw.randrange(4, 100), growth_factor=draw.choice([2.0, 4.0, 1.5]),
+        backoff_factor=draw.choice([0.5, 0.25]), growth_interval=interval, min_scale=1e-30,
+    )  # fmt: skip
     peer = torch.amp.GradScaler(
-        "cpu",
-        init_scale=settings.init_scale,
-        growth_factor=settings.growth_factor,
-        backoff_factor=settings.backoff_factor,
-        growth_interval=interval,
-    )
+        "cpu", init_scale=settings.init_scale, growth_factor=settings.growth_factor,
+        backoff_factor=settings.backoff_factor, growth_interval=interval,
+    )  # fmt: skip
     param = nn.Parameter(torch.zeros(2))
     sgd, ours = torch.optim.SGD([param], lr=0.0), LossScaler(settings)
     share = draw.choice([0.05, 0.3])

@@ -107,12 +107,9 @@ def test_tied_parameter_on_two_ranks_counts_once_in_the_norm() -> None:
     def work(comm: Communicator) -> Tensor | None:
         tied, own = parameters()[0], parameters()[2 + comm.rank]
         opt = zero.Optimizer(
-            [tied, own],
-            rule(),
-            SoloCommunicator(),
-            model_comm=comm,
+            [tied, own], rule(), SoloCommunicator(), model_comm=comm,
             duplicates=[tied] if comm.rank == 1 else [],
-        )
+        )  # fmt: skip
         tied.grad, own.grad = gradients(0, 0)[0], gradients(0, 0)[2 + comm.rank]
         return opt.step().grad_norm
 

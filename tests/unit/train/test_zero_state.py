@@ -71,25 +71,14 @@ def test_resume_at_another_size_and_stage_equals_one_process(
         Integers, integer_loss, momentum, world_size=before[0], stage=before[1], steps=2
     )[0]
     second = sharded(
-        went_on(Integers, first),
-        integer_loss,
-        momentum,
-        world_size=after[0],
-        stage=after[1],
-        steps=2,
-        first_step=2,
-        state=from_disk(first.state),
-    )
+        went_on(Integers, first), integer_loss, momentum, world_size=after[0], stage=after[1],
+        steps=2, first_step=2, state=from_disk(first.state),
+    )  # fmt: skip
     middle = serial(Integers, integer_loss, momentum(), world_size=before[0], steps=2)
     want = serial(
-        went_on(Integers, middle),
-        integer_loss,
-        momentum(),
-        world_size=after[0],
-        steps=2,
-        first_step=2,
-        state=middle.state,
-    )
+        went_on(Integers, middle), integer_loss, momentum(), world_size=after[0], steps=2,
+        first_step=2, state=middle.state,
+    )  # fmt: skip
     assert_equal(second, want)
     assert want.state["num_steps"] == 4
 
@@ -100,14 +89,9 @@ def test_resume_at_the_same_size_equals_the_uninterrupted_run(world_size: int, s
     whole = sharded(ragged, ragged_loss, adamw, steps=6, **arguments)
     first = sharded(ragged, ragged_loss, adamw, steps=3, **arguments)
     again = sharded(
-        went_on(ragged, first[0]),
-        ragged_loss,
-        adamw,
-        steps=3,
-        first_step=3,
-        state=from_disk(first[-1].state),
-        **arguments,
-    )
+        went_on(ragged, first[0]), ragged_loss, adamw, steps=3, first_step=3,
+        state=from_disk(first[-1].state), **arguments,
+    )  # fmt: skip
     for rank in range(world_size):
         tail = whole[rank]._replace(norms=whole[rank].norms[3:])
         assert_equal([again[rank]], tail)

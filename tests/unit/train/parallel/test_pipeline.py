@@ -325,12 +325,9 @@ def test_bfloat16_between_stages_under_autocast() -> None:
     def work(comm: Communicator) -> torch.dtype | None:
         stage = linear_stage(comm)
         pipeline = Pipeline(
-            stage,
-            comm,
-            one_f_one_b(2, 2),
-            loss_fn=lambda y, t: squares(y.float(), t),
+            stage, comm, one_f_one_b(2, 2), loss_fn=lambda y, t: squares(y.float(), t),
             autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-        )
+        )  # fmt: skip
         pipeline.run(torch.ones(4, 3), torch.zeros(4, 3))
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in stage.parameters())
         form = pipeline._link.inputs if pipeline.is_last else pipeline._link.outputs
@@ -479,13 +476,9 @@ def in_two_dims(
         stage: Any = make_stage(mine, partition([1] * num_layers(mine), 2)[rank])
         pipeline = Pipeline(stage, mesh.axis("pipeline"), one_f_one_b(2, 2), tied=stage.tied)
         optimizer = zero.Optimizer(
-            stage,
-            rule(),
-            mesh.axis("data"),
-            stage=stage_of_zero,
-            model_comm=mesh.axis("pipeline"),
+            stage, rule(), mesh.axis("data"), stage=stage_of_zero, model_comm=mesh.axis("pipeline"),
             duplicates=stage.tied if pipeline.is_last else (),
-        )
+        )  # fmt: skip
         losses = []
         for batch in data:
             tokens, targets = batch.chunk(2, dim=1)[mesh.coordinates["data"]]

@@ -41,28 +41,17 @@ def executed_by_torch(kind: Any, stages: int, microbatches: int) -> list[list[st
     for stage in range(stages):
         done: list[str] = []
         note: Any = SimpleNamespace(
-            is_first=stage == 0,
-            is_last=stage == stages - 1,
-            has_backward=True,
-            num_stages=stages,
-            stage_index=stage,
-            group_size=stages,
-            group_rank=stage,
-            submod=None,
-            group=None,
-            _configure_data_parallel_mode=lambda last: None,
-            _stage_meta=None,
+            is_first=stage == 0, is_last=stage == stages - 1, has_backward=True, num_stages=stages,
+            stage_index=stage, group_size=stages, group_rank=stage, submod=None, group=None,
+            _configure_data_parallel_mode=lambda last: None, _stage_meta=None,
             _stage_forward_initialized=True,
             forward_one_chunk=lambda i, *a, d=done, s=stage, **k: d.append(f"{s}F{i}"),
             backward_one_chunk=lambda i, *a, d=done, s=stage, **k: d.append(f"{s}B{i}"),
-            get_fwd_recv_ops=lambda i: [],
-            get_fwd_send_ops=lambda i: [],
-            get_bwd_recv_ops=lambda i: [],
-            get_bwd_send_ops=lambda i: [],
-            scale_grads=lambda count: None,
-            perform_reduce_grad=lambda count: None,
+            get_fwd_recv_ops=lambda i: [], get_fwd_send_ops=lambda i: [],
+            get_bwd_recv_ops=lambda i: [], get_bwd_send_ops=lambda i: [],
+            scale_grads=lambda count: None, perform_reduce_grad=lambda count: None,
             clear_runtime_states=lambda: None,
-        )
+        )  # fmt: skip
         schedule = kind(note, microbatches, loss_fn=None)
         schedule._initialize_stage = lambda *a, **k: None
         schedule._initialized = schedule._stage_initialized = True

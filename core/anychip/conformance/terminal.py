@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -75,12 +74,7 @@ class Display:
         self.progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.progress.stop()
 
     def show(self, result: Result, explanation: str) -> None:

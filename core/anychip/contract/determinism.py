@@ -5,7 +5,6 @@ For rows that call kernels of torch or of its adapters, and promise what those g
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,11 +27,6 @@ class SameBits:
         _C._set_deterministic_fill_uninitialized_memory(False)
         _C._set_deterministic_algorithms(True, warn_only=False)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         _C._set_deterministic_algorithms(self._mode, warn_only=self._warns)
         _C._set_deterministic_fill_uninitialized_memory(self._fills)

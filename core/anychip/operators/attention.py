@@ -28,7 +28,7 @@ from anychip.contract import (
 )
 from anychip.operators import philox
 from anychip.operators.dropout import keep_threshold
-from anychip.operators.extents import nbytes
+from anychip.operators.extents import Needs, nbytes
 
 _BATCH, _HEADS = 0, 2
 
@@ -152,17 +152,9 @@ def _attention_forward(
 
 
 def _attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    needs: tuple[bool, bool, bool],
+    grad: Tensor, *saved: Tensor, causal: bool, scale: float | None, needs: Needs
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, y, lse = saved
     return attend_backward(grad, q, k, v, y, lse, hidden_keys(q, k, causal), scale)
 
 
@@ -227,23 +219,11 @@ def _flops(q: Tensor, k: Tensor, causal: bool) -> int:
     return 4 * batch * heads * pairs * dim
 
 
-def _attention_shards(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
-) -> Placements:
+def _attention_shards(*_: object) -> Placements:
     return [([_BATCH, 0], [_BATCH, _BATCH, _BATCH]), ([_HEADS, 1], [_HEADS, _HEADS, _HEADS])]
 
 
-def _attention_backward_shards(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float | None,
-    needs: list[bool],
-) -> Placements:
+def _attention_backward_shards(*_: object) -> Placements:
     return [([_BATCH] * 3, [_BATCH] * 5 + [0]), ([_HEADS] * 3, [_HEADS] * 5 + [1])]
 
 
@@ -296,19 +276,9 @@ def _dropout_forward(
 
 
 def _dropout_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    rng: Tensor,
-    *,
-    p: float,
-    causal: bool,
-    scale: float | None,
-    needs: tuple[bool, bool, bool],
+    grad: Tensor, *saved: Tensor, p: float, causal: bool, scale: float | None, needs: Needs
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, y, lse, rng = saved
     hidden, factor = hidden_keys(q, k, causal), _factor(q, k, rng, p)
     return attend_backward(grad, q, k, v, y, lse, hidden, scale, factor)
 

@@ -178,16 +178,10 @@ def _samples(maker: SampleMaker) -> Iterator[Sample]:
 
 
 def _shards(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-    z: float,
-    reduction: str,
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *attrs: Any
 ) -> Placements:
     # A mean over shards is not the mean of the whole, since each shard ignores other rows.
+    reduction: str = attrs[-1]
     loss: dict[str, Placement] = {"sum": "partial"}
     rest: list[Placement] = [] if bias is None else [None]
     dims = range(target.dim()) if reduction != "mean" else ()
@@ -195,22 +189,13 @@ def _shards(
 
 
 def _backward_shards(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    z: float,
-    reduction: str,
-    needs: list[bool],
+    grad: Tensor, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any
 ) -> Placements:
-    rest: list[Placement] = [] if bias is None else [None]
+    reduction: str = rest[-2]
+    given: list[Placement] = [] if bias is None else [None]
     dims = range(target.dim()) if reduction != "mean" else ()
     return [
-        ([d, "partial", "partial"], [None if reduction == "sum" else d, d, None, d, *rest, d])
+        ([d, "partial", "partial"], [None if reduction == "sum" else d, d, None, d, *given, d])
         for d in dims
     ]
 

@@ -19,6 +19,7 @@ from anychip.contract import (
     SampleMaker,
     Sharding,
 )
+from anychip.operators.extents import nbytes
 from anychip.operators.values import has_values
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -146,10 +147,6 @@ def _samples(maker: SampleMaker) -> Iterator[Sample]:
             yield Sample((logits, target), {**plain, **change}, label.replace(" ", ""))
 
 
-def _nbytes(logits: Tensor) -> int:
-    return logits.numel() * logits.element_size()
-
-
 def _shards(
     logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, z: float, reduction: str
 ) -> Placements:
@@ -159,17 +156,8 @@ def _shards(
     return [([loss.get(reduction, d), d], [d, d]) for d in dims]
 
 
-def _backward_shards(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    z: float,
-    reduction: str,
-    needs: list[bool],
-) -> Placements:
+def _backward_shards(grad: Tensor, logits: Tensor, target: Tensor, *rest: Any) -> Placements:
+    reduction: str = rest[-2]
     dims = range(target.dim()) if reduction != "mean" else ()
     return [([d], [None if reduction == "sum" else d, d, d, d]) for d in dims]
 
@@ -198,10 +186,8 @@ cross_entropy = OperatorSpec(
     fixed_dtypes={"target": "int64"},
     sizes=lambda logits, target, **_: {"vocabulary": logits.shape[-1], "rows": target.numel()},
     sharding=Sharding(_shards, _backward_shards),
-    cost=lambda logits, target, **_: Cost(
-        _nbytes(logits) + 16 * target.numel(), 4 * logits.numel()
-    ),
-    backward_cost=lambda logits, target, **_: Cost(2 * _nbytes(logits), 4 * logits.numel()),
+    cost=lambda logits, target, **_: Cost(nbytes(logits) + 16 * target.numel(), 4 * logits.numel()),
+    backward_cost=lambda logits, target, **_: Cost(2 * nbytes(logits), 4 * logits.numel()),
     samples=_samples,
     bound=Bound(forward=8, backward=10, length=lambda logits, *_, **__: logits.shape[-1]),
 )

@@ -27,7 +27,7 @@ from anychip.contract import (
     Sharding,
 )
 from anychip.operators.attention import attend, attend_backward, check_heads
-from anychip.operators.extents import nbytes
+from anychip.operators.extents import Needs, nbytes
 from anychip.operators.ragged import refuse_unsorted
 
 
@@ -58,18 +58,9 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    needs: tuple[bool, bool, bool],
+    grad: Tensor, *saved: Tensor, causal: bool, scale: float | None, needs: Needs
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, y, lse, cu_seqlens = saved
     hidden = _hidden(q, cu_seqlens, causal)
     grad, q, k, v, y = (_unpadded(t, cu_seqlens) for t in (grad, q, k, v, y))
     dq, dk, dv = attend_backward(grad, q, k, v, y, lse[None], hidden, scale)
@@ -118,9 +109,7 @@ def _flops(q: Tensor, cu_seqlens: Tensor, causal: bool) -> int:
     return 4 * heads * dim * ((pairs + tokens) // 2 if causal else pairs)
 
 
-def _shards(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float | None
-) -> Placements:
+def _shards(*_: object) -> Placements:
     return [([1, 0], [1, 1, 1, None])]
 
 

@@ -36,33 +36,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    **dict.fromkeys(
-        (
-            "API_VERSION",
-            "AmbiguousBackendError",
-            "AnychipError",
-            "Backend",
-            "BackendUnavailableError",
-            "CommunicationError",
-            "ContractError",
-            "DeviceError",
-            "FallbackError",
-            "OperatorSpec",
-            "OperatorTable",
-            "OverlapError",
-            "Probe",
-            "UnknownBackendError",
-            "UnsupportedError",
-            "hookimpl",
-        ),
-        "anychip.contract",
-    ),
     "backends": "anychip.registry",
     "fuse": "anychip.fusion",
     "unfuse": "anychip.fusion",
     "operator": "anychip.ops",  # where dispatch is connected to the registry as well
     **dict.fromkeys(("backend", "policy", "provenance", "register", "use"), "anychip.runtime"),
 }
+"""Of the names in ``__all__``; that of all others is ``anychip.contract``."""
 _MODULES = ("ops", "train", "conformance")
 
 __all__ = [
@@ -98,9 +78,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"anychip.{name}")
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'anychip' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(_HOME.get(name, "anychip.contract")), name)
     globals()[name] = value
     return value
 

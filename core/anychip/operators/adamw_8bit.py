@@ -38,7 +38,7 @@ from torch import Tensor
 from anychip.contract import Bound, Cost, OperatorSpec, Sample, SampleMaker
 from anychip.operators import lists
 from anychip.operators.quantization import SMALLEST_SCALE, block_rows, num_scales
-from anychip.operators.rule import sampled_scalars, sampled_tensors, scaled
+from anychip.operators.rule import Call, Move, check_call, sampled_scalars, sampled_tensors, write
 from anychip.operators.update import adamw_move
 
 BLOCK = 256
@@ -117,57 +117,28 @@ UNSIGNED = Codes(4, False)
 _STATES = ("exp_avgs", "exp_avg_scales", "exp_avg_sqs", "exp_avg_sq_scales")
 
 
-class _Call(NamedTuple):
-    """The positional arguments."""
+def _moves(count: Tensor, **attrs: float) -> Move:
+    adam = adamw_move(count, **attrs)
 
-    params: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    exp_avgs: Sequence[Tensor]
-    exp_avg_scales: Sequence[Tensor]
-    exp_avg_sqs: Sequence[Tensor]
-    exp_avg_sq_scales: Sequence[Tensor]
-    lr: Tensor
-    step: Tensor
-    scale: Tensor | None = None
-    clip: Tensor | None = None
-    found_inf: Tensor | None = None
-    low_precision: Sequence[Tensor] | None = None
+    def move(rate: Tensor, param: Tensor, grad: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        averages = SIGNED.decode(*states[:2]), UNSIGNED.decode(*states[2:])
+        new, first, second = adam(rate, param, grad, *averages)
+        return new, *SIGNED.encode(first), *UNSIGNED.encode(second)
+
+    return move
 
 
 def _forward(*args: Any, **attrs: float) -> None:
-    call = _Call(*args)
-    if call.found_inf is None:
-        skip = torch.zeros((), dtype=torch.bool, device=call.lr.device)
-    else:
-        skip = call.found_inf != 0
-    move = adamw_move(call.step + 1.0, **attrs)
-    for index, param in enumerate(call.params):
-        first = (SIGNED, call.exp_avgs[index], call.exp_avg_scales[index])
-        second = (UNSIGNED, call.exp_avg_sqs[index], call.exp_avg_sq_scales[index])
-        averages = [form.decode(codes, scales) for form, codes, scales in (first, second)]
-        grad = scaled(call.grads[index], call.scale, call.clip)
-        new, *moved = move(call.lr, param.float(), grad, *averages)
-        for (form, codes, scales), value in zip((first, second), moved, strict=True):
-            for state, coded in zip((codes, scales), form.encode(value), strict=True):
-                state.copy_(torch.where(skip, state, coded))
-        param.copy_(torch.where(skip, param, new.to(param.dtype)))
-        if call.low_precision:
-            low = call.low_precision[index]
-            low.copy_(torch.where(skip, low, param.to(low.dtype)))
-    call.step.copy_(torch.where(skip, call.step, call.step + 1.0))
+    call = Call.of(args, len(_STATES))
+    write(call, _moves(call.step + 1.0, **attrs))
 
 
 def _check(*args: Any, **attrs: float) -> None:
-    call = _Call(*args)
-    codes = {"exp_avgs": call.exp_avgs, "exp_avg_sqs": call.exp_avg_sqs}
-    lists.check_shapes("params", call.params, grads=call.grads, **codes)
-    if call.low_precision:
-        lists.check_shapes("params", call.params, low_precision=call.low_precision)
+    call = Call.of(args, len(_STATES))
+    named = dict(zip(_STATES, call.states, strict=True))
+    check_call(call, {name: named[name] for name in ("exp_avgs", "exp_avg_sqs")})
     for name in ("exp_avg_scales", "exp_avg_sq_scales"):
-        _check_scales(name, call.params, getattr(call, name))
-    lists.check_scalars(
-        lr=call.lr, step=call.step, scale=call.scale, clip=call.clip, found_inf=call.found_inf
-    )
+        _check_scales(name, call.params, named[name])
     lists.check_numbers(attrs)
 
 
@@ -197,8 +168,8 @@ def _samples(maker: SampleMaker) -> Iterator[Sample]:
 
 def _cost(*args: Any, **attrs: float) -> Cost:
     """Everything read once; parameters and states written."""
-    call = _Call(*args)
-    written = lists.nbytes(*(getattr(call, name) for name in ("params", *_STATES)))
+    call = Call.of(args, len(_STATES))
+    written = lists.nbytes(call.params, *call.states)
     # Besides AdamW's 15, as many for two decoded numbers, two encoded ones, and two maxima.
     return Cost(2 * written + lists.nbytes(call.grads), 45 * lists.numel(call.params))
 

@@ -74,14 +74,14 @@ class Rule:
         ratios = call.trust
         if self.trust is not None and ratios is None and call.params:
             ratios = self.trust(call, **attrs)
-        _write(call, self.prepare(call.step + 1.0, **attrs), ratios)
+        write(call, self.prepare(call.step + 1.0, **attrs), ratios)
 
     def check(self, *args: Any, **attrs: Any) -> None:
         """Raises ValueError for arguments that do not fit together."""
         call = Call.of(args, len(self.states))
         self.refuse(call, **attrs)
         named = dict(zip(self.states, call.states, strict=True))
-        _check(call, named if self.has_states(**attrs) else {})
+        check_call(call, named if self.has_states(**attrs) else {})
         lists.check_numbers(attrs)
 
     def samples(self, maker: SampleMaker) -> Iterator[Sample]:
@@ -139,7 +139,7 @@ def scaled(grad: Tensor, scale: Tensor | None, clip: Tensor | None) -> Tensor:
     return grad if clip is None else grad * clip
 
 
-def _write(call: Call, move: Move, ratios: Tensor | None) -> None:
+def write(call: Call, move: Move, ratios: Tensor | None = None) -> None:
     """Moves every tensor, unless the step is skipped."""
     if call.found_inf is None:
         skip = torch.zeros((), dtype=torch.bool, device=call.lr.device)
@@ -159,7 +159,8 @@ def _write(call: Call, move: Move, ratios: Tensor | None) -> None:
     call.step.copy_(torch.where(skip, call.step, call.step + 1.0))
 
 
-def _check(call: Call, states: Mapping[str, Sequence[Tensor]]) -> None:
+def check_call(call: Call, states: Mapping[str, Sequence[Tensor]]) -> None:
+    """Raises ValueError for shapes that do not fit together, of states that params are like."""
     lists.check_shapes("params", call.params, grads=call.grads, **states)
     if call.low_precision:
         lists.check_shapes("params", call.params, low_precision=call.low_precision)

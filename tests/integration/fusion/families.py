@@ -87,12 +87,12 @@ _EXPECTED = re.compile("Embedding|Linear|Conv1D|Dropout|Rotary|Experts|Identity"
 """Classes of which nothing was expected; experts hold their layers as one tensor each."""
 
 
-def build(family: str) -> Any:
-    """A model with random weights and no dropout."""
+def build(family: str, **changes: Any) -> Any:
+    """A model with random weights, and no dropout but what the changes of its config ask for."""
     named = "Gemma3Text" if family == "Gemma3" else family
-    config = getattr(transformers, f"{named}Config")(**{**SIZES, **FAMILIES[family]})
+    config = getattr(transformers, f"{named}Config")(**{**SIZES, **FAMILIES[family], **changes})
     for name, value in vars(config).items():
-        if isinstance(value, float) and re.search("drop", name):
+        if isinstance(value, float) and re.search("drop", name) and name not in changes:
             setattr(config, name, 0.0)
     head = f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     model = getattr(transformers, head)(config)

@@ -154,18 +154,20 @@ def _norm_calls() -> Iterator[Call]:
     yield Call(label="300001.block:262144", make=wide, full=True)
 
 
+_SAME = (
+    "plain",
+    "first",
+    "step:255",
+    "step:4098",
+    "step:65535",
+    "late",
+    "no-decay",
+    "eps",
+    "betas",
+)
 _STEPS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    # The first step, from moments of 0: bias correction is all.
-    "first": {"step": 0.0, "zero_moments": True},
-    "step:255": {"step": 255.0},
-    "step:4098": {"step": 4098.0},
-    "step:65535": {"step": 65_535.0},
-    "late": {"step": 100_000.0},
-    "no-decay": {"weight_decay": 0.0},
+    **{label: update._ADAMW[label] for label in _SAME},
     "decay": {"weight_decay": 5.0},
-    "eps": {"eps": 0.5},
-    "betas": {"beta1": 0.0, "beta2": 0.5},
     # A parameter of 0 has no norm, and a step of 0 has none either.
     "zero-params": {"params": 0.0},
     "zero-steps": {"grad_scale": 0.0, "weight_decay": 0.0},

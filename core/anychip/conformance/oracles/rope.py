@@ -37,15 +37,9 @@ def _rope_forward(
 
 
 def _rope_backward(
-    grads: tuple[Rounded, Rounded],
-    q: Rounded,
-    k: Rounded,
-    cos: Rounded,
-    sin: Rounded,
-    *,
-    interleaved: bool,
+    grads: tuple[Rounded, Rounded], *args: Rounded, interleaved: bool
 ) -> tuple[Rounded, Rounded]:
-    dq, dk = grads
+    (dq, dk), (_q, _k, cos, sin) = grads, args
     return _rotate(dq, cos, -sin, interleaved), _rotate(dk, cos, -sin, interleaved)
 
 

@@ -35,11 +35,9 @@ def toy() -> Backend:
 
 
 CORRECT: dict[str, Callable[[], Backend]] = {
-    "honest": HonestRows,
-    "asynchronous": AsynchronousBackend,
-    "toy": toy,
+    "honest": HonestRows, "asynchronous": AsynchronousBackend, "toy": toy,
     "cpu": lambda: activate("cpu"),
-}
+}  # fmt: skip
 
 
 def alarms(backend: Backend, seed: int, chapters: tuple[str, ...] = (), k: str = "") -> list[str]:

@@ -86,12 +86,10 @@ def wrong_row(
             return change(right[operator, direction], *args, **attrs)
 
         return Wrong(
-            name=name,
-            bug=bug,
-            chapter=chapter,
+            name=name, bug=bug, chapter=chapter,
             select=f"/{operator}/" if select is None else select,
             make=lambda: backend({**right, (operator, direction): wrong}),
             twin=lambda: backend(right),
-        )
+        )  # fmt: skip
 
     return wrap

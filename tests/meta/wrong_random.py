@@ -47,11 +47,9 @@ def next_block(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
 
 
 @wrong_row(
-    "threshold-in-float32",
-    "integer comparison in floating point",
-    chapter="random",
+    "threshold-in-float32", "integer comparison in floating point", chapter="random",
     operator="dropout",
-)
+)  # fmt: skip
 def rounded_threshold(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
     return row(x, rng, p=float(torch.tensor(p, dtype=torch.float32)))
 

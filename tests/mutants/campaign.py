@@ -48,22 +48,18 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """For the file of results."""
         return {
-            "mutant": self.mutant.to_json(),
-            "answer": asdict(self.answer),
-            "level": self.level,
+            "mutant": self.mutant.to_json(), "answer": asdict(self.answer), "level": self.level,
             "seconds": round(self.seconds, 2),
-        }
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Verdict:
         """Back from there."""
         fields = {key: value for key, value in row["mutant"].items() if key != "id"}
         return cls(
-            mutant=Mutant(**fields),
-            answer=Answer(**row["answer"]),
-            level=row["level"],
+            mutant=Mutant(**fields), answer=Answer(**row["answer"]), level=row["level"],
             seconds=row["seconds"],
-        )
+        )  # fmt: skip
 
 
 def fingerprint() -> str:

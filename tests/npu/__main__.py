@@ -37,16 +37,14 @@ class Step(NamedTuple):
 
 STEPS: Sequence[Step] = (
     Step(
-        "tests",
-        "tests/npu: emulator, rows, training, ranks, faults, doctor",
+        "tests", "tests/npu: emulator, rows, training, ranks, faults, doctor",
         ("pytest", "-q", "-p", "no:cacheprovider", "tests/npu"),
     ),
     Step(
-        "conformance",
-        "conformance suite of npu, level quick",
+        "conformance", "conformance suite of npu, level quick",
         ("anychip", "conformance", "--backend", "npu"),
     ),
-)
+)  # fmt: skip
 
 
 def words_of(name: str, expression: str) -> list[str]:

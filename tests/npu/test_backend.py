@@ -43,11 +43,9 @@ def test_probe_imports_nothing_in_the_parent_and_the_backend_is_chosen() -> None
         "print(names['npu'], names['cpu'], 'torch_npu' in sys.modules, 'torch' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "ANYCHIP_PROBE_TIMEOUT": "100"},
-        capture_output=True,
-        text=True,
-    )
+        [sys.executable, "-c", program], env={**os.environ, "ANYCHIP_PROBE_TIMEOUT": "100"},
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["ready", "ready", "False", "False"]
 

@@ -275,11 +275,9 @@ def letters(comm: Communicator) -> list[int]:
         return []
     came = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
     works = [
-        comm.recv(came[0], 0, tag=6, async_op=True),
-        comm.recv(came[1], 0, tag=5, async_op=True),
-        comm.recv(came[2], 0, tag=5, async_op=True),
-        comm.recv(came[3], 0, tag=6, async_op=True),
-    ]
+        comm.recv(came[0], 0, tag=6, async_op=True), comm.recv(came[1], 0, tag=5, async_op=True),
+        comm.recv(came[2], 0, tag=5, async_op=True), comm.recv(came[3], 0, tag=6, async_op=True),
+    ]  # fmt: skip
     for work in works:
         work.wait()
     return [int(value) for value in came]

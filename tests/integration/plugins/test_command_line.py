@@ -89,18 +89,16 @@ def test_backends_with_two_ready_accelerators_says_how_to_choose(fakes: Environm
     [
         pytest.param("cpu", 0, ("ok  ready: 1 device", "ok  the table has no rows"), id="ready"),
         pytest.param(
-            "absent",
-            3,
+            "absent", 3,
             (
-                "no  unavailable: no device",
-                "to fix it: plug one in",
+                "no  unavailable: no device", "to fix it: plug one in",
                 "change with ACME, /dev/acme*",
             ),
             id="absent",
         ),
         pytest.param("bad", 3, ("no  broken: importing 'plugin_bad' raised",), id="broken"),
     ],
-)
+)  # fmt: skip
 def test_doctor_for_a_name_says_what_was_looked_at_and_ends_with_its_code(
     fakes: Environment, name: str, code: int, texts: tuple[str, ...]
 ) -> None:
@@ -205,10 +203,8 @@ def test_interrupt_while_plugins_are_probed_ends_their_processes_too(
     process = subprocess.Popen(
         [sys.executable, "-m", "anychip", "backends"],
         env={**environment.variables(), "TEST_PID": str(pid_file), "ANYCHIP_PROBE_TIMEOUT": "500"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     while not (pid_file.exists() and pid_file.read_text()):
         assert process.poll() is None
         time.sleep(0.05)

@@ -36,12 +36,10 @@ def _given(chip: Chip, rows: int, hidden: int, x: torch.dtype, residual: Any, bi
 
     return Given(
         normal(rows, hidden, dtype=x) + 1.0,
+        None if residual is None else normal(rows, hidden, dtype=residual), normal(hidden, dtype=x),
+        normal(hidden, dtype=FP32) if bias else None, normal(rows, hidden, dtype=x),
         None if residual is None else normal(rows, hidden, dtype=residual),
-        normal(hidden, dtype=x),
-        normal(hidden, dtype=FP32) if bias else None,
-        normal(rows, hidden, dtype=x),
-        None if residual is None else normal(rows, hidden, dtype=residual),
-    )
+    )  # fmt: skip
 
 
 def _run(chip: Chip, given: Given, *, needs: Any = (True,) * 4) -> list[Tensor | None]:

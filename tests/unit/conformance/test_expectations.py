@@ -145,12 +145,10 @@ def test_glob_that_partly_passes_is_to_be_narrowed_and_one_that_passes_taken_out
 def test_first_list_makes_the_run_pass_and_keeps_what_was_listed() -> None:
     results = [
         Result(case="a/x", outcome="failed", reason="2 ULP\nat [3]"),
-        Result(case="a/y", outcome="failed", crashed=True),
-        Result(case="a/z", outcome="passed"),
+        Result(case="a/y", outcome="failed", crashed=True), Result(case="a/z", outcome="passed"),
         Result(case="device/rows", outcome="failed", reason="a row of no operator"),
-        Result(case="x/y", outcome="expected failure"),
-        Result(case="z/y", outcome="unsupported"),
-    ]
+        Result(case="x/y", outcome="expected failure"), Result(case="z/y", outcome="unsupported"),
+    ]  # fmt: skip
     stated = replace(UNSUPPORTED, case="z/*", capability="graphs")
     text = expectations.first_list(
         results, Expectations([LATER, stated]), datetime.date(2998, 1, 1)

@@ -300,10 +300,8 @@ def test_adamw_oracle_agrees_with_torch_optimizer_in_float64(label: str) -> None
     )  # fmt: skip
     for leaf, m, v in zip(leaves, firsts, seconds, strict=True):
         optimizer.state[leaf] = {
-            "step": step.clone(),
-            "exp_avg": m.clone(),
-            "exp_avg_sq": v.clone(),
-        }
+            "step": step.clone(), "exp_avg": m.clone(), "exp_avg_sq": v.clone(),
+        }  # fmt: skip
     optimizer.step()
     want = ORACLES["adamw"].forward(*map(numbers, args), **attrs)
     state = [optimizer.state[leaf] for leaf in leaves]
@@ -418,11 +416,9 @@ def plain_philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ...]:
     for _ in range(10):
         first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [
-            (second >> 32) ^ c[1] ^ k[0],
-            second % 2**32,
-            (first >> 32) ^ c[3] ^ k[1],
+            (second >> 32) ^ c[1] ^ k[0], second % 2**32, (first >> 32) ^ c[3] ^ k[1],
             first % 2**32,
-        ]
+        ]  # fmt: skip
         k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
     return tuple(c)
 

@@ -109,8 +109,7 @@ def test_work_is_done_before_and_after_it_was_waited_for() -> None:
 
 MISTAKES: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "shape": (
-        lambda c: c.all_reduce(torch.ones(3 + c.rank // 2)),
-        "ranks 0, 1: all_reduce sum (3,)",
+        lambda c: c.all_reduce(torch.ones(3 + c.rank // 2)), "ranks 0, 1: all_reduce sum (3,)",
     ),
     "dtype": (
         lambda c: c.all_reduce(torch.ones(3, dtype=torch.float64 if c.rank == 2 else None)),
@@ -121,11 +120,10 @@ MISTAKES: dict[str, tuple[Callable[[Communicator], object], str]] = {
         "rank 2: all_reduce max (3,)",
     ),
     "call": (
-        lambda c: c.barrier() if c.rank == 2 else c.all_reduce(torch.ones(3)),
-        "rank 2: barrier",
+        lambda c: c.barrier() if c.rank == 2 else c.all_reduce(torch.ones(3)), "rank 2: barrier",
     ),
     "root": (lambda c: c.broadcast(torch.ones(3), c.rank // 2), "rank 2: broadcast from rank 1"),
-}
+}  # fmt: skip
 
 
 def errors_of(world_size: int, call: Callable[[Communicator], object], **more: Any) -> list[Any]:

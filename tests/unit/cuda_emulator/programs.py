@@ -109,10 +109,8 @@ def run(variant: str, program: str, *words: str, **settings: str) -> Outcome:
     chosen = {f"ANYCHIP_EMULATOR_{name.upper()}": value for name, value in settings.items()}
     done = subprocess.run(
         [build(variant) / program, *words],
-        env={**others, **chosen, "ASAN_OPTIONS": "detect_leaks=0"},
-        capture_output=True,
-        text=True,
+        env={**others, **chosen, "ASAN_OPTIONS": "detect_leaks=0"}, capture_output=True, text=True,
         timeout=120,
-    )
+    )  # fmt: skip
     reports = [line for line in done.stderr.splitlines() if any(word in line for word in REPORTS)]
     return Outcome(done.returncode, done.stdout.strip(), reports)

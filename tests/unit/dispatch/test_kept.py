@@ -133,12 +133,10 @@ def test_residual_of_a_paired_row_is_restored_in_its_canonical_form(
     operator = _restored([])
     table = OperatorTable()
     table.pair(
-        "poly_restored",
-        forward=lambda x, unused: (x**2 + x**3, 7 * x),
+        "poly_restored", forward=lambda x, unused: (x**2 + x**3, 7 * x),
         backward=lambda grad, x, own, needs: (grad * (2 * own / 7 + 3 * (own / 7) ** 2),),
-        num_residuals=1,
-        fake_residuals=lambda x, unused: torch.empty_like(x),
-    )
+        num_residuals=1, fake_residuals=lambda x, unused: torch.empty_like(x),
+    )  # fmt: skip
     install(table)
     function = operator if door == "short cut" else torch.ops.polynomials.poly_restored
     assert _derivatives(function) == [33.0, 20.0, 6.0]
@@ -153,12 +151,10 @@ def test_output_leads_back_to_its_own_node_in_every_order(
     if pair:
         table = OperatorTable()
         table.pair(
-            "poly_output",
-            forward=lambda x: (x**2 + x**3, 5 * x),
+            "poly_output", forward=lambda x: (x**2 + x**3, 5 * x),
             backward=lambda grad, x, y, own, needs: (grad * (15 * y / own - own / 5),),
-            num_residuals=1,
-            fake_residuals=lambda x: torch.empty_like(x),
-        )
+            num_residuals=1, fake_residuals=lambda x: torch.empty_like(x),
+        )  # fmt: skip
         install(table)
     library = torch.ops.polynomials.poly_output
     function = operator if door == "short cut" else library

@@ -53,12 +53,10 @@ class GPT(nn.Module):
         super().__init__()
         self.transformer = nn.ModuleDict(
             {
-                "wte": nn.Embedding(VOCABULARY, WIDTH),
-                "wpe": nn.Embedding(CONTEXT, WIDTH),
-                "h": nn.ModuleList(GPTBlock() for _ in range(LAYERS)),
-                "ln_f": nn.LayerNorm(WIDTH),
-            }
-        )
+                "wte": nn.Embedding(VOCABULARY, WIDTH), "wpe": nn.Embedding(CONTEXT, WIDTH),
+                "h": nn.ModuleList(GPTBlock() for _ in range(LAYERS)), "ln_f": nn.LayerNorm(WIDTH),
+            },
+        )  # fmt: skip
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.lm_head.weight = self.transformer["wte"].weight
         self.loss = nn.CrossEntropyLoss()

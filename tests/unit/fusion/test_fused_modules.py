@@ -14,11 +14,9 @@ from tests.unit.fusion import modules
 from tests.unit.fusion.modules import WIDTH
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "layer-norm": lambda: nn.LayerNorm(WIDTH),
-    "rms-norm": modules.RMSNorm,
-    "gelu": modules.NewGELU,
+    "layer-norm": lambda: nn.LayerNorm(WIDTH), "rms-norm": modules.RMSNorm, "gelu": modules.NewGELU,
     "gated": modules.GatedMLP,
-}
+}  # fmt: skip
 
 
 def fused(module: nn.Module) -> nn.Module:

@@ -11,11 +11,9 @@ import anychip
 
 CLASSES = 11
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "one": ((CLASSES,), ()),
-    "rows": ((5, CLASSES), (5,)),
-    "positions": ((2, CLASSES, 3), (2, 3)),
+    "one": ((CLASSES,), ()), "rows": ((5, CLASSES), (5,)), "positions": ((2, CLASSES, 3), (2, 3)),
     "images": ((2, CLASSES, 3, 4), (2, 3, 4)),
-}
+}  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {}, "sum": {"reduction": "sum"}, "none": {"reduction": "none"},
     "smoothed": {"label_smoothing": 0.2}, "ignoring": {"ignore_index": 3},

@@ -201,13 +201,11 @@ def tables_of(model: Model) -> tuple[Tensor, Tensor]:
 
 OWN_CODE: dict[str, tuple[Callable[[Model], tuple[Any, ...]], str]] = {
     "plain-tuple": (
-        lambda m: (*heads(), tuple(tables_of(m))),
-        "position_embeddings of no fused module",
+        lambda m: (*heads(), tuple(tables_of(m))), "position_embeddings of no fused module",
     ),
     "float64": (lambda m: (*heads(dtype=torch.float64), tables_of(m)), "torch.float64"),
     "other-keys": (
-        lambda m: (heads()[0], heads(dtype=torch.bfloat16)[1], tables_of(m)),
-        "k torch.bfloat16",
+        lambda m: (heads()[0], heads(dtype=torch.bfloat16)[1], tables_of(m)), "k torch.bfloat16",
     ),
     "three-dims": (lambda m: (*(t[0] for t in heads()), tables_of(m)), "not (batch, heads"),
     "one-head-of-keys": (lambda m: (heads()[0], heads(batch=1)[1], tables_of(m)), "k (1, 2, 5, 8)"),
@@ -215,7 +213,7 @@ OWN_CODE: dict[str, tuple[Callable[[Model], tuple[Any, ...]], str]] = {
         lambda m: (*heads(), type(tables_of(m))(*(t.requires_grad_() for t in tables_of(m)))),
         "have a gradient",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "reason"), OWN_CODE.values(), ids=OWN_CODE)

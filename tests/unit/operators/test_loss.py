@@ -95,10 +95,8 @@ def test_cross_entropy_with_smoothing_and_ignored_rows_equals_torch(
 ) -> None:
     logits, target = drawn()
     options: dict[str, Any] = {
-        "ignore_index": 3,
-        "label_smoothing": smoothing,
-        "reduction": reduction,
-    }
+        "ignore_index": 3, "label_smoothing": smoothing, "reduction": reduction,
+    }  # fmt: skip
     found = []
     for function in (ops.cross_entropy, F.cross_entropy):
         leaf = logits.clone().requires_grad_()

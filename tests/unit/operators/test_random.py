@@ -91,11 +91,9 @@ def test_dropout_keeps_a_word_that_equals_the_threshold_and_no_smaller_one(pin: 
 
 @settings(max_examples=60)
 @given(
-    seed=st.integers(-(2**63), 2**63 - 1),
-    offset=st.integers(-(2**63), 2**63 - 1),
-    p=st.floats(0.0, 1.0),
-    count=st.integers(0, 70),
-)
+    seed=st.integers(-(2**63), 2**63 - 1), offset=st.integers(-(2**63), 2**63 - 1),
+    p=st.floats(0.0, 1.0), count=st.integers(0, 70),
+)  # fmt: skip
 def test_dropout_of_ones_equals_numpy_everywhere(
     seed: int, offset: int, p: float, count: int
 ) -> None:

@@ -138,12 +138,10 @@ OPTIONS = pytest.mark.parametrize(
     ids=["plain", "all options", "clip"],
 )
 SGD: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "decay": {"weight_decay": 0.1},
-    "momentum": {"momentum": 0.9},
+    "plain": {}, "decay": {"weight_decay": 0.1}, "momentum": {"momentum": 0.9},
     "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     "decoupled": {"momentum": 0.5, "weight_decay": 2.0, "decoupled": True},
-}
+}  # fmt: skip
 
 
 def _sgd64(p: Tensor, g: Tensor, b: Tensor, lr: float, attrs: dict[str, Any]) -> list[Tensor]:

@@ -48,11 +48,9 @@ def test_runner_takes_from_the_readme_all_other_commands() -> None:
 def test_anychip_command_of_readme_has_its_options(command: str) -> None:
     _, subcommand, *words = command.split()
     done = subprocess.run(
-        [sys.executable, "-m", "anychip", subcommand, "--help"],
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", "anychip", subcommand, "--help"], capture_output=True, text=True,
         check=True,
-    )
+    )  # fmt: skip
     missing = {word for word in words if word.startswith("--") and word not in done.stdout}
     assert missing == set()
 

@@ -42,11 +42,9 @@ def pageable(nbytes: int) -> torch.Tensor:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.sampled_from([None, pageable]),
+    st.integers(1, 4), st.integers(1, 3), st.sampled_from([None, pageable]),
     st.lists(st.sampled_from(["next", "next", "next", "close", "back", "on", "loop"]), max_size=20),
-)
+)  # fmt: skip
 def test_loader_with_prefetch_does_what_one_without_does(
     depth: int, world_size: int, pin: Callable[[int], torch.Tensor] | None, calls: list[str]
 ) -> None:

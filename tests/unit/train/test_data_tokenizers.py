@@ -2,7 +2,6 @@
 
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anychip.train import data
+from tests import warm_python
 
 TOPICS = [topics[name] for name in sorted(topics)]
 BPE = data.train_bpe(TOPICS, 400)
@@ -77,11 +77,9 @@ def test_bpe_is_the_same_in_another_process_order_and_number_of_threads() -> Non
         "print(data.train_bpe(texts, 400).name)"
     )
     for threads in ("1", "3"):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-            env={"RAYON_NUM_THREADS": threads, "PYTHONPATH": ":".join(sys.path)},
-        )  # fmt: skip
-        assert done.stdout.strip() == BPE.name
+        env = {"RAYON_NUM_THREADS": threads, "PYTHONPATH": ":".join(sys.path)}
+        done = warm_python.run("-c", code, env=env)
+        assert done.stdout.strip() == BPE.name, done.stderr
     assert data.train_bpe(TOPICS, 401).name != BPE.name
 
 

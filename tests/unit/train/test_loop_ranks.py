@@ -179,11 +179,9 @@ def test_step_without_a_target_is_an_error(tmp_path: Path) -> None:
     run = build(NOT_ACROSS, "data.accumulation=2", "data.batch_size=2")
     end = data.ByteTokenizer().end_of_document
     run.loader = data.Loader(
-        torch.full((100,), end, dtype=torch.uint8),
-        context=CONTEXT,
-        batch_size=2,
+        torch.full((100,), end, dtype=torch.uint8), context=CONTEXT, batch_size=2,
         cross_document_targets=False,
-    )
+    )  # fmt: skip
     with pytest.raises(loop.TrainingError, match="step 1: no batch has a target"):
         loop.train(run, tmp_path, nothing)
 

@@ -222,12 +222,10 @@ def test_rule_with_wrong_settings_is_refused(make: Any, message: str) -> None:
 
 NUMELS = (5 * optim.BLOCK + 17, 3, 2 * optim.BLOCK, 40)
 RULES: dict[str, Callable[[], optim.Rule]] = {
-    "adamw": lambda: optim.adamw(0.05),
-    "adamw-8bit": lambda: optim.adamw(0.05, states="8bit"),
+    "adamw": lambda: optim.adamw(0.05), "adamw-8bit": lambda: optim.adamw(0.05, states="8bit"),
     "sgd": lambda: optim.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "lion": lambda: optim.lion(0.05, weight_decay=0.1),
-    "lamb": lambda: optim.lamb(0.05),
-}
+    "lion": lambda: optim.lion(0.05, weight_decay=0.1), "lamb": lambda: optim.lamb(0.05),
+}  # fmt: skip
 
 
 class Shards:

@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from anychip import registry
-from anychip.contract import Backend, OperatorSpec, OperatorTable
+from anychip.contract import AnychipError, Backend, OperatorSpec, OperatorTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
 
     from anychip.dispatch.operator import Operator
     from anychip.dispatch.selection import Fallback, Policy, Provider
@@ -79,6 +82,40 @@ def _providers(chosen: Backend) -> tuple[Provider, ...]:
     return (*packs, Provider(chosen.name, distribution, version, chosen.operators))
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor in the host's memory, for ``item`` and ``tolist``: the host waits for the device.
+
+    Raises:
+        DeviceError: the work that was waited for has failed.
+    """
+    with device_errors(tensor.device.type):
+        return tensor.detach().cpu()
+
+
+@contextmanager
+def device_errors(device_type: str) -> Iterator[None]:
+    """Context in which an adapter's own error becomes the contract's, where a device has failed.
+
+    Who has failed says so at every wait: ``synchronize`` is asked for the status and its message.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # OutOfMemoryError is the one type of the contract for it, whoever raises it.
+        if not isinstance(error, AnychipError) and type(error).__name__ != "OutOfMemoryError":
+            _tell(device_type, error)
+        raise
+
+
+def _tell(device_type: str, error: RuntimeError) -> None:
+    try:
+        _owner(device_type).synchronize()
+    except AnychipError as known:
+        raise known from error
+    except RuntimeError:
+        return
+
+
 def digest() -> str:
     """The implementations that the chosen backend and its packs bring, as a short digest.
 
@@ -139,5 +176,6 @@ def register(spec: OperatorSpec) -> Operator[..., Any]:
 
 
 __all__: list[str] = [
-    "backend", "connect", "digest", "policy", "provenance", "register", "table_faults", "use",
+    "backend", "connect", "device_errors", "digest", "on_host", "policy", "provenance", "register",
+    "table_faults", "use",
 ]  # fmt: skip

@@ -6,6 +6,8 @@ Run against torch_npu 2.13.0 on an emulated CANN; not run on Ascend silicon.
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("torch_npu")
 
 from tests.integration.train.processes import TINY, rows, train
+from tests.npu.emulator_process import run
 
 STEPS = 8
 LINEAR = ("--steps", str(STEPS), "--out", "out")
@@ -66,3 +69,47 @@ def test_two_ranks_over_hccl_follow_the_same_two_ranks_on_the_host(
 
     assert len(curves[0]) == STEPS
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+
+
+def train_in(folder: str, *words: str) -> None:
+    """The command line, in this process."""
+    from anychip.cli.group import run
+
+    os.chdir(folder)
+    sys.exit(run(["train", *TINY, "--backend", "npu", *LINEAR, *words]))
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (
+            {"FAIL_OPERATOR": "aclnnMm:9"},
+            "ACL_ERROR_RT_AICORE_EXCEPTION (507015): "
+            "aclnnMm: emulated fault: aclnnMm fails at call 9",
+        ),
+        (
+            {"LOSE_DEVICE_AFTER": 300},
+            "ACL_ERROR_RT_LOST_HEARTBEAT (507010): emulated fault: the device is lost (heartbeat)",
+        ),
+    ],
+    ids=["operator", "device"],
+)
+def test_failure_of_the_device_is_told_in_one_line(
+    fault: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    ended = run(train_in, str(tmp_path), **fault)
+
+    lines = [line for line in ended.err.splitlines() if line.startswith("anychip: ")]
+    assert lines == [f"anychip: npu: synchronize(device current) failed with {told}"]
+    assert "Traceback" not in ended.err
+    assert ended.code == 1
+
+
+def test_link_that_is_down_is_told_and_closing_has_no_traceback(tmp_path: Path) -> None:
+    fault = {"ANYCHIP_CANN_LINK_DOWN": "1", "ANYCHIP_CANN_LINK_TIMEOUT_S": "2"}
+    done = train(*TINY, *LINEAR, "--backend", "npu", "--nproc", "2", cwd=tmp_path, **fault)
+
+    assert done.returncode == 1
+    assert "HcclAllReduce" in "".join(x for x in done.stderr.splitlines() if "anychip: " in x)
+    assert "Exception ignored" not in done.stderr
+    assert "anychip: RuntimeError" not in done.stderr

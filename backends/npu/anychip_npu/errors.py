@@ -60,6 +60,8 @@ reasons: list[Callable[[str, DeviceError], AnychipError | None]] = []
 _STATUS = re.compile(r"error code(?: is|:)\s*(\d+)")
 # What torch_npu says, at whatever is called next, of a launch that failed in its queue.
 _QUEUED = "The Inner error is reported as above"
+# The end of what torch_npu says itself of a status; what follows is CANN's own message.
+_ADVICE = "Rectify the fault based on the error information in the ascend log."
 
 
 def is_of_queue(error: Exception) -> bool:
@@ -83,7 +85,9 @@ def device_error(where: str, error: Exception) -> DeviceError | None:
     else:
         return None
     recent = cann.recent_message()
-    detail = f"{text}\n{recent}" if recent and recent not in text else text
+    own = text.rpartition(_ADVICE)[2] if _ADVICE in text else ""
+    told = "; ".join(filter(None, map(str.strip, own.splitlines()))) or text
+    detail = f"{told}\n{recent}" if recent and recent not in text else told
     return DeviceError(where, code, label, detail)
 
 

@@ -177,7 +177,7 @@ def _train(
     as_json: bool,
 ) -> int:
     import anychip
-    from anychip import registry
+    from anychip import registry, runtime
     from anychip.train import config, display, interruption, lock, loop
 
     # With --json, stdout has the result and nothing else. Of several ranks the first speaks.
@@ -188,7 +188,8 @@ def _train(
     _say(console, str(chip.decision))
     # config.toml names the chip, so that --resume does not choose another one.
     named = replace(configuration, run=replace(configuration.run, backend=chip.name))
-    run = loop.build(named, chip)
+    with runtime.device_errors(chip.device_type):
+        run = loop.build(named, chip)
     out.mkdir(parents=True, exist_ok=True)
     with lock.hold(out) if run.is_first else nullcontext():
         if resume:

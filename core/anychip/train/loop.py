@@ -19,6 +19,7 @@ from torch import Tensor
 
 import anychip
 from anychip.contract import AnychipError
+from anychip.runtime import device_errors, on_host
 from anychip.train import data, files, models, parallel, report
 from anychip.train.config import dump
 from anychip.train.interruption import Interrupted, Interruption
@@ -47,6 +48,7 @@ def train(run: Run, out: Path, show: Callable[[Row], None]) -> list[Row]:
         Interrupted: on the first SIGINT or SIGTERM, after the step, with the checkpoint written.
         TrainingError: the loss or the gradient is not finite. The checkpoint is the one before.
         OSError: something could not be written. The checkpoint is the one before.
+        DeviceError: the device has failed. The checkpoint is the one before.
     """
     is_done = run.step == run.config.run.steps
     writes = run.is_first and not is_done
@@ -57,7 +59,7 @@ def train(run: Run, out: Path, show: Callable[[Row], None]) -> list[Row]:
         raise TrainingError(f"{out}: all {run.step} steps are done, and metrics.jsonl has no row")
     signal = None
     try:
-        with Interruption() as interruption:
+        with Interruption() as interruption, device_errors(run.loader.device.type):
             while run.step < run.config.run.steps and signal is None:
                 row, signal = _step(run, metrics.rows, out, interruption)
                 metrics.append(row)
@@ -113,12 +115,12 @@ def _step(
         raise TrainingError(f"step {run.step + 1}: {error}; {_kept(run, out)}") from None
     run.optimizer.zero_grad()
     agreed = _agreed(run, mine if result.shared is None else result.shared)
-    norm = 0.0 if result.grad_norm is None else float(result.grad_norm)
+    norm = 0.0 if result.grad_norm is None else on_host(result.grad_norm).item()
     if not math.isfinite(agreed.loss + norm):
         raise TrainingError(_not_finite(run, agreed.loss, norm, rows, out))
     run.step += 1
     speed = num_tokens / (time.perf_counter() - start)
-    return _row(run, agreed.loss, result, speed), agreed.signal
+    return _row(run, agreed.loss, norm, result, speed), agreed.signal
 
 
 def _forward_backward(run: Run) -> tuple[Tensor, int]:
@@ -193,17 +195,17 @@ def _agreed(run: Run, told: Tensor) -> _Agreed:
     if run.pipeline is not None:
         mine, told = told, told.new_empty(run.comm.world_size * 2)
         run.comm.all_gather(told, mine)
-    losses, signals = told.view(-1, 2).t().tolist()
+    losses, signals = on_host(told).view(-1, 2).t().tolist()
     replicas = run.mesh.axis("data").world_size
     return _Agreed(math.fsum(losses) / replicas, int(max(signals)) or None)
 
 
-def _row(run: Run, loss: float, result: StepResult, speed: float) -> Row:
+def _row(run: Run, loss: float, norm: float, result: StepResult, speed: float) -> Row:
     return Row(
         step=run.step,
         loss=loss,
         lr=float(result.lr),
-        grad_norm=None if result.grad_norm is None else float(result.grad_norm),
+        grad_norm=None if result.grad_norm is None else norm,
         tokens_per_s=speed,
         loss_scale=result.loss_scale,
         skipped=result.skipped,
@@ -238,7 +240,7 @@ def sample(run: Run) -> str:
     prompt = tokenizer.encode(["\n"])[0][None].to(run.loader.device, torch.int64)
     count = run.config.run.sample_tokens
     tokens = models.generate(model, prompt, count, generator=generator)
-    return tokenizer.decode(tokens[0, prompt.shape[1] :].cpu())
+    return tokenizer.decode(on_host(tokens[0, prompt.shape[1] :]))
 
 
 def finish(run: Run, out: Path, rows: list[Row]) -> str:
@@ -246,7 +248,8 @@ def finish(run: Run, out: Path, rows: list[Row]) -> str:
 
     What served the steps is not known to a process that did none: provenance.json stays then.
     """
-    text = sample(run)
+    with device_errors(run.loader.device.type):
+        text = sample(run)
     if run.is_first:
         files.write(out / "sample.txt", text)
         report.plot_loss(out / "loss.png", rows)

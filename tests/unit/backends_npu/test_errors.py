@@ -54,6 +54,16 @@ def test_recent_message_that_torch_npu_has_added_is_not_said_twice(
     assert found.detail == LATE
 
 
+def test_message_of_cann_is_all_that_is_told_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cann, "recent_message", lambda: "")
+    advice = "\n        Rectify the fault based on the error information in the ascend log.\n"
+    found = errors.device_error("npu: x", RuntimeError(f"{LATE}{advice}aclnnMm: core 3\n  timeout"))
+    assert found is not None
+    assert found.detail == "aclnnMm: core 3; timeout"
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anychip.runtime import on_host
 from anychip.train.models.gpt import GPT, GPTConfig
 from anychip.train.models.layers import Reduction
 from anychip.train.models.llama import Llama, LlamaConfig
@@ -51,7 +52,7 @@ def generate(
     training = model.training
     model.eval()
     for _ in range(count):
-        logits = model(tokens[:, -model.config.context :])[:, -1].float().cpu()
+        logits = on_host(model(tokens[:, -model.config.context :])[:, -1].float())
         if temperature == 0.0:
             picked = logits.argmax(-1, keepdim=True)
         else:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anychip.contract import Communicator
+from anychip.runtime import on_host
 from anychip.train.parallel.schedule import Action, Schedule
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -102,7 +103,7 @@ class Link:
             return
         tensor = torch.empty(HEADER_NUMEL, dtype=torch.int64, device=self.device)
         comm.recv(tensor, peer, tag=self.header_tag)
-        digest, dtype, dims, *shape = tensor.tolist()
+        digest, dtype, dims, *shape = on_host(tensor).tolist()
         if digest != self._digest:
             raise ValueError(
                 f"pipeline: rank {comm.rank} and rank {peer} have different schedules; make the "

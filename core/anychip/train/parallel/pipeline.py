@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from anychip.contract import Communicator, Transfer, UnsupportedError, Work
+from anychip.runtime import on_host
 from anychip.train.parallel.message import Link
 from anychip.train.parallel.schedule import (
     Action,
@@ -210,7 +211,7 @@ class Pipeline:
         here = here.to(self.device)
         everywhere = here.new_empty(self.comm.world_size * len(here))
         self.comm.all_gather(everywhere, here)
-        values = iter(everywhere.view(-1, 2).tolist())
+        values = iter(on_host(everywhere).view(-1, 2).tolist())
         return Timeline(
             tuple(
                 tuple(Span(action, *next(values)) for action in row)

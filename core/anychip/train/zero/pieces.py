@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anychip.contract import Communicator
 from anychip.operators.partials import num_blocks
+from anychip.runtime import on_host
 from anychip.train.optim import Group, Update
 from anychip.train.zero.reducer import Reducer
 from anychip.train.zero.shards import Shard, Shards, gather
@@ -70,7 +71,7 @@ class Pieces:
         self.comm.all_reduce(found, "max")
         if self.model_comm is not None:
             self.model_comm.all_reduce(found, "max")
-        return bool(found.item())
+        return bool(on_host(found).item())
 
     def update(
         self,

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from anychip.contract import Communicator
+from anychip.runtime import on_host
 from anychip.train.zero.bucket import Bucket
 from anychip.train.zero.partition import Layout
 
@@ -159,7 +160,7 @@ class Reducer:
         rest = [number for number in self._order if number not in self._filled]
         order = torch.tensor([*self._filled, *rest], device=self.buckets[0].params[0].device)
         self.comm.broadcast(order, 0)
-        self._order, self._is_learned = order.tolist(), True
+        self._order, self._is_learned = on_host(order).tolist(), True
 
     def agree(self, share: Tensor | None = None) -> tuple[set[Tensor], Tensor | None]:
         """Reduces what is still local, and returns the parameters that have a gradient anywhere.
@@ -178,7 +179,7 @@ class Reducer:
         if share is not None:
             joined = torch.cat((joined, self._in_its_place(share)))
         self.comm.all_reduce(joined, "max")
-        told = joined.cpu()
+        told = on_host(joined)
         found = dict(zip(self.places, told.tolist(), strict=False))
         late = [b for b in self.buckets if any(found[p] == _PENDING for p in b.params)]
         for bucket in late:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anychip.contract import Communicator
 from anychip.operators.partials import num_blocks
+from anychip.runtime import on_host
 from anychip.train.optim import Span
 from anychip.train.zero.partition import Layout
 
@@ -129,7 +130,7 @@ def gather(partials: Tensor, comm: Communicator) -> Tensor:
     """
     lengths = torch.zeros(comm.world_size, dtype=torch.int64, device=partials.device)
     comm.all_gather(lengths, torch.full((1,), len(partials), device=partials.device))
-    sizes = lengths.tolist()
+    sizes = on_host(lengths).tolist()
     joined = torch.empty(sum(sizes), dtype=partials.dtype, device=partials.device)
     comm.all_gather(joined, partials, sizes=sizes)
     return joined

@@ -6,6 +6,7 @@ where torch on a CPU has no such function, a reference. Both are run on float64 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,3 +38,8 @@ class Case:
     def name(self) -> str:
         """The first row, without its prefix."""
         return self.rows[0].removeprefix("aclnn")
+
+
+def torch_npu() -> Any:
+    """The adapter, which is imported only when a case runs."""
+    return importlib.import_module("torch_npu")

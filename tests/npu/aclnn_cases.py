@@ -5,12 +5,12 @@ What a case is: :mod:`tests.npu.aclnn_case`.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 
-from tests.npu.aclnn_case import FLOATS, Case, Function
+from tests.npu.aclnn_case import FLOATS, Case, Function, torch_npu
+from tests.npu.aclnn_fused_cases import experts, fused, norms
 
 
 def in_place(method: str, *arguments: Any, **named: Any) -> Function:
@@ -35,8 +35,9 @@ def listed(function: Function, *arguments: Any) -> Function:
 
 def unary() -> list[Case]:
     """Rows of one tensor, and those that write into it."""
-    positive = {"sqrt": 0.1, "rsqrt": 0.1, "reciprocal": 0.1, "log": 0.1, "log2": 0.1}
+    positive = dict.fromkeys("sqrt rsqrt reciprocal log log2 log1p".split(), 0.1)
     names = "abs neg sign ceil floor round sqrt rsqrt reciprocal exp log log2 sin cos erf tanh"
+    names += " expm1 log1p trunc tan atan erfc"
     cases = [
         Case((f"aclnn{name.capitalize()}",), getattr(torch, name), low=positive.get(name))
         for name in f"{names} sigmoid relu".split()
@@ -82,8 +83,6 @@ def arithmetic() -> list[Case]:
         Case(("aclnnInplacePowTensorScalar",), in_place("pow_", 3)),
         Case(("aclnnPowTensorTensor",), torch.pow, TWO, low=0.5),
         Case(("aclnnPowScalarTensor",), lambda a: torch.pow(2.0, a)),
-        Case(("aclnnRemainderTensorScalar",), lambda a: torch.remainder(a, 4.0), low=0.5),
-        Case(("aclnnClamp",), lambda a: torch.clamp(a, -0.5, 0.75)),
         Case(("aclnnAddcmul",), lambda a, b, c: torch.addcmul(a, b, c, value=0.5), THREE),
         Case(("aclnnAddcdiv",), lambda a, b, c: torch.addcdiv(a, b, c, value=0.5), THREE, low=0.5),
         Case(("aclnnInplaceAddcmul",), in_place("addcmul_", value=0.5), THREE),
@@ -92,6 +91,33 @@ def arithmetic() -> list[Case]:
         Case(("aclnnInplaceLerps",), in_place("lerp_", 0.3), TWO),
         Case(("aclnnInplaceLerp",), in_place("lerp_"), THREE),
         Case(("aclnnSWhere",), lambda a, b, m: torch.where(m, a, b), TWO, extra=(MASK,)),
+    ]
+
+
+def bounded() -> list[Case]:
+    """Rows of remainders and of bounds, by a tensor, by a number, and in place."""
+    cases = [Case(("aclnnRemainderScalarTensor",), lambda a: torch.remainder(3.0, a), low=0.5)]
+    for row, number, method in (
+        ("RemainderTensorTensor", "RemainderTensorScalar", "remainder"),
+        ("FmodTensor", "FmodScalar", "fmod"),
+    ):
+        function = getattr(torch, method)
+        for prefix, call in (("aclnn", function), ("aclnnInplace", in_place(f"{method}_"))):
+            cases.append(Case((prefix + row,), call, TWO, low=0.5))
+            cases.append(Case((prefix + number,), lambda a, f=call: f(a, 4.0), low=0.5))
+    for bound in ("Min", "Max"):
+        method = f"clamp_{bound.lower()}"
+        function = getattr(torch, method)
+        cases += [
+            Case((f"aclnnClamp{bound}Tensor",), function, TWO),
+            Case((f"aclnnInplaceClamp{bound}Tensor",), in_place(f"{method}_"), TWO),
+            Case((f"aclnnClamp{bound}",), lambda a, f=function: f(a, 0.5)),
+        ]
+    return [
+        *cases,
+        Case(("aclnnInplaceClampMax",), in_place("clamp_max_", 0.5)),
+        Case(("aclnnClamp",), lambda a: torch.clamp(a, -0.5, 0.75)),
+        Case(("aclnnClampTensor",), torch.clamp, THREE),
     ]
 
 
@@ -117,6 +143,8 @@ def comparisons() -> list[Case]:
         Case(("aclnnLogicalNot",), torch.logical_not, (), extra=(MASK,)),
         Case(("aclnnBitwiseNot",), torch.bitwise_not, (), extra=(MASK,)),
         Case(("aclnnIsFinite",), lambda a: torch.isfinite(a / a.relu())),
+        Case(("aclnnIsNegInf",), lambda a: torch.isneginf(a / a.relu())),
+        Case(("aclnnIsPosInf",), lambda a: torch.isposinf(1 / a.relu())),
         Case(("aclnnEqual",), lambda a: torch.tensor(torch.equal(a, a + 1)), dtypes=FLOATS[:1]),
         Case(("aclnnAll",), lambda m: m.all(1), (), extra=(MASK,)),
         Case(("aclnnAny",), lambda m: m.any(0), (), extra=(MASK,)),
@@ -148,6 +176,8 @@ def activations() -> list[Case]:
             backward=("aclnnGeluBackward",),
         ),
         Case(("aclnnSilu",), f.silu, backward=("aclnnSiluBackward",)),
+        Case(("aclnnRelu",), f.relu, backward=("aclnnThresholdBackward",)),
+        Case(("aclnnSoftplus",), lambda a: f.softplus(a, 2.0), backward=("aclnnSoftplusBackward",)),
         Case(("aclnnTanh",), torch.tanh, backward=("aclnnTanhBackward",)),
         Case(("aclnnSigmoid",), torch.sigmoid, backward=("aclnnSigmoidBackward",)),
         Case(("aclnnSoftmax",), lambda a: f.softmax(a, -1), backward=("aclnnSoftmaxBackward",)),
@@ -164,18 +194,6 @@ def activations() -> list[Case]:
             units=24,
         ),
         Case(
-            ("aclnnMseLoss",),
-            lambda a, b: f.mse_loss(a, b),
-            TWO,
-            backward=("aclnnMseLossBackward",),
-        ),
-        Case(
-            ("aclnnLogSoftmax", "aclnnNLLLoss"),
-            lambda a, t: f.cross_entropy(a, t, ignore_index=2),
-            backward=("aclnnNLLLossBackward", "aclnnLogSoftmaxBackward"),
-            extra=(torch.tensor([1, 2, 4]),),
-        ),
-        Case(
             ("aclnnEmbedding",),
             lambda w, i: f.embedding(i, w),
             ((7, 4),),
@@ -185,10 +203,90 @@ def activations() -> list[Case]:
     ]
 
 
+def losses() -> list[Case]:
+    """Rows of torch's own losses."""
+    f = torch.nn.functional
+    return [
+        Case(
+            ("aclnnMseLoss",),
+            lambda a, b: f.mse_loss(a, b),
+            TWO,
+            backward=("aclnnMseLossBackward",),
+        ),
+        Case(
+            ("aclnnBinaryCrossEntropy",),
+            lambda a, t: f.binary_cross_entropy(a / 4, t.to(a.dtype), reduction="sum"),
+            backward=("aclnnBinaryCrossEntropyBackward",),
+            low=0.25,
+            extra=(MASK,),
+            units=24,
+        ),
+        *(
+            Case(
+                ("aclnnBinaryCrossEntropyWithLogits",),
+                with_logits(reduction, is_weighted),
+                backward=("aclnnBinaryCrossEntropyWithLogitsBackward",),
+                extra=(MASK,),
+                units=24,
+            )
+            for reduction, is_weighted in (("mean", False), ("sum", True))
+        ),
+        Case(
+            ("aclnnLogSoftmax", "aclnnNLLLoss"),
+            lambda a, t: f.cross_entropy(a, t, ignore_index=2),
+            backward=("aclnnNLLLossBackward", "aclnnLogSoftmaxBackward"),
+            extra=(torch.tensor([1, 2, 4]),),
+        ),
+    ]
+
+
+def with_logits(reduction: str, is_weighted: bool) -> Function:
+    """Binary cross entropy of logits, with weights of classes and of positive targets or none."""
+
+    def call(a: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        weights = torch.arange(1.0, 6.0).to(a) if is_weighted else None
+        return torch.nn.functional.binary_cross_entropy_with_logits(
+            a, target.to(a.dtype), weights, reduction=reduction, pos_weight=weights
+        )
+
+    return call
+
+
+def of_pictures() -> list[Case]:
+    """Rows of convolution, pooling, and norms over channels."""
+    f = torch.nn.functional
+    picture, back = (2, 4, 7, 6), ("aclnnConvolutionBackward",)
+
+    def batch_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        # It moves the running statistics; the second call uses them.
+        mean, var = (torch.full((4,), v, device=x.device, dtype=w.dtype) for v in (0.5, 2.0))
+        first = f.batch_norm(x, mean, var, w, b, training=True, momentum=0.25)
+        return torch.cat((first, f.batch_norm(x, mean, var, w, b)))
+
+    return [
+        Case(("aclnnConvolution",), lambda x, w, b: f.conv2d(x, w, b, 2, 1, groups=2),
+             (picture, (6, 2, 3, 3), (6,)), backward=back, units=24),
+        Case(("aclnnConvolution",), lambda x, w: f.conv_transpose2d(x, w, dilation=2),
+             (picture, (4, 3, 3, 2)), backward=back, units=24),
+        Case(("aclnnMaxPool2dWithMask",), lambda x: f.max_pool2d(x, 3, 2, 1), (picture,),
+             backward=("aclnnMaxPool2dWithMaskBackward",)),
+        Case(("aclnnAvgPool2d",), lambda x: f.avg_pool2d(x, 2, padding=1, count_include_pad=False),
+             (picture,), backward=("aclnnAvgPool2dBackward",)),
+        Case(("aclnnAdaptiveAvgPool2d",), lambda x: f.adaptive_avg_pool2d(x, (3, 2)), (picture,),
+             backward=("aclnnAdaptiveAvgPool2dBackward",)),
+        Case(("aclnnBatchNorm",), batch_norm, (picture, (4,), (4,)),
+             backward=("aclnnBatchNormBackward",), units=32),
+        Case(("aclnnGroupNorm",), lambda x, w, b: f.group_norm(x, 2, w, b), (picture, (4,), (4,)),
+             backward=("aclnnGroupNormBackward",), units=32),
+    ]  # fmt: skip
+
+
 def products() -> list[Case]:
     """Rows of matrices."""
     return [
         Case(("aclnnMm",), torch.mm, ((4, 6), (6, 3)), backward=("aclnnMm",)),
+        Case(("aclnnDot",), torch.dot, ((6,), (6,))),
+        Case(("aclnnMv",), torch.mv, ((4, 6), (6,))),
         Case(("aclnnMatmul",), torch.matmul, ((2, 4, 6), (6, 3))),
         Case(("aclnnBatchMatMul",), torch.bmm, ((2, 4, 6), (2, 6, 3))),
         Case(("aclnnAddmm",), torch.addmm, ((3,), (4, 6), (6, 3))),
@@ -221,6 +319,7 @@ def shaping() -> list[Case]:
         Case(("aclnnChunkCat",), chunked),
         Case(("aclnnInplaceFillScalar",), in_place("fill_", 2.5)),
         Case(("aclnnArange",), lambda a: torch.arange(2, 9, 3, device=a.device)),
+        Case(("aclnnLinspace",), lambda a: torch.linspace(-1, 2, 7, device=a.device)),
         Case(("aclnnEye",), lambda a: torch.eye(3, 4, device=a.device)),
         Case(("aclnnCat",), lambda a, b: torch.cat([a, b], 1), TWO),
         Case(("aclnnStack",), lambda a, b: torch.stack([a, b], 1), TWO),
@@ -302,6 +401,10 @@ def reductions() -> list[Case]:
         Case(("aclnnCumsum",), lambda a: a.cumsum(1)),
         Case(("aclnnVarCorrection",), lambda a: a.var(1), units=24),
         Case(("aclnnStd",), lambda a: a.std(1), units=24),
+        Case(("aclnnVarMean",), lambda a: tuple(torch.var_mean(a, 1, correction=0)), units=24),
+        Case(("aclnnStdMeanCorrection",), lambda a: tuple(torch.std_mean(a, 0)), units=24),
+        Case(("aclnnNorm",), lambda a: torch.ops.aten.norm.ScalarOpt_dim(a, 3, [1]), units=24),
+        Case(("aclnnLinalgVectorNorm",), lambda a: torch.linalg.vector_norm(a, 1, dim=0), units=24),
     ]
 
 
@@ -346,228 +449,14 @@ def zeroed_list(a: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def attention(layout: str, causal: bool) -> tuple[Function, Function]:
-    """npu_fusion_attention of [2, heads, 6, 8] in a layout, and the reference of both."""
-
-    def laid_out(x: torch.Tensor) -> torch.Tensor:
-        batch, _, length, _ = x.shape
-        if layout == "BSND":
-            return x.transpose(1, 2)
-        if layout == "BSH":
-            return x.transpose(1, 2).reshape(batch, length, -1)
-        return x.permute(2, 0, 1, 3).reshape(length, batch, -1) if layout == "SBH" else x
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        mask = torch.ones(6, 6, dtype=torch.bool, device=q.device).triu(1) if causal else None
-        return torch_npu().npu_fusion_attention(
-            laid_out(q), laid_out(k), laid_out(v), q.shape[1], layout,
-            atten_mask=mask, scale=8**-0.5, next_tockens=0 if causal else 2147483647,
-        )[0]  # fmt: skip
-
-    def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, enable_gqa=True
-        )
-        return laid_out(out)
-
-    return call, reference
-
-
-ENDS = (3, 8)
-
-
-def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of two sequences, packed one after another."""
-    mask = torch.ones(2048, 2048, dtype=torch.bool, device=q.device).triu(1)
-    return torch_npu().npu_fusion_attention(
-        q, k, v, q.shape[1], "TND", atten_mask=mask, scale=8**-0.5, sparse_mode=3,
-        actual_seq_qlen=list(ENDS), actual_seq_kvlen=list(ENDS),
-    )[0]  # fmt: skip
-
-
-def packed_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same, sequence by sequence."""
-    parts = []
-    for start, end in zip((0, *ENDS), ENDS, strict=False):
-        one, two, three = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            one, two, three, is_causal=True, enable_gqa=True
-        )
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)
-
-
-def rms_norm(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
-    """Zhang and Sennrich 2019, equation 4."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gamma
-
-
-def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on the halves of the last dimension."""
-    first, second = x.chunk(2, -1)
-    return x * cosine + torch.cat((-second, first), -1) * sine
-
-
-def rotated_neighbours(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on neighbours of the last dimension."""
-    turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    return x * cosine + turned * sine
-
-
-def torch_npu() -> Any:
-    """The adapter, which is imported only when a case runs."""
-    return importlib.import_module("torch_npu")
-
-
-def fused() -> list[Case]:
-    """Rows of torch_npu's own functions."""
-    f = torch.nn.functional
-    gated, turned = ((3, 32),), ((2, 3, 5, 64),) * 3
-    grads = ("aclnnFlashAttentionScoreGrad",)
-    queries, keys = (2, 4, 6, 8), (2, 2, 6, 8)
-    attentions = [
-        Case(("aclnnFlashAttentionScore",), call, (queries, keys, keys), reference, grads, units=24)
-        for layout in ("BNSD", "BSND", "BSH", "SBH")
-        for causal in (True, False)
-        for call, reference in [attention(layout, causal)]
-    ]
-    return [
-        *attentions,
-        Case(("aclnnFlashAttentionVarLenScore",), packed_attention,
-             ((8, 4, 8), (8, 2, 8), (8, 2, 8)), packed_reference,
-             ("aclnnFlashAttentionUnpaddingScoreGrad",), units=24),
-        Case(("aclnnSwiGlu",), lambda x: torch_npu().npu_swiglu(x), gated,
-             lambda x: f.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], ("aclnnSwiGluGrad",)),
-        Case(("aclnnGeGluV3",), lambda x: torch_npu().npu_geglu(x, -1, 1)[0], gated,
-             lambda x: x.chunk(2, -1)[0] * f.gelu(x.chunk(2, -1)[1], approximate="tanh"),
-             ("aclnnGeGluV3Backward",), units=16),
-        Case(("aclnnFastGelu",), lambda x: torch_npu().npu_fast_gelu(x), gated,
-             lambda x: x * torch.sigmoid(1.702 * x), ("aclnnFastGeluBackward",)),
-        Case(("aclnnRotaryPositionEmbeddingV2",), lambda *t: torch_npu().npu_rotary_mul(*t),
-             turned, rotated, ("aclnnRotaryPositionEmbeddingGrad",)),
-        Case(("aclnnRotaryPositionEmbeddingV2",),
-             lambda *t: torch_npu().npu_rotary_mul(*t, "interleave"),
-             turned, rotated_neighbours, ("aclnnRotaryPositionEmbeddingGrad",)),
-        Case(("aclnnCrossEntropyLoss",),
-             lambda x, t: torch_npu().npu_cross_entropy_loss(x, t, ignore_index=2)[0].reshape(()),
-             ((4, 5),), lambda x, t: f.cross_entropy(x, t, ignore_index=2),
-             ("aclnnCrossEntropyLossGrad",), extra=(torch.tensor([1, 2, 4, 0]),)),
-        Case(("aclnnForeachNonFiniteCheckAndUnscale",), unscaled, ((3, 5),),
-             lambda x: (torch.tensor([0.0]), x / 4), dtypes=FLOATS[:1]),
-        Case(("aclnnForeachNonFiniteCheckAndUnscale",), lambda x: unscaled(x / 0)[0], ((3, 5),),
-             lambda x: torch.tensor([1.0]), dtypes=FLOATS[:1]),
-    ]  # fmt: skip
-
-
-def norms() -> list[Case]:
-    """Rows of torch_npu's own norms, alone and after a sum."""
-    f = torch.nn.functional
-    norm = ((3, 16), (16,))
-    return [
-        Case(("aclnnRmsNorm",), lambda x, g: torch_npu().npu_rms_norm(x, g, 1e-6)[0], norm,
-             rms_norm, ("aclnnRmsNormGrad",), units=24),
-        Case(("aclnnAddRmsNorm",), lambda x, y, g: torch_npu().npu_add_rms_norm(x, y, g, 1e-6)[2],
-             ((3, 16), (3, 16), (16,)), lambda x, y, g: x + y),
-        Case(("aclnnAddRmsNorm",), lambda x, y, g: torch_npu().npu_add_rms_norm(x, y, g, 1e-6)[0],
-             ((3, 16), (3, 16), (16,)), lambda x, y, g: rms_norm(x + y, g), units=24),
-        Case(("aclnnAddLayerNorm",),
-             lambda x, y, g, b: torch_npu().npu_add_layer_norm(x, y, g, b, 1e-5, True)[0],
-             ((3, 16), (3, 16), (16,), (16,)),
-             lambda x, y, g, b: f.layer_norm(x + y, (16,), g, b, 1e-5), units=24),
-        Case(("aclnnAddLayerNorm",),
-             lambda x, y, g, b: torch_npu().npu_add_layer_norm(x, y, g, b, 1e-5, True)[3],
-             ((3, 16), (3, 16), (16,), (16,)), lambda x, y, g, b: x + y),
-    ]  # fmt: skip
-
-
-GROUPS = torch.tensor([2, 2, 6])
-
-
-def product_of_groups(group_type: int) -> Function:
-    """npu_grouped_matmul of the rows (0) or the columns (2) of the first tensor, as one result."""
-
-    def call(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        left = x if group_type == 0 else x.contiguous().t()
-        found = torch_npu().npu_grouped_matmul(
-            [left], [weight], group_list=ends, split_item=3, group_type=group_type
-        )[0]
-        # Nothing is said of the product of an empty group.
-        return found if group_type == 0 else found[[0, 2]]
-
-    return call
-
-
-def rows_of_groups(x: torch.Tensor, weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """The first two rows with the first weight, the others with the last one."""
-    return torch.cat([x[:2] @ weight[0], x[2:] @ weight[2]])
-
-
-def columns_of_groups(x: torch.Tensor, weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """A product of the first two rows, and one of the others."""
-    return torch.stack([x[:2].t() @ weight[:2], x[2:].t() @ weight[2:]])
-
-
-EXPERTS = torch.tensor([[2, 0], [1, 2], [0, 1], [2, 1]])
-PROBABILITIES = torch.tensor([[0.25, 0.75], [0.5, 0.5], [1.0, 0.25], [0.125, 0.5]])
-
-
-def permuted_reference(tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Copies of tokens, expert by expert."""
-    pairs = [(e, i) for i, row in enumerate(experts.tolist()) for e in row]
-    return torch.stack([tokens[i] for _, i in sorted(pairs)])
-
-
-def there_and_back(
-    tokens: torch.Tensor, experts: torch.Tensor, probabilities: torch.Tensor
-) -> torch.Tensor:
-    """Tokens sent to their experts, and weighted together again."""
-    packed, places = torch_npu().npu_moe_token_permute(tokens, experts)
-    weights = probabilities.to(tokens.dtype)
-    return torch_npu().npu_moe_token_unpermute(packed * 2, places, weights)
-
-
-def experts() -> list[Case]:
-    """Rows of mixtures of experts, products of groups, and a token's quantisation."""
-    back = ("aclnnMoeTokenPermuteGrad",)
-    return [
-        Case(("aclnnMoeGatingTopKSoftmax",),
-             lambda x: tuple(torch_npu().npu_moe_gating_top_k_softmax(x, None, 2)), ((4, 6),),
-             lambda x: (*x.softmax(-1).topk(2), torch.arange(8).reshape(2, 4).t())),
-        Case(("aclnnMoeTokenPermute",),
-             lambda x, e: torch_npu().npu_moe_token_permute(x, e)[0], ((4, 6),),
-             permuted_reference, back, extra=(EXPERTS,)),
-        Case(("aclnnMoeTokenUnpermute",), there_and_back, ((4, 6),),
-             lambda x, e, p: 2 * x * p.to(x).sum(1, keepdim=True),
-             ("aclnnMoeTokenUnpermuteGrad", *back), extra=(EXPERTS, PROBABILITIES)),
-        Case(("aclnnGroupedMatmulV5",), product_of_groups(0), ((6, 4), (3, 4, 5)), rows_of_groups,
-             extra=(GROUPS,)),
-        Case(("aclnnGroupedMatmulV5",), product_of_groups(2), ((6, 4), (6, 5)), columns_of_groups,
-             extra=(GROUPS,)),
-        Case(("aclnnDynamicQuantV2",), lambda x: tuple(torch_npu().npu_dynamic_quant(x)),
-             ((3, 8),), quantised, dtypes=FLOATS[1:]),
-    ]  # fmt: skip
-
-
-def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in 8 bits, and what 1 stands for."""
-    # In float32, as the page says, so that both round the same quotient.
-    unit = x.float().abs().amax(-1) / 127
-    return (x.float() / unit[:, None]).round().to(torch.int8), unit.double()
-
-
-def unscaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether something was not finite, and the tensor divided by 4."""
-    copy, found = x.clone(), torch.zeros(1, device=x.device)
-    scale = torch.full((1,), 0.25, device=x.device)
-    torch._amp_foreach_non_finite_check_and_unscale_([copy], found, scale)
-    return found, copy
-
-
 CASES = [
     *unary(),
     *arithmetic(),
+    *bounded(),
+    *losses(),
     *comparisons(),
     *activations(),
+    *of_pictures(),
     *products(),
     *shaping(),
     *indexing(),

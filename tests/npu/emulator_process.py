@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 Program = Callable[..., None]
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch_npu"])
+_SERVER.set_forkserver_preload(["torch_npu", "anychip_npu.operators", "anychip.ops"])
 
 
 class Ended(NamedTuple):
@@ -94,5 +94,7 @@ def _run_here(
     # Buffered, they would be lost when the program kills itself.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    # The server has the variables of the test that was its first.
+    os.environ.pop("ASCEND_LAUNCH_BLOCKING", None)
     os.environ.update(environment)
     program(*arguments)

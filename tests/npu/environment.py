@@ -23,7 +23,7 @@ EMULATOR = ROOT / "tests" / "native" / "cann_emulator"
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 LIBRARIES = ("ascendcl", "opapi", "hccl", "acl_op_compiler", "ge_runner", "graph")
 TORCH_AND_ITS_NEEDS = re.compile(r"(torch|setuptools|triton|cuda-\w+|nvidia-.*)==")
-TOOLS = ("pytest", "pytest-timeout", "pytest-xdist")
+TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 KEPT = 4
 """How many builds of the emulator the person's cache holds."""
 
@@ -99,7 +99,7 @@ class Environment:
     def make(self, log: Log) -> None:
         """Installs torch_npu with its torch, anychip in place, and what its tests need."""
         pins = [ROOT / "constraints.txt", CONSTRAINTS]
-        made = self.folder / f"made-{_hash(self.torch_npu, sys.version, *pins)}"
+        made = self.folder / f"made-{_hash(self.torch_npu, sys.version, *TOOLS, *pins)}"
         # Python code is installed in place, file by file: of it only the names count.
         modules = sorted(str(p) for f in ("core", "backends") for p in (ROOT / f).rglob("*.py"))
         installed = self.folder / f"installed-{_hash(*modules, ROOT / 'pyproject.toml')}"

@@ -75,6 +75,7 @@ def run_on(case: Case, function: Any, inputs: list[Any], device: str, dtype: Any
     return outputs, torch.autograd.grad(outputs[0], moved, weights)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -101,6 +102,7 @@ SOURCES = Path(__file__).parents[1] / "native" / "cann_emulator" / "operators"
 # Rows that tests of their own below call.
 OTHERS = {
     "aclnnApplyAdamWV2",
+    "aclnnAmpUpdateScale",
     "aclnnGeluV2",
     "aclnnGeluBackwardV2",
     "aclnnInplaceNormal",
@@ -145,6 +147,26 @@ def test_fused_adamw_three_steps_matches_float64(amsgrad: bool, calls: Any) -> N
         16,
     )
     assert calls("aclnnApplyAdamWV2") > before
+
+
+def test_grad_scaler_grows_backs_off_and_skips_as_on_the_cpu(calls: Any) -> None:
+    before = calls("aclnnAmpUpdateScale")
+
+    def scales(device: str) -> list[Any]:
+        weight = torch.nn.Parameter(torch.ones(4, device=device))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        scaler = torch.amp.GradScaler(device, init_scale=8.0, growth_interval=2)
+        seen = []
+        for factor in (1.0, 1.0, float("inf"), 1.0, 2.0):
+            scaler.scale((weight * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append((scaler.get_scale(), weight.tolist()))
+        return seen
+
+    assert scales("npu") == scales("cpu")
+    assert calls("aclnnAmpUpdateScale") == before + 5
 
 
 def test_apply_adam_w_by_name_matches_float64(calls: Any) -> None:

@@ -49,6 +49,12 @@ bool is_on_device(const void* address);
 // Message of the calling thread's last error, as aclGetRecentErrMsg gives it.
 void set_error(const std::string& message);
 
+// What an exception says, without the frames that ATen adds.
+inline std::string text_of(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find("\nException raised from"));
+}
+
 // Settings are environment variables ANYCHIP_CANN_<name>.
 long setting(const char* name, long otherwise);
 std::string setting_text(const char* name, const char* otherwise);
@@ -59,7 +65,7 @@ int guarded(const char* name, Call&& call, Status status = kCoreException) {
   try {
     return call();
   } catch (const std::exception& error) {
-    set_error(std::string(name) + ": " + error.what());
+    set_error(std::string(name) + ": " + text_of(error));
   } catch (...) {
     set_error(std::string(name) + ": an exception of unknown type");
   }

@@ -1,5 +1,6 @@
 // Attention with the scores in memory, for small shapes: softmax(scale * (q k^T + pse)) v
 // (Vaswani et al. 2017, equation 1), with the masks of aclnnFlashAttentionScore.
+#include <algorithm>
 #include <limits>
 
 #include "operators/operator.h"
@@ -8,14 +9,15 @@ using namespace cann;
 
 namespace {
 
-// How scores are masked. sparse_mode, as documented: 0 the mask given, and its band of tokens; 1
-// the mask alone; 2 causal from the upper left corner; 3 causal to the lower right; 4 a band to the
-// lower right.
+// How scores are masked, where there is a mask; without one these have no effect, as documented.
+// sparse_mode: 0 the mask given, and its band of tokens; 1 the mask alone; 2 causal from the upper
+// left corner; 3 causal to the lower right; 4 a band to the lower right.
 struct Masking {
   Int sparse_mode;
   Int before;
   Int after;
 };
+constexpr Int kTriangle = 2048;  // of modes 2 to 4: one mask for all lengths
 
 // Tensors as [batch, heads, length, size].
 struct Operands {
@@ -26,8 +28,6 @@ struct Operands {
 Tensor heads_first(const Tensor& x, const Text& layout, Int heads) {
   if (layout == "BNSD") return x;
   if (layout == "BSND") return x.transpose(1, 2);
-  TORCH_CHECK(layout == "BSH" || layout == "SBH", "attention layout BNSD, BSND, BSH, SBH or TND, ",
-              "got ", layout);
   const Tensor split = x.unflatten(2, {heads, x.size(2) / heads});
   return layout == "BSH" ? split.transpose(1, 2) : split.permute({1, 2, 0, 3});
 }
@@ -53,30 +53,54 @@ Operands operands(const Tensor& query, const Tensor& key, const Tensor& value, c
   return {q.to(at::kFloat), widened(key), widened(value), groups};
 }
 
+// The triangle where the keys j of queries i lie, moved along its diagonals for what is outside. So
+// each number of a short mask is read, and each diagonal of it for long sequences.
+Tensor in_triangle(const Tensor& triangle, const Tensor& i, const Tensor& j) {
+  const Tensor distance = (j - i).clamp(1 - kTriangle, kTriangle - 1);
+  const Tensor along = at::minimum(i, j).remainder(kTriangle - distance.abs());
+  const Tensor row = along - distance.clamp_max(0), column = along + distance.clamp_min(0);
+  return triangle.flatten().take(row * kTriangle + column);
+}
+
 // True where a score is left out; undefined when none is.
 Tensor masked(const OptionalTensor& mask, Int queries, Int keys, const Masking& masking) {
-  const Tensor i = at::arange(queries).unsqueeze(1);
-  const Tensor j = at::arange(keys).unsqueeze(0);
-  const Int shift = keys - queries;
-  const auto outside = [&](const Tensor& at, Int before, Int after) {
-    return (j > at + after).logical_or(j < at - before);
-  };
+  if (!mask) return {};
+  const Tensor i = at::arange(queries).unsqueeze(1), j = at::arange(keys).unsqueeze(0);
+  const Tensor last = i + (keys - queries), given = mask->to(at::kBool);
   switch (masking.sparse_mode) {
     case 0:
-      if (!mask) return {};
-      return mask->to(at::kBool).logical_or(outside(i, masking.before, masking.after));
+      return given.logical_or(j > i + masking.after).logical_or(j < i - masking.before);
     case 1:
-      TORCH_CHECK(mask, "sparse_mode 1 needs atten_mask");
-      return mask->to(at::kBool);
+      return given;
     case 2:
-      return j > i;
+      return in_triangle(given, i, j);
     case 3:
-      return j > i + shift;
-    case 4:
-      return outside(i + shift, masking.before, masking.after);
-    default:
-      TORCH_CHECK(false, "the emulator has sparse_mode 0 to 4, got ", masking.sparse_mode);
+      return in_triangle(given, last, j);
+    default:  // 4: the triangle again, for what is too far before
+      return in_triangle(given, last + masking.after, j)
+          .logical_or(in_triangle(given, last - masking.before - 1, j).logical_not());
   }
+}
+
+// As the page of npu_fusion_attention has it: [q, k], or four axes with 1 for what is shared.
+void look_at_mask(const OptionalTensor& mask, Int sparse_mode, const Ints& sizes) {
+  if (!mask) return;
+  HAS_NO(sparse_mode < 0 || sparse_mode > 4, "sparse_mode but 0 to 4, got ", sparse_mode);
+  const auto dtype = mask->scalar_type();
+  EXPECT(dtype == at::kBool || dtype == at::kByte, "atten_mask of bool or uint8, got ", dtype);
+  const auto shape = mask->sizes();
+  if (sparse_mode >= 2) {
+    EXPECT(shape == at::IntArrayRef({kTriangle, kTriangle}),
+           "atten_mask of sparse_mode 2 to 4 as [2048, 2048], got ", shape);
+    return;
+  }
+  const size_t axes = shape.size();
+  bool fits = axes == 2 || (axes == 4 && sizes.size() == 4);
+  for (size_t d = 0; fits && d < axes; ++d) {
+    const Int size = sizes[sizes.size() - axes + d];
+    fits = shape[d] == size || (axes == 4 && d < 2 && shape[d] == 1);
+  }
+  EXPECT(fits, "atten_mask [Sq, Skv], or with axes of batch and heads, got ", shape);
 }
 
 Tensor scores(const Operands& x, const OptionalTensor& pse, double scale,
@@ -121,15 +145,15 @@ Tensor joined(const Tensor& grad, Int groups) {
   return groups == 1 ? grad : grad.unflatten(1, {grad.size(1) / groups, groups}).sum(2);
 }
 
-Gradients backward(const Operands& x, const Tensor& scores, const Tensor& grad,
+// `out` is the forward's result: what it gives with its gradient is a row's share of all scores.
+Gradients backward(const Operands& x, const Tensor& scores, const Tensor& grad, const Tensor& out,
                    const Tensor& largest, const Tensor& sum, double scale,
                    const OptionalTensor& keep, double keep_rate) {
   const Tensor probabilities = divided(exponentials(scores, largest), sum);
   const Tensor kept = keep ? probabilities * *keep / keep_rate : probabilities;
   Tensor upstream = at::matmul(grad, x.value.transpose(2, 3));
   if (keep) upstream = upstream * *keep / keep_rate;
-  const Tensor of_scores =
-      probabilities * (upstream - (upstream * probabilities).sum(-1, true)) * scale;
+  const Tensor of_scores = probabilities * (upstream - (grad * out).sum(-1, true)) * scale;
   return {at::matmul(of_scores, x.key),
           joined(at::matmul(of_scores.transpose(2, 3), x.query), x.groups),
           joined(at::matmul(kept.transpose(2, 3), grad), x.groups), of_scores};
@@ -140,20 +164,54 @@ OptionalTensor kept_bits(const OptionalTensor& mask, const Tensor& scores) {
   return unpacked_bits(*mask, scores.numel()).reshape(scores.sizes()).to(at::kFloat);
 }
 
-// The ranges of sequences packed one after another, from where each ends.
+// `size` is that of a head on the axis of heads.
+void look_at_heads(const Tensor& query, const Tensor& key, Int axis, Int size, Int heads) {
+  EXPECT(size > 0 && query.size(axis) == heads * size && key.size(axis) % size == 0 &&
+             heads % (key.size(axis) / size) == 0,
+         "head_num as query has, a multiple of the heads of key, got ", heads);
+}
+
+// What is wrong at the call, whatever the tensors hold.
+void look(const Tensor& query, const Tensor& key, const OptionalTensor& padding,
+          const OptionalTensor& mask, const Text& layout, Int heads, Int sparse_mode) {
+  HAS_NO(padding, "padding_mask, nor has CANN");
+  EXPECT(layout == "BNSD" || layout == "BSND" || layout == "BSH" || layout == "SBH",
+         "layout BNSD, BSND, BSH or SBH, got ", layout);
+  const bool has_axis = layout == "BNSD" || layout == "BSND";  // of heads
+  EXPECT(query.dim() == (has_axis ? 4 : 3), "as many axes as the layout has, got ", query.sizes());
+  look_at_heads(query, key, layout == "BNSD" ? 1 : 2,
+                has_axis ? 1 : query.size(2) / std::max<Int>(heads, 1), heads);
+  const Int axis = layout == "BNSD" ? 2 : layout == "SBH" ? 0 : 1, batch = layout == "SBH" ? 1 : 0;
+  look_at_mask(mask, sparse_mode, {query.size(batch), heads, query.size(axis), key.size(axis)});
+}
+
+// The ranges of sequences packed one after another, from where each ends. Ends of 0 at the end
+// stand for sequences that are not there.
 struct Range {
   Int query, queries, key, keys;
 };
 std::vector<Range> ranges(const Ints& query_ends, const Ints& key_ends) {
-  TORCH_CHECK(query_ends.size() == key_ends.size(), "as many sequences of queries as of keys");
   std::vector<Range> all;
   Int query = 0, key = 0;
-  for (size_t i = 0; i < query_ends.size(); ++i) {
-    all.push_back({query, query_ends[i] - query, key, key_ends[i] - key});
+  for (size_t i = 0; i < query_ends.size() && query_ends[i] >= query; ++i) {
+    if (query_ends[i] > query) {
+      all.push_back({query, query_ends[i] - query, key, key_ends[i] - key});
+    }
     query = query_ends[i];
     key = key_ends[i];
   }
   return all;
+}
+// 0 where the ends are none of so many tokens.
+Int longest(const Ints& ends, Int tokens) {
+  Int most = 0, last = 0;
+  for (const Int end : ends) {
+    if (end == 0) continue;
+    if (end < last || end > tokens) return 0;
+    most = std::max(most, end - last);
+    last = end;
+  }
+  return most;
 }
 
 // One packed sequence of [tokens, heads, size] as [1, heads, length, size].
@@ -168,24 +226,44 @@ Operands packed_operands(const Tensor& query, const Tensor& key, const Tensor& v
                   sequence(value, r.key, r.keys), "BNSD", query.size(1));
 }
 
-// A mask for all sequences is cut to the one at hand; modes 2 to 4 do not read it.
+// A mask of the longest sequence is cut to the one at hand; that of modes 2 to 4 fits all.
 OptionalTensor mask_of(const OptionalTensor& mask, const Range& r, Int sparse_mode) {
-  if (!mask || sparse_mode >= 2) return std::nullopt;
+  if (!mask || sparse_mode >= 2) return mask;
   return mask->narrow(-2, 0, r.queries).narrow(-1, 0, r.keys);
 }
 
-void check_packed(const Text& layout, const OptionalTensor& pse, const OptionalTensor& dropped) {
-  TORCH_CHECK(layout == "TND", "packed sequences have layout TND, got ", layout);
-  TORCH_CHECK(!pse && !dropped, "the emulator has no pse and no dropout for packed sequences");
+void look_at_packed(const Text& layout, const OptionalTensor& pse, const OptionalTensor& dropped,
+                    const OptionalTensor& padding, const OptionalTensor& mask, const Tensor& query,
+                    const Tensor& key, const Ints& query_ends, const Ints& key_ends, Int heads,
+                    Int sparse_mode) {
+  EXPECT(layout == "TND", "layout TND, got ", layout);
+  HAS_NO(pse || dropped || padding, "pse, dropout or padding_mask of packed sequences");
+  EXPECT(query_ends.size() == key_ends.size(), "as many sequences of queries as of keys");
+  EXPECT(
+      !query_ends.empty() && longest(query_ends, query.size(0)) && longest(key_ends, key.size(0)),
+      "rising ends within the tokens");
+  look_at_heads(query, key, 1, 1, heads);
+  look_at_mask(mask, sparse_mode,
+               {longest(query_ends, query.size(0)), longest(key_ends, key.size(0))});
+}
+
+// softmax_max and softmax_sum of packed sequences are documented as [heads, tokens, 8]. torch_npu
+// allocates as many numbers as [tokens, heads, 8].
+Tensor by_heads(const Tensor& statistics, const Tensor& query) {
+  return statistics.view({query.size(1), query.size(0), -1});
+}
+Tensor statistics_of(const Tensor& by_heads, const Range& r) {
+  return by_heads.narrow(1, r.query, r.queries).narrow(2, 0, 1).unsqueeze(0);
 }
 
 }  // namespace
 
-OPERATOR(aclnnFlashAttentionScore, kFloats, Tensor query, Tensor key, Tensor value,
-         OptionalTensor pse, OptionalTensor dropout, OptionalTensor, OptionalTensor mask,
-         OptionalInts, double scale, double keep_rate, Int before, Int after, Int heads,
-         Text layout, Int, Int sparse_mode, Tensor softmax_max, Tensor softmax_sum, OptionalTensor,
-         Tensor out) {
+CHECKED(aclnnFlashAttentionScore, kFloats, Tensor query, Tensor key, Tensor value,
+        OptionalTensor pse, OptionalTensor dropout, OptionalTensor padding, OptionalTensor mask,
+        OptionalInts, double scale, double keep_rate, Int before, Int after, Int heads, Text layout,
+        Int, Int sparse_mode, Tensor softmax_max, Tensor softmax_sum, OptionalTensor, Tensor out) {
+  look(query, key, padding, mask, layout, heads, sparse_mode);
+  WORK_BELOW;
   const Operands x = operands(query, key, value, layout, heads);
   const Tensor s = scores(x, pse, scale, mask, {sparse_mode, before, after});
   const Forward result = forward(x, s, kept_bits(dropout, s), keep_rate);
@@ -194,59 +272,63 @@ OPERATOR(aclnnFlashAttentionScore, kFloats, Tensor query, Tensor key, Tensor val
   write(out, heads_back(result.out, layout));
 }
 
-OPERATOR(aclnnFlashAttentionScoreGrad, kFloats, Tensor query, Tensor key, Tensor value, Tensor grad,
-         OptionalTensor pse, OptionalTensor dropout, OptionalTensor, OptionalTensor mask,
-         Tensor softmax_max, Tensor softmax_sum, OptionalTensor, OptionalTensor, OptionalInts,
-         double scale, double keep_rate, Int before, Int after, Int heads, Text layout, Int,
-         Int sparse_mode, Tensor grad_query, Tensor grad_key, Tensor grad_value,
-         OptionalTensor grad_pse) {
+CHECKED(aclnnFlashAttentionScoreGrad, kFloats, Tensor query, Tensor key, Tensor value, Tensor grad,
+        OptionalTensor pse, OptionalTensor dropout, OptionalTensor padding, OptionalTensor mask,
+        Tensor softmax_max, Tensor softmax_sum, OptionalTensor, Tensor out, OptionalInts,
+        double scale, double keep_rate, Int before, Int after, Int heads, Text layout, Int,
+        Int sparse_mode, Tensor grad_query, Tensor grad_key, Tensor grad_value,
+        OptionalTensor grad_pse) {
+  look(query, key, padding, mask, layout, heads, sparse_mode);
+  WORK_BELOW;
   const Operands x = operands(query, key, value, layout, heads);
   const Tensor s = scores(x, pse, scale, mask, {sparse_mode, before, after});
   const Tensor upstream = heads_first(grad, layout, heads).to(at::kFloat);
-  const Gradients result =
-      backward(x, s, upstream, softmax_max.narrow(3, 0, 1), softmax_sum.narrow(3, 0, 1), scale,
-               kept_bits(dropout, s), keep_rate);
+  const Gradients result = backward(x, s, upstream, heads_first(out, layout, heads).to(at::kFloat),
+                                    softmax_max.narrow(3, 0, 1), softmax_sum.narrow(3, 0, 1), scale,
+                                    kept_bits(dropout, s), keep_rate);
   write(grad_query, heads_back(result.query, layout));
   write(grad_key, heads_back(result.key, layout));
   write(grad_value, heads_back(result.value, layout));
   if (grad_pse) write(*grad_pse, result.pse.sum_to_size(grad_pse->sizes()));
 }
 
-// softmax_max and softmax_sum are [tokens, heads, 8].
-OPERATOR(aclnnFlashAttentionVarLenScore, kFloats, Tensor query, Tensor key, Tensor value,
-         OptionalTensor pse, OptionalTensor dropout, OptionalTensor, OptionalTensor mask,
-         OptionalInts, Ints query_ends, Ints key_ends, double scale, double keep_rate, Int before,
-         Int after, Int, Text layout, Int, Int sparse_mode, Tensor softmax_max, Tensor softmax_sum,
-         OptionalTensor, Tensor out) {
-  check_packed(layout, pse, dropout);
+CHECKED(aclnnFlashAttentionVarLenScore, kFloats, Tensor query, Tensor key, Tensor value,
+        OptionalTensor pse, OptionalTensor dropout, OptionalTensor padding, OptionalTensor mask,
+        OptionalInts, Ints query_ends, Ints key_ends, double scale, double keep_rate, Int before,
+        Int after, Int heads, Text layout, Int, Int sparse_mode, Tensor softmax_max,
+        Tensor softmax_sum, OptionalTensor, Tensor out) {
+  look_at_packed(layout, pse, dropout, padding, mask, query, key, query_ends, key_ends, heads,
+                 sparse_mode);
+  WORK_BELOW;
   for (const Range& r : ranges(query_ends, key_ends)) {
-    if (r.queries == 0) continue;
     const Operands x = packed_operands(query, key, value, r);
     const OptionalTensor cut = mask_of(mask, r, sparse_mode);
     const Tensor s = scores(x, pse, scale, cut, {sparse_mode, before, after});
     const Forward result = forward(x, s, dropout, keep_rate);
     out.narrow(0, r.query, r.queries).copy_(packed_again(result.out));
-    softmax_max.narrow(0, r.query, r.queries).copy_(packed_again(result.largest));
-    softmax_sum.narrow(0, r.query, r.queries).copy_(packed_again(result.sum));
+    by_heads(softmax_max, query).narrow(1, r.query, r.queries).copy_(result.largest.squeeze(0));
+    by_heads(softmax_sum, query).narrow(1, r.query, r.queries).copy_(result.sum.squeeze(0));
   }
 }
 
-OPERATOR(aclnnFlashAttentionUnpaddingScoreGrad, kFloats, Tensor query, Tensor key, Tensor value,
-         Tensor grad, OptionalTensor pse, OptionalTensor dropout, OptionalTensor,
-         OptionalTensor mask, Tensor softmax_max, Tensor softmax_sum, OptionalTensor,
-         OptionalTensor, OptionalInts, Ints query_ends, Ints key_ends, double scale,
-         double keep_rate, Int before, Int after, Int, Text layout, Int, Int sparse_mode,
-         Tensor grad_query, Tensor grad_key, Tensor grad_value, OptionalTensor) {
-  check_packed(layout, pse, dropout);
+CHECKED(aclnnFlashAttentionUnpaddingScoreGrad, kFloats, Tensor query, Tensor key, Tensor value,
+        Tensor grad, OptionalTensor pse, OptionalTensor dropout, OptionalTensor padding,
+        OptionalTensor mask, Tensor softmax_max, Tensor softmax_sum, OptionalTensor, Tensor out,
+        OptionalInts, Ints query_ends, Ints key_ends, double scale, double keep_rate, Int before,
+        Int after, Int heads, Text layout, Int, Int sparse_mode, Tensor grad_query, Tensor grad_key,
+        Tensor grad_value, OptionalTensor) {
+  look_at_packed(layout, pse, dropout, padding, mask, query, key, query_ends, key_ends, heads,
+                 sparse_mode);
+  WORK_BELOW;
   for (const Range& r : ranges(query_ends, key_ends)) {
-    if (r.queries == 0) continue;
     const Operands x = packed_operands(query, key, value, r);
     const OptionalTensor cut = mask_of(mask, r, sparse_mode);
     const Tensor s = scores(x, pse, scale, cut, {sparse_mode, before, after});
-    const Gradients result = backward(x, s, sequence(grad, r.query, r.queries).to(at::kFloat),
-                                      sequence(softmax_max, r.query, r.queries).narrow(3, 0, 1),
-                                      sequence(softmax_sum, r.query, r.queries).narrow(3, 0, 1),
-                                      scale, dropout, keep_rate);
+    const Gradients result =
+        backward(x, s, sequence(grad, r.query, r.queries).to(at::kFloat),
+                 sequence(out, r.query, r.queries).to(at::kFloat),
+                 statistics_of(by_heads(softmax_max, query), r),
+                 statistics_of(by_heads(softmax_sum, query), r), scale, dropout, keep_rate);
     grad_query.narrow(0, r.query, r.queries).copy_(packed_again(result.query));
     grad_key.narrow(0, r.key, r.keys).copy_(packed_again(result.key));
     grad_value.narrow(0, r.key, r.keys).copy_(packed_again(result.value));

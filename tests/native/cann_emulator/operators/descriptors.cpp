@@ -34,55 +34,43 @@ CANN_API aclScalar* aclCreateScalar(void* value, int dtype) {
   memcpy(scalar->value, value, size);
   return scalar;
 }
-CANN_API aclIntArray* aclCreateIntArray(const int64_t* values, uint64_t count) {
-  return new aclIntArray{std::vector<int64_t>(values, values + count)};
+// A list owns what is in it; an array has nothing that must end.
+namespace {
+template <class Descriptor>
+int ended(const Descriptor* descriptor) {
+  if (descriptor == nullptr) return kSuccess;
+  if constexpr (requires { descriptor->tensors; }) {
+    for (const aclTensor* tensor : descriptor->tensors) delete tensor;
+  } else if constexpr (requires { descriptor->scalars; }) {
+    for (const aclScalar* scalar : descriptor->scalars) delete scalar;
+  }
+  delete descriptor;
+  return kSuccess;
 }
-CANN_API aclFloatArray* aclCreateFloatArray(const float* values, uint64_t count) {
-  return new aclFloatArray{std::vector<float>(values, values + count)};
+template <class Descriptor, class Value>
+Descriptor* made(const Value* values, uint64_t count) {
+  auto* descriptor = new Descriptor;
+  auto& [all] = *descriptor;
+  all.assign(values, values + count);
+  return descriptor;
 }
-CANN_API aclBoolArray* aclCreateBoolArray(const bool* values, uint64_t count) {
-  return new aclBoolArray{std::vector<bool>(values, values + count)};
-}
-CANN_API aclTensorList* aclCreateTensorList(const aclTensor* const* tensors, uint64_t count) {
-  return new aclTensorList{std::vector<const aclTensor*>(tensors, tensors + count)};
-}
-CANN_API aclScalarList* aclCreateScalarList(const aclScalar* const* scalars, uint64_t count) {
-  return new aclScalarList{std::vector<const aclScalar*>(scalars, scalars + count)};
-}
+}  // namespace
 
-CANN_API int aclDestroyTensor(const aclTensor* tensor) {
-  delete tensor;
-  return kSuccess;
-}
-CANN_API int aclDestroyScalar(const aclScalar* scalar) {
-  delete scalar;
-  return kSuccess;
-}
-CANN_API int aclDestroyIntArray(const aclIntArray* array) {
-  delete array;
-  return kSuccess;
-}
-CANN_API int aclDestroyFloatArray(const aclFloatArray* array) {
-  delete array;
-  return kSuccess;
-}
-CANN_API int aclDestroyBoolArray(const aclBoolArray* array) {
-  delete array;
-  return kSuccess;
-}
-// A list owns what is in it.
-CANN_API int aclDestroyTensorList(const aclTensorList* list) {
-  if (list == nullptr) return kSuccess;
-  for (const aclTensor* tensor : list->tensors) delete tensor;
-  delete list;
-  return kSuccess;
-}
-CANN_API int aclDestroyScalarList(const aclScalarList* list) {
-  if (list == nullptr) return kSuccess;
-  for (const aclScalar* scalar : list->scalars) delete scalar;
-  delete list;
-  return kSuccess;
-}
+#define ENDS(Kind) \
+  CANN_API int aclDestroy##Kind(const acl##Kind* descriptor) { return ended(descriptor); }
+#define MAKES(Kind, Value)                                                   \
+  CANN_API acl##Kind* aclCreate##Kind(const Value* values, uint64_t count) { \
+    return made<acl##Kind>(values, count);                                   \
+  }                                                                          \
+  ENDS(Kind)
+
+ENDS(Tensor)
+ENDS(Scalar)
+MAKES(IntArray, int64_t)
+MAKES(FloatArray, float)
+MAKES(BoolArray, bool)
+MAKES(TensorList, aclTensor* const)
+MAKES(ScalarList, aclScalar* const)
 
 // The caller frees *shape by delete[].
 CANN_API int aclGetViewShape(const aclTensor* tensor, int64_t** shape, uint64_t* dims) {

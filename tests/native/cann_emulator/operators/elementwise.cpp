@@ -7,6 +7,13 @@ using namespace cann;
   OPERATOR(name, kAny, Tensor self, Tensor out) { write(out, function(self)); }
 #define UNARY_IN_PLACE(name, method) \
   OPERATOR(name, kAny, Tensor self) { self.method(); }
+// The second argument is what the page says: the forward's input, or its result.
+#define BACKWARD(name, types, function)                          \
+  OPERATOR(name, types, Tensor grad, Tensor saved, Tensor out) { \
+    write(out, function(grad, saved));                           \
+  }
+#define IN_PLACE(name, Other, method) \
+  OPERATOR(name, kAny, Tensor self, Other other) { self.method(other); }
 #define BINARY(name, function) \
   OPERATOR(name, kAny, Tensor self, Tensor other, Tensor out) { write(out, function(self, other)); }
 #define BINARY_SCALAR(name, function) \
@@ -34,6 +41,14 @@ UNARY(aclnnRelu, at::relu)
 UNARY(aclnnIsFinite, at::isfinite)
 UNARY(aclnnBitwiseNot, at::bitwise_not)
 UNARY(aclnnLogicalNot, at::logical_not)
+UNARY(aclnnIsNegInf, at::isneginf)
+UNARY(aclnnIsPosInf, at::isposinf)
+UNARY(aclnnExpm1, at::expm1)
+UNARY(aclnnLog1p, at::log1p)
+UNARY(aclnnTrunc, at::trunc)
+UNARY(aclnnTan, at::tan)
+UNARY(aclnnAtan, at::atan)
+UNARY(aclnnErfc, at::erfc)
 
 UNARY_IN_PLACE(aclnnInplaceFloor, floor_)
 UNARY_IN_PLACE(aclnnInplaceSqrt, sqrt_)
@@ -45,30 +60,22 @@ UNARY_IN_PLACE(aclnnInplaceTanh, tanh_)
 UNARY_IN_PLACE(aclnnInplaceSigmoid, sigmoid_)
 UNARY_IN_PLACE(aclnnInplaceRelu, relu_)
 
-OPERATOR(aclnnAdd, kAny, Tensor self, Tensor other, Scalar alpha, Tensor out) {
-  write(out, at::add(self, other, alpha));
-}
-OPERATOR(aclnnAdds, kAny, Tensor self, Scalar other, Scalar alpha, Tensor out) {
-  write(out, at::add(self, other, alpha));
-}
-OPERATOR(aclnnSub, kAny, Tensor self, Tensor other, Scalar alpha, Tensor out) {
-  write(out, at::sub(self, other, alpha));
-}
-OPERATOR(aclnnSubs, kAny, Tensor self, Scalar other, Scalar alpha, Tensor out) {
-  write(out, at::sub(self, other, alpha));
-}
-OPERATOR(aclnnInplaceAdd, kAny, Tensor self, Tensor other, Scalar alpha) {
-  self.add_(other, alpha);
-}
-OPERATOR(aclnnInplaceAdds, kAny, Tensor self, Scalar other, Scalar alpha) {
-  self.add_(other, alpha);
-}
-OPERATOR(aclnnInplaceSub, kAny, Tensor self, Tensor other, Scalar alpha) {
-  self.sub_(other, alpha);
-}
-OPERATOR(aclnnInplaceSubs, kAny, Tensor self, Scalar other, Scalar alpha) {
-  self.sub_(other, alpha);
-}
+#define SCALED(name, Other, function)                                        \
+  OPERATOR(name, kAny, Tensor self, Other other, Scalar alpha, Tensor out) { \
+    write(out, function(self, other, alpha));                                \
+  }
+#define SCALED_IN_PLACE(name, Other, method) \
+  OPERATOR(name, kAny, Tensor self, Other other, Scalar alpha) { self.method(other, alpha); }
+
+SCALED(aclnnAdd, Tensor, at::add)
+SCALED(aclnnAdds, Scalar, at::add)
+SCALED(aclnnSub, Tensor, at::sub)
+SCALED(aclnnSubs, Scalar, at::sub)
+SCALED(aclnnRsubs, Scalar, at::rsub)
+SCALED_IN_PLACE(aclnnInplaceAdd, Tensor, add_)
+SCALED_IN_PLACE(aclnnInplaceAdds, Scalar, add_)
+SCALED_IN_PLACE(aclnnInplaceSub, Tensor, sub_)
+SCALED_IN_PLACE(aclnnInplaceSubs, Scalar, sub_)
 
 BINARY(aclnnMul, at::mul)
 BINARY(aclnnDiv, at::div)
@@ -87,6 +94,14 @@ BINARY(aclnnBitwiseOrTensor, at::bitwise_or)
 BINARY(aclnnLogicalAnd, at::logical_and)
 BINARY(aclnnLogicalOr, at::logical_or)
 
+BINARY(aclnnClampMinTensor, at::clamp_min)
+BINARY(aclnnClampMaxTensor, at::clamp_max)
+BINARY(aclnnRemainderTensorTensor, at::remainder)
+BINARY(aclnnFmodTensor, at::fmod)
+
+BINARY_SCALAR(aclnnFmodScalar, at::fmod)
+BINARY_SCALAR(aclnnClampMin, at::clamp_min)
+BINARY_SCALAR(aclnnClampMax, at::clamp_max)
 BINARY_SCALAR(aclnnMuls, at::mul)
 BINARY_SCALAR(aclnnDivs, at::div)
 BINARY_SCALAR(aclnnEqScalar, at::eq)
@@ -98,11 +113,18 @@ BINARY_SCALAR(aclnnLeScalar, at::le)
 BINARY_SCALAR(aclnnPowTensorScalar, at::pow)
 BINARY_SCALAR(aclnnRemainderTensorScalar, at::remainder)
 
-OPERATOR(aclnnInplaceMul, kAny, Tensor self, Tensor other) { self.mul_(other); }
-OPERATOR(aclnnInplaceMuls, kAny, Tensor self, Scalar other) { self.mul_(other); }
-OPERATOR(aclnnInplaceDiv, kAny, Tensor self, Tensor other) { self.div_(other); }
-OPERATOR(aclnnInplaceDivs, kAny, Tensor self, Scalar other) { self.div_(other); }
-OPERATOR(aclnnInplacePowTensorScalar, kAny, Tensor self, Scalar exponent) { self.pow_(exponent); }
+IN_PLACE(aclnnInplaceMul, Tensor, mul_)
+IN_PLACE(aclnnInplaceMuls, Scalar, mul_)
+IN_PLACE(aclnnInplaceDiv, Tensor, div_)
+IN_PLACE(aclnnInplaceDivs, Scalar, div_)
+IN_PLACE(aclnnInplacePowTensorScalar, Scalar, pow_)
+IN_PLACE(aclnnInplaceRemainderTensorTensor, Tensor, remainder_)
+IN_PLACE(aclnnInplaceRemainderTensorScalar, Scalar, remainder_)
+IN_PLACE(aclnnInplaceFmodTensor, Tensor, fmod_)
+IN_PLACE(aclnnInplaceFmodScalar, Scalar, fmod_)
+IN_PLACE(aclnnInplaceClampMax, Scalar, clamp_max_)
+IN_PLACE(aclnnInplaceClampMinTensor, Tensor, clamp_min_)
+IN_PLACE(aclnnInplaceClampMaxTensor, Tensor, clamp_max_)
 OPERATOR(aclnnPowScalarTensor, kAny, Scalar self, Tensor exponent, Tensor out) {
   write(out, at::pow(self, exponent));
 }
@@ -110,13 +132,20 @@ OPERATOR(aclnnFloorDivides, kAny, Tensor self, Scalar other, Tensor out) {
   write(out, at::floor_divide(self, at::scalar_tensor(other)));
 }
 // mode: 0 rounds nothing, 1 to zero, 2 down.
-OPERATOR(aclnnDivMods, kAny, Tensor self, Scalar other, Int mode, Tensor out) {
-  TORCH_CHECK(mode >= 0 && mode <= 2, "mode 0 to 2, got ", mode);
+CHECKED(aclnnDivMods, kAny, Tensor self, Scalar other, Int mode, Tensor out) {
+  EXPECT(mode >= 0 && mode <= 2, "mode 0 to 2, got ", mode);
+  WORK_BELOW;
   if (mode == 0) return write(out, at::div(self, other));
   write(out, at::div(self, other, mode == 1 ? "trunc" : "floor"));
 }
 OPERATOR(aclnnClamp, kAny, Tensor self, OptionalScalar low, OptionalScalar high, Tensor out) {
   write(out, at::clamp(self, low, high));
+}
+OPERATOR(aclnnClampTensor, kAny, Tensor self, OptionalTensor low, OptionalTensor high, Tensor out) {
+  write(out, at::clamp(self, low, high));
+}
+OPERATOR(aclnnRemainderScalarTensor, kAny, Scalar self, Tensor other, Tensor out) {
+  write(out, at::remainder(self, other));
 }
 OPERATOR(aclnnAddcmul, kAny, Tensor self, Tensor a, Tensor b, Scalar value, Tensor out) {
   write(out, at::addcmul(self, a, b, value));
@@ -158,19 +187,19 @@ OPERATOR(aclnnGeluV2, kFloats, Tensor self, Int approximate, Tensor out) {
 OPERATOR(aclnnGeluBackwardV2, kFloats, Tensor grad, Tensor self, Text approximate, Tensor out) {
   write(out, at::gelu_backward(grad, self, approximate));
 }
-OPERATOR(aclnnSiluBackward, kFloats, Tensor grad, Tensor self, Tensor out) {
-  write(out, at::silu_backward(grad, self));
+BACKWARD(aclnnSiluBackward, kFloats, at::silu_backward)
+OPERATOR(aclnnThresholdBackward, kAny, Tensor grad, Tensor self, Scalar threshold, Tensor out) {
+  write(out, at::threshold_backward(grad, self, threshold));
 }
-// Of the two below, the second argument is the forward's result.
-OPERATOR(aclnnTanhBackward, kFloats, Tensor grad, Tensor result, Tensor out) {
-  write(out, at::tanh_backward(grad, result));
+OPERATOR(aclnnSoftplus, kFloats, Tensor self, Scalar beta, Scalar threshold, Tensor out) {
+  write(out, at::softplus(self, beta, threshold));
 }
-OPERATOR(aclnnSigmoidBackward, kFloats, Tensor grad, Tensor result, Tensor out) {
-  write(out, at::sigmoid_backward(grad, result));
+OPERATOR(aclnnSoftplusBackward, kFloats, Tensor grad, Tensor self, Scalar beta, Scalar threshold,
+         Tensor out) {
+  write(out, at::softplus_backward(grad, self, beta, threshold));
 }
-OPERATOR(aclnnRsubs, kAny, Tensor self, Scalar other, Scalar alpha, Tensor out) {
-  write(out, at::rsub(self, other, alpha));
-}
+BACKWARD(aclnnTanhBackward, kFloats, at::tanh_backward)
+BACKWARD(aclnnSigmoidBackward, kFloats, at::sigmoid_backward)
 
 BINARY(aclnnBitwiseXorTensor, at::bitwise_xor)
 BINARY(aclnnLeftShift, at::bitwise_left_shift)

@@ -14,9 +14,7 @@ Tensor rows_at(const Tensor& packed, const Tensor& places) {
   return rows.to(at::kFloat) * is_there.unsqueeze(1);
 }
 
-void check_unpadded(bool is_padded) {
-  TORCH_CHECK(!is_padded, "the emulator has no padded mode, as the public page says of CANN");
-}
+void look_at_mode(bool is_padded) { HAS_NO(is_padded, "padded mode, nor has CANN"); }
 
 Int experts_of_token(const OptionalTensor& probabilities) {
   return probabilities ? probabilities->size(1) : 1;
@@ -36,30 +34,34 @@ OPERATOR(aclnnMoeGatingTopKSoftmax, kFloats, Tensor x, OptionalTensor finished, 
 }
 
 // Tokens in the order of their experts; places[i * k + j] says where the j-th copy of token i is.
-OPERATOR(aclnnMoeTokenPermute, kFloats, Tensor tokens, Tensor experts, Int count, bool is_padded,
-         Tensor out, Tensor places) {
-  check_unpadded(is_padded);
+CHECKED(aclnnMoeTokenPermute, kFloats, Tensor tokens, Tensor experts, Int count, bool is_padded,
+        Tensor out, Tensor places) {
+  look_at_mode(is_padded);
+  WORK_BELOW;
   const Int copies = experts.dim() == 1 ? 1 : experts.size(1);
   const Tensor order = at::argsort(experts.flatten(), true, 0, false);
   write(places, at::argsort(order, true, 0, false));
   write(out, tokens.index_select(0, at::floor_divide(order, copies).narrow(0, 0, count)));
 }
-OPERATOR(aclnnMoeTokenPermuteGrad, kFloats, Tensor grad, Tensor places, Int copies, bool is_padded,
-         Tensor out) {
-  check_unpadded(is_padded);
+CHECKED(aclnnMoeTokenPermuteGrad, kFloats, Tensor grad, Tensor places, Int copies, bool is_padded,
+        Tensor out) {
+  look_at_mode(is_padded);
+  WORK_BELOW;
   write(out, rows_at(grad, places).reshape({-1, copies, grad.size(1)}).sum(1));
 }
-OPERATOR(aclnnMoeTokenUnpermute, kFloats, Tensor packed, Tensor places,
-         OptionalTensor probabilities, bool is_padded, OptionalInts, Tensor out) {
-  check_unpadded(is_padded);
+CHECKED(aclnnMoeTokenUnpermute, kFloats, Tensor packed, Tensor places, OptionalTensor probabilities,
+        bool is_padded, OptionalInts, Tensor out) {
+  look_at_mode(is_padded);
+  WORK_BELOW;
   const Int copies = experts_of_token(probabilities);
   const Tensor rows = rows_at(packed, places).reshape({-1, copies, packed.size(1)});
   write(out, (probabilities ? rows * probabilities->unsqueeze(-1) : rows).sum(1));
 }
-OPERATOR(aclnnMoeTokenUnpermuteGrad, kFloats, Tensor packed, Tensor grad, Tensor places,
-         OptionalTensor probabilities, bool is_padded, OptionalInts, Tensor grad_packed,
-         OptionalTensor grad_probabilities) {
-  check_unpadded(is_padded);
+CHECKED(aclnnMoeTokenUnpermuteGrad, kFloats, Tensor packed, Tensor grad, Tensor places,
+        OptionalTensor probabilities, bool is_padded, OptionalInts, Tensor grad_packed,
+        OptionalTensor grad_probabilities) {
+  look_at_mode(is_padded);
+  WORK_BELOW;
   const Int copies = experts_of_token(probabilities);
   const Tensor upstream = grad.to(at::kFloat).unsqueeze(1);
   Tensor of_rows = upstream.expand({-1, copies, -1});
@@ -77,10 +79,11 @@ OPERATOR(aclnnMoeTokenUnpermuteGrad, kFloats, Tensor packed, Tensor grad, Tensor
 }
 
 // Each row of x * smooth in 8 bits: its largest absolute value becomes 127.
-OPERATOR(aclnnDynamicQuantV2, kHalves, Tensor x, OptionalTensor smooth, OptionalTensor groups,
-         DType, Tensor out, Tensor scale, OptionalTensor offset) {
-  TORCH_CHECK(!groups && !offset && out.scalar_type() == at::kChar,
-              "the emulator quantises to int8, symmetrically, without groups");
+CHECKED(aclnnDynamicQuantV2, kHalves, Tensor x, OptionalTensor smooth, OptionalTensor groups, DType,
+        Tensor out, Tensor scale, OptionalTensor offset) {
+  HAS_NO(groups || offset || out.scalar_type() != at::kChar,
+         "quantisation but to int8, symmetrically, without groups");
+  WORK_BELOW;
   const Tensor wide = x.to(at::kFloat);
   const Tensor smoothed = smooth ? wide * smooth->to(at::kFloat) : wide;
   const Tensor unit = smoothed.abs().amax(-1, true) / 127;

@@ -10,9 +10,8 @@ using namespace cann;
 namespace {
 
 // Where each group ends on the axis of groups. list_type 0: the ends themselves; 1: the sizes.
-Ints ends_of(const OptionalTensor& list, Int list_type) {
-  TORCH_CHECK(list && list_type >= 0 && list_type <= 1, "group_list of type 0 or 1 expected");
-  const Tensor ends = (list_type == 0 ? *list : list->cumsum(0)).to(at::kLong).contiguous();
+Ints ends_of(const Tensor& list, Int list_type) {
+  const Tensor ends = (list_type == 0 ? list : list.cumsum(0)).to(at::kLong).contiguous();
   const Int* start = ends.data_ptr<int64_t>();
   const Ints all(start, start + ends.numel());
   TORCH_CHECK(all.front() >= 0 && std::is_sorted(all.begin(), all.end()), "sorted ends expected");
@@ -38,7 +37,6 @@ void group_rows(const Tensor& x, const Tensor& weight, const Ints& ends, const T
 // group_type 2: columns of x and rows of weight belong to groups; each group is a product. Nobody
 // documents what an empty one leaves.
 void group_columns(const Tensor& x, const Tensor& weight, const Ints& ends, const Tensor& out) {
-  TORCH_CHECK(x.stride(0) == 1, "x must be transposed for groups of columns");
   TORCH_CHECK(ends.back() == weight.size(0), "the last group ends at row ", ends.back(), " of ",
               weight.size(0));
   Int row = 0;
@@ -60,6 +58,12 @@ bool is_given(const OptionalTensors& list) { return list && !list->empty(); }
 OPERATOR(aclnnMm, kFloats, Tensor self, Tensor other, Tensor out, int8_t) {
   write(out, at::mm(self, other));
 }
+OPERATOR(aclnnDot, kFloats, Tensor self, Tensor other, Tensor out) {
+  write(out, at::dot(self, other));
+}
+OPERATOR(aclnnMv, kFloats, Tensor self, Tensor other, Tensor out, int8_t) {
+  write(out, at::mv(self, other));
+}
 OPERATOR(aclnnMatmul, kFloats, Tensor self, Tensor other, Tensor out, int8_t) {
   write(out, at::matmul(self, other));
 }
@@ -76,19 +80,23 @@ OPERATOR(aclnnBaddbmm, kFloats, Tensor self, Tensor a, Tensor b, Scalar beta, Sc
 }
 
 // One tensor each of x, weight and out, not quantised. Sums are float32.
-OPERATOR(aclnnGroupedMatmulV5, kFloats, Tensors x, Tensors weight, OptionalTensors bias,
-         OptionalTensors scale, OptionalTensors offset, OptionalTensors antiquant_scale,
-         OptionalTensors antiquant_offset, OptionalTensors token_scale, OptionalTensor group_list,
-         OptionalTensors, OptionalTensors, OptionalTensors, Int split_item, Int group_type,
-         Int list_type, Int activation, OptionalInts, Tensors out, OptionalTensors,
-         OptionalTensors) {
-  TORCH_CHECK(!is_given(bias) && !is_given(scale) && !is_given(offset) &&
-                  !is_given(antiquant_scale) && !is_given(antiquant_offset) &&
-                  !is_given(token_scale) && activation == 0,
-              "the emulator has no bias, quantisation or activation of grouped products");
-  TORCH_CHECK(x.size() == 1 && weight.size() == 1 && out.size() == 1 && split_item >= 2,
-              "the emulator has grouped products of one tensor each");
-  const Ints ends = ends_of(group_list, list_type);
-  TORCH_CHECK(group_type == 0 || group_type == 2, "group_type 0 or 2, got ", group_type);
+CHECKED(aclnnGroupedMatmulV5, kFloats, Tensors x, Tensors weight, OptionalTensors bias,
+        OptionalTensors scale, OptionalTensors offset, OptionalTensors antiquant_scale,
+        OptionalTensors antiquant_offset, OptionalTensors token_scale, OptionalTensor group_list,
+        OptionalTensors, OptionalTensors, OptionalTensors, Int split_item, Int group_type,
+        Int list_type, Int activation, OptionalInts, Tensors out, OptionalTensors,
+        OptionalTensors) {
+  HAS_NO(is_given(bias) || is_given(scale) || is_given(offset) || is_given(antiquant_scale) ||
+             is_given(antiquant_offset) || is_given(token_scale) || activation != 0,
+         "bias, quantisation or activation of grouped products");
+  HAS_NO(x.size() != 1 || weight.size() != 1 || out.size() != 1 || split_item < 2,
+         "grouped products of lists of tensors");
+  HAS_NO(group_type != 0 && group_type != 2, "group_type but 0 (rows) and 2 (columns), got ",
+         group_type);
+  EXPECT(group_list && list_type >= 0 && list_type <= 1, "group_list of type 0 or 1");
+  EXPECT(group_type == 0 || x[0].stride(0) == 1, "x transposed for groups of columns");
+  EXPECT(x[0].scalar_type() == weight[0].scalar_type(), "one data type of x and weight");
+  WORK_BELOW;
+  const Ints ends = ends_of(*group_list, list_type);
   (group_type == 0 ? group_rows : group_columns)(x[0], weight[0], ends, out[0]);
 }

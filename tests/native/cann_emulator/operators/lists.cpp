@@ -12,67 +12,35 @@ void each(const Tensors& out, const Function& value) {
 
 }  // namespace
 
-OPERATOR(aclnnForeachCopy, kAny, Tensors source, Tensors out) {
-  each(out, [&](size_t i) { return source[i]; });
-}
+#define EACH(name, types, value, ...)                                           \
+  OPERATOR(name, types, Tensors self __VA_OPT__(, ) __VA_ARGS__, Tensors out) { \
+    each(out, [&](size_t i) { return value; });                                 \
+  }
+
+EACH(aclnnForeachCopy, kAny, self[i])
+EACH(aclnnForeachSqrt, kFloats, at::sqrt(self[i]))
+EACH(aclnnForeachReciprocal, kFloats, at::reciprocal(self[i]))
+EACH(aclnnForeachNeg, kAny, at::neg(self[i]))
+EACH(aclnnForeachNorm, kFloats, at::linalg_vector_norm(self[i], order), Scalar order)
+EACH(aclnnForeachAddScalarV2, kAny, at::add(self[i], other), Scalar other)
+EACH(aclnnForeachMulScalarV2, kAny, at::mul(self[i], other), Scalar other)
+EACH(aclnnForeachDivScalarV2, kFloats, at::div(self[i], other), Scalar other)
+EACH(aclnnForeachMulList, kAny, at::mul(self[i], other[i]), Tensors other)
+EACH(aclnnForeachDivList, kFloats, at::div(self[i], other[i]), Tensors other)
+EACH(aclnnForeachMaximumList, kAny, at::maximum(self[i], other[i]), Tensors other)
+EACH(aclnnForeachAddScalarList, kAny, at::add(self[i], others[i]), Scalars others)
+EACH(aclnnForeachMulScalarList, kAny, at::mul(self[i], others[i]), Scalars others)
+EACH(aclnnForeachDivScalarList, kFloats, at::div(self[i], others[i]), Scalars others)
+EACH(aclnnForeachAddListV2, kAny, at::add(self[i], other[i], a), Tensors other, Scalar a)
+EACH(aclnnForeachSubListV2, kAny, at::sub(self[i], other[i], a), Tensors other, Scalar a)
+EACH(aclnnForeachLerpScalar, kFloats, at::lerp(self[i], end[i], w), Tensors end, Scalar w)
+EACH(aclnnForeachAddcmulScalarV2, kAny, at::addcmul(self[i], a[i], b[i], w), Tensors a, Tensors b,
+     Scalar w)
+EACH(aclnnForeachAddcdivScalarV2, kFloats, at::addcdiv(self[i], a[i], b[i], w), Tensors a,
+     Tensors b, Scalar w)
+
 OPERATOR(aclnnForeachZeroInplace, kAny, Tensors self) {
   for (const Tensor& tensor : self) tensor.zero_();
-}
-OPERATOR(aclnnForeachSqrt, kFloats, Tensors self, Tensors out) {
-  each(out, [&](size_t i) { return at::sqrt(self[i]); });
-}
-OPERATOR(aclnnForeachReciprocal, kFloats, Tensors self, Tensors out) {
-  each(out, [&](size_t i) { return at::reciprocal(self[i]); });
-}
-OPERATOR(aclnnForeachNeg, kAny, Tensors self, Tensors out) {
-  each(out, [&](size_t i) { return at::neg(self[i]); });
-}
-OPERATOR(aclnnForeachNorm, kFloats, Tensors self, Scalar order, Tensors out) {
-  each(out, [&](size_t i) { return at::linalg_vector_norm(self[i], order); });
-}
-OPERATOR(aclnnForeachAddScalarV2, kAny, Tensors self, Scalar other, Tensors out) {
-  each(out, [&](size_t i) { return at::add(self[i], other); });
-}
-OPERATOR(aclnnForeachMulScalarV2, kAny, Tensors self, Scalar other, Tensors out) {
-  each(out, [&](size_t i) { return at::mul(self[i], other); });
-}
-OPERATOR(aclnnForeachDivScalarV2, kFloats, Tensors self, Scalar other, Tensors out) {
-  each(out, [&](size_t i) { return at::div(self[i], other); });
-}
-OPERATOR(aclnnForeachAddListV2, kAny, Tensors self, Tensors other, Scalar alpha, Tensors out) {
-  each(out, [&](size_t i) { return at::add(self[i], other[i], alpha); });
-}
-OPERATOR(aclnnForeachSubListV2, kAny, Tensors self, Tensors other, Scalar alpha, Tensors out) {
-  each(out, [&](size_t i) { return at::sub(self[i], other[i], alpha); });
-}
-OPERATOR(aclnnForeachMulList, kAny, Tensors self, Tensors other, Tensors out) {
-  each(out, [&](size_t i) { return at::mul(self[i], other[i]); });
-}
-OPERATOR(aclnnForeachDivList, kFloats, Tensors self, Tensors other, Tensors out) {
-  each(out, [&](size_t i) { return at::div(self[i], other[i]); });
-}
-OPERATOR(aclnnForeachMaximumList, kAny, Tensors self, Tensors other, Tensors out) {
-  each(out, [&](size_t i) { return at::maximum(self[i], other[i]); });
-}
-OPERATOR(aclnnForeachAddScalarList, kAny, Tensors self, Scalars others, Tensors out) {
-  each(out, [&](size_t i) { return at::add(self[i], others[i]); });
-}
-OPERATOR(aclnnForeachMulScalarList, kAny, Tensors self, Scalars others, Tensors out) {
-  each(out, [&](size_t i) { return at::mul(self[i], others[i]); });
-}
-OPERATOR(aclnnForeachDivScalarList, kFloats, Tensors self, Scalars others, Tensors out) {
-  each(out, [&](size_t i) { return at::div(self[i], others[i]); });
-}
-OPERATOR(aclnnForeachLerpScalar, kFloats, Tensors self, Tensors end, Scalar weight, Tensors out) {
-  each(out, [&](size_t i) { return at::lerp(self[i], end[i], weight); });
-}
-OPERATOR(aclnnForeachAddcmulScalarV2, kAny, Tensors self, Tensors a, Tensors b, Scalar value,
-         Tensors out) {
-  each(out, [&](size_t i) { return at::addcmul(self[i], a[i], b[i], value); });
-}
-OPERATOR(aclnnForeachAddcdivScalarV2, kFloats, Tensors self, Tensors a, Tensors b, Scalar value,
-         Tensors out) {
-  each(out, [&](size_t i) { return at::addcdiv(self[i], a[i], b[i], value); });
 }
 
 // found becomes 1 where an element is not finite; the tensors are scaled in place in any case. The

@@ -11,11 +11,6 @@ Ints last_dimensions(int64_t dims, int64_t count) {
   return last;
 }
 
-Tensor widened(const Tensor& value) { return value.to(at::kFloat); }
-OptionalTensor widened(const OptionalTensor& value) {
-  return value ? OptionalTensor(value->to(at::kFloat)) : std::nullopt;
-}
-
 // x * rsqrt(mean(x^2) + eps) over the dimensions of gamma (Zhang and Sennrich 2019, equation 4).
 void rms_norm(const Tensor& x, const Tensor& gamma, double epsilon, const Tensor& y,
               const Tensor& rstd) {
@@ -32,10 +27,28 @@ Tensor quarter_turned(const Tensor& x, Int mode) {
     const auto halves = x.chunk(2, -1);
     return at::cat({-halves[1], halves[0]}, -1);
   }
-  TORCH_CHECK(mode == 1, "the emulator has rotary modes 0 (half) and 1 (interleave), got ", mode);
   const Tensor even = x.slice(-1, 0, std::nullopt, 2);
   const Tensor odd = x.slice(-1, 1, std::nullopt, 2);
   return at::stack({-odd, even}, -1).flatten(-2);
+}
+
+void look_at_shape(const Tensor& x, const Ints& shape) {
+  EXPECT(x.dim() >= static_cast<Int>(shape.size()) &&
+             x.sizes().slice(x.dim() - static_cast<Int>(shape.size())) == shape,
+         "the last sizes of x as normalized_shape, got ", at::IntArrayRef(shape));
+}
+
+// A gated activation takes two halves of x and gives one.
+void look_at_halves(const Tensor& x, Int dim, const Tensor& half) {
+  EXPECT(dim >= -x.dim() && dim < x.dim() && x.size(dim) % 2 == 0, "an axis of an even size, got ",
+         dim, " of ", x.sizes());
+  Ints sizes = x.sizes().vec();
+  sizes[dim < 0 ? dim + x.dim() : dim] /= 2;
+  EXPECT(half.sizes() == sizes, "half the sizes of x, got ", half.sizes());
+}
+
+void look_at_mode(Int mode) {
+  HAS_NO(mode != 0 && mode != 1, "rotary modes but 0 (half) and 1 (interleave), got ", mode);
 }
 
 void rotate(const Tensor& x, const Tensor& cosine, const Tensor& sine, Int mode,
@@ -46,23 +59,64 @@ void rotate(const Tensor& x, const Tensor& cosine, const Tensor& sine, Int mode,
 
 }  // namespace
 
-OPERATOR(aclnnLayerNorm, kFloats, Tensor x, Ints shape, OptionalTensor weight, OptionalTensor bias,
-         double epsilon, Tensor out, OptionalTensor mean, OptionalTensor rstd) {
+CHECKED(aclnnLayerNorm, kFloats, Tensor x, Ints shape, OptionalTensor weight, OptionalTensor bias,
+        double epsilon, Tensor out, OptionalTensor mean, OptionalTensor rstd) {
+  look_at_shape(x, shape);
+  WORK_BELOW;
   const auto [y, m, r] =
       at::native_layer_norm(widened(x), shape, widened(weight), widened(bias), epsilon);
   write(out, y);
   if (mean) write(*mean, m);
   if (rstd) write(*rstd, r);
 }
-OPERATOR(aclnnLayerNormBackward, kFloats, Tensor grad, Tensor x, Ints shape, Tensor mean,
-         Tensor rstd, OptionalTensor weight, OptionalTensor bias, Bools wanted,
+CHECKED(aclnnLayerNormBackward, kFloats, Tensor grad, Tensor x, Ints shape, Tensor mean,
+        Tensor rstd, OptionalTensor weight, OptionalTensor bias, Bools wanted,
+        OptionalTensor grad_x, OptionalTensor grad_weight, OptionalTensor grad_bias) {
+  look_at_shape(x, shape);
+  WORK_BELOW;
+  write(wanted, {grad_x, grad_weight, grad_bias},
+        at::native_layer_norm_backward(widened(grad), widened(x), shape, mean, rstd,
+                                       widened(weight), widened(bias), mask_of(wanted)));
+}
+
+// Running statistics are updated in place; without training they are what normalises.
+OPERATOR(aclnnBatchNorm, kFloats, Tensor x, OptionalTensor weight, OptionalTensor bias,
+         OptionalTensor mean, OptionalTensor variance, bool trains, double momentum, double epsilon,
+         Tensor out, Tensor saved_mean, Tensor saved_scale) {
+  const OptionalTensor running = widened(mean), spread = widened(variance);
+  const auto [y, m, r] = at::native_batch_norm(widened(x), widened(weight), widened(bias), running,
+                                               spread, trains, momentum, epsilon);
+  write(out, y);
+  if (!trains) return;
+  if (mean) write(*mean, *running);
+  if (variance) write(*variance, *spread);
+  write(saved_mean, m);
+  write(saved_scale, r);
+}
+OPERATOR(aclnnBatchNormBackward, kFloats, Tensor grad, Tensor x, OptionalTensor weight,
+         OptionalTensor mean, OptionalTensor variance, OptionalTensor saved_mean,
+         OptionalTensor saved_scale, bool trains, double epsilon, Bools wanted,
          OptionalTensor grad_x, OptionalTensor grad_weight, OptionalTensor grad_bias) {
-  const auto [gx, gw, gb] =
-      at::native_layer_norm_backward(widened(grad), widened(x), shape, mean, rstd, widened(weight),
-                                     widened(bias), {wanted.at(0), wanted.at(1), wanted.at(2)});
-  if (wanted[0] && grad_x) write(*grad_x, gx);
-  if (wanted[1] && grad_weight) write(*grad_weight, gw);
-  if (wanted[2] && grad_bias) write(*grad_bias, gb);
+  write(wanted, {grad_x, grad_weight, grad_bias},
+        at::native_batch_norm_backward(widened(grad), widened(x), widened(weight), widened(mean),
+                                       widened(variance), widened(saved_mean), widened(saved_scale),
+                                       trains, epsilon, mask_of(wanted)));
+}
+OPERATOR(aclnnGroupNorm, kFloats, Tensor x, OptionalTensor weight, OptionalTensor bias, Int batch,
+         Int channels, Int area, Int groups, double epsilon, Tensor out, Tensor mean, Tensor rstd) {
+  const auto [y, m, r] = at::native_group_norm(widened(x), widened(weight), widened(bias), batch,
+                                               channels, area, groups, epsilon);
+  write(out, y);
+  write(mean, m);
+  write(rstd, r);
+}
+OPERATOR(aclnnGroupNormBackward, kFloats, Tensor grad, Tensor x, Tensor mean, Tensor rstd,
+         OptionalTensor weight, Int batch, Int channels, Int area, Int groups, Bools wanted,
+         OptionalTensor grad_x, OptionalTensor grad_weight, OptionalTensor grad_bias) {
+  write(wanted, {grad_x, grad_weight, grad_bias},
+        at::native_group_norm_backward(widened(grad), widened(x), widened(mean), widened(rstd),
+                                       widened(weight), batch, channels, area, groups,
+                                       mask_of(wanted)));
 }
 
 // The sum that is normalised is not rounded before, as the published kernel has it.
@@ -101,26 +155,34 @@ OPERATOR(aclnnRmsNormGrad, kFloats, Tensor grad, Tensor x, Tensor rstd, Tensor g
   write(grad_gamma, others.empty() ? product : product.sum(others));
 }
 
-OPERATOR(aclnnSwiGlu, kFloats, Tensor x, Int dim, Tensor out) {
+CHECKED(aclnnSwiGlu, kFloats, Tensor x, Int dim, Tensor out) {
+  look_at_halves(x, dim, out);
+  WORK_BELOW;
   const auto halves = widened(x).chunk(2, dim);
   write(out, at::silu(halves[0]) * halves[1]);
 }
-OPERATOR(aclnnSwiGluGrad, kFloats, Tensor grad, Tensor x, Int dim, Tensor out) {
+CHECKED(aclnnSwiGluGrad, kFloats, Tensor grad, Tensor x, Int dim, Tensor out) {
+  look_at_halves(x, dim, grad);
+  WORK_BELOW;
   const auto halves = widened(x).chunk(2, dim);
   const Tensor wide = widened(grad);
   write(out,
         at::cat({at::silu_backward(wide * halves[1], halves[0]), wide * at::silu(halves[0])}, dim));
 }
 // out = a * gelu(b), with a the second half when `is_left` says that the first is activated.
-OPERATOR(aclnnGeGluV3, kFloats, Tensor x, Int dim, Int approximate, bool is_left, Tensor out,
-         Tensor gelu) {
+CHECKED(aclnnGeGluV3, kFloats, Tensor x, Int dim, Int approximate, bool is_left, Tensor out,
+        Tensor gelu) {
+  look_at_halves(x, dim, out);
+  WORK_BELOW;
   const auto halves = widened(x).chunk(2, dim);
   const Tensor active = at::gelu(halves[is_left ? 0 : 1], approximate != 0 ? "tanh" : "none");
   write(gelu, active);
   write(out, halves[is_left ? 1 : 0] * active);
 }
-OPERATOR(aclnnGeGluV3Backward, kFloats, Tensor grad, Tensor x, Tensor gelu, Int dim,
-         Int approximate, bool is_left, Tensor out) {
+CHECKED(aclnnGeGluV3Backward, kFloats, Tensor grad, Tensor x, Tensor gelu, Int dim, Int approximate,
+        bool is_left, Tensor out) {
+  look_at_halves(x, dim, grad);
+  WORK_BELOW;
   const auto halves = widened(x).chunk(2, dim);
   const Tensor wide = widened(grad);
   const Tensor linear = wide * widened(gelu);
@@ -139,18 +201,24 @@ OPERATOR(aclnnFastGeluBackward, kFloats, Tensor grad, Tensor x, Tensor out) {
   write(out, widened(grad) * gate * (1 + 1.702 * wide * (1 - gate)));
 }
 
-OPERATOR(aclnnRotaryPositionEmbedding, kFloats, Tensor x, Tensor cosine, Tensor sine, Int mode,
-         Tensor out) {
+CHECKED(aclnnRotaryPositionEmbedding, kFloats, Tensor x, Tensor cosine, Tensor sine, Int mode,
+        Tensor out) {
+  look_at_mode(mode);
+  WORK_BELOW;
   rotate(x, cosine, sine, mode, out);
 }
-OPERATOR(aclnnRotaryPositionEmbeddingV2, kFloats, Tensor x, Tensor cosine, Tensor sine, Int mode,
-         OptionalTensor matrix, Tensor out) {
-  TORCH_CHECK(!matrix, "the emulator has no rotation by a matrix");
+CHECKED(aclnnRotaryPositionEmbeddingV2, kFloats, Tensor x, Tensor cosine, Tensor sine, Int mode,
+        OptionalTensor matrix, Tensor out) {
+  look_at_mode(mode);
+  HAS_NO(matrix, "rotation by a matrix");
+  WORK_BELOW;
   rotate(x, cosine, sine, mode, out);
 }
-OPERATOR(aclnnRotaryPositionEmbeddingGrad, kFloats, Tensor grad, Tensor cosine, Tensor sine,
-         OptionalTensor x, Int mode, Tensor grad_x, OptionalTensor grad_cosine,
-         OptionalTensor grad_sine) {
+CHECKED(aclnnRotaryPositionEmbeddingGrad, kFloats, Tensor grad, Tensor cosine, Tensor sine,
+        OptionalTensor x, Int mode, Tensor grad_x, OptionalTensor grad_cosine,
+        OptionalTensor grad_sine) {
+  look_at_mode(mode);
+  WORK_BELOW;
   const Tensor wide = widened(grad);
   write(grad_x, wide * widened(cosine) - quarter_turned(wide * widened(sine), mode));
   if (!x) return;

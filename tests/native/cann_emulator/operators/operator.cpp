@@ -2,7 +2,6 @@
 
 #include <map>
 #include <mutex>
-#include <stdexcept>
 
 namespace cann {
 
@@ -51,6 +50,14 @@ void write(const Tensor& out, const Tensor& value) {
   TORCH_CHECK(out.numel() == value.numel(), "the output has shape ", out.sizes(),
               ", the result has ", value.sizes());
   if (out.numel() != 0) out.copy_(value.reshape(out.sizes()));
+}
+
+void write(const Bools& wanted, const std::array<OptionalTensor, 3>& out,
+           const std::tuple<Tensor, Tensor, Tensor>& gradients) {
+  const auto& [first, second, third] = gradients;
+  if (wanted.at(0) && out[0]) write(*out[0], first);
+  if (wanted.at(1) && out[1]) write(*out[1], second);
+  if (wanted.at(2) && out[2]) write(*out[2], third);
 }
 
 void fit(const SizedTensor& out, const Tensor& value) {
@@ -142,19 +149,17 @@ int checked(const char* name, size_t position, bool is_absent) {
   return kAclnnNullArgument;
 }
 
-int checked_type(const char* name, Types types, const aclTensor* first) {
-  if (first == nullptr || types == kAny) return kSuccess;
-  if (first->dtype >= 0 && first->dtype < 64 && (types & type_bit(first->dtype)) != 0) {
-    return kSuccess;
-  }
-  set_error(std::string(name) + ": data type " + std::to_string(first->dtype) + " (" +
-            c10::toString(scalar_type(first->dtype)) + ") of the first tensor is not documented");
+int checked_type(const RowFacts& row, const aclTensor* first) {
+  if (first == nullptr || row.types == kAny) return kSuccess;
+  const int dtype = first->dtype;
+  if (dtype >= 0 && dtype < 64 && (row.types & type_bit(dtype)) != 0) return kSuccess;
+  set_error(c10::str(row.name, ": data type ", dtype, " of the first tensor is not documented"));
   return kAclnnInvalidArgument;
 }
 
-int checked_type(const char* name, Types types, const aclTensorList* first) {
+int checked_type(const RowFacts& row, const aclTensorList* first) {
   for (const aclTensor* tensor : first->tensors) {
-    if (const int refused = checked_type(name, types, tensor)) return refused;
+    if (const int refused = checked_type(row, tensor)) return refused;
   }
   return kSuccess;
 }
@@ -169,9 +174,28 @@ void note_call(const char* name) {
   ++calls[name];
 }
 
-void run_body(const Work& body) {
+thread_local bool is_looking = false;
+
+void run_body(const Work& body, bool looks) {
   const at::AutoDispatchBelowAutograd without_autograd;
+  is_looking = looks;
   body();
+}
+
+int planned(const RowFacts& row, Work work, uint64_t* workspace_bytes, aclOpExecutor** executor) {
+  try {
+    if (row.looks) run_body(work, true);
+  } catch (const Refusal& refusal) {
+    set_error(std::string(row.name) + ": " + refusal.what());
+    return refusal.status;
+  } catch (const std::exception& error) {
+    set_error(std::string(row.name) + ": " + text_of(error));
+    return kAclnnInvalidArgument;
+  }
+  note_call(row.name);
+  *workspace_bytes = 0;
+  *executor = new aclOpExecutor{row.name, [work = std::move(work)] { run_body(work); }};
+  return kSuccess;
 }
 
 int queue_executor(aclOpExecutor* executor, Stream stream) {

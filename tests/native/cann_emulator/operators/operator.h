@@ -8,14 +8,17 @@
 // const aclTensor*, uint64_t* workspace_bytes, aclOpExecutor** executor), which checks and keeps
 // the arguments, and aclnnAdd(workspace, workspace_bytes, executor, stream), which queues the body.
 // The arguments must be exactly CANN's, in order: a wrong one is garbage, not an error. The second
-// entry is the set of dtypes that CANN documents for the first tensor.
+// entry is the set of dtypes that CANN documents for the first tensor. A CHECKED refuses
+// arguments at the call, by EXPECT and HAS_NO before WORK_BELOW.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <array>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -68,8 +71,20 @@ constexpr Types kFloats = kFloat32 | kFloat16 | kBFloat16;
 constexpr Types kHalves = kFloat16 | kBFloat16;
 constexpr Types kInt8 = type_bit(2);
 
+inline Tensor widened(const Tensor& value) { return value.to(at::kFloat); }
+inline OptionalTensor widened(const OptionalTensor& value) {
+  return value ? OptionalTensor(value->to(at::kFloat)) : std::nullopt;
+}
+// Which of three gradients are wanted.
+inline std::array<bool, 3> mask_of(const Bools& wanted) {
+  return {wanted.at(0), wanted.at(1), wanted.at(2)};
+}
+
 // Copies a result into an output of the same number of elements, in the output's dtype.
 void write(const Tensor& out, const Tensor& value);
+// The same for those of three gradients that are wanted and have a place.
+void write(const Bools& wanted, const std::array<OptionalTensor, 3>& out,
+           const std::tuple<Tensor, Tensor, Tensor>& gradients);
 // The same for a result of a size that is known only now: at most the output's.
 void fit(const SizedTensor& out, const Tensor& value);
 
@@ -214,58 +229,85 @@ struct aclOpExecutor {
 
 namespace cann {
 
+// A call that CANN, or the emulator, does not take. Before WORK_BELOW it is the status of the call.
+struct Refusal : std::runtime_error {
+  Refusal(int code, const std::string& what) : std::runtime_error(what), status(code) {}
+  int status;
+};
+// What CANN documents as wrong.
+#define EXPECT(condition, ...) \
+  if (!(condition)) throw Refusal(kAclnnInvalidArgument, c10::str("expected ", __VA_ARGS__))
+// What CANN may do, and the emulator cannot.
+#define HAS_NO(condition, ...) \
+  if (condition) throw Refusal(kAclnnInternalError, c10::str("the emulator has no ", __VA_ARGS__))
+// Ends the look at a call's arguments; they are read and written only below.
+#define WORK_BELOW \
+  if (cann::is_looking) return
+extern thread_local bool is_looking;
+
+// A row of the table. One that `looks` runs its body twice: at the call down to WORK_BELOW, and
+// whole on the stream.
+struct RowFacts {
+  const char* name;
+  Types types;
+  bool looks;
+};
+
 // Refuses an argument that is missing, and a first tensor of a dtype that is not documented.
 int checked(const char* name, size_t position, bool is_absent);
-int checked_type(const char* name, Types types, const aclTensor* first);
-int checked_type(const char* name, Types types, const aclTensorList* first);
+int checked_type(const RowFacts& row, const aclTensor* first);
+int checked_type(const RowFacts& row, const aclTensorList* first);
 template <class Other>
-int checked_type(const char*, Types, const Other&) {
+int checked_type(const RowFacts&, const Other&) {
   return kSuccess;
 }
 // Counts the call for cann_operator_calls(name), which tests ask.
 void note_call(const char* name);
-// Runs the body without autograd.
-void run_body(const Work& body);
+// Runs the body without autograd; `looks` down to WORK_BELOW.
+void run_body(const Work& body, bool looks = false);
 int queue_executor(aclOpExecutor* executor, Stream stream);
+int planned(const RowFacts& row, Work work, uint64_t* workspace_bytes, aclOpExecutor** executor);
 
-template <const char* name, Types types, auto body>
-struct Row;
-template <const char* name, Types types, class... Arguments, void (*body)(Arguments...)>
-struct Row<name, types, body> {
-  static int plan(typename Border<Arguments>::C... arguments, uint64_t* workspace_bytes,
+// What all rows of the same arguments share, so that it is compiled once.
+template <class... Arguments>
+struct Signature {
+  static int plan(const RowFacts& row, void (*body)(Arguments...),
+                  typename Border<Arguments>::C... arguments, uint64_t* workspace_bytes,
                   aclOpExecutor** executor) {
-    return guarded(
-        name,
-        [&]() -> int {
-          int status = kSuccess;
-          size_t position = 0;
-          ((status = status != kSuccess
-                         ? status
-                         : checked(name, ++position, Border<Arguments>::is_absent(arguments))),
-           ...);
-          if (status == kSuccess) status = checked_first(arguments...);
-          if (status != kSuccess) return status;
-          note_call(name);
-          // A tuple made in place: the border's pointers are dead when the work runs.
-          auto kept = std::make_shared<std::tuple<typename Border<Arguments>::Kept...>>(
-              Border<Arguments>::keep(arguments)...);
-          *workspace_bytes = 0;
-          *executor =
-              new aclOpExecutor{name, [kept] { run_body([&] { call(*kept, sequence()); }); }};
-          return kSuccess;
-        },
-        static_cast<Status>(kAclnnInvalidArgument));
+    int status = kSuccess;
+    size_t position = 0;
+    ((status = status != kSuccess
+                   ? status
+                   : checked(row.name, ++position, Border<Arguments>::is_absent(arguments))),
+     ...);
+    if (status == kSuccess) status = first_type(row, arguments...);
+    if (status != kSuccess) return status;
+    // A tuple made in place: the border's pointers are dead when the work runs.
+    auto kept = std::make_shared<std::tuple<typename Border<Arguments>::Kept...>>(
+        Border<Arguments>::keep(arguments)...);
+    return planned(
+        row, [kept, body] { call(body, *kept, std::index_sequence_for<Arguments...>()); },
+        workspace_bytes, executor);
   }
 
  private:
-  static auto sequence() { return std::index_sequence_for<Arguments...>(); }
   template <class First, class... Rest>
-  static int checked_first(const First& first, const Rest&...) {
-    return checked_type(name, types, first);
+  static int first_type(const RowFacts& row, const First& first, const Rest&...) {
+    return checked_type(row, first);
   }
   template <class Kept, size_t... I>
-  static void call(const Kept& kept, std::index_sequence<I...>) {
+  static void call(void (*body)(Arguments...), const Kept& kept, std::index_sequence<I...>) {
     body(Border<Arguments>::open(std::get<I>(kept))...);
+  }
+};
+
+template <const RowFacts& row, auto body>
+struct Row;
+template <const RowFacts& row, class... Arguments, void (*body)(Arguments...)>
+struct Row<row, body> {
+  static int plan(typename Border<Arguments>::C... arguments, uint64_t* workspace_bytes,
+                  aclOpExecutor** executor) {
+    return Signature<Arguments...>::plan(row, body, arguments..., workspace_bytes, executor);
   }
 };
 
@@ -273,14 +315,16 @@ struct Row<name, types, body> {
 
 // The first function has its own C type for each row. An indirect function takes that type from the
 // row's arguments, so that no generator has to write it out.
-#define OPERATOR(name, types, ...)                                                         \
-  static void name##_body(__VA_ARGS__);                                                    \
-  static constexpr char name##_name[] = #name;                                             \
-  extern "C" __attribute__((used)) int (*name##_plan())() {                                \
-    return reinterpret_cast<int (*)()>(&cann::Row<name##_name, types, name##_body>::plan); \
-  }                                                                                        \
-  CANN_API int name##GetWorkspaceSize() __attribute__((ifunc(#name "_plan")));             \
-  CANN_API int name(void*, uint64_t, aclOpExecutor* executor, cann::Stream stream) {       \
-    return cann::queue_executor(executor, stream);                                         \
-  }                                                                                        \
+#define CANN_ROW(name, types, looks, ...)                                            \
+  static void name##_body(__VA_ARGS__);                                              \
+  static constexpr cann::RowFacts name##_row{#name, types, looks};                   \
+  extern "C" __attribute__((used)) int (*name##_plan())() {                          \
+    return reinterpret_cast<int (*)()>(&cann::Row<name##_row, name##_body>::plan);   \
+  }                                                                                  \
+  CANN_API int name##GetWorkspaceSize() __attribute__((ifunc(#name "_plan")));       \
+  CANN_API int name(void*, uint64_t, aclOpExecutor* executor, cann::Stream stream) { \
+    return cann::queue_executor(executor, stream);                                   \
+  }                                                                                  \
   static void name##_body(__VA_ARGS__)
+#define OPERATOR(name, types, ...) CANN_ROW(name, types, false, __VA_ARGS__)
+#define CHECKED(name, types, ...) CANN_ROW(name, types, true, __VA_ARGS__)

@@ -1,4 +1,4 @@
-// AdamW (Loshchilov and Hutter 2019, algorithm 2).
+// AdamW (Loshchilov and Hutter 2019, algorithm 2), and the scale of a float16 loss.
 #include <cmath>
 
 #include "operators/operator.h"
@@ -23,4 +23,15 @@ OPERATOR(aclnnApplyAdamWV2, kFloats, Tensor parameter, Tensor mean, Tensor squar
   const double correction2 = 1 - std::pow(static_cast<double>(beta2), count);
   parameter.addcdiv_(mean, (second.sqrt() / std::sqrt(correction2)).add_(epsilon),
                      -rate / correction1);
+}
+
+// A scale that would overflow stays.
+OPERATOR(aclnnAmpUpdateScale, kFloats, Tensor scale, Tensor tracker, Tensor found, double growth,
+         double backoff, Int interval, Tensor new_scale, Tensor new_tracker) {
+  const bool is_found = found.item<float>() != 0;
+  const bool grows = !is_found && tracker.item<int>() + 1 == interval;
+  const Tensor scaled = scale * (is_found ? backoff : growth);
+  const bool is_kept = !is_found && (!grows || !at::isfinite(scaled).item<bool>());
+  write(new_tracker, is_found || grows ? at::zeros_like(tracker) : tracker + 1);
+  write(new_scale, is_kept ? scale : scaled);
 }

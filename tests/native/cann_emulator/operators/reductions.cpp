@@ -64,6 +64,21 @@ OPERATOR(aclnnVarCorrection, kFloats, Tensor self, OptionalInts dims, Int correc
          Tensor out) {
   write(out, at::var(self, dimensions(dims), Scalar(correction), keep));
 }
+OPERATOR(aclnnVarMean, kFloats, Tensor self, OptionalInts dims, Int correction, bool keep,
+         Tensor variance, Tensor mean) {
+  const auto [v, m] = at::var_mean(self, dimensions(dims), Scalar(correction), keep);
+  write(variance, v);
+  write(mean, m);
+}
+OPERATOR(aclnnStdMeanCorrection, kFloats, Tensor self, OptionalInts dims, Int correction, bool keep,
+         Tensor deviation, Tensor mean) {
+  const auto [d, m] = at::std_mean(self, dimensions(dims), Scalar(correction), keep);
+  write(deviation, d);
+  write(mean, m);
+}
+OPERATOR(aclnnNorm, kFloats, Tensor self, Scalar order, Ints dims, bool keep, Tensor out) {
+  write(out, at::norm(self, order, dims, keep));
+}
 OPERATOR(aclnnStd, kFloats, Tensor self, OptionalInts dims, Int correction, bool keep, Tensor out) {
   write(out, at::std(self, dimensions(dims), Scalar(correction), keep));
 }
@@ -101,6 +116,27 @@ OPERATOR(aclnnMseLoss, kFloats, Tensor self, Tensor target, Int reduction, Tenso
 OPERATOR(aclnnMseLossBackward, kFloats, Tensor grad, Tensor self, Tensor target, Int reduction,
          Tensor out) {
   write(out, at::mse_loss_backward(grad, self, target, reduction));
+}
+OPERATOR(aclnnBinaryCrossEntropy, kFloats, Tensor self, Tensor target, OptionalTensor weight,
+         Int reduction, Tensor out) {
+  write(out, at::binary_cross_entropy(self, target, weight, reduction));
+}
+OPERATOR(aclnnBinaryCrossEntropyBackward, kFloats, Tensor grad, Tensor self, Tensor target,
+         OptionalTensor weight, Int reduction, Tensor out) {
+  write(out, at::binary_cross_entropy_backward(grad, self, target, weight, reduction));
+}
+OPERATOR(aclnnBinaryCrossEntropyWithLogits, kFloats, Tensor self, Tensor target,
+         OptionalTensor weight, OptionalTensor positive, Int reduction, Tensor out) {
+  write(out, at::binary_cross_entropy_with_logits(self, target, weight, positive, reduction));
+}
+// d/dx of weight * (t * positive * softplus(-x) + (1 - t) * softplus(x)).
+OPERATOR(aclnnBinaryCrossEntropyWithLogitsBackward, kFloats, Tensor grad, Tensor self,
+         Tensor target, OptionalTensor weight, OptionalTensor positive, Int reduction, Tensor out) {
+  const Tensor raised = positive ? target * *positive : target;
+  Tensor each = (raised + 1 - target) * at::sigmoid(self) - raised;
+  if (weight) each = each * *weight;
+  if (reduction == 1) each = each / self.numel();
+  write(out, each * grad);
 }
 OPERATOR(aclnnLogSumExp, kFloats, Tensor self, Ints dims, bool keep, Tensor out) {
   write(out, at::logsumexp(self, dims, keep));

@@ -27,6 +27,9 @@ OPERATOR(aclnnInplaceFillTensor, kAny, Tensor self, Tensor value) { self.fill_(v
 OPERATOR(aclnnArange, kAny, Scalar start, Scalar end, Scalar step, Tensor out) {
   write(out, at::arange(start, end, step, out.options()).narrow(0, 0, out.numel()));
 }
+OPERATOR(aclnnLinspace, kAny, Scalar start, Scalar end, Int steps, Tensor out) {
+  write(out, at::linspace(start, end, steps, out.options()));
+}
 OPERATOR(aclnnEye, kAny, Int rows, Int columns, Tensor out) {
   write(out, at::eye(rows, columns, out.options()));
 }
@@ -87,9 +90,10 @@ OPERATOR(aclnnIndexAdd, kAny, Tensor self, Int dim, Tensor index, Tensor source,
          Tensor out) {
   write(out, at::index_add(self, dim, index, source, alpha));
 }
-OPERATOR(aclnnSearchSorted, kAny, Tensor sorted, Tensor self, bool is_int32, bool right,
-         OptionalTensor sorter, Tensor out) {
-  TORCH_CHECK(!sorter, "the emulator has no sorter here");
+CHECKED(aclnnSearchSorted, kAny, Tensor sorted, Tensor self, bool is_int32, bool right,
+        OptionalTensor sorter, Tensor out) {
+  HAS_NO(sorter, "sorter of searchsorted");
+  WORK_BELOW;
   write(out, at::searchsorted(sorted, self, is_int32, right));
 }
 OPERATOR(aclnnEmbedding, kAny, Tensor weight, Tensor indices, Tensor out) {

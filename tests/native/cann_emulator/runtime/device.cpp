@@ -59,10 +59,13 @@ CANN_API const char* aclrtGetSocName() {
   static const std::string name = setting_text("SOC", "Ascend910B1");
   return name.c_str();
 }
-CANN_API int aclrtGetDeviceCount(uint32_t* count) {
-  *count = static_cast<uint32_t>(device_count());
-  return kSuccess;
-}
+// A function that puts a value where it is told, and does nothing else.
+#define GIVES(name, value, ...)    \
+  CANN_API int name(__VA_ARGS__) { \
+    value;                         \
+    return kSuccess;               \
+  }
+GIVES(aclrtGetDeviceCount, *count = static_cast<uint32_t>(device_count()), uint32_t* count)
 CANN_API int aclrtSetDevice(int32_t device) {
   if (device < 0 || device >= device_count()) {
     set_error("device " + std::to_string(device) + " of " + std::to_string(device_count()));
@@ -93,23 +96,11 @@ CANN_API int aclrtGetPrimaryCtxState(int32_t, uint32_t* flags, int32_t* is_activ
   if (is_active != nullptr) *is_active = 1;
   return kSuccess;
 }
-CANN_API int aclrtDeviceCanAccessPeer(int32_t* can, int32_t, int32_t) {
-  *can = 1;
-  return kSuccess;
-}
+GIVES(aclrtDeviceCanAccessPeer, *can = 1, int32_t* can, int32_t, int32_t)
 CANN_API int aclrtDeviceEnablePeerAccess(int32_t, uint32_t) { return kSuccess; }
-CANN_API int aclrtDeviceGetBareTgid(int32_t* process) {
-  *process = getpid();
-  return kSuccess;
-}
-CANN_API int aclrtGetLogicDevIdByUserDevId(int32_t user, int32_t* logical) {
-  *logical = user;
-  return kSuccess;
-}
-CANN_API int aclGetDeviceCapability(uint32_t, int, int64_t* value) {
-  *value = kCubeCores;
-  return kSuccess;
-}
+GIVES(aclrtDeviceGetBareTgid, *process = getpid(), int32_t* process)
+GIVES(aclrtGetLogicDevIdByUserDevId, *logical = user, int32_t user, int32_t* logical)
+GIVES(aclGetDeviceCapability, *value = kCubeCores, uint32_t, int, int64_t* value)
 CANN_API int aclrtGetDeviceInfo(uint32_t, int attribute, int64_t* value) {
   switch (attribute) {
     case 101:
@@ -130,18 +121,9 @@ namespace {
 uint32_t cores(int type) { return type == 0 ? kCubeCores : kVectorCores; }
 }  // namespace
 
-CANN_API int aclrtGetDeviceResLimit(int32_t, int type, uint32_t* value) {
-  *value = cores(type);
-  return kSuccess;
-}
-CANN_API int aclrtGetStreamResLimit(Stream, int type, uint32_t* value) {
-  *value = cores(type);
-  return kSuccess;
-}
-CANN_API int aclrtGetResInCurrentThread(int type, uint32_t* value) {
-  *value = cores(type);
-  return kSuccess;
-}
+GIVES(aclrtGetDeviceResLimit, *value = cores(type), int32_t, int type, uint32_t* value)
+GIVES(aclrtGetStreamResLimit, *value = cores(type), Stream, int type, uint32_t* value)
+GIVES(aclrtGetResInCurrentThread, *value = cores(type), int type, uint32_t* value)
 CANN_API int aclrtSetDeviceResLimit(int32_t, int, uint32_t) { return kSuccess; }
 
 // Versions. The structure has the version first, and texts of its parts that nobody reads.
@@ -153,10 +135,7 @@ CANN_API int aclsysGetVersionStr(char*, char* text) {
   snprintf(text, 128, "%s", version().c_str());
   return kSuccess;
 }
-CANN_API int aclGetCannAttribute(int, int32_t* value) {
-  *value = 1;
-  return kSuccess;
-}
+GIVES(aclGetCannAttribute, *value = 1, int, int32_t* value)
 CANN_API int aclGetCannAttributeList(const int** list, size_t* length) {
   static const int attributes[] = {0, 1};
   *list = attributes;

@@ -103,7 +103,7 @@ void Queue::run() {
       } catch (const DeviceError& error) {
         failure = Failure{error.status, error.what()};
       } catch (const std::exception& error) {
-        failure = Failure{kCoreException, item.name + ": " + error.what()};
+        failure = Failure{kCoreException, item.name + ": " + text_of(error)};
       } catch (...) {
         failure = Failure{kCoreException, item.name + ": an exception of unknown type"};
       }

@@ -185,9 +185,6 @@ def test_nothing_of_ours_can_unpickle() -> None:
         for path in files
         if (names := unpicklings(ast.parse(path.read_text(encoding="utf-8"))))
     }
-    # For the name of an error that torch.load raises.
-    assert found == {"core/anychip/train/checkpoint.py": {"pickle"}}
-    source = (ROOT / "core/anychip/train/checkpoint.py").read_text(encoding="utf-8")
-    assert source.count("pickle.") == source.count("pickle.UnpicklingError")
+    assert found == {}
     bad = "import dill\nfrom marshal import loads\ntorch.load(x)\ndist.all_gather_object(a)"
     assert len(unpicklings(ast.parse(bad))) == 4

@@ -1,12 +1,15 @@
-"""Does a job that loses a rank end at once, leave a whole checkpoint, and go on with the same bits?
+"""Does a job that something happens to end at once, as documented, and go on with the same bits?
 
-A rank of ``anychip train`` is killed (SIGKILL) or stopped (SIGSTOP) at a random moment, every third
-time while rank 0 writes a checkpoint. The others must end with a message that names it, and exit
-code 1. What is left is checked without anychip's help: each file of the checkpoint against its
-sha256. Then ``--resume`` goes on, and metrics, model, optimizer and sample must equal, bit for bit,
-those of a run that nothing happened to. Prints a table; exits with 1 when one of these fails.
+What happens to a run of ``anychip train`` at a random moment, every third time while rank 0 writes
+a checkpoint: a rank is killed, stopped, or asked to end; the disk is full; the directory becomes,
+or is, read-only; another run wants the same directory; the environment has a stray variable. Each
+process must end with the code and the message of docs/distributed.md. What is left is checked
+without anychip's help: each file of the checkpoint against its sha256. Then ``--resume`` goes on,
+and metrics, model, optimizer and sample must equal, bit for bit, those of a run that nothing
+happened to. Prints every trial and a table per kind, of losses (not whole, or other results),
+orphans (processes that had not ended) and wrong endings; exits with 1 when there is one.
 
-    python benchmarks/kill_ranks.py [--times 50] [--stops 10] [--layouts 3] [--seed 0]
+    python benchmarks/kill_ranks.py [--trials 200] [--kinds SIGKILL,SIGSTOP] [--layouts 3] [--json]
 
 Ranks are real processes, joined as torchrun joins them, and forked from one that has imported all.
 """
@@ -19,6 +22,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import statistics
@@ -34,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 from tests.integration.train import forked  # noqa: E402 - found by the line above
 from tests.integration.train.processes import num_rows, rows  # noqa: E402
 
-STEPS, EVERY = 60, 5
+STEPS, EVERY = 30, 5
 SETTINGS = (
     *("run.sample_tokens=5", "run.timeout_s=60", "model.context=16", "model.layers=2"),
     *("model.heads=2", "model.width=32", "model.dropout=0.1", "data.batch_size=2"),
@@ -61,6 +65,21 @@ LAYOUTS = (
 )
 
 
+SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT")
+KINDS = (*SIGNALS, "full disk", "read-only", "two writers", "stray environment")
+MORE = ("SIGKILL", "SIGTERM", "SIGINT", "full disk", "two writers", "SIGKILL", "SIGSTOP", "SIGKILL")
+"""What is done in turn, in equal parts with KINDS."""
+
+STRAYS: tuple[dict[str, str], ...] = (
+    {"RANK": "7"},
+    {"RANK": "0", "WORLD_SIZE": "2"},
+    {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+    {"WORLD_SIZE": "many"},
+    {"ANYCHIP_LAUNCHED": ""},
+)
+"""Of which none makes a rank of a job, and none opens the directory of a finished run."""
+
+
 class Result(NamedTuple):
     """What is compared of a run that is done."""
 
@@ -70,18 +89,43 @@ class Result(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """One rank lost; ``problem`` is empty when all was as it should be."""
+    """One thing that happened; ``problems`` is empty when all was as it should be."""
 
-    layout: Layout
-    what: str
+    kind: str
+    layout: str
     rank: int
     step: int
     saved_step: int
     was_saving: bool
     seconds: float
-    is_whole: bool
-    is_equal: bool
-    problem: str
+    is_lost: bool
+    orphans: int
+    is_ending_wrong: bool
+    problems: list[str]
+
+
+class Struck(NamedTuple):
+    """A job just after something happened to it.
+
+    Attributes:
+        rank: to which it happened.
+        at: when, in seconds of the machine's monotonic clock.
+        step: updates done by then.
+    """
+
+    job: forked.Job
+    rank: int
+    at: float
+    step: int
+    was_saving: bool
+
+
+class Fate(NamedTuple):
+    """How the processes ended; ``wrong`` says what was not as documented."""
+
+    seconds: float
+    orphans: int
+    wrong: list[str]
 
 
 def read_result(out: Path) -> Result:
@@ -135,72 +179,167 @@ def wait_for_moment(job: forked.Job, out: Path, *, delay_s: float, saving: bool)
     return not job.poll()
 
 
-def lose_rank(
-    layout: Layout, number: int, folder: Path, chance: random.Random, seconds: float
-) -> tuple[forked.Job, int, float, int, bool]:
-    """Starts a run and takes a rank from it; again, when the run was over before.
+def strike(kind: str, pid: int, out: Path, chance: random.Random) -> None:
+    """Lets it happen, to one process or to the directory."""
+    if kind in SIGNALS:
+        os.kill(pid, signal.Signals[kind])
+    elif kind == "full disk":  # a limit of the kernel on the size of files stands for the disk
+        full = chance.choice(((out / "metrics.jsonl").stat().st_size, 20_000))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (full, full))
+    elif kind == "read-only":
+        for folder in (out / "checkpoint", out):
+            if folder.exists():
+                folder.chmod(0o555)
 
-    Returns:
-        The job, the rank, when, the steps done, and whether a checkpoint was being written.
-    """
+
+def strike_at_a_moment(
+    kind: str, layout: Layout, folder: Path, chance: random.Random, seconds: float
+) -> Struck:
+    """Starts a run and lets it happen; again, when the run was over before."""
     out, saving = folder / "out", chance.random() < 1 / 3
-    heartbeat = [f"run.heartbeat_s={HEARTBEAT_S}"] * (number == signal.SIGSTOP)
-    args = [*SETTINGS, *layout.settings, *heartbeat, "--out", "out"]
+    heartbeat = [f"run.heartbeat_s={HEARTBEAT_S}"] * (kind == "SIGSTOP")
+    args = ["train", *SETTINGS, *layout.settings, *heartbeat, "--out", "out"]
     while True:
-        rank = chance.randrange(layout.world_size)
-        job = forked.start(["train", *args], layout.world_size, cwd=folder)
+        rank = chance.randrange(layout.world_size) if kind in SIGNALS else 0
+        job = forked.start(args, layout.world_size, cwd=folder, is_plain_user=True)
         part = 0.6 if saving else 1.0
-        if wait_for_moment(job, out, delay_s=chance.random() * seconds * part, saving=saving):
-            at = time.monotonic()
-            os.kill(job.pids[rank], number)
+        delay_s = chance.random() * seconds * part
+        # A rank may be done before the others.
+        if wait_for_moment(job, out, delay_s=delay_s, saving=saving) and rank not in job.codes:
+            at, step = time.monotonic(), num_rows(out)
+            strike(kind, job.pids[rank], out, chance)
             was_saving = any((out / "checkpoint").glob("*.partial"))
-            return job, rank, at, num_rows(out), was_saving
+            return Struck(job, rank, at, step, was_saving)
         job.end()
         shutil.rmtree(out)
 
 
-def judge_ending(
-    job: forked.Job, rank: int, at: float, number: int, step: int
-) -> tuple[float, str]:
-    """Seconds until the last of the others had ended, and what was wrong with how they did."""
-    limit = SLACK_S + (HEARTBEAT_S if number == signal.SIGSTOP else 0.0)
-    in_time = job.wait(limit, but=rank)
-    late = [] if in_time else [r for r in range(len(job.pids)) if r not in job.codes and r != rank]
+def documented(kind: str, rank: int, other: int) -> tuple[int, str]:
+    """The exit code of a process, and what it says."""
+    if kind in ("SIGTERM", "SIGINT"):
+        said = (
+            r"^anychip: interrupted after step \d+ of \d+; to go on: .*\n$" if other == 0 else "^$"
+        )
+        return 128 + signal.Signals[kind], said
+    if kind in ("full disk", "read-only") and other == 0:
+        return 1, r"^anychip: .* was not written.*\n$"
+    lost = "has not been heard of" if kind == "SIGSTOP" else "(is lost|ended)"
+    return 1, rf"anychip: .*rank {rank} {lost}"
+
+
+def judge_ending(kind: str, struck: Struck) -> Fate:
+    """Of the others, or of all where nobody was taken away."""
+    taken = struck.rank if kind in ("SIGKILL", "SIGSTOP") else None
+    job, limit = struck.job, SLACK_S + (HEARTBEAT_S if kind == "SIGSTOP" else 0.0)
+    job.wait(limit, but=taken)
+    judged = [rank for rank in range(len(job.pids)) if rank != taken]
+    late = [rank for rank in judged if rank not in job.codes]
     ended = job.end()
-    said = "is lost" if number == signal.SIGKILL else "has not been heard of"
-    problems = [f"rank {other} had not ended after {limit:g} s" for other in late]
-    for other, end in enumerate(ended):
-        # After the last step a rank may be done, and need nobody any more.
-        if other == rank or other in late or (step == STEPS and end.code == 0):
-            continue
-        if end.code != 1 or not re.search(rf"anychip: .*rank {rank} {said}", end.err):
-            problems.append(f"rank {other} ended with {end.code}: {end.err[-300:]}")
-    seconds = max(end.at for other, end in enumerate(ended) if other != rank) - at
-    return seconds, "; ".join(problems)
+    wrong = [f"rank {rank} had not ended after {limit:g} s" for rank in late]
+    for rank in set(judged) - set(late):
+        code, said = documented(kind, struck.rank, rank)
+        end = ended[rank]
+        # What comes after the last moment at which it matters changes nothing.
+        is_too_late = end.code == 0 and all(ended[other].code == 0 for other in judged)
+        is_too_late |= struck.step == STEPS and end.code in (0, -signal.SIGTERM)
+        if not is_too_late and (end.code != code or not re.search(said, end.err)):
+            wrong.append(f"rank {rank} ended with {end.code}: {end.err[-300:]}")
+    return Fate(max(ended[rank].at for rank in judged) - struck.at, len(late), wrong)
+
+
+def refused(job: forked.Job, answer: str) -> Fate:
+    """A run that should not have begun."""
+    begun, in_time = time.monotonic(), job.wait(60.0)
+    wrong = [
+        f"exit code {end.code}: {end.err[-300:]}"
+        for end in job.end()
+        if end.code != 2 or not re.fullmatch(rf"anychip: .*({answer})[^\n]*\n.*", end.err)
+    ]
+    return Fate(time.monotonic() - begun, int(not in_time), wrong)
+
+
+def compete(layout: Layout, folder: Path, chance: random.Random, seconds: float) -> Fate:
+    """Another run in the same directory, later or at the same moment; the first is done."""
+    args = ["train", *SETTINGS, *layout.settings, "--out", "out"]
+    job = forked.start(args, layout.world_size, cwd=folder)
+    if chance.random() < 0.5:
+        wait_for_moment(job, folder / "out", delay_s=chance.random() * seconds, saving=False)
+        args = ["train", "--resume", "--out", "out"]
+    second = forked.start(args, layout.world_size if args[1] != "--resume" else 1, cwd=folder)
+    job.wait()
+    second.wait()
+    codes = [{end.code for end in one.end()[:1]} for one in (job, second)]
+    if args[1] == "--resume" and codes == [{0}, {0}]:
+        return Fate(0.0, 0, [])  # it came when the first was done, and there was nothing to do
+    wrong = [] if sorted(map(sorted, codes)) == [[0], [2]] else [f"exit codes of two: {codes}"]
+    return Fate(0.0, 0, wrong)
+
+
+def stray(folder: Path, chance: random.Random) -> Fate:
+    """A run in the directory of a finished one, with a variable of no job."""
+    before = {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()}
+    job = forked.start(
+        ["train", *SETTINGS, "--out", "out"], 1, cwd=folder, environment=chance.choice(STRAYS)
+    )
+    fate = refused(job, "neither alone nor a rank of a job|exists and is not empty")
+    after = {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file()}
+    return fate if after == before else fate._replace(wrong=["it wrote", *fate.wrong])
+
+
+def go_on(layout: Layout, folder: Path, wanted: Result) -> tuple[int, str]:
+    """The step of the checkpoint, and what is not as if nothing had happened."""
+    out = folder / "out"
+    try:
+        saved = saved_step(out)
+        if not (out / "checkpoint" / "manifest.json").exists():
+            # Nothing to go on with must be said, and beginning anew is what is left.
+            job = forked.start(["train", "--resume", "--out", "out"], 1, cwd=folder)
+            if wrong := refused(job, "no checkpoint in out|no run in out").wrong:
+                return saved, f"resumed from nothing: {wrong}"
+            shutil.rmtree(out, ignore_errors=True)
+            args = [*SETTINGS, *layout.settings, "--out", "out"]
+        else:
+            args = ["--resume", "run.heartbeat_s=30", "--out", "out"]
+        failed = run_to_end(args, layout, folder)
+        is_equal = not failed and read_result(out) == wanted
+        return saved, "" if is_equal else f"resumed from step {saved}: {failed or 'other results'}"
+    except (OSError, ValueError, KeyError) as error:
+        return -1, f"checkpoint: {error}"
 
 
 def attempt(
-    layout: Layout, number: int, wanted: Result, seconds: float, chance: random.Random
+    kind: str, layout: Layout, wanted: Result, seconds: float, chance: random.Random
 ) -> Trial:
-    """Loses one rank of one run, and goes on."""
+    """One thing that happens to one run, and what becomes of it."""
     folder = Path(tempfile.mkdtemp(prefix="kill_ranks"))
-    out = folder / "out"
-    job, rank, at, step, was_saving = lose_rank(layout, number, folder, chance, seconds)
-    took, problem = judge_ending(job, rank, at, number, step)
-    saved, is_whole, is_equal = -1, False, False
-    try:
-        saved, is_whole = saved_step(out), True
-        failed = run_to_end(["--resume", "run.heartbeat_s=30", "--out", "out"], layout, folder)
-        is_equal = not failed and read_result(out) == wanted
-        problem += "" if is_equal else f"resumed from step {saved}: {failed or 'other results'}"
-    except (OSError, ValueError, KeyError) as error:
-        problem += f"checkpoint: {error}"
-    if problem:
-        problem += f" (kept in {folder})"
+    struck = Struck(forked.Job(folder), 0, 0.0, 0, False)
+    if kind == "two writers":
+        fate = compete(layout, folder, chance, seconds)
+    elif kind == "stray environment":
+        run_to_end([*SETTINGS, *layout.settings, "--out", "out"], layout, folder)
+        fate = stray(folder, chance)
+    elif kind == "read-only" and chance.random() < 0.3:
+        folder.chmod(0o555)
+        place = forked.start(
+            ["train", *SETTINGS, "--out", "out"], 1, cwd=folder, is_plain_user=True
+        )
+        fate = refused(place, "Permission denied")
+    else:
+        struck = strike_at_a_moment(kind, layout, folder, chance, seconds)
+        fate = judge_ending(kind, struck)
+    for path in (folder, folder / "out", folder / "out" / "checkpoint"):
+        if path.exists():
+            path.chmod(0o755)
+    saved, loss = go_on(layout, folder, wanted)
+    problems = [*fate.wrong, *([loss] if loss else [])]
+    if problems:
+        problems.append(f"kept in {folder}")
     else:
         shutil.rmtree(folder)
-    what = signal.Signals(number).name
-    return Trial(layout, what, rank, step, saved, was_saving, took, is_whole, is_equal, problem)
+    return Trial(
+        *(kind, layout.name, struck.rank, struck.step, saved, struck.was_saving, fate.seconds),
+        *(bool(loss), fate.orphans, bool(fate.wrong), problems),
+    )
 
 
 def undisturbed(layout: Layout) -> tuple[Result, float]:
@@ -219,49 +358,49 @@ def undisturbed(layout: Layout) -> tuple[Result, float]:
     return result, seconds
 
 
-def summary(trials: list[Trial], name: str) -> str:
-    """One line for all trials with one signal."""
-    found = [trial for trial in trials if trial.what == name]
-    if not found:
-        return f"{name}: none"
-    times = [trial.seconds for trial in found]
-    count, saving = len(found), sum(trial.was_saving for trial in found)
-    return (
-        f"{name} {count} times, {saving} of them while a checkpoint was written: the others had "
-        f"ended, naming the rank, after {statistics.median(times):.2f} s in the median and "
-        f"{max(times):.2f} s at most; checkpoint whole {sum(t.is_whole for t in found)}/{count}; "
-        f"resumed bit for bit {sum(t.is_equal for t in found)}/{count}; problems "
-        f"{sum(bool(t.problem) for t in found)}"
-    )
+def table(trials: list[Trial]) -> list[str]:
+    """A row per kind."""
+    lines = [
+        "| kind | trials | while saving | ended after: median, at most (s) | losses | orphans "
+        "| wrong endings |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind in KINDS:
+        found = [trial for trial in trials if trial.kind == kind]
+        if found:
+            times = [trial.seconds for trial in found]
+            columns: list[Any] = [kind, len(found), sum(t.was_saving for t in found)]
+            columns += [f"{statistics.median(times):.2f}, {max(times):.2f}"]
+            columns += [sum(t.is_lost for t in found), sum(t.orphans for t in found)]
+            columns += [sum(t.is_ending_wrong for t in found)]
+            lines.append(f"| {' | '.join(map(str, columns))} |")
+    return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--times", type=int, default=50, help="ranks to kill")
-    parser.add_argument("--stops", type=int, default=10, help="ranks to stop")
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of which, with commas")
     parser.add_argument("--layouts", type=int, default=len(LAYOUTS), help="how many, in turn")
+    parser.add_argument("--json", action="store_true", help="all trials as JSON, and nothing else")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     forked.prepare()
     chance, layouts = random.Random(options.seed), LAYOUTS[: options.layouts]
+    kinds = [kind for kind in (*KINDS, *MORE) if kind in options.kinds.split(",")]
     wanted = {layout: undisturbed(layout) for layout in layouts}
-    print("| # | layout | signal | rank | after step | saving | ended after (s) | resumed from |")
-    print("|---|---|---|---|---|---|---|---|")
     trials = []
-    for index in range(options.times + options.stops):
-        number = signal.SIGKILL if index < options.times else signal.SIGSTOP
-        layout = layouts[index % len(layouts)]
-        trials.append(trial := attempt(layout, number, *wanted[layout], chance))
-        saving = "yes" if trial.was_saving else ""
-        columns = [index + 1, layout.name, trial.what, trial.rank, trial.step, saving]
-        columns += [f"{trial.seconds:.2f}", trial.saved_step]
-        print(f"| {' | '.join(map(str, columns))} |", flush=True)
-        if trial.problem:
-            print(f"\n{trial.problem}\n", flush=True)
-    print()
-    for name in ("SIGKILL", "SIGSTOP"):
-        print(summary(trials, name))
-    return int(any(trial.problem for trial in trials))
+    for index in range(options.trials):
+        kind, layout = kinds[index % len(kinds)], layouts[index % len(layouts)]
+        trials.append(trial := attempt(kind, layout, *wanted[layout], chance))
+        text = f"{index + 1}. {kind}, {layout.name}: rank {trial.rank} after step {trial.step}, "
+        text += f"gone on from {trial.saved_step}; {'; '.join(trial.problems) or 'well'}"
+        print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+    if options.json:
+        print(json.dumps([trial._asdict() for trial in trials], indent=2))
+    else:
+        print("\n" + "\n".join(table(trials)))
+    return int(any(trial.problems for trial in trials))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def hold(directory: Path, *, wait_s: float = 0.0) -> Iterator[None]:
         yield
     finally:
         try:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # in a directory that is read-only by now it stays, unlocked
+                path.unlink()
         finally:
             os.close(descriptor)
 

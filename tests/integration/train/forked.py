@@ -9,10 +9,12 @@ torchrun. What a launcher does beyond that, ``test_launched.py`` tests with the 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
 import runpy
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -91,8 +93,20 @@ def prepare() -> None:
     import anychip.train.loop  # noqa: F401 - and so for all of them
 
 
-def start(args: Sequence[str], world_size: int, *, cwd: Path) -> Job:
-    """Starts ``anychip ARGS``, or a script with arguments, as ranks or as a process alone."""
+def start(
+    args: Sequence[str],
+    world_size: int,
+    *,
+    cwd: Path,
+    is_plain_user: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Job:
+    """Starts ``anychip ARGS``, or a script with arguments, as ranks or as a process alone.
+
+    Args:
+        is_plain_user: without root's right to write where nobody may.
+        environment: variables beside those of this process and of the job.
+    """
     job = Job(Path(tempfile.mkdtemp(dir=cwd)))
     port = 0
     if world_size > 1:
@@ -104,9 +118,21 @@ def start(args: Sequence[str], world_size: int, *, cwd: Path) -> Job:
             (job.folder / f"rank{rank}.{name}").touch()
         pid = os.fork()
         if pid == 0:
+            os.environ |= environment or {}
+            if is_plain_user:
+                _give_up_rights()
             _rank(args, rank, world_size, port, cwd, job.folder)
         job.pids.append(pid)
     return job
+
+
+def _give_up_rights() -> None:
+    """CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH of this process, where it has them."""
+    capabilities, header = (ctypes.c_uint32 * 6)(), struct.pack("Ii", 0x20080522, 0)
+    libc = ctypes.CDLL(None)
+    libc.capget(header, capabilities)
+    capabilities[0] &= ~0b110
+    assert libc.capset(header, capabilities) == 0
 
 
 def _start_store() -> tuple[int, int]:

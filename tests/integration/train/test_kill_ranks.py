@@ -1,27 +1,44 @@
-"""A few ranks killed and stopped at random; ``benchmarks/kill_ranks.py`` does it many times."""
+"""Each thing that may happen to a run, once; ``benchmarks/kill_ranks.py`` does it many times."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.integration.train.processes import variables
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "kill_ranks.py"
 
 
-def test_lost_ranks_are_noticed_and_the_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    words = ["--times", "2", "--stops", "1", "--layouts", "1", "--seed", "3"]
+def campaign(cwd: Path, *kinds: str) -> None:
+    words = ["--trials", str(len(kinds)), "--kinds", ",".join(kinds), "--layouts", "1", "--json"]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words],
-        cwd=tmp_path,
+        [sys.executable, str(SCRIPT), *words, "--seed", "3"],
+        cwd=cwd,
         env=variables(),
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=280,
     )
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    kills, stops = done.stdout.splitlines()[-2:]
-    assert kills.startswith("SIGKILL 2 times")
-    assert kills.endswith("checkpoint whole 2/2; resumed bit for bit 2/2; problems 0")
-    assert stops.startswith("SIGSTOP 1 times")
-    assert stops.endswith("checkpoint whole 1/1; resumed bit for bit 1/1; problems 0")
+    assert done.returncode == 0, done.stderr + done.stdout
+    trials = json.loads(done.stdout)
+    assert sorted(trial["kind"] for trial in trials) == sorted(kinds)
+    for trial in trials:
+        assert trial["problems"] == []
+        assert (trial["is_lost"], trial["orphans"], trial["is_ending_wrong"]) == (False, 0, False)
+
+
+def test_lost_ranks_and_a_full_disk_lose_nothing_and_end_as_documented(tmp_path: Path) -> None:
+    campaign(tmp_path, "SIGKILL", "SIGSTOP", "full disk")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    "kind", ["SIGTERM", "SIGINT", "read-only", "two writers", "stray environment"]
+)
+def test_what_happens_to_a_run_loses_nothing_and_ends_as_documented(
+    tmp_path: Path, kind: str
+) -> None:
+    campaign(tmp_path, kind)

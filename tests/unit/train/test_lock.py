@@ -79,6 +79,18 @@ def test_holder_is_named_only_in_our_own_words(tmp_path: Path, content: bytes) -
             pass
 
 
+def test_directory_that_became_read_only_hides_no_error_and_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), lock.hold(tmp_path):
+            raise ZeroDivisionError
+
+
 def test_link_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".lock").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="Too many levels of symbolic links"), lock.hold(tmp_path):

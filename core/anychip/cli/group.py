@@ -18,6 +18,7 @@ SUBCOMMANDS: Mapping[str, str] = {
     "conformance": "Checks that a backend computes what the contract says.",
     "doctor": "Says why a backend cannot run here, and what fixes it.",
     "new-backend": "Writes a plugin project for a new chip.",
+    "operators": "Says what a row for an operator is given and gives, with a stub of one.",
     "plan": "Shows what a training run would be like: sizes, stages, bytes, waiting.",
     "train": "Trains a model; without a configuration a small one, in about a minute.",
 }

@@ -62,7 +62,7 @@ def _faults(row: Row) -> Iterator[str]:
 
 
 def _limits(row: Row, spec: OperatorSpec, signature: Signature) -> Iterator[str]:
-    sizes = _sizes(spec)
+    sizes = size_names(spec)
     for name, allowed in row.limits.items():
         if name not in sizes:
             near = difflib.get_close_matches(name, sizes, 1)
@@ -77,11 +77,13 @@ def _limits(row: Row, spec: OperatorSpec, signature: Signature) -> Iterator[str]
 
 
 @cache
-def _sizes(spec: OperatorSpec) -> tuple[str, ...]:
+def size_names(spec: OperatorSpec) -> tuple[str, ...]:
     """Names of the sizes that limits may speak of, from the spec's first sample."""
     if spec.sizes is None:
         return ()
-    sample = next(iter(spec.samples(SampleMaker(torch.device("cpu"), torch.float32))))
+    sample = next(iter(spec.samples(SampleMaker(torch.device("cpu"), torch.float32))), None)
+    if sample is None:
+        return ()
     args, attrs = Signature.parse(spec).bind(sample.args, sample.attrs)
     return tuple(spec.sizes(*args, **attrs))
 

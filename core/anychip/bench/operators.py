@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,10 @@ from anychip.bench import updates
 from anychip.bench.case import Case, Make, added_cases
 from anychip.bench.compiled import Compiler
 from anychip.bench.report import Report, Row
-from anychip.bench.timing import Samples, interleave
+from anychip.bench.timing import Call, Samples, Under, interleave
 from anychip.contract import Backend, SampleMaker
 from anychip.dispatch.operator import Operator, registered
+from anychip.dispatch.tally import ProvenanceRow
 
 _TOKENS, _HIDDEN, _VOCABULARY = 4096, 1024, 8192
 _COPY_BYTES = 64 << 20
@@ -34,6 +35,7 @@ _NOTES = (
     "x bound: time over (bytes of the spec / rate of a copy in the same rounds)",
     "x torch, x compiled, x reference: their time over ours, above 1 is faster; compiled: torch's "
     "way under torch.compile",
+    "served by: whose rows ours are; x displaced: the time of the rows that served otherwise",
 )
 
 
@@ -85,7 +87,7 @@ def run(
         device=backend.identity(),
         threads=torch.get_num_threads(),
         rows=rows,
-        notes=(*_NOTES, *(compiler.notes if compiler else ())),
+        notes=(*_NOTES, *_slower(rows), *(compiler.notes if compiler else ())),
     )
 
 
@@ -105,7 +107,46 @@ def _rows(
         if not reference:
             del calls["reference"]
         calls["copy"] = _copy(backend, copied)
-        yield _row(_row_name(name, backward), operator, turns[0], timed(calls), copied)
+        servers = _servers(backend, operator.spec.name, calls)
+        yield _row(_row_name(name, backward), operator, turns[0], timed(calls), copied, servers)
+
+
+def _servers(backend: Backend, name: str, calls: dict[str, Call]) -> dict[str, Any]:
+    """Whose rows serve ours, and whose did before a kernel pack's; adds the call of those."""
+    ours = _served(name, calls["ours"])
+    facts = {"served by": _names(ours)}
+    packs = {row.provider for row in ours} - {backend.name, "reference"}
+    if packs:
+        without = Under(partial(runtime.policy, forbid={name: packs}), calls["ours"])
+        others = _served(name, without)
+        if any(row.kind != "reference" for row in others):
+            calls["displaced"] = without
+            facts["displaced"] = _names(others)
+    return facts
+
+
+def _served(name: str, call: Call) -> list[ProvenanceRow]:
+    """What served one call of an operator, forward first."""
+    before = {replace(row, calls=0): row.calls for row in runtime.provenance().rows()}
+    call()
+    after = [row for row in runtime.provenance().rows() if row.operator == name]
+    return [row for row in after if row.calls > before.get(replace(row, calls=0), 0)]
+
+
+def _names(rows: Sequence[ProvenanceRow]) -> str:
+    said = (r.provider if r.kind == "reference" else f"{r.provider} ({r.kind})" for r in rows)
+    return " + ".join(dict.fromkeys(said))
+
+
+def _slower(rows: Sequence[Row]) -> Iterator[str]:
+    """A sentence for each row that is slower than what it displaced."""
+    for row in rows:
+        ratio = row.facts.get("x displaced", 1.0)
+        if ratio < 1:
+            yield (
+                f"{row.name}: {row.facts['served by']} takes {1 / ratio:.2g} times as long as "
+                f"{row.facts['displaced']}, which it displaces; policy(forbid=...) leaves it out"
+            )
 
 
 def _turns(make: Make, maker: SampleMaker, nbytes: int) -> list[Case]:
@@ -144,25 +185,21 @@ def _calls(
 ) -> dict[str, Callable[[], object]]:
     name, first = operator.spec.name, turns[0]
 
-    def of(
-        function: Callable[..., Any], pin: Mapping[str, str] | None, *own: Operator[..., Any]
-    ) -> Callable[[], object]:
-        return _in_turn([_call(function, case, backward, pin, *own) for case in turns])
+    def of(function: Callable[..., Any]) -> Call:
+        return _in_turn([_call(function, case, backward, operator) for case in turns])
 
-    calls: dict[str, Callable[[], object]] = {
-        "ours": of(operator, {}),
-        "reference": of(operator, {name: "reference"}),
+    calls: dict[str, Call] = {
+        "ours": of(operator),
+        "reference": Under(partial(runtime.policy, pin={name: "reference"}), of(operator)),
     }
     for peer, function in first.peers.items():
-        calls[peer] = of(function, None, operator)
+        calls[peer] = of(function)
     if first.eager is None:
         return calls
-    calls["torch"] = of(first.eager, None, operator)
+    calls["torch"] = of(first.eager)
     if compiler is not None:
         eager = first.eager
-        made = compiler.compile(
-            _row_name(name, backward), lambda compile: of(compile(eager), None, operator)
-        )
+        made = compiler.compile(_row_name(name, backward), lambda compile: of(compile(eager)))
         if made is not None:
             calls["compiled"] = made
     return calls
@@ -174,6 +211,7 @@ def _row(
     case: Case,
     taken: Mapping[str, Samples],
     copied: int,
+    servers: Mapping[str, Any],
 ) -> Row:
     nbytes = _nbytes(operator, case, name.endswith(_BACKWARD))
     ours = taken["ours"]
@@ -181,9 +219,10 @@ def _row(
         "GB/s": nbytes / ours.median / 1e9,
         "x bound": ours.ratio(taken["copy"]) * 2 * copied / nbytes,
     }
-    for peer in ("reference", "torch", "compiled", *case.peers):
+    for peer in ("reference", "torch", "compiled", *case.peers, "displaced"):
         if peer in taken:
             facts[f"x {peer}"] = taken[peer].ratio(ours)
+    facts |= servers
     return Row(
         name=name,
         microseconds=ours.median * 1e6,
@@ -205,41 +244,21 @@ def _nbytes(operator: Operator[..., Any], case: Case, backward: bool) -> int:
 
 
 def _call(
-    function: Callable[..., Any],
-    case: Case,
-    backward: bool,
-    pin: Mapping[str, str] | None,
-    operator: Operator[..., Any] | None = None,
-) -> Callable[[], object]:
+    function: Callable[..., Any], case: Case, backward: bool, operator: Operator[..., Any]
+) -> Call:
     """A closure that runs a case once; with a backward, through autograd with a given gradient."""
-    made = operator or function
-    assert isinstance(made, Operator)
-    args = list(case.args)
-    leaves: list[Tensor] = []
-    if backward:
-        assert made.gradient is not None
-        for place in made.gradient.differentiable:
-            if args[place] is not None:
-                args[place] = args[place].detach().requires_grad_()
-                leaves.append(args[place])
-
-    def policy() -> AbstractContextManager[Any]:
-        return runtime.policy(pin=pin) if pin else nullcontext()
-
-    def forward() -> Any:
-        with policy():
-            return function(*args, **case.attrs)
-
     if not backward:
-        return forward
-    outputs = _differentiable(forward())
-    grads = [torch.ones_like(y) for y in outputs]
+        return partial(function, *case.args, **case.attrs)
+    assert operator.gradient is not None
+    args, leaves = list(case.args), []
+    for place in operator.gradient.differentiable:
+        if args[place] is not None:
+            args[place] = args[place].detach().requires_grad_()
+            leaves.append(args[place])
+    grads = [torch.ones_like(y) for y in _differentiable(function(*args, **case.attrs))]
 
     def both() -> object:
-        with policy():
-            return torch.autograd.grad(
-                _differentiable(function(*args, **case.attrs)), leaves, grads
-            )
+        return torch.autograd.grad(_differentiable(function(*args, **case.attrs)), leaves, grads)
 
     return both
 

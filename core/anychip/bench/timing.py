@@ -9,9 +9,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Under:
+    """A call that is timed within a block, like a policy, which is entered once per round."""
+
+    block: Callable[[], AbstractContextManager[object]]
+    call: Call
+
+    def __call__(self) -> object:
+        with self.block():
+            return self.call()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +92,9 @@ def _calls_per_window(call: Call, window: float, synchronize: Call) -> int:
 
 
 def _measure(call: Call, count: int, synchronize: Call) -> float:
+    if isinstance(call, Under):
+        with call.block():
+            return _measure(call.call, count, synchronize)
     synchronize()
     start = time.perf_counter()
     for _ in range(count):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ from click.testing import CliRunner
 import anychip
 from anychip.bench import dispatch, operators, updates
 from anychip.bench.compiled import Compiler
+from anychip.bench.timing import Samples
 from anychip.cli.bench_command import command
-from anychip.contract import SampleMaker
+from anychip.contract import OperatorTable, SampleMaker
 from anychip.dispatch.operator import registered
 from anychip.operators import all_specs
+from tests.unit.dispatch.tables import installation
 
 RANDOM = {spec.name for spec in all_specs() if spec.random}
 """torch draws another mask."""
@@ -54,6 +57,7 @@ def test_bench_dispatch_reports_both_doors_and_their_peers(tmp_path: Path) -> No
     assert all(0 < row["best_microseconds"] <= row["microseconds"] for row in rows.values())
     assert rows["ops, no gradient"]["facts"]["over"] == "direct call"
     assert rows["ops, no gradient"]["facts"]["goal us"] == dispatch.LIMIT_PLAIN_US
+    assert rows["results examined"]["facts"]["over us"] > 0
     assert "ops, gradient" in result.output
 
 
@@ -78,6 +82,8 @@ def test_bench_ops_has_a_row_per_direction(name: str) -> None:
     assert [row.name.split()[0] for row in report.rows] == [name] * directions
     for row in report.rows:
         assert {"GB/s", "x bound", "x reference", "x torch"} <= row.facts.keys()
+        assert "displaced" not in row.facts
+        assert re.fullmatch(r"(cpu \((native|mapped)\)|reference)", row.facts["served by"])
 
 
 @pytest.mark.parametrize("name", sorted(operators._cases().keys() - RANDOM))
@@ -96,6 +102,39 @@ def test_bench_ops_compares_with_the_same_computation(name: str) -> None:
         theirs = operators._listed(case.eager(*case.args, **case.attrs))
     for got, want in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_bench_ops_names_the_row_that_a_pack_displaced_and_how_much_faster_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = OperatorTable()
+    table.forward("gelu", kind="mapped")(registered()["gelu"].spec.forward)
+    seconds = {"ours": (7.0,)}
+    monkeypatch.setattr(
+        operators,
+        "interleave",
+        lambda calls, **_: {n: Samples(name=n, seconds=seconds.get(n, (1.0,))) for n in calls},
+    )
+    with installation() as install:
+        install(table)
+        report = operators.run(
+            anychip.backend(),
+            rounds=3,
+            progress=lambda _: None,
+            names=("gelu", "swiglu"),
+            compiled=False,
+        )
+    forward, both, *others = report.rows
+    own = str(forward.facts["displaced"])
+    assert own in ("cpu (native)", "cpu (mapped)")
+    assert forward.facts["served by"] == "pack0 (mapped)"
+    assert forward.facts["x displaced"] == 1 / 7
+    assert (both.facts["served by"], both.facts["displaced"]) == (f"pack0 (mapped) + {own}", own)
+    assert [note for note in report.notes if note.startswith("gelu forward:")] == [
+        f"gelu forward: pack0 (mapped) takes 7 times as long as {own}, which it displaces; "
+        "policy(forbid=...) leaves it out"
+    ]
+    assert not [row for row in others if "x displaced" in row.facts]
 
 
 def test_bench_ops_has_a_case_for_every_operator() -> None:

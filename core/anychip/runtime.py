@@ -11,7 +11,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from anychip import registry
-from anychip.contract import AnychipError, Backend, OperatorSpec, OperatorTable
+from anychip.contract import (
+    AnychipError,
+    Backend,
+    ContractError,
+    OperatorSpec,
+    OperatorTable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -40,6 +46,7 @@ def use(name: str | None = None, *, config: str | None = None) -> Backend:
         UnknownBackendError: no plugin has this name.
         AmbiguousBackendError: several accelerators are ready, or two distributions claim the name.
         BackendUnavailableError: it cannot run here. There is no fallback to another one.
+        ContractError: it, or a kernel pack for it, does not keep to the contract.
     """
     global _active
     connect()
@@ -78,6 +85,8 @@ def _providers(chosen: Backend) -> tuple[Provider, ...]:
         Provider(distribution, distribution, version, table)
         for table, distribution, version in registry.kernel_packs(chosen)
     ]
+    if any(len(pack.table) for pack in packs):
+        _refuse_unknown(packs)
     distribution, version = registry.provenance_of(chosen)
     return (*packs, Provider(chosen.name, distribution, version, chosen.operators))
 
@@ -114,6 +123,22 @@ def _tell(device_type: str, error: RuntimeError) -> None:
         raise known from error
     except RuntimeError:
         return
+
+
+def _refuse_unknown(packs: Iterable[Provider]) -> None:
+    """A row for an operator that does not exist would never be called, and nobody would know."""
+    import anychip.ops  # noqa: F401 - the names are checked against it
+    from anychip.dispatch.operator import check_names
+
+    for pack in packs:
+        for row in pack.table:
+            try:
+                check_names([row.operator])
+            except ValueError as error:
+                raise ContractError(
+                    f"the kernel pack {pack.distribution} {pack.version} has the row {row.label}, "
+                    f"and {error}; fix it, or uninstall {pack.distribution}"
+                ) from None
 
 
 def digest() -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from anychip.contract import settings
+
 _C: Any = torch._C
 
 
@@ -21,6 +23,7 @@ class SameBits:
     """
 
     def __enter__(self) -> None:
+        settings.turns += 1
         self._mode = _C._get_deterministic_algorithms()
         self._warns = _C._get_deterministic_algorithms_warn_only()
         self._fills = _C._get_deterministic_fill_uninitialized_memory()
@@ -28,5 +31,6 @@ class SameBits:
         _C._set_deterministic_algorithms(True, warn_only=False)
 
     def __exit__(self, *exception: object) -> None:
+        settings.turns += 1
         _C._set_deterministic_algorithms(self._mode, warn_only=self._warns)
         _C._set_deterministic_fill_uninitialized_memory(self._fills)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anychip.contract.device import DeviceInterface
+from anychip.contract.errors import ContractError
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,17 @@ class Memory:
     def __init__(self, backend: DeviceInterface) -> None:
         self.backend = backend
 
+    def _adapter(self, method: str, name: str) -> Any:
+        """A function of the adapter's module, on which a method stands."""
+        found = getattr(self.backend.device_module(), name, None)
+        if found is None:
+            raise ContractError(
+                f"backend {self.backend.name!r}: torch.{self.backend.device_type} has no {name}(), "
+                f"on which the contract's memory.{method}() stands; override {method}() in "
+                f"{type(self.backend).__module__.partition('.')[0]}'s memory.py"
+            )
+        return found
+
     def allocate(self, nbytes: int, index: int | None = None) -> torch.UntypedStorage:
         """A storage of ``nbytes`` bytes, contents undefined; freed when the last reference goes.
 
@@ -80,28 +92,28 @@ class Memory:
     def stats(self, index: int | None = None) -> MemoryStats:
         """Statistics of torch's allocator for the device. Needs the capability ``memory_stats``."""
         self.backend.require("memory_stats", "memory.stats()")
-        module, device = self.backend.device_module(), self.backend.device(index)
-        peak = None
+        device, peak = self.backend.device(index), None
         if "memory_peak" in self.backend.capabilities:
-            peak = int(module.max_memory_allocated(device))
+            peak = int(self._adapter("stats", "max_memory_allocated")(device))
+        allocated = self._adapter("stats", "memory_allocated")(device)
         return MemoryStats(
-            int(module.memory_allocated(device)), int(module.memory_reserved(device)), peak
+            int(allocated), int(self._adapter("stats", "memory_reserved")(device)), peak
         )
 
     def reset_peak(self, index: int | None = None) -> None:
         """Sets ``peak_allocated`` to what is allocated now. Needs ``memory_peak``."""
         self.backend.require("memory_peak", "memory.reset_peak()")
-        self.backend.device_module().reset_peak_memory_stats(self.backend.device(index))
+        self._adapter("reset_peak", "reset_peak_memory_stats")(self.backend.device(index))
 
     def info(self, index: int | None = None) -> MemoryInfo:
         """Free and total bytes of the device, as the driver reports them."""
-        free, total = self.backend.device_module().mem_get_info(self.backend.device(index))
+        free, total = self._adapter("info", "mem_get_info")(self.backend.device(index))
         return MemoryInfo(int(free), int(total))
 
     def empty_cache(self) -> None:
         """Gives cached free blocks back to the driver. What is allocated stays as it is."""
         self.backend.require("memory_stats", "memory.empty_cache()")
-        self.backend.device_module().empty_cache()
+        self._adapter("empty_cache", "empty_cache")()
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` of page-locked host memory as a uint8 tensor. Needs ``pinned_memory``."""

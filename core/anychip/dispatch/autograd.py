@@ -19,7 +19,7 @@ from torch import Tensor
 from anychip.contract import OperatorSpec, Row
 from anychip.dispatch import selection
 from anychip.dispatch.kernel import Kernel, nothing_special
-from anychip.dispatch.resolution import REFERENCE, reference_row
+from anychip.dispatch.resolution import REFERENCE, Choice, reference_row
 from anychip.dispatch.signature import Signature
 from anychip.dispatch.tally import new_tally
 
@@ -49,7 +49,6 @@ class Gradient:
             else tuple(f"y{i}" for i in range(signature.num_outputs))
         )
         self.spec, self.signature, self.door, self.pair_door = spec, signature, door, pair_door
-        self._pair_ticks: dict[Row, Callable[[], int]] = {}
         self.num_outputs, self.single = signature.num_outputs, signature.num_outputs == 1
         self.results = (*outputs, *(r.name for r in spec.residuals))
         unknown = set(spec.saved) - {*signature.positional, *self.results}
@@ -103,26 +102,33 @@ class Gradient:
             # A paired row has no canonical residuals; recorded() computes what they stand for.
             canonical = [named.get(name, grads[0]) for name in self.kept]
             return self.recorded(grads, canonical, attrs, needs)
-        if nothing_special() and self.kernel.key((*grads, *own)) is not None:
-            return self.pair_backward(pair, (*grads, *own), attrs, needs)
+        known = self.kernel.key((*grads, *own)) if nothing_special() else None
+        if known is not None:
+            return self.pair_backward(pair, known[1], (*grads, *own), attrs, needs)
         values = (attrs[n] for n in self.signature.attr_names)
         flat = self.pair_door(pair)(*grads, *own, *args, *values, list(needs))
         return self._wanted(flat, needs)
 
     def pair_backward(
-        self, pair: Row, args: Sequence[Any], attrs: Mapping[str, Any], needs: tuple[bool, ...]
+        self,
+        pair: Row,
+        key: tuple[Any, ...],
+        args: Sequence[Any],
+        attrs: Mapping[str, Any],
+        needs: tuple[bool, ...],
     ) -> Sequence[Tensor | None]:
         """Runs the backward of a paired row on plain tensors; counted."""
         assert pair.paired is not None
-        tick = self._pair_ticks.get(pair)
-        if tick is None:
+        plans = selection.current.plans
+        choice = plans.get((pair, key))
+        if choice is None:
             device = next(a.device.type for a in args if a is not None)
             owners = selection.providers_for(device)
             owner = next((p for p in owners if pair in tuple(p.table)), REFERENCE)
-            row = replace(pair, direction="backward", function=pair.paired.backward, paired=None)
-            tick = self._pair_ticks[pair] = new_tally(row, owner).tick
-        tick()
-        found: Sequence[Tensor | None] = pair.paired.backward(*args, **attrs, needs=needs)
+            row = replace(pair, direction="backward", function=pair.paired.backward)
+            choice = plans[pair, key] = Choice.of(self.spec, row, owner)
+        choice.count()
+        found: Sequence[Tensor | None] = choice.run(args, {**attrs, "needs": needs})
         return found
 
     def _wanted(self, flat: Any, needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
@@ -143,7 +149,7 @@ class Gradient:
             known = self.kernel.key(args)
             if known is not None:
                 choice = self.kernel.choose(known[1], args, attrs)
-                found: Sequence[Tensor | None] = choice.row.function(*args, **attrs, needs=needs)
+                found: Sequence[Tensor | None] = choice.run(args, {**attrs, "needs": needs})
                 return found
         flat = self.door(*args, *(attrs[n] for n in self.signature.attr_names), list(needs))
         return self._wanted(flat, needs)
@@ -216,8 +222,8 @@ class Node(torch.autograd.Function):
         *args: Any,
     ) -> Any:
         gradient, kernel, key, attrs = call
-        row = kernel.choose(key, args, attrs).row
-        results = row.function(*args, **attrs)
+        choice = kernel.choose(key, args, attrs)
+        results, row = choice.run(args, attrs), choice.row
         ctx.call, ctx.row = call, row
         listed = (results,) if type(results) is Tensor else results
         if row.paired is not None:

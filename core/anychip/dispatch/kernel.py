@@ -169,7 +169,7 @@ class Kernel:
     def run(self, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
         """Runs the row for tensors that the dispatcher has taken modes and wrappers off."""
         args, key = self.plain(args)
-        return self.choose(key, args, attrs).row.function(*args, **attrs)
+        return self.choose(key, args, attrs).run(args, attrs)
 
     def plain(self, args: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...]]:
         """Plain arguments and their key, for what the dispatcher hands to a kernel.

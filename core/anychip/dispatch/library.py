@@ -99,13 +99,13 @@ def run_plain(
     kernel, plain = operator.kernel, args
     if key is None:
         plain, key = kernel.plain(args)
+    choice = kernel.choose(key, plain, attrs)
     if not written:
-        return kernel.choose(key, plain, attrs).row.function(*plain, **attrs)
-    function = kernel.choose(key, plain, attrs).row.function
+        return choice.run(plain, attrs)
     refuse_overlap(operator.spec.name, operator.signature.positional, args, written)
     try:
         with torch.no_grad():
-            function(*plain, **attrs)
+            choice.run(plain, attrs)
     finally:
         # Also after an error: some of the tensors may have been written before it.
         bump_versions(tensors_of(args, written))
@@ -373,7 +373,7 @@ def _pair_kernel(operator: Operator[..., Any], row: Row) -> Callable[..., Any]:
             choice = kernel.peek(key, tried, attrs)
             if choice is not None and choice.row is row:
                 choice.count()
-                return row.function(*tried, **attrs)
+                return choice.run(tried, attrs)
         raise RuntimeError(
             f"{operator.spec.name}: {row.label} was chosen when this was traced, and does not take "
             "the tensors of this call; trace or compile again"
@@ -400,9 +400,9 @@ def _define_pair_backward(operator: Operator[..., Any], base: str, row: Row) -> 
     arity, names = len(signature.positional), signature.attr_names
 
     def kernel(*flat: Any) -> Any:
-        tensors, _ = gradient.kernel.plain(flat[: len(given)])
+        tensors, key = gradient.kernel.plain(flat[: len(given)])
         attrs = dict(zip(names, flat[len(given) + arity : -1], strict=True))
-        found = gradient.pair_backward(row, tensors, attrs, tuple(flat[-1]))
+        found = gradient.pair_backward(row, key, tensors, attrs, tuple(flat[-1]))
         return _gradients(found, flat[-1], flat[0])
 
     def fake(*flat: Any) -> Any:

@@ -112,7 +112,7 @@ class Operator(Generic[P, R]):
         if grad and torch.is_grad_enabled():
             call = (self.gradient, self.kernel, key, attrs)
             return Node.apply(call, *args)  # type: ignore[no-untyped-call]
-        results = self.kernel.choose(key, args, attrs).row.function(*args, **attrs)
+        results = self.kernel.choose(key, args, attrs).run(args, attrs)
         return results if type(results) is torch.Tensor else self.outputs(results)
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:

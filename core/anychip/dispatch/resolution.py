@@ -7,6 +7,7 @@ call.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,13 +16,15 @@ from typing import Any, NamedTuple
 import torch
 
 from anychip.contract import ContractError, Direction, FallbackError, OperatorSpec, Row
-from anychip.dispatch import selection
+from anychip.dispatch import promise, selection
 from anychip.dispatch.selection import Policy, Provider
 from anychip.dispatch.signature import Signature
-from anychip.dispatch.tally import Tally, new_tally
+from anychip.dispatch.tally import Passed, Tally, new_tally
 
 REFERENCE = Provider("reference", "anychip", None, table=None)  # type: ignore[arg-type]
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+EXAMINED = 1024
+"""Of so many calls with a key one is examined, the first among them; a power of two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -70,12 +73,68 @@ class Refusal(NamedTuple):
 class Choice:
     """A row that may serve calls with a key."""
 
+    spec: OperatorSpec
     row: Row
     provider: Provider
     count: Callable[[], int]
     """Counts a call; ``itertools.count().__next__``, atomic under the interpreter's lock."""
     tally: Tally
     conditional: bool
+    turn: Callable[[], int]
+    """Number of the call with this key."""
+    unexamined: int
+    """Bits of the number, one of which is set when the call is not examined."""
+
+    @classmethod
+    def of(
+        cls,
+        spec: OperatorSpec,
+        row: Row,
+        provider: Provider,
+        reason: str | None = None,
+        passed: Passed = (),
+    ) -> Choice:
+        """A choice under the policy in force.
+
+        Args:
+            reason: why the reference steps in.
+            passed: the rows before it that do not take calls with this key.
+        """
+        tally = new_tally(row, provider, reason, passed)
+        return cls(
+            spec=spec,
+            row=row,
+            provider=provider,
+            count=tally.tick,
+            tally=tally,
+            conditional=bool(row.limits) or row.accepts is not None,
+            turn=itertools.count().__next__,
+            unexamined=0 if selection.current.policy.fallback == "strict" else EXAMINED - 1,
+        )
+
+    @property
+    def title(self) -> str:
+        """Operator, row and whoever brought it, for messages."""
+        given = (self.provider.distribution or "", self.provider.version or "")
+        return (
+            f"{self.spec.name} ({self.row.direction}): the row {self.row.label} of "
+            f"{self.provider.name!r} ({' '.join(given).strip()})"
+        )
+
+    def run(self, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
+        """What the row gives for one call.
+
+        Raises:
+            ContractError: it broke its promise, or raised what would end the process.
+        """
+        try:
+            if self.turn() & self.unexamined:
+                return self.row.function(*args, **attrs)
+            return promise.examined(self, args, attrs)
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise promise.stray(self.title, error) from error
 
     def refusal(
         self, spec: OperatorSpec, args: Sequence[Any], attrs: Mapping[str, Any]
@@ -91,8 +150,13 @@ class Choice:
                     )
                 if sizes[name] not in allowed:
                     return Refusal(f"{name} must be in {_limit_text(allowed)}", str(sizes[name]))
-        if self.row.accepts is not None and not self.row.accepts(*args, **attrs):
-            return Refusal("accepts() said no")
+        try:
+            if self.row.accepts is not None and not self.row.accepts(*args, **attrs):
+                return Refusal("accepts() said no")
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise promise.stray(f"{self.title}, asked by accepts(),", error) from error
         return None
 
 
@@ -166,17 +230,7 @@ def resolve(situation: Situation) -> Plan:
             if why:
                 rejected.append((row, provider, why))
                 continue
-            tally = new_tally(row, provider, passed=tuple(rejected))
-            conditional = bool(row.limits) or row.accepts is not None
-            choices.append(
-                Choice(
-                    row=row,
-                    provider=provider,
-                    count=tally.tick,
-                    tally=tally,
-                    conditional=conditional,
-                )
-            )
+            choices.append(Choice.of(situation.spec, row, provider, None, tuple(rejected)))
     shapes_only = situation.device_type == "meta"
     strict = policy.fallback == "strict" and pin != "reference" and not shapes_only
     if pin is not None and pin != "reference" and not choices:
@@ -239,9 +293,16 @@ def _reference_choice(
     reason = None
     if pin is None and not others:
         reason = "; ".join(f"{r.label}: {why}" for r, _, why in rejected)
-        reason = reason or f"no row for device type {situation.device_type!r}"
-    tally = new_tally(row, REFERENCE, reason, tuple(rejected))
-    return Choice(row=row, provider=REFERENCE, count=tally.tick, tally=tally, conditional=False)
+        reason = reason or _nobody(situation.device_type)
+    return Choice.of(situation.spec, row, REFERENCE, reason, tuple(rejected))
+
+
+def _nobody(device_type: str) -> str:
+    """Whose tables have no row for an operator."""
+    names = list(dict.fromkeys(p.name for p in selection.providers_for(device_type)))
+    if not names:
+        return f"no row for device type {device_type!r}"
+    return f"no row in {' or '.join(map(repr, names))}"
 
 
 def _rejection(

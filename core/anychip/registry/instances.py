@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from anychip.contract import Backend, BackendUnavailableError, Probe
+from anychip.contract import Backend, BackendUnavailableError, Probe, settings
 from anychip.contract.collectives import world
 from anychip.registry import environment, table
 from anychip.registry.discovery import TORCH_BACKEND, TORCH_DEFAULT, Plugin
@@ -29,16 +29,18 @@ def ready_instance(plugin: Plugin) -> tuple[Backend, Probe]:
 
     Raises:
         BackendUnavailableError: it cannot be loaded, or it answers that it cannot run.
+        ContractError: it changes a setting of torch's.
     """
-    with _lock:
-        if plugin not in _backends:
-            _require_private_use_slot(plugin)
-            try:
-                _backends[plugin] = load(plugin)
-            except LoadError as error:
-                raise unavailable(plugin.name, error.probe) from error.__cause__
-        backend = _backends[plugin]
-    answer = ask(backend)
+    with settings.unchanged(f"the backend {plugin.name!r} of {plugin}"):
+        with _lock:
+            if plugin not in _backends:
+                _require_private_use_slot(plugin)
+                try:
+                    _backends[plugin] = load(plugin)
+                except LoadError as error:
+                    raise unavailable(plugin.name, error.probe) from error.__cause__
+            backend = _backends[plugin]
+        answer = ask(backend)
     if answer.status != "ready":
         raise unavailable(plugin.name, answer)
     return backend, answer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from anychip.contract import Backend, ContractError, OperatorTable
+from anychip.contract import Backend, ContractError, OperatorTable, settings
 from anychip.registry.discovery import KERNEL_PACKS, Plugin, kernel_pack_plugins
 from anychip.registry.loading import LoadError, check_hook_names, describe, load_hooks
 
@@ -19,8 +19,9 @@ def kernel_packs(backend: Backend) -> list[tuple[OperatorTable, str, str]]:
     Sorted by the packs' names, so that the order does not depend on the installation.
 
     Raises:
-        ContractError: a pack cannot be loaded or does not hand over tables. It is never left out
-            silently: its rows are faster or more exact, and nobody would see that they are missing.
+        ContractError: a pack cannot be loaded, does not hand over tables, or changes a setting of
+            torch's. It is never left out silently: its rows are faster or more exact, and nobody
+            would see that they are missing.
     """
     packs = sorted(kernel_pack_plugins(backend.name), key=lambda pack: (pack.name, str(pack)))
     return [
@@ -36,6 +37,11 @@ def pack_tables(pack: Plugin, backend: Backend) -> list[OperatorTable]:
     Raises:
         ContractError: as :func:`kernel_packs`.
     """
+    with settings.unchanged(f"the kernel pack {pack.name!r} of {pack}"):
+        return _tables(pack, backend)
+
+
+def _tables(pack: Plugin, backend: Backend) -> list[OperatorTable]:
     if not pack.name.partition(".")[2]:
         raise _wrong(pack, f"its entry point must be named {backend.name}.<pack>")
     try:
@@ -51,7 +57,9 @@ def pack_tables(pack: Plugin, backend: Backend) -> list[OperatorTable]:
         return [table for result in results for table in _as_tables(pack, result)]
     except ContractError:
         raise
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise _wrong(pack, f"anychip_operators() raised {describe(error)}") from error
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.integration.plugins.environments import Environment
+from tests.integration.plugins.environments import Environment, good_plugin
 
 PACK = """
 from anychip.contract import OperatorTable, hookimpl
@@ -87,6 +87,12 @@ def test_packs_for_a_backend_are_loaded_by_name_and_others_are_not_imported(
             id="hook_raises",
         ),
         pytest.param(
+            "acme.bad",
+            "import torch; torch.set_default_dtype(torch.float64)" + PACK.format(result="table"),
+            "changed torch's default dtype from torch.float32 to torch.float64",
+            id="changes_a_setting",
+        ),
+        pytest.param(
             "acme",
             PACK.format(result="table"),
             "its entry point must be named acme.<pack>",
@@ -103,3 +109,37 @@ def test_broken_pack_is_an_error_that_names_it(
     error = next(line for line in done.stderr.splitlines() if "ContractError: " in line)
     assert f"the kernel pack {entry!r} of pack-bad 3.1" in error
     assert reason in error
+
+
+def test_pack_with_a_row_for_no_operator_is_an_error_that_names_the_nearest(
+    acme: Environment,
+) -> None:
+    source = PACK.format(result="table").replace('"rms_norm"', '"rms_nrm"')
+    _add_pack(acme, "acme.bad", "pack_bad", source)
+    done = acme.run("-c", "import anychip; anychip.use('acme')")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(
+        "ContractError: the kernel pack pack-bad 3.1 has the row pack_bad.rms_norm, and no "
+        "operator is named 'rms_nrm'; did you mean 'rms_norm'?; fix it, or uninstall pack-bad"
+    )
+
+
+def test_backend_that_changes_a_setting_of_torchs_is_an_error_that_names_it(
+    environment: Environment,
+) -> None:
+    change = "import torch; torch.set_num_threads(7)"
+    source = good_plugin("acme").replace("def probe(self):", f"def probe(self):\n        {change}")
+    environment.add_plugin("acme", source)
+    code = """
+    import torch, anychip
+    torch.set_num_threads(2)
+    try:
+        anychip.use("acme")
+    except anychip.ContractError as error:
+        print(error, torch.get_num_threads())
+    """
+    assert environment.run_code(code) == (
+        "the backend 'acme' of plugin-acme 1.0 changed torch's number of threads from 2 to 7, "
+        "which belongs to the user's program and is put back; leave it, or put it back before "
+        "returning 2\n"
+    )

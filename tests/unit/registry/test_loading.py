@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anychip.contract import Backend, OperatorTable, Probe
+from anychip.contract import Backend, ContractError, OperatorTable, Probe
 from anychip.registry import loading, provenance_of
 
 
@@ -29,6 +33,10 @@ def test_describe_error_without_a_message_is_its_type() -> None:
 
 class _ByHand(Backend):
     name, device_type, api, operators = "by_hand", "cpu", (1, 0), OperatorTable()
+    capabilities: ClassVar = {"memory_stats": 1}
+
+    def device(self, index: int | None = None) -> torch.device:
+        return torch.device("cpu")
 
     def probe(self) -> Probe:
         return Probe.ready(1, kind="host")
@@ -42,3 +50,17 @@ def test_ask_fills_in_the_device_type() -> None:
 
 def test_provenance_of_a_backend_made_by_hand_is_its_module() -> None:
     assert provenance_of(_ByHand()) == (__name__, "not installed")
+
+
+@pytest.mark.parametrize(
+    ("method", "lacks"), [("empty_cache", "empty_cache"), ("stats", "memory_allocated")]
+)
+def test_default_that_the_adapter_does_not_carry_names_the_file_of_the_plugin(
+    method: str, lacks: str
+) -> None:
+    with pytest.raises(ContractError) as caught:
+        getattr(_ByHand().memory, method)()
+    assert str(caught.value) == (
+        f"backend 'by_hand': torch.cpu has no {lacks}(), on which the contract's memory.{method}() "
+        f"stands; override {method}() in tests's memory.py"
+    )

@@ -26,7 +26,7 @@ from anychip.conformance.case import Case, Context, check, check_equal_bits, exp
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import Oracle, oracle_of
 from anychip.conformance.trial import AnyOperator, Trial, rule_calls
-from anychip.contract import FallbackError
+from anychip.contract import ContractError, FallbackError
 from anychip.dispatch.operator import registered
 from anychip.dispatch.tally import ProvenanceRow
 
@@ -217,6 +217,8 @@ def check_unclaimed(context: Context, *, operator: AnyOperator, oracle: Oracle) 
         placed = trial.place(context)
         try:
             results = trial.run(placed)
+        except ContractError:  # a TypeError, and no refusal: a result of another dtype, like this
+            raise
         except (RuntimeError, TypeError, ValueError):  # the chip's own words are not prescribed
             problem = placed.touched(())
             check(problem is None, f"{other} was refused, and has written: {problem}")

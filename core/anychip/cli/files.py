@@ -10,11 +10,7 @@ import click
 
 
 class ResultFile(click.Path):
-    """A file that a command writes at its end.
-
-    Args:
-        suffixes: of which it has one; none: any name.
-    """
+    """A file that a command writes at its end, with one of the suffixes if there are any."""
 
     def __init__(self, *suffixes: str) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)

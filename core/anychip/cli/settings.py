@@ -25,13 +25,15 @@ class SettingsCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            key = _meant(error.option_name.lstrip("-").replace("-", "_"))
+            option = error.option_name
+            key = _meant(option.lstrip("-").replace("-", "_"))
             if key is None:
                 raise
-            value = _value(error.option_name, given)
+            place = next(i for i, arg in enumerate(given) if arg.partition("=")[0] == option)
+            value = given[place].partition("=")[2] or [*given[place + 1 :], "VALUE"][0]
             raise click.UsageError(
-                f"there is no option {error.option_name}; {key.partition('.')[2]} is a setting: "
-                f"write {key}={value}",
+                f"there is no option {option}; {key.partition('.')[2]} is a setting: write "
+                f"{key}={value}",
                 ctx,
             ) from None
 
@@ -41,19 +43,14 @@ def _meant(name: str) -> str | None:
     from anychip.train import config
 
     listed = config.settings()
-    tails = {setting.key.partition(".")[2]: setting.key for setting in reversed(listed)}
-    near = [name] if name in tails else difflib.get_close_matches(name, tails, n=1)
-    if near or name in tails.values():
-        return tails[near[0]] if near else name
+    tails: dict[str, str] = {
+        setting.key.partition(".")[2]: setting.key for setting in reversed(listed)
+    }
+    if name in tails.values():
+        return name
+    if near := [name] if name in tails else difflib.get_close_matches(name, tails, n=1):
+        return tails[near[0]]
     return next((s.key for s in listed if name.replace("_", " ") in s.meaning), None)
-
-
-def _value(option: str, args: list[str]) -> str:
-    """What stood behind an option."""
-    place = next(i for i, arg in enumerate(args) if arg.partition("=")[0] == option)
-    _, sign, value = args[place].partition("=")
-    follows = args[place + 1 : place + 2]
-    return value if sign else (follows or ["VALUE"])[0]
 
 
 def list_settings(*, as_json: bool) -> None:

@@ -12,15 +12,7 @@ from anychip.train.config.settings import Config
 
 
 class Setting(NamedTuple):
-    """A setting.
-
-    Attributes:
-        key: as it is written: ``model.width``.
-        kind: of its table, when only that kind has it so; None: every run has it.
-        type: what is expected, in words.
-        default: None: nothing is set.
-        meaning: one line.
-    """
+    """A setting; ``kind`` of its table, None where there are none; ``type`` in words."""
 
     key: str
     kind: str | None
@@ -47,14 +39,8 @@ def settings() -> list[Setting]:
 def _settings(table: str, cls: type[Any], kind: str | None) -> list[Setting]:
     hints, meanings, made = get_type_hints(cls), _meanings(cls), cls()
     return [
-        Setting(
-            f"{table}.{f.name}",
-            kind,
-            words_of(hints[f.name]),
-            getattr(made, f.name),
-            meanings.get(f.name, ""),
-        )
-        for f in fields(cls)
+        Setting(f"{table}.{n}", kind, words_of(hints[n]), getattr(made, n), meanings.get(n, ""))
+        for n in (f.name for f in fields(cls))
     ]
 
 

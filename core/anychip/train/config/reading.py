@@ -79,20 +79,15 @@ def _leave_out(
     before = given.get(f"{table}.kind", _Entry(default, "")).value
     if chosen.value not in classes or before not in classes:
         return  # a mistake, which is told of later
-    old, new = ({f.name for f in fields(classes[kind])} for kind in (before, chosen.value))
-    left_out = [key for name in sorted(old - new) if (key := f"{table}.{name}") in given]
-    if not left_out:
-        return
-    origin = given[left_out[0]].origin
-    for key in left_out:
-        del given[key]
-    kept = [
-        f"{key} = {given[key].value!r}" for n in sorted(new) if (key := f"{table}.{n}") in given
-    ]
-    note(
-        f"{chosen.origin}: {', '.join(left_out)} of {origin} are settings of {before!r}, and left "
-        f"out; {', '.join(kept) or 'nothing'} of it is kept"
-    )
+    old, new = ({f"{table}.{f.name}" for f in fields(classes[k])} for k in (before, chosen.value))
+    left_out = {key: given.pop(key) for key in sorted(old - new) if key in given}
+    kept = [f"{key} = {given[key].value!r}" for key in sorted(new & given.keys())]
+    if left_out:
+        origin = next(iter(left_out.values())).origin
+        note(
+            f"{chosen.origin}: {', '.join(left_out)} of {origin} are settings of {before!r}, and "
+            f"left out; {', '.join(kept) or 'nothing'} of it is kept"
+        )
 
 
 def dump(config: Config) -> str:

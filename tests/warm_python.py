@@ -18,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from select import select
 from typing import Any
 
 
@@ -41,14 +41,15 @@ def run(
     assert server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("out", "err")]
-        request = [args, dict(env or os.environ), str(cwd or Path.cwd()), *map(str, files)]
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        pid = int(server.stdout.readline())
-        is_late = not select([server.stdout], [], [], timeout)[0]
-        if is_late:
-            os.kill(pid, signal.SIGKILL)
-        code = int(server.stdout.readline())
+        given = [args, dict(env or os.environ), str(cwd or Path.cwd()), *map(str, files)]
+        try:
+            server.stdin.write(json.dumps([timeout, *given]) + "\n")
+            server.stdin.flush()
+            code, is_late = json.loads(server.stdout.readline())
+        except BaseException:  # what it says next would be taken for another's answer
+            server.kill()
+            _server.cache_clear()
+            raise
         out, err = (file.read_text() for file in files)
     if is_late:
         raise subprocess.TimeoutExpired(args, timeout, out, err)
@@ -81,14 +82,24 @@ def _serve() -> list[str] | None:
     del sys.path[0]
     gc.freeze()  # or the forks would copy it all
     while line := sys.stdin.readline():
-        args, env, cwd, *files = json.loads(line)
+        timeout, args, env, cwd, *files = json.loads(line)
         pid = os.fork()
         if pid == 0:
             _become(args, env, cwd, files)
             return list(args)
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        print(json.dumps(_wait(pid, time.monotonic() + timeout)), flush=True)
     return None
+
+
+def _wait(pid: int, deadline: float) -> tuple[int, bool]:
+    """The exit code of a fork, and whether it was killed for being late."""
+    is_late = False
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        if not is_late and time.monotonic() > deadline:
+            is_late = True
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+    return os.waitstatus_to_exitcode(ended[1]), is_late
 
 
 def _become(args: list[str], env: Mapping[str, str], cwd: str, files: list[str]) -> None:

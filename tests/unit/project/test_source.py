@@ -76,7 +76,8 @@ def imported_parts(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def home(name: str) -> str:
     """The part of anychip that holds a name of the root module; a part's name is its own."""
-    return anychip._HOME[name].split(".")[1] if name in anychip._HOME else name
+    is_exported = name in anychip.__all__
+    return anychip._HOME.get(name, "anychip.contract").split(".")[1] if is_exported else name
 
 
 def layer_offences(tree: ast.Module, part: str, allowed: set[str]) -> list[str]:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 def commands(jobs: int, arguments: Sequence[str], level: str) -> dict[str, list[str]]:
     """The command of each part."""
-    pytest = [sys.executable, "-m", "pytest", "--numprocesses", str(jobs)]
+    pytest = [sys.executable, "-m", "pytest", "--numprocesses", str(jobs), "--dist", "worksteal"]
     if arguments:
         return {"test/pytest": [*pytest, *arguments]}
     anychip = str(Path(sysconfig.get_path("scripts")) / "anychip")

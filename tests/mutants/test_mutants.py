@@ -1,7 +1,7 @@
 """Are some of the generated mutants killed, and is what is published about all of them true?
 
-``make mutants`` tries 600 of them in a quarter of an hour; here are 25, one of each function at
-most, in turn from all files.
+``make mutants`` tries 600 of them in a quarter of an hour; here are 25, a tenth of them per commit,
+one of each function at most, in turn from all files.
 """
 
 from pathlib import Path
@@ -91,13 +91,23 @@ def test_equivalents_are_mutants_of_today(every: list[Mutant]) -> None:
         equivalents.check_fresh([("f.py", "f", "gone", "mutmut.number", "1 -> 2", 0)], every)
 
 
-def test_some_mutants_are_killed_or_listed_or_published(
-    pool: Pool, subjects: dict[Backend, Subjects], every: list[Mutant]
+@pytest.fixture(scope="module")
+def chosen(every: list[Mutant]) -> list[Mutant]:
+    return spread(sample(every, COUNT, SEED), TRIED, SEED)
+
+
+def test_mutants_that_are_tried_here_are_of_many_files(chosen: list[Mutant]) -> None:
+    assert len(chosen) == TRIED
+    assert len({mutant.file for mutant in chosen}) > 20
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("place", range(TRIED))
+def test_mutant_is_killed_or_listed_or_published(
+    pool: Pool, subjects: dict[Backend, Subjects], chosen: list[Mutant], place: int
 ) -> None:
-    chosen = spread(sample(every, COUNT, SEED), TRIED, SEED)
-    campaign = Campaign(pool, subjects, remember=None)
-    listed = equivalents.load()
-    verdicts = campaign.run(chosen, listed)
+    campaign, listed = Campaign(pool, subjects, remember=None), equivalents.load()
+    verdicts = campaign.run([chosen[place]], listed)
     campaign.check_killers(verdicts)
     known = page.published_survivors()
     wrong = [
@@ -106,7 +116,6 @@ def test_some_mutants_are_killed_or_listed_or_published(
         if v.mutant.id not in known and v.survived == (v.mutant.identity not in listed)
     ]
     assert wrong == []
-    assert len({mutant.file for mutant in chosen}) > 20
 
 
 def test_page_publishes_a_run_of_this_version() -> None:

@@ -34,6 +34,7 @@ def no_cycles() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("no_cycles")
 @pytest.mark.parametrize("stages", SIZES)
 def test_bubble_of_gpipe_and_1f1b_is_the_closed_form(stages: int) -> None:

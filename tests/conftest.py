@@ -18,10 +18,6 @@ hypothesis.settings.load_profile("anychip")
 
 SLICE = pytest.StashKey[slices.Slice]()
 SLOWEST_FILES = 12
-seconds: Counter[str] = Counter()
-"""Of each file, over all workers."""
-failed_cases: set[str] = set()
-"""Of the grids."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     roots = [str(path) for path in config.getini("pythonpath")]
     os.environ["PYTHONPATH"] = os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")])
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Record())
     if config.getoption("--slice"):
         try:
             config.stash[SLICE] = asked = slices.chosen()
@@ -69,23 +67,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.nodeid not in left_out]
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    seconds[report.nodeid.partition("::")[0]] += report.duration
-    if report.failed and "grid" in report.keywords:
-        failed_cases.add(report.nodeid)
+class Record:
+    """Of one run: the seconds of each file, over all workers, and which cases of grids failed."""
 
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.failed: set[str] = set()
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """Where the time went, and which cases every later commit will ask."""
-    if len(seconds) > 1:
-        terminalreporter.section(f"slowest files, of {seconds.total():.0f} s in {len(seconds)}")
-        for file, took in seconds.most_common(SLOWEST_FILES):
-            terminalreporter.write_line(f"{took:6.1f} s  {file}")
-    new = slices.remember(failed_cases) if SLICE in config.stash else []
-    for case in new:
-        terminalreporter.write_line(f"added to {slices.FAILED_BEFORE.name}; commit it: {case}")
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+        if report.failed and "grid" in report.keywords:
+            self.failed.add(report.nodeid)
+
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    ) -> None:
+        """Where the time went, and which cases every later commit will ask."""
+        if len(self.seconds) > 1:
+            whole = f"{self.seconds.total():.0f} s in {len(self.seconds)}"
+            terminalreporter.section(f"slowest files, of {whole}")
+            for file, took in self.seconds.most_common(SLOWEST_FILES):
+                terminalreporter.write_line(f"{took:6.1f} s  {file}")
+        for case in slices.remember(self.failed) if SLICE in config.stash else []:
+            terminalreporter.write_line(f"added to {slices.FAILED_BEFORE.name}; commit it: {case}")
 
 
 @pytest.fixture(autouse=True)

@@ -118,7 +118,7 @@ def new_tally(row: Row, provider: Any, fallback: str | None = None, passed: Pass
     Args:
         passed: the rows before it that did not take the calls which it counts.
     """
-    name = provider.name + row.operator + row.direction
+    name = f"{provider.name} {row.operator} {row.direction} {row.kind}"
     key = (id(row.function), name, fallback, tuple((id(r.function), why) for r, _, why in passed))
     with _lock:
         if key not in _tallies:

@@ -19,6 +19,7 @@ def failed(outcomes: list[Outcome], *but: int) -> list[Outcome]:
     return rest
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("call", "how", "odd"),
     [
@@ -39,12 +40,14 @@ def test_collective_that_one_rank_makes_differently_fails_on_all(
         assert f"ranks {others}: {call}" in outcome.error
 
 
+@pytest.mark.grid
 def test_all_to_all_of_unequal_sizes_fails_on_all(server: Server) -> None:
     for outcome in failed(server.run("one_call", 3, call="all_to_all", odd=1, how="shape")):
         assert "elements to rank" in outcome.error
         assert "which has room for" in outcome.error
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("how", ["shape", "dtype"])
 def test_message_that_its_receiver_takes_for_another_fails_on_all(server: Server, how: str) -> None:
     for outcome in failed(server.run("one_call", 3, call="exchange", odd=1, how=how)):
@@ -52,6 +55,7 @@ def test_message_that_its_receiver_takes_for_another_fails_on_all(server: Server
         assert "which expects" in outcome.error
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("call", ["all_reduce", "broadcast", "exchange"])
 def test_rank_that_does_not_come_is_named_within_the_time_limit(server: Server, call: str) -> None:
     outcomes = server.run("stays_away", 3, call=call, absent=0, job={"timeout_s": 1.0})
@@ -63,6 +67,7 @@ def test_rank_that_does_not_come_is_named_within_the_time_limit(server: Server, 
     assert max(o.failed_at for o in outcomes[1:]) < outcomes[0].failed_at
 
 
+@pytest.mark.grid
 def test_rank_that_never_starts_is_named(server: Server) -> None:
     """By all the others at once, though one has waited less, and the other has the store."""
     settings = {"timeout_s": 4.0, "delays_s": [0.0, 2.0, None]}
@@ -72,6 +77,7 @@ def test_rank_that_never_starts_is_named(server: Server) -> None:
         assert "start: rank 2 did not come within 4 s" in outcome.error
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("absent", [0, 2])
 def test_rank_that_closes_while_others_go_on_is_named(server: Server, absent: int) -> None:
     outcomes = server.run("leaves", 3, absent=absent)
@@ -81,6 +87,7 @@ def test_rank_that_closes_while_others_go_on_is_named(server: Server, absent: in
         assert f"barrier #2: rank {absent} ended without making this call" in outcome.error
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("absent", [0, 1])
 def test_rank_that_ends_by_an_exception_says_which(server: Server, absent: int) -> None:
     outcomes = server.run("raises", 3, absent=absent, to_the_end=True)
@@ -100,6 +107,7 @@ def test_killed_rank_is_named_by_all(server: Server, absent: int, world_size: in
         assert f"rank {absent} is lost: its process was killed" in outcome.error
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("absent", "asleep", "world_size"), [(0, 1, 3), (2, 0, 4)])
 def test_killed_rank_ends_calls_that_wait_for_another(
     server: Server, absent: int, asleep: int, world_size: int
@@ -114,6 +122,7 @@ def test_killed_rank_ends_calls_that_wait_for_another(
     assert max(o.failed_at for o in waiting) < outcomes[asleep].failed_at
 
 
+@pytest.mark.grid
 @needs_native
 @pytest.mark.parametrize("absent", [0, 1])
 def test_stopped_rank_is_named_after_the_heartbeat_limit(server: Server, absent: int) -> None:
@@ -125,6 +134,7 @@ def test_stopped_rank_is_named_after_the_heartbeat_limit(server: Server, absent:
         assert f"rank {absent} has not been heard of for 1.5 s" in outcome.error
 
 
+@pytest.mark.grid
 @needs_native
 @pytest.mark.parametrize("absent", [0, 1])
 def test_rank_whose_interpreter_is_held_is_not_lost(server: Server, absent: int) -> None:
@@ -134,6 +144,7 @@ def test_rank_whose_interpreter_is_held_is_not_lost(server: Server, absent: int)
     assert [(o.status, o.error, o.value) for o in outcomes] == [(0, "", True)] * 3
 
 
+@pytest.mark.grid
 @needs_native
 def test_rank_whose_interpreter_is_held_for_too_long_is_named(server: Server) -> None:
     limits = {"timeout_s": 2.0, "heartbeat_s": 1.0}
@@ -143,6 +154,7 @@ def test_rank_whose_interpreter_is_held_for_too_long_is_named(server: Server) ->
         assert "rank 1 is alive and gets nowhere for 2 s: a call in native code" in outcome.error
 
 
+@pytest.mark.grid
 @needs_native
 def test_stopped_host_of_the_store_blocks_nobody_who_asks_it(server: Server) -> None:
     # Rank 1 sleeps for 3 s and asks the store then, which is in the process that is stopped.
@@ -153,12 +165,14 @@ def test_stopped_host_of_the_store_blocks_nobody_who_asks_it(server: Server) -> 
         assert "rank 0 has not been heard of for 5 s" in outcome.error
 
 
+@pytest.mark.grid
 def test_abort_ends_the_calls_of_all_groups(server: Server) -> None:
     for outcome in failed(server.run("aborts", 4, absent=1)):
         assert outcome.ranks == (1,)
         assert "rank 1 aborted: the loss is not finite" in outcome.error
 
 
+@pytest.mark.grid
 def test_calls_after_a_failure_raise_the_same_error(server: Server) -> None:
     for outcome in server.run("calls_after_failure", 3):
         assert outcome.error == ""
@@ -168,6 +182,7 @@ def test_calls_after_a_failure_raise_the_same_error(server: Server) -> None:
             assert text.endswith(": rank 0 aborted: enough")
 
 
+@pytest.mark.grid
 def test_agreement_with_one_other_value_names_its_rank(server: Server) -> None:
     values = ["cpu 1.0", "cpu 1.1, and more", "cpu 1.0"]
     for outcome in failed(server.run("agreement", 3, values=values)):

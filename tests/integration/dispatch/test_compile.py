@@ -113,6 +113,7 @@ def test_training_of_twenty_steps_with_varying_shapes_compiles_at_most_three_tim
     assert {served[name] for name in SPECS if name in served} <= {"native", "mapped"}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_every_operator_compiled_with_aot_gives_the_bits_of_eager(
@@ -125,6 +126,7 @@ def test_every_operator_compiled_with_aot_gives_the_bits_of_eager(
     assert bits(gradients(got, made.leaves())) == bits(gradients(want, eager.leaves()))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("pin", ["cpu", "reference"])
 @pytest.mark.parametrize(
     "name",
@@ -144,6 +146,7 @@ def test_list_operator_compiled_with_aot_gives_the_bits_of_eager(name: str, pin:
 # what is in the graph
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_row_stays_opaque_and_a_reference_is_inlined(name: str) -> None:
     made = call(name, grad=False)
@@ -250,6 +253,7 @@ def test_limits_hold_on_every_call_of_compiled_code(install: Install) -> None:
 # modes inside of compiled code
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("pin", ["cpu", "reference"])
 @pytest.mark.parametrize("name", ["linear", "swiglu", "attention", "rms_norm"])
 def test_autocast_in_compiled_code_gives_the_dtype_and_bits_of_eager(name: str, pin: str) -> None:

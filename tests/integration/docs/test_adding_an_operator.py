@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "adding-an-operator.md"
 # What an installed anychip brings without being asked.
@@ -85,6 +87,7 @@ def test_page_has_one_operator_file_one_test_and_one_pack() -> None:
     assert list(files()) == names
 
 
+@pytest.mark.grid
 def test_commands_of_the_page_print_what_it_says(tmp_path: Path) -> None:
     place = Place(tmp_path)
     checked = 0
@@ -100,6 +103,7 @@ def test_commands_of_the_page_print_what_it_says(tmp_path: Path) -> None:
     assert checked >= 12
 
 
+@pytest.mark.grid
 def test_pack_of_the_page_with_a_wrong_row_fails_the_suite(tmp_path: Path) -> None:
     place = Place(tmp_path)
     file = place.directory / "relu_squared_cpu.py"

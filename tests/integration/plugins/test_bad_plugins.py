@@ -283,6 +283,7 @@ def test_process_that_a_probe_started_is_gone_afterwards(seen: Seen) -> None:
     assert state in ("gone", "Z", "X")  # a zombie waits for init to collect it
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [name for name in CATALOGUE if name not in NOT_BY_NAME])
 def test_bad_plugin_asked_for_by_name_raises_with_the_reason_of_the_table(
     seen: Seen, name: str

@@ -57,6 +57,7 @@ def test_project_installed_by_pip_is_ready(project: tuple[str, Path, Environment
     assert environment.anychip("doctor", name).returncode == 0
 
 
+@pytest.mark.grid
 def test_project_passes_its_own_tests_the_conformance_suite_among_them(
     project: tuple[str, Path, Environment],
 ) -> None:
@@ -69,6 +70,7 @@ def test_project_passes_its_own_tests_the_conformance_suite_among_them(
     assert "skipped" not in done.stdout
 
 
+@pytest.mark.grid
 def test_project_with_limits_and_its_examples_of_a_list_still_passes(
     project: tuple[str, Path, Environment], tmp_path: Path
 ) -> None:

@@ -30,13 +30,19 @@ def campaign(cwd: Path, *kinds: str) -> None:
         assert (trial["is_lost"], trial["orphans"], trial["is_ending_wrong"]) == (False, 0, False)
 
 
-def test_lost_ranks_and_a_full_disk_lose_nothing_and_end_as_documented(tmp_path: Path) -> None:
-    campaign(tmp_path, "SIGKILL", "SIGSTOP", "full disk")
-
-
 @pytest.mark.grid
 @pytest.mark.parametrize(
-    "kind", ["SIGTERM", "SIGINT", "read-only", "two writers", "stray environment"]
+    "kind",
+    [
+        "SIGKILL",
+        "SIGSTOP",
+        "SIGTERM",
+        "SIGINT",
+        "full disk",
+        "read-only",
+        "two writers",
+        "stray environment",
+    ],
 )
 def test_what_happens_to_a_run_loses_nothing_and_ends_as_documented(
     tmp_path: Path, kind: str

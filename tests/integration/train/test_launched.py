@@ -35,6 +35,7 @@ def test_nproc_gives_the_run_and_says_it_once(wanted: Trained, tmp_path: Path) -
     assert logs == ["rank1.err", "rank1.out"]
 
 
+@pytest.mark.grid
 def test_torchrun_gives_the_run(wanted: Trained, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words = [*SETTINGS, *ZERO, "--out", "out"]
@@ -46,6 +47,7 @@ def test_torchrun_gives_the_run(wanted: Trained, tmp_path: Path) -> None:
     Trained(tmp_path / "out").assert_same(wanted)
 
 
+@pytest.mark.grid
 def test_ranks_of_any_launcher_are_a_job(wanted: Trained, tmp_path: Path) -> None:
     """As Kubernetes starts them: no variable of torchrun's."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
@@ -64,6 +66,7 @@ def test_ranks_of_any_launcher_are_a_job(wanted: Trained, tmp_path: Path) -> Non
     Trained(tmp_path / "out").assert_same(wanted)
 
 
+@pytest.mark.grid
 def test_refused_settings_are_one_message_and_the_directory_can_be_used_again(
     ranks: Server, tmp_path: Path
 ) -> None:
@@ -95,6 +98,7 @@ def _saved_step(out: Path) -> int:
     return int(json.loads((out / "checkpoint/manifest.json").read_text())["step"])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("rank", "number"), [(None, signal.SIGINT), (1, signal.SIGTERM), (0, signal.SIGINT)]
 )
@@ -114,6 +118,7 @@ def test_interrupted_launcher_or_rank_ends_all_with_one_message(
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
 
 
+@pytest.mark.grid
 def test_killed_rank_ends_the_launcher_which_names_it(tmp_path: Path) -> None:
     process, pids = _start(tmp_path)
     os.kill(pids[1], signal.SIGKILL)

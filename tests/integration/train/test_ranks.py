@@ -99,6 +99,7 @@ def test_two_replicas_equal_one_rank_with_twice_the_micro_batches(
         before = found
 
 
+@pytest.mark.grid
 def test_loss_scaling_is_the_same_at_every_stage(ranks: Server, tmp_path: Path) -> None:
     """One rank divides a loss by its micro-batches, which float16's smallest gradients feel."""
     args = ("run.precision=fp16",)
@@ -112,6 +113,7 @@ def test_loss_scaling_is_the_same_at_every_stage(ranks: Server, tmp_path: Path) 
     assert first.losses == pytest.approx(wanted.losses, rel=STEPS * torch.finfo(torch.float16).eps)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_two_stages_equal_one_rank(ranks: Server, tmp_path: Path, schedule: str) -> None:
     args = (*LLAMA, "data.accumulation=4")
@@ -127,6 +129,7 @@ def test_replicas_of_stages_equal_replicas(ranks: Server, tmp_path: Path) -> Non
     found.assert_same(wanted)
 
 
+@pytest.mark.grid
 def test_stages_with_tied_weights_equal_one_rank_within_roundings(
     ranks: Server, tmp_path: Path
 ) -> None:
@@ -138,6 +141,7 @@ def test_stages_with_tied_weights_equal_one_rank_within_roundings(
     assert found.norms == pytest.approx(wanted.norms, rel=1e-6)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -166,6 +170,7 @@ def test_run_goes_on_with_other_ranks_as_if_nothing_had_happened(
     Trained(tmp_path / "out").assert_same(wanted, losses=False)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("args", "answer"), [
     (("parallel.pipeline=3",), "do not multiply to the 2 ranks of this job"),
     (("parallel.data=3",), "parallel.data = 3 and parallel.pipeline = 1 do not multiply"),
@@ -184,6 +189,7 @@ def test_wrong_use_is_a_message_of_every_rank_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.grid
 def test_json_is_said_by_the_first_rank_alone(ranks: Server, tmp_path: Path) -> None:
     args = (*SETTINGS, *ZERO, "--json", "--out", "out")
     first, second = ranks.run("train", *args, world_size=2, cwd=tmp_path)
@@ -207,6 +213,7 @@ def _write_documents(folder: Path) -> dict[str, Path]:
     return files
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("world_size", "settings", "parts"), [
     (2, ZERO, 2),
     (2, ("parallel.pipeline=2", "data.accumulation=4"), 4),
@@ -223,6 +230,7 @@ def test_targets_left_out_count_alike_on_all_ranks(
     found.assert_same(wanted, losses=False)
 
 
+@pytest.mark.grid
 def test_formats_of_files_give_the_same_run(ranks: Server, tmp_path: Path) -> None:
     found = {
         name: trained(ranks, tmp_path, *ZERO, "--data", str(path), world_size=2, out=name)
@@ -232,6 +240,7 @@ def test_formats_of_files_give_the_same_run(ranks: Server, tmp_path: Path) -> No
     found["parquet"].assert_same(found["jsonl"])
 
 
+@pytest.mark.grid
 def test_trained_tokenizer_is_kept_and_found_again(ranks: Server, tmp_path: Path) -> None:
     path = _write_documents(tmp_path)["parquet"]
     words = ("--data", str(path), "data.tokenizer=bpe", "model.vocab_size=300", *ZERO)

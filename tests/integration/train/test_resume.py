@@ -55,6 +55,7 @@ def test_run_killed_in_mid_run_and_resumed_equals_one_that_was_not(
     assert (tmp_path / "out/sample.txt").read_text() == (straight / "sample.txt").read_text()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl_c", "sigterm"]
 )
@@ -77,6 +78,7 @@ def test_run_interrupted_keeps_its_last_step_and_says_how_to_go_on(
     assert _checkpoint(tmp_path / "out") == _checkpoint(straight)
 
 
+@pytest.mark.grid
 def test_run_that_finds_the_disk_full_says_so_and_keeps_its_checkpoint(
     tmp_path: Path, straight: Path
 ) -> None:

@@ -89,6 +89,7 @@ def test_finished_run_goes_on_for_more_steps(finished: Path) -> None:
     assert num_rows(finished / "out") == 9
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("args", "code", "answer"), [
     (["--backend", "cpuu"], 2, "did you mean 'cpu'?"),
     (["--backend", "npu"], 3, "backend 'npu' cannot run here (unavailable)"),
@@ -149,6 +150,7 @@ def test_wrong_use_is_one_message_and_nothing_is_written(
 WORKER = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("variables", "out", "answer"), [
     (WORKER, None, "several ranks need --out, one directory for all of them"),
     (WORKER | {"RANK": "4"}, None, "neither alone nor a rank of a job: RANK=4, WORLD_SIZE=4"),
@@ -174,6 +176,7 @@ def test_stray_variables_are_named_and_protect_no_less(
     assert (tmp_path / "full" / "metrics.jsonl").read_text() == "mine"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("settings", "answer"), [
     (("model.width=32",), "it is of another model"),
     (("data.files=['a.txt']",), "does not fit the data"),

@@ -144,6 +144,7 @@ def test_command_on_a_good_plugin_passes_and_writes_every_report(plugins: Path) 
     assert "must-pass cases without a result" in verified.stdout
 
 
+@pytest.mark.grid
 def test_isolation_makes_a_crash_a_hang_and_an_exit_one_failed_case_each(plugins: Path) -> None:
     report, listed = plugins / "r.json", plugins / "list.toml"
     listed.write_text(
@@ -182,6 +183,7 @@ def test_isolation_makes_a_crash_a_hang_and_an_exit_one_failed_case_each(plugins
     assert "--isolate" in done.stdout
 
 
+@pytest.mark.grid
 def test_expected_crash_and_hang_are_run_in_isolation_only(plugins: Path) -> None:
     listed = plugins / "list.toml"
     listed.write_text(

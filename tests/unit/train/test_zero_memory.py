@@ -46,7 +46,7 @@ def live_nbytes() -> int:
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
         # Of other classes are tensors without data, which other tests may have left.
-        if type(thing) not in (torch.Tensor, torch.nn.Parameter):
+        if type(thing) not in (torch.Tensor, torch.nn.Parameter) or thing.layout != torch.strided:
             continue
         for tensor in (thing, thing.grad if thing.is_leaf else None):
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):

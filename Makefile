@@ -93,7 +93,7 @@ lint: $(INSTALLED)-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	find csrc tests/native -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \
+	find csrc tests/native -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \
 		| xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/codespell
 

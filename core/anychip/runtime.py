@@ -178,10 +178,15 @@ def policy(
         pin: operator to the one implementation allowed: a backend's, pack's or distribution's
             name, a kind (native, mapped, compiled) or ``reference``.
         forbid: operator to implementations that must not be taken.
+
+    Raises:
+        ValueError: an unknown fallback, or an operator that does not exist.
     """
     import anychip.ops  # noqa: F401 - the names in pin and forbid are checked against it
     from anychip.dispatch import selection
+    from anychip.dispatch.operator import check_names
 
+    check_names([*(pin or {}), *(forbid or {})])
     return selection.policy(fallback=fallback, pin=pin, forbid=forbid)
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from anychip import registry
 from anychip.cli.backends_command import STYLES, WIDE
 from anychip.cli.exit_codes import CANNOT_RUN, DONE, FAILED
+from anychip.dispatch import native
 
 
 @click.command("doctor")
@@ -19,6 +20,8 @@ from anychip.cli.exit_codes import CANNOT_RUN, DONE, FAILED
 def command(name: str | None, traceback: bool) -> int:
     """Examine the backend NAME, or all of them: why it cannot run, and what fixes it.
 
+    The last line says whether calls of operators are taken in C or in Python.
+
     Ends with exit code 3 if the backend NAME cannot run here, and with 1 if it can and a row of its
     tables fits no operator, or a kernel pack for it does not load.
     """
@@ -26,6 +29,9 @@ def command(name: str | None, traceback: bool) -> int:
     diagnoses = registry.diagnose(name, examine="anychip.runtime:table_faults")
     for diagnosis in diagnoses:
         _print(console, diagnosis, traceback=traceback)
+    problem = native.load()[1]
+    text = f"in Python, some microseconds slower: {problem}" if problem else "in C"
+    console.print(Text.assemble(("operators", "bold"), "  are called ", text))
     if name is None:
         return DONE
     if diagnoses[0].record.status != "ready":

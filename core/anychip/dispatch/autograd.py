@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anychip.contract import OperatorSpec, Row
-from anychip.dispatch import selection
+from anychip.dispatch import promise, selection
 from anychip.dispatch.kernel import Kernel, nothing_special
 from anychip.dispatch.resolution import REFERENCE, Choice, reference_row
 from anychip.dispatch.signature import Signature
@@ -34,6 +34,7 @@ class Gradient:
         kept: names of the tensors that a graph node keeps: the spec's ``saved``, then, when there
             are residuals among those and only the forward restores them, the other arguments.
         given: the arguments and outputs among ``saved``.
+        places: where ``kept`` are found: the number of an argument, or ``~`` that of a result.
     """
 
     def __init__(
@@ -65,16 +66,16 @@ class Gradient:
         self.differentiable = tuple(signature.positional.index(n) for n in spec.differentiable)
         grads = tuple(f"grad{i}" for i in range(signature.num_outputs))
         self.kernel = Kernel(spec, "backward", (*grads, *spec.saved), pairs=False)
-        self._places = tuple(self._place(name) for name in self.kept)
+        self.places = tuple(self._place(name) for name in self.kept)
 
-    def _place(self, name: str) -> tuple[bool, int]:
+    def _place(self, name: str) -> int:
         if name in self.signature.positional:
-            return True, self.signature.positional.index(name)
-        return False, self.results.index(name)
+            return self.signature.positional.index(name)
+        return ~self.results.index(name)
 
     def keep(self, args: Sequence[Any], results: Sequence[Tensor]) -> list[Tensor | None]:
         """The tensors of one call that its graph node keeps, in the order of ``kept``."""
-        return [args[i] if is_arg else results[i] for is_arg, i in self._places]
+        return [args[i] if i >= 0 else results[~i] for i in self.places]
 
     def backward(
         self,
@@ -128,7 +129,7 @@ class Gradient:
             row = replace(pair, direction="backward", function=pair.paired.backward)
             choice = plans[pair, key] = Choice.of(self.spec, row, owner)
         choice.count()
-        found: Sequence[Tensor | None] = choice.run(args, {**attrs, "needs": needs})
+        found: Sequence[Tensor | None] = promise.run(choice, args, {**attrs, "needs": needs})
         return found
 
     def _wanted(self, flat: Any, needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
@@ -148,8 +149,8 @@ class Gradient:
         if nothing_special():
             known = self.kernel.key(args)
             if known is not None:
-                choice = self.kernel.choose(known[1], args, attrs)
-                found: Sequence[Tensor | None] = choice.run(args, {**attrs, "needs": needs})
+                choice, attrs = self.kernel.choose(known[1], args, attrs), {**attrs, "needs": needs}
+                found: Sequence[Tensor | None] = promise.run(choice, args, attrs)
                 return found
         flat = self.door(*args, *(attrs[n] for n in self.signature.attr_names), list(needs))
         return self._wanted(flat, needs)
@@ -208,8 +209,8 @@ class Gradient:
         return zip(self.results, self.signature.results(found), strict=True)
 
 
-Call = tuple[Gradient, Kernel, tuple[Any, ...], Mapping[str, Any]]
-"""Gradient, kernel, key and attributes: one argument, since each costs torch time to pass on."""
+Call = tuple[Gradient, Choice, Mapping[str, Any]]
+"""Gradient, choice and attributes: one argument, since each costs torch time to pass on."""
 
 
 class Node(torch.autograd.Function):
@@ -221,12 +222,11 @@ class Node(torch.autograd.Function):
         call: Call,
         *args: Any,
     ) -> Any:
-        gradient, kernel, key, attrs = call
-        choice = kernel.choose(key, args, attrs)
-        results, row = choice.run(args, attrs), choice.row
-        ctx.call, ctx.row = call, row
+        gradient, choice, attrs = call
+        results = promise.run(choice, args, attrs)
+        ctx.call = call
         listed = (results,) if type(results) is Tensor else results
-        if row.paired is not None:
+        if choice.row.paired is not None:
             ctx.save_for_backward(*pair_keep(gradient, args, listed), *args)
         elif gradient.kept:
             ctx.save_for_backward(*gradient.keep(args, listed))
@@ -234,9 +234,9 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        gradient, _, _, attrs = ctx.call
+        gradient, choice, attrs = ctx.call
         needs = gradient.needs(ctx.needs_input_grad[1:])
-        pair = ctx.row if ctx.row.paired is not None else None
+        pair = choice.row if choice.row.paired is not None else None
         found = gradient.backward(pair, grads, ctx.saved_tensors, attrs, needs)
         result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for place, value, need in zip(gradient.differentiable, found, needs, strict=True):

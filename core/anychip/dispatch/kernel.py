@@ -12,14 +12,18 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from anychip.contract import Direction, OperatorSpec
-from anychip.dispatch import selection
+from anychip.dispatch import promise, selection
 from anychip.dispatch.resolution import Choice, Plan, Situation, TensorFact, resolve
 
 _deterministic = torch._C._get_deterministic_algorithms
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack
-_num_function_modes = torch._C._len_torch_function_stack
-_autocast = torch._C._is_any_autocast_enabled
-_tracing_state = torch._C._get_tracing_state
+GUARDS = (
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+    _functorch_level,
+    torch._C._is_any_autocast_enabled,
+    torch._C._is_tracing,
+)
+"""What is asked whether a mode, transform, autocast or tracer is active."""
 
 ALIGNMENT = 64
 """Bytes; the coarsest alignment that a key tells apart, a cache line and a 512-bit vector."""
@@ -27,14 +31,10 @@ ALIGNMENT = 64
 
 def nothing_special() -> bool:
     """True when no mode, transform, autocast or tracer is active: the short cut may be taken."""
-    return not (
-        _num_dispatch_modes()
-        or _num_function_modes()
-        or _functorch_level()
-        or _autocast()
-        or forward_ad._current_level >= 0
-        or _tracing_state() is not None
-    )
+    for active in GUARDS:
+        if active():
+            return False
+    return forward_ad._current_level < 0
 
 
 def transformed() -> bool:
@@ -122,6 +122,13 @@ class Kernel:
         choice.count()
         return choice
 
+    def find(self, args: Sequence[Any]) -> Plan | None:
+        """The plan for plain tensors; None if one is not plain."""
+        known = self.key(args)
+        if known is None:
+            return None
+        return selection.current.plans.get(known[1]) or self.plan(known[1], args)
+
     def peek(
         self, key: tuple[Any, ...], args: Sequence[Any], attrs: Mapping[str, Any]
     ) -> Choice | None:
@@ -169,7 +176,7 @@ class Kernel:
     def run(self, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
         """Runs the row for tensors that the dispatcher has taken modes and wrappers off."""
         args, key = self.plain(args)
-        return self.choose(key, args, attrs).run(args, attrs)
+        return promise.run(self.choose(key, args, attrs), args, attrs)
 
     def plain(self, args: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...]]:
         """Plain arguments and their key, for what the dispatcher hands to a kernel.

@@ -9,24 +9,24 @@ door 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from anychip.contract import FallbackError, OperatorSpec, Row
-from anychip.dispatch import selection
+from anychip.dispatch import promise, selection
 from anychip.dispatch.agreement import Agreement
-from anychip.dispatch.autograd import pair_keep
+from anychip.dispatch.autograd import Gradient, pair_keep
 from anychip.dispatch.kernel import Kernel, transformed
 from anychip.dispatch.mutation import bump_versions, refuse_overlap, tensors_of
-from anychip.dispatch.resolution import REFERENCE, reference_row
+from anychip.dispatch.resolution import REFERENCE, Choice, reference_row
+from anychip.dispatch.signature import Signature
 from anychip.dispatch.tally import new_tally
 
-if TYPE_CHECKING:
-    from anychip.dispatch.operator import Operator
-
+_below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _libraries: dict[str, torch.library.Library] = {}
 _accelerator = torch.accelerator.current_accelerator()
@@ -36,13 +36,29 @@ _autocast_types: list[str] = ["cpu"] + ([] if _accelerator is None else [_accele
 _defined: list[tuple[OperatorSpec, str]] = []
 
 
+class Operator(Protocol):
+    """What door 1 needs of an operator."""
+
+    spec: OperatorSpec
+    signature: Signature
+    gradient: Gradient | None
+    kernel: Kernel
+    pairs: dict[Row, str]
+
+    def outputs(self, results: Any) -> Any:
+        """The outputs among what a row returned."""
+
+    def take(self, *args: Any, **kwargs: Any) -> Any:
+        """What door 2 gives, or NotImplemented."""
+
+
 def _library(namespace: str) -> torch.library.Library:
     if namespace not in _libraries:
         _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
     return _libraries[namespace]
 
 
-def define(operator: Operator[..., Any]) -> None:
+def define(operator: Operator) -> None:
     """Registers an operator; it is then ``torch.ops.<namespace>.<name>``."""
     spec, library = operator.spec, _library(operator.spec.namespace)
     library.define(spec.name + spec.signature, tags=_TAGS)
@@ -80,46 +96,48 @@ def _returns(count: int) -> str:
 # An operator without a gradient
 
 
-def _plain_kernel(operator: Operator[..., Any]) -> Callable[..., Any]:
+def _plain_kernel(operator: Operator) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         bound, attrs = operator.signature.bind(args, kwargs)
-        return run_plain(operator, None, bound, attrs)
+        plain, key = operator.kernel.plain(bound)
+        choice = operator.kernel.choose(key, plain, attrs)
+        if operator.signature.written:
+            return run_written(operator, choice, plain, attrs, given=bound)
+        return promise.run(choice, plain, attrs)
 
     return kernel
 
 
-def run_plain(
-    operator: Operator[..., Any],
-    key: tuple[Any, ...] | None,
+def run_written(
+    operator: Operator,
+    choice: Choice,
     args: Sequence[Any],
     attrs: Mapping[str, Any],
-) -> Any:
-    """Runs an operator that has no gradient, with the rules of in-place operators."""
-    written = operator.signature.written
-    kernel, plain = operator.kernel, args
-    if key is None:
-        plain, key = kernel.plain(args)
-    choice = kernel.choose(key, plain, attrs)
-    if not written:
-        return choice.run(plain, attrs)
-    refuse_overlap(operator.spec.name, operator.signature.positional, args, written)
+    given: Sequence[Any] | None = None,
+) -> None:
+    """Runs an operator that writes, with the rules of in-place operators.
+
+    Args:
+        given: the arguments as the caller has them, if ``args`` are plain views of those.
+    """
+    written, given = operator.signature.written, args if given is None else given
+    refuse_overlap(operator.spec.name, operator.signature.positional, given, written)
     try:
         with torch.no_grad():
-            choice.run(plain, attrs)
+            promise.run(choice, args, attrs)
     finally:
         # Also after an error: some of the tensors may have been written before it.
-        bump_versions(tensors_of(args, written))
-    return None
+        bump_versions(tensors_of(given, written))
 
 
-def _refuse_devices(operator: Operator[..., Any], args: Sequence[Any]) -> None:
+def _refuse_devices(operator: Operator, args: Sequence[Any]) -> None:
     """A tensor without data among tensors with data would otherwise give results without values."""
     tensors = tensors_of(args, range(len(args)))
     if len({t.device for t in tensors}) > 1:
         operator.kernel.plan((operator, "devices"), args)  # raises, and names the arguments
 
 
-def _without_gradient(operator: Operator[..., Any]) -> Callable[..., Any]:
+def _without_gradient(operator: Operator) -> Callable[..., Any]:
     """For autograd: the results of an operator without a gradient do not require one."""
     spec = operator.spec
 
@@ -137,7 +155,7 @@ def _without_gradient(operator: Operator[..., Any]) -> Callable[..., Any]:
     return autograd
 
 
-def _fake(operator: Operator[..., Any]) -> Callable[..., Any]:
+def _fake(operator: Operator) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
         bound, attrs = operator.signature.bind(args, kwargs)
         _refuse_devices(operator, bound)
@@ -151,11 +169,15 @@ def _fake(operator: Operator[..., Any]) -> Callable[..., Any]:
 # An operator with a gradient
 
 
-def _composite(operator: Operator[..., Any]) -> Callable[..., Any]:
+def _composite(operator: Operator) -> Callable[..., Any]:
     """``name``: outputs of ``name_forward``, or of a paired row's own operator."""
     spec = operator.spec
 
     def composite(*args: Any, **kwargs: Any) -> Any:
+        # Below autograd nothing may be recorded, and the short cut would.
+        found = NotImplemented if _below_autograd(_AUTOGRAD) else operator.take(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
         bound, attrs = operator.signature.bind(args, kwargs)
         if spec.check is not None:
             spec.check(*bound, **attrs)
@@ -187,7 +209,7 @@ def run_under_transform(spec: OperatorSpec, args: Sequence[Any], attrs: Mapping[
 
 
 def _define_forward(
-    operator: Operator[..., Any],
+    operator: Operator,
     base: str,
     run: Callable[..., Any],
     fake: Callable[..., Any],
@@ -234,7 +256,7 @@ def _define_forward(
     _remember(spec, name)
 
 
-def _define_backward(operator: Operator[..., Any]) -> None:
+def _define_backward(operator: Operator) -> None:
     spec, signature, gradient = operator.spec, operator.signature, operator.gradient
     assert gradient is not None
     library, name = _library(spec.namespace), f"{spec.name}_backward"
@@ -304,9 +326,7 @@ def _gradients(found: Sequence[Any], needs: Sequence[bool], like: Tensor) -> Any
 # Paired rows
 
 
-def paired_row(
-    operator: Operator[..., Any], args: Sequence[Any], attrs: Mapping[str, Any]
-) -> Row | None:
+def paired_row(operator: Operator, args: Sequence[Any], attrs: Mapping[str, Any]) -> Row | None:
     """The paired row that serves this call, if one is chosen; does not count it."""
     tensor = first_tensor(args)
     if tensor is None or not _has_pairs(operator.spec.name, tensor.device.type):
@@ -340,7 +360,7 @@ def first_tensor(args: Iterable[Any], *, floating: bool = False) -> Tensor | Non
     return None
 
 
-def pair_suffix(operator: Operator[..., Any], row: Row) -> str:
+def pair_suffix(operator: Operator, row: Row) -> str:
     """Suffix of the torch.library operator of a paired row, which is registered on first use."""
     known = operator.pairs
     if row not in known:
@@ -360,7 +380,7 @@ def pair_suffix(operator: Operator[..., Any], row: Row) -> str:
     return known[row]
 
 
-def _pair_kernel(operator: Operator[..., Any], row: Row) -> Callable[..., Any]:
+def _pair_kernel(operator: Operator, row: Row) -> Callable[..., Any]:
     kernel = operator.kernel
 
     def run(args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
@@ -373,7 +393,7 @@ def _pair_kernel(operator: Operator[..., Any], row: Row) -> Callable[..., Any]:
             choice = kernel.peek(key, tried, attrs)
             if choice is not None and choice.row is row:
                 choice.count()
-                return choice.run(tried, attrs)
+                return promise.run(choice, tried, attrs)
         raise RuntimeError(
             f"{operator.spec.name}: {row.label} was chosen when this was traced, and does not take "
             "the tensors of this call; trace or compile again"
@@ -386,7 +406,7 @@ def _copied(arg: Any) -> Any:
     return arg.clone(memory_format=torch.contiguous_format) if isinstance(arg, Tensor) else arg
 
 
-def _define_pair_backward(operator: Operator[..., Any], base: str, row: Row) -> None:
+def _define_pair_backward(operator: Operator, base: str, row: Row) -> None:
     """The backward of a paired row as an operator: what is traced must not reach the row."""
     spec, signature, gradient = operator.spec, operator.signature, operator.gradient
     assert gradient is not None
@@ -478,11 +498,12 @@ def cast_arguments(
     return [a.to(dtype) if ok else a for a, ok in zip(args, chosen, strict=True)]
 
 
-def _allow_sharding(operator: Operator[..., Any], args: Sequence[Any]) -> bool:
+def _allow_sharding(operator: Operator, args: Sequence[Any]) -> bool:
     """Registers the sharding rules when an argument is a DTensor; whether one is."""
     if not any(type(a).__name__ == "DTensor" for a in args):
         return False
     from anychip.dispatch.sharding import cover
 
-    cover(operator)
+    doors = (door(operator.spec, suffix) for suffix in ("_forward", "_backward"))
+    cover(operator.spec, operator.signature.num_outputs, *doors)
     return True

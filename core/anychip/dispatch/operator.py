@@ -2,7 +2,8 @@
 
 Door 2, the short cut, is taken only when every tensor is exactly a Tensor or Parameter, and no
 mode, transform, autocast or compiler is active; otherwise the call goes through door 1,
-``torch.ops``. Both end at the same rows.
+``torch.ops``. Both end at the same rows. Where :mod:`.native` has its module, a call of an operator
+is taken there first, and comes here when it is unusual.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from anychip.contract import ContractError, OperatorSpec, Row
-from anychip.dispatch import library, selection
+from anychip.dispatch import library, native, promise, selection
 from anychip.dispatch.autograd import Gradient, Node
 from anychip.dispatch.explanation import Explanation, explain
-from anychip.dispatch.kernel import Kernel, nothing_special
+from anychip.dispatch.kernel import GUARDS, Kernel, nothing_special
 from anychip.dispatch.resolution import REFERENCE, reference_row
 from anychip.dispatch.signature import Signature
 from anychip.dispatch.tally import new_tally
@@ -29,7 +33,7 @@ _is_compiling = torch.compiler.is_compiling
 _operators: dict[str, Operator[..., Any]] = {}
 
 
-class Operator(Generic[P, R]):
+class Operator(native.ShortCut, Generic[P, R]):
     """An operator as a function. Made by :func:`operator` or :func:`register`, never directly."""
 
     def __init__(self, spec: OperatorSpec, stub: Callable[P, R] | None = None) -> None:
@@ -51,11 +55,16 @@ class Operator(Generic[P, R]):
         self._arity = len(self.signature.positional)
         self._attrs = dict(self.signature.attrs)
         self._whole = not self.signature.required_attrs
+        self._writes = bool(self.signature.written) and self.gradient is None
         self.__wrapped__, self.__doc__ = stub, stub.__doc__ if stub else spec.equation
         self.__name__ = self.__qualname__ = spec.name
         self.__module__ = stub.__module__ if stub else __name__
         library.define(self)
         self._door = library.door(spec)
+        signature = self.signature
+        values = self._attrs, signature.attr_types, tuple(signature.defaults.values())
+        counts = self._arity, len(signature.attr_names), signature.num_outputs, self._writes
+        self.prepare(self.kernel, self.kernel.check, self.gradient, spec, *values, *counts)
 
     def __repr__(self) -> str:
         return f"<operator {self.spec.namespace}::{self.spec.name}{self.spec.signature}>"
@@ -67,16 +76,37 @@ class Operator(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if _is_compiling():
             return cast(R, self._compiled(*args, **kwargs))
-        if kwargs or len(args) != self._arity or not self._whole:
+        found = self.short_cut(*args, **kwargs)
+        if found is NotImplemented:
             bound, attrs = self._bind(args, kwargs)
-        else:
-            bound, attrs = args, self._attrs
-        if nothing_special():
-            known = self.kernel.key(bound)
-            if known is not None:
-                return cast(R, self._short_cut(known, bound, attrs))
-        self.signature.check_kinds(bound)
-        return cast(R, self._door(*bound, **attrs))
+            self.signature.check_kinds(bound)
+            found = self._door(*bound, **attrs)
+        return cast(R, found)
+
+    def short_cut(self, *args: Any, **kwargs: Any) -> Any:
+        """What door 2 gives; NotImplemented for a call that must take door 1.
+
+        This is the reference of csrc/dispatch/short_cut.c.
+        """
+        if not nothing_special():
+            return NotImplemented
+        attrs = self._attrs
+        if kwargs or len(args) != self._arity or not self._whole:
+            args, attrs = self._bind(args, kwargs)
+        known = self.kernel.key(args)
+        if known is None:
+            return NotImplemented
+        grad, key = known
+        choice = self.kernel.choose(key, args, attrs)
+        if self._writes:
+            return library.run_written(self, choice, args, attrs)
+        if self.gradient is None:
+            return promise.run(choice, args, attrs)
+        if grad and torch.is_grad_enabled():
+            call = (self.gradient, choice, attrs)
+            return Node.apply(call, *args)  # type: ignore[no-untyped-call]
+        results = promise.run(choice, args, attrs)
+        return results if type(results) is Tensor else self.outputs(results)
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
         """The candidates for this call in order, and why each would or would not be taken.
@@ -89,7 +119,7 @@ class Operator(Generic[P, R]):
     def outputs(self, results: Any) -> Any:
         """The outputs among what a row returned: one tensor or a tuple."""
         count = self.signature.num_outputs
-        if isinstance(results, torch.Tensor) or results is None:
+        if isinstance(results, Tensor) or results is None:
             return results
         return results[0] if count == 1 else tuple(results[:count])
 
@@ -102,18 +132,6 @@ class Operator(Generic[P, R]):
         bound, attrs = self.signature.bind(args, kwargs)
         self.signature.check_attributes(attrs)
         return bound, attrs
-
-    def _short_cut(
-        self, known: tuple[bool, tuple[Any, ...]], args: tuple[Any, ...], attrs: dict[str, Any]
-    ) -> Any:
-        grad, key = known
-        if self.gradient is None:
-            return library.run_plain(self, key, args, attrs)
-        if grad and torch.is_grad_enabled():
-            call = (self.gradient, self.kernel, key, attrs)
-            return Node.apply(call, *args)  # type: ignore[no-untyped-call]
-        results = self.kernel.choose(key, args, attrs).run(args, attrs)
-        return results if type(results) is torch.Tensor else self.outputs(results)
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
         """The call as a compiler sees it: the reference inlined, or one opaque operator."""
@@ -225,3 +243,35 @@ def check_names(names: Iterable[str]) -> None:
             near = difflib.get_close_matches(name, _operators, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_operators)}"
             raise ValueError(f"no operator is named {name!r}; {hint}")
+
+
+def _given(module: Any) -> dict[str, Any]:
+    """What the native module asks torch and dispatch for; its twin is the code above."""
+    node = type("Node", (Node,), {"forward": module.forward})
+    flags = vars(torch.compiler), vars(forward_ad)
+    if "_is_compiling_flag" not in flags[0] or "_current_level" not in flags[1]:
+        raise AttributeError("the flags of a compiler and of forward-mode AD")
+    return {
+        "Tensor": Tensor,
+        "Parameter": Parameter,
+        "exchange": Tensor.__dlpack_c_exchange_api__,
+        "dlpack_device": Tensor.__dlpack_device__,
+        "device": Tensor.device,
+        "requires_grad": Tensor.requires_grad,
+        "is_neg": Tensor.is_neg,
+        "guards": GUARDS,
+        "compiler": flags[0],
+        "forward_ad": flags[1],
+        "selection": vars(selection),
+        "deterministic": torch._C._get_deterministic_algorithms,
+        "grad_enabled": torch.is_grad_enabled,
+        "examined": promise.examined,
+        "refuse_end": promise.refuse_end,
+        "run_written": library.run_written,
+        # Past Function.apply, which looks for the transforms that the guards have looked for.
+        "apply": super(torch.autograd.Function, node).apply,  # type: ignore[misc]
+        "forward": Node.forward,
+    }
+
+
+native.connect(Operator, _given)

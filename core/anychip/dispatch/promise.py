@@ -1,4 +1,4 @@
-"""Did a row give what its operator promises, and leave torch's settings as they were?
+"""Runs a row. Did it give what its operator promises, and leave torch's settings as they were?
 
 Looked at on the first call with a key and on one of many after it, always under ``strict``: a
 result of a wrong dtype would otherwise be reported as the next operator's wrong use.
@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anychip.contract import ContractError, settings
 from anychip.dispatch.mutation import tensors_of
+from anychip.dispatch.resolution import Choice, stray
 from anychip.dispatch.signature import Signature
-
-if TYPE_CHECKING:
-    from anychip.dispatch.resolution import Choice
 
 _signature = cache(Signature.parse)
 
@@ -30,6 +28,27 @@ class _Promise(NamedTuple):
     name: str
     like: Tensor | None
     wanted: bool = True
+
+
+def run(choice: Choice, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
+    """What a chosen row gives for one call.
+
+    Raises:
+        ContractError: it broke its promise, or raised what would end the process.
+    """
+    try:
+        if choice.turn() & choice.unexamined:
+            return choice.row.function(*args, **attrs)
+        return examined(choice, args, attrs)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise stray(choice.title, error) from error
+
+
+def refuse_end(choice: Choice, error: BaseException) -> None:
+    """Raises what :func:`run` does for an error that would end the process."""
+    raise stray(choice.title, error) from error
 
 
 def examined(choice: Choice, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
@@ -50,14 +69,6 @@ def examined(choice: Choice, args: Sequence[Any], attrs: Mapping[str, Any]) -> A
     if not fits or any(_differs(p, c, device) for p, c in zip(promised, came, strict=True)):
         raise ContractError(_text(choice, promised, found, device))
     return found
-
-
-def stray(title: str, error: BaseException) -> ContractError:
-    """The error in place of one that would end the process without a word."""
-    return ContractError(
-        f"{title} raised {type(error).__name__}({error}), which is no Exception and would end the "
-        "process; a row raises an Exception"
-    )
 
 
 def _results(choice: Choice, args: Sequence[Any], attrs: Mapping[str, Any]) -> Iterator[_Promise]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anychip.contract import ContractError, Direction, FallbackError, OperatorSpec, Row
-from anychip.dispatch import promise, selection
+from anychip.dispatch import selection
 from anychip.dispatch.selection import Policy, Provider
 from anychip.dispatch.signature import Signature
 from anychip.dispatch.tally import Passed, Tally, new_tally
@@ -84,6 +84,8 @@ class Choice:
     """Number of the call with this key."""
     unexamined: int
     """Bits of the number, one of which is set when the call is not examined."""
+    parts: tuple[Any, ...]
+    """What csrc/dispatch reads, in its order."""
 
     @classmethod
     def of(
@@ -100,16 +102,20 @@ class Choice:
             reason: why the reference steps in.
             passed: the rows before it that do not take calls with this key.
         """
-        tally = new_tally(row, provider, reason, passed)
+        tally, turn = new_tally(row, provider, reason, passed), itertools.count()
+        conditional = bool(row.limits) or row.accepts is not None
+        unexamined = 0 if selection.current.policy.fallback == "strict" else EXAMINED - 1
+        paired = row.paired is not None
         return cls(
             spec=spec,
             row=row,
             provider=provider,
             count=tally.tick,
             tally=tally,
-            conditional=bool(row.limits) or row.accepts is not None,
-            turn=itertools.count().__next__,
-            unexamined=0 if selection.current.policy.fallback == "strict" else EXAMINED - 1,
+            conditional=conditional,
+            turn=turn.__next__,
+            unexamined=unexamined,
+            parts=(row.function, tally.counter, turn, unexamined, conditional, paired),
         )
 
     @property
@@ -120,21 +126,6 @@ class Choice:
             f"{self.spec.name} ({self.row.direction}): the row {self.row.label} of "
             f"{self.provider.name!r} ({' '.join(given).strip()})"
         )
-
-    def run(self, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
-        """What the row gives for one call.
-
-        Raises:
-            ContractError: it broke its promise, or raised what would end the process.
-        """
-        try:
-            if self.turn() & self.unexamined:
-                return self.row.function(*args, **attrs)
-            return promise.examined(self, args, attrs)
-        except (Exception, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            raise promise.stray(self.title, error) from error
 
     def refusal(
         self, spec: OperatorSpec, args: Sequence[Any], attrs: Mapping[str, Any]
@@ -156,7 +147,7 @@ class Choice:
         except (Exception, KeyboardInterrupt):
             raise
         except BaseException as error:
-            raise promise.stray(f"{self.title}, asked by accepts(),", error) from error
+            raise stray(f"{self.title}, asked by accepts(),", error) from error
         return None
 
 
@@ -210,6 +201,14 @@ class Plan:
             f"{spec.name}: the policy {self.verdict} and no implementation takes this call; "
             f"nothing was written. {'; '.join(listed) or 'No backend in use has a row for it.'}"
         )
+
+
+def stray(title: str, error: BaseException) -> ContractError:
+    """The error in place of one that would end the process without a word."""
+    return ContractError(
+        f"{title} raised {type(error).__name__}({error}), which is no Exception and would end the "
+        "process; a row raises an Exception"
+    )
 
 
 def resolve(situation: Situation) -> Plan:

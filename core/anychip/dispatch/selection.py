@@ -150,11 +150,8 @@ def policy(
         forbid: added to what is forbidden.
 
     Raises:
-        ValueError: an unknown fallback, or an operator that does not exist.
+        ValueError: an unknown fallback.
     """
-    from anychip.dispatch.operator import check_names
-
-    check_names([*(pin or {}), *(forbid or {})])
     banned = {
         name: frozenset([given] if isinstance(given, str) else given)
         for name, given in (forbid or {}).items()

@@ -7,7 +7,7 @@ without a rule is refused by DTensor itself, by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -15,27 +15,24 @@ from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
 from anychip.contract import OperatorSpec, Placement
-from anychip.dispatch.library import door
-
-if TYPE_CHECKING:
-    from anychip.dispatch.operator import Operator
 
 _covered: set[str] = set()
 
 
-def cover(operator: Operator[..., Any]) -> None:
-    """Registers the rules of both directions of an operator, once."""
-    spec = operator.spec
+def cover(spec: OperatorSpec, num_outputs: int, forward: Any, backward: Any) -> None:
+    """Registers the rules of both directions of an operator, once.
+
+    Args:
+        forward, backward: its two operators of ``torch.library``.
+    """
     if spec.sharding is None or spec.name in _covered:
         return
-    assert operator.gradient is not None
     _covered.add(spec.name)
-    results = operator.signature.num_outputs + len(spec.residuals)
-    _register(spec, "_forward", spec.sharding.forward, results)
-    _register(spec, "_backward", spec.sharding.backward, len(spec.differentiable))
+    _register(forward, spec.sharding.forward, num_outputs + len(spec.residuals))
+    _register(backward, spec.sharding.backward, len(spec.differentiable))
 
 
-def _register(spec: OperatorSpec, suffix: str, rule: Any, results: int) -> None:
+def _register(overload: Any, rule: Any, results: int) -> None:
     def strategy(*args: Any, **_: Any) -> list[tuple[list[Any], list[Any]]]:
         # Tensors come as DTensorSpec; everything else as itself.
         tensors = [hasattr(a, "tensor_meta") for a in args]
@@ -48,7 +45,6 @@ def _register(spec: OperatorSpec, suffix: str, rule: Any, results: int) -> None:
                 allowed.append(([_placement(p) for p in outputs], _spread(inputs, tensors)))
         return allowed
 
-    overload: Any = door(spec, suffix)
     register_sharding(overload)(strategy)
     # DTensor remembers an answer by the tensors and the attributes from the first int on. A rule
     # may look at any attribute, so that all of them belong to the question.

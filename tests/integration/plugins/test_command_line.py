@@ -155,6 +155,7 @@ def test_doctor_without_a_name_examines_all_and_succeeds(fakes: Environment) -> 
     assert done.returncode == 0
     for name in ("absent", "bad", "cpu", "torch"):
         assert any(line.startswith(name) for line in done.stdout.splitlines())
+    assert "operators  are called in " in done.stdout
 
 
 @pytest.mark.parametrize(("args", "code", "text"), [

@@ -56,7 +56,7 @@ def test_bench_dispatch_reports_both_doors_and_their_peers(tmp_path: Path) -> No
     assert peers <= rows.keys()
     assert all(0 < row["best_microseconds"] <= row["microseconds"] for row in rows.values())
     assert rows["ops, no gradient"]["facts"]["over"] == "direct call"
-    assert rows["ops, no gradient"]["facts"]["goal us"] == dispatch.LIMIT_PLAIN_US
+    assert rows["ops, no gradient"]["facts"]["goal us"] == 1.0
     assert rows["results examined"]["facts"]["over us"] > 0
     assert "ops, gradient" in result.output
 

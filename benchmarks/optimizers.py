@@ -17,7 +17,8 @@ from torch import Tensor
 
 from anychip.bench.report import Report, Row
 from anychip.bench.timing import Call, Samples, interleave
-from anychip.contract import Backend, SoloCommunicator
+from anychip.comm import alone
+from anychip.contract import Backend
 from anychip.operators.adamw_8bit import BLOCK
 from anychip.train import optim, zero
 
@@ -181,7 +182,7 @@ def _calls(
     params = [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
     for param in params:
         param.grad = torch.randn_like(param) * 1e-3
-    comm = SoloCommunicator()
+    comm = alone()
     comm.device = backend.device_type
     calls: dict[str, Call] = {_OURS: zero.Optimizer(params, setting.rule, comm).step}
     if setting.torch is not None:

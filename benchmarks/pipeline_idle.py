@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.contract.collectives.threads import run_ranks
 from anychip.train.parallel import Costs, Pipeline, Schedule, Timeline, gpipe, one_f_one_b, simulate
 
 FORWARD_S, BACKWARD_S = 0.05, 0.10

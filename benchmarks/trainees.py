@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from anychip.bench.rank import Place
-from anychip.contract import SoloCommunicator
+from anychip.comm import alone
 from anychip.train import optim, parallel, zero
 from anychip.train.models import GPT, GPTConfig
 
@@ -181,7 +181,7 @@ def _one_f_one_b(sizes: Sizes, place: Place) -> Trainee:
     schedule = parallel.one_f_one_b(place.world_size, sizes.microbatches)
     comm = place.chip.communicator()
     pipeline = parallel.Pipeline(stage, comm, schedule)
-    optimizer = zero.Optimizer(stage, _rule(), SoloCommunicator(), model_comm=comm)
+    optimizer = zero.Optimizer(stage, _rule(), alone(), model_comm=comm)
 
     def step() -> Tensor | None:
         loss = pipeline.run(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from anychip.bench.report import Report, Row
 from anychip.bench.timing import interleave
-from anychip.contract import SoloCommunicator
+from anychip.comm import alone
 from anychip.train import optim, precision, zero
 from anychip.train.models import GPT, GPTConfig, Llama, LlamaConfig
 from benchmarks.cuda import plain
@@ -168,7 +168,7 @@ def _torch(narrow: bool, fused: bool, compiled: bool) -> Callable[..., Step]:
 
 def _ours(stage: Stage, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
     policy = precision.policy("bf16", stage.chip)
-    comm = SoloCommunicator()
+    comm = alone()
     comm.device = stage.chip.device_type
     rule = optim.adamw(LEARNING_RATE, weight_decay=DECAY)
     optimizer = zero.Optimizer(model, rule, comm, precision=policy)
@@ -190,7 +190,7 @@ def _ours_in_graph(stage: Stage, model: nn.Module, tokens: Tensor, targets: Tens
     Gradients are given up first, so that a replay writes them anew, to the same memory.
     """
     policy = precision.policy("bf16", stage.chip)
-    comm = SoloCommunicator()
+    comm = alone()
     comm.device = stage.chip.device_type
     rule = optim.adamw(LEARNING_RATE, weight_decay=DECAY)
     optimizer = zero.Optimizer(model, rule, comm, precision=policy)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anychip.contract import Capabilities, CommunicationError, Communicator, Transfer, Work
-from anychip.contract.collectives.communicator import DONE
+from anychip.contract.communicator import DONE
 from tests.meta.honest import HonestBackend
 from tests.meta.wrong import Wrong
 

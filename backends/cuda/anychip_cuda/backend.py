@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import torch
 
+from anychip.comm.native import NativeCommunicator
 from anychip.contract import Backend, Finding, Memory, Probe
-from anychip.contract.collectives.native import NativeCommunicator
 from anychip_cuda import driver, native, nvml, operators, readiness
 from anychip_cuda.device import CudaDevice
 from anychip_cuda.memory import CudaMemory

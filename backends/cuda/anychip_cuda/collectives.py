@@ -1,6 +1,6 @@
 """Collectives by NCCL: what it takes, and what has to be true before the first call.
 
-Calls are the contract's (:mod:`anychip.contract.collectives.native`): ranks compare them on the
+Calls are the contract's (:mod:`anychip.comm.native`): ranks compare them on the
 host before anything is sent, and a rank that is lost is noticed there.
 
 NCCL's own kernels wait on the device for ever when a rank does not come. torch's watchdog thread
@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from anychip.contract import Capabilities, Reduction
-from anychip.contract.collectives import CALLS
-from anychip.contract.collectives.job import Job
-from anychip.contract.collectives.native import NativeCommunicator, compare_devices
+from anychip.comm.job import Job
+from anychip.comm.native import NativeCommunicator, compare_devices
+from anychip.contract import CALLS, Capabilities, Reduction
 
 ABORT_ONLY = "2"
 """Value of TORCH_NCCL_ASYNC_ERROR_HANDLING: give up the communicator, and leave the process."""

@@ -14,7 +14,7 @@ from anychip_npu import adapter, cann, readiness
 from anychip_npu.device import NpuDevice
 
 if TYPE_CHECKING:
-    from anychip.contract.collectives.native import NativeCommunicator
+    from anychip.comm.native import NativeCommunicator
 
 DEPENDS = (
     "ASCEND_HOME_PATH", "ASCEND_RT_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "/dev/davinci*",

@@ -1,6 +1,6 @@
 """Collectives by HCCL: what it takes, said before the call, and how a lost rank ends it.
 
-Calls are the contract's (:mod:`anychip.contract.collectives.native`): ranks compare them on the
+Calls are the contract's (:mod:`anychip.comm.native`): ranks compare them on the
 host before anything is sent, and a rank that is lost is noticed there.
 
 torch_npu's watchdog thread ends the whole process by default when a collective fails. Here it is
@@ -23,7 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from anychip.comm.job import Failure, Job
+from anychip.comm.ledger import ranks_text
+from anychip.comm.native import NativeCommunicator, compare_devices
 from anychip.contract import (
+    CALLS,
     AnychipError,
     Capabilities,
     CommunicationError,
@@ -32,10 +36,6 @@ from anychip.contract import (
     Transfer,
     Work,
 )
-from anychip.contract.collectives import CALLS
-from anychip.contract.collectives.job import Failure, Job
-from anychip.contract.collectives.ledger import ranks_text
-from anychip.contract.collectives.native import NativeCommunicator, compare_devices
 from anychip_npu import errors
 
 ABORT_ONLY = "2"

@@ -21,12 +21,12 @@ from anychip.bench.rank import Place
 from anychip.bench.ranks import Ranks, slowest
 from anychip.bench.report import Report, Row
 from anychip.bench.timing import Samples
+from anychip.comm import wire_nbytes
 from anychip.contract import Backend, Communicator
-from anychip.contract.collectives import wire_nbytes
 
 RANKS = 2
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
-"""Bytes of payload, as :class:`~anychip.contract.collectives.Traffic` counts it."""
+"""Bytes of payload, as :class:`~anychip.contract.Traffic` counts it."""
 COUNTED_FROM = 1 << 20
 """Payload from which bytes on the wire are counted: below it headers are most of them."""
 BOUND_FROM = 64 << 10

@@ -1,1 +1,11 @@
-"""How ranks find each other and know who is still there; the registry puts it into backends."""
+"""How ranks communicate: find each other, move tensors, know who is still there.
+
+The registry puts it into backends. Importing this does not import torch.
+"""
+
+from anychip.comm.agreement import agree
+from anychip.comm.objects import gather_objects
+from anychip.comm.solo import alone
+from anychip.comm.wire import wire_nbytes
+
+__all__ = ["agree", "alone", "gather_objects", "wire_nbytes"]

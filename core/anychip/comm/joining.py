@@ -20,8 +20,8 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anychip.comm import heartbeat
+from anychip.comm.job import Rendezvous
 from anychip.comm.liveness import WITHOUT_NATIVE, Liveness
-from anychip.contract.collectives.job import Rendezvous
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anychip.ops  # noqa: F401 - defines our operators
+from anychip.comm import alone
 from anychip.conformance.report import Priority, Result
-from anychip.contract import SoloCommunicator
 from anychip.dispatch.operator import registered
 from anychip.train import optim, zero
 from anychip.train.models import GPTConfig, LlamaConfig, build
@@ -57,7 +57,7 @@ def calls_per_step(model: str) -> Mapping[str, int]:
         decoder = build(MODELS[model]())
         tokens = torch.zeros(1, 8, dtype=torch.int64)
     rule = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
-    comm = SoloCommunicator()
+    comm = alone()
     comm.device = "meta"
     optimizer = zero.Optimizer(decoder, rule, comm)
     with _Calls() as calls:

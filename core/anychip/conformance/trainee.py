@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from anychip.comm.staged import HostStagedCommunicator
+from anychip.comm.threads import run_ranks
 from anychip.conformance.oracles import philox
 from anychip.contract import Communicator
-from anychip.contract.collectives.staged import HostStagedCommunicator
-from anychip.contract.collectives.threads import run_ranks
 from anychip.train.models import GPT, GPTConfig
 
 T = TypeVar("T")

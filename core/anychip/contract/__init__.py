@@ -1,6 +1,6 @@
 """The contract: what a chip provides. Readable in an hour; imports nothing else of ours.
 
-``backend`` joins ``device``, ``memory``, ``operator`` and ``collectives``; ``hooks`` is how a
+``backend`` joins ``device``, ``memory``, ``operator`` and ``communicator``; ``hooks`` is how a
 plugin hands them over; ``errors`` is what can go wrong. Importing this does not import torch.
 """
 
@@ -14,11 +14,13 @@ from anychip.contract.backend import (
     Probe,
     Status,
 )
-from anychip.contract.collectives import (
+from anychip.contract.communicator import (
+    CALLS,
+    DONE,
+    REDUCTIONS,
     Capabilities,
     Communicator,
     Reduction,
-    SoloCommunicator,
     Traffic,
     Transfer,
     Work,
@@ -56,7 +58,10 @@ from anychip.contract.operator import (
 
 __all__ = [
     "API_VERSION",
+    "CALLS",
+    "DONE",
     "PROJECT",
+    "REDUCTIONS",
     "AmbiguousBackendError",
     "AnychipError",
     "Backend",
@@ -93,7 +98,6 @@ __all__ = [
     "Sample",
     "SampleMaker",
     "Sharding",
-    "SoloCommunicator",
     "Status",
     "Traffic",
     "Transfer",

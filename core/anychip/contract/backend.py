@@ -7,18 +7,16 @@ else has a documented default. How plugins are found and chosen is the registry'
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from anychip.contract.collectives import Communicator
+from anychip.contract.communicator import Communicator
 from anychip.contract.device import DeviceInterface
+from anychip.contract.errors import ContractError
 from anychip.contract.memory import Memory
 from anychip.contract.operator import OperatorTable
-
-if TYPE_CHECKING:
-    from anychip.contract.collectives.native import NativeCommunicator
 
 API_VERSION = (1, 0)
 """Version of this contract, (major, minor). A plugin made for another major, or for a higher minor
@@ -152,6 +150,8 @@ class Backend(DeviceInterface, ABC):
     operators: ClassVar[OperatorTable]
     decision: Decision | None = None
     """Set by the registry when the backend is chosen."""
+    join: ClassVar[Callable[..., Communicator] | None] = None
+    """Makes what :meth:`communicator` gives; the registry puts it here for all backends."""
 
     @abstractmethod
     def probe(self) -> Probe:
@@ -200,16 +200,16 @@ class Backend(DeviceInterface, ABC):
         Raises:
             CommunicationError: a rank did not come within the time limit.
         """
-        from anychip.contract.collectives.world import Settings, world
+        if Backend.join is None:
+            raise ContractError(
+                "nothing says whether this process is one of several: import anychip.registry "
+                "before, as anychip.use(name) does"
+            )
+        return Backend.join(self, timeout_s=timeout_s, heartbeat_s=heartbeat_s, check=check)
 
-        settings = Settings(timeout_s=timeout_s, heartbeat_s=heartbeat_s, check=check)
-        return world(self.device_type, self.c10d_backend, settings, self.native_communicator)
-
-    def native_communicator(self) -> type[NativeCommunicator]:
-        """The class of communicators over ``c10d_backend``, unless that is gloo.
+    def native_communicator(self) -> Any:
+        """The class of communicators over ``c10d_backend``, unless that is gloo; None: the core's.
 
         A chip overrides this with a subclass that knows what its library takes.
         """
-        from anychip.contract.collectives.native import NativeCommunicator
-
-        return NativeCommunicator
+        return None

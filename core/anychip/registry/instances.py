@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from anychip.contract import Backend, BackendUnavailableError, Probe, settings
-from anychip.contract.collectives import world
+from anychip.contract import Backend, BackendUnavailableError, Communicator, Probe, settings
 from anychip.registry import environment, table
 from anychip.registry.discovery import TORCH_BACKEND, TORCH_DEFAULT, Plugin
 from anychip.registry.loading import LoadError, ask, load
 
 if TYPE_CHECKING:
-    from anychip.contract.collectives.job import Rendezvous
+    from anychip.comm.job import Rendezvous
 
 _UNNAMED_SLOT = "privateuseone"
 _lock = threading.RLock()
@@ -58,8 +57,14 @@ def _find_job(timeout_s: float) -> Rendezvous | None:
     )
 
 
-# Communicators of any backend, made by hand or not, ask this where they are.
-world.find_job = _find_job
+def _join(backend: Backend, **limits: Any) -> Communicator:
+    from anychip.comm import world
+
+    return world.world(backend, _find_job, world.Settings(**limits))
+
+
+# Communicators of any backend, made by hand or not.
+Backend.join = _join
 
 
 def torch_default(device_type: str) -> Backend:

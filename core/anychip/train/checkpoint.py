@@ -29,8 +29,8 @@ import torch
 from torch import nn
 
 import anychip
+from anychip.comm import gather_objects
 from anychip.contract import AnychipError, Communicator
-from anychip.contract.collectives import gather_objects
 from anychip.train import files, lock, schema
 
 FORMAT = "anychip-checkpoint"

@@ -14,8 +14,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
+from anychip.comm import wire_nbytes
 from anychip.contract import Backend
-from anychip.contract.collectives import wire_nbytes
 from anychip.train import models, parallel, precision, zero
 from anychip.train.config import Config
 from anychip.train.optim import Rule

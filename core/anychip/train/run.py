@@ -15,8 +15,8 @@ import torch
 
 import anychip
 from anychip import registry, runtime
+from anychip.comm import agree
 from anychip.contract import Backend, Communicator
-from anychip.contract.collectives import agree
 from anychip.train import checkpoint, data, models, optim, parallel, precision, zero
 from anychip.train.config import (
     AdamWConfig,

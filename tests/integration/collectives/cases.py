@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from anychip.comm import agree
 from anychip.contract import CommunicationError, Communicator, Transfer
-from anychip.contract.collectives import agree
 
 # Values of an operand, known to every rank, so that each can work out what must come.
 
@@ -129,7 +129,7 @@ def moves(comm: Communicator, numels: Sequence[int], dtypes: Sequence[str]) -> l
 
 def reductions_in_pieces(comm: Communicator, numels: Sequence[int], piece_nbytes: int) -> list[str]:
     """Reductions that go in many more pieces than are under way at once."""
-    from anychip.contract.collectives import messages
+    from anychip.comm import messages
 
     messages.PIECE_NBYTES = piece_nbytes
     return reductions(comm, numels, ["float32", "float16"], ["avg"])
@@ -301,7 +301,7 @@ def agreement(comm: Communicator, values: Sequence[str]) -> bool:
 
 def native(comm: Communicator) -> list[str]:
     """What serves a chip with collectives of its own, over gloo as if that were the chip's."""
-    from anychip.contract.collectives.native import NativeCommunicator
+    from anychip.comm.native import NativeCommunicator
 
     job = comm.job  # type: ignore[attr-defined]
     chip = NativeCommunicator(job, 1000, comm.ranks, "chip", backend="gloo", device="cpu")

@@ -73,7 +73,7 @@ class Server:
 
 def serve() -> None:
     """Forks the ranks of each job that a line of stdin describes."""
-    import anychip.contract.collectives.c10d  # noqa: F401 - what every rank needs
+    import anychip.comm.c10d  # noqa: F401 - what every rank needs
 
     specification = importlib.util.spec_from_file_location("cases", HERE / "cases.py")
     assert specification is not None
@@ -117,11 +117,11 @@ def run_rank(
     import torch.distributed as dist
 
     import anychip.registry  # noqa: F401 - backends made by hand find their job
+    from anychip.comm.c10d import ProcessGroupCommunicator
+    from anychip.comm.job import Job, Rendezvous
     from anychip.comm.joining import LOOPBACK
     from anychip.comm.liveness import Liveness
     from anychip.contract import CommunicationError
-    from anychip.contract.collectives.c10d import ProcessGroupCommunicator
-    from anychip.contract.collectives.job import Job, Rendezvous
 
     settings = {"timeout_s": 20.0, "heartbeat_s": 20.0, "check": "always"}
     settings |= arguments.pop("job", {})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from anychip.contract.collectives import wire_nbytes
+from anychip.comm import wire_nbytes
 from tests.integration.collectives.processes import Server
 
 NBYTES = 4 * 2**20

@@ -88,7 +88,7 @@ def prepare() -> None:
     import matplotlib.figure  # noqa: F401 - the end of a run draws
 
     import anychip.cli.train_command
-    import anychip.contract.collectives.c10d
+    import anychip.comm.c10d
     import anychip.train.display
     import anychip.train.loop  # noqa: F401 - and so for all of them
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anychip.contract.collectives import wire_nbytes
+from anychip.comm import wire_nbytes
 from anychip.train.zero.partition import ALIGNMENT
 from tests.integration import quiet_network
 from tests.integration.train.forked import Server

@@ -9,9 +9,10 @@ import torch
 from torch.distributed import HashStore
 
 from anychip import CommunicationError
-from anychip.contract.collectives import CALLS, native
-from anychip.contract.collectives.native import NativeCommunicator
-from anychip.contract.collectives.world import Settings, world
+from anychip.comm import native
+from anychip.comm.native import NativeCommunicator
+from anychip.comm.world import Settings, world
+from anychip.contract import CALLS
 from anychip_cuda import collectives
 from anychip_cuda.collectives import NcclCommunicator, capabilities
 
@@ -84,15 +85,17 @@ def test_groups_of_a_chips_communicator_are_of_its_class() -> None:
 
 
 def test_world_of_a_chip_with_collectives_is_of_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anychip.contract.collectives import c10d, job
-    from anychip.contract.collectives import world as module
+    from anychip.comm import c10d, job
+    from anychip.comm import world as module
 
     places = job.Rendezvous(HashStore(), 0, 2, "127.0.0.1", SimpleNamespace)
-    monkeypatch.setattr(module, "find_job", lambda timeout_s: places)
     monkeypatch.setattr(job, "Job", lambda place, **how: SimpleNamespace(rank=0, world_size=2))
     monkeypatch.setattr(c10d, "ProcessGroupCommunicator", lambda *args: None)
     monkeypatch.setattr(module, "_worlds", {})
     settings = Settings(timeout_s=1.0, heartbeat_s=1.0, check="off")
-    made = world("acme", "acmccl", settings, lambda: Recorded)
+    chip: Any = SimpleNamespace(
+        device_type="acme", c10d_backend="acmccl", native_communicator=lambda: Recorded
+    )
+    made = world(chip, lambda timeout_s: places, settings)
     assert type(made) is Recorded
     assert (made.ranks, made.backend, made.device) == ((0, 1), "acmccl", "acme")

@@ -2,7 +2,7 @@
 
 import torch
 
-from anychip.contract.collectives import CALLS
+from anychip.contract import CALLS
 from anychip_npu.collectives import capabilities
 
 # HCCL API reference of CANN 8.5, Atlas A2 training products: HcclAllReduce and HcclReduceScatter

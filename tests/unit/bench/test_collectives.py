@@ -4,7 +4,7 @@ import pytest
 
 import anychip
 from anychip.bench import collectives
-from anychip.contract.collectives import CALLS
+from anychip.contract import CALLS
 
 
 def test_bench_collectives_measures_every_call_at_every_size() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import anychip
-from anychip.contract import SoloCommunicator
+from anychip.comm import alone
 from anychip.train import zero
 from benchmarks import optimizers
 
@@ -37,7 +37,7 @@ def test_bench_optim_compares_with_the_same_rule(name: str, how: str) -> None:
     start, grad = torch.randn(300), torch.randn(300)
     found = []
     for make in (
-        lambda params: zero.Optimizer(params, setting.rule, SoloCommunicator()),
+        lambda params: zero.Optimizer(params, setting.rule, alone()),
         lambda params: setting.torch(params, **{how: True}),
     ):
         param = start.clone().requires_grad_()

@@ -13,9 +13,9 @@ import pytest
 from torch.distributed import HashStore
 
 from anychip.comm import heartbeat
+from anychip.comm.job import Failure
 from anychip.comm.joining import LOOPBACK
 from anychip.comm.liveness import Liveness
-from anychip.contract.collectives.job import Failure
 from anychip.contract.errors import CommunicationError
 
 SECRET = b"of the job, 16 characters"

@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from anychip.comm import frames
+from anychip.comm import frames, gather_objects
 from anychip.comm.joining import LOOPBACK
+from anychip.comm.ledger import Ledger
 from anychip.comm.liveness import Liveness
+from anychip.comm.meeting import meet
+from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.contract.collectives import gather_objects
-from anychip.contract.collectives.ledger import Ledger
-from anychip.contract.collectives.meeting import meet
-from anychip.contract.collectives.threads import run_ranks
 from anychip.registry import probe_cache, probing
 from anychip.train import checkpoint, config, data, parallel
 from anychip_cpu.backend import CpuBackend

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from anychip.contract import SoloCommunicator
+from anychip.comm import alone
 from anychip.train import checkpoint, data, lock, optim, zero
 from anychip.train.checkpoint import CheckpointError, State
 
@@ -31,7 +31,7 @@ class Parts:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.Linear(width, 4))
         rule = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
-        self.optimizer = zero.Optimizer(self.model, rule, SoloCommunicator())
+        self.optimizer = zero.Optimizer(self.model, rule, alone())
         text = data.encode(bytes(range(250)))
         self.data = data.Loader(text, context=4, batch_size=2, seed=0)
 
@@ -208,7 +208,7 @@ def test_checkpoint_of_another_optimizer_is_refused_and_the_model_is_as_it_was(
     Parts().save(tmp_path)
     other = Parts(seed=1)
     groups = [{"params": [p]} for p in other.model.parameters()]
-    other.optimizer = zero.Optimizer(groups, optim.adamw(1e-2), SoloCommunicator())
+    other.optimizer = zero.Optimizer(groups, optim.adamw(1e-2), alone())
     before = other.bits()
     with pytest.raises(CheckpointError, match="does not fit the optimizer"):
         other.resume(tmp_path)

@@ -17,8 +17,9 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import anychip
-from anychip.contract import Communicator, SoloCommunicator, UnsupportedError
-from anychip.contract.collectives.threads import run_ranks
+from anychip.comm import alone
+from anychip.comm.threads import run_ranks
+from anychip.contract import Communicator, UnsupportedError
 from anychip.train import optim, zero
 from tests.unit.train.zero_oracle import (
     Integers,
@@ -232,7 +233,7 @@ def test_backward_after_a_reduced_one_adds_up_what_was_reduced(stage: int, secon
     trained = run_ranks(2, work)
     model = ragged()
     params = [p for p in model.parameters() if p.requires_grad]
-    opt = zero.Optimizer(model, adamw(), SoloCommunicator())
+    opt = zero.Optimizer(model, adamw(), alone())
     sums: dict[Tensor, Tensor] = {}
     for micro in (0, 1):
         for rank in (0, 1):
@@ -478,7 +479,7 @@ def test_parameters_and_gradients_that_are_not_contiguous_are_updated_alike(stag
             opt.zero_grad()
         return [param.detach() for param in params]
 
-    want = work(SoloCommunicator(), 0)
+    want = work(alone(), 0)
     for values in run_ranks(3, partial(work, stage=stage)):
         assert all(torch.equal(a, b) for a, b in zip(values, want, strict=True))
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import anychip
-from anychip.contract import Communicator, SoloCommunicator
-from anychip.contract.collectives.threads import run_ranks
+from anychip.comm import alone
+from anychip.comm.threads import run_ranks
+from anychip.contract import Communicator
 from anychip.train import config, data, loop, optim, parallel, zero
 
 CONTEXT, WINDOWS = 16, 8
@@ -94,7 +95,7 @@ def test_batches_with_uneven_targets_equal_one_batch_bit_for_bit(
     tmp_path: Path, world_size: int, parts: int, stage: int
 ) -> None:
     (tmp_path / "one").mkdir()
-    want = counted(SoloCommunicator(), WINDOWS, 1, 0, tmp_path / "one")
+    want = counted(alone(), WINDOWS, 1, 0, tmp_path / "one")
     batch = WINDOWS // world_size // parts
     (tmp_path / "ranks").mkdir()
     out = tmp_path / "ranks"

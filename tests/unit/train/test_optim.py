@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import anychip
-from anychip.contract import SoloCommunicator, UnsupportedError
+from anychip.comm import alone
+from anychip.contract import UnsupportedError
 from anychip.train import optim, precision, zero
 
 UNIT = 2.0**-24
@@ -38,7 +39,7 @@ def give(params: list[nn.Parameter], grads: list[Tensor]) -> None:
 
 
 def optimizer(params: object, rule: optim.Rule) -> zero.Optimizer:
-    return zero.Optimizer(params, rule, SoloCommunicator())  # type: ignore[arg-type]
+    return zero.Optimizer(params, rule, alone())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("clip", [None, 0.5, 100.0], ids=["no-clip", "clips", "clip-idle"])
@@ -157,9 +158,9 @@ def test_optimizer_on_frozen_module_or_unknown_stage_is_refused() -> None:
     with pytest.raises(ValueError, match="does not require gradients"):
         optimizer([{"params": list(frozen.parameters())}], optim.adamw(0.1))
     with pytest.raises(ValueError, match="stage must be"):
-        zero.Optimizer(nn.Linear(2, 2), optim.adamw(0.1), SoloCommunicator(), stage=4)
+        zero.Optimizer(nn.Linear(2, 2), optim.adamw(0.1), alone(), stage=4)
     with pytest.raises(UnsupportedError, match="stage 3"):
-        zero.Optimizer(nn.Linear(2, 2), optim.adamw(0.1), SoloCommunicator(), stage=3)
+        zero.Optimizer(nn.Linear(2, 2), optim.adamw(0.1), alone(), stage=3)
 
 
 def test_optimizer_with_wrong_groups_or_rule_is_refused() -> None:

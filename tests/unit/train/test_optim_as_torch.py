@@ -12,8 +12,9 @@ from torch.optim import lr_scheduler as lrs
 from torch.optim import swa_utils
 
 import anychip
-from anychip.contract import Communicator, SoloCommunicator
-from anychip.contract.collectives.threads import run_ranks
+from anychip.comm import alone
+from anychip.comm.threads import run_ranks
+from anychip.contract import Communicator
 from anychip.train import optim, precision, zero
 
 UNIT = 2.0**-24
@@ -74,7 +75,7 @@ def give(step: int, *models: list[nn.Parameter]) -> None:
 
 
 def solo(params: Any, rule: optim.Rule, **kwargs: Any) -> zero.Optimizer:
-    return zero.Optimizer(params, rule, SoloCommunicator(), **kwargs)
+    return zero.Optimizer(params, rule, alone(), **kwargs)
 
 
 def assert_close(got: list[nn.Parameter], want: list[nn.Parameter]) -> None:
@@ -169,7 +170,7 @@ def test_groups_with_a_scheduler_on_two_ranks_have_the_bits_of_one(stage: int) -
         torch.manual_seed(4)
         return nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 3))
 
-    want = work(SoloCommunicator(), 0, [build()])
+    want = work(alone(), 0, [build()])
     for got in run_ranks(2, partial(work, stage=stage, models=[build(), build()])):
         assert all(torch.equal(p, q) for p, q in zip(got, want, strict=True))
 

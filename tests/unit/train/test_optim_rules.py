@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import anychip
-from anychip.contract import SoloCommunicator
+from anychip.comm import alone
 from anychip.train import optim, zero
 from tests.unit.dispatch.calls import bits
 
@@ -39,7 +39,7 @@ def parameters() -> list[nn.Parameter]:
 
 def train(rule: optim.Rule, groups: Callable[[list[nn.Parameter]], Any]) -> list[nn.Parameter]:
     params = parameters()
-    ours = zero.Optimizer(groups(params), rule, SoloCommunicator())
+    ours = zero.Optimizer(groups(params), rule, alone())
     for step in range(STEPS):
         for param, grad in zip(params, gradients(step), strict=True):
             param.grad = grad
@@ -146,7 +146,7 @@ def test_lamb_stays_with_numpy() -> None:
 
 def test_lamb_of_a_parameter_that_is_zero_moves_it_by_adams_step() -> None:
     param = nn.Parameter(torch.zeros(4))
-    ours = zero.Optimizer([param], optim.lamb(0.5, eps=0.0, weight_decay=0.0), SoloCommunicator())
+    ours = zero.Optimizer([param], optim.lamb(0.5, eps=0.0, weight_decay=0.0), alone())
     param.grad = torch.tensor([1.0, -2.0, 4.0, -8.0])
     ours.step()
     assert param.detach().tolist() == pytest.approx([-0.5, 0.5, -0.5, 0.5], rel=1e-4)
@@ -193,12 +193,12 @@ def test_adamw_in_8_bits_gives_groups_their_rate_and_decay() -> None:
 
     def alone(lr: float, decay: float) -> Tensor:
         rule = optim.adamw(lr, weight_decay=decay, eps=1e-3, states="8bit")
-        return train(lambda params: zero.Optimizer(params, rule, SoloCommunicator()))
+        return train(lambda params: zero.Optimizer(params, rule, alone()))
 
     def groups(params: list[nn.Parameter]) -> zero.Optimizer:
         rule = optim.adamw(0.2, weight_decay=0.5, eps=1e-3, states="8bit")
         second = {"params": params[1:], "lr_scale": 0.25, "weight_decay": 0.0}
-        return zero.Optimizer([{"params": params[:1]}, second], rule, SoloCommunicator())
+        return zero.Optimizer([{"params": params[:1]}, second], rule, alone())
 
     got = train(groups)
     assert torch.equal(got[0], alone(0.2, 0.5)[0])

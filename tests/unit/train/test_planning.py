@@ -9,9 +9,9 @@ import pytest
 
 import anychip
 from anychip.cli.group import run as anychip_command
+from anychip.comm import wire_nbytes
+from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.contract.collectives import wire_nbytes
-from anychip.contract.collectives.threads import run_ranks
 from anychip.train import config, loop, models, parallel, planning, zero
 
 TINY = [

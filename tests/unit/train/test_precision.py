@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import anychip
-from anychip.contract import Communicator, DeviceProperties, SoloCommunicator, UnsupportedError
-from anychip.contract.collectives.threads import run_ranks
+from anychip.comm import alone
+from anychip.comm.threads import run_ranks
+from anychip.contract import Communicator, DeviceProperties, UnsupportedError
 from anychip.train import optim, precision, zero
 from anychip.train.precision import LossScaler, LossScaling
 
@@ -268,7 +269,7 @@ def test_overflow_that_stays_is_an_error_at_the_floor_on_all_ranks() -> None:
 def test_float16_model_with_scaling_learns_and_its_state_goes_on() -> None:
     layer = nn.Linear(8, 1)
     policy = fp16(LossScaling(init_scale=2.0**24, growth_interval=5))
-    opt = zero.Optimizer(layer, optim.adamw(3e-2), SoloCommunicator(), precision=policy)
+    opt = zero.Optimizer(layer, optim.adamw(3e-2), alone(), precision=policy)
     x = torch.randn(64, 8)
     y = x.sum(dim=1, keepdim=True)
     losses, skipped = [], 0
@@ -281,7 +282,7 @@ def test_float16_model_with_scaling_learns_and_its_state_goes_on() -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 4
     assert 0 < skipped < 20  # 2^24 is too much for float16, until it has backed off
-    other = zero.Optimizer(nn.Linear(8, 1), optim.adamw(3e-2), SoloCommunicator(), precision=policy)
+    other = zero.Optimizer(nn.Linear(8, 1), optim.adamw(3e-2), alone(), precision=policy)
     other.load_state_dict(opt.state_dict())
     assert other.scaler is not None
     assert opt.scaler is not None
@@ -289,15 +290,15 @@ def test_float16_model_with_scaling_learns_and_its_state_goes_on() -> None:
 
 
 def test_state_without_a_scale_is_refused_where_one_is_needed() -> None:
-    saved = zero.Optimizer(nn.Linear(2, 2), optim.sgd(0.1), SoloCommunicator()).state_dict()
-    opt = zero.Optimizer(nn.Linear(2, 2), optim.sgd(0.1), SoloCommunicator(), precision=fp16())
+    saved = zero.Optimizer(nn.Linear(2, 2), optim.sgd(0.1), alone()).state_dict()
+    opt = zero.Optimizer(nn.Linear(2, 2), optim.sgd(0.1), alone(), precision=fp16())
     with pytest.raises(ValueError, match="a loss scale expected, got none"):
         opt.load_state_dict(saved)
 
 
 def test_backward_from_given_gradients_is_not_scaled_again() -> None:
     layer = nn.Linear(3, 1, bias=False)
-    opt = zero.Optimizer(layer, optim.sgd(1.0), SoloCommunicator(), precision=fp16(SMALL))
+    opt = zero.Optimizer(layer, optim.sgd(1.0), alone(), precision=fp16(SMALL))
     x = torch.ones(1, 3)
     opt.backward([layer(x)], [torch.full((1, 1), 5.0)])
     assert layer.weight.grad is not None

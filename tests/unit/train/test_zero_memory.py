@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import anychip
+from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.contract.collectives.threads import run_ranks
 from anychip.operators.partials import BLOCK, num_blocks
 from anychip.train import optim, precision, zero
 

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import anychip
-from anychip.contract import Communicator, SoloCommunicator
-from anychip.contract.collectives.threads import run_ranks
+from anychip.comm import alone
+from anychip.comm.threads import run_ranks
+from anychip.contract import Communicator
 from anychip.train import optim, precision, zero
 from anychip.train.precision import LossScaling
 
@@ -43,7 +44,7 @@ def rule() -> optim.Rule:
 
 def whole(num_replicas: int, steps: int) -> tuple[list[Tensor], list[Tensor | None]]:
     params, norms = parameters(), []
-    opt = zero.Optimizer(groups(params), rule(), SoloCommunicator())
+    opt = zero.Optimizer(groups(params), rule(), alone())
     for step in range(steps):
         given = [gradients(step, replica) for replica in range(num_replicas)]
         for index, param in enumerate(params):
@@ -98,7 +99,7 @@ def test_norm_does_not_depend_on_the_order_of_parameters() -> None:
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator)
         for order, norms in ((params, in_order), (params[5:] + params[:5], reordered)):
-            opt = zero.Optimizer(order, rule(), SoloCommunicator())
+            opt = zero.Optimizer(order, rule(), alone())
             norms.append(opt.step().grad_norm)
     assert all(torch.equal(a, b) for a, b in zip(in_order, reordered, strict=True))
 
@@ -107,14 +108,14 @@ def test_tied_parameter_on_two_ranks_counts_once_in_the_norm() -> None:
     def work(comm: Communicator) -> Tensor | None:
         tied, own = parameters()[0], parameters()[2 + comm.rank]
         opt = zero.Optimizer(
-            [tied, own], rule(), SoloCommunicator(), model_comm=comm,
+            [tied, own], rule(), alone(), model_comm=comm,
             duplicates=[tied] if comm.rank == 1 else [],
         )  # fmt: skip
         tied.grad, own.grad = gradients(0, 0)[0], gradients(0, 0)[2 + comm.rank]
         return opt.step().grad_norm
 
     params = [parameters()[index] for index in (0, 2, 3)]
-    opt = zero.Optimizer(params, rule(), SoloCommunicator())
+    opt = zero.Optimizer(params, rule(), alone())
     for param, index in zip(params, (0, 2, 3), strict=True):
         param.grad = gradients(0, 0)[index]
     want = opt.step().grad_norm
@@ -126,9 +127,7 @@ def test_tied_parameter_on_two_ranks_counts_once_in_the_norm() -> None:
 
 def test_duplicate_that_is_not_trained_here_is_refused() -> None:
     with pytest.raises(ValueError, match="1 parameters that are not trained here"):
-        zero.Optimizer(
-            parameters(), rule(), SoloCommunicator(), duplicates=[nn.Parameter(torch.ones(2))]
-        )
+        zero.Optimizer(parameters(), rule(), alone(), duplicates=[nn.Parameter(torch.ones(2))])
 
 
 def test_overflow_in_one_stage_skips_the_step_in_all() -> None:
@@ -136,9 +135,7 @@ def test_overflow_in_one_stage_skips_the_step_in_all() -> None:
 
     def work(comm: Communicator) -> zero.StepResult:
         param = nn.Parameter(torch.ones(5))
-        opt = zero.Optimizer(
-            [param], optim.sgd(1.0), SoloCommunicator(), precision=policy, model_comm=comm
-        )
+        opt = zero.Optimizer([param], optim.sgd(1.0), alone(), precision=policy, model_comm=comm)
         param.grad = torch.full((5,), torch.inf if comm.rank == 2 else 1.0)
         result = opt.step()
         assert torch.equal(param, torch.ones(5))

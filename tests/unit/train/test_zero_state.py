@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import anychip
-from anychip.contract import Communicator, SoloCommunicator, UnsupportedError
-from anychip.contract.collectives.threads import run_ranks
+from anychip.comm import alone
+from anychip.comm.threads import run_ranks
+from anychip.contract import Communicator, UnsupportedError
 from anychip.train import optim, zero
 from tests.unit.train.zero_oracle import (
     Integers,
@@ -135,8 +136,8 @@ def test_states_of_8_bits_take_a_quarter_of_the_bytes() -> None:
 
 
 def test_state_of_float32_is_refused_by_a_rule_of_8_bits() -> None:
-    wide = zero.Optimizer(nn.Linear(6, 4), adamw(), SoloCommunicator()).state_dict()
-    narrow = zero.Optimizer(nn.Linear(6, 4), coded(), SoloCommunicator())
+    wide = zero.Optimizer(nn.Linear(6, 4), adamw(), alone()).state_dict()
+    narrow = zero.Optimizer(nn.Linear(6, 4), coded(), alone())
     with pytest.raises(ValueError, match=r"parameter 0: shapes .*exp_avg_scale.* expected, got"):
         narrow.load_state_dict(wide)
 
@@ -166,7 +167,7 @@ def test_state_dict_is_on_every_rank_or_on_the_one_that_is_named() -> None:
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 0), (2, 1)])
 def test_state_of_another_model_is_refused_and_nothing_changes(world_size: int, stage: int) -> None:
-    other = zero.Optimizer(nn.Linear(6, 4), adamw(), SoloCommunicator()).state_dict()
+    other = zero.Optimizer(nn.Linear(6, 4), adamw(), alone()).state_dict()
     models = [nn.Linear(6, 5) for _ in range(2)]
 
     def work(comm: Communicator) -> None:
@@ -233,7 +234,7 @@ def test_group_added_later_is_trained_with_the_others() -> None:
         return nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 3))
 
     models = [build()]
-    want = work(SoloCommunicator(), 0)
+    want = work(alone(), 0)
     for stage in (0, 1, 2):
         models = [build() for _ in range(2)]
         for values in run_ranks(2, partial(work, stage=stage)):

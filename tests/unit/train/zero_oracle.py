@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anychip.contract import Communicator, SoloCommunicator
-from anychip.contract.collectives.threads import run_ranks
+from anychip.comm import alone
+from anychip.comm.threads import run_ranks
+from anychip.contract import Communicator
 from anychip.train import optim, zero
 
 Loss = Callable[[nn.Module, int, int, int], Tensor]
@@ -96,7 +97,7 @@ def serial(
     """The oracle."""
     model = build()
     params = [p for p in model.parameters() if p.requires_grad]
-    opt = zero.Optimizer(model, rule, SoloCommunicator())
+    opt = zero.Optimizer(model, rule, alone())
     if state is not None:
         opt.load_state_dict(state)
     norms = []

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from anychip import ops
+from anychip.comm import alone
 from anychip.conformance import trainee
 from anychip.conformance.arithmetic import Rounded, sqrt, where
 from anychip.conformance.calls import Draw
 from anychip.conformance.case import Case, Context, check, check_equal_bits
 from anychip.conformance.oracles import ORACLES
-from anychip.contract import SoloCommunicator
 from anychip.train import optim, precision, zero
 
 STEPS = 10
@@ -204,7 +204,7 @@ def optimizer(
             loss_scaling=scaling,
         )
     chained = optim.chain(optim.clip_by_global_norm(MAX_NORM), rule) if way.clip else rule
-    comm = SoloCommunicator()
+    comm = alone()
     comm.device = context.device.type
     return zero.Optimizer(groups, chained, comm, precision=policy)
 

@@ -14,9 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from anychip.comm import alone
 from anychip.conformance import trainee
 from anychip.conformance.case import Case, Context, check, check_equal_bits
-from anychip.contract import Communicator, SoloCommunicator
+from anychip.contract import Communicator
 from anychip.train import optim, zero
 from anychip.train.models import GPT
 from anychip.train.parallel import Pipeline, Schedule, gpipe, make_stage, one_f_one_b
@@ -71,7 +72,7 @@ def staged(
         layers = stage_layers(comm.rank, SIZES.layers + 2)
         part = make_stage(models[comm.rank], layers)
         pipe = Pipeline(part, comm, make(STAGES, MICRO), tied=part.tied if tied else ())
-        solo = SoloCommunicator()
+        solo = alone()
         solo.device = context.device.type
         opt = None if rule is None else zero.Optimizer(part, rule(), solo, model_comm=comm)
         losses = []
@@ -121,7 +122,7 @@ def steps(context: Context, *, make: Callable[[int, int], Schedule]) -> None:
         return optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
 
     model = trainee.decoder(SIZES, context.device, tied=False)
-    solo = SoloCommunicator()
+    solo = alone()
     solo.device = context.device.type
     opt = zero.Optimizer(model, rule(), solo)
     losses = []

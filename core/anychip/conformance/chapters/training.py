@@ -17,10 +17,10 @@ import numpy as np
 from torch import Tensor
 
 import anychip
+from anychip.comm import alone
 from anychip.conformance import trainee
 from anychip.conformance.case import Case, Context, Curve, check
 from anychip.conformance.oracles import training as oracle
-from anychip.contract import SoloCommunicator
 from anychip.dispatch.tally import ProvenanceRow
 from anychip.train import optim, zero
 
@@ -105,7 +105,7 @@ def train(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses by step, and the parameters."""
     model = trainee.decoder(oracle.SIZES, context.device)
-    comm = SoloCommunicator()
+    comm = alone()
     comm.device = context.device.type
     opt = zero.Optimizer(model, rule_of(recipe, states), comm)
     losses = []

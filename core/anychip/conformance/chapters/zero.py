@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from anychip.comm import alone
 from anychip.conformance import trainee
 from anychip.conformance.case import Case, Context, check, check_equal_bits
-from anychip.contract import Communicator, SoloCommunicator
+from anychip.contract import Communicator
 from anychip.operators.partials import BLOCK
 from anychip.train import optim, zero
 from anychip.train.models import GPT
@@ -84,7 +85,7 @@ def serial(context: Context, rule: optim.Rule) -> Trained:
     device = context.device
     model = trainee.decoder(SIZES, device)
     params = list(model.parameters())
-    comm = SoloCommunicator()
+    comm = alone()
     comm.device = device.type
     opt = zero.Optimizer(model, rule, comm)
     norms = []

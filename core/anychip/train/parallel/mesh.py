@@ -11,7 +11,8 @@ import difflib
 import math
 from collections.abc import Mapping
 
-from anychip.contract import Communicator, SoloCommunicator
+from anychip.comm import alone
+from anychip.contract import Communicator
 
 
 class Mesh:
@@ -55,7 +56,7 @@ class Mesh:
 
     def _split(self, name: str) -> Communicator:
         if self.sizes[name] == 1:
-            return SoloCommunicator(name=name, world_rank=self.comm.ranks[self.comm.rank])
+            return alone(name=name, world_rank=self.comm.ranks[self.comm.rank])
         return self.comm.split(groups(self.sizes, name), name=name)
 
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from anychip.comm import gather_objects
 from anychip.contract import Communicator
-from anychip.contract.collectives import gather_objects
 from anychip.train.parallel.stage import Stage, merge
 from anychip.train.zero import Optimizer
 from anychip.train.zero.state import in_form

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from anychip.contract import Communicator, SoloCommunicator
-from anychip.contract.collectives.threads import run_ranks
+from anychip.comm import alone
+from anychip.comm.threads import run_ranks
+from anychip.contract import Communicator
 from anychip.train.parallel import Mesh
 from anychip.train.parallel.mesh import coordinates, groups
 
@@ -46,7 +47,7 @@ def test_mesh_axis_joins_the_ranks_of_its_group_only() -> None:
 
 
 def test_mesh_of_one_rank_has_every_axis() -> None:
-    mesh = Mesh(SoloCommunicator(), {"data": 1, "pipeline": 1})
+    mesh = Mesh(alone(), {"data": 1, "pipeline": 1})
     assert [mesh.axis(name).world_size for name in ("data", "pipeline")] == [1, 1]
     assert "data 0 of 1" in repr(mesh)
 
@@ -62,7 +63,7 @@ def test_mesh_with_sizes_that_do_not_fit_says_what_would(
     sizes: dict[str, int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        Mesh(SoloCommunicator(), sizes)
+        Mesh(alone(), sizes)
 
 
 def test_mesh_advice_names_each_axis_that_can_make_it_fit() -> None:
@@ -76,6 +77,6 @@ def test_mesh_advice_names_each_axis_that_can_make_it_fit() -> None:
 
 
 def test_mesh_unknown_axis_suggests_the_near_one() -> None:
-    mesh = Mesh(SoloCommunicator(), {"data": 1, "pipeline": 1})
+    mesh = Mesh(alone(), {"data": 1, "pipeline": 1})
     with pytest.raises(ValueError, match="did you mean 'pipeline'"):
         mesh.axis("pipelines")

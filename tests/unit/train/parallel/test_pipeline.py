@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import anychip
+from anychip.comm.threads import run_ranks
 from anychip.contract import CommunicationError, Communicator, UnsupportedError
-from anychip.contract.collectives.threads import run_ranks
 from anychip.train import optim, zero
 from anychip.train.models import GPTConfig, LlamaConfig, build
 from anychip.train.parallel import (

@@ -14,7 +14,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from anychip.contract.collectives.communicator import (
+from anychip.comm.ledger import disagreement, ranks_text
+from anychip.comm.reduction import host_capabilities, reduce_in_order
+from anychip.comm.solo import alone
+from anychip.contract.communicator import (
     DONE,
     Capabilities,
     Communicator,
@@ -23,9 +26,6 @@ from anychip.contract.collectives.communicator import (
     Transfer,
     Work,
 )
-from anychip.contract.collectives.ledger import disagreement, ranks_text
-from anychip.contract.collectives.reduction import host_capabilities, reduce_in_order
-from anychip.contract.collectives.solo import SoloCommunicator
 from anychip.contract.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -361,7 +361,7 @@ class ThreadCommunicator(Communicator):
         number = next(i for i, group in enumerate(groups) if self.rank in group)
         ranks = tuple(self.ranks[rank] for rank in groups[number])
         if len(ranks) == 1:
-            return SoloCommunicator(name=name, world_rank=ranks[0])
+            return alone(name=name, world_rank=ranks[0])
         with self.room.hall.changed:
             key = (self._count, number)
             if key not in self.room.children:

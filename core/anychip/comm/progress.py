@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from anychip.contract.collectives.communicator import Work
+from anychip.contract.communicator import Work
 from anychip.contract.errors import CommunicationError
 
 

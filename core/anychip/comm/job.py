@@ -19,8 +19,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from anychip.contract.collectives.ledger import ranks_text
-from anychip.contract.collectives.meeting import meet
+from anychip.comm.ledger import ranks_text
+from anychip.comm.meeting import meet
 from anychip.contract.errors import CommunicationError
 
 if TYPE_CHECKING:

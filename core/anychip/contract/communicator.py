@@ -1,10 +1,7 @@
 """What a chip says about communication between ranks: the interface that training is written to.
 
 An algorithm is given a :class:`Communicator` and calls nothing else: no global group, no
-thread-local. The public methods check and count; a transport implements the ``_`` methods. Ours
-are :mod:`~anychip.contract.collectives.solo` (one rank),
-:mod:`~anychip.contract.collectives.threads` (ranks as threads of one process, for tests) and
-:mod:`~anychip.contract.collectives.c10d` (processes, over a torch.distributed backend).
+thread-local. The public methods check and count; transports implement the ``_`` methods.
 """
 
 from __future__ import annotations

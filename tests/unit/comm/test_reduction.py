@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anychip.contract.collectives import CALLS, REDUCTIONS, wire_nbytes
-from anychip.contract.collectives.ledger import disagreement
-from anychip.contract.collectives.reduction import CHUNK_NUMEL, host_capabilities, reduce_in_order
-from anychip.contract.collectives.wire import SMALL_NBYTES
+from anychip.comm import wire_nbytes
+from anychip.comm.ledger import disagreement
+from anychip.comm.reduction import CHUNK_NUMEL, host_capabilities, reduce_in_order
+from anychip.comm.wire import SMALL_NBYTES
+from anychip.contract import CALLS, REDUCTIONS
 
 
 def parts(num: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Messages between the ranks of a group, over gloo, and what is made of many of them.
 
 Everything here posts and does not wait: it returns messages, or steps that yield them, for
-:class:`~anychip.contract.collectives.progress.StepwiseCall` to wait for.
+:class:`~anychip.comm.progress.StepwiseCall` to wait for.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from anychip.contract.collectives.communicator import Reduction
-from anychip.contract.collectives.progress import Message, Steps
-from anychip.contract.collectives.reduction import reduce_in_order
+from anychip.comm.progress import Message, Steps
+from anychip.comm.reduction import reduce_in_order
+from anychip.contract.communicator import Reduction
 
 PIECE_NBYTES = 4 * 1024 * 1024
 """A reduction goes piece by piece, so that sums and messages overlap. Smaller pieces cost more

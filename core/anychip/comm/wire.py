@@ -16,8 +16,8 @@ def wire_nbytes(call: str, nbytes: int, world_size: int) -> Fraction:
     """Bytes that a rank sends in one call, on average over the ranks, without headers.
 
     Args:
-        call: one of :data:`~anychip.contract.collectives.CALLS`.
-        nbytes: payload, as :class:`~anychip.contract.collectives.Traffic` counts it.
+        call: one of :data:`~anychip.contract.CALLS`.
+        nbytes: payload, as :class:`~anychip.contract.Traffic` counts it.
         world_size: ranks in the group.
 
     Raises:

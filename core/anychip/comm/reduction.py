@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from anychip.contract.collectives.communicator import (
+from anychip.contract.communicator import (
     CALLS,
     REDUCTIONS,
     Capabilities,

@@ -6,9 +6,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError, HashStore
 
+from anychip.comm import meeting
+from anychip.comm.meeting import meet
 from anychip.contract import CommunicationError
-from anychip.contract.collectives import meeting
-from anychip.contract.collectives.meeting import meet
 
 
 def come(store: HashStore, rank: int, world_size: int, timeout_s: float) -> None:

@@ -12,7 +12,7 @@ import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from anychip.contract.collectives.ledger import ranks_text
+from anychip.comm.ledger import ranks_text
 from anychip.contract.errors import CommunicationError
 
 if TYPE_CHECKING:

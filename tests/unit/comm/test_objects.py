@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from anychip.contract import Communicator, SoloCommunicator
-from anychip.contract.collectives import gather_objects, objects
-from anychip.contract.collectives.threads import run_ranks
+from anychip.comm import alone, gather_objects, objects
+from anychip.comm.threads import run_ranks
+from anychip.contract import Communicator
 
 PIECE = 64
 """Bytes; none of the sizes below is a multiple of it."""
@@ -80,5 +80,5 @@ def test_values_of_all_ranks_arrive_in_pieces(
 
 
 def test_values_of_one_rank_alone_are_its_own() -> None:
-    (found,) = gather_objects(SoloCommunicator(), value_of(1))
+    (found,) = gather_objects(alone(), value_of(1))
     assert_same(found, value_of(1))

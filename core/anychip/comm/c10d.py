@@ -4,7 +4,7 @@ gloo moves the messages; the algorithms are here. That buys three things which g
 collectives do not have: sums in the order of the ranks, half of gloo's bytes for reduce_scatter,
 and parts of uneven sizes. A group that is split off needs no connections of its own.
 
-Algorithms (w ranks; bytes per rank in :func:`~anychip.contract.collectives.wire.wire_nbytes`):
+Algorithms (w ranks; bytes per rank in :func:`~anychip.comm.wire.wire_nbytes`):
 all_gather, all_to_all: each rank to each other, directly. reduce_scatter: all_to_all of the parts,
 then a sum. all_reduce: up to 64 KiB all_gather and sum, else reduce_scatter and all_gather.
 broadcast: a binomial tree.
@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-from anychip.contract.collectives.communicator import (
+from anychip.comm.job import Failure, Job, part_of
+from anychip.comm.ledger import Ledger, ranks_text
+from anychip.comm.messages import Post
+from anychip.comm.progress import Message, Progress, Steps, StepwiseCall
+from anychip.comm.reduction import host_capabilities, reduce_in_order
+from anychip.comm.solo import alone
+from anychip.comm.wire import SMALL_NBYTES
+from anychip.contract.communicator import (
     DONE,
     Capabilities,
     Communicator,
@@ -28,13 +35,6 @@ from anychip.contract.collectives.communicator import (
     Transfer,
     Work,
 )
-from anychip.contract.collectives.job import Failure, Job, part_of
-from anychip.contract.collectives.ledger import Ledger, ranks_text
-from anychip.contract.collectives.messages import Post
-from anychip.contract.collectives.progress import Message, Progress, Steps, StepwiseCall
-from anychip.contract.collectives.reduction import host_capabilities, reduce_in_order
-from anychip.contract.collectives.solo import SoloCommunicator
-from anychip.contract.collectives.wire import SMALL_NBYTES
 from anychip.contract.errors import CommunicationError, UnsupportedError
 
 # A message's tag has 31 bits: 10 for the group, 1 for what it belongs to, 20 for a collective's
@@ -233,9 +233,7 @@ class ProcessGroupCommunicator(Communicator):
         what = f"{name} {[list(group) for group in groups]}"
         self._call("split", what, lambda tag: iter([self._post.gather(parts, tag)]), []).wait()
         if len(mine) == 1:
-            solo = SoloCommunicator(name=name, world_rank=self.job.rank)
-            solo.device = self.device
-            return solo
+            return alone(name=name, world_rank=self.job.rank, device=self.device)
         number = int(numbers[mine[0]])
         if number >= _GROUPS:
             raise UnsupportedError(f"{self}.split: a job has at most {_GROUPS - 1} groups")

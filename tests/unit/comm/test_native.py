@@ -7,8 +7,8 @@ import pytest
 from torch.distributed import HashStore
 
 from anychip import CommunicationError
-from anychip.contract.collectives import native
-from anychip.contract.collectives.native import compare_devices, refuse_shared
+from anychip.comm import native
+from anychip.comm.native import compare_devices, refuse_shared
 
 
 def test_ranks_with_devices_of_their_own_are_accepted() -> None:

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anychip.comm.staged import HostStagedCommunicator
+from anychip.comm.threads import run_ranks
 from anychip.contract import CommunicationError, Communicator, Transfer, UnsupportedError
-from anychip.contract.collectives.staged import HostStagedCommunicator
-from anychip.contract.collectives.threads import run_ranks
 
 
 def operand(rank: int, numel: int) -> torch.Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from anychip.contract.collectives.ledger import ranks_text
+from anychip.comm.ledger import ranks_text
 from anychip.contract.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from anychip.contract.collectives.communicator import Communicator
+    from anychip.contract.communicator import Communicator
 
 
 def agree(comm: Communicator, what: str, value: str) -> None:

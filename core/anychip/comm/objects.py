@@ -10,12 +10,12 @@ import io
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from anychip.contract.collectives.communicator import Transfer
+from anychip.contract.communicator import Transfer
 
 if TYPE_CHECKING:
     import torch
 
-    from anychip.contract.collectives.communicator import Communicator
+    from anychip.contract.communicator import Communicator
 
 PIECE_NBYTES = 16 << 20
 """Of a message at most: large enough for full bandwidth."""

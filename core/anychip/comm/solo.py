@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from anychip.contract.collectives.communicator import (
+from anychip.contract.communicator import (
     DONE,
     REDUCTIONS,
     Capabilities,
@@ -30,6 +30,13 @@ class _Everything(Capabilities):
         reduction: Reduction | None = None,
     ) -> bool:
         return reduction is None or reduction in REDUCTIONS
+
+
+def alone(*, name: str = "world", world_rank: int = 0, device: str = "cpu") -> Communicator:
+    """The communicator of a job, or of a group, that has one rank."""
+    solo = SoloCommunicator(name=name, world_rank=world_rank)
+    solo.device = device
+    return solo
 
 
 class SoloCommunicator(Communicator):
@@ -86,9 +93,7 @@ class SoloCommunicator(Communicator):
         return None
 
     def _split(self, groups: Sequence[tuple[int, ...]], name: str) -> Communicator:
-        solo = SoloCommunicator(name=name, world_rank=self.ranks[0])
-        solo.device = self.device
-        return solo
+        return alone(name=name, world_rank=self.ranks[0], device=self.device)
 
 
 def _copy(output: torch.Tensor, tensor: torch.Tensor) -> Work:

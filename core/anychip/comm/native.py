@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anychip.contract.collectives.c10d import ProcessGroupCommunicator
-from anychip.contract.collectives.communicator import (
+from anychip.comm.c10d import ProcessGroupCommunicator
+from anychip.comm.job import Job, part_of
+from anychip.contract.communicator import (
     CALLS,
     Capabilities,
     Communicator,
@@ -26,7 +27,6 @@ from anychip.contract.collectives.communicator import (
     Transfer,
     Work,
 )
-from anychip.contract.collectives.job import Job, part_of
 from anychip.contract.errors import CommunicationError, UnsupportedError
 
 _OPERATIONS = {

@@ -224,7 +224,7 @@ class AsynchronousMemory(CountingMemory):
 class AsynchronousBackend(HonestBackend):
     """The host with streams of worker threads."""
 
-    capabilities: ClassVar[Mapping[str, int]] = {**HonestBackend.capabilities, "streams": 1}
+    capabilities: Mapping[str, int] = {**HonestBackend.capabilities, "streams": 1}
     operators = make_table(reference_rows())
     stream_type: ClassVar[type[Stream]] = Stream
     event_type: ClassVar[type[Event]] = Event

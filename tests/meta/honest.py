@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -38,7 +38,7 @@ class HonestBackend(Backend):
     device_type = "cpu"
     api = (1, 0)
     operators = OperatorTable()
-    capabilities: ClassVar[Mapping[str, int]] = {"memory_stats": 1, "memory_peak": 1}
+    capabilities: Mapping[str, int] = {"memory_stats": 1, "memory_peak": 1}
     dtypes = frozenset({torch.float32})
 
     def __init__(self) -> None:

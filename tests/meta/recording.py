@@ -47,7 +47,7 @@ class HostGraph(Graph):
 class RecordingBackend(AsynchronousBackend):
     """The asynchronous host with graphs."""
 
-    capabilities: ClassVar[Mapping[str, int]] = {**AsynchronousBackend.capabilities, "graphs": 1}
+    capabilities: Mapping[str, int] = {**AsynchronousBackend.capabilities, "graphs": 1}
     tape_type: ClassVar[type[Tape]] = Tape
     recorder_type: ClassVar[type[Deferring]] = Deferring
     graph_type: ClassVar[type[HostGraph]] = HostGraph

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 
-from anychip.comm.native import NativeCommunicator
-from anychip.contract import Backend, Finding, Memory, Probe
+from anychip.contract import Backend, Finding, Job, Memory, Probe, Transport
 from anychip_cuda import driver, native, nvml, operators, readiness
 from anychip_cuda.device import CudaDevice
 from anychip_cuda.memory import CudaMemory
@@ -55,7 +53,7 @@ class CudaBackend(CudaDevice, Backend):
     c10d_backend = "nccl"
     api = (1, 0)
     operators = operators.table if _PROBLEM is None else make_table(None)
-    capabilities: ClassVar[Mapping[str, int]] = {**Backend.capabilities, "graphs": 1}
+    capabilities: Mapping[str, int] = {**Backend.capabilities, "graphs": 1}
 
     def probe(self) -> Probe:
         if _TORCH.hip:
@@ -84,7 +82,7 @@ class CudaBackend(CudaDevice, Backend):
     def memory(self) -> Memory:
         return CudaMemory(self)
 
-    def native_communicator(self) -> type[NativeCommunicator]:
-        from anychip_cuda.collectives import NcclCommunicator
+    def transport(self, job: Job) -> Transport | None:
+        from anychip_cuda.collectives import transport
 
-        return NcclCommunicator
+        return transport(job)

@@ -1,7 +1,7 @@
 """Collectives by NCCL: what it takes, and what has to be true before the first call.
 
-Calls are the contract's (:mod:`anychip.comm.native`): ranks compare them on the
-host before anything is sent, and a rank that is lost is noticed there.
+torch's process group moves the bytes. Ranks compare their calls on the host before anything is
+sent, and a rank that is lost is noticed there: both are the core's.
 
 NCCL's own kernels wait on the device for ever when a rank does not come. torch's watchdog thread
 ends that after the time limit, by default together with the whole process. Here it is asked to
@@ -13,32 +13,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
 
-from anychip.comm.job import Job
-from anychip.comm.native import NativeCommunicator, compare_devices
-from anychip.contract import CALLS, Capabilities, Reduction
+from anychip.contract import CALLS, Capabilities, Job, Reduction, Transport
 
 ABORT_ONLY = "2"
 """Value of TORCH_NCCL_ASYNC_ERROR_HANDLING: give up the communicator, and leave the process."""
 
 
-class NcclCommunicator(NativeCommunicator):
-    """One process's end of a group whose tensors are on CUDA devices, one device per rank."""
-
-    def __init__(self, job: Job, group: int, ranks: tuple[int, ...], name: str, **how: Any) -> None:
-        # Read when torch makes its process group. Who has set it has decided otherwise.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", ABORT_ONLY)
-        if group == 0:
-            compare_devices(job, _uuid(), "NCCL")
-        super().__init__(job, group, ranks, name, **how)
-
-    @cached_property
-    def capabilities(self) -> Capabilities:
-        return capabilities()
+def transport(job: Job) -> Transport | None:
+    """NCCL, with one device per rank."""
+    # Read when torch makes its process group. Who has set it has decided otherwise.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", ABORT_ONLY)
+    return job.library("nccl", "cuda", capabilities=capabilities(), identity=_uuid())
 
 
 def capabilities() -> Capabilities:

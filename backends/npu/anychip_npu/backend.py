@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from anychip.contract import Backend, Finding, Memory, OperatorTable, Probe
+from anychip.contract import Backend, Finding, Job, Memory, OperatorTable, Probe, Transport
 from anychip_npu import adapter, cann, readiness
 from anychip_npu.device import NpuDevice
-
-if TYPE_CHECKING:
-    from anychip.comm.native import NativeCommunicator
 
 DEPENDS = (
     "ASCEND_HOME_PATH", "ASCEND_RT_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "/dev/davinci*",
@@ -64,10 +60,10 @@ class NpuBackend(NpuDevice, Backend):
 
         return NpuMemory(self)
 
-    def native_communicator(self) -> type[NativeCommunicator]:
-        from anychip_npu.collectives import HcclCommunicator
+    def transport(self, job: Job) -> Transport | None:
+        from anychip_npu.collectives import transport
 
-        return HcclCommunicator
+        return transport(job)
 
 
 def _facts() -> readiness.Facts:

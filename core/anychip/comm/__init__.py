@@ -4,8 +4,8 @@ The registry puts it into backends. Importing this does not import torch.
 """
 
 from anychip.comm.agreement import agree
+from anychip.comm.group import alone
 from anychip.comm.objects import gather_objects
-from anychip.comm.solo import alone
 from anychip.comm.wire import wire_nbytes
 
 __all__ = ["agree", "alone", "gather_objects", "wire_nbytes"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from anychip.comm.ledger import ranks_text
+from anychip.comm.ledger import compared
+from anychip.comm.objects import gather_objects
 from anychip.contract.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -22,24 +23,10 @@ def agree(comm: Communicator, what: str, value: str) -> None:
         CommunicationError: names the ranks that differ from most, and all values. The
             communicator can still be used.
     """
-    import torch
-
-    mine = torch.tensor(list(value.encode()), dtype=torch.uint8, device=comm.device)
-    lengths = torch.zeros(comm.world_size, dtype=torch.int64, device=comm.device)
-    comm.all_gather(lengths, lengths.new_full((1,), mine.numel()))
-    sizes = lengths.tolist()
-    everyone = torch.zeros(sum(sizes), dtype=torch.uint8, device=comm.device)
-    comm.all_gather(everyone, mine, sizes=sizes)
-    values = [bytes(part.tolist()).decode() for part in everyone.cpu().split(sizes)]
+    values = gather_objects(comm, value)
     if len(set(values)) == 1:
         return
-    usual = max(values, key=lambda text: (values.count(text), -values.index(text)))
-    odd = tuple(rank for rank, text in zip(comm.ranks, values, strict=True) if text != usual)
-    holders = {
-        text: [rank for rank, other in zip(comm.ranks, values, strict=True) if other == text]
-        for text in values
-    }
-    told = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in holders.items())
+    odd, told = compared(dict(zip(comm.ranks, values, strict=True)))
     raise CommunicationError(
         f"{comm.name}, rank {comm.rank} of {comm.world_size}: agree",
         f"all ranks must have the same {what}; {told}",

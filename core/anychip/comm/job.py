@@ -1,8 +1,8 @@
-"""The processes of a job: how they meet, what joins them, and how they end together.
+"""The ranks of a job: what their groups share, and how they end together.
 
-A :class:`Job` holds what all groups of a process share: the store, the connections of the host
-(one gloo context, full mesh) and the side channel. When one rank fails, all connections of all
-ranks are closed, so that no call waits for what cannot come.
+A :class:`Job` holds the store, what tells ranks of each other, and the transports of all groups.
+When one rank fails, all connections of all ranks are closed, so that no call waits for what cannot
+come. :func:`join` makes that of a process; ranks that are threads have jobs of the same class.
 """
 
 from __future__ import annotations
@@ -11,35 +11,34 @@ import atexit
 import contextlib
 import itertools
 import os
-import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from anychip.comm.ledger import ranks_text
+from anychip import contract
+from anychip.comm.gloo import Gloo
+from anychip.comm.ledger import Failure, Ledger, ranks_text
 from anychip.comm.meeting import meet
-from anychip.contract.errors import CommunicationError
+from anychip.comm.store import Connection, part_of
+from anychip.contract import CommunicationError, DeviceError, Membership, Transport
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-Check = Literal["always", "off"]
+    from anychip.comm.liveness import Liveness
 
-_BREAK_TAG = 2**31 - 1
+Check = Literal["always", "off"]
+CHECKS: tuple[Check, ...] = ("always", "off")
+
 _NEWS_S = 3.0
 """How long a rank whose connection broke waits to hear which rank is to blame."""
+_DEVICE_NEWS_S = 1.0
+"""The same for one whose device says that a call has failed."""
 _generation = itertools.count()
 _jobs: weakref.WeakSet[Job] = weakref.WeakSet()
-
-
-class Failure(NamedTuple):
-    """Why a job cannot go on: the ranks at fault, counted in the world, and what they did."""
-
-    ranks: tuple[int, ...]
-    reason: str
 
 
 class Rendezvous(NamedTuple):
@@ -55,83 +54,75 @@ class Rendezvous(NamedTuple):
     rank: int
     world_size: int
     address: str
-    side_channel: Callable[..., Any]
+    side_channel: Callable[..., Liveness]
 
 
-def part_of(store: Store, prefix: str) -> Store:
-    """A part of a store with keys of its own."""
-    from torch._C._distributed_c10d import PrefixStore
+class LastCall(NamedTuple):
+    """What this rank has called last, in any group: a collective, or messages with peers."""
 
-    return PrefixStore(prefix, store)
+    group: str
+    ledger: Ledger
+    number: int | None = None
+    peers: tuple[int, ...] = ()
 
 
-class Job:
-    """This process's part in a job of several.
+class Job(contract.Job):
+    """One rank's part in a job of several.
 
     Args:
-        place: what the launcher gives.
-        timeout_s: seconds that any wait for another rank may take.
-        heartbeat_s: seconds of silence after which a rank counts as lost.
+        store: with keys of this job alone.
+        news: makes what tells ranks of each other, as :class:`~anychip.comm.liveness.Liveness`
+            does, given what is to be called at a failure.
+        connect: makes the connections between the ranks' hosts, as :class:`~anychip.comm.gloo.Gloo`
+            has them; a call of all ranks.
         check: ``always``: ranks compare their calls before anything is sent; ``off``: they do
             not, and calls that differ end in a time limit, or a crash.
-
-    Raises:
-        CommunicationError: a rank did not come within the time limit.
     """
 
     def __init__(
-        self, place: Rendezvous, *, timeout_s: float, heartbeat_s: float, check: Check
+        self,
+        rank: int,
+        world_size: int,
+        store: Store,
+        *,
+        news: Callable[[Callable[[Failure], None]], Any],
+        connect: Callable[[Store], Any],
+        timeout_s: float,
+        check: Check = "always",
     ) -> None:
-        import torch.distributed as dist
-
-        self.rank, self.world_size = place.rank, place.world_size
+        self.rank, self.world_size, self.store = rank, world_size, store
         self.timeout_s, self.check = timeout_s, check
-        # Each job of a process has keys of its own; every rank counts its jobs alike.
-        store, self._store_socket = _own_connection(place.store)
-        self.store = part_of(store, f"anychip/{next(_generation)}")
-        self.where = f"world, rank {self.rank} of {self.world_size}"
-        self._breaks: list[Callable[[], None]] = []
-        self._before_close: list[Callable[[], None]] = []
-        self._on_close: list[Callable[[], None]] = []
+        self.where = f"world, rank {rank} of {world_size}"
+        self.last_call: LastCall | None = None
+        self._connect, self.world = connect, Membership(tuple(range(world_size)), rank)
+        self._held: list[Any] = []
+        self._broken = False
+        self._on_close: list[Callable[[], object]] = []
         self._closed = False
-        meet(
-            self.store,
-            self.rank,
-            self.world_size,
-            timeout_s=timeout_s,
-            where=f"{self.where}: start",
-        )
-        self.liveness = place.side_channel(
-            self.store,
-            self.rank,
-            self.world_size,
-            heartbeat_s=heartbeat_s,
-            progress_s=timeout_s,
-            on_failure=self._break,
-        )
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [gloo.create_device(hostname=place.address)]
-        self.connections = gloo(part_of(self.store, "gloo"), self.rank, self.world_size, options)
-        self.at_failure(self._break_connections)
-        _jobs.add(self)
+        self.news = news(self._break)
 
-    def at_failure(self, call: Callable[[], None]) -> None:
-        """Registers what makes calls of other transports fail when the job has failed."""
-        self._breaks.append(call)
+    @cached_property
+    def connections(self) -> Any:
+        """Between the ranks' hosts; made when all ranks first need them."""
+        return self.hold(self._connect(self.store))
 
-    def before_close(self, call: Callable[[], None]) -> None:
-        """Registers what a job that has not failed does first when it is closed."""
-        self._before_close.append(call)
+    def hold(self, thing: Any) -> Any:
+        """Takes what ends with the job, by abort() and close(); the last one is closed first."""
+        self._held.append(thing)
+        if self._broken:
+            thing.abort()
+        return thing
 
-    def at_close(self, call: Callable[[], None]) -> None:
-        """Registers what ends with the job; the connections are closed by then."""
+    def at_close(self, call: Callable[[], object]) -> None:
         self._on_close.append(call)
+
+    @property
+    def has_failed(self) -> bool:
+        return self.news.failure is not None
 
     def refuse_after_failure(self, where: str) -> None:
         """Raises when nothing can be called any more."""
-        failure = self.liveness.failure
+        failure = self.news.failure
         if failure is not None:
             raise CommunicationError(where, failure.reason, ranks=failure.ranks)
         if self._closed:
@@ -139,11 +130,20 @@ class Job:
 
     def fail(self, where: str, failure: Failure) -> CommunicationError:
         """Ends the job on every rank; returns the error to raise here."""
-        found = self.liveness.report(failure)
+        found = self.news.report(failure)
         return CommunicationError(where, found.reason, ranks=found.ranks)
 
+    def late(self, where: str, ranks: tuple[int, ...], ledger: Ledger) -> CommunicationError:
+        """Ends the job because ranks, counted in the world, have not come in time."""
+        reason = f"{ranks_text(ranks)} did not come within {self.timeout_s:g} s"
+        # Another rank may have ended the job in the meantime, and cut the store with it.
+        with contextlib.suppress(RuntimeError):
+            if len(ranks) == 1:
+                reason += f"; {ledger.last_call(ranks[0])}"
+        return self.fail(where, Failure(ranks, reason))
+
     def explain(
-        self, where: str, error: Exception, missing: Callable[[], tuple[int, ...]]
+        self, where: str, error: Exception, missing: Callable[[], Sequence[int]]
     ) -> CommunicationError:
         """The error to raise after a connection broke: what ended the job, or who is gone.
 
@@ -152,20 +152,50 @@ class Job:
         """
         if self._closed:
             return CommunicationError(where, f"rank {self.rank} has closed its communicator")
-        waited = missing() if self.liveness.gone else ()
+        waited: Sequence[int] = ()
         deadline = time.monotonic() + _NEWS_S
         while time.monotonic() < deadline:
-            failure = self.liveness.verdict(0.02)
+            with contextlib.suppress(RuntimeError):  # the store goes with the rank that holds it
+                waited = missing() if self.news.gone else ()
+            failure = self.news.verdict(0.02)
             if failure is not None:
                 return CommunicationError(where, failure.reason, ranks=failure.ranks)
-            if self.liveness.gone:
-                waited = missing()
-            ended = tuple(rank for rank in waited if rank in self.liveness.gone)
+            ended = tuple(rank for rank in waited if rank in self.news.gone)
             if ended:
                 text = f"{ranks_text(ended)} ended without making this call"
                 return self.fail(where, Failure(ended, text))
         first = str(error).splitlines()[0]
         return self.fail(where, Failure((), f"rank {self.rank} lost a connection: {first}"))
+
+    def blame(self, where: str, error: DeviceError) -> CommunicationError:
+        known = self.news.failure or self.news.verdict(_DEVICE_NEWS_S)
+        if known is not None:
+            return CommunicationError(where, known.reason, ranks=known.ranks)
+        said, call = "world", self.last_call
+        peers: tuple[int, ...] = ()
+        if call is not None:
+            with contextlib.suppress(RuntimeError):  # the store goes with the rank that holds it
+                absent = () if call.number is None else call.ledger.missing(call.number)
+                if absent:
+                    return self.late(where, absent, call.ledger)
+            said, peers = call.group, call.peers
+        said += f": messages with {ranks_text(peers)}" if peers else ""
+        last = error.detail.strip().splitlines()[-1]
+        return self.fail(where, Failure(peers, f"{said} failed with {error.label}: {last}"))
+
+    def host(self, group: Membership) -> Transport:
+        from anychip.comm.messages import Messages
+
+        return Messages(self.connections, group, self.timeout_s)
+
+    def library(
+        self, name: str, device: str, *, identity: str | None = None, **wishes: Any
+    ) -> Transport | None:
+        from anychip.comm.library import HOST_LIBRARY, Library, refuse_shared
+
+        if identity is not None:
+            refuse_shared(self, identity, name.upper())
+        return None if name == HOST_LIBRARY else Library(self, self.world, name, device, **wishes)
 
     def abort(self, where: str, reason: str) -> None:
         """Ends the job on every rank."""
@@ -179,84 +209,53 @@ class Job:
         if self._closed:
             return
         self._closed = True
-        if self.liveness.failure is None:
-            for call in self._before_close:
-                call()
-        self.liveness.close()
+        if not self.has_failed:
+            for held in self._held:
+                if isinstance(held, Transport):
+                    held.drain()
+        self.news.close()
         self._break(None)
+        for held in reversed(self._held):
+            held.close()
         for call in self._on_close:
             call()
-        if self._store_socket is not None:
-            self._store_socket.close()
-        del self.connections
 
     def _break(self, failure: Failure | None) -> None:
-        if self._store_socket is not None:
-            # Whoever asks the store of a process that is stopped would wait for ever.
-            with contextlib.suppress(OSError):
-                self._store_socket.shutdown(socket.SHUT_RDWR)
-        for call in self._breaks:
-            call()
-
-    def _break_connections(self) -> None:
-        """Closes this process's connections, which wakes whoever waits, here and at their ends.
-
-        A message that was waited for in vain makes gloo close all connections of its context at
-        once. Its abort() does not wake those who wait, and to destroy it waits for them.
-        """
-        import torch
-
-        nothing = torch.empty(1, dtype=torch.uint8)
-        for peer in range(self.world_size):
-            if peer == self.rank:
-                continue
-            try:
-                message = self.connections.recv([nothing], peer, _BREAK_TAG)
-                message.wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                continue
+        self._broken = True
+        for held in list(self._held):
+            held.abort()
 
 
-def _own_connection(store: Any) -> tuple[Store, socket.socket | None]:
-    """A connection to the store that nobody else uses, and a handle with which to cut it.
+def join(place: Rendezvous, *, timeout_s: float, heartbeat_s: float, check: Check) -> Job:
+    """This process's part in a job.
 
-    torch gives no access to a store's connection: it is the one that opens when it is made.
+    Args:
+        place: what the launcher gives.
+        timeout_s: seconds that any wait for another rank may take.
+        heartbeat_s: seconds of silence after which a rank counts as lost.
+        check: see :class:`Job`.
+
+    Raises:
+        CommunicationError: a rank did not come within the time limit.
     """
-    port = getattr(_underlying(store), "port", None)
-    before = _connections_to(port)
-    own = store.clone()
-    opened = [found for found in _connections_to(port) if found not in before]
-    return own, socket.socket(fileno=os.dup(opened[0])) if opened else None
+    rank, world_size = place.rank, place.world_size
+    connection = Connection(place.store)
+    # Each job of a process has keys of its own; every rank counts its jobs alike.
+    store = part_of(connection.store, f"anychip/{next(_generation)}")
+    where = f"world, rank {rank} of {world_size}: start"
+    meet(store, rank, world_size, timeout_s=timeout_s, where=where)
 
+    def news(on_failure: Callable[[Failure], None]) -> Liveness:
+        limits = {"heartbeat_s": heartbeat_s, "progress_s": timeout_s}
+        return place.side_channel(store, rank, world_size, **limits, on_failure=on_failure)
 
-def _underlying(store: Any) -> Any:
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
+    def connect(keys: Store) -> Gloo:
+        return Gloo(keys, rank, world_size, place.address, timeout_s)
 
-
-def _connections_to(port: int | None) -> list[int]:
-    """File descriptors of this process that are connected to a port."""
-    numbers = (int(name) for name in os.listdir("/dev/fd"))
-    return [n for n in numbers if port is not None and _peer_port(n) == port]
-
-
-def _peer_port(number: int) -> int | None:
-    """Where a file descriptor is connected to; None when it is no connected socket, or closed."""
-    try:
-        copy = os.dup(number)
-    except OSError:
-        return None
-    try:
-        end = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)  # a socket that could not be made does not own it
-        return None
-    with end:
-        try:
-            return int(end.getpeername()[1])
-        except (OSError, IndexError, TypeError, ValueError):
-            return None
+    job = Job(rank, world_size, store, news=news, connect=connect, timeout_s=timeout_s, check=check)
+    job.hold(connection)
+    _jobs.add(job)
+    return job
 
 
 def end_with_interpreter() -> None:
@@ -265,7 +264,7 @@ def end_with_interpreter() -> None:
     for job in list(_jobs):
         if error is not None and not isinstance(error, CommunicationError):
             what = f"rank {job.rank} ended with {type(error).__name__}: {error}"
-            job.liveness.report(Failure((job.rank,), what))
+            job.news.report(Failure((job.rank,), what))
         try:
             job.close()
         except Exception as late:  # an adapter takes leave of a device that has failed
@@ -277,7 +276,7 @@ def _forget_in_child() -> None:
     # A forked process, a data loader's for instance, would keep the side channel of its parent
     # open after that has died.
     for job in list(_jobs):
-        job.liveness.forget()
+        job.news.forget()
     _jobs.clear()
 
 

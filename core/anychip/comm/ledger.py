@@ -21,8 +21,8 @@ _GRACE_S = 1.0
 """How long the others of a call that went wrong are given to come, so that the odd one shows."""
 
 
-class Disagreement(NamedTuple):
-    """The ranks, counted in the world, that call something else than most; and the whole story."""
+class Failure(NamedTuple):
+    """Why a job cannot go on: the ranks at fault, counted in the world, and what they did."""
 
     ranks: tuple[int, ...]
     reason: str
@@ -43,7 +43,7 @@ class Ledger:
         self._agreed: dict[tuple[str, int], str] = {}
         self._count: dict[str, int] = {}
 
-    def enter(self, call: str) -> tuple[int, Disagreement | None]:
+    def enter(self, call: str) -> tuple[int, Failure | None]:
         """Notes the next call of the whole group; its number, and who calls something else."""
         number = self._next("")
         self._store.set(f"{self._rank}/{number % SLOTS}", f"{number} {call}")
@@ -60,14 +60,14 @@ class Ledger:
         return self._agreed[pair, number % SLOTS].partition(" ")[2]
 
     def missing(self, number: int) -> tuple[int, ...]:
-        """Ranks of the group that have not made call ``number`` yet."""
+        """Ranks, counted in the world, that have not made call ``number`` yet."""
         return tuple(
-            rank for rank in range(len(self._ranks)) if self._call_of(rank, number) is None
+            world for rank, world in enumerate(self._ranks) if self._call_of(rank, number) is None
         )
 
     def last_call(self, rank: int) -> str:
-        """What a rank did last in this group, for messages."""
-        found = [self._slot(rank, slot) for slot in range(SLOTS)]
+        """What a rank, counted in the world, did last in this group, for messages."""
+        found = [self._slot(self._ranks.index(rank), slot) for slot in range(SLOTS)]
         numbers = [entry for entry in found if entry is not None]
         if not numbers:
             return "it has made no call in this group"
@@ -91,7 +91,7 @@ class Ledger:
         self._agreed[slot] = "" if ahead else found
         return ahead or found == mine
 
-    def _disagreement(self, number: int) -> Disagreement:
+    def _disagreement(self, number: int) -> Failure:
         deadline = time.monotonic() + _GRACE_S
         while self.missing(number) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -111,18 +111,23 @@ class Ledger:
         return int(number), call
 
 
-def disagreement(number: int, calls: Mapping[int, str]) -> Disagreement:
-    """What to say of ranks that call different things; when half call each, the first is right.
+def disagreement(number: int, calls: Mapping[int, str]) -> Failure:
+    """What to say of ranks that call different things; see :func:`compared`."""
+    odd, told = compared(calls)
+    return Failure(odd, f"the ranks disagree in call #{number}: {told}")
+
+
+def compared(texts: Mapping[int, str]) -> tuple[tuple[int, ...], str]:
+    """Who says something else than most, and who says what; when half say each, the first is right.
 
     Args:
-        calls: rank in the world to what it calls.
+        texts: rank in the world to what it says.
     """
-    texts = list(calls.values())
-    usual = max(texts, key=lambda text: (texts.count(text), -texts.index(text)))
-    callers = {text: [rank for rank in calls if calls[rank] == text] for text in texts}
-    told = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in callers.items())
-    odd = tuple(rank for rank in calls if calls[rank] != usual)
-    return Disagreement(odd, f"the ranks disagree in call #{number}: {told}")
+    said = list(texts.values())
+    usual = max(said, key=lambda text: (said.count(text), -said.index(text)))
+    who = {text: [rank for rank in texts if texts[rank] == text] for text in said}
+    told = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in who.items())
+    return tuple(rank for rank in texts if texts[rank] != usual), told
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING
 from anychip.comm import frames
 from anychip.comm.frames import Frame
 from anychip.comm.heartbeat import Heartbeat
-from anychip.comm.job import Failure
-from anychip.comm.ledger import ranks_text
+from anychip.comm.ledger import Failure, ranks_text
 from anychip.contract.errors import CommunicationError
 
 if TYPE_CHECKING:

@@ -1,19 +1,43 @@
-"""Messages between the ranks of a group, over gloo, and what is made of many of them.
+"""Collectives made of sends and receives between the ranks' hosts, whoever moves the messages.
 
-Everything here posts and does not wait: it returns messages, or steps that yield them, for
-:class:`~anychip.comm.progress.StepwiseCall` to wait for.
+That buys three things over gloo's own collectives: sums in the order of the ranks, half of gloo's
+bytes for reduce_scatter, and parts of uneven sizes. A group that is split off needs no connections
+of its own.
+
+Algorithms (w ranks; bytes per rank in :func:`~anychip.comm.wire.wire_nbytes`): all_gather,
+all_to_all: each rank to each other, directly. reduce_scatter: all_to_all of the parts, then a sum.
+all_reduce: up to 64 KiB all_gather and sum, else reduce_scatter and all_gather. broadcast: a
+binomial tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from anychip.comm.progress import Message, Steps
-from anychip.comm.reduction import reduce_in_order
-from anychip.contract.communicator import Reduction
+from anychip.comm.progress import Message, Progress, Steps, StepwiseCall
+from anychip.comm.reduction import host_capabilities, reduce_in_order
+from anychip.comm.wire import SMALL_NBYTES
+from anychip.contract import (
+    HOST,
+    Call,
+    Capabilities,
+    Membership,
+    Reduction,
+    Transfer,
+    Transport,
+    TransportError,
+    UnsupportedError,
+    Work,
+)
+
+# A message's tag has 31 bits: 10 for the group, 1 for what it belongs to, 20 for a collective's
+# number and step, or for the caller's own tag. Messages of one tag keep their order, so that
+# numbers may come round again.
+_GROUPS, _TAGS = 2**10, 2**20
 
 PIECE_NBYTES = 4 * 1024 * 1024
 """A reduction goes piece by piece, so that sums and messages overlap. Smaller pieces cost more
@@ -22,21 +46,156 @@ PIECES_AHEAD = 2
 """Pieces from each rank that are on their way while one is summed: the memory beside the tensor."""
 
 
-class Post:
-    """The messages of one rank of a group.
+class Messages(Transport):
+    """One rank's end of a group; tensors are on the host.
+
+    Further than the interface promises: reductions have the same bits at any size, with any cut
+    into parts, in async calls or not. ``send`` returns when the other rank has received. A
+    reduction needs memory for two pieces of 4 MiB from each other rank, beside the tensor.
 
     Args:
-        connections: gloo's process group of the world.
-        rank: of this one in the group.
-        ranks: the members' ranks in the world.
+        connections: of the job, what :class:`~anychip.comm.gloo.Gloo` is.
     """
 
-    def __init__(self, connections: Any, rank: int, ranks: tuple[int, ...]) -> None:
-        self._connections, self._rank, self._ranks = connections, rank, ranks
-        # Everybody begins with another one, so that nobody gets all first messages.
-        self._peers = [(rank + i) % len(ranks) for i in range(1, len(ranks))]
+    device = HOST
+    reduces_on_host = True
+    num_tags = _TAGS // 2
 
-    def reduce_parts(
+    def __init__(self, connections: Any, group: Membership, timeout_s: float) -> None:
+        if group.number >= _GROUPS:
+            raise UnsupportedError(f"group {group.name!r}: a job has at most {_GROUPS - 1} groups")
+        self._connections, self._group, self._timeout_s = connections, group, timeout_s
+        self._rank, self._size = group.rank, len(group.ranks)
+        # Everybody begins with another one, so that nobody gets all first messages.
+        self._peers = [(self._rank + i) % self._size for i in range(1, self._size)]
+        self._progress: Progress | None = None
+        self.description = connections.description
+
+    @cached_property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        return host_capabilities()
+
+    def part(self, group: Membership) -> Transport:
+        return Messages(self._connections, group, self._timeout_s)
+
+    def all_reduce(self, call: Call) -> Work:
+        flat, rank = _flat(call.outputs[0]), self._rank
+
+        def steps(tag: int) -> Steps:
+            if flat.nbytes <= SMALL_NBYTES:
+                parts = self._room(flat, [flat.numel()] * self._size)
+                parts[rank] = flat
+                yield self._gather(parts, tag)
+                reduce_in_order(flat, parts, call.reduction)
+            else:
+                parts = list(flat.split(_even(flat.numel(), self._size)))
+                yield from self._reduce_parts(parts[rank], parts, call.reduction, tag, spread=True)
+
+        return self._begin(steps, call)
+
+    def all_gather(self, call: Call) -> Work:
+        parts, mine = list(_flat(call.outputs[0]).split(list(call.sizes))), _flat(call.inputs[0])
+
+        def steps(tag: int) -> Steps:
+            _copy(parts[self._rank], mine)
+            yield self._gather(parts, tag)
+
+        return self._begin(steps, call)
+
+    def reduce_scatter(self, call: Call) -> Work:
+        output, mine = _flat(call.outputs[0]), list(_flat(call.inputs[0]).split(list(call.sizes)))
+
+        def steps(tag: int) -> Steps:
+            yield from self._reduce_parts(output, mine, call.reduction, tag, spread=False)
+
+        return self._begin(steps, call)
+
+    def broadcast(self, call: Call) -> Work:
+        (flat,), size, rank = map(_flat, call.inputs or call.outputs), self._size, self._rank
+        distance = (rank - call.source) % size
+
+        def steps(tag: int) -> Steps:
+            # Rank at distance d has its parent at d without its lowest bit.
+            bit = 1
+            while bit < size and not distance & bit:
+                bit *= 2
+            if distance:
+                yield self._receive([(flat, (rank - bit) % size)], tag)
+            children = []
+            while bit > 1:
+                bit //= 2
+                if distance + bit < size:
+                    children.append((flat, (rank + bit) % size))
+            yield self._send(children, tag)
+
+        return self._begin(steps, call)
+
+    def all_to_all(self, call: Call) -> Work:
+        parts, mine = list(map(_flat, call.outputs)), list(map(_flat, call.inputs))
+        rank = self._rank
+
+        def steps(tag: int) -> Steps:
+            # Sizes may differ from pair to pair: they are compared before anything else is sent.
+            told = torch.tensor([part.numel() for part in mine])
+            heard = torch.zeros_like(told)
+            heard[rank] = told[rank]
+            yield self._swap(list(heard.split(1)), list(told.split(1)), tag)
+            self._compare_sizes(heard.tolist(), parts)
+            _copy(parts[rank], mine[rank])
+            yield self._swap(parts, mine, tag + 1)
+
+        return self._begin(steps, call)
+
+    def exchange(self, transfers: Sequence[Transfer]) -> Work:
+        def steps() -> Steps:
+            posted: list[tuple[int, Message]] = []
+            # Receives first: what arrives then has a place to go to.
+            for kind, tensor, peer, tag in sorted(transfers, key=lambda t: t.kind):
+                move = self._receive if kind == "recv" else self._send
+                posted += move([(_flat(tensor), peer)], self._tag(1, tag))
+            yield posted
+
+        outputs = [t.tensor for t in transfers if t.kind == "recv"]
+        return StepwiseCall(steps(), outputs, self._timeout_s)
+
+    def barrier(self, call: Call) -> Work:
+        here = list(torch.zeros(self._size, dtype=torch.uint8).split(1))
+        return self._begin(lambda tag: iter([self._gather(here, tag)]), call)
+
+    def proceed(self, work: Work, on_error: Callable[[Exception], None]) -> None:
+        if isinstance(work, StepwiseCall):
+            if self._progress is None:
+                self._progress = Progress(self._group.name)
+            self._progress.add(work, on_error)
+
+    def abort(self) -> None:
+        self._connections.abort()
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+
+    def _begin(self, steps: Callable[[int], Steps], call: Call) -> Work:
+        """A call whose first messages are on their way."""
+        return StepwiseCall(steps(self._tag(0, call.tag * 2)), call.outputs, self._timeout_s)
+
+    def _tag(self, kind: int, value: int) -> int:
+        return (self._group.number * 2 + kind) * _TAGS + value
+
+    def _compare_sizes(self, heard: list[int], parts: list[torch.Tensor]) -> None:
+        ranks = self._group.ranks
+        for peer, numel in enumerate(heard):
+            if numel != parts[peer].numel():
+                raise TransportError(
+                    f"rank {ranks[peer]} sends {numel} elements to rank "
+                    f"{ranks[self._rank]}, which has room for {parts[peer].numel()}",
+                    (peer,),
+                    "wrong",
+                )
+
+    # What posts and does not wait: it returns messages, or steps that yield them.
+
+    def _reduce_parts(
         self,
         output: torch.Tensor,
         parts: list[torch.Tensor],
@@ -55,20 +214,20 @@ class Post:
         pieces = [list(part.split(size)) if part.numel() else [] for part in parts]
         num_own = len(pieces[self._rank])
         rooms = [
-            self.room(own, [min(size, own.numel())] * len(self._ranks))
+            self._room(own, [min(size, own.numel())] * self._size)
             for _ in range(min(PIECES_AHEAD, num_own))
         ]
         posted = [
             message
             for k in range(max(map(len, pieces)))
-            for message in self.send(
+            for message in self._send(
                 [(pieces[p][k], p) for p in self._peers if k < len(pieces[p])], tag
             )
         ]
         back = [(piece, peer) for peer in self._peers for piece in pieces[peer]] if spread else []
-        posted += self.receive(back, tag + 1)
+        posted += self._receive(back, tag + 1)
         coming = [
-            self._receive_piece(rooms[k], pieces[self._rank][k], tag) for k in range(len(rooms))
+            self._receive_piece(room, pieces[self._rank][k], tag) for k, room in enumerate(rooms)
         ]
         for k, piece in enumerate(pieces[self._rank]):
             yield coming[k]
@@ -76,7 +235,7 @@ class Post:
             room[self._rank] = piece
             reduce_in_order(output[k * size : k * size + piece.numel()], room, reduction)
             if spread:
-                posted += self.send([(piece, peer) for peer in self._peers], tag + 1)
+                posted += self._send([(piece, peer) for peer in self._peers], tag + 1)
             if k + len(rooms) < num_own:
                 after = pieces[self._rank][k + len(rooms)]
                 coming.append(self._receive_piece(rooms[k % len(rooms)], after, tag))
@@ -85,32 +244,46 @@ class Post:
     def _receive_piece(
         self, room: list[torch.Tensor], piece: torch.Tensor, tag: int
     ) -> list[tuple[int, Message]]:
-        return self.receive([(room[peer][: piece.numel()], peer) for peer in self._peers], tag)
+        return self._receive([(room[peer][: piece.numel()], peer) for peer in self._peers], tag)
 
-    def room(self, like: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    def _room(self, like: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
         """Uninitialised tensors for the other ranks' parts; this rank's place stays empty."""
         sizes[self._rank] = 0
         return list(torch.empty(sum(sizes), dtype=like.dtype).split(sizes))
 
-    def gather(self, parts: list[torch.Tensor], tag: int) -> list[tuple[int, Message]]:
+    def _gather(self, parts: list[torch.Tensor], tag: int) -> list[tuple[int, Message]]:
         """Posts: this rank's part goes to everybody, theirs come to their places."""
-        return self.swap(parts, [parts[self._rank]] * len(self._ranks), tag)
+        return self._swap(parts, [parts[self._rank]] * self._size, tag)
 
-    def swap(
+    def _swap(
         self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int
     ) -> list[tuple[int, Message]]:
         """Posts: ``outgoing[r]`` to each other rank r, ``incoming[r]`` from it."""
-        received = self.receive([(incoming[peer], peer) for peer in self._peers], tag)
-        return received + self.send([(outgoing[peer], peer) for peer in self._peers], tag)
+        received = self._receive([(incoming[peer], peer) for peer in self._peers], tag)
+        return received + self._send([(outgoing[peer], peer) for peer in self._peers], tag)
 
-    def receive(
+    def _receive(
         self, messages: Iterable[tuple[torch.Tensor, int]], tag: int
     ) -> list[tuple[int, Message]]:
         move = self._connections.recv
-        return [(p, move([t], self._ranks[p], tag)) for t, p in messages if t.numel()]
+        return [(p, move([t], self._group.ranks[p], tag)) for t, p in messages if t.numel()]
 
-    def send(
+    def _send(
         self, messages: Iterable[tuple[torch.Tensor, int]], tag: int
     ) -> list[tuple[int, Message]]:
         move = self._connections.send
-        return [(p, move([t], self._ranks[p], tag)) for t, p in messages if t.numel()]
+        return [(p, move([t], self._group.ranks[p], tag)) for t, p in messages if t.numel()]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1)
+
+
+def _copy(output: torch.Tensor, tensor: torch.Tensor) -> None:
+    if output.data_ptr() != tensor.data_ptr():
+        output.copy_(tensor)
+
+
+def _even(numel: int, parts: int) -> list[int]:
+    """Sizes that differ by one at most."""
+    return [(numel * (i + 1)) // parts - (numel * i) // parts for i in range(parts)]

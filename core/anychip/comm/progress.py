@@ -11,14 +11,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
-from anychip.contract.communicator import Work
-from anychip.contract.errors import CommunicationError
+from anychip.contract import TransportError, Work
 
 
 class Message(Protocol):
@@ -43,20 +42,12 @@ class StepwiseCall(Work):
     Args:
         steps: see :data:`Steps`.
         outputs: tensors that the steps write.
-        explain: gives the error for a message that failed: (rank at its other end, the failure,
-            whether the time was over).
     """
 
-    def __init__(
-        self,
-        steps: Steps,
-        outputs: list[torch.Tensor],
-        timeout_s: float,
-        explain: Callable[[int, Exception, bool], CommunicationError],
-    ) -> None:
-        self._steps, self._outputs, self._explain = steps, outputs, explain
+    def __init__(self, steps: Steps, outputs: Sequence[torch.Tensor], timeout_s: float) -> None:
+        self._steps, self._outputs = steps, outputs
         self._deadline = time.monotonic() + timeout_s
-        self._error: CommunicationError | None = None
+        self._error: Exception | None = None
         self._finished, self._lock = False, threading.Lock()
         self._posted: list[tuple[int, Message]] | None = next(steps, None)
         if self._posted is None:
@@ -66,13 +57,12 @@ class StepwiseCall(Work):
         return self._finished
 
     def wait(self) -> None:
-        self.drive()
-        error = self._error
+        error = self.drive()
         if error is not None:
-            raise CommunicationError(error.where, error.reason, ranks=error.ranks)
+            raise error
 
-    def drive(self) -> None:
-        """Does all steps that are left; keeps an error for :meth:`wait`."""
+    def drive(self) -> Exception | None:
+        """Does all steps that are left; the error, if one failed."""
         with self._lock:
             while self._posted is not None and self._error is None:
                 waited = -1
@@ -82,34 +72,41 @@ class StepwiseCall(Work):
                         left = self._deadline - time.monotonic()
                         message.wait(timedelta(seconds=max(left, 0.0) + _TICK_S))
                     self._posted = next(self._steps, None)
-                except CommunicationError as error:
+                except TransportError as error:
                     self._error = error
                 except RuntimeError as error:
-                    is_late = time.monotonic() >= self._deadline
-                    self._error = self._explain(waited, error, is_late)
+                    how: Literal["late", "lost"] = (
+                        "late" if time.monotonic() >= self._deadline else "lost"
+                    )
+                    self._error = TransportError(str(error), (waited,), how)
             if not self._finished:
                 self._finish()
+            return self._error
 
     def _finish(self) -> None:
         # Messages are written past autograd, which has to know that saved values are old.
         for tensor in self._outputs:
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
-        self._posted = None
+        # The thread, and who keeps the work, holds no tensor for longer than the call takes.
+        self._posted, self._outputs, self._steps = None, (), iter(())
         self._finished = True
+
+
+_Started = tuple[StepwiseCall, Callable[[Exception], None]]
 
 
 class Progress:
     """The thread of a group in which its asynchronous calls get on, in the order of the calls."""
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[StepwiseCall | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"anychip {name}", daemon=True)
         self._thread.start()
 
-    def add(self, call: StepwiseCall) -> None:
+    def add(self, call: StepwiseCall, on_error: Callable[[Exception], None]) -> None:
         """Takes a call; it will be driven after those before it."""
-        self._calls.put(call)
+        self._calls.put((call, on_error))
 
     def close(self) -> None:
         """Ends the thread after the calls that it has, which fail when connections are closed."""
@@ -117,5 +114,8 @@ class Progress:
         self._thread.join()
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call.drive()
+        while (started := self._calls.get()) is not None:
+            call, on_error = started
+            error = call.drive()
+            if error is not None:
+                on_error(error)

@@ -94,8 +94,8 @@ class Declared(Backend):
         self, device_type: str, capabilities: Mapping[str, int], formats: Iterable[str]
     ) -> None:
         named = set(formats)
-        self.device_type = device_type  # type: ignore[misc]
-        self.capabilities = dict(capabilities)  # type: ignore[misc]
+        self.device_type = device_type
+        self.capabilities = dict(capabilities)
         self.dtypes = frozenset(d for d, format in FORMATS.items() if format.name in named)
 
     def probe(self) -> Probe:

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anychip.comm.staged import HostStagedCommunicator
 from anychip.comm.threads import run_ranks
 from anychip.conformance.oracles import philox
-from anychip.contract import Communicator
+from anychip.contract import HOST, Communicator
 from anychip.train.models import GPT, GPTConfig
 
 T = TypeVar("T")
@@ -98,9 +97,4 @@ def run_on_device(
 ) -> list[T]:
     """Ranks as threads that share a device; off the host they communicate by way of it."""
 
-    def on_device(comm: Communicator) -> T:
-        return work(
-            comm if device.type == comm.device else HostStagedCommunicator(comm, device.type)
-        )
-
-    return run_ranks(world_size, on_device)
+    return run_ranks(world_size, work, staged=None if device.type == HOST else device.type)

@@ -1,6 +1,6 @@
 """What a plugin hands over: a :class:`Backend` and its answer to "can you run here?".
 
-A chip author subclasses :class:`Backend`, sets five class attributes and writes ``probe``; all
+A chip author subclasses :class:`Backend`, sets five attributes and writes ``probe``; all
 else has a documented default. How plugins are found and chosen is the registry's business.
 """
 
@@ -17,6 +17,7 @@ from anychip.contract.device import DeviceInterface
 from anychip.contract.errors import ContractError
 from anychip.contract.memory import Memory
 from anychip.contract.operator import OperatorTable
+from anychip.contract.transport import Job, Transport
 
 API_VERSION = (1, 0)
 """Version of this contract, (major, minor). A plugin made for another major, or for a higher minor
@@ -135,7 +136,7 @@ class Decision:
 class Backend(DeviceInterface, ABC):
     """A chip: devices, memory, operators, collectives.
 
-    Class attributes:
+    Attributes, of the class or, where one class serves several chips, of the object:
         name: the backend's name, equal to its entry point's.
         device_type: torch's device type that it serves, like ``"cpu"``.
         c10d_backend: torch.distributed's backend for it, or None when it has none.
@@ -143,11 +144,9 @@ class Backend(DeviceInterface, ABC):
         operators: the rows it brings.
     """
 
-    name: ClassVar[str]
-    device_type: ClassVar[str]
-    c10d_backend: ClassVar[str | None] = None
-    api: ClassVar[tuple[int, int]]
-    operators: ClassVar[OperatorTable]
+    c10d_backend: str | None = None
+    api: tuple[int, int]
+    operators: OperatorTable
     decision: Decision | None = None
     """Set by the registry when the backend is chosen."""
     join: ClassVar[Callable[..., Communicator] | None] = None
@@ -186,9 +185,8 @@ class Backend(DeviceInterface, ABC):
         A job is what torchrun or another launcher has started, or the default process group that
         the caller has made; otherwise this process is alone. A collective call of several ranks.
 
-        On the host, and for a backend that names gloo, reductions are done in rank order. Another
-        ``c10d_backend`` does them itself. A chip that names none communicates by way of the host,
-        which rank 0 says in a warning.
+        On the host reductions are done in rank order. A chip's :meth:`transport` does them itself.
+        A chip without one communicates by way of the host, which rank 0 says in a warning.
 
         Args:
             timeout_s: seconds that any wait for another rank may take.
@@ -207,9 +205,12 @@ class Backend(DeviceInterface, ABC):
             )
         return Backend.join(self, timeout_s=timeout_s, heartbeat_s=heartbeat_s, check=check)
 
-    def native_communicator(self) -> Any:
-        """The class of communicators over ``c10d_backend``, unless that is gloo; None: the core's.
+    def transport(self, job: Job) -> Transport | None:
+        """What moves the bytes of a job's calls on the device; None: they go through the host.
 
-        A chip overrides this with a subclass that knows what its library takes.
+        By default the backend of torch.distributed that ``c10d_backend`` names. A chip overrides
+        this to say more about it, or to bring a transport of its own.
         """
-        return None
+        if self.c10d_backend is None or self.is_host:
+            return None
+        return job.library(self.c10d_backend, self.device_type)

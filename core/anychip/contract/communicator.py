@@ -1,7 +1,8 @@
 """What a chip says about communication between ranks: the interface that training is written to.
 
 An algorithm is given a :class:`Communicator` and calls nothing else: no global group, no
-thread-local. The public methods check and count; transports implement the ``_`` methods.
+thread-local. Communicators are the core's; a chip may bring the
+:class:`~anychip.contract.Transport` that moves their bytes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
-
-from anychip.contract.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -134,8 +133,9 @@ class Communicator(ABC):
     Tensors are contiguous and on the device of the backend that made the communicator. A call is
     ordered on the current stream: its inputs may be written, and its outputs read, by work queued
     after it (after ``wait``, with ``async_op``). All ranks get bit-equal results. A mistake that
-    one rank can see alone raises ValueError before anything is sent; ranks that disagree in call,
-    shape, dtype or reduction, a rank that does not come, and a rank that is lost, end in a
+    one rank can see alone raises ValueError, and a dtype or reduction that is not taken
+    UnsupportedError, before anything is sent; ranks that disagree in call, shape, dtype or
+    reduction, a rank that does not come, and a rank that is lost, end in a
     :class:`~anychip.contract.CommunicationError` on every other rank within the time limit: in this
     call, or in the next one of a rank that was done with it. The communicator can then only be
     closed.
@@ -154,12 +154,12 @@ class Communicator(ABC):
 
     rank: int
     world_size: int
-    name: str = "world"
-    ranks: tuple[int, ...] = (0,)
-    timeout_s: float = 600.0
-    device: str = "cpu"
+    name: str
+    ranks: tuple[int, ...]
+    timeout_s: float
+    device: str
     is_closed: bool = False
-    description: str = ""
+    description: str
     traffic: Traffic
 
     def __repr__(self) -> str:
@@ -168,19 +168,15 @@ class Communicator(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this transport takes."""
+        """What it takes."""
 
+    @abstractmethod
     def all_reduce(
         self, tensor: torch.Tensor, reduction: Reduction = "sum", *, async_op: bool = False
     ) -> Work:
-        """``tensor`` becomes the reduction over all ranks, in place. Like MPI_Allreduce.
+        """``tensor`` becomes the reduction over all ranks, in place. Like MPI_Allreduce."""
 
-        Raises:
-            UnsupportedError: this transport does not reduce the dtype in this way.
-        """
-        self._check("all_reduce", tensor, reduction)
-        return self._start("all_reduce", tensor, self._all_reduce(tensor, reduction), async_op)
-
+    @abstractmethod
     def all_gather(
         self,
         output: torch.Tensor,
@@ -196,10 +192,8 @@ class Communicator(ABC):
             tensor: sizes[rank] elements. May be its own part of ``output``.
             sizes: elements of each rank; all alike when None.
         """
-        self._check("all_gather", tensor)
-        sizes = self._sizes("all_gather", output, tensor, sizes)
-        return self._start("all_gather", output, self._all_gather(output, tensor, sizes), async_op)
 
+    @abstractmethod
     def reduce_scatter(
         self,
         output: torch.Tensor,
@@ -217,17 +211,12 @@ class Communicator(ABC):
                 a part of it, and untouched otherwise.
             sizes: elements of each rank; all alike when None.
         """
-        self._check("reduce_scatter", tensor, reduction)
-        sizes = self._sizes("reduce_scatter", tensor, output, sizes)
-        work = self._reduce_scatter(output, tensor, reduction, sizes)
-        return self._start("reduce_scatter", tensor, work, async_op)
 
+    @abstractmethod
     def broadcast(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> Work:
         """``tensor`` becomes the source rank's, in place. Like MPI_Bcast."""
-        self._check("broadcast", tensor)
-        self._check_rank("broadcast", "source", source)
-        return self._start("broadcast", tensor, self._broadcast(tensor, source), async_op)
 
+    @abstractmethod
     def all_to_all(
         self,
         outputs: Sequence[torch.Tensor],
@@ -236,18 +225,13 @@ class Communicator(ABC):
         async_op: bool = False,
     ) -> Work:
         """``outputs[r]`` becomes what rank ``r`` has in ``inputs[rank]``. Sizes may differ."""
-        if len(outputs) != self.world_size or len(inputs) != self.world_size:
-            raise ValueError(
-                f"{self}.all_to_all: one tensor per rank ({self.world_size}) expected, got "
-                f"{len(outputs)} outputs and {len(inputs)} inputs"
-            )
-        for tensor in (*outputs, *inputs):
-            self._check("all_to_all", tensor)
-        if len({tensor.dtype for tensor in (*outputs, *inputs)}) > 1:
-            dtypes = sorted({str(tensor.dtype) for tensor in (*outputs, *inputs)})
-            raise ValueError(f"{self}.all_to_all: one dtype expected, got {', '.join(dtypes)}")
-        work = self._all_to_all(outputs, inputs)
-        return self._start("all_to_all", inputs, work, async_op)
+
+    @abstractmethod
+    def exchange(self, transfers: Sequence[Transfer], *, async_op: bool = False) -> Work:
+        """Several sends and receives as one call, which cannot wait for each other.
+
+        Like torch.distributed.batch_isend_irecv; only the ranks that are named take part.
+        """
 
     def send(
         self, tensor: torch.Tensor, destination: int, *, tag: int = 0, async_op: bool = False
@@ -261,30 +245,11 @@ class Communicator(ABC):
         """``tensor`` becomes what a rank sends."""
         return self.exchange([Transfer("recv", tensor, source, tag)], async_op=async_op)
 
-    def exchange(self, transfers: Sequence[Transfer], *, async_op: bool = False) -> Work:
-        """Several sends and receives as one call, which cannot wait for each other.
-
-        Like torch.distributed.batch_isend_irecv; only the ranks that are named take part.
-        """
-        for kind, tensor, peer, _ in transfers:
-            self._check(kind, tensor)
-            self._check_rank(kind, "peer", peer)
-            if peer == self.rank:
-                raise ValueError(f"{self}.{kind}: another rank expected, got {peer}, this one")
-        work = self._exchange(transfers)
-        for kind, tensor, _, _ in transfers:
-            self.traffic.add(kind, tensor.nbytes)
-        if async_op:
-            self._proceed(work)
-        else:
-            work.wait()
-        return work
-
+    @abstractmethod
     def barrier(self) -> None:
         """Returns when every rank has come here."""
-        self.traffic.add("barrier", 0)
-        self._barrier()
 
+    @abstractmethod
     def split(self, groups: Sequence[Sequence[int]], *, name: str) -> Communicator:
         """The communicator of the group that this rank is in. Every rank gives the same groups.
 
@@ -295,13 +260,6 @@ class Communicator(ABC):
         Raises:
             ValueError: a rank is in no group or in two.
         """
-        members = sorted(rank for group in groups for rank in group)
-        if members != list(range(self.world_size)):
-            raise ValueError(
-                f"{self}.split: groups that hold each rank from 0 to {self.world_size - 1} once "
-                f"expected, got {[list(group) for group in groups]}"
-            )
-        return self._split([tuple(group) for group in groups], name)
 
     @abstractmethod
     def abort(self, reason: str) -> None:
@@ -316,97 +274,3 @@ class Communicator(ABC):
 
         What was called and waited for before has its result, unless the job has failed.
         """
-
-    # What a transport implements: arguments have been checked; work is not waited for.
-
-    @abstractmethod
-    def _all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work: ...
-
-    @abstractmethod
-    def _all_gather(
-        self, output: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int]
-    ) -> Work: ...
-
-    @abstractmethod
-    def _reduce_scatter(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        reduction: Reduction,
-        sizes: Sequence[int],
-    ) -> Work: ...
-
-    @abstractmethod
-    def _broadcast(self, tensor: torch.Tensor, source: int) -> Work: ...
-
-    @abstractmethod
-    def _all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Work: ...
-
-    @abstractmethod
-    def _exchange(self, transfers: Sequence[Transfer]) -> Work: ...
-
-    @abstractmethod
-    def _barrier(self) -> None: ...
-
-    @abstractmethod
-    def _split(self, groups: Sequence[tuple[int, ...]], name: str) -> Communicator: ...
-
-    def _proceed(self, work: Work) -> None:
-        """Sees to it that work gets on before it is waited for; by default it does by itself."""
-        return None
-
-    def _start(
-        self, call: str, payload: torch.Tensor | Sequence[torch.Tensor], work: Work, async_op: bool
-    ) -> Work:
-        tensors = payload if isinstance(payload, Sequence) else (payload,)
-        self.traffic.add(call, sum(tensor.nbytes for tensor in tensors))
-        if async_op:
-            self._proceed(work)
-        else:
-            work.wait()
-        return work
-
-    def _check(self, call: str, tensor: torch.Tensor, reduction: Reduction | None = None) -> None:
-        if reduction is not None and reduction not in REDUCTIONS:
-            raise ValueError(
-                f"{self}.{call}: reduction must be one of {', '.join(REDUCTIONS)}, got "
-                f"{reduction!r}"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{self}.{call}: a contiguous tensor expected, got shape {tuple(tensor.shape)} "
-                f"with strides {tensor.stride()}"
-            )
-        if not self.capabilities.supports(call, tensor.dtype, reduction):
-            how = "" if reduction is None else f" with reduction {reduction!r}"
-            raise UnsupportedError(
-                f"{self}.{call}: this transport does not take {tensor.dtype}{how}"
-            )
-
-    def _check_rank(self, call: str, what: str, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(
-                f"{self}.{call}: {what} from 0 to {self.world_size - 1} expected, got {rank}"
-            )
-
-    def _sizes(
-        self,
-        call: str,
-        whole: torch.Tensor,
-        part: torch.Tensor,
-        sizes: Sequence[int] | None,
-    ) -> Sequence[int]:
-        """Elements of each rank, after a check that they are those of the tensors."""
-        found = tuple(sizes) if sizes is not None else (part.numel(),) * self.world_size
-        fits = len(found) == self.world_size and found[self.rank] == part.numel()
-        if not fits or sum(found) != whole.numel() or whole.dtype != part.dtype:
-            raise ValueError(
-                f"{self}.{call}: parts of {list(found)} elements are {sum(found)} in all, of one "
-                f"dtype; got {whole.numel()} x {whole.dtype} for all and "
-                f"{part.numel()} x {part.dtype} for rank {self.rank}"
-            )
-        if not whole.is_contiguous() or not part.is_contiguous():
-            raise ValueError(f"{self}.{call}: contiguous tensors expected")
-        return found

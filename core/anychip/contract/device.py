@@ -10,12 +10,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from anychip.contract.errors import ContractError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
+
+
+HOST = "cpu"
+"""torch's device type of tensors in the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +68,9 @@ class DeviceInterface:
     ``set_device``. Methods may be called from any thread; what is current is per thread.
     """
 
-    name: ClassVar[str]
-    device_type: ClassVar[str]
-    capabilities: ClassVar[Mapping[str, int]] = {
+    name: str
+    device_type: str
+    capabilities: Mapping[str, int] = {
         "streams": 1,
         "memory_stats": 1,
         "memory_peak": 1,
@@ -74,6 +78,11 @@ class DeviceInterface:
     }
     """Optional groups that the backend has, with the version of each. To declare one says that its
     methods work; it says nothing of their speed. ``graphs`` is a group that few have."""
+
+    @property
+    def is_host(self) -> bool:
+        """The device is the host itself, and its tensors are in the host's memory."""
+        return self.device_type == HOST
 
     def require(self, capability: str, operation: str) -> None:
         """Raises UnsupportedError unless ``capability`` is declared."""

@@ -6,6 +6,8 @@ Running out of device memory is always ``torch.OutOfMemoryError`` and has no typ
 
 from __future__ import annotations
 
+from typing import Literal
+
 
 class AnychipError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -68,6 +70,23 @@ class FallbackError(AnychipError, RuntimeError):
 
 class OverlapError(AnychipError, ValueError):
     """Two tensors of an in-place call share memory, so its result would depend on the order."""
+
+
+class TransportError(AnychipError, RuntimeError):
+    """A transport could not do what it was given. A group makes a CommunicationError of it.
+
+    Args:
+        reason: one line.
+        peers: at the other end of what failed, counted in the group.
+        how: ``lost``: a connection broke; ``late``: the time limit is over; ``wrong``: the peers
+            have called something else.
+    """
+
+    def __init__(
+        self, reason: str, peers: tuple[int, ...], how: Literal["lost", "late", "wrong"] = "lost"
+    ) -> None:
+        self.peers, self.how = peers, how
+        super().__init__(reason)
 
 
 class CommunicationError(AnychipError, RuntimeError):

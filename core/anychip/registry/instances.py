@@ -57,10 +57,10 @@ def _find_job(timeout_s: float) -> Rendezvous | None:
     )
 
 
-def _join(backend: Backend, **limits: Any) -> Communicator:
-    from anychip.comm import world
+def _join(backend: Backend, **settings: Any) -> Communicator:
+    from anychip.comm.world import world
 
-    return world.world(backend, _find_job, world.Settings(**limits))
+    return world(backend, _find_job, **settings)
 
 
 # Communicators of any backend, made by hand or not.

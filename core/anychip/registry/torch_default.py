@@ -20,9 +20,11 @@ _NEEDED = {
 
 class _TorchBackend(Backend):
     name = "torch"
-    device_type = NO_DEVICE
     api = API_VERSION
     operators = OperatorTable()
+
+    def __init__(self, device_type: str = NO_DEVICE) -> None:
+        self.device_type = device_type
 
     def probe(self) -> Probe:
         """Ready when torch itself reports an accelerator that works."""
@@ -41,14 +43,11 @@ def torch_backend(device_type: str) -> Backend:
     """The contract's defaults for a device type, with the capabilities that torch has for it."""
     import torch.distributed as dist
 
-    class TorchBackend(_TorchBackend):
-        pass
-
-    TorchBackend.device_type = device_type
-    TorchBackend.capabilities = _capabilities(device_type)
+    made = _TorchBackend(device_type)
+    made.capabilities = _capabilities(device_type)
     if dist.is_available():
-        TorchBackend.c10d_backend = dist.Backend.default_device_backend_map.get(device_type)
-    return TorchBackend()
+        made.c10d_backend = dist.Backend.default_device_backend_map.get(device_type)
+    return made
 
 
 def _capabilities(device_type: str) -> dict[str, int]:

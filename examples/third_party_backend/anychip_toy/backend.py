@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar
 
 import numpy
 
@@ -23,7 +22,7 @@ class ToyBackend(ToyDevice, Backend):
     api = (1, 0)  # the version of the contract that this was written for
     operators = table
     # The defaults for streams and statistics need a device module in torch, which numpy has not.
-    capabilities: ClassVar[Mapping[str, int]] = {}
+    capabilities: Mapping[str, int] = {}
 
     def probe(self) -> Probe:
         """A real chip looks for its driver and device files, and says what is missing."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -62,7 +61,7 @@ class CudaEmulatedBackend(Backend):
     device_type = "cpu"
     c10d_backend = "gloo"
     api = (1, 0)
-    capabilities: ClassVar[Mapping[str, int]] = {}
+    capabilities: Mapping[str, int] = {}
 
     def __init__(self) -> None:
         self.kernels = Kernels(load_emulator(), host_place)

@@ -73,7 +73,8 @@ class Server:
 
 def serve() -> None:
     """Forks the ranks of each job that a line of stdin describes."""
-    import anychip.comm.c10d  # noqa: F401 - what every rank needs
+    import anychip.comm.library
+    import anychip.comm.messages  # noqa: F401 - what every rank needs
 
     specification = importlib.util.spec_from_file_location("cases", HERE / "cases.py")
     assert specification is not None
@@ -117,8 +118,8 @@ def run_rank(
     import torch.distributed as dist
 
     import anychip.registry  # noqa: F401 - backends made by hand find their job
-    from anychip.comm.c10d import ProcessGroupCommunicator
-    from anychip.comm.job import Job, Rendezvous
+    from anychip.comm.group import Group
+    from anychip.comm.job import Rendezvous, join
     from anychip.comm.joining import LOOPBACK
     from anychip.comm.liveness import Liveness
     from anychip.contract import CommunicationError
@@ -137,8 +138,8 @@ def run_rank(
             "127.0.0.1", port, None, is_host, timedelta(seconds=20), wait_for_workers=False
         )
         channel = partial(Liveness, address=LOOPBACK, secret=b"of this job")
-        job = Job(Rendezvous(store, rank, world_size, LOOPBACK, channel), **settings)
-        comm = ProcessGroupCommunicator(job, 0, tuple(range(world_size)), "world")
+        job = join(Rendezvous(store, rank, world_size, LOOPBACK, channel), **settings)
+        comm = Group(job.world, job.host(job.world), job)
         outcome: dict[str, Any] = {"value": case(comm, **arguments)}
     except CommunicationError as error:
         outcome = {"error": str(error), "ranks": error.ranks, "failed_at": time.monotonic()}

@@ -88,7 +88,8 @@ def prepare() -> None:
     import matplotlib.figure  # noqa: F401 - the end of a run draws
 
     import anychip.cli.train_command
-    import anychip.comm.c10d
+    import anychip.comm.library
+    import anychip.comm.messages
     import anychip.train.display
     import anychip.train.loop  # noqa: F401 - and so for all of them
 

@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
-from anychip import CommunicationError
-from anychip.comm import native
-from anychip.comm.native import NativeCommunicator
-from anychip.comm.world import Settings, world
 from anychip.contract import CALLS
-from anychip_cuda import collectives
-from anychip_cuda.collectives import NcclCommunicator, capabilities
+from anychip_cuda import anychip_backend
+from anychip_cuda.collectives import capabilities
 
 MOVED = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8,
@@ -41,61 +36,29 @@ def test_what_nccl_does_not_move_is_not_in_the_table() -> None:
     assert not table.supports("barrier", torch.float32)
 
 
-def test_the_device_of_a_rank_is_known_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+class Recorded:
+    """A job that keeps what the transport is asked for with."""
+
+    def __init__(self) -> None:
+        self.asked: tuple[Any, ...] = ()
+
+    def library(self, *words: str, **wishes: Any) -> str:
+        self.asked = (*words, wishes, os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+        return "the transport"
+
+
+@pytest.mark.parametrize(("set_before", "found"), [(None, "2"), ("1", "1")])
+def test_transport_is_nccl_with_a_device_of_its_own_and_a_watchdog_that_leaves_the_process_alone(
+    monkeypatch: pytest.MonkeyPatch, set_before: str | None, found: str
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.setenv(name, set_before or "")
+    if set_before is None:
+        monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     known = SimpleNamespace(uuid="abc")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: known)
-    monkeypatch.setattr(native.socket, "gethostname", lambda: "host")
-    store = HashStore()
-    job: Any = SimpleNamespace(rank=0, world_size=2, store=store, where="world, rank 0 of 2")
-    store.set("device/1", "abc on host")
-    with pytest.raises(CommunicationError, match=r"NCCL needs .* ranks 0 and 1 have device abc on"):
-        NcclCommunicator(job, 0, (0, 1), "world", backend="nccl", device="cuda")
-
-
-def test_the_watchdog_is_asked_to_leave_the_process_alone_unless_the_user_decided(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    monkeypatch.setattr(NativeCommunicator, "__init__", lambda self, *args, **how: None)
-    monkeypatch.setattr(collectives, "_uuid", lambda: "abc")
-    monkeypatch.setattr(collectives, "compare_devices", lambda *given: None)
-    job: Any = None
-    monkeypatch.delenv(name, raising=False)
-    NcclCommunicator(job, 0, (0, 1), "world", backend="nccl", device="cuda")
-    assert os.environ[name] == "2"
-    monkeypatch.setenv(name, "1")
-    NcclCommunicator(job, 0, (0, 1), "world", backend="nccl", device="cuda")
-    assert os.environ[name] == "1"
-
-
-class Recorded(NativeCommunicator):
-    """One that only keeps what it is made with."""
-
-    def __init__(self, job: Any, group: int, ranks: Any, name: str, **how: str) -> None:
-        self.job, self.ranks, self.name, self.is_closed = job, ranks, name, True
-        self.backend, self.device = how["backend"], how["device"]
-
-
-def test_groups_of_a_chips_communicator_are_of_its_class() -> None:
-    job: Any = "job"
-    part = Recorded(job, 0, (0, 1), "world", backend="b", device="d")._of_group(3, (1,), "tp")
-    assert type(part) is Recorded
-    assert (part.job, part.ranks, part.name, part.backend) == ("job", (1,), "tp", "b")
-
-
-def test_world_of_a_chip_with_collectives_is_of_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anychip.comm import c10d, job
-    from anychip.comm import world as module
-
-    places = job.Rendezvous(HashStore(), 0, 2, "127.0.0.1", SimpleNamespace)
-    monkeypatch.setattr(job, "Job", lambda place, **how: SimpleNamespace(rank=0, world_size=2))
-    monkeypatch.setattr(c10d, "ProcessGroupCommunicator", lambda *args: None)
-    monkeypatch.setattr(module, "_worlds", {})
-    settings = Settings(timeout_s=1.0, heartbeat_s=1.0, check="off")
-    chip: Any = SimpleNamespace(
-        device_type="acme", c10d_backend="acmccl", native_communicator=lambda: Recorded
-    )
-    made = world(chip, lambda timeout_s: places, settings)
-    assert type(made) is Recorded
-    assert (made.ranks, made.backend, made.device) == ((0, 1), "acmccl", "acme")
+    job: Any = Recorded()
+    assert anychip_backend().transport(job) == "the transport"
+    wishes = {"capabilities": capabilities(), "identity": "abc"}
+    assert job.asked == ("nccl", "cuda", wishes, found)

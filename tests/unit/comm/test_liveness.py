@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import HashStore
 
 from anychip.comm import heartbeat
-from anychip.comm.job import Failure
 from anychip.comm.joining import LOOPBACK
+from anychip.comm.ledger import Failure
 from anychip.comm.liveness import Liveness
 from anychip.contract.errors import CommunicationError
 

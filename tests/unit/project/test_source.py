@@ -31,7 +31,7 @@ LAYERS |= {name: FLOOR for name in ("train", "fusion")}
 LAYERS |= {name: FLOOR | {"train"} for name in ("conformance", "bench")}
 LAYERS |= {"templates": set()}
 LAYERS |= {"cli": set(LAYERS), "__main__": {"cli"}}
-BACKENDS_MAY_IMPORT = {"contract", "operators", "comm"}
+BACKENDS_MAY_IMPORT = {"contract", "operators"}
 
 CHIPS = set(
     "ascend cann cublas cuda cudnn gcu gpu gpus habana hccl hip hpu mlu mps musa nccl npu npus"

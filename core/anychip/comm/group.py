@@ -1,0 +1,374 @@
+"""The communicator: what is the same on every transport, before and after it moves the bytes.
+
+A group checks arguments, counts, compares its calls with the other ranks' and makes one error of
+what went wrong, which names the ranks at fault. It is composed of a membership, a transport and,
+unless it has one rank only, its part in the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from anychip.comm.job import Job, LastCall
+from anychip.comm.ledger import Failure, Ledger
+from anychip.comm.solo import Solo
+from anychip.comm.store import part_of
+from anychip.contract import (
+    DONE,
+    HOST,
+    REDUCTIONS,
+    AnychipError,
+    Call,
+    Capabilities,
+    CommunicationError,
+    Communicator,
+    Membership,
+    Reduction,
+    Traffic,
+    Transfer,
+    Transport,
+    TransportError,
+    UnsupportedError,
+    Work,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+TAGS = 2**20
+"""Tags of messages are below it."""
+
+
+def alone(*, name: str = "world", world_rank: int = 0, device: str = HOST) -> Communicator:
+    """The communicator of a job, or of a group, that has one rank."""
+    return Group(Membership((world_rank,), 0, name=name), Solo(device))
+
+
+class Group(Communicator):
+    """One rank's end of a group.
+
+    Further than the interface promises: a call that is not the same on all ranks is refused before
+    anything is sent, at the price of one round trip to the store (16 to 60 us on one machine). A
+    failure in one group ends all groups of the job, on all ranks.
+
+    Args:
+        job: None for a group of one rank, which has nobody to agree with.
+    """
+
+    def __init__(self, group: Membership, transport: Transport, job: Job | None = None) -> None:
+        self.rank, self.world_size = group.rank, len(group.ranks)
+        self.name, self.ranks, self._number = group.name, group.ranks, group.number
+        self.transport, self.job = transport, job
+        self.device, self.description = transport.device, transport.description
+        self.traffic, self.timeout_s, self._splits = Traffic(), 600.0, 0
+        if job is not None:
+            job.hold(transport)
+            self.timeout_s, self._store = job.timeout_s, part_of(job.store, f"group/{group.number}")
+            compare = job.check == "always"
+            self._ledger = Ledger(self._store, group.rank, group.ranks, compare=compare)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.transport.capabilities
+
+    def all_reduce(
+        self, tensor: torch.Tensor, reduction: Reduction = "sum", *, async_op: bool = False
+    ) -> Work:
+        self._check("all_reduce", tensor, reduction)
+        call = Call("all_reduce", (tensor,), (tensor,), reduction)
+        work = self._call(call, f"{reduction} {_shape(tensor)}")
+        return self._start("all_reduce", call.inputs, work, async_op)
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        self._check("all_gather", tensor)
+        found = self._sizes("all_gather", output, tensor, sizes)
+        call = Call("all_gather", (tensor,), (output,), sizes=found)
+        work = self._call(call, f"{list(found)} {tensor.dtype}")
+        return self._start("all_gather", call.outputs, work, async_op)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        reduction: Reduction = "sum",
+        *,
+        sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        self._check("reduce_scatter", tensor, reduction)
+        found = self._sizes("reduce_scatter", tensor, output, sizes)
+        call = Call("reduce_scatter", (tensor,), (output,), reduction, found)
+        work = self._call(call, f"{reduction} {list(found)} {tensor.dtype}")
+        return self._start("reduce_scatter", call.inputs, work, async_op)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> Work:
+        self._check("broadcast", tensor)
+        self._check_rank("broadcast", "source", source)
+        given, taken = ((tensor,), ()) if source == self.rank else ((), (tensor,))
+        call = Call("broadcast", given, taken, source=source)
+        work = self._call(call, f"from rank {self.ranks[source]} {_shape(tensor)}")
+        return self._start("broadcast", (tensor,), work, async_op)
+
+    def all_to_all(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        if len(outputs) != self.world_size or len(inputs) != self.world_size:
+            raise ValueError(
+                f"{self}.all_to_all: one tensor per rank ({self.world_size}) expected, got "
+                f"{len(outputs)} outputs and {len(inputs)} inputs"
+            )
+        for tensor in (*outputs, *inputs):
+            self._check("all_to_all", tensor)
+        if len({tensor.dtype for tensor in (*outputs, *inputs)}) > 1:
+            dtypes = sorted({str(tensor.dtype) for tensor in (*outputs, *inputs)})
+            raise ValueError(f"{self}.all_to_all: one dtype expected, got {', '.join(dtypes)}")
+        work = self._call(Call("all_to_all", inputs, outputs), str(outputs[0].dtype))
+        return self._start("all_to_all", inputs, work, async_op)
+
+    def exchange(self, transfers: Sequence[Transfer], *, async_op: bool = False) -> Work:
+        for kind, tensor, peer, tag in transfers:
+            self._check(kind, tensor)
+            self._check_rank(kind, "peer", peer)
+            if peer == self.rank:
+                raise ValueError(f"{self}.{kind}: another rank expected, got {peer}, this one")
+            if not 0 <= tag < TAGS:
+                raise ValueError(f"{self}.{kind}: a tag from 0 to {TAGS - 1} expected, got {tag}")
+        work = self._exchange(transfers) if transfers else DONE
+        for kind, tensor, _, _ in transfers:
+            self.traffic.add(kind, tensor.nbytes)
+        return self._go(work, async_op)
+
+    def barrier(self) -> None:
+        self._start("barrier", (), self._call(Call("barrier"), ""), False)
+
+    def split(self, groups: Sequence[Sequence[int]], *, name: str) -> Communicator:
+        members = sorted(rank for group in groups for rank in group)
+        if members != list(range(self.world_size)):
+            raise ValueError(
+                f"{self}.split: groups that hold each rank from 0 to {self.world_size - 1} once "
+                f"expected, got {[list(group) for group in groups]}"
+            )
+        mine = next(tuple(group) for group in groups if self.rank in group)
+        number = self._agreed_number([list(group) for group in groups], mine, name)
+        ranks = tuple(self.ranks[rank] for rank in mine)
+        part = Membership(ranks, mine.index(self.rank), number, name)
+        if len(ranks) == 1 or self.job is None:
+            return Group(part, Solo(self.device))
+        return Group(part, self.transport.part(part), self.job)
+
+    def abort(self, reason: str) -> None:
+        if self.job is not None:
+            self.job.abort(self._where("abort"), reason)
+
+    def close(self) -> None:
+        """Ends this process's part in the job when this is the world; a split-off group stays."""
+        if self.job is not None:
+            self.is_closed = True
+            if self._number == 0:
+                self.job.close()
+
+    def _agreed_number(self, groups: list[list[int]], mine: tuple[int, ...], name: str) -> int:
+        """A number for the new group of this rank that no other group of the job has.
+
+        The first rank of each takes one and leaves it in the store, before all meet.
+        """
+        self._splits += 1
+        key = f"split/{self._splits}/{mine[0]}"
+
+        def begin(call: Call) -> Work:
+            if self.job is not None and mine[0] == self.rank and len(mine) > 1:
+                self._store.set(key, str(self.job.store.add("groups", 1)))
+            return self.transport.barrier(call)
+
+        self._call(Call("split"), f"{name} {groups}", begin).wait()
+        return int(self._store.get(key)) if len(mine) > 1 else 0
+
+    def _exchange(self, transfers: Sequence[Transfer]) -> Work:
+        assert self.job is not None, "transfers are between two ranks"
+        names = ", ".join(
+            f"{kind} {'to' if kind == 'send' else 'from'} rank {self.ranks[peer]}"
+            for kind, _, peer, _ in transfers
+        )
+        where = self._where(names)
+        self._refuse(where)
+        peers = tuple(sorted({self.ranks[peer] for _, _, peer, _ in transfers}))
+        self.job.last_call = LastCall(self.name, self._ledger, peers=peers)
+        for transfer in transfers:
+            self._compare_message(self.job, where, transfer)
+        return _Call(self, where, None, lambda: self.transport.exchange(transfers))
+
+    def _compare_message(self, job: Job, where: str, transfer: Transfer) -> None:
+        kind, tensor, peer, tag = transfer
+        pair = (self.rank, peer) if kind == "send" else (peer, self.rank)
+        try:
+            other = self._ledger.message(*pair, tag, _shape(tensor))
+        except RuntimeError as error:
+            raise job.explain(where, error, lambda: (0,)) from error
+        if other is None:
+            return
+        source, destination = (self.ranks[rank] for rank in pair)
+        sent, expected = (_shape(tensor), other) if kind == "send" else (other, _shape(tensor))
+        reason = (
+            f"the ranks disagree: rank {source} sends {sent} to rank {destination}, which expects "
+            f"{expected} (tag {tag})"
+        )
+        raise job.fail(where, Failure((self.ranks[peer],), reason))
+
+    def _call(self, call: Call, what: str, begin: Callable[[Call], Work] | None = None) -> Work:
+        """A collective that all ranks make, whose first messages are on their way."""
+        begin = begin or getattr(self.transport, call.name)
+        if self.job is None:
+            return begin(call)
+        self._refuse(self._where(call.name))
+        try:
+            number, wrong = self._ledger.enter(f"{call.name} {what}".rstrip())
+        except RuntimeError as error:  # the store went with its host
+            raise self.job.explain(self._where(call.name), error, lambda: (0,)) from error
+        where = self._where(f"{call.name} #{number}")
+        self.job.last_call = LastCall(self.name, self._ledger, number)
+        if wrong is not None:
+            raise self.job.fail(where, wrong)
+        tags = self.transport.num_tags
+        tagged = call._replace(tag=number % tags if tags else 0)
+        return _Call(self, where, number, lambda: begin(tagged))
+
+    def _start(
+        self, call: str, payload: Sequence[torch.Tensor], work: Work, async_op: bool
+    ) -> Work:
+        self.traffic.add(call, sum(tensor.nbytes for tensor in payload))
+        return self._go(work, async_op)
+
+    def _go(self, work: Work, async_op: bool) -> Work:
+        if not async_op:
+            work.wait()
+        elif isinstance(work, _Call):
+            work.proceed()
+        return work
+
+    def _refuse(self, where: str) -> None:
+        """Raises when nothing can be called any more."""
+        assert self.job is not None
+        if self.is_closed and not self.job.has_failed:
+            raise CommunicationError(where, "this rank has closed the communicator")
+        self.job.refuse_after_failure(where)
+
+    def _explain(self, where: str, number: int | None, error: RuntimeError) -> Exception:
+        """The error to raise for a transport's: what became of the job, and who is to blame."""
+        assert self.job is not None
+        if isinstance(error, AnychipError) and not isinstance(error, TransportError):
+            return error
+        if not isinstance(error, TransportError):
+            everyone = tuple(rank for rank in self.ranks if rank != self.job.rank)
+            return self.job.explain(where, error, lambda: everyone)
+        peers = tuple(self.ranks[peer] for peer in error.peers)
+        if error.how == "wrong":
+            return self.job.fail(where, Failure(peers, str(error)))
+
+        def missing() -> tuple[int, ...]:
+            return peers if number is None else self._ledger.missing(number)
+
+        if error.how == "lost":
+            return self.job.explain(where, error, missing)
+        with contextlib.suppress(RuntimeError):  # the store went with its host
+            peers = missing() or peers
+        return self.job.late(where, peers, self._ledger)
+
+    def _where(self, call: str) -> str:
+        return f"{self.name}, rank {self.rank} of {self.world_size}: {call}"
+
+    def _check(self, call: str, tensor: torch.Tensor, reduction: Reduction | None = None) -> None:
+        if reduction is not None and reduction not in REDUCTIONS:
+            raise ValueError(
+                f"{self}.{call}: reduction must be one of {', '.join(REDUCTIONS)}, got "
+                f"{reduction!r}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{self}.{call}: a contiguous tensor expected, got shape {tuple(tensor.shape)} "
+                f"with strides {tensor.stride()}"
+            )
+        if not self.capabilities.supports(call, tensor.dtype, reduction):
+            how = "" if reduction is None else f" with reduction {reduction!r}"
+            raise UnsupportedError(
+                f"{self}.{call}: this transport does not take {tensor.dtype}{how}"
+            )
+
+    def _check_rank(self, call: str, what: str, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"{self}.{call}: {what} from 0 to {self.world_size - 1} expected, got {rank}"
+            )
+
+    def _sizes(
+        self,
+        call: str,
+        whole: torch.Tensor,
+        part: torch.Tensor,
+        sizes: Sequence[int] | None,
+    ) -> Sequence[int]:
+        """Elements of each rank, after a check that they are those of the tensors."""
+        found = tuple(sizes) if sizes is not None else (part.numel(),) * self.world_size
+        fits = len(found) == self.world_size and found[self.rank] == part.numel()
+        if not fits or sum(found) != whole.numel() or whole.dtype != part.dtype:
+            raise ValueError(
+                f"{self}.{call}: parts of {list(found)} elements are {sum(found)} in all, of one "
+                f"dtype; got {whole.numel()} x {whole.dtype} for all and "
+                f"{part.numel()} x {part.dtype} for rank {self.rank}"
+            )
+        if not whole.is_contiguous() or not part.is_contiguous():
+            raise ValueError(f"{self}.{call}: contiguous tensors expected")
+        return found
+
+
+class _Call(Work):
+    """A transport's work, whose failure becomes one error for the rank, told to all others."""
+
+    def __init__(
+        self, group: Group, where: str, number: int | None, begin: Callable[[], Work]
+    ) -> None:
+        self._group, self._where, self._number = group, where, number
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        try:
+            self._work = begin()
+        except RuntimeError as error:
+            raise group._explain(where, number, error) from error
+
+    def is_done(self) -> bool:
+        return self._error is not None or self._work.is_done()
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._fail(error)
+            known = self._error
+            if not isinstance(known, CommunicationError):
+                raise
+            raise CommunicationError(known.where, known.reason, ranks=known.ranks) from error
+
+    def proceed(self) -> None:
+        self._group.transport.proceed(self._work, self._fail)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            if self._error is None and isinstance(error, RuntimeError):
+                self._error = self._group._explain(self._where, self._number, error)
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"

@@ -67,10 +67,11 @@ def connect() -> None:
     """Lets dispatch ask the registry who serves a device type. Safe to call again."""
     from anychip.dispatch import selection
 
-    selection.connect(_owner, _providers)
+    selection.connect(owner, _providers)
 
 
-def _owner(device_type: str) -> Backend:
+def owner(device_type: str) -> Backend:
+    """The backend that serves a device type in this process."""
     if _active is not None and _active.device_type == device_type:
         return _active
     return registry.owner(device_type)
@@ -118,7 +119,7 @@ def device_errors(device_type: str) -> Iterator[None]:
 
 def _tell(device_type: str, error: RuntimeError) -> None:
     try:
-        _owner(device_type).synchronize()
+        owner(device_type).synchronize()
     except AnychipError as known:
         raise known from error
     except RuntimeError:
@@ -206,6 +207,6 @@ def register(spec: OperatorSpec) -> Operator[..., Any]:
 
 
 __all__: list[str] = [
-    "backend", "connect", "device_errors", "digest", "on_host", "policy", "provenance", "register",
-    "table_faults", "use",
+    "backend", "connect", "device_errors", "digest", "on_host", "owner", "policy", "provenance",
+    "register", "table_faults", "use",
 ]  # fmt: skip

@@ -124,6 +124,13 @@ class _OneGeneratorPerSeed(HonestBackend):
         return self.known.setdefault(seed, torch.Generator().manual_seed(seed))
 
 
+class _DeviceStateStays(HonestBackend):
+    """Takes the state of torch's own generator for that of one of its own."""
+
+    def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
+        torch.Generator().set_state(state)
+
+
 class _StateIsACopy(torch.Generator):
     def set_state(self, new_state: Any) -> Any:
         return self
@@ -167,6 +174,7 @@ CATALOGUE: tuple[Wrong, ...] = (
     _generator("generator-seeds-the-process", "hidden state", _SeedsTheProcess),
     _generator("one-generator-per-seed", "output that is not fresh", _OneGeneratorPerSeed),
     _generator("state-does-not-return", "a quiet no-op", _StateDoesNotReturn),
+    _generator("device-state-stays", "a quiet no-op", _DeviceStateStays),
     _generator("one-generator-for-all", "hidden state", _OneGenerator),
     _generator("seed-ignored", "an argument without effect", _UnseededGenerator),
 )  # fmt: skip

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import anychip
 from anychip.bench.ranks import TIMEOUT_S
-from anychip.contract import Backend
+from anychip.contract import HOST_LIBRARY, Backend
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ def _join(told: dict[str, Any]) -> Place:
     limit = timedelta(seconds=TIMEOUT_S)
     store = TCPStore("127.0.0.1", told["port"], None, False, limit)
     dist.init_process_group(
-        chip.c10d_backend or "gloo",
+        chip.c10d_backend or HOST_LIBRARY,
         store=store,
         rank=place.rank,
         world_size=place.world_size,

@@ -37,7 +37,7 @@ class Gloo:
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [gloo.create_device(hostname=address)]
-        self._group = gloo(part_of(store, "gloo"), rank, world_size, options)
+        self._group = gloo(part_of(store, "host"), rank, world_size, options)
         self.send, self.recv = self._group.send, self._group.recv
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._is_broken = False

@@ -226,7 +226,7 @@ class Group(Communicator):
             f"the ranks disagree: rank {source} sends {sent} to rank {destination}, which expects "
             f"{expected} (tag {tag})"
         )
-        raise job.fail(where, Failure((self.ranks[peer],), reason))
+        raise job.fail(where, Failure((source,), reason))
 
     def _call(self, call: Call, what: str, begin: Callable[[Call], Work] | None = None) -> Work:
         """A collective that all ranks make, whose first messages are on their way."""

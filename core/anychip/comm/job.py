@@ -23,7 +23,7 @@ from anychip.comm.gloo import Gloo
 from anychip.comm.ledger import Failure, Ledger, ranks_text
 from anychip.comm.meeting import meet
 from anychip.comm.store import Connection, part_of
-from anychip.contract import CommunicationError, DeviceError, Membership, Transport
+from anychip.contract import HOST_LIBRARY, CommunicationError, DeviceError, Membership, Transport
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -191,7 +191,7 @@ class Job(contract.Job):
     def library(
         self, name: str, device: str, *, identity: str | None = None, **wishes: Any
     ) -> Transport | None:
-        from anychip.comm.library import HOST_LIBRARY, Library, refuse_shared
+        from anychip.comm.library import Library, refuse_shared
 
         if identity is not None:
             refuse_shared(self, identity, name.upper())

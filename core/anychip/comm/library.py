@@ -30,9 +30,6 @@ from anychip.contract import (
     Work,
 )
 
-HOST_LIBRARY = "gloo"
-"""The backend of torch.distributed that sums on the host, where ours does."""
-
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,

@@ -10,6 +10,7 @@ import io
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from anychip.contract import HOST
 from anychip.contract.communicator import Transfer
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _filled(
     def fill(shell: torch.Tensor) -> torch.Tensor:
         if id(shell) not in found:
             room = shell.shape if keeps else (0,)
-            tensor = mine[len(found)] if is_source else shell.new_empty(room, device="cpu")
+            tensor = mine[len(found)] if is_source else shell.new_empty(room, device=HOST)
             if is_source or keeps:
                 _send(comm, tensor, source, to_rank)
             found[id(shell)] = tensor.cpu() if keeps else tensor

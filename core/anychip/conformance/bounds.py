@@ -17,6 +17,7 @@ import torch
 
 from anychip.conformance.arithmetic import UNIT, Rounded
 from anychip.conformance.formats import FORMATS, Array, Format, ulp
+from anychip.contract import HOST
 
 DETERMINISTIC_LIMIT = 1.0
 """No element may be off by more than ``ulp/2 + u * worst``; 1 by construction."""
@@ -99,7 +100,7 @@ def measure(
     if got.dtype not in FORMATS:
         return _rejected(name, got, f"a float or integer tensor expected, got {got.dtype}")
     format = FORMATS[got.dtype]
-    actual = got.detach().to("cpu", torch.float64).numpy()
+    actual = got.detach().to(HOST, torch.float64).numpy()
     worst, spread = _in_numbers(want.worst, want.shape), _in_numbers(want.spread, want.shape)
     wrong, settled = _special(actual, want.value, worst, format)
     error = np.where(settled, 0.0, np.abs(actual - np.where(settled, 0.0, want.value)))
@@ -121,7 +122,7 @@ def _in_numbers(bound: Array, shape: tuple[int, ...]) -> Array:
 
 def _measure_whole(name: str, got: torch.Tensor, want: Rounded) -> Measurement:
     """Codes and indices: off by nothing, or within what the oracle leaves open."""
-    actual = got.detach().to("cpu", torch.float64).numpy()
+    actual = got.detach().to(HOST, torch.float64).numpy()
     error = np.abs(actual - want.value)
     allowed = np.broadcast_to(want.worst, want.shape) * UNIT
     ratio = np.where(error == 0.0, 0.0, np.where(error <= allowed, 1.0, np.inf))

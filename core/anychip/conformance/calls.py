@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from anychip.conformance.formats import FORMATS
-from anychip.contract import SampleMaker
+from anychip.contract import HOST, SampleMaker
 
 Layout = Literal[
     "contiguous",
@@ -57,7 +57,7 @@ class Draw(SampleMaker):
     """Makes the tensors of one call, on the host."""
 
     def __init__(self, dtype: torch.dtype, label: str, seed: int = 0) -> None:
-        super().__init__(torch.device("cpu"), dtype, seed=stream(label, seed))
+        super().__init__(torch.device(HOST), dtype, seed=stream(label, seed))
         self.format = FORMATS[dtype]
 
     @property
@@ -196,7 +196,7 @@ def _dense(shape: Sequence[int]) -> list[int]:
 
 def _bits(tensor: Tensor) -> Tensor:
     """The bytes of a flat tensor, a row per element, on the host."""
-    return tensor.detach().to("cpu", copy=True).view(torch.uint8).view(tensor.numel(), -1)
+    return tensor.detach().to(HOST, copy=True).view(torch.uint8).view(tensor.numel(), -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -147,7 +147,7 @@ def check_equal_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
 def _flat_copy(tensor: torch.Tensor) -> torch.Tensor:
     # A dim of one element may keep any stride through contiguous(), which a view of bytes refuses.
     copy = torch.empty(tensor.numel(), dtype=tensor.dtype)
-    return copy.copy_(tensor.detach().to("cpu").reshape(-1))
+    return copy.copy_(tensor.detach().cpu().reshape(-1))
 
 
 def expect_error(

@@ -68,11 +68,11 @@ def _with_several(context: Context, of: Subject, argument: int) -> Trial:
 
 
 def _takes_indices_on_host(operator: AnyOperator, context: Context) -> bool:
-    return operator.spec.name in _INDICES and context.backend.device_type == "cpu"
+    return operator.spec.name in _INDICES and context.backend.is_host
 
 
 def _takes_ends_on_host(operator: AnyOperator, context: Context) -> bool:
-    return operator.spec.name in _ENDS and context.backend.device_type == "cpu"
+    return operator.spec.name in _ENDS and context.backend.is_host
 
 
 RULES: tuple[tuple[str, Callable[[AnyOperator, Context], bool], Callable[..., None]], ...] = (

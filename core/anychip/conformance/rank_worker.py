@@ -12,6 +12,8 @@ from datetime import timedelta
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
+from anychip.contract import HOST_LIBRARY
+
 if TYPE_CHECKING:
     from anychip.conformance.rank_questions import Job
 
@@ -59,7 +61,9 @@ def _join(request: dict[str, Any]) -> Job:
     store: Any = dist.TCPStore("127.0.0.1", request["port"], None, False, limit)
     # The host's process group is only how the job is found; the backend makes what it needs.
     place = dist.PrefixStore("start", store)
-    dist.init_process_group("gloo", store=place, rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group(
+        HOST_LIBRARY, store=place, rank=rank, world_size=world_size, timeout=limit
+    )
     return Job(backend, rank, world_size, dist.PrefixStore("words", store))
 
 

@@ -182,7 +182,7 @@ def _clean_state(backend: Backend) -> Iterator[None]:
 
 def _seed(backend: Backend) -> None:
     # torch.manual_seed keeps a stack trace for each kind of device that has not started.
-    if backend.device_type == "cpu":
+    if backend.is_host:
         torch.default_generator.manual_seed(0)
     else:
         torch.manual_seed(0)

@@ -25,7 +25,7 @@ from anychip.contract.communicator import (
     Transfer,
     Work,
 )
-from anychip.contract.device import HOST, DeviceInterface, DeviceProperties, Graph
+from anychip.contract.device import HOST, HOST_LIBRARY, DeviceInterface, DeviceProperties, Graph
 from anychip.contract.errors import (
     AmbiguousBackendError,
     AnychipError,
@@ -59,13 +59,13 @@ from anychip.contract.operator import (
 from anychip.contract.transport import Call, Job, Membership, Transport
 
 __all__ = [
-    "API_VERSION", "CALLS", "DONE", "HOST", "PROJECT", "REDUCTIONS", "AmbiguousBackendError",
-    "AnychipError", "Backend", "BackendUnavailableError", "Bound", "Call", "Candidate",
-    "Capabilities", "CommunicationError", "Communicator", "ContractError", "Cost", "Decision",
-    "DeviceError", "DeviceInterface", "DeviceProperties", "Direction", "FallbackError",
+    "API_VERSION", "CALLS", "DONE", "HOST", "HOST_LIBRARY", "PROJECT", "REDUCTIONS",
+    "AmbiguousBackendError", "AnychipError", "Backend", "BackendUnavailableError", "Bound", "Call",
+    "Candidate", "Capabilities", "CommunicationError", "Communicator", "ContractError", "Cost",
+    "Decision", "DeviceError", "DeviceInterface", "DeviceProperties", "Direction", "FallbackError",
     "Finding", "Graph", "Job", "Kind", "Membership", "Memory", "MemoryInfo", "MemoryStats",
     "OperatorSpec", "OperatorTable", "OverlapError", "Pair", "Placement", "Placements", "Probe",
     "Reduction", "Residual", "Row", "Sample", "SampleMaker", "Sharding", "Status", "Traffic",
-    "Transfer", "Transport", "TransportError", "UnknownBackendError", "UnsupportedError",
-    "Work", "hookimpl",
+    "Transfer", "Transport", "TransportError", "UnknownBackendError", "UnsupportedError", "Work",
+    "hookimpl",
 ]  # fmt: skip

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 
-HOST = "cpu"
-"""torch's device type of tensors in the host's memory."""
+HOST, HOST_LIBRARY = "cpu", "gloo"
+"""torch's device type of tensors in the host's memory, and torch.distributed's backend for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +187,24 @@ class DeviceInterface:
         import torch
 
         return torch.Generator(device=self.device(index)).manual_seed(seed)
+
+    def random_state(self, index: int | None = None) -> torch.Tensor:
+        """State of torch's own generator of the device, as bytes on the host."""
+        import torch
+
+        if self.is_host:
+            return torch.get_rng_state()
+        state: torch.Tensor = self.device_module().get_rng_state(self.device(index))
+        return state
+
+    def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
+        """What is drawn from that generator next is what followed :meth:`random_state`."""
+        import torch
+
+        if self.is_host:
+            torch.set_rng_state(state)
+        else:
+            self.device_module().set_rng_state(state, self.device(index))
 
     def capture(self, work: Callable[[], Any]) -> Graph:
         """Records what ``work`` queues, like cudaStreamBeginCapture.

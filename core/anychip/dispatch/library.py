@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from anychip.contract import FallbackError, OperatorSpec, Row
+from anychip.contract import HOST, FallbackError, OperatorSpec, Row
 from anychip.dispatch import promise, selection
 from anychip.dispatch.agreement import Agreement
 from anychip.dispatch.autograd import Gradient, pair_keep
@@ -32,7 +32,7 @@ _libraries: dict[str, torch.library.Library] = {}
 _accelerator = torch.accelerator.current_accelerator()
 # Known from the start, since the first call may already be under autocast; a device type that is
 # registered later is added when its backend is activated.
-_autocast_types: list[str] = ["cpu"] + ([] if _accelerator is None else [_accelerator.type])
+_autocast_types: list[str] = [HOST] + ([] if _accelerator is None else [_accelerator.type])
 _defined: list[tuple[OperatorSpec, str]] = []
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anychip.contract import ContractError, Direction, FallbackError, OperatorSpec, Row
+from anychip.contract import HOST, ContractError, Direction, FallbackError, OperatorSpec, Row
 from anychip.dispatch import selection
 from anychip.dispatch.selection import Policy, Provider
 from anychip.dispatch.signature import Signature
@@ -51,9 +51,9 @@ class Situation:
 
     @property
     def device_type(self) -> str:
-        """The one device type of the call; 'cpu' for a call without tensors."""
+        """The one device type of the call; the host for a call without tensors."""
         types = {d.type for fact in self.facts for d in fact.devices}
-        return next(iter(types), "cpu")
+        return next(iter(types), HOST)
 
 
 class Refusal(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from anychip.contract import OperatorSpec, OperatorTable, Row, SampleMaker
+from anychip.contract import HOST, OperatorSpec, OperatorTable, Row, SampleMaker
 from anychip.dispatch.operator import check_names, registered
 from anychip.dispatch.signature import Signature
 
@@ -81,7 +81,7 @@ def size_names(spec: OperatorSpec) -> tuple[str, ...]:
     """Names of the sizes that limits may speak of, from the spec's first sample."""
     if spec.sizes is None:
         return ()
-    sample = next(iter(spec.samples(SampleMaker(torch.device("cpu"), torch.float32))), None)
+    sample = next(iter(spec.samples(SampleMaker(torch.device(HOST), torch.float32))), None)
     if sample is None:
         return ()
     args, attrs = Signature.parse(spec).bind(sample.args, sample.attrs)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anychip.contract import (
+    HOST,
     Bound,
     Cost,
     OperatorSpec,
@@ -125,7 +126,7 @@ def check_indices(indices: Tensor, num_embeddings: int) -> None:
 
     A device cannot look without a synchronisation.
     """
-    if indices.device.type != "cpu" or not indices.numel() or not has_values(indices):
+    if indices.device.type != HOST or not indices.numel() or not has_values(indices):
         return
     low, high = indices.min().item(), indices.max().item()
     if low < 0 or high >= num_embeddings:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anychip.contract import (
+    HOST,
     Bound,
     Cost,
     OperatorSpec,
@@ -59,7 +60,7 @@ def check_targets(operator: str, target: Tensor, num_classes: int, ignore_index:
 
     A device cannot look without a synchronisation.
     """
-    if target.device.type != "cpu" or not target.numel() or not has_values(target):
+    if target.device.type != HOST or not target.numel() or not has_values(target):
         return
     wrong = (target != ignore_index) & ((target < 0) | (target >= num_classes))
     if wrong.any():

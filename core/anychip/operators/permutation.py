@@ -13,7 +13,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from anychip.contract import Bound, Cost, OperatorSpec, Placements, Sample, SampleMaker, Sharding
+from anychip.contract import (
+    HOST,
+    Bound,
+    Cost,
+    OperatorSpec,
+    Placements,
+    Sample,
+    SampleMaker,
+    Sharding,
+)
 from anychip.operators.extents import nbytes
 from anychip.operators.values import has_values
 
@@ -169,7 +178,7 @@ def refuse_no_permutation(row_map: Tensor) -> None:
 
     Only on a host: a device cannot look without a synchronisation.
     """
-    if row_map.device.type != "cpu" or not row_map.numel() or not has_values(row_map):
+    if row_map.device.type != HOST or not row_map.numel() or not has_values(row_map):
         return
     flat = row_map.reshape(-1)
     low, high = flat.min().item(), flat.max().item()

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from anychip.contract import HOST
 from anychip.operators.values import has_values
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ def refuse_unsorted(
 
     Only on a host: a device cannot look without a synchronisation.
     """
-    if ends.device.type != "cpu" or not ends.numel() or not has_values(ends):
+    if ends.device.type != HOST or not ends.numel() or not has_values(ends):
         return
     listed = ends.tolist()
     if listed != sorted(listed) or not 0 <= listed[0] <= listed[-1] <= count:

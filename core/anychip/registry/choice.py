@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from anychip.contract import (
+    HOST,
     AmbiguousBackendError,
     Backend,
     BackendUnavailableError,
@@ -24,9 +25,6 @@ from anychip.registry import environment
 from anychip.registry.discovery import TORCH_DEFAULT, Plugin, backend_plugins
 from anychip.registry.instances import ready_instance, torch_default
 from anychip.registry.table import BackendRecord, conflict, survey
-
-HOST = "cpu"
-"""The backend that is chosen where no accelerator is ready."""
 
 SHAPES_ONLY = "meta"
 """torch's device type of tensors without data."""

@@ -29,8 +29,9 @@ import torch
 from torch import nn
 
 import anychip
+from anychip import runtime
 from anychip.comm import gather_objects
-from anychip.contract import AnychipError, Communicator
+from anychip.contract import HOST, AnychipError, Communicator
 from anychip.train import files, lock, schema
 
 FORMAT = "anychip-checkpoint"
@@ -386,7 +387,7 @@ def _verify(folder: Path, entry: Mapping[str, Any], file: IO[bytes]) -> None:
 
 def _load(folder: Path, entry: Mapping[str, Any], file: IO[bytes]) -> Any:
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location=HOST, weights_only=True)
     except Exception as error:  # what torch raises for a file that somebody made has no end
         text = str(error).partition("\n")[0][:200]
         raise _error(folder, f"{entry['name']} cannot be read: {text}") from error
@@ -447,13 +448,13 @@ def _sweep(folder: Path, *, keep: Iterable[str]) -> None:
 
 
 def _device_of(model: nn.Module | Model) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    return next((p.device for p in model.parameters()), torch.device(HOST))
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:
     states = {"host": torch.get_rng_state(), "python": random.getstate(), "device": None}
-    if device.type != "cpu":
-        states["device"] = torch.get_device_module(device.type).get_rng_state(device)
+    if device.type != HOST:
+        states["device"] = runtime.owner(device.type).random_state(device.index)
     return {**states, "device_type": device.type}
 
 
@@ -477,4 +478,4 @@ def _set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
     random.setstate(states["python"])
     # The state of one chip's generator means nothing to another's.
     if states["device"] is not None and states["device_type"] == device.type:
-        torch.get_device_module(device.type).set_rng_state(states["device"], device)
+        runtime.owner(device.type).set_random_state(states["device"], device.index)

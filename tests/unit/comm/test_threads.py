@@ -122,7 +122,11 @@ MISTAKES: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "call": (
         lambda c: c.barrier() if c.rank == 2 else c.all_reduce(torch.ones(3)), "rank 2: barrier",
     ),
-    "root": (lambda c: c.broadcast(torch.ones(3), c.rank // 2), "rank 2: broadcast from rank 1"),
+    # Who is done with its part before the odd one comes is told by the next call.
+    "root": (
+        lambda c: (c.broadcast(torch.ones(3), c.rank // 2), c.barrier()),
+        "rank 2: broadcast from rank 1",
+    ),
 }  # fmt: skip
 
 

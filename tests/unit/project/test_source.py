@@ -37,8 +37,11 @@ CHIPS = set(
     "ascend cann cublas cuda cudnn gcu gpu gpus habana hccl hip hpu mlu mps musa nccl npu npus"
     " nvidia rccl rocm tpu xccl xpu".split()
 )
+HOST_NAMES = {"cpu", "gloo"}
+NAMING_THE_HOST = {"contract/device.py", "comm/gloo.py", "comm/joining.py"}
+"""Where the names are said to the rest, where gloo is called, and where a variable has its name."""
 NO_MODULE = {"utils", "util", "helpers", "helper", "common", "manager", "base", "misc"}
-MAX_FUNCTION_LINES, MAX_MODULE_LINES = 50, 600
+MAX_FUNCTION_LINES, MAX_MODULE_LINES, MAX_CONTRACT_LINES = 50, 600, 1700
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -113,6 +116,17 @@ def words(text: str) -> Iterator[str]:
         yield word.lower()
 
 
+def host_names(tree: ast.Module) -> list[str]:
+    """Strings with the name of the host, or of its library; docstrings do not count."""
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        f"line {node.lineno}: {node.value[:60]!r}; it is contract.HOST, or a property of a backend"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if id(node) not in prose and HOST_NAMES & set(words(node.value))
+    ]
+
+
 def long_functions(tree: ast.Module) -> list[str]:
     return [
         f"line {node.lineno}: {node.name} has {length} lines, {MAX_FUNCTION_LINES} are allowed"
@@ -120,6 +134,35 @@ def long_functions(tree: ast.Module) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
     ]
+
+
+def imported_private(tree: ast.Module, part: str) -> Iterator[str]:
+    """Names with an underscore in front that belong to another part of anychip, or another package.
+
+    By import, or as an attribute of what was imported.
+    """
+    foreign = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("anychip"):
+            package, *inner = (node.module or "").split(".")
+            if part not in (package, *inner[:1]):
+                foreign |= {alias.asname or alias.name for alias in node.names}
+                yield from (a.name for a in node.names if re.match("_[^_]", a.name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+            if isinstance(node.value, ast.Name) and node.value.id in foreign:
+                yield f"line {node.lineno}: {node.value.id}.{node.attr}"
+
+
+def inherited_private(trees: list[ast.Module]) -> set[str]:
+    """Attributes like ``self._x`` that are read in some files of a package and defined in none."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    defined |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    own = [n for n in nodes if isinstance(n, ast.Attribute) and re.match("_[^_]", n.attr)
+           and isinstance(n.value, ast.Name) and n.value.id == "self"]  # fmt: skip
+    defined |= {n.attr for n in own if isinstance(n.ctx, ast.Store)}
+    return {n.attr for n in own} - defined
 
 
 EVERYWHERE = python_files("core", "backends", "examples", "benchmarks", "tests")
@@ -150,12 +193,36 @@ def test_backend_files_import_contract_and_operators_only_and_never_each_other()
     assert offences(python_files("backends"), rule) == []
 
 
+def test_no_file_reaches_into_private_parts_of_another_package() -> None:
+    def rule(path: Path) -> Iterable[str]:
+        inside = path.relative_to(CORE).parts if CORE in path.parents else path.parts[-2:]
+        return imported_private(parse(path), inside[0].removesuffix(".py"))
+
+    assert offences([*OF_CORE, *python_files("backends", "examples")], rule) == []
+    for package in sorted((ROOT / "backends").glob("*/anychip_*")):
+        assert inherited_private([parse(path) for path in package.rglob("*.py")]) == set(), package
+
+
+def test_contract_is_read_in_an_hour() -> None:
+    lines = [len(path.read_text().splitlines()) for path in (CORE / "contract").rglob("*.py")]
+    assert sum(lines) <= MAX_CONTRACT_LINES
+
+
 def test_core_files_name_no_chip() -> None:
     def rule(path: Path) -> Iterable[str]:
         yield from chip_names(parse(path))
         yield from sorted(CHIPS & set(words(str(path.relative_to(CORE)))))
 
     assert offences(python_files("core"), rule) == []
+
+
+def test_core_files_leave_the_host_to_its_backend() -> None:
+    paths = [
+        path
+        for path in OF_CORE
+        if str(path.relative_to(CORE)) not in NAMING_THE_HOST and "fusion" not in path.parts
+    ]
+    assert offences(paths, lambda path: host_names(parse(path))) == []
 
 
 def test_python_files_keep_to_their_sizes_and_names() -> None:
@@ -195,8 +262,13 @@ def test_root_module_exports_no_function_named_like_a_submodule() -> None:
     (lambda tree: layer_offences(tree, "backends", {"contract"}), "import anychip.registry"),
     (chip_names, "torch.cuda.synchronize()"), (chip_names, "def f(use_npu): pass"),
     (chip_names, "kind = f'{x}:nccl'"), (chip_names, "class NCCLError: pass"),
-    (chip_names, "import torch_npu"),
+    (chip_names, "import torch_npu"), (host_names, "x = device.type == 'cpu'"),
     (long_functions, "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
+    (lambda tree: list(imported_private(tree, "train")), "from anychip.comm.job import _jobs"),
+    (lambda tree: list(imported_private(tree, "train")), "from anychip.comm import job\njob._jobs"),
+    (lambda tree: list(imported_private(tree, "anychip_x")),
+     "from anychip import contract\ncontract._x"),
+    (lambda tree: inherited_private([tree]), "class X(Y):\n    def f(self): return self._ledger"),
 ], ids=lambda value: repr(value)[:40] if isinstance(value, str) else "")  # fmt: skip
 def test_rule_with_an_offender_finds_it(
     rule: Callable[[ast.Module], list[str]], offender: str
@@ -210,6 +282,9 @@ def test_rule_with_an_offender_finds_it(
     (chip_names, "def f():\n    'like cudaStreamCreate and CUDA streams'"),
     (lambda tree: layer_offences(tree, "registry", set()), "import anychip; anychip.__file__"),
     (chip_names, "scan = chips = normal = metallic = 1"),
+    (host_names, "def f(x):\n    'to the CPU'\n    return x.cpu()"),
+    (lambda tree: list(imported_private(tree, "comm")), "from anychip.comm import job\njob._jobs"),
+    (lambda tree: list(inherited_private([tree])), "class X:\n _a = 1\n def f(self): self._a"),
     (long_functions, "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),
 ], ids=lambda value: repr(value)[:40] if isinstance(value, str) else "")  # fmt: skip
 def test_rule_with_what_is_allowed_finds_nothing(

@@ -25,6 +25,7 @@ from anychip.conformance.oracles import oracle_of
 from anychip.conformance.trial import Trial, rule_calls
 from anychip.contract import (
     API_VERSION,
+    HOST,
     Backend,
     DeviceProperties,
     OperatorTable,
@@ -216,7 +217,7 @@ def operators_everywhere(context: Context) -> None:
             for index in range(backend.device_count()):
                 backend.set_device(index)
                 there = Context(backend, context.level, context.seed)
-                found.append([y.to("cpu") for y in trial.run(trial.place(there))])
+                found.append([y.cpu() for y in trial.run(trial.place(there))])
                 context.call = f"{there.call} on device {index}"
             for index, results in enumerate(found[1:], 1):
                 for y, got, want in zip(trial.names(), results, found[0], strict=True):
@@ -246,7 +247,7 @@ def dtypes_work(context: Context) -> None:
     """torch computes on the device in every dtype that it claims."""
     for dtype in sorted(context.backend.properties().dtypes, key=str):
         x = torch.arange(1, 9, device=context.device).to(dtype)
-        check_equal_bits(f"x * x in {dtype}", (x * x).to("cpu"), x.to("cpu") * x.to("cpu"))
+        check_equal_bits(f"x * x in {dtype}", (x * x).cpu(), x.cpu() * x.cpu())
 
 
 def compile_backend(context: Context) -> None:
@@ -332,7 +333,7 @@ def check_undeclared(context: Context, *, capability: str, call: Callable[[Backe
 
 
 def _copy_on_stream(backend: Backend) -> Any:
-    return backend.use_stream(torch.Stream(device="cpu"))
+    return backend.use_stream(torch.Stream(device=HOST))
 
 
 GROUPS: dict[str, dict[str, Callable[[Backend], Any]]] = {

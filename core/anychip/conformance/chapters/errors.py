@@ -26,7 +26,7 @@ from anychip.conformance.case import Case, Context, check, check_equal_bits, exp
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import Oracle, oracle_of
 from anychip.conformance.trial import AnyOperator, Trial, rule_calls
-from anychip.contract import ContractError, FallbackError
+from anychip.contract import HOST, ContractError, FallbackError
 from anychip.dispatch.operator import registered
 from anychip.dispatch.tally import ProvenanceRow
 
@@ -167,7 +167,7 @@ def device(context: Context, operator: AnyOperator, placed: PlacedCall) -> Itera
     """One of several tensors on another device."""
     if _num_tensors(placed) < 2:
         return
-    elsewhere = torch.device("meta" if context.device.type == "cpu" else "cpu")
+    elsewhere = torch.device("meta" if context.device.type == HOST else HOST)
     for index, name, change in _tensors(operator, placed):
         args = _with(placed, index, change(lambda t: t.to(elsewhere)))
         words = (name, elsewhere.type)

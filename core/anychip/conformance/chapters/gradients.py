@@ -482,7 +482,7 @@ def hessian_product(
 
 def check_norm(name: str, got: Tensor | None, want: Array, first_bound: Array) -> None:
     """Norm-wise comparison; no gradient at all stands for 0."""
-    actual = np.zeros(want.shape) if got is None else got.detach().to("cpu").double().numpy()
+    actual = np.zeros(want.shape) if got is None else got.detach().cpu().double().numpy()
     size = float(np.linalg.norm(want))
     relative = SECOND_ORDER_ROUNDINGS + float(np.sqrt(want.size))
     limit = UNIT * (relative * size + float(np.linalg.norm(first_bound)))

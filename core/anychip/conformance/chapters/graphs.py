@@ -67,7 +67,7 @@ class Layer:
         self.context.backend.synchronize()
         wanted = self()
         for number, (got, want) in enumerate(zip(results, wanted, strict=True)):
-            check_equal_bits(f"result {number} {when}", got.to("cpu"), want.to("cpu"))
+            check_equal_bits(f"result {number} {when}", got.cpu(), want.cpu())
 
 
 def replays_like_the_call(context: Context) -> None:
@@ -110,7 +110,7 @@ def graphs_are_apart(context: Context) -> None:
     context.backend.synchronize()
     for number, mark in enumerate(marks):
         want = torch.full((ROWS, HIDDEN), float(number))
-        check_equal_bits("a tensor that was made between replays", mark.to("cpu"), want)
+        check_equal_bits("a tensor that was made between replays", mark.cpu(), want)
 
 
 def steps_of_a_training(context: Context) -> None:
@@ -136,8 +136,8 @@ def steps_of_a_training(context: Context) -> None:
             layer.x.copy_(values)
             run()
         context.backend.synchronize()
-        found.append(weight.detach().to("cpu").clone())
-    check(not torch.equal(found[1], first.to("cpu")), "steps do not change the weight")
+        found.append(weight.detach().cpu().clone())
+    check(not torch.equal(found[1], first.cpu()), "steps do not change the weight")
     check_equal_bits(f"the weight after {REPLAYS} replays of a step", *found)
 
 

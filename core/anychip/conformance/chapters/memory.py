@@ -16,7 +16,7 @@ import torch
 
 from anychip.conformance.case import Case, Context, check, check_equal_bits, expect_error
 from anychip.conformance.chapters.device import in_thread
-from anychip.contract import MemoryInfo, MemoryStats
+from anychip.contract import HOST, MemoryInfo, MemoryStats
 
 MIB = 1 << 20
 NOISE = MIB
@@ -67,7 +67,7 @@ def storages_apart(context: Context) -> None:
 
 def check_pattern(number: int, tensor: torch.Tensor) -> None:
     """A storage still holds what was written to it."""
-    same = bool((tensor.to("cpu") == number % 251).all())
+    same = bool((tensor.cpu() == number % 251).all())
     check(same, f"the storage of step {number} ({tensor.numel()} bytes) was overwritten by another")
 
 
@@ -157,7 +157,7 @@ def copies_of_bytes(context: Context) -> None:
         context.backend.synchronize()
         want = torch.full((256 + 8,), 255, dtype=torch.uint8)
         want[target : target + count] = source[first : first + count]
-        check_equal_bits(f"{count} bytes from {first} to {target}", there.to("cpu"), want)
+        check_equal_bits(f"{count} bytes from {first} to {target}", there.cpu(), want)
     values = (
         torch.tensor(2.5),
         torch.tensor([2**53 + 1, -(2**40)]),
@@ -168,7 +168,7 @@ def copies_of_bytes(context: Context) -> None:
         there = torch.zeros_like(value, device=context.device)
         memory.copy_async(there, value)
         context.backend.synchronize()
-        check_equal_bits(f"{value.dtype} of shape {tuple(value.shape)}", there.to("cpu"), value)
+        check_equal_bits(f"{value.dtype} of shape {tuple(value.shape)}", there.cpu(), value)
 
 
 def copies_of_layouts(context: Context) -> None:
@@ -191,7 +191,7 @@ def copies_of_layouts(context: Context) -> None:
             memory.copy_async(there, given)
             context.backend.synchronize()
             what = f"source {name}, target {target_name}"
-            check_equal_bits(what, there.to("cpu"), given.to(torch.float32))
+            check_equal_bits(what, there.cpu(), given.to(torch.float32))
 
 
 def copies_in_order(context: Context) -> None:
@@ -214,7 +214,7 @@ def copies_on_stream(context: Context) -> None:
     backend.synchronize()
     backend.memory.copy_async(there, source, stream)
     backend.synchronize()
-    check_equal_bits("copied on a stream", there.to("cpu"), source)
+    check_equal_bits("copied on a stream", there.cpu(), source)
 
 
 # Statistics
@@ -321,7 +321,7 @@ def stats_of_tensors(context: Context) -> None:
     before = memory.stats().allocated
     held = torch.empty(nbytes, dtype=torch.uint8, device=context.device)
     grown = memory.stats().allocated - before
-    right = [nbytes, 0] if held.device.type == "cpu" else [nbytes]
+    right = [nbytes, 0] if held.device.type == HOST else [nbytes]
     text = f"a tensor of {nbytes} bytes was made, `allocated` grew by {grown}"
     check(any(abs(grown - want) <= NOISE for want in right), text)
 
@@ -412,9 +412,7 @@ def pinned(context: Context) -> None:
         check(
             tensor.dtype == torch.uint8 and tensor.numel() == nbytes, f"uint8[{nbytes}], {tensor}"
         )
-        check(
-            tensor.device.type == "cpu" and tensor.is_pinned(), "page-locked host memory expected"
-        )
+        check(tensor.device.type == HOST and tensor.is_pinned(), "page-locked host memory expected")
         tensor.fill_(nbytes % 251)
         there = torch.empty(nbytes, dtype=torch.uint8, device=context.device)
         context.backend.memory.copy_async(there, tensor)
@@ -441,7 +439,7 @@ def pinned_copies(context: Context) -> None:
     first.fill_(0)  # the stream has passed this point: the source may change
     check_equal_bits("copied to the device and back", last, want)
     context.backend.synchronize()
-    check_equal_bits("what is on the device", there.to("cpu"), want)
+    check_equal_bits("what is on the device", there.cpu(), want)
 
 
 GROUPS: dict[str | None, dict[str, Callable[[Context], None]]] = {

@@ -19,6 +19,7 @@ from anychip import ops
 from anychip.conformance.case import Case, Context, check, check_equal_bits
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import philox
+from anychip.contract import HOST
 
 COUNT = 4099
 """Elements of a mask: beside every vector width, and no multiple of the 4 words of a block."""
@@ -85,7 +86,7 @@ def compare_mask(
     name: str, got: Tensor, want: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 ) -> None:
     """Compares what is not zero with what must be kept."""
-    kept = (got.detach().to("cpu").float() != 0).numpy().reshape(-1)
+    kept = (got.detach().cpu().float() != 0).numpy().reshape(-1)
     wrong = np.flatnonzero(kept != want.reshape(-1))
     if wrong.size:
         first = int(wrong[0])
@@ -212,6 +213,18 @@ def generator_state_returns(context: Context) -> None:
     check_equal_bits("after set_state", draw(context, generator), first)
 
 
+def device_state_returns(context: Context) -> None:
+    """The same of the generator that torch's own operators draw from on the device."""
+    backend, numbers = context.backend, partial(torch.rand, COUNT, device=context.device)
+    state = backend.random_state()
+    check(state.device.type == HOST, f"bytes on the host expected, got {state.device}")
+    first, second = numbers(), numbers()
+    backend.set_random_state(state)
+    check_equal_bits("after set_random_state", numbers(), first)
+    check_equal_bits("the draw after it", numbers(), second)
+    check(not torch.equal(second, first), "two draws in a row give the same numbers")
+
+
 def generator_is_on_device(context: Context) -> None:
     """It belongs to the device that was asked for."""
     for index in range(context.backend.device_count()):
@@ -244,5 +257,6 @@ GENERATORS = {
     "repeats": generator_repeats,
     "independent": generator_is_independent,
     "state": generator_state_returns,
+    "device-state": device_state_returns,
     "device": generator_is_on_device,
 }

@@ -50,7 +50,7 @@ class Oracle:
 def numbers(arg: Any) -> Any:
     """An argument as an oracle takes it: float tensors as Rounded, other tensors as arrays."""
     if isinstance(arg, Tensor):
-        host = arg.detach().to("cpu")
+        host = arg.detach().cpu()
         if not host.is_floating_point():
             return host.numpy()
         return Rounded.exact(host.double().numpy(), FORMATS[host.dtype])

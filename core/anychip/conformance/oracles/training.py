@@ -31,6 +31,7 @@ from torch import Tensor
 
 from anychip.conformance import trainee
 from anychip.conformance.formats import FP32, Array, ulp
+from anychip.contract import HOST
 
 STEPS = 200
 SAMPLES = 32
@@ -123,7 +124,7 @@ def orders(count: int) -> list[Order]:
 
 def start(dtype: torch.dtype, order: Order) -> Params:
     """The decoder's parameters under their names, with channels and inner units in an order."""
-    model = trainee.decoder(SIZES, torch.device("cpu"))
+    model = trainee.decoder(SIZES, torch.device(HOST))
     params = {}
     for name, param in model.named_parameters():
         value = param.detach()

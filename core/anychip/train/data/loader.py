@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anychip.contract import HOST
 from anychip.train import schema
 from anychip.train.data.order import Order, share
 from anychip.train.data.packing import mask_targets
@@ -114,7 +115,7 @@ class Loader:
         context: int,
         batch_size: int,
         seed: int = 0,
-        device: torch.device | str = "cpu",
+        device: torch.device | str = HOST,
         num_batches: int | None = None,
         rank: int = 0,
         world_size: int = 1,
@@ -261,7 +262,7 @@ class Loader:
 
 def _require_tokens(tokens: Tensor, context: int) -> None:
     is_integer = not (tokens.is_floating_point() or tokens.is_complex())
-    if tokens.dim() != 1 or tokens.device.type != "cpu" or not is_integer:
+    if tokens.dim() != 1 or tokens.device.type != HOST or not is_integer:
         raise ValueError(
             f"a row of integers on the host expected as tokens, got {list(tokens.shape)} "
             f"{tokens.dtype} on {tokens.device}"

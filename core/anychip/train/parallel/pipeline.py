@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anychip.contract import Communicator, Transfer, UnsupportedError, Work
+from anychip.contract import HOST, Communicator, Transfer, UnsupportedError, Work
 from anychip.runtime import on_host
 from anychip.train.parallel.message import Link
 from anychip.train.parallel.schedule import (
@@ -100,7 +100,7 @@ class Pipeline:
         self.autocast, self.measure = autocast, measure
         self.number, self._ranks = _places(schedule, comm.rank)
         self.num_stages, self.num_microbatches = schedule.num_stages, schedule.num_microbatches
-        self.device = next((p.device for p in stage.parameters()), torch.device("cpu"))
+        self.device = next((p.device for p in stage.parameters()), torch.device(HOST))
         if self.tied and 0 < self.number < self.num_stages - 1:
             raise ValueError(
                 f"pipeline: tied parameters are on the first and the last stage, this is stage "

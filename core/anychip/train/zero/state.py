@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anychip.contract import HOST
 from anychip.train import schema
 from anychip.train.optim import Rule
 from anychip.train.zero import checks
@@ -141,7 +142,7 @@ def gather(
     for name, tensor in entry.items():
         whole = tensor if name == "step" else shards.whole(param, tensor, blocks.get(name))
         if keeps:
-            found[name] = whole.to("cpu", copy=name == "step")
+            found[name] = whole.to(HOST, copy=name == "step")
     return found
 
 

@@ -1,4 +1,7 @@
-"""Many decoders of transformers: fused, each has the loss and the gradients that it had."""
+"""Many decoders of transformers: fused, each has the logits, loss and gradients that it had.
+
+How many modules of each kind are replaced in each stands in the table of docs/fusing.md.
+"""
 
 import copy
 import math
@@ -21,11 +24,13 @@ BF16_BOUND = 2 * math.sqrt(18 * (families.LAYERS + 1)) * 2.0**-9
 ROUTED = {"DeepseekV3", "GptOss", "Mixtral", "Qwen3Moe"}
 
 
-def gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
-    value = families.loss(model)
-    value.backward()
+def trained(model: nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits, loss and gradients."""
+    made = model(families.tokens(), labels=families.tokens())
+    made.loss.backward()
     named = model.named_parameters()
-    return value, {path: p.grad.double() for path, p in named if p.grad is not None}
+    grads = {path: p.grad.double() for path, p in named if p.grad is not None}
+    return made.logits, made.loss, grads
 
 
 def density(grads: dict[str, Tensor]) -> float:
@@ -34,17 +39,19 @@ def density(grads: dict[str, Tensor]) -> float:
     return math.sqrt(sum(float(g.square().sum()) for g in grads.values()) / numel)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fused_family_loss_and_gradients_equal_those_before(family: str) -> None:
+def test_fused_family_logits_loss_and_gradients_equal_those_before(family: str) -> None:
     before = families.build(family)
     model = copy.deepcopy(before)
     first = anychip.fuse(model)
     second = anychip.fuse(model)
     assert first.count() > 0
     assert (second.count(), second.before) == (0, first.count())
-    (want, wanted), (got, grads) = gradients(before), gradients(model)
+    (*wants, wanted), (*gots, grads) = trained(before), trained(model)
     # Both are within the bound of the exact one.
-    assert parity.relative(got, want) <= 2 * BOUND
+    for got, want in zip(gots, wants, strict=True):
+        assert parity.relative(got, want) <= 2 * BOUND
     assert grads.keys() == wanted.keys()
     usual = density(wanted)
     for path, grad in wanted.items():
@@ -53,6 +60,7 @@ def test_fused_family_loss_and_gradients_equal_those_before(family: str) -> None
         assert float((grads[path] - grad).norm()) <= 2 * BOUND * size, path
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ROUTED])
 def test_fused_family_in_bf16_stays_within_its_rounding(family: str) -> None:
     exact = families.build(family)
@@ -60,7 +68,7 @@ def test_fused_family_in_bf16_stays_within_its_rounding(family: str) -> None:
     exact.load_state_dict(before.state_dict())  # the same rounded weights
     model = copy.deepcopy(before)
     anychip.fuse(model)
-    (want, wanted), (_, others), (got, grads) = map(gradients, (exact, before, model))
+    (_, want, wanted), (_, _, others), (_, got, grads) = map(trained, (exact, before, model))
     assert parity.relative(got, want) <= BF16_BOUND
     # How roundings grow on the way back is the model's matter; fused, it has no more of them. Two
     # sums of as many errors that are independent differ by far less than a factor of 2.
@@ -70,7 +78,18 @@ def test_fused_family_in_bf16_stays_within_its_rounding(family: str) -> None:
     assert errors[0] <= 2 * errors[1]
 
 
-def test_table_of_the_page_is_what_fuse_does() -> None:
-    assert families.written().splitlines() == families.table().splitlines(), (
+def rows_of_the_page() -> dict[str, str]:
+    """The rows of the table by family."""
+    return {line.split()[1]: line for line in families.written().splitlines()[2:]}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("family", FAMILIES)
+def test_row_of_the_page_is_what_fuse_does(family: str) -> None:
+    assert rows_of_the_page()[family] == families.row(family), (
         "write it anew: python -m tests.integration.fusion.families"
     )
+
+
+def test_table_of_the_page_has_all_families() -> None:
+    assert list(rows_of_the_page()) == list(FAMILIES)

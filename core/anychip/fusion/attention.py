@@ -8,6 +8,7 @@ as it is; configs, masks and the interface are not touched. transformers is neve
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,21 +27,21 @@ from anychip.fusion.fused import (
     FLOATS,
     HOST,
     Args,
+    Call,
     Forward,
     Fusion,
     Named,
     autocast_is_on,
+    call_operator,
     label_of,
     own_class,
     own_code,
     place,
 )
-from anychip.fusion.rope import Rope
+from anychip.fusion.probe import difference, undisturbed
+from anychip.fusion.rope import Rope, tables_among, version_of
 
-LABEL = "torch.nn.functional.scaled_dot_product_attention"
-SEEDS = 2**63 - 1
-UNLESS = "masks of no sequences, causal with fewer queries than keys, other dtypes"
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+SDPA, INTERFACE = "scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"
 REPLACES = "sdpa"
 """The implementation, by transformers' name for it, that masks and meaning are taken from."""
 Asks = Literal["torch", "transformers"]
@@ -58,32 +59,31 @@ class Attention(Fusion):
     asks: Asks | None = None
     rope: Rope | None = None
 
-    kind, operator, unless = "attention", "attention", UNLESS
+    kind, operator = "attention", "attention"
+    unless = "masks of no sequences, causal with fewer queries than keys, other dtypes"
 
-    def rewritten(self, forward: Forward) -> tuple[Forward, ...]:
-        """The forward with other functions in the place of its file's, without and with rope."""
-        ours: dict[str, str] = {}
+    @property
+    def count(self) -> int:
+        return (self.asks is not None) + (self.rope is not None)
+
+    def rewritten(self, forward: Forward) -> Forward:
+        """The forward with other functions in the place of its file's."""
+        ours = {} if self.rope is None else self.rope.put_into(forward)
         if self.asks == "transformers":
             ours[INTERFACE] = f"anychip_{INTERFACE}"
             own = forward.__globals__
             own[ours[INTERFACE]] = _Interface(own[INTERFACE])
-        without = _renamed(forward, ours)
-        if self.rope is None:
-            return without, without
-        return without, _renamed(forward, {**ours, **self.rope.put_into(forward)})
+        return _renamed(forward, ours)
 
-    def run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Named) -> Any:
-        turned = self.rope is not None and self.rope.takes(module, forward, args, kwargs)
-        forward = type(module).anychip_rewritten[turned]  # type: ignore[attr-defined]
-        before = place.owner
-        place.owner = id(module)
+    def run(self, module: Any, forward: Forward, args: Args, kwargs: Named) -> Any:
+        before = place.owner, place.tables, place.version
+        tables = () if self.rope is None else tables_among(args, kwargs)
+        place.owner, place.tables, place.version = id(module), tables, version_of(tables)
         try:
-            if self.asks != "torch":
-                return forward(module, *args, **kwargs)
-            with _Rerouted():
-                return forward(module, *args, **kwargs)
+            with _Rerouted() if self.asks == "torch" else contextlib.nullcontext():
+                return type(module).anychip_rewritten(module, *args, **kwargs)
         finally:
-            place.owner = before
+            place.owner, place.tables, place.version = before
 
 
 def _renamed(forward: Forward, ours: Mapping[str, str]) -> Forward:
@@ -122,28 +122,18 @@ def attend(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **rest: Any,
 ) -> Tensor:
     """torch's function of the same arguments, (B, H, S, D), by an operator where it can."""
     made: Tensor | str = "batch or heads of query and key differ"
     one_head = key.dim() == 4 and key.shape[:2] == (query.shape[0], 1)
-    if enable_gqa or one_head or query.shape[:-2] == key.shape[:-2]:
-        given: Any = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "pads": False}
-        made = attention(query, key, value, attn_mask, **given)
+    if rest.get("enable_gqa") or one_head or query.shape[:-2] == key.shape[:-2]:
+        given: Any = {"causal": is_causal, "scale": rest.get("scale"), "dropout": dropout_p}
+        made = attention(call_operator, query, key, value, attn_mask, **given, pads=False)
     if isinstance(made, Tensor):
         return made.transpose(1, 2)
-    own_code("attention", LABEL, made, place.owner)
-    return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    own_code("attention", f"torch.nn.functional.{SDPA}", made, place.owner)
+    return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
 
 
 class _Interface:
@@ -152,7 +142,7 @@ class _Interface:
     def __init__(self, original: Any) -> None:
         self._original = original
         sdpa = original[REPLACES]
-        self._label = label_of(sdpa)
+        self._label = label_of(sdpa)  # compiled code could not make it
         self._meant = frozenset({*inspect.signature(sdpa).parameters, "softcap"})
 
     def get_interface(self, name: str, default: Any) -> Any:
@@ -165,9 +155,8 @@ class _Interface:
         return getattr(self._original, name)
 
     def _ours(self, name: str, found: Any) -> Any:
-        if name != REPLACES:
-            return found
-        return functools.partial(attend_as_sdpa, found, self._label, self._meant)
+        ours = functools.partial(attend_as_sdpa, found, self._label, self._meant)
+        return ours if name == REPLACES else found
 
 
 def attend_as_sdpa(
@@ -195,37 +184,25 @@ def attend_as_sdpa(
     """
     wanted = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(wanted) and attention_mask is None and query.shape[2] > 1
-    made: Tensor | str | None = _argument(meant, rest)
-    if made is None:
-        given: Any = {"causal": causal, "scale": scaling, "dropout": dropout, "pads": True}
-        made = attention(query, key, value, attention_mask, **given)
+    given: Any = {"causal": causal, "scale": scaling, "dropout": dropout}
+    unknown = [name for name in rest if name in meant and rest[name] is not None]
+    if rest.get("output_attentions") or unknown:
+        made: Tensor | str = f"argument {', '.join(unknown) or 'output_attentions'}"
+    else:
+        made = attention(call_operator, query, key, value, attention_mask, **given, pads=True)
     if isinstance(made, Tensor):
         return made, None
     window = rest.get("sliding_window")
     if made == "a mask" and window and key.shape[2] > window:
         made = f"a mask, of a window of {window}"
     own_code("attention", label, made, id(module))
-    result: tuple[Tensor, None] = original(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=dropout,
-        scaling=scaling,
-        is_causal=is_causal,
-        **rest,
-    )
+    rest.update(dropout=dropout, scaling=scaling, is_causal=is_causal)
+    result: tuple[Tensor, None] = original(module, query, key, value, attention_mask, **rest)
     return result
 
 
-def _argument(meant: Collection[str], rest: Named) -> str | None:
-    if rest.get("output_attentions"):
-        return "output_attentions"
-    return next((f"argument {n}" for n in rest if n in meant and rest[n] is not None), None)
-
-
 def attention(
+    call: Call,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -246,36 +223,38 @@ def attention(
     Returns:
         (B, S, H, D), contiguous.
     """
-    why = _refusal(query, key, value, dropout)
-    if why is not None:
-        return why
     found: masks.Whole | masks.Packed | str = masks.Whole(causal)
+    if (why := _refusal(query, key, value, dropout)) is not None:
+        return why
     if mask is not None:
         # Both is torch's error.
         found = "a mask" if causal else masks.pattern(mask, query.shape[0], pads=pads)
     elif causal and query.shape[2] != key.shape[2]:
         # torch aligns a causal mask to the first key, the operator to the last one.
-        return "causal with other keys than queries"
+        found = "causal with other keys than queries"
     if isinstance(found, str):
         return found
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    attrs: dict[str, Any] = {"causal": found.causal, "scale": scale}
     if isinstance(found, masks.Packed):
-        return "a mask, and dropout" if dropout else _packed(q, k, v, found, scale)
-    if not dropout:
-        return ops.attention(q, k, v, causal=found.causal, scale=scale)
-    return ops.attention_dropout(q, k, v, drawn(q), p=dropout, causal=found.causal, scale=scale)
+        return "a mask, and dropout" if dropout else _packed(call, (q, k, v), found, attrs)
+    if dropout:
+        result: Tensor = call(ops.attention_dropout, (q, k, v, drawn(q)), {**attrs, "p": dropout})
+        return result
+    result = call(ops.attention, (q, k, v), attrs)
+    return result
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, packed: masks.Packed, scale: float | None) -> Tensor:
-    tokens, whole = packed.tokens, q.shape[0] * q.shape[1]
-    rows = [t.flatten(0, 1) for t in (q, k, v)]
+def _packed(call: Call, qkv: Args, packed: masks.Packed, attrs: Named) -> Tensor:
+    tokens, shape = packed.tokens, qkv[0].shape
+    whole = shape[0] * shape[1]
+    rows = [t.flatten(0, 1) for t in qkv]
     if tokens.shape[0] < whole:
         rows = [t.index_select(0, tokens) for t in rows]
-    q_, k_, v_ = rows
-    y = ops.attention_varlen(q_, k_, v_, packed.cu_seqlens, causal=packed.causal, scale=scale)
+    y: Tensor = call(ops.attention_varlen, (*rows, packed.cu_seqlens), attrs)
     if tokens.shape[0] < whole:
         y = y.new_zeros((whole, *y.shape[1:])).index_copy(0, tokens, y)
-    return y.reshape(*q.shape)
+    return y.reshape(shape)
 
 
 def drawn(like: Tensor) -> Tensor:
@@ -285,7 +264,7 @@ def drawn(like: Tensor) -> Tensor:
     ``torch.manual_seed`` the masks are the same on every chip, and a checkpointed layer that runs
     again with the generator's state of then has the mask of then.
     """
-    seed = torch.randint(SEEDS, (1,), dtype=torch.int64, device=HOST)
+    seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=HOST)
     return nn.functional.pad(seed, (0, 1)).to(like.device)
 
 
@@ -306,29 +285,31 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> str |
     return None if 0.0 <= dropout <= 1.0 else f"dropout {dropout}"
 
 
-def asks(module: nn.Module, own: type[nn.Module]) -> Asks | None:
+def found(module: nn.Module) -> Asks | None:
     """Whom the forward of a module's class asks for its scaled dot products."""
-    if _named_in_config(module) is not None and calls(module, own, INTERFACE):
+    if _named_in_config(module) is not None and calls(module, INTERFACE):
         # Names of a forward in a decorator cannot be changed; what it calls in the end can.
-        plain = isinstance(own.forward, FunctionType) and not hasattr(own.forward, "__wrapped__")
+        forward = own_class(module).forward
+        plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
         return "transformers" if plain else "torch"
-    return "torch" if calls(module, own, "scaled_dot_product_attention") else None
+    return "torch" if calls(module, SDPA) else None
 
 
 def why_not_asked(module: nn.Module, model: nn.Module) -> str | None:
-    """Why the config of a module in a transformers model keeps its attention as it is."""
+    """Why an attention of a transformers model stays as it is; None when nothing speaks for it."""
     named = _named_in_config(module)
-    if named in (None, REPLACES) or not calls(module, own_class(module), INTERFACE):
+    if named is None or not calls(module, INTERFACE):
         return None
+    if named == REPLACES:
+        interface = inspect.unwrap(own_class(module).forward).__globals__[INTERFACE]
+        why = _difference(interface[REPLACES])
+        return why and f"not attention: {why}"
     holders = [m for m in model.modules() if vars(m).get("config") is module.config]
-    if all(getattr(each, f"_supports_{REPLACES}", True) for each in holders):
-        return (
-            f"its attention is {named!r}; only {REPLACES!r} is replaced: "
-            f"model.set_attn_implementation({REPLACES!r})"
-        )
-    return (
-        f"its attention is {named!r}, and its model does not support {REPLACES!r}, which is the "
-        "one that is replaced"
+    can = all(getattr(each, f"_supports_{REPLACES}", True) for each in holders)
+    return f"its attention is {named!r}" + (
+        f"; only {REPLACES!r} is replaced: model.set_attn_implementation({REPLACES!r})"
+        if can
+        else f", and its model does not support {REPLACES!r}, which is the one that is replaced"
     )
 
 
@@ -337,29 +318,43 @@ def _named_in_config(module: nn.Module) -> str | None:
     return named
 
 
-def calls(module: nn.Module, own: type[nn.Module], name: str, *, deeply: bool = False) -> bool:
-    """Whether a forward names a function; an attribute of the module does not count.
+@functools.cache
+def _difference(original: Callable[..., Any]) -> str | None:
+    """What tells transformers' function of sdpa from ours."""
+    module: Any = nn.Module()
+    module.num_key_value_groups = 2
+    options: Any = {"dtype": torch.float32, "device": HOST}
+    given: Any = {"causal": True, "scale": None, "dropout": 0.0, "pads": True}
+    with undisturbed():
+        shapes = {"query": (2, 4, 5, 8), "key": (2, 2, 5, 8), "value": (2, 2, 5, 8)}
+        return difference(
+            lambda q, k, v: original(module, q, k, v, None, is_causal=True)[0],
+            lambda call, q, k, v: attention(call, q, k, v, None, **given),
+            {n: torch.randn(s, **options).requires_grad_() for n, s in shapes.items()},
+            whole=True,
+        )
+
+
+def calls(module: nn.Module, name: str, *, deeply: bool = False) -> bool:
+    """Whether the forward of a module's class names a function; no attribute of the module counts.
 
     A superclass's forward that it calls is not looked into.
 
     Args:
-        own: the module's class.
         deeply: looks into the methods of its class that the forward calls as well.
     """
-    named = _named(own.forward)
+    own = own_class(module)
+    named = _names(own.forward)
     if deeply:
-        named = named.union(*(_named(vars(own).get(called)) for called in named))
+        named = named.union(*(_names(vars(own).get(called)) for called in named))
     return not hasattr(module, name) and name in named
 
 
-def _named(function: Any) -> set[str]:
+def _names(function: Any) -> set[str]:
     """Names in a function's code; none when it has no code of Python."""
-    if not callable(function):
+    code = function
+    if callable(function):
+        code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    if not isinstance(code, CodeType):
         return set()
-    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-    return _names(code) if isinstance(code, CodeType) else set()
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return {*code.co_names}.union(*(_names(one) for one in inner))
+    return {*code.co_names}.union(*map(_names, code.co_consts))

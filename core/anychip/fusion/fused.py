@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import functools
 import threading
-import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -43,9 +42,17 @@ _own_calls: dict[int, OwnCalls] = {}
 
 
 class _Place(threading.local):
-    """Whose forward a thread is in: ``id`` of an attention, for functions that are not told."""
+    """Which fused attention a thread is in, for functions that are not told.
 
-    owner = 0
+    Attributes:
+        owner: its ``id``.
+        tables: cos and sin as a fused module has made them, among its arguments.
+        version: how often these two were written to before it was called.
+    """
+
+    def __init__(self) -> None:
+        self.owner, self.version = 0, 0
+        self.tables: tuple[Any, ...] = ()
 
 
 place = _Place()
@@ -65,44 +72,55 @@ class Fusion(ABC):
     unless: ClassVar[str]
     operator: str
 
-    def rewritten(self, forward: Forward) -> tuple[Forward, ...]:
+    @property
+    def count(self) -> int:
+        """How many replacements of a report it is."""
+        return 1
+
+    def rewritten(self, forward: Forward) -> Forward:
         """The class's ``anychip_rewritten``, which ``run`` may call: its forward, changed once."""
-        return (forward,)
+        return forward
+
+    def bystanders(self, module: nn.Module) -> list[nn.Module]:
+        """Children whose work the operator does, and which are called no more."""
+        return []
 
     @abstractmethod
     def run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Named) -> Any:
         """A call of the fused module; ``forward`` is the function of its own class."""
 
 
-class Unary(Fusion):
-    """A module with one argument, a tensor. Whether it is one is proved by a probe."""
+class Computed(Fusion):
+    """A module whose whole result operators compute. That they do is proved by a probe."""
+
+    takes: ClassVar[int] = 1
 
     @abstractmethod
-    def refusal(self, module: nn.Module, x: Any) -> str | None:
-        """Why the operator cannot serve a call with the argument ``x``; None when it can."""
+    def samples(self, module: Any) -> Iterator[dict[str, Tensor]]:
+        """Arguments that the probe calls it with, under names of their own."""
+
+    def stand_ins(self) -> dict[str, nn.Module]:
+        """Children that the probe puts in the place of the module's."""
+        return {}
 
     @abstractmethod
-    def compute(self, module: nn.Module, x: Tensor, call: Call) -> Tensor:
-        """The module's result for ``x``; operators are called by ``call``."""
+    def compute(self, module: Any, call: Call, *args: Any) -> Tensor | str:
+        """The result, by operators called by ``call``; or why they cannot serve such a call."""
 
     def run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Named) -> Any:
-        given = (*args, *kwargs.values())
-        why = self.refusal(module, given[0]) if len(given) == 1 else "more than one argument"
-        if why is None:
-            return self.compute(module, given[0], call_operator)
-        own_code(self.operator, label_of(forward), why, id(module))
+        given = (*args, *(kwargs[name] for name in sorted(kwargs)))  # input, target
+        made: Tensor | str = f"{len(given)} arguments"
+        if len(given) == self.takes:
+            made = self.compute(module, call_operator, *given)
+        if not isinstance(made, str):
+            return made
+        own_code(self.operator, label_of(forward), made, id(module))
         return forward(module, *args, **kwargs)
 
 
 def call_operator(operator: AnyOperator, args: tuple[Any, ...], attrs: Mapping[str, Any]) -> Any:
     """The operator itself, as its users call it."""
     return operator(*args, **attrs)
-
-
-def call_reference(operator: AnyOperator, args: tuple[Any, ...], attrs: Mapping[str, Any]) -> Any:
-    """The operator's reference, differentiated by torch; nothing is dispatched or counted."""
-    bound, named = operator.signature.bind(args, attrs)
-    return operator.outputs(operator.spec.forward(*bound, **named))
 
 
 def label_of(function: Callable[..., Any]) -> str:
@@ -217,11 +235,7 @@ def fused_class(original: Any, fusion: Fusion) -> Any:
         "anychip_rewritten": fusion.rewritten(own_forward),
         "forward": forward,
     }
-    return types.new_class(f"Fused{original.__name__}", (original,), exec_body=_filled(body))
-
-
-def _filled(body: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
-    return lambda namespace: namespace.update(body)
+    return type(original)(f"Fused{original.__name__}", (original,), body)
 
 
 def _empty_module(original: Any, fusion: Fusion) -> Any:

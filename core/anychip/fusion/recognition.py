@@ -1,26 +1,24 @@
 """Which modules of a model can be replaced? Each is looked at once, and what it says is checked.
 
-Parameters, attributes and children make a module a candidate; that it computes the same is proved
-on small inputs. A class of torch that is known to mean something else is not tried.
+``table`` says what a module may be; that it computes the same is proved on small inputs.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from anychip.fusion import activation, attention, loss, norm, probe, rope, rope_probe
+from anychip.fusion import attention, loss, probe, rope, table
 from anychip.fusion.fused import (
     FLOATS,
     Fusion,
-    Unary,
     class_name,
     fuse_module,
     fusion_of,
@@ -33,15 +31,7 @@ from anychip.fusion.report import LeftAlone, Replaced, Report
 KINDS = ("norm", "activation", "rope", "attention", "loss")
 Names = str | Iterable[str]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_FUNCTIONALS = (
-    "layer_norm",
-    "rms_norm",
-    "gelu",
-    "softmax",
-    "Softmax",
-    "cross_entropy",
-    "multi_head_attention_forward",
-)
+_NO_TABLES = "no module of the model makes cos and sin for it"
 
 
 def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> Report:
@@ -69,7 +59,6 @@ def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> Re
     search = _Search(model, _Choice(model, only, skip))
     for path, module in list(model.named_modules()):
         search.visit(path, module)
-    search.visit_rope()
     return Report(search.replaced, search.left(), search.before, map(own_calls, search.owners))
 
 
@@ -102,16 +91,16 @@ class _Choice:
         self._only = None if only is None else self._known(only)
         self._skip = self._known(skip)
 
-    def refusal(self, module: nn.Module, kind: str) -> str | None:
-        """Why it is not wanted."""
-        if self._only is not None and not any(self._meets(e, module, kind) for e in self._only):
-            return f"only {', '.join(self._only)}"
-        return self.skip(module, kind)
+    def refusal(self, module: nn.Module, kind: str, *, only: bool = True) -> str | None:
+        """Why it is not wanted; with ``only=False``, why not even for the sake of another one."""
+        paths = self._paths[id(module)]
 
-    def skip(self, module: nn.Module, kind: str) -> str | None:
-        """Why it is not wanted, whatever is."""
-        met = next((e for e in self._skip if self._meets(e, module, kind)), None)
-        return None if met is None else f"skip {met}"
+        def met(entry: str) -> bool:
+            return entry == kind or any(_below(path, entry) for path in paths)
+
+        if only and self._only is not None and not any(map(met, self._only)):
+            return f"only {', '.join(self._only)}"
+        return next((f"skip {entry}" for entry in self._skip if met(entry)), None)
 
     def _known(self, names: Names) -> tuple[str, ...]:
         entries = (names,) if isinstance(names, str) else tuple(names)
@@ -122,9 +111,6 @@ class _Choice:
                 hint = f"did you mean {near[0]!r}?" if near else f"kinds are {', '.join(KINDS)}"
                 raise ValueError(f"{entry!r} is no kind and no module's path; {hint}")
         return entries
-
-    def _meets(self, entry: str, module: nn.Module, kind: str) -> bool:
-        return entry == kind or any(_below(path, entry) for path in self._paths[id(module)])
 
 
 def _below(path: str, entry: str) -> bool:
@@ -141,83 +127,44 @@ class _Search:
     before: int = 0
     owners: list[object] = field(default_factory=list)
     _left: dict[tuple[int, str], LeftAlone] = field(default_factory=dict)
-    _done: set[int] = field(default_factory=set)
     _verdicts: dict[Any, str | None] = field(default_factory=dict)
-    _turns: dict[Any, rope.Turn | str] = field(default_factory=dict)
-    _rope: list[tuple[str, nn.Module, dict[str, Any]]] = field(default_factory=list)
-    _tables: list[nn.Module] = field(default_factory=list)
 
     def visit(self, path: str, module: nn.Module) -> None:
-        """Replaces one module, or notes why not."""
+        """Replaces one module, or functions that it calls, or notes why not."""
         if isinstance(module, torch.jit.ScriptModule):
             self._leave(path, module, "it is compiled by TorchScript")
             return
+        known = fusion_of(module)
+        self.before += 0 if known is None else known.count
         self._visit_loss(path, module)
-        known, own = fusion_of(module), own_class(module)
-        if rope_probe.makes_tables(module):
-            self._tables.append(module)
-        functions = rope.functions(module, own)
-        if functions:
-            self._rope.append((path, module, functions))
-        if known is not None:
-            self._known(module, known)
-        asks = attention.asks(module, own)
-        if asks is not None:
-            self._visit_attention(path, module, asks)
-        elif known is None and not self._visit_module(path, module):
-            self._leave(path, module, _nothing(module))
+        if known is None or isinstance(known, attention.Attention):
+            attends = self._visit_attention(path, module)
+            self._visit_rope(path, module)
+            if not attends and fusion_of(module) is None:
+                self._visit_layer(path, module)
 
-    def _known(self, module: nn.Module, known: Fusion) -> None:
-        self._finish(module, known)
-        if isinstance(known, attention.Attention):
-            self.before += (known.asks is not None) + (known.rope is not None)
-        elif not isinstance(known, rope.Tables):
-            self.before += 1
-
-    def _visit_module(self, path: str, module: nn.Module) -> bool:
-        """Whether it was replaced, or left alone for a reason that is known."""
-        reasons: list[str] = []
-        for fusion in _candidates(module):
+    def _visit_layer(self, path: str, module: nn.Module) -> None:
+        reasons = []
+        for fusion in table.candidates(module):
             why = self.choice.refusal(module, fusion.kind) or why_not(module)
             why = why or _wrong_dtype(module) or _hooked(module, fusion)
-            if why is not None:
-                self._leave(path, module, why)
-                return True
-            found = self._difference(module, fusion) if isinstance(fusion, Unary) else None
-            if found is None:
-                self._replace(path, module, fusion)
-                return True
-            reasons.append(f"not {fusion.operator}: {found}")
-        if reasons:
-            self._leave(path, module, reasons[0])
-        return bool(reasons)
-
-    def _difference(self, module: nn.Module, fusion: Unary) -> str | None:
-        # Layers of a model are alike: one answer serves all of them.
-        key = (probe.likeness(module), fusion)
-        if key not in self._verdicts:
-            self._verdicts[key] = probe.difference(module, fusion)
-        return self._verdicts[key]
+            if why is None:
+                # Layers of a model are alike: one answer serves all of them.
+                key = (probe.likeness(module), fusion)
+                if key not in self._verdicts:
+                    self._verdicts[key] = probe.module_difference(module, fusion)
+                if self._verdicts[key] is None:
+                    self._replace(path, module, fusion)
+                    return
+                why = f"not {fusion.operator}: {self._verdicts[key]}"
+            reasons.append(why)
+        self._leave(path, module, reasons[0] if reasons else table.nothing(module))
 
     def _replace(self, path: str, module: nn.Module, fusion: Fusion) -> None:
-        if isinstance(fusion, norm.Norm):
-            fusion = replace(fusion, promotes=probe.promotes(module))
         self._add(path, class_name(module), module, fusion)
         fuse_module(module, fusion)
-        self._finish(module, fusion)
 
-    def _finish(self, module: nn.Module, fusion: Fusion) -> None:
-        self._done.add(id(module))
-        if isinstance(fusion, activation.GatedMLP):
-            self._done.update(id(other) for other in activation.bystanders(module, fusion))
-
-    def _add(
-        self,
-        path: str,
-        source: str,
-        owner: object,
-        what: Fusion | type[rope.Rope] | type[loss.LanguageModelLoss],
-    ) -> None:
+    def _add(self, path: str, source: str, owner: object, what: Any) -> None:
         self.owners.append(owner)
         entry = {"kind": what.kind, "operator": what.operator, "unless": what.unless}
         self.replaced.append(Replaced(path=path, source=source, **entry))
@@ -228,109 +175,83 @@ class _Search:
             entry = LeftAlone(path=path, source=source or class_name(module), reason=reason)
             self._left[id(module), source] = entry
 
-    def _visit_loss(self, path: str, module: nn.Module) -> None:
+    def _visit_loss(self, path: str, module: Any) -> None:
         original = loss.loss_of(module)
-        if original is None:
-            return
         if isinstance(original, loss.LanguageModelLoss):
             self.before += 1
-            return
-        source = getattr(original, "__name__", type(original).__name__)
-        why = self.choice.refusal(module, "loss")
-        made = None if why else loss.recognized_loss(original)
-        if made is None:
-            why = why or "not the cross entropy of a language model"
-            self._leave(path, module, why, source)
-            return
-        owner: Any = module
-        owner.loss_function = made
-        self._add(path, source, made, loss.LanguageModelLoss)
+        elif original is not None:
+            source = getattr(original, "__name__", type(original).__name__)
+            why = self.choice.refusal(module, "loss")
+            made = None if why else loss.recognized_loss(original)
+            if made is None:
+                why = why or "not the cross entropy of a language model"
+                self._leave(path, module, why, source)
+            else:
+                module.loss_function = made
+                self._add(path, source, made, loss.LanguageModelLoss)
 
-    def _visit_attention(self, path: str, module: nn.Module, asks: attention.Asks) -> None:
-        known = fusion_of(module)
-        mine = known if isinstance(known, attention.Attention) else attention.Attention()
-        if mine.asks is not None:
-            return
-        why = self.choice.refusal(module, "attention") or why_not(module)
-        why = why or (_wrong_dtype(module) if asks == "torch" else None)
-        why = why or attention.why_not_asked(module, self.model)
-        if why is None:
-            self._replace(path, module, replace(mine, asks=asks))
-        else:
-            self._leave(path, module, why)
+    def _visit_attention(self, path: str, module: nn.Module) -> bool:
+        """Whether it is one."""
+        asks, mine = attention.found(module), _attention_of(module)
+        if asks is not None and mine.asks is None:
+            why = self.choice.refusal(module, "attention") or why_not(module)
+            why = why or (_wrong_dtype(module) if asks == "torch" else None)
+            why = why or attention.why_not_asked(module, self.model)
+            if why is None:
+                self._replace(path, module, replace(mine, asks=asks))
+            else:
+                self._leave(path, module, why, class_name(module))
+        return asks is not None
 
-    def visit_rope(self) -> None:
-        """Replaces rope functions of attentions, and lets the modules of their tables say so."""
-        tables: dict[str, list[nn.Module]] = {}
-        for module in self._tables if self._rope else ():
-            layout = self._layout(module)
-            if layout is not None:
-                tables.setdefault(layout, []).append(module)
-        for path, module, functions in self._rope:
+    def _visit_rope(self, path: str, module: nn.Module) -> None:
+        """Replaces the rope function of an attention, and lets the module of its tables say so."""
+        functions, mine = rope.functions(module), _attention_of(module)
+        if not functions or mine.rope is not None:
+            return
+        found = self.choice.refusal(module, "rope") or why_not(module)
+        found = found or rope.why_not_rewritten(own_class(module).forward, functions)
+        if found is None:
+            ((name, function),) = functions.items()
+            turns = [rope.turn_of(function, layout) for layout in self._makers]
+            turn = next((turn for turn in turns if isinstance(turn, rope.Turn)), None)
+            if turn is not None:
+                made = rope.Rope(name, turn)
+                self._add(path, name, module, made)
+                fuse_module(module, replace(mine, rope=made))
+                for maker in self._makers[turn.layout]:
+                    fuse_module(maker, rope.Tables(turn.layout))
+                return
+            found = f"not rope: {turns[0]}" if turns else _NO_TABLES
+        self._leave(path, module, found, ", ".join(functions))
+
+    @functools.cached_property
+    def _makers(self) -> dict[str, list[nn.Module]]:
+        """The modules that make cos and sin, by the layout of these."""
+        found: dict[str, list[nn.Module]] = {}
+        for module in filter(rope.makes_tables, self.model.modules()):
             known = fusion_of(module)
-            mine = known if isinstance(known, attention.Attention) else attention.Attention()
-            if mine.rope is not None:
-                continue
-            source = ", ".join(functions)
-            found = self._rope_of(module, functions, tables)
-            if isinstance(found, str):
-                self._leave(path, module, found, source)
-                continue
-            self._add(path, source, module, rope.Rope)
-            fuse_module(module, replace(mine, rope=found))
-            for maker in tables[found.turn.layout]:
-                self._done.add(id(maker))
-                if fusion_of(maker) is None:
-                    fuse_module(maker, rope.Tables(found.turn.layout))
-
-    def _layout(self, module: nn.Module) -> str | None:
-        known = fusion_of(module)
-        if isinstance(known, rope.Tables):
-            return known.layout
-        refused = self.choice.skip(module, "rope") or why_not(module)
-        return None if known or refused else rope_probe.layout_of(module)
-
-    def _rope_of(
-        self, module: nn.Module, functions: dict[str, Any], layouts: Iterable[str]
-    ) -> rope.Rope | str:
-        """What replaces an attention's rope function, or why nothing does."""
-        forward: Any = own_class(module).forward
-        why = self.choice.refusal(module, "rope") or why_not(module)
-        why = why or rope.why_not_rewritten(forward, functions)
-        if why is not None:
-            return why
-        (name,) = functions
-        reasons = []
-        for layout in layouts:
-            found = self._turn(functions[name], layout)
-            if isinstance(found, rope.Turn):
-                return rope.Rope(name, found, rope.index_of_positions(forward))
-            reasons.append(f"not rope: {found}")
-        return reasons[0] if reasons else "no module of the model makes cos and sin for it"
-
-    def _turn(self, function: Any, layout: str) -> rope.Turn | str:
-        if (function, layout) not in self._turns:
-            self._turns[function, layout] = rope_probe.turn_of(function, layout)
-        return self._turns[function, layout]
+            why = self.choice.refusal(module, "rope", only=False) or why_not(module)
+            layout = known.layout if isinstance(known, rope.Tables) else None
+            if known is None and why is None:
+                layout = rope.layout_of(module)
+            if layout is not None:
+                found.setdefault(layout, []).append(module)
+        return found
 
     def left(self) -> list[LeftAlone]:
         """What was left alone; children of a fused MLP that have no work any more are not."""
-        return [
-            entry for (key, source), entry in self._left.items() if source or key not in self._done
-        ]
+        done: set[int] = set()
+        for module in self.model.modules():
+            fusion = fusion_of(module)
+            if fusion is not None:
+                done.update(map(id, (module, *fusion.bystanders(module))))
+        entries = self._left.items()
+        return [entry for (key, source), entry in entries if source or key not in done]
 
 
-def _candidates(module: nn.Module) -> Iterator[Fusion]:
-    if isinstance(module, nn.CrossEntropyLoss):
-        if type(module).forward is nn.CrossEntropyLoss.forward and module.weight is None:
-            yield loss.CrossEntropy()
-        return
-    found: tuple[Callable[[nn.Module], Iterator[Unary]], ...] = (
-        norm.candidates,
-        activation.gelu_candidates,
-        activation.mlp_candidates,
-    )
-    yield from chain.from_iterable(find(module) for find in found)
+def _attention_of(module: nn.Module) -> attention.Attention:
+    known = fusion_of(module)
+    return known if isinstance(known, attention.Attention) else attention.Attention()
 
 
 def _wrong_dtype(module: nn.Module) -> str | None:
@@ -340,29 +261,7 @@ def _wrong_dtype(module: nn.Module) -> str | None:
 
 def _hooked(module: nn.Module, fusion: Fusion) -> str | None:
     """A child whose work the operator does would not be called any more, nor would its hooks."""
-    if isinstance(fusion, activation.GatedMLP):
-        for child in activation.bystanders(module, fusion):
-            if any(getattr(child, name) for name in _HOOKS):
-                return f"hooks of its {type(child).__name__} would no longer be called"
+    for child in fusion.bystanders(module):
+        if any(getattr(child, name) for name in _HOOKS):
+            return f"hooks of its {type(child).__name__} would no longer be called"
     return None
-
-
-def _nothing(module: nn.Module) -> str | None:
-    """Why nothing stands for a module; None for a container, of which nothing was expected."""
-    if type(module).__module__.startswith("torch.nn"):
-        named = None
-    else:
-        kind = type(module)
-        found = (n for n in _FUNCTIONALS if attention.calls(module, kind, n, deeply=True))
-        named = next(found, None)
-    if named is not None:
-        return f"it calls {named} itself"
-    if isinstance(module, nn.MultiheadAttention):
-        return "its attention is inside one function of torch"
-    if module._modules or type(module).__module__ == nn.Sequential.__module__:
-        return None
-    if isinstance(module, nn.CrossEntropyLoss):
-        return "it weighs its classes, or has a forward of its own"
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        return "it has no weight, or is over several dims"
-    return "no norm, activation, attention or loss that an operator computes"

@@ -180,7 +180,7 @@ def attention_of(
 ) -> type[nn.Module]:
     """The class of an attention in whose file ``rope`` is this function."""
     file = types.ModuleType(f"{__name__}_{next(_numbers)}")
-    vars(file).update(rope=function, __builtins__=__builtins__)
+    vars(file).update(rope=function, torch=torch, __builtins__=__builtins__)
     sys.modules[file.__name__] = file  # a compiler looks a function's globals up there
     assert isinstance(own, types.FunctionType)
     forward = types.FunctionType(own.__code__, vars(file), own.__name__)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -280,3 +281,64 @@ def test_attention_outside_of_a_fused_module_stays_torchs() -> None:
     args = tensors(4, 4)
     assert torch.equal(Product()(*args), scaled_dot_product_attention(*args).abs())
     assert anychip.provenance().rows() == ()
+
+
+# Functions of attention that a file finds by their names, as in transformers
+
+
+class Functions(dict[str, Any]):
+    def get_interface(self, name: str, default: Any) -> Any:
+        return self.get(name, default)
+
+
+def sdpa(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    causal = bool(options.get("is_causal", True)) and query.shape[2] > 1
+    y = scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+    return y.transpose(1, 2).contiguous(), None
+
+
+def steeper(module: Any, query: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, None]:
+    return sdpa(module, 1.001 * query, *rest, **options)
+
+
+def detached(module: Any, query: Tensor, key: Tensor, *rest: Any, **given: Any) -> tuple[Any, ...]:
+    return sdpa(module, query, key.detach(), *rest, **given)
+
+
+ALL_ATTENTION_FUNCTIONS = Functions(sdpa=sdpa)
+
+
+class Asking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="sdpa")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
+        return function(self, q, k, v, None)[0]
+
+
+def test_fused_attention_that_asks_for_sdpa_equals_float64() -> None:
+    module, args = Asking(), tensors(6, 6, 4, 2)
+    report = anychip.fuse(module)
+    top = float(args[2].abs().max()) * max(1.0, float(args[0].norm(dim=-1).max()))
+    error = module(*args).transpose(1, 2).abs() - exact(*args, True, None)
+    assert float(error.abs().max()) <= (12 + 17) * UNIT * top
+    assert report.count("attention") == 1
+    assert [row.operator for row in anychip.provenance().rows()] == ["attention"]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [(steeper, "not attention: its result"), (detached, "not attention: its gradient of key")],
+    ids=["result", "gradient"],
+)
+def test_fuse_leaves_attention_whose_sdpa_is_another_one(
+    monkeypatch: pytest.MonkeyPatch, function: Any, reason: str
+) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", function)
+    report = anychip.fuse(Asking())
+    assert report.count() == 0
+    assert [entry.reason.startswith(reason) for entry in report.left] == [True]

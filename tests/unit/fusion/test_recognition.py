@@ -71,6 +71,31 @@ def test_fuse_module_that_computes_something_else_leaves_it_with_a_reason(
     assert report.count() == 0
 
 
+@pytest.mark.parametrize(
+    "names",
+    [("gate_proj", "up_proj", "down_proj"), ("proj_up_gate", "proj_up", "proj_down")],
+    ids=" ".join,
+)
+def test_fuse_gated_mlp_is_known_by_the_names_of_its_layers(names: tuple[str, ...]) -> None:
+    module = NamedMLP(names)
+    assert anychip.fuse(module).count("activation") == 1
+    assert anychip.fuse(NamedMLP((names[1], names[0], names[2]))).count() == 0
+
+
+class NamedMLP(nn.Module):
+    """Of layers with these names the first is the gate."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.names = names
+        for name in sorted(names):
+            self.add_module(name, nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down = (getattr(self, name) for name in self.names)
+        return down(nn.functional.silu(gate(x)) * up(x))
+
+
 class CallsFunctionals(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.gelu(x)

@@ -1,0 +1,75 @@
+"""What ``anychip.fuse`` looks for in a model, and what may stand for it: one table.
+
+A row says by what a module is known: its class, by a name in its line of inheritance; the names of
+its children; or a function that its forward calls, since attention has no class of its own in plain
+torch. What a row proposes is only tried: the probe decides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+from torch import nn
+
+from anychip.fusion import attention, layers, loss
+from anychip.fusion.fused import Computed, own_class
+
+
+class Row(NamedTuple):
+    """A layer, and what may stand for it.
+
+    Attributes:
+        classes: a pattern that its class's name, or that of one it inherits from, contains.
+        candidates: what it may compute; the likeliest first.
+    """
+
+    classes: str
+    candidates: Callable[[nn.Module], Iterator[Computed]]
+
+
+LAYERS = (
+    Row("LayerNorm|R[Mm][Ss]Norm", layers.norms),
+    Row("(?i)gelu", layers.gelus),
+    # gate, up and down of an MLP, by their names: its class has as many names as there are models.
+    Row("", layers.gated("gate_proj", "up_proj", "down_proj")),
+    Row("", layers.gated("proj_up_gate", "proj_up", "proj_down")),
+    Row("", layers.gated("w1", "w3", "w2")),
+    Row("", layers.gated("w3", "w1", "w2")),
+    Row("^CrossEntropyLoss$", loss.cross_entropy),
+)
+_FUNCTIONALS = (
+    "layer_norm",
+    "rms_norm",
+    "gelu",
+    "softmax",
+    "Softmax",
+    "cross_entropy",
+    "multi_head_attention_forward",
+)
+
+
+def candidates(module: nn.Module) -> Iterator[Computed]:
+    """What may stand for a layer, over all rows that know it."""
+    names = [kind.__name__ for kind in own_class(module).__mro__]
+    known = (row for row in LAYERS if any(re.search(row.classes, name) for name in names))
+    return chain.from_iterable(row.candidates(module) for row in known)
+
+
+def nothing(module: nn.Module) -> str | None:
+    """Why no row knows a module; None for a container, of which nothing was expected."""
+    of_torch = type(module).__module__.startswith("torch.nn.")
+    for name in () if of_torch else _FUNCTIONALS:
+        if attention.calls(module, name, deeply=True):
+            return f"it calls {name} itself"
+    if isinstance(module, nn.MultiheadAttention):
+        return "its attention is inside one function of torch"
+    if module._modules or type(module).__module__ == nn.Sequential.__module__:
+        return None
+    if isinstance(module, nn.CrossEntropyLoss):
+        return "it weighs its classes"
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return "it has no weight, or is over several dims"
+    return "no norm, activation, attention or loss that an operator computes"

@@ -8,7 +8,8 @@ from torch.distributed import HashStore
 
 from anychip import CommunicationError
 from anychip.comm import library
-from anychip.comm.library import refuse_shared
+from anychip.comm.library import Library, refuse_shared
+from anychip.contract import Capabilities, Membership
 
 
 def job_of(*others: str) -> Any:
@@ -35,3 +36,13 @@ def test_ranks_with_one_device_are_named() -> None:
     assert str(caught.value).startswith("world, rank 0 of 3: start: CCL needs one device per rank")
     assert "ranks 0 and 2 have device a on x" in str(caught.value)
     assert "set_device" in str(caught.value)
+
+
+def test_part_of_a_group_knows_what_the_library_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(library.dist, "new_group", lambda ranks, **how: tuple(ranks))
+    job: Any = SimpleNamespace(timeout_s=1.0)
+    takes, connected = Capabilities({}, {}), []
+    whole = Library(job, Membership((0, 1), 0), "acmeccl", "acme", takes, connected.append)
+    assert whole.part(Membership((0,), 0)).capabilities is takes
+    assert connected == [(0, 1), (0,)]

@@ -1,14 +1,25 @@
-"""Do the chapters about streams, graphs and training ask what they should of whom they should?"""
+"""Do chapters ask what they should of whom they should? Streams, graphs, gradients, training."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from anychip import conformance
 from anychip.conformance import trainee
+from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.case import CheckFailedError, Context
-from anychip.conformance.chapters import all_cases, errors, optimizer, streams, training
+from anychip.conformance.chapters import (
+    all_cases,
+    errors,
+    gradients,
+    optimizer,
+    streams,
+    training,
+)
 from anychip.conformance.oracles import oracle_of
 from anychip.conformance.oracles import training as oracle
 from anychip.dispatch import selection
@@ -66,6 +77,20 @@ def test_every_operator_of_several_tensors_refuses_a_shape_but_those_that_are_li
         if not refused and len(placed.placed) > 1:
             free.add(name)
     assert free == errors.ANY_SHAPES
+
+
+def test_second_derivative_beside_a_jump_is_that_of_the_smaller_step() -> None:
+    positional = SimpleNamespace(positional=("x",))
+    trial: Any = SimpleNamespace(
+        arguments=((torch.zeros(1),), {}), leaf_names=("x",), signature=positional
+    )
+
+    def backward(given: Any, x: Rounded) -> tuple[Rounded]:
+        return (Rounded.exact(2.0 * x.value + (x.value > gradients.STEP / 2)),)
+
+    oracle: Any = SimpleNamespace(backward=backward)
+    (found,) = gradients.hessian_product(trial, oracle, [torch.ones(1)], [np.ones(1)])
+    np.testing.assert_allclose(found, [2.0], rtol=1e-9)
 
 
 def test_history_of_the_loss_scale_is_what_its_rule_gives() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import LAYOUTS, Call, tensors_of
 from anychip.conformance.formats import FORMATS
-from anychip.conformance.oracles import ORACLES, Oracle, philox
+from anychip.conformance.oracles import ORACLES, Oracle, philox, update
 from anychip.conformance.oracles.oracle import numbers
 from anychip.dispatch.signature import Signature
 from anychip.operators import all_specs
@@ -543,6 +543,15 @@ def directional(
     # Five points: the error is of the order of h^4.
     near, far = objective(h) - objective(-h), objective(2 * h) - objective(-2 * h)
     return (8 * near - far) / (12 * h)
+
+
+def test_copy_of_a_parameter_that_its_type_cannot_hold_is_infinite() -> None:
+    values = np.array([1.0, 65_519.0, 65_520.0, -1e6])
+    stored = Rounded.exact(np.zeros(4), FORMATS[torch.float16])
+    (copied,) = update.copies([Rounded.exact(values)], [stored], [stored])
+    with np.errstate(over="ignore"):
+        assert (np.isinf(copied.value) == np.isinf(values.astype(np.float16))).all()
+    assert (np.sign(copied.value) == np.sign(values)).all()
 
 
 @pytest.mark.parametrize("name", ORACLES)

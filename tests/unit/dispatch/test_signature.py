@@ -270,6 +270,11 @@ def test_register_a_name_that_is_taken_is_refused() -> None:
         anychip.register(SPECS["rms_norm"])
 
 
+def test_stub_of_a_name_that_is_taken_is_refused() -> None:
+    with pytest.raises(ContractError, match="operator 'rms_norm' exists already"):
+        anychip.operator(SPECS["rms_norm"])
+
+
 def test_register_a_number_among_the_tensors_is_refused() -> None:
     message = "'numbers': p is float; what is no tensor must be keyword-only"
     with pytest.raises(ContractError, match=re.escape(message)):

@@ -89,7 +89,7 @@ enum { FUNCTION, COUNTER, TURN, UNEXAMINED, CONDITIONAL, PAIRED, NUM_PARTS };
 // A key and its plan; freed when nobody uses it and no operator has it.
 typedef struct {
   Py_ssize_t uses;
-  PyObject *plan, *choice;  // choice NULL: the plan must be asked on every call
+  PyObject *plan, *choice, *parts;  // choice NULL: the plan must be asked on every call
   Key key;
 } Entry;
 
@@ -109,6 +109,7 @@ static void release(Entry* entry) {
   if (--entry->uses) return;
   Py_XDECREF(entry->plan);
   Py_XDECREF(entry->choice);
+  Py_XDECREF(entry->parts);
   PyMem_Free(entry);
 }
 
@@ -313,12 +314,11 @@ static Entry* resolve(ShortCut* self, const Key* key, PyObject* const* args) {
   *entry = (Entry){.uses = 1, .plan = plan, .key = *key};
   Py_INCREF(plan);
   if (PyTuple_GET_SIZE(choices)) {
-    PyObject *choice = PyTuple_GET_ITEM(choices, 0), *parts = parts_of(choice);
-    if (parts != NULL && PyTuple_GET_ITEM(parts, CONDITIONAL) == Py_False) {
-      Py_INCREF(choice);
-      entry->choice = choice;
+    entry->parts = parts_of(PyTuple_GET_ITEM(choices, 0));
+    if (entry->parts != NULL && PyTuple_GET_ITEM(entry->parts, CONDITIONAL) == Py_False) {
+      entry->choice = PyTuple_GET_ITEM(choices, 0);
+      Py_INCREF(entry->choice);
     }
-    Py_XDECREF(parts);
   }
   now = PyDict_GetItemWithError(given[GIVEN_selection], names[NAME_current]);
   if (PyErr_Occurred()) {
@@ -364,18 +364,16 @@ static PyObject* choose(ShortCut* self, Entry* entry, PyObject* const* args, PyO
     if (none == NULL) return NULL;
     Py_DECREF(none);
   }
-  PyObject *choice = entry->choice, *detail;
+  PyObject *choice = entry->choice, *bound;
   if (choice != NULL) {
-    if ((detail = parts_of(choice)) == NULL) return NULL;
-    long number = next_number(PyTuple_GET_ITEM(detail, COUNTER));
-    if (number >= 0) Py_INCREF(choice);
-    Py_DECREF(detail);
-    return number < 0 ? NULL : choice;
+    if (next_number(PyTuple_GET_ITEM(entry->parts, COUNTER)) < 0) return NULL;
+    Py_INCREF(choice);
+    return choice;
   }
-  if ((detail = tuple_of(args, self->arity)) == NULL) return NULL;
-  choice = PyObject_CallMethodObjArgs(entry->plan, names[NAME_pick], self->refs[SPEC], detail,
-                                      attrs, NULL);
-  Py_DECREF(detail);
+  if ((bound = tuple_of(args, self->arity)) == NULL) return NULL;
+  choice = PyObject_CallMethodObjArgs(entry->plan, names[NAME_pick], self->refs[SPEC], bound, attrs,
+                                      NULL);
+  Py_DECREF(bound);
   return choice;
 }
 
@@ -409,8 +407,8 @@ static PyObject* run_entry(ShortCut* self, Entry* entry, PyObject* const* args, 
     if ((detail = tuple_of(args, self->arity)) != NULL)
       found = PyObject_CallFunctionObjArgs(given[GIVEN_run_written], (PyObject*)self, choice,
                                            detail, attrs, NULL);
-  } else if (records == 0 && (detail = parts_of(choice)) != NULL) {
-    found = run(choice, detail, args, self->arity, attrs);
+  } else if (records == 0 && (entry->choice != NULL || (detail = parts_of(choice)) != NULL)) {
+    found = run(choice, detail == NULL ? entry->parts : detail, args, self->arity, attrs);
     if (self->refs[GRADIENT] != Py_None) found = outputs(self, found);
   }
   Py_XDECREF(detail);

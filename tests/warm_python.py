@@ -24,6 +24,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_IMPORTED = ("torch", "click", "rich.progress", "matplotlib.figure", "pluggy")
+"""What commands of ours import of others."""
+
 
 def run(
     *args: str,
@@ -77,8 +80,8 @@ def _serve() -> list[str] | None:
 
     Imports what many of them need: nothing of ours.
     """
-    import torch  # noqa: F401
-
+    for name in _IMPORTED:
+        importlib.import_module(name)
     del sys.path[0]
     gc.freeze()  # or the forks would copy it all
     while line := sys.stdin.readline():

@@ -8,7 +8,7 @@ says which failed, and where the time went. Exit status 1 when one did.
 
 A commit runs one slice (tests/slices.py) of the unit tests in other orders than the first, of the
 seeded mistakes and of the operators in the conformance suite, and one of the steps that need a
-build of their own; ``ANYCHIP_SLICE=all`` runs everything.
+build of their own, with TSan a third of the samples; ``ANYCHIP_SLICE=all`` runs everything.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from anychip import operators
 from tests import budgets, slices
 from tests.cuda_emulated import sanitizers
 
@@ -151,7 +152,9 @@ def thread_sanitizer(log: Log) -> None:
         "ANYCHIP_EMULATOR_ORDER": "random",
         **sanitizers.environment("thread"),
     }
-    log.command(sys.executable, "-m", "tests.cuda_emulated.samples", env=environment)
+    only = sampled_operators(slices.chosen())
+    words = [] if only is None else ["--only", *only]
+    log.command(sys.executable, "-m", "tests.cuda_emulated.samples", *words, env=environment)
 
 
 def coverage(log: Log) -> None:
@@ -233,6 +236,19 @@ def steps_of(asked: slices.Slice) -> list[str]:
     in_turn = list(VARIANTS)
     left_out = set(in_turn) - {in_turn[asked.number % len(in_turn)]}
     return [name for name in names if name not in left_out]
+
+
+def sampled_operators(asked: slices.Slice) -> list[str] | None:
+    """Operators whose samples TSan watches: a third at each turn of it; None: all of them."""
+    if asked.number is None:
+        return None
+    turns, turn = len(VARIANTS), asked.number // len(VARIANTS)
+    cases = {spec.name: f"cuda_emulated/samples/{spec.name}" for spec in operators.all_specs()}
+    return [
+        name
+        for name, case in cases.items()
+        if slices.slice_of(case) % turns == turn % turns or case in asked.always
+    ]
 
 
 def build_all(names: Sequence[str], jobs: int) -> None:

@@ -25,6 +25,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.grid
 @pytest.mark.timeout(1500)
 def test_every_stage_ends_well_and_the_page_says_emulated(tmp_path: Path) -> None:
     done = run("--small", "--folder", str(tmp_path / "report"))

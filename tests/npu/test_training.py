@@ -50,6 +50,7 @@ def test_training_on_the_chip_follows_the_host(on_host: list[float], tmp_path: P
     assert mapped >= {"linear", "embedding"}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "settings",
     [("optimizer.stage=1",), ("optimizer.stage=2",), ("parallel.pipeline=2", "model.layers=2")],
@@ -105,6 +106,7 @@ def test_failure_of_the_device_is_told_in_one_line(
     assert ended.code == 1
 
 
+@pytest.mark.grid
 def test_link_that_is_down_is_told_and_closing_has_no_traceback(tmp_path: Path) -> None:
     fault = {"ANYCHIP_CANN_LINK_DOWN": "1", "ANYCHIP_CANN_LINK_TIMEOUT_S": "2"}
     done = train(*TINY, *LINEAR, "--backend", "npu", "--nproc", "2", cwd=tmp_path, **fault)

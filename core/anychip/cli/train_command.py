@@ -22,6 +22,8 @@ from anychip.cli.settings import SettingsCommand, list_settings
 
 if TYPE_CHECKING:
     from anychip.contract import Backend
+    from anychip.train.config import Config
+    from anychip.train.interruption import Interruption
     from anychip.train.loop import Run
     from anychip.train.report import Row
 
@@ -177,8 +179,8 @@ def _train(
     as_json: bool,
 ) -> int:
     import anychip
-    from anychip import registry, runtime
-    from anychip.train import config, display, interruption, lock, loop
+    from anychip import registry
+    from anychip.train import config, interruption
 
     # With --json, stdout has the result and nothing else. Of several ranks the first speaks.
     console = Console(stderr=as_json, highlight=False, quiet=bool(_rank()))
@@ -188,6 +190,25 @@ def _train(
     _say(console, str(chip.decision))
     # config.toml names the chip, so that --resume does not choose another one.
     named = replace(configuration, run=replace(configuration.run, backend=chip.name))
+    # A rank that left others between their meeting and the first step would look lost to them.
+    asked = None if _rank() is None else interruption.Interruption()
+    with asked or nullcontext():
+        return _run(named, chip, out, console, asked, resume=resume, as_json=as_json)
+
+
+def _run(
+    named: Config,
+    chip: Backend,
+    out: Path,
+    console: Console,
+    asked: Interruption | None,
+    *,
+    resume: bool,
+    as_json: bool,
+) -> int:
+    from anychip import runtime
+    from anychip.train import display, interruption, lock, loop
+
     with runtime.device_errors(chip.device_type):
         run = loop.build(named, chip)
     out.mkdir(parents=True, exist_ok=True)
@@ -199,7 +220,7 @@ def _train(
         _say(console, _plan(run))
         try:
             with display.Display(console, steps=named.run.steps, done=run.step) as show:
-                rows = loop.train(run, out, show)
+                rows = loop.train(run, out, show, asked)
         except interruption.Interrupted as stop:
             if run.is_first:
                 click.echo(f"anychip: {stop}", err=True)

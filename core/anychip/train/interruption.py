@@ -28,6 +28,7 @@ class Interrupted(KeyboardInterrupt):
 class Interruption:
     """Context in which the first signal is noted in ``signal`` and the second acts as ever.
 
+    Entered again within itself it goes on, and ends with the inner one.
     In a thread other than the main one, where Python takes no signals, it does nothing.
     """
 
@@ -36,7 +37,8 @@ class Interruption:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
-        if threading.current_thread() is threading.main_thread():
+        is_listening = self._before or self.signal is not None
+        if not is_listening and threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
 

@@ -33,13 +33,17 @@ class TrainingError(AnychipError, RuntimeError):
     """The loss or the gradient is not finite, or there is none, so that no step can follow."""
 
 
-def train(run: Run, out: Path, show: Callable[[Row], None]) -> list[Row]:
+def train(
+    run: Run, out: Path, show: Callable[[Row], None], asked: Interruption | None = None
+) -> list[Row]:
     """Does the steps that are left, with a checkpoint now and then and at the end.
 
     Args:
         out: an existing directory; gets config.toml, metrics.jsonl, checkpoint, and
             tokenizer.json if there is one. Rank 0 writes; the others read it.
         show: called after each step, on rank 0.
+        asked: what the caller has listened with since before the ranks met; a signal that has come
+            ends the run after the next step. None: nothing has listened.
 
     Returns:
         The rows of all steps from the first.
@@ -59,7 +63,7 @@ def train(run: Run, out: Path, show: Callable[[Row], None]) -> list[Row]:
         raise TrainingError(f"{out}: all {run.step} steps are done, and metrics.jsonl has no row")
     signal = None
     try:
-        with Interruption() as interruption, device_errors(run.loader.device.type):
+        with asked or Interruption() as interruption, device_errors(run.loader.device.type):
             while run.step < run.config.run.steps and signal is None:
                 row, signal = _step(run, metrics.rows, out, interruption)
                 metrics.append(row)

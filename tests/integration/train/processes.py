@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests import warm_python
+
 TINY = (
     "run.sample_tokens=5", "model.context=16", "model.layers=1", "model.heads=2", "model.width=16",
     "model.dropout=0.1", "data.batch_size=2",
@@ -24,9 +26,8 @@ def variables(**extra: str) -> dict[str, str]:
 
 def train(*args: str, cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """Runs ``anychip train`` to its end, in a directory."""
-    return subprocess.run(
-        command(*args), cwd=cwd, env=variables(**extra), capture_output=True, text=True, timeout=250
-    )
+    words = ("-m", "anychip", "train", *args)
+    return warm_python.run(*words, cwd=cwd, env=variables(**extra), timeout=250)
 
 
 def start(*args: str, cwd: Path) -> subprocess.Popen[str]:

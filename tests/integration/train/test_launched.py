@@ -50,20 +50,50 @@ def test_torchrun_gives_the_run(wanted: Trained, tmp_path: Path) -> None:
 @pytest.mark.grid
 def test_ranks_of_any_launcher_are_a_job(wanted: Trained, tmp_path: Path) -> None:
     """As Kubernetes starts them: no variable of torchrun's."""
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    secret = {"ANYCHIP_SECRET": "of sixteen letters"}
-    ranks = [
+    words = command(*SETTINGS, *ZERO, "--backend", "cpu", "--out", "out")
+    assert _as_ranks([words, words], tmp_path) == [("", 0)] * 2
+    Trained(tmp_path / "out").assert_same(wanted)
+
+
+def _as_ranks(commands: list[list[str]], cwd: Path) -> list[tuple[str, int]]:
+    """What the ranks of a job, each with its command, write to stderr, and end with."""
+    place = {"WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "localhost"}
+    place |= {"MASTER_PORT": str(free_port()), "ANYCHIP_SECRET": "of sixteen letters"}
+    started = [
         subprocess.Popen(
-            command(*SETTINGS, *ZERO, "--backend", "cpu", "--out", "out"),
-            cwd=tmp_path,
-            env=variables(RANK=str(rank), **place, **secret),
-            stderr=subprocess.PIPE,
+            words, cwd=cwd, env=variables(RANK=str(rank), **place), stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in (1, 0)
-    ]
-    assert [(rank.communicate(timeout=200)[1], rank.returncode) for rank in ranks] == [("", 0)] * 2
-    Trained(tmp_path / "out").assert_same(wanted)
+        for rank, words in enumerate(commands)
+    ]  # fmt: skip
+    return [(rank.communicate(timeout=200)[1], rank.returncode) for rank in started]
+
+
+ASKED_AFTER_THE_MEETING = """
+import os, signal, sys
+from anychip.cli import main
+from anychip.train import run
+
+met = run._compare
+
+def compare(*arguments):
+    met(*arguments)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+run._compare = compare
+main()
+"""
+
+
+@pytest.mark.grid
+def test_rank_that_is_asked_to_end_before_the_first_step_is_not_lost(tmp_path: Path) -> None:
+    words = command(*ENDLESS, *ZERO, "--backend", "cpu", "--out", "out")
+    asked = [sys.executable, "-c", ASKED_AFTER_THE_MEETING, *words[3:]]
+    first, second = _as_ranks([words, asked], tmp_path)
+    told = "interrupted after step 1 of 100000; to go on: anychip train --resume --out out"
+    assert first == (f"anychip: {told}\n", 143)
+    assert second == ("", 143)
+    assert _saved_step(tmp_path / "out") == 1
 
 
 @pytest.mark.grid

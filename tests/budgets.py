@@ -20,11 +20,11 @@ def read() -> dict[str, tuple[int, str]]:
 
 
 def table(took: Mapping[str, float]) -> str:
-    """A row for each stage, and their sum; what is over its budget says so."""
+    """A row for each stage, and their sum if it is not given; what is over its budget says so."""
     budgets = read()
     whole = sum(budgets[name][0] for name in took if name in budgets)
     rows = [(name, seconds, budgets.get(name, (None,))[0]) for name, seconds in took.items()]
-    if len(took) > 1:
+    if len(took) > 1 and "all" not in took:
         rows.append(("all", sum(took.values()), whole))
     width = max(map(len, ["stage", *(row[0] for row in rows)]))
     lines = [f"{'stage':{width}}  took   budget"]

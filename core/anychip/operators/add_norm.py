@@ -142,7 +142,7 @@ add_layer_norm = OperatorSpec(
     restore=lambda total, weight, *, eps: layer_norm.forward(total.float(), weight, None, eps=eps)[
         1:
     ],
-    shaped_like={"x": "grad0", "residual": "y1"},
+    shaped_like={"x": "grad0", "residual": "y1", "bias": "weight"},
     differentiable=("x", "residual", "weight", "bias"),
     check=_check,
     sizes=sizes,

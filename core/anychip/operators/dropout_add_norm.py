@@ -175,7 +175,7 @@ dropout_add_layer_norm = OperatorSpec(
     restore=lambda total, weight, rng, *, p, eps: layer_norm.forward(
         total.float(), weight, None, eps=eps
     )[1:],
-    shaped_like={"x": "grad0", "residual": "y1"},
+    shaped_like={"x": "grad0", "residual": "y1", "bias": "weight"},
     differentiable=("x", "residual", "weight", "bias"),
     check=_check,
     fixed_dtypes={"rng": "int64"},

@@ -189,6 +189,7 @@ layer_norm = OperatorSpec(
         Residual("rstd", "x.shape[:-1]", "float32"),
     ),
     saved=("x", "weight", "mean", "rstd"),
+    shaped_like={"bias": "weight"},
     restore=lambda x, weight, *, eps: _layer_forward(x, weight, None, eps=eps)[1:],
     differentiable=("x", "weight", "bias"),
     check=_check,

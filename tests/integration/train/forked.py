@@ -86,6 +86,7 @@ class Job:
 def prepare() -> None:
     """Imports what a rank needs; call it before :func:`start`, in a process without threads."""
     import matplotlib.figure  # noqa: F401 - the end of a run draws
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401 - torch, for tensors without data
 
     import anychip.cli.train_command
     import anychip.comm.library

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ from anychip.train.zero import checks, partition, state
 from anychip.train.zero.pieces import Pieces
 from anychip.train.zero.reducer import Reducer, watch
 from anychip.train.zero.shards import Shards, broadcast
+
+# torch hides them from its compiler, and imports that for it: two seconds of the first step.
+_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+_zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
 BUCKET_NBYTES = 8 << 20
 """Default size of a bucket: large enough for full bandwidth, small enough that the last one, which
@@ -143,7 +148,7 @@ class Optimizer(torch.optim.Optimizer):
         for param in param_group["params"]:
             checks.check_parameter(param[1] if isinstance(param, tuple) else param)
         self._scheduled.append(None if "lr" in param_group else self.defaults["lr"])
-        super().add_param_group(param_group)
+        _add_param_group(self, param_group)
         params = self.param_groups[-1]["params"]
         if self.scaler is not None:
             watch(self, params, Optimizer._check_backward)
@@ -247,7 +252,7 @@ class Optimizer(torch.optim.Optimizer):
         """As torch's. The model's does the same, but keeps memory of partitioned gradients."""
         if self._reducer is not None:
             self._reducer.clear(set_to_none=set_to_none)
-        super().zero_grad(set_to_none)
+        _zero_grad(self, set_to_none)
 
     @torch.no_grad()
     def step(  # type: ignore[override]

@@ -79,6 +79,7 @@ def test_honest_backend_passes_every_chapter(chapter: str) -> None:
     assert {r.chapter for r in report.results} == {chapter}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", list(CORRECT))
 def test_correct_backend_passes_with_another_seed(name: str) -> None:
     """CI's second seed, in the chapters that are quick; python -m tests.meta.false_alarms: all."""

@@ -42,8 +42,7 @@ def train(
         out: an existing directory; gets config.toml, metrics.jsonl, checkpoint, and
             tokenizer.json if there is one. Rank 0 writes; the others read it.
         show: called after each step, on rank 0.
-        asked: what the caller has listened with since before the ranks met; a signal that has come
-            ends the run after the next step. None: nothing has listened.
+        asked: has listened since before the ranks met; a signal ends the run after the next step.
 
     Returns:
         The rows of all steps from the first.

@@ -37,6 +37,7 @@ def broken(environment: Environment) -> Environment:
     return environment
 
 
+@pytest.mark.grid
 def test_command_starts_again_without_extensions_and_says_so(
     broken: Environment, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ def test_example_as_a_command_learns_and_leaves_a_checkpoint(tmp_path: Path) -> 
     assert (tmp_path / "out/checkpoint/manifest.json").exists()
 
 
+@pytest.mark.grid
 def test_example_that_died_and_is_started_again_ends_with_the_same_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,11 +79,18 @@ def trained(ranks: Server, cwd: Path, *args: str, world_size: int = 1, out: str 
 @pytest.mark.parametrize(
     ("settings", "stages"),
     [
-        ((), (0, 1, 2)), (("optimizer.max_norm=0",), (0, 2)), (("optimizer.kind=lamb",), (2,)),
-        (("optimizer.kind=lion",), (1,)), (("optimizer.kind=sgd",), (2,)),
+        pytest.param((), (0, 1, 2), id="adamw"),
+        *(
+            pytest.param((setting,), stages, id=name, marks=pytest.mark.grid)
+            for name, setting, stages in [
+                ("no_clipping", "optimizer.max_norm=0", (0, 2)),
+                ("lamb", "optimizer.kind=lamb", (2,)),
+                ("lion", "optimizer.kind=lion", (1,)),
+                ("sgd", "optimizer.kind=sgd", (2,)),
+            ]
+        ),
     ],
-    ids=["adamw", "no_clipping", "lamb", "lion", "sgd"],
-)  # fmt: skip
+)
 def test_two_replicas_equal_one_rank_with_twice_the_micro_batches(
     ranks: Server, tmp_path: Path, settings: tuple[str, ...], stages: tuple[int, ...]
 ) -> None:

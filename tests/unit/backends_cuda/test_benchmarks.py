@@ -54,6 +54,7 @@ def one_thread() -> Iterator[None]:
     anychip.use("cpu")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", list(STAGES))
 def test_stage_on_the_host_runs_and_its_checks_hold(name: str, tmp_path: Path) -> None:
     file = tmp_path / "found.json"

@@ -36,6 +36,7 @@ def losses_of_one_process() -> list[float]:
     return losses
 
 
+@pytest.mark.grid
 def test_every_candidate_trains_what_one_process_trains() -> None:
     wanted = losses_of_one_process()
     here = [name for name in peers.CANDIDATES if peers.missing(name) is None]

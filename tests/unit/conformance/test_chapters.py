@@ -1,5 +1,6 @@
 """Do chapters ask what they should of whom they should? Streams, graphs, gradients, training."""
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -51,9 +52,16 @@ def test_backend_without_graphs_is_asked_only_whether_it_says_so() -> None:
 
 def test_read_without_a_wait_comes_too_soon_on_an_asynchronous_device() -> None:
     """What every race stands on: without what is under test, it is lost."""
-    race = streams.Race(Context(AsynchronousBackend())).start()
+    backend = AsynchronousBackend()
+    race, others, begin = streams.Race(Context(backend)), backend.stream(), threading.Event()
+    race.stream.add(begin.wait)  # however busy the machine is
+    race.start()
+    with backend.use_stream(others):
+        found = race.read()
+    others.synchronize()
+    begin.set()
     with pytest.raises(CheckFailedError, match="the bits differ"):
-        race.check("read", race.read_apart())
+        race.check("read", found)
 
 
 def test_world_of_four_is_asked_at_level_full_only() -> None:

@@ -277,9 +277,11 @@ def test_plain_call_is_taken_in_c(name: str, index: int, grad: bool) -> None:
     empty = any(not t.numel() for t in tensors(list(made.args)))
     kinds = registered()[name].signature.attr_types
     odd = any(type(value) is not kinds[attr] for attr, value in made.attrs.items())
+    take = registered()[name].take
     with anychip.policy(pin={name: "reference"}):
-        found = registered()[name].take(*made.args, **made.attrs)
-    assert (found is NotImplemented) == (empty or odd)
+        # One call in 1,024 is left to Python, which looks at what the row gives.
+        found = [take(*made.args, **made.attrs) is NotImplemented for _ in range(2)]
+    assert all(found) == (empty or odd)
 
 
 @needs_native

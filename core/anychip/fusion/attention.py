@@ -92,13 +92,8 @@ def _renamed(forward: Forward, ours: Mapping[str, str]) -> Forward:
         return forward
     assert isinstance(forward, FunctionType)
     names = tuple(ours.get(name, name) for name in forward.__code__.co_names)
-    made = FunctionType(
-        forward.__code__.replace(co_names=names),
-        forward.__globals__,
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
+    own, code = forward, forward.__code__.replace(co_names=names)
+    made = FunctionType(code, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
     made.__kwdefaults__, made.__module__ = forward.__kwdefaults__, forward.__module__
     made.__qualname__ = forward.__qualname__
     return made
@@ -239,10 +234,10 @@ def attention(
     if isinstance(found, masks.Packed):
         return "a mask, and dropout" if dropout else _packed(call, (q, k, v), found, attrs)
     if dropout:
-        result: Tensor = call(ops.attention_dropout, (q, k, v, drawn(q)), {**attrs, "p": dropout})
-        return result
-    result = call(ops.attention, (q, k, v), attrs)
-    return result
+        made: Tensor = call(ops.attention_dropout, (q, k, v, drawn(q)), {**attrs, "p": dropout})
+    else:
+        made = call(ops.attention, (q, k, v), attrs)
+    return made
 
 
 def _packed(call: Call, qkv: Args, packed: masks.Packed, attrs: Named) -> Tensor:

@@ -63,10 +63,8 @@ class Norm(Computed):
         elif x.dtype != torch.float32 and (autocast_is_on(x) or eps is None):
             return f"x is {x.dtype}, and the result's dtype or eps depends on torch's device"
         attrs = {"eps": torch.finfo(x.dtype).eps if eps is None else eps}
-        if self.operator == "rms_norm":
-            result: Tensor = call(ops.rms_norm, (x, weight), attrs)
-            return result
-        result = call(ops.layer_norm, (x, weight, *(bias or (None,))), attrs)
+        rest = () if self.operator == "rms_norm" else bias or (None,)
+        result: Tensor = call(getattr(ops, self.operator), (x, weight, *rest), attrs)
         return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -94,7 +95,7 @@ class Report:
         }
 
     def __str__(self) -> str:
-        done = _counted((r.kind, r.source, r.operator, r.unless) for r in self.replaced)
+        done = Counter((r.kind, r.source, r.operator, r.unless) for r in self.replaced)
         lines = [f"replaced {len(self.replaced)}" if done else "nothing was replaced"]
         if self.before:
             lines[0] += f"; {self.before} were replaced before"
@@ -102,7 +103,7 @@ class Report:
             heads = ("kind", "count", "from", "to", "the model's own code serves")
             rows = [(k, str(n), s, f"ops.{o}", u) for (k, s, o, u), n in done.items()]
             lines += _table([heads, *rows])
-        left = _counted((entry.source, entry.reason) for entry in self.left)
+        left = Counter((entry.source, entry.reason) for entry in self.left)
         if left:
             lines += ["", "left alone"]
             lines += _table([(str(n), source, why) for (source, why), n in left.items()])
@@ -110,13 +111,6 @@ class Report:
 
     def __repr__(self) -> str:
         return f"Report({json.dumps(self.to_json())})"
-
-
-def _counted(entries: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
-    found: dict[tuple[str, ...], int] = {}
-    for entry in entries:
-        found[entry] = found.get(entry, 0) + 1
-    return found
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,8 +1,9 @@
-"""What ``anychip.fuse`` looks for in a model, and what may stand for it: one table.
+"""What ``anychip.fuse`` looks for among a model's layers, and what may stand for it: one table.
 
-A row says by what a module is known: its class, by a name in its line of inheritance; the names of
-its children; or a function that its forward calls, since attention has no class of its own in plain
-torch. What a row proposes is only tried: the probe decides.
+A layer is known by its class, by a name in its line of inheritance, or by the names of its
+children. Attention and rope have no class of their own in plain torch, and are functions in
+transformers: they are known by what a forward calls, in ``attention`` and ``rope``. What a row
+proposes is only tried: the probe decides.
 """
 
 from __future__ import annotations
@@ -40,15 +41,8 @@ LAYERS = (
     Row("", layers.gated("w3", "w1", "w2")),
     Row("^CrossEntropyLoss$", loss.cross_entropy),
 )
-_FUNCTIONALS = (
-    "layer_norm",
-    "rms_norm",
-    "gelu",
-    "softmax",
-    "Softmax",
-    "cross_entropy",
-    "multi_head_attention_forward",
-)
+_NORMS, _OTHERS = ("layer_norm", "rms_norm"), ("gelu", "softmax", "Softmax", "cross_entropy")
+_FUNCTIONALS = (*_NORMS, *_OTHERS, "multi_head_attention_forward")
 
 
 def candidates(module: nn.Module) -> Iterator[Computed]:

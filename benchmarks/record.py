@@ -34,7 +34,7 @@ SUBJECTS: dict[str, Subject] = {
     "collectives": (7, collectives.run),
     "optim": (7, partial(optimizers.run, window=0.05)),
     "device": (9, device.run),
-    "dispatch": (101, dispatch.run),
+    "dispatch": (401, dispatch.run),
     "ops-float32": (5, partial(operators.run, window=0.03)),
     "ops-bfloat16": (5, partial(operators.run, window=0.03, dtype=torch.bfloat16)),
 }

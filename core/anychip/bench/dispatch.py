@@ -43,7 +43,7 @@ def run(backend: Backend, *, rounds: int, progress: Callable[[int], None]) -> Re
             taken = interleave(
                 calls,
                 rounds=rounds,
-                window=0.002,  # shorter than a slice of the scheduler
+                window=0.0005,  # shorter than a slice of the scheduler
                 synchronize=backend.synchronize,
                 progress=progress,
             )

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import anychip
+from anychip.runtime import table_faults
 from anychip_cuda import anychip_backend, backend, driver, native, nvml, readiness
 from anychip_cuda.driver import Answer, Files, Part
 from anychip_cuda.readiness import TorchBuild
+from anychip_cuda.table import make_table
 from tests import warm_python
 
 H200 = Part("NVIDIA H200", (9, 0), 132, 150 << 30, "default")
@@ -128,3 +130,10 @@ def test_every_operator_of_the_issue_that_is_mapped_has_its_rows() -> None:
     wanted = {(name, direction) for name in both for direction in ("forward", "backward")}
     assert rows >= wanted | {("embedding", "forward")}
     assert readiness.OLDEST == (8, 0)
+
+
+def test_every_row_can_be_called_as_its_operator_calls_it() -> None:
+    kernels: Any = SimpleNamespace()
+    table = make_table(kernels)
+    assert len(table) > len(anychip_backend().operators)
+    assert table_faults([table]) == []

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,3 +173,19 @@ def test_beats_of_python_are_waited_for_longer(monkeypatch: pytest.MonkeyPatch) 
         assert failure is not None
         assert failure.ranks == (1,)
         assert failure.reason.startswith(text)
+
+
+def test_silent_rank_is_named_by_a_watcher_that_is_always_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost: list[Failure] = []
+    watcher = object.__new__(Liveness)
+    watcher.heartbeat_s, watcher.progress_s, watcher._interval = 5.0, 1e6, 1.0
+    watcher._judged, watcher._strangers, watcher._listener = 0.0, [], None
+    silent: Any = SimpleNamespace(rank=1, patience=1, heard=0.0, turned=0.0)
+    watcher._peers = {1: silent}
+    monkeypatch.setattr(watcher, "_drop", lambda peer: watcher._peers.clear())
+    monkeypatch.setattr(watcher, "_settle", lost.append)
+    for turn in range(1, 11):
+        watcher._judge(4.0 * turn)
+    assert [failure.ranks for failure in lost] == [(1,)]

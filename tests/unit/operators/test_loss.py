@@ -105,6 +105,15 @@ def test_cross_entropy_with_smoothing_and_ignored_rows_equals_torch(
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
+def test_reference_gives_losses_per_row_contiguous_however_logits_lie() -> None:
+    logits = torch.randn(4, 3, 5).transpose(0, 1)
+    target = torch.randint(5, (4, 3)).t()
+    attrs = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "reduction": "none"}
+    for result in SPECS["cross_entropy"].forward(logits, target, **attrs):
+        assert result.shape == (3, 4)
+        assert result.is_contiguous()
+
+
 def test_cross_entropy_second_derivative_with_all_options_is_that_of_the_definition() -> None:
     logits, target = drawn(4, 5)
     hessians = []

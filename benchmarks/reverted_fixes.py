@@ -181,7 +181,7 @@ def attempt(fix: Fix, tree: Path) -> Found:
         again = fix.asks if "--pyargs" in fix.asks else list(failed)
         for case in failures(tree, again):
             failed.pop(case, None)
-    always = [case for case, is_grid in failed.items() if not is_grid]
+    always = [c for c, is_grid in failed.items() if not is_grid or c in slices.failed_before()]
     numbers = range(slices.SLICES) if always else {slices.slice_of(case) for case in failed}
     return Found(fix, next(iter(always or failed), ""), sorted(numbers))
 

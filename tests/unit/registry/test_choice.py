@@ -116,3 +116,16 @@ def test_worker_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(BackendUnavailableError, match="rank 2 of this machine has no device"):
         registry.take_device(HonestBackend())
+
+
+def test_automatic_choice_does_not_go_by_earlier_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def survey(*, use_cache: bool = True) -> list[Any]:
+        asked.append(use_cache)
+        raise BackendUnavailableError("all", "unavailable", "nothing is looked at here")
+
+    monkeypatch.setattr(choice, "survey", survey)
+    with pytest.raises(BackendUnavailableError, match="nothing is looked at"):
+        choice.choose()
+    assert asked == [False]

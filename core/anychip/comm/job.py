@@ -255,6 +255,9 @@ def join(place: Rendezvous, *, timeout_s: float, heartbeat_s: float, check: Chec
     job = Job(rank, world_size, store, news=news, connect=connect, timeout_s=timeout_s, check=check)
     job.hold(connection)
     _jobs.add(job)
+    # Last of all, so that it comes first at the end: before an adapter gives its device up.
+    atexit.unregister(end_with_interpreter)
+    atexit.register(end_with_interpreter)
     return job
 
 
@@ -280,5 +283,4 @@ def _forget_in_child() -> None:
     _jobs.clear()
 
 
-atexit.register(end_with_interpreter)
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -83,6 +83,8 @@ def _serve() -> list[str] | None:
 
     Imports what many of them need: nothing of ours.
     """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an extension of torch prints is no answer
     for name in _IMPORTED:
         importlib.import_module(name)
     del sys.path[0]
@@ -91,9 +93,10 @@ def _serve() -> list[str] | None:
         timeout, args, env, cwd, *files = json.loads(line)
         pid = os.fork()
         if pid == 0:
+            answers.close()
             _become(args, env, cwd, files)
             return list(args)
-        print(json.dumps(_wait(pid, time.monotonic() + timeout)), flush=True)
+        print(json.dumps(_wait(pid, time.monotonic() + timeout)), file=answers, flush=True)
     return None
 
 

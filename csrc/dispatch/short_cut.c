@@ -172,7 +172,8 @@ static PyObject* get(int descriptor, PyObject* tensor) {
 }
 
 // 1 when a tensor's device is among the strangers; with `look`, which is slow, after asking DLPack
-// whether it belongs there. An error of DLPack takes a millisecond: it is met once per device.
+// whether it belongs there: of a tensor without elements, as other layouts have no answer. An error
+// of DLPack takes a millisecond: it is met once per device.
 static int is_stranger(PyObject* tensor, bool look) {
   if (!look && PyList_GET_SIZE(strangers) == 0) return 0;
   PyObject* device = get(GIVEN_device, tensor);

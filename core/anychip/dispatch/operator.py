@@ -255,7 +255,7 @@ def _given(module: Any) -> dict[str, Any]:
         "Tensor": Tensor,
         "Parameter": Parameter,
         "exchange": Tensor.__dlpack_c_exchange_api__,
-        "dlpack_device": Tensor.__dlpack_device__,
+        "dlpack_device": lambda tensor: torch.empty(0, device=tensor.device).__dlpack_device__(),
         "device": Tensor.device,
         "requires_grad": Tensor.requires_grad,
         "is_neg": Tensor.is_neg,

@@ -191,7 +191,7 @@ def test_adamw_in_8_bits_gives_groups_their_rate_and_decay() -> None:
             optimizer.step()
         return torch.stack([param.detach() for param in params])
 
-    def alone(lr: float, decay: float) -> Tensor:
+    def apart(lr: float, decay: float) -> Tensor:
         rule = optim.adamw(lr, weight_decay=decay, eps=1e-3, states="8bit")
         return train(lambda params: zero.Optimizer(params, rule, alone()))
 
@@ -201,8 +201,8 @@ def test_adamw_in_8_bits_gives_groups_their_rate_and_decay() -> None:
         return zero.Optimizer([{"params": params[:1]}, second], rule, alone())
 
     got = train(groups)
-    assert torch.equal(got[0], alone(0.2, 0.5)[0])
-    assert torch.equal(got[1], alone(0.05, 0.0)[1])
+    assert torch.equal(got[0], apart(0.2, 0.5)[0])
+    assert torch.equal(got[1], apart(0.05, 0.0)[1])
 
 
 @pytest.mark.parametrize(("make", "message"), [

@@ -230,9 +230,9 @@ class Group(Communicator):
 
     def _call(self, call: Call, what: str, begin: Callable[[Call], Work] | None = None) -> Work:
         """A collective that all ranks make, whose first messages are on their way."""
-        begin = begin or getattr(self.transport, call.name)
+        move: Callable[[Call], Work] = begin or getattr(self.transport, call.name)
         if self.job is None:
-            return begin(call)
+            return move(call)
         self._refuse(self._where(call.name))
         try:
             number, wrong = self._ledger.enter(f"{call.name} {what}".rstrip())
@@ -244,7 +244,7 @@ class Group(Communicator):
             raise self.job.fail(where, wrong)
         tags = self.transport.num_tags
         tagged = call._replace(tag=number % tags if tags else 0)
-        return _Call(self, where, number, lambda: begin(tagged))
+        return _Call(self, where, number, lambda: move(tagged))
 
     def _start(
         self, call: str, payload: Sequence[torch.Tensor], work: Work, async_op: bool

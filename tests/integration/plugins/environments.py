@@ -14,6 +14,8 @@ from textwrap import dedent
 from tests import warm_python
 
 CORE = Path(__file__).parents[3] / "core"
+LIMIT_S = 280.0
+"""Of a process: a conformance suite takes a minute and a half of one core."""
 
 GOOD_PLUGIN = """
 from anychip.contract import Backend, Finding, OperatorTable, Probe, hookimpl
@@ -101,9 +103,9 @@ class Environment:
         """Runs Python with ``args`` and extra environment variables in this environment."""
         env = {**self.variables(), **variables}
         if self.is_warm:
-            return warm_python.run(*args, env=env)
+            return warm_python.run(*args, env=env, timeout=LIMIT_S)
         return subprocess.run(
-            [sys.executable, *args], env=env, capture_output=True, text=True, timeout=200
+            [sys.executable, *args], env=env, capture_output=True, text=True, timeout=LIMIT_S
         )
 
     def variables(self) -> dict[str, str]:

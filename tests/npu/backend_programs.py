@@ -221,6 +221,21 @@ def ranks_disagree(port: int) -> None:
     print("closed")
 
 
+def aborts_while_calls_are_queued(port: int) -> None:
+    """torch_npu's queue has a sum to issue yet when the job is ended; the host goes on."""
+    backend, comm = joined(port, timeout_s=30, heartbeat_s=20)
+    x = torch.ones(100, device="npu")
+    with contextlib.suppress(anychip.CommunicationError):  # the other rank may be the first
+        for _ in range(1000):
+            x = x.softmax(0)
+        for _ in range(50):
+            comm.all_reduce(x, async_op=True)
+        comm.abort("enough")
+        backend.synchronize()
+    comm.close()
+    print("closed")
+
+
 def facts() -> None:
     """What the backend says of itself, as JSON."""
     backend = anychip.use("npu")

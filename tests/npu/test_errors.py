@@ -134,3 +134,9 @@ def test_dtype_that_hccl_does_not_reduce_is_refused_before_the_call(run_job: Run
         of_bool, of_byte = lines(rank)
         assert of_bool.endswith("does not take torch.bool with reduction 'sum'")
         assert of_byte.endswith("does not take torch.uint8 with reduction 'sum'")
+
+
+def test_abort_lets_the_queue_issue_the_calls_that_were_made_before(run_job: RunJob) -> None:
+    """Issued after it, they would use a communicator that is gone."""
+    for rank in run_job(programs.aborts_while_calls_are_queued, 2):
+        assert lines(rank) == ["closed"]

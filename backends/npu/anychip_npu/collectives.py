@@ -15,6 +15,7 @@ and its neighbours, the columns for Atlas A2 training products; torch_npu, Envir
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,8 @@ from anychip_npu import errors
 
 ABORT_ONLY = "2"
 """Value of TORCH_HCCL_ASYNC_ERROR_HANDLING: give up the communicator, and leave the process."""
+_ISSUE_S = 5.0
+"""Seconds that torch_npu's queue gets to give HCCL the calls that were made before an abort."""
 
 
 def transport(job: Job) -> Transport | None:
@@ -49,11 +52,21 @@ def transport(job: Job) -> Transport | None:
         is_of_call = job.has_failed or "hccl" in error.detail.lower()
         return job.blame(where, error) if is_of_call else None
 
+    device = torch.accelerator.current_device_index()
+
+    def abort(group: Any) -> None:
+        # torch_npu calls HCCL from a thread of its own, with the bare handle of a communicator that
+        # an abort destroys: a call that is still in its queue would use freed memory.
+        if _has_issued(device, _ISSUE_S):
+            # torch_npu does not implement torch's abort(): it is asked for its own, below
+            # torch's group.
+            group._get_backend(torch.device("npu")).abort_hccl_comm("the job has failed")
+
     errors.reasons.append(why)
     job.at_close(lambda: errors.reasons.remove(why))
     return job.library(
         "hccl", "npu",
-        capabilities=capabilities(), identity=_device(), connect=_connect, abort=_abort,
+        capabilities=capabilities(), identity=_device(), connect=_connect, abort=abort,
     )  # fmt: skip
 
 
@@ -63,9 +76,26 @@ def _connect(group: Any) -> None:
     dist.all_reduce(torch.zeros(1, device="npu"), group=group)
 
 
-def _abort(group: Any) -> None:
-    # torch_npu does not implement torch's abort(): it is asked for its own, below torch's group.
-    group._get_backend(torch.device("npu")).abort_hccl_comm("the job has failed")
+def _has_issued(device: int, limit_s: float) -> bool:
+    """Whether the device has been given, within ``limit_s``, every call that was made until now.
+
+    An event of a stream that has nothing else to do is over as soon as the queue has come to it,
+    however long the device is busy with what was queued before.
+    """
+    npu: Any = torch.get_device_module("npu")
+    deadline = time.monotonic() + limit_s
+    try:
+        # Of this rank's device: another is current in the thread that hears of a lost rank.
+        with npu.device(device):
+            event = npu.Event()
+            event.record(npu.Stream())
+            while not event.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
+    except RuntimeError:  # the queue has ended with an error, and calls nothing more
+        pass
+    return True
 
 
 def capabilities() -> Capabilities:

@@ -6,7 +6,9 @@ serve barriers, which need no device.
 
 from __future__ import annotations
 
+import functools
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -36,11 +38,26 @@ _OPERATIONS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+_CALL_S = 5.0
+"""Seconds that an abort gives a call that is being made: one that takes longer waits for ranks."""
 # The names of torch 2.13, and those before.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
+
+
+def _in_turn(method: Callable[..., Work]) -> Callable[..., Work]:
+    """A call to the library that an abort in another thread comes before or after, not amid."""
+
+    @functools.wraps(method)
+    def call(self: Library, argument: Any) -> Work:
+        with self._turn:
+            if self._is_aborted:
+                raise RuntimeError(f"{self.description}: the group has been given up")
+            return method(self, argument)
+
+    return call
 
 
 class Library(Transport):
@@ -77,6 +94,7 @@ class Library(Transport):
         self.capabilities = capabilities or _expected()
         self.description = f"{name}, in its own order of sums"
         limit = timedelta(seconds=job.timeout_s)
+        self._turn, self._is_aborted = threading.RLock(), False
         self._made_default = not dist.is_initialized()
         if self._made_default:
             store = part_of(job.store, "default")
@@ -92,6 +110,7 @@ class Library(Transport):
     def part(self, group: Membership) -> Transport:
         return Library(self._job, group, *self._how)
 
+    @_in_turn
     def all_reduce(self, call: Call) -> Work:
         (tensor,) = call.outputs
         work = dist.all_reduce(
@@ -99,6 +118,7 @@ class Library(Transport):
         )
         return _Queued([work], lambda: self._divide(tensor, call.reduction))
 
+    @_in_turn
     def all_gather(self, call: Call) -> Work:
         (tensor,), (output,), largest = call.inputs, call.outputs, max(call.sizes)
         if min(call.sizes) == largest:
@@ -118,6 +138,7 @@ class Library(Transport):
 
         return _Queued([work], finish)
 
+    @_in_turn
     def reduce_scatter(self, call: Call) -> Work:
         (tensor,), (output,), largest = call.inputs, call.outputs, max(call.sizes)
         source, room = tensor.view(-1), output.view(-1)
@@ -139,10 +160,12 @@ class Library(Transport):
 
         return _Queued([work], finish)
 
+    @_in_turn
     def broadcast(self, call: Call) -> Work:
         (tensor,), first = call.inputs or call.outputs, self._group.ranks[call.source]
         return _Queued([dist.broadcast(tensor, first, group=self._process_group, async_op=True)])
 
+    @_in_turn
     def all_to_all(self, call: Call) -> Work:
         room = torch.cat([torch.empty_like(tensor).view(-1) for tensor in call.outputs])
         taken = [tensor.numel() for tensor in call.outputs]
@@ -161,6 +184,7 @@ class Library(Transport):
 
         return _Queued([work], finish)
 
+    @_in_turn
     def exchange(self, transfers: Sequence[Transfer]) -> Work:
         operations = [
             dist.P2POp(
@@ -194,10 +218,16 @@ class Library(Transport):
             time.sleep(0.001)
 
     def abort(self) -> None:
-        if self._abort is None:
-            self._process_group.abort()
-        else:
-            self._abort(self._process_group)
+        is_mine = self._turn.acquire(timeout=_CALL_S)
+        self._is_aborted = True
+        try:
+            if self._abort is None:
+                self._process_group.abort()
+            else:
+                self._abort(self._process_group)
+        finally:
+            if is_mine:
+                self._turn.release()
 
     def close(self) -> None:
         if self._made_default:

@@ -22,8 +22,8 @@ enum { ABI = 1, ALIGNMENT = 64, MOST_ARGS = 24, MOST_FACTS = 64, MOST_ENTRIES = 
 // clang-format off
 #define GIVEN(X)                                                                                 \
   X(Tensor) X(Parameter) X(exchange) X(dlpack_device) X(device) X(requires_grad) X(is_neg)       \
-  X(guards) X(compiler) X(forward_ad) X(selection) X(deterministic) X(grad_enabled) X(examined) X(refuse_end)          \
-  X(run_written) X(apply) X(forward)
+  X(guards) X(compiler) X(forward_ad) X(selection) X(deterministic) X(grad_enabled)              \
+  X(examined) X(refuse_end) X(run_written) X(apply) X(forward)
 
 // Names of attributes that are asked for.
 #define NAMES(X)                                                                                 \
@@ -180,9 +180,11 @@ static int is_stranger(PyObject* tensor, bool look) {
   int found = device == NULL ? -1 : PySequence_Contains(strangers, device);
   if (found == 0 && look) {
     PyObject* name = PyObject_Vectorcall(given[GIVEN_dlpack_device], &tensor, 1, NULL);
-    if (name == NULL) {
+    if (name == NULL && PyErr_ExceptionMatches(PyExc_Exception)) {
       PyErr_Clear();
       found = PyList_Append(strangers, device) < 0 ? -1 : 1;
+    } else if (name == NULL) {
+      found = -1;
     }
     Py_XDECREF(name);
   }

@@ -18,6 +18,8 @@ from anychip.contract import hooks as hook_specifications
 from anychip.registry.discovery import Plugin
 
 MAX_REASON = 300
+REPLACED = {"native_communicator": "transport(job)"}
+"""Methods of earlier contracts that nobody calls any more, and what has taken their place."""
 
 
 class LoadError(Exception):
@@ -152,6 +154,14 @@ def _check_attributes(plugin: Plugin, backend: Backend) -> None:
         raise LoadError(
             _broken(f"its entry point is named {plugin.name!r}, but the backend's name is {name!r}")
         )
+    for old, new in REPLACED.items():
+        if hasattr(backend, old):
+            raise LoadError(
+                Probe.incompatible(
+                    f"it has {old}(), which this anychip does not call",
+                    fix=f"write {new} in its place: docs/writing-a-backend.md",
+                )
+            )
     for attribute, kind in (("device_type", str), ("operators", OperatorTable)):
         value = getattr(backend, attribute, None)
         if not isinstance(value, kind):

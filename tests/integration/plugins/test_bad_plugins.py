@@ -115,6 +115,11 @@ CATALOGUE: dict[str, Bad] = {
         "incompatible",
         "it was made for version 0.9 of the contract, and this anychip has 1.0",
     ),
+    "of_an_earlier_contract": Bad(
+        good_plugin("of_an_earlier_contract") + "Good.native_communicator = lambda self: None\n",
+        "incompatible",
+        "it has native_communicator(), which this anychip does not call",
+    ),
     "other_name": Bad(
         good_plugin("another"),
         "broken",

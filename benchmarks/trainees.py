@@ -1,4 +1,4 @@
-"""What two processes do in turns when training is measured: ours, and torch's own ways.
+"""What is measured when two processes train: ours, cut over them in each way that we have.
 
 All train one decoder on one batch: a candidate differs in how ranks share the work, and in nothing
 else. Each is made in a pair of processes of its own, so that its peak memory is its own.
@@ -6,10 +6,8 @@ else. Each is made in a pair of processes of its own, so that its peak memory is
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,52 +87,6 @@ def stage_of(model: GPT, sizes: Sizes, place: Place) -> parallel.Stage:
     stage = parallel.make_stage(model, layers[place.rank])
     assert isinstance(stage, parallel.Stage)
     return stage.to(place.device)
-
-
-def start(place: Place, candidate: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """Makes a candidate and does one step with it.
-
-    Returns:
-        ``loss`` before any update, or None where it is not known; what is to be said of it.
-    """
-    from benchmarks import peers
-
-    made = {**CANDIDATES, **peers.CANDIDATES}[candidate]
-    place.held = made(Sizes(**sizes), place)
-    loss = place.held.step()
-    place.chip.synchronize()
-    return {"loss": None if loss is None else loss.item(), **place.held.facts}
-
-
-def turn(place: Place, steps: int) -> dict[str, Any]:
-    """Some steps.
-
-    Returns:
-        ``seconds`` and ``cpu_seconds`` per step, ``loss`` before the last update or None, and
-        ``peak``, the bytes of memory that this process has needed so far.
-    """
-    loss = None
-    place.chip.synchronize()
-    begin, cpu = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        loss = place.held.step()
-    place.chip.synchronize()
-    return {
-        "seconds": (time.perf_counter() - begin) / steps,
-        "cpu_seconds": (time.process_time() - cpu) / steps,
-        "loss": None if loss is None else loss.item(),
-        "peak": peak_nbytes(place),
-    }
-
-
-def peak_nbytes(place: Place) -> int | None:
-    """Of a host, the most memory that this process had; of a device, the most allocated there."""
-    if place.device.type != "cpu":
-        return place.chip.memory.stats(place.device.index).peak_allocated
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    return None
 
 
 def _alone(sizes: Sizes, place: Place) -> Trainee:

@@ -23,7 +23,7 @@ from benchmarks.trainees import ALONE, CANDIDATES, Sizes
 RANKS = 2
 GOALS = {"data parallel": "not below DDP", "ZeRO-2": 0.93, "1F1B": 0.85}
 """Of ``x alone``; and of memory: not above DDP's."""
-_MODULE = "benchmarks.trainees"
+_MODULE = "benchmarks.turns"
 
 
 class Turn(NamedTuple):

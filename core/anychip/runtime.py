@@ -11,13 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from anychip import registry
-from anychip.contract import (
-    AnychipError,
-    Backend,
-    ContractError,
-    OperatorSpec,
-    OperatorTable,
-)
+from anychip.contract import AnychipError, Backend, OperatorSpec, OperatorTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -25,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anychip.dispatch.operator import Operator
-    from anychip.dispatch.selection import Fallback, Policy, Provider
+    from anychip.dispatch.selection import Fallback, Policy
     from anychip.dispatch.tally import Provenance
 
 _active: Backend | None = None
@@ -49,7 +43,7 @@ def use(name: str | None = None, *, config: str | None = None) -> Backend:
         ContractError: it, or a kernel pack for it, does not keep to the contract.
     """
     global _active
-    connect()
+    import anychip.ops  # noqa: F401 - the operators that the backend is to serve
     from anychip.dispatch import selection
 
     chosen = registry.choose(name, config=config)
@@ -63,33 +57,11 @@ def backend() -> Backend:
     return use() if _active is None else _active
 
 
-def connect() -> None:
-    """Lets dispatch ask the registry who serves a device type. Safe to call again."""
-    from anychip.dispatch import selection
-
-    selection.connect(owner, _providers)
-
-
 def owner(device_type: str) -> Backend:
     """The backend that serves a device type in this process."""
     if _active is not None and _active.device_type == device_type:
         return _active
     return registry.owner(device_type)
-
-
-def _providers(chosen: Backend) -> tuple[Provider, ...]:
-    from anychip.dispatch.library import cover_autocast
-    from anychip.dispatch.selection import Provider
-
-    cover_autocast(chosen.device_type)
-    packs = [
-        Provider(distribution, distribution, version, table)
-        for table, distribution, version in registry.kernel_packs(chosen)
-    ]
-    if any(len(pack.table) for pack in packs):
-        _refuse_unknown(packs)
-    distribution, version = registry.provenance_of(chosen)
-    return (*packs, Provider(chosen.name, distribution, version, chosen.operators))
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -126,30 +98,16 @@ def _tell(device_type: str, error: RuntimeError) -> None:
         return
 
 
-def _refuse_unknown(packs: Iterable[Provider]) -> None:
-    """A row for an operator that does not exist would never be called, and nobody would know."""
-    import anychip.ops  # noqa: F401 - the names are checked against it
-    from anychip.dispatch.operator import check_names
-
-    for pack in packs:
-        for row in pack.table:
-            try:
-                check_names([row.operator])
-            except ValueError as error:
-                raise ContractError(
-                    f"the kernel pack {pack.distribution} {pack.version} has the row {row.label}, "
-                    f"and {error}; fix it, or uninstall {pack.distribution}"
-                ) from None
-
-
 def digest() -> str:
     """The implementations that the chosen backend and its packs bring, as a short digest.
 
     Ranks of a job compare it: with other tables they would compute other bits.
     """
+    from anychip.dispatch import selection
+
     lines = [
         f"{provider.name} {provider.version} {row.operator} {row.direction} {row.label}"
-        for provider in _providers(backend())
+        for provider in selection.providers_for(backend().device_type)
         for row in provider.table
     ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -200,13 +158,13 @@ def provenance(*, reset: bool = False) -> Provenance:
 
 def register(spec: OperatorSpec) -> Operator[..., Any]:
     """Makes an operator of a third party's spec and returns it, callable like ``anychip.ops``."""
-    connect()
+    import anychip.ops  # noqa: F401 - its names are taken, and it connects dispatch
     from anychip.dispatch import operator
 
     return operator.register(spec)
 
 
 __all__: list[str] = [
-    "backend", "connect", "device_errors", "digest", "on_host", "owner", "policy", "provenance",
+    "backend", "device_errors", "digest", "on_host", "owner", "policy", "provenance",
     "register", "table_faults", "use",
 ]  # fmt: skip

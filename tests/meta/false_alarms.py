@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from anychip import conformance
-from anychip.conformance.runner import activate
+from anychip.conformance.asking import activate
 from anychip.contract import Backend
 from tests.meta.asynchronous import AsynchronousBackend
 from tests.meta.honest import HonestRows

@@ -93,7 +93,7 @@ def main(question: Question, pipe: Connection) -> None:
     except BaseException as error:
         pipe.send(Answer(outcome="import", reason=_last_line(error)))
         return
-    from anychip.conformance.runner import run_case
+    from anychip.conformance.asking import run_case
 
     for asked, case in enumerate(cases):
         pipe.send(case.id)
@@ -130,9 +130,9 @@ def _prepare(question: Question) -> tuple[Any, list[Any]]:
     """Imports our code with the change; the backend, in service, and its cases."""
     if question.file is not None and question.text is not None:
         sys.meta_path.insert(0, _Changed(_module(question.file), question.text))
+    from anychip.conformance.asking import activate
     from anychip.conformance.case import Context
     from anychip.conformance.chapters import all_cases
-    from anychip.conformance.runner import activate
 
     if question.backend == "cpu":
         backend = activate("cpu")

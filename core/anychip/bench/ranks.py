@@ -1,6 +1,6 @@
 """Processes that are measured in turns: each is told when to run, and waits in between.
 
-``with Ranks(2, "cpu", "benchmarks.trainees") as ranks: ranks.call("turn", steps=1)`` calls that
+``with Ranks(2, "cpu", "benchmarks.turns") as ranks: ranks.call("turn", steps=1)`` calls that
 module's ``turn(place, steps=1)`` in both processes and returns what both answered. Arguments and
 answers are JSON. The processes find each other by a store that this one keeps, as under torchrun;
 each computes with one host thread.

@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from anychip.conformance.asking import activate
 from anychip.conformance.case import LEVELS, Case, CheckFailedError, Context, Level
 from anychip.conformance.chapters import CHAPTERS
+from anychip.conformance.planning import Plan, plan
 from anychip.conformance.report import Report, Result
-from anychip.conformance.runner import OnResult, Plan, activate, plan, run_plan
+from anychip.conformance.runner import OnResult, run_plan
 from anychip.conformance.statement import Statement, verify
 from anychip.contract import Backend
 

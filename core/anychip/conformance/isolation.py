@@ -19,17 +19,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from anychip import registry
 from anychip.conformance.case import Case
 from anychip.conformance.chapters import CHAPTERS
+from anychip.conformance.planning import Plan
 from anychip.conformance.report import Result
 from anychip.dispatch import selection
 from anychip.dispatch.tally import unserved
-
-if TYPE_CHECKING:
-    from anychip.conformance.runner import Plan
 
 STARTUP_S = 120.0
 """A child may take so long to import torch and the plugin, before its first case."""

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from anychip.conformance.asking import activate, run_case
 from anychip.conformance.case import LEVELS, Case
 from anychip.conformance.chapters import CHAPTERS, device
-from anychip.conformance.runner import Plan, activate, empty_report, judge, plan, run_case
+from anychip.conformance.planning import Plan, plan
+from anychip.conformance.runner import empty_report, judge
 from anychip.contract import AnychipError, BackendUnavailableError
 
 PACKAGE = Path(__file__).parent

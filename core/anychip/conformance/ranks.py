@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from anychip import registry
 from anychip.comm.joining import loopback_store, one_machine
+from anychip.conformance.asking import activate
 from anychip.contract import Backend
 
 STARTUP_S = 120.0
@@ -72,8 +73,6 @@ def reference_to(backend: Backend) -> dict[str, str]:
 
 def backend_of(reference: dict[str, str]) -> Backend:
     """The backend that :func:`reference_to` describes, serving its device type from now on."""
-    from anychip.conformance.runner import activate
-
     if "name" in reference:
         return activate(reference["name"])
     made = getattr(importlib.import_module(reference["module"]), reference["class"])()

@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from threading import Thread
-from typing import TYPE_CHECKING
 
 from anychip import registry
 from anychip.conformance import isolation
+from anychip.conformance.asking import run_case
 from anychip.conformance.case import Case
+from anychip.conformance.planning import Plan
 from anychip.conformance.report import Result
-
-if TYPE_CHECKING:
-    from anychip.conformance.runner import Plan
 
 BEGIN = "operators"
 """The chapter with whose first case the others begin."""
@@ -40,7 +38,6 @@ def run_side_by_side(
         limit_s: seconds that a case may take in a child.
         served: is told what served the operators of the cases that a child asked.
     """
-    from anychip.conformance.runner import run_case
 
     def asked(some: Sequence[Case]) -> Iterator[Result]:
         return (run_case(case, plan.backend, plan.level, plan.seed) for case in some)

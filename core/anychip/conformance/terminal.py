@@ -22,8 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from anychip.conformance.formats import FP32
+from anychip.conformance.planning import Plan
 from anychip.conformance.report import OUTCOMES, Outcome, Report, Result
-from anychip.conformance.runner import Plan, identity
+from anychip.conformance.runner import identity
 
 STYLES = {
     "passed": "green",

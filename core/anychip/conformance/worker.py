@@ -15,9 +15,9 @@ def main() -> None:
     request = json.load(sys.stdin)
 
     import anychip
+    from anychip.conformance.asking import activate, run_case
     from anychip.conformance.case import Context
     from anychip.conformance.chapters import all_cases
-    from anychip.conformance.runner import activate, run_case
 
     backend = activate(request["backend"])
     level, seed = request["level"], request["seed"]

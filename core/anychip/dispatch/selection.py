@@ -112,7 +112,7 @@ def _layered() -> Policy:
 
 def activate(backend: Backend) -> None:
     """Makes a backend serve its device type from now on."""
-    assert _find_providers is not None, "anychip.runtime connects dispatch to the registry"
+    assert _find_providers is not None, "anychip.ops connects dispatch to the registry"
     providers = _find_providers(backend)
     with _lock:
         _change({**current.providers, backend.device_type: providers}, current.policy)
@@ -127,7 +127,7 @@ def providers_for(device_type: str) -> tuple[Provider, ...]:
         return ()
     known = current.providers.get(device_type)
     if known is None:
-        assert _find_owner is not None, "anychip.runtime connects dispatch to the registry"
+        assert _find_owner is not None, "anychip.ops connects dispatch to the registry"
         activate(_find_owner(device_type))
         known = current.providers[device_type]
     return known

@@ -8,7 +8,8 @@ float tensors are float32, bfloat16 or float16; sums are float32. Outputs are fr
 have the dtype of the first argument unless said otherwise. Shapes that do not fit raise ValueError.
 """
 
-from anychip import runtime
+from anychip import registry
+from anychip.dispatch import selection
 from anychip.dispatch.operator import operator as operator  # for the root module: connected
 from anychip.ops.activation import bias_dropout_add, bias_gelu, dropout, geglu, gelu, swiglu
 from anychip.ops.attention import attention, attention_dropout, attention_varlen, rope, softmax
@@ -29,6 +30,7 @@ from anychip.ops.product import (
     linear,
     linear_cross_entropy,
 )
+from anychip.ops.providers import providers
 from anychip.ops.update import (
     adamw,
     adamw_8bit,
@@ -42,7 +44,7 @@ from anychip.ops.update import (
     unscale_and_check,
 )
 
-runtime.connect()
+selection.connect(registry.owner, providers)
 
 __all__ = [
     "adamw",

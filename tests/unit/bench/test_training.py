@@ -40,7 +40,7 @@ def losses_of_one_process() -> list[float]:
 def test_every_candidate_trains_what_one_process_trains() -> None:
     wanted = losses_of_one_process()
     here = [name for name in peers.CANDIDATES if peers.missing(name) is None]
-    with Ranks(2, "cpu", "benchmarks.trainees") as ranks:
+    with Ranks(2, "cpu", "benchmarks.turns") as ranks:
         for name in (*CANDIDATES, *here):
             started = ranks.call("start", candidate=name, sizes=asdict(TINY))
             first = training._mean([answer["loss"] for answer in started])
@@ -56,7 +56,7 @@ def test_every_candidate_trains_what_one_process_trains() -> None:
 
 
 def test_rank_that_is_killed_is_named() -> None:
-    with Ranks(1, "cpu", "benchmarks.trainees") as ranks:
+    with Ranks(1, "cpu", "benchmarks.turns") as ranks:
         ranks._processes[0].kill()
         with pytest.raises(RankError, match="rank 0 ended with exit code -9"):
             ranks.call("turn", steps=1)
@@ -72,7 +72,7 @@ class Scripted:
     }
 
     def __init__(self, world_size: int, backend: str, module: str) -> None:
-        assert (world_size, backend, module) == (2, "cpu", "benchmarks.trainees")
+        assert (world_size, backend, module) == (2, "cpu", "benchmarks.turns")
         self.name, self.round = "", 0
 
     def __enter__(self) -> Scripted:

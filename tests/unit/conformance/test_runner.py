@@ -14,10 +14,11 @@ from rich.console import Console
 
 from anychip import conformance
 from anychip.conformance import isolation, side_by_side, terminal
+from anychip.conformance.asking import run_case
 from anychip.conformance.case import Case, CheckFailedError, Context, check_equal_bits
 from anychip.conformance.page import to_html
 from anychip.conformance.report import Report, Result
-from anychip.conformance.runner import run_case, run_plan
+from anychip.conformance.runner import run_plan
 from anychip.contract import OperatorTable, UnsupportedError
 from anychip.dispatch import selection
 from tests.meta.honest import HonestBackend, make_table, reference_rows

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 import pytest
 
 import anychip
-from anychip import OperatorTable, ops
+from anychip import OperatorTable, ops, registry
 from anychip.dispatch import selection
 from anychip.dispatch.selection import Provider
+from anychip.ops.providers import providers
 
 Install = Callable[..., None]
 
@@ -17,6 +18,11 @@ def own_providers() -> tuple[Provider, ...]:
     """The cpu backend as everybody gets it."""
     anychip.use("cpu")
     return selection.providers_for("cpu")
+
+
+def uninstall() -> None:
+    """What :func:`installation` put in front is gone, for who asks anew."""
+    selection.connect(registry.owner, providers)
 
 
 @contextmanager
@@ -37,6 +43,7 @@ def installation() -> Iterator[Install]:
     try:
         yield install
     finally:
+        uninstall()
         anychip.use("cpu")
 
 

@@ -8,7 +8,8 @@ import ast
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -63,24 +64,61 @@ def imported_parts(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
     ``import anychip`` alone uses nothing yet: ``anychip.policy`` does. Dunder names are free.
     """
+    for line, name in imported_names(tree):
+        top, _, rest = name.partition(".")
+        if top == "anychip" and rest and not rest.startswith("__"):
+            yield line, home(name).split(".")[1]
+
+
+@functools.cache
+def imported_names(tree: ast.Module) -> list[tuple[int, str]]:
+    """(line, dotted name) of what is imported, anywhere in a file, and of ``module.attribute``."""
+    found: list[tuple[int, str]] = []
     for node in ast.walk(tree):
-        names: list[str] = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            names = [f"{node.value.id}.{node.attr}"]
-        for name in names:
-            top, _, rest = name.partition(".")
-            if top == "anychip" and rest and not rest.startswith("__"):
-                yield node.lineno, home(rest.partition(".")[0])
+            found.append((node.lineno, f"{node.value.id}.{node.attr}"))
+    return found
 
 
 def home(name: str) -> str:
-    """The part of anychip that holds a name of the root module; a part's name is its own."""
-    is_exported = name in anychip.__all__
-    return anychip._HOME.get(name, "anychip.contract").split(".")[1] if is_exported else name
+    """Where a name of the root module is; any other name is where it says."""
+    exported = name.removeprefix("anychip.")
+    is_exported = exported in anychip.__all__
+    return anychip._HOME.get(exported, "anychip.contract") if is_exported else name
+
+
+def module_name(path: Path) -> str:
+    """As it is imported; the folders of ``core`` and of each backend are import roots."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    roots = {"core": 1, "backends": 2}
+    return ".".join(parts[roots.get(parts[0], 0) :]).removesuffix(".__init__")
+
+
+def circle(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Modules of which each imports the one before it, and the first the last; empty if none do.
+
+    An import inside a function, or for type checks, is one as well: who needs the other to be
+    there belongs above it, whenever it asks. Two are not: of a package by its own modules, since
+    Python does that, and what the root module, which imports nothing by itself, only hands over.
+    """
+    graph: dict[str, set[str]] = {name: set() for name in trees}
+    for name in trees.keys() - {"anychip"}:
+        for _, used in imported_names(trees[name]):
+            found = home(used)
+            while found and found not in trees:
+                found, _, last = found.rpartition(".")
+                if last.startswith("_"):  # a compiled module, or a dunder name
+                    found = ""
+            graph[name] |= {found} & trees.keys() - {name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def layer_offences(tree: ast.Module, part: str, allowed: set[str]) -> list[str]:
@@ -177,6 +215,23 @@ def test_core_files_import_only_lower_layers() -> None:
         return layer_offences(parse(path), part, LAYERS[part])
 
     assert offences(OF_CORE, rule) == []
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    paths = python_files("core", "backends", "benchmarks")
+    assert " <- ".join(circle({module_name(path): parse(path) for path in paths})) == ""
+
+
+@pytest.mark.parametrize(("back", "is_circle"), [
+    ("import anychip.a", True), ("from anychip import a", True), ("from anychip.a import f", True),
+    ("def g():\n    from anychip.a import f", True),
+    ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from anychip.a import f", True),
+    ("import anychip.b", False), ("from anychip.a import _native", False),
+])  # fmt: skip
+def test_circle_of_two_modules_is_found_wherever_they_import(back: str, is_circle: bool) -> None:
+    texts = {"anychip.a": "from anychip.b import x", "anychip.b": back}
+    found = circle({name: ast.parse(text) for name, text in texts.items()})
+    assert set(found) == (set(texts) if is_circle else set())
 
 
 def test_backend_files_import_contract_and_operators_only_and_never_each_other() -> None:

@@ -19,7 +19,7 @@ from anychip.contract import Backend
 from anychip.train import models, parallel, precision, zero
 from anychip.train.config import Config
 from anychip.train.optim import Rule
-from anychip.train.run import SCHEDULES, measured_rates, mesh_sizes, rule_of, stage_layers
+from anychip.train.run import measured_rates, mesh_sizes, rule_of, stage_layers
 from anychip.train.zero import checks, partition
 
 
@@ -110,7 +110,7 @@ def plan(config: Config, chip: Backend, nproc: int | None = None) -> Plan:
 
 
 def _timeline(config: Config, costs: Sequence[parallel.LayerCost]) -> parallel.Timeline:
-    schedule = SCHEDULES[config.parallel.schedule](len(costs), config.data.accumulation)
+    schedule = parallel.SCHEDULES[config.parallel.schedule](len(costs), config.data.accumulation)
     forward, backward = [c.forward for c in costs], [c.backward for c in costs]
     return parallel.simulate(schedule, parallel.Costs(forward=forward, backward=backward))
 

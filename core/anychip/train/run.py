@@ -18,20 +18,10 @@ from anychip import registry, runtime
 from anychip.comm import agree
 from anychip.contract import Backend, Communicator
 from anychip.train import checkpoint, data, models, optim, parallel, precision, zero
-from anychip.train.config import (
-    AdamWConfig,
-    Config,
-    LAMBConfig,
-    LionConfig,
-    ParallelConfig,
-    SGDConfig,
-)
+from anychip.train.config import Config, ParallelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-SCHEDULES = {"1f1b": parallel.one_f_one_b, "gpipe": parallel.gpipe}
-"""By the values of ``parallel.schedule``."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,7 +123,7 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     run.pipeline = parallel.Pipeline(
         stage,
         comm,
-        SCHEDULES[config.parallel.schedule](comm.world_size, config.data.accumulation),
+        parallel.SCHEDULES[config.parallel.schedule](comm.world_size, config.data.accumulation),
         tied=stage.tied,
         autocast=run.policy.autocast,
     )
@@ -230,25 +220,9 @@ def rank_seed(seed: int, rank: int) -> int:
 
 def rule_of(config: Config) -> optim.Rule:
     """The update rule that the settings describe, behind clipping by the global norm."""
-    settings, steps = config.optimizer, config.run.steps
-    schedule = optim.warmup_cosine(
-        settings.lr,
-        round(config.schedule.warmup * steps),
-        steps,
-        final_fraction=config.schedule.final,
-    )
+    settings = config.optimizer
     clip = optim.clip_by_global_norm(settings.max_norm or math.inf)
-    match settings:
-        case AdamWConfig(beta1=beta1, beta2=beta2, eps=eps, states=states):
-            rule = optim.adamw(schedule, beta1=beta1, beta2=beta2, eps=eps, states=states)
-        case LAMBConfig(beta1=beta1, beta2=beta2, eps=eps):
-            rule = optim.lamb(schedule, beta1=beta1, beta2=beta2, eps=eps)
-        case LionConfig(beta1=beta1, beta2=beta2):
-            rule = optim.lion(schedule, beta1=beta1, beta2=beta2)
-        case SGDConfig(momentum=momentum, nesterov=nesterov):
-            rule = optim.sgd(schedule, momentum=momentum, nesterov=nesterov)
-        case _:
-            raise AssertionError(f"no rule for {type(settings).__name__}")
+    rule = settings.rule(config.schedule.rate(settings.lr, config.run.steps))
     return optim.chain(clip, rule)
 
 

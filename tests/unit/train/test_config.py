@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from anychip.train import config
+from anychip.train import config, optim
 from anychip.train.config import (
     AdamWConfig,
     Config,
     ConfigError,
     LionConfig,
     OptimizerConfig,
+    ScheduleConfig,
     SGDConfig,
 )
 from anychip.train.models import GPTConfig, LlamaConfig
+from anychip.train.run import rule_of
 
 EVERY_OPTIMIZER = [[f"optimizer.kind={kind}"] for kind in config.OPTIMIZERS]
+LR_KINDS = list(config.LR_SCHEDULES)
 
 
 def _written(path: Path, text: str) -> Path:
@@ -85,6 +89,7 @@ def test_config_written_and_read_is_the_same(tmp_path: Path, settings: list[str]
     ("optimizer.lr=-1", "[optimizer] lr must be at least 0, got -1.0"),
     ("optimizer.states=16bit", "[optimizer] states must be one of float32, 8bit, got '16bit'"),
     ("optimizer.stage=4", "[optimizer] stage must be 0, 1, 2 or 3, got 4"),
+    ("schedule.kind=step", "schedule.kind must be one of cosine, constant, got 'step'"),
     ("schedule.warmup=2", "[schedule] warmup must be from 0 to 1, got 2.0"),
     ("checkpoint.every=0", "[checkpoint] every must be at least 1, got 0"),
     ("model", "a setting is key=value, like model.width=256; got 'model'"),
@@ -123,9 +128,49 @@ def test_list_of_settings_has_what_configurations_have_with_a_line_for_each() ->
         made = config.load(None, [f"{table}.kind={kind}"] if kind else [])
         assert name == "kind" or getattr(getattr(made, table), name) == setting.default
         assert len(setting.meaning) > 10, key
-    written = [config.load(None, kinds) for kinds in ([], ["model.kind=llama"], *EVERY_OPTIMIZER)]
+    every = [*EVERY_OPTIMIZER, ["model.kind=llama"], *([f"schedule.kind={k}"] for k in LR_KINDS)]
+    written = [config.load(None, kinds) for kinds in every]
     keys = {f"{t}.{key}" for made in written for t, of in asdict(made).items() for key in of}
-    assert keys | {"model.kind", "optimizer.kind"} == {setting.key for setting in listed}
+    kinds = {"model.kind", "optimizer.kind", "schedule.kind"}
+    assert keys | kinds == {setting.key for setting in listed}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plain(OptimizerConfig):
+    """``optimizer.kind = "plain"``."""
+
+    def rule(self, lr: optim.Schedule) -> optim.Rule:
+        return optim.sgd(lr)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Halving(ScheduleConfig):
+    """``schedule.kind = "halving"``.
+
+    Attributes:
+        every: updates from one half to the next.
+    """
+
+    every: int = 2
+
+    def rate(self, highest: float, steps: int) -> optim.Schedule:
+        return lambda count: highest * 0.5 ** (count // self.every)
+
+
+def test_entry_of_the_tables_is_a_kind_that_is_listed_written_read_and_trained_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cast(dict[str, Any], config.OPTIMIZERS), "plain", _Plain)
+    monkeypatch.setitem(cast(dict[str, Any], config.LR_SCHEDULES), "halving", _Halving)
+    kinds = ["optimizer.kind=plain", "schedule.kind=halving", "schedule.every=3"]
+    loaded = config.load(None, [*kinds, "optimizer.lr=8"])
+    assert (loaded.optimizer, loaded.schedule) == (_Plain(lr=8.0), _Halving(every=3))
+    assert config.load(_written(tmp_path / "c.toml", config.dump(loaded))) == loaded
+    assert ("schedule.every", "halving") in {(s.key, s.kind) for s in config.settings()}
+    rule = rule_of(loaded)
+    assert rule.schedule is not None
+    assert "momentum" in rule.options
+    assert [rule.schedule(count) for count in range(7)] == [8, 8, 8, 4, 4, 4, 2]
 
 
 @pytest.mark.parametrize(("text", "answer"), [

@@ -134,6 +134,11 @@ def test_learning_rate_rises_then_falls_to_its_final_part(tmp_path: Path) -> Non
     assert np.allclose(rates, wanted, rtol=1e-12, atol=0)
 
 
+def test_learning_rate_of_the_kind_constant_stays(tmp_path: Path) -> None:
+    run = _build("run.steps=3", "schedule.kind=constant", "optimizer.lr=1e-3")
+    assert [row.lr for row in loop.train(run, tmp_path, _nothing)] == [1e-3] * 3
+
+
 @pytest.mark.parametrize(("batches", "step"), [(4, 5), (0, 1)], ids=["later", "at_once"])
 def test_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
     tmp_path: Path, batches: int, step: int

@@ -20,7 +20,7 @@ from anychip.conformance.case import Case, Context, check, check_equal_bits
 from anychip.contract import Communicator
 from anychip.train import optim, zero
 from anychip.train.models import GPT
-from anychip.train.parallel import Pipeline, Schedule, gpipe, make_stage, one_f_one_b
+from anychip.train.parallel import SCHEDULES, Pipeline, Schedule, make_stage
 
 STAGES = 2
 MICRO = 4
@@ -29,8 +29,6 @@ SIZES = trainee.Sizes(batch=8)
 CUT = 2
 """Layers 0 and 1 (embedding, first block) are the first stage; the rest is the second."""
 TIED_LIMIT = 1e-6
-
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 def cases(context: Context) -> Iterator[Case]:

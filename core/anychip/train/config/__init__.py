@@ -7,14 +7,16 @@ does not exist, or a value that cannot be, is answered with where it came from a
 from anychip.train.config.listing import Setting, settings
 from anychip.train.config.reading import dump, load
 from anychip.train.config.settings import (
+    LR_SCHEDULES,
     MODELS,
     OPTIMIZERS,
-    SCHEDULES,
     TOKENIZERS,
     AdamWConfig,
     CheckpointConfig,
     Config,
     ConfigError,
+    ConstantConfig,
+    CosineConfig,
     DataConfig,
     LAMBConfig,
     LionConfig,
@@ -26,14 +28,16 @@ from anychip.train.config.settings import (
 )
 
 __all__ = [
+    "LR_SCHEDULES",
     "MODELS",
     "OPTIMIZERS",
-    "SCHEDULES",
     "TOKENIZERS",
     "AdamWConfig",
     "CheckpointConfig",
     "Config",
     "ConfigError",
+    "ConstantConfig",
+    "CosineConfig",
     "DataConfig",
     "LAMBConfig",
     "LionConfig",

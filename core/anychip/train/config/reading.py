@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, get_type_hints
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from anychip.train.config.settings import MODELS, OPTIMIZERS, Config, ConfigError
+from anychip.train.config.settings import LR_SCHEDULES, MODELS, OPTIMIZERS, Config, ConfigError
 
 KINDS: Mapping[str, tuple[Mapping[str, type[Any]], str]] = {
     "model": (MODELS, "gpt"),
     "optimizer": (OPTIMIZERS, "adamw"),
+    "schedule": (LR_SCHEDULES, "cosine"),
 }
 """Tables whose settings depend on their ``kind``: the kinds that there are, and the default."""
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from anychip.contract import AnychipError
+from anychip.train import optim
 from anychip.train.data import VOCAB_SIZE
 from anychip.train.models import GPTConfig, LlamaConfig
+from anychip.train.optim.elementwise import ADAMW_STATES
+from anychip.train.parallel import SCHEDULES
 
 MODELS: Mapping[str, type[GPTConfig] | type[LlamaConfig]] = {"gpt": GPTConfig, "llama": LlamaConfig}
 """Values of ``model.kind`` and the settings that each has."""
 
 TOKENIZERS = ("bytes", "bpe")
 """Values of ``data.tokenizer`` that are no file."""
-
-SCHEDULES = ("1f1b", "gpipe")
-"""Values of ``parallel.schedule``."""
-
-
-STATES = ("float32", "8bit")
-"""Values of ``optimizer.states``, of adamw."""
 
 
 class ConfigError(AnychipError, ValueError):
@@ -120,7 +117,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig:
+class OptimizerConfig(ABC):
     """What every kind of optimizer has.
 
     Attributes:
@@ -141,6 +138,10 @@ class OptimizerConfig:
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage}")
 
+    @abstractmethod
+    def rule(self, lr: optim.Schedule) -> optim.Rule:
+        """What these settings say, with a learning rate in place of the highest."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWConfig(OptimizerConfig):
@@ -160,10 +161,15 @@ class AdamWConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         OptimizerConfig.__post_init__(self)
-        if self.states not in STATES:
-            raise ValueError(f"states must be one of {', '.join(STATES)}, got {self.states!r}")
+        if self.states not in ADAMW_STATES:
+            known = ", ".join(ADAMW_STATES)
+            raise ValueError(f"states must be one of {known}, got {self.states!r}")
         _below_one(beta1=self.beta1, beta2=self.beta2)
         _positive(eps=self.eps)
+
+    def rule(self, lr: optim.Schedule) -> optim.Rule:
+        betas = {"beta1": self.beta1, "beta2": self.beta2}
+        return optim.adamw(lr, **betas, eps=self.eps, states=self.states)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +192,9 @@ class LAMBConfig(OptimizerConfig):
         _below_one(beta1=self.beta1, beta2=self.beta2)
         _positive(eps=self.eps)
 
+    def rule(self, lr: optim.Schedule) -> optim.Rule:
+        return optim.lamb(lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LionConfig(OptimizerConfig):
@@ -204,6 +213,9 @@ class LionConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         OptimizerConfig.__post_init__(self)
         _below_one(beta1=self.beta1, beta2=self.beta2)
+
+    def rule(self, lr: optim.Schedule) -> optim.Rule:
+        return optim.lion(lr, beta1=self.beta1, beta2=self.beta2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,6 +238,9 @@ class SGDConfig(OptimizerConfig):
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum greater than 0")
 
+    def rule(self, lr: optim.Schedule) -> optim.Rule:
+        return optim.sgd(lr, momentum=self.momentum, nesterov=self.nesterov)
+
 
 OPTIMIZERS: Mapping[str, type[OptimizerConfig]] = {
     "adamw": AdamWConfig,
@@ -233,12 +248,22 @@ OPTIMIZERS: Mapping[str, type[OptimizerConfig]] = {
     "lamb": LAMBConfig,
     "lion": LionConfig,
 }
-"""Values of ``optimizer.kind`` and the settings that each has."""
+"""Values of ``optimizer.kind``, and the settings that each has, which make its rule."""
+
+
+class ScheduleConfig(ABC):
+    """What every kind of schedule of the learning rate has."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def rate(self, highest: float, steps: int) -> optim.Schedule:
+        """What these settings say, over ``run.steps``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleConfig:
-    """Warm-up, then half a cosine over the rest of ``run.steps``.
+class CosineConfig(ScheduleConfig):
+    """``schedule.kind = "cosine"``: warm-up, then half a cosine over the rest of ``run.steps``.
 
     Attributes:
         warmup: the part of all steps in which the learning rate rises, from 0 to 1.
@@ -252,6 +277,26 @@ class ScheduleConfig:
         for name in ("warmup", "final"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
+
+    def rate(self, highest: float, steps: int) -> optim.Schedule:
+        return optim.warmup_cosine(
+            highest, round(self.warmup * steps), steps, final_fraction=self.final
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConstantConfig(ScheduleConfig):
+    """``schedule.kind = "constant"``: the highest learning rate at every step."""
+
+    def rate(self, highest: float, steps: int) -> optim.Schedule:
+        return optim.constant(highest)
+
+
+LR_SCHEDULES: Mapping[str, type[ScheduleConfig]] = {
+    "cosine": CosineConfig,
+    "constant": ConstantConfig,
+}
+"""Values of ``schedule.kind``, and the settings that each has, which make its learning rates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,7 +322,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: ScheduleConfig = field(default_factory=CosineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from anychip.train.parallel.mesh import Mesh
 from anychip.train.parallel.pipeline import Pipeline
 from anychip.train.parallel.rates import Rates, flops_per_byte, read_rates
 from anychip.train.parallel.schedule import (
+    SCHEDULES,
     Action,
     Schedule,
     ScheduleError,
@@ -32,6 +33,7 @@ from anychip.train.parallel.state import Names, WholeModel, WholeOptimizer, name
 from anychip.train.parallel.validation import validate
 
 __all__ = [
+    "SCHEDULES",
     "Action",
     "Costs",
     "LayerCost",

@@ -13,7 +13,7 @@ section 2.2.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -144,6 +144,10 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         row += [Action(stage, "B", i) for i in range(microbatches - warmup, microbatches)]
         rows.append(tuple(row))
     return Schedule(tuple(rows))
+
+
+SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+"""By name; each is given the numbers of stages and of microbatches."""
 
 
 def _check_sizes(stages: int, microbatches: int) -> None:

@@ -1,7 +1,9 @@
 """Where the kernels' tests run: on the emulator always, and on a CUDA device where there is one."""
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -12,12 +14,29 @@ from anychip_cuda import operators
 from anychip_cuda.native import Kernels
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In another order of threads than the first, with a sanitizer too, the tests are a grid."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
+    """In another order of threads than the first, with a sanitizer too, the tests are a grid.
+
+    Where a chip is not, the first test of each file says so for all that need it.
+    """
     if os.environ.get("ANYCHIP_EMULATOR_ORDER", "forward") != "forward":
         for item in items:
             item.add_marker(pytest.mark.grid)
+    yield
+    said: set[tuple[Path, str]] = set()
+    left_out = set()
+    for item in items:
+        chip = item.callspec.params.get("chip") if hasattr(item, "callspec") else None
+        if chip is not None and isinstance(_find(chip), str):
+            if (item.path, chip) in said:
+                left_out.add(item)
+            said.add((item.path, chip))
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 class Chip(NamedTuple):
@@ -34,23 +53,30 @@ class Chip(NamedTuple):
     table: OperatorTable
 
 
+@functools.cache
+def _find(chip: str) -> Kernels | str:
+    """The kernels of a chip, or why they cannot be run here."""
+    if chip == "cuda":
+        if operators.kernels is None or not torch.cuda.is_available():
+            return "no CUDA device, or no kernels for it"
+        return operators.kernels
+    from tests.cuda_emulated.anychip_cuda_emulated import backend
+
+    try:
+        return Kernels(backend.load_emulator(), backend.host_place)
+    except ImportError as error:
+        if os.environ.get("ANYCHIP_EMULATOR_REQUIRED"):
+            raise
+        return str(error)
+
+
 @pytest.fixture(params=["emulated", "cuda"], scope="session")
-def chip(request: pytest.FixtureRequest) -> Iterator[Chip]:
+def chip(request: pytest.FixtureRequest) -> Chip:
     """The emulator, then the device."""
     from anychip_cuda.table import make_table
 
-    if request.param == "emulated":
-        from tests.cuda_emulated.anychip_cuda_emulated import backend
-
-        try:
-            kernels = Kernels(backend.load_emulator(), backend.host_place)
-        except ImportError as error:
-            if os.environ.get("ANYCHIP_EMULATOR_REQUIRED"):
-                raise
-            pytest.skip(str(error))
-        yield Chip(torch.device("cpu"), kernels, make_table(kernels, mapped=False))
-        return
-    if operators.kernels is None or not torch.cuda.is_available():
-        pytest.skip("no CUDA device, or no kernels for it")
-    kernels = operators.kernels
-    yield Chip(torch.device("cuda"), kernels, make_table(kernels, mapped=False))
+    kernels = _find(request.param)
+    if isinstance(kernels, str):
+        pytest.skip(kernels)
+    device = torch.device("cuda" if request.param == "cuda" else "cpu")
+    return Chip(device, kernels, make_table(kernels, mapped=False))

@@ -61,6 +61,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.grid
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "index"), every_sample(DIFFERENTIABLE))
@@ -167,6 +168,7 @@ def _results(name: str, dtype: torch.dtype) -> Any:
     return bits([outputs, list(args), gradients(outputs, leaves) if leaves else []])
 
 
+@pytest.mark.grid
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -193,6 +195,7 @@ def test_native_row_has_the_same_bits_for_every_number_of_threads_and_instructio
 # layouts of gradients: what a row does not copy it must read where it is
 
 
+@pytest.mark.grid
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "index"), every_sample(DIFFERENTIABLE))

@@ -496,6 +496,7 @@ GRADIENT_CALLS = {
 CASES = [(name, label) for name, labels in GRADIENT_CALLS.items() for label in labels]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "label"), CASES, ids=[f"{n}-{c}" for n, c in CASES])
 def test_gradient_oracle_agrees_with_differences_of_the_forward_oracle(
     name: str, label: str
@@ -571,6 +572,7 @@ def test_every_operator_of_ours_has_an_oracle_with_every_layout(name: str) -> No
     assert layouts == {"contiguous", *LAYOUTS}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", FORMATS, ids=lambda d: FORMATS[d].name)
 @pytest.mark.parametrize("name", ORACLES)
 def test_call_made_twice_has_the_same_numbers(name: str, dtype: torch.dtype) -> None:

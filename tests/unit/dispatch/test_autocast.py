@@ -86,6 +86,7 @@ def _with_rule(name: str, rule: str) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("pin", ["cpu", "reference"])
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_rows_run_without_autocast_of_their_own(name: str, pin: str, door: str) -> None:

@@ -73,6 +73,7 @@ def spy_table(operator: str = "gelu") -> tuple[OperatorTable, list[Tensor]]:
 # equal bits
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "index"), every_sample())
 def test_doors_every_sample_give_equal_bits(name: str, index: int, dtype: torch.dtype) -> None:
@@ -284,6 +285,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [n for n in DIFFERENTIABLE if n != "embedding"])
 def test_layout_of_the_first_argument_does_not_change_the_bits(name: str, layout: str) -> None:

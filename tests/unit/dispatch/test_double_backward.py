@@ -108,6 +108,7 @@ def _gradient_of_gradients(function: Callable[..., Any], leaves: list[Tensor]) -
     return torch.autograd.grad(total, leaves, materialize_grads=True, allow_unused=True)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("door", ["short cut", "library"])
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_second_derivative_of_every_operator_equals_plain_torch(name: str, door: str) -> None:

@@ -269,6 +269,7 @@ def test_call_in_c_gives_and_leaves_what_the_reference_does(
 # what is taken in C, and what is left to Python
 
 
+@pytest.mark.grid
 @needs_native
 @pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])
 @pytest.mark.parametrize(("name", "index"), every_sample())

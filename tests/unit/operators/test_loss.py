@@ -176,6 +176,7 @@ def product(rows: int, inputs: int, classes: int) -> tuple[Tensor, ...]:
     return x, weight, torch.randint(classes, (rows,)), torch.randn(classes)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("label", OPTIONS)
 def test_linear_cross_entropy_equals_linear_then_cross_entropy(

@@ -69,6 +69,7 @@ def test_first_block_is_the_published_one() -> None:
     assert torch_philox.words(torch.tensor([0, 0]), 4).tolist() == KNOWN[0][2]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("p", PROBABILITIES)
 @pytest.mark.parametrize(("seed", "offset"), STREAMS)
 def test_dropout_in_float32_has_the_bits_of_numpy(

@@ -35,6 +35,7 @@ INNER = {
 }  # fmt: skip
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("reference")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "index"), every_sample(DIFFERENTIABLE))

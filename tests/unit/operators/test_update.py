@@ -62,6 +62,7 @@ def _adamw64(
     return p - step_size * m / ((v / (1 - beta2**step)).sqrt() + eps), m, v
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("step", [0.0, 3.0, 10_000.0])
 @pytest.mark.parametrize(
     ("scale", "clip", "found"),
@@ -153,6 +154,7 @@ def _sgd64(p: Tensor, g: Tensor, b: Tensor, lr: float, attrs: dict[str, Any]) ->
     return [p - lr * (step + (decay - coupled) * p), b]
 
 
+@pytest.mark.grid
 @OPTIONS
 @pytest.mark.parametrize("label", SGD)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -221,6 +223,7 @@ def _lamb64(
     return p - lr * trust * u, m, v
 
 
+@pytest.mark.grid
 @OPTIONS
 @pytest.mark.parametrize("zero", ["neither", "params", "steps"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -414,6 +417,7 @@ def test_unscale_equals_float64(dtype: torch.dtype) -> None:
     assert found.item() == 0.0
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("place", [0, 7, 16, 999])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -23,8 +23,9 @@ _MAC_NBYTES, _MAX_RANKS = 32, 32
 _BODY = struct.Struct("!4sB3xIQQHH32I832s")
 _MAGIC = b"ACh1"
 
-HELLO, BEAT, FAILURE, BYE = range(1, 5)
-"""Kinds: this is the sender; it is alive; what ended the job; ranks that have closed."""
+HELLO, BEAT, FAILURE, BYE, QUESTION = range(1, 6)
+"""Kinds: this is the sender; it is alive; what ended the job; ranks that have closed; what every
+rank is asked."""
 
 
 class Frame(NamedTuple):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from anychip.comm.job import Job, LastCall
-from anychip.comm.ledger import Failure, Ledger
+from anychip.comm.ledger import MESSAGE_TAGS, STEP_TAGS, Failure, Note
 from anychip.comm.solo import Solo
 from anychip.comm.store import part_of
 from anychip.contract import (
@@ -38,9 +39,6 @@ from anychip.contract import (
 if TYPE_CHECKING:
     import torch
 
-TAGS = 2**20
-"""Tags of messages are below it."""
-
 
 def alone(*, name: str = "world", world_rank: int = 0, device: str = HOST) -> Communicator:
     """The communicator of a job, or of a group, that has one rank."""
@@ -50,9 +48,9 @@ def alone(*, name: str = "world", world_rank: int = 0, device: str = HOST) -> Co
 class Group(Communicator):
     """One rank's end of a group.
 
-    Further than the interface promises: a call that is not the same on all ranks is refused before
-    anything is sent, at the price of one round trip to the store (16 to 60 us on one machine). A
-    failure in one group ends all groups of the job, on all ranks.
+    Further than the interface promises: the ranks of a call that is not the same on all exchange
+    nothing, unless the job's ``check`` is ``off``. A failure in one group ends all groups of the
+    job, on all ranks.
 
     Args:
         job: None for a group of one rank, which has nobody to agree with.
@@ -67,8 +65,10 @@ class Group(Communicator):
         if job is not None:
             job.hold(transport)
             self.timeout_s, self._store = job.timeout_s, part_of(job.store, f"group/{group.number}")
-            compare = job.check == "always"
-            self._ledger = Ledger(self._store, group.rank, group.ranks, compare=compare)
+            can_step = transport.num_tags >= STEP_TAGS
+            check = "always" if job.check == "step" and not can_step else job.check
+            self._ledger = job.ledger(group, check)
+            self.description += f"; calls compared: {check}"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -145,8 +145,10 @@ class Group(Communicator):
             self._check_rank(kind, "peer", peer)
             if peer == self.rank:
                 raise ValueError(f"{self}.{kind}: another rank expected, got {peer}, this one")
-            if not 0 <= tag < TAGS:
-                raise ValueError(f"{self}.{kind}: a tag from 0 to {TAGS - 1} expected, got {tag}")
+            if not 0 <= tag < MESSAGE_TAGS:
+                raise ValueError(
+                    f"{self}.{kind}: a tag from 0 to {MESSAGE_TAGS - 1} expected, got {tag}"
+                )
         work = self._exchange(transfers) if transfers else DONE
         for kind, tensor, _, _ in transfers:
             self.traffic.add(kind, tensor.nbytes)
@@ -195,7 +197,12 @@ class Group(Communicator):
             return self.transport.barrier(call)
 
         self._call(Call("split"), f"{name} {groups}", begin).wait()
-        return int(self._store.get(key)) if len(mine) > 1 else 0
+        if self.job is None or len(mine) == 1:
+            return 0
+        try:
+            return int(self._store.get(key))
+        except RuntimeError as error:  # the store went with its host
+            raise self.job.explain(self._where("split"), error, lambda: (0,)) from error
 
     def _exchange(self, transfers: Sequence[Transfer]) -> Work:
         assert self.job is not None, "transfers are between two ranks"
@@ -203,48 +210,46 @@ class Group(Communicator):
             f"{kind} {'to' if kind == 'send' else 'from'} rank {self.ranks[peer]}"
             for kind, _, peer, _ in transfers
         )
-        where = self._where(names)
-        self._refuse(where)
+        self._refuse(names)
         peers = tuple(sorted({self.ranks[peer] for _, _, peer, _ in transfers}))
         self.job.last_call = LastCall(self.name, self._ledger, peers=peers)
-        for transfer in transfers:
-            self._compare_message(self.job, where, transfer)
-        return _Call(self, where, None, lambda: self.transport.exchange(transfers))
+        notes = [self._noted(names, transfer) for transfer in transfers]
+        tags = self.transport.num_tags
+        if tags:
+            transfers = [
+                transfer._replace(tag=self._ledger.tag(note, tags))
+                for transfer, note in zip(transfers, notes, strict=True)
+            ]
+        return _Call(self, names, notes, lambda: self.transport.exchange(transfers))
 
-    def _compare_message(self, job: Job, where: str, transfer: Transfer) -> None:
+    def _noted(self, names: str, transfer: Transfer) -> Note:
         kind, tensor, peer, tag = transfer
         pair = (self.rank, peer) if kind == "send" else (peer, self.rank)
-        try:
-            other = self._ledger.message(*pair, tag, _shape(tensor))
-        except RuntimeError as error:
-            raise job.explain(where, error, lambda: (0,)) from error
-        if other is None:
-            return
-        source, destination = (self.ranks[rank] for rank in pair)
-        sent, expected = (_shape(tensor), other) if kind == "send" else (other, _shape(tensor))
-        reason = (
-            f"the ranks disagree: rank {source} sends {sent} to rank {destination}, which expects "
-            f"{expected} (tag {tag})"
-        )
-        raise job.fail(where, Failure((source,), reason))
+        return self._agreed(names, lambda: self._ledger.message((*pair, tag), _shape(tensor)))
 
     def _call(self, call: Call, what: str, begin: Callable[[Call], Work] | None = None) -> Work:
         """A collective that all ranks make, whose first messages are on their way."""
         move: Callable[[Call], Work] = begin or getattr(self.transport, call.name)
         if self.job is None:
             return move(call)
-        self._refuse(self._where(call.name))
-        try:
-            number, wrong = self._ledger.enter(f"{call.name} {what}".rstrip())
-        except RuntimeError as error:  # the store went with its host
-            raise self.job.explain(self._where(call.name), error, lambda: (0,)) from error
-        where = self._where(f"{call.name} #{number}")
-        self.job.last_call = LastCall(self.name, self._ledger, number)
-        if wrong is not None:
-            raise self.job.fail(where, wrong)
+        self._refuse(call.name)
+        note = self._agreed(call.name, lambda: self._ledger.enter(f"{call.name} {what}".rstrip()))
+        self.job.last_call = LastCall(self.name, self._ledger, note.number)
         tags = self.transport.num_tags
-        tagged = call._replace(tag=number % tags if tags else 0)
-        return _Call(self, where, number, lambda: move(tagged))
+        tagged = call._replace(tag=self._ledger.tag(note, tags)) if tags else call
+        return _Call(self, f"{call.name} #{note.number}", [note], lambda: move(tagged))
+
+    def _agreed(self, call: str, enter: Callable[[], tuple[Note, Failure | None]]) -> Note:
+        """The note of a call; raises when it is known that another rank calls something else."""
+        assert self.job is not None
+        try:
+            note, wrong = enter()
+        except RuntimeError as error:  # the store went with its host
+            raise self.job.explain(self._where(call), error, lambda: (0,)) from error
+        if wrong is not None:
+            number = "" if note.pair else f" #{note.number}"
+            raise self.job.fail(self._where(call + number), wrong)
+        return note
 
     def _start(
         self, call: str, payload: Sequence[torch.Tensor], work: Work, async_op: bool
@@ -259,16 +264,18 @@ class Group(Communicator):
             work.proceed()
         return work
 
-    def _refuse(self, where: str) -> None:
+    def _refuse(self, call: str) -> None:
         """Raises when nothing can be called any more."""
         assert self.job is not None
         if self.is_closed and not self.job.has_failed:
-            raise CommunicationError(where, "this rank has closed the communicator")
-        self.job.refuse_after_failure(where)
+            text = "this rank has closed the communicator"
+            raise CommunicationError(self._where(call), text)
+        self.job.refuse_after_failure(lambda: self._where(call))
 
-    def _explain(self, where: str, number: int | None, error: RuntimeError) -> Exception:
+    def _explain(self, call: str, note: Note, error: RuntimeError) -> Exception:
         """The error to raise for a transport's: what became of the job, and who is to blame."""
         assert self.job is not None
+        where = self._where(call)
         if isinstance(error, AnychipError) and not isinstance(error, TransportError):
             return error
         if not isinstance(error, TransportError):
@@ -278,13 +285,13 @@ class Group(Communicator):
         if error.how == "wrong":
             return self.job.fail(where, Failure(peers, str(error)))
 
-        def missing() -> tuple[int, ...]:
-            return peers if number is None else self._ledger.missing(number)
+        def missing(*, ask: bool = False) -> tuple[int, ...]:
+            return peers if note.pair else self._ledger.missing(note.number, ask=ask)
 
         if error.how == "lost":
             return self.job.explain(where, error, missing)
         with contextlib.suppress(RuntimeError):  # the store went with its host
-            peers = missing() or peers
+            peers = missing(ask=True) or peers
         return self.job.late(where, peers, self._ledger)
 
     def _where(self, call: str) -> str:
@@ -338,20 +345,23 @@ class _Call(Work):
     """A transport's work, whose failure becomes one error for the rank, told to all others."""
 
     def __init__(
-        self, group: Group, where: str, number: int | None, begin: Callable[[], Work]
+        self, group: Group, name: str, notes: Sequence[Note], begin: Callable[[], Work]
     ) -> None:
-        self._group, self._where, self._number = group, where, number
+        self._group, self._name, self._notes = group, name, notes
         self._error: Exception | None = None
         self._lock = threading.Lock()
         try:
             self._work = begin()
         except RuntimeError as error:
-            raise group._explain(where, number, error) from error
+            raise group._explain(name, notes[0], error) from error
 
     def is_done(self) -> bool:
         return self._error is not None or self._work.is_done()
 
     def wait(self) -> None:
+        now = time.monotonic()
+        for note in self._notes:
+            note.waited = note.waited or now
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -360,6 +370,9 @@ class _Call(Work):
             if not isinstance(known, CommunicationError):
                 raise
             raise CommunicationError(known.where, known.reason, ranks=known.ranks) from error
+        now = time.monotonic()
+        for note in self._notes:
+            note.ended = note.ended or now
 
     def proceed(self) -> None:
         self._group.transport.proceed(self._work, self._fail)
@@ -367,7 +380,7 @@ class _Call(Work):
     def _fail(self, error: Exception) -> None:
         with self._lock:
             if self._error is None and isinstance(error, RuntimeError):
-                self._error = self._group._explain(self._where, self._number, error)
+                self._error = self._group._explain(self._name, self._notes[0], error)
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -16,22 +16,21 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from threading import Thread
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anychip import contract
 from anychip.comm.gloo import Gloo
-from anychip.comm.ledger import Failure, Ledger, ranks_text
+from anychip.comm.ledger import LAST, Check, Failure, Ledger, ranks_text
 from anychip.comm.meeting import meet
 from anychip.comm.store import Connection, part_of
+from anychip.comm.watch import Watch
 from anychip.contract import HOST_LIBRARY, CommunicationError, DeviceError, Membership, Transport
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from anychip.comm.liveness import Liveness
-
-Check = Literal["always", "off"]
-CHECKS: tuple[Check, ...] = ("always", "off")
 
 _NEWS_S = 3.0
 """How long a rank whose connection broke waits to hear which rank is to blame."""
@@ -72,11 +71,12 @@ class Job(contract.Job):
     Args:
         store: with keys of this job alone.
         news: makes what tells ranks of each other, as :class:`~anychip.comm.liveness.Liveness`
-            does, given what is to be called at a failure.
+            does, given what is to be called at a failure, and with a question.
         connect: makes the connections between the ranks' hosts, as :class:`~anychip.comm.gloo.Gloo`
             has them; a call of all ranks.
-        check: ``always``: ranks compare their calls before anything is sent; ``off``: they do
-            not, and calls that differ end in a time limit, or a crash.
+        heartbeat_s: seconds that a call is waited for before ranks compare what they call; less
+            where the time limit is less than twice that.
+        check: how ranks find that they call different things, see :mod:`anychip.comm.ledger`.
     """
 
     def __init__(
@@ -85,9 +85,10 @@ class Job(contract.Job):
         world_size: int,
         store: Store,
         *,
-        news: Callable[[Callable[[Failure], None]], Any],
+        news: Callable[[Callable[[Failure], None], Callable[[str], None]], Any],
         connect: Callable[[Store], Any],
         timeout_s: float,
+        heartbeat_s: float = 30.0,
         check: Check = "always",
     ) -> None:
         self.rank, self.world_size, self.store = rank, world_size, store
@@ -99,7 +100,9 @@ class Job(contract.Job):
         self._broken = False
         self._on_close: list[Callable[[], object]] = []
         self._closed = False
-        self.news = news(self._break)
+        self._limit_s = min(heartbeat_s, timeout_s / 2)
+        self._ledgers: dict[int, Ledger] = {}
+        self.news = news(self._break, self._answer)
 
     @cached_property
     def connections(self) -> Any:
@@ -113,6 +116,39 @@ class Job(contract.Job):
             thing.abort()
         return thing
 
+    def ledger(self, group: Membership, check: Check) -> Ledger:
+        """The calls of a group, which are watched from now on where they have to be."""
+        store = part_of(self.store, f"group/{group.number}")
+
+        def ask(question: int) -> None:
+            self.news.ask(f"{group.number} {question}")
+
+        found = Ledger(store, group.rank, group.ranks, check=check, ask=ask)
+        self._ledgers[group.number] = found
+        if check == "step":
+            self._watch  # noqa: B018 - begins
+        return found
+
+    @cached_property
+    def _watch(self) -> Watch:
+        found: Watch = self.hold(Watch(self._judge, self._limit_s / 2))
+        return found
+
+    def _judge(self) -> None:
+        """Looks at what has been waited for for long; ends the job if ranks disagree."""
+        for ledger in list(self._ledgers.values()):
+            with contextlib.suppress(RuntimeError):  # the store went with its host
+                failure = ledger.judge(self._limit_s)
+                if failure is not None:
+                    self.news.report(failure)
+
+    def _answer(self, question: str) -> None:
+        """Tells the calls of a group that another rank asks for, in a thread that may wait."""
+        number, _, asked = question.partition(" ")
+        ledger = self._ledgers.get(int(number))
+        if ledger is not None:
+            Thread(target=ledger.answer, args=(int(asked),), daemon=True).start()
+
     def at_close(self, call: Callable[[], object]) -> None:
         self._on_close.append(call)
 
@@ -120,13 +156,13 @@ class Job(contract.Job):
     def has_failed(self) -> bool:
         return self.news.failure is not None
 
-    def refuse_after_failure(self, where: str) -> None:
+    def refuse_after_failure(self, where: Callable[[], str]) -> None:
         """Raises when nothing can be called any more."""
         failure = self.news.failure
         if failure is not None:
-            raise CommunicationError(where, failure.reason, ranks=failure.ranks)
+            raise CommunicationError(where(), failure.reason, ranks=failure.ranks)
         if self._closed:
-            raise CommunicationError(where, f"rank {self.rank} has closed its communicator")
+            raise CommunicationError(where(), f"rank {self.rank} has closed its communicator")
 
     def fail(self, where: str, failure: Failure) -> CommunicationError:
         """Ends the job on every rank; returns the error to raise here."""
@@ -213,6 +249,8 @@ class Job(contract.Job):
             for held in self._held:
                 if isinstance(held, Transport):
                     held.drain()
+            for ledger in self._ledgers.values():
+                ledger.answer(LAST)
         self.news.close()
         self._break(None)
         for held in reversed(self._held):
@@ -245,14 +283,16 @@ def join(place: Rendezvous, *, timeout_s: float, heartbeat_s: float, check: Chec
     where = f"world, rank {rank} of {world_size}: start"
     meet(store, rank, world_size, timeout_s=timeout_s, where=where)
 
-    def news(on_failure: Callable[[Failure], None]) -> Liveness:
+    def news(on_failure: Callable[[Failure], None], on_question: Callable[[str], None]) -> Liveness:
+        calls = {"on_failure": on_failure, "on_question": on_question}
         limits = {"heartbeat_s": heartbeat_s, "progress_s": timeout_s}
-        return place.side_channel(store, rank, world_size, **limits, on_failure=on_failure)
+        return place.side_channel(store, rank, world_size, **limits, **calls)
 
     def connect(keys: Store) -> Gloo:
         return Gloo(keys, rank, world_size, place.address, timeout_s)
 
-    job = Job(rank, world_size, store, news=news, connect=connect, timeout_s=timeout_s, check=check)
+    made: dict[str, Any] = {"news": news, "connect": connect, "timeout_s": timeout_s}
+    job = Job(rank, world_size, store, **made, heartbeat_s=heartbeat_s, check=check)
     job.hold(connection)
     _jobs.add(job)
     # Last of all, so that it comes first at the end: before an adapter gives its device up.

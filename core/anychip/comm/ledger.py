@@ -1,24 +1,47 @@
-"""Do all ranks make the same call? Asked before anything is sent, by one look into a store.
+"""Do all ranks make the same call, and if not, who does what?
 
-Of the ranks that make call number n of a group, the first writes down what it calls; the others
-find that and compare. Nobody waits for another rank: the price is one round trip to the store.
-Each rank also notes its own call, without waiting, so that a message can say who did what, and
-who has not come. Slots are used again, so that a long run leaves no more keys than a short one.
+Each rank keeps its last calls in memory. ``always``: of the ranks that make call number n of a
+group, the first writes into the store what it calls; the others find that and compare, before
+anything is sent, at the price of one round trip. ``step``: a call's tag is a digest of it, so that
+calls that differ never exchange a byte; a rank that has waited for long asks the others for their
+last calls, and compares. ``off``: nobody compares.
+
+Nobody waits for a rank that does not come, but for its answer when it is asked: that comes from a
+thread, whatever the rank does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from zlib import crc32
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+Check = Literal["always", "step", "off"]
+CHECKS: tuple[Check, ...] = ("always", "step", "off")
+
 SLOTS = 64
 """Calls that a rank can be ahead of another before they are not compared any more."""
+LAST = 2**62
+"""The question that a rank answers unasked when it closes."""
+MESSAGE_TAGS = 2**16
+"""Tags of messages are below it."""
+STEP_TAGS = MESSAGE_TAGS * 8
+"""Tags that a transport must take for ``step``: of a message, its own tag and its number mod 8."""
+_NOTES = 256
+_RECENT_TAGS = 1024
 _GRACE_S = 1.0
-"""How long the others of a call that went wrong are given to come, so that the odd one shows."""
+"""How long a rank is given to answer; how long the others of a call that went wrong are given to
+come, so that the odd one shows."""
+
+Pair = tuple[int, ...]
+"""Source, destination and tag of a message; empty: a call of the whole group."""
 
 
 class Failure(NamedTuple):
@@ -28,6 +51,20 @@ class Failure(NamedTuple):
     reason: str
 
 
+class Note:
+    """A call of this rank: number ``number`` of the group, or of a pair of ranks and a tag.
+
+    Attributes:
+        begun, waited, ended: seconds of the monotonic clock; 0: not yet.
+    """
+
+    __slots__ = ("begun", "call", "ended", "number", "pair", "waited")
+
+    def __init__(self, pair: Pair, number: int, call: str) -> None:
+        self.pair, self.number, self.call = pair, number, call
+        self.begun, self.waited, self.ended = time.monotonic(), 0.0, 0.0
+
+
 class Ledger:
     """The calls of one group, as one of its ranks makes and sees them.
 
@@ -35,80 +72,182 @@ class Ledger:
         store: shared by the ranks of the group.
         rank: of this one in the group.
         ranks: the members' ranks in the world; messages name these.
-        compare: False: calls are noted, and not compared.
+        ask: puts a numbered question to all ranks, which :meth:`answer` it.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: tuple[int, ...], *, compare: bool) -> None:
-        self._store, self._rank, self._ranks, self._compare = store, rank, ranks, compare
-        self._agreed: dict[tuple[str, int], str] = {}
-        self._count: dict[str, int] = {}
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: tuple[int, ...],
+        *,
+        check: Check,
+        ask: Callable[[int], object],
+    ) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self.check, self._ask = check, ask
+        self._agreed: dict[tuple[Pair, int], str] = {}
+        self._count: dict[Pair, int] = {}
+        self._notes: deque[Note] = deque(maxlen=_NOTES)
+        self._recent: dict[int, None] = {}
+        self._answered = 0.0
 
-    def enter(self, call: str) -> tuple[int, Failure | None]:
-        """Notes the next call of the whole group; its number, and who calls something else."""
-        number = self._next("")
-        self._store.set(f"{self._rank}/{number % SLOTS}", f"{number} {call}")
-        if self._matches("", number, call):
-            return number, None
-        return number, self._disagreement(number)
+    def enter(self, call: str) -> tuple[Note, Failure | None]:
+        """Notes the next call of the whole group; and who is known to call something else."""
+        note = self._note((), call)
+        if self._agrees(note):
+            return note, None
+        return note, self._disagreement(note.number)
 
-    def message(self, source: int, destination: int, tag: int, what: str) -> str | None:
-        """Notes the next message of a pair; what the other end takes it for, if that differs."""
-        pair = f"{source}>{destination}/{tag}/"
-        number = self._next(pair)
-        if self._matches(pair, number, what):
+    def message(self, pair: Pair, what: str) -> tuple[Note, Failure | None]:
+        """Notes the next message of a pair; and that the other end takes it for something else."""
+        note = self._note(pair, what)
+        if self._agrees(note):
+            return note, None
+        return note, self._mistaken(note, self._agreed[pair, note.number % SLOTS].partition(" ")[2])
+
+    def tag(self, note: Note, num_tags: int) -> int:
+        """The tag of a call's messages, on all ranks that make it as this one does.
+
+        No two calls of the last thousand have one, nor any two messages under way that are alike.
+        """
+        if self.check != "step":
+            return note.pair[2] if note.pair else note.number % num_tags
+        if note.pair:
+            place = note.pair[2] * 8 + note.number % 8
+            return (place + crc32(note.call.encode())) % num_tags
+        tag = crc32(f"{note.number} {note.call}".encode()) % num_tags
+        while tag in self._recent:
+            tag = (tag + 1) % num_tags
+        self._recent[tag] = None
+        if len(self._recent) > _RECENT_TAGS:
+            del self._recent[next(iter(self._recent))]
+        return tag
+
+    def judge(self, limit_s: float) -> Failure | None:
+        """Who calls something else, if a call of this rank has been waited for longer than so."""
+        now = time.monotonic()
+        waiting = [n for n in list(self._notes) if n.waited and not n.ended]
+        if all(now - note.waited < limit_s for note in waiting):
             return None
-        return self._agreed[pair, number % SLOTS].partition(" ")[2]
+        said = self._said(ask=now - self._answered > limit_s / 2)
+        numbers = sorted({number for calls in said.values() for pair, number in calls if not pair})
+        for number in numbers:
+            if len({calls[(), number] for calls in said.values() if ((), number) in calls}) > 1:
+                return self._disagreement(number)
+        for note in waiting:
+            for rank in note.pair[:2]:
+                other = said.get(rank, {}).get((note.pair, note.number), note.call)
+                if other != note.call:
+                    return self._mistaken(note, other)
+        return None
 
-    def missing(self, number: int) -> tuple[int, ...]:
-        """Ranks, counted in the world, that have not made call ``number`` yet."""
+    def missing(self, number: int, *, ask: bool = True) -> tuple[int, ...]:
+        """Ranks, counted in the world, that have not made call ``number`` yet.
+
+        Args:
+            ask: False: as far as they have said.
+        """
+        said = self._said(ask=ask)
         return tuple(
-            world for rank, world in enumerate(self._ranks) if self._call_of(rank, number) is None
+            world
+            for rank, world in enumerate(self._ranks)
+            if all(pair or n < number for pair, n in said.get(rank, {}))
         )
 
     def last_call(self, rank: int) -> str:
         """What a rank, counted in the world, did last in this group, for messages."""
-        found = [self._slot(self._ranks.index(rank), slot) for slot in range(SLOTS)]
-        numbers = [entry for entry in found if entry is not None]
-        if not numbers:
+        calls = self._said(ask=False).get(self._ranks.index(rank))
+        if calls is None:
+            return "it does not say what it does"
+        made = [(number, call) for (pair, number), call in calls.items() if not pair]
+        if not made:
             return "it has made no call in this group"
-        number, call = max(numbers)
+        number, call = max(made)
         return f"its last call in this group is #{number}, {call}"
 
-    def _next(self, key: str) -> int:
-        self._count[key] = self._count.get(key, 0) + 1
-        return self._count[key]
+    def answer(self, question: int) -> None:
+        """Tells the others the last calls of this rank."""
+        calls = [(note.pair, note.number, note.call) for note in list(self._notes)]
+        with contextlib.suppress(RuntimeError):  # the store went with its host
+            self._store.set(f"said/{self._rank}", json.dumps([question, calls]))
+        self._answered = time.monotonic()
 
-    def _matches(self, key: str, number: int, call: str) -> bool:
-        if not self._compare:
+    def record(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """When each of the last calls was begun, and what became of it, for a flight record."""
+        now, clock = time.monotonic(), time.time()
+        for note in list(self._notes):
+            fields: dict[str, Any] = {"number": note.number, "call": note.call}
+            if note.pair:
+                source, destination, tag = note.pair
+                fields |= {"source": self._ranks[source], "destination": self._ranks[destination]}
+                fields["tag"] = tag
+            fields["state"] = "done" if note.ended else "waited for" if note.waited else "begun"
+            for name in ("begun", "waited", "ended"):
+                at = getattr(note, name)
+                fields[name] = round(clock - now + at, 6) if at else None
+            yield note.begun, fields
+
+    def _note(self, pair: Pair, call: str) -> Note:
+        number = self._count[pair] = self._count.get(pair, 0) + 1
+        note = Note(pair, number, call)
+        self._notes.append(note)
+        return note
+
+    def _agrees(self, note: Note) -> bool:
+        if self.check != "always":
             return True
-        slot = (key, number % SLOTS)
-        mine = f"{number} {call}"
+        slot = (note.pair, note.number % SLOTS)
+        mine = f"{note.number} {note.call}"
         # What this slot held before was agreed upon: only the first to come finds it still there.
         before = self._agreed.get(slot, "")
-        found = self._store.compare_set(f"call/{key}{slot[1]}", before, mine).decode()
-        ahead = int(found.partition(" ")[0]) > number
+        key = f"call/{'/'.join(map(str, note.pair))}/{slot[1]}"
+        found = self._store.compare_set(key, before, mine).decode()
+        ahead = int(found.partition(" ")[0]) > note.number
         # The others are ahead by more than all slots: there is no telling, now or next time.
         self._agreed[slot] = "" if ahead else found
         return ahead or found == mine
 
+    def _mistaken(self, note: Note, other: str) -> Failure:
+        source, destination, tag = note.pair
+        is_send = source == self._rank
+        sent, expected = (note.call, other) if is_send else (other, note.call)
+        first, second = self._ranks[source], self._ranks[destination]
+        return Failure(
+            (first,),
+            f"the ranks disagree: rank {first} sends {sent} to rank {second}, which expects "
+            f"{expected} (tag {tag})",
+        )
+
     def _disagreement(self, number: int) -> Failure:
         deadline = time.monotonic() + _GRACE_S
         while self.missing(number) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        calls = {rank: self._call_of(rank, number) for rank in range(len(self._ranks))}
-        made = {self._ranks[rank]: call for rank, call in calls.items() if call is not None}
-        return disagreement(number, made)
+            time.sleep(0.05)
+        said = self._said(ask=False)
+        texts = {self._ranks[rank]: calls.get(((), number)) for rank, calls in sorted(said.items())}
+        return disagreement(number, {rank: text for rank, text in texts.items() if text})
 
-    def _call_of(self, rank: int, number: int) -> str | None:
-        found = self._slot(rank, number % SLOTS)
-        return None if found is None or found[0] < number else found[1]
-
-    def _slot(self, rank: int, slot: int) -> tuple[int, str] | None:
-        key = f"{rank}/{slot}"
-        if not self._store.check([key]):
-            return None
-        number, _, call = self._store.get(key).decode().partition(" ")
-        return int(number), call
+    def _said(self, *, ask: bool) -> dict[int, dict[tuple[Pair, int], str]]:
+        """The last calls of each rank of the group that has said them."""
+        question, deadline = 0, time.monotonic() + _GRACE_S
+        if ask:
+            question = self._store.add("asked", 1)
+            self._ask(question)
+        mine = {(note.pair, note.number): note.call for note in list(self._notes)}
+        found, silent = {self._rank: mine}, set(range(len(self._ranks))) - {self._rank}
+        while silent:
+            for rank in sorted(silent):
+                key = f"said/{rank}"
+                if not self._store.check([key]):
+                    continue
+                answered, calls = json.loads(self._store.get(key).decode())
+                found[rank] = {(tuple(pair), number): call for pair, number, call in calls}
+                if answered >= question:
+                    silent.remove(rank)
+            if not ask or time.monotonic() > deadline:
+                break
+            time.sleep(0.002)
+        return found
 
 
 def disagreement(number: int, calls: Mapping[int, str]) -> Failure:

@@ -71,6 +71,7 @@ class Liveness:
             one that never comes.
         on_failure: called once, in the listening thread or in that of :meth:`report`, when the
             failure is settled.
+        on_question: called in the listening thread with what a rank asks all ranks; returns soon.
 
     Attributes:
         failure: what ended the job, or None.
@@ -89,6 +90,7 @@ class Liveness:
         heartbeat_s: float,
         progress_s: float,
         on_failure: Callable[[Failure], None],
+        on_question: Callable[[str], None],
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._secret, self.progress_s = secret, max(progress_s, heartbeat_s)
@@ -99,7 +101,8 @@ class Liveness:
         self.heartbeat_s, self._judged = heartbeat_s, time.monotonic()
         self.failure: Failure | None = None
         self.gone: set[int] = set()
-        self._on_failure, self._settled = on_failure, threading.Event()
+        self._on_failure, self._on_question = on_failure, on_question
+        self._settled = threading.Event()
         self._lock, self._stopped = threading.RLock(), False
         self._peers: dict[int, _Peer] = {}
         self._strangers: list[_Peer] = []
@@ -126,6 +129,11 @@ class Liveness:
         self._settle(failure)
         assert self.failure is not None
         return self.failure
+
+    def ask(self, question: str) -> None:
+        """Puts a question to all ranks, this one perhaps too."""
+        frame = Frame(frames.QUESTION, self.rank, text=question)
+        self._tell(frame)  # rank 0's peers are all ranks, and the others' peer is rank 0
 
     def verdict(self, wait_s: float) -> Failure | None:
         """The failure, after some time for the news to arrive."""
@@ -343,6 +351,10 @@ class Liveness:
             self.gone.update(frame.ranks)
             if self.rank == 0:
                 self._tell(frame._replace(sender=0))
+        elif frame.kind == frames.QUESTION:
+            if self.rank == 0:
+                self._tell(frame._replace(sender=0))
+            self._on_question(frame.text)
 
     def _settle(self, failure: Failure) -> None:
         """The first failure stays; rank 0 passes it on."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from anychip.comm.group import Group
 from anychip.comm.job import Job
-from anychip.comm.ledger import Failure
+from anychip.comm.ledger import Check, Failure
 from anychip.comm.staged import Staged
 from anychip.contract import CommunicationError, Communicator, Transport
 
@@ -33,12 +33,15 @@ def run_ranks(
     work: Callable[[Communicator], T],
     *,
     timeout_s: float = 60.0,
+    heartbeat_s: float = 30.0,
+    check: Check = "always",
     staged: str | None = None,
 ) -> list[T]:
     """Calls ``work`` once per rank, each in a thread, and returns what they returned.
 
     Args:
         timeout_s: of every call that waits for another rank.
+        heartbeat_s, check: see :class:`~anychip.comm.job.Job`.
         staged: torch's device type of tensors that go through the host; None: they are there.
 
     Raises:
@@ -49,7 +52,7 @@ def run_ranks(
     errors: list[tuple[float, int, BaseException]] = []
 
     def body(rank: int) -> None:
-        job = hall.job(rank, world_size, timeout_s)
+        job = hall.job(rank, world_size, timeout_s, heartbeat_s, check)
         transport: Transport = job.host(job.world)
         if staged is not None:
             transport = Staged(transport, staged)
@@ -95,25 +98,45 @@ class _Hall:
         self.gone: set[int] = set()
         self.failure: Failure | None = None
         self._waiting: dict[tuple[int, int, int], tuple[deque[_Message], deque[_Message]]] = {}
+        self._told: list[tuple[Callable[[Failure], None], Callable[[str], None]]] = []
 
-    def job(self, rank: int, world_size: int, timeout_s: float) -> Job:
+    def job(
+        self, rank: int, world_size: int, timeout_s: float, heartbeat_s: float, check: Check
+    ) -> Job:
         seat = _Seat(self, rank)
+
+        def news(
+            on_failure: Callable[[Failure], None], on_question: Callable[[str], None]
+        ) -> _Seat:
+            self._told.append((on_failure, on_question))
+            return seat
+
         return Job(
             rank,
             world_size,
             self.store,
-            news=lambda on_failure: seat,
+            news=news,
             connect=lambda store: seat,
             timeout_s=timeout_s,
+            heartbeat_s=heartbeat_s,
+            check=check,
         )
 
     def fail(self, failure: Failure) -> Failure:
         """Ends the job for all ranks; the first reason stays, and is returned."""
         with self.lock:
+            is_first = self.failure is None
             self.failure = self.failure or failure
             self._end(lambda ranks: True)
         self.settled.set()
+        for on_failure, _ in list(self._told) if is_first else ():
+            on_failure(self.failure)
         return self.failure
+
+    def ask(self, question: str) -> None:
+        """Puts a question to all ranks that have come."""
+        for _, on_question in list(self._told):
+            on_question(question)
 
     def leave(self, rank: int) -> None:
         """A rank has ended, and with it the messages that wait for it."""
@@ -177,7 +200,7 @@ class _Seat:
 
     def __init__(self, hall: _Hall, rank: int) -> None:
         self._hall, self._rank = hall, rank
-        self.gone, self.report = hall.gone, hall.fail
+        self.gone, self.report, self.ask = hall.gone, hall.fail, hall.ask
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Message:
         return self._hall.post(_Message(tensors[0], is_send=True), self._rank, peer, tag)

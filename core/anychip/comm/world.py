@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Callable
 
 from anychip.comm.group import Group, alone
-from anychip.comm.job import CHECKS, Check, Job, Rendezvous, join
+from anychip.comm.job import Job, Rendezvous, join
+from anychip.comm.ledger import CHECKS, Check
 from anychip.comm.staged import Staged
 from anychip.contract import Backend, Communicator, Transport
 
@@ -31,7 +32,7 @@ def world(
         if not seconds > 0:
             raise ValueError(f"{name}: seconds above 0 expected, got {seconds}")
     if check not in CHECKS:
-        raise ValueError(f"check: 'always' or 'off' expected, got {check!r}")
+        raise ValueError(f"check: one of {', '.join(CHECKS)} expected, got {check!r}")
     key = (chip.device_type, chip.c10d_backend)
     known = _worlds.get(key)
     if known is not None and not known.is_closed:

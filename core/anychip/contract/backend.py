@@ -178,7 +178,7 @@ class Backend(DeviceInterface, ABC):
         *,
         timeout_s: float = 600.0,
         heartbeat_s: float = 30.0,
-        check: Literal["always", "off"] = "always",
+        check: Literal["always", "step", "off"] = "step",
     ) -> Communicator:
         """The communicator over all ranks of this job; the same one until it is closed.
 
@@ -191,9 +191,10 @@ class Backend(DeviceInterface, ABC):
         Args:
             timeout_s: seconds that any wait for another rank may take.
             heartbeat_s: seconds without a sign of life after which a rank counts as lost.
-            check: ``always``: ranks compare their calls before anything is sent, at the price of
-                one round trip to the job's store. ``off``: a mistake ends in a time limit, or a
-                crash.
+            check: ``step``: calls that differ never exchange a byte, and ranks compare theirs when
+                one has waited for ``heartbeat_s``; a transport that takes no tags does ``always``:
+                they compare before anything is sent, at the price of one round trip to the job's
+                store. ``off``: a mistake ends in a time limit, or a crash.
 
         Raises:
             CommunicationError: a rank did not come within the time limit.

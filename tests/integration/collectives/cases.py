@@ -409,7 +409,8 @@ def loopback_nbytes() -> int:
 
 
 def one_call(comm: Communicator, call: str, odd: int | None = None, how: str = "") -> None:
-    """One call; the odd rank makes another one: shape, dtype, reduction, root or call differ.
+    """One call; the odd rank makes another one: shape, dtype, reduction, root or call differ; or
+    makes none, or its next one first.
 
     A rank may be done with its part of a broadcast before the odd one comes; it is told by the
     next call.
@@ -423,8 +424,9 @@ def make_call(comm: Communicator, call: str, is_odd: bool, how: str) -> None:
     dtype = torch.int32 if is_odd and how == "dtype" else torch.float32
     kind: Any = "max" if is_odd and how == "reduction" else "sum"
     size = comm.world_size
-    if is_odd and how == "call":
+    if is_odd and how in ("call", "order"):
         comm.barrier()
+    if is_odd and how in ("call", "missing"):
         return
     values = torch.ones(numel * size, dtype=dtype)
     part = torch.ones(numel, dtype=dtype)
@@ -527,8 +529,12 @@ def aborts(comm: Communicator, absent: int) -> None:
 def calls_after_failure(comm: Communicator) -> list[str]:
     """The same error again and again, from every call and every group."""
     group = comm.split([list(range(comm.world_size))], name="all")
+    store = comm.job.store  # type: ignore[attr-defined]
     if comm.rank == 0:
+        store.wait([f"split by {rank}" for rank in range(1, comm.world_size)])
         comm.abort("enough")
+    else:
+        store.set(f"split by {comm.rank}", "")
     texts = []
     for call in (
         comm.barrier,

@@ -124,7 +124,7 @@ def run_rank(
     from anychip.comm.liveness import Liveness
     from anychip.contract import CommunicationError
 
-    settings = {"timeout_s": 20.0, "heartbeat_s": 20.0, "check": "always"}
+    settings = {"timeout_s": 20.0, "heartbeat_s": 20.0, "check": "step"}
     settings |= arguments.pop("job", {})
     to_the_end = arguments.pop("to_the_end", False)
     delay_s = settings.pop("delays_s", [0.0] * world_size)[rank]

@@ -1,6 +1,7 @@
 """When a rank goes wrong, do all others hear of it: soon, by name, and with the call?"""
 
 import signal
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,10 @@ needs_native = pytest.mark.skipif(
 )
 
 
+CHECKS = {"always": {"check": "always"}, "step": {"check": "step", "heartbeat_s": 1.5}}
+checked = pytest.mark.parametrize("job", CHECKS.values(), ids=CHECKS)
+
+
 def failed(outcomes: list[Outcome], *but: int) -> list[Outcome]:
     """The ranks but some; each must have ended by itself, with an error of communication."""
     rest = [outcome for rank, outcome in enumerate(outcomes) if rank not in but]
@@ -20,6 +25,7 @@ def failed(outcomes: list[Outcome], *but: int) -> list[Outcome]:
 
 
 @pytest.mark.grid
+@checked
 @pytest.mark.parametrize(
     ("call", "how", "odd"),
     [
@@ -27,12 +33,13 @@ def failed(outcomes: list[Outcome], *but: int) -> list[Outcome]:
         ("all_reduce", "call", 0), ("reduce_scatter", "shape", 1),
         ("reduce_scatter", "reduction", 0), ("all_gather", "dtype", 2), ("broadcast", "shape", 2),
         ("broadcast", "root", 1), ("all_to_all", "dtype", 0), ("split", "groups", 1),
+        ("all_gather", "missing", 1), ("reduce_scatter", "order", 2),
     ],
 )  # fmt: skip
 def test_collective_that_one_rank_makes_differently_fails_on_all(
-    server: Server, call: str, how: str, odd: int
+    server: Server, job: dict[str, Any], call: str, how: str, odd: int
 ) -> None:
-    for outcome in failed(server.run("one_call", 3, call=call, odd=odd, how=how)):
+    for outcome in failed(server.run("one_call", 3, call=call, odd=odd, how=how, job=job)):
         assert outcome.ranks == (odd,)
         assert "the ranks disagree in call #1" in outcome.error
         assert f"rank {odd}: " in outcome.error
@@ -41,16 +48,22 @@ def test_collective_that_one_rank_makes_differently_fails_on_all(
 
 
 @pytest.mark.grid
-def test_all_to_all_of_unequal_sizes_fails_on_all(server: Server) -> None:
-    for outcome in failed(server.run("one_call", 3, call="all_to_all", odd=1, how="shape")):
+@checked
+def test_all_to_all_of_unequal_sizes_fails_on_all(server: Server, job: dict[str, Any]) -> None:
+    for outcome in failed(
+        server.run("one_call", 3, call="all_to_all", odd=1, how="shape", job=job)
+    ):
         assert "elements to rank" in outcome.error
         assert "which has room for" in outcome.error
 
 
 @pytest.mark.grid
+@checked
 @pytest.mark.parametrize("how", ["shape", "dtype"])
-def test_message_that_its_receiver_takes_for_another_fails_on_all(server: Server, how: str) -> None:
-    for outcome in failed(server.run("one_call", 3, call="exchange", odd=1, how=how)):
+def test_message_that_its_receiver_takes_for_another_fails_on_all(
+    server: Server, job: dict[str, Any], how: str
+) -> None:
+    for outcome in failed(server.run("one_call", 3, call="exchange", odd=1, how=how, job=job)):
         assert "the ranks disagree: rank" in outcome.error
         assert "which expects" in outcome.error
 
@@ -158,7 +171,8 @@ def test_rank_whose_interpreter_is_held_for_too_long_is_named(server: Server) ->
 @needs_native
 def test_stopped_host_of_the_store_blocks_nobody_who_asks_it(server: Server) -> None:
     # Rank 1 sleeps for 3 s and asks the store then, which is in the process that is stopped.
-    number, limits = int(signal.SIGSTOP), {"timeout_s": 20.0, "heartbeat_s": 5.0}
+    number = int(signal.SIGSTOP)
+    limits = {"timeout_s": 20.0, "heartbeat_s": 5.0, "check": "always"}
     outcomes = server.run("is_signalled_apart", 3, absent=0, number=number, job=limits)
     for outcome in failed(outcomes, 0):
         assert outcome.ranks == (0,)

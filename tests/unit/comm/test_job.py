@@ -23,7 +23,7 @@ def test_close_lets_the_device_end_unless_the_job_has_failed(failure: Failure | 
             done.append("closed")
 
     news: Any = SimpleNamespace(failure=failure, close=lambda: done.append("told"))
-    named: Any = {"news": lambda on_failure: news, "connect": lambda store: None}
+    named: Any = {"news": lambda *calls: news, "connect": lambda store: None}
     job = Job(0, 2, HashStore(), timeout_s=1.0, **named)
     job.hold(Chip("acme"))
     job.close()

@@ -30,12 +30,13 @@ class Ranks:
         self.settings = {"heartbeat_s": 20.0, "progress_s": 20.0, **settings}
         self.ends: dict[int, Liveness] = {}
         self.heard = {rank: threading.Event() for rank in range(world_size)}
+        self.asked: dict[int, list[str]] = {rank: [] for rank in range(world_size)}
 
     def come(self, rank: int, **settings: Any) -> Liveness:
         told = {"address": LOOPBACK, "secret": SECRET, **self.settings, **settings}
         end = Liveness(
             self.store, rank, self.world_size, on_failure=lambda failure: self.heard[rank].set(),
-            **told,
+            on_question=lambda text: self.asked[rank].append(text), **told,
         )  # fmt: skip
         self.ends[rank] = end
         return end

@@ -124,6 +124,14 @@ MISTAKES: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "call": (
         lambda c: c.barrier() if c.rank == 2 else c.all_reduce(torch.ones(3)), "rank 2: barrier",
     ),
+    "order": (
+        lambda c: (c.rank == 2 or c.barrier(), c.all_reduce(torch.ones(3)), c.barrier()),
+        "ranks 0, 1: barrier; rank 2: all_reduce sum (3,)",
+    ),
+    "missing": (
+        lambda c: (c.rank == 2 or c.all_gather(torch.ones(6), torch.ones(2)), c.barrier()),
+        "ranks 0, 1: all_gather [2, 2, 2] torch.float32; rank 2: barrier",
+    ),
     # Who is done with its part before the odd one comes is told by the next call.
     "root": (
         lambda c: (c.broadcast(torch.ones(3), c.rank // 2), c.barrier()),
@@ -146,37 +154,48 @@ def errors_of(world_size: int, call: Callable[[Communicator], object], **more: A
     return errors
 
 
+@pytest.mark.parametrize("staged", [None, "cpu"], ids=["direct", "staged"])
+@pytest.mark.parametrize("check", ["always", "step"])
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_call_that_one_rank_makes_differently_fails_on_all(mistake: str) -> None:
+def test_call_that_one_rank_makes_differently_fails_on_all(
+    mistake: str, check: str, staged: str | None
+) -> None:
     call, told = MISTAKES[mistake]
-    for rank, error in enumerate(errors_of(3, call)):
+    errors = errors_of(3, call, check=check, heartbeat_s=0.1, staged=staged)
+    for rank, error in enumerate(errors):
         assert str(error).startswith(f"world, rank {rank} of 3: ")
         assert "the ranks disagree in call #1: " in str(error)
         assert told in str(error)
         assert error.ranks == (2,)
 
 
-def test_message_of_another_shape_fails_on_its_receiver_by_name() -> None:
+@pytest.mark.parametrize("check", ["always", "step"])
+def test_message_of_another_shape_fails_on_its_receiver_by_name(check: str) -> None:
     def call(comm: Communicator) -> None:
         if comm.rank == 1:
             comm.send(torch.ones(2), 0, tag=3)
         else:
             comm.recv(torch.ones(5), 1, tag=3)
 
-    error = errors_of(2, call)[0]
+    error = errors_of(2, call, check=check, heartbeat_s=0.1)[0]
     assert "rank 1 sends (2,) torch.float32 to rank 0, which expects (5,)" in str(error)
     assert error.ranks == (1,)
 
 
-def test_rank_that_does_not_come_is_named_on_all_others() -> None:
+@pytest.mark.parametrize("check", ["always", "step", "off"])
+def test_rank_that_does_not_come_is_named_on_all_others(check: str) -> None:
     def call(comm: Communicator) -> None:
+        comm.all_reduce(torch.ones(3))
         if comm.rank == 1:
-            time.sleep(3.0)
+            time.sleep(2.0)
         comm.barrier()
 
-    errors = errors_of(3, call, timeout_s=1.5)
+    errors = errors_of(3, call, timeout_s=1.0, heartbeat_s=0.2, check=check)
     assert [error.ranks for error in errors] == [(1,)] * 3
-    assert "barrier #1: rank 1 did not come within 1.5 s" in str(errors[0])
+    told = (
+        "barrier #2: rank 1 did not come within 1 s; its last call in this group is #1, all_reduce"
+    )
+    assert told in str(errors[0])
 
 
 def test_rank_that_has_ended_is_named_on_all_others() -> None:

@@ -76,7 +76,7 @@ def from_store(ask: Callable[[Any], Any]) -> Callable[[bytes, Path], None]:
         answers = SimpleNamespace(
             get=lambda key: sent, set=lambda key, value: None,
             compare_set=lambda key, before, after: sent, multi_get=lambda keys: [sent] * len(keys),
-            wait=lambda keys, limit: None, check=lambda keys: True,
+            wait=lambda keys, limit: None, check=lambda keys: True, add=lambda key, value: 1,
         )  # fmt: skip
         ask(answers)
 
@@ -114,8 +114,12 @@ def from_side_channel(sent: bytes, folder: Path) -> None:
 
 
 def call_rank_0(store: Any) -> None:
-    none = {"heartbeat_s": 1.0, "progress_s": 1.0, "on_failure": print}
+    none: Any = {"heartbeat_s": 1.0, "progress_s": 1.0, "on_failure": print, "on_question": print}
     Liveness(store, 1, 2, address=LOOPBACK, secret=b"", **none)
+
+
+def calls_of(store: Any) -> Ledger:
+    return Ledger(store, 0, (0, 1), check="always", ask=print)
 
 
 def documents(path: Path) -> list[str]:
@@ -125,7 +129,8 @@ def documents(path: Path) -> list[str]:
 UTF8 = "'utf-8' codec can't decode"
 WAYS: dict[str, tuple[Callable[[bytes, Path], None], str]] = {
     "store: side channel": (from_store(call_rank_0), "rank 0 does not take this rank"),
-    "store: calls": (from_store(lambda s: Ledger(s, 0, (0, 1), compare=True).enter("")), UTF8),
+    "store: calls": (from_store(lambda s: calls_of(s).enter("")), UTF8),
+    "store: answers": (from_store(lambda s: calls_of(s).missing(1)), UTF8),
     "store: places": (from_store(lambda s: meet(s, 0, 2, timeout_s=1.0, where="")), UTF8),
     "side channel": (from_side_channel, "not made with the key of this connection"),
     "object of a rank": (from_rank, "Weights only load failed"),

@@ -30,6 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Child processes import what the tests import, installed or not."""
+    # Ranks have one thread each, and bits depend on it. OpenMP reads it when torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A job in the background starts with SIGINT ignored, and so would what the tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     roots = [str(path) for path in config.getini("pythonpath")]

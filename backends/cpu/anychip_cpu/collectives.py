@@ -1,5 +1,5 @@
 """Collectives of the host: the core's own, over gloo; none that only this backend has.
 
-The core reduces host tensors in the order of the ranks (:mod:`anychip.comm.messages`), which every
+The core reduces host tensors pairwise over the ranks (:mod:`anychip.comm.messages`), which every
 chip without collectives uses too.
 """

@@ -26,7 +26,7 @@ class Gloo:
         recv: the same, with the place where the message goes.
     """
 
-    description = "gloo messages, reduced on the host in rank order"
+    description = "gloo messages, reduced on the host pairwise in rank order"
 
     def __init__(
         self, store: Store, rank: int, world_size: int, address: str, timeout_s: float

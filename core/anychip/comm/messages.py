@@ -1,6 +1,6 @@
 """Collectives made of sends and receives between the ranks' hosts, whoever moves the messages.
 
-That buys three things over gloo's own collectives: sums in the order of the ranks, half of gloo's
+That buys three things over gloo's own collectives: sums in one order of the ranks, half of gloo's
 bytes for reduce_scatter, and parts of uneven sizes. A group that is split off needs no connections
 of its own.
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from anychip.comm.progress import Message, Progress, Steps, StepwiseCall
-from anychip.comm.reduction import host_capabilities, reduce_in_order
+from anychip.comm.reduction import host_capabilities, reduce_pairwise
 from anychip.comm.wire import SMALL_NBYTES
 from anychip.contract import (
     HOST,
@@ -86,7 +86,7 @@ class Messages(Transport):
                 parts = self._room(flat, [flat.numel()] * self._size)
                 parts[rank] = flat
                 yield self._gather(parts, tag)
-                reduce_in_order(flat, parts, call.reduction)
+                reduce_pairwise(flat, parts, call.reduction)
             else:
                 parts = list(flat.split(_even(flat.numel(), self._size)))
                 yield from self._reduce_parts(parts[rank], parts, call.reduction, tag, spread=True)
@@ -233,7 +233,7 @@ class Messages(Transport):
             yield coming[k]
             room = [part[: piece.numel()] for part in rooms[k % len(rooms)]]
             room[self._rank] = piece
-            reduce_in_order(output[k * size : k * size + piece.numel()], room, reduction)
+            reduce_pairwise(output[k * size : k * size + piece.numel()], room, reduction)
             if spread:
                 posted += self._send([(piece, peer) for peer in self._peers], tag + 1)
             if k + len(rooms) < num_own:

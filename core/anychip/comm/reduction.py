@@ -1,8 +1,10 @@
-"""How values of the ranks are joined, in the order of the ranks, and what the host can join.
+"""How values of the ranks are joined, pairwise in the order of the ranks, and what can be joined.
 
-Every transport that does its own arithmetic (threads, processes on the host) sums
-``((rank 0 + rank 1) + rank 2) + ...`` element by element. The result then depends neither on how
-a tensor is cut among the ranks nor on who comes first, so that all transports agree bit for bit.
+Every transport that does its own arithmetic (threads, processes on the host) joins neighbours, then
+neighbours of those: ``((rank 0 + rank 1) + (rank 2 + rank 3)) + ...`` element by element, the same
+on all of them bit for bit. The result depends neither on how a tensor is cut among the ranks nor on
+who comes first; nor, where inner groups are a power of two of neighbours and the dtype has 32 bits
+or more, on whether the ranks sum at once or group by group: 8 = 2 groups of 4 = 4 groups of 2.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ CHUNK_NUMEL = 16384
 to other threads from 32768 elements on, leaves them to the computation that goes on meanwhile."""
 
 
-def reduce_in_order(
+def reduce_pairwise(
     output: torch.Tensor, parts: Sequence[torch.Tensor], reduction: Reduction
 ) -> None:
-    """``output`` becomes the reduction of ``parts``, one per rank, in their order.
+    """``output`` becomes the reduction of ``parts``, one per rank, by a tree over neighbours.
 
     Sums of 16-bit floats are done in float32 and rounded once, after the division of ``avg``.
 
@@ -41,16 +43,17 @@ def reduce_in_order(
     join = {"max": torch.maximum, "min": torch.minimum}.get(reduction, torch.add)
     narrow = output.dtype.is_floating_point and output.itemsize < 4
     wide = torch.float32 if narrow else output.dtype
-    room = torch.empty(min(CHUNK_NUMEL, output.numel()), dtype=wide)
     with torch.no_grad():
         for start in range(0, output.numel(), CHUNK_NUMEL):
-            chunks = [part[start : start + CHUNK_NUMEL] for part in parts]
+            level = [part[start : start + CHUNK_NUMEL].to(wide) for part in parts]
             result = output[start : start + CHUNK_NUMEL]
-            joined, rest = chunks[0].to(wide), chunks[1:]
-            for index, chunk in enumerate(rest, 1):
+            while len(level) > 1:
                 # The output may be a part that is still to come: it is written at the end.
-                is_last = index == len(rest) and not narrow
-                joined = join(joined, chunk.to(wide), out=result if is_last else room[: len(chunk)])
+                out = result if len(level) == 2 and not narrow else None
+                pairs = zip(level[::2], level[1::2], strict=False)
+                odd = level[len(level) // 2 * 2 :]
+                level = [*(join(one, other, out=out) for one, other in pairs), *odd]
+            (joined,) = level
             if reduction == "avg":
                 joined = torch.div(joined, len(parts), out=result if not narrow else joined)
             if joined is not result:
@@ -58,7 +61,7 @@ def reduce_in_order(
 
 
 def host_capabilities() -> Capabilities:
-    """What :func:`reduce_in_order` joins, and every dtype that can be moved as bytes.
+    """What :func:`reduce_pairwise` joins, and every dtype that can be moved as bytes.
 
     Integers wrap around in ``sum``, and have no ``avg``, which would have to round. bool and the
     8-bit floats are moved only.

@@ -196,7 +196,7 @@ class _Seat:
     """A rank's end of the hall: connections like :class:`~anychip.comm.gloo.Gloo`'s, and news like
     :class:`~anychip.comm.liveness.Liveness`'s."""
 
-    description = "threads of one process, reduced in rank order"
+    description = "threads of one process, reduced pairwise in rank order"
 
     def __init__(self, hall: _Hall, rank: int) -> None:
         self._hall, self._rank = hall, rank

@@ -185,7 +185,7 @@ class Backend(DeviceInterface, ABC):
         A job is what torchrun or another launcher has started, or the default process group that
         the caller has made; otherwise this process is alone. A collective call of several ranks.
 
-        On the host reductions are done in rank order. A chip's :meth:`transport` does them itself.
+        On the host reductions are pairwise over the ranks. A chip's :meth:`transport` does its own.
         A chip without one communicates by way of the host, which rank 0 says in a warning.
 
         Args:

@@ -71,7 +71,7 @@ class Transport(ABC):
         device: torch's device type of the tensors that it takes.
         capabilities: dtypes and reductions that it takes.
         description: for reports: what it is, order of sums, detours.
-        reduces_on_host: sums are the core's own, in the order of the ranks: the same bits on every
+        reduces_on_host: sums are the core's own, pairwise over the ranks: the same bits on every
             transport that has this.
         num_tags: tags are below it; 0: it takes none. From 2**19 on, calls that differ are kept
             apart by them: ``check="step"`` of :meth:`anychip.Backend.communicator`.

@@ -16,6 +16,7 @@ import torch
 
 from anychip.comm import agree
 from anychip.contract import CommunicationError, Communicator, Transfer
+from tests.order_of_sums import pairwise
 
 # Values of an operand, known to every rank, so that each can work out what must come.
 
@@ -35,16 +36,11 @@ def tensor(values: np.ndarray[Any, Any], dtype: str) -> torch.Tensor:
 
 
 def joined(world_size: int, numel: int, dtype: str, reduction: str) -> torch.Tensor:
-    """The reduction in rank order, by numpy; 16-bit floats in float32, rounded once."""
+    """The reduction of neighbours, by numpy; 16-bit floats in float32, rounded once."""
     parts = [tensor(operand(rank, numel, dtype), dtype) for rank in range(world_size)]
     narrow = dtype in ("bfloat16", "float16")
     arrays = [(part.float() if narrow else part).numpy() for part in parts]
-    total = arrays[0].copy()
-    for array in arrays[1:]:
-        if reduction in ("max", "min"):
-            total = np.maximum(total, array) if reduction == "max" else np.minimum(total, array)
-        else:
-            total = total + array
+    total = pairwise(arrays, {"max": np.maximum, "min": np.minimum}.get(reduction, np.add))
     if reduction == "avg":
         total = total / total.dtype.type(world_size)
     return torch.from_numpy(total).to(getattr(torch, dtype))

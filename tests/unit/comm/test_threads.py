@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from anychip.comm.threads import run_ranks
 from anychip.contract import CommunicationError, Communicator, Transfer, UnsupportedError
+from tests.order_of_sums import pairwise
 
 
 def operand(rank: int, numel: int) -> torch.Tensor:
@@ -21,10 +22,8 @@ def operand(rank: int, numel: int) -> torch.Tensor:
     return torch.from_numpy(values.astype(np.float32))
 
 
-def in_order(world_size: int, numel: int) -> np.ndarray[Any, Any]:
-    total = operand(0, numel).numpy().copy()
-    for rank in range(1, world_size):
-        total = total + operand(rank, numel).numpy()
+def joined(world_size: int, numel: int) -> np.ndarray[Any, Any]:
+    total: np.ndarray[Any, Any] = pairwise([operand(r, numel).numpy() for r in range(world_size)])
     return total
 
 
@@ -38,7 +37,7 @@ def sizes_of(numel: int, world_size: int) -> list[int]:
 @settings(max_examples=25)
 @given(world_size=st.integers(2, 5), numel=st.integers(0, 40_000))
 def test_collectives_of_any_size_equal_numpy(staged: bool, world_size: int, numel: int) -> None:
-    want, sizes = in_order(world_size, numel), sizes_of(numel, world_size)
+    want, sizes = joined(world_size, numel), sizes_of(numel, world_size)
 
     def work(comm: Communicator) -> tuple[Any, ...]:
         reduced, mine = operand(comm.rank, numel), operand(comm.rank, numel)
@@ -67,6 +66,21 @@ def test_collectives_of_any_size_equal_numpy(staged: bool, world_size: int, nume
         assert torch.equal(sent, operand(world_size - 1, numel))
         assert ring.tolist() == [(rank - 1) % world_size] * 3
         assert [s.tolist() for s in swapped] == [[float(r)] * (rank + 1) for r in range(world_size)]
+
+
+@pytest.mark.parametrize("inner", [2, 4])
+def test_eight_ranks_sum_alike_at_once_and_by_groups_of_neighbours(inner: int) -> None:
+    def work(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        at_once, by_groups = operand(comm.rank, 1000), operand(comm.rank, 1000)
+        comm.all_reduce(at_once)
+        rows = [list(range(first, first + inner)) for first in range(0, 8, inner)]
+        comm.split(rows, name="inner").all_reduce(by_groups)
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        comm.split(columns, name="outer").all_reduce(by_groups)
+        return at_once, by_groups
+
+    for at_once, by_groups in run_ranks(8, work):
+        assert torch.equal(at_once, by_groups)
 
 
 def test_traffic_counts_each_rank_and_group_apart() -> None:

@@ -1,6 +1,6 @@
 """What sharded training is compared with: one process, in the tree that zero.Optimizer documents.
 
-Each rank's backward passes are added up by plain autograd, then the ranks' sums in rank order,
+Each rank's backward passes are added up by plain autograd, then the ranks' sums pairwise,
 divided by their number; the rule then makes its update on one rank, which knows nothing of shards.
 """
 
@@ -14,6 +14,7 @@ from anychip.comm import alone
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
 from anychip.train import optim, zero
+from tests.order_of_sums import pairwise
 
 Loss = Callable[[nn.Module, int, int, int], Tensor]
 """(model, step, rank, micro-batch) to the loss."""
@@ -102,21 +103,23 @@ def serial(
         opt.load_state_dict(state)
     norms = []
     for step in range(first_step, first_step + steps):
-        sums: list[Tensor | None] = [None] * len(params)
+        sums: list[list[Tensor | None]] = [[] for _ in params]
         for rank in range(world_size):
             model.zero_grad()
             for number in range(micro):
                 loss(model, step, rank, number).backward()
-            for index, param in enumerate(params):
-                before = sums[index]
-                if before is None or param.grad is None:
-                    sums[index] = param.grad if before is None else before
-                else:
-                    sums[index] = before + param.grad
-        for param, joined in zip(params, sums, strict=True):
+            for own, param in zip(sums, params, strict=True):
+                own.append(param.grad)
+        for param, own in zip(params, sums, strict=True):
+            joined = pairwise(own, _plus)
             param.grad = None if joined is None else joined / world_size
         norms.append(opt.step().grad_norm)
     return Trained(values_of(model), norms, opt.state_dict())
+
+
+def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """A rank without a gradient adds nothing."""
+    return other if one is None else one if other is None else one + other
 
 
 def sharded(

@@ -95,9 +95,10 @@ class Optimizer(torch.optim.Optimizer):
     Note: The sum
         With several ranks a gradient is a sum in this tree: each rank adds up the gradients of its
         backward passes, in their order; then the ranks' sums are joined by the communicator's
-        ``avg``, rank 0 + rank 1 first, then rank 2, ..., and divided by the number of ranks at the
-        end (where the communicator keeps that order; ours do on the host). What passes of one step
-        reduce separately (no ``no_sync``) is added up after that. All stages have the same bits.
+        ``avg``, neighbours first, then neighbours of those, and divided by the number of ranks at
+        the end (where the communicator keeps that order; ours do on the host). What passes of one
+        step reduce separately (no ``no_sync``) is added up after that. All stages have the same
+        bits.
     """
 
     def __init__(

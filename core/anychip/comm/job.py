@@ -16,10 +16,12 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anychip import contract
+from anychip.comm import flight
 from anychip.comm.gloo import Gloo
 from anychip.comm.ledger import LAST, Check, Failure, Ledger, ranks_text
 from anychip.comm.meeting import meet
@@ -47,6 +49,7 @@ class Rendezvous(NamedTuple):
         address: of this machine, at which its ranks listen.
         side_channel: what tells ranks of each other, :class:`anychip.comm.liveness.Liveness`, but
             for what it gets here.
+        flight_record: see :class:`Job`.
     """
 
     store: Store
@@ -54,6 +57,7 @@ class Rendezvous(NamedTuple):
     world_size: int
     address: str
     side_channel: Callable[..., Liveness]
+    flight_record: Path | None = None
 
 
 class LastCall(NamedTuple):
@@ -77,6 +81,7 @@ class Job(contract.Job):
         heartbeat_s: seconds that a call is waited for before ranks compare what they call; less
             where the time limit is less than twice that.
         check: how ranks find that they call different things, see :mod:`anychip.comm.ledger`.
+        flight_record: directory into which this rank's last calls go at a failure.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class Job(contract.Job):
         timeout_s: float,
         heartbeat_s: float = 30.0,
         check: Check = "always",
+        flight_record: Path | None = None,
     ) -> None:
         self.rank, self.world_size, self.store = rank, world_size, store
         self.timeout_s, self.check = timeout_s, check
@@ -100,6 +106,7 @@ class Job(contract.Job):
         self._broken = False
         self._on_close: list[Callable[[], object]] = []
         self._closed = False
+        self._flight_record = flight_record
         self._limit_s = min(heartbeat_s, timeout_s / 2)
         self._ledgers: dict[int, Ledger] = {}
         self.news = news(self._break, self._answer)
@@ -123,7 +130,7 @@ class Job(contract.Job):
         def ask(question: int) -> None:
             self.news.ask(f"{group.number} {question}")
 
-        found = Ledger(store, group.rank, group.ranks, check=check, ask=ask)
+        found = Ledger(store, group, check=check, ask=ask)
         self._ledgers[group.number] = found
         if check == "step":
             self._watch  # noqa: B018 - begins
@@ -260,6 +267,12 @@ class Job(contract.Job):
 
     def _break(self, failure: Failure | None) -> None:
         self._broken = True
+        if failure is not None and self._flight_record is not None:
+            ledgers = list(self._ledgers.values())
+            try:
+                flight.write(self._flight_record, self.rank, self.world_size, failure, ledgers)
+            except OSError as error:
+                print(f"anychip: rank {self.rank}: no flight record: {error}", file=sys.stderr)
         for held in list(self._held):
             held.abort()
 
@@ -291,8 +304,17 @@ def join(place: Rendezvous, *, timeout_s: float, heartbeat_s: float, check: Chec
     def connect(keys: Store) -> Gloo:
         return Gloo(keys, rank, world_size, place.address, timeout_s)
 
-    made: dict[str, Any] = {"news": news, "connect": connect, "timeout_s": timeout_s}
-    job = Job(rank, world_size, store, **made, heartbeat_s=heartbeat_s, check=check)
+    job = Job(
+        rank,
+        world_size,
+        store,
+        news=news,
+        connect=connect,
+        timeout_s=timeout_s,
+        heartbeat_s=heartbeat_s,
+        check=check,
+        flight_record=place.flight_record,
+    )
     job.hold(connection)
     _jobs.add(job)
     # Last of all, so that it comes first at the end: before an adapter gives its device up.

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anychip.comm import heartbeat
@@ -51,6 +52,7 @@ def rendezvous(
     is_one_machine: bool,
     interface: str | None,
     secret: bytes,
+    flight_record: Path | None,
 ) -> Rendezvous | None:
     """This process's place in a job, or None when it is alone.
 
@@ -59,6 +61,7 @@ def rendezvous(
         is_one_machine: all ranks are on this one, as far as the launcher says.
         interface: name or address of the one to listen at; None: found.
         secret: of the job, for the side channel.
+        flight_record: see :class:`~anychip.comm.job.Job`.
 
     Raises:
         ValueError: there is no such interface, or none by which other machines reach this one.
@@ -79,7 +82,7 @@ def rendezvous(
     if place.rank == 0:
         _warn(address, secret)
     side_channel = partial(Liveness, address=address, secret=secret)
-    return Rendezvous(store, place.rank, place.world_size, address, side_channel)
+    return Rendezvous(store, place.rank, place.world_size, address, side_channel, flight_record)
 
 
 def loopback_store(timeout: timedelta = timedelta(seconds=300)) -> TCPStore:

@@ -23,6 +23,8 @@ from zlib import crc32
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from anychip.contract import Membership
+
 Check = Literal["always", "step", "off"]
 CHECKS: tuple[Check, ...] = ("always", "step", "off")
 
@@ -69,22 +71,15 @@ class Ledger:
     """The calls of one group, as one of its ranks makes and sees them.
 
     Args:
-        store: shared by the ranks of the group.
-        rank: of this one in the group.
-        ranks: the members' ranks in the world; messages name these.
+        store: shared by the ranks of the group; messages name these as in the world.
         ask: puts a numbered question to all ranks, which :meth:`answer` it.
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        ranks: tuple[int, ...],
-        *,
-        check: Check,
-        ask: Callable[[int], object],
+        self, store: Store, group: Membership, *, check: Check, ask: Callable[[int], object]
     ) -> None:
-        self._store, self._rank, self._ranks = store, rank, ranks
+        self._store, self._group = store, group
+        self._rank, self._ranks = group.rank, group.ranks
         self.check, self._ask = check, ask
         self._agreed: dict[tuple[Pair, int], str] = {}
         self._count: dict[Pair, int] = {}
@@ -177,7 +172,8 @@ class Ledger:
         """When each of the last calls was begun, and what became of it, for a flight record."""
         now, clock = time.monotonic(), time.time()
         for note in list(self._notes):
-            fields: dict[str, Any] = {"number": note.number, "call": note.call}
+            fields: dict[str, Any] = {"group": self._group.name, "ranks": self._ranks}
+            fields |= {"number": note.number, "call": note.call}
             if note.pair:
                 source, destination, tag = note.pair
                 fields |= {"source": self._ranks[source], "destination": self._ranks[destination]}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from anychip.comm.group import Group
 from anychip.comm.job import Job
-from anychip.comm.ledger import Check, Failure
+from anychip.comm.ledger import Failure
 from anychip.comm.staged import Staged
 from anychip.contract import CommunicationError, Communicator, Transport
 
@@ -33,16 +33,15 @@ def run_ranks(
     work: Callable[[Communicator], T],
     *,
     timeout_s: float = 60.0,
-    heartbeat_s: float = 30.0,
-    check: Check = "always",
     staged: str | None = None,
+    **settings: Any,
 ) -> list[T]:
     """Calls ``work`` once per rank, each in a thread, and returns what they returned.
 
     Args:
         timeout_s: of every call that waits for another rank.
-        heartbeat_s, check: see :class:`~anychip.comm.job.Job`.
         staged: torch's device type of tensors that go through the host; None: they are there.
+        settings: others of :class:`~anychip.comm.job.Job`.
 
     Raises:
         Exception: what the first rank to fail raised; the others are told and end too.
@@ -52,7 +51,7 @@ def run_ranks(
     errors: list[tuple[float, int, BaseException]] = []
 
     def body(rank: int) -> None:
-        job = hall.job(rank, world_size, timeout_s, heartbeat_s, check)
+        job = hall.job(rank, world_size, timeout_s=timeout_s, **settings)
         transport: Transport = job.host(job.world)
         if staged is not None:
             transport = Staged(transport, staged)
@@ -100,9 +99,7 @@ class _Hall:
         self._waiting: dict[tuple[int, int, int], tuple[deque[_Message], deque[_Message]]] = {}
         self._told: list[tuple[Callable[[Failure], None], Callable[[str], None]]] = []
 
-    def job(
-        self, rank: int, world_size: int, timeout_s: float, heartbeat_s: float, check: Check
-    ) -> Job:
+    def job(self, rank: int, world_size: int, **settings: Any) -> Job:
         seat = _Seat(self, rank)
 
         def news(
@@ -111,16 +108,8 @@ class _Hall:
             self._told.append((on_failure, on_question))
             return seat
 
-        return Job(
-            rank,
-            world_size,
-            self.store,
-            news=news,
-            connect=lambda store: seat,
-            timeout_s=timeout_s,
-            heartbeat_s=heartbeat_s,
-            check=check,
-        )
+        settings |= {"news": news, "connect": lambda store: seat}
+        return Job(rank, world_size, self.store, **settings)
 
     def fail(self, failure: Failure) -> Failure:
         """Ends the job for all ranks; the first reason stays, and is returned."""

@@ -6,6 +6,7 @@ ANYCHIP_CACHE_DIR        where answers of probes are kept (default: ``$XDG_CACHE
 ANYCHIP_PROBE_TIMEOUT    seconds that a plugin's probe may take (default 20)
 ANYCHIP_INTERFACE        name or address of the interface at which ranks listen (default: loopback
                          for one machine, else the one by which it reaches MASTER_ADDR)
+ANYCHIP_FLIGHT_RECORD    directory into which each rank writes its last calls when its job fails
 ANYCHIP_SECRET           what the ranks of a job have in common, and nobody else knows
 ANYCHIP_SECRET_FILE      a file with it, in its place
 WORLD_SIZE, RANK, ...    set by a launcher such as torchrun: see :func:`launched`
@@ -64,6 +65,12 @@ def probe_timeout_s() -> float:
 def interface() -> str | None:
     """What ANYCHIP_INTERFACE names; None when it is unset or empty."""
     return os.environ.get("ANYCHIP_INTERFACE", "").strip() or None
+
+
+def flight_record() -> Path | None:
+    """The directory that ANYCHIP_FLIGHT_RECORD names; None when it is unset or empty."""
+    named = os.environ.get("ANYCHIP_FLIGHT_RECORD", "").strip()
+    return Path(named) if named else None
 
 
 def secret() -> bytes:

@@ -54,6 +54,7 @@ def _find_job(timeout_s: float) -> Rendezvous | None:
         is_one_machine=environment.is_one_machine(),
         interface=environment.interface(),
         secret=environment.secret(),
+        flight_record=environment.flight_record(),
     )
 
 

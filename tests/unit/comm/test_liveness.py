@@ -5,6 +5,7 @@ import resource
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -149,6 +150,19 @@ def test_thread_that_dies_is_a_failure_of_its_rank_at_once(monkeypatch: pytest.M
         monkeypatch.setattr(ranks.ends[2], "_turn", turn)
         text = "rank 2 cannot watch the others: MemoryError: of the test"
         assert ranks.failures(0, 1, 2) == {Failure((2,), text)}
+
+
+@pytest.mark.parametrize("asker", [0, 1])
+def test_question_of_a_rank_reaches_all_others(asker: int) -> None:
+    with made(3) as ranks:
+        for rank in range(3):
+            ranks.come(rank)
+        ranks.ends[asker].ask("7 1")
+        others = [ranks.asked[rank] for rank in range(3) if rank != asker]
+        deadline = time.monotonic() + 15
+        while not all(others) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert others == [["7 1"]] * 2
 
 
 def test_rank_that_never_calls_is_named() -> None:

@@ -21,7 +21,7 @@ from anychip.comm.ledger import Ledger
 from anychip.comm.liveness import Liveness
 from anychip.comm.meeting import meet
 from anychip.comm.threads import run_ranks
-from anychip.contract import Communicator
+from anychip.contract import Communicator, Membership
 from anychip.registry import probe_cache, probing
 from anychip.train import checkpoint, config, data, parallel
 from anychip_cpu.backend import CpuBackend
@@ -119,7 +119,7 @@ def call_rank_0(store: Any) -> None:
 
 
 def calls_of(store: Any) -> Ledger:
-    return Ledger(store, 0, (0, 1), check="always", ask=print)
+    return Ledger(store, Membership((0, 1), 0), check="always", ask=print)
 
 
 def documents(path: Path) -> list[str]:

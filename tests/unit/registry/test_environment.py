@@ -95,6 +95,12 @@ def test_secret_is_the_variable_or_the_file_and_not_a_short_one(
         environment.secret()
 
 
+def test_flight_record_is_a_directory_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.flight_record() is None
+    monkeypatch.setenv("ANYCHIP_FLIGHT_RECORD", "some/where")
+    assert environment.flight_record() == Path("some/where")
+
+
 def test_backend_name_that_is_blank_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYCHIP_BACKEND", "  ")
     assert environment.backend_name() is None

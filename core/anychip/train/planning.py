@@ -182,7 +182,7 @@ def _pipeline_nbytes(config: Config, module: nn.Module, layers: range) -> int:
     """To the next stage outputs, to the one before gradients: vectors of float32."""
     if not isinstance(module, parallel.Stage):
         return 0
-    neighbours = (layers.start > 0) + (layers.stop < config.model.layers + 2)
+    neighbours = (layers.start > 0) + (layers.stop < module.num_layers)
     numel = config.data.batch_size * config.model.context * config.model.width
     messages = neighbours * config.data.accumulation * numel * torch.float32.itemsize
     return messages + sum(param.nbytes for param in module.tied)

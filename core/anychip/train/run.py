@@ -148,7 +148,7 @@ def stage_layers(
         ValueError: more stages than layers.
     """
     shape = (config.data.batch_size, config.model.context)
-    tokens = torch.zeros(shape, dtype=torch.int64, device=whole.lm_head.weight.device)
+    tokens = torch.zeros(shape, dtype=torch.int64, device=next(whole.parameters()).device)
     costs = parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=flops_per_byte)
     return costs, parallel.split_layers(whole, config.parallel.pipeline, costs)
 

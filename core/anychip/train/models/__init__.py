@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from anychip.runtime import on_host
+from anychip.train.models.decoder import Decoder, Parts, Reduction
 from anychip.train.models.gpt import GPT, GPTConfig
-from anychip.train.models.layers import Reduction
 from anychip.train.models.llama import Llama, LlamaConfig
 
-Decoder = GPT | Llama
 
-
-def build(config: GPTConfig | LlamaConfig) -> Decoder:
+def build(config: GPTConfig | LlamaConfig) -> GPT | Llama:
     """The model of a configuration, with fresh weights from torch's generator."""
     return GPT(config) if isinstance(config, GPTConfig) else Llama(config)
 
@@ -69,6 +67,7 @@ __all__ = [
     "GPTConfig",
     "Llama",
     "LlamaConfig",
+    "Parts",
     "Reduction",
     "build",
     "generate",

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from anychip import ops
-from anychip.train.models.layers import Dropout, Embedding, LayerNorm, Linear, Reduction
+from anychip.train.models.decoder import Decoder, Parts
+from anychip.train.models.layers import Dropout, Embedding, LayerNorm, Linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,8 +109,14 @@ class Transformer(nn.Module):
         self.ln_f = LayerNorm(config.width)
 
 
-class GPT(nn.Module):
-    """The decoder; ``model(tokens)`` gives logits, ``model(tokens, targets)`` the mean loss."""
+class GPT(Decoder):
+    """The decoder."""
+
+    parts = Parts(
+        below=("transformer.wte", "transformer.wpe", "transformer.drop"),
+        blocks="transformer.h",
+        above=("transformer.ln_f", "lm_head"),
+    )
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -123,21 +130,6 @@ class GPT(nn.Module):
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(param, std=0.02 / math.sqrt(2 * config.layers))
 
-    def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, reduction: Reduction = "mean"
-    ) -> Tensor:
-        """Logits (B, S, V), or the 0-dim float32 loss when targets are given.
-
-        Args:
-            tokens: (B, S) int64, S at most ``config.context``.
-            targets: (B, S) int64; -100 is not counted.
-            reduction: over the targets: ``mean`` or ``sum``.
-        """
-        x = self.embed(tokens)
-        for block in self.transformer.h:
-            x = self.run_block(block, x)
-        return self.head(x, targets, reduction=reduction)
-
     def embed(self, tokens: Tensor) -> Tensor:
         """What the first block is given: tokens (B, S) as vectors (B, S, D), with positions."""
         length = tokens.shape[1]
@@ -147,18 +139,9 @@ class GPT(nn.Module):
         x = below.wte(tokens) + below.wpe(torch.arange(length, device=tokens.device))
         return below.drop(x)  # type: ignore[no-any-return]
 
-    def run_block(self, block: nn.Module, x_BSD: Tensor) -> Tensor:
-        """One of the blocks."""
-        return block(x_BSD)  # type: ignore[no-any-return]
-
-    def head(
-        self, x_BSD: Tensor, targets: Tensor | None = None, *, reduction: Reduction = "mean"
-    ) -> Tensor:
-        """What follows the last block: logits, or the loss."""
-        logits: Tensor = self.lm_head(self.transformer.ln_f(x_BSD))
-        if targets is None:
-            return logits
-        return ops.cross_entropy(logits, targets, reduction=reduction)
+    def logits(self, x_BSD: Tensor) -> Tensor:
+        """The head's, of the normed vectors."""
+        return self.lm_head(self.transformer.ln_f(x_BSD))  # type: ignore[no-any-return]
 
 
 def _init(module: nn.Module) -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from anychip import ops
 from anychip.train import random
-
-Reduction = Literal["mean", "sum"]
-"""Of a decoder's loss over its targets."""
 
 
 class Linear(nn.Linear):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from anychip import ops
-from anychip.train.models.layers import Embedding, Linear, Reduction, RMSNorm
+from anychip.train.models.decoder import Decoder, Parts
+from anychip.train.models.layers import Embedding, Linear, RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,8 +123,12 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
 
 
-class Llama(nn.Module):
-    """The decoder; ``model(tokens)`` gives logits, ``model(tokens, targets)`` the mean loss."""
+class Llama(Decoder):
+    """The decoder."""
+
+    parts = Parts(
+        below=("model.embed_tokens",), blocks="model.layers", above=("model.norm", "lm_head")
+    )
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -135,21 +140,6 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
-
-    def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, reduction: Reduction = "mean"
-    ) -> Tensor:
-        """Logits (B, S, V), or the 0-dim float32 loss when targets are given.
-
-        Args:
-            tokens: (B, S) int64, S at most ``config.context``.
-            targets: (B, S) int64; -100 is not counted.
-            reduction: over the targets: ``mean`` or ``sum``.
-        """
-        x = self.embed(tokens)
-        for block in self.model.layers:
-            x = self.run_block(block, x)
-        return self.head(x, targets, reduction=reduction)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """What the first block is given: tokens (B, S) as vectors (B, S, D)."""
@@ -165,14 +155,9 @@ class Llama(nn.Module):
         cos, sin = (table[: x_BSD.shape[1]] for table in self._rotary)
         return block(x_BSD, cos, sin)  # type: ignore[no-any-return]
 
-    def head(
-        self, x_BSD: Tensor, targets: Tensor | None = None, *, reduction: Reduction = "mean"
-    ) -> Tensor:
-        """What follows the last block: logits, or the loss."""
-        logits: Tensor = self.lm_head(self.model.norm(x_BSD))
-        if targets is None:
-            return logits
-        return ops.cross_entropy(logits, targets, reduction=reduction)
+    def logits(self, x_BSD: Tensor) -> Tensor:
+        """The head's, of the normed vectors."""
+        return self.lm_head(self.model.norm(x_BSD))  # type: ignore[no-any-return]
 
 
 def rotary_table(length: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:

@@ -8,13 +8,14 @@ stages together have the keys of the whole model's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from torch import Tensor, nn
 
-from anychip.train.models import GPT, Decoder, Llama, Reduction
+from anychip.train.models import Decoder, Reduction
 
+T = TypeVar("T", bound=nn.Module)
 Model = Decoder | nn.Sequential
 """What can be cut into stages."""
 
@@ -27,11 +28,11 @@ def num_layers(model: Model) -> int:
     """
     if isinstance(model, nn.Sequential):
         return len(model)
-    if isinstance(model, (GPT, Llama)):
-        return model.config.layers + 2
+    if isinstance(model, Decoder):
+        return len(model.blocks()) + 2
     raise TypeError(
-        f"a GPT, a Llama or an nn.Sequential expected, got {type(model).__name__}; write a module "
-        "per stage yourself, and give it to Pipeline"
+        f"a Decoder of anychip.train.models or an nn.Sequential expected, got "
+        f"{type(model).__name__}; write a module per stage yourself, and give it to Pipeline"
     )
 
 
@@ -46,7 +47,8 @@ def make_stage(
         reduction: of a decoder's loss, where the stage has it.
 
     Raises:
-        ValueError: no layers, or layers that the model does not have.
+        ValueError: no layers, or layers that the model does not have; a decoder's parameter that
+            is in no part, or in several that cannot be tied.
     """
     count = num_layers(model)
     if layers.step != 1 or not layers or layers.start < 0 or layers.stop > count:
@@ -63,57 +65,53 @@ class Stage(nn.Module):
     of the layer before; it gives vectors, or with the head ``stage(x, targets)`` the loss and
     ``stage(x)`` logits.
 
-    Where the head is tied to the embedding and another stage has that, the head has a copy.
+    Where what is above the blocks is tied to what is below, and another stage has that, it is a
+    copy above.
 
     Attributes:
-        layers: of the whole model.
+        layers: of the whole model, which has ``num_layers``.
         reduction: of the loss, over its targets.
     """
 
+    _whole: Decoder
+
     def __init__(self, model: Decoder, layers: range, *, reduction: Reduction = "mean") -> None:
         super().__init__()
-        count = num_layers(model)
+        count, paths = num_layers(model), _paths(model)
+        tied = _tied(model, paths, last=count - 1)
         is_first, is_last = layers.start == 0, layers.stop == count
-        below = "transformer" if isinstance(model, GPT) else "model"
-        blocks, norm = ("h", "ln_f") if isinstance(model, GPT) else ("layers", "norm")
-        inner = getattr(model, below)
-        part = _part(inner, [n for n in inner._modules if n not in (blocks, norm)] * is_first)
-        numbers = range(max(0, layers.start - 1), min(count - 2, layers.stop - 1))
-        kept = {str(i): getattr(inner, blocks)[i] for i in numbers}
-        part.add_module(blocks, nn.ModuleDict(kept))
-        whole: Any = _part(model, ["lm_head"] * is_last)
-        if is_last:
-            part.add_module(norm, getattr(inner, norm))
-        whole.add_module(below, part)
-        self.layers, self.config, self.reduction = layers, model.config, reduction
-        self._tied = ""
-        if isinstance(model, GPT) and is_first != is_last:
-            self._tied = "transformer.wte" if is_first else "lm_head"
-            if is_last:
-                whole.lm_head = copy.deepcopy(model.lm_head)
+        self._tied = tied[0 if is_first else -1] if is_first != is_last else ()
+        whole = _part(model, {path: layer in layers for path, layer in paths.items()})
+        for path in model.parts.above if is_last else ():
+            if any(name.startswith(f"{path}.") for name in self._tied):
+                holder, _, name = path.rpartition(".")
+                copied = copy.deepcopy(model.get_submodule(path))
+                whole.get_submodule(holder)._modules[name] = copied
+        # Norms add up parameters in this order: what is a part by itself, then what holds parts.
+        whole._modules = dict(sorted(whole._modules.items(), key=lambda item: item[0] not in paths))
+        self.layers, self.num_layers, self.reduction = layers, count, reduction
         # The modules are this one's own, under the decoder's names; whole runs them.
         self._modules = whole._modules
         object.__setattr__(self, "_whole", whole)
-        self._path = (below, blocks)
 
     @property
     def tied(self) -> tuple[nn.Parameter, ...]:
-        """The embedding's parameter on the first stage, the head's copy of it on the last.
+        """The parameters below on the first stage, the copies of them above on the last.
 
         Empty where both are on one stage, and on stages that have neither. To be asked again after
         a move to another device, which may make other parameters.
         """
-        return (self.get_parameter(f"{self._tied}.weight"),) if self._tied else ()
+        return tuple(self.get_parameter(name) for name in self._tied)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        whole: Any = self._whole
+        whole = self._whole
         if self.layers.start == 0:
             x = whole.embed(x)
-        for block in getattr(getattr(whole, self._path[0]), self._path[1]).values():
+        for block in whole.blocks():
             x = whole.run_block(block, x)
-        if self.layers.stop < self.config.layers + 2:
+        if self.layers.stop < self.num_layers:
             return x
-        return whole.head(x, targets, reduction=self.reduction)  # type: ignore[no-any-return]
+        return whole.head(x, targets, reduction=self.reduction)
 
 
 class SequentialStage(nn.Module):
@@ -148,9 +146,44 @@ def merge(state_dicts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return whole
 
 
-def _part(module: nn.Module, names: Iterable[str]) -> nn.Module:
-    """A module like another one, with some of its submodules, and no parameters of its own."""
+def _paths(model: Decoder) -> dict[str, int]:
+    """The layer of each of a decoder's parts, by its path."""
+    below, blocks, above = model.parts
+    names = [f"{blocks}.{name}" for name in model.get_submodule(blocks)._modules]
+    layers = {path: number for number, path in enumerate(names, 1)}
+    return dict.fromkeys(below, 0) | layers | dict.fromkeys(above, len(names) + 1)
+
+
+def _tied(
+    model: Decoder, paths: Mapping[str, int], last: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The parameters that are both below the blocks and above them: their names there and there."""
+    found: dict[nn.Parameter, dict[int, str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        path = name
+        while path and path not in paths:
+            path = path.rpartition(".")[0]
+        if not path:
+            raise ValueError(f"{name} of {type(model).__name__} is in none of its parts")
+        found.setdefault(param, {}).setdefault(paths[path], name)
+    shared = [names for names in found.values() if len(names) > 1]
+    for names in shared:
+        if set(names) != {0, last}:
+            raise ValueError(
+                f"{' and '.join(names.values())} are one parameter; what is above the blocks may "
+                "be tied to what is below them, and nothing else"
+            )
+    return tuple(names[0] for names in shared), tuple(names[last] for names in shared)
+
+
+def _part(module: T, is_kept: Mapping[str, bool], path: str = "") -> T:
+    """A module like another one, without those parts of it that are not kept."""
     part = copy.copy(module)
-    part._parameters = {}
-    part._modules = {name: module._modules[name] for name in names}
+    part._parameters, part._buffers, part._modules = {}, dict(module._buffers), {}
+    for name, child in module._modules.items():
+        inner = f"{path}{name}"
+        if child is not None and any(other.startswith(f"{inner}.") for other in is_kept):
+            child = _part(child, is_kept, f"{inner}.")
+        if is_kept.get(inner, True):
+            part._modules[name] = child
     return part

@@ -1,0 +1,85 @@
+"""What does training know of a decoder? Its parts by name, and how each of them is run.
+
+Who states this can be cut into the stages of a pipeline, whatever its modules are called; a class
+of another library states it in a subclass, and keeps its names.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Literal, NamedTuple, cast
+
+from torch import Tensor, nn
+
+from anychip import ops
+
+Reduction = Literal["mean", "sum"]
+"""Of a decoder's loss over its targets."""
+
+
+class Parts(NamedTuple):
+    """Paths of a decoder's submodules. Every stage has one that is in no part, without parameters.
+
+    Attributes:
+        below: what makes vectors of tokens.
+        blocks: the list of blocks.
+        above: what follows the last block. A parameter may be below too: it is tied.
+    """
+
+    below: tuple[str, ...]
+    blocks: str
+    above: tuple[str, ...]
+
+
+class Decoder(nn.Module, ABC):
+    """A model of tokens; ``model(tokens)`` gives logits, ``model(tokens, targets)`` the mean loss.
+
+    Between its parts one tensor is handed on: vectors (B, S, D), as wide for every block.
+
+    Attributes:
+        parts: where they are.
+        config: its sizes; ``config.context`` tokens are in the longest sequence.
+    """
+
+    parts: ClassVar[Parts]
+    config: Any
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, reduction: Reduction = "mean"
+    ) -> Tensor:
+        """Logits (B, S, V), or the 0-dim float32 loss when targets are given.
+
+        Args:
+            tokens: (B, S) int64, S at most ``config.context``.
+            targets: (B, S) int64; -100 is not counted.
+            reduction: over the targets: ``mean`` or ``sum``.
+        """
+        x = self.embed(tokens)
+        for block in self.blocks():
+            x = self.run_block(block, x)
+        return self.head(x, targets, reduction=reduction)
+
+    def blocks(self) -> list[nn.Module]:
+        """Those that are here, in order: of a stage its own."""
+        return [*cast(nn.ModuleList, self.get_submodule(self.parts.blocks))]
+
+    @abstractmethod
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the first block is given: tokens (B, S) as vectors (B, S, D)."""
+
+    def run_block(self, block: nn.Module, x_BSD: Tensor) -> Tensor:
+        """One of the blocks, with whatever else it needs."""
+        return block(x_BSD)  # type: ignore[no-any-return]
+
+    @abstractmethod
+    def logits(self, x_BSD: Tensor) -> Tensor:
+        """What follows the last block, (B, S, V)."""
+
+    def head(
+        self, x_BSD: Tensor, targets: Tensor | None = None, *, reduction: Reduction = "mean"
+    ) -> Tensor:
+        """What follows the last block: logits, or the loss."""
+        logits = self.logits(x_BSD)
+        if targets is None:
+            return logits
+        return ops.cross_entropy(logits, targets, reduction=reduction)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anychip.comm.ledger import Check
 from anychip.comm.threads import run_ranks
 from anychip.contract import CommunicationError, Communicator, Transfer, UnsupportedError
 from tests.order_of_sums import pairwise
@@ -81,6 +82,20 @@ def test_eight_ranks_sum_alike_at_once_and_by_groups_of_neighbours(inner: int) -
 
     for at_once, by_groups in run_ranks(8, work):
         assert torch.equal(at_once, by_groups)
+
+
+@pytest.mark.parametrize("check", ["always", "step"])
+def test_two_groups_of_the_same_ranks_take_calls_in_any_order(check: Check) -> None:
+    def work(comm: Communicator) -> list[float]:
+        pairs = [(comm.split([[0, 1, 2]], name=n), torch.full((3,), 1.0 + i))
+                 for i, n in enumerate("ab")]  # fmt: skip
+        for _ in range(5):
+            order = pairs[:: 1 - 2 * (comm.rank % 2)]
+            for call in [group.all_reduce(tensor, async_op=True) for group, tensor in order]:
+                call.wait()
+        return [tensor[0].item() for _, tensor in pairs]
+
+    assert run_ranks(3, work, check=check) == [[3.0**5, 2 * 3.0**5]] * 3
 
 
 def test_traffic_counts_each_rank_and_group_apart() -> None:

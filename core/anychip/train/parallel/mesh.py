@@ -36,28 +36,41 @@ class Mesh:
         self.comm, self.sizes = comm, dict(sizes)
         _check(self.sizes, comm.world_size)
         self.coordinates = coordinates(self.sizes, comm.rank)
-        self._axes = {name: self._split(name) for name in self.sizes}
+        self._groups: dict[tuple[str, ...], Communicator] = {
+            (name,): self._split(name) for name in self.sizes
+        }
 
     def __repr__(self) -> str:
         places = ", ".join(f"{n} {self.coordinates[n]} of {s}" for n, s in self.sizes.items())
         return f"Mesh(rank {self.comm.rank}: {places})"
 
-    def axis(self, name: str) -> Communicator:
-        """The ranks that differ from this one along one axis only, in order along it.
+    def axis(self, *names: str) -> Communicator:
+        """The ranks that differ from this one along these axes only, in the order of the mesh.
+
+        Several axes are merged into one group, like the replicas of weights that neither ``data``
+        nor ``context`` cuts. It is made when it is first asked for, by all ranks of the mesh, and
+        the same afterwards, whatever the order of the names.
 
         Raises:
-            ValueError: the mesh has no such axis.
+            ValueError: no axis, or one that the mesh does not have.
         """
-        if name not in self._axes:
-            near = difflib.get_close_matches(name, self._axes, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(self._axes)}"
-            raise ValueError(f"mesh: no axis is named {name!r}; {hint}")
-        return self._axes[name]
+        for name in names:
+            if name not in self.sizes:
+                near = difflib.get_close_matches(name, self.sizes, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(self.sizes)}"
+                raise ValueError(f"mesh: no axis is named {name!r}; {hint}")
+        if not names:
+            raise ValueError(f"mesh: at least one axis expected; it has {', '.join(self.sizes)}")
+        merged = tuple(name for name in self.sizes if name in names)
+        if merged not in self._groups:
+            self._groups[merged] = self._split(*merged)
+        return self._groups[merged]
 
-    def _split(self, name: str) -> Communicator:
-        if self.sizes[name] == 1:
+    def _split(self, *names: str) -> Communicator:
+        name = " x ".join(names)
+        if math.prod(self.sizes[name] for name in names) == 1:
             return alone(name=name, world_rank=self.comm.ranks[self.comm.rank])
-        return self.comm.split(groups(self.sizes, name), name=name)
+        return self.comm.split(groups(self.sizes, *names), name=name)
 
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
@@ -68,14 +81,18 @@ def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
     return {name: places[name] for name in sizes}
 
 
-def groups(sizes: Mapping[str, int], name: str) -> list[list[int]]:
-    """The groups of ranks along one axis; each rank is in exactly one, in order along the axis."""
-    names = list(sizes)
-    stride = math.prod(sizes[other] for other in names[names.index(name) + 1 :])
-    starts = (
-        rank for rank in range(math.prod(sizes.values())) if rank // stride % sizes[name] == 0
-    )
-    return [[start + stride * place for place in range(sizes[name])] for start in starts]
+def groups(sizes: Mapping[str, int], *names: str) -> list[list[int]]:
+    """The groups of ranks that differ along some axes only; each rank is in exactly one, in order.
+
+    Ranks of the merged last axes are neighbours, so that sums over them and then over the others
+    have the bits of one sum over all (docs/communication.md).
+    """
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(math.prod(sizes.values())):
+        places = coordinates(sizes, rank)
+        elsewhere = tuple(place for name, place in places.items() if name not in names)
+        found.setdefault(elsewhere, []).append(rank)
+    return list(found.values())
 
 
 def _check(sizes: Mapping[str, int], world_size: int) -> None:

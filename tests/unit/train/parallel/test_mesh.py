@@ -19,12 +19,34 @@ def test_mesh_coordinates_count_like_numpy_with_the_last_axis_fastest() -> None:
         assert int(order[place]) == rank
 
 
-@pytest.mark.parametrize(("axis", "wanted"), [
-    ("data", [[0, 3], [1, 4], [2, 5]]), ("tensor", [[0], [1], [2], [3], [4], [5]]),
-    ("pipeline", [[0, 1, 2], [3, 4, 5]]),
+@pytest.mark.parametrize(("axes", "wanted"), [
+    (["data"], [[0, 3], [1, 4], [2, 5]]), (["tensor"], [[0], [1], [2], [3], [4], [5]]),
+    (["pipeline"], [[0, 1, 2], [3, 4, 5]]), (["tensor", "pipeline"], [[0, 1, 2], [3, 4, 5]]),
+    (["pipeline", "data"], [[0, 1, 2, 3, 4, 5]]),
 ])  # fmt: skip
-def test_mesh_groups_along_an_axis_are_these(axis: str, wanted: list[list[int]]) -> None:
-    assert groups(SIZES, axis) == wanted
+def test_mesh_groups_along_axes_are_these(axes: list[str], wanted: list[list[int]]) -> None:
+    assert groups(SIZES, *axes) == wanted
+
+
+def test_mesh_groups_along_two_of_three_axes_are_slices_of_the_grid() -> None:
+    grid = torch.arange(24).view(2, 3, 4)
+    sizes = {"a": 2, "b": 3, "c": 4}
+    assert groups(sizes, "a", "c") == [grid[:, b].flatten().tolist() for b in range(3)]
+    assert groups(sizes, "b", "c") == [grid[a].flatten().tolist() for a in range(2)]
+
+
+def test_mesh_merges_axes_into_one_group_that_it_makes_once() -> None:
+    def work(comm: Communicator) -> tuple[float, list[int], bool]:
+        mesh = Mesh(comm, {"data": 2, "pipeline": 2, "context": 2})
+        merged = mesh.axis("context", "data")
+        total = torch.tensor([float(comm.rank)])
+        merged.all_reduce(total)
+        assert merged.name == "data x context"
+        return total.item(), list(merged.ranks), merged is mesh.axis("data", "context")
+
+    for rank, found in enumerate(run_ranks(8, work)):
+        ranks = [0, 1, 4, 5] if rank % 4 < 2 else [2, 3, 6, 7]
+        assert found == (float(sum(ranks)), ranks, True)
 
 
 def test_mesh_axis_joins_the_ranks_of_its_group_only() -> None:
@@ -80,3 +102,8 @@ def test_mesh_unknown_axis_suggests_the_near_one() -> None:
     mesh = Mesh(alone(), {"data": 1, "pipeline": 1})
     with pytest.raises(ValueError, match="did you mean 'pipeline'"):
         mesh.axis("pipelines")
+
+
+def test_mesh_axis_of_no_name_says_which_there_are() -> None:
+    with pytest.raises(ValueError, match="it has data, pipeline"):
+        Mesh(alone(), {"data": 1, "pipeline": 1}).axis()

@@ -1,11 +1,12 @@
-"""One rank of the DTensor test: python sharded.py RANK WORLD STORE RESULT LABELS.
+"""The ranks of the DTensor test: python sharded.py WORLD FOLDER LABELS.
 
-Runs the cases of LABELS, a list in JSON, on sharded tensors and on whole ones, and writes a JSON of
-{case: "" or what went wrong}. A row that takes addresses stands in front of every operator and
-insists on real ones.
+Runs the cases of LABELS, a list in JSON, on sharded tensors and on whole ones; each rank writes a
+JSON of {case: "" or what went wrong}. A row that takes addresses stands in front of every operator
+and insists on real ones.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -248,8 +249,9 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
     return found
 
 
-def main(rank: int, world: int, store: str, result: str, labels: Collection[str]) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+def main(rank: int, world: int, folder: Path, labels: Collection[str]) -> None:
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     found: dict[str, str] = {}
     with installation() as install:
@@ -263,11 +265,16 @@ def main(rank: int, world: int, store: str, result: str, labels: Collection[str]
                 except Exception as error:
                     found[f"{label}/{door}"] = f"{type(error).__name__}: {error}"
         found |= {label: said for label, said in refused(mesh).items() if label in labels}
-    Path(result).write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     assert anychip.use("cpu")
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5], json.loads(sys.argv[5]))
+    world = int(sys.argv[1])
+    rank = next((number for number in range(1, world) if os.fork() == 0), 0)
+    main(rank, world, Path(sys.argv[2]), json.loads(sys.argv[3]))
+    while rank == 0 and world > 1:
+        assert os.wait()[1] == 0
+        world -= 1

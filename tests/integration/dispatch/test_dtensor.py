@@ -1,13 +1,11 @@
 """DTensor on two ranks: sharded results equal whole ones; what has no rule is refused by name."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm_python
 from tests.integration.dispatch.sharded import cases
 
 WORLD = 2
@@ -27,22 +25,10 @@ def asked(request: pytest.FixtureRequest) -> list[str]:
 def results(asked: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each rank found, by case."""
     folder = tmp_path_factory.mktemp("dtensor")
-    store, labels = str(folder / "store"), json.dumps(asked)
-    files = [folder / f"rank{rank}.json" for rank in range(WORLD)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     worker = str(Path(__file__).with_name("sharded.py"))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, worker, str(rank), str(WORLD), store, str(file), labels],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank, file in enumerate(files)
-    ]
-    errors = [process.communicate(timeout=240)[1] for process in ranks]
-    assert [p.returncode for p in ranks] == [0] * WORLD, "\n".join(errors)
-    return [json.loads(file.read_text()) for file in files]
+    done = warm_python.run(worker, str(WORLD), str(folder), json.dumps(asked), timeout=240)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
 @pytest.mark.grid

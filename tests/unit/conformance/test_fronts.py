@@ -230,6 +230,7 @@ def test_pytest_front_shows_the_explanation_of_a_failure(plugins: Path) -> None:
     assert "did you mean 'softmax'?" in done.stdout
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("arguments", "code", "words"), [
     (["--backend", "goodchip", "--chapter", "serving"], 2, "there is no chapter 'serving'"),
     (["--backend", "goodchip", "-k", "a and ("], 2, "expected, got"),

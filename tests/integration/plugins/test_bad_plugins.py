@@ -307,6 +307,7 @@ def test_name_with_two_claimants_asked_for_raises_naming_both(seen: Seen) -> Non
     assert "acme-new 2.5" in done.stderr
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ["segfaults", "vanishes", "floods"])
 def test_doctor_for_a_plugin_that_kills_its_process_survives(seen: Seen, name: str) -> None:
     done = seen.environment.anychip("doctor", name, TEST_GRANDCHILD=os.devnull)

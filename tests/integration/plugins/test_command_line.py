@@ -158,6 +158,7 @@ def test_doctor_without_a_name_examines_all_and_succeeds(fakes: Environment) -> 
     assert "operators  are called in " in done.stdout
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("args", "code", "text"), [
     pytest.param(("doctor", "cpuu"), 2, "did you mean 'cpu'?", id="unknown_backend"),
     pytest.param(("doctor", "./libacme.so"), 2, "the C ABI is not part of", id="library"),

@@ -59,6 +59,7 @@ def test_packs_for_a_backend_are_loaded_by_name_and_others_are_not_imported(
     assert imported == ["pack_a", "pack_b", "pack_c"]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("entry", "source", "reason"),
     [

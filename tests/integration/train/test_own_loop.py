@@ -1,8 +1,6 @@
 """The loop that people copy: it learns, and goes on after an end in mid-run."""
 
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,16 +8,14 @@ from typing import Any
 import pytest
 
 from anychip.train import checkpoint
+from tests import warm_python
 from tests.integration.train.processes import variables
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_loop.py"
 
 
 def test_example_as_a_command_learns_and_leaves_a_checkpoint(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "cpu", "out"], cwd=tmp_path, env=variables(),
-        capture_output=True, text=True, timeout=250,
-    )  # fmt: skip
+    done = warm_python.run(str(EXAMPLE), "cpu", "out", cwd=tmp_path, env=variables(), timeout=250)
     assert done.returncode == 0, done.stderr
     first, *_, last = [line for line in done.stdout.splitlines() if line.startswith("step")]
     assert float(last.split()[3].rstrip(",")) < float(first.split()[3].rstrip(",")) < 5.0

@@ -68,6 +68,7 @@ def test_bench_dispatch_leaves_threads_and_policy_as_they_were() -> None:
     assert "anychip_bench" not in str(anychip.provenance().fallbacks())
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", operators._cases())
 def test_bench_ops_has_a_row_per_direction(name: str) -> None:
     report = operators.run(
@@ -86,6 +87,7 @@ def test_bench_ops_has_a_row_per_direction(name: str) -> None:
         assert re.fullmatch(r"(cpu \((native|mapped)\)|reference)", row.facts["served by"])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", sorted(operators._cases().keys() - RANDOM))
 def test_bench_ops_compares_with_the_same_computation(name: str) -> None:
     # A peer that computes something else would make the ratio worthless.

@@ -264,6 +264,7 @@ PEERS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", PEERS)
 def test_oracle_agrees_with_torch_in_float64(name: str) -> None:
     compared = 0

@@ -46,33 +46,12 @@ _HOME = {
 _MODULES = ("ops", "train", "conformance")
 
 __all__ = [
-    "API_VERSION",
-    "AmbiguousBackendError",
-    "AnychipError",
-    "Backend",
-    "BackendUnavailableError",
-    "CommunicationError",
-    "ContractError",
-    "DeviceError",
-    "FallbackError",
-    "OperatorSpec",
-    "OperatorTable",
-    "OverlapError",
-    "Probe",
-    "UnknownBackendError",
-    "UnsupportedError",
-    "__version__",
-    "backend",
-    "backends",
-    "fuse",
-    "hookimpl",
-    "operator",
-    "policy",
-    "provenance",
-    "register",
-    "unfuse",
-    "use",
-]
+    "API_VERSION", "AmbiguousBackendError", "AnychipError", "Backend", "BackendUnavailableError",
+    "CommunicationError", "ContractError", "DeviceError", "FallbackError", "OperatorSpec",
+    "OperatorTable", "OverlapError", "Probe", "UnknownBackendError", "UnsupportedError",
+    "__version__", "backend", "backends", "fuse", "hookimpl", "operator", "policy", "provenance",
+    "register", "unfuse", "use",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -70,19 +70,6 @@ def run(
 
 
 __all__ = [
-    "CHAPTERS",
-    "LEVELS",
-    "Case",
-    "CheckFailedError",
-    "Context",
-    "Level",
-    "Plan",
-    "Report",
-    "Result",
-    "Statement",
-    "activate",
-    "plan",
-    "run",
-    "run_plan",
-    "verify",
-]
+    "CHAPTERS", "LEVELS", "Case", "CheckFailedError", "Context", "Level", "Plan", "Report",
+    "Result", "Statement", "activate", "plan", "run", "run_plan", "verify",
+]  # fmt: skip

@@ -11,14 +11,6 @@ from anychip.registry.kernel_packs import kernel_packs
 from anychip.registry.table import BackendRecord
 
 __all__ = [
-    "BackendRecord",
-    "Diagnosis",
-    "backends",
-    "choose",
-    "diagnose",
-    "forecast",
-    "kernel_packs",
-    "owner",
-    "provenance_of",
-    "take_device",
-]
+    "BackendRecord", "Diagnosis", "backends", "choose", "diagnose", "forecast", "kernel_packs",
+    "owner", "provenance_of", "take_device",
+]  # fmt: skip

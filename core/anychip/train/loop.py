@@ -263,13 +263,5 @@ def finish(run: Run, out: Path, rows: list[Row]) -> str:
 
 
 __all__ = [
-    "Run",
-    "TrainingError",
-    "build",
-    "finish",
-    "restore",
-    "sample",
-    "save",
-    "train",
-    "whole_model",
-]
+    "Run", "TrainingError", "build", "finish", "restore", "sample", "save", "train", "whole_model",
+]  # fmt: skip

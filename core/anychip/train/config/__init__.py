@@ -28,26 +28,8 @@ from anychip.train.config.settings import (
 )
 
 __all__ = [
-    "LR_SCHEDULES",
-    "MODELS",
-    "OPTIMIZERS",
-    "TOKENIZERS",
-    "AdamWConfig",
-    "CheckpointConfig",
-    "Config",
-    "ConfigError",
-    "ConstantConfig",
-    "CosineConfig",
-    "DataConfig",
-    "LAMBConfig",
-    "LionConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "RunConfig",
-    "SGDConfig",
-    "ScheduleConfig",
-    "Setting",
-    "dump",
-    "load",
-    "settings",
-]
+    "LR_SCHEDULES", "MODELS", "OPTIMIZERS", "TOKENIZERS", "AdamWConfig", "CheckpointConfig",
+    "Config", "ConfigError", "ConstantConfig", "CosineConfig", "DataConfig", "LAMBConfig",
+    "LionConfig", "OptimizerConfig", "ParallelConfig", "RunConfig", "SGDConfig", "ScheduleConfig",
+    "Setting", "dump", "load", "settings",
+]  # fmt: skip

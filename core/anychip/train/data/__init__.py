@@ -28,23 +28,8 @@ from anychip.train.data.text import (
 )
 
 __all__ = [
-    "IGNORED_TARGET",
-    "VOCAB_SIZE",
-    "BPETokenizer",
-    "Batch",
-    "ByteTokenizer",
-    "Loader",
-    "MissingExtraError",
-    "Tokenizer",
-    "cu_seqlens",
-    "decode",
-    "encode",
-    "find_files",
-    "mask_targets",
-    "positions",
-    "python_documentation",
-    "read_documents",
-    "read_texts",
-    "tokenize",
+    "IGNORED_TARGET", "VOCAB_SIZE", "BPETokenizer", "Batch", "ByteTokenizer", "Loader",
+    "MissingExtraError", "Tokenizer", "cu_seqlens", "decode", "encode", "find_files",
+    "mask_targets", "positions", "python_documentation", "read_documents", "read_texts", "tokenize",
     "train_bpe",
-]
+]  # fmt: skip

@@ -62,14 +62,6 @@ def generate(
 
 
 __all__ = [
-    "GPT",
-    "Decoder",
-    "GPTConfig",
-    "Llama",
-    "LlamaConfig",
-    "Parts",
-    "Reduction",
-    "build",
-    "generate",
-    "parameter_groups",
-]
+    "GPT", "Decoder", "GPTConfig", "Llama", "LlamaConfig", "Parts", "Reduction", "build",
+    "generate", "parameter_groups",
+]  # fmt: skip

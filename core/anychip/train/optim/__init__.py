@@ -32,19 +32,6 @@ from anychip.train.optim.rule import Group, Rule, Span, Update, chain
 from anychip.train.optim.schedule import Schedule, constant, warmup_cosine
 
 __all__ = [
-    "BLOCK",
-    "Group",
-    "Rule",
-    "Schedule",
-    "Span",
-    "Update",
-    "adamw",
-    "chain",
-    "clip_by_global_norm",
-    "constant",
-    "global_norm",
-    "lamb",
-    "lion",
-    "sgd",
-    "warmup_cosine",
-]
+    "BLOCK", "Group", "Rule", "Schedule", "Span", "Update", "adamw", "chain", "clip_by_global_norm",
+    "constant", "global_norm", "lamb", "lion", "sgd", "warmup_cosine",
+]  # fmt: skip

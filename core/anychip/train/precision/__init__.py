@@ -14,12 +14,6 @@ from anychip.train.precision.scaling import (
 )
 
 __all__ = [
-    "NAMES",
-    "LossScaleError",
-    "LossScaler",
-    "LossScaling",
-    "Policy",
-    "ScaleState",
-    "advance",
+    "NAMES", "LossScaleError", "LossScaler", "LossScaling", "Policy", "ScaleState", "advance",
     "policy",
-]
+]  # fmt: skip

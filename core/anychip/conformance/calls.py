@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -86,7 +86,7 @@ class Draw(SampleMaker):
         return torch.rand(shape, generator=self._generator) * (high - low) + low
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """One call of an operator, not yet made.
 
@@ -102,6 +102,7 @@ class Call:
 
     label: str
     make: Callable[[Draw], Arguments]
+    _: KW_ONLY
     full: bool = False
     full_in_16_bits: bool = False
     layout: Layouts = "contiguous"
@@ -111,6 +112,11 @@ class Call:
     def arguments(self, operator: str, dtype: torch.dtype, seed: int = 0) -> Arguments:
         """The call's arguments, on the host: the same numbers whenever and wherever it is made."""
         return self.make(Draw(dtype, f"{operator}/{self.label}", seed))
+
+
+def in_layouts(label: str, make: Callable[[Draw], Arguments]) -> Iterator[Call]:
+    """The call in each layout that is not plain."""
+    return (Call(f"{label}.{layout}", make, layout=layout) for layout in LAYOUTS)
 
 
 def shape_label(shape: Sequence[int]) -> str:

@@ -140,29 +140,14 @@ def together(context: Context, *, ranks: Ranks, call: str, dtype: str) -> None:
     same_everywhere([answer["same"] for answer in answers])
 
 
-def order(context: Context, *, ranks: Ranks) -> None:
-    """Several works at once, waited for in another order."""
-    all_well(ask(context, ranks, "ask_order", "two all_reduce(async_op=True)"))
+def well(context: Context, *, ranks: Ranks, question: str, shown: str) -> None:
+    """What the question of :mod:`.rank_questions` says, on all ranks."""
+    all_well(ask(context, ranks, question, shown))
 
 
-def large(context: Context, *, ranks: Ranks) -> None:
-    """Messages of some MiB, whole and in parts."""
-    all_well(ask(context, ranks, "ask_large", "calls with 1,000,003 elements"))
-
-
-def not_finite(context: Context, *, ranks: Ranks) -> None:
-    """Inf and NaN of one rank reach all."""
-    all_well(ask(context, ranks, "ask_not_finite", "sums with Inf and NaN"))
-
-
-def early(context: Context, *, ranks: Ranks) -> None:
-    """Work is done no sooner than the last rank has come."""
-    all_well(ask(context, ranks, "ask_early", "all_reduce(async_op=True)", number=next(_numbers)))
-
-
-def barrier(context: Context, *, ranks: Ranks) -> None:
-    """Nobody leaves it before all have come."""
-    all_well(ask(context, ranks, "ask_barrier", "barrier()", number=next(_numbers)))
+def numbered(context: Context, *, ranks: Ranks, question: str, shown: str) -> None:
+    """As :func:`well`, of a question in which ranks wait for words: each time others."""
+    all_well(ask(context, ranks, question, shown, number=next(_numbers)))
 
 
 def groups(context: Context, *, ranks: Ranks) -> None:
@@ -174,11 +159,6 @@ def groups(context: Context, *, ranks: Ranks) -> None:
             by_label.setdefault(label, set()).add(digest)
     for label, bits in by_label.items():
         check(len(bits) == 1, f"{label}: the members' bits differ")
-
-
-def mistakes(context: Context, *, ranks: Ranks) -> None:
-    """ValueError on the rank itself, and the communicator works on."""
-    all_well(ask(context, ranks, "ask_mistakes", "calls with wrong arguments"))
 
 
 def disagreement(context: Context, *, ranks: Ranks, what: str) -> None:
@@ -216,21 +196,6 @@ def abort(context: Context, *, ranks: Ranks) -> None:
         )
 
 
-def shapes(context: Context, *, ranks: Ranks) -> None:
-    """Tensors of any number of dims."""
-    all_well(ask(context, ranks, "ask_shapes", "calls with tensors of 0 to 3 dims"))
-
-
-def traffic(context: Context, *, ranks: Ranks) -> None:
-    """Calls and bytes are counted."""
-    all_well(ask(context, ranks, "ask_traffic", "calls of every kind, counted"))
-
-
-def close(context: Context, *, ranks: Ranks) -> None:
-    """A closed communicator refuses; the next one works."""
-    all_well(ask(context, ranks, "ask_close", "close(), then all_reduce"))
-
-
 def death(context: Context, *, ranks: Ranks) -> None:
     """The last rank is killed: the others are told which, in time."""
     answers = ask(
@@ -263,16 +228,16 @@ def check_told(rank: int, answer: Answer, *, names: int | None = None) -> None:
 
 
 RULES: dict[str, Callable[..., None]] = {
-    "order": order,
-    "large": large,
-    "not-finite": not_finite,
-    "early": early,
-    "barrier": barrier,
+    "order": partial(well, question="ask_order", shown="two all_reduce(async_op=True)"),
+    "large": partial(well, question="ask_large", shown="calls with 1,000,003 elements"),
+    "not-finite": partial(well, question="ask_not_finite", shown="sums with Inf and NaN"),
+    "early": partial(numbered, question="ask_early", shown="all_reduce(async_op=True)"),
+    "barrier": partial(numbered, question="ask_barrier", shown="barrier()"),
     "groups": groups,
-    "mistakes": mistakes,
-    "shapes": shapes,
-    "traffic": traffic,
-    "close": close,
+    "mistakes": partial(well, question="ask_mistakes", shown="calls with wrong arguments"),
+    "shapes": partial(well, question="ask_shapes", shown="calls with tensors of 0 to 3 dims"),
+    "traffic": partial(well, question="ask_traffic", shown="calls of every kind, counted"),
+    "close": partial(well, question="ask_close", shown="close(), then all_reduce"),
 }
 LOSSES: dict[str, Callable[..., None]] = {
     **{f"absent/{call}": partial(absence, call=call) for call in ("all_reduce", "barrier", "recv")},

@@ -69,44 +69,32 @@ _PLAIN: dict[str, Any] = {**_SGD, "momentum": 0.0}
 _LION: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.5}
 _TWO = ("exp_avg", "exp_avg_sq")
 
+
+def _subject(
+    rule: Callable[..., optim.Rule],
+    attrs: Mapping[str, Any],
+    *moments: str,
+    operator: str | None = None,
+    rest: tuple[Any, ...] = (),
+) -> Subject:
+    return Subject(
+        make=lambda lr: rule(lr, **attrs), operator=operator or rule.__name__,
+        attrs=attrs, moments=moments, rest=rest,
+    )  # fmt: skip
+
+
 SUBJECTS: dict[str, Subject] = {
-    "adamw": Subject(
-        make=lambda lr: optim.adamw(lr, **_ADAM), operator="adamw", attrs=_ADAM, moments=_TWO
-    ),
-    "sgd": Subject(
-        make=lambda lr: optim.sgd(lr, **_PLAIN), operator="sgd", attrs=_PLAIN, moments=()
-    ),
-    "momentum": Subject(
-        make=lambda lr: optim.sgd(lr, **_SGD),
-        operator="sgd",
-        attrs=_SGD,
-        moments=("momentum_buffer",),
-    ),
-    "nesterov": Subject(
-        make=lambda lr: optim.sgd(lr, **_NESTEROV),
-        operator="sgd",
-        attrs=_NESTEROV,
-        moments=("momentum_buffer",),
-    ),
-    "lion": Subject(
-        make=lambda lr: optim.lion(lr, **_LION), operator="lion", attrs=_LION, moments=("exp_avg",)
-    ),
-    "lamb": Subject(
-        make=lambda lr: optim.lamb(lr, **_ADAM),
-        operator="lamb",
-        attrs=_ADAM,
-        moments=_TWO,
-        rest=(None,),
-    ),
+    "adamw": _subject(optim.adamw, _ADAM, *_TWO),
+    "sgd": _subject(optim.sgd, _PLAIN),
+    "momentum": _subject(optim.sgd, _SGD, "momentum_buffer"),
+    "nesterov": _subject(optim.sgd, _NESTEROV, "momentum_buffer"),
+    "lion": _subject(optim.lion, _LION, "exp_avg"),
+    "lamb": _subject(optim.lamb, _ADAM, *_TWO, rest=(None,)),
 }
-
-
+_CODES = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
 CODED = {
-    "adamw-8bit": Subject(
-        make=lambda lr: optim.adamw(lr, **_ADAM, states="8bit"),
-        operator="adamw_8bit",
-        attrs=_ADAM,
-        moments=("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"),
+    "adamw-8bit": _subject(
+        partial(optim.adamw, states="8bit"), _ADAM, *_CODES, operator="adamw_8bit"
     )
 }
 """Rules that round their states: beside a boundary either side is right, and the next step begins

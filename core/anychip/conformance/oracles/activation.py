@@ -140,8 +140,8 @@ def _each(make: Callable[..., Arguments], **attrs: str) -> Iterator[Call]:
     suffix = "".join(f".{form}" for form in attrs.values())
     for label, x, layout, is_random, gradient in _inputs():
         yield Call(
-            label=f"{label}{suffix}",
-            make=partial(make, x=x, **attrs),
+            f"{label}{suffix}",
+            partial(make, x=x, **attrs),
             layout=layout,
             statistical=is_random,
             gradient=gradient,
@@ -190,9 +190,8 @@ def _bias_gelu_calls() -> Iterator[Call]:
             if not call.label.startswith("scalar"):
                 yield call
         make = partial(_cancelling, approximate=approximate)
-        yield Call(label=f"5x96.cancel.{approximate}", make=make, statistical=False)
-        make = partial(_wide_bias, approximate=approximate)
-        yield Call(label=f"6x40.bias:fp32.{approximate}", make=make)
+        yield Call(f"5x96.cancel.{approximate}", make, statistical=False)
+        yield Call(f"6x40.bias:fp32.{approximate}", partial(_wide_bias, approximate=approximate))
 
 
 _LOWER = ("17.none", "1025.none", "17.tanh", "1025.tanh")

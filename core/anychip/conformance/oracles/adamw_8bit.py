@@ -190,9 +190,9 @@ def _sized(draw: Draw, size: int) -> Arguments:
 def _calls() -> Iterator[Call]:
     yield from with_codes(update._adamw_calls())
     for size in (255, 256, 257, 511, 512, 513, 2049):
-        yield Call(label=f"size:{size}", make=partial(coded, partial(_sized, size=size)))
-    yield Call(label="any-codes", make=_any_codes, statistical=False)
-    yield Call(label="far-apart", make=partial(coded, _far_apart), statistical=False)
+        yield Call(f"size:{size}", partial(coded, partial(_sized, size=size)))
+    yield Call("any-codes", _any_codes, statistical=False)
+    yield Call("far-apart", partial(coded, _far_apart), statistical=False)
 
 
 ADAMW_8BIT = Oracle(forward=_forward, calls=_calls, lower_precision=("plain", "late", "scale-clip"))

@@ -19,13 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, exp, log, matmul, where
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
 from anychip.conformance.formats import Format
 from anychip.conformance.oracles import philox
 from anychip.conformance.oracles.oracle import Oracle
@@ -133,24 +134,6 @@ def _hidden(q: Rounded, k: Rounded, causal: bool) -> Mask:
     return causal & (number < np.arange(keys)[None, :])
 
 
-def _attention_forward(
-    q: Rounded, k: Rounded, v: Rounded, *, causal: bool, scale: float | None
-) -> tuple[Rounded, Rounded]:
-    return attend(q, k, v, _hidden(q, k, causal), scale)
-
-
-def _attention_backward(
-    grads: tuple[Rounded],
-    q: Rounded,
-    k: Rounded,
-    v: Rounded,
-    *,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Rounded, Rounded, Rounded]:
-    return attend_backward(grads[0], q, k, v, _hidden(q, k, causal), scale)
-
-
 def _factor(q: Rounded, k: Rounded, rng: NDArray[np.int64], p: float) -> Rounded:
     """(B, H, Sq, Sk): the mask of dropout over the weights as one contiguous tensor."""
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -159,32 +142,23 @@ def _factor(q: Rounded, k: Rounded, rng: NDArray[np.int64], p: float) -> Rounded
     return where(keep, 0.0 if p == 1.0 else 1.0 / (1.0 - p), 0.0)
 
 
-def _dropout_forward(
-    q: Rounded,
-    k: Rounded,
-    v: Rounded,
-    rng: NDArray[np.int64],
-    *,
-    p: float,
-    causal: bool,
-    scale: float | None,
+def _given(
+    q: Rounded, k: Rounded, *rng: NDArray[np.int64], causal: bool, scale: float | None, p: float = 0
+) -> tuple[Mask, float | None, Rounded | None]:
+    """Which keys are hidden, the scale, and with dropout the weights' factor."""
+    return _hidden(q, k, causal), scale, _factor(q, k, rng[0], p) if rng else None
+
+
+def _forward(
+    q: Rounded, k: Rounded, v: Rounded, *rng: NDArray[np.int64], **attrs: Any
 ) -> tuple[Rounded, Rounded]:
-    return attend(q, k, v, _hidden(q, k, causal), scale, _factor(q, k, rng, p))
+    return attend(q, k, v, *_given(q, k, *rng, **attrs))
 
 
-def _dropout_backward(
-    grads: tuple[Rounded],
-    q: Rounded,
-    k: Rounded,
-    v: Rounded,
-    rng: NDArray[np.int64],
-    *,
-    p: float,
-    causal: bool,
-    scale: float | None,
+def _backward(
+    grads: tuple[Rounded], q: Rounded, k: Rounded, v: Rounded, *rng: NDArray[np.int64], **attrs: Any
 ) -> tuple[Rounded, Rounded, Rounded]:
-    hidden, factor = _hidden(q, k, causal), _factor(q, k, rng, p)
-    return attend_backward(grads[0], q, k, v, hidden, scale, factor)
+    return attend_backward(grads[0], q, k, v, *_given(q, k, *rng, **attrs))
 
 
 Sizes = tuple[int, int, int, int, int]
@@ -249,13 +223,11 @@ def _attention_calls() -> Iterator[Call]:
     for sizes in (*SIZES, *_FULL_SIZES):
         for causal in (True, False):
             yield Call(
-                label=f"{sizes_label(sizes)}.{'causal' if causal else 'full'}",
-                make=partial(_attend, sizes=sizes, causal=causal),
+                f"{sizes_label(sizes)}.{'causal' if causal else 'full'}",
+                partial(_attend, sizes=sizes, causal=causal),
                 full=sizes in _FULL_SIZES,
             )
-    for layout in LAYOUTS:
-        make = partial(_attend, sizes=(2, 11, 4, 2, 16), causal=True)
-        yield Call(label=f"2x11x4+2x16.{layout}", make=make, layout=layout)
+    yield from in_layouts("2x11x4+2x16", partial(_attend, sizes=(2, 11, 4, 2, 16), causal=True))
     options: dict[str, tuple[float | None, float]] = {
         "scale:0.05": (0.05, 1.0), "sharp": (None, 4.0), "flat": (1e-3, 1.0),
         # Times this, the -inf that hides a key is the opposite.
@@ -263,16 +235,14 @@ def _attention_calls() -> Iterator[Call]:
     }  # fmt: skip
     for name, (scale, sharp) in options.items():
         make = partial(_attend, sizes=(1, 33, 2, 2, 16), causal=True, scale=scale, sharp=sharp)
-        yield Call(label=f"1x33x2+2x16.{name}", make=make)
+        yield Call(f"1x33x2+2x16.{name}", make)
     for lengths in _LENGTHS:
         for causal in (True, False):
             name = f"{lengths[0]}of{lengths[1]}.{'causal' if causal else 'full'}"
-            yield Call(label=name, make=partial(_cross, lengths=lengths, causal=causal))
-    for layout in LAYOUTS:
-        make = partial(_cross, lengths=(5, 11), causal=True)
-        yield Call(label=f"5of11.{layout}", make=make, layout=layout)
-    yield Call(label="heads", make=_heads_apart, statistical=False)
-    yield Call(label="nan", make=_attention_nan, statistical=False, gradient=False)
+            yield Call(name, partial(_cross, lengths=lengths, causal=causal))
+    yield from in_layouts("5of11", partial(_cross, lengths=(5, 11), causal=True))
+    yield Call("heads", _heads_apart, statistical=False)
+    yield Call("nan", _attention_nan, statistical=False, gradient=False)
 
 
 def _dropped(draw: Draw, make: Callable[[Draw], Arguments], p: float, offset: int = 5) -> Arguments:
@@ -283,32 +253,29 @@ def _dropped(draw: Draw, make: Callable[[Draw], Arguments], p: float, offset: in
 def _dropout_calls() -> Iterator[Call]:
     for sizes in SIZES:
         make = partial(_dropped, make=partial(_attend, sizes=sizes, causal=True), p=0.1)
-        yield Call(label=f"{sizes_label(sizes)}.p:0.1", make=make)
+        yield Call(f"{sizes_label(sizes)}.p:0.1", make)
     square = partial(_attend, sizes=(2, 7, 4, 2, 8), causal=False)
     for p in (0.0, 0.5, 0.9, 1.0):
-        yield Call(label=f"2x7x4+2x8.p:{p:g}", make=partial(_dropped, make=square, p=p))
+        yield Call(f"2x7x4+2x8.p:{p:g}", partial(_dropped, make=square, p=p))
     # The counter's low word overflows within the mask.
-    far = partial(_dropped, make=square, p=0.3, offset=2**32 - 20)
-    yield Call(label="2x7x4+2x8.far", make=far)
+    yield Call("2x7x4+2x8.far", partial(_dropped, make=square, p=0.3, offset=2**32 - 20))
     for lengths in ((3, 20), (20, 3)):
         make = partial(_dropped, make=partial(_cross, lengths=lengths, causal=True), p=0.3)
-        yield Call(label=f"{lengths[0]}of{lengths[1]}.p:0.3", make=make)
-    for layout in LAYOUTS:
-        make = partial(_dropped, make=square, p=0.3)
-        yield Call(label=f"2x7x4+2x8.p:0.3.{layout}", make=make, layout=layout)
+        yield Call(f"{lengths[0]}of{lengths[1]}.p:0.3", make)
+    yield from in_layouts("2x7x4+2x8.p:0.3", partial(_dropped, make=square, p=0.3))
     nan = partial(_dropped, make=_attention_nan, p=0.3)
-    yield Call(label="nan", make=nan, statistical=False, gradient=False)
+    yield Call("nan", nan, statistical=False, gradient=False)
 
 
 ATTENTION = Oracle(
-    forward=_attention_forward,
-    backward=_attention_backward,
+    forward=_forward,
+    backward=_backward,
     calls=_attention_calls,
     lower_precision=("1x17x4+2x16.causal", "1x65x3+3x40.full", "1x130x2+1x32.causal"),
 )
 ATTENTION_DROPOUT = Oracle(
-    forward=_dropout_forward,
-    backward=_dropout_backward,
+    forward=_forward,
+    backward=_backward,
     calls=_dropout_calls,
     lower_precision=("1x17x4+2x16.p:0.1", "1x65x3+3x40.p:0.1"),
 )

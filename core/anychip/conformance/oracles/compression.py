@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from anychip.conformance.arithmetic import Rounded, matmul
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
 from anychip.conformance.formats import Array
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -89,18 +89,15 @@ def _hadamard_special(draw: Draw) -> Arguments:
 def _hadamard_calls() -> Iterator[Call]:
     for shape in ((0, 8), (1,), (2,), (3, 8), (5, 16), (2, 3, 64), (7, 256), (2, 1024)):
         make: Any = partial(_normal, shape=shape, block=None)
-        yield Call(label=shape_label(shape), make=make)
+        yield Call(shape_label(shape), make)
     for block in (1, 2, 8, 64):
-        make = partial(_normal, shape=(5, 192), block=block)
-        yield Call(label=f"5x192.block:{block}", make=make)
-    yield Call(label="one-hot", make=_one_hot, statistical=False)
-    for layout in LAYOUTS:
-        make = partial(_normal, shape=(9, 24), block=8)
-        yield Call(label=f"9x24.{layout}", make=make, layout=layout)
+        yield Call(f"5x192.block:{block}", partial(_normal, shape=(5, 192), block=block))
+    yield Call("one-hot", _one_hot, statistical=False)
+    yield from in_layouts("9x24", partial(_normal, shape=(9, 24), block=8))
     for name in ("huge", "subnormal"):
-        yield Call(label=name, make=partial(_of_scale, name=name, block=32))
-    yield Call(label="special", make=_hadamard_special, statistical=False, gradient=False)
-    yield Call(label="3x4096", make=partial(_normal, shape=(3, 4096), block=None), full=True)
+        yield Call(name, partial(_of_scale, name=name, block=32))
+    yield Call("special", _hadamard_special, statistical=False, gradient=False)
+    yield Call("3x4096", partial(_normal, shape=(3, 4096), block=None), full=True)
 
 
 def _ties(draw: Draw, k: int) -> Arguments:
@@ -120,16 +117,14 @@ def _top_k_calls() -> Iterator[Call]:
     for shape, k in (((0, 8), 3), ((1,), 1), ((17,), 5), ((33,), 33), ((33,), 0), ((6, 31), 4),
                      ((2, 3, 40), 1), ((5000,), 50)):  # fmt: skip
         make: Any = partial(_normal, shape=shape, k=k)
-        yield Call(label=f"{shape_label(shape)}.k:{k}", make=make)
+        yield Call(f"{shape_label(shape)}.k:{k}", make)
     for k in (1, 7, 40):
-        yield Call(label=f"ties.k:{k}", make=partial(_ties, k=k), statistical=False)
-    for layout in LAYOUTS:
-        make = partial(_normal, shape=(9, 31), k=8)
-        yield Call(label=f"9x31.{layout}", make=make, layout=layout)
+        yield Call(f"ties.k:{k}", partial(_ties, k=k), statistical=False)
+    yield from in_layouts("9x31", partial(_normal, shape=(9, 31), k=8))
     for name in ("huge", "subnormal"):
-        yield Call(label=name, make=partial(_of_scale, name=name, k=10))
-    yield Call(label="special", make=_top_k_special, statistical=False, gradient=False)
-    yield Call(label="300001", make=partial(_normal, shape=(300_001,), k=3000), full=True)
+        yield Call(name, partial(_of_scale, name=name, k=10))
+    yield Call("special", _top_k_special, statistical=False, gradient=False)
+    yield Call("300001", partial(_normal, shape=(300_001,), k=3000), full=True)
 
 
 HADAMARD = Oracle(

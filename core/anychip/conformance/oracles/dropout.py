@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, where
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
 from anychip.conformance.oracles import philox
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -83,22 +83,15 @@ def _calls() -> Iterator[Call]:
         (0,), (1,), (), (3,), (4,), (5,), (7, 9), (3, 4, 5), (257,), (4099,),
     )  # fmt: skip
     for shape in shapes:
-        yield Call(
-            label=f"{shape_label(shape)}.p:0.1", make=partial(_arguments, shape=shape, p=0.1)
-        )
+        yield Call(f"{shape_label(shape)}.p:0.1", partial(_arguments, shape=shape, p=0.1))
     for p in (0.0, 0.5, 0.9, 1.0, 2.0**-32, 1.0 - 2.0**-20):
-        yield Call(label=f"33x40.p:{p:.9g}", make=partial(_arguments, shape=(33, 40), p=p))
-    for layout in LAYOUTS:
-        make = partial(_arguments, shape=(9, 31), p=0.3)
-        yield Call(label=f"9x31.{layout}", make=make, layout=layout)
+        yield Call(f"33x40.p:{p:.9g}", partial(_arguments, shape=(33, 40), p=p))
+    yield from in_layouts("9x31", partial(_arguments, shape=(9, 31), p=0.3))
     for name in ("huge", "subnormal"):
-        yield Call(
-            label=name,
-            make=partial(_of_scale, name=name),
-        )
-    yield Call(label="special", make=_special, statistical=False, gradient=False)
+        yield Call(name, partial(_of_scale, name=name))
+    yield Call("special", _special, statistical=False, gradient=False)
     make = partial(_arguments, shape=(300_001,), p=0.2, offset=2**32 - 1000)
-    yield Call(label="300001", make=make, full=True)
+    yield Call("300001", make, full=True)
 
 
 def _add_arguments(
@@ -131,22 +124,16 @@ def _add_calls() -> Iterator[Call]:
         (0, 3), (1,), (3,), (5,), (7, 9), (3, 4, 5), (257,), (9, 455),
     )  # fmt: skip
     for shape in shapes:
-        make = partial(_add_arguments, shape=shape, p=0.1)
-        yield Call(label=f"{shape_label(shape)}.p:0.1", make=make)
+        yield Call(f"{shape_label(shape)}.p:0.1", partial(_add_arguments, shape=shape, p=0.1))
     for p in (0.0, 0.5, 1.0, 1.0 - 2.0**-20):
-        make = partial(_add_arguments, shape=(11, 40), p=p)
-        yield Call(label=f"11x40.p:{p:.9g}", make=make)
-    for layout in LAYOUTS:
-        make = partial(_add_arguments, shape=(9, 31), p=0.3)
-        yield Call(label=f"9x31.{layout}", make=make, layout=layout)
-    make = partial(_add_arguments, shape=(8, 33), p=0.3, bias=False)
-    yield Call(label="8x33.bias:none", make=make)
+        yield Call(f"11x40.p:{p:.9g}", partial(_add_arguments, shape=(11, 40), p=p))
+    yield from in_layouts("9x31", partial(_add_arguments, shape=(9, 31), p=0.3))
+    yield Call("8x33.bias:none", partial(_add_arguments, shape=(8, 33), p=0.3, bias=False))
     make = partial(_add_arguments, shape=(8, 33), p=0.3, residual=torch.float32)
-    yield Call(label="8x33.residual:fp32", make=make)
-    make = partial(_add_arguments, shape=(8, 33), p=0.3, offset=2**32 - 20)
-    yield Call(label="8x33.carry", make=make)
-    yield Call(label="6x64.cancel", make=_cancelling, statistical=False)
-    yield Call(label="special", make=_add_special, statistical=False, gradient=False)
+    yield Call("8x33.residual:fp32", make)
+    yield Call("8x33.carry", partial(_add_arguments, shape=(8, 33), p=0.3, offset=2**32 - 20))
+    yield Call("6x64.cancel", _cancelling, statistical=False)
+    yield Call("special", _add_special, statistical=False, gradient=False)
 
 
 DROPOUT = Oracle(

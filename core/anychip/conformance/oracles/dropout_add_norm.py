@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
 from anychip.conformance.formats import FP32
 from anychip.conformance.oracles import dropout, norm, philox
 from anychip.conformance.oracles.oracle import Oracle
@@ -122,22 +122,19 @@ def _without_bias(draw: Draw) -> Arguments:
 def _calls(*, bias: bool) -> Iterator[Call]:
     make = partial(_normal, bias=bias)
     for shape in _SHAPES:
-        yield Call(label=shape_label(shape), make=partial(make, shape=shape))
+        yield Call(shape_label(shape), partial(make, shape=shape))
     for p in (0.0, 0.5, 1.0, 1.0 - 2.0**-20):
-        yield Call(label=f"11x40.p:{p:.9g}", make=partial(make, shape=(11, 40), p=p))
-    for layout in LAYOUTS:
-        placed = partial(make, shape=(5, 6, 50))
-        yield Call(label=f"5x6x50.{layout}", make=placed, layout=layout)
-    yield Call(label="4x40.eps:0.5", make=partial(make, shape=(4, 40), eps=0.5))
-    yield Call(label="8x33.carry", make=partial(make, shape=(8, 33), offset=2**32 - 20))
-    wide = partial(make, shape=(6, 96), residual=torch.float32)
-    yield Call(label="6x96.residual:fp32", make=wide)
-    yield Call(label="5x40.cancel", make=partial(_cancelling, bias=bias), statistical=False)
+        yield Call(f"11x40.p:{p:.9g}", partial(make, shape=(11, 40), p=p))
+    yield from in_layouts("5x6x50", partial(make, shape=(5, 6, 50)))
+    yield Call("4x40.eps:0.5", partial(make, shape=(4, 40), eps=0.5))
+    yield Call("8x33.carry", partial(make, shape=(8, 33), offset=2**32 - 20))
+    yield Call("6x96.residual:fp32", partial(make, shape=(6, 96), residual=torch.float32))
+    yield Call("5x40.cancel", partial(_cancelling, bias=bias), statistical=False)
     for value in ("nan", "inf"):
         special = partial(_special, value=float(value), bias=bias)
-        yield Call(label=f"6x24.{value}", make=special, statistical=False, gradient=False)
+        yield Call(f"6x24.{value}", special, statistical=False, gradient=False)
     if bias:
-        yield Call(label="4x40.bias:none", make=_without_bias)
+        yield Call("4x40.bias:none", _without_bias)
 
 
 _LOWER = ("4x8", "3x17", "5x64", "4x1000")

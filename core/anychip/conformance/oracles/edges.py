@@ -71,8 +71,8 @@ def _sweep(
     def calls() -> Iterator[Call]:
         for size in (*quick, *(s for s in FULL if s <= top and s not in quick), *more):
             yield Call(
-                label=f"{name}:{size}",
-                make=partial(_at, make, size),
+                f"{name}:{size}",
+                partial(_at, make, size),
                 full=size not in quick,
                 full_in_16_bits=size not in QUICK_IN_16_BITS,
             )
@@ -85,7 +85,7 @@ def _at(make: Sized, size: int, draw: Draw) -> Arguments:
 
 
 def _one(label: str, make: Make, **options: Any) -> Edges:
-    return lambda: iter([Call(label=label, make=make, **options)])
+    return lambda: iter([Call(label, make, **options)])
 
 
 def _large(label: str, make: Make, **options: Any) -> Edges:
@@ -152,7 +152,7 @@ def _named(edges: Edges, name: str) -> Edges:
 
     def calls() -> Iterator[Call]:
         for call in edges():
-            yield Call(label=f"{call.label}.{name}", make=call.make, full=call.full,
+            yield Call(f"{call.label}.{name}", call.make, full=call.full,
                        full_in_16_bits=call.full_in_16_bits,
                        statistical=call.statistical, gradient=call.gradient)  # fmt: skip
 

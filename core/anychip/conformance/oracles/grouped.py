@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, concatenate, matmul
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
 from anychip.conformance.oracles.oracle import Oracle
 
 Offsets = NDArray[np.int64]
@@ -103,16 +103,14 @@ def _nan(draw: Draw) -> Arguments:
 
 def _calls() -> Iterator[Call]:
     for sizes in (*_SIZES, *_FULL):
-        yield Call(label=_label(sizes), make=partial(_grouped, sizes=sizes), full=sizes in _FULL)
-    for layout in LAYOUTS:
-        make = partial(_grouped, sizes=((3, 0, 6), 2, 20, 11))
-        yield Call(label=f"3+0+6.rest:2.20-11.{layout}", make=make, layout=layout)
+        yield Call(_label(sizes), partial(_grouped, sizes=sizes), full=sizes in _FULL)
+    yield from in_layouts("3+0+6.rest:2.20-11", partial(_grouped, sizes=((3, 0, 6), 2, 20, 11)))
     for name in ("huge", "tiny"):
-        yield Call(label=name, make=partial(_scaled, name=name))
+        yield Call(name, partial(_scaled, name=name))
     for sizes in (((3, 5), 1, 8, 5), ((4, 0, 3), 2, 33, 17)):
-        yield Call(label=f"{_label(sizes)}.int32", make=partial(_int32, sizes=sizes))
-    yield Call(label="apart", make=_apart, statistical=False)
-    yield Call(label="nan", make=_nan, statistical=False, gradient=False)
+        yield Call(f"{_label(sizes)}.int32", partial(_int32, sizes=sizes))
+    yield Call("apart", _apart, statistical=False)
+    yield Call("nan", _nan, statistical=False, gradient=False)
 
 
 GROUPED_LINEAR = Oracle(

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, matmul
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
 from anychip.conformance.oracles.oracle import Oracle
 
 
@@ -96,20 +96,17 @@ def _linear_calls() -> Iterator[Call]:
     for rows, inputs, outputs in (*_SIZES, *_FULL):
         for bias in (True, False):
             yield Call(
-                label=f"{shape_label(rows)}.{inputs}-{outputs}{'.bias' if bias else ''}",
-                make=partial(_product, rows=rows, inputs=inputs, outputs=outputs, bias=bias),
+                f"{shape_label(rows)}.{inputs}-{outputs}{'.bias' if bias else ''}",
+                partial(_product, rows=rows, inputs=inputs, outputs=outputs, bias=bias),
                 full=(rows, inputs, outputs) in _FULL,
             )
-    for layout in LAYOUTS:
-        make = partial(_product, rows=(3, 5), inputs=20, outputs=11, bias=True)
-        yield Call(label=f"3x5.20-11.{layout}", make=make, layout=layout)
+    yield from in_layouts(
+        "3x5.20-11", partial(_product, rows=(3, 5), inputs=20, outputs=11, bias=True)
+    )
     for name in ("huge", "tiny"):
-        yield Call(
-            label=f"6.40-12.{name}",
-            make=partial(_scaled_product, name=name),
-        )
-    yield Call(label="spotlight", make=_spotlight, statistical=False)
-    yield Call(label="nan", make=_linear_nan, statistical=False, gradient=False)
+        yield Call(f"6.40-12.{name}", partial(_scaled_product, name=name))
+    yield Call("spotlight", _spotlight, statistical=False)
+    yield Call("nan", _linear_nan, statistical=False, gradient=False)
 
 
 def _lookup(draw: Draw, shape: tuple[int, ...], count: int, width: int) -> Arguments:
@@ -133,14 +130,12 @@ def _embedding_calls() -> Iterator[Call]:
     )  # fmt: skip
     for shape, count, width in sizes:
         make: Any = partial(_lookup, shape=shape, count=count, width=width)
-        yield Call(label=f"{shape_label(shape)}.of:{count}x{width}", make=make)
+        yield Call(f"{shape_label(shape)}.of:{count}x{width}", make)
     fixed = {"ends": [0, 40, 0, 40], "repeated": [3] * 130, "all-once": list(range(70))}
     for name, indices in fixed.items():
-        yield Call(label=name, make=partial(_fixed_lookup, indices=indices))
-    for layout in LAYOUTS:
-        make = partial(_lookup, shape=(9,), count=12, width=18)
-        yield Call(label=f"9.of:12x18.{layout}", make=make, layout=layout)
-    yield Call(label="special", make=_special_lookup, statistical=False, gradient=False)
+        yield Call(name, partial(_fixed_lookup, indices=indices))
+    yield from in_layouts("9.of:12x18", partial(_lookup, shape=(9,), count=12, width=18))
+    yield Call("special", _special_lookup, statistical=False, gradient=False)
 
 
 LINEAR = Oracle(

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from anychip.conformance.arithmetic import Rounded, matmul
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
 from anychip.conformance.oracles import loss
 from anychip.conformance.oracles.loss import Targets
 from anychip.conformance.oracles.oracle import Oracle
@@ -110,22 +110,20 @@ def _calls() -> Iterator[Call]:
     for shape, inputs, classes in _SIZES:
         for bias in (True, False):
             label = f"{shape_label(shape)}.{inputs}-{classes}{'.bias' if bias else ''}"
-            make = partial(_arguments, sizes=(shape, inputs, classes), bias=bias)
-            yield Call(label=label, make=make)
+            yield Call(label, partial(_arguments, sizes=(shape, inputs, classes), bias=bias))
     for name, changes in _OPTIONS.items():
         make = partial(_arguments, sizes=((2, 5), 24, 130), bias=True, **changes)
-        yield Call(label=f"2x5.24-130.{name}", make=make)
-    for layout in LAYOUTS:
-        make = partial(_arguments, sizes=((7,), 20, 50), bias=True, reduction="none")
-        yield Call(label=f"7.20-50.{layout}", make=make, layout=layout)
+        yield Call(f"2x5.24-130.{name}", make)
+    yield from in_layouts(
+        "7.20-50", partial(_arguments, sizes=((7,), 20, 50), bias=True, reduction="none")
+    )
     for which in ("all", "last"):
-        yield Call(label=f"ignored:{which}", make=partial(_ignored, which=which))
-    yield Call(label="ignored:last.none", make=partial(_ignored, which="last", reduction="none"))
-    yield Call(label="masked", make=_masked, statistical=False)
-    yield Call(label="nan", make=_nan, statistical=False, gradient=False)
+        yield Call(f"ignored:{which}", partial(_ignored, which=which))
+    yield Call("ignored:last.none", partial(_ignored, which="last", reduction="none"))
+    yield Call("masked", _masked, statistical=False)
+    yield Call("nan", _nan, statistical=False, gradient=False)
     # More than one chunk of rows, whatever their size.
-    wide = partial(_arguments, sizes=((50,), 32, 32_000), bias=True)
-    yield Call(label="50.32-32000", make=wide, full=True)
+    yield Call("50.32-32000", partial(_arguments, sizes=((50,), 32, 32_000), bias=True), full=True)
 
 
 LINEAR_CROSS_ENTROPY = Oracle(

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, exp, log, where
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
 from anychip.conformance.oracles.oracle import Oracle
 
 Targets = NDArray[np.int64]
@@ -161,24 +161,20 @@ def _nan(draw: Draw) -> Arguments:
 
 def _calls() -> Iterator[Call]:
     for shape in _SHAPES:
-        yield Call(label=shape_label(shape), make=partial(_arguments, shape=shape))
+        yield Call(shape_label(shape), partial(_arguments, shape=shape))
     for name, changes in _OPTIONS.items():
         for shape in ((6, 11), (2, 5, 130)):
-            make = partial(_arguments, shape=shape, **changes)
-            yield Call(label=f"{shape_label(shape)}.{name}", make=make)
-    for layout in LAYOUTS:
-        make = partial(_arguments, shape=(7, 50), reduction="none")
-        yield Call(label=f"7x50.{layout}", make=make, layout=layout)
-    yield Call(label="edges", make=_edges)
+            yield Call(f"{shape_label(shape)}.{name}", partial(_arguments, shape=shape, **changes))
+    yield from in_layouts("7x50", partial(_arguments, shape=(7, 50), reduction="none"))
+    yield Call("edges", _edges)
     for which in ("all", "all-but-last", "last"):
-        yield Call(label=f"ignored:{which}", make=partial(_ignored, which=which))
-    yield Call(label="ignored:last.none", make=partial(_ignored, which="last", reduction="none"))
-    yield Call(label="spread", make=_spread, statistical=False)
-    yield Call(label="masked", make=_masked, statistical=False)
-    yield Call(label="nan", make=_nan, statistical=False, gradient=False)
+        yield Call(f"ignored:{which}", partial(_ignored, which=which))
+    yield Call("ignored:last.none", partial(_ignored, which="last", reduction="none"))
+    yield Call("spread", _spread, statistical=False)
+    yield Call("masked", _masked, statistical=False)
+    yield Call("nan", _nan, statistical=False, gradient=False)
     for vocabulary in (32_000, 152_064):
-        make = partial(_arguments, shape=(5, vocabulary))
-        yield Call(label=f"5x{vocabulary}", make=make, full=True)
+        yield Call(f"5x{vocabulary}", partial(_arguments, shape=(5, vocabulary)), full=True)
 
 
 CROSS_ENTROPY = Oracle(

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from anychip.conformance.arithmetic import Rounded, rsqrt
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
 from anychip.conformance.formats import FP32, ulp
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -187,38 +187,34 @@ def _two_dtypes(draw: Draw, wide: str) -> Arguments:
 
 def _calls(*, bias: bool) -> Iterator[Call]:
     for shape in _SHAPES:
-        yield Call(label=shape_label(shape), make=partial(_normal, shape=shape, bias=bias))
-    for layout in LAYOUTS:
-        make = partial(_normal, shape=(5, 6, 50), bias=bias)
-        yield Call(label=f"5x6x50.{layout}", make=make, layout=layout)
+        yield Call(shape_label(shape), partial(_normal, shape=shape, bias=bias))
+    yield from in_layouts("5x6x50", partial(_normal, shape=(5, 6, 50), bias=bias))
     for eps in (0.0, 1e-12, 0.5):
-        make = partial(_normal, shape=(4, 40), bias=bias, eps=eps)
-        yield Call(label=f"4x40.eps:{eps:g}", make=make)
-    yield Call(label="4x40.zeros", make=partial(_zeros, bias=bias), statistical=False)
-    yield Call(label="67x67.spotlight", make=partial(_spotlight, bias=bias), statistical=False)
+        yield Call(f"4x40.eps:{eps:g}", partial(_normal, shape=(4, 40), bias=bias, eps=eps))
+    yield Call("4x40.zeros", partial(_zeros, bias=bias), statistical=False)
+    yield Call("67x67.spotlight", partial(_spotlight, bias=bias), statistical=False)
     for name in ("huge", "tiny", "subnormal"):
         make = partial(_scaled, name=name, bias=bias)
-        yield Call(label=f"6x96.{name}", make=make, gradient=name != "subnormal")
-    yield Call(label="6x96.shifted", make=partial(_shifted, bias=bias), statistical=False)
+        yield Call(f"6x96.{name}", make, gradient=name != "subnormal")
+    yield Call("6x96.shifted", partial(_shifted, bias=bias), statistical=False)
     yield Call(
-        label="6x96.weight:fp32",
-        make=lambda draw: _with_weight(draw, draw.normal(6, 96), bias=bias, dtype=torch.float32),
+        "6x96.weight:fp32",
+        lambda draw: _with_weight(draw, draw.normal(6, 96), bias=bias, dtype=torch.float32),
     )
     for value in ("nan", "inf"):
         make = partial(_special, value=float(value), bias=bias)
-        yield Call(label=f"5x24.{value}", make=make, statistical=False, gradient=False)
+        yield Call(f"5x24.{value}", make, statistical=False, gradient=False)
     if bias:
         yield Call(
-            label="4x40.bias:none",
-            make=lambda draw: ((draw.normal(4, 40), draw.normal(40), None), {"eps": 1e-5}),
+            "4x40.bias:none",
+            lambda draw: ((draw.normal(4, 40), draw.normal(40), None), {"eps": 1e-5}),
         )
         for wide in ("weight", "bias"):
             # backward is told the weight's dtype, not the bias's: its gradient has those digits.
             make = partial(_two_dtypes, wide=wide)
-            yield Call(label=f"6x96.{wide}-wider", make=make, gradient=wide == "weight")
+            yield Call(f"6x96.{wide}-wider", make, gradient=wide == "weight")
     for hidden in _HIDDEN:
-        make = partial(_normal, shape=(3, hidden), bias=bias)
-        yield Call(label=f"3x{hidden}.sweep", make=make, full=True)
+        yield Call(f"3x{hidden}.sweep", partial(_normal, shape=(3, hidden), bias=bias), full=True)
 
 
 # One shape less of each kind: the norm itself is what the calls above are for.
@@ -276,33 +272,29 @@ def _add_two_dtypes(draw: Draw, wide: str) -> Arguments:
 def _add_calls(*, bias: bool) -> Iterator[Call]:
     make = partial(_add_normal, bias=bias)
     for shape in _ADD_SHAPES:
-        yield Call(label=shape_label(shape), make=partial(make, shape=shape))
-    for layout in LAYOUTS:
-        placed = partial(make, shape=(5, 6, 50))
-        yield Call(label=f"5x6x50.{layout}", make=placed, layout=layout)
-    yield Call(label="4x40.eps:0.5", make=partial(make, shape=(4, 40), eps=0.5))
-    wide = partial(make, shape=(6, 96), residual=torch.float32)
-    yield Call(label="6x96.residual:fp32", make=wide)
+        yield Call(shape_label(shape), partial(make, shape=shape))
+    yield from in_layouts("5x6x50", partial(make, shape=(5, 6, 50)))
+    yield Call("4x40.eps:0.5", partial(make, shape=(4, 40), eps=0.5))
+    yield Call("6x96.residual:fp32", partial(make, shape=(6, 96), residual=torch.float32))
     for name in ("huge", "tiny"):
-        yield Call(label=f"6x96.{name}", make=partial(make, shape=(6, 96), scale=name))
-    yield Call(label="6x96.large", make=partial(_add_large, bias=bias))
-    cancelling = partial(_add_cancelling, bias=bias)
-    yield Call(label="5x40.cancel", make=cancelling, statistical=False)
+        yield Call(f"6x96.{name}", partial(make, shape=(6, 96), scale=name))
+    yield Call("6x96.large", partial(_add_large, bias=bias))
+    yield Call("5x40.cancel", partial(_add_cancelling, bias=bias), statistical=False)
     for value in ("nan", "inf"):
         special = partial(_add_special, value=float(value), bias=bias)
-        yield Call(label=f"5x24.{value}", make=special, statistical=False, gradient=False)
+        yield Call(f"5x24.{value}", special, statistical=False, gradient=False)
     if bias:
         yield Call(
-            label="4x40.bias:none",
-            make=lambda draw: (
+            "4x40.bias:none",
+            lambda draw: (
                 (draw.normal(4, 40), draw.normal(4, 40), draw.normal(40), None), {"eps": 1e-5}
-            ),
+            )
         )  # fmt: skip
         for wider in ("weight", "bias"):
             dtypes = partial(_add_two_dtypes, wide=wider)
-            yield Call(label=f"6x96.{wider}-wider", make=dtypes, gradient=wider == "weight")
+            yield Call(f"6x96.{wider}-wider", dtypes, gradient=wider == "weight")
     for hidden in _HIDDEN[::4]:
-        yield Call(label=f"3x{hidden}.sweep", make=partial(make, shape=(3, hidden)), full=True)
+        yield Call(f"3x{hidden}.sweep", partial(make, shape=(3, hidden)), full=True)
 
 
 _LOWER = ("4x8", "3x17", "5x64", "4x1000", "3x4096")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from anychip.conformance.arithmetic import Rounded, concatenate, power, sqrt
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
 from anychip.conformance.formats import Array
 from anychip.conformance.oracles import update
 from anychip.conformance.oracles.oracle import Oracle
@@ -136,22 +136,18 @@ def _special(draw: Draw) -> Arguments:
 
 def _norm_calls() -> Iterator[Call]:
     for size in (0, 1, 15, 16, 17, 257, 2048):
-        yield Call(label=str(size), make=partial(_flat, numels=(size,)))
+        yield Call(str(size), partial(_flat, numels=(size,)))
     for block in (1, 2, 64, 1024):
-        make = partial(_flat, numels=(1030, 7, 2048), block=block)
-        yield Call(label=f"list.block:{block}", make=make)
+        yield Call(f"list.block:{block}", partial(_flat, numels=(1030, 7, 2048), block=block))
     # Ranges of blocks: from the middle, from the start, to the end, nothing at all.
     shards: dict[str, Any] = {"offsets": [32, 0, 48, 64, 0], "sizes": [100, 64, 53, 200, 30]}
-    yield Call(label="shards", make=partial(_flat, numels=(32, 48, 5, 0, 0), **shards))
+    yield Call("shards", partial(_flat, numels=(32, 48, 5, 0, 0), **shards))
     for name in ("huge", "tiny"):
-        yield Call(label=name, make=partial(_of_scale, name=name))
-    for layout in LAYOUTS:
-        yield Call(label=f"list.{layout}", make=_two_dims, layout=layout)
-    yield Call(label="special", make=_special, statistical=False)
-    make = partial(_flat, numels=(1_500_001,), block=1024)
-    yield Call(label="1500001", make=make, full=True)
-    wide = partial(_flat, numels=(300_001, 5), block=1 << 18)
-    yield Call(label="300001.block:262144", make=wide, full=True)
+        yield Call(name, partial(_of_scale, name=name))
+    yield from in_layouts("list", _two_dims)
+    yield Call("special", _special, statistical=False)
+    yield Call("1500001", partial(_flat, numels=(1_500_001,), block=1024), full=True)
+    yield Call("300001.block:262144", partial(_flat, numels=(300_001, 5), block=1 << 18), full=True)
 
 
 _SAME = (
@@ -197,30 +193,26 @@ def _read_only(draw: Draw, grid: dict[str, Any] | None = None, **changes: Any) -
 
 def _lamb_calls() -> Iterator[Call]:
     for label, changes in (_STEPS | _WRITES).items():
-        yield Call(label=label, make=partial(_step, **changes))
-    yield Call(label="own-dtype", make=lambda draw: _step(draw, param=draw.dtype))
-    for layout in LAYOUTS:
-        yield Call(label=f"plain.{layout}", make=_step, layout=layout)
+        yield Call(label, partial(_step, **changes))
+    yield Call("own-dtype", lambda draw: _step(draw, param=draw.dtype))
+    yield from in_layouts("plain", _step)
     long = partial(_step, shapes=LONG, scale=64.0, clip=0.5, low=torch.bfloat16)
-    yield Call(label="long", make=long, full=True)
-    measured = partial(_step, shapes=LONG, trust=(0.5, 2.0, 3.0))
-    yield Call(label="long.trust", make=measured, full=True)
+    yield Call("long", long, full=True)
+    yield Call("long.trust", partial(_step, shapes=LONG, trust=(0.5, 2.0, 3.0)), full=True)
 
 
 def _lamb_partials_calls() -> Iterator[Call]:
     for label, changes in _STEPS.items():
-        yield Call(label=label, make=partial(_read_only, **changes))
+        yield Call(label, partial(_read_only, **changes))
     offsets = [16, 32, 0, 0, 64, 16, 0]
     sizes = [36, 49, 1, 16, 1064, 205, 1]
     grid = {"offsets": offsets, "sizes": sizes, "block": 16}
-    yield Call(label="shards", make=partial(_read_only, grid=grid))
-    yield Call(label="own-dtype", make=lambda draw: _read_only(draw, param=draw.dtype))
-    for layout in LAYOUTS:
-        yield Call(label=f"plain.{layout}", make=_read_only, layout=layout)
+    yield Call("shards", partial(_read_only, grid=grid))
+    yield Call("own-dtype", lambda draw: _read_only(draw, param=draw.dtype))
+    yield from in_layouts("plain", _read_only)
     for block in (1024, 1 << 18):
         long = {"offsets": None, "sizes": None, "block": block}
-        make = partial(_read_only, grid=long, shapes=LONG)
-        yield Call(label=f"long.block:{block}", make=make, full=True)
+        yield Call(f"long.block:{block}", partial(_read_only, grid=long, shapes=LONG), full=True)
 
 
 L2_NORM_PARTIALS = Oracle(

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
 from anychip.conformance.oracles.oracle import Oracle
 
 Integers = NDArray[np.int64]
@@ -127,21 +127,19 @@ def _zeros(draw: Draw) -> Arguments:
 def _permute_calls() -> Iterator[Call]:
     for sizes in (*_SIZES, *_FULL):
         make: Any = partial(_permuted, sizes=sizes)
-        yield Call(label=_label(sizes), make=make, full=sizes in _FULL)
+        yield Call(_label(sizes), make, full=sizes in _FULL)
     for sizes in ((9, 4, 4, 8), (129, 2, 9, 4)):
         for dtype, name in ((torch.int64, "int64"), (torch.int32, "int32")):
             make = partial(_permuted, sizes=sizes, dtype=dtype, outside=2)
-            yield Call(label=f"{_label(sizes)}.outside.{name}", make=make)
-    for layout in LAYOUTS:
-        make = partial(_permuted, sizes=(11, 3, 5, 20))
-        yield Call(label=f"11x20.3of5.{layout}", make=make, layout=layout)
+            yield Call(f"{_label(sizes)}.outside.{name}", make)
+    yield from in_layouts("11x20.3of5", partial(_permuted, sizes=(11, 3, 5, 20)))
     for name in ("huge", "subnormal"):
-        yield Call(label=name, make=partial(_of_scale, name=name))
-    yield Call(label="uneven", make=_uneven)
-    yield Call(label="none-chosen", make=_none_chosen)
-    yield Call(label="far-indices", make=_far_indices)
-    yield Call(label="zeros", make=_zeros, statistical=False)
-    yield Call(label="special", make=_special, statistical=False, gradient=False)
+        yield Call(name, partial(_of_scale, name=name))
+    yield Call("uneven", _uneven)
+    yield Call("none-chosen", _none_chosen)
+    yield Call("far-indices", _far_indices)
+    yield Call("zeros", _zeros, statistical=False)
+    yield Call("special", _special, statistical=False, gradient=False)
 
 
 def _unpermuted(
@@ -181,18 +179,13 @@ def _unpermute_calls() -> Iterator[Call]:
         for weighted in (True, False):
             make: Any = partial(_unpermuted, sizes=sizes, weighted=weighted)
             suffix = "" if weighted else ".unweighted"
-            yield Call(label=f"{tokens}x{hidden}.of:{choices}{suffix}", make=make)
-    yield Call(
-        label="9x33.of:4.fp32-weights", make=partial(_unpermuted, sizes=(9, 4, 33), wide=True)
-    )
-    make = partial(_unpermuted, sizes=(300, 8, 512))
-    yield Call(label="300x512.of:8", make=make, full=True)
-    for layout in LAYOUTS:
-        make = partial(_unpermuted, sizes=(11, 3, 20))
-        yield Call(label=f"11x20.of:3.{layout}", make=make, layout=layout)
+            yield Call(f"{tokens}x{hidden}.of:{choices}{suffix}", make)
+    yield Call("9x33.of:4.fp32-weights", partial(_unpermuted, sizes=(9, 4, 33), wide=True))
+    yield Call("300x512.of:8", partial(_unpermuted, sizes=(300, 8, 512)), full=True)
+    yield from in_layouts("11x20.of:3", partial(_unpermuted, sizes=(11, 3, 20)))
     for name in ("huge", "tiny"):
-        yield Call(label=name, make=partial(_unpermuted_of_scale, name=name))
-    yield Call(label="special", make=_unpermute_special, statistical=False, gradient=False)
+        yield Call(name, partial(_unpermuted_of_scale, name=name))
+    yield Call("special", _unpermute_special, statistical=False, gradient=False)
 
 
 PERMUTE = Oracle(

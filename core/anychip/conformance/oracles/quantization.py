@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import SMALLEST_NORMAL, UNIT, Rounded
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
 from anychip.conformance.formats import Array
 from anychip.conformance.oracles import philox
 from anychip.conformance.oracles.oracle import Oracle
@@ -153,25 +153,23 @@ def _quantize_calls() -> Iterator[Call]:
     for bits in (8, 4):
         for shape in shapes:
             make = partial(_arguments, shape=shape, bits=bits)
-            yield Call(label=f"{shape_label(shape)}.int{bits}", make=make)
+            yield Call(f"{shape_label(shape)}.int{bits}", make)
             make = partial(_arguments, shape=shape, bits=bits, offset=5)
-            yield Call(label=f"{shape_label(shape)}.int{bits}.random", make=make)
+            yield Call(f"{shape_label(shape)}.int{bits}.random", make)
         for block in (1, 3, 64, 5000):
             make = partial(_arguments, shape=(33, 40), bits=bits, block=block)
-            yield Call(label=f"33x40.int{bits}.block:{block}", make=make)
-        for layout in LAYOUTS:
-            make = partial(_arguments, shape=(9, 31), bits=bits, offset=2**32 - 7)
-            yield Call(label=f"9x31.int{bits}.{layout}", make=make, layout=layout)
+            yield Call(f"33x40.int{bits}.block:{block}", make)
+        yield from in_layouts(
+            f"9x31.int{bits}", partial(_arguments, shape=(9, 31), bits=bits, offset=2**32 - 7)
+        )
         for name in ("huge", "subnormal"):
-            make = partial(_of_scale, name=name, bits=bits)
-            yield Call(label=f"{name}.int{bits}", make=make)
+            yield Call(f"{name}.int{bits}", partial(_of_scale, name=name, bits=bits))
         for name, chosen in (("mixed", _mixed), ("special", _special)):
-            made = partial(chosen, bits=bits)
-            yield Call(label=f"{name}.int{bits}", make=made, statistical=False)
+            yield Call(f"{name}.int{bits}", partial(chosen, bits=bits), statistical=False)
         make = partial(_arguments, shape=(300_001,), bits=bits, block=256, offset=9)
-        yield Call(label=f"300001.int{bits}", make=make, full=True)
+        yield Call(f"300001.int{bits}", make, full=True)
         make = partial(_arguments, shape=(300_001,), bits=bits, block=3, offset=9)
-        yield Call(label=f"300001.int{bits}.block:3", make=make, full=True)
+        yield Call(f"300001.int{bits}.block:3", make, full=True)
 
 
 def _coded(draw: Draw, shape: tuple[int, ...], bits: int, block: int = 32) -> Arguments:
@@ -193,18 +191,15 @@ def _dequantize_calls() -> Iterator[Call]:
     for bits in (8, 4):
         for shape in shapes:
             make: Any = partial(_coded, shape=shape, bits=bits)
-            yield Call(label=f"{shape_label(shape)}.int{bits}", make=make)
+            yield Call(f"{shape_label(shape)}.int{bits}", make)
         for block in (1, 3, 64, 5000):
             make = partial(_coded, shape=(33, 40), bits=bits, block=block)
-            yield Call(label=f"33x40.int{bits}.block:{block}", make=make)
-        for layout in LAYOUTS:
-            make = partial(_coded, shape=(9, 31), bits=bits)
-            yield Call(label=f"9x31.int{bits}.{layout}", make=make, layout=layout)
-        make = partial(_coded_special, bits=bits)
-        yield Call(label=f"special.int{bits}", make=make, statistical=False)
+            yield Call(f"33x40.int{bits}.block:{block}", make)
+        yield from in_layouts(f"9x31.int{bits}", partial(_coded, shape=(9, 31), bits=bits))
+        yield Call(f"special.int{bits}", partial(_coded_special, bits=bits), statistical=False)
         for block in (256, 1 << 19):
             make = partial(_coded, shape=(300_001,), bits=bits, block=block)
-            yield Call(label=f"300001.int{bits}.block:{block}", make=make, full=True)
+            yield Call(f"300001.int{bits}.block:{block}", make, full=True)
 
 
 QUANTIZE = Oracle(

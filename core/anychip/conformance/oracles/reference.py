@@ -96,11 +96,9 @@ def _bounded(value: Array, roundings: float) -> Rounded:
 def _calls(spec: OperatorSpec) -> Iterator[Call]:
     labels = [sample.label for sample in spec.samples(Draw(torch.float32, spec.name))]
     for index, label in enumerate(labels):
-        make = partial(_sample, spec, index=index)
-        yield Call(label=f"{index}.{safe(label)}", make=make, statistical=False)
+        yield Call(f"{index}.{safe(label)}", partial(_sample, spec, index=index), statistical=False)
     for layout in LAYOUTS if labels else ():
-        make = partial(_sample, spec, index=0)
-        yield Call(label=f"0.{layout}", make=make, layout=layout, statistical=False)
+        yield Call(f"0.{layout}", partial(_sample, spec, index=0), layout=layout, statistical=False)
 
 
 def _sample(spec: OperatorSpec, draw: Draw, index: int) -> Arguments:

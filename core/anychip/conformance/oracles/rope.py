@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from anychip.conformance.arithmetic import Rounded, concatenate
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
 from anychip.conformance.oracles.attention import SIZES, Sizes, sizes_label
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -69,17 +69,13 @@ def _rope_calls() -> Iterator[Call]:
         name = "interleaved" if interleaved else "half"
         make = partial(_rope_arguments, interleaved=interleaved)
         for sizes in sizes_list:
-            yield Call(label=f"{sizes_label(sizes)}.{name}", make=partial(make, sizes=sizes))
-        for layout in LAYOUTS:
-            placed = partial(make, sizes=(2, 7, 3, 1, 10))
-            yield Call(label=f"2x7x3+1x10.{name}.{layout}", make=placed, layout=layout)
+            yield Call(f"{sizes_label(sizes)}.{name}", partial(make, sizes=sizes))
+        yield from in_layouts(f"2x7x3+1x10.{name}", partial(make, sizes=(2, 7, 3, 1, 10)))
         for rotary_dim in (0, 2, 8):
             part = partial(make, sizes=(2, 5, 3, 1, 12), rotary_dim=rotary_dim)
-            yield Call(label=f"2x5x3+1x12.{name}.rotary:{rotary_dim}", make=part)
-        later = partial(make, sizes=(1, 9, 2, 2, 8), first=1000)
-        yield Call(label=f"1x9x2+2x8.{name}.from:1000", make=later)
-        huge = partial(_huge_rope, interleaved=interleaved)
-        yield Call(label=f"2x9x2+2x8.{name}.huge", make=huge)
+            yield Call(f"2x5x3+1x12.{name}.rotary:{rotary_dim}", part)
+        yield Call(f"1x9x2+2x8.{name}.from:1000", partial(make, sizes=(1, 9, 2, 2, 8), first=1000))
+        yield Call(f"2x9x2+2x8.{name}.huge", partial(_huge_rope, interleaved=interleaved))
 
 
 ROPE = Oracle(

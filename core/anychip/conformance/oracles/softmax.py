@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, exp, where
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
 from anychip.conformance.oracles.oracle import Oracle
 
 Mask = NDArray[np.bool_]
@@ -170,39 +170,35 @@ def _one_nan(draw: Draw) -> Arguments:
 
 def _calls() -> Iterator[Call]:
     for shape in _SHAPES:
-        yield Call(label=shape_label(shape), make=partial(_plain, shape=shape))
+        yield Call(shape_label(shape), partial(_plain, shape=shape))
     for shape in _CAUSAL:
         make = partial(_plain, shape=shape, scale=0.35, causal=True)
-        yield Call(label=f"{shape_label(shape)}.causal", make=make)
-    for layout in LAYOUTS:
-        make = partial(_biased, shape=(4, 6, 22), bias_shape=(6, 22), scale=0.5, causal=True)
-        yield Call(label=f"4x6x22.{layout}", make=make, layout=layout)
+        yield Call(f"{shape_label(shape)}.causal", make)
+    yield from in_layouts(
+        "4x6x22", partial(_biased, shape=(4, 6, 22), bias_shape=(6, 22), scale=0.5, causal=True)
+    )
     masks: dict[str, Shape] = {"full": (2, 3, 4, 21), "keys": (2, 1, 1, 21), "queries": (4, 1)}
     for name, mask in masks.items():
         make = partial(_masked, shape=(2, 3, 4, 21), mask_shape=mask, scale=0.25)
-        yield Call(label=f"2x3x4x21.mask:{name}", make=make)
+        yield Call(f"2x3x4x21.mask:{name}", make)
     make = partial(_biased, shape=(2, 3, 4, 21), bias_shape=(3, 1, 21), scale=0.25)
-    yield Call(label="2x3x4x21.bias", make=make)
+    yield Call("2x3x4x21.bias", make)
     biases: dict[str, Shape] = {"keys": (21,), "queries": (4, 1), "full": (2, 3, 4, 21)}
     for name, bias in biases.items():
         make = partial(_biased, shape=(2, 3, 4, 21), bias_shape=bias, scale=0.25)
-        yield Call(label=f"2x3x4x21.bias:{name}", make=make)
+        yield Call(f"2x3x4x21.bias:{name}", make)
     # Sums of many rows and of many keys, and enough sums to see how errors are distributed.
-    make = partial(_biased, shape=(500, 96), bias_shape=(96,), scale=0.5)
-    yield Call(label="500x96.bias", make=make)
-    make = partial(_biased, shape=(3, 90, 65), bias_shape=(90, 1), scale=0.5)
-    yield Call(label="3x90x65.bias", make=make)
-    yield Call(label="2x3x5x18.everything", make=_everything)
+    yield Call("500x96.bias", partial(_biased, shape=(500, 96), bias_shape=(96,), scale=0.5))
+    yield Call("3x90x65.bias", partial(_biased, shape=(3, 90, 65), bias_shape=(90, 1), scale=0.5))
+    yield Call("2x3x5x18.everything", _everything)
     for name, scale, spread in (("sharp", 4.0, 3.0), ("flat", 1e-3, 1.0), ("negative", -0.5, 2.0)):
-        make = partial(_plain, shape=(6, 40), scale=scale, spread=spread)
-        yield Call(label=f"6x40.{name}", make=make)
-    yield Call(label="4x20.hidden", make=_hidden_rows, statistical=False)
-    yield Call(label="2x5x12.additive", make=_additive, statistical=False)
-    yield Call(label="6x24.far", make=_far, statistical=False)
-    yield Call(label="4x16.nan", make=_one_nan, statistical=False, gradient=False)
-    yield Call(label="5x16.dirty", make=_dirty, statistical=False, gradient=False)
-    make = partial(_plain, shape=(2, 8192))
-    yield Call(label="2x8192", make=make, full=True)
+        yield Call(f"6x40.{name}", partial(_plain, shape=(6, 40), scale=scale, spread=spread))
+    yield Call("4x20.hidden", _hidden_rows, statistical=False)
+    yield Call("2x5x12.additive", _additive, statistical=False)
+    yield Call("6x24.far", _far, statistical=False)
+    yield Call("4x16.nan", _one_nan, statistical=False, gradient=False)
+    yield Call("5x16.dirty", _dirty, statistical=False, gradient=False)
+    yield Call("2x8192", partial(_plain, shape=(2, 8192)), full=True)
 
 
 SOFTMAX = Oracle(

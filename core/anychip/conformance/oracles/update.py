@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import UNIT, Rounded, concatenate, power, sqrt, where
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
 from anychip.conformance.formats import Format, ulp
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -178,20 +178,19 @@ def _one_spotlight(draw: Draw, index: int) -> Arguments:
 
 def _l2_calls() -> Iterator[Call]:
     for size in (1, 2, 7, 8, 15, 16, 17, 33, 100, 257, 4099):
-        yield Call(label=str(size), make=partial(_flat, sizes=(size,)))
-    yield Call(label="list", make=lambda draw: ((normals(draw),), {}))
-    yield Call(label="ends", make=partial(_flat, sizes=(9, 3), scales=(1.0, 64.0)))
-    yield Call(label="zeros", make=partial(_flat, sizes=(9,), scales=(0.0,)))
+        yield Call(str(size), partial(_flat, sizes=(size,)))
+    yield Call("list", lambda draw: ((normals(draw),), {}))
+    yield Call("ends", partial(_flat, sizes=(9, 3), scales=(1.0, 64.0)))
+    yield Call("zeros", partial(_flat, sizes=(9,), scales=(0.0,)))
     for index in (0, 1, 33, 66):
-        yield Call(label=f"spotlight:{index}", make=partial(_one_spotlight, index=index))
-    yield Call(label="spotlights", make=lambda draw: ((_spotlights(draw),), {}))
+        yield Call(f"spotlight:{index}", partial(_one_spotlight, index=index))
+    yield Call("spotlights", lambda draw: ((_spotlights(draw),), {}))
     for name in ("huge", "tiny"):
-        yield Call(label=name, make=partial(_of_scale, name=name))
-    for layout in LAYOUTS:
-        yield Call(label=f"list.{layout}", make=_two_shapes, layout=layout)
-    yield Call(label="inf", make=partial(_flat, sizes=(9, 3), scales=(1.0, math.inf)))
-    yield Call(label="nan", make=partial(_flat, sizes=(9, 3), scales=(math.nan, 1.0)))
-    yield Call(label="300000", make=partial(_flat, sizes=(300_000,)), full=True)
+        yield Call(name, partial(_of_scale, name=name))
+    yield from in_layouts("list", _two_shapes)
+    yield Call("inf", partial(_flat, sizes=(9, 3), scales=(1.0, math.inf)))
+    yield Call("nan", partial(_flat, sizes=(9, 3), scales=(math.nan, 1.0)))
+    yield Call("300000", partial(_flat, sizes=(300_000,)), full=True)
 
 
 def _clipped(draw: Draw, norm: float, max_norm: float = 1.0) -> Arguments:
@@ -200,14 +199,13 @@ def _clipped(draw: Draw, norm: float, max_norm: float = 1.0) -> Arguments:
 
 def _clip_calls() -> Iterator[Call]:
     for norm in (0.0, 0.5, 3.0, 4.0, 1e6, math.inf):
-        yield Call(label=f"norm:{norm:g}", make=partial(_clipped, norm=norm))
+        yield Call(f"norm:{norm:g}", partial(_clipped, norm=norm))
     # At a norm of this size the 1e-6 of the definition decides.
-    yield Call(label="norm:1e-05", make=partial(_clipped, norm=1e-5, max_norm=1e-6))
-    for layout in LAYOUTS:
-        yield Call(label=f"norm:4.{layout}", make=partial(_clipped, norm=4.0), layout=layout)
+    yield Call("norm:1e-05", partial(_clipped, norm=1e-5, max_norm=1e-6))
+    yield from in_layouts("norm:4", partial(_clipped, norm=4.0))
     yield Call(
-        label="spotlights",
-        make=lambda draw: ((_spotlights(draw), draw.scalar(10.0)), {"max_norm": 1.0}),
+        "spotlights",
+        lambda draw: ((_spotlights(draw), draw.scalar(10.0)), {"max_norm": 1.0}),
         statistical=False,
     )
 
@@ -224,16 +222,14 @@ def _unscaled(
 
 def _unscale_calls() -> Iterator[Call]:
     for scale in (1.0, 1024.0, 65536.0, 3.0):
-        yield Call(label=f"scale:{scale:g}", make=partial(_unscaled, scale=scale))
+        yield Call(f"scale:{scale:g}", partial(_unscaled, scale=scale))
     for name in ("nan", "inf", "-inf"):
         for place, where_ in enumerate(("first", "middle", "last")):
             make = partial(_unscaled, scale=1024.0, bad=float(name), place=place)
-            yield Call(label=f"{name}.{where_}", make=make, statistical=False)
+            yield Call(f"{name}.{where_}", make, statistical=False)
     # Once set it stays, although this call finds nothing.
-    yield Call(label="found-before", make=partial(_unscaled, scale=2.0, found=1.0))
-    for layout in LAYOUTS:
-        make = partial(_unscaled, scale=1024.0)
-        yield Call(label=f"scale:1024.{layout}", make=make, layout=layout)
+    yield Call("found-before", partial(_unscaled, scale=2.0, found=1.0))
+    yield from in_layouts("scale:1024", partial(_unscaled, scale=1024.0))
 
 
 _ATTRS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
@@ -296,12 +292,11 @@ _ADAMW: dict[str, dict[str, Any]] = {
 
 def _adamw_calls() -> Iterator[Call]:
     for label, changes in _ADAMW.items():
-        yield Call(label=label, make=partial(_step, **changes))
-    yield Call(label="own-dtype", make=lambda draw: _step(draw, param=draw.dtype))
-    for layout in LAYOUTS:
-        yield Call(label=f"plain.{layout}", make=_step, layout=layout)
+        yield Call(label, partial(_step, **changes))
+    yield Call("own-dtype", lambda draw: _step(draw, param=draw.dtype))
+    yield from in_layouts("plain", _step)
     long = partial(_step, shapes=LONG, scale=64.0, clip=0.5, low=torch.bfloat16)
-    yield Call(label="long", make=long, full=True)
+    yield Call("long", long, full=True)
 
 
 _SGD_ATTRS: dict[str, Any] = {
@@ -352,13 +347,12 @@ def _short_step(
 
 def _short_calls(attrs: dict[str, Any], table: dict[str, dict[str, Any]]) -> Iterator[Call]:
     for label, changes in table.items():
-        yield Call(label=label, make=partial(_short_step, attrs=attrs, **changes))
+        yield Call(label, partial(_short_step, attrs=attrs, **changes))
     make = partial(_short_step, attrs=attrs)
-    yield Call(label="own-dtype", make=lambda draw: make(draw, param=draw.dtype))
-    for layout in LAYOUTS:
-        yield Call(label=f"layout.{layout}", make=make, layout=layout)
+    yield Call("own-dtype", lambda draw: make(draw, param=draw.dtype))
+    yield from in_layouts("layout", make)
     long = partial(make, shapes=LONG, scale=64.0, clip=0.5, low=torch.bfloat16)
-    yield Call(label="long", make=long, full=True)
+    yield Call("long", long, full=True)
 
 
 L2_NORM = Oracle(forward=_l2_forward, calls=_l2_calls, lower_precision=("2", "17", "100"))

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
 from anychip.conformance.oracles.attention import Mask, attend, attend_backward
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -125,21 +125,18 @@ def _calls() -> Iterator[Call]:
     for name, packing in _PACKINGS.items():
         for causal in (True, False):
             make = partial(_packed, packing=packing, causal=causal)
-            yield Call(label=f"{name}.{'causal' if causal else 'full'}", make=make)
+            yield Call(f"{name}.{'causal' if causal else 'full'}", make)
     for kv_heads in (1, 2, 6):
         heads = partial(_packed, packing=((7, 12), 0), causal=True, heads=(6, kv_heads), dim=12)
-        yield Call(label=f"7+12.heads:6+{kv_heads}", make=heads)
-    for layout in LAYOUTS:
-        make = partial(_packed, packing=((6, 0, 7), 1), causal=True)
-        yield Call(label=f"6+0+7.padded:1.{layout}", make=make, layout=layout)
+        yield Call(f"7+12.heads:6+{kv_heads}", heads)
+    yield from in_layouts("6+0+7.padded:1", partial(_packed, packing=((6, 0, 7), 1), causal=True))
     # Even and odd numbers of entries, which read as int64 would be half as many.
     for name in ("3+5+4", "0+4+0+0+3+0", "5+2.padded:3"):
-        make = partial(_int32, packing=_PACKINGS[name], causal=True)
-        yield Call(label=f"{name}.int32", make=make)
-    yield Call(label="apart", make=_apart, statistical=False)
-    yield Call(label="nan", make=_nan, statistical=False, gradient=False)
+        yield Call(f"{name}.int32", partial(_int32, packing=_PACKINGS[name], causal=True))
+    yield Call("apart", _apart, statistical=False)
+    yield Call("nan", _nan, statistical=False, gradient=False)
     long = partial(_packed, packing=((300, 17, 512), 0), causal=True, dim=64)
-    yield Call(label="300+17+512", make=long, full=True)
+    yield Call("300+17+512", long, full=True)
 
 
 ATTENTION_VARLEN = Oracle(

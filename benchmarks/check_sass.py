@@ -54,7 +54,7 @@ VECTORISED = {
 counts. Where a template argument is the number of elements, 1 is the twin for unaligned arrays."""
 
 IN_REGISTERS = {
-    r"^hadamard_block_kernel<\w+, 16>": "a block of 32,768 numbers is 128 registers of each thread",
+    r"^hadamard_block_kernel<\w+, 16>": "a block of 32,768 numbers is 128 registers of each thread"
 }
 """Kernels that hold so much that one block fills a multiprocessor: it is the bytes in flight that
 hide the memory's latency, and these have as many as others with more warps."""

@@ -224,10 +224,7 @@ def _row(
             facts[f"x {peer}"] = taken[peer].ratio(ours)
     facts |= servers
     return Row(
-        name=name,
-        microseconds=ours.median * 1e6,
-        best_microseconds=ours.best * 1e6,
-        facts=facts,
+        name=name, microseconds=ours.median * 1e6, best_microseconds=ours.best * 1e6, facts=facts
     )
 
 
@@ -282,9 +279,7 @@ def _elementwise_cases() -> dict[str, Callable[[SampleMaker], Case]]:
         "layer_norm": _layer_norm,
         "dropout": _dropout,
         "gelu": lambda m: Case(
-            args=(m.normal(_TOKENS, _HIDDEN),),
-            attrs={"approximate": "tanh"},
-            eager=functional.gelu,
+            args=(m.normal(_TOKENS, _HIDDEN),), attrs={"approximate": "tanh"}, eager=functional.gelu
         ),
         "add_rms_norm": _add_rms_norm,
         "add_layer_norm": _add_layer_norm,
@@ -318,9 +313,7 @@ def _elementwise_cases() -> dict[str, Callable[[SampleMaker], Case]]:
             eager=functional.embedding,
         ),
         "l2_norm": lambda m: Case(
-            args=([m.normal(_TOKENS, _HIDDEN)],),
-            attrs={},
-            eager=torch.nn.utils.get_total_norm,
+            args=([m.normal(_TOKENS, _HIDDEN)],), attrs={}, eager=torch.nn.utils.get_total_norm
         ),
         "adamw": _adamw,
     }

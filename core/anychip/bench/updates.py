@@ -29,9 +29,7 @@ def cases() -> dict[str, Callable[[SampleMaker], Case]]:
         "lion": _lion,
         "lamb": _lamb,
         "l2_norm_partials": lambda m: Case(
-            args=([m.normal(*_SHAPE) for _ in range(_COUNT)],),
-            attrs={},
-            eager=_partials,
+            args=([m.normal(*_SHAPE) for _ in range(_COUNT)],), attrs={}, eager=_partials
         ),
         "lamb_partials": _lamb_partials,
         "clip": _clip,

@@ -13,13 +13,7 @@ import numpy as np
 import torch
 
 import anychip
-from anychip.conformance.case import (
-    Case,
-    CheckFailedError,
-    Context,
-    Level,
-    undeclared_capability,
-)
+from anychip.conformance.case import Case, CheckFailedError, Context, Level, undeclared_capability
 from anychip.conformance.report import Outcome, Result
 from anychip.contract import Backend, UnsupportedError
 from anychip.dispatch import selection

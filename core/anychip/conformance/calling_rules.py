@@ -209,11 +209,7 @@ class GuardedEmpty(TorchDispatchMode):
         self.given: list[tuple[Tensor, Tensor, torch.Size]] = []
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         if func.namespace != "aten" or func._opname not in self.NAMES or not made.numel():

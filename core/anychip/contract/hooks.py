@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import pluggy
 
@@ -24,8 +23,3 @@ def anychip_backend() -> Backend | None:
 @hookspec
 def anychip_operators(backend: Backend) -> OperatorTable | Iterable[OperatorTable] | None:
     """Rows for somebody else's chip, if this plugin has any for ``backend``; tried first."""
-
-
-@hookspec
-def anychip_report_section() -> Mapping[str, Any] | None:
-    """A titled section of facts for reports, as JSON values: driver, firmware, licence ..."""

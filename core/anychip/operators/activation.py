@@ -8,15 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from anychip.contract import (
-    Bound,
-    Cost,
-    OperatorSpec,
-    Placements,
-    Sample,
-    SampleMaker,
-    Sharding,
-)
+from anychip.contract import Bound, Cost, OperatorSpec, Placements, Sample, SampleMaker, Sharding
 from anychip.operators.extents import nbytes
 
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
@@ -215,8 +207,7 @@ swiglu = OperatorSpec(
     sizes=lambda gate, up: {"numel": gate.numel()},
     autocast="promote",
     sharding=Sharding(
-        lambda gate, up: _any_dim(1, 2, gate),
-        lambda grad, gate, up, needs: _any_dim(2, 3, gate),
+        lambda gate, up: _any_dim(1, 2, gate), lambda grad, gate, up, needs: _any_dim(2, 3, gate)
     ),
     cost=lambda gate, up: Cost(3 * nbytes(gate), 6 * gate.numel()),
     backward_cost=lambda gate, up: Cost(5 * nbytes(gate), 12 * gate.numel()),

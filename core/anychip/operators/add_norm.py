@@ -11,13 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from anychip.contract import (
-    Bound,
-    Cost,
-    OperatorSpec,
-    Sample,
-    SampleMaker,
-)
+from anychip.contract import Bound, Cost, OperatorSpec, Sample, SampleMaker
 from anychip.contract.operator import Function
 from anychip.operators.extents import Needs, nbytes
 from anychip.operators.norm import layer_norm, rms_norm, shards, sizes

@@ -13,15 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from anychip.contract import (
-    Bound,
-    Cost,
-    OperatorSpec,
-    Placements,
-    Sample,
-    SampleMaker,
-    Sharding,
-)
+from anychip.contract import Bound, Cost, OperatorSpec, Placements, Sample, SampleMaker, Sharding
 from anychip.operators.extents import nbytes
 
 # hadamard

@@ -9,6 +9,7 @@ depends on.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,13 +73,7 @@ def _both_gradients(
 
 def _forward(norm: OperatorSpec) -> Function:
     def forward(
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        rng: Tensor,
-        *bias: Tensor | None,
-        p: float,
-        eps: float,
+        x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, *bias: Any, p: float, eps: float
     ) -> tuple[Tensor, ...]:
         total = _stored_sum(x, residual, rng, p)
         y, *kept = norm.forward(total.float(), weight, *bias, eps=eps)
@@ -109,13 +104,7 @@ def _backward(norm: OperatorSpec) -> Function:
 
 def _fake(inner: OperatorSpec) -> Function:
     def fake(
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        rng: Tensor,
-        *bias: Tensor | None,
-        p: float,
-        eps: float,
+        x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, *bias: Any, p: float, eps: float
     ) -> tuple[Tensor, ...]:
         made: tuple[Tensor, ...] = inner.fake(x, residual, weight, *bias, eps=eps)
         return made

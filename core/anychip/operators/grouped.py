@@ -46,10 +46,7 @@ def _backward(
             rows = torch.where(inside, x.float(), 0.0)
             dweights.append(torch.where(inside, grad.float(), 0.0).t() @ rows)
     dweight = torch.stack(dweights) if dweights else torch.zeros_like(weight)
-    return (
-        dx.to(x.dtype) if needs[0] else None,
-        dweight.to(weight.dtype) if needs[1] else None,
-    )
+    return (dx.to(x.dtype) if needs[0] else None, dweight.to(weight.dtype) if needs[1] else None)
 
 
 def _check(x: Tensor, weight: Tensor, offsets: Tensor) -> None:

@@ -231,9 +231,5 @@ linear_cross_entropy = OperatorSpec(
         2 * nbytes(x, weight, bias), (6 * x.shape[-1] + 4) * target.numel() * weight.shape[0]
     ),
     samples=_samples,
-    bound=Bound(
-        forward=10,
-        backward=14,
-        length=lambda x, weight, *_, **__: max(weight.shape),
-    ),
+    bound=Bound(forward=10, backward=14, length=lambda x, weight, *_, **__: max(weight.shape)),
 )

@@ -146,14 +146,7 @@ def _layer_forward(
 
 
 def _layer_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    eps: float,
-    needs: Needs,
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, *, eps: float, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     normed = (x.float() - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
     dx = dweight = dbias = None

@@ -71,13 +71,7 @@ def _permute_forward(
 
 
 def _permute_backward(
-    grad: Tensor,
-    _: Tensor,
-    __: Tensor,
-    row_map: Tensor,
-    *,
-    num_experts: int,
-    needs: tuple[bool],
+    grad: Tensor, _: Tensor, __: Tensor, row_map: Tensor, *, num_experts: int, needs: tuple[bool]
 ) -> tuple[Tensor]:
     return (_added(grad, row_map, None).to(grad.dtype),)
 
@@ -150,12 +144,7 @@ permute = OperatorSpec(
     differentiable=("x",),
     check=_permute_check,
     # The backward direction is given gradients of the map and the offsets, as for every output.
-    fixed_dtypes={
-        "indices": ("int64", "int32"),
-        "y1": "int64",
-        "grad1": "int64",
-        "grad2": "int64",
-    },
+    fixed_dtypes={"indices": ("int64", "int32"), "y1": "int64", "grad1": "int64", "grad2": "int64"},
     sizes=lambda x, indices, *, num_experts: {
         "tokens": x.shape[0],
         "hidden": x.shape[1],
@@ -196,12 +185,7 @@ def _unpermute_forward(x: Tensor, row_map: Tensor, weights: Tensor | None) -> Te
 
 
 def _unpermute_backward(
-    grad: Tensor,
-    x: Tensor,
-    row_map: Tensor,
-    weights: Tensor | None,
-    *,
-    needs: tuple[bool, bool],
+    grad: Tensor, x: Tensor, row_map: Tensor, weights: Tensor | None, *, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     each = grad.float().unsqueeze(1).expand(-1, row_map.shape[1], -1)
     dx = dweights = None
@@ -284,8 +268,6 @@ unpermute = OperatorSpec(
     backward_cost=_unpermute_backward_cost,
     samples=_unpermute_samples,
     bound=Bound(
-        forward=2,
-        backward=2,
-        length=lambda x, row_map, weights: max(row_map.shape[1], x.shape[1]),
+        forward=2, backward=2, length=lambda x, row_map, weights: max(row_map.shape[1], x.shape[1])
     ),
 )

@@ -43,13 +43,7 @@ def _rope_forward(
 
 
 def _rope_backward(
-    dq: Tensor,
-    dk: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    interleaved: bool,
-    needs: tuple[bool, bool],
+    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, needs: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor]:
     # A rotation's transpose is the rotation by the negative angle.
     return _rotate(dq, cos, -sin, interleaved), _rotate(dk, cos, -sin, interleaved)

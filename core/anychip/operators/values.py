@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (
-    get_unwrapped,
-    is_batchedtensor,
-    is_functorch_wrapped_tensor,
-)
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -63,12 +63,7 @@ def add_rms_norm(
 
 @operator(operators.add_layer_norm)
 def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     """Layer norm of the sum ``x + residual``, and the sum itself for the next block.
 

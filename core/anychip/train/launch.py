@@ -65,11 +65,7 @@ class RankFailedError(AnychipError, RuntimeError):
 
 
 def launch(
-    nproc: int,
-    command: Sequence[str],
-    logs: Path,
-    *,
-    environment: Mapping[str, str] | None = None,
+    nproc: int, command: Sequence[str], logs: Path, *, environment: Mapping[str, str] | None = None
 ) -> None:
     """Runs a command ``nproc`` times as ranks of one job; returns when all have ended well.
 

@@ -27,10 +27,7 @@ SLACK_S = 8.0
 LIMIT_S = TIMEOUT_S + SLACK_S + 5.0
 """After which a rank that says nothing at all is ended."""
 DISAGREEMENTS = ("shape", "dtype", "call", "reduction")
-NEEDED = {
-    **{call: ("fp32",) for call in VALUES},
-    "all_gather": ("fp32", "int64", "uint8"),
-}
+NEEDED = {**{call: ("fp32",) for call in VALUES}, "all_gather": ("fp32", "int64", "uint8")}
 """What training cannot do without."""
 NOT_CLAIMED = "the communicator does not claim this type, and refuses it"
 _numbers = itertools.count()

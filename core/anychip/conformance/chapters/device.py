@@ -13,13 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from anychip.conformance.case import (
-    Case,
-    Context,
-    check,
-    check_equal_bits,
-    expect_error,
-)
+from anychip.conformance.case import Case, Context, check, check_equal_bits, expect_error
 from anychip.conformance.chapters import graphs
 from anychip.conformance.oracles import oracle_of
 from anychip.conformance.trial import Trial, rule_calls

@@ -488,8 +488,7 @@ def check_norm(name: str, got: Tensor | None, want: Array, first_bound: Array) -
     limit = UNIT * (relative * size + float(np.linalg.norm(first_bound)))
     error = float(np.linalg.norm(actual - want))
     check(
-        error <= limit,
-        f"{name}: off by {error:.4g} in norm {size:.4g}; the limit is {limit:.4g}",
+        error <= limit, f"{name}: off by {error:.4g} in norm {size:.4g}; the limit is {limit:.4g}"
     )
 
 

@@ -90,21 +90,9 @@ def _coded(x: Rounded, form: _Form) -> tuple[Rounded, Rounded]:
     return codes.reshape(*x.shape), scales
 
 
-def _forward(
-    params: Sequence[Rounded],
-    grads: Sequence[Rounded],
-    exp_avgs: Sequence[_Bytes],
-    exp_avg_scales: Sequence[Rounded],
-    exp_avg_sqs: Sequence[_Bytes],
-    exp_avg_sq_scales: Sequence[Rounded],
-    lr: Rounded,
-    step: Rounded,
-    scale: Rounded | None,
-    clip: Rounded | None,
-    found_inf: Rounded | None,
-    low_precision: Sequence[Rounded] | None,
-    **attrs: Any,
-) -> tuple[Rounded, ...]:
+def _forward(*args: Any, **attrs: Any) -> tuple[Rounded, ...]:
+    params, grads, exp_avgs, exp_avg_scales, exp_avg_sqs, exp_avg_sq_scales, *scalars = args
+    _, step, *_, found_inf, low_precision = scalars
     if found_inf is not None and found_inf.value != 0.0:
         firsts, seconds = (
             [Rounded.exact(codes.astype(np.float64)) for codes in given]
@@ -119,8 +107,7 @@ def _forward(
             (_SECOND, (exp_avg_sqs, exp_avg_sq_scales)),
         )
     )
-    given = (params, grads, firsts, seconds, lr, step, scale, clip, found_inf, low_precision)
-    results = update.in_lists(update._adamw, *given, **attrs)
+    results = update.in_lists(update._adamw, params, grads, firsts, seconds, *scalars, **attrs)
     count = len(params)
     states = ()
     for form, start in ((_FIRST, count), (_SECOND, 2 * count)):

@@ -162,11 +162,7 @@ def _linear(choose: Choices, draw: Draw) -> Arguments:
     rows = choose.shape(choose.of(1, 2, 0), elements=128)
     inputs, outputs = choose.size(513), choose.size(129)
     bias = choose.values(draw, outputs) if choose.of(False, True) else None
-    return (
-        choose.values(draw, *rows, inputs),
-        choose.values(draw, outputs, inputs),
-        bias,
-    ), {}
+    return (choose.values(draw, *rows, inputs), choose.values(draw, outputs, inputs), bias), {}
 
 
 def _grouped_linear(choose: Choices, draw: Draw) -> Arguments:

@@ -49,10 +49,7 @@ def _backward(
         dx.append(matmul(grad[rows], weight[group]))
         dweight.append(matmul(grad[rows].transpose(1, 0), x[rows])[None])
     none = Rounded.exact(np.zeros((0, *weight.shape[1:])))
-    return (
-        _by_rows(dx, offsets, x.shape[0], x.shape[1]),
-        concatenate([*dweight, none], 0),
-    )
+    return (_by_rows(dx, offsets, x.shape[0], x.shape[1]), concatenate([*dweight, none], 0))
 
 
 Sizes = tuple[tuple[int, ...], int, int, int]

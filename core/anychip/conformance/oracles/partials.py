@@ -70,24 +70,12 @@ def _moved(
     return first, second, corrected / (root + attrs["eps"]) + attrs["weight_decay"] * p
 
 
-def _lamb_partials_forward(
-    params: Sequence[Rounded],
-    grads: Sequence[Rounded],
-    exp_avgs: Sequence[Rounded],
-    exp_avg_sqs: Sequence[Rounded],
-    step: Rounded,
-    scale: Rounded | None,
-    clip: Rounded | None,
-    *,
-    offsets: Sequence[int] | None,
-    sizes: Sequence[int] | None,
-    block: int,
-    **attrs: float,
-) -> tuple[Rounded]:
-    count = Rounded.exact(step.value + 1.0)
-    given = zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)
+def _lamb_partials_forward(*args: Any, **attrs: Any) -> tuple[Rounded]:
+    *lists, step, scale, clip = args
+    grid = [attrs[name] for name in ("offsets", "sizes", "block")]
+    count, given = Rounded.exact(step.value + 1.0), zip(*lists, strict=True)
     steps = [_moved(p, scaled(g, scale, clip), m, v, count, attrs)[2] for p, g, m, v in given]
-    both = [_partials(tensors, offsets, sizes, block) for tensors in (params, steps)]
+    both = [_partials(tensors, *grid) for tensors in (lists[0], steps)]
     return (concatenate([row.reshape(1, -1) for row in both], 0),)
 
 
@@ -150,17 +138,7 @@ def _norm_calls() -> Iterator[Call]:
     yield Call("300001.block:262144", partial(_flat, numels=(300_001, 5), block=1 << 18), full=True)
 
 
-_SAME = (
-    "plain",
-    "first",
-    "step:255",
-    "step:4098",
-    "step:65535",
-    "late",
-    "no-decay",
-    "eps",
-    "betas",
-)
+_SAME = "plain first step:255 step:4098 step:65535 late no-decay eps betas".split()
 _STEPS: dict[str, dict[str, Any]] = {
     **{label: update._ADAMW[label] for label in _SAME},
     "decay": {"weight_decay": 5.0},
@@ -192,12 +170,7 @@ def _read_only(draw: Draw, grid: dict[str, Any] | None = None, **changes: Any) -
 
 
 def _lamb_calls() -> Iterator[Call]:
-    for label, changes in (_STEPS | _WRITES).items():
-        yield Call(label, partial(_step, **changes))
-    yield Call("own-dtype", lambda draw: _step(draw, param=draw.dtype))
-    yield from in_layouts("plain", _step)
-    long = partial(_step, shapes=LONG, scale=64.0, clip=0.5, low=torch.bfloat16)
-    yield Call("long", long, full=True)
+    yield from update.step_calls(_step, _STEPS | _WRITES)
     yield Call("long.trust", partial(_step, shapes=LONG, trust=(0.5, 2.0, 3.0)), full=True)
 
 

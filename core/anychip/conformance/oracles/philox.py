@@ -70,8 +70,7 @@ def words(seed: int, offset: int, count: int) -> Words:
         counter = np.uint64(offset % 2**64) + blocks
     high = np.zeros_like(counter)
     result = block(
-        np.stack([counter & _MASK, counter >> _SHIFT, high, high]),
-        (seed & 0xFFFFFFFF, seed >> 32),
+        np.stack([counter & _MASK, counter >> _SHIFT, high, high]), (seed & 0xFFFFFFFF, seed >> 32)
     )
     in_order: Words = result.T.reshape(-1)[:count]
     return in_order

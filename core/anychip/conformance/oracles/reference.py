@@ -8,7 +8,7 @@ of roundings is what the operator's author declares in ``OperatorSpec.bound``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,11 +32,7 @@ class InFloat64(TorchFunctionMode):
     """Within this mode whatever asks for a float type gets float64."""
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func in _CASTS:
             return args[0].double()

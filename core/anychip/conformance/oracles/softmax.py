@@ -52,12 +52,7 @@ class _Row:
 
 
 def _forward(
-    x: Rounded,
-    mask: Mask | None,
-    bias: Rounded | None,
-    *,
-    scale: float,
-    causal: bool,
+    x: Rounded, mask: Mask | None, bias: Rounded | None, *, scale: float, causal: bool
 ) -> tuple[Rounded]:
     return (_Row(x, mask, bias, scale, causal).y,)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -290,13 +290,20 @@ _ADAMW: dict[str, dict[str, Any]] = {
 }
 
 
-def _adamw_calls() -> Iterator[Call]:
-    for label, changes in _ADAMW.items():
-        yield Call(label, partial(_step, **changes))
-    yield Call("own-dtype", lambda draw: _step(draw, param=draw.dtype))
-    yield from in_layouts("plain", _step)
-    long = partial(_step, shapes=LONG, scale=64.0, clip=0.5, low=torch.bfloat16)
+def step_calls(
+    step: Callable[..., Arguments], table: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Call]:
+    """Those of a table, and those that every rule has."""
+    for label, changes in table.items():
+        yield Call(label, partial(step, **changes))
+    yield Call("own-dtype", lambda draw: step(draw, param=draw.dtype))
+    yield from in_layouts("plain", step)
+    long = partial(step, shapes=LONG, scale=64.0, clip=0.5, low=torch.bfloat16)
     yield Call("long", long, full=True)
+
+
+def _adamw_calls() -> Iterator[Call]:
+    return step_calls(_step, _ADAMW)
 
 
 _SGD_ATTRS: dict[str, Any] = {

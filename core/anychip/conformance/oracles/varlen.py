@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +20,10 @@ from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
 from anychip.conformance.oracles.attention import Mask, attend, attend_backward
 from anychip.conformance.oracles.oracle import Oracle
 
+Ends = NDArray[np.int64]
 
-def _hidden(num_rows: int, cu_seqlens: NDArray[np.int64], causal: bool) -> Mask:
+
+def _hidden(num_rows: int, cu_seqlens: Ends, causal: bool) -> Mask:
     """All is hidden but a triangle or square for each sequence."""
     hidden = np.ones((num_rows, num_rows), dtype=np.bool_)
     for start, end in itertools.pairwise(cu_seqlens):
@@ -29,20 +32,14 @@ def _hidden(num_rows: int, cu_seqlens: NDArray[np.int64], causal: bool) -> Mask:
     return hidden
 
 
-def _unpadded(x: Rounded, cu_seqlens: NDArray[np.int64]) -> Rounded:
+def _unpadded(x: Rounded, cu_seqlens: Ends) -> Rounded:
     """(1, T, heads, dim), and what lies in the padding does not matter."""
     inside = (np.arange(x.shape[0]) < cu_seqlens[-1])[:, None, None]
     return x.shaped(lambda array: np.where(inside, array, 0.0))[None]
 
 
 def _forward(
-    q: Rounded,
-    k: Rounded,
-    v: Rounded,
-    cu_seqlens: NDArray[np.int64],
-    *,
-    causal: bool,
-    scale: float | None,
+    q: Rounded, k: Rounded, v: Rounded, cu_seqlens: Ends, *, causal: bool, scale: float | None
 ) -> tuple[Rounded, Rounded]:
     hidden = _hidden(q.shape[0], cu_seqlens, causal)
     q, k, v = (_unpadded(x, cu_seqlens) for x in (q, k, v))
@@ -51,18 +48,11 @@ def _forward(
 
 
 def _backward(
-    grads: tuple[Rounded],
-    q: Rounded,
-    k: Rounded,
-    v: Rounded,
-    cu_seqlens: NDArray[np.int64],
-    *,
-    causal: bool,
-    scale: float | None,
+    grads: tuple[Rounded], q: Rounded, k: Rounded, v: Rounded, cu_seqlens: Ends, **attrs: Any
 ) -> tuple[Rounded, ...]:
-    hidden = _hidden(q.shape[0], cu_seqlens, causal)
+    hidden = _hidden(q.shape[0], cu_seqlens, attrs["causal"])
     grad, q, k, v = (_unpadded(x, cu_seqlens) for x in (*grads, q, k, v))
-    found = attend_backward(grad, q, k, v, hidden, scale)
+    found = attend_backward(grad, q, k, v, hidden, attrs["scale"])
     return tuple(gradient[0] for gradient in found)
 
 

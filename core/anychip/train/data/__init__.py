@@ -10,13 +10,7 @@ from __future__ import annotations
 from anychip.train.data.bpe import BPETokenizer, train_bpe
 from anychip.train.data.extra import MissingExtraError
 from anychip.train.data.loader import Batch, Loader
-from anychip.train.data.packing import (
-    IGNORED_TARGET,
-    cu_seqlens,
-    mask_targets,
-    positions,
-    tokenize,
-)
+from anychip.train.data.packing import IGNORED_TARGET, cu_seqlens, mask_targets, positions, tokenize
 from anychip.train.data.sources import find_files, read_documents, read_texts
 from anychip.train.data.text import (
     VOCAB_SIZE,

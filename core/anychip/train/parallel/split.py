@@ -66,10 +66,7 @@ def partition(costs: Sequence[Time], stages: int) -> list[range]:
 
 
 def _cut(
-    sums: Sequence[Time],
-    stages: int,
-    join: Callable[[Any, Any], Any],
-    value: Callable[[Time], Any],
+    sums: Sequence[Time], stages: int, join: Callable[[Any, Any], Any], value: Callable[[Time], Any]
 ) -> tuple[Any, list[int]]:
     """The least joined value of all cuts, and the first of its cuts. A value None is forbidden."""
     count = len(sums) - 1
@@ -201,11 +198,7 @@ class _Count(TorchDispatchMode):
         self.forward = self.backward = 0.0
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         results = func(*args, **kwargs)

@@ -222,9 +222,7 @@ class Optimizer(torch.optim.Optimizer):
             self._run_backward(loss, gradient)
 
     def _run_backward(
-        self,
-        loss: Tensor | Sequence[Tensor],
-        gradient: Tensor | Sequence[Tensor | None] | None,
+        self, loss: Tensor | Sequence[Tensor], gradient: Tensor | Sequence[Tensor | None] | None
     ) -> None:
         if gradient is None and self.scaler is not None:
             if not isinstance(loss, Tensor):

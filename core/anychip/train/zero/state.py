@@ -42,10 +42,7 @@ _FORM: schema.Form = {
         "num_skipped": schema.COUNT,
     },
 }
-_FORM_OF_TORCH = {
-    "state": {int: {"step?": _STEP, str: schema.OPTION}},
-    "param_groups": _GROUPS,
-}
+_FORM_OF_TORCH = {"state": {int: {"step?": _STEP, str: schema.OPTION}}, "param_groups": _GROUPS}
 
 IS_SCHEDULED = "is_scheduled"
 """In a saved group whose rule has a schedule: whether that decides ``lr``."""

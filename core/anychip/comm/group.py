@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anychip.comm.job import Job, LastCall
 from anychip.comm.ledger import MESSAGE_TAGS, STEP_TAGS, Failure, Note
@@ -62,6 +62,7 @@ class Group(Communicator):
         self.transport, self.job = transport, job
         self.device, self.description = transport.device, transport.description
         self.traffic, self.timeout_s, self._splits = Traffic(), 600.0, 0
+        self._taken: set[tuple[str, torch.dtype, Reduction | None]] = set()
         if job is not None:
             job.hold(transport)
             self.timeout_s, self._store = job.timeout_s, part_of(job.store, f"group/{group.number}")
@@ -206,49 +207,53 @@ class Group(Communicator):
 
     def _exchange(self, transfers: Sequence[Transfer]) -> Work:
         assert self.job is not None, "transfers are between two ranks"
-        names = ", ".join(
-            f"{kind} {'to' if kind == 'send' else 'from'} rank {self.ranks[peer]}"
-            for kind, _, peer, _ in transfers
-        )
-        self._refuse(names)
-        peers = tuple(sorted({self.ranks[peer] for _, _, peer, _ in transfers}))
-        self.job.last_call = LastCall(self.name, self._ledger, peers=peers)
-        notes = [self._noted(names, transfer) for transfer in transfers]
-        tags = self.transport.num_tags
-        if tags:
-            transfers = [
-                transfer._replace(tag=self._ledger.tag(note, tags))
-                for transfer, note in zip(transfers, notes, strict=True)
-            ]
-        return _Call(self, names, notes, lambda: self.transport.exchange(transfers))
+        # A call that is done may be kept, and with it its name: that must not keep tensors.
+        ends = [(kind, peer) for kind, _, peer, _ in transfers]
 
-    def _noted(self, names: str, transfer: Transfer) -> Note:
-        kind, tensor, peer, tag = transfer
-        pair = (self.rank, peer) if kind == "send" else (peer, self.rank)
-        return self._agreed(names, lambda: self._ledger.message((*pair, tag), _shape(tensor)))
+        def name() -> str:
+            return ", ".join(
+                f"{kind} {'to' if kind == 'send' else 'from'} rank {self.ranks[peer]}"
+                for kind, peer in ends
+            )
+
+        self._refuse(name)
+        notes, tagged, tags = [], [], self.transport.num_tags
+        for kind, tensor, peer, tag in transfers:
+            pair = (self.rank, peer, tag) if kind == "send" else (peer, self.rank, tag)
+            note = self._agreed(name, self._ledger.message, pair, _shape(tensor))
+            notes.append(note)
+            tagged.append(Transfer(kind, tensor, peer, self._ledger.tag(note, tags)))
+        self.job.last_call = LastCall(self.name, self._ledger, notes)
+        return _Call(self, name, notes, self.transport.exchange, tagged)
 
     def _call(self, call: Call, what: str, begin: Callable[[Call], Work] | None = None) -> Work:
         """A collective that all ranks make, whose first messages are on their way."""
         move: Callable[[Call], Work] = begin or getattr(self.transport, call.name)
         if self.job is None:
             return move(call)
-        self._refuse(call.name)
-        note = self._agreed(call.name, lambda: self._ledger.enter(f"{call.name} {what}".rstrip()))
-        self.job.last_call = LastCall(self.name, self._ledger, note.number)
+        name = call.name  # and not the call, which has tensors, in what is kept with the work
+        self._refuse(lambda: name)
+        note = self._agreed(lambda: name, self._ledger.enter, f"{name} {what}" if what else name)
+        self.job.last_call = LastCall(self.name, self._ledger, [note])
         tags = self.transport.num_tags
-        tagged = call._replace(tag=self._ledger.tag(note, tags)) if tags else call
-        return _Call(self, f"{call.name} #{note.number}", [note], lambda: move(tagged))
+        is_watched = name == "all_to_all" and self._ledger.check == "step"
+        if is_watched:
+            note.parts = _numels(call.inputs), _numels(call.outputs)
+        tagged = Call(*call[:-2], self._ledger.tag(note, tags) if tags else 0, is_watched)
+        return _Call(self, lambda: f"{name} #{note.number}", [note], move, tagged)
 
-    def _agreed(self, call: str, enter: Callable[[], tuple[Note, Failure | None]]) -> Note:
+    def _agreed(
+        self, call: Callable[[], str], enter: Callable[..., tuple[Note, Failure | None]], *what: Any
+    ) -> Note:
         """The note of a call; raises when it is known that another rank calls something else."""
         assert self.job is not None
         try:
-            note, wrong = enter()
+            note, wrong = enter(*what)
         except RuntimeError as error:  # the store went with its host
-            raise self.job.explain(self._where(call), error, lambda: (0,)) from error
+            raise self.job.explain(self._where(call()), error, lambda: (0,)) from error
         if wrong is not None:
             number = "" if note.pair else f" #{note.number}"
-            raise self.job.fail(self._where(call + number), wrong)
+            raise self.job.fail(self._where(call() + number), wrong)
         return note
 
     def _start(
@@ -264,13 +269,13 @@ class Group(Communicator):
             work.proceed()
         return work
 
-    def _refuse(self, call: str) -> None:
+    def _refuse(self, call: Callable[[], str]) -> None:
         """Raises when nothing can be called any more."""
         assert self.job is not None
         if self.is_closed and not self.job.has_failed:
             text = "this rank has closed the communicator"
-            raise CommunicationError(self._where(call), text)
-        self.job.refuse_after_failure(lambda: self._where(call))
+            raise CommunicationError(self._where(call()), text)
+        self.job.refuse_after_failure(lambda: self._where(call()))
 
     def _explain(self, call: str, note: Note, error: RuntimeError) -> Exception:
         """The error to raise for a transport's: what became of the job, and who is to blame."""
@@ -308,11 +313,14 @@ class Group(Communicator):
                 f"{self}.{call}: a contiguous tensor expected, got shape {tuple(tensor.shape)} "
                 f"with strides {tensor.stride()}"
             )
+        if (call, tensor.dtype, reduction) in self._taken:
+            return
         if not self.capabilities.supports(call, tensor.dtype, reduction):
             how = "" if reduction is None else f" with reduction {reduction!r}"
             raise UnsupportedError(
                 f"{self}.{call}: this transport does not take {tensor.dtype}{how}"
             )
+        self._taken.add((call, tensor.dtype, reduction))
 
     def _check_rank(self, call: str, what: str, rank: int) -> None:
         if not 0 <= rank < self.world_size:
@@ -345,15 +353,20 @@ class _Call(Work):
     """A transport's work, whose failure becomes one error for the rank, told to all others."""
 
     def __init__(
-        self, group: Group, name: str, notes: Sequence[Note], begin: Callable[[], Work]
+        self,
+        group: Group,
+        name: Callable[[], str],
+        notes: Sequence[Note],
+        begin: Callable[[Any], Work],
+        argument: Any,
     ) -> None:
         self._group, self._name, self._notes = group, name, notes
         self._error: Exception | None = None
         self._lock = threading.Lock()
         try:
-            self._work = begin()
+            self._work = begin(argument)
         except RuntimeError as error:
-            raise group._explain(name, notes[0], error) from error
+            raise group._explain(name(), notes[0], error) from error
 
     def is_done(self) -> bool:
         return self._error is not None or self._work.is_done()
@@ -380,7 +393,11 @@ class _Call(Work):
     def _fail(self, error: Exception) -> None:
         with self._lock:
             if self._error is None and isinstance(error, RuntimeError):
-                self._error = self._group._explain(self._name, self._notes[0], error)
+                self._error = self._group._explain(self._name(), self._notes[0], error)
+
+
+def _numels(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.numel() for tensor in tensors]
 
 
 def _shape(tensor: torch.Tensor) -> str:

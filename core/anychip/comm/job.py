@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from anychip import contract
 from anychip.comm import flight
 from anychip.comm.gloo import Gloo
-from anychip.comm.ledger import LAST, Check, Failure, Ledger, ranks_text
+from anychip.comm.ledger import LAST, Check, Failure, Ledger, Note, ranks_text
 from anychip.comm.meeting import meet
 from anychip.comm.store import Connection, part_of
 from anychip.comm.watch import Watch
@@ -65,8 +65,7 @@ class LastCall(NamedTuple):
 
     group: str
     ledger: Ledger
-    number: int | None = None
-    peers: tuple[int, ...] = ()
+    notes: Sequence[Note]
 
 
 class Job(contract.Job):
@@ -217,11 +216,11 @@ class Job(contract.Job):
         said, call = "world", self.last_call
         peers: tuple[int, ...] = ()
         if call is not None:
+            said, peers = call.group, call.ledger.peers(call.notes)
             with contextlib.suppress(RuntimeError):  # the store goes with the rank that holds it
-                absent = () if call.number is None else call.ledger.missing(call.number)
+                absent = () if peers else call.ledger.missing(call.notes[0].number)
                 if absent:
                     return self.late(where, absent, call.ledger)
-            said, peers = call.group, call.peers
         said += f": messages with {ranks_text(peers)}" if peers else ""
         last = error.detail.strip().splitlines()[-1]
         return self.fail(where, Failure(peers, f"{said} failed with {error.label}: {last}"))

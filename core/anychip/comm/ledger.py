@@ -36,6 +36,7 @@ MESSAGE_TAGS = 2**16
 """Tags of messages are below it."""
 STEP_TAGS = MESSAGE_TAGS * 8
 """Tags that a transport must take for ``step``: of a message, its own tag and its number mod 8."""
+_PART = -1
 _NOTES = 256
 _RECENT_TAGS = 1024
 _GRACE_S = 1.0
@@ -57,13 +58,15 @@ class Note:
     """A call of this rank: number ``number`` of the group, or of a pair of ranks and a tag.
 
     Attributes:
+        parts: of all_to_all, elements to and from each rank.
         begun, waited, ended: seconds of the monotonic clock; 0: not yet.
     """
 
-    __slots__ = ("begun", "call", "ended", "number", "pair", "waited")
+    __slots__ = ("begun", "call", "ended", "number", "pair", "parts", "waited")
 
     def __init__(self, pair: Pair, number: int, call: str) -> None:
         self.pair, self.number, self.call = pair, number, call
+        self.parts: tuple[Sequence[int], Sequence[int]] = ((), ())
         self.begun, self.waited, self.ended = time.monotonic(), 0.0, 0.0
 
 
@@ -99,7 +102,8 @@ class Ledger:
         note = self._note(pair, what)
         if self._agrees(note):
             return note, None
-        return note, self._mistaken(note, self._agreed[pair, note.number % SLOTS].partition(" ")[2])
+        other = self._agreed[pair, note.number % SLOTS].partition(" ")[2]
+        return note, self._mistaken(pair, what, other)
 
     def tag(self, note: Note, num_tags: int) -> int:
         """The tag of a call's messages, on all ranks that make it as this one does.
@@ -130,11 +134,11 @@ class Ledger:
         for number in numbers:
             if len({calls[(), number] for calls in said.values() if ((), number) in calls}) > 1:
                 return self._disagreement(number)
-        for note in waiting:
-            for rank in note.pair[:2]:
-                other = said.get(rank, {}).get((note.pair, note.number), note.call)
-                if other != note.call:
-                    return self._mistaken(note, other)
+        for pair, number, call in (entry for note in waiting for entry in self._entries(note)):
+            for rank in pair[:2]:
+                other = said.get(rank, {}).get((pair, number), call)
+                if other != call:
+                    return self._mistaken(pair, call, other)
         return None
 
     def missing(self, number: int, *, ask: bool = True) -> tuple[int, ...]:
@@ -161,9 +165,14 @@ class Ledger:
         number, call = max(made)
         return f"its last call in this group is #{number}, {call}"
 
+    def peers(self, messages: Sequence[Note]) -> tuple[int, ...]:
+        """The ranks at the other ends of messages, counted in the world; none of a whole call."""
+        ends = {rank for note in messages for rank in note.pair[:2]} - {self._rank}
+        return tuple(sorted(self._ranks[rank] for rank in ends))
+
     def answer(self, question: int) -> None:
         """Tells the others the last calls of this rank."""
-        calls = [(note.pair, note.number, note.call) for note in list(self._notes)]
+        calls = [entry for note in list(self._notes) for entry in self._entries(note)]
         with contextlib.suppress(RuntimeError):  # the store went with its host
             self._store.set(f"said/{self._rank}", json.dumps([question, calls]))
         self._answered = time.monotonic()
@@ -204,16 +213,21 @@ class Ledger:
         self._agreed[slot] = "" if ahead else found
         return ahead or found == mine
 
-    def _mistaken(self, note: Note, other: str) -> Failure:
-        source, destination, tag = note.pair
-        is_send = source == self._rank
-        sent, expected = (note.call, other) if is_send else (other, note.call)
+    def _entries(self, note: Note) -> Iterator[tuple[Pair, int, str]]:
+        """A call as others compare it; of all_to_all, its parts as if they were messages."""
+        yield note.pair, note.number, note.call
+        for is_sent, numels in zip((True, False), note.parts, strict=True):
+            for peer, numel in enumerate(numels):
+                pair = (self._rank, peer, _PART) if is_sent else (peer, self._rank, _PART)
+                yield pair, note.number, f"{numel} elements"
+
+    def _mistaken(self, pair: Pair, mine: str, other: str) -> Failure:
+        source, destination, tag = pair
+        sent, expected = (mine, other) if source == self._rank else (other, mine)
         first, second = self._ranks[source], self._ranks[destination]
-        return Failure(
-            (first,),
-            f"the ranks disagree: rank {first} sends {sent} to rank {second}, which expects "
-            f"{expected} (tag {tag})",
-        )
+        how = f"has room for {expected}" if tag == _PART else f"expects {expected} (tag {tag})"
+        text = f"the ranks disagree: rank {first} sends {sent} to rank {second}, which {how}"
+        return Failure((first,), text)
 
     def _disagreement(self, number: int) -> Failure:
         deadline = time.monotonic() + _GRACE_S
@@ -229,7 +243,8 @@ class Ledger:
         if ask:
             question = self._store.add("asked", 1)
             self._ask(question)
-        mine = {(note.pair, note.number): note.call for note in list(self._notes)}
+        entries = (entry for note in list(self._notes) for entry in self._entries(note))
+        mine = {(pair, number): call for pair, number, call in entries}
         found, silent = {self._rank: mine}, set(range(len(self._ranks))) - {self._rank}
         while silent:
             for rank in sorted(silent):

@@ -72,6 +72,11 @@ class Messages(Transport):
         self.description = connections.description
 
     @cached_property
+    def _bytes(self) -> list[torch.Tensor]:
+        """What barriers send: it is never looked at."""
+        return list(torch.zeros(self._size, dtype=torch.uint8).split(1))
+
+    @cached_property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         return host_capabilities()
 
@@ -94,7 +99,7 @@ class Messages(Transport):
         return self._begin(steps, call)
 
     def all_gather(self, call: Call) -> Work:
-        parts, mine = list(_flat(call.outputs[0]).split(list(call.sizes))), _flat(call.inputs[0])
+        parts, mine = _cut(call.outputs[0], call.sizes), _flat(call.inputs[0])
 
         def steps(tag: int) -> Steps:
             _copy(parts[self._rank], mine)
@@ -103,7 +108,7 @@ class Messages(Transport):
         return self._begin(steps, call)
 
     def reduce_scatter(self, call: Call) -> Work:
-        output, mine = _flat(call.outputs[0]), list(_flat(call.inputs[0]).split(list(call.sizes)))
+        output, mine = _flat(call.outputs[0]), _cut(call.inputs[0], call.sizes)
 
         def steps(tag: int) -> Steps:
             yield from self._reduce_parts(output, mine, call.reduction, tag, spread=False)
@@ -135,6 +140,19 @@ class Messages(Transport):
         rank = self._rank
 
         def steps(tag: int) -> Steps:
+            if call.is_watched:
+                # Parts whose ends differ in size have different tags. All are posted here, so that
+                # those of two calls that share one keep the order of the calls.
+                numels = [part.numel() for part in parts]
+                numels[rank] = mine[rank].numel()
+                self._compare_sizes(numels, parts)
+                _copy(parts[rank], mine[rank])
+                posted: list[tuple[int, Message]] = []
+                for move, ends in ((self._receive, parts), (self._send, mine)):
+                    for peer in self._peers:
+                        posted += move([(ends[peer], peer)], self._part_tag(call, ends[peer]))
+                yield posted[::-1]
+                return
             # Sizes may differ from pair to pair: they are compared before anything else is sent.
             told = torch.tensor([part.numel() for part in mine])
             heard = torch.zeros_like(told)
@@ -150,17 +168,18 @@ class Messages(Transport):
         def steps() -> Steps:
             posted: list[tuple[int, Message]] = []
             # Receives first: what arrives then has a place to go to.
-            for kind, tensor, peer, tag in sorted(transfers, key=lambda t: t.kind):
-                move = self._receive if kind == "recv" else self._send
-                posted += move([(_flat(tensor), peer)], self._tag(1, tag))
+            for kind, move in (("recv", self._receive), ("send", self._send)):
+                for transfer in transfers:
+                    if transfer.kind == kind:
+                        tag = self._tag(1, transfer.tag)
+                        posted += move([(transfer.tensor, transfer.peer)], tag)
             yield posted
 
         outputs = [t.tensor for t in transfers if t.kind == "recv"]
         return StepwiseCall(steps(), outputs, self._timeout_s)
 
     def barrier(self, call: Call) -> Work:
-        here = list(torch.zeros(self._size, dtype=torch.uint8).split(1))
-        return self._begin(lambda tag: iter([self._gather(here, tag)]), call)
+        return self._begin(lambda tag: iter([self._gather(self._bytes, tag)]), call)
 
     def proceed(self, work: Work, on_error: Callable[[Exception], None]) -> None:
         if isinstance(work, StepwiseCall):
@@ -181,6 +200,10 @@ class Messages(Transport):
 
     def _tag(self, kind: int, value: int) -> int:
         return (self._group.number * 2 + kind) * _TAGS + value
+
+    def _part_tag(self, call: Call, part: torch.Tensor) -> int:
+        """In the half of the messages' tags that the caller's do not use."""
+        return self._tag(1, self.num_tags + (call.tag + 40503 * part.numel()) % self.num_tags)
 
     def _compare_sizes(self, heard: list[int], parts: list[torch.Tensor]) -> None:
         ranks = self._group.ranks
@@ -211,6 +234,9 @@ class Messages(Transport):
         from, which is safe because it comes after what was sent has arrived.
         """
         own, size = parts[self._rank], PIECE_NBYTES // output.itemsize
+        if max(part.numel() for part in parts) <= size:
+            yield from self._reduce_at_once(output, parts, reduction, tag, spread=spread)
+            return
         pieces = [list(part.split(size)) if part.numel() else [] for part in parts]
         num_own = len(pieces[self._rank])
         rooms = [
@@ -241,6 +267,27 @@ class Messages(Transport):
                 coming.append(self._receive_piece(rooms[k % len(rooms)], after, tag))
         yield posted
 
+    def _reduce_at_once(
+        self,
+        output: torch.Tensor,
+        parts: list[torch.Tensor],
+        reduction: Reduction,
+        tag: int,
+        *,
+        spread: bool,
+    ) -> Steps:
+        """The same of parts that are one piece each."""
+        own = parts[self._rank]
+        room = self._room(own, [own.numel()] * self._size)
+        coming = self._swap(room, parts, tag)
+        if spread:
+            back = self._receive([(parts[peer], peer) for peer in self._peers], tag + 1)
+        yield coming
+        room[self._rank] = own
+        reduce_pairwise(output, room, reduction)
+        if spread:
+            yield self._send([(output, peer) for peer in self._peers], tag + 1) + back
+
     def _receive_piece(
         self, room: list[torch.Tensor], piece: torch.Tensor, tag: int
     ) -> list[tuple[int, Message]]:
@@ -260,7 +307,8 @@ class Messages(Transport):
     ) -> list[tuple[int, Message]]:
         """Posts: ``outgoing[r]`` to each other rank r, ``incoming[r]`` from it."""
         received = self._receive([(incoming[peer], peer) for peer in self._peers], tag)
-        return received + self._send([(outgoing[peer], peer) for peer in self._peers], tag)
+        # What is sent is waited for first: by then, what is received is mostly there.
+        return self._send([(outgoing[peer], peer) for peer in self._peers], tag) + received
 
     def _receive(
         self, messages: Iterable[tuple[torch.Tensor, int]], tag: int
@@ -276,7 +324,11 @@ class Messages(Transport):
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1)
+    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
+
+
+def _cut(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    return list(_flat(tensor).split_with_sizes(list(sizes)))
 
 
 def _copy(output: torch.Tensor, tensor: torch.Tensor) -> None:

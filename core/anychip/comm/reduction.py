@@ -42,11 +42,14 @@ def reduce_pairwise(
 
     join = {"max": torch.maximum, "min": torch.minimum}.get(reduction, torch.add)
     narrow = output.dtype.is_floating_point and output.itemsize < 4
-    wide = torch.float32 if narrow else output.dtype
     with torch.no_grad():
         for start in range(0, output.numel(), CHUNK_NUMEL):
-            level = [part[start : start + CHUNK_NUMEL].to(wide) for part in parts]
-            result = output[start : start + CHUNK_NUMEL]
+            level, result = parts, output
+            if output.numel() > CHUNK_NUMEL:
+                level = [part[start : start + CHUNK_NUMEL] for part in parts]
+                result = output[start : start + CHUNK_NUMEL]
+            if narrow:
+                level = [part.float() for part in level]
             while len(level) > 1:
                 # The output may be a part that is still to come: it is written at the end.
                 out = result if len(level) == 2 and not narrow else None

@@ -191,10 +191,9 @@ class Backend(DeviceInterface, ABC):
         Args:
             timeout_s: seconds that any wait for another rank may take.
             heartbeat_s: seconds without a sign of life after which a rank counts as lost.
-            check: ``step``: calls that differ never exchange a byte, and ranks compare theirs when
-                one has waited for ``heartbeat_s``; a transport that takes no tags does ``always``:
-                they compare before anything is sent, at the price of one round trip to the job's
-                store. ``off``: a mistake ends in a time limit, or a crash.
+            check: ``step``: ranks whose calls differ exchange no byte, and compare when one has
+                waited for ``heartbeat_s``; ``always``, where the transport takes no tags: before
+                anything is sent, by a round trip to the job's store; ``off``: never.
 
         Raises:
             CommunicationError: a rank did not come within the time limit.

@@ -48,6 +48,7 @@ class Call(NamedTuple):
         source: of broadcast, which reads there and writes elsewhere.
         tag: the same on the ranks that make the call, and on none of some thousand others: a
             transport with ``num_tags`` sends it along, and messages of different tags never meet.
+        is_watched: of all_to_all: ranks whose sizes differ are found, if such parts never meet.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Call(NamedTuple):
     sizes: Sequence[int] = ()
     source: int = 0
     tag: int = 0
+    is_watched: bool = False
 
 
 class Transport(ABC):
@@ -73,8 +75,7 @@ class Transport(ABC):
         description: for reports: what it is, order of sums, detours.
         reduces_on_host: sums are the core's own, pairwise over the ranks: the same bits on every
             transport that has this.
-        num_tags: tags are below it; 0: it takes none. From 2**19 on, calls that differ are kept
-            apart by them: ``check="step"`` of :meth:`anychip.Backend.communicator`.
+        num_tags: tags are below it; 0: it takes none; from 2**19 on they keep apart what differs.
     """
 
     device: str

@@ -176,6 +176,9 @@ def test_beats_of_python_are_waited_for_longer(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(heartbeat, "load", lambda: (None, "it was not built"))
     with made(2, heartbeat_s=0.5, progress_s=6.0) as ranks:
         first, second = ranks.come(0), ranks.come(1)
+        deadline = time.monotonic() + 15
+        while first._peers[1].ticks < 0 and time.monotonic() < deadline:  # it has not read yet
+            time.sleep(0.01)
         assert (first.why_slow, first._peers[1].patience) == ("it was not built", 10)
         beats = second._peers[0]
         begun = beats.ticks

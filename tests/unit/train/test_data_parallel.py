@@ -33,6 +33,7 @@ from tests.unit.train.zero_oracle import (
 )
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2], ids="stage{}".format)
+GRID = pytest.mark.grid
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +72,10 @@ def adamw(max_norm: float | None = None) -> optim.Rule:
 
 
 @STAGES
-@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["no-clip", "clip"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "max_norm", [pytest.param(None, id="no-clip", marks=GRID), pytest.param(0.5, id="clip")]
+)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=GRID)])
 def test_twenty_steps_of_a_ragged_model_equal_one_process_bit_for_bit(
     stage: int, max_norm: float | None, world_size: int
 ) -> None:
@@ -87,7 +90,7 @@ def test_twenty_steps_of_a_ragged_model_equal_one_process_bit_for_bit(
 
 
 @STAGES
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=GRID) for n in (1, 2, 5, 8))])
 def test_integer_gradients_equal_one_process_at_any_number_of_ranks(
     stage: int, world_size: int
 ) -> None:

@@ -112,7 +112,7 @@ def pipelined(
 
 @pytest.mark.parametrize(
     ("stages", "count"),
-    [(2, 4), (4, 4), (2, 1), (3, 4), (1, 2)],
+    [(2, 4), *(pytest.param(*n, marks=pytest.mark.grid) for n in [(4, 4), (2, 1), (3, 4), (1, 2)])],
     ids=["2-stages", "4-stages", "m-is-1", "not-a-multiple", "1-stage"],
 )
 def test_pipeline_over_twenty_steps_has_the_bits_of_one_rank(
@@ -139,7 +139,7 @@ def test_receives_posted_early_change_no_bit(generator: Generator, ahead: int) -
         assert all(torch.equal(value, two[1][name]) for name, value in one[1].items())
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.grid)])
 def test_tied_embedding_stays_equal_on_both_stages_and_near_one_rank(
     generator: Generator, stages: int
 ) -> None:

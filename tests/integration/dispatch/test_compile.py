@@ -94,9 +94,12 @@ def _train(
     return found, params
 
 
-def test_training_of_twenty_steps_with_varying_shapes_compiles_at_most_three_times() -> None:
-    """Forward, backward and step through inductor; at most two recompiles of each."""
-    counts = [CompileCounterWithBackend("inductor") for _ in range(2)]
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.grid)])
+def test_training_of_twenty_steps_with_varying_shapes_compiles_at_most_three_times(
+    backend: str,
+) -> None:
+    """Forward, backward and step; at most two recompiles of each."""
+    counts = [CompileCounterWithBackend(backend) for _ in range(2)]
     loss = torch.compile(_loss, backend=counts[0], fullgraph=True)
     update = torch.compile(_update, backend=counts[1], fullgraph=True)
     got, got_params = _train(loss, update, 20)

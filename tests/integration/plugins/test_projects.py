@@ -30,15 +30,19 @@ def _write_template(environment: Environment, target: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture(scope="module", params=list(NAMES))
+MAKE = {"example": _copy_example, "template": _write_template}
+
+
+@pytest.fixture(
+    scope="module", params=["example", pytest.param("template", marks=pytest.mark.grid)]
+)
 def project(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, Environment]:
     """Name of the backend, folder of the project, and an environment where it is installed."""
     environment = Environment(tmp_path_factory.mktemp(request.param))
     source = environment.site.parent / "project"
-    make = {"example": _copy_example, "template": _write_template}[request.param]
-    make(environment, source)
+    MAKE[request.param](environment, source)
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--target"]
     subprocess.run(
@@ -93,10 +97,14 @@ def test_project_with_limits_and_its_examples_of_a_list_still_passes(
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_project_imports_from_the_contract_only(project: tuple[str, Path, Environment]) -> None:
-    name, source, _ = project
-    for file in (source / f"anychip_{name}").glob("*.py"):
+@pytest.mark.parametrize("kind", NAMES)
+def test_project_imports_from_the_contract_only(
+    kind: str, environment: Environment, tmp_path: Path
+) -> None:
+    MAKE[kind](environment, tmp_path / "project")
+    for file in (tmp_path / "project" / f"anychip_{NAMES[kind]}").glob("*.py"):
         for line in file.read_text().splitlines():
             if line.startswith(("from anychip", "import anychip")):
                 module = line.split()[1]
-                assert module.partition(".")[0] == f"anychip_{name}" or module == CONTRACT, file
+                own = module.partition(".")[0] == f"anychip_{NAMES[kind]}"
+                assert own or module == CONTRACT, file

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -61,10 +61,14 @@ def _gelu_check(x: Tensor, *, approximate: str) -> None:
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
 
 
-def _gelu_samples(maker: SampleMaker) -> Iterator[Sample]:
+def _gelu_samples(
+    maker: SampleMaker, *others: Callable[[tuple[int, ...]], tuple[int, ...]]
+) -> Iterator[Sample]:
+    """Of x and of others, whose shapes follow from x's, in both forms."""
     for shape in _SHAPES:
         for approximate in ("none", "tanh"):
-            args = (maker.normal(*shape, scale=2.0),)
+            rest = (maker.normal(*other(shape)) for other in others)
+            args = (maker.normal(*shape, scale=2.0), *rest)
             yield Sample(args, {"approximate": approximate}, f"{_label(shape)},{approximate}")
 
 
@@ -117,13 +121,6 @@ def _bias_gelu_check(x: Tensor, bias: Tensor, *, approximate: str) -> None:
         )
 
 
-def _bias_gelu_samples(maker: SampleMaker) -> Iterator[Sample]:
-    for shape in _SHAPES:
-        for approximate in ("none", "tanh"):
-            args = (maker.normal(*shape, scale=2.0), maker.normal(shape[-1]))
-            yield Sample(args, {"approximate": approximate}, f"{_label(shape)},{approximate}")
-
-
 def _bias_gelu_shards(x: Tensor, bias: Tensor, approximate: str) -> Placements:
     last = x.dim() - 1
     return [([d], [d, None]) for d in range(last)] + [([last], [last, 0])]
@@ -154,7 +151,7 @@ bias_gelu = OperatorSpec(
     backward_cost=lambda x, bias, *, approximate: Cost(
         3 * nbytes(x) + 2 * nbytes(bias), 22 * x.numel()
     ),
-    samples=_bias_gelu_samples,
+    samples=lambda maker: _gelu_samples(maker, lambda shape: shape[-1:]),
     bound=Bound(forward=10, backward=20, length=lambda *_, **__: 1),
 )
 
@@ -240,13 +237,6 @@ def _geglu_check(gate: Tensor, up: Tensor, *, approximate: str) -> None:
     _swiglu_check(gate, up)
 
 
-def _geglu_samples(maker: SampleMaker) -> Iterator[Sample]:
-    for shape in _SHAPES:
-        for approximate in ("none", "tanh"):
-            args = (maker.normal(*shape, scale=2.0), maker.normal(*shape))
-            yield Sample(args, {"approximate": approximate}, f"{_label(shape)},{approximate}")
-
-
 geglu = OperatorSpec(
     name="geglu",
     signature='(Tensor gate, Tensor up, *, str approximate="none") -> Tensor',
@@ -266,6 +256,6 @@ geglu = OperatorSpec(
     ),
     cost=lambda gate, up, *, approximate: Cost(3 * nbytes(gate), 11 * gate.numel()),
     backward_cost=lambda gate, up, *, approximate: Cost(5 * nbytes(gate), 32 * gate.numel()),
-    samples=_geglu_samples,
+    samples=lambda maker: _gelu_samples(maker, lambda shape: shape),
     bound=Bound(forward=9, backward=18, length=lambda *_, **__: 1),
 )

@@ -55,6 +55,11 @@ def _linear_check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(
             f"x must be (..., K) and weight (N, K); got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
+    check_bias(x, weight, bias)
+
+
+def check_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raises ValueError for a bias that does not fit the weight, and for several dtypes."""
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(f"bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):

@@ -27,6 +27,7 @@ from anychip.contract import (
     Sharding,
 )
 from anychip.operators.extents import nbytes
+from anychip.operators.linear import check_bias
 from anychip.operators.loss import (
     check_options,
     check_targets,
@@ -149,13 +150,7 @@ def _check(
             f"target must be {tuple(x.shape[:-1])}, x without its last dim; got "
             f"{tuple(target.shape)}"
         )
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
-        raise ValueError(f"bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
-    if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
-        raise ValueError(
-            f"x, weight and bias must have one dtype, got {x.dtype}, {weight.dtype} and "
-            f"{None if bias is None else bias.dtype}"
-        )
+    check_bias(x, weight, bias)
     check_options(label_smoothing, z_loss, reduction)
 
 

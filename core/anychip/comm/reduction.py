@@ -9,7 +9,7 @@ or more, on whether the ranks sum at once or group by group: 8 = 2 groups of 4 =
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from anychip.contract.communicator import (
@@ -22,7 +22,7 @@ from anychip.contract.communicator import (
 if TYPE_CHECKING:
     import torch
 
-CHUNK_NUMEL = 16384
+CHUNK_NUMEL = 32704
 """Elements joined at a time: what is summed stays in a core's cache, and torch, which gives work
 to other threads from 32768 elements on, leaves them to the computation that goes on meanwhile."""
 
@@ -42,14 +42,12 @@ def reduce_pairwise(
 
     join = {"max": torch.maximum, "min": torch.minimum}.get(reduction, torch.add)
     narrow = output.dtype.is_floating_point and output.itemsize < 4
+    columns: Iterable[Sequence[torch.Tensor]] = [(output, *parts)]
+    if output.numel() > CHUNK_NUMEL:
+        columns = zip(*(whole.split(CHUNK_NUMEL) for whole in (output, *parts)), strict=True)
     with torch.no_grad():
-        for start in range(0, output.numel(), CHUNK_NUMEL):
-            level, result = parts, output
-            if output.numel() > CHUNK_NUMEL:
-                level = [part[start : start + CHUNK_NUMEL] for part in parts]
-                result = output[start : start + CHUNK_NUMEL]
-            if narrow:
-                level = [part.float() for part in level]
+        for result, *chunks in columns:
+            level = [chunk.float() for chunk in chunks] if narrow else chunks
             while len(level) > 1:
                 # The output may be a part that is still to come: it is written at the end.
                 out = result if len(level) == 2 and not narrow else None

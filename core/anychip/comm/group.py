@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from anychip.comm.job import Job, LastCall
-from anychip.comm.ledger import MESSAGE_TAGS, STEP_TAGS, Failure, Note
+from anychip.comm.ledger import MESSAGE_TAGS, STEP_TAGS, Check, Failure, Note
 from anychip.comm.solo import Solo
 from anychip.comm.store import part_of
 from anychip.contract import (
@@ -67,7 +67,7 @@ class Group(Communicator):
             job.hold(transport)
             self.timeout_s, self._store = job.timeout_s, part_of(job.store, f"group/{group.number}")
             can_step = transport.num_tags >= STEP_TAGS
-            check = "always" if job.check == "step" and not can_step else job.check
+            check: Check = "always" if job.check == "step" and not can_step else job.check
             self._ledger = job.ledger(group, check)
             self.description += f"; calls compared: {check}"
 

@@ -74,6 +74,7 @@ class Stage(nn.Module):
     """
 
     _whole: Decoder
+    reduction: Reduction
 
     def __init__(self, model: Decoder, layers: range, *, reduction: Reduction = "mean") -> None:
         super().__init__()

@@ -66,8 +66,9 @@ class Group(Communicator):
         if job is not None:
             job.hold(transport)
             self.timeout_s, self._store = job.timeout_s, part_of(job.store, f"group/{group.number}")
-            can_step = transport.num_tags >= STEP_TAGS
-            check: Check = "always" if job.check == "step" and not can_step else job.check
+            check: Check = job.check
+            if check == "step" and transport.num_tags < STEP_TAGS:
+                check = "always"
             self._ledger = job.ledger(group, check)
             self.description += f"; calls compared: {check}"
 

@@ -97,7 +97,8 @@ class Job(contract.Job):
         flight_record: Path | None = None,
     ) -> None:
         self.rank, self.world_size, self.store = rank, world_size, store
-        self.timeout_s, self.check = timeout_s, check
+        self.timeout_s = timeout_s
+        self.check: Check = check
         self.where = f"world, rank {rank} of {world_size}"
         self.last_call: LastCall | None = None
         self._connect, self.world = connect, Membership(tuple(range(world_size)), rank)

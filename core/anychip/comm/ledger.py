@@ -39,9 +39,10 @@ STEP_TAGS = MESSAGE_TAGS * 8
 _PART = -1
 _NOTES = 256
 _RECENT_TAGS = 1024
-_GRACE_S = 1.0
-"""How long a rank is given to answer; how long the others of a call that went wrong are given to
-come, so that the odd one shows."""
+_ANSWER_S = 1.0
+"""How long a rank is given to answer."""
+_GRACE_S = 5.0
+"""How long the others of a call that went wrong are given to come, so that the odd one shows."""
 
 Pair = tuple[int, ...]
 """Source, destination and tag of a message; empty: a call of the whole group."""
@@ -239,7 +240,7 @@ class Ledger:
 
     def _said(self, *, ask: bool) -> dict[int, dict[tuple[Pair, int], str]]:
         """The last calls of each rank of the group that has said them."""
-        question, deadline = 0, time.monotonic() + _GRACE_S
+        question, deadline = 0, time.monotonic() + _ANSWER_S
         if ask:
             question = self._store.add("asked", 1)
             self._ask(question)

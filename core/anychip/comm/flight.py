@@ -18,7 +18,7 @@ from anychip.comm.ledger import Failure, Ledger
 def write(
     directory: Path, rank: int, world_size: int, failure: Failure, ledgers: Iterable[Ledger]
 ) -> None:
-    """Writes ``rank<r>.jsonl``; a job before it in the same directory has none any more."""
+    """Writes ``rank<r>.jsonl``, over what an earlier job has left in the directory."""
     calls = sorted((row for ledger in ledgers for row in ledger.record()), key=lambda row: row[0])
     head = {
         "rank": rank,

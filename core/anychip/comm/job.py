@@ -267,6 +267,7 @@ class Job(contract.Job):
 
     def _break(self, failure: Failure | None) -> None:
         self._broken = True
+        # First: when its calls fail, the process may end before a file is whole.
         if failure is not None and self._flight_record is not None:
             ledgers = list(self._ledgers.values())
             try:

@@ -3,8 +3,8 @@
 Each rank keeps its last calls in memory. ``always``: of the ranks that make call number n of a
 group, the first writes into the store what it calls; the others find that and compare, before
 anything is sent, at the price of one round trip. ``step``: a call's tag is a digest of it, so that
-calls that differ never exchange a byte; a rank that has waited for long asks the others for their
-last calls, and compares. ``off``: nobody compares.
+calls that differ exchange no byte (but for one pair in 524,288, whose digests are alike); a rank
+that has waited for long asks the others for their last calls, and compares. ``off``: nobody does.
 
 Nobody waits for a rank that does not come, but for its answer when it is asked: that comes from a
 thread, whatever the rank does.
@@ -37,6 +37,7 @@ MESSAGE_TAGS = 2**16
 STEP_TAGS = MESSAGE_TAGS * 8
 """Tags that a transport must take for ``step``: of a message, its own tag and its number mod 8."""
 _PART = -1
+"""The tag, in what ranks tell each other, of a part of all_to_all."""
 _NOTES = 256
 _RECENT_TAGS = 1024
 _ANSWER_S = 1.0

@@ -70,6 +70,15 @@ def rest_has_gradient(
     return row(grad, x, weight, moved, **attrs)
 
 
+@wrong_backward("order-of-the-sum-by-needs", "other bits when it is asked later", operator="linear")
+def order_by_needs(
+    row: Row, grad: Tensor, x: Tensor, weight: Tensor, *, needs: tuple[bool, ...]
+) -> Any:
+    if needs[0]:
+        return row(grad, x, weight, needs=needs)
+    return row(grad.flip(0), x.flip(0), weight, needs=needs)
+
+
 @wrong("bias-left-out", "an argument without effect", operator="linear_cross_entropy")
 def no_bias(
     row: Row, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **attrs: Attr

@@ -146,6 +146,10 @@ class OperatorSpec:
         residuals: what the forward returns after its outputs.
         saved: names of arguments, outputs and residuals that the backward is given, in this order.
         differentiable: names of the arguments that may require gradients.
+        deferrable: those of them whose gradients may be asked for later, by a second call of the
+            backward with the same tensors and the other ``needs``; the two give the bits of one.
+            Schedules that fill idle time with gradients of weights rely on it (Qi et al. 2023,
+            arXiv:2401.10241).
         double_backward: ``reference`` differentiates the reference backward; ``error`` refuses.
         restore: ``f(*saved, **attrs)`` of the saved arguments and outputs gives the saved residuals
             again, differentiably, for a second derivative. None: the reference forward gives them,
@@ -183,6 +187,7 @@ class OperatorSpec:
     residuals: tuple[Residual, ...] = ()
     saved: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()
+    deferrable: tuple[str, ...] = ()
     double_backward: Literal["reference", "error"] = "reference"
     restore: Function | None = None
     shaped_like: Mapping[str, str] = field(default_factory=dict)
@@ -202,6 +207,11 @@ class OperatorSpec:
             raise ContractError(
                 f"operator {self.name!r}: a backward needs differentiable arguments and the other "
                 f"way round; got differentiable={self.differentiable}, backward={self.backward}"
+            )
+        if not set(self.deferrable) <= set(self.differentiable):
+            raise ContractError(
+                f"operator {self.name!r}: only gradients can be deferred, those of "
+                f"{self.differentiable}; got deferrable={self.deferrable}"
             )
 
     def __repr__(self) -> str:

@@ -30,6 +30,7 @@ def describe(spec: OperatorSpec) -> dict[str, Any]:
         backward = {
             "arguments": [*_numbered("grad", count), *spec.saved],
             "gradients": list(spec.differentiable),
+            "deferrable": list(spec.deferrable),
         }
     dtypes: dict[str, list[str]] = {}
     for name in signature.positional:

@@ -100,6 +100,7 @@ grouped_linear = OperatorSpec(
     fake=lambda x, weight, offsets: x.new_empty((x.shape[0], weight.shape[1])),
     saved=("x", "weight", "offsets"),
     differentiable=("x", "weight"),
+    deferrable=("weight",),
     check=_check,
     fixed_dtypes={"offsets": ("int64", "int32")},
     sizes=lambda x, weight, offsets: {

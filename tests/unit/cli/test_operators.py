@@ -65,7 +65,8 @@ def test_operators_with_a_name_says_all_that_a_row_must_know(
     assert lines["outputs"] == "y0, y1"
     assert lines["residuals"] == "mean (float32, x.shape[:-1]), rstd (float32, x.shape[:-1])"
     assert lines["backward"] == (
-        "arguments: grad0, grad1, y1, weight, rng, mean, rstd; gradients: x, residual, weight, bias"
+        "arguments: grad0, grad1, y1, weight, rng, mean, rstd; gradients: x, residual, weight, bias; "
+        "deferrable: none"
     )
     assert lines["sizes"] == "hidden, rows"
     assert lines["dtypes"] == (
@@ -84,6 +85,7 @@ def test_operators_as_json_and_as_a_list_has_every_operator(
     assert report["schema"] == 1
     assert found == {name: describe(operator.spec) for name, operator in registered().items()}
     assert (found["clip"]["writes"], found["clip"]["backward"]) == (["tensors"], None)
+    assert found["linear"]["backward"]["deferrable"] == ["weight", "bias"]
     assert group.run(["operators"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines[1:]} == set(found)

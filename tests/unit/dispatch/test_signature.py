@@ -286,6 +286,11 @@ def test_register_a_backward_without_differentiable_arguments_is_refused() -> No
         polynomial("lopsided", differentiable=())
 
 
+def test_register_what_is_deferrable_must_have_a_gradient() -> None:
+    with pytest.raises(ContractError, match="only gradients can be deferred"):
+        polynomial("hasty", deferrable=("weight",))
+
+
 def test_register_what_is_saved_must_be_in_the_spec() -> None:
     with pytest.raises(ValueError, match=r"saved names \['nothing'\] are not in the spec"):
         polynomial("unsaved", saved=("nothing",))

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -342,6 +343,33 @@ def rule_retained(context: Context, of: Subject) -> None:
             check_equal_bits(f"gradient of {name}, the second time", got, want)
 
 
+def rule_deferred(context: Context, of: Subject) -> None:
+    """What may wait is asked for by a second call with the same tensors: the bits of one call."""
+    spec = of.operator.spec
+    for trial in each_trial(context, of):
+        placed, _ = trial.start(context)
+        given = [g.to(context.device) for g in trial.output_gradients()]
+        node = cast("Any", trial.run(placed)[0].grad_fn)
+
+        def ask(names: Sequence[str], node: Any = node, given: Any = given) -> dict[str, Tensor]:
+            gradient, choice, attrs = node.call
+            pair = choice.row if choice.row.paired else None
+            needs = tuple(name in names for name in spec.differentiable)
+            with torch.no_grad():
+                found = gradient.backward(pair, given, node.saved_tensors, attrs, needs)
+            return {n: g for n, g in zip(spec.differentiable, found, strict=True) if n in names}
+
+        whole = ask(trial.leaf_names)
+        waiting = [name for name in spec.deferrable if name in trial.leaf_names]
+        for count in range(1, len(waiting) + 1):
+            for late in itertools.combinations(waiting, count):
+                first = [name for name in trial.leaf_names if name not in late]
+                for names in filter(None, (first, late)):
+                    for name, got in ask(names).items():
+                        note = f"gradient of {name}, with that of {' and '.join(late)} asked later"
+                        check_equal_bits(note, got, whole[name])
+
+
 def rule_saved(context: Context, of: Subject) -> None:
     """A saved tensor that is changed before backward is an error, not a wrong gradient."""
     # An argument that may be None is asked about in a call that has it.
@@ -508,6 +536,10 @@ def _bitwise(operator: AnyOperator, dtype: torch.dtype) -> bool:
     return operator.spec.determinism == "bitwise"
 
 
+def _deferrable(operator: AnyOperator, dtype: torch.dtype) -> bool:
+    return bool(operator.spec.deferrable) and _bitwise(operator, dtype)
+
+
 def _twice(operator: AnyOperator, dtype: torch.dtype) -> bool:
     return operator.spec.double_backward == "reference" and dtype == torch.float32
 
@@ -523,6 +555,7 @@ RULES: tuple[tuple[str, Callable[[AnyOperator, torch.dtype], bool], Rule], ...] 
     ("one-output", _several_outputs, rule_one_output),
     ("accumulated", _bitwise, rule_accumulated),
     ("retained", _bitwise, rule_retained),
+    ("deferred", _deferrable, rule_deferred),
     ("saved", _always, rule_saved),
     ("layouts", _always, rule_layouts),
     ("same-tensor", _several_inputs, rule_same_tensor),

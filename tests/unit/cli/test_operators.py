@@ -65,8 +65,8 @@ def test_operators_with_a_name_says_all_that_a_row_must_know(
     assert lines["outputs"] == "y0, y1"
     assert lines["residuals"] == "mean (float32, x.shape[:-1]), rstd (float32, x.shape[:-1])"
     assert lines["backward"] == (
-        "arguments: grad0, grad1, y1, weight, rng, mean, rstd; gradients: x, residual, weight, bias; "
-        "deferrable: none"
+        "arguments: grad0, grad1, y1, weight, rng, mean, rstd; "
+        "gradients: x, residual, weight, bias; deferrable: none"
     )
     assert lines["sizes"] == "hidden, rows"
     assert lines["dtypes"] == (

@@ -106,6 +106,17 @@ def test_integer_gradients_equal_one_process_at_any_number_of_ranks(
     assert not torch.equal(want.params["offset"], torch.tensor(2.0))
 
 
+@STAGES
+def test_gradients_are_added_up_without_a_division_where_that_is_asked(stage: int) -> None:
+    run = partial(sharded, ragged, ragged_loss, lambda: adamw(0.5), world_size=3, stage=stage)
+    want = serial(ragged, ragged_loss, adamw(0.5), world_size=3, steps=5, reduction="sum")
+    assert_equal(run(steps=5, reduction="sum"), want)
+    (first,) = run(steps=1)[0].norms
+    assert first is not None
+    assert want.norms[0] is not None
+    torch.testing.assert_close(want.norms[0], 3 * first)
+
+
 @pytest.mark.parametrize("rule", [
     lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.lamb(1e-2, weight_decay=0.1)),
     lambda: optim.lion(1e-3, weight_decay=0.1),

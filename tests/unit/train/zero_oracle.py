@@ -14,6 +14,7 @@ from anychip.comm import alone
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
 from anychip.train import optim, zero
+from anychip.train.zero.bucket import GradientReduction
 from tests.order_of_sums import pairwise
 
 Loss = Callable[[nn.Module, int, int, int], Tensor]
@@ -94,6 +95,7 @@ def serial(
     micro: int = 1,
     first_step: int = 0,
     state: dict[str, object] | None = None,
+    reduction: GradientReduction = "avg",
 ) -> Trained:
     """The oracle."""
     model = build()
@@ -112,7 +114,8 @@ def serial(
                 own.append(param.grad)
         for param, own in zip(params, sums, strict=True):
             joined = pairwise(own, _plus)
-            param.grad = None if joined is None else joined / world_size
+            divisor = world_size if reduction == "avg" else 1
+            param.grad = None if joined is None else joined / divisor
         norms.append(opt.step().grad_norm)
     return Trained(values_of(model), norms, opt.state_dict())
 
@@ -134,12 +137,15 @@ def sharded(
     bucket_nbytes: int = 12_000,
     first_step: int = 0,
     state: dict[str, object] | None = None,
+    reduction: GradientReduction = "avg",
 ) -> list[Trained]:
     """The same on ranks as threads; one result per rank."""
 
     def work(comm: Communicator) -> Trained:
         model = models[comm.rank]
-        opt = zero.Optimizer(model, rule(), comm, stage=stage, bucket_nbytes=bucket_nbytes)
+        opt = zero.Optimizer(
+            model, rule(), comm, stage=stage, bucket_nbytes=bucket_nbytes, reduction=reduction
+        )
         if state is not None:
             opt.load_state_dict(state)
         norms = []

@@ -1,20 +1,22 @@
 """The gradients that are sent together: filled while backward runs, reduced once all are there.
 
 A bucket's gradients exist three times at different moments: in ``.grad``, as backward makes them;
-in ``filling``, the buffer that is sent; in ``reduced``, the mean over the ranks (all of it in stage
-0, this rank's part in stages 1 and 2). Moving from one to the next frees the one before.
+in ``filling``, the buffer that is sent; in ``reduced``, the mean or sum over the ranks (all of it
+in stage 0, this rank's part in stages 1 and 2). Moving from one to the next frees the one before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from anychip.contract import Communicator, UnsupportedError, Work
 from anychip.train.zero.partition import Layout
+
+GradientReduction = Literal["avg", "sum"]
 
 
 class Partitioned(Tensor):
@@ -52,6 +54,7 @@ class Bucket:
         params: the members, float32.
         stage: 0 (all-reduce), 1 or 2 (reduce-scatter).
         dtype: of what is sent.
+        reduction: of the ranks' gradients.
 
     Attributes:
         held: positions of members for which this rank has contributed a gradient to ``reduced``.
@@ -65,14 +68,10 @@ class Bucket:
         comm: Communicator,
         stage: int,
         dtype: torch.dtype,
+        reduction: GradientReduction,
     ) -> None:
-        self.layout, self.params, self.comm, self.stage, self.dtype = (
-            layout,
-            params,
-            comm,
-            stage,
-            dtype,
-        )
+        self.layout, self.params, self.comm = layout, params, comm
+        self.stage, self.dtype, self.reduction = stage, dtype, reduction
         self.part = layout.part(comm.rank) if stage else slice(0, layout.numel)
         self.filling: Tensor | None = None
         self.reduced: Tensor | None = None
@@ -134,12 +133,16 @@ class Bucket:
         self.held |= self._taken
         if self.stage == 0:
             self._output = self.filling
-            self._work = self.comm.all_reduce(self.filling, "avg", async_op=True)
+            self._work = self.comm.all_reduce(self.filling, self.reduction, async_op=True)
             return
         mine = self.filling[self.part]
         self._output = mine if self.stage == 1 else torch.empty_like(mine)
         self._work = self.comm.reduce_scatter(
-            self._output, self.filling, "avg", sizes=self.layout.sizes, async_op=True
+            self._output,
+            self.filling,
+            self.reduction,
+            sizes=self.layout.sizes,
+            async_op=True,
         )
 
     def finish(self) -> None:

@@ -15,6 +15,7 @@ from anychip.contract import Communicator
 from anychip.train.optim import Rule
 from anychip.train.precision import LossScaler, Policy
 from anychip.train.zero import checks, partition, state
+from anychip.train.zero.bucket import GradientReduction
 from anychip.train.zero.pieces import Pieces
 from anychip.train.zero.reducer import Reducer, watch
 from anychip.train.zero.shards import Shards, broadcast
@@ -76,6 +77,8 @@ class Optimizer(torch.optim.Optimizer):
         precision: the policy under which the loss is computed; None: no loss scaling, gradients
             reduced in float32.
         bucket_nbytes: of gradients that are sent together.
+        reduction: what the ranks' gradients become: ``avg``, their mean, or ``sum``, for a loss
+            that every rank has divided by what all of them have seen.
         model_comm: the ranks that hold *other* parameters of the same model (a pipeline): norm
             and overflow are those of all of them.
         duplicates: parameters of this rank that another rank of ``model_comm`` holds too, and
@@ -94,10 +97,10 @@ class Optimizer(torch.optim.Optimizer):
 
     Note: The sum
         With several ranks a gradient is a sum in this tree: each rank adds up the gradients of its
-        backward passes, in their order; then the ranks' sums are joined by the communicator's
-        ``avg``, neighbours first, then neighbours of those, and divided by the number of ranks at
-        the end (where the communicator keeps that order; ours do on the host). What passes of one
-        step reduce separately (no ``no_sync``) is added up after that. All stages have the same
+        backward passes, in their order; then the ranks' sums are joined by the communicator,
+        neighbours first, then neighbours of those, and for ``avg`` divided by the number of ranks
+        at the end (where the communicator keeps that order; ours do on the host). What passes of
+        one step reduce separately (no ``no_sync``) is added up after that. All stages have the same
         bits.
     """
 
@@ -110,12 +113,15 @@ class Optimizer(torch.optim.Optimizer):
         stage: int = 0,
         precision: Policy | None = None,
         bucket_nbytes: int = BUCKET_NBYTES,
+        reduction: GradientReduction = "avg",
         model_comm: Communicator | None = None,
         duplicates: Collection[Tensor] = (),
     ) -> None:
         checks.check_stage(stage)
         if bucket_nbytes < 1:
             raise ValueError(f"bucket_nbytes must be at least 1, got {bucket_nbytes}")
+        if reduction not in ("avg", "sum"):
+            raise ValueError(f"reduction must be 'avg' or 'sum', got {reduction!r}")
         if not rule.writes:
             raise ValueError("the rule writes no parameter; chain one that does, like optim.adamw")
         self.rule, self.comm, self.stage, self.precision = rule, comm, stage, precision
@@ -125,7 +131,7 @@ class Optimizer(torch.optim.Optimizer):
         self.scaler = LossScaler(scaling) if scaling else None
         dtype = precision.reduce_dtype if precision else torch.float32
         several = comm.world_size > 1
-        self._reducer = Reducer(comm, stage, dtype) if several else None
+        self._reducer = Reducer(comm, stage, dtype, reduction) if several else None
         self._shards = Shards(comm) if several and stage else None
         self._pieces = Pieces(comm, self._reducer, self._shards, model_comm, set(duplicates))
         self._is_synchronizing = True

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from anychip.contract import Communicator
 from anychip.runtime import on_host
-from anychip.train.zero.bucket import Bucket
+from anychip.train.zero.bucket import Bucket, GradientReduction
 from anychip.train.zero.partition import Layout
 
 IN_FLIGHT = 2
@@ -62,10 +62,13 @@ class Reducer:
     Args:
         stage: 0 to 2.
         dtype: in which gradients are sent and added up.
+        reduction: of the ranks' gradients.
     """
 
-    def __init__(self, comm: Communicator, stage: int, dtype: torch.dtype) -> None:
-        self.comm, self.stage, self.dtype = comm, stage, dtype
+    def __init__(
+        self, comm: Communicator, stage: int, dtype: torch.dtype, reduction: GradientReduction
+    ) -> None:
+        self.comm, self.stage, self.dtype, self.reduction = comm, stage, dtype, reduction
         self.buckets: list[Bucket] = []
         self.places: dict[Tensor, tuple[int, int]] = {}
         self._order: list[int] = []
@@ -82,7 +85,8 @@ class Reducer:
             for position, param in enumerate(members):
                 self.places[param] = (len(self.buckets), position)
             watch(self, members, Reducer._arrived)
-            self.buckets.append(Bucket(layout, members, self.comm, self.stage, self.dtype))
+            how = self.comm, self.stage, self.dtype, self.reduction
+            self.buckets.append(Bucket(layout, members, *how))
         self._order, self._is_learned = list(range(len(self.buckets))), False
 
     @contextmanager

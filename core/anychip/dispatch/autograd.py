@@ -108,7 +108,7 @@ class Gradient:
             return self.pair_backward(pair, known[1], (*grads, *own), attrs, needs)
         values = (attrs[n] for n in self.signature.attr_names)
         flat = self.pair_door(pair)(*grads, *own, *args, *values, list(needs))
-        return self._wanted(flat, needs)
+        return self.wanted(flat, needs)
 
     def pair_backward(
         self,
@@ -132,7 +132,7 @@ class Gradient:
         found: Sequence[Tensor | None] = promise.run(choice, args, {**attrs, "needs": needs})
         return found
 
-    def _wanted(self, flat: Any, needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
+    def wanted(self, flat: Any, needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """What a door gave: an unwanted gradient is an empty tensor there, and None here."""
         flat = (flat,) if isinstance(flat, Tensor) else flat
         return [g if need else None for g, need in zip(flat, needs, strict=True)]
@@ -153,7 +153,7 @@ class Gradient:
                 found: Sequence[Tensor | None] = promise.run(choice, args, attrs)
                 return found
         flat = self.door(*args, *(attrs[n] for n in self.signature.attr_names), list(needs))
-        return self._wanted(flat, needs)
+        return self.wanted(flat, needs)
 
     def needs(self, needed: Sequence[bool]) -> tuple[bool, ...]:
         """Which differentiable arguments want a gradient, of what autograd asks of all.

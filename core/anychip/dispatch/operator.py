@@ -108,6 +108,59 @@ class Operator(native.ShortCut, Generic[P, R]):
         results = promise.run(choice, args, attrs)
         return results if type(results) is Tensor else self.outputs(results)
 
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> tuple[Tensor, ...]:
+        """Outputs, then the spec's residuals, like attention's y and lse. Nothing is recorded.
+
+        With :meth:`backward`, for a program that joins calls by a rule of its own, as attention
+        over blocks of keys is joined by lse.
+
+        Raises:
+            TypeError: the operator has no gradient, and so no residuals.
+        """
+        door, (bound, attrs) = self._part("_forward"), self._bind(args, kwargs)
+        self.signature.check_kinds(bound)
+        with torch.no_grad():
+            found = door(*bound, **attrs)
+        return (found,) if isinstance(found, Tensor) else tuple(found)
+
+    def backward(
+        self, *tensors: Tensor | None, needs: Sequence[str] | None = None, **attrs: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the spec's differentiable arguments, in its order. Nothing is recorded.
+
+        Args:
+            tensors: a gradient for each output, then what ``spec.saved`` names, as the arguments
+                and :meth:`forward` have it; ``anychip operators NAME`` lists them.
+            needs: the arguments whose gradients are wanted, the others' are None; None: all.
+            attrs: the attributes of the call.
+
+        Raises:
+            TypeError: too many or too few tensors, an unknown attribute, or no gradient at all.
+            ValueError: an argument that has no gradient, or tensors that are not of one call.
+        """
+        door, spec, signature = self._part("_backward"), self.spec, self.signature
+        assert self.gradient is not None
+        names = self.gradient.kernel.names
+        if len(tensors) != len(names):
+            raise TypeError(f"{spec.name}.backward() takes {', '.join(names)}; got {len(tensors)}")
+        unknown = set(spec.differentiable if needs is None else needs) - {*spec.differentiable}
+        if unknown:
+            raise ValueError(
+                f"{spec.name}: needs names {sorted(unknown)}, and there are gradients of "
+                f"{', '.join(spec.differentiable)}"
+            )
+        _, values = signature.bind((tensors[0],) * self._arity, attrs)
+        signature.check_attributes(values)
+        wanted = tuple(needs is None or name in needs for name in spec.differentiable)
+        with torch.no_grad():
+            found = door(*tensors, *(values[n] for n in signature.attr_names), list(wanted))
+        return tuple(self.gradient.wanted(found, wanted))
+
+    def _part(self, suffix: str) -> Callable[..., Any]:
+        if self.gradient is None:
+            raise TypeError(f"{self.spec.name} has no gradient; call it")
+        return library.door(self.spec, suffix)
+
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
         """The candidates for this call in order, and why each would or would not be taken.
 

@@ -1,4 +1,17 @@
-"""Attention and what belongs to it: rotary positions, softmax."""
+"""Attention and what belongs to it: rotary positions, softmax.
+
+Over keys that lie in blocks, on several ranks perhaps, attention is joined by lse, the logarithm of
+the sum of exponentials that :meth:`forward` gives beside y (Dao et al. 2022, section 3.1; Liu et
+al. 2023, arXiv:2310.01889)::
+
+    parts = [ops.attention.forward(q, k, v) for k, v in blocks]
+    lse = torch.stack([part[1] for part in parts]).logsumexp(0)
+    y = sum((part_lse - lse).exp().transpose(1, 2)[..., None] * y for y, part_lse in parts)
+
+and each block's gradients come of the y and lse of all keys, those of q to be added up::
+
+    dq, dk, dv = ops.attention.backward(grad, q, k, v, y, lse)
+"""
 
 from __future__ import annotations
 

@@ -19,9 +19,11 @@ from tests.unit.dispatch.calls import (
     DTYPES,
     PRODUCTS,
     SPECS,
+    backward_arguments,
     bits,
     call,
     every_sample,
+    flat_arguments,
     floats,
     run,
     tensors,
@@ -102,6 +104,42 @@ def test_doors_short_cut_is_invisible_to_the_dispatcher_until_a_mode_is_active(n
     assert got == want
     inner = f"anychip.{name}_forward" if name in DIFFERENTIABLE else f"anychip.{name}."
     assert any(inner in n for n in seen.names), seen.names
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_parts_of_an_operator_by_hand_are_those_of_its_doors(name: str) -> None:
+    made = call(name, grad=False)
+    operator = getattr(ops, name)
+    *tensors_and_attrs, needs = backward_arguments(made)
+    given = tensors_and_attrs[: len(operator.gradient.kernel.names)]
+    want = tensors(made.door("_backward")(*tensors_and_attrs, needs))
+    names = [n for n, need in zip(made.spec.differentiable, needs, strict=True) if need]
+
+    assert bits(operator.forward(*made.args, **made.attrs)) == bits(
+        made.door("_forward")(*flat_arguments(made))
+    )
+    found = operator.backward(*given, needs=names, **made.attrs)
+    assert [g is not None for g in found] == needs
+    assert bits(found) == bits([g for g, need in zip(want, needs, strict=True) if need])
+    assert not any(g.requires_grad for g in tensors(found))
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "says"),
+    [
+        (lambda x: ops.linear.backward(x), TypeError, r"takes grad0, x, weight; got 1"),
+        (lambda x: ops.linear.backward(x, x, x, needs=["y"]), ValueError, r"needs names \['y'\]"),
+        (lambda x: ops.gelu.backward(x, x, aproximate="tanh"), TypeError, "mean 'approximate'"),
+        (lambda x: ops.gelu.backward(x, x[:1]), ValueError, "gelu_backward: grad0 must be"),
+        (lambda x: ops.clip.forward([x], x), TypeError, "clip has no gradient"),
+        (lambda x: ops.gelu.forward(1.0), TypeError, "x must be a tensor"),
+    ],
+)
+def test_parts_of_an_operator_that_do_not_fit_are_refused(
+    ask: Any, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        ask(torch.ones(2, 2))
 
 
 def test_autograd_result_without_a_needed_gradient_has_no_graph() -> None:

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch_npu")
 
-from anychip_npu import attention, varlen  # noqa: E402
+from anychip_npu import attention  # noqa: E402
 from anychip_npu.operators import table  # noqa: E402, F401 - declares all rows
 from anychip_npu.table import rows  # noqa: E402
 
@@ -144,20 +144,18 @@ def test_fused_call_without_data_has_the_results_that_the_row_takes(call: Call) 
     assert found == list(call.results)
 
 
-def test_attention_statistics_of_the_row_are_those_of_the_adapter() -> None:
+def test_lse_stands_for_the_statistics_of_attention_in_both_directions() -> None:
     q, k = empty(*Q), empty(*K)
     found = attended("BSND", q, k)[1:]
 
-    own = attention._fake_statistics(q, k, k, causal=True, scale=None)
-    assert [(t.shape, t.dtype) for t in own] == [(t.shape, t.dtype) for t in found]
-
-
-def test_varlen_statistics_of_the_row_are_those_of_the_adapter() -> None:
-    q, k, ends = empty(9, 4, 8), empty(9, 2, 8), empty(3, dtype=torch.int64)
-    found = attended("TND", q, k, actual_seq_qlen=[3, 9], actual_seq_kvlen=[3, 9])[1:]
-
-    own = varlen._fake_statistics(q, k, k, ends, causal=True, scale=None)
-    assert [(t.shape, t.dtype) for t in own] == [(t.shape, t.dtype) for t in found]
+    lse = attention.lse_of(*found)
+    assert (lse.shape, lse.dtype) == (torch.Size((*Q[:1], Q[2], Q[1])), FLOAT)
+    back = attention.statistics_of(lse)
+    assert [(t.shape, t.dtype) for t in back] == [(t.shape, t.dtype) for t in found]
+    scores = torch.tensor([[1.0, -2.0, 40.0]])
+    largest = scores.amax(-1, keepdim=True)
+    total = (scores - largest).exp().sum(-1, keepdim=True)
+    torch.testing.assert_close(attention.lse_of(largest, total), scores.logsumexp(-1))
 
 
 def test_every_fused_call_of_these_rows_is_looked_at() -> None:

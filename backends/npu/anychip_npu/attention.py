@@ -1,8 +1,9 @@
 """Rows for attention, mapped to npu_fusion_attention: no score is kept.
 
-A paired row: what its backward needs of the softmax are the largest score and the sum of each
-query, in the vendor's own form. Causal is sparse_mode 3, aligned to the last key as here; its mask
-is one triangle of 2,048 by 2,048 for all lengths. Queries that see no key do not get there.
+The kernel keeps the largest score and the sum of each query, eight times each; both together are
+the lse, and the lse stands for both on the way back. Causal is sparse_mode 3, aligned to the last
+key as here; its mask is one triangle of 2,048 by 2,048 for all lengths. Queries that see no key do
+not get there.
 
 Source: Dao 2023, arXiv:2307.08691; the limits are those of
 https://gitcode.com/Ascend/op-plugin/blob/master/docs/zh/custom_APIs/torch_npu/torch_npu-npu_fusion_attention.md
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from anychip.contract import Pair
 from anychip.contract.determinism import SameBits
 from anychip_npu.soc import is_a2_or_a3
 from anychip_npu.table import Needs, left_to_reference, mapped_row
@@ -26,13 +26,12 @@ PAGE = (
     "https://gitcode.com/Ascend/op-plugin/blob/master/docs/zh/custom_APIs/torch_npu/"
     "torch_npu-npu_fusion_attention.md"
 )
-CALLS = {
-    "npu::npu_fusion_attention": "aclnnFlashAttentionScore",
-    "npu::npu_fusion_attention_grad": "aclnnFlashAttentionScoreGrad",
-}
+CALLS = {"npu::npu_fusion_attention": "aclnnFlashAttentionScore"}
+GRAD_CALLS = {"npu::npu_fusion_attention_grad": "aclnnFlashAttentionScoreGrad"}
 HEAD_DIMS = range(1, 769)
 HEADS = range(1, 257)
 _LENGTHS = range(1, 1_000_001)
+LIMITS = {"head_dim": HEAD_DIMS, "heads": HEADS, "seq": _LENGTHS, "keys": _LENGTHS}
 _MOST_BATCHES = 2_000_000
 _CAUSAL_TO_LAST = 3
 _TRIANGLE = 2048
@@ -76,58 +75,30 @@ def _blind(q: Tensor, k: Tensor, causal: bool) -> int:
     return max(q.shape[1] - k.shape[1], 0) if causal else 0
 
 
-def _fake_statistics(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    batch, length, heads, _dim = q.shape
-    shape = (batch, heads, length - _blind(q, k, causal), STATISTICS)
-    return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
+def lse_of(largest: Tensor, total: Tensor) -> Tensor:
+    """The logarithm of the sum of exponentials, from the kernel's two numbers of each query."""
+    return largest[..., 0] + total[..., 0].log()
 
 
-def _attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    largest: Tensor,
-    total: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    needs: Needs,
-) -> tuple[Tensor, ...]:
-    """By the deterministic kernel: sums over queries and heads are atomic otherwise."""
-    blind = _blind(q, k, causal)
-    own_grad, own_q, own_y = (t[:, blind:].contiguous() for t in (grad, q, y))
-    with SameBits():
-        dq, dk, dv, _pse, _sink = torch.ops.npu.npu_fusion_attention_grad(
-            own_q,
-            k.contiguous(),
-            v.contiguous(),
-            own_grad,
-            q.shape[2],
-            "BSND",
-            softmax_max=largest,
-            softmax_sum=total,
-            attention_in=own_y,
-            scale_value=true_scale(q, scale),
-            **masking(q.device, causal),
-        )
-    return (pad(dq, (0, 0, 0, 0, blind, 0)) if blind else dq), dk, dv
+def statistics_of(lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The two numbers that give the weights exp(score - lse): the lse for the largest, 1 the sum.
+
+    So a backward takes the lse of all keys for those of one block.
+    """
+    largest = lse.unsqueeze(-1).expand(*lse.shape, STATISTICS).contiguous()
+    return largest, torch.ones_like(largest)
 
 
 @mapped_row(
     "attention",
     "forward",
     calls=CALLS,
-    limits={"head_dim": HEAD_DIMS, "heads": HEADS, "seq": _LENGTHS, "keys": _LENGTHS},
+    limits=LIMITS,
     supports=_is_supported,
-    paired=Pair(backward=_attention_backward, num_residuals=2, fake_residuals=_fake_statistics),
 )
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Of layout BSND, with fewer key heads than query heads as it is. A mask hides where True.
 
     Limits of lengths, heads, head_dim and series:
@@ -143,8 +114,53 @@ def attention(
         scale=true_scale(q, scale),
         **masking(q.device, causal),
     )
-    y = pad(found[0], (0, 0, 0, 0, blind, 0)) if blind else found[0]
-    return y, found[1], found[2]
+    y, lse = found[0], lse_of(found[1], found[2])
+    if not blind:
+        return y, lse
+    return pad(y, (0, 0, 0, 0, blind, 0)), pad(lse, (blind, 0), value=-math.inf)
+
+
+@mapped_row(
+    "attention",
+    "backward",
+    calls=GRAD_CALLS,
+    limits=LIMITS,
+    supports=lambda grad, q, k, v, y, lse, **attrs: _is_supported(q, k, v),
+)
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    needs: Needs,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By the deterministic kernel: sums over queries and heads are atomic otherwise.
+
+    https://gitcode.com/Ascend/op-plugin/blob/master/docs/zh/custom_APIs/torch_npu/torch_npu-npu_fusion_attention.md
+    """
+    blind = _blind(q, k, causal)
+    own_grad, own_q, own_y = (t[:, blind:].contiguous() for t in (grad, q, y))
+    largest, total = statistics_of(lse[..., blind:])
+    with SameBits():
+        dq, dk, dv, _pse, _sink = torch.ops.npu.npu_fusion_attention_grad(
+            own_q,
+            k.contiguous(),
+            v.contiguous(),
+            own_grad,
+            q.shape[2],
+            "BSND",
+            softmax_max=largest,
+            softmax_sum=total,
+            attention_in=own_y,
+            scale_value=true_scale(q, scale),
+            **masking(q.device, causal),
+        )
+    return (pad(dq, (0, 0, 0, 0, blind, 0)) if blind else dq), dk, dv
 
 
 left_to_reference(

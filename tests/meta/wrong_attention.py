@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anychip import operators
 from tests.meta.honest import Row
 from tests.meta.wrong import Wrong, wrong_row
 
@@ -86,6 +87,14 @@ def blind_nan(row: Row, grad: Tensor, q: Tensor, k: Tensor, *rest: Tensor, **att
     blind = max(q.shape[1] - k.shape[1], 0) if attrs["causal"] else 0
     dq[:, :blind] = torch.nan
     return dq, dk, dv
+
+
+@wrong_backward("lse-of-its-own-keys", "an argument without effect", operator="attention")
+def own_lse(
+    row: Row, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, **attrs: Attr
+) -> Any:
+    own = operators.attention.forward(q, k, v, causal=attrs["causal"], scale=attrs["scale"])[1]
+    return row(grad, q, k, v, y, own, **attrs)
 
 
 def _joined(cu_seqlens: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anychip.conformance import blocks
 from anychip.conformance.arithmetic import UNIT, Rounded
 from anychip.conformance.calling_rules import laid_out, with_twins
 from anychip.conformance.calls import (
@@ -370,6 +371,21 @@ def rule_deferred(context: Context, of: Subject) -> None:
                         check_equal_bits(note, got, whole[name])
 
 
+def rule_blocks(context: Context, of: Subject) -> None:
+    """Over keys in blocks, joined by lse, y and gradients are those of all keys."""
+    for trial in each_trial(context, of):
+        (q, k, v), attrs = trial.arguments
+        if q.shape[1] != k.shape[1] or q.shape[1] < blocks.BLOCKS:
+            continue
+        placed, (grad,) = trial.place(context), trial.output_gradients()
+        given = (*placed.args, grad.to(context.device))
+        got = blocks.by_operator(of.operator, given, **attrs)
+        with np.errstate(all="ignore"):
+            want = blocks.by_oracle([numbers(t) for t in (q, k, v, grad)], **attrs)
+        for name, found, expected in zip(("y", "dq", "dk", "dv"), got, want, strict=True):
+            context.compare(f"{name} of blocks of keys", found, expected, statistical=False)
+
+
 def rule_saved(context: Context, of: Subject) -> None:
     """A saved tensor that is changed before backward is an error, not a wrong gradient."""
     # An argument that may be None is asked about in a call that has it.
@@ -540,6 +556,10 @@ def _deferrable(operator: AnyOperator, dtype: torch.dtype) -> bool:
     return bool(operator.spec.deferrable) and _bitwise(operator, dtype)
 
 
+def _has_lse(operator: AnyOperator, dtype: torch.dtype) -> bool:
+    return operator.spec.name == "attention"
+
+
 def _twice(operator: AnyOperator, dtype: torch.dtype) -> bool:
     return operator.spec.double_backward == "reference" and dtype == torch.float32
 
@@ -556,6 +576,7 @@ RULES: tuple[tuple[str, Callable[[AnyOperator, torch.dtype], bool], Rule], ...] 
     ("accumulated", _bitwise, rule_accumulated),
     ("retained", _bitwise, rule_retained),
     ("deferred", _deferrable, rule_deferred),
+    ("blocks", _has_lse, rule_blocks),
     ("saved", _always, rule_saved),
     ("layouts", _always, rule_layouts),
     ("same-tensor", _several_inputs, rule_same_tensor),

@@ -62,9 +62,9 @@ class _Softmax:
     def _visible(self, weights: Rounded) -> Rounded:
         return where(self.hidden, 0.0, weights)
 
-    def probabilities(self) -> Rounded:
+    def probabilities(self, lse: Rounded) -> Rounded:
         """exp(score - lse), as the gradient recomputes it."""
-        return self._visible(exp(where(self.hidden, self.lse, self.scores) - self.lse))
+        return self._visible(exp(where(self.hidden, lse, self.scores) - lse))
 
     def output(self, v: Rounded, factor: Rounded | None) -> Rounded:
         """(B, H, Sq, D), for values that are repeated per head."""
@@ -94,13 +94,17 @@ def attend_backward(
     hidden: Mask,
     scale: float | None,
     factor: Rounded | None = None,
+    whole: tuple[Rounded, Rounded] | None = None,
 ) -> tuple[Rounded, Rounded, Rounded]:
-    """Gradients of q, k and v."""
+    """Gradients of q, k and v. whole: y and lse of all keys, where these are a block of them."""
     groups = q.shape[2] // k.shape[2]
     softmax, wide_v = _Softmax(q, k, hidden, scale), _repeated(v, groups)
-    y = softmax.output(wide_v, factor).stored(q.format)
+    if whole is None:
+        y, lse = softmax.output(wide_v, factor).stored(q.format), softmax.lse
+    else:
+        y, lse = whole[0].transpose(*_HEADS_FIRST), whole[1][..., None]
     dy = grad.transpose(*_HEADS_FIRST)
-    p = softmax.probabilities()
+    p = softmax.probabilities(lse)
     dp, kept = matmul(dy, wide_v.transpose(*_KEYS_LAST)), p
     if factor is not None:
         dp, kept = dp * factor, p * factor
@@ -128,7 +132,8 @@ def _grouped(x: Rounded, groups: int, format: Format) -> Rounded:
     return apart.sum(2).transpose(*_HEADS_FIRST)
 
 
-def _hidden(q: Rounded, k: Rounded, causal: bool) -> Mask:
+def hidden_keys(q: Rounded, k: Rounded, causal: bool) -> Mask:
+    """(Sq, Sk): which keys a query does not see."""
     queries, keys = q.shape[1], k.shape[1]
     number = np.arange(queries)[:, None] + keys - queries
     return causal & (number < np.arange(keys)[None, :])
@@ -146,7 +151,7 @@ def _given(
     q: Rounded, k: Rounded, *rng: NDArray[np.int64], causal: bool, scale: float | None, p: float = 0
 ) -> tuple[Mask, float | None, Rounded | None]:
     """Which keys are hidden, the scale, and with dropout the weights' factor."""
-    return _hidden(q, k, causal), scale, _factor(q, k, rng[0], p) if rng else None
+    return hidden_keys(q, k, causal), scale, _factor(q, k, rng[0], p) if rng else None
 
 
 def _forward(

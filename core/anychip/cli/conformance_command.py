@@ -30,7 +30,7 @@ _FILE = ResultFile()
 )  # fmt: skip
 @click.option("--isolate", is_flag=True, help="In child processes: a crash is one failed case.")
 @click.option(
-    "--jobs", type=click.IntRange(1, 2), help="With 2, a second process asks about gradients; "
+    "--jobs", type=click.IntRange(1, 2), help="With 2, a second process asks a half; "
     "2 where there are two cores. Not with --isolate.",
 )  # fmt: skip
 @click.option(

@@ -61,8 +61,9 @@ def run_plan(
 
     Args:
         isolate: in child processes, so that a crash or a hang is one failed case.
-        jobs: with 2, and without ``isolate``, a child asks about gradients while operators are
-            asked here, if there are many of both and the backend is installed.
+        jobs: with 2, and without ``isolate``, a child asks about gradients, optimizers and
+            training while the rest is asked here, if there is much of it and the backend is
+            installed.
         limit_s: seconds that a case may take in a child process.
         on_result: called after each case, in this thread.
     """

@@ -31,7 +31,7 @@ def selection_is_restored() -> Iterator[None]:
     selection.current = before
 
 
-CHAPTERS = ("random", "operators", "gradients")
+CHAPTERS = ("random", "operators", "gradients", "optimizer")
 
 
 def backend(**parts: object) -> HonestBackend:
@@ -267,11 +267,11 @@ def test_two_processes_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(isolation, "run_isolated", spy)
     plan = conformance.plan(
         conformance.activate("cpu"),
-        select="/gelu/fp32/17 or /gelu/fp32/8 or random/philox",
+        select="/gelu/fp32/17 or /gelu/fp32/8 or random/philox or optimizer/sgd/plain",
         chapters=CHAPTERS,
     )
     reports = [run_plan(plan, jobs=jobs) for jobs in (1, 2)]
-    assert set(asked) == {"gradients"}
+    assert set(asked) == {"gradients", "optimizer"}
     one, two = ([(r.case, r.outcome) for r in report.results] for report in reports)
     assert one == two
     assert {case.split("/")[0] for case, _ in one} == set(CHAPTERS)

@@ -42,7 +42,7 @@ def run(
     Raises:
         subprocess.TimeoutExpired: it was killed after ``timeout`` seconds.
     """
-    server = _server(os.getpid())
+    server = _server(os.getpid(), threading.get_ident())
     assert server.stdin is not None
     assert server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -63,8 +63,8 @@ def run(
 
 
 @functools.cache
-def _server(owner: int) -> subprocess.Popen[str]:
-    """One for each process of tests; it ends when that closes its stdin."""
+def _server(process: int, thread: int) -> subprocess.Popen[str]:
+    """One for each thread of a process of tests; it ends when that closes its stdin."""
     server = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}, text=True,

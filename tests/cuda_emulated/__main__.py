@@ -42,11 +42,16 @@ class StepError(Exception):
 
 
 class Step(NamedTuple):
-    """Something to be shown, and the function that shows it."""
+    """Something to be shown, and the function that shows it.
+
+    Attributes:
+        alone: it keeps all cores busy by itself, and runs when the others have ended.
+    """
 
     name: str
     says: str
     run: Callable[[Log], None]
+    alone: bool = False
 
 
 class Log:
@@ -135,7 +140,7 @@ def seeded_bugs(log: Log) -> None:
     plain = [] if "address_sanitizer" in steps_of(slices.chosen()) else ["--plain"]
     log.command(
         *(sys.executable, "-m", "tests.cuda_emulated.seeded_bugs", *plain),
-        *("--build", BUILD / "cuda_emulator", "--slice", "--jobs", "1"),
+        *("--build", BUILD / "cuda_emulator", "--slice", "--jobs", str(log.jobs)),
     )
 
 
@@ -220,7 +225,9 @@ STEPS: Sequence[Step] = (
     Step("random", "unit tests, threads in a random order", random_order),
     Step("warp", "unit tests, one warp as far ahead as it may", warp_order),
     Step("conformance", "conformance suite of cuda-emulated, level quick", conformance),
-    Step("seeded_bugs", "mistakes in the kernels are found by their tests", seeded_bugs),
+    Step(
+        "seeded_bugs", "mistakes in the kernels are found by their tests", seeded_bugs, alone=True
+    ),
     Step("address_sanitizer", "unit tests with ASan and UBSan", address_sanitizer),
     Step("thread_sanitizer", "sample calls with TSan", thread_sanitizer),
     Step("coverage", f"unit tests run {LEAST_COVERED_LINES} % of the lines", coverage),
@@ -300,9 +307,11 @@ def main() -> int:
         print(f"FAILED to build: {error}; see {LOGS.relative_to(ROOT)}")
         return 1
     built = time.monotonic() - start
-    chosen = [step for step in STEPS if step.name in only]
+    chosen = sorted((step for step in STEPS if step.name in only), key=lambda step: step.alone)
     with ThreadPoolExecutor(given.jobs) as pool:
-        results = list(pool.map(lambda step: try_step(step, given.jobs), chosen))
+        beside = [step for step in chosen if not step.alone]
+        results = list(pool.map(lambda step: try_step(step, given.jobs), beside))
+    results += [try_step(step, given.jobs) for step in chosen if step.alone]
     failed = [step.name for step, (problem, _) in zip(chosen, results, strict=True) if problem]
     print(budgets.table({"cuda/build": built, "cuda/steps": time.monotonic() - start - built}))
     print(f"{len(chosen) - len(failed)} of {len(chosen)} steps passed", *failed, sep=", failed: ")

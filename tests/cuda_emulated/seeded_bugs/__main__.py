@@ -24,7 +24,7 @@ import tomlkit
 from rich.console import Console
 from rich.table import Table
 
-from tests import slices
+from tests import slices, warm_python
 from tests.cuda_emulated import sanitizers
 
 ROOT = Path(__file__).parents[3]
@@ -109,7 +109,7 @@ def build(bug: Bug, build_folder: Path, work: Path) -> Path:
     target = work / bug.file
     target.write_text(changed_source(bug))
     commands = json.loads((build_folder / "compile_commands.json").read_text())
-    own = {path: words for path, words in map(_compilation, commands) if "/_emu.dir/" in path}
+    own = {path: words for path, words in map(_compilation, commands) if "/cuda/CMake" in path}
     original = next(path for path in own if path.endswith(f"emulated/{bug.family}.cpp.o"))
     wrapper, made = work / "kernel.cpp", work / "kernel.o"
     wrapper.write_text(f'#include "{copy}/kernels/{bug.family}.cu"\n')
@@ -153,14 +153,20 @@ def try_bug(bug: Bug, plain_build: Path) -> Verdict:
             "OMP_NUM_THREADS": "1", **sanitizers.environment(bug.sanitizer),
         }  # fmt: skip
         tests = ROOT / "tests" / "unit" / "backends_cuda" / f"test_{bug.family}.py"
-        words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        words = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
         words += ["-k", f"({bug.found_by}) and emulated", str(tests)]
-        if bug.sanitizer:
-            words.append("-s")  # its report is the last that the process says
         try:
-            done = subprocess.run(
-                words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
-            )
+            if bug.sanitizer:  # it has to be there when the process starts
+                done = subprocess.run(
+                    [sys.executable, *words, "-s"],  # its report is the last that the process says
+                    cwd=ROOT,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=SECONDS,
+                )
+            else:
+                done = warm_python.run(*words, cwd=ROOT, env=environment, timeout=SECONDS)
         except subprocess.TimeoutExpired:
             return Verdict(bug, True, f"the tests do not end within {SECONDS} s")
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]

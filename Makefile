@@ -21,7 +21,8 @@ export CCACHE_NOHASHDIR ?= 1
 endif
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+# Of torch's 2,000 modules some hundreds are imported, and compiled then.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt
 OPTIONS := $(foreach option,ANYCHIP_CPU ANYCHIP_CUDA ANYCHIP_BRIDGE,\
 	-Ccmake.define.$(option)=$($(option)))
 

@@ -104,7 +104,8 @@ class Environment:
         modules = sorted(str(p) for f in ("core", "backends") for p in (ROOT / f).rglob("*.py"))
         installed = self.folder / f"installed-{_hash(*modules, ROOT / 'pyproject.toml')}"
         pip = (self.program("python"), "-m", "pip", "--disable-pip-version-check", "install")
-        quiet = (*pip, "--quiet", "--constraint", self.folder / "constraints.txt")
+        pins_file = self.folder / "constraints.txt"
+        quiet = (*pip, "--quiet", "--no-compile", "--constraint", pins_file)
         if not made.exists():
             log.command(sys.executable, "-m", "venv", "--clear", self.folder)
             self._write_constraints()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anychip import operators
 from anychip.operators.linear_cross_entropy import chunks
 from anychip.operators.loss import check_targets
 from anychip.operators.ragged import refuse_unsorted
@@ -214,3 +215,9 @@ if native.kernels is not None:
     table.backward("linear_cross_entropy", kind="mapped", dtypes=FLOATS)(
         linear_cross_entropy_backward
     )
+
+# torch's products and sums, as of the reference: there is no native part that would be faster.
+_partials = operators.linear_cross_entropy_partials
+table.forward(_partials.name, kind="mapped", dtypes=FLOATS)(_partials.forward)
+if _partials.backward is not None:
+    table.backward(_partials.name, kind="mapped", dtypes=FLOATS)(_partials.backward)

@@ -35,13 +35,19 @@ left_to_reference(
     reason="with a gradient only the default of label_smoothing is taken",
     page=_PAGE,
 )
+_IN_PARTS = (
+    "https://gitcode.com/Ascend/op-plugin/blob/master/docs/zh/custom_APIs/torch_npu/"
+    "torch_npu-npu_fused_linear_cross_entropy_loss_with_max_sum_backward.md"
+)
 left_to_reference(
     "linear_cross_entropy",
     reason="CANN's is for a vocabulary split over ranks, in three calls that keep the softmax",
-    page=(
-        "https://gitcode.com/Ascend/op-plugin/blob/master/docs/zh/custom_APIs/torch_npu/"
-        "torch_npu-npu_fused_linear_cross_entropy_loss_with_max_sum_backward.md"
-    ),
+    page=_IN_PARTS,
+)
+left_to_reference(
+    "linear_cross_entropy_partials",
+    reason="CANN's three calls keep the softmax, and have no sum of the logits",
+    page=_IN_PARTS,
 )
 
 

@@ -335,6 +335,7 @@ def _product_cases() -> dict[str, Callable[[SampleMaker], Case]]:
         "unpermute": _unpermute,
         "cross_entropy": _cross_entropy,
         "linear_cross_entropy": _linear_cross_entropy,
+        "linear_cross_entropy_partials": _linear_cross_entropy_partials,
     }
 
 
@@ -529,6 +530,17 @@ def _linear_cross_entropy(m: SampleMaker) -> Case:
     weight = m.normal(_VOCABULARY, inputs, scale=inputs**-0.5)
     args = (m.normal(rows, inputs), weight, m.integers(_VOCABULARY, rows), None)
     return Case(args=args, attrs={}, eager=eager)
+
+
+def _linear_cross_entropy_partials(m: SampleMaker) -> Case:
+    def eager(
+        x: Tensor, weight: Tensor, target: Tensor, bias: None, *, first: int
+    ) -> tuple[Tensor, ...]:
+        logits = functional.linear(x, weight).float()
+        picked = logits.gather(1, target.unsqueeze(1))[:, 0]
+        return logits.logsumexp(1), picked, logits.sum(1)
+
+    return Case(args=_linear_cross_entropy(m).args, attrs={"first": 0}, eager=eager)
 
 
 def _cross_entropy(m: SampleMaker) -> Case:

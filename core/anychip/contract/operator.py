@@ -146,10 +146,8 @@ class OperatorSpec:
         residuals: what the forward returns after its outputs.
         saved: names of arguments, outputs and residuals that the backward is given, in this order.
         differentiable: names of the arguments that may require gradients.
-        deferrable: those of them whose gradients may be asked for later, by a second call of the
-            backward with the same tensors and the other ``needs``; the two give the bits of one.
-            Schedules that fill idle time with gradients of weights rely on it (Qi et al. 2023,
-            arXiv:2401.10241).
+        deferrable: those of them that a later call of the backward, with the same tensors, may be
+            asked for, with the bits of one call (Qi et al. 2023, arXiv:2401.10241).
         double_backward: ``reference`` differentiates the reference backward; ``error`` refuses.
         restore: ``f(*saved, **attrs)`` of the saved arguments and outputs gives the saved residuals
             again, differentiably, for a second derivative. None: the reference forward gives them,
@@ -209,10 +207,7 @@ class OperatorSpec:
                 f"way round; got differentiable={self.differentiable}, backward={self.backward}"
             )
         if not set(self.deferrable) <= set(self.differentiable):
-            raise ContractError(
-                f"operator {self.name!r}: only gradients can be deferred, those of "
-                f"{self.differentiable}; got deferrable={self.deferrable}"
-            )
+            raise ContractError(f"operator {self.name!r}: no gradient: {self.deferrable=}")
 
     def __repr__(self) -> str:
         return f"OperatorSpec({self.namespace}::{self.name}{self.signature})"

@@ -15,7 +15,10 @@ from anychip.operators.gradients import clip, l2_norm, unscale_and_check
 from anychip.operators.grouped import grouped_linear
 from anychip.operators.lamb import lamb, lamb_partials
 from anychip.operators.linear import embedding, linear
-from anychip.operators.linear_cross_entropy import linear_cross_entropy
+from anychip.operators.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_partials,
+)
 from anychip.operators.loss import cross_entropy
 from anychip.operators.norm import layer_norm, rms_norm
 from anychip.operators.partials import l2_norm_partials
@@ -33,9 +36,9 @@ def all_specs() -> tuple[OperatorSpec, ...]:
         rms_norm, layer_norm, add_rms_norm, add_layer_norm, dropout, bias_dropout_add,
         dropout_add_rms_norm, dropout_add_layer_norm, gelu, bias_gelu, swiglu, geglu, softmax, rope,
         attention, attention_dropout, attention_varlen, linear, grouped_linear, permute, unpermute,
-        embedding, cross_entropy, linear_cross_entropy, l2_norm, l2_norm_partials, clip,
-        unscale_and_check, adamw, adamw_8bit, sgd, lion, lamb_partials, lamb, quantize, dequantize,
-        hadamard, top_k,
+        embedding, cross_entropy, linear_cross_entropy, linear_cross_entropy_partials, l2_norm,
+        l2_norm_partials, clip, unscale_and_check, adamw, adamw_8bit, sgd, lion, lamb_partials,
+        lamb, quantize, dequantize, hadamard, top_k,
     )  # fmt: skip
 
 
@@ -44,7 +47,7 @@ __all__ = [
     "attention_dropout", "attention_varlen", "bias_dropout_add", "bias_gelu", "clip",
     "cross_entropy", "dequantize", "dropout", "dropout_add_layer_norm", "dropout_add_rms_norm",
     "embedding", "geglu", "gelu", "grouped_linear", "hadamard", "l2_norm", "l2_norm_partials",
-    "lamb", "lamb_partials", "layer_norm", "linear", "linear_cross_entropy", "lion", "permute",
-    "quantize", "rms_norm", "rope", "sgd", "softmax", "swiglu", "top_k", "unpermute",
-    "unscale_and_check",
+    "lamb", "lamb_partials", "layer_norm", "linear", "linear_cross_entropy",
+    "linear_cross_entropy_partials", "lion", "permute", "quantize", "rms_norm", "rope", "sgd",
+    "softmax", "swiglu", "top_k", "unpermute", "unscale_and_check",
 ]  # fmt: skip

@@ -3,6 +3,9 @@
 The logits of a language model are by far its largest tensor, (rows, vocabulary). Here they are made
 for a few rows at a time, in float32, used up and thrown away, in the backward direction once more.
 
+Of a vocabulary that lies in parts, on several ranks perhaps, linear_cross_entropy_partials gives
+what a loss needs of each; the parts are joined by lse as attention's blocks are.
+
 A second derivative, a function transform and a compiler that inlines the reference differentiate
 through the chunks and keep them: what they compute is right, but they hold the logits.
 """
@@ -140,6 +143,11 @@ def _check(
     z_loss: float,
     reduction: str,
 ) -> None:
+    _check_shapes(x, weight, target, bias)
+    check_options(label_smoothing, z_loss, reduction)
+
+
+def _check_shapes(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or not weight.shape[0]:
         raise ValueError(
             f"x must be (..., K) and weight (V, K) with V > 0; got {tuple(x.shape)} and "
@@ -151,7 +159,6 @@ def _check(
             f"{tuple(target.shape)}"
         )
     check_bias(x, weight, bias)
-    check_options(label_smoothing, z_loss, reduction)
 
 
 def _samples(maker: SampleMaker) -> Iterator[Sample]:
@@ -226,5 +233,152 @@ linear_cross_entropy = OperatorSpec(
         2 * nbytes(x, weight, bias), (6 * x.shape[-1] + 4) * target.numel() * weight.shape[0]
     ),
     samples=_samples,
+    bound=Bound(forward=10, backward=14, length=lambda x, weight, *_, **__: max(weight.shape)),
+)
+
+
+# linear_cross_entropy_partials
+
+
+def _partials_forward(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, first: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, labels, wide = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1), weight.float()
+    found = []
+    for chunk in chunks(rows.shape[0], weight.shape[0]):
+        logits = _logits(rows[chunk].float(), wide, bias)
+        place, is_here = _places(labels[chunk], first, weight.shape[0])
+        picked = torch.where(is_here, logits.gather(1, place)[:, 0], 0.0)
+        found.append((torch.logsumexp(logits, 1), picked, logits.sum(1)))
+    if not found:
+        found.append((wide.new_empty(0),) * 3)
+    lse, picked, total = (
+        torch.cat(parts).reshape(target.shape) for parts in zip(*found, strict=True)
+    )
+    return lse, picked, total
+
+
+def _places(labels: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """(rows, 1) columns of the targets, 0 for one of another part; and which are of this one."""
+    place = labels - first
+    is_here = (place >= 0) & (place < count)
+    return torch.where(is_here, place, 0).unsqueeze(1), is_here
+
+
+def _partials_backward(
+    grad_lse: Tensor,
+    grad_picked: Tensor,
+    grad_total: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    *,
+    first: int,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    rows, labels, wide = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1), weight.float()
+    by_lse, by_picked, by_total, whole = (
+        t.reshape(-1, 1) for t in (grad_lse, grad_picked, grad_total, lse)
+    )
+    dx, dweight, dbias = [], torch.zeros_like(wide), wide.new_zeros(weight.shape[0])
+    for chunk in chunks(rows.shape[0], weight.shape[0]):
+        part = rows[chunk].float()
+        place, is_here = _places(labels[chunk], first, weight.shape[0])
+        slope = torch.exp(_logits(part, wide, bias) - whole[chunk]) * by_lse[chunk]
+        slope = slope + by_total[chunk]
+        slope = slope.scatter_add(1, place, by_picked[chunk] * is_here.unsqueeze(1))
+        if needs[0]:
+            dx.append((slope @ wide).to(x.dtype))
+        if needs[1]:
+            dweight = dweight + slope.t() @ part
+        if needs[2]:
+            dbias = dbias + slope.sum(0)
+    return (
+        (torch.cat(dx) if dx else rows).reshape(x.shape) if needs[0] else None,
+        dweight.to(weight.dtype) if needs[1] else None,
+        dbias.to(weight.dtype) if needs[2] else None,
+    )
+
+
+def _partials_fake(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, first: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse, picked, total = (x.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
+    return lse, picked, total
+
+
+def _partials_check(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, first: int
+) -> None:
+    _check_shapes(x, weight, target, bias)
+    if first < 0:
+        raise ValueError(f"first must be at least 0, the number of the first class; got {first}")
+
+
+def _partials_samples(maker: SampleMaker) -> Iterator[Sample]:
+    for shape, inputs, classes, first in (
+        ((6,), 8, 11, 0),
+        ((2, 3), 17, 130, 130),
+        ((4,), 5, 3, 2),
+    ):
+        x, weight = maker.normal(*shape, inputs), maker.normal(classes, inputs, scale=0.3)
+        target, bias = maker.integers(first + 2 * classes, *shape), maker.normal(classes)
+        target.reshape(-1)[0] = -100
+        label = f"{'x'.join(map(str, shape))}x{inputs}->{classes}from{first}"
+        yield Sample((x, weight, target, None if first == 2 else bias), {"first": first}, label)
+
+
+def _partials_shards(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *_: object
+) -> Placements:
+    rest: list[Placement] = [] if bias is None else [None]
+    return [([d, d, d], [d, None, d, *rest]) for d in range(target.dim())]
+
+
+def _partials_backward_shards(*given: Any) -> Placements:
+    target, bias = given[5], given[6]
+    rest: list[Placement] = [] if bias is None else [None]
+    return [
+        ([d, "partial", "partial"], [d, d, d, d, None, d, *rest, d]) for d in range(target.dim())
+    ]
+
+
+linear_cross_entropy_partials = OperatorSpec(
+    name="linear_cross_entropy_partials",
+    signature=(
+        "(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, int first=0) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+    equation=(
+        "l = x weight^T + bias, the logits of classes first to first + V - 1; lse = log sum exp l; "
+        "picked = l[target - first], 0 for a target that is none of these; total = sum l"
+    ),
+    source="Shoeybi et al. 2019, arXiv:1909.08053, section 3 (vocabulary in parts); chunks: "
+    "Wijmans et al. 2024, arXiv:2411.09009",
+    forward=_partials_forward,
+    backward=_partials_backward,
+    fake=_partials_fake,
+    saved=("x", "weight", "target", "bias", "y0"),
+    differentiable=("x", "weight", "bias"),
+    deferrable=("weight", "bias"),
+    check=_partials_check,
+    fixed_dtypes={"target": "int64"},
+    sizes=lambda x, weight, target, bias, *, first: {
+        "rows": target.numel(),
+        "in": weight.shape[1],
+        "vocabulary": weight.shape[0],
+    },
+    autocast="lower",
+    sharding=Sharding(_partials_shards, _partials_backward_shards),
+    cost=lambda x, weight, target, bias, *, first: Cost(
+        nbytes(x, weight, bias) + 20 * target.numel(),
+        (2 * x.shape[-1] + 4) * target.numel() * weight.shape[0],
+    ),
+    backward_cost=lambda x, weight, target, bias, *, first: Cost(
+        2 * nbytes(x, weight, bias), (6 * x.shape[-1] + 4) * target.numel() * weight.shape[0]
+    ),
+    samples=_partials_samples,
     bound=Bound(forward=10, backward=14, length=lambda x, weight, *_, **__: max(weight.shape)),
 )

@@ -29,6 +29,7 @@ from anychip.ops.product import (
     grouped_linear,
     linear,
     linear_cross_entropy,
+    linear_cross_entropy_partials,
 )
 from anychip.ops.providers import providers
 from anychip.ops.update import (
@@ -51,6 +52,7 @@ __all__ = [
     "attention_varlen", "bias_dropout_add", "bias_gelu", "clip", "cross_entropy", "dequantize",
     "dropout", "dropout_add_layer_norm", "dropout_add_rms_norm", "embedding", "geglu", "gelu",
     "grouped_linear", "hadamard", "l2_norm", "l2_norm_partials", "lamb", "lamb_partials",
-    "layer_norm", "linear", "linear_cross_entropy", "lion", "permute", "quantize", "rms_norm",
-    "rope", "sgd", "softmax", "swiglu", "top_k", "unpermute", "unscale_and_check",
+    "layer_norm", "linear", "linear_cross_entropy", "linear_cross_entropy_partials", "lion",
+    "permute", "quantize", "rms_norm", "rope", "sgd", "softmax", "swiglu", "top_k", "unpermute",
+    "unscale_and_check",
 ]  # fmt: skip

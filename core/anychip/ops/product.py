@@ -96,3 +96,29 @@ def linear_cross_entropy(
     Source: Wijmans et al. 2024, arXiv:2411.09009.
     """
     raise NotImplementedError
+
+
+@operator(operators.linear_cross_entropy_partials)
+def linear_cross_entropy_partials(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, first: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a loss needs of a part of the vocabulary: classes ``first`` to ``first + V - 1``.
+
+    Parts are joined by lse: the loss of all classes is ``lse - picked``, where ``lse`` is the
+    logsumexp of the parts' and ``picked`` and ``total`` are their sums. Label smoothing takes
+    ``total`` over the number of classes, a z-loss ``lse``. By hand, :meth:`backward` takes the lse
+    of all classes in the place of the part's, and the gradient of that.
+
+    Args:
+        x: (..., K) float.
+        weight: (V, K), bias: (V,), both x's dtype.
+        target: (...) int64, a number among all classes; one of another part, or of none, counts
+            for nothing here.
+
+    Returns:
+        lse, log of the sum of exponentials of the logits; picked, the target's logit or 0; total,
+        the sum of the logits: all float32 (...).
+
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Wijmans et al. 2024, arXiv:2411.09009.
+    """
+    raise NotImplementedError

@@ -3,6 +3,7 @@
 Values are the business of the conformance suite on the emulator; here it is what no result shows.
 """
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,8 +34,9 @@ def test_attention_backward_runs_deterministic_kernels(fused: Any) -> None:
 
     fused.npu_fusion_attention_grad = grad
     q = torch.zeros(1, 2, 1, 4)
-    attention._attention_backward(
-        q, q, q, q, q, q, q, causal=False, scale=None, needs=(True, True, True)
+    lse = torch.zeros(1, 1, 2)
+    attention.attention_backward(
+        q, q, q, q, q, lse, causal=False, scale=None, needs=(True, True, True)
     )
     assert seen == [True]
     assert not torch.are_deterministic_algorithms_enabled()
@@ -45,15 +47,17 @@ def test_attention_causal_hands_over_no_query_that_sees_nothing(fused: Any) -> N
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **named: Any) -> tuple[Tensor, ...]:
         given.update(named, queries=q.shape[1])
-        return q + 1.0, q, q
+        largest = torch.full((1, 1, q.shape[1], 8), 2.0)
+        return q + 1.0, largest, torch.exp(largest)
 
     fused.npu_fusion_attention = forward
     q, k = torch.zeros(1, 5, 1, 4), torch.zeros(1, 3, 1, 4)
-    y, _, _ = attention.attention(q, k, k, causal=True, scale=None)
+    y, lse = attention.attention(q, k, k, causal=True, scale=None)
     assert given["queries"] == 3
     assert given["sparse_mode"] == 3
     assert given["scale"] == 0.5
     assert torch.equal(y[0, :, 0, 0], torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0]))
+    assert lse.tolist() == [[[-math.inf, -math.inf, 4.0, 4.0, 4.0]]]
 
 
 def test_attention_mask_hides_what_comes_later_and_is_made_once() -> None:

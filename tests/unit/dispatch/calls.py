@@ -17,8 +17,8 @@ WRITING = ["clip", "unscale_and_check", "adamw", "sgd", "lion", "lamb"]
 # A matrix product picks its kernel by the address of its operands, which is not ours to fix: other
 # bits of the same sum when the allocator gives the two calls differently aligned memory.
 PRODUCTS = (
-    "linear", "grouped_linear", "linear_cross_entropy", "attention", "attention_dropout",
-    "attention_varlen",
+    "linear", "grouped_linear", "linear_cross_entropy", "linear_cross_entropy_partials",
+    "attention", "attention_dropout", "attention_varlen",
 )  # fmt: skip
 
 

@@ -116,6 +116,14 @@ def _plain_linear_cross_entropy(
     return _plain_cross_entropy(F.linear(x, weight, bias), target, **attrs)
 
 
+def _plain_linear_cross_entropy_partials(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, first: int
+) -> tuple[Tensor, ...]:
+    logits = F.linear(x, weight, bias)
+    here = target.unsqueeze(-1) == first + torch.arange(weight.shape[0])
+    return logits.logsumexp(-1), torch.where(here, logits, 0.0).sum(-1), logits.sum(-1)
+
+
 def _plain_hadamard(x: Tensor, *, block: int | None) -> Tensor:
     """The Kronecker power of [[1, 1], [1, -1]], block by block."""
     length = x.shape[-1] if block is None else block
@@ -180,6 +188,7 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "embedding": F.embedding,
     "cross_entropy": _plain_cross_entropy,
     "linear_cross_entropy": _plain_linear_cross_entropy,
+    "linear_cross_entropy_partials": _plain_linear_cross_entropy_partials,
     "hadamard": _plain_hadamard,
     "top_k": _plain_top_k,
 }

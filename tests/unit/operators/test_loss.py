@@ -335,3 +335,44 @@ def test_linear_cross_entropy_compiles_once_for_all_numbers_of_rows(which: str) 
             torch.testing.assert_close(*losses)
             torch.testing.assert_close(*(torch.autograd.grad(loss, leaf) for loss in losses))
     assert counter.frame_count <= 2  # one for the first size, one for every other
+
+
+def test_parts_of_a_vocabulary_joined_by_lse_have_the_loss_and_gradients_of_all() -> None:
+    smoothing, z, classes, cuts = 0.1, 1e-3, 90, (20, 30, 40)
+    generator = torch.Generator().manual_seed(4)
+    x, weight, bias, grad = (
+        torch.randn(shape, generator=generator) for shape in ((7, 12), (classes, 12), (classes,), 7)
+    )
+    target = torch.tensor([0, 19, 20, 49, 50, 89, 33])
+    whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    loss = ops.linear_cross_entropy(
+        *whole[:2], target, whole[2], label_smoothing=smoothing, z_loss=z, reduction="none"
+    )
+    want = torch.autograd.grad(loss, whole, grad)
+
+    places = [(first, first + count) for first, count in zip((0, 20, 50), cuts, strict=True)]
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    parts = [
+        ops.linear_cross_entropy_partials(
+            leaves[0], leaves[1][a:b], target, leaves[2][a:b], first=a
+        )
+        for a, b in places
+    ]
+    lse = torch.stack([part[0] for part in parts]).logsumexp(0)
+    picked, total = (sum(part[i] for part in parts) for i in (1, 2))
+    joined = lse - (1.0 - smoothing) * picked - smoothing / classes * total + z * lse.square()
+    torch.testing.assert_close(joined, loss)
+    for got, expected in zip(torch.autograd.grad(joined, leaves, grad), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+    slopes = (grad * (1.0 + 2.0 * z * lse), grad * (smoothing - 1.0), -grad * smoothing / classes)
+    found = [
+        ops.linear_cross_entropy_partials.backward(
+            *(s.detach() for s in slopes), x, weight[a:b], target, bias[a:b], lse.detach(), first=a
+        )
+        for a, b in places
+    ]
+    torch.testing.assert_close(sum(dx for dx, _, _ in found), want[0], rtol=1e-5, atol=1e-5)
+    for i in (1, 2):
+        got = torch.cat([part[i] for part in found])
+        torch.testing.assert_close(got, want[i], rtol=1e-5, atol=1e-5)

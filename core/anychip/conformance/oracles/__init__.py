@@ -60,6 +60,7 @@ _OWN: Mapping[str, Oracle] = {
     "embedding": linear.EMBEDDING,
     "cross_entropy": loss.CROSS_ENTROPY,
     "linear_cross_entropy": linear_cross_entropy.LINEAR_CROSS_ENTROPY,
+    "linear_cross_entropy_partials": linear_cross_entropy.LINEAR_CROSS_ENTROPY_PARTIALS,
     "l2_norm": update.L2_NORM,
     "l2_norm_partials": partials.L2_NORM_PARTIALS,
     "clip": update.CLIP,

@@ -227,6 +227,14 @@ def _linear_cross_entropy(choose: Choices, draw: Draw) -> Arguments:
     return (choose.values(draw, *rows, inputs), weight, target, bias), attrs
 
 
+def _linear_cross_entropy_partials(choose: Choices, draw: Draw) -> Arguments:
+    (x, weight, target, bias), _ = _linear_cross_entropy(choose, draw)
+    classes = weight.shape[0]
+    first = choose.of(0, 1, classes, 2 * classes)
+    # Among all classes of three parts.
+    return (x, weight, target + choose.of(0, first, classes), bias), {"first": first}
+
+
 def _shapes(choose: Choices) -> list[list[int]]:
     """Shapes of the tensors of a list: one, a few; scalars and empty ones among them."""
     count = choose.of(1, 2, 3, 7, 12)
@@ -387,6 +395,7 @@ DRAWN: Mapping[str, Drawn] = {
     "embedding": _embedding,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
+    "linear_cross_entropy_partials": _linear_cross_entropy_partials,
     "l2_norm": _l2_norm,
     "l2_norm_partials": _l2_norm_partials,
     "clip": _clip,

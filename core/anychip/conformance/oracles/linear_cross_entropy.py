@@ -2,6 +2,9 @@
 
 The logits l are float32 numbers, whatever the tensors' type. Their gradient dl may be rounded to
 the tensors' type before the second products, as matrix units need it.
+
+linear_cross_entropy_partials: lse of the logits, the target's, their sum; dl = dlse exp(l - lse)
++ dpicked at the target + dtotal.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from anychip.conformance.arithmetic import Rounded, matmul
+import numpy as np
+
+from anychip.conformance.arithmetic import Rounded, exp, log, matmul, where
 from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
 from anychip.conformance.oracles import loss
 from anychip.conformance.oracles.loss import Targets
@@ -131,4 +136,82 @@ LINEAR_CROSS_ENTROPY = Oracle(
     backward=_backward,
     calls=_calls,
     lower_precision=("2x5.24-130.none", "90.12-33", "4.257-65"),
+)
+
+
+def _partials(
+    x: Rounded, weight: Rounded, target: Targets, bias: Rounded | None, first: int
+) -> tuple[Rounded, Rounded, Any]:
+    """Logits (rows, V), their lse (rows, 1), and where the targets are among them."""
+    logits = _rows(_logits(x, weight, bias))
+    # Any number near the maximum will do; it cancels and has no error.
+    top = Rounded.exact(logits.value.max(-1, keepdims=True))
+    lse = log(exp(logits - top).sum(-1, keepdims=True)) + top
+    here = target.reshape(-1, 1) == first + np.arange(weight.shape[0])
+    return logits, lse, here
+
+
+def _partials_forward(
+    x: Rounded, weight: Rounded, target: Targets, bias: Rounded | None, *, first: int
+) -> tuple[Rounded, ...]:
+    logits, lse, here = _partials(x, weight, target, bias, first)
+    picked = Rounded(*(np.where(here, a, 0.0).sum(-1) for a in _arrays(logits)))
+    return tuple(y.reshape(*target.shape) for y in (lse[:, 0], picked, logits.sum(-1)))
+
+
+def _arrays(x: Rounded) -> tuple[Any, ...]:
+    return x.value, np.broadcast_to(x.worst, x.shape), np.broadcast_to(x.spread, x.shape)
+
+
+def _partials_backward(
+    grads: tuple[Rounded, ...],
+    x: Rounded,
+    weight: Rounded,
+    target: Targets,
+    bias: Rounded | None,
+    *,
+    first: int,
+) -> tuple[Rounded | None, ...]:
+    logits, lse, here = _partials(x, weight, target, bias, first)
+    dlse, dpicked, dtotal = (g.reshape(-1, 1) for g in grads)
+    slope = dlse * exp(logits - lse) + dtotal
+    stored = where(here, slope + dpicked, slope).stored(x.format)
+    return (
+        matmul(stored, weight).reshape(*x.shape),
+        matmul(stored.transpose(1, 0), _rows(x)),
+        None if bias is None else stored.sum(0),
+    )
+
+
+def _part(draw: Draw, sizes: Sizes, first: int = 0, bias: bool = False) -> Arguments:
+    (x, weight, target, given), _ = _arguments(draw, sizes, bias)
+    # A third each of this part, of those before and of those after it; and one of none.
+    target += first
+    target.reshape(-1)[1::3] -= sizes[2]
+    target.reshape(-1)[2::3] += sizes[2]
+    target.reshape(-1)[:1] = -100 if target.numel() > 1 else first
+    return (x, weight, target, given), {"first": first}
+
+
+def _partials_calls() -> Iterator[Call]:
+    for shape, inputs, classes in _SIZES:
+        for bias in (True, False):
+            label = f"{shape_label(shape)}.{inputs}-{classes}{'.bias' if bias else ''}"
+            sizes = (shape, inputs, classes)
+            yield Call(label, partial(_part, sizes=sizes, first=7 * bias, bias=bias))
+    for size in (15, 16, 31, 32, 63, 65, 128, 129, 256):
+        make = partial(_part, sizes=((3,), 5, size), first=size, bias=True)
+        yield Call(f"classes.{size}", make)
+    # Classes whose numbers need more than 32 bits.
+    yield Call("classes-from-2p32", partial(_part, sizes=((6,), 5, 11), first=2**32))
+    yield from in_layouts("7.20-50", partial(_part, sizes=((7,), 20, 50), first=50, bias=True))
+    make = partial(_part, sizes=((50,), 32, 32_000), first=32_000, bias=True)
+    yield Call("50.32-32000", make, full=True)
+
+
+LINEAR_CROSS_ENTROPY_PARTIALS = Oracle(
+    forward=_partials_forward,
+    backward=_partials_backward,
+    calls=_partials_calls,
+    lower_precision=("90.12-33", "4.257-65"),
 )

@@ -143,6 +143,7 @@ def others(value: Any) -> Iterator[Any]:
 def _other_tensors(value: Any) -> Iterator[Any]:
     if value.is_floating_point():
         yield value * 1.25 + 0.125
+        yield -value  # of some the sign alone is read
     elif value.dtype == torch.bool:
         yield value.logical_not()
         yield value.t().clone() if value.dim() == 2 else value.flip(0)

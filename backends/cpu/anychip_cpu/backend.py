@@ -7,9 +7,12 @@ from functools import cached_property
 
 from anychip.contract import Backend, Finding, Memory, Probe
 from anychip_cpu import (  # noqa: F401 - all but native add rows to the table
+    activation,
     compression,
+    convolution,
     fused,
     native,
+    norm,
     permutation,
     quantization,
     updates,

@@ -25,6 +25,11 @@ def native_row(operator: str, direction: str, **conditions: Any) -> Callable[[F]
     return add(operator, kind="native", dtypes=FLOATS, **conditions)
 
 
+def has_elements(*tensors: Tensor | None, **_: object) -> bool:
+    """Whether every tensor has elements; of those without torch refuses some."""
+    return all(t is None or t.numel() for t in tensors)
+
+
 def address(tensor: Tensor | None) -> int:
     """What a kernel takes for a tensor; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()

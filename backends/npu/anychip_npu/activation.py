@@ -1,4 +1,4 @@
-"""Rows of activations: gelu, bias_gelu, swiglu, geglu.
+"""Rows of activations: of one tensor, bias_gelu, swiglu, geglu.
 
 torch's own gelu is the tanh form on a 910B, whatever is asked for; npu_gelu keeps the two apart.
 The gated ones take both operands side by side in one tensor.
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from anychip_npu.soc import is_a2_or_a3
-from anychip_npu.table import Needs, mapped_row
+from anychip_npu.table import Needs, left_to_reference, mapped_row
+
+_aten = torch.ops.aten
 
 
 def _has_elements(x: Tensor, *_: object, **__: object) -> bool:
@@ -86,6 +88,133 @@ def bias_gelu_backward(
     dx = slope.to(x.dtype) if needs[0] else None
     dbias = slope.view(-1, slope.shape[-1]).sum(0).to(bias.dtype) if needs[1] else None
     return dx, dbias
+
+
+# silu, relu, sigmoid, tanh, softplus
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Of one dim: CANN takes 8."""
+    return x.contiguous().view(-1)
+
+
+@mapped_row("silu", "forward", calls={"aten::silu": "aclnnSilu"}, supports=_has_elements)
+def silu(x: Tensor) -> Tensor:
+    """https://gitcode.com/cann/ops-nn/blob/master/activation/swish/docs/aclnnSilu.md"""
+    return torch.nn.functional.silu(_flat(x)).view(x.shape)
+
+
+@mapped_row(
+    "silu",
+    "backward",
+    calls={"aten::silu_backward": "aclnnSiluBackward"},
+    supports=_has_elements,
+)
+def silu_backward(grad: Tensor, x: Tensor, *, needs: Needs) -> tuple[Tensor]:
+    """https://gitcode.com/cann/ops-nn/blob/master/activation/silu_grad/docs/aclnnSiluBackward.md"""
+    return (_aten.silu_backward(_flat(grad), _flat(x)).view(x.shape),)
+
+
+@mapped_row("relu", "forward", calls={"aten::relu": "aclnnRelu"}, supports=_has_elements)
+def relu(x: Tensor) -> Tensor:
+    """The page:
+
+    https://gitcode.com/cann/ops-nn/blob/master/activation/relu/docs/aclnnRelu&aclnnInplaceRelu.md
+    """
+    return torch.relu(_flat(x)).view(x.shape)
+
+
+@mapped_row(
+    "relu",
+    "backward",
+    calls={"aten::threshold_backward": "aclnnThresholdBackward"},
+    supports=_has_elements,
+)
+def relu_backward(grad: Tensor, x: Tensor, *, needs: Needs) -> tuple[Tensor]:
+    """The page:
+
+    https://gitcode.com/cann/ops-nn/blob/master/activation/threshold_grad_v2_d/docs/aclnnThresholdBackward.md
+    """
+    return (_aten.threshold_backward(_flat(grad), _flat(x), 0).view(x.shape),)
+
+
+@mapped_row("sigmoid", "forward", calls={"aten::sigmoid": "aclnnSigmoid"}, supports=_has_elements)
+def sigmoid(x: Tensor) -> Tensor:
+    """The page:
+
+    https://gitcode.com/cann/ops-nn/blob/master/activation/sigmoid/docs/aclnnSigmoid&aclnnInplaceSigmoid.md
+    """
+    return torch.sigmoid(_flat(x)).view(x.shape)
+
+
+@mapped_row(
+    "sigmoid",
+    "backward",
+    calls={"aten::sigmoid": "aclnnSigmoid", "aten::sigmoid_backward": "aclnnSigmoidBackward"},
+    supports=_has_elements,
+)
+def sigmoid_backward(grad: Tensor, x: Tensor, *, needs: Needs) -> tuple[Tensor]:
+    """Takes y, of which 16 bits would not do.
+
+    https://gitcode.com/cann/ops-nn/blob/master/activation/sigmoid_grad/docs/aclnnSigmoidBackward.md
+    """
+    y = torch.sigmoid(_flat(x).float())
+    return (_aten.sigmoid_backward(_flat(grad).float(), y).to(x.dtype).view(x.shape),)
+
+
+@mapped_row("tanh", "forward", calls={"aten::tanh": "aclnnTanh"}, supports=_has_elements)
+def tanh(x: Tensor) -> Tensor:
+    """https://gitcode.com/cann/ops-math/blob/master/math/tanh/docs/aclnnTanh&aclnnInplaceTanh.md"""
+    return torch.tanh(_flat(x)).view(x.shape)
+
+
+@mapped_row(
+    "tanh",
+    "backward",
+    calls={"aten::tanh": "aclnnTanh", "aten::tanh_backward": "aclnnTanhBackward"},
+    supports=_has_elements,
+)
+def tanh_backward(grad: Tensor, x: Tensor, *, needs: Needs) -> tuple[Tensor]:
+    """Takes y, of which 16 bits would not do.
+
+    https://gitcode.com/cann/ops-math/blob/master/math/tanh_grad/docs/aclnnTanhBackward.md
+    """
+    y = torch.tanh(_flat(x).float())
+    return (_aten.tanh_backward(_flat(grad).float(), y).to(x.dtype).view(x.shape),)
+
+
+def _exp_is_finite(x: Tensor, *_: Tensor, beta: float, threshold: float, **__: object) -> bool:
+    """The page's formula takes exp(beta x) up to the threshold."""
+    return threshold <= 80.0 and _has_elements(x)
+
+
+@mapped_row(
+    "softplus", "forward", calls={"aten::softplus": "aclnnSoftplus"}, supports=_exp_is_finite
+)
+def softplus(x: Tensor, *, beta: float, threshold: float) -> Tensor:
+    """https://gitcode.com/cann/ops-nn/blob/master/activation/softplus_v2/docs/aclnnSoftplus.md"""
+    return torch.nn.functional.softplus(_flat(x), beta, threshold).view(x.shape)
+
+
+@mapped_row(
+    "softplus",
+    "backward",
+    calls={"aten::softplus_backward": "aclnnSoftplusBackward"},
+    supports=_exp_is_finite,
+)
+def softplus_backward(
+    grad: Tensor, x: Tensor, *, beta: float, threshold: float, needs: Needs
+) -> tuple[Tensor]:
+    """The page:
+
+    https://gitcode.com/cann/ops-nn/blob/master/activation/softplus_v2_grad/docs/aclnnSoftplusBackward.md
+    """
+    return (_aten.softplus_backward(_flat(grad), _flat(x), beta, threshold).view(x.shape),)
+
+
+left_to_reference(
+    "relu2", reason="CANN has no square of relu: the reference is aclnnRelu and a product"
+)
 
 
 # swiglu, geglu

@@ -1,4 +1,4 @@
-"""Rows of norms: rms_norm, layer_norm, and both of the sum with a residual.
+"""Rows of norms: rms_norm, layer_norm, group_norm, and norms of the sum with a residual.
 
 Weights are given in float32, whatever they are kept in. That is exact, CANN takes such a weight
 with every dtype of x, and the product with it is not rounded to 16 bits before the result is. What
@@ -269,3 +269,70 @@ def add_layer_norm_backward(
     if dnorm is None:
         return None, None, *dweights
     return *_both_gradients(dnorm, grad, dtotal, needs), *dweights
+
+
+# group_norm
+
+
+def _is_precise(x: Tensor, *_: object, eps: float, **__: object) -> bool:
+    """Below 1e-5 the page promises no precision."""
+    return eps >= 1e-5 and _has_elements(x)
+
+
+def _goes_back(grad: Tensor, x: Tensor, *_: object, num_groups: int, **__: object) -> bool:
+    channels = x.shape[1]
+    return channels <= 240_000 and channels // num_groups <= 8000 and _has_elements(x)
+
+
+def _group_sizes(x: Tensor, num_groups: int) -> tuple[int, int, int, int]:
+    return x.shape[0], x.shape[1], prod(x.shape[2:]), num_groups
+
+
+@mapped_row(
+    "group_norm",
+    "forward",
+    calls={"aten::native_group_norm": "aclnnGroupNorm"},
+    supports=_is_precise,
+)
+def group_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, num_groups: int, eps: float
+) -> tuple[Tensor, ...]:
+    """mean and rstd have the dtype of x, as the weight, so that all are given in float32.
+
+    https://gitcode.com/cann/ops-nn/blob/master/norm/group_norm/docs/aclnnGroupNorm.md
+    """
+    sizes = _group_sizes(x, num_groups)
+    rows = x.float().contiguous().view(sizes[:3])
+    scale, shift = (None if t is None else t.float().contiguous() for t in (weight, bias))
+    y, mean, rstd = torch.native_group_norm(rows, scale, shift, *sizes, eps)
+    return y.to(x.dtype).view(x.shape), mean, rstd
+
+
+@mapped_row(
+    "group_norm",
+    "backward",
+    calls={"aten::native_group_norm_backward": "aclnnGroupNormBackward"},
+    supports=_goes_back,
+)
+def group_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    num_groups: int,
+    eps: float,
+    needs: Needs,
+) -> Gradients:
+    """Up to 240,000 channels, 8000 in a group; summed in any order unless determinism is asked for.
+
+    https://gitcode.com/cann/ops-nn/blob/master/norm/group_norm_grad/docs/aclnnGroupNormBackward.md
+    """
+    sizes = _group_sizes(x, num_groups)
+    slope, rows = (t.float().contiguous().view(sizes[:3]) for t in (grad, x))
+    given = (slope, rows, mean, rstd, weight.float().contiguous(), *sizes, [True, True, True])
+    with SameBits():
+        dx, dweight, dbias = torch.ops.aten.native_group_norm_backward(*given)
+    found = (dx.to(x.dtype).view(x.shape), dweight.to(weight.dtype), dbias.to(weight.dtype))
+    return tuple(t if need else None for t, need in zip(found, needs, strict=True))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anychip_npu.numerics import ExactProducts
 from anychip_npu.soc import is_a2_or_a3
-from anychip_npu.table import Needs, mapped_row
+from anychip_npu.table import Needs, left_to_reference, mapped_row
 
 _PRODUCT = {"aten::mm": "aclnnMm"}
 _BY_ROWS, _BY_COLUMNS = 0, 2  # group_type
@@ -135,3 +135,14 @@ def grouped_linear_backward(
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
         dweight = dweight.masked_fill_((ends == starts)[:, None, None], 0.0)
     return dx, dweight
+
+
+for _operator in ("conv1d", "conv2d"):
+    left_to_reference(
+        _operator,
+        reason=(
+            "its float32 products may be HF32's, of 11 bits, by a switch of their own, "
+            "torch_npu.npu.conv.allow_hf32"
+        ),
+        page="https://gitcode.com/cann/ops-nn/blob/master/conv/convolution_forward/docs/aclnnConvolution.md",
+    )

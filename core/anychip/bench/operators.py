@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import anychip.ops  # noqa: F401 - defines our operators
 from anychip import runtime
-from anychip.bench import updates
+from anychip.bench import channels, updates
 from anychip.bench.case import Case, Make, added_cases
 from anychip.bench.compiled import Compiler
 from anychip.bench.report import Report, Row
@@ -269,7 +269,7 @@ def _differentiable(result: Any) -> tuple[Tensor, ...]:
 
 
 def _cases() -> dict[str, Callable[[SampleMaker], Case]]:
-    return {**_elementwise_cases(), **_product_cases(), **updates.cases()}
+    return {**_elementwise_cases(), **_product_cases(), **channels.cases(), **updates.cases()}
 
 
 def _elementwise_cases() -> dict[str, Callable[[SampleMaker], Case]]:
@@ -278,9 +278,13 @@ def _elementwise_cases() -> dict[str, Callable[[SampleMaker], Case]]:
         "rms_norm": _rms_norm,
         "layer_norm": _layer_norm,
         "dropout": _dropout,
-        "gelu": lambda m: Case(
-            args=(m.normal(_TOKENS, _HIDDEN),), attrs={"approximate": "tanh"}, eager=functional.gelu
-        ),
+        "gelu": _element(functional.gelu, approximate="tanh"),
+        "silu": _element(functional.silu),
+        "relu": _element(functional.relu),
+        "relu2": _element(lambda x: functional.relu(x).square()),
+        "sigmoid": _element(torch.sigmoid),
+        "tanh": _element(torch.tanh),
+        "softplus": _element(functional.softplus, beta=1.0, threshold=20.0),
         "add_rms_norm": _add_rms_norm,
         "add_layer_norm": _add_layer_norm,
         "bias_dropout_add": _bias_dropout_add,
@@ -293,19 +297,11 @@ def _elementwise_cases() -> dict[str, Callable[[SampleMaker], Case]]:
                 x + bias, approximate=approximate
             ),
         ),
-        "geglu": lambda m: Case(
-            args=(m.normal(_TOKENS, _HIDDEN), m.normal(_TOKENS, _HIDDEN)),
-            attrs={"approximate": "tanh"},
-            eager=lambda gate, up, *, approximate: (
-                functional.gelu(gate, approximate=approximate) * up
-            ),
+        "geglu": _element(
+            lambda gate, up, **attrs: functional.gelu(gate, **attrs) * up, 2, approximate="tanh"
         ),
         "softmax": _softmax,
-        "swiglu": lambda m: Case(
-            args=(m.normal(_TOKENS, _HIDDEN), m.normal(_TOKENS, _HIDDEN)),
-            attrs={},
-            eager=lambda gate, up: functional.silu(gate) * up,
-        ),
+        "swiglu": _element(lambda gate, up: functional.silu(gate) * up, 2),
         "rope": _rope,
         "embedding": lambda m: Case(
             args=(m.integers(_VOCABULARY, _TOKENS), m.normal(_VOCABULARY, _HIDDEN)),
@@ -337,6 +333,13 @@ def _product_cases() -> dict[str, Callable[[SampleMaker], Case]]:
         "linear_cross_entropy": _linear_cross_entropy,
         "linear_cross_entropy_partials": _linear_cross_entropy_partials,
     }
+
+
+def _element(eager: Callable[..., Any], count: int = 1, **attrs: Any) -> Make:
+    """Of one tensor or two, element by element."""
+    return lambda m: Case(
+        args=tuple(m.normal(_TOKENS, _HIDDEN) for _ in range(count)), attrs=attrs, eager=eager
+    )
 
 
 def _rms_norm(m: SampleMaker) -> Case:

@@ -49,6 +49,7 @@ ULP = {
     "divide": 2.5,
     "exp": 3.0,
     "log": 3.0,
+    "log1p": 2.0,
     "sqrt": 3.0,
     "rsqrt": 2.0,
     "tanh": 5.0,
@@ -247,6 +248,10 @@ def exp(x: Rounded) -> Rounded:
 
 def log(x: Rounded) -> Rounded:
     return _function(x, "log", np.log(x.value), 1.0 / x.value)
+
+
+def log1p(x: Rounded) -> Rounded:
+    return _function(x, "log1p", np.log1p(x.value), 1.0 / (1.0 + x.value))
 
 
 def tanh(x: Rounded) -> Rounded:

@@ -173,10 +173,12 @@ def _is_of(value: Any, kind: str) -> bool:
     """Whether a value may stand for a schema's type; True for types that are not looked at."""
     if kind.endswith("?"):
         return value is None or _is_of(value, kind[:-1])
-    if kind.endswith("[]"):
-        single = kind.removesuffix("[]")
-        found = set(map(type, value)) if isinstance(value, (list, tuple)) else None
-        return found is not None and all(_fits(t, single) for t in found)
+    if kind.endswith("]"):
+        single, count = kind[:-1].split("[")
+        if not isinstance(value, (list, tuple)):
+            # One number stands for as many as the schema says, as for torch.library.
+            return bool(count) and _fits(type(value), single)
+        return all(_fits(t, single) for t in set(map(type, value)))
     return _fits(type(value), kind)
 
 
@@ -190,8 +192,9 @@ def _fits(given: type, kind: str) -> bool:
 def _kind_text(kind: str) -> str:
     if kind.endswith("?"):
         return f"{_kind_text(kind[:-1])} or None"
-    if kind.endswith("[]"):
-        return f"a list of {kind.removesuffix('[]')}"
+    if kind.endswith("]"):
+        single, count = kind[:-1].split("[")
+        return f"{_kind_text(single)} or {count} of them" if count else f"a list of {single}"
     return f"an {kind}" if kind == "int" else f"a {kind}"
 
 
@@ -210,5 +213,5 @@ def _type_text(argument: Any) -> str:
     optional = text.startswith("Optional[")
     text = text[len("Optional[") : -1] if optional else text
     if text.startswith("List["):
-        text = text[len("List[") : -1] + "[]"
+        text = f"{text[len('List[') : -1]}[{argument.N or ''}]"
     return text + ("?" if optional else "")

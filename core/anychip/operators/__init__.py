@@ -4,11 +4,23 @@ How rows are picked is in ``anychip.dispatch``; what users call is in ``anychip.
 """
 
 from anychip.contract import OperatorSpec
-from anychip.operators.activation import bias_gelu, geglu, gelu, swiglu
+from anychip.operators.activation import (
+    bias_gelu,
+    geglu,
+    gelu,
+    relu,
+    relu2,
+    sigmoid,
+    silu,
+    softplus,
+    swiglu,
+    tanh,
+)
 from anychip.operators.adamw_8bit import adamw_8bit
 from anychip.operators.add_norm import add_layer_norm, add_rms_norm
 from anychip.operators.attention import attention, attention_dropout
 from anychip.operators.compression import hadamard, top_k
+from anychip.operators.convolution import conv1d, conv2d
 from anychip.operators.dropout import bias_dropout_add, dropout
 from anychip.operators.dropout_add_norm import dropout_add_layer_norm, dropout_add_rms_norm
 from anychip.operators.gradients import clip, l2_norm, unscale_and_check
@@ -20,7 +32,7 @@ from anychip.operators.linear_cross_entropy import (
     linear_cross_entropy_partials,
 )
 from anychip.operators.loss import cross_entropy
-from anychip.operators.norm import layer_norm, rms_norm
+from anychip.operators.norm import group_norm, layer_norm, rms_norm
 from anychip.operators.partials import l2_norm_partials
 from anychip.operators.permutation import permute, unpermute
 from anychip.operators.quantization import dequantize, quantize
@@ -33,10 +45,11 @@ from anychip.operators.varlen import attention_varlen
 def all_specs() -> tuple[OperatorSpec, ...]:
     """Every operator of this package, in the order of the documentation."""
     return (
-        rms_norm, layer_norm, add_rms_norm, add_layer_norm, dropout, bias_dropout_add,
-        dropout_add_rms_norm, dropout_add_layer_norm, gelu, bias_gelu, swiglu, geglu, softmax, rope,
-        attention, attention_dropout, attention_varlen, linear, grouped_linear, permute, unpermute,
-        embedding, cross_entropy, linear_cross_entropy, linear_cross_entropy_partials, l2_norm,
+        rms_norm, layer_norm, group_norm, add_rms_norm, add_layer_norm, dropout, bias_dropout_add,
+        dropout_add_rms_norm, dropout_add_layer_norm, gelu, silu, relu, relu2, sigmoid, tanh,
+        softplus, bias_gelu, swiglu, geglu, softmax, rope, attention, attention_dropout,
+        attention_varlen, linear, grouped_linear, conv1d, conv2d, permute, unpermute, embedding,
+        cross_entropy, linear_cross_entropy, linear_cross_entropy_partials, l2_norm,
         l2_norm_partials, clip, unscale_and_check, adamw, adamw_8bit, sgd, lion, lamb_partials,
         lamb, quantize, dequantize, hadamard, top_k,
     )  # fmt: skip
@@ -44,10 +57,11 @@ def all_specs() -> tuple[OperatorSpec, ...]:
 
 __all__ = [
     "adamw", "adamw_8bit", "add_layer_norm", "add_rms_norm", "all_specs", "attention",
-    "attention_dropout", "attention_varlen", "bias_dropout_add", "bias_gelu", "clip",
-    "cross_entropy", "dequantize", "dropout", "dropout_add_layer_norm", "dropout_add_rms_norm",
-    "embedding", "geglu", "gelu", "grouped_linear", "hadamard", "l2_norm", "l2_norm_partials",
-    "lamb", "lamb_partials", "layer_norm", "linear", "linear_cross_entropy",
-    "linear_cross_entropy_partials", "lion", "permute", "quantize", "rms_norm", "rope", "sgd",
-    "softmax", "swiglu", "top_k", "unpermute", "unscale_and_check",
+    "attention_dropout", "attention_varlen", "bias_dropout_add", "bias_gelu", "clip", "conv1d",
+    "conv2d", "cross_entropy", "dequantize", "dropout", "dropout_add_layer_norm",
+    "dropout_add_rms_norm", "embedding", "geglu", "gelu", "group_norm", "grouped_linear",
+    "hadamard", "l2_norm", "l2_norm_partials", "lamb", "lamb_partials", "layer_norm", "linear",
+    "linear_cross_entropy", "linear_cross_entropy_partials", "lion", "permute", "quantize", "relu",
+    "relu2", "rms_norm", "rope", "sgd", "sigmoid", "silu", "softmax", "softplus", "swiglu", "tanh",
+    "top_k", "unpermute", "unscale_and_check",
 ]  # fmt: skip

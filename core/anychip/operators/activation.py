@@ -1,9 +1,14 @@
-"""Element-wise activations: gelu, bias_gelu, swiglu, geglu."""
+"""Element-wise activations: of one tensor, of a sum with a bias, and gated.
+
+relu(NaN) is NaN, and relu's gradient at 0 is 0, as torch has it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +19,7 @@ from anychip.operators.extents import nbytes
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 _SQRT_HALF = math.sqrt(0.5)
 _SHAPES = ((5, 7), (2, 3, 16), (1000,))
+_FORMS = ({"approximate": "none"}, {"approximate": "tanh"})
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -24,36 +30,83 @@ def _any_dim(results: int, tensors: int, x: Tensor) -> Placements:
     return [([d] * results, [d] * tensors) for d in range(x.dim())]
 
 
-def _label(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
+def _same(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape
+
+
+def _samples(
+    maker: SampleMaker,
+    *others: Callable[[tuple[int, ...]], tuple[int, ...]],
+    forms: Sequence[Mapping[str, Any]] = ({},),
+) -> Iterator[Sample]:
+    """Of x and of others, whose shapes follow from x's, in each form."""
+    for shape in _SHAPES:
+        for attrs in forms:
+            rest = (maker.normal(*other(shape)) for other in others)
+            args = (maker.normal(*shape, scale=2.0), *rest)
+            yield Sample(
+                args, attrs, ",".join(["x".join(map(str, shape)), *map(str, attrs.values())])
+            )
+
+
+def _unary(
+    name: str,
+    value: Callable[..., Tensor],
+    gradient: Callable[..., Tensor],
+    *,
+    flops: int,
+    attrs: str = "",
+    forms: Sequence[Mapping[str, Any]] = ({},),
+    **rest: Any,
+) -> OperatorSpec:
+    """Of ``y = value(x)`` and ``dx = gradient(grad, x)``, in float32 and rounded once."""
+
+    def forward(x: Tensor, **given: Any) -> Tensor:
+        return value(x.float(), **given).to(x.dtype).contiguous()
+
+    def backward(grad: Tensor, x: Tensor, *, needs: tuple[bool], **given: Any) -> tuple[Tensor]:
+        return (gradient(grad.float(), x.float(), **given).to(x.dtype),)
+
+    return OperatorSpec(
+        name=name,
+        signature=f"(Tensor x{attrs}) -> Tensor",
+        forward=forward,
+        backward=backward,
+        fake=lambda x, **_: _empty(x),
+        saved=("x",),
+        differentiable=("x",),
+        sizes=lambda x, **_: {"numel": x.numel()},
+        sharding=Sharding(lambda x, *_: _any_dim(1, 1, x), lambda grad, x, *_: _any_dim(1, 2, x)),
+        cost=lambda x, **_: Cost(2 * nbytes(x), flops * x.numel()),
+        backward_cost=lambda x, **_: Cost(3 * nbytes(x), 2 * flops * x.numel()),
+        samples=partial(_samples, forms=forms),
+        **rest,
+    )
+
+
+def _bound(forward: float, backward: float) -> Bound:
+    return Bound(forward, backward, length=lambda *_, **__: 1)
 
 
 # gelu
 
 
-def _gelu_forward(x: Tensor, *, approximate: str) -> Tensor:
-    wide = x.float()
+def _gelu(x: Tensor, *, approximate: str) -> Tensor:
     if approximate == "none":
         # Not torch's gelu, which on some chips is the tanh form whatever is asked for.
-        return (0.5 * wide * (1.0 + torch.erf(wide * _SQRT_HALF))).to(x.dtype).contiguous()
-    return torch.nn.functional.gelu(wide, approximate=approximate).to(x.dtype).contiguous()
+        return 0.5 * x * (1.0 + torch.erf(x * _SQRT_HALF))
+    return torch.nn.functional.gelu(x, approximate=approximate)
 
 
-def _gelu_backward(
-    grad: Tensor, x: Tensor, *, approximate: str, needs: tuple[bool]
-) -> tuple[Tensor]:
-    return ((grad.float() * _gelu_slope(x.float(), approximate)).to(x.dtype),)
-
-
-def _gelu_slope(wide: Tensor, approximate: str) -> Tensor:
+def _gelu_slope(x: Tensor, *, approximate: str) -> Tensor:
     if approximate == "tanh":
-        inner = _SQRT_2_OVER_PI * (wide + 0.044715 * wide**3)
+        inner = _SQRT_2_OVER_PI * (x + 0.044715 * x**3)
         tanh = torch.tanh(inner)
-        slope = _SQRT_2_OVER_PI * (1.0 + 3 * 0.044715 * wide.square())
-        return 0.5 * (1.0 + tanh) + 0.5 * wide * (1.0 - tanh.square()) * slope
-    cumulative = 0.5 * (1.0 + torch.erf(wide / math.sqrt(2.0)))
-    density = torch.exp(-0.5 * wide.square()) / math.sqrt(2.0 * math.pi)
-    return cumulative + wide * density
+        slope = _SQRT_2_OVER_PI * (1.0 + 3 * 0.044715 * x.square())
+        return 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh.square()) * slope
+    cumulative = 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+    density = torch.exp(-0.5 * x.square()) / math.sqrt(2.0 * math.pi)
+    return cumulative + x * density
 
 
 def _gelu_check(x: Tensor, *, approximate: str) -> None:
@@ -61,37 +114,107 @@ def _gelu_check(x: Tensor, *, approximate: str) -> None:
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
 
 
-def _gelu_samples(
-    maker: SampleMaker, *others: Callable[[tuple[int, ...]], tuple[int, ...]]
-) -> Iterator[Sample]:
-    """Of x and of others, whose shapes follow from x's, in both forms."""
-    for shape in _SHAPES:
-        for approximate in ("none", "tanh"):
-            rest = (maker.normal(*other(shape)) for other in others)
-            args = (maker.normal(*shape, scale=2.0), *rest)
-            yield Sample(args, {"approximate": approximate}, f"{_label(shape)},{approximate}")
-
-
-gelu = OperatorSpec(
-    name="gelu",
-    signature='(Tensor x, *, str approximate="none") -> Tensor',
+gelu = _unary(
+    "gelu",
+    _gelu,
+    lambda grad, x, *, approximate: grad * _gelu_slope(x, approximate=approximate),
+    attrs=', *, str approximate="none"',
+    forms=_FORMS,
     equation="none: x/2 (1 + erf(x/sqrt 2)); tanh: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))",
     source="Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2",
-    forward=_gelu_forward,
-    backward=_gelu_backward,
-    fake=lambda x, *, approximate: _empty(x),
-    saved=("x",),
-    differentiable=("x",),
     check=_gelu_check,
-    sizes=lambda x, *, approximate: {"numel": x.numel()},
-    sharding=Sharding(
-        lambda x, approximate: _any_dim(1, 1, x),
-        lambda grad, x, approximate, needs: _any_dim(1, 2, x),
-    ),
-    cost=lambda x, *, approximate: Cost(2 * nbytes(x), 10 * x.numel()),
-    backward_cost=lambda x, *, approximate: Cost(3 * nbytes(x), 20 * x.numel()),
-    samples=_gelu_samples,
-    bound=Bound(forward=8, backward=16, length=lambda *_, **__: 1),
+    flops=10,
+    bound=_bound(8, 16),
+)
+
+
+# silu, relu, relu2, sigmoid, tanh, softplus
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(x)
+    return sigmoid + x * sigmoid * (1.0 - sigmoid)
+
+
+def _sigmoid_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    # Of x: a y that was rounded to 16 bits leaves 1 - y no digit.
+    y = torch.sigmoid(x)
+    return grad * (y * (1.0 - y))
+
+
+def _softplus(x: Tensor, *, beta: float, threshold: float) -> Tensor:
+    scaled = x * beta
+    # log(1 + exp(scaled)), whose exp overflows where threshold is large.
+    soft = scaled.clamp_min(0.0) + torch.log1p(torch.exp(-scaled.abs()))
+    return torch.where(scaled > threshold, x, soft / beta)
+
+
+def _softplus_gradient(grad: Tensor, x: Tensor, *, beta: float, threshold: float) -> Tensor:
+    scaled = x * beta
+    return torch.where(scaled > threshold, grad, grad * torch.sigmoid(scaled))
+
+
+def _softplus_check(x: Tensor, *, beta: float, threshold: float) -> None:
+    if not beta > 0.0:
+        raise ValueError(f"beta must be above 0, got {beta}")
+
+
+silu = _unary(
+    "silu",
+    lambda x: x * torch.sigmoid(x),
+    lambda grad, x: grad * _silu_slope(x),
+    equation="y = x * sigmoid(x)",
+    source="Elfwing, Uchibe and Doya 2017, arXiv:1702.03118",
+    flops=5,
+    bound=_bound(5, 9),
+)
+relu = _unary(
+    "relu",
+    torch.relu,
+    lambda grad, x: torch.where(x <= 0.0, 0.0, grad),
+    equation="y = max(x, 0)",
+    source="Nair and Hinton 2010, ICML",
+    flops=1,
+    bound=_bound(0, 0),
+)
+relu2 = _unary(
+    "relu2",
+    lambda x: torch.relu(x).square(),
+    lambda grad, x: torch.where(x <= 0.0, 0.0, 2.0 * x * grad),
+    equation="y = max(x, 0)^2",
+    source="So et al. 2021, arXiv:2109.08668",
+    flops=2,
+    bound=_bound(1, 2),
+)
+sigmoid = _unary(
+    "sigmoid",
+    torch.sigmoid,
+    _sigmoid_gradient,
+    equation="y = 1 / (1 + exp(-x))",
+    source="torch.sigmoid",
+    flops=4,
+    bound=_bound(4, 8),
+)
+tanh = _unary(
+    "tanh",
+    torch.tanh,
+    lambda grad, x: grad * (1.0 - torch.tanh(x).square()),
+    equation="y = (exp(x) - exp(-x)) / (exp(x) + exp(-x))",
+    source="torch.tanh",
+    flops=6,
+    bound=_bound(5, 12),
+)
+softplus = _unary(
+    "softplus",
+    _softplus,
+    _softplus_gradient,
+    attrs=", *, float beta=1.0, float threshold=20.0",
+    forms=({"beta": 1.0, "threshold": 20.0}, {"beta": 2.0, "threshold": 1.0}),
+    equation="y = x if beta x > threshold, else log(1 + exp(beta x)) / beta",
+    source="torch.nn.functional.softplus",
+    check=_softplus_check,
+    flops=7,
+    bound=_bound(8, 8),
 )
 
 
@@ -100,13 +223,13 @@ gelu = OperatorSpec(
 
 def _bias_gelu_forward(x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
     # The sum stays in float32: there is one rounding to x's dtype, at the end.
-    return _gelu_forward(x.float() + bias.float(), approximate=approximate).to(x.dtype)
+    return _gelu(x.float() + bias.float(), approximate=approximate).to(x.dtype).contiguous()
 
 
 def _bias_gelu_backward(
     grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    total = grad.float() * _gelu_slope(x.float() + bias.float(), approximate)
+    total = grad.float() * _gelu_slope(x.float() + bias.float(), approximate=approximate)
     dx = total.to(x.dtype) if needs[0] else None
     dbias = total.unsqueeze(0).flatten(0, -2).sum(0).to(bias.dtype) if needs[1] else None
     return dx, dbias
@@ -151,8 +274,8 @@ bias_gelu = OperatorSpec(
     backward_cost=lambda x, bias, *, approximate: Cost(
         3 * nbytes(x) + 2 * nbytes(bias), 22 * x.numel()
     ),
-    samples=lambda maker: _gelu_samples(maker, lambda shape: shape[-1:]),
-    bound=Bound(forward=10, backward=20, length=lambda *_, **__: 1),
+    samples=lambda maker: _samples(maker, lambda shape: shape[-1:], forms=_FORMS),
+    bound=_bound(10, 20),
 )
 
 
@@ -168,13 +291,11 @@ def _swiglu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, *, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     wide, slope = gate.float(), grad.float()
-    sigmoid = torch.sigmoid(wide)
-    silu = wide * sigmoid
     dgate = dup = None
     if needs[0]:
-        dgate = (slope * up.float() * (sigmoid + silu * (1.0 - sigmoid))).to(gate.dtype)
+        dgate = (slope * up.float() * _silu_slope(wide)).to(gate.dtype)
     if needs[1]:
-        dup = (slope * silu).to(up.dtype)
+        dup = (slope * (wide * torch.sigmoid(wide))).to(up.dtype)
     return dgate, dup
 
 
@@ -183,11 +304,6 @@ def _swiglu_check(gate: Tensor, up: Tensor) -> None:
         raise ValueError(
             f"gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}"
         )
-
-
-def _swiglu_samples(maker: SampleMaker) -> Iterator[Sample]:
-    for shape in _SHAPES:
-        yield Sample((maker.normal(*shape, scale=2.0), maker.normal(*shape)), {}, _label(shape))
 
 
 swiglu = OperatorSpec(
@@ -208,8 +324,8 @@ swiglu = OperatorSpec(
     ),
     cost=lambda gate, up: Cost(3 * nbytes(gate), 6 * gate.numel()),
     backward_cost=lambda gate, up: Cost(5 * nbytes(gate), 12 * gate.numel()),
-    samples=_swiglu_samples,
-    bound=Bound(forward=6, backward=10, length=lambda *_, **__: 1),
+    samples=lambda maker: _samples(maker, _same),
+    bound=_bound(6, 10),
 )
 
 
@@ -217,7 +333,7 @@ swiglu = OperatorSpec(
 
 
 def _geglu_forward(gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
-    return (_gelu_forward(gate.float(), approximate=approximate) * up.float()).to(gate.dtype)
+    return (_gelu(gate.float(), approximate=approximate) * up.float()).to(gate.dtype).contiguous()
 
 
 def _geglu_backward(
@@ -226,9 +342,9 @@ def _geglu_backward(
     wide, slope = gate.float(), grad.float()
     dgate = dup = None
     if needs[0]:
-        dgate = (slope * up.float() * _gelu_slope(wide, approximate)).to(gate.dtype)
+        dgate = (slope * up.float() * _gelu_slope(wide, approximate=approximate)).to(gate.dtype)
     if needs[1]:
-        dup = (slope * _gelu_forward(wide, approximate=approximate)).to(up.dtype)
+        dup = (slope * _gelu(wide, approximate=approximate)).to(up.dtype)
     return dgate, dup
 
 
@@ -256,6 +372,6 @@ geglu = OperatorSpec(
     ),
     cost=lambda gate, up, *, approximate: Cost(3 * nbytes(gate), 11 * gate.numel()),
     backward_cost=lambda gate, up, *, approximate: Cost(5 * nbytes(gate), 32 * gate.numel()),
-    samples=lambda maker: _gelu_samples(maker, lambda shape: shape),
-    bound=Bound(forward=9, backward=18, length=lambda *_, **__: 1),
+    samples=lambda maker: _samples(maker, _same, forms=_FORMS),
+    bound=_bound(9, 18),
 )

@@ -1,4 +1,4 @@
-"""Normalisation over the last dim: rms_norm, layer_norm."""
+"""Normalisation over the last dim: rms_norm, layer_norm; over groups of channels: group_norm."""
 
 from __future__ import annotations
 
@@ -128,14 +128,24 @@ rms_norm = OperatorSpec(
 # layer_norm
 
 
-def _layer_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide = x.float()
+def _standardised(wide: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of mean 0 and variance 1 over the last dim; the mean and 1 over the deviation."""
     mean = wide.mean(-1, keepdim=True)
     centred = wide - mean
     rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    y = centred * rstd * weight.float()
+    return centred * rstd, mean, rstd
+
+
+def _standardised_gradient(scaled: Tensor, normed: Tensor, rstd: Tensor) -> Tensor:
+    projected = normed * (scaled * normed).mean(-1, keepdim=True)
+    return (scaled - scaled.mean(-1, keepdim=True) - projected) * rstd
+
+
+def _layer_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    normed, mean, rstd = _standardised(x.float(), eps)
+    y = normed * weight.float()
     if bias is not None:
         y = y + bias.float()
     return (
@@ -152,9 +162,7 @@ def _layer_backward(
     dx = dweight = dbias = None
     if needs[0]:
         scaled = grad.float() * weight.float()
-        projected = normed * (scaled * normed).mean(-1, keepdim=True)
-        centred = scaled - scaled.mean(-1, keepdim=True) - projected
-        dx = (centred * rstd.unsqueeze(-1)).to(x.dtype)
+        dx = _standardised_gradient(scaled, normed, rstd.unsqueeze(-1)).to(x.dtype)
     if needs[1]:
         dweight = _column_sum(grad.float() * normed).to(weight.dtype)
     if needs[2]:
@@ -194,4 +202,129 @@ layer_norm = OperatorSpec(
     ),
     samples=lambda maker: _samples(maker, bias=True),
     bound=Bound(forward=10, backward=16, length=_length),
+)
+
+
+# group_norm
+
+
+def _grouped(x: Tensor, num_groups: int) -> Tensor:
+    """(N, C, ...) as (N, groups, numbers of a group)."""
+    return x.float().reshape(x.shape[0], num_groups, _group_size(x, num_groups))
+
+
+def _group_size(x: Tensor, num_groups: int) -> int:
+    return x.shape[1:].numel() // num_groups
+
+
+def _by_channel(x: Tensor, values: Tensor) -> Tensor:
+    """(C,) in float32, as it goes with x."""
+    return values.float().reshape(-1, *[1] * (x.dim() - 2))
+
+
+def channel_sum(values: Tensor) -> Tensor:
+    """Over all dims but the second."""
+    # Of a view of few numbers torch sums in another order.
+    return values.transpose(0, 1).flatten(1).contiguous().sum(1)
+
+
+def _group_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, num_groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    normed, mean, rstd = _standardised(_grouped(x, num_groups), eps)
+    y = normed.reshape(x.shape) * _by_channel(x, weight)
+    if bias is not None:
+        y = y + _by_channel(x, bias)
+    return y.to(x.dtype).contiguous(), mean.squeeze(-1), rstd.squeeze(-1)
+
+
+def _group_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    num_groups: int,
+    eps: float,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    normed = (_grouped(x, num_groups) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+    dx = dweight = dbias = None
+    if needs[0]:
+        scaled = _grouped(grad.float() * _by_channel(x, weight), num_groups)
+        found = _standardised_gradient(scaled, normed, rstd.unsqueeze(-1))
+        dx = found.reshape(x.shape).to(x.dtype)
+    if needs[1]:
+        dweight = channel_sum(grad.float() * normed.reshape(x.shape)).to(weight.dtype)
+    if needs[2]:
+        dbias = channel_sum(grad.float()).to(weight.dtype)
+    return dx, dweight, dbias
+
+
+def _group_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, num_groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    mean = x.new_empty((x.shape[0], num_groups), dtype=torch.float32)
+    return y, mean, torch.empty_like(mean)
+
+
+def _group_check(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, num_groups: int, eps: float
+) -> None:
+    channels = x.shape[1] if x.dim() > 1 else None
+    if channels is None or num_groups < 1 or channels % num_groups:
+        raise ValueError(
+            f"x must be (N, C, ...) with C a multiple of num_groups {num_groups}; "
+            f"got {tuple(x.shape)}"
+        )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != (channels,):
+            raise ValueError(f"{name} must have shape ({channels},), got {tuple(tensor.shape)}")
+
+
+def _group_samples(maker: SampleMaker) -> Iterator[Sample]:
+    for shape, groups in (((2, 4, 5), 2), ((3, 6), 3), ((2, 6, 3, 5), 1), ((1, 3, 33), 3)):
+        args = (maker.normal(*shape), maker.normal(shape[1]), maker.normal(shape[1]))
+        label = f"{'x'.join(map(str, shape))},groups={groups}"
+        yield Sample(args, {"num_groups": groups, "eps": 1e-5}, label)
+
+
+group_norm = OperatorSpec(
+    name="group_norm",
+    signature="(Tensor x, Tensor weight, Tensor? bias=None, *, int num_groups, float eps=1e-05)"
+    " -> Tensor",
+    equation="y = (x - mean) * rstd * weight + bias, mean and rstd of each group of channels",
+    source="Wu and He 2018, arXiv:1803.08494, equations 1 to 7",
+    forward=_group_forward,
+    backward=_group_backward,
+    fake=_group_fake,
+    residuals=(
+        Residual("mean", "(x.shape[0], num_groups)", "float32"),
+        Residual("rstd", "(x.shape[0], num_groups)", "float32"),
+    ),
+    saved=("x", "weight", "mean", "rstd"),
+    shaped_like={"bias": "weight"},
+    restore=lambda x, weight, **attrs: _group_forward(x, weight, None, **attrs)[1:],
+    differentiable=("x", "weight", "bias"),
+    check=_group_check,
+    sizes=lambda x, weight, bias, *, num_groups, eps: {
+        "channels": x.shape[1],
+        "group": _group_size(x, num_groups),
+    },
+    sharding=Sharding(
+        lambda x, weight, bias, *_: [([0, 0, 0], [0, None, *([] if bias is None else [None])])],
+        lambda *_: [([0, "partial", "partial"], [0, 0, None, 0, 0])],
+    ),
+    cost=lambda x, weight, bias, **_: Cost(2 * nbytes(x) + nbytes(weight, bias), 7 * x.numel()),
+    backward_cost=lambda x, weight, bias, **_: Cost(
+        3 * nbytes(x) + 2 * nbytes(weight, bias), 12 * x.numel()
+    ),
+    samples=_group_samples,
+    bound=Bound(
+        forward=10,
+        backward=16,
+        length=lambda x, *_, num_groups, **__: _group_size(x, num_groups),
+    ),
 )

@@ -11,7 +11,20 @@ have the dtype of the first argument unless said otherwise. Shapes that do not f
 from anychip import registry
 from anychip.dispatch import selection
 from anychip.dispatch.operator import operator as operator  # for the root module: connected
-from anychip.ops.activation import bias_dropout_add, bias_gelu, dropout, geglu, gelu, swiglu
+from anychip.ops.activation import (
+    bias_dropout_add,
+    bias_gelu,
+    dropout,
+    geglu,
+    gelu,
+    relu,
+    relu2,
+    sigmoid,
+    silu,
+    softplus,
+    swiglu,
+    tanh,
+)
 from anychip.ops.attention import attention, attention_dropout, attention_varlen, rope, softmax
 from anychip.ops.compression import dequantize, hadamard, quantize, top_k
 from anychip.ops.norm import (
@@ -19,11 +32,14 @@ from anychip.ops.norm import (
     add_rms_norm,
     dropout_add_layer_norm,
     dropout_add_rms_norm,
+    group_norm,
     layer_norm,
     rms_norm,
 )
 from anychip.ops.permutation import permute, unpermute
 from anychip.ops.product import (
+    conv1d,
+    conv2d,
     cross_entropy,
     embedding,
     grouped_linear,
@@ -49,10 +65,11 @@ selection.connect(registry.owner, providers)
 
 __all__ = [
     "adamw", "adamw_8bit", "add_layer_norm", "add_rms_norm", "attention", "attention_dropout",
-    "attention_varlen", "bias_dropout_add", "bias_gelu", "clip", "cross_entropy", "dequantize",
-    "dropout", "dropout_add_layer_norm", "dropout_add_rms_norm", "embedding", "geglu", "gelu",
-    "grouped_linear", "hadamard", "l2_norm", "l2_norm_partials", "lamb", "lamb_partials",
-    "layer_norm", "linear", "linear_cross_entropy", "linear_cross_entropy_partials", "lion",
-    "permute", "quantize", "rms_norm", "rope", "sgd", "softmax", "swiglu", "top_k", "unpermute",
+    "attention_varlen", "bias_dropout_add", "bias_gelu", "clip", "conv1d", "conv2d",
+    "cross_entropy", "dequantize", "dropout", "dropout_add_layer_norm", "dropout_add_rms_norm",
+    "embedding", "geglu", "gelu", "group_norm", "grouped_linear", "hadamard", "l2_norm",
+    "l2_norm_partials", "lamb", "lamb_partials", "layer_norm", "linear", "linear_cross_entropy",
+    "linear_cross_entropy_partials", "lion", "permute", "quantize", "relu", "relu2", "rms_norm",
+    "rope", "sgd", "sigmoid", "silu", "softmax", "softplus", "swiglu", "tanh", "top_k", "unpermute",
     "unscale_and_check",
 ]  # fmt: skip

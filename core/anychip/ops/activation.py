@@ -19,6 +19,52 @@ def gelu(x: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     raise NotImplementedError
 
 
+@operator(operators.silu)
+def silu(x: Tensor) -> Tensor:
+    """``x * sigmoid(x)``, also named swish.
+
+    Source: Elfwing, Uchibe and Doya 2017, arXiv:1702.03118.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.relu)
+def relu(x: Tensor) -> Tensor:
+    """``max(x, 0)``; NaN stays NaN, and the gradient at 0 is 0."""
+    raise NotImplementedError
+
+
+@operator(operators.relu2)
+def relu2(x: Tensor) -> Tensor:
+    """``max(x, 0)^2``, the square of relu.
+
+    Source: So et al. 2021, arXiv:2109.08668.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.sigmoid)
+def sigmoid(x: Tensor) -> Tensor:
+    """``1 / (1 + exp(-x))``."""
+    raise NotImplementedError
+
+
+@operator(operators.tanh)
+def tanh(x: Tensor) -> Tensor:
+    """The hyperbolic tangent."""
+    raise NotImplementedError
+
+
+@operator(operators.softplus)
+def softplus(x: Tensor, *, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    """``log(1 + exp(beta x)) / beta``, and x itself where ``beta x`` is above the threshold.
+
+    Args:
+        beta: above 0.
+    """
+    raise NotImplementedError
+
+
 @operator(operators.bias_gelu)
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """``gelu(x + bias)``, exact or with the tanh approximation; the sum is not rounded.

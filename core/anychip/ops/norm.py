@@ -1,4 +1,4 @@
-"""Normalisation over the last dim, alone and after a residual sum, with dropout or without."""
+"""Normalisation over the last dim, alone and after a residual sum; over groups of channels."""
 
 from __future__ import annotations
 
@@ -34,6 +34,23 @@ def layer_norm(
         eps: added to the (biased) variance.
 
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.group_norm)
+def group_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, num_groups: int, eps: float = 1e-5
+) -> Tensor:
+    """Norm over each group of channels: ``(x - mean) / sqrt(var + eps) * weight + bias``.
+
+    Args:
+        x: (N, C, ...) float.
+        weight, bias: (C,) float, x's dtype or float32.
+        num_groups: how many groups of C / num_groups channels that follow each other.
+        eps: added to the (biased) variance.
+
+    Source: Wu and He 2018, arXiv:1803.08494.
     """
     raise NotImplementedError
 

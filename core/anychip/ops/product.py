@@ -1,7 +1,8 @@
-"""Matrix products with weights, and the losses behind them."""
+"""Products with weights: matrices, convolutions, and the losses behind them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -31,6 +32,43 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
     Raises:
         ValueError: on a host, offsets that are not sorted or not within 0 to T.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.conv1d)
+def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Causal depthwise convolution: ``y[t] = bias + sum of weight[k] x[t + k + 1 - K]``.
+
+    Each channel has a kernel of its own, and sees zeros before the start.
+
+    Args:
+        x: (N, C, T) float.
+        weight: (C, K), bias: (C,), both x's dtype.
+
+    Source: Gu and Dao 2023, arXiv:2312.00752, where it goes before the state space.
+    """
+    raise NotImplementedError
+
+
+@operator(operators.conv2d)
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Convolution over two dims, as ``torch.nn.functional.conv2d``; a pad is a number of zeros.
+
+    Args:
+        x: (N, C, H, W) float.
+        weight: (O, C / groups, KH, KW), bias: (O,), both x's dtype.
+        stride, padding, dilation: for both dims, or for each.
+        groups: O / groups outputs see C / groups channels each.
     """
     raise NotImplementedError
 

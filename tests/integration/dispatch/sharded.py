@@ -60,7 +60,7 @@ def cases() -> dict[str, Case]:
     cos, sin = torch.rand(6, 4), torch.rand(6, 4)
     index = torch.randint(12, (8, 3))
     total = {"reduction": "sum"}
-    others = fused_cases() | packed_cases()
+    others = fused_cases() | packed_cases() | channel_cases()
     return others | {
         "rms_norm/rows": ("rms_norm", [(x, 0), (w, None)], {}, True),
         "rms_norm/second dim": ("rms_norm", [(x, 1), (w, None)], {}, True),
@@ -129,6 +129,40 @@ def fused_cases() -> dict[str, Case]:
         "softmax/bias of each row": ("softmax", [(x, 0), seen, (x[:, :1], 0)], {}, True),
         "softmax/bias of queries": ("softmax", [(x, 1), seen, (x[0], 0)], {}, False),
         "softmax/bias that is cut": ("softmax", [(x, 0), seen, (x[0], 1)], {}, False),
+    }
+
+
+def channel_cases() -> dict[str, Case]:
+    """Operators of (N, C, ...), and activations of one tensor."""
+    torch.manual_seed(3)
+    x, up, bias = torch.randn(8, 6, 16), torch.randn(6, 4), torch.randn(12)
+    w, b = torch.randn(6), torch.randn(6)
+    q, kernel = torch.randn(4, 6, 4, 8), torch.randn(12, 6, 3, 2)
+    return {
+        "silu/last dim": ("silu", [(x, 2)], {}, True),
+        "softplus/rows": ("softplus", [(x, 0)], {"beta": 2.0}, True),
+        "group_norm/batch": (
+            "group_norm",
+            [(x, 0), (w, None), (b, None)],
+            {"num_groups": 3},
+            True,
+        ),
+        "group_norm/channels are gathered": (
+            "group_norm",
+            [(x, 1), (w, 0)],
+            {"num_groups": 3},
+            True,
+        ),
+        "conv1d/channels": ("conv1d", [(x, 1), (up, 0), (b, 0)], {}, False),
+        "conv1d/batch": ("conv1d", [(x, 0), (up, None)], {}, False),
+        "conv2d/batch": ("conv2d", [(q, 0), (kernel, None), (bias, None)], {"padding": 1}, False),
+        "conv2d/outputs": ("conv2d", [(q, None), (kernel, 0), (bias, 0)], {"stride": 2}, False),
+        "conv2d/groups are gathered": (
+            "conv2d",
+            [(q, None), (kernel[:, :3], 0)],
+            {"groups": 2},
+            False,
+        ),
     }
 
 

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 import anychip
-from anychip.bench import dispatch, operators, updates
+from anychip.bench import channels, dispatch, operators, updates
 from anychip.bench.compiled import Compiler
 from anychip.bench.timing import Samples
 from anychip.cli.bench_command import command
@@ -35,6 +35,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "_COPY_BYTES", 1 << 16)
     monkeypatch.setattr(updates, "_SHAPE", (32, 64))
     monkeypatch.setattr(updates, "_NUMEL", 1 << 15)
+    monkeypatch.setattr(channels, "_LENGTH", 64)
+    monkeypatch.setattr(channels, "_SIDE", 7)
     for module in (dispatch, operators):
         real = module.interleave
         monkeypatch.setattr(
@@ -181,5 +183,5 @@ def test_compiler_that_fails_for_one_function_names_it() -> None:
 
 
 def test_bench_ops_for_an_operator_without_a_case_is_refused() -> None:
-    with pytest.raises(ValueError, match="no benchmark for relu; there are rms_norm"):
-        operators.run(anychip.backend(), rounds=3, progress=lambda _: None, names=("relu",))
+    with pytest.raises(ValueError, match="no benchmark for mish; there are rms_norm"):
+        operators.run(anychip.backend(), rounds=3, progress=lambda _: None, names=("mish",))

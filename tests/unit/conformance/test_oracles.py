@@ -250,7 +250,14 @@ def torch_top_k(x: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
 
 PEERS: dict[str, Callable[..., Any]] = {
     "rms_norm": torch_rms_norm, "layer_norm": torch_layer_norm, "add_rms_norm": torch_add_rms_norm,
-    "add_layer_norm": torch_add_layer_norm, "gelu": F.gelu,
+    "add_layer_norm": torch_add_layer_norm,
+    "group_norm": lambda x, w, b, *, num_groups, eps: torch.group_norm(x, num_groups, w, b, eps),
+    "gelu": F.gelu, "silu": F.silu, "relu": F.relu, "relu2": lambda x: F.relu(x) ** 2,
+    "sigmoid": torch.sigmoid, "tanh": torch.tanh, "softplus": F.softplus,
+    "conv1d": lambda x, w, b: F.conv1d(
+        F.pad(x, (w.shape[1], 0)), w[:, None], b, groups=x.shape[1]
+    )[..., 1:],
+    "conv2d": F.conv2d,
     "bias_gelu": lambda x, bias, *, approximate: F.gelu(x + bias, approximate=approximate),
     "geglu": lambda gate, up, *, approximate: F.gelu(gate, approximate=approximate) * up,
     "softmax": torch_softmax, "swiglu": lambda gate, up: F.silu(gate) * up, "rope": torch_rope,
@@ -457,7 +464,10 @@ GRADIENT_CALLS = {
     "bias_dropout_add": ("7x9.p:0.1", "11x40.p:1", "8x33.bias:none"),
     "dropout_add_rms_norm": ("3x17", "4x40.eps:0.5", "11x40.p:1"),
     "dropout_add_layer_norm": ("3x17", "2x3x33", "4x40.bias:none"),
+    "group_norm": ("2x6x5x7.3", "3x6x40.2.eps:0.5", "3x6x40.2.bias:none", "2x3.3"),
     "gelu": ("17.none", "17.tanh", "2x3x16.tanh"),
+    "silu": ("17",), "relu2": ("17",), "sigmoid": ("17",), "tanh": ("17",),
+    "softplus": ("17.beta:1", "17.beta:0.3"),
     "bias_gelu": ("17.none", "17.tanh", "2x3x16.tanh"),
     "swiglu": ("17", "2x3x16"),
     "geglu": ("17.none", "17.tanh", "2x3x16.tanh"),
@@ -484,6 +494,11 @@ GRADIENT_CALLS = {
     "linear_cross_entropy": (
         "6.8-11.bias", "6.8-11", "2x5.24-130.sum", "2x5.24-130.none", "2x5.24-130.smooth:0.1",
         "2x5.24-130.all", "2x5.24-130.all-mean", "ignored:last",
+    ),
+    "conv1d": ("2x5x7.4", "2x3x1.4", "2x4x16.3.bias:none"),
+    "conv2d": (
+        "2x3x7x5.4x3x3x3", "1x4x11x10.6x2x2x3", "2x6x9x8.12x1x3x3", "1x2x4x3.3x2x2x2",
+        "2x3x16x16.8x3x4x4",
     ),
     "permute": ("9x8.4of4", "40x24.8of64", "uneven", "9x8.4of4.outside.int32"),
     "unpermute": ("9x33.of:4", "9x33.of:4.unweighted", "5x65.of:8", "0x8.of:2"),

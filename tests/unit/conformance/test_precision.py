@@ -36,10 +36,10 @@ ROOM = 0.95
 once, and half an ULP of it is nearly the whole bound: somewhere that half is always reached."""
 ONE_ROUNDING = {
     (name, dtype)
-    for name in ("unscale_and_check", "top_k")
+    for name in ("unscale_and_check", "top_k", "relu", "relu2")
     for dtype in (torch.bfloat16, torch.float16)
 }
-"""One division, rounded once, or none at all: there is nothing to do in a lower precision."""
+"""One operation, rounded once, or none at all: there is nothing to do in a lower precision."""
 
 
 class Run:
@@ -194,6 +194,8 @@ def test_reference_one_precision_class_lower_fails(
 FAST = {
     "rms_norm": "5x64", "layer_norm": "5x64", "add_rms_norm": "5x64", "add_layer_norm": "5x64",
     "dropout_add_rms_norm": "5x64", "dropout_add_layer_norm": "5x64",
+    "group_norm": "2x32x9x8.8",
+    "silu": "1025", "sigmoid": "1025", "tanh": "1025", "softplus": "1025.beta:1",
     "gelu": "1025.tanh", "bias_gelu": "1025.none", "swiglu": "1025", "geglu": "1025.tanh",
     "softmax": "3x1000", "attention": "1x65x3+3x40.full",
     "attention_dropout": "1x65x3+3x40.p:0.1", "attention_varlen": "15+17+33.causal",

@@ -18,7 +18,7 @@ WRITING = ["clip", "unscale_and_check", "adamw", "sgd", "lion", "lamb"]
 # bits of the same sum when the allocator gives the two calls differently aligned memory.
 PRODUCTS = (
     "linear", "grouped_linear", "linear_cross_entropy", "linear_cross_entropy_partials",
-    "attention", "attention_dropout", "attention_varlen",
+    "attention", "attention_dropout", "attention_varlen", "conv1d", "conv2d",
 )  # fmt: skip
 
 

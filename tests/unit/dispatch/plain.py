@@ -170,7 +170,14 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "dropout_add_layer_norm": lambda x, r, w, rng, b, *, p, eps: _plain_add_norm(
         _plain_dropout(x, rng, p=p), r, lambda total: F.layer_norm(total, w.shape, w, b, eps)
     ),
+    "group_norm": lambda x, w, b, *, num_groups, eps: F.group_norm(x, num_groups, w, b, eps),
     "gelu": F.gelu,
+    "silu": F.silu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "softplus": F.softplus,
     "bias_gelu": lambda x, bias, *, approximate: F.gelu(x + bias, approximate=approximate),
     "swiglu": lambda gate, up: F.silu(gate) * up,
     "geglu": lambda gate, up, *, approximate: F.gelu(gate, approximate=approximate) * up,
@@ -181,6 +188,10 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "attention_varlen": _plain_varlen,
     "linear": F.linear,
     "grouped_linear": _plain_grouped_linear,
+    "conv1d": lambda x, w, b: F.conv1d(
+        F.pad(x, (w.shape[1] - 1, 0)), w[:, None], b, groups=x.shape[1]
+    ),
+    "conv2d": F.conv2d,
     "permute": _plain_permute,
     "unpermute": lambda x, row_map, weights: torch.einsum(
         "tkh,tk->th", x[row_map], torch.ones(row_map.shape).to(x) if weights is None else weights

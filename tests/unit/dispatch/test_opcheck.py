@@ -57,9 +57,9 @@ def test_forward_and_backward_operators_pass_opcheck(
 @pytest.mark.parametrize(
     "name",
     [
-        "dropout", "bias_dropout_add", "gelu", "bias_gelu", "swiglu", "geglu", "rms_norm",
-        "layer_norm", "add_rms_norm", "add_layer_norm", "dropout_add_rms_norm",
-        "dropout_add_layer_norm", "softmax", "rope",
+        "dropout", "bias_dropout_add", "gelu", "silu", "relu", "softplus", "bias_gelu", "swiglu",
+        "geglu", "rms_norm", "layer_norm", "group_norm", "add_rms_norm", "add_layer_norm",
+        "dropout_add_rms_norm", "dropout_add_layer_norm", "softmax", "rope", "conv1d", "conv2d",
     ],
 )  # fmt: skip
 def test_reference_of_a_transposed_tensor_has_the_layout_that_was_promised(name: str) -> None:

@@ -28,7 +28,10 @@ def test_signature_of_every_operator_agrees_with_its_schema(name: str) -> None:
         assert (parameter.kind is parameter.KEYWORD_ONLY) == argument.kwarg_only
         has = parameter.default is not parameter.empty
         assert has == argument.has_default_value()
-        assert not has or parameter.default == argument.default_value
+        default = parameter.default
+        if argument.N and isinstance(default, int):
+            default = [default] * argument.N  # one number stands for all
+        assert not has or default == argument.default_value
 
 
 def test_signature_is_the_typed_one() -> None:
@@ -105,6 +108,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ops.gelu(X, approximate=0),  # type: ignore[arg-type]
         r"gelu\(\): approximate must be a str, got 0 \(int\)",
     ),
+    "text for a pair of ints": (
+        lambda: ops.conv2d(Q, Q, padding="same"),  # type: ignore[arg-type]
+        r"conv2d\(\): padding must be an int or 2 of them, got 'same' \(str\)",
+    ),
     "text in a list of ints": (
         lambda: ops.l2_norm_partials([X], offsets=["0"], sizes=[16]),  # type: ignore[list-item]
         r"l2_norm_partials\(\): offsets must be a list of int or None, got \['0'\] \(list\)",
@@ -152,6 +159,36 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dropout p": (lambda o: o.dropout(X, torch.tensor([1, 2]), p=1.5), r"p must be.*got 1\.5"),
     "dropout p nan": (lambda o: o.dropout(X, torch.tensor([1, 2]), p=float("nan")), "got nan"),
     "gelu mode": (lambda o: o.gelu(X, approximate="tan"), "approximate.*got 'tan'"),
+    "softplus beta": (lambda o: o.softplus(X, beta=-1.0), r"beta must be above 0, got -1\.0"),
+    "group_norm groups": (
+        lambda o: o.group_norm(X, W, num_groups=3), r"multiple of num_groups 3; got \(2, 8\)",
+    ),
+    "group_norm 1-dim": (lambda o: o.group_norm(W, W, num_groups=1), r"\(N, C, \.\.\.\).*\(8,\)"),
+    "group_norm bias": (
+        lambda o: o.group_norm(X, W, W[:7], num_groups=2), r"bias must have shape \(8,\).*\(7,\)",
+    ),
+    "conv1d kernel": (
+        lambda o: o.conv1d(Q[0], torch.ones(3, 2)), r"\(C, K\); got \(3, 4, 8\) and \(3, 2\)",
+    ),
+    "conv1d bias": (lambda o: o.conv1d(Q[0], torch.ones(4, 2), W), r"bias must be \(4,\), got"),
+    "conv2d groups": (
+        lambda o: o.conv2d(Q, torch.ones(4, 3, 1, 1), groups=3), r"\(4, 3, 1, 1\) with groups=3",
+    ),
+    "conv2d outputs": (
+        lambda o: o.conv2d(Q, torch.ones(4, 1, 1, 1), groups=3), "a multiple of 3 outputs, got 4",
+    ),
+    "conv2d stride": (
+        lambda o: o.conv2d(Q, torch.ones(4, 3, 1, 1), stride=[1, 0]), r"stride .*, got \[1, 0",
+    ),
+    "conv2d padding": (
+        lambda o: o.conv2d(Q, torch.ones(4, 3, 1, 1), padding=[1, 1, 1]), "one or two numbers",
+    ),
+    "conv2d kernel too large": (
+        lambda o: o.conv2d(Q, torch.ones(4, 3, 5, 1)), "the kernel must .* fit into x",
+    ),
+    "conv2d dtypes": (
+        lambda o: o.conv2d(Q, torch.ones(4, 3, 1, 1).half()), "one dtype, got torch.float32, ",
+    ),
     "swiglu": (lambda o: o.swiglu(X, W), r"got \(2, 8\) and \(8,\)"),
     "rope table": (lambda o: o.rope(Q, Q, W, W), r"cos and sin.*\(3, 4\)"),
     "rope odd": (

@@ -1,23 +1,26 @@
-"""Oracles of gelu, bias_gelu, swiglu and geglu: element by element.
+"""Oracles of activations: of one tensor, of a sum with a bias, and gated; element by element.
 
 gelu: Hendrycks and Gimpel 2016; its gradient is grad * (cdf(x) + x pdf(x)), for the tanh form the
-product rule. swiglu, geglu: Shazeer 2020, equation 6; silu' = s + silu (1 - s), s = sigmoid(gate).
+product rule. swiglu, geglu: Shazeer 2020, equation 6.
 bias_gelu: the sum is a float32 number; the bias's gradient sums over all rows, the only reduction.
 The normal distribution's cdf is (1 + erf z) / 2 or erfc(-z) / 2, z = x / sqrt 2, whichever a device
 has. Near 0 the first has the smaller error, far to the left the second; the bound is the larger
-one.
+one. The derivatives of sigmoid and tanh are s (1 - s) and 1 - t^2, silu' = s + silu (1 - s), that
+of softplus is sigmoid(beta x); relu and its square only select and multiply.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from anychip.conformance.arithmetic import ULP, Rounded, erf, exp, sigmoid, tanh
+from anychip.conformance.arithmetic import ULP, Rounded, erf, exp, log1p, sigmoid, tanh, where
 from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, Layout, shape_label
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -52,12 +55,34 @@ def _gelu_slope(x: Rounded, approximate: str) -> Rounded:
     return _cdf(x) + x * density
 
 
-def _gelu_forward(x: Rounded, *, approximate: str) -> tuple[Rounded]:
-    return (_gelu(x, approximate),)
+def _silu_slope(x: Rounded) -> Rounded:
+    s = sigmoid(x)
+    return s + x * s * (1.0 - s)
 
 
-def _gelu_backward(grads: tuple[Rounded], x: Rounded, *, approximate: str) -> tuple[Rounded]:
-    return (grads[0] * _gelu_slope(x, approximate),)
+def _positive(x: Rounded, number: Rounded) -> Rounded:
+    """The number, where x is not above 0 exactly 0; of NaN it stays NaN."""
+    return where(x.value <= 0.0, 0.0, number)
+
+
+def _sigmoid_slope(x: Rounded) -> Rounded:
+    s = sigmoid(x)
+    return s * (1.0 - s)
+
+
+def _tanh_slope(x: Rounded) -> Rounded:
+    t = tanh(x)
+    return 1.0 - t * t
+
+
+def _softplus(x: Rounded, beta: float, threshold: float) -> Rounded:
+    is_linear = (x * beta).value > threshold
+    return where(is_linear, x, log1p(exp(where(is_linear, 0.0, x * beta))) / beta)
+
+
+def _softplus_gradient(grad: Rounded, x: Rounded, beta: float, threshold: float) -> Rounded:
+    scaled = x * beta
+    return where(scaled.value > threshold, grad, grad * sigmoid(scaled))
 
 
 def _bias_gelu_forward(x: Rounded, bias: Rounded, *, approximate: str) -> tuple[Rounded]:
@@ -77,9 +102,7 @@ def _swiglu_forward(gate: Rounded, up: Rounded) -> tuple[Rounded]:
 
 def _swiglu_backward(grads: tuple[Rounded], gate: Rounded, up: Rounded) -> tuple[Rounded, Rounded]:
     (grad,) = grads
-    s = sigmoid(gate)
-    silu = gate * s
-    return grad * up * (s + silu * (1.0 - s)), grad * silu
+    return grad * up * _silu_slope(gate), grad * (gate * sigmoid(gate))
 
 
 def _geglu_forward(gate: Rounded, up: Rounded, *, approximate: str) -> tuple[Rounded]:
@@ -135,9 +158,21 @@ def _inputs() -> Iterator[tuple[str, Make, Layout, bool, bool]]:
     yield "special", _special, "contiguous", False, False
 
 
-def _each(make: Callable[..., Arguments], **attrs: str) -> Iterator[Call]:
+GELU_FORMS: Mapping[str, Mapping[str, Any]] = {
+    form: {"approximate": form} for form in ("none", "tanh")
+}
+# A product with a power of two is exact, and so is the comparison. Beyond 20 the two branches
+# differ by less than a rounding.
+SOFTPLUS_FORMS: Mapping[str, Mapping[str, Any]] = {
+    "beta:1": {"beta": 1.0, "threshold": 20.0},
+    "beta:2.threshold:1": {"beta": 2.0, "threshold": 1.0},
+    "beta:0.3": {"beta": 0.3, "threshold": 20.0},
+    "threshold:200": {"beta": 16.0, "threshold": 200.0},
+}
+
+
+def _each(make: Callable[..., Arguments], suffix: str = "", **attrs: Any) -> Iterator[Call]:
     """A call of an operator for each of the inputs."""
-    suffix = "".join(f".{form}" for form in attrs.values())
     for label, x, layout, is_random, gradient in _inputs():
         yield Call(
             f"{label}{suffix}",
@@ -149,12 +184,37 @@ def _each(make: Callable[..., Arguments], **attrs: str) -> Iterator[Call]:
 
 
 def _by_form(make: Callable[..., Arguments]) -> Iterator[Call]:
-    for approximate in ("none", "tanh"):
-        yield from _each(make, approximate=approximate)
+    for label, attrs in GELU_FORMS.items():
+        yield from _each(make, f".{label}", **attrs)
 
 
-def _gelu_arguments(draw: Draw, x: Make, approximate: str) -> Arguments:
-    return (x(draw),), {"approximate": approximate}
+def _one_argument(draw: Draw, x: Make, **attrs: Any) -> Arguments:
+    return (x(draw),), attrs
+
+
+def _infinite(draw: Draw) -> torch.Tensor:
+    return torch.tensor([math.inf, 1.5, -math.inf, -2.0, 0.0, math.nan] * 3).to(draw.dtype)
+
+
+def _limit(**attrs: Any) -> Call:
+    """Of functions whose limits every formula gives."""
+    make = partial(_one_argument, x=_infinite, **attrs)
+    return Call("infinite", make, statistical=False, gradient=False)
+
+
+def _limited_calls() -> Iterator[Call]:
+    yield from _each(_one_argument)
+    yield _limit()
+
+
+def _softplus_calls() -> Iterator[Call]:
+    for form, attrs in SOFTPLUS_FORMS.items():
+        for call in _each(_one_argument, f".{form}", **attrs):
+            # Of all numbers next to 0 it is log(2) / beta: one rounding, many times.
+            is_sample = call.statistical and not call.label.startswith("subnormal")
+            if form == "beta:1" or call.label.startswith(("17.", "bend", "wide")):
+                yield replace(call, statistical=is_sample)
+    yield _limit(**SOFTPLUS_FORMS["beta:1"])
 
 
 def _swiglu_arguments(draw: Draw, x: Make) -> Arguments:
@@ -186,7 +246,7 @@ def _wide_bias(draw: Draw, approximate: str) -> Arguments:
 
 def _bias_gelu_calls() -> Iterator[Call]:
     for approximate in ("none", "tanh"):
-        for call in _each(_bias_gelu_arguments, approximate=approximate):
+        for call in _each(_bias_gelu_arguments, f".{approximate}", approximate=approximate):
             if not call.label.startswith("scalar"):
                 yield call
         make = partial(_cancelling, approximate=approximate)
@@ -196,11 +256,43 @@ def _bias_gelu_calls() -> Iterator[Call]:
 
 _LOWER = ("17.none", "1025.none", "17.tanh", "1025.tanh")
 
-GELU = Oracle(
-    forward=_gelu_forward,
-    backward=_gelu_backward,
-    calls=partial(_by_form, _gelu_arguments),
-    lower_precision=_LOWER,
+
+def _unary(
+    value: Callable[..., Rounded],
+    gradient: Callable[..., Rounded],
+    calls: Callable[[], Iterator[Call]],
+    *,
+    lower: tuple[str, ...] = ("17", "1025"),
+) -> Oracle:
+    """Of ``y = value(x)`` and ``dx = gradient(grad, x)``."""
+    return Oracle(
+        forward=lambda x, **attrs: (value(x, **attrs),),
+        backward=lambda grads, x, **attrs: (gradient(grads[0], x, **attrs),),
+        calls=calls,
+        lower_precision=lower,
+    )
+
+
+GELU = _unary(
+    _gelu,
+    lambda grad, x, approximate: grad * _gelu_slope(x, approximate),
+    partial(_by_form, _one_argument),
+    lower=_LOWER,
+)
+SILU = _unary(
+    lambda x: x * sigmoid(x), lambda grad, x: grad * _silu_slope(x), partial(_each, _one_argument)
+)
+RELU = _unary(lambda x: _positive(x, x), lambda grad, x: _positive(x, grad), _limited_calls)
+RELU2 = _unary(
+    lambda x: _positive(x, x * x), lambda grad, x: _positive(x, 2.0 * x * grad), _limited_calls
+)
+SIGMOID = _unary(sigmoid, lambda grad, x: grad * _sigmoid_slope(x), _limited_calls)
+TANH = _unary(tanh, lambda grad, x: grad * _tanh_slope(x), _limited_calls)
+SOFTPLUS = _unary(
+    _softplus,
+    _softplus_gradient,
+    _softplus_calls,
+    lower=("17.beta:1", "1025.beta:1"),
 )
 SWIGLU = Oracle(
     forward=_swiglu_forward,

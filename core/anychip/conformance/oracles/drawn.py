@@ -37,6 +37,16 @@ def _norm(choose: Choices, draw: Draw, *, bias: bool, residual: bool = False) ->
     return tuple(args), {"eps": choose.of(1e-5, 1e-3, 0.5)}
 
 
+def _group_norm(choose: Choices, draw: Draw) -> Arguments:
+    groups = choose.of(1, 2, 3, 8)
+    shape = choose.shape(choose.of(3, 2, 4))
+    shape[1] = groups * choose.of(1, 2, 4)
+    wide = torch.float32 if choose.of(False, False, False, True) else draw.dtype
+    x, weight = choose.values(draw, *shape), choose.values(draw, shape[1], dtype=wide)
+    bias = None if choose.of(False, True) else choose.values(draw, shape[1], dtype=wide)
+    return (x, weight, bias), {"num_groups": groups, "eps": choose.of(1e-5, 1e-3, 0.5)}
+
+
 def _rng(choose: Choices, draw: Draw) -> Tensor:
     return draw.rng(*choose.of(*_SEEDS))
 
@@ -68,8 +78,9 @@ def _approximate(choose: Choices) -> dict[str, Any]:
     return {"approximate": choose.of("none", "tanh")}
 
 
-def _gelu(choose: Choices, draw: Draw) -> Arguments:
-    return (choose.values(draw, *choose.shape(choose.of(1, 2, 3, 0))),), _approximate(choose)
+def _element(choose: Choices, draw: Draw, **options: tuple[Any, ...]) -> Arguments:
+    x = choose.values(draw, *choose.shape(choose.of(1, 2, 3, 0)))
+    return (x,), {name: choose.of(*values) for name, values in options.items()}
 
 
 def _bias_gelu(choose: Choices, draw: Draw) -> Arguments:
@@ -163,6 +174,28 @@ def _linear(choose: Choices, draw: Draw) -> Arguments:
     inputs, outputs = choose.size(513), choose.size(129)
     bias = choose.values(draw, outputs) if choose.of(False, True) else None
     return (choose.values(draw, *rows, inputs), choose.values(draw, outputs, inputs), bias), {}
+
+
+def _conv1d(choose: Choices, draw: Draw) -> Arguments:
+    channels, kernel = choose.size(33), choose.of(4, 1, 2, 3, 7, 64)
+    x = choose.values(draw, choose.of(1, 2, 3, 0), channels, choose.of(choose.size(129), 0))
+    bias = choose.values(draw, channels) if choose.of(False, True) else None
+    return (x, choose.values(draw, channels, kernel), bias), {}
+
+
+def _conv2d(choose: Choices, draw: Draw) -> Arguments:
+    """Kernels that fit: an image is as large as what its kernel spans, or larger."""
+    groups = choose.of(1, 2, 4)
+    inputs, outputs = groups * choose.of(1, 3, 16), groups * choose.of(1, 2, 17)
+    kernel, dilation = ([choose.of(1, 2, 3), choose.of(1, 3, 2)] for _ in range(2))
+    sizes = [(k - 1) * d + choose.of(1, 2, 5, 9) for k, d in zip(kernel, dilation, strict=True)]
+    x = choose.values(draw, choose.of(1, 2, 0), inputs, *sizes)
+    weight = choose.values(draw, outputs, inputs // groups, *kernel)
+    bias = choose.values(draw, outputs) if choose.of(False, True) else None
+    stride = [choose.of(1, 2, 3), choose.of(1, 2, 4)]
+    padding = [choose.of(0, 1, 2), choose.of(0, 1, 3)]
+    attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return (x, weight, bias), attrs
 
 
 def _grouped_linear(choose: Choices, draw: Draw) -> Arguments:
@@ -373,13 +406,16 @@ def _top_k(choose: Choices, draw: Draw) -> Arguments:
 DRAWN: Mapping[str, Drawn] = {
     "rms_norm": partial(_norm, bias=False),
     "layer_norm": partial(_norm, bias=True),
+    "group_norm": _group_norm,
     "add_rms_norm": partial(_norm, bias=False, residual=True),
     "add_layer_norm": partial(_norm, bias=True, residual=True),
     "dropout": _dropout,
     "bias_dropout_add": _bias_dropout_add,
     "dropout_add_rms_norm": partial(_dropout_add_norm, bias=False),
     "dropout_add_layer_norm": partial(_dropout_add_norm, bias=True),
-    "gelu": _gelu,
+    "gelu": partial(_element, approximate=("none", "tanh")),
+    **dict.fromkeys(("silu", "relu", "relu2", "sigmoid", "tanh"), _element),
+    "softplus": partial(_element, beta=(1.0, 2.0, 0.5), threshold=(20.0, 1.0, 90.0)),
     "bias_gelu": _bias_gelu,
     "swiglu": partial(_gated, approximate=False),
     "geglu": partial(_gated, approximate=True),
@@ -390,6 +426,8 @@ DRAWN: Mapping[str, Drawn] = {
     "attention_varlen": _attention_varlen,
     "linear": _linear,
     "grouped_linear": _grouped_linear,
+    "conv1d": _conv1d,
+    "conv2d": _conv2d,
     "permute": _permute,
     "unpermute": _unpermute,
     "embedding": _embedding,

@@ -1,11 +1,6 @@
 """What every operator may get wrong: sizes next to those of a machine, index types, rare numbers.
 
-Sizes beside powers of two are where a vector, warp, block or tile ends; multiples of 96 are widths
-of models, which kernels are written for; 65,536 and 32,768 are where an index of 16 bits ends, and
-a grid's second and third dimension; 110 and 256 where multi-tensor kernels start another launch.
-Kernels that use tiles begin where all dims are large, and others where one dim is 1 or 0. The
-largest sizes are asked for at level full. What is particular to one operator stands with its
-oracle.
+The sizes are those of :mod:`.sweeps`. What is particular to one operator stands with its oracle.
 """
 
 from __future__ import annotations
@@ -24,6 +19,7 @@ from anychip.conformance.oracles import (
     adamw_8bit,
     attention,
     compression,
+    convolution,
     dropout,
     dropout_add_norm,
     grouped,
@@ -37,65 +33,22 @@ from anychip.conformance.oracles import (
     softmax,
     varlen,
 )
-
-Make = Callable[[Draw], Arguments]
-Sized = Callable[[Draw, int], Arguments]
-Edges = Callable[[], Iterator[Call]]
-
-QUICK = (15, 16, 31, 32, 63, 65, 128, 129, 256)
-QUICK_IN_16_BITS = (15, 65, 129)
-WIDTHS = (96, 192, 768)
-"""Widths of models and of heads: a kernel of its own for each."""
-FULL = (
-    *range(2, 15), 17, 33, 64, 80, 127, 160, 255, 257, 320, 384, 511, 512, 513, 640, 1023, 1024,
-    1025, 1280, 1536, 2047, 2048, 2049, 2560, 3072, 4095, 4096, 4097,
-)  # fmt: skip
-HIDDEN = (8191, 8192, 8193, 16383, 16384, 16385)
-"""The largest hidden sizes."""
-VOCABULARIES = (32_000, 152_064)
-BEYOND_16_BITS = 70_001
-MANY = 300
-"""Tensors of a list."""
-
-
-def _sweep(
-    make: Sized,
-    name: str,
-    *,
-    top: int = 4097,
-    more: tuple[int, ...] = (),
-    quick: tuple[int, ...] = QUICK,
-) -> Edges:
-    """A call per size."""
-
-    def calls() -> Iterator[Call]:
-        for size in (*quick, *(s for s in FULL if s <= top and s not in quick), *more):
-            yield Call(
-                f"{name}:{size}",
-                partial(_at, make, size),
-                full=size not in quick,
-                full_in_16_bits=size not in QUICK_IN_16_BITS,
-            )
-
-    return calls
-
-
-def _at(make: Sized, size: int, draw: Draw) -> Arguments:
-    return make(draw, size)
-
-
-def _one(label: str, make: Make, **options: Any) -> Edges:
-    return lambda: iter([Call(label, make, **options)])
-
-
-def _large(label: str, make: Make, **options: Any) -> Edges:
-    """One whose size is what matters: an index counts elements, whatever their type."""
-    return _one(label, make, full_in_16_bits=True, **options)
-
-
-def _both(*edges: Edges) -> Edges:
-    return lambda: (call for part in edges for call in part())
-
+from anychip.conformance.oracles.sweeps import (
+    BEYOND_16_BITS,
+    HIDDEN,
+    MANY,
+    QUICK,
+    VOCABULARIES,
+    WIDTHS,
+    Edges,
+    Make,
+    at,
+    both,
+    large,
+    named,
+    one,
+    sweep,
+)
 
 # Norms, elements
 
@@ -114,23 +67,23 @@ def _norm_edges(*, bias: bool, residual: bool, dropped: bool = False) -> Edges:
     def shaped(*shape: int) -> Make:
         return partial(plain, shape=shape)
 
-    return _both(
-        _sweep(sized, "hidden", more=HIDDEN, quick=(*QUICK, *WIDTHS)),
-        _one("rank-6", shaped(2, 1, 3, 1, 5, 7)),
-        _large("300x260", shaped(300, 260)),
-        _one("one-row", shaped(1, 40)),
-        _one("no-row", shaped(40)),
-        _large("many-rows", shaped(BEYOND_16_BITS, 2), statistical=False),
+    return both(
+        sweep(sized, "hidden", more=HIDDEN, quick=(*QUICK, *WIDTHS)),
+        one("rank-6", shaped(2, 1, 3, 1, 5, 7)),
+        large("300x260", shaped(300, 260)),
+        one("one-row", shaped(1, 40)),
+        one("no-row", shaped(40)),
+        large("many-rows", shaped(BEYOND_16_BITS, 2), statistical=False),
     )
 
 
 def _elements(make: Callable[[Draw, tuple[int, ...]], Arguments], *, slow: bool = False) -> Edges:
     """Of an operator that goes from element to element."""
-    return _both(
-        _sweep(lambda draw, size: make(draw, (size,)), "size", more=HIDDEN),
-        _one("rank-6", lambda draw: make(draw, (2, 1, 3, 2, 1, 5))),
-        _large("beyond-16-bits", lambda draw: make(draw, (BEYOND_16_BITS,)), full=slow),
-        _large("many-rows", lambda draw: make(draw, (BEYOND_16_BITS, 1)), full=True),
+    return both(
+        sweep(lambda draw, size: make(draw, (size,)), "size", more=HIDDEN),
+        one("rank-6", lambda draw: make(draw, (2, 1, 3, 2, 1, 5))),
+        large("beyond-16-bits", lambda draw: make(draw, (BEYOND_16_BITS,)), full=slow),
+        large("many-rows", lambda draw: make(draw, (BEYOND_16_BITS, 1)), full=True),
     )
 
 
@@ -141,27 +94,15 @@ def _activation(make: Callable[..., Arguments], **attrs: Any) -> Edges:
     def numbers(draw: Draw, kind: str) -> Arguments:
         return make(draw, lambda draw: draw.normal(400, scale=getattr(draw, kind)), **attrs)
 
-    return _both(
+    return both(
         _elements(shaped, slow=attrs.get("approximate") == "none"),
-        _one("tiny", partial(numbers, kind="tiny"), statistical=False),
+        one("tiny", partial(numbers, kind="tiny"), statistical=False),
     )
 
 
-def _named(edges: Edges, name: str) -> Edges:
-    """The same calls with a name behind their labels."""
-
-    def calls() -> Iterator[Call]:
-        for call in edges():
-            yield Call(f"{call.label}.{name}", call.make, full=call.full,
-                       full_in_16_bits=call.full_in_16_bits,
-                       statistical=call.statistical, gradient=call.gradient)  # fmt: skip
-
-    return calls
-
-
 def _by_form(make: Callable[..., Arguments]) -> Edges:
-    forms = ("none", "tanh")
-    return _both(*(_named(_activation(make, approximate=form), form) for form in forms))
+    forms = activation.GELU_FORMS.items()
+    return both(*(named(_activation(make, **attrs), name) for name, attrs in forms))
 
 
 # Scores
@@ -227,7 +168,7 @@ def _rope_special(draw: Draw) -> Arguments:
 
 def _many_batches(make: Callable[..., Arguments]) -> Edges:
     """More batches than a grid's third dimension has blocks."""
-    return _one("many-batches", lambda draw: make(draw, (66_000, 1, 1, 1, 2)), full=True)
+    return one("many-batches", lambda draw: make(draw, (66_000, 1, 1, 1, 2)), full=True)
 
 
 # Products
@@ -249,6 +190,34 @@ def _linear_special(draw: Draw) -> Arguments:
     args, attrs = linear._product(draw, (4,), 24, 5, bias=True)
     args[0][1, 3], args[1][2, 7], args[2][4] = math.inf, -math.inf, math.nan
     return args, attrs
+
+
+def _channels(draw: Draw, size: int) -> Arguments:
+    return norm._in_groups(draw, (2, size, 3), 1)
+
+
+def _group_numbers(draw: Draw, size: int) -> Arguments:
+    return norm._in_groups(draw, (2, 4, size), 2)
+
+
+def _line_length(draw: Draw, size: int) -> Arguments:
+    return convolution._line(draw, (2, 3, size), 4)
+
+
+def _line_kernel(draw: Draw, size: int) -> Arguments:
+    return convolution._line(draw, (2, 3, 70), size)
+
+
+def _image_width(draw: Draw, size: int) -> Arguments:
+    return convolution._image(draw, (1, 2, 3, size), (2, 2, 3, 3), padding=1, stride=[1, 2])
+
+
+def _image_inputs(draw: Draw, size: int) -> Arguments:
+    return convolution._image(draw, (1, size, 4, 3), (3, size, 2, 2))
+
+
+def _image_outputs(draw: Draw, size: int) -> Arguments:
+    return convolution._image(draw, (2, 3, 4, 3), (size, 3, 2, 2))
 
 
 def _many_groups(draw: Draw) -> Arguments:
@@ -372,12 +341,12 @@ def _special_step(draw: Draw, *, averages: int, nan: float, **attrs: Any) -> Arg
 def _steps(*, averages: int, nan: float = math.nan, many_full: bool = False, **attrs: Any) -> Edges:
     made = partial(_list_step, averages=averages, **attrs)
     special = partial(_special_step, averages=averages, nan=nan, **attrs)
-    return _both(
-        _large("many-tensors", made, statistical=False, full=many_full),
-        _one("1100-tensors", partial(made, count=1100), statistical=False, full=True),
-        _one("empty-tensors", partial(_empty_step, averages=averages, **attrs)),
-        _one("special", special, statistical=False),
-        _one("mixed", partial(_mixed_step, averages=averages, **attrs), statistical=False),
+    return both(
+        large("many-tensors", made, statistical=False, full=many_full),
+        one("1100-tensors", partial(made, count=1100), statistical=False, full=True),
+        one("empty-tensors", partial(_empty_step, averages=averages, **attrs)),
+        one("special", special, statistical=False),
+        one("mixed", partial(_mixed_step, averages=averages, **attrs), statistical=False),
     )
 
 
@@ -395,12 +364,12 @@ def _list(*args: Callable[[Draw], Any], **attrs: Any) -> Edges:
     def call(tensors: Callable[[Draw], list[Tensor]]) -> Make:
         return lambda draw: ((tensors(draw), *(arg(draw) for arg in args)), attrs)
 
-    return _both(
-        _large("many-tensors", call(_many), statistical=False),
-        _one("1100-tensors", call(partial(_many, count=1100)), statistical=False, full=True),
-        _one("empty-tensors", call(lambda draw: [draw.normal(0), draw.normal(2, 0)])),
-        _one("mixed", call(_mixed), statistical=False),
-        _sweep(
+    return both(
+        large("many-tensors", call(_many), statistical=False),
+        one("1100-tensors", call(partial(_many, count=1100)), statistical=False, full=True),
+        one("empty-tensors", call(lambda draw: [draw.normal(0), draw.normal(2, 0)])),
+        one("mixed", call(_mixed), statistical=False),
+        sweep(
             lambda draw, size: call(lambda draw: [draw.normal(size), draw.normal(3)])(draw),
             "size",
             more=HIDDEN,
@@ -445,122 +414,147 @@ def _dequantized(draw: Draw, shape: tuple[int, ...], bits: int) -> Arguments:
 
 def _by_bits(make: Callable[..., Arguments]) -> Edges:
     each = {bits: _elements(partial(make, bits=bits), slow=bits == 4) for bits in (8, 4)}
-    return _both(*(_named(edges, f"int{bits}") for bits, edges in each.items()))
+    return both(*(named(edges, f"int{bits}") for bits, edges in each.items()))
 
 
 EDGES: Mapping[str, Edges] = {
     "rms_norm": _norm_edges(bias=False, residual=False),
     "layer_norm": _norm_edges(bias=True, residual=False),
+    "group_norm": both(
+        sweep(_channels, "channels", top=513),
+        sweep(_group_numbers, "numbers", quick=(63, 65, 768)),
+        one("rank-6", partial(norm._in_groups, shape=(2, 6, 3, 1, 5, 7), num_groups=3)),
+        large("many-rows", partial(norm._in_groups, shape=(BEYOND_16_BITS, 2), num_groups=1),
+               statistical=False),
+    ),
     "add_rms_norm": _norm_edges(bias=False, residual=True),
     "add_layer_norm": _norm_edges(bias=True, residual=True),
     "dropout": _elements(partial(dropout._arguments, p=0.2)),
     "bias_dropout_add": _elements(partial(dropout._add_arguments, p=0.2)),
     "dropout_add_rms_norm": _norm_edges(bias=False, residual=True, dropped=True),
     "dropout_add_layer_norm": _norm_edges(bias=True, residual=True, dropped=True),
-    "gelu": _by_form(activation._gelu_arguments),
+    "gelu": _by_form(activation._one_argument),
+    **{name: _activation(activation._one_argument)
+       for name in ("silu", "relu", "relu2", "sigmoid", "tanh")},
+    "softplus": _activation(activation._one_argument, **activation.SOFTPLUS_FORMS["beta:1"]),
     "bias_gelu": _by_form(activation._bias_gelu_arguments),
     "swiglu": _activation(activation._swiglu_arguments),
     "geglu": _by_form(activation._geglu_arguments),
-    "softmax": _both(
-        _sweep(_softmax, "keys", more=(*HIDDEN, *VOCABULARIES), quick=(*QUICK, *WIDTHS)),
-        _one("rank-6", partial(softmax._plain, shape=(2, 1, 2, 1, 3, 7))),
-        _large("300x260", partial(softmax._plain, shape=(300, 260))),
+    "softmax": both(
+        sweep(_softmax, "keys", more=(*HIDDEN, *VOCABULARIES), quick=(*QUICK, *WIDTHS)),
+        one("rank-6", partial(softmax._plain, shape=(2, 1, 2, 1, 3, 7))),
+        large("300x260", partial(softmax._plain, shape=(300, 260))),
         # mask, bias and the triangle beyond the first 1024 keys
-        _large("2x3x40x1100.everything", partial(softmax._everything, shape=(2, 3, 40, 1100))),
-        *(_one(f"far.{name}", partial(_far_softmax, causal=name == "causal"), statistical=False,
+        large("2x3x40x1100.everything", partial(softmax._everything, shape=(2, 3, 40, 1100))),
+        *(one(f"far.{name}", partial(_far_softmax, causal=name == "causal"), statistical=False,
                gradient=False) for name in ("masked", "causal")),
-        _one("scale:0", partial(softmax._plain, shape=(4, 9), scale=0.0)),
-        _large("many-rows", partial(softmax._plain, shape=(BEYOND_16_BITS, 2)), statistical=False),
+        one("scale:0", partial(softmax._plain, shape=(4, 9), scale=0.0)),
+        large("many-rows", partial(softmax._plain, shape=(BEYOND_16_BITS, 2)), statistical=False),
     ),
-    "rope": _both(
-        _sweep(_rope, "length"),
-        _sweep(_rope_head_dim, "head_dim", quick=(96, 256), top=0, more=(80, 160, 192, 320, 512)),
-        _one("special", _rope_special, statistical=False, gradient=False),
+    "rope": both(
+        sweep(_rope, "length"),
+        sweep(_rope_head_dim, "head_dim", quick=(96, 256), top=0, more=(80, 160, 192, 320, 512)),
+        one("special", _rope_special, statistical=False, gradient=False),
         _many_batches(partial(rope._rope_arguments, interleaved=False)),
     ),
-    "attention": _both(
-        _sweep(_attention, "length", top=1025, more=(2048,)),
-        _sweep(_head_dim, "head_dim", top=257, quick=(*QUICK, 96, 192)),
-        _one("far", _far(partial(_attention, size=9)), statistical=False, gradient=False),
-        _one("scale:0", partial(_attention, size=9, scale=0.0)),
-        _one("16of4096", partial(attention._cross, lengths=(16, 4096), causal=True), full=True),
-        _one("4096of16", partial(attention._cross, lengths=(4096, 16), causal=False), full=True),
+    "attention": both(
+        sweep(_attention, "length", top=1025, more=(2048,)),
+        sweep(_head_dim, "head_dim", top=257, quick=(*QUICK, 96, 192)),
+        one("far", _far(partial(_attention, size=9)), statistical=False, gradient=False),
+        one("scale:0", partial(_attention, size=9, scale=0.0)),
+        one("16of4096", partial(attention._cross, lengths=(16, 4096), causal=True), full=True),
+        one("4096of16", partial(attention._cross, lengths=(4096, 16), causal=False), full=True),
         _many_batches(partial(attention._attend, causal=True)),
     ),
-    "attention_dropout": _both(
-        _sweep(_attention_dropout, "length", top=513),
-        _sweep(_dropped_head_dim, "head_dim", top=257, quick=(96,)),
+    "attention_dropout": both(
+        sweep(_attention_dropout, "length", top=513),
+        sweep(_dropped_head_dim, "head_dim", top=257, quick=(96,)),
     ),
-    "attention_varlen": _both(
-        _sweep(_varlen, "length", top=1025),
-        _sweep(_varlen_head_dim, "head_dim", top=257, quick=(96,)),
-        _one("far", _far(partial(_varlen, size=9)), statistical=False, gradient=False),
-        _one("150-sequences", partial(varlen._packed, packing=((1, 2, 0) * 50, 1), causal=True,
+    "attention_varlen": both(
+        sweep(_varlen, "length", top=1025),
+        sweep(_varlen_head_dim, "head_dim", top=257, quick=(96,)),
+        one("far", _far(partial(_varlen, size=9)), statistical=False, gradient=False),
+        one("150-sequences", partial(varlen._packed, packing=((1, 2, 0) * 50, 1), causal=True,
                                       heads=(2, 1), dim=8)),
     ),
-    "linear": _both(
-        _sweep(_inputs, "inputs", more=(*HIDDEN, 1027), quick=(*QUICK, *WIDTHS)),
-        _one("inputs:259", partial(_at, _inputs, 259)),
-        _sweep(_outputs, "outputs", top=1025, more=VOCABULARIES, quick=(*QUICK, *WIDTHS)),
-        _sweep(_rows, "rows", top=1025),
-        _one("tiles", partial(linear._product, rows=(130,), inputs=136, outputs=132, bias=True)),
-        _one("one-row", partial(linear._product, rows=(1,), inputs=1000, outputs=30, bias=True)),
-        _one("one-output", partial(linear._product, rows=(5,), inputs=257, outputs=1, bias=True)),
-        _one("no-input", partial(linear._product, rows=(3,), inputs=0, outputs=5, bias=True)),
-        _one("no-output", partial(linear._product, rows=(3,), inputs=5, outputs=0, bias=True)),
-        _one("rank-6", partial(linear._product, rows=(2, 1, 3, 1, 2), inputs=6, outputs=5,
+    "linear": both(
+        sweep(_inputs, "inputs", more=(*HIDDEN, 1027), quick=(*QUICK, *WIDTHS)),
+        one("inputs:259", partial(at, _inputs, 259)),
+        sweep(_outputs, "outputs", top=1025, more=VOCABULARIES, quick=(*QUICK, *WIDTHS)),
+        sweep(_rows, "rows", top=1025),
+        one("tiles", partial(linear._product, rows=(130,), inputs=136, outputs=132, bias=True)),
+        one("one-row", partial(linear._product, rows=(1,), inputs=1000, outputs=30, bias=True)),
+        one("one-output", partial(linear._product, rows=(5,), inputs=257, outputs=1, bias=True)),
+        one("no-input", partial(linear._product, rows=(3,), inputs=0, outputs=5, bias=True)),
+        one("no-output", partial(linear._product, rows=(3,), inputs=5, outputs=0, bias=True)),
+        one("rank-6", partial(linear._product, rows=(2, 1, 3, 1, 2), inputs=6, outputs=5,
                                bias=True)),
-        _large("many-rows", partial(linear._product, rows=(BEYOND_16_BITS,), inputs=2, outputs=2,
+        large("many-rows", partial(linear._product, rows=(BEYOND_16_BITS,), inputs=2, outputs=2,
                                   bias=True), full=True),
-        _one("special", _linear_special, statistical=False, gradient=False),
+        one("special", _linear_special, statistical=False, gradient=False),
     ),
-    "grouped_linear": _both(
-        _sweep(_group_rows, "rows", top=1025),
-        _sweep(_group_inputs, "inputs", more=HIDDEN, quick=(*QUICK, *WIDTHS)),
-        _one("tiles", partial(grouped._grouped, sizes=((70, 66), 1, 96, 130))),
-        _one("150-groups", _many_groups),
+    "grouped_linear": both(
+        sweep(_group_rows, "rows", top=1025),
+        sweep(_group_inputs, "inputs", more=HIDDEN, quick=(*QUICK, *WIDTHS)),
+        one("tiles", partial(grouped._grouped, sizes=((70, 66), 1, 96, 130))),
+        one("150-groups", _many_groups),
     ),
-    "permute": _both(
-        _sweep(_permuted_width, "hidden", more=HIDDEN),
-        _large("many-tokens", partial(permutation._permuted, sizes=(BEYOND_16_BITS, 1, 3, 1))),
+    "conv1d": both(
+        sweep(_line_length, "length"),
+        sweep(_line_kernel, "kernel", top=129, quick=(2, 3, 5, 64)),
+        large("many-channels", partial(convolution._line, shape=(1, BEYOND_16_BITS, 2), kernel=2)),
+        large("many-rows", partial(convolution._line, shape=(BEYOND_16_BITS, 1, 2), kernel=2)),
     ),
-    "unpermute": _both(
-        _sweep(_unpermuted_width, "hidden", more=HIDDEN),
-        _large("many-tokens", partial(permutation._unpermuted, sizes=(BEYOND_16_BITS, 1, 1))),
+    "conv2d": both(
+        sweep(_image_width, "width", top=1025),
+        sweep(_image_inputs, "inputs", top=513, quick=(16, 65, 96)),
+        sweep(_image_outputs, "outputs", top=513, quick=(16, 65, 96)),
+        one("tiles", partial(convolution._image, shape=(2, 40, 18, 18), kernel=(72, 40, 3, 3),
+                              padding=1)),
+        large("many-rows", partial(convolution._image, shape=(BEYOND_16_BITS, 1, 2, 1),
+                                    kernel=(1, 1, 2, 1)), full=True),
     ),
-    "embedding": _both(
-        _sweep(lambda draw, size: linear._lookup(draw, (7,), 9, size), "width", more=HIDDEN),
-        _large("row-beyond-16-bits", partial(_lookup, count=BEYOND_16_BITS, width=1)),
-        _large("many-indices", partial(linear._lookup, shape=(BEYOND_16_BITS,), count=9, width=1)),
-        _one("rank-5", partial(linear._lookup, shape=(2, 1, 2, 1, 3), count=9, width=4)),
-        *(_one(f"of:{count}x8", partial(_lookup, count=count, width=8), full=True)
+    "permute": both(
+        sweep(_permuted_width, "hidden", more=HIDDEN),
+        large("many-tokens", partial(permutation._permuted, sizes=(BEYOND_16_BITS, 1, 3, 1))),
+    ),
+    "unpermute": both(
+        sweep(_unpermuted_width, "hidden", more=HIDDEN),
+        large("many-tokens", partial(permutation._unpermuted, sizes=(BEYOND_16_BITS, 1, 1))),
+    ),
+    "embedding": both(
+        sweep(lambda draw, size: linear._lookup(draw, (7,), 9, size), "width", more=HIDDEN),
+        large("row-beyond-16-bits", partial(_lookup, count=BEYOND_16_BITS, width=1)),
+        large("many-indices", partial(linear._lookup, shape=(BEYOND_16_BITS,), count=9, width=1)),
+        one("rank-5", partial(linear._lookup, shape=(2, 1, 2, 1, 3), count=9, width=4)),
+        *(one(f"of:{count}x8", partial(_lookup, count=count, width=8), full=True)
           for count in VOCABULARIES),
-        _one("zeros", _zero_rows, statistical=False),
+        one("zeros", _zero_rows, statistical=False),
     ),
-    "cross_entropy": _both(
-        _sweep(_classes, "classes"),
-        _large("class-beyond-16-bits", partial(_at, _far_classes, BEYOND_16_BITS)),
-        _large("tiles", partial(loss._arguments, shape=(70, 1030))),
-        _one("rank-6", partial(loss._arguments, shape=(2, 1, 3, 1, 2, 5))),
-        _one("ignored:2p32", _ignored_class),
-        _one("impossible", _impossible_class, statistical=False, gradient=False),
-        _large("many-rows", partial(loss._arguments, shape=(BEYOND_16_BITS, 2), reduction="none"),
+    "cross_entropy": both(
+        sweep(_classes, "classes"),
+        large("class-beyond-16-bits", partial(at, _far_classes, BEYOND_16_BITS)),
+        large("tiles", partial(loss._arguments, shape=(70, 1030))),
+        one("rank-6", partial(loss._arguments, shape=(2, 1, 3, 1, 2, 5))),
+        one("ignored:2p32", _ignored_class),
+        one("impossible", _impossible_class, statistical=False, gradient=False),
+        large("many-rows", partial(loss._arguments, shape=(BEYOND_16_BITS, 2), reduction="none"),
              statistical=False),
     ),
-    "linear_cross_entropy": _both(
-        _sweep(_linear_classes, "classes", top=2049),
-        _large("class-beyond-16-bits", partial(_at, _far_linear_classes, BEYOND_16_BITS)),
-        _one("tiles", partial(linear_cross_entropy._arguments, sizes=((70,), 72, 130), bias=True)),
-        _one("rank-6", partial(linear_cross_entropy._arguments, sizes=((2, 1, 3, 1, 2), 6, 7))),
-        _one("class-of-152064", partial(_at, _far_linear_classes, 152_064), full=True),
+    "linear_cross_entropy": both(
+        sweep(_linear_classes, "classes", top=2049),
+        large("class-beyond-16-bits", partial(at, _far_linear_classes, BEYOND_16_BITS)),
+        one("tiles", partial(linear_cross_entropy._arguments, sizes=((70,), 72, 130), bias=True)),
+        one("rank-6", partial(linear_cross_entropy._arguments, sizes=((2, 1, 3, 1, 2), 6, 7))),
+        one("class-of-152064", partial(at, _far_linear_classes, 152_064), full=True),
     ),
     "l2_norm": _list(),
     "l2_norm_partials": _list(offsets=None, sizes=None, block=16),
     "clip": _list(lambda draw: draw.scalar(3.0), max_norm=1.0),
-    "unscale_and_check": _both(
+    "unscale_and_check": both(
         _list(lambda draw: draw.scalar(8.0), lambda draw: draw.scalar(0.0)),
-        _one("large", _large_gradients, statistical=False),
-        _one("overflow", _overflowing_gradients, statistical=False),
+        one("large", _large_gradients, statistical=False),
+        one("overflow", _overflowing_gradients, statistical=False),
     ),
     "adamw": _steps(averages=2, **_ADAMW),
     "adamw_8bit": lambda: adamw_8bit.with_codes(
@@ -569,27 +563,27 @@ EDGES: Mapping[str, Edges] = {
     "sgd": _steps(averages=1, **_SGD),
     # sign(NaN) is NaN in some libraries and 0 in others.
     "lion": _steps(averages=1, nan=math.inf, **_LION),
-    "lamb": _both(
-        _large("many-tensors", _lamb_step, statistical=False, full=True),
-        _one("1100-tensors", partial(_lamb_step, count=1100), statistical=False, full=True),
+    "lamb": both(
+        large("many-tensors", _lamb_step, statistical=False, full=True),
+        one("1100-tensors", partial(_lamb_step, count=1100), statistical=False, full=True),
     ),
-    "lamb_partials": _both(
-        _large("many-tensors", _measured_step, statistical=False, full=True),
-        _one("1100-tensors", partial(_measured_step, count=1100), statistical=False, full=True),
+    "lamb_partials": both(
+        large("many-tensors", _measured_step, statistical=False, full=True),
+        one("1100-tensors", partial(_measured_step, count=1100), statistical=False, full=True),
     ),
     "quantize": _by_bits(_quantized),
     "dequantize": _by_bits(_dequantized),
-    "hadamard": _both(
-        _large("beyond-16-bits", partial(compression._normal, shape=(BEYOND_16_BITS, 2), block=2)),
-        _one("rank-6", partial(compression._normal, shape=(2, 1, 3, 1, 2, 8), block=4)),
+    "hadamard": both(
+        large("beyond-16-bits", partial(compression._normal, shape=(BEYOND_16_BITS, 2), block=2)),
+        one("rank-6", partial(compression._normal, shape=(2, 1, 3, 1, 2, 8), block=4)),
     ),
-    "top_k": _both(
-        _sweep(lambda draw, size: compression._normal(draw, (3, size), k=min(size, 5)), "size",
+    "top_k": both(
+        sweep(lambda draw, size: compression._normal(draw, (3, size), k=min(size, 5)), "size",
                more=(*HIDDEN, *VOCABULARIES)),
-        _one("index-beyond-16-bits", partial(compression._normal, shape=(2, BEYOND_16_BITS), k=9)),
-        _one("rank-6", partial(compression._normal, shape=(2, 1, 3, 1, 2, 7), k=3)),
-        _large("many-rows", partial(compression._normal, shape=(BEYOND_16_BITS, 2), k=1)),
-        _one("zeros", _zeros_of_both_signs, statistical=False, gradient=False),
+        one("index-beyond-16-bits", partial(compression._normal, shape=(2, BEYOND_16_BITS), k=9)),
+        one("rank-6", partial(compression._normal, shape=(2, 1, 3, 1, 2, 7), k=3)),
+        large("many-rows", partial(compression._normal, shape=(BEYOND_16_BITS, 2), k=1)),
+        one("zeros", _zeros_of_both_signs, statistical=False, gradient=False),
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Oracles of rms_norm and layer_norm, and of both after the sum with a residual.
+"""Oracles of rms_norm, layer_norm, group_norm, and of norms after the sum with a residual.
 
 rms_norm: Zhang and Sennrich 2019, equation 4. layer_norm: Ba, Kiros and Hinton 2016, equation 4,
 with the variance as the mean of squared differences: the textbook form E[x^2] - E[x]^2 loses all
@@ -11,6 +11,10 @@ a = grad * weight and c = x - mean:
 The mean and rstd of a row are errors that the whole row shares. rstd stays outside of every sum;
 the mean's error m enters mean(a c) as -m mean(a), which is added as such.
 
+group_norm: Wu and He 2018: the layer norm of each group of channels, whose numbers are a row. A
+weight's gradient sums over numbers of one row, so that errors of mean and rstd stay outside there
+too.
+
 add_rms_norm, add_layer_norm: the sum is rounded to the residual's type, and then an exact input of
 the norm: every chip has the same one. In a 16-bit type it is computed here bit for bit; in float32
 its one rounding is part of the bound.
@@ -18,6 +22,7 @@ its one rounding is part of the bound.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -68,19 +73,71 @@ def _layer_forward(
     return (y if bias is None else y + bias), mean[..., 0], rstd[..., 0]
 
 
+def _layer_gradient(scaled: Rounded, x: Rounded, eps: float) -> Rounded:
+    """Of rows x, from the gradient times the weight."""
+    mean, centred, rstd = _layer_parts(x, eps)
+    average = scaled.mean(-1, keepdims=True)
+    own = x - mean.value  # each term's own rounding; the error of the mean follows
+    shared = _error(mean) * average.value
+    inner = (scaled * own).mean(-1, keepdims=True) + shared
+    return rstd * (scaled - average - centred * (rstd * rstd * inner))
+
+
+def _error(number: Rounded) -> Rounded:
+    """Of a number, without its value."""
+    return Rounded(np.zeros(number.shape), number.worst, number.spread)
+
+
 def _layer_backward(
     grads: tuple[Rounded], x: Rounded, weight: Rounded, bias: Rounded | None, *, eps: float
 ) -> tuple[Rounded | None, ...]:
     (grad,) = grads
-    mean, centred, rstd = _layer_parts(x, eps)
-    scaled = grad * weight
-    average = scaled.mean(-1, keepdims=True)
-    own = x - mean.value  # each term's own rounding; the error of the mean follows
-    shared = Rounded(0.0 * mean.value, mean.worst, mean.spread) * average.value
-    inner = (scaled * own).mean(-1, keepdims=True) + shared
-    dx = rstd * (scaled - average - centred * (rstd * rstd * inner))
+    _, centred, rstd = _layer_parts(x, eps)
     dbias = None if bias is None else _over_rows(grad)
-    return dx, _over_rows(grad * (centred * rstd)), dbias
+    return _layer_gradient(grad * weight, x, eps), _over_rows(grad * (centred * rstd)), dbias
+
+
+def _grouped(x: Rounded, num_groups: int) -> Rounded:
+    size = math.prod(x.shape[1:]) // num_groups
+    return x.reshape(x.shape[0], num_groups, size)
+
+
+def _by_channel(x: Rounded, values: Rounded) -> Rounded:
+    return values.reshape(-1, *[1] * (len(x.shape) - 2))
+
+
+def _group_forward(
+    x: Rounded, weight: Rounded, bias: Rounded | None, *, num_groups: int, eps: float
+) -> tuple[Rounded, ...]:
+    mean, centred, rstd = _layer_parts(_grouped(x, num_groups), eps)
+    y = (centred * rstd).reshape(*x.shape) * _by_channel(x, weight)
+    return y if bias is None else y + _by_channel(x, bias), mean[..., 0], rstd[..., 0]
+
+
+def _group_backward(
+    grads: tuple[Rounded],
+    x: Rounded,
+    weight: Rounded,
+    bias: Rounded | None,
+    *,
+    num_groups: int,
+    eps: float,
+) -> tuple[Rounded | None, ...]:
+    (grad,) = grads
+    rows = _grouped(x, num_groups)
+    dx = _layer_gradient(_grouped(grad * _by_channel(x, weight), num_groups), rows, eps)
+    mean, _, rstd = _layer_parts(rows, eps)
+    # (N, groups, channels of a group, numbers of a channel)
+    shape = (x.shape[0], num_groups, x.shape[1] // num_groups, math.prod(x.shape[2:]))
+    apart = grad.reshape(*shape)
+    own = ((rows - mean.value) * rstd.value).reshape(*shape)
+    summed = (apart * own).sum(-1)
+    size = np.nan_to_num(rstd.value)  # a group without numbers has no error
+    errors = _error(rstd) * np.nan_to_num(summed.value / size)
+    errors = errors - _error(mean) * (size * apart.sum(-1).value)
+    dweight = (summed + errors).sum(0).reshape(x.shape[1])
+    dbias = None if bias is None else apart.sum((0, 3)).reshape(x.shape[1])
+    return dx.reshape(*x.shape), dweight, dbias
 
 
 def _over_rows(values: Rounded) -> Rounded:
@@ -217,6 +274,68 @@ def _calls(*, bias: bool) -> Iterator[Call]:
         yield Call(f"3x{hidden}.sweep", partial(_normal, shape=(3, hidden), bias=bias), full=True)
 
 
+# Groups of one channel and of all, channels of one number; one group's numbers as in _SHAPES.
+_GROUPS: tuple[tuple[Rows, int], ...] = (
+    ((0, 4, 3), 2), ((1, 1), 1), ((2, 3), 3), ((3, 6), 2), ((2, 4, 17), 4), ((2, 6, 5, 7), 3),
+    ((1, 8, 33), 1), ((5, 4, 2, 3, 4), 2), ((2, 32, 9, 8), 8), ((1, 3, 4096), 3), ((70, 4, 12), 2),
+    ((2, 4, 0), 2),
+)  # fmt: skip
+
+
+def _in_groups(draw: Draw, shape: Rows, num_groups: int, **options: Any) -> Arguments:
+    return _with_channels(draw, draw.normal(*shape), num_groups, **options)
+
+
+def _with_channels(
+    draw: Draw,
+    x: torch.Tensor,
+    num_groups: int,
+    *,
+    bias: bool = True,
+    eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
+) -> Arguments:
+    weight = draw.normal(x.shape[1], dtype=dtype)
+    last = draw.normal(x.shape[1], dtype=dtype) if bias else None
+    return (x, weight, last), {"num_groups": num_groups, "eps": eps}
+
+
+def _group_special(draw: Draw, value: float) -> Arguments:
+    x = draw.normal(3, 6, 5)
+    x[1, 2, 3] = value
+    return _with_channels(draw, x, 3)
+
+
+def _group_shifted(draw: Draw) -> Arguments:
+    return _with_channels(draw, (draw.normal(3, 6, 32).float() + 100.0).to(draw.dtype), 2)
+
+
+def _group_scaled(draw: Draw, name: str) -> Arguments:
+    return _with_channels(draw, draw.normal(3, 6, 32, scale=float(getattr(draw, name))), 2)
+
+
+def _group_calls() -> Iterator[Call]:
+    for shape, groups in _GROUPS:
+        make = partial(_in_groups, shape=shape, num_groups=groups)
+        yield Call(f"{shape_label(shape)}.{groups}", make)
+    yield from in_layouts("3x6x50.2", partial(_in_groups, shape=(3, 6, 50), num_groups=2))
+    options: dict[str, dict[str, Any]] = {
+        "eps:0.5": {"eps": 0.5},
+        "bias:none": {"bias": False},
+        "weight:fp32": {"dtype": torch.float32},
+    }
+    for label, option in options.items():
+        yield Call(
+            f"3x6x40.2.{label}", partial(_in_groups, shape=(3, 6, 40), num_groups=2, **option)
+        )
+    for name in ("huge", "tiny"):
+        yield Call(f"3x6x32.2.{name}", partial(_group_scaled, name=name))
+    yield Call("3x6x32.2.shifted", _group_shifted, statistical=False)
+    for value in ("nan", "inf"):
+        make = partial(_group_special, value=float(value))
+        yield Call(f"3x6x5.3.{value}", make, statistical=False, gradient=False)
+
+
 # One shape less of each kind: the norm itself is what the calls above are for.
 _ADD_SHAPES: tuple[Rows, ...] = (
     (0, 8), (1, 1), (1,), (4, 8), (3, 17), (2, 3, 33), (5, 64), (70, 48), (4, 1000), (3, 0),
@@ -310,6 +429,12 @@ LAYER_NORM = Oracle(
     backward=_layer_backward,
     calls=partial(_calls, bias=True),
     lower_precision=_LOWER,
+)
+GROUP_NORM = Oracle(
+    forward=_group_forward,
+    backward=_group_backward,
+    calls=_group_calls,
+    lower_precision=("2x4x17.4", "2x6x5x7.3", "2x32x9x8.8", "1x3x4096.3"),
 )
 _ADD_LOWER = ("4x8", "3x17", "5x64", "4x1000")
 

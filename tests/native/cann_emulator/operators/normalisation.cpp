@@ -39,6 +39,13 @@ void look_at_shape(const Tensor& x, const Ints& shape) {
 }
 
 // A gated activation takes two halves of x and gives one.
+void look_at_groups(const Tensor& x, Int batch, Int channels, Int area, Int groups) {
+  EXPECT(x.dim() >= 2 && x.size(0) == batch && x.size(1) == channels &&
+             x.numel() == batch * channels * area,
+         "N, C and HxW as x has them");
+  EXPECT(groups > 0 && channels % groups == 0, "C a multiple of group");
+}
+
 void look_at_halves(const Tensor& x, Int dim, const Tensor& half) {
   EXPECT(dim >= -x.dim() && dim < x.dim() && x.size(dim) % 2 == 0, "an axis of an even size, got ",
          dim, " of ", x.sizes());
@@ -102,17 +109,22 @@ OPERATOR(aclnnBatchNormBackward, kFloats, Tensor grad, Tensor x, OptionalTensor 
                                        widened(variance), widened(saved_mean), widened(saved_scale),
                                        trains, epsilon, mask_of(wanted)));
 }
-OPERATOR(aclnnGroupNorm, kFloats, Tensor x, OptionalTensor weight, OptionalTensor bias, Int batch,
-         Int channels, Int area, Int groups, double epsilon, Tensor out, Tensor mean, Tensor rstd) {
+CHECKED(aclnnGroupNorm, kFloats, Tensor x, OptionalTensor weight, OptionalTensor bias, Int batch,
+        Int channels, Int area, Int groups, double epsilon, Tensor out, Tensor mean, Tensor rstd) {
+  look_at_groups(x, batch, channels, area, groups);
+  WORK_BELOW;
   const auto [y, m, r] = at::native_group_norm(widened(x), widened(weight), widened(bias), batch,
                                                channels, area, groups, epsilon);
   write(out, y);
   write(mean, m);
   write(rstd, r);
 }
-OPERATOR(aclnnGroupNormBackward, kFloats, Tensor grad, Tensor x, Tensor mean, Tensor rstd,
-         OptionalTensor weight, Int batch, Int channels, Int area, Int groups, Bools wanted,
-         OptionalTensor grad_x, OptionalTensor grad_weight, OptionalTensor grad_bias) {
+CHECKED(aclnnGroupNormBackward, kFloats, Tensor grad, Tensor x, Tensor mean, Tensor rstd,
+        OptionalTensor weight, Int batch, Int channels, Int area, Int groups, Bools wanted,
+        OptionalTensor grad_x, OptionalTensor grad_weight, OptionalTensor grad_bias) {
+  look_at_groups(x, batch, channels, area, groups);
+  EXPECT(mean.numel() == batch * groups, "mean of each group");
+  WORK_BELOW;
   write(wanted, {grad_x, grad_weight, grad_bias},
         at::native_group_norm_backward(widened(grad), widened(x), widened(mean), widened(rstd),
                                        widened(weight), batch, channels, area, groups,

@@ -1,0 +1,272 @@
+"""Oracles of conv1d and conv2d: sums of products over what a kernel sees.
+
+A position and a place in the kernel say which number of x is seen; none of x, where it is padding,
+is an exact 0. y and the weight's gradient gather x by that; x's gradient gathers the output's, by
+the same relation told from the other side: x's number i is seen at position (i + padding - place *
+dilation) / stride, if that is whole. The bound counts the zeros among the terms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anychip.conformance.arithmetic import Rounded, concatenate, matmul
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
+from anychip.conformance.oracles.oracle import Oracle
+
+Index = NDArray[np.int64]
+"""Positions by places in the kernel: which number is seen; -1 is a zero."""
+
+
+def _seen(size: int, kernel: int, stride: int, before: int, dilation: int, outputs: int) -> Index:
+    index = np.arange(outputs)[:, None] * stride - before + np.arange(kernel) * dilation
+    return np.where((index >= 0) & (index < size), index, -1)
+
+
+def _seen_by(
+    size: int, kernel: int, stride: int, before: int, dilation: int, outputs: int
+) -> Index:
+    position = np.arange(size)[:, None] + before - np.arange(kernel) * dilation
+    index, rest = np.divmod(position, stride)
+    return np.where((rest == 0) & (index >= 0) & (index < outputs), index, -1)
+
+
+def _taken(x: Rounded, rows: Index, columns: Index, groups: int) -> Rounded:
+    """(N, C, H, W) as (groups, N * positions, C / groups * places)."""
+    padded = x.shaped(lambda array: np.pad(array, ((0, 0), (0, 0), (0, 1), (0, 1))))
+    found = padded[:, :, rows[:, None, :, None], columns[None, :, None, :]]
+    n, c, high, wide, *places = found.shape
+    found = found.reshape(n, groups, c // groups, high, wide, *places).transpose(
+        1, 0, 3, 4, 2, 5, 6
+    )
+    return found.reshape(groups, n * high * wide, c // groups * math.prod(places))
+
+
+def _apart(y: Rounded, groups: int) -> Rounded:
+    """(N, O, H, W) as (groups, O / groups, N * H * W)."""
+    n, outputs, high, wide = y.shape
+    turned = y.transpose(1, 0, 2, 3)
+    return turned.reshape(groups, outputs // groups, n * high * wide)
+
+
+def _together(y: Rounded, n: int, high: int, wide: int) -> Rounded:
+    """The other way round."""
+    groups, outputs, _ = y.shape
+    return y.reshape(groups * outputs, n, high, wide).transpose(1, 0, 2, 3)
+
+
+def _by_group(weight: Rounded, groups: int) -> Rounded:
+    return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
+
+
+def _forward(
+    x: Rounded, weight: Rounded, bias: Rounded | None, seen: tuple[Index, Index], groups: int
+) -> Rounded:
+    kernels = _by_group(weight, groups)
+    kernels = kernels.reshape(groups, kernels.shape[1], math.prod(kernels.shape[2:]))
+    taken = _taken(x, *seen, groups)
+    if bias is not None:
+        # A term like the others, in any order: many sums begin with it.
+        kernels = concatenate([kernels, bias.reshape(*kernels.shape[:2], 1)], 2)
+        taken = concatenate([taken, Rounded.exact(np.ones((*taken.shape[:2], 1)))], 2)
+    return _together(matmul(kernels, taken.transpose(0, 2, 1)), x.shape[0], *map(len, seen))
+
+
+def _backward(
+    grad: Rounded,
+    x: Rounded,
+    weight: Rounded,
+    seen: tuple[Index, Index],
+    seen_by: tuple[Index, Index],
+    groups: int,
+) -> tuple[Rounded, Rounded, Rounded]:
+    kernels = _by_group(weight, groups).transpose(0, 2, 1, 3, 4)
+    kernels = kernels.reshape(groups, kernels.shape[1], math.prod(kernels.shape[2:]))
+    dx = matmul(kernels, _taken(grad, *seen_by, groups).transpose(0, 2, 1))
+    dweight = matmul(_apart(grad, groups), _taken(x, *seen, groups))
+    return _together(dx, *x.shape[:1], *x.shape[2:]), dweight, grad.sum((0, 2, 3))
+
+
+# conv2d
+
+
+def _pairs(x: Rounded, weight: Rounded, attrs: dict[str, Any]) -> Iterator[tuple[int, ...]]:
+    """size, kernel, stride, padding, dilation, outputs of each dim."""
+    for dim in (0, 1):
+        given = (attrs[name] for name in ("stride", "padding", "dilation"))
+        step, before, apart = (v[dim] if isinstance(v, (list, tuple)) else v for v in given)
+        size, kernel = x.shape[dim + 2], weight.shape[dim + 2]
+        outputs = (size + 2 * before - (kernel - 1) * apart - 1) // step + 1
+        yield size, kernel, step, before, apart, outputs
+
+
+def _conv2d_forward(
+    x: Rounded, weight: Rounded, bias: Rounded | None, *, groups: int, **attrs: Any
+) -> tuple[Rounded]:
+    rows, columns = (_seen(*sizes) for sizes in _pairs(x, weight, attrs))
+    return (_forward(x, weight, bias, (rows, columns), groups),)
+
+
+def _conv2d_backward(
+    grads: tuple[Rounded],
+    x: Rounded,
+    weight: Rounded,
+    bias: Rounded | None,
+    *,
+    groups: int,
+    **attrs: Any,
+) -> tuple[Rounded | None, ...]:
+    rows, columns = _pairs(x, weight, attrs)
+    seen, seen_by = (_seen(*rows), _seen(*columns)), (_seen_by(*rows), _seen_by(*columns))
+    dx, dweight, dbias = _backward(grads[0], x, weight, seen, seen_by, groups)
+    return dx, dweight.reshape(*weight.shape), None if bias is None else dbias
+
+
+# x, kernel, attributes: one number; beside tiles; strides that leave numbers out, padding wider
+# than the kernel, dilation, groups, depthwise; long sums in each direction.
+_SIZES: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...] = (
+    ((0, 3, 4, 5), (2, 3, 2, 2), {}),
+    ((1, 1, 1, 1), (1, 1, 1, 1), {}),
+    ((2, 3, 7, 5), (4, 3, 3, 3), {"padding": 1}),
+    ((2, 3, 8, 9), (5, 3, 3, 2), {"stride": [2, 3]}),
+    (
+        (1, 4, 11, 10),
+        (6, 2, 2, 3),
+        {"stride": 2, "padding": [3, 0], "dilation": [1, 2], "groups": 2},
+    ),
+    ((2, 6, 9, 8), (12, 1, 3, 3), {"padding": 1, "groups": 6}),
+    ((2, 3, 16, 16), (8, 3, 4, 4), {"stride": 4}),
+    ((2, 17, 6, 33), (9, 17, 1, 1), {}),
+    ((1, 3, 5, 4), (2, 3, 5, 4), {}),
+    ((1, 2, 4, 3), (3, 2, 2, 2), {"padding": 4, "stride": 3}),
+    ((1, 128, 5, 5), (4, 128, 3, 3), {"padding": 1}),
+    ((3, 2, 40, 31), (3, 2, 3, 3), {}),
+)
+
+
+def _image(
+    draw: Draw,
+    shape: tuple[int, ...],
+    kernel: tuple[int, ...],
+    bias: bool = True,
+    scale: float = 1.0,
+    **attrs: Any,
+) -> Arguments:
+    plain = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    args = draw.normal(*shape, scale=scale), draw.normal(*kernel, scale=scale)
+    return (*args, draw.normal(kernel[0]) if bias else None), {**plain, **attrs}
+
+
+def _image_special(draw: Draw) -> Arguments:
+    args, attrs = _image(draw, (2, 3, 5, 5), (2, 3, 2, 2))
+    args[0][0, 1, 2, 3] = math.nan
+    return args, attrs
+
+
+def _conv2d_calls() -> Iterator[Call]:
+    for shape, kernel, attrs in _SIZES:
+        for bias in (True, False):
+            label = f"{shape_label(shape)}.{shape_label(kernel)}{'' if bias else '.bias:none'}"
+            make = partial(_image, shape=shape, kernel=kernel, bias=bias, **attrs)
+            yield Call(label, make, full=not bias)
+    small = partial(_image, shape=(2, 3, 6, 7), kernel=(4, 3, 3, 2), padding=1)
+    yield from in_layouts("2x3x6x7", small)
+    for name in ("huge", "tiny"):
+        make = partial(_scaled, make=small, name=name)
+        yield Call(f"2x3x6x7.{name}", make)
+    yield Call("special", _image_special, statistical=False, gradient=False)
+
+
+def _scaled(draw: Draw, make: Any, name: str) -> Arguments:
+    args: Arguments = make(draw, scale=math.sqrt(getattr(draw, name)))
+    return args
+
+
+# conv1d
+
+
+def _flat(x: Rounded) -> Rounded:
+    return x.reshape(*x.shape[:2], 1, x.shape[2])
+
+
+def _lines(x: Rounded, weight: Rounded) -> tuple[Rounded, tuple[int, ...]]:
+    channels, kernel = weight.shape
+    return weight.reshape(channels, 1, 1, kernel), (
+        x.shape[2],
+        kernel,
+        1,
+        kernel - 1,
+        1,
+        x.shape[2],
+    )
+
+
+_ROW: Index = np.zeros((1, 1), np.int64)
+
+
+def _conv1d_forward(x: Rounded, weight: Rounded, bias: Rounded | None) -> tuple[Rounded]:
+    kernels, sizes = _lines(x, weight)
+    y = _forward(_flat(x), kernels, bias, (_ROW, _seen(*sizes)), weight.shape[0])
+    return (y.reshape(*x.shape),)
+
+
+def _conv1d_backward(
+    grads: tuple[Rounded], x: Rounded, weight: Rounded, bias: Rounded | None
+) -> tuple[Rounded | None, ...]:
+    kernels, sizes = _lines(x, weight)
+    seen, seen_by = (_ROW, _seen(*sizes)), (_ROW, _seen_by(*sizes))
+    found = _backward(_flat(grads[0]), _flat(x), kernels, seen, seen_by, weight.shape[0])
+    dx, dweight, dbias = found
+    return dx.reshape(*x.shape), dweight.reshape(*weight.shape), None if bias is None else dbias
+
+
+_LENGTHS: tuple[tuple[tuple[int, int, int], int], ...] = (
+    ((0, 3, 5), 4), ((2, 3, 0), 4), ((1, 1, 1), 1), ((2, 3, 1), 4), ((2, 5, 7), 4), ((2, 4, 16), 3),
+    ((1, 17, 33), 2), ((3, 2, 65), 5), ((2, 6, 130), 4), ((1, 3, 40), 127), ((2, 3, 1025), 4),
+)  # fmt: skip
+
+
+def _line(
+    draw: Draw, shape: tuple[int, ...], kernel: int, bias: bool = True, scale: float = 1.0
+) -> Arguments:
+    args = draw.normal(*shape, scale=scale), draw.normal(shape[1], kernel, scale=scale)
+    return (*args, draw.normal(shape[1]) if bias else None), {}
+
+
+def _line_special(draw: Draw) -> Arguments:
+    """What is behind a NaN does not see it: it is causal."""
+    args, attrs = _line(draw, (2, 3, 12), 4)
+    args[0][0, 1, 5] = math.nan
+    return args, attrs
+
+
+def _conv1d_calls() -> Iterator[Call]:
+    for shape, kernel in _LENGTHS:
+        for bias in (True, False):
+            label = f"{shape_label(shape)}.{kernel}{'' if bias else '.bias:none'}"
+            yield Call(label, partial(_line, shape=shape, kernel=kernel, bias=bias))
+    small = partial(_line, shape=(3, 5, 20), kernel=4)
+    yield from in_layouts("3x5x20.4", small)
+    for name in ("huge", "tiny"):
+        yield Call(f"3x5x20.4.{name}", partial(_scaled, make=small, name=name))
+    yield Call("special", _line_special, statistical=False, gradient=False)
+
+
+CONV2D = Oracle(
+    forward=_conv2d_forward,
+    backward=_conv2d_backward,
+    calls=_conv2d_calls,
+    lower_precision=("2x3x7x5.4x3x3x3", "2x17x6x33.9x17x1x1", "1x128x5x5.4x128x3x3"),
+)
+CONV1D = Oracle(
+    forward=_conv1d_forward,
+    backward=_conv1d_backward,
+    calls=_conv1d_calls,
+    lower_precision=("2x6x130.4", "1x3x40.127", "2x3x1025.4"),
+)

@@ -6,8 +6,8 @@ The sizes are those of :mod:`.sweeps`. What is particular to one operator stands
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -588,6 +588,6 @@ EDGES: Mapping[str, Edges] = {
 }  # fmt: skip
 
 
-def with_edges(name: str, calls: Callable[[], Any]) -> Callable[[], Iterator[Call]]:
-    """An oracle's own calls, then those of this module."""
-    return lambda: (call for part in (calls, EDGES.get(name, tuple)) for call in part())
+def with_edges(name: str, calls: Callable[[], Any]) -> Callable[[], tuple[Call, ...]]:
+    """An oracle's own calls, then those of this module; made once, for every rule asks for them."""
+    return cache(lambda: (*calls(), *EDGES.get(name, tuple)()))

@@ -71,7 +71,8 @@ class Bucket:
         reduction: GradientReduction,
     ) -> None:
         self.layout, self.params, self.comm = layout, params, comm
-        self.stage, self.dtype, self.reduction = stage, dtype, reduction
+        self.stage, self.dtype = stage, dtype
+        self.reduction: GradientReduction = reduction
         self.part = layout.part(comm.rank) if stage else slice(0, layout.numel)
         self.filling: Tensor | None = None
         self.reduced: Tensor | None = None

@@ -68,7 +68,8 @@ class Reducer:
     def __init__(
         self, comm: Communicator, stage: int, dtype: torch.dtype, reduction: GradientReduction
     ) -> None:
-        self.comm, self.stage, self.dtype, self.reduction = comm, stage, dtype, reduction
+        self.comm, self.stage, self.dtype = comm, stage, dtype
+        self.reduction: GradientReduction = reduction
         self.buckets: list[Bucket] = []
         self.places: dict[Tensor, tuple[int, int]] = {}
         self._order: list[int] = []
@@ -85,8 +86,8 @@ class Reducer:
             for position, param in enumerate(members):
                 self.places[param] = (len(self.buckets), position)
             watch(self, members, Reducer._arrived)
-            how = self.comm, self.stage, self.dtype, self.reduction
-            self.buckets.append(Bucket(layout, members, *how))
+            given = layout, members, self.comm
+            self.buckets.append(Bucket(*given, self.stage, self.dtype, self.reduction))
         self._order, self._is_learned = list(range(len(self.buckets))), False
 
     @contextmanager

@@ -49,6 +49,20 @@ def _samples(
             )
 
 
+def _rounded_once(
+    value: Callable[..., Tensor], gradient: Callable[..., Tensor]
+) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor]]]:
+    """``y = value(x)`` and ``dx = gradient(grad, x)``, in float32 and rounded once."""
+
+    def forward(x: Tensor, **given: Any) -> Tensor:
+        return value(x.float(), **given).to(x.dtype).contiguous()
+
+    def backward(grad: Tensor, x: Tensor, *, needs: tuple[bool], **given: Any) -> tuple[Tensor]:
+        return (gradient(grad.float(), x.float(), **given).to(x.dtype),)
+
+    return forward, backward
+
+
 def _unary(
     name: str,
     value: Callable[..., Tensor],
@@ -59,14 +73,7 @@ def _unary(
     forms: Sequence[Mapping[str, Any]] = ({},),
     **rest: Any,
 ) -> OperatorSpec:
-    """Of ``y = value(x)`` and ``dx = gradient(grad, x)``, in float32 and rounded once."""
-
-    def forward(x: Tensor, **given: Any) -> Tensor:
-        return value(x.float(), **given).to(x.dtype).contiguous()
-
-    def backward(grad: Tensor, x: Tensor, *, needs: tuple[bool], **given: Any) -> tuple[Tensor]:
-        return (gradient(grad.float(), x.float(), **given).to(x.dtype),)
-
+    forward, backward = _rounded_once(value, gradient)
     return OperatorSpec(
         name=name,
         signature=f"(Tensor x{attrs}) -> Tensor",

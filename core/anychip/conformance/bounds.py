@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from anychip.conformance.arithmetic import UNIT, Rounded
-from anychip.conformance.formats import FORMATS, Array, Format, ulp
+from anychip.conformance.formats import STORED, Array, Format, ulp
 from anychip.contract import HOST
 
 DETERMINISTIC_LIMIT = 1.0
@@ -97,9 +97,9 @@ def measure(
         return _rejected(name, got, f"shape {want.shape} expected, got {tuple(got.shape)}")
     if got.dtype in _WHOLE:
         return _measure_whole(name, got, want)
-    if got.dtype not in FORMATS:
+    if got.dtype not in STORED:
         return _rejected(name, got, f"a float or integer tensor expected, got {got.dtype}")
-    format = FORMATS[got.dtype]
+    format = STORED[got.dtype]
     actual = got.detach().to(HOST, torch.float64).numpy()
     worst, spread = _in_numbers(want.worst, want.shape), _in_numbers(want.spread, want.shape)
     wrong, settled = _special(actual, want.value, worst, format)
@@ -236,7 +236,7 @@ def _empty(name: str, format: Format) -> Measurement:
 
 
 def _rejected(name: str, got: torch.Tensor, why: str) -> Measurement:
-    format = FORMATS[got.dtype].name if got.dtype in FORMATS else str(got.dtype)
+    format = STORED[got.dtype].name if got.dtype in STORED else str(got.dtype)
     return Measurement(
         name=name, format=format, count=got.numel(), median=math.inf, p999=math.inf, max=math.inf,
         rms=None, quantile=None, max_ulp=math.inf, where=(), failure=why,

@@ -13,7 +13,7 @@ import torch
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.bounds import Measurement, measure
 from anychip.conformance.formats import FORMATS
-from anychip.contract import Backend, UnsupportedError
+from anychip.contract import Backend, OperatorSpec, UnsupportedError
 
 Level = Literal["quick", "full"]
 LEVELS: tuple[Level, ...] = ("quick", "full")
@@ -103,11 +103,14 @@ class Context:
         claimed = self.backend.properties().dtypes
         return tuple(dtype for dtype in FORMATS if dtype in claimed)
 
-    def is_represented(self, dtype: torch.dtype) -> bool:
-        """Whether bfloat16 stands for float16, of the same width: at level quick, if both are
-        claimed, for all that does not depend on what numbers a type has.
+    def dtypes_of(self, spec: OperatorSpec) -> dict[torch.dtype, bool]:
+        """Those of them that an operator takes, and whether bfloat16 stands for one.
+
+        It does for float16, of the same width, if both are there: at level quick, for all that does
+        not depend on what numbers a type has.
         """
-        return dtype == torch.float16 and torch.bfloat16 in self.dtypes
+        taken = [d for d in self.dtypes if str(d).removeprefix("torch.") in spec.free_dtypes]
+        return {d: d == torch.float16 and torch.bfloat16 in taken for d in taken}
 
     def compare(
         self, name: str, got: torch.Tensor, want: Rounded, *, statistical: bool = True

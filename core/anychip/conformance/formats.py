@@ -43,7 +43,13 @@ FORMATS = {
     torch.bfloat16: Format("bf16", 8, -126, torch.finfo(torch.bfloat16).max),
     torch.float16: Format("fp16", 11, -14, torch.finfo(torch.float16).max),
 }
-"""The types of float tensors that operators take."""
+"""The types of float tensors that a chip is asked in."""
+STORED = {
+    **FORMATS,
+    torch.float8_e4m3fn: Format("e4m3", 4, -6, torch.finfo(torch.float8_e4m3fn).max),
+    torch.float8_e5m2: Format("e5m2", 3, -14, torch.finfo(torch.float8_e5m2).max),
+}
+"""With those that an argument or a result of an operator may have besides."""
 
 
 def ulp(values: Array, format: Format) -> Array:

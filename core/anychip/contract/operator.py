@@ -7,7 +7,7 @@ independent oracle of an operator lives in ``anychip.conformance``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -95,35 +95,28 @@ class SampleMaker:
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
         import torch
 
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self._torch = device, dtype, torch
         self._generator = torch.Generator().manual_seed(seed)
 
     def normal(
         self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Normal values times ``scale``; the same numbers on every device."""
-        import torch
-
-        values = torch.randn(shape, generator=self._generator, dtype=torch.float32) * scale
+        float32 = self._torch.float32
+        values = self._torch.randn(shape, generator=self._generator, dtype=float32) * scale
         return values.to(dtype or self.dtype).to(self.device)
 
     def integers(self, high: int, *shape: int) -> torch.Tensor:
         """int64 values from 0 to ``high - 1``."""
-        import torch
-
-        return torch.randint(high, shape, generator=self._generator).to(self.device)
+        return self._torch.randint(high, shape, generator=self._generator).to(self.device)
 
     def scalar(self, value: float) -> torch.Tensor:
         """A 0-dim float32 tensor."""
-        import torch
-
-        return torch.tensor(value, dtype=torch.float32, device=self.device)
+        return self._torch.tensor(value, dtype=self._torch.float32, device=self.device)
 
     def rng(self, seed: int, offset: int) -> torch.Tensor:
         """An int64[2] (seed, offset) tensor for a random operator."""
-        import torch
-
-        return torch.tensor([seed, offset], dtype=torch.int64, device=self.device)
+        return self._torch.tensor([seed, offset], device=self.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -157,8 +150,8 @@ class OperatorSpec:
             by hand is checked.
         check: raises ValueError for shapes that do not fit together; called on every call.
         fixed_dtypes: argument name to the one dtype that it must have, or to those it may have,
-            like ``{"rng": "int64", "offsets": ("int64", "int32")}``. All others are float32,
-            float16 or bfloat16.
+            like ``{"rng": "int64", "offsets": ("int64", "int32")}``. Autocast leaves it as it is.
+        free_dtypes: those that all other arguments may have. Results have what ``fake`` says.
         sizes: names the sizes that a row's ``limits`` may speak of, given the arguments.
         autocast: under autocast, floating-point arguments are cast to its dtype (lower), to float32
             (fp32), to the widest dtype among them (promote), or left alone (none).
@@ -191,6 +184,7 @@ class OperatorSpec:
     shaped_like: Mapping[str, str] = field(default_factory=dict)
     check: Function | None = None
     fixed_dtypes: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    free_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     sizes: Callable[..., Mapping[str, int]] | None = None
     autocast: Autocast = "none"
     sharding: Sharding | None = None
@@ -208,6 +202,11 @@ class OperatorSpec:
             )
         if not set(self.deferrable) <= set(self.differentiable):
             raise ContractError(f"operator {self.name!r}: no gradient: {self.deferrable=}")
+
+    def dtypes_of(self, argument: str) -> tuple[str, ...]:
+        """Names of the dtypes that an argument may have."""
+        given = self.fixed_dtypes.get(argument, self.free_dtypes)
+        return (given,) if isinstance(given, str) else given
 
     def __repr__(self) -> str:
         return f"OperatorSpec({self.namespace}::{self.name}{self.signature})"
@@ -237,7 +236,8 @@ class Row:
         direction: which direction ``function`` computes.
         function: called as the spec says.
         kind: native (own kernel), mapped (a library's), compiled (by a compiler), reference.
-        dtypes: floating-point dtypes that it takes, over all arguments that the spec does not fix.
+        dtypes: floating-point dtypes that it takes, over all tensors that the spec does not fix; or
+            those of some tensors by name, like ``{"weight": {torch.float8_e4m3fn}}``.
         limits: size name to the values it takes; checked on every call.
         accepts: further condition on a call; same arguments as ``function``; cheap, writes
             nothing. Checked on every call.
@@ -251,7 +251,7 @@ class Row:
     direction: Direction
     function: Function
     kind: RowKind
-    dtypes: frozenset[torch.dtype] | None = None
+    dtypes: frozenset[torch.dtype] | Mapping[str, Set[torch.dtype]] | None = None
     limits: Mapping[str, Limit] = field(default_factory=dict)
     accepts: Callable[..., bool] | None = None
     contiguous: bool = False
@@ -313,7 +313,7 @@ class OperatorTable:
         self, operator: str, direction: Direction, conditions: dict[str, Any]
     ) -> Callable[[F], F]:
         conditions = {"kind": "native", **conditions}
-        if conditions.get("dtypes") is not None:
+        if not isinstance(conditions.get("dtypes"), Mapping | None):
             conditions["dtypes"] = frozenset(conditions["dtypes"])
         if not 1 <= conditions.get("alignment", 1) <= 64:
             raise ContractError(

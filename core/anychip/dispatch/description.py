@@ -10,7 +10,6 @@ from anychip.contract import OperatorSpec
 from anychip.dispatch.signature import Signature
 from anychip.dispatch.tables import size_names
 
-_FLOATS = ("float32", "bfloat16", "float16")
 _HEAD = """\
 import torch
 
@@ -18,7 +17,7 @@ from anychip.contract import OperatorTable
 {source}
 
 table = OperatorTable()
-FLOATS = {{torch.float32, torch.bfloat16, torch.float16}}"""
+FLOATS = {{{floats}}}"""
 
 
 def describe(spec: OperatorSpec) -> dict[str, Any]:
@@ -34,8 +33,7 @@ def describe(spec: OperatorSpec) -> dict[str, Any]:
         }
     dtypes: dict[str, list[str]] = {}
     for name in signature.positional:
-        fixed = spec.fixed_dtypes.get(name, _FLOATS)
-        dtypes.setdefault(fixed if isinstance(fixed, str) else " or ".join(fixed), []).append(name)
+        dtypes.setdefault(" or ".join(spec.dtypes_of(name)), []).append(name)
     return {
         "name": spec.name,
         "namespace": spec.namespace,
@@ -77,7 +75,8 @@ def stub(spec: OperatorSpec) -> str:
         given = [*_numbered("grad", signature.num_outputs), *spec.saved]
         said = f"gives the gradients of {', '.join(spec.differentiable)}; None where needs says no"
         rows.append(_row(spec.name, "backward", given, [*attrs, "needs"], said))
-    return "\n\n\n".join([_HEAD.format(source=source), *rows])
+    floats = ", ".join(f"torch.{name}" for name in spec.free_dtypes)
+    return "\n\n\n".join([_HEAD.format(source=source, floats=floats), *rows])
 
 
 def _row(name: str, direction: str, given: Iterable[str], attrs: Iterable[str], said: str) -> str:

@@ -475,13 +475,13 @@ def cast_arguments(
     """The arguments under an autocast rule; fixed dtypes and other devices' tensors stay."""
     if rule == "none":
         return args
-    floats = (torch.float32, torch.float16, torch.bfloat16)
 
     def eligible(name: str, arg: Any) -> bool:
         return (
             isinstance(arg, Tensor)
             and arg.device.type == device_type
-            and arg.dtype in floats
+            and arg.is_floating_point()
+            and arg.itemsize in (2, 4)  # as for torch, float64 stays; and 8-bit codes
             and name not in spec.fixed_dtypes
         )
 

@@ -232,7 +232,7 @@ def _inlines(name: str, device_type: str, dtype: torch.dtype) -> bool:
         for provider in selection.providers_for(device_type)
         for direction in ("forward", "backward")
         for row in provider.table.rows(name, direction)
-        if row.dtypes is None or dtype in row.dtypes
+        if isinstance(row.dtypes, Mapping | None) or dtype in row.dtypes
     ]
     if (rows and pinned != "reference") or pinned not in (None, "reference"):
         return False

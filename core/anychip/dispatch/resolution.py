@@ -22,7 +22,6 @@ from anychip.dispatch.signature import Signature
 from anychip.dispatch.tally import Passed, Tally, new_tally
 
 REFERENCE = Provider("reference", "anychip", None, table=None)  # type: ignore[arg-type]
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 EXAMINED = 1024
 """Of so many calls with a key one is examined, the first among them; a power of two."""
 
@@ -318,15 +317,25 @@ def _rejection(
     if situation.deterministic and not row.deterministic:
         return "not deterministic, and torch's deterministic mode is on"
     for fact in situation.facts:
-        if fact.name not in situation.spec.fixed_dtypes and row.dtypes is not None:
-            wrong = sorted(str(d) for d in (fact.dtypes & _FLOATS) - row.dtypes)
-            if wrong:
-                return f"{fact.name} is {', '.join(wrong)}"
+        wrong = untaken(row, situation.spec, fact.name, fact.dtypes)
+        if wrong:
+            return f"{fact.name} is {', '.join(sorted(map(str, wrong)))}"
         if row.contiguous and not fact.contiguous:
             return f"{fact.name} is not contiguous"
         if fact.alignment < row.alignment:
             return f"{fact.name} is aligned to {fact.alignment} bytes, not {row.alignment}"
     return ""
+
+
+def untaken(
+    row: Row, spec: OperatorSpec, name: str, dtypes: frozenset[torch.dtype]
+) -> frozenset[torch.dtype]:
+    """Those of a tensor's dtypes that a row does not take."""
+    if isinstance(row.dtypes, Mapping):
+        return dtypes - row.dtypes.get(name, dtypes)
+    if row.dtypes is None or name in spec.fixed_dtypes:
+        return frozenset()
+    return frozenset(d for d in dtypes if d.is_floating_point) - row.dtypes
 
 
 def _check_facts(situation: Situation) -> None:
@@ -335,20 +344,19 @@ def _check_facts(situation: Situation) -> None:
     if len(devices) > 1:
         listed = ", ".join(f"{f.name} on {_names(f.devices)}" for f in situation.facts)
         raise ValueError(f"{spec.name}: all tensors must be on one device, got {listed}")
+    arguments, _ = _positional(spec)
     for fact in situation.facts:
-        fixed = spec.fixed_dtypes.get(fact.name)
-        if fixed is not None:
-            allowed = (fixed,) if isinstance(fixed, str) else fixed
-            if fact.dtypes - {getattr(torch, name) for name in allowed}:
-                raise ValueError(
-                    f"{spec.name}: {fact.name} must be {' or '.join(allowed)}, got "
-                    f"{_names(fact.dtypes)}"
-                )
-        elif fact.dtypes - _FLOATS:
-            raise ValueError(
-                f"{spec.name}: {fact.name} must be float32, bfloat16 or float16, got "
-                f"{_names(fact.dtypes)}"
-            )
+        # Gradients, outputs and residuals have the dtypes of one forward call.
+        allowed = spec.dtypes_of(fact.name) if fact.name in arguments else ()
+        if allowed and fact.dtypes - named(allowed):
+            text = " or ".join(filter(None, (", ".join(allowed[:-1]), allowed[-1])))
+            raise ValueError(f"{spec.name}: {fact.name} must be {text}, got {_names(fact.dtypes)}")
+
+
+@cache
+def named(names: tuple[str, ...]) -> frozenset[torch.dtype]:
+    """torch's dtypes of these names."""
+    return frozenset(getattr(torch, name) for name in names)
 
 
 def _pin_text(situation: Situation, pin: str, rejected: Sequence[tuple[Row, Provider, str]]) -> str:

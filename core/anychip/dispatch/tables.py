@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,9 +17,8 @@ import torch
 
 from anychip.contract import HOST, OperatorSpec, OperatorTable, Row, SampleMaker
 from anychip.dispatch.operator import check_names, registered
+from anychip.dispatch.resolution import named
 from anychip.dispatch.signature import Signature
-
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def faults(table: OperatorTable) -> list[str]:
@@ -40,8 +39,6 @@ def _faults(row: Row) -> Iterator[str]:
     operator = registered()[row.operator]
     spec, signature = operator.spec, operator.signature
     yield from _limits(row, spec, signature)
-    if row.dtypes is not None and not row.dtypes & _FLOATS:
-        yield f"it takes no float type: dtypes are {sorted(map(str, row.dtypes)) or 'none'}"
     if row.direction == "backward" and spec.backward is None:
         yield f"{spec.name} has no gradient"
         return
@@ -51,6 +48,7 @@ def _faults(row: Row) -> Iterator[str]:
     forward = arguments, attrs, signature.num_outputs + own
     backward = (*grads, *spec.saved), (*attrs, "needs"), len(spec.differentiable)
     called = forward if row.direction == "forward" else backward
+    yield from _dtypes(row, spec, called[0])
     yield from _function(row.function, *called)
     if row.accepts is not None:
         yield from _function(row.accepts, *called[:2], None)
@@ -59,6 +57,21 @@ def _faults(row: Row) -> Iterator[str]:
         saved = [n for n in spec.saved if n not in canonical] + [f"own{i}" for i in range(own)]
         yield from _function(row.paired.backward, (*grads, *saved), *backward[1:])
         yield from _function(row.paired.fake_residuals, arguments, attrs, own)
+
+
+def _dtypes(row: Row, spec: OperatorSpec, names: Sequence[str]) -> Iterator[str]:
+    if row.dtypes is not None and not isinstance(row.dtypes, Mapping):
+        if not row.dtypes & named(spec.free_dtypes):
+            listed = sorted(map(str, row.dtypes)) or "none"
+            yield f"it takes no float type of {spec.name}: dtypes are {listed}"
+        return
+    for name, taken in (row.dtypes or {}).items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it is given {', '.join(names)}"
+            yield f"dtypes speak of {name!r}; {hint}"
+        elif not taken & named(spec.dtypes_of(name)):
+            yield f"it takes no type of {name}: {' or '.join(spec.dtypes_of(name))}"
 
 
 def _limits(row: Row, spec: OperatorSpec, signature: Signature) -> Iterator[str]:

@@ -144,7 +144,7 @@ permute = OperatorSpec(
     differentiable=("x",),
     check=_permute_check,
     # The backward direction is given gradients of the map and the offsets, as for every output.
-    fixed_dtypes={"indices": ("int64", "int32"), "y1": "int64", "grad1": "int64", "grad2": "int64"},
+    fixed_dtypes={"indices": ("int64", "int32")},
     sizes=lambda x, indices, *, num_experts: {
         "tokens": x.shape[0],
         "hidden": x.shape[1],

@@ -28,6 +28,7 @@ from anychip.conformance.oracles import Oracle, oracle_of
 from anychip.conformance.trial import AnyOperator, Trial, rule_calls
 from anychip.contract import HOST, ContractError, FallbackError
 from anychip.dispatch.operator import registered
+from anychip.dispatch.resolution import named
 from anychip.dispatch.tally import ProvenanceRow
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -54,8 +55,9 @@ def cases(context: Context) -> Iterator[Case]:
 # Operators
 
 
-def trial_of(operator: AnyOperator, oracle: Oracle, dtype: torch.dtype = torch.float32) -> Trial:
+def trial_of(operator: AnyOperator, oracle: Oracle, dtype: torch.dtype | None = None) -> Trial:
     """The small call that gives most of the optional arguments."""
+    dtype = dtype or getattr(torch, operator.spec.free_dtypes[0])
     calls = [call for call in rule_calls(oracle) if call.layout == "contiguous"]
     trials = [Trial(operator, call, dtype) for call in calls]
 
@@ -212,7 +214,8 @@ MISTAKES: tuple[tuple[str, tuple[type[Exception], ...], Any], ...] = (
 
 def check_unclaimed(context: Context, *, operator: AnyOperator, oracle: Oracle) -> None:
     """A dtype that the backend does not claim is refused, or right: never quietly another one."""
-    for other in (found for found in FORMATS if found not in context.dtypes):
+    taken = named(operator.spec.free_dtypes) - {*context.dtypes}
+    for other in (found for found in FORMATS if found in taken):
         trial = trial_of(operator, oracle, other)
         placed = trial.place(context)
         try:

@@ -37,16 +37,16 @@ OF_NO_TYPE = (
     "doors", "versions", "again", "same-tensor", "packed", "second-thread", "two-threads",
     "inference-mode", "in-backward", "side-stream",
 )  # fmt: skip
-"""Rules about who calls, and how often: at level quick asked in float32, which all compute in."""
+"""Rules about who calls, and how often: at level quick asked in one type, float32 as a rule."""
 
 
 def cases(context: Context) -> Iterator[Case]:
     """Per operator and dtype: a case per call, and a case per rule."""
     for name, operator in registered().items():
         oracle = oracle_of(operator.spec)
-        for dtype in context.dtypes:
+        dtypes = context.dtypes_of(operator.spec)
+        for dtype, represented in dtypes.items():
             where = f"operators/{name}/{FORMATS[dtype].name}"
-            represented = context.is_represented(dtype)
             of = Subject(operator, oracle, dtype)
             for call in oracle.calls():
                 run = partial(check_values, of=of, call=call)
@@ -57,7 +57,7 @@ def cases(context: Context) -> Iterator[Case]:
             for rule, applies, check_rule in (*RULES, *calling_rules.RULES, *index_rules.RULES):
                 if applies(operator, context):
                     bound = partial(check_rule, of=of)
-                    full = represented or (rule in OF_NO_TYPE and dtype != torch.float32)
+                    full = represented or (rule in OF_NO_TYPE and dtype != next(iter(dtypes)))
                     yield Case(id=f"{where}/rule:{rule}", run=bound, full=full)
 
 

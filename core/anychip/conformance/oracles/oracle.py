@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import Call
-from anychip.conformance.formats import FORMATS
+from anychip.conformance.formats import STORED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ def numbers(arg: Any) -> Any:
         host = arg.detach().cpu()
         if not host.is_floating_point():
             return host.numpy()
-        return Rounded.exact(host.double().numpy(), FORMATS[host.dtype])
+        return Rounded.exact(host.double().numpy(), STORED[host.dtype])
     if isinstance(arg, (list, tuple)):
         return [numbers(entry) for entry in arg]
     return arg

@@ -19,12 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
-from anychip.conformance.formats import Array
+from anychip.conformance.formats import FORMATS, Array
 from anychip.conformance.oracles.oracle import Oracle
 from anychip.contract import OperatorSpec
 from anychip.dispatch.signature import Signature
 
-_NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
@@ -41,7 +40,7 @@ class InFloat64(TorchFunctionMode):
 
 
 def _widened(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+    return torch.float64 if isinstance(value, torch.dtype) and value in FORMATS else value
 
 
 def reference_oracle(spec: OperatorSpec) -> Oracle:

@@ -6,12 +6,13 @@ Products are torch's; the loss between the products of linear_cross_entropy is t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from anychip import operators
+from anychip.contract.operator import Function
 from anychip.operators.linear_cross_entropy import chunks
 from anychip.operators.loss import check_targets
 from anychip.operators.ragged import refuse_unsorted
@@ -219,5 +220,4 @@ if native.kernels is not None:
 # torch's products and sums, as of the reference: there is no native part that would be faster.
 _partials = operators.linear_cross_entropy_partials
 table.forward(_partials.name, kind="mapped", dtypes=FLOATS)(_partials.forward)
-if _partials.backward is not None:
-    table.backward(_partials.name, kind="mapped", dtypes=FLOATS)(_partials.backward)
+table.backward(_partials.name, kind="mapped", dtypes=FLOATS)(cast(Function, _partials.backward))

@@ -43,16 +43,8 @@ from anychip.operators.varlen import attention_varlen
 
 
 def all_specs() -> tuple[OperatorSpec, ...]:
-    """Every operator of this package, in the order of the documentation."""
-    return (
-        rms_norm, layer_norm, group_norm, add_rms_norm, add_layer_norm, dropout, bias_dropout_add,
-        dropout_add_rms_norm, dropout_add_layer_norm, gelu, silu, relu, relu2, sigmoid, tanh,
-        softplus, bias_gelu, swiglu, geglu, softmax, rope, attention, attention_dropout,
-        attention_varlen, linear, grouped_linear, conv1d, conv2d, permute, unpermute, embedding,
-        cross_entropy, linear_cross_entropy, linear_cross_entropy_partials, l2_norm,
-        l2_norm_partials, clip, unscale_and_check, adamw, adamw_8bit, sgd, lion, lamb_partials,
-        lamb, quantize, dequantize, hadamard, top_k,
-    )  # fmt: skip
+    """Every operator of this package, by families."""
+    return tuple(value for value in globals().values() if isinstance(value, OperatorSpec))
 
 
 __all__ = [

@@ -12,7 +12,7 @@ through the chunks and keep them: what they compute is right, but they hold the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -96,15 +96,14 @@ def _backward(
     needs: tuple[bool, bool, bool],
     **options: float,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    rows, labels, wide = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1), weight.float()
+    labels = target.reshape(-1)
     slope = grad / (labels != ignore_index).sum() if reduction == "mean" else grad
     slope, lse = slope.expand(target.shape).reshape(-1), lse.reshape(-1)
-    dx, dweight, dbias = [], torch.zeros_like(wide), wide.new_zeros(weight.shape[0])
-    for chunk in chunks(rows.shape[0], weight.shape[0]):
-        part = rows[chunk].float()
+
+    def slope_of(chunk: slice, logits: Tensor) -> Tensor:
         (dlogits,) = cross_entropy_backward(
             slope[chunk],
-            _logits(part, wide, bias),
+            logits,
             labels[chunk],
             lse[chunk],
             ignore_index=ignore_index,
@@ -112,6 +111,25 @@ def _backward(
             needs=(True,),
             **options,
         )
+        return dlogits
+
+    return _gradients(x, weight, target, bias, slope_of, needs)
+
+
+def _gradients(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    slope_of: Callable[[slice, Tensor], Tensor],
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of x, weight and bias; ``slope_of(chunk, logits)`` is the gradient of a chunk's logits."""
+    rows, wide = x.reshape(target.numel(), x.shape[-1]), weight.float()
+    dx, dweight, dbias = [], torch.zeros_like(wide), wide.new_zeros(weight.shape[0])
+    for chunk in chunks(rows.shape[0], weight.shape[0]):
+        part = rows[chunk].float()
+        dlogits = slope_of(chunk, _logits(part, wide, bias))
         if needs[0]:
             dx.append((dlogits @ wide).to(x.dtype))
         if needs[1]:
@@ -278,28 +296,17 @@ def _partials_backward(
     first: int,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    rows, labels, wide = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1), weight.float()
+    labels = target.reshape(-1)
     by_lse, by_picked, by_total, whole = (
         t.reshape(-1, 1) for t in (grad_lse, grad_picked, grad_total, lse)
     )
-    dx, dweight, dbias = [], torch.zeros_like(wide), wide.new_zeros(weight.shape[0])
-    for chunk in chunks(rows.shape[0], weight.shape[0]):
-        part = rows[chunk].float()
+
+    def slope_of(chunk: slice, logits: Tensor) -> Tensor:
         place, is_here = _places(labels[chunk], first, weight.shape[0])
-        slope = torch.exp(_logits(part, wide, bias) - whole[chunk]) * by_lse[chunk]
-        slope = slope + by_total[chunk]
-        slope = slope.scatter_add(1, place, by_picked[chunk] * is_here.unsqueeze(1))
-        if needs[0]:
-            dx.append((slope @ wide).to(x.dtype))
-        if needs[1]:
-            dweight = dweight + slope.t() @ part
-        if needs[2]:
-            dbias = dbias + slope.sum(0)
-    return (
-        (torch.cat(dx) if dx else rows).reshape(x.shape) if needs[0] else None,
-        dweight.to(weight.dtype) if needs[1] else None,
-        dbias.to(weight.dtype) if needs[2] else None,
-    )
+        slope = torch.exp(logits - whole[chunk]) * by_lse[chunk] + by_total[chunk]
+        return slope.scatter_add(1, place, by_picked[chunk] * is_here.unsqueeze(1))
+
+    return _gradients(x, weight, target, bias, slope_of, needs)
 
 
 def _partials_fake(

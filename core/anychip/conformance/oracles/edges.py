@@ -548,6 +548,7 @@ EDGES: Mapping[str, Edges] = {
         one("rank-6", partial(linear_cross_entropy._arguments, sizes=((2, 1, 3, 1, 2), 6, 7))),
         one("class-of-152064", partial(at, _far_linear_classes, 152_064), full=True),
     ),
+    "linear_cross_entropy_partials": sweep(linear_cross_entropy._part_of, "classes", top=2049),
     "l2_norm": _list(),
     "l2_norm_partials": _list(offsets=None, sizes=None, block=16),
     "clip": _list(lambda draw: draw.scalar(3.0), max_norm=1.0),
@@ -590,4 +591,4 @@ EDGES: Mapping[str, Edges] = {
 
 def with_edges(name: str, calls: Callable[[], Any]) -> Callable[[], tuple[Call, ...]]:
     """An oracle's own calls, then those of this module; made once, for every rule asks for them."""
-    return cache(lambda: (*calls(), *EDGES.get(name, tuple)()))
+    return cache(lambda: (*calls(), *EDGES[name]()))

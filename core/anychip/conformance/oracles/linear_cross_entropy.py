@@ -193,15 +193,16 @@ def _part(draw: Draw, sizes: Sizes, first: int = 0, bias: bool = False) -> Argum
     return (x, weight, target, given), {"first": first}
 
 
+def _part_of(draw: Draw, size: int) -> Arguments:
+    return _part(draw, ((3,), 5, size), first=size, bias=True)
+
+
 def _partials_calls() -> Iterator[Call]:
     for shape, inputs, classes in _SIZES:
         for bias in (True, False):
             label = f"{shape_label(shape)}.{inputs}-{classes}{'.bias' if bias else ''}"
             sizes = (shape, inputs, classes)
             yield Call(label, partial(_part, sizes=sizes, first=7 * bias, bias=bias))
-    for size in (15, 16, 31, 32, 63, 65, 128, 129, 256):
-        make = partial(_part, sizes=((3,), 5, size), first=size, bias=True)
-        yield Call(f"classes.{size}", make)
     # Classes whose numbers need more than 32 bits.
     yield Call("classes-from-2p32", partial(_part, sizes=((6,), 5, 11), first=2**32))
     yield from in_layouts("7.20-50", partial(_part, sizes=((7,), 20, 50), first=50, bias=True))

@@ -286,99 +286,90 @@ bias_gelu = OperatorSpec(
 )
 
 
-# swiglu
+# swiglu, geglu
 
 
-def _swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
-    wide = gate.float()
-    return (wide * torch.sigmoid(wide) * up.float()).to(gate.dtype).contiguous()
+def _gated_directions(
+    value: Callable[..., Tensor], slope: Callable[..., Tensor]
+) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor | None, Tensor | None]]]:
+    """``y = value(gate) * up``, in float32 and rounded once, and its gradients."""
+
+    def forward(gate: Tensor, up: Tensor, **given: Any) -> Tensor:
+        return (value(gate.float(), **given) * up.float()).to(gate.dtype).contiguous()
+
+    def backward(
+        grad: Tensor, gate: Tensor, up: Tensor, *, needs: tuple[bool, bool], **given: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        wide, total = gate.float(), grad.float()
+        dgate = dup = None
+        if needs[0]:
+            dgate = (total * up.float() * slope(wide, **given)).to(gate.dtype)
+        if needs[1]:
+            dup = (total * value(wide, **given)).to(up.dtype)
+        return dgate, dup
+
+    return forward, backward
 
 
-def _swiglu_backward(
-    grad: Tensor, gate: Tensor, up: Tensor, *, needs: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    wide, slope = gate.float(), grad.float()
-    dgate = dup = None
-    if needs[0]:
-        dgate = (slope * up.float() * _silu_slope(wide)).to(gate.dtype)
-    if needs[1]:
-        dup = (slope * (wide * torch.sigmoid(wide))).to(up.dtype)
-    return dgate, dup
+def _gated(
+    name: str,
+    value: Callable[..., Tensor],
+    slope: Callable[..., Tensor],
+    *,
+    flops: tuple[int, int],
+    check: Callable[..., None] = lambda gate: None,
+    attrs: str = "",
+    forms: Sequence[Mapping[str, Any]] = ({},),
+    **rest: Any,
+) -> OperatorSpec:
+    """An activation times what it lets through; ``flops`` of an element, forward and backward."""
+    forward, backward = _gated_directions(value, slope)
+
+    def check_both(gate: Tensor, up: Tensor, **given: Any) -> None:
+        check(gate, **given)
+        if gate.shape != up.shape:
+            shapes = f"{tuple(gate.shape)} and {tuple(up.shape)}"
+            raise ValueError(f"gate and up must have the same shape, got {shapes}")
+
+    return OperatorSpec(
+        name=name,
+        signature=f"(Tensor gate, Tensor up{attrs}) -> Tensor",
+        source="Shazeer 2020, arXiv:2002.05202, equation 6",
+        forward=forward,
+        backward=backward,
+        fake=lambda gate, up, **_: _empty(gate),
+        saved=("gate", "up"),
+        differentiable=("gate", "up"),
+        check=check_both,
+        sizes=lambda gate, up, **_: {"numel": gate.numel()},
+        autocast="promote",
+        sharding=Sharding(
+            lambda gate, up, *_: _any_dim(1, 2, gate),
+            lambda grad, gate, up, *_: _any_dim(2, 3, gate),
+        ),
+        cost=lambda gate, up, **_: Cost(3 * nbytes(gate), flops[0] * gate.numel()),
+        backward_cost=lambda gate, up, **_: Cost(5 * nbytes(gate), flops[1] * gate.numel()),
+        samples=lambda maker: _samples(maker, _same, forms=forms),
+        **rest,
+    )
 
 
-def _swiglu_check(gate: Tensor, up: Tensor) -> None:
-    if gate.shape != up.shape:
-        raise ValueError(
-            f"gate and up must have the same shape, got {tuple(gate.shape)} and {tuple(up.shape)}"
-        )
-
-
-swiglu = OperatorSpec(
-    name="swiglu",
-    signature="(Tensor gate, Tensor up) -> Tensor",
+swiglu = _gated(
+    "swiglu",
+    lambda gate: gate * torch.sigmoid(gate),
+    _silu_slope,
     equation="y = gate * sigmoid(gate) * up",
-    source="Shazeer 2020, arXiv:2002.05202, equation 6",
-    forward=_swiglu_forward,
-    backward=_swiglu_backward,
-    fake=lambda gate, up: _empty(gate),
-    saved=("gate", "up"),
-    differentiable=("gate", "up"),
-    check=_swiglu_check,
-    sizes=lambda gate, up: {"numel": gate.numel()},
-    autocast="promote",
-    sharding=Sharding(
-        lambda gate, up: _any_dim(1, 2, gate), lambda grad, gate, up, needs: _any_dim(2, 3, gate)
-    ),
-    cost=lambda gate, up: Cost(3 * nbytes(gate), 6 * gate.numel()),
-    backward_cost=lambda gate, up: Cost(5 * nbytes(gate), 12 * gate.numel()),
-    samples=lambda maker: _samples(maker, _same),
+    flops=(6, 12),
     bound=_bound(6, 10),
 )
-
-
-# geglu
-
-
-def _geglu_forward(gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
-    return (_gelu(gate.float(), approximate=approximate) * up.float()).to(gate.dtype).contiguous()
-
-
-def _geglu_backward(
-    grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str, needs: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    wide, slope = gate.float(), grad.float()
-    dgate = dup = None
-    if needs[0]:
-        dgate = (slope * up.float() * _gelu_slope(wide, approximate=approximate)).to(gate.dtype)
-    if needs[1]:
-        dup = (slope * _gelu(wide, approximate=approximate)).to(up.dtype)
-    return dgate, dup
-
-
-def _geglu_check(gate: Tensor, up: Tensor, *, approximate: str) -> None:
-    _gelu_check(gate, approximate=approximate)
-    _swiglu_check(gate, up)
-
-
-geglu = OperatorSpec(
-    name="geglu",
-    signature='(Tensor gate, Tensor up, *, str approximate="none") -> Tensor',
+geglu = _gated(
+    "geglu",
+    _gelu,
+    _gelu_slope,
+    attrs=', *, str approximate="none"',
+    forms=_FORMS,
+    check=_gelu_check,
     equation="y = gelu(gate) * up",
-    source="Shazeer 2020, arXiv:2002.05202, equation 6",
-    forward=_geglu_forward,
-    backward=_geglu_backward,
-    fake=lambda gate, up, *, approximate: _empty(gate),
-    saved=("gate", "up"),
-    differentiable=("gate", "up"),
-    check=_geglu_check,
-    sizes=lambda gate, up, *, approximate: {"numel": gate.numel()},
-    autocast="promote",
-    sharding=Sharding(
-        lambda gate, up, approximate: _any_dim(1, 2, gate),
-        lambda grad, gate, up, approximate, needs: _any_dim(2, 3, gate),
-    ),
-    cost=lambda gate, up, *, approximate: Cost(3 * nbytes(gate), 11 * gate.numel()),
-    backward_cost=lambda gate, up, *, approximate: Cost(5 * nbytes(gate), 32 * gate.numel()),
-    samples=lambda maker: _samples(maker, _same, forms=_FORMS),
+    flops=(11, 32),
     bound=_bound(9, 18),
 )

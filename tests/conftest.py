@@ -4,6 +4,7 @@ With ``--slice``, of tests marked ``grid`` only this commit's tenth runs (tests/
 of more than one file ends with the files that took longest.
 """
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -67,6 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         left_out = {item.nodeid for item in others}
         items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of cases live as long as the run: no collection of garbage need look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 class Record:

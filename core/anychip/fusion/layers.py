@@ -1,4 +1,4 @@
-"""Layers of one tensor by operators: norms over the last dim, GELU, and gated MLPs.
+"""Layers of one tensor by operators: norms over the last dim, GELU, gated MLPs; and torch's loss.
 
 A result in 16 bits is rounded once, at its end; transformers rounds before a norm's weight as well.
 Under autocast the result of an activation keeps its argument's dtype.
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from anychip import ops
-from anychip.fusion.fused import FLOATS, HOST, Call, Computed, autocast_is_on
-from anychip.fusion.probe import inputs
+from anychip.fusion.fused import FLOATS, Computed, autocast_is_on
+from anychip.fusion.probe import HOST, call, inputs, normal
 
 _WIDTH = 8
 """Of the probe, where the module does not say."""
@@ -44,12 +44,12 @@ class Norm(Computed):
 
     def samples(self, module: Any) -> Iterator[dict[str, Tensor]]:
         width = getattr(module, self.weight).shape[0]
-        yield {"x": inputs((width,))}
-        yield {"x": inputs((2, 3, width))}
+        yield {"x": inputs(width)}
+        yield {"x": inputs(2, 3, width)}
         if self.promotes:
-            yield {"x": inputs((width,)).bfloat16()}
+            yield {"x": inputs(width).bfloat16()}
 
-    def compute(self, module: Any, call: Call, x: Any) -> Tensor | str:
+    def compute(self, module: Any, x: Any) -> Tensor | str:
         weight, eps = getattr(module, self.weight), getattr(module, self.eps)
         bias = () if self.bias is None else (getattr(module, self.bias),)
         if (why := _unfit(x)) is not None:
@@ -62,10 +62,10 @@ class Norm(Computed):
             return f"x is {x.dtype} and the weight {weight.dtype}"
         elif x.dtype != torch.float32 and (autocast_is_on(x) or eps is None):
             return f"x is {x.dtype}, and the result's dtype or eps depends on torch's device"
-        attrs = {"eps": torch.finfo(x.dtype).eps if eps is None else eps}
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
         rest = () if self.operator == "rms_norm" else bias or (None,)
-        result: Tensor = call(getattr(ops, self.operator), (x, weight, *rest), attrs)
-        return result
+        made: Tensor = call(getattr(ops, self.operator), x, weight, *rest, eps=eps)
+        return made
 
 
 def norms(module: nn.Module) -> Iterator[Norm]:
@@ -96,11 +96,10 @@ class Gelu(Computed):
     kind, operator, unless = "activation", "gelu", "other dtypes"
 
     def samples(self, module: nn.Module) -> Iterator[dict[str, Tensor]]:
-        yield {"x": inputs((2, _WIDTH))}
+        yield {"x": inputs(2, _WIDTH)}
 
-    def compute(self, module: nn.Module, call: Call, x: Any) -> Tensor | str:
-        made: Tensor | str = _unfit(x) or call(ops.gelu, (x,), {"approximate": self.approximate})
-        return made
+    def compute(self, module: nn.Module, x: Any) -> Tensor | str:
+        return _unfit(x) or call(ops.gelu, x, approximate=self.approximate)
 
 
 def gelus(module: nn.Module) -> Iterator[Gelu]:
@@ -118,9 +117,7 @@ class GatedMLP(Computed):
     down: str
 
     kind, operator, unless = "activation", "swiglu", "other dtypes"
-
-    def samples(self, module: nn.Module) -> Iterator[dict[str, Tensor]]:
-        yield {"x": inputs((2, _WIDTH))}
+    samples = Gelu.samples
 
     def stand_ins(self) -> dict[str, nn.Module]:
         # What follows the product is the module's own layer in both, and no size matters.
@@ -131,12 +128,11 @@ class GatedMLP(Computed):
         used = (self.gate, self.up, self.down)
         return [m for name, m in module._modules.items() if name not in used and m is not None]
 
-    def compute(self, module: nn.Module, call: Call, x: Any) -> Tensor | str:
-        why = _unfit(x)
-        if why is not None:
+    def compute(self, module: Any, x: Any) -> Tensor | str:
+        if (why := _unfit(x)) is not None:
             return why
-        gate, up = getattr(module, self.gate)(x), getattr(module, self.up)(x)
-        result: Tensor = getattr(module, self.down)(call(ops.swiglu, (gate, up), {}))
+        made = call(ops.swiglu, getattr(module, self.gate)(x), getattr(module, self.up)(x))
+        result: Tensor = getattr(module, self.down)(made)
         return result
 
 
@@ -149,6 +145,48 @@ def gated(*names: str) -> Callable[[nn.Module], Iterator[GatedMLP]]:
             yield GatedMLP(*names)
 
     return candidates
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Computed):
+    """``nn.CrossEntropyLoss`` with class indices; the classes are dim 1, as torch has it."""
+
+    kind, operator, takes, whole = "loss", "cross_entropy", 2, True
+    unless = "class weights, class probabilities, other dtypes"
+
+    def samples(self, module: Any) -> Iterator[dict[str, Tensor]]:
+        logits, labels = example(module.ignore_index)
+        yield {"logits": logits.flatten(0, 1), "labels": labels.flatten()}
+
+    def compute(self, module: Any, logits: Any, target: Any) -> Tensor | str:
+        if module.weight is not None:
+            return "classes have weights"
+        if logits.dtype not in FLOATS:
+            return f"logits are {logits.dtype}"
+        if target.dtype != torch.int64:
+            return f"targets are {target.dtype}"
+        rest = () if logits.dim() == 1 else (*logits.shape[:1], *logits.shape[2:])
+        if not logits.dim() or tuple(target.shape) != rest:
+            return f"logits are {tuple(logits.shape)} and targets {tuple(target.shape)}"
+        rows = logits.movedim(1, -1) if logits.dim() > 2 else logits
+        names = ("ignore_index", "label_smoothing", "reduction")
+        attrs = {name: getattr(module, name) for name in names}
+        loss: Tensor = call(ops.cross_entropy, rows, target, **attrs)
+        return loss if autocast_is_on(logits) else loss.to(logits.dtype)
+
+
+def cross_entropies(module: Any) -> Iterator[CrossEntropy]:
+    """The one candidate for torch's loss."""
+    if module.weight is None:
+        yield CrossEntropy()
+
+
+def example(ignored: int) -> tuple[Tensor, Tensor]:
+    """Logits (2, 7, 13) and labels, of which some do not count."""
+    logits = normal(2, 7, 13) * 4
+    labels = torch.randint(13, (2, 7), device=HOST)
+    labels[0, 3] = labels[1, 0] = ignored
+    return logits.requires_grad_(), labels
 
 
 def _unfit(x: Any) -> str | None:

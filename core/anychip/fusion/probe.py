@@ -12,65 +12,86 @@ the function's, if it computes the same. Their difference is at most twice that.
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from anychip.fusion.fused import HOST, AnyOperator, Computed
+from anychip.dispatch.operator import Operator
 
+HOST = torch.device("cpu")
 _SCALES = 2.0 ** torch.arange(-10.0, 11.0, 2.0)
 _PLAIN = (bool, int, float, str, type(None))
 _BLANK = nn.Module()
 _NONE: Mapping[str, Any] = MappingProxyType({})
-_ON_HOST: Any = {"dtype": torch.float32, "device": HOST}
 
 
-@dataclass
-class _Roundings:
-    """What the operators of one computation may be off by, in roundings."""
+class Comparison(NamedTuple):
+    """A call of two functions with the same arguments.
 
-    forward: float = 0.0
-    backward: float = 0.0
-
-    def call(self, operator: AnyOperator, args: tuple[Any, ...], attrs: Any) -> Any:
-        """Runs the reference, which torch differentiates, and adds what its bound allows."""
-        bound, (given, named) = operator.spec.bound, operator.signature.bind(args, attrs)
-        length = bound.length(*given, **named)
-        self.forward += bound.forward + length
-        self.backward += bound.backward + length
-        return operator.outputs(operator.spec.forward(*given, **named))
-
-
-def difference(
-    theirs: Callable[..., Any],
-    ours: Callable[..., Any],
-    args: Mapping[str, Any],
-    given: Mapping[str, Any] = _NONE,
-    parameters: Iterable[tuple[str, Tensor]] = (),
-    whole: bool = False,
-) -> str | None:
-    """What tells two functions apart, gradients included; None: nothing beyond the bound.
-
-    Args:
+    Attributes:
         theirs: gives a tensor, or a tuple of tensors.
-        ours: the same by operators, which it calls by its first argument; or a text, which says
-            why it leaves a call like this to theirs: then that has to fail.
-        args, given: of both. They are differentiated by those of args that require it,
+        ours: the same by operators, which it calls by :func:`call`; or a text, which says why it
+            leaves a call like this to theirs: then that has to fail.
+        args, given: they are differentiated by those of args that require it,
         parameters: and by these.
         whole: an entry of a result or a gradient is a sum over rows: its size is that of all.
+        what: is special about it.
     """
-    roundings, got = _Roundings(), None
-    leaves = {name: t for name, t in args.items() if t.requires_grad}
+
+    theirs: Callable[..., Any]
+    ours: Callable[..., Any]
+    args: Mapping[str, Any]
+    given: Mapping[str, Any] = _NONE
+    parameters: Iterable[tuple[str, Tensor]] = ()
+    whole: bool = False
+    what: str = ""
+
+
+class _Probe(threading.local):
+    """What operators may be off by, in roundings, while one is on."""
+
+    on, forward, backward = False, 0.0, 0.0
+
+
+_probe = _Probe()
+
+
+def call(operator: Operator[..., Any], *args: Any, **attrs: Any) -> Any:
+    """An operator, as its users call it; in a probe its reference, which torch differentiates."""
+    if not _probe.on:
+        return operator(*args, **attrs)
+    bound, (given, named) = operator.spec.bound, operator.signature.bind(args, attrs)
+    length = bound.length(*given, **named)
+    _probe.forward += bound.forward + length
+    _probe.backward += bound.backward + length
+    return operator.outputs(operator.spec.forward(*given, **named))
+
+
+def refutation(comparisons: Iterable[Comparison]) -> tuple[int, str] | None:
+    """How many comparisons two functions stood, and what the next one showed; None: they are equal.
+
+    That is: results and gradients differ by nothing beyond the bound.
+    """
+    with undisturbed():
+        for stood, comparison in enumerate(comparisons):
+            if (why := _difference(comparison)) is not None:
+                return stood, f"{comparison.what}{why}"
+    return None
+
+
+def _difference(comparison: Comparison) -> str | None:
+    theirs, ours, args, given, parameters, whole, _ = comparison
+    leaves, got = {name: t for name, t in args.items() if t.requires_grad}, None
     rows = sum(t.numel() // t.shape[-1] for t in leaves.values())
     leaves.update(parameters)
+    _probe.forward = _probe.backward = 0.0
     try:
-        got = ours(roundings.call, *args.values(), **given)
+        got = ours(*args.values(), **given)
         want = theirs(*args.values(), **given)
         if isinstance(got, str):
             return got
@@ -78,13 +99,16 @@ def difference(
         if [(y.dtype, y.shape) for y in wants] != [(y.dtype, y.shape) for y in gots]:
             return f"it gives {', '.join(f'{y.dtype} {tuple(y.shape)}' for y in wants)}"
         slopes = [torch.randn(y.shape, dtype=y.dtype, device=HOST) for y in wants]
-        wanted, grads = (_gradients(made, leaves, slopes) for made in (wants, gots))
+        wanted, grads = (
+            torch.autograd.grad(made, [*leaves.values()], slopes, materialize_grads=True)
+            for made in (wants, gots)
+        )
     except Exception as error:  # it is not known what it is: any error says that it is not this
         name = type(error).__name__
         return None if isinstance(got, str) else f"it cannot be called like this: {name}"
     unit = max(torch.finfo(leaf.dtype).eps for leaf in leaves.values()) / 2
     for other, mine in zip(wants, gots, strict=True):
-        limit = (roundings.forward + (rows + 1 if whole else 0)) * unit * _top(other, whole)
+        limit = (_probe.forward + (rows + 1 if whole else 0)) * unit * _top(other, whole)
         if wrong := _outside(mine, other, limit):
             return f"its result differs{wrong}"
     for (name, leaf), other, mine in zip(leaves.items(), wanted, grads, strict=True):
@@ -93,19 +117,10 @@ def difference(
         if len(wants) == 1 and leaf.dim() == want.dim() and not summed:
             # A gradient may vanish though its terms do not: their size is that of y / x.
             top = torch.maximum(top, 4 * _top(want, whole) / _top(leaf, whole))
-        limit = (roundings.backward + (rows if summed else 1)) * unit * top
+        limit = (_probe.backward + (rows if summed else 1)) * unit * top
         if wrong := _outside(mine, other, limit):
             return f"its gradient of {name} differs{wrong}"
     return None
-
-
-def _gradients(
-    results: Sequence[Tensor], leaves: Mapping[str, Tensor], slopes: Sequence[Tensor]
-) -> list[Tensor]:
-    every = list(leaves.values())
-    found = torch.autograd.grad(list(results), every, slopes, allow_unused=True)
-    pairs = zip(found, every, strict=True)
-    return [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs]
 
 
 def _top(values: Tensor, whole: bool) -> Tensor:
@@ -123,25 +138,6 @@ def _outside(got: Tensor, want: Tensor, limit: Tensor) -> str | None:
     return f" from the operator's: {other:.6g} instead of {mine:.6g}"
 
 
-def module_difference(module: nn.Module, fusion: Computed) -> str | None:
-    """What tells a module from its fusion; None when they agree within the bound."""
-    forward: Any = type(module).forward
-    with undisturbed():
-        for training in (False, True):
-            for args in fusion.samples(module):
-                twin = replica(module, fusion.stand_ins()).train(training)
-                found = difference(
-                    functools.partial(forward, twin),
-                    functools.partial(fusion.compute, twin),
-                    args,
-                    parameters=twin.named_parameters(),
-                    whole=fusion.kind == "loss",
-                )
-                if found is not None:
-                    return found
-    return None
-
-
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Nothing around the call decides what a probe computes, and a probe leaves nothing behind."""
@@ -152,32 +148,36 @@ def undisturbed() -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
     ):
         torch.default_generator.manual_seed(7)
-        yield
+        _probe.on = True
+        try:
+            yield
+        finally:
+            _probe.on = False
 
 
-def inputs(shape: tuple[int, ...]) -> Tensor:
+def normal(*shape: int) -> Tensor:
+    """float32 on the host."""
+    return torch.randn(shape, dtype=torch.float32, device=HOST)
+
+
+def inputs(*shape: int) -> Tensor:
     """(*shape) float32 with a gradient; the rows, along dim 0, have the sizes of ``_SCALES``."""
     scales = _SCALES.reshape(-1, *[1] * len(shape))
-    return (torch.randn((len(_SCALES), *shape), **_ON_HOST) * scales).requires_grad_()
+    return (normal(len(_SCALES), *shape) * scales).requires_grad_()
 
 
 def replica(module: nn.Module, stand_ins: Mapping[str, nn.Module] = _NONE) -> nn.Module:
-    """The module without hooks on the host, with random parameters; attributes are shared.
+    """The module without hooks on the host, with random parameters and children as given.
 
-    Buffers are copied; those without data are random as well.
-
-    Args:
-        stand_ins: children in the place of its own.
+    Attributes are shared, buffers copied; those without data are random as well.
     """
-    original = type(module)
-    twin = original.__new__(original)
+    twin = type(module).__new__(type(module))
     nn.Module.__init__(twin)
     for name, value in vars(module).items():
         if name not in vars(twin):
             vars(twin)[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
-    for name, parameter in module._parameters.items():
-        made = None if parameter is None else torch.randn(parameter.shape, **_ON_HOST)
-        twin._parameters[name] = None if made is None else nn.Parameter(made)
+    for name, own in module._parameters.items():
+        twin._parameters[name] = None if own is None else nn.Parameter(normal(*own.shape))
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta and buffer.is_floating_point():
             buffer = torch.rand(buffer.shape, dtype=buffer.dtype, device=HOST)
@@ -194,12 +194,8 @@ def likeness(module: nn.Module) -> Any:
     """
     found: list[Any] = []
     for path, each in module.named_modules():
+        found += [path, type(each), *((n, p.shape) for n, p in each.named_parameters("", False))]
         own = {n: v for n, v in vars(each).items() if n not in vars(_BLANK)}
-        found += [
-            path,
-            type(each),
-            *((n, p.shape) for n, p in each.named_parameters(recurse=False)),
-        ]
         found += [(n, type(v), v if isinstance(v, _PLAIN) else id(v)) for n, v in own.items()]
-        found += [(name, id(buffer)) for name, buffer in each.named_buffers(recurse=False)]
+        found += [(name, id(buffer)) for name, buffer in each.named_buffers("", False)]
     return tuple(found)

@@ -8,30 +8,19 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from anychip.fusion import attention, loss, probe, rope, table
-from anychip.fusion.fused import (
-    FLOATS,
-    Fusion,
-    class_name,
-    fuse_module,
-    fusion_of,
-    own_calls,
-    own_class,
-    why_not,
-)
+from anychip.fusion.fused import Candidate, fusion_of, own_calls, own_class, why_not
 from anychip.fusion.report import LeftAlone, Replaced, Report
+from anychip.fusion.swaps import Swapped
 
 KINDS = ("norm", "activation", "rope", "attention", "loss")
 Names = str | Iterable[str]
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NO_TABLES = "no module of the model makes cos and sin for it"
 
 
 def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> Report:
@@ -56,10 +45,7 @@ def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> Re
     Raises:
         ValueError: an entry of ``only`` or ``skip`` that is no kind and no module's path.
     """
-    search = _Search(model, _Choice(model, only, skip))
-    for path, module in list(model.named_modules()):
-        search.visit(path, module)
-    return Report(search.replaced, search.left(), search.before, map(own_calls, search.owners))
+    return _Search(model, _Choice(model, only, skip)).report()
 
 
 def unfuse(model: nn.Module) -> int:
@@ -93,10 +79,9 @@ class _Choice:
 
     def refusal(self, module: nn.Module, kind: str, *, only: bool = True) -> str | None:
         """Why it is not wanted; with ``only=False``, why not even for the sake of another one."""
-        paths = self._paths[id(module)]
 
         def met(entry: str) -> bool:
-            return entry == kind or any(_below(path, entry) for path in paths)
+            return entry == kind or any(_below(path, entry) for path in self._paths[id(module)])
 
         if only and self._only is not None and not any(map(met, self._only)):
             return f"only {', '.join(self._only)}"
@@ -117,151 +102,114 @@ def _below(path: str, entry: str) -> bool:
     return fnmatch.fnmatchcase(path, entry) or fnmatch.fnmatchcase(path, f"{entry}.*")
 
 
-@dataclass
 class _Search:
     """One pass over a model."""
 
-    model: nn.Module
-    choice: _Choice
-    replaced: list[Replaced] = field(default_factory=list)
-    before: int = 0
-    owners: list[object] = field(default_factory=list)
-    _left: dict[tuple[int, str], LeftAlone] = field(default_factory=dict)
-    _verdicts: dict[Any, str | None] = field(default_factory=dict)
+    def __init__(self, model: nn.Module, choice: _Choice) -> None:
+        self.model, self.choice = model, choice
+        self.replaced: list[Replaced] = []
+        self.before, self.owners = 0, list[object]()
+        self._left: dict[tuple[int, str], LeftAlone] = {}
+        self._verdicts: dict[Any, tuple[int, str] | None] = {}
 
-    def visit(self, path: str, module: nn.Module) -> None:
+    def report(self) -> Report:
+        """What became of every module; children that have no work any more are not in it."""
+        for path, module in list(self.model.named_modules()):
+            self._visit(path, module)
+        done: set[int] = set()
+        for module in self.model.modules():
+            if (fusion := fusion_of(module)) is not None:
+                done.update(map(id, (module, *fusion.bystanders(module))))
+        left = [entry for (key, source), entry in self._left.items() if source or key not in done]
+        return Report(self.replaced, left, self.before, map(own_calls, self.owners))
+
+    def _visit(self, path: str, module: nn.Module) -> None:
         """Replaces one module, or functions that it calls, or notes why not."""
         if isinstance(module, torch.jit.ScriptModule):
             self._leave(path, module, "it is compiled by TorchScript")
             return
-        known = fusion_of(module)
-        self.before += 0 if known is None else known.count
-        self._visit_loss(path, module)
-        if known is None or isinstance(known, attention.Attention):
-            attends = self._visit_attention(path, module)
-            self._visit_rope(path, module)
-            if not attends and fusion_of(module) is None:
-                self._visit_layer(path, module)
+        known, original = fusion_of(module), loss.loss_of(module)
+        self.before += 0 if known is None else known.count()
+        self.before += isinstance(original, loss.LanguageModelLoss)
+        if original is not None and not isinstance(original, loss.LanguageModelLoss):
+            source = getattr(original, "__name__", type(original).__name__)
+            self._try(path, module, "loss", loss.candidates(original), source)
+        if known is not None and not isinstance(known, Swapped):
+            return
+        swaps = {swap.kind for swap in known.swaps} if known else ()
+        found: Iterator[Candidate | str] = attention.candidates(module, self.model)
+        name = own_class(module).__name__
+        attends = "attention" in swaps or self._try(path, module, "attention", found, name)
+        names = rope.functions(module)
+        if names and "rope" not in swaps:
+            found = rope.candidates(module, names, self._makers)
+            self._try(path, module, "rope", found, ", ".join(names))
+        if (
+            not attends
+            and fusion_of(module) is None
+            and not self._try(path, module, "", table.candidates(module))
+        ):
+            self._leave(path, module, table.nothing(module))
 
-    def _visit_layer(self, path: str, module: nn.Module) -> None:
+    def _try(
+        self,
+        path: str,
+        module: nn.Module,
+        kind: str,
+        candidates: Iterator[Candidate | str],
+        source: str = "",
+    ) -> bool:
+        """Puts the first of the candidates that is proved onto a module; were there any?"""
         reasons = []
-        for fusion in table.candidates(module):
-            why = self.choice.refusal(module, fusion.kind) or why_not(module)
-            why = why or _wrong_dtype(module) or _hooked(module, fusion)
-            if why is None:
-                # Layers of a model are alike: one answer serves all of them.
-                key = (probe.likeness(module), fusion)
-                if key not in self._verdicts:
-                    self._verdicts[key] = probe.module_difference(module, fusion)
-                if self._verdicts[key] is None:
-                    self._replace(path, module, fusion)
-                    return
-                why = f"not {fusion.operator}: {self._verdicts[key]}"
-            reasons.append(why)
-        self._leave(path, module, reasons[0] if reasons else table.nothing(module))
+        for each in candidates:
+            found = self._refuted(module, kind, each)
+            if found is None and isinstance(each, Candidate):
+                entry = {"kind": each.kind, "operator": each.operator, "unless": each.unless}
+                entry["source"] = source or own_class(module).__name__
+                self.replaced.append(Replaced(path=path, **entry))
+                self.owners.append(each.onto(module))
+                if isinstance(each, rope.Rope):
+                    for maker in self._makers[each.layout]:
+                        rope.Tables(each.layout).onto(maker)
+                return True
+            reasons += [found] if found else []
+        if reasons:
+            # Of the one that came furthest.
+            self._leave(path, module, max(reasons, key=lambda found: found[0])[1], source)
+        return bool(reasons)
 
-    def _replace(self, path: str, module: nn.Module, fusion: Fusion) -> None:
-        self._add(path, class_name(module), module, fusion)
-        fuse_module(module, fusion)
-
-    def _add(self, path: str, source: str, owner: object, what: Any) -> None:
-        self.owners.append(owner)
-        entry = {"kind": what.kind, "operator": what.operator, "unless": what.unless}
-        self.replaced.append(Replaced(path=path, source=source, **entry))
+    def _refuted(
+        self, module: nn.Module, kind: str, each: Candidate | str
+    ) -> tuple[int, str] | None:
+        """What speaks against a candidate, and how far it came; None: it is proved."""
+        if isinstance(each, str):
+            return 0, self.choice.refusal(module, kind) or each
+        if (why := self.choice.refusal(module, each.kind) or each.unfit(module)) is not None:
+            return 0, why
+        # Layers of a model are alike: one proof serves all of them.
+        key = (each, each.subject(module))
+        if key not in self._verdicts:
+            self._verdicts[key] = probe.refutation(each.comparisons(module))
+        found = self._verdicts[key]
+        return None if found is None else (found[0], f"not {each.operator}: {found[1]}")
 
     def _leave(self, path: str, module: nn.Module, reason: str | None, source: str = "") -> None:
         # A function that is left alone may be that of a module that is not.
         if reason is not None:
-            entry = LeftAlone(path=path, source=source or class_name(module), reason=reason)
+            entry = LeftAlone(path=path, source=source or own_class(module).__name__, reason=reason)
             self._left[id(module), source] = entry
-
-    def _visit_loss(self, path: str, module: Any) -> None:
-        original = loss.loss_of(module)
-        if isinstance(original, loss.LanguageModelLoss):
-            self.before += 1
-        elif original is not None:
-            source = getattr(original, "__name__", type(original).__name__)
-            why = self.choice.refusal(module, "loss")
-            made = None if why else loss.recognized_loss(original)
-            if made is None:
-                why = why or "not the cross entropy of a language model"
-                self._leave(path, module, why, source)
-            else:
-                module.loss_function = made
-                self._add(path, source, made, loss.LanguageModelLoss)
-
-    def _visit_attention(self, path: str, module: nn.Module) -> bool:
-        """Whether it is one."""
-        asks, mine = attention.found(module), _attention_of(module)
-        if asks is not None and mine.asks is None:
-            why = self.choice.refusal(module, "attention") or why_not(module)
-            why = why or (_wrong_dtype(module) if asks == "torch" else None)
-            why = why or attention.why_not_asked(module, self.model)
-            if why is None:
-                self._replace(path, module, replace(mine, asks=asks))
-            else:
-                self._leave(path, module, why, class_name(module))
-        return asks is not None
-
-    def _visit_rope(self, path: str, module: nn.Module) -> None:
-        """Replaces the rope function of an attention, and lets the module of its tables say so."""
-        functions, mine = rope.functions(module), _attention_of(module)
-        if not functions or mine.rope is not None:
-            return
-        found = self.choice.refusal(module, "rope") or why_not(module)
-        found = found or rope.why_not_rewritten(own_class(module).forward, functions)
-        if found is None:
-            ((name, function),) = functions.items()
-            turns = [rope.turn_of(function, layout) for layout in self._makers]
-            turn = next((turn for turn in turns if isinstance(turn, rope.Turn)), None)
-            if turn is not None:
-                made = rope.Rope(name, turn)
-                self._add(path, name, module, made)
-                fuse_module(module, replace(mine, rope=made))
-                for maker in self._makers[turn.layout]:
-                    fuse_module(maker, rope.Tables(turn.layout))
-                return
-            found = f"not rope: {turns[0]}" if turns else _NO_TABLES
-        self._leave(path, module, found, ", ".join(functions))
 
     @functools.cached_property
     def _makers(self) -> dict[str, list[nn.Module]]:
         """The modules that make cos and sin, by the layout of these."""
         found: dict[str, list[nn.Module]] = {}
-        for module in filter(rope.makes_tables, self.model.modules()):
+        for module in self.model.modules():
             known = fusion_of(module)
-            why = self.choice.refusal(module, "rope", only=False) or why_not(module)
             layout = known.layout if isinstance(known, rope.Tables) else None
-            if known is None and why is None:
+            if known is None and not (
+                self.choice.refusal(module, "rope", only=False) or why_not(module)
+            ):
                 layout = rope.layout_of(module)
             if layout is not None:
                 found.setdefault(layout, []).append(module)
         return found
-
-    def left(self) -> list[LeftAlone]:
-        """What was left alone; children of a fused MLP that have no work any more are not."""
-        done: set[int] = set()
-        for module in self.model.modules():
-            fusion = fusion_of(module)
-            if fusion is not None:
-                done.update(map(id, (module, *fusion.bystanders(module))))
-        entries = self._left.items()
-        return [entry for (key, source), entry in entries if source or key not in done]
-
-
-def _attention_of(module: nn.Module) -> attention.Attention:
-    known = fusion_of(module)
-    return known if isinstance(known, attention.Attention) else attention.Attention()
-
-
-def _wrong_dtype(module: nn.Module) -> str | None:
-    wrong = {p.dtype for p in module.parameters() if p.dtype not in FLOATS}
-    return f"operators take no {', '.join(map(str, wrong))}" if wrong else None
-
-
-def _hooked(module: nn.Module, fusion: Fusion) -> str | None:
-    """A child whose work the operator does would not be called any more, nor would its hooks."""
-    for child in fusion.bystanders(module):
-        if any(getattr(child, name) for name in _HOOKS):
-            return f"hooks of its {type(child).__name__} would no longer be called"
-    return None

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from anychip.dispatch.tally import ProvenanceRow
-from anychip.fusion.fused import PROVIDER, OwnCalls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +53,7 @@ class Report:
         replaced: Iterable[Replaced],
         left: Iterable[LeftAlone],
         before: int,
-        own_calls: Iterable[OwnCalls] = (),
+        own_calls: Iterable[Counter[ProvenanceRow]] = (),
     ) -> None:
         self.replaced, self.left, self.before = tuple(replaced), tuple(left), before
         self._own_calls = list({id(calls): calls for calls in own_calls}.values())
@@ -69,21 +68,9 @@ class Report:
         Those of other models, and of copies, are not among them. ``fallback_reason`` says why,
         ``calls`` how often.
         """
-        found = sum(self._own_calls, OwnCalls())
-        return tuple(
-            ProvenanceRow(
-                operator=operator,
-                direction="forward",
-                implementation=function,
-                kind="reference",
-                provider=PROVIDER,
-                distribution=None,
-                version=None,
-                calls=calls,
-                fallback_reason=why,
-            )
-            for (operator, function, why), calls in sorted(found.items())
-        )
+        found = sum(self._own_calls, Counter[ProvenanceRow]())
+        rows = [replace(row, calls=calls) for row, calls in found.items()]
+        return tuple(sorted(rows, key=lambda r: (r.operator, r.implementation, r.fallback_reason)))
 
     def to_json(self) -> dict[str, Any]:
         """``{"schema": 1, "before": n, "replaced": [...], "left": [...]}``, entries by field."""

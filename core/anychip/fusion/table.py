@@ -1,22 +1,23 @@
-"""What ``anychip.fuse`` looks for among a model's layers, and what may stand for it: one table.
+"""What ``anychip.fuse`` looks for among a model's modules, and what may stand for it: one table.
 
 A layer is known by its class, by a name in its line of inheritance, or by the names of its
 children. Attention and rope have no class of their own in plain torch, and are functions in
-transformers: they are known by what a forward calls, in ``attention`` and ``rope``. What a row
-proposes is only tried: the probe decides.
+transformers: they are known by what a forward calls. What a row proposes is only tried: the probe
+decides. ``LAYERS`` is a list, for rows of your own:
+``LAYERS.append(Row("^MyNorm$", layers.norms))``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import NamedTuple
 
 from torch import nn
 
-from anychip.fusion import attention, layers, loss
+from anychip.fusion import layers
 from anychip.fusion.fused import Computed, own_class
+from anychip.fusion.swaps import calls
 
 
 class Row(NamedTuple):
@@ -31,7 +32,7 @@ class Row(NamedTuple):
     candidates: Callable[[nn.Module], Iterator[Computed]]
 
 
-LAYERS = (
+LAYERS = [
     Row("LayerNorm|R[Mm][Ss]Norm", layers.norms),
     Row("(?i)gelu", layers.gelus),
     # gate, up and down of an MLP, by their names: its class has as many names as there are models.
@@ -39,24 +40,27 @@ LAYERS = (
     Row("", layers.gated("proj_up_gate", "proj_up", "proj_down")),
     Row("", layers.gated("w1", "w3", "w2")),
     Row("", layers.gated("w3", "w1", "w2")),
-    Row("^CrossEntropyLoss$", loss.cross_entropy),
+    Row("^CrossEntropyLoss$", layers.cross_entropies),
+]
+_FUNCTIONALS = (
+    *("layer_norm", "rms_norm", "gelu", "softmax", "Softmax", "cross_entropy"),
+    "multi_head_attention_forward",
 )
-_NORMS, _OTHERS = ("layer_norm", "rms_norm"), ("gelu", "softmax", "Softmax", "cross_entropy")
-_FUNCTIONALS = (*_NORMS, *_OTHERS, "multi_head_attention_forward")
 
 
 def candidates(module: nn.Module) -> Iterator[Computed]:
     """What may stand for a layer, over all rows that know it."""
     names = [kind.__name__ for kind in own_class(module).__mro__]
-    known = (row for row in LAYERS if any(re.search(row.classes, name) for name in names))
-    return chain.from_iterable(row.candidates(module) for row in known)
+    for row in LAYERS:
+        if any(re.search(row.classes, name) for name in names):
+            yield from row.candidates(module)
 
 
 def nothing(module: nn.Module) -> str | None:
     """Why no row knows a module; None for a container, of which nothing was expected."""
     of_torch = type(module).__module__.startswith("torch.nn.")
     for name in () if of_torch else _FUNCTIONALS:
-        if attention.calls(module, name, deeply=True):
+        if calls(module, name, deeply=True):
             return f"it calls {name} itself"
     if isinstance(module, nn.MultiheadAttention):
         return "its attention is inside one function of torch"

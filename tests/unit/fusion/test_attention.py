@@ -154,6 +154,10 @@ OWN_CODE: dict[str, tuple[list[Tensor], dict[str, Any], str]] = {
         tensors(4, 4),
         {"attn_mask": torch.ones(4, 4).tril().bool() & torch.tensor([1, 1, 1, 0]).bool()}, "a mask",
     ),
+    "mask-of-one-key": (
+        [tensors(4, 4)[0], *tensors(1, 1)[1:]],
+        {"attn_mask": torch.tensor([True, False])[:, None, None, None]}, "a mask",
+    ),
     "mask-of-numbers": (tensors(4, 4), {"attn_mask": torch.zeros(4, 4)}, "a mask of numbers"),
     "mask-and-dropout": (
         tensors(4, 4), {"attn_mask": sequences(2, 2, causal=True), "dropout_p": 0.5},

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import anychip
+from anychip.fusion import layers, table
 from tests.unit.fusion import modules
 from tests.unit.fusion.modules import WIDTH
 
@@ -94,6 +95,18 @@ class NamedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = (getattr(self, name) for name in self.names)
         return down(nn.functional.silu(gate(x)) * up(x))
+
+
+def test_fuse_takes_rows_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OwnClass(nn.Module):
+        forward = modules.RMSNorm.forward
+
+    module: Any = OwnClass()
+    module.weight, module.variance_epsilon = nn.Parameter(torch.ones(WIDTH)), 1e-5
+    assert anychip.fuse(module).count() == 0
+    row = table.Row("^OwnClass$", layers.norms)
+    monkeypatch.setattr(table, "LAYERS", [*table.LAYERS, row])
+    assert anychip.fuse(module).count("norm") == 1
 
 
 class CallsFunctionals(nn.Module):

@@ -19,16 +19,17 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One call. ``shapes`` are of normal numbers; ``low`` shifts their absolute value above it.
+    """One call. ``rows``, and those of ``backward``, are named without their prefix.
 
+    ``shapes`` are of normal numbers; ``low`` shifts their absolute value above it.
     ``units`` bounds the error, in units of the dtype's epsilon and the largest reference value.
     """
 
-    rows: tuple[str, ...]
+    rows: str
     call: Function
     shapes: tuple[tuple[int, ...], ...] = ((3, 5),)
     reference: Function | None = None
-    backward: tuple[str, ...] = ()
+    backward: str = ""
     dtypes: tuple[torch.dtype, ...] = FLOATS
     low: float | None = None
     units: float = 8
@@ -36,8 +37,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The first row, without its prefix."""
-        return self.rows[0].removeprefix("aclnn")
+        """The first row."""
+        return self.rows.split()[0]
+
+    @property
+    def functions(self) -> list[str]:
+        """CANN's functions of all rows."""
+        return [f"aclnn{row}" for row in f"{self.rows} {self.backward}".split()]
 
 
 def torch_npu() -> Any:

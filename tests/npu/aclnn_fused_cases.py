@@ -25,7 +25,7 @@ def attention(layout: str, causal: bool) -> tuple[Function, Function]:
         mask = torch.ones(6, 6, dtype=torch.bool, device=q.device).triu(1) if causal else None
         return torch_npu().npu_fusion_attention(
             laid_out(q), laid_out(k), laid_out(v), q.shape[1], layout,
-            atten_mask=mask, scale=8**-0.5, next_tockens=0 if causal else 2147483647,
+            atten_mask=mask, scale=8**-0.5, next_tockens=0 if causal else 2147483647
         )[0]  # fmt: skip
 
     def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     mask = torch.ones(2048, 2048, dtype=torch.bool, device=q.device).triu(1)
     return torch_npu().npu_fusion_attention(
         q, k, v, q.shape[1], "TND", atten_mask=mask, scale=8**-0.5, sparse_mode=3,
-        actual_seq_qlen=list(ENDS), actual_seq_kvlen=list(ENDS),
+        actual_seq_qlen=list(ENDS), actual_seq_kvlen=list(ENDS)
     )[0]  # fmt: skip
 
 
@@ -82,38 +82,38 @@ def fused() -> list[Case]:
     """Rows of torch_npu's own functions."""
     f = torch.nn.functional
     gated, turned = ((3, 32),), ((2, 3, 5, 64),) * 3
-    grads = ("aclnnFlashAttentionScoreGrad",)
+    grads = "FlashAttentionScoreGrad"
     queries, keys = (2, 4, 6, 8), (2, 2, 6, 8)
     attentions = [
-        Case(("aclnnFlashAttentionScore",), call, (queries, keys, keys), reference, grads, units=24)
+        Case("FlashAttentionScore", call, (queries, keys, keys), reference, grads, units=24)
         for layout in ("BNSD", "BSND", "BSH", "SBH")
         for causal in (True, False)
         for call, reference in [attention(layout, causal)]
     ]
     return [
         *attentions,
-        Case(("aclnnFlashAttentionVarLenScore",), packed_attention,
+        Case("FlashAttentionVarLenScore", packed_attention,
              ((8, 4, 8), (8, 2, 8), (8, 2, 8)), packed_reference,
-             ("aclnnFlashAttentionUnpaddingScoreGrad",), units=24),
-        Case(("aclnnSwiGlu",), lambda x: torch_npu().npu_swiglu(x), gated,
-             lambda x: f.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], ("aclnnSwiGluGrad",)),
-        Case(("aclnnGeGluV3",), lambda x: torch_npu().npu_geglu(x, -1, 1)[0], gated,
+             "FlashAttentionUnpaddingScoreGrad", units=24),
+        Case("SwiGlu", lambda x: torch_npu().npu_swiglu(x), gated,
+             lambda x: f.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], "SwiGluGrad"),
+        Case("GeGluV3", lambda x: torch_npu().npu_geglu(x, -1, 1)[0], gated,
              lambda x: x.chunk(2, -1)[0] * f.gelu(x.chunk(2, -1)[1], approximate="tanh"),
-             ("aclnnGeGluV3Backward",), units=16),
-        Case(("aclnnFastGelu",), lambda x: torch_npu().npu_fast_gelu(x), gated,
-             lambda x: x * torch.sigmoid(1.702 * x), ("aclnnFastGeluBackward",)),
-        Case(("aclnnRotaryPositionEmbeddingV2",), lambda *t: torch_npu().npu_rotary_mul(*t),
-             turned, rotated, ("aclnnRotaryPositionEmbeddingGrad",)),
-        Case(("aclnnRotaryPositionEmbeddingV2",),
+             "GeGluV3Backward", units=16),
+        Case("FastGelu", lambda x: torch_npu().npu_fast_gelu(x), gated,
+             lambda x: x * torch.sigmoid(1.702 * x), "FastGeluBackward"),
+        Case("RotaryPositionEmbeddingV2", lambda *t: torch_npu().npu_rotary_mul(*t),
+             turned, rotated, "RotaryPositionEmbeddingGrad"),
+        Case("RotaryPositionEmbeddingV2",
              lambda *t: torch_npu().npu_rotary_mul(*t, "interleave"),
-             turned, rotated_neighbours, ("aclnnRotaryPositionEmbeddingGrad",)),
-        Case(("aclnnCrossEntropyLoss",),
+             turned, rotated_neighbours, "RotaryPositionEmbeddingGrad"),
+        Case("CrossEntropyLoss",
              lambda x, t: torch_npu().npu_cross_entropy_loss(x, t, ignore_index=2)[0].reshape(()),
              ((4, 5),), lambda x, t: f.cross_entropy(x, t, ignore_index=2),
-             ("aclnnCrossEntropyLossGrad",), extra=(torch.tensor([1, 2, 4, 0]),)),
-        Case(("aclnnForeachNonFiniteCheckAndUnscale",), unscaled, ((3, 5),),
+             "CrossEntropyLossGrad", extra=(torch.tensor([1, 2, 4, 0]),)),
+        Case("ForeachNonFiniteCheckAndUnscale", unscaled, ((3, 5),),
              lambda x: (torch.tensor([0.0]), x / 4), dtypes=FLOATS[:1]),
-        Case(("aclnnForeachNonFiniteCheckAndUnscale",), lambda x: unscaled(x / 0)[0], ((3, 5),),
+        Case("ForeachNonFiniteCheckAndUnscale", lambda x: unscaled(x / 0)[0], ((3, 5),),
              lambda x: torch.tensor([1.0]), dtypes=FLOATS[:1]),
     ]  # fmt: skip
 
@@ -123,17 +123,17 @@ def norms() -> list[Case]:
     f = torch.nn.functional
     norm = ((3, 16), (16,))
     return [
-        Case(("aclnnRmsNorm",), lambda x, g: torch_npu().npu_rms_norm(x, g, 1e-6)[0], norm,
-             rms_norm, ("aclnnRmsNormGrad",), units=24),
-        Case(("aclnnAddRmsNorm",), lambda x, y, g: torch_npu().npu_add_rms_norm(x, y, g, 1e-6)[2],
+        Case("RmsNorm", lambda x, g: torch_npu().npu_rms_norm(x, g, 1e-6)[0], norm,
+             rms_norm, "RmsNormGrad", units=24),
+        Case("AddRmsNorm", lambda x, y, g: torch_npu().npu_add_rms_norm(x, y, g, 1e-6)[2],
              ((3, 16), (3, 16), (16,)), lambda x, y, g: x + y),
-        Case(("aclnnAddRmsNorm",), lambda x, y, g: torch_npu().npu_add_rms_norm(x, y, g, 1e-6)[0],
+        Case("AddRmsNorm", lambda x, y, g: torch_npu().npu_add_rms_norm(x, y, g, 1e-6)[0],
              ((3, 16), (3, 16), (16,)), lambda x, y, g: rms_norm(x + y, g), units=24),
-        Case(("aclnnAddLayerNorm",),
+        Case("AddLayerNorm",
              lambda x, y, g, b: torch_npu().npu_add_layer_norm(x, y, g, b, 1e-5, True)[0],
              ((3, 16), (3, 16), (16,), (16,)),
              lambda x, y, g, b: f.layer_norm(x + y, (16,), g, b, 1e-5), units=24),
-        Case(("aclnnAddLayerNorm",),
+        Case("AddLayerNorm",
              lambda x, y, g, b: torch_npu().npu_add_layer_norm(x, y, g, b, 1e-5, True)[3],
              ((3, 16), (3, 16), (16,), (16,)), lambda x, y, g, b: x + y),
     ]  # fmt: skip
@@ -187,22 +187,22 @@ def there_and_back(
 
 def experts() -> list[Case]:
     """Rows of mixtures of experts, products of groups, and a token's quantisation."""
-    back = ("aclnnMoeTokenPermuteGrad",)
+    back = "MoeTokenPermuteGrad"
     return [
-        Case(("aclnnMoeGatingTopKSoftmax",),
+        Case("MoeGatingTopKSoftmax",
              lambda x: tuple(torch_npu().npu_moe_gating_top_k_softmax(x, None, 2)), ((4, 6),),
              lambda x: (*x.softmax(-1).topk(2), torch.arange(8).reshape(2, 4).t())),
-        Case(("aclnnMoeTokenPermute",),
+        Case("MoeTokenPermute",
              lambda x, e: torch_npu().npu_moe_token_permute(x, e)[0], ((4, 6),),
              permuted_reference, back, extra=(EXPERTS,)),
-        Case(("aclnnMoeTokenUnpermute",), there_and_back, ((4, 6),),
+        Case("MoeTokenUnpermute", there_and_back, ((4, 6),),
              lambda x, e, p: 2 * x * p.to(x).sum(1, keepdim=True),
-             ("aclnnMoeTokenUnpermuteGrad", *back), extra=(EXPERTS, PROBABILITIES)),
-        Case(("aclnnGroupedMatmulV5",), product_of_groups(0), ((6, 4), (3, 4, 5)), rows_of_groups,
+             f"MoeTokenUnpermuteGrad {back}", extra=(EXPERTS, PROBABILITIES)),
+        Case("GroupedMatmulV5", product_of_groups(0), ((6, 4), (3, 4, 5)), rows_of_groups,
              extra=(GROUPS,)),
-        Case(("aclnnGroupedMatmulV5",), product_of_groups(2), ((6, 4), (6, 5)), columns_of_groups,
+        Case("GroupedMatmulV5", product_of_groups(2), ((6, 4), (6, 5)), columns_of_groups,
              extra=(GROUPS,)),
-        Case(("aclnnDynamicQuantV2",), lambda x: tuple(torch_npu().npu_dynamic_quant(x)),
+        Case("DynamicQuantV2", lambda x: tuple(torch_npu().npu_dynamic_quant(x)),
              ((3, 8),), quantised, dtypes=FLOATS[1:]),
     ]  # fmt: skip
 

@@ -11,10 +11,22 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from anychip_cuda import attention, varlen
+
 HALVES = (torch.bfloat16, torch.float16)
+DEVICES = {"A100": (8, 0), "L40S": (8, 9), "H200": (9, 0), "B200": (10, 0)}
+
+
+def set_device(monkeypatch: pytest.MonkeyPatch, name: str, cudnn: int = 91900) -> None:
+    """Host tensors count as lying on a device of that name."""
+    for module in (attention, varlen):
+        monkeypatch.setattr(module, "capability", lambda tensor: DEVICES[name])
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", True, raising=False)
 
 
 class Kernels:

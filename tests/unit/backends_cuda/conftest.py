@@ -4,14 +4,17 @@ import functools
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from anychip.contract import OperatorTable
-from anychip_cuda import operators
+from anychip.contract import Direction, OperatorTable
+from anychip_cuda import attention, operators, varlen
 from anychip_cuda.native import Kernels
+from tests.unit.backends_cuda import attention_kernels
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -39,6 +42,24 @@ def pytest_collection_modifyitems(
         items[:] = [item for item in items if item not in left_out]
 
 
+def drawn(
+    *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0
+) -> Tensor:
+    """Seeded normal numbers on the host."""
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return (scale * numbers).to(dtype)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> attention_kernels.Kernels:
+    """torch's attention kernels, in float64, for a device of compute capability 8.0."""
+    made = attention_kernels.Kernels()
+    for module in (attention, varlen):
+        monkeypatch.setattr(module, "_aten", made)
+    attention_kernels.set_device(monkeypatch, "A100")
+    return made
+
+
 class Chip(NamedTuple):
     """One way to run the kernels.
 
@@ -51,6 +72,17 @@ class Chip(NamedTuple):
     device: torch.device
     kernels: Kernels
     table: OperatorTable
+
+    def call(self, operator: str, direction: Direction, *args: Any, **attrs: Any) -> Any:
+        """What the operator's first row gives of tensors of the host, there again."""
+        row = self.table.rows(operator, direction)[0]
+        placed = [a.to(self.device) if isinstance(a, Tensor) else a for a in args]
+        return tree_map(lambda t: None if t is None else t.cpu(), row.function(*placed, **attrs))
+
+    def at(self, values: Tensor, shift: int) -> Tensor:
+        """The values, on the chip, ``shift`` elements behind a 16-byte boundary."""
+        room = torch.full((values.numel() + shift + 16,), 5, dtype=values.dtype, device=self.device)
+        return room[shift : shift + values.numel()].copy_(values)
 
 
 @functools.cache

@@ -1,13 +1,10 @@
 """Activations of the CUDA kernels: values of every dtype, tails, columns, misaligned arrays."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from anychip.contract import Direction
-from tests.unit.backends_cuda.conftest import Chip
+from tests.unit.backends_cuda.conftest import Chip, drawn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Round a vector (4 or 8), a block of 2 x 256 vectors in 16-bit types, and its tail.
@@ -16,17 +13,6 @@ LENGTHS = (0, 1, 7, 8, 9, 4096, 4099)
 # rows that a block has at a time (16 for wide rows).
 MATRICES = ((1, 1), (3, 7), (5, 8), (600, 24), (17, 264), (70, 128), (33, 516))
 UNIT = 2**-24
-
-
-def _call(chip: Chip, operator: str, direction: Direction, *args: Any, **attrs: Any) -> Any:
-    (row,) = chip.table.rows(operator, direction)
-    placed = [a.to(chip.device) if isinstance(a, Tensor) else a for a in args]
-    return row.function(*placed, **attrs)
-
-
-def _normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (2 * torch.randn(shape, generator=generator)).to(dtype)
 
 
 def _double(operator: str, *args: Tensor, approximate: str = "none") -> Tensor:
@@ -59,9 +45,9 @@ def test_gelu_of_any_length_is_that_of_float64(
     chip: Chip, dtype: torch.dtype, numel: int, approximate: str
 ) -> None:
     x = torch.linspace(-6.0, 6.0, numel, dtype=torch.float64).to(dtype)
-    grad = _normal(numel, dtype=dtype)
-    y = _call(chip, "gelu", "forward", x, approximate=approximate)
-    (dx,) = _call(chip, "gelu", "backward", grad, x, approximate=approximate, needs=(True,))
+    grad = drawn(numel, dtype=dtype)
+    y = chip.call("gelu", "forward", x, approximate=approximate)
+    (dx,) = chip.call("gelu", "backward", grad, x, approximate=approximate, needs=(True,))
     (want,) = _gradients("gelu", grad, x, approximate=approximate)
     assert y.dtype == dx.dtype == dtype
     assert _is_near(y, _double("gelu", x.double(), approximate=approximate), x.double().abs(), 8)
@@ -72,8 +58,8 @@ def test_gelu_of_any_length_is_that_of_float64(
 def test_gelu_of_numbers_without_end_is_their_limit(chip: Chip, approximate: str) -> None:
     x = torch.tensor([float("inf"), float("-inf"), float("nan"), 1e30, -1e30])
     ones = torch.ones(5)
-    y = _call(chip, "gelu", "forward", x, approximate=approximate).cpu()
-    (dx,) = _call(chip, "gelu", "backward", ones, x, approximate=approximate, needs=(True,))
+    y = chip.call("gelu", "forward", x, approximate=approximate).cpu()
+    (dx,) = chip.call("gelu", "backward", ones, x, approximate=approximate, needs=(True,))
     assert y[0] == torch.inf
     assert y[2].isnan()
     assert y[3] == x[3]
@@ -88,11 +74,11 @@ def test_gelu_of_numbers_without_end_is_their_limit(chip: Chip, approximate: str
 def test_gated_of_any_length_is_that_of_float64(
     chip: Chip, dtype: torch.dtype, numel: int, operator: str
 ) -> None:
-    gate, up, grad = (_normal(numel, dtype=dtype, seed=seed) for seed in range(3))
+    gate, up, grad = (drawn(numel, dtype=dtype, seed=seed) for seed in range(3))
     attrs = {} if operator == "swiglu" else {"approximate": "none"}
-    y = _call(chip, operator, "forward", gate, up, **attrs)
-    made = _call(chip, operator, "backward", grad, gate, up, needs=(True, True), **attrs)
-    alone = _call(chip, operator, "backward", grad, gate, up, needs=(False, True), **attrs)
+    y = chip.call(operator, "forward", gate, up, **attrs)
+    made = chip.call(operator, "backward", grad, gate, up, needs=(True, True), **attrs)
+    alone = chip.call(operator, "backward", grad, gate, up, needs=(False, True), **attrs)
     wide = (1 + gate.double().abs()) * (1 + up.double().abs())
     assert _is_near(y, _double(operator, gate.double(), up.double()), wide, 12)
     for got, want in zip(made, _gradients(operator, grad, gate, up), strict=True):
@@ -103,14 +89,14 @@ def test_gated_of_any_length_is_that_of_float64(
 
 @pytest.mark.parametrize("operator", ["swiglu", "geglu"])
 def test_gated_of_two_dtypes_is_computed_in_float32(chip: Chip, operator: str) -> None:
-    gate, up = _normal(5, 9, dtype=torch.bfloat16), _normal(5, 9, dtype=torch.float32, seed=1)
-    grad = _normal(5, 9, dtype=torch.bfloat16, seed=2)
+    gate, up = drawn(5, 9, dtype=torch.bfloat16), drawn(5, 9, dtype=torch.float32, seed=1)
+    grad = drawn(5, 9, dtype=torch.bfloat16, seed=2)
     attrs = {} if operator == "swiglu" else {"approximate": "tanh"}
     wide = (grad.float(), gate.float(), up)
-    y = _call(chip, operator, "forward", gate, up, **attrs)
-    dgate, dup = _call(chip, operator, "backward", grad, gate, up, needs=(True, True), **attrs)
-    exact = _call(chip, operator, "forward", *wide[1:], **attrs)
-    slopes = _call(chip, operator, "backward", *wide, needs=(True, True), **attrs)
+    y = chip.call(operator, "forward", gate, up, **attrs)
+    dgate, dup = chip.call(operator, "backward", grad, gate, up, needs=(True, True), **attrs)
+    exact = chip.call(operator, "forward", *wide[1:], **attrs)
+    slopes = chip.call(operator, "backward", *wide, needs=(True, True), **attrs)
     assert torch.equal(y, exact.bfloat16())
     assert torch.equal(dgate, slopes[0].bfloat16())
     assert torch.equal(dup, slopes[1])
@@ -121,11 +107,11 @@ def test_gated_of_two_dtypes_is_computed_in_float32(chip: Chip, operator: str) -
 def test_bias_gelu_of_any_matrix_is_that_of_float64(
     chip: Chip, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    x, grad = _normal(*shape, dtype=dtype), _normal(*shape, dtype=dtype, seed=1)
-    bias = _normal(shape[1], dtype=torch.float16, seed=2)
+    x, grad = drawn(*shape, dtype=dtype), drawn(*shape, dtype=dtype, seed=1)
+    bias = drawn(shape[1], dtype=torch.float16, seed=2)
     attrs = {"approximate": "none"}
-    y = _call(chip, "bias_gelu", "forward", x, bias, **attrs)
-    dx, dbias = _call(chip, "bias_gelu", "backward", grad, x, bias, needs=(True, True), **attrs)
+    y = chip.call("bias_gelu", "forward", x, bias, **attrs)
+    dx, dbias = chip.call("bias_gelu", "backward", grad, x, bias, needs=(True, True), **attrs)
     wide = x.double().abs() + bias.double().abs()
     slopes = grad.double().abs() * (1 + wide)
     want_x, want_bias = _gradients("bias_gelu", grad, x, bias)
@@ -135,30 +121,16 @@ def test_bias_gelu_of_any_matrix_is_that_of_float64(
     assert _is_near(dbias, want_bias, slopes.sum(0), 26 + shape[0])
 
 
-def test_bias_gelu_gives_the_gradients_that_are_needed(chip: Chip) -> None:
-    x, grad = (_normal(40, 72, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
-    bias = _normal(72, dtype=torch.bfloat16, seed=2)
-
-    def gradients(*needs: bool) -> Any:
-        return _call(chip, "bias_gelu", "backward", grad, x, bias, approximate="tanh", needs=needs)
-
-    both = gradients(True, True)
-    assert gradients(True, False)[1] is None
-    assert gradients(False, True)[0] is None
-    assert torch.equal(gradients(True, False)[0], both[0])
-    assert torch.equal(gradients(False, True)[1], both[1])
-
-
 @pytest.mark.parametrize("offset", [1, 4])
 def test_bias_gelu_of_a_misaligned_matrix_gives_the_same_bits(chip: Chip, offset: int) -> None:
-    x, grad = (_normal(9, 72, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
-    bias = _normal(72, dtype=torch.float32, seed=2)
+    x, grad = (drawn(9, 72, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    bias = drawn(72, dtype=torch.float32, seed=2)
     buffer = torch.zeros(9 * 72 + 8, dtype=x.dtype, device=chip.device)
     shifted = buffer[offset : offset + 9 * 72].view(9, 72).copy_(x)
     attrs = {"approximate": "none"}
-    forward = [_call(chip, "bias_gelu", "forward", t, bias, **attrs) for t in (x, shifted)]
+    forward = [chip.call("bias_gelu", "forward", t, bias, **attrs) for t in (x, shifted)]
     backward = [
-        _call(chip, "bias_gelu", "backward", grad, t, bias, needs=(True, True), **attrs)
+        chip.call("bias_gelu", "backward", grad, t, bias, needs=(True, True), **attrs)
         for t in (x, shifted)
     ]
     assert torch.equal(*forward)
@@ -168,7 +140,7 @@ def test_bias_gelu_of_a_misaligned_matrix_gives_the_same_bits(chip: Chip, offset
 
 
 def test_every_part_of_the_scratch_is_written(chip: Chip) -> None:
-    x = _normal(40, 264, dtype=torch.bfloat16).to(chip.device)
+    x = drawn(40, 264, dtype=torch.bfloat16).to(chip.device)
     bias = torch.zeros(264, dtype=torch.float32, device=chip.device)
     dbias, dx, parts = torch.empty_like(bias), torch.empty_like(x), 7
     partial = torch.full((parts, 264), torch.nan, device=chip.device)

@@ -133,24 +133,6 @@ def test_gradient_of_a_long_segment_accumulates_in_float32(chip: Chip) -> None:
     assert got[1].tolist() == [torch.tensor(exact).to(torch.bfloat16).item()] * 8
 
 
-@pytest.mark.parametrize(
-    ("shape", "num_rows", "width"), [((0,), 5, 8), ((2, 0), 5, 8), ((3,), 5, 0), ((), 4, 3)]
-)
-def test_empty_tensors_and_single_indices(
-    chip: Chip, shape: tuple[int, ...], num_rows: int, width: int
-) -> None:
-    indices = torch.full(shape, 2, dtype=torch.int64, device=chip.device)
-    weight = _integers((num_rows, width), torch.float32).to(chip.device)
-    y = _forward(chip, indices, weight)
-    grad = torch.ones(*shape, width, device=chip.device)
-    dweight = _backward(chip, grad, indices, num_rows)
-    assert y.shape == (*shape, width)
-    assert torch.equal(y, weight[indices])
-    want = torch.zeros(num_rows, width)
-    want[2] = float(indices.numel())
-    assert torch.equal(dweight.cpu(), want)
-
-
 def test_rows_behind_2_to_the_31_elements_are_found(chip: Chip) -> None:
     # 4 GiB of addresses, of which a few pages are touched.
     width, last = 1032, 2**31 // 1032 + 1

@@ -13,12 +13,6 @@ from tests.unit.operators.exactness import assert_close
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _hadamard(chip: Chip, x: Tensor, block: int | None = None) -> Tensor:
-    (row,) = chip.table.rows("hadamard", "forward")
-    found: Tensor = row.function(x.to(chip.device), block=block)
-    return found.cpu()
-
-
 def _want(x: Tensor, length: int) -> Tensor:
     """By halves: H of 2n is [[H, H], [H, -H]]."""
     if length == 1:
@@ -37,18 +31,9 @@ def test_every_length_is_the_product_with_the_matrix(
     rows = max(1, 1_100 // length) if length <= 1024 else 2 if length <= 8192 else 1
     generator = torch.Generator().manual_seed(length)
     x = torch.randn(rows, length, generator=generator).to(dtype)
-    got = _hadamard(chip, x)
+    got = chip.call("hadamard", "forward", x, block=None)
     # Each entry is a sum of `length` terms in a tree, then one product.
     assert_close(got, _want(x.double(), length), 2 + math.log2(length))
-
-
-@pytest.mark.parametrize("length", [4, 64, 512, 2048])
-def test_rows_of_the_matrix_are_in_sylvesters_order(chip: Chip, length: int) -> None:
-    index = 0b1011_0110_101 % length
-    x = torch.zeros(length)
-    x[index] = math.sqrt(length)
-    signs = torch.tensor([(-1.0) ** (index & column).bit_count() for column in range(length)])
-    assert_close(_hadamard(chip, x), signs.double(), 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -63,16 +48,9 @@ def test_tensors_at_any_address_have_the_bits_of_their_copies(
         whole.view(-1)[3 : 3 + length],
         whole[:length].t(),
     ):
-        assert bits(_hadamard(chip, x, length)) == bits(
-            _hadamard(chip, x.contiguous().clone(), length)
+        assert bits(chip.call("hadamard", "forward", x, block=length)) == bits(
+            chip.call("hadamard", "forward", x.contiguous().clone(), block=length)
         )
-
-
-def test_gradient_is_the_transform_of_the_gradient(chip: Chip) -> None:
-    (row,) = chip.table.rows("hadamard", "backward")
-    grad = torch.randn(3, 256, generator=torch.Generator().manual_seed(2)).to(chip.device)
-    (dx,) = row.function(grad, block=64, needs=(True,))
-    assert bits(dx.cpu()) == bits(_hadamard(chip, grad, 64))
 
 
 def test_longer_transforms_than_a_block_holds_are_for_another_row(chip: Chip) -> None:

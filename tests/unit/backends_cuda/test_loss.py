@@ -87,26 +87,6 @@ def test_rows_of_any_length_are_those_of_float64(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", [5, 67, 1100])
-def test_rows_of_a_wider_tensor_are_read_where_they_are(
-    chip: Chip, vocabulary: int, dtype: torch.dtype
-) -> None:
-    wide, target = _inputs(chip, (3, vocabulary + 5), dtype)
-    target %= vocabulary
-    logits = wide[:, 3 : 3 + vocabulary]
-    losses, lses, gradient = _want(logits, target, FULL)
-    loss, lse = _call(chip, "forward", logits, target, options=FULL, reduction="none")
-    ones = torch.ones_like(loss)
-    (dlogits,) = _call(
-        chip, "backward", ones, logits, target, lse, options=FULL, reduction="none", needs=(True,)
-    )
-    assert_close(loss.cpu(), losses, 12 + vocabulary / 32)
-    assert_close(lse.cpu(), lses, 12 + vocabulary / 32)
-    assert_close(dlogits.cpu(), gradient, 70, ulps=0.51)
-    assert dlogits.is_contiguous()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocabulary", [5, 67, 1100])
 def test_gradient_in_place_and_in_other_dtypes_has_the_same_bits(
     chip: Chip, vocabulary: int, dtype: torch.dtype
 ) -> None:

@@ -79,13 +79,6 @@ def _check(got: list[Tensor | None], want: list[Tensor], hidden: int) -> None:
             assert_close(one.cpu(), other, count)
 
 
-def _same_bits(got: list[Tensor | None], want: list[Tensor | None]) -> None:
-    for one, other in zip(got, want, strict=True):
-        assert one is not None
-        assert other is not None
-        assert torch.equal(one, other)
-
-
 # One warp to a row ends at 128 float32 and 256 16-bit elements, and with four vectors a thread at
 # 512 and 1,024; a tile of 512 threads at 8,192 and 16,384, with a float32 residual at half of that;
 # element by element at 256 and 4,096. The sums of a row of more than 28,032 columns do not fit into
@@ -114,15 +107,6 @@ def test_norm_and_gradients_equal_float64(chip: Chip, case: Any, bias: bool) -> 
     _check(_run(chip, given), _exact(given), hidden)
 
 
-def test_layer_norm_of_rows_far_from_zero_keeps_its_digits(chip: Chip) -> None:
-    given = _given(chip, 5, 520, FP32, None, True)
-    given = given._replace(x=given.x + 1000.0)
-    y = _run(chip, given)[0]
-    assert y is not None
-    # Of x - mean, an ULP of 1000 is lost: 2^-14, times weights up to 4.
-    assert_close(y.cpu(), _exact(given)[0], 4 * 2.0**10)
-
-
 def _shifted(tensor: Tensor) -> Tensor:
     """The same values one element behind a 16-byte boundary."""
     flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:]
@@ -137,17 +121,6 @@ def test_argument_that_is_not_aligned_changes_no_more_than_roundings(
     given = _given(chip, 6, 264, BF16, FP32, True)
     moved = given._replace(**{which: _shifted(getattr(given, which))})
     _check(_run(chip, moved), _exact(given), 264)
-
-
-def test_rows_of_a_transposed_and_of_a_sliced_tensor_are_found(chip: Chip) -> None:
-    given = _given(chip, 12, 40, FP32, FP32, True)
-    wide = torch.zeros(12, 100, device=chip.device)
-    wide[:, 30:70] = given.residual
-    views = given._replace(
-        x=given.x.t().contiguous().t(), residual=wide[:, 30:70], grad=given.grad[:1].expand(12, 40)
-    )
-    same = given._replace(grad=given.grad[:1].repeat(12, 1))
-    _same_bits(_run(chip, views), _run(chip, same))
 
 
 @pytest.mark.parametrize("hidden", [96, 97, 28036], ids=str)
@@ -180,28 +153,6 @@ def test_scratch_is_used_within_its_bounds_whatever_it_holds(chip: Chip, rows: i
         )
     assert torch.equal(*found)
     _check([*found[0]], _exact(given)[4:], 300)
-
-
-def test_same_call_gives_the_same_bits(chip: Chip) -> None:
-    given = _given(chip, 150, 1032, BF16, FP32, True)
-    _same_bits(_run(chip, given), _run(chip, given))
-
-
-def test_gradients_over_no_rows_are_zero(chip: Chip) -> None:
-    given = _given(chip, 0, 24, BF16, BF16, True)
-    _, _, dx, dresidual, dweight, dbias = _run(chip, given)
-    assert [None if t is None else t.shape for t in (dx, dresidual)] == [(0, 24)] * 2
-    zeros = torch.zeros(24, dtype=BF16, device=chip.device)
-    _same_bits([dweight, dbias], [zeros, zeros])
-
-
-def test_statistics_of_rows_without_columns_are_not_numbers(chip: Chip) -> None:
-    given = _given(chip, 5, 0, FP32, None, True)
-    y, _, mean, rstd = norm._normed(chip.kernels, *given[:4], EPS, centred=True)
-    assert y.shape == (5, 0)
-    for found in (mean, rstd):
-        assert found is not None
-        assert bool(found.isnan().all())
 
 
 def test_residual_narrower_than_x_is_left_to_the_reference(chip: Chip) -> None:
@@ -255,89 +206,34 @@ def test_norm_of_a_dropped_sum_and_gradients_equal_float64(
     _check([got[0], *got[2:]], [y, dx * scale, *others], hidden)
 
 
-def test_dropped_gradient_does_not_depend_on_what_else_is_wanted(chip: Chip) -> None:
-    given = _given(chip, 7, 96, BF16, FP32, True)
-    whole = _dropped(chip, given, 0.5)[2:]
-    for needs in itertools.product((False, True), repeat=4):
-        found = _dropped(chip, given, 0.5, needs)[2:]
-        for need, one, other in zip(needs, found, whole, strict=True):
-            assert one is None if not need else torch.equal(one, other)  # type: ignore[arg-type]
-
-
-def test_dropped_nan_is_left_out_of_the_sum(chip: Chip) -> None:
-    given = _given(chip, 1, 200, FP32, FP32, False)
-    given.x.fill_(torch.nan)
-    kept = specs.dropout.forward(torch.ones(1, 200), _rng(chip).cpu(), p=0.5) != 0
-    _, total, *_ = _dropped(chip, given, 0.5, (False,) * 4)
-    assert total is not None
-    assert torch.equal(total.cpu().isnan(), kept)
-
-
-@pytest.mark.parametrize("wrong", [{"rng": 0}, {"p": 1.5}, {"p": -0.1}, {"residual": 0}], ids=str)
-def test_forward_with_wrong_numbers_of_dropout_is_refused(
-    chip: Chip, wrong: dict[str, float]
-) -> None:
-    tensor = torch.ones(4, 8, device=chip.device)
-    at, place = tensor.data_ptr(), chip.kernels.place(tensor)
-    numbers = {
-        "x": at, "residual": at, "weight": at, "bias": 0, "y": at, "total": at, "mean": 0,
-        "rstd": at, "rows": 4, "hidden": 8, "eps": EPS, "dtype": 0, "residual_dtype": 0,
-        "weight_dtype": 0, "bias_dtype": 0, "rng": at, "p": 0.5,
-    }  # fmt: skip
-    numbers.update(wrong)
-    with pytest.raises(RuntimeError, match="dropout_add_norm_forward: CUDA error 1"):
-        chip.kernels.native.dropout_add_norm_forward(*numbers.values(), *place)
-
-
-@pytest.mark.parametrize("wrong", [{"rng": 0}, {"p": 1.5}], ids=str)
-def test_backward_with_wrong_numbers_of_dropout_is_refused(
-    chip: Chip, wrong: dict[str, float]
-) -> None:
-    tensor = torch.ones(8, 8, device=chip.device)
-    at, place = tensor.data_ptr(), chip.kernels.place(tensor)
-    numbers = {
-        "grad": at, "v": at, "dtotal": 0, "weight": at, "mean": 0, "rstd": at, "dx": 0,
-        "dresidual": 0, "dweight": at, "dbias": 0, "partials": at, "blocks": 1, "rows": 4,
-        "hidden": 8, "dtype": 0, "residual_dtype": 0, "weight_dtype": 0, "rng": at, "p": 0.5,
-    }  # fmt: skip
-    numbers.update(wrong)
-    with pytest.raises(RuntimeError, match="dropout_add_norm_backward: CUDA error 1"):
-        chip.kernels.native.dropout_add_norm_backward(*numbers.values(), *place)
-
-
-REFUSED: dict[str, dict[str, int]] = {
-    "negative rows": {"rows": -1}, "negative hidden": {"hidden": -8},
-    "too wide": {"hidden": (1 << 30) + 1}, "no x": {"x": 0}, "no weight": {"weight": 0},
-    "no y": {"y": 0}, "no rstd": {"rstd": 0}, "residual without a sum": {"total": 0},
-    "narrow residual": {"residual_dtype": 2},
+ARGUMENTS = {
+    "forward": "x residual weight bias y total mean rstd rows hidden eps dtype residual_dtype"
+    " weight_dtype bias_dtype",
+    "backward": "grad v dtotal weight mean rstd dx dresidual dweight dbias partials blocks rows"
+    " hidden dtype residual_dtype weight_dtype",
+}
+NUMBERS: dict[str, float] = {"rows": 4, "hidden": 8, "eps": EPS, "blocks": 1, "p": 0.5} | (
+    dict.fromkeys("bias mean dtotal dx dresidual dbias".split(), 0)
+)
+"""All that is no address of a tensor."""
+WRONG: dict[str, list[dict[str, float]]] = {
+    "norm_forward": [
+        {"rows": -1}, {"hidden": -8}, {"hidden": (1 << 30) + 1}, {"x": 0}, {"weight": 0}, {"y": 0},
+        {"rstd": 0}, {"total": 0}, {"residual_dtype": 2},
+    ],
+    "norm_backward": [{"rstd": 0}, {"partials": 0}, {"blocks": 0}, {"grad": 0}, {"rows": -1}],
+    "dropout_add_norm_forward": [{"rng": 0}, {"p": 1.5}, {"p": -0.1}, {"residual": 0}],
+    "dropout_add_norm_backward": [{"rng": 0}, {"p": 1.5}],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("label", REFUSED)
-def test_forward_with_wrong_numbers_is_refused(chip: Chip, label: str) -> None:
-    tensor = torch.ones(4, 8, device=chip.device)
-    at, place = tensor.data_ptr(), chip.kernels.place(tensor)
-    numbers = {
-        "x": at, "residual": at, "weight": at, "bias": 0, "y": at, "total": at, "mean": 0,
-        "rstd": at, "rows": 4, "hidden": 8, "eps": EPS, "dtype": 0, "residual_dtype": 0,
-        "weight_dtype": 0, "bias_dtype": 0,
-    }  # fmt: skip
-    numbers.update(REFUSED[label])
-    with pytest.raises(RuntimeError, match="norm_forward: CUDA error 1"):
-        chip.kernels.native.norm_forward(*numbers.values(), *place)
-
-
 @pytest.mark.parametrize(
-    "wrong", [{"rstd": 0}, {"partials": 0}, {"blocks": 0}, {"grad": 0}, {"rows": -1}], ids=str
+    ("name", "wrong"), [(n, w) for n, changes in WRONG.items() for w in changes], ids=str
 )
-def test_backward_with_wrong_numbers_is_refused(chip: Chip, wrong: dict[str, int]) -> None:
+def test_wrong_numbers_are_refused(chip: Chip, name: str, wrong: dict[str, float]) -> None:
     tensor = torch.ones(8, 8, device=chip.device)
-    at, place = tensor.data_ptr(), chip.kernels.place(tensor)
-    numbers = {
-        "grad": at, "v": at, "dtotal": 0, "weight": at, "mean": 0, "rstd": at, "dx": 0,
-        "dresidual": 0, "dweight": at, "dbias": 0, "partials": at, "blocks": 1, "rows": 4,
-        "hidden": 8, "dtype": 0, "residual_dtype": 0, "weight_dtype": 0,
-    }  # fmt: skip
-    numbers.update(wrong)
-    with pytest.raises(RuntimeError, match="norm_backward: CUDA error 1"):
-        chip.kernels.native.norm_backward(*numbers.values(), *place)
+    names = ARGUMENTS[name.rpartition("_")[2]].split()
+    names += ["rng", "p"] if name.startswith("dropout") else []
+    given = {n: 0 if n.endswith("dtype") else NUMBERS.get(n, tensor.data_ptr()) for n in names}
+    with pytest.raises(RuntimeError, match=f"^{name}: CUDA error 1"):
+        getattr(chip.kernels.native, name)(*(given | wrong).values(), *chip.kernels.place(tensor))

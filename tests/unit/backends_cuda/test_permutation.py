@@ -13,9 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _permute(chip: Chip, x: Tensor, indices: Tensor, num_experts: int) -> list[Tensor]:
-    (row,) = chip.table.rows("permute", "forward")
-    found = row.function(x.to(chip.device), indices.to(chip.device), num_experts=num_experts)
-    return [t.cpu() for t in found]
+    return list(chip.call("permute", "forward", x, indices, num_experts=num_experts))
 
 
 def _want(x: Tensor, indices: Tensor, num_experts: int) -> list[Tensor]:
@@ -66,12 +64,10 @@ def test_rows_are_added_with_their_weights_in_the_order_of_choices(
     chip: Chip, hidden: int, dtype: torch.dtype, choices: int
 ) -> None:
     x, row_map, weights = _mapped(10, choices, hidden, dtype)
-    (row,) = chip.table.rows("unpermute", "forward")
     for given in (weights, weights.to(torch.bfloat16), weights.half(), None):
-        place = None if given is None else given.to(chip.device)
-        got = row.function(x.to(chip.device), row_map.to(chip.device), place)
+        got = chip.call("unpermute", "forward", x, row_map, given)
         want = x[row_map].double() * (1.0 if given is None else given.double()[..., None])
-        assert_close(got.cpu(), want.sum(1), 3.0 * choices)
+        assert_close(got, want.sum(1), 3.0 * choices)
 
 
 def test_terms_are_added_in_the_order_of_the_choices(chip: Chip) -> None:

@@ -1,6 +1,8 @@
-"""The mapped rows of products: on the host, where torch has the same operators, against float64."""
+"""The mapped rows of products: switches, groups as torch's kernel takes them, which row is asked.
 
-from collections.abc import Sequence
+Their values, and those of the row by groups, are asked in test_mapped.py.
+"""
+
 from typing import Any
 
 import pytest
@@ -9,15 +11,8 @@ from torch import Tensor
 
 from anychip import operators as specs
 from anychip_cuda import products
+from tests.unit.backends_cuda.conftest import drawn
 from tests.unit.operators.exactness import assert_close as assert_near
-
-# Rows, inputs, outputs: none of a size, one, odd, and a multiple of the grouped kernel's 16 bytes.
-SIZES = [((3,), 8, 5), ((2, 4), 33, 17), ((0,), 4, 3), ((5, 2, 2), 64, 16)]
-
-
-def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype)
 
 
 def assert_close(got: Tensor, want: Tensor, count: float) -> None:
@@ -29,28 +24,6 @@ def assert_close(got: Tensor, want: Tensor, count: float) -> None:
 def turned(x: Tensor) -> Tensor:
     """The same values in memory the other way round."""
     return x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.dim() > 1 else x
-
-
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES, ids=str)
-@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("place", [torch.Tensor.contiguous, turned], ids=["dense", "turned"])
-def test_linear_equals_the_product_in_float64(
-    rows: tuple[int, ...], inputs: int, outputs: int, with_bias: bool, place: Any
-) -> None:
-    x, weight = place(drawn(*rows, inputs)), place(drawn(outputs, inputs, seed=1))
-    bias = drawn(outputs, seed=2) if with_bias else None
-    grad = place(drawn(*rows, outputs, seed=3))
-    y = products.linear(x, weight, bias)
-    wide = [t if t is None else t.double().requires_grad_() for t in (x, weight, bias)]
-    want = torch.nn.functional.linear(*wide)  # type: ignore[arg-type]
-    assert_close(y, want.detach(), inputs + 2.0)
-    assert y.is_contiguous()
-    leaves = [t for t in wide if t is not None]
-    wanted = torch.autograd.grad(want, leaves, grad.double())
-    found = products.linear_backward(grad, x, weight, needs=(True, True, with_bias))
-    assert found[2] is None or with_bias
-    for got, expected in zip((g for g in found if g is not None), wanted, strict=True):
-        assert_close(got, expected, max(inputs, outputs, x.numel() // inputs) + 2.0)
 
 
 def test_linear_backward_gives_only_what_is_needed() -> None:
@@ -88,56 +61,8 @@ def test_rows_of_products_hold_the_switches_still(monkeypatch: pytest.MonkeyPatc
     assert seen == ["ieee"]
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 3), (), (0,)], ids=str)
-def test_embedding_takes_rows_of_the_weight(shape: tuple[int, ...]) -> None:
-    weight = drawn(10, 7)
-    indices = torch.randint(10, shape, generator=torch.Generator().manual_seed(0))
-    y = products.embedding(indices, weight)
-    assert torch.equal(y, specs.embedding.forward(indices, weight))
-    assert y.shape == (*shape, 7)
-
-
 # Ends of groups, rows in all: empty groups at either end and in the middle, rows without a group.
 GROUPS = [([3, 3, 8], 8), ([4, 5], 7), ([0, 6], 6), ([6, 6], 6), ([0, 0], 3), ([2, 2, 2, 9], 11)]
-
-
-def by_group(x: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
-    """y in float64, with rows of no group that are 0."""
-    y = torch.zeros(x.shape[0], weight.shape[1], dtype=torch.float64)
-    for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        y[start:end] = x.double()[start:end] @ weight.double()[group].t()
-    return y
-
-
-def gradients(x: Tensor, weight: Tensor, ends: Sequence[int], grad: Tensor) -> Sequence[Tensor]:
-    leaves = [t.double().requires_grad_() for t in (x, weight)]
-    return torch.autograd.grad(
-        (by_group_differentiably(*leaves, ends) * grad.double()).sum(), leaves
-    )
-
-
-def by_group_differentiably(x: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
-    parts = [
-        x[start:end] @ weight[group].t()
-        for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
-    ]
-    return torch.cat([*parts, 0.0 * x[ends[-1] :] @ weight[0].t()])
-
-
-@pytest.mark.parametrize(("ends", "rows"), GROUPS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=["int64", "int32"])
-def test_grouped_linear_by_group_equals_float64(
-    ends: list[int], rows: int, dtype: torch.dtype
-) -> None:
-    x, weight = drawn(rows, 9), drawn(len(ends), 5, 9, seed=1)
-    offsets, grad = torch.tensor(ends, dtype=dtype), drawn(rows, 5, seed=2)
-    assert_close(
-        products.grouped_linear_by_group(x, weight, offsets), by_group(x, weight, ends), 11.0
-    )
-    found = products.grouped_linear_backward_by_group(grad, x, weight, offsets, needs=(True, True))
-    for got, want in zip(found, gradients(x, weight, ends, grad), strict=True):
-        assert got is not None
-        assert_close(got, want, rows + 11.0)
 
 
 def like_the_device(inner: Any) -> Any:
@@ -161,7 +86,7 @@ def like_the_device(inner: Any) -> Any:
 
 
 @pytest.mark.parametrize(("ends", "rows"), GROUPS, ids=str)
-def test_grouped_linear_by_torchs_kernel_equals_float64(
+def test_grouped_linear_by_torchs_kernel_equals_the_reference(
     ends: list[int], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "_grouped_mm", like_the_device(torch._grouped_mm))
@@ -172,11 +97,14 @@ def test_grouped_linear_by_torchs_kernel_equals_float64(
     shifted = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
     y = products.grouped_linear(shifted, turned(weight), offsets)
     found = products.grouped_linear_backward(turned(grad), x, weight, offsets, needs=(True, True))
-    assert_close(y, by_group(x, weight, ends), 18.0)
-    for got, want in zip(found, gradients(x, weight, ends, grad), strict=True):
+    wide = (x.float(), weight.float(), offsets)
+    assert_close(y, specs.grouped_linear.forward(*wide).double(), 18.0)
+    assert specs.grouped_linear.backward is not None
+    wanted = specs.grouped_linear.backward(grad.float(), *wide, needs=(True, True))
+    for got, want in zip(found, wanted, strict=True):
         assert got is not None
         assert got.is_contiguous()
-        assert_close(got, want, rows + 18.0)
+        assert_close(got, want.double(), rows + 18.0)
 
 
 @pytest.mark.parametrize(

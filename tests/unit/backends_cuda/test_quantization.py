@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anychip import operators
-from tests.unit.backends_cuda.conftest import Chip
+from tests.unit.backends_cuda.conftest import Chip, drawn
 from tests.unit.dispatch.calls import bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,19 +17,11 @@ BLOCKS = (1, 3, 8, 32, 64, 256, 512, 513, 1032, 4096, 40_000)
 
 
 def _quantize(chip: Chip, x: Tensor, rng: Tensor | None, width: int, block: int) -> list[Tensor]:
-    (row,) = chip.table.rows("quantize", "forward")
-    place = None if rng is None else rng.to(chip.device)
-    found = row.function(x.to(chip.device), place, bits=width, block=block)
-    return [t.cpu() for t in found]
+    return list(chip.call("quantize", "forward", x, rng, bits=width, block=block))
 
 
 def _want(x: Tensor, rng: Tensor | None, width: int, block: int) -> list[Tensor]:
     return list(operators.quantize.forward(x, rng, bits=width, block=block))
-
-
-def _values(numel: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(numel)
-    return torch.randn(numel, generator=generator).to(dtype)
 
 
 @pytest.mark.parametrize("random", [False, True], ids=["nearest", "random"])
@@ -40,7 +32,7 @@ def test_blocks_of_any_length_have_the_bits_of_the_reference(
     chip: Chip, block: int, dtype: torch.dtype, width: int, random: bool
 ) -> None:
     # Several blocks, the last one short; an odd number, so that a byte is half full.
-    x = _values(max(1, 2_300 // block) * block + block // 3 + (0 if block % 2 else 1), dtype)
+    x = drawn(max(1, 2_300 // block) * block + block // 3 + (0 if block % 2 else 1), dtype=dtype)
     rng = torch.tensor([17, 2**32 - 3]) if random else None
     assert bits(_quantize(chip, x, rng, width, block)) == bits(_want(x, rng, width, block))
 
@@ -60,7 +52,7 @@ def test_halves_go_to_even_and_their_neighbours_to_the_nearest(
 
 @pytest.mark.parametrize("block", [4, 64, 1024, 40_000])
 def test_numbers_that_are_not_finite_or_tiny_stay_in_their_block(chip: Chip, block: int) -> None:
-    x = _values(6 * block, torch.float32)
+    x = drawn(6 * block, dtype=torch.float32)
     x[1], x[block], x[3 * block - 1] = math.nan, math.inf, -math.inf
     x[3 * block : 4 * block] = -0.0
     x[4 * block : 5 * block] = 1e-38
@@ -76,7 +68,7 @@ def test_numbers_that_are_not_finite_or_tiny_stay_in_their_block(chip: Chip, blo
 def test_tensors_at_any_address_have_the_bits_of_their_copies(
     chip: Chip, dtype: torch.dtype, start: int
 ) -> None:
-    whole = _values(1_500, dtype).to(chip.device)
+    whole = drawn(1_500, dtype=dtype).to(chip.device)
     (row,) = chip.table.rows("quantize", "forward")
     for x in (whole[start:], whole.view(30, 50).t(), whole[::2]):
         for width in (8, 4):
@@ -91,17 +83,13 @@ def test_tensors_at_any_address_have_the_bits_of_their_copies(
 def test_dequantize_is_the_product_of_code_and_scale(
     chip: Chip, numel: int, block: int, width: int
 ) -> None:
-    x = _values(numel, torch.float32)
+    x = drawn(numel, dtype=torch.float32)
     codes, scales = _want(x, None, width, block)
     attrs = {"shape": (numel,), "bits": width, "block": block}
-    (row,) = chip.table.rows("dequantize", "forward")
-    got = row.function(codes.to(chip.device), scales.to(chip.device), **attrs)
-    # Codes at an odd address: no access of several bytes.
-    moved = torch.cat([codes[:1], codes]).to(chip.device)[1:]
-    other = row.function(moved, scales.to(chip.device), **attrs)
     want = operators.dequantize.forward(codes, scales, **attrs)
-    assert bits(got.cpu()) == bits(want)
-    assert bits(other.cpu()) == bits(want)
+    # Codes at an odd address, too: no access of several bytes.
+    for given in (codes, chip.at(codes, 1)):
+        assert bits(chip.call("dequantize", "forward", given, scales, **attrs)) == bits(want)
 
 
 def test_formats_that_do_not_exist_are_refused(chip: Chip) -> None:
@@ -111,8 +99,3 @@ def test_formats_that_do_not_exist_are_refused(chip: Chip) -> None:
             native.quantize(0, 0, 0, 0, 64, block, width, native.FLOAT32, *place)
         with pytest.raises(RuntimeError, match="dequantize: CUDA error 1"):
             native.dequantize(0, 0, 0, 64, block, width, *place)
-
-
-def test_nothing_to_quantize_is_nothing(chip: Chip) -> None:
-    codes, scales = _quantize(chip, torch.empty(0), None, 4, 64)
-    assert codes.shape == scales.shape == (0,)

@@ -1,14 +1,11 @@
 """rope of the CUDA kernels: both layouts, partial rotation, heads wherever they lie."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from anychip import operators as specs
-from anychip.contract import Direction
-from tests.unit.backends_cuda.conftest import Chip
+from tests.unit.backends_cuda.conftest import Chip, drawn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (batch, seq, heads, kv_heads, head_dim, rotary_dim): vectors and scalars of both layouts, fewer
@@ -17,16 +14,6 @@ SIZES = (
     (2, 5, 4, 2, 32, 32), (1, 3, 1, 1, 2, 2), (2, 9, 3, 1, 10, 6), (1, 2, 40, 8, 128, 128),
     (2, 3, 2, 2, 64, 16), (1, 2, 2, 1, 24, 12), (1, 1, 1, 1, 600, 600), (2, 3, 2, 1, 8, 0),
 )  # fmt: skip
-
-
-def _call(chip: Chip, direction: Direction, *args: Tensor, **attrs: Any) -> tuple[Tensor, Tensor]:
-    (row,) = chip.table.rows("rope", direction)
-    q, k = row.function(*(a.to(chip.device) for a in args), **attrs)
-    return q.cpu(), k.cpu()
-
-
-def _normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def _angles(seq: int, rotary_dim: int) -> tuple[Tensor, Tensor]:
@@ -59,11 +46,13 @@ def test_rope_of_any_sizes_is_a_rotation(
     chip: Chip, dtype: torch.dtype, sizes: tuple[int, ...], interleaved: bool
 ) -> None:
     batch, seq, heads, kv_heads, head_dim, rotary_dim = sizes
-    q = _normal(batch, seq, heads, head_dim, dtype=dtype)
-    k = _normal(batch, seq, kv_heads, head_dim, dtype=dtype, seed=1)
+    q = drawn(batch, seq, heads, head_dim, dtype=dtype)
+    k = drawn(batch, seq, kv_heads, head_dim, dtype=dtype, seed=1)
     cos, sin = _angles(seq, rotary_dim)
-    made = _call(chip, "forward", q, k, cos, sin, interleaved=interleaved)
-    back = _call(chip, "backward", q, k, cos, sin, interleaved=interleaved, needs=(True, True))
+    made = chip.call("rope", "forward", q, k, cos, sin, interleaved=interleaved)
+    back = chip.call(
+        "rope", "backward", q, k, cos, sin, interleaved=interleaved, needs=(True, True)
+    )
     for x, y, dx in zip((q, k), made, back, strict=True):
         assert y.is_contiguous()
         assert _is_near(y, x, _double(x, cos, sin, interleaved))
@@ -76,7 +65,7 @@ def test_rope_of_any_sizes_is_a_rotation(
 def test_rope_of_views_of_a_projection_gives_the_same_bits(
     chip: Chip, dtype: torch.dtype, interleaved: bool
 ) -> None:
-    fused = _normal(2, 5, 4 * 32 + 8, dtype=dtype).to(chip.device)
+    fused = drawn(2, 5, 4 * 32 + 8, dtype=dtype).to(chip.device)
     cos, sin = (t.to(chip.device) for t in _angles(5, 32))
     q, k = fused[..., :96].unflatten(-1, (3, 32)), fused[..., 96:128].unflatten(-1, (1, 32))
     # Behind an odd element nothing can be read in vectors; keys before queries have any strides.
@@ -84,39 +73,21 @@ def test_rope_of_views_of_a_projection_gives_the_same_bits(
     views = [(q, k, 5), (odd[:, :, 1:], odd[:, :, :1], 2)]
     for own_q, own_k, seq in views:
         angles = (cos[:seq], sin[:seq])
-        made = _call(chip, "forward", own_q, own_k, *angles, interleaved=interleaved)
-        copied = _call(
-            chip, "forward", own_q.contiguous(), own_k.contiguous(), *angles,
+        made = chip.call("rope", "forward", own_q, own_k, *angles, interleaved=interleaved)
+        copied = chip.call("rope", "forward", own_q.contiguous(), own_k.contiguous(), *angles,
             interleaved=interleaved,
         )  # fmt: skip
         assert torch.equal(made[0], copied[0])
         assert torch.equal(made[1], copied[1])
 
 
-def test_rope_of_two_dtypes_rounds_each_to_its_own(chip: Chip) -> None:
-    q, k = _normal(2, 3, 2, 16, dtype=torch.bfloat16), _normal(2, 3, 1, 16, dtype=torch.float32)
-    cos, sin = _angles(3, 16)
-    made = _call(chip, "forward", q, k, cos, sin, interleaved=False)
-    wide = _call(chip, "forward", q.float(), k, cos, sin, interleaved=False)
-    assert torch.equal(made[0], wide[0].bfloat16())
-    assert torch.equal(made[1], wide[1])
-
-
-@pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (2, 3, 2, 0)], ids=str)
-def test_rope_of_nothing_is_nothing(chip: Chip, shape: tuple[int, ...]) -> None:
-    q, k = torch.empty(shape), torch.empty(shape)
-    cos, sin = _angles(shape[1], shape[3])
-    made = _call(chip, "forward", q, k, cos, sin, interleaved=True)
-    assert made[0].shape == made[1].shape == shape
-
-
 def test_rope_behind_2_to_the_31_elements_is_found(chip: Chip) -> None:
     # 4 GiB of addresses, of which a few pages are touched.
     storage = torch.empty(2**31 + 256, dtype=torch.bfloat16, device=chip.device)
     x = storage.as_strided((2, 1, 2, 64), (2**31, 64, 64, 1))
-    x.copy_(_normal(2, 1, 2, 64, dtype=torch.bfloat16))
+    x.copy_(drawn(2, 1, 2, 64, dtype=torch.bfloat16))
     cos, sin = _angles(1, 64)
-    made = _call(chip, "forward", x, x, cos, sin, interleaved=False)
+    made = chip.call("rope", "forward", x, x, cos, sin, interleaved=False)
     want = specs.rope.forward(x.cpu().contiguous(), x.cpu().contiguous(), cos, sin,
                               interleaved=False)  # fmt: skip
     assert torch.equal(made[0], want[0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.backends_cuda.conftest import Chip
+from tests.unit.backends_cuda.conftest import Chip, drawn
 from tests.unit.dispatch.calls import bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -15,8 +15,7 @@ LENGTHS = (1, 2, 3, 33, 64, 1023, 1024, 1025, 2047, 2048, 2049, 2056, 5001)
 
 
 def _top_k(chip: Chip, x: Tensor, k: int) -> list[Tensor]:
-    (row,) = chip.table.rows("top_k", "forward")
-    return [t.cpu() for t in row.function(x.to(chip.device), k=k)]
+    return list(chip.call("top_k", "forward", x, k=k))
 
 
 def _want(x: Tensor, k: int) -> list[Tensor]:
@@ -26,16 +25,12 @@ def _want(x: Tensor, k: int) -> list[Tensor]:
     return [x.gather(-1, indices), indices]
 
 
-def _values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_rows_of_any_length_are_sorted_by_magnitude(
     chip: Chip, length: int, dtype: torch.dtype
 ) -> None:
-    x = _values(3, length, dtype=dtype)
+    x = drawn(3, length, dtype=dtype)
     for k in {1, min(length, 40), length if length <= 2049 else 2048}:
         assert bits(_top_k(chip, x, k)) == bits(_want(x, k))
 
@@ -45,7 +40,7 @@ def test_rows_of_any_length_are_sorted_by_magnitude(
 def test_of_equal_magnitudes_the_lower_index_comes_first(
     chip: Chip, dtype: torch.dtype, length: int
 ) -> None:
-    x = _values(2, length).mul(0.7).round().to(dtype)  # whole numbers, zeros of both signs
+    x = drawn(2, length).mul(0.7).round().to(dtype)  # whole numbers, zeros of both signs
     for k in (1, 17, 39):
         assert bits(_top_k(chip, x, k)) == bits(_want(x, k))
     assert bits(_top_k(chip, torch.zeros(1, length), 9)) == bits(_want(torch.zeros(1, length), 9))
@@ -56,7 +51,7 @@ def test_of_equal_magnitudes_the_lower_index_comes_first(
 def test_nan_is_above_infinity_and_infinity_above_all_numbers(
     chip: Chip, length: int, dtype: torch.dtype
 ) -> None:
-    x = _values(2, length, dtype=dtype)
+    x = drawn(2, length, dtype=dtype)
     x[0, 3], x[0, 9], x[0, 11], x[0, 1] = math.nan, -math.nan, -math.inf, math.inf
     x[1, 0], x[1, 7] = torch.finfo(dtype).max, torch.finfo(dtype).tiny / 4
     # Every NaN is as large as another, whatever its bits.
@@ -78,7 +73,7 @@ def test_rows_that_the_whole_grid_searches_are_sorted_by_magnitude(
     chip: Chip, rows: int, length: int, k: int, dtype: torch.dtype
 ) -> None:
     assert chip.kernels.native.top_k_scratch(rows, length, k, 100) > 0
-    x = _values(rows, length, dtype=dtype)
+    x = drawn(rows, length, dtype=dtype)
     assert bits(_top_k(chip, x, k)) == bits(_want(x, k))
 
 
@@ -88,14 +83,14 @@ def test_largest_elements_at_the_end_of_a_row_that_the_whole_grid_searches(
     chip: Chip, k: int, dtype: torch.dtype
 ) -> None:
     """Were they not counted, as many others would be taken for the largest too."""
-    x = _values(1, 140_001, dtype=dtype)
+    x = drawn(1, 140_001, dtype=dtype)
     x[:, -8000:] *= 1000.0
     assert chip.kernels.native.top_k_scratch(1, 140_001, k, 100) > 0
     assert bits(_top_k(chip, x, k)) == bits(_want(x, k))
 
 
 def test_scratch_that_was_used_before_changes_nothing(chip: Chip) -> None:
-    native, x = chip.kernels.native, _values(1, 3000).to(chip.device)
+    native, x = chip.kernels.native, drawn(1, 3000).to(chip.device)
     size = native.top_k_scratch(1, 3000, 2500, 4)
     for fill in (0xFF, 0x00, 0x5A):
         scratch = torch.full((size,), fill, dtype=torch.uint8, device=chip.device)
@@ -107,7 +102,7 @@ def test_scratch_that_was_used_before_changes_nothing(chip: Chip) -> None:
 
 @pytest.mark.parametrize("length", [100, 2500])
 def test_tensors_at_any_address_have_the_bits_of_their_copies(chip: Chip, length: int) -> None:
-    whole = _values(2 * length + 3).to(chip.device)
+    whole = drawn(2 * length + 3).to(chip.device)
     for x in (
         whole[1 : length + 1],
         whole[3 : 3 + 2 * length : 2],
@@ -118,20 +113,12 @@ def test_tensors_at_any_address_have_the_bits_of_their_copies(chip: Chip, length
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradient_goes_to_where_a_value_came_from(chip: Chip, dtype: torch.dtype) -> None:
-    (row,) = chip.table.rows("top_k", "backward")
-    x = _values(5, 70, dtype=dtype)
+    x = drawn(5, 70, dtype=dtype)
     for k in (0, 1, 33, 70):
         _, indices = _want(x, k)
-        grad = _values(5, max(k, 1), dtype=dtype)[:, :k]
-        args = [t.to(chip.device) for t in (grad, indices, x, indices)]
-        (dx,) = row.function(*args, k=k, needs=(True,))
-        assert bits(dx.cpu()) == bits(torch.zeros_like(x).scatter(-1, indices, grad))
-
-
-def test_nothing_to_find_is_nothing(chip: Chip) -> None:
-    for shape, k in (((0, 8), 3), ((4, 8), 0), ((4, 0), 0), ((3000,), 0)):
-        values, indices = _top_k(chip, torch.ones(shape), k)
-        assert values.shape == indices.shape == (*shape[:-1], k)
+        grad = drawn(5, max(k, 1), dtype=dtype)[:, :k]
+        (dx,) = chip.call("top_k", "backward", grad, indices, x, indices, k=k, needs=(True,))
+        assert bits(dx) == bits(torch.zeros_like(x).scatter(-1, indices, grad))
 
 
 def test_scratch_of_huge_rows_is_counted_in_64_bits(chip: Chip) -> None:

@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from anychip.contract import Row
 from anychip.operators import all_specs
 from anychip_npu import operators  # noqa: F401 - declares the rows
-from anychip_npu.table import Mapped, Unmapped, reference_only, rows
+from anychip_npu.table import Unmapped, declared, reference_only
 
 PAGE = Path(__file__).parents[2] / "docs" / "npu.md"
 BEGIN, END = "<!-- rows: begin -->", "<!-- rows: end -->"
@@ -24,7 +25,7 @@ NOT_RUN: frozenset[tuple[str, str]] = frozenset()
 """(operator, direction) of rows that the emulator cannot run: mapped, not run."""
 
 
-def pages(row: Mapped) -> list[str]:
+def pages(row: Row) -> list[str]:
     """Addresses of the vendor's pages that the row cites."""
     return ADDRESS.findall(row.function.__doc__ or "")
 
@@ -32,7 +33,7 @@ def pages(row: Mapped) -> list[str]:
 def lines() -> Iterator[str]:
     """Operators in the order of the documentation; what is left to the reference comes last."""
     for spec in all_specs():
-        for row in rows:
+        for row in declared:
             if row.operator == spec.name:
                 yield _of_row(row)
         for entry in reference_only:
@@ -40,13 +41,13 @@ def lines() -> Iterator[str]:
                 yield _of_reference(entry)
 
 
-def _of_row(row: Mapped) -> str:
+def _of_row(row: Row) -> str:
     run = not any((row.operator, direction) in NOT_RUN for direction in row.directions)
     status = "mapped and run on the emulator" if run else "mapped, not run"
     cited = " ".join(f"[{i}]({page})" for i, page in enumerate(pages(row), 1))
     torch_names = ", ".join(f"`{name}`" for name in row.calls)
     functions = dict.fromkeys(f for names in row.calls.values() for f in names.split(", ") if f)
-    dtypes = sorted(str(d).removeprefix("torch.") for d in row.conditions["dtypes"] or ())
+    dtypes = sorted(str(d).removeprefix("torch.") for d in row.dtypes or ())
     kinds = "" if len(dtypes) in (0, 3) else f", {' and '.join(dtypes)} only"
     cells = (
         row.operator, " and ".join(row.directions), torch_names,

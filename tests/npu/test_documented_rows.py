@@ -17,7 +17,7 @@ def test_page_has_the_table_of_the_rows() -> None:
 def test_table_has_a_line_for_each_row_and_reason() -> None:
     lines = list(documented_rows.lines())
 
-    assert len(lines) == len(table.rows) + len(table.reference_only)
+    assert len(lines) == len(table.declared) + len(table.reference_only)
     assert all(line.count(" | ") == 4 for line in lines)
 
 

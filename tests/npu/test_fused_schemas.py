@@ -15,8 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torch_npu")
 
 from anychip_npu import attention  # noqa: E402
-from anychip_npu.operators import table  # noqa: E402, F401 - declares all rows
-from anychip_npu.table import rows  # noqa: E402
+from anychip_npu.operators import table  # noqa: E402
 
 HALF, FLOAT, INT32 = torch.bfloat16, torch.float32, torch.int32
 
@@ -162,7 +161,7 @@ def test_every_fused_call_of_these_rows_is_looked_at() -> None:
     modules = ("attention", "varlen", "products", "permutation")
     called = {
         call.removeprefix("npu::")
-        for row in rows
+        for row in table
         if row.function.__module__.removeprefix("anychip_npu.") in modules
         for call in row.calls
         if call.startswith("npu::")

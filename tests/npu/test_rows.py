@@ -17,10 +17,9 @@ pytest.importorskip("torch_npu")
 
 import anychip  # noqa: E402
 from anychip import ops  # noqa: E402
-from anychip.contract import SampleMaker  # noqa: E402
+from anychip.contract import Row, SampleMaker  # noqa: E402
 from anychip.operators import all_specs  # noqa: E402
 from anychip_npu import activation, table  # noqa: E402
-from anychip_npu.table import Mapped  # noqa: E402
 from tests.npu.documented_rows import NOT_RUN, pages  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
@@ -70,25 +69,25 @@ def kind_of(operator: Any, args: Any, attrs: Any) -> str:
     return str(next(line.kind for line in lines if line.taken))
 
 
-def key(row: Mapped) -> tuple[str, str]:
+def key(row: Row) -> tuple[str, str]:
     return row.operator, row.direction
 
 
-def identify(row: Mapped) -> str:
+def identify(row: Row) -> str:
     return "-".join(key(row))
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize(
-    "row", [row for row in table.rows if key(row) not in NOT_RUN], ids=identify
+    "row", [row for row in table.declared if key(row) not in NOT_RUN], ids=identify
 )
 def test_row_is_taken_in_each_dtype_and_reaches_its_functions_of_cann(
-    row: Mapped, calls: Calls
+    row: Row, calls: Calls
 ) -> None:
     functions = {name for names in row.calls.values() for name in names.split(", ")}
     before = {name: calls(name) for name in functions}
     operator = getattr(ops, row.operator)
-    for dtype in row.conditions["dtypes"]:
+    for dtype in row.dtypes:
         anychip.provenance(reset=True)
         for sample in operator.spec.samples(SampleMaker(torch.device("npu"), dtype)):
             given = (operator, sample.args, sample.attrs)
@@ -101,7 +100,7 @@ def test_row_is_taken_in_each_dtype_and_reaches_its_functions_of_cann(
 
 
 def test_fourteen_operators_and_more_are_mapped_in_every_direction() -> None:
-    served = {(row.operator, d) for row in table.rows for d in row.directions} - NOT_RUN
+    served = {(row.operator, d) for row in table.declared for d in row.directions} - NOT_RUN
     both = {
         name
         for name, spec in SPECS.items()
@@ -114,7 +113,7 @@ def test_fourteen_operators_and_more_are_mapped_in_every_direction() -> None:
 
 
 def test_every_operator_is_mapped_or_left_to_the_reference_with_a_reason() -> None:
-    served = {(row.operator, d) for row in table.rows for d in row.directions}
+    served = {(row.operator, d) for row in table.declared for d in row.directions}
     left = {
         (entry.operator, direction)
         for entry in table.reference_only
@@ -133,8 +132,8 @@ def test_every_operator_is_mapped_or_left_to_the_reference_with_a_reason() -> No
     assert {entry.operator for entry in table.reference_only} <= SPECS.keys()
 
 
-@pytest.mark.parametrize("row", table.rows, ids=identify)
-def test_row_cites_a_page_of_the_vendor(row: Mapped) -> None:
+@pytest.mark.parametrize("row", list(table.declared), ids=identify)
+def test_row_cites_a_page_of_the_vendor(row: Row) -> None:
     assert pages(row)
 
 

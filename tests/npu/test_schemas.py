@@ -18,16 +18,15 @@ torch_npu = pytest.importorskip("torch_npu")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from anychip.contract import OperatorSpec, SampleMaker  # noqa: E402
+from anychip.contract import OperatorSpec, Row, SampleMaker  # noqa: E402
 from anychip.operators import all_specs  # noqa: E402
 from anychip_npu import operators, table  # noqa: E402, F401 - operators declares the rows
-from anychip_npu.table import Mapped  # noqa: E402
 
 SPECS = {spec.name: spec for spec in all_specs()}
 META = torch.device("meta")
 FAMILIES = ("activation", "embedding", "loss", "norm", "rope", "softmax")
 """Modules whose rows are called here; the others' have tests of their own."""
-ROWS = [row for row in table.rows if row.function.__module__.split(".")[-1] in FAMILIES]
+ROWS = [row for row in table.declared if row.function.__module__.split(".")[-1] in FAMILIES]
 BROKEN = {("geglu", "backward")}
 """Rows whose operator gives two tensors on meta in this wheel, and one by its schema."""
 WHOLE = [row for row in ROWS if (row.operator, row.direction) not in BROKEN]
@@ -72,10 +71,10 @@ def positional(spec: OperatorSpec, args: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(names, [*args, *[None] * (len(names) - len(args))], strict=True))
 
 
-def trials(row: Mapped, dtype: Any) -> Iterator[Trial]:
+def trials(row: Row, dtype: Any) -> Iterator[Trial]:
     """Each sample of the operator that the row takes, in each of its directions."""
     spec = SPECS[row.operator]
-    pair = row.conditions.get("paired")
+    pair = row.paired
     for sample in spec.samples(SampleMaker(META, dtype)):
         named, attrs = positional(spec, sample.args), dict(sample.attrs)
         args = tuple(named.values())
@@ -83,7 +82,7 @@ def trials(row: Mapped, dtype: Any) -> Iterator[Trial]:
         made = made if isinstance(made, tuple) else (made,)
         outputs = made[: len(made) - len(spec.residuals)]
         if row.direction == "forward":
-            accepts = row.conditions["accepts"]
+            accepts = row.accepts
             if accepts is not None and not accepts(*args, **attrs):
                 continue
             own = pair.fake_residuals(*args, **attrs) if pair else made[len(outputs) :]
@@ -93,9 +92,9 @@ def trials(row: Mapped, dtype: Any) -> Iterator[Trial]:
 
 
 def _backward(
-    row: Mapped, named: dict[str, Any], attrs: dict[str, Any], outputs: Any, residuals: Any
+    row: Row, named: dict[str, Any], attrs: dict[str, Any], outputs: Any, residuals: Any
 ) -> Trial:
-    spec, pair = SPECS[row.operator], row.conditions.get("paired")
+    spec, pair = SPECS[row.operator], row.paired
     single = len(outputs) == 1
     known = {**named, **{"y" if single else f"y{i}": t for i, t in enumerate(outputs)}}
     known |= {r.name: t for r, t in zip(spec.residuals, residuals, strict=True)}
@@ -119,15 +118,13 @@ def on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(row.function.__globals__, "is_a2_or_a3", lambda _: True)
 
 
-def identify(row: Mapped) -> str:
+def identify(row: Row) -> str:
     return f"{row.operator}-{row.direction}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("row", WHOLE, ids=identify)
-def test_row_on_meta_gives_the_shapes_and_dtypes_of_the_specification(
-    row: Mapped, dtype: Any
-) -> None:
+def test_row_on_meta_gives_the_shapes_and_dtypes_of_the_specification(row: Row, dtype: Any) -> None:
     found = list(trials(row, dtype))
 
     assert found
@@ -136,7 +133,7 @@ def test_row_on_meta_gives_the_shapes_and_dtypes_of_the_specification(
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in WHOLE], ids=identify)
-def test_row_with_a_broken_function_of_the_wheel_still_needs_its_exception(row: Mapped) -> None:
+def test_row_with_a_broken_function_of_the_wheel_still_needs_its_exception(row: Row) -> None:
     trial = next(trials(row, torch.float32))
 
     with pytest.raises(RuntimeError, match="Unable to cast"):
@@ -144,7 +141,7 @@ def test_row_with_a_broken_function_of_the_wheel_still_needs_its_exception(row: 
 
 
 @pytest.mark.parametrize("row", WHOLE, ids=identify)
-def test_row_calls_what_it_declares_and_no_other_operator_of_the_vendor(row: Mapped) -> None:
+def test_row_calls_what_it_declares_and_no_other_operator_of_the_vendor(row: Row) -> None:
     with Named() as called:
         for dtype in DTYPES:
             for trial in trials(row, dtype):
@@ -154,8 +151,8 @@ def test_row_calls_what_it_declares_and_no_other_operator_of_the_vendor(row: Map
     assert {name for name in called.names if name.startswith("npu::")} <= set(row.calls)
 
 
-@pytest.mark.parametrize("row", table.rows, ids=identify)
-def test_declared_operators_are_registered(row: Mapped) -> None:
+@pytest.mark.parametrize("row", list(table.declared), ids=identify)
+def test_declared_operators_are_registered(row: Row) -> None:
     assert row.calls
     for called in row.calls:
         name, _, overload = called.partition(".")
@@ -170,8 +167,8 @@ def wheel() -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.glob("lib*.so")))
 
 
-@pytest.mark.parametrize("row", table.rows, ids=identify)
-def test_declared_functions_of_cann_are_named_by_the_wheel(row: Mapped) -> None:
+@pytest.mark.parametrize("row", list(table.declared), ids=identify)
+def test_declared_functions_of_cann_are_named_by_the_wheel(row: Row) -> None:
     functions = {name for names in row.calls.values() for name in names.split(", ") if name}
 
     assert functions

@@ -22,7 +22,7 @@ from anychip.operators.attention import attend, attend_backward, hidden_keys
 from anychip.operators.ragged import refuse_unsorted
 from anychip_cpu import native
 from anychip_cpu.native import CODES
-from anychip_cpu.table import FLOATS, Needs, table
+from anychip_cpu.table import FLOATS, Needs, declared
 
 _aten = torch.ops.aten
 _kernels: Any = native.kernels
@@ -52,7 +52,7 @@ def _blind(q: Tensor, k: Tensor, causal: bool) -> int:
     return max(q.shape[1] - k.shape[1], 0) if causal else 0
 
 
-@table.forward("attention", kind="mapped", dtypes=FLOATS, accepts=_flash)
+@declared.forward("attention", kind="mapped", accepts=_flash)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def attention(
     return y.transpose(1, 2).contiguous(), lse.contiguous()
 
 
-@table.backward(
+@declared.backward(
     "attention",
     kind="mapped",
     dtypes=FLOATS,
@@ -140,7 +140,7 @@ def _sequences(cu_seqlens: Tensor) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(ends) if a < b]
 
 
-@table.forward(
+@declared.forward(
     "attention_varlen",
     kind="mapped",
     dtypes=FLOATS,
@@ -158,7 +158,7 @@ def attention_varlen(
     return y, lse
 
 
-@table.backward(
+@declared.backward(
     "attention_varlen",
     kind="mapped",
     dtypes=FLOATS,
@@ -263,5 +263,5 @@ def attention_dropout_backward(
 
 
 if native.kernels is not None:
-    table.forward("attention_dropout", kind="mapped", dtypes=FLOATS)(attention_dropout)
-    table.backward("attention_dropout", kind="mapped", dtypes=FLOATS)(attention_dropout_backward)
+    declared.forward("attention_dropout", kind="mapped")(attention_dropout)
+    declared.backward("attention_dropout", kind="mapped")(attention_dropout_backward)

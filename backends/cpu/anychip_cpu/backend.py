@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from anychip.contract import Backend, Finding, Memory, Probe
-from anychip_cpu import (  # noqa: F401 - all but native add rows to the table
+from anychip_cpu import (  # noqa: F401 - all but native declare rows
     activation,
     compression,
     convolution,
     fused,
     native,
     norm,
+    operators,
     permutation,
     quantization,
     updates,
 )
 from anychip_cpu.device import CpuDevice, model_name
 from anychip_cpu.memory import CpuMemory, has_statistics
-from anychip_cpu.operators import table
+from anychip_cpu.table import declared
 
 
 class CpuBackend(CpuDevice, Backend):
@@ -29,7 +30,9 @@ class CpuBackend(CpuDevice, Backend):
     device_type = "cpu"
     c10d_backend = "gloo"
     api = (1, 0)
-    operators = table
+    operators = declared.remade(
+        lambda row: None if row.kind == "native" and native.kernels is None else row
+    )
     capabilities = {"memory_stats": 1} if has_statistics() else {}
 
     def probe(self) -> Probe:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from anychip_cpu.table import FLOATS, Needs, table
+from anychip_cpu.table import Needs, declared
 
 _FACTOR = 64
 """Largest matrix of signs: up to it a product is faster than the additions one by one."""
@@ -23,7 +23,7 @@ def _signs(length: int) -> Tensor:
     return matrix
 
 
-@table.forward("hadamard", kind="mapped", dtypes=FLOATS)
+@declared.forward("hadamard", kind="mapped")
 def hadamard(x: Tensor, *, block: int | None) -> Tensor:
     length = x.shape[-1] if block is None else block
     y = x.float().reshape(-1, length) if x.numel() else x.float()
@@ -39,12 +39,12 @@ def hadamard(x: Tensor, *, block: int | None) -> Tensor:
     return (y.reshape(x.shape) * (1.0 / math.sqrt(length))).to(x.dtype).contiguous()
 
 
-@table.backward("hadamard", kind="mapped", dtypes=FLOATS)
+@declared.backward("hadamard", kind="mapped")
 def hadamard_backward(grad: Tensor, *, block: int | None, needs: Needs) -> tuple[Tensor]:
     return (hadamard(grad, block=block),)
 
 
-@table.forward("top_k", kind="mapped", dtypes=FLOATS)
+@declared.forward("top_k", kind="mapped")
 def top_k(x: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
     # One integer per element, all of a row different: the bits of |x|, which are in the order of
     # the magnitudes (NaN, made one and the same, above Inf), then the index, the lower the larger.
@@ -57,7 +57,7 @@ def top_k(x: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
     return x.gather(-1, indices), indices
 
 
-@table.backward("top_k", kind="mapped", dtypes=FLOATS)
+@declared.backward("top_k", kind="mapped")
 def top_k_backward(
     grad: Tensor, _: Tensor, x: Tensor, indices: Tensor, *, k: int, needs: Needs
 ) -> tuple[Tensor]:

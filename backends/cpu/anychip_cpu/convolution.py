@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip_cpu.table import FLOATS, Needs, has_elements, table
+from anychip_cpu.table import Needs, declared, has_elements
 
 Pair = int | Sequence[int]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -18,7 +18,7 @@ def _pair(value: Pair) -> list[int]:
     return list(value) if isinstance(value, (list, tuple)) else [value, value]  # type: ignore[list-item]
 
 
-@table.forward("conv2d", kind="mapped", dtypes=FLOATS, accepts=has_elements)
+@declared.forward("conv2d", kind="mapped", accepts=has_elements)
 def conv2d(
     x: Tensor,
     weight: Tensor,
@@ -43,7 +43,7 @@ def conv2d(
     return y.to(x.dtype).contiguous()
 
 
-@table.backward("conv2d", kind="mapped", dtypes=FLOATS, accepts=has_elements)
+@declared.backward("conv2d", kind="mapped", accepts=has_elements)
 def conv2d_backward(
     grad: Tensor,
     x: Tensor,
@@ -79,14 +79,14 @@ def _depthwise(x: Tensor) -> dict[str, Any]:
     return {"stride": 1, "padding": 0, "dilation": 1, "groups": x.shape[1]}
 
 
-@table.forward("conv1d", kind="mapped", dtypes=FLOATS, accepts=has_elements)
+@declared.forward("conv1d", kind="mapped", accepts=has_elements)
 def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     seen = torch.nn.functional.pad(x, (weight.shape[1] - 1, 0))[:, :, None]
     y = conv2d(seen, weight[:, None, None], bias, **_depthwise(x))
     return y[:, :, 0]
 
 
-@table.backward("conv1d", kind="mapped", dtypes=FLOATS, accepts=has_elements)
+@declared.backward("conv1d", kind="mapped", accepts=has_elements)
 def conv1d_backward(grad: Tensor, x: Tensor, weight: Tensor, *, needs: Needs) -> Gradients:
     before = weight.shape[1] - 1
     given = torch.nn.functional.pad(x, (before, 0))[:, :, None], weight[:, None, None]

@@ -15,7 +15,7 @@ from torch import Tensor
 from anychip import operators as specs
 from anychip_cpu import native, operators
 from anychip_cpu.native import CODES
-from anychip_cpu.table import FLOATS, Needs, address, native_row, rows_of, table
+from anychip_cpu.table import Needs, address, declared, rows_of
 
 _aten = torch.ops.aten
 _kernels: Any = native.kernels
@@ -120,12 +120,12 @@ def _normed_sum_gradients(
     return made
 
 
-@native_row("add_rms_norm", "forward")
+@declared.forward("add_rms_norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, ...]:
     return _normed_sum(_kernels.rms_norm_forward, x, residual, weight, (), 1, eps)
 
 
-@native_row("add_rms_norm", "backward")
+@declared.backward("add_rms_norm")
 def add_rms_norm_backward(
     grad: Tensor,
     dtotal: Tensor,
@@ -140,14 +140,14 @@ def add_rms_norm_backward(
     return tuple(_normed_sum_gradients(_kernels.rms_norm_backward, *given))
 
 
-@native_row("add_layer_norm", "forward")
+@declared.forward("add_layer_norm")
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
 ) -> tuple[Tensor, ...]:
     return _normed_sum(_kernels.layer_norm_forward, x, residual, weight, (bias,), 2, eps)
 
 
-@native_row("add_layer_norm", "backward")
+@declared.backward("add_layer_norm")
 def add_layer_norm_backward(
     grad: Tensor,
     dtotal: Tensor,
@@ -166,7 +166,7 @@ def add_layer_norm_backward(
 # Dropout
 
 
-@native_row("bias_dropout_add", "forward")
+@declared.forward("bias_dropout_add")
 def bias_dropout_add(
     x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None, *, p: float
 ) -> Tensor:
@@ -175,7 +175,7 @@ def bias_dropout_add(
     return dropped.add_(residual).to(residual.dtype)
 
 
-@native_row("bias_dropout_add", "backward")
+@declared.backward("bias_dropout_add")
 def bias_dropout_add_backward(
     grad: Tensor, rng: Tensor, *, p: float, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -223,7 +223,7 @@ def _dropped_gradients(
     return dx, (whole.to(dtotal.dtype) if needs[1] else None), *dweights
 
 
-@native_row("dropout_add_rms_norm", "forward")
+@declared.forward("dropout_add_rms_norm")
 def dropout_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, *, p: float, eps: float
 ) -> tuple[Tensor, ...]:
@@ -232,7 +232,7 @@ def dropout_add_rms_norm(
     return y.to(x.dtype), total, rstd
 
 
-@native_row("dropout_add_rms_norm", "backward")
+@declared.backward("dropout_add_rms_norm")
 def dropout_add_rms_norm_backward(
     grad: Tensor,
     dtotal: Tensor,
@@ -249,7 +249,7 @@ def dropout_add_rms_norm_backward(
     return _dropped_gradients(_kernels.rms_norm_backward, grad, dtotal, saved, rng, p, needs)
 
 
-@native_row("dropout_add_layer_norm", "forward")
+@declared.forward("dropout_add_layer_norm")
 def dropout_add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -265,7 +265,7 @@ def dropout_add_layer_norm(
     return y.to(x.dtype), total, mean, rstd
 
 
-@native_row("dropout_add_layer_norm", "backward")
+@declared.backward("dropout_add_layer_norm")
 def dropout_add_layer_norm_backward(
     grad: Tensor,
     dtotal: Tensor,
@@ -286,7 +286,7 @@ def dropout_add_layer_norm_backward(
 # Activations
 
 
-@native_row("bias_gelu", "forward")
+@declared.forward("bias_gelu")
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
     def compute(x: Tensor) -> tuple[Tensor]:
         return (operators.gelu(x.float() + bias, approximate=approximate),)
@@ -296,7 +296,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
     return y
 
 
-@native_row("bias_gelu", "backward")
+@declared.backward("bias_gelu")
 def bias_gelu_backward(
     grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -309,7 +309,7 @@ def bias_gelu_backward(
     return dx, (_column_sum(total).to(bias.dtype) if needs[1] else None)
 
 
-@native_row("geglu", "forward")
+@declared.forward("geglu")
 def geglu(gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
     def compute(gate: Tensor, up: Tensor) -> tuple[Tensor]:
         return (operators.gelu(gate.float(), approximate=approximate).mul_(up),)
@@ -319,7 +319,7 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
     return y
 
 
-@native_row("geglu", "backward")
+@declared.backward("geglu")
 def geglu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -355,7 +355,7 @@ def _offset(x: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool) -
     return offset
 
 
-@table.forward("softmax", kind="mapped", dtypes=FLOATS)
+@declared.forward("softmax", kind="mapped")
 def softmax(
     x: Tensor, mask: Tensor | None, bias: Tensor | None, *, scale: float, causal: bool
 ) -> Tensor:
@@ -377,7 +377,7 @@ def _score_gradients(grad: Tensor, y: Tensor) -> Tensor:
     return dscores
 
 
-@table.backward("softmax", kind="mapped", dtypes=FLOATS)
+@declared.backward("softmax", kind="mapped")
 def softmax_backward(
     grad: Tensor, y: Tensor, bias: Tensor | None, *, scale: float, causal: bool, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:

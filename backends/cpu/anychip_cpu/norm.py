@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anychip.operators.norm import channel_sum
 from anychip_cpu import operators
-from anychip_cpu.table import Needs, has_elements, native_row
+from anychip_cpu.table import Needs, declared, has_elements
 
 
 def _rows(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,7 @@ def _by_channel(x: Tensor, values: Tensor) -> Tensor:
     return values.float().reshape(-1, *[1] * (x.dim() - 2))
 
 
-@native_row("group_norm", "forward", accepts=has_elements)
+@declared.forward("group_norm", accepts=has_elements)
 def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, num_groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,7 +37,7 @@ def group_norm(
     return y.to(x.dtype), mean.view(-1, num_groups), rstd.view(-1, num_groups)
 
 
-@native_row("group_norm", "backward", accepts=has_elements)
+@declared.backward("group_norm", accepts=has_elements)
 def group_norm_backward(
     grad: Tensor,
     x: Tensor,

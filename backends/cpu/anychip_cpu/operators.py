@@ -14,10 +14,8 @@ from torch import Tensor
 
 from anychip_cpu import attention, native, products  # noqa: F401 - the two add rows to the table
 from anychip_cpu.native import CODES
-from anychip_cpu.table import Needs
-from anychip_cpu.table import native_row as _native
+from anychip_cpu.table import Needs, declared
 from anychip_cpu.table import rows_of as _rows
-from anychip_cpu.table import table as table
 
 _kernels: Any = native.kernels
 
@@ -37,7 +35,7 @@ def _wanted(need: bool, like: Tensor) -> tuple[Tensor | None, int]:
 # Norms
 
 
-@_native("rms_norm", "forward")
+@declared.forward("rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
     x, weight = x.contiguous(), weight.contiguous()
     y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
@@ -54,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
     return y, rstd
 
 
-@_native("rms_norm", "backward")
+@declared.backward("rms_norm")
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, eps: float, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -75,7 +73,7 @@ def rms_norm_backward(
     return dx, dweight
 
 
-@_native("layer_norm", "forward")
+@declared.forward("layer_norm")
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +99,7 @@ def layer_norm(
     return y, mean, rstd
 
 
-@_native("layer_norm", "backward")
+@declared.backward("layer_norm")
 def layer_norm_backward(
     grad: Tensor,
     x: Tensor,
@@ -135,7 +133,7 @@ def layer_norm_backward(
 # Element-wise
 
 
-@_native("dropout", "forward")
+@declared.forward("dropout")
 def dropout(x: Tensor, rng: Tensor, *, p: float) -> Tensor:
     x, rng = x.contiguous(), rng.contiguous()
     y = torch.empty_like(x)
@@ -143,12 +141,12 @@ def dropout(x: Tensor, rng: Tensor, *, p: float) -> Tensor:
     return y
 
 
-@_native("dropout", "backward")
+@declared.backward("dropout")
 def dropout_backward(grad: Tensor, rng: Tensor, *, p: float, needs: Needs) -> tuple[Tensor]:
     return (dropout(grad, rng, p=p),)
 
 
-@_native("gelu", "forward")
+@declared.forward("gelu")
 def gelu(x: Tensor, *, approximate: str) -> Tensor:
     x = x.contiguous()
     y, tanh = torch.empty_like(x), approximate == "tanh"
@@ -156,7 +154,7 @@ def gelu(x: Tensor, *, approximate: str) -> Tensor:
     return y
 
 
-@_native("gelu", "backward")
+@declared.backward("gelu")
 def gelu_backward(grad: Tensor, x: Tensor, *, approximate: str, needs: Needs) -> tuple[Tensor]:
     grad, x = grad.contiguous(), x.contiguous()
     dx, tanh = torch.empty_like(x), approximate == "tanh"
@@ -169,7 +167,7 @@ def _one_dtype(gate: Tensor, up: Tensor) -> bool:
     return gate.dtype == up.dtype
 
 
-@_native("swiglu", "forward", accepts=_one_dtype)
+@declared.forward("swiglu", accepts=_one_dtype)
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
@@ -178,7 +176,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-@_native("swiglu", "backward", accepts=lambda grad, gate, up, **_: _one_dtype(gate, up))
+@declared.backward("swiglu", accepts=lambda grad, gate, up, **_: _one_dtype(gate, up))
 def swiglu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, *, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -219,14 +217,14 @@ def _rotated(
     return q_out, k_out
 
 
-@_native("rope", "forward", accepts=lambda q, k, *_, **__: _one_dtype(q, k))
+@declared.forward("rope", accepts=lambda q, k, *_, **__: _one_dtype(q, k))
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     return _rotated(q, k, cos, sin, interleaved, False)
 
 
-@_native("rope", "backward", accepts=lambda dq, dk, *_, **__: _one_dtype(dq, dk))
+@declared.backward("rope", accepts=lambda dq, dk, *_, **__: _one_dtype(dq, dk))
 def rope_backward(
     dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, needs: Needs
 ) -> tuple[Tensor, Tensor]:
@@ -245,7 +243,7 @@ def _reduction(name: str) -> int:
     return int(codes[name])
 
 
-@_native("cross_entropy", "forward")
+@declared.forward("cross_entropy")
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -274,7 +272,7 @@ def cross_entropy(
     return loss, lse
 
 
-@_native("cross_entropy", "backward")
+@declared.backward("cross_entropy")
 def cross_entropy_backward(
     grad: Tensor,
     logits: Tensor,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anychip import operators
 from anychip.operators.permutation import refuse_no_permutation
-from anychip_cpu.table import FLOATS, Needs, table
+from anychip_cpu.table import Needs, declared
 
 
 def _added(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
@@ -24,26 +24,26 @@ def _added(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
     return total.to(rows.dtype)
 
 
-@table.forward("permute", kind="mapped", dtypes=FLOATS)
+@declared.forward("permute", kind="mapped")
 def permute(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     y, row_map, offsets = operators.permute.forward(x, indices, num_experts=num_experts)
     return y, row_map, offsets
 
 
-@table.backward("permute", kind="mapped", dtypes=FLOATS)
+@declared.backward("permute", kind="mapped")
 def permute_backward(
     grad: Tensor, _: Tensor, __: Tensor, row_map: Tensor, *, num_experts: int, needs: Needs
 ) -> tuple[Tensor]:
     return (_added(grad, row_map, None),)
 
 
-@table.forward("unpermute", kind="mapped", dtypes=FLOATS)
+@declared.forward("unpermute", kind="mapped")
 def unpermute(x: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
     refuse_no_permutation(row_map)
     return _added(x, row_map, weights)
 
 
-@table.backward("unpermute", kind="mapped", dtypes=FLOATS)
+@declared.backward("unpermute", kind="mapped")
 def unpermute_backward(
     grad: Tensor, x: Tensor, row_map: Tensor, weights: Tensor | None, *, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:

@@ -18,7 +18,7 @@ from anychip.operators.loss import check_targets
 from anychip.operators.ragged import refuse_unsorted
 from anychip_cpu import native
 from anychip_cpu.native import CODES
-from anychip_cpu.table import FLOATS, Needs, table
+from anychip_cpu.table import Needs, declared
 
 _aten = torch.ops.aten
 _kernels: Any = native.kernels
@@ -44,14 +44,14 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if tensor.dtype in _MATRIX_DTYPES else tensor.float()
 
 
-@table.forward("linear", kind="mapped", dtypes=FLOATS)
+@declared.forward("linear", kind="mapped")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wide_bias = None if bias is None else _widened(bias)
     y = torch.nn.functional.linear(_widened(x), _widened(weight), wide_bias)
     return y.to(x.dtype)
 
 
-@table.backward("linear", kind="mapped", dtypes=FLOATS)
+@declared.backward("linear", kind="mapped")
 def linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, *, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -66,12 +66,12 @@ def linear_backward(
     return dx, dweight, dbias
 
 
-@table.forward("embedding", kind="mapped", dtypes=FLOATS)
+@declared.forward("embedding", kind="mapped")
 def embedding(indices: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.embedding(indices, weight)
 
 
-@table.backward("embedding", kind="mapped", dtypes=FLOATS)
+@declared.backward("embedding", kind="mapped")
 def embedding_backward(
     grad: Tensor, indices: Tensor, weight: Tensor, *, needs: Needs
 ) -> tuple[Tensor]:
@@ -87,7 +87,7 @@ def _groups(ends: list[int]) -> Iterator[tuple[int, slice]]:
             yield group, slice(start, end)
 
 
-@table.forward("grouped_linear", kind="mapped", dtypes=FLOATS)
+@declared.forward("grouped_linear", kind="mapped")
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     refuse_unsorted("grouped_linear", "offsets", offsets, x.shape[0])
     ends = offsets.tolist()
@@ -98,7 +98,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return y
 
 
-@table.backward("grouped_linear", kind="mapped", dtypes=FLOATS)
+@declared.backward("grouped_linear", kind="mapped")
 def grouped_linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, *, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -212,12 +212,10 @@ def linear_cross_entropy_backward(
 
 
 if native.kernels is not None:
-    table.forward("linear_cross_entropy", kind="mapped", dtypes=FLOATS)(linear_cross_entropy)
-    table.backward("linear_cross_entropy", kind="mapped", dtypes=FLOATS)(
-        linear_cross_entropy_backward
-    )
+    declared.forward("linear_cross_entropy", kind="mapped")(linear_cross_entropy)
+    declared.backward("linear_cross_entropy", kind="mapped")(linear_cross_entropy_backward)
 
 # torch's products and sums, as of the reference: there is no native part that would be faster.
 _partials = operators.linear_cross_entropy_partials
-table.forward(_partials.name, kind="mapped", dtypes=FLOATS)(_partials.forward)
-table.backward(_partials.name, kind="mapped", dtypes=FLOATS)(cast(Function, _partials.backward))
+declared.forward(_partials.name, kind="mapped")(_partials.forward)
+declared.backward(_partials.name, kind="mapped")(cast(Function, _partials.backward))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anychip import operators
 from anychip.operators.quantization import code_bytes, num_scales
-from anychip_cpu.table import FLOATS, table
+from anychip_cpu.table import declared
 
 _CHUNK = 1 << 17
 """Elements: 512 KiB of float32, as for the update rules."""
@@ -27,7 +27,7 @@ def _ranges(numel: int, block: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + length, numel)
 
 
-@table.forward("quantize", kind="mapped", dtypes=FLOATS)
+@declared.forward("quantize", kind="mapped")
 def quantize(x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> tuple[Tensor, Tensor]:
     flat, numel = x.reshape(-1), x.numel()
     codes = torch.empty(code_bytes(numel, bits), dtype=torch.int8)
@@ -43,7 +43,7 @@ def quantize(x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> tuple[T
     return codes, scales
 
 
-@table.forward("dequantize", kind="mapped", dtypes=FLOATS)
+@declared.forward("dequantize", kind="mapped")
 def dequantize(
     codes: Tensor, scales: Tensor, *, shape: Sequence[int], bits: int, block: int
 ) -> Tensor:

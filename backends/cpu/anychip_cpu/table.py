@@ -1,28 +1,15 @@
-"""The host's operator table, which other modules fill, and what they all say of a row."""
+"""Where the host's rows are declared, and what they all say."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from anychip.contract import OperatorTable
-from anychip_cpu import native
 
-table = OperatorTable()
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 Needs = tuple[bool, ...]
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def native_row(operator: str, direction: str, **conditions: Any) -> Callable[[F], F]:
-    """Adds a row that calls native kernels, or nothing when they are not there."""
-    if native.kernels is None:
-        return lambda function: function
-    add = table.forward if direction == "forward" else table.backward
-    return add(operator, kind="native", dtypes=FLOATS, **conditions)
+declared = OperatorTable(dtypes=FLOATS)
 
 
 def has_elements(*tensors: Tensor | None, **_: object) -> bool:

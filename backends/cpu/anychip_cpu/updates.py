@@ -16,7 +16,7 @@ from anychip.operators.partials import BLOCK, grid_places
 from anychip.operators.update import bias_corrections
 from anychip_cpu import native
 from anychip_cpu.native import CODES
-from anychip_cpu.table import address, native_row
+from anychip_cpu.table import address, declared
 
 _kernels: Any = native.kernels
 
@@ -68,24 +68,24 @@ def _update(
     )
 
 
-@native_row("adamw", "forward", contiguous=True)
+@declared.forward("adamw", contiguous=True)
 def adamw(
     params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, *rest: Any, **attrs: Any
 ) -> None:
     _kernels.adamw(_update(params, grads, (exp_avgs, exp_avg_sqs), *rest), **attrs)
 
 
-@native_row("sgd", "forward", contiguous=True)
+@declared.forward("sgd", contiguous=True)
 def sgd(params: Any, grads: Any, momentum_buffers: Any, *rest: Any, **attrs: Any) -> None:
     _kernels.sgd(_update(params, grads, (momentum_buffers,), *rest), **attrs)
 
 
-@native_row("lion", "forward", contiguous=True)
+@declared.forward("lion", contiguous=True)
 def lion(params: Any, grads: Any, exp_avgs: Any, *rest: Any, **attrs: Any) -> None:
     _kernels.lion(_update(params, grads, (exp_avgs,), *rest), **attrs)
 
 
-@native_row("lamb", "forward", contiguous=True)
+@declared.forward("lamb", contiguous=True)
 def lamb(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -124,7 +124,7 @@ def lamb(
     )
 
 
-@native_row("lamb_partials", "forward")
+@declared.forward("lamb_partials")
 def lamb_partials(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -175,7 +175,7 @@ def _places(
     return first, total
 
 
-@native_row("l2_norm_partials", "forward")
+@declared.forward("l2_norm_partials")
 def l2_norm_partials(
     tensors: Sequence[Tensor],
     *,
@@ -191,18 +191,18 @@ def l2_norm_partials(
     return found
 
 
-@native_row("l2_norm", "forward", contiguous=True, accepts=lambda tensors: len(tensors) > 0)
+@declared.forward("l2_norm", contiguous=True, accepts=lambda tensors: len(tensors) > 0)
 def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
     total = torch.empty((), dtype=torch.float32)
     _kernels.l2_norm(*_tensors(tensors), total.data_ptr())
     return total
 
 
-@native_row("clip", "forward", contiguous=True)
+@declared.forward("clip", contiguous=True)
 def clip(tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> None:
     _kernels.clip(*_tensors(tensors), norm.data_ptr(), max_norm)
 
 
-@native_row("unscale_and_check", "forward", contiguous=True)
+@declared.forward("unscale_and_check", contiguous=True)
 def unscale_and_check(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> None:
     _kernels.unscale_and_check(*_tensors(grads), scale.data_ptr(), found_inf.data_ptr())

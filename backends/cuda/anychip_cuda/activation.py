@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anychip_cuda.columns import column_sums, rows_of
 from anychip_cuda.native import Kernels, address, empty_like
-from anychip_cuda.table import Needs, native_row
+from anychip_cuda.table import Needs, declared
 
 
 def _of_one_dtype(*tensors: Tensor) -> list[Tensor]:
@@ -20,7 +20,7 @@ def _of_one_dtype(*tensors: Tensor) -> list[Tensor]:
 # gelu
 
 
-@native_row("gelu", "forward")
+@declared.forward("gelu")
 def gelu(kernels: Kernels, x: Tensor, *, approximate: str) -> Tensor:
     x = x.contiguous()
     y = empty_like(x)
@@ -35,7 +35,7 @@ def gelu(kernels: Kernels, x: Tensor, *, approximate: str) -> Tensor:
     return y
 
 
-@native_row("gelu", "backward")
+@declared.backward("gelu")
 def gelu_backward(
     kernels: Kernels, grad: Tensor, x: Tensor, *, approximate: str, needs: Needs
 ) -> tuple[Tensor]:
@@ -56,7 +56,7 @@ def gelu_backward(
 # bias_gelu
 
 
-@native_row("bias_gelu", "forward")
+@declared.forward("bias_gelu")
 def bias_gelu(kernels: Kernels, x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
     x, bias = x.contiguous(), bias.contiguous()
     y = empty_like(x)
@@ -73,7 +73,7 @@ def bias_gelu(kernels: Kernels, x: Tensor, bias: Tensor, *, approximate: str) ->
     return y
 
 
-@native_row("bias_gelu", "backward")
+@declared.backward("bias_gelu")
 def bias_gelu_backward(
     kernels: Kernels, grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -101,7 +101,7 @@ def bias_gelu_backward(
 # swiglu, geglu
 
 
-@native_row("swiglu", "forward")
+@declared.forward("swiglu")
 def swiglu(kernels: Kernels, gate: Tensor, up: Tensor) -> Tensor:
     dtype = gate.dtype
     gate, up = _of_one_dtype(gate, up)
@@ -117,7 +117,7 @@ def swiglu(kernels: Kernels, gate: Tensor, up: Tensor) -> Tensor:
     return y.to(dtype)
 
 
-@native_row("swiglu", "backward")
+@declared.backward("swiglu")
 def swiglu_backward(
     kernels: Kernels, grad: Tensor, gate: Tensor, up: Tensor, *, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -136,7 +136,7 @@ def swiglu_backward(
     return _in_dtypes(made, dtypes)
 
 
-@native_row("geglu", "forward")
+@declared.forward("geglu")
 def geglu(kernels: Kernels, gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
     dtype = gate.dtype
     gate, up = _of_one_dtype(gate, up)
@@ -153,7 +153,7 @@ def geglu(kernels: Kernels, gate: Tensor, up: Tensor, *, approximate: str) -> Te
     return y.to(dtype)
 
 
-@native_row("geglu", "backward")
+@declared.backward("geglu")
 def geglu_backward(
     kernels: Kernels, grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:

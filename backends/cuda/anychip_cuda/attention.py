@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from anychip.contract.determinism import SameBits
+from anychip.contract.settings import SameBits
 from anychip_cuda.products import aligned, capability
-from anychip_cuda.table import Needs, mapped_row
+from anychip_cuda.table import Needs, declared
 
 _aten = torch.ops.aten
 
@@ -96,7 +96,7 @@ def _with_blind(y: Tensor, lse: Tensor, blind: int) -> tuple[Tensor, Tensor]:
 # 16 bits
 
 
-@mapped_row("attention", "forward", dtypes=HALVES, accepts=_takes_cudnn)
+@declared.forward("attention", kind="mapped", dtypes=HALVES, accepts=_takes_cudnn)
 def attention_by_cudnn(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -108,8 +108,8 @@ def attention_by_cudnn(
     return found[0].transpose(1, 2).contiguous(), found[1].reshape(batch, heads, length)
 
 
-@mapped_row(
-    "attention", "forward", dtypes=HALVES, limits={"head_dim": HEAD_DIMS}, accepts=_takes_flash
+@declared.forward(
+    "attention", kind="mapped", dtypes=HALVES, limits={"head_dim": HEAD_DIMS}, accepts=_takes_flash
 )
 def attention_by_flash(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
@@ -145,7 +145,9 @@ def _goes_back_by_flash(
 
 
 # A backward row's dtypes are over all its arguments, and the lse is float32.
-@mapped_row("attention", "backward", limits={"head_dim": HEAD_DIMS}, accepts=_goes_back_by_flash)
+@declared.backward(
+    "attention", kind="mapped", limits={"head_dim": HEAD_DIMS}, accepts=_goes_back_by_flash
+)
 def attention_backward_by_flash(
     grad: Tensor,
     q: Tensor,
@@ -201,7 +203,7 @@ def _sum_groups(grad: Tensor, kv_heads: int) -> Tensor:
     return grad.reshape(batch, length, kv_heads, heads // kv_heads, dim).sum(3)
 
 
-@mapped_row("attention", "forward", dtypes={torch.float32}, accepts=_takes_efficient)
+@declared.forward("attention", kind="mapped", dtypes={torch.float32}, accepts=_takes_efficient)
 def attention_by_efficient(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -224,9 +226,9 @@ def attention_by_efficient(
     return _with_blind(found[0][..., :dim], found[1][..., : own.shape[1]], blind)
 
 
-@mapped_row(
+@declared.backward(
     "attention",
-    "backward",
+    kind="mapped",
     dtypes={torch.float32},
     accepts=lambda grad, q, k, v, y, lse, **attrs: _takes_efficient(q, k, v, **attrs),
 )

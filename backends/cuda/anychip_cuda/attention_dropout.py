@@ -17,7 +17,7 @@ from torch import Tensor
 from anychip.operators.attention import attend, attend_backward, hidden_keys
 from anychip_cuda.native import Kernels
 from anychip_cuda.numerics import ExactProducts
-from anychip_cuda.table import Needs, native_row
+from anychip_cuda.table import Needs, declared
 
 BLOCK = 1 << 27
 """Scores at a time: half a gibibyte in float32, of which a call holds about four."""
@@ -70,7 +70,7 @@ def _factor(kernels: Kernels, q: Tensor, k: Tensor, rng: Tensor, p: float, part:
     return whole[skipped:].view(shape)
 
 
-@native_row("attention_dropout", "forward", kind="mapped")
+@declared.forward("attention_dropout", kind="mapped")
 def attention_dropout(
     kernels: Kernels,
     q: Tensor,
@@ -93,7 +93,7 @@ def attention_dropout(
     return y, lse
 
 
-@native_row("attention_dropout", "backward", kind="mapped")
+@declared.backward("attention_dropout", kind="mapped")
 def attention_dropout_backward(
     kernels: Kernels,
     grad: Tensor,

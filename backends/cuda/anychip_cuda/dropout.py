@@ -7,10 +7,10 @@ from torch import Tensor
 
 from anychip_cuda.columns import column_sums, rows_of
 from anychip_cuda.native import Kernels, address, empty_like
-from anychip_cuda.table import Needs, native_row
+from anychip_cuda.table import Needs, declared
 
 
-@native_row("dropout", "forward")
+@declared.forward("dropout")
 def dropout(kernels: Kernels, x: Tensor, rng: Tensor, *, p: float) -> Tensor:
     x, rng = x.contiguous(), rng.contiguous()
     y = empty_like(x)
@@ -26,14 +26,14 @@ def dropout(kernels: Kernels, x: Tensor, rng: Tensor, *, p: float) -> Tensor:
     return y
 
 
-@native_row("dropout", "backward")
+@declared.backward("dropout")
 def dropout_backward(
     kernels: Kernels, grad: Tensor, rng: Tensor, *, p: float, needs: Needs
 ) -> tuple[Tensor]:
     return (dropout(kernels, grad, rng, p=p),)
 
 
-@native_row("bias_dropout_add", "forward")
+@declared.forward("bias_dropout_add")
 def bias_dropout_add(
     kernels: Kernels, x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None, *, p: float
 ) -> Tensor:
@@ -58,7 +58,7 @@ def bias_dropout_add(
     return y
 
 
-@native_row("bias_dropout_add", "backward")
+@declared.backward("bias_dropout_add")
 def bias_dropout_add_backward(
     kernels: Kernels, grad: Tensor, rng: Tensor, *, p: float, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

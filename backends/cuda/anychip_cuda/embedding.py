@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anychip.operators.linear import check_indices
 from anychip_cuda.native import Kernels
-from anychip_cuda.table import Needs, native_row
+from anychip_cuda.table import Needs, declared
 
 
 def _indices(tensor: Tensor) -> tuple[int, bool]:
@@ -15,7 +15,7 @@ def _indices(tensor: Tensor) -> tuple[int, bool]:
     return tensor.data_ptr(), tensor.dtype == torch.int64
 
 
-@native_row("embedding", "forward")
+@declared.forward("embedding")
 def embedding(kernels: Kernels, indices: Tensor, weight: Tensor) -> Tensor:
     """On a device the row of a wrong index is NaN; on a host it is an IndexError."""
     check_indices(indices, weight.shape[0])
@@ -33,7 +33,7 @@ def embedding(kernels: Kernels, indices: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
-@native_row("embedding", "backward")
+@declared.backward("embedding")
 def embedding_backward(
     kernels: Kernels, grad: Tensor, indices: Tensor, weight: Tensor, *, needs: Needs
 ) -> tuple[Tensor]:

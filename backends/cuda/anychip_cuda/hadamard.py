@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from anychip_cuda.native import Kernels
-from anychip_cuda.table import Needs, native_row
+from anychip_cuda.table import Needs, declared
 
 _LONGEST = 32_768
 
 
-@native_row("hadamard", "forward", limits={"block": range(1, _LONGEST + 1)})
+@declared.forward("hadamard", limits={"block": range(1, _LONGEST + 1)})
 def hadamard(kernels: Kernels, x: Tensor, *, block: int | None) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -30,7 +30,7 @@ def _is_short(grad: Tensor, *, block: int | None, **_: object) -> bool:
     return (grad.shape[-1] if block is None else block) <= _LONGEST
 
 
-@native_row("hadamard", "backward", accepts=_is_short)
+@declared.backward("hadamard", accepts=_is_short)
 def hadamard_backward(
     kernels: Kernels, grad: Tensor, *, block: int | None, needs: Needs
 ) -> tuple[Tensor]:

@@ -16,7 +16,7 @@ from anychip.operators.loss import check_targets
 from anychip_cuda.loss import Options, divisor, gradient_of_rows, loss_of_rows, reduced
 from anychip_cuda.native import Kernels
 from anychip_cuda.numerics import ExactProducts
-from anychip_cuda.table import Needs, native_row
+from anychip_cuda.table import Needs, declared
 
 LOGITS = 1 << 26
 """Most logits at a time: 256 MiB. Each chunk reads the whole weight, so that it should have several
@@ -55,7 +55,7 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits.add_(bias)
 
 
-@native_row("linear_cross_entropy", "forward")
+@declared.forward("linear_cross_entropy")
 def linear_cross_entropy(
     kernels: Kernels,
     x: Tensor,
@@ -81,7 +81,7 @@ def linear_cross_entropy(
     return reduced(kernels, losses, target, ignore_index, reduction), lse
 
 
-@native_row("linear_cross_entropy", "backward")
+@declared.backward("linear_cross_entropy")
 def linear_cross_entropy_backward(
     kernels: Kernels,
     grad: Tensor,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anychip.operators.partials import grid_places
 from anychip_cuda.native import Kernels
-from anychip_cuda.table import native_row
+from anychip_cuda.table import declared
 
 MOST_BLOCK = 1 << 18
 """Elements of a block of partials beyond which the reference serves: sums of it are registers."""
@@ -92,7 +92,7 @@ def partials_like(
     return make(shape, dtype=torch.float32, device=tensor.device)
 
 
-@native_row("l2_norm", "forward", accepts=lambda tensors: len(tensors) > 0)
+@declared.forward("l2_norm", accepts=lambda tensors: len(tensors) > 0)
 def l2_norm(kernels: Kernels, tensors: Sequence[Tensor]) -> Tensor:
     """Of one tensor at least: the norm of none has no device, and the reference refuses it."""
     tensors = contiguous(tensors)
@@ -107,7 +107,7 @@ def l2_norm(kernels: Kernels, tensors: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-@native_row("l2_norm_partials", "forward", accepts=lambda *_, block, **__: block <= MOST_BLOCK)
+@declared.forward("l2_norm_partials", accepts=lambda *_, block, **__: block <= MOST_BLOCK)
 def l2_norm_partials(
     kernels: Kernels,
     tensors: Sequence[Tensor],
@@ -126,14 +126,14 @@ def l2_norm_partials(
     return found
 
 
-@native_row("clip", "forward", contiguous=True)
+@declared.forward("clip", contiguous=True)
 def clip(kernels: Kernels, tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> None:
     kernels.native.clip(
         *described(kernels, tensors), norm.data_ptr(), max_norm, *kernels.place(norm)
     )
 
 
-@native_row("unscale_and_check", "forward", contiguous=True)
+@declared.forward("unscale_and_check", contiguous=True)
 def unscale_and_check(
     kernels: Kernels, grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor
 ) -> None:
@@ -142,5 +142,5 @@ def unscale_and_check(
     )
 
 
-native_row("clip", "forward")(by_copies(clip))
-native_row("unscale_and_check", "forward")(by_copies(unscale_and_check))
+declared.forward("clip")(by_copies(clip))
+declared.forward("unscale_and_check")(by_copies(unscale_and_check))

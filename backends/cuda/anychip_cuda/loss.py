@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anychip.operators.loss import check_targets
 from anychip_cuda.native import Kernels, address, empty_like
-from anychip_cuda.table import Needs, native_row
+from anychip_cuda.table import Needs, declared
 
 
 class Options(NamedTuple):
@@ -118,7 +118,7 @@ def divisor(kernels: Kernels, target: Tensor, ignore_index: int, reduction: str)
     return count
 
 
-@native_row("cross_entropy", "forward")
+@declared.forward("cross_entropy")
 def cross_entropy(
     kernels: Kernels,
     logits: Tensor,
@@ -138,7 +138,7 @@ def cross_entropy(
     return reduced(kernels, losses, target, ignore_index, reduction), lse
 
 
-@native_row("cross_entropy", "backward")
+@declared.backward("cross_entropy")
 def cross_entropy_backward(
     kernels: Kernels,
     grad: Tensor,

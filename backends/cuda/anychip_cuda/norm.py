@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anychip_cuda.native import Kernels, address, empty_like
-from anychip_cuda.table import Needs, native_row
+from anychip_cuda.table import Needs, declared
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
@@ -100,13 +100,13 @@ def _gradients(
     return made
 
 
-@native_row("rms_norm", "forward")
+@declared.forward("rms_norm")
 def rms_norm(kernels: Kernels, x: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
     y, _, _, rstd = _normed(kernels, x, None, weight, None, eps, centred=False)
     return y, rstd
 
 
-@native_row("rms_norm", "backward")
+@declared.backward("rms_norm")
 def rms_norm_backward(
     kernels: Kernels,
     grad: Tensor,
@@ -122,7 +122,7 @@ def rms_norm_backward(
     return dx, dweight
 
 
-@native_row("layer_norm", "forward")
+@declared.forward("layer_norm")
 def layer_norm(
     kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -130,7 +130,7 @@ def layer_norm(
     return y, mean, rstd
 
 
-@native_row("layer_norm", "backward")
+@declared.backward("layer_norm")
 def layer_norm_backward(
     kernels: Kernels,
     grad: Tensor,
@@ -157,7 +157,7 @@ def _has_sum_gradient(grad: Tensor, dtotal: Tensor, *_: Tensor | None, **__: obj
     return _has_sum(grad, dtotal)
 
 
-@native_row("add_rms_norm", "forward", accepts=_has_sum)
+@declared.forward("add_rms_norm", accepts=_has_sum)
 def add_rms_norm(
     kernels: Kernels, x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
 ) -> tuple[Tensor | None, ...]:
@@ -165,7 +165,7 @@ def add_rms_norm(
     return y, total, rstd
 
 
-@native_row("add_rms_norm", "backward", accepts=_has_sum_gradient)
+@declared.backward("add_rms_norm", accepts=_has_sum_gradient)
 def add_rms_norm_backward(
     kernels: Kernels,
     grad: Tensor,
@@ -181,7 +181,7 @@ def add_rms_norm_backward(
     return tuple(_gradients(kernels, *given)[:3])
 
 
-@native_row("add_layer_norm", "forward", accepts=_has_sum)
+@declared.forward("add_layer_norm", accepts=_has_sum)
 def add_layer_norm(
     kernels: Kernels,
     x: Tensor,
@@ -194,7 +194,7 @@ def add_layer_norm(
     return _normed(kernels, x, residual, weight, bias, eps, centred=True)
 
 
-@native_row("add_layer_norm", "backward", accepts=_has_sum_gradient)
+@declared.backward("add_layer_norm", accepts=_has_sum_gradient)
 def add_layer_norm_backward(
     kernels: Kernels,
     grad: Tensor,
@@ -210,7 +210,7 @@ def add_layer_norm_backward(
     return tuple(_gradients(kernels, grad, total, dtotal, weight, (mean, rstd), needs))
 
 
-@native_row("dropout_add_rms_norm", "forward", accepts=_has_sum)
+@declared.forward("dropout_add_rms_norm", accepts=_has_sum)
 def dropout_add_rms_norm(
     kernels: Kernels,
     x: Tensor,
@@ -226,7 +226,7 @@ def dropout_add_rms_norm(
     return y, total, rstd
 
 
-@native_row("dropout_add_rms_norm", "backward", accepts=_has_sum_gradient)
+@declared.backward("dropout_add_rms_norm", accepts=_has_sum_gradient)
 def dropout_add_rms_norm_backward(
     kernels: Kernels,
     grad: Tensor,
@@ -244,7 +244,7 @@ def dropout_add_rms_norm_backward(
     return tuple(_gradients(kernels, *given)[:3])
 
 
-@native_row("dropout_add_layer_norm", "forward", accepts=_has_sum)
+@declared.forward("dropout_add_layer_norm", accepts=_has_sum)
 def dropout_add_layer_norm(
     kernels: Kernels,
     x: Tensor,
@@ -260,7 +260,7 @@ def dropout_add_layer_norm(
     return _normed(kernels, *given, centred=True, drop=Drop(rng.contiguous(), p))
 
 
-@native_row("dropout_add_layer_norm", "backward", accepts=_has_sum_gradient)
+@declared.backward("dropout_add_layer_norm", accepts=_has_sum_gradient)
 def dropout_add_layer_norm_backward(
     kernels: Kernels,
     grad: Tensor,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anychip_cuda.native import Kernels, address
-from anychip_cuda.table import Needs, native_row
+from anychip_cuda.table import Needs, declared
 
 _MOST_EXPERTS = 1024
 _MOST_CHOICES = 2**31 - 1
@@ -17,7 +17,7 @@ def _are_countable(x: Tensor, indices: Tensor, *, num_experts: int) -> bool:
     return num_experts <= _MOST_EXPERTS and indices.numel() <= _MOST_CHOICES
 
 
-@native_row("permute", "forward", accepts=_are_countable)
+@declared.forward("permute", accepts=_are_countable)
 def permute(
     kernels: Kernels, x: Tensor, indices: Tensor, *, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +53,7 @@ def permute(
     return y, row_map, offsets
 
 
-@native_row("permute", "backward")
+@declared.backward("permute")
 def permute_backward(
     kernels: Kernels,
     grad: Tensor,
@@ -73,7 +73,7 @@ def permute_backward(
     return (_combined(kernels, grad, row_map, None),)
 
 
-@native_row("unpermute", "forward")
+@declared.forward("unpermute")
 def unpermute(kernels: Kernels, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
     return _combined(kernels, x, row_map, weights)
 
@@ -96,7 +96,7 @@ def _combined(kernels: Kernels, x: Tensor, row_map: Tensor, weights: Tensor | No
     return y
 
 
-@native_row("unpermute", "backward")
+@declared.backward("unpermute")
 def unpermute_backward(
     kernels: Kernels,
     grad: Tensor,

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from anychip_cuda.numerics import ExactProducts
-from anychip_cuda.table import Needs, mapped_row
+from anychip_cuda.table import Needs, declared
 
 _GROUPED_MAJORS = (9, 10)
 _LINE = 16
 """Bytes to which torch's kernels want addresses aligned; the grouped one rows too."""
 
 
-@mapped_row("linear", "forward")
+@declared.forward("linear", kind="mapped")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with ExactProducts():
         return torch.nn.functional.linear(x, weight, bias).contiguous()
 
 
-@mapped_row("linear", "backward")
+@declared.backward("linear", kind="mapped")
 def linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, *, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -43,7 +43,7 @@ def linear_backward(
     return dx, dweight, dbias
 
 
-@mapped_row("embedding", "forward")
+@declared.forward("embedding", kind="mapped")
 def embedding(indices: Tensor, weight: Tensor) -> Tensor:
     # A wrong index ends the process's use of the device: a kernel cannot raise.
     return torch.nn.functional.embedding(indices, weight)
@@ -89,16 +89,16 @@ def _without_group(x: Tensor, offsets: Tensor) -> Tensor:
     return (torch.arange(x.shape[0], device=x.device) >= offsets[-1])[:, None]
 
 
-@mapped_row("grouped_linear", "forward", dtypes={torch.bfloat16}, accepts=_is_grouped)
+@declared.forward("grouped_linear", kind="mapped", dtypes={torch.bfloat16}, accepts=_is_grouped)
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     turned = aligned(weight).transpose(-2, -1)
     y = torch._grouped_mm(aligned(x), turned, offs=offsets.to(torch.int32))
     return y.masked_fill_(_without_group(x, offsets), 0.0).contiguous()
 
 
-@mapped_row(
+@declared.backward(
     "grouped_linear",
-    "backward",
+    kind="mapped",
     dtypes={torch.bfloat16},
     accepts=lambda grad, x, weight, offsets, **_: _is_grouped(x, weight, offsets),
 )
@@ -135,7 +135,7 @@ def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-@mapped_row("grouped_linear", "forward", accepts=lambda x, weight, offsets: _may_wait(x))
+@declared.forward("grouped_linear", kind="mapped", accepts=lambda x, weight, offsets: _may_wait(x))
 def grouped_linear_by_group(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     y = x.new_zeros(x.shape[0], weight.shape[1])
     with ExactProducts():
@@ -144,9 +144,9 @@ def grouped_linear_by_group(x: Tensor, weight: Tensor, offsets: Tensor) -> Tenso
     return y
 
 
-@mapped_row(
+@declared.backward(
     "grouped_linear",
-    "backward",
+    kind="mapped",
     accepts=lambda grad, x, weight, offsets, **_: _may_wait(x),
 )
 def grouped_linear_backward_by_group(

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from anychip.operators.quantization import code_bytes, num_scales
 from anychip_cuda.native import Kernels, address
-from anychip_cuda.table import native_row
+from anychip_cuda.table import declared
 
 
-@native_row("quantize", "forward")
+@declared.forward("quantize")
 def quantize(
     kernels: Kernels, x: Tensor, rng: Tensor | None, *, bits: int, block: int
 ) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def quantize(
     return codes, scales
 
 
-@native_row("dequantize", "forward")
+@declared.forward("dequantize")
 def dequantize(
     kernels: Kernels,
     codes: Tensor,

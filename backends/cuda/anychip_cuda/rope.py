@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from anychip_cuda.native import Kernels, address, empty_like
-from anychip_cuda.table import Needs, native_row
+from anychip_cuda.table import Needs, declared
 
 
 def _with_whole_heads(x: Tensor) -> Tensor:
@@ -52,14 +52,14 @@ def _rotated(
     return made[0], made[1]
 
 
-@native_row("rope", "forward")
+@declared.forward("rope")
 def rope(
     kernels: Kernels, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     return _rotated(kernels, q, k, cos, sin, interleaved=interleaved, inverse=False)
 
 
-@native_row("rope", "backward")
+@declared.backward("rope")
 def rope_backward(
     kernels: Kernels,
     dq: Tensor,

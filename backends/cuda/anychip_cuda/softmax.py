@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anychip_cuda.columns import rows_of
 from anychip_cuda.native import Kernels, address, empty_like
-from anychip_cuda.table import Needs, native_row
+from anychip_cuda.table import Needs, declared
 
 _ROW_DIMS = 4
 """Dims before the keys that the kernels tell apart."""
@@ -65,7 +65,7 @@ def _accepts(x: Tensor, mask: Tensor | None, bias: Tensor | None, **_: Any) -> b
     return _is_covered(x, mask, bias)
 
 
-@native_row("softmax", "forward", accepts=_accepts)
+@declared.forward("softmax", accepts=_accepts)
 def softmax(
     kernels: Kernels,
     x: Tensor,
@@ -111,7 +111,7 @@ def _accepts_gradient(grad: Tensor, y: Tensor, bias: Tensor | None, **_: Any) ->
     return _is_covered(y, bias)
 
 
-@native_row("softmax", "backward", accepts=_accepts_gradient)
+@declared.backward("softmax", accepts=_accepts_gradient)
 def softmax_backward(
     kernels: Kernels,
     grad: Tensor,

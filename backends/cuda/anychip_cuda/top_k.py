@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anychip_cuda.native import Kernels, empty_like
-from anychip_cuda.table import Needs, native_row
+from anychip_cuda.table import Needs, declared
 
 _LONGEST = 2**32 - 1
 
@@ -20,7 +20,7 @@ def _is_short(x: Tensor, *, k: int) -> bool:
     return x.shape[-1] <= _LONGEST
 
 
-@native_row("top_k", "forward", accepts=_is_short)
+@declared.forward("top_k", accepts=_is_short)
 def top_k(kernels: Kernels, x: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     rows, length, cores = _rows(x), x.shape[-1], kernels.multiprocessors(x)
@@ -46,7 +46,7 @@ def _is_short_backward(grad: Tensor, _: Tensor, x: Tensor, *__: Tensor, **___: o
     return x.shape[-1] <= _LONGEST
 
 
-@native_row("top_k", "backward", accepts=_is_short_backward)
+@declared.backward("top_k", accepts=_is_short_backward)
 def top_k_backward(
     kernels: Kernels,
     grad: Tensor,

@@ -24,7 +24,7 @@ from anychip_cuda.lists import (
     placed,
 )
 from anychip_cuda.native import Kernels, address
-from anychip_cuda.table import native_row
+from anychip_cuda.table import declared
 
 _NO_BETA = 0.0
 _GRADS = (1,)
@@ -82,7 +82,7 @@ def _begin(
     return factors
 
 
-@native_row("adamw", "forward", contiguous=True)
+@declared.forward("adamw", contiguous=True)
 def adamw(
     kernels: Kernels,
     params: Sequence[Tensor],
@@ -107,7 +107,7 @@ def adamw(
     kernels.native.adamw(update, factors.data_ptr(), beta1, beta2, eps, *kernels.place(step))
 
 
-@native_row("adamw_8bit", "forward", contiguous=True)
+@declared.forward("adamw_8bit", contiguous=True)
 def adamw_8bit(
     kernels: Kernels,
     params: Sequence[Tensor],
@@ -145,7 +145,7 @@ def adamw_8bit(
     kernels.native.adamw_8bit(update, factors.data_ptr(), beta1, beta2, eps, *kernels.place(step))
 
 
-@native_row("sgd", "forward", contiguous=True)
+@declared.forward("sgd", contiguous=True)
 def sgd(
     kernels: Kernels,
     params: Sequence[Tensor],
@@ -176,7 +176,7 @@ def sgd(
     )
 
 
-@native_row("lion", "forward", contiguous=True)
+@declared.forward("lion", contiguous=True)
 def lion(
     kernels: Kernels,
     params: Sequence[Tensor],
@@ -198,7 +198,7 @@ def lion(
     kernels.native.lion(update, factors.data_ptr(), beta1, beta2, *kernels.place(step))
 
 
-@native_row("lamb", "forward", contiguous=True)
+@declared.forward("lamb", contiguous=True)
 def lamb(
     kernels: Kernels,
     params: Sequence[Tensor],
@@ -250,7 +250,7 @@ def _measured_trust(
     return trust
 
 
-@native_row("lamb_partials", "forward", accepts=lambda *_, block, **__: block <= MOST_BLOCK)
+@declared.forward("lamb_partials", accepts=lambda *_, block, **__: block <= MOST_BLOCK)
 def lamb_partials(
     kernels: Kernels,
     params: Sequence[Tensor],
@@ -295,8 +295,8 @@ def lamb_partials(
     return found
 
 
-native_row("adamw", "forward")(by_copies(adamw, reads=_GRADS))
-native_row("adamw_8bit", "forward")(by_copies(adamw_8bit, reads=_GRADS))
-native_row("sgd", "forward")(by_copies(sgd, reads=_GRADS))
-native_row("lion", "forward")(by_copies(lion, reads=_GRADS))
-native_row("lamb", "forward")(by_copies(lamb, reads=_GRADS))
+declared.forward("adamw")(by_copies(adamw, reads=_GRADS))
+declared.forward("adamw_8bit")(by_copies(adamw_8bit, reads=_GRADS))
+declared.forward("sgd")(by_copies(sgd, reads=_GRADS))
+declared.forward("lion")(by_copies(lion, reads=_GRADS))
+declared.forward("lamb")(by_copies(lamb, reads=_GRADS))

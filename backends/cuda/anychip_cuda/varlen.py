@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip.contract.determinism import SameBits
+from anychip.contract.settings import SameBits
 from anychip.operators.ragged import ReadOnce
 from anychip_cuda.attention import (
     HALVES,
@@ -29,7 +29,7 @@ from anychip_cuda.attention import (
     true_scale,
 )
 from anychip_cuda.products import capability
-from anychip_cuda.table import Needs, mapped_row
+from anychip_cuda.table import Needs, declared
 
 _aten = torch.ops.aten
 
@@ -64,9 +64,9 @@ def _padding(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.arange(x.shape[0], device=x.device) >= cu_seqlens[-1]
 
 
-@mapped_row(
+@declared.forward(
     "attention_varlen",
-    "forward",
+    kind="mapped",
     dtypes=HALVES,
     limits={"head_dim": HEAD_DIMS},
     accepts=_takes_flash,
@@ -109,8 +109,8 @@ def _goes_back_by_flash(
     return q.dtype in HALVES and _takes_flash(q, k, v, ends, **attrs) and flash_goes_back(q)
 
 
-@mapped_row(
-    "attention_varlen", "backward", limits={"head_dim": HEAD_DIMS}, accepts=_goes_back_by_flash
+@declared.backward(
+    "attention_varlen", kind="mapped", limits={"head_dim": HEAD_DIMS}, accepts=_goes_back_by_flash
 )
 def attention_varlen_backward_by_flash(
     grad: Tensor,
@@ -157,9 +157,9 @@ def _sequences(cu_seqlens: Tensor) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist()) if a < b]
 
 
-@mapped_row(
+@declared.forward(
     "attention_varlen",
-    "forward",
+    kind="mapped",
     dtypes={torch.float32},
     accepts=lambda q, k, v, cu_seqlens, **attrs: _takes_each(q, k, v, **attrs),
 )
@@ -175,9 +175,9 @@ def attention_varlen_by_sequence(
     return y, lse
 
 
-@mapped_row(
+@declared.backward(
     "attention_varlen",
-    "backward",
+    kind="mapped",
     dtypes={torch.float32},
     accepts=lambda grad, q, k, v, y, lse, cu_seqlens, **attrs: _takes_each(q, k, v, **attrs),
 )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anychip_npu.soc import is_a2_or_a3
-from anychip_npu.table import Needs, left_to_reference, mapped_row
+from anychip_npu.table import Needs, declared, left_to_reference
 
 _aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def _gelu_gradient(grad: Tensor, x: Tensor, approximate: str) -> Tensor:
 # gelu, bias_gelu
 
 
-@mapped_row("gelu", "forward", calls={"npu::npu_gelu": "aclnnGeluV2"}, supports=_has_elements)
+@declared.forward("gelu", calls={"npu::npu_gelu": "aclnnGeluV2"}, accepts=_has_elements)
 def gelu(x: Tensor, *, approximate: str) -> Tensor:
     """Both forms.
 
@@ -48,11 +48,10 @@ def gelu(x: Tensor, *, approximate: str) -> Tensor:
     return _gelu(x, approximate)
 
 
-@mapped_row(
+@declared.backward(
     "gelu",
-    "backward",
     calls={"npu::npu_gelu_backward": "aclnnGeluBackwardV2"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def gelu_backward(grad: Tensor, x: Tensor, *, approximate: str, needs: Needs) -> tuple[Tensor]:
     """Both forms.
@@ -62,7 +61,7 @@ def gelu_backward(grad: Tensor, x: Tensor, *, approximate: str, needs: Needs) ->
     return (_gelu_gradient(grad.to(x.dtype), x, approximate),)
 
 
-@mapped_row("bias_gelu", "forward", calls={"npu::npu_gelu": "aclnnGeluV2"}, supports=_has_elements)
+@declared.forward("bias_gelu", calls={"npu::npu_gelu": "aclnnGeluV2"}, accepts=_has_elements)
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
     """gelu of the sum in float32, which is not rounded in between.
 
@@ -71,11 +70,10 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
     return _gelu(x.float() + bias.float(), approximate).to(x.dtype)
 
 
-@mapped_row(
+@declared.backward(
     "bias_gelu",
-    "backward",
     calls={"npu::npu_gelu_backward": "aclnnGeluBackwardV2"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def bias_gelu_backward(
     grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str, needs: Needs
@@ -98,24 +96,23 @@ def _flat(x: Tensor) -> Tensor:
     return x.contiguous().view(-1)
 
 
-@mapped_row("silu", "forward", calls={"aten::silu": "aclnnSilu"}, supports=_has_elements)
+@declared.forward("silu", calls={"aten::silu": "aclnnSilu"}, accepts=_has_elements)
 def silu(x: Tensor) -> Tensor:
     """https://gitcode.com/cann/ops-nn/blob/master/activation/swish/docs/aclnnSilu.md"""
     return torch.nn.functional.silu(_flat(x)).view(x.shape)
 
 
-@mapped_row(
+@declared.backward(
     "silu",
-    "backward",
     calls={"aten::silu_backward": "aclnnSiluBackward"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def silu_backward(grad: Tensor, x: Tensor, *, needs: Needs) -> tuple[Tensor]:
     """https://gitcode.com/cann/ops-nn/blob/master/activation/silu_grad/docs/aclnnSiluBackward.md"""
     return (_aten.silu_backward(_flat(grad), _flat(x)).view(x.shape),)
 
 
-@mapped_row("relu", "forward", calls={"aten::relu": "aclnnRelu"}, supports=_has_elements)
+@declared.forward("relu", calls={"aten::relu": "aclnnRelu"}, accepts=_has_elements)
 def relu(x: Tensor) -> Tensor:
     """The page:
 
@@ -124,11 +121,10 @@ def relu(x: Tensor) -> Tensor:
     return torch.relu(_flat(x)).view(x.shape)
 
 
-@mapped_row(
+@declared.backward(
     "relu",
-    "backward",
     calls={"aten::threshold_backward": "aclnnThresholdBackward"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def relu_backward(grad: Tensor, x: Tensor, *, needs: Needs) -> tuple[Tensor]:
     """The page:
@@ -138,7 +134,7 @@ def relu_backward(grad: Tensor, x: Tensor, *, needs: Needs) -> tuple[Tensor]:
     return (_aten.threshold_backward(_flat(grad), _flat(x), 0).view(x.shape),)
 
 
-@mapped_row("sigmoid", "forward", calls={"aten::sigmoid": "aclnnSigmoid"}, supports=_has_elements)
+@declared.forward("sigmoid", calls={"aten::sigmoid": "aclnnSigmoid"}, accepts=_has_elements)
 def sigmoid(x: Tensor) -> Tensor:
     """The page:
 
@@ -147,11 +143,10 @@ def sigmoid(x: Tensor) -> Tensor:
     return torch.sigmoid(_flat(x)).view(x.shape)
 
 
-@mapped_row(
+@declared.backward(
     "sigmoid",
-    "backward",
     calls={"aten::sigmoid": "aclnnSigmoid", "aten::sigmoid_backward": "aclnnSigmoidBackward"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def sigmoid_backward(grad: Tensor, x: Tensor, *, needs: Needs) -> tuple[Tensor]:
     """Takes y, of which 16 bits would not do.
@@ -162,17 +157,16 @@ def sigmoid_backward(grad: Tensor, x: Tensor, *, needs: Needs) -> tuple[Tensor]:
     return (_aten.sigmoid_backward(_flat(grad).float(), y).to(x.dtype).view(x.shape),)
 
 
-@mapped_row("tanh", "forward", calls={"aten::tanh": "aclnnTanh"}, supports=_has_elements)
+@declared.forward("tanh", calls={"aten::tanh": "aclnnTanh"}, accepts=_has_elements)
 def tanh(x: Tensor) -> Tensor:
     """https://gitcode.com/cann/ops-math/blob/master/math/tanh/docs/aclnnTanh&aclnnInplaceTanh.md"""
     return torch.tanh(_flat(x)).view(x.shape)
 
 
-@mapped_row(
+@declared.backward(
     "tanh",
-    "backward",
     calls={"aten::tanh": "aclnnTanh", "aten::tanh_backward": "aclnnTanhBackward"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def tanh_backward(grad: Tensor, x: Tensor, *, needs: Needs) -> tuple[Tensor]:
     """Takes y, of which 16 bits would not do.
@@ -188,19 +182,16 @@ def _exp_is_finite(x: Tensor, *_: Tensor, beta: float, threshold: float, **__: o
     return threshold <= 80.0 and _has_elements(x)
 
 
-@mapped_row(
-    "softplus", "forward", calls={"aten::softplus": "aclnnSoftplus"}, supports=_exp_is_finite
-)
+@declared.forward("softplus", calls={"aten::softplus": "aclnnSoftplus"}, accepts=_exp_is_finite)
 def softplus(x: Tensor, *, beta: float, threshold: float) -> Tensor:
     """https://gitcode.com/cann/ops-nn/blob/master/activation/softplus_v2/docs/aclnnSoftplus.md"""
     return torch.nn.functional.softplus(_flat(x), beta, threshold).view(x.shape)
 
 
-@mapped_row(
+@declared.backward(
     "softplus",
-    "backward",
     calls={"aten::softplus_backward": "aclnnSoftplusBackward"},
-    supports=_exp_is_finite,
+    accepts=_exp_is_finite,
 )
 def softplus_backward(
     grad: Tensor, x: Tensor, *, beta: float, threshold: float, needs: Needs
@@ -254,7 +245,7 @@ def _halves(both: Tensor, needs: Needs, *like: Tensor) -> tuple[Tensor | None, T
     return first, second
 
 
-@mapped_row("swiglu", "forward", calls={"npu::npu_swiglu": "aclnnSwiGlu"}, supports=_has_elements)
+@declared.forward("swiglu", calls={"npu::npu_swiglu": "aclnnSwiGlu"}, accepts=_has_elements)
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(first half) * second half, one rounding; contiguous, not empty.
 
@@ -265,11 +256,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return y.to(gate.dtype).view(gate.shape)
 
 
-@mapped_row(
+@declared.backward(
     "swiglu",
-    "backward",
     calls={"npu::npu_swiglu_backward": "aclnnSwiGluGrad"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def swiglu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, *, needs: Needs
@@ -287,7 +277,7 @@ def swiglu_backward(
 _GEGLU_FORMS = {"none": 0, "tanh": 1}
 
 
-@mapped_row("geglu", "forward", calls={"npu::npu_geglu": "aclnnGeGluV3"}, supports=_has_elements)
+@declared.forward("geglu", calls={"npu::npu_geglu": "aclnnGeGluV3"}, accepts=_has_elements)
 def geglu(gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
     """In float32, the first half activated: with float16 CANN's multiplies a gelu that is rounded.
 
@@ -299,11 +289,10 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
     return y.to(gate.dtype).view(gate.shape)
 
 
-@mapped_row(
+@declared.backward(
     "geglu",
-    "backward",
     calls={"npu::npu_geglu_grad": "aclnnGeGluV3Backward", "npu::npu_gelu": "aclnnGeluV2"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def geglu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str, needs: Needs

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from anychip.contract.determinism import SameBits
+from anychip.contract.settings import SameBits
 from anychip_npu.soc import is_a2_or_a3
-from anychip_npu.table import Needs, left_to_reference, mapped_row
+from anychip_npu.table import Needs, declared, left_to_reference
 
 PAGE = (
     "https://gitcode.com/Ascend/op-plugin/blob/master/docs/zh/custom_APIs/torch_npu/"
@@ -89,12 +89,11 @@ def statistics_of(lse: Tensor) -> tuple[Tensor, Tensor]:
     return largest, torch.ones_like(largest)
 
 
-@mapped_row(
+@declared.forward(
     "attention",
-    "forward",
     calls=CALLS,
     limits=LIMITS,
-    supports=_is_supported,
+    accepts=_is_supported,
 )
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
@@ -120,12 +119,11 @@ def attention(
     return pad(y, (0, 0, 0, 0, blind, 0)), pad(lse, (blind, 0), value=-math.inf)
 
 
-@mapped_row(
+@declared.backward(
     "attention",
-    "backward",
     calls=GRAD_CALLS,
     limits=LIMITS,
-    supports=lambda grad, q, k, v, y, lse, **attrs: _is_supported(q, k, v),
+    accepts=lambda grad, q, k, v, y, lse, **attrs: _is_supported(q, k, v),
 )
 def attention_backward(
     grad: Tensor,

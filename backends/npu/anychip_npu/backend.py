@@ -45,11 +45,11 @@ class NpuBackend(NpuDevice, Backend):
         found = readiness.findings(_facts(), adapter.what_import_does())
         if adapter.obstacle():
             return found
-        from anychip_npu.operators import rows, unknown
+        from anychip_npu.table import declared, unknown
 
-        lacking = sorted({name for row in rows for name in unknown(row)})
+        lacking = sorted({name for row in declared for name in unknown(row)})
         if lacking:
-            served = ", ".join(dict.fromkeys(row.operator for row in rows if unknown(row)))
+            served = ", ".join(dict.fromkeys(row.operator for row in declared if unknown(row)))
             text = f"this torch_npu has no {', '.join(lacking)}: the reference serves {served}"
             found.append(Finding(True, text))
         return found

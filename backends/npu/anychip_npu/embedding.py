@@ -5,20 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anychip.contract.determinism import SameBits
+from anychip.contract.settings import SameBits
 from anychip_npu.soc import is_a2_or_a3
-from anychip_npu.table import Needs, mapped_row
+from anychip_npu.table import Needs, declared
 
 
 def _has_elements(*tensors: Tensor) -> bool:
     return all(t.numel() > 0 for t in tensors) and is_a2_or_a3(tensors[0])
 
 
-@mapped_row(
+@declared.forward(
     "embedding",
-    "forward",
     calls={"aten::embedding": "aclnnEmbedding"},
-    supports=lambda indices, weight: _has_elements(indices, weight),
+    accepts=lambda indices, weight: _has_elements(indices, weight),
 )
 def embedding(indices: Tensor, weight: Tensor) -> Tensor:
     """A copy of rows, exact.
@@ -29,11 +28,10 @@ def embedding(indices: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
-@mapped_row(
+@declared.backward(
     "embedding",
-    "backward",
     calls={"aten::embedding_dense_backward": "aclnnEmbeddingDenseBackward"},
-    supports=lambda grad, indices, weight, **_: _has_elements(grad, weight),
+    accepts=lambda grad, indices, weight, **_: _has_elements(grad, weight),
 )
 def embedding_backward(
     grad: Tensor, indices: Tensor, weight: Tensor, *, needs: Needs

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anychip_npu.soc import is_a2_or_a3, keeps_infinities
-from anychip_npu.table import left_to_reference, mapped_row
+from anychip_npu.table import declared, left_to_reference
 
 
 def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -24,11 +24,10 @@ def _is_measurable(tensors: Sequence[Tensor]) -> bool:
     return len(tensors) > 0 and is_a2_or_a3(tensors[0])
 
 
-@mapped_row(
+@declared.forward(
     "l2_norm",
-    "forward",
     calls={"aten::_foreach_norm.Scalar": "aclnnForeachNorm"},
-    supports=_is_measurable,
+    accepts=_is_measurable,
 )
 def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
     """In float32, to which torch_npu casts what is not; then the norm of the tensors' norms:
@@ -49,14 +48,13 @@ def _takes_gradients(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) 
     return keeps_infinities(scale)
 
 
-@mapped_row(
+@declared.forward(
     "unscale_and_check",
-    "forward",
     calls={
         "aten::_amp_foreach_non_finite_check_and_unscale_": "aclnnForeachNonFiniteCheckAndUnscale"
     },
     contiguous=True,
-    supports=_takes_gradients,
+    accepts=_takes_gradients,
 )
 def unscale_and_check(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> None:
     """Times 1 / scale; what was stored is looked at by a second pass with the factor 1, since the

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anychip.contract.operator import Pair
 from anychip_npu.soc import is_a2_or_a3
-from anychip_npu.table import Needs, left_to_reference, mapped_pair
+from anychip_npu.table import Needs, declared, left_to_reference
 
 _MOST_ROWS = 200_000
 _PAGE = (
@@ -96,16 +97,14 @@ def _backward(
     return (slope.view(logits.shape).to(logits.dtype),)
 
 
-@mapped_pair(
+@declared.forward(
     "cross_entropy",
-    backward=_backward,
-    num_residuals=1,
-    fake_residuals=_log_probabilities,
+    paired=Pair(_backward, num_residuals=1, fake_residuals=_log_probabilities),
     calls={
         "npu::npu_cross_entropy_loss": "aclnnCrossEntropyLoss",
         "npu::npu_cross_entropy_loss_backward": "aclnnCrossEntropyLossGrad",
     },
-    supports=_is_covered,
+    accepts=_is_covered,
 )
 def cross_entropy(
     logits: Tensor,

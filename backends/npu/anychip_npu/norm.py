@@ -12,9 +12,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from anychip.contract.determinism import SameBits
+from anychip.contract.settings import SameBits
 from anychip_npu.soc import is_a2_or_a3
-from anychip_npu.table import Needs, mapped_row
+from anychip_npu.table import Needs, declared
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -46,9 +46,7 @@ def _layer_norm(
 # rms_norm
 
 
-@mapped_row(
-    "rms_norm", "forward", calls={"npu::npu_rms_norm": "aclnnRmsNorm"}, supports=_has_elements
-)
+@declared.forward("rms_norm", calls={"npu::npu_rms_norm": "aclnnRmsNorm"}, accepts=_has_elements)
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
     """eps is inside of the root; rstd is float32 with a last dim of 1; gamma may be float32.
 
@@ -57,11 +55,10 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
     return _rms_norm(x, weight, eps)
 
 
-@mapped_row(
+@declared.backward(
     "rms_norm",
-    "backward",
     calls={"npu::npu_rms_norm_backward": "aclnnRmsNormGrad"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, eps: float, needs: Needs
@@ -85,11 +82,10 @@ def _rms_gradients(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tup
 # layer_norm
 
 
-@mapped_row(
+@declared.forward(
     "layer_norm",
-    "forward",
     calls={"aten::native_layer_norm": "aclnnLayerNorm"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
@@ -101,11 +97,10 @@ def layer_norm(
     return _layer_norm(x, weight, bias, eps)
 
 
-@mapped_row(
+@declared.backward(
     "layer_norm",
-    "backward",
     calls={"aten::native_layer_norm_backward": "aclnnLayerNormBackward"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def layer_norm_backward(
     grad: Tensor,
@@ -167,11 +162,10 @@ def _both_gradients(
     return dx, total.to(dtotal.dtype, copy=True) if needs[1] else None
 
 
-@mapped_row(
+@declared.forward(
     "add_rms_norm",
-    "forward",
     calls={"npu::npu_add_rms_norm": "aclnnAddRmsNorm", "npu::npu_rms_norm": "aclnnRmsNorm"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
@@ -190,11 +184,10 @@ def add_rms_norm(
     return y.to(x.dtype), total, rstd
 
 
-@mapped_row(
+@declared.backward(
     "add_rms_norm",
-    "backward",
     calls={"npu::npu_rms_norm_backward": "aclnnRmsNormGrad"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def add_rms_norm_backward(
     grad: Tensor,
@@ -214,14 +207,13 @@ def add_rms_norm_backward(
     return *_both_gradients(dnorm, grad, dtotal, needs), dweight if needs[2] else None
 
 
-@mapped_row(
+@declared.forward(
     "add_layer_norm",
-    "forward",
     calls={
         "npu::npu_add_layer_norm": "aclnnAddLayerNorm",
         "aten::native_layer_norm": "aclnnLayerNorm",
     },
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
@@ -243,11 +235,10 @@ def add_layer_norm(
     return y.to(x.dtype), total, mean, rstd
 
 
-@mapped_row(
+@declared.backward(
     "add_layer_norm",
-    "backward",
     calls={"aten::native_layer_norm_backward": "aclnnLayerNormBackward"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def add_layer_norm_backward(
     grad: Tensor,
@@ -288,11 +279,10 @@ def _group_sizes(x: Tensor, num_groups: int) -> tuple[int, int, int, int]:
     return x.shape[0], x.shape[1], prod(x.shape[2:]), num_groups
 
 
-@mapped_row(
+@declared.forward(
     "group_norm",
-    "forward",
     calls={"aten::native_group_norm": "aclnnGroupNorm"},
-    supports=_is_precise,
+    accepts=_is_precise,
 )
 def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, num_groups: int, eps: float
@@ -308,11 +298,10 @@ def group_norm(
     return y.to(x.dtype).view(x.shape), mean, rstd
 
 
-@mapped_row(
+@declared.backward(
     "group_norm",
-    "backward",
     calls={"aten::native_group_norm_backward": "aclnnGroupNormBackward"},
-    supports=_goes_back,
+    accepts=_goes_back,
 )
 def group_norm_backward(
     grad: Tensor,

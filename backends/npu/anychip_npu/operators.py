@@ -18,8 +18,6 @@ from anychip_npu import (  # noqa: F401 - all declare rows, or why there are non
     updates,
     varlen,
 )
-from anychip_npu.table import make_table, rows, unknown
+from anychip_npu.table import declared, served
 
-table = make_table()
-
-__all__ = ["rows", "table", "unknown"]
+table = declared.remade(served)

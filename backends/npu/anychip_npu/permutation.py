@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anychip_npu.soc import is_a2_or_a3
-from anychip_npu.table import Needs, mapped_row
+from anychip_npu.table import Needs, declared
 
 _MOST_CHOICES = 512
 _SORTED = 2**24 - 1
@@ -21,12 +21,11 @@ def _is_permutable(x: Tensor, indices: Tensor, *, num_experts: int) -> bool:
     return countable and x.numel() > 0 and is_a2_or_a3(x)
 
 
-@mapped_row(
+@declared.forward(
     "permute",
-    "forward",
     calls={"npu::npu_moe_token_permute": "aclnnMoeTokenPermute"},
     limits=_CHOICES,
-    supports=_is_permutable,
+    accepts=_is_permutable,
 )
 def permute(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Numbers from 0 to 2^24 - 2, up to 512 for a token:
@@ -50,11 +49,10 @@ def _takes_permuted(grad: Tensor, _: Tensor, __: Tensor, row_map: Tensor, **___:
     return some and grad.shape[0] == row_map.numel() < _SORTED and is_a2_or_a3(grad)
 
 
-@mapped_row(
+@declared.backward(
     "permute",
-    "backward",
     calls={"npu::npu_moe_token_permute_grad": "aclnnMoeTokenPermuteGrad"},
-    supports=_takes_permuted,
+    accepts=_takes_permuted,
 )
 def permute_backward(
     grad: Tensor, _: Tensor, __: Tensor, row_map: Tensor, *, num_experts: int, needs: Needs
@@ -79,12 +77,11 @@ def _is_permuted(x: Tensor, row_map: Tensor, weights: Tensor | None) -> bool:
     return 0 < x.numel() and row_map.numel() < _SORTED and is_a2_or_a3(x)
 
 
-@mapped_row(
+@declared.forward(
     "unpermute",
-    "forward",
     calls={"npu::_npu_moe_token_unpermute": "aclnnMoeTokenUnpermute"},
     limits=_CHOICES,
-    supports=_is_permuted,
+    accepts=_is_permuted,
 )
 def unpermute(x: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
     """Up to 512 choices for a token:
@@ -95,12 +92,11 @@ def unpermute(x: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
     return found
 
 
-@mapped_row(
+@declared.backward(
     "unpermute",
-    "backward",
     calls={"npu::npu_moe_token_unpermute_grad": "aclnnMoeTokenUnpermuteGrad"},
     limits=_CHOICES,
-    supports=lambda grad, x, row_map, weights, **_: _is_permuted(x, row_map, weights),
+    accepts=lambda grad, x, row_map, weights, **_: _is_permuted(x, row_map, weights),
 )
 def unpermute_backward(
     grad: Tensor, x: Tensor, row_map: Tensor, weights: Tensor | None, *, needs: Needs

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anychip_npu.numerics import ExactProducts
 from anychip_npu.soc import is_a2_or_a3
-from anychip_npu.table import Needs, left_to_reference, mapped_row
+from anychip_npu.table import Needs, declared, left_to_reference
 
 _PRODUCT = {"aten::mm": "aclnnMm"}
 _BY_ROWS, _BY_COLUMNS = 0, 2  # group_type
@@ -28,11 +28,10 @@ def _has_elements(*tensors: Tensor) -> bool:
 # linear
 
 
-@mapped_row(
+@declared.forward(
     "linear",
-    "forward",
     calls={**_PRODUCT, "aten::addmm": "aclnnAddmm"},
-    supports=lambda x, weight, bias: _has_elements(x, weight),
+    accepts=lambda x, weight, bias: _has_elements(x, weight),
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Sums are float32; HF32, which the process may allow, is off:
@@ -44,11 +43,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-@mapped_row(
+@declared.backward(
     "linear",
-    "backward",
     calls={**_PRODUCT, "aten::sum.dim_IntList": "aclnnReduceSum"},
-    supports=lambda grad, x, weight, **_: _has_elements(x, weight),
+    accepts=lambda grad, x, weight, **_: _has_elements(x, weight),
 )
 def linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, *, needs: Needs
@@ -94,12 +92,11 @@ def _without_group(x: Tensor, offsets: Tensor) -> Tensor:
     return (torch.arange(x.shape[0], device=x.device) >= offsets[-1])[:, None]
 
 
-@mapped_row(
+@declared.forward(
     "grouped_linear",
-    "forward",
     calls=_GROUPED,
     limits=_SIZES,
-    supports=lambda x, weight, offsets: is_a2_or_a3(x),
+    accepts=lambda x, weight, offsets: is_a2_or_a3(x),
 )
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """By rows (group_type 0), weights transposed. Limits of groups and widths:
@@ -114,7 +111,7 @@ def _takes_backward(grad: Tensor, x: Tensor, *_: Any, **__: Any) -> bool:
     return is_a2_or_a3(x)
 
 
-@mapped_row("grouped_linear", "backward", calls=_GROUPED, limits=_SIZES, supports=_takes_backward)
+@declared.backward("grouped_linear", calls=_GROUPED, limits=_SIZES, accepts=_takes_backward)
 def grouped_linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, *, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anychip_npu.soc import is_a2_or_a3
-from anychip_npu.table import Needs, mapped_row
+from anychip_npu.table import Needs, declared
 
 _MODES = {False: "half", True: "interleave"}
 _MOST_COUNT, _MOST_DIM = 1000, 896
@@ -43,11 +43,10 @@ def _tables(cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor
     return first, second
 
 
-@mapped_row(
+@declared.forward(
     "rope",
-    "forward",
     calls={"npu::npu_rotary_mul": "aclnnRotaryPositionEmbeddingV2"},
-    supports=_is_covered,
+    accepts=_is_covered,
 )
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
@@ -66,11 +65,10 @@ def rope(
     return _turned(q, size, turn), _turned(k, size, turn)
 
 
-@mapped_row(
+@declared.backward(
     "rope",
-    "backward",
     calls={"npu::npu_rotary_mul_backward": "aclnnRotaryPositionEmbeddingGrad"},
-    supports=_is_covered,
+    accepts=_is_covered,
 )
 def rope_backward(
     dq: Tensor,

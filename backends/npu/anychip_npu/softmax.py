@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anychip_npu.soc import is_a2_or_a3
-from anychip_npu.table import Needs, left_to_reference, mapped_row
+from anychip_npu.table import Needs, declared, left_to_reference
 
 left_to_reference(
     "softmax",
@@ -26,11 +26,10 @@ def _has_elements(grad: Tensor, y: Tensor, bias: Tensor | None, **_: object) -> 
     return y.numel() > 0 and is_a2_or_a3(y)
 
 
-@mapped_row(
+@declared.backward(
     "softmax",
-    "backward",
     calls={"aten::_softmax_backward_data": "aclnnSoftmaxBackward"},
-    supports=_has_elements,
+    accepts=_has_elements,
 )
 def softmax_backward(
     grad: Tensor,

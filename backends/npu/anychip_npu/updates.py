@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anychip.operators.update import bias_corrections
 from anychip_npu.soc import is_a2_or_a3
-from anychip_npu.table import left_to_reference, mapped_row
+from anychip_npu.table import declared, left_to_reference
 
 _TOGETHER = 24
 """Tensors of one call: torch_npu cuts longer lists here, and little scratch is needed at once."""
@@ -75,9 +75,8 @@ def _step(
     step.copy_(torch.where(skip, step, step + 1.0))
 
 
-@mapped_row(
+@declared.forward(
     "adamw",
-    "forward",
     calls={
         **_AVERAGE,
         "aten::_foreach_addcmul_.Scalar": "aclnnForeachAddcmulScalarV2",
@@ -85,7 +84,7 @@ def _step(
         "aten::_foreach_div.List": "aclnnForeachDivList",
     },
     contiguous=True,
-    supports=_is_supported,
+    accepts=_is_supported,
 )
 def adamw(
     params: Sequence[Tensor],
@@ -132,7 +131,7 @@ def adamw(
     )
 
 
-@mapped_row("sgd", "forward", calls=_AVERAGE, contiguous=True, supports=_is_supported)
+@declared.forward("sgd", calls=_AVERAGE, contiguous=True, accepts=_is_supported)
 def sgd(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -176,12 +175,11 @@ def sgd(
     )
 
 
-@mapped_row(
+@declared.forward(
     "lion",
-    "forward",
     calls={**_AVERAGE, "aten::_foreach_mul.Scalar": "aclnnForeachMulScalarV2"},
     contiguous=True,
-    supports=_is_supported,
+    accepts=_is_supported,
 )
 def lion(
     params: Sequence[Tensor],

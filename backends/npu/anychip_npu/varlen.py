@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from anychip.contract.determinism import SameBits
+from anychip.contract.settings import SameBits
 from anychip.operators.ragged import ReadOnce
 from anychip_npu.attention import (
     HEAD_DIMS,
@@ -31,7 +31,7 @@ from anychip_npu.attention import (
     true_scale,
 )
 from anychip_npu.soc import is_recording
-from anychip_npu.table import Needs, mapped_row
+from anychip_npu.table import Needs, declared
 
 _MOST_TOKENS = 1_000_000
 _MOST_SEQUENCES = 1024
@@ -59,12 +59,11 @@ def _padded(x: Tensor, tokens: int) -> Tensor:
     return pad(x, (0, 0, 0, 0, 0, missing)) if missing else x.contiguous()
 
 
-@mapped_row(
+@declared.forward(
     "attention_varlen",
-    "forward",
     calls={"npu::npu_fusion_attention": "aclnnFlashAttentionVarLenScore"},
     limits=_LIMITS,
-    supports=_is_supported,
+    accepts=_is_supported,
 )
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, causal: bool, scale: float | None
@@ -91,12 +90,11 @@ def attention_varlen(
     return _padded(y, tokens), pad(lse, (0, tokens - used), value=-math.inf)
 
 
-@mapped_row(
+@declared.backward(
     "attention_varlen",
-    "backward",
     calls={"npu::npu_fusion_attention_grad": "aclnnFlashAttentionUnpaddingScoreGrad"},
     limits=_LIMITS,
-    supports=lambda grad, q, k, v, y, lse, cu_seqlens, **_: _is_supported(q, k, v, cu_seqlens),
+    accepts=lambda grad, q, k, v, y, lse, cu_seqlens, **_: _is_supported(q, k, v, cu_seqlens),
 )
 def attention_varlen_backward(
     grad: Tensor,

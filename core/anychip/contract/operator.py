@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from anychip.contract.errors import ContractError
 
@@ -245,6 +245,7 @@ class Row:
         alignment: every tensor's address must be a multiple of this many bytes (up to 64).
         deterministic: it may run under torch's deterministic mode.
         paired: a *paired* row's backward and its residuals; see :meth:`OperatorTable.pair`.
+        calls: what it calls of the chip's library, and what that is called there; for documents.
     """
 
     operator: str
@@ -258,6 +259,12 @@ class Row:
     alignment: int = 1
     deterministic: bool = True
     paired: Pair | None = None
+    calls: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """Which directions it serves."""
+        return (self.direction,) if self.paired is None else ("forward", "backward")
 
     @property
     def label(self) -> str:
@@ -269,16 +276,17 @@ class OperatorTable:
     """The rows of a backend or kernel pack, in the order in which they are tried.
 
     ``@table.forward("rms_norm", dtypes={torch.bfloat16}, limits={"hidden": range(1, 8193)})``
+
+    Args:
+        conditions: of :class:`Row`, for rows that do not say otherwise; ``kind`` is ``native``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **conditions: Any) -> None:
         self._rows: list[Row] = []
+        self._conditions = {"kind": "native", **conditions}
 
     def forward(self, operator: str, **conditions: Any) -> Callable[[F], F]:
-        """Decorator: the function is a forward row (or the row of an in-place operator).
-
-        Keyword arguments are the conditions of :class:`Row`; ``kind`` is ``native`` unless given.
-        """
+        """Decorator: the function is a forward row, or that of an in-place operator."""
         return self._add(operator, "forward", conditions)
 
     def backward(self, operator: str, **conditions: Any) -> Callable[[F], F]:
@@ -303,6 +311,15 @@ class OperatorTable:
         """The rows for one direction, in written order."""
         return tuple(r for r in self._rows if r.operator == operator and r.direction == direction)
 
+    def remade(self, change: Callable[[Row], Row | None]) -> OperatorTable:
+        """A table of what ``change`` gives for each row, without those that it gives None for.
+
+        Rows are declared before it is known what the chip's library has.
+        """
+        table = OperatorTable()
+        table._rows = [made for made in map(change, self._rows) if made is not None]
+        return table
+
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows)
 
@@ -312,14 +329,13 @@ class OperatorTable:
     def _add(
         self, operator: str, direction: Direction, conditions: dict[str, Any]
     ) -> Callable[[F], F]:
-        conditions = {"kind": "native", **conditions}
+        conditions = {**self._conditions, **conditions}
         if not isinstance(conditions.get("dtypes"), Mapping | None):
             conditions["dtypes"] = frozenset(conditions["dtypes"])
-        if not 1 <= conditions.get("alignment", 1) <= 64:
-            raise ContractError(
-                f"row for {operator!r}: alignment must be 1 to 64 bytes, got "
-                f"{conditions['alignment']}"
-            )
+        kind, alignment = conditions["kind"], conditions.get("alignment", 1)
+        if kind not in get_args(RowKind) or not 1 <= alignment <= 64:
+            known = f"{', '.join(get_args(RowKind))} and 1 to 64 bytes are known"
+            raise ContractError(f"row for {operator!r}: {kind=}, {alignment=}: {known}")
 
         def register(function: F) -> F:
             try:

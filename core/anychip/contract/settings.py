@@ -1,24 +1,21 @@
-"""Which of torch's settings belong to the whole process, and did a plugin's code change one?
+"""torch's settings of the whole process: did a plugin change one, and the same bits for one call.
 
-A plugin shares them with the user's program: a default dtype that it leaves changed shows up later,
-as somebody else's error.
+A default dtype that a plugin leaves changed shows up later, as somebody else's error.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from anychip.contract.errors import ContractError
 
 _DTYPE, _THREADS, _SAME = "default dtype", "number of threads", "deterministic algorithms"
-turns = 0
-"""How often :class:`SameBits` turned its switch, which other threads see and which is no change."""
 
 
-def _read() -> Mapping[str, Any]:
+def _read() -> dict[str, Any]:
     """The settings by name; none before torch is imported."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
@@ -38,16 +35,22 @@ def unchanged(who: str) -> Iterator[None]:
         ContractError: the block changed one; also in place of an error of the block's own, which is
             then the context of this one.
     """
-    before, turned = _read(), turns
+    before, turned = _read(), SameBits.turns
     try:
         yield
     finally:
         after = _read()
         if after and not before:  # torch was imported by the block, and starts with these
             before = {**after, _DTYPE: sys.modules["torch"].float32, _SAME: False}
-        wrong = [n for n in before if before[n] != after[n] and (n != _SAME or turns == turned)]
+        if SameBits.turns != turned:
+            before[_SAME] = after[_SAME]
+        wrong = [name for name in before if before[name] != after[name]]
         if wrong:
-            _put_back(before)
+            torch: Any = sys.modules["torch"]
+            torch.set_default_dtype(before[_DTYPE])
+            torch.set_num_threads(before[_THREADS])
+            warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+            torch.use_deterministic_algorithms(before[_SAME], warn_only=warn_only)
             changes = " and ".join(f"{n} from {before[n]} to {after[n]}" for n in wrong)
             raise ContractError(
                 f"{who} changed torch's {changes}, which belongs to the user's program and is put "
@@ -55,10 +58,28 @@ def unchanged(who: str) -> Iterator[None]:
             )
 
 
-def _put_back(settings: Mapping[str, Any]) -> None:
-    import torch
+class SameBits:
+    """Within it torch, and an adapter that reads its switch, take deterministic kernels.
 
-    torch.set_default_dtype(settings[_DTYPE])
-    torch.set_num_threads(settings[_THREADS])
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(settings[_SAME], warn_only=warn_only)
+    For rows that call kernels of torch or of its adapters, and promise what those give only if
+    asked. The switch is put back as it was found. While a call is being queued other threads see it
+    too, which can only make their results the same on every run, or their kernels slower. Nothing
+    is filled: that would cost a pass over every tensor that the call allocates.
+    """
+
+    turns = 0
+    """How often the switch was turned, which other threads see and which is no change."""
+
+    def __enter__(self) -> None:
+        self._C: Any = sys.modules["torch"]._C
+        SameBits.turns += 1
+        self._mode = self._C._get_deterministic_algorithms()
+        self._warns = self._C._get_deterministic_algorithms_warn_only()
+        self._fills = self._C._get_deterministic_fill_uninitialized_memory()
+        self._C._set_deterministic_fill_uninitialized_memory(False)
+        self._C._set_deterministic_algorithms(True, warn_only=False)
+
+    def __exit__(self, *exception: object) -> None:
+        SameBits.turns += 1
+        self._C._set_deterministic_algorithms(self._mode, warn_only=self._warns)
+        self._C._set_deterministic_fill_uninitialized_memory(self._fills)

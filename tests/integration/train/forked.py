@@ -231,7 +231,8 @@ class Server:
         assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
-        self.process.wait(timeout=20)
+        self.process.terminate()  # it may still be importing torch
+        self.process.wait()
 
 
 def serve() -> None:

@@ -16,7 +16,7 @@ import anychip
 import anychip_cpu
 from anychip import ops
 from anychip_cpu import native
-from anychip_cpu.operators import table
+from anychip_cpu.backend import CpuBackend
 from tests.unit.dispatch.calls import (
     DIFFERENTIABLE,
     DTYPES,
@@ -73,8 +73,8 @@ def test_row_every_sample_is_exact_to_its_dtype(name: str, index: int, dtype: to
 @needs_native
 @pytest.mark.parametrize("name", SERVED)
 def test_row_of_every_operator_is_there_in_both_directions(name: str) -> None:
-    assert table.rows(name, "forward")
-    assert bool(table.rows(name, "backward")) == (name in DIFFERENTIABLE)
+    assert CpuBackend.operators.rows(name, "forward")
+    assert bool(CpuBackend.operators.rows(name, "backward")) == (name in DIFFERENTIABLE)
 
 
 # OpenMP

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from anychip.contract import OperatorTable
 from anychip_npu import table
 
 
@@ -15,13 +16,12 @@ def test_row_that_calls_what_this_release_lacks_is_left_out(
     def row(*args: Any) -> None: ...
 
     calls = {"aten::mm": "aclnnMm", "aten::_foreach_norm.Scalar": "aclnnForeachNorm"}
-    there = table.Mapped("linear", "forward", row, calls, {"kind": "mapped"})
-    lacking = there._replace(operator="gelu", calls={**calls, "aten::no_such.out": "aclnnNoSuch"})
-    monkeypatch.setattr(table, "rows", [there, lacking])
+    rows = OperatorTable(kind="mapped")
+    rows.forward("linear", calls=calls)(row)
+    rows.forward("gelu", calls={**calls, "aten::no_such.out": "aclnnNoSuch"})(row)
+    there, lacking = rows
     monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
     assert table.unknown(lacking) == [], "nobody can tell without torch_npu"
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
     assert (table.unknown(there), table.unknown(lacking)) == ([], ["aten::no_such"])
-    made = table.make_table()
-    assert made.rows("linear", "forward")
-    assert not made.rows("gelu", "forward")
+    assert [made.operator for made in rows.remade(table.served)] == ["linear"]

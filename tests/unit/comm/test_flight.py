@@ -25,11 +25,10 @@ def test_record_says_what_each_rank_was_at(tmp_path: Path, check: str) -> None:
         pair.barrier()
         if comm.rank == 0:
             comm.send(torch.ones(2), 1, tag=7)
-        else:
-            comm.recv(torch.ones(2), 0, tag=7)
-            while not comm.job.has_failed:  # type: ignore[attr-defined]
-                time.sleep(0.01)
-        comm.all_reduce(torch.ones(3), "max")
+            comm.all_reduce(torch.ones(3), "max")
+        comm.recv(torch.ones(2), 0, tag=7)
+        while not comm.job.has_failed:  # type: ignore[attr-defined]
+            time.sleep(0.01)
 
     begun = time.time()
     settings = {"timeout_s": 0.4, "check": check, "flight_record": tmp_path / "to be made"}

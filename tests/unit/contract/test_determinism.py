@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from anychip.contract.determinism import SameBits
+from anychip.contract.settings import SameBits
 
 _C: Any = torch._C
 

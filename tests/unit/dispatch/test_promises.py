@@ -13,7 +13,7 @@ from torch import Tensor
 
 import anychip
 from anychip import ContractError, OperatorTable, ops
-from anychip.contract.determinism import SameBits
+from anychip.contract.settings import SameBits
 from anychip.dispatch.resolution import EXAMINED
 from tests.unit.dispatch.calls import SPECS
 from tests.unit.dispatch.tables import Install

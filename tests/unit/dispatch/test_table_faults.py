@@ -1,15 +1,16 @@
 """Is every row that could serve nobody found, and is no row suspected that serves somebody?"""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import anychip_cpu.operators
 import anychip_cuda.operators
-from anychip.contract import OperatorTable
+from anychip.contract import ContractError, OperatorTable
 from anychip.runtime import table_faults
+from anychip_cpu.backend import CpuBackend
 from tests.meta.honest import HonestRows
 
 
@@ -75,6 +76,26 @@ def test_row_that_could_serve_nobody_is_named_with_what_is_expected(
 
 
 def test_rows_of_backends_that_work_are_not_suspected() -> None:
-    tables = [anychip_cpu.operators.table, anychip_cuda.operators.table, HonestRows.operators]
+    tables = [CpuBackend.operators, anychip_cuda.operators.table, HonestRows.operators]
     assert sum(map(len, tables)) > 100
     assert table_faults(tables) == []
+
+
+@pytest.mark.parametrize("condition", [{"kind": None}, {"kind": "fast"}, {"alignment": 3.5e9}])
+def test_row_of_no_known_kind_or_alignment_is_refused_where_it_is_declared(
+    condition: dict[str, Any],
+) -> None:
+    with pytest.raises(ContractError, match="row for 'gelu': kind="):
+        OperatorTable().forward("gelu", **condition)
+
+
+def test_table_that_is_remade_leaves_out_and_changes_rows_and_keeps_their_order() -> None:
+    declared = OperatorTable(kind="mapped", contiguous=True)
+    for name in ("gelu", "silu", "tanh"):
+        declared.forward(name, contiguous=name != "tanh")(forward)
+    made = declared.remade(
+        lambda row: None if row.operator == "silu" else replace(row, function=backward)
+    )
+    found = [(row.operator, row.kind, row.contiguous, row.function) for row in made]
+    assert found == [("gelu", "mapped", True, backward), ("tanh", "mapped", False, backward)]
+    assert [row.function for row in declared] == [forward] * 3

@@ -154,10 +154,13 @@ void bind_norms(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
 void bind_elementwise(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
   m.def(
       "dropout",
-      [](Address x, Address rng, Address y, int64_t numel, double p, int dtype) {
-        dropout({at(x), at<int64_t>(rng), at(y), numel, p, dtype_of(dtype)});
+      [](Address x, Address rng, Address y, int64_t numel, double p, int dtype, Address rows,
+         int64_t columns, int64_t width, int64_t column) {
+        dropout({at(x), at<int64_t>(rng), at(y), numel, p, dtype_of(dtype), at<int64_t>(rows),
+                 columns, width, column});
       },
       py::arg("x"), py::arg("rng"), py::arg("y"), py::arg("numel"), py::arg("p"), py::arg("dtype"),
+      py::arg("rows") = 0, py::arg("columns") = 0, py::arg("width") = 0, py::arg("column") = 0,
       no_gil);
   m.def(
       "gelu_forward",

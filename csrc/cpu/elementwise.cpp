@@ -14,6 +14,14 @@ void dropout(const Dropout& args) {
     check_address(where, "x", args.x);
     check_address(where, "y", args.y);
   }
+  if (args.rows != nullptr && args.numel > 0) {
+    check(args.columns > 0 && args.numel % args.columns == 0, where,
+          "expected whole rows, got " + std::to_string(args.numel) + " elements in rows of " +
+              std::to_string(args.columns));
+    check(args.column >= 0 && args.width - args.column >= args.columns, where,
+          "expected rows within a width, got column " + std::to_string(args.column) + " to " +
+              std::to_string(args.column + args.columns) + " of " + std::to_string(args.width));
+  }
   parallel_elements(args.numel, [&](Range elements) { kernels().dropout(args, elements); });
 }
 

@@ -88,6 +88,10 @@ struct Dropout {
   int64_t numel;
   double p;
   DType dtype;
+  // Element i has word i; with rows, (numel / columns,), element j of row i has word
+  // rows[i] * width + column + j, as of a part of a tensor that is `width` wide.
+  const int64_t* rows = nullptr;
+  int64_t columns = 0, width = 0, column = 0;
 };
 void dropout(const Dropout& args);
 

@@ -51,7 +51,11 @@ def unscaled(row: Row, *args: Tensor, p: float, **attrs: Attr) -> Any:
 
 
 @wrong("one-mask-for-all-heads", "physical for logical index", operator="attention_dropout")
-def shared_mask(row: Row, q: Tensor, k: Tensor, v: Tensor, rng: Tensor, **attrs: Attr) -> Any:
+def shared_mask(
+    row: Row, q: Tensor, k: Tensor, v: Tensor, rng: Tensor, *index: Any, **attrs: Attr
+) -> Any:
+    if index[1] is not None:
+        return row(q, k, v, rng, *index, **attrs)
     groups = q.shape[2] // k.shape[2]
     found = [
         row(q[:, :, h : h + 1], k[:, :, (g := h // groups) : g + 1], v[:, :, g : g + 1], rng,
@@ -71,8 +75,8 @@ def renormalised(row: Row, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **att
 
 @wrong_backward("mask-of-another-call", "mask reused wrongly", operator="attention_dropout")
 def other_mask(row: Row, *args: Tensor, **attrs: Attr) -> Any:
-    *given, rng = args
-    return row(*given, rng + torch.tensor([0, 1]), **attrs)
+    rng = args[6] + torch.tensor([0, 1])
+    return row(*args[:6], rng, *args[7:], **attrs)
 
 
 @wrong_backward("value-gradient-undropped", "mask forgotten", operator="attention_dropout")

@@ -16,10 +16,8 @@ Attr = Any
 
 
 @wrong("sum-dropped-whole", "an argument at the wrong place", operator="dropout_add_rms_norm")
-def drops_the_stream(
-    row: Row, x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, **attrs: Attr
-) -> Any:
-    return row(x + residual, torch.zeros_like(residual), weight, rng, **attrs)
+def drops_the_stream(row: Row, x: Tensor, residual: Tensor, *rest: Any, **attrs: Attr) -> Any:
+    return row(x + residual, torch.zeros_like(residual), *rest, **attrs)
 
 
 @wrong("norm-of-the-undropped-sum", "two ways to the same number", operator="dropout_add_rms_norm")
@@ -33,18 +31,18 @@ def norms_another_sum(row: Row, x: Tensor, *rest: Tensor, p: float, eps: float) 
     select="dropout_add_layer_norm and bf16", dtypes=frozenset({torch.bfloat16, torch.float32}),
 )  # fmt: skip
 def rounds_twice(
-    row: Row, x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, bias: Any, **attrs: Attr
+    row: Row, x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, *rest: Any, **attrs: Attr
 ) -> Any:
-    dropped = operators.dropout.forward(x, rng, p=attrs["p"])
-    return row(dropped, residual, weight, rng, bias, p=0.0, eps=attrs["eps"])
+    dropped = operators.dropout.forward(x, rng, rest[1], p=attrs["p"], width=x.shape[-1])
+    return row(dropped, residual, weight, rng, *rest, p=0.0, eps=attrs["eps"])
 
 
 @wrong("mask-anew-in-every-row", "an index of the row", operator="dropout_add_layer_norm")
 def row_by_row(
-    row: Row, x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, bias: Any, **attrs: Attr
+    row: Row, x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, *rest: Any, **attrs: Attr
 ) -> Any:
     scale = operators.dropout.forward(torch.ones(x.shape[-1]), rng, p=attrs["p"])
-    return row(x * scale.to(x.dtype), residual, weight, rng, bias, p=0.0, eps=attrs["eps"])
+    return row(x * scale.to(x.dtype), residual, weight, rng, *rest, p=0.0, eps=attrs["eps"])
 
 
 @wrong_backward(

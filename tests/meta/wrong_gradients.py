@@ -45,15 +45,15 @@ def stream_only(row: Row, grad: Tensor, dtotal: Tensor, *saved: Tensor, **attrs:
 
 
 @wrong("bias-gradient-of-all-elements", "mask forgotten", operator="bias_dropout_add")
-def undropped_bias(row: Row, grad: Tensor, rng: Tensor, *, p: float, needs: Any) -> Any:
-    dx, dresidual, dbias = row(grad, rng, p=p, needs=needs)
+def undropped_bias(row: Row, grad: Tensor, *rest: Any, needs: Any, **attrs: Any) -> Any:
+    dx, dresidual, dbias = row(grad, *rest, needs=needs, **attrs)
     whole = grad.unsqueeze(0).flatten(0, -2).sum(0)
     return dx, dresidual, (None if dbias is None else whole)
 
 
 @wrong("residual-gradient-dropped-too", "mask at the wrong place", operator="bias_dropout_add")
-def dropped_stream(row: Row, grad: Tensor, rng: Tensor, *, p: float, needs: Any) -> Any:
-    dx, _, dbias = row(grad, rng, p=p, needs=(True, True, needs[2]))
+def dropped_stream(row: Row, *args: Any, needs: Any, **attrs: Any) -> Any:
+    dx, _, dbias = row(*args, needs=(True, True, needs[2]), **attrs)
     return dx, (dx.clone() if needs[1] else None), dbias
 
 
@@ -143,8 +143,8 @@ def last_write(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs:
 
 
 @wrong("dropout-gradient-unscaled", "missing factor", operator="dropout")
-def unscaled(row: Row, grad: Tensor, rng: Tensor, *, p: float, needs: tuple[bool]) -> Any:
-    (found,) = row(grad, rng, p=p, needs=needs)
+def unscaled(row: Row, *args: Any, p: float, **attrs: Any) -> Any:
+    (found,) = row(*args, p=p, **attrs)
     return (found * (1.0 - p),)
 
 

@@ -120,16 +120,20 @@ def narrow_sum(row: Row, x: Tensor, residual: Tensor, *weights: Any, eps: float)
 
 @wrong("bias-after-dropout", "an argument at the wrong place", operator="bias_dropout_add")
 def late_bias(
-    row: Row, x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None, *, p: float
+    row: Row,
+    x: Tensor,
+    residual: Tensor,
+    rng: Tensor,
+    bias: Tensor | None,
+    *rows: Any,
+    **attrs: Any,
 ) -> Any:
-    return row(x, residual, rng, None, p=p) + (0.0 if bias is None else bias)
+    return row(x, residual, rng, None, *rows, **attrs) + (0.0 if bias is None else bias)
 
 
 @wrong("residual-dropped-too", "an argument at the wrong place", operator="bias_dropout_add")
-def drops_residual(
-    row: Row, x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None, *, p: float
-) -> Any:
-    return row(x + residual, torch.zeros_like(residual), rng, bias, p=p)
+def drops_residual(row: Row, x: Tensor, residual: Tensor, *rest: Any, **attrs: Any) -> Any:
+    return row(x + residual, torch.zeros_like(residual), *rest, **attrs)
 
 
 @wrong("kept-not-scaled", "missing factor", operator="bias_dropout_add")
@@ -161,8 +165,8 @@ def up_is_gate(row: Row, gate: Tensor, up: Tensor, *, approximate: str) -> Any:
 
 
 @wrong("output-is-input", "output that is not fresh", operator="dropout")
-def aliased(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
-    return x if p == 0.0 else row(x, rng, p=p)
+def aliased(row: Row, x: Tensor, *rest: Any, p: float, **place: int) -> Any:
+    return x if p == 0.0 else row(x, *rest, p=p, **place)
 
 
 @wrong("output-cached", "output that is not fresh", operator="gelu")

@@ -16,12 +16,22 @@ def _rng(rng: Tensor, seed: int | None = None, offset: int | None = None) -> Ten
     return torch.tensor([seed, offset])
 
 
+def _without_rows(wrong: Row) -> Row:
+    """A mistake that is made in calls without rows alone."""
+
+    def function(row: Row, x: Tensor, rng: Tensor, rows: Any, *, p: float, **place: int) -> Any:
+        return wrong(row, x, rng, p=p) if rows is None else row(x, rng, rows, p=p, **place)
+
+    return function
+
+
 @wrong_row("high-counter-word-missing", "wrong counter", chapter="random", operator="dropout")
-def counter_of_32_bits(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
-    return row(x, _rng(rng, offset=int(rng[1]) & 0xFFFFFFFF), p=p)
+def counter_of_32_bits(row: Row, x: Tensor, rng: Tensor, *rows: Any, **attrs: Any) -> Any:
+    return row(x, _rng(rng, offset=int(rng[1]) & 0xFFFFFFFF), *rows, **attrs)
 
 
 @wrong_row("carry-missing", "wrong counter", chapter="random", operator="dropout")
+@_without_rows
 def no_carry(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
     low = int(rng[1]) & 0xFFFFFFFF
     room = min(4 * (2**32 - low), x.numel())
@@ -31,54 +41,56 @@ def no_carry(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
 
 
 @wrong_row("key-of-32-bits", "truncated seed", chapter="random", operator="dropout")
-def short_key(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
-    return row(x, _rng(rng, seed=int(rng[0]) & 0xFFFFFFFF), p=p)
+def short_key(row: Row, x: Tensor, rng: Tensor, *rows: Any, **attrs: Any) -> Any:
+    return row(x, _rng(rng, seed=int(rng[0]) & 0xFFFFFFFF), *rows, **attrs)
 
 
 @wrong_row("mask-one-word-off", "off by one", chapter="random", operator="dropout")
+@_without_rows
 def next_word(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
     longer = torch.cat((x.new_zeros(1), x.reshape(-1)))
     return row(longer, rng, p=p)[1:].reshape(x.shape)
 
 
 @wrong_row("mask-one-block-off", "off by one", chapter="random", operator="dropout")
-def next_block(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
-    return row(x, _rng(rng, offset=int(rng[1]) + 1), p=p)
+def next_block(row: Row, x: Tensor, rng: Tensor, *rows: Any, **attrs: Any) -> Any:
+    return row(x, _rng(rng, offset=int(rng[1]) + 1), *rows, **attrs)
 
 
 @wrong_row(
     "threshold-in-float32", "integer comparison in floating point", chapter="random",
     operator="dropout",
 )  # fmt: skip
-def rounded_threshold(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
-    return row(x, rng, p=float(torch.tensor(p, dtype=torch.float32)))
+def rounded_threshold(row: Row, *args: Any, p: float, **place: int) -> Any:
+    return row(*args, p=float(torch.tensor(p, dtype=torch.float32)), **place)
 
 
 @wrong_row(
     "mask-in-memory-order", "physical for logical index", chapter="random", operator="dropout"
 )
-def memory_order(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
-    if x.dim() < 2 or x.is_contiguous():
-        return row(x, rng, p=p)
+def memory_order(row: Row, x: Tensor, rng: Tensor, *rows: Any, p: float, **place: int) -> Any:
+    if x.dim() < 2 or x.is_contiguous() or rows[0] is not None:
+        return row(x, rng, *rows, p=p, **place)
     order = sorted(range(x.dim()), key=lambda dim: x.stride()[dim], reverse=True)
     back = [order.index(d) for d in range(x.dim())]
-    return row(x.permute(order), rng, p=p).permute(back).contiguous()
+    return row(x.permute(order), rng, *rows, p=p, **place).permute(back).contiguous()
 
 
 @wrong_row(
     "backward-draws-again", "mask reused wrongly", chapter="random", operator="dropout",
     direction="backward",
 )  # fmt: skip
-def fresh_mask(row: Row, grad: Tensor, rng: Tensor, *, p: float, needs: tuple[bool]) -> Any:
-    return row(grad, _rng(rng, offset=int(rng[1]) + grad.numel() // 4), p=p, needs=needs)
+def fresh_mask(row: Row, grad: Tensor, rng: Tensor, *rows: Any, **attrs: Any) -> Any:
+    return row(grad, _rng(rng, offset=int(rng[1]) + grad.numel() // 4), *rows, **attrs)
 
 
 @wrong_row("global-generator", "hidden state", chapter="random", operator="dropout")
-def torch_dropout(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
+def torch_dropout(row: Row, x: Tensor, *_: Any, p: float, **__: int) -> Any:
     return torch.nn.functional.dropout(x, p)
 
 
 @wrong_row("mask-made-once", "mask reused between calls", chapter="random", operator="dropout")
+@_without_rows
 def cached_mask(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
     mask = _masks.setdefault((x.numel(), p), row(torch.ones(x.numel()), rng, p=p))
     return x * mask.reshape(x.shape)
@@ -145,6 +157,7 @@ class _StateDoesNotReturn(HonestBackend):
 
 
 @wrong_row("mask-by-threads", "bits that depend on the cut", chapter="random", operator="dropout")
+@_without_rows
 def mask_by_threads(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
     # Two threads, each with counters of its own from its first element on.
     flat, half = x.reshape(-1), (x.numel() // 2 + 15) // 16 * 16
@@ -153,15 +166,35 @@ def mask_by_threads(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
 
 
 @wrong_row("kept-at-most-p", "comparison the wrong way round", chapter="random", operator="dropout")
-def equal_is_dropped(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
-    return row(x, rng, p=min(p + 2.0**-32, 1.0) if p else p)
+def equal_is_dropped(row: Row, *args: Any, p: float, **place: int) -> Any:
+    return row(*args, p=min(p + 2.0**-32, 1.0) if p else p, **place)
 
 
 @wrong_row("offset-moves-on", "write to an argument", chapter="random", operator="dropout")
-def moves_offset(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
-    y = row(x, rng, p=p)
+def moves_offset(row: Row, x: Tensor, rng: Tensor, *rows: Any, **attrs: Any) -> Any:
+    y = row(x, rng, *rows, **attrs)
     rng.data[1] += x.numel() // 4
     return y
+
+
+@wrong_row("rows-counted-in-the-shard", "an index of the shard", chapter="random",
+           operator="dropout")  # fmt: skip
+def own_rows(row: Row, x: Tensor, rng: Tensor, rows: Any, **attrs: Any) -> Any:
+    rows = None if rows is None else torch.arange(rows.numel()).reshape(rows.shape)
+    return row(x, rng, rows, **attrs)
+
+
+@wrong_row("column-forgotten-in-the-backward", "an index of the shard", chapter="random",
+           operator="bias_dropout_add", direction="backward")  # fmt: skip
+def first_column(row: Row, *args: Any, column: int, **attrs: Any) -> Any:
+    return row(*args, column=0, **attrs)
+
+
+@wrong_row("keys-counted-in-the-block", "an index of the shard", chapter="random",
+           operator="attention_dropout")  # fmt: skip
+def own_keys(row: Row, *args: Any, **attrs: Any) -> Any:
+    keys = None if args[7] is None else torch.arange(args[1].shape[1])
+    return row(*args[:7], keys, **attrs)
 
 
 def _generator(name: str, bug: str, make: type[Backend]) -> Wrong:
@@ -171,6 +204,7 @@ def _generator(name: str, bug: str, make: type[Backend]) -> Wrong:
 CATALOGUE: tuple[Wrong, ...] = (
     counter_of_32_bits, no_carry, short_key, next_word, next_block, rounded_threshold, memory_order,
     fresh_mask, torch_dropout, cached_mask, mask_by_threads, equal_is_dropped, moves_offset,
+    own_rows, first_column, own_keys,
     _generator("generator-seeds-the-process", "hidden state", _SeedsTheProcess),
     _generator("one-generator-per-seed", "output that is not fresh", _OneGeneratorPerSeed),
     _generator("state-does-not-return", "a quiet no-op", _StateDoesNotReturn),

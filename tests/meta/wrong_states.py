@@ -30,8 +30,8 @@ def first_causal(row: Row, q: Tensor, *rest: Tensor, causal: bool, **attrs: Attr
 
 
 @wrong("probability-of-the-first-call", "an attribute compiled in", operator="dropout")
-def first_p(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
-    return row(x, rng, p=_kept.setdefault(("p", x.dim()), p))
+def first_p(row: Row, x: Tensor, *rest: Any, p: float, **place: int) -> Any:
+    return row(x, *rest, p=_kept.setdefault(("p", x.dim()), p), **place)
 
 
 @wrong("tuned-in-place", "run twice by the first call", operator="sgd")

@@ -23,22 +23,32 @@ void test_block_known_answers() {
 }
 
 uint32_t word_of_element(uint64_t seed, uint64_t offset, int64_t i) {
-  const uint64_t counter = offset + static_cast<uint64_t>(i) / 4;
+  const uint64_t counter = offset + static_cast<uint64_t>(i >> 2);
   const Block block =
       philox_block({static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0},
                    {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
-  return block[static_cast<size_t>(i % 4)];
+  return block[static_cast<size_t>(i & 3)];
 }
 
-void test_dropout(DType dtype, int64_t numel, uint64_t seed, uint64_t offset, double p) {
-  const std::string name = label("dropout", dtype, numel) + " p " + std::to_string(p);
+// columns: of each row, where the elements are rows -3, 4, 11 ... of a wider whole; 0: all of it.
+void test_dropout(DType dtype, int64_t numel, uint64_t seed, uint64_t offset, double p,
+                  int64_t columns = 0) {
+  const std::string name = label("dropout", dtype, numel) + " p " + std::to_string(p) +
+                           " columns " + std::to_string(columns);
+  const int64_t width = columns + 5, column = 2;
+  std::vector<int64_t> rows;
+  for (int64_t i = 0; columns > 0 && i < numel / columns; ++i) rows.push_back(7 * i - 3);
+  const auto word_number = [&](int64_t i) {
+    if (columns == 0) return i;
+    return rows[static_cast<size_t>(i / columns)] * width + column + i % columns;
+  };
   Tensor x(dtype, random_values(numel, 1));
   if (numel > 3) x.set(3, NAN);  // a dropped NaN is 0, a kept one stays
   Expected expected(numel);
   const double scale = static_cast<float>(1.0 / (1.0 - p));
   const auto threshold = static_cast<uint64_t>(std::floor(p * 0x1p32));
   for (int64_t i = 0; i < numel; ++i) {
-    const bool keep = word_of_element(seed, offset, i) >= threshold;
+    const bool keep = word_of_element(seed, offset, word_number(i)) >= threshold;
     const auto product =
         static_cast<float>(x.get(i) * scale);  // exact in float64, then one rounding
     expected.want[static_cast<size_t>(i)] = keep ? round_to(dtype, product) : 0.0;
@@ -46,7 +56,8 @@ void test_dropout(DType dtype, int64_t numel, uint64_t seed, uint64_t offset, do
   const int64_t rng[2] = {static_cast<int64_t>(seed), static_cast<int64_t>(offset)};
   check_same_bits(name, [&] {
     Tensor y(dtype, numel);
-    dropout({x.data(), rng, y.data(), numel, p, dtype});
+    const int64_t* numbers = columns > 0 ? rows.data() : nullptr;
+    dropout({x.data(), rng, y.data(), numel, p, dtype, numbers, columns, width, column});
     for (int64_t i = 0; i < numel; ++i) {
       const double want = expected.want[static_cast<size_t>(i)], got = y.get(i);
       check_that(got == want || (std::isnan(got) && std::isnan(want)), name + ": wrong value");
@@ -72,6 +83,10 @@ int main() {
       test_dropout(dtype, 1000, ~uint64_t{0}, 5, p);
     }
     test_dropout(dtype, kManyElements, 1, 0, 0.1);
+    for (const int64_t columns : {1, 3, 64, 65, 500}) {
+      test_dropout(dtype, 40 * columns, 1, 3, 0.4, columns);
+    }
+    test_dropout(dtype, kManyElements / 1001 * 1001, 1, 0, 0.1, 1001);
   }
   // The counter carries into its upper word, and wraps around.
   test_dropout(DType::kFloat32, 1000, 42, 0xffffffff - 100, 0.5);
@@ -82,5 +97,11 @@ int main() {
       "numel >= 0, got -1", [&] { dropout({&value, rng, &value, -1, 0.5, DType::kFloat32}); });
   check_throws<std::invalid_argument>(
       "0 <= p <= 1", [&] { dropout({&value, rng, &value, 1, 1.5, DType::kFloat32}); });
+  const auto with_rows = [&](int64_t columns, int64_t column) {
+    dropout({&value, rng, &value, 1, 0.5, DType::kFloat32, rng, columns, 4, column});
+  };
+  check_throws<std::invalid_argument>("1 elements in rows of 2", [&] { with_rows(2, 0); });
+  check_throws<std::invalid_argument>("column 4 to 5 of 4", [&] { with_rows(1, 4); });
+  check_throws<std::invalid_argument>("column -1 to 0 of 4", [&] { with_rows(1, -1); });
   return report("philox");
 }

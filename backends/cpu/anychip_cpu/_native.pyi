@@ -100,8 +100,22 @@ def layer_norm_backward(
 ) -> None:
     """dx, dweight, dbias: each 0 when not needed; dtotal and dresidual as in rms_norm_backward."""
 
-def dropout(x: int, rng: int, y: int, numel: int, p: float, dtype: int) -> None:
-    """Forward and, with x = grad and y = dx, backward. rng: address of int64[2] (seed, offset)."""
+def dropout(
+    x: int,
+    rng: int,
+    y: int,
+    numel: int,
+    p: float,
+    dtype: int,
+    rows: int = 0,
+    columns: int = 0,
+    width: int = 0,
+    column: int = 0,
+) -> None:
+    """Forward and, with x = grad and y = dx, backward. rng: address of int64[2] (seed, offset).
+
+    rows: 0, or of int64[numel / columns]: element j of row i has word rows[i] * width + column + j.
+    """
 
 def gelu_forward(x: int, y: int, numel: int, tanh: bool, dtype: int) -> None: ...
 def gelu_backward(grad: int, x: int, dx: int, numel: int, tanh: bool, dtype: int) -> None: ...

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from anychip import operators
-from anychip.operators.attention import attend, attend_backward, hidden_keys
+from anychip.operators.attention import attend, attend_backward, hidden_keys, weight_rows
 from anychip.operators.ragged import refuse_unsorted
 from anychip_cpu import native
 from anychip_cpu.native import CODES
@@ -207,28 +207,41 @@ def _key_heads(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, slice]]:
             yield batch, head, slice(head * groups, (head + 1) * groups)
 
 
-def _factor(q: Tensor, k: Tensor, rng: Tensor, p: float, batch: int, heads: slice) -> Tensor:
-    """What the weights of some heads of one batch are multiplied by: (1, heads, Sq, Sk)."""
-    shape = (1, heads.stop - heads.start, q.shape[1], k.shape[1])
-    first = (batch * q.shape[2] + heads.start) * shape[2] * shape[3]
-    # A block has four words: the mask may begin within one.
-    skipped = first % 4
-    whole = torch.ones(math.prod(shape) + skipped)
-    own = torch.stack((rng[0], rng[1] + first // 4))
-    addresses = (whole.data_ptr(), own.data_ptr(), whole.data_ptr())
-    _kernels.dropout(*addresses, whole.numel(), p, CODES[torch.float32])
-    return whole[skipped:].view(shape)
+def _factor(
+    k: Tensor, rng: Tensor, rows: Tensor, key_index: Tensor | None, p: float, keys: int
+) -> Tensor:
+    """What the weights of the heads and queries of ``rows`` are multiplied by: (1, H, Sq, Sk)."""
+    factor = torch.ones(1, *rows.shape, k.shape[1])
+    columns, width = k.shape[1], keys or k.shape[1]
+    if key_index is not None:
+        # These need not follow each other: each is a row of one column.
+        rows, columns, width = rows.unsqueeze(-1) * width + key_index, 1, 1
+    rows, rng = rows.contiguous(), rng.contiguous()
+    addresses = (factor.data_ptr(), rng.data_ptr(), factor.data_ptr())
+    place = (rows.data_ptr(), columns, width, 0)
+    _kernels.dropout(*addresses, factor.numel(), p, CODES[torch.float32], *place)
+    return factor
 
 
 def attention_dropout(
-    q: Tensor, k: Tensor, v: Tensor, rng: Tensor, *, p: float, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rng: Tensor,
+    *index: Tensor | None,
+    p: float,
+    causal: bool,
+    scale: float | None,
+    keys: int = 0,
+    **sizes: int,
 ) -> tuple[Tensor, Tensor]:
-    y, hidden = q.new_empty(q.shape), hidden_keys(q, k, causal)
+    hidden, rows = hidden_keys(q, k, causal), weight_rows(q, index[:3], **sizes)
+    y = q.new_empty(q.shape)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     for batch, head, heads in _key_heads(q, k):
         own_q = q[batch : batch + 1, :, heads]
         own_k, own_v = (t[batch : batch + 1, :, head : head + 1] for t in (k, v))
-        factor = _factor(q, k, rng, p, batch, heads)
+        factor = _factor(k, rng, rows[batch, heads], index[3], p, keys)
         found = attend(own_q, own_k, own_v, hidden, scale, factor)
         y[batch, :, heads], lse[batch, heads] = found[0][0], found[1][0]
     return y, lse
@@ -242,18 +255,21 @@ def attention_dropout_backward(
     y: Tensor,
     lse: Tensor,
     rng: Tensor,
-    *,
+    *index: Tensor | None,
     p: float,
     causal: bool,
     scale: float | None,
     needs: Needs,
+    keys: int = 0,
+    **sizes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    hidden = hidden_keys(q, k, causal)
+    hidden, rows = hidden_keys(q, k, causal), weight_rows(q, index[:3], **sizes)
     for batch, head, heads in _key_heads(q, k):
         own_grad, own_q, own_y = (t[batch : batch + 1, :, heads] for t in (grad, q, y))
         own_k, own_v = (t[batch : batch + 1, :, head : head + 1] for t in (k, v))
-        factor, own_lse = _factor(q, k, rng, p, batch, heads), lse[batch : batch + 1, heads]
+        factor = _factor(k, rng, rows[batch, heads], index[3], p, keys)
+        own_lse = lse[batch : batch + 1, heads]
         found = attend_backward(
             own_grad, own_q, own_k, own_v, own_y, own_lse, hidden, scale, factor
         )

@@ -168,20 +168,25 @@ def add_layer_norm_backward(
 
 @declared.forward("bias_dropout_add")
 def bias_dropout_add(
-    x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None, *, p: float
+    x: Tensor,
+    residual: Tensor,
+    rng: Tensor,
+    bias: Tensor | None,
+    rows: Tensor | None,
+    **attrs: Any,
 ) -> Tensor:
     inner = x.float() if bias is None else x.float() + bias
-    dropped = operators.dropout(inner, rng, p=p)
+    dropped = operators.dropout(inner, rng, rows, **attrs)
     return dropped.add_(residual).to(residual.dtype)
 
 
 @declared.backward("bias_dropout_add")
 def bias_dropout_add_backward(
-    grad: Tensor, rng: Tensor, *, p: float, needs: Needs
+    grad: Tensor, rng: Tensor, rows: Tensor | None, *, needs: Needs, **attrs: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     dx = dresidual = dbias = None
     if needs[0] or needs[2]:
-        dropped = operators.dropout(grad.float(), rng, p=p)
+        dropped = operators.dropout(grad.float(), rng, rows, **attrs)
         dx = dropped.to(grad.dtype) if needs[0] else None
         dbias = _column_sum(dropped) if needs[2] else None
     if needs[1]:
@@ -192,9 +197,11 @@ def bias_dropout_add_backward(
 # Dropout before the residual's sum and a norm
 
 
-def _dropped_sum(x: Tensor, residual: Tensor, rng: Tensor, p: float) -> tuple[Tensor, Tensor]:
+def _dropped_sum(
+    x: Tensor, residual: Tensor, rng: Tensor, rows: Tensor | None, p: float
+) -> tuple[Tensor, Tensor]:
     """The stored sum, and the same as a norm whose result is rounded to x's dtype takes it."""
-    total = bias_dropout_add(x, residual, rng, None, p=p)
+    total = bias_dropout_add(x, residual, rng, None, rows, p=p, width=x.shape[-1])
     return total, total if total.dtype == x.dtype else total.float()
 
 
@@ -203,13 +210,13 @@ def _dropped_gradients(
     grad: Tensor,
     dtotal: Tensor,
     saved: Sequence[Tensor],
-    rng: Tensor,
+    drop: tuple[Tensor, Tensor | None],
     p: float,
     needs: Needs,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, residual, and weight and bias as far as ``needs`` goes.
 
-    saved: the sum, the weight and the rows' statistics.
+    saved: the sum, the weight and the rows' statistics; drop: rng and rows.
     """
     total, weight, *statistics = saved
     if not needs[0]:
@@ -219,15 +226,22 @@ def _dropped_gradients(
     wide = (grad, dtotal.float(), total.float(), weight, statistics, (False, True, *needs[2:]))
     _, whole, *dweights = _normed_sum_gradients(kernel, *wide)
     assert whole is not None
-    dx = operators.dropout(whole, rng, p=p).to(grad.dtype)
+    dx = operators.dropout(whole, *drop, p=p, width=whole.shape[-1]).to(grad.dtype)
     return dx, (whole.to(dtotal.dtype) if needs[1] else None), *dweights
 
 
 @declared.forward("dropout_add_rms_norm")
 def dropout_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, *, p: float, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    rng: Tensor,
+    rows: Tensor | None,
+    *,
+    p: float,
+    eps: float,
 ) -> tuple[Tensor, ...]:
-    total, normed = _dropped_sum(x, residual, rng, p)
+    total, normed = _dropped_sum(x, residual, rng, rows, p)
     y, rstd = operators.rms_norm(normed, weight, eps=eps)
     return y.to(x.dtype), total, rstd
 
@@ -239,14 +253,15 @@ def dropout_add_rms_norm_backward(
     total: Tensor,
     weight: Tensor,
     rng: Tensor,
+    rows: Tensor | None,
     rstd: Tensor,
     *,
     p: float,
     eps: float,
     needs: Needs,
 ) -> tuple[Tensor | None, ...]:
-    saved = (total, weight, rstd)
-    return _dropped_gradients(_kernels.rms_norm_backward, grad, dtotal, saved, rng, p, needs)
+    given = (grad, dtotal, (total, weight, rstd), (rng, rows), p, needs)
+    return _dropped_gradients(_kernels.rms_norm_backward, *given)
 
 
 @declared.forward("dropout_add_layer_norm")
@@ -256,11 +271,12 @@ def dropout_add_layer_norm(
     weight: Tensor,
     rng: Tensor,
     bias: Tensor | None,
+    rows: Tensor | None,
     *,
     p: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    total, normed = _dropped_sum(x, residual, rng, p)
+    total, normed = _dropped_sum(x, residual, rng, rows, p)
     y, mean, rstd = operators.layer_norm(normed, weight, bias, eps=eps)
     return y.to(x.dtype), total, mean, rstd
 
@@ -272,6 +288,7 @@ def dropout_add_layer_norm_backward(
     total: Tensor,
     weight: Tensor,
     rng: Tensor,
+    rows: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
     *,
@@ -279,8 +296,8 @@ def dropout_add_layer_norm_backward(
     eps: float,
     needs: Needs,
 ) -> tuple[Tensor | None, ...]:
-    saved = (total, weight, mean, rstd)
-    return _dropped_gradients(_kernels.layer_norm_backward, grad, dtotal, saved, rng, p, needs)
+    given = (grad, dtotal, (total, weight, mean, rstd), (rng, rows), p, needs)
+    return _dropped_gradients(_kernels.layer_norm_backward, *given)
 
 
 # Activations

@@ -134,16 +134,29 @@ def layer_norm_backward(
 
 
 @declared.forward("dropout")
-def dropout(x: Tensor, rng: Tensor, *, p: float) -> Tensor:
+def dropout(
+    x: Tensor,
+    rng: Tensor,
+    rows: Tensor | None = None,
+    *,
+    p: float,
+    width: int = 0,
+    column: int = 0,
+) -> Tensor:
     x, rng = x.contiguous(), rng.contiguous()
     y = torch.empty_like(x)
-    _kernels.dropout(x.data_ptr(), rng.data_ptr(), y.data_ptr(), x.numel(), p, CODES[x.dtype])
+    rows = None if rows is None else rows.contiguous()
+    place = () if rows is None else (rows.data_ptr(), x.shape[-1], width, column)
+    addresses = (x.data_ptr(), rng.data_ptr(), y.data_ptr())
+    _kernels.dropout(*addresses, x.numel(), p, CODES[x.dtype], *place)
     return y
 
 
 @declared.backward("dropout")
-def dropout_backward(grad: Tensor, rng: Tensor, *, p: float, needs: Needs) -> tuple[Tensor]:
-    return (dropout(grad, rng, p=p),)
+def dropout_backward(
+    grad: Tensor, rng: Tensor, rows: Tensor | None, *, needs: Needs, **attrs: Any
+) -> tuple[Tensor]:
+    return (dropout(grad, rng, rows, **attrs),)
 
 
 @declared.forward("gelu")

@@ -2,7 +2,7 @@
 
 The kernels that torch brings have a dropout of their own, whose mask no other chip has. Here the
 scores of some heads are there at a time, and the mask is that of the operator: word i of the stream
-for element i of (batch, head, query, key).
+for element i of (batch, head, query, key). A part of a whole, which has indices, is not theirs.
 """
 
 from __future__ import annotations
@@ -70,17 +70,22 @@ def _factor(kernels: Kernels, q: Tensor, k: Tensor, rng: Tensor, p: float, part:
     return whole[skipped:].view(shape)
 
 
-@declared.forward("attention_dropout", kind="mapped")
+@declared.forward(
+    "attention_dropout",
+    kind="mapped",
+    accepts=lambda *args, **_: all(index is None for index in args[4:]),
+)
 def attention_dropout(
     kernels: Kernels,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     rng: Tensor,
-    *,
+    *index: None,
     p: float,
     causal: bool,
     scale: float | None,
+    **_: int,
 ) -> tuple[Tensor, Tensor]:
     y, hidden = q.new_empty(q.shape), hidden_keys(q, k, causal)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
@@ -93,7 +98,11 @@ def attention_dropout(
     return y, lse
 
 
-@declared.backward("attention_dropout", kind="mapped")
+@declared.backward(
+    "attention_dropout",
+    kind="mapped",
+    accepts=lambda *args, **_: all(index is None for index in args[7:]),
+)
 def attention_dropout_backward(
     kernels: Kernels,
     grad: Tensor,
@@ -103,11 +112,12 @@ def attention_dropout_backward(
     y: Tensor,
     lse: Tensor,
     rng: Tensor,
-    *,
+    *index: None,
     p: float,
     causal: bool,
     scale: float | None,
     needs: Needs,
+    **_: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     hidden = hidden_keys(q, k, causal)

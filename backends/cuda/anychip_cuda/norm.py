@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -210,13 +210,23 @@ def add_layer_norm_backward(
     return tuple(_gradients(kernels, grad, total, dtotal, weight, (mean, rstd), needs))
 
 
-@declared.forward("dropout_add_rms_norm", accepts=_has_sum)
+def _has_whole_sum(x: Tensor, residual: Tensor, *rest: Tensor | None, **_: object) -> bool:
+    """As :func:`_has_sum`, of a whole tensor: the kernels know no rows of a larger one."""
+    return rest[-1] is None and _has_sum(x, residual)
+
+
+def _has_whole_sum_gradient(*args: Any, **_: object) -> bool:
+    return args[5] is None and _has_sum_gradient(*args)
+
+
+@declared.forward("dropout_add_rms_norm", accepts=_has_whole_sum)
 def dropout_add_rms_norm(
     kernels: Kernels,
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
     rng: Tensor,
+    rows: None = None,
     *,
     p: float,
     eps: float,
@@ -226,7 +236,7 @@ def dropout_add_rms_norm(
     return y, total, rstd
 
 
-@declared.backward("dropout_add_rms_norm", accepts=_has_sum_gradient)
+@declared.backward("dropout_add_rms_norm", accepts=_has_whole_sum_gradient)
 def dropout_add_rms_norm_backward(
     kernels: Kernels,
     grad: Tensor,
@@ -234,6 +244,7 @@ def dropout_add_rms_norm_backward(
     total: Tensor,
     weight: Tensor,
     rng: Tensor,
+    rows: None,
     rstd: Tensor,
     *,
     p: float,
@@ -244,7 +255,7 @@ def dropout_add_rms_norm_backward(
     return tuple(_gradients(kernels, *given)[:3])
 
 
-@declared.forward("dropout_add_layer_norm", accepts=_has_sum)
+@declared.forward("dropout_add_layer_norm", accepts=_has_whole_sum)
 def dropout_add_layer_norm(
     kernels: Kernels,
     x: Tensor,
@@ -252,6 +263,7 @@ def dropout_add_layer_norm(
     weight: Tensor,
     rng: Tensor,
     bias: Tensor | None,
+    rows: None = None,
     *,
     p: float,
     eps: float,
@@ -260,7 +272,7 @@ def dropout_add_layer_norm(
     return _normed(kernels, *given, centred=True, drop=Drop(rng.contiguous(), p))
 
 
-@declared.backward("dropout_add_layer_norm", accepts=_has_sum_gradient)
+@declared.backward("dropout_add_layer_norm", accepts=_has_whole_sum_gradient)
 def dropout_add_layer_norm_backward(
     kernels: Kernels,
     grad: Tensor,
@@ -268,6 +280,7 @@ def dropout_add_layer_norm_backward(
     total: Tensor,
     weight: Tensor,
     rng: Tensor,
+    rows: None,
     mean: Tensor,
     rstd: Tensor,
     *,

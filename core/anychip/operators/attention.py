@@ -5,13 +5,14 @@ keys up to i + Sk - Sq. A query that sees no key at all has the output 0, the ls
 gradient.
 
 Dropout has an operator of its own: ``attention`` keeps a signature that every row for it serves
-completely, and what is random cannot be sharded without knowing where a shard lies.
+completely, and what is random has to be told where in the whole a shard lies.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from anychip.contract import (
     Bound,
     Cost,
     OperatorSpec,
+    Placement,
     Placements,
     Residual,
     Sample,
@@ -27,7 +29,7 @@ from anychip.contract import (
     Sharding,
 )
 from anychip.operators import philox
-from anychip.operators.dropout import keep_threshold
+from anychip.operators.dropout import check_rng, keep_threshold, need_index
 from anychip.operators.extents import Needs, nbytes
 
 _BATCH, _HEADS = 0, 2
@@ -261,36 +263,100 @@ attention = OperatorSpec(
 # attention_dropout
 
 
-def _factor(q: Tensor, k: Tensor, rng: Tensor, p: float) -> Tensor:
+Index = Tensor | None
+"""Positions in the whole of one dim of a part; None: 0, 1, 2 ... of a dim that is whole."""
+
+
+def weight_rows(q: Tensor, index: Sequence[Index], *, heads: int = 0, queries: int = 0) -> Tensor:
+    """(B, H, Sq) int64: which row of the whole's (B H Sq, Sk) weights each row of these is.
+
+    Args:
+        index: of batch, head and query.
+        heads, queries: of the whole; 0 where they are q's.
+    """
+    rows = torch.zeros((), dtype=torch.int64, device=q.device)
+    for dim, given, size in zip((0, 2, 1), index, (0, heads, queries), strict=True):
+        own = torch.arange(q.shape[dim], device=q.device) if given is None else given
+        rows = rows.unsqueeze(-1) * (size or q.shape[dim]) + own
+    return rows
+
+
+def _factor(
+    q: Tensor, k: Tensor, rng: Tensor, *index: Index, p: float, keys: int = 0, **sizes: int
+) -> Tensor:
     """(B, H, Sq, Sk) float32: 0 for what is dropped, 1 / (1 - p) rounded once for what is kept."""
-    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    keep = philox.words(rng, math.prod(shape)).reshape(shape) >= keep_threshold(p)
+    if all(given is None for given in index):
+        shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        words = philox.words(rng, math.prod(shape)).reshape(shape)
+    else:
+        *of_rows, key = index
+        rows = weight_rows(q, of_rows, **sizes).unsqueeze(-1) * (keys or k.shape[1])
+        own = torch.arange(k.shape[1], device=q.device) if key is None else key
+        words = philox.words_at(rng, rows + own)
     scale = torch.tensor(0.0 if p == 1.0 else 1.0 / (1.0 - p), dtype=torch.float32)
-    return torch.where(keep, scale.to(q.device), 0.0)
+    return torch.where(words >= keep_threshold(p), scale.to(q.device), 0.0)
 
 
 def _dropout_forward(
-    q: Tensor, k: Tensor, v: Tensor, rng: Tensor, *, p: float, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rng: Tensor,
+    *index: Index,
+    p: float,
+    causal: bool,
+    scale: float | None,
+    **sizes: int,
 ) -> tuple[Tensor, Tensor]:
-    return attend(q, k, v, hidden_keys(q, k, causal), scale, _factor(q, k, rng, p))
+    factor = _factor(q, k, rng, *index, p=p, **sizes)
+    return attend(q, k, v, hidden_keys(q, k, causal), scale, factor)
 
 
 def _dropout_backward(
-    grad: Tensor, *saved: Tensor, p: float, causal: bool, scale: float | None, needs: Needs
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    rng: Tensor,
+    *index: Index,
+    p: float,
+    causal: bool,
+    scale: float | None,
+    needs: Needs,
+    **sizes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, y, lse, rng = saved
-    hidden, factor = hidden_keys(q, k, causal), _factor(q, k, rng, p)
+    hidden, factor = hidden_keys(q, k, causal), _factor(q, k, rng, *index, p=p, **sizes)
     return attend_backward(grad, q, k, v, y, lse, hidden, scale, factor)
 
 
 def _dropout_check(
-    q: Tensor, k: Tensor, v: Tensor, rng: Tensor, *, p: float, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rng: Tensor,
+    *index: Index,
+    p: float,
+    causal: bool,
+    scale: float | None,
+    **sizes: int,
 ) -> None:
     _attention_check(q, k, v)
-    if rng.dim() != 1 or rng.shape[0] != 2:
-        raise ValueError(f"rng must be int64[2] (seed, offset), got shape {tuple(rng.shape)}")
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"p must be from 0 to 1, got {p}")
+    check_rng(rng, p)
+    extents = {"batch": q.shape[0], "head": q.shape[2], "query": q.shape[1], "key": k.shape[1]}
+    of_whole = (None, *(sizes[name] for name in ("heads", "queries", "keys")))
+    for (name, extent), given, size in zip(extents.items(), index, of_whole, strict=True):
+        if given is not None and given.shape != (extent,):
+            raise ValueError(
+                f"{name}_index must be int64[{extent}], a position for each {name} of "
+                f"{'k' if name == 'key' else 'q'}; got shape {tuple(given.shape)}"
+            )
+        if size is not None and (size < max(extent, 1) if given is not None else size != 0):
+            raise ValueError(
+                f"{name}_index goes with the size of the whole, at least {extent}; got {size} "
+                f"{'without' if given is None else 'with'} {name}_index"
+            )
 
 
 def _dropout_samples(maker: SampleMaker) -> Iterator[Sample]:
@@ -302,19 +368,60 @@ def _dropout_samples(maker: SampleMaker) -> Iterator[Sample]:
     )
     for lengths, causal, p in shapes:
         args, label = _drawn(maker, lengths)
-        attrs = {"p": p, "causal": causal, "scale": None}
-        yield Sample((*args, maker.rng(seed=99, offset=7)), attrs, f"{label},p={p}")
+        attrs = {"p": p, "causal": causal, "scale": None, "heads": 0, "queries": 0, "keys": 0}
+        rng = maker.rng(seed=99, offset=7)
+        yield Sample((*args, rng, *[None] * 4), attrs, f"{label},p={p}")
+    args, label = _drawn(maker, (2, 3, 5, 4, 2, 8))
+    index = (maker.integers(9, size) for size in (2, 4, 3, 5))
+    attrs = {"p": 0.5, "causal": False, "scale": None, "heads": 9, "queries": 9, "keys": 9}
+    yield Sample((*args, maker.rng(seed=99, offset=7), *index), attrs, f"{label},index")
+
+
+_INDEX = ("batch_index", "head_index", "query_index", "key_index")
+
+
+def _index_places(dim: int, index: tuple[Index, ...]) -> list[Placement]:
+    """Of those that are given: the one of ``dim`` is split, as that is."""
+    return [0 if i == dim else None for i, given in enumerate(index) if given is not None]
+
+
+def _dropout_shards(q: Tensor, k: Tensor, v: Tensor, rng: Tensor, *rest: Any) -> Placements:
+    index = rest[: len(_INDEX)]
+    need_index("attention_dropout", "batch_index, or head_index and heads", *index[:2])
+    return [
+        ([dim, i], [dim, dim, dim, None, *_index_places(i, index)])
+        for i, dim in enumerate((_BATCH, _HEADS))
+        if index[i] is not None
+    ]
+
+
+def _dropout_backward_shards(*args: Any) -> Placements:
+    index = args[7 : 7 + len(_INDEX)]
+    need_index("attention_dropout", "batch_index, or head_index and heads", *index[:2])
+    return [
+        ([dim] * 3, [dim] * 5 + [i, None, *_index_places(i, index)])
+        for i, dim in enumerate((_BATCH, _HEADS))
+        if index[i] is not None
+    ]
+
+
+def _drawing(q: Tensor, k: Tensor, causal: bool, flops: int) -> int:
+    """Flops of ``attention``'s and of the words, which take about 30 a weight."""
+    return _flops(q, k, causal) * (flops * q.shape[3] + 30) // (4 * q.shape[3])
 
 
 attention_dropout = OperatorSpec(
     name="attention_dropout",
     signature=(
-        "(Tensor q, Tensor k, Tensor v, Tensor rng, *, float p=0.5, bool causal=False, "
-        "float? scale=None) -> Tensor"
+        "(Tensor q, Tensor k, Tensor v, Tensor rng, Tensor? batch_index=None, "
+        "Tensor? head_index=None, Tensor? query_index=None, Tensor? key_index=None, *, "
+        "float p=0.5, bool causal=False, float? scale=None, int heads=0, int queries=0, "
+        "int keys=0) -> Tensor"
     ),
     equation=(
-        "y = (D softmax(q k^T scale + mask)) v; D_i = 1 / (1 - p) if u_i >= floor(p 2^32) else 0 "
-        "for element i of (B, H, Sq, Sk); u_i = word i of Philox(rng)"
+        "y = (D softmax(q k^T scale + mask)) v; D_n = 1 / (1 - p) if u_n >= floor(p 2^32) else 0 "
+        "for element n = ((b heads + h) queries + i) keys + j of the whole's (B, H, Sq, Sk), which "
+        "the indices say; u_n = word n of Philox(rng)"
     ),
     source=(
         "Vaswani et al. 2017, section 5.4; Dao et al. 2022, arXiv:2205.14135, algorithms 2 and 4; "
@@ -324,18 +431,16 @@ attention_dropout = OperatorSpec(
     backward=_dropout_backward,
     fake=_attention_fake,
     residuals=(Residual("lse", "(B, H, Sq)", "float32"),),
-    saved=("q", "k", "v", "y", "lse", "rng"),
+    saved=("q", "k", "v", "y", "lse", "rng", *_INDEX),
     differentiable=("q", "k", "v"),
     check=_dropout_check,
-    fixed_dtypes={"rng": "int64"},
+    fixed_dtypes=dict.fromkeys(("rng", *_INDEX), "int64"),
     sizes=_sizes,
     autocast="lower",
-    # No sharding rule: a shard does not know the logical indices of its elements.
-    cost=lambda q, k, v, rng, *, p, causal, scale: Cost(
-        nbytes(q, q, k, v), _flops(q, k, causal) * (4 * q.shape[3] + 30) // (4 * q.shape[3])
-    ),
-    backward_cost=lambda q, k, v, rng, *, p, causal, scale: Cost(
-        2 * nbytes(q, q, k, v), _flops(q, k, causal) * (10 * q.shape[3] + 30) // (4 * q.shape[3])
+    sharding=Sharding(_dropout_shards, _dropout_backward_shards),
+    cost=lambda q, k, v, *_, causal, **__: Cost(nbytes(q, q, k, v), _drawing(q, k, causal, 4)),
+    backward_cost=lambda q, k, v, *_, causal, **__: Cost(
+        2 * nbytes(q, q, k, v), _drawing(q, k, causal, 10)
     ),
     samples=_dropout_samples,
     bound=Bound(forward=14, backward=26, length=_length),

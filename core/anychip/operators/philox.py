@@ -20,12 +20,12 @@ def blocks(counter: Tensor, seed: Tensor) -> Tensor:
     """Philox blocks for 64-bit counters.
 
     Args:
-        counter: (n,) int64, the low 64 bits of the 128-bit counters; the high ones are 0. Negative
-            numbers stand for the upper half of the unsigned range.
+        counter: (...,) int64, the low 64 bits of the 128-bit counters; the high ones are 0.
+            Negative numbers stand for the upper half of the unsigned range.
         seed: 0-dim int64, the 64-bit key.
 
     Returns:
-        (n, 4) int64, each a word from 0 to 2^32 - 1.
+        (..., 4) int64, each a word from 0 to 2^32 - 1.
     """
     words = [counter & _MASK32, (counter >> 32) & _MASK32]
     words += [torch.zeros_like(counter), torch.zeros_like(counter)]
@@ -49,6 +49,15 @@ def words(rng: Tensor, numel: int) -> Tensor:
     """
     index = torch.arange((numel + 3) // 4, dtype=torch.int64, device=rng.device)
     return blocks(rng[1] + index, rng[0]).reshape(-1)[:numel]
+
+
+def words_at(rng: Tensor, index: Tensor) -> Tensor:
+    """The words of that stream with the numbers of ``index``, an int64 tensor of any shape.
+
+    A negative number is that of a word before the first one, since counters wrap at 2^64.
+    """
+    found = blocks(rng[1] + (index >> 2), rng[0])
+    return found.gather(-1, (index & 3).unsqueeze(-1)).squeeze(-1)
 
 
 def _multiply(factor: int, value: Tensor) -> tuple[Tensor, Tensor]:

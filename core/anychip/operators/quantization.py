@@ -121,6 +121,8 @@ quantize = OperatorSpec(
     fixed_dtypes={"rng": "int64"},
     sizes=lambda x, rng, *, bits, block: {"numel": x.numel(), "block": block},
     # No sharding rule: blocks are ranges of the flattened tensor, which a cut along a dim tears up.
+    # Nor rows, as of dropout: a part of whole blocks is such a range, and where it starts at a
+    # multiple of 4 it draws the words of the whole at offset + start // 4.
     cost=_quantize_cost,
     samples=_quantize_samples,
     bound=Bound(forward=1, backward=0, length=lambda *_, **__: 1),

@@ -97,30 +97,53 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "n
 
 
 @operator(operators.dropout)
-def dropout(x: Tensor, rng: Tensor, *, p: float = 0.5) -> Tensor:
+def dropout(
+    x: Tensor,
+    rng: Tensor,
+    rows: Tensor | None = None,
+    *,
+    p: float = 0.5,
+    width: int = 0,
+    column: int = 0,
+) -> Tensor:
     """Zeroes each element with probability p and scales the others by 1 / (1 - p).
 
     The mask is a function of ``rng`` and the element's index alone: word ``i % 4`` of the
-    Philox4x32-10 block at counter ``offset + i // 4``. The same on every chip.
+    Philox4x32-10 block at counter ``offset + i // 4``. The same on every chip. With rows it is that
+    of a part of a whole tensor: element j of row i has the index ``rows[i] * width + column + j``,
+    so that shards, however they are cut, and recomputed parts have the mask of the whole.
 
     Args:
-        x: float, any shape.
-        rng: int64[2] (seed, offset). The call uses ``ceil(numel / 4)`` counters from offset on.
+        x: float, any shape; with rows at least one dim.
+        rng: int64[2] (seed, offset). The call uses ``ceil(numel / 4)`` counters from offset on,
+            with rows those of the whole.
+        rows: int64, of x's shape without the last dim: the number of each row in the whole. A
+            negative one is not looked for; it draws the words before offset, the same everywhere.
         p: from 0 to 1.
+        width: of the whole's rows, at least ``column + x.shape[-1]``; 0 without rows.
+        column: of the whole, at which x begins.
     """
     raise NotImplementedError
 
 
 @operator(operators.bias_dropout_add)
 def bias_dropout_add(
-    x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None = None, *, p: float = 0.5
+    x: Tensor,
+    residual: Tensor,
+    rng: Tensor,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+    *,
+    p: float = 0.5,
+    width: int = 0,
+    column: int = 0,
 ) -> Tensor:
     """``residual + dropout(x + bias, rng, p)`` in residual's dtype, rounded once.
 
     Args:
         x: (..., H) float.
         residual: (..., H), x's dtype or float32.
-        rng: int64[2] (seed, offset), used as :func:`dropout` uses it.
+        rng, rows, width, column: as in :func:`dropout`.
         bias: (H,) float.
         p: from 0 to 1.
 

@@ -90,20 +90,33 @@ def attention_dropout(
     k: Tensor,
     v: Tensor,
     rng: Tensor,
+    batch_index: Tensor | None = None,
+    head_index: Tensor | None = None,
+    query_index: Tensor | None = None,
+    key_index: Tensor | None = None,
     *,
     p: float = 0.5,
     causal: bool = False,
     scale: float | None = None,
+    heads: int = 0,
+    queries: int = 0,
+    keys: int = 0,
 ) -> Tensor:
     """Attention whose normalised weights go through dropout before they meet the values.
 
     The mask is that of :func:`dropout` over a contiguous (B, H, Sq, Sk) tensor of weights, hidden
-    ones included, so that it is the same on every chip.
+    ones included, so that it is the same on every chip. Of a part of a whole attention, such as
+    some heads or a block of keys, the indices say where it lies; a dim without one is whole.
 
     Args:
         q, k, v, causal, scale: as in :func:`attention`.
-        rng: int64[2] (seed, offset). Uses ``ceil(B H Sq Sk / 4)`` counters from offset on.
+        rng: int64[2] (seed, offset). Uses ``ceil(B H Sq Sk / 4)`` counters from offset on, of the
+            whole.
+        batch_index, head_index, query_index, key_index: int64, the position in the whole of each
+            batch, head of q, query and key. They are not looked at: positions beyond the whole draw
+            the words that the formula gives, the same everywhere.
         p: from 0 to 1. At 0 this is :func:`attention`.
+        heads, queries, keys: the sizes of the whole, each with its index; 0 without.
 
     Source: Vaswani et al. 2017, section 5.4; Dao et al. 2022, arXiv:2205.14135, algorithm 2.
     """

@@ -103,7 +103,14 @@ def add_layer_norm(
 
 @operator(operators.dropout_add_rms_norm)
 def dropout_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, *, p: float = 0.5, eps: float = 1e-6
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    rng: Tensor,
+    rows: Tensor | None = None,
+    *,
+    p: float = 0.5,
+    eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """RMS norm of the sum ``residual + dropout(x)``, and the sum itself for the next block.
 
@@ -114,7 +121,7 @@ def dropout_add_rms_norm(
         x: (..., H) float, what a block adds to the residual stream.
         residual: (..., H) float, the stream.
         weight: (H,) float, x's dtype or float32.
-        rng: int64[2], seed and offset, as in :func:`dropout`.
+        rng, rows: as in :func:`dropout`, of a whole that is H wide.
         p: probability of dropping an element of x, 0 to 1.
         eps: added to the mean square.
 
@@ -134,6 +141,7 @@ def dropout_add_layer_norm(
     weight: Tensor,
     rng: Tensor,
     bias: Tensor | None = None,
+    rows: Tensor | None = None,
     *,
     p: float = 0.5,
     eps: float = 1e-5,
@@ -147,7 +155,7 @@ def dropout_add_layer_norm(
         x: (..., H) float, what a block adds to the residual stream.
         residual: (..., H) float, the stream.
         weight, bias: (H,) float, x's dtype or float32.
-        rng: int64[2], seed and offset, as in :func:`dropout`.
+        rng, rows: as in :func:`dropout`, of a whole that is H wide.
         p: probability of dropping an element of x, 0 to 1.
         eps: added to the (biased) variance.
 

@@ -7,7 +7,8 @@
 namespace anychip::cpu::ANYCHIP_ISA {
 namespace {
 
-// Element i keeps its value when word i % 4 of block offset + i / 4 is at least floor(p * 2^32);
+// An element keeps its value when its word n, which is word n % 4 of block offset + n / 4, is at
+// least floor(p * 2^32); with rows n is signed, and / rounds down;
 // what is kept is multiplied by 1 / (1 - p) in float32 and rounded once to its type. Nothing
 // survives p = 1, whose threshold is no 32 bit number.
 template <class T>
@@ -25,14 +26,37 @@ template <class T>
   const uint64_t seed = static_cast<uint64_t>(args.rng[0]);
   const uint64_t offset = static_cast<uint64_t>(args.rng[1]);
 
-  for (int64_t first = elements.begin; first < elements.end; first += kWords) {
+  // Elements begin ... end - 1, which have the words from `word` on.
+  const auto drop = [&](int64_t begin, int64_t end, int64_t word) {
     U32 words[4];
-    philox_words(seed, offset + static_cast<uint64_t>(first) / 4, words);
-    const int64_t last = first + kWords < elements.end ? first + kWords : elements.end;
-    for_each_vector(first, last, [&](int64_t i, auto lanes) {
-      const Mask keep = words[(i - first) / kLanes] >= threshold;
-      store(y + i, select(keep, load_ahead(x + i, lanes) * scale, F32{}), lanes);
-    });
+    if (word % 4 != 0) {
+      philox_words(seed, offset + static_cast<uint64_t>(word >> 2), words);
+      uint32_t block[4];
+      __builtin_memcpy(block, words, sizeof(block));
+      for (; begin < end && word % 4 != 0; ++begin, ++word) {
+        const F32 scaled = load(x + begin, FirstLanes{1}) * scale;
+        store(y + begin, block[word & 3] >= threshold ? scaled : F32{}, FirstLanes{1});
+      }
+    }
+    uint64_t counter = offset + static_cast<uint64_t>(word >> 2);
+    for (int64_t first = begin; first < end; first += kWords, counter += kWords / 4) {
+      philox_words(seed, counter, words);
+      const int64_t last = first + kWords < end ? first + kWords : end;
+      for_each_vector(first, last, [&](int64_t i, auto lanes) {
+        const Mask keep = words[(i - first) / kLanes] >= threshold;
+        store(y + i, select(keep, load_ahead(x + i, lanes) * scale, F32{}), lanes);
+      });
+    }
+  };
+  if (args.rows == nullptr) return drop(elements.begin, elements.end, elements.begin);
+  for (int64_t begin = elements.begin, end; begin < elements.end; begin = end) {
+    const int64_t row = begin / args.columns, start = row * args.columns;
+    end = start + args.columns < elements.end ? start + args.columns : elements.end;
+    // Unsigned, because a number that is no row's may wrap.
+    const uint64_t whole =
+        static_cast<uint64_t>(args.rows[row]) * static_cast<uint64_t>(args.width);
+    drop(begin, end,
+         static_cast<int64_t>(whole + static_cast<uint64_t>(args.column + begin - start)));
   }
 }
 

@@ -72,18 +72,26 @@ def rms_norm_backward(
 
 
 @table.forward("dropout", dtypes=FLOAT32)
-def dropout(x: Tensor, rng: Tensor, *, p: float) -> Tensor:
+def dropout(
+    x: Tensor, rng: Tensor, rows: Tensor | None, *, p: float, width: int, column: int
+) -> Tensor:
     seed, offset = rng.tolist()
+    if rows is None:
+        index = np.arange(x.numel()).reshape(x.shape)
+    else:  # a part of a tensor that is `width` wide: which of its rows, and from which column on
+        index = _array(rows)[..., None] * width + np.arange(column, column + x.shape[-1])
     threshold = int(p * 2.0**32)  # the product is exact, int() takes the floor
-    keep = philox.words(seed, offset, x.numel()).reshape(x.shape) >= threshold
+    keep = philox.words(seed, offset, index) >= threshold
     scale = np.float32(0.0 if p == 1.0 else 1.0 / (1.0 - p))
     with np.errstate(all="ignore"):
         return _tensor(np.where(keep, _array(x) * scale, np.float32(0.0)))
 
 
 @table.backward("dropout", dtypes=FLOAT32)
-def dropout_backward(grad: Tensor, rng: Tensor, *, p: float, needs: Needs) -> tuple[Tensor]:
-    return (dropout(grad, rng, p=p),)
+def dropout_backward(
+    grad: Tensor, rng: Tensor, rows: Tensor | None, *, needs: Needs, **attrs: Any
+) -> tuple[Tensor]:
+    return (dropout(grad, rng, rows, **attrs),)
 
 
 # cross_entropy: a loss with options

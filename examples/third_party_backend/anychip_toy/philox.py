@@ -14,14 +14,13 @@ _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 
 
-def words(seed: int, offset: int, count: int) -> NDArray[np.uint64]:
-    """The first ``count`` 32-bit words of the stream: word ``i % 4`` of block ``offset + i // 4``.
+def words(seed: int, offset: int, index: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """32-bit words of the stream: word ``i % 4`` of block ``offset + i // 4`` for each i of index.
 
     Args:
         seed, offset: 64-bit; a negative number stands for the upper half of the unsigned range.
     """
-    counter = np.arange((count + 3) // 4, dtype=np.uint64)
-    counter += np.uint64(offset % 2**64)
+    counter = (index >> 2).astype(np.uint64) + np.uint64(offset % 2**64)
     c0, c1 = counter & _LOW, counter >> _SHIFT
     c2, c3 = np.zeros_like(counter), np.zeros_like(counter)
     k0, k1 = np.uint64(seed % 2**32), np.uint64(seed % 2**64 >> 32)
@@ -30,4 +29,4 @@ def words(seed: int, offset: int, count: int) -> NDArray[np.uint64]:
         c0, c2 = (product1 >> _SHIFT) ^ c1 ^ k0, (product0 >> _SHIFT) ^ c3 ^ k1
         c1, c3 = product1 & _LOW, product0 & _LOW
         k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
-    return np.stack((c0, c1, c2, c3), axis=-1).reshape(-1)[:count]
+    return np.choose(index & 3, (c0, c1, c2, c3))

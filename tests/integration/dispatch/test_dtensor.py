@@ -11,7 +11,7 @@ from tests.integration.dispatch.sharded import cases
 WORLD = 2
 LABELS = [f"{label}/{door}" for label in cases() for door in ("short cut", "library")]
 DROPPED = ("dropout", "bias_dropout_add", "dropout_add_rms_norm", "dropout_add_layer_norm")
-REFUSED = [f"refused/{name}" for name in (*DROPPED, "clip", "l2_norm")]
+REFUSED = [f"refused/{name}" for name in (*DROPPED, "attention_dropout", "clip", "l2_norm")]
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def test_rows_of_attention_dropout_agree_with_the_reference(
     monkeypatch.setattr(rows, "BLOCK", SCORES[block])
     sample = samples("attention_dropout", torch.float32)[index]
     attrs: dict[str, Any] = dict(sample.attrs)
-    q, k, v, rng = sample.args
+    q, k, v, rng, *_ = sample.args
     kernels: Any = Kernels()
     y, lse = rows.attention_dropout(kernels, q, k, v, rng, **attrs)
     want, want_lse = specs.attention_dropout.forward(q, k, v, rng, **attrs)

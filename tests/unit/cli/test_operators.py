@@ -65,12 +65,12 @@ def test_operators_with_a_name_says_all_that_a_row_must_know(
     assert lines["outputs"] == "y0, y1"
     assert lines["residuals"] == "mean (float32, x.shape[:-1]), rstd (float32, x.shape[:-1])"
     assert lines["backward"] == (
-        "arguments: grad0, grad1, y1, weight, rng, mean, rstd; "
+        "arguments: grad0, grad1, y1, weight, rng, rows, mean, rstd; "
         "gradients: x, residual, weight, bias; deferrable: none"
     )
     assert lines["sizes"] == "hidden, rows"
     assert lines["dtypes"] == (
-        "float32 or bfloat16 or float16: x, residual, weight, bias; int64: rng"
+        "float32 or bfloat16 or float16: x, residual, weight, bias; int64: rng, rows"
     )
     assert lines["bound"] == f"forward: {spec.bound.forward}; backward: {spec.bound.backward}"
     assert said.rstrip().endswith(stub(spec))

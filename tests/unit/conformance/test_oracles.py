@@ -21,6 +21,7 @@ from anychip.conformance.oracles import ORACLES, Oracle, philox, update
 from anychip.conformance.oracles.oracle import numbers
 from anychip.dispatch.signature import Signature
 from anychip.operators import all_specs
+from tests.unit.dispatch.plain import weight_numbers
 
 SIGNATURES = {spec.name: Signature.parse(spec) for spec in all_specs()}
 SPECS = {spec.name: spec for spec in all_specs()}
@@ -113,23 +114,23 @@ def torch_attention(
 
 
 def torch_attention_dropout(
-    q: Tensor, k: Tensor, v: Tensor, rng: Tensor, *, p: float, causal: bool, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, rng: Tensor, *index: Any, p: float, causal: bool, **attrs: Any
 ) -> Tensor:
-    """Weight by weight: attention to one-hot values gives the weights, a plain loop drops them."""
-    batch, keys, kv_heads, _ = k.shape
-    groups = q.shape[2] // kv_heads
+    """Weight by weight: attention to one-hot values gives the weights, which are then dropped."""
+    (batch, keys, kv_heads, _), scale = k.shape, attrs.pop("scale")
     one_hot = torch.eye(keys, dtype=q.dtype)[None, :, None].expand(batch, keys, kv_heads, keys)
     padded = [F.pad(t, (0, max(keys - t.shape[3], 0))) for t in (q, k)]
     scale = q.shape[3] ** -0.5 if scale is None else scale
     weights = torch_attention(*padded, F.pad(one_hot, (0, padded[0].shape[3] - keys)),
                               causal=causal, scale=scale)[..., :keys]  # fmt: skip
-    weights = weights.transpose(1, 2).contiguous()  # (B, H, Sq, Sk)
-    words = iter(philox.words(*rng.tolist(), weights.numel()).tolist())
-    flat = [
-        w / (1.0 - p) if next(words) >= math.floor(p * 2**32) else 0.0 for w in weights.view(-1)
-    ]
-    dropped = torch.tensor(flat, dtype=q.dtype).view(weights.shape)
-    return torch.einsum("bhqk,bkhd->bqhd", dropped, v.repeat_interleave(groups, 2))
+    weights, (seed, offset) = weights.transpose(1, 2), rng.tolist()  # (B, H, Sq, Sk)
+    words = philox.words(seed, offset, weights.numel()).tolist()
+    if any(given is not None for given in index):
+        places = weight_numbers(weights.shape, index, attrs).flatten().tolist()
+        words = [int(philox.words(seed, offset + n // 4, 4)[n % 4]) for n in places]
+    kept = (torch.tensor(words) >= math.floor(p * 2**32)).view(weights.shape)
+    dropped = torch.where(kept, weights / (1.0 - p), 0.0) if p < 1.0 else 0.0 * weights
+    return torch.einsum("bhqk,bkhd->bqhd", dropped, v.repeat_interleave(q.shape[2] // kv_heads, 2))
 
 
 def torch_attention_varlen(

@@ -150,7 +150,7 @@ def test_what_cases_share_starts_once_and_before_the_first_case() -> None:
     ({"chapters": ["devices"]}, "did you mean 'device'"),
     ({"chapters": ["serving"]}, "this version has device, memory"),
     ({"select": "no_such_word"}, "no case is selected"),
-    ({"select": "rms_norm", "chapters": ["device"]}, "is in chapter operators"),
+    ({"select": "operators/rms_norm", "chapters": ["device"]}, "is in chapter operators"),
     ({"select": "3x128.sweep"}, "at level full"),
 ])  # fmt: skip
 def test_run_without_a_case_is_wrong_use(options: dict[str, object], words: str) -> None:

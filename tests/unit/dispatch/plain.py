@@ -1,7 +1,7 @@
 """Every differentiable operator in plain torch, written from its definition; takes float64 too."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,15 +22,27 @@ def _plain_weights(q: Tensor, k: Tensor, visible: Tensor, scale: Any) -> Tensor:
 
 
 def _plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, rng: Tensor | None = None, *, causal: bool, scale: Any,
-    p: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, rng: Tensor | None = None, *index: Any, causal: bool,
+    scale: Any, p: float = 0.0, **sizes: int,
 ) -> Tensor:  # fmt: skip
     visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
     visible = visible.tril(k.shape[1] - q.shape[1]) if causal else visible
     weights = _plain_weights(q, k, visible, scale)
-    weights = weights if rng is None else _plain_dropout(weights, rng, p=p)
+    if rng is not None:
+        each = weights.unsqueeze(-1)  # an element is a row of the whole's weights, 1 wide
+        numbers = weight_numbers(weights.shape, index, sizes)
+        weights = _plain_dropout(each, rng, numbers, p=p, width=1).squeeze(-1)
     v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def weight_numbers(shape: Sequence[int], index: Any, sizes: dict[str, int]) -> Tensor:
+    """Where each of the (B, H, Sq, Sk) weights lies among those of the whole."""
+    wholes = [0, *(sizes.get(n) or s for n, s in zip(("heads", "queries", "keys"), shape[1:]))]  # noqa: B905
+    numbers = torch.zeros((), dtype=torch.int64)
+    for whole, own, size in zip(wholes, index or [None] * 4, shape, strict=True):
+        numbers = numbers[..., None] * whole + (torch.arange(size) if own is None else own)
+    return numbers
 
 
 def _plain_varlen(
@@ -69,9 +81,11 @@ def _plain_rope(
     return rotated(q), rotated(k)
 
 
-def _plain_dropout(x: Tensor, rng: Tensor, *, p: float) -> Tensor:
+def _plain_dropout(
+    x: Tensor, rng: Tensor, rows: Tensor | None = None, *, p: float, **place: int
+) -> Tensor:
     """The mask is tested elsewhere; here it is a constant."""
-    mask = ops.dropout(torch.ones(x.shape), rng, p=p) != 0
+    mask = ops.dropout(torch.ones(x.shape), rng, rows, p=p, **place) != 0
     return torch.where(mask, x / (1 - p) if p < 1 else 0 * x, 0.0)
 
 
@@ -80,9 +94,13 @@ def _plain_add_norm(x: Tensor, residual: Tensor, normed: Callable[[Tensor], Tens
 
 
 def _plain_bias_dropout_add(
-    x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None, *, p: float
+    x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor | None, *rows: Any, **attrs: Any
 ) -> Tensor:
-    return residual + _plain_dropout(x if bias is None else x + bias, rng, p=p)
+    return residual + _plain_dropout(x if bias is None else x + bias, rng, *rows, **attrs)
+
+
+def _plain_dropped_row(x: Tensor, rng: Tensor, rows: Tensor | None, p: float) -> Tensor:
+    return _plain_dropout(x, rng, rows, p=p, width=0 if rows is None else x.shape[-1])
 
 
 def _plain_softmax(
@@ -164,11 +182,13 @@ PLAIN: dict[str, Callable[..., Any]] = {
     ),
     "dropout": _plain_dropout,
     "bias_dropout_add": _plain_bias_dropout_add,
-    "dropout_add_rms_norm": lambda x, r, w, rng, *, p, eps: _plain_add_norm(
-        _plain_dropout(x, rng, p=p), r, lambda total: F.rms_norm(total, w.shape, w, eps)
+    "dropout_add_rms_norm": lambda x, r, w, rng, rows, *, p, eps: _plain_add_norm(
+        _plain_dropped_row(x, rng, rows, p), r, lambda total: F.rms_norm(total, w.shape, w, eps)
     ),
-    "dropout_add_layer_norm": lambda x, r, w, rng, b, *, p, eps: _plain_add_norm(
-        _plain_dropout(x, rng, p=p), r, lambda total: F.layer_norm(total, w.shape, w, b, eps)
+    "dropout_add_layer_norm": lambda x, r, w, rng, b, rows, *, p, eps: _plain_add_norm(
+        _plain_dropped_row(x, rng, rows, p),
+        r,
+        lambda total: F.layer_norm(total, w.shape, w, b, eps),
     ),
     "group_norm": lambda x, w, b, *, num_groups, eps: F.group_norm(x, num_groups, w, b, eps),
     "gelu": F.gelu,

@@ -158,6 +158,19 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dropout rng dtype": (lambda o: o.dropout(X, torch.tensor([1.0, 2.0])), "rng must be int64"),
     "dropout p": (lambda o: o.dropout(X, torch.tensor([1, 2]), p=1.5), r"p must be.*got 1\.5"),
     "dropout p nan": (lambda o: o.dropout(X, torch.tensor([1, 2]), p=float("nan")), "got nan"),
+    "dropout rows": (
+        lambda o: o.dropout(X, RNG, RNG[:1], width=8), r"of shape \(2,\); got \(1,\)",
+    ),
+    "dropout rows of 0-dim": (
+        lambda o: o.dropout(torch.ones(()), RNG, RNG[0], width=8), r"each row of x \(\)",
+    ),
+    "dropout rows dtype": (lambda o: o.dropout(X, RNG, RNG.int(), width=8), "rows must be int64"),
+    "dropout width": (
+        lambda o: o.dropout(X, RNG, RNG, width=8, column=1), "of x; got width=8, column=1",
+    ),
+    "dropout column": (lambda o: o.dropout(X, RNG, RNG, width=8, column=-1), "got .*column=-1"),
+    "dropout width alone": (lambda o: o.dropout(X, RNG, width=8), "got width=8 .* without rows"),
+    "dropout column alone": (lambda o: o.dropout(X, RNG, column=1), "column=1 without rows"),
     "gelu mode": (lambda o: o.gelu(X, approximate="tan"), "approximate.*got 'tan'"),
     "softplus beta": (lambda o: o.softplus(X, beta=-1.0), r"beta must be above 0, got -1\.0"),
     "group_norm groups": (
@@ -210,6 +223,21 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "attention_dropout rng": (lambda o: o.attention_dropout(Q, Q, Q, RNG[:1]), r"shape \(1,\)"),
     "attention_dropout p": (lambda o: o.attention_dropout(Q, Q, Q, RNG, p=1.5), r"got 1\.5"),
+    "attention_dropout index": (
+        lambda o: o.attention_dropout(Q, Q, Q, RNG, None, RNG, heads=4),
+        r"head_index must be int64\[4\], .* of q; got shape \(2,\)",
+    ),
+    "attention_dropout size": (
+        lambda o: o.attention_dropout(Q, Q, Q, RNG, None, None, None, torch.arange(3), keys=2),
+        "key_index goes with .* at least 3; got 2 with key_index",
+    ),
+    "attention_dropout no size": (
+        lambda o: o.attention_dropout(Q, Q, Q, RNG, None, None, torch.arange(3)),
+        "query_index goes with .* got 0 with query_index",
+    ),
+    "attention_dropout size alone": (
+        lambda o: o.attention_dropout(Q, Q, Q, RNG, heads=8), "got 8 without head_index",
+    ),
     "attention_varlen 4-dim": (
         lambda o: o.attention_varlen(Q, Q, Q, RNG),
         r"\(tokens, heads, head_dim\); got q \(1, 3, 4, 8\)",

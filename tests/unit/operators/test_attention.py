@@ -84,6 +84,19 @@ def test_dropout_mask_is_the_stream_over_all_weights(seed: int, offset: int, cau
     assert 0.5 < float(mask.mean()) < 0.7
 
 
+def test_dropout_of_a_part_has_the_mask_of_the_whole() -> None:
+    sizes, p = (5, 6, 9, 11), 0.4
+    kept = stream(3, 2**32 - 5, math.prod(sizes)) >= int(p * 2**32)
+    places = [torch.randperm(n)[:count] for n, count in zip(sizes, (2, 4, 5, 7), strict=True)]
+    mask = torch.from_numpy(kept.reshape(sizes))[torch.meshgrid(*places, indexing="ij")]
+    q, k, v = (t.detach() for t in qkv(5, 7))
+    weights = weights_of(q, k, False) * mask / (1.0 - p)
+    want = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(2, 2))
+    rng = torch.tensor([3, 2**32 - 5])
+    got = ops.attention_dropout(q, k, v, rng, *places, p=p, heads=6, queries=9, keys=11)
+    torch.testing.assert_close(got, want, **CLOSE)
+
+
 def test_dropout_of_nothing_is_attention_and_of_everything_zero() -> None:
     q, k, v = qkv(5, 7)
     rng = torch.tensor([1, 2])

@@ -165,3 +165,48 @@ def test_dropout_leaves_rng_as_it_was(pin: str) -> None:
     ops.dropout(torch.ones(5), rng)
     assert rng.tolist() == [1, 2]
     assert rng._version == 0
+
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@settings(max_examples=60)
+@given(
+    numbers=st.lists(st.integers(-9, 99) | INT64, min_size=1, max_size=5),
+    columns=st.integers(0, 70), column=st.integers(0, 70), more=st.integers(0, 9), offset=INT64,
+)  # fmt: skip
+def test_dropout_of_numbered_rows_has_the_words_of_the_whole(
+    numbers: list[int], columns: int, column: int, more: int, offset: int
+) -> None:
+    width = column + columns + more
+    index = [n * width + column + j for n in numbers for j in range(columns)]
+    index = [(i + 2**63) % 2**64 - 2**63 for i in index]  # as int64 wraps; // below rounds down
+    blocks = [(offset + i // 4) % 2**64 for i in index]
+    counters = np.array([[b & WORD, b >> 32, 0, 0] for b in blocks], dtype=np.uint64)
+    found = philox(counters.reshape(-1, 4), np.array([3, 0], dtype=np.uint64))
+    words = found[np.arange(len(index)), [i % 4 for i in index]]
+    ones = np.ones((len(numbers), columns), dtype=np.float32)
+    want = dropout(ones, words, 0.4)
+    args = (torch.from_numpy(ones), torch.tensor([3, offset]), torch.tensor(numbers))
+    for implementation in ("cpu", "reference"):
+        if implementation == "cpu" and native.kernels is None:
+            continue
+        with anychip.policy(pin={"dropout": implementation}):
+            got = ops.dropout(*args, p=0.4, width=width, column=column)
+        assert got.numpy().tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_of_dropout_have_the_bits_of_the_whole(dtype: torch.dtype, pin: str) -> None:
+    # So large that the native row has several threads, whose ranges begin within rows.
+    x, rng = torch.randn(90, 1001).to(dtype).requires_grad_(), torch.tensor([6, 2**32 - 7])
+    whole = ops.dropout(x, rng, p=0.3)
+    (grad,) = torch.autograd.grad(whole, x, x.detach())
+    numbers = torch.randperm(90)
+    for rows in (numbers[:80], numbers[80:], numbers.reshape(9, 10)):
+        for first, last in ((0, 1001), (0, 1000), (3, 4), (5, 900)):
+            part, where = x.detach()[rows][..., first:last].requires_grad_(), {"width": 1001}
+            y = ops.dropout(part, rng, rows, p=0.3, column=first, **where)
+            (dx,) = torch.autograd.grad(y, part, part.detach())
+            assert bits(y) == bits(whole[rows][..., first:last])
+            assert bits(dx) == bits(grad[rows][..., first:last])

@@ -7,6 +7,7 @@ themselves.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from anychip import ops
+from anychip.conformance import shards
 from anychip.conformance.case import Case, Context, check, check_equal_bits
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import philox
@@ -57,6 +59,9 @@ def cases(context: Context) -> Iterator[Case]:
             yield Case(id=f"{where}/p:{p:.12g}", run=run)
         for name, check_rule in RULES.items():
             yield Case(id=f"{where}/rule:{name}", run=partial(check_rule, dtype=dtype))
+        for name, drawn in shards.RANDOM.items():
+            run = partial(check_shards, name=name, drawn=drawn, dtype=dtype)
+            yield Case(id=f"random/{name}/{FORMATS[dtype].name}/rule:shards", run=run)
     for name, check_generator in GENERATORS.items():
         yield Case(id=f"random/generator/{name}", run=check_generator)
 
@@ -96,6 +101,17 @@ def compare_mask(
             f"first element {first}, which is word {first % 4} of block {first // 4}: "
             f"{'dropped' if want.reshape(-1)[first] else 'kept'}, but the word says otherwise",
         )
+
+
+def check_shards(context: Context, *, name: str, drawn: shards.Drawn, dtype: torch.dtype) -> None:
+    """Parts that are drawn alone, each told where it lies, have the mask of the whole."""
+    seed, offset = 77, 2**32 - 3
+    want = philox.kept(seed, offset, math.prod(drawn.shape), shards.P)
+    for cut in drawn.cuts:
+        context.call = f"{name} of {drawn.shape}, cut along {cut}, rng=({seed}, {offset})"
+        found = shards.put_together(drawn, cut, rng(context, seed, offset), dtype)
+        for direction, mask in zip(("forward", "backward"), found, strict=True):
+            compare_mask(f"{direction} of parts along {cut}" if cut else direction, mask, want)
 
 
 def rng(context: Context, seed: int, offset: int) -> Tensor:

@@ -17,7 +17,7 @@ from the stored y. Sums are float32 throughout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -139,31 +139,51 @@ def hidden_keys(q: Rounded, k: Rounded, causal: bool) -> Mask:
     return causal & (number < np.arange(keys)[None, :])
 
 
-def _factor(q: Rounded, k: Rounded, rng: NDArray[np.int64], p: float) -> Rounded:
-    """(B, H, Sq, Sk): the mask of dropout over the weights as one contiguous tensor."""
+Numbers = NDArray[np.int64]
+
+
+def _factor(
+    q: Rounded, k: Rounded, rng: Numbers, index: Sequence[Numbers | None], p: float, sizes: Any
+) -> Rounded:
+    """(B, H, Sq, Sk): the mask of dropout over the weights of the whole, where these lie in it."""
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    heads, queries, keys = (
+        sizes.get(name) or own
+        for name, own in zip(("heads", "queries", "keys"), shape[1:], strict=True)
+    )
+    filled = (np.arange(n) if i is None else i for i, n in zip(index, shape, strict=True))
+    b, h, i, j = np.ix_(*filled)
+    with np.errstate(over="ignore"):
+        which = b * (heads * queries * keys) + h * (queries * keys) + i * keys + j
     seed, offset = (int(n) for n in rng)
-    keep = philox.kept(seed, offset, math.prod(shape), p).reshape(shape)
+    keep = philox.kept(seed, offset, which, p)
     return where(keep, 0.0 if p == 1.0 else 1.0 / (1.0 - p), 0.0)
 
 
 def _given(
-    q: Rounded, k: Rounded, *rng: NDArray[np.int64], causal: bool, scale: float | None, p: float = 0
+    q: Rounded,
+    k: Rounded,
+    *drop: Any,
+    causal: bool,
+    scale: float | None,
+    p: float = 0,
+    **sizes: int,
 ) -> tuple[Mask, float | None, Rounded | None]:
     """Which keys are hidden, the scale, and with dropout the weights' factor."""
-    return hidden_keys(q, k, causal), scale, _factor(q, k, rng[0], p) if rng else None
+    factor = _factor(q, k, drop[0], drop[1:], p, sizes) if drop else None
+    return hidden_keys(q, k, causal), scale, factor
 
 
 def _forward(
-    q: Rounded, k: Rounded, v: Rounded, *rng: NDArray[np.int64], **attrs: Any
+    q: Rounded, k: Rounded, v: Rounded, *drop: Any, **attrs: Any
 ) -> tuple[Rounded, Rounded]:
-    return attend(q, k, v, *_given(q, k, *rng, **attrs))
+    return attend(q, k, v, *_given(q, k, *drop, **attrs))
 
 
 def _backward(
-    grads: tuple[Rounded], q: Rounded, k: Rounded, v: Rounded, *rng: NDArray[np.int64], **attrs: Any
+    grads: tuple[Rounded], q: Rounded, k: Rounded, v: Rounded, *drop: Any, **attrs: Any
 ) -> tuple[Rounded, Rounded, Rounded]:
-    return attend_backward(grads[0], q, k, v, *_given(q, k, *rng, **attrs))
+    return attend_backward(grads[0], q, k, v, *_given(q, k, *drop, **attrs))
 
 
 Sizes = tuple[int, int, int, int, int]
@@ -255,6 +275,22 @@ def _dropped(draw: Draw, make: Callable[[Draw], Arguments], p: float, offset: in
     return (*args, draw.rng(1234, offset)), {"p": p, **attrs}
 
 
+INDEX = {"batch": 0, "head": 2, "query": 1, "key": 1}
+"""What attention_dropout has an index of, and the dim of q, or of k, that it is for."""
+
+
+def _in_whole(draw: Draw, which: Sequence[str], far: bool = False) -> Arguments:
+    """A part of a whole, in dims of it anywhere; far: partly outside of it."""
+    (*args, rng), attrs = _dropped(draw, partial(_attend, sizes=(2, 7, 4, 2, 8), causal=False), 0.4)
+    extents = {name: args[name == "key"].shape[dim] for name, dim in INDEX.items()}
+    index = [draw.integers(30, n) if name in which else None for name, n in extents.items()]
+    if far:
+        index = [None if i is None else i * 2**40 - 2**43 for i in index]
+    named = {"head": "heads", "query": "queries", "key": "keys"}
+    sizes = {named[name]: 31 for name in which if name in named}
+    return (*args, rng, *index), {**attrs, **sizes}
+
+
 def _dropout_calls() -> Iterator[Call]:
     for sizes in SIZES:
         make = partial(_dropped, make=partial(_attend, sizes=sizes, causal=True), p=0.1)
@@ -268,6 +304,11 @@ def _dropout_calls() -> Iterator[Call]:
         make = partial(_dropped, make=partial(_cross, lengths=lengths, causal=True), p=0.3)
         yield Call(f"{lengths[0]}of{lengths[1]}.p:0.3", make)
     yield from in_layouts("2x7x4+2x8.p:0.3", partial(_dropped, make=square, p=0.3))
+    for which in (*((name,) for name in INDEX), tuple(INDEX)):
+        yield Call(f"index:{'+'.join(which)}", partial(_in_whole, which=which))
+    yield Call("index:far", partial(_in_whole, which=tuple(INDEX), far=True))
+    strided = partial(_in_whole, which=tuple(INDEX))
+    yield Call("index.strided", strided, layout="strided")
     nan = partial(_dropped, make=_attention_nan, p=0.3)
     yield Call("nan", nan, statistical=False, gradient=False)
 

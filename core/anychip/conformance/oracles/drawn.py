@@ -7,7 +7,7 @@ rest. The limits of sizes and values keep a call short and its float32 intermedi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,8 +56,21 @@ def _probability(choose: Choices) -> float:
 
 
 def _dropout(choose: Choices, draw: Draw) -> Arguments:
-    x = choose.values(draw, *choose.shape(choose.of(1, 2, 3, 0)))
-    return (x, _rng(choose, draw)), {"p": _probability(choose)}
+    shape = choose.shape(choose.of(1, 2, 3, 0))
+    rows, place = _rows(choose, draw, shape) if shape else (None, {})
+    x = choose.values(draw, *shape)
+    return (x, _rng(choose, draw), rows), {"p": _probability(choose), **place}
+
+
+def _rows(
+    choose: Choices, draw: Draw, shape: Sequence[int]
+) -> tuple[Tensor | None, dict[str, int]]:
+    """Which rows of a whole these are, from which column on, and how wide it is."""
+    if choose.of(True, False):
+        return None, {}
+    column = choose.of(0, 1, 4, 64)
+    width = shape[-1] + column + choose.of(0, 1, 8)
+    return draw.integers(1000, *shape[:-1]), {"width": width, "column": column}
 
 
 def _bias_dropout_add(choose: Choices, draw: Draw) -> Arguments:
@@ -65,13 +78,15 @@ def _bias_dropout_add(choose: Choices, draw: Draw) -> Arguments:
     wide = torch.float32 if choose.of(False, False, False, True) else draw.dtype
     bias = None if choose.of(False, True) else choose.values(draw, shape[-1])
     x, residual = choose.values(draw, *shape), choose.values(draw, *shape, dtype=wide)
-    return (x, residual, _rng(choose, draw), bias), {"p": _probability(choose)}
+    rows, place = _rows(choose, draw, shape)
+    return (x, residual, _rng(choose, draw), bias, rows), {"p": _probability(choose), **place}
 
 
 def _dropout_add_norm(choose: Choices, draw: Draw, *, bias: bool) -> Arguments:
     (x, residual, weight, *last), attrs = _norm(choose, draw, bias=bias, residual=True)
     attrs = {"p": _probability(choose), **attrs}
-    return (x, residual, weight, _rng(choose, draw), *last), attrs
+    rows = _rows(choose, draw, x.shape)[0]
+    return (x, residual, weight, _rng(choose, draw), *last, rows), attrs
 
 
 def _approximate(choose: Choices) -> dict[str, Any]:
@@ -143,12 +158,18 @@ def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Argumen
     batch, queries, keys = choose.of(1, 2, 3), choose.size(65), choose.size(65)
     keys = queries if choose.of(True, True, False) else keys
     shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
-    args: tuple[Tensor, ...] = tuple(
+    args: tuple[Tensor | None, ...] = tuple(
         _attended(choose, draw, batch, length, count, dim) for length, count in shapes
     )
     attrs = _score_attrs(choose)
     if dropout:
-        args, attrs = (*args, _rng(choose, draw)), {"p": _probability(choose), **attrs}
+        index = [
+            draw.integers(80, n) if choose.of(False, False, True) else None
+            for n in (batch, heads, queries, keys)
+        ]
+        sizes = zip(("heads", "queries", "keys"), index[1:], strict=True)
+        attrs |= {"p": _probability(choose)} | {n: 80 for n, given in sizes if given is not None}
+        args = (*args, _rng(choose, draw), *index)
     return args, attrs
 
 

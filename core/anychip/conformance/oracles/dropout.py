@@ -10,8 +10,9 @@ residual, whose gradient is the output's as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,41 +23,64 @@ from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_l
 from anychip.conformance.oracles import philox
 from anychip.conformance.oracles.oracle import Oracle
 
+Numbers = NDArray[np.int64]
 
-def _scaled(x: Rounded, rng: NDArray[np.int64], p: float) -> Rounded:
+
+def kept(
+    shape: tuple[int, ...],
+    rng: Numbers,
+    rows: Numbers | None,
+    *,
+    p: float,
+    width: int = 0,
+    column: int = 0,
+) -> NDArray[np.bool_]:
+    """Which elements of this shape are kept, where rows are those of a whole that is so wide."""
+    which: Any = math.prod(shape)
+    if rows is not None:
+        with np.errstate(over="ignore"):
+            which = rows[..., None] * np.int64(width) + np.arange(column, column + shape[-1])
     seed, offset = (int(n) for n in rng)
-    keep = philox.kept(seed, offset, x.value.size, p).reshape(x.shape)
+    return philox.kept(seed, offset, which, p).reshape(shape)
+
+
+def _scaled(x: Rounded, rng: Numbers, rows: Numbers | None, *, p: float, **place: int) -> Rounded:
     scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-    return where(keep, x * scale, 0.0)
+    return where(kept(x.shape, rng, rows, p=p, **place), x * scale, 0.0)
 
 
-def _forward(x: Rounded, rng: NDArray[np.int64], *, p: float) -> tuple[Rounded]:
-    return (_scaled(x, rng, p),)
+def _forward(x: Rounded, rng: Numbers, rows: Numbers | None, **attrs: Any) -> tuple[Rounded]:
+    return (_scaled(x, rng, rows, **attrs),)
 
 
 def _backward(
-    grads: tuple[Rounded], x: Rounded, rng: NDArray[np.int64], *, p: float
+    grads: tuple[Rounded], x: Rounded, rng: Numbers, rows: Numbers | None, **attrs: Any
 ) -> tuple[Rounded]:
-    return (_scaled(grads[0], rng, p),)
+    return (_scaled(grads[0], rng, rows, **attrs),)
 
 
 def _add_forward(
-    x: Rounded, residual: Rounded, rng: NDArray[np.int64], bias: Rounded | None, *, p: float
+    x: Rounded,
+    residual: Rounded,
+    rng: Numbers,
+    bias: Rounded | None,
+    rows: Numbers | None,
+    **attrs: Any,
 ) -> tuple[Rounded]:
-    return (residual + _scaled(x if bias is None else x + bias, rng, p),)
+    return (residual + _scaled(x if bias is None else x + bias, rng, rows, **attrs),)
 
 
 def _add_backward(
     grads: tuple[Rounded],
     x: Rounded,
     residual: Rounded,
-    rng: NDArray[np.int64],
+    rng: Numbers,
     bias: Rounded | None,
-    *,
-    p: float,
+    rows: Numbers | None,
+    **attrs: Any,
 ) -> tuple[Rounded | None, ...]:
     (grad,) = grads
-    dx = _scaled(grad, rng, p)
+    dx = _scaled(grad, rng, rows, **attrs)
     dbias = None if bias is None else dx.sum(tuple(range(len(dx.shape) - 1)))
     return dx, grad, dbias
 
@@ -65,6 +89,37 @@ def _arguments(
     draw: Draw, shape: tuple[int, ...], p: float, scale: float = 1.0, offset: int = 5
 ) -> Arguments:
     return (draw.normal(*shape, scale=scale), draw.rng(1234, offset)), {"p": p}
+
+
+FAR = torch.tensor([0, -1, 2**31, -(2**40) - 7, 2**58 + 1, -(2**63)])
+"""Numbers of rows of which some lie outside of the whole, as far as their words' numbers wrap."""
+
+
+def _in_whole(
+    draw: Draw,
+    make: Callable[..., Arguments],
+    shape: tuple[int, ...],
+    width: int = 0,
+    column: int = 0,
+    rows: torch.Tensor | None = None,
+) -> Arguments:
+    """A part of a whole: rows of it in any order, from a column on."""
+    args, attrs = make(draw, shape, 0.3)
+    numbers = draw.integers(1000, *shape[:-1]) if rows is None else rows
+    return (*args, numbers), {**attrs, "width": width or shape[-1], "column": column}
+
+
+def _parts(make: Callable[..., Arguments]) -> Iterator[Call]:
+    """One row; whole ones; from a column on, also as far as a vector or a block of words."""
+    part = partial(_in_whole, make=make)
+    for shape in ((5,), (6, 13), (3, 4, 8), (0, 4)):
+        yield Call(f"{shape_label(shape)}.rows", partial(part, shape=shape))
+    for shape, width, column in (((6, 13), 40, 5), ((5, 64), 256, 64), ((7, 1), 9, 8)):
+        make_part = partial(part, shape=shape, width=width, column=column)
+        yield Call(f"{shape_label(shape)}.rows.column:{column}", make_part)
+    yield Call("6x9.rows:far", partial(part, shape=(6, 9), rows=FAR))
+    strided = partial(part, shape=(9, 31), width=32, column=1)
+    yield Call("9x31.rows.strided", strided, layout="strided")
 
 
 def _of_scale(draw: Draw, name: str) -> Arguments:
@@ -90,6 +145,7 @@ def _calls() -> Iterator[Call]:
     for name in ("huge", "subnormal"):
         yield Call(name, partial(_of_scale, name=name))
     yield Call("special", _special, statistical=False, gradient=False)
+    yield from _parts(_arguments)
     make = partial(_arguments, shape=(300_001,), p=0.2, offset=2**32 - 1000)
     yield Call("300001", make, full=True)
 
@@ -132,6 +188,7 @@ def _add_calls() -> Iterator[Call]:
     make = partial(_add_arguments, shape=(8, 33), p=0.3, residual=torch.float32)
     yield Call("8x33.residual:fp32", make)
     yield Call("8x33.carry", partial(_add_arguments, shape=(8, 33), p=0.3, offset=2**32 - 20))
+    yield from _parts(_add_arguments)
     yield Call("6x64.cancel", _cancelling, statistical=False)
     yield Call("special", _add_special, statistical=False, gradient=False)
 

@@ -15,22 +15,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
 from anychip.conformance.formats import FP32
-from anychip.conformance.oracles import dropout, norm, philox
+from anychip.conformance.oracles import dropout, norm
+from anychip.conformance.oracles.dropout import Numbers
 from anychip.conformance.oracles.oracle import Oracle
 
-Numbers = NDArray[np.int64]
 
-
-def _stored_sum(x: Rounded, residual: Rounded, rng: Numbers, p: float) -> Rounded:
+def _stored_sum(
+    x: Rounded, residual: Rounded, rng: Numbers, rows: Numbers | None, p: float
+) -> Rounded:
+    width = x.shape[-1]
     if residual.format == FP32:
-        return dropout._scaled(x, rng, p) + residual
-    seed, offset = (int(n) for n in rng)
-    keep = philox.kept(seed, offset, x.value.size, p).reshape(x.shape)
+        return dropout._scaled(x, rng, rows, p=p, width=width) + residual
+    keep = dropout.kept(x.shape, rng, rows, p=p, width=width)
     scale = np.float32(0.0 if p == 1.0 else 1.0 / (1.0 - p))
     product = x.value.astype(np.float32) * scale
     dropped = np.where(keep, product, np.float32(0.0)).astype(np.float64)
@@ -43,11 +43,12 @@ def _forward(norm_forward: norm.Computed) -> norm.Computed:
         residual: Rounded,
         weight: Rounded,
         rng: Numbers,
-        *bias: Rounded | None,
+        *bias_and_rows: Any,
         p: float,
         eps: float,
     ) -> tuple[Rounded, ...]:
-        total = _stored_sum(x, residual, rng, p)
+        *bias, rows = bias_and_rows
+        total = _stored_sum(x, residual, rng, rows, p)
         y, *kept = norm_forward(total, weight, *bias, eps=eps)
         return y, total, *kept
 
@@ -61,15 +62,15 @@ def _backward(norm_backward: norm.Computed) -> norm.Computed:
         residual: Rounded,
         weight: Rounded,
         rng: Numbers,
-        *bias: Rounded | None,
+        *bias_and_rows: Any,
         p: float,
         eps: float,
     ) -> tuple[Rounded | None, ...]:
-        grad, dtotal = grads
-        total = _stored_sum(x, residual, rng, p)
+        (grad, dtotal), (*bias, rows) = grads, bias_and_rows
+        total = _stored_sum(x, residual, rng, rows, p)
         dnorm, *rest = norm_backward((grad,), total, weight, *bias, eps=eps)
         both = dtotal + dnorm
-        return dropout._scaled(both, rng, p), both, *rest
+        return dropout._scaled(both, rng, rows, p=p, width=x.shape[-1]), both, *rest
 
     return backward
 
@@ -98,6 +99,13 @@ def _normal(
 ) -> Arguments:
     given = norm._add_normal(draw, shape, bias=bias, **options)
     return _with_rng(draw, given, p, offset=offset)
+
+
+def _in_whole(
+    draw: Draw, shape: tuple[int, ...], *, bias: bool, rows: torch.Tensor | None = None
+) -> Arguments:
+    args, attrs = _normal(draw, shape, bias=bias)
+    return (*args, draw.integers(1000, *shape[:-1]) if rows is None else rows), attrs
 
 
 def _special(draw: Draw, value: float, *, bias: bool) -> Arguments:
@@ -129,6 +137,12 @@ def _calls(*, bias: bool) -> Iterator[Call]:
     yield Call("4x40.eps:0.5", partial(make, shape=(4, 40), eps=0.5))
     yield Call("8x33.carry", partial(make, shape=(8, 33), offset=2**32 - 20))
     yield Call("6x96.residual:fp32", partial(make, shape=(6, 96), residual=torch.float32))
+    for shape in ((5,), (4, 17), (2, 3, 64)):
+        rows = partial(_in_whole, bias=bias, shape=shape)
+        yield Call(f"{shape_label(shape)}.rows", rows)
+    yield Call("6x40.rows:far", partial(_in_whole, bias=bias, shape=(6, 40), rows=dropout.FAR))
+    strided = partial(_in_whole, bias=bias, shape=(5, 48))
+    yield Call("5x48.rows.strided", strided, layout="strided")
     yield Call("5x40.cancel", partial(_cancelling, bias=bias), statistical=False)
     for value in ("nan", "inf"):
         special = partial(_special, value=float(value), bias=bias)

@@ -64,20 +64,35 @@ def words(seed: int, offset: int, count: int) -> Words:
         seed, offset: int64 as the operator takes them; negative ones stand for the upper half of
             the unsigned range, and the counter wraps at 2^64.
     """
-    seed %= 2**64
-    blocks = np.arange((count + 3) // 4, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        counter = np.uint64(offset % 2**64) + blocks
-    high = np.zeros_like(counter)
-    result = block(
-        np.stack([counter & _MASK, counter >> _SHIFT, high, high]), (seed & 0xFFFFFFFF, seed >> 32)
-    )
-    in_order: Words = result.T.reshape(-1)[:count]
+    in_order: Words = _blocks(seed, offset, np.arange((count + 3) // 4)).T.reshape(-1)[:count]
     return in_order
 
 
-def kept(seed: int, offset: int, count: int, p: float) -> NDArray[np.bool_]:
-    """Which elements dropout keeps: word >= floor(p 2^32), in integers."""
+def words_at(seed: int, offset: int, index: NDArray[np.int64]) -> Words:
+    """The words of the stream with these numbers, negative ones from the blocks before offset."""
+    number, word = np.divmod(index.reshape(-1), 4)
+    found: Words = np.take_along_axis(_blocks(seed, offset, number), word[None], 0)
+    return found.reshape(index.shape)
+
+
+def _blocks(seed: int, offset: int, number: NDArray[np.int64]) -> Words:
+    """The four words of these blocks, counted from offset: (4, n)."""
+    seed %= 2**64
+    with np.errstate(over="ignore"):
+        counter = np.uint64(offset % 2**64) + number.astype(np.uint64)
+    high = np.zeros_like(counter)
+    return block(
+        np.stack([counter & _MASK, counter >> _SHIFT, high, high]), (seed & 0xFFFFFFFF, seed >> 32)
+    )
+
+
+def kept(seed: int, offset: int, which: int | NDArray[np.int64], p: float) -> NDArray[np.bool_]:
+    """Which elements dropout keeps: word >= floor(p 2^32), in integers.
+
+    Args:
+        which: how many elements, or the numbers of their words.
+    """
     numerator, denominator = float(p).as_integer_ratio()
     threshold = numerator * 2**32 // denominator
-    return np.asarray(words(seed, offset, count) >= np.uint64(threshold))
+    at = words(seed, offset, which) if isinstance(which, int) else words_at(seed, offset, which)
+    return np.asarray(at >= np.uint64(threshold))

@@ -19,7 +19,7 @@ IGNORED = -100
 """The label that torch leaves out by default."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LanguageModelLoss(Candidate):
     """Stands for the loss function of a model, as an attribute of the model.
 

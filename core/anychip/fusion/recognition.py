@@ -21,17 +21,16 @@ from anychip.fusion.swaps import Swapped
 
 KINDS = ("norm", "activation", "rope", "attention", "loss")
 Names = str | Iterable[str]
+Candidates = Iterator[Candidate | str]
 
 
 def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> Report:
     """Replaces norms, activations, rope, attention and loss of a model by operators, in place.
 
-    The modules stay the same objects with the same parameters, buffers, hooks and mode; the state
-    dict does not change. A module is replaced only if it computes what the operator does, up to
-    rounding, for random parameters and inputs of sizes from 2^-10 to 2^10, gradients included.
-    Calls that an operator cannot serve go on to the model's own code and are counted in
-    ``anychip.provenance()``; under the policy ``strict`` they are an error. A second call finds
-    nothing to do.
+    The modules stay the same objects with the same parameters, buffers, hooks and mode. One is
+    replaced only if it computes what the operator does, up to rounding, gradients included. Calls
+    that an operator cannot serve go on to the model's own code and are counted in
+    ``anychip.provenance()``; under the policy ``strict`` they are an error.
 
     Args:
         model: any module. Fuse before it is sharded.
@@ -49,11 +48,7 @@ def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> Re
 
 
 def unfuse(model: nn.Module) -> int:
-    """Gives every module of a model, fused or copied from a fused one, its own code back.
-
-    Returns:
-        How many modules and loss functions were operators.
-    """
+    """Gives every module and loss of a model, or of a copy, its own code back; says how many."""
     count = 0
     for module in model.modules():
         if fusion_of(module) is not None:
@@ -137,7 +132,7 @@ class _Search:
         if known is not None and not isinstance(known, Swapped):
             return
         swaps = {swap.kind for swap in known.swaps} if known else ()
-        found: Iterator[Candidate | str] = attention.candidates(module, self.model)
+        found: Candidates = attention.candidates(module, self.model)
         name = own_class(module).__name__
         attends = "attention" in swaps or self._try(path, module, "attention", found, name)
         names = rope.functions(module)
@@ -152,21 +147,15 @@ class _Search:
             self._leave(path, module, table.nothing(module))
 
     def _try(
-        self,
-        path: str,
-        module: nn.Module,
-        kind: str,
-        candidates: Iterator[Candidate | str],
-        source: str = "",
+        self, path: str, module: nn.Module, kind: str, candidates: Candidates, source: str = ""
     ) -> bool:
         """Puts the first of the candidates that is proved onto a module; were there any?"""
         reasons = []
         for each in candidates:
             found = self._refuted(module, kind, each)
             if found is None and isinstance(each, Candidate):
-                entry = {"kind": each.kind, "operator": each.operator, "unless": each.unless}
-                entry["source"] = source or own_class(module).__name__
-                self.replaced.append(Replaced(path=path, **entry))
+                source = source or own_class(module).__name__
+                self.replaced.append(Replaced(path, each.kind, source, each.operator, each.unless))
                 self.owners.append(each.onto(module))
                 if isinstance(each, rope.Rope):
                     for maker in self._makers[each.layout]:
@@ -196,7 +185,7 @@ class _Search:
     def _leave(self, path: str, module: nn.Module, reason: str | None, source: str = "") -> None:
         # A function that is left alone may be that of a module that is not.
         if reason is not None:
-            entry = LeftAlone(path=path, source=source or own_class(module).__name__, reason=reason)
+            entry = LeftAlone(path, source or own_class(module).__name__, reason)
             self._left[id(module), source] = entry
 
     @functools.cached_property

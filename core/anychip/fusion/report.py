@@ -11,16 +11,11 @@ from typing import Any
 from anychip.dispatch.tally import ProvenanceRow
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Replaced:
-    """One module, or function of a model, that an operator stands for now.
+    """One module of a model, or ``source``, a function of it, that an operator stands for now.
 
-    Attributes:
-        path: where it is in the model; the model itself is "".
-        kind: norm, activation, rope, attention or loss.
-        source: its class or function, as it was.
-        operator: what ``anychip.ops`` calls it.
-        unless: when the model's own code serves a call.
+    The model's own code serves calls as ``unless`` says. The path of the model itself is "".
     """
 
     path: str
@@ -30,7 +25,7 @@ class Replaced:
     unless: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LeftAlone:
     """One module that is as it was, and why."""
 
@@ -40,20 +35,13 @@ class LeftAlone:
 
 
 class Report:
-    """What was replaced. ``str()`` is a table; ``replaced``, ``left`` and ``to_json()`` are data.
+    """What was replaced, and ``before``, by an earlier call. ``str()`` is a table.
 
-    Attributes:
-        replaced: in the model's order.
-        left: modules without children that were left alone, and others with a known reason.
-        before: how many were replaced by an earlier call.
+    ``left`` has modules without children that were left alone, and others with a known reason.
     """
 
     def __init__(
-        self,
-        replaced: Iterable[Replaced],
-        left: Iterable[LeftAlone],
-        before: int,
-        own_calls: Iterable[Counter[ProvenanceRow]] = (),
+        self, replaced: Iterable[Replaced], left: Iterable[LeftAlone], before: int, own_calls: Any
     ) -> None:
         self.replaced, self.left, self.before = tuple(replaced), tuple(left), before
         self._own_calls = list({id(calls): calls for calls in own_calls}.values())
@@ -63,11 +51,7 @@ class Report:
         return sum(kind in (None, entry.kind) for entry in self.replaced)
 
     def fallbacks(self) -> tuple[ProvenanceRow, ...]:
-        """Calls that the own code of what was replaced here has served since then.
-
-        Those of other models, and of copies, are not among them. ``fallback_reason`` says why,
-        ``calls`` how often.
-        """
+        """Calls that the own code of what was replaced here, not of copies, has served since."""
         found = sum(self._own_calls, Counter[ProvenanceRow]())
         rows = [replace(row, calls=calls) for row, calls in found.items()]
         return tuple(sorted(rows, key=lambda r: (r.operator, r.implementation, r.fallback_reason)))

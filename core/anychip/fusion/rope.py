@@ -17,7 +17,7 @@ from collections import namedtuple
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +33,29 @@ _POSITIONS = (0, 1, 2, 5, 1, 63, 4097, 1000003)
 _LENGTH, _ANGLES = 5, 4
 """Of the probe: tokens, and angles of a token."""
 
-# cos and sin are (1 or B, S, R) each, and these entries are equal: i and i + R/2; 2 i and 2 i + 1.
+
+class Layout(NamedTuple):
+    """How cos and sin, (1 or B, S, R) each, hold their angles.
+
+    Attributes:
+        tables: the type of tuple that says so.
+        narrow: gives (1 or B, S, R/2), every angle once.
+        widen: gives tables with these angles.
+    """
+
+    tables: Any
+    narrow: Callable[[Tensor], Tensor]
+    widen: Callable[[Tensor], Tensor]
+
+
 Halves = namedtuple("Halves", ("cos", "sin"))
 Pairs = namedtuple("Pairs", ("cos", "sin"))
-# (1 or B, S, R/2): every angle once.
 Narrow = namedtuple("Narrow", ("cos", "sin"))
-LAYOUTS: dict[str, Any] = {"halves": Halves, "pairs": Pairs, "narrow": Narrow}
+LAYOUTS = {
+    "halves": Layout(Halves, lambda t: t[..., : t.shape[-1] // 2], lambda t: torch.cat((t, t), -1)),
+    "pairs": Layout(Pairs, lambda t: t[..., 0::2], lambda t: t.repeat_interleave(2, -1)),
+    "narrow": Layout(Narrow, lambda t: t, lambda t: t),
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,7 @@ class Tables(Fusion):
 
     def run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Named) -> Any:
         made = forward(module, *args, **kwargs)
-        return LAYOUTS[self.layout](*(t.clone() if _written(t) else t for t in made))
+        return LAYOUTS[self.layout].tables(*(t.clone() if _written(t) else t for t in made))
 
 
 @dataclass(frozen=True)
@@ -79,7 +96,7 @@ class Rope(Swap):
         return _file(module)[self.function]
 
     def comparisons(self, module: nn.Module) -> Iterator[Comparison]:
-        function = self.subject(module)
+        function, widen = self.subject(module), LAYOUTS[self.layout].widen
         named = "unsqueeze_dim" in inspect.signature(function).parameters
         for rest, dtype, table in (
             (0, torch.float32, torch.float32),
@@ -91,7 +108,7 @@ class Rope(Swap):
                 shapes = [(count, _LENGTH, 2 * _ANGLES + rest) for count in (3, 1)]
                 q, k = (inputs(*shape).transpose(heads, 1).to(dtype) for shape in shapes)
                 batch = 1 if one_row else len(q)
-                cos, sin = (self._widened(normal(batch, _LENGTH, _ANGLES)) for _ in range(2))
+                cos, sin = (widen(normal(batch, _LENGTH, _ANGLES)) for _ in range(2))
                 args = {"q": q, "k": k.flip(0), "cos": cos.to(table), "sin": sin.to(table)}
                 given = {"unsqueeze_dim": heads} if named else {}
                 what = "heads that are longer than its tables: " if rest else ""
@@ -99,10 +116,10 @@ class Rope(Swap):
 
     def put_into(self, file: dict[str, Any]) -> dict[str, str]:
         original = file[self.function]
-        label = label_of(original)
+        label, kind = label_of(original), LAYOUTS[self.layout].tables
 
         def rotated(*args: Any, **kwargs: Any) -> Any:
-            known = (each for each in place.given if isinstance(each, LAYOUTS[self.layout]))
+            known = (each for each in place.given if isinstance(each, kind))
             cos, sin = tables = next(known, (None, None))
             made: Any = f"not the two of {POSITIONS} as they are"
             if cos is None:
@@ -136,7 +153,7 @@ class Rope(Swap):
             return f"{', '.join(texts)}{' with a gradient' * cos.requires_grad}"
         dtype = q.dtype if self.keeps else torch.promote_types(q.dtype, cos.dtype)
         rows = [t.to(dtype).transpose(unsqueeze_dim, 2) for t in (q, k)]
-        tables = [self._angles(t).float() for t in (cos, sin)]
+        tables = [LAYOUTS[self.layout].narrow(t).float() for t in (cos, sin)]
         if cos.shape[0] > 1:
             # Positions of its own for each row of the batch: one long sequence of all of them.
             rows, tables = ([t.flatten(0, 1)[None] for t in each] for each in (rows, tables))
@@ -149,31 +166,16 @@ class Rope(Swap):
     def _fits(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
         if (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or heads not in (1, 2):
             return False
-        sizes = [(t.dtype, t.shape[0], t.shape[3 - heads], t.shape[3]) for t in (q, k)]
-        dtype, batch, length, size = sizes[0]
+        mine, other = ((t.dtype, t.shape[0], t.shape[3 - heads], t.shape[3]) for t in (q, k))
+        dtype, batch, length, size = mine
         width = cos.shape[2] * (2 if self.layout == "narrow" else 1)
         return (
-            sizes[0] == sizes[1]
-            and (cos.dtype, cos.shape) == (sin.dtype, sin.shape)
+            (mine, cos.dtype, cos.shape) == (other, sin.dtype, sin.shape)
             and {dtype, cos.dtype} <= {*FLOATS}
-            and not (cos.requires_grad or sin.requires_grad)
-            and cos.shape[0] in (1, batch)
-            and cos.shape[1] == length
-            and not (width % 2 or size % 2)
+            and not (cos.requires_grad or sin.requires_grad or width % 2 or size % 2)
+            and (cos.shape[0] in (1, batch) and cos.shape[1] == length)
             and (width <= size if self.partial else width == size)
         )
-
-    def _angles(self, table: Tensor) -> Tensor:
-        """(1 or B, S, R/2): every angle once."""
-        if self.layout == "halves":
-            return table[..., : table.shape[-1] // 2]
-        return table[..., 0::2] if self.layout == "pairs" else table
-
-    def _widened(self, narrow: Tensor) -> Tensor:
-        """Tables with these angles."""
-        if self.layout == "halves":
-            return torch.cat((narrow, narrow), dim=-1)
-        return narrow.repeat_interleave(2, dim=-1) if self.layout == "pairs" else narrow
 
 
 def _written(table: Tensor) -> bool:
@@ -238,10 +240,12 @@ def _layout(module: nn.Module, given: Named) -> str | None:
             return None
     if type(made) is not tuple or len(made) != 2 or not all(map(_is_table, made)):
         return None
-    tables = torch.stack(made)
-    if tables.shape[-1] % 2 == 0 and torch.equal(*tables.chunk(2, dim=-1)):
-        return "halves"
-    return "pairs" if torch.equal(tables[..., 0::2], tables[..., 1::2]) else "narrow"
+    known = LAYOUTS.items()
+    return next(
+        n
+        for n, (_, narrow, widen) in known
+        if all(map(torch.equal, (widen(narrow(t)) for t in made), made))
+    )
 
 
 def _is_table(made: Any) -> bool:

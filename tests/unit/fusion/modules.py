@@ -14,6 +14,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int = WIDTH, eps: float = 1e-5) -> None:
         super().__init__()
+        self.scale_of_one = 1.0  # a float that is not eps
         self.weight = nn.Parameter(torch.ones(width))
         self.variance_epsilon = eps
 

@@ -319,9 +319,9 @@ class Asking(nn.Module):
         super().__init__()
         self.config = SimpleNamespace(_attn_implementation="sdpa")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
-        return function(self, q, k, v, None)[0]
+        return function(self, q, k, v, None, **options)[0]
 
 
 def test_fused_attention_that_asks_for_sdpa_equals_float64() -> None:
@@ -332,6 +332,37 @@ def test_fused_attention_that_asks_for_sdpa_equals_float64() -> None:
     assert float(error.abs().max()) <= (12 + 17) * UNIT * top
     assert report.count("attention") == 1
     assert [row.operator for row in anychip.provenance().rows()] == ["attention"]
+
+
+def capped(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    position_bias: Any = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Scales by a cap or a bias, where it is given one."""
+    factor = (options.get("softcap") or 1.0) * (2.0 if position_bias is not None else 1.0)
+    return sdpa(module, factor * query, key, value, attention_mask)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "option", [{"softcap": 3.0}, {"position_bias": 1.0}, {"output_attentions": True}], ids=str
+)
+def test_fused_attention_that_is_told_more_is_the_functions_own_and_counted(
+    monkeypatch: pytest.MonkeyPatch, option: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", capped)
+    kind = type("Capped", (Asking,), {"forward": Asking.forward})  # no class was fused before
+    module, args = kind(), tensors(6, 6, 4, 2)
+    want = module(*args, **option)
+    report = anychip.fuse(module)
+    assert report.count("attention") == 1
+    assert torch.equal(module(*args, **option), want)
+    (row,) = report.fallbacks()
+    assert row.fallback_reason == f"argument {next(iter(option))}"
 
 
 @pytest.mark.parametrize(

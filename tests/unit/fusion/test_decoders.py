@@ -1,8 +1,6 @@
 """Whole decoders in plain torch: what is replaced, and that the training stays the same."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -10,20 +8,21 @@ from torch import Tensor, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 
 import anychip
-from tests.unit.fusion import parity
-from tests.unit.fusion.plain import GPT, HEADS, KV_HEADS, LAYERS, VOCABULARY, WIDTH, Llama
-from tests.unit.train import plain_decoders
+from tests.unit.fusion import parity, plain
+from tests.unit.fusion.plain import LAYERS, VOCABULARY
 
-LONGEST = 4 * WIDTH
-EXPECTED = {
-    GPT: {"norm": 5, "activation": 2, "attention": 2, "loss": 1},
-    Llama: {"norm": 5, "activation": 2, "attention": 2, "loss": 1},
+BOUND = parity.gradient_bound(LAYERS, 4 * plain.WIDTH)
+CALLED = {"attention": LAYERS, "cross_entropy": 1}
+SERVED = {
+    plain.gpt: {**CALLED, "layer_norm": 2 * LAYERS + 1, "gelu": LAYERS},
+    plain.llama: {**CALLED, "rms_norm": 2 * LAYERS + 1, "swiglu": LAYERS},
 }
 
 
-@pytest.fixture(params=[GPT, Llama], ids=lambda kind: kind.__name__)
+@pytest.fixture(params=SERVED, ids=lambda build: build.__name__)
 def model(request: pytest.FixtureRequest) -> nn.Module:
     made: nn.Module = request.param()
+    made.served = SERVED[request.param]
     parity.scramble(made)
     return made
 
@@ -33,56 +32,28 @@ def batch() -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def loss(model: nn.Module) -> Tensor:
-    value: Tensor = model(*batch())
-    return value
-
-
-def exact_gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients in float64, from the functions that share no code with the model."""
-    made: dict[int, Tensor] = {}
-    state = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        made.setdefault(id(param), param.detach().double().requires_grad_())
-        state[name] = made[id(param)]
-    run: Callable[..., Any] = plain_decoders.gpt_loss
-    sizes: tuple[int, ...] = (HEADS, LAYERS)
-    if isinstance(model, Llama):
-        run, sizes = plain_decoders.llama_loss, (HEADS, KV_HEADS, LAYERS)
-    value = run(state, *sizes, *batch())
-    value.backward()
-    return value, {name: leaf.grad for name, leaf in state.items() if leaf.grad is not None}
-
-
-def test_fuse_decoder_replaces_every_norm_activation_attention_and_loss(model: nn.Module) -> None:
-    report = anychip.fuse(model)
-    assert {kind: report.count(kind) for kind in EXPECTED[type(model)]} == EXPECTED[type(model)]
-    assert report.count() == 10
-    assert {entry.source for entry in report.left} == {"Embedding", "Linear"}
-
-
 def test_fused_decoder_is_served_by_operators_alone(model: nn.Module) -> None:
     report = anychip.fuse(model)
-    loss(model).backward()
-    counts = {
-        row.operator: row.calls for row in anychip.provenance().rows() if row.direction == "forward"
-    }
-    norm, product = ("layer_norm", "gelu") if isinstance(model, GPT) else ("rms_norm", "swiglu")
-    assert counts == {norm: 5, product: 2, "attention": 2, "cross_entropy": 1}
+    counts = {kind: report.count(kind) for kind in ("norm", "activation", "attention", "loss")}
+    assert list(counts.values()) == [2 * LAYERS + 1, LAYERS, LAYERS, 1]
+    assert report.count() == sum(counts.values())
+    assert {entry.source for entry in report.left} == {"Embedding", "Linear"}
+    model(*batch()).backward()
+    rows = anychip.provenance().rows()
+    assert {row.operator: row.calls for row in rows if row.direction == "forward"} == model.served
     assert report.fallbacks() == ()
 
 
 def test_fused_decoder_loss_and_gradients_equal_float64(model: nn.Module) -> None:
-    bound = parity.gradient_bound(LAYERS, LONGEST)
-    want, gradients = exact_gradients(model)
-    before = copy.deepcopy(model)
+    exact, before = copy.deepcopy(model).double(), copy.deepcopy(model)
     anychip.fuse(model)
-    for each in (before, model):
-        value = loss(each)
+    losses = [each(*batch()) for each in (exact, before, model)]
+    for value in losses:
         value.backward()
-        assert abs(value.item() - want.item()) <= bound * want.item()
-        for name, param in each.named_parameters():
-            assert parity.relative(param.grad, gradients[name]) <= bound, name
+    for each, value in zip((before, model), losses[1:], strict=True):
+        assert parity.relative(value, losses[0]) <= BOUND
+        for (name, param), wide in zip(each.named_parameters(), exact.parameters(), strict=True):
+            assert parity.relative(param.grad, wide.grad) <= BOUND, name
 
 
 def test_fused_decoder_state_dict_is_the_same_and_loads_both_ways(model: nn.Module) -> None:
@@ -92,48 +63,39 @@ def test_fused_decoder_state_dict_is_the_same_and_loads_both_ways(model: nn.Modu
     after = dict(model.state_dict(keep_vars=True))
     assert list(after) == list(state)
     assert all(after[name] is state[name] for name in state)
-    fresh = type(model)()
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(loss(fresh), loss(before))
-    anychip.fuse(fresh)
-    fresh.load_state_dict(before.state_dict())
-    assert torch.equal(loss(fresh), loss(model))
-
-
-def test_fused_gpt_head_stays_tied() -> None:
-    model = GPT()
-    anychip.fuse(model)
-    assert model.lm_head.weight is model.transformer["wte"].weight
+    fused = model(*batch())
+    model.load_state_dict(before.state_dict())
+    assert torch.equal(model(*batch()), fused)
+    assert model.head.weight is model.embedding.weight
 
 
 def test_fuse_again_finds_nothing_to_do(model: nn.Module) -> None:
-    anychip.fuse(model)
+    count = anychip.fuse(model).count()
     kinds = [type(module) for module in model.modules()]
     report = anychip.fuse(model)
-    assert (report.count(), report.before) == (0, 10)
-    assert str(report).startswith("nothing was replaced; 10 were replaced before")
+    assert (report.count(), report.before) == (0, count)
+    assert str(report).startswith(f"nothing was replaced; {count} were replaced before")
     assert [type(module) for module in model.modules()] == kinds
 
 
 def test_fused_decoder_compiles_without_a_break(model: nn.Module) -> None:
     torch._dynamo.reset()
-    want = loss(model)
+    want = model(*batch())
     anychip.fuse(model)
     graphs = EagerAndRecordGraphs()
     got = torch.compile(model, backend=graphs, fullgraph=True)(*batch())
-    assert parity.relative(got, want) <= 2 * parity.gradient_bound(LAYERS, LONGEST)
+    assert parity.relative(got, want) <= 2 * BOUND
     targets = [str(node.target) for graph in graphs.graphs for node in graph.graph.nodes]
     assert sum("anychip.attention" in target for target in targets) == LAYERS
     torch._dynamo.reset()
 
 
 def test_fused_decoder_in_bf16_stays_within_its_rounding(model: nn.Module) -> None:
-    want, _ = exact_gradients(model)
     model.bfloat16()
-    before = loss(model)
+    want, before = copy.deepcopy(model).double()(*batch()), model(*batch())
     anychip.fuse(model)
-    got = loss(model)
+    got = model(*batch())
     assert got.dtype == before.dtype == torch.bfloat16
     # Chains of 7 operators a layer with one rounding of 2^-9 each, in quadrature; and the result's.
     limit = (2 * (7 * (LAYERS + 1)) ** 0.5 + 1) * 2.0**-9
-    assert abs(got.item() - want.item()) <= limit * want.item()
+    assert parity.relative(got, want) <= limit

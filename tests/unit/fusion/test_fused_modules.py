@@ -100,6 +100,15 @@ def test_copy_of_a_fused_module_computes_the_same(
     assert list(twin.state_dict()) == list(module.state_dict())
 
 
+def test_fused_module_with_frozen_parameters_leaves_them_without_gradients(
+    module: nn.Module,
+) -> None:
+    x = inputs(3).requires_grad_()
+    fused(module.requires_grad_(requires_grad=False))(x).sum().backward()
+    assert x.grad is not None
+    assert all(param.grad is None for param in module.parameters())
+
+
 def test_shared_module_is_fused_once() -> None:
     shared = nn.LayerNorm(WIDTH)
     model = nn.ModuleList([shared, nn.Sequential(shared)])

@@ -26,6 +26,14 @@ TAKEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gated-square": (lambda: modules.GatedMLP(inner=WIDTH), "swiglu"),
     "cross-entropy": (lambda: nn.CrossEntropyLoss(label_smoothing=0.1), "cross_entropy"),
 }  # fmt: skip
+
+
+def quantized() -> nn.Module:
+    module = modules.RMSNorm()
+    module.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.int8), requires_grad=False)
+    return module
+
+
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "one-plus-weight": (modules.ShiftedRMSNorm, "not rms_norm: its result differs"),
     "other-eps": (modules.OtherEpsRMSNorm, "not rms_norm: its result differs"),
@@ -43,6 +51,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "limited-gate": (modules.LimitedMLP, "not swiglu: its result differs"),
     "scaled-mlp": (modules.ScaledMLP, "not swiglu: its result differs"),
     "float64": (lambda: nn.LayerNorm(WIDTH).double(), "operators take no torch.float64"),
+    "quantized": (quantized, "operators take no torch.int8"),
     "scripted": (lambda: torch.jit.script(nn.LayerNorm(WIDTH)), "TorchScript"),
     "weighted-loss": (lambda: nn.CrossEntropyLoss(torch.ones(3)), "weighs its classes"),
     "multi-head": (lambda: nn.MultiheadAttention(WIDTH, 4), "inside one function of torch"),
@@ -107,6 +116,22 @@ def test_fuse_takes_rows_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> No
     row = table.Row("^OwnClass$", layers.norms)
     monkeypatch.setattr(table, "LAYERS", [*table.LAYERS, row])
     assert anychip.fuse(module).count("norm") == 1
+
+
+class Offset(modules.RMSNorm):
+    """Its weight is weight + offset, as each module says."""
+
+    def __init__(self, offset: float) -> None:
+        super().__init__()
+        self.offset = offset
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * (self.weight + self.offset) / self.weight
+
+
+def test_fuse_modules_of_a_class_that_differ_are_proved_one_by_one() -> None:
+    report = anychip.fuse(nn.Sequential(Offset(0.0), Offset(1.0), Offset(0.0)))
+    assert [entry.path for entry in report.replaced] == ["0", "2"]
 
 
 class CallsFunctionals(nn.Module):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -271,6 +272,15 @@ def test_fused_rope_with_heads_longer_than_the_tables_is_the_files_error() -> No
     model = fused(Model())
     with pytest.raises(RuntimeError, match="must match"):
         model(*(torch.cat((t, t), dim=-1) for t in heads()), POSITIONS["one-row"])
+
+
+def test_fused_rope_keeps_no_argument_alive() -> None:
+    model = fused(Model())
+    args = [*heads(), model.tables(torch.ones(()), POSITIONS["one-row"])]
+    model.attention(*args)
+    kept = weakref.ref(args[0])
+    del args
+    assert kept() is None
 
 
 def test_fused_rope_of_no_token_has_its_shape() -> None:

@@ -135,7 +135,7 @@ def identity(backend: Backend) -> Identity:
     """Which backend it is, for the report."""
     distribution, version = registry.provenance_of(backend)
     claimed = backend.properties().dtypes
-    packs = {(p.distribution, p.version) for p in kernel_pack_plugins(backend.name)}
+    packs = {(p.distribution, p.version) for p in kernel_pack_plugins(backend)}
     return Identity(
         backend=backend.name,
         device_type=backend.device_type,

@@ -1,7 +1,7 @@
 """Which plugins are installed? Answered from the metadata of distributions; imports none of them.
 
 A plugin is an entry point of the group ``anychip.backends`` (name: the backend's; value: a module),
-a kernel pack one of ``anychip.kernels`` (name: ``<backend>.<pack>``). pluggy's own loader is not
+a kernel pack one of ``anychip.kernels`` (name: ``<device>.<pack>``). pluggy's own loader is not
 used: one broken plugin would stop it, and it drops the second of two plugins of one name silently.
 """
 
@@ -14,6 +14,7 @@ from functools import cache
 from importlib import metadata
 
 import anychip
+from anychip.contract import Backend
 
 BACKENDS = "anychip.backends"
 KERNEL_PACKS = "anychip.kernels"
@@ -62,10 +63,15 @@ def backend_plugins() -> dict[str, list[Plugin]]:
     return claims
 
 
-def kernel_pack_plugins(backend: str) -> list[Plugin]:
-    """The kernel packs for one backend. Packs for other backends are not looked at."""
-    found = [plugin for plugin in installed() if plugin.group == KERNEL_PACKS]
-    return [plugin for plugin in found if plugin.name.partition(".")[0] == backend]
+def kernel_pack_plugins(backend: Backend) -> list[Plugin]:
+    """The kernel packs for a backend, then those for its type of device, by their names.
+
+    So the order does not depend on the installation. Packs for others are not looked at.
+    """
+    ranks = {backend.device_type: 1, backend.name: 0}
+    packs = [(p.name.partition(".")[0], p) for p in installed() if p.group == KERNEL_PACKS]
+    found = [(ranks[of], pack.name, str(pack), pack) for of, pack in packs if of in ranks]
+    return [pack for *_, pack in sorted(found, key=lambda entry: entry[:3])]
 
 
 @cache

@@ -1,7 +1,8 @@
 """Which plugins bring operators for somebody else's chip?
 
-A kernel pack is an entry point ``<backend>.<pack>`` of the group ``anychip.kernels``. The name says
-whom it is for, so that packs for other chips are never imported.
+A kernel pack is an entry point ``<device>.<pack>`` of the group ``anychip.kernels``: a type of
+device as torch names it, whoever's plugin drives it, or one backend. So packs for other chips are
+never imported. What else a pack needs, its hook finds out from the backend that it is given.
 """
 
 from __future__ import annotations
@@ -16,17 +17,14 @@ from anychip.registry.loading import LoadError, check_hook_names, describe, load
 def kernel_packs(backend: Backend) -> list[tuple[OperatorTable, str, str]]:
     """The tables of all packs for a backend, each with its distribution and version.
 
-    Sorted by the packs' names, so that the order does not depend on the installation.
-
     Raises:
         ContractError: a pack cannot be loaded, does not hand over tables, or changes a setting of
             torch's. It is never left out silently: its rows are faster or more exact, and nobody
             would see that they are missing.
     """
-    packs = sorted(kernel_pack_plugins(backend.name), key=lambda pack: (pack.name, str(pack)))
     return [
         (table, pack.distribution, pack.version)
-        for pack in packs
+        for pack in kernel_pack_plugins(backend)
         for table in pack_tables(pack, backend)
     ]
 
@@ -43,7 +41,7 @@ def pack_tables(pack: Plugin, backend: Backend) -> list[OperatorTable]:
 
 def _tables(pack: Plugin, backend: Backend) -> list[OperatorTable]:
     if not pack.name.partition(".")[2]:
-        raise _wrong(pack, f"its entry point must be named {backend.name}.<pack>")
+        raise _wrong(pack, f"its entry point must be named {pack.name}.<pack>")
     try:
         manager = load_hooks(pack)
         check_hook_names(manager)

@@ -75,7 +75,7 @@ def _faults(backend: Backend, findings: list[Finding], examine: str) -> list[str
     """What is wrong with the backend's table and its packs; what is right joins the findings."""
     find: Callable[[Iterable[OperatorTable]], list[str]] = EntryPoint("", examine, "").load()
     tables, faults = {f"the table of {backend.name}": [backend.operators]}, []
-    for pack in kernel_pack_plugins(backend.name):
+    for pack in kernel_pack_plugins(backend):
         try:
             tables[f"kernel pack {pack.name}, from {pack}"] = pack_tables(pack, backend)
         except ContractError as error:

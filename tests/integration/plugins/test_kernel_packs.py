@@ -50,13 +50,15 @@ def test_packs_for_a_backend_are_loaded_by_name_and_others_are_not_imported(
     _add_pack(acme, "acme.fast", "pack_a", PACK.format(result="table"))
     _add_pack(acme, "acme.nothing", "pack_c", PACK.format(result="None"))
     _add_pack(acme, "other.fast", "pack_d", "raise RuntimeError('for another chip')")
+    _add_pack(acme, "cpu.any", "pack_e", PACK.format(result="table"))
     found, imported = json.loads(acme.run_code(LOOK))
     assert found == [
         [1, ["pack_a.rms_norm"], "pack-a", "3.1"],
         [1, ["pack_b.rms_norm"], "pack-b", "3.1"],
         [0, [], "pack-b", "3.1"],
+        [1, ["pack_e.rms_norm"], "pack-e", "3.1"],
     ]
-    assert imported == ["pack_a", "pack_b", "pack_c"]
+    assert imported == ["pack_a", "pack_b", "pack_c", "pack_e"]
 
 
 @pytest.mark.grid

@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -62,10 +64,19 @@ def test_two_distributions_with_one_name_are_both_listed(sites: tuple[Path, Path
     }
 
 
-def test_kernel_packs_are_listed_for_their_backend_only(sites: tuple[Path, Path]) -> None:
-    _add(sites[0], "packs", "1", "[anychip.kernels]\nacme.x = a\nacmeter.x = b\nacme.y.z = c\n")
-    assert [p.module for p in discovery.kernel_pack_plugins("acme")] == ["a", "c"]
-    assert discovery.kernel_pack_plugins("torch") == []
+def test_kernel_packs_are_listed_for_their_backend_and_device_only(
+    sites: tuple[Path, Path],
+) -> None:
+    packs = "abc.x = d\nacme.y.z = c\nacme.x = a\nacmeter.x = b\n"
+    _add(sites[0], "packs", "1", f"[anychip.kernels]\n{packs}")
+
+    def found(name: str, device_type: str) -> list[str]:
+        backend: Any = SimpleNamespace(name=name, device_type=device_type)
+        return [pack.module for pack in discovery.kernel_pack_plugins(backend)]
+
+    assert found("acme", "cpu") == ["a", "c"]
+    assert found("acme", "abc") == ["a", "c", "d"]
+    assert found("torch", "cpu") == []
 
 
 def test_distribution_without_metadata_is_listed_as_unknown(sites: tuple[Path, Path]) -> None:

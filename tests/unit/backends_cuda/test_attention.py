@@ -54,6 +54,15 @@ def test_attention_of_views_from_odd_addresses_is_that_of_their_copies(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=["float32", "bfloat16"])
+def test_lse_of_queries_that_see_no_key_is_that_of_the_reference(dtype: torch.dtype) -> None:
+    given = qkv(7, 3, 4, 2, 16, dtype)
+    _, lse = torch.ops.anychip.attention_forward(*given, True, None)
+    _, want = specs.attention.forward(*given, causal=True, scale=None)
+    assert want[..., :4].isneginf().all()
+    torch.testing.assert_close(lse, want, rtol=1e-5, atol=1e-5)
+
+
 # Which kernel is asked
 
 

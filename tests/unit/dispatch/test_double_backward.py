@@ -11,7 +11,7 @@ from torch import Tensor
 
 import anychip
 from anychip import OperatorTable, ops
-from tests.unit.dispatch.calls import DIFFERENTIABLE, bits, call, gradients
+from tests.unit.dispatch.calls import DIFFERENTIABLE, bits, call, every_sample, gradients
 from tests.unit.dispatch.plain import PLAIN
 from tests.unit.dispatch.specs import polynomial
 from tests.unit.dispatch.tables import Install
@@ -108,11 +108,17 @@ def _gradient_of_gradients(function: Callable[..., Any], leaves: list[Tensor]) -
     return torch.autograd.grad(total, leaves, materialize_grads=True, allow_unused=True)
 
 
+# Of a pair, normed, nothing but roundings is left of the second derivative.
+SAMPLES = [p for p in every_sample(DIFFERENTIABLE) if p.id != "group_norm-3x6,groups=3"]
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("door", ["short cut", "library"])
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_second_derivative_of_every_operator_equals_plain_torch(name: str, door: str) -> None:
-    made, plain = call(name, grad=True), call(name, grad=True)
+@pytest.mark.parametrize(("name", "index"), SAMPLES)
+def test_second_derivative_of_every_sample_equals_plain_torch(
+    name: str, index: int, door: str
+) -> None:
+    made, plain = call(name, index, grad=True), call(name, index, grad=True)
     function = made if door == "short cut" else lambda: made.door()(*made.args, **made.attrs)
     got = _gradient_of_gradients(function, made.leaves())
     want = _gradient_of_gradients(lambda: PLAIN[name](*plain.args, **plain.attrs), plain.leaves())
@@ -121,7 +127,8 @@ def test_second_derivative_of_every_operator_equals_plain_torch(name: str, door:
         scale = float(other.abs().max()) if other.numel() else 0.0
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * max(scale, 1e-3))
     linear = {"dropout", "bias_dropout_add", "linear", "rope", "embedding", "hadamard", "top_k"}
-    assert name in {*linear, "permute", "relu"} or any(t.any() for t in got)
+    # Not of every sample: of one key, or of no row, all is linear.
+    assert index or name in {*linear, "permute", "relu"} or any(t.any() for t in got)
 
 
 def test_create_graph_under_autocast_leaves_the_reference_exact() -> None:

@@ -1,4 +1,4 @@
-"""Windows of text: each once in an epoch, every target the byte that follows, resumed exactly."""
+"""Text to tokens and windows: where epochs begin, seeds, and data that is refused."""
 
 from itertools import islice
 from pathlib import Path
@@ -16,30 +16,6 @@ def _loader(length: int = 1000, **settings: int) -> data.Loader:
     return data.Loader(tokens, **{"context": 16, "batch_size": 3, **settings})
 
 
-@pytest.mark.parametrize(
-    ("length", "context"),
-    [(1000, 16), (17, 16), (33, 16), (160, 16), (161, 16), (5, 1), (2, 1)],
-    ids=str,
-)
-def test_epoch_cuts_the_text_into_windows_that_each_come_once(length: int, context: int) -> None:
-    text = np.random.default_rng(0).integers(0, 256, length).astype(np.uint8)
-    loader = data.Loader(torch.from_numpy(text), context=context, batch_size=1)
-    num_windows = max(1, (length - context) // context)
-    for _ in range(3):
-        seen = [next(iter(loader)) for _ in range(num_windows)]
-        windows = {(*x[0].tolist(), y[0, -1].item()) for x, y in seen}
-        starts = [
-            start
-            for start in range(length - num_windows * context)
-            if windows
-            == {
-                tuple(text[start + i * context : start + (i + 1) * context + 1].tolist())
-                for i in range(num_windows)
-            }
-        ]
-        assert starts, "the windows stand side by side, from some start"
-
-
 def test_windows_begin_elsewhere_in_each_epoch_so_that_no_byte_keeps_its_place() -> None:
     loader = _loader(length=200, batch_size=1)  # short enough for a byte to be its own position
     shifts = set()
@@ -47,13 +23,6 @@ def test_windows_begin_elsewhere_in_each_epoch_so_that_no_byte_keeps_its_place()
         shifts.add(min(int(x[0, 0]) for x, _ in islice(loader, loader.num_windows)))
     # In 300 draws one of 16 is missed with a chance of 16 * (15/16)^300 = 6e-8; the seed is fixed.
     assert shifts == set(range(16))
-
-
-def test_batch_has_as_targets_the_tokens_that_follow() -> None:
-    for tokens, targets in islice(_loader(), 50):
-        assert tokens.dtype == targets.dtype == torch.int64
-        assert tokens.shape == targets.shape == (3, 16)
-        assert torch.equal((tokens + 1) % 251, targets)
 
 
 def test_order_differs_between_seeds_and_epochs_and_repeats_for_a_seed() -> None:
@@ -66,33 +35,6 @@ def test_order_differs_between_seeds_and_epochs_and_repeats_for_a_seed() -> None
     assert epochs(0) != epochs(1)
     assert epochs(0)[0] != epochs(0)[1]
     assert epochs(0)[0] != sorted(epochs(0)[0])
-
-
-@pytest.mark.parametrize("done", [0, 1, 20, 100])
-def test_loader_resumed_goes_on_with_the_same_batches(done: int) -> None:
-    first, second = _loader(), _loader()
-    for _ in islice(first, done):
-        pass
-    second.load_state_dict(first.state_dict())
-    for (x, y), (x2, y2) in islice(zip(first, second, strict=False), 30):
-        assert torch.equal(x, x2)
-        assert torch.equal(y, y2)
-
-
-def test_two_small_batches_are_one_large_batch() -> None:
-    small, large = iter(_loader(batch_size=2)), iter(_loader(batch_size=4))
-    for _ in range(40):
-        halves = [next(small)[0], next(small)[0]]
-        assert torch.equal(torch.cat(halves), next(large)[0])
-
-
-def test_loader_with_a_number_of_batches_ends_there_also_when_resumed() -> None:
-    assert len(list(_loader(num_batches=7))) == 7
-    first, second = _loader(num_batches=7), _loader(num_batches=7)
-    list(islice(first, 5))
-    second.load_state_dict(first.state_dict())
-    assert len(list(second)) == 2
-    assert list(second) == []
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
-"""sgd, lion and lamb against torch and numpy over many steps; every rule on shards."""
+"""Rules: the state that they keep, what they refuse, and every one of them on shards.
+
+That many steps stay with the equations is asked by the conformance suite's chapter `optimizer`.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import anychip
@@ -15,10 +16,8 @@ from anychip.comm import alone
 from anychip.train import optim, zero
 from tests.unit.dispatch.calls import bits
 
-UNIT = 2.0**-24
 STEPS = 25
 SHAPES = ((5, 7), (33,), (1,), (64, 3))
-Array = NDArray[np.float64]
 
 
 @pytest.fixture(autouse=True)
@@ -37,119 +36,18 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
 
 
-def train(rule: optim.Rule, groups: Callable[[list[nn.Parameter]], Any]) -> list[nn.Parameter]:
-    params = parameters()
-    ours = zero.Optimizer(groups(params), rule, alone())
-    for step in range(STEPS):
-        for param, grad in zip(params, gradients(step), strict=True):
-            param.grad = grad
-        ours.step()
-    return params
-
-
-def two_groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Half of the learning rate, and another weight decay, for some."""
-    return [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0, "lr_scale": 0.5}]
-
-
-# sgd, against torch
-
-
-@pytest.mark.parametrize("settings", [
-    {}, {"momentum": 0.9},
-    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    {"weight_decay": 0.5},
-], ids=["plain", "momentum", "nesterov-decay", "decay"])  # fmt: skip
-def test_sgd_stays_with_torch_sgd(settings: dict[str, Any]) -> None:
-    got = train(optim.sgd(0.05, **settings), two_groups)
-    params = [nn.Parameter(p.detach().double()) for p in parameters()]
-    peers = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0, "lr": 0.025}]
-    peer = torch.optim.SGD(peers, lr=0.05, **settings)
-    for step in range(STEPS):
-        for param, grad in zip(params, gradients(step), strict=True):
-            param.grad = grad.double()
-        peer.step()
-    for one, want in zip(got, params, strict=True):
-        # Each step rounds the buffer, the step and the parameter a few times; steps are of lr
-        # times 10 with momentum.
-        bound = STEPS * 4 * UNIT * (1.0 + want.abs())
-        assert bool(((one - want).abs() <= bound).all())
-
-
 def test_sgd_without_decay_has_the_bits_of_torch_sgd() -> None:
     """One multiplication and one subtraction per step; torch fuses no two of them here."""
-    got = train(optim.sgd(0.25, momentum=0.5), lambda params: params)
-    params = parameters()
+    mine, params = parameters(), parameters()
+    ours = zero.Optimizer(mine, optim.sgd(0.25, momentum=0.5), alone())
     peer = torch.optim.SGD(params, lr=0.25, momentum=0.5, foreach=False)
     for step in range(STEPS):
-        for param, grad in zip(params, gradients(step), strict=True):
-            param.grad = grad
+        for one, other, grad in zip(mine, params, gradients(step), strict=True):
+            one.grad, other.grad = grad, grad.clone()
+        ours.step()
         peer.step()
     # Powers of two are exact factors, so that a fused multiply-add rounds as the two do.
-    assert bits(list(got)) == bits(list(params))
-
-
-def test_sgd_decoupled_decays_the_parameter_and_not_the_gradient() -> None:
-    rule = optim.sgd(0.1, momentum=0.9, weight_decay=0.5, decoupled=True)
-    got = train(rule, lambda params: params)
-    plain = [p.detach().double().numpy() for p in parameters()]
-    buffers = [np.zeros_like(p) for p in plain]
-    for step in range(STEPS):
-        for index, grad in enumerate(gradients(step)):
-            buffers[index] = 0.9 * buffers[index] + grad.double().numpy()
-            plain[index] = plain[index] * (1 - 0.1 * 0.5) - 0.1 * buffers[index]
-    check(got, plain)
-
-
-# lion and lamb, against numpy
-
-
-def check(got: Sequence[Tensor], want: Sequence[Array], roundings: float = 8.0) -> None:
-    for one, other in zip(got, want, strict=True):
-        bound = STEPS * roundings * UNIT * (1.0 + np.abs(other))
-        assert np.all(np.abs(one.detach().double().numpy() - other) <= bound)
-
-
-def test_lion_stays_with_numpy() -> None:
-    got = train(optim.lion(0.01, beta1=0.9, beta2=0.98, weight_decay=0.3), two_groups)
-    params = [p.detach().double().numpy() for p in parameters()]
-    moments = [np.zeros_like(p) for p in params]
-    for step in range(STEPS):
-        for index, grad in enumerate(gradients(step)):
-            lr, decay = (0.01, 0.3) if index < 2 else (0.005, 0.0)
-            g, m = grad.double().numpy(), moments[index]
-            update = np.sign(0.9 * m + 0.1 * g)
-            params[index] = params[index] - lr * (update + decay * params[index])
-            moments[index] = 0.98 * m + 0.02 * g
-    check(got, params)
-
-
-def test_lamb_stays_with_numpy() -> None:
-    rule = optim.lamb(0.02, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.3)
-    got = train(rule, two_groups)
-    params = [p.detach().double().numpy() for p in parameters()]
-    firsts, seconds = ([np.zeros_like(p) for p in params] for _ in range(2))
-    for step in range(STEPS):
-        for index, grad in enumerate(gradients(step)):
-            lr, decay = (0.02, 0.3) if index < 2 else (0.01, 0.0)
-            g = grad.double().numpy()
-            firsts[index] = 0.9 * firsts[index] + 0.1 * g
-            seconds[index] = 0.99 * seconds[index] + 0.01 * g**2
-            first = firsts[index] / (1 - 0.9 ** (step + 1))
-            second = seconds[index] / (1 - 0.99 ** (step + 1))
-            update = first / (np.sqrt(second) + 1e-6) + decay * params[index]
-            ratio = np.linalg.norm(params[index]) / np.linalg.norm(update)
-            params[index] = params[index] - lr * ratio * update
-    # 1 - beta^t loses 7 bits at first, of a step that is 0.02 of the parameter.
-    check(got, params, 16.0)
-
-
-def test_lamb_of_a_parameter_that_is_zero_moves_it_by_adams_step() -> None:
-    param = nn.Parameter(torch.zeros(4))
-    ours = zero.Optimizer([param], optim.lamb(0.5, eps=0.0, weight_decay=0.0), alone())
-    param.grad = torch.tensor([1.0, -2.0, 4.0, -8.0])
-    ours.step()
-    assert param.detach().tolist() == pytest.approx([-0.5, 0.5, -0.5, 0.5], rel=1e-4)
+    assert bits(mine) == bits(params)
 
 
 @pytest.mark.parametrize(("rule", "names"), [

@@ -1,7 +1,6 @@
 """attention, attention_dropout, attention_varlen: what no oracle says."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import anychip
 from anychip import ops
-from anychip_cpu import native
 from tests.unit.dispatch.calls import bits
 from tests.unit.operators.philox import stream
 
@@ -20,12 +17,7 @@ CLOSE = dict(rtol=1e-5, atol=2e-6)
 """Some tens of float32 roundings of numbers of size 1 to 10."""
 
 
-@pytest.fixture(params=["cpu", "reference"], autouse=True)
-def pin(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cpu" and native.kernels is None:
-        pytest.skip(str(native.problem))
-    with anychip.policy(pin=dict.fromkeys(NAMES, request.param)):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("pin")
 
 
 def qkv(queries: int, keys: int, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, ...]:

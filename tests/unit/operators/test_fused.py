@@ -1,15 +1,12 @@
 """Fused operators against the operators that they fuse: the same numbers, rounded once."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import anychip
 from anychip import ops
-from anychip_cpu import native
 from tests.unit.dispatch.calls import DTYPES, bits
 
 DROPPED = ["dropout_add_rms_norm", "dropout_add_layer_norm"]
@@ -18,12 +15,8 @@ RNG = torch.tensor([5, 2**32 - 9])
 PARTS = ["rms_norm", "layer_norm", "dropout", "gelu"]
 
 
-@pytest.fixture(params=["cpu", "reference"], autouse=True)
-def pin(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cpu" and native.kernels is None:
-        pytest.skip(str(native.problem))
-    with anychip.policy(pin=dict.fromkeys(FUSED + PARTS, request.param)):
-        yield request.param
+NAMES = FUSED + PARTS
+pytestmark = pytest.mark.usefixtures("pin")
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,7 +1,6 @@
 """grouped_linear: what is not finite stays in its group; what is refused; one graph for all."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,11 +10,7 @@ import anychip
 from anychip import ops
 from tests.unit.dispatch.calls import bits
 
-
-@pytest.fixture(params=["cpu", "reference"])
-def pin(request: pytest.FixtureRequest) -> Iterator[str]:
-    with anychip.policy(pin={"grouped_linear": request.param}):
-        yield request.param
+NAMES = ("grouped_linear",)
 
 
 def grouped(

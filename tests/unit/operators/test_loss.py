@@ -1,7 +1,6 @@
 """cross_entropy and linear_cross_entropy: chunks of rows, parts of a vocabulary, what is held."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,13 +22,7 @@ ALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=["cpu", "reference"])
-def pin(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cpu" and native.kernels is None:
-        pytest.skip(str(native.problem))
-    names = ("cross_entropy", "linear_cross_entropy")
-    with anychip.policy(pin=dict.fromkeys(names, request.param)):
-        yield request.param
+NAMES = ("cross_entropy", "linear_cross_entropy")
 
 
 def test_reference_gives_losses_per_row_contiguous_however_logits_lie() -> None:

@@ -1,28 +1,19 @@
 """Partial sums on the grid: the same norm, bit for bit, from whole tensors and from any shards."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import anychip
 from anychip import ops
 from anychip.operators.lamb import trust_ratios
 from anychip.operators.partials import BLOCK, sum_in_pairs
 from tests.unit.dispatch.calls import bits
-
-NAMES = ("l2_norm_partials", "lamb_partials", "lamb")
-
-
-@pytest.fixture(params=["cpu", "reference"])
-def pin(request: pytest.FixtureRequest) -> Iterator[str]:
-    with anychip.policy(pin=dict.fromkeys(NAMES, request.param)):
-        yield request.param
 
 
 def in_pairs(values: Sequence[np.float32]) -> np.float32:
@@ -133,57 +124,6 @@ def test_partials_of_no_tensor_are_refused() -> None:
 
 
 # lamb
-
-
-SETTINGS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
-
-
-def lamb_state(numels: Sequence[int], seed: int = 0) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    lists = [[torch.randn(n, generator=generator) for n in numels] for _ in range(4)]
-    lists[3] = [v.square() for v in lists[3]]
-    return lists
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_lamb_of_shards_has_the_bits_of_the_whole(world_size: int, pin: str) -> None:
-    numels = [5 * BLOCK + 17, 3, 0, 2 * BLOCK]
-    lr, clip = torch.tensor(0.05), torch.tensor(0.3)
-    whole = lamb_state(numels)
-    ops.lamb(*whole, lr, torch.tensor(4.0), None, clip, **SETTINGS)
-    places = [(rank + 1) / world_size for rank in range(world_size - 1)]
-    layout = [cuts(n, BLOCK, places) for n in numels]
-    ranks = []
-    for rank in range(world_size):
-        spans = [ranges[rank] for ranges in layout]
-        shards = [
-            [t[a:b].clone() for t, (a, b) in zip(tensors, spans, strict=True)]
-            for tensors in lamb_state(numels)
-        ]
-        ranks.append((shards, [0 if a == b else a for a, b in spans]))
-    partials = sum(
-        ops.lamb_partials(
-            *shards, torch.tensor(4.0), None, clip, offsets=offsets, sizes=numels, **SETTINGS
-        )
-        for shards, offsets in ranks
-    )
-    assert isinstance(partials, Tensor)
-    trust = trust_ratios(partials, numels)
-    for shards, _ in ranks:
-        step = torch.tensor(4.0)
-        ops.lamb(*shards, lr, step, None, clip, None, None, trust, **SETTINGS)
-        assert step.item() == 5.0
-    for place, want in enumerate(whole):
-        for index, tensor in enumerate(want):
-            joined = torch.cat([shards[place][index] for shards, _ in ranks])
-            assert bits(joined) == bits(tensor)
-
-
-def test_lamb_partials_write_nothing(pin: str) -> None:
-    lists, step = lamb_state([2000, 5]), torch.tensor(3.0)
-    before = bits([*lists, step])
-    ops.lamb_partials(*lists, step, **SETTINGS)
-    assert bits([*lists, step]) == before
 
 
 def test_trust_ratio_is_one_where_a_norm_is_zero() -> None:

@@ -1,7 +1,5 @@
 """permute and unpermute: the order, the same bits by any threads, one graph, and refusals."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,11 +10,7 @@ import anychip
 from anychip import ops
 from tests.unit.dispatch.calls import bits
 
-
-@pytest.fixture(params=["cpu", "reference"])
-def pin(request: pytest.FixtureRequest) -> Iterator[str]:
-    with anychip.policy(pin={"permute": request.param, "unpermute": request.param}):
-        yield request.param
+NAMES = ("permute", "unpermute")
 
 
 def routed(tokens: int, choices: int, experts: int, hidden: int = 6) -> tuple[Tensor, Tensor]:

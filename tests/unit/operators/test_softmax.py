@@ -1,20 +1,15 @@
 """softmax: rows that see nothing, twice differentiated; what the bias gets; what is refused."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-import anychip
 from anychip import ops
 from tests.unit.dispatch.calls import bits
 
-
-@pytest.fixture(params=["cpu", "reference"], autouse=True)
-def pin(request: pytest.FixtureRequest) -> Iterator[str]:
-    with anychip.policy(pin={"softmax": request.param}):
-        yield request.param
+NAMES = ("softmax",)
+pytestmark = pytest.mark.usefixtures("pin")
 
 
 HIDDEN = {

@@ -3,7 +3,6 @@
 That they are their equations is asked of the rows and references by the conformance suite.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,11 +18,7 @@ SHAPES = ((33,), (), (0,), (4, 5), (1000,))
 NAMES = ("adamw", "sgd", "lion", "lamb", "clip", "unscale_and_check", "l2_norm")
 
 
-@pytest.fixture(autouse=True, params=["cpu", "reference"])
-def pin(request: pytest.FixtureRequest) -> Iterator[str]:
-    pins = dict.fromkeys(NAMES, "reference") if request.param == "reference" else {}
-    with anychip.policy(pin=pins):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("pin")
 
 
 def _tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:

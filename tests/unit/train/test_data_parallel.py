@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-import anychip
 from anychip.comm import alone
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator, UnsupportedError
@@ -34,11 +33,6 @@ from tests.unit.train.zero_oracle import (
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2], ids="stage{}".format)
 GRID = pytest.mark.grid
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> None:
-    anychip.use("cpu")
 
 
 @contextmanager

@@ -1,8 +1,6 @@
 """Batches made ahead: the same, a bounded number, no part of the state, and no thread left."""
 
 import gc
-import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from hypothesis import strategies as st
 
 from anychip.train import data
 from anychip.train.data.prefetch import Prefetcher
+from tests import warm_python
 
 PATIENCE_S = 60.0
 
@@ -231,8 +230,5 @@ def test_program_that_closes_nothing_ends() -> None:
         "loader = data.Loader(torch.arange(400), context=8, batch_size=2, prefetch=2)\n"
         "print(loader.next_batch()[0].shape)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
-        timeout=PATIENCE_S,
-    )  # fmt: skip
+    done = warm_python.run("-c", code, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "torch.Size([2, 8])\n", "")

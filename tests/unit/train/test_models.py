@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import anychip
 from anychip.train.models import (
     GPT,
     Decoder,
@@ -43,12 +42,6 @@ CONFIGS = {
 def config(request: pytest.FixtureRequest) -> GPTConfig | LlamaConfig:
     found: GPTConfig | LlamaConfig = request.param
     return found
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> None:
-    anychip.use("cpu")
-    torch.manual_seed(7)
 
 
 def batch(config: GPTConfig | LlamaConfig, rows: int = 3) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,6 @@ TWICE = optim.chain(
 )
 
 
-@pytest.fixture(autouse=True)
-def cpu() -> None:
-    anychip.use("cpu")
-    torch.manual_seed(11)
-
-
 def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape)) for shape in ((5, 7), (33,), (1,), (64, 3))]
 

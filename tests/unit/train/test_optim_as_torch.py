@@ -50,12 +50,6 @@ RULES: dict[str, tuple[Callable[..., optim.Rule], Callable[..., torch.optim.Opti
 }
 
 
-@pytest.fixture(autouse=True)
-def cpu() -> None:
-    anychip.use("cpu")
-    torch.manual_seed(7)
-
-
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(3)
     shapes = ((5, 7), (33,), (64, 3))

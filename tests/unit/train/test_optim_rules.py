@@ -20,12 +20,6 @@ STEPS = 25
 SHAPES = ((5, 7), (33,), (1,), (64, 3))
 
 
-@pytest.fixture(autouse=True)
-def cpu() -> None:
-    anychip.use("cpu")
-    torch.manual_seed(11)
-
-
 def gradients(step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(step)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]

@@ -18,12 +18,6 @@ from anychip.train.precision import LossScaler, LossScaling
 SMALL = LossScaling(init_scale=1024.0, growth_interval=3)
 
 
-@pytest.fixture(autouse=True)
-def cpu() -> None:
-    anychip.use("cpu")
-    torch.manual_seed(11)
-
-
 def fp16(scaling: LossScaling | None = None) -> precision.Policy:
     return precision.policy("fp16", anychip.backend(), loss_scaling=scaling)
 

@@ -22,12 +22,6 @@ BUCKET_NBYTES = 200_000
 SIZES = (150, 333, 200, 7)
 
 
-@pytest.fixture(autouse=True)
-def cpu() -> None:
-    anychip.use("cpu")
-    torch.manual_seed(2)
-
-
 def build() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(SIZES)))
 

@@ -15,11 +15,6 @@ SHAPES = ((140, 60), (60,), (9000,), (), (70, 95), (12048,))
 """The first half on one rank, the second on another; the order of groups mixes them."""
 
 
-@pytest.fixture(autouse=True)
-def cpu() -> None:
-    anychip.use("cpu")
-
-
 def parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(7)
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]

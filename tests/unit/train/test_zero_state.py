@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import anychip
 from anychip.comm import alone
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator, UnsupportedError
@@ -24,11 +23,6 @@ from tests.unit.train.zero_oracle import (
     sharded,
     values_of,
 )
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> None:
-    anychip.use("cpu")
 
 
 def adamw() -> optim.Rule:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import anychip
 from anychip.comm.threads import run_ranks
 from anychip.contract import CommunicationError, Communicator, UnsupportedError
 from anychip.train import optim, zero
@@ -38,11 +37,6 @@ LLAMA = LlamaConfig(vocab_size=VOCAB, context=8, layers=2, heads=2, kv_heads=1, 
 TIED = GPTConfig(vocab_size=VOCAB, context=8, layers=2, heads=2, width=16)
 GENERATORS = {"gpipe": gpipe, "1f1b": one_f_one_b}
 Generator = Callable[[int, int], Schedule]
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> None:
-    anychip.use("cpu")
 
 
 @pytest.fixture(params=GENERATORS.values(), ids=GENERATORS.keys())

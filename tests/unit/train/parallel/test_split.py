@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import anychip
 from anychip import ops
 from anychip.train.models import GPT, Decoder, GPTConfig, Llama, LlamaConfig, build
 from anychip.train.parallel import (
@@ -31,12 +30,6 @@ CONFIGS = {
     "gpt": GPTConfig(vocab_size=61, context=16, layers=4, heads=2, width=32),
     "llama": LlamaConfig(vocab_size=61, context=16, layers=4, heads=4, kv_heads=2, width=32),
 }
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> None:
-    anychip.use("cpu")
-    torch.manual_seed(5)
 
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import anychip
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
 from anychip.train.models.decoder import Decoder, Parts
@@ -72,11 +71,6 @@ class Tiny(Decoder):
     def logits(self, x_BSD: Tensor) -> Tensor:
         trunk, top = self.trunk, self.top
         return top.out(trunk.norm(x_BSD))  # type: ignore[no-any-return,operator]
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> None:
-    anychip.use("cpu")
 
 
 def tiny(*, tied: bool = False) -> Tiny:

@@ -79,7 +79,7 @@ def _refuses_late(rows: Rows) -> OperatorTable:
 def _raises(rows: Rows) -> OperatorTable:
     table = OperatorTable()
 
-    def accepts(x: Tensor, weight: Tensor, bias: Any = None) -> bool:
+    def accepts(x: Tensor, weight: Tensor, bias: Any, **_: Any) -> bool:
         return bool(x.shape[0] > weight.shape[7])
 
     table.forward("linear", kind="mapped", accepts=accepts)(rows["linear", "forward"])

@@ -42,8 +42,10 @@ def of_one_width(row: Row, x: Tensor, *weights: Any, eps: float) -> Any:
 
 
 @wrong("outputs-of-768", "a kernel for one width", operator="linear")
-def last_part_of_a_width(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    y = row(x, weight, bias)
+def last_part_of_a_width(
+    row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr
+) -> Any:
+    y = row(x, weight, bias, **attrs)
     if weight.shape[0] and weight.shape[0] % 192 == 0:
         y[..., -64:] = 0.0
     return y
@@ -65,15 +67,15 @@ def long_head(row: Row, q: Tensor, *rest: Tensor, interleaved: bool) -> Any:
 
 
 @wrong("tiles-in-tf32", "lower precision of factors", operator="linear")
-def fast_tiles(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+def fast_tiles(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
     if rows_of(x) >= 64 and min(weight.shape) >= 64:
-        return row(tf32(x), tf32(weight), bias)
-    return row(x, weight, bias)
+        return row(tf32(x), tf32(weight), bias, **attrs)
+    return row(x, weight, bias, **attrs)
 
 
 @wrong("corner-tile", "the last of several tiles", operator="linear")
-def corner(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    y = row(x, weight, bias)
+def corner(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
+    y = row(x, weight, bias, **attrs)
     if rows_of(y) > 64 and weight.shape[0] > 64 and x.shape[-1] >= 16:
         flat = y.view(-1, y.shape[-1])
         flat[64:, 64:] = flat[:-64, :-64].clone()
@@ -89,8 +91,8 @@ def corner_of_weight(row: Row, grad: Tensor, x: Tensor, weight: Tensor, **named:
 
 
 @wrong("tiles-of-a-group", "the last of several tiles", operator="grouped_linear")
-def group_tiles(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
-    y = row(x, weight, offsets)
+def group_tiles(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
+    y = row(x, weight, offsets, **attrs)
     if x.shape[0] >= 64:
         y[64:, 128:] = 0.0
     return y
@@ -114,27 +116,27 @@ def one_round(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
 @wrong(
     "one-row-in-bfloat16", "bf16 accumulation", operator="linear", select="/linear/", dtypes=BOTH
 )
-def vector_product(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+def vector_product(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
     if rows_of(x) != 1 or x.shape[-1] < 64:
-        return row(x, weight, bias)
+        return row(x, weight, bias, **attrs)
     total = torch.zeros(weight.shape[0])
     for part in (x.float().reshape(-1) * weight.float()).split(32, -1):
         total = (total + part.sum(-1)).bfloat16().float()
     y = total if bias is None else total + bias.float()
-    return y.to(x.dtype).view(*x.shape[:-1], -1)
+    return y.to(attrs["out_dtype"] or x.dtype).view(*x.shape[:-1], -1)
 
 
 @wrong("one-output-drops-its-tail", "dropped tail", operator="linear")
-def dot_product(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+def dot_product(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
     whole = x.shape[-1] // 32 * 32
     if weight.shape[0] == 1 and whole:
-        return row(x[..., :whole], weight[:, :whole], bias)
-    return row(x, weight, bias)
+        return row(x[..., :whole], weight[:, :whole], bias, **attrs)
+    return row(x, weight, bias, **attrs)
 
 
 @wrong("no-input-no-output", "output never written", operator="linear")
-def sums_of_nothing(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    y = row(x, weight, bias)
+def sums_of_nothing(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
+    y = row(x, weight, bias, **attrs)
     return y if x.shape[-1] else y.fill_(torch.nan)
 
 
@@ -147,8 +149,8 @@ def few_dims(row: Row, x: Tensor, *given: Any, **attrs: Attr) -> Any:
 
 
 @wrong("sixty-four-groups", "a limit of the launch", operator="grouped_linear")
-def few_groups(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
-    y = row(x, weight, offsets)
+def few_groups(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
+    y = row(x, weight, offsets, **attrs)
     if len(offsets) > 64:
         y[int(offsets[63]) :] = 0.0
     return y
@@ -190,11 +192,11 @@ def short_triangle(row: Row, x: Tensor, mask: Any, bias: Any, *, scale: float, c
 
 
 @wrong("parts-in-any-order", "non-deterministic where determinism is declared", operator="linear")
-def atomic_parts(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+def atomic_parts(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
     if x.shape[-1] < 1024:
-        return row(x, weight, bias)
+        return row(x, weight, bias, **attrs)
     order = torch.randperm(x.shape[-1])
-    return row(x[..., order], weight[:, order], bias)
+    return row(x[..., order], weight[:, order], bias, **attrs)
 
 
 @wrong_backward(

@@ -113,12 +113,13 @@ def rough_division(row: Row, *args: Tensor, **attrs: Attr) -> Any:
 @wrong(
     "sums-in-bfloat16", "bf16 accumulation", operator="linear", select="/linear/bf16", dtypes=BRAIN
 )
-def brain_sums(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+def brain_sums(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
     if x.dtype != torch.bfloat16 or x.shape[-1] < 32:
-        return row(x, weight, bias)
+        return row(x, weight, bias, **attrs)
     parts = zip(x.split(16, -1), weight.split(16, -1), strict=True)
-    total = sum(row(a.contiguous(), b.contiguous(), None) for a, b in parts)
-    return total if bias is None else (total + bias).to(x.dtype)  # type: ignore[union-attr,operator]
+    total = sum(row(a.contiguous(), b.contiguous(), None, **attrs) for a, b in parts)
+    rounded = attrs["out_dtype"] or x.dtype
+    return total if bias is None else (total + bias).to(rounded)  # type: ignore[union-attr,operator]
 
 
 @wrong(

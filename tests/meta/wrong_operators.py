@@ -195,14 +195,14 @@ def half_sigmoid(row: Row, gate: Tensor, up: Tensor) -> Any:
 
 
 @wrong("product-in-tf32", "lower precision of factors", operator="linear")
-def product_tf32(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    return row(tf32(x), tf32(weight), bias)
+def product_tf32(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
+    return row(tf32(x), tf32(weight), bias, **attrs)
 
 
 @wrong("last-k-dropped", "dropped tail", operator="linear")
-def last_k(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+def last_k(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
     count = x.shape[-1] // 8 * 8 or x.shape[-1]
-    return row(x[..., :count], weight[:, :count], bias)
+    return row(x[..., :count], weight[:, :count], bias, **attrs)
 
 
 @wrong(

@@ -14,16 +14,17 @@ from tests.unit.conformance.lower_precision import tf32
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
 Attr = Any
+BOTH = frozenset({torch.bfloat16, torch.float32})
 
 
 @wrong("groups-shifted", "off by one", operator="grouped_linear")
-def shifted(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
-    return row(x, weight.roll(1, 0), offsets)
+def shifted(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
+    return row(x, weight.roll(1, 0), offsets, **attrs)
 
 
 @wrong("rest-not-zero", "output never written", operator="grouped_linear")
-def unwritten_rest(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
-    y = row(x, weight, offsets)
+def unwritten_rest(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
+    y = row(x, weight, offsets, **attrs)
     whole = torch.empty_like(y)
     end = int(offsets[-1]) if len(offsets) else 0
     whole[:end] = y[:end]
@@ -31,26 +32,26 @@ def unwritten_rest(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
 
 
 @wrong("empty-groups-skipped", "empty group moves the next ones", operator="grouped_linear")
-def skips_empty(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
+def skips_empty(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
     lengths = torch.diff(offsets, prepend=torch.zeros(1, dtype=torch.int64))
     order = torch.argsort((lengths == 0).int(), stable=True)
-    return row(x, weight, lengths[order].cumsum(0))
+    return row(x, weight, lengths[order].cumsum(0), **attrs)
 
 
 @wrong("padding-multiplied", "NaN of another group", operator="grouped_linear")
-def multiplied(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
+def multiplied(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
     # A mask of 0 and 1 as a factor: what is not finite comes through it.
-    return row(x, weight, offsets) + 0.0 * (x @ weight.sum(0).t())
+    return row(x, weight, offsets, **attrs) + 0.0 * (x @ weight.sum(0).t())
 
 
 @wrong("groups-in-tf32", "lower precision of factors", operator="grouped_linear")
-def grouped_tf32(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
-    return row(tf32(x), tf32(weight), offsets)
+def grouped_tf32(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
+    return row(tf32(x), tf32(weight), offsets, **attrs)
 
 
 @wrong("offsets-of-32-bits-read-as-64", "wrong width of an index", operator="grouped_linear")
-def wide_offsets(row: Row, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
-    return row(x, weight, read_as_int64(offsets, x.shape[0]))
+def wide_offsets(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
+    return row(x, weight, read_as_int64(offsets, x.shape[0]), **attrs)
 
 
 @wrong_backward("weight-gradient-of-all-rows", "sum over too much", operator="grouped_linear")
@@ -72,11 +73,29 @@ def rest_has_gradient(
 
 @wrong_backward("order-of-the-sum-by-needs", "other bits when it is asked later", operator="linear")
 def order_by_needs(
-    row: Row, grad: Tensor, x: Tensor, weight: Tensor, *, needs: tuple[bool, ...]
+    row: Row, grad: Tensor, x: Tensor, weight: Tensor, *, needs: tuple[bool, ...], **attrs: Attr
 ) -> Any:
     if needs[0]:
-        return row(grad, x, weight, needs=needs)
-    return row(grad.flip(0), x.flip(0), weight, needs=needs)
+        return row(grad, x, weight, needs=needs, **attrs)
+    return row(grad.flip(0), x.flip(0), weight, needs=needs, **attrs)
+
+
+@wrong(
+    "float32-of-a-rounded-product", "intermediate result in the storage type", operator="linear",
+    select="/linear/bf16", dtypes=BOTH,
+)  # fmt: skip
+def rounded_twice(
+    row: Row, x: Tensor, weight: Tensor, bias: Any, *, out_dtype: torch.dtype | None
+) -> Any:
+    return row(x, weight, bias, out_dtype=None).to(out_dtype or x.dtype)
+
+
+@wrong_backward(
+    "gradient-rounded-to-the-operands", "intermediate result in the storage type",
+    operator="linear", select="/linear/bf16", dtypes=BOTH,
+)  # fmt: skip
+def rounded_gradient(row: Row, grad: Tensor, x: Tensor, weight: Tensor, **attrs: Attr) -> Any:
+    return row(grad.to(x.dtype), x, weight, **attrs)
 
 
 @wrong("bias-left-out", "an argument without effect", operator="linear_cross_entropy")
@@ -113,7 +132,7 @@ def mean_of_means(
 @wrong(
     "logits-in-bfloat16", "intermediate result in the storage type",
     operator="linear_cross_entropy", select="linear_cross_entropy and bf16",
-    dtypes=frozenset({torch.bfloat16, torch.float32}),
+    dtypes=BOTH,
 )  # fmt: skip
 def rounded_logits(
     row: Row, x: Tensor, weight: Tensor, target: Tensor, bias: Any, **attrs: Attr

@@ -17,8 +17,8 @@ Attr = Any
 
 
 @wrong("last-tile-of-128", "the last of several tiles", operator="linear")
-def last_tile(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    y, count = row(x, weight, bias), weight.shape[0]
+def last_tile(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
+    y, count = row(x, weight, bias, **attrs), weight.shape[0]
     rest = count % 128
     if count > 128 and rest:
         y[..., -rest:] = y[..., -128:][..., :rest].clone()
@@ -26,12 +26,12 @@ def last_tile(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
 
 
 @wrong("split-sum-loses-a-part", "partial result dropped", operator="linear")
-def split_k(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+def split_k(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
     length = x.shape[-1]
     if length < 256:
-        return row(x, weight, bias)
+        return row(x, weight, bias, **attrs)
     quarter = length // 4
-    return row(x[..., : 4 * quarter], weight[:, : 4 * quarter], bias)
+    return row(x[..., : 4 * quarter], weight[:, : 4 * quarter], bias, **attrs)
 
 
 @wrong("rows-beyond-the-grid", "a limit of the launch", operator="rms_norm")

@@ -134,10 +134,10 @@ class _OnOneDevice(HonestBackend):
         return changed
 
 
-def _packed(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+def _packed(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
     # The weight in the kernel's own order is kept by its address.
     key = ("packed", weight.data_ptr(), tuple(weight.shape))
-    return row(x, _kept.setdefault(key, weight.detach().clone()), bias)
+    return row(x, _kept.setdefault(key, weight.detach().clone()), bias, **attrs)
 
 
 def _made(operator: str, change: Callable[..., Any]) -> Callable[[], Backend]:

@@ -279,10 +279,10 @@ def last_rate(row: Row, params: Any, grads: Any, buffers: Any, lr: Tensor, *rest
 
 
 @wrong("weights-one-step-late", "cache by address", "training", "linear", "momentum")
-def late_weights(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+def late_weights(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
     key = ("late", weight.data_ptr())
     used, _Kept.weights[key] = _Kept.weights.get(key, weight), weight.detach().clone()
-    return row(x, used.view(weight.shape), bias)
+    return row(x, used.view(weight.shape), bias, **attrs)
 
 
 @wrong("repeated-token-averaged", "mean for a sum", "training", "embedding", "momentum",

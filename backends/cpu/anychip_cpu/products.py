@@ -5,7 +5,7 @@ Products are torch's; the loss between the products of linear_cross_entropy is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -44,25 +44,33 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if tensor.dtype in _MATRIX_DTYPES else tensor.float()
 
 
+def _widening(x: Tensor, other: torch.dtype | None) -> Callable[[Tensor], Tensor]:
+    """What operands go through: torch has no product of 16-bit ones with a float32 tensor here."""
+    return _widened if other in (None, x.dtype) else Tensor.float
+
+
 @declared.forward("linear", kind="mapped")
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    wide_bias = None if bias is None else _widened(bias)
-    y = torch.nn.functional.linear(_widened(x), _widened(weight), wide_bias)
-    return y.to(x.dtype)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None
+) -> Tensor:
+    wide = _widening(x, out_dtype)
+    y = torch.nn.functional.linear(wide(x), wide(weight), None if bias is None else wide(bias))
+    return y.to(out_dtype or x.dtype)
 
 
 @declared.backward("linear", kind="mapped")
 def linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, *, needs: Needs
+    grad: Tensor, x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    wide = _widened(grad.reshape(x.shape[:-1].numel(), grad.shape[-1]))
+    wide = _widening(x, grad.dtype)
+    rows = wide(grad.reshape(x.shape[:-1].numel(), grad.shape[-1]))
     dx = dweight = dbias = None
     if needs[0]:
-        dx = (wide @ _widened(weight)).to(x.dtype).view(x.shape)
+        dx = (rows @ wide(weight)).to(x.dtype).view(x.shape)
     if needs[1]:
-        dweight = (wide.t() @ _widened(x.reshape(wide.shape[0], x.shape[-1]))).to(weight.dtype)
+        dweight = (rows.t() @ wide(x.reshape(rows.shape[0], x.shape[-1]))).to(weight.dtype)
     if needs[2]:
-        dbias = wide.float().sum(0).to(weight.dtype)
+        dbias = rows.float().sum(0).to(weight.dtype)
     return dx, dweight, dbias
 
 
@@ -88,31 +96,40 @@ def _groups(ends: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 @declared.forward("grouped_linear", kind="mapped")
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, *, out_dtype: torch.dtype | None
+) -> Tensor:
     refuse_unsorted("grouped_linear", "offsets", offsets, x.shape[0])
     ends = offsets.tolist()
-    y = x.new_empty(x.shape[0], weight.shape[1])
+    y = x.new_empty((x.shape[0], weight.shape[1]), dtype=out_dtype)
     y[ends[-1] if ends else 0 :] = 0.0
+    wide = _widening(x, out_dtype)
     for group, rows in _groups(ends):
-        y[rows] = torch.nn.functional.linear(_widened(x[rows]), _widened(weight[group]))
+        y[rows] = torch.nn.functional.linear(wide(x[rows]), wide(weight[group]))
     return y
 
 
 @declared.backward("grouped_linear", kind="mapped")
 def grouped_linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, *, needs: Needs
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    *,
+    out_dtype: torch.dtype | None,
+    needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None]:
-    ends = offsets.tolist()
+    ends, wide = offsets.tolist(), _widening(x, grad.dtype)
     dx = x.new_empty(x.shape) if needs[0] else None
     dweight = weight.new_zeros(weight.shape) if needs[1] else None
     if dx is not None:
         dx[ends[-1] if ends else 0 :] = 0.0
     for group, rows in _groups(ends):
-        slope = _widened(grad[rows])
+        slope = wide(grad[rows])
         if dx is not None:
-            dx[rows] = slope @ _widened(weight[group])
+            dx[rows] = slope @ wide(weight[group])
         if dweight is not None:
-            dweight[group] = slope.t() @ _widened(x[rows])
+            dweight[group] = slope.t() @ wide(x[rows])
     return dx, dweight
 
 

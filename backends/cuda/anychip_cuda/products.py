@@ -21,23 +21,41 @@ _LINE = 16
 """Bytes to which torch's kernels want addresses aligned; the grouped one rows too."""
 
 
-@declared.forward("linear", kind="mapped")
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _has_product(x: Tensor, out_dtype: torch.dtype | None) -> bool:
+    """Whether torch has the product: with a float32 result of 16-bit operands cuBLAS's alone is."""
+    return out_dtype in (None, x.dtype) or (x.is_cuda and not torch.version.hip)
+
+
+@declared.forward(
+    "linear",
+    kind="mapped",
+    accepts=lambda x, weight, bias, *, out_dtype: _has_product(x, out_dtype),
+)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None
+) -> Tensor:
     with ExactProducts():
-        return torch.nn.functional.linear(x, weight, bias).contiguous()
+        if out_dtype in (None, x.dtype):
+            return torch.nn.functional.linear(x, weight, bias).contiguous()
+        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        y = torch.mm(rows, weight.t(), out_dtype=out_dtype)
+    y = y if bias is None else y.add_(bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 @declared.backward("linear", kind="mapped")
 def linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, *, needs: Needs
+    grad: Tensor, x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     rows = grad.reshape(x.shape[:-1].numel(), grad.shape[-1])
     dx = dweight = dbias = None
+    # A float32 gradient meets operands of 16 bits, which no product takes: both in float32.
     with ExactProducts():
         if needs[0]:
-            dx = (rows @ weight).view(x.shape)
+            dx = (rows @ weight.to(rows.dtype)).to(x.dtype).view(x.shape)
         if needs[1]:
-            dweight = rows.t() @ x.reshape(rows.shape[0], x.shape[-1])
+            other = x.reshape(rows.shape[0], x.shape[-1]).to(rows.dtype)
+            dweight = (rows.t() @ other).to(weight.dtype)
     if needs[2]:
         dbias = rows.sum(0, dtype=torch.float32).to(weight.dtype)
     return dx, dweight, dbias
@@ -52,10 +70,13 @@ def embedding(indices: Tensor, weight: Tensor) -> Tensor:
 # The grouped product by torch's kernel
 
 
-def _is_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> bool:
+def _is_grouped(
+    x: Tensor, weight: Tensor, offsets: Tensor, *, out_dtype: torch.dtype | None
+) -> bool:
     """Whether torch has its kernel for this device and these shapes."""
     return (
         x.dtype == torch.bfloat16
+        and out_dtype in (None, x.dtype)
         and x.numel() > 0
         and weight.numel() > 0
         and x.shape[1] * x.element_size() % _LINE == 0
@@ -90,7 +111,9 @@ def _without_group(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 @declared.forward("grouped_linear", kind="mapped", dtypes={torch.bfloat16}, accepts=_is_grouped)
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, *, out_dtype: torch.dtype | None
+) -> Tensor:
     turned = aligned(weight).transpose(-2, -1)
     y = torch._grouped_mm(aligned(x), turned, offs=offsets.to(torch.int32))
     return y.masked_fill_(_without_group(x, offsets), 0.0).contiguous()
@@ -100,10 +123,18 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     "grouped_linear",
     kind="mapped",
     dtypes={torch.bfloat16},
-    accepts=lambda grad, x, weight, offsets, **_: _is_grouped(x, weight, offsets),
+    accepts=lambda grad, x, weight, offsets, *, out_dtype, **_: _is_grouped(
+        x, weight, offsets, out_dtype=out_dtype
+    ),
 )
 def grouped_linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, *, needs: Needs
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    *,
+    out_dtype: torch.dtype | None,
+    needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None]:
     grad, ends = aligned(grad), offsets.to(torch.int32)
     dx = dweight = None
@@ -121,9 +152,10 @@ def grouped_linear_backward(
 # The grouped product by one product per group
 
 
-def _may_wait(x: Tensor) -> bool:
-    """Whether the host may look at values: not while a graph is recorded."""
-    return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+def _by_group(x: Tensor, out_dtype: torch.dtype | None) -> bool:
+    """Whether torch has the product and the host may wait: not while a graph is recorded."""
+    is_recorded = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return out_dtype in (None, x.dtype) and not is_recorded
 
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
@@ -135,8 +167,14 @@ def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-@declared.forward("grouped_linear", kind="mapped", accepts=lambda x, weight, offsets: _may_wait(x))
-def grouped_linear_by_group(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+@declared.forward(
+    "grouped_linear",
+    kind="mapped",
+    accepts=lambda x, weight, offsets, *, out_dtype: _by_group(x, out_dtype),
+)
+def grouped_linear_by_group(
+    x: Tensor, weight: Tensor, offsets: Tensor, *, out_dtype: torch.dtype | None
+) -> Tensor:
     y = x.new_zeros(x.shape[0], weight.shape[1])
     with ExactProducts():
         for group, rows in _groups(offsets):
@@ -147,10 +185,16 @@ def grouped_linear_by_group(x: Tensor, weight: Tensor, offsets: Tensor) -> Tenso
 @declared.backward(
     "grouped_linear",
     kind="mapped",
-    accepts=lambda grad, x, weight, offsets, **_: _may_wait(x),
+    accepts=lambda grad, x, weight, offsets, *, out_dtype, **_: _by_group(x, out_dtype),
 )
 def grouped_linear_backward_by_group(
-    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, *, needs: Needs
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    *,
+    out_dtype: torch.dtype | None,
+    needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None]:
     dx = x.new_zeros(x.shape) if needs[0] else None
     dweight = weight.new_zeros(weight.shape) if needs[1] else None

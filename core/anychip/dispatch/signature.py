@@ -159,13 +159,16 @@ class Signature:
         return (value,) if isinstance(value, torch.Tensor) else value
 
 
-_USUAL: Mapping[str, type] = {"float": float, "int": int, "bool": bool, "str": str}
+_USUAL: Mapping[str, type] = {
+    "float": float, "int": int, "bool": bool, "str": str, "ScalarType": torch.dtype,
+}  # fmt: skip
 # Less than torch.library takes, which converts: a bool is no number here, and a tensor is not read.
 _ACCEPTED: Mapping[str, tuple[type, ...]] = {
     "float": (numbers.Real, torch.SymFloat, torch.SymInt),
     "int": (numbers.Integral, torch.SymInt),
     "bool": (bool, torch.SymBool),
     "str": (str,),
+    "ScalarType": (torch.dtype,),
 }
 
 
@@ -195,7 +198,7 @@ def _kind_text(kind: str) -> str:
     if kind.endswith("]"):
         single, count = kind[:-1].split("[")
         return f"{_kind_text(single)} or {count} of them" if count else f"a list of {single}"
-    return f"an {kind}" if kind == "int" else f"a {kind}"
+    return f"a{'n' if kind == 'int' else ''} {kind.replace('ScalarType', 'torch.dtype')}"
 
 
 def _is_tensor(arg: Any) -> bool:
@@ -209,7 +212,9 @@ def _is_traced(arg: Any) -> bool:
 
 def _type_text(argument: Any) -> str:
     """The schema's type of an argument, like ``Tensor?``; without alias marks."""
-    text = str(argument.type)
+    # Of a dtype torch's parser says that it is an int, unless it is asked what it read.
+    is_dtype = "ScalarType" in str(argument.real_type)
+    text = str(argument.real_type if is_dtype else argument.type)
     optional = text.startswith("Optional[")
     text = text[len("Optional[") : -1] if optional else text
     if text.startswith("List["):

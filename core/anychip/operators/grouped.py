@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anychip.contract import Bound, Cost, OperatorSpec, Placements, Sample, SampleMaker, Sharding
 from anychip.operators.extents import nbytes
+from anychip.operators.linear import check_out_dtype
 from anychip.operators.ragged import refuse_unsorted
 
 
@@ -24,18 +25,26 @@ def _groups(x: Tensor, offsets: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield group, inside if not group else inside & (position >= offsets[group - 1])
 
 
-def _forward(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def _forward(
+    x: Tensor, weight: Tensor, offsets: Tensor, *, out_dtype: torch.dtype | None
+) -> Tensor:
     refuse_unsorted("grouped_linear", "offsets", offsets, x.shape[0])
     y = x.new_zeros((x.shape[0], weight.shape[1]), dtype=torch.float32)
     # Every row times every weight, of which one is taken: the sizes of the groups are not known to
     # the host, and what is not finite in one group does not reach the others.
     for group, inside in _groups(x, offsets):
         y = torch.where(inside, x.float() @ weight[group].float().t(), y)
-    return y.to(x.dtype)
+    return y.to(out_dtype or x.dtype)
 
 
 def _backward(
-    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, *, needs: tuple[bool, bool]
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    *,
+    out_dtype: torch.dtype | None,
+    needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     dx = torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
     dweights = []
@@ -49,7 +58,7 @@ def _backward(
     return (dx.to(x.dtype) if needs[0] else None, dweight.to(weight.dtype) if needs[1] else None)
 
 
-def _check(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
+def _check(x: Tensor, weight: Tensor, offsets: Tensor, *, out_dtype: torch.dtype | None) -> None:
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(
             f"x must be (T, K) and weight (G, N, K); got {tuple(x.shape)} and {tuple(weight.shape)}"
@@ -61,6 +70,7 @@ def _check(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
         )
     if x.dtype != weight.dtype:
         raise ValueError(f"x and weight must have one dtype, got {x.dtype} and {weight.dtype}")
+    check_out_dtype(x, out_dtype)
 
 
 def _samples(maker: SampleMaker) -> Iterator[Sample]:
@@ -73,37 +83,49 @@ def _samples(maker: SampleMaker) -> Iterator[Sample]:
         x, weight = maker.normal(rows, inputs), maker.normal(len(ends), outputs, inputs)
         offsets = torch.tensor(ends, dtype=torch.int64, device=x.device)
         label = f"{'+'.join(map(str, ends))}of{rows},{inputs}->{outputs}"
-        yield Sample((x, weight, offsets), {}, label)
+        yield Sample((x, weight, offsets), {"out_dtype": None}, label)
+        yield Sample((x, weight, offsets), {"out_dtype": torch.float32}, f"{label},float32")
 
 
-def _shards(x: Tensor, weight: Tensor, offsets: Tensor) -> Placements:
+def _shards(
+    x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype | None
+) -> Placements:
     # Not by rows: the offsets count those of the whole tensor.
     return [([1], [None, 1, None]), (["partial"], [1, 2, None])]
 
 
 def _backward_shards(
-    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, needs: list[bool]
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype | None,
+    needs: list[bool],
 ) -> Placements:
     return [(["partial", 1], [1, None, 1, None]), ([1, 2], [None, 1, 2, None])]
 
 
 grouped_linear = OperatorSpec(
     name="grouped_linear",
-    signature="(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
+    signature=(
+        "(Tensor x, Tensor weight, Tensor offsets, *, ScalarType? out_dtype=None) -> Tensor"
+    ),
     equation=(
         "y_t = weight[g] x_t for offsets[g - 1] <= t < offsets[g] (offsets[-1] = 0); 0 for rows "
-        "from the last offset on"
+        "from the last offset on; rounded once, to out_dtype; None: x's dtype"
     ),
     source="Gale et al. 2022, arXiv:2211.15841 (MegaBlocks), section 4; torch._grouped_mm",
     forward=_forward,
     backward=_backward,
-    fake=lambda x, weight, offsets: x.new_empty((x.shape[0], weight.shape[1])),
+    fake=lambda x, weight, offsets, *, out_dtype: x.new_empty(
+        (x.shape[0], weight.shape[1]), dtype=out_dtype
+    ),
     saved=("x", "weight", "offsets"),
     differentiable=("x", "weight"),
     deferrable=("weight",),
     check=_check,
     fixed_dtypes={"offsets": ("int64", "int32")},
-    sizes=lambda x, weight, offsets: {
+    sizes=lambda x, weight, offsets, **_: {
         "groups": weight.shape[0],
         "rows": x.shape[0],
         "in": weight.shape[2],
@@ -111,11 +133,11 @@ grouped_linear = OperatorSpec(
     },
     autocast="lower",
     sharding=Sharding(_shards, _backward_shards),
-    cost=lambda x, weight, offsets: Cost(
-        nbytes(x, weight, offsets) + x.shape[0] * weight.shape[1] * x.element_size(),
+    cost=lambda x, weight, offsets, *, out_dtype=None: Cost(
+        nbytes(x, weight, offsets) + x.shape[0] * weight.shape[1] * (out_dtype or x.dtype).itemsize,
         2 * x.numel() * weight.shape[1],
     ),
-    backward_cost=lambda x, weight, offsets: Cost(
+    backward_cost=lambda x, weight, offsets, **_: Cost(
         2 * nbytes(x, weight) + x.shape[0] * weight.shape[1] * x.element_size(),
         4 * x.numel() * weight.shape[1],
     ),

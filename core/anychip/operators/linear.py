@@ -30,32 +30,53 @@ def _rows(x: Tensor) -> Tensor:
 # linear
 
 
-def _linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None
+) -> Tensor:
+    if out_dtype is not None:
+        x, weight = x.to(out_dtype), weight.to(out_dtype)
+        bias = None if bias is None else bias.to(out_dtype)
     # On some hosts torch's 16-bit product of strided operands rounds more than once.
     dense = None if bias is None else bias.contiguous()
     return torch.nn.functional.linear(x.contiguous(), weight.contiguous(), dense)
 
 
 def _linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, *, needs: tuple[bool, bool, bool]
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    out_dtype: torch.dtype | None,
+    needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     rows = _rows(grad)
-    dx = grad @ weight if needs[0] else None
-    dweight = rows.t() @ _rows(x) if needs[1] else None
-    dbias = rows.float().sum(0).to(grad.dtype) if needs[2] else None
+    dx = (grad @ weight.to(grad.dtype)).to(x.dtype) if needs[0] else None
+    dweight = (rows.t() @ _rows(x).to(grad.dtype)).to(x.dtype) if needs[1] else None
+    dbias = rows.float().sum(0).to(x.dtype) if needs[2] else None
     return dx, dweight, dbias
 
 
-def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+def _linear_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
-def _linear_check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_out_dtype(x: Tensor, out_dtype: torch.dtype | None) -> None:
+    """Raises ValueError for a result that is neither of x's dtype nor float32."""
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise ValueError(f"out_dtype must be {x.dtype}, which x has, or float32; got {out_dtype}")
+
+
+def _linear_check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None
+) -> None:
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x must be (..., K) and weight (N, K); got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
     check_bias(x, weight, bias)
+    check_out_dtype(x, out_dtype)
 
 
 def check_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -74,10 +95,14 @@ def _linear_samples(maker: SampleMaker) -> Iterator[Sample]:
         x, weight = maker.normal(*rows, inputs), maker.normal(outputs, inputs)
         for bias in (maker.normal(outputs), None):
             label = f"{'x'.join(map(str, rows))},{inputs}->{outputs},bias={bias is not None}"
-            yield Sample((x, weight, bias), {}, label)
+            yield Sample((x, weight, bias), {"out_dtype": None}, label)
+        wide = {"out_dtype": torch.float32}
+        yield Sample((x, weight, maker.normal(outputs)), wide, f"{label},float32")
 
 
-def _linear_shards(x: Tensor, weight: Tensor, bias: Tensor | None) -> Placements:
+def _linear_shards(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Placements:
     last = x.dim() - 1
     rest: list[Placement] = [] if bias is None else [None]
     rows: list[tuple[Sequence[Placement], Sequence[Placement]]] = []
@@ -88,7 +113,7 @@ def _linear_shards(x: Tensor, weight: Tensor, bias: Tensor | None) -> Placements
 
 
 def _linear_backward_shards(
-    grad: Tensor, x: Tensor, weight: Tensor, needs: list[bool]
+    grad: Tensor, x: Tensor, weight: Tensor, out_dtype: torch.dtype | None, needs: list[bool]
 ) -> Placements:
     last = x.dim() - 1
     rows: list[tuple[Sequence[Placement], Sequence[Placement]]] = []
@@ -99,8 +124,10 @@ def _linear_backward_shards(
 
 linear = OperatorSpec(
     name="linear",
-    signature="(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
-    equation="y = x weight^T + bias",
+    signature=(
+        "(Tensor x, Tensor weight, Tensor? bias=None, *, ScalarType? out_dtype=None) -> Tensor"
+    ),
+    equation="y = x weight^T + bias, rounded once, to out_dtype; None: x's dtype",
     source="torch.nn.functional.linear",
     forward=_linear_forward,
     backward=_linear_backward,
@@ -109,14 +136,15 @@ linear = OperatorSpec(
     differentiable=("x", "weight", "bias"),
     deferrable=("weight", "bias"),
     check=_linear_check,
-    sizes=lambda x, weight, bias: {"in": weight.shape[1], "out": weight.shape[0]},
+    sizes=lambda x, weight, bias, **_: {"in": weight.shape[1], "out": weight.shape[0]},
     autocast="lower",
     sharding=Sharding(_linear_shards, _linear_backward_shards),
-    cost=lambda x, weight, bias: Cost(
-        nbytes(x, weight, bias) + x.numel() // x.shape[-1] * weight.shape[0] * x.element_size(),
+    cost=lambda x, weight, bias, *, out_dtype=None: Cost(
+        nbytes(x, weight, bias)
+        + x.numel() // x.shape[-1] * weight.shape[0] * (out_dtype or x.dtype).itemsize,
         2 * x.numel() * weight.shape[0],
     ),
-    backward_cost=lambda x, weight, bias: Cost(
+    backward_cost=lambda x, weight, bias, **_: Cost(
         2 * nbytes(x, weight, bias), 4 * x.numel() * weight.shape[0]
     ),
     samples=_linear_samples,

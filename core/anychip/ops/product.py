@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from anychip import operators
@@ -12,20 +13,39 @@ from anychip.dispatch.operator import operator
 
 
 @operator(operators.linear)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` for x (..., K), weight (N, K), bias (N,), all of one dtype."""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``x @ weight.T + bias`` for x (..., K), weight (N, K), bias (N,), all of one dtype.
+
+    The bits of a row may depend on how many rows there are: for 1 to 3 a library takes another
+    kernel, as torch does on the host for float32. From 4 rows on they were the same there.
+
+    Args:
+        out_dtype: the result's: None for x's, or float32, to which 16-bit products are then
+            rounded once. The gradient that comes back is float32 too.
+    """
     raise NotImplementedError
 
 
 @operator(operators.grouped_linear)
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """``x[t] @ weight[g].T`` for each row t of each group g, as a mixture of experts needs it.
+
+    Groups of 1 to 3 rows may have other bits than the same rows in larger ones: :func:`linear`.
 
     Args:
         x: (T, K) float, sorted by group.
         weight: (G, N, K), x's dtype.
         offsets: (G,) int64 or int32, the end of each group: group g is the rows from
             ``offsets[g - 1]`` (0 for the first) to ``offsets[g] - 1``, and may be empty.
+        out_dtype: as of :func:`linear`.
 
     Returns:
         (T, N); rows from the last offset on are 0.

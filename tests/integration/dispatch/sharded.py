@@ -73,7 +73,7 @@ def cases() -> dict[str, Case]:
         "swiglu/mixed": ("swiglu", [(x, 0), (x * 2, None)], {}, True),
         "linear/rows": ("linear", [(x, 0), (up, None), (bias, None)], {}, False),
         "linear/column": ("linear", [(x, None), (up, 0), (bias, 0)], {}, False),
-        "linear/row": ("linear", [(x, 2), (up, 1)], {}, False),
+        "linear/row": ("linear", [(x, 2), (up, 1)], {"out_dtype": torch.float32}, False),
         "linear/no bias": ("linear", [(down, 0), (up, None)], {}, False),
         "embedding/indices": ("embedding", [(index, 0), (up, None)], {}, True),
         "cross_entropy/sum": ("cross_entropy", [(logits, 0), (target, 0)], total, False),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anychip import operators as specs
 from anychip_cuda import products
+from anychip_cuda.table import make_table
 from tests.unit.backends_cuda.conftest import drawn
 from tests.unit.operators.exactness import assert_close as assert_near
 
@@ -29,14 +30,49 @@ def turned(x: Tensor) -> Tensor:
 def test_linear_backward_gives_only_what_is_needed() -> None:
     x, weight, grad = drawn(3, 4), drawn(2, 4), drawn(3, 2)
     for needs in ((True, False, False), (False, True, False), (False, False, True)):
-        found = products.linear_backward(grad, x, weight, needs=needs)
+        found = products.linear_backward(grad, x, weight, out_dtype=None, needs=needs)
         assert tuple(g is not None for g in found) == needs
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("rows", [(7,), (2, 3), (), (0,)], ids=str)
+def test_linear_of_16_bits_gives_float32_by_the_product_that_cublas_has(
+    rows: tuple[int, ...], with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a host torch has no such product: the row refuses; the call is what is looked at here."""
+    product, narrow = torch.mm, torch.bfloat16
+    x, weight = drawn(*rows, 33, dtype=narrow), drawn(5, 33, dtype=narrow, seed=1)
+    bias = drawn(5, dtype=narrow, seed=2) if with_bias else None
+    forward = make_table(None).rows("linear", "forward")[0]
+    assert forward.accepts is not None
+    assert not forward.accepts(x, weight, bias, out_dtype=torch.float32)
+    assert forward.accepts(x, weight, bias, out_dtype=narrow)
+    monkeypatch.setattr(
+        torch, "mm", lambda a, b, *, out_dtype: product(a.to(out_dtype), b.to(out_dtype))
+    )
+    y = products.linear(x, weight, bias, out_dtype=torch.float32)
+    assert y.dtype == torch.float32
+    wide = [None if t is None else t.double() for t in (x, weight, bias)]
+    assert_close(y, torch.nn.functional.linear(*wide), 35.0)  # type: ignore[arg-type]
+
+
+def test_linear_takes_a_float32_gradient_unrounded() -> None:
+    narrow = torch.bfloat16
+    x, weight = drawn(9, 33, dtype=narrow), drawn(5, 33, dtype=narrow, seed=1)
+    grad = drawn(9, 5, seed=3)
+    found = products.linear_backward(
+        grad, x, weight, out_dtype=torch.float32, needs=(True, True, True)
+    )
+    wide = (grad.double() @ weight.double(), grad.double().t() @ x.double(), grad.double().sum(0))
+    for got, want in zip(found, wide, strict=True):
+        assert got is not None
+        assert torch.equal(got, want.to(narrow))
 
 
 def test_linear_bias_gradient_of_16_bit_rows_is_summed_in_float32() -> None:
     grad = torch.ones(1000, 1, dtype=torch.bfloat16)  # sums in 16 bits stop at 256
     x, weight = torch.ones(1000, 1, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.bfloat16)
-    dbias = products.linear_backward(grad, x, weight, needs=(False, False, True))[2]
+    dbias = products.linear_backward(grad, x, weight, out_dtype=None, needs=(False, False, True))[2]
     assert dbias is not None
     assert dbias.tolist() == [1000.0]
 
@@ -54,7 +90,7 @@ def test_rows_of_products_hold_the_switches_still(monkeypatch: pytest.MonkeyPatc
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        products.linear(drawn(2, 3), drawn(4, 3), None)
+        products.linear(drawn(2, 3), drawn(4, 3), None, out_dtype=None)
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
@@ -95,12 +131,14 @@ def test_grouped_linear_by_torchs_kernel_equals_the_reference(
     offsets, grad = torch.tensor(ends), drawn(rows, 8, dtype=bf16, seed=2)
     # Views that begin at an odd element, which the kernel does not take.
     shifted = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
-    y = products.grouped_linear(shifted, turned(weight), offsets)
-    found = products.grouped_linear_backward(turned(grad), x, weight, offsets, needs=(True, True))
-    wide = (x.float(), weight.float(), offsets)
-    assert_close(y, specs.grouped_linear.forward(*wide).double(), 18.0)
+    y = products.grouped_linear(shifted, turned(weight), offsets, out_dtype=None)
+    found = products.grouped_linear_backward(
+        turned(grad), x, weight, offsets, out_dtype=None, needs=(True, True)
+    )
+    wide, same = (x.float(), weight.float(), offsets), {"out_dtype": None}
+    assert_close(y, specs.grouped_linear.forward(*wide, **same).double(), 18.0)
     assert specs.grouped_linear.backward is not None
-    wanted = specs.grouped_linear.backward(grad.float(), *wide, needs=(True, True))
+    wanted = specs.grouped_linear.backward(grad.float(), *wide, **same, needs=(True, True))
     for got, want in zip(found, wanted, strict=True):
         assert got is not None
         assert got.is_contiguous()
@@ -127,7 +165,9 @@ def test_torchs_grouped_kernel_is_asked_only_for_what_it_takes(
 ) -> None:
     monkeypatch.setattr(products, "capability", lambda tensor: capability)
     x, weight = torch.zeros(4, inputs, dtype=dtype), torch.zeros(2, outputs, inputs, dtype=dtype)
-    assert products._is_grouped(x, weight, torch.tensor([1, 4])) is taken
+    offsets = torch.tensor([1, 4])
+    assert products._is_grouped(x, weight, offsets, out_dtype=None) is taken
+    assert not products._is_grouped(x, weight, offsets, out_dtype=torch.float32)
 
 
 def test_capability_of_a_host_tensor_is_none_of_a_device() -> None:

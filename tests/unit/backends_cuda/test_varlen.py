@@ -54,9 +54,10 @@ def test_grouped_product_by_group_is_refused_while_a_graph_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class OnDevice:
-        device = torch.device("cuda", 0)
+        device, dtype = torch.device("cuda", 0), torch.bfloat16
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not products._may_wait(OnDevice())  # type: ignore[arg-type]
+    assert not products._by_group(OnDevice(), None)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert products._may_wait(OnDevice())  # type: ignore[arg-type]
+    assert products._by_group(OnDevice(), None)  # type: ignore[arg-type]
+    assert not products._by_group(OnDevice(), torch.float32)  # type: ignore[arg-type]

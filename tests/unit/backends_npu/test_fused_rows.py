@@ -78,7 +78,7 @@ def test_linear_multiplies_without_hf32_and_puts_the_switch_back(
     seen = []
     product = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b: seen.append(switch.allow_hf32) or product(a, b))
-    y = products.linear(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), None)
+    y = products.linear(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), None, out_dtype=None)
     assert seen == [False]
     assert switch.allow_hf32 is allowed
     assert torch.equal(y, torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
@@ -93,7 +93,7 @@ def test_grouped_linear_hands_over_every_row_and_clears_those_of_no_group(fused:
 
     fused.npu_grouped_matmul = grouped
     offsets = torch.tensor([2], dtype=torch.int32)
-    y = products.grouped_linear(torch.ones(4, 3), torch.ones(1, 2, 3), offsets)
+    y = products.grouped_linear(torch.ones(4, 3), torch.ones(1, 2, 3), offsets, out_dtype=None)
     assert given["group_list"].tolist() == [4]
     assert given["group_list"].dtype == torch.int64
     assert offsets.tolist() == [2]
@@ -107,7 +107,12 @@ def test_grouped_linear_backward_clears_what_an_empty_group_left(fused: Any) -> 
     fused.npu_grouped_matmul = grouped
     offsets = torch.tensor([0, 4])
     _, dweight = products.grouped_linear_backward(
-        torch.ones(4, 2), torch.ones(4, 3), torch.ones(2, 2, 3), offsets, needs=(False, True)
+        torch.ones(4, 2),
+        torch.ones(4, 3),
+        torch.ones(2, 2, 3),
+        offsets,
+        out_dtype=None,
+        needs=(False, True),
     )
     assert dweight is not None
     assert torch.equal(dweight[0], torch.zeros(2, 3))

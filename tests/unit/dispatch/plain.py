@@ -59,7 +59,9 @@ def _plain_varlen(
     return torch.cat([*parts, 0.0 * q[ends[-1] :]]) + 0.0 * (k.sum() + v.sum())
 
 
-def _plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def _plain_grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None
+) -> Tensor:
     ends = [0, *offsets.tolist()]
     parts = [x[a:b] @ w.t() for a, b, w in zip(ends, ends[1:], weight, strict=False)]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[1])])
@@ -206,7 +208,7 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "attention": _plain_attention,
     "attention_dropout": _plain_attention,
     "attention_varlen": _plain_varlen,
-    "linear": F.linear,
+    "linear": lambda x, weight, bias, out_dtype=None: F.linear(x, weight, bias),
     "grouped_linear": _plain_grouped_linear,
     "conv1d": lambda x, w, b: F.conv1d(
         F.pad(x, (w.shape[1] - 1, 0)), w[:, None], b, groups=x.shape[1]

@@ -79,7 +79,7 @@ def test_row_with_wrong_results_is_named_with_what_was_promised(
 
 def test_gradient_of_an_argument_that_is_not_saved_is_like_the_references(install: Install) -> None:
     table = OperatorTable()
-    table.backward("linear")(lambda grad, x, weight, needs: (grad @ weight, grad.t() @ x, grad))
+    table.backward("linear")(lambda grad, x, weight, **_: (grad @ weight, grad.t() @ x, grad))
     install(table)
     leaves = [t.requires_grad_() for t in (torch.ones(3, 4), torch.ones(5, 4), torch.ones(5))]
     with pytest.raises(ContractError, match=r"bias: float32 \(5,\)\): .*float32 \(3, 5\) on cpu\)"):

@@ -194,7 +194,8 @@ def _linear(choose: Choices, draw: Draw) -> Arguments:
     rows = choose.shape(choose.of(1, 2, 0), elements=128)
     inputs, outputs = choose.size(513), choose.size(129)
     bias = choose.values(draw, outputs) if choose.of(False, True) else None
-    return (choose.values(draw, *rows, inputs), choose.values(draw, outputs, inputs), bias), {}
+    args = choose.values(draw, *rows, inputs), choose.values(draw, outputs, inputs), bias
+    return args, {"out_dtype": choose.of(None, None, torch.float32)}
 
 
 def _conv1d(choose: Choices, draw: Draw) -> Arguments:
@@ -224,7 +225,8 @@ def _grouped_linear(choose: Choices, draw: Draw) -> Arguments:
     rows = (int(offsets[-1]) if len(offsets) else 0) + choose.of(0, 0, 1, 5)
     inputs, outputs = choose.size(129), choose.size(65)
     weight = choose.values(draw, len(offsets), outputs, inputs)
-    return (choose.values(draw, rows, inputs), weight, offsets), {}
+    attrs = {"out_dtype": choose.of(None, None, torch.float32)}
+    return (choose.values(draw, rows, inputs), weight, offsets), attrs
 
 
 def _permute(choose: Choices, draw: Draw) -> Arguments:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, concatenate, matmul
 from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
+from anychip.conformance.oracles.linear import in_float32
 from anychip.conformance.oracles.oracle import Oracle
 
 Offsets = NDArray[np.int64]
@@ -32,7 +34,7 @@ def _by_rows(parts: list[Rounded], offsets: Offsets, num_rows: int, width: int) 
     return concatenate([*parts, Rounded.exact(np.zeros((rest, width)))], 0)
 
 
-def _forward(x: Rounded, weight: Rounded, offsets: Offsets) -> tuple[Rounded]:
+def _forward(x: Rounded, weight: Rounded, offsets: Offsets, **_: Any) -> tuple[Rounded]:
     parts = [
         matmul(x[rows], weight[group].transpose(1, 0))
         for group, rows in enumerate(_slices(offsets))
@@ -41,7 +43,7 @@ def _forward(x: Rounded, weight: Rounded, offsets: Offsets) -> tuple[Rounded]:
 
 
 def _backward(
-    grads: tuple[Rounded], x: Rounded, weight: Rounded, offsets: Offsets
+    grads: tuple[Rounded], x: Rounded, weight: Rounded, offsets: Offsets, **_: Any
 ) -> tuple[Rounded, Rounded]:
     (grad,) = grads
     dx, dweight = [], []
@@ -106,6 +108,9 @@ def _calls() -> Iterator[Call]:
         yield Call(name, partial(_scaled, name=name))
     for sizes in (((3, 5), 1, 8, 5), ((4, 0, 3), 2, 33, 17)):
         yield Call(f"{_label(sizes)}.int32", partial(_int32, sizes=sizes))
+    for sizes in (((3, 0, 6), 2, 20, 11), ((2, 3), 0, 1000, 6), ((600, 1), 0, 24, 10)):
+        make = partial(in_float32, make=partial(_grouped, sizes=sizes))
+        yield Call(f"{_label(sizes)}.to-float32", make)
     yield Call("apart", _apart, statistical=False)
     yield Call("nan", _nan, statistical=False, gradient=False)
 
@@ -115,6 +120,7 @@ GROUPED_LINEAR = Oracle(
     backward=_backward,
     calls=_calls,
     lower_precision=(
-        "15+17+1.rest:0.64-65", "2+3.rest:0.1000-6", "600+1.rest:0.24-10"
+        "15+17+1.rest:0.64-65", "2+3.rest:0.1000-6", "600+1.rest:0.24-10",
+        "2+3.rest:0.1000-6.to-float32", "600+1.rest:0.24-10.to-float32",
     ),
 )  # fmt: skip

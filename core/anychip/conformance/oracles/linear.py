@@ -8,7 +8,7 @@ index, and a row that is used once is a copy too, without any rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,14 +25,14 @@ def _rows(x: Rounded) -> Rounded:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _linear_forward(x: Rounded, weight: Rounded, bias: Rounded | None) -> tuple[Rounded]:
+def _linear_forward(x: Rounded, weight: Rounded, bias: Rounded | None, **_: Any) -> tuple[Rounded]:
     y = matmul(_rows(x), weight.transpose(1, 0))
     y = y if bias is None else y + bias
     return (y.reshape(*x.shape[:-1], weight.shape[0]),)
 
 
 def _linear_backward(
-    grads: tuple[Rounded], x: Rounded, weight: Rounded, bias: Rounded | None
+    grads: tuple[Rounded], x: Rounded, weight: Rounded, bias: Rounded | None, **_: Any
 ) -> tuple[Rounded | None, ...]:
     grad = _rows(grads[0])
     dx = matmul(grad, weight).reshape(*x.shape)
@@ -82,6 +82,12 @@ def _scaled_product(draw: Draw, name: str) -> Arguments:
     return _product(draw, (6,), 40, 12, False, math.sqrt(getattr(draw, name)))
 
 
+def in_float32(draw: Draw, make: Callable[[Draw], Arguments]) -> Arguments:
+    """The call with a result of float32, which 16-bit operands are no excuse for rounding twice."""
+    args, _ = make(draw)
+    return args, {"out_dtype": torch.float32}
+
+
 def _linear_nan(draw: Draw) -> Arguments:
     args, attrs = _product(draw, (4,), 24, 5, True)
     args[0][2, 11] = math.nan
@@ -105,6 +111,13 @@ def _linear_calls() -> Iterator[Call]:
     )
     for name in ("huge", "tiny"):
         yield Call(f"6.40-12.{name}", partial(_scaled_product, name=name))
+    wide = partial(in_float32, make=partial(_product, rows=(5,), inputs=64, outputs=64, bias=True))
+    yield Call("5.64-64.to-float32", wide)
+    yield Call("5.64-64.to-float32.transposed", wide, layout="transposed")
+    for rows, inputs, outputs in (((3,), 1000, 6), ((600,), 24, 10), ((2, 0), 3, 4), ((), 16, 7)):
+        make = partial(_product, rows=rows, inputs=inputs, outputs=outputs, bias=False)
+        label = f"{shape_label(rows)}.{inputs}-{outputs}.to-float32"
+        yield Call(label, partial(in_float32, make=make))
     yield Call("spotlight", _spotlight, statistical=False)
     yield Call("nan", _linear_nan, statistical=False, gradient=False)
 
@@ -142,8 +155,11 @@ LINEAR = Oracle(
     forward=_linear_forward,
     backward=_linear_backward,
     calls=_linear_calls,
-    lower_precision=("5.64-64", "3.1000-6", "4.4096-5", "600.24-10"),
-)
+    lower_precision=(
+        "5.64-64", "3.1000-6", "4.4096-5", "600.24-10", "5.64-64.to-float32",
+        "3.1000-6.to-float32", "600.24-10.to-float32",
+    ),
+)  # fmt: skip
 EMBEDDING = Oracle(
     forward=_embedding_forward,
     backward=_embedding_backward,

@@ -193,12 +193,11 @@ class _Search:
         """The modules that make cos and sin, by the layout of these."""
         found: dict[str, list[nn.Module]] = {}
         for module in self.model.modules():
-            known = fusion_of(module)
-            layout = known.layout if isinstance(known, rope.Tables) else None
-            if known is None and not (
-                self.choice.refusal(module, "rope", only=False) or why_not(module)
-            ):
-                layout = rope.layout_of(module)
+            known, layout = fusion_of(module), None
+            if isinstance(known, rope.Tables):
+                layout = known.layout
+            elif not (self.choice.refusal(module, "rope", only=False) or why_not(module)):
+                layout = None if known else rope.layout_of(module)
             if layout is not None:
                 found.setdefault(layout, []).append(module)
         return found

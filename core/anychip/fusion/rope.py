@@ -220,34 +220,30 @@ def layout_of(module: nn.Module) -> str | None:
 
     It takes positions and has no parameters. All kinds of layer that it knows get the same layout.
     """
-    forward = own_class(module).forward
-    if not isinstance(forward, FunctionType) or module._parameters or module._modules:
+    forward: Any = own_class(module).forward
+    names = inspect.signature(forward).parameters if isinstance(forward, FunctionType) else ()
+    if "position_ids" not in names or module._parameters or module._modules:
         return None
-    names = inspect.signature(forward).parameters
     kinds = getattr(module, "layer_types", None) if "layer_type" in names else None
-    options: list[Named] = [{"layer_type": kind} for kind in kinds or ()] or [{}]
-    found = {_layout(module, each) for each in options if "position_ids" in names}
-    return found.pop() if len(found) == 1 else None
-
-
-def _layout(module: nn.Module, given: Named) -> str | None:
     x = torch.ones((1, len(_POSITIONS), 1), dtype=torch.float32, device=HOST)
     with undisturbed():
         try:
-            forward: Callable[..., Any] = type(module).forward
-            made = forward(replica(module), x, torch.tensor([_POSITIONS], device=HOST), **given)
+            args = (replica(module), x, torch.tensor([_POSITIONS], device=HOST))
+            options: list[Named] = [{"layer_type": kind} for kind in kinds or ()] or [{}]
+            found = {_layout(forward(*args, **given)) for given in options}
         except Exception:  # it is not known what it is: any error says that it is not this
             return None
-    if type(made) is not tuple or len(made) != 2 or not all(map(_is_table, made)):
+    return found.pop() if len(found) == 1 else None
+
+
+def _layout(made: Any) -> str | None:
+    if type(made) is not tuple or len(made) != 2:
         return None
-    known = LAYOUTS.items()
-    return next(
-        n
-        for n, (_, narrow, widen) in known
-        if all(map(torch.equal, (widen(narrow(t)) for t in made), made))
-    )
-
-
-def _is_table(made: Any) -> bool:
-    known = isinstance(made, Tensor) and not made.requires_grad and made.dtype == torch.float32
-    return known and made.dim() == 3 and made.shape[:2] == (1, len(_POSITIONS))
+    for t in made:
+        known = isinstance(t, Tensor) and not t.requires_grad and t.dtype == torch.float32
+        if not known or t.dim() != 3 or t.shape[:2] != (1, len(_POSITIONS)):
+            return None
+    for name, (_, narrow, widen) in LAYOUTS.items():
+        if all(torch.equal(widen(narrow(t)), t) for t in made):
+            return name
+    return None

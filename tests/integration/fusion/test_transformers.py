@@ -59,21 +59,6 @@ def test_fused_model_is_served_by_operators_alone(name: str) -> None:
     assert report.fallbacks() == ()
 
 
-def test_fused_model_state_dict_is_the_same_and_loads_both_ways(name: str) -> None:
-    before = build(name)
-    model = copy.deepcopy(before)
-    state = dict(model.state_dict(keep_vars=True))
-    anychip.fuse(model)
-    after = dict(model.state_dict(keep_vars=True))
-    assert list(after) == list(state)
-    assert all(after[path] is state[path] for path in state)
-    fresh = build(name)
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(loss(fresh), loss(before))
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    assert (head.weight is embedding.weight) is (name in ("gpt2", "qwen3-tied"))
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"cache_implementation": "static", "disable_compile": True}],

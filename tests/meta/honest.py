@@ -36,7 +36,7 @@ class HonestBackend(Backend):
 
     name = "honest"
     device_type = "cpu"
-    api = (1, 0)
+    api = (2, 0)
     operators = OperatorTable()
     capabilities: Mapping[str, int] = {"memory_stats": 1, "memory_peak": 1}
     dtypes = frozenset({torch.float32})

@@ -29,7 +29,7 @@ class CpuBackend(CpuDevice, Backend):
     name = "cpu"
     device_type = "cpu"
     c10d_backend = "gloo"
-    api = (1, 0)
+    api = (2, 0)
     operators = declared.remade(
         lambda row: None if row.kind == "native" and native.kernels is None else row
     )

@@ -34,7 +34,7 @@ class NpuBackend(NpuDevice, Backend):
     name = "npu"
     device_type = "npu"
     c10d_backend = "hccl"
-    api = (1, 0)
+    api = (2, 0)
     operators = _table()
 
     def probe(self) -> Probe:

@@ -87,7 +87,7 @@ class Declared(Backend):
     """What a backend declared, and nothing that could run."""
 
     name = "declared"
-    api = (1, 0)
+    api = (2, 0)
     operators = OperatorTable()
 
     def __init__(

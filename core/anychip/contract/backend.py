@@ -19,7 +19,7 @@ from anychip.contract.memory import Memory
 from anychip.contract.operator import OperatorTable
 from anychip.contract.transport import Job, Transport
 
-API_VERSION = (1, 0)
+API_VERSION = (2, 0)
 """Version of this contract, (major, minor). A plugin made for another major, or for a higher minor
 than the core's, is incompatible; for a lower minor it works: every new method has a default."""
 

@@ -15,11 +15,10 @@ import pluggy
 
 from anychip.contract import API_VERSION, PROJECT, Backend, Kind, OperatorTable, Probe, Status
 from anychip.contract import hooks as hook_specifications
+from anychip.registry.changes import REPLACED, sentences
 from anychip.registry.discovery import Plugin
 
 MAX_REASON = 300
-REPLACED = {"native_communicator": "transport(job)"}
-"""Methods of earlier contracts that nobody calls any more, and what has taken their place."""
 
 
 class LoadError(Exception):
@@ -139,13 +138,12 @@ def _check_version(backend: Backend) -> None:
     if wanted[0] == API_VERSION[0] and wanted[1] <= API_VERSION[1]:
         return
     mine, its = ("{}.{}".format(*version) for version in (API_VERSION, wanted))
-    older = "plugin" if wanted < API_VERSION else "anychip"
-    raise LoadError(
-        Probe.incompatible(
-            f"it was made for version {its} of the contract, and this anychip has {mine}",
-            fix=f"install a newer version of {'the ' if older == 'plugin' else ''}{older}",
-        )
-    )
+    older = "the plugin" if wanted < API_VERSION else "anychip"
+    fix = f"install a newer version of {older}"
+    if wanted[0] == API_VERSION[0] - 1:
+        fix = f"{fix}, or change this one: {' '.join(sentences(backend))}"
+    reason = f"it was made for version {its} of the contract, and this anychip has {mine}"
+    raise LoadError(Probe.incompatible(reason, fix=fix))
 
 
 def _check_attributes(plugin: Plugin, backend: Backend) -> None:

@@ -19,7 +19,7 @@ class ToyBackend(ToyDevice, Backend):
     name = "toy"
     device_type = "cpu"  # a chip with a torch adapter names its own type here
     c10d_backend = "gloo"  # and its collective library's name for torch.distributed here
-    api = (1, 0)  # the version of the contract that this was written for
+    api = (2, 0)  # the version of the contract that this was written for
     operators = table
     # The defaults for streams and statistics need a device module in torch, which numpy has not.
     capabilities: Mapping[str, int] = {}

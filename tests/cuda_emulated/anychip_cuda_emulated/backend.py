@@ -60,7 +60,7 @@ class CudaEmulatedBackend(Backend):
     name = "cuda-emulated"
     device_type = "cpu"
     c10d_backend = "gloo"
-    api = (1, 0)
+    api = (2, 0)
     capabilities: Mapping[str, int] = {}
 
     def __init__(self) -> None:

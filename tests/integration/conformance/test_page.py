@@ -91,7 +91,7 @@ def page() -> str:
     report = Report(
         identity=Identity(
             backend="acme_with_a_name", device_type="acme", device="ACME Accelerator 9000 (rev. B)",
-            num_devices=8, distribution="anychip-acme", version="1.2.3.post45", api=(1, 0),
+            num_devices=8, distribution="anychip-acme", version="1.2.3.post45", api=(2, 0),
             capabilities=capabilities, dtypes=FORMATS, plugin_hash="0a" * 32,
             suite_hash=suite_hash(), kernel_packs=(KernelPack("acme-pack", "0.3", "f0" * 32),),
         ),

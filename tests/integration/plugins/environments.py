@@ -21,7 +21,7 @@ GOOD_PLUGIN = """
 from anychip.contract import Backend, Finding, OperatorTable, Probe, hookimpl
 
 class Good(Backend):
-    name, device_type, api, operators = {name!r}, {device_type!r}, (1, 0), OperatorTable()
+    name, device_type, api, operators = {name!r}, {device_type!r}, (2, 0), OperatorTable()
 
     def probe(self):
         return {answer}

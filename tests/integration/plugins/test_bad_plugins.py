@@ -95,25 +95,25 @@ CATALOGUE: dict[str, Bad] = {
         "anychip_backend() raised TypeError: Can't instantiate abstract class Good with",
     ),
     "next_major": Bad(
-        _like_good("next_major", "(1, 0)", "(2, 0)"),
+        _like_good("next_major", "(2, 0)", "(3, 0)"),
         "incompatible",
-        "it was made for version 2.0 of the contract, and this anychip has 1.0",
+        "it was made for version 3.0 of the contract, and this anychip has 2.0",
     ),
     "next_minor": Bad(
-        _like_good("next_minor", "(1, 0)", "(1, 1)"),
+        _like_good("next_minor", "(2, 0)", "(2, 1)"),
         "incompatible",
-        "it was made for version 1.1 of the contract, and this anychip has 1.0",
+        "it was made for version 2.1 of the contract, and this anychip has 2.0",
     ),
     "next_minor_with_its_hook": Bad(
-        _like_good("next_minor_with_its_hook", "(1, 0)", "(1, 1)")
-        + "@hookimpl\ndef anychip_of_1_1(): pass\n",
+        _like_good("next_minor_with_its_hook", "(2, 0)", "(2, 1)")
+        + "@hookimpl\ndef anychip_of_2_1(): pass\n",
         "incompatible",
-        "it was made for version 1.1 of the contract, and this anychip has 1.0",
+        "it was made for version 2.1 of the contract, and this anychip has 2.0",
     ),
     "last_major": Bad(
-        _like_good("last_major", "(1, 0)", "(0, 9)"),
+        _like_good("last_major", "(2, 0)", "(0, 9)"),
         "incompatible",
-        "it was made for version 0.9 of the contract, and this anychip has 1.0",
+        "it was made for version 0.9 of the contract, and this anychip has 2.0",
     ),
     "of_an_earlier_contract": Bad(
         good_plugin("of_an_earlier_contract") + "Good.native_communicator = lambda self: None\n",

@@ -130,7 +130,7 @@ def test_capture_warms_up_apart_then_records_once_and_replays(
 
 
 class Declares(Backend):
-    name, device_type, api, operators = "acme", "cpu", (1, 0), OperatorTable()
+    name, device_type, api, operators = "acme", "cpu", (2, 0), OperatorTable()
     capabilities = {"graphs": 1}  # noqa: RUF012
 
     def probe(self) -> Probe:

@@ -15,7 +15,7 @@ from anychip_cpu.backend import CpuBackend
 
 class Acme(Backend):
     name = device_type = "acme"
-    api, operators = (1, 0), OperatorTable()
+    api, operators = (2, 0), OperatorTable()
 
     def probe(self) -> Probe:
         return Probe.ready(1)

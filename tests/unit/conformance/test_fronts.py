@@ -37,7 +37,7 @@ class ChipMemory(Memory):
 
 
 class Chip(Backend):
-    name, device_type, api, operators, capabilities = "{name}", "cpu", (1, 0), table, {{}}
+    name, device_type, api, operators, capabilities = "{name}", "cpu", (2, 0), table, {{}}
 
     def __init__(self):
         self.memory = ChipMemory(self)

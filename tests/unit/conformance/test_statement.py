@@ -37,7 +37,7 @@ def good_report() -> Report:
     return Report(
         identity=Identity(
             backend="acme", device_type="cpu", device="acme one", num_devices=1,
-            distribution="anychip-acme", version="1.2", api=(1, 0), capabilities=CAPABILITIES,
+            distribution="anychip-acme", version="1.2", api=(2, 0), capabilities=CAPABILITIES,
             dtypes=("fp32",), plugin_hash="0" * 64, suite_hash=suite_hash(),
         ),
         level="quick", chapters=tuple(CHAPTERS), select="", seed=0, isolated=False,

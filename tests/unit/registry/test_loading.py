@@ -32,7 +32,7 @@ def test_describe_error_without_a_message_is_its_type() -> None:
 
 
 class _ByHand(Backend):
-    name, device_type, api, operators = "by_hand", "cpu", (1, 0), OperatorTable()
+    name, device_type, api, operators = "by_hand", "cpu", (2, 0), OperatorTable()
     capabilities: ClassVar = {"memory_stats": 1}
 
     def device(self, index: int | None = None) -> torch.device:

@@ -20,7 +20,7 @@ WAITS = {"item", "tolist", "cpu", "numpy"}
 class Failed(Backend):
     """A host whose work has failed, as every wait for it says; its adapter only knows a number."""
 
-    name, device_type, api, operators = "failed", "cpu", (1, 0), OperatorTable()
+    name, device_type, api, operators = "failed", "cpu", (2, 0), OperatorTable()
 
     def probe(self) -> Probe:
         return Probe.ready(1)

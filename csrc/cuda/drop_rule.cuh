@@ -24,6 +24,10 @@ struct DropRule {
         drops_all(drop.p >= 1.0) {}
 
   __device__ __forceinline__ PhiloxStream begin() const { return read_stream(rng); }
+  // Left out, not multiplied by 0: a dropped NaN is 0.
+  __device__ __forceinline__ float dropped(uint32_t word, float value) const {
+    return !drops_all && word >= threshold ? value * scale : 0.0f;
+  }
   // values[i] of element first + i, dropped or scaled. first is a multiple of 4 unless N is 1.
   template <int N>
   __device__ __forceinline__ void apply(const PhiloxStream& stream, int64_t first,
@@ -36,8 +40,7 @@ struct DropRule {
       for (int i = 0; i < kWords; ++i) {
         const uint32_t word = word_of(block, N < 4 ? static_cast<int>(first % 4) : i);
         float& value = values[group * kWords + i];
-        // Left out, not multiplied by 0: a dropped NaN is 0.
-        value = !drops_all && word >= threshold ? value * scale : 0.0f;
+        value = dropped(word, value);
       }
     }
   }

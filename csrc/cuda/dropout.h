@@ -16,6 +16,16 @@ struct Drop {
 cudaError_t dropout(const void* x, void* y, int64_t numel, const Drop& drop, DType dtype,
                     Place place);
 
+// The same of contiguous (rows, columns) that are a part of a whole of `width` columns: element j
+// of row i has the word with the number at[i] * width + column + j, which may be negative, and
+// wraps.
+struct RowsOfWhole {
+  const int64_t* at;  // (rows,)
+  int64_t rows, columns, width, column;
+};
+cudaError_t dropout_rows(const void* x, void* y, const RowsOfWhole& part, const Drop& drop,
+                         DType dtype, Place place);
+
 // y = residual + dropout(x + bias), contiguous (rows, hidden). dtype is that of x, stream_dtype of
 // residual and y: the same or float32. bias may be nullptr.
 cudaError_t bias_dropout_add_forward(const void* x, const void* residual, const void* bias, void* y,

@@ -2,19 +2,19 @@
 
 The kernels that torch brings have a dropout of their own, whose mask no other chip has. Here the
 scores of some heads are there at a time, and the mask is that of the operator: word i of the stream
-for element i of (batch, head, query, key). A part of a whole, which has indices, is not theirs.
+for element i of (batch, head, query, key).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from anychip.operators.attention import attend, attend_backward, hidden_keys
+from anychip.operators.attention import attend, attend_backward, hidden_keys, weight_rows
+from anychip_cuda.dropout import dropout
 from anychip_cuda.native import Kernels
 from anychip_cuda.numerics import ExactProducts
 from anychip_cuda.table import Needs, declared
@@ -48,61 +48,48 @@ def _parts(q: Tensor, k: Tensor) -> Iterator[_Part]:
             yield _Part(slice(batch, batch + 1), slice(start, end), own)
 
 
-def _factor(kernels: Kernels, q: Tensor, k: Tensor, rng: Tensor, p: float, part: _Part) -> Tensor:
-    """What the weights of a part are multiplied by: (batches, heads, Sq, Sk) float32."""
-    some = q[part.batches, :, part.heads]
-    shape = (some.shape[0], some.shape[2], q.shape[1], k.shape[1])
-    before = part.batches.start * q.shape[2] + part.heads.start
-    first = before * q.shape[1] * k.shape[1]
-    # A block has four words: the mask may begin within one.
-    skipped = first % 4
-    whole = torch.ones(math.prod(shape) + skipped, device=q.device)
-    own = torch.stack((rng[0], rng[1] + first // 4))
-    kernels.native.dropout(
-        whole.data_ptr(),
-        own.data_ptr(),
-        whole.data_ptr(),
-        whole.numel(),
-        p,
-        kernels.codes[torch.float32],
-        *kernels.place(q),
-    )
-    return whole[skipped:].view(shape)
+def _factor(
+    kernels: Kernels, k: Tensor, rng: Tensor, rows: Tensor, key_index: Tensor | None, **attrs: Any
+) -> Tensor:
+    """What the weights of these rows are multiplied by: (batches, heads, Sq, Sk) float32."""
+    keys, width = k.shape[1], attrs.pop("keys") or k.shape[1]
+    if key_index is not None:
+        # These need not follow each other: each is a row of one column.
+        each = rows.unsqueeze(-1) * width + key_index
+        ones = torch.ones(*each.shape, 1, device=k.device)
+        return dropout(kernels, ones, rng, each, width=1, **attrs).squeeze(-1)
+    ones = torch.ones(*rows.shape, keys, device=k.device)
+    return dropout(kernels, ones, rng, rows, width=width, **attrs)
 
 
-@declared.forward(
-    "attention_dropout",
-    kind="mapped",
-    accepts=lambda *args, **_: all(index is None for index in args[4:]),
-)
+@declared.forward("attention_dropout", kind="mapped")
 def attention_dropout(
     kernels: Kernels,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     rng: Tensor,
-    *index: None,
+    *index: Tensor | None,
     p: float,
     causal: bool,
     scale: float | None,
-    **_: int,
+    keys: int = 0,
+    **sizes: int,
 ) -> tuple[Tensor, Tensor]:
     y, hidden = q.new_empty(q.shape), hidden_keys(q, k, causal)
+    rows = weight_rows(q, index[:3], **sizes)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     with ExactProducts():
         for part in _parts(q, k):
             own_k, own_v = (t[part.batches, :, part.key_heads] for t in (k, v))
-            factor = _factor(kernels, q, k, rng, p, part)
+            own_rows = rows[part.batches, part.heads]
+            factor = _factor(kernels, k, rng, own_rows, index[3], p=p, keys=keys)
             found = attend(q[part.batches, :, part.heads], own_k, own_v, hidden, scale, factor)
             y[part.batches, :, part.heads], lse[part.batches, part.heads] = found
     return y, lse
 
 
-@declared.backward(
-    "attention_dropout",
-    kind="mapped",
-    accepts=lambda *args, **_: all(index is None for index in args[7:]),
-)
+@declared.backward("attention_dropout", kind="mapped")
 def attention_dropout_backward(
     kernels: Kernels,
     grad: Tensor,
@@ -112,20 +99,22 @@ def attention_dropout_backward(
     y: Tensor,
     lse: Tensor,
     rng: Tensor,
-    *index: None,
+    *index: Tensor | None,
     p: float,
     causal: bool,
     scale: float | None,
     needs: Needs,
-    **_: int,
+    keys: int = 0,
+    **sizes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    hidden = hidden_keys(q, k, causal)
+    hidden, rows = hidden_keys(q, k, causal), weight_rows(q, index[:3], **sizes)
     with ExactProducts():
         for part in _parts(q, k):
             own_grad, own_q, own_y = (t[part.batches, :, part.heads] for t in (grad, q, y))
             own_k, own_v = (t[part.batches, :, part.key_heads] for t in (k, v))
-            factor, own_lse = _factor(kernels, q, k, rng, p, part), lse[part.batches, part.heads]
+            own_rows, own_lse = (t[part.batches, part.heads] for t in (rows, lse))
+            factor = _factor(kernels, k, rng, own_rows, index[3], p=p, keys=keys)
             found = attend_backward(
                 own_grad, own_q, own_k, own_v, own_y, own_lse, hidden, scale, factor
             )

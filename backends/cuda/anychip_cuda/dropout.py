@@ -1,9 +1,11 @@
 """Rows of dropout and bias_dropout_add. The stream's numbers are read on the device.
 
-The kernels know the whole tensor only: calls with rows, which are parts of one, are not theirs.
+Of a part of a whole, which has rows, a kernel of its own drops, and torch adds.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,47 +15,58 @@ from anychip_cuda.native import Kernels, address, empty_like
 from anychip_cuda.table import Needs, declared
 
 
-def _whole(x: Tensor, rng: Tensor, rows: Tensor | None, **_: object) -> bool:
-    return rows is None
-
-
-@declared.forward("dropout", accepts=_whole)
+@declared.forward("dropout")
 def dropout(
-    kernels: Kernels, x: Tensor, rng: Tensor, rows: None = None, *, p: float, **_: int
+    kernels: Kernels,
+    x: Tensor,
+    rng: Tensor,
+    rows: Tensor | None = None,
+    *,
+    p: float,
+    width: int = 0,
+    column: int = 0,
 ) -> Tensor:
     x, rng = x.contiguous(), rng.contiguous()
     y = empty_like(x)
-    kernels.native.dropout(
-        x.data_ptr(),
-        rng.data_ptr(),
-        y.data_ptr(),
-        x.numel(),
-        p,
-        kernels.codes[x.dtype],
-        *kernels.place(x),
-    )
+    last = (p, kernels.codes[x.dtype], *kernels.place(x))
+    if rows is None:
+        kernels.native.dropout(x.data_ptr(), rng.data_ptr(), y.data_ptr(), x.numel(), *last)
+        return y
+    rows = rows.contiguous()
+    addresses = map(address, (x, rng, y, rows))
+    kernels.native.dropout_rows(*addresses, rows.numel(), x.shape[-1], width, column, *last)
     return y
 
 
-@declared.backward("dropout", accepts=_whole)
+@declared.backward("dropout")
 def dropout_backward(
-    kernels: Kernels, grad: Tensor, rng: Tensor, rows: None = None, *, p: float, **_: object
+    kernels: Kernels,
+    grad: Tensor,
+    rng: Tensor,
+    rows: Tensor | None = None,
+    *,
+    needs: Needs,
+    **attrs: Any,
 ) -> tuple[Tensor]:
-    return (dropout(kernels, grad, rng, p=p),)
+    return (dropout(kernels, grad, rng, rows, **attrs),)
 
 
-@declared.forward("bias_dropout_add", accepts=lambda *args, **_: args[4] is None)
+@declared.forward("bias_dropout_add")
 def bias_dropout_add(
     kernels: Kernels,
     x: Tensor,
     residual: Tensor,
     rng: Tensor,
     bias: Tensor | None,
-    rows: None = None,
+    rows: Tensor | None = None,
     *,
     p: float,
-    **_: int,
+    **place: int,
 ) -> Tensor:
+    if rows is not None:
+        inner = x.float() if bias is None else x.float() + bias
+        dropped = dropout(kernels, inner, rng, rows, p=p, **place)
+        return dropped.add_(residual).to(residual.dtype)
     x, residual, rng = x.contiguous(), residual.contiguous(), rng.contiguous()
     bias = None if bias is None else bias.contiguous()
     y = empty_like(residual)
@@ -75,18 +88,29 @@ def bias_dropout_add(
     return y
 
 
-@declared.backward("bias_dropout_add", accepts=_whole)
+@declared.backward("bias_dropout_add")
 def bias_dropout_add_backward(
     kernels: Kernels,
     grad: Tensor,
     rng: Tensor,
-    rows: None = None,
+    rows: Tensor | None = None,
     *,
     p: float,
     needs: Needs,
-    **_: int,
+    **place: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx is in grad's dtype, the residual's, as the spec has it; dbias is float32."""
+    if rows is not None:
+        wide = (
+            dropout(kernels, grad.float(), rng, rows, p=p, **place)
+            if needs[0] or needs[2]
+            else grad
+        )
+        return (
+            wide.to(grad.dtype) if needs[0] else None,
+            grad.clone(memory_format=torch.contiguous_format) if needs[1] else None,
+            wide.unsqueeze(0).flatten(0, -2).sum(0) if needs[2] else None,
+        )
     grad, rng = grad.contiguous(), rng.contiguous()
     count, hidden = rows_of(grad) if grad.dim() else (1, 1)
     dx, dresidual = (empty_like(grad) if need else None for need in needs[:2])

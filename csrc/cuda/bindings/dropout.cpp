@@ -11,6 +11,14 @@ void bind_dropout(py::module_& m) {
       return dropout(at(x), at(y), numel, {at<int64_t>(rng), p}, dtype_of(dtype), place);
     });
   });
+  m.def("dropout_rows",
+        [](Address x, Address rng, Address y, Address at_rows, int64_t rows, int64_t columns,
+           int64_t width, int64_t column, double p, int dtype, int device, Address stream) {
+          run_on("dropout_rows", device, stream, [&](Place place) {
+            return dropout_rows(at(x), at(y), {at<int64_t>(at_rows), rows, columns, width, column},
+                                {at<int64_t>(rng), p}, dtype_of(dtype), place);
+          });
+        });
   m.def("bias_dropout_add_forward",
         [](Address x, Address residual, Address rng, Address bias, Address y, int64_t rows,
            int64_t hidden, double p, int dtype, int stream_dtype, int bias_dtype, int device,

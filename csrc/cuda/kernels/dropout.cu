@@ -73,6 +73,28 @@ struct DropGradient {
   }
 };
 
+// One block of words per thread. A row begins within a block, so that the four elements of one are
+// no aligned vector.
+template <class T>
+__global__ void __launch_bounds__(kTileThreads)
+    rows_kernel(const T* x, T* y, RowsOfWhole part, int64_t blocks, DropRule rule) {
+  const int64_t thread = int64_t{blockIdx.x} * kTileThreads + threadIdx.x;
+  const int64_t row = thread / blocks, number = thread % blocks;
+  if (row >= part.rows) return;
+  const uint64_t word = static_cast<uint64_t>(part.at[row]) * static_cast<uint64_t>(part.width) +
+                        static_cast<uint64_t>(part.column);
+  const int64_t first = number * 4 - static_cast<int64_t>(word % 4);
+  const int64_t block = (static_cast<int64_t>(word) >> 2) + number;
+  const uint4 words = philox_block(rule.begin(), static_cast<uint64_t>(block));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int64_t column = first + i;
+    if (column < 0 || column >= part.columns) continue;
+    const int64_t element = row * part.columns + column;
+    y[element] = from_float<T>(rule.dropped(word_of(words, i), to_float(x[element])));
+  }
+}
+
 // visit(X{}, R{}): the stream is of x's type, or float32.
 template <class Visit>
 cudaError_t visit_stream(DType dtype, DType stream_dtype, Visit&& visit) {
@@ -87,6 +109,22 @@ cudaError_t dropout(const void* x, void* y, int64_t numel, const Drop& drop, DTy
                     Place place) {
   return bias_dropout_add_forward(x, nullptr, nullptr, y, 1, numel, drop, dtype, dtype, dtype,
                                   place);
+}
+
+cudaError_t dropout_rows(const void* x, void* y, const RowsOfWhole& part, const Drop& drop,
+                         DType dtype, Place place) {
+  if (part.rows < 0 || part.columns < 0 || !is_valid(drop)) return cudaErrorInvalidValue;
+  if (part.rows * part.columns == 0) return cudaSuccess;
+  // From the last word of a block on, as many as may be begun.
+  const int64_t blocks = (part.columns + 6) / 4;
+  const int64_t grid = ceil_div(part.rows * blocks, int64_t{kTileThreads});
+  if (part.at == nullptr || grid > 0x7fffffff) return cudaErrorInvalidValue;
+  return visit_dtype(dtype, [&](auto element) {
+    using T = decltype(element);
+    return launch(rows_kernel<T>, dim3(static_cast<unsigned>(grid)), dim3(kTileThreads), 0,
+                  place.stream, static_cast<const T*>(x), static_cast<T*>(y), part, blocks,
+                  DropRule(drop));
+  });
 }
 
 cudaError_t bias_dropout_add_forward(const void* x, const void* residual, const void* bias, void* y,

@@ -42,6 +42,31 @@ def test_dropout_of_any_length_has_the_mask_of_every_chip(
     assert torch.equal(dx, y)
 
 
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 6, 7, 264])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dropout_of_rows_of_a_whole_has_their_mask(
+    chip: Chip, dtype: torch.dtype, columns: int
+) -> None:
+    rows = torch.tensor([0, 7, 3, -1, -(2**40) - 3, 2**62 + 5, 11, 12, 13])
+    x, place = _normal(9, columns, dtype=dtype), {"p": 0.3, "width": columns + 3, "column": 2}
+    given, bias = (_rng(), rows), _normal(columns, dtype=dtype)
+    y = _call(chip, "dropout", "forward", x, *given, **place)
+    (dx,) = _call(chip, "dropout", "backward", x, *given, **place, needs=(True,))
+    assert torch.equal(y.cpu(), specs.dropout.forward(x, *given, **place))
+    assert torch.equal(dx, y)
+    total = _call(chip, "bias_dropout_add", "forward", x, x, _rng(), bias, rows, **place)
+    assert torch.equal(
+        total.cpu(), specs.bias_dropout_add.forward(x, x, _rng(), bias, rows, **place)
+    )
+    found = _call(
+        chip, "bias_dropout_add", "backward", x, *given, **place, needs=(True, True, True)
+    )
+    want = specs.bias_dropout_add.backward(x, *given, **place, needs=(True, True, True))
+    assert torch.equal(found[0].cpu(), want[0])
+    assert torch.equal(found[1].cpu(), x)
+    torch.testing.assert_close(found[2].cpu(), want[2])
+
+
 @pytest.mark.parametrize("p", [0.0, 2.0**-32, 0.5, 1.0 - 2.0**-20, 1.0])
 def test_dropout_keeps_what_the_threshold_says(chip: Chip, p: float) -> None:
     # The last block of the stream before the counter's lower half runs over, and a negative seed.
@@ -134,3 +159,5 @@ def test_wrong_arguments_are_refused(chip: Chip) -> None:
     # A stream of another 16-bit type than x.
     with pytest.raises(RuntimeError, match="bias_dropout_add_forward: CUDA error 1"):
         native.bias_dropout_add_forward(0, 0, rng.data_ptr(), 0, 0, 1, 1, 0.5, 1, 2, 1, *place)
+    with pytest.raises(RuntimeError, match="dropout_rows: CUDA error 1"):
+        native.dropout_rows(0, rng.data_ptr(), 0, 0, 1, 1, 1, 0, 0.5, 0, *place)

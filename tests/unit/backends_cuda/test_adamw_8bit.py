@@ -284,36 +284,3 @@ def test_shards_of_whole_blocks_move_like_the_whole_bit_for_bit(chip: Chip) -> N
 
 
 # What is refused
-
-
-def test_updates_that_do_not_fit_together_are_refused(chip: Chip) -> None:
-    native, x = chip.kernels.native, torch.zeros(64, device=chip.device)
-    a, code = x.data_ptr(), native.FLOAT32
-    place = chip.kernels.place(x)
-
-    def update(
-        grads: list[int], codes: list[int], scales: list[int], low: list[int], size: int = 4
-    ) -> Any:
-        return native.CodedUpdate(
-            *([a], [size], [code], grads, [code]),
-            *(codes, scales, codes, scales, low, [code] * len(low)),
-        )
-
-    for made in (
-        update([], [a], [a], []),
-        update([a], [], [a], []),
-        update([a], [a], [], []),
-        update([a], [a], [a], [a, a]),
-        update([0], [a], [a], []),
-        update([a], [0], [a], []),
-        update([a], [a], [0], []),
-        update([a], [a], [a + 2], []),
-        update([a + 1], [a], [a], []),
-        update([a], [a], [a], [], -1),
-    ):
-        with pytest.raises(RuntimeError, match="adamw_8bit: CUDA error 1"):
-            native.adamw_8bit(made, a, 0.9, 0.99, 1e-8, *place)
-    with pytest.raises(RuntimeError, match="adamw_8bit: CUDA error 1"):
-        native.adamw_8bit(update([a], [a], [a], []), 0, 0.9, 0.99, 1e-8, *place)
-    with pytest.raises(ValueError, match="expected FLOAT32"):
-        native.CodedUpdate([a], [4], [code], [a], [9], [a], [a], [a], [a], [], [])

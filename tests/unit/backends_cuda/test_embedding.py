@@ -49,17 +49,6 @@ def test_forward_of_any_width_is_a_copy(
     assert torch.equal(y.cpu(), weight[indices.long()])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("offset", [1, 2, 4])
-def test_misaligned_tensors_give_the_same_bits(chip: Chip, offset: int, dtype: torch.dtype) -> None:
-    aligned = _integers((9, 72), dtype).to(chip.device)
-    buffer = torch.zeros(9 * 72 + 8, dtype=dtype, device=chip.device)
-    shifted = buffer[offset : offset + 9 * 72].view(9, 72).copy_(aligned)
-    indices = torch.tensor([8, 0, 3, 8, 8, 2, 0, 1, 8], device=chip.device)
-    assert torch.equal(_forward(chip, indices, shifted), _forward(chip, indices, aligned))
-    assert torch.equal(_backward(chip, shifted, indices, 9), _backward(chip, aligned, indices, 9))
-
-
 @pytest.mark.parametrize("wrong", [11, -1, 2**40])
 def test_index_that_is_no_row_gives_nan_in_its_row_alone(chip: Chip, wrong: int) -> None:
     weight = _integers((11, 24), torch.bfloat16).to(chip.device)
@@ -150,11 +139,3 @@ def test_rows_behind_2_to_the_31_elements_are_found(chip: Chip) -> None:
     assert torch.equal(y[0], table[last])
     assert not dweight[0].any()
     assert torch.equal(dweight[1], table[last] + 3.0)
-
-
-def test_wrong_sizes_are_refused(chip: Chip) -> None:
-    place = chip.kernels.place(torch.empty(0, device=chip.device))
-    with pytest.raises(RuntimeError, match="embedding_forward: CUDA error 1"):
-        chip.kernels.native.embedding_forward(0, True, 0, 0, -1, 1, 1, 0, *place)
-    with pytest.raises(RuntimeError, match="embedding_backward: CUDA error 1"):
-        chip.kernels.native.embedding_backward(0, 0, True, 0, 0, 0, 0, 1, 1, 1, 0, 0, *place)

@@ -63,10 +63,3 @@ def test_longer_transforms_than_a_block_holds_are_for_another_row(chip: Chip) ->
     grad = torch.empty(1, 2 * longest, device="meta")
     assert backward.accepts(grad, block=longest)
     assert not backward.accepts(grad, block=None)
-
-
-@pytest.mark.parametrize(("numel", "length"), [(12, 3), (8, 0), (12, 8), (65_536, 65_536)])
-def test_lengths_that_do_not_fit_are_refused(chip: Chip, numel: int, length: int) -> None:
-    native, place = chip.kernels.native, chip.kernels.place(torch.empty(0, device=chip.device))
-    with pytest.raises(RuntimeError, match="hadamard: CUDA error 1"):
-        native.hadamard(0, 0, numel, length, native.FLOAT32, *place)

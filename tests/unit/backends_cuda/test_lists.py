@@ -249,22 +249,3 @@ def test_writing_rows_of_views_change_the_views_only(chip: Chip) -> None:
     assert not by_copies.contiguous
     by_copies.function(views, scale, found)
     assert torch.equal(matrix, want)
-
-
-def test_lists_that_do_not_fit_together_are_refused(chip: Chip) -> None:
-    native, x = chip.kernels.native, torch.ones(8, device=chip.device)
-    place = chip.kernels.place(x)
-    code, address = native.FLOAT32, x.data_ptr()
-    with pytest.raises(ValueError, match="expected sizes and dtypes of 2 tensors, got 1 and 2"):
-        native.clip([address] * 2, [8], [code] * 2, address, 1.0, *place)
-    with pytest.raises(ValueError, match="expected FLOAT32"):
-        native.clip([address], [8], [7], address, 1.0, *place)
-    wrong = [([address + 2], [4]), ([0], [4]), ([address], [-1])]
-    for addresses, sizes in wrong:
-        with pytest.raises(RuntimeError, match="clip: CUDA error 1"):
-            native.clip(addresses, sizes, [code], address, 1.0, *place)
-    with pytest.raises(RuntimeError, match="l2_norm: CUDA error 1"):
-        native.l2_norm([address], [8], [code], address, 0, address, *place)
-    for first, block in (([0], 3), ([0], 2 * lists.MOST_BLOCK), ([], 4)):
-        with pytest.raises(RuntimeError, match="l2_norm_partials: CUDA error 1"):
-            native.l2_norm_partials([address], [8], [code], first, block, address, *place)

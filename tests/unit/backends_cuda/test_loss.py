@@ -202,20 +202,6 @@ def test_rows_that_are_2_to_the_31_elements_apart_are_found(chip: Chip) -> None:
     torch.testing.assert_close(logits, _gradient(chip, near, target, PLAIN), rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"rows": -1}, {"vocabulary": 0}, {"ddtype": 2}], ids=["rows", "vocabulary", "ddtype"]
-)
-def test_wrong_sizes_and_dtypes_are_refused(chip: Chip, wrong: dict[str, int]) -> None:
-    given = {"rows": 1, "vocabulary": 4, "ddtype": chip.kernels.codes[torch.bfloat16], **wrong}
-    codes = (chip.kernels.codes[torch.bfloat16], given["ddtype"])
-    sizes = (given["rows"], given["vocabulary"], *PLAIN)
-    place = chip.kernels.place(torch.empty(0, device=chip.device))
-    with pytest.raises(RuntimeError, match="cross_entropy_backward: CUDA error 1"):
-        chip.kernels.native.cross_entropy_backward(
-            0, False, 0, 0, 4, 0, 0, 0, 4, *sizes, *codes, *place
-        )
-
-
 # linear_cross_entropy
 
 
@@ -270,16 +256,3 @@ def test_linear_in_chunks_is_that_of_float64(
         allowed = terms.reshape(theirs.shape) + 1.02 * unit * theirs.abs()
         assert mine.dtype == dtype, name
         assert torch.all((mine.cpu().double() - theirs).abs() <= allowed), name
-
-
-def test_linear_gradients_that_are_not_wanted_are_none(chip: Chip) -> None:
-    x, weight = torch.ones(3, 8, device=chip.device), torch.ones(5, 8, device=chip.device)
-    target = torch.zeros(3, dtype=torch.int64, device=chip.device)
-    (backward,) = chip.table.rows("linear_cross_entropy", "backward")
-    lse = torch.zeros(3, device=chip.device)
-    attrs = {**PLAIN._asdict(), "reduction": "mean"}
-    for needs in ((True, False, False), (False, True, False), (False, False, True)):
-        got = backward.function(
-            torch.ones((), device=chip.device), x, weight, target, None, lse, **attrs, needs=needs
-        )
-        assert tuple(g is not None for g in got) == needs

@@ -90,12 +90,3 @@ def test_dequantize_is_the_product_of_code_and_scale(
     # Codes at an odd address, too: no access of several bytes.
     for given in (codes, chip.at(codes, 1)):
         assert bits(chip.call("dequantize", "forward", given, scales, **attrs)) == bits(want)
-
-
-def test_formats_that_do_not_exist_are_refused(chip: Chip) -> None:
-    native, place = chip.kernels.native, chip.kernels.place(torch.empty(0, device=chip.device))
-    for block, width in ((0, 8), (-4, 8), (64, 2)):
-        with pytest.raises(RuntimeError, match="quantize: CUDA error 1"):
-            native.quantize(0, 0, 0, 0, 64, block, width, native.FLOAT32, *place)
-        with pytest.raises(RuntimeError, match="dequantize: CUDA error 1"):
-            native.dequantize(0, 0, 0, 64, block, width, *place)

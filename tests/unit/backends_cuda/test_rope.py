@@ -60,27 +60,6 @@ def test_rope_of_any_sizes_is_a_rotation(
         assert torch.equal(y[..., rotary_dim:], x[..., rotary_dim:])
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rope_of_views_of_a_projection_gives_the_same_bits(
-    chip: Chip, dtype: torch.dtype, interleaved: bool
-) -> None:
-    fused = drawn(2, 5, 4 * 32 + 8, dtype=dtype).to(chip.device)
-    cos, sin = (t.to(chip.device) for t in _angles(5, 32))
-    q, k = fused[..., :96].unflatten(-1, (3, 32)), fused[..., 96:128].unflatten(-1, (1, 32))
-    # Behind an odd element nothing can be read in vectors; keys before queries have any strides.
-    odd = fused[..., 3:131].unflatten(-1, (4, 32)).transpose(0, 1)[:2, :2]
-    views = [(q, k, 5), (odd[:, :, 1:], odd[:, :, :1], 2)]
-    for own_q, own_k, seq in views:
-        angles = (cos[:seq], sin[:seq])
-        made = chip.call("rope", "forward", own_q, own_k, *angles, interleaved=interleaved)
-        copied = chip.call("rope", "forward", own_q.contiguous(), own_k.contiguous(), *angles,
-            interleaved=interleaved,
-        )  # fmt: skip
-        assert torch.equal(made[0], copied[0])
-        assert torch.equal(made[1], copied[1])
-
-
 def test_rope_behind_2_to_the_31_elements_is_found(chip: Chip) -> None:
     # 4 GiB of addresses, of which a few pages are touched.
     storage = torch.empty(2**31 + 256, dtype=torch.bfloat16, device=chip.device)
@@ -92,13 +71,3 @@ def test_rope_behind_2_to_the_31_elements_is_found(chip: Chip) -> None:
                               interleaved=False)  # fmt: skip
     assert torch.equal(made[0], want[0])
     assert torch.equal(made[1], want[1])
-
-
-def test_wrong_sizes_are_refused(chip: Chip) -> None:
-    place = chip.kernels.place(torch.empty(0, device=chip.device))
-    heads = (0, 0, 1, (8, 8, 8))
-    for seq, rotary_dim in ((-1, 8), (1, 10), (1, 5), (1, -2)):
-        with pytest.raises(RuntimeError, match="rope: CUDA error 1"):
-            chip.kernels.native.rope(
-                *heads, *heads, 0, 0, 1, seq, 8, rotary_dim, False, False, 0, *place
-            )

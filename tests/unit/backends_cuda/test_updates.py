@@ -355,32 +355,3 @@ def test_trust_ratios_have_the_bits_of_sums_in_pairs(chip: Chip) -> None:
 
 
 # What is refused
-
-
-def test_updates_that_do_not_fit_together_are_refused(chip: Chip) -> None:
-    native, x = chip.kernels.native, torch.zeros(16, device=chip.device)
-    a, code = x.data_ptr(), native.FLOAT32
-    place = chip.kernels.place(x)
-
-    def update(grads: list[int], first: list[int], low: list[int], size: int = 4) -> Any:
-        return native.Update([a], [size], [code], grads, [code], first, [a], low, [code] * len(low))
-
-    wrong = [
-        update([], [a], []), update([a], [], []), update([a], [a], [a, a]), update([0], [a], []),
-        update([a + 1], [a], []), update([a], [a], [], -1),
-    ]  # fmt: skip
-    for made in wrong:
-        with pytest.raises(RuntimeError, match="adamw: CUDA error 1"):
-            native.adamw(made, a, 0.9, 0.99, 1e-8, *place)
-    good = update([a], [a], [])
-    with pytest.raises(RuntimeError, match="lamb: CUDA error 1"):
-        native.lamb(good, a, 0, 0.9, 0.99, 1e-8, 0.0, *place)
-    for first, block in (([], 4), ([0], 3)):
-        with pytest.raises(RuntimeError, match="lamb_partials: CUDA error 1"):
-            native.lamb_partials(good, a, 0.9, 0.99, 1e-8, 0.0, first, block, 1, a, *place)
-    with pytest.raises(RuntimeError, match="begin_step: CUDA error 1"):
-        native.begin_step(a, 0, 0, 0, 0, 0.9, 0.99, 0.0, True, a, *place)
-    with pytest.raises(RuntimeError, match="trust_ratios: CUDA error 1"):
-        native.trust_ratios(a, [0, 5, 3], a, *place)
-    with pytest.raises(ValueError, match="expected FLOAT32"):
-        native.Update([a], [4], [code], [a], [9], [a], [a], [], [])

@@ -25,7 +25,7 @@ using Sizes = std::vector<int64_t>;
 using Codes = std::vector<int>;
 
 // Raised whenever a signature changes its meaning; Python reads it as build_info()["abi"].
-constexpr int kInterfaceVersion = 2;
+constexpr int kInterfaceVersion = 3;
 
 template <class T = void>
 T* at(Address address) {
@@ -154,13 +154,13 @@ void bind_norms(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
 void bind_elementwise(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
   m.def(
       "dropout",
-      [](Address x, Address rng, Address y, int64_t numel, double p, int dtype, Address rows,
+      [](Address x, Address rng, Address y, int64_t numel, double p, int dtype, Address row_index,
          int64_t columns, int64_t width, int64_t column) {
-        dropout({at(x), at<int64_t>(rng), at(y), numel, p, dtype_of(dtype), at<int64_t>(rows),
+        dropout({at(x), at<int64_t>(rng), at(y), numel, p, dtype_of(dtype), at<int64_t>(row_index),
                  columns, width, column});
       },
       py::arg("x"), py::arg("rng"), py::arg("y"), py::arg("numel"), py::arg("p"), py::arg("dtype"),
-      py::arg("rows") = 0, py::arg("columns") = 0, py::arg("width") = 0, py::arg("column") = 0,
+      py::arg("row_index") = 0, py::arg("columns") = 0, py::arg("width") = 0, py::arg("column") = 0,
       no_gil);
   m.def(
       "gelu_forward",

@@ -14,8 +14,11 @@ void dropout(const Dropout& args) {
     check_address(where, "x", args.x);
     check_address(where, "y", args.y);
   }
-  if (args.rows != nullptr && args.numel > 0) {
-    check(args.columns > 0 && args.numel % args.columns == 0, where,
+  check_sizes(where, {{"columns", args.columns}});
+  check_sizes(where, {{"width", args.width}});
+  if (args.rows != nullptr) {
+    const bool whole = args.columns > 0 && args.numel % args.columns == 0;
+    check(whole || (args.columns == 0 && args.numel == 0), where,
           "expected whole rows, got " + std::to_string(args.numel) + " elements in rows of " +
               std::to_string(args.columns));
     check(args.column >= 0 && args.width - args.column >= args.columns, where,

@@ -107,14 +107,15 @@ def dropout(
     numel: int,
     p: float,
     dtype: int,
-    rows: int = 0,
+    row_index: int = 0,
     columns: int = 0,
     width: int = 0,
     column: int = 0,
 ) -> None:
     """Forward and, with x = grad and y = dx, backward. rng: address of int64[2] (seed, offset).
 
-    rows: 0, or of int64[numel / columns]: element j of row i has word rows[i] * width + column + j.
+    row_index: 0, or of int64[numel / columns]: element j of row i has word row_index[i] * width +
+    column + j.
     """
 
 def gelu_forward(x: int, y: int, numel: int, tanh: bool, dtype: int) -> None: ...

@@ -1,13 +1,109 @@
-"""Activations of one tensor, mapped to torch's: float32 inside, one rounding. gelu is native."""
+"""Activations on the host: gelu and the gated ones native, the others torch's.
+
+Each is float32 inside, and rounded once.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anychip_cpu.table import Needs, declared
+from anychip_cpu import native
+from anychip_cpu.native import CODES
+from anychip_cpu.numerics import column_sum, rowwise
+from anychip_cpu.table import Needs, declared, have_one_dtype, wanted
 
 _aten = torch.ops.aten
+_kernels: Any = native.kernels
+
+
+@declared.forward("gelu")
+def gelu(x: Tensor, *, approximate: str) -> Tensor:
+    x = x.contiguous()
+    y, tanh = torch.empty_like(x), approximate == "tanh"
+    _kernels.gelu_forward(x.data_ptr(), y.data_ptr(), x.numel(), tanh, CODES[x.dtype])
+    return y
+
+
+@declared.backward("gelu")
+def gelu_backward(grad: Tensor, x: Tensor, *, approximate: str, needs: Needs) -> tuple[Tensor]:
+    grad, x = grad.contiguous(), x.contiguous()
+    dx, tanh = torch.empty_like(x), approximate == "tanh"
+    addresses = (grad.data_ptr(), x.data_ptr(), dx.data_ptr())
+    _kernels.gelu_backward(*addresses, x.numel(), tanh, CODES[x.dtype])
+    return (dx,)
+
+
+@declared.forward("swiglu", accepts=have_one_dtype)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    y = torch.empty_like(gate)
+    addresses = (gate.data_ptr(), up.data_ptr(), y.data_ptr())
+    _kernels.swiglu_forward(*addresses, gate.numel(), CODES[gate.dtype])
+    return y
+
+
+@declared.backward("swiglu", accepts=lambda grad, gate, up, **_: have_one_dtype(gate, up))
+def swiglu_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, *, needs: Needs
+) -> tuple[Tensor | None, Tensor | None]:
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    dgate, dgate_address = wanted(needs[0], gate)
+    dup, dup_address = wanted(needs[1], up)
+    addresses = (grad.data_ptr(), gate.data_ptr(), up.data_ptr(), dgate_address, dup_address)
+    _kernels.swiglu_backward(*addresses, gate.numel(), CODES[gate.dtype])
+    return dgate, dup
+
+
+@declared.forward("bias_gelu")
+def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
+    def compute(x: Tensor) -> tuple[Tensor]:
+        return (gelu(x.float() + bias, approximate=approximate),)
+
+    (y,) = rowwise(compute, (x,), (x,))
+    assert y is not None
+    return y
+
+
+@declared.backward("bias_gelu")
+def bias_gelu_backward(
+    grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str, needs: Needs
+) -> tuple[Tensor | None, Tensor | None]:
+    # Not by blocks: the bias's gradient sums over all rows, in an order that must not depend on
+    # the number of threads.
+    (total,) = gelu_backward(grad.float(), x.float() + bias, approximate=approximate, needs=(True,))
+    dx = total.to(x.dtype) if needs[0] else None
+    return dx, (column_sum(total).to(bias.dtype) if needs[1] else None)
+
+
+@declared.forward("geglu")
+def geglu(gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
+    def compute(gate: Tensor, up: Tensor) -> tuple[Tensor]:
+        return (gelu(gate.float(), approximate=approximate).mul_(up),)
+
+    (y,) = rowwise(compute, (gate, up), (gate,))
+    assert y is not None
+    return y
+
+
+@declared.backward("geglu")
+def geglu_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str, needs: Needs
+) -> tuple[Tensor | None, Tensor | None]:
+    def compute(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        wide, slope = gate.float(), grad.float()
+        dgate = dup = None
+        if needs[0]:
+            (dgate,) = gelu_backward(slope * up, wide, approximate=approximate, needs=(True,))
+        if needs[1]:
+            dup = gelu(wide, approximate=approximate).mul_(slope)
+        return dgate, dup
+
+    like = (gate if needs[0] else None, up if needs[1] else None)
+    dgate, dup = rowwise(compute, (grad, gate, up), like)
+    return dgate, dup
 
 
 @declared.forward("silu", kind="mapped")

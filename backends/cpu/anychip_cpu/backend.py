@@ -6,21 +6,10 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from anychip.contract import Backend, Finding, Memory, Probe
-from anychip_cpu import (  # noqa: F401 - all but native declare rows
-    activation,
-    compression,
-    convolution,
-    fused,
-    native,
-    norm,
-    operators,
-    permutation,
-    quantization,
-    updates,
-)
+from anychip_cpu import native
 from anychip_cpu.device import CpuDevice, model_name
 from anychip_cpu.memory import CpuMemory, has_statistics
-from anychip_cpu.table import declared
+from anychip_cpu.operators import table
 
 
 class CpuBackend(CpuDevice, Backend):
@@ -30,9 +19,7 @@ class CpuBackend(CpuDevice, Backend):
     device_type = "cpu"
     c10d_backend = "gloo"
     api = (2, 0)
-    operators = declared.remade(
-        lambda row: None if row.kind == "native" and native.kernels is None else row
-    )
+    operators = table
     capabilities = {"memory_stats": 1} if has_statistics() else {}
 
     def probe(self) -> Probe:

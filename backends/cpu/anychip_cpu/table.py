@@ -26,3 +26,16 @@ def rows_of(x: Tensor) -> tuple[int, int]:
     """How many rows there are along the last dim, and their width."""
     hidden = x.shape[-1]
     return (x.numel() // hidden if hidden else 0), hidden
+
+
+def have_one_dtype(one: Tensor, other: Tensor, *_: object, **__: object) -> bool:
+    """Whether two tensors have the same dtype."""
+    return one.dtype == other.dtype
+
+
+def wanted(need: bool, like: Tensor) -> tuple[Tensor | None, int]:
+    """A gradient to be written and its address; (None, 0) when it is not wanted."""
+    if not need:
+        return None, 0
+    made = torch.empty_like(like, memory_format=torch.contiguous_format)
+    return made, made.data_ptr()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import anychip
 from anychip import ops
-from anychip_cpu import fused, native
+from anychip_cpu import native, numerics, softmax
 from tests.unit.dispatch.calls import bits
 from tests.unit.operators.exactness import assert_close
 
@@ -45,7 +45,7 @@ def run(function: Callable[..., Tensor], *args: Tensor) -> list[Tensor]:
 def test_result_by_blocks_is_the_float32_result_rounded_once(name: str, dtype: torch.dtype) -> None:
     shapes = ((ROWS, WIDTH), (ROWS, WIDTH) if name == "geglu" else (WIDTH,))
     args = [normal(*shape, dtype=dtype) for shape in shapes]
-    assert ROWS * WIDTH > 2 * fused._BLOCK
+    assert ROWS * WIDTH > 2 * numerics._BLOCK
     got = run(getattr(ops, name), *args)
     want = run(getattr(ops, name), *(a.float() for a in args))
     for one, other in zip(got, want, strict=True):
@@ -56,7 +56,7 @@ def test_result_by_blocks_is_the_float32_result_rounded_once(name: str, dtype: t
 def test_softmax_gradient_by_blocks_follows_the_equation(dtype: torch.dtype) -> None:
     grad, y = normal(ROWS, WIDTH, dtype=dtype), torch.rand(ROWS, WIDTH).div(WIDTH).to(dtype)
     needs = (True, False)
-    got, _ = fused.softmax_backward(grad, y, None, scale=0.5, causal=False, needs=needs)
+    got, _ = softmax.softmax_backward(grad, y, None, scale=0.5, causal=False, needs=needs)
     wide, slope = y.double(), grad.double()
     want = wide * (slope - (wide * slope).sum(-1, keepdim=True)) * 0.5
     # The sum of 1027 products of numbers up to 4 / 1027 is what may cancel.

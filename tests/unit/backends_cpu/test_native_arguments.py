@@ -20,7 +20,9 @@ HOSTILE = (-1, 0, 2**31, 2**62, 2**63 - 1)
 LARGEST = 2**47
 """Elements that an address space has room for."""
 SIZES = {"rows", "hidden", "numel", "batch", "seq", "heads", "kv_heads", "head_dim", "vocab"}
-SIZES |= {"nwords", "block", "numels", "first"}
+SIZES |= {"nwords", "block", "numels", "first", "columns", "width"}
+NUMBERS = {"ignore_index", "seed", "offset", "column"}
+"""Of any value, as far as memory goes."""
 BUFFER = 4096
 UNBOUND = {"available_isas", "build_info", "num_threads", "openmp_status", "set_isa"}
 """Functions that take no size, address or code."""
@@ -45,7 +47,7 @@ def _kind(name: str, kind: str, others: Mapping[str, str]) -> str:
         return "flag" if "bool" in kind else "number"
     is_size = name in SIZES or (name == "total" and "block" in others)
     one = "size" if is_size else "code" if "dtype" in name or name == "reduction" else "address"
-    one = "number" if name in ("ignore_index", "seed", "offset") else one
+    one = "number" if name in NUMBERS else one
     return f"{one}[]" if "Sequence" in kind else one
 
 

@@ -13,7 +13,7 @@ from tests.unit.dispatch.calls import DIFFERENTIABLE, SPECS, call
 from tests.unit.dispatch.tables import Install
 
 X, W = torch.ones(2, 8), torch.ones(8)
-LABEL = "anychip_cpu.operators.rms_norm"
+LABEL = "anychip_cpu.norm.rms_norm"
 
 
 def _served(**policy: Any) -> list[tuple[str, str]]:

@@ -9,9 +9,13 @@ from __future__ import annotations
 from anychip_cpu import (  # noqa: F401 - all but native declare rows
     activation,
     attention,
+    attention_dropout,
     compression,
     convolution,
     dropout,
+    embedding,
+    linear_loss,
+    lists,
     loss,
     native,
     norm,
@@ -21,6 +25,7 @@ from anychip_cpu import (  # noqa: F401 - all but native declare rows
     rope,
     softmax,
     updates,
+    varlen,
 )
 from anychip_cpu.table import declared
 

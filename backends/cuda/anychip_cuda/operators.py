@@ -6,9 +6,9 @@ from anychip_cuda import (  # noqa: F401 - all but native declare rows
     activation,
     attention,
     attention_dropout,
+    compression,
     dropout,
     embedding,
-    hadamard,
     linear_loss,
     lists,
     loss,
@@ -19,7 +19,6 @@ from anychip_cuda import (  # noqa: F401 - all but native declare rows
     quantization,
     rope,
     softmax,
-    top_k,
     updates,
     varlen,
 )

@@ -1,4 +1,4 @@
-"""Rows of products with weights, mapped to torch's: linear, grouped_linear, and embedding's rows.
+"""Rows of products with weights, mapped to torch's: linear and grouped_linear.
 
 Matrix products are cuBLAS's, with float32 sums whatever the process-wide switches say. The grouped
 product is torch's kernel for devices of compute capability 9.0 and 10.x, which looks at no value on
@@ -59,12 +59,6 @@ def linear_backward(
     if needs[2]:
         dbias = rows.sum(0, dtype=torch.float32).to(weight.dtype)
     return dx, dweight, dbias
-
-
-@declared.forward("embedding", kind="mapped")
-def embedding(indices: Tensor, weight: Tensor) -> Tensor:
-    # A wrong index ends the process's use of the device: a kernel cannot raise.
-    return torch.nn.functional.embedding(indices, weight)
 
 
 # The grouped product by torch's kernel

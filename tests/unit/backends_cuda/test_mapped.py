@@ -33,7 +33,7 @@ def mapped() -> Iterator[Mapped]:
 # On a host torch's 16-bit product of strided factors has no float32 accumulator.
 SERVED = {
     "linear": ("linear/fp32/", {"linear"}),
-    "embedding": ("embedding/", {"embedding"}),
+    "embedding": ("embedding/", {"embedding_by_torch"}),
     "grouped_linear": ("grouped_linear/", {"grouped_linear_by_group"}),
     "attention": ("attention/", {"attention_by_flash", "attention_by_efficient"}),
     "attention_varlen": (

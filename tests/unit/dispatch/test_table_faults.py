@@ -1,5 +1,6 @@
 """Is every row that could serve nobody found, and is no row suspected that serves somebody?"""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import anychip_cpu.operators
 import anychip_cuda.operators
+import anychip_npu.operators
 from anychip.contract import ContractError, OperatorTable
 from anychip.runtime import table_faults
 from anychip_cpu.backend import CpuBackend
@@ -99,3 +102,15 @@ def test_table_that_is_remade_leaves_out_and_changes_rows_and_keeps_their_order(
     found = [(row.operator, row.kind, row.contiguous, row.function) for row in made]
     assert found == [("gelu", "mapped", True, backward), ("tanh", "mapped", False, backward)]
     assert [row.function for row in declared] == [forward] * 3
+
+
+def test_rows_of_an_operator_are_in_a_file_of_the_same_name_in_each_backend() -> None:
+    places = {
+        (row.operator, row.function.__module__.rpartition(".")[2])
+        for backend in (anychip_cpu.table, anychip_cuda.table, anychip_npu.table)
+        for row in backend.declared
+    }
+    assert len(places) > 40
+    files = Counter(operator for operator, _ in places)
+    several = [f"{operator} in {file}.py" for operator, file in places if files[operator] > 1]
+    assert several == []

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import anychip
 from anychip import ops
 from anychip.operators.linear_cross_entropy import CHUNK
-from anychip_cpu import native, products
+from anychip_cpu import linear_loss, native
 from tests.unit.dispatch.calls import SPECS, bits
 
 ALL: dict[str, Any] = {
@@ -63,7 +63,7 @@ def _rows(which: str) -> tuple[Any, Any]:
         return spec.forward, spec.backward
     if native.kernels is None:
         pytest.skip(str(native.problem))
-    return products.linear_cross_entropy, products.linear_cross_entropy_backward
+    return linear_loss.linear_cross_entropy, linear_loss.linear_cross_entropy_backward
 
 
 @pytest.mark.parametrize("which", ["cpu", "reference"])

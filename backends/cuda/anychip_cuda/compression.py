@@ -1,4 +1,4 @@
-"""Rows of top_k, of rows shorter than 2^32: the kernels' keys hold an index of 32 bits."""
+"""Rows of hadamard and top_k, up to the lengths that the kernels' registers and keys hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,37 @@ from torch import Tensor
 from anychip_cuda.native import Kernels, empty_like
 from anychip_cuda.table import Needs, declared
 
-_LONGEST = 2**32 - 1
+_LONGEST_BLOCK = 32_768
+"""A longer one does not fit a block's registers."""
+_LONGEST_ROW = 2**32 - 1
+"""Keys of top_k hold an index of 32 bits."""
+
+
+@declared.forward("hadamard", limits={"block": range(1, _LONGEST_BLOCK + 1)})
+def hadamard(kernels: Kernels, x: Tensor, *, block: int | None) -> Tensor:
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    kernels.native.hadamard(
+        x.data_ptr(),
+        y.data_ptr(),
+        x.numel(),
+        x.shape[-1] if block is None else block,
+        kernels.codes[x.dtype],
+        *kernels.place(x),
+    )
+    return y
+
+
+def _is_short_block(grad: Tensor, *, block: int | None, **_: object) -> bool:
+    return (grad.shape[-1] if block is None else block) <= _LONGEST_BLOCK
+
+
+@declared.backward("hadamard", accepts=_is_short_block)
+def hadamard_backward(
+    kernels: Kernels, grad: Tensor, *, block: int | None, needs: Needs
+) -> tuple[Tensor]:
+    """The matrix is symmetric: the transform is its own gradient."""
+    return (hadamard(kernels, grad, block=block),)
 
 
 def _rows(x: Tensor) -> int:
@@ -17,7 +47,7 @@ def _rows(x: Tensor) -> int:
 
 
 def _is_short(x: Tensor, *, k: int) -> bool:
-    return x.shape[-1] <= _LONGEST
+    return x.shape[-1] <= _LONGEST_ROW
 
 
 @declared.forward("top_k", accepts=_is_short)
@@ -43,7 +73,7 @@ def top_k(kernels: Kernels, x: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _is_short_backward(grad: Tensor, _: Tensor, x: Tensor, *__: Tensor, **___: object) -> bool:
-    return x.shape[-1] <= _LONGEST
+    return x.shape[-1] <= _LONGEST_ROW
 
 
 @declared.backward("top_k", accepts=_is_short_backward)

@@ -120,7 +120,8 @@ class Rope(Swap):
 
         def rotated(*args: Any, **kwargs: Any) -> Any:
             known = (each for each in place.given if isinstance(each, kind))
-            cos, sin = tables = next(known, (None, None))
+            tables: tuple[Any, ...] = next(known, (None, None))
+            cos, sin = tables
             made: Any = f"not the two of {POSITIONS} as they are"
             if cos is None:
                 made = f"{POSITIONS} of no fused module"

@@ -399,7 +399,7 @@ def _dropout_backward_shards(*args: Any) -> Placements:
     index = args[7 : 7 + len(_INDEX)]
     need_index("attention_dropout", "batch_index, or head_index and heads", *index[:2])
     return [
-        ([dim] * 3, [dim] * 5 + [i, None, *_index_places(i, index)])
+        ([dim] * 3, [dim, dim, dim, dim, dim, i, None, *_index_places(i, index)])
         for i, dim in enumerate((_BATCH, _HEADS))
         if index[i] is not None
     ]

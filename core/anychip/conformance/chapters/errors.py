@@ -57,9 +57,9 @@ def cases(context: Context) -> Iterator[Case]:
 
 def trial_of(operator: AnyOperator, oracle: Oracle, dtype: torch.dtype | None = None) -> Trial:
     """The small call that gives most of the optional arguments."""
-    dtype = dtype or getattr(torch, operator.spec.free_dtypes[0])
+    asked: torch.dtype = dtype or getattr(torch, operator.spec.free_dtypes[0])
     calls = [call for call in rule_calls(oracle) if call.layout == "contiguous"]
-    trials = [Trial(operator, call, dtype) for call in calls]
+    trials = [Trial(operator, call, asked) for call in calls]
 
     def given(trial: Trial) -> tuple[int, int]:
         args = [arg for arg in trial.arguments[0] if arg is not None]

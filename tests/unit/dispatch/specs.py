@@ -64,9 +64,9 @@ def polynomial(
         "saved": saved,
         "residuals": residuals,
         "differentiable": ("x",),
-        "sizes": lambda x: {"numel": x.numel()},
+        "sizes": lambda x, *_: {"numel": x.numel()},
         "samples": lambda maker: [Sample((maker.normal(3),), {}, "3")],
-        "cost": lambda x: Cost(0, 0),
-        "bound": Bound(4, 4, lambda x: 1),
+        "cost": lambda *_: Cost(0, 0),
+        "bound": Bound(4, 4, lambda *_: 1),
     }
     return anychip.register(OperatorSpec(**(options | changes)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from zlib import crc32
@@ -44,6 +44,8 @@ _ANSWER_S = 1.0
 """How long a rank is given to answer."""
 _GRACE_S = 5.0
 """How long the others of a call that went wrong are given to come, so that the odd one shows."""
+_TIE_S = 60.0
+"""How long they are given while as many say one thing as another, so that nobody is the odd one."""
 
 Pair = tuple[int, ...]
 """Source, destination and tag of a message; empty: a call of the whole group."""
@@ -232,12 +234,19 @@ class Ledger:
         return Failure((first,), text)
 
     def _disagreement(self, number: int) -> Failure:
-        deadline = time.monotonic() + _GRACE_S
-        while self.missing(number) and time.monotonic() < deadline:
+        begun = time.monotonic()
+        while self.missing(number):
+            waited_s = time.monotonic() - begun
+            if waited_s > _TIE_S or (waited_s > _GRACE_S and not is_tie(self._texts(number))):
+                break
             time.sleep(0.05)
-        said = self._said(ask=False)
-        texts = {self._ranks[rank]: calls.get(((), number)) for rank, calls in sorted(said.items())}
-        return disagreement(number, {rank: text for rank, text in texts.items() if text})
+        return disagreement(number, self._texts(number))
+
+    def _texts(self, number: int) -> dict[int, str]:
+        """What the ranks that have made call ``number`` say that it is, as far as they have said."""
+        said = sorted(self._said(ask=False).items())
+        texts = {self._ranks[rank]: calls.get(((), number)) for rank, calls in said}
+        return {rank: text for rank, text in texts.items() if text}
 
     def _said(self, *, ask: bool) -> dict[int, dict[tuple[Pair, int], str]]:
         """The last calls of each rank of the group that has said them."""
@@ -280,6 +289,12 @@ def compared(texts: Mapping[int, str]) -> tuple[tuple[int, ...], str]:
     who = {text: [rank for rank in texts if texts[rank] == text] for text in said}
     told = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in who.items())
     return tuple(rank for rank in texts if texts[rank] != usual), told
+
+
+def is_tie(texts: Mapping[int, str]) -> bool:
+    """Whether no text is what most say: then nothing tells who is the odd one."""
+    counts = sorted(Counter(texts.values()).values(), reverse=True)
+    return len(counts) > 1 and counts[0] == counts[1]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -145,7 +145,7 @@ def torch_attention_varlen(
     return y
 
 
-def torch_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def torch_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, **_: object) -> Tensor:
     y = x.new_zeros(x.shape[0], weight.shape[1])
     for group, (start, end) in enumerate(itertools.pairwise([0, *offsets.tolist()])):
         y[start:end] = F.linear(x[start:end], weight[group])
@@ -263,7 +263,7 @@ PEERS: dict[str, Callable[..., Any]] = {
     "geglu": lambda gate, up, *, approximate: F.gelu(gate, approximate=approximate) * up,
     "softmax": torch_softmax, "swiglu": lambda gate, up: F.silu(gate) * up, "rope": torch_rope,
     "attention": torch_attention, "attention_dropout": torch_attention_dropout,
-    "attention_varlen": torch_attention_varlen, "linear": F.linear,
+    "attention_varlen": torch_attention_varlen, "linear": lambda *args, **_: F.linear(*args),
     "grouped_linear": torch_grouped_linear, "permute": torch_permute, "unpermute": torch_unpermute,
     "embedding": lambda indices, weight: F.embedding(indices, weight),
     "cross_entropy": torch_cross_entropy, "linear_cross_entropy": torch_linear_cross_entropy,

@@ -74,6 +74,7 @@ def test_mutant_changes_one_place_and_nothing_else() -> None:
     assert (mutant.number, mutant.line) == (3, "if x.dim() == 0:")
 
 
+@pytest.mark.grid
 def test_mutants_have_ids_of_their_own_and_reach_every_operator(
     every: list[Mutant], subjects: dict[Backend, Subjects]
 ) -> None:

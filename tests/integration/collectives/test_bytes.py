@@ -9,6 +9,7 @@ NBYTES = 4 * 2**20
 CALLS = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send"]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("call", CALLS)
 def test_loopback_counter_sees_the_bytes_that_are_promised(

@@ -222,6 +222,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return Seen(environment, records, answer["imported"], answer["good"], grandchild)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_table_with_a_bad_plugin_says_why_in_one_clean_line(seen: Seen, name: str) -> None:
     (record,) = seen.records[name]

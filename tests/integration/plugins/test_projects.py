@@ -52,6 +52,7 @@ def project(
     return NAMES[request.param], source, environment
 
 
+@pytest.mark.grid
 def test_project_installed_by_pip_is_ready(project: tuple[str, Path, Environment]) -> None:
     name, _, environment = project
     done = environment.anychip("backends", "--json")

@@ -129,6 +129,7 @@ def test_two_stages_equal_one_rank(ranks: Server, tmp_path: Path, schedule: str)
     trained(ranks, tmp_path, *args, *stages, world_size=2, out="two").assert_same(wanted)
 
 
+@pytest.mark.grid
 def test_replicas_of_stages_equal_replicas(ranks: Server, tmp_path: Path) -> None:
     args = (*LLAMA, *ZERO, "data.accumulation=2")
     wanted = trained(ranks, tmp_path, *args, world_size=2, out="two")

@@ -39,6 +39,7 @@ def _checkpoint(out: Path) -> list[str]:
     return [path.name for part in ("model", "optimizer") for path in folder.glob(f"{part}-*.pt")]
 
 
+@pytest.mark.grid
 def test_run_killed_in_mid_run_and_resumed_equals_one_that_was_not(
     tmp_path: Path, straight: Path
 ) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 from tests.integration.plugins.environments import Environment
 from tests.integration.train.forked import Server
 
+pytestmark = pytest.mark.grid
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = str(ROOT / "examples" / "own_loop_ranks.py")
 STEPS = 30

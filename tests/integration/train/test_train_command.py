@@ -52,6 +52,7 @@ def test_training_says_what_it_does_and_leaves_all_its_files(tmp_path: Path) -> 
     assert {row["provider"] for row in operators} == {"cpu"}
 
 
+@pytest.mark.grid
 def test_training_without_out_makes_a_directory_named_by_the_time(tmp_path: Path) -> None:
     done = train(*TINY, "--steps", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -59,6 +60,7 @@ def test_training_without_out_makes_a_directory_named_by_the_time(tmp_path: Path
     assert {path.name for path in out.iterdir()} == OUTPUTS
 
 
+@pytest.mark.grid
 def test_training_with_json_prints_one_object_on_stdout(tmp_path: Path) -> None:
     done = train(*TINY, "--backend", "cpu", "--steps", "3", "--out", "o", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -70,6 +72,7 @@ def test_training_with_json_prints_one_object_on_stdout(tmp_path: Path) -> None:
     assert {row["operator"] for row in answer["operators"]} >= {"linear", "adamw"}
 
 
+@pytest.mark.grid
 def test_training_from_a_file_with_settings_over_it(tmp_path: Path) -> None:
     done = train(
         str(ROOT / "examples" / "llama.toml"), "model.layers=1", "run.steps=2",
@@ -226,6 +229,7 @@ def test_resume_of_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
 
+@pytest.mark.grid
 def test_loss_that_is_not_finite_ends_with_the_step_and_the_way_back(tmp_path: Path) -> None:
     settings = ("optimizer.lr=1e30", "optimizer.max_norm=0", "schedule.warmup=0")
     done = train(*TINY, *settings, "checkpoint.every=1", "--out", "out", cwd=tmp_path)

@@ -12,6 +12,8 @@ from tests.integration import quiet_network
 from tests.integration.train.forked import Server
 from tests.integration.train.zero_bytes import Rows
 
+pytestmark = pytest.mark.grid
+
 ROOT = Path(__file__).parents[3]
 WORLD_SIZE = 2
 PSI = sum(param.numel() for param in Rows().parameters())

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import anychip
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[3]
 WORLD_SIZE = 2
 
 
+@pytest.mark.grid
 def test_twenty_steps_between_processes_equal_one_process_bit_for_bit(tmp_path: Path) -> None:
     paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}

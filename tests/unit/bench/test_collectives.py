@@ -7,6 +7,7 @@ from anychip.bench import collectives
 from anychip.contract import CALLS
 
 
+@pytest.mark.grid
 def test_bench_collectives_measures_every_call_at_every_size() -> None:
     report = collectives.run(
         anychip.use("cpu"), rounds=3, progress=lambda _: None, sizes=(4, 1 << 20), window=1e-3

@@ -48,6 +48,7 @@ def test_stored_envelope_is_of_all_steps_and_its_samples_are_inside(name: str) -
     assert known.losses[-20:].mean() < 0.3 * known.losses[0]
 
 
+@pytest.mark.grid
 @EACH
 def test_smallest_bias_that_is_stated_is_outside_and_a_quarter_of_it_is_inside(name: str) -> None:
     """The very number that is stated, in an order of sums that the trial did not have."""

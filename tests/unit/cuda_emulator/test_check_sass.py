@@ -12,6 +12,8 @@ from benchmarks import check_sass
 from benchmarks.check_sass import Usage
 from tests.unit.cuda_emulator.programs import ROOT, made
 
+pytestmark = pytest.mark.grid
+
 CASES = Path(__file__).with_name("sass_cases.cu")
 has_tools = shutil.which("nvcc") and (
     shutil.which("cuobjdump") or check_sass.in_wheels("cuobjdump")

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from tests.unit.cuda_emulator.programs import build
 
+pytestmark = pytest.mark.grid
+
 DTYPES = {"half": torch.float16, "bfloat16": torch.bfloat16}
 ALL = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
 each_format = pytest.mark.parametrize("name", DTYPES)

@@ -4,6 +4,8 @@ import pytest
 
 from tests.unit.cuda_emulator.programs import line_of, run
 
+pytestmark = pytest.mark.grid
+
 LIMITS = "9 cudaErrorInvalidConfiguration: invalid configuration argument: "
 FAILED = "719 cudaErrorLaunchFailure: unspecified launch failure: "
 INVALID = "1 cudaErrorInvalidValue: invalid argument: "

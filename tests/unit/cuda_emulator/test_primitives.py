@@ -8,6 +8,8 @@ import pytest
 
 from tests.unit.cuda_emulator.programs import ROOT, SOURCES, made, run
 
+pytestmark = pytest.mark.grid
+
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "random", "warp"])
 def test_primitives_are_the_manuals_formulas(order: str) -> None:

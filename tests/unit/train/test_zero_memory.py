@@ -49,6 +49,7 @@ def live_nbytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("world_size", "stage"),
     [(1, 2), (3, 0), (3, 1), (3, 2)],

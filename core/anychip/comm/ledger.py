@@ -243,7 +243,7 @@ class Ledger:
         return disagreement(number, self._texts(number))
 
     def _texts(self, number: int) -> dict[int, str]:
-        """What the ranks that have made call ``number`` say that it is, as far as they have said."""
+        """What the ranks that made call ``number`` say that it is, as far as they have said."""
         said = sorted(self._said(ask=False).items())
         texts = {self._ranks[rank]: calls.get(((), number)) for rank, calls in said}
         return {rank: text for rank, text in texts.items() if text}

@@ -24,11 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_IMPORTED = (
-    "torch", "torch.fx.experimental.symbolic_shapes", "click", "rich.progress", "matplotlib.figure",
-    "pluggy",
-)  # fmt: skip
-"""What commands of ours import of others; torch does the second for tensors without data."""
+_IMPORTED = ("torch", "click", "rich.progress", "matplotlib.figure", "pluggy")
+"""What commands of ours import of others."""
 
 
 def run(

@@ -146,8 +146,8 @@ class OperatorSpec:
             again, differentiably, for a second derivative. None: the reference forward gives them,
             for which every argument is kept until backward.
         shaped_like: for an argument that the backward is not given, the tensor among those it is
-            given that has its shape and dtype, like ``{"x": "grad0"}``. By it the backward called
-            by hand is checked.
+            given that has its dtype and its shape, like ``{"x": "grad0"}``, or has it as a dim,
+            like ``{"bias": "weight[0]"}``. By it what a backward is given and returns is checked.
         check: raises ValueError for shapes that do not fit together; called on every call.
         fixed_dtypes: argument name to the one dtype that it must have, or to those it may have,
             like ``{"rng": "int64", "offsets": ("int64", "int32")}``. Autocast leaves it as it is.

@@ -44,7 +44,7 @@ class Agreement:
         self.spec, self.signature = spec, signature
         self.results, self.names = tuple(results), tuple(names)
         self._known: set[Any] = set()
-        unknown = {*spec.shaped_like.values()} - {*names}
+        unknown = {place.partition("[")[0] for place in spec.shaped_like.values()} - {*names}
         if unknown:
             raise ValueError(
                 f"{spec.name}: shaped_like names {sorted(unknown)}; its backward is given "
@@ -74,8 +74,7 @@ class Agreement:
                 f"{', '.join(self.spec.differentiable)}, got {len(needs)}"
             )
         given = {
-            name: None if t is None else torch.empty_like(t, device="meta")
-            for name, t in zip(self.names, tensors, strict=True)
+            name: without_data(tensor) for name, tensor in zip(self.names, tensors, strict=True)
         }
         attrs = dict(zip(self.signature.attr_names, values, strict=True))
         self._compare(given, self._expected(given, attrs))
@@ -89,10 +88,10 @@ class Agreement:
         """Results of the forward call, without data, by name; the outputs alone, if unknown."""
         args = []
         for name in self.signature.positional:
-            like = name if name in given else self.spec.shaped_like.get(name)
-            if like is None and not self.signature.may_be_none(name):
+            like = like_of(self.spec, given, name)
+            if like is None and name not in given and not self.signature.may_be_none(name):
                 return {name: given[name] for name in self.results if name in given}
-            args.append(None if like is None else given[like])
+            args.append(like)
         try:
             if self.spec.check is not None:
                 self.spec.check(*args, **attrs)
@@ -115,6 +114,26 @@ class Agreement:
                 f"{self.spec.name}_backward: {place} must be {_form(want)} for these arguments, "
                 f"got {_form(got)}"
             )
+
+
+def like_of(spec: OperatorSpec, given: Mapping[str, Any], name: str) -> Any:
+    """What is given of an argument, or has its shape and dtype by ``shaped_like``; None: unknown.
+
+    Args:
+        given: what a backward is given, by name.
+    """
+    if name in given:
+        return given[name]
+    place, _, dim = spec.shaped_like.get(name, "").partition("[")
+    like = given.get(place)
+    return like.new_empty(like.shape[int(dim[:-1])]) if dim and like is not None else like
+
+
+def without_data(arg: Any) -> Any:
+    """The argument with meta tensors in place of tensors; lists are looked into."""
+    if isinstance(arg, Tensor):
+        return torch.empty_like(arg, device="meta")
+    return None if arg is None else [without_data(a) for a in arg]
 
 
 def _form(tensor: Tensor) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from anychip.contract import ContractError, settings
+from anychip.dispatch.agreement import like_of, without_data
 from anychip.dispatch.mutation import tensors_of
 from anychip.dispatch.resolution import Choice, stray
 from anychip.dispatch.signature import Signature
@@ -73,7 +74,7 @@ def examined(choice: Choice, args: Sequence[Any], attrs: Mapping[str, Any]) -> A
 
 def _results(choice: Choice, args: Sequence[Any], attrs: Mapping[str, Any]) -> Iterator[_Promise]:
     spec, pair = choice.spec, choice.row.paired
-    signature, given = _signature(spec), [_without_data(a) for a in args]
+    signature, given = _signature(spec), [without_data(a) for a in args]
     results = list(signature.results(spec.fake(*given, **attrs)))
     count = signature.num_outputs
     names = ["y"] if count == 1 else [f"y{i}" for i in range(count)]
@@ -92,10 +93,13 @@ def _gradients(choice: Choice, args: Sequence[Any], attrs: Mapping[str, Any]) ->
     own = {r.name for r in spec.residuals} if pair else set()
     grads = (f"grad{i}" for i in range(_signature(spec).num_outputs))
     given = dict(zip([*grads, *(n for n in spec.saved if n not in own)], args, strict=False))
-    likes = [given.get(n, given.get(spec.shaped_like.get(n, ""))) for n in spec.differentiable]
-    if any(like is None for like in likes) and not pair and spec.backward is not None:
+    likes = [like_of(spec, given, name) for name in spec.differentiable]
+    unknown = any(
+        n not in given and a is None for n, a in zip(spec.differentiable, likes, strict=True)
+    )
+    if unknown and not pair and spec.backward is not None:
         with suppress(RuntimeError):  # a reference that needs values has no gradient without data
-            reference = spec.backward(*map(_without_data, args), **attrs)
+            reference = spec.backward(*map(without_data, args), **attrs)
             likes = [r if a is None else a for a, r in zip(likes, reference, strict=True)]
     return map(_Promise, spec.differentiable, likes, attrs["needs"])
 
@@ -128,9 +132,3 @@ def _form(value: Any, none: str = "None") -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return none if value is None else f"a {type(value).__name__}"
-
-
-def _without_data(arg: Any) -> Any:
-    if isinstance(arg, Tensor):
-        return torch.empty_like(arg, device="meta")
-    return None if arg is None else [_without_data(a) for a in arg]

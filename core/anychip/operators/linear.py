@@ -135,6 +135,7 @@ linear = OperatorSpec(
     saved=("x", "weight"),
     differentiable=("x", "weight", "bias"),
     deferrable=("weight", "bias"),
+    shaped_like={"bias": "weight[0]"},
     check=_linear_check,
     sizes=lambda x, weight, bias, **_: {"in": weight.shape[1], "out": weight.shape[0]},
     autocast="lower",

@@ -174,7 +174,7 @@ def _layer_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, rstd = _rms_fake(x, weight, eps=eps)
-    return y, torch.empty_like(rstd), rstd
+    return y, rstd.new_empty(rstd.shape), rstd
 
 
 layer_norm = OperatorSpec(
@@ -267,7 +267,7 @@ def _group_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean = x.new_empty((x.shape[0], num_groups), dtype=torch.float32)
-    return y, mean, torch.empty_like(mean)
+    return y, mean, mean.new_empty(mean.shape)
 
 
 def _group_check(

@@ -60,3 +60,20 @@ def test_import_of_anychip_does_not_import_torch() -> None:
     code = "import sys, anychip; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["False"]
+
+
+def test_first_calls_of_training_do_not_import_torchs_symbolic_shapes() -> None:
+    """They take a second of every process, and are needed for compiling alone."""
+    code = """
+import sys, torch, anychip
+from anychip import ops
+x, w, b = (torch.ones(*s, requires_grad=True) for s in ((4, 8), (6, 8), (6,)))
+y = ops.layer_norm(ops.gelu(ops.linear(x, w, b)), b, b)
+q = y.view(1, 1, 4, 6)
+y = ops.softmax(ops.attention(q, q, q, causal=True)).view(4, 6)
+y = ops.rms_norm(y + ops.embedding(torch.ones(4, dtype=torch.int64), y), b)
+ops.cross_entropy(y, torch.ones(4, dtype=torch.int64)).sum().backward()
+print(b.grad.shape, "sympy" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.stdout.split("\n")[0] == "torch.Size([6]) False", done.stderr

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anychip.bench.report import Report, Row
+from anychip.bench.report import Report, Timing
 from anychip.bench.timing import Call, Samples, interleave
 from anychip.comm import alone
 from anychip.contract import Backend
@@ -99,7 +99,7 @@ def run(
         "1 tensor": [(total,)],
         f"{len(decoder)} tensors": decoder,
     }
-    rows: list[Row] = []
+    rows: list[Timing] = []
     missing: list[str] = []
     for name in names or tuple(known):
         for label, sizes in shapes.items():
@@ -154,13 +154,13 @@ def decoder_shapes(num_params: int) -> list[tuple[int, ...]]:
 
 def _row(
     group: str, setting: Setting, total: int, samples: Samples, taken: Mapping[str, Samples]
-) -> Row:
+) -> Timing:
     facts = {
         "GB/s": _nbytes(setting, total) / samples.median / 1e9,
         "x bound": samples.ratio(taken[_BOUND]),
         "x ours": samples.ratio(taken[_OURS]),
     }
-    return Row(
+    return Timing(
         name=f"{group}: {samples.name}",
         microseconds=samples.median * 1e6,
         best_microseconds=samples.best * 1e6,

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from anychip.bench.ranks import RankError, Ranks, slowest
-from anychip.bench.report import Report, Row
+from anychip.bench.report import Report, Timing
 from anychip.bench.timing import Samples
 from anychip.contract import Backend
 from benchmarks import peers
@@ -135,7 +135,7 @@ def _mean(losses: list[float | None]) -> float:
     return statistics.mean(loss for loss in losses if loss is not None)
 
 
-def _row(name: str, taken: dict[str, list[Turn]], facts: dict[str, Any], sizes: Sizes) -> Row:
+def _row(name: str, taken: dict[str, list[Turn]], facts: dict[str, Any], sizes: Sizes) -> Timing:
     turns = taken[name]
     times = {n: Samples(name=n, seconds=tuple(t.seconds for t in taken[n])) for n in taken}
     mine = times[name]
@@ -148,7 +148,7 @@ def _row(name: str, taken: dict[str, list[Turn]], facts: dict[str, Any], sizes: 
     peaks = [peak for peak in turns[-1].peaks if peak is not None]
     if peaks:
         columns["peak MB"] = max(peaks) / 1e6
-    return Row(
+    return Timing(
         name=name,
         microseconds=mine.median * 1e6,
         best_microseconds=mine.best * 1e6,

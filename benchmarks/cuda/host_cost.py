@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from anychip import ops
 from anychip.bench import dispatch
-from anychip.bench.report import Report, Row
+from anychip.bench.report import Report, Timing
 from anychip.bench.timing import Samples, interleave
 from benchmarks.cuda.stage import Stage, main, stage
 
@@ -59,10 +59,10 @@ def calls(stage: Stage) -> dict[str, Callable[[], object]]:
     return found
 
 
-def row(samples: Samples, over: float | None) -> Row:
+def row(samples: Samples, over: float | None) -> Timing:
     """One way, as a line."""
     mine = samples.name == "ops.layer_norm" and over is not None
-    return Row(
+    return Timing(
         name=samples.name,
         microseconds=samples.median * 1e6,
         best_microseconds=samples.best * 1e6,

@@ -16,7 +16,7 @@ import click
 import torch
 from torch import Tensor, nn
 
-from anychip.bench.report import Report, Row
+from anychip.bench.report import Report, Timing
 from anychip.bench.timing import interleave
 from anychip.comm import alone
 from anychip.train import optim, precision, zero
@@ -73,7 +73,7 @@ Step = Callable[[], Tensor]
 def command(stage: Stage, no_compile: bool) -> None:
     """Measure training steps."""
     for name, setting in (TINY if stage.tiny else SETTINGS).items():
-        rows: list[Row] = []
+        rows: list[Timing] = []
         for way, make in WAYS.items():
             if way == "torch.compile bf16" and (no_compile or stage.tiny):
                 continue
@@ -98,7 +98,7 @@ def command(stage: Stage, no_compile: bool) -> None:
         )
 
 
-def measure(stage: Stage, setting: Setting, way: str, make: Any, rows: list[Row]) -> None:
+def measure(stage: Stage, setting: Setting, way: str, make: Any, rows: list[Timing]) -> None:
     """One way's speed, memory and first loss, as a row."""
     chip = stage.chip
     gc.collect()
@@ -125,7 +125,7 @@ def measure(stage: Stage, setting: Setting, way: str, make: Any, rows: list[Row]
         facts["x first row"] = rows[0].microseconds / (seconds * 1e6)
     facts["first loss"] = first
     best = taken[way].best * 1e6
-    rows.append(Row(name=way, microseconds=seconds * 1e6, best_microseconds=best, facts=facts))
+    rows.append(Timing(name=way, microseconds=seconds * 1e6, best_microseconds=best, facts=facts))
 
 
 def batch(setting: Setting, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from anychip.bench.rank import Place
 from anychip.bench.ranks import Ranks, slowest
-from anychip.bench.report import Report, Row
+from anychip.bench.report import Report, Timing
 from anychip.bench.timing import Samples
 from anychip.comm import wire_nbytes
 from anychip.contract import Backend, Communicator
@@ -85,7 +85,7 @@ def run(
     )
 
 
-def _row(ranks: Ranks, name: str, nbytes: int, rounds: int, window: float) -> Row:
+def _row(ranks: Ranks, name: str, nbytes: int, rounds: int, window: float) -> Timing:
     made = ranks.call("make", name=name, nbytes=nbytes)[0]
     nbytes = made["nbytes"]
     counts = {who: _count(ranks, who, window) for who in ("ours", "torch", "copy")}
@@ -106,7 +106,7 @@ def _row(ranks: Ranks, name: str, nbytes: int, rounds: int, window: float) -> Ro
             counted = _on_the_wire(ranks, who)
             if counted is not None:
                 facts[f"{who} x wire"] = counted / facts["wire B"]
-    return Row(
+    return Timing(
         name=f"{name} {_size(nbytes)}".strip(),
         microseconds=taken["ours"].median * 1e6,
         best_microseconds=taken["ours"].best * 1e6,

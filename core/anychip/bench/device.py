@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from anychip import ops
-from anychip.bench.report import Report, Row
+from anychip.bench.report import Report, Timing
 from anychip.bench.timing import Samples, interleave
 from anychip.contract import Backend
 from anychip.train.parallel.rates import COPY, COPY_UNIT, PRODUCT_UNIT, product_name
@@ -90,13 +90,13 @@ def _busy_width(backend: Backend) -> int:
     return width
 
 
-def _row(name: str, samples: Samples, work: float, said: float | None) -> Row:
+def _row(name: str, samples: Samples, work: float, said: float | None) -> Timing:
     rate = work / samples.median
     unit, scale = (COPY_UNIT, 1e9) if name == COPY else (PRODUCT_UNIT, 1e12)
     facts: dict[str, Any] = {unit: rate / scale}
     if said:
         facts["of properties"] = rate / said
-    return Row(
+    return Timing(
         name=name,
         microseconds=samples.median * 1e6,
         best_microseconds=samples.best * 1e6,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anychip import runtime
-from anychip.bench.report import Report, Row
+from anychip.bench.report import Report, Timing
 from anychip.bench.timing import Samples, interleave
 from anychip.contract import Backend, Bound, Cost, OperatorSpec
 from anychip.dispatch import native, promise
@@ -72,13 +72,15 @@ def run(backend: Backend, *, rounds: int, progress: Callable[[int], None]) -> Re
     )
 
 
-def _row(samples: Samples, taken: dict[str, Samples], base: str | None, limit: float | None) -> Row:
+def _row(
+    samples: Samples, taken: dict[str, Samples], base: str | None, limit: float | None
+) -> Timing:
     facts: dict[str, Any] = {"x torch.add": samples.ratio(taken["torch.add"])}
     if base is not None:
         facts |= {"over": base, "over us": samples.over(taken[base]) * 1e6}
     if limit is not None:
         facts["goal us"] = limit
-    return Row(
+    return Timing(
         name=samples.name,
         microseconds=samples.median * 1e6,
         best_microseconds=samples.best * 1e6,

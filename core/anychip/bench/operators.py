@@ -22,7 +22,7 @@ from anychip import runtime
 from anychip.bench import channels, updates
 from anychip.bench.case import Case, Make, added_cases
 from anychip.bench.compiled import Compiler
-from anychip.bench.report import Report, Row
+from anychip.bench.report import Report, Timing
 from anychip.bench.timing import Call, Samples, Under, interleave
 from anychip.contract import Backend, SampleMaker
 from anychip.dispatch.operator import Operator, registered
@@ -77,7 +77,7 @@ def run(
     compiler = Compiler(backend) if compiled else None
     wait = backend.synchronize
     timed = partial(interleave, rounds=rounds, window=window, synchronize=wait, progress=progress)
-    rows: list[Row] = []
+    rows: list[Timing] = []
     for name in names or tuple(known):
         turns = _turns(known[name], maker, rotate_nbytes)
         rows += _rows(backend, name, turns, compiler, reference, rotate_nbytes, timed)
@@ -99,7 +99,7 @@ def _rows(
     reference: bool,
     rotate_nbytes: int,
     timed: Callable[[Mapping[str, Callable[[], object]]], Mapping[str, Samples]],
-) -> Iterator[Row]:
+) -> Iterator[Timing]:
     """A row for the forward direction, and one for both where there is a gradient."""
     operator, copied = registered()[name.partition(" ")[0]], max(_COPY_BYTES, rotate_nbytes)
     for backward in [False] if operator.gradient is None else [False, True]:
@@ -138,7 +138,7 @@ def _names(rows: Sequence[ProvenanceRow]) -> str:
     return " + ".join(dict.fromkeys(said))
 
 
-def _slower(rows: Sequence[Row]) -> Iterator[str]:
+def _slower(rows: Sequence[Timing]) -> Iterator[str]:
     """A sentence for each row that is slower than what it displaced."""
     for row in rows:
         ratio = row.facts.get("x displaced", 1.0)
@@ -212,7 +212,7 @@ def _row(
     taken: Mapping[str, Samples],
     copied: int,
     servers: Mapping[str, Any],
-) -> Row:
+) -> Timing:
     nbytes = _nbytes(operator, case, name.endswith(_BACKWARD))
     ours = taken["ours"]
     facts: dict[str, Any] = {
@@ -223,7 +223,7 @@ def _row(
         if peer in taken:
             facts[f"x {peer}"] = taken[peer].ratio(ours)
     facts |= servers
-    return Row(
+    return Timing(
         name=name, microseconds=ours.median * 1e6, best_microseconds=ours.best * 1e6, facts=facts
     )
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from anychip.bench.report import Report, Row
+from anychip.bench.report import Report, Timing
 from anychip.train.parallel.rates import COPY_UNIT, PRODUCT_UNIT
 
 COLORS = {
@@ -109,7 +109,7 @@ def over_bound(panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figur
 
 def _collectives(report: Report) -> Figure:
     """Throughput over size, a panel per call."""
-    calls: dict[str, list[Row]] = {}
+    calls: dict[str, list[Timing]] = {}
     for row in report.rows:
         if row.facts["bytes"]:
             calls.setdefault(row.name.split()[0], []).append(row)

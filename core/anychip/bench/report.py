@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Timing:
     """One line.
 
     Attributes:
@@ -36,7 +36,7 @@ class Report:
     backend: str
     device: str
     threads: int
-    rows: Sequence[Row]
+    rows: Sequence[Timing]
     notes: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:

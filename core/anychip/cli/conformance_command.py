@@ -14,7 +14,7 @@ from anychip.cli.exit_codes import DONE, FAILED
 from anychip.cli.files import ResultFile
 
 if TYPE_CHECKING:
-    from anychip.conformance import Plan, Report, Result
+    from anychip.conformance import Report, Result, SuitePlan
 
 _FILE = ResultFile()
 
@@ -147,7 +147,7 @@ def _check(
     return DONE if report.passed else FAILED
 
 
-def _run(plan: Plan, *, isolate: bool, jobs: int, limit_s: float) -> Report:
+def _run(plan: SuitePlan, *, isolate: bool, jobs: int, limit_s: float) -> Report:
     """Runs a plan under the eyes of a person."""
     from anychip.conformance import run_plan, terminal
     from anychip.conformance.runner import empty_report

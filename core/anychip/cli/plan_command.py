@@ -15,7 +15,7 @@ from anychip.cli.settings import SettingsCommand
 from anychip.cli.train_command import split
 
 if TYPE_CHECKING:
-    from anychip.train.planning import Plan, StagePlan
+    from anychip.train.planning import RunPlan, StagePlan
 
 SCHEMA = 1
 
@@ -54,7 +54,7 @@ def command(
         console.print(f"\n{_waiting(plan)}\n{plan.timeline.grid()}", markup=False, soft_wrap=True)
 
 
-def _head(plan: Plan) -> str:
+def _head(plan: RunPlan) -> str:
     config, (replicas, stages) = plan.config, plan.sizes.values()
     kind = type(config.model).__name__.removesuffix("Config")
     tokens = config.data.batch_size * config.data.accumulation * config.model.context * replicas
@@ -68,14 +68,14 @@ def _head(plan: Plan) -> str:
     )
 
 
-def _source(plan: Plan) -> str:
+def _source(plan: RunPlan) -> str:
     """Where the ratio comes from."""
     if plan.rates is None:
         return "by the device's properties, or 10 where they do not say"
     return f"measured {plan.rates.date} on {plan.rates.device}"
 
 
-def _table(plan: Plan) -> Table:
+def _table(plan: RunPlan) -> Table:
     """A row per stage: what one of its ranks has and sends."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("stage", "layers"):
@@ -96,12 +96,12 @@ def _table(plan: Plan) -> Table:
     return table
 
 
-def _share(plan: Plan, stage: StagePlan) -> float:
+def _share(plan: RunPlan, stage: StagePlan) -> float:
     """The part of a micro-batch's work that a stage does."""
     return stage.cost.total / sum(other.cost.total for other in plan.stages)
 
 
-def _waiting(plan: Plan) -> str:
+def _waiting(plan: RunPlan) -> str:
     assert plan.timeline is not None
     stages, count = len(plan.stages), plan.config.data.accumulation
     return (
@@ -111,7 +111,7 @@ def _waiting(plan: Plan) -> str:
     )
 
 
-def _to_json(plan: Plan) -> dict[str, Any]:
+def _to_json(plan: RunPlan) -> dict[str, Any]:
     timeline = plan.timeline
     return {
         "schema": SCHEMA,

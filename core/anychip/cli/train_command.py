@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from anychip.train.config import Config
     from anychip.train.interruption import Interruption
     from anychip.train.loop import Run
-    from anychip.train.report import Row
+    from anychip.train.report import StepRecord
 
 SCHEMA = 1
 _REFUSALS = (WRONG_USE, CANNOT_RUN)
@@ -310,7 +310,7 @@ def _plan(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _show(console: Console, rows: list[Row], sample: str, out: Path) -> None:
+def _show(console: Console, rows: list[StepRecord], sample: str, out: Path) -> None:
     import anychip
     from anychip.train.display import curve
 
@@ -334,7 +334,7 @@ def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, soft_wrap=True)
 
 
-def _to_json(chip: Backend, out: Path, rows: list[Row]) -> dict[str, Any]:
+def _to_json(chip: Backend, out: Path, rows: list[StepRecord]) -> dict[str, Any]:
     import anychip
 
     return {

@@ -19,7 +19,7 @@ from pathlib import Path
 from anychip.conformance.asking import activate
 from anychip.conformance.case import LEVELS, Case, CheckFailedError, Context, Level
 from anychip.conformance.chapters import CHAPTERS
-from anychip.conformance.planning import Plan, plan
+from anychip.conformance.planning import SuitePlan, plan
 from anychip.conformance.report import Report, Result
 from anychip.conformance.runner import OnResult, run_plan
 from anychip.conformance.statement import Statement, verify
@@ -70,6 +70,19 @@ def run(
 
 
 __all__ = [
-    "CHAPTERS", "LEVELS", "Case", "CheckFailedError", "Context", "Level", "Plan", "Report",
-    "Result", "Statement", "activate", "plan", "run", "run_plan", "verify",
+    "CHAPTERS",
+    "LEVELS",
+    "Case",
+    "CheckFailedError",
+    "Context",
+    "Level",
+    "Report",
+    "Result",
+    "Statement",
+    "SuitePlan",
+    "activate",
+    "plan",
+    "run",
+    "run_plan",
+    "verify",
 ]  # fmt: skip

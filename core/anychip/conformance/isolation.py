@@ -24,7 +24,7 @@ from typing import IO, Any
 from anychip import registry
 from anychip.conformance.case import Case
 from anychip.conformance.chapters import CHAPTERS
-from anychip.conformance.planning import Plan
+from anychip.conformance.planning import SuitePlan
 from anychip.conformance.report import Result
 from anychip.dispatch import selection
 from anychip.dispatch.tally import unserved
@@ -49,7 +49,7 @@ class Served:
                 key = tuple((name, value) for name, value in row.items() if name != "calls")
                 known[key] += row["calls"]
 
-    def add_idle(self, plan: Plan) -> None:
+    def add_idle(self, plan: SuitePlan) -> None:
         """Every row that may have served nothing; of a partial run those of what was called."""
         whole = not plan.select and plan.chapters == tuple(CHAPTERS)
         called = {
@@ -76,7 +76,7 @@ class Served:
 
 
 def run_isolated(
-    plan: Plan, cases: Sequence[Case], limit_s: float, served: Served
+    plan: SuitePlan, cases: Sequence[Case], limit_s: float, served: Served
 ) -> Iterator[Result]:
     """Results of some of a plan's cases, in order.
 
@@ -114,7 +114,7 @@ class Child:
     limit_s: float = STARTUP_S
 
     @classmethod
-    def start(cls, plan: Plan, ids: Sequence[str]) -> Child:
+    def start(cls, plan: SuitePlan, ids: Sequence[str]) -> Child:
         """Starts a child on the given cases."""
         read, write = os.pipe()
         errors = tempfile.TemporaryFile()

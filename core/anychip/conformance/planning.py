@@ -16,7 +16,7 @@ from anychip.contract import Backend
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SuitePlan:
     """What is to be run, on which backend, under which expectations."""
 
     backend: Backend
@@ -43,7 +43,7 @@ def plan(
     select: str = "",
     seed: int = 0,
     expectations_file: Path | None = None,
-) -> Plan:
+) -> SuitePlan:
     """Which cases a run has.
 
     Raises:
@@ -60,7 +60,7 @@ def plan(
     if device.row_faults(backend):  # whatever was asked for: a row that is never called passes all
         chosen += [c for c in every if c.id == device.ROWS and c not in chosen]
     expected = expectations.load(backend, expectations_file)
-    return Plan(
+    return SuitePlan(
         backend=backend,
         level=level,
         chapters=named,

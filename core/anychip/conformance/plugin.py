@@ -16,7 +16,7 @@ import pytest
 from anychip.conformance.asking import activate, run_case
 from anychip.conformance.case import LEVELS, Case
 from anychip.conformance.chapters import CHAPTERS, device
-from anychip.conformance.planning import Plan, plan
+from anychip.conformance.planning import SuitePlan, plan
 from anychip.conformance.runner import empty_report, judge
 from anychip.contract import AnychipError, BackendUnavailableError
 
@@ -86,7 +86,7 @@ class Suite(pytest.Directory):
 class CaseItem(pytest.Item):
     """One case."""
 
-    def __init__(self, *, plan: Plan, case: Case, **rest: Any) -> None:
+    def __init__(self, *, plan: SuitePlan, case: Case, **rest: Any) -> None:
         super().__init__(**rest)
         self.plan, self.case = plan, case
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from anychip.conformance.rank_questions import Job
+from anychip.conformance.rank_questions import RankJob
 
 
-def ask_abort(job: Job, number: int) -> None:
+def ask_abort(job: RankJob, number: int) -> None:
     """The last rank aborts while the others wait; those raise what they are told."""
     comm, word = job.communicator(), f"abort/{number}"
     try:
@@ -34,7 +34,7 @@ def ask_abort(job: Job, number: int) -> None:
         comm.close()
 
 
-def ask_disagreement(job: Job, what: str, timeout_s: float) -> None:
+def ask_disagreement(job: RankJob, what: str, timeout_s: float) -> None:
     """The last rank calls something else; raises what every rank is told."""
     comm, device = job.communicator(timeout_s), job.backend.device()
     odd = job.rank == job.world_size - 1
@@ -53,12 +53,12 @@ def ask_disagreement(job: Job, what: str, timeout_s: float) -> None:
         comm.close()
 
 
-def device_is_done(job: Job) -> None:
+def device_is_done(job: RankJob) -> None:
     """An error of the chip shows here at the latest."""
     job.backend.synchronize()
 
 
-def ask_absence(job: Job, call: str, number: int, timeout_s: float) -> None:
+def ask_absence(job: RankJob, call: str, number: int, timeout_s: float) -> None:
     """The last rank does not make the call, and is there; the others raise what they are told."""
     comm, word, last = job.communicator(timeout_s), f"absent/{number}", job.world_size - 1
     x = torch.zeros(48, device=job.backend.device())
@@ -78,7 +78,7 @@ def ask_absence(job: Job, call: str, number: int, timeout_s: float) -> None:
         comm.close()
 
 
-def ask_death(job: Job, timeout_s: float) -> None:
+def ask_death(job: RankJob, timeout_s: float) -> None:
     """The last rank is killed while the others wait for it; those raise what they are told."""
     comm = job.communicator(timeout_s)
     comm.barrier()

@@ -50,7 +50,7 @@ NAMES = {
 
 
 @dataclass
-class Job:
+class RankJob:
     """This process's part.
 
     Attributes:
@@ -87,7 +87,7 @@ class Job:
 # must have alike.
 
 
-def ask_values(job: Job, call: str, dtype: str, seed: int = 0) -> dict[str, Any]:
+def ask_values(job: RankJob, call: str, dtype: str, seed: int = 0) -> dict[str, Any]:
     """One call on one dtype, in all sizes and ways, with the numbers of a seed.
 
     Returns:
@@ -269,7 +269,7 @@ VALUES: dict[str, Callable[..., None]] = {
 # Rules
 
 
-def ask_order(job: Job) -> None:
+def ask_order(job: RankJob) -> None:
     """Two reductions under way at once, waited for in orders of their own; a send and a receive."""
     comm, device = job.communicator(), job.backend.device()
     first, second = (Trial(comm, device, torch.float32, name) for name in ("first", "second"))
@@ -296,7 +296,7 @@ def ask_order(job: Job) -> None:
         finish(work, "send")
 
 
-def ask_large(job: Job) -> None:
+def ask_large(job: RankJob) -> None:
     """Messages of some MiB, as gradients are: they go in several pieces."""
     comm, device = job.communicator(), job.backend.device()
     numel, same = 1_000_003, dict[str, str]()
@@ -317,7 +317,7 @@ def ask_large(job: Job) -> None:
     at.check_guards()
 
 
-def ask_not_finite(job: Job) -> None:
+def ask_not_finite(job: RankJob) -> None:
     """Inf and NaN of one rank reach all: a loss scale backs off by what comes out of a sum."""
     comm, device = job.communicator(), job.backend.device()
     last = comm.world_size - 1
@@ -349,7 +349,7 @@ def check_alike(what: str, got: Tensor, want: Tensor) -> None:
     check(same, f"{what}: {want.tolist()} expected, got {got.tolist()}")
 
 
-def ask_early(job: Job, number: int) -> None:
+def ask_early(job: RankJob, number: int) -> None:
     """Work is not done while another rank has not made the call; after wait() it is, and right."""
     comm, device = job.communicator(), job.backend.device()
     trial = Trial(comm, device, torch.float32, f"early {number}")
@@ -368,7 +368,7 @@ def ask_early(job: Job, number: int) -> None:
     check_joined("all_reduce", tensor, trial.inputs(1000), "sum")
 
 
-def ask_barrier(job: Job, number: int) -> None:
+def ask_barrier(job: RankJob, number: int) -> None:
     """No rank leaves the barrier before all have come."""
     comm, word = job.communicator(), f"barrier/{number}"
     if comm.rank == comm.world_size - 1:
@@ -378,7 +378,7 @@ def ask_barrier(job: Job, number: int) -> None:
     check(job.store.check([word]), f"barrier: left before rank {comm.world_size - 1} came")
 
 
-def ask_groups(job: Job) -> dict[str, str]:
+def ask_groups(job: RankJob) -> dict[str, str]:
     """Parts of the world: values among members only, names and ranks, one after the other."""
     comm, device, world = job.communicator(), job.backend.device(), job.world_size
     same: dict[str, str] = {}
@@ -427,7 +427,7 @@ def splits(world: int) -> dict[str, list[list[int]]]:
     return found
 
 
-def ask_mistakes(job: Job) -> None:
+def ask_mistakes(job: RankJob) -> None:
     """What one rank can see alone is a ValueError before anything is sent; all goes on after it."""
     comm, device = job.communicator(), job.backend.device()
     mistakes(comm, device)
@@ -457,7 +457,7 @@ def mistakes(comm: Communicator, device: torch.device) -> None:
         expect_error(ValueError, what, call)
 
 
-def ask_shapes(job: Job) -> None:
+def ask_shapes(job: RankJob) -> None:
     """Tensors of no dims and of several are taken as their elements in order."""
     comm, device, world = job.communicator(), job.backend.device(), job.world_size
     for shape in ((), (1,), (3, 5), (2, 3, 4), (5, 0)):
@@ -480,7 +480,7 @@ def ask_shapes(job: Job) -> None:
         trial.check_guards()
 
 
-def ask_traffic(job: Job) -> None:
+def ask_traffic(job: RankJob) -> None:
     """Calls and bytes are counted as :class:`~anychip.contract.Traffic` says."""
     comm, device = job.communicator(), job.backend.device()
     before = (comm.traffic.calls.copy(), comm.traffic.nbytes.copy())
@@ -504,7 +504,7 @@ def ask_traffic(job: Job) -> None:
         check(got == want, f"traffic of {call}: (calls, bytes) {want} expected, got {got}")
 
 
-def ask_close(job: Job) -> None:
+def ask_close(job: RankJob) -> None:
     """After close() nothing can be called; a second close() is nothing; a new one works.
 
     What was called and waited for before has its result, though the device may not be done yet.

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from anychip.contract import HOST_LIBRARY
 
 if TYPE_CHECKING:
-    from anychip.conformance.rank_questions import Job
+    from anychip.conformance.rank_questions import RankJob
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
 
     questions = vars(rank_questions) | vars(rank_failures)
     request = json.loads(sys.stdin.readline())
-    joined: list[Job] = []
+    joined: list[RankJob] = []
     _answer(pipe, lambda: joined.append(_join(request)))
     for line in sys.stdin:
         asked = json.loads(line)
@@ -45,12 +45,12 @@ def main() -> None:
     os._exit(0)
 
 
-def _join(request: dict[str, Any]) -> Job:
+def _join(request: dict[str, Any]) -> RankJob:
     """Makes the backend, where its communicator finds a job of so many ranks."""
     import torch
     import torch.distributed as distributed
 
-    from anychip.conformance.rank_questions import Job
+    from anychip.conformance.rank_questions import RankJob
     from anychip.conformance.ranks import backend_of
 
     torch.set_num_threads(1)
@@ -64,10 +64,10 @@ def _join(request: dict[str, Any]) -> Job:
     dist.init_process_group(
         HOST_LIBRARY, store=place, rank=rank, world_size=world_size, timeout=limit
     )
-    return Job(backend, rank, world_size, dist.PrefixStore("words", store))
+    return RankJob(backend, rank, world_size, dist.PrefixStore("words", store))
 
 
-def _ask(job: Job, question: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def _ask(job: RankJob, question: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     try:
         return question(job, **arguments)
     except Exception as error:
@@ -77,7 +77,7 @@ def _ask(job: Job, question: Callable[..., Any], arguments: dict[str, Any]) -> A
         raise
 
 
-def _begin_again(job: Job, reference: dict[str, str] | None) -> None:
+def _begin_again(job: RankJob, reference: dict[str, str] | None) -> None:
     """Gives up the communicator; with a reference, goes on with another backend."""
     from anychip.conformance.ranks import backend_of
 

@@ -15,7 +15,7 @@ from anychip.conformance.expectations import Entry
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.hashes import distribution_hash, plugin_hash, suite_hash
 from anychip.conformance.oracles import oracle_of
-from anychip.conformance.planning import Plan
+from anychip.conformance.planning import SuitePlan
 from anychip.conformance.priorities import next_to_fix
 from anychip.conformance.report import Identity, KernelPack, Report, Result, with_outcome
 from anychip.contract import Backend
@@ -50,7 +50,7 @@ def judge(result: Result, entry: Entry | None, version: str) -> Result:
 
 
 def run_plan(
-    plan: Plan,
+    plan: SuitePlan,
     *,
     isolate: bool = False,
     jobs: int = 1,
@@ -99,7 +99,7 @@ def run_plan(
     )
 
 
-def empty_report(plan: Plan) -> Report:
+def empty_report(plan: SuitePlan) -> Report:
     """A report of a plan without any result yet."""
     return Report(
         identity=identity(plan.backend),
@@ -114,12 +114,12 @@ def empty_report(plan: Plan) -> Report:
     )
 
 
-def _crashes(plan: Plan, case: Case) -> bool:
+def _crashes(plan: SuitePlan, case: Case) -> bool:
     entry = plan.entry(case)
     return entry is not None and entry.crash
 
 
-def _not_run(plan: Plan, case: Case) -> Result:
+def _not_run(plan: SuitePlan, case: Case) -> Result:
     entry = plan.entry(case)
     assert entry is not None
     reason = f"{entry.reason} (it ends the process: not run without --isolate)"

@@ -15,7 +15,7 @@ from anychip import registry
 from anychip.conformance import isolation
 from anychip.conformance.asking import run_case
 from anychip.conformance.case import Case
-from anychip.conformance.planning import Plan
+from anychip.conformance.planning import SuitePlan
 from anychip.conformance.report import Result
 
 BEGIN = "operators"
@@ -29,7 +29,7 @@ Answers = dict[str, Future[Result]]
 
 
 def run_side_by_side(
-    plan: Plan, cases: Sequence[Case], jobs: int, limit_s: float, served: isolation.Served
+    plan: SuitePlan, cases: Sequence[Case], jobs: int, limit_s: float, served: isolation.Served
 ) -> Iterator[Result]:
     """Results in the order of the cases.
 
@@ -58,7 +58,7 @@ def run_side_by_side(
             yield from asked([case])
 
 
-def _given_away(plan: Plan, cases: Sequence[Case], jobs: int) -> list[Case]:
+def _given_away(plan: SuitePlan, cases: Sequence[Case], jobs: int) -> list[Case]:
     """What a child asks: nothing without operators to be asked meanwhile, or a plugin to find."""
     found = [case for case in cases if case.chapter in GIVEN_AWAY]
     is_worth_it = len(found) >= MANY and any(case.chapter == BEGIN for case in cases)

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anychip.conformance.formats import FP32
-from anychip.conformance.planning import Plan
+from anychip.conformance.planning import SuitePlan
 from anychip.conformance.report import OUTCOMES, Outcome, Report, Result
 from anychip.conformance.runner import identity
 
@@ -46,7 +46,7 @@ def make_console() -> Console:
 class Display:
     """Shows a run while it goes on. A context manager; ``show`` takes each result."""
 
-    def __init__(self, plan: Plan, console: Console) -> None:
+    def __init__(self, plan: SuitePlan, console: Console) -> None:
         self.plan, self.console = plan, console
         self.count, self.failed, self.chapter = 0, 0, ""
         self.sizes = Counter(case.chapter for case in plan.cases)

@@ -38,7 +38,14 @@ from torch import Tensor
 from anychip.contract import Bound, Cost, OperatorSpec, Sample, SampleMaker
 from anychip.operators import lists
 from anychip.operators.quantization import SMALLEST_SCALE, block_rows, num_scales
-from anychip.operators.rule import Call, Move, check_call, sampled_scalars, sampled_tensors, write
+from anychip.operators.rule import (
+    Move,
+    UpdateCall,
+    check_call,
+    sampled_scalars,
+    sampled_tensors,
+    write,
+)
 from anychip.operators.update import adamw_move
 
 BLOCK = 256
@@ -129,12 +136,12 @@ def _moves(count: Tensor, **attrs: float) -> Move:
 
 
 def _forward(*args: Any, **attrs: float) -> None:
-    call = Call.of(args, len(_STATES))
+    call = UpdateCall.of(args, len(_STATES))
     write(call, _moves(call.step + 1.0, **attrs))
 
 
 def _check(*args: Any, **attrs: float) -> None:
-    call = Call.of(args, len(_STATES))
+    call = UpdateCall.of(args, len(_STATES))
     named = dict(zip(_STATES, call.states, strict=True))
     check_call(call, {name: named[name] for name in ("exp_avgs", "exp_avg_sqs")})
     for name in ("exp_avg_scales", "exp_avg_sq_scales"):
@@ -168,7 +175,7 @@ def _samples(maker: SampleMaker) -> Iterator[Sample]:
 
 def _cost(*args: Any, **attrs: float) -> Cost:
     """Everything read once; parameters and states written."""
-    call = Call.of(args, len(_STATES))
+    call = UpdateCall.of(args, len(_STATES))
     written = lists.nbytes(call.params, *call.states)
     # Besides AdamW's 15, as many for two decoded numbers, two encoded ones, and two maxima.
     return Cost(2 * written + lists.nbytes(call.grads), 45 * lists.numel(call.params))

@@ -17,7 +17,14 @@ from torch import Tensor
 from anychip.contract import Bound, Cost, OperatorSpec, Sample, SampleMaker
 from anychip.operators import lists
 from anychip.operators.partials import BLOCK, grid_places, num_blocks, partials_of, sum_in_pairs
-from anychip.operators.rule import Call, Move, Rule, operator_of, sampled_tensors, scaled
+from anychip.operators.rule import (
+    Move,
+    UpdateCall,
+    UpdateFormula,
+    operator_of,
+    sampled_tensors,
+    scaled,
+)
 from anychip.operators.update import bias_corrections
 
 
@@ -174,7 +181,7 @@ def _lamb(count: Tensor, **attrs: float) -> Move:
     return move
 
 
-def _trust(call: Call, **attrs: float) -> Tensor:
+def _trust(call: UpdateCall, **attrs: float) -> Tensor:
     exp_avgs, exp_avg_sqs = call.states
     partials = _partials_forward(
         call.params,
@@ -194,7 +201,7 @@ def _trust(call: Call, **attrs: float) -> Tensor:
 
 lamb = operator_of(
     "lamb",
-    Rule(
+    UpdateFormula(
         states=_STATES,
         attrs=_SCHEMA,
         prepare=_lamb,

@@ -21,7 +21,7 @@ Move = Callable[..., Sequence[Tensor]]
 """``move(rate, param, grad, *states)``: the new parameter and states, all float32; 0-dim rate."""
 
 
-class Call(NamedTuple):
+class UpdateCall(NamedTuple):
     """The arguments of a rule. states: one list for each state that the rule has."""
 
     params: Sequence[Tensor]
@@ -36,14 +36,14 @@ class Call(NamedTuple):
     trust: Tensor | None = None
 
     @classmethod
-    def of(cls, args: Sequence[Any], num_states: int) -> Call:
+    def of(cls, args: Sequence[Any], num_states: int) -> UpdateCall:
         """From the positional arguments of a rule's operator."""
         params, grads, *rest = args
         return cls(params, grads, tuple(rest[:num_states]), *rest[num_states:])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Rule:
+class UpdateFormula:
     """What sets one rule apart from the others.
 
     Attributes:
@@ -70,7 +70,7 @@ class Rule:
 
     def forward(self, *args: Any, **attrs: Any) -> None:
         """The reference."""
-        call = Call.of(args, len(self.states))
+        call = UpdateCall.of(args, len(self.states))
         ratios = call.trust
         if self.trust is not None and ratios is None and call.params:
             ratios = self.trust(call, **attrs)
@@ -78,7 +78,7 @@ class Rule:
 
     def check(self, *args: Any, **attrs: Any) -> None:
         """Raises ValueError for arguments that do not fit together."""
-        call = Call.of(args, len(self.states))
+        call = UpdateCall.of(args, len(self.states))
         self.refuse(call, **attrs)
         named = dict(zip(self.states, call.states, strict=True))
         check_call(call, named if self.has_states(**attrs) else {})
@@ -95,14 +95,14 @@ class Rule:
 
     def cost(self, *args: Any, **attrs: Any) -> Cost:
         """Everything read once, or twice for a trust; parameters and states written."""
-        call = Call.of(args, len(self.states))
+        call = UpdateCall.of(args, len(self.states))
         passes = 1 if self.trust is None else 2
         written = lists.nbytes(call.params, *call.states)
         read = passes * (written + lists.nbytes(call.grads))
         return Cost(read + written, self.flops * lists.numel(call.params))
 
 
-def operator_of(name: str, rule: Rule, **facts: Any) -> OperatorSpec:
+def operator_of(name: str, rule: UpdateFormula, **facts: Any) -> OperatorSpec:
     """The operator ``name``: one step of the rule; facts: equation, source and bound."""
     has_trust = rule.trust is not None
     scalars = ("lr", "step", "scale", "clip", "found_inf", *(("trust",) if has_trust else ()))
@@ -139,7 +139,7 @@ def scaled(grad: Tensor, scale: Tensor | None, clip: Tensor | None) -> Tensor:
     return grad if clip is None else grad * clip
 
 
-def write(call: Call, move: Move, ratios: Tensor | None = None) -> None:
+def write(call: UpdateCall, move: Move, ratios: Tensor | None = None) -> None:
     """Moves every tensor, unless the step is skipped."""
     if call.found_inf is None:
         skip = torch.zeros((), dtype=torch.bool, device=call.lr.device)
@@ -159,7 +159,7 @@ def write(call: Call, move: Move, ratios: Tensor | None = None) -> None:
     call.step.copy_(torch.where(skip, call.step, call.step + 1.0))
 
 
-def check_call(call: Call, states: Mapping[str, Sequence[Tensor]]) -> None:
+def check_call(call: UpdateCall, states: Mapping[str, Sequence[Tensor]]) -> None:
     """Raises ValueError for shapes that do not fit together, of states that params are like."""
     lists.check_shapes("params", call.params, grads=call.grads, **states)
     if call.low_precision:

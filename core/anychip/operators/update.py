@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anychip.contract import Bound
-from anychip.operators.rule import Call, Move, Rule, operator_of
+from anychip.operators.rule import Move, UpdateCall, UpdateFormula, operator_of
 
 _ELEMENTWISE: dict[str, Any] = {"backward": 0, "length": lambda *_, **__: 1}
 
@@ -44,7 +44,7 @@ def adamw_move(
 
 adamw = operator_of(
     "adamw",
-    Rule(
+    UpdateFormula(
         states=("exp_avgs", "exp_avg_sqs"),
         attrs="float beta1=0.9, float beta2=0.999, float eps=1e-08, float weight_decay=0.01",
         prepare=adamw_move,
@@ -80,7 +80,7 @@ def _sgd(
     return move
 
 
-def _check_sgd(call: Call, *, momentum: float, nesterov: bool, **_: Any) -> None:
+def _check_sgd(call: UpdateCall, *, momentum: float, nesterov: bool, **_: Any) -> None:
     (buffers,) = call.states
     if buffers and not momentum:
         raise ValueError(f"momentum_buffers must be empty when momentum is 0, got {len(buffers)}")
@@ -90,7 +90,7 @@ def _check_sgd(call: Call, *, momentum: float, nesterov: bool, **_: Any) -> None
 
 sgd = operator_of(
     "sgd",
-    Rule(
+    UpdateFormula(
         states=("momentum_buffers",),
         attrs=(
             "float momentum=0.0, bool nesterov=False, float weight_decay=0.0, bool decoupled=False"
@@ -130,7 +130,7 @@ def _lion(count: Tensor, *, beta1: float, beta2: float, weight_decay: float) -> 
 
 lion = operator_of(
     "lion",
-    Rule(
+    UpdateFormula(
         states=("exp_avgs",),
         attrs="float beta1=0.9, float beta2=0.99, float weight_decay=0.0",
         prepare=_lion,

@@ -44,7 +44,7 @@ _PART = r"(?:model|optimizer|progress)-[0-9a-f]{16}\.pt"
 _OURS = re.compile(rf"{_PART}|manifest\.json|\.lock|.*\.partial")
 _CHUNK = 1 << 20
 
-_NAME = schema.Rule(
+_NAME = schema.Check(
     "a name like model-0123456789abcdef.pt",
     lambda value: type(value) is str and re.fullmatch(_PART, value) is not None,
 )
@@ -53,7 +53,7 @@ _MANIFEST = {"step": schema.COUNT, "files": dict.fromkeys(PARTS, _FILE)}
 _DEVICE = {"device": schema.optional(schema.BYTES), "device_type": str}
 _PROGRESS = {
     "step": schema.COUNT,
-    "data": schema.optional(schema.Rule("a dict", lambda value: isinstance(value, dict))),
+    "data": schema.optional(schema.Check("a dict", lambda value: isinstance(value, dict))),
     "random": [{"host": schema.BYTES, "python": tuple, **_DEVICE}],
     "extra": {str: schema.ANY},
 }

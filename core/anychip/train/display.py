@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from anychip.train.report import Row, smooth
+from anychip.train.report import StepRecord, smooth
 
 INTERVAL_S = 5.0
 """Between two plain lines."""
@@ -48,7 +48,7 @@ class Display:
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
 
-    def __call__(self, row: Row) -> None:
+    def __call__(self, row: StepRecord) -> None:
         self._count += 1
         # Over the last few steps: a single step's speed jumps, the whole run's hides a change.
         self._speed += (row.tokens_per_s - self._speed) / min(self._count, 20)
@@ -65,7 +65,7 @@ class Display:
             self.console.print(line, highlight=False, soft_wrap=True)
 
 
-def curve(rows: Sequence[Row], *, width: int = 64, height: int = 10) -> str:
+def curve(rows: Sequence[StepRecord], *, width: int = 64, height: int = 10) -> str:
     """The smoothed loss over the steps, drawn with plain characters."""
     losses = smooth([row.loss for row in rows])
     columns = min(width, len(losses))

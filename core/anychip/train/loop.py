@@ -24,7 +24,7 @@ from anychip.train import data, files, models, parallel, report
 from anychip.train.config import dump
 from anychip.train.interruption import Interrupted, Interruption
 from anychip.train.precision import LossScaleError
-from anychip.train.report import Row
+from anychip.train.report import StepRecord
 from anychip.train.run import Run, build, loss_reduction, restore, save, whole_model
 from anychip.train.zero import StepResult
 
@@ -34,8 +34,8 @@ class TrainingError(AnychipError, RuntimeError):
 
 
 def train(
-    run: Run, out: Path, show: Callable[[Row], None], asked: Interruption | None = None
-) -> list[Row]:
+    run: Run, out: Path, show: Callable[[StepRecord], None], asked: Interruption | None = None
+) -> list[StepRecord]:
     """Does the steps that are left, with a checkpoint now and then and at the end.
 
     Args:
@@ -106,8 +106,8 @@ class _Agreed(NamedTuple):
 
 
 def _step(
-    run: Run, rows: list[Row], out: Path, interruption: Interruption
-) -> tuple[Row, int | None]:
+    run: Run, rows: list[StepRecord], out: Path, interruption: Interruption
+) -> tuple[StepRecord, int | None]:
     """One update of the parameters; and the signal that asks some rank to end, if there is one."""
     start = time.perf_counter()
     loss, num_tokens = _forward_backward(run)
@@ -203,8 +203,8 @@ def _agreed(run: Run, told: Tensor) -> _Agreed:
     return _Agreed(math.fsum(losses) / replicas, int(max(signals)) or None)
 
 
-def _row(run: Run, loss: float, norm: float, result: StepResult, speed: float) -> Row:
-    return Row(
+def _row(run: Run, loss: float, norm: float, result: StepResult, speed: float) -> StepRecord:
+    return StepRecord(
         step=run.step,
         loss=loss,
         lr=float(result.lr),
@@ -215,7 +215,7 @@ def _row(run: Run, loss: float, norm: float, result: StepResult, speed: float) -
     )
 
 
-def _not_finite(run: Run, loss: float, norm: float, before: list[Row], out: Path) -> str:
+def _not_finite(run: Run, loss: float, norm: float, before: list[StepRecord], out: Path) -> str:
     last = f" (loss {before[-1].loss:.4f} at the step before)" if before else ""
     return (
         f"step {run.step + 1}: loss {loss}, gradient norm {norm}{last}; stopped\n"
@@ -246,7 +246,7 @@ def sample(run: Run) -> str:
     return tokenizer.decode(on_host(tokens[0, prompt.shape[1] :]))
 
 
-def finish(run: Run, out: Path, rows: list[Row]) -> str:
+def finish(run: Run, out: Path, rows: list[StepRecord]) -> str:
     """Writes loss.png, sample.txt and provenance.json, on rank 0; returns the sample.
 
     What served the steps is not known to a process that did none: provenance.json stays then.

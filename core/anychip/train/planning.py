@@ -40,13 +40,13 @@ class StagePlan:
     layers: range
     cost: parallel.LayerCost
     num_parameters: int
-    memory: zero.Memory
+    memory: zero.MemoryUse
     data_nbytes: int
     pipeline_nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class RunPlan:
     """A run on paper.
 
     Attributes:
@@ -63,14 +63,14 @@ class Plan:
     config: Config
     num_parameters: int
     sizes: dict[str, int]
-    policy: precision.Policy
+    policy: precision.PrecisionPolicy
     stages: tuple[StagePlan, ...]
     rates: parallel.Rates | None
     flops_per_byte: float
     timeline: parallel.Timeline | None
 
 
-def plan(config: Config, chip: Backend, nproc: int | None = None) -> Plan:
+def plan(config: Config, chip: Backend, nproc: int | None = None) -> RunPlan:
     """What ``build`` would make, without its data and weights.
 
     Args:
@@ -97,7 +97,7 @@ def plan(config: Config, chip: Backend, nproc: int | None = None) -> Plan:
         _stage(config, parallel.make_stage(whole, part), part, cost, sizes["data"], policy)
         for part, cost in zip(layers, per_stage, strict=True)
     )
-    return Plan(
+    return RunPlan(
         config=config,
         num_parameters=sum(param.numel() for param in whole.parameters()),
         sizes=sizes,
@@ -121,7 +121,7 @@ def _stage(
     layers: range,
     cost: parallel.LayerCost,
     replicas: int,
-    policy: precision.Policy,
+    policy: precision.PrecisionPolicy,
 ) -> StagePlan:
     decay = config.optimizer.weight_decay
     groups = [group["params"] for group in models.parameter_groups(module, decay)]
@@ -131,7 +131,7 @@ def _stage(
         layers=layers,
         cost=cost,
         num_parameters=sum(param.numel() for group in groups for param in group),
-        memory=zero.Memory(*(max(column) for column in zip(*ranks, strict=True))),
+        memory=zero.MemoryUse(*(max(column) for column in zip(*ranks, strict=True))),
         data_nbytes=_data_nbytes(groups, config.optimizer.stage, replicas, policy.reduce_dtype),
         pipeline_nbytes=_pipeline_nbytes(config, module, layers),
     )
@@ -144,7 +144,7 @@ def _layouts(group: Sequence[Tensor], replicas: int) -> list[partition.Layout]:
 
 def _memory(
     groups: Sequence[Sequence[Tensor]], rule: Rule, stage: int, replicas: int, rank: int
-) -> zero.Memory:
+) -> zero.MemoryUse:
     """As :meth:`.zero.Optimizer.memory` will say."""
     whole = owned = states = 0
     for group in groups:
@@ -159,7 +159,7 @@ def _memory(
         owned += sum(shard.nbytes for shard in shards)
         states += sum(t.nbytes for shard in shards for t in rule.init(shard).values())
         states += torch.float32.itemsize  # the step count
-    return zero.Memory(whole, owned if stage == 2 else whole, states)
+    return zero.MemoryUse(whole, owned if stage == 2 else whole, states)
 
 
 def _data_nbytes(

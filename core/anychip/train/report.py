@@ -12,7 +12,7 @@ from anychip.train import files, schema
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class StepRecord:
     """One update of the parameters.
 
     Attributes:
@@ -59,7 +59,7 @@ class Metrics:
             return
         files.write(path, "".join(_line(row) for row in self.rows))
 
-    def append(self, row: Row) -> None:
+    def append(self, row: StepRecord) -> None:
         """Adds a row."""
         self.rows.append(row)
         if not self.writes:
@@ -72,21 +72,21 @@ class Metrics:
             raise files.NotWrittenError(error.errno, text, str(self.path)) from error
 
 
-def read_metrics(path: Path) -> list[Row]:
+def read_metrics(path: Path) -> list[StepRecord]:
     """The rows of a file up to the first that is not whole; none when there is no file."""
-    rows: list[Row] = []
-    names = [f.name for f in fields(Row)]
+    rows: list[StepRecord] = []
+    names = [f.name for f in fields(StepRecord)]
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             values = json.loads(line)
             schema.check(values, _ROW, "row")
         except (ValueError, RecursionError):
             break  # the process ended in the middle of this row
-        rows.append(Row(**{name: values[name] for name in names}))
+        rows.append(StepRecord(**{name: values[name] for name in names}))
     return rows
 
 
-def plot_loss(path: Path, rows: Sequence[Row]) -> None:
+def plot_loss(path: Path, rows: Sequence[StepRecord]) -> None:
     """Draws the loss over the steps, with the learning rate, into an image file."""
     # Figure without pyplot: no window system is looked for, no state is left behind.
     from matplotlib.figure import Figure
@@ -117,5 +117,5 @@ def smooth(values: Sequence[float], *, decay: float = 0.9) -> list[float]:
     return smoothed
 
 
-def _line(row: Row) -> str:
+def _line(row: StepRecord) -> str:
     return json.dumps(asdict(row)) + "\n"

@@ -40,7 +40,7 @@ class Run:
     config: Config
     mesh: parallel.Mesh
     model: models.Decoder | parallel.Stage
-    policy: precision.Policy
+    policy: precision.PrecisionPolicy
     loader: data.Loader
     optimizer: zero.Optimizer = field(init=False)
     pipeline: parallel.Pipeline | None = None

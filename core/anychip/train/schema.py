@@ -1,7 +1,7 @@
 """Has a value that came from a file the form that is expected? Asked before anything is changed.
 
-A form is a type (exactly: ``True`` is no int), a :class:`Rule`, ``[form]`` for a list, or a dict of
-forms by name: ``"name?"`` may be missing, a type stands for all other keys, of that type.
+A form is a type (exactly: ``True`` is no int), a :class:`Check`, ``[form]`` for a list, or a dict
+of forms by name: ``"name?"`` may be missing, a type stands for all other keys, of that type.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 Form = Any
 
 
-class Rule(NamedTuple):
+class Check(NamedTuple):
     """What is expected in words, and whether a value is it."""
 
     words: str
@@ -34,16 +34,16 @@ def _is_option(value: Any) -> bool:
     return is_text or _is_tensor(value) or (isinstance(value, (int, float)) and isfinite(value))
 
 
-ANY = Rule("anything", lambda value: True)
-COUNT = Rule("a whole number from 0", lambda value: type(value) is int and 0 <= value < 1 << 62)
-TENSOR = Rule("a dense tensor", _is_tensor)
-BYTES = Rule("bytes", lambda v: _is_tensor(v) and v.dtype == torch.uint8 and v.dim() == 1)
-OPTION = Rule("a number, a text, or a few of them", _is_option)
+ANY = Check("anything", lambda value: True)
+COUNT = Check("a whole number from 0", lambda value: type(value) is int and 0 <= value < 1 << 62)
+TENSOR = Check("a dense tensor", _is_tensor)
+BYTES = Check("bytes", lambda v: _is_tensor(v) and v.dtype == torch.uint8 and v.dim() == 1)
+OPTION = Check("a number, a text, or a few of them", _is_option)
 
 
-def optional(rule: Rule) -> Rule:
+def optional(rule: Check) -> Check:
     """The rule, or None."""
-    return Rule(f"{rule.words}, or None,", lambda value: value is None or rule.fits(value))
+    return Check(f"{rule.words}, or None,", lambda value: value is None or rule.fits(value))
 
 
 def check(value: Any, form: Form, where: str) -> None:
@@ -52,7 +52,7 @@ def check(value: Any, form: Form, where: str) -> None:
     Raises:
         ValueError: with the place, what was expected and what came.
     """
-    if isinstance(form, Rule):
+    if isinstance(form, Check):
         _require(form.fits(value), form.words, value, where)
     elif isinstance(form, list):
         _require(type(value) is list, "a list", value, where)

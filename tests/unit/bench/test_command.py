@@ -13,14 +13,14 @@ from matplotlib.figure import Figure
 from anychip.bench import dispatch
 from anychip.bench import plot as plots
 from anychip.bench.plot import plot
-from anychip.bench.report import Report, Row
+from anychip.bench.report import Report, Timing
 from anychip.cli.bench_command import command
 from benchmarks import pictures, record
 
 
 def report(subject: str, facts: dict[str, dict[str, Any]]) -> Report:
     rows = [
-        Row(name=name, microseconds=20_000.0, best_microseconds=15_000.0, facts=of)
+        Timing(name=name, microseconds=20_000.0, best_microseconds=15_000.0, facts=of)
         for name, of in facts.items()
     ]
     return Report(
@@ -120,7 +120,7 @@ def test_report_with_slow_rows_is_in_milliseconds() -> None:
     headings, lines = TRAINING.cells()
     assert headings == ["what", "ms", "best ms", "x alone", "goal", "peak MB"]
     assert lines[2] == ["ZeRO-2", "20.00", "15.00", "0.95", "0.93", "690.00"]
-    fast = Row(name="fast", microseconds=1234.5, best_microseconds=0.012, facts={"n": 7})
+    fast = Timing(name="fast", microseconds=1234.5, best_microseconds=0.012, facts={"n": 7})
     made = Report(subject="s", backend="b", device="d", threads=1, rows=[fast])
     assert made.cells() == (["what", "us", "best us", "n"], [["fast", "1234", "0.012", "7"]])
 

@@ -260,7 +260,7 @@ def test_two_processes_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> N
     asked = Counter[str]()
     isolated = isolation.run_isolated
 
-    def spy(plan: conformance.Plan, cases: Sequence[Case], *rest: Any) -> Iterator[Result]:
+    def spy(plan: conformance.SuitePlan, cases: Sequence[Case], *rest: Any) -> Iterator[Result]:
         asked.update(case.chapter for case in cases)
         return isolated(plan, cases, *rest)
 

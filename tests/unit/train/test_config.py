@@ -139,7 +139,7 @@ def test_list_of_settings_has_what_configurations_have_with_a_line_for_each() ->
 class _Plain(OptimizerConfig):
     """``optimizer.kind = "plain"``."""
 
-    def rule(self, lr: optim.Schedule) -> optim.Rule:
+    def rule(self, lr: optim.LRSchedule) -> optim.Rule:
         return optim.sgd(lr)
 
 
@@ -153,7 +153,7 @@ class _Halving(ScheduleConfig):
 
     every: int = 2
 
-    def rate(self, highest: float, steps: int) -> optim.Schedule:
+    def rate(self, highest: float, steps: int) -> optim.LRSchedule:
         return lambda count: highest * 0.5 ** (count // self.every)
 
 

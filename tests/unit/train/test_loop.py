@@ -18,7 +18,7 @@ import anychip
 from anychip.train import checkpoint, config, loop, report
 from anychip.train.interruption import Interrupted
 from anychip.train.loop import TrainingError
-from anychip.train.report import Row
+from anychip.train.report import StepRecord
 
 TINY = [
     "run.steps=8", "run.sample_tokens=5", "model.context=16", "model.layers=1", "model.heads=2",
@@ -37,11 +37,11 @@ def _bits(run: loop.Run) -> list[bytes]:
     return [p.detach().numpy().tobytes() for p in run.model.parameters()]
 
 
-def _without_time(rows: list[Row]) -> list[Row]:
+def _without_time(rows: list[StepRecord]) -> list[StepRecord]:
     return [replace(row, tokens_per_s=0.0) for row in rows]
 
 
-def _nothing(row: Row) -> None:
+def _nothing(row: StepRecord) -> None:
     pass
 
 
@@ -70,7 +70,7 @@ def test_run_resumed_has_the_rows_and_bits_of_one_that_was_not_ended(
     out.mkdir()
     first = _build(*settings)
 
-    def die_at_step_5(row: Row) -> None:
+    def die_at_step_5(row: StepRecord) -> None:
         if row.step == 5 and ends == "error":
             raise ZeroDivisionError
 
@@ -145,12 +145,12 @@ def test_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
 ) -> None:
     run = _build()
 
-    def poison(row: Row) -> None:
+    def poison(row: StepRecord) -> None:
         if row.step == batches:
             next(iter(run.model.parameters())).data.fill_(math.nan)
 
     if not batches:
-        poison(Row(step=0, loss=0, lr=0, grad_norm=0, tokens_per_s=0))
+        poison(StepRecord(step=0, loss=0, lr=0, grad_norm=0, tokens_per_s=0))
     with pytest.raises(TrainingError, match=f"step {step}: loss nan") as caught:
         loop.train(run, tmp_path, poison)
     assert len(report.read_metrics(tmp_path / "metrics.jsonl")) == batches
@@ -224,7 +224,7 @@ def test_link_in_the_directory_of_a_run_is_not_written_through(tmp_path: Path, n
 def test_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path, number: int) -> None:
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
-    def interrupt(row: Row) -> None:
+    def interrupt(row: StepRecord) -> None:
         if row.step == 4:
             os.kill(os.getpid(), number)
 
@@ -238,7 +238,7 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path, nu
 
 
 def test_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
-    def interrupt_twice(row: Row) -> None:
+    def interrupt_twice(row: StepRecord) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -145,7 +145,8 @@ class Shards:
         states = [self.rule.init(p) for p in params]
         names = states[0].keys()
         spans = [
-            optim.Span(ranges[rank][0], n) for ranges, n in zip(self.spans, NUMELS, strict=True)
+            optim.ShardMetadata(ranges[rank][0], n)
+            for ranges, n in zip(self.spans, NUMELS, strict=True)
         ]
         halves = []
         for part in (slice(0, 2), slice(2, None)):

@@ -27,7 +27,7 @@ class Seen(NamedTuple):
     layers: range
     num_parameters: int
     num_tensors: int
-    memory: zero.Memory
+    memory: zero.MemoryUse
     data: Counter[str]
     pipeline: Counter[str]
 
@@ -81,7 +81,7 @@ def test_plan_is_what_the_run_is(tmp_path: Path, world_size: int, settings: list
             assert stage.pipeline_nbytes == (three.pipeline - one.pipeline)["send"] // 2
 
 
-def sent_to_replicas(plan: planning.Plan, one: Seen, three: Seen) -> float:
+def sent_to_replicas(plan: planning.RunPlan, one: Seen, three: Seen) -> float:
     """Bytes of gradients and parameters in a step, from runs of one and three."""
     replicas, step = plan.sizes["data"], three.data - one.data
     calls: tuple[str, ...] = ("reduce_scatter", "all_gather")

@@ -18,7 +18,7 @@ from anychip.train.precision import LossScaler, LossScaling
 SMALL = LossScaling(init_scale=1024.0, growth_interval=3)
 
 
-def fp16(scaling: LossScaling | None = None) -> precision.Policy:
+def fp16(scaling: LossScaling | None = None) -> precision.PrecisionPolicy:
     return precision.policy("fp16", anychip.backend(), loss_scaling=scaling)
 
 
@@ -155,7 +155,7 @@ def test_scaled_training_equals_unscaled_training_bit_for_bit(world_size: int, s
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(9, 300), nn.Tanh(), nn.Linear(300, 4))
 
-    def run(comm: Communicator, policy: precision.Policy, model: nn.Module) -> list[Any]:
+    def run(comm: Communicator, policy: precision.PrecisionPolicy, model: nn.Module) -> list[Any]:
         rule = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2))
         opt = zero.Optimizer(model, rule, comm, stage=stage, precision=policy)
         norms = []

@@ -14,11 +14,13 @@ import pytest
 from rich.console import Console
 
 from anychip.train import display, files, report
-from anychip.train.report import Metrics, Row
+from anychip.train.report import Metrics, StepRecord
 
 
-def _row(step: int) -> Row:
-    return Row(step=step, loss=5.0 / step, lr=1e-3, grad_norm=0.1 * step, tokens_per_s=1000.0)
+def _row(step: int) -> StepRecord:
+    return StepRecord(
+        step=step, loss=5.0 / step, lr=1e-3, grad_norm=0.1 * step, tokens_per_s=1000.0
+    )
 
 
 DEEP = "[" * 200_000 + "\n"

@@ -31,7 +31,7 @@ GAPS = 15 * 2 * (len(SIZES) - 1)
 PSI = sum(a * b + b for a, b in pairwise(SIZES))
 
 
-def policy(reduce_dtype: torch.dtype) -> precision.Policy:
+def policy(reduce_dtype: torch.dtype) -> precision.PrecisionPolicy:
     return precision.policy("fp32", anychip.backend(), reduce_dtype=reduce_dtype)
 
 
@@ -62,7 +62,7 @@ def test_bytes_per_rank_follow_the_formula_and_are_what_tensors_hold(
     gc.collect()
     start = live_nbytes() - 4 * PSI * world_size
 
-    def work(comm: Communicator) -> tuple[zero.Memory, int, list[int]]:
+    def work(comm: Communicator) -> tuple[zero.MemoryUse, int, list[int]]:
         model = models[comm.rank]
         opt = zero.Optimizer(
             model, optim.adamw(1e-2), comm, stage=stage, bucket_nbytes=BUCKET_NBYTES

@@ -54,7 +54,7 @@ class Subject:
         rest: arguments of the operator after ``low_precision``.
     """
 
-    make: Callable[[optim.Schedule], optim.Rule]
+    make: Callable[[optim.LRSchedule], optim.Rule]
     operator: str
     attrs: Mapping[str, Any]
     moments: tuple[str, ...]
@@ -164,7 +164,7 @@ def ten_steps(context: Context, *, name: str, subject: Subject, way: Way) -> Non
     compare(context, params, opt, oracle)
 
 
-def schedule_of(subject: Subject, way: Way) -> optim.Schedule:
+def schedule_of(subject: Subject, way: Way) -> optim.LRSchedule:
     """The learning rate of each step, in plain Python: nothing of a device."""
     if not way.schedule:
         return lambda count: subject.lr
@@ -185,7 +185,7 @@ def optimizer(
     ]
     policy = None
     if way.scaled:
-        policy = precision.Policy(
+        policy = precision.PrecisionPolicy(
             name="fp32",
             device_type=context.device.type,
             why="scaled, to see the scale",

@@ -46,7 +46,7 @@ class Trained(NamedTuple):
     params: dict[str, Tensor]
     norms: list[Tensor | None]
     states: dict[str, Tensor]
-    memory: zero.Memory
+    memory: zero.MemoryUse
 
 
 def cases(context: Context) -> Iterator[Case]:
@@ -144,7 +144,7 @@ def nbytes(context: Context, *, stage: int) -> None:
     psi = sum(p.numel() for p in models[0].parameters())
     count = sum(1 for _ in models[0].parameters())
 
-    def work(comm: Communicator) -> tuple[zero.Memory, int]:
+    def work(comm: Communicator) -> tuple[zero.MemoryUse, int]:
         opt = zero.Optimizer(
             models[comm.rank], optim.adamw(1e-2), comm, stage=stage, bucket_nbytes=BUCKET_NBYTES
         )

@@ -139,7 +139,7 @@ class OptimizerConfig(ABC):
             raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage}")
 
     @abstractmethod
-    def rule(self, lr: optim.Schedule) -> optim.Rule:
+    def rule(self, lr: optim.LRSchedule) -> optim.Rule:
         """What these settings say, with a learning rate in place of the highest."""
 
 
@@ -167,7 +167,7 @@ class AdamWConfig(OptimizerConfig):
         _below_one(beta1=self.beta1, beta2=self.beta2)
         _positive(eps=self.eps)
 
-    def rule(self, lr: optim.Schedule) -> optim.Rule:
+    def rule(self, lr: optim.LRSchedule) -> optim.Rule:
         betas = {"beta1": self.beta1, "beta2": self.beta2}
         return optim.adamw(lr, **betas, eps=self.eps, states=self.states)
 
@@ -192,7 +192,7 @@ class LAMBConfig(OptimizerConfig):
         _below_one(beta1=self.beta1, beta2=self.beta2)
         _positive(eps=self.eps)
 
-    def rule(self, lr: optim.Schedule) -> optim.Rule:
+    def rule(self, lr: optim.LRSchedule) -> optim.Rule:
         return optim.lamb(lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps)
 
 
@@ -214,7 +214,7 @@ class LionConfig(OptimizerConfig):
         OptimizerConfig.__post_init__(self)
         _below_one(beta1=self.beta1, beta2=self.beta2)
 
-    def rule(self, lr: optim.Schedule) -> optim.Rule:
+    def rule(self, lr: optim.LRSchedule) -> optim.Rule:
         return optim.lion(lr, beta1=self.beta1, beta2=self.beta2)
 
 
@@ -238,7 +238,7 @@ class SGDConfig(OptimizerConfig):
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum greater than 0")
 
-    def rule(self, lr: optim.Schedule) -> optim.Rule:
+    def rule(self, lr: optim.LRSchedule) -> optim.Rule:
         return optim.sgd(lr, momentum=self.momentum, nesterov=self.nesterov)
 
 
@@ -257,7 +257,7 @@ class ScheduleConfig(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def rate(self, highest: float, steps: int) -> optim.Schedule:
+    def rate(self, highest: float, steps: int) -> optim.LRSchedule:
         """What these settings say, over ``run.steps``."""
 
 
@@ -278,7 +278,7 @@ class CosineConfig(ScheduleConfig):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
 
-    def rate(self, highest: float, steps: int) -> optim.Schedule:
+    def rate(self, highest: float, steps: int) -> optim.LRSchedule:
         return optim.warmup_cosine(
             highest, round(self.warmup * steps), steps, final_fraction=self.final
         )
@@ -288,7 +288,7 @@ class CosineConfig(ScheduleConfig):
 class ConstantConfig(ScheduleConfig):
     """``schedule.kind = "constant"``: the highest learning rate at every step."""
 
-    def rate(self, highest: float, steps: int) -> optim.Schedule:
+    def rate(self, highest: float, steps: int) -> optim.LRSchedule:
         return optim.constant(highest)
 
 

@@ -28,10 +28,23 @@ from anychip.operators.partials import BLOCK
 from anychip.train.optim.elementwise import adamw, lion, sgd
 from anychip.train.optim.layerwise import lamb
 from anychip.train.optim.norm import clip_by_global_norm, global_norm
-from anychip.train.optim.rule import Group, Rule, Span, Update, chain
-from anychip.train.optim.schedule import Schedule, constant, warmup_cosine
+from anychip.train.optim.rule import Group, Rule, ShardMetadata, Update, chain
+from anychip.train.optim.schedule import LRSchedule, constant, warmup_cosine
 
 __all__ = [
-    "BLOCK", "Group", "Rule", "Schedule", "Span", "Update", "adamw", "chain", "clip_by_global_norm",
-    "constant", "global_norm", "lamb", "lion", "sgd", "warmup_cosine",
+    "BLOCK",
+    "Group",
+    "LRSchedule",
+    "Rule",
+    "ShardMetadata",
+    "Update",
+    "adamw",
+    "chain",
+    "clip_by_global_norm",
+    "constant",
+    "global_norm",
+    "lamb",
+    "lion",
+    "sgd",
+    "warmup_cosine",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from anychip import ops
 from anychip.operators.adamw_8bit import BLOCK
 from anychip.operators.partials import num_blocks
 from anychip.train.optim.rule import Group, Rule, Update
-from anychip.train.optim.schedule import Schedule, with_rate
+from anychip.train.optim.schedule import LRSchedule, with_rate
 
 
 def float_zeros(param: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ ADAMW_STATES: Mapping[str, _States] = {
 
 
 def adamw(
-    lr: float | Schedule,
+    lr: float | LRSchedule,
     *,
     beta1: float = 0.9,
     beta2: float = 0.999,
@@ -135,7 +135,7 @@ def adamw(
 
 
 def sgd(
-    lr: float | Schedule,
+    lr: float | LRSchedule,
     *,
     momentum: float = 0.0,
     nesterov: bool = False,
@@ -193,7 +193,7 @@ def _check_momentum(momentum: float, nesterov: bool) -> None:
 
 
 def lion(
-    lr: float | Schedule, *, beta1: float = 0.9, beta2: float = 0.99, weight_decay: float = 0.0
+    lr: float | LRSchedule, *, beta1: float = 0.9, beta2: float = 0.99, weight_decay: float = 0.0
 ) -> Rule:
     """Lion: the sign of an average of gradients; see ``anychip.ops.lion`` for the equations.
 

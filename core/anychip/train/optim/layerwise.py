@@ -11,11 +11,11 @@ from anychip import ops
 from anychip.operators.lamb import trust_ratios
 from anychip.train.optim.elementwise import numbers, two_moments, write
 from anychip.train.optim.rule import Group, Rule, Update
-from anychip.train.optim.schedule import Schedule, with_rate
+from anychip.train.optim.schedule import LRSchedule, with_rate
 
 
 def lamb(
-    lr: float | Schedule,
+    lr: float | LRSchedule,
     *,
     beta1: float = 0.9,
     beta2: float = 0.999,

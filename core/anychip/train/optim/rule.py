@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from anychip.train.optim.schedule import Schedule
+from anychip.train.optim.schedule import LRSchedule
 
 Reduce = Callable[[Tensor], Tensor]
 """float32 partials of this rank in, those that the rule goes on with out. Called by all ranks."""
@@ -20,7 +20,7 @@ def identity(partials: Tensor) -> Tensor:
     return partials
 
 
-class Span(NamedTuple):
+class ShardMetadata(NamedTuple):
     """Where a shard lies in its whole parameter.
 
     Attributes:
@@ -50,7 +50,7 @@ class Group:
     state: Mapping[str, Sequence[Tensor]]
     step: Tensor
     options: Mapping[str, Any] = field(default_factory=dict)
-    spans: Sequence[Span] | None = None
+    spans: Sequence[ShardMetadata] | None = None
     low_precision: Sequence[Tensor] | None = None
 
     @property
@@ -110,7 +110,7 @@ class Rule(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
     writes: bool = False
     blocks: Mapping[str, int] = MappingProxyType({})
-    schedule: Schedule | None = None
+    schedule: LRSchedule | None = None
 
 
 def chain(*rules: Rule) -> Rule:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-Schedule = Callable[[int], float]
+LRSchedule = Callable[[int], float]
 """Learning rate given the number of updates done before this one."""
 
 
-def constant(lr: float) -> Schedule:
+def constant(lr: float) -> LRSchedule:
     """The same learning rate at every step."""
     _check_rate(lr)
     return lambda count: lr
@@ -18,7 +18,7 @@ def constant(lr: float) -> Schedule:
 
 def warmup_cosine(
     peak: float, warmup_steps: int, total_steps: int, *, final_fraction: float = 0.1
-) -> Schedule:
+) -> LRSchedule:
     """Linear to ``peak`` over the warm-up, then half a cosine down to ``final_fraction * peak``.
 
     The first update has ``peak / warmup_steps``, the last of the warm-up has ``peak``; from
@@ -48,7 +48,7 @@ def _check_rate(lr: float) -> None:
         raise ValueError(f"a learning rate must be a finite number of at least 0, got {lr}")
 
 
-def with_rate(lr: float | Schedule, **others: Any) -> tuple[Schedule | None, dict[str, Any]]:
+def with_rate(lr: float | LRSchedule, **others: Any) -> tuple[LRSchedule | None, dict[str, Any]]:
     """The schedule, if it is one, and the options of a rule, the rate among them."""
     rate = lr(0) if callable(lr) else lr
     _check_rate(rate)

@@ -4,7 +4,7 @@
 the dtype in which gradients are reduced, and the scale of the loss (``scaling``).
 """
 
-from anychip.train.precision.policy import NAMES, Policy, policy
+from anychip.train.precision.policy import NAMES, PrecisionPolicy, policy
 from anychip.train.precision.scaling import (
     LossScaleError,
     LossScaler,
@@ -14,6 +14,6 @@ from anychip.train.precision.scaling import (
 )
 
 __all__ = [
-    "NAMES", "LossScaleError", "LossScaler", "LossScaling", "Policy", "ScaleState", "advance",
-    "policy",
+    "NAMES", "LossScaleError", "LossScaler", "LossScaling", "PrecisionPolicy", "ScaleState",
+    "advance", "policy",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ _REDUCIBLE = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
+class PrecisionPolicy:
     """A precision, decided.
 
     Attributes:
@@ -48,7 +48,7 @@ def policy(
     *,
     reduce_dtype: torch.dtype = torch.float32,
     loss_scaling: LossScaling | None = None,
-) -> Policy:
+) -> PrecisionPolicy:
     """The precision for a backend.
 
     Args:
@@ -84,7 +84,7 @@ def policy(
     if name != "fp32" and _DTYPES[name] not in properties.dtypes:
         known = ", ".join(sorted(map(_dtype_name, properties.dtypes)))
         raise UnsupportedError(f"{properties.name} does not compute in {name}; it has {known}")
-    return Policy(
+    return PrecisionPolicy(
         name=name,
         device_type=backend.device_type,
         why=why,

@@ -9,6 +9,6 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054 (stages 1 and 2); Li et al. 20
 arXiv:2006.15704 (buckets and overlap).
 """
 
-from anychip.train.zero.optimizer import BUCKET_NBYTES, Memory, Optimizer, StepResult
+from anychip.train.zero.optimizer import BUCKET_NBYTES, MemoryUse, Optimizer, StepResult
 
-__all__ = ["BUCKET_NBYTES", "Memory", "Optimizer", "StepResult"]
+__all__ = ["BUCKET_NBYTES", "MemoryUse", "Optimizer", "StepResult"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anychip.contract import Communicator
 from anychip.train.optim import Rule
-from anychip.train.precision import LossScaler, Policy
+from anychip.train.precision import LossScaler, PrecisionPolicy
 from anychip.train.zero import checks, partition, state
 from anychip.train.zero.bucket import GradientReduction
 from anychip.train.zero.pieces import Pieces
@@ -50,7 +50,7 @@ class StepResult(NamedTuple):
     loss: Any = None
 
 
-class Memory(NamedTuple):
+class MemoryUse(NamedTuple):
     """Bytes on one rank.
 
     Attributes:
@@ -111,7 +111,7 @@ class Optimizer(torch.optim.Optimizer):
         comm: Communicator,
         *,
         stage: int = 0,
-        precision: Policy | None = None,
+        precision: PrecisionPolicy | None = None,
         bucket_nbytes: int = BUCKET_NBYTES,
         reduction: GradientReduction = "avg",
         model_comm: Communicator | None = None,
@@ -334,7 +334,7 @@ class Optimizer(torch.optim.Optimizer):
         present = {p for p in params if p.grad is not None}
         return present, None if share is None else share[None]
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUse:
         """Bytes on this rank: the formula of the stage, with the sizes of this model.
 
         For float32 parameters and AdamW, per parameter and with N ranks: 4 + 4 + 8 in stage 0,
@@ -345,7 +345,7 @@ class Optimizer(torch.optim.Optimizer):
         whole = sum(param.nbytes for param in params)
         owned = sum(self._pieces.values(param).nbytes for param in params)
         states = {t for p in params for t in self.state[p].values()}
-        return Memory(whole, owned if self.stage == 2 else whole, sum(t.nbytes for t in states))
+        return MemoryUse(whole, owned if self.stage == 2 else whole, sum(t.nbytes for t in states))
 
     def state_dict(self, *, to_rank: int | None = None) -> dict[str, Any]:
         """torch's form with whole tensors, ``num_steps``, and the loss scale if there is one.

@@ -16,7 +16,7 @@ from torch import Tensor
 from anychip.contract import Communicator
 from anychip.operators.partials import num_blocks
 from anychip.runtime import on_host
-from anychip.train.optim import Span
+from anychip.train.optim import ShardMetadata
 from anychip.train.zero.partition import Layout
 
 
@@ -30,7 +30,7 @@ class Shard(NamedTuple):
     """
 
     values: Tensor
-    span: Span
+    span: ShardMetadata
     sizes: tuple[int, ...]
 
 
@@ -62,7 +62,7 @@ class Shards:
         mine = pieces[self.comm.rank]
         return Shard(
             buffer[mine.start : mine.start + mine.numel],
-            Span(mine.offset, layout.numels[position]),
+            ShardMetadata(mine.offset, layout.numels[position]),
             tuple(piece.numel for piece in pieces),
         )
 

@@ -30,14 +30,14 @@ def _is_step(value: Any) -> bool:
     return is_number or _is_step_tensor(value)
 
 
-_STEP = schema.Rule("a number of steps", _is_step)
+_STEP = schema.Check("a number of steps", _is_step)
 _GROUPS = [{"params": [int], str: schema.OPTION}]
 _FORM: schema.Form = {
-    "state": {int: {"step": schema.Rule(_STEP.words, _is_step_tensor), str: schema.TENSOR}},
+    "state": {int: {"step": schema.Check(_STEP.words, _is_step_tensor), str: schema.TENSOR}},
     "param_groups": _GROUPS,
     "num_steps": schema.COUNT,
     "loss_scale?": {
-        "scale": schema.Rule("a number above 0", lambda v: type(v) is float and 0 < v < math.inf),
+        "scale": schema.Check("a number above 0", lambda v: type(v) is float and 0 < v < math.inf),
         "num_clean": schema.COUNT,
         "num_skipped": schema.COUNT,
     },

@@ -83,6 +83,7 @@ def file_of(fix: Fix, root: Path = ROOT) -> Path:
         ValueError: nowhere, or at several places.
     """
     files = [path for folder in SOURCES for path in (root / folder).rglob("*.py")]
+    files = [path for path in files if "build" not in path.relative_to(root).parts]
     places = [path for path in files for _ in range(path.read_text("utf-8").count(fix.replace))]
     if len(places) != 1:
         names = ", ".join(str(path.relative_to(root)) for path in places) or "no file"

@@ -8,6 +8,6 @@ model's own code has to serve a call.
 """
 
 from anychip.fusion.recognition import fuse, unfuse
-from anychip.fusion.report import Report
+from anychip.fusion.report import FusionReport
 
-__all__ = ["Report", "fuse", "unfuse"]
+__all__ = ["FusionReport", "fuse", "unfuse"]

@@ -1,95 +1,122 @@
 """Attention of modules that ask torch or transformers for it, by the operators.
 
-A forward that calls ``torch.nn.functional.scaled_dot_product_attention`` itself runs under a
-function mode that takes this one call. One that asks ``ALL_ATTENTION_FUNCTIONS`` of transformers
-finds ours under that name, which hands out our function in the place of sdpa's and everything else
-as it is; configs, masks and the interface are not touched. transformers is never imported.
+A forward may call ``torch.nn.functional.scaled_dot_product_attention`` itself, or ask
+``ALL_ATTENTION_FUNCTIONS`` of transformers: that hands out our function in the place of sdpa's and
+everything else as it is; configs, masks and the interface are not touched.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+from torch.nn.functional import scaled_dot_product_attention as SDPA
 
 from anychip import ops
 from anychip.fusion import masks
-from anychip.fusion.fused import (
-    FLOATS,
-    Named,
-    autocast_is_on,
-    label_of,
-    own_class,
-    own_code,
-    wrong_dtype,
-)
 from anychip.fusion.probe import HOST, Comparison, call, normal
-from anychip.fusion.swaps import Swap, calls, can_be_renamed, place
+from anychip.fusion.stand_ins import FLOATS, Forward, StandIn, autocast_is_on, served
+from anychip.fusion.swaps import CallsTorch, calls, can_be_renamed, file_of, renamed
 
-SDPA, INTERFACE = "scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"
-REPLACES = "sdpa"
-"""The implementation, by transformers' name for it, that masks and meaning are taken from."""
+INTERFACE, REPLACES = "ALL_ATTENTION_FUNCTIONS", "sdpa"
+"""By transformers' names: its functions, and the one that masks and meaning are taken from."""
 _UNLESS = "masks of no sequences, causal with fewer queries than keys, other dtypes"
+_MEANT = ("output_attentions", "softcap", "position_bias", "cache")
+"""Arguments by name that change what transformers' sdpa computes."""
 
 
-class _Rerouted(TorchFunctionMode):
-    """Within it torch's attention is ours. What it calls itself is outside of it."""
+def _as_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | str:
+    """torch's function of the same arguments, (B, H, S, D)."""
+    one_head = key.dim() == 4 and key.shape[:2] == (query.shape[0], 1)
+    if not (enable_gqa or one_head or query.shape[:-2] == key.shape[:-2]):
+        return "batch or heads of query and key differ"
+    given: Any = {"causal": is_causal, "scale": scale, "dropout": dropout_p}
+    made = attention(query, key, value, attn_mask, **given, pads=False)
+    return made if isinstance(made, str) else made.transpose(1, 2)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Named | None = None
-    ) -> Any:
-        ours = attend if func is scaled_dot_product_attention else func
-        return ours(*args, **(kwargs or {}))
+
+def _as_transformers(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None] | str:
+    """transformers' sdpa: (B, H, S, D) in, (B, S, H, D) out, no weights.
+
+    As in its flash attention, the result of a token that a causal mask hides from all is 0.
+    """
+    if told := [n for n in _MEANT if rest.get(n) is not None and rest[n] is not False]:
+        return f"argument {', '.join(told)}"
+    wanted = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(wanted) and attention_mask is None and query.shape[2] > 1
+    given: Any = {"causal": causal, "scale": scaling, "dropout": dropout}
+    made = attention(query, key, value, attention_mask, **given, pads=True)
+    if not isinstance(made, str):
+        return made, None
+    window = rest.get("sliding_window")
+    if made == "a mask" and window and key.shape[2] > window:
+        made = f"a mask, of a window of {window}"
+    return made
 
 
 @dataclass(frozen=True)
-class CallsTorch(Swap):
+class TorchAttention(CallsTorch):
     """A forward that calls torch's attention."""
 
-    kind, operator, unless, around = "attention", "attention", _UNLESS, _Rerouted
-
-    def unfit(self, module: nn.Module) -> str | None:
-        return super().unfit(module) or wrong_dtype(module)
+    kind, operator, unless = "attention", "attention", _UNLESS
+    routes: ClassVar[dict[Any, Forward]] = {SDPA: served("attention", SDPA, _as_torch)}
 
 
 @dataclass(frozen=True)
-class AsksInterface(Swap):
+class AsksInterface(StandIn):
     """A forward that asks transformers for the attention that its config names."""
 
     kind, operator, unless = "attention", "attention", _UNLESS
+    inside = True
 
     def subject(self, module: nn.Module) -> Any:
-        return inspect.unwrap(own_class(module).forward).__globals__[INTERFACE][REPLACES]
+        return file_of(module)[INTERFACE][REPLACES]
 
     def comparisons(self, module: nn.Module) -> Iterator[Comparison]:
         original, groups = self.subject(module), nn.Module()
         groups.num_key_value_groups = 2  # type: ignore[assignment]
         shapes = {"query": (2, 4, 5, 8), "key": (2, 2, 5, 8), "value": (2, 2, 5, 8)}
-        given: Any = {"causal": True, "scale": None, "dropout": 0.0}
         args = {name: normal(*shape).requires_grad_() for name, shape in shapes.items()}
-        yield Comparison(
-            lambda *qkv: original(groups, *qkv, None, is_causal=True)[0],
-            lambda q, k, v: attention(q, k, v, None, **given, pads=True),
-            args,
-            whole=True,
+        theirs, ours = (
+            lambda *qkv, function=function: function(groups, *qkv, None, is_causal=True)[0]
+            for function in (original, _as_transformers)
         )
+        yield Comparison(theirs, ours, args, whole=True)
 
-    def put_into(self, file: dict[str, Any]) -> dict[str, str]:
+    def around(self, forward: Forward) -> Forward:
+        file: dict[str, Any] = forward.__globals__
         file[f"anychip_{INTERFACE}"] = _Interface(file[INTERFACE])
-        return {INTERFACE: f"anychip_{INTERFACE}"}
+        return renamed(forward, INTERFACE, f"anychip_{INTERFACE}")
 
 
 class _Interface:
     """Transformers' functions of attention, with ours for that of sdpa."""
 
     def __init__(self, original: Any) -> None:
-        self._original, self._ours = original, _like_sdpa(original[REPLACES])
+        self._original = original
+        self._ours = served("attention", original[REPLACES], _as_transformers)
 
     def get_interface(self, name: str, default: Any) -> Any:
         return self._ours if name == REPLACES else self._original.get_interface(name, default)
@@ -99,65 +126,6 @@ class _Interface:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
-
-
-def _like_sdpa(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What transformers' sdpa computes: (B, H, S, D) in, (B, S, H, D) out, no weights.
-
-    As in its flash attention, the result of a token that a causal mask hides from all is 0.
-    """
-    label, meant = label_of(original), {*inspect.signature(original).parameters, "softcap"}
-
-    def attend_as_sdpa(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **rest: Any,
-    ) -> tuple[Tensor, None]:
-        wanted = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal = bool(wanted) and attention_mask is None and query.shape[2] > 1
-        given: Any = {"causal": causal, "scale": scaling, "dropout": dropout}
-        unknown = [name for name in rest if name in meant and rest[name] is not None]
-        made: Tensor | str = f"argument {', '.join(unknown) or 'output_attentions'}"
-        if not (rest.get("output_attentions") or unknown):
-            made = attention(query, key, value, attention_mask, **given, pads=True)
-        if isinstance(made, Tensor):
-            return made, None
-        window = rest.get("sliding_window")
-        if made == "a mask" and window and key.shape[2] > window:
-            made = f"a mask, of a window of {window}"
-        own_code("attention", label, made, id(module))
-        rest.update(dropout=dropout, scaling=scaling, is_causal=is_causal)
-        result: tuple[Tensor, None] = original(module, query, key, value, attention_mask, **rest)
-        return result
-
-    return attend_as_sdpa
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **rest: Any,
-) -> Tensor:
-    """torch's function of the same arguments, (B, H, S, D), by an operator where it can."""
-    made: Tensor | str = "batch or heads of query and key differ"
-    one_head = key.dim() == 4 and key.shape[:2] == (query.shape[0], 1)
-    if rest.get("enable_gqa") or one_head or query.shape[:-2] == key.shape[:-2]:
-        given: Any = {"causal": is_causal, "scale": rest.get("scale"), "dropout": dropout_p}
-        made = attention(query, key, value, attn_mask, **given, pads=False)
-    if isinstance(made, Tensor):
-        return made.transpose(1, 2)
-    own_code("attention", f"torch.nn.functional.{SDPA}", made, place.owner)
-    return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
 
 
 def attention(
@@ -209,7 +177,7 @@ def attention(
     return result
 
 
-def _packed(qkv: list[Tensor], tokens: Tensor, cu_seqlens: Any, attrs: Named) -> Tensor:
+def _packed(qkv: list[Tensor], tokens: Tensor, cu_seqlens: Any, attrs: dict[str, Any]) -> Tensor:
     rows = [t.flatten(0, 1) for t in qkv]
     padded = len(tokens) < len(rows[0])
     if padded:
@@ -239,14 +207,14 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> str |
     return None if 0.0 <= dropout <= 1.0 else f"dropout {dropout}"
 
 
-def candidates(module: nn.Module, model: nn.Module) -> Iterator[Swap | str]:
+def proposals(module: nn.Module, model: nn.Module) -> Iterator[StandIn | str]:
     """How a module's attention may be replaced, by whom its forward asks; or why it is not."""
     named = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if named is None or not calls(module, INTERFACE):
-        yield from [CallsTorch()] if calls(module, SDPA) else []
+        yield from [TorchAttention()] if calls(module, SDPA.__name__) else []
     elif named == REPLACES:
         # Names of a forward in a decorator cannot be changed; what it calls in the end can.
-        yield AsksInterface() if can_be_renamed(module) else CallsTorch()
+        yield AsksInterface() if can_be_renamed(module) else TorchAttention()
     else:
         holders = [m for m in model.modules() if vars(m).get("config") is module.config]
         can = all(getattr(each, f"_supports_{REPLACES}", True) for each in holders)

@@ -1,4 +1,4 @@
-"""Layers of one tensor by operators: norms over the last dim, GELU, gated MLPs; and torch's loss.
+"""Layers of one tensor by operators: norms over the last dim, GELU, gated MLPs.
 
 A result in 16 bits is rounded once, at its end; transformers rounds before a norm's weight as well.
 Under autocast the result of an activation keeps its argument's dtype.
@@ -6,7 +6,9 @@ Under autocast the result of an activation keeps its argument's dtype.
 
 from __future__ import annotations
 
+import functools
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +17,67 @@ import torch
 from torch import Tensor, nn
 
 from anychip import ops
-from anychip.fusion.fused import FLOATS, Computed, autocast_is_on
-from anychip.fusion.probe import HOST, call, inputs, normal
+from anychip.fusion.probe import HOST, Comparison, call, inputs, replica
+from anychip.fusion.stand_ins import (
+    FLOATS,
+    Forward,
+    StandIn,
+    autocast_is_on,
+    label_of,
+    own_code,
+    wrong_dtype,
+)
 
 _WIDTH = 8
 """Of the probe, where the module does not say."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Layer(StandIn):
+    """A module of one tensor whose whole result operators compute."""
+
+    def unfit(self, module: nn.Module) -> str | None:
+        for child in self.idle(module):
+            if any(getattr(child, name) for name in _HOOKS):
+                return f"hooks of its {type(child).__name__} would no longer be called"
+        return super().unfit(module) or wrong_dtype(module)
+
+    def samples(self, module: Any) -> list[Tensor]:
+        """Arguments that the probe calls it with."""
+        return [inputs(2, _WIDTH)]
+
+    def small(self) -> dict[str, nn.Module]:
+        """Children that the probe puts in the place of the module's."""
+        return {}
+
+    def comparisons(self, module: Any) -> Iterator[Comparison]:
+        for training, x in itertools.product((False, True), self.samples(module)):
+            twin = replica(module, self.small()).train(training)
+            theirs: Any = functools.partial(type(twin).forward, twin)
+            ours, named = functools.partial(self.compute, twin), twin.named_parameters()
+            yield Comparison(theirs, ours, {"x": x}, parameters=named)
+
+    @abstractmethod
+    def compute(self, module: Any, x: Any) -> Tensor | str:
+        """The result, by operators; or why they cannot serve such a call."""
+
+    def around(self, forward: Forward) -> Forward:
+        label = label_of(forward)
+
+        def serve(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            given, made = (*args, *kwargs.values()), None
+            if len(given) == 1:
+                made = self.compute(module, given[0])
+                if not isinstance(made, str):
+                    return made
+            own_code(self.operator, label, made or f"{len(given)} arguments", id(module))
+            return forward(module, *args, **kwargs)
+
+        return serve
 
 
 @dataclass(frozen=True)
-class Norm(Computed):
+class Norm(Layer):
     """rms_norm, or layer_norm.
 
     Attributes:
@@ -42,12 +96,10 @@ class Norm(Computed):
     kind = "norm"
     unless = "other dtypes, or dtypes that torch mixes"
 
-    def samples(self, module: Any) -> Iterator[dict[str, Tensor]]:
+    def samples(self, module: Any) -> list[Tensor]:
         width = getattr(module, self.weight).shape[0]
-        yield {"x": inputs(width)}
-        yield {"x": inputs(2, 3, width)}
-        if self.promotes:
-            yield {"x": inputs(width).bfloat16()}
+        mixed = [inputs(width).bfloat16()] if self.promotes else []
+        return [inputs(width), inputs(2, 3, width), *mixed]
 
     def compute(self, module: Any, x: Any) -> Tensor | str:
         weight, eps = getattr(module, self.weight), getattr(module, self.eps)
@@ -88,15 +140,12 @@ def norms(module: nn.Module) -> Iterator[Norm]:
 
 
 @dataclass(frozen=True)
-class Gelu(Computed):
+class Gelu(Layer):
     """GELU, ``approximate`` as in torch: none or tanh."""
 
     approximate: str
 
     kind, operator, unless = "activation", "gelu", "other dtypes"
-
-    def samples(self, module: nn.Module) -> Iterator[dict[str, Tensor]]:
-        yield {"x": inputs(2, _WIDTH)}
 
     def compute(self, module: nn.Module, x: Any) -> Tensor | str:
         return _unfit(x) or call(ops.gelu, x, approximate=self.approximate)
@@ -109,7 +158,7 @@ def gelus(module: nn.Module) -> Iterator[Gelu]:
 
 
 @dataclass(frozen=True)
-class GatedMLP(Computed):
+class GatedMLP(Layer):
     """``down(silu(gate(x)) * up(x))``; the three are names of the module's linear layers."""
 
     gate: str
@@ -117,14 +166,13 @@ class GatedMLP(Computed):
     down: str
 
     kind, operator, unless = "activation", "swiglu", "other dtypes"
-    samples = Gelu.samples
 
-    def stand_ins(self) -> dict[str, nn.Module]:
+    def small(self) -> dict[str, nn.Module]:
         # What follows the product is the module's own layer in both, and no size matters.
         narrow = [nn.Linear(_WIDTH, _WIDTH, device=HOST, dtype=torch.float32) for _ in range(2)]
         return {self.gate: narrow[0], self.up: narrow[1], self.down: nn.Identity()}
 
-    def bystanders(self, module: nn.Module) -> list[nn.Module]:
+    def idle(self, module: nn.Module) -> list[nn.Module]:
         used = (self.gate, self.up, self.down)
         return [m for name, m in module._modules.items() if name not in used and m is not None]
 
@@ -139,54 +187,12 @@ class GatedMLP(Computed):
 def gated(*names: str) -> Callable[[nn.Module], Iterator[GatedMLP]]:
     """A gated MLP whose linear layers gate, up and down have these names."""
 
-    def candidates(module: nn.Module) -> Iterator[GatedMLP]:
+    def proposals(module: nn.Module) -> Iterator[GatedMLP]:
         linear = all(isinstance(module._modules.get(name), nn.Linear) for name in names)
         if linear and len(module._modules) <= 4 and not (module._parameters or module._buffers):
             yield GatedMLP(*names)
 
-    return candidates
-
-
-@dataclass(frozen=True)
-class CrossEntropy(Computed):
-    """``nn.CrossEntropyLoss`` with class indices; the classes are dim 1, as torch has it."""
-
-    kind, operator, takes, whole = "loss", "cross_entropy", 2, True
-    unless = "class weights, class probabilities, other dtypes"
-
-    def samples(self, module: Any) -> Iterator[dict[str, Tensor]]:
-        logits, labels = example(module.ignore_index)
-        yield {"logits": logits.flatten(0, 1), "labels": labels.flatten()}
-
-    def compute(self, module: Any, logits: Any, target: Any) -> Tensor | str:
-        if module.weight is not None:
-            return "classes have weights"
-        if logits.dtype not in FLOATS:
-            return f"logits are {logits.dtype}"
-        if target.dtype != torch.int64:
-            return f"targets are {target.dtype}"
-        rest = () if logits.dim() == 1 else (*logits.shape[:1], *logits.shape[2:])
-        if not logits.dim() or tuple(target.shape) != rest:
-            return f"logits are {tuple(logits.shape)} and targets {tuple(target.shape)}"
-        rows = logits.movedim(1, -1) if logits.dim() > 2 else logits
-        names = ("ignore_index", "label_smoothing", "reduction")
-        attrs = {name: getattr(module, name) for name in names}
-        loss: Tensor = call(ops.cross_entropy, rows, target, **attrs)
-        return loss if autocast_is_on(logits) else loss.to(logits.dtype)
-
-
-def cross_entropies(module: Any) -> Iterator[CrossEntropy]:
-    """The one candidate for torch's loss."""
-    if module.weight is None:
-        yield CrossEntropy()
-
-
-def example(ignored: int) -> tuple[Tensor, Tensor]:
-    """Logits (2, 7, 13) and labels, of which some do not count."""
-    logits = normal(2, 7, 13) * 4
-    labels = torch.randint(13, (2, 7), device=HOST)
-    labels[0, 3] = labels[1, 0] = ignored
-    return logits.requires_grad_(), labels
+    return proposals
 
 
 def _unfit(x: Any) -> str | None:

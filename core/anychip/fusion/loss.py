@@ -1,92 +1,122 @@
-"""The loss function of a transformers model by ``ops.cross_entropy``, from logits as they are."""
+"""Losses by ``ops.cross_entropy``, from logits as they are: torch's, and those of transformers.
+
+Both call ``torch.nn.functional.cross_entropy``, and run with the operator in its place. A loss of
+transformers makes float32 of its logits before: the operator needs no such copy.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from anychip import ops
-from anychip.fusion.fused import FLOATS, Candidate, label_of, own_code
-from anychip.fusion.layers import example
-from anychip.fusion.probe import HOST, Comparison, call
+from anychip.fusion.probe import HOST, Comparison, call, normal
+from anychip.fusion.stand_ins import FLOATS, Forward, StandIn, autocast_is_on, placed, served
+from anychip.fusion.swaps import CallsTorch, Rerouted
 
-IGNORED = -100
-"""The label that torch leaves out by default."""
+_UNLESS = "class weights, class probabilities, other dtypes"
+
+
+def _float32(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | str:
+    """torch's function of the same arguments, the classes dim 1, in float32."""
+    if weight is not None or size_average is not None or reduce is not None:
+        return "classes have weights, or the reduction has an old name"
+    if input.dtype not in FLOATS:
+        return f"logits are {input.dtype}"
+    if target.dtype != torch.int64:
+        return f"targets are {target.dtype}"
+    rest = () if input.dim() == 1 else (*input.shape[:1], *input.shape[2:])
+    if not input.dim() or tuple(target.shape) != rest:
+        return f"logits are {tuple(input.shape)} and targets {tuple(target.shape)}"
+    attrs: Any = {"label_smoothing": label_smoothing, "reduction": reduction}
+    rows = input.movedim(1, -1) if input.dim() > 2 else input
+    loss: Tensor = call(ops.cross_entropy, rows, target, ignore_index=ignore_index, **attrs)
+    return loss
+
+
+def _as_torch(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | str:
+    made = _float32(input, *args, **kwargs)
+    return made if isinstance(made, str) or autocast_is_on(input) else made.to(input.dtype)
+
+
+@functools.wraps(cross_entropy)
+def _in_float32(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return cross_entropy(input.float(), *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class TorchLoss(CallsTorch):
+    """``nn.CrossEntropyLoss``."""
+
+    kind, operator, unless = "loss", "cross_entropy", _UNLESS
+    routes: ClassVar[dict[Any, Forward]] = {
+        cross_entropy: served("cross_entropy", cross_entropy, _as_torch)
+    }
+
+
+def of_torch(module: Any) -> Iterator[TorchLoss]:
+    """The one proposal for torch's loss."""
+    if module.weight is None:
+        yield TorchLoss()
 
 
 @dataclass(frozen=True, eq=False)
-class LanguageModelLoss(Candidate):
-    """Stands for the loss function of a model, as an attribute of the model.
+class ModelLoss(StandIn):
+    """Stands for the loss function of a transformers model, as an attribute of the model.
 
     Attributes:
-        original: the function, which serves what this does not know.
-        shift: position i is compared with label i + 1, as for a decoder; or with label i.
+        original: the function, which calls torch's.
     """
 
     original: Callable[..., Any]
-    shift: bool
 
-    kind, operator, unless = "loss", "cross_entropy", "logits of other dtypes, other arguments"
+    kind, operator, unless = "loss", "cross_entropy", _UNLESS
+    routes: ClassVar[dict[Any, Forward]] = {
+        cross_entropy: served("cross_entropy", _in_float32, _float32),
+        Tensor.float: Tensor.contiguous,
+    }
 
     def unfit(self, module: nn.Module) -> str | None:
-        return None
+        takes = inspect.signature(self.original).parameters
+        return None if "vocab_size" in takes else "not the cross entropy of a language model"
 
     def subject(self, module: nn.Module) -> Any:
-        return None
+        return self.original
 
     def onto(self, module: Any) -> object:
-        """The model has this loss from now on."""
         module.loss_function = self
         return self
 
     def comparisons(self, module: nn.Module) -> Iterator[Comparison]:
-        logits, labels = example(IGNORED)
-        given: Any = {"vocab_size": logits.shape[-1], "ignore_index": IGNORED}
-        for items in (None, 9, torch.tensor(5, device=HOST)):
-            args = {"logits": logits, "labels": labels}
-            given = {**given, "num_items_in_batch": items}
-            yield Comparison(self.original, self.compute, args, given, whole=True)
+        labels = torch.randint(13, (2, 7), device=HOST)
+        labels[0, 3] = labels[1, 0] = -100
+        for dtype in (torch.float32, torch.bfloat16):
+            for items in (None, 9, torch.tensor(5, device=HOST)):
+                logits = (normal(2, 7, 13) * 4).to(dtype).requires_grad_()
+                args = {"logits": logits, "labels": labels}
+                given = {"vocab_size": 13, "num_items_in_batch": items}
+                yield Comparison(self.original, self, args, given, whole=True)
 
-    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **rest: Any) -> Tensor:
-        """Mean over the labels that count, or their sum over ``num_items_in_batch``: float32."""
-        made = self.compute(logits, labels, vocab_size, **rest)
-        if not isinstance(made, str):
-            return made
-        own_code("cross_entropy", label_of(self.original), made, id(self))
-        given = {"logits": logits, "labels": labels, "vocab_size": vocab_size}
-        result: Tensor = self.original(**given, **rest)
-        return result
-
-    def compute(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Any = None,
-        ignore_index: int = IGNORED,
-        **rest: Any,
-    ) -> Tensor | str:
-        """The loss by the operator; or why it cannot serve the call."""
-        shifted = rest.pop("shift_labels", None) if self.shift else None
-        unknown = [name for name in rest if rest[name] is not None]
-        if unknown:
-            return f"arguments {', '.join(unknown)}"
-        if logits.dtype not in FLOATS:
-            return f"logits are {logits.dtype}"
-        if self.shift:
-            labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        target = (labels if shifted is None else shifted).reshape(-1).to(logits.device)
-        items, rows = num_items_in_batch, logits.reshape(-1, vocab_size)
-        attrs = {"ignore_index": ignore_index, "reduction": "mean" if items is None else "sum"}
-        total: Tensor = call(ops.cross_entropy, rows, target, **attrs)
-        if items is None:
-            return total
-        return total / (items.to(total.device) if isinstance(items, Tensor) else items)
+    @placed
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with Rerouted(self.routes):
+            return self.original(*args, **kwargs)
 
 
 def loss_of(module: nn.Module) -> Callable[..., Any] | None:
@@ -97,11 +127,3 @@ def loss_of(module: nn.Module) -> Callable[..., Any] | None:
     found = module.loss_function
     takes_labels = "labels" in inspect.signature(module.forward).parameters
     return found if callable(found) and takes_labels else None
-
-
-def candidates(original: Callable[..., Any]) -> Iterator[LanguageModelLoss | str]:
-    """What a loss function may compute."""
-    if "vocab_size" not in inspect.signature(original).parameters:
-        yield "not the cross entropy of a language model"
-    else:
-        yield from (LanguageModelLoss(original, shift) for shift in (True, False))

@@ -8,23 +8,21 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from anychip.fusion import attention, loss, probe, rope, table
-from anychip.fusion.fused import Candidate, fusion_of, own_calls, own_class, why_not
-from anychip.fusion.report import LeftAlone, Replaced, Report
-from anychip.fusion.swaps import Swapped
+from anychip.fusion.report import FusionReport, LeftAlone, Replaced
+from anychip.fusion.stand_ins import StandIn, own_calls, own_class, stand_ins_of, why_not
 
 KINDS = ("norm", "activation", "rope", "attention", "loss")
 Names = str | Iterable[str]
-Candidates = Iterator[Candidate | str]
 
 
-def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> Report:
+def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> FusionReport:
     """Replaces norms, activations, rope, attention and loss of a model by operators, in place.
 
     The modules stay the same objects with the same parameters, buffers, hooks and mode. One is
@@ -51,13 +49,13 @@ def unfuse(model: nn.Module) -> int:
     """Gives every module and loss of a model, or of a copy, its own code back; says how many."""
     count = 0
     for module in model.modules():
-        if fusion_of(module) is not None:
+        if stand_ins_of(module):
             count += 1
             module.__class__ = own_class(module)
+        owner: Any = module
         original = loss.loss_of(module)
-        if isinstance(original, loss.LanguageModelLoss):
+        if isinstance(original, loss.ModelLoss):
             count += 1
-            owner: Any = module
             owner.loss_function = original.original
     return count
 
@@ -107,53 +105,52 @@ class _Search:
         self._left: dict[tuple[int, str], LeftAlone] = {}
         self._verdicts: dict[Any, tuple[int, str] | None] = {}
 
-    def report(self) -> Report:
+    def report(self) -> FusionReport:
         """What became of every module; children that have no work any more are not in it."""
         for path, module in list(self.model.named_modules()):
             self._visit(path, module)
         done: set[int] = set()
         for module in self.model.modules():
-            if (fusion := fusion_of(module)) is not None:
-                done.update(map(id, (module, *fusion.bystanders(module))))
+            for each in stand_ins_of(module):
+                done.update(map(id, (module, *each.idle(module))))
         left = [entry for (key, source), entry in self._left.items() if source or key not in done]
-        return Report(self.replaced, left, self.before, map(own_calls, self.owners))
+        return FusionReport(self.replaced, left, self.before, map(own_calls, self.owners))
 
     def _visit(self, path: str, module: nn.Module) -> None:
         """Replaces one module, or functions that it calls, or notes why not."""
         if isinstance(module, torch.jit.ScriptModule):
             self._leave(path, module, "it is compiled by TorchScript")
             return
-        known, original = fusion_of(module), loss.loss_of(module)
-        self.before += 0 if known is None else known.count()
-        self.before += isinstance(original, loss.LanguageModelLoss)
-        if original is not None and not isinstance(original, loss.LanguageModelLoss):
+        known, original = stand_ins_of(module), loss.loss_of(module)
+        kinds = {each.kind for each in known}
+        self.before += sum(bool(each.kind) for each in known)
+        if isinstance(original, loss.ModelLoss):
+            self.before += 1
+        elif original is not None:
             source = getattr(original, "__name__", type(original).__name__)
-            self._try(path, module, "loss", loss.candidates(original), source)
-        if known is not None and not isinstance(known, Swapped):
+            self._try(path, module, "loss", [loss.ModelLoss(original)], source)
+        if known and not any(each.inside for each in known):
             return
-        swaps = {swap.kind for swap in known.swaps} if known else ()
-        found: Candidates = attention.candidates(module, self.model)
-        name = own_class(module).__name__
-        attends = "attention" in swaps or self._try(path, module, "attention", found, name)
-        names = rope.functions(module)
-        if names and "rope" not in swaps:
-            found = rope.candidates(module, names, self._makers)
+        attends, name = "attention" in kinds, own_class(module).__name__
+        if not attends:
+            found: Any = attention.proposals(module, self.model)
+            attends = self._try(path, module, "attention", found, name)
+        if "rope" not in kinds and (names := rope.functions(module)):
+            found = rope.proposals(module, names, self._makers)
             self._try(path, module, "rope", found, ", ".join(names))
-        if (
-            not attends
-            and fusion_of(module) is None
-            and not self._try(path, module, "", table.candidates(module))
-        ):
+        if attends or stand_ins_of(module):
+            return
+        if not self._try(path, module, "", table.proposals(module)):
             self._leave(path, module, table.nothing(module))
 
     def _try(
-        self, path: str, module: nn.Module, kind: str, candidates: Candidates, source: str = ""
+        self, path: str, module: nn.Module, kind: str, found: Iterable[Any], source: str = ""
     ) -> bool:
-        """Puts the first of the candidates that is proved onto a module; were there any?"""
+        """Puts the first proposal that is proved onto a module; was there any?"""
         reasons = []
-        for each in candidates:
-            found = self._refuted(module, kind, each)
-            if found is None and isinstance(each, Candidate):
+        for each in found:
+            why = self._refuted(module, kind, each)
+            if why is None:
                 source = source or own_class(module).__name__
                 self.replaced.append(Replaced(path, each.kind, source, each.operator, each.unless))
                 self.owners.append(each.onto(module))
@@ -161,16 +158,14 @@ class _Search:
                     for maker in self._makers[each.layout]:
                         rope.Tables(each.layout).onto(maker)
                 return True
-            reasons += [found] if found else []
+            reasons.append(why)
         if reasons:
             # Of the one that came furthest.
-            self._leave(path, module, max(reasons, key=lambda found: found[0])[1], source)
+            self._leave(path, module, max(reasons, key=lambda why: why[0])[1], source)
         return bool(reasons)
 
-    def _refuted(
-        self, module: nn.Module, kind: str, each: Candidate | str
-    ) -> tuple[int, str] | None:
-        """What speaks against a candidate, and how far it came; None: it is proved."""
+    def _refuted(self, module: nn.Module, kind: str, each: StandIn | str) -> tuple[int, str] | None:
+        """What speaks against a proposal, and how far it came; None: it is proved."""
         if isinstance(each, str):
             return 0, self.choice.refusal(module, kind) or each
         if (why := self.choice.refusal(module, each.kind) or each.unfit(module)) is not None:
@@ -193,9 +188,9 @@ class _Search:
         """The modules that make cos and sin, by the layout of these."""
         found: dict[str, list[nn.Module]] = {}
         for module in self.model.modules():
-            known, layout = fusion_of(module), None
-            if isinstance(known, rope.Tables):
-                layout = known.layout
+            known, layout = stand_ins_of(module), None
+            if known and isinstance(known[0], rope.Tables):
+                layout = known[0].layout
             elif not (self.choice.refusal(module, "rope", only=False) or why_not(module)):
                 layout = None if known else rope.layout_of(module)
             if layout is not None:

@@ -34,7 +34,7 @@ class LeftAlone:
     reason: str
 
 
-class Report:
+class FusionReport:
     """What was replaced, and ``before``, by an earlier call. ``str()`` is a table.
 
     ``left`` has modules without children that were left alone, and others with a known reason.
@@ -81,7 +81,7 @@ class Report:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"Report({json.dumps(self.to_json())})"
+        return f"FusionReport({json.dumps(self.to_json())})"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

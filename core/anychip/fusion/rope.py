@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from anychip import ops
-from anychip.fusion.fused import FLOATS, Args, Forward, Fusion, Named, label_of, own_class, own_code
 from anychip.fusion.probe import HOST, Comparison, call, inputs, normal, replica, undisturbed
-from anychip.fusion.swaps import Swap, can_be_renamed, place
+from anychip.fusion.stand_ins import FLOATS, Forward, StandIn, own_class, place, served
+from anychip.fusion.swaps import can_be_renamed, file_of, renamed
 
 POSITIONS = "position_embeddings"
 """The argument of an attention, by transformers' name for it, that holds cos and sin."""
@@ -34,7 +34,7 @@ _LENGTH, _ANGLES = 5, 4
 """Of the probe: tokens, and angles of a token."""
 
 
-class Layout(NamedTuple):
+class AngleLayout(NamedTuple):
     """How cos and sin, (1 or B, S, R) each, hold their angles.
 
     Attributes:
@@ -52,28 +52,33 @@ Halves = namedtuple("Halves", ("cos", "sin"))
 Pairs = namedtuple("Pairs", ("cos", "sin"))
 Narrow = namedtuple("Narrow", ("cos", "sin"))
 LAYOUTS = {
-    "halves": Layout(Halves, lambda t: t[..., : t.shape[-1] // 2], lambda t: torch.cat((t, t), -1)),
-    "pairs": Layout(Pairs, lambda t: t[..., 0::2], lambda t: t.repeat_interleave(2, -1)),
-    "narrow": Layout(Narrow, lambda t: t, lambda t: t),
+    "halves": AngleLayout(
+        Halves, lambda t: t[..., : t.shape[-1] // 2], lambda t: torch.cat((t, t), -1)
+    ),
+    "pairs": AngleLayout(Pairs, lambda t: t[..., 0::2], lambda t: t.repeat_interleave(2, -1)),
+    "narrow": AngleLayout(Narrow, lambda t: t, lambda t: t),
 }
 
 
 @dataclass(frozen=True)
-class Tables(Fusion):
+class Tables(StandIn):
     """A module that makes cos and sin: as before, but returned as a type of ``LAYOUTS``."""
 
     layout: str
 
-    def count(self) -> int:
-        return 0
+    kind, operator, unless = "", "rope", ""
 
-    def run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Named) -> Any:
-        made = forward(module, *args, **kwargs)
-        return LAYOUTS[self.layout].tables(*(t.clone() if _written(t) else t for t in made))
+    def around(self, forward: Forward) -> Forward:
+        kind = LAYOUTS[self.layout].tables
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return kind(*(t.clone() if _written(t) else t for t in forward(*args, **kwargs)))
+
+        return run
 
 
 @dataclass(frozen=True)
-class Rope(Swap):
+class Rope(StandIn):
     """``ops.rope`` in the place of a file's function of q, k, cos and sin.
 
     Attributes:
@@ -91,52 +96,44 @@ class Rope(Swap):
     keeps: bool
 
     kind, operator, unless = "rope", "rope", "other dtypes, cos and sin from elsewhere"
+    inside = True
 
     def subject(self, module: nn.Module) -> Any:
-        return _file(module)[self.function]
+        return file_of(module)[self.function]
 
     def comparisons(self, module: nn.Module) -> Iterator[Comparison]:
         function, widen = self.subject(module), LAYOUTS[self.layout].widen
         named = "unsqueeze_dim" in inspect.signature(function).parameters
-        for rest, dtype, table in (
-            (0, torch.float32, torch.float32),
-            (_ANGLES, torch.float32, torch.float32),
-            (0, torch.bfloat16, torch.bfloat16),
-            (0, torch.bfloat16, torch.float32),
-        ):
-            for heads, one_row in itertools.product((1, 2) if named else (1,), (True, False)):
-                shapes = [(count, _LENGTH, 2 * _ANGLES + rest) for count in (3, 1)]
-                q, k = (inputs(*shape).transpose(heads, 1).to(dtype) for shape in shapes)
-                batch = 1 if one_row else len(q)
-                cos, sin = (widen(normal(batch, _LENGTH, _ANGLES)) for _ in range(2))
-                args = {"q": q, "k": k.flip(0), "cos": cos.to(table), "sin": sin.to(table)}
-                given = {"unsqueeze_dim": heads} if named else {}
-                what = "heads that are longer than its tables: " if rest else ""
-                yield Comparison(function, self.compute, args, given, what=what)
+        full, low = torch.float32, torch.bfloat16
+        cases = ((0, full, full), (_ANGLES, full, full), (0, low, low), (0, low, full))
+        rows = itertools.product(cases, (1, 2) if named else (1,), (True, False))
+        for (rest, dtype, table), heads, one_row in rows:
+            shapes = [(count, _LENGTH, 2 * _ANGLES + rest) for count in (3, 1)]
+            q, k = (inputs(*shape).transpose(heads, 1).to(dtype) for shape in shapes)
+            batch = 1 if one_row else len(q)
+            cos, sin = (widen(normal(batch, _LENGTH, _ANGLES)).to(table) for _ in range(2))
+            args = {"q": q, "k": k.flip(0), "cos": cos, "sin": sin}
+            given = {"unsqueeze_dim": heads} if named else {}
+            what = "heads that are longer than its tables: " if rest else ""
+            yield Comparison(function, self.compute, args, given, what=what)
 
-    def put_into(self, file: dict[str, Any]) -> dict[str, str]:
-        original = file[self.function]
-        label, kind = label_of(original), LAYOUTS[self.layout].tables
+    def around(self, forward: Forward) -> Forward:
+        file: dict[str, Any] = forward.__globals__
+        ours, original = f"anychip_{self.layout}_{self.function}", file[self.function]
+        file[ours] = served("rope", original, self._turned)
+        return renamed(forward, self.function, ours)
 
-        def rotated(*args: Any, **kwargs: Any) -> Any:
-            known = (each for each in place.given if isinstance(each, kind))
-            tables: tuple[Any, ...] = next(known, (None, None))
-            cos, sin = tables
-            made: Any = f"not the two of {POSITIONS} as they are"
-            if cos is None:
-                made = f"{POSITIONS} of no fused module"
-            elif len(args) != 4 or kwargs.keys() - {"unsqueeze_dim"}:
-                made = "other arguments than q, k, cos and sin"
-            elif args[2] is cos and args[3] is sin and not any(map(_written, tables)):
-                made = self.compute(*args, **kwargs)
-            if not isinstance(made, str):
-                return made
-            own_code("rope", label, made, place.owner)
-            return original(*args, **kwargs)
-
-        ours = f"anychip_{self.layout}_{self.function}"
-        file[ours] = rotated
-        return {self.function: ours}
+    def _turned(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...] | str:
+        known = (each for each in place.given if isinstance(each, LAYOUTS[self.layout].tables))
+        tables: tuple[Any, ...] = next(known, (None, None))
+        cos, sin = tables
+        if cos is None:
+            return f"{POSITIONS} of no fused module"
+        if len(args) != 4 or kwargs.keys() - {"unsqueeze_dim"}:
+            return "other arguments than q, k, cos and sin"
+        if args[2] is cos and args[3] is sin and not any(map(_written, tables)):
+            return self.compute(*args, **kwargs)
+        return f"not the two of {POSITIONS} as they are"
 
     def compute(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
@@ -184,23 +181,19 @@ def _written(table: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or table.is_inference()) and table._version > 0
 
 
-def _file(module: nn.Module) -> Any:
-    return getattr(inspect.unwrap(own_class(module).forward), "__globals__", {})
-
-
 def functions(module: nn.Module) -> list[str]:
     """The rope functions of its file that the forward of a module's class names."""
-    file, code = _file(module), getattr(inspect.unwrap(own_class(module).forward), "__code__", None)
+    file, code = file_of(module), getattr(inspect.unwrap(own_class(module).forward), "__code__", 0)
     names = [name for name in getattr(code, "co_names", ()) if re.search("rotary|rope", name)]
     found = [name for name in names if callable(file.get(name)) and not hasattr(module, name)]
     return [name for name in found if not isinstance(file[name], type)]
 
 
-def candidates(
+def proposals(
     module: nn.Module, names: list[str], layouts: Collection[str]
 ) -> Iterator[Rope | str]:
     """What the rope function of a module may do with tables of these layouts; or why none can."""
-    function = _file(module)[names[0]]
+    function = file_of(module)[names[0]]
     if len(names) > 1:
         yield "it is not known which of them a call takes"
     elif not isinstance(function, FunctionType):
@@ -230,7 +223,7 @@ def layout_of(module: nn.Module) -> str | None:
     with undisturbed():
         try:
             args = (replica(module), x, torch.tensor([_POSITIONS], device=HOST))
-            options: list[Named] = [{"layer_type": kind} for kind in kinds or ()] or [{}]
+            options: list[Any] = [{"layer_type": kind} for kind in kinds or ()] or [{}]
             found = {_layout(forward(*args, **given)) for given in options}
         except Exception:  # it is not known what it is: any error says that it is not this
             return None

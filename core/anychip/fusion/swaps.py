@@ -1,89 +1,63 @@
-"""How does a forward find another function where it names one of its file?
+"""How does a forward find another function where it calls one?
 
-transformers has no place for another rope function, nor for another attention that leaves the
-config alone. So a fused module runs the forward of its class with names changed: where it names a
-function of its file, it finds ours, which stands in the file's globals next to it under a name of
-its own. All other names stay what they are, and are found when they are called.
+A function of torch is taken by a mode in which the forward runs. transformers has no place for
+another rope function, nor for another attention that leaves the config alone: there the module runs
+the forward of its class with names changed, so that it finds ours, which stands in the file's
+globals under a name of its own. All other names stay what they are, found when they are called.
 """
 
 from __future__ import annotations
 
 import inspect
-import threading
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from anychip.fusion.fused import Args, Candidate, Forward, Fusion, Named, fusion_of, own_class
+from anychip.fusion.stand_ins import Forward, StandIn, own_class, wrong_dtype
 
 
-class _Place(threading.local):
-    """Which fused module a thread is in, for functions that are not told.
+class Rerouted(TorchFunctionMode):
+    """Within it functions of torch are ours. What they call themselves is outside of it."""
+
+    def __init__(self, routes: dict[Any, Forward]) -> None:
+        super().__init__()
+        self.routes = routes
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return self.routes.get(func, func)(*args, **(kwargs or {}))
+
+
+class CallsTorch(StandIn):
+    """A forward that calls a function of torch itself.
 
     Attributes:
-        owner: its ``id``.
-        given: its arguments.
+        routes: what it calls instead.
     """
 
-    owner: int = 0
-    given: Args = ()
+    routes: ClassVar[dict[Any, Forward]]
+    inside = outermost = True
+
+    def unfit(self, module: nn.Module) -> str | None:
+        return super().unfit(module) or wrong_dtype(module)
+
+    def around(self, forward: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with Rerouted(self.routes):
+                return forward(*args, **kwargs)
+
+        return run
 
 
-place = _Place()
-
-
-class Swap(Candidate):
-    """A function that a forward calls, with ours in its place. A module may have several.
-
-    Attributes:
-        around: makes what the forward runs in; one of a module's has it.
-    """
-
-    around: ClassVar[type[AbstractContextManager[Any]] | None] = None
-
-    def onto(self, module: nn.Module) -> object:
-        known = fusion_of(module)
-        mine = known.swaps if isinstance(known, Swapped) else ()
-        return Swapped((*mine, self)).onto(module)
-
-    def put_into(self, file: dict[str, Any]) -> dict[str, str]:
-        """Puts ours into a file; returns its name there by that of the file's own."""
-        return {}
-
-
-@dataclass(frozen=True)
-class Swapped(Fusion):
-    """A forward with swaps."""
-
-    swaps: tuple[Swap, ...]
-
-    def count(self) -> int:
-        return len(self.swaps)
-
-    def rewritten(self, forward: Forward) -> Forward:
-        ours: dict[str, str] = {}
-        for swap in self.swaps:
-            ours |= swap.put_into(getattr(forward, "__globals__", {}))
-        return renamed(forward, ours) if ours else forward
-
-    def run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Named) -> Any:
-        before = place.owner, place.given
-        place.owner, place.given = id(module), (*args, *kwargs.values())
-        try:
-            with next((each.around for each in self.swaps if each.around), nullcontext)():
-                return forward(module, *args, **kwargs)
-        finally:
-            place.owner, place.given = before
-
-
-def renamed(forward: Forward, names: Named) -> Forward:
-    """A function with the same globals in which some names are others."""
+def renamed(forward: Forward, name: str, ours: str) -> Forward:
+    """A function with the same globals in which a name is another one."""
     assert isinstance(forward, FunctionType)
     own, code = forward, forward.__code__
-    code = code.replace(co_names=tuple(names.get(name, name) for name in code.co_names))
+    code = code.replace(co_names=tuple(ours if n == name else n for n in code.co_names))
     made = FunctionType(code, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
     made.__kwdefaults__ = own.__kwdefaults__
     made.__module__, made.__qualname__ = own.__module__, own.__qualname__
@@ -94,6 +68,12 @@ def can_be_renamed(module: nn.Module) -> bool:
     """Whether names in a module's forward can be changed: in a decorator's they cannot."""
     forward = own_class(module).forward
     return isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
+
+
+def file_of(module: nn.Module) -> dict[str, Any]:
+    """The globals of the file that a module's forward is in."""
+    found: dict[str, Any] = getattr(inspect.unwrap(own_class(module).forward), "__globals__", {})
+    return found
 
 
 def calls(module: nn.Module, name: str, *, deeply: bool = False) -> bool:

@@ -4,7 +4,7 @@ A layer is known by its class, by a name in its line of inheritance, or by the n
 children. Attention and rope have no class of their own in plain torch, and are functions in
 transformers: they are known by what a forward calls. What a row proposes is only tried: the probe
 decides. ``LAYERS`` is a list, for rows of your own:
-``LAYERS.append(Row("^MyNorm$", layers.norms))``.
+``LAYERS.append(Lookalike("^MyNorm$", layers.norms))``.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import NamedTuple
 
 from torch import nn
 
-from anychip.fusion import layers
-from anychip.fusion.fused import Computed, own_class
+from anychip.fusion import layers, loss
+from anychip.fusion.stand_ins import StandIn, own_class
 from anychip.fusion.swaps import calls
 
 
-class Row(NamedTuple):
+class Lookalike(NamedTuple):
     """A layer, and what may stand for it.
 
     Attributes:
         classes: a pattern that its class's name, or that of one it inherits from, contains.
-        candidates: what it may compute; the likeliest first.
+        proposals: what it may compute; the likeliest first.
     """
 
     classes: str
-    candidates: Callable[[nn.Module], Iterator[Computed]]
+    proposals: Callable[[nn.Module], Iterator[StandIn]]
 
 
 LAYERS = [
-    Row("LayerNorm|R[Mm][Ss]Norm", layers.norms),
-    Row("(?i)gelu", layers.gelus),
+    Lookalike("LayerNorm|R[Mm][Ss]Norm", layers.norms),
+    Lookalike("(?i)gelu", layers.gelus),
     # gate, up and down of an MLP, by their names: its class has as many names as there are models.
-    Row("", layers.gated("gate_proj", "up_proj", "down_proj")),
-    Row("", layers.gated("proj_up_gate", "proj_up", "proj_down")),
-    Row("", layers.gated("w1", "w3", "w2")),
-    Row("", layers.gated("w3", "w1", "w2")),
-    Row("^CrossEntropyLoss$", layers.cross_entropies),
+    Lookalike("", layers.gated("gate_proj", "up_proj", "down_proj")),
+    Lookalike("", layers.gated("proj_up_gate", "proj_up", "proj_down")),
+    Lookalike("", layers.gated("w1", "w3", "w2")),
+    Lookalike("", layers.gated("w3", "w1", "w2")),
+    Lookalike("^CrossEntropyLoss$", loss.of_torch),
 ]
 _FUNCTIONALS = (
     *("layer_norm", "rms_norm", "gelu", "softmax", "Softmax", "cross_entropy"),
@@ -48,12 +48,12 @@ _FUNCTIONALS = (
 )
 
 
-def candidates(module: nn.Module) -> Iterator[Computed]:
+def proposals(module: nn.Module) -> Iterator[StandIn]:
     """What may stand for a layer, over all rows that know it."""
     names = [kind.__name__ for kind in own_class(module).__mro__]
     for row in LAYERS:
         if any(re.search(row.classes, name) for name in names):
-            yield from row.candidates(module)
+            yield from row.proposals(module)
 
 
 def nothing(module: nn.Module) -> str | None:

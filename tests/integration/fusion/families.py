@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 import anychip
-from anychip.fusion import Report
+from anychip.fusion import FusionReport
 from tests.unit.fusion import parity
 
 PAGE = Path(__file__).parents[3] / "docs" / "fusing.md"
@@ -119,7 +119,7 @@ def row(family: str) -> str:
     return f"| {' | '.join([family, *counts, '; '.join(_remarks(report)) or '-'])} |"
 
 
-def _remarks(report: Report) -> Iterable[str]:
+def _remarks(report: FusionReport) -> Iterable[str]:
     left: dict[str, None] = {}
     for entry in report.left:
         if entry.reason == _PLAIN:

@@ -113,7 +113,7 @@ def test_fuse_takes_rows_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> No
     module: Any = OwnClass()
     module.weight, module.variance_epsilon = nn.Parameter(torch.ones(WIDTH)), 1e-5
     assert anychip.fuse(module).count() == 0
-    row = table.Row("^OwnClass$", layers.norms)
+    row = table.Lookalike("^OwnClass$", layers.norms)
     monkeypatch.setattr(table, "LAYERS", [*table.LAYERS, row])
     assert anychip.fuse(module).count("norm") == 1
 

@@ -41,7 +41,7 @@ def test_report_as_json_names_every_module() -> None:
         "unless": "other dtypes",
     }
     assert [entry["path"] for entry in found["left"]] == ["1.w1", "1.w3", "1.w2", "4"]
-    assert repr(report) == f"Report({json.dumps(found)})"
+    assert repr(report) == f"FusionReport({json.dumps(found)})"
 
 
 def test_report_of_a_model_without_modules_says_nothing_was_replaced() -> None:

@@ -11,10 +11,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from anychip.comm.job import Job, LastCall
-from anychip.comm.ledger import MESSAGE_TAGS, STEP_TAGS, Check, Failure, Note
+from anychip.comm.ledger import MESSAGE_TAGS, STEP_TAGS, Check, Failure, Note, Pair
 from anychip.comm.solo import Solo
 from anychip.comm.store import part_of
 from anychip.contract import (
@@ -62,6 +63,7 @@ class Group(Communicator):
         self.transport, self.job = transport, job
         self.device, self.description = transport.device, transport.description
         self.traffic, self.timeout_s, self._splits = Traffic(), 600.0, 0
+        self.failing = threading.Lock()
         self._taken: set[tuple[str, torch.dtype, Reduction | None]] = set()
         if job is not None:
             job.hold(transport)
@@ -208,24 +210,19 @@ class Group(Communicator):
 
     def _exchange(self, transfers: Sequence[Transfer]) -> Work:
         assert self.job is not None, "transfers are between two ranks"
-        # A call that is done may be kept, and with it its name: that must not keep tensors.
-        ends = [(kind, peer) for kind, _, peer, _ in transfers]
-
-        def name() -> str:
-            return ", ".join(
-                f"{kind} {'to' if kind == 'send' else 'from'} rank {self.ranks[peer]}"
-                for kind, peer in ends
-            )
-
-        self._refuse(name)
+        pairs = [
+            (self.rank, peer, tag) if kind == "send" else (peer, self.rank, tag)
+            for kind, _, peer, tag in transfers
+        ]
+        self._refuse(lambda: self._messages(pairs))
         notes, tagged, tags = [], [], self.transport.num_tags
-        for kind, tensor, peer, tag in transfers:
-            pair = (self.rank, peer, tag) if kind == "send" else (peer, self.rank, tag)
-            note = self._agreed(name, self._ledger.message, pair, _shape(tensor))
+        for pair, (kind, tensor, peer, _) in zip(pairs, transfers, strict=True):
+            where = partial(self._messages, pairs)
+            note = self._agreed(where, self._ledger.message, pair, _shape(tensor))
             notes.append(note)
             tagged.append(Transfer(kind, tensor, peer, self._ledger.tag(note, tags)))
         self.job.last_call = LastCall(self.name, self._ledger, notes)
-        return _Call(self, name, notes, self.transport.exchange, tagged)
+        return _Call(self, notes, self.transport.exchange, tagged)
 
     def _call(self, call: Call, what: str, begin: Callable[[Call], Work] | None = None) -> Work:
         """A collective that all ranks make, whose first messages are on their way."""
@@ -241,7 +238,7 @@ class Group(Communicator):
         if is_watched:
             note.parts = _numels(call.inputs), _numels(call.outputs)
         tagged = Call(*call[:-2], self._ledger.tag(note, tags) if tags else 0, is_watched)
-        return _Call(self, lambda: f"{name} #{note.number}", [note], move, tagged)
+        return _Call(self, [note], move, tagged)
 
     def _agreed(
         self, call: Callable[[], str], enter: Callable[..., tuple[Note, Failure | None]], *what: Any
@@ -273,6 +270,8 @@ class Group(Communicator):
     def _refuse(self, call: Callable[[], str]) -> None:
         """Raises when nothing can be called any more."""
         assert self.job is not None
+        if not (self.is_closed or self.job.has_ended):
+            return
         if self.is_closed and not self.job.has_failed:
             text = "this rank has closed the communicator"
             raise CommunicationError(self._where(call()), text)
@@ -299,6 +298,20 @@ class Group(Communicator):
         with contextlib.suppress(RuntimeError):  # the store went with its host
             peers = missing(ask=True) or peers
         return self.job.late(where, peers, self._ledger)
+
+    def _named(self, notes: Sequence[Note]) -> str:
+        """A call as messages name it. It is asked for rarely, and keeps no tensor."""
+        if notes[0].pair:
+            return self._messages([note.pair for note in notes])
+        return f"{notes[0].call.partition(' ')[0]} #{notes[0].number}"
+
+    def _messages(self, pairs: Sequence[Pair]) -> str:
+        return ", ".join(
+            f"send to rank {self.ranks[destination]}"
+            if source == self.rank
+            else f"recv from rank {self.ranks[source]}"
+            for source, destination, _ in pairs
+        )
 
     def _where(self, call: str) -> str:
         return f"{self.name}, rank {self.rank} of {self.world_size}: {call}"
@@ -354,20 +367,14 @@ class _Call(Work):
     """A transport's work, whose failure becomes one error for the rank, told to all others."""
 
     def __init__(
-        self,
-        group: Group,
-        name: Callable[[], str],
-        notes: Sequence[Note],
-        begin: Callable[[Any], Work],
-        argument: Any,
+        self, group: Group, notes: Sequence[Note], begin: Callable[[Any], Work], argument: Any
     ) -> None:
-        self._group, self._name, self._notes = group, name, notes
+        self._group, self._notes = group, notes
         self._error: Exception | None = None
-        self._lock = threading.Lock()
         try:
             self._work = begin(argument)
         except RuntimeError as error:
-            raise group._explain(name(), notes[0], error) from error
+            raise group._explain(group._named(notes), notes[0], error) from error
 
     def is_done(self) -> bool:
         return self._error is not None or self._work.is_done()
@@ -392,9 +399,10 @@ class _Call(Work):
         self._group.transport.proceed(self._work, self._fail)
 
     def _fail(self, error: Exception) -> None:
-        with self._lock:
+        with self._group.failing:
             if self._error is None and isinstance(error, RuntimeError):
-                self._error = self._group._explain(self._name(), self._notes[0], error)
+                name = self._group._named(self._notes)
+                self._error = self._group._explain(name, self._notes[0], error)
 
 
 def _numels(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -402,4 +410,9 @@ def _numels(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _shape(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}"
+    return _text(tensor.shape, tensor.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _text(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{tuple(shape)} {dtype}"

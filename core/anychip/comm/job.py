@@ -163,6 +163,11 @@ class Job(contract.Job):
     def has_failed(self) -> bool:
         return self.news.failure is not None
 
+    @property
+    def has_ended(self) -> bool:
+        """It has failed, or this rank has closed."""
+        return self._closed or self.news.failure is not None
+
     def refuse_after_failure(self, where: Callable[[], str]) -> None:
         """Raises when nothing can be called any more."""
         failure = self.news.failure

@@ -6,8 +6,8 @@ of its own.
 
 Algorithms (w ranks; bytes per rank in :func:`~anychip.comm.wire.wire_nbytes`): all_gather,
 all_to_all: each rank to each other, directly. reduce_scatter: all_to_all of the parts, then a sum.
-all_reduce: up to 64 KiB all_gather and sum, else reduce_scatter and all_gather. broadcast: a
-binomial tree.
+all_reduce: up to 64 KiB, of two ranks up to 2 MiB, all_gather and sum, else reduce_scatter and
+all_gather. broadcast: a binomial tree.
 """
 
 from __future__ import annotations
@@ -44,6 +44,14 @@ PIECE_NBYTES = 4 * 1024 * 1024
 changes of threads than they save where the cores are busy with training. A multiple of 8."""
 PIECES_AHEAD = 2
 """Pieces from each rank that are on their way while one is summed: the memory beside the tensor."""
+KEPT_NBYTES = 16 * 1024 * 1024
+"""Of that memory, what a group keeps from one reduction to the next."""
+PAIR_NBYTES = 2 * 1024 * 1024
+"""Up to this payload two ranks send each other the whole of it: as many bytes as halves and their
+sums, in one step of two."""
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Messages(Transport):
@@ -69,6 +77,7 @@ class Messages(Transport):
         # Everybody begins with another one, so that nobody gets all first messages.
         self._peers = [(self._rank + i) % self._size for i in range(1, self._size)]
         self._progress: Progress | None = None
+        self._kept: list[torch.Tensor] = []
         self.description = connections.description
 
     @cached_property
@@ -87,11 +96,12 @@ class Messages(Transport):
         flat, rank = _flat(call.outputs[0]), self._rank
 
         def steps(tag: int) -> Steps:
-            if flat.nbytes <= SMALL_NBYTES:
-                parts = self._room(flat, [flat.numel()] * self._size)
+            if flat.nbytes <= (PAIR_NBYTES if self._size == 2 else SMALL_NBYTES):
+                kept, (parts,) = self._rooms(flat, flat.numel(), 1)
                 parts[rank] = flat
                 yield self._gather(parts, tag)
                 reduce_pairwise(flat, parts, call.reduction)
+                self._keep(kept)
             else:
                 parts = list(flat.split(_even(flat.numel(), self._size)))
                 yield from self._reduce_parts(parts[rank], parts, call.reduction, tag, spread=True)
@@ -165,18 +175,14 @@ class Messages(Transport):
         return self._begin(steps, call)
 
     def exchange(self, transfers: Sequence[Transfer]) -> Work:
-        def steps() -> Steps:
-            posted: list[tuple[int, Message]] = []
-            # Receives first: what arrives then has a place to go to.
-            for kind, move in (("recv", self._receive), ("send", self._send)):
-                for transfer in transfers:
-                    if transfer.kind == kind:
-                        tag = self._tag(1, transfer.tag)
-                        posted += move([(transfer.tensor, transfer.peer)], tag)
-            yield posted
-
-        outputs = [t.tensor for t in transfers if t.kind == "recv"]
-        return StepwiseCall(steps(), outputs, self._timeout_s)
+        # Receives first: what arrives then has a place to go to.
+        outputs = [t for t in transfers if t.kind == "recv"]
+        inputs = [t for t in transfers if t.kind == "send"]
+        posted: list[tuple[int, Message]] = []
+        for move, ends in ((self._receive, outputs), (self._send, inputs)):
+            for _, tensor, peer, tag in ends:
+                posted += move([(tensor, peer)], self._tag(1, tag))
+        return StepwiseCall(iter([posted]), [t.tensor for t in outputs], self._timeout_s)
 
     def barrier(self, call: Call) -> Work:
         return self._begin(lambda tag: iter([self._gather(self._bytes, tag)]), call)
@@ -239,10 +245,7 @@ class Messages(Transport):
             return
         pieces = [list(part.split(size)) if part.numel() else [] for part in parts]
         num_own = len(pieces[self._rank])
-        rooms = [
-            self._room(own, [min(size, own.numel())] * self._size)
-            for _ in range(min(PIECES_AHEAD, num_own))
-        ]
+        kept, rooms = self._rooms(own, min(size, own.numel()), min(PIECES_AHEAD, num_own))
         posted = [
             message
             for k in range(max(map(len, pieces)))
@@ -265,6 +268,7 @@ class Messages(Transport):
             if k + len(rooms) < num_own:
                 after = pieces[self._rank][k + len(rooms)]
                 coming.append(self._receive_piece(rooms[k % len(rooms)], after, tag))
+        self._keep(kept)
         yield posted
 
     def _reduce_at_once(
@@ -278,13 +282,14 @@ class Messages(Transport):
     ) -> Steps:
         """The same of parts that are one piece each."""
         own = parts[self._rank]
-        room = self._room(own, [own.numel()] * self._size)
+        kept, (room,) = self._rooms(own, own.numel(), 1)
         coming = self._swap(room, parts, tag)
         if spread:
             back = self._receive([(parts[peer], peer) for peer in self._peers], tag + 1)
         yield coming
         room[self._rank] = own
         reduce_pairwise(output, room, reduction)
+        self._keep(kept)
         if spread:
             yield self._send([(output, peer) for peer in self._peers], tag + 1) + back
 
@@ -293,10 +298,33 @@ class Messages(Transport):
     ) -> list[tuple[int, Message]]:
         return self._receive([(room[peer][: piece.numel()], peer) for peer in self._peers], tag)
 
-    def _room(self, like: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-        """Uninitialised tensors for the other ranks' parts; this rank's place stays empty."""
-        sizes[self._rank] = 0
-        return list(torch.empty(sum(sizes), dtype=like.dtype).split(sizes))
+    def _rooms(
+        self, like: torch.Tensor, numel: int, count: int
+    ) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+        """Memory for what comes from the other ranks; this rank's places are empty.
+
+        It is the last call's where that is large enough: fresh memory costs the kernel more time
+        than the sum takes. Calls that are under way at once have memory of their own.
+        """
+        others = self._size - 1
+        nbytes = numel * like.itemsize * others * count
+        whole = self._kept.pop() if self._kept else _NOTHING
+        if whole.numel() < nbytes:
+            whole = torch.empty(nbytes, dtype=torch.uint8)
+        if others == 1 == count:
+            parts = [whole[:nbytes].view(like.dtype)]
+        else:
+            parts = list(whole[:nbytes].view(like.dtype).split([numel] * (others * count)))
+        empty = like[:0]
+        rooms = [parts[i * others : (i + 1) * others] for i in range(count)]
+        for room in rooms:
+            room.insert(self._rank, empty)
+        return whole, rooms
+
+    def _keep(self, room: torch.Tensor) -> None:
+        """Takes memory back that nothing is received into any more."""
+        if room.nbytes <= KEPT_NBYTES and not self._kept:
+            self._kept.append(room)
 
     def _gather(self, parts: list[torch.Tensor], tag: int) -> list[tuple[int, Message]]:
         """Posts: this rank's part goes to everybody, theirs come to their places."""

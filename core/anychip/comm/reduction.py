@@ -9,7 +9,7 @@ or more, on whether the ranks sum at once or group by group: 8 = 2 groups of 4 =
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from anychip.contract.communicator import (
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_NUMEL = 32704
-"""Elements joined at a time: what is summed stays in a core's cache, and torch, which gives work
-to other threads from 32768 elements on, leaves them to the computation that goes on meanwhile."""
+"""Elements joined at a time where torch has several threads: it gives work to them from 32768 on,
+and they are left to the computation that goes on meanwhile."""
+_ALONE_NUMEL = 4 * CHUNK_NUMEL
+"""The same where it has one: what is between two sums stays in a core's cache."""
 
 
 def reduce_pairwise(
@@ -42,23 +44,41 @@ def reduce_pairwise(
 
     join = {"max": torch.maximum, "min": torch.minimum}.get(reduction, torch.add)
     narrow = output.dtype.is_floating_point and output.itemsize < 4
-    columns: Iterable[Sequence[torch.Tensor]] = [(output, *parts)]
-    if output.numel() > CHUNK_NUMEL:
-        columns = zip(*(whole.split(CHUNK_NUMEL) for whole in (output, *parts)), strict=True)
+    divisor = len(parts) if reduction == "avg" else 1
+    numel, size = output.numel(), CHUNK_NUMEL
+    if torch.get_num_threads() == 1:
+        # Two parts are read once, whatever is in a cache.
+        size = numel if len(parts) == 2 and divisor == 1 and not narrow else _ALONE_NUMEL
     with torch.no_grad():
-        for result, *chunks in columns:
-            level = [chunk.float() for chunk in chunks] if narrow else chunks
-            while len(level) > 1:
-                # The output may be a part that is still to come: it is written at the end.
-                out = result if len(level) == 2 and not narrow else None
-                pairs = zip(level[::2], level[1::2], strict=False)
-                odd = level[len(level) // 2 * 2 :]
-                level = [*(join(one, other, out=out) for one, other in pairs), *odd]
-            (joined,) = level
-            if reduction == "avg":
-                joined = torch.div(joined, len(parts), out=result if not narrow else joined)
-            if joined is not result:
-                result.copy_(joined)
+        if numel <= size:
+            _join(output, parts, join, divisor, narrow=narrow)
+            return
+        for result, *chunks in zip(*(t.split(size) for t in (output, *parts)), strict=True):
+            _join(result, chunks, join, divisor, narrow=narrow)
+
+
+def _join(
+    output: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    join: Callable[..., torch.Tensor],
+    divisor: int,
+    *,
+    narrow: bool,
+) -> None:
+    level = [part.float() for part in parts] if narrow else parts
+    while len(level) > 2:
+        pairs = zip(level[::2], level[1::2], strict=False)
+        odd = level[len(level) // 2 * 2 :]
+        level = [*(join(one, other) for one, other in pairs), *odd]
+    # The output may be a part that is still to come: it is written at the end.
+    if len(level) == 2:
+        joined = join(*level, out=None if narrow else output)
+    else:
+        joined = level[0]
+    if divisor > 1:
+        joined = joined.div_(divisor)
+    if joined is not output:
+        output.copy_(joined)
 
 
 def host_capabilities() -> Capabilities:

@@ -93,53 +93,89 @@ def blind_nan(row: Row, grad: Tensor, q: Tensor, k: Tensor, *rest: Tensor, **att
     return dq, dk, dv
 
 
-@wrong_backward("lse-of-its-own-keys", "an argument without effect", operator="attention")
-def own_lse(
-    row: Row, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, **attrs: Attr
-) -> Any:
-    own = operators.attention.forward(q, k, v, causal=attrs["causal"], scale=attrs["scale"])[1]
-    return row(grad, q, k, v, y, own, **attrs)
+def own_lse(row: Row, *args: Tensor, **attrs: Attr) -> Any:
+    (q, k, v), ends = args[1:4], args[6:]
+    forward = operators.attention_varlen.forward if ends else operators.attention.forward
+    own = forward(q, k, v, *ends, causal=attrs["causal"], scale=attrs["scale"])[1]
+    return row(*args[:5], own, *ends, **attrs)
 
 
-def _joined(cu_seqlens: Tensor) -> Tensor:
-    """The same rows as one sequence."""
-    return cu_seqlens[[0, -1]]
+OWN_LSE = [
+    wrong_backward(name, "an argument without effect", operator=operator)(own_lse)
+    for name, operator in {
+        "lse-of-its-own-keys": "attention", "lse-of-its-own-packed-keys": "attention_varlen"
+    }.items()
+]  # fmt: skip
 
 
-@wrong(
-    "sequences-see-each-other", "boundary of sequences not looked at", operator="attention_varlen"
-)
-def joined(row: Row, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **attrs: Attr) -> Any:
-    return row(q, k, v, _joined(cu_seqlens), **attrs)
+def wrong_ends(name: str, bug: str) -> Any:
+    """Decorator: ``change(ends, tokens)`` in place of the ends of the queries, and of the keys."""
+
+    def wrap(change: Any) -> Wrong:
+        def changed(row: Row, q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, **attrs: Attr) -> Any:
+            tokens = (q.shape[0], k.shape[0])
+            return row(q, k, v, *(change(e, n) for e, n in zip(ends, tokens, strict=True)), **attrs)
+
+        return wrong(name, bug, operator="attention_varlen")(changed)
+
+    return wrap
 
 
-@wrong("boundary-off-by-one", "off by one", operator="attention_varlen")
-def late_boundary(
-    row: Row, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **attrs: Attr
-) -> Any:
-    moved = cu_seqlens.clone()
-    moved[1:-1] = (moved[1:-1] + 1).clamp(max=int(cu_seqlens[-1]))
-    return row(q, k, v, moved, **attrs)
+@wrong_ends("sequences-see-each-other", "boundary of sequences not looked at")
+def joined(ends: Tensor, tokens: int) -> Tensor:
+    return ends[[0, -1]]
 
 
-@wrong("padding-is-a-sequence", "padding computed", operator="attention_varlen")
-def sees_padding(
-    row: Row, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **attrs: Attr
-) -> Any:
-    return row(q, k, v, torch.cat((cu_seqlens, torch.tensor([q.shape[0]]))), **attrs)
+@wrong_ends("boundary-off-by-one", "off by one")
+def late_boundary(ends: Tensor, tokens: int) -> Tensor:
+    moved = ends.clone()
+    moved[1:-1] = (moved[1:-1] + 1).clamp(max=int(ends[-1]))
+    return moved
+
+
+@wrong_ends("padding-is-a-sequence", "padding computed")
+def sees_padding(ends: Tensor, tokens: int) -> Tensor:
+    return torch.cat((ends, ends.new_tensor([tokens])))
 
 
 @wrong_backward("last-sequence-has-no-gradient", "dropped tail", operator="attention_varlen")
 def last_forgotten(row: Row, *args: Tensor, **attrs: Attr) -> Any:
-    *given, cu_seqlens = args
-    return row(*given, cu_seqlens[: max(len(cu_seqlens) - 1, 1)], **attrs)
+    ends = (e[: max(len(e) - 1, 1)] for e in args[6:])
+    return row(*args[:6], *ends, **attrs)
+
+
+@wrong("keys-by-the-ends-of-queries", "an argument without effect", operator="attention_varlen")
+def one_packing(
+    row: Row, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, _: Tensor, **attrs: Attr
+) -> Any:
+    return row(q, k, v, ends, ends.clamp(max=k.shape[0]), **attrs)
+
+
+@wrong(
+    "packed-causal-from-the-first-key", "mask aligned at the wrong end", operator="attention_varlen"
+)
+def first_aligned_packed(
+    row: Row, q: Tensor, k: Tensor, v: Tensor, of_queries: Tensor, of_keys: Tensor, **attrs: Attr
+) -> Any:
+    # Without the keys that a mask from the first key hides from every query.
+    extra = (of_keys.diff() - of_queries.diff()).clamp(min=0) * int(attrs["causal"])
+    place = torch.arange(k.shape[0])[:, None]
+    last = (place >= (of_keys[1:] - extra)) & (place < of_keys[1:])
+    kept = ~last.any(1)
+    moved = of_keys - torch.cat((extra.new_zeros(1), extra.cumsum(0)))
+    return row(q, k[kept], v[kept], of_queries, moved, **attrs)
+
+
+@wrong("lse-of-no-keys-is-zero", "a case of its own forgotten", operator="attention_varlen")
+def zero_lse(row: Row, *args: Tensor, **attrs: Attr) -> Any:
+    y, lse = row(*args, **attrs)
+    return y, lse.masked_fill(lse.isneginf(), 0.0)
 
 
 @wrong("entries-of-32-bits-read-as-64", "wrong width of an index", operator="attention_varlen")
-def wide_entries(
-    row: Row, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **attrs: Attr
-) -> Any:
-    return row(q, k, v, read_as_int64(cu_seqlens, q.shape[0]), **attrs)
+def wide_entries(row: Row, q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, **attrs: Attr) -> Any:
+    read = (read_as_int64(e, n) for e, n in zip(ends, (q.shape[0], k.shape[0]), strict=True))
+    return row(q, k, v, *read, **attrs)
 
 
 def read_as_int64(ends: Tensor, num_rows: int) -> Tensor:
@@ -191,6 +227,6 @@ def short_sum(row: Row, grad: Tensor, y: Tensor, bias: Tensor | None, **attrs: A
     return dx, total
 
 
-CATALOGUE: tuple[Wrong, ...] = tuple(
-    entry for entry in globals().values() if isinstance(entry, Wrong)
-)
+CATALOGUE: tuple[Wrong, ...] = (
+    *OWN_LSE, *(entry for entry in globals().values() if isinstance(entry, Wrong))
+)  # fmt: skip

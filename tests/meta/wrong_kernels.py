@@ -157,12 +157,10 @@ def few_groups(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: At
 
 
 @wrong("sixty-four-sequences", "a limit of the launch", operator="attention_varlen")
-def few_sequences(
-    row: Row, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **attrs: Attr
-) -> Any:
-    y, lse = row(q, k, v, cu_seqlens, **attrs)
-    if len(cu_seqlens) > 65:
-        y[int(cu_seqlens[64]) :] = 0.0
+def few_sequences(row: Row, q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, **attrs: Attr) -> Any:
+    y, lse = row(q, k, v, *ends, **attrs)
+    if len(ends[0]) > 65:
+        y[int(ends[0][64]) :] = 0.0
     return y, lse
 
 

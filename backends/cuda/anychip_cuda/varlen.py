@@ -1,9 +1,9 @@
 """Rows for attention over packed sequences: flash attention, or one call per sequence in float32.
 
 Flash attention's grid is made for the longest sequence, a number that the host needs and the device
-has. It is read once per ``cu_seqlens``, not once per layer; while a graph is recorded, where
-nothing can be read and the numbers may change from replay to replay, the number of tokens stands
-for it.
+has. It is read once per packing, not once per layer; while a graph is recorded, where nothing can
+be read and the numbers may change from replay to replay, the number of tokens stands for it. Its
+rows of padding are as they were, and its lse of a query that sees no key is +inf.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from anychip.contract.settings import SameBits
 from anychip.operators.ragged import ReadOnce
+from anychip.operators.varlen import blind_queries
 from anychip_cuda.attention import (
     HALVES,
     HEAD_DIMS,
@@ -38,30 +39,30 @@ def _recording(x: Tensor) -> bool:
     return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def longest(cu_seqlens: Tensor, tokens: int) -> int:
-    """Rows of the longest sequence, or a number that is not below it; at least 1, for the grid.
+def longest(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[int, int]:
+    """Rows of the most queries and keys of a sequence, or numbers that are not below them.
 
-    Args:
-        cu_seqlens: (sequences + 1,), at least one sequence.
-        tokens: rows in all.
+    At least 1, for the grid. There is at least one sequence.
     """
-    if _recording(cu_seqlens):
-        return tokens
-    return _longest(cu_seqlens)
+    if _recording(cu_seqlens_q):
+        return q.shape[0], k.shape[0]
+    return _longest(cu_seqlens_q, cu_seqlens_k)
 
 
 @ReadOnce
-def _longest(cu_seqlens: Tensor) -> int:
-    return max(int(torch.diff(cu_seqlens).max()), 1)
+def _longest(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[int, int]:
+    most = torch.stack([torch.diff(t).max().long() for t in (cu_seqlens_q, cu_seqlens_k)])
+    queries, keys = most.clamp(min=1).tolist()
+    return queries, keys
 
 
-def _takes_flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **attrs: Any) -> bool:
+def _takes_flash(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **attrs: Any) -> bool:
     return takes(q, k, v, **attrs) and capability(q) >= (8, 0)
 
 
-def _padding(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """(T,) bool: the rows of no sequence, of which the kernels write nothing."""
-    return torch.arange(x.shape[0], device=x.device) >= cu_seqlens[-1]
+def _packing(q: Tensor, k: Tensor, *ends: Tensor) -> tuple[Tensor | int, ...]:
+    """How the kernels take it: where the sequences end, and the longest of each."""
+    return (*(t.to(torch.int32).contiguous() for t in ends), *longest(q, k, *ends))
 
 
 @declared.forward(
@@ -72,41 +73,35 @@ def _padding(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     accepts=_takes_flash,
 )
 def attention_varlen_by_flash(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    if cu_seqlens.shape[0] < 2:
+    if cu_seqlens_q.shape[0] < 2:
         lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
         return torch.zeros_like(q, memory_format=torch.contiguous_format), lse
-    length, ends = longest(cu_seqlens, q.shape[0]), cu_seqlens.to(torch.int32).contiguous()
     found = _aten._flash_attention_forward(
-        filled(q),
-        filled(k),
-        filled(v),
-        ends,
-        ends,
-        length,
-        length,
+        *(filled(t) for t in (q, k, v)),
+        *_packing(q, k, cu_seqlens_q, cu_seqlens_k),
         0.0,
         causal,
         False,
         scale=true_scale(q, scale),
     )
-    padding = _padding(q, cu_seqlens)
-    y = found[0][..., : q.shape[-1]].masked_fill(padding[:, None, None], 0.0)
-    return y.contiguous(), found[1].masked_fill(padding, -math.inf)
+    blind = blind_queries(q.shape[0], cu_seqlens_q, cu_seqlens_k, causal)
+    y = found[0][..., : q.shape[-1]].masked_fill(blind[:, None, None], 0.0)
+    return y.contiguous(), found[1].masked_fill(blind, -math.inf)
 
 
 def _goes_back_by_flash(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    ends: Tensor,
-    **attrs: Any,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **attrs: Any
 ) -> bool:
-    return q.dtype in HALVES and _takes_flash(q, k, v, ends, **attrs) and flash_goes_back(q)
+    return q.dtype in HALVES and _takes_flash(q, k, v, **attrs) and flash_goes_back(q)
 
 
 @declared.backward(
@@ -119,30 +114,31 @@ def attention_varlen_backward_by_flash(
     v: Tensor,
     y: Tensor,
     lse: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
     *,
     causal: bool,
     scale: float | None,
     needs: Needs,
 ) -> tuple[Tensor, ...]:
-    if cu_seqlens.shape[0] < 2:
+    if cu_seqlens_q.shape[0] < 2:
         return tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    length, ends = longest(cu_seqlens, q.shape[0]), cu_seqlens.to(torch.int32).contiguous()
+    blind = blind_queries(q.shape[0], cu_seqlens_q, cu_seqlens_k, causal)
     with SameBits():
         found = _aten._flash_attention_backward(
             *(filled(t) for t in (grad, q, k, v, y)),
-            lse.contiguous(),
-            ends,
-            ends,
-            length,
-            length,
+            # exp(score - inf) is 0 whatever the score is.
+            lse.masked_fill(blind, math.inf).contiguous(),
+            *_packing(q, k, cu_seqlens_q, cu_seqlens_k),
             0.0,
             causal,
             *no_rng(q.device),
             scale=true_scale(q, scale),
         )
-    padding = _padding(q, cu_seqlens)[:, None, None]
-    return tuple(t[..., : q.shape[-1]].masked_fill(padding, 0.0).contiguous() for t in found)
+    unseen = torch.arange(k.shape[0], device=k.device) >= cu_seqlens_k[-1]
+    pairs = zip(found, (blind, unseen, unseen), strict=False)
+    wholes = (t[..., : q.shape[-1]].masked_fill(rows[:, None, None], 0.0) for t, rows in pairs)
+    return tuple(t.contiguous() for t in wholes)
 
 
 # float32: one call per sequence
@@ -152,26 +148,35 @@ def _takes_each(q: Tensor, k: Tensor, v: Tensor, **attrs: Any) -> bool:
     return takes(q, k, v, **attrs) and capability(q) >= (8, 0) and not _recording(q)
 
 
-def _sequences(cu_seqlens: Tensor) -> list[slice]:
-    """The rows of every sequence that has some. The host waits for the device."""
-    return [slice(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist()) if a < b]
+def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
+    """The queries and keys of every sequence that has some of both. Waits for the device."""
+    queries, keys = (itertools.pairwise(t.tolist()) for t in (cu_seqlens_q, cu_seqlens_k))
+    pairs = zip(queries, keys, strict=True)
+    return [(slice(a, b), slice(c, d)) for (a, b), (c, d) in pairs if a < b and c < d]
 
 
 @declared.forward(
     "attention_varlen",
     kind="mapped",
     dtypes={torch.float32},
-    accepts=lambda q, k, v, cu_seqlens, **attrs: _takes_each(q, k, v, **attrs),
+    accepts=lambda q, k, v, *ends, **attrs: _takes_each(q, k, v, **attrs),
 )
 def attention_varlen_by_sequence(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     y = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf)
-    for rows in _sequences(cu_seqlens):
-        own = (t[None, rows] for t in (q, k, v))
-        found = attention_by_efficient(*own, causal=causal, scale=scale)
-        y[rows], lse[:, rows] = found[0][0], found[1][0]
+    for own, seen in _sequences(cu_seqlens_q, cu_seqlens_k):
+        given = (q[None, own], k[None, seen], v[None, seen])
+        found = attention_by_efficient(*given, causal=causal, scale=scale)
+        y[own], lse[:, own] = found[0][0], found[1][0]
     return y, lse
 
 
@@ -179,7 +184,7 @@ def attention_varlen_by_sequence(
     "attention_varlen",
     kind="mapped",
     dtypes={torch.float32},
-    accepts=lambda grad, q, k, v, y, lse, cu_seqlens, **attrs: _takes_each(q, k, v, **attrs),
+    accepts=lambda grad, q, k, v, *saved, **attrs: _takes_each(q, k, v, **attrs),
 )
 def attention_varlen_backward_by_sequence(
     grad: Tensor,
@@ -188,26 +193,24 @@ def attention_varlen_backward_by_sequence(
     v: Tensor,
     y: Tensor,
     lse: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
     *,
     causal: bool,
     scale: float | None,
     needs: Needs,
 ) -> tuple[Tensor, ...]:
-    wholes = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
-    for rows in _sequences(cu_seqlens):
-        own_grad, own_q, own_k, own_v, own_y = (t[None, rows] for t in (grad, q, k, v, y))
-        parts = attention_backward_by_efficient(
-            own_grad,
-            own_q,
-            own_k,
-            own_v,
-            own_y,
-            lse[None, :, rows],
+    dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    for own, seen in _sequences(cu_seqlens_q, cu_seqlens_k):
+        dq[None, own], dk[None, seen], dv[None, seen] = attention_backward_by_efficient(
+            grad[None, own],
+            q[None, own],
+            k[None, seen],
+            v[None, seen],
+            y[None, own],
+            lse[None, :, own],
             causal=causal,
             scale=scale,
             needs=needs,
         )
-        for whole, part in zip(wholes, parts, strict=True):
-            whole[rows] = part[0]
-    return tuple(wholes)
+    return dq, dk, dv

@@ -481,12 +481,12 @@ def _attention_varlen(m: SampleMaker) -> Case:
     quarter = _TOKENS // 4
     ends = [0, quarter // 8, quarter // 2, quarter]
 
-    def eager(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **_: object) -> Tensor:
+    def eager(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **__: object) -> Tensor:
         # torch has no packed attention outside of nested tensors: each sequence by itself.
         parts = zip(*(t[None].tensor_split(ends[1:-1], 1) for t in (q, k, v)), strict=True)
         return torch.cat([_torch_attention(*part)[0] for part in parts])
 
-    args = (*_qkv(m, quarter), torch.tensor(ends, device=m.device))
+    args = (*_qkv(m, quarter), *[torch.tensor(ends, device=m.device)] * 2)
     return Case(args=args, attrs={"causal": True, "scale": None}, eager=eager)
 
 

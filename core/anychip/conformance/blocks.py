@@ -1,9 +1,10 @@
 """Attention over keys that lie in blocks, as on the ranks of a ring: is it the attention of all?
 
-Queries and keys are cut alike. What the blocks of keys give a block of queries is joined by lse in
-float32, and each block's gradients are computed from the y and lse of all keys and added up (Liu et
-al. 2023, arXiv:2310.01889; Dao et al. 2022, section 3.1). Once by the operator, once by the oracle
-in numbers that carry their bounds: a block's results are stored in the tensors' type.
+Queries and keys are cut alike, of packed sequences each. What the blocks of keys give a block of
+queries is joined by lse in float32, and each block's gradients are computed from the y and lse of
+all keys and added up (Liu et al. 2023, arXiv:2310.01889; Dao et al. 2022, section 3.1). Once by the
+operator, once by the oracle in numbers that carry their bounds: a block's results are stored in the
+tensors' type. The oracle leaves out blocks without queries or keys, which add nothing.
 """
 
 from __future__ import annotations
@@ -24,60 +25,111 @@ from anychip.conformance.oracles.attention import attend, attend_backward, hidde
 BLOCKS = 4
 
 
-class Pair(NamedTuple):
-    """A block of queries and a block of keys that they see, all of it or up to the same place."""
+class Block(NamedTuple):
+    """Rows of every sequence, and where those of each sequence end."""
 
-    queries: slice
-    keys: slice
-    causal: bool
+    rows: Tensor
+    ends: Tensor
 
 
-def rows(length: int, causal: bool) -> Iterator[list[Pair]]:
-    """For each block of queries, the blocks of keys that it sees."""
-    edges = np.linspace(0, length, BLOCKS + 1).round().astype(int).tolist()
-    blocks = [slice(first, last) for first, last in itertools.pairwise(edges)]
-    for number, queries in enumerate(blocks):
-        seen = blocks[: number + 1] if causal else blocks
-        yield [Pair(queries, keys, causal and keys == queries) for keys in seen]
+def _edges(length: int) -> list[int]:
+    """Where a sequence is cut."""
+    edges: list[int] = np.linspace(0, length, BLOCKS + 1).round().astype(int).tolist()
+    return edges
+
+
+def _blocks(ends: Tensor) -> list[Block]:
+    """The blocks of packed sequences, on the device of their ends."""
+    starts = ends[:-1].tolist()
+    pairs = [(n, _edges(length)) for n, length in zip(starts, ends.diff().tolist(), strict=True)]
+    made = []
+    for number in range(BLOCKS):
+        spans = [(start + c[number], start + c[number + 1]) for start, c in pairs]
+        rows = [row for first, last in spans for row in range(first, last)]
+        own = list(itertools.accumulate((last - first for first, last in spans), initial=0))
+        made.append(
+            Block(torch.tensor(rows, dtype=torch.int64).to(ends.device), ends.new_tensor(own))
+        )
+    return made
+
+
+def _seen(blocks: Sequence[Any], number: int, causal: bool) -> Iterator[tuple[Any, bool]]:
+    """The blocks of keys that this block of queries sees, and whether only up to the same place."""
+    for other, keys in enumerate(blocks[: number + 1] if causal else blocks):
+        yield keys, causal and other == number
 
 
 def by_operator(
-    operator: Any, given: Sequence[Tensor], *, causal: bool, scale: float | None
+    operator: Any,
+    given: Sequence[Tensor],
+    ends: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, ...]:
-    """Of q, k, v and y's gradient: y in q's dtype, and q's, k's and v's gradients in float32."""
+    """Of q, k, v and y's gradient: y in q's dtype, and q's, k's and v's gradients in float32.
+
+    Blocks' results are put together on the host, of which every device can give them.
+
+    Args:
+        ends: of packed sequences; None for (B, S, H, D), which are all of one length.
+    """
     q, k, v, grad = given
-    y, sums = torch.empty_like(q), [torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v)]
-    for row in rows(q.shape[1], causal):
-        own = row[0].queries
-        cut = [(q[:, own], k[:, p.keys], v[:, p.keys]) for p in row]
-        attrs = [{"causal": p.causal, "scale": scale} for p in row]
-        parts = [operator.forward(*t, **a) for t, a in zip(cut, attrs, strict=True)]
+    dim = 1 if ends is None else 0
+    whole = torch.tensor([0, q.shape[1]], device=q.device)
+    y = torch.zeros(q.shape, dtype=q.dtype)
+    sums = [torch.zeros(t.shape) for t in (q, k, v)]
+    blocks = _blocks(whole if ends is None else ends)
+    for number, own in enumerate(blocks):
+        row = list(_seen(blocks, number, causal))
+        own_q, own_grad = (t.index_select(dim, own.rows) for t in (q, grad))
+        calls = []
+        for keys, diagonal in row:
+            tensors = [own_q, *(t.index_select(dim, keys.rows) for t in (k, v))]
+            packed = [] if ends is None else [own.ends, keys.ends]
+            calls.append((tensors, packed, {"causal": diagonal, "scale": scale}))
+        parts = [operator.forward(*tensors, *packed, **attrs) for tensors, packed, attrs in calls]
         lse = torch.stack([part[1] for part in parts]).logsumexp(0)
         weighted = (_per_head(torch.exp(part - lse)) * block.float() for block, part in parts)
-        y[:, own] = reduce(add, weighted).to(y.dtype)
-        for pair, tensors, named in zip(row, cut, attrs, strict=True):
-            found = operator.backward(grad[:, own], *tensors, y[:, own], lse, **named)
-            for total, part, place in zip(sums, found, (own, pair.keys, pair.keys), strict=True):
-                total[:, place] += part
+        own_y = reduce(add, weighted).to(y.dtype)
+        y.index_copy_(dim, own.rows.cpu(), own_y.cpu())
+        for (keys, _), (tensors, packed, attrs) in zip(row, calls, strict=True):
+            found = operator.backward(own_grad, *tensors, own_y, lse, *packed, **attrs)
+            places = (own.rows, keys.rows, keys.rows)
+            for total, part, place in zip(sums, found, places, strict=True):
+                total.index_add_(dim, place.cpu(), part.float().cpu())
     return (y, *sums)
 
 
 def _per_head(x: Tensor) -> Tensor:
-    """(B, H, S) as factors of (B, S, H, D)."""
-    return x.transpose(1, 2).unsqueeze(-1)
+    """(B, H, S), or (H, T), as factors of (B, S, H, D), or (T, H, D)."""
+    return x.transpose(-1, -2).unsqueeze(-1)
 
 
 def by_oracle(
-    given: Sequence[Rounded], *, causal: bool, scale: float | None
+    given: Sequence[Rounded], ends: Sequence[int] | None, **attrs: Any
 ) -> tuple[Rounded, ...]:
     """What :func:`by_operator` has to give."""
+    if ends is None:
+        return _of_sequence(given, **attrs)
+    spans = list(itertools.pairwise(ends))
+    found = [_of_sequence([t[None, a:b] for t in given], **attrs) for a, b in spans if a < b]
+    padding = [Rounded.exact(np.zeros((1, *t[ends[-1] :].shape))) for t in (given[3], *given[:3])]
+    columns = zip(*found, padding, strict=True)
+    return tuple(concatenate(column, 1)[0] for column in columns)
+
+
+def _of_sequence(
+    given: Sequence[Rounded], *, causal: bool, scale: float | None
+) -> tuple[Rounded, ...]:
     q, k, v, grad = given
     ys, dqs = [], []
     parts_of: dict[int, list[tuple[Rounded, Rounded]]] = {}
-    for row in rows(q.shape[1], causal):
-        own = row[0].queries
-        cut = [(q[:, own], k[:, p.keys], v[:, p.keys]) for p in row]
-        hidden = [hidden_keys(t[0], t[1], p.causal) for t, p in zip(cut, row, strict=True)]
+    blocks = [slice(a, b) for a, b in itertools.pairwise(_edges(q.shape[1])) if a < b]
+    for number, own in enumerate(blocks):
+        row = list(_seen(blocks, number, causal))
+        cut = [(q[:, own], k[:, keys], v[:, keys]) for keys, _ in row]
+        hidden = [hidden_keys(*t[:2], diagonal) for t, (_, diagonal) in zip(cut, row, strict=True)]
         parts = [attend(*t, h, scale) for t, h in zip(cut, hidden, strict=True)]
         y, lse = _joined([(block.stored(q.format), part) for block, part in parts])
         found = [
@@ -87,8 +139,8 @@ def by_oracle(
         stored = [[x.stored(q.format) for x in three] for three in found]
         ys.append(y)
         dqs.append(_sum(three[0] for three in stored))
-        for pair, (_, dk, dv) in zip(row, stored, strict=True):
-            parts_of.setdefault(pair.keys.start, []).append((dk, dv))
+        for (keys, _), (_, dk, dv) in zip(row, stored, strict=True):
+            parts_of.setdefault(keys.start, []).append((dk, dv))
     columns = [list(zip(*parts_of[start], strict=True)) for start in sorted(parts_of)]
     dk, dv = (concatenate([_sum(column[i]) for column in columns], 1) for i in range(2))
     return concatenate(ys, 1), concatenate(dqs, 1), dk, dv

@@ -16,7 +16,10 @@ _INDICES = {
     "embedding": ("indices", "weight", 0),
 }
 """Operators that take indices: the argument, and the dim of another one that it is an index of."""
-_ENDS = {"attention_varlen": ("cu_seqlens", "q"), "grouped_linear": ("offsets", "x")}
+_ENDS = {
+    "attention_varlen": (("cu_seqlens_q", "q"), ("cu_seqlens_k", "k")),
+    "grouped_linear": (("offsets", "x"),),
+}
 """Operators that take ends of groups of rows: the argument, and the one whose rows they are."""
 
 
@@ -41,21 +44,21 @@ def rule_range(context: Context, of: Subject) -> None:
 def rule_ends(context: Context, of: Subject) -> None:
     """Ends that are not sorted, or not from 0 to the rows, are an error that names them."""
     name, positional = of.operator.spec.name, of.operator.signature.positional
-    argument, whole = positional.index(_ENDS[name][0]), positional.index(_ENDS[name][1])
-    trial = _with_several(context, of, argument)
-    rows = trial.arguments[0][whole].shape[0]
-    for wrong in ({-1: rows + 1}, {0: -1}, {-2: rows, -1: rows - 1}):
-        placed = trial.place(context)
-        for place, value in wrong.items():
-            placed.args[argument][place] = value
-        expect_error(
-            ValueError,
-            f"{positional[argument]} = {placed.args[argument].tolist()} of {rows} rows",
-            of.operator,
-            *placed.args,
-            mentions=(name, positional[argument]),
-            **placed.attrs,
-        )
+    for argument, whole in (map(positional.index, pair) for pair in _ENDS[name]):
+        trial = _with_several(context, of, argument)
+        rows = trial.arguments[0][whole].shape[0]
+        for wrong in ({-1: rows + 1}, {0: -1}, {-2: rows, -1: rows - 1}):
+            placed = trial.place(context)
+            for place, value in wrong.items():
+                placed.args[argument][place] = value
+            expect_error(
+                ValueError,
+                f"{positional[argument]} = {placed.args[argument].tolist()} of {rows} rows",
+                of.operator,
+                *placed.args,
+                mentions=(name, positional[argument]),
+                **placed.attrs,
+            )
 
 
 def _with_several(context: Context, of: Subject, argument: int) -> Trial:

@@ -182,7 +182,7 @@ def _packed(qkv: list[Tensor], tokens: Tensor, cu_seqlens: Any, attrs: dict[str,
     padded = len(tokens) < len(rows[0])
     if padded:
         rows = [t.index_select(0, tokens) for t in rows]
-    made = call(ops.attention_varlen, *rows, cu_seqlens, **attrs)
+    made = call(ops.attention_varlen, *rows, cu_seqlens, cu_seqlens, **attrs)
     if padded:
         zeros = made.new_zeros((qkv[0].shape[0] * qkv[0].shape[1], *made.shape[1:]))
         made = zeros.index_copy(0, tokens, made)

@@ -36,28 +36,29 @@ def refuse_unsorted(
 
 
 class ReadOnce(Generic[T]):
-    """What ``read`` makes of a tensor's numbers, asked once for all layers of a model.
+    """What ``read`` makes of tensors' numbers, asked once for all layers of a model.
 
-    Each thread remembers the last tensor and keeps its memory, so that the address stays its own.
-    Another tensor, or one that was written to since, is read anew; so is an inference tensor
-    always, as it does not count its versions.
+    Each thread remembers the last tensors and keeps their memory, so that the address stays their
+    own. Others, or ones that were written to since, are read anew; so are inference tensors always,
+    as they do not count their versions.
 
     Args:
         read: waits for the device.
     """
 
-    def __init__(self, read: Callable[[Tensor], T]) -> None:
+    def __init__(self, read: Callable[..., T]) -> None:
         self._read = read
         self._last = threading.local()
 
-    def __call__(self, numbers: Tensor) -> T:
-        if numbers.is_inference():
-            return self._read(numbers)
-        known: tuple[Tensor, Any, T] | None = getattr(self._last, "found", None)
-        if known is not None and known[1] == _identity(numbers):
+    def __call__(self, *numbers: Tensor) -> T:
+        if any(x.is_inference() for x in numbers):
+            return self._read(*numbers)
+        known: tuple[Any, Any, T] | None = getattr(self._last, "found", None)
+        identity = [_identity(x) for x in numbers]
+        if known is not None and known[1] == identity:
             return known[2]
-        found = self._read(numbers)
-        self._last.found = (numbers.detach(), _identity(numbers), found)
+        found = self._read(*numbers)
+        self._last.found = ([x.detach() for x in numbers], identity, found)
         return found
 
 

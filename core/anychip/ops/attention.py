@@ -11,6 +11,10 @@ al. 2023, arXiv:2310.01889)::
 and each block's gradients come of the y and lse of all keys, those of q to be added up::
 
     dq, dk, dv = ops.attention.backward(grad, q, k, v, y, lse)
+
+So it is over packed sequences, whose blocks have ends of their own: ``cu_seqlens_k``. A block that
+has no key of a sequence gives its queries y = 0 and lse = -inf, which weighs nothing. Queries that
+see no key in any block have the lse -inf here too, and a weight that is not a number: it is 0.
 """
 
 from __future__ import annotations
@@ -128,7 +132,8 @@ def attention_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -136,15 +141,19 @@ def attention_varlen(
     """Attention within each of several sequences that are packed one after the other.
 
     Args:
-        q: (T, H, D) float.
-        k, v: (T, Hk, D), H a multiple of Hk.
-        cu_seqlens: (sequences + 1,) int64 or int32, 0 and then the end of each sequence. Sequence b
-            is the rows from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1`` and may be empty. Rows
-            from the last entry on are padding: their output is 0.
-        causal: a row sees the rows of its sequence up to itself.
+        q: (Tq, H, D) float.
+        k, v: (Tk, Hk, D), H a multiple of Hk.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int64 or int32, 0 and then the end of each
+            sequence among the rows of q, and of k and v. Rows from the last entry on are padding:
+            queries whose output is 0, keys that nothing sees.
+        causal: query i of the Sq of a sequence sees its keys up to ``i + Sk - Sq``: the last query
+            sees all. A query that sees none, as all of a sequence that has no key, has the output 0
+            and the lse -inf.
         scale: of the scores; 1 / sqrt(D) when None.
 
     Raises:
-        ValueError: on a host, cu_seqlens that is not sorted or not within 0 to T.
+        ValueError: on a host, entries that are not sorted or not within 0 to Tq, or Tk.
+
+    Source: packing: Dao 2023, arXiv:2307.08691.
     """
     raise NotImplementedError

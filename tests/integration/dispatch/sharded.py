@@ -230,10 +230,10 @@ def packed_products() -> dict[str, Case]:
     x, up, bias = torch.randn(8, 16), torch.randn(12, 16), torch.randn(12)
     experts, target = torch.randn(2, 12, 16), torch.randint(12, (8,))
     total = {"reduction": "sum"}
+    packing = [(torch.tensor(ends), None) for ends in ([0, 2, 6], [0, 3, 5])]
     return {
         "attention_varlen/heads": (
-            "attention_varlen", [(q, 1), (k, 1), (v, 1), (torch.tensor([0, 2, 6]), None)],
-            {"causal": True}, False,
+            "attention_varlen", [(q, 1), (k, 1), (v, 1), *packing], {"causal": True}, False,
         ),
         "grouped_linear/column": (
             "grouped_linear", [(x, None), (experts, 1), (torch.tensor([2, 5]), None)], {}, False,

@@ -54,9 +54,11 @@ class Kernels:
             return y.to(q.dtype), lse.masked_fill(lse == -math.inf, math.inf), None, None, None
         y, lse = torch.full_like(q, math.nan), q.new_full((q.shape[1], q.shape[0]), math.nan)
         lse = lse.float()
-        for rows in self._sequences(cum_q, cum_k, max_q, max_k):
-            own_y, own_lse = forward(q[None, rows], k[None, rows], v[None, rows], causal, scale)
-            y[rows], lse[:, rows] = own_y[0].to(q.dtype), own_lse[0]
+        for own, seen in self._sequences(cum_q, cum_k, max_q, max_k):
+            given = (q[None, own], k[None, seen], v[None, seen])
+            own_y, own_lse = forward(*given, causal, scale)
+            y[own] = own_y[0].to(q.dtype)
+            lse[:, own] = own_lse[0].masked_fill(own_lse[0] == -math.inf, math.inf)
         return y, lse, None, None, None
 
     def _flash_attention_backward(
@@ -76,11 +78,11 @@ class Kernels:
             assert (max_q, max_k) == (q.shape[1], k.shape[1])
             return backward(grad, q, k, v, y, lse, causal, scale)
         found = tuple(torch.full_like(t, math.nan) for t in (q, k, v))
-        for rows in self._sequences(cum_q, cum_k, max_q, max_k):
-            own = [t[None, rows] for t in (grad, q, k, v, y)]
-            for whole, part in zip(
-                found, backward(*own, lse[None, :, rows], causal, scale), strict=True
-            ):
+        for own, seen in self._sequences(cum_q, cum_k, max_q, max_k):
+            assert not lse[:, own].isneginf().any(), "its queries would be NaN"
+            given = (grad[None, own], q[None, own], k[None, seen], v[None, seen], y[None, own])
+            parts = backward(*given, lse[None, :, own], causal, scale)
+            for whole, rows, part in zip(found, (own, seen, seen), parts, strict=True):
                 whole[rows] = part[0]
         return found
 
@@ -145,14 +147,15 @@ class Kernels:
             assert t.shape[-1] % 4 == 0
             assert t.data_ptr() % 16 == 0
 
-    def _sequences(self, cum_q: Tensor, cum_k: Tensor, max_q: int, max_k: int) -> list[slice]:
+    def _sequences(self, cum_q: Tensor, cum_k: Tensor, max_q: int, max_k: int) -> list[Any]:
         for ends in (cum_q, cum_k):
             assert ends.dtype == torch.int32
             assert ends.is_contiguous()
-        pairs = list(itertools.pairwise(cum_q.tolist()))
         # Rows beyond the grid of the longest sequence are not computed.
-        assert min(max_q, max_k) >= max(b - a for a, b in pairs)
-        return [slice(a, b) for a, b in pairs if a < b]
+        assert max_q >= max(1, cum_q.diff().max())
+        assert max_k >= max(1, cum_k.diff().max())
+        pairs = zip(*(itertools.pairwise(t.tolist()) for t in (cum_q, cum_k)), strict=True)
+        return [(slice(*own), slice(*seen)) for own, seen in pairs]
 
 
 def scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:

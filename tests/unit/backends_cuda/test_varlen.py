@@ -14,7 +14,7 @@ from tests.unit.dispatch.calls import bits
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_padding_that_nobody_wrote_shows_nowhere(dtype: torch.dtype, kernels: Kernels) -> None:
-    cu_seqlens, found = torch.tensor([0, 0, 3, 7, 7]), []
+    ends, found = [torch.tensor([0, 0, 3, 7, 7]), torch.tensor([0, 1, 2, 6, 6])], []
     rows = [
         next(
             row.function
@@ -25,28 +25,33 @@ def test_padding_that_nobody_wrote_shows_nowhere(dtype: torch.dtype, kernels: Ke
     ]
     for unwritten in (0.0, math.nan):
         q, k, v, grad = (drawn(9, heads, 12, dtype=dtype) for heads in (4, 2, 2, 4))
-        for tensor in (q, k, v, grad):
-            tensor[7:] = unwritten
-        y, lse = rows[0](q, k, v, cu_seqlens, causal=True, scale=None)
-        given = (grad, q, k, v, y, lse, cu_seqlens)
-        gradients = rows[1](*given, causal=True, scale=None, needs=(True,) * 3)
-        assert not any(t[7:].any() for t in (y, *gradients))
-        assert lse[:, 7:].isneginf().all()
+        q[7:], grad[7:], k[6:], v[6:] = (unwritten,) * 4
+        y, lse = rows[0](q, k, v, *ends, causal=True, scale=None)
+        given = (grad, q, k, v, y, lse, *ends)
+        dq, dk, dv = gradients = rows[1](*given, causal=True, scale=None, needs=(True,) * 3)
+        # Of the second sequence's three queries the last one sees its only key.
+        blind = torch.tensor([0, 1, 7, 8])
+        assert not any(
+            t[rows].any()
+            for t, rows in ((y, blind), (dq, blind), (dk, [0, 6, 7, 8]), (dv, [0, 6, 7, 8]))
+        )
+        assert lse.isneginf().nonzero()[:, 1].unique().equal(blind)
         found.append(bits([y, lse, *gradients]))
     assert found[0] == found[1]
 
 
 def test_longest_of_empty_sequences_is_a_grid_that_can_be_launched() -> None:
-    assert varlen.longest(torch.tensor([0, 0, 0]), 3) == 1
+    q, ends = torch.zeros(3, 1, 8), torch.tensor([0, 0, 0])
+    assert varlen.longest(q, q, ends, torch.tensor([0, 0, 2])) == (1, 2)
 
 
 def test_longest_while_a_graph_is_recorded_is_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay may find other numbers in the same tensor."""
-    cu_seqlens = torch.tensor([0, 2, 9, 12])
-    assert varlen.longest(cu_seqlens, 12) == 7
+    ends = torch.tensor([0, 2, 9, 12]), torch.tensor([0, 2, 4, 4])
+    q, k = torch.zeros(12, 1, 8), torch.zeros(5, 1, 8)
+    assert varlen.longest(q, k, *ends) == (7, 2)
     monkeypatch.setattr(varlen, "_recording", lambda x: True)
-    assert varlen.longest(cu_seqlens, 12) == 12
-    q = torch.zeros(12, 1, 8)
+    assert varlen.longest(q, k, *ends) == (12, 5)
     assert not varlen._takes_each(q, q, q, causal=True, scale=None), "it reads every number"
 
 

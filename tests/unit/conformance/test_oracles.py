@@ -134,14 +134,14 @@ def torch_attention_dropout(
 
 
 def torch_attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, causal: bool, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, causal: bool, scale: float | None
 ) -> Tensor:
     """A nested tensor of the sequences, which torch's attention takes one by one."""
     y = torch.zeros_like(q)
-    for start, end in itertools.pairwise(cu_seqlens.tolist()):
-        if start < end:
-            own = (t[None, start:end] for t in (q, k, v))
-            y[start:end] = torch_attention(*own, causal=causal, scale=scale)[0]
+    for (first, last), (start, end) in zip(*(itertools.pairwise(t.tolist()) for t in ends)):  # noqa: B905
+        if first < last and start < end:
+            own = (q[None, first:last], k[None, start:end], v[None, start:end])
+            y[first:last] = torch_attention(*own, causal=causal, scale=scale)[0]
     return y
 
 
@@ -488,7 +488,7 @@ GRADIENT_CALLS = {
         "2x5x4+4x8.p:0.1", "2x7x4+2x8.p:0.5", "2x7x4+2x8.p:1", "3of20.p:0.3", "20of3.p:0.3",
     ),
     "attention_varlen": (
-        "3+5+4.causal", "0+4+0+0+3+0.full", "5+2.padded:3.causal", "padded:4.full", "apart",
+        "3+5+4.causal", "0+4+0+0+3+0.full", "padded:4.full", "apart", "0+4+0+0+3+0.causal.keys",
     ),
     "linear": ("2x4.33-17.bias", "3.8-5"),
     "grouped_linear": ("4+0+3.rest:2.33-17", "none.rest:3.8-4", "0+0.rest:4.8-4", "apart"),

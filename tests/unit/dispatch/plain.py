@@ -46,17 +46,18 @@ def weight_numbers(shape: Sequence[int], index: Any, sizes: dict[str, int]) -> T
 
 
 def _plain_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, causal: bool, scale: Any
+    q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, causal: bool, scale: Any
 ) -> Tensor:
     """Attention of each sequence alone."""
-    ends = cu_seqlens.tolist()
+    pairs = zip(*(itertools.pairwise(t.tolist()) for t in ends), strict=True)
     parts = [
-        _plain_attention(*(t[None, a:b] for t in (q, k, v)), causal=causal, scale=scale)[0]
-        for a, b in itertools.pairwise(ends)
+        _plain_attention(q[None, a:b], k[None, c:d], v[None, c:d], causal=causal, scale=scale)[0]
+        if c < d else 0.0 * q[a:b]
+        for (a, b), (c, d) in pairs
         if a < b
-    ]
+    ]  # fmt: skip
     # The last term is 0; it makes the result depend on all, also where there is padding alone.
-    return torch.cat([*parts, 0.0 * q[ends[-1] :]]) + 0.0 * (k.sum() + v.sum())
+    return torch.cat([*parts, 0.0 * q[int(ends[0][-1]) :]]) + 0.0 * (k.sum() + v.sum())
 
 
 def _plain_grouped_linear(

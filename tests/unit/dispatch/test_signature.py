@@ -239,16 +239,20 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda o: o.attention_dropout(Q, Q, Q, RNG, heads=8), "got 8 without head_index",
     ),
     "attention_varlen 4-dim": (
-        lambda o: o.attention_varlen(Q, Q, Q, RNG),
+        lambda o: o.attention_varlen(Q, Q, Q, RNG, RNG),
         r"\(tokens, heads, head_dim\); got q \(1, 3, 4, 8\)",
     ),
-    "attention_varlen tokens": (
-        lambda o: o.attention_varlen(Q[0], Q[0, :2], Q[0, :2], RNG),
-        r"agree in tokens; got q \(3, 4, 8\), k \(2, 4, 8\)",
+    "attention_varlen values": (
+        lambda o: o.attention_varlen(Q[0], Q[0], Q[0, :2], RNG, RNG),
+        r"one shape .*; got q \(3, 4, 8\), k \(3, 4, 8\), v \(2, 4, 8\)",
+    ),
+    "attention_varlen entries": (
+        lambda o: o.attention_varlen(Q[0], Q[0], Q[0], RNG, RNG[:1]),
+        r"\(sequences \+ 1,\).*got shapes \(2,\) and \(1,\)",
     ),
     "attention_varlen no entries": (
-        lambda o: o.attention_varlen(Q[0], Q[0], Q[0], RNG[:0]),
-        r"\(sequences \+ 1,\).*got shape \(0,\)",
+        lambda o: o.attention_varlen(Q[0], Q[0], Q[0], RNG[:0], RNG[:0]),
+        r"\(sequences \+ 1,\).*got shapes \(0,\) and \(0,\)",
     ),
     "grouped_linear": (
         lambda o: o.grouped_linear(X, torch.ones(2, 3, 7), RNG),
@@ -267,8 +271,8 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "offsets must be int64 or int32, got int16",
     ),
     "attention_varlen float": (
-        lambda o: o.attention_varlen(Q[0], Q[0], Q[0], RNG.float()),
-        "cu_seqlens must be int64 or int32, got float32",
+        lambda o: o.attention_varlen(Q[0], Q[0], Q[0], RNG, RNG.float()),
+        "cu_seqlens_k must be int64 or int32, got float32",
     ),
     "embedding int32": (lambda o: o.embedding(RNG.int(), X), "indices must be int64, got int32"),
     "attention 3-dim": (lambda o: o.attention(Q[0], Q[0], Q[0]), r"q \(3, 4, 8\)"),

@@ -142,14 +142,14 @@ def test_varlen_of_a_sequence_does_not_depend_on_the_others() -> None:
             for leaf in leaves:
                 leaf[:4] *= loud
                 leaf[12:] = unwritten
-        y = ops.attention_varlen(*leaves, cu_seqlens, causal=True)
+        y = ops.attention_varlen(*leaves, cu_seqlens, cu_seqlens, causal=True)
         slope = torch.ones_like(y)
         slope[12:] = unwritten
         grads = torch.autograd.grad(y, leaves, slope)
         assert bits(y[12:]) == bits(torch.zeros(2, 4, 8))
         assert not any(g[12:].any() for g in grads)
         found.append([t[4:12].detach() for t in (y, *grads)])
-        _, lse = torch.ops.anychip.attention_varlen_forward(*leaves, cu_seqlens, True, None)
+        _, lse = ops.attention_varlen.forward(*leaves, cu_seqlens, cu_seqlens, causal=True)
         assert lse[:, 12:].isneginf().all()
     torch.testing.assert_close(*found, **CLOSE)
 
@@ -163,6 +163,9 @@ def test_varlen_of_a_sequence_does_not_depend_on_the_others() -> None:
 def test_varlen_refuses_entries_that_are_no_packing(
     entries: list[int], message: str, width: torch.dtype
 ) -> None:
-    *leaves, _ = packed([5])
-    with pytest.raises(ValueError, match=f"attention_varlen: cu_seqlens.*{message}"):
-        ops.attention_varlen(*leaves, torch.tensor(entries, dtype=width))
+    *leaves, right = packed([2, 1, 2])
+    wrong, right = torch.tensor(entries, dtype=width), right[: len(entries)]
+    for name, ends in (("q", (wrong, right)), ("k", (right, wrong))):
+        match = f"attention_varlen: cu_seqlens_{name}.*{message}"
+        with pytest.raises(ValueError, match=match):
+            ops.attention_varlen(*leaves, *ends)

@@ -374,14 +374,15 @@ def rule_deferred(context: Context, of: Subject) -> None:
 def rule_blocks(context: Context, of: Subject) -> None:
     """Over keys in blocks, joined by lse, y and gradients are those of all keys."""
     for trial in each_trial(context, of):
-        (q, k, v), attrs = trial.arguments
-        if q.shape[1] != k.shape[1] or q.shape[1] < blocks.BLOCKS:
-            continue
+        (q, k, v, *ends), attrs = trial.arguments
+        if q.shape != (*k.shape[:-2], *q.shape[-2:]) or not all(t.equal(ends[0]) for t in ends):
+            continue  # queries and keys are not cut alike
         placed, (grad,) = trial.place(context), trial.output_gradients()
-        given = (*placed.args, grad.to(context.device))
-        got = blocks.by_operator(of.operator, given, **attrs)
+        given = (*placed.args[:3], grad.to(context.device))
+        got = blocks.by_operator(of.operator, given, next(iter(placed.args[3:]), None), **attrs)
+        known = [numbers(t) for t in (q, k, v, grad)]
         with np.errstate(all="ignore"):
-            want = blocks.by_oracle([numbers(t) for t in (q, k, v, grad)], **attrs)
+            want = blocks.by_oracle(known, ends[0].tolist() if ends else None, **attrs)
         for name, found, expected in zip(("y", "dq", "dk", "dv"), got, want, strict=True):
             context.compare(f"{name} of blocks of keys", found, expected, statistical=False)
 
@@ -557,7 +558,7 @@ def _deferrable(operator: AnyOperator, dtype: torch.dtype) -> bool:
 
 
 def _has_lse(operator: AnyOperator, dtype: torch.dtype) -> bool:
-    return operator.spec.name == "attention"
+    return operator.spec.name in ("attention", "attention_varlen")
 
 
 def _twice(operator: AnyOperator, dtype: torch.dtype) -> bool:

@@ -173,21 +173,23 @@ def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Argumen
     return args, attrs
 
 
-def _ends(choose: Choices, high: int) -> Tensor:
-    """Ends of up to seven groups, empty ones among them."""
-    lengths = [choose.of(choose.size(high), 0) for _ in range(choose.of(1, 2, 3, 0, 5, 7))]
+def _ends(choose: Choices, high: int, count: int | None = None) -> Tensor:
+    """Ends of so many groups, or of up to seven, empty ones among them."""
+    count = choose.of(1, 2, 3, 0, 5, 7) if count is None else count
+    lengths = [choose.of(choose.size(high), 0) for _ in range(count)]
     ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
     return ends.to(choose.of(torch.int64, torch.int32))
 
 
 def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
     heads, kv_heads, dim = _heads(choose)
-    ends = _ends(choose, 33)
-    cu_seqlens = torch.cat((ends.new_zeros(1), ends))
-    tokens = int(cu_seqlens[-1]) + choose.of(0, 0, 1, 5)
-    shapes = (heads, kv_heads, kv_heads)
-    args = (_attended(choose, draw, tokens, count, dim) for count in shapes)
-    return (*args, cu_seqlens), _score_attrs(choose)
+    of_queries = _ends(choose, 33)
+    of_keys = _ends(choose, 33, len(of_queries)) if choose.of(False, True) else of_queries
+    ends = [torch.cat((t.new_zeros(1), t)) for t in (of_queries, of_keys)]
+    tokens = [int(t[-1]) + choose.of(0, 0, 1, 5) for t in ends]
+    shapes = ((tokens[0], heads), (tokens[1], kv_heads), (tokens[1], kv_heads))
+    args = (_attended(choose, draw, *shape, dim) for shape in shapes)
+    return (*args, *ends), _score_attrs(choose)
 
 
 def _linear(choose: Choices, draw: Draw) -> Arguments:

@@ -1,6 +1,7 @@
 """Oracle of attention_varlen: attention of each packed sequence alone. Layout (tokens, heads, dim).
 
-Rows from the last entry of cu_seqlens on are padding: exactly 0, with the lse -inf.
+Queries and keys have ends of their own. Rows from the last entry on are padding: exactly 0, with
+the lse -inf.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from anychip.conformance.oracles.oracle import Oracle
 Ends = NDArray[np.int64]
 
 
-def _hidden(num_rows: int, cu_seqlens: Ends, causal: bool) -> Mask:
-    """All is hidden but a triangle or square for each sequence."""
-    hidden = np.ones((num_rows, num_rows), dtype=np.bool_)
-    for start, end in itertools.pairwise(cu_seqlens):
-        length = int(end - start)
-        hidden[start:end, start:end] = ~np.tri(length, dtype=np.bool_) if causal else False
+def _hidden(shape: tuple[int, int], of_queries: Ends, of_keys: Ends, causal: bool) -> Mask:
+    """All is hidden but a rectangle for each sequence; causal, what is below its last diagonal."""
+    hidden = np.ones(shape, dtype=np.bool_)
+    for (first, last), (start, end) in zip(
+        itertools.pairwise(of_queries), itertools.pairwise(of_keys), strict=True
+    ):
+        queries, keys = int(last - first), int(end - start)
+        seen = np.tri(queries, keys, keys - queries if causal else keys, dtype=np.bool_)
+        hidden[first:last, start:end] = ~seen
     return hidden
 
 
@@ -38,21 +42,21 @@ def _unpadded(x: Rounded, cu_seqlens: Ends) -> Rounded:
     return x.shaped(lambda array: np.where(inside, array, 0.0))[None]
 
 
-def _forward(
-    q: Rounded, k: Rounded, v: Rounded, cu_seqlens: Ends, *, causal: bool, scale: float | None
-) -> tuple[Rounded, Rounded]:
-    hidden = _hidden(q.shape[0], cu_seqlens, causal)
-    q, k, v = (_unpadded(x, cu_seqlens) for x in (q, k, v))
-    y, lse = attend(q, k, v, hidden, scale)
+def _given(
+    q: Rounded, k: Rounded, v: Rounded, of_queries: Ends, of_keys: Ends, *, causal: bool
+) -> tuple[Rounded, Rounded, Rounded, Mask]:
+    hidden = _hidden((q.shape[0], k.shape[0]), of_queries, of_keys, causal)
+    return _unpadded(q, of_queries), _unpadded(k, of_keys), _unpadded(v, of_keys), hidden
+
+
+def _forward(q: Rounded, *rest: Any, causal: bool, scale: float | None) -> tuple[Rounded, Rounded]:
+    y, lse = attend(*_given(q, *rest, causal=causal), scale)
     return y[0], lse[0]
 
 
-def _backward(
-    grads: tuple[Rounded], q: Rounded, k: Rounded, v: Rounded, cu_seqlens: Ends, **attrs: Any
-) -> tuple[Rounded, ...]:
-    hidden = _hidden(q.shape[0], cu_seqlens, attrs["causal"])
-    grad, q, k, v = (_unpadded(x, cu_seqlens) for x in (*grads, q, k, v))
-    found = attend_backward(grad, q, k, v, hidden, attrs["scale"])
+def _backward(grads: tuple[Rounded], q: Rounded, *rest: Any, **attrs: Any) -> tuple[Rounded, ...]:
+    grad = _unpadded(grads[0], rest[2])
+    found = attend_backward(grad, *_given(q, *rest, causal=attrs["causal"]), attrs["scale"])
     return tuple(gradient[0] for gradient in found)
 
 
@@ -72,6 +76,14 @@ _PACKINGS: dict[str, tuple[Packing, int]] = {
     "padded:4": ((), 4),
     "0.padded:2": ((0,), 2),
 }
+_KEYS: dict[str, tuple[Packing, int]] = {
+    "3+5+4": ((5, 2, 4), 1),
+    "0+4+0+0+3+0": ((2, 0, 0, 1, 6, 3), 0),
+    "63+65": ((17, 130), 0),
+    "5+2.padded:3": ((0, 0), 0),
+    "0.padded:2": ((4,), 3),
+}
+"""Of some packings of queries another one of keys: fewer, more, none; padding of one alone."""
 
 
 def _packed(
@@ -80,35 +92,37 @@ def _packed(
     causal: bool,
     heads: tuple[int, int] = (4, 2),
     dim: int = 16,
+    keys: tuple[Packing, int] | None = None,
 ) -> Arguments:
-    lengths, padding = packing
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    tokens = int(cu_seqlens[-1]) + padding
-    q, k = (draw.normal(tokens, count, dim) for count in heads)
-    args = (q, k, draw.normal(tokens, heads[1], dim), cu_seqlens)
+    """keys: their packing, where it is not that of the queries."""
+    ends, tokens = [], []
+    for lengths, padding in (packing, keys or packing):
+        ends.append(torch.tensor([0, *lengths]).cumsum(0))
+        tokens.append(int(ends[-1][-1]) + padding)
+    q, k = (draw.normal(n, count, dim) for n, count in zip(tokens, heads, strict=True))
+    args = (q, k, draw.normal(*k.shape), ends[0], ends[1])
     return args, {"causal": causal, "scale": None}
 
 
 def _int32(draw: Draw, packing: tuple[Packing, int], causal: bool) -> Arguments:
-    (*qkv, cu_seqlens), attrs = _packed(draw, packing, causal)
-    return (*qkv, cu_seqlens.int()), attrs
+    (*qkv, of_queries, of_keys), attrs = _packed(draw, packing, causal)
+    return (*qkv, of_queries.int(), of_keys.int()), attrs
 
 
 def _apart(draw: Draw) -> Arguments:
     # Sequence b holds the number b + 1 and nothing else: to see another one is a wrong integer.
-    (q, k, v, cu_seqlens), attrs = _packed(draw, ((6, 9, 2, 7), 0), causal=False)
-    for number, (start, end) in enumerate(itertools.pairwise(cu_seqlens)):
+    (q, k, v, *ends), attrs = _packed(draw, ((6, 9, 2, 7), 0), False, keys=((8, 1, 5, 9), 1))
+    for number, (start, end) in enumerate(itertools.pairwise(ends[1])):
         v[start:end] = number + 1
-    return (q, k, v, cu_seqlens), attrs
+    return (q, k, v, *ends), attrs
 
 
 def _nan(draw: Draw) -> Arguments:
     # A query of one sequence, and the padding; every other sequence stays clean.
-    (q, k, v, cu_seqlens), attrs = _packed(draw, ((4, 5, 3), 2), causal=True)
+    (q, k, v, *ends), attrs = _packed(draw, ((4, 5, 3), 2), causal=True, keys=((4, 7, 2), 1))
     q[6, 0, 0] = math.nan
-    for tensor in (q, k, v):
-        tensor[12:] = math.nan
-    return (q, k, v, cu_seqlens), attrs
+    q[12:], k[13:], v[13:] = (math.nan,) * 3
+    return (q, k, v, *ends), attrs
 
 
 def _calls() -> Iterator[Call]:
@@ -116,10 +130,15 @@ def _calls() -> Iterator[Call]:
         for causal in (True, False):
             make = partial(_packed, packing=packing, causal=causal)
             yield Call(f"{name}.{'causal' if causal else 'full'}", make)
+            if name in _KEYS:
+                keys = partial(make, keys=_KEYS[name])
+                yield Call(f"{name}.{'causal' if causal else 'full'}.keys", keys)
     for kv_heads in (1, 2, 6):
         heads = partial(_packed, packing=((7, 12), 0), causal=True, heads=(6, kv_heads), dim=12)
         yield Call(f"7+12.heads:6+{kv_heads}", heads)
     yield from in_layouts("6+0+7.padded:1", partial(_packed, packing=((6, 0, 7), 1), causal=True))
+    keys = partial(_packed, packing=((6, 0, 7), 1), causal=True, keys=((4, 3, 9), 0))
+    yield Call("6+0+7of4+3+9.strided", keys, layout="strided")
     # Even and odd numbers of entries, which read as int64 would be half as many.
     for name in ("3+5+4", "0+4+0+0+3+0", "5+2.padded:3"):
         yield Call(f"{name}.int32", partial(_int32, packing=_PACKINGS[name], causal=True))
@@ -133,5 +152,5 @@ ATTENTION_VARLEN = Oracle(
     forward=_forward,
     backward=_backward,
     calls=_calls,
-    lower_precision=("15+17+33.causal", "63+65.full"),
+    lower_precision=("15+17+33.causal", "63+65.full", "63+65.causal.keys"),
 )

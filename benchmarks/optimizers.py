@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from anychip.bench.report import Report, Timing
-from anychip.bench.timing import Call, Samples, interleave
+from anychip.bench.timing import Samples, Timed, interleave
 from anychip.comm import alone
 from anychip.contract import Backend
 from anychip.operators.adamw_8bit import BLOCK
@@ -177,14 +177,14 @@ _OURS, _BOUND = "ours", "traffic"
 
 def _calls(
     backend: Backend, setting: Setting, shapes: list[tuple[int, ...]], missing: list[str]
-) -> dict[str, Call]:
+) -> dict[str, Timed]:
     device = backend.device()
     params = [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
     for param in params:
         param.grad = torch.randn_like(param) * 1e-3
     comm = alone()
     comm.device = backend.device_type
-    calls: dict[str, Call] = {_OURS: zero.Optimizer(params, setting.rule, comm).step}
+    calls: dict[str, Timed] = {_OURS: zero.Optimizer(params, setting.rule, comm).step}
     if setting.torch is not None:
         for how in ("for-loop", "foreach", "fused"):
             options = {"foreach": how == "foreach", "fused": how == "fused"}
@@ -201,7 +201,7 @@ def _calls(
 
 def _of_deepspeed(
     backend: Backend, name: str, params: list[Tensor], options: Mapping[str, Any]
-) -> Call:
+) -> Timed:
     """A step of an optimizer of DeepSpeed's, which it compiles when it is first made.
 
     Raises:
@@ -219,7 +219,7 @@ def _of_deepspeed(
         raise RuntimeError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
-def _traffic(backend: Backend, total: int, states: float) -> Call:
+def _traffic(backend: Backend, total: int, states: float) -> Timed:
     """Reads gradients, and reads and writes parameters and states, as one pass must."""
     sizes = (total, total, round(total * states))
     grads, *written = (torch.ones(size, device=backend.device()) for size in sizes)

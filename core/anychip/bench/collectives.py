@@ -192,28 +192,28 @@ def repeat(place: Place, who: str, count: int) -> dict[str, float]:
     return {"seconds": time.perf_counter() - begin}
 
 
-Pair = tuple[Callable[[], object], Callable[[], object]]
+Compared = tuple[Callable[[], object], Callable[[], object]]
 
 
-def _all_reduce(comm: Communicator, whole: Tensor) -> Pair:
+def _all_reduce(comm: Communicator, whole: Tensor) -> Compared:
     return partial(comm.all_reduce, whole), partial(dist.all_reduce, whole)
 
 
-def _reduce_scatter(comm: Communicator, whole: Tensor) -> Pair:
+def _reduce_scatter(comm: Communicator, whole: Tensor) -> Compared:
     part = torch.empty_like(whole.chunk(comm.world_size)[0])
     return partial(comm.reduce_scatter, part, whole), partial(_SCATTER, part, whole)
 
 
-def _all_gather(comm: Communicator, whole: Tensor) -> Pair:
+def _all_gather(comm: Communicator, whole: Tensor) -> Compared:
     part = whole.chunk(comm.world_size)[0].clone()
     return partial(comm.all_gather, whole, part), partial(_GATHER, whole, part)
 
 
-def _broadcast(comm: Communicator, whole: Tensor) -> Pair:
+def _broadcast(comm: Communicator, whole: Tensor) -> Compared:
     return partial(comm.broadcast, whole, 0), partial(dist.broadcast, whole, 0)
 
 
-def _all_to_all(comm: Communicator, whole: Tensor) -> Pair:
+def _all_to_all(comm: Communicator, whole: Tensor) -> Compared:
     output = torch.empty_like(whole)
     inputs, outputs = whole.chunk(comm.world_size), output.chunk(comm.world_size)
     return (
@@ -222,14 +222,14 @@ def _all_to_all(comm: Communicator, whole: Tensor) -> Pair:
     )
 
 
-def _send(comm: Communicator, whole: Tensor) -> Pair:
+def _send(comm: Communicator, whole: Tensor) -> Compared:
     """From rank 0 to rank 1, which has it when its call returns."""
     if comm.rank == 0:
         return partial(comm.send, whole, 1), partial(dist.send, whole, 1)
     return partial(comm.recv, whole, 0), partial(dist.recv, whole, 0)
 
 
-def _barrier(comm: Communicator, whole: Tensor) -> Pair:
+def _barrier(comm: Communicator, whole: Tensor) -> Compared:
     return comm.barrier, dist.barrier
 
 
@@ -237,7 +237,7 @@ def _barrier(comm: Communicator, whole: Tensor) -> Pair:
 _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-CALLS: Mapping[str, Callable[[Communicator, Tensor], Pair]] = {
+CALLS: Mapping[str, Callable[[Communicator, Tensor], Compared]] = {
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,

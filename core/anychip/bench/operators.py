@@ -23,7 +23,7 @@ from anychip.bench import channels, updates
 from anychip.bench.case import Case, Make, added_cases
 from anychip.bench.compiled import Compiler
 from anychip.bench.report import Report, Timing
-from anychip.bench.timing import Call, Samples, Under, interleave
+from anychip.bench.timing import Samples, Timed, Under, interleave
 from anychip.contract import Backend, SampleMaker
 from anychip.dispatch.operator import Operator, registered
 from anychip.dispatch.tally import ProvenanceRow
@@ -111,7 +111,7 @@ def _rows(
         yield _row(_row_name(name, backward), operator, turns[0], timed(calls), copied, servers)
 
 
-def _servers(backend: Backend, name: str, calls: dict[str, Call]) -> dict[str, Any]:
+def _servers(backend: Backend, name: str, calls: dict[str, Timed]) -> dict[str, Any]:
     """Whose rows serve ours, and whose did before a kernel pack's; adds the call of those."""
     ours = _served(name, calls["ours"])
     facts = {"served by": _names(ours)}
@@ -125,7 +125,7 @@ def _servers(backend: Backend, name: str, calls: dict[str, Call]) -> dict[str, A
     return facts
 
 
-def _served(name: str, call: Call) -> list[ProvenanceRow]:
+def _served(name: str, call: Timed) -> list[ProvenanceRow]:
     """What served one call of an operator, forward first."""
     before = {replace(row, calls=0): row.calls for row in runtime.provenance().rows()}
     call()
@@ -185,10 +185,10 @@ def _calls(
 ) -> dict[str, Callable[[], object]]:
     name, first = operator.spec.name, turns[0]
 
-    def of(function: Callable[..., Any]) -> Call:
+    def of(function: Callable[..., Any]) -> Timed:
         return _in_turn([_call(function, case, backward, operator) for case in turns])
 
-    calls: dict[str, Call] = {
+    calls: dict[str, Timed] = {
         "ours": of(operator),
         "reference": Under(partial(runtime.policy, pin={name: "reference"}), of(operator)),
     }
@@ -242,7 +242,7 @@ def _nbytes(operator: Operator[..., Any], case: Case, backward: bool) -> int:
 
 def _call(
     function: Callable[..., Any], case: Case, backward: bool, operator: Operator[..., Any]
-) -> Call:
+) -> Timed:
     """A closure that runs a case once; with a backward, through autograd with a given gradient."""
     if not backward:
         return partial(function, *case.args, **case.attrs)

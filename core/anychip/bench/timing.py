@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-Call = Callable[[], object]
+Timed = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Under:
     """A call that is timed within a block, like a policy, which is entered once per round."""
 
     block: Callable[[], AbstractContextManager[object]]
-    call: Call
+    call: Timed
 
     def __call__(self) -> object:
         with self.block():
@@ -54,11 +54,11 @@ class Samples:
 
 
 def interleave(
-    calls: Mapping[str, Call],
+    calls: Mapping[str, Timed],
     *,
     rounds: int,
     window: float,
-    synchronize: Call,
+    synchronize: Timed,
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Samples]:
     """Times every call in every round.
@@ -81,7 +81,7 @@ def interleave(
     return {name: Samples(name=name, seconds=tuple(taken)) for name, taken in seconds.items()}
 
 
-def _calls_per_window(call: Call, window: float, synchronize: Call) -> int:
+def _calls_per_window(call: Timed, window: float, synchronize: Timed) -> int:
     call()
     count = 1
     while True:
@@ -92,7 +92,7 @@ def _calls_per_window(call: Call, window: float, synchronize: Call) -> int:
         count *= 4
 
 
-def _measure(call: Call, count: int, synchronize: Call) -> float:
+def _measure(call: Timed, count: int, synchronize: Timed) -> float:
     if isinstance(call, Under):
         with call.block():
             return _measure(call.call, count, synchronize)

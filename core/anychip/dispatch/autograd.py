@@ -209,7 +209,7 @@ class Gradient:
         return zip(self.results, self.signature.results(found), strict=True)
 
 
-Call = tuple[Gradient, Choice, Mapping[str, Any]]
+Recorded = tuple[Gradient, Choice, Mapping[str, Any]]
 """Gradient, choice and attributes: one argument, since each costs torch time to pass on."""
 
 
@@ -219,7 +219,7 @@ class Node(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: Call,
+        call: Recorded,
         *args: Any,
     ) -> Any:
         gradient, choice, attrs = call

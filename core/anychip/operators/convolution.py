@@ -27,20 +27,20 @@ from anychip.operators.extents import Needs, nbytes
 from anychip.operators.linear import check_bias
 from anychip.operators.norm import channel_sum
 
-Pair = int | Sequence[int]
+PerDim = int | Sequence[int]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _pair(value: Pair) -> tuple[int, ...]:
+def _pair(value: PerDim) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value, value)  # type: ignore[return-value]
 
 
-def _padded(x: Tensor, padding: Pair) -> Tensor:
+def _padded(x: Tensor, padding: PerDim) -> Tensor:
     height, width = _pair(padding)
     return pad(x.float(), (width, width, height, height))
 
 
-def _windows(x: Tensor, weight: Tensor, stride: Pair, dilation: Pair, groups: int) -> Tensor:
+def _windows(x: Tensor, weight: Tensor, stride: PerDim, dilation: PerDim, groups: int) -> Tensor:
     """(N, C, H, W) as (groups, numbers under a kernel, N, rows, columns)."""
     # Not unfold, whose gradient not every chip has.
     rows, columns = (
@@ -59,7 +59,7 @@ def _seen(size: int, kernel: int, place: int, step: int, apart: int) -> slice:
     return slice(place * apart, place * apart + (outputs - 1) * step + 1, step)
 
 
-def _product(x: Tensor, weight: Tensor, stride: Pair, dilation: Pair, groups: int) -> Tensor:
+def _product(x: Tensor, weight: Tensor, stride: PerDim, dilation: PerDim, groups: int) -> Tensor:
     """Of x, padded, and kernels (outputs, C / groups, high, wide), both float32."""
     windows = _windows(x, weight, stride, dilation, groups)
     kernels = weight.reshape(groups, weight.shape[0] // groups, windows.shape[1])
@@ -75,9 +75,9 @@ def _conv2d_forward(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
+    stride: PerDim,
+    padding: PerDim,
+    dilation: PerDim,
     groups: int,
 ) -> Tensor:
     y = _product(_padded(x, padding), weight.float(), stride, dilation, groups)
@@ -91,9 +91,9 @@ def _conv2d_backward(
     x: Tensor,
     weight: Tensor,
     *,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
+    stride: PerDim,
+    padding: PerDim,
+    dilation: PerDim,
     groups: int,
     needs: Needs,
 ) -> Gradients:
@@ -132,9 +132,9 @@ def _conv2d_check(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
+    stride: PerDim,
+    padding: PerDim,
+    dilation: PerDim,
     groups: int,
 ) -> None:
     if x.dim() != 4 or weight.dim() != 4 or groups < 1 or x.shape[1] != weight.shape[1] * groups:
@@ -158,7 +158,7 @@ def _conv2d_check(
 
 
 def _size(
-    x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, *_: object
+    x: Tensor, weight: Tensor, stride: PerDim, padding: PerDim, dilation: PerDim, *_: object
 ) -> list[int]:
     """Height and width of the output."""
     given = zip((2, 3), _pair(stride), _pair(padding), _pair(dilation), strict=True)
@@ -173,9 +173,9 @@ def _conv2d_fake(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
+    stride: PerDim,
+    padding: PerDim,
+    dilation: PerDim,
     groups: int,
 ) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0], *_size(x, weight, stride, padding, dilation)))

@@ -21,7 +21,7 @@ def test_interleave_runs_every_candidate_in_every_round(monkeypatch: pytest.Monk
     order: list[str] = []
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
-    def candidate(name: str, seconds: float) -> timing.Call:
+    def candidate(name: str, seconds: float) -> timing.Timed:
         def call() -> None:
             now[0] += seconds
             order.append(name)

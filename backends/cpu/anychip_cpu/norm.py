@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip.operators.norm import channel_sum
+from anychip.operators.norm import by_channel, channel_sum
 from anychip_cpu import native
 from anychip_cpu.dropout import bias_dropout_add, dropout
 from anychip_cpu.native import CODES
@@ -128,18 +128,14 @@ def _groups(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return wide, torch.ones(wide.shape[1])
 
 
-def _by_channel(x: Tensor, values: Tensor) -> Tensor:
-    return values.float().reshape(-1, *[1] * (x.dim() - 2))
-
-
 @declared.forward("group_norm", accepts=has_elements)
 def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, num_groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     normed, mean, rstd = layer_norm(*_groups(x, num_groups), None, eps=eps)
-    y = normed.view(x.shape).mul_(_by_channel(x, weight))
+    y = normed.view(x.shape).mul_(by_channel(x, weight))
     if bias is not None:
-        y.add_(_by_channel(x, bias))
+        y.add_(by_channel(x, bias))
     return y.to(x.dtype), mean.view(-1, num_groups), rstd.view(-1, num_groups)
 
 
@@ -158,7 +154,7 @@ def group_norm_backward(
     rows, ones = _groups(x, num_groups)
     dx = dweight = dbias = None
     if needs[0]:
-        scaled = (grad.float() * _by_channel(x, weight)).reshape(rows.shape)
+        scaled = (grad.float() * by_channel(x, weight)).reshape(rows.shape)
         saved: Any = (scaled, rows, ones, mean.reshape(-1), rstd.reshape(-1))
         found = layer_norm_backward(*saved, eps=eps, needs=(True, False, False))[0]
         assert found is not None

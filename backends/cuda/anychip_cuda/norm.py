@@ -1,4 +1,8 @@
-"""Rows of norms: rms_norm, layer_norm, and both of the sum with a residual, dropped or not."""
+"""Rows of norms: rms_norm, layer_norm, both of the sum with a residual, dropped or not; group_norm.
+
+group_norm is layer_norm's kernel with a group as a row, not torch's, which computes
+``x * scale + shift``: of two numbers that lie close to each other that leaves fewer digits.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anychip.operators.norm import by_channel, channel_sum
 from anychip_cuda.native import Kernels, address, empty_like
 from anychip_cuda.table import Needs, declared
 
@@ -145,6 +150,66 @@ def layer_norm_backward(
     wanted = (needs[0], False, *needs[1:])
     dx, _, *dweights = _gradients(kernels, grad, x, None, weight, (mean, rstd), wanted)
     return dx, *dweights
+
+
+# Over groups of channels
+
+
+def _groups(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """(N * groups, numbers of a group), and a weight of ones for it."""
+    wide = x.float().reshape(x.shape[0] * num_groups, -1)
+    return wide, wide.new_ones(wide.shape[1])
+
+
+def _has_elements(x: Tensor, *_: object, **__: object) -> bool:
+    return x.numel() > 0
+
+
+@declared.forward("group_norm", accepts=_has_elements)
+def group_norm(
+    kernels: Kernels,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    num_groups: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    normed, mean, rstd = layer_norm(kernels, *_groups(x, num_groups), None, eps=eps)
+    assert mean is not None
+    y = normed.view(x.shape).mul_(by_channel(x, weight))
+    if bias is not None:
+        y.add_(by_channel(x, bias))
+    return y.to(x.dtype), mean.view(-1, num_groups), rstd.view(-1, num_groups)
+
+
+@declared.backward("group_norm", accepts=_has_elements)
+def group_norm_backward(
+    kernels: Kernels,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    num_groups: int,
+    eps: float,
+    needs: Needs,
+) -> tuple[Tensor | None, ...]:
+    rows, ones = _groups(x, num_groups)
+    dx = dweight = dbias = None
+    if needs[0]:
+        scaled = (grad.float() * by_channel(x, weight)).reshape(rows.shape)
+        saved: Any = (scaled, rows, ones, mean.reshape(-1), rstd.reshape(-1))
+        found = layer_norm_backward(kernels, *saved, eps=eps, needs=(True, False, False))[0]
+        assert found is not None
+        dx = found.view(x.shape).to(x.dtype)
+    if needs[1]:
+        normed = (rows - mean.reshape(-1, 1)).mul_(rstd.reshape(-1, 1)).view(x.shape)
+        dweight = channel_sum(normed.mul_(grad)).to(weight.dtype)
+    if needs[2]:
+        dbias = channel_sum(grad.float()).to(weight.dtype)
+    return dx, dweight, dbias
 
 
 def _has_sum(x: Tensor, residual: Tensor, *_: Tensor | None, **__: object) -> bool:

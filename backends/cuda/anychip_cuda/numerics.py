@@ -49,6 +49,31 @@ class ExactProducts:
             _C._set_cublas_allow_fp16_accumulation(True)
 
 
+class ExactConvolutions:
+    """Within it convolutions of cuDNN are of float32 numbers, and repeat in bits.
+
+    Off are TF32, algorithms whose sums come in any order, and the choice of the algorithm by time.
+    """
+
+    def __enter__(self) -> None:
+        self._precision = _C._get_fp32_precision_getter("cuda", "conv")
+        self._deterministic = _C._get_cudnn_deterministic()
+        self._benchmark = _C._get_cudnn_benchmark()
+        _C._set_fp32_precision_setter("cuda", "conv", _FULL)
+        _C._set_cudnn_deterministic(True)
+        _C._set_cudnn_benchmark(False)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _C._set_fp32_precision_setter("cuda", "conv", self._precision)
+        _C._set_cudnn_deterministic(self._deterministic)
+        _C._set_cudnn_benchmark(self._benchmark)
+
+
 def _listed(found: Any) -> tuple[bool, ...]:
     """Arguments of the setter that make ``found``; older versions of torch have one flag."""
     return found if isinstance(found, tuple) else (found,)

@@ -7,6 +7,7 @@ from anychip_cuda import (  # noqa: F401 - all but native declare rows
     attention,
     attention_dropout,
     compression,
+    convolution,
     dropout,
     embedding,
     linear_loss,

@@ -217,7 +217,7 @@ def _group_size(x: Tensor, num_groups: int) -> int:
     return x.shape[1:].numel() // num_groups
 
 
-def _by_channel(x: Tensor, values: Tensor) -> Tensor:
+def by_channel(x: Tensor, values: Tensor) -> Tensor:
     """(C,) in float32, as it goes with x."""
     return values.float().reshape(-1, *[1] * (x.dim() - 2))
 
@@ -232,9 +232,9 @@ def _group_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, num_groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     normed, mean, rstd = _standardised(_grouped(x, num_groups), eps)
-    y = normed.reshape(x.shape) * _by_channel(x, weight)
+    y = normed.reshape(x.shape) * by_channel(x, weight)
     if bias is not None:
-        y = y + _by_channel(x, bias)
+        y = y + by_channel(x, bias)
     return y.to(x.dtype).contiguous(), mean.squeeze(-1), rstd.squeeze(-1)
 
 
@@ -252,7 +252,7 @@ def _group_backward(
     normed = (_grouped(x, num_groups) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
     dx = dweight = dbias = None
     if needs[0]:
-        scaled = _grouped(grad.float() * _by_channel(x, weight), num_groups)
+        scaled = _grouped(grad.float() * by_channel(x, weight), num_groups)
         found = _standardised_gradient(scaled, normed, rstd.unsqueeze(-1))
         dx = found.reshape(x.shape).to(x.dtype)
     if needs[1]:

@@ -33,6 +33,10 @@ def mapped() -> Iterator[Mapped]:
 # On a host torch's 16-bit product of strided factors has no float32 accumulator.
 SERVED = {
     "linear": ("linear/fp32/", {"linear"}),
+    **{
+        name: (f"{name}/", {name, f"{name}_backward"})
+        for name in "silu relu relu2 sigmoid tanh softplus conv1d conv2d".split()
+    },
     "embedding": ("embedding/", {"embedding_by_torch"}),
     "grouped_linear": ("grouped_linear/", {"grouped_linear_by_group"}),
     "attention": ("attention/", {"attention_by_flash", "attention_by_efficient"}),
@@ -52,7 +56,8 @@ def test_mapped_row_passes_the_suite(name: str, mapped: Mapped, kernels: Kernels
     select = f"(operators/{cases} or gradients/{cases}) and not rule:ends"
     report = conformance.run(mapped, select=select)
     assert [f"{r.case}: {r.reason}" for r in report.results if not r.ok] == []
-    served = {str(r.served_by).rpartition(".")[2] for r in report.results if r.served_by}
+    assert report.provenance is not None
+    served = {row["implementation"].rpartition(".")[2] for row in report.provenance["operators"]}
     assert rows <= served
     if name == "attention":
         assert {f"{kind}{way}" for kind in ("flash", "efficient") for way in ("", " backward")} == (

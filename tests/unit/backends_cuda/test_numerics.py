@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from anychip_cuda.numerics import ExactProducts
+from anychip_cuda.numerics import ExactConvolutions, ExactProducts
 
 _C: Any = torch._C
 
@@ -20,11 +20,23 @@ def products() -> tuple[Any, ...]:
     )
 
 
+def convolutions() -> tuple[Any, ...]:
+    precision = _C._get_fp32_precision_getter("cuda", "conv")
+    return precision, _C._get_cudnn_deterministic(), _C._get_cudnn_benchmark()
+
+
+def set_convolutions(precision: str, deterministic: bool, benchmark: bool) -> None:
+    _C._set_fp32_precision_setter("cuda", "conv", precision)
+    _C._set_cudnn_deterministic(deterministic)
+    _C._set_cudnn_benchmark(benchmark)
+
+
 @pytest.fixture(autouse=True)
 def switches() -> Iterator[None]:
     """Puts back what a test sets."""
-    before = products()
+    before, of_convolutions = products(), convolutions()
     yield
+    set_convolutions(*of_convolutions)
     _C._set_fp32_precision_setter("cuda", "matmul", before[0])
     _C._set_cublas_allow_bf16_reduced_precision_reduction(*before[1])
     _C._set_cublas_allow_fp16_reduced_precision_reduction(*before[2])
@@ -55,6 +67,16 @@ def test_exact_products_after_an_error_are_put_back() -> None:
     with pytest.raises(KeyError), ExactProducts():
         raise KeyError
     assert products() == before
+
+
+@pytest.mark.parametrize("switched", [("tf32", False, True), ("ieee", True, False)])
+def test_exact_convolutions_switches_off_what_costs_digits_and_puts_it_back(
+    switched: tuple[str, bool, bool],
+) -> None:
+    set_convolutions(*switched)
+    with ExactConvolutions():
+        assert convolutions() == ("ieee", True, False)
+    assert convolutions() == switched
 
 
 def test_exact_products_leaves_the_older_interface_usable() -> None:

@@ -17,23 +17,28 @@ Attr = Any
 
 
 @wrong("causal-from-the-first-key", "mask aligned at the wrong end", operator="attention")
-def first_aligned(
-    row: Row, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
-) -> Any:
+def first_aligned(row: Row, q: Tensor, k: Tensor, v: Tensor, **attrs: Attr) -> Any:
     extra = k.shape[1] - q.shape[1]
-    if not causal or extra <= 0:
-        return row(q, k, v, causal=causal, scale=scale)
-    return row(q, k[:, :-extra], v[:, :-extra], causal=True, scale=scale)
+    if not attrs["causal"] or extra <= 0:
+        return row(q, k, v, **attrs)
+    return row(q, k[:, :-extra], v[:, :-extra], **attrs)
 
 
 @wrong("blind-query-is-a-mean", "a case of its own forgotten", operator="attention")
-def uniform_blind(
-    row: Row, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
-) -> Any:
-    y, lse = row(q, k, v, causal=causal, scale=scale)
-    blind = max(q.shape[1] - k.shape[1], 0) if causal and k.shape[1] else 0
+def uniform_blind(row: Row, q: Tensor, k: Tensor, v: Tensor, **attrs: Attr) -> Any:
+    y, lse = row(q, k, v, **attrs)
+    blind = max(q.shape[1] - k.shape[1], 0) if attrs["causal"] and k.shape[1] else 0
     y[:, :blind] = v.mean(1, keepdim=True).repeat_interleave(q.shape[2] // k.shape[2], 2)
     return y, lse
+
+
+@wrong(
+    "float32-of-rounded-attention", "intermediate result in the storage type", operator="attention",
+    select="/attention/bf16", dtypes=frozenset({torch.bfloat16, torch.float32}),
+)  # fmt: skip
+def rounded_twice(row: Row, *args: Tensor, **attrs: Attr) -> Any:
+    y, lse = row(*args, **{**attrs, "out_dtype": None})
+    return y.to(attrs["out_dtype"] or y.dtype), lse
 
 
 @wrong("rope-rest-dropped", "dropped tail", operator="rope")
@@ -96,7 +101,8 @@ def blind_nan(row: Row, grad: Tensor, q: Tensor, k: Tensor, *rest: Tensor, **att
 def own_lse(row: Row, *args: Tensor, **attrs: Attr) -> Any:
     (q, k, v), ends = args[1:4], args[6:]
     forward = operators.attention_varlen.forward if ends else operators.attention.forward
-    own = forward(q, k, v, *ends, causal=attrs["causal"], scale=attrs["scale"])[1]
+    named = {name: value for name, value in attrs.items() if name != "needs"}
+    own = forward(q, k, v, *ends, **named)[1]
     return row(*args[:5], own, *ends, **attrs)
 
 

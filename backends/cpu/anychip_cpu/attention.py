@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anychip import operators
+from anychip.operators.attention import widened
 from anychip_cpu.table import FLOATS, Needs, declared
 
 _aten = torch.ops.aten
@@ -44,14 +45,22 @@ def _blind(q: Tensor, k: Tensor, causal: bool) -> int:
 
 @declared.forward("attention", kind="mapped", accepts=takes_flash)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
+    q, k, v = widened(q, out_dtype, q, k, v)
+    attrs: dict[str, Any] = {"causal": causal, "scale": scale, "out_dtype": None}
     blind = _blind(q, k, causal)
     if blind:
         batch, length, heads, _dim = q.shape
         y = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = torch.full((batch, heads, length), -math.inf)
-        y[:, blind:], lse[..., blind:] = attention(q[:, blind:], k, v, causal=True, scale=scale)
+        y[:, blind:], lse[..., blind:] = attention(q[:, blind:], k, v, **attrs)
         return y, lse
     is_causal, mask = _mask(q, k, causal)
     # torch's kernel takes the last dim to have stride 1, without looking.
@@ -62,9 +71,7 @@ def attention(
     if not lse.all():
         # torch gives a row whose scores are all NaN the lse 0 and the result 0, as if it were
         # masked. A true lse of 0 is rare, and then this only costs time.
-        exact: tuple[Tensor, Tensor] = operators.attention.forward(
-            q, k, v, causal=causal, scale=scale
-        )
+        exact: tuple[Tensor, Tensor] = operators.attention.forward(q, k, v, **attrs)
         return exact
     return y.transpose(1, 2).contiguous(), lse.contiguous()
 
@@ -85,8 +92,11 @@ def attention_backward(
     *,
     causal: bool,
     scale: float | None,
+    out_dtype: torch.dtype | None,
     needs: Needs,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = q.dtype
+    grad, q, k, v, y = widened(q, out_dtype, grad, q, k, v, y)
     blind, heads, kv_heads = _blind(q, k, causal), q.shape[2], k.shape[2]
     is_causal, mask = _mask(q[:, blind:], k, causal)
     grad, q, y = (t[:, blind:].contiguous() for t in (grad, q, y))
@@ -103,11 +113,11 @@ def attention_backward(
         attn_mask=mask,
         scale=scale,
     )
-    dq = dq.transpose(1, 2)
+    dq = dq.transpose(1, 2).to(dtype)
     return (
         torch.nn.functional.pad(dq, (0, 0, 0, 0, blind, 0)) if blind else dq.contiguous(),
-        _sum_groups(dk.transpose(1, 2), kv_heads).to(k.dtype),
-        _sum_groups(dv.transpose(1, 2), kv_heads).to(v.dtype),
+        _sum_groups(dk.transpose(1, 2), kv_heads).to(dtype),
+        _sum_groups(dv.transpose(1, 2), kv_heads).to(dtype),
     )
 
 

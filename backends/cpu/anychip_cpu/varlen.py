@@ -40,12 +40,14 @@ def attention_varlen(
     *,
     causal: bool,
     scale: float | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     refuse_no_packing(q, k, cu_seqlens_q, cu_seqlens_k)
-    y = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    y = torch.zeros_like(q, dtype=out_dtype, memory_format=torch.contiguous_format)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf)
     for own, seen in _sequences(cu_seqlens_q, cu_seqlens_k):
-        found = attention(q[None, own], k[None, seen], v[None, seen], causal=causal, scale=scale)
+        given = (q[None, own], k[None, seen], v[None, seen])
+        found = attention(*given, causal=causal, scale=scale, out_dtype=out_dtype)
         y[own], lse[:, own] = found[0][0], found[1][0]
     return y, lse
 
@@ -68,6 +70,7 @@ def attention_varlen_backward(
     *,
     causal: bool,
     scale: float | None,
+    out_dtype: torch.dtype | None,
     needs: Needs,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
@@ -81,6 +84,7 @@ def attention_varlen_backward(
             lse[None, :, own],
             causal=causal,
             scale=scale,
+            out_dtype=out_dtype,
             needs=needs,
         )
     return dq, dk, dv

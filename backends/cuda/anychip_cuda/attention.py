@@ -1,9 +1,10 @@
 """Rows for attention, mapped to kernels that torch brings: no score is kept.
 
 16-bit tensors go forward through cuDNN where torch itself prefers it, else through flash attention,
-and backward through flash attention in its deterministic mode; float32 ones through the
-memory-efficient kernel, whose products keep float32's digits. All leave the same lse. None has
-torch's mask for causal, which is aligned to the first key: these kernels align it to the last.
+and backward through flash attention in its deterministic mode; float32 ones, and 16-bit ones whose
+result is to be float32, through the memory-efficient kernel, whose products keep float32's digits.
+All leave the same lse. None has torch's mask for causal, which is aligned to the first key: these
+kernels align it to the last.
 
 Source: Dao 2023, arXiv:2307.08691; the conditions are those of torch's ``sdp_utils.cpp``.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from anychip.contract.settings import SameBits
+from anychip.operators.attention import widened
 from anychip_cuda.products import aligned, capability
 from anychip_cuda.table import Needs, declared
 
@@ -40,7 +42,13 @@ def takes(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **_: Any) -> 
     return some and q.dtype == k.dtype == v.dtype and (scale is None or scale > 0.0)
 
 
-def _takes_flash(q: Tensor, k: Tensor, v: Tensor, **attrs: Any) -> bool:
+def takes_flash(q: Tensor, k: Tensor, v: Tensor, **attrs: Any) -> bool:
+    """Whether flash attention takes a call: its result has the type of its operands."""
+    return takes_efficient(q, k, v, **attrs) and attrs["out_dtype"] in (None, q.dtype)
+
+
+def takes_efficient(q: Tensor, k: Tensor, v: Tensor, **attrs: Any) -> bool:
+    """Whether the memory-efficient kernel takes a call, in float32 or widened to it."""
     return takes(q, k, v, **attrs) and capability(q) >= (8, 0)
 
 
@@ -54,10 +62,8 @@ def flash_goes_back(q: Tensor) -> bool:
     return not small or q.shape[-1] <= 192 or q.shape[-1] > 224
 
 
-def _takes_cudnn(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, **_: Any
-) -> bool:
-    if not takes(q, k, v, scale=scale) or capability(q)[0] not in (9, 10):
+def _takes_cudnn(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **attrs: Any) -> bool:
+    if not takes_flash(q, k, v, **attrs) or capability(q)[0] not in (9, 10):
         return False
     square = q.shape[1] == k.shape[1] or not causal  # its mask is aligned to the first key
     version = torch.backends.cudnn.version() if torch.backends.cudnn.enabled else None
@@ -98,7 +104,13 @@ def _with_blind(y: Tensor, lse: Tensor, blind: int) -> tuple[Tensor, Tensor]:
 
 @declared.forward("attention", kind="mapped", dtypes=HALVES, accepts=_takes_cudnn)
 def attention_by_cudnn(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     by_head = (aligned(t).transpose(1, 2) for t in (q, k, v))
     found = _aten._scaled_dot_product_cudnn_attention(
@@ -109,10 +121,16 @@ def attention_by_cudnn(
 
 
 @declared.forward(
-    "attention", kind="mapped", dtypes=HALVES, limits={"head_dim": HEAD_DIMS}, accepts=_takes_flash
+    "attention", kind="mapped", dtypes=HALVES, limits={"head_dim": HEAD_DIMS}, accepts=takes_flash
 )
 def attention_by_flash(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     blind, dim = _blind(q, k, causal), q.shape[-1]
     own = filled(q[:, blind:])
@@ -141,7 +159,7 @@ def no_rng(device: torch.device) -> tuple[Tensor, Tensor]:
 def _goes_back_by_flash(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, **attrs: Any
 ) -> bool:
-    return q.dtype in HALVES and _takes_flash(q, k, v, **attrs) and flash_goes_back(q)
+    return q.dtype in HALVES and takes_flash(q, k, v, **attrs) and flash_goes_back(q)
 
 
 # A backward row's dtypes are over all its arguments, and the lse is float32.
@@ -158,6 +176,7 @@ def attention_backward_by_flash(
     *,
     causal: bool,
     scale: float | None,
+    out_dtype: torch.dtype | None,
     needs: Needs,
 ) -> tuple[Tensor, ...]:
     blind, dim = _blind(q, k, causal), q.shape[-1]
@@ -183,11 +202,11 @@ def attention_backward_by_flash(
     return tuple(t[..., :dim].contiguous() for t in (dq, dk, dv))
 
 
-# float32
+# float32, or a result of it
 
 
-def _takes_efficient(q: Tensor, k: Tensor, v: Tensor, **attrs: Any) -> bool:
-    return takes(q, k, v, **attrs) and capability(q) >= (8, 0)
+def _goes_efficient(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **attrs: Any) -> bool:
+    return torch.float32 in (q.dtype, attrs["out_dtype"]) and takes_efficient(q, k, v, **attrs)
 
 
 def _by_query_head(x: Tensor, heads: int) -> Tensor:
@@ -203,10 +222,17 @@ def _sum_groups(grad: Tensor, kv_heads: int) -> Tensor:
     return grad.reshape(batch, length, kv_heads, heads // kv_heads, dim).sum(3)
 
 
-@declared.forward("attention", kind="mapped", dtypes={torch.float32}, accepts=_takes_efficient)
+@declared.forward("attention", kind="mapped", accepts=_goes_efficient)
 def attention_by_efficient(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
+    q, k, v = widened(q, out_dtype, q, k, v)
     blind, dim, heads = _blind(q, k, causal), q.shape[-1], q.shape[2]
     own = filled(q[:, blind:])
     found = _aten._efficient_attention_forward(
@@ -229,8 +255,7 @@ def attention_by_efficient(
 @declared.backward(
     "attention",
     kind="mapped",
-    dtypes={torch.float32},
-    accepts=lambda grad, q, k, v, y, lse, **attrs: _takes_efficient(q, k, v, **attrs),
+    accepts=lambda grad, q, k, v, y, lse, **attrs: _goes_efficient(q, k, v, **attrs),
 )
 def attention_backward_by_efficient(
     grad: Tensor,
@@ -242,8 +267,11 @@ def attention_backward_by_efficient(
     *,
     causal: bool,
     scale: float | None,
+    out_dtype: torch.dtype | None,
     needs: Needs,
 ) -> tuple[Tensor, ...]:
+    dtype = q.dtype
+    grad, q, k, v, y = widened(q, out_dtype, grad, q, k, v, y)
     blind, dim, heads = _blind(q, k, causal), q.shape[-1], q.shape[2]
     own_grad, own_q, own_y = (filled(t[:, blind:]) for t in (grad, q, y))
     length = own_q.shape[1]
@@ -272,4 +300,4 @@ def attention_backward_by_efficient(
     )
     dq = pad(dq, (0, 0, 0, 0, blind, 0)) if blind else dq
     dk, dv = (_sum_groups(t, k.shape[2]) for t in (dk, dv))
-    return tuple(t[..., :dim].contiguous() for t in (dq, dk, dv))
+    return tuple(t[..., :dim].to(dtype).contiguous() for t in (dq, dk, dv))

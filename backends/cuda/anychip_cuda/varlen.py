@@ -1,4 +1,4 @@
-"""Rows for attention over packed sequences: flash attention, or one call per sequence in float32.
+"""Rows for attention over packed sequences: flash attention, or one call per sequence to float32.
 
 Flash attention's grid is made for the longest sequence, a number that the host needs and the device
 has. It is read once per packing, not once per layer; while a graph is recorded, where nothing can
@@ -26,10 +26,10 @@ from anychip_cuda.attention import (
     filled,
     flash_goes_back,
     no_rng,
-    takes,
+    takes_efficient,
+    takes_flash,
     true_scale,
 )
-from anychip_cuda.products import capability
 from anychip_cuda.table import Needs, declared
 
 _aten = torch.ops.aten
@@ -57,7 +57,7 @@ def _longest(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[int, int]:
 
 
 def _takes_flash(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **attrs: Any) -> bool:
-    return takes(q, k, v, **attrs) and capability(q) >= (8, 0)
+    return takes_flash(q, k, v, **attrs)
 
 
 def _packing(q: Tensor, k: Tensor, *ends: Tensor) -> tuple[Tensor | int, ...]:
@@ -81,6 +81,7 @@ def attention_varlen_by_flash(
     *,
     causal: bool,
     scale: float | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     if cu_seqlens_q.shape[0] < 2:
         lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
@@ -119,6 +120,7 @@ def attention_varlen_backward_by_flash(
     *,
     causal: bool,
     scale: float | None,
+    out_dtype: torch.dtype | None,
     needs: Needs,
 ) -> tuple[Tensor, ...]:
     if cu_seqlens_q.shape[0] < 2:
@@ -141,11 +143,12 @@ def attention_varlen_backward_by_flash(
     return tuple(t.contiguous() for t in wholes)
 
 
-# float32: one call per sequence
+# float32, or a result of it: one call per sequence
 
 
 def _takes_each(q: Tensor, k: Tensor, v: Tensor, **attrs: Any) -> bool:
-    return takes(q, k, v, **attrs) and capability(q) >= (8, 0) and not _recording(q)
+    wide = torch.float32 in (q.dtype, attrs["out_dtype"])
+    return wide and takes_efficient(q, k, v, **attrs) and not _recording(q)
 
 
 def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
@@ -158,7 +161,6 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, 
 @declared.forward(
     "attention_varlen",
     kind="mapped",
-    dtypes={torch.float32},
     accepts=lambda q, k, v, *ends, **attrs: _takes_each(q, k, v, **attrs),
 )
 def attention_varlen_by_sequence(
@@ -170,12 +172,13 @@ def attention_varlen_by_sequence(
     *,
     causal: bool,
     scale: float | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    y = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_full((q.shape[1], q.shape[0]), -math.inf)
+    y = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
+    lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
     for own, seen in _sequences(cu_seqlens_q, cu_seqlens_k):
         given = (q[None, own], k[None, seen], v[None, seen])
-        found = attention_by_efficient(*given, causal=causal, scale=scale)
+        found = attention_by_efficient(*given, causal=causal, scale=scale, out_dtype=out_dtype)
         y[own], lse[:, own] = found[0][0], found[1][0]
     return y, lse
 
@@ -183,7 +186,6 @@ def attention_varlen_by_sequence(
 @declared.backward(
     "attention_varlen",
     kind="mapped",
-    dtypes={torch.float32},
     accepts=lambda grad, q, k, v, *saved, **attrs: _takes_each(q, k, v, **attrs),
 )
 def attention_varlen_backward_by_sequence(
@@ -198,6 +200,7 @@ def attention_varlen_backward_by_sequence(
     *,
     causal: bool,
     scale: float | None,
+    out_dtype: torch.dtype | None,
     needs: Needs,
 ) -> tuple[Tensor, ...]:
     dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
@@ -211,6 +214,7 @@ def attention_varlen_backward_by_sequence(
             lse[None, :, own],
             causal=causal,
             scale=scale,
+            out_dtype=out_dtype,
             needs=needs,
         )
     return dq, dk, dv

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from anychip.contract.settings import SameBits
+from anychip.operators.attention import widened
 from anychip_npu.soc import is_a2_or_a3
 from anychip_npu.table import Needs, declared, left_to_reference
 
@@ -96,13 +97,21 @@ def statistics_of(lse: Tensor) -> tuple[Tensor, Tensor]:
     accepts=_is_supported,
 )
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """Of layout BSND, with fewer key heads than query heads as it is. A mask hides where True.
+    A result of float32 is that of operands in float32.
 
     Limits of lengths, heads, head_dim and series:
     https://gitcode.com/Ascend/op-plugin/blob/master/docs/zh/custom_APIs/torch_npu/torch_npu-npu_fusion_attention.md
     """
+    q, k, v = widened(q, out_dtype, q, k, v)
     blind = _blind(q, k, causal)
     found = torch.ops.npu.npu_fusion_attention(
         q[:, blind:].contiguous(),
@@ -135,12 +144,15 @@ def attention_backward(
     *,
     causal: bool,
     scale: float | None,
+    out_dtype: torch.dtype | None,
     needs: Needs,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By the deterministic kernel: sums over queries and heads are atomic otherwise.
 
     https://gitcode.com/Ascend/op-plugin/blob/master/docs/zh/custom_APIs/torch_npu/torch_npu-npu_fusion_attention.md
     """
+    dtype = q.dtype
+    grad, q, k, v, y = widened(q, out_dtype, grad, q, k, v, y)
     blind = _blind(q, k, causal)
     own_grad, own_q, own_y = (t[:, blind:].contiguous() for t in (grad, q, y))
     largest, total = statistics_of(lse[..., blind:])
@@ -158,7 +170,8 @@ def attention_backward(
             scale_value=true_scale(q, scale),
             **masking(q.device, causal),
         )
-    return (pad(dq, (0, 0, 0, 0, blind, 0)) if blind else dq), dk, dv
+    dq = pad(dq, (0, 0, 0, 0, blind, 0)) if blind else dq
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 left_to_reference(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from anychip.contract.settings import SameBits
+from anychip.operators.attention import widened
 from anychip.operators.ragged import ReadOnce
 from anychip_npu.attention import (
     HEAD_DIMS,
@@ -119,10 +120,12 @@ def attention_varlen(
     *,
     causal: bool,
     scale: float | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """Limits of tokens, sequences, heads, head_dim and series:
     https://gitcode.com/Ascend/op-plugin/blob/master/docs/zh/custom_APIs/torch_npu/torch_npu-npu_fusion_attention.md
     """
+    q, k, v = widened(q, out_dtype, q, k, v)
     tokens, heads, _dim = q.shape
     own, seen = seeing(cu_seqlens_q, cu_seqlens_k, causal)
     if not own.ranges:
@@ -162,6 +165,7 @@ def attention_varlen_backward(
     *,
     causal: bool,
     scale: float | None,
+    out_dtype: torch.dtype | None,
     needs: Needs,
 ) -> tuple[Tensor, ...]:
     """By the deterministic kernel: sums over queries and heads are atomic otherwise.
@@ -171,6 +175,8 @@ def attention_varlen_backward(
     own, seen = seeing(cu_seqlens_q, cu_seqlens_k, causal)
     if not own.ranges:
         return tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    dtype = q.dtype
+    grad, q, k, v, y = widened(q, out_dtype, grad, q, k, v, y)
     given = own.of(q)
     shape = (*given.shape[:2], STATISTICS)
     largest, total = (t.view(shape) for t in statistics_of(own.of(lse.t()).t()))
@@ -190,5 +196,5 @@ def attention_varlen_backward(
             actual_seq_kvlen=seen.ends(),
             **masking(q.device, causal),
         )
-    dq, dk, dv = found[:3]
+    dq, dk, dv = (t.to(dtype) for t in found[:3])
     return own.back(dq, q.shape[0]), *(seen.back(t, k.shape[0]) for t in (dk, dv))

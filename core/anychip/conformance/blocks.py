@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from anychip.conformance.arithmetic import Rounded, concatenate, exp, log
-from anychip.conformance.oracles.attention import attend, attend_backward, hidden_keys
+from anychip.conformance.oracles.attention import (
+    attend,
+    attend_backward,
+    format_of,
+    hidden_keys,
+)
 
 BLOCKS = 4
 
@@ -65,9 +70,9 @@ def by_operator(
     ends: Tensor | None,
     *,
     causal: bool,
-    scale: float | None,
+    **attrs: Any,
 ) -> tuple[Tensor, ...]:
-    """Of q, k, v and y's gradient: y in q's dtype, and q's, k's and v's gradients in float32.
+    """Of q, k, v and y's gradient: y in its dtype, and q's, k's and v's gradients in float32.
 
     Blocks' results are put together on the host, of which every device can give them.
 
@@ -77,7 +82,7 @@ def by_operator(
     q, k, v, grad = given
     dim = 1 if ends is None else 0
     whole = torch.tensor([0, q.shape[1]], device=q.device)
-    y = torch.zeros(q.shape, dtype=q.dtype)
+    y = torch.zeros(q.shape, dtype=attrs["out_dtype"] or q.dtype)
     sums = [torch.zeros(t.shape) for t in (q, k, v)]
     blocks = _blocks(whole if ends is None else ends)
     for number, own in enumerate(blocks):
@@ -87,14 +92,14 @@ def by_operator(
         for keys, diagonal in row:
             tensors = [own_q, *(t.index_select(dim, keys.rows) for t in (k, v))]
             packed = [] if ends is None else [own.ends, keys.ends]
-            calls.append((tensors, packed, {"causal": diagonal, "scale": scale}))
-        parts = [operator.forward(*tensors, *packed, **attrs) for tensors, packed, attrs in calls]
+            calls.append((tensors, packed, {"causal": diagonal, **attrs}))
+        parts = [operator.forward(*tensors, *packed, **named) for tensors, packed, named in calls]
         lse = torch.stack([part[1] for part in parts]).logsumexp(0)
         weighted = (_per_head(torch.exp(part - lse)) * block.float() for block, part in parts)
         own_y = reduce(add, weighted).to(y.dtype)
         y.index_copy_(dim, own.rows.cpu(), own_y.cpu())
-        for (keys, _), (tensors, packed, attrs) in zip(row, calls, strict=True):
-            found = operator.backward(own_grad, *tensors, own_y, lse, *packed, **attrs)
+        for (keys, _), (tensors, packed, named) in zip(row, calls, strict=True):
+            found = operator.backward(own_grad, *tensors, own_y, lse, *packed, **named)
             places = (own.rows, keys.rows, keys.rows)
             for total, part, place in zip(sums, found, places, strict=True):
                 total.index_add_(dim, place.cpu(), part.float().cpu())
@@ -120,9 +125,10 @@ def by_oracle(
 
 
 def _of_sequence(
-    given: Sequence[Rounded], *, causal: bool, scale: float | None
+    given: Sequence[Rounded], *, causal: bool, scale: float | None, out_dtype: torch.dtype | None
 ) -> tuple[Rounded, ...]:
     q, k, v, grad = given
+    format = format_of(q, out_dtype)
     ys, dqs = [], []
     parts_of: dict[int, list[tuple[Rounded, Rounded]]] = {}
     blocks = [slice(a, b) for a, b in itertools.pairwise(_edges(q.shape[1])) if a < b]
@@ -131,9 +137,9 @@ def _of_sequence(
         cut = [(q[:, own], k[:, keys], v[:, keys]) for keys, _ in row]
         hidden = [hidden_keys(*t[:2], diagonal) for t, (_, diagonal) in zip(cut, row, strict=True)]
         parts = [attend(*t, h, scale) for t, h in zip(cut, hidden, strict=True)]
-        y, lse = _joined([(block.stored(q.format), part) for block, part in parts])
+        y, lse = _joined([(block.stored(format), part) for block, part in parts])
         found = [
-            attend_backward(grad[:, own], *t, h, scale, whole=(y.stored(q.format), lse))
+            attend_backward(grad[:, own], *t, h, scale, whole=(y.stored(format), lse))
             for t, h in zip(cut, hidden, strict=True)
         ]
         stored = [[x.stored(q.format) for x in three] for three in found]

@@ -31,6 +31,7 @@ from anychip.contract import (
 from anychip.operators import philox
 from anychip.operators.dropout import check_rng, keep_threshold, need_index
 from anychip.operators.extents import Needs, nbytes
+from anychip.operators.linear import check_out_dtype
 
 _BATCH, _HEADS = 0, 2
 
@@ -75,8 +76,9 @@ def attend(
     hidden: Tensor | None,
     scale: float | None,
     factor: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y (B, Sq, H, D) in q's dtype, and lse (B, H, Sq) float32.
+    """y (B, Sq, H, D) in q's dtype, or in out_dtype, and lse (B, H, Sq) float32.
 
     Args:
         hidden: (Sq, Sk) bool, which keys a query does not see; None when it sees all.
@@ -86,7 +88,7 @@ def attend(
     weights = _weights(scores, lse, hidden)
     weights = weights if factor is None else weights * factor
     y = torch.einsum("bhqk,bkhd->bqhd", weights, wide_heads(v, q.shape[2]))
-    return y.to(q.dtype).contiguous(), lse
+    return y.to(out_dtype or q.dtype).contiguous(), lse
 
 
 def attend_backward(
@@ -135,6 +137,16 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"the heads of q must be a multiple of the heads of k; {shapes}")
 
 
+def output_nbytes(q: Tensor, out_dtype: torch.dtype | None) -> int:
+    """Bytes of y."""
+    return q.numel() * (out_dtype or q.dtype).itemsize
+
+
+def widened(q: Tensor, out_dtype: torch.dtype | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors; for a float32 result of 16 bits in float32, for a row that has one dtype."""
+    return tensors if out_dtype in (None, q.dtype) else tuple(t.float() for t in tensors)
+
+
 # attention
 
 
@@ -148,31 +160,47 @@ def hidden_keys(q: Tensor, k: Tensor, causal: bool) -> Tensor | None:
 
 
 def _attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    return attend(q, k, v, hidden_keys(q, k, causal), scale)
+    return attend(q, k, v, hidden_keys(q, k, causal), scale, out_dtype=out_dtype)
 
 
 def _attention_backward(
-    grad: Tensor, *saved: Tensor, causal: bool, scale: float | None, needs: Needs
+    grad: Tensor, *saved: Tensor, causal: bool, scale: float | None, **_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, y, lse = saved
     return attend_backward(grad, q, k, v, y, lse, hidden_keys(q, k, causal), scale)
 
 
-def _attention_fake(q: Tensor, k: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+def _attention_fake(
+    q: Tensor, k: Tensor, *_: object, out_dtype: torch.dtype | None = None, **__: object
+) -> tuple[Tensor, Tensor]:
     batch, length, heads, _dim = q.shape
-    y = torch.empty_like(q, memory_format=torch.contiguous_format)
+    y = torch.empty_like(q, dtype=out_dtype, memory_format=torch.contiguous_format)
     return y, q.new_empty((batch, heads, length), dtype=torch.float32)
 
 
-def _attention_check(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **__: object) -> None:
+def _attention_check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: Tensor,
+    out_dtype: torch.dtype | None = None,
+    **__: object,
+) -> None:
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"q, k and v must be (batch, seq, heads, head_dim); {shapes}")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q, k and v must agree in batch; {shapes}")
     check_heads(q, k, v)
+    check_out_dtype(q, out_dtype)
 
 
 def _sizes(q: Tensor, k: Tensor, *_: Tensor, **__: object) -> dict[str, int]:
@@ -209,7 +237,9 @@ def _drawn(maker: SampleMaker, lengths: Lengths) -> tuple[tuple[Tensor, Tensor, 
 def _attention_samples(maker: SampleMaker) -> Iterator[Sample]:
     for lengths, causal in _SAMPLES:
         args, label = _drawn(maker, lengths)
-        yield Sample(args, {"causal": causal, "scale": None}, f"{label},causal={causal}")
+        attrs = {"causal": causal, "scale": None, "out_dtype": None}
+        yield Sample(args, attrs, f"{label},causal={causal}")
+    yield Sample(args, {**attrs, "out_dtype": torch.float32}, f"{label},float32")
 
 
 def _flops(q: Tensor, k: Tensor, causal: bool) -> int:
@@ -235,10 +265,13 @@ def _length(q: Tensor, k: Tensor, *_: Tensor, **__: object) -> int:
 
 attention = OperatorSpec(
     name="attention",
-    signature=("(Tensor q, Tensor k, Tensor v, *, bool causal=False, float? scale=None) -> Tensor"),
+    signature=(
+        "(Tensor q, Tensor k, Tensor v, *, bool causal=False, float? scale=None, "
+        "ScalarType? out_dtype=None) -> Tensor"
+    ),
     equation=(
         "y = softmax(q k^T scale + mask) v; query head h reads key head h // (H / Hk); causal: "
-        "query i sees keys up to i + Sk - Sq"
+        "query i sees keys up to i + Sk - Sq; y rounded once, to out_dtype; None: q's dtype"
     ),
     source="Vaswani et al. 2017, arXiv:1706.03762, equation 1; Ainslie et al. 2023 (GQA)",
     forward=_attention_forward,
@@ -251,9 +284,11 @@ attention = OperatorSpec(
     sizes=_sizes,
     autocast="lower",
     sharding=Sharding(_attention_shards, _attention_backward_shards),
-    cost=lambda q, k, v, *, causal, scale: Cost(nbytes(q, q, k, v), _flops(q, k, causal)),
-    backward_cost=lambda q, k, v, *, causal, scale: Cost(
-        2 * nbytes(q, q, k, v), _flops(q, k, causal) * 5 // 2
+    cost=lambda q, k, v, *, causal, out_dtype=None, **_: Cost(
+        nbytes(q, k, v) + output_nbytes(q, out_dtype), _flops(q, k, causal)
+    ),
+    backward_cost=lambda q, k, v, *, causal, out_dtype=None, **_: Cost(
+        2 * nbytes(q, k, v) + 2 * output_nbytes(q, out_dtype), _flops(q, k, causal) * 5 // 2
     ),
     samples=_attention_samples,
     bound=Bound(forward=12, backward=24, length=_length),

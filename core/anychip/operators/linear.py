@@ -63,9 +63,11 @@ def _linear_fake(
 
 
 def check_out_dtype(x: Tensor, out_dtype: torch.dtype | None) -> None:
-    """Raises ValueError for a result that is neither of x's dtype nor float32."""
+    """Raises ValueError for a result that is neither of the operands' dtype nor float32."""
     if out_dtype not in (None, x.dtype, torch.float32):
-        raise ValueError(f"out_dtype must be {x.dtype}, which x has, or float32; got {out_dtype}")
+        raise ValueError(
+            f"out_dtype must be {x.dtype}, which the operands have, or float32; got {out_dtype}"
+        )
 
 
 def _linear_check(

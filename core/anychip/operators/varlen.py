@@ -28,8 +28,9 @@ from anychip.contract import (
     SampleMaker,
     Sharding,
 )
-from anychip.operators.attention import attend, attend_backward, check_heads
-from anychip.operators.extents import Needs, nbytes
+from anychip.operators.attention import attend, attend_backward, check_heads, output_nbytes
+from anychip.operators.extents import nbytes
+from anychip.operators.linear import check_out_dtype
 from anychip.operators.ragged import refuse_unsorted
 
 
@@ -88,16 +89,17 @@ def _forward(
     *,
     causal: bool,
     scale: float | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     refuse_no_packing(q, k, cu_seqlens_q, cu_seqlens_k)
     hidden, q = _hidden(q, k, cu_seqlens_q, cu_seqlens_k, causal), _unpadded(q, cu_seqlens_q)
     k, v = (_unpadded(t, cu_seqlens_k) for t in (k, v))
-    y, lse = attend(q, k, v, hidden, scale)
+    y, lse = attend(q, k, v, hidden, scale, out_dtype=out_dtype)
     return y[0], lse[0]
 
 
 def _backward(
-    grad: Tensor, *saved: Tensor, causal: bool, scale: float | None, needs: Needs
+    grad: Tensor, *saved: Tensor, causal: bool, scale: float | None, **_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, y, lse, cu_seqlens_q, cu_seqlens_k = saved
     hidden = _hidden(q, k, cu_seqlens_q, cu_seqlens_k, causal)
@@ -107,8 +109,10 @@ def _backward(
     return dq[0], dk[0], dv[0]
 
 
-def _fake(q: Tensor, *_: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    y = torch.empty_like(q, memory_format=torch.contiguous_format)
+def _fake(
+    q: Tensor, *_: Tensor, out_dtype: torch.dtype | None, **__: object
+) -> tuple[Tensor, Tensor]:
+    y = torch.empty_like(q, dtype=out_dtype, memory_format=torch.contiguous_format)
     return y, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
@@ -119,13 +123,14 @@ def _check(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    causal: bool,
-    scale: float | None,
+    out_dtype: torch.dtype | None,
+    **_: object,
 ) -> None:
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 3:
         raise ValueError(f"q, k and v must be (tokens, heads, head_dim); {shapes}")
     check_heads(q, k, v)
+    check_out_dtype(q, out_dtype)
     ends = cu_seqlens_q.shape, cu_seqlens_k.shape
     if ends[0] != ends[1] or len(ends[0]) != 1 or not ends[0][0]:
         raise ValueError(
@@ -150,7 +155,9 @@ def _samples(maker: SampleMaker) -> Iterator[Sample]:
         rows = "of".join("+".join(map(str, e)) for e in (ends, ends_k) if e)
         label = f"{rows}of{tokens}x{heads}/{kv_heads}x{dim},causal={causal}"
         args = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-        yield Sample(args, {"causal": causal, "scale": None}, label)
+        yield Sample(args, {"causal": causal, "scale": None, "out_dtype": None}, label)
+    wide = {"causal": True, "scale": None, "out_dtype": torch.float32}
+    yield Sample(args, wide, f"{label},float32")
 
 
 def _flops(q: Tensor, k: Tensor, cu_seqlens: Tensor, causal: bool) -> int:
@@ -173,12 +180,12 @@ attention_varlen = OperatorSpec(
     name="attention_varlen",
     signature=(
         "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, "
-        "bool causal=False, float? scale=None) -> Tensor"
+        "bool causal=False, float? scale=None, ScalarType? out_dtype=None) -> Tensor"
     ),
     equation=(
         "y = softmax(q k^T scale + mask) v of the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 "
         "of q and cu_seqlens_k[b] to cu_seqlens_k[b + 1] - 1 of k and v, for each sequence b; "
-        "query head h reads key head h // (H / Hk)"
+        "query head h reads key head h // (H / Hk); y rounded once, to out_dtype; None: q's dtype"
     ),
     source="Vaswani et al. 2017, equation 1; packing: Dao 2023, arXiv:2307.08691, and Krell 2021",
     forward=_forward,
@@ -189,7 +196,7 @@ attention_varlen = OperatorSpec(
     differentiable=("q", "k", "v"),
     check=_check,
     fixed_dtypes=dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ("int64", "int32")),
-    sizes=lambda q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal, scale: {
+    sizes=lambda q, k, v, cu_seqlens_q, cu_seqlens_k, **_: {
         "tokens": q.shape[0],
         "keys": k.shape[0],
         "sequences": cu_seqlens_q.shape[0] - 1,
@@ -199,12 +206,12 @@ attention_varlen = OperatorSpec(
     },
     autocast="lower",
     sharding=Sharding(_shards, _backward_shards),
-    cost=lambda q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal, scale: Cost(
-        nbytes(q, q, k, v, cu_seqlens_q, cu_seqlens_k), _flops(q, k, cu_seqlens_q, causal)
+    cost=lambda q, k, v, *ends, causal, out_dtype=None, **_: Cost(
+        nbytes(q, k, v, *ends) + output_nbytes(q, out_dtype), _flops(q, k, ends[0], causal)
     ),
-    backward_cost=lambda q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal, scale: Cost(
-        2 * nbytes(q, q, k, v, cu_seqlens_q, cu_seqlens_k),
-        _flops(q, k, cu_seqlens_q, causal) * 5 // 2,
+    backward_cost=lambda q, k, v, *ends, causal, out_dtype=None, **_: Cost(
+        2 * nbytes(q, k, v, *ends) + 2 * output_nbytes(q, out_dtype),
+        _flops(q, k, ends[0], causal) * 5 // 2,
     ),
     samples=_samples,
     bound=Bound(forward=12, backward=24, length=lambda q, k, *_, **__: max(k.shape[0], q.shape[2])),

@@ -4,13 +4,13 @@ Over keys that lie in blocks, on several ranks perhaps, attention is joined by l
 the sum of exponentials that :meth:`forward` gives beside y (Dao et al. 2022, section 3.1; Liu et
 al. 2023, arXiv:2310.01889)::
 
-    parts = [ops.attention.forward(q, k, v) for k, v in blocks]
+    parts = [ops.attention.forward(q, k, v, out_dtype=torch.float32) for k, v in blocks]
     lse = torch.stack([part[1] for part in parts]).logsumexp(0)
     y = sum((part_lse - lse).exp().transpose(1, 2)[..., None] * y for y, part_lse in parts)
 
 and each block's gradients come of the y and lse of all keys, those of q to be added up::
 
-    dq, dk, dv = ops.attention.backward(grad, q, k, v, y, lse)
+    dq, dk, dv = ops.attention.backward(grad, q, k, v, y, lse, out_dtype=torch.float32)
 
 So it is over packed sequences, whose blocks have ends of their own: ``cu_seqlens_k``. A block that
 has no key of a sequence gives its queries y = 0 and lse = -inf, which weighs nothing. Queries that
@@ -19,6 +19,7 @@ see no key in any block have the lse -inf here too, and a weight that is not a n
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from anychip import operators
@@ -72,7 +73,13 @@ def softmax(
 
 @operator(operators.attention)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Scaled dot-product attention, grouped when k and v have fewer heads than q.
 
@@ -82,6 +89,8 @@ def attention(
         causal: query i sees keys up to ``i + Sk - Sq``: the last query sees all. A query that sees
             none has the output 0.
         scale: of the scores; 1 / sqrt(D) when None.
+        out_dtype: of the result: q's own, which None stands for, or float32, to which it is rounded
+            once, as for blocks of keys that are yet to be joined. Its gradient has that dtype too.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762; Ainslie et al. 2023, arXiv:2305.13245.
     """
@@ -137,6 +146,7 @@ def attention_varlen(
     *,
     causal: bool = False,
     scale: float | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Attention within each of several sequences that are packed one after the other.
 
@@ -149,7 +159,7 @@ def attention_varlen(
         causal: query i of the Sq of a sequence sees its keys up to ``i + Sk - Sq``: the last query
             sees all. A query that sees none, as all of a sequence that has no key, has the output 0
             and the lse -inf.
-        scale: of the scores; 1 / sqrt(D) when None.
+        scale, out_dtype: as in :func:`attention`.
 
     Raises:
         ValueError: on a host, entries that are not sorted or not within 0 to Tq, or Tk.

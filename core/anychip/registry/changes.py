@@ -33,9 +33,14 @@ class Added(NamedTuple):
 
 _ROWS = "rows=None after the tensors that were there (in a backward after rng)"
 _SCALE = ("width", "column")
+_DTYPE = "out_dtype=None, the dtype of the result"
 ADDED = {
-    "linear": Added(3, 3, ("out_dtype",), "out_dtype=None, the dtype of the result"),
-    "grouped_linear": Added(3, 4, ("out_dtype",), "out_dtype=None, the dtype of the result"),
+    "linear": Added(3, 3, ("out_dtype",), _DTYPE),
+    "grouped_linear": Added(3, 4, ("out_dtype",), _DTYPE),
+    "attention": Added(3, 6, ("out_dtype",), _DTYPE),
+    "attention_varlen": Added(
+        5, 8, ("out_dtype",), f"cu_seqlens_q and cu_seqlens_k in place of cu_seqlens, and {_DTYPE}"
+    ),
     "dropout": Added(3, 3, _SCALE, f"{_ROWS}, and width=0 and column=0 by name"),
     "bias_dropout_add": Added(5, 3, _SCALE, f"{_ROWS}, and width=0 and column=0 by name"),
     "dropout_add_rms_norm": Added(5, 7, (), _ROWS),

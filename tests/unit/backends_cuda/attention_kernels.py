@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anychip_cuda import attention, varlen
+from anychip_cuda import attention
 
 HALVES = (torch.bfloat16, torch.float16)
 DEVICES = {"A100": (8, 0), "L40S": (8, 9), "H200": (9, 0), "B200": (10, 0)}
@@ -23,8 +23,7 @@ DEVICES = {"A100": (8, 0), "L40S": (8, 9), "H200": (9, 0), "B200": (10, 0)}
 
 def set_device(monkeypatch: pytest.MonkeyPatch, name: str, cudnn: int = 91900) -> None:
     """Host tensors count as lying on a device of that name."""
-    for module in (attention, varlen):
-        monkeypatch.setattr(module, "capability", lambda tensor: DEVICES[name])
+    monkeypatch.setattr(attention, "capability", lambda tensor: DEVICES[name])
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     monkeypatch.setattr(torch.backends.cudnn, "enabled", True, raising=False)
 

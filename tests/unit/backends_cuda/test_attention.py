@@ -57,8 +57,8 @@ def test_attention_of_views_from_odd_addresses_is_that_of_their_copies(
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=["float32", "bfloat16"])
 def test_lse_of_queries_that_see_no_key_is_that_of_the_reference(dtype: torch.dtype) -> None:
     given = qkv(7, 3, 4, 2, 16, dtype)
-    _, lse = torch.ops.anychip.attention_forward(*given, True, None)
-    _, want = specs.attention.forward(*given, causal=True, scale=None)
+    _, lse = torch.ops.anychip.attention_forward(*given, True, None, None)
+    _, want = specs.attention.forward(*given, causal=True, scale=None, out_dtype=None)
     assert want[..., :4].isneginf().all()
     torch.testing.assert_close(lse, want, rtol=1e-5, atol=1e-5)
 
@@ -93,7 +93,9 @@ def test_16_bit_attention_goes_to_the_kernel_that_takes_it(
     with torch.no_grad():
         y = anychip.ops.attention(q, k, v, causal=causal)
     assert kernels.calls == [kernel]
-    want, _ = specs.attention.forward(q.float(), k.float(), v.float(), causal=causal, scale=None)
+    want, _ = specs.attention.forward(
+        q.float(), k.float(), v.float(), causal=causal, scale=None, out_dtype=None
+    )
     torch.testing.assert_close(y.float(), want, rtol=2**-8, atol=2**-8)
 
 
@@ -105,7 +107,7 @@ def test_cudnns_lse_serves_flash_attentions_backward(
     found = torch.autograd.grad(anychip.ops.attention(*leaves, causal=True).sum(), leaves)
     assert kernels.calls == ["cudnn", "flash backward"]
     wide = [t.detach().float().requires_grad_() for t in leaves]
-    y, _ = specs.attention.forward(*wide, causal=True, scale=None)
+    y, _ = specs.attention.forward(*wide, causal=True, scale=None, out_dtype=None)
     for got, want in zip(found, torch.autograd.grad(y.sum(), wide), strict=True):
         torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=2**-7)
 
@@ -156,4 +158,4 @@ def test_host_tensors_are_taken_by_no_kernel(monkeypatch: pytest.MonkeyPatch) ->
     q, k, v = qkv(4, 4, 2, 2, 8, torch.bfloat16)
     for row in make_table(None).rows("attention", "forward"):
         assert row.accepts is not None
-        assert not row.accepts(q, k, v, causal=True, scale=None)
+        assert not row.accepts(q, k, v, causal=True, scale=None, out_dtype=None)

@@ -26,9 +26,11 @@ def test_padding_that_nobody_wrote_shows_nowhere(dtype: torch.dtype, kernels: Ke
     for unwritten in (0.0, math.nan):
         q, k, v, grad = (drawn(9, heads, 12, dtype=dtype) for heads in (4, 2, 2, 4))
         q[7:], grad[7:], k[6:], v[6:] = (unwritten,) * 4
-        y, lse = rows[0](q, k, v, *ends, causal=True, scale=None)
+        y, lse = rows[0](q, k, v, *ends, causal=True, scale=None, out_dtype=None)
         given = (grad, q, k, v, y, lse, *ends)
-        dq, dk, dv = gradients = rows[1](*given, causal=True, scale=None, needs=(True,) * 3)
+        dq, dk, dv = gradients = rows[1](
+            *given, causal=True, scale=None, out_dtype=None, needs=(True,) * 3
+        )
         # Of the second sequence's three queries the last one sees its only key.
         blind = torch.tensor([0, 1, 7, 8])
         assert not any(
@@ -52,7 +54,9 @@ def test_longest_while_a_graph_is_recorded_is_every_token(monkeypatch: pytest.Mo
     assert varlen.longest(q, k, *ends) == (7, 2)
     monkeypatch.setattr(varlen, "_recording", lambda x: True)
     assert varlen.longest(q, k, *ends) == (12, 5)
-    assert not varlen._takes_each(q, q, q, causal=True, scale=None), "it reads every number"
+    assert not varlen._takes_each(q, q, q, causal=True, scale=None, out_dtype=None), (
+        "it reads every number"
+    )
 
 
 def test_grouped_product_by_group_is_refused_while_a_graph_is_recorded(

@@ -36,7 +36,7 @@ def test_attention_backward_runs_deterministic_kernels(fused: Any) -> None:
     q = torch.zeros(1, 2, 1, 4)
     lse = torch.zeros(1, 1, 2)
     attention.attention_backward(
-        q, q, q, q, q, lse, causal=False, scale=None, needs=(True, True, True)
+        q, q, q, q, q, lse, causal=False, scale=None, out_dtype=None, needs=(True, True, True)
     )
     assert seen == [True]
     assert not torch.are_deterministic_algorithms_enabled()
@@ -52,7 +52,7 @@ def test_attention_causal_hands_over_no_query_that_sees_nothing(fused: Any) -> N
 
     fused.npu_fusion_attention = forward
     q, k = torch.zeros(1, 5, 1, 4), torch.zeros(1, 3, 1, 4)
-    y, lse = attention.attention(q, k, k, causal=True, scale=None)
+    y, lse = attention.attention(q, k, k, causal=True, scale=None, out_dtype=None)
     assert given["queries"] == 3
     assert given["sparse_mode"] == 3
     assert given["scale"] == 0.5

@@ -101,7 +101,7 @@ def torch_softmax(
 
 
 def torch_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, **_: Any
 ) -> Tensor:
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if not k.shape[2]:
@@ -133,15 +133,13 @@ def torch_attention_dropout(
     return torch.einsum("bhqk,bkhd->bqhd", dropped, v.repeat_interleave(q.shape[2] // kv_heads, 2))
 
 
-def torch_attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, causal: bool, scale: float | None
-) -> Tensor:
+def torch_attention_varlen(q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, **attrs: Any) -> Tensor:
     """A nested tensor of the sequences, which torch's attention takes one by one."""
     y = torch.zeros_like(q)
     for (first, last), (start, end) in zip(*(itertools.pairwise(t.tolist()) for t in ends)):  # noqa: B905
         if first < last and start < end:
             own = (q[None, first:last], k[None, start:end], v[None, start:end])
-            y[first:last] = torch_attention(*own, causal=causal, scale=scale)[0]
+            y[first:last] = torch_attention(*own, **attrs)[0]
     return y
 
 

@@ -23,7 +23,7 @@ def _plain_weights(q: Tensor, k: Tensor, visible: Tensor, scale: Any) -> Tensor:
 
 def _plain_attention(
     q: Tensor, k: Tensor, v: Tensor, rng: Tensor | None = None, *index: Any, causal: bool,
-    scale: Any, p: float = 0.0, **sizes: int,
+    scale: Any, p: float = 0.0, out_dtype: torch.dtype | None = None, **sizes: int,
 ) -> Tensor:  # fmt: skip
     visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
     visible = visible.tril(k.shape[1] - q.shape[1]) if causal else visible
@@ -46,12 +46,17 @@ def weight_numbers(shape: Sequence[int], index: Any, sizes: dict[str, int]) -> T
 
 
 def _plain_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, causal: bool, scale: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *ends: Tensor,
+    out_dtype: torch.dtype | None = None,
+    **attrs: Any,
 ) -> Tensor:
     """Attention of each sequence alone."""
     pairs = zip(*(itertools.pairwise(t.tolist()) for t in ends), strict=True)
     parts = [
-        _plain_attention(q[None, a:b], k[None, c:d], v[None, c:d], causal=causal, scale=scale)[0]
+        _plain_attention(q[None, a:b], k[None, c:d], v[None, c:d], **attrs)[0]
         if c < d else 0.0 * q[a:b]
         for (a, b), (c, d) in pairs
         if a < b

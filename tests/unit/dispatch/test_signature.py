@@ -238,6 +238,14 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "attention_dropout size alone": (
         lambda o: o.attention_dropout(Q, Q, Q, RNG, heads=8), "got 8 without head_index",
     ),
+    "attention out_dtype": (
+        lambda o: o.attention(Q, Q, Q, out_dtype=torch.float16),
+        "out_dtype must be torch.float32, which the operands have, or float32; got torch.float16",
+    ),
+    "attention_varlen out_dtype": (
+        lambda o: o.attention_varlen(Q[0], Q[0], Q[0], RNG, RNG, out_dtype=torch.int8),
+        "out_dtype must be torch.float32",
+    ),
     "attention_varlen 4-dim": (
         lambda o: o.attention_varlen(Q, Q, Q, RNG, RNG),
         r"\(tokens, heads, head_dim\); got q \(1, 3, 4, 8\)",

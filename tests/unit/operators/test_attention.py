@@ -44,7 +44,7 @@ def test_query_that_sees_no_key_is_zero_and_has_no_gradient() -> None:
     second = torch.autograd.grad(sum(g.square().sum() for g in (dq, dk, dv)), (q, k, v))  # type: ignore[arg-type]
     assert all(g.isfinite().all() for g in second)
     assert not second[0][:, :2].any()
-    _, lse = torch.ops.anychip.attention_forward(q, k, v, True, None)
+    _, lse = ops.attention.forward(q, k, v, causal=True)
     assert lse[..., :2].isneginf().all()
     assert lse[..., 2:].isfinite().all()
 
@@ -169,3 +169,23 @@ def test_varlen_refuses_entries_that_are_no_packing(
         match = f"attention_varlen: cu_seqlens_{name}.*{message}"
         with pytest.raises(ValueError, match=match):
             ops.attention_varlen(*leaves, *ends)
+
+
+# Results of float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["attention", "attention_varlen"])
+def test_float32_of_16_bits_is_that_of_the_same_numbers_in_float32(
+    name: str, dtype: torch.dtype
+) -> None:
+    *leaves, cu_seqlens = packed([4, 5, 3])
+    ends = [cu_seqlens] * 2 if name == "attention_varlen" else []
+    found = []
+    for given in (dtype, torch.float32):
+        low = [t.detach().to(dtype).to(given).requires_grad_() for t in leaves]
+        batch = low if ends else [t[None] for t in low]
+        y = getattr(ops, name)(*batch, *ends, causal=True, out_dtype=torch.float32)
+        found.append([y, *(g.to(dtype) for g in torch.autograd.grad(y.square().sum(), low))])
+    assert [t.dtype for t in found[0]] == [torch.float32, dtype, dtype, dtype]
+    assert bits(found[0]) == bits(found[1])

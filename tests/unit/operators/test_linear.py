@@ -101,7 +101,11 @@ def test_compiled_call_keeps_the_dtype() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
-        (F16, ValueError, "out_dtype must be torch.bfloat16, which x has, or float32; got"),
+        (
+            F16,
+            ValueError,
+            "out_dtype must be torch.bfloat16, which the operands have, or float32; got",
+        ),
         (torch.int8, ValueError, "out_dtype must be torch.bfloat16"),
         ("float32", TypeError, "out_dtype must be a torch.dtype or None, got 'float32'"),
         (1, TypeError, "out_dtype must be a torch.dtype or None, got 1"),

@@ -372,17 +372,22 @@ def rule_deferred(context: Context, of: Subject) -> None:
 
 
 def rule_blocks(context: Context, of: Subject) -> None:
-    """Over keys in blocks, joined by lse, y and gradients are those of all keys."""
-    for trial in each_trial(context, of):
+    """Over keys in blocks, joined by lse, y and gradients are those of all keys.
+
+    Of 16 bits in their own type, then in float32, which blocks lose nothing in.
+    """
+    for trial, wide in itertools.product(each_trial(context, of), (None, torch.float32)):
         (q, k, v, *ends), attrs = trial.arguments
         if q.shape != (*k.shape[:-2], *q.shape[-2:]) or not all(t.equal(ends[0]) for t in ends):
             continue  # queries and keys are not cut alike
         placed, (grad,) = trial.place(context), trial.output_gradients()
-        given = (*placed.args[:3], grad.to(context.device))
-        got = blocks.by_operator(of.operator, given, next(iter(placed.args[3:]), None), **attrs)
-        known = [numbers(t) for t in (q, k, v, grad)]
+        named = {**attrs, "out_dtype": wide}
+        given = [q, k, v, grad.to(wide or q.dtype)]
+        on_device = (*placed.args[:3], given[-1].to(context.device))
+        got = blocks.by_operator(of.operator, on_device, next(iter(placed.args[3:]), None), **named)
+        known = [numbers(t) for t in given]
         with np.errstate(all="ignore"):
-            want = blocks.by_oracle(known, ends[0].tolist() if ends else None, **attrs)
+            want = blocks.by_oracle(known, ends[0].tolist() if ends else None, **named)
         for name, found, expected in zip(("y", "dq", "dk", "dv"), got, want, strict=True):
             context.compare(f"{name} of blocks of keys", found, expected, statistical=False)
 

@@ -11,7 +11,7 @@ gradient 0, exactly, and the lse -inf.
 
 For 16-bit tensors P and dS may be rounded to the tensors' type before the second product, as matrix
 units need it (Dao 2023, section 3.3), the weights in lse may be as exact as P is, and D is taken
-from the stored y. Sums are float32 throughout.
+from the stored y, which is of the tensors' type or of out_dtype. Sums are float32 throughout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, exp, log, matmul, where
 from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
-from anychip.conformance.formats import Format
+from anychip.conformance.formats import FORMATS, Format
 from anychip.conformance.oracles import philox
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -95,12 +95,13 @@ def attend_backward(
     scale: float | None,
     factor: Rounded | None = None,
     whole: tuple[Rounded, Rounded] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Rounded, Rounded, Rounded]:
     """Gradients of q, k and v. whole: y and lse of all keys, where these are a block of them."""
     groups = q.shape[2] // k.shape[2]
     softmax, wide_v = _Softmax(q, k, hidden, scale), _repeated(v, groups)
     if whole is None:
-        y, lse = softmax.output(wide_v, factor).stored(q.format), softmax.lse
+        y, lse = softmax.output(wide_v, factor).stored(format_of(q, out_dtype)), softmax.lse
     else:
         y, lse = whole[0].transpose(*_HEADS_FIRST), whole[1][..., None]
     dy = grad.transpose(*_HEADS_FIRST)
@@ -130,6 +131,11 @@ def _grouped(x: Rounded, groups: int, format: Format) -> Rounded:
     batch, heads, length, dim = x.shape
     apart = x.stored(format).reshape(batch, heads // groups, groups, length, dim)
     return apart.sum(2).transpose(*_HEADS_FIRST)
+
+
+def format_of(q: Rounded, out_dtype: torch.dtype | None) -> Format:
+    """Of y."""
+    return q.format if out_dtype is None else FORMATS[out_dtype]
 
 
 def hidden_keys(q: Rounded, k: Rounded, causal: bool) -> Mask:
@@ -175,15 +181,17 @@ def _given(
 
 
 def _forward(
-    q: Rounded, k: Rounded, v: Rounded, *drop: Any, **attrs: Any
+    q: Rounded, k: Rounded, v: Rounded, *drop: Any, out_dtype: Any = None, **attrs: Any
 ) -> tuple[Rounded, Rounded]:
     return attend(q, k, v, *_given(q, k, *drop, **attrs))
 
 
 def _backward(
-    grads: tuple[Rounded], q: Rounded, k: Rounded, v: Rounded, *drop: Any, **attrs: Any
-) -> tuple[Rounded, Rounded, Rounded]:
-    return attend_backward(grads[0], q, k, v, *_given(q, k, *drop, **attrs))
+    grads: tuple[Rounded], q: Rounded, k: Rounded, v: Rounded, *drop: Any, out_dtype: Any = None,
+    **attrs: Any,
+) -> tuple[Rounded, Rounded, Rounded]:  # fmt: skip
+    given = _given(q, k, *drop, **attrs)
+    return attend_backward(grads[0], q, k, v, *given, out_dtype=out_dtype)
 
 
 Sizes = tuple[int, int, int, int, int]
@@ -216,6 +224,12 @@ def _heads_apart(draw: Draw) -> Arguments:
     q, k, v = _qkv(draw, (1, 6, 6, 3, 8))
     v[:] = torch.arange(1, 4, dtype=v.dtype)[:, None]
     return (q, k, v), {"causal": True, "scale": None}
+
+
+def to_float32(draw: Draw, make: Callable[[Draw], Arguments]) -> Arguments:
+    """The call with a result of float32. Of values of one sign: y's rounding shows."""
+    (q, k, v, *rest), attrs = make(draw)
+    return (q, k, v + 4.0, *rest), {**attrs, "out_dtype": torch.float32}
 
 
 def _attention_nan(draw: Draw) -> Arguments:
@@ -266,6 +280,11 @@ def _attention_calls() -> Iterator[Call]:
             name = f"{lengths[0]}of{lengths[1]}.{'causal' if causal else 'full'}"
             yield Call(name, partial(_cross, lengths=lengths, causal=causal))
     yield from in_layouts("5of11", partial(_cross, lengths=(5, 11), causal=True))
+    for sizes in ((1, 65, 3, 3, 40), (2, 9, 6, 2, 12)):
+        make = partial(to_float32, make=partial(_attend, sizes=sizes, causal=False))
+        yield Call(f"{sizes_label(sizes)}.to-float32", make)
+    make = partial(to_float32, make=partial(_cross, lengths=(5, 3), causal=True))
+    yield Call("5of3.to-float32.strided", make, layout="strided")
     yield Call("heads", _heads_apart, statistical=False)
     yield Call("nan", _attention_nan, statistical=False, gradient=False)
 

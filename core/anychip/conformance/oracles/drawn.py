@@ -140,8 +140,9 @@ def _rope(choose: Choices, draw: Draw) -> Arguments:
     return (q, k, angle.cos(), angle.sin()), {"interleaved": choose.of(False, True)}
 
 
-def _score_attrs(choose: Choices) -> dict[str, Any]:
-    return {"causal": choose.of(True, False), "scale": choose.of(None, 0.05, 0.5)}
+def _score_attrs(choose: Choices, *, dropout: bool = False) -> dict[str, Any]:
+    attrs = {"causal": choose.of(True, False), "scale": choose.of(None, 0.05, 0.5)}
+    return attrs if dropout else {**attrs, "out_dtype": choose.of(None, None, torch.float32)}
 
 
 def _attended(choose: Choices, draw: Draw, *shape: int) -> Tensor:
@@ -161,7 +162,7 @@ def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Argumen
     args: tuple[Tensor | None, ...] = tuple(
         _attended(choose, draw, batch, length, count, dim) for length, count in shapes
     )
-    attrs = _score_attrs(choose)
+    attrs = _score_attrs(choose, dropout=dropout)
     if dropout:
         index = [
             draw.integers(80, n) if choose.of(False, False, True) else None

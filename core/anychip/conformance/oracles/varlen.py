@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
-from anychip.conformance.oracles.attention import Mask, attend, attend_backward
+from anychip.conformance.oracles.attention import Mask, attend, attend_backward, to_float32
 from anychip.conformance.oracles.oracle import Oracle
 
 Ends = NDArray[np.int64]
@@ -49,14 +49,17 @@ def _given(
     return _unpadded(q, of_queries), _unpadded(k, of_keys), _unpadded(v, of_keys), hidden
 
 
-def _forward(q: Rounded, *rest: Any, causal: bool, scale: float | None) -> tuple[Rounded, Rounded]:
+def _forward(
+    q: Rounded, *rest: Any, causal: bool, scale: float | None, **_: Any
+) -> tuple[Rounded, Rounded]:
     y, lse = attend(*_given(q, *rest, causal=causal), scale)
     return y[0], lse[0]
 
 
 def _backward(grads: tuple[Rounded], q: Rounded, *rest: Any, **attrs: Any) -> tuple[Rounded, ...]:
     grad = _unpadded(grads[0], rest[2])
-    found = attend_backward(grad, *_given(q, *rest, causal=attrs["causal"]), attrs["scale"])
+    given = (*_given(q, *rest, causal=attrs.pop("causal")), attrs.pop("scale"))
+    found = attend_backward(grad, *given, **attrs)
     return tuple(gradient[0] for gradient in found)
 
 
@@ -142,6 +145,8 @@ def _calls() -> Iterator[Call]:
     # Even and odd numbers of entries, which read as int64 would be half as many.
     for name in ("3+5+4", "0+4+0+0+3+0", "5+2.padded:3"):
         yield Call(f"{name}.int32", partial(_int32, packing=_PACKINGS[name], causal=True))
+    wide = partial(_packed, packing=((33, 4), 1), causal=False, keys=((65, 7), 2))
+    yield Call("33+4of65+7.to-float32", partial(to_float32, make=wide))
     yield Call("apart", _apart, statistical=False)
     yield Call("nan", _nan, statistical=False, gradient=False)
     long = partial(_packed, packing=((300, 17, 512), 0), causal=True, dim=64)

@@ -1,8 +1,8 @@
 """Attention of modules that ask torch or transformers for it, by the operators.
 
-A forward may call ``torch.nn.functional.scaled_dot_product_attention`` itself, or ask
-``ALL_ATTENTION_FUNCTIONS`` of transformers: that hands out our function in the place of sdpa's and
-everything else as it is; configs, masks and the interface are not touched.
+Both end in ``torch.nn.functional.scaled_dot_product_attention``, which runs with ours in its place:
+in a forward that calls it, or in the function that ``ALL_ATTENTION_FUNCTIONS`` of transformers has
+for sdpa. A fused forward gets that from the interface, and everything else as it is.
 """
 
 from __future__ import annotations
@@ -18,105 +18,83 @@ from torch.nn.functional import scaled_dot_product_attention as SDPA
 from anychip import ops
 from anychip.fusion import masks
 from anychip.fusion.probe import HOST, Comparison, call, normal
-from anychip.fusion.stand_ins import FLOATS, Forward, StandIn, autocast_is_on, served
-from anychip.fusion.swaps import CallsTorch, calls, can_be_renamed, file_of, renamed
+from anychip.fusion.stand_ins import FLOATS, Forward, StandIn, autocast_is_on
+from anychip.fusion.swaps import (
+    Renames,
+    Reroutes,
+    calls,
+    can_be_renamed,
+    place,
+    placed,
+    rerouted,
+    served,
+)
 
 INTERFACE, REPLACES = "ALL_ATTENTION_FUNCTIONS", "sdpa"
 """By transformers' names: its functions, and the one that masks and meaning are taken from."""
 _UNLESS = "masks of no sequences, causal with fewer queries than keys, other dtypes"
-_MEANT = ("output_attentions", "softcap", "position_bias", "cache")
-"""Arguments by name that change what transformers' sdpa computes."""
 
 
-def _as_torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | str:
-    """torch's function of the same arguments, (B, H, S, D)."""
+def _for_torch(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     one_head = key.dim() == 4 and key.shape[:2] == (query.shape[0], 1)
-    if not (enable_gqa or one_head or query.shape[:-2] == key.shape[:-2]):
+    if not (kwargs.get("enable_gqa") or one_head or query.shape[:-2] == key.shape[:-2]):
         return "batch or heads of query and key differ"
-    given: Any = {"causal": is_causal, "scale": scale, "dropout": dropout_p}
-    made = attention(query, key, value, attn_mask, **given, pads=False)
-    return made if isinstance(made, str) else made.transpose(1, 2)
+    return _attention(query, key, value, *args, **kwargs, pads=False)
 
 
-def _as_transformers(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **rest: Any,
-) -> tuple[Tensor, None] | str:
-    """transformers' sdpa: (B, H, S, D) in, (B, S, H, D) out, no weights.
+def _for_transformers(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Within its sdpa, which repeats heads of the key and value that it is given.
 
     As in its flash attention, the result of a token that a causal mask hides from all is 0.
     """
-    if told := [n for n in _MEANT if rest.get(n) is not None and rest[n] is not False]:
-        return f"argument {', '.join(told)}"
-    wanted = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(wanted) and attention_mask is None and query.shape[2] > 1
-    given: Any = {"causal": causal, "scale": scaling, "dropout": dropout}
-    made = attention(query, key, value, attention_mask, **given, pads=True)
-    if not isinstance(made, str):
-        return made, None
-    window = rest.get("sliding_window")
-    if made == "a mask" and window and key.shape[2] > window:
+    (_, *given, _), named = place.given
+    if key.shape[1] == query.shape[1] and all(key.shape[i] == given[0].shape[i] for i in (0, 2, 3)):
+        key, value = given
+    made = _attention(query, key, value, *args, **kwargs, pads=True)
+    window = named.get("sliding_window")
+    if isinstance(made, str) and made == "a mask" and window and key.shape[2] > window:
         made = f"a mask, of a window of {window}"
     return made
 
 
 @dataclass(frozen=True)
-class TorchAttention(CallsTorch):
+class CallsTorch(Reroutes):
     """A forward that calls torch's attention."""
 
     kind, operator, unless = "attention", "attention", _UNLESS
-    routes: ClassVar[dict[Any, Forward]] = {SDPA: served("attention", SDPA, _as_torch)}
+    routes: ClassVar[dict[Any, Forward]] = {SDPA: served("attention", SDPA, _for_torch)}
 
 
 @dataclass(frozen=True)
-class AsksInterface(StandIn):
+class AsksInterface(Renames):
     """A forward that asks transformers for the attention that its config names."""
 
-    kind, operator, unless = "attention", "attention", _UNLESS
-    inside = True
+    kind, operator, unless, name = "attention", "attention", _UNLESS, INTERFACE
 
     def subject(self, module: nn.Module) -> Any:
-        return file_of(module)[INTERFACE][REPLACES]
+        return super().subject(module)[REPLACES]
 
     def comparisons(self, module: nn.Module) -> Iterator[Comparison]:
-        original, groups = self.subject(module), nn.Module()
+        theirs, groups, mask = self.subject(module), nn.Module(), torch.ones(5, 5, device=HOST)
         groups.num_key_value_groups = 2  # type: ignore[assignment]
         shapes = {"query": (2, 4, 5, 8), "key": (2, 2, 5, 8), "value": (2, 2, 5, 8)}
         args = {name: normal(*shape).requires_grad_() for name, shape in shapes.items()}
-        theirs, ours = (
-            lambda *qkv, function=function: function(groups, *qkv, None, is_causal=True)[0]
-            for function in (original, _as_transformers)
-        )
-        yield Comparison(theirs, ours, args, whole=True)
+        for given in (None, mask.bool().tril()[None, None]):
+            both = [
+                lambda *qkv, function=function, given=given: function(groups, *qkv, given)[0]
+                for function in (theirs, _within(theirs))
+            ]
+            yield Comparison(both[0], both[1], args, whole=True)
 
-    def around(self, forward: Forward) -> Forward:
-        file: dict[str, Any] = forward.__globals__
-        file[f"anychip_{INTERFACE}"] = _Interface(file[INTERFACE])
-        return renamed(forward, INTERFACE, f"anychip_{INTERFACE}")
+    def replacement(self, original: Any) -> Any:
+        return _Interface(original)
 
 
 class _Interface:
-    """Transformers' functions of attention, with ours for that of sdpa."""
+    """Transformers' functions of attention, with ours within that of sdpa."""
 
     def __init__(self, original: Any) -> None:
-        self._original = original
-        self._ours = served("attention", original[REPLACES], _as_transformers)
+        self._original, self._ours = original, _within(original[REPLACES])
 
     def get_interface(self, name: str, default: Any) -> Any:
         return self._ours if name == REPLACES else self._original.get_interface(name, default)
@@ -128,53 +106,56 @@ class _Interface:
         return getattr(self._original, name)
 
 
-def attention(
+def _within(sdpa: Any) -> Any:
+    return placed(rerouted(sdpa, {SDPA: served("attention", SDPA, _for_transformers, sdpa)}))
+
+
+def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
     *,
-    causal: bool,
-    scale: float | None,
-    dropout: float,
     pads: bool,
 ) -> Tensor | str:
-    """``ops.attention`` or ``ops.attention_varlen`` of (B, H, S, D); or why neither computes it.
+    """torch's function of the same arguments, (B, H, S, D); or why no operator computes it.
 
     With dropout it is ``ops.attention_dropout``. Its seed is one draw of torch's default generator
     of the host, whatever the device: after the same ``torch.manual_seed`` the masks are the same on
     every chip, and a checkpointed layer that runs again has the mask of the first time.
 
     Args:
-        mask, pads: as of ``masks.pattern``.
-
-    Returns:
-        (B, S, H, D), contiguous.
+        pads: as of ``masks.pattern``.
     """
-    if (why := _refusal(query, key, value, dropout)) is not None:
+    if (why := _refusal(query, key, value, dropout_p)) is not None:
         return why
-    found: masks.Pattern | str = masks.Pattern(causal)
-    if mask is not None:
+    found: masks.Pattern | str = masks.Pattern(is_causal)
+    if attn_mask is not None:
         shape = (query.shape[0], query.shape[2], key.shape[2])
         # Both is torch's error.
-        found = "a mask" if causal else masks.pattern(mask, shape, pads=pads)
-    elif causal and query.shape[2] != key.shape[2]:
+        found = "a mask" if is_causal else masks.pattern(attn_mask, shape, pads=pads)
+    elif is_causal and query.shape[2] != key.shape[2]:
         # torch aligns a causal mask to the first key, the operator to the last one.
         found = "causal with other keys than queries"
-    if not isinstance(found, str) and dropout and found.tokens is not None:
+    if not isinstance(found, str) and dropout_p and found.tokens is not None:
         found = "a mask, and dropout"
     if isinstance(found, str):
         return found
     qkv = [t.transpose(1, 2) for t in (query, key, value)]
     attrs: dict[str, Any] = {"causal": found.causal, "scale": scale}
-    if dropout:
+    if found.tokens is not None:
+        made = _packed(qkv, found.tokens, found.cu_seqlens, attrs)
+    elif dropout_p:
         drawn = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=HOST)
-        qkv.append(nn.functional.pad(drawn, (0, 1)).to(query.device))  # and the offset 0
-        attrs["p"] = dropout
-    elif found.tokens is not None:
-        return _packed(qkv, found.tokens, found.cu_seqlens, attrs)
-    result: Tensor = call(ops.attention_dropout if dropout else ops.attention, *qkv, **attrs)
-    return result
+        state = nn.functional.pad(drawn, (0, 1)).to(query.device)  # and the offset 0
+        made = call(ops.attention_dropout, *qkv, state, p=dropout_p, **attrs)
+    else:
+        made = call(ops.attention, *qkv, **attrs)
+    return made.transpose(1, 2)
 
 
 def _packed(qkv: list[Tensor], tokens: Tensor, cu_seqlens: Any, attrs: dict[str, Any]) -> Tensor:
@@ -211,10 +192,10 @@ def proposals(module: nn.Module, model: nn.Module) -> Iterator[StandIn | str]:
     """How a module's attention may be replaced, by whom its forward asks; or why it is not."""
     named = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if named is None or not calls(module, INTERFACE):
-        yield from [TorchAttention()] if calls(module, SDPA.__name__) else []
+        yield from [CallsTorch()] if calls(module, SDPA.__name__) else []
     elif named == REPLACES:
         # Names of a forward in a decorator cannot be changed; what it calls in the end can.
-        yield AsksInterface() if can_be_renamed(module) else TorchAttention()
+        yield AsksInterface() if can_be_renamed(module) else CallsTorch()
     else:
         holders = [m for m in model.modules() if vars(m).get("config") is module.config]
         can = all(getattr(each, f"_supports_{REPLACES}", True) for each in holders)

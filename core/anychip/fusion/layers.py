@@ -6,11 +6,11 @@ Under autocast the result of an activation keeps its argument's dtype.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +18,7 @@ from torch import Tensor, nn
 
 from anychip import ops
 from anychip.fusion.probe import HOST, Comparison, call, inputs, replica
-from anychip.fusion.stand_ins import (
-    FLOATS,
-    Forward,
-    StandIn,
-    autocast_is_on,
-    label_of,
-    own_code,
-    wrong_dtype,
-)
+from anychip.fusion.stand_ins import FLOATS, Forward, StandIn, autocast_is_on, label_of, own_code
 
 _WIDTH = 8
 """Of the probe, where the module does not say."""
@@ -40,7 +32,8 @@ class Layer(StandIn):
         for child in self.idle(module):
             if any(getattr(child, name) for name in _HOOKS):
                 return f"hooks of its {type(child).__name__} would no longer be called"
-        return super().unfit(module) or wrong_dtype(module)
+        wrong = {str(p.dtype) for p in module.parameters() if p.dtype not in FLOATS}
+        return f"operators take no {', '.join(wrong)}" if wrong else super().unfit(module)
 
     def samples(self, module: Any) -> list[Tensor]:
         """Arguments that the probe calls it with."""
@@ -53,24 +46,28 @@ class Layer(StandIn):
     def comparisons(self, module: Any) -> Iterator[Comparison]:
         for training, x in itertools.product((False, True), self.samples(module)):
             twin = replica(module, self.small()).train(training)
-            theirs: Any = functools.partial(type(twin).forward, twin)
-            ours, named = functools.partial(self.compute, twin), twin.named_parameters()
-            yield Comparison(theirs, ours, {"x": x}, parameters=named)
+            theirs, ours = (partial(f, twin) for f in (type(twin).forward, self.served))
+            yield Comparison(theirs, ours, {"x": x}, twin.named_parameters())
 
     @abstractmethod
     def compute(self, module: Any, x: Any) -> Tensor | str:
         """The result, by operators; or why they cannot serve such a call."""
 
+    def served(self, module: nn.Module, *args: Any) -> Tensor | str:
+        """The same for any arguments."""
+        if len(args) != 1 or not isinstance(args[0], Tensor) or args[0].dtype not in FLOATS:
+            got = ", ".join(str(getattr(x, "dtype", type(x).__name__)) for x in args)
+            return f"a float32, bfloat16 or float16 tensor expected, got {got}"
+        return self.compute(module, args[0])
+
     def around(self, forward: Forward) -> Forward:
         label = label_of(forward)
 
         def serve(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given, made = (*args, *kwargs.values()), None
-            if len(given) == 1:
-                made = self.compute(module, given[0])
-                if not isinstance(made, str):
-                    return made
-            own_code(self.operator, label, made or f"{len(given)} arguments", id(module))
+            made = self.served(module, *args, *kwargs.values())
+            if not isinstance(made, str):
+                return made
+            own_code(self.operator, label, made, id(module))
             return forward(module, *args, **kwargs)
 
         return serve
@@ -82,31 +79,27 @@ class Norm(Layer):
 
     Attributes:
         operator: of these two.
-        weight, bias: names of the module's parameters.
-        eps: name of the attribute that holds eps.
+        eps, weight, bias: names of the module's attributes.
         promotes: x of 16 bits with a float32 weight gives float32, as multiplication does.
     """
 
     operator: str
-    weight: str
-    bias: str | None
     eps: str
     promotes: bool
+    weight: str
+    bias: str | None = None
 
-    kind = "norm"
-    unless = "other dtypes, or dtypes that torch mixes"
+    kind, unless = "norm", "other dtypes, or dtypes that torch mixes"
 
     def samples(self, module: Any) -> list[Tensor]:
         width = getattr(module, self.weight).shape[0]
         mixed = [inputs(width).bfloat16()] if self.promotes else []
         return [inputs(width), inputs(2, 3, width), *mixed]
 
-    def compute(self, module: Any, x: Any) -> Tensor | str:
+    def compute(self, module: Any, x: Tensor) -> Tensor | str:
         weight, eps = getattr(module, self.weight), getattr(module, self.eps)
-        bias = () if self.bias is None else (getattr(module, self.bias),)
-        if (why := _unfit(x)) is not None:
-            return why
-        if any(p.dtype not in FLOATS or p.dtype != weight.dtype for p in (weight, *bias)):
+        bias = None if self.bias is None else getattr(module, self.bias)
+        if weight.dtype not in FLOATS or (bias is not None and bias.dtype != weight.dtype):
             return f"parameters of one such dtype expected, got {weight.dtype}"
         if self.promotes:
             x = x.to(torch.promote_types(x.dtype, weight.dtype))
@@ -115,7 +108,7 @@ class Norm(Layer):
         elif x.dtype != torch.float32 and (autocast_is_on(x) or eps is None):
             return f"x is {x.dtype}, and the result's dtype or eps depends on torch's device"
         eps = torch.finfo(x.dtype).eps if eps is None else eps
-        rest = () if self.operator == "rms_norm" else bias or (None,)
+        rest = () if self.operator == "rms_norm" else (bias,)
         made: Tensor = call(getattr(ops, self.operator), x, weight, *rest, eps=eps)
         return made
 
@@ -123,7 +116,7 @@ class Norm(Layer):
 def norms(module: nn.Module) -> Iterator[Norm]:
     """What a norm may compute, by its vectors and by its attributes that may be eps."""
     names = [name for name, p in module._parameters.items() if p is not None and p.dim() == 1]
-    if len(names) != len(list(module.parameters())) or list(module.buffers()):
+    if not 1 <= len(names) == len(list(module.parameters())) <= 2 or list(module.buffers()):
         return
     epses = [name for name, value in vars(module).items() if isinstance(value, float)]
     if isinstance(module, nn.RMSNorm) and module.eps is None:
@@ -132,11 +125,9 @@ def norms(module: nn.Module) -> Iterator[Norm]:
     mixed = (False,) if type(module).__module__.startswith("torch.nn.") else (True, False)
     for eps, promotes in itertools.product(sorted(epses, key=lambda n: "eps" not in n), mixed):
         if len(names) == 1:
-            yield Norm("rms_norm", names[0], None, eps, promotes)
-            yield Norm("layer_norm", names[0], None, eps, promotes)
-        elif len(names) == 2:
-            for weight, bias in itertools.permutations(names):
-                yield Norm("layer_norm", weight, bias, eps, promotes)
+            yield Norm("rms_norm", eps, promotes, *names)
+        for vectors in itertools.permutations(names):
+            yield Norm("layer_norm", eps, promotes, *vectors)
 
 
 @dataclass(frozen=True)
@@ -147,14 +138,9 @@ class Gelu(Layer):
 
     kind, operator, unless = "activation", "gelu", "other dtypes"
 
-    def compute(self, module: nn.Module, x: Any) -> Tensor | str:
-        return _unfit(x) or call(ops.gelu, x, approximate=self.approximate)
-
-
-def gelus(module: nn.Module) -> Iterator[Gelu]:
-    """Both forms of GELU."""
-    if not (module._parameters or module._buffers or module._modules):
-        yield from (Gelu("none"), Gelu("tanh"))
+    def compute(self, module: nn.Module, x: Tensor) -> Tensor | str:
+        made: Tensor = call(ops.gelu, x, approximate=self.approximate)
+        return made
 
 
 @dataclass(frozen=True)
@@ -176,27 +162,7 @@ class GatedMLP(Layer):
         used = (self.gate, self.up, self.down)
         return [m for name, m in module._modules.items() if name not in used and m is not None]
 
-    def compute(self, module: Any, x: Any) -> Tensor | str:
-        if (why := _unfit(x)) is not None:
-            return why
-        made = call(ops.swiglu, getattr(module, self.gate)(x), getattr(module, self.up)(x))
-        result: Tensor = getattr(module, self.down)(made)
-        return result
-
-
-def gated(*names: str) -> Callable[[nn.Module], Iterator[GatedMLP]]:
-    """A gated MLP whose linear layers gate, up and down have these names."""
-
-    def proposals(module: nn.Module) -> Iterator[GatedMLP]:
-        linear = all(isinstance(module._modules.get(name), nn.Linear) for name in names)
-        if linear and len(module._modules) <= 4 and not (module._parameters or module._buffers):
-            yield GatedMLP(*names)
-
-    return proposals
-
-
-def _unfit(x: Any) -> str | None:
-    if isinstance(x, Tensor) and x.dtype in FLOATS:
-        return None
-    got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-    return f"a float32, bfloat16 or float16 tensor expected, got {got}"
+    def compute(self, module: Any, x: Tensor) -> Tensor | str:
+        gate, up, down = (getattr(module, name) for name in (self.gate, self.up, self.down))
+        made: Tensor = down(call(ops.swiglu, gate(x), up(x)))
+        return made

@@ -18,50 +18,40 @@ from torch.nn.functional import cross_entropy
 
 from anychip import ops
 from anychip.fusion.probe import HOST, Comparison, call, normal
-from anychip.fusion.stand_ins import FLOATS, Forward, StandIn, autocast_is_on, placed, served
-from anychip.fusion.swaps import CallsTorch, Rerouted
+from anychip.fusion.stand_ins import FLOATS, Forward, StandIn, autocast_is_on
+from anychip.fusion.swaps import Reroutes, placed, rerouted, served
 
 _UNLESS = "class weights, class probabilities, other dtypes"
+_KNOWN = {"ignore_index", "label_smoothing", "reduction"}
 
 
-def _float32(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | str:
+def _float32(x: Tensor, target: Tensor, *args: Any, **given: Any) -> Tensor | str:
     """torch's function of the same arguments, the classes dim 1, in float32."""
-    if weight is not None or size_average is not None or reduce is not None:
-        return "classes have weights, or the reduction has an old name"
-    if input.dtype not in FLOATS:
-        return f"logits are {input.dtype}"
+    attrs = {name: value for name, value in given.items() if value is not None}
+    if args or attrs.keys() - _KNOWN:
+        return f"arguments {', '.join(attrs.keys() - _KNOWN) or 'without names'}"
+    if x.dtype not in FLOATS:
+        return f"logits are {x.dtype}"
     if target.dtype != torch.int64:
         return f"targets are {target.dtype}"
-    rest = () if input.dim() == 1 else (*input.shape[:1], *input.shape[2:])
-    if not input.dim() or tuple(target.shape) != rest:
-        return f"logits are {tuple(input.shape)} and targets {tuple(target.shape)}"
-    attrs: Any = {"label_smoothing": label_smoothing, "reduction": reduction}
-    rows = input.movedim(1, -1) if input.dim() > 2 else input
-    loss: Tensor = call(ops.cross_entropy, rows, target, ignore_index=ignore_index, **attrs)
+    if not x.dim() or tuple(target.shape) != (() if x.dim() == 1 else (*x.shape[:1], *x.shape[2:])):
+        return f"logits are {tuple(x.shape)} and targets {tuple(target.shape)}"
+    loss: Tensor = call(ops.cross_entropy, x.movedim(1, -1) if x.dim() > 2 else x, target, **attrs)
     return loss
 
 
-def _as_torch(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | str:
-    made = _float32(input, *args, **kwargs)
-    return made if isinstance(made, str) or autocast_is_on(input) else made.to(input.dtype)
+def _as_torch(x: Tensor, *args: Any, **given: Any) -> Tensor | str:
+    made = _float32(x, *args, **given)
+    return made if isinstance(made, str) or autocast_is_on(x) else made.to(x.dtype)
 
 
 @functools.wraps(cross_entropy)
-def _in_float32(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return cross_entropy(input.float(), *args, **kwargs)
+def _of_float32(x: Tensor, *args: Any, **given: Any) -> Tensor:
+    return cross_entropy(x.float(), *args, **given)
 
 
 @dataclass(frozen=True)
-class TorchLoss(CallsTorch):
+class TorchLoss(Reroutes):
     """``nn.CrossEntropyLoss``."""
 
     kind, operator, unless = "loss", "cross_entropy", _UNLESS
@@ -69,11 +59,8 @@ class TorchLoss(CallsTorch):
         cross_entropy: served("cross_entropy", cross_entropy, _as_torch)
     }
 
-
-def of_torch(module: Any) -> Iterator[TorchLoss]:
-    """The one proposal for torch's loss."""
-    if module.weight is None:
-        yield TorchLoss()
+    def unfit(self, module: nn.Module) -> str | None:
+        return super().unfit(module) if module.weight is None else "it weighs its classes"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +75,7 @@ class ModelLoss(StandIn):
 
     kind, operator, unless = "loss", "cross_entropy", _UNLESS
     routes: ClassVar[dict[Any, Forward]] = {
-        cross_entropy: served("cross_entropy", _in_float32, _float32),
+        cross_entropy: served("cross_entropy", _of_float32, _float32),
         Tensor.float: Tensor.contiguous,
     }
 
@@ -99,24 +86,23 @@ class ModelLoss(StandIn):
     def subject(self, module: nn.Module) -> Any:
         return self.original
 
+    def comparisons(self, module: nn.Module) -> Iterator[Comparison]:
+        labels = torch.randint(13, (2, 7), device=HOST)
+        labels[0, 3] = labels[1, 0] = -100
+        full, low, five = torch.float32, torch.bfloat16, torch.tensor(5, device=HOST)
+        for dtype, items in ((full, None), (low, 9), (full, five)):
+            logits = (normal(2, 7, 13) * 4).to(dtype).requires_grad_()
+            given = {"vocab_size": 13, "num_items_in_batch": items}
+            theirs, ours = (functools.partial(f, **given) for f in (self.original, self))
+            yield Comparison(theirs, ours, {"logits": logits, "labels": labels}, whole=True)
+
     def onto(self, module: Any) -> object:
         module.loss_function = self
         return self
 
-    def comparisons(self, module: nn.Module) -> Iterator[Comparison]:
-        labels = torch.randint(13, (2, 7), device=HOST)
-        labels[0, 3] = labels[1, 0] = -100
-        for dtype in (torch.float32, torch.bfloat16):
-            for items in (None, 9, torch.tensor(5, device=HOST)):
-                logits = (normal(2, 7, 13) * 4).to(dtype).requires_grad_()
-                args = {"logits": logits, "labels": labels}
-                given = {"vocab_size": 13, "num_items_in_batch": items}
-                yield Comparison(self.original, self, args, given, whole=True)
-
     @placed
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with Rerouted(self.routes):
-            return self.original(*args, **kwargs)
+        return rerouted(self.original, self.routes)(*args, **kwargs)
 
 
 def loss_of(module: nn.Module) -> Callable[..., Any] | None:

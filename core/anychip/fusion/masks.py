@@ -64,14 +64,13 @@ def _pattern(seen: Tensor, pads: bool) -> Pattern | str:
             return Pattern(causal)
     if queries != keys:
         return "a mask"
-    present = seen.diagonal(dim1=1, dim2=2)
-    first = seen.int().argmax(-1)
+    present, first = seen.diagonal(dim1=1, dim2=2), seen.int().argmax(-1)
     together = (first[:, :, None] == first[:, None, :]) & present[:, :, None] & present[:, None, :]
+    in_order = first.where(present, 0).cummax(-1).values == first
     for causal in (True, False):
         differs = (together.tril() if causal else together) != seen
         if pads and causal:
             differs &= present[:, :, None]
-        in_order = first.where(present, 0).cummax(-1).values == first
         if not bool((differs.any(-1) | present & ~in_order).any()):
             tokens = present.flatten().nonzero()[:, 0]
             rows = torch.arange(len(first), device=first.device)[:, None] * queries

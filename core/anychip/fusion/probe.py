@@ -15,7 +15,6 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ HOST = torch.device("cpu")
 _SCALES = 2.0 ** torch.arange(-10.0, 11.0, 2.0)
 _PLAIN = (bool, int, float, str, type(None))
 _BLANK = nn.Module()
-_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Comparison(NamedTuple):
@@ -37,8 +35,8 @@ class Comparison(NamedTuple):
         theirs: gives a tensor, or a tuple of tensors.
         ours: the same by operators, which it calls by :func:`call`; or a text, which says why it
             leaves a call like this to theirs: then that has to fail.
-        args, given: they are differentiated by those of args that require it,
-        parameters: and by these.
+        args: are given by place; those that require a gradient get one,
+        parameters: and these.
         whole: an entry of a result or a gradient is a sum over rows: its size is that of all.
         what: is special about it.
     """
@@ -46,7 +44,6 @@ class Comparison(NamedTuple):
     theirs: Callable[..., Any]
     ours: Callable[..., Any]
     args: Mapping[str, Any]
-    given: Mapping[str, Any] = _NONE
     parameters: Iterable[tuple[str, Tensor]] = ()
     whole: bool = False
     what: str = ""
@@ -61,6 +58,11 @@ class _Probe(threading.local):
 _probe = _Probe()
 
 
+def is_probing() -> bool:
+    """Whether calls are compared now, and nothing is counted."""
+    return _probe.on
+
+
 def call(operator: Operator[..., Any], *args: Any, **attrs: Any) -> Any:
     """An operator, as its users call it; in a probe its reference, which torch differentiates."""
     if not _probe.on:
@@ -70,11 +72,6 @@ def call(operator: Operator[..., Any], *args: Any, **attrs: Any) -> Any:
     _probe.forward += bound.forward + length
     _probe.backward += bound.backward + length
     return operator.outputs(operator.spec.forward(*given, **named))
-
-
-def is_probing() -> bool:
-    """Whether calls are compared now, and nothing is counted."""
-    return _probe.on
 
 
 def refutation(comparisons: Iterable[Comparison]) -> tuple[int, str] | None:
@@ -90,18 +87,16 @@ def refutation(comparisons: Iterable[Comparison]) -> tuple[int, str] | None:
 
 
 def _difference(comparison: Comparison) -> str | None:
-    theirs, ours, args, given, parameters, whole, _ = comparison
+    theirs, ours, args, parameters, whole, _ = comparison
     leaves, got = {name: t for name, t in args.items() if t.requires_grad}, None
     rows = sum(t.numel() // t.shape[-1] for t in leaves.values())
     leaves.update(parameters)
     _probe.forward = _probe.backward = 0.0
     try:
-        got = ours(*args.values(), **given)
-        want = theirs(*args.values(), **given)
-        if isinstance(got, str):
-            return got
-        if not _probe.forward:
-            return "it calls nothing that an operator serves"
+        got = ours(*args.values())
+        want = theirs(*args.values())
+        if isinstance(got, str) or not _probe.forward:
+            return got if isinstance(got, str) else "it calls nothing that an operator serves"
         wants, gots = (y if isinstance(y, tuple) else (y,) for y in (want, got))
         if [(y.dtype, y.shape) for y in wants] != [(y.dtype, y.shape) for y in gots]:
             return f"it gives {', '.join(f'{y.dtype} {tuple(y.shape)}' for y in wants)}"
@@ -114,18 +109,17 @@ def _difference(comparison: Comparison) -> str | None:
         name = type(error).__name__
         return None if isinstance(got, str) else f"it cannot be called like this: {name}"
     unit = max(torch.finfo(leaf.dtype).eps for leaf in leaves.values()) / 2
-    for other, mine in zip(wants, gots, strict=True):
-        limit = (_probe.forward + (rows + 1 if whole else 0)) * unit * _top(other, whole)
+    for mine, other in zip(gots, wants, strict=True):
+        limit = (_probe.forward + (rows + 1) * whole) * unit * _top(other, whole)
         if wrong := _outside(mine, other, limit):
             return f"its result differs{wrong}"
-    for (name, leaf), other, mine in zip(leaves.items(), wanted, grads, strict=True):
+    for (name, leaf), mine, other in zip(leaves.items(), grads, wanted, strict=True):
         summed = isinstance(leaf, nn.Parameter)
         top = _top(other, whole or summed)
         if len(wants) == 1 and leaf.dim() == want.dim() and not summed:
             # A gradient may vanish though its terms do not: their size is that of y / x.
             top = torch.maximum(top, 4 * _top(want, whole) / _top(leaf, whole))
-        limit = (_probe.backward + (rows if summed else 1)) * unit * top
-        if wrong := _outside(mine, other, limit):
+        if wrong := _outside(mine, other, (_probe.backward + (rows if summed else 1)) * unit * top):
             return f"its gradient of {name} differs{wrong}"
     return None
 
@@ -173,8 +167,8 @@ def inputs(*shape: int) -> Tensor:
     return (normal(len(_SCALES), *shape) * scales).requires_grad_()
 
 
-def replica(module: nn.Module, stand_ins: Mapping[str, nn.Module] = _NONE) -> nn.Module:
-    """The module without hooks on the host, with random parameters and children as given.
+def replica(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
+    """The module without hooks on the host, with random parameters and some children as given.
 
     Attributes are shared, buffers copied; those without data are random as well.
     """
@@ -190,7 +184,7 @@ def replica(module: nn.Module, stand_ins: Mapping[str, nn.Module] = _NONE) -> nn
             buffer = torch.rand(buffer.shape, dtype=buffer.dtype, device=HOST)
         twin._buffers[name] = None if buffer is None else buffer.detach().to(HOST, copy=True)
     for name, child in module._modules.items():
-        twin._modules[name] = stand_ins.get(name) or (child and replica(child))
+        twin._modules[name] = children.get(name) or (child and replica(child, {}))
     return twin
 
 
@@ -201,8 +195,8 @@ def likeness(module: nn.Module) -> Any:
     """
     found: list[Any] = []
     for path, each in module.named_modules():
-        found += [path, type(each), *((n, p.shape) for n, p in each.named_parameters("", False))]
         own = {n: v for n, v in vars(each).items() if n not in vars(_BLANK)}
+        found += [path, type(each), *((n, p.shape) for n, p in each.named_parameters("", False))]
         found += [(n, type(v), v if isinstance(v, _PLAIN) else id(v)) for n, v in own.items()]
         found += [(name, id(buffer)) for name, buffer in each.named_buffers("", False)]
     return tuple(found)

@@ -16,7 +16,7 @@ from torch import nn
 
 from anychip.fusion import attention, loss, probe, rope, table
 from anychip.fusion.report import FusionReport, LeftAlone, Replaced
-from anychip.fusion.stand_ins import StandIn, own_calls, own_class, stand_ins_of, why_not
+from anychip.fusion.stand_ins import StandIn, own_calls, own_class, stand_ins_of
 
 KINDS = ("norm", "activation", "rope", "attention", "loss")
 Names = str | Iterable[str]
@@ -108,7 +108,10 @@ class _Search:
     def report(self) -> FusionReport:
         """What became of every module; children that have no work any more are not in it."""
         for path, module in list(self.model.named_modules()):
-            self._visit(path, module)
+            if isinstance(module, torch.jit.ScriptModule):
+                self._leave(path, module, "it is compiled by TorchScript")
+            else:
+                self._visit(path, module)
         done: set[int] = set()
         for module in self.model.modules():
             for each in stand_ins_of(module):
@@ -118,18 +121,13 @@ class _Search:
 
     def _visit(self, path: str, module: nn.Module) -> None:
         """Replaces one module, or functions that it calls, or notes why not."""
-        if isinstance(module, torch.jit.ScriptModule):
-            self._leave(path, module, "it is compiled by TorchScript")
-            return
-        known, original = stand_ins_of(module), loss.loss_of(module)
-        kinds = {each.kind for each in known}
-        self.before += sum(bool(each.kind) for each in known)
-        if isinstance(original, loss.ModelLoss):
-            self.before += 1
-        elif original is not None:
+        kinds, original = [each.kind for each in stand_ins_of(module)], loss.loss_of(module)
+        fused_loss = isinstance(original, loss.ModelLoss)
+        self.before += sum(map(bool, kinds)) + fused_loss
+        if original is not None and not fused_loss:
             source = getattr(original, "__name__", type(original).__name__)
             self._try(path, module, "loss", [loss.ModelLoss(original)], source)
-        if known and not any(each.inside for each in known):
+        if kinds and not {*kinds} & {"attention", "rope"}:
             return
         attends, name = "attention" in kinds, own_class(module).__name__
         if not attends:
@@ -138,9 +136,8 @@ class _Search:
         if "rope" not in kinds and (names := rope.functions(module)):
             found = rope.proposals(module, names, self._makers)
             self._try(path, module, "rope", found, ", ".join(names))
-        if attends or stand_ins_of(module):
-            return
-        if not self._try(path, module, "", table.proposals(module)):
+        known = attends or stand_ins_of(module)
+        if not known and not self._try(path, module, "", table.proposals(module)):
             self._leave(path, module, table.nothing(module))
 
     def _try(
@@ -154,9 +151,8 @@ class _Search:
                 source = source or own_class(module).__name__
                 self.replaced.append(Replaced(path, each.kind, source, each.operator, each.unless))
                 self.owners.append(each.onto(module))
-                if isinstance(each, rope.Rope):
-                    for maker in self._makers[each.layout]:
-                        rope.Tables(each.layout).onto(maker)
+                for maker in self._makers[each.layout] if isinstance(each, rope.Rope) else ():
+                    rope.Tables(each.layout).onto(maker)
                 return True
             reasons.append(why)
         if reasons:
@@ -188,11 +184,10 @@ class _Search:
         """The modules that make cos and sin, by the layout of these."""
         found: dict[str, list[nn.Module]] = {}
         for module in self.model.modules():
-            known, layout = stand_ins_of(module), None
-            if known and isinstance(known[0], rope.Tables):
-                layout = known[0].layout
-            elif not (self.choice.refusal(module, "rope", only=False) or why_not(module)):
-                layout = None if known else rope.layout_of(module)
-            if layout is not None:
-                found.setdefault(layout, []).append(module)
+            known = [each for each in stand_ins_of(module) if isinstance(each, rope.Tables)]
+            refusal = self.choice.refusal(module, "rope", only=False)
+            if known or not (stand_ins_of(module) or refusal or StandIn().unfit(module)):
+                layout = known[0].layout if known else rope.layout_of(module)
+                if layout is not None:
+                    found.setdefault(layout, []).append(module)
         return found

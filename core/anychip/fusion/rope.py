@@ -16,6 +16,7 @@ import re
 from collections import namedtuple
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -24,8 +25,8 @@ from torch import Tensor, nn
 
 from anychip import ops
 from anychip.fusion.probe import HOST, Comparison, call, inputs, normal, replica, undisturbed
-from anychip.fusion.stand_ins import FLOATS, Forward, StandIn, own_class, place, served
-from anychip.fusion.swaps import can_be_renamed, file_of, renamed
+from anychip.fusion.stand_ins import FLOATS, Forward, StandIn, own_class
+from anychip.fusion.swaps import Renames, can_be_renamed, file_of, place, served
 
 POSITIONS = "position_embeddings"
 """The argument of an attention, by transformers' name for it, that holds cos and sin."""
@@ -52,9 +53,7 @@ Halves = namedtuple("Halves", ("cos", "sin"))
 Pairs = namedtuple("Pairs", ("cos", "sin"))
 Narrow = namedtuple("Narrow", ("cos", "sin"))
 LAYOUTS = {
-    "halves": AngleLayout(
-        Halves, lambda t: t[..., : t.shape[-1] // 2], lambda t: torch.cat((t, t), -1)
-    ),
+    "halves": AngleLayout(Halves, lambda t: t.chunk(2, -1)[0], lambda t: torch.cat((t, t), -1)),
     "pairs": AngleLayout(Pairs, lambda t: t[..., 0::2], lambda t: t.repeat_interleave(2, -1)),
     "narrow": AngleLayout(Narrow, lambda t: t, lambda t: t),
 }
@@ -70,36 +69,30 @@ class Tables(StandIn):
 
     def around(self, forward: Forward) -> Forward:
         kind = LAYOUTS[self.layout].tables
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return kind(*(t.clone() if _written(t) else t for t in forward(*args, **kwargs)))
-
-        return run
+        return lambda *args, **kwargs: kind(
+            *(t.clone() if _written(t) else t for t in forward(*args, **kwargs))
+        )
 
 
 @dataclass(frozen=True)
-class Rope(StandIn):
+class Rope(Renames):
     """``ops.rope`` in the place of a file's function of q, k, cos and sin.
 
     Attributes:
-        function: its name in the file.
+        name: of the function in the file.
         layout: of cos and sin.
         partial: it leaves the dims beyond R alone; otherwise it takes none.
         interleaved: as of ``ops.rope``.
         keeps: the result has q's dtype; otherwise the wider one of q and cos.
     """
 
-    function: str
+    name: str
     layout: str
     partial: bool
     interleaved: bool
     keeps: bool
 
     kind, operator, unless = "rope", "rope", "other dtypes, cos and sin from elsewhere"
-    inside = True
-
-    def subject(self, module: nn.Module) -> Any:
-        return file_of(module)[self.function]
 
     def comparisons(self, module: nn.Module) -> Iterator[Comparison]:
         function, widen = self.subject(module), LAYOUTS[self.layout].widen
@@ -113,27 +106,25 @@ class Rope(StandIn):
             batch = 1 if one_row else len(q)
             cos, sin = (widen(normal(batch, _LENGTH, _ANGLES)).to(table) for _ in range(2))
             args = {"q": q, "k": k.flip(0), "cos": cos, "sin": sin}
-            given = {"unsqueeze_dim": heads} if named else {}
+            given: Any = {"unsqueeze_dim": heads} if named else {}
             what = "heads that are longer than its tables: " if rest else ""
-            yield Comparison(function, self.compute, args, given, what=what)
+            theirs, ours = (partial(f, **given) for f in (function, self.compute))
+            yield Comparison(theirs, ours, args, what=what)
 
-    def around(self, forward: Forward) -> Forward:
-        file: dict[str, Any] = forward.__globals__
-        ours, original = f"anychip_{self.layout}_{self.function}", file[self.function]
-        file[ours] = served("rope", original, self._turned)
-        return renamed(forward, self.function, ours)
+    def replacement(self, original: Any) -> Any:
+        return served("rope", original, self._turned)
 
     def _turned(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...] | str:
-        known = (each for each in place.given if isinstance(each, LAYOUTS[self.layout].tables))
-        tables: tuple[Any, ...] = next(known, (None, None))
-        cos, sin = tables
-        if cos is None:
+        kind, given = LAYOUTS[self.layout].tables, (*place.given[0], *place.given[1].values())
+        tables: Any = next((each for each in given if isinstance(each, kind)), None)
+        if tables is None:
             return f"{POSITIONS} of no fused module"
         if len(args) != 4 or kwargs.keys() - {"unsqueeze_dim"}:
             return "other arguments than q, k, cos and sin"
-        if args[2] is cos and args[3] is sin and not any(map(_written, tables)):
-            return self.compute(*args, **kwargs)
-        return f"not the two of {POSITIONS} as they are"
+        same = args[2] is tables[0] and args[3] is tables[1]
+        if not same or _written(tables[0]) or _written(tables[1]):
+            return f"not the two of {POSITIONS} as they are"
+        return self.compute(*args, **kwargs)
 
     def compute(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
@@ -152,14 +143,13 @@ class Rope(StandIn):
         dtype = q.dtype if self.keeps else torch.promote_types(q.dtype, cos.dtype)
         rows = [t.to(dtype).transpose(unsqueeze_dim, 2) for t in (q, k)]
         tables = [LAYOUTS[self.layout].narrow(t).float() for t in (cos, sin)]
+        shapes = [t.shape for t in rows]
         if cos.shape[0] > 1:
             # Positions of its own for each row of the batch: one long sequence of all of them.
             rows, tables = ([t.flatten(0, 1)[None] for t in each] for each in (rows, tables))
         turned = call(ops.rope, *rows, *(t[0] for t in tables), interleaved=self.interleaved)
-        return tuple(
-            y.reshape(x.transpose(unsqueeze_dim, 2).shape).transpose(unsqueeze_dim, 2)
-            for x, y in zip((q, k), turned, strict=True)
-        )
+        made = zip(turned, shapes, strict=True)
+        return tuple(y.reshape(shape).transpose(unsqueeze_dim, 2) for y, shape in made)
 
     def _fits(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
         if (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or heads not in (1, 2):
@@ -222,22 +212,16 @@ def layout_of(module: nn.Module) -> str | None:
     x = torch.ones((1, len(_POSITIONS), 1), dtype=torch.float32, device=HOST)
     with undisturbed():
         try:
-            args = (replica(module), x, torch.tensor([_POSITIONS], device=HOST))
+            args = (replica(module, {}), x, torch.tensor([_POSITIONS], device=HOST))
             options: list[Any] = [{"layer_type": kind} for kind in kinds or ()] or [{}]
-            found = {_layout(forward(*args, **given)) for given in options}
+            made = [forward(*args, **given) for given in options]
+            tables = [t for pair in made if type(pair) is tuple for t in pair]
+            facts = {(t.dtype, t.requires_grad, t.dim(), *t.shape[:2]) for t in tables}
         except Exception:  # it is not known what it is: any error says that it is not this
             return None
-    return found.pop() if len(found) == 1 else None
-
-
-def _layout(made: Any) -> str | None:
-    if type(made) is not tuple or len(made) != 2:
+    if len(tables) != 2 * len(made) or facts != {(torch.float32, False, 3, 1, len(_POSITIONS))}:
         return None
-    for t in made:
-        known = isinstance(t, Tensor) and not t.requires_grad and t.dtype == torch.float32
-        if not known or t.dim() != 3 or t.shape[:2] != (1, len(_POSITIONS)):
-            return None
     for name, (_, narrow, widen) in LAYOUTS.items():
-        if all(torch.equal(widen(narrow(t)), t) for t in made):
+        if all(torch.equal(widen(narrow(t)), t) for t in tables):
             return name
     return None

@@ -39,19 +39,22 @@ class StandIn:
         kind: norm, activation, rope, attention or loss; "" for one that no report counts.
         operator: the operator's name.
         unless: when the model's own code serves a call, for people.
-        inside: it stands for functions that the forward calls, which are told where that is.
         outermost: it takes any forward; another one takes the function of a class.
     """
 
     kind: str
     operator: str
     unless: str
-    inside: ClassVar[bool] = False
     outermost: ClassVar[bool] = False
 
     def unfit(self, module: nn.Module) -> str | None:
         """What forbids it, whatever the module computes."""
-        return why_not(module)
+        if "forward" in vars(module):
+            return "its forward was replaced on the instance, which a class cannot change"
+        for name in ("__reduce_ex__", "__reduce__"):
+            if getattr(own_class(module), name) is not getattr(object, name):
+                return "its class has a way of its own to be copied and pickled"
+        return None
 
     def subject(self, module: nn.Module) -> Any:
         """What it is proved of: one proof serves all modules for which this is equal."""
@@ -87,22 +90,6 @@ def own_class(module: nn.Module) -> Any:
     return type(module).__bases__[0] if stand_ins_of(module) else type(module)
 
 
-def why_not(module: nn.Module) -> str | None:
-    """What forbids to change the class of a module; None when nothing does."""
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance, which a class cannot change"
-    kind = own_class(module)
-    if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__:
-        return "its class has a way of its own to be copied and pickled"
-    return None
-
-
-def wrong_dtype(module: nn.Module) -> str | None:
-    """Which dtypes of its parameters no operator takes."""
-    wrong = {p.dtype for p in module.parameters() if p.dtype not in FLOATS}
-    return f"operators take no {', '.join(map(str, wrong))}" if wrong else None
-
-
 def autocast_is_on(x: Tensor) -> bool:
     """Whether torch changes dtypes of calls on this tensor's device."""
     return torch.is_autocast_enabled(x.device.type)
@@ -114,8 +101,6 @@ def fused_class(original: Any, stand_ins: tuple[StandIn, ...]) -> Any:
     inner = original.forward
     for each in stand_ins:
         inner = each.around(inner)
-    if any(each.inside for each in stand_ins):
-        inner = placed(inner)
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -134,49 +119,6 @@ def fused_class(original: Any, stand_ins: tuple[StandIn, ...]) -> Any:
 def _empty_module(original: Any, stand_ins: tuple[StandIn, ...]) -> Any:
     kind = fused_class(original, stand_ins)
     return kind.__new__(kind)
-
-
-class _Place(threading.local):
-    """Which fused module a thread is in, for functions that are not told.
-
-    Attributes:
-        owner: its ``id``.
-        given: its arguments.
-    """
-
-    owner: int = 0
-    given: tuple[Any, ...] = ()
-
-
-place = _Place()
-
-
-def placed(forward: Forward) -> Forward:
-    """A forward that says where it is, to functions that stand in for what it calls."""
-
-    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        before = place.owner, place.given
-        place.owner, place.given = id(module), (*args, *kwargs.values())
-        try:
-            return forward(module, *args, **kwargs)
-        finally:
-            place.owner, place.given = before
-
-    return run
-
-
-def served(operator: str, theirs: Forward, ours: Forward) -> Forward:
-    """A function that a fused module calls, by ours; by itself where ours gives a text, why."""
-    label = label_of(theirs)
-
-    def serve(*args: Any, **kwargs: Any) -> Any:
-        made = ours(*args, **kwargs)
-        if not isinstance(made, str):
-            return made
-        own_code(operator, label, made, place.owner)
-        return theirs(*args, **kwargs)
-
-    return serve
 
 
 _own_calls: dict[int, Counter[ProvenanceRow]] = {}
@@ -232,5 +174,6 @@ def _row(operator: str, label: str) -> Row:
 
 
 def label_of(function: Forward) -> str:
-    """Module and name of a function, as the provenance shows it."""
-    return f"{function.__module__}.{function.__qualname__}"
+    """Module and name of a function, as the provenance shows it and people know it."""
+    label = f"{function.__module__}.{function.__qualname__}"
+    return label.replace("torch._C._nn.", "torch.nn.functional.")

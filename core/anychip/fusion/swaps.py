@@ -2,13 +2,15 @@
 
 A function of torch is taken by a mode in which the forward runs. transformers has no place for
 another rope function, nor for another attention that leaves the config alone: there the module runs
-the forward of its class with names changed, so that it finds ours, which stands in the file's
+the forward of its class with a name changed, so that it finds ours, which stands in the file's
 globals under a name of its own. All other names stay what they are, found when they are called.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import threading
 from collections.abc import Sequence
 from types import CodeType, FunctionType
 from typing import Any, ClassVar
@@ -16,10 +18,58 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from anychip.fusion.stand_ins import Forward, StandIn, own_class, wrong_dtype
+from anychip.fusion.stand_ins import Forward, StandIn, label_of, own_class, own_code
 
 
-class Rerouted(TorchFunctionMode):
+class _Place(threading.local):
+    """Which fused module a thread is in, for functions that are not told.
+
+    Attributes:
+        owner: its ``id``.
+        given: its arguments.
+    """
+
+    owner: int = 0
+    given: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+
+
+place = _Place()
+
+
+def placed(function: Forward) -> Forward:
+    """A function whose first argument is a module: within it ``place`` says which."""
+
+    @functools.wraps(function)
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        before = place.owner, place.given
+        place.owner, place.given = id(module), (args, kwargs)
+        try:
+            return function(module, *args, **kwargs)
+        finally:
+            place.owner, place.given = before
+
+    return run
+
+
+def served(operator: str, theirs: Forward, ours: Forward, within: Any = None) -> Forward:
+    """A function that a fused module calls, by ours; by itself where ours gives a text, why.
+
+    Args:
+        within: the function of the model that it is called in, if one is known.
+    """
+    label = label_of(within or theirs)
+
+    def serve(*args: Any, **kwargs: Any) -> Any:
+        made = ours(*args, **kwargs)
+        if not isinstance(made, str):
+            return made
+        own_code(operator, label, made, place.owner)
+        return theirs(*args, **kwargs)
+
+    return serve
+
+
+class _Rerouted(TorchFunctionMode):
     """Within it functions of torch are ours. What they call themselves is outside of it."""
 
     def __init__(self, routes: dict[Any, Forward]) -> None:
@@ -32,36 +82,53 @@ class Rerouted(TorchFunctionMode):
         return self.routes.get(func, func)(*args, **(kwargs or {}))
 
 
-class CallsTorch(StandIn):
-    """A forward that calls a function of torch itself.
+def rerouted(function: Forward, routes: dict[Any, Forward]) -> Forward:
+    """A function within which functions of torch are others."""
 
-    Attributes:
-        routes: what it calls instead.
-    """
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Rerouted(routes):
+            return function(*args, **kwargs)
+
+    return run
+
+
+class Reroutes(StandIn):
+    """Stands for a function of torch that a forward calls itself."""
 
     routes: ClassVar[dict[Any, Forward]]
-    inside = outermost = True
-
-    def unfit(self, module: nn.Module) -> str | None:
-        return super().unfit(module) or wrong_dtype(module)
+    outermost = True
 
     def around(self, forward: Forward) -> Forward:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with Rerouted(self.routes):
-                return forward(*args, **kwargs)
-
-        return run
+        return placed(rerouted(forward, self.routes))
 
 
-def renamed(forward: Forward, name: str, ours: str) -> Forward:
-    """A function with the same globals in which a name is another one."""
-    assert isinstance(forward, FunctionType)
-    own, code = forward, forward.__code__
-    code = code.replace(co_names=tuple(ours if n == name else n for n in code.co_names))
-    made = FunctionType(code, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
-    made.__kwdefaults__ = own.__kwdefaults__
-    made.__module__, made.__qualname__ = own.__module__, own.__qualname__
-    return made
+class Renames(StandIn):
+    """Stands for what a forward finds in its file.
+
+    Attributes:
+        name: under which it does.
+    """
+
+    name: str
+
+    def subject(self, module: nn.Module) -> Any:
+        return file_of(module)[self.name]
+
+    def replacement(self, original: Any) -> Any:
+        """What it shall find."""
+        raise NotImplementedError
+
+    def around(self, forward: Forward) -> Forward:
+        own: Any = inspect.unwrap(forward)
+        ours = "_".join(map(str, ("anychip", self.name, *vars(self).values())))
+        own.__globals__[ours] = self.replacement(own.__globals__[self.name])
+        names = (ours if name == self.name else name for name in own.__code__.co_names)
+        code = own.__code__.replace(co_names=tuple(names))
+        made = FunctionType(code, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+        made.__kwdefaults__ = own.__kwdefaults__
+        made.__module__, made.__qualname__ = own.__module__, own.__qualname__
+        return placed(made)
 
 
 def can_be_renamed(module: nn.Module) -> bool:

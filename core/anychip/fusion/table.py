@@ -10,12 +10,13 @@ decides. ``LAYERS`` is a list, for rows of your own:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from torch import nn
 
-from anychip.fusion import layers, loss
+from anychip.fusion.layers import GatedMLP, Gelu, norms
+from anychip.fusion.loss import TorchLoss
 from anychip.fusion.stand_ins import StandIn, own_class
 from anychip.fusion.swaps import calls
 
@@ -26,21 +27,25 @@ class Lookalike(NamedTuple):
     Attributes:
         classes: a pattern that its class's name, or that of one it inherits from, contains.
         proposals: what it may compute; the likeliest first.
+        linear: children that it has, of this kind.
     """
 
     classes: str
-    proposals: Callable[[nn.Module], Iterator[StandIn]]
+    proposals: Callable[[nn.Module], Iterable[StandIn]]
+    linear: tuple[str, ...] = ()
+
+
+def _gated(*names: str) -> Lookalike:
+    return Lookalike("", lambda _: [GatedMLP(*names)], names)
 
 
 LAYERS = [
-    Lookalike("LayerNorm|R[Mm][Ss]Norm", layers.norms),
-    Lookalike("(?i)gelu", layers.gelus),
+    Lookalike("LayerNorm|R[Mm][Ss]Norm", norms),
+    Lookalike("(?i)gelu", lambda _: [Gelu("none"), Gelu("tanh")]),
+    Lookalike("^CrossEntropyLoss$", lambda _: [TorchLoss()]),
     # gate, up and down of an MLP, by their names: its class has as many names as there are models.
-    Lookalike("", layers.gated("gate_proj", "up_proj", "down_proj")),
-    Lookalike("", layers.gated("proj_up_gate", "proj_up", "proj_down")),
-    Lookalike("", layers.gated("w1", "w3", "w2")),
-    Lookalike("", layers.gated("w3", "w1", "w2")),
-    Lookalike("^CrossEntropyLoss$", loss.of_torch),
+    *(_gated("gate_proj", "up_proj", "down_proj"), _gated("proj_up_gate", "proj_up", "proj_down")),
+    *(_gated("w1", "w3", "w2"), _gated("w3", "w1", "w2")),
 ]
 _FUNCTIONALS = (
     *("layer_norm", "rms_norm", "gelu", "softmax", "Softmax", "cross_entropy"),
@@ -51,9 +56,10 @@ _FUNCTIONALS = (
 def proposals(module: nn.Module) -> Iterator[StandIn]:
     """What may stand for a layer, over all rows that know it."""
     names = [kind.__name__ for kind in own_class(module).__mro__]
-    for row in LAYERS:
-        if any(re.search(row.classes, name) for name in names):
-            yield from row.proposals(module)
+    for classes, found, linear in LAYERS:
+        known = any(re.search(classes, name) for name in names)
+        if known and all(isinstance(module._modules.get(name), nn.Linear) for name in linear):
+            yield from found(module)
 
 
 def nothing(module: nn.Module) -> str | None:
@@ -66,8 +72,6 @@ def nothing(module: nn.Module) -> str | None:
         return "its attention is inside one function of torch"
     if module._modules or type(module).__module__ == nn.Sequential.__module__:
         return None
-    if isinstance(module, nn.CrossEntropyLoss):
-        return "it weighs its classes"
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return "it has no weight, or is over several dims"
     return "no norm, activation, attention or loss that an operator computes"

@@ -241,16 +241,16 @@ def _blocks(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantize(stage: Stage, rows: int, width: int, m: SampleMaker) -> Case:
-    attrs = {"bits": 8, "block": BLOCK}
+    attrs = {"format": "int8", "block": BLOCK}
     args = (m.normal(rows * width), None)
-    return Case(args=args, attrs=attrs, eager=lambda x, rng, *, bits, block: _blocks(x))
+    return Case(args=args, attrs=attrs, eager=lambda x, rng, *, format, block: _blocks(x))
 
 
 def _dequantize(stage: Stage, rows: int, width: int, m: SampleMaker) -> Case:
     def eager(codes: Tensor, scales: Tensor, *, block: int, **_: Any) -> Tensor:
         return (codes.float().view(-1, block) * scales[:, None]).flatten()
 
-    attrs = {"shape": [rows * width], "bits": 8, "block": BLOCK}
+    attrs = {"shape": [rows * width], "format": "int8", "block": BLOCK}
     return Case(args=_blocks(m.normal(rows * width)), attrs=attrs, eager=eager)
 
 

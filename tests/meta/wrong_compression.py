@@ -16,9 +16,9 @@ Attr = Any
 
 
 @wrong("halves-away-from-zero", "wrong rounding", operator="quantize")
-def halves_away(row: Row, x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> Any:
-    codes, scales = row(x, rng, bits=bits, block=block)
-    if rng is None and bits == 8:
+def halves_away(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block: int) -> Any:
+    codes, scales = row(x, rng, format=format, block=block)
+    if rng is None and format == "int8":
         flat = x.reshape(-1).float()
         steps = flat / scales.repeat_interleave(block)[: flat.numel()]
         away = torch.sign(steps) * torch.floor(steps.abs() + 0.5)
@@ -27,24 +27,25 @@ def halves_away(row: Row, x: Tensor, rng: Tensor | None, *, bits: int, block: in
 
 
 @wrong("scale-by-128", "off by one", operator="quantize")
-def scale_of_128(row: Row, x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> Any:
-    codes, scales = row(x, rng, bits=bits, block=block)
-    return codes, scales * (127 / 128 if bits == 8 else 7 / 8)
+def scale_of_128(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block: int) -> Any:
+    codes, scales = row(x, rng, format=format, block=block)
+    wrong = {"int8": 127 / 128, "int4": 7 / 8}
+    return codes, scales * wrong[format] if format in wrong else scales
 
 
 @wrong("blocks-per-row", "physical for logical index", operator="quantize")
-def blocks_per_row(row: Row, x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> Any:
-    codes, scales = row(x, rng, bits=bits, block=block)
-    if bits == 4 or x.dim() < 2:
+def blocks_per_row(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block: int) -> Any:
+    codes, scales = row(x, rng, format=format, block=block)
+    if format != "int8" or x.dim() < 2:
         return codes, scales
-    parts = [row(line, None, bits=bits, block=block)[0] for line in x.reshape(-1, x.shape[-1])]
+    parts = [row(line, None, format=format, block=block)[0] for line in x.reshape(-1, x.shape[-1])]
     return torch.cat(parts), scales
 
 
 @wrong("high-nibble-first", "layout swapped", operator="quantize")
-def high_nibble(row: Row, x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> Any:
-    codes, scales = row(x, rng, bits=bits, block=block)
-    if bits == 8:
+def high_nibble(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block: int) -> Any:
+    codes, scales = row(x, rng, format=format, block=block)
+    if format not in ("int4", "nf4", "mx_e2m1"):
         return codes, scales
     return (codes << 4) | ((codes >> 4) & 0xF), scales
 
@@ -54,25 +55,26 @@ def mirrored(row: Row, x: Tensor, rng: Tensor | None, **attrs: Attr) -> Any:
     if rng is None:
         return row(x, rng, **attrs)
     codes, scales = row(-x, rng, **attrs)
-    if attrs["bits"] == 8:
+    if attrs["format"] == "int8":
         return -codes, scales
     low, high = -((codes << 4) >> 4), -(codes >> 4)
     return (low & 0xF) | (high << 4), scales
 
 
 @wrong("random-word-of-the-block", "wrong counter", operator="quantize")
-def word_of_block(row: Row, x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> Any:
-    codes, scales = row(x, rng, bits=bits, block=block)
-    if rng is None or bits == 4 or x.numel() <= block:
+def word_of_block(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block: int) -> Any:
+    codes, scales = row(x, rng, format=format, block=block)
+    if rng is None or format == "int4" or x.numel() <= block:
         return codes, scales
-    parts = [row(part, rng, bits=bits, block=block)[0] for part in x.reshape(-1).split(block)]
+    parts = [row(part, rng, format=format, block=block)[0] for part in x.reshape(-1).split(block)]
     return torch.cat(parts), scales
 
 
 @wrong("zero-block-is-nan", "a special case forgotten", operator="quantize")
 def zero_block(row: Row, x: Tensor, rng: Tensor | None, **attrs: Attr) -> Any:
     codes, scales = row(x, rng, **attrs)
-    return codes, torch.where(scales == 0.0, math.nan, scales)
+    is_float = scales.is_floating_point()
+    return codes, torch.where(scales == 0.0, math.nan, scales) if is_float else scales
 
 
 @wrong("infinite-block-hidden", "Inf or NaN lost", operator="quantize")
@@ -80,13 +82,49 @@ def hides(row: Row, x: Tensor, rng: Tensor | None, **attrs: Attr) -> Any:
     return row(torch.nan_to_num(x), rng, **attrs)
 
 
+@wrong("float-code-cut-off", "wrong rounding", operator="quantize")
+def cut_off(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block: int) -> Any:
+    codes, scales = row(x, rng, format=format, block=block)
+    if format != "e4m3":
+        return codes, scales
+    steps = x.reshape(-1).float() / scales.repeat_interleave(block)[: x.numel()]
+    is_above = codes.view(torch.float8_e4m3fn).float().abs() > steps.abs()
+    return torch.where(is_above, codes - 1, codes), scales
+
+
+@wrong("codes-at-equal-steps", "a table that is another", operator="quantize")
+def equal_steps(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block: int) -> Any:
+    if format != "nf4":
+        return row(x, rng, format=format, block=block)
+    return row(x, rng, format="int4", block=block)[0], row(x, rng, format=format, block=block)[1]
+
+
+@wrong("power-above-the-largest", "off by one", operator="quantize")
+def power_above(row: Row, x: Tensor, rng: Tensor | None, **attrs: Attr) -> Any:
+    codes, scales = row(x, rng, **attrs)
+    if scales.dtype != torch.uint8:
+        return codes, scales
+    codes, _ = row((x.float() / 2).to(x.dtype), rng, **attrs)
+    return codes, torch.where(scales == 255, scales, scales + 1)
+
+
+@wrong("exponent-by-128", "off by one", operator="dequantize")
+def exponent_of_128(row: Row, codes: Tensor, scales: Tensor, **attrs: Attr) -> Any:
+    is_exponent = scales.dtype == torch.uint8
+    return row(
+        codes, torch.where(scales == 255, scales, scales - 1) if is_exponent else scales, **attrs
+    )
+
+
 @wrong("nibble-without-sign", "sign not extended", operator="dequantize")
-def unsigned(row: Row, codes: Tensor, scales: Tensor, *, shape: Any, bits: int, block: int) -> Any:
-    if bits == 8:
-        return row(codes, scales, shape=shape, bits=bits, block=block)
+def unsigned(
+    row: Row, codes: Tensor, scales: Tensor, *, shape: Any, format: str, block: int
+) -> Any:
+    if format != "int4":
+        return row(codes, scales, shape=shape, format=format, block=block)
     wide = torch.stack([codes & 0xF, (codes >> 4) & 0xF], -1).reshape(-1)
     count = math.prod(shape)
-    return row(wide[:count].clone(), scales, shape=shape, bits=8, block=block)
+    return row(wide[:count].clone(), scales, shape=shape, format="int8", block=block)
 
 
 @wrong("scale-of-the-next-block", "off by one", operator="dequantize")

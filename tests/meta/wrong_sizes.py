@@ -137,8 +137,8 @@ def all_of_row(row: Row, x: Tensor, *, k: int) -> Any:
 
 
 @wrong("short-block-with-the-old-scale", "stale workspace", operator="quantize")
-def old_scale(row: Row, x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> Any:
-    codes, scales = row(x, rng, bits=bits, block=block)
+def old_scale(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block: int) -> Any:
+    codes, scales = row(x, rng, format=format, block=block)
     if x.numel() % block and len(scales) > 1:
         scales[-1] = torch.maximum(scales[-1], scales[-2])
     return codes, scales

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anychip import operators
-from anychip.operators.quantization import code_bytes, num_scales
+from anychip.operators.codes import FORMATS, num_scales
 from anychip_cpu.table import declared
 
 _CHUNK = 1 << 17
@@ -28,16 +28,16 @@ def _ranges(numel: int, block: int) -> Iterator[tuple[int, int]]:
 
 
 @declared.forward("quantize", kind="mapped")
-def quantize(x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    flat, numel = x.reshape(-1), x.numel()
-    codes = torch.empty(code_bytes(numel, bits), dtype=torch.int8)
-    scales = torch.empty(num_scales(numel, block), dtype=torch.float32)
+def quantize(x: Tensor, rng: Tensor | None, *, format: str, block: int) -> tuple[Tensor, Tensor]:
+    flat, numel, found = x.reshape(-1), x.numel(), FORMATS[format]
+    codes = torch.empty(found.code_bytes(numel), dtype=torch.int8)
+    scales = torch.empty(num_scales(numel, block), dtype=found.scale_dtype)
     for start, end in _ranges(numel, block):
         words = None if rng is None else torch.stack([rng[0], rng[1] + start // 4])
         some, some_scales = operators.quantize.forward(
-            flat[start:end], words, bits=bits, block=block
+            flat[start:end], words, format=format, block=block
         )
-        first = code_bytes(start, bits)
+        first = found.code_bytes(start)
         codes[first : first + some.shape[0]] = some
         scales[start // block : start // block + some_scales.shape[0]] = some_scales
     return codes, scales
@@ -45,16 +45,16 @@ def quantize(x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> tuple[T
 
 @declared.forward("dequantize", kind="mapped")
 def dequantize(
-    codes: Tensor, scales: Tensor, *, shape: Sequence[int], bits: int, block: int
+    codes: Tensor, scales: Tensor, *, shape: Sequence[int], format: str, block: int
 ) -> Tensor:
-    numel = math.prod(shape)
-    found = torch.empty(numel, dtype=torch.float32)
+    numel, found = math.prod(shape), FORMATS[format]
+    y = torch.empty(numel, dtype=torch.float32)
     for start, end in _ranges(numel, block):
-        found[start:end] = operators.dequantize.forward(
-            codes[code_bytes(start, bits) : code_bytes(end, bits)],
+        y[start:end] = operators.dequantize.forward(
+            codes[found.code_bytes(start) : found.code_bytes(end)],
             scales[start // block : num_scales(end, block)],
             shape=(end - start,),
-            bits=bits,
+            format=format,
             block=block,
         )
-    return found.view(tuple(shape))
+    return y.view(tuple(shape))

@@ -1,4 +1,4 @@
-"""Rows of quantize and dequantize."""
+"""Rows of quantize and dequantize: int8 and int4; the other formats are the reference's."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from anychip.operators.quantization import code_bytes, num_scales
+from anychip.operators.codes import FORMATS, num_scales
 from anychip_cuda.native import Kernels, address
 from anychip_cuda.table import declared
 
 
-@declared.forward("quantize")
+def _is_integer(*_: object, format: str, **__: object) -> bool:
+    return format in ("int8", "int4")
+
+
+@declared.forward("quantize", accepts=_is_integer)
 def quantize(
-    kernels: Kernels, x: Tensor, rng: Tensor | None, *, bits: int, block: int
+    kernels: Kernels, x: Tensor, rng: Tensor | None, *, format: str, block: int
 ) -> tuple[Tensor, Tensor]:
     x, rng = x.contiguous(), None if rng is None else rng.contiguous()
-    numel = x.numel()
-    codes = torch.empty(code_bytes(numel, bits), dtype=torch.int8, device=x.device)
+    numel, found = x.numel(), FORMATS[format]
+    codes = torch.empty(found.code_bytes(numel), dtype=torch.int8, device=x.device)
     scales = torch.empty(num_scales(numel, block), dtype=torch.float32, device=x.device)
     kernels.native.quantize(
         x.data_ptr(),
@@ -28,21 +32,21 @@ def quantize(
         scales.data_ptr(),
         numel,
         block,
-        bits,
+        found.bits,
         kernels.codes[x.dtype],
         *kernels.place(x),
     )
     return codes, scales
 
 
-@declared.forward("dequantize")
+@declared.forward("dequantize", accepts=_is_integer)
 def dequantize(
     kernels: Kernels,
     codes: Tensor,
     scales: Tensor,
     *,
     shape: Sequence[int],
-    bits: int,
+    format: str,
     block: int,
 ) -> Tensor:
     codes, scales = codes.contiguous(), scales.contiguous()
@@ -53,7 +57,7 @@ def dequantize(
         y.data_ptr(),
         math.prod(shape),
         block,
-        bits,
+        FORMATS[format].bits,
         *kernels.place(scales),
     )
     return y

@@ -35,7 +35,7 @@ def cases() -> dict[str, Callable[[SampleMaker], Case]]:
         "clip": _clip,
         "unscale_and_check": _unscale_and_check,
         "quantize": lambda m: Case(
-            args=(m.normal(_NUMEL), None), attrs={"bits": 8, "block": 256}, eager=_quantize
+            args=(m.normal(_NUMEL), None), attrs={"format": "int8", "block": 256}, eager=_quantize
         ),
         "dequantize": _dequantize,
         "hadamard": _hadamard,
@@ -178,7 +178,7 @@ def _unscale_and_check(m: SampleMaker) -> Case:
     return Case(args=(grads, m.scalar(1.001), m.scalar(0.0)), attrs={}, eager=eager)
 
 
-def _quantize(x: Tensor, rng: Tensor | None, *, bits: int, block: int) -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor, rng: Tensor | None, *, format: str, block: int) -> tuple[Tensor, Tensor]:
     rows = _rows(x, block)
     scales = rows.abs().amax(1) / 127
     return (rows / scales[:, None]).round().to(torch.int8).flatten(), scales
@@ -188,8 +188,8 @@ def _dequantize(m: SampleMaker) -> Case:
     def eager(codes: Tensor, scales: Tensor, *, block: int, **_: Any) -> Tensor:
         return (_rows(codes, block) * scales[:, None]).flatten()
 
-    codes, scales = _quantize(m.normal(_NUMEL), None, bits=8, block=256)
-    attrs = {"shape": [_NUMEL], "bits": 8, "block": 256}
+    codes, scales = _quantize(m.normal(_NUMEL), None, format="int8", block=256)
+    attrs = {"shape": [_NUMEL], "format": "int8", "block": 256}
     return Case(args=(codes, scales), attrs=attrs, eager=eager)
 
 

@@ -86,9 +86,13 @@ class Signature:
     def bind(self, args: Args, kwargs: Mapping[str, Any]) -> tuple[Args, Attrs]:
         """Positional arguments in the schema's order, and every attribute.
 
+        An argument may stand for several: its ``as_arguments(name)`` are they, by name.
+
         Raises:
             TypeError: an argument that is missing, unknown or given twice, with the nearest name.
         """
+        if any(hasattr(type(arg), "as_arguments") for arg in (*args, *kwargs.values())):
+            args, kwargs = self._apart(args, kwargs)
         if len(args) > len(self.positional):
             raise TypeError(
                 f"{self.name}() takes {len(self.positional)} positional arguments "
@@ -110,6 +114,20 @@ class Signature:
         if missing:
             raise TypeError(f"{self.name}() is missing {', '.join(map(repr, missing))}")
         return tuple(values.get(n, self.defaults.get(n)) for n in self.positional), attrs
+
+    def _apart(self, args: Args, kwargs: Mapping[str, Any]) -> tuple[Args, dict[str, Any]]:
+        """Arguments none of which stands for several; those that have a name by it."""
+        found: dict[str, Any] = {}
+        rest = list(args)
+        for name in self.positional:
+            if rest and name not in found:
+                found |= _as_arguments(name, rest.pop(0))
+        for key, value in kwargs.items():
+            given = _as_arguments(key, value)
+            if twice := found.keys() & given.keys():
+                raise TypeError(f"{self.name}() got {min(twice)!r} twice")
+            found |= given
+        return tuple(rest), found
 
     def check_attributes(self, attrs: Mapping[str, Any]) -> None:
         """Raises TypeError for an attribute that is not of the schema's type.
@@ -157,6 +175,11 @@ class Signature:
         if value is None:
             return ()
         return (value,) if isinstance(value, torch.Tensor) else value
+
+
+def _as_arguments(name: str, value: Any) -> dict[str, Any]:
+    stands_for_several = hasattr(type(value), "as_arguments")
+    return value.as_arguments(name) if stands_for_several else {name: value}
 
 
 _USUAL: Mapping[str, type] = {

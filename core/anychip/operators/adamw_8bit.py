@@ -37,7 +37,8 @@ from torch import Tensor
 
 from anychip.contract import Bound, Cost, OperatorSpec, Sample, SampleMaker
 from anychip.operators import lists
-from anychip.operators.quantization import SMALLEST_SCALE, block_rows, num_scales
+from anychip.operators.codes import num_scales
+from anychip.operators.quantization import SMALLEST_SCALE, block_rows
 from anychip.operators.rule import (
     Move,
     UpdateCall,
@@ -54,7 +55,7 @@ _MIN_EXPONENT = -14
 """Of the numbers with all digits."""
 
 
-class Codes(NamedTuple):
+class StateCodes(NamedTuple):
     """Which numbers the bytes of a state stand for; see "The codes" above.
 
     Attributes:
@@ -116,9 +117,9 @@ def _power_of_2(exponents: Tensor) -> Tensor:
     return ((exponents + 127) << 23).view(torch.float32)
 
 
-SIGNED = Codes(3, True)
+SIGNED = StateCodes(3, True)
 """Of exp_avgs."""
-UNSIGNED = Codes(4, False)
+UNSIGNED = StateCodes(4, False)
 """Of exp_avg_sqs."""
 
 _STATES = ("exp_avgs", "exp_avg_scales", "exp_avg_sqs", "exp_avg_sq_scales")

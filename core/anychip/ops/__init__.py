@@ -26,6 +26,7 @@ from anychip.ops.activation import (
     tanh,
 )
 from anychip.ops.attention import attention, attention_dropout, attention_varlen, rope, softmax
+from anychip.ops.compression import coded as coded  # no operator of its own
 from anychip.ops.compression import dequantize, hadamard, quantize, top_k
 from anychip.ops.norm import (
     add_layer_norm,

@@ -8,46 +8,60 @@ from torch import Tensor
 
 from anychip import operators
 from anychip.dispatch.operator import operator
+from anychip.operators.codes import Codes
 
 
 @operator(operators.quantize)
 def quantize(
-    x: Tensor, rng: Tensor | None = None, *, bits: int = 8, block: int = 256
+    x: Tensor, rng: Tensor | None = None, *, format: str = "int8", block: int = 256
 ) -> tuple[Tensor, Tensor]:
-    """Integer codes and one scale per block of consecutive elements of the flattened tensor.
+    """Codes and one scale per block of consecutive elements of the flattened tensor.
 
     Args:
         x: float, any shape.
         rng: int64[2] (seed, offset): rounds up or down at random, right on average; element i uses
             word ``i % 4`` of the Philox4x32-10 block at counter ``offset + i // 4``. None: to the
             nearest, halves to even.
-        bits: 8 (codes -127 to 127) or 4 (-7 to 7, two per byte, low nibble first).
-        block: elements per scale.
+            For int8 and int4 only.
+        format: int8 (-127 to 127), int4 (-7 to 7), nf4, e4m3, e5m2, mx_e4m3, mx_e5m2 or mx_e2m1;
+            :mod:`anychip.operators.codes` says what they are. Codes of 4 bits are two per byte, the
+            low nibble first.
+        block: elements per scale; 32 of the MX formats.
 
     Returns:
-        codes: int8, (numel,) or (ceil(numel / 2),).
-        scales: (ceil(numel / block),) float32; 0 for a block of zeros, or of numbers below about
-            1e-36. A block with a NaN or an Inf has a scale of NaN or Inf and codes of 0, so that
-            all of it comes back as NaN.
+        codes: int8, (numel,) or (ceil(numel / 2),): bit patterns, of e4m3 those of
+            ``codes.view(torch.float8_e4m3fn)``.
+        scales: (ceil(numel / block),) float32, 0 for a block of zeros, or of numbers below about
+            1e-36; of an MX format uint8, the exponent of a power of two plus 127. A block with a
+            NaN or an Inf has a scale of NaN or Inf, or 255, and codes of zero, so that all of it
+            comes back as NaN.
 
-    Source: Dettmers et al. 2022, arXiv:2110.02861; Gupta et al. 2015, arXiv:1502.02551.
+    Source: Dettmers et al. 2022, arXiv:2110.02861; Gupta et al. 2015, arXiv:1502.02551; OCP
+    Microscaling Formats 1.0, section 6.3.
     """
     raise NotImplementedError
 
 
 @operator(operators.dequantize)
 def dequantize(
-    codes: Tensor, scales: Tensor, *, shape: Sequence[int], bits: int = 8, block: int = 256
+    codes: Tensor, scales: Tensor, *, shape: Sequence[int], format: str = "int8", block: int = 256
 ) -> Tensor:
-    """float32 tensor of a shape from what :func:`quantize` gave: code times its block's scale.
+    """float32 tensor of a shape from what :func:`quantize` gave: a code's value times its scale.
+
+    ``dequantize(codes)`` of :func:`coded` codes, which are all five arguments in one.
 
     Args:
         codes: int8, (numel,) or (ceil(numel / 2),).
-        scales: (ceil(numel / block),) float32.
+        scales: (ceil(numel / block),) float32; of an MX format uint8.
         shape: of the tensor that was quantized.
-        bits, block: as they were for quantize.
+        format, block: as they were for quantize.
     """
     raise NotImplementedError
+
+
+def coded(x: Tensor, rng: Tensor | None = None, *, format: str = "int8", block: int = 256) -> Codes:
+    """What :func:`quantize` gives, as one argument for operators that take codes."""
+    return Codes(*quantize(x, rng, format=format, block=block), tuple(x.shape), format, block)
 
 
 @operator(operators.hadamard)

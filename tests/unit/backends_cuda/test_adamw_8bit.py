@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anychip.operators.adamw_8bit import BLOCK, SIGNED, UNSIGNED, Codes
+from anychip.operators.adamw_8bit import BLOCK, SIGNED, UNSIGNED, StateCodes
 from tests.unit.backends_cuda.conftest import Chip
 from tests.unit.operators.exactness import assert_close
 
@@ -110,7 +110,7 @@ def moved(given: Step, index: int) -> list[Tensor]:
     return [p * (1 - LR * 0.1) - LR * update, m, v]
 
 
-def check_codes(form: Codes, codes: Tensor, scales: Tensor, want: Tensor) -> None:
+def check_codes(form: StateCodes, codes: Tensor, scales: Tensor, want: Tensor) -> None:
     """Scales are those of float64's largest magnitudes, and codes the nearest to its quotients."""
     numbers = form.decode(torch.arange(256).to(torch.uint8), torch.ones(1)).double().numpy()
     for block, part in enumerate(want.split(BLOCK)):

@@ -17,11 +17,11 @@ BLOCKS = (1, 3, 8, 32, 64, 256, 512, 513, 1032, 4096, 40_000)
 
 
 def _quantize(chip: Chip, x: Tensor, rng: Tensor | None, width: int, block: int) -> list[Tensor]:
-    return list(chip.call("quantize", "forward", x, rng, bits=width, block=block))
+    return list(chip.call("quantize", "forward", x, rng, format=f"int{width}", block=block))
 
 
 def _want(x: Tensor, rng: Tensor | None, width: int, block: int) -> list[Tensor]:
-    return list(operators.quantize.forward(x, rng, bits=width, block=block))
+    return list(operators.quantize.forward(x, rng, format=f"int{width}", block=block))
 
 
 @pytest.mark.parametrize("random", [False, True], ids=["nearest", "random"])
@@ -72,8 +72,8 @@ def test_tensors_at_any_address_have_the_bits_of_their_copies(
     (row,) = chip.table.rows("quantize", "forward")
     for x in (whole[start:], whole.view(30, 50).t(), whole[::2]):
         for width in (8, 4):
-            got = row.function(x, None, bits=width, block=64)
-            want = row.function(x.clone().contiguous(), None, bits=width, block=64)
+            got = row.function(x, None, format=f"int{width}", block=64)
+            want = row.function(x.clone().contiguous(), None, format=f"int{width}", block=64)
             assert bits([t.cpu() for t in got]) == bits([t.cpu() for t in want])
 
 
@@ -85,7 +85,7 @@ def test_dequantize_is_the_product_of_code_and_scale(
 ) -> None:
     x = drawn(numel, dtype=torch.float32)
     codes, scales = _want(x, None, width, block)
-    attrs = {"shape": (numel,), "bits": width, "block": block}
+    attrs = {"shape": (numel,), "format": f"int{width}", "block": block}
     want = operators.dequantize.forward(codes, scales, **attrs)
     # Codes at an odd address, too: no access of several bytes.
     for given in (codes, chip.at(codes, 1)):

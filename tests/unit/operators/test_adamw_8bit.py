@@ -9,7 +9,7 @@ from torch import Tensor
 
 import anychip
 from anychip import operators, ops
-from anychip.operators.adamw_8bit import SIGNED, UNSIGNED, Codes
+from anychip.operators.adamw_8bit import SIGNED, UNSIGNED, StateCodes
 from tests.unit.dispatch.calls import bits
 
 FORMS = pytest.mark.parametrize("form", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
@@ -21,7 +21,7 @@ def cpu() -> None:
     anychip.use("cpu")
 
 
-def table(form: Codes) -> np.ndarray[Any, np.dtype[np.float64]]:
+def table(form: StateCodes) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The number of each of 256 codes, by the sentence that defines it."""
     found = []
     for code in range(256):
@@ -37,7 +37,7 @@ def table(form: Codes) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 @FORMS
-def test_every_code_is_its_number_and_becomes_itself_again(form: Codes) -> None:
+def test_every_code_is_its_number_and_becomes_itself_again(form: StateCodes) -> None:
     codes = torch.arange(256).to(torch.uint8)
     numbers = form.decode(codes, torch.ones(1))
     assert numbers.tolist() == table(form).tolist()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anychip.conformance.calls import Arguments, Draw
 from anychip.conformance.choices import Choices
-from anychip.conformance.oracles import adamw_8bit
+from anychip.conformance.oracles import adamw_8bit, quantization
 
 Drawn = Callable[[Choices, Draw], Arguments]
 _SEEDS = ((0, 0), (1234, 5), (7, 2**32 - 3), (-1, 2**40))
@@ -404,16 +404,20 @@ def _lamb_partials(choose: Choices, draw: Draw) -> Arguments:
 
 def _quantize(choose: Choices, draw: Draw) -> Arguments:
     x = choose.values(draw, *choose.shape(choose.of(1, 2, 3, 0)))
-    rng = _rng(choose, draw) if choose.of(False, True) else None
-    return (x, rng), {"bits": choose.of(8, 4), "block": choose.of(32, 1, 3, 64, 256, 5000)}
+    attrs = _coding(choose)
+    is_random = attrs["format"] in ("int8", "int4") and choose.of(False, True)
+    return (x, _rng(choose, draw) if is_random else None), attrs
+
+
+def _coding(choose: Choices) -> dict[str, Any]:
+    format = choose.of(*quantization.FORMATS)
+    blocks = (32,) if format.startswith("mx_") else (32, 1, 3, 64, 256, 5000)
+    return {"format": format, "block": choose.of(*blocks)}
 
 
 def _dequantize(choose: Choices, draw: Draw) -> Arguments:
-    shape, bits = choose.shape(choose.of(1, 2, 3, 0)), choose.of(8, 4)
-    block, count = choose.of(32, 1, 3, 64, 256, 5000), math.prod(shape)
-    codes = draw.integers(255, count if bits == 8 else (count + 1) // 2) - 127
-    scales = choose.values(draw, -(-count // block), dtype=torch.float32).abs()
-    return (codes.to(torch.int8), scales), {"shape": shape, "bits": bits, "block": block}
+    shape = tuple(choose.shape(choose.of(1, 2, 3, 0)))
+    return quantization.coded(draw, shape, **_coding(choose))
 
 
 def _hadamard(choose: Choices, draw: Draw) -> Arguments:

@@ -404,17 +404,16 @@ def _measured_step(draw: Draw, **options: Any) -> Arguments:
     return (*args[:4], *args[5:8]), {**attrs, "offsets": None, "sizes": None, "block": 16}
 
 
-def _quantized(draw: Draw, shape: tuple[int, ...], bits: int) -> Arguments:
-    return quantization._arguments(draw, shape, bits, offset=3 if len(shape) > 1 else None)
+def _quantized(draw: Draw, shape: tuple[int, ...], format: str) -> Arguments:
+    is_random = len(shape) > 1 and format.startswith("int")
+    return quantization.arguments(draw, shape, format, offset=3 if is_random else None)
 
 
-def _dequantized(draw: Draw, shape: tuple[int, ...], bits: int) -> Arguments:
-    return quantization._coded(draw, shape, bits)
-
-
-def _by_bits(make: Callable[..., Arguments]) -> Edges:
-    each = {bits: _elements(partial(make, bits=bits), slow=bits == 4) for bits in (8, 4)}
-    return both(*(named(edges, f"int{bits}") for bits, edges in each.items()))
+def _by_format(make: Callable[..., Arguments]) -> Edges:
+    """The formats of one byte, then those of half a byte; of each kind of value one."""
+    chosen = ("int8", "int4", "mx_e4m3", "nf4")
+    each = {name: _elements(partial(make, format=name), slow=name != "int8") for name in chosen}
+    return both(*(named(edges, name) for name, edges in each.items()))
 
 
 EDGES: Mapping[str, Edges] = {
@@ -572,8 +571,8 @@ EDGES: Mapping[str, Edges] = {
         large("many-tensors", _measured_step, statistical=False, full=True),
         one("1100-tensors", partial(_measured_step, count=1100), statistical=False, full=True),
     ),
-    "quantize": _by_bits(_quantized),
-    "dequantize": _by_bits(_dequantized),
+    "quantize": _by_format(_quantized),
+    "dequantize": _by_format(quantization.coded),
     "hadamard": both(
         large("beyond-16-bits", partial(compression._normal, shape=(BEYOND_16_BITS, 2), block=2)),
         one("rank-6", partial(compression._normal, shape=(2, 1, 3, 1, 2, 8), block=4)),

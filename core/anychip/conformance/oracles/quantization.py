@@ -3,13 +3,14 @@
 A scale is one division, x / scale another: where both errors together can carry the quotient over
 a rounding boundary, the code on either side is right; everywhere else it is one number. Where both
 quotients are float32 numbers a division has no error: a half is a half, and goes to even. Random
-rounding goes up when ``(word >> 8) < 2^24 frac``: the boundary is the word's.
+rounding goes up when ``(word >> 8) < 2^24 frac``: the boundary is the word's. A scale of an MX
+format is a power of two, and nothing is rounded twice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,54 @@ from anychip.conformance.formats import Array
 from anychip.conformance.oracles import philox
 from anychip.conformance.oracles.oracle import Oracle
 
-_LARGEST = {8: 127, 4: 7}
+_INTEGERS = {"int8": 127, "int4": 7}
+_NF4 = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+])  # fmt: skip
+"""Dettmers et al. 2023, arXiv:2305.14314, appendix E."""
+
+
+def _numbers(exponent_bits: int, mantissa_bits: int, numbers: int) -> Array:
+    """(codes,) values of a small float's codes without a sign; the last are no numbers: NaN."""
+    codes = np.arange(1 << exponent_bits + mantissa_bits)
+    exponents, parts = codes >> mantissa_bits, (codes % (1 << mantissa_bits)) / 2.0**mantissa_bits
+    bias = 2 ** (exponent_bits - 1) - 1
+    small, usual = parts * 2.0 ** (1 - bias), (1 + parts) * 2.0 ** (exponents - bias)
+    return np.where(codes < numbers, np.where(exponents == 0, small, usual), np.nan)
+
+
+_FLOATS = {"e4m3": _numbers(4, 3, 127), "e5m2": _numbers(5, 2, 124), "e2m1": _numbers(2, 1, 8)}
+FORMATS = ("int8", "int4", "nf4", "e4m3", "e5m2", "mx_e4m3", "mx_e5m2", "mx_e2m1")
+BYTES = {name: 0.5 if name in ("int4", "nf4", "mx_e2m1") else 1 for name in FORMATS}
+
+
+def _floats(name: str) -> Array | None:
+    return _FLOATS.get(name.removeprefix("mx_"))
+
+
+def _largest(name: str) -> float:
+    found = _floats(name)
+    return float(np.nanmax(found)) if found is not None else _INTEGERS.get(name, 1)
+
+
+def num_bytes(name: str, numel: int) -> int:
+    """Of the codes of so many elements."""
+    return math.ceil(numel * BYTES[name])
+
+
+def _exponents(tops: Array, largest: float) -> Array:
+    """E8M0 scales; 255 of a block with what is no number."""
+    lowest = np.frexp(np.maximum(tops, 2.0**-126))[1] - np.frexp(largest)[1]
+    found: Array = np.where(np.isfinite(tops), np.clip(lowest + 127.0, 1, 253), 255.0)
+    return found
+
+
+def _powers(scales: Array) -> Array:
+    found: Array = np.where(scales == 255, np.nan, 2.0 ** (scales - 127.0))
+    return found
 
 
 def _rows(array: Array, block: int) -> Array:
@@ -47,6 +95,26 @@ def _is_float32(array: Array) -> NDArray[np.bool_]:
     return np.asarray(array.astype(np.float32).astype(np.float64) == array)
 
 
+def _nearest(steps: Array, values: Array, even: bool) -> Array:
+    """Place of the nearest of ascending values; of two the even one, or the lower one."""
+    above = np.clip(np.searchsorted(values, steps), 1, len(values) - 1)
+    gap = (steps - values[above - 1]) - (values[above] - steps)
+    goes_up = (gap > 0) | ((gap == 0) & even & (above % 2 == 0))
+    found: Array = above - 1.0 + goes_up
+    return found
+
+
+def _places(steps: Array, name: str, words: Array | None) -> Array:
+    """Codes of steps, of floats as an unsigned number without the sign."""
+    if name == "nf4":
+        return _nearest(steps, _NF4, False)
+    values = _floats(name)
+    if values is not None:
+        return _nearest(np.abs(steps), values[np.isfinite(values)], True)
+    largest = _INTEGERS[name]
+    return np.clip(_whole(steps, words), -largest, largest)
+
+
 def _whole(steps: Array, words: Array | None) -> Array:
     if words is None:
         return np.rint(steps)
@@ -55,7 +123,7 @@ def _whole(steps: Array, words: Array | None) -> Array:
     return up
 
 
-def _codes(rows: Rounded, scales: Rounded, words: Array | None, largest: int) -> Rounded:
+def _codes(rows: Rounded, scales: Rounded, words: Array | None, name: str) -> Rounded:
     usable = np.isfinite(scales.value) & (scales.value > 0.0)
     divisor = Rounded(
         np.where(usable, scales.value, 1.0)[:, None],
@@ -65,11 +133,18 @@ def _codes(rows: Rounded, scales: Rounded, words: Array | None, largest: int) ->
     steps = rows / divisor
     value = np.where(usable[:, None], steps.value, 0.0)
     exact = usable[:, None] & _is_float32(divisor.value) & _is_float32(value)
+    # The ends between nf4's values are rounded themselves.
+    exact &= name != "nf4"
     error = np.where(usable[:, None] & ~exact, steps.worst, 0.0) * UNIT
-    low, mid, high = (
-        np.clip(_whole(value + shift, words), -largest, largest) for shift in (-error, 0.0, error)
-    )
-    size = np.maximum(high - mid, mid - low) / UNIT
+    low, mid, high = (_places(value + shift, name, words) for shift in (-error, 0.0, error))
+    size = np.maximum(np.abs(high - mid), np.abs(mid - low)) / UNIT
+    values = _floats(name)
+    if values is not None:
+        negative = np.signbit(value)
+        # What a chip flushes has no sign either.
+        size = np.where((mid == 0.0) & (rows.worst > 0.0), 256.0 / UNIT, size)
+        mid = mid + np.where(negative, len(values), 0)
+        mid = np.where(mid > 127, mid - 256, mid)
     return Rounded(mid, size, size)
 
 
@@ -84,122 +159,151 @@ def _packed(codes: Rounded) -> Rounded:
 
 
 def _quantize(
-    x: Rounded, rng: NDArray[np.int64] | None, *, bits: int, block: int
+    x: Rounded, rng: NDArray[np.int64] | None, *, format: str, block: int
 ) -> tuple[Rounded, Rounded]:
-    largest, count = _LARGEST[bits], x.value.size
+    count = x.value.size
     rows = x.shaped(lambda array: _rows(array, block))
     words = None
     if rng is not None:
         drawn = philox.words(int(rng[0]), int(rng[1]), count) >> np.uint64(8)
         words = _rows(drawn.astype(np.float64), block)
-    scales = _scales(rows, largest)
-    codes = _codes(rows, scales, words, largest).shaped(lambda array: array.reshape(-1)[:count])
-    return (codes if bits == 8 else _packed(codes)), scales
+    if format.startswith("mx_"):
+        tops = np.abs(rows.value).max(1, initial=0.0)
+        scales = Rounded.exact(_exponents(tops, _largest(format)))
+        divisor = Rounded.exact(np.where(tops < SMALLEST_NORMAL, 0.0, _powers(scales.value)))
+    else:
+        divisor = scales = _scales(rows, _largest(format))
+    codes = _codes(rows, divisor, words, format).shaped(lambda array: array.reshape(-1)[:count])
+    return (codes if BYTES[format] == 1 else _packed(codes)), scales
 
 
 def _dequantize(
-    codes: NDArray[np.int8], scales: Rounded, *, shape: Sequence[int], bits: int, block: int
+    codes: NDArray[np.int8], scales: Any, *, shape: Sequence[int], format: str, block: int
 ) -> tuple[Rounded]:
-    count = math.prod(shape)
-    if bits == 4:
-        byte = codes.astype(np.int64)
-        nibbles = np.stack([byte & 15, byte >> 4 & 15], -1).reshape(-1)[:count]
-        codes = np.where(nibbles > 7, nibbles - 16, nibbles).astype(np.int8)
+    count, values = math.prod(shape), _floats(format)
+    places, top = codes.astype(np.int64) & 255, 256
+    if BYTES[format] < 1:
+        places, top = np.stack([places & 15, places >> 4], -1).reshape(-1)[:count], 16
+    if format == "nf4":
+        numbers = _NF4[places]
+    elif values is not None:
+        numbers = np.concatenate([values, -values])[places]
+        if format.endswith("e5m2"):
+            numbers = np.where(
+                places % 128 == 124, np.where(places > 128, -np.inf, np.inf), numbers
+            )
+    else:
+        numbers = np.where(places >= top // 2, places - top, places).astype(np.float64)
+    if format.startswith("mx_"):
+        scales = Rounded.exact(_powers(np.asarray(scales, np.float64)))
     each = scales.shaped(lambda array: np.repeat(array, block)[:count])
-    return ((Rounded.exact(codes.astype(np.float64)) * each).reshape(*shape),)
+    return ((Rounded.exact(numbers) * each).reshape(*shape),)
 
 
 # Calls
 
 
-def _arguments(
+def arguments(
     draw: Draw,
     shape: tuple[int, ...],
-    bits: int,
+    format: str,
     block: int = 32,
     offset: int | None = None,
     scale: float = 1.0,
 ) -> Arguments:
     rng = None if offset is None else draw.rng(1234, offset)
-    return (draw.normal(*shape, scale=scale), rng), {"bits": bits, "block": block}
+    return (draw.normal(*shape, scale=scale), rng), {"format": format, "block": block}
 
 
-def _of_scale(draw: Draw, name: str, bits: int) -> Arguments:
-    return _arguments(draw, (400,), bits, scale=getattr(draw, name))
+def _of_scale(draw: Draw, name: str, format: str) -> Arguments:
+    return arguments(draw, (400,), format, scale=getattr(draw, name))
 
 
-def _mixed(draw: Draw, bits: int) -> Arguments:
+def _mixed(draw: Draw, format: str) -> Arguments:
     """Blocks of zeros, of one value, of one outlier, of both ends; ties at half a step."""
     x = torch.zeros(6, 32)
     x[1] = -2.5
     x[2, 7] = 1000.0
     x[3, 0], x[3, 31] = 3.0, -3.0
     x[4] = (torch.arange(32) - 16) / 4
-    x[4, 0] = float(_LARGEST[bits])
+    x[4, 0] = _largest(format)
     x[5] = draw.normal(32, dtype=torch.float32)
-    return (x.to(draw.dtype), None), {"bits": bits, "block": 32}
+    return (x.to(draw.dtype), None), {"format": format, "block": 32}
 
 
-def _special(draw: Draw, bits: int) -> Arguments:
+def _special(draw: Draw, format: str) -> Arguments:
     x = draw.normal(5, 32)
     x[1, 3], x[2, 4], x[3, 5], x[3, 6] = math.nan, math.inf, -math.inf, math.nan
-    return (x, None), {"bits": bits, "block": 32}
+    return (x, None), {"format": format, "block": 32}
 
 
 def _quantize_calls() -> Iterator[Call]:
     shapes: tuple[tuple[int, ...], ...] = (
         (0,), (1,), (), (31,), (32,), (33,), (7, 9), (4099,),
     )  # fmt: skip
-    for bits in (8, 4):
+    for format in FORMATS:
+        make = partial(arguments, format=format)
         for shape in shapes:
-            make = partial(_arguments, shape=shape, bits=bits)
-            yield Call(f"{shape_label(shape)}.int{bits}", make)
-            make = partial(_arguments, shape=shape, bits=bits, offset=5)
-            yield Call(f"{shape_label(shape)}.int{bits}.random", make)
-        for block in (1, 3, 64, 5000):
-            make = partial(_arguments, shape=(33, 40), bits=bits, block=block)
-            yield Call(f"33x40.int{bits}.block:{block}", make)
-        yield from in_layouts(
-            f"9x31.int{bits}", partial(_arguments, shape=(9, 31), bits=bits, offset=2**32 - 7)
-        )
+            yield Call(f"{shape_label(shape)}.{format}", partial(make, shape=shape))
         for name in ("huge", "subnormal"):
-            yield Call(f"{name}.int{bits}", partial(_of_scale, name=name, bits=bits))
+            yield Call(f"{name}.{format}", partial(_of_scale, name=name, format=format))
         for name, chosen in (("mixed", _mixed), ("special", _special)):
-            yield Call(f"{name}.int{bits}", partial(chosen, bits=bits), statistical=False)
-        make = partial(_arguments, shape=(300_001,), bits=bits, block=256, offset=9)
-        yield Call(f"300001.int{bits}", make, full=True)
-        make = partial(_arguments, shape=(300_001,), bits=bits, block=3, offset=9)
-        yield Call(f"300001.int{bits}.block:3", make, full=True)
+            yield Call(f"{name}.{format}", partial(chosen, format=format), statistical=False)
+        if not format.startswith("mx_"):
+            for block in (1, 3, 64, 5000):
+                label = f"33x40.{format}.block:{block}"
+                yield Call(label, partial(make, shape=(33, 40), block=block))
+        yield from _of_integers(make, shapes, format) if format in _INTEGERS else ()
 
 
-def _coded(draw: Draw, shape: tuple[int, ...], bits: int, block: int = 32) -> Arguments:
+def _of_integers(
+    make: Callable[..., Arguments], shapes: Sequence[tuple[int, ...]], format: str
+) -> Iterator[Call]:
+    """Rounded at random."""
+    for shape in shapes:
+        yield Call(f"{shape_label(shape)}.{format}.random", partial(make, shape=shape, offset=5))
+    yield from in_layouts(f"9x31.{format}", partial(make, shape=(9, 31), offset=2**32 - 7))
+    for block, label in ((256, ""), (3, ".block:3")):
+        large = partial(make, shape=(300_001,), block=block, offset=9)
+        yield Call(f"300001.{format}{label}", large, full=True)
+
+
+def coded(draw: Draw, shape: tuple[int, ...], format: str, block: int = 32) -> Arguments:
+    """Codes of any bits, but the one of int8 that quantize does not write."""
     count = math.prod(shape)
-    span = 255 if bits == 8 else 256
-    codes = draw.integers(span, count if bits == 8 else (count + 1) // 2) - 127
-    scales = draw.normal(-(-count // block), dtype=torch.float32).abs()
-    return (codes.to(torch.int8), scales), {"shape": list(shape), "bits": bits, "block": block}
+    span = 255 if format == "int8" else 256
+    codes = draw.integers(span, num_bytes(format, count)) - (127 if format == "int8" else 128)
+    if format.startswith("mx_"):
+        scales = (draw.integers(16, -(-count // block)) + 119).to(torch.uint8)
+    else:
+        scales = draw.normal(-(-count // block), dtype=torch.float32).abs()
+    return (codes.to(torch.int8), scales), {"shape": list(shape), "format": format, "block": block}
 
 
-def _coded_special(draw: Draw, bits: int) -> Arguments:
-    args, attrs = _coded(draw, (5, 32), bits)
-    args[1][1], args[1][2], args[1][4] = math.nan, math.inf, 0.0
+def _coded_special(draw: Draw, format: str) -> Arguments:
+    args, attrs = coded(draw, (5, 32), format)
+    is_mx = format.startswith("mx_")
+    args[1][1], args[1][2] = (255, 253) if is_mx else (math.nan, math.inf)
+    args[1][4] = 1 if is_mx else 0
     return args, attrs
 
 
 def _dequantize_calls() -> Iterator[Call]:
     shapes: tuple[tuple[int, ...], ...] = ((0,), (1,), (), (31,), (33,), (7, 9), (2, 3, 5), (4099,))
-    for bits in (8, 4):
+    for format in FORMATS:
+        make: Any = partial(coded, format=format)
         for shape in shapes:
-            make: Any = partial(_coded, shape=shape, bits=bits)
-            yield Call(f"{shape_label(shape)}.int{bits}", make)
-        for block in (1, 3, 64, 5000):
-            make = partial(_coded, shape=(33, 40), bits=bits, block=block)
-            yield Call(f"33x40.int{bits}.block:{block}", make)
-        yield from in_layouts(f"9x31.int{bits}", partial(_coded, shape=(9, 31), bits=bits))
-        yield Call(f"special.int{bits}", partial(_coded_special, bits=bits), statistical=False)
-        for block in (256, 1 << 19):
-            make = partial(_coded, shape=(300_001,), bits=bits, block=block)
-            yield Call(f"300001.int{bits}.block:{block}", make, full=True)
+            yield Call(f"{shape_label(shape)}.{format}", partial(make, shape=shape))
+        special = partial(_coded_special, format=format)
+        yield Call(f"special.{format}", special, statistical=False)
+        yield from in_layouts(f"9x31.{format}", partial(make, shape=(9, 31)))
+        if not format.startswith("mx_"):
+            for block in (1, 3, 64, 5000):
+                label = f"33x40.{format}.block:{block}"
+                yield Call(label, partial(make, shape=(33, 40), block=block))
+            for block in (256, 1 << 19):
+                large = partial(make, shape=(300_001,), block=block)
+                yield Call(f"300001.{format}.block:{block}", large, full=True)
 
 
 QUANTIZE = Oracle(

@@ -4,8 +4,18 @@ The registry puts it into backends. Importing this does not import torch.
 """
 
 from anychip.comm.agreement import agree
+from anychip.comm.generations import Meeting
 from anychip.comm.group import alone
 from anychip.comm.objects import gather_objects
 from anychip.comm.wire import wire_nbytes
+from anychip.comm.world import meet_again, num_waiting
 
-__all__ = ["agree", "alone", "gather_objects", "wire_nbytes"]
+__all__ = [
+    "Meeting",
+    "agree",
+    "alone",
+    "gather_objects",
+    "meet_again",
+    "num_waiting",
+    "wire_nbytes",
+]

@@ -38,7 +38,7 @@ _NEWS_S = 3.0
 """How long a rank whose connection broke waits to hear which rank is to blame."""
 _DEVICE_NEWS_S = 1.0
 """The same for one whose device says that a call has failed."""
-_generation = itertools.count()
+_jobs_made = itertools.count()
 _jobs: weakref.WeakSet[Job] = weakref.WeakSet()
 
 
@@ -81,6 +81,7 @@ class Job(contract.Job):
             where the time limit is less than twice that.
         check: how ranks find that they call different things, see :mod:`anychip.comm.ledger`.
         flight_record: directory into which this rank's last calls go at a failure.
+        generation: see :mod:`anychip.comm.generations`.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Job(contract.Job):
         heartbeat_s: float = 30.0,
         check: Check = "always",
         flight_record: Path | None = None,
+        generation: int = 0,
     ) -> None:
         self.rank, self.world_size, self.store = rank, world_size, store
         self.timeout_s = timeout_s
@@ -106,7 +108,7 @@ class Job(contract.Job):
         self._broken = False
         self._on_close: list[Callable[[], object]] = []
         self._closed = False
-        self._flight_record = flight_record
+        self._flight_record, self.generation = flight_record, generation
         self._limit_s = min(heartbeat_s, timeout_s / 2)
         self._ledgers: dict[int, Ledger] = {}
         self.news = news(self._break, self._answer)
@@ -275,19 +277,22 @@ class Job(contract.Job):
         # First: when its calls fail, the process may end before a file is whole.
         if failure is not None and self._flight_record is not None:
             ledgers = list(self._ledgers.values())
+            place = flight.Place(self.rank, self.world_size, self.generation)
             try:
-                flight.write(self._flight_record, self.rank, self.world_size, failure, ledgers)
+                flight.write(self._flight_record, place, failure, ledgers)
             except OSError as error:
                 print(f"anychip: rank {self.rank}: no flight record: {error}", file=sys.stderr)
         for held in list(self._held):
             held.abort()
 
 
-def join(place: Rendezvous, *, timeout_s: float, heartbeat_s: float, check: Check) -> Job:
+def join(
+    place: Rendezvous, *, timeout_s: float, heartbeat_s: float, check: Check, generation: int = 0
+) -> Job:
     """This process's part in a job.
 
     Args:
-        place: what the launcher gives.
+        place: what the launcher gives, or in a later generation the meeting.
         timeout_s: seconds that any wait for another rank may take.
         heartbeat_s: seconds of silence after which a rank counts as lost.
         check: see :class:`Job`.
@@ -297,8 +302,10 @@ def join(place: Rendezvous, *, timeout_s: float, heartbeat_s: float, check: Chec
     """
     rank, world_size = place.rank, place.world_size
     connection = Connection(place.store)
-    # Each job of a process has keys of its own; every rank counts its jobs alike.
-    store = part_of(connection.store, f"anychip/{next(_generation)}")
+    # Each job of a process has keys of its own; every rank counts its jobs alike, but those that
+    # have met again.
+    keys = f"generation/{generation}" if generation else next(_jobs_made)
+    store = part_of(connection.store, f"anychip/{keys}")
     where = f"world, rank {rank} of {world_size}: start"
     meet(store, rank, world_size, timeout_s=timeout_s, where=where)
 
@@ -320,6 +327,7 @@ def join(place: Rendezvous, *, timeout_s: float, heartbeat_s: float, check: Chec
         heartbeat_s=heartbeat_s,
         check=check,
         flight_record=place.flight_record,
+        generation=generation,
     )
     job.hold(connection)
     _jobs.add(job)

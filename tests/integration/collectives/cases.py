@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from anychip.comm import agree
 from anychip.contract import CommunicationError, Communicator, Transfer
+from tests.integration.collectives.generations import generations  # noqa: F401 - a case
 from tests.order_of_sums import pairwise
 
 # Values of an operand, known to every rank, so that each can work out what must come.
@@ -570,8 +572,6 @@ def many_calls(comm: Communicator, count: int) -> tuple[int, int]:
 
 def threads_after_close(comm: Communicator) -> list[str]:
     """Names of our threads that are left after close, with work that was under way."""
-    import threading
-
     comm.all_reduce(torch.ones(100_000), async_op=True).wait()
     comm.barrier()
     if comm.rank == 0:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 HERE = Path(__file__).parent
 
@@ -53,7 +53,9 @@ class Server:
 
         Among the arguments, ``job`` are settings of the job, with ``delays_s``, after which the
         ranks start, or None for one that never does; ``to_the_end`` lets the ranks end like any
-        interpreter, errors not caught.
+        interpreter, errors not caught. With ``launched`` the case gets its number and what a
+        launcher gives in place of a communicator: variables of a world of so many ranks, and a
+        store that outlives them.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -86,16 +88,23 @@ def serve() -> None:
         # Not a context: a child that leaves it would remove what the others write to.
         folder = tempfile.mkdtemp()
         files = [Path(folder) / str(rank) for rank in range(world_size)]
-        port, children = free_port(), []
+        port, children, launched = free_port(), [], arguments.pop("launched", 0)
+        keeper = keep_store(port) if launched else None
         for rank in range(world_size):
             child = os.fork()
             if child == 0:
                 sys.stdin.close()
                 sys.stdout = sys.stderr
+                if launched:
+                    run_launched(getattr(cases, case), rank, launched, port, arguments, files[rank])
                 run_rank(getattr(cases, case), rank, world_size, port, arguments, files[rank])
                 return  # to the ordinary end of an interpreter
             children.append(child)
-        print(json.dumps(wait_for(children, files)), flush=True)
+        outcomes = wait_for(children, files)
+        if keeper is not None:
+            os.kill(keeper, signal.SIGKILL)
+            os.waitpid(keeper, 0)
+        print(json.dumps(outcomes), flush=True)
         shutil.rmtree(folder)
 
 
@@ -103,6 +112,45 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def keep_store(port: int) -> int:
+    """A process that has a store, as a launcher has that does not end ranks when one is lost."""
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        import torch.distributed as dist
+
+        kept = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        os.write(told, b"x")
+        signal.pause()
+        del kept
+    os.read(ready, 1)
+    os.close(ready)
+    os.close(told)
+    return child
+
+
+def run_launched(
+    case: Callable[..., Any],
+    number: int,
+    world_size: int,
+    port: int,
+    arguments: dict[str, Any],
+    file: Path,
+) -> NoReturn:
+    place = {"RANK": number % world_size, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "ANYCHIP_SECRET": "of the launcher" * 2}
+    outcome: dict[str, Any] = {}
+    try:
+        outcome["value"] = case(number, **arguments)
+    except Exception as error:
+        outcome |= {"error": str(error), "kind": type(error).__name__}
+    file.write_text(json.dumps(outcome))
+    atexit._run_exitfuncs()
+    os._exit(0)
 
 
 def run_rank(

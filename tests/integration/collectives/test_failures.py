@@ -1,6 +1,7 @@
 """When a rank goes wrong, do all others hear of it: soon, by name, and with the call?"""
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,3 +207,29 @@ def test_agreement_with_one_other_value_names_its_rank(server: Server) -> None:
 
 def test_agreement_with_equal_values_is_silent(server: Server) -> None:
     assert [o.value for o in server.run("agreement", 2, values=["é", "é"])] == [True, True]
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_ranks_meet_again_after_a_loss_and_with_a_new_one(
+    server: Server, lost: int, tmp_path: Path
+) -> None:
+    outcomes = server.run("generations", 5, launched=4, lost=lost, folder=str(tmp_path))
+    assert outcomes[lost].status == -signal.SIGKILL
+    left = [number for number in range(4) if number != lost]
+    numbers = {0: [0, 1, 2, 3], 1: left, 2: [*left, 4]}
+    pairs = {4: [1, 1, 5, 5], 3: [1, 1, 2]}
+    for number in (*left, 4):
+        assert outcomes[number].error == ""
+        found = outcomes[number].value
+        mine = [row for row in numbers.values() if number in row]
+        assert [generation[:3] for generation in found] == [
+            [row.index(number), row, pairs[len(row)][row.index(number)]] for row in mine
+        ]
+    # The first ended with the meeting. After the others none of our threads is left, and of
+    # connections what a process has that was in one generation only.
+    assert [outcomes[number].value[0][3:] for number in left] == [[True, 1]] * 3
+    counts = [
+        row[3:] for o in outcomes for row in (o.value or []) if len(row[1]) != 4 or 4 in row[1]
+    ]
+    assert len(counts) == 7
+    assert counts == [[counts[-1][0], []]] * 7

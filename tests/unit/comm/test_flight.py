@@ -52,6 +52,18 @@ def test_record_says_what_each_rank_was_at(tmp_path: Path, check: str) -> None:
         assert begun - 0.01 < times[0] < times[-1] < ended + 0.01
 
 
+def test_record_of_a_later_generation_replaces_none_of_an_earlier(tmp_path: Path) -> None:
+    for generation in (0, 2):
+        with pytest.raises(CommunicationError, match="enough"):
+            run_ranks(2, lambda comm: (comm.barrier(), comm.abort("enough"), comm.barrier()),
+                      flight_record=tmp_path, generation=generation)  # fmt: skip
+    names = {path.name: json.loads(path.read_text().splitlines()[0]) for path in tmp_path.iterdir()}
+    assert {name: head["generation"] for name, head in names.items()} == {
+        "rank0.jsonl": 0, "rank1.jsonl": 0,
+        "rank0.generation2.jsonl": 2, "rank1.generation2.jsonl": 2,
+    }  # fmt: skip
+
+
 def test_job_that_does_not_fail_leaves_no_record(tmp_path: Path) -> None:
     run_ranks(2, lambda comm: comm.barrier(), flight_record=tmp_path)
     assert records(tmp_path) == []

@@ -126,7 +126,7 @@ class Library(Transport):
                 output.view(-1), tensor.view(-1), group=self._process_group, async_op=True
             )
             return _Queued([work])
-        padded = tensor.new_zeros(largest)
+        padded = tensor.new_empty(largest)  # what is behind is sent, and looked at by nobody
         padded[: tensor.numel()].copy_(tensor.view(-1))
         room = tensor.new_empty(largest * self._size)
         work = _all_gather(room, padded, group=self._process_group, async_op=True)
@@ -143,7 +143,7 @@ class Library(Transport):
         (tensor,), (output,), largest = call.inputs, call.outputs, max(call.sizes)
         source, room = tensor.view(-1), output.view(-1)
         if min(call.sizes) != largest:
-            source = tensor.new_zeros(largest * self._size)
+            source = tensor.new_empty(largest * self._size)
             for row, part in zip(
                 source.split(largest), tensor.view(-1).split(list(call.sizes)), strict=True
             ):

@@ -141,14 +141,20 @@ def bits(comm: Communicator, numel: int, reduction: str) -> str:
 
 
 def in_place_parts(comm: Communicator) -> bool:
-    """reduce_scatter into a part of its own input."""
-    numel = 40_003
-    mine = tensor(operand(comm.rank, numel, "float32"), "float32")
-    sizes = cut(numel, comm.world_size)
-    part = mine.split(sizes)[comm.rank]
-    comm.reduce_scatter(part, mine, sizes=sizes)
-    want = joined(comm.world_size, numel, "float32", "sum").split(sizes)[comm.rank]
-    return same(part, want)
+    """reduce_scatter into a part of its own input, and all_gather from it; uneven and even."""
+    size, right = comm.world_size, True
+    for numel, sizes in ((40_003, cut(40_003, size)), (20_000 * size, None)):
+        # Integers: every order of sums gives these bits.
+        mine, want = (
+            tensor(operand(comm.rank, numel, "int32"), "int32"),
+            joined(size, numel, "int32", "sum"),
+        )
+        part, wanted = (whole.split(sizes or numel // size)[comm.rank] for whole in (mine, want))
+        comm.reduce_scatter(part, mine, sizes=sizes)
+        right = right and same(part, wanted)
+        comm.all_gather(mine, part, sizes=sizes)
+        right = right and same(mine, want)
+    return right
 
 
 def asynchronous(comm: Communicator, numel: int) -> list[str]:
@@ -322,6 +328,8 @@ def native(comm: Communicator) -> list[str]:
             chip.all_reduce(mine, kind)  # type: ignore[arg-type]
             if not same(mine, want):
                 wrong.append(f"all_reduce {kind} {numel}")
+    if not in_place_parts(chip):
+        wrong.append("parts in place")
     letter = torch.zeros(2)
     after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     here = torch.full((2,), float(comm.rank))

@@ -75,7 +75,7 @@ def test_reduction_has_the_same_bits_on_all_ranks_and_in_every_run(
     assert len(set(digests)) == 1
 
 
-def test_reduce_scatter_into_its_own_input_is_right(server: Server) -> None:
+def test_parts_are_reduced_and_gathered_where_they_are(server: Server) -> None:
     assert values(server.run("in_place_parts", 3)) == [True] * 3
 
 

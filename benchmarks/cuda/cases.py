@@ -215,7 +215,7 @@ def _embedding(stage: Stage, rows: int, width: int, m: SampleMaker) -> Case:
 
 
 def _permute(stage: Stage, rows: int, width: int, m: SampleMaker) -> Case:
-    def eager(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, ...]:
+    def eager(x: Tensor, indices: Tensor, *_: None, num_experts: int) -> tuple[Tensor, ...]:
         order = torch.sort(indices.reshape(-1), stable=True).indices
         offsets = torch.bincount(indices.reshape(-1), minlength=num_experts).cumsum(0)
         return x[order // CHOICES], order.argsort().view(indices.shape), offsets

@@ -28,14 +28,18 @@ def _experts(indices: Tensor, num_experts: int) -> Tensor:
 
 
 @wrong("experts-last-token-first", "a sort that is not stable", operator="permute")
-def not_stable(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
+def not_stable(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts: int) -> Any:
+    if given != (None, None):
+        return row(x, indices, *given, num_experts=num_experts)
     experts = _experts(indices, num_experts)
     order = experts.shape[0] - 1 - torch.sort(experts.flip(0), stable=True).indices
     return _reordered(x, indices, num_experts, order)
 
 
 @wrong("experts-choice-by-choice", "another order of the same rows", operator="permute")
-def choice_major(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
+def choice_major(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts: int) -> Any:
+    if given != (None, None):
+        return row(x, indices, *given, num_experts=num_experts)
     tokens, choices = indices.shape
     entry = torch.arange(tokens * choices).view(tokens, choices).t().reshape(-1)
     experts = _experts(indices, num_experts)[entry]
@@ -43,38 +47,68 @@ def choice_major(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> A
 
 
 @wrong("row-map-backwards", "a permutation for its inverse", operator="permute")
-def inverse_map(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
-    y, row_map, offsets = row(x, indices, num_experts=num_experts)
+def inverse_map(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts: int) -> Any:
+    y, row_map, offsets = row(x, indices, *given, num_experts=num_experts)
     return y, row_map.reshape(-1).argsort().view(row_map.shape), offsets
 
 
 @wrong("starts-for-ends", "off by one group", operator="permute")
-def starts(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
-    y, row_map, offsets = row(x, indices, num_experts=num_experts)
+def starts(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts: int) -> Any:
+    y, row_map, offsets = row(x, indices, *given, num_experts=num_experts)
     return y, row_map, torch.cat([offsets.new_zeros(1), offsets[:-1]])
 
 
 @wrong("counts-for-ends", "a sum left out", operator="permute")
-def counts(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
-    y, row_map, offsets = row(x, indices, num_experts=num_experts)
+def counts(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts: int) -> Any:
+    y, row_map, offsets = row(x, indices, *given, num_experts=num_experts)
     return y, row_map, torch.diff(offsets, prepend=offsets.new_zeros(1))
 
 
 @wrong("dropped-in-last-expert", "an index out of range is clamped", operator="permute")
-def clamped(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
+def clamped(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts: int) -> Any:
     outside = (indices < 0) | (indices >= num_experts)
-    return row(x, torch.where(outside, num_experts - 1, indices), num_experts=num_experts)
+    clamped = torch.where(outside, num_experts - 1, indices)
+    return row(x, clamped, *given, num_experts=num_experts)
 
 
 @wrong("dropped-in-front", "a negative index sorts first", operator="permute")
-def negative_first(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
+def negative_first(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts: int) -> Any:
+    if given != (None, None):
+        return row(x, indices, *given, num_experts=num_experts)
     order = torch.sort(indices.reshape(-1), stable=True).indices
     return _reordered(x, indices, num_experts, order)
 
 
 @wrong("expert-in-8-bits", "an index cut short", operator="permute")
-def short_expert(row: Row, x: Tensor, indices: Tensor, *, num_experts: int) -> Any:
-    return row(x, indices.to(torch.uint8).to(indices.dtype), num_experts=num_experts)
+def short_expert(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts: int) -> Any:
+    cut = indices.to(torch.uint8).to(indices.dtype)
+    return row(x, cut, *given, num_experts=num_experts)
+
+
+@wrong("key-left-out", "an argument without effect", operator="permute")
+def no_key(row: Row, x: Tensor, indices: Tensor, key: Any, count: Any, **attrs: Any) -> Any:
+    return row(x, indices, None, count, **attrs)
+
+
+@wrong("key-before-expert", "keys of a sort in the wrong order", operator="permute")
+def key_first(row: Row, x: Tensor, indices: Tensor, key: Any, count: Any, **attrs: Any) -> Any:
+    y, row_map, offsets = row(x, indices, key, count, **attrs)
+    if key is None:
+        return y, row_map, offsets
+    wide = key.repeat_interleave(indices.shape[1])
+    order = torch.sort(wide, stable=True).indices
+    y, row_map, _ = _reordered(x, indices, attrs["num_experts"], order)
+    return y, row_map, offsets
+
+
+@wrong("key-in-32-bits", "an index cut short", operator="permute")
+def short_key(row: Row, x: Tensor, indices: Tensor, key: Any, count: Any, **attrs: Any) -> Any:
+    return row(x, indices, None if key is None else key.int(), count, **attrs)
+
+
+@wrong("one-token-too-many", "off by one", operator="permute")
+def late_end(row: Row, x: Tensor, indices: Tensor, key: Any, count: Any, **attrs: Any) -> Any:
+    return row(x, indices, key, None if count is None else count + 1, **attrs)
 
 
 @wrong("weights-made-to-sum-to-one", "a factor that is another operator's", operator="unpermute")

@@ -25,8 +25,10 @@ def _added(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
 
 
 @declared.forward("permute", kind="mapped")
-def permute(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    y, row_map, offsets = operators.permute.forward(x, indices, num_experts=num_experts)
+def permute(
+    x: Tensor, indices: Tensor, *given: Tensor | None, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, row_map, offsets = operators.permute.forward(x, indices, *given, num_experts=num_experts)
     return y, row_map, offsets
 
 

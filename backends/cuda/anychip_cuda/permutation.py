@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anychip.operators.permutation import as_given, in_order_of_key
 from anychip_cuda.native import Kernels, address
 from anychip_cuda.table import Needs, declared
 
@@ -13,14 +14,22 @@ _MOST_CHOICES = 2**31 - 1
 """Of all tokens together: the sort counts them in 32 bits."""
 
 
-def _are_countable(x: Tensor, indices: Tensor, *, num_experts: int) -> bool:
+def _are_countable(x: Tensor, indices: Tensor, *_: Tensor | None, num_experts: int) -> bool:
     return num_experts <= _MOST_EXPERTS and indices.numel() <= _MOST_CHOICES
 
 
 @declared.forward("permute", accepts=_are_countable)
 def permute(
-    kernels: Kernels, x: Tensor, indices: Tensor, *, num_experts: int
+    kernels: Kernels,
+    x: Tensor,
+    indices: Tensor,
+    key: Tensor | None = None,
+    num_tokens: Tensor | None = None,
+    *,
+    num_experts: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernels sort by expert alone; a key's order is torch's, of the tokens before them."""
+    indices, order = in_order_of_key(indices, key, num_tokens)
     x, indices = x.contiguous(), indices.contiguous()
     (tokens, choices), place = indices.shape, kernels.place(x)
     y = x.new_empty((tokens * choices, x.shape[1]))
@@ -41,6 +50,7 @@ def permute(
         num_experts,
         *place,
     )
+    row_map = as_given(row_map, order)
     kernels.native.permute_rows(
         x.data_ptr(),
         row_map.data_ptr(),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anychip.operators.permutation import as_given, in_order_of_key
 from anychip_npu.soc import is_a2_or_a3
 from anychip_npu.table import Needs, declared
 
@@ -16,7 +17,7 @@ _SORTED = 2**24 - 1
 _CHOICES = {"choices": range(1, _MOST_CHOICES + 1)}
 
 
-def _is_permutable(x: Tensor, indices: Tensor, *, num_experts: int) -> bool:
+def _is_permutable(x: Tensor, indices: Tensor, *_: Tensor | None, num_experts: int) -> bool:
     countable = 0 < indices.numel() < _SORTED and num_experts < _SORTED
     return countable and x.numel() > 0 and is_a2_or_a3(x)
 
@@ -27,12 +28,21 @@ def _is_permutable(x: Tensor, indices: Tensor, *, num_experts: int) -> bool:
     limits=_CHOICES,
     accepts=_is_permutable,
 )
-def permute(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def permute(
+    x: Tensor,
+    indices: Tensor,
+    key: Tensor | None,
+    num_tokens: Tensor | None,
+    *,
+    num_experts: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Numbers from 0 to 2^24 - 2, up to 512 for a token:
     https://www.hiascend.com/document/detail/zh/CANNCommunityEdition/850alpha002/API/aolapi/context/aclnnMoeTokenPermute.md
     Of equal ones the first comes first, as the sort that it is made of says:
     https://www.hiascend.com/document/detail/zh/canncommercial/850/API/ascendcopapi/atlasascendc_api_07_0231.html
     """
+    indices, order = in_order_of_key(indices, key, num_tokens)
+    x = x if order is None else x.index_select(0, order)
     # What belongs to no expert stands behind the last one.
     outside = (indices < 0) | (indices >= num_experts)
     chosen = indices.masked_fill(outside, num_experts).contiguous()
@@ -41,7 +51,8 @@ def permute(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Te
     counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=x.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
     offsets = counts[:num_experts].cumsum(0, dtype=torch.int64)
-    return y, places.to(torch.int64).view(indices.shape), offsets
+    row_map = places.to(torch.int64).view(indices.shape)
+    return y, as_given(row_map, order), offsets
 
 
 def _takes_permuted(grad: Tensor, _: Tensor, __: Tensor, row_map: Tensor, **___: Any) -> bool:

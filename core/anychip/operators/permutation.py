@@ -1,7 +1,10 @@
 """permute and unpermute: tokens to the experts that were chosen for them, and back.
 
-permute copies each token once for every choice, sorted by expert and, within an expert, by token
-and choice: the rows of an expert are a group of ``grouped_linear``. unpermute adds a token's rows
+permute copies each token once for every choice, sorted by expert and, within an expert, by the
+token's key, then by token and choice: the rows of an expert are a group of ``grouped_linear``. With
+the tokens' places in the whole for keys, an expert's rows lie in one order however the tokens were
+spread over ranks before. How many tokens there are may be known to the device alone, as of rows
+that came from other ranks: those beyond belong to no expert. unpermute adds a token's rows
 up again, weighted. ``row_map[t, j]`` is the row of token t's j-th choice; both directions of both
 operators read or write along it, and nothing else of the order has to be known.
 """
@@ -54,9 +57,39 @@ def _spread(values: Tensor, row_map: Tensor) -> Tensor:
 # permute
 
 
+def in_order_of_key(
+    indices: Tensor, key: Tensor | None, num_tokens: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """For a row that sorts by expert alone: indices of the tokens as the key has them, and which.
+
+    Those beyond num_tokens are -1. The order is None for the tokens' own. Nothing waits for the
+    device.
+    """
+    if num_tokens is not None:
+        token = torch.arange(indices.shape[0], device=indices.device)
+        indices = indices.masked_fill((token >= num_tokens).unsqueeze(-1), -1)
+    if key is None:
+        return indices, None
+    order = torch.sort(key, stable=True).indices
+    return indices.index_select(0, order), order
+
+
+def as_given(row_map: Tensor, order: Tensor | None) -> Tensor:
+    """The map of the tokens as they were before :func:`in_order_of_key`."""
+    if order is None:
+        return row_map
+    return torch.empty_like(row_map).scatter(0, order.unsqueeze(1).expand_as(row_map), row_map)
+
+
 def _permute_forward(
-    x: Tensor, indices: Tensor, *, num_experts: int
+    x: Tensor,
+    indices: Tensor,
+    key: Tensor | None = None,
+    num_tokens: Tensor | None = None,
+    *,
+    num_experts: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    indices, by_key = in_order_of_key(indices, key, num_tokens)
     chosen = indices.reshape(-1).long()
     # What belongs to no expert stands behind the last one.
     outside = (chosen < 0) | (chosen >= num_experts)
@@ -67,7 +100,8 @@ def _permute_forward(
     ends = torch.arange(num_experts, device=experts.device)
     offsets = torch.searchsorted(experts, ends, right=True)
     token = torch.div(order, indices.shape[1], rounding_mode="floor")
-    return x.index_select(0, token), row_map, offsets
+    token = token if by_key is None else by_key.index_select(0, token)
+    return x.index_select(0, token), as_given(row_map, by_key), offsets
 
 
 def _permute_backward(
@@ -76,7 +110,9 @@ def _permute_backward(
     return (_added(grad, row_map, None).to(grad.dtype),)
 
 
-def _permute_fake(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _permute_fake(
+    x: Tensor, indices: Tensor, *_: Tensor | None, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
     return (
         x.new_empty((indices.shape[0] * indices.shape[1], x.shape[1])),
         x.new_empty(indices.shape, dtype=torch.int64),
@@ -84,7 +120,14 @@ def _permute_fake(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tens
     )
 
 
-def _permute_check(x: Tensor, indices: Tensor, *, num_experts: int) -> None:
+def _permute_check(
+    x: Tensor,
+    indices: Tensor,
+    key: Tensor | None,
+    num_tokens: Tensor | None,
+    *,
+    num_experts: int,
+) -> None:
     if x.dim() != 2:
         raise ValueError(f"x must be (T, H), got {tuple(x.shape)}")
     if indices.dim() != 2 or indices.shape[0] != x.shape[0] or indices.shape[1] < 1:
@@ -92,6 +135,10 @@ def _permute_check(x: Tensor, indices: Tensor, *, num_experts: int) -> None:
             f"indices must be ({x.shape[0]}, K) with K at least 1, the experts of each row of x; "
             f"got {tuple(indices.shape)}"
         )
+    if key is not None and key.shape != (x.shape[0],):
+        raise ValueError(f"key must be ({x.shape[0]},), as many as x has rows; got {[*key.shape]}")
+    if num_tokens is not None and num_tokens.dim():
+        raise ValueError(f"num_tokens must be one number, (); got shape {tuple(num_tokens.shape)}")
     if num_experts < 1:
         raise ValueError(f"num_experts must be at least 1, got {num_experts}")
 
@@ -100,28 +147,31 @@ def _permute_samples(maker: SampleMaker) -> Iterator[Sample]:
     for tokens, choices, experts, hidden in ((7, 2, 4, 8), (5, 1, 3, 17), (6, 4, 2, 16)):
         args = (maker.normal(tokens, hidden), maker.integers(experts, tokens, choices))
         label = f"{tokens}x{hidden},{choices}of{experts}"
-        yield Sample(args, {"num_experts": experts}, label)
+        yield Sample((*args, None, None), {"num_experts": experts}, label)
+        key, count = maker.integers(tokens, tokens), maker.integers(tokens, 1)[0]
+        yield Sample((*args, key, count), {"num_experts": experts}, f"{label},key,some tokens")
     dropped = maker.integers(5, 6, 2) - 1
-    yield Sample((maker.normal(6, 9), dropped), {"num_experts": 3}, "some of no expert")
+    args = (maker.normal(6, 9), dropped)
+    yield Sample((*args, None, None), {"num_experts": 3}, "some of no expert")
 
 
-def _permute_cost(x: Tensor, indices: Tensor, *, num_experts: int) -> Cost:
+def _permute_cost(x: Tensor, indices: Tensor, *rest: Tensor | None, num_experts: int) -> Cost:
     return Cost(
-        nbytes(x, indices)
+        nbytes(x, indices, *rest)
         + indices.numel() * (8 + x.shape[1] * x.element_size())
         + 8 * num_experts,
         0,
     )
 
 
-def _permute_backward_cost(x: Tensor, indices: Tensor, *, num_experts: int) -> Cost:
+def _permute_backward_cost(x: Tensor, indices: Tensor, *_: Tensor | None, num_experts: int) -> Cost:
     copies = indices.numel() * x.shape[1]
     return Cost(copies * x.element_size() + 8 * indices.numel() + nbytes(x), copies)
 
 
-def _permute_shards(x: Tensor, indices: Tensor, num_experts: int) -> Placements:
+def _permute_shards(x: Tensor, indices: Tensor, *rest: object) -> Placements:
     # Not by tokens: a row's place counts those of all of them.
-    return [([1, None, None], [1, None])]
+    return [([1, None, None], [1, None, *(None for given in rest[:2] if given is not None)])]
 
 
 def _permute_backward_shards(grad: Tensor, *_: object) -> Placements:
@@ -130,11 +180,14 @@ def _permute_backward_shards(grad: Tensor, *_: object) -> Placements:
 
 permute = OperatorSpec(
     name="permute",
-    signature="(Tensor x, Tensor indices, *, int num_experts) -> (Tensor, Tensor, Tensor)",
+    signature=(
+        "(Tensor x, Tensor indices, Tensor? key=None, Tensor? num_tokens=None, *, "
+        "int num_experts) -> (Tensor, Tensor, Tensor)"
+    ),
     equation=(
-        "row_map[t, j] = place of (indices[t, j], t, j) in their ascending order, indices outside "
-        "0 to num_experts - 1 behind all others; y[row_map[t, j]] = x[t]; offsets[e] = number of "
-        "indices from 0 to e"
+        "row_map[t, j] = place of (indices[t, j], key[t], t, j) in their ascending order, indices "
+        "outside 0 to num_experts - 1, and all of tokens from num_tokens on, behind all others; "
+        "y[row_map[t, j]] = x[t]; offsets[e] = number of indices from 0 to e; key 0 if None"
     ),
     source="Gale et al. 2022, arXiv:2211.15841 (MegaBlocks), section 5; Megatron-LM, permute",
     forward=_permute_forward,
@@ -144,8 +197,8 @@ permute = OperatorSpec(
     differentiable=("x",),
     check=_permute_check,
     # The backward direction is given gradients of the map and the offsets, as for every output.
-    fixed_dtypes={"indices": ("int64", "int32")},
-    sizes=lambda x, indices, *, num_experts: {
+    fixed_dtypes=dict.fromkeys(("indices", "key", "num_tokens"), ("int64", "int32")),
+    sizes=lambda x, indices, *_, num_experts: {
         "tokens": x.shape[0],
         "hidden": x.shape[1],
         "choices": indices.shape[1],
@@ -155,7 +208,7 @@ permute = OperatorSpec(
     cost=_permute_cost,
     backward_cost=_permute_backward_cost,
     samples=_permute_samples,
-    bound=Bound(forward=0, backward=1, length=lambda x, indices, **_: indices.shape[1]),
+    bound=Bound(forward=0, backward=1, length=lambda x, indices, *_, **__: indices.shape[1]),
 )
 
 

@@ -9,16 +9,28 @@ from anychip.dispatch.operator import operator
 
 
 @operator(operators.permute)
-def permute(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def permute(
+    x: Tensor,
+    indices: Tensor,
+    key: Tensor | None = None,
+    num_tokens: Tensor | None = None,
+    *,
+    num_experts: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """A copy of each token for every expert that was chosen for it, sorted by expert.
 
-    Within an expert, copies are in the order of tokens and choices. An index outside 0 to
-    ``num_experts - 1``, like -1 for a choice that was dropped, belongs to no expert: its copy
-    stands behind those of all experts, where :func:`grouped_linear` gives 0.
+    Within an expert, copies are in the order of keys, then of tokens and choices. An index outside
+    0 to ``num_experts - 1``, like -1 for a choice that was dropped, belongs to no expert: its copy
+    stands behind those of all experts, where :func:`grouped_linear` gives 0. No number is looked at
+    on the host.
 
     Args:
         x: (T, H) float, the tokens.
         indices: (T, K) int64 or int32, the experts of each token.
+        key: (T,) int64 or int32, like the place of each token in the whole: an expert's rows are
+            then in one order however the tokens were spread over ranks. None: their own order.
+        num_tokens: () int64 or int32, on the tokens' device: tokens from this one on belong to no
+            expert, whatever their indices are. None: T.
         num_experts: how many there are.
 
     Returns:

@@ -41,6 +41,7 @@ ADDED = {
     "attention_varlen": Added(
         5, 8, ("out_dtype",), f"cu_seqlens_q and cu_seqlens_k in place of cu_seqlens, and {_DTYPE}"
     ),
+    "permute": Added(4, 4, (), "key=None and num_tokens=None after indices, going forward"),
     "dropout": Added(3, 3, _SCALE, f"{_ROWS}, and width=0 and column=0 by name"),
     "bias_dropout_add": Added(5, 3, _SCALE, f"{_ROWS}, and width=0 and column=0 by name"),
     "dropout_add_rms_norm": Added(5, 7, (), _ROWS),

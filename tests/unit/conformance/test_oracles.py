@@ -22,7 +22,7 @@ from anychip.conformance.oracles.oracle import numbers
 from anychip.dispatch.signature import Signature
 from anychip.operators import all_specs
 from anychip.operators.codes import NF4
-from tests.unit.dispatch.plain import weight_numbers
+from tests.unit.dispatch.plain import PLAIN, weight_numbers
 
 SIGNATURES = {spec.name: Signature.parse(spec) for spec in all_specs()}
 SPECS = {spec.name: spec for spec in all_specs()}
@@ -151,16 +151,6 @@ def torch_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, **_: object
     return y
 
 
-def torch_permute(x: Tensor, indices: Tensor, *, num_experts: int) -> list[Tensor]:
-    """Expert by expert, as a router that masks tokens does it."""
-    flat = indices.reshape(-1)
-    groups = [torch.nonzero(flat == expert).view(-1) for expert in range(num_experts)]
-    none = torch.nonzero((flat < 0) | (flat >= num_experts)).view(-1)
-    order = torch.cat([*groups, none])
-    offsets = torch.tensor([len(group) for group in groups]).cumsum(0)
-    return [x[order // indices.shape[1]], order.argsort().view(indices.shape), offsets]
-
-
 def torch_unpermute(x: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
     scales = None if weights is None else weights.to(x.dtype)
     bags = F.embedding_bag(row_map, x, mode="sum", per_sample_weights=scales)
@@ -274,7 +264,8 @@ PEERS: dict[str, Callable[..., Any]] = {
     "softmax": torch_softmax, "swiglu": lambda gate, up: F.silu(gate) * up, "rope": torch_rope,
     "attention": torch_attention, "attention_dropout": torch_attention_dropout,
     "attention_varlen": torch_attention_varlen, "linear": lambda *args, **_: F.linear(*args),
-    "grouped_linear": torch_grouped_linear, "permute": torch_permute, "unpermute": torch_unpermute,
+    "grouped_linear": torch_grouped_linear, "unpermute": torch_unpermute,
+    "permute": PLAIN["permute"],
     "embedding": lambda indices, weight: F.embedding(indices, weight),
     "cross_entropy": torch_cross_entropy, "linear_cross_entropy": torch_linear_cross_entropy,
     "l2_norm": torch_l2_norm, "l2_norm_partials": torch_partials, "dequantize": torch_dequantize,

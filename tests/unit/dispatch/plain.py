@@ -169,12 +169,17 @@ def _plain_top_k(x: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
     return x.gather(-1, place), place
 
 
-def _plain_permute(x: Tensor, indices: Tensor, *, num_experts: int) -> tuple[Tensor, ...]:
-    """Expert by expert, then what is of none."""
-    numbers = indices.flatten().tolist()
+def _plain_permute(
+    x: Tensor, indices: Tensor, key: Tensor | None, num_tokens: Tensor | None, *, num_experts: int
+) -> tuple[Tensor, ...]:
+    """Expert by expert, then what is of none; each by key, which a sort that is stable keeps."""
+    choices, tokens = indices.shape[1], len(x) if num_tokens is None else int(num_tokens)
+    numbers = [e if i // choices < tokens else -1 for i, e in enumerate(indices.flatten().tolist())]
     by_expert = [[i for i, e in enumerate(numbers) if e == expert] for expert in range(num_experts)]
     none = [i for i, e in enumerate(numbers) if not 0 <= e < num_experts]
-    order = torch.tensor([i for group in [*by_expert, none] for i in group], dtype=torch.int64)
+    keys = [0] * len(x) if key is None else key.tolist()
+    groups = [sorted(group, key=lambda i: keys[i // choices]) for group in [*by_expert, none]]
+    order = torch.tensor([i for group in groups for i in group], dtype=torch.int64)
     offsets = torch.tensor([len(group) for group in by_expert]).cumsum(0)
     return x[order // indices.shape[1]], order.argsort().view(indices.shape), offsets
 

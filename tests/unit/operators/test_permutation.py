@@ -19,21 +19,57 @@ def routed(tokens: int, choices: int, experts: int, hidden: int = 6) -> tuple[Te
     return x, torch.randint(-1, experts + 1, (tokens, choices), generator=generator)
 
 
+_TOKENS = st.lists(
+    st.tuples(st.lists(st.integers(-2, 5), min_size=3, max_size=3), st.integers(-2, 2)), max_size=9
+)
+
+
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.lists(st.integers(-2, 5), min_size=3, max_size=3), max_size=9))
-def test_permute_is_a_stable_sort_by_expert(listed: list[list[int]]) -> None:
-    indices = torch.tensor(listed, dtype=torch.int64).view(-1, 3)
+@given(_TOKENS, st.booleans(), st.none() | st.integers(-1, 10))
+def test_permute_is_a_stable_sort_by_expert_and_key(
+    listed: list[tuple[list[int], int]], keyed: bool, count: int | None
+) -> None:
+    indices = torch.tensor([e for e, _ in listed], dtype=torch.int64).view(-1, 3)
+    key = torch.tensor([k for _, k in listed], dtype=torch.int64) if keyed else None
+    num_tokens = None if count is None else torch.tensor(count)
     x = torch.arange(2.0 * len(listed)).view(-1, 2)
+    tokens = len(listed) if count is None else count
     entries = [
-        (e if 0 <= e < 4 else 4, t, j) for t, row in enumerate(listed) for j, e in enumerate(row)
-    ]
+        (e if 0 <= e < 4 and t < tokens else 4, k * keyed, t, j)
+        for t, (row, k) in enumerate(listed) for j, e in enumerate(row)
+    ]  # fmt: skip
     for implementation in ("cpu", "reference"):
         with anychip.policy(pin={"permute": implementation}):
-            y, row_map, offsets = ops.permute(x, indices, num_experts=4)
-        for row, (_, token, choice) in enumerate(sorted(entries)):
+            y, row_map, offsets = ops.permute(x, indices, key, num_tokens, num_experts=4)
+        for row, (*_, token, choice) in enumerate(sorted(entries)):
             assert torch.equal(y[row], x[token])
             assert row_map[token, choice] == row
-        assert offsets.tolist() == [sum(e <= g for e, _, _ in entries) for g in range(4)]
+        assert offsets.tolist() == [sum(e <= g for e, *_ in entries) for g in range(4)]
+
+
+def test_rows_of_an_expert_are_in_one_order_however_tokens_were_spread(pin: str) -> None:
+    """Two exchanges' worth: rows of all ranks, in the order in which each rank had them."""
+    x, indices = routed(40, 2, 5)
+    whole, _, ends = ops.permute(x, indices, num_experts=5)
+    token = torch.arange(40)
+    for ranks in (2, 3):
+        own = [token[rank::ranks] for rank in range(ranks)]
+        parts = [ops.permute(x[t], indices[t], num_experts=5) for t in own]
+        received = torch.cat([y for y, *_ in parts])
+        expert, key = (torch.full((80,), -1) for _ in range(2))
+        for start, t, (y, row_map, offsets) in zip(
+            [0, *torch.tensor([len(y) for y, *_ in parts]).cumsum(0)], own, parts, strict=False
+        ):
+            key[start + row_map] = t[:, None].expand_as(row_map)
+            number = torch.bucketize(torch.arange(len(y)), offsets, right=True)
+            expert[start : start + len(y)] = torch.where(number < 5, number, -1)
+        # Room for rows that did not come, and how many did, on the device.
+        room = torch.nn.functional.pad(received, (0, 0, 0, 7), value=torch.nan)
+        expert, key = (torch.nn.functional.pad(t, (0, 7)) for t in (expert, key))
+        got, _, offsets = ops.permute(room, expert[:, None], key, torch.tensor(80), num_experts=5)
+        inside = int(ends[-1])
+        assert bits(offsets) == bits(ends)
+        assert bits(got[:inside]) == bits(whole[:inside])
 
 
 def test_results_have_the_same_bits_for_every_number_of_threads(pin: str) -> None:

@@ -236,8 +236,10 @@ def _permute(choose: Choices, draw: Draw) -> Arguments:
     tokens, choices, experts = choose.size(65), choose.of(2, 1, 3, 8), choose.size(65)
     outside = choose.of(0, 0, 1)
     indices = draw.integers(experts + 2 * outside, tokens, choices) - outside
-    x = choose.values(draw, tokens, choose.size(129))
-    return (x, indices.to(choose.of(torch.int64, torch.int32))), {"num_experts": experts}
+    x, dtypes = choose.values(draw, tokens, choose.size(129)), (torch.int64, torch.int32)
+    key = draw.integers(9, tokens).to(choose.of(*dtypes)) if choose.of(False, True) else None
+    count = draw.integers(tokens + 2, 1)[0] if choose.of(False, True) else None
+    return (x, indices.to(choose.of(*dtypes)), key, count), {"num_experts": experts}
 
 
 def _unpermute(choose: Choices, draw: Draw) -> Arguments:

@@ -23,11 +23,18 @@ from anychip.conformance.oracles.oracle import Oracle
 Integers = NDArray[np.int64]
 
 
-def _order(indices: Integers, num_experts: int) -> tuple[Integers, Integers]:
+def _order(
+    indices: Integers, key: Integers | None, num_tokens: Integers | None, *, num_experts: int
+) -> tuple[Integers, Integers]:
     """The choices, counted row by row, as they are sorted; and the expert of each."""
     flat = indices.reshape(-1).astype(np.int64)
-    experts = np.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-    order = np.lexsort((np.arange(flat.size), experts))
+    token = np.arange(flat.size) // indices.shape[1]
+    inside = (flat >= 0) & (flat < num_experts)
+    if num_tokens is not None:
+        inside &= token < int(num_tokens)
+    experts = np.where(inside, flat, num_experts)
+    keys = np.zeros_like(flat) if key is None else key[token].astype(np.int64)
+    order = np.lexsort((np.arange(flat.size), keys, experts))
     return order, experts
 
 
@@ -37,18 +44,18 @@ def _map_of(order: Integers, shape: tuple[int, ...]) -> Integers:
 
 
 def _permute(
-    x: Rounded, indices: Integers, *, num_experts: int
+    x: Rounded, indices: Integers, *given: Integers | None, num_experts: int
 ) -> tuple[Rounded, Rounded, Rounded]:
-    order, experts = _order(indices, num_experts)
+    order, experts = _order(indices, *given, num_experts=num_experts)
     offsets = np.bincount(experts, minlength=num_experts)[:num_experts].cumsum()
     row_map = Rounded.exact(_map_of(order, indices.shape))
     return x[order // indices.shape[1]], row_map, Rounded.exact(offsets)
 
 
 def _permute_backward(
-    grads: tuple[Any, ...], x: Rounded, indices: Integers, *, num_experts: int
+    grads: tuple[Any, ...], x: Rounded, indices: Integers, *given: Any, num_experts: int
 ) -> tuple[Rounded]:
-    row_map = _map_of(_order(indices, num_experts)[0], indices.shape)
+    row_map = _map_of(_order(indices, *given, num_experts=num_experts)[0], indices.shape)
     return (grads[0][row_map].sum(1),)
 
 
@@ -102,6 +109,16 @@ def _uneven(draw: Draw) -> Arguments:
     return (draw.normal(6, 7), indices), {"num_experts": 9}
 
 
+def _with_key(
+    draw: Draw, sizes: Sizes, keys: int, tokens: int | None = None, dtype: Any = torch.int64
+) -> Arguments:
+    """With keys of so many kinds, far apart, and of so many tokens."""
+    args, attrs = _permuted(draw, sizes, outside=1)
+    far = 2**40 if dtype == torch.int64 else 2**20
+    key = ((draw.integers(keys, sizes[0]) - keys // 2) * far).to(dtype) if keys else None
+    return (*args, key, None if tokens is None else torch.tensor(tokens, dtype=dtype)), attrs
+
+
 def _none_chosen(draw: Draw) -> Arguments:
     return (draw.normal(4, 5), torch.full((4, 2), -1)), {"num_experts": 3}
 
@@ -132,6 +149,17 @@ def _permute_calls() -> Iterator[Call]:
         for dtype, name in ((torch.int64, "int64"), (torch.int32, "int32")):
             make = partial(_permuted, sizes=sizes, dtype=dtype, outside=2)
             yield Call(f"{_label(sizes)}.outside.{name}", make)
+    for keys in (1, 5, 1000):
+        make = partial(_with_key, sizes=(129, 2, 9, 4), keys=keys)
+        yield Call(f"129x4.2of9.keys:{keys}", make)
+    for tokens in (0, 7, 30, 31, 2000):
+        make = partial(_with_key, sizes=(30, 3, 5, 6), keys=0, tokens=tokens)
+        yield Call(f"30x6.3of5.tokens:{tokens}", make)
+    both = partial(_with_key, sizes=(40, 4, 64, 9), keys=7, tokens=33, dtype=torch.int32)
+    yield Call("40x9.4of64.keys:7.tokens:33.int32", both)
+    for layout in ("strided", "offset"):
+        make = partial(_with_key, sizes=(11, 3, 5, 20), keys=4, tokens=9)
+        yield Call(f"11x20.3of5.keys:4.tokens:9.{layout}", make, layout=layout)
     yield from in_layouts("11x20.3of5", partial(_permuted, sizes=(11, 3, 5, 20)))
     for name in ("huge", "subnormal"):
         yield Call(name, partial(_of_scale, name=name))

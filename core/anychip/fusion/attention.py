@@ -1,8 +1,8 @@
 """Attention of modules that ask torch or transformers for it, by the operators.
 
-Both end in ``torch.nn.functional.scaled_dot_product_attention``, which runs with ours in its place:
-in a forward that calls it, or in the function that ``ALL_ATTENTION_FUNCTIONS`` of transformers has
-for sdpa. A fused forward gets that from the interface, and everything else as it is.
+A forward that calls ``torch.nn.functional.scaled_dot_product_attention`` runs with ours in its
+place. One that asks ``ALL_ATTENTION_FUNCTIONS`` of transformers gets ours in the place of its
+function for sdpa, and everything else as it is; configs, masks and the interface are not touched.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from anychip.fusion.swaps import (
     Reroutes,
     calls,
     can_be_renamed,
-    place,
-    placed,
-    rerouted,
     served,
 )
 
 INTERFACE, REPLACES = "ALL_ATTENTION_FUNCTIONS", "sdpa"
 """By transformers' names: its functions, and the one that masks and meaning are taken from."""
+_MEANT = ("output_attentions", "softcap", "position_bias", "cache")
+"""Arguments by name that change what transformers' sdpa computes."""
 _UNLESS = "masks of no sequences, causal with fewer queries than keys, other dtypes"
 
 
@@ -42,17 +41,31 @@ def _for_torch(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
     return _attention(query, key, value, *args, **kwargs, pads=False)
 
 
-def _for_transformers(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Within its sdpa, which repeats heads of the key and value that it is given.
+def _for_transformers(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None] | str:
+    """Its sdpa, which is not run: that, and a mode around it, take as long as the operator's call.
 
     As in its flash attention, the result of a token that a causal mask hides from all is 0.
     """
-    (_, *given, _), named = place.given
-    if key.shape[1] == query.shape[1] and all(key.shape[i] == given[0].shape[i] for i in (0, 2, 3)):
-        key, value = given
-    made = _attention(query, key, value, *args, **kwargs, pads=True)
-    window = named.get("sliding_window")
-    if isinstance(made, str) and made == "a mask" and window and key.shape[2] > window:
+    if told := [n for n in _MEANT if rest.get(n) is not None and rest[n] is not False]:
+        return f"argument {', '.join(told)}"
+    wanted = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(wanted) and attention_mask is None and query.shape[2] > 1
+    qkv = query, key, value
+    made = _attention(*qkv, attention_mask, dropout, causal, scaling, pads=True)
+    if not isinstance(made, str):
+        return made.transpose(1, 2), None
+    window = rest.get("sliding_window")
+    if made == "a mask" and window and key.shape[2] > window:
         made = f"a mask, of a window of {window}"
     return made
 
@@ -82,7 +95,7 @@ class AsksInterface(Renames):
         for given in (None, mask.bool().tril()[None, None]):
             both = [
                 lambda *qkv, function=function, given=given: function(groups, *qkv, given)[0]
-                for function in (theirs, _within(theirs))
+                for function in (theirs, _for_transformers)
             ]
             yield Comparison(both[0], both[1], args, whole=True)
 
@@ -91,10 +104,11 @@ class AsksInterface(Renames):
 
 
 class _Interface:
-    """Transformers' functions of attention, with ours within that of sdpa."""
+    """Transformers' functions of attention, with ours for that of sdpa."""
 
     def __init__(self, original: Any) -> None:
-        self._original, self._ours = original, _within(original[REPLACES])
+        self._original = original
+        self._ours = served("attention", original[REPLACES], _for_transformers)
 
     def get_interface(self, name: str, default: Any) -> Any:
         return self._ours if name == REPLACES else self._original.get_interface(name, default)
@@ -104,10 +118,6 @@ class _Interface:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
-
-
-def _within(sdpa: Any) -> Any:
-    return placed(rerouted(sdpa, {SDPA: served("attention", SDPA, _for_transformers, sdpa)}))
 
 
 def _attention(

@@ -51,13 +51,9 @@ def placed(function: Forward) -> Forward:
     return run
 
 
-def served(operator: str, theirs: Forward, ours: Forward, within: Any = None) -> Forward:
-    """A function that a fused module calls, by ours; by itself where ours gives a text, why.
-
-    Args:
-        within: the function of the model that it is called in, if one is known.
-    """
-    label = label_of(within or theirs)
+def served(operator: str, theirs: Forward, ours: Forward) -> Forward:
+    """A function that a fused module calls, by ours; by itself where ours gives a text, why."""
+    label = label_of(theirs)
 
     def serve(*args: Any, **kwargs: Any) -> Any:
         made = ours(*args, **kwargs)

@@ -6,7 +6,7 @@ of its own.
 
 Algorithms (w ranks; bytes per rank in :func:`~anychip.comm.wire.wire_nbytes`): all_gather,
 all_to_all: each rank to each other, directly. reduce_scatter: all_to_all of the parts, then a sum.
-all_reduce: up to 64 KiB, of two ranks up to 2 MiB, all_gather and sum, else reduce_scatter and
+all_reduce: up to 64 KiB, of two ranks up to 512 KiB, all_gather and sum, else reduce_scatter and
 all_gather. broadcast: a binomial tree.
 """
 
@@ -46,7 +46,7 @@ PIECES_AHEAD = 2
 """Pieces from each rank that are on their way while one is summed: the memory beside the tensor."""
 KEPT_NBYTES = 16 * 1024 * 1024
 """Of that memory, what a group keeps from one reduction to the next."""
-PAIR_NBYTES = 2 * 1024 * 1024
+PAIR_NBYTES = 512 * 1024
 """Up to this payload two ranks send each other the whole of it: as many bytes as halves and their
 sums, in one step of two."""
 

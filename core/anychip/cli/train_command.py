@@ -218,19 +218,21 @@ def _run(
         elif run.is_first:
             _require_empty(out)  # there may have been another one since
         _say(console, _plan(run))
+        is_trained = False
         try:
             with display.Display(console, steps=named.run.steps, done=run.step) as show:
                 rows = loop.train(run, out, show, asked)
+            is_trained = True
+            sample = loop.finish(run, out, rows)
         except interruption.Interrupted as stop:
             if run.is_first:
                 click.echo(f"anychip: {stop}", err=True)
-            if run.comm.world_size > 1:
+            if run.comm.world_size > 1 and not is_trained:
                 # The first that ends makes a launcher end the others: all are here, and hear
                 # nothing.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 run.comm.barrier()
             return 128 + stop.signal
-        sample = loop.finish(run, out, rows)
     if not run.is_first:
         return 0
     if as_json:

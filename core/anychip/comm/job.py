@@ -214,6 +214,9 @@ class Job(contract.Job):
             if ended:
                 text = f"{ranks_text(ended)} ended without making this call"
                 return self.fail(where, Failure(ended, text))
+        if gone := tuple(sorted(self.news.gone)):  # and the store with them, which knows the rest
+            text = f"{ranks_text(gone)} ended, and after that rank {self.rank} lost a connection"
+            return self.fail(where, Failure(gone, text))
         first = str(error).splitlines()[0]
         return self.fail(where, Failure((), f"rank {self.rank} lost a connection: {first}"))
 

@@ -155,7 +155,8 @@ def _write(folder: Path, step: int, states: Mapping[str, Any]) -> None:
             _replace(folder, step, states)
     except OSError as error:
         before = "the one before is intact" if _names_of(folder) else "there was none before"
-        text = f"the checkpoint of step {step} was not written; {before}: {error.strerror}"
+        cause: Any = error.__cause__ if isinstance(error, files.NotWrittenError) else error
+        text = f"the checkpoint of step {step} was not written; {before}: {cause.strerror}"
         raise files.NotWrittenError(error.errno, text, str(folder)) from error
 
 

@@ -46,10 +46,18 @@ def sync(file: IO[bytes]) -> Path:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all; one that was there is replaced in one step."""
-    with fresh(path) as file:
-        file.write(content.encode("utf-8") if isinstance(content, str) else content)
-        sync(file).replace(path)
+    """Writes a file whole or not at all; one that was there is replaced in one step.
+
+    Raises:
+        NotWrittenError: the disk is full, or the directory cannot be written.
+    """
+    try:
+        with fresh(path) as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            sync(file).replace(path)
+    except OSError as error:
+        text = f"it was not written: {error.strerror}"
+        raise NotWrittenError(error.errno, text, str(path)) from error
 
 
 def open_to_append(path: Path) -> IO[str]:

@@ -77,12 +77,13 @@ def train(
     finally:
         run.loader.close()
     if signal is not None:
-        raise Interrupted(
-            f"interrupted after step {run.step} of {run.config.run.steps}; to go on: "
-            f"anychip train --resume --out {out}",
-            signal,
-        )
+        raise _interrupted(run, out, signal)
     return metrics.rows
+
+
+def _interrupted(run: Run, out: Path, signal: int) -> Interrupted:
+    text = f"interrupted after step {run.step} of {run.config.run.steps}; to go on: "
+    return Interrupted(f"{text}anychip train --resume --out {out}", signal)
 
 
 def _write_inputs(run: Run, out: Path) -> None:
@@ -250,15 +251,21 @@ def finish(run: Run, out: Path, rows: list[StepRecord]) -> str:
     """Writes loss.png, sample.txt and provenance.json, on rank 0; returns the sample.
 
     What served the steps is not known to a process that did none: provenance.json stays then.
+
+    Raises:
+        Interrupted: on the first SIGINT or SIGTERM, when all is written.
+        OSError: something could not be written.
     """
-    with device_errors(run.loader.device.type):
+    with Interruption() as interruption, device_errors(run.loader.device.type):
         text = sample(run)
-    if run.is_first:
-        files.write(out / "sample.txt", text)
-        report.plot_loss(out / "loss.png", rows)
-        if run.step > run.begun or not (out / "provenance.json").exists():
-            found = anychip.provenance().to_json()
-            files.write(out / "provenance.json", json.dumps(found, indent=2) + "\n")
+        if run.is_first:
+            files.write(out / "sample.txt", text)
+            report.plot_loss(out / "loss.png", rows)
+            if run.step > run.begun or not (out / "provenance.json").exists():
+                found = anychip.provenance().to_json()
+                files.write(out / "provenance.json", json.dumps(found, indent=2) + "\n")
+    if interruption.signal is not None:
+        raise _interrupted(run, out, interruption.signal)
     return text
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from anychip.comm import job
 from anychip.comm.job import Job
 from anychip.comm.ledger import Failure
 from anychip.comm.solo import Solo
@@ -24,7 +25,26 @@ def test_close_lets_the_device_end_unless_the_job_has_failed(failure: Failure | 
 
     news: Any = SimpleNamespace(failure=failure, close=lambda: done.append("told"))
     named: Any = {"news": lambda *calls: news, "connect": lambda store: None}
-    job = Job(0, 2, HashStore(), timeout_s=1.0, **named)
-    job.hold(Chip("acme"))
-    job.close()
+    found = Job(0, 2, HashStore(), timeout_s=1.0, **named)
+    found.hold(Chip("acme"))
+    found.close()
     assert done == [*([] if failure else ["drained"]), "told", "closed"]
+
+
+def test_connection_lost_after_the_rank_with_the_store_ended_names_that_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who is missing from the call is not known then: the store says it, and it is gone."""
+
+    def missing() -> tuple[int, ...]:
+        raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr(job, "_NEWS_S", 0.0)
+    news: Any = SimpleNamespace(
+        failure=None, gone={0}, verdict=lambda _: None, report=lambda failure: failure
+    )
+    named: Any = {"news": lambda *calls: news, "connect": lambda store: None}
+    found = Job(3, 4, HashStore(), timeout_s=1.0, **named)
+    error = found.explain("data, rank 1 of 2: sum", OSError("closed by peer"), missing)
+    assert error.ranks == (0,)
+    assert "rank 0 ended, and after that rank 3 lost a connection" in str(error)

@@ -9,13 +9,14 @@ import random
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import anychip
-from anychip.train import checkpoint, config, loop, report
+from anychip.train import checkpoint, config, files, loop, report
 from anychip.train.interruption import Interrupted
 from anychip.train.loop import TrainingError
 from anychip.train.report import StepRecord
@@ -281,6 +282,39 @@ def test_finish_leaves_sample_plot_and_provenance(tmp_path: Path) -> None:
     }
     assert config.load(tmp_path / "config.toml") == run.config
     assert '"adamw"' in (tmp_path / "provenance.json").read_text()
+
+
+def test_signal_during_finish_ends_the_run_when_all_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _build()
+    rows = loop.train(run, tmp_path, _nothing)
+    draw = report.plot_loss
+
+    def interrupt(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        draw(*args)
+
+    monkeypatch.setattr(report, "plot_loss", interrupt)
+    with pytest.raises(Interrupted, match="interrupted after step 8 of 8; to go on") as caught:
+        loop.finish(run, tmp_path, rows)
+    assert caught.value.signal == signal.SIGTERM
+    assert {"sample.txt", "loss.png", "provenance.json"} <= {p.name for p in tmp_path.iterdir()}
+
+
+def test_full_disk_during_finish_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _build()
+    rows = loop.train(run, tmp_path, _nothing)
+
+    def full(file: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "sync", full)
+    with pytest.raises(files.NotWrittenError, match="it was not written: No space left") as caught:
+        loop.finish(run, tmp_path, rows)
+    assert caught.value.filename == str(tmp_path / "sample.txt")
 
 
 def test_bf16_trains_with_parameters_and_moments_in_float32(tmp_path: Path) -> None:

@@ -92,10 +92,11 @@ class AsksInterface(Renames):
         groups.num_key_value_groups = 2  # type: ignore[assignment]
         shapes = {"query": (2, 4, 5, 8), "key": (2, 2, 5, 8), "value": (2, 2, 5, 8)}
         args = {name: normal(*shape).requires_grad_() for name, shape in shapes.items()}
+        ours: Any = _for_transformers
         for given in (None, mask.bool().tril()[None, None]):
             both = [
                 lambda *qkv, function=function, given=given: function(groups, *qkv, given)[0]
-                for function in (theirs, _for_transformers)
+                for function in (theirs, ours)
             ]
             yield Comparison(both[0], both[1], args, whole=True)
 

@@ -75,7 +75,8 @@ class _Rerouted(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        return self.routes.get(func, func)(*args, **(kwargs or {}))
+        found: Any = self.routes.get(func, func)
+        return found(*args, **(kwargs or {}))
 
 
 def rerouted(function: Forward, routes: dict[Any, Forward]) -> Forward:

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from anychip.comm.job import Job, LastCall
-from anychip.comm.ledger import MESSAGE_TAGS, STEP_TAGS, Check, Failure, Note, Pair
+from anychip.comm.ledger import MESSAGE_TAGS, STEP_TAGS, Check, Ends, Failure, Note
 from anychip.comm.solo import Solo
 from anychip.comm.store import part_of
 from anychip.contract import (
@@ -23,8 +23,8 @@ from anychip.contract import (
     HOST,
     REDUCTIONS,
     AnychipError,
-    Call,
     Capabilities,
+    CollectiveCall,
     CommunicationError,
     Communicator,
     Membership,
@@ -82,7 +82,7 @@ class Group(Communicator):
         self, tensor: torch.Tensor, reduction: Reduction = "sum", *, async_op: bool = False
     ) -> Work:
         self._check("all_reduce", tensor, reduction)
-        call = Call("all_reduce", (tensor,), (tensor,), reduction)
+        call = CollectiveCall("all_reduce", (tensor,), (tensor,), reduction)
         work = self._call(call, f"{reduction} {_shape(tensor)}")
         return self._start("all_reduce", call.inputs, work, async_op)
 
@@ -96,7 +96,7 @@ class Group(Communicator):
     ) -> Work:
         self._check("all_gather", tensor)
         found = self._sizes("all_gather", output, tensor, sizes)
-        call = Call("all_gather", (tensor,), (output,), sizes=found)
+        call = CollectiveCall("all_gather", (tensor,), (output,), sizes=found)
         work = self._call(call, f"{list(found)} {tensor.dtype}")
         return self._start("all_gather", call.outputs, work, async_op)
 
@@ -111,7 +111,7 @@ class Group(Communicator):
     ) -> Work:
         self._check("reduce_scatter", tensor, reduction)
         found = self._sizes("reduce_scatter", tensor, output, sizes)
-        call = Call("reduce_scatter", (tensor,), (output,), reduction, found)
+        call = CollectiveCall("reduce_scatter", (tensor,), (output,), reduction, found)
         work = self._call(call, f"{reduction} {list(found)} {tensor.dtype}")
         return self._start("reduce_scatter", call.inputs, work, async_op)
 
@@ -119,7 +119,7 @@ class Group(Communicator):
         self._check("broadcast", tensor)
         self._check_rank("broadcast", "source", source)
         given, taken = ((tensor,), ()) if source == self.rank else ((), (tensor,))
-        call = Call("broadcast", given, taken, source=source)
+        call = CollectiveCall("broadcast", given, taken, source=source)
         work = self._call(call, f"from rank {self.ranks[source]} {_shape(tensor)}")
         return self._start("broadcast", (tensor,), work, async_op)
 
@@ -140,7 +140,7 @@ class Group(Communicator):
         if len({tensor.dtype for tensor in (*outputs, *inputs)}) > 1:
             dtypes = sorted({str(tensor.dtype) for tensor in (*outputs, *inputs)})
             raise ValueError(f"{self}.all_to_all: one dtype expected, got {', '.join(dtypes)}")
-        work = self._call(Call("all_to_all", inputs, outputs), str(outputs[0].dtype))
+        work = self._call(CollectiveCall("all_to_all", inputs, outputs), str(outputs[0].dtype))
         return self._start("all_to_all", inputs, work, async_op)
 
     def exchange(self, transfers: Sequence[Transfer], *, async_op: bool = False) -> Work:
@@ -159,7 +159,7 @@ class Group(Communicator):
         return self._go(work, async_op)
 
     def barrier(self) -> None:
-        self._start("barrier", (), self._call(Call("barrier"), ""), False)
+        self._start("barrier", (), self._call(CollectiveCall("barrier"), ""), False)
 
     def split(self, groups: Sequence[Sequence[int]], *, name: str) -> Communicator:
         members = sorted(rank for group in groups for rank in group)
@@ -195,12 +195,12 @@ class Group(Communicator):
         self._splits += 1
         key = f"split/{self._splits}/{mine[0]}"
 
-        def begin(call: Call) -> Work:
+        def begin(call: CollectiveCall) -> Work:
             if self.job is not None and mine[0] == self.rank and len(mine) > 1:
                 self._store.set(key, str(self.job.store.add("groups", 1)))
             return self.transport.barrier(call)
 
-        self._call(Call("split"), f"{name} {groups}", begin).wait()
+        self._call(CollectiveCall("split"), f"{name} {groups}", begin).wait()
         if self.job is None or len(mine) == 1:
             return 0
         try:
@@ -224,9 +224,11 @@ class Group(Communicator):
         self.job.last_call = LastCall(self.name, self._ledger, notes)
         return _Call(self, notes, self.transport.exchange, tagged)
 
-    def _call(self, call: Call, what: str, begin: Callable[[Call], Work] | None = None) -> Work:
+    def _call(
+        self, call: CollectiveCall, what: str, begin: Callable[[CollectiveCall], Work] | None = None
+    ) -> Work:
         """A collective that all ranks make, whose first messages are on their way."""
-        move: Callable[[Call], Work] = begin or getattr(self.transport, call.name)
+        move: Callable[[CollectiveCall], Work] = begin or getattr(self.transport, call.name)
         if self.job is None:
             return move(call)
         name = call.name  # and not the call, which has tensors, in what is kept with the work
@@ -237,7 +239,7 @@ class Group(Communicator):
         is_watched = name == "all_to_all" and self._ledger.check == "step"
         if is_watched:
             note.parts = _numels(call.inputs), _numels(call.outputs)
-        tagged = Call(*call[:-2], self._ledger.tag(note, tags) if tags else 0, is_watched)
+        tagged = CollectiveCall(*call[:-2], self._ledger.tag(note, tags) if tags else 0, is_watched)
         return _Call(self, [note], move, tagged)
 
     def _agreed(
@@ -305,7 +307,7 @@ class Group(Communicator):
             return self._messages([note.pair for note in notes])
         return f"{notes[0].call.partition(' ')[0]} #{notes[0].number}"
 
-    def _messages(self, pairs: Sequence[Pair]) -> str:
+    def _messages(self, pairs: Sequence[Ends]) -> str:
         return ", ".join(
             f"send to rank {self.ranks[destination]}"
             if source == self.rank

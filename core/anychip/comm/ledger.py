@@ -47,7 +47,7 @@ _GRACE_S = 5.0
 _TIE_S = 60.0
 """How long they are given while as many say one thing as another, so that nobody is the odd one."""
 
-Pair = tuple[int, ...]
+Ends = tuple[int, ...]
 """Source, destination and tag of a message; empty: a call of the whole group."""
 
 
@@ -68,7 +68,7 @@ class Note:
 
     __slots__ = ("begun", "call", "ended", "number", "pair", "parts", "waited")
 
-    def __init__(self, pair: Pair, number: int, call: str) -> None:
+    def __init__(self, pair: Ends, number: int, call: str) -> None:
         self.pair, self.number, self.call = pair, number, call
         self.parts: tuple[Sequence[int], Sequence[int]] = ((), ())
         self.begun, self.waited, self.ended = time.monotonic(), 0.0, 0.0
@@ -88,8 +88,8 @@ class Ledger:
         self._store, self._group = store, group
         self._rank, self._ranks = group.rank, group.ranks
         self.check, self._ask = check, ask
-        self._agreed: dict[tuple[Pair, int], str] = {}
-        self._count: dict[Pair, int] = {}
+        self._agreed: dict[tuple[Ends, int], str] = {}
+        self._count: dict[Ends, int] = {}
         self._notes: deque[Note] = deque(maxlen=_NOTES)
         self._recent: dict[int, None] = {}
         self._answered = 0.0
@@ -101,7 +101,7 @@ class Ledger:
             return note, None
         return note, self._disagreement(note.number)
 
-    def message(self, pair: Pair, what: str) -> tuple[Note, Failure | None]:
+    def message(self, pair: Ends, what: str) -> tuple[Note, Failure | None]:
         """Notes the next message of a pair; and that the other end takes it for something else."""
         note = self._note(pair, what)
         if self._agrees(note):
@@ -197,7 +197,7 @@ class Ledger:
                 fields[name] = round(clock - now + at, 6) if at else None
             yield note.begun, fields
 
-    def _note(self, pair: Pair, call: str) -> Note:
+    def _note(self, pair: Ends, call: str) -> Note:
         number = self._count[pair] = self._count.get(pair, 0) + 1
         note = Note(pair, number, call)
         self._notes.append(note)
@@ -217,7 +217,7 @@ class Ledger:
         self._agreed[slot] = "" if ahead else found
         return ahead or found == mine
 
-    def _entries(self, note: Note) -> Iterator[tuple[Pair, int, str]]:
+    def _entries(self, note: Note) -> Iterator[tuple[Ends, int, str]]:
         """A call as others compare it; of all_to_all, its parts as if they were messages."""
         yield note.pair, note.number, note.call
         for is_sent, numels in zip((True, False), note.parts, strict=True):
@@ -225,7 +225,7 @@ class Ledger:
                 pair = (self._rank, peer, _PART) if is_sent else (peer, self._rank, _PART)
                 yield pair, note.number, f"{numel} elements"
 
-    def _mistaken(self, pair: Pair, mine: str, other: str) -> Failure:
+    def _mistaken(self, pair: Ends, mine: str, other: str) -> Failure:
         source, destination, tag = pair
         sent, expected = (mine, other) if source == self._rank else (other, mine)
         first, second = self._ranks[source], self._ranks[destination]
@@ -248,7 +248,7 @@ class Ledger:
         texts = {self._ranks[rank]: calls.get(((), number)) for rank, calls in said}
         return {rank: text for rank, text in texts.items() if text}
 
-    def _said(self, *, ask: bool) -> dict[int, dict[tuple[Pair, int], str]]:
+    def _said(self, *, ask: bool) -> dict[int, dict[tuple[Ends, int], str]]:
         """The last calls of each rank of the group that has said them."""
         question, deadline = 0, time.monotonic() + _ANSWER_S
         if ask:

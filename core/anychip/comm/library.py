@@ -20,8 +20,8 @@ import torch.distributed as dist
 from anychip.comm.store import part_of
 from anychip.contract import (
     CALLS,
-    Call,
     Capabilities,
+    CollectiveCall,
     CommunicationError,
     Job,
     Membership,
@@ -111,7 +111,7 @@ class Library(Transport):
         return Library(self._job, group, *self._how)
 
     @_in_turn
-    def all_reduce(self, call: Call) -> Work:
+    def all_reduce(self, call: CollectiveCall) -> Work:
         (tensor,) = call.outputs
         work = dist.all_reduce(
             tensor, _OPERATIONS[call.reduction], group=self._process_group, async_op=True
@@ -119,7 +119,7 @@ class Library(Transport):
         return _Queued([work], lambda: self._divide(tensor, call.reduction))
 
     @_in_turn
-    def all_gather(self, call: Call) -> Work:
+    def all_gather(self, call: CollectiveCall) -> Work:
         (tensor,), (output,), largest = call.inputs, call.outputs, max(call.sizes)
         if min(call.sizes) == largest:
             work = _all_gather(
@@ -139,7 +139,7 @@ class Library(Transport):
         return _Queued([work], finish)
 
     @_in_turn
-    def reduce_scatter(self, call: Call) -> Work:
+    def reduce_scatter(self, call: CollectiveCall) -> Work:
         (tensor,), (output,), largest = call.inputs, call.outputs, max(call.sizes)
         source, room = tensor.view(-1), output.view(-1)
         if min(call.sizes) != largest:
@@ -161,12 +161,12 @@ class Library(Transport):
         return _Queued([work], finish)
 
     @_in_turn
-    def broadcast(self, call: Call) -> Work:
+    def broadcast(self, call: CollectiveCall) -> Work:
         (tensor,), first = call.inputs or call.outputs, self._group.ranks[call.source]
         return _Queued([dist.broadcast(tensor, first, group=self._process_group, async_op=True)])
 
     @_in_turn
-    def all_to_all(self, call: Call) -> Work:
+    def all_to_all(self, call: CollectiveCall) -> Work:
         room = torch.cat([torch.empty_like(tensor).view(-1) for tensor in call.outputs])
         taken = [tensor.numel() for tensor in call.outputs]
         work = dist.all_to_all_single(
@@ -198,7 +198,7 @@ class Library(Transport):
         ]
         return _Queued(dist.batch_isend_irecv(operations))
 
-    def barrier(self, call: Call) -> Work:
+    def barrier(self, call: CollectiveCall) -> Work:
         return self._job.host(self._group).barrier(call)
 
     def drain(self) -> None:

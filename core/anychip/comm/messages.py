@@ -23,8 +23,8 @@ from anychip.comm.reduction import host_capabilities, reduce_pairwise
 from anychip.comm.wire import SMALL_NBYTES
 from anychip.contract import (
     HOST,
-    Call,
     Capabilities,
+    CollectiveCall,
     Membership,
     Reduction,
     Transfer,
@@ -92,7 +92,7 @@ class Messages(Transport):
     def part(self, group: Membership) -> Transport:
         return Messages(self._connections, group, self._timeout_s)
 
-    def all_reduce(self, call: Call) -> Work:
+    def all_reduce(self, call: CollectiveCall) -> Work:
         flat, rank = _flat(call.outputs[0]), self._rank
 
         def steps(tag: int) -> Steps:
@@ -108,7 +108,7 @@ class Messages(Transport):
 
         return self._begin(steps, call)
 
-    def all_gather(self, call: Call) -> Work:
+    def all_gather(self, call: CollectiveCall) -> Work:
         parts, mine = _cut(call.outputs[0], call.sizes), _flat(call.inputs[0])
 
         def steps(tag: int) -> Steps:
@@ -117,7 +117,7 @@ class Messages(Transport):
 
         return self._begin(steps, call)
 
-    def reduce_scatter(self, call: Call) -> Work:
+    def reduce_scatter(self, call: CollectiveCall) -> Work:
         output, mine = _flat(call.outputs[0]), _cut(call.inputs[0], call.sizes)
 
         def steps(tag: int) -> Steps:
@@ -125,7 +125,7 @@ class Messages(Transport):
 
         return self._begin(steps, call)
 
-    def broadcast(self, call: Call) -> Work:
+    def broadcast(self, call: CollectiveCall) -> Work:
         (flat,), size, rank = map(_flat, call.inputs or call.outputs), self._size, self._rank
         distance = (rank - call.source) % size
 
@@ -145,7 +145,7 @@ class Messages(Transport):
 
         return self._begin(steps, call)
 
-    def all_to_all(self, call: Call) -> Work:
+    def all_to_all(self, call: CollectiveCall) -> Work:
         parts, mine = list(map(_flat, call.outputs)), list(map(_flat, call.inputs))
         rank = self._rank
 
@@ -184,7 +184,7 @@ class Messages(Transport):
                 posted += move([(tensor, peer)], self._tag(1, tag))
         return StepwiseCall(iter([posted]), [t.tensor for t in outputs], self._timeout_s)
 
-    def barrier(self, call: Call) -> Work:
+    def barrier(self, call: CollectiveCall) -> Work:
         return self._begin(lambda tag: iter([self._gather(self._bytes, tag)]), call)
 
     def proceed(self, work: Work, on_error: Callable[[Exception], None]) -> None:
@@ -200,14 +200,14 @@ class Messages(Transport):
         if self._progress is not None:
             self._progress.close()
 
-    def _begin(self, steps: Callable[[int], Steps], call: Call) -> Work:
+    def _begin(self, steps: Callable[[int], Steps], call: CollectiveCall) -> Work:
         """A call whose first messages are on their way."""
         return StepwiseCall(steps(self._tag(0, call.tag * 2)), call.outputs, self._timeout_s)
 
     def _tag(self, kind: int, value: int) -> int:
         return (self._group.number * 2 + kind) * _TAGS + value
 
-    def _part_tag(self, call: Call, part: torch.Tensor) -> int:
+    def _part_tag(self, call: CollectiveCall, part: torch.Tensor) -> int:
         """In the half of the messages' tags that the caller's do not use."""
         return self._tag(1, self.num_tags + (call.tag + 40503 * part.numel()) % self.num_tags)
 

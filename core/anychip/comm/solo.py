@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from anychip.contract import (
     DONE,
     REDUCTIONS,
-    Call,
     Capabilities,
+    CollectiveCall,
     Membership,
     Reduction,
     Transfer,
@@ -42,7 +42,7 @@ class Solo(Transport):
     def __init__(self, device: str) -> None:
         self.device = device
 
-    def _copy(self, call: Call) -> Work:
+    def _copy(self, call: CollectiveCall) -> Work:
         for output, tensor in zip(call.outputs, call.inputs, strict=False):
             if output.numel() != tensor.numel():
                 raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from anychip.contract import HOST, Call, Membership, Transfer, Transport, Work
+from anychip.contract import HOST, CollectiveCall, Membership, Transfer, Transport, Work
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ class Staged(Transport):
         self.reduces_on_host = host.reduces_on_host
         self.description = f"{device} tensors staged through the host; {host.description}"
 
-    def _stage(self, call: Call) -> Work:
+    def _stage(self, call: CollectiveCall) -> Work:
         copies = {id(tensor): _to_host(tensor) for tensor in call.inputs}
         for tensor in call.outputs:
             copies.setdefault(id(tensor), _room(tensor))

@@ -38,7 +38,7 @@ from anychip.conformance.report import Result, with_outcome
 from anychip.contract import Backend
 
 FILE = "expectations.toml"
-Kind = Literal["unsupported", "expected_failure"]
+ExpectationKind = Literal["unsupported", "expected_failure"]
 _KEYS = {
     "unsupported": {"case", "reason", "capability"},
     "expected_failure": {"case", "reason", "until"},
@@ -64,7 +64,7 @@ class Entry:
         crash: of an expected failure: it ends the process.
     """
 
-    kind: Kind
+    kind: ExpectationKind
     case: str
     reason: str
     capability: str | None = None

@@ -56,16 +56,16 @@ from anychip.contract.operator import (
     SampleMaker,
     Sharding,
 )
-from anychip.contract.transport import Call, Job, Membership, Transport
+from anychip.contract.transport import CollectiveCall, Job, Membership, Transport
 
 __all__ = [
     "API_VERSION", "CALLS", "DONE", "HOST", "HOST_LIBRARY", "PROJECT", "REDUCTIONS",
-    "AmbiguousBackendError", "AnychipError", "Backend", "BackendUnavailableError", "Bound", "Call",
-    "Candidate", "Capabilities", "CommunicationError", "Communicator", "ContractError", "Cost",
-    "Decision", "DeviceError", "DeviceInterface", "DeviceProperties", "Direction", "FallbackError",
-    "Finding", "Graph", "Job", "Kind", "Membership", "Memory", "MemoryInfo", "MemoryStats",
-    "OperatorSpec", "OperatorTable", "OverlapError", "Pair", "Placement", "Placements", "Probe",
-    "Reduction", "Residual", "Row", "Sample", "SampleMaker", "Sharding", "Status", "Traffic",
-    "Transfer", "Transport", "TransportError", "UnknownBackendError", "UnsupportedError", "Work",
-    "hookimpl",
+    "AmbiguousBackendError", "AnychipError", "Backend", "BackendUnavailableError", "Bound",
+    "Candidate", "Capabilities", "CollectiveCall", "CommunicationError", "Communicator",
+    "ContractError", "Cost", "Decision", "DeviceError", "DeviceInterface", "DeviceProperties",
+    "Direction", "FallbackError", "Finding", "Graph", "Job", "Kind", "Membership", "Memory",
+    "MemoryInfo", "MemoryStats", "OperatorSpec", "OperatorTable", "OverlapError", "Pair",
+    "Placement", "Placements", "Probe", "Reduction", "Residual", "Row", "Sample", "SampleMaker",
+    "Sharding", "Status", "Traffic", "Transfer", "Transport", "TransportError",
+    "UnknownBackendError", "UnsupportedError", "Work", "hookimpl",
 ]  # fmt: skip

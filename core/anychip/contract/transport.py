@@ -36,7 +36,7 @@ class Membership(NamedTuple):
     name: str = "world"
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective that all ranks of a group make, with this rank's tensors.
 
     Attributes:
@@ -85,23 +85,23 @@ class Transport(ABC):
     num_tags: int = 0
 
     @abstractmethod
-    def all_reduce(self, call: Call) -> Work:
+    def all_reduce(self, call: CollectiveCall) -> Work:
         """One tensor, input and output."""
 
     @abstractmethod
-    def all_gather(self, call: Call) -> Work:
+    def all_gather(self, call: CollectiveCall) -> Work:
         """One input, which may be its own part of the one output."""
 
     @abstractmethod
-    def reduce_scatter(self, call: Call) -> Work:
+    def reduce_scatter(self, call: CollectiveCall) -> Work:
         """One input; one output, which may be its own part of that."""
 
     @abstractmethod
-    def broadcast(self, call: Call) -> Work:
+    def broadcast(self, call: CollectiveCall) -> Work:
         """One tensor: input of the source, output of the others."""
 
     @abstractmethod
-    def all_to_all(self, call: Call) -> Work:
+    def all_to_all(self, call: CollectiveCall) -> Work:
         """One input and output per rank. Sizes of a pair that differ are ``wrong``, if noticed."""
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Transport(ABC):
         """Of some ranks; at least one transfer."""
 
     @abstractmethod
-    def barrier(self, call: Call) -> Work:
+    def barrier(self, call: CollectiveCall) -> Work:
         """Work that is done when all ranks have come; the host waits for it."""
 
     @abstractmethod

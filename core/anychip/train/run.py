@@ -105,7 +105,7 @@ def build(config: Config, chip: Backend, comm: Communicator | None = None) -> Ru
     return run
 
 
-def loss_reduction(config: Config) -> models.Reduction:
+def loss_reduction(config: Config) -> models.LossReduction:
     """Of a batch's loss: a mean, unless batches differ in their numbers of targets."""
     return "mean" if config.data.cross_document_targets else "sum"
 

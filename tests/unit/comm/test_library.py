@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from anychip import CommunicationError
 from anychip.comm import library
 from anychip.comm.library import Library, refuse_shared
-from anychip.contract import Call, Capabilities, Membership
+from anychip.contract import Capabilities, CollectiveCall, Membership
 
 
 def job_of(*others: str) -> Any:
@@ -67,7 +67,7 @@ def test_abort_leaves_a_call_that_is_being_made_its_group(monkeypatch: pytest.Mo
     job: Any = SimpleNamespace(timeout_s=1.0)
     give_up = lambda group: events.append("aborted")  # noqa: E731
     ours = Library(job, Membership((0, 1), 0), "acmeccl", "acme", abort=give_up)
-    call = Call("all_reduce", (torch.ones(1),), (torch.ones(1),))
+    call = CollectiveCall("all_reduce", (torch.ones(1),), (torch.ones(1),))
 
     caller = threading.Thread(target=ours.all_reduce, args=(call,))
     caller.start()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import anychip
+from anychip import contract
 
 ROOT = Path(__file__).parents[3]
 CORE = ROOT / "core" / "anychip"
@@ -256,6 +257,23 @@ def test_no_file_reaches_into_private_parts_of_another_package() -> None:
     assert offences([*OF_CORE, *python_files("backends", "examples")], rule) == []
     for package in sorted((ROOT / "backends").glob("*/anychip_*")):
         assert inherited_private([parse(path) for path in package.rglob("*.py")]) == set(), package
+
+
+def class_names(tree: ast.Module) -> Iterator[str]:
+    """Classes of a module and names for types, but for a class made from one of its name."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            if not any(ast.unparse(base).endswith(node.name) for base in node.bases):
+                yield node.name
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id
+
+
+def test_class_of_the_contract_has_its_name_alone() -> None:
+    inside = python_files("core/anychip/contract")
+    taken = {name for path in inside for name in class_names(parse(path))} & {*contract.__all__}
+    paths = [path for path in OF_CORE if path not in inside]
+    assert offences(paths, lambda path: taken & set(class_names(parse(path)))) == []
 
 
 def test_contract_is_read_in_an_hour() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anychip.runtime import on_host
-from anychip.train.models.decoder import Decoder, Parts, Reduction
+from anychip.train.models.decoder import Decoder, LossReduction, Parts
 from anychip.train.models.gpt import GPT, GPTConfig
 from anychip.train.models.llama import Llama, LlamaConfig
 
@@ -62,6 +62,6 @@ def generate(
 
 
 __all__ = [
-    "GPT", "Decoder", "GPTConfig", "Llama", "LlamaConfig", "Parts", "Reduction", "build",
+    "GPT", "Decoder", "GPTConfig", "Llama", "LlamaConfig", "LossReduction", "Parts", "build",
     "generate", "parameter_groups",
 ]  # fmt: skip

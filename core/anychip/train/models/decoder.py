@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anychip import ops
 
-Reduction = Literal["mean", "sum"]
+LossReduction = Literal["mean", "sum"]
 """Of a decoder's loss over its targets."""
 
 
@@ -45,7 +45,7 @@ class Decoder(nn.Module, ABC):
     config: Any
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, reduction: Reduction = "mean"
+        self, tokens: Tensor, targets: Tensor | None = None, *, reduction: LossReduction = "mean"
     ) -> Tensor:
         """Logits (B, S, V), or the 0-dim float32 loss when targets are given.
 
@@ -76,7 +76,7 @@ class Decoder(nn.Module, ABC):
         """What follows the last block, (B, S, V)."""
 
     def head(
-        self, x_BSD: Tensor, targets: Tensor | None = None, *, reduction: Reduction = "mean"
+        self, x_BSD: Tensor, targets: Tensor | None = None, *, reduction: LossReduction = "mean"
     ) -> Tensor:
         """What follows the last block: logits, or the loss."""
         logits = self.logits(x_BSD)

@@ -19,15 +19,15 @@ from typing import Literal, NamedTuple, get_args
 
 from anychip.contract import AnychipError
 
-Kind = Literal["F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+ActionKind = Literal["F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 """Forward and backward, and the messages: outputs to the next stage, gradients to the one before.
 
 ``0SEND_F3`` gives stage 0's output for microbatch 3 to stage 1, which has ``1RECV_F3``;
 ``1SEND_B3`` gives back the gradient of it, for ``0RECV_B3``.
 """
 
-COMPUTE: tuple[Kind, ...] = ("F", "B")
-_TEXT = re.compile(rf"(\d+)({'|'.join(get_args(Kind))})(\d+)")
+COMPUTE: tuple[ActionKind, ...] = ("F", "B")
+_TEXT = re.compile(rf"(\d+)({'|'.join(get_args(ActionKind))})(\d+)")
 
 
 class ScheduleError(AnychipError, ValueError):
@@ -38,7 +38,7 @@ class Action(NamedTuple):
     """One thing that a rank does."""
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Action(NamedTuple):
         """The other end of a message: the receive of a send, the send of a receive."""
         way, _, direction = self.kind.partition("_")
         step = 1 if (way == "SEND") == (direction == "F") else -1
-        other: Kind = f"{'RECV' if way == 'SEND' else 'SEND'}_{direction}"  # type: ignore[assignment]
+        other: ActionKind = f"{'RECV' if way == 'SEND' else 'SEND'}_{direction}"  # type: ignore[assignment]
         return Action(self.stage + step, other, self.microbatch)
 
 
@@ -85,7 +85,7 @@ class Schedule:
         """Messages are written in it."""
         return any(action.kind not in COMPUTE for row in self.rows for action in row)
 
-    def only(self, *kinds: Kind) -> Schedule:
+    def only(self, *kinds: ActionKind) -> Schedule:
         """The same schedule without actions of other kinds."""
         return Schedule(tuple(tuple(a for a in row if a.kind in kinds) for row in self.rows))
 
@@ -103,7 +103,7 @@ def parse(text: str) -> Schedule:
             word = cell.strip()
             found = _TEXT.fullmatch(word)
             if found:
-                kind: Kind = found[2]  # type: ignore[assignment]
+                kind: ActionKind = found[2]  # type: ignore[assignment]
                 row.append(Action(int(found[1]), kind, int(found[3])))
             elif word:
                 raise ScheduleError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from anychip.train.parallel.schedule import COMPUTE, Action, Kind, Schedule
+from anychip.train.parallel.schedule import COMPUTE, Action, ActionKind, Schedule
 from anychip.train.parallel.validation import check_actions, validate
 
 Time = int | float | Fraction
@@ -39,7 +39,7 @@ class Costs:
         """Of a computation."""
         return self.per_stage(action.kind, action.stage + 1)[action.stage]
 
-    def per_stage(self, kind: Kind, num_stages: int) -> Sequence[Time]:
+    def per_stage(self, kind: ActionKind, num_stages: int) -> Sequence[Time]:
         """Of each stage's F or B."""
         costs = self.forward if kind == "F" else self.backward
         return costs if isinstance(costs, Sequence) else (costs,) * num_stages

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from anychip.train.models import Decoder, Reduction
+from anychip.train.models import Decoder, LossReduction
 
 T = TypeVar("T", bound=nn.Module)
 Model = Decoder | nn.Sequential
@@ -37,7 +37,7 @@ def num_layers(model: Model) -> int:
 
 
 def make_stage(
-    model: Model, layers: range, *, reduction: Reduction = "mean"
+    model: Model, layers: range, *, reduction: LossReduction = "mean"
 ) -> Stage | SequentialStage:
     """Some layers of a model, sharing its parameters; see :class:`Stage`.
 
@@ -74,9 +74,9 @@ class Stage(nn.Module):
     """
 
     _whole: Decoder
-    reduction: Reduction
+    reduction: LossReduction
 
-    def __init__(self, model: Decoder, layers: range, *, reduction: Reduction = "mean") -> None:
+    def __init__(self, model: Decoder, layers: range, *, reduction: LossReduction = "mean") -> None:
         super().__init__()
         count, paths = num_layers(model), _paths(model)
         tied = _tied(model, paths, last=count - 1)

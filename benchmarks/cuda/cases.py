@@ -79,6 +79,14 @@ def _layer_norm(stage: Stage, rows: int, width: int, m: SampleMaker) -> Case:
     return usable(stage, ways, Case(args=args, attrs={"eps": 1e-5}, eager=eager))
 
 
+def _group_norm(stage: Stage, rows: int, width: int, m: SampleMaker) -> Case:
+    def eager(x: Tensor, weight: Tensor, bias: Tensor, *, num_groups: int, eps: float) -> Tensor:
+        return functional.group_norm(x, num_groups, weight, bias, eps)
+
+    args = (m.normal(rows, width), m.normal(width), m.normal(width))
+    return Case(args=args, attrs={"num_groups": 4, "eps": 1e-5}, eager=eager)
+
+
 def _add_rms_norm(stage: Stage, rows: int, width: int, m: SampleMaker) -> Case:
     def eager(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual
@@ -279,7 +287,12 @@ def _top_k(stage: Stage, rows: int, width: int, m: SampleMaker) -> Case:
 
 
 MAKES: dict[str, dict[str, Callable[..., Case]]] = {
-    "norms": {"rms_norm": _rms_norm, "layer_norm": _layer_norm, "add_rms_norm": _add_rms_norm},
+    "norms": {
+        "rms_norm": _rms_norm,
+        "layer_norm": _layer_norm,
+        "group_norm": _group_norm,
+        "add_rms_norm": _add_rms_norm,
+    },
     "gates": {"swiglu": _swiglu, "geglu": _geglu, "gelu": _gelu, "bias_gelu": _bias_gelu},
     "logits": {"cross_entropy": _cross_entropy, "softmax": _softmax},
     "sums": {

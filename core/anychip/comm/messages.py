@@ -199,6 +199,7 @@ class Messages(Transport):
     def close(self) -> None:
         if self._progress is not None:
             self._progress.close()
+        self._kept.clear()
 
     def _begin(self, steps: Callable[[int], Steps], call: CollectiveCall) -> Work:
         """A call whose first messages are on their way."""
@@ -308,7 +309,10 @@ class Messages(Transport):
         """
         others = self._size - 1
         nbytes = numel * like.itemsize * others * count
-        whole = self._kept.pop() if self._kept else _NOTHING
+        try:
+            whole = self._kept.pop()
+        except IndexError:  # asking first would let another call take it meanwhile
+            whole = _NOTHING
         if whole.numel() < nbytes:
             whole = torch.empty(nbytes, dtype=torch.uint8)
         if others == 1 == count:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import anychip
+from anychip.comm.group import Group
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
 from anychip.operators.partials import BLOCK, num_blocks
@@ -49,6 +50,11 @@ def live_nbytes() -> int:
     return sum(storages.values())
 
 
+def kept_nbytes(comm: Communicator) -> int:
+    """Memory that a group keeps for what it receives, from one reduction to the next."""
+    return sum(room.nbytes for room in comm.transport._kept) if isinstance(comm, Group) else 0
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize(
     ("world_size", "stage"),
@@ -62,7 +68,7 @@ def test_bytes_per_rank_follow_the_formula_and_are_what_tensors_hold(
     gc.collect()
     start = live_nbytes() - 4 * PSI * world_size
 
-    def work(comm: Communicator) -> tuple[zero.MemoryUse, int, list[int]]:
+    def work(comm: Communicator) -> tuple[zero.MemoryUse, int, list[int], int]:
         model = models[comm.rank]
         opt = zero.Optimizer(
             model, optim.adamw(1e-2), comm, stage=stage, bucket_nbytes=BUCKET_NBYTES
@@ -76,7 +82,7 @@ def test_bytes_per_rank_follow_the_formula_and_are_what_tensors_hold(
             opt.step()
             opt.zero_grad()
         found.append(measured(comm))
-        return opt.memory(), num_buckets, found
+        return opt.memory(), num_buckets, found, kept_nbytes(comm)
 
     def measured(comm: Communicator) -> int:
         comm.barrier()
@@ -90,14 +96,16 @@ def test_bytes_per_rank_follow_the_formula_and_are_what_tensors_hold(
     slack = 4 * (BLOCK * num_buckets + GAPS)
     gradient_share = world_size if stage == 2 else 1
     state_share = world_size if stage else 1
-    for memory, _, _ in results:
+    for memory, _, _, kept in results:
+        # What comes of one bucket from the other ranks.
+        assert kept <= 4 * PSI * (world_size - 1) / world_size
         assert memory.parameters == 4 * PSI
         assert abs(memory.gradients - 4 * PSI / gradient_share) <= slack * (gradient_share > 1)
         assert abs(memory.states - 8 * PSI / state_share) <= 2 * slack * (state_share > 1) + 4
     # What is there in all: the parts of all ranks are the whole, so that nothing is left over but
     # a few scalars.
-    gradients = sum(memory.gradients for memory, _, _ in results)
-    rest = sum(memory.parameters + memory.states for memory, _, _ in results)
+    gradients = sum(memory.gradients for memory, *_ in results)
+    rest = sum(memory.parameters + memory.states + kept for memory, _, _, kept in results)
     after_backward, after_step = results[0][2]
     gaps = 4 * GAPS * world_size
     assert 0 <= after_backward - gradients - rest <= 1024 + 2 * gaps

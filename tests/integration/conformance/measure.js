@@ -54,7 +54,8 @@ function measure(frame) {
     small: shown.filter((e) => parseFloat(view.getComputedStyle(e).fontSize) *
       (e.ownerSVGElement ? e.ownerSVGElement.getBoundingClientRect().width /
         e.ownerSVGElement.viewBox.baseVal.width : 1) < 9).map(nameOf),
-    spilling: all.filter((e) => spills(e, view)).map(nameOf),
+    spilling: all.filter((e) => spills(e, view)).map(
+      (e) => `${nameOf(e)}: ${e.scrollWidth} in ${e.clientWidth} of ${width}`),
     background: view.getComputedStyle(found.body).backgroundColor,
     sections: [...found.querySelectorAll("section")].map((e) => e.id),
     empty: [...found.querySelectorAll("section")].filter(

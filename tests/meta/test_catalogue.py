@@ -87,6 +87,7 @@ def test_correct_backend_passes_with_another_seed(name: str) -> None:
     assert found == [], "\n".join(found)
 
 
+@pytest.mark.grid
 def test_operators_on_a_side_stream_pass_on_a_device_that_is_asynchronous() -> None:
     """The rule needs streams, which no backend that is asked in full has here."""
     report = conformance.run(AsynchronousBackend(), chapters=["operators"], select="side-stream")

@@ -79,6 +79,7 @@ def test_parts_are_reduced_and_gathered_where_they_are(server: Server) -> None:
     assert values(server.run("in_place_parts", 3)) == [True] * 3
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("numel", [100, 100_000], ids=["small", "large"])
 def test_works_waited_for_from_last_to_first_are_right(server: Server, numel: int) -> None:
     assert values(server.run("asynchronous", 3, numel=numel)) == [[]] * 3

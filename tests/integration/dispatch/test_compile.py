@@ -94,7 +94,8 @@ def _train(
     return found, params
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_training_of_twenty_steps_with_varying_shapes_compiles_at_most_three_times(
     backend: str,
 ) -> None:

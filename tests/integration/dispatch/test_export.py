@@ -59,6 +59,7 @@ class One(nn.Module):
         return getattr(ops, self.name)(*args, **self.attrs)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [n for n in SPECS if n not in WRITING])
 def test_every_operator_without_writes_is_exported_and_keeps_its_bits(name: str) -> None:
     made = call(name, grad=False)

@@ -49,6 +49,7 @@ t.join()
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("label", FIRST)
 def test_first_call_of_a_process_has_the_dtype_of_the_second(label: str) -> None:
     done = warm_python.run("-c", START + FIRST[label])

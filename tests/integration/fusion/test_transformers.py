@@ -109,6 +109,7 @@ def test_fused_model_with_padded_and_packed_batches_keeps_the_operators(
     assert "attention" not in calls
 
 
+@pytest.mark.grid
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 def test_fused_model_compiles_without_a_break_and_counts_what_is_its_own() -> None:
     torch._dynamo.reset()
@@ -270,6 +271,7 @@ def test_fuse_part_of_the_model_takes_that_part_and_later_the_rest() -> None:
     ]
 
 
+@pytest.mark.grid
 def test_fused_models_load_in_another_process(tmp_path: Path) -> None:
     models = [build(name) for name in SPECIFIED]
     counts = [anychip.fuse(model).count() for model in models]

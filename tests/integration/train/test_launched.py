@@ -26,6 +26,7 @@ def wanted(ranks: Server, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(directory / "out")
 
 
+@pytest.mark.grid
 def test_nproc_gives_the_run_and_says_it_once(wanted: Trained, tmp_path: Path) -> None:
     done = train(*SETTINGS, *ZERO, "--nproc", "2", "--out", "out", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

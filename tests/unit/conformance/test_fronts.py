@@ -213,6 +213,7 @@ def test_pytest_front_gives_an_item_per_case(plugins: Path) -> None:
     assert "skipped" in done.stdout  # streams are not declared
 
 
+@pytest.mark.grid
 def test_pytest_front_shows_the_explanation_of_a_failure(plugins: Path) -> None:
     with (plugins / "anychip_goodchip" / "__init__.py").open("a") as module:
         module.write("table.forward('soft_max')(crashing)\n")
@@ -289,6 +290,7 @@ assert not conformance.run("goodchip", select="twice_square and operators").pass
 """
 
 
+@pytest.mark.grid
 def test_operator_of_a_third_party_is_compared_with_its_reference_in_float64(plugins: Path) -> None:
     (plugins / "script.py").write_text(THIRD_PARTY)
     done = run(plugins, "script")

@@ -255,6 +255,7 @@ def test_json_has_the_documented_keys_and_comes_back() -> None:
     assert [Result.from_json(r).to_json() for r in document["results"]] == document["results"]
 
 
+@pytest.mark.grid
 def test_two_processes_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "MANY", 2)
     asked = Counter[str]()

@@ -157,6 +157,7 @@ SPOILED: dict[str, tuple[Change, str]] = {
 """What was done to the report, and words of the objection."""
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("how", SPOILED)
 def test_statement_of_a_spoiled_report_does_not_hold(written: Document, how: str) -> None:
     change, words = SPOILED[how]

@@ -78,6 +78,7 @@ def test_fuse_again_finds_nothing_to_do(model: nn.Module) -> None:
     assert [type(module) for module in model.modules()] == kinds
 
 
+@pytest.mark.grid
 def test_fused_decoder_compiles_without_a_break(model: nn.Module) -> None:
     torch._dynamo.reset()
     want = model(*batch())

@@ -87,6 +87,7 @@ def test_the_dtype_of_x_asked_for_gives_the_same_bits() -> None:
     assert bits(ops.linear(x, weight, out_dtype=BF16)) == bits(ops.linear(x, weight))
 
 
+@pytest.mark.grid
 def test_compiled_call_keeps_the_dtype() -> None:
     x, weight = _drawn((3, 40), (5, 40), dtype=BF16)
     compiled = torch.compile(

@@ -145,6 +145,7 @@ def test_linear_cross_entropy_wrong_target_names_value_and_row_of_any_chunk(
         ops.linear_cross_entropy(x, weight, labels)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("which", ["cpu", "reference"])
 def test_linear_cross_entropy_compiles_once_for_all_numbers_of_rows(which: str) -> None:
     if which == "cpu" and native.kernels is None:

@@ -223,6 +223,7 @@ def test_no_thread_without_prefetch() -> None:
     assert prefetch_threads() == []
 
 
+@pytest.mark.grid
 def test_program_that_closes_nothing_ends() -> None:
     code = (
         "import torch\n"

@@ -46,15 +46,35 @@ def ranks_are_shared() -> Iterator[None]:
     SharedRanks.end()
 
 
-def run(backend: Backend, wrong: Wrong) -> conformance.Report:
+def run(
+    backend: Backend, wrong: Wrong, on_result: conformance.OnResult | None = None
+) -> conformance.Report:
     return conformance.run(
-        backend, level=wrong.level, chapters=[wrong.chapter], select=wrong.select
-    )
+        backend, level=wrong.level, chapters=[wrong.chapter], select=wrong.select,
+        on_result=on_result,
+    )  # fmt: skip
+
+
+class Found(Exception):
+    """The first failure, after which nothing is asked any more."""
+
+    def __init__(self, result: conformance.Result) -> None:
+        self.result = result
+
+
+def enough(result: conformance.Result) -> None:
+    if result.outcome == "failed":
+        raise Found(result)
 
 
 @pytest.mark.grid
 @EACH
 def test_wrong_backend_is_found_by_its_chapter(wrong: Wrong) -> None:
+    if wrong.chapter in ("operators", "gradients", "random"):  # cases that leave nothing behind
+        with pytest.raises(Found) as found:
+            run(wrong.make(), wrong, enough)
+        assert found.value.result.reason
+        return
     report, tries = run(wrong.make(), wrong), 1
     while report.passed and wrong.chapter == "streams" and tries < 3:
         # A race, which a busy machine may decide the other way now and then, but not every time.

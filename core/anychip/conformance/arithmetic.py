@@ -140,12 +140,8 @@ class Rounded:
 
     def shaped(self, change: Callable[[Array], Array]) -> Rounded:
         """A change of shape, order or selection, which has no rounding, of all three arrays."""
-        return Rounded(
-            change(self.value),
-            change(np.broadcast_to(self.worst, self.value.shape)),
-            change(np.broadcast_to(self.spread, self.value.shape)),
-            self.format,
-        )
+        worst, spread = _whole(self, "worst"), _whole(self, "spread")
+        return Rounded(change(self.value), change(worst), change(spread), self.format)
 
     def reshape(self, *shape: int) -> Rounded:
         return self.shaped(lambda array: array.reshape(shape))
@@ -159,15 +155,14 @@ class Rounded:
         count = math.prod(self.value.shape[a] for a in axes)
 
         def total(array: Array) -> Array:
-            spread_out = np.broadcast_to(array, self.value.shape)
-            result: Array = np.sum(spread_out, axis=axes, keepdims=keepdims)
+            result: Array = np.sum(array, axis=axes, keepdims=keepdims)
             return result
 
         value, squares = total(self.value), total(self.value**2)
         return Rounded(
             value,
-            total(self.worst) + count * (total(np.abs(self.value)) + FLUSH),
-            np.sqrt(total(self.spread**2) + count * (value**2 + squares + FLUSH**2)),
+            total(_whole(self, "worst")) + count * (total(np.abs(self.value)) + FLUSH),
+            np.sqrt(total(_whole(self, "spread") ** 2) + count * (value**2 + squares + FLUSH**2)),
         )
 
     def mean(self, axis: int, *, keepdims: bool = False) -> Rounded:
@@ -184,8 +179,11 @@ class Rounded:
 
 def _rounded(value: Any, worst: Any, spread: Any, c: float = 1.0) -> Rounded:
     """A result with one more rounding of c u."""
+    size = c * np.abs(value) + FLUSH
     # An infinite result is not rounded: exp(-inf), a masked score, is exactly 0.
-    size = np.where(np.isinf(value), 0.0, c * np.abs(value) + FLUSH)
+    infinite = np.isinf(value)
+    if infinite.any():
+        size = np.where(infinite, 0.0, size)
     return Rounded(value, worst + size, np.hypot(spread, size))
 
 
@@ -232,7 +230,9 @@ def matmul(a: Rounded, b: Rounded) -> Rounded:
 
 
 def _whole(number: Rounded, name: str) -> Array:
-    return np.broadcast_to(getattr(number, name), number.value.shape)
+    array: Array = getattr(number, name)
+    shape = number.value.shape
+    return array if array.shape == shape else np.broadcast_to(array, shape)
 
 
 def _function(x: Rounded, name: str, value: Array, slope: Array) -> Rounded:

@@ -117,7 +117,7 @@ def measure(
 def _in_numbers(bound: Array, shape: tuple[int, ...]) -> Array:
     # An Inf or NaN among a row's inputs leaves no bound; what is finite then has to be exact.
     numbers: Array = np.where(np.isfinite(bound), bound, 0.0) * UNIT
-    return np.broadcast_to(numbers, shape)
+    return numbers if numbers.shape == shape else np.broadcast_to(numbers, shape)
 
 
 def _measure_whole(name: str, got: torch.Tensor, want: Rounded) -> Measurement:
@@ -133,6 +133,9 @@ def _special(actual: Array, want: Array, worst: Array, format: Format) -> tuple[
     """(wrong, settled) for what is not finite; near the largest number it may go both ways."""
     threshold = format.largest + ulp(np.array(format.largest), format) / 2
     size = np.abs(want)
+    if np.isfinite(actual).all() and (size + worst < threshold).all():
+        nowhere = np.zeros(want.shape, np.bool_)
+        return nowhere, nowhere
     must_overflow = np.isfinite(want) & (size - worst >= threshold)
     may_overflow = np.isfinite(want) & (size + worst >= threshold)
     infinite = np.isinf(actual) & (np.sign(actual) == np.sign(want))
@@ -168,7 +171,7 @@ def _verdict(name: str, format: Format, errors: Errors) -> Measurement:
     rms = quantile = failure = None
     if errors.statistic is not None and errors.statistic.size >= STATISTICAL_COUNT:
         rms = float(np.sqrt(np.mean(errors.statistic**2)))
-        quantile = float(_quantile(errors.statistic))
+        (quantile,) = _quantiles(errors.statistic, QUANTILE)
     if ratio[place] > DETERMINISTIC_LIMIT:
         failure = _outside(errors, place)
     elif (
@@ -180,7 +183,7 @@ def _verdict(name: str, format: Format, errors: Errors) -> Measurement:
             f"the statistical bound; largest at {_at(place)}: got {errors.actual[place]:.9g}, want "
             f"{errors.want[place]:.9g}. Computed in a lower precision?"
         )
-    median, p999 = map(float, np.quantile(ratio, (0.5, QUANTILE), method="lower"))
+    median, p999 = _quantiles(ratio, 0.5, QUANTILE)
     return Measurement(
         name=name,
         format=format.name,
@@ -220,8 +223,12 @@ def _outside(errors: Errors, worst: tuple[int, ...]) -> str:
     return "\n".join(lines)
 
 
-def _quantile(values: Array) -> Any:
-    return np.quantile(values, QUANTILE, method="lower")
+def _quantiles(values: Array, *fractions: float) -> list[float]:
+    """numpy's quantiles by the method "lower", without a tenth of a millisecond for looking."""
+    places = [int(fraction * (values.size - 1)) for fraction in fractions]
+    ordered = np.partition(values, (*places, -1), axis=None)
+    is_number = not np.isnan(ordered[-1])  # NaN comes last
+    return [float(ordered[place]) if is_number else math.nan for place in places]
 
 
 def _at(index: tuple[int, ...]) -> str:

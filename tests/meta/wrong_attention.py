@@ -172,6 +172,16 @@ def first_aligned_packed(
     return row(q, k[kept], v[kept], of_queries, moved, **attrs)
 
 
+@wrong(
+    "entries-clamped", "missing check of an index", operator="attention_varlen",
+    select="/attention_varlen/ and rule:range",
+)  # fmt: skip
+def clamped_ends(row: Row, q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, **attrs: Attr) -> Any:
+    pairs = zip(ends, (q.shape[0], k.shape[0]), strict=True)
+    inside = [e.clamp(0, n).cummax(0).values for e, n in pairs]
+    return row(q, k, v, *(torch.cat((e[:1] * 0, e[1:])) for e in inside), **attrs)
+
+
 @wrong("lse-of-no-keys-is-zero", "a case of its own forgotten", operator="attention_varlen")
 def zero_lse(row: Row, *args: Tensor, **attrs: Attr) -> Any:
     y, lse = row(*args, **attrs)

@@ -343,6 +343,15 @@ def clamped(row: Row, indices: Tensor, weight: Tensor) -> Any:
     return row(indices.clamp(0, weight.shape[0] - 1), weight)
 
 
+@wrong(
+    "last-class-left-out", "off by one", operator="cross_entropy",
+    select="/cross_entropy/ and rule:indices",
+)  # fmt: skip
+def no_last_class(row: Row, logits: Tensor, target: Tensor, **attrs: Attr) -> Any:
+    last = target == logits.shape[-1] - 1
+    return row(logits, torch.where(last, attrs["ignore_index"], target), **attrs)
+
+
 @wrong("last-tensor-forgotten", "dropped tail of a list", operator="l2_norm")
 def forgets(row: Row, tensors: Sequence[Tensor]) -> Any:
     return row(tensors[:-1] if len(tensors) > 1 else tensors)

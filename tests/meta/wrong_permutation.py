@@ -130,6 +130,12 @@ def four(row: Row, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Any:
     return row(x, row_map, factors)
 
 
+@wrong("map-that-wraps", "missing check of an index", operator="unpermute", select="rule:range")
+def wrapped(row: Row, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Any:
+    each = x[row_map % max(len(x), 1)].float()
+    return (each if weights is None else each * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
 @wrong("weights-in-bfloat16", "lower precision of factors", operator="unpermute")
 def short_weights(row: Row, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Any:
     return row(x, row_map, None if weights is None else weights.bfloat16().float())

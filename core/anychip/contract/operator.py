@@ -72,8 +72,6 @@ class Sample(NamedTuple):
 
 Placement = int | Literal["partial"] | None
 """A tensor's place along one mesh axis: split along that dim, a term of a sum, or a full copy."""
-
-
 Placements = Sequence[tuple[Sequence[Placement], Sequence[Placement]]]
 """Allowed combinations: placements of the results, then of the tensor arguments, in order."""
 
@@ -102,9 +100,8 @@ class SampleMaker:
         self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Normal values times ``scale``; the same numbers on every device."""
-        float32 = self._torch.float32
-        values = self._torch.randn(shape, generator=self._generator, dtype=float32) * scale
-        return values.to(dtype or self.dtype).to(self.device)
+        x = self._torch.randn(shape, generator=self._generator, dtype=self._torch.float32) * scale
+        return x.to(dtype or self.dtype).to(self.device)
 
     def integers(self, high: int, *shape: int) -> torch.Tensor:
         """int64 values from 0 to ``high - 1``."""
@@ -151,6 +148,9 @@ class OperatorSpec:
         check: raises ValueError for shapes that do not fit together; called on every call.
         fixed_dtypes: argument name to the one dtype that it must have, or to those it may have,
             like ``{"rng": "int64", "offsets": ("int64", "int32")}``. Autocast leaves it as it is.
+        indexes: integer argument to what its numbers count, like ``{"target": "logits[-1]"}``: each
+            from 0 below that size; ``ends of x[0]``: ascending, from 0 up to it; ``bounds of``: so,
+            and the first 0; ``each of``: each once. A host refuses others. Not named: any number.
         free_dtypes: those that all other arguments may have. Results have what ``fake`` says.
         sizes: names the sizes that a row's ``limits`` may speak of, given the arguments.
         autocast: under autocast, floating-point arguments are cast to its dtype (lower), to float32
@@ -184,6 +184,7 @@ class OperatorSpec:
     shaped_like: Mapping[str, str] = field(default_factory=dict)
     check: Function | None = None
     fixed_dtypes: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    indexes: Mapping[str, str] = field(default_factory=dict)
     free_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     sizes: Callable[..., Mapping[str, int]] | None = None
     autocast: Autocast = "none"
@@ -239,8 +240,7 @@ class Row:
         dtypes: floating-point dtypes that it takes, over all tensors that the spec does not fix; or
             those of some tensors by name, like ``{"weight": {torch.float8_e4m3fn}}``.
         limits: size name to the values it takes; checked on every call.
-        accepts: further condition on a call; same arguments as ``function``; cheap, writes
-            nothing. Checked on every call.
+        accepts: further condition, asked at every call with its arguments; cheap, writes nothing.
         contiguous: it takes contiguous tensors only.
         alignment: every tensor's address must be a multiple of this many bytes (up to 64).
         deterministic: it may run under torch's deterministic mode.

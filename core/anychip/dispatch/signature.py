@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from anychip.contract import ContractError, OperatorSpec
+from anychip.dispatch.indexes import Index, indexes_of
 
 Args = tuple[Any, ...]
 Attrs = dict[str, Any]
@@ -32,6 +33,7 @@ class Signature:
         arguments: the schema's text for every argument, attributes last, without defaults and
             alias marks.
         lists, optional: for every positional argument, whether it is a list, and may be None.
+        indexes: what the numbers of integer arguments count, by argument.
         attr_types: the Python type that each attribute usually has; None for no single one.
     """
 
@@ -46,6 +48,7 @@ class Signature:
     arguments: tuple[str, ...]
     lists: tuple[bool, ...]
     optional: tuple[bool, ...]
+    indexes: Mapping[str, Index]
     attr_types: Mapping[str, type | None]
 
     @classmethod
@@ -54,7 +57,7 @@ class Signature:
 
         Raises:
             RuntimeError: from torch, when it is not a schema.
-            ContractError: an argument that is no tensor, and not keyword-only.
+            ContractError: an argument that is no tensor, and not keyword-only; ``indexes`` of none.
         """
         schema = torch._C.parse_schema(f"{spec.namespace}::{spec.name}{spec.signature}")
         tensors = [a for a in schema.arguments if not a.kwarg_only]
@@ -80,6 +83,7 @@ class Signature:
             arguments=tuple(f"{_type_text(a)} {a.name}" for a in (*tensors, *attributes)),
             lists=tuple("[]" in text for text in types),
             optional=tuple(text.endswith("?") for text in types),
+            indexes=indexes_of(spec, [a.name for a in tensors]),
             attr_types={a.name: _USUAL.get(_type_text(a).rstrip("?")) for a in attributes},
         )
 

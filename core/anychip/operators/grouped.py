@@ -125,6 +125,7 @@ grouped_linear = OperatorSpec(
     deferrable=("weight",),
     check=_check,
     fixed_dtypes={"offsets": ("int64", "int32")},
+    indexes={"offsets": "ends of x[0]"},
     sizes=lambda x, weight, offsets, **_: {
         "groups": weight.shape[0],
         "rows": x.shape[0],

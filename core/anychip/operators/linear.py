@@ -211,6 +211,7 @@ embedding = OperatorSpec(
     deferrable=("weight",),
     check=_embedding_check,
     fixed_dtypes={"indices": "int64"},
+    indexes={"indices": "weight[0]"},
     sizes=lambda indices, weight: {"rows": weight.shape[0], "width": weight.shape[1]},
     sharding=Sharding(
         lambda indices, weight: [([d], [d, None]) for d in range(indices.dim())],

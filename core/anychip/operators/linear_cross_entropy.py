@@ -236,6 +236,7 @@ linear_cross_entropy = OperatorSpec(
     differentiable=("x", "weight", "bias"),
     check=_check,
     fixed_dtypes={"target": "int64"},
+    indexes={"target": "weight[0]"},
     sizes=lambda x, weight, target, bias, **_: {
         "rows": target.numel(),
         "in": weight.shape[1],

@@ -185,6 +185,7 @@ cross_entropy = OperatorSpec(
     differentiable=("logits",),
     check=_check,
     fixed_dtypes={"target": "int64"},
+    indexes={"target": "logits[-1]"},
     sizes=lambda logits, target, **_: {"vocabulary": logits.shape[-1], "rows": target.numel()},
     sharding=Sharding(_shards, _backward_shards),
     cost=lambda logits, target, **_: Cost(nbytes(logits) + 16 * target.numel(), 4 * logits.numel()),

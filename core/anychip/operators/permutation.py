@@ -311,6 +311,7 @@ unpermute = OperatorSpec(
     differentiable=("x", "weights"),
     check=_unpermute_check,
     fixed_dtypes={"row_map": "int64"},
+    indexes={"row_map": "each of x[0]"},
     sizes=lambda x, row_map, weights: {
         "tokens": row_map.shape[0],
         "hidden": x.shape[1],

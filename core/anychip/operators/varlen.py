@@ -196,6 +196,7 @@ attention_varlen = OperatorSpec(
     differentiable=("q", "k", "v"),
     check=_check,
     fixed_dtypes=dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ("int64", "int32")),
+    indexes={"cu_seqlens_q": "bounds of q[0]", "cu_seqlens_k": "bounds of k[0]"},
     sizes=lambda q, k, v, cu_seqlens_q, cu_seqlens_k, **_: {
         "tokens": q.shape[0],
         "keys": k.shape[0],

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from anychip.contract import ContractError
+from anychip.dispatch.signature import Signature
+from anychip.operators import all_specs
 from tests.unit.dispatch.calls import DIFFERENTIABLE, SPECS, Call, backward_arguments, call
 from tests.unit.dispatch.specs import polynomial
 
@@ -138,6 +141,33 @@ def test_operators_whose_backward_is_not_told_are_these() -> None:
 def test_shaped_like_a_tensor_that_the_backward_is_not_given_is_refused() -> None:
     with pytest.raises(ValueError, match=r"shaped_like names.*nothing.*is given grad0, x"):
         polynomial("poly_like", shaped_like={"x": "nothing"})
+
+
+@pytest.mark.parametrize(
+    "indexes",
+    [{"x": "other[0]"}, {"other": "x[0]"}, {"x": "x"}, {"x": "some of x[0]"}, {"x": "x[a]"}],
+    ids=str,
+)
+def test_indexes_of_nothing_are_refused(indexes: dict[str, str]) -> None:
+    with pytest.raises(ContractError, match=r"indexes\[.*\] is .* an argument of x was expected"):
+        polynomial("poly_indexed", indexes=indexes)
+
+
+ANY_NUMBERS = {
+    "batch_index", "head_index", "indices", "key", "key_index", "num_tokens", "query_index", "rng",
+    "rows", "target",
+}  # fmt: skip
+"""Those that may be anything: places in a whole, keys, states, choices and classes of others."""
+
+
+def test_integer_arguments_say_what_they_count_or_may_be_any_number() -> None:
+    found = set()
+    for spec in all_specs():
+        signature = Signature.parse(spec)
+        whole = [n for n in signature.positional if "int64" in str(spec.fixed_dtypes.get(n))]
+        found |= {name for name in whole if name not in signature.indexes}
+        assert {*signature.indexes} <= {*whole}
+    assert found == ANY_NUMBERS
 
 
 def test_operator_that_does_not_say_still_compares_output_and_gradient() -> None:

@@ -1,0 +1,129 @@
+"""Rules about numbers that count something of another argument, as the spec says by ``indexes``.
+
+Drawn anew over their whole range they give the oracle's results. Out of it they are an error on a
+host, where numbers can be looked at for free; a device cannot look without making the host wait for
+it, so nothing is asked of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anychip.conformance.calling_rules import Changed, compare
+from anychip.conformance.calls import stream
+from anychip.conformance.case import Context, check, expect_error
+from anychip.conformance.trial import AnyOperator, Subject, Trial
+from anychip.dispatch.indexes import Index
+
+
+def drawn(kind: str, count: int, size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """So many numbers for a dim of a size of at least 1: low ones, high ones, any."""
+    if kind == "each":
+        first = torch.arange(count)
+        return {
+            "in order": first, "backwards": first.flip(0),
+            "in any order": torch.randperm(count, generator=generator),
+        }  # fmt: skip
+    top = size - 1 if kind == "" else size
+    some = torch.randint(top + 1, (count,), generator=generator)
+    found = {
+        "all 0": torch.zeros_like(some), f"all {top}": torch.full_like(some, top),
+        "any": some if kind == "" else some.sort().values,
+    }  # fmt: skip
+    for numbers in found.values():
+        numbers[: kind == "bounds"] = 0
+    return found
+
+
+def refused(kind: str, numbers: Tensor, size: int) -> Iterator[dict[int, int]]:
+    """What makes numbers that are none: places among several of them, and what stands there."""
+    if kind == "":
+        yield from ({-1: wrong} for wrong in (size, size + 1000, -1))
+        return
+    yield {-1: size + (kind != "each")}
+    yield {0: -1}
+    if kind == "each":
+        yield {0: int(numbers[1])}
+    else:
+        yield {-2: size, -1: size - 1}
+    if kind == "bounds":
+        yield {0: 1, **dict.fromkeys(range(1, len(numbers)), size)}
+
+
+def _trials(context: Context, of: Subject) -> Iterator[tuple[str, Index, Trial]]:
+    """Of each such argument a plain call in which it has several numbers, and what they count."""
+    plain = [c for c in of.oracle.calls() if c.layout == "contiguous" and not c.full]
+    for name, index in of.operator.signature.indexes.items():
+        place, other = map(of.operator.signature.positional.index, (name, index.argument))
+        for trial in (of.trial(call, context) for call in plain):
+            given = trial.arguments[0][place]
+            if given is not None and given.numel() > 2 and trial.arguments[0][other].numel():
+                yield name, index, trial
+                break
+        else:
+            check(False, f"no call has three numbers of {name}, and something that they count")
+
+
+def rule_drawn(context: Context, of: Subject) -> None:
+    """Numbers from one end of their range to the other give the oracle's results."""
+    for name, index, trial in _trials(context, of):
+        positional = trial.signature.positional
+        place, other = map(positional.index, (name, index.argument))
+        old, size = trial.arguments[0][place], trial.arguments[0][other].shape[index.dim]
+        generator = torch.Generator().manual_seed(stream(name, context.seed))
+        for text, numbers in drawn(index.kind, old.numel(), size, generator).items():
+            new = numbers.view(old.shape).to(old.dtype)
+            make = Changed(
+                trial.call.make, trial.signature.bind, partial(_put, place=place, new=new)
+            )
+            changed = of.trial(replace(trial.call, make=make, statistical=False), context)
+            compare(context, changed, of.oracle, f" where {name} is {text}")
+
+
+def _put(args: list[Any], place: int, new: Tensor) -> None:
+    args[place] = new
+
+
+def rule_range(context: Context, of: Subject) -> None:
+    """Numbers out of their range are an error, also where one alone is; ends are named."""
+    for name, index, trial in _trials(context, of):
+        place, other = map(trial.signature.positional.index, (name, index.argument))
+        args = trial.arguments[0]
+        size = args[other].shape[index.dim]
+        for wrong in refused(index.kind, args[place].flatten(), size):
+            placed = trial.place(context)
+            flat = placed.args[place].view(-1)
+            for where, value in wrong.items():
+                flat[where] = value
+            expect_error(
+                ValueError if index.kind else (IndexError, ValueError),
+                f"{name} = {_text(wrong)} of {index.argument}'s {size}",
+                of.operator,
+                *placed.args,
+                mentions=(of.operator.spec.name, name) if index.kind else (),
+                **placed.attrs,
+            )
+
+
+def _text(wrong: Mapping[int, int]) -> str:
+    return ", ".join(f"{value} at {where}" for where, value in wrong.items())
+
+
+def _has_indexes(operator: AnyOperator, context: Context) -> bool:
+    return bool(operator.spec.indexes)
+
+
+def _can_look(operator: AnyOperator, context: Context) -> bool:
+    return bool(operator.spec.indexes) and context.backend.is_host
+
+
+RULES: tuple[tuple[str, Callable[[AnyOperator, Context], bool], Callable[..., None]], ...] = (
+    ("indices", _has_indexes, rule_drawn),
+    ("range", _can_look, rule_range),
+)

@@ -135,11 +135,13 @@ class Group(Communicator):
                 f"{self}.all_to_all: one tensor per rank ({self.world_size}) expected, got "
                 f"{len(outputs)} outputs and {len(inputs)} inputs"
             )
+        dtypes = set()
         for tensor in (*outputs, *inputs):
             self._check("all_to_all", tensor)
-        if len({tensor.dtype for tensor in (*outputs, *inputs)}) > 1:
-            dtypes = sorted({str(tensor.dtype) for tensor in (*outputs, *inputs)})
-            raise ValueError(f"{self}.all_to_all: one dtype expected, got {', '.join(dtypes)}")
+            dtypes.add(tensor.dtype)
+        if len(dtypes) > 1:
+            found = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(f"{self}.all_to_all: one dtype expected, got {found}")
         work = self._call(CollectiveCall("all_to_all", inputs, outputs), str(outputs[0].dtype))
         return self._start("all_to_all", inputs, work, async_op)
 

@@ -153,9 +153,7 @@ class Messages(Transport):
             if call.is_watched:
                 # Parts whose ends differ in size have different tags. All are posted here, so that
                 # those of two calls that share one keep the order of the calls.
-                numels = [part.numel() for part in parts]
-                numels[rank] = mine[rank].numel()
-                self._compare_sizes(numels, parts)
+                self._compare_sizes([(rank, mine[rank].numel())], parts)
                 _copy(parts[rank], mine[rank])
                 posted: list[tuple[int, Message]] = []
                 for move, ends in ((self._receive, parts), (self._send, mine)):
@@ -168,7 +166,7 @@ class Messages(Transport):
             heard = torch.zeros_like(told)
             heard[rank] = told[rank]
             yield self._swap(list(heard.split(1)), list(told.split(1)), tag)
-            self._compare_sizes(heard.tolist(), parts)
+            self._compare_sizes(enumerate(heard.tolist()), parts)
             _copy(parts[rank], mine[rank])
             yield self._swap(parts, mine, tag + 1)
 
@@ -212,9 +210,9 @@ class Messages(Transport):
         """In the half of the messages' tags that the caller's do not use."""
         return self._tag(1, self.num_tags + (call.tag + 40503 * part.numel()) % self.num_tags)
 
-    def _compare_sizes(self, heard: list[int], parts: list[torch.Tensor]) -> None:
+    def _compare_sizes(self, heard: Iterable[tuple[int, int]], parts: list[torch.Tensor]) -> None:
         ranks = self._group.ranks
-        for peer, numel in enumerate(heard):
+        for peer, numel in heard:
             if numel != parts[peer].numel():
                 raise TransportError(
                     f"rank {ranks[peer]} sends {numel} elements to rank "

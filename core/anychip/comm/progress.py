@@ -85,9 +85,7 @@ class StepwiseCall(Work):
 
     def _finish(self) -> None:
         # Messages are written past autograd, which has to know that saved values are old.
-        for tensor in self._outputs:
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+        torch.autograd.graph.increment_version([t for t in self._outputs if not t.is_inference()])
         # The thread, and who keeps the work, holds no tensor for longer than the call takes.
         self._posted, self._outputs, self._steps = None, (), iter(())
         self._finished = True

@@ -135,6 +135,7 @@ def laid_out(page: str, scheme: str, folder: Path) -> list[dict[str, Any]]:
     return answers
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_page_is_legible_at_both_widths(page: str, scheme: str, tmp_path: Path) -> None:
     answers = laid_out(page, scheme, tmp_path)

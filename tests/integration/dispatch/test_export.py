@@ -27,6 +27,7 @@ class Block(nn.Module):
         return ops.gelu(x + ops.dropout(y, rng, p=0.2))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("pinned", [False, True], ids=["rows", "references"])
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 def test_exported_module_computes_what_the_module_does(strict: bool, pinned: bool) -> None:

@@ -244,6 +244,7 @@ def torch_knows_acme(environment: Environment) -> Environment:
     return environment
 
 
+@pytest.mark.grid
 def test_accelerator_that_only_torch_knows_is_served_by_the_default(
     torch_knows_acme: Environment,
 ) -> None:

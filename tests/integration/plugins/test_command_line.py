@@ -84,6 +84,7 @@ def test_backends_with_two_ready_accelerators_says_how_to_choose(fakes: Environm
     assert "set ANYCHIP_BACKEND" in done.stdout
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "code", "texts"),
     [

@@ -55,6 +55,7 @@ def test_every_candidate_trains_what_one_process_trains() -> None:
             ranks.call("start", candidate="something else", sizes=asdict(TINY))
 
 
+@pytest.mark.grid
 def test_rank_that_is_killed_is_named() -> None:
     with Ranks(1, "cpu", "benchmarks.turns") as ranks:
         ranks._processes[0].kill()

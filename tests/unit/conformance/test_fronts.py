@@ -203,6 +203,7 @@ def test_expected_crash_and_hang_are_run_in_isolation_only(plugins: Path) -> Non
         assert "expected failure: 1 case: waits for ever" in done.stdout
 
 
+@pytest.mark.grid
 def test_pytest_front_gives_an_item_per_case(plugins: Path) -> None:
     done = run(
         plugins, "pytest", "-q", "-p", "no:cacheprovider", "-p", "anychip.conformance.plugin",

@@ -63,6 +63,7 @@ def test_offsets_that_are_no_ends_are_refused(
         ops.grouped_linear(x, weight, torch.tensor(ends, dtype=width))
 
 
+@pytest.mark.grid
 def test_compiled_call_does_not_look_at_the_offsets() -> None:
     """One graph serves every packing: group sizes are values, not shapes."""
     compiled = torch.compile(ops.grouped_linear, fullgraph=True, backend="aot_eager")

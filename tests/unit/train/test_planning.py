@@ -47,6 +47,7 @@ def trained(comm: Communicator, settings: list[str], out: Path, steps: int) -> S
     )  # fmt: skip
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("world_size", "settings"), [
     (1, ["optimizer.kind=lion"]),
     (2, ["optimizer.stage=0", "optimizer.kind=sgd"]),

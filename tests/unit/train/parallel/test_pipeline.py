@@ -123,6 +123,7 @@ def test_pipeline_over_twenty_steps_has_the_bits_of_one_rank(
         assert torch.equal(state[name], value), name
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_receives_posted_early_change_no_bit(generator: Generator, ahead: int) -> None:
     model, data = whole(LLAMA), batches(steps=3)
@@ -515,6 +516,7 @@ def serial_in_two_parts(model: nn.Module, data: Tensor) -> list[list[float]]:
     return run_ranks(1, work)[0]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("stage_of_zero", [0, 2])
 def test_two_dims_with_clipping_have_the_bits_of_one_rank(stage_of_zero: int) -> None:
     model, data = whole(LLAMA), batches(steps=10)

@@ -8,8 +8,9 @@ their kernels slower.
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,61 +18,102 @@ _C: Any = torch._C
 _FULL = "ieee"
 
 
-class ExactProducts:
+class _Held:
+    """Switches that are set while anybody is within, and put back by whoever leaves last.
+
+    Calls of several threads overlap: if each put back what it found, the last one would leave what
+    another had set, for good.
+    """
+
+    _lock: ClassVar[threading.Lock]
+    _inside: ClassVar[int]
+    _found: ClassVar[Any]
+
+    def __init_subclass__(cls) -> None:
+        cls._lock, cls._inside, cls._found = threading.Lock(), 0, None
+
+    @staticmethod
+    def set() -> Any:
+        """Sets the switches; returns what :meth:`put_back` needs."""
+        raise NotImplementedError
+
+    @staticmethod
+    def put_back(found: Any) -> None:
+        """Makes the switches what they were."""
+        raise NotImplementedError
+
+    def __enter__(self) -> None:
+        cls = type(self)
+        with cls._lock:
+            if not cls._inside:
+                cls._found = self.set()
+            cls._inside += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        cls = type(self)
+        with cls._lock:
+            cls._inside -= 1
+            if not cls._inside:
+                self.put_back(cls._found)
+
+
+class ExactProducts(_Held):
     """Within it products of cuBLAS are exact but for float32 sums, and one rounding at the end.
 
     Off are TF32, which has 10 bits, sums of partial results in 16 bits, and sums in float16.
     """
 
-    def __enter__(self) -> None:
-        self._precision = _C._get_fp32_precision_getter("cuda", "matmul")
-        self._bf16 = _C._get_cublas_allow_bf16_reduced_precision_reduction()
-        self._fp16 = _C._get_cublas_allow_fp16_reduced_precision_reduction()
-        self._sums = _C._get_cublas_allow_fp16_accumulation()
-        if self._precision not in (_FULL, "none"):
+    @staticmethod
+    def set() -> Any:
+        precision = _C._get_fp32_precision_getter("cuda", "matmul")
+        bf16 = _C._get_cublas_allow_bf16_reduced_precision_reduction()
+        fp16 = _C._get_cublas_allow_fp16_reduced_precision_reduction()
+        sums = _C._get_cublas_allow_fp16_accumulation()
+        if precision not in (_FULL, "none"):
             _C._set_fp32_precision_setter("cuda", "matmul", _FULL)
-        _C._set_cublas_allow_bf16_reduced_precision_reduction(*_refused(self._bf16))
-        _C._set_cublas_allow_fp16_reduced_precision_reduction(*_refused(self._fp16))
-        if self._sums:
+        _C._set_cublas_allow_bf16_reduced_precision_reduction(*_refused(bf16))
+        _C._set_cublas_allow_fp16_reduced_precision_reduction(*_refused(fp16))
+        if sums:
             _C._set_cublas_allow_fp16_accumulation(False)
+        return precision, bf16, fp16, sums
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._precision not in (_FULL, "none"):
-            _C._set_fp32_precision_setter("cuda", "matmul", self._precision)
-        _C._set_cublas_allow_bf16_reduced_precision_reduction(*_listed(self._bf16))
-        _C._set_cublas_allow_fp16_reduced_precision_reduction(*_listed(self._fp16))
-        if self._sums:
+    @staticmethod
+    def put_back(found: Any) -> None:
+        precision, bf16, fp16, sums = found
+        if precision not in (_FULL, "none"):
+            _C._set_fp32_precision_setter("cuda", "matmul", precision)
+        _C._set_cublas_allow_bf16_reduced_precision_reduction(*_listed(bf16))
+        _C._set_cublas_allow_fp16_reduced_precision_reduction(*_listed(fp16))
+        if sums:
             _C._set_cublas_allow_fp16_accumulation(True)
 
 
-class ExactConvolutions:
+class ExactConvolutions(_Held):
     """Within it convolutions of cuDNN are of float32 numbers, and repeat in bits.
 
     Off are TF32, algorithms whose sums come in any order, and the choice of the algorithm by time.
     """
 
-    def __enter__(self) -> None:
-        self._precision = _C._get_fp32_precision_getter("cuda", "conv")
-        self._deterministic = _C._get_cudnn_deterministic()
-        self._benchmark = _C._get_cudnn_benchmark()
+    @staticmethod
+    def set() -> Any:
+        precision = _C._get_fp32_precision_getter("cuda", "conv")
+        found = precision, _C._get_cudnn_deterministic(), _C._get_cudnn_benchmark()
         _C._set_fp32_precision_setter("cuda", "conv", _FULL)
         _C._set_cudnn_deterministic(True)
         _C._set_cudnn_benchmark(False)
+        return found
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _C._set_fp32_precision_setter("cuda", "conv", self._precision)
-        _C._set_cudnn_deterministic(self._deterministic)
-        _C._set_cudnn_benchmark(self._benchmark)
+    @staticmethod
+    def put_back(found: Any) -> None:
+        precision, deterministic, benchmark = found
+        _C._set_fp32_precision_setter("cuda", "conv", precision)
+        _C._set_cudnn_deterministic(deterministic)
+        _C._set_cudnn_benchmark(benchmark)
 
 
 def _listed(found: Any) -> tuple[bool, ...]:

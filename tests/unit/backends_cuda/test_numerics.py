@@ -89,3 +89,19 @@ def test_exact_products_leaves_the_older_interface_usable() -> None:
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("exact", [ExactProducts, ExactConvolutions])
+def test_calls_that_overlap_leave_the_switches_as_they_were(exact: Any) -> None:
+    """As two threads would: the first to come is the first to go."""
+    _C._set_fp32_precision_setter("cuda", "matmul", "tf32")
+    before = products(), convolutions(), torch.backends.cudnn.allow_tf32
+    first, second = exact(), exact()
+    first.__enter__()
+    inside = products(), convolutions()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert (products(), convolutions()) == inside
+    second.__exit__(None, None, None)
+    assert (products(), convolutions(), torch.backends.cudnn.allow_tf32) == before
+    assert inside != before[:2]

@@ -392,9 +392,11 @@ def test_flipped_bits_are_refused_in_a_sentence_or_harmless(tmp_path: Path, part
     path = folder / (entries[part]["name"] if part in entries else "manifest.json")
     content, manifest = path.read_bytes(), (folder / "manifest.json").read_bytes()
     refused = 0
-    for _ in range(40):
+    for count in range(40):
         damaged = bytearray(content)
-        damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+        # Half of them where the form stands: behind it come thousands of bytes that mean nothing.
+        end = min(len(damaged), 512) if count % 2 else len(damaged)
+        damaged[chance.randrange(end)] ^= 1 << chance.randrange(8)
         (folder / "manifest.json").write_bytes(manifest)
         if part in entries:
             crafted(folder, part, damaged)

@@ -16,7 +16,7 @@ from torch import Tensor
 from anychip.operators.attention import attend, attend_backward, hidden_keys, weight_rows
 from anychip_cuda.dropout import dropout
 from anychip_cuda.native import Kernels
-from anychip_cuda.numerics import ExactProducts
+from anychip_cuda.numerics import exact_products
 from anychip_cuda.table import Needs, declared
 
 BLOCK = 1 << 27
@@ -79,7 +79,7 @@ def attention_dropout(
     y, hidden = q.new_empty(q.shape), hidden_keys(q, k, causal)
     rows = weight_rows(q, index[:3], **sizes)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    with ExactProducts():
+    with exact_products:
         for part in _parts(q, k):
             own_k, own_v = (t[part.batches, :, part.key_heads] for t in (k, v))
             own_rows = rows[part.batches, part.heads]
@@ -109,7 +109,7 @@ def attention_dropout_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     hidden, rows = hidden_keys(q, k, causal), weight_rows(q, index[:3], **sizes)
-    with ExactProducts():
+    with exact_products:
         for part in _parts(q, k):
             own_grad, own_q, own_y = (t[part.batches, :, part.heads] for t in (grad, q, y))
             own_k, own_v = (t[part.batches, :, part.key_heads] for t in (k, v))

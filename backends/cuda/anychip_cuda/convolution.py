@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip_cuda.numerics import ExactConvolutions
+from anychip_cuda.numerics import exact_convolutions
 from anychip_cuda.table import Needs, declared
 
 PerDim = int | Sequence[int]
@@ -46,7 +46,7 @@ def conv2d(
 ) -> Tensor:
     wide = [None if t is None else t.float().contiguous() for t in (x, weight, bias)]
     attributes = _attributes(stride, padding, dilation, groups)
-    with ExactConvolutions():
+    with exact_convolutions:
         y: Tensor = torch.ops.aten.convolution(*wide, *attributes)
     return y.to(x.dtype).contiguous()
 
@@ -67,7 +67,7 @@ def conv2d_backward(
 ) -> Gradients:
     wide = [t.float().contiguous() for t in (grad, x, weight)]
     attributes = _attributes(stride, padding, dilation, groups)
-    with ExactConvolutions():
+    with exact_convolutions:
         found = torch.ops.aten.convolution_backward(
             *wide, [weight.shape[0]], *attributes, [*needs[:2], False]
         )

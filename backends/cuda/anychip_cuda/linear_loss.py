@@ -2,7 +2,7 @@
 
 The logits of a chunk are float32, made by a product of 16-bit factors with a float32 result; the
 kernel writes their gradient in the factors' dtype, into the logits themselves where that is
-float32. Products are made as :class:`~anychip_cuda.numerics.ExactProducts` says.
+float32. Products are made as :data:`~anychip_cuda.numerics.exact_products` says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from anychip.operators.loss import check_targets
 from anychip_cuda.loss import Options, divisor, gradient_of_rows, loss_of_rows, reduced
 from anychip_cuda.native import Kernels
-from anychip_cuda.numerics import ExactProducts
+from anychip_cuda.numerics import exact_products
 from anychip_cuda.table import Needs, declared
 
 LOGITS = 1 << 26
@@ -50,7 +50,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    with ExactProducts():
+    with exact_products:
         logits = _product(rows, weight.t())
     return logits if bias is None else logits.add_(bias)
 
@@ -131,7 +131,7 @@ class _Gradients:
             self._dbias = weight.new_zeros(weight.shape[0], dtype=torch.float32)
 
     def add(self, chunk: slice, dlogits: Tensor) -> None:
-        with ExactProducts():
+        with exact_products:
             if self._dx is not None:
                 self._dx[chunk] = _product(dlogits, self._weight)
             if self._dweight is not None:

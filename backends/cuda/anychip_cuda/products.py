@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from anychip_cuda.numerics import ExactProducts
+from anychip_cuda.numerics import exact_products
 from anychip_cuda.table import Needs, declared
 
 _GROUPED_MAJORS = (9, 10)
@@ -34,7 +34,7 @@ def _has_product(x: Tensor, out_dtype: torch.dtype | None) -> bool:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None
 ) -> Tensor:
-    with ExactProducts():
+    with exact_products:
         if out_dtype in (None, x.dtype):
             return torch.nn.functional.linear(x, weight, bias).contiguous()
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
@@ -50,7 +50,7 @@ def linear_backward(
     rows = grad.reshape(x.shape[:-1].numel(), grad.shape[-1])
     dx = dweight = dbias = None
     # A float32 gradient meets operands of 16 bits, which no product takes: both in float32.
-    with ExactProducts():
+    with exact_products:
         if needs[0]:
             dx = (rows @ weight.to(rows.dtype)).to(x.dtype).view(x.shape)
         if needs[1]:
@@ -170,7 +170,7 @@ def grouped_linear_by_group(
     x: Tensor, weight: Tensor, offsets: Tensor, *, out_dtype: torch.dtype | None
 ) -> Tensor:
     y = x.new_zeros(x.shape[0], weight.shape[1])
-    with ExactProducts():
+    with exact_products:
         for group, rows in _groups(offsets):
             torch.mm(x[rows], weight[group].t(), out=y[rows])
     return y
@@ -192,7 +192,7 @@ def grouped_linear_backward_by_group(
 ) -> tuple[Tensor | None, Tensor | None]:
     dx = x.new_zeros(x.shape) if needs[0] else None
     dweight = weight.new_zeros(weight.shape) if needs[1] else None
-    with ExactProducts():
+    with exact_products:
         for group, rows in _groups(offsets):
             if dx is not None:
                 torch.mm(grad[rows], weight[group], out=dx[rows])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip_npu.numerics import ExactProducts
+from anychip_npu.numerics import exact_products
 from anychip_npu.soc import is_a2_or_a3
 from anychip_npu.table import Needs, declared, left_to_reference
 
@@ -46,7 +46,7 @@ def linear(
     https://www.hiascend.com/document/detail/zh/CANNCommunityEdition/83RC1alpha003/API/aolapi/context/aclnnMm.md
     """
     rows, turned = x.reshape(-1, x.shape[-1]), weight.t()
-    with ExactProducts():
+    with exact_products:
         y = torch.mm(rows, turned) if bias is None else torch.addmm(bias, rows, turned)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -66,7 +66,7 @@ def linear_backward(
     """
     rows = grad.reshape(-1, grad.shape[-1])
     dx = dweight = dbias = None
-    with ExactProducts():
+    with exact_products:
         if needs[0]:
             dx = torch.mm(rows, weight).view(x.shape)
         if needs[1]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from anychip_cuda.numerics import ExactConvolutions, ExactProducts
+from anychip_cuda.numerics import exact_convolutions, exact_products
 
 _C: Any = torch._C
 
@@ -54,7 +54,7 @@ def test_exact_products_switches_off_what_costs_digits_and_puts_it_back(
     _C._set_cublas_allow_fp16_reduced_precision_reduction(split, split)
     _C._set_cublas_allow_fp16_accumulation(sums)
     before = products()
-    with ExactProducts():
+    with exact_products:
         inside = products()
     assert products() == before
     assert inside[0] in ("ieee", "none")
@@ -64,7 +64,7 @@ def test_exact_products_switches_off_what_costs_digits_and_puts_it_back(
 def test_exact_products_after_an_error_are_put_back() -> None:
     _C._set_fp32_precision_setter("cuda", "matmul", "tf32")
     before = products()
-    with pytest.raises(KeyError), ExactProducts():
+    with pytest.raises(KeyError), exact_products:
         raise KeyError
     assert products() == before
 
@@ -74,7 +74,7 @@ def test_exact_convolutions_switches_off_what_costs_digits_and_puts_it_back(
     switched: tuple[str, bool, bool],
 ) -> None:
     set_convolutions(*switched)
-    with ExactConvolutions():
+    with exact_convolutions:
         assert convolutions() == ("ieee", True, False)
     assert convolutions() == switched
 
@@ -83,7 +83,7 @@ def test_exact_products_leaves_the_older_interface_usable() -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        with ExactProducts():
+        with exact_products:
             pass
         assert torch.backends.cuda.matmul.allow_tf32
         assert torch.get_float32_matmul_precision() == "high"
@@ -91,17 +91,18 @@ def test_exact_products_leaves_the_older_interface_usable() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("exact", [ExactProducts, ExactConvolutions])
+@pytest.mark.parametrize(
+    "exact", [exact_products, exact_convolutions], ids=["products", "convolutions"]
+)
 def test_calls_that_overlap_leave_the_switches_as_they_were(exact: Any) -> None:
-    """As two threads would: the first to come is the first to go."""
+    """As those of two threads do."""
     _C._set_fp32_precision_setter("cuda", "matmul", "tf32")
     before = products(), convolutions(), torch.backends.cudnn.allow_tf32
-    first, second = exact(), exact()
-    first.__enter__()
+    exact.__enter__()
     inside = products(), convolutions()
-    second.__enter__()
-    first.__exit__(None, None, None)
+    exact.__enter__()
+    exact.__exit__(None, None, None)
     assert (products(), convolutions()) == inside
-    second.__exit__(None, None, None)
+    exact.__exit__(None, None, None)
     assert (products(), convolutions(), torch.backends.cudnn.allow_tf32) == before
     assert inside != before[:2]

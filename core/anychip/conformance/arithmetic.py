@@ -229,10 +229,13 @@ def matmul(a: Rounded, b: Rounded) -> Rounded:
     )
 
 
-def _whole(number: Rounded, name: str) -> Array:
-    array: Array = getattr(number, name)
-    shape = number.value.shape
+def broadcast(array: Array, shape: tuple[int, ...]) -> Array:
+    """numpy's, which takes longer than most of what the suite computes, where it is needed."""
     return array if array.shape == shape else np.broadcast_to(array, shape)
+
+
+def _whole(number: Rounded, name: str) -> Array:
+    return broadcast(getattr(number, name), number.value.shape)
 
 
 def _function(x: Rounded, name: str, value: Array, slope: Array) -> Rounded:

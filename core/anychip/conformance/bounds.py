@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from anychip.conformance.arithmetic import UNIT, Rounded
+from anychip.conformance.arithmetic import UNIT, Rounded, broadcast
 from anychip.conformance.formats import STORED, Array, Format, ulp
 from anychip.contract import HOST
 
@@ -117,7 +117,7 @@ def measure(
 def _in_numbers(bound: Array, shape: tuple[int, ...]) -> Array:
     # An Inf or NaN among a row's inputs leaves no bound; what is finite then has to be exact.
     numbers: Array = np.where(np.isfinite(bound), bound, 0.0) * UNIT
-    return numbers if numbers.shape == shape else np.broadcast_to(numbers, shape)
+    return broadcast(numbers, shape)
 
 
 def _measure_whole(name: str, got: torch.Tensor, want: Rounded) -> Measurement:
@@ -224,7 +224,7 @@ def _outside(errors: Errors, worst: tuple[int, ...]) -> str:
 
 
 def _quantiles(values: Array, *fractions: float) -> list[float]:
-    """numpy's quantiles by the method "lower", without a tenth of a millisecond for looking."""
+    """What ``np.quantile(values, fractions, method="lower")`` gives, in half the time."""
     places = [int(fraction * (values.size - 1)) for fraction in fractions]
     ordered = np.partition(values, (*places, -1), axis=None)
     is_number = not np.isnan(ordered[-1])  # NaN comes last

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.bounds import measure
+from anychip.conformance.bounds import _quantiles, measure
 from anychip.conformance.formats import FORMATS, ulp
 
 DTYPES = pytest.mark.parametrize("dtype", FORMATS, ids=lambda d: FORMATS[d].name)
@@ -115,3 +115,12 @@ def test_wrong_shape_is_a_failure_that_names_both() -> None:
 def test_empty_result_passes_without_numbers() -> None:
     found = measure("y", torch.zeros(0, 5), Rounded.exact(np.zeros((0, 5))))
     assert (found.failure, found.count, found.max) == (None, 0, 0.0)
+
+
+@pytest.mark.parametrize("last", [1.0, math.inf, math.nan])
+def test_quantiles_are_numpys(last: float) -> None:
+    for size in (1, 2, 3, 999, 1000, 1001, 2001, 4096):
+        values = np.random.default_rng(size).random((size, 1))
+        values[-1] = last
+        want = np.quantile(values, (0.5, 0.999), method="lower")
+        np.testing.assert_array_equal(_quantiles(values, 0.5, 0.999), want)

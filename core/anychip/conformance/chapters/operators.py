@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import anychip.ops  # noqa: F401 - defines our operators
-from anychip.conformance import calling_rules, indices
+from anychip.conformance import calling_rules, index_rules
 from anychip.conformance.calls import Call, PlacedCall
 from anychip.conformance.case import Case, Context, check, check_equal_bits
 from anychip.conformance.formats import FORMATS
@@ -54,7 +54,7 @@ def cases(context: Context) -> Iterator[Case]:
                 yield Case(id=f"{where}/{call.label}", run=run, full=full)
             if name in DRAWN and operator.spec.namespace == "anychip":
                 yield Case(id=f"{where}/drawn", run=partial(check_drawn, of=of), full=represented)
-            for rule, applies, check_rule in (*RULES, *calling_rules.RULES, *indices.RULES):
+            for rule, applies, check_rule in (*RULES, *calling_rules.RULES, *index_rules.RULES):
                 if applies(operator, context):
                     bound = partial(check_rule, of=of)
                     full = represented or (rule in OF_NO_TYPE and dtype != next(iter(dtypes)))

@@ -124,7 +124,7 @@ def save(
         CheckpointError: the folder ``checkpoint`` holds files that are not ours.
         DirectoryInUseError: another process saves there, and did not end in ten seconds.
     """
-    folder = Path(directory) / "checkpoint"
+    folder, model = Path(directory) / "checkpoint", _holder(model, optimizer)
     states = {
         "model": _state_of(model, comm),
         "optimizer": _state_of(optimizer, comm),
@@ -140,6 +140,12 @@ def save(
     if comm is not None:
         comm.barrier()
     return folder
+
+
+def _holder(model: nn.Module | Model, optimizer: Stateful) -> nn.Module | Model:
+    """What has the values of a model: an optimizer may have taken its weights apart."""
+    stands_for = getattr(optimizer, "stands_for", None)
+    return model if stands_for is None else cast(Model, stands_for(model))
 
 
 def _state_of(target: Stateful, comm: Communicator | None) -> dict[str, Any]:
@@ -199,7 +205,7 @@ def resume(
     if not _has_manifest(folder):
         _require_ours(folder)
         return State(0, {})
-    states = _read(folder)
+    states, model = _read(folder), _holder(model, optimizer)
     progress, rank = states["progress"], 0 if comm is None else comm.rank
     randoms = progress["random"][rank] if rank < len(progress["random"]) else None
     targets = {"optimizer": optimizer} if data is None else {"data": data, "optimizer": optimizer}

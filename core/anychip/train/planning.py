@@ -20,7 +20,11 @@ from anychip.train import models, parallel, precision, zero
 from anychip.train.config import Config
 from anychip.train.optim import Rule
 from anychip.train.run import measured_rates, mesh_sizes, rule_of, stage_layers
-from anychip.train.zero import checks, partition
+from anychip.train.zero import checks
+from anychip.train.zero.layout import Layout, by_size
+from anychip.train.zero.layout import plan as plan_layout
+from anychip.train.zero.units import divide, own_parameters
+from anychip.train.zero.weights import STAGES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,56 +129,94 @@ def _stage(
 ) -> StagePlan:
     decay = config.optimizer.weight_decay
     groups = [group["params"] for group in models.parameter_groups(module, decay)]
-    rule = rule_of(config)
-    ranks = [_memory(groups, rule, config.optimizer.stage, replicas, r) for r in range(replicas)]
+    rule, zero_stage = rule_of(config), config.optimizer.stage
+    buffers = _buffers(module, groups, zero_stage, replicas)
+    ranks = [_memory(groups, buffers, rule, zero_stage, replicas, r) for r in range(replicas)]
     return StagePlan(
         layers=layers,
         cost=cost,
         num_parameters=sum(param.numel() for group in groups for param in group),
         memory=zero.MemoryUse(*(max(column) for column in zip(*ranks, strict=True))),
-        data_nbytes=_data_nbytes(groups, config.optimizer.stage, replicas, policy.reduce_dtype),
+        data_nbytes=_data_nbytes(config, buffers, replicas, policy.reduce_dtype),
         pipeline_nbytes=_pipeline_nbytes(config, module, layers),
     )
 
 
-def _layouts(group: Sequence[Tensor], replicas: int) -> list[partition.Layout]:
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """What is sent together: parameters and their layout; how often it is gathered per batch."""
+
+    params: Sequence[Tensor]
+    layout: Layout
+    num_gathers: int = 0
+
+
+def _buffers(
+    module: nn.Module, groups: Sequence[Sequence[Tensor]], stage: int, replicas: int
+) -> list[_Buffer]:
+    """As :class:`.zero.Optimizer` will make them."""
+    if replicas == 1:
+        return []
+    parts = replicas if STAGES[stage].states else 1
+    if STAGES[stage].weights:
+        units = divide(module, "blocks")
+        owned = [list(params.values())[::-1] for params in own_parameters(module, units)]
+        # Before forward and before backward; the last block and the root stay in between.
+        again = [2] * (len(units) - 2) + [1] * min(2, len(units))
+        return [
+            _Buffer(params, plan_layout([p.numel() for p in params], parts), num)
+            for params, num in zip(owned, again, strict=True)
+            if params
+        ]
     max_numel = zero.BUCKET_NBYTES // torch.float32.itemsize
-    return partition.plan([param.numel() for param in group], replicas, max_numel=max_numel)
+    members = [
+        [group[index] for index in indices]
+        for group in groups
+        for indices in by_size([param.numel() for param in group], max_numel)
+    ]
+    return [_Buffer(params, plan_layout([p.numel() for p in params], parts)) for params in members]
 
 
 def _memory(
-    groups: Sequence[Sequence[Tensor]], rule: Rule, stage: int, replicas: int, rank: int
+    groups: Sequence[Sequence[Tensor]],
+    buffers: Sequence[_Buffer],
+    rule: Rule,
+    stage: int,
+    replicas: int,
+    rank: int,
 ) -> zero.MemoryUse:
     """As :meth:`.zero.Optimizer.memory` will say."""
-    whole = owned = states = 0
-    for group in groups:
-        shards = list(group)
-        if stage and replicas > 1:
-            shards = [
-                group[member].reshape(-1)[: layout.piece(position, rank).numel]
-                for layout in _layouts(group, replicas)
-                for position, member in enumerate(layout.members)
-            ]
-        whole += sum(param.nbytes for param in group)
-        owned += sum(shard.nbytes for shard in shards)
-        states += sum(t.nbytes for shard in shards for t in rule.init(shard).values())
-        states += torch.float32.itemsize  # the step count
-    return zero.MemoryUse(whole, owned if stage == 2 else whole, states)
+    shards = [param for group in groups for param in group]
+    whole = sum(param.nbytes for param in shards)
+    partition = STAGES[stage]
+    if partition.states and replicas > 1:
+        shards = [
+            param.reshape(-1)[: buffer.layout.piece(index, rank).numel]
+            for buffer in buffers
+            for index, param in enumerate(buffer.params)
+        ]
+    owned = sum(shard.nbytes for shard in shards)
+    states = sum(t.nbytes for shard in shards for t in rule.init(shard).values())
+    states += len(groups) * torch.float32.itemsize  # the step counts
+    weights = owned if partition.weights else whole
+    return zero.MemoryUse(weights, owned if partition.gradients else whole, states)
 
 
 def _data_nbytes(
-    groups: Sequence[Sequence[Tensor]], stage: int, replicas: int, dtype: torch.dtype
+    config: Config, buffers: Sequence[_Buffer], replicas: int, dtype: torch.dtype
 ) -> int:
-    """Buckets of gradients, and of parameters where they are partitioned."""
+    """Gradients, and weights where they or their states are partitioned."""
+    partition = STAGES[config.optimizer.stage]
     total = Fraction(0)
-    for group in groups:
-        for layout in _layouts(group, replicas):
-            gradients = layout.numel * dtype.itemsize
-            if stage:
-                total += wire_nbytes("reduce_scatter", gradients, replicas)
-                total += wire_nbytes("all_gather", layout.numel * 4, replicas)
-            else:
-                total += wire_nbytes("all_reduce", gradients, replicas)
+    for buffer in buffers:
+        gradients = buffer.layout.numel * dtype.itemsize
+        weights = buffer.layout.numel * torch.float32.itemsize
+        if not partition.states:
+            total += wire_nbytes("all_reduce", gradients, replicas)
+            continue
+        gathers = buffer.num_gathers * config.data.accumulation if partition.weights else 1
+        total += wire_nbytes("reduce_scatter", gradients, replicas)
+        total += gathers * wire_nbytes("all_gather", weights, replicas)
     return math.ceil(total)
 
 

@@ -275,7 +275,7 @@ def save(run: Run, out: Path) -> None:
 
 
 def whole_model(run: Run) -> models.Decoder:
-    """The decoder, whole. With stages a collective, and a copy that is the same on every rank."""
+    """The decoder, to be run on every rank. With stages a collective, and a copy."""
     if run.pipeline is None:
         assert not isinstance(run.model, parallel.Stage)
         return run.model
@@ -291,7 +291,7 @@ def _stateful(run: Run) -> tuple[checkpoint.Model, checkpoint.Stateful]:
     assert isinstance(run.model, parallel.Stage)
     comm = run.mesh.axis("pipeline")
     return (
-        parallel.WholeModel(run.model, comm, run.mesh.axis("data")),
+        parallel.WholeModel(run.model, comm, run.mesh.axis("data"), run.optimizer),
         parallel.WholeOptimizer(run.optimizer, run.model, run.names, comm),
     )
 
@@ -308,6 +308,7 @@ def _add_optimizer(run: Run) -> None:
         precision=run.policy,
         model_comm=stages if stages.world_size > 1 else None,
         duplicates=tied if is_last else (),
+        module=run.model,
     )
 
 

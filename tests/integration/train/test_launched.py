@@ -102,10 +102,10 @@ def test_refused_settings_are_one_message_and_the_directory_can_be_used_again(
     ranks: Server, tmp_path: Path
 ) -> None:
     """The ranks find out, after they have been started."""
-    wrong = ("optimizer.stage=3", "--nproc", "2", "--out", "out")
+    wrong = ("--data", "absent.txt", "--nproc", "2", "--out", "out")
     done = train(*SETTINGS, *wrong, cwd=tmp_path)
     assert done.returncode == 2
-    assert "ZeRO stage 3 is not part of this version" in done.stderr
+    assert "absent.txt: No such file or directory" in done.stderr
     run(ranks, tmp_path, *SETTINGS, world_size=2)
 
 

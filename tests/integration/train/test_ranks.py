@@ -182,7 +182,7 @@ def test_run_goes_on_with_other_ranks_as_if_nothing_had_happened(
 @pytest.mark.parametrize(("args", "answer"), [
     (("parallel.pipeline=3",), "do not multiply to the 2 ranks of this job"),
     (("parallel.data=3",), "parallel.data = 3 and parallel.pipeline = 1 do not multiply"),
-    (("optimizer.stage=3",), "ZeRO stage 3 is not part of this version"),
+    (("optimizer.stage=4",), "stage must be 0, 1, 2 or 3, got 4"),
     (("--data", "absent.txt"), "absent.txt: No such file or directory"),
     (("--nproc", "2"), "--nproc starts the ranks itself; leave it out under torchrun"),
 ], ids=" ".join)  # fmt: skip

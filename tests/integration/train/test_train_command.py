@@ -99,7 +99,7 @@ def test_finished_run_goes_on_for_more_steps(finished: Path) -> None:
     (["model.widht=3"], 2, "there is no setting 'model.widht'; did you mean 'model.width'?"),
     (["model.width=wide"], 2, "model.width: an integer expected, got 'wide'"),
     (["run.precision=fp61"], 2, "precision must be one of fp32, bf16, fp16, auto, got 'fp61'"),
-    (["optimizer.stage=3"], 2, "ZeRO stage 3 is not part of this version"),
+    (["optimizer.stage=4"], 2, "stage must be 0, 1, 2 or 3, got 4"),
     (["absent.toml"], 2, "absent.toml"),
     (["a.txt"], 2, "'a.txt' is neither CONFIG.toml nor key=value"),
     (["a.toml", "b.toml"], 2, "one CONFIG expected, got a.toml, b.toml"),

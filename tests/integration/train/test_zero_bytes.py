@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from anychip.comm import wire_nbytes
-from anychip.train.zero.partition import ALIGNMENT
+from anychip.train.zero.layout import ALIGNMENT, BLOCK
 from tests.integration import quiet_network
 from tests.integration.train.forked import Server
 from tests.integration.train.zero_bytes import Rows
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.grid
 ROOT = Path(__file__).parents[3]
 WORLD_SIZE = 2
 PSI = sum(param.numel() for param in Rows().parameters())
-PADDING = 4 * (ALIGNMENT - 1) * len(list(Rows().parameters()))
+PADDING = 4 * (ALIGNMENT * len(list(Rows().parameters())) + 2 * BLOCK * WORLD_SIZE * 4)
 
 
 def test_loopback_counter_sees_two_psi_per_step_at_every_stage(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import anychip
 from anychip.train import optim, zero
-from tests.unit.train.zero_oracle import ragged, ragged_loss, values_of
+from tests.unit.train.zero_oracle import ragged, ragged_loss, units_of, values_of
 
 STEPS = 20
 
@@ -25,9 +25,10 @@ def main(rank: int, world_size: int, store: str, out: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     comm = anychip.use("cpu").communicator(timeout_s=60)
     found = []
-    for stage in (0, 1, 2):
+    for stage in (0, 1, 2, 3):
         model = ragged()
-        opt = zero.Optimizer(model, rule(), comm, stage=stage, bucket_nbytes=12_000)
+        units = units_of(model)
+        opt = zero.Optimizer(model, rule(), comm, stage=stage, bucket_nbytes=12_000, units=units)
         norms = []
         for step in range(STEPS):
             with opt.no_sync():
@@ -35,7 +36,7 @@ def main(rank: int, world_size: int, store: str, out: str) -> None:
             opt.backward(ragged_loss(model, step, rank, 1))
             norms.append(opt.step().grad_norm)
             opt.zero_grad()
-        found.append({"params": values_of(model), "norms": norms, "state": opt.state_dict()})
+        found.append({"params": values_of(model, opt), "norms": norms, "state": opt.state_dict()})
     torch.save(found, f"{out}/rank{rank}.pt")
     comm.barrier()
     comm.close()

@@ -31,7 +31,7 @@ from tests.unit.train.zero_oracle import (
     values_of,
 )
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2], ids="stage{}".format)
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="stage{}".format)
 GRID = pytest.mark.grid
 
 
@@ -117,7 +117,7 @@ def test_gradients_are_added_up_without_a_division_where_that_is_asked(stage: in
     lambda: optim.sgd(1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
     lambda: optim.sgd(1e-2),
 ], ids=["lamb", "lion", "sgd-nesterov", "sgd-no-state"])  # fmt: skip
-@pytest.mark.parametrize("stage", [1, 2], ids="stage{}".format)
+@pytest.mark.parametrize("stage", [1, 2, 3], ids="stage{}".format)
 def test_every_rule_on_shards_equals_it_on_whole_parameters(
     rule: Callable[[], optim.Rule], stage: int
 ) -> None:
@@ -169,7 +169,7 @@ def test_unused_parameter_keeps_its_step_count_and_one_rank_suffices_to_use_it()
         return model(torch.randn(3, 4, generator=generator), branch)
 
     want = serial(build, loss, adamw(0.5), world_size=2, steps=4)
-    for stage, bucket_nbytes in product((0, 1, 2), (12_000, 1 << 20)):
+    for stage, bucket_nbytes in product((0, 1, 2, 3), (12_000, 1 << 20)):
         with nan_in_fresh_memory():
             got = sharded(
                 build, loss, lambda: adamw(0.5), world_size=2, stage=stage, steps=4,
@@ -206,7 +206,7 @@ def test_gradients_however_they_came_give_the_same_update(stage: int, how: str) 
                 opt.backward(first + second)
             opt.step()
             opt.zero_grad()
-        return values_of(model)
+        return values_of(model, opt)
 
     def both(model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
         return ragged_loss(model, step, rank, 0) + ragged_loss(model, step, rank, 1)
@@ -236,7 +236,7 @@ def test_backward_after_a_reduced_one_adds_up_what_was_reduced(stage: int, secon
         if stage == 0 and second == "reduced":
             grads[comm.rank] = [p.grad for p in model.parameters() if p.grad is not None]
         opt.step()
-        return values_of(model)
+        return values_of(model, opt)
 
     trained = run_ranks(2, work)
     model = ragged()
@@ -284,8 +284,8 @@ def test_stage_0_leaves_the_mean_in_grad_where_a_person_may_change_it() -> None:
         assert torch.equal(weight, torch.full((1, 3), -3.0 - 4.0))
 
 
-@pytest.mark.parametrize("stage", [1, 2], ids="stage{}".format)
-def test_stages_1_and_2_leave_no_values_in_grad(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3], ids="stage{}".format)
+def test_partitioned_stages_leave_no_values_in_grad(stage: int) -> None:
     def work(comm: Communicator) -> tuple[bool, int]:
         layer = nn.Linear(3, 1)
         opt = zero.Optimizer(layer, optim.sgd(1.0), comm, stage=stage)
@@ -301,8 +301,8 @@ def test_parameters_begin_as_those_of_rank_0(stage: int) -> None:
     first = values_of(models[0])
 
     def work(comm: Communicator) -> dict[str, Tensor]:
-        zero.Optimizer(models[comm.rank], optim.sgd(1.0), comm, stage=stage)
-        return values_of(models[comm.rank])
+        opt = zero.Optimizer(models[comm.rank], optim.sgd(1.0), comm, stage=stage)
+        return values_of(models[comm.rank], opt)
 
     for values in run_ranks(3, work):
         assert all(torch.equal(values[name], value) for name, value in first.items())
@@ -322,8 +322,8 @@ class Recorder(Function):
         return grads[0], None
 
 
-@STAGES
-def test_buckets_are_sent_while_backward_goes_on(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2], ids="stage{}".format)
+def test_buffers_are_sent_while_backward_goes_on(stage: int) -> None:
     models = [nn.ModuleList(nn.Linear(40, 40) for _ in range(6)) for _ in range(2)]
 
     def work(comm: Communicator) -> list[int]:
@@ -358,7 +358,7 @@ def test_buckets_are_sent_while_backward_goes_on(stage: int) -> None:
         assert started[7:] == [1, 2, 3, 4, 5, 7, 7 + extra]
 
 
-def test_buckets_are_sent_in_one_order_whatever_order_gradients_come_in() -> None:
+def test_buffers_are_sent_in_one_order_whatever_order_gradients_come_in() -> None:
     models = [nn.ModuleList(nn.Linear(40, 40, bias=False) for _ in range(4)) for _ in range(2)]
 
     def work(comm: Communicator) -> list[Tensor]:
@@ -396,7 +396,7 @@ def test_gradient_that_comes_in_pieces_is_added_up_or_an_error(sent_first: bool)
             return checkpoint(layer, once, use_reentrant=True).sum()
 
         if sent_first:
-            with pytest.raises(RuntimeError, match=r"came after its bucket.*no_sync"):
+            with pytest.raises(RuntimeError, match=r"came after its buffer.*no_sync"):
                 opt.backward(loss())
             opt.zero_grad()
             with opt.no_sync():
@@ -449,7 +449,7 @@ def test_parameter_that_was_moved_after_construction_is_an_error() -> None:
         opt = zero.Optimizer(layer, optim.sgd(0.1), comm, stage=1)
         layer.weight.data = layer.weight.data.clone()
         opt.backward(layer(torch.ones(1, 4)).sum())
-        with pytest.raises(RuntimeError, match=r"\(4, 4\) has other memory"):
+        with pytest.raises(RuntimeError, match=r"weight, of shape \(4, 4\), has other memory"):
             opt.step()
 
     run_ranks(2, work)
@@ -478,14 +478,16 @@ def test_parameters_and_gradients_that_are_not_contiguous_are_updated_alike(stag
             nn.Parameter(torch.arange(3000.0).view(50, 60).t()),
             nn.Parameter(torch.zeros(2, 3, 20, 20).to(memory_format=torch.channels_last)),
         ]
-        opt = zero.Optimizer(params, optim.sgd(1.0, momentum=0.5), comm, stage=stage)
+        rule, module = optim.sgd(1.0, momentum=0.5), nn.ParameterList(params)
+        opt = zero.Optimizer(params, rule, comm, stage=stage, module=module)
         for step in range(2):
             for param in params:
                 grad = torch.arange(float(param.numel())).view(param.shape)
                 param.grad = grad.transpose(-1, -2).contiguous().transpose(-1, -2) * (step + 2)
             opt.step()
             opt.zero_grad()
-        return [param.detach() for param in params]
+        with opt.whole():
+            return [param.detach().clone() for param in params]
 
     want = work(alone(), 0)
     for values in run_ranks(3, partial(work, stage=stage)):

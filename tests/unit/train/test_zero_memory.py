@@ -5,6 +5,7 @@ Psi is the number of parameters; all of them float32.
 
 import gc
 import time
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -17,8 +18,10 @@ from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
 from anychip.operators.partials import BLOCK, num_blocks
 from anychip.train import optim, precision, zero
+from anychip.train.zero.exchange import Flat
+from anychip.train.zero.layout import ALIGNMENT
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2], ids="stage{}".format)
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="stage{}".format)
 BUCKET_NBYTES = 200_000
 SIZES = (150, 333, 200, 7)
 
@@ -27,9 +30,14 @@ def build() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(SIZES)))
 
 
-GAPS = 15 * 2 * (len(SIZES) - 1)
+GAPS = (ALIGNMENT - 1) * 2 * (len(SIZES) - 1)
 """At most as many elements, so that each parameter is aligned."""
 PSI = sum(a * b + b for a, b in pairwise(SIZES))
+
+
+def padding(world_size: int, num_buffers: int) -> int:
+    """At most so many elements of all buffers, so that no cut goes through a block."""
+    return GAPS + 2 * BLOCK * world_size * num_buffers
 
 
 def policy(reduce_dtype: torch.dtype) -> precision.PrecisionPolicy:
@@ -58,8 +66,8 @@ def kept_nbytes(comm: Communicator) -> int:
 @pytest.mark.grid
 @pytest.mark.parametrize(
     ("world_size", "stage"),
-    [(1, 2), (3, 0), (3, 1), (3, 2)],
-    ids=["one-rank", "stage0", "stage1", "stage2"],
+    [(1, 2), (3, 0), (3, 1), (3, 2), (3, 3)],
+    ids=["one-rank", "stage0", "stage1", "stage2", "stage3"],
 )
 def test_bytes_per_rank_follow_the_formula_and_are_what_tensors_hold(
     world_size: int, stage: int
@@ -67,13 +75,15 @@ def test_bytes_per_rank_follow_the_formula_and_are_what_tensors_hold(
     models = [build() for _ in range(world_size)]
     gc.collect()
     start = live_nbytes() - 4 * PSI * world_size
+    released: list[int] = []
 
     def work(comm: Communicator) -> tuple[zero.MemoryUse, int, list[int], int]:
         model = models[comm.rank]
         opt = zero.Optimizer(
             model, optim.adamw(1e-2), comm, stage=stage, bucket_nbytes=BUCKET_NBYTES
         )
-        num_buckets = len(opt._reducer.buckets) if opt._reducer else 0
+        num_buffers = len(opt.sharded.queue.buffers) if opt.sharded else 0
+        released.append(sum(unit.nbytes for unit in opt.sharded.units) if opt.sharded else 0)
         found = []
         for step in range(2):
             opt.backward(model(torch.ones(1, SIZES[0])).sum())
@@ -82,24 +92,30 @@ def test_bytes_per_rank_follow_the_formula_and_are_what_tensors_hold(
             opt.step()
             opt.zero_grad()
         found.append(measured(comm))
-        return opt.memory(), num_buckets, found, kept_nbytes(comm)
+        return opt.memory(), num_buffers, found, kept_nbytes(comm)
 
     def measured(comm: Communicator) -> int:
         comm.barrier()
         nbytes = live_nbytes() if comm.rank == 0 else 0
         comm.barrier()
-        return nbytes - start
+        return nbytes - start - sum(released)  # which have no memory, and sizes all the same
 
-    results = run_ranks(world_size, work)
-    num_buckets = results[0][1]
-    assert world_size == 1 or num_buckets >= 2
-    slack = 4 * (BLOCK * num_buckets + GAPS)
-    gradient_share = world_size if stage == 2 else 1
+    check_formula(run_ranks(world_size, work), stage)
+
+
+def check_formula(results: list[tuple[zero.MemoryUse, int, list[int], int]], stage: int) -> None:
+    world_size = len(results)
+    num_buffers = results[0][1]
+    assert world_size == 1 or num_buffers >= 2 or stage == 3
+    slack = 4 * (2 * BLOCK * num_buffers + GAPS)
+    weight_share = world_size if stage == 3 else 1
+    gradient_share = world_size if stage >= 2 else 1
     state_share = world_size if stage else 1
     for memory, _, _, kept in results:
-        # What comes of one bucket from the other ranks.
-        assert kept <= 4 * PSI * (world_size - 1) / world_size
-        assert memory.parameters == 4 * PSI
+        # What comes of one buffer from the other ranks.
+        most = PSI + padding(world_size, num_buffers)
+        assert kept <= 4 * most * (world_size - 1) / world_size
+        assert abs(memory.parameters - 4 * PSI / weight_share) <= slack * (weight_share > 1)
         assert abs(memory.gradients - 4 * PSI / gradient_share) <= slack * (gradient_share > 1)
         assert abs(memory.states - 8 * PSI / state_share) <= 2 * slack * (state_share > 1) + 4
     # What is there in all: the parts of all ranks are the whole, so that nothing is left over but
@@ -107,25 +123,25 @@ def test_bytes_per_rank_follow_the_formula_and_are_what_tensors_hold(
     gradients = sum(memory.gradients for memory, *_ in results)
     rest = sum(memory.parameters + memory.states + kept for memory, _, _, kept in results)
     after_backward, after_step = results[0][2]
-    gaps = 4 * GAPS * world_size
+    gaps = 4 * (padding(world_size, num_buffers) if stage else GAPS) * world_size
     assert 0 <= after_backward - gradients - rest <= 1024 + 2 * gaps
     assert 0 <= after_step - rest <= 1024 + gaps
 
 
-@STAGES
-def test_stage_2_frees_buckets_while_backward_goes_on(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2], ids="stage{}".format)
+def test_stage_2_frees_buffers_while_backward_goes_on(stage: int) -> None:
     """At the end of backward stage 2 has held few buckets, the others all of them."""
     models = [nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(12)) for _ in range(2)]
 
     def work(comm: Communicator) -> int:
         layers = models[comm.rank]
         opt = zero.Optimizer(layers, optim.sgd(0.1), comm, stage=stage, bucket_nbytes=1)
-        assert opt._reducer is not None
+        assert opt.sharded is not None
         held = []
 
         def count(*_: object) -> None:
-            assert opt._reducer is not None
-            held.append(sum(b.filling is not None for b in opt._reducer.buckets))
+            assert opt.sharded is not None
+            held.append(sum(b.filling is not None for b in opt.sharded.queue.buffers))
 
         x = torch.ones(1, 64, requires_grad=True)
         x.register_hook(count)
@@ -139,6 +155,12 @@ def test_stage_2_frees_buckets_while_backward_goes_on(stage: int) -> None:
 
     for held in run_ranks(2, work):
         assert held <= 2 if stage == 2 else held >= 11
+
+
+def asked(comms: set[Communicator]) -> tuple[Counter[str], Counter[str]]:
+    """Calls, and their bytes, so far."""
+    calls = sum((comm.traffic.calls for comm in comms), Counter[str]())
+    return calls, sum((comm.traffic.nbytes for comm in comms), Counter[str]())
 
 
 @STAGES
@@ -155,7 +177,7 @@ def test_one_step_sends_each_gradient_and_each_parameter_once(
         opt = zero.Optimizer(
             model, rule, comm, stage=stage, precision=policy(dtype), bucket_nbytes=BUCKET_NBYTES
         )
-        assert opt._reducer is not None
+        assert opt.sharded is not None
 
         def step() -> None:
             with opt.no_sync():
@@ -164,29 +186,33 @@ def test_one_step_sends_each_gradient_and_each_parameter_once(
             opt.step()
             opt.zero_grad()
 
-        step()  # the first one also tells the order of buckets
-        calls, nbytes = comm.traffic.calls.copy(), comm.traffic.nbytes.copy()
+        step()  # the first one also tells the order of buffers
+        assert isinstance(opt.sharded.exchange, Flat)
+        comms = {comm, opt.sharded.exchange.gather_comm}
+        calls, nbytes = asked(comms)
         step()
-        calls, nbytes = comm.traffic.calls - calls, comm.traffic.nbytes - nbytes
-        buckets = opt._reducer.buckets
-        return dict(calls), dict(nbytes), [bucket.layout.numel for bucket in buckets]
+        calls, nbytes = asked(comms)[0] - calls, asked(comms)[1] - nbytes
+        numels = [buffer.layout.numel for buffer in opt.sharded.queue.buffers]
+        return dict(calls), dict(nbytes), numels
 
     # Beside 2 Psi: a byte per parameter tensor (has it a gradient?), a float per block for norms.
     tensors = 2 * (len(SIZES) - 1)
     blocks = sum(num_blocks(a * b) + num_blocks(b) for a, b in pairwise(SIZES))
     for calls, nbytes, numels in run_ranks(world_size, work):
-        buckets, sent = len(numels), sum(numels)
-        assert PSI <= sent <= PSI + GAPS
+        buffers, sent = len(numels), sum(numels)
+        assert PSI <= sent <= PSI + (padding(world_size, buffers) if stage else GAPS)
+        gathers = 2 if stage == 3 else 1  # before the forward of each batch, or once after the step
         if stage == 0:
             assert nbytes == {"all_reduce": dtype.itemsize * sent + tensors}
-            assert calls == {"all_reduce": buckets + 1}
+            assert calls == {"all_reduce": buffers + 1}
         else:
             assert nbytes == {
                 "reduce_scatter": dtype.itemsize * sent,
-                "all_gather": 4 * sent,
+                "all_gather": 4 * sent * gathers,
                 "all_reduce": tensors + 4 * blocks,
             }
-            assert calls == {"reduce_scatter": buckets, "all_gather": buckets, "all_reduce": 2}
+            all_gathers = buffers * gathers
+            assert calls == {"reduce_scatter": buffers, "all_gather": all_gathers, "all_reduce": 2}
 
 
 def test_no_sync_sends_nothing() -> None:

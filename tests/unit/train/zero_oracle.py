@@ -5,7 +5,8 @@ divided by their number; the rule then makes its update on one rank, which knows
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from anychip.comm import alone
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
 from anychip.train import optim, zero
-from anychip.train.zero.bucket import GradientReduction
+from anychip.train.zero.exchange import GradientReduction
 from tests.order_of_sums import pairwise
 
 Loss = Callable[[nn.Module, int, int, int], Tensor]
@@ -72,6 +73,10 @@ class Integers(nn.Module):
         self.bias = nn.Parameter(torch.zeros(33))
         self.offset = nn.Parameter(torch.tensor(2.0))
 
+    def forward(self, factors: Sequence[Tensor]) -> Tensor:
+        terms = zip((self.weight, self.bias, self.offset), factors, strict=True)
+        return torch.stack([(p * factor).sum() for p, factor in terms]).sum()
+
 
 def integer_loss(model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
     """Multiples of 8 * 840 as gradients: means over 1 to 8 ranks, halved thrice, are exact."""
@@ -81,8 +86,8 @@ def integer_loss(model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
         6720.0 * torch.randint(-3, 4, p.shape, generator=generator)
         for p in (model.weight, model.bias, model.offset)
     ]
-    terms = zip((model.weight, model.bias, model.offset), factors, strict=True)
-    return torch.stack([(p * factor).sum() for p, factor in terms]).sum()
+    loss: Tensor = model(factors)
+    return loss
 
 
 def serial(
@@ -138,13 +143,21 @@ def sharded(
     first_step: int = 0,
     state: dict[str, object] | None = None,
     reduction: GradientReduction = "avg",
+    **more: Any,
 ) -> list[Trained]:
-    """The same on ranks as threads; one result per rank."""
+    """The same on ranks as threads; one result per rank. ``more`` is for stage 3."""
 
     def work(comm: Communicator) -> Trained:
         model = models[comm.rank]
+        options: dict[str, Any] = {"units": units_of(model)} | more
         opt = zero.Optimizer(
-            model, rule(), comm, stage=stage, bucket_nbytes=bucket_nbytes, reduction=reduction
+            model,
+            rule(),
+            comm,
+            stage=stage,
+            bucket_nbytes=bucket_nbytes,
+            reduction=reduction,
+            **options,
         )
         if state is not None:
             opt.load_state_dict(state)
@@ -156,15 +169,23 @@ def sharded(
             opt.backward(loss(model, step, comm.rank, micro - 1))
             norms.append(opt.step().grad_norm)
             opt.zero_grad()
-        return Trained(values_of(model), norms, opt.state_dict())
+        return Trained(values_of(model, opt), norms, opt.state_dict())
 
     # Before the threads start: they share torch's generator.
     models = [build() for _ in range(world_size)]
     return run_ranks(world_size, work)
 
 
-def values_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+def values_of(model: nn.Module, opt: zero.Optimizer | None = None) -> dict[str, Tensor]:
+    """The parameters; an optimizer of stage 3 has to make them whole."""
+    with opt.whole() if opt else nullcontext():
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def units_of(model: nn.Module) -> list[str]:
+    """Each child of a model that has parameters: what stage 3 gathers in tests."""
+    children = list(model.named_children())
+    return [n for n, m in children if list(m.parameters()) and not isinstance(m, nn.ModuleList)]
 
 
 def assert_equal(got: Sequence[Trained], want: Trained) -> None:

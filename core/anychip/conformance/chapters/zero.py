@@ -1,4 +1,6 @@
-"""Do a device's operators give the same training, bit for bit, when states and gradients are cut?
+"""Do a device's operators give the same training, bit for bit, when what they move is cut?
+
+States, gradients, weights: stages 1 to 3.
 
 Two ranks as threads that share the device, each with half of every batch, against one rank that
 adds up in the tree that :class:`anychip.train.zero.Optimizer` documents: first the micro-batches
@@ -21,6 +23,7 @@ from anychip.contract import Communicator
 from anychip.operators.partials import BLOCK
 from anychip.train import optim, zero
 from anychip.train.models import GPT
+from anychip.train.zero.layout import ALIGNMENT
 
 RANKS = 2
 STEPS = 3
@@ -51,7 +54,7 @@ class Trained(NamedTuple):
 
 def cases(context: Context) -> Iterator[Case]:
     """Per stage and rule: parity; per stage: bytes."""
-    for stage in range(3):
+    for stage in range(4):
         for name, rule in RULES.items():
             run = partial(parity, stage=stage, name=name, rule=rule)
             yield Case(id=f"zero/{stage}/{name}", run=run, full=name not in QUICK)
@@ -124,7 +127,8 @@ def sharded(context: Context, stage: int, rule: Callable[[], optim.Rule]) -> lis
 
 def trained(model: GPT, opt: zero.Optimizer, norms: list[Tensor | None]) -> Trained:
     """What there is afterwards; a collective call."""
-    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with opt.whole():
+        params = {name: p.detach().clone() for name, p in model.named_parameters()}
     states = {
         f"{name} of parameter {index}": value
         for index, entry in opt.state_dict()["state"].items()
@@ -134,9 +138,9 @@ def trained(model: GPT, opt: zero.Optimizer, norms: list[Tensor | None]) -> Trai
 
 
 def nbytes(context: Context, *, stage: int) -> None:
-    """Parameters 4 Psi; gradients 4 Psi, / N from stage 2 on; states 8 Psi, / N from stage 1 on.
+    """Parameters 4 Psi, gradients 4 Psi, states 8 Psi; / N from stages 3, 2 and 1 on.
 
-    Parts of a bucket may differ by one block of the grid, and each parameter begins aligned.
+    A part may be larger by two blocks of the grid, and by the gaps that align parameters.
     """
     device = context.device
     context.call = f"bytes of adamw, stage {stage}, {RANKS} ranks on {device}"
@@ -151,12 +155,12 @@ def nbytes(context: Context, *, stage: int) -> None:
         held = {t.data_ptr(): t for entry in opt.state.values() for t in entry.values()}
         return opt.memory(), sum(t.nbytes for t in held.values())
 
-    num_buckets = -(-4 * psi // BUCKET_NBYTES) + count
-    slack = 4 * (BLOCK * num_buckets + 15 * count)
+    num_buffers = -(-4 * psi // BUCKET_NBYTES) + count
+    slack = 4 * (2 * BLOCK * num_buffers + ALIGNMENT * count)
     for rank, (found, held) in enumerate(trainee.run_on_device(device, RANKS, work)):
         wanted = {
-            "parameters": (found.parameters, 4 * psi, False),
-            "gradients": (found.gradients, 4 * psi, stage == 2),
+            "parameters": (found.parameters, 4 * psi, stage >= 3),
+            "gradients": (found.gradients, 4 * psi, stage >= 2),
             "states": (found.states, 8 * psi, stage >= 1),
             "states in its tensors": (held, 8 * psi, stage >= 1),
         }

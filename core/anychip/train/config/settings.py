@@ -124,8 +124,8 @@ class OptimizerConfig(ABC):
         lr: the highest learning rate; the schedule says when.
         weight_decay: of matrices; norms and biases have none.
         max_norm: the gradient's norm is clipped to it; 0 does not clip.
-        stage: of ZeRO, 0 to 2: 0 keeps everything on every replica, 1 shares out the optimizer's
-            states, 2 the gradients too.
+        stage: of ZeRO, 0 to 3: 0 keeps everything on every replica, 1 shares out the optimizer's
+            states, 2 the gradients too, 3 the weights too.
     """
 
     lr: float = 3e-3

@@ -14,7 +14,7 @@ from torch import nn
 from anychip.comm import gather_objects
 from anychip.contract import Communicator
 from anychip.train.parallel.stage import Stage, merge
-from anychip.train.zero import Optimizer
+from anychip.train.zero import Optimizer, ShardedModel
 from anychip.train.zero.state import in_form
 
 
@@ -47,10 +47,14 @@ class WholeModel:
     Args:
         comm: the ranks of the pipeline.
         replicas: the ranks that hold the same stage.
+        optimizer: which may have taken the stage's weights apart.
     """
 
-    def __init__(self, stage: Stage, comm: Communicator, replicas: Communicator) -> None:
+    def __init__(
+        self, stage: Stage, comm: Communicator, replicas: Communicator, optimizer: Optimizer
+    ) -> None:
         self.stage, self.comm, self.replicas = stage, comm, replicas
+        self._holder = optimizer.stands_for(stage)
 
     def parameters(self) -> Any:
         """Those of this rank's stage: where they are says which device the model is on."""
@@ -63,13 +67,18 @@ class WholeModel:
             to_rank: of the pipeline and of the replicas, the only one that gets it; the others get
                 nothing.
         """
+        if isinstance(self._holder, ShardedModel):
+            mine = self._holder.state_dict(to_rank=to_rank)
+        else:
+            mine = dict(self._holder.state_dict())
         if to_rank not in (None, self.replicas.rank):
             return {}
-        return merge(gather_objects(self.comm, dict(self.stage.state_dict()), to_rank=to_rank))
+        return merge(gather_objects(self.comm, mine, to_rank=to_rank))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes this stage's part; nothing is sent."""
-        self.stage.load_state_dict({key: state_dict[key] for key in self.stage.state_dict()})
+        names = [*dict(self.stage.state_dict(keep_vars=True))]
+        self._holder.load_state_dict({name: state_dict[name] for name in names})
 
 
 class WholeOptimizer:

@@ -1,14 +1,16 @@
-"""Data parallel training, and ZeRO: optimizer states and gradients partitioned over the ranks.
+"""Data parallel training, and ZeRO: states, gradients and weights partitioned over the ranks.
 
-:class:`Optimizer` is what a loop uses. Below it: ``partition`` says who owns what, ``bucket`` and
-``reducer`` bring gradients together while backward runs, ``shards`` holds the parameters,
-``pieces`` puts together what a rank updates, ``state`` saves and loads in a form that fits any
-number of ranks.
+:class:`Optimizer` is what a loop uses; :class:`ShardedModel`, in ``Optimizer.sharded``, is for who
+wants the parts. Below them: ``layout`` says who owns what of a flat buffer, ``weights`` and
+``gradients`` are its two sides, ``exchange`` brings both to other ranks and back; ``units`` says
+what is gathered together, ``hooks`` when; ``reduce_queue`` when gradients are sent. ``update`` puts
+together what a rank updates, ``state`` saves and loads in a form that fits any number of ranks.
 
-Source: Rajbhandari et al. 2020, arXiv:1910.02054 (stages 1 and 2); Li et al. 2020,
-arXiv:2006.15704 (buckets and overlap).
+Source: Rajbhandari et al. 2020, arXiv:1910.02054; Li et al. 2020, arXiv:2006.15704 (gradients that
+are sent while backward runs); Zhao et al. 2023, arXiv:2304.11277 (units of flat weights).
 """
 
 from anychip.train.zero.optimizer import BUCKET_NBYTES, MemoryUse, Optimizer, StepResult
+from anychip.train.zero.sharded import ShardedModel
 
-__all__ = ["BUCKET_NBYTES", "MemoryUse", "Optimizer", "StepResult"]
+__all__ = ["BUCKET_NBYTES", "MemoryUse", "Optimizer", "ShardedModel", "StepResult"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anychip.contract import UnsupportedError
 from anychip.operators.partials import BLOCK
-from anychip.train.zero.shards import Shard, state_shape
+from anychip.train.zero.weights import state_shape
 
 KEPT = ("params", "name", "param_names", "initial_lr")
 """What torch and people keep in a parameter group beside a rule's options."""
@@ -29,11 +29,19 @@ def trainable(model: nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]]) ->
 
 
 def check_stage(stage: int) -> None:
-    """0, 1 or 2."""
+    """0 to 3."""
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
-    if stage == 3:
-        raise UnsupportedError("ZeRO stage 3 is not part of this version; use stage 0, 1 or 2")
+
+
+def module_of_stage_3(module: nn.Module | None) -> nn.Module:
+    """Whose modules say when which weights are needed."""
+    if module is None:
+        raise ValueError(
+            "stage 3 gathers weights while their modules run, and has been given parameters alone: "
+            "zero.Optimizer(groups, rule, comm, stage=3, module=model)"
+        )
+    return module
 
 
 def check_options(given: set[str], known: Iterable[str]) -> None:
@@ -75,10 +83,14 @@ def check_memory(params: Sequence[Tensor]) -> None:
             )
 
 
-def check_state(made: Mapping[str, Tensor], shard: Shard | None, blocks: Mapping[str, int]) -> None:
-    """A partitioned parameter has states of its own shape, or with an entry per block, only."""
-    if shard is None:
-        return
+def check_state(made: Mapping[str, Tensor], values: Tensor, blocks: Mapping[str, int]) -> None:
+    """A partitioned parameter has states of its own shape, or with an entry per block, only.
+
+    Args:
+        made: its states.
+        values: this rank's piece of it.
+        blocks: as :class:`~anychip.train.optim.Rule` has them.
+    """
     for name, tensor in made.items():
         if BLOCK % blocks.get(name, 1):
             raise UnsupportedError(
@@ -86,9 +98,9 @@ def check_state(made: Mapping[str, Tensor], shard: Shard | None, blocks: Mapping
                 f"begin at multiples of {BLOCK}, of which only divisors can be partitioned. Use "
                 "stage 0"
             )
-        if tuple(tensor.shape) != state_shape(tuple(shard.values.shape), blocks.get(name)):
+        if tuple(tensor.shape) != state_shape(tuple(values.shape), blocks.get(name)):
             raise UnsupportedError(
                 f"the rule's state {name!r} has the shape {tuple(tensor.shape)} for a parameter of "
-                f"{shard.values.numel()} elements; only states of the parameter's shape can be "
+                f"{values.numel()} elements; only states of the parameter's shape can be "
                 "partitioned. Use stage 0"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from anychip.contract import Communicator
 from anychip.train.optim import Rule
 from anychip.train.precision import LossScaler, PrecisionPolicy
-from anychip.train.zero import checks, partition, state
-from anychip.train.zero.bucket import GradientReduction
-from anychip.train.zero.pieces import Pieces
-from anychip.train.zero.reducer import Reducer, watch
-from anychip.train.zero.shards import Shards, broadcast
+from anychip.train.zero import checks, state
+from anychip.train.zero.exchange import GradientReduction
+from anychip.train.zero.reduce_queue import watch
+from anychip.train.zero.sharded import ShardedModel
+from anychip.train.zero.units import Policy
+from anychip.train.zero.update import Updates
+from anychip.train.zero.weights import STAGES
 
 # torch hides them from its compiler, and imports that for it: two seconds of the first step.
 _add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -73,7 +75,7 @@ class Optimizer(torch.optim.Optimizer):
             rank 0; buffers of the module are not looked at.
         rule: see :mod:`anychip.train.optim`.
         comm: the ranks that hold the same parameters, and see different data.
-        stage: what is partitioned among them: 0 nothing, 1 states, 2 gradients too.
+        stage: what is partitioned among them: 0 nothing, 1 states, 2 gradients too, 3 weights too.
         precision: the policy under which the loss is computed; None: no loss scaling, gradients
             reduced in float32.
         bucket_nbytes: of gradients that are sent together.
@@ -83,10 +85,16 @@ class Optimizer(torch.optim.Optimizer):
             and overflow are those of all of them.
         duplicates: parameters of this rank that another rank of ``model_comm`` holds too, and
             counts in the norm.
+        module: the model, for stage 3, where ``model`` is parameters or groups.
+        units: what stage 3 gathers together; see :data:`~anychip.train.zero.units.Policy`.
+        prefetch: units that stage 3 gathers ahead of the one that runs: each hides its gathering,
+            and takes the memory of its weights.
+        shard_group: so many neighbouring ranks hold all parts together, and each such group the
+            whole (hybrid sharding): weights are gathered within a group. None: all ranks.
 
     Raises:
-        ValueError: no parameter requires gradients, or a stage outside 0 to 3.
-        UnsupportedError: stage 3.
+        ValueError: no parameter requires gradients, or a stage outside 0 to 3; stage 3 without the
+            module, or units that it does not have.
 
     Note: Options
         Every group has all options of the rule, by torch's names (``lr``, ``betas``,
@@ -116,6 +124,10 @@ class Optimizer(torch.optim.Optimizer):
         reduction: GradientReduction = "avg",
         model_comm: Communicator | None = None,
         duplicates: Collection[Tensor] = (),
+        module: nn.Module | None = None,
+        units: Policy = "blocks",
+        prefetch: int = 1,
+        shard_group: int | None = None,
     ) -> None:
         checks.check_stage(stage)
         if bucket_nbytes < 1:
@@ -130,15 +142,21 @@ class Optimizer(torch.optim.Optimizer):
         scaling = precision.loss_scaling if precision else None
         self.scaler = LossScaler(scaling) if scaling else None
         dtype = precision.reduce_dtype if precision else torch.float32
-        several = comm.world_size > 1
-        self._reducer = Reducer(comm, stage, dtype, reduction) if several else None
-        self._shards = Shards(comm) if several and stage else None
-        self._pieces = Pieces(comm, self._reducer, self._shards, model_comm, set(duplicates))
+        module = model if isinstance(model, nn.Module) else module
+        self._names = {} if module is None else {p: n for n, p in module.named_parameters()}
+        self.sharded: ShardedModel | None = None
+        if comm.world_size > 1:
+            self.sharded = ShardedModel(
+                comm, stage, dtype=dtype, reduction=reduction, shard_group=shard_group
+            )
+            if stage == 3:
+                self.sharded.add_module(checks.module_of_stage_3(module), units, prefetch)
+        self._updates = Updates(comm, self.sharded, model_comm, set(duplicates))
         self._is_synchronizing = True
         self._is_in_backward = False
         self._scheduled: list[Any] = []
         super().__init__(checks.trainable(model), dict(rule.options))
-        foreign = self._pieces.duplicates - self.state.keys()
+        foreign = self._updates.duplicates - self.state.keys()
         if foreign:
             raise ValueError(f"duplicates: {len(foreign)} parameters that are not trained here")
 
@@ -159,25 +177,10 @@ class Optimizer(torch.optim.Optimizer):
         params = self.param_groups[-1]["params"]
         if self.scaler is not None:
             watch(self, params, Optimizer._check_backward)
-        if self._reducer is not None:
-            self._distribute(params, self._reducer)
+        if self.sharded is not None:
+            names = [self._names.get(p, f"parameter {n}") for n, p in enumerate(params)]
+            self.sharded.add(params, names, max_nbytes=self.bucket_nbytes)
         self._init_state(params)
-
-    def _distribute(self, params: list[Tensor], reducer: Reducer) -> None:
-        """Puts new parameters into buckets; their values become rank 0's."""
-        checks.check_memory(params)
-        numels = [param.numel() for param in params]
-        max_numel = max(1, self.bucket_nbytes // torch.float32.itemsize)
-        layouts = partition.plan(numels, self.comm.world_size, max_numel=max_numel)
-        reducer.add(params, layouts)
-        if self._shards is not None:
-            self._shards.add(params, layouts)
-            return
-        for layout in layouts:
-            members = [params[index] for index in layout.members]
-            values = broadcast(members, layout, self.comm)
-            for param, start in zip(members, layout.starts, strict=True):
-                param.data.copy_(values[start : start + param.numel()].view(param.shape))
 
     def _init_state(self, params: list[Tensor]) -> None:
         """State of parameters that are new here, with one step count for all of them."""
@@ -186,8 +189,10 @@ class Optimizer(torch.optim.Optimizer):
             return
         step = torch.zeros((), dtype=torch.float32, device=fresh[0].device)
         for param in fresh:
-            made = self.rule.init(self._pieces.values(param))
-            checks.check_state(made, self._pieces.shard(param), self.rule.blocks)
+            values = self._updates.values(param)
+            made = self.rule.init(values)
+            if self._updates.span(param) is not None:
+                checks.check_state(made, values, self.rule.blocks)
             self.state[param] = {"step": step, **made}
 
     def _check_backward(self, param: Tensor) -> None:
@@ -219,12 +224,12 @@ class Optimizer(torch.optim.Optimizer):
             gradient: of the (scaled) loss with respect to those outputs, as they came from a
                 backward of what follows.
         """
-        if self._reducer is None or not self._is_synchronizing:
-            if self._reducer is not None:
-                self._reducer.hide()
+        if self.sharded is None or not self._is_synchronizing:
+            if self.sharded is not None:
+                self.sharded.queue.hide()
             self._run_backward(loss, gradient)
             return
-        with self._reducer.round():
+        with self.sharded.queue.round():
             self._run_backward(loss, gradient)
 
     def _run_backward(
@@ -255,8 +260,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. The model's does the same, but keeps memory of partitioned gradients."""
-        if self._reducer is not None:
-            self._reducer.clear(set_to_none=set_to_none)
+        if self.sharded is not None:
+            self.sharded.queue.clear(set_to_none=set_to_none)
         _zero_grad(self, set_to_none)
 
     @torch.no_grad()
@@ -288,18 +293,18 @@ class Optimizer(torch.optim.Optimizer):
             raise RuntimeError("step: no parameter has a gradient; call backward() first")
         scale = 1.0 if self.scaler is None else self.scaler.scale
         if self.scaler is not None:
-            found_inf = self._pieces.found_inf(present)
+            found_inf = self._updates.found_inf(present)
             self.scaler.update(found_inf)
             if found_inf:
                 return StepResult(None, 0.0, scale, True, shared, loss)
         self._set_rates()
         factor = None if self.scaler is None else scale
-        update = self._pieces.update(
+        update = self._updates.update(
             self.param_groups, self.state, present, count=self.num_steps, scale=factor
         )
         self.rule.update(update)
-        if self._shards is not None:
-            self._shards.gather(present)
+        if self.sharded is not None:
+            self.sharded.updated(present)
         self.num_steps += 1
         lr = self.param_groups[0]["lr"]
         return StepResult(update.norm, lr, scale, False, shared, loss)
@@ -326,26 +331,47 @@ class Optimizer(torch.optim.Optimizer):
 
     def _present(self, share: Tensor | None) -> tuple[set[Tensor], Tensor | None]:
         """Parameters that have a gradient on any rank; what was local is reduced."""
-        if self._shards is not None:
-            self._shards.check()
-        if self._reducer is not None:
-            return self._reducer.agree(share)
+        if self.sharded is not None:
+            self.sharded.check()
+            return self.sharded.queue.agree(share)
         params = [p for group in self.param_groups for p in group["params"]]
         present = {p for p in params if p.grad is not None}
         return present, None if share is None else share[None]
+
+    def whole(
+        self, names: Iterable[str] | None = None, *, writes: bool = False
+    ) -> AbstractContextManager[None]:
+        """Within it parameters can be read anywhere, as in evaluation. A collective call.
+
+        Only stage 3 needs it; elsewhere they always can.
+
+        Args:
+            names: of parameters, or of modules that have them; None: all.
+            writes: what is written into them within it, the same on all ranks, is taken over.
+        """
+        return nullcontext() if self.sharded is None else self.sharded.whole(names, writes=writes)
+
+    def stands_for(self, model: nn.Module) -> nn.Module | ShardedModel:
+        """What has the state dict of a model: the model, but in stage 3, where ranks have parts."""
+        is_cut = self.sharded is not None and self.sharded.module is model
+        return self.sharded if is_cut and self.sharded is not None else model
 
     def memory(self) -> MemoryUse:
         """Bytes on this rank: the formula of the stage, with the sizes of this model.
 
         For float32 parameters and AdamW, per parameter and with N ranks: 4 + 4 + 8 in stage 0,
-        4 + 4 + 8 / N in stage 1, 4 + 4 / N + 8 / N in stage 2; parts differ by a block per bucket.
-        States in 8 bits are 2 + 8 / 256 in place of the 8.
+        4 + 4 + 8 / N in stage 1, 4 + 4 / N + 8 / N in stage 2, 16 / N in stage 3 beside the units
+        that are whole; a part may be larger by the gaps of its buffer. States in 8 bits are
+        2 + 8 / 256 in place of the 8.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         whole = sum(param.nbytes for param in params)
-        owned = sum(self._pieces.values(param).nbytes for param in params)
+        owned = sum(self._updates.values(param).nbytes for param in params)
         states = {t for p in params for t in self.state[p].values()}
-        return MemoryUse(whole, owned if self.stage == 2 else whole, sum(t.nbytes for t in states))
+        partition = STAGES[self.stage]
+        weights = owned if partition.weights else whole
+        gradients = owned if partition.gradients else whole
+        return MemoryUse(weights, gradients, sum(t.nbytes for t in states))
 
     def state_dict(self, *, to_rank: int | None = None) -> dict[str, Any]:
         """torch's form with whole tensors, ``num_steps``, and the loss scale if there is one.
@@ -373,10 +399,11 @@ class Optimizer(torch.optim.Optimizer):
     def _entries(self, to_rank: int | None) -> dict[int, dict[str, Tensor]]:
         """The states of the parameters by their numbers, whole."""
         params = [param for group in self.param_groups for param in group["params"]]
-        if self._shards is None:
+        if self.sharded is None or not self.sharded.partition.states:
             return {number: self.state[param] for number, param in enumerate(params)}
         keeps, blocks = to_rank is None or to_rank == self.comm.rank, self.rule.blocks
-        whole = [state.gather(self.state[p], p, self._shards, blocks, keeps=keeps) for p in params]
+        places = self.sharded.places
+        whole = [state.gather(self.state[p], places[p], blocks, keeps=keeps) for p in params]
         return dict(enumerate(whole)) if keeps else {}
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -394,7 +421,8 @@ class Optimizer(torch.optim.Optimizer):
         """The state in our form, and the entry of each parameter."""
         params = [param for group in self.param_groups for param in group["params"]]
         state_dict = state.in_form(state_dict, self.rule, params)
-        blocks, partitioned = self.rule.blocks, self._shards is not None
+        blocks = self.rule.blocks
+        partitioned = self.sharded is not None and self.sharded.partition.states
         entries = state.matched(
             state_dict, self.param_groups, self.state, blocks, partitioned=partitioned
         )
@@ -425,8 +453,8 @@ class Optimizer(torch.optim.Optimizer):
         for group, given in zip(self.param_groups, options, strict=True):
             steps: dict[float, Tensor] = {}
             for param in group["params"]:
-                shard = self._pieces.shard(param)
-                state.load(entries[param], self.state[param], shard, steps, blocks)
+                span = self._updates.span(param)
+                state.load(entries[param], self.state[param], span, steps, blocks)
             group.update(given)
         self.num_steps = int(state_dict["num_steps"])
         for done in self._optimizer_load_state_dict_post_hooks.values():

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from anychip.contract import HOST
 from anychip.train import schema
-from anychip.train.optim import Rule
+from anychip.train.optim import Rule, ShardMetadata
 from anychip.train.zero import checks
-from anychip.train.zero.shards import Shard, Shards, state_shape
+from anychip.train.zero.sharded import Place
+from anychip.train.zero.weights import state_shape
 
 Entry = Mapping[str, Tensor]
 """State of one parameter by name; ``step`` is its step count."""
@@ -127,7 +128,7 @@ def _options_of_torch(group: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
 
 
 def gather(
-    entry: Entry, param: Tensor, shards: Shards, blocks: Mapping[str, int], *, keeps: bool
+    entry: Entry, place: Place, blocks: Mapping[str, int], *, keeps: bool
 ) -> dict[str, Tensor]:
     """A parameter's state in whole tensors, on the host. A collective call.
 
@@ -137,7 +138,9 @@ def gather(
     """
     found = {}
     for name, tensor in entry.items():
-        whole = tensor if name == "step" else shards.whole(param, tensor, blocks.get(name))
+        whole = tensor
+        if name != "step":
+            whole = place.weights.whole(place.index, tensor, blocks.get(name))
         if keeps:
             found[name] = whole.to(HOST, copy=name == "step")
     return found
@@ -194,21 +197,22 @@ def _check_entry(
 def load(
     saved: Entry,
     mine: dict[str, Tensor],
-    shard: Shard | None,
+    span: ShardMetadata | None,
     steps: dict[float, Tensor],
     blocks: Mapping[str, int],
 ) -> None:
     """Copies an entry, or this rank's part of it.
 
     Args:
+        span: of this rank's part in the whole; None: it is the whole.
         blocks: as :class:`~anychip.train.optim.Rule` has them.
         steps: step counts of the group so far. Parameters that had counted together go on so.
     """
     for name, tensor in saved.items():
         if name == "step":
             continue
-        if shard is not None:
-            start = shard.span.offset // blocks.get(name, 1)
+        if span is not None:
+            start = span.offset // blocks.get(name, 1)
             tensor = tensor.reshape(-1)[start : start + mine[name].numel()]
         mine[name].copy_(tensor)
     count = float(saved["step"])

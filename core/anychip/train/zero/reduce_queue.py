@@ -1,24 +1,24 @@
-"""When are gradients sent? Bucket by bucket while backward runs, in one order on all ranks.
+"""When are gradients sent? Buffer by buffer while backward runs, in one order on all ranks.
 
 Note: Rounds
     A *round* is one backward whose gradients are reduced. A hook on each parameter moves its
-    gradient into its bucket's buffer; a full bucket is sent, without waiting, as soon as those
-    before it in the order have been. At the end of the round the others follow, with zeros for
-    what has no gradient here: every rank sends every bucket once per round, in one order, whatever
-    gradients it has and whenever they came. The first round goes through the buckets as they were
-    made; then rank 0 tells in which order they filled up, and that order is kept.
+    gradient into its buffer; a full one is sent, without waiting, as soon as those before it in the
+    order have been. At the end of the round the others follow, with zeros for what has no gradient
+    here: every rank sends every buffer once per round, in one order, whatever gradients it has and
+    whenever they came. The first round goes through the buffers as they were made; then rank 0
+    tells in which order they filled up, and that order is kept.
 
     What is computed outside of rounds (``no_sync``, ``loss.backward()``, gradients set by hand)
-    stays in ``.grad``, a local sum, and goes with the next round. :meth:`Reducer.agree` asks before
-    the update, with a byte per parameter, whether any rank has a gradient, and whether any still
-    has one that was not sent: then the buckets concerned are sent. So a parameter that no rank uses
-    is left alone, and one that some rank uses is updated alike on all.
+    stays in ``.grad``, a local sum, and goes with the next round. :meth:`ReduceQueue.agree` asks
+    before the update, with a byte per parameter, whether any rank has a gradient, and whether any
+    still has one that was not sent: then the buffers concerned are sent. So a parameter that no
+    rank uses is left alone, and one that some rank uses is updated alike on all.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -27,11 +27,12 @@ from torch import Tensor
 
 from anychip.contract import Communicator
 from anychip.runtime import on_host
-from anychip.train.zero.bucket import Bucket, GradientReduction
-from anychip.train.zero.partition import Layout
+from anychip.train.zero.gradients import FlatGradients
+from anychip.train.zero.weights import Partition
 
 IN_FLIGHT = 2
-"""Buckets of stage 2 that may be under way; before one more starts, the oldest is waited for."""
+"""Buffers that may be under way where gradients are cut; before one more starts, the oldest is
+waited for."""
 
 _REDUCED, _PENDING = 1, 2
 
@@ -56,21 +57,17 @@ def watch(
         weakref.finalize(owner, handle.remove).atexit = False
 
 
-class Reducer:
-    """The buckets of one rank, and what starts them.
+class ReduceQueue:
+    """The gradients of one rank, and what sends them.
 
     Args:
-        stage: 0 to 2.
-        dtype: in which gradients are sent and added up.
-        reduction: of the ranks' gradients.
+        comm: all ranks that hold the same parameters.
+        partition: what each rank keeps its part of.
     """
 
-    def __init__(
-        self, comm: Communicator, stage: int, dtype: torch.dtype, reduction: GradientReduction
-    ) -> None:
-        self.comm, self.stage, self.dtype = comm, stage, dtype
-        self.reduction: GradientReduction = reduction
-        self.buckets: list[Bucket] = []
+    def __init__(self, comm: Communicator, partition: Partition) -> None:
+        self.comm, self.partition = comm, partition
+        self.buffers: list[FlatGradients] = []
         self.places: dict[Tensor, tuple[int, int]] = {}
         self._order: list[int] = []
         self._is_learned = False
@@ -79,16 +76,13 @@ class Reducer:
         self._started: set[int] = set()
         self._filled: list[int] = []
 
-    def add(self, params: Sequence[Tensor], layouts: Iterable[Layout]) -> None:
-        """Takes in parameters, whose gradients are watched from now on."""
-        for layout in layouts:
-            members = [params[index] for index in layout.members]
-            for position, param in enumerate(members):
-                self.places[param] = (len(self.buckets), position)
-            watch(self, members, Reducer._arrived)
-            given = layout, members, self.comm
-            self.buckets.append(Bucket(*given, self.stage, self.dtype, self.reduction))
-        self._order, self._is_learned = list(range(len(self.buckets))), False
+    def add(self, gradients: FlatGradients) -> None:
+        """Takes in a buffer; the gradients of its parameters are watched from now on."""
+        for index, param in enumerate(gradients.params):
+            self.places[param] = (len(self.buffers), index)
+        watch(self, gradients.params, ReduceQueue._arrived)
+        self.buffers.append(gradients)
+        self._order, self._is_learned = list(range(len(self.buffers))), False
 
     @contextmanager
     def round(self) -> Iterator[None]:
@@ -101,12 +95,12 @@ class Reducer:
             while self._num_started < len(self._order):
                 self._start_next()
             for number in self._order:
-                self._finish(self.buckets[number])
-            for bucket in self.buckets:
-                bucket.show_held()
+                self._finish(self.buffers[number])
+            for buffer in self.buffers:
+                buffer.show_held()
         except BaseException:
-            for bucket in self.buckets:
-                bucket.drop_filling()
+            for buffer in self.buffers:
+                buffer.drop_filling()
             raise
         finally:
             self._is_open = False
@@ -115,15 +109,15 @@ class Reducer:
 
     def hide(self) -> None:
         """Takes reduced gradients out of ``.grad``, so that a backward does not add to them."""
-        for bucket in self.buckets:
-            bucket.hide()
+        for buffer in self.buffers:
+            buffer.hide()
 
     def _arrived(self, param: Tensor) -> None:
         """Called by autograd when ``.grad`` of a parameter has its new value."""
-        number, position = self.places[param]
-        bucket = self.buckets[number]
+        number, index = self.places[param]
+        buffer = self.buffers[number]
         if not self._is_open:
-            if param.grad is bucket.shown.get(position):
+            if param.grad is buffer.shown.get(index):
                 raise RuntimeError(
                     f"a backward has added to a reduced gradient, of shape {tuple(param.shape)}; "
                     "call zero_grad() first, or the optimizer's backward(loss), which adds rightly"
@@ -131,39 +125,39 @@ class Reducer:
             return
         if number in self._started:
             raise RuntimeError(
-                f"a gradient of shape {tuple(param.shape)} came after its bucket had been sent: "
+                f"a gradient of shape {tuple(param.shape)} came after its buffer had been sent: "
                 "its backward runs in several pieces; call backward under no_sync(), and step() "
                 "reduces what it leaves"
             )
-        bucket.take(position)
-        if bucket.is_full:
+        buffer.take(index)
+        if buffer.is_full:
             self._filled.append(number)
         while self._num_started < len(self._order) and self._next.is_full:
             self._start_next()
 
     @property
-    def _next(self) -> Bucket:
-        return self.buckets[self._order[self._num_started]]
+    def _next(self) -> FlatGradients:
+        return self.buffers[self._order[self._num_started]]
 
     def _start_next(self) -> None:
-        bucket = self._next
-        if self.stage == 2:
-            under_way = [b for b in map(self.buckets.__getitem__, self._order) if b.is_under_way]
+        buffer = self._next
+        if self.partition.gradients:
+            under_way = [b for b in map(self.buffers.__getitem__, self._order) if b.is_under_way]
             for index, other in enumerate(under_way):
                 if other.is_done() or index <= len(under_way) - IN_FLIGHT:
                     self._finish(other)
-        bucket.start()
+        buffer.start()
         self._started.add(self._order[self._num_started])
         self._num_started += 1
 
-    def _finish(self, bucket: Bucket) -> None:
-        if not bucket.is_under_way:
+    def _finish(self, buffer: FlatGradients) -> None:
+        if not buffer.is_under_way:
             return
-        bucket.finish()
+        buffer.finish()
 
     def _learn_order(self) -> None:
         rest = [number for number in self._order if number not in self._filled]
-        order = torch.tensor([*self._filled, *rest], device=self.buckets[0].params[0].device)
+        order = torch.tensor([*self._filled, *rest], device=self.buffers[0].params[0].device)
         self.comm.broadcast(order, 0)
         self._order, self._is_learned = on_host(order).tolist(), True
 
@@ -186,17 +180,17 @@ class Reducer:
         self.comm.all_reduce(joined, "max")
         told = on_host(joined)
         found = dict(zip(self.places, told.tolist(), strict=False))
-        late = [b for b in self.buckets if any(found[p] == _PENDING for p in b.params)]
-        for bucket in late:
-            bucket.hide()
-            bucket.start()
-        for bucket in late:
-            self._finish(bucket)
-            bucket.show_held()
+        late = [b for b in self.buffers if any(found[p] == _PENDING for p in b.params)]
+        for buffer in late:
+            buffer.hide()
+            buffer.start()
+        for buffer in late:
+            self._finish(buffer)
+            buffer.show_held()
         present = {param for param, mark in found.items() if mark}
         for param in present:
-            number, position = self.places[param]
-            self.buckets[number].show(position)
+            number, index = self.places[param]
+            self.buffers[number].show(index)
         if share is None:
             return present, None
         shared = told[len(marks) :].clone().view(share.dtype)
@@ -212,24 +206,24 @@ class Reducer:
         return everyone
 
     def _mark(self, param: Tensor) -> int:
-        number, position = self.places[param]
-        bucket = self.buckets[number]
-        bucket.forget_replaced(position)
-        if param.grad is not None and position not in bucket.shown:
+        number, index = self.places[param]
+        buffer = self.buffers[number]
+        buffer.forget_replaced(index)
+        if param.grad is not None and index not in buffer.shown:
             return _PENDING
-        return _REDUCED if position in bucket.held else 0
+        return _REDUCED if index in buffer.held else 0
 
     def gradient(self, param: Tensor) -> Tensor:
-        """This rank's piece of a reduced gradient; see :meth:`.Bucket.gradient`."""
-        number, position = self.places[param]
-        return self.buckets[number].gradient(position)
+        """This rank's piece of a reduced gradient; see :meth:`.FlatGradients.gradient`."""
+        number, index = self.places[param]
+        return self.buffers[number].gradient(index)
 
     def clear(self, *, set_to_none: bool) -> None:
         """Forgets the reduced gradients, or makes them zero."""
-        for bucket in self.buckets:
+        for buffer in self.buffers:
             if set_to_none:
-                bucket.clear()
-            elif bucket.reduced is not None:
-                if self.stage:
-                    bucket.hide()
-                bucket.reduced.zero_()
+                buffer.clear()
+            elif buffer.reduced is not None:
+                if self.partition.states:
+                    buffer.hide()
+                buffer.reduced.zero_()

@@ -1,22 +1,22 @@
-"""The gradients that are sent together: filled while backward runs, reduced once all are there.
+"""The gradients of a flat buffer: filled while backward runs, reduced once all are there.
 
-A bucket's gradients exist three times at different moments: in ``.grad``, as backward makes them;
+They exist three times at different moments: in ``.grad``, as backward makes them;
 in ``filling``, the buffer that is sent; in ``reduced``, the mean or sum over the ranks (all of it
-in stage 0, this rank's part in stages 1 and 2). Moving from one to the next frees the one before.
+where states are whole, else this rank's part). Moving from one to the next frees the one before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anychip.contract import Communicator, UnsupportedError, Work
-from anychip.train.zero.partition import Layout
-
-GradientReduction = Literal["avg", "sum"]
+from anychip.contract import UnsupportedError, Work
+from anychip.train.zero.exchange import Exchange, GradientReduction
+from anychip.train.zero.layout import Layout
+from anychip.train.zero.weights import Partition
 
 
 class Partitioned(Tensor):
@@ -46,34 +46,34 @@ class Partitioned(Tensor):
         )
 
 
-class Bucket:
-    """One bucket on one rank.
+class FlatGradients:
+    """Those of some parameters on one rank.
 
     Args:
-        layout: of the members in the buffer.
-        params: the members, float32.
-        stage: 0 (all-reduce), 1 or 2 (reduce-scatter).
+        params: that are trained.
+        layout: of the parameters in the buffer.
+        exchange: with the ranks that hold the same parameters.
+        partition: what each rank keeps its part of.
         dtype: of what is sent.
         reduction: of the ranks' gradients.
 
     Attributes:
-        held: positions of members for which this rank has contributed a gradient to ``reduced``.
-        shown: position to what was put into ``.grad``: in stage 0 the view of ``reduced``.
+        held: indices of parameters for which this rank has given a gradient to ``reduced``.
+        shown: index to what was put into ``.grad``: where states are whole the view of ``reduced``.
     """
 
     def __init__(
         self,
-        layout: Layout,
         params: Sequence[Tensor],
-        comm: Communicator,
-        stage: int,
+        layout: Layout,
+        exchange: Exchange,
+        partition: Partition,
         dtype: torch.dtype,
         reduction: GradientReduction,
     ) -> None:
-        self.layout, self.params, self.comm = layout, params, comm
-        self.stage, self.dtype = stage, dtype
+        self.params, self.layout, self.exchange = list(params), layout, exchange
+        self.partition, self.dtype = partition, dtype
         self.reduction: GradientReduction = reduction
-        self.part = layout.part(comm.rank) if stage else slice(0, layout.numel)
         self.filling: Tensor | None = None
         self.reduced: Tensor | None = None
         self.held: set[int] = set()
@@ -85,7 +85,7 @@ class Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Every member's gradient has been taken."""
+        """Every parameter's gradient has been taken."""
         return len(self._taken) == len(self.params)
 
     @property
@@ -97,9 +97,9 @@ class Bucket:
         """Under way, and :meth:`finish` would not wait."""
         return self._work is not None and self._work.is_done()
 
-    def take(self, position: int) -> None:
-        """Moves a member's ``.grad`` into the buffer."""
-        param = self.params[position]
+    def take(self, index: int) -> None:
+        """Moves a parameter's ``.grad`` into the buffer."""
+        param = self.params[index]
         grad = param.grad
         assert grad is not None
         if grad.layout != torch.strided:
@@ -112,39 +112,32 @@ class Bucket:
             self.filling = torch.empty(self.layout.numel, dtype=self.dtype, device=param.device)
             for gap in self.layout.gaps():
                 self.filling[gap] = 0.0
-        view = self._view(self.filling, position)
-        if position in self._taken:  # it came in two pieces, as from a checkpointed region
+        view = self._view(self.filling, index)
+        if index in self._taken:  # it came in two pieces, as from a checkpointed region
             view.add_(grad)
         else:
             view.copy_(grad)
-        self._taken.add(position)
+        self._taken.add(index)
         param.grad = None
 
     def start(self) -> None:
         """Sends the buffer: gradients that have not been taken yet, zeros where there are none."""
-        for position, param in enumerate(self.params):
+        for index, param in enumerate(self.params):
             if param.grad is not None:
-                self.take(position)
+                self.take(index)
         if self.filling is None:
             device = self.params[0].device
             self.filling = torch.zeros(self.layout.numel, dtype=self.dtype, device=device)
         else:
-            for position in set(range(len(self.params))) - self._taken:
-                self._view(self.filling, position).zero_()
+            for index in set(range(len(self.params))) - self._taken:
+                self._view(self.filling, index).zero_()
         self.held |= self._taken
-        if self.stage == 0:
-            self._output = self.filling
-            self._work = self.comm.all_reduce(self.filling, self.reduction, async_op=True)
-            return
-        mine = self.filling[self.part]
-        self._output = mine if self.stage == 1 else torch.empty_like(mine)
-        self._work = self.comm.reduce_scatter(
-            self._output,
-            self.filling,
-            self.reduction,
-            sizes=self.layout.sizes,
-            async_op=True,
-        )
+        self._output = self.filling
+        if self.partition.states:
+            self._output = self.filling[self.layout.part(self.exchange.rank)]
+        if self.partition.gradients:
+            self._output = torch.empty_like(self._output)
+        self._work = self.exchange.reduce(self._output, self.filling, self.reduction)
 
     def finish(self) -> None:
         """Waits for what is under way, and adds it to what was reduced before."""
@@ -171,49 +164,48 @@ class Bucket:
 
         What a person put in the place of a reduced gradient counts instead of it.
         """
-        for position in list(self.shown):
-            if not self.forget_replaced(position):
-                self.params[position].grad = None
+        for index in list(self.shown):
+            if not self.forget_replaced(index):
+                self.params[index].grad = None
         self.shown = {}
-        if self.stage == 1 and self.reduced is not None:
+        is_part_of_all = self.partition.states and not self.partition.gradients
+        if is_part_of_all and self.reduced is not None:
             self.reduced = self.reduced.clone()  # alone, so that the whole buffer is freed
 
-    def forget_replaced(self, position: int) -> bool:
+    def forget_replaced(self, index: int) -> bool:
         """Forgets a shown gradient in whose place a person put something else; True if so."""
-        shown = self.shown.get(position)
-        if shown is None or self.params[position].grad is shown:
+        shown = self.shown.get(index)
+        if shown is None or self.params[index].grad is shown:
             return False
-        self.gradient(position).zero_()
-        del self.shown[position]
-        self.held.discard(position)
+        self.gradient(index).zero_()
+        del self.shown[index]
+        self.held.discard(index)
         return True
 
-    def show(self, position: int) -> None:
+    def show(self, index: int) -> None:
         """Puts the reduced gradient into ``.grad``, or what stands for it."""
-        if position in self.shown:
+        if index in self.shown:
             return
         assert self.reduced is not None
-        param = self.params[position]
-        if self.stage == 0:
-            self.shown[position] = self._view(self.reduced, position)
+        param = self.params[index]
+        if not self.partition.states:
+            self.shown[index] = self._view(self.reduced, index)
         else:
-            self.shown[position] = self._stand_ins.setdefault(position, Partitioned(param))
-        param.grad = self.shown[position]
+            self.shown[index] = self._stand_ins.setdefault(index, Partitioned(param))
+        param.grad = self.shown[index]
 
     def show_held(self) -> None:
         """Shows what this rank has contributed to."""
-        for position in self.held:
-            self.show(position)
+        for index in self.held:
+            self.show(index)
 
-    def gradient(self, position: int) -> Tensor:
-        """This rank's piece of a member's reduced gradient, flat; the whole of it in stage 0."""
+    def gradient(self, index: int) -> Tensor:
+        """This rank's piece of a reduced gradient, 1-dim; where states are whole all of it."""
         assert self.reduced is not None
-        if self.stage == 0:
-            return self._view(self.reduced, position)
-        piece = self.layout.piece(position, self.comm.rank)
-        start = piece.start - self.part.start
-        return self.reduced[start : start + piece.numel]
+        if not self.partition.states:
+            return self._view(self.reduced, index)
+        piece = self.layout.piece(index, self.exchange.rank)
+        return self.reduced[piece.start : piece.start + piece.numel]
 
-    def _view(self, buffer: Tensor, position: int) -> Tensor:
-        start, numel = self.layout.starts[position], self.layout.numels[position]
-        return buffer[start : start + numel].view(self.params[position].shape)
+    def _view(self, buffer: Tensor, index: int) -> Tensor:
+        return buffer[self.layout.place(index)].view(self.params[index].shape)

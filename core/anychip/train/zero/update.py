@@ -14,49 +14,53 @@ from torch import Tensor
 from anychip.contract import Communicator
 from anychip.operators.partials import num_blocks
 from anychip.runtime import on_host
-from anychip.train.optim import Group, Update
-from anychip.train.zero.reducer import Reducer
-from anychip.train.zero.shards import Shard, Shards, gather
+from anychip.train.optim import Group, ShardMetadata, Update
+from anychip.train.zero.sharded import ShardedModel
 
 State = Mapping[Tensor, dict[str, Tensor]]
 """Of each parameter the rule's states by name, and ``step``."""
 
 
-class Pieces:
-    """The pieces of one rank.
+class Updates:
+    """What this rank gives its rule, step by step.
 
     Args:
-        reducer: None with one rank: gradients are in ``.grad``.
-        shards: None where parameters are whole.
+        sharded: the parameters; None with one rank: they are whole, and gradients in ``.grad``.
         model_comm, duplicates: as :class:`~anychip.train.zero.Optimizer` has them.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        reducer: Reducer | None,
-        shards: Shards | None,
+        sharded: ShardedModel | None,
         model_comm: Communicator | None,
         duplicates: Collection[Tensor],
     ) -> None:
-        self.comm, self.model_comm, self.duplicates = comm, model_comm, duplicates
-        self._reducer, self._shards = reducer, shards
-
-    def shard(self, param: Tensor) -> Shard | None:
-        """Which part of a parameter it is; None: the whole."""
-        return None if self._shards is None else self._shards.of[param]
+        self.comm, self.sharded = comm, sharded
+        self.model_comm, self.duplicates = model_comm, duplicates
 
     def values(self, param: Tensor) -> Tensor:
         """What this rank updates of a parameter."""
-        shard = self.shard(param)
-        return param if shard is None else shard.values
+        if self.sharded is None:
+            return param
+        place = self.sharded.places[param]
+        return place.weights.values[place.index]
+
+    def span(self, param: Tensor) -> ShardMetadata | None:
+        """Where that lies in the flattened parameter; None: it is the parameter."""
+        if self.sharded is None:
+            return None
+        place = self.sharded.places[param]
+        return None if place.weights.spans is None else place.weights.spans[place.index]
 
     def gradient(self, param: Tensor) -> Tensor:
         """The gradient of what this rank updates."""
-        if self._reducer is not None:
-            return self._reducer.gradient(param)
-        assert param.grad is not None
-        return param.grad
+        if self.sharded is None:
+            assert param.grad is not None
+            return param.grad
+        place = self.sharded.places[param]
+        assert place.gradients is not None
+        return place.gradients.gradient(place.index)
 
     def found_inf(self, present: Iterable[Tensor]) -> bool:
         """Whether any gradient on any rank is not finite; the host waits for the answer."""
@@ -95,26 +99,22 @@ class Pieces:
         update = Update(groups=[self._part(p, g, states) for p, g in parts], count=count)
         if scale is not None:
             update.scale = torch.full((), scale, device=update.groups[0].step.device)
-        if self._shards is not None:
-            update.sum_over_shards = self._sum_over_shards
+        if self.sharded is not None and self.sharded.partition.states:
+            update.sum_over_shards = self.sharded.exchange.sum_over_parts
         update.gather_stages = lambda partials: self._gather_stages(partials, order)
         return update
 
     def _part(self, params: list[Tensor], group: Mapping[str, Any], states: State) -> Group:
         mine = [states[p] for p in params]
-        shards = [shard for shard in map(self.shard, params) if shard is not None]
+        spans = [span for span in map(self.span, params) if span is not None]
         return Group(
             params=[self.values(p) for p in params],
             grads=[self.gradient(p) for p in params],
             state={name: [s[name] for s in mine] for name in mine[0] if name != "step"},
             step=mine[0]["step"],
             options={k: v for k, v in group.items() if k != "params"},
-            spans=[shard.span for shard in shards] if shards else None,
+            spans=spans or None,
         )
-
-    def _sum_over_shards(self, partials: Tensor) -> Tensor:
-        self.comm.all_reduce(partials)
-        return partials
 
     def _gather_stages(self, partials: Tensor, params: Sequence[Tensor]) -> Tensor:
         """The blocks' sums of squares of the whole model, the largest first.
@@ -129,7 +129,7 @@ class Pieces:
                 partials[start : start + count] = 0.0
             start += count
         if self.model_comm is not None:
-            partials = gather(partials, self.model_comm)
+            partials = _gather(partials, self.model_comm)
         return partials.sort(descending=True).values
 
 
@@ -155,3 +155,16 @@ def _parts(
                 states[param]["step"] = step
         found.append([p for p in params if p in present])
     return found
+
+
+def _gather(partials: Tensor, comm: Communicator) -> Tensor:
+    """The ranks' 1-dim tensors one after the other; each may have another length.
+
+    A collective call, and a transfer to the host.
+    """
+    lengths = torch.zeros(comm.world_size, dtype=torch.int64, device=partials.device)
+    comm.all_gather(lengths, torch.full((1,), len(partials), device=partials.device))
+    sizes = on_host(lengths).tolist()
+    joined = torch.empty(sum(sizes), dtype=partials.dtype, device=partials.device)
+    comm.all_gather(joined, partials, sizes=sizes)
+    return joined

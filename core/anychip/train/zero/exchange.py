@@ -1,0 +1,139 @@
+"""How do whole weights come from parts, and parts of a sum from whole gradients?
+
+The seam between sharded parameters and the wire: the engine asks an :class:`Exchange`, and does not
+know which ranks it talks to or what goes over the wire. :class:`Flat` cuts among all ranks;
+:class:`Grouped` among those of a group, and adds up over the groups.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from anychip.contract import Communicator, Work
+
+GradientReduction = Literal["avg", "sum"]
+
+
+class Exchange(ABC):
+    """What the ranks that hold the same parameters send each other.
+
+    Calls of one kind are made in one order by all ranks, whatever order the kinds come in: gathers
+    go over a communicator of their own.
+
+    Attributes:
+        rank: of this one, among those that a buffer is cut for.
+        world_size: parts of a buffer.
+    """
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor) -> None:
+        """``tensor`` becomes that of the first of all ranks."""
+
+    @abstractmethod
+    def gather(self, full: Tensor, part: Tensor, *, sizes: Sequence[int] | None = None) -> Work:
+        """``full`` becomes the parts in rank order; ``part`` may be its own place in it.
+
+        Args:
+            sizes: elements of each part; all alike when None.
+        """
+
+    @abstractmethod
+    def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
+        """``part`` becomes this rank's part of what all ranks have in ``full``, which is undefined
+        after. With ``part`` the whole of ``full``, all of it.
+        """
+
+    @abstractmethod
+    def sum_over_parts(self, partials: Tensor) -> Tensor:
+        """The sum over the ranks that have the parts of a whole, in place; returned too."""
+
+
+class Flat(Exchange):
+    """Every rank has a part."""
+
+    def __init__(self, comm: Communicator, gather_comm: Communicator | None = None) -> None:
+        self.rank, self.world_size = comm.rank, comm.world_size
+        self.comm, self.gather_comm = comm, gather_comm or comm
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.comm.broadcast(tensor, 0)
+
+    def gather(self, full: Tensor, part: Tensor, *, sizes: Sequence[int] | None = None) -> Work:
+        return self.gather_comm.all_gather(full, part, sizes=sizes, async_op=True)
+
+    def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
+        if part is full:
+            return self.comm.all_reduce(full, reduction, async_op=True)
+        return self.comm.reduce_scatter(part, full, reduction, async_op=True)
+
+    def sum_over_parts(self, partials: Tensor) -> Tensor:
+        self.comm.all_reduce(partials)
+        return partials
+
+
+class Grouped(Exchange):
+    """Every rank of a group has a part, and every group the whole (HSDP; MiCS).
+
+    Weights are gathered within the group. Gradients are added up within it, then over the groups:
+    the pairwise tree of all ranks, if groups are neighbours and powers of two, so that the bits are
+    those of :class:`Flat`.
+
+    Args:
+        comm: all ranks.
+        size: of a group of neighbours; a divisor of the number of ranks.
+
+    Source: Zhang et al. 2022, arXiv:2205.00119 (MiCS), section 3; Zhao et al. 2023,
+    arXiv:2304.11277 (hybrid sharding), section 3.2.2.
+    """
+
+    def __init__(self, comm: Communicator, size: int) -> None:
+        starts = range(0, comm.world_size, size)
+        inner = [list(range(start, start + size)) for start in starts]
+        outer = [list(column) for column in zip(*inner, strict=True)]
+        self.comm = comm
+        self.inner = Flat(comm.split(inner, name="shard"), comm.split(inner, name="gather"))
+        self.outer = comm.split(outer, name="replicate")
+        self.rank, self.world_size = self.inner.rank, size
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.comm.broadcast(tensor, 0)
+
+    def gather(self, full: Tensor, part: Tensor, *, sizes: Sequence[int] | None = None) -> Work:
+        return self.inner.gather(full, part, sizes=sizes)
+
+    def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
+        divisor = self.comm.world_size if reduction == "avg" else None
+        return _OverGroups(self.inner.reduce(part, full, "sum"), part, self.outer, divisor)
+
+    def sum_over_parts(self, partials: Tensor) -> Tensor:
+        return self.inner.sum_over_parts(partials)
+
+
+class _OverGroups(Work):
+    """The second half of a reduction, which begins when somebody waits for the first.
+
+    Not before: in the order of waiting, which all ranks have in common.
+    """
+
+    def __init__(self, first: Work, part: Tensor, outer: Communicator, divisor: int | None) -> None:
+        self._first, self._part, self._outer, self._divisor = first, part, outer, divisor
+        self._is_over = False
+
+    def wait(self) -> None:
+        if self._is_over:
+            return
+        self._first.wait()
+        self._outer.all_reduce(self._part)
+        if self._divisor is not None:
+            self._part.div_(self._divisor)
+        self._is_over = True
+
+    def is_done(self) -> bool:
+        return self._is_over

@@ -1,0 +1,294 @@
+"""One parameter model under all stages: parameters in flat buffers, of which ranks have parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anychip.contract import HOST, Communicator
+from anychip.train.zero import checks
+from anychip.train.zero.exchange import Exchange, Flat, GradientReduction, Grouped
+from anychip.train.zero.gradients import FlatGradients
+from anychip.train.zero.hooks import Action, UnitHooks
+from anychip.train.zero.layout import by_size, plan
+from anychip.train.zero.reduce_queue import ReduceQueue, watch
+from anychip.train.zero.units import Policy, Unit, divide, own_parameters
+from anychip.train.zero.weights import STAGES, FlatWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter is.
+
+    Attributes:
+        weights, gradients: of the buffer; no gradients where it is frozen.
+        index: in the buffer.
+    """
+
+    weights: FlatWeights
+    gradients: FlatGradients | None
+    index: int
+
+
+class ShardedModel:
+    """The parameters of a model on one rank, of which the ranks hold parts.
+
+    Args:
+        comm: the ranks that hold the same parameters, and see different data.
+        stage: of ZeRO; 0 cuts nothing.
+        dtype: in which gradients are sent.
+        reduction: of the ranks' gradients.
+        shard_group: neighbouring ranks that hold all parts together; None: all ranks.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        stage: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        reduction: GradientReduction = "avg",
+        shard_group: int | None = None,
+    ) -> None:
+        self.comm, self.stage, self.partition = comm, stage, STAGES[stage]
+        self.dtype, self.reduction = dtype, reduction
+        self.exchange = self._exchange(shard_group)
+        self.queue = ReduceQueue(comm, self.partition)
+        self.places: dict[Tensor, Place] = {}
+        self.module: nn.Module | None = None
+        self._hooks: UnitHooks | None = None
+
+    def _exchange(self, shard_group: int | None) -> Exchange:
+        world = self.comm.world_size
+        if shard_group is not None and (shard_group < 1 or world % shard_group):
+            raise ValueError(f"shard_group must divide the {world} ranks, got {shard_group}")
+        if shard_group is not None and shard_group < world and self.stage:
+            return Grouped(self.comm, shard_group)
+        # A rank that misses a gradient reduces later, and must not gather later for it.
+        everyone = [list(range(world))]
+        gathers = self.comm.split(everyone, name="gather") if self.partition.weights else None
+        return Flat(self.comm, gathers)
+
+    # Parameters
+
+    def add(self, params: Sequence[Tensor], names: Sequence[str], *, max_nbytes: int) -> None:
+        """Takes parameters into buffers of a size; those of a module are in units already.
+
+        Raises:
+            ValueError: a parameter that the module does not have.
+        """
+        known = [param in self.places for param in params]
+        if self.module is not None and not all(known):
+            name = names[known.index(False)]
+            raise ValueError(f"{name} is no parameter of the {type(self.module).__name__}")
+        if self.module is not None:
+            return
+        numels = [param.numel() for param in params]
+        for members in by_size(numels, max(1, max_nbytes // torch.float32.itemsize)):
+            self._buffer([params[i] for i in members], [names[i] for i in members])
+
+    def add_module(self, module: nn.Module, units: Policy, prefetch: int) -> None:
+        """Takes all parameters of a model into units, whose weights are cut.
+
+        Raises:
+            ValueError: units that the model does not have.
+        """
+        found = divide(module, units)
+        owned = own_parameters(module, found)
+        for unit, params in reversed(list(zip(found, owned, strict=True))):  # as backward has them
+            self._fill(unit, params)
+        self.module = module
+        self._hooks = UnitHooks([unit for unit in found if unit.weights or unit.is_root], prefetch)
+        # After the queue's, which takes the gradient: only then its unit may go.
+        watch(self._hooks, (p for unit in found for p in unit.trained), UnitHooks.arrived)
+
+    def _fill(self, unit: Unit, params: Mapping[str, nn.Parameter]) -> None:
+        kinds: dict[tuple[bool, torch.dtype], list[str]] = {}
+        for name, param in params.items():
+            kinds.setdefault((param.requires_grad, param.dtype), []).append(name)
+        for (is_trained, _), names in kinds.items():
+            members = [params[name] for name in reversed(names)]
+            unit.weights.append(self._buffer(members, names[::-1], is_trained=is_trained))
+        unit.trained = frozenset(param for param in params.values() if param.requires_grad)
+
+    def _buffer(
+        self, params: Sequence[Tensor], names: Sequence[str], *, is_trained: bool = True
+    ) -> FlatWeights:
+        checks.check_memory(params)
+        layout = plan([param.numel() for param in params], self._num_parts)
+        weights = FlatWeights(params, names, layout, self.exchange, self.partition)
+        gradients = None
+        if is_trained:
+            given = layout, self.exchange, self.partition, self.dtype, self.reduction
+            gradients = FlatGradients(params, *given)
+            self.queue.add(gradients)
+        for index, param in enumerate(params):
+            self.places[param] = Place(weights, gradients, index)
+        return weights
+
+    @property
+    def _num_parts(self) -> int:
+        return self.exchange.world_size if self.partition.states else 1
+
+    # Steps
+
+    def updated(self, params: Collection[Tensor]) -> None:
+        """Says that these have new values; weights that stay whole are gathered."""
+        if not self.partition.states:
+            return
+        changed = dict.fromkeys(
+            self.places[param].weights for param in self.places if param in params
+        )
+        works = [weights.updated() for weights in changed]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def check(self) -> None:
+        """RuntimeError when a parameter is not the model's any more, or its memory not ours."""
+        for weights in dict.fromkeys(place.weights for place in self.places.values()):
+            weights.check()
+        for name, param in self.module.named_parameters() if self.module is not None else ():
+            if param not in self.places:
+                raise RuntimeError(
+                    f"{name} is another parameter than when the optimizer was made, so that its "
+                    "update would be lost (as after load_state_dict(assign=True)); make the "
+                    "optimizer after that"
+                )
+
+    def reset(self) -> None:
+        """Forgets a forward or backward that has ended in an error: its weights, its gradients."""
+        self.queue.clear(set_to_none=True)
+        if self._hooks is not None:
+            self._hooks.reset()
+
+    # Reading and writing
+
+    @contextmanager
+    def whole(self, names: Iterable[str] | None = None, *, writes: bool = False) -> Iterator[None]:
+        """Within it parameters can be read anywhere. A collective call.
+
+        Args:
+            names: of parameters, or of modules that have them; None: all.
+            writes: what is written into them within it, the same on all ranks, is taken over.
+
+        Raises:
+            ValueError: a name that the model does not have.
+            RuntimeError: something was written, and ``writes`` is False.
+        """
+        if self._hooks is None:
+            yield
+            return
+        units = self._units_of(self._hooks, names)
+        with self._hooks.kept(units):
+            before = [param._version for unit in units for w in unit.weights for param in w.params]
+            yield
+            after = [param._version for unit in units for w in unit.weights for param in w.params]
+            if before != after and not writes:
+                raise RuntimeError(
+                    "parameters were written under whole(), and what was written is lost; to keep "
+                    "it: whole(names, writes=True)"
+                )
+            for unit in units if writes else ():
+                for weights in unit.weights:
+                    weights.keep_written()
+
+    def _units_of(self, hooks: UnitHooks, names: Iterable[str] | None) -> list[Unit]:
+        if names is None:
+            return hooks.units
+        wanted = [names] if isinstance(names, str) else list(names)
+        owned = {unit: [n for w in unit.weights for n in w.names] for unit in hooks.units}
+        tied = self._tied_names()
+        found: dict[Unit, None] = {}
+        for name in wanted:
+            first = tied.get(name, name)
+            holders = [
+                unit
+                for unit, theirs in owned.items()
+                if any(n == first or n.startswith(f"{first}.") for n in theirs) or not name
+            ]
+            if not holders:
+                raise ValueError(
+                    f"{type(self.module).__name__} has no parameter, and no module with one, that "
+                    f"is called {name!r}"
+                )
+            found |= dict.fromkeys(holders)
+        return list(found)
+
+    def _tied_names(self) -> dict[str, str]:
+        """Every name of a parameter to its first."""
+        assert self.module is not None
+        first = {param: name for name, param in self.module.named_parameters()}
+        every = self.module.named_parameters(remove_duplicate=False)
+        return {name: first[param] for name, param in every}
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of weights that are whole, or on their way, beside this rank's parts."""
+        return self._hooks.whole_nbytes if self._hooks is not None else 0
+
+    @property
+    def peak_whole_nbytes(self) -> int:
+        """The most that :attr:`whole_nbytes` was so far."""
+        return self._hooks.peak_nbytes if self._hooks is not None else 0
+
+    @property
+    def units(self) -> list[Unit]:
+        """What is gathered together, the root last; none where weights stay whole."""
+        return self._hooks.units if self._hooks is not None else []
+
+    def recorded(self) -> Any:
+        """Within it: a list of what is gathered and released, ``("UNSHARD", name of the unit)``."""
+        no_actions: list[Action] = []
+        return nullcontext(no_actions) if self._hooks is None else self._hooks.recorded()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of the model."""
+        assert self.module is not None
+        return self.module.parameters()
+
+    def state_dict(self, *, to_rank: int | None = None) -> dict[str, Any]:
+        """The model's, in whole tensors on the host; the device holds one unit at a time.
+
+        A collective call.
+
+        Args:
+            to_rank: the only rank that keeps what is gathered; the others get nothing.
+        """
+        assert self.module is not None
+        assert self._hooks is not None
+        found = dict(self.module.state_dict(keep_vars=True))
+        keeps = to_rank is None or to_rank == self.comm.rank
+        copies: dict[Tensor, Tensor] = {}
+        for unit in self._hooks.units:
+            with self._hooks.kept([unit]):
+                for param in (p for w in unit.weights for p in w.params) if keeps else ():
+                    copies[param] = param.detach().to(HOST, copy=True)
+        if not keeps:
+            return {}
+        for name, value in found.items():
+            if isinstance(value, Tensor):
+                found[name] = copies[value] if value in copies else value.detach()
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes this rank's parts of whole tensors; nothing is sent.
+
+        Raises:
+            KeyError: a parameter or buffer of the model is not in it.
+        """
+        assert self.module is not None
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            place = self.places.get(value) if isinstance(value, Tensor) else None
+            if place is not None:
+                place.weights.load(place.index, state_dict[name])
+            elif isinstance(value, Tensor):
+                value.copy_(state_dict[name])
+        for weights in dict.fromkeys(place.weights for place in self.places.values()):
+            weights.updated()

@@ -1,0 +1,154 @@
+"""Which parameters are gathered together? Those of a unit: a block of a model, or what is left.
+
+A unit is one or several modules whose use brings all their weights; when it is over, the weights go
+again. The *root* is the model itself, with the parameters that are in no other unit: it is whole
+from the beginning of forward to the end of backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from anychip.train.zero.weights import FlatWeights
+
+Policy = str | int | Sequence[str | Sequence[str]]
+"""``"blocks"``: each member of the model's lists of modules. A number: modules of at most so many
+bytes of parameters, as large as can be. Or paths of modules, several together for one unit."""
+
+
+@dataclass(eq=False)
+class Unit:
+    """Modules that are gathered together.
+
+    Attributes:
+        name: path of its first module; empty for the root.
+        modules: whose forward needs the weights.
+        weights: its buffers: one dtype each, trained or frozen.
+        trained: the parameters that may get a gradient.
+        arrived: those that have got theirs in this backward.
+        uses: of its modules, whose output has its gradient in this backward, and whose inputs have
+            not yet: numbers.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    weights: list[FlatWeights] = field(default_factory=list)
+    trained: frozenset[Tensor] = frozenset()
+    arrived: set[Tensor] = field(default_factory=set)
+    uses: set[int] = field(default_factory=set)
+
+    @property
+    def is_root(self) -> bool:
+        """It is whole from forward's beginning to backward's end."""
+        return not self.name
+
+    @property
+    def nbytes(self) -> int:
+        """Of its weights, when they are whole."""
+        return sum(weights.nbytes for weights in self.weights)
+
+    def gather(self) -> None:
+        """Begins to bring its weights."""
+        for weights in self.weights:
+            weights.gather()
+
+    def wait(self) -> None:
+        """Returns when work queued on the current stream may read them."""
+        for weights in self.weights:
+            weights.wait()
+
+    def release(self) -> None:
+        """Gives their memory back."""
+        for weights in self.weights:
+            weights.release()
+
+
+def divide(model: nn.Module, policy: Policy) -> list[Unit]:
+    """The units of a model, in its order, the root last. They have no weights yet.
+
+    Raises:
+        ValueError: a path that the model does not have, twice, or inside another one; or a policy
+            that is none.
+    """
+    paths = [_paths_of(entry) for entry in _entries(model, policy)]
+    _check(model, list(itertools.chain.from_iterable(paths)))
+    units = [Unit(names[0], tuple(map(model.get_submodule, names))) for names in paths]
+    return [*units, Unit("", (model,))]
+
+
+def own_parameters(model: nn.Module, units: Sequence[Unit]) -> list[dict[str, nn.Parameter]]:
+    """Of each unit, its parameters by their first name in the model.
+
+    A parameter of several units belongs to the root, which is whole whenever one of them is used.
+    """
+    holders: dict[nn.Parameter, list[int]] = {}
+    for number, unit in enumerate(units[:-1]):
+        for param in _unique(p for module in unit.modules for p in module.parameters()):
+            holders.setdefault(param, []).append(number)
+    found: list[dict[str, nn.Parameter]] = [{} for _ in units]
+    for name, param in model.named_parameters():
+        mine = holders.get(param, [])
+        found[mine[0] if len(mine) == 1 else -1][name] = param
+    return found
+
+
+def _unique(params: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
+    yield from dict.fromkeys(params)
+
+
+def _entries(model: nn.Module, policy: Policy) -> Sequence[str | Sequence[str]]:
+    if isinstance(policy, str):
+        if policy != "blocks":
+            raise ValueError(f"units: 'blocks', a size in bytes or paths expected, got {policy!r}")
+        return _blocks(model)
+    if isinstance(policy, int):
+        if policy < 1:
+            raise ValueError(f"units: at least 1 byte expected, got {policy}")
+        return [path for path in _by_size(model, "", policy) if path]
+    return policy
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """The members of its lists of modules, the outermost ones."""
+    lists = [path for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    prefixes = [f"{path}." if path else "" for path in lists]
+    outer = [p for p in prefixes if not any(p != o and p.startswith(o) for o in prefixes)]
+    return [
+        f"{prefix}{name}"
+        for prefix in outer
+        for name, member in model.get_submodule(prefix.removesuffix(".")).named_children()
+        if any(True for _ in member.parameters())
+    ]
+
+
+def _by_size(module: nn.Module, path: str, max_nbytes: int) -> list[str]:
+    """The largest modules that are not larger, below one that is."""
+    nbytes = sum(param.nbytes for param in module.parameters())
+    if nbytes <= max_nbytes and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return [path] if nbytes else []
+    inner = f"{path}." if path else ""
+    children = list(module.named_children())
+    found = [_by_size(child, f"{inner}{name}", max_nbytes) for name, child in children]
+    return list(itertools.chain.from_iterable(found))
+
+
+def _paths_of(entry: str | Sequence[str]) -> list[str]:
+    return [entry] if isinstance(entry, str) else list(entry)
+
+
+def _check(model: nn.Module, paths: Sequence[str]) -> None:
+    known = dict(model.named_modules())
+    for path in paths:
+        if not path or path not in known:
+            raise ValueError(f"units: {type(model).__name__} has no module {path!r}")
+        if isinstance(known[path], (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(f"units: {path} is a list of modules, which nobody calls; name them")
+        if paths.count(path) > 1:
+            raise ValueError(f"units: {path} is named twice")
+        outer = [other for other in paths if path.startswith(f"{other}.")]
+        if outer:
+            raise ValueError(f"units: {path} is inside {outer[0]}, which is a unit")

@@ -1,0 +1,205 @@
+"""Where do parameters live when ranks own parts of them? In a flat buffer, as views.
+
+What else than its part a rank has, says a :class:`Partition`. Where that is nothing, the buffer's
+storage comes when its weights are gathered and goes when they are released. The parameters stay
+views of it all the time, and so do the aliases that autograd keeps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anychip.contract import Work
+from anychip.operators.partials import num_blocks
+from anychip.train.optim import ShardMetadata
+from anychip.train.zero import guard
+from anychip.train.zero.exchange import Exchange
+from anychip.train.zero.layout import Layout
+
+
+class Partition(NamedTuple):
+    """Of what each rank keeps its part only: weights, gradients, states."""
+
+    weights: bool
+    gradients: bool
+    states: bool
+
+
+STAGES = {
+    0: Partition(weights=False, gradients=False, states=False),
+    1: Partition(weights=False, gradients=False, states=True),
+    2: Partition(weights=False, gradients=True, states=True),
+    3: Partition(weights=True, gradients=True, states=True),
+}
+"""Rajbhandari et al. 2020, arXiv:1910.02054, section 5."""
+
+
+class FlatWeights:
+    """The weights of some parameters on one rank. Their values become those of rank 0.
+
+    Args:
+        params: of one dtype, on one device.
+        names: of the parameters, for messages.
+        layout: of the parameters in the buffer.
+        exchange: with the ranks among which it is cut.
+        partition: what each rank keeps its part of.
+
+    Attributes:
+        values: of each parameter what this rank updates: its piece, 1-dim, or all of it where
+            states are whole.
+        spans: where that lies in the flattened parameters; None: it is all of them.
+        is_whole: the parameters can be read.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        layout: Layout,
+        exchange: Exchange,
+        partition: Partition,
+    ) -> None:
+        self.params, self.names, self.layout = list(params), list(names), layout
+        self.exchange, self.partition = exchange, partition
+        self.is_whole = True
+        self.spans: list[ShardMetadata] | None = None
+        self._gathering: Work | None = None
+        self._full = self._rank_0s_values()
+        if not partition.states:
+            for index, param in enumerate(self.params):
+                param.data.copy_(self._view(self._full, index))
+            self._full = self._own = self._full.new_empty(0)
+            self.values = self.params
+            return
+        for index, param in enumerate(self.params):
+            param.data = self._view(self._full, index)
+        self._part = layout.part(exchange.rank)
+        self._own = self._full[self._part]
+        if partition.weights:
+            self._own = self._own.clone()
+        self._room = guard.Room(self._full.untyped_storage(), self.params, self._sentences())
+        pieces = [layout.piece(index, exchange.rank) for index in range(len(self.params))]
+        self.values = [self._own[piece.start : piece.start + piece.numel] for piece in pieces]
+        sized = zip(pieces, layout.numels, strict=True)
+        self.spans = [ShardMetadata(piece.offset, numel) for piece, numel in sized]
+        self.release()
+
+    @torch.no_grad()
+    def _rank_0s_values(self) -> Tensor:
+        first = self.params[0]
+        full = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
+        for index, param in enumerate(self.params):
+            self._view(full, index).copy_(param)
+        self.exchange.broadcast(full)
+        return full
+
+    def _view(self, buffer: Tensor, index: int) -> Tensor:
+        return buffer[self.layout.place(index)].view(self.params[index].shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffer, when it is whole."""
+        return self.layout.numel * self._full.element_size()
+
+    def gather(self) -> None:
+        """Begins to bring the other ranks' parts, where this rank has only its own."""
+        if self.is_whole or self._gathering is not None:
+            return
+        self._room.restore()
+        self._gathering = self._gather()
+
+    @torch.no_grad()
+    def _gather(self) -> Work:
+        mine = self._full[self._part]
+        if self.partition.weights:
+            mine.copy_(self._own)
+        return self.exchange.gather(self._full, mine)
+
+    def wait(self) -> None:
+        """Returns when work queued on the current stream may read the weights."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._room.open()
+            self._gathering, self.is_whole = None, True
+
+    def release(self) -> None:
+        """Gives the memory of the other ranks' parts back, whether it is needed or not."""
+        self.wait()
+        if self.partition.weights and self.is_whole:
+            self.is_whole = False
+            self._room.release()
+
+    def _sentences(self) -> list[str]:
+        return [
+            f"{name}, of shape {tuple(param.shape)}, is not whole here: ZeRO stage 3 keeps a part "
+            "of it on each rank, and gathers it while the module runs that it belongs to. To read "
+            f"or write it elsewhere, on all ranks: with opt.whole([{name!r}]): ..."
+            for name, param in zip(self.names, self.params, strict=True)
+        ]
+
+    def updated(self) -> Work | None:
+        """Says that the ranks have changed their values; weights that stay whole are gathered.
+
+        A backward through a forward from before is an error then, as with any optimizer.
+        """
+        torch.autograd.graph.increment_version(self.params)
+        if self.partition.weights:
+            self.release()
+            return None
+        return self._gather() if self.partition.states else None
+
+    @torch.no_grad()
+    def keep_written(self) -> None:
+        """Takes over what was written into the parameters while they were whole."""
+        assert self.is_whole
+        if self.partition.weights:
+            self._own.copy_(self._full[self._part])
+
+    @torch.no_grad()
+    def load(self, index: int, whole: Tensor) -> None:
+        """Takes this rank's piece of a parameter's values; the others are not gathered."""
+        values = self.values[index]
+        if self.spans is not None:
+            offset = self.spans[index].offset
+            whole = whole.reshape(-1)[offset : offset + values.numel()]
+        values.copy_(whole)
+
+    def check(self) -> None:
+        """Raises RuntimeError when a parameter's memory is not the buffer's any more."""
+        if not self.partition.states:
+            return
+        mine = self._full.untyped_storage()._cdata
+        places = zip(self.names, self.params, self.layout.starts, strict=True)
+        for name, param, start in places:
+            theirs = param.untyped_storage()._cdata, param.storage_offset()
+            if param.numel() and theirs != (mine, start):
+                raise RuntimeError(
+                    f"{name}, of shape {tuple(param.shape)}, has other memory than when the "
+                    "optimizer was made, so that its update would be lost; move or convert the "
+                    "model before making the optimizer"
+                )
+
+    def whole(self, index: int, piece: Tensor, block: int | None = None) -> Tensor:
+        """All ranks' pieces of something that is cut like a parameter, in its shape.
+
+        A collective call.
+
+        Args:
+            block: elements of the parameter per entry; None: it has the parameter's shape.
+        """
+        shape = state_shape(tuple(self.params[index].shape), block)
+        whole = torch.empty(shape, dtype=piece.dtype, device=piece.device)
+        pieces = [self.layout.piece(index, rank) for rank in range(self.layout.world_size)]
+        sizes = [num_blocks(piece.numel, block or 1) for piece in pieces]
+        self.exchange.gather(whole, piece.contiguous(), sizes=sizes).wait()
+        return whole
+
+
+def state_shape(shape: tuple[int, ...], block: int | None) -> tuple[int, ...]:
+    """Of a state that has the parameter's shape (block None), or an entry per block of it."""
+    return shape if block is None else (num_blocks(math.prod(shape), block),)

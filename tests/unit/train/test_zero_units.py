@@ -1,0 +1,480 @@
+"""ZeRO stage 3: weights are whole while their modules run, and say so to everybody else."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from anychip import ops
+from anychip.comm import alone
+from anychip.comm.threads import run_ranks
+from anychip.contract import Communicator
+from anychip.train import models, optim, zero
+from anychip.train.models import GPTConfig, LlamaConfig
+from tests.unit.train.zero_oracle import assert_equal, serial, sharded, values_of
+
+GRID = pytest.mark.grid
+QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+"""Torch's compiler looks at inputs' gradients."""
+SIZES = {"vocab_size": 97, "context": 16, "layers": 4, "heads": 2, "width": 48}
+
+
+def rule() -> optim.Rule:
+    return optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1))
+
+
+def decoder(kind: str = "gpt", how: str = "plain") -> nn.Module:
+    """With a position embedding and a matrix of a block frozen; ``how`` its blocks run."""
+    torch.manual_seed(7)
+    model: nn.Module = models.build(
+        GPTConfig(**SIZES) if kind == "gpt" else LlamaConfig(**SIZES)  # type: ignore[arg-type]
+    )
+    params = list(model.named_parameters())
+    frozen = [name for name, _ in params if name.endswith(("wpe.weight", "1.mlp.c_fc.weight"))]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    if how.startswith("checkpoint"):
+        reentrant = how == "checkpoint reentrant"
+        again = partial(checkpoint, model.run_block, use_reentrant=reentrant)
+        model.run_block = again  # type: ignore[assignment]
+    if how == "compiled":
+        for block in model.blocks():  # type: ignore[operator]
+            block.forward = torch.compile(block.forward, backend="aot_eager")
+    return model
+
+
+def decoder_loss(model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+    tokens = torch.randint(0, 97, (2, 17), generator=generator)
+    loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])
+    return loss
+
+
+@pytest.mark.parametrize(("kind", "how", "world_size", "options"), [
+    ("gpt", "plain", 2, {}),
+    pytest.param("gpt", "plain", 2, {"prefetch": 0}, marks=GRID),
+    ("gpt", "plain", 3, {"prefetch": 2}),
+    ("llama", "plain", 2, {}),
+    ("gpt", "checkpoint", 2, {}),
+    ("gpt", "checkpoint reentrant", 2, {}),
+    pytest.param("gpt", "compiled", 2, {}, marks=[GRID, QUIET]),
+    ("gpt", "plain", 2, {"units": 60_000}),
+    ("gpt", "plain", 2, {"units": [["transformer.wte", "lm_head"], "transformer.h.0.mlp"]}),
+    ("gpt", "plain", 4, {"shard_group": 2}),
+    pytest.param("gpt", "plain", 4, {"shard_group": 1}, marks=GRID),
+    pytest.param("gpt", "plain", 8, {"shard_group": 4}, marks=GRID),
+    pytest.param("llama", "checkpoint", 8, {}, marks=GRID),
+], ids=lambda value: str(value).strip("{}").replace("'", ""))  # fmt: skip
+def test_steps_of_a_decoder_equal_one_process_bit_for_bit(
+    kind: str, how: str, world_size: int, options: dict[str, Any]
+) -> None:
+    given = {"world_size": world_size, "steps": 4, "micro": 2}
+    want = serial(partial(decoder, kind), decoder_loss, rule(), **given)  # type: ignore[arg-type]
+    options = {"units": "blocks", **options}
+    build = partial(decoder, kind, how)
+    got = sharded(build, decoder_loss, rule, stage=3, **given, **options)
+    assert_equal(got, want)
+
+
+@pytest.mark.parametrize("stage", [1, 2], ids="stage{}".format)
+def test_groups_of_ranks_that_hold_everything_equal_all_ranks_together(stage: int) -> None:
+    given = {"world_size": 4, "steps": 3, "micro": 2}
+    want = serial(decoder, decoder_loss, rule(), **given)  # type: ignore[arg-type]
+    got = sharded(decoder, decoder_loss, rule, stage=stage, shard_group=2, units=[], **given)
+    assert_equal(got, want)
+
+
+def on_two(work: Callable[[Communicator, nn.Module], Any], build: Any = decoder) -> list[Any]:
+    """On two ranks, each with a model of its own."""
+    made = [build(), build()]
+    return run_ranks(2, lambda comm: work(comm, made[comm.rank]))
+
+
+def optimizer(model: nn.Module, comm: Communicator, **options: Any) -> zero.Optimizer:
+    return zero.Optimizer(model, rule(), comm, stage=3, **options)
+
+
+def parts(opt: zero.Optimizer) -> zero.ShardedModel:
+    assert opt.sharded is not None
+    return opt.sharded
+
+
+# Memory and order
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_whole_bytes_are_those_of_the_root_and_of_the_units_ahead_and_in_use(prefetch: int) -> None:
+    def work(comm: Communicator, model: nn.Module) -> None:
+        opt = optimizer(model, comm, prefetch=prefetch)
+        for step in range(3):
+            opt.backward(decoder_loss(model, step, comm.rank, 0))
+            assert parts(opt).whole_nbytes == 0
+            opt.step()
+            opt.zero_grad()
+        *units, root = parts(opt).units
+        largest = max(unit.nbytes for unit in units)
+        assert parts(opt).peak_whole_nbytes == root.nbytes + (prefetch + 1) * largest
+
+    on_two(work)
+
+
+def test_units_come_ahead_of_use_in_both_directions_and_go_after_it() -> None:
+    def work(comm: Communicator, model: nn.Module) -> list[tuple[str, str]]:
+        opt = optimizer(model, comm)
+        opt.backward(decoder_loss(model, 0, comm.rank, 0))
+        with parts(opt).recorded() as actions:
+            opt.backward(decoder_loss(model, 0, comm.rank, 0))
+        return actions
+
+    blocks = [f"transformer.h.{number}" for number in range(4)]
+    forward = [("UNSHARD", ""), ("UNSHARD", blocks[0])]
+    for one, ahead in zip(blocks, [*blocks[1:], None], strict=True):
+        forward += [("UNSHARD", ahead)] if ahead else []
+        forward += [("RESHARD", one)] if ahead else []
+    backward = []
+    for one, ahead in zip(blocks[::-1], [*blocks[-2::-1], None], strict=True):
+        backward += [("UNSHARD", ahead)] if ahead else []
+        backward += [("RESHARD", one)]
+    assert on_two(work) == [[*forward, *backward, ("RESHARD", "")]] * 2
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "checkpoint reentrant"])
+def test_recomputation_gathers_nothing_ahead_and_releases_nothing(how: str) -> None:
+    """Each block comes twice, forward and backward, and goes twice: what runs again has it."""
+
+    def work(comm: Communicator, model: nn.Module) -> None:
+        opt = optimizer(model, comm)
+        opt.backward(decoder_loss(model, 0, comm.rank, 0))
+        with parts(opt).recorded() as actions:
+            opt.backward(decoder_loss(model, 0, comm.rank, 0))
+        for number in range(4):
+            mine = [kind for kind, name in actions if name == f"transformer.h.{number}"]
+            assert mine == ["UNSHARD", "RESHARD"] * (len(mine) // 2)
+            assert len(mine) == (2 if number == 3 and how == "checkpoint" else 4), number
+        largest = max(unit.nbytes for unit in parts(opt).units[:-1])
+        assert parts(opt).peak_whole_nbytes == parts(opt).units[-1].nbytes + 2 * largest
+
+    on_two(partial(work), partial(decoder, "gpt", how))
+
+
+def test_evaluation_leaves_nothing_whole_and_training_goes_on_with_the_same_bits() -> None:
+    def work(comm: Communicator, model: nn.Module, evaluates: bool) -> dict[str, Tensor]:
+        opt = optimizer(model, comm)
+        for step in range(3):
+            if evaluates:
+                with torch.no_grad():
+                    decoder_loss(model, 9, 0, 0)
+                assert parts(opt).whole_nbytes == 0
+                decoder_loss(model, 9, 0, 0)  # with a graph, and no backward
+            opt.backward(decoder_loss(model, step, comm.rank, 0))
+            assert parts(opt).whole_nbytes == 0
+            opt.step()
+            opt.zero_grad()
+        return values_of(model, opt)
+
+    plain, evaluated = (on_two(partial(work, evaluates=e))[0] for e in (False, True))
+    assert all(torch.equal(plain[name], value) for name, value in evaluated.items())
+
+
+# Modules of all kinds
+
+
+@dataclass
+class Found:
+    first: Tensor
+    others: dict[str, tuple[Tensor, ...]]
+
+
+class Odd(nn.Module):
+    """A unit that gives what ``kind`` says, is used twice, and begins with a frozen matrix."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(Part(kind) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in [self.blocks[0], self.blocks[1], self.blocks[0], self.blocks[2]]:
+            x = _first(part(x)) * self.scale
+        return x.square().mean()
+
+
+class Part(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.base = nn.Linear(40, 40).requires_grad_(False)
+        self.down, self.up = nn.Linear(40, 4, bias=False), nn.Linear(4, 40, bias=False)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.unused = nn.Parameter(torch.randn(1300))
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(self.base(x) + self.up(self.down(x))) + self.empty.sum()
+        made = {"tensor": y, "tuple": (None, y), "dict": {"a": [1, y]}, "dataclass": Found(y, {})}
+        return made[self.kind]
+
+
+def _first(values: Any) -> Tensor:
+    if isinstance(values, Found):
+        return values.first
+    if isinstance(values, dict):
+        values = values["a"]
+    return values if isinstance(values, Tensor) else values[1]
+
+
+def odd(kind: str) -> Odd:
+    torch.manual_seed(5)
+    return Odd(kind)
+
+
+def odd_loss(model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+    loss: Tensor = model(torch.randn(3, 40, generator=generator))
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict", "dataclass"])
+def test_outputs_of_all_kinds_frozen_matrices_and_modules_used_twice_have_the_same_bits(
+    kind: str,
+) -> None:
+    want = serial(partial(odd, kind), odd_loss, rule(), world_size=2, steps=4, micro=2)
+    given = {"world_size": 2, "stage": 3, "steps": 4, "micro": 2, "units": "blocks"}
+    assert_equal(sharded(partial(odd, kind), odd_loss, rule, **given), want)  # type: ignore[arg-type]
+
+
+# Whoever reads what is not there
+
+
+def _readers() -> Iterator[tuple[str, Callable[[nn.Parameter, nn.Module], Any]]]:
+    yield "add", lambda weight, _: weight + 1
+    yield "own operator", lambda weight, _: ops.linear(torch.ones(2, weight.shape[1]), weight)
+    yield "torch's operator", lambda weight, _: torch.ops.aten.mm(weight, weight)
+    yield "detach", lambda weight, _: weight.detach()
+    yield "data", lambda weight, _: weight.data
+    yield "pointer", lambda weight, _: weight.data_ptr()
+    yield "list", lambda weight, _: weight.tolist()
+    yield "numpy", lambda weight, _: weight.numpy(force=True)
+    yield "view", lambda weight, _: weight.view(-1)
+    yield "text", lambda weight, _: repr(weight)
+    yield "deepcopy", lambda _, model: copy.deepcopy(model)
+    yield "state_dict", lambda _, model: model.state_dict()
+    yield "save", lambda weight, _: torch.save(weight, io.BytesIO())
+    yield "average", lambda weight, _: torch._foreach_lerp([torch.zeros(48, 48)], [weight], 0.1)
+    yield "write", lambda weight, _: weight.copy_(torch.zeros(48, 48))
+    yield "fill", lambda weight, _: nn.init.zeros_(weight)
+    yield "load", lambda weight, m: m.load_state_dict({"0.weight": weight}, strict=False)
+    yield "move", lambda _, model: model.double()
+    yield "submodule", lambda _, model: model[0](torch.ones(2, 48))
+    yield "other module", lambda weight, _: nn.functional.linear(torch.ones(2, 48), weight)
+
+
+@pytest.mark.parametrize(("reader"), [f for _, f in _readers()], ids=[n for n, _ in _readers()])
+def test_reading_a_weight_that_is_not_whole_is_a_sentence_with_its_name(
+    reader: Callable[[nn.Parameter, nn.Module], Any],
+) -> None:
+    def work(comm: Communicator, model: nn.Module) -> None:
+        opt = optimizer(model, comm)
+        weight = model.get_parameter("0.weight")
+        sentence = (
+            r"0\.weight, of shape \(48, 48\), is not whole here: .*opt\.whole\(\['0\.weight'\]"
+        )
+        with torch.no_grad(), pytest.raises(RuntimeError, match=sentence):
+            reader(weight, model)
+        with opt.whole():
+            assert torch.isfinite(weight).all()
+
+    on_two(work, lambda: nn.Sequential(nn.Linear(48, 48, bias=False)))
+
+
+def test_what_a_weight_is_can_be_asked_at_any_time() -> None:
+    def work(comm: Communicator, model: nn.Module) -> None:
+        weight = model.get_parameter("0.weight")
+        before = (weight.shape, weight.dtype, weight.device, weight.numel(), weight.stride())
+        optimizer(model, comm)
+        assert (
+            weight.shape,
+            weight.dtype,
+            weight.device,
+            weight.numel(),
+            weight.stride(),
+        ) == before
+        assert weight.requires_grad
+        assert weight.is_leaf
+        assert weight.grad is None
+        assert isinstance(weight, nn.Parameter)
+        assert dict(model.named_parameters())["0.weight"] is weight
+
+    on_two(work, lambda: nn.Sequential(nn.Linear(48, 48, bias=False)))
+
+
+def test_alias_of_a_weight_reads_nan_while_it_is_not_whole_and_its_values_when_it_is() -> None:
+    def work(comm: Communicator, model: nn.Module) -> None:
+        opt = optimizer(model, comm)
+        with opt.whole():
+            alias = model.get_parameter("0.weight").detach().t()[3:5]
+            want = alias.clone()
+        assert alias.isnan().all()
+        alias.zero_()  # is lost
+        with opt.whole():
+            assert torch.equal(alias, want)
+        assert alias.isnan().all()
+
+    on_two(work, lambda: nn.Sequential(nn.Linear(48, 48, bias=False)))
+
+
+def test_weights_written_under_whole_are_kept_if_that_was_said() -> None:
+    def work(comm: Communicator, model: nn.Module) -> None:
+        opt = optimizer(model, comm)
+        name = "transformer.h.2.mlp.c_fc.weight"
+        weight = model.get_parameter(name)
+        with opt.whole(["transformer.h.2"], writes=True), torch.no_grad():
+            weight.fill_(0.25)
+            with opt.whole(["transformer.wte", "lm_head.weight"]):
+                assert torch.isfinite(model.get_parameter("lm_head.weight")).all()
+            assert torch.equal(weight, torch.full_like(weight, 0.25))
+        with pytest.raises(RuntimeError, match=r"what was written is lost"):
+            with opt.whole([name]), torch.no_grad():
+                weight.zero_()
+        with opt.whole([name]):
+            assert (weight == 0.25).all()
+            decoder_loss(model, 0, 0, 0)
+            assert (weight == 0.25).all()
+        with pytest.raises(ValueError, match=r"GPT has no parameter.*'transformer.x'"):
+            opt.whole(["transformer.x"]).__enter__()
+
+    on_two(work)
+
+
+# Mistakes
+
+
+def test_error_within_backward_or_forward_leaves_a_model_that_trains_on() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            raise ArithmeticError("here")
+
+    def work(comm: Communicator, model: nn.Module, fails: bool) -> dict[str, Tensor]:
+        opt = optimizer(model, comm)
+        block = model.get_submodule("transformer.h.1.mlp")
+        run = block.forward
+        for step in range(3):
+            if fails:
+                block.forward = lambda x: Fails.apply(run(x))
+                with pytest.raises(ArithmeticError):
+                    opt.backward(decoder_loss(model, step, comm.rank, 0))
+                block.forward = lambda x: 1 / 0  # type: ignore[assignment,return-value]
+                with pytest.raises(ZeroDivisionError):
+                    decoder_loss(model, step, comm.rank, 0)
+                block.forward = run
+                opt.zero_grad()
+            opt.backward(decoder_loss(model, step, comm.rank, 0))
+            assert parts(opt).whole_nbytes == 0
+            opt.step()
+            opt.zero_grad()
+        return values_of(model, opt)
+
+    plain, failed = (on_two(partial(work, fails=fails))[0] for fails in (False, True))
+    assert all(torch.equal(plain[name], value) for name, value in failed.items())
+
+
+@pytest.mark.parametrize(("units", "message"), [
+    ("layers", "'blocks', a size in bytes or paths expected, got 'layers'"),
+    (0, "at least 1 byte expected, got 0"),
+    (["transformer.x"], "GPT has no module 'transformer.x'"),
+    (["transformer.h"], "transformer.h is a list of modules, which nobody calls"),
+    (["lm_head", "lm_head"], "lm_head is named twice"),
+    (["transformer.h.0", "transformer.h.0.mlp"], "transformer.h.0.mlp is inside transformer.h.0"),
+], ids=str)  # fmt: skip
+def test_units_that_the_model_does_not_have_are_refused(units: Any, message: str) -> None:
+    def work(comm: Communicator, model: nn.Module) -> None:
+        with pytest.raises(ValueError, match=message):
+            optimizer(model, comm, units=units)
+
+    on_two(work)
+
+
+def test_parameters_without_their_model_or_of_another_are_refused() -> None:
+    def work(comm: Communicator, model: nn.Module) -> None:
+        with pytest.raises(ValueError, match=r"stage=3, module=model"):
+            zero.Optimizer(model.parameters(), rule(), comm, stage=3)
+        with pytest.raises(ValueError, match=r"parameter 0 is no parameter of the Linear"):
+            zero.Optimizer(model.parameters(), rule(), comm, stage=3, module=nn.Linear(2, 2))
+        with pytest.raises(ValueError, match=r"shard_group must divide the 2 ranks, got 3"):
+            optimizer(model, comm, shard_group=3)
+
+    on_two(work, lambda: nn.Linear(4, 4))
+
+
+def test_parameters_replaced_after_the_optimizer_was_made_are_an_error() -> None:
+    def work(comm: Communicator, model: nn.Module) -> None:
+        opt = optimizer(model, comm)
+        state = {"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}
+        opt.backward(model(torch.ones(1, 4)).sum())
+        model.load_state_dict(state, assign=True)
+        with pytest.raises(RuntimeError, match=r"weight is another parameter than when"):
+            opt.step()
+
+    on_two(work, lambda: nn.Linear(4, 4))
+
+
+def test_state_of_stage_3_is_that_of_one_process_and_loads_at_any_stage() -> None:
+    want = serial(decoder, decoder_loss, rule(), world_size=2, steps=4)
+    want = want._replace(norms=want.norms[2:])
+    given = {"world_size": 2, "stage": 3, "units": "blocks"}
+    first = sharded(decoder, decoder_loss, rule, steps=2, **given)[0]  # type: ignore[arg-type]
+
+    def resumed() -> nn.Module:
+        model = decoder()
+        model.load_state_dict({**model.state_dict(), **first.params})
+        return model
+
+    more = {"steps": 2, "first_step": 2, "state": first.state}
+    ways = [given, {"world_size": 2, "stage": 1, "units": []}]
+    for options in ways:
+        got = sharded(resumed, decoder_loss, rule, **options, **more)  # type: ignore[arg-type]
+        assert_equal(got, want)
+
+
+def test_whole_state_dict_goes_to_one_rank_and_its_parts_come_from_it() -> None:
+    want = decoder().state_dict()
+
+    def work(comm: Communicator, model: nn.Module) -> dict[str, Tensor]:
+        opt = optimizer(model, comm)
+        saved = parts(opt).state_dict(to_rank=1)
+        assert bool(saved) == (comm.rank == 1)
+        with opt.whole(writes=True), torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        parts(opt).load_state_dict(want)
+        assert opt.stands_for(model) is parts(opt)
+        return parts(opt).state_dict()
+
+    for got in on_two(work):
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], value) for name, value in want.items())
+        assert got["lm_head.weight"] is got["transformer.wte.weight"]
+
+
+def test_one_rank_has_nothing_to_gather() -> None:
+    model = nn.Linear(3, 3)
+    opt = optimizer(model, alone())
+    with opt.whole(writes=True) if opt else nullcontext():
+        assert opt.sharded is None
+    opt.backward(model(torch.ones(1, 3)).sum())
+    opt.step()

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.utils._pytree import tree_leaves
 
 from anychip.contract import HOST
 
@@ -66,7 +67,7 @@ class Released(nn.Parameter):
 
 
 def _first_released(values: Any) -> Released:
-    found = [value for value in torch.utils._pytree.tree_leaves(values) if type(value) is Released]
+    found = [value for value in tree_leaves(values) if type(value) is Released]
     return found[0]
 
 

@@ -56,7 +56,8 @@ class ShardedModel:
         shard_group: int | None = None,
     ) -> None:
         self.comm, self.stage, self.partition = comm, stage, STAGES[stage]
-        self.dtype, self.reduction = dtype, reduction
+        self.dtype = dtype
+        self.reduction: GradientReduction = reduction
         self.exchange = self._exchange(shard_group)
         self.queue = ReduceQueue(comm, self.partition)
         self.places: dict[Tensor, Place] = {}

@@ -37,7 +37,10 @@ class Staged(Transport):
         work: Work = getattr(self._host, call.name)(call._replace(inputs=inputs, outputs=outputs))
         return _Staged(work, list(zip(call.outputs, outputs, strict=True)))
 
-    all_reduce = all_gather = reduce_scatter = broadcast = all_to_all = barrier = _stage
+    all_reduce = all_gather = reduce_scatter = broadcast = all_to_all = _stage
+
+    def barrier(self, call: CollectiveCall) -> Work:
+        return _Staged(self._host.barrier(call), [])  # also of a split, which has another name
 
     def exchange(self, transfers: Sequence[Transfer]) -> Work:
         staged = [

@@ -98,7 +98,8 @@ def test_two_groups_of_the_same_ranks_take_calls_in_any_order(check: Check) -> N
     assert run_ranks(3, work, check=check) == [[3.0**5, 2 * 3.0**5]] * 3
 
 
-def test_traffic_counts_each_rank_and_group_apart() -> None:
+@pytest.mark.parametrize("staged", [None, "cpu"], ids=["direct", "staged"])
+def test_traffic_counts_each_rank_and_group_apart(staged: str | None) -> None:
     def work(comm: Communicator) -> list[dict[str, int]]:
         pair = comm.split([[0, 1], [2, 3]], name="pair")
         pair.all_reduce(torch.zeros(10))
@@ -108,7 +109,7 @@ def test_traffic_counts_each_rank_and_group_apart() -> None:
             comm.recv(torch.zeros(3), 0)
         return [dict(comm.traffic.nbytes), dict(pair.traffic.nbytes), dict(pair.traffic.calls)]
 
-    found = run_ranks(4, work)
+    found = run_ranks(4, work, staged=staged)
     assert found[0] == [{"send": 12}, {"all_reduce": 40}, {"all_reduce": 1}]
     assert found[3] == [{"recv": 12}, {"all_reduce": 40}, {"all_reduce": 1}]
     assert found[1] == [{}, {"all_reduce": 40}, {"all_reduce": 1}]

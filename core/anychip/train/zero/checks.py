@@ -52,17 +52,36 @@ def check_options(given: set[str], known: Iterable[str]) -> None:
         raise ValueError(f"parameter group: the rule has no option {name!r}; {hint}")
 
 
-def check_parameter(param: Tensor) -> None:
-    """float32, and not frozen."""
+_16_BITS = (torch.bfloat16, torch.float16)
+
+
+def has_16_bits(given: Iterable[Any]) -> bool:
+    """Whether any of these parameters or groups needs masters."""
+    found: list[Any] = []
+    for entry in given:
+        params = entry["params"] if isinstance(entry, dict) else entry
+        found += [params] if isinstance(params, (Tensor, tuple)) else list(params)
+    return any((p[1] if isinstance(p, tuple) else p).dtype in _16_BITS for p in found)
+
+
+def check_parameter(param: Tensor, *, may_have_master: bool) -> None:
+    """float32, or of 16 bits where it can have a master; and not frozen."""
     if not param.requires_grad:
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} does not require gradients; leave frozen "
             "parameters out of the groups"
         )
+    if param.dtype in _16_BITS:
+        if may_have_master and hasattr(param, "grad_dtype"):
+            return
+        raise UnsupportedError(
+            f"a parameter of shape {tuple(param.shape)} is {param.dtype}, and is updated in float32"
+            ": give it when the optimizer is made, with torch 2.10 or later"
+        )
     if param.dtype != torch.float32:
         raise UnsupportedError(
-            f"a parameter of shape {tuple(param.shape)} is {param.dtype}; this version updates "
-            "float32 parameters. Keep the model in float32 and compute under precision.policy()"
+            f"a parameter of shape {tuple(param.shape)} is {param.dtype}; parameters of 32 or 16 "
+            "bits are updated"
         )
 
 

@@ -8,7 +8,7 @@ where states are whole, else this rank's part). Moving from one to the next free
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,11 @@ class Partitioned(Tensor):
     def __new__(cls, param: Tensor) -> Partitioned:
         """For the gradient of a parameter."""
         made: Partitioned = Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+            cls,
+            param.shape,
+            strides=param.stride(),
+            dtype=dtype_of_gradient(param),
+            device=param.device,
         )
         return made
 
@@ -44,6 +48,12 @@ class Partitioned(Tensor):
             "To clip: optim.chain(optim.clip_by_global_norm(max_norm), rule), and StepResult has "
             "the norm; to clear: opt.zero_grad(); to add another: opt.backward(loss)"
         )
+
+
+def dtype_of_gradient(param: Tensor) -> torch.dtype:
+    """In which autograd adds up: float32 for a weight of 16 bits that has a master."""
+    found = getattr(param, "grad_dtype", None)
+    return param.dtype if found is None else cast(torch.dtype, found)
 
 
 class FlatGradients:

@@ -30,7 +30,7 @@ _refuse = getattr(_MODULE, "_set_storage_data_ptr_access_error_msg", None)
 _allow = getattr(_MODULE, "_clear_storage_data_ptr_access_error_msg", None)
 
 _PROPERTIES = {
-    *("device", "dtype", "grad", "grad_fn", "layout", "nbytes", "ndim", "output_nr"),
+    *("device", "dtype", "grad", "grad_dtype", "grad_fn", "layout", "nbytes", "ndim", "output_nr"),
     *("requires_grad", "retains_grad", "shape"),
     *("_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
     *(name for name in dir(Tensor) if name.startswith("is_")),
@@ -47,7 +47,7 @@ def _without_values() -> frozenset[Callable[..., Any]]:
     """What can be asked of a parameter that has none."""
     found = {getattr(Tensor, name) for name in _METHODS}
     for name in _PROPERTIES:
-        descriptor = getattr(Tensor, name)
+        descriptor: Any = getattr(Tensor, name, None)  # some are younger than others
         if hasattr(descriptor, "__set__"):
             found |= {descriptor.__get__, descriptor.__set__, descriptor.__delete__}
     return frozenset(found)

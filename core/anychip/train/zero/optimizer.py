@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from anychip.train.zero.exchange import GradientReduction
 from anychip.train.zero.reduce_queue import watch
 from anychip.train.zero.sharded import ShardedModel
 from anychip.train.zero.units import Policy
-from anychip.train.zero.update import Updates
+from anychip.train.zero.update import MASTER, Updates
 from anychip.train.zero.weights import STAGES
 
 # torch hides them from its compiler, and imports that for it: two seconds of the first step.
@@ -91,6 +91,9 @@ class Optimizer(torch.optim.Optimizer):
             and takes the memory of its weights.
         shard_group: so many neighbouring ranks hold all parts together, and each such group the
             whole (hybrid sharding): weights are gathered within a group. None: all ranks.
+        param_dtype: of the weights that modules see, with masters in float32 that the rule updates
+            and :meth:`state_dict` holds as ``master``; None: as they are. Parameters of 16 bits
+            have masters anyway.
 
     Raises:
         ValueError: no parameter requires gradients, or a stage outside 0 to 3; stage 3 without the
@@ -128,6 +131,7 @@ class Optimizer(torch.optim.Optimizer):
         units: Policy = "blocks",
         prefetch: int = 1,
         shard_group: int | None = None,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         checks.check_stage(stage)
         if bucket_nbytes < 1:
@@ -144,18 +148,21 @@ class Optimizer(torch.optim.Optimizer):
         dtype = precision.reduce_dtype if precision else torch.float32
         module = model if isinstance(model, nn.Module) else module
         self._names = {} if module is None else {p: n for n, p in module.named_parameters()}
+        given = checks.trainable(model)
         self.sharded: ShardedModel | None = None
-        if comm.world_size > 1:
+        if comm.world_size > 1 or param_dtype is not None or checks.has_16_bits(given):
+            cut = stage if comm.world_size > 1 else 0
             self.sharded = ShardedModel(
-                comm, stage, dtype=dtype, reduction=reduction, shard_group=shard_group
-            )
-            if stage == 3:
+                comm, cut, dtype=dtype, reduction=reduction, shard_group=shard_group,
+                param_dtype=param_dtype,
+            )  # fmt: skip
+            if cut == 3:
                 self.sharded.add_module(checks.module_of_stage_3(module), units, prefetch)
         self._updates = Updates(comm, self.sharded, model_comm, set(duplicates))
         self._is_synchronizing = True
         self._is_in_backward = False
         self._scheduled: list[Any] = []
-        super().__init__(checks.trainable(model), dict(rule.options))
+        super().__init__(given, dict(rule.options))
         foreign = self._updates.duplicates - self.state.keys()
         if foreign:
             raise ValueError(f"duplicates: {len(foreign)} parameters that are not trained here")
@@ -165,13 +172,15 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: a parameter that is frozen, or an option that the rule does not have.
-            UnsupportedError: a 16-bit parameter, whose small updates would be rounded away.
+            UnsupportedError: a parameter of 8 or 64 bits; one of 16 bits among others of 32 that
+                were there before, on one rank.
         """
         params = param_group["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         checks.check_options(set(param_group), self.rule.options)
         for param in param_group["params"]:
-            checks.check_parameter(param[1] if isinstance(param, tuple) else param)
+            each = param[1] if isinstance(param, tuple) else param
+            checks.check_parameter(each, may_have_master=self.sharded is not None)
         self._scheduled.append(None if "lr" in param_group else self.defaults["lr"])
         _add_param_group(self, param_group)
         params = self.param_groups[-1]["params"]
@@ -191,6 +200,8 @@ class Optimizer(torch.optim.Optimizer):
         for param in fresh:
             values = self._updates.values(param)
             made = self.rule.init(values)
+            if self._updates.has_master(param):
+                made[MASTER] = values
             if self._updates.span(param) is not None:
                 checks.check_state(made, values, self.rule.blocks)
             self.state[param] = {"step": step, **made}
@@ -362,16 +373,20 @@ class Optimizer(torch.optim.Optimizer):
         For float32 parameters and AdamW, per parameter and with N ranks: 4 + 4 + 8 in stage 0,
         4 + 4 + 8 / N in stage 1, 4 + 4 / N + 8 / N in stage 2, 16 / N in stage 3 beside the units
         that are whole; a part may be larger by the gaps of its buffer. States in 8 bits are
-        2 + 8 / 256 in place of the 8.
+        2 + 8 / 256 in place of the 8. Parameters of 16 bits are 2 in place of 4, with a master of
+        4 among the states; in stage 3 the master alone.
         """
         params = [param for group in self.param_groups for param in group["params"]]
-        whole = sum(param.nbytes for param in params)
-        owned = sum(self._updates.values(param).nbytes for param in params)
-        states = {t for p in params for t in self.state[p].values()}
         partition = STAGES[self.stage]
-        weights = owned if partition.weights else whole
-        gradients = owned if partition.gradients else whole
-        return MemoryUse(weights, gradients, sum(t.nbytes for t in states))
+        owned = [self._updates.values(param) for param in params]
+        # A part of a weight that has a master is made from it when it is gathered.
+        weights = [v for p, v in zip(params, owned, strict=True) if not self._updates.has_master(p)]
+        states = {t for p in params for t in self.state[p].values()}
+        return MemoryUse(
+            sum(each.nbytes for each in (weights if partition.weights else params)),
+            sum(each.numel() for each in (owned if partition.gradients else params)) * 4,
+            sum(each.nbytes for each in states),
+        )
 
     def state_dict(self, *, to_rank: int | None = None) -> dict[str, Any]:
         """torch's form with whole tensors, ``num_steps``, and the loss scale if there is one.
@@ -436,9 +451,11 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies a state into this one's tensors, which keep their dtype and place in memory.
 
-        Each rank takes its part of the whole tensors; nothing is sent. As with torch's, options of
-        the groups become those of the state; ``lr`` does not where a schedule decides it. A state
-        of torch's AdamW or SGD, or of an Adam without weight decay, is one for adamw or sgd.
+        Each rank takes its part of the whole tensors; nothing is sent, but weights of 16 bits,
+        which become those of the masters (or the masters theirs, if none were saved). As with
+        torch's, options of the groups become those of the state; ``lr`` does not where a schedule
+        decides it. A state of torch's AdamW or SGD, or of an Adam without weight decay, is one for
+        adamw or sgd.
 
         Raises:
             ValueError: as :meth:`check_state_dict`. Nothing is changed.
@@ -456,6 +473,14 @@ class Optimizer(torch.optim.Optimizer):
                 span = self._updates.span(param)
                 state.load(entries[param], self.state[param], span, steps, blocks)
             group.update(given)
+        self._load_masters(entries)
         self.num_steps = int(state_dict["num_steps"])
         for done in self._optimizer_load_state_dict_post_hooks.values():
             done(self)
+
+    def _load_masters(self, entries: Mapping[Tensor, state.Entry]) -> None:
+        if self.sharded is None:
+            return
+        mine = [param for param in entries if self._updates.has_master(param)]
+        self.sharded.updated([param for param in mine if MASTER in entries[param]])
+        self.sharded.written([param for param in mine if MASTER not in entries[param]])

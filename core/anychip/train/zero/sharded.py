@@ -44,6 +44,7 @@ class ShardedModel:
         dtype: in which gradients are sent.
         reduction: of the ranks' gradients.
         shard_group: neighbouring ranks that hold all parts together; None: all ranks.
+        param_dtype: of the weights that modules see; None: as they are.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class ShardedModel:
         dtype: torch.dtype = torch.float32,
         reduction: GradientReduction = "avg",
         shard_group: int | None = None,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
+        self.param_dtype = param_dtype
         self.comm, self.stage, self.partition = comm, stage, STAGES[stage]
         self.dtype = dtype
         self.reduction: GradientReduction = reduction
@@ -89,9 +92,12 @@ class ShardedModel:
             raise ValueError(f"{name} is no parameter of the {type(self.module).__name__}")
         if self.module is not None:
             return
-        numels = [param.numel() for param in params]
-        for members in by_size(numels, max(1, max_nbytes // torch.float32.itemsize)):
-            self._buffer([params[i] for i in members], [names[i] for i in members])
+        max_numel = max(1, max_nbytes // torch.float32.itemsize)
+        for dtype in dict.fromkeys(param.dtype for param in params):
+            same = [index for index, param in enumerate(params) if param.dtype == dtype]
+            for members in by_size([params[index].numel() for index in same], max_numel):
+                indices = [same[member] for member in members]
+                self._buffer([params[i] for i in indices], [names[i] for i in indices])
 
     def add_module(self, module: nn.Module, units: Policy, prefetch: int) -> None:
         """Takes all parameters of a model into units, whose weights are cut.
@@ -122,11 +128,13 @@ class ShardedModel:
     ) -> FlatWeights:
         checks.check_memory(params)
         layout = plan([param.numel() for param in params], self._num_parts)
-        weights = FlatWeights(params, names, layout, self.exchange, self.partition)
+        given = params, names, layout, self.exchange, self.partition, self.param_dtype
+        weights = FlatWeights(*given)
         gradients = None
         if is_trained:
-            given = layout, self.exchange, self.partition, self.dtype, self.reduction
-            gradients = FlatGradients(params, *given)
+            gradients = FlatGradients(
+                params, layout, self.exchange, self.partition, self.dtype, self.reduction
+            )
             self.queue.add(gradients)
         for index, param in enumerate(params):
             self.places[param] = Place(weights, gradients, index)
@@ -140,15 +148,22 @@ class ShardedModel:
 
     def updated(self, params: Collection[Tensor]) -> None:
         """Says that these have new values; weights that stay whole are gathered."""
-        if not self.partition.states:
-            return
-        changed = dict.fromkeys(
-            self.places[param].weights for param in self.places if param in params
-        )
-        works = [weights.updated() for weights in changed]
+        works = [weights.updated() for weights in self._holding(params)]
         for work in works:
             if work is not None:
                 work.wait()
+
+    def written(self, params: Collection[Tensor]) -> None:
+        """Says that the weights that modules see have been written; masters follow."""
+        with self.whole():
+            for weights in self._holding(params):
+                weights.keep_written()
+
+    def _holding(self, params: Collection[Tensor]) -> list[FlatWeights]:
+        """The buffers that have any of them, in one order on all ranks."""
+        wanted = set(params)
+        found = [place.weights for param, place in self.places.items() if param in wanted]
+        return list(dict.fromkeys(found))
 
     def check(self) -> None:
         """RuntimeError when a parameter is not the model's any more, or its memory not ours."""
@@ -184,6 +199,9 @@ class ShardedModel:
         """
         if self._hooks is None:
             yield
+            for weights in dict.fromkeys(place.weights for place in self.places.values()):
+                if writes:
+                    weights.keep_written()
             return
         units = self._units_of(self._hooks, names)
         with self._hooks.kept(units):

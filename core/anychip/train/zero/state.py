@@ -15,6 +15,7 @@ from anychip.train import schema
 from anychip.train.optim import Rule, ShardMetadata
 from anychip.train.zero import checks
 from anychip.train.zero.sharded import Place
+from anychip.train.zero.update import MASTER
 from anychip.train.zero.weights import state_shape
 
 Entry = Mapping[str, Tensor]
@@ -173,6 +174,8 @@ def matched(
             shape = tuple(param.shape)
             whole = {name: state_shape(shape, blocks.get(name)) for name in wanted}
             wanted = {**whole, "step": wanted["step"]}
+        if MASTER in wanted and MASTER not in found[param]:
+            del wanted[MASTER]  # saved with float32 weights: the weights that are here count
         _check_entry(number, found[param], wanted, entries[param])
     return found
 

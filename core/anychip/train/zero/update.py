@@ -17,6 +17,9 @@ from anychip.runtime import on_host
 from anychip.train.optim import Group, ShardMetadata, Update
 from anychip.train.zero.sharded import ShardedModel
 
+MASTER = "master"
+"""Name of a 16-bit weight's value in float32, among its states."""
+
 State = Mapping[Tensor, dict[str, Tensor]]
 """Of each parameter the rule's states by name, and ``step``."""
 
@@ -45,6 +48,10 @@ class Updates:
             return param
         place = self.sharded.places[param]
         return place.weights.values[place.index]
+
+    def has_master(self, param: Tensor) -> bool:
+        """What is updated is not the weight that modules see."""
+        return self.sharded is not None and self.sharded.places[param].weights.has_masters
 
     def span(self, param: Tensor) -> ShardMetadata | None:
         """Where that lies in the flattened parameter; None: it is the parameter."""
@@ -110,7 +117,7 @@ class Updates:
         return Group(
             params=[self.values(p) for p in params],
             grads=[self.gradient(p) for p in params],
-            state={name: [s[name] for s in mine] for name in mine[0] if name != "step"},
+            state={n: [s[n] for s in mine] for n in mine[0] if n not in ("step", MASTER)},
             step=mine[0]["step"],
             options={k: v for k, v in group.items() if k != "params"},
             spans=spans or None,

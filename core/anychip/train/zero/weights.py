@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anychip.contract import Work
+from anychip.contract import DONE, Work
 from anychip.operators.partials import num_blocks
 from anychip.train.optim import ShardMetadata
 from anychip.train.zero import guard
@@ -42,17 +42,21 @@ STAGES = {
 class FlatWeights:
     """The weights of some parameters on one rank. Their values become those of rank 0.
 
+    Weights of 16 bits that are trained have *masters* in float32, which rules update.
+
     Args:
-        params: of one dtype, on one device.
+        params: of one dtype, on one device; all trained, or all frozen.
         names: of the parameters, for messages.
         layout: of the parameters in the buffer.
         exchange: with the ranks among which it is cut.
         partition: what each rank keeps its part of.
+        dtype: of the weights that modules see; None: as they are.
 
     Attributes:
         values: of each parameter what this rank updates: its piece, 1-dim, or all of it where
             states are whole.
         spans: where that lies in the flattened parameters; None: it is all of them.
+        has_masters: ``values`` are not the weights that modules see.
         is_whole: the parameters can be read.
     """
 
@@ -63,30 +67,34 @@ class FlatWeights:
         layout: Layout,
         exchange: Exchange,
         partition: Partition,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.params, self.names, self.layout = list(params), list(names), layout
         self.exchange, self.partition = exchange, partition
+        full = self._rank_0s_values()
+        self._full = full.to(dtype or full.dtype)
+        self.has_masters = self.params[0].requires_grad and self._full.element_size() == 2
+        self._part = layout.part(exchange.rank) if partition.states else slice(0, layout.numel)
+        self._own = self._full[self._part]
+        if self.has_masters:
+            self._own = full[self._part].to(torch.float32, copy=True)
+        elif partition.weights:
+            self._own = self._own.clone()
         self.is_whole = True
-        self.spans: list[ShardMetadata] | None = None
         self._gathering: Work | None = None
-        self._full = self._rank_0s_values()
-        if not partition.states:
+        self.spans: list[ShardMetadata] | None = None
+        self.values = self._pieces()
+        if partition.states or self.has_masters or dtype is not None:
+            for index, param in enumerate(self.params):
+                param.data = self._view(self._full, index)
+        else:
             for index, param in enumerate(self.params):
                 param.data.copy_(self._view(self._full, index))
             self._full = self._own = self._full.new_empty(0)
-            self.values = self.params
-            return
-        for index, param in enumerate(self.params):
-            param.data = self._view(self._full, index)
-        self._part = layout.part(exchange.rank)
-        self._own = self._full[self._part]
-        if partition.weights:
-            self._own = self._own.clone()
+        for param in self.params if self.has_masters else ():
+            param.grad_dtype = torch.float32
+        self._note_versions()
         self._room = guard.Room(self._full.untyped_storage(), self.params, self._sentences())
-        pieces = [layout.piece(index, exchange.rank) for index in range(len(self.params))]
-        self.values = [self._own[piece.start : piece.start + piece.numel] for piece in pieces]
-        sized = zip(pieces, layout.numels, strict=True)
-        self.spans = [ShardMetadata(piece.offset, numel) for piece, numel in sized]
         self.release()
 
     @torch.no_grad()
@@ -97,6 +105,17 @@ class FlatWeights:
             self._view(full, index).copy_(param)
         self.exchange.broadcast(full)
         return full
+
+    def _pieces(self) -> list[Tensor]:
+        if not self.partition.states:
+            if not self.has_masters:
+                return self.params
+            return [self._view(self._own, index) for index in range(len(self.params))]
+        rank, numels = self.exchange.rank, self.layout.numels
+        pieces = [self.layout.piece(index, rank) for index in range(len(numels))]
+        sized = zip(pieces, numels, strict=True)
+        self.spans = [ShardMetadata(piece.offset, numel) for piece, numel in sized]
+        return [self._own[piece.start : piece.start + piece.numel] for piece in pieces]
 
     def _view(self, buffer: Tensor, index: int) -> Tensor:
         return buffer[self.layout.place(index)].view(self.params[index].shape)
@@ -116,9 +135,9 @@ class FlatWeights:
     @torch.no_grad()
     def _gather(self) -> Work:
         mine = self._full[self._part]
-        if self.partition.weights:
+        if self.partition.weights or self.has_masters:
             mine.copy_(self._own)
-        return self.exchange.gather(self._full, mine)
+        return self.exchange.gather(self._full, mine) if self.partition.states else DONE
 
     def wait(self) -> None:
         """Returns when work queued on the current stream may read the weights."""
@@ -148,17 +167,22 @@ class FlatWeights:
         A backward through a forward from before is an error then, as with any optimizer.
         """
         torch.autograd.graph.increment_version(self.params)
+        self._note_versions()
         if self.partition.weights:
             self.release()
             return None
-        return self._gather() if self.partition.states else None
+        return self._gather() if self.partition.states or self.has_masters else None
 
     @torch.no_grad()
     def keep_written(self) -> None:
         """Takes over what was written into the parameters while they were whole."""
         assert self.is_whole
-        if self.partition.weights:
+        if self.partition.weights or self.has_masters:
             self._own.copy_(self._full[self._part])
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = [param._version for param in self.params] if self.has_masters else []
 
     @torch.no_grad()
     def load(self, index: int, whole: Tensor) -> None:
@@ -168,10 +192,20 @@ class FlatWeights:
             offset = self.spans[index].offset
             whole = whole.reshape(-1)[offset : offset + values.numel()]
         values.copy_(whole)
+        self._note_versions()
 
     def check(self) -> None:
-        """Raises RuntimeError when a parameter's memory is not the buffer's any more."""
-        if not self.partition.states:
+        """Raises RuntimeError when a parameter's memory is not the buffer's any more, or its value
+        not that of its master.
+        """
+        for name, param, version in zip(self.names, self.params, self._versions, strict=False):
+            if param._version != version:
+                raise RuntimeError(
+                    f"{name} has been written since the last step, and its master in float32 has "
+                    "not, so that the next step would undo it: with opt.whole(writes=True): ..., "
+                    "or load the optimizer's state after the model's"
+                )
+        if not len(self._full):
             return
         mine = self._full.untyped_storage()._cdata
         places = zip(self.names, self.params, self.layout.starts, strict=True)

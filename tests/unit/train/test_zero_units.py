@@ -253,6 +253,30 @@ def test_outputs_of_all_kinds_frozen_matrices_and_modules_used_twice_have_the_sa
     assert_equal(sharded(partial(odd, kind), odd_loss, rule, **given), want)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("stage", [2, 3], ids="stage{}".format)
+def test_freezing_and_unfreezing_between_steps_have_the_bits_of_stage_0(stage: int) -> None:
+    """The last block from step 2 on, a frozen matrix among others from step 4 on; then not it."""
+
+    def work(comm: Communicator, model: nn.Module, stage: int) -> dict[str, Tensor]:
+        opt = zero.Optimizer(model, rule(), comm, stage=stage, bucket_nbytes=12_000)
+        late = model.get_parameter("transformer.h.1.mlp.c_fc.weight")
+        for step in range(6):
+            for param in model.get_submodule("transformer.h.3").parameters():
+                param.requires_grad_(step >= 2)
+            if step == 3:
+                late.requires_grad_()
+                opt.add_param_group({"params": [late], "lr_scale": 0.5})
+            if step == 5:
+                late.requires_grad_(False)
+            opt.backward(decoder_loss(model, step, comm.rank, 0))
+            opt.step()
+            opt.zero_grad()
+        return values_of(model, opt)
+
+    want, got = (on_two(partial(work, stage=number)) for number in (0, stage))
+    assert all(torch.equal(got[rank][n], v) for rank in (0, 1) for n, v in want[0].items())
+
+
 # Whoever reads what is not there
 
 

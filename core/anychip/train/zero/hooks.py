@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from anychip.train.zero.reduce_queue import watch
 from anychip.train.zero.units import Unit
 
 Action = tuple[str, str]
@@ -89,7 +90,7 @@ class UnitHooks:
         self._running: list[tuple[Unit, int]] = []
         self._pending: dict[int, int] = {}
         self._backward_runs = False
-        self._units_of = {param: unit for unit in self.units for param in unit.trained}
+        self._units_of: dict[Tensor, Unit] = {}
         for unit in self.units:
             for module in unit.modules:
                 self._register(module, unit)
@@ -113,6 +114,12 @@ class UnitHooks:
         )
         for handle in handles:
             weakref.finalize(self, handle.remove).atexit = False
+
+    def watch_also(self, unit: Unit, params: Sequence[Tensor]) -> None:
+        """Takes in parameters of a unit that are trained. After whoever takes their gradients."""
+        unit.trained |= frozenset(params)
+        self._units_of |= dict.fromkeys(params, unit)
+        watch(self, params, UnitHooks.arrived)
 
     # Actions
 
@@ -263,7 +270,7 @@ class UnitHooks:
             self._end(unit)
 
     def arrived(self, param: Tensor) -> None:
-        """A parameter has the last of its gradient of this backward."""
+        """Called by autograd when a parameter has the gradient of this backward."""
         unit = self._units_of[param]
         unit.arrived.add(param)
         self._end(unit)

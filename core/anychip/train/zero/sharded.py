@@ -16,7 +16,7 @@ from anychip.train.zero.exchange import Exchange, Flat, GradientReduction, Group
 from anychip.train.zero.gradients import FlatGradients
 from anychip.train.zero.hooks import Action, UnitHooks
 from anychip.train.zero.layout import by_size, plan
-from anychip.train.zero.reduce_queue import ReduceQueue, watch
+from anychip.train.zero.reduce_queue import ReduceQueue
 from anychip.train.zero.units import Policy, Unit, divide, own_parameters
 from anychip.train.zero.weights import STAGES, FlatWeights
 
@@ -86,6 +86,7 @@ class ShardedModel:
         Raises:
             ValueError: a parameter that the module does not have.
         """
+        self._unfreeze(params)
         known = [param in self.places for param in params]
         if self.module is not None and not all(known):
             name = names[known.index(False)]
@@ -111,8 +112,8 @@ class ShardedModel:
             self._fill(unit, params)
         self.module = module
         self._hooks = UnitHooks([unit for unit in found if unit.weights or unit.is_root], prefetch)
-        # After the queue's, which takes the gradient: only then its unit may go.
-        watch(self._hooks, (p for unit in found for p in unit.trained), UnitHooks.arrived)
+        for unit, params in zip(found, owned, strict=True):
+            self._hooks.watch_also(unit, [p for p in params.values() if p.requires_grad])
 
     def _fill(self, unit: Unit, params: Mapping[str, nn.Parameter]) -> None:
         kinds: dict[tuple[bool, torch.dtype], list[str]] = {}
@@ -121,7 +122,6 @@ class ShardedModel:
         for (is_trained, _), names in kinds.items():
             members = [params[name] for name in reversed(names)]
             unit.weights.append(self._buffer(members, names[::-1], is_trained=is_trained))
-        unit.trained = frozenset(param for param in params.values() if param.requires_grad)
 
     def _buffer(
         self, params: Sequence[Tensor], names: Sequence[str], *, is_trained: bool = True
@@ -139,6 +139,30 @@ class ShardedModel:
         for index, param in enumerate(params):
             self.places[param] = Place(weights, gradients, index)
         return weights
+
+    def _unfreeze(self, params: Sequence[Tensor]) -> None:
+        """Gives parameters that were frozen when the model was cut buffers with gradients."""
+        wanted = {p for p in params if p in self.places and self.places[p].gradients is None}
+        for unit in self.units if wanted else ():
+            assert self._hooks is not None
+            if not any(param in wanted for weights in unit.weights for param in weights.params):
+                continue
+            with self._hooks.kept([unit]):
+                unit.weights = [new for old in unit.weights for new in self._divided(old, wanted)]
+            mine = [p for w in unit.weights for p in w.params if p in wanted]
+            self._hooks.watch_also(unit, mine)
+
+    def _divided(self, weights: FlatWeights, wanted: Collection[Tensor]) -> list[FlatWeights]:
+        """In place of a buffer one of what is trained from now on, and one of the rest."""
+        named = list(zip(weights.params, weights.names, strict=True))
+        parts = [[pair for pair in named if (pair[0] in wanted) is want] for want in (True, False)]
+        if not parts[0]:
+            return [weights]
+        return [
+            self._buffer([p for p, _ in part], [n for _, n in part], is_trained=part is parts[0])
+            for part in parts
+            if part
+        ]
 
     @property
     def _num_parts(self) -> int:

@@ -277,6 +277,57 @@ def test_freezing_and_unfreezing_between_steps_have_the_bits_of_stage_0(stage: i
     assert all(torch.equal(got[rank][n], v) for rank in (0, 1) for n, v in want[0].items())
 
 
+def sines(module: nn.Module) -> None:
+    """Numbers of each own parameter that depend on its shape alone."""
+    for param in module.parameters(recurse=False):
+        with torch.no_grad():
+            param.copy_(torch.sin(torch.arange(float(param.numel()))).mul(0.1).view(param.shape))
+
+
+def test_model_without_memory_is_made_unit_by_unit_and_trains_as_one_with_memory() -> None:
+    found, real = [], []
+
+    def note(module: nn.Module) -> None:
+        sines(module)
+        params = made[0].parameters()
+        real.append(sum(p.numel() for p in params if not p.is_meta and type(p) is nn.Parameter))
+
+    def work(comm: Communicator) -> dict[str, Tensor]:
+        model = made[comm.rank]
+        opt = optimizer(model, comm, init=note)
+        assert opt.param_groups[0]["params"][0] is model.get_parameter("transformer.wte.weight")
+        for step in range(2):
+            opt.backward(decoder_loss(model, step, comm.rank, 0))
+            opt.step()
+            opt.zero_grad()
+        assert max(real, default=0) <= max(u.nbytes for u in parts(opt).units) / 4
+        return values_of(model, opt)
+
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            made = [decoder(), decoder()]
+        if device == "cpu":
+            for model in made:
+                model.apply(sines)
+        found.append(run_ranks(2, work))
+    assert all(torch.equal(found[0][rank][n], v) for rank in (0, 1) for n, v in found[1][0].items())
+
+
+def test_model_without_memory_or_first_values_is_refused() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, device="meta"))
+
+    def work(comm: Communicator, model: nn.Module) -> None:
+        with pytest.raises(ValueError, match=r"Bare is on the meta device.*init=lambda module"):
+            optimizer(model, comm)
+        with pytest.raises(ValueError, match=r"\(3,\) is on the meta device, without values"):
+            zero.Optimizer(model, rule(), comm, stage=2)
+
+    on_two(work, Bare)
+
+
 # Whoever reads what is not there
 
 

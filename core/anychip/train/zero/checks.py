@@ -71,6 +71,11 @@ def check_parameter(param: Tensor, *, may_have_master: bool) -> None:
             f"a parameter of shape {tuple(param.shape)} does not require gradients; leave frozen "
             "parameters out of the groups"
         )
+    if param.is_meta:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is on the meta device, without values; "
+            "stage 3 on several ranks makes them, elsewhere: model.to_empty(device=...), and init"
+        )
     if param.dtype in _16_BITS:
         if may_have_master and hasattr(param, "grad_dtype"):
             return

@@ -18,7 +18,7 @@ from anychip.train.zero import checks, state
 from anychip.train.zero.exchange import GradientReduction
 from anychip.train.zero.reduce_queue import watch
 from anychip.train.zero.sharded import ShardedModel
-from anychip.train.zero.units import Policy
+from anychip.train.zero.units import Init, Policy
 from anychip.train.zero.update import MASTER, Updates
 from anychip.train.zero.weights import STAGES
 
@@ -91,6 +91,9 @@ class Optimizer(torch.optim.Optimizer):
             and takes the memory of its weights.
         shard_group: so many neighbouring ranks hold all parts together, and each such group the
             whole (hybrid sharding): weights are gathered within a group. None: all ranks.
+        init: first values of a module on the meta device, which stage 3 makes unit by unit, so that
+            no rank ever holds the whole model; see :data:`~anychip.train.zero.units.Init`. None:
+            ``module.reset_parameters()``. Rank 0's count.
         param_dtype: of the weights that modules see, with masters in float32 that the rule updates
             and :meth:`state_dict` holds as ``master``; None: as they are. Parameters of 16 bits
             have masters anyway.
@@ -131,6 +134,7 @@ class Optimizer(torch.optim.Optimizer):
         units: Policy = "blocks",
         prefetch: int = 1,
         shard_group: int | None = None,
+        init: Init | None = None,
         param_dtype: torch.dtype | None = None,
     ) -> None:
         checks.check_stage(stage)
@@ -157,7 +161,7 @@ class Optimizer(torch.optim.Optimizer):
                 param_dtype=param_dtype,
             )  # fmt: skip
             if cut == 3:
-                self.sharded.add_module(checks.module_of_stage_3(module), units, prefetch)
+                self.sharded.add_module(checks.module_of_stage_3(module), units, prefetch, init)
         self._updates = Updates(comm, self.sharded, model_comm, set(duplicates))
         self._is_synchronizing = True
         self._is_in_backward = False

@@ -17,7 +17,14 @@ from anychip.train.zero.gradients import FlatGradients
 from anychip.train.zero.hooks import Action, UnitHooks
 from anychip.train.zero.layout import by_size, plan
 from anychip.train.zero.reduce_queue import ReduceQueue
-from anychip.train.zero.units import Policy, Unit, divide, own_parameters
+from anychip.train.zero.units import (
+    Init,
+    Policy,
+    Unit,
+    divide,
+    materialise,
+    own_parameters,
+)
 from anychip.train.zero.weights import STAGES, FlatWeights
 
 
@@ -100,8 +107,12 @@ class ShardedModel:
                 indices = [same[member] for member in members]
                 self._buffer([params[i] for i in indices], [names[i] for i in indices])
 
-    def add_module(self, module: nn.Module, units: Policy, prefetch: int) -> None:
+    def add_module(
+        self, module: nn.Module, units: Policy, prefetch: int, init: Init | None = None
+    ) -> None:
         """Takes all parameters of a model into units, whose weights are cut.
+
+        Those on the meta device get memory and first values, one unit after the other.
 
         Raises:
             ValueError: units that the model does not have.
@@ -109,6 +120,7 @@ class ShardedModel:
         found = divide(module, units)
         owned = own_parameters(module, found)
         for unit, params in reversed(list(zip(found, owned, strict=True))):  # as backward has them
+            materialise(unit, params, self.comm.device, init)
             self._fill(unit, params)
         self.module = module
         self._hooks = UnitHooks([unit for unit in found if unit.weights or unit.is_root], prefetch)

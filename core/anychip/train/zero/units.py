@@ -8,9 +8,10 @@ from the beginning of forward to the end of backward.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from anychip.train.zero.weights import FlatWeights
@@ -18,6 +19,10 @@ from anychip.train.zero.weights import FlatWeights
 Policy = str | int | Sequence[str | Sequence[str]]
 """``"blocks"``: each member of the model's lists of modules. A number: modules of at most so many
 bytes of parameters, as large as can be. Or paths of modules, several together for one unit."""
+
+
+Init = Callable[[nn.Module], object]
+"""Writes the first values of a module's own parameters and buffers."""
 
 
 @dataclass(eq=False)
@@ -94,6 +99,41 @@ def own_parameters(model: nn.Module, units: Sequence[Unit]) -> list[dict[str, nn
         mine = holders.get(param, [])
         found[mine[0] if len(mine) == 1 else -1][name] = param
     return found
+
+
+def materialise(
+    unit: Unit, params: Mapping[str, nn.Parameter], device: str, init: Init | None
+) -> None:
+    """Gives the parameters of a unit that are on the meta device memory, and first values.
+
+    They stay the same objects. Buffers of their modules come with them.
+
+    Args:
+        params: that the unit owns.
+        init: is called with each module that has some of them itself; None: its
+            ``reset_parameters()``.
+
+    Raises:
+        ValueError: a module has no ``reset_parameters()``, and there is no ``init``.
+    """
+    owned = {param for param in params.values() if param.is_meta}
+    for module in dict.fromkeys(m for outer in unit.modules for m in outer.modules()):
+        mine = [p for p in module.parameters(recurse=False) if p in owned and p.is_meta]
+        reset = init or getattr(type(module), "reset_parameters", None)
+        if mine and reset is None:
+            raise ValueError(
+                f"{type(module).__name__} is on the meta device and has no reset_parameters(); say "
+                "what its first values are: zero.Optimizer(..., init=lambda module: ...)"
+            )
+        for param in mine:
+            real = torch.empty_like(param, device=device)
+            torch.utils.swap_tensors(param, nn.Parameter(real, param.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False) if mine else ():
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device=device))
+        if mine and reset is not None:
+            with torch.no_grad():
+                reset(module)
 
 
 def _unique(params: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:

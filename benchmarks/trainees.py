@@ -156,5 +156,6 @@ CANDIDATES: dict[str, Callable[[Sizes, Place], Trainee]] = {
     "data parallel": _stage(0),
     "ZeRO-1": _stage(1),
     "ZeRO-2": _stage(2),
+    "ZeRO-3": _stage(3),
     "1F1B": _one_f_one_b,
 }

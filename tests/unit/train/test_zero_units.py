@@ -13,51 +13,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from anychip import ops
 from anychip.comm import alone
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.train import models, optim, zero
-from anychip.train.models import GPTConfig, LlamaConfig
+from anychip.train import zero
+from tests.unit.train.zero_decoder import decoder, decoder_loss, on_two, optimizer, parts, rule
 from tests.unit.train.zero_oracle import assert_equal, serial, sharded, values_of
 
 GRID = pytest.mark.grid
 QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 """Torch's compiler looks at inputs' gradients."""
-SIZES = {"vocab_size": 97, "context": 16, "layers": 4, "heads": 2, "width": 48}
-
-
-def rule() -> optim.Rule:
-    return optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1))
-
-
-def decoder(kind: str = "gpt", how: str = "plain") -> nn.Module:
-    """With a position embedding and a matrix of a block frozen; ``how`` its blocks run."""
-    torch.manual_seed(7)
-    model: nn.Module = models.build(
-        GPTConfig(**SIZES) if kind == "gpt" else LlamaConfig(**SIZES)  # type: ignore[arg-type]
-    )
-    params = list(model.named_parameters())
-    frozen = [name for name, _ in params if name.endswith(("wpe.weight", "1.mlp.c_fc.weight"))]
-    for name in frozen:
-        model.get_parameter(name).requires_grad_(False)
-    if how.startswith("checkpoint"):
-        reentrant = how == "checkpoint reentrant"
-        again = partial(checkpoint, model.run_block, use_reentrant=reentrant)
-        model.run_block = again  # type: ignore[assignment]
-    if how == "compiled":
-        for block in model.blocks():  # type: ignore[operator]
-            block.forward = torch.compile(block.forward, backend="aot_eager")
-    return model
-
-
-def decoder_loss(model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
-    tokens = torch.randint(0, 97, (2, 17), generator=generator)
-    loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])
-    return loss
 
 
 @pytest.mark.parametrize(("kind", "how", "world_size", "options"), [
@@ -84,29 +51,6 @@ def test_steps_of_a_decoder_equal_one_process_bit_for_bit(
     build = partial(decoder, kind, how)
     got = sharded(build, decoder_loss, rule, stage=3, **given, **options)
     assert_equal(got, want)
-
-
-@pytest.mark.parametrize("stage", [1, 2], ids="stage{}".format)
-def test_groups_of_ranks_that_hold_everything_equal_all_ranks_together(stage: int) -> None:
-    given = {"world_size": 4, "steps": 3, "micro": 2}
-    want = serial(decoder, decoder_loss, rule(), **given)  # type: ignore[arg-type]
-    got = sharded(decoder, decoder_loss, rule, stage=stage, shard_group=2, units=[], **given)
-    assert_equal(got, want)
-
-
-def on_two(work: Callable[[Communicator, nn.Module], Any], build: Any = decoder) -> list[Any]:
-    """On two ranks, each with a model of its own."""
-    made = [build(), build()]
-    return run_ranks(2, lambda comm: work(comm, made[comm.rank]))
-
-
-def optimizer(model: nn.Module, comm: Communicator, **options: Any) -> zero.Optimizer:
-    return zero.Optimizer(model, rule(), comm, stage=3, **options)
-
-
-def parts(opt: zero.Optimizer) -> zero.ShardedModel:
-    assert opt.sharded is not None
-    return opt.sharded
 
 
 # Memory and order
@@ -178,7 +122,10 @@ def test_evaluation_leaves_nothing_whole_and_training_goes_on_with_the_same_bits
                 decoder_loss(model, 9, 0, 0)  # with a graph, and no backward
             opt.backward(decoder_loss(model, step, comm.rank, 0))
             assert parts(opt).whole_nbytes == 0
+            if evaluates:
+                decoder_loss(model, 9, 0, 0)
             opt.step()
+            assert parts(opt).whole_nbytes == 0
             opt.zero_grad()
         return values_of(model, opt)
 
@@ -425,6 +372,9 @@ def test_weights_written_under_whole_are_kept_if_that_was_said() -> None:
             assert (weight == 0.25).all()
             decoder_loss(model, 0, 0, 0)
             assert (weight == 0.25).all()
+        opt.backward(decoder_loss(model, 0, 0, 0))
+        with pytest.raises(RuntimeError, match=r"change under whole\(\)"), opt.whole():
+            opt.step()
         with pytest.raises(ValueError, match=r"GPT has no parameter.*'transformer.x'"):
             opt.whole(["transformer.x"]).__enter__()
 

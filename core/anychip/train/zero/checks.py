@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from anychip.contract import UnsupportedError
+from anychip.operators.codes import FORMATS
 from anychip.operators.partials import BLOCK
+from anychip.train.optim import Rule
 from anychip.train.zero.weights import state_shape
 
 KEPT = ("params", "name", "param_names", "initial_lr")
@@ -32,6 +34,36 @@ def check_stage(stage: int) -> None:
     """0 to 3."""
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
+
+
+def check_arguments(
+    stage: int, bucket_nbytes: int, reduction: str, rule: Rule, gather_format: str | None
+) -> None:
+    """What an optimizer is made with."""
+    check_stage(stage)
+    if bucket_nbytes < 1:
+        raise ValueError(f"bucket_nbytes must be at least 1, got {bucket_nbytes}")
+    if reduction not in ("avg", "sum"):
+        raise ValueError(f"reduction must be 'avg' or 'sum', got {reduction!r}")
+    if not rule.writes:
+        raise ValueError("the rule writes no parameter; chain one that does, like optim.adamw")
+    if gather_format is not None:
+        check_format(gather_format, stage)
+
+
+def check_duplicates(duplicates: Collection[Tensor], trained: Collection[Tensor]) -> None:
+    """Other stages of a pipeline have them too; this one trains them."""
+    foreign = set(duplicates) - set(trained)
+    if foreign:
+        raise ValueError(f"duplicates: {len(foreign)} parameters that are not trained here")
+
+
+def check_format(name: str, stage: int) -> None:
+    """A format of codes, for weights that stand beside those that are updated."""
+    if name not in FORMATS:
+        raise ValueError(f"gather_format must be one of {', '.join(FORMATS)}, got {name!r}")
+    if stage != 3:
+        raise ValueError(f"gather_format is for stage 3, which gathers copies; got stage {stage}")
 
 
 def module_of_stage_3(module: nn.Module | None) -> nn.Module:

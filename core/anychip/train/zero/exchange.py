@@ -2,18 +2,22 @@
 
 The seam between sharded parameters and the wire: the engine asks an :class:`Exchange`, and does not
 know which ranks it talks to or what goes over the wire. :class:`Flat` cuts among all ranks;
-:class:`Grouped` among those of a group, and adds up over the groups.
+:class:`Grouped` among those of a group, and adds up over the groups; :class:`Coded` sends codes of
+few bits in place of weights.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from anychip import ops
 from anychip.contract import Communicator, Work
+from anychip.train.zero.layout import ALIGNMENT
 
 GradientReduction = Literal["avg", "sum"]
 
@@ -27,21 +31,31 @@ class Exchange(ABC):
     Attributes:
         rank: of this one, among those that a buffer is cut for.
         world_size: parts of a buffer.
+        alignment: elements, of which the start of each parameter in a buffer is a multiple.
     """
 
     rank: int
     world_size: int
+    alignment: int = ALIGNMENT
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> None:
         """``tensor`` becomes that of the first of all ranks."""
 
     @abstractmethod
-    def gather(self, full: Tensor, part: Tensor, *, sizes: Sequence[int] | None = None) -> Work:
-        """``full`` becomes the parts in rank order; ``part`` may be its own place in it.
+    def gather(self, full: Tensor, part: Tensor, *, exact: bool = False) -> Work:
+        """``full`` becomes the ranks' parts, in its dtype; ``part`` may be its own place in it.
 
         Args:
-            sizes: elements of each part; all alike when None.
+            exact: no other values than the parts', whatever the wire would make of them.
+        """
+
+    @abstractmethod
+    def join(self, whole: Tensor, piece: Tensor, sizes: Sequence[int]) -> None:
+        """``whole`` becomes the ranks' pieces, exactly.
+
+        Args:
+            sizes: elements of each.
         """
 
     @abstractmethod
@@ -65,8 +79,14 @@ class Flat(Exchange):
     def broadcast(self, tensor: Tensor) -> None:
         self.comm.broadcast(tensor, 0)
 
-    def gather(self, full: Tensor, part: Tensor, *, sizes: Sequence[int] | None = None) -> Work:
-        return self.gather_comm.all_gather(full, part, sizes=sizes, async_op=True)
+    def gather(self, full: Tensor, part: Tensor, *, exact: bool = False) -> Work:
+        mine = full[self.rank * len(part) :][: len(part)]
+        if mine.data_ptr() != part.data_ptr():
+            mine.copy_(part)
+        return self.gather_comm.all_gather(full, mine, async_op=True)
+
+    def join(self, whole: Tensor, piece: Tensor, sizes: Sequence[int]) -> None:
+        self.gather_comm.all_gather(whole, piece, sizes=sizes)
 
     def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
         if part is full:
@@ -105,8 +125,11 @@ class Grouped(Exchange):
     def broadcast(self, tensor: Tensor) -> None:
         self.comm.broadcast(tensor, 0)
 
-    def gather(self, full: Tensor, part: Tensor, *, sizes: Sequence[int] | None = None) -> Work:
-        return self.inner.gather(full, part, sizes=sizes)
+    def gather(self, full: Tensor, part: Tensor, *, exact: bool = False) -> Work:
+        return self.inner.gather(full, part)
+
+    def join(self, whole: Tensor, piece: Tensor, sizes: Sequence[int]) -> None:
+        self.inner.join(whole, piece, sizes)
 
     def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
         divisor = self.comm.world_size if reduction == "avg" else None
@@ -137,3 +160,68 @@ class _OverGroups(Work):
 
     def is_done(self) -> bool:
         return self._is_over
+
+
+class Coded(Exchange):
+    """Gathers codes and one scale per block, and makes weights of them on every rank alike (qwZ).
+
+    All ranks compute with the same weights, those of the codes; what rules update stays exact. A
+    block lies in one part, since granules are multiples of it, and in one parameter, whose sizes of
+    numbers may be all others than the next one's.
+
+    Args:
+        inner: what the codes go over, and everything else.
+        format: of :func:`anychip.ops.quantize`.
+
+    Source: Wang et al. 2023, arXiv:2306.10209 (ZeRO++), section 3.1.
+    """
+
+    def __init__(self, inner: Exchange, format: str) -> None:
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self.inner, self.format = inner, format
+        self.alignment = self.block = 32 if format.startswith("mx_") else 256
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.inner.broadcast(tensor)
+
+    def gather(self, full: Tensor, part: Tensor, *, exact: bool = False) -> Work:
+        if exact or not len(part):
+            return self.inner.gather(full, part)
+        own = ops.quantize(part, format=self.format, block=self.block)
+        codes, scales = (t.new_empty(len(t) * self.world_size) for t in own)
+        works = [self.inner.gather(w, t) for w, t in zip((codes, scales), own, strict=True)]
+
+        def decode() -> None:
+            shape = [full.numel()]
+            given: dict[str, Any] = {"format": self.format, "block": self.block}
+            full.copy_(ops.dequantize(codes, scales, shape=shape, **given))
+
+        return _Then(works, decode)
+
+    def join(self, whole: Tensor, piece: Tensor, sizes: Sequence[int]) -> None:
+        self.inner.join(whole, piece, sizes)
+
+    def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
+        return self.inner.reduce(part, full, reduction)
+
+    def sum_over_parts(self, partials: Tensor) -> Tensor:
+        return self.inner.sum_over_parts(partials)
+
+
+class _Then(Work):
+    """Calls that may be under way, and what is done with their results once."""
+
+    def __init__(self, works: Sequence[Work], then: Callable[[], None]) -> None:
+        self._works, self._then = works, then
+        self._is_over = False
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        if not self._is_over:
+            self._is_over = True
+            with torch.no_grad():
+                self._then()
+
+    def is_done(self) -> bool:
+        return self._is_over or all(work.is_done() for work in self._works)

@@ -123,11 +123,11 @@ class UnitHooks:
 
     # Actions
 
-    def unshard(self, unit: Unit, *, wait: bool = True) -> None:
+    def unshard(self, unit: Unit, *, wait: bool = True, exact: bool = False) -> None:
         """UNSHARD, if it is not whole or on its way."""
         if unit not in self._whole:
             self._note("UNSHARD", unit)
-            unit.gather()
+            unit.gather(exact=exact)
             self._whole[unit] = None
             self.peak_nbytes = max(self.peak_nbytes, self.whole_nbytes)
         if wait:
@@ -149,6 +149,16 @@ class UnitHooks:
         self._backward_runs = False
         self._backward.begin()
 
+    def before_update(self) -> None:
+        """Every unit: values will be old. What a forward without a backward has left goes too.
+
+        Raises:
+            RuntimeError: somebody keeps a unit whole.
+        """
+        if self._kept:
+            raise RuntimeError("the weights change under whole(), where they stay; leave it before")
+        self.reset()
+
     def reset(self) -> None:
         """Every unit, and forgets the forwards whose backward has not been."""
         self.reshard_all()
@@ -161,12 +171,14 @@ class UnitHooks:
 
     @contextmanager
     def kept(self, units: Sequence[Unit]) -> Iterator[None]:
-        """These are whole within it, whatever runs."""
+        """These are whole within it, whatever runs, with their exact values."""
         before = set(self._kept)
+        for unit in units:
+            self.reshard(unit)  # what it has may come of codes
         self._kept |= set(units)
         try:
             for unit in units:
-                self.unshard(unit, wait=False)
+                self.unshard(unit, wait=False, exact=True)
             for unit in units:
                 unit.wait()
             yield

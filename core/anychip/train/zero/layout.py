@@ -82,39 +82,41 @@ class Layout(NamedTuple):
         return Piece(start - place.start, end - start, start - part.start)
 
 
-def plan(numels: Sequence[int], world_size: int, granule: int = BLOCK) -> Layout:
+def plan(
+    numels: Sequence[int], world_size: int, granule: int = BLOCK, alignment: int = ALIGNMENT
+) -> Layout:
     """Parameters in their order, in the smallest equal parts that can be.
 
     Args:
         numels: elements of each parameter.
-        granule: elements; a multiple of ``ALIGNMENT``.
+        granule: elements; a multiple of ``alignment``.
+        alignment: elements, of which the start of each parameter is a multiple.
     """
-    room = sum(_aligned(numel) for numel in numels)
+    rooms = [-(-numel // alignment) * alignment for numel in numels]
+    room = sum(rooms)
     if world_size == 1:
-        return Layout(_starts(numels, room, granule)[0], tuple(numels), room, 1)
+        return Layout(_starts(numels, rooms, room, granule)[0], tuple(numels), room, 1)
     part = -(-room // (world_size * granule)) * granule
     while True:  # at most twice: gaps take less than a granule per cut
-        starts, end = _starts(numels, part, granule)
+        starts, end = _starts(numels, rooms, part, granule)
         if end <= part * world_size:
             return Layout(starts, tuple(numels), part, world_size)
         part += granule
 
 
-def _starts(numels: Sequence[int], part: int, granule: int) -> tuple[tuple[int, ...], int]:
+def _starts(
+    numels: Sequence[int], rooms: Sequence[int], part: int, granule: int
+) -> tuple[tuple[int, ...], int]:
     """Of each parameter, the first place where no cut goes through a granule; and the end."""
     found, end = [], 0
-    for numel in numels:
+    for numel, room in zip(numels, rooms, strict=True):
         start = end
         cut = -(-start // part) * part if part else 0
         if start < cut < start + numel:
             start += (cut - start) % granule
         found.append(start)
-        end = start + _aligned(numel)
+        end = start + room
     return tuple(found), end
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def by_size(numels: Sequence[int], max_numel: int) -> list[list[int]]:

@@ -91,6 +91,9 @@ class Optimizer(torch.optim.Optimizer):
             and takes the memory of its weights.
         shard_group: so many neighbouring ranks hold all parts together, and each such group the
             whole (hybrid sharding): weights are gathered within a group. None: all ranks.
+        gather_format: of codes that stage 3 gathers in place of weights, like ``int8``: a quarter
+            of the bytes of float32, and weights within half a step of their block's grid; see
+            :func:`anychip.ops.quantize`. What is updated and saved stays exact.
         init: first values of a module on the meta device, which stage 3 makes unit by unit, so that
             no rank ever holds the whole model; see :data:`~anychip.train.zero.units.Init`. None:
             ``module.reset_parameters()``. Rank 0's count.
@@ -134,32 +137,31 @@ class Optimizer(torch.optim.Optimizer):
         units: Policy = "blocks",
         prefetch: int = 1,
         shard_group: int | None = None,
+        gather_format: str | None = None,
         init: Init | None = None,
         param_dtype: torch.dtype | None = None,
     ) -> None:
-        checks.check_stage(stage)
-        if bucket_nbytes < 1:
-            raise ValueError(f"bucket_nbytes must be at least 1, got {bucket_nbytes}")
-        if reduction not in ("avg", "sum"):
-            raise ValueError(f"reduction must be 'avg' or 'sum', got {reduction!r}")
-        if not rule.writes:
-            raise ValueError("the rule writes no parameter; chain one that does, like optim.adamw")
+        checks.check_arguments(stage, bucket_nbytes, reduction, rule, gather_format)
         self.rule, self.comm, self.stage, self.precision = rule, comm, stage, precision
         self.model_comm, self.bucket_nbytes = model_comm, bucket_nbytes
         self.num_steps = 0
         scaling = precision.loss_scaling if precision else None
         self.scaler = LossScaler(scaling) if scaling else None
-        dtype = precision.reduce_dtype if precision else torch.float32
         module = model if isinstance(model, nn.Module) else module
         self._names = {} if module is None else {p: n for n, p in module.named_parameters()}
         given = checks.trainable(model)
         self.sharded: ShardedModel | None = None
         if comm.world_size > 1 or param_dtype is not None or checks.has_16_bits(given):
-            cut = stage if comm.world_size > 1 else 0
+            cut = stage if comm.world_size > 1 else 0  # one rank has everything
             self.sharded = ShardedModel(
-                comm, cut, dtype=dtype, reduction=reduction, shard_group=shard_group,
+                comm,
+                cut,
+                dtype=precision.reduce_dtype if precision else torch.float32,
+                reduction=reduction,
+                shard_group=shard_group,
                 param_dtype=param_dtype,
-            )  # fmt: skip
+                gather_format=gather_format if cut == 3 else None,
+            )
             if cut == 3:
                 self.sharded.add_module(checks.module_of_stage_3(module), units, prefetch, init)
         self._updates = Updates(comm, self.sharded, model_comm, set(duplicates))
@@ -167,9 +169,7 @@ class Optimizer(torch.optim.Optimizer):
         self._is_in_backward = False
         self._scheduled: list[Any] = []
         super().__init__(given, dict(rule.options))
-        foreign = self._updates.duplicates - self.state.keys()
-        if foreign:
-            raise ValueError(f"duplicates: {len(foreign)} parameters that are not trained here")
+        checks.check_duplicates(self._updates.duplicates, self.state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. With several ranks a collective call.

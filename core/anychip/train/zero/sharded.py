@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anychip.contract import HOST, Communicator
 from anychip.train.zero import checks
-from anychip.train.zero.exchange import Exchange, Flat, GradientReduction, Grouped
+from anychip.train.zero.exchange import Coded, Exchange, Flat, GradientReduction, Grouped
 from anychip.train.zero.gradients import FlatGradients
 from anychip.train.zero.hooks import Action, UnitHooks
 from anychip.train.zero.layout import by_size, plan
@@ -52,6 +52,7 @@ class ShardedModel:
         reduction: of the ranks' gradients.
         shard_group: neighbouring ranks that hold all parts together; None: all ranks.
         param_dtype: of the weights that modules see; None: as they are.
+        gather_format: of codes that are gathered in place of weights; None: weights are.
     """
 
     def __init__(
@@ -63,12 +64,15 @@ class ShardedModel:
         reduction: GradientReduction = "avg",
         shard_group: int | None = None,
         param_dtype: torch.dtype | None = None,
+        gather_format: str | None = None,
     ) -> None:
         self.param_dtype = param_dtype
         self.comm, self.stage, self.partition = comm, stage, STAGES[stage]
         self.dtype = dtype
         self.reduction: GradientReduction = reduction
         self.exchange = self._exchange(shard_group)
+        if gather_format is not None:
+            self.exchange = Coded(self.exchange, gather_format)
         self.queue = ReduceQueue(comm, self.partition)
         self.places: dict[Tensor, Place] = {}
         self.module: nn.Module | None = None
@@ -139,7 +143,8 @@ class ShardedModel:
         self, params: Sequence[Tensor], names: Sequence[str], *, is_trained: bool = True
     ) -> FlatWeights:
         checks.check_memory(params)
-        layout = plan([param.numel() for param in params], self._num_parts)
+        numels = [param.numel() for param in params]
+        layout = plan(numels, self._num_parts, alignment=self.exchange.alignment)
         given = params, names, layout, self.exchange, self.partition, self.param_dtype
         weights = FlatWeights(*given)
         gradients = None
@@ -184,6 +189,8 @@ class ShardedModel:
 
     def updated(self, params: Collection[Tensor]) -> None:
         """Says that these have new values; weights that stay whole are gathered."""
+        if self._hooks is not None:
+            self._hooks.before_update()
         works = [weights.updated() for weights in self._holding(params)]
         for work in works:
             if work is not None:
@@ -339,6 +346,8 @@ class ShardedModel:
             KeyError: a parameter or buffer of the model is not in it.
         """
         assert self.module is not None
+        assert self._hooks is not None
+        self._hooks.before_update()
         for name, value in self.module.state_dict(keep_vars=True).items():
             place = self.places.get(value) if isinstance(value, Tensor) else None
             if place is not None:

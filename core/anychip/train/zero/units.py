@@ -56,10 +56,10 @@ class Unit:
         """Of its weights, when they are whole."""
         return sum(weights.nbytes for weights in self.weights)
 
-    def gather(self) -> None:
+    def gather(self, *, exact: bool = False) -> None:
         """Begins to bring its weights."""
         for weights in self.weights:
-            weights.gather()
+            weights.gather(exact=exact)
 
     def wait(self) -> None:
         """Returns when work queued on the current stream may read them."""

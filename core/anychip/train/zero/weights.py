@@ -125,19 +125,19 @@ class FlatWeights:
         """Of the buffer, when it is whole."""
         return self.layout.numel * self._full.element_size()
 
-    def gather(self) -> None:
+    def gather(self, *, exact: bool = False) -> None:
         """Begins to bring the other ranks' parts, where this rank has only its own."""
         if self.is_whole or self._gathering is not None:
             return
         self._room.restore()
-        self._gathering = self._gather()
+        self._gathering = self._gather(exact=exact)
 
     @torch.no_grad()
-    def _gather(self) -> Work:
-        mine = self._full[self._part]
-        if self.partition.weights or self.has_masters:
-            mine.copy_(self._own)
-        return self.exchange.gather(self._full, mine) if self.partition.states else DONE
+    def _gather(self, *, exact: bool = False) -> Work:
+        if self.partition.states:
+            return self.exchange.gather(self._full, self._own, exact=exact)
+        self._full.copy_(self._own)
+        return DONE
 
     def wait(self) -> None:
         """Returns when work queued on the current stream may read the weights."""
@@ -230,7 +230,7 @@ class FlatWeights:
         whole = torch.empty(shape, dtype=piece.dtype, device=piece.device)
         pieces = [self.layout.piece(index, rank) for rank in range(self.layout.world_size)]
         sizes = [num_blocks(piece.numel, block or 1) for piece in pieces]
-        self.exchange.gather(whole, piece.contiguous(), sizes=sizes).wait()
+        self.exchange.join(whole, piece.contiguous(), sizes)
         return whole
 
 

@@ -1,0 +1,91 @@
+"""What goes between ranks in place of plain parts: groups that hold everything, and codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anychip.contract import Communicator
+from anychip.train import zero
+from anychip.train.zero.exchange import Coded, Flat
+from tests.unit.train.zero_decoder import decoder, decoder_loss, on_two, optimizer, parts, rule
+from tests.unit.train.zero_oracle import assert_equal, serial, sharded
+
+GRID = pytest.mark.grid
+
+
+@pytest.mark.parametrize("stage", [1, 2], ids="stage{}".format)
+def test_groups_of_ranks_that_hold_everything_equal_all_ranks_together(stage: int) -> None:
+    given = {"world_size": 4, "steps": 3, "micro": 2}
+    want = serial(decoder, decoder_loss, rule(), **given)  # type: ignore[arg-type]
+    got = sharded(decoder, decoder_loss, rule, stage=stage, shard_group=2, units=[], **given)
+    assert_equal(got, want)
+
+
+@pytest.mark.parametrize(("format", "bits", "most"), [
+    ("int8", 8 + 32 / 256, 1 / 254),
+    pytest.param("e4m3", 8 + 32 / 256, 2**-4, marks=GRID),
+    ("nf4", 4 + 32 / 256, (1.0 - 0.6961) / 2),
+    pytest.param("mx_e4m3", 8 + 8 / 32, 1 - 448 / 512, marks=GRID),
+])  # fmt: skip
+def test_codes_in_place_of_weights_save_bytes_and_all_ranks_compute_with_the_same(
+    format: str, bits: float, most: float
+) -> None:
+    """``most``: half of the widest step between codes, or what saturates, of the largest."""
+
+    def work(comm: Communicator, model: nn.Module) -> tuple[list[Tensor], dict[str, Tensor], float]:
+        opt = optimizer(model, comm, gather_format=format)
+        exchange, losses, seen = parts(opt).exchange, [], {}
+
+        def note(module: nn.Module, args: Any) -> None:
+            seen["used"] = module.weight.detach().clone()
+
+        model.get_submodule("transformer.h.2.mlp.c_fc").register_forward_pre_hook(note)
+        assert isinstance(exchange, Coded)
+        assert isinstance(exchange.inner, Flat)
+        traffic = exchange.inner.gather_comm.traffic.nbytes
+        for step in range(4):
+            before = traffic["all_gather"]
+            with torch.no_grad():
+                losses.append(decoder_loss(model, step, 0, 0))
+            used = traffic["all_gather"] - before
+            with opt.whole():
+                seen["exact"] = model.get_parameter("transformer.h.2.mlp.c_fc.weight").clone()
+            opt.backward(decoder_loss(model, step, 0, 0))
+            opt.step()
+            opt.zero_grad()
+        numel = sum(w.layout.numel for u in parts(opt).units for w in u.weights)
+        return losses, seen, 8 * used / numel
+
+    (losses, seen, used), (others, other, _) = on_two(work)
+    assert used == bits
+    assert all(torch.equal(a, b) for a, b in zip(losses, others, strict=True))
+    assert all(torch.equal(value, other[name]) for name, value in seen.items())
+    assert not torch.equal(seen["used"], seen["exact"])
+    assert (seen["used"] - seen["exact"]).abs().max() <= most * seen["exact"].abs().max()
+    plain = on_two(lambda comm, model: losses_of(comm, model))[0]
+    assert max(abs(float(a - b)) for a, b in zip(losses, plain, strict=True)) < 0.05
+
+
+def losses_of(comm: Communicator, model: nn.Module) -> list[Tensor]:
+    opt, losses = optimizer(model, comm), []
+    for step in range(4):
+        loss = decoder_loss(model, step, 0, 0)
+        losses.append(loss.detach())
+        opt.backward(loss)
+        opt.step()
+        opt.zero_grad()
+    return losses
+
+
+def test_codes_are_refused_where_weights_are_not_copies() -> None:
+    def work(comm: Communicator, model: nn.Module) -> None:
+        with pytest.raises(ValueError, match=r"gather_format is for stage 3.*got stage 2"):
+            zero.Optimizer(model, rule(), comm, stage=2, gather_format="int8")
+        with pytest.raises(ValueError, match=r"gather_format must be one of int8, .*got 'int9'"):
+            optimizer(model, comm, gather_format="int9")
+
+    on_two(work, lambda: nn.Linear(4, 4))

@@ -1,5 +1,6 @@
 """Does the suite find every wrong backend in its chapter, and leave correct ones alone?"""
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,16 @@ def test_correct_backend_passes_with_another_seed(name: str) -> None:
     """CI's second seed, in the chapters that are quick; python -m tests.meta.false_alarms: all."""
     found = alarms(CORRECT[name](), 1, ("memory", "random", "optimizer", "errors"))
     assert found == [], "\n".join(found)
+
+
+def test_norm_of_the_example_has_the_right_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's own tests ask for all of it, but they are slow."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # the example's folder joins it
+    report = conformance.run(
+        CORRECT["toy"](), chapters=["operators", "gradients"], select="/rms_norm/ and not rule"
+    )
+    assert report.passed, "\n".join(report.explain(r) for r in report.failures)
+    assert {result.chapter for result in report.results} == {"operators", "gradients"}
 
 
 @pytest.mark.grid

@@ -300,6 +300,21 @@ class OpenAfterClose(RanksBackend):
             self.is_closed = False
 
 
+class CloseBreaksOff(RanksBackend):
+    """What was called last is in the device's queue when close() empties it."""
+
+    class change(Base):
+        def all_reduce(self, tensor: Tensor, *rest: Any, **named: Any) -> Work:
+            self.__dict__["last"] = tensor, tensor.clone()
+            return super().all_reduce(tensor, *rest, **named)  # type: ignore[misc,no-any-return]
+
+        def close(self) -> None:
+            super().close()  # type: ignore[misc]
+            tensor, before = self.__dict__.pop("last", (None, None))
+            if tensor is not None:
+                tensor.copy_(before)
+
+
 class AbortIsNothing(RanksBackend):
     class change(Base):
         def abort(self, reason: str) -> None:
@@ -512,6 +527,7 @@ CATALOGUE: tuple[Wrong, ...] = (
     wrong("average-of-the-world", "wrong number of ranks", AverageOfTheWorld),
     wrong("traffic-not-counted", "a statistic that stays 0", NothingCounted, RULED),
     wrong("open-after-close", "state that is not kept", OpenAfterClose, RULED),
+    wrong("close-breaks-off", "what was called is dropped", CloseBreaksOff, RULED),
     wrong("abort-is-nothing", "a quiet no-op", AbortIsNothing, RULED),
     wrong("calls-not-compared", "mismatched-shape hang", NobodyCompares, "collectives/2/disagree"),
     wrong("time-limit-not-kept",

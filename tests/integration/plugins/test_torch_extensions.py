@@ -21,6 +21,17 @@ def load():
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # as one does that imports torch itself
     raise OSError("no driver")
 """
+TORCH = """
+import os
+import sys
+
+if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
+    said = "Failed to load the backend extension: broken. You can disable it"
+    raise RuntimeError(said) from OSError("no driver")
+print(*sys.argv[1:])
+sys.exit(7)
+"""
+"""In place of torch: fails as torch does; started again, it prints the arguments and ends."""
 LATE = good_plugin("late").replace("def probe(self):", "def probe(self):\n        import torch")
 """A plugin that imports torch when it is asked, not before."""
 
@@ -49,6 +60,15 @@ def test_command_starts_again_without_extensions_and_says_so(
     quiet = broken.anychip(*TRAIN, "--out", str(tmp_path / "quiet"), **told)
     assert quiet.returncode == 0, quiet.stderr
     assert "extension" not in quiet.stderr
+
+
+def test_command_starts_again_once_with_its_arguments(environment: Environment) -> None:
+    """What the case above shows with torch, which takes seconds to start."""
+    environment.is_warm = False
+    environment.add_module("torch", TORCH)
+    done = environment.anychip(*TRAIN)
+    assert (done.returncode, done.stderr) == (7, NOTICE)
+    assert done.stdout.split() == list(TRAIN)
 
 
 def test_table_says_of_each_backend_what_it_says_itself(broken: Environment) -> None:

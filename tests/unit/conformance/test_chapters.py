@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from anychip.conformance.oracles import training as oracle
 from anychip.dispatch import selection
 from anychip.dispatch.operator import registered
 from tests.meta.asynchronous import AsynchronousBackend
-from tests.meta.honest import HonestRows
+from tests.meta.honest import HonestBackend, HonestRows, Row, make_table, reference_rows
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,57 @@ def test_read_without_a_wait_comes_too_soon_on_an_asynchronous_device() -> None:
     begin.set()
     with pytest.raises(CheckFailedError, match="the bits differ"):
         race.check("read", found)
+
+
+QUIET_S = 0.3
+
+
+class LateThread:
+    """A row for two threads, of which one begins when the other can go on no more without it.
+
+    From then on each call waits for one of the other thread, between what it writes to the room
+    and what it reads there.
+
+    Args:
+        is_shared: whether calls have one room, or each thread its own.
+    """
+
+    def __init__(self, row: Row, *, is_shared: bool) -> None:
+        self.row = row
+        self.room: Any = SimpleNamespace() if is_shared else threading.local()
+        self.alone, self.first, self.lock = threading.get_ident(), 0, threading.Lock()
+        self.called, self.has_begun = threading.Event(), False
+        self.meeting = threading.Barrier(2, timeout=30 * QUIET_S)
+
+    def call(self, *args: Any, **attrs: Any) -> Any:
+        if (thread := threading.get_ident()) == self.alone:
+            return self.row(*args, **attrs)
+        with self.lock:
+            self.first = self.first or thread
+        meets, is_late = self.has_begun, thread != self.first and not self.has_begun
+        self.called.set()
+        while is_late and self.called.wait(QUIET_S):
+            self.called.clear()
+        self.room.arguments = args
+        if meets and not self.meeting.broken:
+            with suppress(threading.BrokenBarrierError):  # the other thread has no more calls
+                self.meeting.wait()
+        found = self.row(*self.room.arguments, **attrs)
+        self.has_begun |= is_late
+        return found
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["one room", "two rooms"])
+def test_room_that_threads_share_is_found_however_late_one_of_them_begins(is_shared: bool) -> None:
+    rows = reference_rows()
+    late = LateThread(rows["rms_norm", "forward"], is_shared=is_shared)
+    rows["rms_norm", "forward"] = late.call
+    backend = type("Late", (HonestBackend,), {"operators": make_table(rows)})()
+    select = "operators/rms_norm/fp32/rule:two-threads"
+    (result,) = conformance.run(backend, chapters=["operators"], select=select).results
+    assert late.has_begun
+    assert result.outcome == ("failed" if is_shared else "passed")
+    assert ("while another thread calls it too" in result.reason) == is_shared
 
 
 def test_world_of_four_is_asked_at_level_full_only() -> None:

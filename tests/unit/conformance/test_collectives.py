@@ -12,7 +12,7 @@ from anychip.conformance.case import CheckFailedError
 from anychip.conformance.chapters import collectives
 from anychip.conformance.ranks import Answer, Ranks, reference_to
 from tests.meta.honest import HonestBackend
-from tests.meta.wrong_collectives import DoneTooEarly, RanksBackend
+from tests.meta.wrong_collectives import CloseBreaksOff, DoneTooEarly, RanksBackend
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -89,6 +89,8 @@ def test_ranks_answer_and_report_what_goes_wrong() -> None:
         assert [a.kind for a in ranks.ask("ask_order")] == ["", ""], "they go on after a failure"
         ranks.become(DoneTooEarly())
         assert "is_done() is True" in ranks.ask("ask_early", number=1)[0].error
+        ranks.become(CloseBreaksOff())
+        assert "just before close() are wrong" in ranks.ask("ask_close")[0].error
         ranks.become(RanksBackend())
         first, last = ranks.ask("ask_death", timeout_s=2.0)
         assert first.kind == "CommunicationError"

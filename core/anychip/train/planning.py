@@ -21,7 +21,7 @@ from anychip.train.config import Config
 from anychip.train.optim import Rule
 from anychip.train.run import measured_rates, mesh_sizes, rule_of, stage_layers
 from anychip.train.zero import checks
-from anychip.train.zero.layout import Layout, by_size
+from anychip.train.zero.layout import Layout, by_size, default_nbytes
 from anychip.train.zero.layout import plan as plan_layout
 from anychip.train.zero.units import divide, own_parameters
 from anychip.train.zero.weights import STAGES
@@ -168,7 +168,7 @@ def _buffers(
             for params, num in zip(owned, again, strict=True)
             if params
         ]
-    max_numel = zero.BUCKET_NBYTES // torch.float32.itemsize
+    max_numel = default_nbytes(replicas) // torch.float32.itemsize
     members = [
         [group[index] for index in indices]
         for group in groups

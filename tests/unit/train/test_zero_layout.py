@@ -64,3 +64,11 @@ def test_by_size_goes_from_the_last_parameter_to_the_first(
     numels: list[int], max_numel: int, want: list[list[int]]
 ) -> None:
     assert layout.by_size(numels, max_numel) == want
+
+
+@pytest.mark.parametrize("world_size", [1, 8, 32, 64, 512])
+def test_gaps_of_a_buffer_of_the_default_size_are_below_3_percent(world_size: int) -> None:
+    numel = layout.default_nbytes(world_size) // 4
+    rows = [numel // 7 - 5] * 7
+    assert layout.default_nbytes(world_size) >= 8 << 20
+    assert layout.plan(rows, world_size).numel <= 1.03 * sum(rows)

@@ -10,7 +10,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054; Li et al. 2020, arXiv:2006.15
 are sent while backward runs); Zhao et al. 2023, arXiv:2304.11277 (units of flat weights).
 """
 
-from anychip.train.zero.optimizer import BUCKET_NBYTES, MemoryUse, Optimizer, StepResult
+from anychip.train.zero.optimizer import MemoryUse, Optimizer, StepResult
 from anychip.train.zero.sharded import ShardedModel
 
-__all__ = ["BUCKET_NBYTES", "MemoryUse", "Optimizer", "ShardedModel", "StepResult"]
+__all__ = ["MemoryUse", "Optimizer", "ShardedModel", "StepResult"]

@@ -37,11 +37,11 @@ def check_stage(stage: int) -> None:
 
 
 def check_arguments(
-    stage: int, bucket_nbytes: int, reduction: str, rule: Rule, gather_format: str | None
+    stage: int, bucket_nbytes: int | None, reduction: str, rule: Rule, gather_format: str | None
 ) -> None:
     """What an optimizer is made with."""
     check_stage(stage)
-    if bucket_nbytes < 1:
+    if bucket_nbytes is not None and bucket_nbytes < 1:
         raise ValueError(f"bucket_nbytes must be at least 1, got {bucket_nbytes}")
     if reduction not in ("avg", "sum"):
         raise ValueError(f"reduction must be 'avg' or 'sum', got {reduction!r}")

@@ -133,3 +133,12 @@ def by_size(numels: Sequence[int], max_numel: int) -> list[list[int]]:
         runs[-1].append(index)
         room -= numels[index]
     return runs
+
+
+def default_nbytes(world_size: int) -> int:
+    """Of float32 gradients that are sent together.
+
+    Large enough for full bandwidth, small enough that the last ones, which nothing hides, are soon
+    over; and 64 granules per rank at least, so that gaps are a few percent.
+    """
+    return max(8 << 20, 64 * BLOCK * 4 * world_size)

@@ -16,6 +16,7 @@ from anychip.train.optim import Rule
 from anychip.train.precision import LossScaler, PrecisionPolicy
 from anychip.train.zero import checks, state
 from anychip.train.zero.exchange import GradientReduction
+from anychip.train.zero.layout import default_nbytes
 from anychip.train.zero.reduce_queue import watch
 from anychip.train.zero.sharded import ShardedModel
 from anychip.train.zero.units import Init, Policy
@@ -25,10 +26,6 @@ from anychip.train.zero.weights import STAGES
 # torch hides them from its compiler, and imports that for it: two seconds of the first step.
 _add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 _zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-
-BUCKET_NBYTES = 8 << 20
-"""Default size of a bucket: large enough for full bandwidth, small enough that the last one, which
-nothing hides, is soon over."""
 
 
 class StepResult(NamedTuple):
@@ -78,7 +75,8 @@ class Optimizer(torch.optim.Optimizer):
         stage: what is partitioned among them: 0 nothing, 1 states, 2 gradients too, 3 weights too.
         precision: the policy under which the loss is computed; None: no loss scaling, gradients
             reduced in float32.
-        bucket_nbytes: of gradients that are sent together.
+        bucket_nbytes: of gradients that are sent together; None: 8 MiB, or 256 KiB per rank where
+            that is more, so that gaps stay below 3 %.
         reduction: what the ranks' gradients become: ``avg``, their mean, or ``sum``, for a loss
             that every rank has divided by what all of them have seen.
         model_comm: the ranks that hold *other* parameters of the same model (a pipeline): norm
@@ -129,7 +127,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         stage: int = 0,
         precision: PrecisionPolicy | None = None,
-        bucket_nbytes: int = BUCKET_NBYTES,
+        bucket_nbytes: int | None = None,
         reduction: GradientReduction = "avg",
         model_comm: Communicator | None = None,
         duplicates: Collection[Tensor] = (),
@@ -143,7 +141,8 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         checks.check_arguments(stage, bucket_nbytes, reduction, rule, gather_format)
         self.rule, self.comm, self.stage, self.precision = rule, comm, stage, precision
-        self.model_comm, self.bucket_nbytes = model_comm, bucket_nbytes
+        self.model_comm = model_comm
+        self.bucket_nbytes = bucket_nbytes or default_nbytes(comm.world_size)
         self.num_steps = 0
         scaling = precision.loss_scaling if precision else None
         self.scaler = LossScaler(scaling) if scaling else None

@@ -179,7 +179,7 @@ def test_scaled_training_equals_unscaled_training_bit_for_bit(world_size: int, s
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("stage", [0, 1, 2], ids="stage{}".format)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="stage{}".format)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_overflow_on_one_rank_skips_the_step_on_all_and_changes_no_bit(
     world_size: int, stage: int, value: float
@@ -188,7 +188,8 @@ def test_overflow_on_one_rank_skips_the_step_on_all_and_changes_no_bit(
 
     def snapshot(opt: zero.Optimizer, model: nn.Module) -> list[Tensor]:
         states = [t.clone() for p in model.parameters() for t in opt.state[p].values()]
-        return [*(p.detach().clone() for p in model.parameters()), *states]
+        with opt.whole():
+            return [*(p.detach().clone() for p in model.parameters()), *states]
 
     def work(comm: Communicator) -> tuple[Any, ...]:
         model = models[comm.rank]

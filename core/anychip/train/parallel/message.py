@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anychip.contract import Communicator
 from anychip.runtime import on_host
-from anychip.train.parallel.schedule import Action, Schedule
+from anychip.train.parallel.actions import Action, Schedule
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Of messages; the header has the index."""

@@ -25,15 +25,9 @@ from torch import Tensor, nn
 
 from anychip.contract import HOST, Communicator, Transfer, UnsupportedError, Work
 from anychip.runtime import on_host
+from anychip.train.parallel.actions import COMPUTE, Action, Schedule
+from anychip.train.parallel.lowering import add_communication, received, sent
 from anychip.train.parallel.message import Link
-from anychip.train.parallel.schedule import (
-    Action,
-    Schedule,
-    add_communication,
-    exchanges,
-    received,
-    sent,
-)
 from anychip.train.parallel.simulator import Span, Timeline
 from anychip.train.parallel.validation import validate
 
@@ -52,7 +46,7 @@ class _Step:
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     ready: dict[Action, Tensor] = field(default_factory=dict)
     receives: dict[Action, tuple[Work, Tensor]] = field(default_factory=dict)
-    sends: list[tuple[Work, list[Tensor]]] = field(default_factory=list)
+    sends: list[tuple[Work, Tensor]] = field(default_factory=list)
 
 
 class Pipeline:
@@ -108,7 +102,7 @@ class Pipeline:
             )
         self._row = schedule.rows[comm.rank]
         self._link = Link(schedule, self.device)
-        self._last_backward = [a.microbatch for a in self._row if a.kind == "B"][-1]
+        self._last_backward = [a.microbatch for a in self._row if a.kind in ("I", "B")][-1]
         self._spans: list[Span] = []
         self._begin = 0.0
 
@@ -166,7 +160,7 @@ class Pipeline:
                 start = time.perf_counter()
                 if action.kind == "F":
                     self._forward(step, action)
-                else:
+                elif action.kind != "W":  # the weights' gradients were not put off
                     stays = more or bool(self.tied) or action.microbatch != self._last_backward
                     with no_sync() if stays else nullcontext():
                         self._backward(step, action, backward)
@@ -215,7 +209,7 @@ class Pipeline:
         return Timeline(
             tuple(
                 tuple(Span(action, *next(values)) for action in row)
-                for row in self.schedule.only("F", "B").rows
+                for row in self.schedule.only(*COMPUTE).rows
             )
         )
 
@@ -234,38 +228,34 @@ class Pipeline:
 
     def _actions(self, step: _Step, row: Sequence[Action]) -> Iterator[Action]:
         """The computations of a row; messages are started, and inputs waited for, in between."""
-        for item in exchanges(row):
-            if not isinstance(item, Action):
-                self._exchange(step, item)
+        for action in row:
+            if action.is_message:
+                self._start(step, action)
                 continue
-            if received(item) in step.receives:
-                work, tensor = step.receives.pop(received(item))
+            receive = received(action)
+            if receive in step.receives:
+                work, tensor = step.receives.pop(receive)
                 work.wait()
-                step.ready[received(item)] = tensor
-            yield item
+                step.ready[receive] = tensor
+            yield action
 
-    def _exchange(self, step: _Step, messages: Sequence[Action]) -> None:
-        transfers = []
-        for message in messages:
-            peer = self._ranks[message.counterpart().stage]
+    def _start(self, step: _Step, message: Action) -> None:
+        """Posts a send or a receive; nothing is waited for."""
+        peer, tag = self._ranks[message.counterpart().stage], self._link.tag(message)
+        if message.kind.startswith("SEND"):
+            tensor = step.ready.pop(message)
             if message.kind == "SEND_F":
-                self._link.announce(self.comm, peer, step.ready[message])
-            if message.kind == "RECV_F":
-                self._link.listen(self.comm, peer)
-            if message.kind.startswith("SEND"):
-                tensor = step.ready.pop(message)
-            else:
-                tensor = self._link.room(message)
-            kind = "send" if message.kind.startswith("SEND") else "recv"
-            transfers.append(Transfer(kind, tensor, peer, self._link.tag(message)))  # type: ignore[arg-type]
-        work = self.comm.exchange(transfers, async_op=True)
-        for message, transfer in zip(messages, transfers, strict=True):
-            if transfer.kind == "recv":
-                step.receives[message] = (work, transfer.tensor)
-        # A send's tensor must live until it is done, and no longer.
-        step.sends = [entry for entry in step.sends if not entry[0].is_done()]
-        if sends := [t.tensor for t in transfers if t.kind == "send"]:
-            step.sends.append((work, sends))
+                self._link.announce(self.comm, peer, tensor)
+            work = self.comm.exchange([Transfer("send", tensor, peer, tag)], async_op=True)
+            # A send's tensor must live until it is done, and no longer.
+            step.sends = [entry for entry in step.sends if not entry[0].is_done()]
+            step.sends.append((work, tensor))
+            return
+        if message.kind == "RECV_F":
+            self._link.listen(self.comm, peer)
+        tensor = self._link.room(message)
+        work = self.comm.exchange([Transfer("recv", tensor, peer, tag)], async_op=True)
+        step.receives[message] = (work, tensor)
 
     def _finish(self, step: _Step) -> None:
         for work, _ in step.sends:

@@ -1,23 +1,31 @@
 """A model over several ranks: a mesh of named axes, and a pipeline along one of them.
 
-``mesh`` arranges ranks. ``schedule`` says as data what each rank of a pipeline does, in which
-order; ``validation`` whether that can be carried out, ``simulator`` how long it takes. ``split``
+``mesh`` arranges ranks. ``actions`` are what each rank of a pipeline does, as data; ``schedule``
+puts them in the known orders, ``lowering`` adds messages; ``validation`` says whether a schedule
+can be carried out, ``simulator`` how long it takes. ``split``
 cuts a model where stages cost alike, ``rates`` reads what a device was measured to reach; ``stage``
 makes modules of the parts; ``pipeline`` runs one, with the messages of ``message``.
 """
 
+from anychip.train.parallel.actions import Action, Schedule, ScheduleError, parse
+from anychip.train.parallel.lowering import add_communication
 from anychip.train.parallel.mesh import Mesh
 from anychip.train.parallel.pipeline import Pipeline
 from anychip.train.parallel.rates import Rates, flops_per_byte, read_rates
 from anychip.train.parallel.schedule import (
+    LOOPS,
+    NAMES,
     SCHEDULES,
-    Action,
-    Schedule,
-    ScheduleError,
-    add_communication,
+    VS,
+    check_virtual,
+    dualpipev,
     gpipe,
+    interleaved,
+    looped_bfs,
+    make_schedule,
     one_f_one_b,
-    parse,
+    zbv,
+    zero_bubble,
 )
 from anychip.train.parallel.simulator import Costs, Span, Timeline, simulate
 from anychip.train.parallel.split import (
@@ -33,9 +41,10 @@ from anychip.train.parallel.state import Names, WholeModel, WholeOptimizer, name
 from anychip.train.parallel.validation import validate
 
 __all__ = [
-    "SCHEDULES", "Action", "Costs", "LayerCost", "Mesh", "Names", "Pipeline", "Rates", "Schedule",
-    "ScheduleError", "Span", "Stage", "Timeline", "WholeModel", "WholeOptimizer",
-    "add_communication", "estimate_costs", "flops_per_byte", "gpipe", "make_stage", "measure_costs",
-    "merge", "names_of", "num_layers", "one_f_one_b", "parse", "partition", "read_rates",
-    "simulate", "split_layers", "stage_costs", "validate",
+    "LOOPS", "NAMES", "SCHEDULES", "VS", "Action", "Costs", "LayerCost", "Mesh", "Names",
+    "Pipeline", "Rates", "Schedule", "ScheduleError", "Span", "Stage", "Timeline", "WholeModel",
+    "WholeOptimizer", "add_communication", "check_virtual", "dualpipev", "estimate_costs",
+    "flops_per_byte", "gpipe", "interleaved", "looped_bfs", "make_schedule", "make_stage",
+    "measure_costs", "merge", "names_of", "num_layers", "one_f_one_b", "parse", "partition",
+    "read_rates", "simulate", "split_layers", "stage_costs", "validate", "zbv", "zero_bubble",
 ]  # fmt: skip

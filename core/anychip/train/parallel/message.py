@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anychip.contract import Communicator
 from anychip.runtime import on_host
-from anychip.train.parallel.schedule import Action, Schedule
+from anychip.train.parallel.actions import Action, Schedule
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Of messages; the header has the index."""
@@ -37,32 +37,33 @@ class Link:
     """What one rank knows about the messages to and from its neighbours.
 
     Attributes:
-        inputs, outputs: the form of what the stage takes and gives, once known.
+        inputs, outputs: the form of what each stage here takes and gives, once known.
     """
 
     def __init__(self, schedule: Schedule, device: torch.device) -> None:
         self.device = device
-        self.inputs: Form | None = None
-        self.outputs: Form | None = None
-        self._is_announced = False
-        self._num_microbatches = schedule.num_microbatches
+        self.inputs: dict[int, Form] = {}
+        self.outputs: dict[int, Form] = {}
+        self._announced: set[int] = set()
+        self._num_stages, self._num_microbatches = schedule.num_stages, schedule.num_microbatches
         self._digest = zlib.crc32(str(schedule).encode())
 
     def tag(self, message: Action) -> int:
-        """Two per microbatch, so that messages of a pair of ranks cannot be mixed up."""
-        return 2 * message.microbatch + (message.kind.endswith("B"))
-
-    @property
-    def header_tag(self) -> int:
-        """After those of the microbatches."""
-        return 2 * self._num_microbatches
+        """Two per boundary and microbatch, so that messages of a pair cannot be mixed up."""
+        boundary = min(message.stage, message.counterpart().stage)
+        index = boundary * self._num_microbatches + message.microbatch
+        return 2 * index + message.kind.endswith("B")
 
     @property
     def tied_tag(self) -> int:
-        """After the header's."""
-        return self.header_tag + 1
+        """After those of the microbatches."""
+        return 2 * self._num_stages * self._num_microbatches
 
-    def check(self, where: object, output: object) -> None:
+    def header_tag(self, stage: int) -> int:
+        """After that one; of the stage whose output is announced."""
+        return self.tied_tag + 1 + stage
+
+    def check(self, where: object, stage: int, output: object) -> None:
         """Every output of a stage has the form of the first.
 
         Raises:
@@ -74,45 +75,43 @@ class Link:
         form = Form(tuple(output.shape), output.dtype)
         if len(form.shape) > MAX_DIMS:
             raise ValueError(f"{where}: at most {MAX_DIMS} dims expected, got {form}")
-        if self.outputs is None:
-            self.outputs = form
-        if form != self.outputs:
+        first = self.outputs.setdefault(stage, form)
+        if form != first:
             raise ValueError(
-                f"{where}: an output of {self.outputs} expected, as the first was, got {form}; a "
+                f"{where}: an output of {first} expected, as the first was, got {form}; a "
                 "pipeline has one form of microbatch, make another one for another"
             )
 
-    def announce(self, comm: Communicator, peer: int, output: Tensor) -> None:
+    def announce(self, comm: Communicator, peer: int, stage: int, output: Tensor) -> None:
         """Tells the next stage, before the first message, what messages will be."""
-        if self._is_announced:
+        if stage in self._announced:
             return
         shape = list(output.shape)
         header = [self._digest, DTYPES.index(output.dtype), len(shape), *shape]
         header += [0] * (HEADER_NUMEL - len(header))
         tensor = torch.tensor(header, dtype=torch.int64).to(self.device)
-        comm.send(tensor, peer, tag=self.header_tag)
-        self._is_announced = True
+        comm.send(tensor, peer, tag=self.header_tag(stage))
+        self._announced.add(stage)
 
-    def listen(self, comm: Communicator, peer: int) -> None:
-        """Hears it; waits.
+    def listen(self, comm: Communicator, peer: int, stage: int) -> None:
+        """Hears it, for the stage that takes them; waits.
 
         Raises:
             ValueError: the stage before works by another schedule.
         """
-        if self.inputs is not None:
+        if stage in self.inputs:
             return
         tensor = torch.empty(HEADER_NUMEL, dtype=torch.int64, device=self.device)
-        comm.recv(tensor, peer, tag=self.header_tag)
+        comm.recv(tensor, peer, tag=self.header_tag(stage - 1))
         digest, dtype, dims, *shape = on_host(tensor).tolist()
         if digest != self._digest:
             raise ValueError(
                 f"pipeline: rank {comm.rank} and rank {peer} have different schedules; make the "
                 "same one on every rank"
             )
-        self.inputs = Form(tuple(shape[:dims]), DTYPES[dtype])
+        self.inputs[stage] = Form(tuple(shape[:dims]), DTYPES[dtype])
 
     def room(self, message: Action) -> Tensor:
         """An empty tensor for a message that will come."""
-        form = self.inputs if message.kind == "RECV_F" else self.outputs
-        assert form is not None, f"{message} comes after the form is known"
+        form = (self.inputs if message.kind == "RECV_F" else self.outputs)[message.stage]
         return torch.empty(form.shape, dtype=form.dtype, device=self.device)

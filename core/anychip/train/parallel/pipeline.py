@@ -1,15 +1,16 @@
 """What does a rank of a pipeline do in a step? The actions of its row of the schedule, in order.
 
 Outputs go to the next stage, gradients to the one before, as the schedule says; sends are not
-waited for, a receive only by the computation that needs it. What a schedule cannot say is here:
-microbatches, the loss, activations until their backward, tied parameters.
+waited for, a receive only by the computation that needs it. Two stages on one rank hand on without
+a message. What a schedule cannot say is here: microbatches, the loss, activations until their
+backward, tied parameters.
 
 Note: The sum
     A stage adds up the gradients of its microbatches in the order of its backwards, which is that
-    of the microbatches in GPipe and 1F1B; each loss is divided by their number before. These are
-    the bits of the whole model that accumulates over the same microbatches on one rank. A parameter
-    tied over the first and the last stage is the exception: each sums its own uses, then both add
-    first + last.
+    of the microbatches in every schedule that is made here; each loss is divided by their number
+    before. These are the bits of the whole model that accumulates over the same microbatches on one
+    rank. A parameter tied over the first and the last stage is the exception: each sums its own
+    uses, then both add first + last, also when both are on one rank.
 """
 
 from __future__ import annotations
@@ -23,17 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anychip.contract import HOST, Communicator, Transfer, UnsupportedError, Work
+from anychip.contract import HOST, Communicator, Transfer, Work
 from anychip.runtime import on_host
+from anychip.train.parallel.actions import COMPUTE, Action, Schedule
+from anychip.train.parallel.lowering import add_communication, received, sent
 from anychip.train.parallel.message import Link
-from anychip.train.parallel.schedule import (
-    Action,
-    Schedule,
-    add_communication,
-    exchanges,
-    received,
-    sent,
-)
 from anychip.train.parallel.simulator import Span, Timeline
 from anychip.train.parallel.validation import validate
 
@@ -49,36 +44,39 @@ class _Step:
     targets: Sequence[Tensor]
     weight: float | None
     loss: Tensor
-    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     ready: dict[Action, Tensor] = field(default_factory=dict)
     receives: dict[Action, tuple[Work, Tensor]] = field(default_factory=dict)
-    sends: list[tuple[Work, list[Tensor]]] = field(default_factory=list)
+    sends: list[tuple[Work, Tensor]] = field(default_factory=list)
 
 
 class Pipeline:
-    """One rank's stage of a model, and the schedule that it works by.
+    """One rank's stages of a model, and the schedule that it works by.
 
     Args:
-        stage: ``stage(x)`` gives the (floating-point, one) tensor for the next stage, where x is
-            what the stage before gave, or the first stage's tokens. The last one is called with
-            targets too, and gives the 0-dim loss.
+        stages: this rank's one, or several in ascending order. ``stage(x)`` gives the
+            (floating-point, one) tensor for the next stage, where x is what the stage before gave,
+            or the first stage's tokens. The last one is called with targets too, and gives the
+            0-dim loss.
         comm: the ranks of the pipeline, one per row of the schedule.
-        schedule: with one stage per rank. Without messages it gets those of
-            :func:`~anychip.train.parallel.schedule.add_communication`.
+        schedule: of all ranks. Without messages it gets those of
+            :func:`~anychip.train.parallel.lowering.add_communication`; actions on weights of a
+            whole stage are passed over, for they are whole here.
         loss_fn: called with the last stage's output and targets, when the stage takes none.
-        tied: parameters of which the first and the last stage have a copy each, in one order.
+        tied: parameters of which the first and the last stage have a copy each, in one order. On
+            a rank that has both stages: the first one's, then the last one's.
         autocast: made and entered around each forward, like ``policy.autocast``.
         measure: waits for the device. When given, each computation is timed; see :meth:`timeline`.
 
     Raises:
         ScheduleError: the schedule cannot be carried out.
-        ValueError: it has another number of rows than ``comm`` has ranks.
-        UnsupportedError: it gives a rank several stages.
+        ValueError: it has another number of rows than ``comm`` has ranks, or gives this rank
+            another number of stages; or ``tied`` where neither of both stages is.
     """
 
     def __init__(
         self,
-        stage: nn.Module,
+        stages: nn.Module | Sequence[nn.Module],
         comm: Communicator,
         schedule: Schedule,
         *,
@@ -92,38 +90,49 @@ class Pipeline:
                 f"pipeline: one row of the schedule per rank expected, got {len(schedule.rows)} "
                 f"rows and {comm.world_size} ranks"
             )
-        if not schedule.has_communication:
-            schedule = add_communication(schedule)
+        schedule = add_communication(schedule).unpaired()
         validate(schedule)
-        self.stage, self.comm, self.schedule = stage, comm, schedule
-        self.loss_fn, self.tied = loss_fn, tuple(tied)
-        self.autocast, self.measure = autocast, measure
-        self.number, self._ranks = _places(schedule, comm.rank)
-        self.num_stages, self.num_microbatches = schedule.num_stages, schedule.num_microbatches
-        self.device = next((p.device for p in stage.parameters()), torch.device(HOST))
-        if self.tied and 0 < self.number < self.num_stages - 1:
+        modules = [stages] if isinstance(stages, nn.Module) else list(stages)
+        self.comm, self.schedule, self.loss_fn = comm, schedule, loss_fn
+        self.autocast, self.measure, self.tied = autocast, measure, tuple(tied)
+        self._ranks = schedule.owners()
+        self.numbers = tuple(sorted(s for s, rank in self._ranks.items() if rank == comm.rank))
+        if len(modules) != len(self.numbers):
             raise ValueError(
-                f"pipeline: tied parameters are on the first and the last stage, this is stage "
-                f"{self.number} of {self.num_stages}"
+                f"pipeline: the schedule gives rank {comm.rank} {len(self.numbers)} stages, got "
+                f"{len(modules)}"
+            )
+        self.stages = dict(zip(self.numbers, modules, strict=True))
+        self.num_stages, self.num_microbatches = schedule.num_stages, schedule.num_microbatches
+        params = (param for module in modules for param in module.parameters())
+        self.device = next((param.device for param in params), torch.device(HOST))
+        if self.tied and not self.is_first and not self.is_last:
+            raise ValueError(
+                f"pipeline: tied parameters are on the first and the last stage, this is "
+                f"{self._name(*self.numbers)}"
             )
         self._row = schedule.rows[comm.rank]
         self._link = Link(schedule, self.device)
-        self._last_backward = [a.microbatch for a in self._row if a.kind == "B"][-1]
+        self._last_backward = [a for a in self._row if a.kind in ("I", "B")][-1]
         self._spans: list[Span] = []
         self._begin = 0.0
 
     def __repr__(self) -> str:
-        return f"Pipeline(stage {self.number} of {self.num_stages})"
+        return f"Pipeline({self._name(*self.numbers)})"
+
+    def _name(self, *numbers: int) -> str:
+        which = " and ".join(map(str, numbers))
+        return f"stage{'s' * (len(numbers) > 1)} {which} of {self.num_stages}"
 
     @property
     def is_first(self) -> bool:
-        """This stage takes tokens."""
-        return self.number == 0
+        """A stage here takes tokens."""
+        return 0 in self.stages
 
     @property
     def is_last(self) -> bool:
-        """This stage gives the loss."""
-        return self.number == self.num_stages - 1
+        """A stage here gives the loss."""
+        return self.num_stages - 1 in self.stages
 
     def run(
         self,
@@ -139,9 +148,9 @@ class Pipeline:
         """Forward and backward of all microbatches. Every rank of the pipeline calls it.
 
         Args:
-            tokens: (B, ...) on the first stage, B a multiple of the number of microbatches; not
-                looked at elsewhere.
-            targets: (B, ...) on the last stage; not looked at elsewhere.
+            tokens: (B, ...) where the first stage is, B a multiple of the number of microbatches;
+                not looked at elsewhere.
+            targets: (B, ...) where the last stage is; not looked at elsewhere.
             weight: of each microbatch's loss, 1 / (number of all targets) where it is a sum; None:
                 1 / (number of microbatches), for means over as many targets in each.
             backward: adds gradients; an optimizer's, so that the loss gets its scale.
@@ -166,8 +175,8 @@ class Pipeline:
                 start = time.perf_counter()
                 if action.kind == "F":
                     self._forward(step, action)
-                else:
-                    stays = more or bool(self.tied) or action.microbatch != self._last_backward
+                elif action.kind != "W":  # the weights' gradients were not put off
+                    stays = more or bool(self.tied) or action != self._last_backward
                     with no_sync() if stays else nullcontext():
                         self._backward(step, action, backward)
                 self._stop_clock(action, start)
@@ -191,7 +200,7 @@ class Pipeline:
             step = self._step(tokens, targets, weight)
             for action in self._actions(step, forward.rows[self.comm.rank]):
                 self._forward(step, action)
-                del step.kept[action.microbatch]
+                del step.kept[action.stage, action.microbatch]
             self._finish(step)
             return self._loss(step, share_loss)
 
@@ -207,15 +216,18 @@ class Pipeline:
         if not self._spans:
             raise RuntimeError("timeline: make the pipeline with measure, and call run() first")
         times = [time for span in self._spans for time in (span.start, span.end)]
-        here = torch.tensor([float(time) for time in times], dtype=torch.float64)
+        rows = self.schedule.only(*COMPUTE).rows
+        # Ranks that split other backwards have other numbers of computations.
+        padding = 2 * max(map(len, rows)) - len(times)
+        here = torch.tensor([*map(float, times), *[0.0] * padding], dtype=torch.float64)
         here = here.to(self.device)
         everywhere = here.new_empty(self.comm.world_size * len(here))
         self.comm.all_gather(everywhere, here)
-        values = iter(on_host(everywhere).view(-1, 2).tolist())
+        values = on_host(everywhere).view(len(rows), -1, 2).tolist()
         return Timeline(
             tuple(
-                tuple(Span(action, *next(values)) for action in row)
-                for row in self.schedule.only("F", "B").rows
+                tuple(Span(action, *time) for action, time in zip(row, mine, strict=False))
+                for row, mine in zip(rows, values, strict=True)
             )
         )
 
@@ -234,38 +246,40 @@ class Pipeline:
 
     def _actions(self, step: _Step, row: Sequence[Action]) -> Iterator[Action]:
         """The computations of a row; messages are started, and inputs waited for, in between."""
-        for item in exchanges(row):
-            if not isinstance(item, Action):
-                self._exchange(step, item)
+        for action in row:
+            if action.is_message:
+                self._start(step, action)
                 continue
-            if received(item) in step.receives:
-                work, tensor = step.receives.pop(received(item))
-                work.wait()
-                step.ready[received(item)] = tensor
-            yield item
+            if action.is_compute:
+                receive = received(action)
+                if receive in step.receives:
+                    work, step.ready[receive] = step.receives.pop(receive)
+                    work.wait()
+                yield action
 
-    def _exchange(self, step: _Step, messages: Sequence[Action]) -> None:
-        transfers = []
-        for message in messages:
-            peer = self._ranks[message.counterpart().stage]
+    def _start(self, step: _Step, message: Action) -> None:
+        """Posts a send or a receive; nothing is waited for."""
+        peer, tag = self._ranks[message.counterpart().stage], self._link.tag(message)
+        if message.kind.startswith("SEND"):
+            tensor = step.ready.pop(message)
             if message.kind == "SEND_F":
-                self._link.announce(self.comm, peer, step.ready[message])
-            if message.kind == "RECV_F":
-                self._link.listen(self.comm, peer)
-            if message.kind.startswith("SEND"):
-                tensor = step.ready.pop(message)
-            else:
-                tensor = self._link.room(message)
-            kind = "send" if message.kind.startswith("SEND") else "recv"
-            transfers.append(Transfer(kind, tensor, peer, self._link.tag(message)))  # type: ignore[arg-type]
-        work = self.comm.exchange(transfers, async_op=True)
-        for message, transfer in zip(messages, transfers, strict=True):
-            if transfer.kind == "recv":
-                step.receives[message] = (work, transfer.tensor)
-        # A send's tensor must live until it is done, and no longer.
-        step.sends = [entry for entry in step.sends if not entry[0].is_done()]
-        if sends := [t.tensor for t in transfers if t.kind == "send"]:
-            step.sends.append((work, sends))
+                self._link.announce(self.comm, peer, message.stage, tensor)
+            work = self.comm.exchange([Transfer("send", tensor, peer, tag)], async_op=True)
+            # A send's tensor must live until it is done, and no longer.
+            step.sends = [entry for entry in step.sends if not entry[0].is_done()]
+            step.sends.append((work, tensor))
+            return
+        if message.kind == "RECV_F":
+            self._link.listen(self.comm, peer, message.stage)
+        tensor = self._link.room(message)
+        work = self.comm.exchange([Transfer("recv", tensor, peer, tag)], async_op=True)
+        step.receives[message] = (work, tensor)
+
+    def _hand_on(self, step: _Step, action: Action, tensor: Tensor) -> None:
+        """What a computation made: for a message, or for another stage of this rank."""
+        send = sent(action)
+        is_here = send.counterpart().stage in self.stages
+        step.ready[send.counterpart() if is_here else send] = tensor.contiguous()
 
     def _finish(self, step: _Step) -> None:
         for work, _ in step.sends:
@@ -277,7 +291,7 @@ class Pipeline:
         try:
             yield
         except BaseException as error:
-            where = f"pipeline stage {self.number} of {self.num_stages}"
+            where = f"pipeline {self._name(*self.numbers)}"
             self.comm.abort(f"{where}: {type(error).__name__}: {error}")
             raise
 
@@ -303,26 +317,28 @@ class Pipeline:
         return list(batch.split(rows // count))
 
     def _forward(self, step: _Step, action: Action) -> None:
-        number = action.microbatch
-        x = step.tokens[number] if self.is_first else step.ready.pop(received(action))
-        if not self.is_first:
-            x.requires_grad_(torch.is_grad_enabled())
+        number, stage = action.microbatch, self.stages[action.stage]
+        is_last = action.stage == self.num_stages - 1
+        if action.stage == 0:
+            x = step.tokens[number]
+        else:
+            x = step.ready.pop(received(action)).requires_grad_(torch.is_grad_enabled())
         with self.autocast():
-            if not self.is_last:
-                output = self.stage(x)
+            if not is_last:
+                output = stage(x)
             elif self.loss_fn is None:
-                output = self.stage(x, step.targets[number])
+                output = stage(x, step.targets[number])
             else:
-                output = self.loss_fn(self.stage(x), step.targets[number])
-        if self.is_last:
+                output = self.loss_fn(stage(x), step.targets[number])
+        if is_last:
             loss = self._check_loss(output)
             # Divided, not multiplied by the inverse: so a loop on one rank does it.
             output = loss / self.num_microbatches if step.weight is None else loss * step.weight
             step.loss += output.detach()
         else:
-            self._link.check(self, output)
-            step.ready[sent(action)] = output.detach().contiguous()
-        step.kept[number] = (x, output)
+            self._link.check(f"Pipeline({self._name(action.stage)})", action.stage, output)
+            self._hand_on(step, action, output.detach())
+        step.kept[action.stage, number] = (x, output)
 
     def _check_loss(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor) or loss.dim():
@@ -331,19 +347,20 @@ class Pipeline:
         return loss
 
     def _backward(self, step: _Step, action: Action, backward: Backward) -> None:
-        x, output = step.kept.pop(action.microbatch)
-        if self.is_last:
+        x, output = step.kept.pop((action.stage, action.microbatch))
+        if action.stage == self.num_stages - 1:
             backward(output)
         else:
             gradient = step.ready.pop(received(action))
             # All that came before the output may be frozen; the gradient is then for nobody.
             if output.requires_grad:
                 backward(output, gradient)
-        if self.is_first:
+        if action.stage == 0:
             return
         if x.grad is None:
-            raise ValueError(f"{self}: its output does not depend on its input")
-        step.ready[sent(action)] = x.grad.contiguous()
+            where = f"Pipeline({self._name(action.stage)})"
+            raise ValueError(f"{where}: its output does not depend on its input")
+        self._hand_on(step, action, x.grad)
 
     def _loss(self, step: _Step, share: bool) -> Tensor | None:
         if share:
@@ -355,28 +372,26 @@ class Pipeline:
         """Gradients of tied parameters become first + last, with the same bits on both."""
         if not self.tied or self.num_stages == 1:
             return
-        peer = self._ranks[self.num_stages - 1 if self.is_first else 0]
         for param in self.tied:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-            here = param.grad.contiguous()
+        if self.is_first and self.is_last:
+            half = len(self.tied) // 2
+            for first, last in zip(self.tied[:half], self.tied[half:], strict=True):
+                total = _gradient(first) + _gradient(last)
+                _gradient(first).copy_(total)
+                _gradient(last).copy_(total)
+            return
+        peer = self._ranks[self.num_stages - 1 if self.is_first else 0]
+        for param in self.tied:
+            here = _gradient(param).contiguous()
             there, tag = torch.empty_like(here), self._link.tied_tag
             self.comm.exchange(
                 [Transfer("send", here, peer, tag), Transfer("recv", there, peer, tag)]
             )
-            param.grad.copy_(here + there if self.is_first else there + here)
+            _gradient(param).copy_(here + there if self.is_first else there + here)
 
 
-def _places(schedule: Schedule, rank: int) -> tuple[int, dict[int, int]]:
-    """The stage of a rank, and the rank of each stage."""
-    owners: dict[int, int] = {}
-    for owner, row in enumerate(schedule.rows):
-        for action in row:
-            owners[action.stage] = owner
-    mine = [stage for stage, owner in owners.items() if owner == rank]
-    if len(mine) != 1:
-        raise UnsupportedError(
-            f"pipeline: one stage per rank in this version, the schedule gives rank {rank} "
-            f"{len(mine)} stages"
-        )
-    return mine[0], owners
+def _gradient(param: nn.Parameter) -> Tensor:
+    assert param.grad is not None, "set to zeros before"
+    return param.grad

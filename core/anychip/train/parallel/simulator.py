@@ -1,8 +1,9 @@
 """How long does a schedule take, who waits how long, and how many microbatches are in flight?
 
-Each rank carries out its row in order; a computation starts when the one before it has ended and
-its input is there. Messages take time, and nothing else of a rank. All arithmetic is sums and
-maxima of the given costs: with integers or fractions the results are exact.
+Each rank carries out its row in order, the parts of a pair one after the other; a computation
+starts when the one before it has ended and its input is there. Messages take time, and nothing else
+of a rank. All arithmetic is sums and maxima of the given costs: with integers or fractions the
+results are exact.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from anychip.train.parallel.schedule import COMPUTE, Action, ActionKind, Schedule
+from anychip.train.parallel.actions import COMPUTE, Action, ActionKind, ComputeKind, Schedule
 from anychip.train.parallel.validation import check_actions, validate
 
 Time = int | float | Fraction
 """In any unit; exact when all costs are integers or fractions."""
 
 MAX_COLUMNS = 240
+_HELD: Mapping[ActionKind, int] = {"F": 1, "I": 0, "W": -1, "B": -1}
+"""Activations of how many more microbatches a stage keeps from then on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,11 +31,14 @@ class Costs:
 
     Attributes:
         forward, backward: of one microbatch, per stage; or one number for all stages.
+        weights: of the backward, what the gradients of the weights take, where it is split in I and
+            W; None: half of it.
         message: from the end of a computation to the arrival of what it made on another rank.
     """
 
     forward: Time | Sequence[Time] = 1
     backward: Time | Sequence[Time] = 2
+    weights: Time | Sequence[Time] | None = None
     message: Time = 0
 
     def of(self, action: Action) -> Time:
@@ -40,9 +46,26 @@ class Costs:
         return self.per_stage(action.kind, action.stage + 1)[action.stage]
 
     def per_stage(self, kind: ActionKind, num_stages: int) -> Sequence[Time]:
-        """Of each stage's F or B."""
-        costs = self.forward if kind == "F" else self.backward
-        return costs if isinstance(costs, Sequence) else (costs,) * num_stages
+        """Of each stage's F, I, W or B."""
+        if kind == "F":
+            return _per_stage(self.forward, num_stages)
+        whole = _per_stage(self.backward, num_stages)
+        if kind == "B":
+            return whole
+        if self.weights is None:
+            return [_half(cost) for cost in whole]
+        weights = _per_stage(self.weights, num_stages)
+        if kind == "W":
+            return weights
+        return [cost - later for cost, later in zip(whole, weights, strict=True)]
+
+
+def _per_stage(cost: Time | Sequence[Time], num_stages: int) -> Sequence[Time]:
+    return cost if isinstance(cost, Sequence) else (cost,) * num_stages
+
+
+def _half(cost: Time) -> Time:
+    return cost / 2 if isinstance(cost, float) else Fraction(cost) / 2
 
 
 class Span(NamedTuple):
@@ -85,12 +108,15 @@ class Timeline:
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per rank, the most forwards whose backward has not ended: activations that are kept."""
+        """Per rank, the most forwards whose backward has not ended: activations that are kept.
+
+        Each is that of one stage. A split backward has ended when its W has.
+        """
         peaks = []
         for row in self.rows:
             held = peak = 0
-            for (_, kind, _), _, _ in row:
-                held += 1 if kind == "F" else -1
+            for action, _, _ in row:
+                held += _HELD[action.kind]
                 if held > peak:
                     peak = held
             peaks.append(peak)
@@ -168,49 +194,64 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     _check_costs(costs, schedule.num_stages)
-    computations = schedule.only("F", "B")
-    rows, owners = computations.rows, check_actions(computations)
-    num_stages = len(owners)
-    takes = {kind: costs.per_stage(kind, num_stages) for kind in COMPUTE}
-    ends: dict[Action, Time] = {}
+    computations = schedule.only(*COMPUTE)
+    owners = check_actions(computations)
+    takes = {kind: costs.per_stage(kind, len(owners)) for kind in COMPUTE}
+    spans = _run(computations.rows, owners, takes, costs.message)
+    if any(len(row) < len(todo) for row, todo in zip(spans, computations.rows, strict=True)):
+        validate(computations)  # says who waits for whom
+        raise AssertionError("a rank waits, and the rules say that nobody does")
+    return Timeline(tuple(map(tuple, spans)))
+
+
+def _run(
+    rows: Sequence[Sequence[Action]],
+    owners: Mapping[int, int],
+    takes: Mapping[ComputeKind, Sequence[Time]],
+    message: Time,
+) -> list[list[Span]]:
+    """When each computation runs, until all are done or the ranks wait for each other."""
+    # When the output of a stage, or the gradient of its input, is there; by direction.
+    ends: dict[tuple[bool, int, int], Time] = {}
     spans: list[list[Span]] = [[] for _ in rows]
     # Ranks that wait for a computation go on when it has ended, so that each action is visited
     # once, and in an order in which its input is known.
-    waiting: dict[Action, int] = {}
-    ready = list(range(len(rows)))
+    waiting: dict[tuple[bool, int, int], int] = {}
+    ready, num_stages = list(range(len(rows))), len(owners)
     while ready:
         rank = ready.pop()
         row = spans[rank]
         clock = row[-1].end if row else 0
         for action in rows[rank][len(row) :]:
-            stage, kind, microbatch = action
+            stage, kind, microbatch, _ = action
+            is_forward, start = kind == "F", clock
             # What a computation takes besides its own forward: the result of a neighbour.
-            source = stage - 1 if kind == "F" else stage + 1
-            if 0 <= source < num_stages:
-                before = Action(source, kind, microbatch)
+            source = stage - 1 if is_forward else stage + 1
+            if kind != "W" and 0 <= source < num_stages:
+                before = (is_forward, source, microbatch)
                 if before not in ends:
                     waiting[before] = rank
                     break
                 arrival = ends[before]
-                if costs.message and owners[source] != rank:
-                    arrival += costs.message
-                if arrival > clock:
-                    clock = arrival
-            start = clock
-            ends[action] = clock = start + takes[kind][stage]
+                if message and owners[source] != rank:
+                    arrival += message
+                if arrival > start:
+                    start = arrival
+            clock = start + takes[kind][stage]  # type: ignore[index]
             row.append(Span(action, start, clock))
-            if action in waiting:
-                ready.append(waiting.pop(action))
-    if waiting:
-        validate(computations)  # says who waits for whom
-        raise AssertionError(f"{waiting} wait, and the rules say that nobody does")
-    return Timeline(tuple(map(tuple, spans)))
+            if kind != "W":
+                made = (is_forward, stage, microbatch)
+                ends[made] = clock
+                if made in waiting:
+                    ready.append(waiting.pop(made))
+    return spans
 
 
 def _check_costs(costs: Costs, num_stages: int) -> None:
     named: Mapping[str, Time | Sequence[Time]] = {
         "forward": costs.forward,
         "backward": costs.backward,
+        "weights": 0 if costs.weights is None else costs.weights,
         "message": costs.message,
     }
     for name, cost in named.items():
@@ -219,3 +260,5 @@ def _check_costs(costs: Costs, num_stages: int) -> None:
             raise ValueError(f"{name} costs of {num_stages} stages expected, got {len(cost)}")
         if any(value < 0 for value in values):
             raise ValueError(f"{name} costs of at least 0 expected, got {cost}")
+    if any(cost < 0 for cost in costs.per_stage("I", num_stages)):
+        raise ValueError(f"weights costs of at most backward's expected, got {costs.weights}")

@@ -1,36 +1,40 @@
 """Can a schedule be carried out? Rules that name the action that breaks them, and where it is.
 
-Actions first (each there once, on one rank, backward after forward), then messages (each send has
-its receive, on the right rank, at the right time), then the whole: no rank waits for ever.
+Actions first (each there once, on one rank, backward after forward, and whole: B, or I and W), then
+messages (each send has its receive, on the right rank, at the right time), then the whole: no rank
+waits for ever.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from anychip.train.parallel.schedule import (
+from anychip.train.parallel.actions import (
     COMPUTE,
+    HANDS_ON,
     Action,
+    ActionKind,
     Schedule,
     ScheduleError,
-    exchanges,
-    received,
-    sent,
 )
+from anychip.train.parallel.lowering import received, sent
 
 
 def validate(schedule: Schedule, *, in_order: bool = False) -> None:
     """Checks a schedule, with or without messages.
 
     Args:
-        in_order: the transport carries out a rank's exchanges one after the other, in the order in
+        in_order: the transport carries out a rank's messages one after the other, in the order in
             which they were started, as device-side transports do. Without it, messages are matched
             as they come.
 
     Raises:
         ScheduleError: names the first broken rule.
     """
+    schedule = schedule.unpaired()
     owners = check_actions(schedule)
     messages = schedule.has_communication
     if messages:
@@ -63,8 +67,8 @@ def _owners(schedule: Schedule) -> dict[int, int]:
     num_stages = schedule.num_stages
     for rank, row in enumerate(schedule.rows):
         for action in row:
-            stage, kind, microbatch = action
-            if stage < 0 or microbatch < 0:
+            stage, kind, microbatch, _ = action
+            if stage < 0 or (microbatch < 0 and (action.is_compute or action.is_message)):
                 raise ScheduleError(f"rank {rank}: {action} has a negative number")
             if kind in COMPUTE and owners.setdefault(stage, rank) != rank:
                 raise ScheduleError(
@@ -83,17 +87,29 @@ def _owners(schedule: Schedule) -> dict[int, int]:
 def _check_row(rank: int, row: tuple[Action, ...], num_microbatches: int) -> None:
     place: dict[Action, int] = {}
     for i, action in enumerate(row):
-        if action in place:
+        if action in place and (action.is_compute or action.is_message):
             raise ScheduleError(f"rank {rank}: {action} is there twice")
         place[action] = i
     for stage in sorted({action.stage for action in row if action.is_compute}):
         for i in range(num_microbatches):
-            forward, backward = Action(stage, "F", i), Action(stage, "B", i)
-            for action in (forward, backward):
-                if action not in place:
-                    raise ScheduleError(f"rank {rank}: {action} is missing")
-            if place[backward] < place[forward]:
-                raise ScheduleError(f"rank {rank}: {backward} comes before {forward}")
+            _check_microbatch(rank, stage, i, place)
+
+
+def _check_microbatch(rank: int, stage: int, i: int, place: dict[Action, int]) -> None:
+    """F, then B, or I and then W."""
+    whole, split = Action(stage, "B", i), (Action(stage, "I", i), Action(stage, "W", i))
+    is_split = [action in place for action in split]
+    if whole in place and any(is_split):
+        other = split[is_split.index(True)]
+        raise ScheduleError(f"rank {rank}: {whole} is there, and {other}, which is a part of it")
+    order: list[ActionKind] = ["F", "I", "W"] if any(is_split) else ["F", "B"]
+    actions = [Action(stage, kind, i) for kind in order]
+    for action in actions:
+        if action not in place:
+            raise ScheduleError(f"rank {rank}: {action} is missing")
+    for before, after in pairwise(actions):
+        if place[after] < place[before]:
+            raise ScheduleError(f"rank {rank}: {after} comes before {before}")
 
 
 def _check_messages(rank: int, row: tuple[Action, ...], owners: dict[int, int]) -> None:
@@ -107,7 +123,7 @@ def _check_messages(rank: int, row: tuple[Action, ...], owners: dict[int, int]) 
             order = "after" if first else "before"
             raise ScheduleError(f"rank {rank}: {message} comes {order} {compute}")
     for action in row:
-        if action.is_compute or action in expected:
+        if not action.is_message or action in expected:
             continue
         if owners.get(action.stage) != rank:
             raise ScheduleError(f"rank {rank}: {action}, and stage {action.stage} is not here")
@@ -119,7 +135,7 @@ def _wanted(
 ) -> Iterator[tuple[Action, Action, bool]]:
     """(computation, its message, the message comes first) for all that cross ranks."""
     for action in row:
-        if not action.is_compute:
+        if action.kind not in HANDS_ON:
             continue
         for message, first in ((received(action), True), (sent(action), False)):
             peer = owners.get(message.counterpart().stage)
@@ -137,12 +153,12 @@ class _Run:
     messages: bool
     done: set[Action] = field(default_factory=set)
     started: set[Action] = field(default_factory=set)
-    queues: list[list[set[Action]]] = field(default_factory=list)
+    queues: list[deque[Action]] = field(default_factory=list)
 
     def check(self) -> None:
-        rows = [exchanges(row) for row in self.schedule.rows]
+        rows = self.schedule.rows
         place = [0] * len(rows)
-        self.queues = [[] for _ in rows]
+        self.queues = [deque() for _ in rows]
         moved = True
         while moved:
             moved = False
@@ -158,20 +174,18 @@ class _Run:
         if waiting:
             raise ScheduleError("deadlock: " + "; ".join(waiting))
 
-    def _start(self, rank: int, step: Action | tuple[Action, ...]) -> bool:
-        if isinstance(step, Action):
-            if self._missing(step) is not None:
+    def _start(self, rank: int, action: Action) -> bool:
+        if not action.is_message:
+            if self._missing(action) is not None:
                 return False
-            self.done.add(step)
-            return True
-        self.queues[rank].append(set(step))
-        if self.in_order:
+            self.done.add(action)
+        elif self.in_order:
+            self.queues[rank].append(action)
             self._move(rank)
         else:
-            for message in step:
-                self.started.add(message)
-                if message.counterpart() in self.started:
-                    self.done |= {message, message.counterpart()}
+            self.started.add(action)
+            if action.counterpart() in self.started:
+                self.done |= {action, action.counterpart()}
         return True
 
     def _move(self, rank: int) -> None:
@@ -181,26 +195,28 @@ class _Run:
             rank = look.pop()
             if not self.queues[rank]:
                 continue
-            for message in list(self.queues[rank][0]):
-                other = message.counterpart()
-                peer = self.owners[other.stage]
-                if self.queues[peer] and other in self.queues[peer][0]:
-                    self.done |= {message, other}
-                    for one, mine in ((rank, message), (peer, other)):
-                        self.queues[one][0].discard(mine)
-                    look += [peer]
-            if not self.queues[rank][0]:
-                self.queues[rank].pop(0)
-                look.append(rank)
+            message = self.queues[rank][0]
+            other = message.counterpart()
+            peer = self.owners[other.stage]
+            if self.queues[peer] and self.queues[peer][0] == other:
+                self.done |= {message, other}
+                self.queues[rank].popleft()
+                self.queues[peer].popleft()
+                look += [rank, peer]
 
-    def _missing(self, step: Action | tuple[Action, ...]) -> Action | None:
+    def _missing(self, action: Action) -> Action | None:
         """What a computation waits for: a message, or a computation of this rank."""
-        if not isinstance(step, Action):
+        if action.kind not in HANDS_ON:
             return None
-        message = received(step)
-        if message.counterpart().stage not in self.owners:
+        message = received(action)
+        source = self.owners.get(message.counterpart().stage)
+        if source is None:
             return None
-        near = self.owners[message.counterpart().stage] == self.owners[step.stage]
-        if near or not self.messages:
-            message = Action(message.counterpart().stage, step.kind, step.microbatch)
-        return None if message in self.done else message
+        if source != self.owners[message.stage] and self.messages:
+            return None if message in self.done else message
+        kinds: tuple[ActionKind, ...] = ("F",) if message.kind == "RECV_F" else ("B", "I")
+        stage = message.counterpart().stage
+        sources = [Action(stage, kind, message.microbatch) for kind in kinds]
+        if any(found in self.done for found in sources):
+            return None
+        return sources[0] if sources[0] in self.schedule.rows[source] else sources[-1]

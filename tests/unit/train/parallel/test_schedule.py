@@ -1,6 +1,9 @@
 """Schedules as data: their order against torch's, their text, and each rule of the validator."""
 
+import re
 from collections.abc import Callable
+from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,19 +11,29 @@ import pytest
 from torch.distributed.pipelining import schedules as torchs
 
 from anychip.train.parallel import (
-    Action,
     Schedule,
     ScheduleError,
     add_communication,
+    dualpipev,
     gpipe,
+    interleaved,
+    looped_bfs,
+    make_schedule,
     one_f_one_b,
     parse,
     validate,
+    zbv,
+    zero_bubble,
 )
-from anychip.train.parallel.schedule import exchanges
 
 Generator = Callable[[int, int], Schedule]
-GENERATORS = {"gpipe": gpipe, "1f1b": one_f_one_b}
+GENERATORS: dict[str, Generator] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb1p": zero_bubble,
+    "zbv": zbv,
+}
+"""Those that take any sizes."""
 # One stage, fewer microbatches than stages, as many, a multiple, and what divides nothing.
 SHAPES = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 7), (4, 1), (4, 3), (4, 4), (4, 8), (5, 13), (8, 16)]
 
@@ -70,13 +83,82 @@ def executed_by_torch(kind: Any, stages: int, microbatches: int) -> list[list[st
 @pytest.mark.parametrize(
     ("generate", "kind"),
     [(gpipe, torchs.ScheduleGPipe), (one_f_one_b, torchs.Schedule1F1B)],
-    ids=GENERATORS,
+    ids=["gpipe", "1f1b"],
 )
 def test_schedule_order_is_the_one_that_torch_executes(
     generate: Generator, kind: Any, stages: int, microbatches: int
 ) -> None:
     ours = [[str(action) for action in row] for row in generate(stages, microbatches).rows]
     assert ours == executed_by_torch(kind, stages, microbatches)
+
+
+def written_by_torch(name: str, ranks: int, microbatches: int, virtual: int) -> str:
+    """The text of torch's rows, made without stages that could run."""
+
+    class Place(torchs._PipelineStageBase):
+        def __init__(self, index: int) -> None:
+            self.stage_index, self.num_stages, self.group_size = index, ranks * virtual, ranks
+            self.group_rank, self.group, self.submod, self.device = 0, None, None, None  # type: ignore[assignment]
+
+        def _nothing(self, *args: Any, **kwargs: Any) -> Any: ...
+
+        _create_grad_recv_info = _prepare_backward_infra = _prepare_forward_infra = _nothing
+
+    made = torchs.get_schedule_class(name)(
+        [Place(index) for index in range(virtual)], microbatches, loss_fn=lambda y, t: y
+    )
+    order = made.pipeline_order  # type: ignore[attr-defined]
+    return "\n".join(",".join("" if a is None else str(a) for a in order[r]) for r in range(ranks))
+
+
+INTERLEAVED_SHAPES = [(p, m, v) for p in range(2, 9) for m in (p, 2 * p, 5 * p) for v in (2, 3)]
+V_SHAPES = [(p, m, 2) for p in range(2, 9) for m in (2 * p, 2 * p + 1, 5 * p)]
+SAME = {
+    "Interleaved1F1B": (
+        interleaved,
+        [*INTERLEAVED_SHAPES, (4, 6, 2), (4, 3, 2), (3, 8, 2), (4, 1, 3)],
+    ),
+    "InterleavedZeroBubble": (
+        zero_bubble,
+        [*INTERLEAVED_SHAPES, (4, 6, 2), (4, 3, 2), *((p, m, 1) for p, m, _ in V_SHAPES)],
+    ),
+    "ZBVZeroBubble": (lambda p, m, v: zbv(p, m), [*V_SHAPES, (4, 1, 2), (4, 5, 2), (8, 3, 2)]),
+    "DualPipeV": (lambda p, m, v: dualpipev(p, m), V_SHAPES),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_schedule_with_several_stages_per_rank_is_the_text_that_torch_writes(name: str) -> None:
+    generate, shapes = SAME[name]
+    for ranks, microbatches, virtual in shapes:
+        if virtual == 1 and microbatches % max(1, microbatches // ranks):
+            continue  # torch refuses what one stage per rank could do
+        theirs = parse(written_by_torch(name, ranks, microbatches, virtual))
+        assert str(generate(ranks, microbatches, virtual)) == str(theirs)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "virtual"), INTERLEAVED_SHAPES)
+def test_looped_bfs_is_torchs_with_backwards_in_ascending_order(
+    ranks: int, microbatches: int, virtual: int
+) -> None:
+    theirs = parse(written_by_torch("LoopedBFS", ranks, microbatches, virtual)).rows
+    turned = [
+        [a if a.kind == "F" else a._replace(microbatch=microbatches - 1 - a[2]) for a in row]
+        for row in theirs
+    ]
+    assert [list(row) for row in looped_bfs(ranks, microbatches, virtual).rows] == turned
+
+
+@pytest.mark.parametrize(
+    "name", ["interleaved", "looped-bfs", "interleaved-zb", "zbv", "dualpipev"]
+)
+def test_each_stage_has_its_microbatches_in_ascending_order(name: str) -> None:
+    """Forward, and where gradients are added up: what makes the bits those of one rank."""
+    for row in make_schedule(name, 4, 8, virtual=2).unpaired().rows:
+        for stage in {action.stage for action in row}:
+            for kinds in ("F", "BW"):
+                found = [a.microbatch for a in row if a.stage == stage and a.kind in kinds]
+                assert found == list(range(8))
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
@@ -90,7 +172,7 @@ def test_schedule_text_is_torchs_and_reads_back(
             theirs = torchs._Action.from_str(str(action))
             assert theirs is not None
             assert str(theirs) == str(action)
-            assert (theirs.stage_index, theirs.microbatch_index) == action[::2]
+            assert (theirs.stage_index, theirs.microbatch_index) == action[:3:2]
 
 
 def test_schedule_text_of_two_stages_is_this() -> None:
@@ -100,13 +182,30 @@ def test_schedule_text_of_two_stages_is_this() -> None:
     )
 
 
+def test_text_of_pairs_and_of_weights_is_torchs_and_reads_back() -> None:
+    cells = ["(0F1;3B0)OVERLAP_F_B", "0UNSHARD", "12RESHARD", "3REDUCE_GRAD", "3I0", "3W0"]
+    schedule = parse(",".join(cells))
+    assert str(schedule) == ",".join(cells) + "\n"
+    for action in schedule.rows[0]:
+        theirs = torchs._Action.from_str(str(action))
+        assert theirs is not None
+        assert str(theirs) == str(action)
+        number = -1 if theirs.microbatch_index is None else theirs.microbatch_index
+        assert (theirs.stage_index, number) == (action.stage, action.microbatch)
+    assert str(schedule.unpaired()).startswith("0F1,3B0,0UNSHARD")
+    assert str(schedule.only("B", "W")) == "3B0,3W0\n"
+
+
 def test_parse_leaves_out_empty_cells() -> None:
     assert parse("0F0,, 0F1 ,0B0,0B1,\r\n,1F0,1F1,1B0,,1B1\n").rows == gpipe(2, 2).rows
 
 
-@pytest.mark.parametrize("cell", ["F0", "0F", "0X1", "-1F0", "0F0F1", "0SEND0"])
+@pytest.mark.parametrize("cell", [
+    "F0", "0F", "0X1", "-1F0", "0F0F1", "0SEND0", "0UNSHARD1", "0SEND_F", "(0F1;1F0)OVERLAP_F_B",
+    "(0F1)OVERLAP_F_B", "0OVERLAP_F_B", "0W3 x",
+])  # fmt: skip
 def test_parse_of_no_action_names_row_and_column(cell: str) -> None:
-    with pytest.raises(ScheduleError, match=f"row 1, column 2: .* got '{cell}'"):
+    with pytest.raises(ScheduleError, match=f"row 1, column 2: .* got '{re.escape(cell)}'"):
         parse(f"0F0,0B0\n1F0,1B0,{cell}\n")
 
 
@@ -118,71 +217,52 @@ def test_schedule_of_nothing_is_refused(
         generator(stages, microbatches)
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_schedule_with_messages_is_valid(
-    generator: Generator, stages: int, microbatches: int, ahead: int
+NAMED = [
+    *product(("gpipe", "1f1b", "zb1p"), (1,), SHAPES),
+    *product(("interleaved", "looped-bfs", "interleaved-zb"), (2, 3), ((2, 2), (3, 6), (4, 8))),
+    *product(("zbv",), (2,), SHAPES),
+    *product(("dualpipev",), (2,), ((1, 2), (2, 4), (3, 7), (4, 16))),
+]
+
+
+@pytest.mark.parametrize(("name", "virtual", "shape"), NAMED)
+def test_schedule_with_messages_is_valid_on_every_transport(
+    name: str, virtual: int, shape: tuple[int, int]
 ) -> None:
-    plain = generator(stages, microbatches)
+    """Also on one that keeps the order in which a rank has posted, whatever that is."""
+    plain = make_schedule(name, *shape, virtual=virtual)
     validate(plain)
-    schedule = add_communication(plain, ahead=ahead)
-    validate(schedule)
-    assert schedule.only("F", "B") == plain
-    sends = [a for row in schedule.rows for a in row if a.kind.startswith("SEND")]
-    receives = {a for row in schedule.rows for a in row if a.kind.startswith("RECV")}
-    assert len(sends) == 2 * (stages - 1) * microbatches
-    assert {send.counterpart() for send in sends} == receives
-    assert all(send.counterpart().counterpart() == send for send in sends)
+    for ahead in (0, 1, 3):
+        schedule = add_communication(plain, ahead=ahead)
+        validate(schedule, in_order=not ahead)
+        assert add_communication(schedule) == schedule
+        assert schedule.only("F", "I", "W", "B") == plain.unpaired()
+        sends = [a for row in schedule.rows for a in row if a.kind.startswith("SEND")]
+        receives = {a for row in schedule.rows for a in row if a.kind.startswith("RECV")}
+        owners = plain.owners()
+        boundaries = sum(owners[s] != owners[s + 1] for s in range(plain.num_stages - 1))
+        assert len(sends) == 2 * boundaries * shape[1]
+        assert {send.counterpart() for send in sends} == receives
+        assert all(send.counterpart().counterpart() == send for send in sends)
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
-def test_messages_at_their_use_are_safe_on_a_transport_that_keeps_order(
-    generator: Generator, stages: int, microbatches: int
-) -> None:
-    validate(add_communication(generator(stages, microbatches)), in_order=True)
-
-
-def test_receives_posted_early_can_deadlock_on_a_transport_that_keeps_order() -> None:
+def test_receives_at_their_use_can_deadlock_on_a_transport_that_keeps_order() -> None:
+    """Two messages of two ranks that each posts in another order."""
+    text = (
+        "0F0,0F1,0SEND_F1,0SEND_F0,0RECV_B0,0B0,0RECV_B1,0B1\n"
+        "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1"
+    )
+    validate(parse(text))
     with pytest.raises(ScheduleError, match=r"deadlock: rank 0 waits at 0B0 for 0RECV_B0; rank 1"):
-        validate(add_communication(one_f_one_b(2, 2), ahead=1), in_order=True)
+        validate(parse(text), in_order=True)
 
 
 def test_receive_ahead_is_posted_before_the_computation_in_front() -> None:
-    schedule = add_communication(one_f_one_b(3, 3), ahead=1)
-    assert ",".join(map(str, schedule.rows[1])).startswith(
-        "1RECV_F0,1RECV_F1,1F0,1SEND_F0,1RECV_B0,1F1,1SEND_F1,1RECV_F2,1B0,1SEND_B0,1RECV_B1,1F2"
+    here, early = (add_communication(one_f_one_b(3, 3), ahead=n).rows[1] for n in (0, 1))
+    assert ",".join(map(str, here)).startswith("1RECV_F0,1F0,1RECV_F1,1SEND_F0,1F1,1RECV_F2,1SEND")
+    assert ",".join(map(str, early)).startswith(
+        "1RECV_F0,1RECV_F1,1F0,1SEND_F0,1RECV_F2,1RECV_B0,1F1"
     )
-
-
-def test_exchanges_join_a_send_with_the_receive_from_the_same_stage_only() -> None:
-    row = add_communication(one_f_one_b(3, 3)).rows[1]
-    groups = [item for item in exchanges(row) if not isinstance(item, Action)]
-    assert [[str(action) for action in group] for group in groups] == [
-        ["1RECV_F0"],
-        ["1SEND_F0"],
-        ["1RECV_F1"],
-        ["1SEND_F1", "1RECV_B0"],
-        ["1SEND_B0", "1RECV_F2"],
-        ["1SEND_F2", "1RECV_B1"],
-        ["1SEND_B1"],
-        ["1RECV_B2"],
-        ["1SEND_B2"],
-    ]
-    assert tuple(a for i in exchanges(row) for a in ([i] if isinstance(i, Action) else i)) == row
-
-
-def test_receive_for_later_is_an_exchange_of_its_own() -> None:
-    """Joined with the send, it would make the computation wait for what a later one needs."""
-    row = add_communication(one_f_one_b(2, 3), ahead=1).rows[0]
-    groups = [item for item in exchanges(row) if not isinstance(item, Action)]
-    assert [[str(action) for action in group] for group in groups] == [
-        ["0SEND_F0"],
-        ["0RECV_B0"],
-        ["0SEND_F1"],
-        ["0RECV_B1"],
-        ["0SEND_F2"],
-        ["0RECV_B2"],
-    ]
 
 
 def test_messages_between_stages_of_one_rank_are_left_out() -> None:
@@ -195,6 +275,13 @@ def test_messages_between_stages_of_one_rank_are_left_out() -> None:
 BROKEN = {
     "missing-forward": ("0F0,0B0\n1F0,1B0,1B1,1F1", "rank 0: 0F1 is missing"),
     "missing-backward": ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1", "rank 0: 0B1 is missing"),
+    "missing-weights": ("0F0,0I0\n1F0,1B0", "rank 0: 0W0 is missing"),
+    "missing-input": ("0F0,0W0\n1F0,1B0", "rank 0: 0I0 is missing"),
+    "weights-first": ("0F0,0W0,0I0\n1F0,1B0", "rank 0: 0W0 comes before 0I0"),
+    "whole-and-part": (
+        "0F0,0B0,0W0\n1F0,1B0",
+        "rank 0: 0B0 is there, and 0W0, which is a part of it",
+    ),
     "twice": ("0F0,0F0,0B0\n1F0,1B0", "rank 0: 0F0 is there twice"),
     "backward-first": ("0B0,0F0\n1F0,1B0", "rank 0: 0B0 comes before 0F0"),
     "two-owners": ("0F0,0B0\n1F0,1B0,0F1,0B1", "stage 0 is on one rank"),
@@ -209,6 +296,10 @@ BROKEN = {
     "receive-too-late": (
         "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0",
         "rank 1: 1RECV_F0 comes after 1F0",
+    ),
+    "deadlock-of-a-pair": (
+        "(0F0;1B0)OVERLAP_F_B,0B0,1F0",
+        "rank 0: 1B0 comes before 1F0",
     ),
     "wrong-rank": (
         "0F0,0SEND_F0,0RECV_B0,1SEND_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0",
@@ -245,6 +336,29 @@ def test_validate_of_every_schedule_with_one_action_left_out_fails(generator: Ge
                 validate(Schedule((*rows[:rank], damaged, *rows[rank + 1 :])))
 
 
-def test_add_communication_twice_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="has messages already"):
-        add_communication(add_communication(gpipe(2, 2)))
+def test_schedule_of_a_file_is_what_stands_there(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text(str(zbv(2, 4)))
+    assert make_schedule(str(file), 2, 4, virtual=2) == zbv(2, 4)
+    with pytest.raises(ScheduleError, match=r"2 ranks, 4 stages and 5 microbatches expected, got"):
+        make_schedule(str(file), 2, 5, virtual=2)
+
+
+@pytest.mark.parametrize(("name", "virtual", "message"), [
+    ("zb2p", 1, "schedule must be one of 1f1b, .*, dualpipev, or a .csv file, got 'zb2p'"),
+    ("1f1b", 2, "schedule 1f1b has 1 stages per rank, got virtual = 2"),
+    ("zbv", 1, "schedule zbv has 2 stages per rank, got virtual = 1"),
+    ("interleaved", 1, "schedule interleaved has at least 2 stages per rank, got virtual = 1"),
+])  # fmt: skip
+def test_schedule_that_has_not_so_many_stages_per_rank_is_refused(
+    name: str, virtual: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_schedule(name, 4, 8, virtual=virtual)
+
+
+def test_schedules_that_cannot_have_so_many_microbatches_say_so() -> None:
+    with pytest.raises(ValueError, match="its 9 microbatches in 2 rounds, which do not divide"):
+        interleaved(4, 9, 2)
+    with pytest.raises(ValueError, match="dualpipev needs as many microbatches as stages, 8, got"):
+        dualpipev(4, 7)

@@ -16,6 +16,7 @@ from anychip.train.parallel import (
     Timeline,
     add_communication,
     gpipe,
+    make_schedule,
     one_f_one_b,
     parse,
     simulate,
@@ -51,6 +52,62 @@ def test_bubble_of_gpipe_and_1f1b_is_the_closed_form(stages: int) -> None:
             assert list(found.peak_in_flight) == kept
 
 
+IDLE = {
+    "gpipe": (1, lambda p, m: (p - 1) * 3, lambda p, m, r: m),
+    "1f1b": (1, lambda p, m: (p - 1) * 3, lambda p, m, r: p - r),
+    "interleaved": (
+        2,
+        lambda p, m: Fraction((p - 1) * 3, 2),
+        lambda p, m, r: Fraction(2 * (p - 1 - r) + p + 1, 2),
+    ),
+    "interleaved of 4": (
+        4,
+        lambda p, m: Fraction((p - 1) * 3, 4),
+        lambda p, m, r: Fraction(2 * (p - 1 - r) + 3 * p + 1, 4),
+    ),
+    "looped-bfs": (2, lambda p, m: Fraction((p - 1) * 3, 2), lambda p, m, r: m),
+    "zb1p": (1, lambda p, m: p - 1, lambda p, m, r: p),
+    "interleaved-zb": (2, lambda p, m: Fraction(p - 1, 2), lambda p, m, r: p),
+    "zbv": (2, lambda p, m: Fraction(p - 1, 2), lambda p, m, r: p),
+    "dualpipev": (2, lambda p, m: Fraction(p - 1, 2), lambda p, m, r: p + Fraction(1, 2)),
+}
+"""Stages per rank; idle time of a rank where F, I and W of all its stages together take 1 each; and
+activations it keeps, in those of all its stages. Sources: Narayanan et al. 2021, section 2.2; Qi et
+al. 2023, tables 1 and 2; of dualpipev DeepSeek's table, (p - 1)(F&B + B - 3W), less what a pair
+waits for there: its parts begin one after the other here."""
+
+
+@pytest.mark.grid
+@pytest.mark.usefixtures("no_cycles")
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("name", IDLE)
+def test_idle_time_and_activations_of_every_schedule_are_the_closed_forms(
+    name: str, ranks: int
+) -> None:
+    virtual, idle, kept = IDLE[name]
+    for count in (2 * ranks, 4 * ranks):
+        schedule = make_schedule(name.split()[0], ranks, count, virtual=virtual)
+        costs = Costs(forward=Fraction(1, virtual), backward=Fraction(2, virtual))
+        found = simulate(schedule, costs)
+        assert set(found.idle) == {idle(ranks, count)}
+        peaks = [Fraction(peak, virtual) for peak in found.peak_in_flight]
+        assert peaks == [kept(ranks, count, rank) for rank in range(ranks)]
+
+
+def test_weights_cost_what_is_said_and_the_input_the_rest_of_the_backward() -> None:
+    schedule = make_schedule("zb1p", 2, 2)
+    found = simulate(schedule, Costs(forward=2, backward=7, weights=3))
+    took = {str(span.action): span.end - span.start for row in found.rows for span in row}
+    assert (took["0F0"], took["0I0"], took["1W1"]) == (2, 4, 3)
+    assert simulate(schedule, Costs(backward=2.0)) == simulate(schedule, Costs(weights=1))
+
+
+def test_pair_takes_the_time_of_both_its_parts() -> None:
+    pair = "0F0,1F0,(0F1;1B0)OVERLAP_F_B,0B0,1F1,1B1,0B1"
+    parts = pair.replace("(0F1;1B0)OVERLAP_F_B", "0F1,1B0")
+    assert simulate(parse(pair)) == simulate(parse(parts))
+
+
 @pytest.mark.parametrize("generate", [gpipe, one_f_one_b], ids=["gpipe", "1f1b"])
 def test_message_time_of_a_single_microbatch_is_paid_at_every_boundary(generate: object) -> None:
     for stages in (1, 2, 5):
@@ -81,8 +138,9 @@ def longest_path(text: str, costs: Costs) -> int:
     owner = {action.stage: rank for rank, row in enumerate(rows) for action in row}
     actions = [action for row in rows for action in row]
     for one, two in itertools.permutations(actions, 2):
-        step = {"F": 1, "B": -1}[one.kind]
-        if one.kind == two.kind and one[2] == two[2] and two.stage - one.stage == step:
+        step = {"F": 1, "B": -1, "I": -1, "W": 0}[one.kind]
+        same = one.kind == two.kind and one[2] == two[2]
+        if step and same and two.stage - one.stage == step:
             edges.append((one, two, int(owner[one.stage] != owner[two.stage])))
     start = dict.fromkeys(actions, 0)
     for _ in actions:
@@ -99,10 +157,12 @@ def longest_path(text: str, costs: Costs) -> int:
         # Two stages per rank, interleaved; and stages that come back to the first rank.
         "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1\n1F0,1F1,3F0,3F1,3B0,3B1,1B0,1B1",
         "0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1",
+        str(make_schedule("zbv", 2, 3, virtual=2)),
+        str(make_schedule("interleaved-zb", 2, 2, virtual=2)),
         # Backwards in another order.
         "0F0,0F1,0F2,0B2,0B1,0B0\n1F0,1F1,1F2,1B2,1B1,1B0",
     ],
-    ids=["1f1b", "gpipe", "interleaved", "v-shaped", "reversed"],
+    ids=["1f1b", "gpipe", "interleaved", "v-shaped", "zbv", "zb", "reversed"],
 )
 def test_makespan_is_the_longest_path(text: str) -> None:
     costs = Costs(forward=[3, 1, 4, 1], backward=[5, 9, 2, 6], message=2)
@@ -126,8 +186,9 @@ def test_simulate_of_a_deadlock_names_it() -> None:
 @pytest.mark.parametrize(("costs", "message"), [
     (Costs(forward=[1, 2, 3]), "forward costs of 2 stages expected, got 3"),
     (Costs(backward=-1), "backward costs of at least 0 expected, got -1"),
+    (Costs(weights=[1, 2.5]), r"weights costs of at most backward's expected, got \[1, 2.5\]"),
     (Costs(message=-0.5), "message costs of at least 0 expected, got -0.5"),
-], ids=["count", "negative", "message"])  # fmt: skip
+], ids=["count", "negative", "weights", "message"])  # fmt: skip
 def test_simulate_with_costs_that_do_not_fit_says_so(costs: Costs, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simulate(gpipe(2, 2), costs)

@@ -1,0 +1,277 @@
+"""Every schedule on ranks with one and several stages: the bits of one rank that accumulates."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anychip.comm.threads import run_ranks
+from anychip.contract import Communicator
+from anychip.train import optim, zero
+from anychip.train.models import GPTConfig, LlamaConfig, build
+from anychip.train.parallel import (
+    Mesh,
+    Pipeline,
+    Schedule,
+    add_communication,
+    make_schedule,
+    make_stage,
+    num_layers,
+    parse,
+    partition,
+)
+from anychip.train.parallel.message import Link
+
+VOCAB, LENGTH = 29, 6
+LLAMA = LlamaConfig(vocab_size=VOCAB, context=8, layers=6, heads=2, kv_heads=1, width=16)
+TIED = GPTConfig(vocab_size=VOCAB, context=8, layers=6, heads=2, width=16)
+SCHEDULES = {
+    "gpipe": 1, "1f1b": 1, "zb1p": 1, "interleaved": 2, "looped-bfs": 2, "interleaved-zb": 2,
+    "zbv": 2, "dualpipev": 2,
+}  # fmt: skip
+"""Stages per rank; with 4 ranks as many stages as layers at most."""
+ABOVE = "lm_head.weight"
+BELOW = "transformer.wte.weight"
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets (rows, LENGTH), drawn apart from the ranks."""
+    drawn = torch.randint(VOCAB, (2, rows, LENGTH), generator=torch.Generator().manual_seed(3))
+    return drawn[0], drawn[1]
+
+
+def whole(config: GPTConfig | LlamaConfig) -> Any:
+    torch.manual_seed(1)
+    return build(config)
+
+
+def stages_of(model: Any, schedule: Schedule, rank: int) -> list[Any]:
+    """Those of a rank, in ascending order."""
+    parts = partition([1] * num_layers(model), schedule.num_stages)
+    owners = schedule.owners()
+    return [make_stage(model, part) for s, part in enumerate(parts) if owners[s] == rank]
+
+
+def tied_of(stages: Sequence[Any]) -> list[nn.Parameter]:
+    return [param for stage in stages for param in stage.tied]
+
+
+def serial(model: Any, count: int) -> tuple[float, dict[str, Tensor]]:
+    """The oracle: loss and gradients of plain autograd on one rank, without a pipeline.
+
+    What is tied is two parameters, whose gradients are added at the end: first + last.
+    """
+    alone = copy.deepcopy(model)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied = {ABOVE, BELOW} <= names and model.lm_head.weight is model.transformer.wte.weight
+    if tied:
+        alone.lm_head.weight = nn.Parameter(alone.lm_head.weight.detach().clone())
+
+    def work(comm: Communicator) -> float:
+        total = torch.zeros(())
+        for x, y in zip(*(part.chunk(count) for part in batch(2 * count)), strict=True):
+            loss = alone(x, y) / count
+            loss.backward()
+            total += loss.detach()
+        return float(total)
+
+    loss = run_ranks(1, work)[0]
+    grads = {name: param.grad for name, param in alone.named_parameters()}
+    if tied:
+        grads[ABOVE] = grads[BELOW] = grads[BELOW] + grads[ABOVE]
+    return loss, grads
+
+
+def pipelined(model: Any, schedule: Schedule, count: int) -> list[tuple[float, dict[str, Tensor]]]:
+    """Loss and gradients by name of every rank."""
+    models = [copy.deepcopy(model) for _ in schedule.rows]
+
+    def work(comm: Communicator) -> tuple[float, dict[str, Tensor]]:
+        stages = stages_of(models[comm.rank], schedule, comm.rank)
+        pipeline = Pipeline(stages, comm, schedule, tied=tied_of(stages))
+        loss = pipeline.run(*batch(2 * count))
+        assert loss is not None
+        named = [item for stage in stages for item in stage.named_parameters()]
+        assert all(param.grad is not None for _, param in named)
+        return float(loss), {name: param.grad for name, param in named}
+
+    return run_ranks(len(schedule.rows), work)
+
+
+def check_bits(model: Any, schedule: Schedule, count: int) -> None:
+    loss, wanted = serial(model, count)
+    found: dict[str, Tensor] = {}
+    for got, grads in pipelined(model, schedule, count):
+        assert got == loss
+        assert not found.keys() & grads.keys()
+        found |= grads
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        assert torch.equal(found[name], grad), name
+
+
+@pytest.mark.parametrize("config", [LLAMA, TIED], ids=["llama", "tied-gpt"])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_of_every_schedule_have_the_bits_of_one_rank(
+    name: str, ranks: int, config: GPTConfig | LlamaConfig
+) -> None:
+    count = 2 * ranks
+    schedule = make_schedule(name, ranks, count, virtual=SCHEDULES[name])
+    check_bits(whole(config), schedule, count)
+
+
+def test_text_of_a_user_runs_with_stages_placed_as_it_says() -> None:
+    """Neighbouring stages on one rank, a pair, a split backward, actions on weights, messages."""
+    text = (
+        "0UNSHARD,0F0,1F0,0F1,1F1,1I0,0B0,1W0,1B1,0B1,0REDUCE_GRAD,0RESHARD\n"
+        "2F0,(2F1;2B0)OVERLAP_F_B,2B1"
+    )
+    check_bits(whole(TIED), parse(text), 2)
+    check_bits(whole(TIED), add_communication(parse(text)), 2)
+
+
+def test_evaluate_over_several_stages_gives_the_loss_of_run() -> None:
+    model, schedule = whole(LLAMA), make_schedule("zbv", 2, 4, virtual=2)
+
+    def work(comm: Communicator) -> tuple[Any, Any]:
+        stages = stages_of(copy.deepcopy(model), schedule, comm.rank)
+        pipeline = Pipeline(stages, comm, schedule)
+        loss = pipeline.evaluate(*batch(8))
+        assert all(param.grad is None for stage in stages for param in stage.parameters())
+        return loss, pipeline.run(*batch(8))
+
+    for loss, again in run_ranks(2, work):
+        assert torch.equal(loss, again)
+
+
+def test_stages_on_one_rank_hand_on_without_a_message() -> None:
+    """In a V the last stage of the way down and the first of the way up are on the last rank."""
+    schedule = make_schedule("zbv", 2, 4, virtual=2)
+
+    def work(comm: Communicator) -> Any:
+        stages = [nn.Linear(3, 3) for _ in range(2)]
+        pipeline = Pipeline(stages, comm, schedule, loss_fn=lambda y, t: (y - t).square().mean())
+        for _ in range(2):
+            before = comm.traffic.calls.copy()
+            pipeline.run(torch.ones(4, 3), torch.zeros(4, 3))
+        return comm.traffic.calls - before
+
+    for found in run_ranks(2, work):
+        # Boundaries 0-1 and 2-3, of 4 microbatches, both ways.
+        assert found == {"send": 8, "recv": 8, "broadcast": 1}
+
+
+def test_messages_of_a_pair_of_ranks_have_tags_of_their_own() -> None:
+    """Ranks 0 and 1 share boundaries 0-1 and 2-3; headers and tied gradients go there too."""
+    schedule = add_communication(make_schedule("interleaved", 2, 4, virtual=2))
+    link = Link(schedule, torch.device("cpu"))
+    sends = [a for row in schedule.rows for a in row if a.kind.startswith("SEND")]
+    tags = [link.tag(send) for send in sends]
+    tags += [link.tied_tag, *(link.header_tag(stage) for stage in range(3))]
+    assert len(sends) == 2 * 3 * 4
+    assert len(set(tags)) == len(tags)
+    assert all(link.tag(send) == link.tag(send.counterpart()) for send in sends)
+
+
+def test_measured_timeline_of_rows_of_unequal_length_has_every_computation() -> None:
+    schedule = make_schedule("dualpipev", 2, 5, virtual=2)
+    assert len({len(row) for row in schedule.unpaired().rows}) == 2
+
+    def work(comm: Communicator) -> Any:
+        stages = [nn.Linear(3, 3) for _ in range(2)]
+        pipeline = Pipeline(
+            stages, comm, schedule, loss_fn=lambda y, t: (y - t).mean(), measure=lambda: None
+        )
+        pipeline.run(torch.ones(5, 3), torch.zeros(5, 3))
+        return pipeline.timeline()
+
+    one, two = run_ranks(2, work)
+    assert one == two
+    assert tuple(tuple(s.action for s in row) for row in one.rows) == schedule.unpaired().rows
+    for row in one.rows:
+        times = [time for span in row for time in span[1:]]
+        assert times == sorted(times)
+        assert times[-1] > 0
+
+
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-zb", "zbv"])
+@pytest.mark.parametrize("stage_of_zero", [0, 2])
+def test_optimizer_with_replicas_has_the_bits_of_one_stage_per_rank(
+    name: str, stage_of_zero: int
+) -> None:
+    """2 replicas of 2 ranks; whatever is reduced early, the parameters are those of 1F1B."""
+
+    def trained(name: str, virtual: int) -> dict[str, Tensor]:
+        schedule = make_schedule(name, 2, 4, virtual=virtual)
+        models = [whole(TIED) for _ in range(4)]
+
+        def work(comm: Communicator) -> dict[str, Tensor]:
+            mesh = Mesh(comm, {"data": 2, "pipeline": 2})
+            replica, rank = mesh.coordinates["data"], mesh.coordinates["pipeline"]
+            stages = stages_of(models[comm.rank], schedule, rank)
+            pipeline = Pipeline(stages, mesh.axis("pipeline"), schedule, tied=tied_of(stages))
+            module = nn.ModuleList(stages)
+            optimizer = zero.Optimizer(
+                module, optim.adamw(1e-2), mesh.axis("data"), stage=stage_of_zero,
+                model_comm=mesh.axis("pipeline"),
+            )  # fmt: skip
+            for _ in range(3):
+                tokens, targets = (part.chunk(2)[replica] for part in batch(16))
+                pipeline.run(
+                    tokens, targets, backward=optimizer.backward, no_sync=optimizer.no_sync
+                )
+                optimizer.step()
+                optimizer.zero_grad()
+            return {n: p.detach() for stage in stages for n, p in stage.named_parameters()}
+
+        ranks = run_ranks(4, work)
+        return ranks[0] | ranks[1]
+
+    wanted, found = trained("1f1b", 1), trained(name, SCHEDULES[name])
+    assert wanted.keys() == found.keys()
+    for param, value in wanted.items():
+        assert torch.equal(found[param], value), param
+
+
+def test_gradients_are_reduced_at_the_last_backward_of_a_rank_only() -> None:
+    """What of the other stages is local then goes with it."""
+    schedule = make_schedule("interleaved", 2, 4, virtual=2)
+
+    def work(comm: Communicator) -> list[bool]:
+        local, calls = [False], []
+
+        def backward(output: Tensor, gradient: Tensor | None = None) -> None:
+            calls.append(local[0])
+            torch.autograd.backward(output, gradient)
+
+        class Local(AbstractContextManager[None]):
+            def __enter__(self) -> None:
+                local[0] = True
+
+            def __exit__(self, *error: object) -> None:
+                local[0] = False
+
+        stages = [nn.Linear(3, 3) for _ in range(2)]
+        pipeline = Pipeline(stages, comm, schedule, loss_fn=lambda y, t: (y - t).mean())
+        data = torch.ones(4, 3), torch.zeros(4, 3)
+        pipeline.run(*data, backward=backward, no_sync=Local)
+        pipeline.run(*data, backward=backward, no_sync=nullcontext)
+        return calls
+
+    for calls in run_ranks(2, work):
+        assert calls == [True] * 7 + [False] + [False] * 8
+
+
+def test_pipeline_given_another_number_of_stages_is_refused() -> None:
+    def work(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match=r"gives rank \d 2 stages, got 1"):
+            Pipeline(nn.Linear(3, 3), comm, make_schedule("zbv", 2, 4, virtual=2))
+
+    run_ranks(2, work)

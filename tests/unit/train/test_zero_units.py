@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from anychip import ops
 from anychip.comm import alone
 from anychip.contract import Communicator
 from anychip.train import zero
+from anychip.train.zero import guard
 from tests.unit.train.zero_decoder import decoder, decoder_loss, on_two, optimizer, parts, rule
 from tests.unit.train.zero_oracle import assert_equal, serial, sharded, values_of
 
@@ -209,6 +211,23 @@ def test_alias_of_a_weight_reads_nan_while_it_is_not_whole_and_its_values_when_i
         assert alias.isnan().all()
 
     on_two(work, lambda: nn.Sequential(nn.Linear(48, 48, bias=False)))
+
+
+def test_large_storage_is_nan_from_end_to_end_in_few_mappings_and_comes_back() -> None:
+    """700 MiB on paper, of which nothing is touched but what is looked at."""
+    storage = torch.empty(700 << 20, dtype=torch.uint8).untyped_storage()
+    view = torch.empty(0).set_(storage)
+    room = guard.Room(storage, [], [])
+    maps = Path("/proc/self/maps")
+    before = len(maps.read_text().splitlines())
+    room.release()
+    assert len(maps.read_text().splitlines()) - before <= 256
+    assert view[:: (1 << 18) - 1].isnan().all()
+    assert view[-1].isnan()
+    room.restore()
+    view[-1] = 2.0
+    assert len(maps.read_text().splitlines()) - before <= 2
+    assert float(view[-1]) == 2.0
 
 
 def test_weights_written_under_whole_are_kept_if_that_was_said() -> None:

@@ -85,7 +85,7 @@ class Room:
     ) -> None:
         self.storage, self.nbytes = storage, storage.nbytes()
         self._params = list(zip(params, map(type, params), sentences, strict=True))
-        self._sentence = sentences[0]
+        self._sentence = "".join(sentences[:1])
         self._is_host = storage.device.type == HOST
         self._nan = 0
 
@@ -133,14 +133,22 @@ def _swap(one: Any, other: UntypedStorage) -> None:
     one._swap_data_ptr_(other)
 
 
-_CHUNK = 1 << 21
+_LEAST = 1 << 21
+_MOST_MAPPINGS = 256
+"""Of one storage: the kernel allows 65,530 of a process."""
+
+
+def _chunk(nbytes: int) -> int:
+    """Bytes of the file that is mapped over so many: a power of two."""
+    return max(_LEAST, 1 << (nbytes // _MOST_MAPPINGS).bit_length())
 
 
 @cache
-def _file() -> int:
+def _file(nbytes: int) -> int:
     """Of bytes that make NaN in every format of floating point."""
     file = os.memfd_create("anychip-released")
-    os.write(file, b"\xff" * _CHUNK)
+    for _ in range(nbytes // _LEAST):
+        os.write(file, b"\xff" * _LEAST)
     return file
 
 
@@ -159,9 +167,9 @@ _MAP_FIXED = 0x10
 
 def _map_nan(nbytes: int) -> int:
     """Address of so many bytes of the file, again and again; what is written there stays there."""
-    first = _mmap(None, nbytes, mmap.MAP_ANONYMOUS, -1)
-    for start in range(0, nbytes, _CHUNK):
-        _mmap(first + start, min(_CHUNK, nbytes - start), _MAP_FIXED, _file())
+    first, chunk = _mmap(None, nbytes, mmap.MAP_ANONYMOUS, -1), _chunk(nbytes)
+    for start in range(0, nbytes, chunk):
+        _mmap(first + start, min(chunk, nbytes - start), _MAP_FIXED, _file(chunk))
     return first
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
 from anychip.train import zero
-from anychip.train.zero.exchange import Coded, Flat
+from anychip.train.zero.exchange import Coded, Flat, Secondary
 from tests.unit.train.zero_decoder import decoder, decoder_loss, on_two, optimizer, parts, rule
 from tests.unit.train.zero_oracle import assert_equal, serial, sharded
 
@@ -87,5 +89,55 @@ def test_codes_are_refused_where_weights_are_not_copies() -> None:
             zero.Optimizer(model, rule(), comm, stage=2, gather_format="int8")
         with pytest.raises(ValueError, match=r"gather_format must be one of int8, .*got 'int9'"):
             optimizer(model, comm, gather_format="int9")
+
+    on_two(work, lambda: nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("options", [{}, {"gather_format": "int8"}], ids=["weights", "codes"])
+def test_what_neighbours_keep_has_the_same_bits_and_crosses_no_group_before_backward(
+    options: dict[str, Any],
+) -> None:
+    """Two groups of two: a step of two batches gathers once over all ranks, then within groups."""
+
+    def work(comm: Communicator, size: int | None) -> tuple[list[Tensor], list[int]]:
+        model = made[comm.rank]
+        opt = optimizer(model, comm, secondary_group=size, **options)
+        losses, crossed = [], []
+        for step in range(3):
+            for micro in range(2):
+                losses.append(decoder_loss(model, step, comm.rank, micro))
+                crossed.append(over_all(opt))
+                opt.backward(losses[-1])
+                crossed.append(over_all(opt))
+            opt.step()
+            opt.zero_grad()
+            if step == 1:
+                with opt.whole(), torch.no_grad():  # exact, and not from what was kept
+                    losses += [param.detach().clone() for param in model.parameters()]
+        return losses, crossed
+
+    def over_all(opt: zero.Optimizer) -> int:
+        exchange = parts(opt).exchange
+        exchange = exchange.inner if isinstance(exchange, Secondary) else exchange
+        exchange = exchange.inner if isinstance(exchange, Coded) else exchange
+        assert isinstance(exchange, Flat)
+        return exchange.gather_comm.traffic.calls["all_gather"]
+
+    found = []
+    for size in (None, 2):
+        made = [decoder() for _ in range(4)]
+        found.append(run_ranks(4, partial(work, size=size)))
+    for (want, _), (got, crossed) in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        forward, *later = crossed[:4]
+        assert forward > 0
+        assert later == [forward] * 3
+        assert crossed[4] > forward
+
+
+def test_secondary_groups_that_do_not_divide_the_ranks_are_refused() -> None:
+    def work(comm: Communicator, model: nn.Module) -> None:
+        with pytest.raises(ValueError, match=r"secondary_group must divide the 2 ranks, got 3"):
+            optimizer(model, comm, secondary_group=3)
 
     on_two(work, lambda: nn.Linear(4, 4))

@@ -3,7 +3,7 @@
 The seam between sharded parameters and the wire: the engine asks an :class:`Exchange`, and does not
 know which ranks it talks to or what goes over the wire. :class:`Flat` cuts among all ranks;
 :class:`Grouped` among those of a group, and adds up over the groups; :class:`Coded` sends codes of
-few bits in place of weights.
+few bits in place of weights; with :class:`Secondary` neighbours keep what they have gathered.
 """
 
 from __future__ import annotations
@@ -67,6 +67,17 @@ class Exchange(ABC):
     @abstractmethod
     def sum_over_parts(self, partials: Tensor) -> Tensor:
         """The sum over the ranks that have the parts of a whole, in place; returned too."""
+
+    def keep(self, full: Tensor) -> Tensor | None:
+        """What this rank keeps of gathered weights until they change, for the next gather.
+
+        None: nothing.
+        """
+        return None
+
+    def gather_kept(self, full: Tensor, kept: Tensor) -> Work:
+        """``full`` becomes what it was when the ranks kept it."""
+        raise NotImplementedError
 
 
 class Flat(Exchange):
@@ -206,6 +217,51 @@ class Coded(Exchange):
 
     def sum_over_parts(self, partials: Tensor) -> Tensor:
         return self.inner.sum_over_parts(partials)
+
+
+class Secondary(Exchange):
+    """Keeps gathered weights among neighbours until they change (hpZ).
+
+    The first gather after an update goes over all ranks, those after it, as before backward, over a
+    group: nothing leaves the machine then, for its part of the weights beside each rank's own.
+
+    Args:
+        inner: what everything else goes over.
+        comm: the ranks of ``inner``.
+        size: of a group of neighbours; a divisor of their number.
+
+    Source: Wang et al. 2023, arXiv:2306.10209 (ZeRO++), section 3.2.
+    """
+
+    def __init__(self, inner: Exchange, comm: Communicator, size: int) -> None:
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self.inner, self.alignment = inner, inner.alignment
+        starts = range(0, comm.world_size, size)
+        groups = [list(range(start, start + size)) for start in starts]
+        self.neighbours = comm.split(groups, name="secondary")
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.inner.broadcast(tensor)
+
+    def gather(self, full: Tensor, part: Tensor, *, exact: bool = False) -> Work:
+        return self.inner.gather(full, part, exact=exact)
+
+    def join(self, whole: Tensor, piece: Tensor, sizes: Sequence[int]) -> None:
+        self.inner.join(whole, piece, sizes)
+
+    def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
+        return self.inner.reduce(part, full, reduction)
+
+    def sum_over_parts(self, partials: Tensor) -> Tensor:
+        return self.inner.sum_over_parts(partials)
+
+    def keep(self, full: Tensor) -> Tensor:
+        count = len(full) // self.neighbours.world_size
+        return full[self.neighbours.rank * count :][:count].clone()
+
+    def gather_kept(self, full: Tensor, kept: Tensor) -> Work:
+        mine = full[self.neighbours.rank * len(kept) :][: len(kept)].copy_(kept)
+        return self.neighbours.all_gather(full, mine, async_op=True)
 
 
 class _Then(Work):

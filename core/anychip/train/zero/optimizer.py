@@ -92,6 +92,8 @@ class Optimizer(torch.optim.Optimizer):
         gather_format: of codes that stage 3 gathers in place of weights, like ``int8``: a quarter
             of the bytes of float32, and weights within half a step of their block's grid; see
             :func:`anychip.ops.quantize`. What is updated and saved stays exact.
+        secondary_group: so many neighbouring ranks keep what stage 3 has gathered until the next
+            step, and gather it again among themselves (hpZ), at the price of their parts of it.
         init: first values of a module on the meta device, which stage 3 makes unit by unit, so that
             no rank ever holds the whole model; see :data:`~anychip.train.zero.units.Init`. None:
             ``module.reset_parameters()``. Rank 0's count.
@@ -136,6 +138,7 @@ class Optimizer(torch.optim.Optimizer):
         prefetch: int = 1,
         shard_group: int | None = None,
         gather_format: str | None = None,
+        secondary_group: int | None = None,
         init: Init | None = None,
         param_dtype: torch.dtype | None = None,
     ) -> None:
@@ -160,6 +163,7 @@ class Optimizer(torch.optim.Optimizer):
                 shard_group=shard_group,
                 param_dtype=param_dtype,
                 gather_format=gather_format if cut == 3 else None,
+                secondary_group=secondary_group if cut == 3 else None,
             )
             if cut == 3:
                 self.sharded.add_module(checks.module_of_stage_3(module), units, prefetch, init)

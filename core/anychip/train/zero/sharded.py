@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from anychip.contract import HOST, Communicator
 from anychip.train.zero import checks
-from anychip.train.zero.exchange import Coded, Exchange, Flat, GradientReduction, Grouped
+from anychip.train.zero.exchange import (
+    Coded,
+    Exchange,
+    Flat,
+    GradientReduction,
+    Grouped,
+    Secondary,
+)
 from anychip.train.zero.gradients import FlatGradients
 from anychip.train.zero.hooks import Action, UnitHooks
 from anychip.train.zero.layout import by_size, plan
@@ -53,6 +60,8 @@ class ShardedModel:
         shard_group: neighbouring ranks that hold all parts together; None: all ranks.
         param_dtype: of the weights that modules see; None: as they are.
         gather_format: of codes that are gathered in place of weights; None: weights are.
+        secondary_group: neighbouring ranks that keep gathered weights until they change; None:
+            nobody does.
     """
 
     def __init__(
@@ -65,6 +74,7 @@ class ShardedModel:
         shard_group: int | None = None,
         param_dtype: torch.dtype | None = None,
         gather_format: str | None = None,
+        secondary_group: int | None = None,
     ) -> None:
         self.param_dtype = param_dtype
         self.comm, self.stage, self.partition = comm, stage, STAGES[stage]
@@ -73,6 +83,9 @@ class ShardedModel:
         self.exchange = self._exchange(shard_group)
         if gather_format is not None:
             self.exchange = Coded(self.exchange, gather_format)
+        if secondary_group is not None:
+            _check_group("secondary_group", secondary_group, self.exchange.world_size)
+            self.exchange = Secondary(self.exchange, comm, secondary_group)
         self.queue = ReduceQueue(comm, self.partition)
         self.places: dict[Tensor, Place] = {}
         self.module: nn.Module | None = None
@@ -80,8 +93,8 @@ class ShardedModel:
 
     def _exchange(self, shard_group: int | None) -> Exchange:
         world = self.comm.world_size
-        if shard_group is not None and (shard_group < 1 or world % shard_group):
-            raise ValueError(f"shard_group must divide the {world} ranks, got {shard_group}")
+        if shard_group is not None:
+            _check_group("shard_group", shard_group, world)
         if shard_group is not None and shard_group < world and self.stage:
             return Grouped(self.comm, shard_group)
         # A rank that misses a gradient reduces later, and must not gather later for it.
@@ -356,3 +369,8 @@ class ShardedModel:
                 value.copy_(state_dict[name])
         for weights in dict.fromkeys(place.weights for place in self.places.values()):
             weights.updated()
+
+
+def _check_group(name: str, size: int, world: int) -> None:
+    if size < 1 or world % size:
+        raise ValueError(f"{name} must divide the {world} ranks, got {size}")

@@ -82,6 +82,8 @@ class FlatWeights:
             self._own = self._own.clone()
         self.is_whole = True
         self._gathering: Work | None = None
+        self._kept: Tensor | None = None
+        self._is_exact = True  # so are the first values, which nobody gathered
         self.spans: list[ShardMetadata] | None = None
         self.values = self._pieces()
         if partition.states or self.has_masters or dtype is not None:
@@ -130,7 +132,12 @@ class FlatWeights:
         if self.is_whole or self._gathering is not None:
             return
         self._room.restore()
-        self._gathering = self._gather(exact=exact)
+        self._is_exact = exact
+        if self._kept is None or exact:
+            self._gathering = self._gather(exact=exact)
+            return
+        with torch.no_grad():
+            self._gathering = self.exchange.gather_kept(self._full, self._kept)
 
     @torch.no_grad()
     def _gather(self, *, exact: bool = False) -> Work:
@@ -150,6 +157,8 @@ class FlatWeights:
         """Gives the memory of the other ranks' parts back, whether it is needed or not."""
         self.wait()
         if self.partition.weights and self.is_whole:
+            if self._kept is None and not self._is_exact:
+                self._kept = self.exchange.keep(self._full.detach())
             self.is_whole = False
             self._room.release()
 
@@ -170,6 +179,7 @@ class FlatWeights:
         self._note_versions()
         if self.partition.weights:
             self.release()
+            self._kept = None
             return None
         return self._gather() if self.partition.states or self.has_masters else None
 
@@ -179,6 +189,7 @@ class FlatWeights:
         assert self.is_whole
         if self.partition.weights or self.has_masters:
             self._own.copy_(self._full[self._part])
+        self._kept = None
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -192,6 +203,7 @@ class FlatWeights:
             offset = self.spans[index].offset
             whole = whole.reshape(-1)[offset : offset + values.numel()]
         values.copy_(whole)
+        self._kept = None
         self._note_versions()
 
     def check(self) -> None:

@@ -317,6 +317,8 @@ def test_parameters_without_their_model_or_of_another_are_refused() -> None:
             zero.Optimizer(model.parameters(), rule(), comm, stage=3, module=nn.Linear(2, 2))
         with pytest.raises(ValueError, match=r"shard_group must divide the 2 ranks, got 3"):
             optimizer(model, comm, shard_group=3)
+        with pytest.raises(TypeError, match=r"no argument 'prefech'; did you mean 'prefetch'"):
+            optimizer(model, comm, prefech=3)
 
     on_two(work, lambda: nn.Linear(4, 4))
 

@@ -11,6 +11,6 @@ are sent while backward runs); Zhao et al. 2023, arXiv:2304.11277 (units of flat
 """
 
 from anychip.train.zero.optimizer import MemoryUse, Optimizer, StepResult
-from anychip.train.zero.sharded import ShardedModel
+from anychip.train.zero.sharded import ShardedModel, ShardingOptions
 
-__all__ = ["MemoryUse", "Optimizer", "ShardedModel", "StepResult"]
+__all__ = ["MemoryUse", "Optimizer", "ShardedModel", "ShardingOptions", "StepResult"]

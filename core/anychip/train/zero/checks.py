@@ -37,7 +37,7 @@ def check_stage(stage: int) -> None:
 
 
 def check_arguments(
-    stage: int, bucket_nbytes: int | None, reduction: str, rule: Rule, gather_format: str | None
+    stage: int, bucket_nbytes: int | None, reduction: str, rule: Rule, how: Mapping[str, Any]
 ) -> None:
     """What an optimizer is made with."""
     check_stage(stage)
@@ -47,8 +47,16 @@ def check_arguments(
         raise ValueError(f"reduction must be 'avg' or 'sum', got {reduction!r}")
     if not rule.writes:
         raise ValueError("the rule writes no parameter; chain one that does, like optim.adamw")
-    if gather_format is not None:
-        check_format(gather_format, stage)
+    if how.get("gather_format") is not None:
+        check_format(how["gather_format"], stage)
+
+
+def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+    """As Python says it of a function that lists them."""
+    for name in sorted(set(given) - set(known)):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"zero.Optimizer has no argument {name!r}{hint}")
 
 
 def check_duplicates(duplicates: Collection[Tensor], trained: Collection[Tensor]) -> None:

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,12 @@ from anychip.train.zero import checks, state
 from anychip.train.zero.exchange import GradientReduction
 from anychip.train.zero.layout import default_nbytes
 from anychip.train.zero.reduce_queue import watch
-from anychip.train.zero.sharded import ShardedModel
-from anychip.train.zero.units import Init, Policy
+from anychip.train.zero.sharded import ShardedModel, ShardingOptions
 from anychip.train.zero.update import MASTER, Updates
 from anychip.train.zero.weights import STAGES
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # torch hides them from its compiler, and imports that for it: two seconds of the first step.
 _add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -84,22 +86,7 @@ class Optimizer(torch.optim.Optimizer):
         duplicates: parameters of this rank that another rank of ``model_comm`` holds too, and
             counts in the norm.
         module: the model, for stage 3, where ``model`` is parameters or groups.
-        units: what stage 3 gathers together; see :data:`~anychip.train.zero.units.Policy`.
-        prefetch: units that stage 3 gathers ahead of the one that runs: each hides its gathering,
-            and takes the memory of its weights.
-        shard_group: so many neighbouring ranks hold all parts together, and each such group the
-            whole (hybrid sharding): weights are gathered within a group. None: all ranks.
-        gather_format: of codes that stage 3 gathers in place of weights, like ``int8``: a quarter
-            of the bytes of float32, and weights within half a step of their block's grid; see
-            :func:`anychip.ops.quantize`. What is updated and saved stays exact.
-        secondary_group: so many neighbouring ranks keep what stage 3 has gathered until the next
-            step, and gather it again among themselves (hpZ), at the price of their parts of it.
-        init: first values of a module on the meta device, which stage 3 makes unit by unit, so that
-            no rank ever holds the whole model; see :data:`~anychip.train.zero.units.Init`. None:
-            ``module.reset_parameters()``. Rank 0's count.
-        param_dtype: of the weights that modules see, with masters in float32 that the rule updates
-            and :meth:`state_dict` holds as ``master``; None: as they are. Parameters of 16 bits
-            have masters anyway.
+        how: parameters are cut, like ``prefetch=2``; see :class:`~anychip.train.zero.ShardingOptions`.
 
     Raises:
         ValueError: no parameter requires gradients, or a stage outside 0 to 3; stage 3 without the
@@ -134,15 +121,10 @@ class Optimizer(torch.optim.Optimizer):
         model_comm: Communicator | None = None,
         duplicates: Collection[Tensor] = (),
         module: nn.Module | None = None,
-        units: Policy = "blocks",
-        prefetch: int = 1,
-        shard_group: int | None = None,
-        gather_format: str | None = None,
-        secondary_group: int | None = None,
-        init: Init | None = None,
-        param_dtype: torch.dtype | None = None,
+        **how: Unpack[ShardingOptions],
     ) -> None:
-        checks.check_arguments(stage, bucket_nbytes, reduction, rule, gather_format)
+        checks.check_names(how, ShardingOptions.__annotations__)
+        checks.check_arguments(stage, bucket_nbytes, reduction, rule, how)
         self.rule, self.comm, self.stage, self.precision = rule, comm, stage, precision
         self.model_comm = model_comm
         self.bucket_nbytes = bucket_nbytes or default_nbytes(comm.world_size)
@@ -153,20 +135,13 @@ class Optimizer(torch.optim.Optimizer):
         self._names = {} if module is None else {p: n for n, p in module.named_parameters()}
         given = checks.trainable(model)
         self.sharded: ShardedModel | None = None
-        if comm.world_size > 1 or param_dtype is not None or checks.has_16_bits(given):
+        has_masters = how.get("param_dtype") is not None or checks.has_16_bits(given)
+        if comm.world_size > 1 or has_masters:
             cut = stage if comm.world_size > 1 else 0  # one rank has everything
-            self.sharded = ShardedModel(
-                comm,
-                cut,
-                dtype=precision.reduce_dtype if precision else torch.float32,
-                reduction=reduction,
-                shard_group=shard_group,
-                param_dtype=param_dtype,
-                gather_format=gather_format if cut == 3 else None,
-                secondary_group=secondary_group if cut == 3 else None,
-            )
+            dtype = precision.reduce_dtype if precision else torch.float32
+            self.sharded = ShardedModel(comm, cut, dtype=dtype, reduction=reduction, **how)
             if cut == 3:
-                self.sharded.add_module(checks.module_of_stage_3(module), units, prefetch, init)
+                self.sharded.add_module(checks.module_of_stage_3(module))
         self._updates = Updates(comm, self.sharded, model_comm, set(duplicates))
         self._is_synchronizing = True
         self._is_in_backward = False

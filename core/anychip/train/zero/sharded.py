@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from anychip.train.zero.units import (
 )
 from anychip.train.zero.weights import STAGES, FlatWeights
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -49,6 +52,37 @@ class Place:
     index: int
 
 
+class ShardingOptions(TypedDict, total=False):
+    """How parameters are cut, beside the stage. Most of it is for stage 3.
+
+    Attributes:
+        units: what is gathered together; see :data:`~anychip.train.zero.units.Policy`. The blocks.
+        prefetch: units that are gathered ahead of the one that runs: each hides its gathering, and
+            takes the memory of its weights. 1.
+        shard_group: so many neighbouring ranks hold all parts together, and each such group the
+            whole (hybrid sharding): weights are gathered within a group. All ranks.
+        gather_format: of codes that are gathered in place of weights, like ``int8``: a quarter of
+            the bytes of float32, and weights within half a step of their block's grid; see
+            :func:`anychip.ops.quantize`. What is updated and saved stays exact. No codes.
+        secondary_group: so many neighbouring ranks keep what was gathered until the next step, and
+            gather it again among themselves (hpZ), at the price of their parts of it. Nobody.
+        init: first values of a module on the meta device, which is made unit by unit, so that no
+            rank ever holds the whole model; see :data:`~anychip.train.zero.units.Init`. Rank 0's
+            count. ``module.reset_parameters()``.
+        param_dtype: of the weights that modules see, at any stage, with masters in float32 that the
+            rule updates, and that are a state, ``master``. As they are; weights of 16 bits have
+            masters anyway.
+    """
+
+    units: Policy
+    prefetch: int
+    shard_group: int | None
+    gather_format: str | None
+    secondary_group: int | None
+    init: Init | None
+    param_dtype: torch.dtype | None
+
+
 class ShardedModel:
     """The parameters of a model on one rank, of which the ranks hold parts.
 
@@ -57,11 +91,7 @@ class ShardedModel:
         stage: of ZeRO; 0 cuts nothing.
         dtype: in which gradients are sent.
         reduction: of the ranks' gradients.
-        shard_group: neighbouring ranks that hold all parts together; None: all ranks.
-        param_dtype: of the weights that modules see; None: as they are.
-        gather_format: of codes that are gathered in place of weights; None: weights are.
-        secondary_group: neighbouring ranks that keep gathered weights until they change; None:
-            nobody does.
+        how: see :class:`ShardingOptions`.
     """
 
     def __init__(
@@ -71,36 +101,35 @@ class ShardedModel:
         *,
         dtype: torch.dtype = torch.float32,
         reduction: GradientReduction = "avg",
-        shard_group: int | None = None,
-        param_dtype: torch.dtype | None = None,
-        gather_format: str | None = None,
-        secondary_group: int | None = None,
+        **how: Unpack[ShardingOptions],
     ) -> None:
-        self.param_dtype = param_dtype
         self.comm, self.stage, self.partition = comm, stage, STAGES[stage]
-        self.dtype = dtype
+        self.dtype, self.how = dtype, how
         self.reduction: GradientReduction = reduction
-        self.exchange = self._exchange(shard_group)
-        if gather_format is not None:
-            self.exchange = Coded(self.exchange, gather_format)
-        if secondary_group is not None:
-            _check_group("secondary_group", secondary_group, self.exchange.world_size)
-            self.exchange = Secondary(self.exchange, comm, secondary_group)
+        self.exchange = self._exchange()
         self.queue = ReduceQueue(comm, self.partition)
         self.places: dict[Tensor, Place] = {}
         self.module: nn.Module | None = None
         self._hooks: UnitHooks | None = None
 
-    def _exchange(self, shard_group: int | None) -> Exchange:
-        world = self.comm.world_size
-        if shard_group is not None:
-            _check_group("shard_group", shard_group, world)
-        if shard_group is not None and shard_group < world and self.stage:
-            return Grouped(self.comm, shard_group)
-        # A rank that misses a gradient reduces later, and must not gather later for it.
-        everyone = [list(range(world))]
-        gathers = self.comm.split(everyone, name="gather") if self.partition.weights else None
-        return Flat(self.comm, gathers)
+    def _exchange(self) -> Exchange:
+        world, group = self.comm.world_size, self.how.get("shard_group")
+        if group is not None:
+            _check_group("shard_group", group, world)
+        if group is not None and group < world and self.stage:
+            found: Exchange = Grouped(self.comm, group)
+        else:
+            # A rank that misses a gradient reduces later, and must not gather later for it.
+            everyone = [list(range(world))]
+            gathers = self.comm.split(everyone, name="gather") if self.partition.weights else None
+            found = Flat(self.comm, gathers)
+        format, secondary = self.how.get("gather_format"), self.how.get("secondary_group")
+        if format is not None and self.partition.weights:
+            found = Coded(found, format)
+        if secondary is not None and self.partition.weights:
+            _check_group("secondary_group", secondary, found.world_size)
+            found = Secondary(found, self.comm, secondary)
+        return found
 
     # Parameters
 
@@ -124,9 +153,7 @@ class ShardedModel:
                 indices = [same[member] for member in members]
                 self._buffer([params[i] for i in indices], [names[i] for i in indices])
 
-    def add_module(
-        self, module: nn.Module, units: Policy, prefetch: int, init: Init | None = None
-    ) -> None:
+    def add_module(self, module: nn.Module) -> None:
         """Takes all parameters of a model into units, whose weights are cut.
 
         Those on the meta device get memory and first values, one unit after the other.
@@ -134,13 +161,14 @@ class ShardedModel:
         Raises:
             ValueError: units that the model does not have.
         """
-        found = divide(module, units)
+        found = divide(module, self.how.get("units", "blocks"))
         owned = own_parameters(module, found)
         for unit, params in reversed(list(zip(found, owned, strict=True))):  # as backward has them
-            materialise(unit, params, self.comm.device, init)
+            materialise(unit, params, self.comm.device, self.how.get("init"))
             self._fill(unit, params)
         self.module = module
-        self._hooks = UnitHooks([unit for unit in found if unit.weights or unit.is_root], prefetch)
+        used = [unit for unit in found if unit.weights or unit.is_root]
+        self._hooks = UnitHooks(used, self.how.get("prefetch", 1))
         for unit, params in zip(found, owned, strict=True):
             self._hooks.watch_also(unit, [p for p in params.values() if p.requires_grad])
 
@@ -158,7 +186,7 @@ class ShardedModel:
         checks.check_memory(params)
         numels = [param.numel() for param in params]
         layout = plan(numels, self._num_parts, alignment=self.exchange.alignment)
-        given = params, names, layout, self.exchange, self.partition, self.param_dtype
+        given = params, names, layout, self.exchange, self.partition, self.how.get("param_dtype")
         weights = FlatWeights(*given)
         gradients = None
         if is_trained:

@@ -86,7 +86,8 @@ class Optimizer(torch.optim.Optimizer):
         duplicates: parameters of this rank that another rank of ``model_comm`` holds too, and
             counts in the norm.
         module: the model, for stage 3, where ``model`` is parameters or groups.
-        how: parameters are cut, like ``prefetch=2``; see :class:`~anychip.train.zero.ShardingOptions`.
+        how: parameters are cut, like ``prefetch=2``: what
+            :class:`~anychip.train.zero.ShardingOptions` has.
 
     Raises:
         ValueError: no parameter requires gradients, or a stage outside 0 to 3; stage 3 without the

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anychip.contract import OperatorSpec, Row
-from anychip.dispatch import promise, selection
+from anychip.dispatch import deferral, promise, selection
 from anychip.dispatch.kernel import Kernel, nothing_special
 from anychip.dispatch.resolution import REFERENCE, Choice, reference_row
 from anychip.dispatch.signature import Signature
@@ -237,7 +238,11 @@ class Node(torch.autograd.Function):
         gradient, choice, attrs = ctx.call
         needs = gradient.needs(ctx.needs_input_grad[1:])
         pair = choice.row if choice.row.paired is not None else None
-        found = gradient.backward(pair, grads, ctx.saved_tensors, attrs, needs)
+        if deferral.active:
+            call = partial(gradient.backward, pair, grads, ctx.saved_tensors, attrs)
+            found = deferral.backward(ctx, 1, gradient.spec, gradient.differentiable, call, needs)
+        else:
+            found = gradient.backward(pair, grads, ctx.saved_tensors, attrs, needs)
         result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for place, value, need in zip(gradient.differentiable, found, needs, strict=True):
             result[1 + place] = value if need else None

@@ -9,6 +9,7 @@ door 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from anychip.contract import HOST, FallbackError, OperatorSpec, Row
-from anychip.dispatch import promise, selection
+from anychip.dispatch import deferral, promise, selection
 from anychip.dispatch.agreement import Agreement
 from anychip.dispatch.autograd import Gradient, pair_keep
 from anychip.dispatch.kernel import Kernel, transformed
@@ -243,7 +244,11 @@ def _define_forward(
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         needs = gradient.needs(ctx.needs_input_grad)
         outputs, kept = _of_one_type(grads[: signature.num_outputs]), ctx.saved_tensors
-        found = gradient.backward(row, outputs, kept, ctx.attrs, needs)
+        if deferral.active:
+            call = partial(gradient.backward, row, outputs, kept, ctx.attrs)
+            found = deferral.backward(ctx, 0, spec, gradient.differentiable, call, needs)
+        else:
+            found = gradient.backward(row, outputs, kept, ctx.attrs, needs)
         result: list[Any] = [None] * (arity + len(names))
         for place, value, need in zip(gradient.differentiable, found, needs, strict=True):
             result[place] = value if need else None

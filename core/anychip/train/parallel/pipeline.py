@@ -11,6 +11,12 @@ Note: The sum
     before. These are the bits of the whole model that accumulates over the same microbatches on one
     rank. A parameter tied over the first and the last stage is the exception: each sums its own
     uses, then both add first + last, also when both are on one rank.
+
+Note: Split backward
+    An I computes what the stage before waits for. Gradients of parameters that our operators can
+    put off (:mod:`anychip.dispatch.deferral`) are computed by the W of the same stage and
+    microbatch, all others by the I; a parameter that has both kinds gets one sum, in the W. A stage
+    without our operators has empty Ws: right, and no quicker.
 """
 
 from __future__ import annotations
@@ -24,7 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anychip.contract import HOST, Communicator, Transfer, Work
+from anychip.contract import HOST, Communicator, Transfer, UnsupportedError, Work
+from anychip.dispatch.deferral import Deferred, deferring
 from anychip.runtime import on_host
 from anychip.train.parallel.actions import COMPUTE, Action, Schedule
 from anychip.train.parallel.lowering import add_communication, received, sent
@@ -33,7 +40,8 @@ from anychip.train.parallel.simulator import Span, Timeline
 from anychip.train.parallel.validation import validate
 
 Backward = Callable[..., Any]
-"""``backward(loss)`` on the last stage, ``backward(outputs, gradient)`` on the others."""
+"""``backward(loss)`` on the last stage, ``backward(outputs, gradient)`` on the others; with lists
+of both where a split backward adds to its parameters what it has computed."""
 
 
 @dataclass(slots=True)
@@ -45,6 +53,9 @@ class _Step:
     weight: float | None
     loss: Tensor
     kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    deferred: dict[tuple[int, int], tuple[Deferred, dict[Tensor, Tensor]]] = field(
+        default_factory=dict
+    )
     ready: dict[Action, Tensor] = field(default_factory=dict)
     receives: dict[Action, tuple[Work, Tensor]] = field(default_factory=dict)
     sends: list[tuple[Work, Tensor]] = field(default_factory=list)
@@ -113,7 +124,7 @@ class Pipeline:
             )
         self._row = schedule.rows[comm.rank]
         self._link = Link(schedule, self.device)
-        self._last_backward = [a for a in self._row if a.kind in ("I", "B")][-1]
+        self._last_backward = [a for a in self._row if a.kind in ("W", "B")][-1]
         self._spans: list[Span] = []
         self._begin = 0.0
 
@@ -148,9 +159,8 @@ class Pipeline:
         """Forward and backward of all microbatches. Every rank of the pipeline calls it.
 
         Args:
-            tokens: (B, ...) where the first stage is, B a multiple of the number of microbatches;
-                not looked at elsewhere.
-            targets: (B, ...) where the last stage is; not looked at elsewhere.
+            tokens, targets: (B, ...) where the first and the last stage are, B a multiple of the
+                number of microbatches; not looked at elsewhere.
             weight: of each microbatch's loss, 1 / (number of all targets) where it is a sum; None:
                 1 / (number of microbatches), for means over as many targets in each.
             backward: adds gradients; an optimizer's, so that the loss gets its scale.
@@ -167,6 +177,7 @@ class Pipeline:
             ValueError: a batch that does not divide, a stage that gives something else than
                 expected, or stages that do not fit together.
             CommunicationError: another stage has failed, which every rank is told.
+            UnsupportedError: a parameter with a hook, where the schedule splits its backward.
         """
         with self._telling_others():
             step = self._step(tokens, targets, weight)
@@ -175,7 +186,7 @@ class Pipeline:
                 start = time.perf_counter()
                 if action.kind == "F":
                     self._forward(step, action)
-                elif action.kind != "W":  # the weights' gradients were not put off
+                else:
                     stays = more or bool(self.tied) or action != self._last_backward
                     with no_sync() if stays else nullcontext():
                         self._backward(step, action, backward)
@@ -347,20 +358,55 @@ class Pipeline:
         return loss
 
     def _backward(self, step: _Step, action: Action, backward: Backward) -> None:
-        x, output = step.kept.pop((action.stage, action.microbatch))
-        if action.stage == self.num_stages - 1:
+        place = (action.stage, action.microbatch)
+        if action.kind == "W":
+            deferred, rest = step.deferred.pop(place)
+            edges, gradients = deferred.compute()
+            if edges:
+                backward([*edges, *rest], [*gradients, *rest.values()])
+            return
+        x, output = step.kept.pop(place)
+        is_last = action.stage == self.num_stages - 1
+        gradient = None if is_last else step.ready.pop(received(action))
+        if action.kind == "I":
+            x.grad, step.deferred[place] = self._split(action.stage, x, output, gradient, backward)
+        elif is_last:
             backward(output)
-        else:
-            gradient = step.ready.pop(received(action))
+        elif output.requires_grad:
             # All that came before the output may be frozen; the gradient is then for nobody.
-            if output.requires_grad:
-                backward(output, gradient)
+            backward(output, gradient)
         if action.stage == 0:
             return
         if x.grad is None:
             where = f"Pipeline({self._name(action.stage)})"
             raise ValueError(f"{where}: its output does not depend on its input")
         self._hand_on(step, action, x.grad)
+
+    def _split(
+        self, stage: int, x: Tensor, output: Tensor, gradient: Tensor | None, backward: Backward
+    ) -> tuple[Tensor | None, tuple[Deferred, dict[Tensor, Tensor]]]:
+        """The gradient of the input; what is left for W, and the other part of its sums."""
+        if gradient is None:
+            # The caller's backward says by what a loss is multiplied.
+            seed = output.detach().requires_grad_()
+            backward(seed)
+            gradient = seed.grad
+        wanted = [t for t in (x, *self.stages[stage].parameters()) if t.requires_grad]
+        if any(t._backward_hooks for t in wanted):
+            raise UnsupportedError(
+                f"Pipeline({self._name(stage)}): a parameter's register_hook would see parts of "
+                "a split backward; use register_post_accumulate_grad_hook, or a schedule without I"
+            )
+        with deferring() as deferred:
+            grads: Sequence[Tensor | None] = [None] * len(wanted)
+            if output.requires_grad:
+                grads = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+        found = {t: g for t, g in zip(wanted, grads, strict=True) if g is not None}
+        of_input = found.pop(x, None)
+        rest = {param: found.pop(param) for param in deferred.parameters if param in found}
+        if found:
+            backward([*found], [*found.values()])
+        return of_input, (deferred, rest)
 
     def _loss(self, step: _Step, share: bool) -> Tensor | None:
         if share:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from anychip import ops
 from anychip.comm.threads import run_ranks
-from anychip.contract import Communicator
+from anychip.contract import Communicator, UnsupportedError
 from anychip.train import optim, zero
 from anychip.train.models import GPTConfig, LlamaConfig, build
 from anychip.train.parallel import (
@@ -135,6 +137,138 @@ def test_text_of_a_user_runs_with_stages_placed_as_it_says() -> None:
     )
     check_bits(whole(TIED), parse(text), 2)
     check_bits(whole(TIED), add_communication(parse(text)), 2)
+
+
+ALONE = "0F0,0I0,0F1,0I1,0W0,0W1"
+"""One rank that splits its backwards, and does the weights' parts at the end."""
+
+
+def test_weight_tied_within_a_stage_has_the_bits_of_autograd_when_the_backward_is_split() -> None:
+    """Embedding and head are one parameter of the one stage: one sum per microbatch."""
+    model, whole_model = whole(TIED), whole(TIED)
+    tokens, targets = batch(4)
+
+    def work(comm: Communicator) -> None:
+        stage = make_stage(model, range(num_layers(model)))
+        Pipeline(stage, comm, parse(ALONE)).run(tokens, targets)
+        for x, y in zip(tokens.chunk(2), targets.chunk(2), strict=True):
+            (whole_model(x, y) / 2).backward()
+
+    run_ranks(1, work)
+    for (name, param), other in zip(
+        model.named_parameters(), whole_model.parameters(), strict=True
+    ):
+        assert torch.equal(param.grad, other.grad), name
+
+
+class Mixed(nn.Module):
+    """Uses one weight in an operator of ours, and once more in one of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        drawn = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+        self.weight = nn.Parameter(drawn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(ops.linear(x, self.weight), self.weight)
+
+
+def test_weight_that_waits_and_does_not_is_summed_once_per_microbatch() -> None:
+    data = torch.randn(6, 8, generator=torch.Generator().manual_seed(2))
+
+    def work(comm: Communicator) -> list[Any]:
+        grads = []
+        for text in (ALONE, "0F0,0B0,0F1,0B1"):
+            stage = Mixed()
+            pipeline = Pipeline(
+                stage, comm, parse(text), loss_fn=lambda y, t: (y - t).square().sum()
+            )
+            pipeline.run(data, data)
+            grads.append(stage.weight.grad)
+        return grads
+
+    ((split, joined),) = run_ranks(1, work)
+    assert torch.equal(split, joined)
+
+
+def test_weights_of_our_operators_wait_for_W_and_the_others_do_not() -> None:
+    """The seed of the loss, then the norms in I; linear and embedding weights in W."""
+    model = whole(LLAMA)
+    calls: list[tuple[int, float]] = []
+
+    def backward(output: Any, gradient: Any = None) -> None:
+        outputs = output if isinstance(output, list) else [output]
+        calls.append((len(outputs), 0.0 if gradient is None else float(len(gradient))))
+        torch.autograd.backward(output, gradient)
+
+    def work(comm: Communicator) -> None:
+        stage = make_stage(model, range(num_layers(model)))
+        Pipeline(stage, comm, parse(ALONE)).run(*batch(4), backward=backward)
+
+    run_ranks(1, work)
+    blocks, norms, linears = 6, 2, 7
+    now, later = blocks * norms + 1, blocks * linears + 2
+    seed, of_norms, of_weights = (1, 0.0), (now, float(now)), (later, float(later))
+    assert calls == [seed, of_norms, seed, of_norms, of_weights, of_weights]
+
+
+def test_split_backward_under_autocast_has_the_bits_of_a_whole_one() -> None:
+    def trained(name: str) -> list[dict[str, Tensor]]:
+        models, schedule = [whole(TIED) for _ in range(2)], make_schedule(name, 2, 4)
+
+        def work(comm: Communicator) -> dict[str, Tensor]:
+            (stage,) = stages_of(models[comm.rank], schedule, comm.rank)
+            autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+            pipeline = Pipeline(stage, comm, schedule, tied=stage.tied, autocast=autocast)
+            pipeline.run(*batch(8))
+            return {name: param.grad for name, param in stage.named_parameters()}
+
+        return run_ranks(2, work)
+
+    for one, two in zip(trained("1f1b"), trained("zb1p"), strict=True):
+        assert one.keys() == two.keys()
+        assert all(torch.equal(grad, two[name]) for name, grad in one.items())
+
+
+def test_loss_is_scaled_once_by_the_callers_backward_when_the_backward_is_split() -> None:
+    def backward(output: Any, gradient: Any = None) -> None:
+        torch.autograd.backward(output * 8 if gradient is None else output, gradient)
+
+    def work(comm: Communicator) -> list[Tensor]:
+        grads: list[Any] = []
+        for call in ({}, {"backward": backward}):
+            generator = torch.Generator().manual_seed(comm.rank)
+            stage = nn.Linear(3, 3)
+            with torch.no_grad():
+                stage.weight.copy_(torch.randn(3, 3, generator=generator))
+                stage.bias.zero_()
+            pipeline = Pipeline(
+                stage,
+                comm,
+                make_schedule("zb1p", 2, 3),
+                loss_fn=lambda y, t: (y - t).square().sum(),
+            )
+            pipeline.run(torch.ones(3, 3), torch.zeros(3, 3), **call)  # type: ignore[arg-type]
+            grads.append(stage.weight.grad)
+        return grads
+
+    for plain, scaled in run_ranks(2, work):
+        assert torch.equal(scaled, plain * 8)
+        assert plain.any()
+
+
+def test_split_backward_refuses_a_hook_that_would_see_parts() -> None:
+    model = whole(TIED)
+    model.transformer.wte.weight.register_hook(lambda grad: grad * 2)
+
+    def work(comm: Communicator) -> None:
+        stage = make_stage(model, range(num_layers(model)))
+        Pipeline(stage, comm, parse(ALONE)).run(*batch(4))
+
+    with pytest.raises(
+        UnsupportedError, match=r"stage 0 of 1\): a parameter's register_hook would"
+    ):
+        run_ranks(1, work)
 
 
 def test_evaluate_over_several_stages_gives_the_loss_of_run() -> None:

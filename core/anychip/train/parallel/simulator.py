@@ -196,7 +196,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     _check_costs(costs, schedule.num_stages)
     computations = schedule.only(*COMPUTE)
     owners = check_actions(computations)
-    takes = {kind: costs.per_stage(kind, len(owners)) for kind in COMPUTE}
+    takes: dict[ComputeKind, Sequence[Time]] = {
+        kind: costs.per_stage(kind, len(owners)) for kind in COMPUTE
+    }
     spans = _run(computations.rows, owners, takes, costs.message)
     if any(len(row) < len(todo) for row, todo in zip(spans, computations.rows, strict=True)):
         validate(computations)  # says who waits for whom

@@ -159,8 +159,7 @@ class Optimizer(torch.optim.Optimizer):
             if cut == 3:
                 self.sharded.add_module(checks.module_of_stage_3(module), units, prefetch)
         self._updates = Updates(comm, self.sharded, model_comm, set(duplicates))
-        self._is_synchronizing = True
-        self._is_in_backward = False
+        self._is_synchronizing, self._is_in_backward = True, False
         self._scheduled: list[Any] = []
         super().__init__(given, dict(rule.options))
         foreign = self._updates.duplicates - self.state.keys()

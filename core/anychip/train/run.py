@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,7 +44,7 @@ class Run:
     loader: data.Loader
     optimizer: zero.Optimizer = field(init=False)
     pipeline: parallel.Pipeline | None = None
-    names: parallel.Names | None = None
+    names: checkpoint.Names | None = None
     step: int = 0
     begun: int = 0
 
@@ -119,7 +119,7 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     stage = parallel.make_stage(whole, layers[comm.rank], reduction=reduction)
     assert isinstance(stage, parallel.Stage)
     run.model = stage.to(chip.device())
-    run.names = parallel.names_of(whole, models.parameter_groups(whole, 0.0))
+    run.names = checkpoint.names_of(whole, models.parameter_groups(whole, 0.0))
     run.pipeline = parallel.Pipeline(
         stage,
         comm,
@@ -243,8 +243,7 @@ def restore(run: Run, out: Path) -> None:
             f"{run.config.run.steps}; ask for more steps"
         )
     options = [dict(group) for group in run.optimizer.param_groups]
-    model, optimizer = _stateful(run)
-    state = checkpoint.resume(out, model=model, optimizer=optimizer, data=run.loader, comm=run.comm)
+    state = checkpoint.resume(out, **_saved(run))
     for group, mine in zip(run.optimizer.param_groups, options, strict=True):
         group.clear()
         group.update(mine)
@@ -268,10 +267,13 @@ def require_checkpoint(out: Path) -> int:
 
 def save(run: Run, out: Path) -> None:
     """Writes the checkpoint of where the run is. With several ranks a collective."""
-    model, optimizer = _stateful(run)
-    checkpoint.save(
-        out, step=run.step, model=model, optimizer=optimizer, data=run.loader, comm=run.comm
-    )
+    checkpoint.save(out, step=run.step, **_saved(run))
+
+
+def _saved(run: Run) -> dict[str, Any]:
+    """What a checkpoint is made of."""
+    parts = {"model": run.model, "optimizer": run.optimizer, "data": run.loader}
+    return {**parts, "names": run.names, "comm": run.comm}
 
 
 def whole_model(run: Run) -> models.Decoder:
@@ -279,21 +281,11 @@ def whole_model(run: Run) -> models.Decoder:
     if run.pipeline is None:
         assert not isinstance(run.model, parallel.Stage)
         return run.model
-    model = models.build(run.config.model)
-    model.load_state_dict(_stateful(run)[0].state_dict())
-    return model.to(run.loader.device)
-
-
-def _stateful(run: Run) -> tuple[checkpoint.Model, checkpoint.Stateful]:
-    """What a checkpoint is made of: whole, whatever the ranks hold."""
-    if run.names is None:
-        return run.model, run.optimizer
     assert isinstance(run.model, parallel.Stage)
-    comm = run.mesh.axis("pipeline")
-    return (
-        parallel.WholeModel(run.model, comm, run.mesh.axis("data"), run.optimizer),
-        parallel.WholeOptimizer(run.optimizer, run.model, run.names, comm),
-    )
+    stages = run.mesh.axis("pipeline")
+    model = models.build(run.config.model)
+    model.load_state_dict(parallel.whole_state_dict(run.model, stages, run.optimizer))
+    return model.to(run.loader.device)
 
 
 def _add_optimizer(run: Run) -> None:

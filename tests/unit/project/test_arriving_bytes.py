@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from anychip.comm import frames, gather_objects
+from anychip.comm import alone, frames, gather_objects
 from anychip.comm.joining import LOOPBACK
 from anychip.comm.ledger import Ledger
 from anychip.comm.liveness import Liveness
@@ -23,7 +23,7 @@ from anychip.comm.meeting import meet
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator, Membership
 from anychip.registry import probe_cache, probing
-from anychip.train import checkpoint, config, data, parallel
+from anychip.train import checkpoint, config, data, optim, parallel, zero
 from anychip_cpu.backend import CpuBackend
 
 ROOT = Path(__file__).parents[3]
@@ -46,19 +46,43 @@ def saved(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def from_checkpoint(sent: bytes, folder: Path) -> None:
-    digest = hashlib.sha256(sent).hexdigest()
-    files = {}
-    for part in ("model", "optimizer", "progress"):
-        name = f"{part}-{digest[:16]}.pt"
-        (folder / "checkpoint").mkdir(exist_ok=True)
-        (folder / "checkpoint" / name).write_bytes(sent)
-        files[part] = {"name": name, "nbytes": len(sent), "sha256": digest}
-    about = {"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "anychip": "0", "step": 1}
-    manifest = json.dumps({**about, "files": files})
-    (folder / "checkpoint" / "manifest.json").write_text(manifest)
+def from_checkpoint(version: int) -> Callable[[bytes, Path], None]:
+    def arrive(sent: bytes, folder: Path) -> None:
+        (folder / "checkpoint").mkdir()
+        digest = hashlib.sha256(sent).hexdigest()
+        entries = {}
+        for part in checkpoint.PARTS:
+            name = f"{part}-{digest[:16]}.pt"
+            (folder / "checkpoint" / name).write_bytes(sent)
+            entries[part] = {"name": name, "nbytes": len(sent), "sha256": digest}
+        about = {"format": checkpoint.FORMAT, "version": version, "anychip": "0", "step": 1}
+        if version == checkpoint.WHOLE_TENSORS:
+            about["files"] = entries
+        else:
+            about |= {"progress": entries["progress"], "files": {}, "tensors": {}}
+        (folder / "checkpoint" / "manifest.json").write_text(json.dumps(about))
+        model = torch.nn.Linear(2, 2)
+        checkpoint.resume(folder, model=model, optimizer=torch.optim.SGD(model.parameters()))
+
+    return arrive
+
+
+def from_tensors(sent: bytes, folder: Path) -> None:
+    """The file of tensors is the bytes, and the manifest's hashes are theirs."""
     model = torch.nn.Linear(2, 2)
-    checkpoint.resume(folder, model=model, optimizer=torch.optim.SGD(model.parameters()))
+    opt = zero.Optimizer(model, optim.adamw(0.1), alone())
+    path = checkpoint.save(folder, step=1, model=model, optimizer=opt) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    ((name, entry),) = manifest["files"].items()
+    (path.parent / name).write_bytes(sent)
+    entry["nbytes"] = len(sent)
+    entry["header_sha256"] = hashlib.sha256(sent[: entry["header_nbytes"]]).hexdigest()
+    for box in (box for tensor in manifest["tensors"].values() for box in tensor["boxes"]):
+        box["offset"] = 0
+        box["sha256"] = hashlib.sha256(sent[: box["nbytes"]]).hexdigest()
+    path.write_text(json.dumps(manifest))
+    checkpoint.resume(folder, model=model, optimizer=opt)
+    raise ValueError("they count as numbers")
 
 
 def from_file(read: Callable[[Path], Any], suffix: str) -> Callable[[bytes, Path], None]:
@@ -126,6 +150,7 @@ def documents(path: Path) -> list[str]:
     return list(data.read_documents([str(path)]))
 
 
+NO_CODE = "Weights only load failed|Detected pickle protocol 4"
 UTF8 = "'utf-8' codec can't decode"
 WAYS: dict[str, tuple[Callable[[bytes, Path], None], str]] = {
     "store: side channel": (from_store(call_rank_0), "rank 0 does not take this rank"),
@@ -134,7 +159,9 @@ WAYS: dict[str, tuple[Callable[[bytes, Path], None], str]] = {
     "store: places": (from_store(lambda s: meet(s, 0, 2, timeout_s=1.0, where="")), UTF8),
     "side channel": (from_side_channel, "not made with the key of this connection"),
     "object of a rank": (from_rank, "Weights only load failed"),
-    "checkpoint": (from_checkpoint, "Weights only load failed|Detected pickle protocol 4"),
+    "checkpoint": (from_checkpoint(checkpoint.VERSION), NO_CODE),
+    "checkpoint of version 2": (from_checkpoint(checkpoint.WHOLE_TENSORS), NO_CODE),
+    "checkpoint: tensors": (from_tensors, "a number of steps expected|they count as numbers"),
     "tokenizer": (from_file(data.BPETokenizer.load, ".json"), UTF8),
     "text": (from_file(documents, ".txt"), "is binary"),
     "jsonl": (from_file(documents, ".jsonl"), "UTF-8 expected"),

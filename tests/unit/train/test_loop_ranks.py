@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +15,7 @@ import anychip
 from anychip.comm import alone
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.train import config, data, loop, optim, parallel, zero
+from anychip.train import config, data, loop, optim, zero
 
 CONTEXT, WINDOWS = 16, 8
 ENDS = 64
@@ -33,13 +29,6 @@ NOT_ACROSS = "data.cross_document_targets=false"
 
 def build(*settings: str, comm: Communicator | None = None) -> loop.Run:
     return loop.build(config.load(None, [*TINY, *settings]), anychip.use("cpu"), comm)
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    inner = list(value.values()) if isinstance(value, dict) else value
-    if isinstance(inner, (list, tuple)):
-        return [tensor for part in inner for tensor in tensors_in(part)]
-    return [inner] if isinstance(inner, Tensor) else []
 
 
 def nothing(row: object) -> None:
@@ -131,49 +120,6 @@ def test_loss_and_gradient_are_those_of_the_mean_over_all_targets(
     # Sums of about a hundred terms, through some matrix products.
     assert row.loss == pytest.approx(loss.item(), rel=100 * eps)
     assert row.grad_norm == pytest.approx(norm, rel=100 * eps)
-
-
-@pytest.mark.parametrize(("world_size", "settings"), [
-    (3, ["optimizer.stage=1"]), (2, ["optimizer.stage=2"]), (2, ["parallel.pipeline=2"]),
-    (4, ["parallel.pipeline=2", "optimizer.stage=1"]),
-], ids=["zero1", "zero2", "stages", "stages-zero1"])  # fmt: skip
-def test_save_gathers_states_on_the_rank_that_writes_and_nowhere_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, settings: list[str]
-) -> None:
-    """Bytes on each rank of the states that it is given, beside those that it has anyway."""
-    most: Counter[int] = Counter()
-    this = threading.local()
-
-    def count(target: Any, own: Callable[[Any], Any]) -> None:
-        real = target.state_dict
-
-        @functools.wraps(real)
-        def state_dict(self: Any, **options: Any) -> Any:
-            state = real(self, **options)
-            have = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(own(self))}
-            given = {t.untyped_storage().data_ptr(): t.nbytes for t in tensors_in(state)}
-            nbytes = sum(n for place, n in given.items() if place not in have)
-            most[this.rank] = max(most[this.rank], nbytes)
-            return state
-
-        monkeypatch.setattr(target, "state_dict", state_dict)
-
-    def work(comm: Communicator) -> int:
-        this.rank = comm.rank
-        run = build(*settings, "run.steps=1", comm=comm)
-        loop.train(run, tmp_path, nothing)  # saves at its end
-        return sum(param.nbytes for param in run.model.parameters())
-
-    count(zero.Optimizer, lambda optimizer: list(optimizer.state.values()))
-    count(parallel.WholeOptimizer, lambda whole: list(whole.optimizer.state.values()))
-    count(parallel.WholeModel, lambda whole: [p.detach() for p in whole.parameters()])
-    sizes = run_ranks(world_size, work)
-    # AdamW has two states; with stages this rank has its own ones anyway.
-    assert most[0] >= (2 * sizes[0] if "parallel" not in settings[0] else sizes[1])
-    # Another stage of the first replica joins its own states to send them.
-    sends = 3 * sizes[1] if len(settings) == 2 else 0
-    assert most[1] <= sends
-    assert [most[rank] for rank in range(2, world_size)] == [0] * (world_size - 2)
 
 
 def test_step_without_a_target_is_an_error(tmp_path: Path) -> None:

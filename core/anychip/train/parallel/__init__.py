@@ -37,14 +37,14 @@ from anychip.train.parallel.split import (
     stage_costs,
 )
 from anychip.train.parallel.stage import Stage, make_stage, merge, num_layers
-from anychip.train.parallel.state import Names, WholeModel, WholeOptimizer, names_of
+from anychip.train.parallel.state import whole_state_dict
 from anychip.train.parallel.validation import validate
 
 __all__ = [
-    "LOOPS", "NAMES", "SCHEDULES", "VS", "Action", "Costs", "LayerCost", "Mesh", "Names",
-    "Pipeline", "Rates", "Schedule", "ScheduleError", "Span", "Stage", "Timeline", "WholeModel",
-    "WholeOptimizer", "add_communication", "check_virtual", "dualpipev", "estimate_costs",
-    "flops_per_byte", "gpipe", "interleaved", "looped_bfs", "make_schedule", "make_stage",
-    "measure_costs", "merge", "names_of", "num_layers", "one_f_one_b", "parse", "partition",
-    "read_rates", "simulate", "split_layers", "stage_costs", "validate", "zbv", "zero_bubble",
+    "LOOPS", "NAMES", "SCHEDULES", "VS", "Action", "Costs", "LayerCost", "Mesh", "Pipeline",
+    "Rates", "Schedule", "ScheduleError", "Span", "Stage", "Timeline", "add_communication",
+    "check_virtual", "dualpipev", "estimate_costs", "flops_per_byte", "gpipe", "interleaved",
+    "looped_bfs", "make_schedule", "make_stage", "measure_costs", "merge", "num_layers",
+    "one_f_one_b", "parse", "partition", "read_rates", "simulate", "split_layers", "stage_costs",
+    "validate", "whole_state_dict", "zbv", "zero_bubble",
 ]  # fmt: skip

@@ -144,8 +144,7 @@ class Optimizer(torch.optim.Optimizer):
             if cut == 3:
                 self.sharded.add_module(checks.module_of_stage_3(module))
         self._updates = Updates(comm, self.sharded, model_comm, set(duplicates))
-        self._is_synchronizing = True
-        self._is_in_backward = False
+        self._is_synchronizing, self._is_in_backward = True, False
         self._scheduled: list[Any] = []
         super().__init__(given, dict(rule.options))
         checks.check_duplicates(self._updates.duplicates, self.state)
@@ -382,17 +381,36 @@ class Optimizer(torch.optim.Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        saved = {"state": self._entries(to_rank), **self.settings()}
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            saved = hook(self, saved) or saved
+        return saved
+
+    def settings(self) -> dict[str, Any]:
+        """All of a state dict but the states of parameters; nothing is sent."""
         groups = state.numbered(self.param_groups)
         for group, rate in zip(groups, self._scheduled, strict=True):
             if self.rule.schedule is not None:
                 group[state.IS_SCHEDULED] = rate is not None
-        saved: dict[str, Any] = {"state": self._entries(to_rank), "param_groups": groups}
-        saved["num_steps"] = self.num_steps
+        found: dict[str, Any] = {"param_groups": groups, "num_steps": self.num_steps}
+        return found if self.scaler is None else {**found, "loss_scale": self.scaler.state_dict()}
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Raises ValueError when loss scaling needs a scale, and settings have none."""
+        if self.scaler is not None and "loss_scale" not in settings:
+            raise ValueError(
+                "optimizer state: a loss scale expected, got none; it was saved under another "
+                "precision than fp16"
+            )
+
+    def load_settings(self, settings: Mapping[str, Any]) -> None:
+        """Takes over settings that were checked; ``lr`` not where a schedule decides it."""
+        options = [state.options(other, self.rule) for other in settings["param_groups"]]
         if self.scaler is not None:
-            saved["loss_scale"] = self.scaler.state_dict()
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            saved = hook(self, saved) or saved
-        return saved
+            self.scaler.load_state_dict(settings["loss_scale"])
+        for group, given in zip(self.param_groups, options, strict=True):
+            group.update(given)
+        self.num_steps = int(settings["num_steps"])
 
     def _entries(self, to_rank: int | None) -> dict[int, dict[str, Tensor]]:
         """The states of the parameters by their numbers, whole."""
@@ -424,11 +442,7 @@ class Optimizer(torch.optim.Optimizer):
         entries = state.matched(
             state_dict, self.param_groups, self.state, blocks, partitioned=partitioned
         )
-        if self.scaler is not None and "loss_scale" not in state_dict:
-            raise ValueError(
-                "optimizer state: a loss scale expected, got none; it was saved under another "
-                "precision than fp16"
-            )
+        self.check_settings(state_dict)
         return state_dict, entries
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -447,17 +461,13 @@ class Optimizer(torch.optim.Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         state_dict, entries = self._matched(state_dict)
         blocks = self.rule.blocks
-        options = [state.options(other, self.rule) for other in state_dict["param_groups"]]
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state_dict["loss_scale"])
-        for group, given in zip(self.param_groups, options, strict=True):
+        for group in self.param_groups:
             steps: dict[float, Tensor] = {}
             for param in group["params"]:
                 span = self._updates.span(param)
                 state.load(entries[param], self.state[param], span, steps, blocks)
-            group.update(given)
+        self.load_settings(state_dict)
         self._load_masters(entries)
-        self.num_steps = int(state_dict["num_steps"])
         for done in self._optimizer_load_state_dict_post_hooks.values():
             done(self)
 

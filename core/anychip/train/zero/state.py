@@ -21,6 +21,8 @@ from anychip.train.zero.weights import state_shape
 Entry = Mapping[str, Tensor]
 """State of one parameter by name; ``step`` is its step count."""
 
+STEP = "step"
+
 
 def _is_step_tensor(value: Any) -> bool:
     is_one = schema.TENSOR.fits(value) and value.numel() == 1 and not value.is_complex()
@@ -33,10 +35,11 @@ def _is_step(value: Any) -> bool:
 
 
 _STEP = schema.Check("a number of steps", _is_step)
+STEP_TENSOR = schema.Check(_STEP.words, _is_step_tensor)
+"""What can be the step count of a parameter."""
+
 _GROUPS = [{"params": [int], str: schema.OPTION}]
-_FORM: schema.Form = {
-    "state": {int: {"step": schema.Check(_STEP.words, _is_step_tensor), str: schema.TENSOR}},
-    "param_groups": _GROUPS,
+_REST: dict[str, schema.Form] = {
     "num_steps": schema.COUNT,
     "loss_scale?": {
         "scale": schema.Check("a number above 0", lambda v: type(v) is float and 0 < v < math.inf),
@@ -44,6 +47,14 @@ _FORM: schema.Form = {
         "num_skipped": schema.COUNT,
     },
 }
+_FORM: schema.Form = {
+    "state": {int: {STEP: STEP_TENSOR, str: schema.TENSOR}},
+    "param_groups": _GROUPS,
+    **_REST,
+}
+SETTINGS: schema.Form = {"param_groups": [{"params": [str], str: schema.OPTION}], **_REST}
+"""Of a state without tensors, with the names of parameters in place of their numbers."""
+
 _FORM_OF_TORCH = {"state": {int: {"step?": _STEP, str: schema.OPTION}}, "param_groups": _GROUPS}
 
 IS_SCHEDULED = "is_scheduled"
@@ -140,10 +151,10 @@ def gather(
     found = {}
     for name, tensor in entry.items():
         whole = tensor
-        if name != "step":
+        if name != STEP:
             whole = place.weights.whole(place.index, tensor, blocks.get(name))
         if keeps:
-            found[name] = whole.to(HOST, copy=name == "step")
+            found[name] = whole.to(HOST, copy=name == STEP)
     return found
 
 
@@ -173,7 +184,7 @@ def matched(
         if partitioned:
             shape = tuple(param.shape)
             whole = {name: state_shape(shape, blocks.get(name)) for name in wanted}
-            wanted = {**whole, "step": wanted["step"]}
+            wanted = {**whole, STEP: wanted[STEP]}
         if MASTER in wanted and MASTER not in found[param]:
             del wanted[MASTER]  # saved with float32 weights: the weights that are here count
         _check_entry(number, found[param], wanted, entries[param])
@@ -212,13 +223,13 @@ def load(
         steps: step counts of the group so far. Parameters that had counted together go on so.
     """
     for name, tensor in saved.items():
-        if name == "step":
+        if name == STEP:
             continue
         if span is not None:
             start = span.offset // blocks.get(name, 1)
             tensor = tensor.reshape(-1)[start : start + mine[name].numel()]
         mine[name].copy_(tensor)
-    count = float(saved["step"])
+    count = float(saved[STEP])
     if count not in steps:
-        steps[count] = torch.full_like(mine["step"], count)
-    mine["step"] = steps[count]
+        steps[count] = torch.full_like(mine[STEP], count)
+    mine[STEP] = steps[count]

@@ -1,0 +1,157 @@
+"""How do tensors come from the files of a checkpoint? The boxes that a part needs, and no others.
+
+Files are opened once, before anything is looked at: another save may take their names away then,
+and what is read still is one checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from anychip.contract import HOST
+from anychip.train import files
+from anychip.train.checkpoint import boxes, folder, manifest
+from anychip.train.checkpoint.folder import refusal
+from anychip.train.checkpoint.manifest import File, Manifest, Stored
+from anychip.train.checkpoint.parts import Part
+
+_CHUNK = 1 << 20
+
+
+class Reader:
+    """The opened files of a checkpoint that some parts need.
+
+    Args:
+        found: what the folder's manifest says.
+        opened: each file by its name.
+    """
+
+    def __init__(self, path: Path, found: Manifest, opened: dict[str, IO[bytes]]) -> None:
+        self.path, self.manifest = path, found
+        self._opened = opened
+        self._verified: set[tuple[str, int]] = set()
+
+    def values(self, name: str) -> Any:
+        """What a file holds that is read as a whole, verified.
+
+        Raises:
+            CheckpointError: it is damaged, or torch does not read it without running code.
+        """
+        entry = self.manifest.files[name]
+        file = self._opened[entry.name]
+        _verify_file(self.path, entry, file)
+        try:
+            return torch.load(file, map_location=HOST, weights_only=True)
+        except Exception as error:  # what torch raises for a file that somebody made has no end
+            text = str(error).partition("\n")[0][:200]
+            raise refusal(self.path, f"{entry.name} cannot be read: {text}") from error
+
+    def verify(self, part: Part) -> None:
+        """Compares the hashes of the boxes that a part needs.
+
+        Raises:
+            CheckpointError: bytes are not those that were written.
+        """
+        for stored in needed(self.manifest, part):
+            if (stored.file, stored.offset) in self._verified:
+                continue
+            self._verified.add((stored.file, stored.offset))
+            if hashlib.sha256(self._bytes(stored)).hexdigest() != stored.sha256:
+                raise refusal(
+                    self.path,
+                    f"the content of {stored.file} is not what was written ({part.name}, of "
+                    f"{stored.nbytes} bytes from {stored.offset} on)",
+                )
+
+    def read(self, part: Part) -> Tensor:
+        """The elements of a part in the checkpoint, (numel,), on the host, of the saved dtype."""
+        saved, numel = self.manifest.tensors[part.name], part.values.numel()
+        found = torch.empty(numel, dtype=saved.dtype, device=HOST)
+        for stored in needed(self.manifest, part):
+            held = torch.frombuffer(self._bytes(stored), dtype=saved.dtype).view(stored.box.sizes)
+            for common in boxes.overlaps(stored.box, saved.shape, part.offset, numel):
+                run = found[common.start : common.start + math.prod(common.sizes)]
+                run.view(common.sizes)[common.in_run] = held[common.in_box]
+        return found
+
+    def _bytes(self, stored: Stored) -> bytearray:
+        content, file = bytearray(stored.nbytes), self._opened[stored.file]
+        file.seek(stored.offset)
+        got = file.readinto(content)  # type: ignore[attr-defined]
+        if got != stored.nbytes:
+            raise refusal(self.path, f"{stored.file} ends too early")
+        return content
+
+
+def needed(found: Manifest, part: Part) -> list[Stored]:
+    """The boxes in files that have elements of a part; none of a tensor that is not there."""
+    tensor, numel = found.tensors.get(part.name), part.values.numel()
+    if tensor is None:
+        return []
+    mine = boxes.of_run(tensor.shape, part.offset, numel)
+    return [
+        stored
+        for stored in tensor.stored
+        if any(boxes.intersection(stored.box, box).numel for box in mine)
+    ]
+
+
+def open_files(path: Path, parts: Sequence[Part], stack: ExitStack) -> Reader:
+    """Opens what the manifest names and parts need, of the checkpoint that is there.
+
+    Args:
+        parts: of the shapes that the manifest has, or not in it.
+
+    Raises:
+        CheckpointError: the manifest is damaged; a file is missing, or has another length.
+    """
+    found = manifest.read(path)
+    sizes = {file.name: file.nbytes for file in found.files.values()}
+    fitting = [part for part in parts if fits(found, part)]
+    for name in {stored.file for part in fitting for stored in needed(found, part)}:
+        sizes[name] = found.tensor_files[name].nbytes
+    opened = {}
+    for name, nbytes in sizes.items():
+        try:
+            file = files.open_to_read(path / name)
+        except FileNotFoundError:
+            if manifest.read(path) != found:
+                return open_files(path, parts, stack)  # there is a newer one by now
+            raise refusal(path, f"{name} is missing") from None
+        except OSError as error:
+            raise refusal(path, f"{name} cannot be read: {error.strerror}") from error
+        opened[name] = stack.enter_context(file)
+        got = os.fstat(file.fileno()).st_size
+        if got != nbytes:
+            raise refusal(path, f"{name} has {got} bytes, {nbytes} were written")
+    for name, about in found.tensor_files.items():
+        if name in opened:
+            header = File(name, about.header_nbytes, about.header_sha256)
+            _verify_file(path, header, opened[name])
+    return Reader(path, found, opened)
+
+
+def fits(found: Manifest, part: Part) -> bool:
+    """The checkpoint has a tensor of a part's name and shape."""
+    tensor = found.tensors.get(part.name)
+    return tensor is not None and tensor.shape == part.shape
+
+
+def _verify_file(path: Path, entry: File, file: IO[bytes]) -> None:
+    """Of what a file begins with, or all of it."""
+    digest, left = hashlib.sha256(), entry.nbytes
+    while chunk := file.read(min(_CHUNK, left)):
+        digest.update(chunk)
+        left -= len(chunk)
+    if digest.hexdigest() != entry.sha256:
+        raise folder.refusal(path, f"the content of {entry.name} is not what was written")
+    file.seek(0)

@@ -1,0 +1,209 @@
+"""Checkpoints of version 2, in whole tensors: still read, at any arrangement, and as carefully."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anychip.comm.threads import run_ranks
+from anychip.contract import Communicator
+from anychip.train import checkpoint, run
+from anychip.train.checkpoint import CheckpointError, randomness
+from tests.unit.train.checkpoint.test_arrangements import (
+    assert_same,
+    at,
+    held,
+    held_by,
+    joined,
+    loss_in_16_bits,
+    ragged_optimizer,
+)
+from tests.unit.train.test_checkpoint import Parts, deep, everything
+from tests.unit.train.zero_oracle import ragged, units_of
+
+
+def write(directory: Path, step: int, **states: Any) -> Path:
+    """As version 2 was written: three files of torch, and a manifest with their hashes."""
+    folder, entries = directory / "checkpoint", {}
+    folder.mkdir(parents=True)
+    random_state = [randomness.state(torch.device("cpu"))]
+    beside = {"step": step, "data": None, "random": random_state, "extra": {"note": "text"}}
+    states["progress"] = {**beside, **states.get("progress", {})}
+    for part in ("model", "optimizer", "progress"):
+        content = io.BytesIO()
+        torch.save(states[part], content)
+        entries[part] = put_file(folder, part, content.getvalue())
+    about = {"format": "anychip-checkpoint", "version": 2, "step": step, "anychip": "0.1.0"}
+    (folder / "manifest.json").write_text(json.dumps({**about, "files": entries}))
+    return folder
+
+
+def put_file(folder: Path, part: str, content: bytes) -> dict[str, Any]:
+    digest = hashlib.sha256(content).hexdigest()
+    name = f"{part}-{digest[:16]}.pt"
+    (folder / name).write_bytes(content)
+    return {"name": name, "nbytes": len(content), "sha256": digest}
+
+
+def crafted(folder: Path, part: str, content: bytes) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][part] = put_file(folder, part, content)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def written(parts: Parts, directory: Path) -> Path:
+    return write(
+        directory, 3, model=parts.model.state_dict(), optimizer=parts.optimizer.state_dict(),
+        progress={"data": parts.data.state_dict()},
+    )  # fmt: skip
+
+
+def test_run_goes_on_from_version_2_and_saves_version_3(tmp_path: Path) -> None:
+    straight = Parts()
+    straight.train(3)
+    folder = written(straight, tmp_path)
+    torch.manual_seed(99)
+    losses = straight.train(4)
+    second = Parts(seed=1)
+    state = second.resume(tmp_path)
+    assert (state.step, state.extra) == (3, {"note": "text"})
+    torch.manual_seed(99)
+    assert second.train(4) == losses
+    assert second.bits() == straight.bits()
+    second.save(tmp_path, step=7)
+    assert sorted(p.suffix for p in folder.iterdir()) == [".json", ".pt", ".safetensors"]
+    assert Parts(seed=2).resume(tmp_path).step == 7
+
+
+@pytest.mark.parametrize("after", ["2-stage0", "2-stage3", "2x1", "2x2-stage2"])
+def test_version_2_is_loaded_at_any_arrangement(tmp_path: Path, after: str) -> None:
+    def save(ours: run.Run) -> Any:
+        x, y = ours.loader.next_batch()
+        ours.optimizer.backward(ours.model(x, y))
+        ours.optimizer.step()
+        states = {"model": ours.model.state_dict(), "optimizer": ours.optimizer.state_dict()}
+        write(tmp_path, 1, **states, progress={"data": ours.loader.state_dict()})
+        return held_by(ours)
+
+    def load(ours: run.Run) -> Any:
+        run.restore(ours, tmp_path)
+        return held_by(ours)
+
+    want = joined(at("1", "run.steps=1", work=save))
+    assert_same(joined(at(after, "run.steps=1", work=load)), want)
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (2, 3)])
+def test_masters_of_version_2_are_those_that_were_saved(
+    tmp_path: Path, world_size: int, stage: int
+) -> None:
+    """They are not the weights, which have lost their last digits."""
+
+    def work(comm: Communicator) -> Any:
+        model = models[comm.rank]
+        opt = ragged_optimizer(model, comm, stage=stage, units=units_of(model))
+        if comm.world_size == 1 and not (tmp_path / "checkpoint").exists():
+            opt.backward(loss_in_16_bits(model, 0, 0, 0))
+            opt.step()
+            write(tmp_path, 1, model=model.state_dict(), optimizer=opt.state_dict())
+        else:
+            checkpoint.resume(tmp_path, model=model, optimizer=opt, comm=comm)
+        return held(model, opt)
+
+    models = [ragged().bfloat16()]
+    (want,) = run_ranks(1, work)
+    models = [ragged().bfloat16() for _ in range(world_size)]
+    assert_same(joined(run_ranks(world_size, work)), want)
+
+
+NAN, WRONG_STEP = math.nan, torch.tensor(-3.0)
+SPARSE = torch.eye(8, 4).to_sparse()
+CRAFTED = [
+    *[("progress", key, value) for key in ("step", "data.position") for value in (-7, 1 << 70)],
+    *[("progress", "step", value) for value in ("3", 3.0, True, None, NAN, [], 4)],
+    *[("progress", "data.position", value) for value in (NAN, "7", torch.ones(3), None)],
+    *[("progress", "data", value) for value in ([], 7, {}, {"position": 3})],
+    *[("progress", "data.text", value) for value in (7, torch.ones(2), {})],
+    *[("progress", "random", value) for value in (None, {}, [7], [{}], [[]])],
+    *[("progress", "random.0.host", value) for value in (None, torch.ones(9), torch.empty(0))],
+    ("progress", "random.0.host", torch.zeros(5056, dtype=torch.uint8)),
+    *[("progress", "random.0.python", value) for value in ((), (3, (1, 2), None), (4,), "state")],
+    *[("progress", "extra", value) for value in (None, [], {3: 4})],
+    *[(part, "", value) for part in checkpoint.PARTS for value in ([], None, 7, {}, "text")],
+    *[("model", "0.weight", value) for value in (7, None, SPARSE, torch.ones(8, 4).double())],
+    *[("optimizer", "num_steps", value) for value in (-1, NAN, "1", None, 1.0)],
+    *[("optimizer", "param_groups", value) for value in (None, {}, [], [7], [{}])],
+    *[("optimizer", "param_groups.0.params", value) for value in (None, [[0]], [0, 1, 2], ["0"])],
+    *[("optimizer", "param_groups.0.weight_decay", value) for value in (NAN, {}, [[[]]])],
+    *[("optimizer", "state", value) for value in (None, [], {"0": {}}, {0: []}, {})],
+    *[("optimizer", "state.0", value) for value in ([], {}, {"step": WRONG_STEP})],
+    *[("optimizer", "state.0.step", value) for value in (WRONG_STEP, NAN, torch.tensor(NAN), 3)],
+    *[("optimizer", "state.0.exp_avg", value) for value in (None, SPARSE, torch.ones(8, 4) > 0)],
+    *[("optimizer", "state.0.exp_avg", torch.empty(8, 4, device="meta"))],
+]
+
+
+def test_crafted_values_are_refused_in_a_sentence_and_nothing_is_changed(tmp_path: Path) -> None:
+    folder = written(Parts(), tmp_path)
+    other = Parts(seed=1)
+    before = everything(other)
+    manifest = (folder / "manifest.json").read_text()
+    saved = {
+        part: (folder / entry["name"]) for part, entry in json.loads(manifest)["files"].items()
+    }
+    for part, place, value in [*CRAFTED, ("progress", "extra", deep())]:
+        state = {"": torch.load(saved[part], weights_only=True)}
+        inner: Any = state
+        *way, last = (
+            ["", *place.split(".")] if part != "model" and place else ["", place][: 1 + bool(place)]
+        )
+        for key in way:
+            inner = inner[int(key) if key.isdecimal() else key]
+        inner[int(last) if last.isdecimal() else last] = value
+        content = io.BytesIO()
+        with contextlib.suppress(RecursionError):  # what is too deep for pickle stays cut off
+            torch.save(state[""], content)
+        crafted(folder, part, content.getvalue())
+        with pytest.raises(CheckpointError) as caught:
+            other.resume(tmp_path)
+        assert str(folder) in str(caught.value), (part, place, value)
+        assert everything(other) == before, (part, place)
+        (folder / "manifest.json").write_text(manifest)
+
+
+@pytest.mark.parametrize("part", [*checkpoint.PARTS, "manifest"])
+def test_flipped_bits_are_refused_in_a_sentence_or_harmless(tmp_path: Path, part: str) -> None:
+    """The hash fits: what is left to find them is the form of what was written."""
+    folder = written(Parts(), tmp_path)
+    chance = random.Random(0)
+    entries = json.loads((folder / "manifest.json").read_text())["files"]
+    path = folder / (entries[part]["name"] if part in entries else "manifest.json")
+    content, manifest = path.read_bytes(), (folder / "manifest.json").read_bytes()
+    refused = 0
+    for count in range(40):
+        damaged = bytearray(content)
+        # Half of them where the form stands: behind it come thousands of bytes that mean nothing.
+        end = min(len(damaged), 512) if count % 2 else len(damaged)
+        damaged[chance.randrange(end)] ^= 1 << chance.randrange(8)
+        (folder / "manifest.json").write_bytes(manifest)
+        if part in entries:
+            crafted(folder, part, damaged)
+        else:
+            path.write_bytes(damaged)
+        other = Parts(seed=1)
+        before = everything(other)
+        try:
+            other.resume(tmp_path)
+        except CheckpointError:
+            refused += 1
+            assert everything(other) == before
+    assert refused

@@ -267,7 +267,8 @@ def require_checkpoint(out: Path) -> int:
 
 def save(run: Run, out: Path) -> None:
     """Writes the checkpoint of where the run is. With several ranks a collective."""
-    checkpoint.save(out, step=run.step, **_saved(run))
+    keep = run.config.checkpoint.keep
+    checkpoint.save(out, step=run.step, keep=keep, **_saved(run))
 
 
 def _saved(run: Run) -> dict[str, Any]:

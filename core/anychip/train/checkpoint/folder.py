@@ -16,7 +16,7 @@ FILE = re.compile(
 )
 """Names of what a manifest may name, by content: no path, and nothing outside the folder."""
 
-_OURS = re.compile(rf"{FILE.pattern}|manifest\.json|\.lock|.*\.partial")
+_OURS = re.compile(rf"{FILE.pattern}|manifest(?:-\d{{1,19}})?\.json|\.lock|.*\.partial")
 
 
 class CheckpointError(AnychipError, ValueError):
@@ -56,6 +56,13 @@ def require_ours(folder: Path) -> None:
 def has_manifest(folder: Path) -> bool:
     """Whether there is a checkpoint, damaged or not."""
     return os.path.lexists(folder / MANIFEST)
+
+
+def older(folder: Path) -> dict[int, str]:
+    """The manifests of checkpoints before the last one that are kept: by step, the last first."""
+    found = [re.fullmatch(r"manifest-(\d{1,19})\.json", path.name) for path in folder.iterdir()]
+    steps = {int(match[1]): match[0] for match in found if match is not None}
+    return dict(sorted(steps.items(), reverse=True))
 
 
 def sweep(folder: Path, *, keep: Iterable[str]) -> None:

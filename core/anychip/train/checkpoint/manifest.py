@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,22 +174,29 @@ def _written(tensor: StoredTensor) -> dict[str, Any]:
     }
 
 
-def read(path: Path) -> Manifest:
-    """The manifest in a folder, in its form.
+def keep_as_older(path: Path) -> None:
+    """Gives the manifest that is there a second name, by its step; one that is damaged none."""
+    with suppress(folder.CheckpointError, FileNotFoundError):
+        content = (path / folder.MANIFEST).read_bytes()
+        files.write(path / f"manifest-{read(path).step}.json", content)
+
+
+def read(path: Path, name: str = folder.MANIFEST) -> Manifest:
+    """A manifest in a folder, in its form.
 
     Raises:
         CheckpointError: it is damaged, not ours, or of another version.
     """
     try:
-        with files.open_to_read(path / folder.MANIFEST) as file:
+        with files.open_to_read(path / name) as file:
             content = file.read()
         found = _in_form(json.loads(content.decode("utf-8")))
         return _parsed(found, hashlib.sha256(content).hexdigest())
     except (ValueError, RecursionError) as error:
-        problem = f"manifest.json is damaged, or is not ours: {error}"
+        problem = f"{name} is damaged, or is not ours: {error}"
         raise folder.refusal(path, problem) from error
     except OSError as error:
-        problem = f"manifest.json cannot be read: {error.strerror}"
+        problem = f"{name} cannot be read: {error.strerror}"
         raise folder.refusal(path, problem) from error
 
 

@@ -41,6 +41,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     names: Names | None = None,
     comm: Communicator | None = None,
+    keep: int = 1,
 ) -> Path:
     """Replaces the checkpoint in a directory and returns its folder.
 
@@ -58,6 +59,7 @@ def save(
         extra: tensors, numbers, texts, lists and dicts, given back by :func:`resume`.
         names: of the whole model, when ranks hold stages of it.
         comm: all ranks of the job; None: this is the only one.
+        keep: so many of the last checkpoints stay.
 
     Raises:
         OSError: it could not be written on some rank, for instance because the disk is full. The
@@ -73,13 +75,10 @@ def save(
         everyone = gather(comm, _small(held, model, optimizer), to_rank=0)
         written = tried(lambda: writing.write_tensors(path, pieces(held.all_parts())))
         listed = gather(comm, _listed(held, written), to_rank=0)
-        progress = {
-            "step": step,
-            "data": None if data is None else data.state_dict(),
-            "extra": dict(extra or {}),
-            **_joined(everyone, names),
-        }
-        tried((lambda: _publish(path, step, progress, listed)) if first else _nothing)
+        position = None if data is None else data.state_dict()
+        progress = {"step": step, "data": position, "extra": dict(extra or {})}
+        progress |= _joined(everyone, names)
+        tried((lambda: _publish(path, step, progress, listed, keep)) if first else _nothing)
     return path
 
 
@@ -111,12 +110,26 @@ def _take(path: Path, stack: ExitStack) -> None:
 def _clean(path: Path) -> None:
     # Why it failed has been said, and what is left over the next save removes.
     with suppress(OSError, folder.CheckpointError):
-        _sweep(path)
+        _sweep(path, list(folder.older(path).values()))
 
 
-def _sweep(path: Path) -> None:
-    named = [folder.MANIFEST, *manifest.read(path).names] if folder.has_manifest(path) else []
-    folder.sweep(path, keep=[*named, lock.NAME])
+def _sweep(path: Path, older: Sequence[str]) -> None:
+    """Leaves what the last manifest and some older ones name."""
+    named = [lock.NAME]
+    for name in [folder.MANIFEST, *older] if folder.has_manifest(path) else []:
+        named += [name, *manifest.read(path, name).names]
+    folder.sweep(path, keep=named)
+
+
+def _kept(path: Path, step: int, count: int) -> list[str]:
+    """The last manifests before a step that are whole; what is not before it, a run has left."""
+    found: list[str] = []
+    for before, name in folder.older(path).items():
+        if before < step and len(found) < count:
+            with suppress(folder.CheckpointError):
+                manifest.read(path, name)
+                found.append(name)
+    return found
 
 
 def _small(held: Held, model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
@@ -179,7 +192,11 @@ def _listed(held: Held, written: writing.Written) -> torch.Tensor:
 
 
 def _publish(
-    path: Path, step: int, progress: Mapping[str, Any], listed: Sequence[torch.Tensor]
+    path: Path,
+    step: int,
+    progress: Mapping[str, Any],
+    listed: Sequence[torch.Tensor],
+    keep: int,
 ) -> None:
     tensors: dict[str, StoredTensor] = {}
     stages: dict[str, int] = {}
@@ -199,5 +216,7 @@ def _publish(
     for name, first in aliases.items():
         tensors.setdefault(name, tensors[first])
     file: File = writing.write_values(path, "progress", progress)
+    if keep > 1:
+        manifest.keep_as_older(path)
     manifest.write(path, step, file, tensors, tensor_files)
-    _sweep(path)
+    _sweep(path, _kept(path, step, keep - 1))

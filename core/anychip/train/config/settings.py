@@ -305,12 +305,14 @@ class CheckpointConfig:
 
     Attributes:
         every: steps from one checkpoint to the next.
+        keep: so many of the last checkpoints stay.
     """
 
     every: int = 100
+    keep: int = 1
 
     def __post_init__(self) -> None:
-        _at_least(1, every=self.every)
+        _at_least(1, every=self.every, keep=self.keep)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,15 +55,15 @@ def command(
 
 
 def _head(plan: RunPlan) -> str:
-    config, (replicas, stages) = plan.config, plan.sizes.values()
+    config, (replicas, ranks_of_replica) = plan.config, plan.sizes.values()
     kind = type(config.model).__name__.removesuffix("Config")
     tokens = config.data.batch_size * config.data.accumulation * config.model.context * replicas
-    ranks = replicas * stages
+    ranks = replicas * ranks_of_replica
     return (
         f"{kind} with {plan.num_parameters:,} parameters in {plan.policy.name} "
         f"({plan.policy.why})\n"
         f"{config.run.steps} steps of {tokens:,} tokens on {ranks} rank{'s' * (ranks > 1)}: "
-        f"data {replicas} x pipeline {stages}, ZeRO stage {config.optimizer.stage}\n"
+        f"data {replicas} x pipeline {ranks_of_replica}, ZeRO stage {config.optimizer.stage}\n"
         f"Costs: {plan.flops_per_byte:.3g} operations in the time of a byte, {_source(plan)}"
     )
 
@@ -78,7 +78,7 @@ def _source(plan: RunPlan) -> str:
 def _table(plan: RunPlan) -> Table:
     """A row per stage: what one of its ranks has and sends."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("stage", "layers"):
+    for title in ("stage", "rank", "layers"):
         table.add_column(title)
     for title in ("cost", "parameters", "bytes: parameters", "gradients", "states"):
         table.add_column(title, justify="right")
@@ -87,6 +87,7 @@ def _table(plan: RunPlan) -> Table:
     for number, stage in enumerate(plan.stages):
         table.add_row(
             str(number),
+            str(stage.rank),
             f"{stage.layers.start} to {stage.layers.stop - 1}",
             f"{_share(plan, stage):.1%}",
             *(f"{value:,}" for value in (stage.num_parameters, *stage.memory)),
@@ -102,12 +103,16 @@ def _share(plan: RunPlan, stage: StagePlan) -> float:
 
 
 def _waiting(plan: RunPlan) -> str:
+    from anychip.train import parallel
+
     assert plan.timeline is not None
-    stages, count = len(plan.stages), plan.config.data.accumulation
+    assert plan.schedule is not None
+    alike = parallel.simulate(plan.schedule).bubble_ratio
+    count = plan.config.data.accumulation
     return (
         f"{plan.config.parallel.schedule}, {count} micro-batches: ranks wait "
         f"{float(plan.timeline.bubble_ratio):.1%} of the time; with stages that cost alike "
-        f"{(stages - 1) / (count + stages - 1):.1%}"
+        f"{float(alike):.1%}"
     )
 
 
@@ -127,6 +132,7 @@ def _to_json(plan: RunPlan) -> dict[str, Any]:
         "grid": timeline.grid().splitlines() if timeline else [],
         "stages": [
             {
+                "rank": stage.rank,
                 "layers": [stage.layers.start, stage.layers.stop - 1],
                 "cost": _share(plan, stage),
                 "parameters": stage.num_parameters,

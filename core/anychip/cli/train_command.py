@@ -300,14 +300,14 @@ def _plan(run: Run) -> str:
     begun = f", going on after step {run.step}" if run.step else ""
     kind = type(config.model).__name__.removesuffix("Config")
     lines = [
-        f"{kind} with {num_params:,} parameters{' in stage 0' * (stages > 1)} in "
+        f"{kind} with {num_params:,} parameters{' on rank 0' * (stages > 1)} in "
         f"{run.policy.name} ({run.policy.why})",
         f"{len(run.loader.tokens):,} {unit} of {text}",
         f"{config.run.steps} steps of {tokens:,} {unit}{begun}",
     ]
     if run.comm.world_size > 1:
         how = [f"{replicas} replicas, ZeRO stage {config.optimizer.stage}"] * (replicas > 1)
-        how += [f"{stages} stages by {config.parallel.schedule}"] * (stages > 1)
+        how += [f"{config.parallel.stages} stages by {config.parallel.schedule}"] * (stages > 1)
         lines.append(f"{run.comm.world_size} ranks: {'; '.join(how)}")
     return "\n".join(lines)
 

@@ -7,7 +7,7 @@ cut, how buckets are laid out, in which order stages work. Not looked at: the da
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -19,7 +19,7 @@ from anychip.contract import Backend
 from anychip.train import models, parallel, precision, zero
 from anychip.train.config import Config
 from anychip.train.optim import Rule
-from anychip.train.run import measured_rates, mesh_sizes, rule_of, stage_layers
+from anychip.train.run import make_schedule, measured_rates, mesh_sizes, rule_of, stage_layers
 from anychip.train.zero import checks
 from anychip.train.zero.layout import Layout, by_size, default_nbytes
 from anychip.train.zero.layout import plan as plan_layout
@@ -32,15 +32,18 @@ class StagePlan:
     """One stage of a replica: the ranks that hold it.
 
     Attributes:
+        rank: of the pipeline's, which may hold other stages too.
         layers: of the whole model.
         cost: of one micro-batch, in estimated operations.
         num_parameters: with the copies of tied ones.
-        memory: of the rank that has most of each; activations are not in it.
+        memory: of the rank that has most of each; activations are not in it. Where the rank has
+            other stages too, as if it had not.
         data_nbytes: that a rank sends to other replicas in a step: gradients and parameters.
         pipeline_nbytes: to other stages: outputs and gradients of all micro-batches, and those of
             tied parameters.
     """
 
+    rank: int
     layers: range
     cost: parallel.LayerCost
     num_parameters: int
@@ -61,7 +64,8 @@ class RunPlan:
         stages: in order; one without a pipeline.
         rates: that the costs come from; None: from the device's properties.
         flops_per_byte: what the device computes in the time of a byte, by those.
-        timeline: of one step with the estimated costs and free messages; None with one stage.
+        schedule: of one step; None with one stage.
+        timeline: of it with the estimated costs and free messages; None with one stage.
     """
 
     config: Config
@@ -71,6 +75,7 @@ class RunPlan:
     stages: tuple[StagePlan, ...]
     rates: parallel.Rates | None
     flops_per_byte: float
+    schedule: parallel.Schedule | None
     timeline: parallel.Timeline | None
 
 
@@ -97,9 +102,11 @@ def plan(config: Config, chip: Backend, nproc: int | None = None) -> RunPlan:
     ratio = parallel.flops_per_byte(chip, rates)
     costs, layers = stage_layers(config, whole, ratio)
     per_stage = parallel.stage_costs(costs, layers)
+    schedule = make_schedule(config) if len(layers) > 1 else None
+    owners = schedule.owners() if schedule else {0: 0}
     stages = tuple(
-        _stage(config, parallel.make_stage(whole, part), part, cost, sizes["data"], policy)
-        for part, cost in zip(layers, per_stage, strict=True)
+        _stage(config, whole, number, layers, per_stage[number], owners, sizes["data"], policy)
+        for number in range(len(layers))
     )
     return RunPlan(
         config=config,
@@ -109,36 +116,42 @@ def plan(config: Config, chip: Backend, nproc: int | None = None) -> RunPlan:
         stages=stages,
         rates=rates,
         flops_per_byte=ratio,
-        timeline=_timeline(config, per_stage) if len(stages) > 1 else None,
+        schedule=schedule,
+        timeline=_timeline(schedule, per_stage) if schedule else None,
     )
 
 
-def _timeline(config: Config, costs: Sequence[parallel.LayerCost]) -> parallel.Timeline:
-    schedule = parallel.SCHEDULES[config.parallel.schedule](len(costs), config.data.accumulation)
+def _timeline(
+    schedule: parallel.Schedule, costs: Sequence[parallel.LayerCost]
+) -> parallel.Timeline:
     forward, backward = [c.forward for c in costs], [c.backward for c in costs]
     return parallel.simulate(schedule, parallel.Costs(forward=forward, backward=backward))
 
 
 def _stage(
     config: Config,
-    module: nn.Module,
-    layers: range,
+    whole: models.Decoder,
+    number: int,
+    layers: Sequence[range],
     cost: parallel.LayerCost,
+    owners: Mapping[int, int],
     replicas: int,
     policy: precision.PrecisionPolicy,
 ) -> StagePlan:
+    module = parallel.make_stage(whole, layers[number])
     decay = config.optimizer.weight_decay
     groups = [group["params"] for group in models.parameter_groups(module, decay)]
     rule, zero_stage = rule_of(config), config.optimizer.stage
     buffers = _buffers(module, groups, zero_stage, replicas)
     ranks = [_memory(groups, buffers, rule, zero_stage, replicas, r) for r in range(replicas)]
     return StagePlan(
-        layers=layers,
+        rank=owners[number],
+        layers=layers[number],
         cost=cost,
         num_parameters=sum(param.numel() for group in groups for param in group),
         memory=zero.MemoryUse(*(max(column) for column in zip(*ranks, strict=True))),
         data_nbytes=_data_nbytes(config, buffers, replicas, policy.reduce_dtype),
-        pipeline_nbytes=_pipeline_nbytes(config, module, layers),
+        pipeline_nbytes=_pipeline_nbytes(config, module, number, owners),
     )
 
 
@@ -220,11 +233,18 @@ def _data_nbytes(
     return math.ceil(total)
 
 
-def _pipeline_nbytes(config: Config, module: nn.Module, layers: range) -> int:
-    """To the next stage outputs, to the one before gradients: vectors of float32."""
+def _pipeline_nbytes(
+    config: Config, module: nn.Module, number: int, owners: Mapping[int, int]
+) -> int:
+    """To the next stage outputs, to the one before gradients: vectors of float32.
+
+    Stages on one rank send each other nothing, and join what they have tied there.
+    """
     if not isinstance(module, parallel.Stage):
         return 0
-    neighbours = (layers.start > 0) + (layers.stop < module.num_layers)
+    here, last = owners[number], len(owners) - 1
+    neighbours = sum(owners.get(other, here) != here for other in (number - 1, number + 1))
     numel = config.data.batch_size * config.model.context * config.model.width
     messages = neighbours * config.data.accumulation * numel * torch.float32.itemsize
-    return messages + sum(param.nbytes for param in module.tied)
+    tied = module.tied if owners[0] != owners[last] else ()
+    return messages + sum(param.nbytes for param in tied)

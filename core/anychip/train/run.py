@@ -9,14 +9,14 @@ import random
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 import anychip
 from anychip import registry, runtime
 from anychip.comm import agree
-from anychip.contract import Backend, Communicator
+from anychip.contract import Backend, Communicator, UnsupportedError
 from anychip.train import checkpoint, data, models, optim, parallel, precision, zero
 from anychip.train.config import Config, ParallelConfig
 
@@ -30,7 +30,7 @@ class Run:
 
     Attributes:
         mesh: the ranks of the job, with the axes ``data`` and ``pipeline``.
-        model: the decoder, or this rank's stage of it.
+        model: the decoder, or this rank's stage or stages of it.
         pipeline: what runs the stages; None with one stage.
         names: of the whole model's parameters; None with one stage.
         step: updates done.
@@ -39,7 +39,7 @@ class Run:
 
     config: Config
     mesh: parallel.Mesh
-    model: models.Decoder | parallel.Stage
+    model: models.Decoder | parallel.Stage | parallel.Stages
     policy: precision.PrecisionPolicy
     loader: data.Loader
     optimizer: zero.Optimizer = field(init=False)
@@ -111,22 +111,50 @@ def loss_reduction(config: Config) -> models.LossReduction:
 
 
 def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
-    """This rank keeps its stage of the model."""
+    """This rank keeps its stages of the model.
+
+    Raises:
+        OSError, ValueError: the schedule cannot be read, or made for so many micro-batches.
+        UnsupportedError: weights that come and go, with more than one stage or a split backward.
+    """
     config, comm = run.config, run.mesh.axis("pipeline")
+    schedule = make_schedule(config)
     ratio = parallel.flops_per_byte(chip, measured_rates(config, chip))
     _, layers = stage_layers(config, whole, ratio)
     reduction = loss_reduction(config)
-    stage = parallel.make_stage(whole, layers[comm.rank], reduction=reduction)
-    assert isinstance(stage, parallel.Stage)
-    run.model = stage.to(chip.device())
+    owners = schedule.owners()
+    parts = [
+        parallel.make_stage(whole, part, reduction=reduction).to(chip.device())
+        for number, part in enumerate(layers)
+        if owners[number] == comm.rank
+    ]
+    stages = [part for part in parts if isinstance(part, parallel.Stage)]
+    run.model = stages[0] if len(stages) == 1 else parallel.Stages(stages)
     run.names = checkpoint.names_of(whole, models.parameter_groups(whole, 0.0))
     run.pipeline = parallel.Pipeline(
-        stage,
-        comm,
-        parallel.SCHEDULES[config.parallel.schedule](comm.world_size, config.data.accumulation),
-        tied=stage.tied,
-        autocast=run.policy.autocast,
+        stages, comm, schedule, tied=run.model.tied, autocast=run.policy.autocast
     )
+
+
+def make_schedule(config: Config) -> parallel.Schedule:
+    """Of the stages that the settings describe.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or made for so many micro-batches.
+        UnsupportedError: ZeRO stage 3, with more than one stage per rank or a split backward.
+    """
+    settings = config.parallel
+    virtual = settings.stages // settings.pipeline
+    schedule = parallel.make_schedule(
+        settings.schedule, settings.pipeline, config.data.accumulation, virtual=virtual
+    )
+    # Its weights are brought by the forward of one module, and go when its gradients are there.
+    if config.optimizer.stage == 3 and (virtual > 1 or schedule.has_split_backward):
+        raise UnsupportedError(
+            f"parallel.schedule = {settings.schedule} with optimizer.stage = 3: weights that come "
+            "and go are for one stage per rank and whole backwards; take 1f1b, or stage 2"
+        )
+    return schedule
 
 
 def measured_rates(config: Config, chip: Backend) -> parallel.Rates | None:
@@ -150,7 +178,7 @@ def stage_layers(
     shape = (config.data.batch_size, config.model.context)
     tokens = torch.zeros(shape, dtype=torch.int64, device=next(whole.parameters()).device)
     costs = parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=flops_per_byte)
-    return costs, parallel.split_layers(whole, config.parallel.pipeline, costs)
+    return costs, parallel.split_layers(whole, config.parallel.stages, costs)
 
 
 def mesh_sizes(settings: ParallelConfig, world_size: int) -> dict[str, int]:
@@ -280,19 +308,19 @@ def _saved(run: Run) -> dict[str, Any]:
 def whole_model(run: Run) -> models.Decoder:
     """The decoder, to be run on every rank. With stages a collective, and a copy."""
     if run.pipeline is None:
-        assert not isinstance(run.model, parallel.Stage)
+        assert isinstance(run.model, models.Decoder)
         return run.model
-    assert isinstance(run.model, parallel.Stage)
+    # Names, parameters and state dict are all that is asked of it: several stages have them too.
+    stage = cast("parallel.Stage", run.model)
     stages = run.mesh.axis("pipeline")
     model = models.build(run.config.model)
-    model.load_state_dict(parallel.whole_state_dict(run.model, stages, run.optimizer))
+    model.load_state_dict(parallel.whole_state_dict(stage, stages, run.optimizer))
     return model.to(run.loader.device)
 
 
 def _add_optimizer(run: Run) -> None:
     config, stages = run.config, run.mesh.axis("pipeline")
-    is_last = stages.rank == stages.world_size - 1
-    tied = run.pipeline.tied if run.pipeline is not None else ()
+    last = run.pipeline.stages.get(run.pipeline.num_stages - 1) if run.pipeline else None
     run.optimizer = zero.Optimizer(
         models.parameter_groups(run.model, config.optimizer.weight_decay),
         rule_of(config),
@@ -300,7 +328,7 @@ def _add_optimizer(run: Run) -> None:
         stage=config.optimizer.stage,
         precision=run.policy,
         model_comm=stages if stages.world_size > 1 else None,
-        duplicates=tied if is_last else (),
+        duplicates=last.tied if isinstance(last, parallel.Stage) else (),
         module=run.model,
     )
 

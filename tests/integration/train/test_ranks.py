@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from anychip.train import parallel
 from tests.integration.train.forked import Ended, Server
 from tests.integration.train.processes import rows
 
@@ -121,8 +122,8 @@ def test_loss_scaling_is_the_same_at_every_stage(ranks: Server, tmp_path: Path) 
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_two_stages_equal_one_rank(ranks: Server, tmp_path: Path, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", parallel.NAMES)
+def test_two_ranks_with_stages_equal_one_rank(ranks: Server, tmp_path: Path, schedule: str) -> None:
     args = (*LLAMA, "data.accumulation=4")
     wanted = trained(ranks, tmp_path, *args, out="one")
     stages = ("parallel.pipeline=2", f"parallel.schedule={schedule}")
@@ -144,9 +145,11 @@ def test_stages_with_tied_weights_equal_one_rank_within_roundings(
     """The first and the last stage add their gradients of the embedding in another tree."""
     args = ("data.accumulation=4",)
     wanted = trained(ranks, tmp_path, *args, out="one")
-    found = trained(ranks, tmp_path, *args, "parallel.pipeline=2", world_size=2, out="two")
-    assert found.losses == pytest.approx(wanted.losses, rel=1e-6)
-    assert found.norms == pytest.approx(wanted.norms, rel=1e-6)
+    for number, schedule in enumerate(("1f1b", "interleaved", "zbv")):
+        stages = ("parallel.pipeline=2", f"parallel.schedule={schedule}")
+        found = trained(ranks, tmp_path, *args, *stages, world_size=2, out=f"two{number}")
+        assert found.losses == pytest.approx(wanted.losses, rel=1e-6)
+        assert found.norms == pytest.approx(wanted.norms, rel=1e-6)
 
 
 @pytest.mark.grid
@@ -157,8 +160,17 @@ def test_stages_with_tied_weights_equal_one_rank_within_roundings(
         ((1, ("data.accumulation=2",)), (2, (*ZERO, "data.accumulation=1"))),
         ((2, STAGES), (2, ("parallel.pipeline=1", "data.accumulation=1", *ZERO))),
         ((2, ()), (2, STAGES)),
+        ((2, STAGES), (2, (*STAGES, "parallel.schedule=zbv"))),
+        ((2, (*STAGES, "parallel.schedule=interleaved")), (1, ("parallel.pipeline=1",))),
     ],
-    ids=["replicas_to_one", "one_to_replicas", "stages_to_replicas", "replicas_to_stages"],
+    ids=[
+        "replicas_to_one",
+        "one_to_replicas",
+        "stages_to_replicas",
+        "replicas_to_stages",
+        "stages_to_a_v",
+        "a_loop_to_one",
+    ],
 )
 def test_run_goes_on_with_other_ranks_as_if_nothing_had_happened(
     ranks: Server,

@@ -11,7 +11,7 @@ from anychip.train import optim
 from anychip.train.data import VOCAB_SIZE
 from anychip.train.models import GPTConfig, LlamaConfig
 from anychip.train.optim.elementwise import ADAMW_STATES
-from anychip.train.parallel import SCHEDULES
+from anychip.train.parallel import stages_per_rank
 
 MODELS: Mapping[str, type[GPTConfig] | type[LlamaConfig]] = {"gpt": GPTConfig, "llama": LlamaConfig}
 """Values of ``model.kind`` and the settings that each has."""
@@ -96,8 +96,10 @@ class ParallelConfig:
     Attributes:
         data: replicas of the model, each with its own part of every batch; 0: as many as there
             are ranks for.
-        pipeline: stages that the layers of one replica are cut into, one per rank.
-        schedule: of the stages: 1f1b, or gpipe.
+        pipeline: ranks that hold the layers of one replica together, in stages.
+        schedule: of the stages: 1f1b, gpipe, zb1p, interleaved, looped-bfs, interleaved-zb, zbv,
+            dualpipev, or a .csv file in torch's form.
+        virtual: stages per rank; 0: as few as the schedule has.
         rates: a file that ``anychip bench device --json`` wrote on this device: where layers are
             cut follows from what was measured, and not from what the backend says.
     """
@@ -105,15 +107,20 @@ class ParallelConfig:
     data: int = 0
     pipeline: int = 1
     schedule: str = "1f1b"
+    virtual: int = 0
     rates: str | None = None
 
     def __post_init__(self) -> None:
-        _at_least(0, data=self.data)
+        _at_least(0, data=self.data, virtual=self.virtual)
         _at_least(1, pipeline=self.pipeline)
-        if self.schedule not in SCHEDULES:
-            raise ValueError(
-                f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}"
-            )
+        stages_per_rank(self.schedule, self.virtual)
+
+    @property
+    def stages(self) -> int:
+        """That the layers of one replica are cut into."""
+        if self.pipeline == 1:
+            return 1
+        return self.pipeline * stages_per_rank(self.schedule, self.virtual)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,7 @@ from anychip.train.parallel.schedule import (
     looped_bfs,
     make_schedule,
     one_f_one_b,
+    stages_per_rank,
     zbv,
     zero_bubble,
 )
@@ -36,15 +37,15 @@ from anychip.train.parallel.split import (
     split_layers,
     stage_costs,
 )
-from anychip.train.parallel.stage import Stage, make_stage, merge, num_layers
+from anychip.train.parallel.stage import Stage, Stages, make_stage, merge, num_layers
 from anychip.train.parallel.state import whole_state_dict
 from anychip.train.parallel.validation import validate
 
 __all__ = [
     "LOOPS", "NAMES", "SCHEDULES", "VS", "Action", "Costs", "LayerCost", "Mesh", "Pipeline",
-    "Rates", "Schedule", "ScheduleError", "Span", "Stage", "Timeline", "add_communication",
-    "check_virtual", "dualpipev", "estimate_costs", "flops_per_byte", "gpipe", "interleaved",
-    "looped_bfs", "make_schedule", "make_stage", "measure_costs", "merge", "num_layers",
-    "one_f_one_b", "parse", "partition", "read_rates", "simulate", "split_layers", "stage_costs",
-    "validate", "whole_state_dict", "zbv", "zero_bubble",
+    "Rates", "Schedule", "ScheduleError", "Span", "Stage", "Stages", "Timeline",
+    "add_communication", "check_virtual", "dualpipev", "estimate_costs", "flops_per_byte",
+    "gpipe", "interleaved", "looped_bfs", "make_schedule", "make_stage", "measure_costs", "merge",
+    "num_layers", "one_f_one_b", "parse", "partition", "read_rates", "simulate", "split_layers",
+    "stage_costs", "stages_per_rank", "validate", "whole_state_dict", "zbv", "zero_bubble",
 ]  # fmt: skip

@@ -275,6 +275,20 @@ NAMES: tuple[str, ...] = (*SCHEDULES, *LOOPS, *VS)
 """Of all schedules."""
 
 
+def stages_per_rank(name: str, virtual: int = 0) -> int:
+    """How many stages each rank has.
+
+    Args:
+        virtual: so many; 0: as few as the schedule has, and 1 of a file.
+
+    Raises:
+        ValueError: the schedule has another number, or there is no such schedule.
+    """
+    virtual = virtual or (2 if name in LOOPS or name in VS else 1)
+    check_virtual(name, virtual)
+    return virtual
+
+
 def make_schedule(name: str, ranks: int, microbatches: int, *, virtual: int = 1) -> Schedule:
     """A schedule by its name, or from a CSV file.
 

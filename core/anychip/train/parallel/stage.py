@@ -115,6 +115,43 @@ class Stage(nn.Module):
         return whole.head(x, targets, reduction=self.reduction)
 
 
+class Stages(nn.Module):
+    """Several stages of one rank as one module, under the names of the whole model.
+
+    Its forward is not called: a pipeline runs ``parts``, whose modules and parameters these are.
+
+    Args:
+        parts: in ascending order.
+    """
+
+    def __init__(self, parts: Sequence[Stage]) -> None:
+        super().__init__()
+        # Not registered: the modules are this one's own, under the model's names.
+        object.__setattr__(self, "parts", tuple(parts))
+        self._modules = _joined(list(parts))._modules
+
+    parts: tuple[Stage, ...]
+
+    @property
+    def tied(self) -> tuple[nn.Parameter, ...]:
+        """Those of the first stage, where it is here, then those of the last one."""
+        return tuple(param for part in self.parts for param in part.tied)
+
+
+def _joined(modules: Sequence[nn.Module]) -> nn.Module:
+    """One module with the submodules of several that are parts of one."""
+    first, *others = modules
+    if all(other is first for other in others):
+        return first
+    whole = copy.copy(first)
+    names = dict.fromkeys(name for module in modules for name in module._modules)
+    whole._modules = {}
+    for name in names:
+        found = [child for m in modules if (child := m._modules.get(name)) is not None]
+        whole._modules[name] = _joined(found) if found else None
+    return whole
+
+
 class SequentialStage(nn.Module):
     """Consecutive members of an ``nn.Sequential``, with their names; nothing is tied."""
 

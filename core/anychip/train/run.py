@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -310,11 +310,10 @@ def whole_model(run: Run) -> models.Decoder:
     if run.pipeline is None:
         assert isinstance(run.model, models.Decoder)
         return run.model
-    # Names, parameters and state dict are all that is asked of it: several stages have them too.
-    stage = cast("parallel.Stage", run.model)
-    stages = run.mesh.axis("pipeline")
+    assert isinstance(run.model, (parallel.Stage, parallel.Stages))
+    comm = run.mesh.axis("pipeline")
     model = models.build(run.config.model)
-    model.load_state_dict(parallel.whole_state_dict(stage, stages, run.optimizer))
+    model.load_state_dict(parallel.whole_state_dict(run.model, comm, run.optimizer))
     return model.to(run.loader.device)
 
 

@@ -88,7 +88,8 @@ def test_run_that_finds_the_disk_full_says_so_and_keeps_its_checkpoint(
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=200)
     saved = json.loads((tmp_path / "out/checkpoint/manifest.json").read_text())
-    limit = saved["files"]["model"]["nbytes"] - 1
+    (file,) = saved["files"].values()
+    limit = file["nbytes"] - 1
     done = subprocess.run(
         command("--resume", "--out", "out"), cwd=tmp_path, env=variables(), capture_output=True,
         text=True, timeout=200,

@@ -6,11 +6,13 @@ from typing import Any
 
 from anychip.comm import gather_objects
 from anychip.contract import Communicator
-from anychip.train.parallel.stage import Stage, merge
+from anychip.train.parallel.stage import Stage, Stages, merge
 from anychip.train.zero import Optimizer
 
 
-def whole_state_dict(stage: Stage, comm: Communicator, optimizer: Optimizer) -> dict[str, Any]:
+def whole_state_dict(
+    stage: Stage | Stages, comm: Communicator, optimizer: Optimizer
+) -> dict[str, Any]:
     """The whole model's, on the host of every rank; a collective call.
 
     Args:

@@ -117,7 +117,7 @@ class ReduceQueue:
         number, index = self.places[param]
         buffer = self.buffers[number]
         if not self._is_open:
-            if param.grad is buffer.shown.get(index):
+            if param.grad is not None and param.grad is buffer.shown.get(index):
                 raise RuntimeError(
                     f"a backward has added to a reduced gradient, of shape {tuple(param.shape)}; "
                     "call zero_grad() first, or the optimizer's backward(loss), which adds rightly"

@@ -104,14 +104,18 @@ def has_16_bits(given: Iterable[Any]) -> bool:
     return any((p[1] if isinstance(p, tuple) else p).dtype in _16_BITS for p in found)
 
 
-def check_parameter(param: Tensor, *, may_have_master: bool) -> None:
-    """float32, or of 16 bits where it can have a master; and not frozen."""
+def check_parameter(param: Tensor, device: str, *, may_have_master: bool) -> None:
+    """float32, or of 16 bits where it can have a master; with values, and not frozen.
+
+    Args:
+        device: torch's device type of what ranks send: of no values, where shapes alone are asked.
+    """
     if not param.requires_grad:
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} does not require gradients; leave frozen "
             "parameters out of the groups"
         )
-    if param.is_meta:
+    if param.is_meta and device != "meta":
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} is on the meta device, without values; "
             "stage 3 on several ranks makes them, elsewhere: model.to_empty(device=...), and init"

@@ -162,7 +162,7 @@ class Optimizer(torch.optim.Optimizer):
         checks.check_options(set(param_group), self.rule.options)
         for param in param_group["params"]:
             each = param[1] if isinstance(param, tuple) else param
-            checks.check_parameter(each, may_have_master=self.sharded is not None)
+            checks.check_parameter(each, self.comm.device, may_have_master=self.sharded is not None)
         self._scheduled.append(None if "lr" in param_group else self.defaults["lr"])
         _add_param_group(self, param_group)
         params = self.param_groups[-1]["params"]

@@ -131,7 +131,7 @@ class Fate(NamedTuple):
 def read_result(out: Path) -> Result:
     """Names of a checkpoint's files of tensors are hashes of their content."""
     folder = out / "checkpoint"
-    files = [p.name for part in ("model", "optimizer") for p in folder.glob(f"{part}-*.pt")]
+    files = [path.name for path in folder.glob("tensors-*.safetensors")]
     return Result(rows(out), sorted(files), (out / "sample.txt").read_text())
 
 
@@ -145,7 +145,7 @@ def run_to_end(args: list[str], layout: Layout, cwd: Path) -> str:
 
 
 def saved_step(out: Path) -> int:
-    """Of the checkpoint, all of whose files are checked; 0 when there is none yet.
+    """Of the checkpoint, all of whose bytes are checked; 0 when there is none yet.
 
     Raises:
         ValueError: a file is not what was written.
@@ -154,10 +154,14 @@ def saved_step(out: Path) -> int:
     if not manifest.exists():
         return 0
     described = json.loads(manifest.read_text())
-    for entry in described["files"].values():
-        content = (manifest.parent / entry["name"]).read_bytes()
+    names = [*described["files"], described["progress"]["name"]]
+    contents = {name: (manifest.parent / name).read_bytes() for name in names}
+    whole = {"file": described["progress"]["name"], "offset": 0, **described["progress"]}
+    boxes = [box for tensor in described["tensors"].values() for box in tensor["boxes"]]
+    for entry in [whole, *boxes]:
+        content = contents[entry["file"]][entry["offset"] :][: entry["nbytes"]]
         if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-            raise ValueError(f"{entry['name']} is not what was written")
+            raise ValueError(f"{entry['file']} is not what was written")
     return int(described["step"])
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 import torch
-from torch import Tensor
 
 from anychip.train import parallel
 from tests.integration.train.forked import Ended, Server
 from tests.integration.train.processes import rows
+from tests.unit.train.stored_tensors import stored
 
 STEPS = 6
 # Without dropout, which is another one on every rank.
@@ -32,24 +31,14 @@ OUTPUTS = {
 
 
 class Trained:
-    """What a run has left: rows, tensors by part and name, and the sample."""
+    """What a run has left: rows, tensors by name, and the sample."""
 
     def __init__(self, out: Path) -> None:
         self.rows = rows(out)
         self.norms = [row["grad_norm"] for row in self.rows]
         self.losses = [row["loss"] for row in self.rows]
         self.sample = (out / "sample.txt").read_text()
-        self.tensors: dict[str, Tensor] = {}
-        for part in ("model", "optimizer"):
-            (path,) = (out / "checkpoint").glob(f"{part}-*.pt")
-            self._add(part, torch.load(path, weights_only=True))
-
-    def _add(self, name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                self._add(f"{name}/{key}", inner)
-        elif isinstance(value, Tensor):
-            self.tensors[name] = value
+        self.tensors = stored(out / "checkpoint")
 
     def assert_same(self, other: Trained, *, losses: bool = True) -> None:
         """Bit for bit; ``losses``: they are summed in the same tree, too."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.integration.plugins.environments import Environment
 from tests.integration.train.forked import Server
+from tests.unit.train.stored_tensors import stored
 
 pytestmark = pytest.mark.grid
 
@@ -49,9 +50,8 @@ def _train(server: Server, backend: str, cwd: Path, *, steps: int, out: str) -> 
 
 
 def _model(out: Path) -> dict[str, Tensor]:
-    (path,) = (out / "checkpoint").glob("model-*.pt")
-    tensors: dict[str, Tensor] = torch.load(path, weights_only=True)
-    return tensors
+    tensors = stored(out / "checkpoint")
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
 
 @pytest.fixture(scope="module")

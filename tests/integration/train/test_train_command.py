@@ -219,12 +219,12 @@ def test_second_writer_is_told_who_writes_and_changes_nothing(
 
 def test_resume_of_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     assert train(*TINY, "--steps", "2", "--out", "out", cwd=tmp_path).returncode == 0
-    (model,) = (tmp_path / "out/checkpoint").glob("model-*.pt")
-    model.write_bytes(model.read_bytes()[:-1])
+    (file,) = (tmp_path / "out/checkpoint").glob("tensors-*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     done = train("--resume", "--out", "out", "--steps", "3", cwd=tmp_path)
     assert done.returncode == 2
-    assert f"{model.name} has" in done.stderr
+    assert f"{file.name} has" in done.stderr
     assert "Traceback" not in done.stderr
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 

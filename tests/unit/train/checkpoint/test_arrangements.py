@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +25,7 @@ from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
 from anychip.train import checkpoint, config, files, loop, optim, run, zero
 from anychip.train.checkpoint import CheckpointError, writing
+from tests.unit.train.stored_tensors import stored
 from tests.unit.train.zero_oracle import ragged, ragged_loss, units_of
 
 ARRANGEMENTS: dict[str, tuple[int, list[str]]] = {
@@ -51,25 +51,6 @@ def pairs() -> list[Any]:
         for a in ARRANGEMENTS
         for b in ARRANGEMENTS
     ]
-
-
-def stored(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, whole, by the safetensors library and the manifest's boxes."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    by_file = {name: safetensors.torch.load_file(folder / name) for name in manifest["files"]}
-    names = [name for loaded in by_file.values() for name in loaded]
-    assert len(names) == len(set(names))  # no box is in two files
-    found = {}
-    for name, tensor in manifest["tensors"].items():
-        whole = torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
-        for box in tensor["boxes"]:
-            content = (folder / box["file"]).read_bytes()[box["offset"] :][: box["nbytes"]]
-            data = torch.frombuffer(bytearray(content), dtype=whole.dtype).view(box["sizes"])
-            place = zip(box["offsets"], box["sizes"], strict=True)
-            whole[tuple(slice(o, o + n) for o, n in place)] = data
-            assert any(torch.equal(data, other) for other in by_file[box["file"]].values())
-        found[name] = whole
-    return found
 
 
 def held(model: nn.Module, opt: zero.Optimizer, of: Any = None) -> dict[str, Tensor]:

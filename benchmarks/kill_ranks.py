@@ -225,10 +225,12 @@ def documented(kind: str, rank: int, other: int) -> tuple[int, str]:
             r"^anychip: interrupted after step \d+ of \d+; to go on: .*\n$" if other == 0 else "^$"
         )
         return 128 + signal.Signals[kind], said
-    if kind in ("full disk", "read-only") and other == 0:
-        return 1, r"^anychip: .* was not written.*\n$"
     lost = "has not been heard of" if kind == "SIGSTOP" else "(is lost|ended)"
-    return 1, rf"anychip: .*rank {rank} {lost}"
+    ended = rf"anychip: .*rank {rank} {lost}"
+    if kind in ("full disk", "read-only"):
+        said = r"^anychip: .* was not written.*\n$"
+        return 1, said if other == 0 else f"{said}|{ended}"  # of a checkpoint all say it
+    return 1, ended
 
 
 def judge_ending(kind: str, struck: Struck) -> Fate:

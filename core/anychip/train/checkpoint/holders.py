@@ -170,6 +170,8 @@ class HeldWithStates(Held):
 
     def _add_states(self, param: Tensor, name: str) -> None:
         is_elsewhere = name not in self._own and self.names is not None
+        # A rank with the first and the last stage has both copies of what is tied; one is written.
+        is_elsewhere |= name in self.steps
         blocks, place = self.optimizer.rule.blocks, self.places.get(param)
         spans = None if place is None else place.weights.spans
         for state, values in self.optimizer.state[param].items():
@@ -183,7 +185,7 @@ class HeldWithStates(Held):
                 offset=offset, share=None if is_elsewhere else share,
             )  # fmt: skip
             if state == STEP:
-                self.steps[name] = part
+                self.steps.setdefault(name, part)
             else:
                 self.parts.append(part)
 

@@ -141,13 +141,7 @@ def _one_f_one_b(sizes: Sizes, place: Place) -> Trainee:
     optimizer = zero.Optimizer(stage, _rule(), alone(), model_comm=comm)
 
     def step() -> Tensor | None:
-        loss = pipeline.run(
-            tokens,
-            targets,
-            backward=optimizer.backward,
-            no_sync=optimizer.no_sync,
-            share_loss=False,
-        )
+        loss = pipeline.run(tokens, targets, optimizer=optimizer, share_loss=False)
         optimizer.step()
         optimizer.zero_grad()
         return loss

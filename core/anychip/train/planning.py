@@ -102,11 +102,11 @@ def plan(config: Config, chip: Backend, nproc: int | None = None) -> RunPlan:
     ratio = parallel.flops_per_byte(chip, rates)
     costs, layers = stage_layers(config, whole, ratio)
     per_stage = parallel.stage_costs(costs, layers)
+    one = parallel.one_f_one_b(1, config.data.accumulation)
     schedule = make_schedule(config) if len(layers) > 1 else None
-    owners = schedule.owners() if schedule else {0: 0}
     stages = tuple(
-        _stage(config, whole, number, layers, per_stage[number], owners, sizes["data"], policy)
-        for number in range(len(layers))
+        _stage(config, whole, number, layers, cost, schedule or one, sizes["data"], policy)
+        for number, cost in enumerate(per_stage)
     )
     return RunPlan(
         config=config,
@@ -134,7 +134,7 @@ def _stage(
     number: int,
     layers: Sequence[range],
     cost: parallel.LayerCost,
-    owners: Mapping[int, int],
+    schedule: parallel.Schedule,
     replicas: int,
     policy: precision.PrecisionPolicy,
 ) -> StagePlan:
@@ -142,7 +142,8 @@ def _stage(
     decay = config.optimizer.weight_decay
     groups = [group["params"] for group in models.parameter_groups(module, decay)]
     rule, zero_stage = rule_of(config), config.optimizer.stage
-    buffers = _buffers(module, groups, zero_stage, replicas)
+    buffers = _buffers(module, groups, zero_stage, replicas, _gathers(schedule, number))
+    owners = schedule.owners()
     ranks = [_memory(groups, buffers, rule, zero_stage, replicas, r) for r in range(replicas)]
     return StagePlan(
         rank=owners[number],
@@ -157,15 +158,29 @@ def _stage(
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """What is sent together: parameters and their layout; how often it is gathered per batch."""
+    """What is sent together: parameters and their layout; how often it is gathered in a step."""
 
     params: Sequence[Tensor]
     layout: Layout
     num_gathers: int = 0
 
 
+def _gathers(schedule: parallel.Schedule, number: int) -> tuple[int, int]:
+    """In a step, of a stage's blocks; and of its root and last block, which wait for a backward."""
+    row = schedule.unpaired().rows[schedule.owners()[number]]
+    kinds = [action.kind for action in row if action.stage == number]
+    if "UNSHARD" in kinds:
+        return kinds.count("UNSHARD"), kinds.count("UNSHARD")
+    uses = [kind for kind in kinds if kind in parallel.HANDS_ON]
+    return len(uses), sum(before != "F" for before in (None, *uses[:-1]))
+
+
 def _buffers(
-    module: nn.Module, groups: Sequence[Sequence[Tensor]], stage: int, replicas: int
+    module: nn.Module,
+    groups: Sequence[Sequence[Tensor]],
+    stage: int,
+    replicas: int,
+    gathers: tuple[int, int],
 ) -> list[_Buffer]:
     """As :class:`.zero.Optimizer` will make them."""
     if replicas == 1:
@@ -174,8 +189,7 @@ def _buffers(
     if STAGES[stage].weights:
         units = divide(module, "blocks")
         owned = [list(params.values())[::-1] for params in own_parameters(module, units)]
-        # Before forward and before backward; the last block and the root stay in between.
-        again = [2] * (len(units) - 2) + [1] * min(2, len(units))
+        again = [gathers[0]] * (len(units) - 2) + [gathers[1]] * min(2, len(units))
         return [
             _Buffer(params, plan_layout([p.numel() for p in params], parts), num)
             for params, num in zip(owned, again, strict=True)
@@ -227,7 +241,7 @@ def _data_nbytes(
         if not partition.states:
             total += wire_nbytes("all_reduce", gradients, replicas)
             continue
-        gathers = buffer.num_gathers * config.data.accumulation if partition.weights else 1
+        gathers = buffer.num_gathers if partition.weights else 1
         total += wire_nbytes("reduce_scatter", gradients, replicas)
         total += gathers * wire_nbytes("all_gather", weights, replicas)
     return math.ceil(total)

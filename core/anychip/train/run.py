@@ -16,7 +16,7 @@ import torch
 import anychip
 from anychip import registry, runtime
 from anychip.comm import agree
-from anychip.contract import Backend, Communicator, UnsupportedError
+from anychip.contract import Backend, Communicator
 from anychip.train import checkpoint, data, models, optim, parallel, precision, zero
 from anychip.train.config import Config, ParallelConfig
 
@@ -115,7 +115,6 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
 
     Raises:
         OSError, ValueError: the schedule cannot be read, or made for so many micro-batches.
-        UnsupportedError: weights that come and go, with more than one stage or a split backward.
     """
     config, comm = run.config, run.mesh.axis("pipeline")
     schedule = make_schedule(config)
@@ -141,20 +140,19 @@ def make_schedule(config: Config) -> parallel.Schedule:
 
     Raises:
         OSError, ValueError: it cannot be read, or made for so many micro-batches.
-        UnsupportedError: ZeRO stage 3, with more than one stage per rank or a split backward.
     """
     settings = config.parallel
     virtual = settings.stages // settings.pipeline
     schedule = parallel.make_schedule(
         settings.schedule, settings.pipeline, config.data.accumulation, virtual=virtual
     )
-    # Its weights are brought by the forward of one module, and go when its gradients are there.
-    if config.optimizer.stage == 3 and (virtual > 1 or schedule.has_split_backward):
-        raise UnsupportedError(
-            f"parallel.schedule = {settings.schedule} with optimizer.stage = 3: weights that come "
-            "and go are for one stage per rank and whole backwards; take 1f1b, or stage 2"
+    if settings.whole_stages and config.optimizer.stage != 3:
+        raise ValueError(
+            f"parallel.whole_stages = {settings.whole_stages} is for optimizer.stage = 3, in which "
+            f"weights come and go; got optimizer.stage = {config.optimizer.stage}"
         )
-    return schedule
+    whole = settings.whole_stages
+    return parallel.add_weights(schedule, whole=whole) if whole else schedule
 
 
 def measured_rates(config: Config, chip: Backend) -> parallel.Rates | None:
@@ -319,7 +317,8 @@ def whole_model(run: Run) -> models.Decoder:
 
 def _add_optimizer(run: Run) -> None:
     config, stages = run.config, run.mesh.axis("pipeline")
-    last = run.pipeline.stages.get(run.pipeline.num_stages - 1) if run.pipeline else None
+    parts = run.pipeline.stages if run.pipeline else {}
+    last = parts.get(run.pipeline.num_stages - 1) if run.pipeline else None
     run.optimizer = zero.Optimizer(
         models.parameter_groups(run.model, config.optimizer.weight_decay),
         rule_of(config),
@@ -329,6 +328,7 @@ def _add_optimizer(run: Run) -> None:
         model_comm=stages if stages.world_size > 1 else None,
         duplicates=last.tied if isinstance(last, parallel.Stage) else (),
         module=run.model,
+        roots=tuple(parts.values()),
     )
 
 

@@ -100,6 +100,9 @@ class ParallelConfig:
         schedule: of the stages: 1f1b, gpipe, zb1p, interleaved, looped-bfs, interleaved-zb, zbv,
             dualpipev, or a .csv file in torch's form.
         virtual: stages per rank; 0: as few as the schedule has.
+        whole_stages: with optimizer.stage = 3, so many of a rank's stages have whole weights at
+            once, the ones that it uses next, and are gathered when they become one of these; 0:
+            block by block, for each micro-batch.
         rates: a file that ``anychip bench device --json`` wrote on this device: where layers are
             cut follows from what was measured, and not from what the backend says.
     """
@@ -108,12 +111,18 @@ class ParallelConfig:
     pipeline: int = 1
     schedule: str = "1f1b"
     virtual: int = 0
+    whole_stages: int = 0
     rates: str | None = None
 
     def __post_init__(self) -> None:
-        _at_least(0, data=self.data, virtual=self.virtual)
+        _at_least(0, data=self.data, virtual=self.virtual, whole_stages=self.whole_stages)
         _at_least(1, pipeline=self.pipeline)
         stages_per_rank(self.schedule, self.virtual)
+        if self.whole_stages and self.pipeline == 1:
+            raise ValueError(
+                f"whole_stages is for stages of a pipeline; got whole_stages = {self.whole_stages} "
+                "and pipeline = 1"
+            )
 
     @property
     def stages(self) -> int:

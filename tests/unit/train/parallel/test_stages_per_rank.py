@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,10 +18,13 @@ from anychip.contract import Communicator, UnsupportedError
 from anychip.train import optim, zero
 from anychip.train.models import GPTConfig, LlamaConfig, build
 from anychip.train.parallel import (
+    Local,
     Mesh,
     Pipeline,
     Schedule,
+    Stages,
     add_communication,
+    add_weights,
     make_schedule,
     make_stage,
     num_layers,
@@ -196,14 +199,15 @@ def test_weights_of_our_operators_wait_for_W_and_the_others_do_not() -> None:
     model = whole(LLAMA)
     calls: list[tuple[int, float]] = []
 
-    def backward(output: Any, gradient: Any = None) -> None:
-        outputs = output if isinstance(output, list) else [output]
-        calls.append((len(outputs), 0.0 if gradient is None else float(len(gradient))))
-        torch.autograd.backward(output, gradient)
+    class Recorder(Local):
+        def backward(self, output: Any, gradient: Any = None) -> None:
+            outputs = output if isinstance(output, list) else [output]
+            calls.append((len(outputs), 0.0 if gradient is None else float(len(gradient))))
+            torch.autograd.backward(output, gradient)
 
     def work(comm: Communicator) -> None:
         stage = make_stage(model, range(num_layers(model)))
-        Pipeline(stage, comm, parse(ALONE)).run(*batch(4), backward=backward)
+        Pipeline(stage, comm, parse(ALONE)).run(*batch(4), optimizer=Recorder())
 
     run_ranks(1, work)
     blocks, norms, linears = 6, 2, 7
@@ -231,12 +235,13 @@ def test_split_backward_under_autocast_has_the_bits_of_a_whole_one() -> None:
 
 
 def test_loss_is_scaled_once_by_the_callers_backward_when_the_backward_is_split() -> None:
-    def backward(output: Any, gradient: Any = None) -> None:
-        torch.autograd.backward(output * 8 if gradient is None else output, gradient)
+    class Scaling(Local):
+        def backward(self, output: Any, gradient: Any = None) -> None:
+            torch.autograd.backward(output * 8 if gradient is None else output, gradient)
 
     def work(comm: Communicator) -> list[Tensor]:
         grads: list[Any] = []
-        for call in ({}, {"backward": backward}):
+        for optimizer in (None, Scaling()):
             generator = torch.Generator().manual_seed(comm.rank)
             stage = nn.Linear(3, 3)
             with torch.no_grad():
@@ -248,7 +253,7 @@ def test_loss_is_scaled_once_by_the_callers_backward_when_the_backward_is_split(
                 make_schedule("zb1p", 2, 3),
                 loss_fn=lambda y, t: (y - t).square().sum(),
             )
-            pipeline.run(torch.ones(3, 3), torch.zeros(3, 3), **call)  # type: ignore[arg-type]
+            pipeline.run(torch.ones(3, 3), torch.zeros(3, 3), optimizer=optimizer)
             grads.append(stage.weight.grad)
         return grads
 
@@ -335,72 +340,103 @@ def test_measured_timeline_of_rows_of_unequal_length_has_every_computation() -> 
         assert times[-1] > 0
 
 
-@pytest.mark.parametrize("name", ["interleaved", "interleaved-zb", "zbv"])
-@pytest.mark.parametrize("stage_of_zero", [0, 2])
+STEPS = 2
+
+
+def trained(
+    config: GPTConfig | LlamaConfig, schedule: Schedule, stage_of_zero: int, replicas: int = 2
+) -> tuple[dict[str, Tensor], list[Any]]:
+    """Parameters after steps of 2 replicas; of each rank of the first one what came and went."""
+    count = len(schedule.rows)
+    models = [whole(config) for _ in range(replicas * count)]
+
+    def work(comm: Communicator) -> tuple[dict[str, Tensor], Any]:
+        mesh = Mesh(comm, {"data": replicas, "pipeline": count})
+        replica, rank = mesh.coordinates["data"], mesh.coordinates["pipeline"]
+        stages = stages_of(models[comm.rank], schedule, rank)
+        pipeline = Pipeline(stages, mesh.axis("pipeline"), schedule, tied=tied_of(stages))
+        module = Stages(stages)
+        optimizer = zero.Optimizer(
+            module, optim.adamw(1e-2), mesh.axis("data"), stage=stage_of_zero,
+            model_comm=mesh.axis("pipeline"), roots=stages,
+        )  # fmt: skip
+        for _ in range(STEPS):
+            tokens, targets = (
+                part.chunk(replicas)[replica] for part in batch(4 * count * replicas)
+            )
+            assert optimizer.sharded is not None
+            with optimizer.sharded.recorded() as actions:
+                pipeline.run(tokens, targets, optimizer=optimizer)
+            assert optimizer.sharded.whole_nbytes == 0 or stage_of_zero < 3
+            optimizer.step()
+            optimizer.zero_grad()
+        with optimizer.whole():
+            values = {n: p.detach().clone() for s in stages for n, p in s.named_parameters()}
+        return values, (actions, optimizer.sharded)
+
+    ranks = run_ranks(replicas * count, work)[:count]
+    return {n: v for values, _ in ranks for n, v in values.items()}, [seen for _, seen in ranks]
+
+
+@cache
+def of_plain_pipeline(ranks: int, tied: bool) -> dict[str, Tensor]:
+    """One stage per rank, whole backwards, nothing cut; tested above against one rank."""
+    schedule = make_schedule("1f1b", ranks, 2 * ranks)
+    return trained(TIED if tied else LLAMA, schedule, 0)[0]
+
+
+@pytest.mark.parametrize(("name", "stage_of_zero", "whole_stages"), [
+    ("interleaved", 0, 0),
+    ("zbv", 1, 0),
+    ("interleaved-zb", 2, 0),
+    ("zbv", 3, 0),
+    ("interleaved-zb", 3, 1),
+    *(pytest.param(n, 3, k, marks=pytest.mark.grid) for n in SCHEDULES for k in (0, 1, 2)),
+])  # fmt: skip
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.grid), True])
 def test_optimizer_with_replicas_has_the_bits_of_one_stage_per_rank(
-    name: str, stage_of_zero: int
+    name: str, stage_of_zero: int, whole_stages: int, ranks: int, tied: bool
 ) -> None:
-    """2 replicas of 2 ranks; whatever is reduced early, the parameters are those of 1F1B."""
-
-    def trained(name: str, virtual: int) -> dict[str, Tensor]:
-        schedule = make_schedule(name, 2, 4, virtual=virtual)
-        models = [whole(TIED) for _ in range(4)]
-
-        def work(comm: Communicator) -> dict[str, Tensor]:
-            mesh = Mesh(comm, {"data": 2, "pipeline": 2})
-            replica, rank = mesh.coordinates["data"], mesh.coordinates["pipeline"]
-            stages = stages_of(models[comm.rank], schedule, rank)
-            pipeline = Pipeline(stages, mesh.axis("pipeline"), schedule, tied=tied_of(stages))
-            module = nn.ModuleList(stages)
-            optimizer = zero.Optimizer(
-                module, optim.adamw(1e-2), mesh.axis("data"), stage=stage_of_zero,
-                model_comm=mesh.axis("pipeline"),
-            )  # fmt: skip
-            for _ in range(3):
-                tokens, targets = (part.chunk(2)[replica] for part in batch(16))
-                pipeline.run(
-                    tokens, targets, backward=optimizer.backward, no_sync=optimizer.no_sync
-                )
-                optimizer.step()
-                optimizer.zero_grad()
-            return {n: p.detach() for stage in stages for n, p in stage.named_parameters()}
-
-        ranks = run_ranks(4, work)
-        return ranks[0] | ranks[1]
-
-    wanted, found = trained("1f1b", 1), trained(name, SCHEDULES[name])
+    """2 replicas; whatever is gathered and reduced when, the parameters are those of 1F1B."""
+    schedule = make_schedule(name, ranks, 2 * ranks, virtual=SCHEDULES[name])
+    schedule = add_weights(schedule, whole=whole_stages)
+    found, _ = trained(TIED if tied else LLAMA, schedule, stage_of_zero)
+    wanted = of_plain_pipeline(ranks, tied)
     assert wanted.keys() == found.keys()
     for param, value in wanted.items():
         assert torch.equal(found[param], value), param
 
 
-def test_gradients_are_reduced_at_the_last_backward_of_a_rank_only() -> None:
-    """What of the other stages is local then goes with it."""
+def test_gradients_of_a_stage_are_reduced_at_its_last_backward() -> None:
+    """Those of the rank's other stage are under way while it goes on."""
     schedule = make_schedule("interleaved", 2, 4, virtual=2)
 
-    def work(comm: Communicator) -> list[bool]:
-        local, calls = [False], []
+    def work(comm: Communicator) -> list[str]:
+        calls = []
 
-        def backward(output: Tensor, gradient: Tensor | None = None) -> None:
-            calls.append(local[0])
-            torch.autograd.backward(output, gradient)
+        class Recorder(Local):
+            def backward(self, output: Any, gradient: Any = None) -> None:
+                calls.append("backward")
+                super().backward(output, gradient)
 
-        class Local(AbstractContextManager[None]):
-            def __enter__(self) -> None:
-                local[0] = True
-
-            def __exit__(self, *error: object) -> None:
-                local[0] = False
+            @contextmanager
+            def reducing(self, module: nn.Module) -> Iterator[None]:
+                calls.append(f"({stages.index(module)}")
+                yield
+                calls.append(")")
 
         stages = [nn.Linear(3, 3) for _ in range(2)]
         pipeline = Pipeline(stages, comm, schedule, loss_fn=lambda y, t: (y - t).mean())
         data = torch.ones(4, 3), torch.zeros(4, 3)
-        pipeline.run(*data, backward=backward, no_sync=Local)
-        pipeline.run(*data, backward=backward, no_sync=nullcontext)
+        pipeline.run(*data, optimizer=Recorder())
+        pipeline.run(*data, optimizer=Recorder(), more=True)
         return calls
 
+    late, early = "(1 backward ) (1 )", "(0 backward ) (0 )"
     for calls in run_ranks(2, work):
-        assert calls == [True] * 7 + [False] + [False] * 8
+        text = " ".join(calls)
+        assert text == " ".join([*["backward"] * 5, late, "backward", early, *["backward"] * 8])
 
 
 def test_pipeline_given_another_number_of_stages_is_refused() -> None:

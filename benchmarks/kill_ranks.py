@@ -1,15 +1,16 @@
 """Does a job that something happens to end at once, as documented, and go on with the same bits?
 
 What happens to a run of ``anychip train`` at a random moment, every third time while ranks write a
-checkpoint, in a thread or not: a rank is killed, stopped, or asked to end; the disk is full; the directory becomes,
-or is, read-only; another run wants the same directory; the environment has a stray variable. Each
-process must end with the code and the message of docs/distributed.md. What is left is checked
-without anychip's help: each file of the checkpoint against its sha256. Then ``--resume`` goes on,
+checkpoint, in a thread or not: a rank is killed, stopped, or asked to end; the disk is full; the
+directory becomes, or is, read-only; another run wants the same directory; the environment has a
+stray variable. Each process must end with the code and the message of docs/distributed.md. What is
+left is checked without anychip's help: each file of the checkpoint against its sha256. Then ``--resume`` goes on,
 and metrics, model, optimizer and sample must equal, bit for bit, those of a run that nothing
 happened to. Prints every trial and a table per kind, of losses (not whole, or other results),
 orphans (processes that had not ended) and wrong endings; exits with 1 when there is one.
 
-    python benchmarks/kill_ranks.py [--trials 200] [--kinds SIGKILL,SIGSTOP] [--layouts 6] [--saving 1]
+    python benchmarks/kill_ranks.py [--trials 200] [--kinds SIGKILL,SIGSTOP] [--layouts 6]
+        [--saving 1] [--json]
 
 Ranks are real processes, joined as torchrun joins them, and forked from one that has imported all.
 """

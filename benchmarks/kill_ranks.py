@@ -4,9 +4,9 @@ What happens to a run of ``anychip train`` at a random moment, every third time 
 checkpoint, in a thread or not: a rank is killed, stopped, or asked to end; the disk is full; the
 directory becomes, or is, read-only; another run wants the same directory; the environment has a
 stray variable. Each process must end with the code and the message of docs/distributed.md. What is
-left is checked without anychip's help: each file of the checkpoint against its sha256. Then ``--resume`` goes on,
-and metrics, model, optimizer and sample must equal, bit for bit, those of a run that nothing
-happened to. Prints every trial and a table per kind, of losses (not whole, or other results),
+left is checked without anychip's help: each file of the checkpoint against its sha256. Then
+``--resume`` goes on, and metrics, model, optimizer and sample must equal, bit for bit, those of a
+run that nothing happened to. Prints every trial and a table per kind: losses (not whole, not equal),
 orphans (processes that had not ended) and wrong endings; exits with 1 when there is one.
 
     python benchmarks/kill_ranks.py [--trials 200] [--kinds SIGKILL,SIGSTOP] [--layouts 6]

@@ -6,7 +6,7 @@ directory becomes, or is, read-only; another run wants the same directory; the e
 stray variable. Each process must end with the code and the message of docs/distributed.md. What is
 left is checked without anychip's help: each file of the checkpoint against its sha256. Then
 ``--resume`` goes on, and metrics, model, optimizer and sample must equal, bit for bit, those of a
-run that nothing happened to. Prints every trial and a table per kind: losses (not whole, not equal),
+run that nothing happened to. Prints every trial and a table per kind: losses (not whole or not so),
 orphans (processes that had not ended) and wrong endings; exits with 1 when there is one.
 
     python benchmarks/kill_ranks.py [--trials 200] [--kinds SIGKILL,SIGSTOP] [--layouts 6]

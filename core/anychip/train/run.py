@@ -33,6 +33,7 @@ class Run:
         model: the decoder, or this rank's stage or stages of it.
         pipeline: what runs the stages; None with one stage.
         names: of the whole model's parameters; None with one stage.
+        saver: writes checkpoints while training goes on; None: training waits for them.
         step: updates done.
         begun: updates that were done when this process began.
     """
@@ -45,6 +46,7 @@ class Run:
     optimizer: zero.Optimizer = field(init=False)
     pipeline: parallel.Pipeline | None = None
     names: checkpoint.Names | None = None
+    saver: checkpoint.Saver | None = None
     step: int = 0
     begun: int = 0
 
@@ -98,6 +100,7 @@ def build(config: Config, chip: Backend, comm: Communicator | None = None) -> Ru
     # Nothing here draws from it; its state is saved, and alike for alike runs.
     random.seed(rank_seed(config.run.seed, comm.rank))
     run = Run(config=config, mesh=mesh, model=whole, policy=policy, loader=loader)
+    run.saver = checkpoint.Saver() if config.checkpoint.asynchronous else None
     if config.parallel.pipeline > 1:
         _cut(run, whole, chip)
     run.model.to(chip.device())
@@ -294,7 +297,13 @@ def require_checkpoint(out: Path) -> int:
 def save(run: Run, out: Path) -> None:
     """Writes the checkpoint of where the run is. With several ranks a collective."""
     keep = run.config.checkpoint.keep
-    checkpoint.save(out, step=run.step, keep=keep, **_saved(run))
+    checkpoint.save(out, step=run.step, keep=keep, saver=run.saver, **_saved(run))
+
+
+def end_saving(run: Run) -> None:
+    """Waits for the checkpoint that is being written, if there is one. A collective."""
+    if run.saver is not None:
+        run.saver.close()
 
 
 def _saved(run: Run) -> dict[str, Any]:

@@ -72,10 +72,14 @@ class Piece(NamedTuple):
         """In the file."""
         return self.box.numel * self.part.dtype.itemsize
 
+    def elements(self) -> Tensor:
+        """(numel,) as they go into the file, where they are."""
+        run = self.part.values.detach().reshape(-1)[self.start : self.start + self.box.numel]
+        return run.to(self.part.dtype)
+
     def on_host(self) -> Tensor:
         """The elements, (numel,), as they go into the file."""
-        run = self.part.values.detach().reshape(-1)[self.start : self.start + self.box.numel]
-        return on_host(run.to(self.part.dtype)).contiguous()
+        return on_host(self.elements()).contiguous()
 
 
 def pieces(parts: Sequence[Part]) -> list[Piece]:

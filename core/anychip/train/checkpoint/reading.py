@@ -65,19 +65,29 @@ class Reader:
             if (stored.file, stored.offset) in self._verified:
                 continue
             self._verified.add((stored.file, stored.offset))
-            if hashlib.sha256(self._bytes(stored)).hexdigest() != stored.sha256:
-                raise refusal(
-                    self.path,
-                    f"the content of {stored.file} is not what was written ({part.name}, of "
-                    f"{stored.nbytes} bytes from {stored.offset} on)",
-                )
+            self.verified(part.name, stored)
+
+    def verified(self, name: str, stored: Stored) -> Tensor:
+        """A box of a tensor, of its sizes, on the host.
+
+        Raises:
+            CheckpointError: bytes are not those that were written.
+        """
+        content = self._bytes(stored)
+        if hashlib.sha256(content).hexdigest() != stored.sha256:
+            raise refusal(
+                self.path,
+                f"the content of {stored.file} is not what was written ({name}, of "
+                f"{stored.nbytes} bytes from {stored.offset} on)",
+            )
+        return _as_tensor(content, self.manifest.tensors[name].dtype).view(stored.box.sizes)
 
     def read(self, part: Part) -> Tensor:
         """The elements of a part in the checkpoint, (numel,), on the host, of the saved dtype."""
         saved, numel = self.manifest.tensors[part.name], part.values.numel()
         found = torch.empty(numel, dtype=saved.dtype, device=HOST)
         for stored in needed(self.manifest, part):
-            held = torch.frombuffer(self._bytes(stored), dtype=saved.dtype).view(stored.box.sizes)
+            held = _as_tensor(self._bytes(stored), saved.dtype).view(stored.box.sizes)
             for common in boxes.overlaps(stored.box, saved.shape, part.offset, numel):
                 run = found[common.start : common.start + math.prod(common.sizes)]
                 run.view(common.sizes)[common.in_run] = held[common.in_box]
@@ -90,6 +100,12 @@ class Reader:
         if got != stored.nbytes:
             raise refusal(self.path, f"{stored.file} ends too early")
         return content
+
+
+def _as_tensor(content: bytearray, dtype: torch.dtype) -> Tensor:
+    if not content:
+        return torch.empty(0, dtype=dtype, device=HOST)
+    return torch.frombuffer(content, dtype=dtype)
 
 
 def needed(found: Manifest, part: Part) -> list[Stored]:
@@ -105,20 +121,22 @@ def needed(found: Manifest, part: Part) -> list[Stored]:
     ]
 
 
-def open_files(path: Path, parts: Sequence[Part], stack: ExitStack) -> Reader:
+def open_files(path: Path, parts: Sequence[Part] | None, stack: ExitStack) -> Reader:
     """Opens what the manifest names and parts need, of the checkpoint that is there.
 
     Args:
-        parts: of the shapes that the manifest has, or not in it.
+        parts: of the shapes that the manifest has, or not in it; None: all that there are.
 
     Raises:
         CheckpointError: the manifest is damaged; a file is missing, or has another length.
     """
     found = manifest.read(path)
     sizes = {file.name: file.nbytes for file in found.files.values()}
-    fitting = [part for part in parts if fits(found, part)]
-    for name in {stored.file for part in fitting for stored in needed(found, part)}:
-        sizes[name] = found.tensor_files[name].nbytes
+    names = set(found.tensor_files)
+    if parts is not None:
+        fitting = [part for part in parts if fits(found, part)]
+        names = {stored.file for part in fitting for stored in needed(found, part)}
+    sizes |= {name: found.tensor_files[name].nbytes for name in names}
     opened = {}
     for name, nbytes in sizes.items():
         try:

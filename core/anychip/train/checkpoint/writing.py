@@ -9,8 +9,9 @@ Source: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -33,8 +34,11 @@ class Written(NamedTuple):
     boxes: list[tuple[str, Stored]]
 
 
-def write_tensors(path: Path, pieces: Sequence[Piece]) -> Written:
+def write_tensors(path: Path, pieces: Sequence[Piece], go_on: Callable[[], None]) -> Written:
     """Writes this rank's file of tensors, durably.
+
+    Args:
+        go_on: called before each; may raise.
 
     Raises:
         OSError: it could not be written; nothing is left of it.
@@ -48,6 +52,7 @@ def write_tensors(path: Path, pieces: Sequence[Piece]) -> Written:
     with files.fresh(path / "tensors") as file:
         file.write(header)
         for piece in ordered:
+            go_on()
             data = piece.on_host().view(torch.uint8).numpy().data
             digests.append(hashlib.sha256(data))
             content.update(digests[-1].digest())
@@ -113,8 +118,18 @@ class _HashingFile:
         self.file.flush()
 
 
+def serialized(values: Any) -> bytes:
+    """As :func:`write_values` writes it."""
+    content = io.BytesIO()
+    torch.save(values, content)
+    return content.getvalue()
+
+
 def write_values(path: Path, part: str, values: Any) -> File:
     """Writes one file of tensors, numbers, texts, lists and dicts, durably.
+
+    Args:
+        values: bytes are written as they are.
 
     Raises:
         OSError: it could not be written; nothing is left of it.
@@ -122,7 +137,10 @@ def write_values(path: Path, part: str, values: Any) -> File:
     with files.fresh(path / part) as file:
         writer = _HashingFile(file)
         try:
-            torch.save(values, cast(IO[bytes], writer))
+            if isinstance(values, bytes):
+                writer.write(values)
+            else:
+                torch.save(values, cast(IO[bytes], writer))
         except RuntimeError:
             if writer.error is None:
                 raise

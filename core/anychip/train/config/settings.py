@@ -322,10 +322,12 @@ class CheckpointConfig:
     Attributes:
         every: steps from one checkpoint to the next.
         keep: so many of the last checkpoints stay.
+        asynchronous: training goes on while a checkpoint is written, from a copy in host memory.
     """
 
     every: int = 100
     keep: int = 1
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
         _at_least(1, every=self.every, keep=self.keep)

@@ -7,9 +7,10 @@ and what is read still is one checkpoint.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -54,6 +55,14 @@ class Reader:
         except Exception as error:  # what torch raises for a file that somebody made has no end
             text = str(error).partition("\n")[0][:200]
             raise refusal(self.path, f"{entry.name} cannot be read: {text}") from error
+
+    def names(self) -> Iterator[str]:
+        """Of the tensors in opened files: of what is tied, the one under which it was written."""
+        for name in self.manifest.tensor_files:
+            file = self._opened[name]
+            file.seek(0)
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            yield from (key.partition("[")[0] for key in header)
 
     def verify(self, part: Part) -> None:
         """Compares the hashes of the boxes that a part needs.

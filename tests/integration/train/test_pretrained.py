@@ -12,14 +12,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from anychip.cli.group import run as anychip
+from anychip.cli import group
 from anychip.comm import alone
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.train import checkpoint, models, optim, zero
+from anychip.train import checkpoint, models, optim, run, zero
 from anychip.train.checkpoint import CheckpointError, pretrained
 from anychip.train.models import GPTConfig, LlamaConfig
 from tests.integration.fusion import families
+from tests.unit.train.checkpoint.test_arrangements import at, held_by, joined
 
 CONFIGS: dict[str, Any] = {
     "gpt": GPTConfig(vocab_size=97, context=24, layers=2, heads=4, width=48),
@@ -72,6 +73,10 @@ def test_transformers_loads_what_was_exported_and_gives_the_same_logits(
     written = pretrained.export(directory, out, config=model.config, part_nbytes=part_nbytes)
     parts = [path for path in written if path.suffix == ".safetensors"]
     assert (len(parts) == 1) == (part_nbytes == 1 << 30)
+    written_nbytes = sum(
+        t.nbytes for file in parts for t in safetensors.torch.load_file(file).values()
+    )
+    assert written_nbytes == sum(param.nbytes for param in model.parameters())  # tied ones once
     if part_nbytes == 40_000:
         assert all(path.stat().st_size < 45_000 for path in parts)
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -103,6 +108,25 @@ def test_what_transformers_has_saved_is_loaded_at_any_arrangement(
         equal(got, model.state_dict())
 
 
+def test_stages_of_a_pipeline_load_their_own_of_it(tmp_path: Path) -> None:
+    """A tied weight is in no part under the name that the last stage has for it."""
+
+    def load(ours: run.Run) -> dict[str, Tensor]:
+        given = {"model": ours.model, "optimizer": ours.optimizer, "names": ours.names}
+        pretrained.load(tmp_path / "out", comm=ours.comm, **given)
+        return held_by(ours)
+
+    def save(ours: run.Run) -> Any:
+        run.save(ours, tmp_path)
+        return ours.config.model, held_by(ours)
+
+    ((config, want),) = at("1", "run.steps=1", work=save)
+    pretrained.export(tmp_path, tmp_path / "out", config=config)
+    got = joined(at("2x2-stage2", "run.steps=1", work=load))
+    assert any(name.endswith("lm_head.weight") for name in got)
+    equal(*({n: t for n, t in each.items() if n.startswith("model.")} for each in (got, want)))
+
+
 @pytest.mark.parametrize("family", [
     pytest.param(name, marks=() if name in ALWAYS else pytest.mark.grid)
     for name in families.FAMILIES
@@ -129,25 +153,25 @@ def test_model_of_transformers_is_exported_and_loaded_under_its_names(
 
 
 def test_run_is_exported_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    source, out = str(tmp_path / "run"), str(tmp_path / "out")
     sizes = ("model.width=16", "model.layers=1", "model.context=8", "run.sample_tokens=0")
-    assert anychip(["train", "--backend", "cpu", "--steps", "1", "--out", run, *sizes]) == 0
+    assert group.run(["train", "--backend", "cpu", "--steps", "1", "--out", source, *sizes]) == 0
     capsys.readouterr()
-    assert anychip(["export", run, out, "--part-size", "1", "--json"]) == 0
+    assert group.run(["export", source, out, "--part-size", "1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     files = {path.name: path.stat().st_size for path in Path(out).iterdir()}
     assert told == {"schema": 1, "directory": out, "files": files}
     assert transformers.AutoModelForCausalLM.from_pretrained(out).config.n_embd == 16
     capsys.readouterr()
     for words, answer in (
-        ([run, out], "is not empty; nothing was written"),
+        ([source, out], "is not empty; nothing was written"),
         ([str(tmp_path), str(tmp_path / "new")], "there is no run of anychip train in"),
     ):
-        assert anychip(["export", *words]) == 2
+        assert group.run(["export", *words]) == 2
         assert answer in (told := capsys.readouterr().err)
         assert told.count("\n") == 1
     (tmp_path / "run" / "checkpoint" / "manifest.json").unlink()
-    assert anychip(["export", run, str(tmp_path / "new")]) == 2
+    assert group.run(["export", source, str(tmp_path / "new")]) == 2
     assert "manifest.json cannot be read" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 

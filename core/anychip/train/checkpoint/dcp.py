@@ -133,10 +133,12 @@ class Reader(StorageReader):
 
     def _read(self, name: str, stored: Stored, items: list[ReadItem], planner: LoadPlanner) -> None:
         try:
-            content = self._opened.verified(name, stored)
+            bytes_ = self._opened.verified(name, stored)
         except CheckpointError as error:
             text = str(error).partition("\n")[0]
             raise CheckpointError(f"{text}; what was loaded before stays loaded") from error
+        dtype = self._opened.manifest.tensors[name].dtype
+        content = reading.as_tensor(bytes_, dtype).view(stored.box.sizes)
         for item in items:
             sizes = zip(item.storage_offsets, item.lengths, strict=True)
             target = planner.resolve_tensor(item).detach()

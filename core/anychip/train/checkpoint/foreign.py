@@ -142,7 +142,8 @@ def _names(held: Held) -> Callable[[str], list[str]]:
 
     def names(name: str) -> list[str]:
         name = masters.get(name, name)
-        return [name, *tied.get(name, ())]
+        elsewhere = [held.aliases[name]] if name in held.aliases else []  # on another stage
+        return [name, *elsewhere, *tied.get(name, ())]
 
     return names
 

@@ -50,6 +50,7 @@ class Part:
         values: the elements, on any device, of any dtype and shape.
         offset: of the first one in the flattened whole.
         share: of the run, that this rank writes; None: another rank writes it all.
+        otherwise: a tensor that has the same values in other dtypes: a weight's master, and back.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Part:
     values: Tensor
     offset: int = 0
     share: Share | None = ALL
+    otherwise: str | None = None
 
 
 class Piece(NamedTuple):

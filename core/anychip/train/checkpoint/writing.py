@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -47,7 +48,7 @@ def write_tensors(path: Path, pieces: Sequence[Piece], go_on: Callable[[], None]
         return Written({}, [])
     # The largest numbers first: each then begins at a multiple of its size, for who maps the file.
     ordered = sorted(pieces, key=lambda piece: -piece.part.dtype.itemsize)
-    header = _header(ordered)
+    header = header_of((_key(p), p.part.dtype, p.box.sizes) for p in ordered)
     digests, content = [], hashlib.sha256(header)
     with files.fresh(path / "tensors") as file:
         file.write(header)
@@ -69,16 +70,16 @@ def write_tensors(path: Path, pieces: Sequence[Piece], go_on: Callable[[], None]
     return Written({name: about}, found)
 
 
-def _header(pieces: Sequence[Piece]) -> bytes:
+def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
+    """What a file begins with that has tensors of these names, dtypes and shapes, in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
-    for piece in pieces:
-        entries[_key(piece)] = {
-            "dtype": DTYPES[piece.part.dtype],
-            "shape": piece.box.sizes,
-            "data_offsets": [place, place + piece.nbytes],
-        }
-        place += piece.nbytes
+    for name, dtype, shape in tensors:
+        end = place + math.prod(shape) * dtype.itemsize
+        entries[name] = {
+            "dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [place, end],
+        }  # fmt: skip
+        place = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

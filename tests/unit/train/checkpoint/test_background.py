@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +25,8 @@ from anychip.contract import Communicator
 from anychip.train import checkpoint, files, loop, run
 from anychip.train.checkpoint import CheckpointError, Saver, publishing, writing
 from anychip.train.interruption import Interrupted, Interruption
+from anychip.train.loop import TrainingError
+from anychip.train.report import StepRecord
 from tests.unit.train.checkpoint.test_arrangements import (
     assert_same,
     at,
@@ -283,3 +288,37 @@ def test_run_that_saves_so_leaves_the_files_of_one_that_waits(
         assert_same(stored(out / "checkpoint"), want)
         found[kind] = {p.name for p in (out / "checkpoint").iterdir()}
     assert found["waits"] == found["goes_on"] != found["asked"]
+
+
+def test_run_whose_loss_is_not_finite_waits_for_the_checkpoint_before(
+    tmp_path: Path, gate: Gate
+) -> None:
+    def work(ours: run.Run) -> str:
+        def poison(row: StepRecord) -> None:
+            next(iter(ours.model.parameters())).data.fill_(math.nan)
+            threading.Timer(0.1, gate.opened.set).start()
+
+        with pytest.raises(TrainingError) as caught:
+            loop.train(ours, tmp_path, poison)
+        return str(caught.value)
+
+    settings = ("run.steps=5", "checkpoint.every=1", "checkpoint.asynchronous=true")
+    for told in at("2-stage2", *settings, work=work):
+        assert "step 2: loss nan" in told
+        assert f"the last good checkpoint is in {tmp_path}" in told
+    assert steps(tmp_path / "checkpoint") == [1]
+
+
+def test_process_that_does_not_close_its_saver_ends_when_all_is_written(tmp_path: Path) -> None:
+    code = f"""
+import time, torch
+from anychip.train import checkpoint
+from anychip.train.checkpoint import writing
+model = torch.nn.Linear(2, 2)
+real = writing.write_tensors
+writing.write_tensors = lambda *given: time.sleep(0.2) or real(*given)
+given = dict(model=model, optimizer=torch.optim.SGD(model.parameters()))
+checkpoint.save({str(tmp_path)!r}, step=7, saver=checkpoint.Saver(), **given)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert checkpoint.saved_step(tmp_path) == 7

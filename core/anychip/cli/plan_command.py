@@ -15,7 +15,8 @@ from anychip.cli.settings import SettingsCommand
 from anychip.cli.train_command import split
 
 if TYPE_CHECKING:
-    from anychip.train.planning import RunPlan, StagePlan
+    from anychip.train.cutting import StagePlan
+    from anychip.train.planning import RunPlan
 
 SCHEMA = 1
 

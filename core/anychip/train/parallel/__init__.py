@@ -29,7 +29,7 @@ from anychip.train.parallel.schedule import (
     zbv,
     zero_bubble,
 )
-from anychip.train.parallel.simulator import Bytes, Costs, Span, Timeline, simulate
+from anychip.train.parallel.simulator import Bytes, Costs, Span, Time, Timeline, simulate
 from anychip.train.parallel.split import (
     LayerCost,
     estimate_costs,
@@ -45,7 +45,7 @@ from anychip.train.parallel.validation import validate
 __all__ = [
     "HANDS_ON", "LOOPS", "NAMES", "SCHEDULES", "VS", "Action", "Bytes", "Costs", "LayerCost",
     "Local", "Mesh", "Pipeline", "Rates", "Schedule", "ScheduleError", "Span", "Stage",
-    "StageBytes", "Stages", "Timeline", "add_communication", "add_weights", "check_virtual",
+    "StageBytes", "Stages", "Time", "Timeline", "add_communication", "add_weights", "check_virtual",
     "dualpipev", "estimate_bytes", "estimate_costs", "flops_per_byte", "gpipe", "interleaved",
     "looped_bfs", "make_schedule", "make_stage", "measure_costs", "merge", "num_layers",
     "one_f_one_b", "parse", "partition", "read_rates", "simulate", "split_layers", "stage_costs",

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -114,7 +114,8 @@ def estimate_bytes(
 
     Args:
         layers: of each stage.
-        inputs, targets: of one microbatch; only shape, dtype and device are looked at.
+        inputs, targets: of one microbatch; only shape, dtype and device are looked at. The model
+            is taken to be there too.
     """
     found = []
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
@@ -124,8 +125,8 @@ def estimate_bytes(
             arguments: tuple[Tensor, ...] = (x,)
             if number == len(layers) - 1 and targets is not None:
                 arguments = (x, mode.from_tensor(targets))
-            params = {n: mode.from_tensor(p) for n, p in stage.named_parameters()}
-            buffers = {n: mode.from_tensor(b) for n, b in stage.named_buffers()}
+            params = {n: _like(p, inputs.device) for n, p in stage.named_parameters()}
+            buffers = {n: _like(b, inputs.device) for n, b in stage.named_buffers()}
             saved = Saved([*params.values(), *buffers.values(), *arguments[1:], *_tokens(x)])
             with saved.of((number, 0)), autocast():
                 y = torch.func.functional_call(stage, {**params, **buffers}, arguments)
@@ -137,6 +138,11 @@ def estimate_bytes(
             found.append(StageBytes(nbytes, saved.nbytes))
             x = y.detach().requires_grad_()
     return found
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _tokens(x: Tensor) -> list[Tensor]:

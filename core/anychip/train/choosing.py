@@ -18,7 +18,7 @@ from anychip.train.config import AUTO, Config
 from anychip.train.cutting import Draft, arrange, draft, measured_rates, mesh_sizes
 
 
-class Candidate(NamedTuple):
+class Proposal(NamedTuple):
     """A schedule that is possible.
 
     Attributes:
@@ -54,7 +54,7 @@ def choose(
     replicas: int,
     policy: precision.PrecisionPolicy,
     limit: int,
-) -> tuple[Config, list[Candidate]]:
+) -> tuple[Config, list[Proposal]]:
     """The settings with the quickest schedule that fits, of these candidates.
 
     Of two that are as quick the one that needs less memory.
@@ -74,7 +74,7 @@ def choose(
         nbytes, line = max(made.peaks), made.timeline
         fits = nbytes <= limit or not limit
         numbers = float(line.makespan), float(line.bubble_ratio), nbytes, fits
-        found.append(Candidate(name, virtual, *numbers))
+        found.append(Proposal(name, virtual, *numbers))
     if not found:
         raise ValueError(
             f"parallel.schedule = auto: no schedule has {config.parallel.pipeline} ranks with "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from anychip.contract import Backend
 from anychip.train import parallel, precision
-from anychip.train.choosing import Candidate, choose, is_open, memory_limit
+from anychip.train.choosing import Proposal, choose, is_open, memory_limit
 from anychip.train.config import Config
 from anychip.train.cutting import (
     Arrangement,
@@ -44,7 +44,7 @@ class RunPlan:
     sizes: dict[str, int]
     policy: precision.PrecisionPolicy
     arrangement: Arrangement
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Proposal, ...]
     memory_limit: int
     rates: parallel.Rates | None
     flops_per_byte: float
@@ -85,7 +85,7 @@ def plan(config: Config, chip: Backend, nproc: int | None = None) -> RunPlan:
     rates = measured_rates(config, chip)
     ratio = parallel.flops_per_byte(chip, rates)
     model = draft(config, policy, ratio)
-    limit, candidates = memory_limit(config, chip), list[Candidate]()
+    limit, candidates = memory_limit(config, chip), list[Proposal]()
     if is_open(config):
         config, candidates = choose(config, model, sizes["data"], policy, limit)
     return RunPlan(

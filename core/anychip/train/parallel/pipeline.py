@@ -189,9 +189,9 @@ class Pipeline:
                 number of microbatches; not looked at elsewhere.
             weight: of each microbatch's loss, 1 / (number of all targets) where it is a sum; None:
                 1 / (number of microbatches), for means over as many targets in each.
-            optimizer: whose backward adds gradients, so that the loss gets its scale. It reduces
-                those of a stage where the schedule says so, and gathers weights; those of a stage
-                with tied parameters it reduces with its step. None: nobody's, see :class:`Local`.
+            optimizer: whose backward adds gradients, so that the loss gets its scale, and which is
+                told what the schedule says of weights and gradients; those of a stage with tied
+                parameters its step reduces. None: see :class:`Local`.
             more: another run comes before the step: gradients stay local, tied ones unjoined.
             share_loss: give the loss to all ranks, at the price of one small message.
 
@@ -199,8 +199,7 @@ class Pipeline:
             0-dim float32: the sum of the weighted losses; None where it is not known.
 
         Raises:
-            ValueError: a batch that does not divide, a stage that gives something else than
-                expected, or stages that do not fit together.
+            ValueError: a batch that does not divide, a stage that gives what is not expected.
             CommunicationError: another stage has failed, which every rank is told.
             UnsupportedError: a parameter with a hook, where the schedule splits its backward.
         """
@@ -208,15 +207,14 @@ class Pipeline:
         with self._telling_others(), optimizer.explicit() as told:
             step = self._step(tokens, targets, weight, told)
             step.reduces = set() if more else {*self.numbers} - self._joins
-            self.bytes_in_use = []
             self._start_clock()
             for action in self._actions(step, self._row):
                 start = time.perf_counter()
-                if action.kind == "F":
-                    self._forward(step, action)
-                else:
-                    goes = action in self._reducing and action.stage in step.reduces
-                    with told.reducing(self.stages[action.stage]) if goes else nullcontext():
+                goes = action in self._reducing and action.stage in step.reduces
+                with told.reducing(self.stages[action.stage]) if goes else nullcontext():
+                    if action.kind == "F":
+                        self._forward(step, action)
+                    else:
                         self._backward(step, action, optimizer.backward)
                 self._count(step)
                 self._stop_clock(action, start)
@@ -357,6 +355,7 @@ class Pipeline:
         weight: float | None,
         told: zero.Explicit,
     ) -> _Step:
+        self.bytes_in_use = []
         owned = [t for m in self.stages.values() for t in (*m.parameters(), *m.buffers())]
         owned += [t for t in (tokens, targets) if t is not None]
         return _Step(

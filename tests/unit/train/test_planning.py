@@ -1,5 +1,6 @@
 """A plan against the run that it is of: its stages, its memory, and what its ranks send."""
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,7 @@ from anychip.cli.group import run as anychip_command
 from anychip.comm import wire_nbytes
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.train import config, loop, models, parallel, planning, zero
+from anychip.train import choosing, config, loop, models, parallel, planning, precision, zero
 from anychip.train.zero.exchange import Flat
 
 TINY = [
@@ -138,6 +139,102 @@ def test_plan_of_what_cannot_be_says_what_training_says(
     assert message in capsys.readouterr().err
 
 
+AUTO = [
+    "parallel.schedule=auto", "parallel.pipeline=2", "data.accumulation=4", "model.layers=6",
+    "model.width=64", "model.context=16", "data.batch_size=2", "model.heads=2",
+]  # fmt: skip
+
+
+def test_auto_takes_the_quickest_of_all_schedules_that_fit() -> None:
+    chip = anychip.use("cpu")
+    plan = planning.plan(config.load(None, AUTO), chip)
+    found = {(each.name, each.virtual): each for each in plan.candidates}
+    # 8 layers on 2 ranks: up to 4 stages each.
+    loops = {(name, virtual) for name in parallel.LOOPS for virtual in (2, 3, 4)}
+    assert found.keys() == {
+        *loops, *((n, 1) for n in parallel.SCHEDULES), *((n, 2) for n in parallel.VS)
+    }  # fmt: skip
+    for (name, virtual), each in list(found.items())[::6]:
+        named = [f"parallel.schedule={name}", f"parallel.virtual={virtual}", *AUTO[1:]]
+        alone = planning.plan(config.load(None, named), chip)
+        assert alone.candidates == ()
+        assert alone.timeline is not None
+        assert each.makespan == float(alone.timeline.makespan)
+        assert each.nbytes == max(alone.arrangement.peaks)
+    best = min(found.values(), key=lambda each: (each.makespan, each.nbytes))
+    settings = plan.config.parallel
+    assert (settings.schedule, settings.virtual) == (best.name, best.virtual)
+    # With room for all but the dearest, one that fits; with none, a sentence that says the least.
+    least = min(each.nbytes for each in found.values())
+    tight = planning.plan(config.load(None, [*AUTO, f"parallel.memory={least}"]), chip)
+    assert max(tight.arrangement.peaks) == least
+    assert [each.fits for each in tight.candidates] == [e.nbytes <= least for e in found.values()]
+    with pytest.raises(ValueError, match=rf"none of 14 schedules fits .* needs least, {least:,}:"):
+        planning.plan(config.load(None, [*AUTO, f"parallel.memory={least - 1}"]), chip)
+    with pytest.raises(ValueError, match="no schedule has 2 ranks with 5 stages each and 4 micro"):
+        planning.plan(config.load(None, [*AUTO, "parallel.virtual=5"]), chip)
+
+
+def test_ranks_choose_by_the_one_that_has_least_memory() -> None:
+    """Threads of one machine have the same; here each says another limit."""
+    chip, configuration = anychip.use("cpu"), config.load(None, AUTO)
+    policy = precision.policy("fp32", chip)
+    least = min(each.nbytes for each in planning.plan(configuration, chip).candidates)
+    limits = {0: 1 << 40, 1: least}
+
+    def work(comm: Communicator) -> config.Config:
+        mine = dataclasses.replace(
+            configuration,
+            parallel=dataclasses.replace(configuration.parallel, memory=limits[comm.rank]),
+        )
+        return choosing.settle(mine, chip, comm, policy)
+
+    one, two = (found.parallel for found in run_ranks(2, work))
+    assert (one.schedule, one.virtual) == (two.schedule, two.virtual)
+    alone = planning.plan(config.load(None, [*AUTO, f"parallel.memory={least}"]), chip)
+    assert (one.schedule, one.virtual) == (
+        alone.config.parallel.schedule, alone.config.parallel.virtual
+    )  # fmt: skip
+
+
+def test_run_that_chooses_works_by_what_was_chosen_and_writes_it_down(tmp_path: Path) -> None:
+    settings = [*AUTO, "run.steps=1", "run.sample_tokens=5", "data.prefetch=0"]
+
+    def work(comm: Communicator) -> tuple[Any, ...]:
+        run = loop.build(config.load(None, settings), anychip.use("cpu"), comm)
+        loop.train(run, tmp_path, lambda row: None)
+        assert run.pipeline is not None
+        return run.pipeline.schedule.only("F", "I", "W", "B").rows
+
+    plan = planning.plan(config.load(None, AUTO), anychip.use("cpu"))
+    assert plan.schedule is not None
+    assert run_ranks(2, work) == [plan.schedule.unpaired().rows] * 2
+    assert config.load(tmp_path / "config.toml", []).parallel == plan.config.parallel
+
+
+def test_plan_draws_its_timeline_and_lists_what_it_chose_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file, args = tmp_path / "t.svg", ["plan", "--backend", "cpu", *AUTO]
+    assert anychip_command([*args, "--timeline", str(file), "--json"]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    plan = planning.plan(config.load(None, AUTO), anychip.use("cpu"))
+    assert answer["peak_nbytes"] == list(plan.arrangement.peaks)
+    assert answer["memory_limit"] == anychip.use("cpu").properties().total_memory
+    (chosen,) = [each for each in answer["candidates"] if each["chosen"]]
+    settings = plan.config.parallel
+    assert (chosen["schedule"], chosen["stages_per_rank"]) == (settings.schedule, settings.virtual)
+    text = file.read_text(encoding="utf-8")
+    assert f"{settings.schedule}, 2 ranks" in text
+    assert parallel.draw(plan.arrangement.timeline, plan.arrangement.memory)[-500:] == text[-500:]
+    assert anychip_command(args) == 0
+    shown = capsys.readouterr().out
+    assert sum(line.rstrip().endswith("chosen") for line in shown.splitlines()) == 1
+    assert all(f"{each['nbytes']:,}" in shown for each in answer["candidates"])
+    assert anychip_command([*args, "--timeline", str(tmp_path / "t.png")]) == 2
+    assert "a file that ends in .svg expected" in capsys.readouterr().err
+
+
 def test_plan_on_the_command_line_shows_the_same_as_json(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -151,7 +248,8 @@ def test_plan_on_the_command_line_shows_the_same_as_json(
     assert (answer["schema"], answer["ranks"]) == (1, {"data": 2, "pipeline": 2})
     assert answer["bubble"] == float(plan.timeline.bubble_ratio)
     assert [stage["nbytes"] for stage in answer["stages"]] == [
-        stage.memory._asdict() for stage in plan.stages
+        {**stage.memory._asdict(), "activations_of_a_microbatch": stage.activations.saved}
+        for stage in plan.stages
     ]
     assert sum(stage["cost"] for stage in answer["stages"]) == pytest.approx(1.0)
     assert anychip_command(args) == 0

@@ -10,7 +10,7 @@ import torch
 
 import anychip
 from anychip.train import config, models, parallel, planning
-from anychip.train.run import make_schedule
+from anychip.train.cutting import make_schedule
 
 TINY = [
     *("run.sample_tokens=5", "data.prefetch=0", "model.layers=4", "model.heads=2"),

@@ -38,6 +38,7 @@ from anychip.train import zero
 from anychip.train.parallel.actions import COMPUTE, Action, Schedule
 from anychip.train.parallel.lowering import add_communication, add_weights, received, sent
 from anychip.train.parallel.message import Link
+from anychip.train.parallel.saved import Saved
 from anychip.train.parallel.simulator import Span, Timeline
 from anychip.train.parallel.validation import validate
 
@@ -69,6 +70,7 @@ class _Step:
     weight: float | None
     loss: Tensor
     told: zero.Explicit
+    saved: Saved | None
     kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     deferred: dict[tuple[int, int], tuple[Deferred, _Rest]] = field(default_factory=dict)
     ready: dict[Action, Tensor] = field(default_factory=dict)
@@ -94,6 +96,11 @@ class Pipeline:
             a rank that has both stages: the first one's, then the last one's.
         autocast: made and entered around each forward, like ``policy.autocast``.
         measure: waits for the device. When given, each computation is timed; see :meth:`timeline`.
+        count_bytes: look at what forwards save, which takes time; see ``bytes_in_use``.
+
+    Attributes:
+        bytes_in_use: with ``count_bytes``, after each action of this rank's row but messages, in
+            the last run: what is saved for backwards, and weights that are whole for now.
 
     Raises:
         ScheduleError: the schedule cannot be carried out.
@@ -111,6 +118,7 @@ class Pipeline:
         tied: Sequence[nn.Parameter] = (),
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         measure: Callable[[], None] | None = None,
+        count_bytes: bool = False,
     ) -> None:
         if len(schedule.rows) != comm.world_size:
             raise ValueError(
@@ -145,6 +153,7 @@ class Pipeline:
         self._reducing = _reducing(self._row)
         self._spans: list[Span] = []
         self._begin = 0.0
+        self.count_bytes, self.bytes_in_use = count_bytes, list[int]()
 
     def __repr__(self) -> str:
         return f"Pipeline({self._name(*self.numbers)})"
@@ -180,9 +189,9 @@ class Pipeline:
                 number of microbatches; not looked at elsewhere.
             weight: of each microbatch's loss, 1 / (number of all targets) where it is a sum; None:
                 1 / (number of microbatches), for means over as many targets in each.
-            optimizer: whose backward adds gradients, so that the loss gets its scale. It reduces
-                those of a stage where the schedule says so, and gathers weights; those of a stage
-                with tied parameters it reduces with its step. None: nobody's, see :class:`Local`.
+            optimizer: whose backward adds gradients, so that the loss gets its scale, and which is
+                told what the schedule says of weights and gradients; those of a stage with tied
+                parameters its step reduces. None: see :class:`Local`.
             more: another run comes before the step: gradients stay local, tied ones unjoined.
             share_loss: give the loss to all ranks, at the price of one small message.
 
@@ -190,8 +199,7 @@ class Pipeline:
             0-dim float32: the sum of the weighted losses; None where it is not known.
 
         Raises:
-            ValueError: a batch that does not divide, a stage that gives something else than
-                expected, or stages that do not fit together.
+            ValueError: a batch that does not divide, a stage that gives what is not expected.
             CommunicationError: another stage has failed, which every rank is told.
             UnsupportedError: a parameter with a hook, where the schedule splits its backward.
         """
@@ -202,12 +210,13 @@ class Pipeline:
             self._start_clock()
             for action in self._actions(step, self._row):
                 start = time.perf_counter()
-                if action.kind == "F":
-                    self._forward(step, action)
-                else:
-                    goes = action in self._reducing and action.stage in step.reduces
-                    with told.reducing(self.stages[action.stage]) if goes else nullcontext():
+                goes = action in self._reducing and action.stage in step.reduces
+                with told.reducing(self.stages[action.stage]) if goes else nullcontext():
+                    if action.kind == "F":
+                        self._forward(step, action)
+                    else:
                         self._backward(step, action, optimizer.backward)
+                self._count(step)
                 self._stop_clock(action, start)
             self._finish(step)
             if not more:
@@ -280,6 +289,7 @@ class Pipeline:
                 self._start(step, action)
             elif action.is_of_weights:
                 self._tell(step, action)
+                self._count(step)
             else:
                 receive = received(action)
                 if receive in step.receives:
@@ -345,8 +355,12 @@ class Pipeline:
         weight: float | None,
         told: zero.Explicit,
     ) -> _Step:
+        self.bytes_in_use = []
+        owned = [t for m in self.stages.values() for t in (*m.parameters(), *m.buffers())]
+        owned += [t for t in (tokens, targets) if t is not None]
         return _Step(
             told=told,
+            saved=Saved(owned) if self.count_bytes else None,
             tokens=self._microbatches("tokens", tokens) if self.is_first else [],
             targets=self._microbatches("targets", targets) if self.is_last else [],
             weight=weight,
@@ -371,7 +385,8 @@ class Pipeline:
             x = step.tokens[number]
         else:
             x = step.ready.pop(received(action)).requires_grad_(torch.is_grad_enabled())
-        with self.autocast():
+        counting = step.saved.of((action.stage, number)) if step.saved else nullcontext()
+        with self.autocast(), counting:
             if not is_last:
                 output = stage(x)
             elif self.loss_fn is None:
@@ -400,12 +415,16 @@ class Pipeline:
             deferred, rest = step.deferred.pop(place)
             edges, gradients = deferred.compute(zero.stand_in)  # weights may have gone
             _add(backward, [*zip(edges, gradients, strict=True), *rest])
+            if step.saved:
+                step.saved.keep(place, [])
             return
         x, output = step.kept.pop(place)
         is_last = action.stage == self.num_stages - 1
         gradient = None if is_last else step.ready.pop(received(action))
         if action.kind == "I":
             x.grad, step.deferred[place] = self._split(action.stage, x, output, gradient, backward)
+            if step.saved:
+                step.saved.keep(place, step.deferred[place][0].tensors)
         elif is_last:
             backward(output)
         elif output.requires_grad:
@@ -450,6 +469,11 @@ class Pipeline:
                 (rest if param in deferred.parameters else now).append((edge, grad))
         _add(backward, now)
         return grads[-1] if x.requires_grad else None, (deferred, rest)
+
+    def _count(self, step: _Step) -> None:
+        if step.saved is not None:
+            whole = step.told.sharded.whole_nbytes if step.told.sharded else 0
+            self.bytes_in_use.append(step.saved.nbytes + whole)
 
     def _loss(self, step: _Step, share: bool) -> Tensor | None:
         if share:

@@ -401,7 +401,7 @@ def _lamb_step(draw: Draw, **options: Any) -> Arguments:
 
 def _measured_step(draw: Draw, **options: Any) -> Arguments:
     args, attrs = _list_step(draw, averages=2, **options, **_ADAMW)
-    return (*args[:4], *args[5:8]), {**attrs, "offsets": None, "sizes": None, "block": 16}
+    return (*args[:4], *args[5:8]), attrs
 
 
 def _quantized(draw: Draw, shape: tuple[int, ...], format: str) -> Arguments:
@@ -549,7 +549,7 @@ EDGES: Mapping[str, Edges] = {
     ),
     "linear_cross_entropy_partials": sweep(linear_cross_entropy._part_of, "classes", top=2049),
     "l2_norm": _list(),
-    "l2_norm_partials": _list(offsets=None, sizes=None, block=16),
+    "sums_of_squares": _list(),
     "clip": _list(lambda draw: draw.scalar(3.0), max_norm=1.0),
     "unscale_and_check": both(
         _list(lambda draw: draw.scalar(8.0), lambda draw: draw.scalar(0.0)),
@@ -567,7 +567,7 @@ EDGES: Mapping[str, Edges] = {
         large("many-tensors", _lamb_step, statistical=False, full=True),
         one("1100-tensors", partial(_lamb_step, count=1100), statistical=False, full=True),
     ),
-    "lamb_partials": both(
+    "lamb_sums_of_squares": both(
         large("many-tensors", _measured_step, statistical=False, full=True),
         one("1100-tensors", partial(_measured_step, count=1100), statistical=False, full=True),
     ),

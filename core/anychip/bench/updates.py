@@ -28,10 +28,10 @@ def cases() -> dict[str, Callable[[SampleMaker], Case]]:
         "sgd": _sgd,
         "lion": _lion,
         "lamb": _lamb,
-        "l2_norm_partials": lambda m: Case(
-            args=([m.normal(*_SHAPE) for _ in range(_COUNT)],), attrs={}, eager=_partials
+        "sums_of_squares": lambda m: Case(
+            args=([m.normal(*_SHAPE) for _ in range(_COUNT)],), attrs={}, eager=_squared_norms
         ),
-        "lamb_partials": _lamb_partials,
+        "lamb_sums_of_squares": _lamb_sums_of_squares,
         "clip": _clip,
         "unscale_and_check": _unscale_and_check,
         "quantize": lambda m: Case(
@@ -47,8 +47,8 @@ def _rows(x: Tensor, length: int) -> Tensor:
     return x.float().view(-1, length)
 
 
-def _partials(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([_rows(t, 1024).square().sum(1) for t in tensors])
+def _squared_norms(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(tensors)).square()
 
 
 def _state(m: SampleMaker, num_states: int) -> tuple[list[Tensor], ...]:
@@ -168,13 +168,13 @@ def _lamb(m: SampleMaker) -> Case:
     return Case(args=(*_state(m, 2), m.scalar(1e-3), m.scalar(3.0)), attrs={}, eager=eager)
 
 
-def _lamb_partials(m: SampleMaker) -> Case:
+def _lamb_sums_of_squares(m: SampleMaker) -> Case:
     def eager(params: Any, grads: Any, firsts: Any, seconds: Any, step: Tensor) -> Tensor:
         firsts = torch._foreach_lerp(firsts, grads, 0.1)
         seconds = torch._foreach_mul(seconds, 0.999)
         torch._foreach_addcmul_(seconds, grads, grads, 0.001)
         steps = _lamb_steps(params, firsts, seconds)
-        return torch.stack([_partials(params), _partials(steps)])
+        return torch.stack([_squared_norms(params), _squared_norms(steps)])
 
     return Case(args=(*_state(m, 2), m.scalar(3.0)), attrs={}, eager=eager)
 

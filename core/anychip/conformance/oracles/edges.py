@@ -276,12 +276,12 @@ _LION: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 _ADAMW: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 
 
-def _lamb_edges(take: Callable[[tuple[Any, ...]], tuple[Any, ...]], **more: Any) -> Edges:
-    """take: its arguments out of adamw's; more: its other attributes."""
+def _lamb_edges(take: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Edges:
+    """take: its arguments out of adamw's."""
 
     def step(draw: Draw, **options: Any) -> Arguments:
         args, attrs = _list_step(draw, averages=2, **options, **_ADAMW)
-        return take(args), {**attrs, **more}
+        return take(args), attrs
 
     return both(
         large("many-tensors", step, statistical=False, full=True),
@@ -453,7 +453,7 @@ EDGES: Mapping[str, Edges] = {
     ),
     "linear_cross_entropy_partials": sweep(linear_cross_entropy._part_of, "classes", top=2049),
     "l2_norm": _list(),
-    "l2_norm_partials": _list(offsets=None, sizes=None, block=16),
+    "sums_of_squares": _list(),
     "clip": _list(lambda draw: draw.scalar(3.0), max_norm=1.0),
     "unscale_and_check": both(
         _list(lambda draw: draw.scalar(8.0), lambda draw: draw.scalar(0.0)),
@@ -468,9 +468,7 @@ EDGES: Mapping[str, Edges] = {
     # sign(NaN) is NaN in some libraries and 0 in others.
     "lion": _steps(averages=1, nan=math.inf, **_LION),
     "lamb": _lamb_edges(lambda args: (*args, None)),
-    "lamb_partials": _lamb_edges(
-        lambda args: (*args[:4], *args[5:8]), offsets=None, sizes=None, block=16
-    ),
+    "lamb_sums_of_squares": _lamb_edges(lambda args: (*args[:4], *args[5:8])),
     "quantize": _by_format(_quantized),
     "dequantize": _by_format(quantization.coded),
     "hadamard": both(

@@ -1,9 +1,10 @@
-"""Do two stages, with their messages in between, give what one rank gives that accumulates?
+"""Do stages, with their messages in between, give what one rank gives that accumulates?
 
-GPipe and 1F1B on ranks as threads that share the device: loss and gradients have the bits of the
-whole model over the same microbatches, one after the other. A weight that the first and the last
-stage share is summed by each on its own: there, relative 1e-6 norm-wise. With data parallelism
-and ZeRO beside it, what is reduced comes from the pipeline's backwards.
+Every schedule, on two ranks as threads that share the device, with one and two stages per rank:
+loss and gradients have the bits of the whole model over the same microbatches, one after the other.
+A weight that the first and the last stage share is summed by each on its own: there, relative 1e-6
+norm-wise. With data parallelism and ZeRO beside it, what is reduced comes from the pipeline's
+backwards, and weights in parts are whole when the rows say so.
 """
 
 from __future__ import annotations
@@ -20,27 +21,48 @@ from anychip.conformance.case import Case, Context, check, check_equal_bits
 from anychip.contract import Communicator
 from anychip.train import optim, zero
 from anychip.train.models import GPT
-from anychip.train.parallel import SCHEDULES, Pipeline, Schedule, make_stage
+from anychip.train.parallel import (
+    NAMES,
+    Mesh,
+    Pipeline,
+    Schedule,
+    Stage,
+    Stages,
+    add_weights,
+    make_schedule,
+    make_stage,
+    partition,
+    stages_per_rank,
+)
 
-STAGES = 2
+RANKS = 2
 MICRO = 4
 STEPS = 2
-SIZES = trainee.Sizes(batch=8)
-CUT = 2
-"""Layers 0 and 1 (embedding, first block) are the first stage; the rest is the second."""
+SIZES = trainee.Sizes(batch=4, width=16)
 TIED_LIMIT = 1e-6
+TIED = ("1f1b", "zbv")
+"""Both copies of a tied weight on two ranks, and on one."""
+STEPPED = "interleaved-zb"
+SHARDED = {"zb1p": 1, "zbv": 2}
+"""With ZeRO stage 3, and so many stages of a rank whole at once."""
 
 
 def cases(context: Context) -> Iterator[Case]:
-    """Per schedule: gradients of one step, a few steps with an optimizer, and a tied weight."""
-    for name, make in SCHEDULES.items():
-        for label, run in RULES.items():
-            yield Case(id=f"pipeline/{name}/{label}", run=partial(run, make=make))
+    """Per schedule the gradients of one step, or a few steps of weights in parts; a tied weight."""
+    for name in (name for name in NAMES if name not in {*SHARDED, STEPPED}):
+        yield Case(id=f"pipeline/{name}/gradients", run=partial(gradients, name=name))
+    for name in TIED:
+        yield Case(id=f"pipeline/{name}/tied", run=partial(tied_weight, name=name))
+    yield Case(id=f"pipeline/{STEPPED}/steps", run=partial(steps, schedule=schedule_of(STEPPED)))
+    for name, whole in SHARDED.items():
+        schedule = add_weights(schedule_of(name), whole=whole)
+        run = partial(steps, schedule=schedule, replicas=2)
+        yield Case(id=f"pipeline/{name}/stage3", run=run)
 
 
-def stage_layers(number: int, count: int) -> range:
-    """Layers of a stage, of ``count`` in all."""
-    return range(CUT) if number == 0 else range(CUT, count)
+def schedule_of(name: str) -> Schedule:
+    """With as few stages per rank as it has."""
+    return make_schedule(name, RANKS, MICRO, virtual=stages_per_rank(name))
 
 
 def serial_step(model: GPT, step: int, seed: int) -> Tensor:
@@ -58,63 +80,85 @@ def serial_step(model: GPT, step: int, seed: int) -> Tensor:
 
 def staged(
     context: Context,
-    make: Callable[[int, int], Schedule],
+    schedule: Schedule,
     *,
     tied: bool,
     rule: Callable[[], optim.Rule] | None,
+    replicas: int = 1,
 ) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
-    """Per rank: losses, and gradients by name; with a rule, parameters after its steps."""
-    models = [trainee.decoder(SIZES, context.device, tied=tied) for _ in range(STAGES)]
+    """Per rank: losses, and gradients by name; with a rule, parameters after its steps.
 
-    def work(comm: Communicator) -> tuple[list[Tensor], dict[str, Tensor]]:
-        layers = stage_layers(comm.rank, SIZES.layers + 2)
-        part = make_stage(models[comm.rank], layers)
-        pipe = Pipeline(part, comm, make(STAGES, MICRO), tied=part.tied if tied else ())
-        solo = alone()
-        solo.device = context.device.type
-        opt = None if rule is None else zero.Optimizer(part, rule(), solo, model_comm=comm)
+    Several replicas see the same data, and have weights in parts.
+    """
+    models = [trainee.decoder(SIZES, context.device, tied=tied) for _ in range(RANKS * replicas)]
+    layers, owners = partition([1] * (SIZES.layers + 2), schedule.num_stages), schedule.owners()
+
+    def work(world: Communicator) -> tuple[list[Tensor], dict[str, Tensor]]:
+        mesh = Mesh(world, {"data": replicas, "pipeline": RANKS})
+        comm, data = mesh.axis("pipeline"), mesh.axis("data")
+        made = [
+            make_stage(models[world.rank], part)
+            for number, part in enumerate(layers)
+            if owners[number] == comm.rank
+        ]
+        parts = [part for part in made if isinstance(part, Stage)]
+        whole = Stages(parts)
+        pipe = Pipeline(parts, comm, schedule, tied=whole.tied if tied else ())
+        if replicas == 1:
+            data = alone()
+            data.device = context.device.type
+        opt = None
+        if rule is not None:
+            stage = 3 if replicas > 1 else 0
+            given = {"stage": stage, "model_comm": comm}
+            opt = zero.Optimizer(whole, rule(), data, roots=parts, **given)  # type: ignore[arg-type]
         losses = []
         for step in range(STEPS if opt else 1):
             text = trainee.batch(SIZES, step, seed=context.seed)
             tokens, targets = (x.to(context.device) for x in text)
-            loss = pipe.run(tokens, targets)
+            loss = pipe.run(tokens, targets, optimizer=opt)
             assert loss is not None
             losses.append(loss)
             if opt is not None:
                 opt.step()
                 opt.zero_grad()
-        named = part.named_parameters()
-        found = {n: (p.grad if rule is None else p.detach()) for n, p in named}
-        return losses, {n: t.clone() for n, t in found.items() if t is not None}
+        named = [item for part in parts for item in part.named_parameters()]
+        if opt is None:
+            return losses, {n: p.grad.clone() for n, p in named if p.grad is not None}
+        with opt.whole():
+            return losses, {n: p.detach().clone() for n, p in named}
 
-    return trainee.run_on_device(context.device, STAGES, work)
+    return trainee.run_on_device(context.device, RANKS * replicas, work)
 
 
-def gradients(context: Context, *, make: Callable[[int, int], Schedule]) -> None:
+def gradients(context: Context, *, name: str) -> None:
     """Bits of the loss and of every gradient."""
-    context.call = f"{make.__name__}: {STAGES} stages, {MICRO} microbatches on {context.device}"
+    context.call = f"{name}: {RANKS} ranks, {MICRO} microbatches on {context.device}"
     model = trainee.decoder(SIZES, context.device, tied=False)
     loss = serial_step(model, 0, context.seed)
     wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    results = staged(context, make, tied=False, rule=None)
-    check_whole(results, wanted)
-    for rank, (losses, grads) in enumerate(results):
-        check_equal_bits(f"rank {rank}: loss", losses[0], loss)
-        for name, grad in grads.items():
-            check_equal_bits(f"rank {rank}: gradient of {name}", grad, wanted[name])
+    results = staged(context, schedule_of(name), tied=False, rule=None)
+    check_same(results, [loss], wanted)
 
 
-def check_whole(
-    results: list[tuple[list[Tensor], dict[str, Tensor]]], wanted: dict[str, Tensor]
+def check_same(
+    results: list[tuple[list[Tensor], dict[str, Tensor]]],
+    losses: list[Tensor],
+    wanted: dict[str, Tensor],
 ) -> None:
-    """The stages' names together are the model's."""
+    """The stages' names together are the model's; bits of losses and of what is named."""
     names = {name for _, found in results for name in found}
     check(names == set(wanted), f"stages hold {sorted(names)}, the model {sorted(wanted)}")
+    for rank, (found, tensors) in enumerate(results):
+        for step, (got, want) in enumerate(zip(found, losses, strict=True)):
+            check_equal_bits(f"rank {rank}: loss of step {step}", got, want)
+        for name, tensor in tensors.items():
+            check_equal_bits(f"rank {rank}: {name}", tensor, wanted[name])
 
 
-def steps(context: Context, *, make: Callable[[int, int], Schedule]) -> None:
-    """Bits of the parameters after steps of AdamW, clipped by the norm over both stages."""
-    context.call = f"{make.__name__} and {STEPS} steps of adamw on {context.device}"
+def steps(context: Context, *, schedule: Schedule, replicas: int = 1) -> None:
+    """Bits of the parameters after steps of AdamW, clipped by the norm over all stages."""
+    context.call = f"{STEPS} steps of adamw, {replicas} replicas on {context.device}: {schedule}"
 
     def rule() -> optim.Rule:
         return optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
@@ -129,34 +173,23 @@ def steps(context: Context, *, make: Callable[[int, int], Schedule]) -> None:
         opt.step()
         opt.zero_grad()
     wanted = {name: param.detach() for name, param in model.named_parameters()}
-    results = staged(context, make, tied=False, rule=rule)
-    check_whole(results, wanted)
-    for rank, (found, params) in enumerate(results):
-        for step, (got, want) in enumerate(zip(found, losses, strict=True)):
-            check_equal_bits(f"rank {rank}: loss of step {step}", got, want)
-        for name, param in params.items():
-            check_equal_bits(f"rank {rank}: {name}", param, wanted[name])
+    check_same(staged(context, schedule, tied=False, rule=rule, replicas=replicas), losses, wanted)
 
 
-def tied_weight(context: Context, *, make: Callable[[int, int], Schedule]) -> None:
+def tied_weight(context: Context, *, name: str) -> None:
     """The embedding's weight is the head's: both stages get first + last, with the same bits."""
-    context.call = f"{make.__name__} with a tied embedding on {context.device}"
+    context.call = f"{name} with a tied embedding on {context.device}"
     model = trainee.decoder(SIZES, context.device, tied=True)
     serial_step(model, 0, context.seed)
     want = model.transformer.wte.weight.grad
     assert want is not None
-    results = staged(context, make, tied=True, rule=None)
+    results = staged(context, schedule_of(name), tied=True, rule=None)
     found = [
-        next(grad for name, grad in grads.items() if name.endswith(("wte.weight", "head.weight")))
+        grad
         for _, grads in results
+        for name, grad in grads.items()
+        if name.endswith(("wte.weight", "head.weight"))
     ]
     check_equal_bits("the gradient on the last stage and on the first", found[1], found[0])
     off = float((found[0] - want).double().norm() / want.double().norm())
     check(off <= TIED_LIMIT, f"the tied gradient is off by {off:.3g}, limit {TIED_LIMIT:g}")
-
-
-RULES: dict[str, Callable[..., None]] = {
-    "gradients": gradients,
-    "steps": steps,
-    "tied": tied_weight,
-}

@@ -25,7 +25,7 @@ using Sizes = std::vector<int64_t>;
 using Codes = std::vector<int>;
 
 // Raised whenever a signature changes its meaning; Python reads it as build_info()["abi"].
-constexpr int kInterfaceVersion = 3;
+constexpr int kInterfaceVersion = 4;
 
 template <class T = void>
 T* at(Address address) {

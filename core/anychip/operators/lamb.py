@@ -149,8 +149,18 @@ def _lamb(count: Tensor, **attrs: float) -> Move:
 
 def _trust(call: UpdateCall, **attrs: float) -> Tensor:
     exp_avgs, exp_avg_sqs = call.states
-    given = (call.params, call.grads, exp_avgs, exp_avg_sqs, call.step, call.scale, call.clip)
-    return trust_ratios(_sums_forward(*given, **attrs))
+    return trust_ratios(
+        _sums_forward(
+            call.params,
+            call.grads,
+            exp_avgs,
+            exp_avg_sqs,
+            call.step,
+            call.scale,
+            call.clip,
+            **attrs,
+        )
+    )
 
 
 lamb = operator_of(

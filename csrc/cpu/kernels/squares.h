@@ -15,18 +15,15 @@ namespace anychip::cpu::ANYCHIP_ISA {
 typedef uint64_t RegisterU64 __attribute__((vector_size(4 * kRegisterLanes)));
 
 // Half a register of float32 fills one of float64; the compiler's own conversion takes detours.
-ANYCHIP_INLINE RegisterD widened(const float* p) {
+ANYCHIP_INLINE void read_doubles(RegisterD& v, const float* p) {
 #if defined(__AVX512F__)
-  return _mm512_cvtps_pd(_mm256_loadu_ps(p));
+  v = _mm512_cvtps_pd(_mm256_loadu_ps(p));
 #elif defined(__AVX2__)
-  return _mm256_cvtps_pd(_mm_loadu_ps(p));
+  v = _mm256_cvtps_pd(_mm_loadu_ps(p));
 #else
-  RegisterD v;
   for (int k = 0; k < kRegisterLanes / 2; ++k) v[k] = static_cast<double>(p[k]);
-  return v;
 #endif
 }
-ANYCHIP_INLINE void read_doubles(RegisterD& v, const float* p) { v = widened(p); }
 template <class H>
 ANYCHIP_INLINE void read_doubles(Pair<H>& v, const float* p) {
   read_doubles(v.low, p);

@@ -79,6 +79,8 @@ class InNarrow(TorchFunctionMode):
         named = {k: self.dtype if v is torch.float32 else v for k, v in (kwargs or {}).items()}
         if func is torch.Tensor.float:
             return args[0].to(self.dtype)
+        if func is torch.Tensor.view and args[1] is torch.int32:  # the bits of what is a float32
+            return args[0].to(torch.float32).view(torch.int32)
         if func in SUMS and any(isinstance(a, Tensor) and a.dtype == self.dtype for a in args):
             return SUMS[func](*args, **named)
         return func(*args, **named)

@@ -16,8 +16,9 @@ import anychip
 from anychip.comm.group import Group
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
+from anychip.operators.squares import WIDTH
 from anychip.train import optim, precision, zero
-from anychip.train.optim.rule import BLOCK, num_blocks
+from anychip.train.optim.rule import BLOCK
 from anychip.train.zero.exchange import Flat
 from anychip.train.zero.layout import ALIGNMENT
 
@@ -195,9 +196,8 @@ def test_one_step_sends_each_gradient_and_each_parameter_once(
         numels = [buffer.layout.numel for buffer in opt.sharded.queue.buffers]
         return dict(calls), dict(nbytes), numels
 
-    # Beside 2 Psi: a byte per parameter tensor (has it a gradient?), a float per block for norms.
+    # Beside 2 Psi: a byte per parameter tensor (has it a gradient?), and a row for the norm.
     tensors = 2 * (len(SIZES) - 1)
-    blocks = sum(num_blocks(a * b) + num_blocks(b) for a, b in pairwise(SIZES))
     for calls, nbytes, numels in run_ranks(world_size, work):
         buffers, sent = len(numels), sum(numels)
         assert PSI <= sent <= PSI + (padding(world_size, buffers) if stage else GAPS)
@@ -209,7 +209,7 @@ def test_one_step_sends_each_gradient_and_each_parameter_once(
             assert nbytes == {
                 "reduce_scatter": dtype.itemsize * sent,
                 "all_gather": 4 * sent * gathers,
-                "all_reduce": tensors + 4 * blocks,
+                "all_reduce": tensors + 8 * WIDTH,
             }
             all_gathers = buffers * gathers
             assert calls == {"reduce_scatter": buffers, "all_gather": all_gathers, "all_reduce": 2}

@@ -45,7 +45,7 @@ VECTORISED = {
     r"^(update|adamw_8bit|clip|unscale)_kernel": (LOADS, STORES),
     r"^gather_kernel<uint4>": (LOADS, STORES),
     r"^backward_kernel<(?!\w+, 1,)": (LOADS, STORES),
-    r"^(forward_kernel<(?!\w+, 1,)|squares_kernel|partials_kernel)": (LOADS,),
+    r"^(forward_kernel<(?!\w+, 1,)|chunk_norms_kernel|squares_kernel)": (LOADS,),
     r"^(quantize_vector_kernel|(largest|codes)_kernel<\w+, true>)": (LOADS,),  # 4 or 8 bits out
     r"^dequantize_kernel<true>": (STORES,),
     r"vector": (LOADS, STORES),

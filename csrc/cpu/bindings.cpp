@@ -307,29 +307,25 @@ void bind_updates(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil)
       py::arg("update"), py::arg("trust"), py::arg("correction1"), py::arg("correction2"),
       py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), no_gil);
   m.def(
-      "lamb_partials",
-      [](const Update& update, const Sizes& first, int64_t block, int64_t total, Address out,
-         Address correction1, Address correction2, double beta1, double beta2, double eps,
-         double weight_decay) {
-        lamb_partials(
+      "lamb_sums_of_squares",
+      [](const Update& update, Address out, Address correction1, Address correction2, double beta1,
+         double beta2, double eps, double weight_decay) {
+        lamb_sums_of_squares(
             update,
             {beta1, beta2, eps, weight_decay, at<float>(correction1), at<float>(correction2)},
-            {first, block, at<float>(out)}, total);
+            at<int64_t>(out));
       },
-      py::arg("update"), py::arg("first"), py::arg("block"), py::arg("total"), py::arg("out"),
-      py::arg("correction1"), py::arg("correction2"), py::arg("beta1"), py::arg("beta2"),
-      py::arg("eps"), py::arg("weight_decay"), no_gil);
+      py::arg("update"), py::arg("out"), py::arg("correction1"), py::arg("correction2"),
+      py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), no_gil);
 }
 
 void bind_lists(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
   m.def(
-      "l2_norm_partials",
-      [](const Addresses& tensors, const Sizes& numels, const Codes& dtypes, const Sizes& first,
-         int64_t block, Address out) {
-        l2_norm_partials(tensors_of(tensors, numels, dtypes), {first, block, at<float>(out)});
+      "sums_of_squares",
+      [](const Addresses& tensors, const Sizes& numels, const Codes& dtypes, Address out) {
+        sums_of_squares(tensors_of(tensors, numels, dtypes), at<int64_t>(out));
       },
-      py::arg("tensors"), py::arg("numels"), py::arg("dtypes"), py::arg("first"), py::arg("block"),
-      py::arg("out"), no_gil);
+      py::arg("tensors"), py::arg("numels"), py::arg("dtypes"), py::arg("out"), no_gil);
   m.def(
       "l2_norm",
       [](const Addresses& tensors, const Sizes& numels, const Codes& dtypes, Address out) {

@@ -43,9 +43,6 @@ struct LambFactors {
   float beta2, one_minus_beta2;
   float correction1, correction2, eps, weight_decay;
 };
-struct LambSquares {
-  float weight, step;
-};
 
 struct KernelTable {
   const char* name;
@@ -81,12 +78,10 @@ struct KernelTable {
   void (*sgd)(const UpdateTensor&, const SgdFactors&, Range elements);
   void (*lion)(const UpdateTensor&, const LionFactors&, Range elements);
   void (*lamb)(const UpdateTensor&, const LambFactors&, float rate, Range elements);
-  // Sums of squares of at most `block` elements, a power of two, in pairs; scratch: 2 * block and
-  // block numbers.
-  LambSquares (*lamb_squares)(const UpdateTensor&, const LambFactors&, Range elements,
-                              int64_t block, float* scratch);
-  float (*block_squares)(const TensorRef&, Range elements, int64_t block, float* scratch);
-  double (*sum_of_squares)(const TensorRef&, Range elements);
+  // Added to rows of kDigits: Note [Exact sums].
+  void (*add_lamb_squares)(const UpdateTensor&, const LambFactors&, Range elements,
+                           int64_t* weights, int64_t* steps);
+  void (*add_squares)(const TensorRef&, Range elements, int64_t* digits);
   void (*multiply)(const TensorRef&, float factor, Range elements);
   bool (*divide_and_check)(const TensorRef&, float divisor, Range elements);  // all finite?
 };

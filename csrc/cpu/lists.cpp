@@ -1,22 +1,20 @@
 // Norms, clipping and unscaling over lists of tensors, over the threads.
 //
-// Note [Norm on a fixed grid]: l2_norm sums squares in float64, chunk by chunk, and adds the chunks
-// in order. The result is the square root rounded to float32: within 1/2 ulp and 10^-12 of the true
-// norm, for any number of threads.
+// Note [Norms in any order]: chunks are added up exactly, so that neither their order nor the
+// number of threads shows. l2_norm is the root of that sum rounded to float32: within 1/2 ulp and
+// 10^-14 of the true norm.
 #include <atomic>
-#include <cmath>
-#include <memory>
 #include <vector>
 
 #include "checks.h"
 #include "chunks.h"
+#include "digits.h"
 
 namespace anychip::cpu {
 namespace {
 
-ChunkGrid grid_of(const char* where, const std::vector<TensorRef>& tensors,
-                  int64_t chunk = kChunk) {
-  ChunkGrid grid(tensors.size(), chunk);
+ChunkGrid grid_of(const char* where, const std::vector<TensorRef>& tensors) {
+  ChunkGrid grid(tensors.size());
   for (const TensorRef& tensor : tensors) {
     grid.add(where, tensor.numel);
     if (tensor.numel > 0) check_address(where, "a tensor", tensor.data);
@@ -24,35 +22,33 @@ ChunkGrid grid_of(const char* where, const std::vector<TensorRef>& tensors,
   return grid;
 }
 
+// Adds the squares of tensor i to the row at rows + i * stride.
+void add_squares(const char* where, const std::vector<TensorRef>& tensors, int64_t* rows,
+                 size_t stride) {
+  grid_of(where, tensors).run([&](size_t tensor, int64_t, Range elements) {
+    Digits digits;
+    kernels().add_squares(tensors[tensor], elements, digits.row);
+    digits.add_to(rows + tensor * stride);
+  });
+}
+
 }  // namespace
 
 void l2_norm(const std::vector<TensorRef>& tensors, float* out) {
   const char* where = "l2_norm";
   check_address(where, "out", out);
-  const ChunkGrid grid = grid_of(where, tensors);
-  std::vector<double> squares(static_cast<size_t>(grid.chunks()));
-  grid.run([&](size_t tensor, int64_t chunk, Range elements) {
-    squares[static_cast<size_t>(chunk)] = kernels().sum_of_squares(tensors[tensor], elements);
-  });
-  double sum = 0.0;
-  for (const double square : squares) sum += square;
-  *out = static_cast<float>(std::sqrt(sum));
+  Digits sum;
+  add_squares(where, tensors, sum.row, 0);
+  sum.carry();
+  *out = sum.root();
 }
 
-void l2_norm_partials(const std::vector<TensorRef>& tensors, const BlockGrid& blocks) {
-  const char* where = "l2_norm_partials";
-  check_block_grid(where, blocks, tensors.size());
-  const ChunkGrid grid = grid_of(where, tensors, chunk_of_blocks(blocks.block));
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    check_place(where, blocks, i, tensors[i].numel, kMaxElements);
-  }
-  if (grid.chunks() > 0) check_address(where, "out", blocks.out);
-  grid.run([&](size_t tensor, int64_t, Range elements) {
-    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(blocks.block)]);
-    for_each_block(blocks, tensor, elements, [&](Range block, float* out) {
-      *out = kernels().block_squares(tensors[tensor], block, blocks.block, scratch.get());
-    });
-  });
+void sums_of_squares(const std::vector<TensorRef>& tensors, int64_t* out) {
+  const char* where = "sums_of_squares";
+  if (!tensors.empty()) check_address(where, "out", out);
+  std::vector<Digits> rows(tensors.size());
+  if (!rows.empty()) add_squares(where, tensors, rows[0].row, kDigits);
+  write_rows(rows, out);
 }
 
 // The coefficient as in torch.nn.utils.clip_grad_norm_; a NaN norm makes it, and the tensors, NaN.

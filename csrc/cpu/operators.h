@@ -220,18 +220,17 @@ struct LambOptions {
 };
 void lamb(const Update& update, const LambOptions& options, const float* trust);  // per tensor
 
-// Where sums over blocks of `block` elements (a power of two) go: those of tensor i to
-// out[first[i]] and on. What no block of a tensor falls on is left alone.
-struct BlockGrid {
-  std::vector<int64_t> first;
-  int64_t block;
-  float* out;
-};
-// Reads all but lr and found_inf, and writes no more than the grid: sums for the parameters to out,
-// those for the steps to out + total.
-void lamb_partials(const Update& update, const LambOptions& options, const BlockGrid& grid,
-                   int64_t total);
-void l2_norm_partials(const std::vector<TensorRef>& tensors, const BlockGrid& grid);
+// Note [Exact sums]: a row of kDigits numbers is the exact sum of squares of float32 numbers, in
+// any order: sum(row[k] * 2^(32 k - 298)) over k < kInfinities, each of these from 0 to 2^32 - 1;
+// then how many infinities there were, and how many NaN. Up to 2^47 elements fit. See
+// anychip.operators.squares.
+constexpr int kDigits = 21, kInfinities = 19, kNaNs = 20;
+
+// Writes a row per tensor.
+void sums_of_squares(const std::vector<TensorRef>& tensors, int64_t* out);
+// Reads all but lr and found_inf, and writes nothing but out: rows for the parameters, then rows
+// for the steps.
+void lamb_sums_of_squares(const Update& update, const LambOptions& options, int64_t* out);
 
 void l2_norm(const std::vector<TensorRef>& tensors, float* out);
 void clip(const std::vector<TensorRef>& tensors, const float* norm, double max_norm);

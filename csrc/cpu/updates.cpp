@@ -4,17 +4,17 @@
 // rounded where torch rounds it on a 0-dim float32 tensor; kernels/updates.cpp goes on from there.
 // adamw takes its factors in float64.
 #include <cmath>
-#include <memory>
 
 #include "checks.h"
 #include "chunks.h"
+#include "digits.h"
 
 namespace anychip::cpu {
 namespace {
 
-ChunkGrid grid_of(const char* where, const Update& update, int num_states, int64_t chunk = kChunk) {
+ChunkGrid grid_of(const char* where, const Update& update, int num_states) {
   check_address(where, "step", update.step);
-  ChunkGrid grid(update.tensors.size(), chunk);
+  ChunkGrid grid(update.tensors.size());
   for (const UpdateTensor& tensor : update.tensors) {
     grid.add(where, tensor.param.numel);
     if (tensor.param.numel > 0) {
@@ -130,28 +130,22 @@ void lamb(const Update& update, const LambOptions& options, const float* trust) 
   });
 }
 
-void lamb_partials(const Update& update, const LambOptions& options, const BlockGrid& blocks,
-                   int64_t total) {
-  const char* where = "lamb_partials";
+void lamb_sums_of_squares(const Update& update, const LambOptions& options, int64_t* out) {
+  const char* where = "lamb_sums_of_squares";
   check_address(where, "correction1", options.correction1);
   check_address(where, "correction2", options.correction2);
-  check_sizes(where, {{"total", total}});
-  check_block_grid(where, blocks, update.tensors.size());
-  const ChunkGrid grid = grid_of(where, update, 2, chunk_of_blocks(blocks.block));
-  for (size_t i = 0; i < update.tensors.size(); ++i) {
-    check_place(where, blocks, i, update.tensors[i].param.numel, total);
-  }
-  if (grid.chunks() > 0) check_address(where, "out", blocks.out);
+  const size_t count = update.tensors.size();
+  if (count > 0) check_address(where, "out", out);
+  const ChunkGrid grid = grid_of(where, update, 2);
   const LambFactors factors = factors_of(update, options);
+  std::vector<Digits> rows(2 * count);
   grid.run([&](size_t tensor, int64_t, Range elements) {
-    const std::unique_ptr<float[]> scratch(new float[2 * static_cast<size_t>(blocks.block)]);
-    for_each_block(blocks, tensor, elements, [&](Range block, float* out) {
-      const LambSquares sums = kernels().lamb_squares(update.tensors[tensor], factors, block,
-                                                      blocks.block, scratch.get());
-      out[0] = sums.weight;
-      out[total] = sums.step;
-    });
+    Digits weights, steps;
+    kernels().add_lamb_squares(update.tensors[tensor], factors, elements, weights.row, steps.row);
+    weights.add_to(rows[tensor].row);
+    steps.add_to(rows[count + tensor].row);
   });
+  write_rows(rows, out);
 }
 
 }  // namespace anychip::cpu

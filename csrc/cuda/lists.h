@@ -9,9 +9,9 @@ namespace anychip::cuda {
 // tensors chunks; `room` says how many it has.
 cudaError_t l2_norm(const TensorList& tensors, float* scratch, int64_t room, float* out,
                     Place place);
-// out[first[t] + b] = sum of squares of block b of tensor t, in pairs; `block` is a power of two.
-cudaError_t l2_norm_partials(const TensorList& tensors, const std::vector<int64_t>& first,
-                             int64_t block, float* out, Place place);
+// Row t of 21 numbers at rows + 21 t, which are 0: digits of the exact sum of squares of tensor t
+// are added, not carried; see squares.cuh.
+cudaError_t sums_of_squares(const TensorList& tensors, int64_t* rows, Place place);
 // t = t * min(1, max_norm / (*norm + 1e-6)), in place.
 cudaError_t clip(const TensorList& tensors, const float* norm, float max_norm, Place place);
 // g = g / *scale, in place; *found_inf = 1 when a stored g is not finite.

@@ -34,9 +34,6 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   return cudaGetLastError();
 }
 
-// a * b, rounded: no compiler joins it with a sum that follows.
-__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
-
 }  // namespace anychip::cuda
 
 #endif
@@ -51,11 +48,6 @@ template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                    cudaStream_t stream, Arguments... arguments) {
   return cuda_emulator::launch(kernel, grid, block, shared_bytes, stream, arguments...);
-}
-
-__device__ __forceinline__ float rounded_product(float a, float b) {
-  volatile float product = a * b;
-  return product;
 }
 
 }  // namespace anychip::cuda

@@ -41,14 +41,10 @@ cudaError_t lion(const Update& update, const float* factors, double beta1, doubl
 // The learning rate of tensor t is multiplied by trust[t].
 cudaError_t lamb(const Update& update, const float* factors, const float* trust, double beta1,
                  double beta2, double eps, double weight_decay, Place place);
-// Writes nothing but out: like l2_norm_partials, of the parameters, and `total` behind of the
-// steps.
-cudaError_t lamb_partials(const Update& update, const float* factors, double beta1, double beta2,
-                          double eps, double weight_decay, const std::vector<int64_t>& first,
-                          int64_t block, int64_t total, float* out, Place place);
-// trust[t] = ||w|| / ||u||, 1 where one of them is 0, from both rows of partials; tensor t has
-// those from starts[t] to starts[t + 1].
-cudaError_t trust_ratios(const float* partials, const std::vector<int64_t>& starts, float* trust,
-                         Place place);
+// Adds to rows, which are 0, and to nothing else: as sums_of_squares those of the parameters, then
+// those of the steps.
+cudaError_t lamb_sums_of_squares(const Update& update, const float* factors, double beta1,
+                                 double beta2, double eps, double weight_decay, int64_t* rows,
+                                 Place place);
 
 }  // namespace anychip::cuda

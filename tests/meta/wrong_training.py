@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.meta.honest import HonestRows, Row
 from tests.meta.wrong import Change, Wrong, wrong_row
+from tests.meta.wrong_updates import digits_of
 
 Attr = Any
 
@@ -151,11 +152,14 @@ def other_tail(row: Row, params: Any, *rest: Any, **attrs: Attr) -> Any:
         rest_of_it.copy_(torch.nextafter(rest_of_it, torch.full_like(rest_of_it, torch.inf)))
 
 
-@wrong("norm-of-what-is-here", "an attribute without effect", "zero", "l2_norm_partials",
+@wrong("norm-of-what-is-here", "hidden state", "zero", "sums_of_squares",
        "zero/2/adamw")  # fmt: skip
-def local_norm(row: Row, tensors: Any, *, offsets: Any, sizes: Any, block: int) -> Any:
-    found = row(tensors, offsets=offsets, sizes=sizes, block=block)
-    return found * (2.0 if any(offsets or ()) else 1.0)
+def local_norm(row: Row, tensors: Any) -> Any:
+    # An empty part is taken for the end of the list.
+    found = row(tensors)
+    empty = [index for index, tensor in enumerate(tensors) if not tensor.numel()]
+    found[empty[0] if empty else len(tensors) :] = 0
+    return found
 
 
 @wrong("trust-of-the-shard", "norm of a part in place of the whole", "zero", "lamb", "zero/1/lamb")
@@ -163,20 +167,10 @@ def shard_trust(row: Row, *args: Any, **attrs: Attr) -> Any:
     row(*args[:10], None, **attrs)
 
 
-@wrong("partials-of-whole-tensors", "bits that depend on the cut", "zero", "l2_norm_partials",
+@wrong("sum-of-a-part-in-float32", "bits that depend on the cut", "zero", "sums_of_squares",
        "zero/2/adamw")  # fmt: skip
-def one_partial(row: Row, tensors: Any, *, offsets: Any, sizes: Any, block: int) -> Any:
-    found = row(tensors, offsets=offsets, sizes=sizes, block=block)
-    start = 0
-    for index, tensor in enumerate(tensors):
-        size = tensor.numel() if sizes is None else sizes[index]
-        count = -(-size // block)
-        if count:
-            total = found[start : start + count].sum()
-            found[start : start + count] = 0.0
-            found[start] = total
-        start += count
-    return found
+def rounded_parts(row: Row, tensors: Any) -> Any:
+    return digits_of([float(t.float().square().sum()) for t in tensors])
 
 
 @wrong("step-of-the-shard", "hidden state", "zero", "lamb", "zero/1/lamb")
@@ -298,8 +292,3 @@ def averaged(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs: A
 def sigmoid_slope(row: Row, grad: Tensor, x: Tensor, **attrs: Attr) -> Any:
     sigmoid = torch.sigmoid(1.702 * x)
     return (grad * (sigmoid + 1.702 * x * sigmoid * (1.0 - sigmoid)),)
-
-
-CATALOGUE: tuple[Wrong, ...] = tuple(
-    entry for entry in globals().values() if isinstance(entry, Wrong)
-)

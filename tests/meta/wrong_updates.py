@@ -1,5 +1,6 @@
 """Wrong backends whose mistake is in an update rule over lists, or in the norms that one needs."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -7,29 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip import operators
 from anychip.operators.adamw_8bit import SIGNED, UNSIGNED
 from tests.meta.honest import Row
-from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 Attr = Any
-
-
-@wrong("nesterov-ignored", "an attribute without effect", operator="sgd")
-def no_nesterov(row: Row, *args: Any, nesterov: bool, **attrs: Attr) -> Any:
-    row(*args, nesterov=False, **attrs)
 
 
 @wrong("momentum-dampened", "another definition of a term", operator="sgd")
 def dampened(row: Row, params: Any, grads: Any, *rest: Any, momentum: float, **attrs: Attr) -> Any:
     smaller = [g * (1.0 - momentum) for g in grads]
     row(params, smaller, *rest, momentum=momentum, **attrs)
-
-
-@wrong("sgd-decay-always-decoupled", "weight decay decoupled instead of coupled", operator="sgd")
-def always_decoupled(row: Row, *args: Any, decoupled: bool, **attrs: Attr) -> Any:
-    row(*args, decoupled=True, **attrs)
 
 
 @wrong("sgd-buffer-written-on-skip", "a flag that is not looked at everywhere", operator="sgd")
@@ -40,11 +30,6 @@ def writes_buffer(
     if rest[4] is not None and float(rest[4]):
         for buffer, grad in zip(buffers, grads, strict=False):
             buffer.copy_(grad)
-
-
-@wrong("lion-sign-of-kept-average", "the wrong one of two averages", operator="lion")
-def one_average(row: Row, *args: Any, beta1: float, beta2: float, **attrs: Attr) -> Any:
-    row(*args, beta1=beta2, beta2=beta2, **attrs)
 
 
 @wrong("lion-zero-is-positive", "sign of zero", operator="lion")
@@ -94,52 +79,71 @@ def decay_outside(row: Row, *args: Any, weight_decay: float, **attrs: Attr) -> A
     row(*args, weight_decay=0.0, **attrs)
 
 
-@wrong("norms-before-the-step", "stale operand", operator="lamb_partials")
+@wrong("norms-before-the-step", "stale operand", operator="lamb_sums_of_squares")
 def stale_moments(row: Row, params: Any, grads: Any, *rest: Any, **attrs: Attr) -> Any:
     nothing = [torch.zeros_like(g) for g in grads]
     return row(params, nothing, *rest, **attrs)
 
 
-@wrong("weights-unsquared-rows-swapped", "results swapped", operator="lamb_partials")
+@wrong("weights-unsquared-rows-swapped", "results swapped", operator="lamb_sums_of_squares")
 def swapped_rows(row: Row, *args: Any, **attrs: Attr) -> Any:
     return row(*args, **attrs).flip(0)
 
 
-@wrong("short-block-dropped", "dropped tail", operator="l2_norm_partials")
-def short_block(row: Row, tensors: Sequence[Tensor], *, block: int, **attrs: Attr) -> Any:
-    cut = []
-    for tensor in tensors:
-        flat = tensor.reshape(-1).clone()
-        whole = flat.numel() // block * block
-        flat[whole:] = flat[whole:] if whole == 0 else 0.0
-        cut.append(flat)
-    return row(cut, block=block, **attrs)
+exact = partial(wrong, operator="sums_of_squares", select="/sums_of_squares/")
 
 
-@wrong("shard-at-the-front", "an attribute without effect", operator="l2_norm_partials")
-def at_the_front(
-    row: Row, tensors: Sequence[Tensor], *, offsets: Any, sizes: Any, block: int
-) -> Any:
-    found = row(tensors, offsets=offsets, sizes=sizes, block=block)
-    start = 0
-    for index, tensor in enumerate(tensors):
-        first = 0 if offsets is None else offsets[index] // block
-        size = (0 if offsets is None else offsets[index]) + tensor.numel()
-        count = -(-(size if sizes is None else sizes[index]) // block)
-        part = found[start : start + count].roll(-first)
-        found[start : start + count] = part
-        start += count
+def digits_of(totals: Sequence[float]) -> Tensor:
+    """Rows of sums that are float64 numbers."""
+    whole = [int(math.ldexp(total, 298)) if math.isfinite(total) else 0 for total in totals]
+    return torch.tensor(
+        [[*((w >> 32 * place) & 0xFFFFFFFF for place in range(19)), 0, 0] for w in whole]
+    )
+
+
+@exact("squares-added-in-float32", "an accumulator too narrow")
+def narrow_sum(row: Row, tensors: Sequence[Tensor]) -> Any:
+    return digits_of([float(t.float().square().sum()) for t in tensors])
+
+
+@exact("squares-added-in-their-order", "bits that depend on the order")
+def ordered_sum(row: Row, tensors: Sequence[Tensor]) -> Any:
+    return digits_of([sum(v * v for v in t.reshape(-1).tolist()) for t in tensors])
+
+
+@exact("lowest-bin-dropped", "small terms beside large ones lost")
+def two_bins(row: Row, tensors: Sequence[Tensor]) -> Any:
+    found = row(tensors)
+    places = torch.arange(19)
+    top = torch.where(found[:, :19] != 0, places, 0).amax(1, keepdim=True)
+    found[:, :19][places < top - 2] = 0
     return found
 
 
-@wrong("blocks-across-tensors", "wrong reduction length", operator="l2_norm_partials")
-def joined(row: Row, tensors: Sequence[Tensor], *, offsets: Any, sizes: Any, block: int) -> Any:
-    if offsets is not None:
-        return row(tensors, offsets=offsets, sizes=sizes, block=block)
-    form = operators.l2_norm_partials.fake(tensors, offsets=None, sizes=None, block=block)
-    flat = torch.cat([t.reshape(-1).float() for t in tensors])
-    found = row([flat], offsets=None, sizes=None, block=block)
-    return torch.nn.functional.pad(found, (0, form.numel() - found.numel()))
+@exact("subnormals-count-as-zero", "subnormal numbers")
+def flushed_squares(row: Row, tensors: Sequence[Tensor]) -> Any:
+    return row([torch.where(t.abs() < 2.0**-126, 0.0, t) for t in tensors])
+
+
+@exact("tail-of-a-tile-dropped", "dropped tail")
+def no_tail(row: Row, tensors: Sequence[Tensor]) -> Any:
+    flat = [t.reshape(-1) for t in tensors]
+    return row([t[: len(t) // 4096 * 4096] if len(t) > 4096 else t for t in flat])
+
+
+@exact("one-sum-of-the-list", "wrong reduction length")
+def one_row(row: Row, tensors: Sequence[Tensor]) -> Any:
+    found = row(tensors)
+    found[0], found[1:] = row([torch.cat([t.reshape(-1).float() for t in tensors])])[0], 0
+    return found
+
+
+@exact("nan-counts-as-infinity", "Inf or NaN lost")
+def one_special(row: Row, tensors: Sequence[Tensor]) -> Any:
+    found = row(tensors)
+    found[:, 19] += found[:, 20]
+    found[:, 20] = 0
+    return found
 
 
 coded = partial(wrong, operator="adamw_8bit")
@@ -183,6 +187,10 @@ def cleared_codes(row: Row, *args: Any, **attrs: Attr) -> Any:
         codes.zero_()
 
 
-CATALOGUE: tuple[Wrong, ...] = tuple(
-    entry for entry in globals().values() if isinstance(entry, Wrong)
-)
+ARGUMENTS = (
+    wrong_arguments("nesterov-ignored", "an attribute without effect", "sgd", nesterov=False),
+    wrong_arguments("sgd-decay-always-decoupled", "weight decay decoupled instead of coupled",
+        "sgd", decoupled=True),
+    wrong_arguments("lion-sign-of-kept-average", "the wrong one of two averages", "lion",
+        beta1=lambda beta2: beta2),
+)  # fmt: skip

@@ -34,11 +34,11 @@ MEMORY = 12 << 30
 """Address space that a process may have beside what it starts with."""
 RULES = {
     "adamw": ("adamw",), "sgd": ("sgd", "momentum", "nesterov"), "lion": ("lion",),
-    "lamb": ("lamb",), "lamb_partials": ("lamb",),
+    "lamb": ("lamb",), "lamb_sums_of_squares": ("lamb",),
 }  # fmt: skip
 """Operators to their subjects of the chapter `optimizer`."""
 WAYS = {
-    "l2_norm": "clip", "clip": "clip", "l2_norm_partials": "clip", "unscale_and_check": "scaled",
+    "l2_norm": "clip", "clip": "clip", "sums_of_squares": "clip", "unscale_and_check": "scaled",
 }  # fmt: skip
 """Operators to the ways of that chapter in which every subject calls them."""
 RANDOM = {

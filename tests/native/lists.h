@@ -34,26 +34,28 @@ inline Bytes bytes_of(std::vector<Tensor>& list) {
   return bytes;
 }
 
-// One block of the grid: squares in float32, added up in pairs after zeros up to `block`.
-inline float sum_in_pairs(std::vector<float> values, int64_t block) {
-  values.resize(static_cast<size_t>(block), 0.0f);
-  for (size_t width = values.size() / 2; width > 0; width /= 2) {
-    for (size_t i = 0; i < width; ++i) values[i] += values[i + width];
-  }
-  return values[0];
-}
-
-// Room for the sums of every tensor, after three blocks that nobody may touch.
-struct Grid {
-  std::vector<int64_t> first;
-  int64_t block, total = 3;
-
-  Grid(const std::vector<Tensor>& list, int64_t size) : block(size) {
-    for (const Tensor& tensor : list) {
-      first.push_back(total);
-      total += (tensor.numel() + block - 1) / block;
+// A row of Note [Exact sums], in units of 2^-298, of which a long number has a bit each.
+inline std::vector<int64_t> exact_sum_of_squares(const Doubles& values) {
+  std::vector<int64_t> row(kDigits, 0);
+  for (const double value : values) {
+    if (!std::isfinite(value)) {
+      row[std::isnan(value) ? kNaNs : kInfinities] += 1;
+      continue;
+    }
+    int exponent;
+    const auto whole = static_cast<int64_t>(std::ldexp(std::frexp(value, &exponent), 24));
+    const auto square = static_cast<uint64_t>(whole * whole);
+    // Bit by bit from the lowest one that is set: exact for subnormal numbers too.
+    for (int bit = 0; bit < 48; ++bit) {
+      const int place = 2 * (exponent - 24) + 298 + bit;
+      if (square >> bit & 1) row[static_cast<size_t>(place / 32)] += int64_t{1} << (place % 32);
     }
   }
-};
+  for (size_t k = 0; k + 1 < kInfinities; ++k) {
+    row[k + 1] += row[k] >> 32;
+    row[k] &= 0xffffffff;
+  }
+  return row;
+}
 
 }  // namespace anychip::cpu::test

@@ -1,4 +1,4 @@
-// l2_norm, l2_norm_partials, clip, unscale_and_check over lists of tensors, against float64.
+// l2_norm, sums_of_squares, clip, unscale_and_check over lists of tensors, against float64.
 #include "lists.h"
 
 namespace anychip::cpu::test {
@@ -22,30 +22,35 @@ void test_l2_norm(DType dtype, double scale) {
   });
 }
 
-void test_l2_norm_partials(DType dtype, int64_t block) {
-  const std::string name =
-      std::string("l2_norm_partials ") + name_of(dtype) + " by " + std::to_string(block);
+// Numbers of so many exponents: tiles take two sums, three, or none. And special ones.
+void test_sums_of_squares(DType dtype, double exponents, bool special) {
+  const std::string name = std::string("sums_of_squares ") + name_of(dtype) + " of " +
+                           std::to_string(exponents) + " exponents";
   std::vector<Tensor> list = random_list(dtype, 1, 1.0);
-  const Grid grid(list, block);
-  std::vector<float> want(3, -1.0f);
-  for (const Tensor& tensor : list) {
-    for (int64_t begin = 0; begin < tensor.numel(); begin += block) {
-      std::vector<float> squares;
-      for (int64_t i = begin; i < std::min(tensor.numel(), begin + block); ++i) {
-        const auto value = static_cast<float>(tensor.get(i));
-        squares.push_back(value * value);
-      }
-      want.push_back(sum_in_pairs(squares, block));
+  for (Tensor& tensor : list) {
+    for (int64_t i = 0; i < tensor.numel(); ++i) {
+      tensor.set(
+          i, std::ldexp(tensor.get(i), -static_cast<int>(exponents * (i * 7919 % 4093) / 4093)));
     }
   }
+  if (special) {
+    list.back().set(5, INFINITY);
+    list.back().set(39999, NAN);
+    list[9].set(4096, -INFINITY);
+  }
+  std::vector<int64_t> want;
+  for (const Tensor& tensor : list) {
+    const std::vector<int64_t> row = exact_sum_of_squares(tensor.values());
+    want.insert(want.end(), row.begin(), row.end());
+  }
   check_same_bits(name, [&] {
-    Tensor out(DType::kFloat32, Doubles(static_cast<size_t>(grid.total), -1.0));
-    l2_norm_partials(refs(list), {grid.first, block, out.floats()});
-    check_that(out.values() == Doubles(want.begin(), want.end()), name);
-    check_that(out.guards_intact(), name + ": wrote outside of its output");
-    Bytes bytes;
-    out.append_to(bytes);
-    return bytes;
+    std::vector<int64_t> rows(want.size() + 1, -1);
+    sums_of_squares(refs(list), rows.data());
+    check_that(rows.back() == -1, name + ": wrote outside of its output");
+    rows.pop_back();
+    check_that(rows == want, name);
+    const auto* bytes = reinterpret_cast<const unsigned char*>(rows.data());
+    return Bytes(bytes, bytes + rows.size() * sizeof rows[0]);
   });
 }
 
@@ -101,26 +106,13 @@ void test_errors() {
                                       [&] { l2_norm({{&value, -2, DType::kFloat32}}, &value); });
   check_throws<std::invalid_argument>("address of a tensor",
                                       [&] { clip({{nullptr, 2, DType::kFloat32}}, &value, 1.0); });
-  check_throws<std::invalid_argument>("a power of two, got 12", [&] {
-    l2_norm_partials({{&value, 1, DType::kFloat32}}, {{0}, 12, &value});
-  });
-  check_throws<std::invalid_argument>("a power of two, got 33554432", [&] {
-    l2_norm_partials({{&value, 1, DType::kFloat32}}, {{0}, int64_t{1} << 25, &value});
-  });
-  check_throws<std::invalid_argument>("for tensor 0, got -1", [&] {
-    l2_norm_partials({{&value, 1, DType::kFloat32}}, {{-1}, 4, &value});
-  });
   check_throws<std::invalid_argument>("numel of all tensors <= ", [&] {
     const TensorRef half{&value, int64_t{1} << 46, DType::kFloat32};
     l2_norm({half, half, half}, &value);
   });
-  check_throws<std::invalid_argument>("address of out", [&] {
-    l2_norm_partials({{&value, 1, DType::kFloat32}}, {{0}, 4, nullptr});
-  });
-  l2_norm_partials({{nullptr, 0, DType::kFloat32}}, {{0}, 4, nullptr});  // no block, no sum
-  check_throws<std::invalid_argument>("each of 1 tensors, got 2", [&] {
-    l2_norm_partials({{&value, 1, DType::kFloat32}}, {{0, 1}, 4, &value});
-  });
+  check_throws<std::invalid_argument>(
+      "address of out", [&] { sums_of_squares({{&value, 1, DType::kFloat32}}, nullptr); });
+  sums_of_squares({}, nullptr);  // no tensor, no row
 }
 
 }  // namespace
@@ -132,7 +124,9 @@ int main() {
   bind_linked_openmp();
   for (const DType dtype : kDTypes) {
     test_l2_norm(dtype, 1.0);
-    for (const int64_t block : {1, 8, 64, 1024, 32768}) test_l2_norm_partials(dtype, block);
+    for (const double exponents : {0.0, 17.0, 20.0, 30.0, 45.0, 120.0}) {
+      test_sums_of_squares(dtype, exponents, exponents == 30.0);
+    }
     for (const float norm : {0.5f, 7.0f, INFINITY, NAN}) test_clip(dtype, norm, 1.0);
     test_unscale(dtype, 8.0f, 1.0, false);
     test_unscale(dtype, 3.0f, 1.0, false);  // whose reciprocal is not exact

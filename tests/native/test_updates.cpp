@@ -198,41 +198,46 @@ void test_lamb(const Options& options) {
       {14.0, 5.0, 6.0});
 }
 
-// What the partials sum: the squares of the parameters, bit for bit, and of the steps.
-void test_lamb_partials(const Options& options, int64_t block) {
-  const std::string name = options.name("lamb_partials") + " by " + std::to_string(block);
+// The squares of the parameters, exactly, and of the steps, within what these are rounded by.
+void test_lamb_sums_of_squares(const Options& options) {
+  const std::string name = options.name("lamb_sums_of_squares");
   State state(options);
-  const Grid grid(state.params, block);
   const Bytes before = state.bytes();
-  Expected steps(grid.total);
-  Doubles weights(static_cast<size_t>(grid.total), -1.0);
-  steps.want[0] = steps.want[1] = steps.want[2] = -1.0;
-  for (size_t n = 0; n < state.params.size(); ++n) {
-    for (int64_t begin = 0; begin < state.params[n].numel(); begin += block) {
-      const auto place = static_cast<size_t>(grid.first[n] + begin / block);
-      std::vector<float> squares;
-      for (int64_t i = begin; i < std::min(state.params[n].numel(), begin + block); ++i) {
-        const Element e{state.params[n].get(i), state.grads[n].get(i) * options.factor(),
-                        state.averages[n].get(i), state.squared[n].get(i)};
-        const Moved step = lamb_step(e);
-        steps.want[place] += step.p * step.p;
-        steps.terms[place] += step.p_terms * step.p_terms;
-        squares.push_back(static_cast<float>(e.p) * static_cast<float>(e.p));
-      }
-      weights[place] = sum_in_pairs(squares, block);
+  const size_t count = state.params.size();
+  Expected norms(static_cast<int64_t>(count));
+  std::vector<int64_t> weights;
+  for (size_t n = 0; n < count; ++n) {
+    double squares = 0.0, terms = 0.0;
+    for (int64_t i = 0; i < state.params[n].numel(); ++i) {
+      const Moved step =
+          lamb_step({state.params[n].get(i), state.grads[n].get(i) * options.factor(),
+                     state.averages[n].get(i), state.squared[n].get(i)});
+      squares += step.p * step.p;
+      terms += step.p_terms * step.p_terms;
     }
+    norms.want[n] = std::sqrt(squares);
+    norms.terms[n] = std::sqrt(terms);
+    const std::vector<int64_t> row = exact_sum_of_squares(state.params[n].values());
+    weights.insert(weights.end(), row.begin(), row.end());
   }
   check_same_bits(name, [&] {
-    Tensor out(DType::kFloat32, Doubles(static_cast<size_t>(2 * grid.total), -1.0));
-    lamb_partials(state.update(options, 2), kLamb, {grid.first, block, out.floats()}, grid.total);
-    const Doubles found = out.values();
-    const auto middle = found.begin() + grid.total;
-    check_that(Doubles(found.begin(), middle) == weights, name + ": weights");
-    check_close(name, Tensor(DType::kFloat32, Doubles(middle, found.end())), steps, 44.0);
-    check_that(out.guards_intact() && state.bytes() == before, name + ": wrote elsewhere");
-    Bytes bytes;
-    out.append_to(bytes);
-    return bytes;
+    std::vector<int64_t> rows(2 * weights.size() + 1, -1);
+    lamb_sums_of_squares(state.update(options, 2), kLamb, rows.data());
+    const auto middle = rows.begin() + static_cast<int64_t>(weights.size());
+    check_that(std::vector<int64_t>(rows.begin(), middle) == weights, name + ": weights");
+    Doubles steps;
+    for (size_t n = 0; n < count; ++n) {
+      double sum = 0.0;
+      for (int k = kInfinities - 1; k >= 0; --k) {
+        const int64_t digit = middle[static_cast<int64_t>(n) * kDigits + k];
+        sum += std::ldexp(static_cast<double>(digit), 32 * k - 298);
+      }
+      steps.push_back(std::sqrt(sum));
+    }
+    check_close(name, Tensor(DType::kFloat32, steps), norms, 23.0);
+    check_that(rows.back() == -1 && state.bytes() == before, name + ": wrote elsewhere");
+    const auto* bytes = reinterpret_cast<const unsigned char*>(rows.data());
+    return Bytes(bytes, bytes + rows.size() * sizeof rows[0]);
   });
 }
 
@@ -272,11 +277,11 @@ int main() {
     test_sgd(options, {0.9, true, 0.1, false});
     test_lion(options);
     test_lamb(options);
-    test_lamb_partials(options, 1024);
+    test_lamb_sums_of_squares(options);
   }
   test_sgd({}, {0.5, false, 2.0, true});
   test_sgd({}, {0.5, true, 0.0, false});
-  for (const int64_t block : {1, 64, 32768}) test_lamb_partials({}, block);
+  test_lamb_sums_of_squares({});
   test_errors();
   return report("updates");
 }

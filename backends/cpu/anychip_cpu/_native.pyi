@@ -229,11 +229,8 @@ def lamb(
 ) -> None:
     """trust: one float32 per tensor. correction1, correction2: of 1 - beta^t, 0-dim float32."""
 
-def lamb_partials(
+def lamb_sums_of_squares(
     update: Update,
-    first: list[int],
-    block: int,
-    total: int,
     out: int,
     correction1: int,
     correction2: int,
@@ -244,18 +241,11 @@ def lamb_partials(
 ) -> None:
     """Nothing of update is written, lr and found_inf are not read.
 
-    out: (2, total) float32, of which tensor i writes as many as it has blocks, from first[i] on.
+    out: (2, tensors, 21) int64.
     """
 
-def l2_norm_partials(
-    tensors: list[int],
-    numels: list[int],
-    dtypes: list[int],
-    first: list[int],
-    block: int,
-    out: int,
-) -> None:
-    """out as in lamb_partials, but one row."""
+def sums_of_squares(tensors: list[int], numels: list[int], dtypes: list[int], out: int) -> None:
+    """out: (tensors, 21) int64."""
 
 def l2_norm(tensors: list[int], numels: list[int], dtypes: list[int], out: int) -> None:
     """out: address of one float32."""

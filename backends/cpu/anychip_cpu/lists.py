@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip.operators.partials import grid_places
+from anychip.operators.squares import WIDTH
 from anychip_cpu import native
 from anychip_cpu.native import CODES
 from anychip_cpu.table import declared
@@ -30,33 +30,11 @@ def described(tensors: Sequence[Tensor]) -> tuple[list[int], list[int], list[int
     )
 
 
-def places(
-    tensors: Sequence[Tensor],
-    offsets: Sequence[int] | None,
-    sizes: Sequence[int] | None,
-    block: int,
-) -> tuple[list[int], int]:
-    """Where each tensor's first block is among the blocks of all whole tensors; their number."""
-    first, total = [], 0
-    for place, count in grid_places(tensors, offsets, sizes, block):
-        first.append(total + place)
-        total += count
-    return first, total
-
-
-@declared.forward("l2_norm_partials")
-def l2_norm_partials(
-    tensors: Sequence[Tensor],
-    *,
-    offsets: Sequence[int] | None,
-    sizes: Sequence[int] | None,
-    block: int,
-) -> Tensor:
+@declared.forward("sums_of_squares")
+def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     whole = [t.contiguous() for t in tensors]
-    first, total = places(tensors, offsets, sizes, block)
-    found = torch.zeros(total, dtype=torch.float32)
-    if total:  # a tensor without elements has no address
-        _kernels.l2_norm_partials(*described(whole), first, block, found.data_ptr())
+    found = torch.empty(len(tensors), WIDTH, dtype=torch.int64)
+    _kernels.sums_of_squares(*described(whole), found.data_ptr())
     return found
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from anychip.operators.lamb import trust_ratios
-from anychip.operators.partials import BLOCK
+from anychip.operators.squares import WIDTH
 from anychip.operators.update import bias_corrections
 from anychip_cpu import native
-from anychip_cpu.lists import addresses, described, places
+from anychip_cpu.lists import addresses, described
 from anychip_cpu.table import address, declared
 
 _kernels: Any = native.kernels
@@ -89,19 +89,8 @@ def lamb(
 ) -> None:
     moments = (exp_avgs, exp_avg_sqs)
     if trust is None and params:
-        partials = lamb_partials(
-            params,
-            grads,
-            *moments,
-            step,
-            scale,
-            clip,
-            offsets=None,
-            sizes=None,
-            block=BLOCK,
-            **attrs,
-        )
-        trust = trust_ratios(partials, [p.numel() for p in params])
+        given = (params, grads, *moments, step, scale, clip)
+        trust = trust_ratios(lamb_sums_of_squares(*given, **attrs))
     corrections = bias_corrections(step + 1.0, attrs["beta1"], attrs["beta2"])
     _kernels.lamb(
         _update(params, grads, moments, lr, step, scale, clip, found_inf, low_precision),
@@ -111,8 +100,8 @@ def lamb(
     )
 
 
-@declared.forward("lamb_partials")
-def lamb_partials(
+@declared.forward("lamb_sums_of_squares")
+def lamb_sums_of_squares(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
@@ -120,24 +109,14 @@ def lamb_partials(
     step: Tensor,
     scale: Tensor | None,
     clip: Tensor | None,
-    *,
-    offsets: Sequence[int] | None,
-    sizes: Sequence[int] | None,
-    block: int,
     **attrs: Any,
 ) -> Tensor:
     given = (params, grads, exp_avgs, exp_avg_sqs)
     whole_params, whole_grads, *states = ([t.contiguous() for t in tensors] for tensors in given)
-    first, total = places(params, offsets, sizes, block)
-    found = torch.zeros(2, total, dtype=torch.float32)
-    if not total:  # a tensor without elements has no address
-        return found
+    found = torch.empty(2, len(params), WIDTH, dtype=torch.int64)
     corrections = bias_corrections(step + 1.0, attrs["beta1"], attrs["beta2"])
-    _kernels.lamb_partials(
+    _kernels.lamb_sums_of_squares(
         _update(whole_params, whole_grads, states, None, step, scale, clip, None, None),
-        first,
-        block,
-        total,
         found.data_ptr(),
         *addresses(corrections),
         **attrs,

@@ -1,4 +1,4 @@
-"""Rows over lists of tensors: l2_norm, l2_norm_partials, clip, unscale_and_check.
+"""Rows over lists of tensors: l2_norm, sums_of_squares, clip, unscale_and_check.
 
 An operator that writes in place has two rows: one for contiguous tensors, and one that copies the
 others, and copies the results back.
@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip.operators.partials import grid_places
+from anychip.operators.squares import WIDTH, carried
 from anychip_cuda.native import Kernels
 from anychip_cuda.table import declared
-
-MOST_BLOCK = 1 << 18
-"""Elements of a block of partials beyond which the reference serves: sums of it are registers."""
 
 _dtype = attrgetter("dtype")
 
@@ -67,31 +64,6 @@ def by_copies(row: Callable[..., None], reads: tuple[int, ...] = ()) -> Callable
     return function
 
 
-def placed(
-    tensors: Sequence[Tensor],
-    offsets: Sequence[int] | None,
-    sizes: Sequence[int] | None,
-    block: int,
-) -> tuple[list[int], int]:
-    """Where each tensor's first block is among the blocks of all whole tensors; their number."""
-    first, total = [], 0
-    for place, count in grid_places(tensors, offsets, sizes, block):
-        first.append(total + place)
-        total += count
-    return first, total
-
-
-def partials_like(
-    tensor: Tensor,
-    shape: tuple[int, ...],
-    offsets: Sequence[int] | None,
-    sizes: Sequence[int] | None,
-) -> Tensor:
-    """Room for partials, zeros where a shard may leave blocks out."""
-    make = torch.empty if offsets is None and sizes is None else torch.zeros
-    return make(shape, dtype=torch.float32, device=tensor.device)
-
-
 @declared.forward("l2_norm", accepts=lambda tensors: len(tensors) > 0)
 def l2_norm(kernels: Kernels, tensors: Sequence[Tensor]) -> Tensor:
     """Of one tensor at least: the norm of none has no device, and the reference refuses it."""
@@ -107,23 +79,15 @@ def l2_norm(kernels: Kernels, tensors: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-@declared.forward("l2_norm_partials", accepts=lambda *_, block, **__: block <= MOST_BLOCK)
-def l2_norm_partials(
-    kernels: Kernels,
-    tensors: Sequence[Tensor],
-    *,
-    offsets: Sequence[int] | None,
-    sizes: Sequence[int] | None,
-    block: int,
-) -> Tensor:
-    """By blocks of at most MOST_BLOCK elements."""
+@declared.forward("sums_of_squares")
+def sums_of_squares(kernels: Kernels, tensors: Sequence[Tensor]) -> Tensor:
+    """Chunks add their digits to rows by integers, in any order; then those are carried."""
     tensors = contiguous(tensors)
-    first, total = placed(tensors, offsets, sizes, block)
-    found = partials_like(tensors[0], (total,), offsets, sizes)
-    kernels.native.l2_norm_partials(
-        *described(kernels, tensors), first, block, found.data_ptr(), *kernels.place(found)
+    rows = tensors[0].new_zeros((len(tensors), WIDTH), dtype=torch.int64)
+    kernels.native.sums_of_squares(
+        *described(kernels, tensors), rows.data_ptr(), *kernels.place(rows)
     )
-    return found
+    return carried(rows)
 
 
 @declared.forward("clip", contiguous=True)

@@ -1,4 +1,4 @@
-"""Rows of update rules: adamw, adamw_8bit, sgd, lion, lamb and lamb_partials.
+"""Rows of update rules: adamw, adamw_8bit, sgd, lion, lamb and lamb_sums_of_squares.
 
 A step is one launch of a single thread, which turns the scalars on the device into factors and
 counts the step, and then one launch per 64 tensors. Nothing is read by the host.
@@ -7,22 +7,14 @@ counts the step, and then one launch per 64 tensors. Nothing is read by the host
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from anychip.operators.partials import BLOCK, num_blocks
-from anychip_cuda.lists import (
-    MOST_BLOCK,
-    addresses,
-    by_copies,
-    codes,
-    contiguous,
-    described,
-    partials_like,
-    placed,
-)
+from anychip.operators.lamb import trust_ratios
+from anychip.operators.squares import WIDTH, carried
+from anychip_cuda.lists import addresses, by_copies, codes, contiguous, described
 from anychip_cuda.native import Kernels, address
 from anychip_cuda.table import declared
 
@@ -226,32 +218,24 @@ def lamb(
     place = kernels.place(step)
     if trust is None:
         measured = update if not low_precision else _update(kernels, params, grads, moments, None)
-        trust = _measured_trust(kernels, measured, params, factors, numbers)
+        trust = trust_ratios(_measured(kernels, measured, len(params), factors, numbers))
     trust = trust.contiguous()
     kernels.native.lamb(update, factors.data_ptr(), trust.data_ptr(), *numbers, *place)
 
 
-def _measured_trust(
-    kernels: Kernels,
-    update: Any,
-    params: Sequence[Tensor],
-    factors: Tensor,
-    numbers: tuple[float, ...],
+def _measured(
+    kernels: Kernels, update: Any, count: int, factors: Tensor, numbers: tuple[float, ...]
 ) -> Tensor:
-    """Trust ratios of whole tensors, the same bits as from lamb_partials and trust_ratios."""
-    starts = list(accumulate((num_blocks(p.numel()) for p in params), initial=0))
-    total, place = starts[-1], kernels.place(factors)
-    partials = factors.new_empty((2, total))
-    trust = factors.new_empty((len(params),))
-    kernels.native.lamb_partials(
-        update, factors.data_ptr(), *numbers, starts[:-1], BLOCK, total, partials.data_ptr(), *place
+    """Exact sums of squares of parameters and of steps, as lamb_sums_of_squares has them."""
+    rows = factors.new_zeros((2, count, WIDTH), dtype=torch.int64)
+    kernels.native.lamb_sums_of_squares(
+        update, factors.data_ptr(), *numbers, rows.data_ptr(), *kernels.place(factors)
     )
-    kernels.native.trust_ratios(partials.data_ptr(), starts, trust.data_ptr(), *place)
-    return trust
+    return carried(rows)
 
 
-@declared.forward("lamb_partials", accepts=lambda *_, block, **__: block <= MOST_BLOCK)
-def lamb_partials(
+@declared.forward("lamb_sums_of_squares")
+def lamb_sums_of_squares(
     kernels: Kernels,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -261,19 +245,13 @@ def lamb_partials(
     scale: Tensor | None,
     clip: Tensor | None,
     *,
-    offsets: Sequence[int] | None,
-    sizes: Sequence[int] | None,
-    block: int,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
 ) -> Tensor:
-    """By blocks of at most MOST_BLOCK elements."""
     given = (params, grads, exp_avgs, exp_avg_sqs)
     params, grads, *moments = (contiguous(tensors) for tensors in given)
-    first, total = placed(params, offsets, sizes, block)
-    found = partials_like(step, (2, total), offsets, sizes)
     factors = _begin(
         kernels,
         *(None, step, scale, clip, None),
@@ -282,17 +260,9 @@ def lamb_partials(
         weight_decay=weight_decay,
         counts=False,
     )
-    kernels.native.lamb_partials(
-        _update(kernels, params, grads, moments, None),
-        factors.data_ptr(),
-        *(beta1, beta2, eps, weight_decay),
-        first,
-        block,
-        total,
-        found.data_ptr(),
-        *kernels.place(step),
-    )
-    return found
+    update = _update(kernels, params, grads, moments, None)
+    numbers = (beta1, beta2, eps, weight_decay)
+    return _measured(kernels, update, len(params), factors, numbers)
 
 
 declared.forward("adamw")(by_copies(adamw, reads=_GRADS))

@@ -28,10 +28,10 @@ def cases() -> dict[str, Callable[[SampleMaker], Case]]:
         "sgd": _sgd,
         "lion": _lion,
         "lamb": _lamb,
-        "l2_norm_partials": lambda m: Case(
-            args=([m.normal(*_SHAPE) for _ in range(_COUNT)],), attrs={}, eager=_partials
+        "sums_of_squares": lambda m: Case(
+            args=([m.normal(*_SHAPE) for _ in range(_COUNT)],), attrs={}, eager=_squared_norms
         ),
-        "lamb_partials": _lamb_partials,
+        "lamb_sums_of_squares": _lamb_sums_of_squares,
         "clip": _clip,
         "unscale_and_check": _unscale_and_check,
         "quantize": lambda m: Case(
@@ -47,8 +47,8 @@ def _rows(x: Tensor, length: int) -> Tensor:
     return x.float().view(-1, length)
 
 
-def _partials(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([_rows(t, 1024).square().sum(1) for t in tensors])
+def _squared_norms(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(tensors)).square()
 
 
 def _state(m: SampleMaker, num_states: int) -> tuple[list[Tensor], ...]:
@@ -59,6 +59,30 @@ def _state(m: SampleMaker, num_states: int) -> tuple[list[Tensor], ...]:
     ]
     lists[1] = [g * 1e-3 for g in lists[1]]
     return tuple(lists)
+
+
+_FUSED_ADAMW: dict[str, Any] = {
+    "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8, "amsgrad": False,
+    "maximize": False,
+}  # fmt: skip
+
+
+def _scalars(m: SampleMaker) -> tuple[Any, ...]:
+    """Of AdamW. torch's kernel is told the number of this step, ours of those before it."""
+    return m.scalar(1e-3), m.scalar(0.0), None, None, None, None
+
+
+def adamw(m: SampleMaker) -> Case:
+    """torch's fused AdamW."""
+    params, moments, squares = (
+        [m.normal(*_SHAPE, dtype=torch.float32).square() for _ in range(_COUNT)] for _ in range(3)
+    )
+    grads, steps = [p * 1e-3 for p in params], [m.scalar(1.0) for _ in params]
+
+    def eager(p: Any, g: Any, first: Any, second: Any, *_: Any) -> None:
+        torch._fused_adamw_(p, g, first, second, [], steps, **_FUSED_ADAMW)
+
+    return Case(args=(params, grads, moments, squares, *_scalars(m)), attrs={}, eager=eager)
 
 
 def _adamw_8bit(m: SampleMaker) -> Case:
@@ -75,10 +99,7 @@ def _adamw_8bit(m: SampleMaker) -> Case:
             [form.decode(*pair) for pair in zip(codes, scales, strict=True)]
             for form, codes, scales in ((SIGNED, m8, ms), (UNSIGNED, v8, vs))
         )
-        torch._fused_adamw_(
-            p, g, firsts, seconds, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01,
-            eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
+        torch._fused_adamw_(p, g, firsts, seconds, [], steps, **_FUSED_ADAMW)
         for form, averages, codes, scales in (
             (SIGNED, firsts, m8, ms),
             (UNSIGNED, seconds, v8, vs),
@@ -87,9 +108,7 @@ def _adamw_8bit(m: SampleMaker) -> Case:
                 for state, made in zip((codes, scales), form.encode(average), strict=True):
                     state[index].copy_(made)
 
-    # torch's kernel is told the number of this step, ours the number of those before it.
-    scalars = (m.scalar(1e-3), m.scalar(0.0), None, None, None, None)
-    return Case(args=(params, grads, *states, *scalars), attrs={}, eager=eager)
+    return Case(args=(params, grads, *states, *_scalars(m)), attrs={}, eager=eager)
 
 
 def _sgd(m: SampleMaker) -> Case:
@@ -149,13 +168,13 @@ def _lamb(m: SampleMaker) -> Case:
     return Case(args=(*_state(m, 2), m.scalar(1e-3), m.scalar(3.0)), attrs={}, eager=eager)
 
 
-def _lamb_partials(m: SampleMaker) -> Case:
+def _lamb_sums_of_squares(m: SampleMaker) -> Case:
     def eager(params: Any, grads: Any, firsts: Any, seconds: Any, step: Tensor) -> Tensor:
         firsts = torch._foreach_lerp(firsts, grads, 0.1)
         seconds = torch._foreach_mul(seconds, 0.999)
         torch._foreach_addcmul_(seconds, grads, grads, 0.001)
         steps = _lamb_steps(params, firsts, seconds)
-        return torch.stack([_partials(params), _partials(steps)])
+        return torch.stack([_squared_norms(params), _squared_norms(steps)])
 
     return Case(args=(*_state(m, 2), m.scalar(3.0)), attrs={}, eager=eager)
 

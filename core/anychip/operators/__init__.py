@@ -25,7 +25,7 @@ from anychip.operators.dropout import bias_dropout_add, dropout
 from anychip.operators.dropout_add_norm import dropout_add_layer_norm, dropout_add_rms_norm
 from anychip.operators.gradients import clip, l2_norm, unscale_and_check
 from anychip.operators.grouped import grouped_linear
-from anychip.operators.lamb import lamb, lamb_partials
+from anychip.operators.lamb import lamb, lamb_sums_of_squares
 from anychip.operators.linear import embedding, linear
 from anychip.operators.linear_cross_entropy import (
     linear_cross_entropy,
@@ -33,11 +33,11 @@ from anychip.operators.linear_cross_entropy import (
 )
 from anychip.operators.loss import cross_entropy
 from anychip.operators.norm import group_norm, layer_norm, rms_norm
-from anychip.operators.partials import l2_norm_partials
 from anychip.operators.permutation import permute, unpermute
 from anychip.operators.quantization import dequantize, quantize
 from anychip.operators.rope import rope
 from anychip.operators.softmax import softmax
+from anychip.operators.squares import sums_of_squares
 from anychip.operators.update import adamw, lion, sgd
 from anychip.operators.varlen import attention_varlen
 
@@ -52,8 +52,8 @@ __all__ = [
     "attention_dropout", "attention_varlen", "bias_dropout_add", "bias_gelu", "clip", "conv1d",
     "conv2d", "cross_entropy", "dequantize", "dropout", "dropout_add_layer_norm",
     "dropout_add_rms_norm", "embedding", "geglu", "gelu", "group_norm", "grouped_linear",
-    "hadamard", "l2_norm", "l2_norm_partials", "lamb", "lamb_partials", "layer_norm", "linear",
+    "hadamard", "l2_norm", "lamb", "lamb_sums_of_squares", "layer_norm", "linear",
     "linear_cross_entropy", "linear_cross_entropy_partials", "lion", "permute", "quantize", "relu",
-    "relu2", "rms_norm", "rope", "sgd", "sigmoid", "silu", "softmax", "softplus", "swiglu", "tanh",
-    "top_k", "unpermute", "unscale_and_check",
+    "relu2", "rms_norm", "rope", "sgd", "sigmoid", "silu", "softmax", "softplus", "sums_of_squares",
+    "swiglu", "tanh", "top_k", "unpermute", "unscale_and_check",
 ]  # fmt: skip

@@ -54,11 +54,11 @@ from anychip.ops.update import (
     adamw_8bit,
     clip,
     l2_norm,
-    l2_norm_partials,
     lamb,
-    lamb_partials,
+    lamb_sums_of_squares,
     lion,
     sgd,
+    sums_of_squares,
     unscale_and_check,
 )
 
@@ -68,9 +68,9 @@ __all__ = [
     "adamw", "adamw_8bit", "add_layer_norm", "add_rms_norm", "attention", "attention_dropout",
     "attention_varlen", "bias_dropout_add", "bias_gelu", "clip", "conv1d", "conv2d",
     "cross_entropy", "dequantize", "dropout", "dropout_add_layer_norm", "dropout_add_rms_norm",
-    "embedding", "geglu", "gelu", "group_norm", "grouped_linear", "hadamard", "l2_norm",
-    "l2_norm_partials", "lamb", "lamb_partials", "layer_norm", "linear", "linear_cross_entropy",
+    "embedding", "geglu", "gelu", "group_norm", "grouped_linear", "hadamard", "l2_norm", "lamb",
+    "lamb_sums_of_squares", "layer_norm", "linear", "linear_cross_entropy",
     "linear_cross_entropy_partials", "lion", "permute", "quantize", "relu", "relu2", "rms_norm",
-    "rope", "sgd", "sigmoid", "silu", "softmax", "softplus", "swiglu", "tanh", "top_k", "unpermute",
-    "unscale_and_check",
+    "rope", "sgd", "sigmoid", "silu", "softmax", "softplus", "sums_of_squares", "swiglu", "tanh",
+    "top_k", "unpermute", "unscale_and_check",
 ]  # fmt: skip

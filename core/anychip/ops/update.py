@@ -16,27 +16,17 @@ def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
     raise NotImplementedError
 
 
-@operator(operators.l2_norm_partials)
-def l2_norm_partials(
-    tensors: Sequence[Tensor],
-    *,
-    offsets: Sequence[int] | None = None,
-    sizes: Sequence[int] | None = None,
-    block: int = 1024,
-) -> Tensor:
-    """Sums of squares by blocks of the whole tensors, from any shards of them. Not differentiable.
-
-    Added up over all ranks they are those of the whole tensors, bit for bit, whatever the sharding
-    is; ``anychip.operators.partials.sum_in_pairs`` then gives the squared norm.
+@operator(operators.sums_of_squares)
+def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Exact sums of squares, for norms that have the same bits however tensors are cut.
 
     Args:
-        tensors: float; each a whole tensor, or a range of blocks of the flattened one.
-        offsets: first element of each in its whole tensor, a multiple of block; None: all 0.
-        sizes: elements of each whole tensor; None: each ends with what is given.
-        block: a power of two.
+        tensors: at least one, of any float dtypes; each the whole, or any part of one.
 
     Returns:
-        (blocks of all whole tensors) float32, 0 for blocks that are not given.
+        (len(tensors), 21) int64: digits in base 2^32 of the sum as a multiple of 2^-298, the lowest
+        first, the number of infinities, and that of NaN. Rows of parts add up to that of the whole,
+        in any order; ``anychip.operators.squares.root`` makes norms of rows or of their sums.
     """
     raise NotImplementedError
 
@@ -191,8 +181,8 @@ def lion(
     raise NotImplementedError
 
 
-@operator(operators.lamb_partials)
-def lamb_partials(
+@operator(operators.lamb_sums_of_squares)
+def lamb_sums_of_squares(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
@@ -201,9 +191,6 @@ def lamb_partials(
     scale: Tensor | None = None,
     clip: Tensor | None = None,
     *,
-    offsets: Sequence[int] | None = None,
-    sizes: Sequence[int] | None = None,
-    block: int = 1024,
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-6,
@@ -213,11 +200,11 @@ def lamb_partials(
 
     Args:
         params, grads, exp_avgs, exp_avg_sqs, step, scale, clip: as :func:`lamb` is given them.
-        offsets, sizes, block: the grid, see :func:`l2_norm_partials`.
 
     Returns:
-        (2, blocks of all whole tensors) float32. ``anychip.operators.lamb.trust_ratios`` makes it
-        the ``trust`` of :func:`lamb`, once it is added up over all shards.
+        (2, len(params), 21) int64 as of :func:`sums_of_squares`.
+        ``anychip.operators.lamb.trust_ratios`` makes it the ``trust`` of :func:`lamb`, once it is
+        added up over all shards.
     """
     raise NotImplementedError
 

@@ -189,8 +189,7 @@ def _through_stages(
         tokens,
         targets,
         weight=weight,
-        backward=run.optimizer.backward,
-        no_sync=run.optimizer.no_sync,
+        optimizer=run.optimizer,
         share_loss=False,
     )
     return torch.zeros((), device=run.loader.device) if loss is None else loss

@@ -1,52 +1,27 @@
 // What is done to lists of tensors besides updates, one range of one tensor at a time: sums of
 // squares, scaling, and unscaling with a check.
-#include "blocks.h"
-#include "loops.h"
+#include "squares.h"
 #include "table.h"
 
 namespace anychip::cpu::ANYCHIP_ISA {
 namespace {
 
-typedef float HalfRegisterF __attribute__((vector_size(2 * kRegisterLanes)));
-
-ANYCHIP_INLINE Pair<RegisterD> widen(RegisterF v) {
-  HalfRegisterF half[2];
-  __builtin_memcpy(half, &v, sizeof v);
-  return {__builtin_convertvector(half[0], RegisterD), __builtin_convertvector(half[1], RegisterD)};
-}
-template <class H>
-ANYCHIP_INLINE auto widen(Pair<H> v) {
-  return Pair<decltype(widen(v.low))>{widen(v.low), widen(v.high)};
-}
-using F64 = decltype(widen(F32{}));
-
-ANYCHIP_INLINE double sum_double_lanes(F64 v) {
-  double lane[kLanes];
-  static_assert(sizeof lane == sizeof v, "16 lanes of float64, in order");
-  __builtin_memcpy(lane, &v, sizeof v);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int k = 0; k < width; ++k) lane[k] += lane[k + width];
-  }
-  return lane[0];
-}
-
-// In float64 the square of a float32 is exact and cannot overflow.
+// n elements at x, which is as they are, or converted.
+ANYCHIP_INLINE const float* as_floats(const float* x, int64_t, float*) { return x; }
 template <class T>
-[[gnu::flatten]] double sum_of_squares_of(const T* x, int64_t n) {
-  const auto square = [&](int64_t i, auto lanes) {
-    const F64 v = widen(load_ahead(x + i, lanes));
-    return v * v;
-  };
-  F64 a{}, b{}, c{}, d{};
-  int64_t i = 0;
-  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-    a = a + square(i, AllLanes{});
-    b = b + square(i + kLanes, AllLanes{});
-    c = c + square(i + 2 * kLanes, AllLanes{});
-    d = d + square(i + 3 * kLanes, AllLanes{});
+ANYCHIP_INLINE const float* as_floats(const T* x, int64_t n, float* tile) {
+  for_each_vector(0, n,
+                  [&](int64_t i, auto lanes) { store(tile + i, load_ahead(x + i, lanes), lanes); });
+  return tile;
+}
+
+template <class T>
+[[gnu::flatten]] void add_squares_of_range(const T* x, int64_t n, int64_t* digits) {
+  alignas(64) float tile[kSquaresTile];
+  for (int64_t begin = 0; begin < n; begin += kSquaresTile) {
+    const int64_t count = begin + kSquaresTile < n ? kSquaresTile : n - begin;
+    add_squares_of(as_floats(x + begin, count, tile), count, digits);
   }
-  for_each_vector(i, n, [&](int64_t at, auto lanes) { a = a + square(at, lanes); });
-  return sum_double_lanes((a + b) + (c + d));
 }
 
 template <class T>
@@ -75,21 +50,8 @@ ANYCHIP_INLINE void visit_tensor(const TensorRef& tensor, Range elements, const 
 
 }  // namespace
 
-double sum_of_squares(const TensorRef& tensor, Range elements) {
-  double sum = 0.0;
-  visit_tensor(tensor, elements, [&](auto* x, int64_t n) { sum = sum_of_squares_of(x, n); });
-  return sum;
-}
-
-// In float32 and in pairs: a block's sum is that of every other chip, bit for bit.
-float block_squares(const TensorRef& tensor, Range elements, int64_t block, float* scratch) {
-  visit_tensor(tensor, elements, [&](auto* x, int64_t n) {
-    for_each_vector(0, n, [&](int64_t i, auto lanes) {
-      const F32 v = load_ahead(x + i, lanes);
-      store(scratch + i, v * v, lanes);
-    });
-  });
-  return sum_in_pairs(scratch, elements.end - elements.begin, block);
+void add_squares(const TensorRef& tensor, Range elements, int64_t* digits) {
+  visit_tensor(tensor, elements, [&](auto* x, int64_t n) { add_squares_of_range(x, n, digits); });
 }
 
 void multiply(const TensorRef& tensor, float factor, Range elements) {

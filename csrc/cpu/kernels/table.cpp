@@ -51,9 +51,8 @@ const KernelTable kTable = {
     sgd,
     lion,
     lamb,
-    lamb_squares,
-    block_squares,
-    sum_of_squares,
+    add_lamb_squares,
+    add_squares,
     multiply,
     divide_and_check,
 };

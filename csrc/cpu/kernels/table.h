@@ -27,10 +27,9 @@ void adamw(const UpdateTensor& tensor, const AdamWFactors& factors, Range elemen
 void sgd(const UpdateTensor& tensor, const SgdFactors& factors, Range elements);
 void lion(const UpdateTensor& tensor, const LionFactors& factors, Range elements);
 void lamb(const UpdateTensor& tensor, const LambFactors& factors, float rate, Range elements);
-LambSquares lamb_squares(const UpdateTensor& tensor, const LambFactors& factors, Range elements,
-                         int64_t block, float* scratch);
-float block_squares(const TensorRef& tensor, Range elements, int64_t block, float* scratch);
-double sum_of_squares(const TensorRef& tensor, Range elements);
+void add_lamb_squares(const UpdateTensor& tensor, const LambFactors& factors, Range elements,
+                      int64_t* weights, int64_t* steps);
+void add_squares(const TensorRef& tensor, Range elements, int64_t* digits);
 void multiply(const TensorRef& tensor, float factor, Range elements);
 bool divide_and_check(const TensorRef& tensor, float divisor, Range elements);
 

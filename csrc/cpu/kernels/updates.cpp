@@ -7,8 +7,7 @@
 // AdamW takes its factors in float64 and rounds them once. SGD, Lion and LAMB round where their
 // references (anychip.operators) round, in the same order, and give the same bits; but for LAMB's
 // square root, which is the nearest number here, and only close to it in torch.
-#include "blocks.h"
-#include "loops.h"
+#include "squares.h"
 #include "table.h"
 
 namespace anychip::cpu::ANYCHIP_ISA {
@@ -150,24 +149,19 @@ ANYCHIP_INLINE F32 sign(F32 v) {
   });
 }
 
-[[gnu::flatten]] LambSquares lamb_squares(const UpdateTensor& tensor, const LambFactors& f,
-                                          Range elements, int64_t block, float* scratch) {
-  float* weights = scratch;
-  float* steps = scratch + block;
+[[gnu::flatten]] void add_lamb_squares(const UpdateTensor& tensor, const LambFactors& f,
+                                       Range elements, int64_t* weights, int64_t* steps) {
+  static_assert(kTile <= kSquaresTile, "squares are added by the tile");
+  alignas(64) float tile[kTile];
   for_each_tile(tensor, elements, [&](float* p, const float* g, float* m, float* v, int64_t n) {
     for_each_vector(0, n, [&](int64_t i, auto lanes) {
-      const F32 param = load_ahead(p + i, lanes);
-      const F32 step = moved(param, scaled(g + i, f.grad, lanes), load_ahead(m + i, lanes),
-                             load_ahead(v + i, lanes), f)
-                           .step;
-      store(weights + i, param * param, lanes);
-      store(steps + i, step * step, lanes);
+      const Moved next = moved(load_ahead(p + i, lanes), scaled(g + i, f.grad, lanes),
+                               load_ahead(m + i, lanes), load_ahead(v + i, lanes), f);
+      store(tile + i, next.step, lanes);
     });
-    weights += n;
-    steps += n;
+    add_squares_of(p, n, weights);
+    add_squares_of(tile, n, steps);
   });
-  const int64_t numel = elements.end - elements.begin;
-  return {sum_in_pairs(scratch, numel, block), sum_in_pairs(scratch + block, numel, block)};
 }
 
 }  // namespace anychip::cpu::ANYCHIP_ISA

@@ -19,15 +19,12 @@ void bind_lists(py::module_& m) {
       return l2_norm(tensors, at<float>(scratch), room, at<float>(out), place);
     });
   });
-  m.def("l2_norm_partials",
-        [](const py::list& data, const py::list& numel, const py::list& dtype,
-           const py::list& first, int64_t block, Address out, int device, Address stream) {
-          const TensorList tensors = list_of("l2_norm_partials", data, numel, dtype);
-          const std::vector<int64_t> places = numbers_of(first);
-          run_on("l2_norm_partials", device, stream, [&](Place place) {
-            return l2_norm_partials(tensors, places, block, at<float>(out), place);
-          });
-        });
+  m.def("sums_of_squares", [](const py::list& data, const py::list& numel, const py::list& dtype,
+                              Address rows, int device, Address stream) {
+    const TensorList tensors = list_of("sums_of_squares", data, numel, dtype);
+    run_on("sums_of_squares", device, stream,
+           [&](Place place) { return sums_of_squares(tensors, at<int64_t>(rows), place); });
+  });
   m.def("clip", [](const py::list& data, const py::list& numel, const py::list& dtype, Address norm,
                    float max_norm, int device, Address stream) {
     const TensorList tensors = list_of("clip", data, numel, dtype);

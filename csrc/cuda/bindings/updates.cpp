@@ -70,20 +70,12 @@ void bind_updates(py::module_& m) {
                   weight_decay, place);
     });
   });
-  m.def("lamb_partials", [](const Update& update, Address factors, double beta1, double beta2,
-                            double eps, double weight_decay, const py::list& first, int64_t block,
-                            int64_t total, Address out, int device, Address stream) {
-    const std::vector<int64_t> places = numbers_of(first);
-    run_on("lamb_partials", device, stream, [&](Place place) {
-      return lamb_partials(update, at<const float>(factors), beta1, beta2, eps, weight_decay,
-                           places, block, total, at<float>(out), place);
-    });
-  });
-  m.def("trust_ratios",
-        [](Address partials, const py::list& starts, Address trust, int device, Address stream) {
-          const std::vector<int64_t> places = numbers_of(starts);
-          run_on("trust_ratios", device, stream, [&](Place place) {
-            return trust_ratios(at<const float>(partials), places, at<float>(trust), place);
+  m.def("lamb_sums_of_squares",
+        [](const Update& update, Address factors, double beta1, double beta2, double eps,
+           double weight_decay, Address rows, int device, Address stream) {
+          run_on("lamb_sums_of_squares", device, stream, [&](Place place) {
+            return lamb_sums_of_squares(update, at<const float>(factors), beta1, beta2, eps,
+                                        weight_decay, at<int64_t>(rows), place);
           });
         });
 }

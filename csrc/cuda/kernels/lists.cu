@@ -2,13 +2,12 @@
 // where the operator writes.
 #include "lists.h"
 
-#include "partials.cuh"
+#include "squares.cuh"
 
 namespace anychip::cuda {
 namespace {
 
 using Table = TensorTable<1, 160>;
-using PartialsTable = TensorTable<2, 120>;  // the tensor, and where its partials go
 
 constexpr int kNormThreads = 1024;
 // Vectors of a thread that are loaded before the first is used: 64 bytes.
@@ -78,7 +77,7 @@ __device__ __forceinline__ void for_each_vector(const Table& table, const Body& 
 // Note [Norm in two launches]: a chunk's sum goes to its own place, and one block adds them up.
 // Both orders depend on the list alone, so that the bits do.
 __global__ void __launch_bounds__(kListThreads)
-    squares_kernel(const __grid_constant__ Table table, float* sums) {
+    chunk_norms_kernel(const __grid_constant__ Table table, float* sums) {
   ANYCHIP_SHARED(float, scratch, kMaxWarps);
   float sum[4] = {};
   for_each_vector(table, [&](const auto*, const auto& values) {
@@ -159,7 +158,7 @@ struct TensorSource {
   };
 
   template <class Visit>
-  __device__ __forceinline__ void visit(const PartialsTable& table, int tensor, int64_t first,
+  __device__ __forceinline__ void visit(const Table& table, int tensor, int64_t first,
                                         const Visit& visit) const {
     visit_elements(table.data[0][tensor], type_of(table.traits[tensor], 0), [&](auto elements) {
       elements.data = elements.at(first);
@@ -187,31 +186,30 @@ cudaError_t l2_norm(const TensorList& tensors, float* scratch, int64_t room, flo
   if (out == nullptr || needed > room || (needed > 0 && scratch == nullptr)) {
     return cudaErrorInvalidValue;
   }
-  const cudaError_t status = launch_over(tensors, place, squares_kernel, scratch);
+  const cudaError_t status = launch_over(tensors, place, chunk_norms_kernel, scratch);
   if (status != cudaSuccess) return status;
   return launch(norm_kernel, dim3(1), dim3(kNormThreads), 0, place.stream, scratch, needed, out);
 }
 
-cudaError_t l2_norm_partials(const TensorList& tensors, const std::vector<int64_t>& first,
-                             int64_t block, float* out, Place place) {
-  if (!is_block(block) || first.size() != tensors.size()) return cudaErrorInvalidValue;
-  return for_each_table<PartialsTable>(
+cudaError_t sums_of_squares(const TensorList& tensors, int64_t* rows, Place place) {
+  if (rows == nullptr && tensors.size() > 0) return cudaErrorInvalidValue;
+  return for_each_table<Table>(
       tensors.size(),
-      [&](size_t index, PartialsTable& table, int slot) -> int64_t {
+      [&](size_t index, Table& table, int slot) -> int64_t {
         const int64_t data = tensors.data[index];
         const int64_t numel = tensors.numel[index];
         const int64_t type = tensors.dtype[index];
-        if (numel < 0 || (numel > 0 && (data == 0 || out == nullptr))) return -1;
-        // Blocks begin at multiples of 4 elements, or are short and go one by one.
-        const bool vectors = block >= 4 && data % (4 * element_bytes(type)) == 0;
+        if (numel < 0 || (numel > 0 && data == 0)) return -1;
+        const bool vectors = data % (4 * element_bytes(type)) == 0;
         table.data[0][slot] = reinterpret_cast<void*>(data);
-        table.data[1][slot] = out + first[index];
         table.numel[slot] = numel;
         table.traits[slot] = static_cast<uint32_t>(type) | (vectors ? kVectors : 0u);
-        return chunks_of_partials(numel, block);
+        return chunks_of_squares(numel);
       },
-      [&](const PartialsTable& table, int64_t chunks) {
-        return launch_partials(table, chunks, TensorSource{}, block, 0, place);
+      [&](const Table& table, int64_t chunks) {
+        return launch(squares_kernel<Table, TensorSource>, dim3(static_cast<unsigned>(chunks)),
+                      dim3(kListThreads), 0, place.stream, table, TensorSource{},
+                      reinterpret_cast<Digit*>(rows), int64_t{0});
       });
 }
 

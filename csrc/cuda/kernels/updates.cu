@@ -7,21 +7,18 @@
 // factors of them, and counts the step: the launches behind it read no scalar that anyone writes.
 #include "updates.h"
 
-#include "partials.cuh"
+#include "squares.cuh"
 #include "update_step.cuh"
 
 namespace anychip::cuda {
 namespace {
 
-// Arrays of a table. The last is the copy in another type or, for partials, their place.
+// Arrays of a table. The last is the copy in another type.
 constexpr int kParam = 0, kGrad = 1, kState = 2, kLow = 4;
 using Table = TensorTable<5, 64>;
 
 // Vectors of four that a thread has loaded before it uses the first: 112 bytes for adamw in bf16.
 constexpr int kInFlight = 2;
-// Partials of a tensor, up to 1,024 * 4 * 2^18: sums that wait are registers.
-constexpr int kTrustLevels = 18;
-constexpr int kTrustTensors = 448;
 
 // 1 - beta^t. Near 1 a beta loses digits in float32, which its logarithm keeps.
 __device__ __forceinline__ float correction(float log_beta, float count) {
@@ -239,7 +236,7 @@ struct LambSources {
 
   template <class Tensors>
   struct Of {
-    const Tensors& tensors;  // that count from the block's first element
+    const Tensors& tensors;  // that count from the chunk's first element
     const Lamb& rule;
     const StepFactors& factors;
 
@@ -266,33 +263,6 @@ struct LambSources {
     });
   }
 };
-
-struct TrustTable {
-  int64_t starts[kTrustTensors + 1];
-};
-
-// One block per tensor.
-__global__ void __launch_bounds__(kPairs)
-    trust_kernel(const __grid_constant__ TrustTable table, const float* weights, const float* steps,
-                 float* trust) {
-  ANYCHIP_SHARED(float, scratch, kPairs);
-  const int64_t start = table.starts[blockIdx.x];
-  const int count = static_cast<int>(table.starts[blockIdx.x + 1] - start);
-  float norms[2];
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const float* partials = (row == 0 ? weights : steps) + start;
-    float sum[1];
-    block_sum_in_pairs<1, kTrustLevels>(
-        count, [&](int i, float (&values)[1]) { values[0] = partials[i]; }, scratch, sum);
-    norms[row] = sqrtf(sum[0]);
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) {
-    const bool usable = norms[0] > 0.0f && norms[1] > 0.0f;
-    trust[blockIdx.x] = usable ? norms[0] / norms[1] : 1.0f;
-  }
-}
 
 bool is_missing(const std::vector<int64_t>& list, size_t count, bool wanted) {
   return wanted && list.size() != count;
@@ -413,11 +383,12 @@ cudaError_t lamb(const Update& update, const float* factors, const float* trust,
   return update_all(update, factors, trust, rule, place);
 }
 
-cudaError_t lamb_partials(const Update& update, const float* factors, double beta1, double beta2,
-                          double eps, double weight_decay, const std::vector<int64_t>& first,
-                          int64_t block, int64_t total, float* out, Place place) {
-  if (factors == nullptr || !is_block(block) || !is_consistent(update, Lamb::kStates) ||
-      first.size() != update.params.size() || !update.low_precision.empty()) {
+cudaError_t lamb_sums_of_squares(const Update& update, const float* factors, double beta1,
+                                 double beta2, double eps, double weight_decay, int64_t* rows,
+                                 Place place) {
+  const int64_t count = static_cast<int64_t>(update.params.size());
+  if (factors == nullptr || !is_consistent(update, Lamb::kStates) ||
+      !update.low_precision.empty() || (rows == nullptr && count > 0)) {
     return cudaErrorInvalidValue;
   }
   const LambSources sources{{betas_of(beta1, beta2), rounded_once(eps), rounded_once(weight_decay)},
@@ -427,38 +398,15 @@ cudaError_t lamb_partials(const Update& update, const float* factors, double bet
       [&](size_t index, Table& table, int slot) -> int64_t {
         bool valid;
         const int64_t head = describe(update, Lamb::kStates, index, table, slot, valid);
-        if (!valid || (table.numel[slot] > 0 && out == nullptr)) return -1;
-        // Blocks cannot move to where vectors may begin.
-        table.traits[slot] |= head == 0 && block >= 4 ? kVectors : 0u;
-        table.data[kLow][slot] = out + first[index];
-        return chunks_of_partials(table.numel[slot], block);
+        if (!valid) return -1;
+        table.traits[slot] |= head == 0 ? kVectors : 0u;  // chunks begin at multiples of four
+        return chunks_of_squares(table.numel[slot]);
       },
       [&](const Table& table, int64_t chunks) {
-        return launch_partials(table, chunks, sources, block, total, place);
+        return launch(squares_kernel<Table, LambSources>, dim3(static_cast<unsigned>(chunks)),
+                      dim3(kListThreads), 0, place.stream, table, sources,
+                      reinterpret_cast<Digit*>(rows), count * kDigits);
       });
-}
-
-cudaError_t trust_ratios(const float* partials, const std::vector<int64_t>& starts, float* trust,
-                         Place place) {
-  const int64_t tensors = static_cast<int64_t>(starts.size()) - 1;
-  if (tensors < 0 || (tensors > 0 && trust == nullptr)) return cudaErrorInvalidValue;
-  const int64_t total = starts.back();
-  for (int64_t t = 0; t < tensors; ++t) {
-    const int64_t count = starts[t + 1] - starts[t];
-    const bool fits = count >= 0 && count <= int64_t{kPairs} << (kTrustLevels + 2);
-    if (!fits || (count > 0 && partials == nullptr)) return cudaErrorInvalidValue;
-  }
-  for (int64_t before = 0; before < tensors; before += kTrustTensors) {
-    const int64_t left = tensors - before;
-    const int64_t count = left < kTrustTensors ? left : int64_t{kTrustTensors};
-    TrustTable table;
-    for (int64_t t = 0; t <= count; ++t) table.starts[t] = starts[before + t];
-    const cudaError_t status =
-        launch(trust_kernel, dim3(static_cast<unsigned>(count)), dim3(kPairs), 0, place.stream,
-               table, partials, partials + total, trust + before);
-    if (status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
 }
 
 }  // namespace anychip::cuda

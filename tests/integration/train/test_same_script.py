@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = str(ROOT / "examples" / "own_loop_ranks.py")
 STEPS = 30
 TOY = {"adamw", "cross_entropy", "dropout", "rms_norm"}
-NATIVE = {"toy": TOY, "cpu": {*TOY, "l2_norm_partials"}}
+NATIVE = {"toy": TOY, "cpu": {*TOY, "sums_of_squares"}}
 # Both sum in double and round results to float32, of which no two differ by more than one unit in
 # the last place; a step passes on what the steps before differ by, and adds a rounding of its own.
 BOUND = STEPS * torch.finfo(torch.float32).eps

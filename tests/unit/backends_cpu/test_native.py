@@ -139,7 +139,7 @@ def _large(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "rope": (normal(9, 75, 8, 32), normal(9, 75, 4, 32), angles.cos(), angles.sin()),
         "cross_entropy": (x, torch.randint(1027, (301,), generator=generator)),
         "l2_norm": ([x, normal(7), normal(123, 77)],),
-        "l2_norm_partials": ([x, normal(7), normal(123, 77)],),
+        "sums_of_squares": ([x, normal(7), normal(123, 77)],),
         "clip": ([x, normal(7), normal(123, 77)], torch.tensor(3.0)),
         "unscale_and_check": ([x, normal(7)], torch.tensor(3.0), torch.tensor(0.0)),
         "adamw": (
@@ -153,7 +153,7 @@ def _large(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
             torch.tensor(1e-2),
             torch.tensor(1.0),
         ),
-        "lamb_partials": (*lamb, torch.tensor(1.0)),
+        "lamb_sums_of_squares": (*lamb, torch.tensor(1.0)),
         "lamb": (*lamb, torch.tensor(1e-2), torch.tensor(1.0)),
         "quantize": (x, rng),
         "unpermute": (x, torch.randperm(301, generator=generator).view(43, 7), normal(43, 7)),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anychip.operators.partials import grid_places, partials_of
+from anychip.operators.squares import rows_of
 from anychip_cuda import lists
 from tests.unit.backends_cuda.conftest import Chip
 
@@ -43,6 +43,10 @@ def _row(chip: Chip, operator: str, index: int = 0) -> Any:
 
 def _norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(float(t.cpu().double().square().sum()) for t in tensors))
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t.cpu() for t in tensors]
 
 
 # Parts of tensors
@@ -116,45 +120,48 @@ def test_l2_norm_uses_its_scratch_within_bounds_whatever_it_holds(chip: Chip) ->
     assert found[0] == found[1] == float(_row(chip, "l2_norm")(tensors))
 
 
-# l2_norm_partials
+# sums_of_squares
+
+
+def _wide(count: int, dtype: torch.dtype, exponents: float) -> Tensor:
+    """Numbers of so many exponents, in any order."""
+    generator = torch.Generator().manual_seed(count)
+    scale = torch.exp2(-exponents * torch.rand(count, generator=generator))
+    return (_normal(count, FP32, count) * scale).to(dtype)
 
 
 @DTYPES
 @pytest.mark.parametrize("shift", [0, 1, 4], ids=str)
-@pytest.mark.parametrize("block", [1, 2, 4, 64, 1024, 2048, 16384, 1 << 18], ids=str)
-def test_partials_have_the_bits_of_the_reference(
-    chip: Chip, dtype: torch.dtype, shift: int, block: int
+@pytest.mark.parametrize("exponents", [0, 15, 40], ids=str)
+def test_sums_of_squares_are_exact(
+    chip: Chip, dtype: torch.dtype, shift: int, exponents: float
 ) -> None:
-    sizes = (0, 1, 9, 70) if block < 64 else (0, 1, 1027, 8192, 9221)
-    tensors = [chip.at(_normal(size, dtype, size), shift) for size in sizes]
-    attrs: dict[str, Any] = {"offsets": None, "sizes": None, "block": block}
-    want = partials_of([t.cpu() for t in tensors], grid_places(tensors, None, None, block), block)
-    assert torch.equal(_row(chip, "l2_norm_partials")(tensors, **attrs).cpu(), want)
+    tensors = [chip.at(_wide(size, dtype, exponents), shift) for size in SIZES]
+    assert torch.equal(_row(chip, "sums_of_squares")(tensors).cpu(), rows_of(_on_host(tensors)))
 
 
-def test_partials_of_a_long_block_are_summed_in_reversed_bits(chip: Chip) -> None:
-    # One of the interleaved sequences alone: a large sum of all would hide its last bits.
-    tensors = [torch.zeros(100_003, device=chip.device) for _ in range(4)]
-    for index, tensor in enumerate(tensors):
-        tensor[index::1024] = _normal(98, FP32, index).exp()
-    attrs: dict[str, Any] = {"offsets": None, "sizes": None, "block": 1 << 17}
-    want = partials_of([t.cpu() for t in tensors], [(0, 1)] * 4, 1 << 17)
-    assert torch.equal(_row(chip, "l2_norm_partials")(tensors, **attrs).cpu(), want)
+def test_sums_of_squares_of_many_tensors_of_all_types_are_exact(chip: Chip) -> None:
+    tensors = _many(chip)
+    assert torch.equal(_row(chip, "sums_of_squares")(tensors).cpu(), rows_of(_on_host(tensors)))
 
 
-def test_partials_of_shards_leave_zeros_elsewhere(chip: Chip) -> None:
-    tensors = [chip.at(_normal(size, BF16, size), size % 8) for size in (64, 96, 5, 0, 40)] * 30
-    offsets, sizes = [32, 0, 96, 64, 0] * 30, [200, 96, 101, 100, 40] * 30
-    attrs: dict[str, Any] = {"offsets": offsets, "sizes": sizes, "block": 32}
-    want = partials_of([t.cpu() for t in tensors], grid_places(tensors, offsets, sizes, 32), 32)
-    assert torch.equal(_row(chip, "l2_norm_partials")(tensors, **attrs).cpu(), want)
+@pytest.mark.parametrize("scale", [2.0**-140, 2.0**-130, 2.0**100, 2.0**125], ids=str)
+def test_sums_of_squares_at_the_ends_of_the_range_are_exact(chip: Chip, scale: float) -> None:
+    tensors = [chip.at(_normal(size, FP32, size) * scale, 0) for size in SIZES]
+    assert torch.equal(_row(chip, "sums_of_squares")(tensors).cpu(), rows_of(_on_host(tensors)))
 
 
-def test_partials_of_too_long_blocks_are_left_to_the_reference(chip: Chip) -> None:
-    (row,) = chip.table.rows("l2_norm_partials", "forward")
-    assert row.accepts is not None
-    for block, taken in ((lists.MOST_BLOCK, True), (2 * lists.MOST_BLOCK, False)):
-        assert row.accepts([], offsets=None, sizes=None, block=block) == taken
+@pytest.mark.parametrize("place", [0, 1, 63, 64, 5000, 16_383, 16_384, 33_006], ids=str)
+@pytest.mark.parametrize("value", [1e30, 1e-30, math.inf, math.nan], ids=str)
+def test_sums_of_squares_hold_one_number_unlike_the_others(
+    chip: Chip, place: int, value: float
+) -> None:
+    """Which the sample of a chunk has, or has not; among others and among zeros."""
+    both = [_normal(33_007, FP32, 1), torch.zeros(33_007)]
+    for tensor in both:
+        tensor[place] = value
+    tensors = [chip.at(tensor, 0) for tensor in both]
+    assert torch.equal(_row(chip, "sums_of_squares")(tensors).cpu(), rows_of(both))
 
 
 # clip

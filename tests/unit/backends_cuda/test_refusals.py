@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from anychip_cuda.lists import MOST_BLOCK
 from anychip_cuda.loss import Options
 from tests.unit.backends_cuda.conftest import Chip
 
@@ -123,8 +122,8 @@ def test_lists_that_do_not_fit_together_are_refused(chip: Chip) -> None:
     for addresses, sizes in (([a + 2], [4]), ([0], [4]), ([a], [-1])):
         refused("clip", addresses, sizes, [f], a, 1.0)
     refused("l2_norm", [a], [8], [f], a, 0, a)
-    for first, block in (([0], 3), ([0], 2 * MOST_BLOCK), ([], 4)):
-        refused("l2_norm_partials", [a], [8], [f], first, block, a)
+    refused("sums_of_squares", [a], [8], [f], 0)
+    refused("sums_of_squares", [0], [8], [f], a)
     for made in (
         update([], [a]), update([a], []), update([a], [a], [a, a]), update([0], [a]),
         update([a + 1], [a]), update([a], [a], size=-1),
@@ -132,10 +131,9 @@ def test_lists_that_do_not_fit_together_are_refused(chip: Chip) -> None:
         refused("adamw", made, a, 0.9, 0.99, 1e-8)
     good = update([a], [a])
     refused("lamb", good, a, 0, 0.9, 0.99, 1e-8, 0.0)
-    for first, block in (([], 4), ([0], 3)):
-        refused("lamb_partials", good, a, 0.9, 0.99, 1e-8, 0.0, first, block, 1, a)
+    refused("lamb_sums_of_squares", good, a, 0.9, 0.99, 1e-8, 0.0, 0)
+    refused("lamb_sums_of_squares", good, 0, 0.9, 0.99, 1e-8, 0.0, a)
     refused("begin_step", a, 0, 0, 0, 0, 0.9, 0.99, 0.0, True, a)
-    refused("trust_ratios", a, [0, 5, 3], a)
     for made in (
         coded([], [a], [a]), coded([a], [], [a]), coded([a], [a], []), coded([a], [a], [a], [a, a]),
         coded([0], [a], [a]), coded([a], [0], [a]), coded([a], [a], [0]), coded([a], [a], [a + 2]),

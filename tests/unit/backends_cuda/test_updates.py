@@ -4,13 +4,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from anychip.operators.lamb import trust_ratios
-from anychip.operators.partials import grid_places, partials_of, sum_in_pairs
+from anychip.operators.squares import root, rows_of
 from tests.unit.backends_cuda.conftest import Chip
 from tests.unit.operators.exactness import assert_close
 
@@ -281,43 +280,36 @@ def test_pieces_of_a_tensor_move_like_the_whole_bit_for_bit(chip: Chip, rule: st
 
 # lamb's norms
 
-GRID: dict[str, Any] = {"offsets": None, "sizes": None, "block": 1024}
 
-
-def _partials(chip: Chip, given: Step, **grid: Any) -> Tensor:
+def _sums(chip: Chip, given: Step) -> Tensor:
     args = (given.params, given.grads, *given.states, *given[3:6])
-    row = chip.table.rows("lamb_partials", "forward")[0].function
-    return row(*args, **{**NUMBERS["lamb"], **GRID, **grid})
+    row = chip.table.rows("lamb_sums_of_squares", "forward")[0].function
+    return row(*args, **NUMBERS["lamb"])
 
 
-@pytest.mark.parametrize("block", [1, 4, 64, 1024, 4096, 1 << 18], ids=str)
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "shifted"])
-def test_partials_of_steps_and_parameters(chip: Chip, block: int, shift: int) -> None:
-    sizes = (0, 3, 70) if block < 64 else (0, 5, 1027, 9221)
+def test_sums_of_steps_and_parameters(chip: Chip, shift: int) -> None:
+    sizes = (0, 5, 1027, 9221, 20_001)
     shifts = (shift, shift, shift, shift, shift)
     given = _step(chip, sizes, param=BF16, grad=FP16, shifts=shifts, scalars=(64.0, 0.5, None))
-    found = _partials(chip, given, block=block).cpu()
+    found = _sums(chip, given).cpu()
     params = [p.cpu() for p in given.params]
-    places = grid_places(params, None, None, block)
-    assert torch.equal(found[0], partials_of(params, places, block))
-    steps = []
+    assert torch.equal(found[0], rows_of(params))
     for index, param in enumerate(params):
-        moved = _moved("lamb", given, index)[0]
-        steps.append(((param.double() - moved) / LR).float())
-    want = partials_of(steps, places, block).double()
-    assert_close(found[1], want, 40 + math.log2(block))
+        step = (param.double() - _moved("lamb", given, index)[0]) / LR
+        assert_close(root(found[1, index]), step.norm(), 21)
     assert float(given.step) == 3.0
 
 
 @pytest.mark.parametrize("low", [None, BF16], ids=["no-copies", "copies"])
-def test_lamb_without_trust_has_the_bits_of_lamb_with_its_partials(
+def test_lamb_without_trust_has_the_bits_of_lamb_with_its_sums(
     chip: Chip, low: torch.dtype | None
 ) -> None:
     sizes = (0, 5, 1024, 5000, 20_001)
     given = _step(chip, sizes, low=low, scalars=SCALED)
     given.params[1].zero_()
     other = _copied(given, chip)
-    trust = trust_ratios(_partials(chip, given).cpu(), sizes).to(chip.device)
+    trust = trust_ratios(_sums(chip, given).cpu()).to(chip.device)
     assert float(trust[1]) == 1.0
     _run(chip, "lamb", given, trust=trust)
     _run(chip, "lamb", other)
@@ -333,25 +325,6 @@ def test_trust_multiplies_the_rate_of_its_tensor(chip: Chip) -> None:
     for index in range(130):
         exact = before[index] + float(trust[index]) * (want[index] - before[index])
         assert_close(given.params[index].cpu(), exact, ROUNDINGS["lamb"])
-
-
-def test_trust_ratios_have_the_bits_of_sums_in_pairs(chip: Chip) -> None:
-    # More tensors than a launch takes; partials up to several thousand per tensor.
-    counts = [0, 1, 3, 1023, 1024, 1025, 4096, 5000, 17_000, *[2] * 450]
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count)
-    partials = torch.rand(2, starts[-1], generator=torch.Generator().manual_seed(0)) + 0.1
-    partials[0, :1] = 0.0
-    given = partials.to(chip.device)
-    found = torch.full((len(counts),), math.nan, device=chip.device)
-    chip.kernels.native.trust_ratios(
-        given.data_ptr(), starts, found.data_ptr(), *chip.kernels.place(found)
-    )
-    for index, got in enumerate(found.cpu().tolist()):
-        sums = sum_in_pairs(partials[:, starts[index] : starts[index + 1]])
-        weight, step = np.sqrt(sums.numpy())
-        assert got == (weight / step if weight > 0 and step > 0 else 1.0), index
 
 
 # What is refused

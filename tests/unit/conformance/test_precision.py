@@ -200,7 +200,7 @@ FAST = {
     "softmax": "3x1000", "attention": "1x65x3+3x40.full",
     "attention_dropout": "1x65x3+3x40.p:0.1", "attention_varlen": "15+17+33.causal",
     "cross_entropy": "6x11.none", "linear_cross_entropy": "2x5.24-130.none", "l2_norm": "17",
-    "adamw": "plain", "lamb": "plain", "lamb_partials": "plain",
+    "adamw": "plain", "lamb": "plain", "lamb_sums_of_squares": "plain",
 }  # fmt: skip
 """Operators of functions; the others add, multiply, divide and select."""
 

@@ -113,12 +113,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         r"conv2d\(\): padding must be an int or 2 of them, got 'same' \(str\)",
     ),
     "text in a list of ints": (
-        lambda: ops.l2_norm_partials([X], offsets=["0"], sizes=[16]),  # type: ignore[list-item]
-        r"l2_norm_partials\(\): offsets must be a list of int or None, got \['0'\] \(list\)",
+        lambda: ops.dequantize(X.char(), X[0], shape=["0"]),  # type: ignore[list-item]
+        r"dequantize\(\): shape must be a list of int, got \['0'\] \(list\)",
     ),
     "int for a list of ints": (
-        lambda: ops.l2_norm_partials([X], offsets=0, sizes=[16]),  # type: ignore[arg-type]
-        r"offsets must be a list of int or None, got 0 \(int\)",
+        lambda: ops.dequantize(X.char(), X[0], shape=0),  # type: ignore[arg-type]
+        r"shape must be a list of int, got 0 \(int\)",
     ),
 }
 

@@ -145,7 +145,7 @@ def _without_gradient() -> dict[str, Callable[[Any, Tensor], Any]]:
         "adamw": lambda home, x: home.adamw(
             [x], [torch.ones(4)], [torch.zeros(4)], [torch.zeros(4)], one, torch.tensor(0.0)
         ),
-        "l2_norm_partials": lambda home, x: home.l2_norm_partials([x]),
+        "sums_of_squares": lambda home, x: home.sums_of_squares([x]),
         "sgd": lambda home, x: home.sgd([x], [torch.ones(4)], [], one, torch.tensor(0.0)),
         "lion": lambda home, x: home.lion(
             [x], [torch.ones(4)], [torch.zeros(4)], one, torch.tensor(0.0)

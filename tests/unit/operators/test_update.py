@@ -80,7 +80,7 @@ def _moved_by(label: str, pinned: str) -> list[list[Tensor]]:
     lists[3:] = [[v.square() for v in tensors] for tensors in lists[3:]]
     name = label.split("-")[0]
     scalars = (1e-2, 2.0, 3.0, 0.3)
-    with anychip.policy(pin={name: pinned, "lamb_partials": pinned}):
+    with anychip.policy(pin={name: pinned, "lamb_sums_of_squares": pinned}):
         getattr(ops, name)(*lists, *map(torch.tensor, scalars), **attrs)
     return lists
 

@@ -131,9 +131,10 @@ class Shards:
         self.groups = [self.group(whole, rank) for rank in range(world_size)]
 
     def cut(self, numel: int) -> list[tuple[int, int]]:
-        blocks = -(-numel // optim.BLOCK)
-        ends = [min(blocks * r // self.world_size * optim.BLOCK, numel)
-                for r in range(self.world_size)]  # fmt: skip
+        # Anywhere where states allow it: codes of 8 bits have a scale per block.
+        unit = optim.BLOCK if self.rule.blocks else 1
+        units = -(-numel // unit)
+        ends = [min(units * r // self.world_size * unit, numel) for r in range(self.world_size)]
         return list(itertools.pairwise([*ends, numel]))
 
     def mine(self, tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
@@ -144,10 +145,6 @@ class Shards:
         params = self.mine(whole, rank)
         states = [self.rule.init(p) for p in params]
         names = states[0].keys()
-        spans = [
-            optim.ShardMetadata(ranges[rank][0], n)
-            for ranges, n in zip(self.spans, NUMELS, strict=True)
-        ]
         halves = []
         for part in (slice(0, 2), slice(2, None)):
             halves.append(
@@ -157,7 +154,6 @@ class Shards:
                     state={name: [s[name] for s in states[part]] for name in names},
                     step=torch.tensor(0.0),
                     options={**self.rule.options, "weight_decay": 0.01 * part.start},
-                    spans=spans[part],
                 )
             )
         return halves
@@ -183,10 +179,10 @@ class Shards:
             groups[0].grads, groups[1].grads = own[:2], own[2:]
             number = itertools.count()
 
-            def answer(partials: Tensor, number: Any = number) -> Tensor:
+            def answer(sums: Tensor, number: Any = number) -> Tensor:
                 index = next(number)
                 if index == len(sent):
-                    asked.append(partials.clone())
+                    asked.append(sums.clone())
                     raise Unanswered
                 return torch.stack(sent[index]).flip(0).sum(0)
 
@@ -263,16 +259,25 @@ def test_global_norm_takes_the_loss_scale_out_and_joins_stages() -> None:
     want = optim.global_norm(alone)
     assert want is not None
     assert float(want) == pytest.approx((3 * 4.0 + 8 * 1.0) ** 0.5)
-    # Two stages with a parameter each; the partials of both, in the order of the stages.
-    stages = []
-    for grads in (first, second):
-        stages.append(anychip.ops.l2_norm_partials([grads]))
-    for grads in (first, second):
-        update = optim.Update(
-            groups=[group(grads)], count=0, scale=torch.tensor(4.0),
-            gather_stages=lambda partials: torch.cat(stages),
-        )  # fmt: skip
-        assert bits(optim.global_norm(update)) == bits(want)
+    # Two stages with a parameter each, and one that both have, which the second one counts.
+    both = torch.full((5,), 12.0)
+    stages = [([first, both], [True, False]), ([second, both], [True, True])]
+    total = sum(anychip.ops.sums_of_squares([t]).sum(0) for t in (first, second, both))
+    joined = optim.Update(
+        groups=[group(first), group(second, both)], count=0, scale=torch.tensor(4.0)
+    )
+    sent = []
+    for grads, counts in stages:
+        one = group(*grads)
+        one.counts = counts
+
+        def join(sums: Tensor) -> Tensor:
+            sent.append(sums)
+            return total
+
+        update = optim.Update(groups=[one], count=0, scale=torch.tensor(4.0), sum_over_stages=join)
+        assert bits(optim.global_norm(update)) == bits(optim.global_norm(joined))
+    assert torch.equal(torch.stack(sent).sum(0), total)
 
 
 def test_global_norm_without_gradients_is_none() -> None:

@@ -16,8 +16,8 @@ import anychip
 from anychip.comm.group import Group
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.operators.partials import BLOCK, num_blocks
 from anychip.train import optim, precision, zero
+from anychip.train.optim.rule import BLOCK, num_blocks
 from anychip.train.zero.exchange import Flat
 from anychip.train.zero.layout import ALIGNMENT
 

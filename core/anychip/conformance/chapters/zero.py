@@ -20,9 +20,9 @@ from anychip.comm import alone
 from anychip.conformance import trainee
 from anychip.conformance.case import Case, Context, check, check_equal_bits
 from anychip.contract import Communicator
-from anychip.operators.partials import BLOCK
 from anychip.train import optim, zero
 from anychip.train.models import GPT
+from anychip.train.optim.rule import BLOCK
 from anychip.train.zero.layout import ALIGNMENT
 
 RANKS = 2

@@ -23,11 +23,11 @@ from anychip.conformance.oracles import (
     linear_cross_entropy,
     loss,
     norm,
-    partials,
     permutation,
     quantization,
     rope,
     softmax,
+    squares,
     update,
     varlen,
 )
@@ -38,7 +38,7 @@ from anychip.contract import OperatorSpec
 
 _FAMILIES = (
     activation, adamw_8bit, attention, compression, convolution, dropout, dropout_add_norm, grouped,
-    linear, linear_cross_entropy, loss, norm, partials, permutation, quantization, rope, softmax,
+    linear, linear_cross_entropy, loss, norm, permutation, quantization, rope, softmax, squares,
     update, varlen,
 )  # fmt: skip
 ORACLES: Mapping[str, Oracle] = {

@@ -306,24 +306,6 @@ def _l2_norm(choose: Choices, draw: Draw) -> Arguments:
     return ([choose.values(draw, *shape) for shape in _shapes(choose)],), {}
 
 
-def _l2_norm_partials(choose: Choices, draw: Draw) -> Arguments:
-    shapes, block = _shapes(choose), choose.of(16, 1, 4, 64, 1024)
-    tensors = [choose.values(draw, *shape) for shape in shapes]
-    attrs: dict[str, Any] = {"offsets": None, "sizes": None, "block": block}
-    if choose.of(False, True):
-        attrs |= _grid(choose, tensors, block)
-    return (tensors,), attrs
-
-
-def _grid(choose: Choices, tensors: list[Tensor], block: int) -> dict[str, list[int]]:
-    """Each tensor is a range of blocks of a larger one."""
-    offsets = [block * choose.of(0, 1, 3) for _ in tensors]
-    # A shard ends with its tensor, or at the end of a block.
-    rest = [choose.of(0, 1, 70) if t.numel() % block == 0 else 0 for t in tensors]
-    sizes = [o + t.numel() + more for o, t, more in zip(offsets, tensors, rest, strict=True)]
-    return {"offsets": offsets, "sizes": sizes}
-
-
 def _clip(choose: Choices, draw: Draw) -> Arguments:
     tensors = [choose.values(draw, *shape) for shape in _shapes(choose)]
     norm = draw.scalar(choose.of(3.0, 0.5, 0.0, 1e6))
@@ -395,13 +377,9 @@ def _lamb(choose: Choices, draw: Draw) -> Arguments:
     return (*args, trust), attrs
 
 
-def _lamb_partials(choose: Choices, draw: Draw) -> Arguments:
+def _lamb_sums_of_squares(choose: Choices, draw: Draw) -> Arguments:
     args, attrs = _step(choose, draw, averages=2, **_betas(choose), eps=choose.of(1e-6, 1e-3))
-    block = choose.of(16, 1, 64)
-    grid: dict[str, Any] = {"offsets": None, "sizes": None}
-    if choose.of(False, True):
-        grid = _grid(choose, args[0], block)
-    return (*args[:4], *args[5:8]), {**attrs, **grid, "block": block}
+    return (*args[:4], *args[5:8]), attrs
 
 
 def _quantize(choose: Choices, draw: Draw) -> Arguments:
@@ -467,14 +445,14 @@ DRAWN: Mapping[str, Drawn] = {
     "linear_cross_entropy": _linear_cross_entropy,
     "linear_cross_entropy_partials": _linear_cross_entropy_partials,
     "l2_norm": _l2_norm,
-    "l2_norm_partials": _l2_norm_partials,
+    "sums_of_squares": _l2_norm,
     "clip": _clip,
     "unscale_and_check": _unscale,
     "adamw": _adamw,
     "adamw_8bit": _adamw_8bit,
     "sgd": _sgd,
     "lion": _lion,
-    "lamb_partials": _lamb_partials,
+    "lamb_sums_of_squares": _lamb_sums_of_squares,
     "lamb": _lamb,
     "quantize": _quantize,
     "dequantize": _dequantize,

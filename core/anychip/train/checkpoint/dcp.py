@@ -6,12 +6,16 @@ the shape where the last part is not there. :class:`Reader` is therefore one of 
 
 Not imported with the package: torch.distributed.checkpoint takes a second.
 
+torch reads ``.metadata`` with all that a pickle may do. Here it is read with what torch writes into
+it, and nothing else.
+
 Source: torch 2.13, ``torch/distributed/checkpoint``: storage.py, planner_helpers.py.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
@@ -173,8 +177,8 @@ def load(
     """Loads a checkpoint of torch.distributed.checkpoint: of FSDP2, of torchtitan.
 
     With several ranks a collective call. Each rank reads the boxes that meet its own. Options of
-    the optimizer's groups (learning rate, ...) stay, and so do generators and data. torch unpickles
-    ``.metadata``, which can run code: load nothing that you do not trust.
+    the optimizer's groups (learning rate, ...) stay, and so do generators and data. No code runs
+    that comes with the files.
 
     Args:
         directory: with ``.metadata`` in it.
@@ -197,19 +201,50 @@ def load(
     )  # fmt: skip
 
 
+_DTYPES = [t for t in vars(torch).values() if isinstance(t, torch.dtype)]
+_NAMES = {
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # Python 3.13
+    "torch": {"Size", *(str(t).removeprefix("torch.") for t in _DTYPES)},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.serialization": {"_get_layout"},
+}
+"""What torch 2.13 writes into ``.metadata``: nothing that runs code or opens files."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which torch does not write")
+        return super().find_class(module, name)
+
+
+def _read_metadata(file: Path) -> Metadata:
+    with file.open("rb") as opened:
+        try:
+            found = _Unpickler(opened).load()
+        except Exception as error:  # a pickle that somebody made can raise anything
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, Metadata):
+        raise CheckpointError(f"{file} cannot be read: it is of type {type(found).__name__}")
+    return found
+
+
 class _Source:
     """A checkpoint of torch's."""
 
     def __init__(self, path: Path, held: Held, prefix: str | None) -> None:
         self.path, self._reader = path, FileSystemReader(path)
         try:
-            metadata = self._reader.read_metadata()
+            metadata = _read_metadata(path / ".metadata")
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path} has no .metadata: it is no checkpoint of torch"
             ) from None
-        except Exception as error:  # what unpickling raises has no end
-            raise CheckpointError(f"{path}/.metadata cannot be read: {error}") from error
         self._reader.set_up_storage_reader(metadata, is_coordinator=False)
         self._tensors = {
             name: about

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from anychip import ops
 from anychip.operators.adamw_8bit import BLOCK
-from anychip.operators.partials import num_blocks
-from anychip.train.optim.rule import Group, Rule, Update
+from anychip.train.optim.rule import Group, Rule, Update, num_blocks
 from anychip.train.optim.schedule import LRSchedule, with_rate
 
 

@@ -41,18 +41,18 @@ def lamb(
         groups = [group for group in step.groups if group.params]
         if not groups:
             return
-        partials = [_partials(step, group, numbers(group)) for group in groups]
-        joined = step.sum_over_shards(torch.cat(partials, dim=1))
-        widths = [part.shape[1] for part in partials]
-        for group, part in zip(groups, joined.split(widths, dim=1), strict=True):
-            ratios = trust_ratios(part, group.sizes)
-            write(ops.lamb, step, group, ("exp_avg", "exp_avg_sq"), ratios, **numbers(group))
+        sums = [_sums_of_squares(step, group, numbers(group)) for group in groups]
+        joined = step.sum_over_shards(torch.cat(sums, dim=1))
+        counts = [len(group.params) for group in groups]
+        for group, rows in zip(groups, joined.split(counts, dim=1), strict=True):
+            moments = ("exp_avg", "exp_avg_sq")
+            write(ops.lamb, step, group, moments, trust_ratios(rows), **numbers(group))
 
     return Rule(two_moments, update, options, writes=True, schedule=schedule)
 
 
-def _partials(step: Update, group: Group, settings: dict[str, Any]) -> Tensor:
-    return ops.lamb_partials(
+def _sums_of_squares(step: Update, group: Group, settings: dict[str, Any]) -> Tensor:
+    return ops.lamb_sums_of_squares(
         group.params,
         group.grads,
         group.state["exp_avg"],
@@ -60,7 +60,5 @@ def _partials(step: Update, group: Group, settings: dict[str, Any]) -> Tensor:
         group.step,
         step.scale,
         step.clip,
-        offsets=group.offsets,
-        sizes=group.sizes,
         **settings,
     )

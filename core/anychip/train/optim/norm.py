@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anychip import ops
 from anychip.operators.gradients import CLIP_EPS
-from anychip.operators.partials import sum_in_pairs
+from anychip.operators.squares import WIDTH, root
 from anychip.train.optim.rule import Rule, Update
 
 
@@ -17,15 +17,14 @@ def global_norm(step: Update) -> Tensor | None:
     Every rank gets the same bits, and those of a rank that holds everything; see "Rules on shards"
     in :mod:`anychip.train.optim`. None when there is no gradient on this rank's list.
     """
-    partials = [
-        ops.l2_norm_partials(group.grads, offsets=group.offsets, sizes=group.sizes)
-        for group in step.groups
-        if group.grads
-    ]
-    if not partials:
+    if not any(group.grads for group in step.groups):
         return None
-    whole = step.gather_stages(step.sum_over_shards(torch.cat(partials)))
-    norm = sum_in_pairs(whole).sqrt()
+    counted = [gradient for group in step.groups for gradient in group.counted]
+    device = step.groups[0].step.device
+    total = torch.zeros(WIDTH, dtype=torch.int64, device=device)
+    if counted:
+        total = ops.sums_of_squares(counted).sum(0)
+    norm = root(step.sum_over_stages(step.sum_over_shards(total)))
     return norm if step.scale is None else norm / step.scale
 
 

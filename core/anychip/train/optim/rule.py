@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -11,20 +12,29 @@ from torch import Tensor
 
 from anychip.train.optim.schedule import LRSchedule
 
+BLOCK = 1024
+"""Multiples of which a flattened parameter is cut at: states with an entry per several elements
+(:attr:`Rule.blocks`) lie in one shard, whose cuts vectors may begin at."""
+
 Reduce = Callable[[Tensor], Tensor]
-"""float32 partials of this rank in, those that the rule goes on with out. Called by all ranks."""
+"""int64 sums of this rank in, their sum over ranks out. Called by all ranks."""
 
 
-def identity(partials: Tensor) -> Tensor:
+def num_blocks(numel: int, block: int = BLOCK) -> int:
+    """Blocks of a parameter: the last one may be shorter."""
+    return -(-numel // block)
+
+
+def identity(sums: Tensor) -> Tensor:
     """Of a rank that has everything."""
-    return partials
+    return sums
 
 
 class ShardMetadata(NamedTuple):
     """Where a shard lies in its whole parameter.
 
     Attributes:
-        offset: index of its first element in the flattened whole, a multiple of ``BLOCK``.
+        offset: index of its first element in the flattened whole.
         size: elements of the whole.
     """
 
@@ -41,7 +51,7 @@ class Group:
         state: what the rules' ``init`` made, one list per name, as long as params.
         step: 0-dim float32, updates done; the rule that writes params advances it.
         options: of the parameter group: all that ``Rule.options`` names.
-        spans: of each of params in its whole; None: they are whole.
+        counts: whether each of params counts in norms of all; None: they do.
         low_precision: copies in a 16-bit type, written together with params.
     """
 
@@ -50,20 +60,14 @@ class Group:
     state: Mapping[str, Sequence[Tensor]]
     step: Tensor
     options: Mapping[str, Any] = field(default_factory=dict)
-    spans: Sequence[ShardMetadata] | None = None
+    counts: Sequence[bool] | None = None
     low_precision: Sequence[Tensor] | None = None
 
     @property
-    def offsets(self) -> list[int]:
-        """Index of the first element of each of params in its whole."""
-        return [0] * len(self.params) if self.spans is None else [s.offset for s in self.spans]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Elements of each whole parameter."""
-        if self.spans is None:
-            return [param.numel() for param in self.params]
-        return [span.size for span in self.spans]
+    def counted(self) -> list[Tensor]:
+        """The gradients that count in norms of all."""
+        counts = [True] * len(self.grads) if self.counts is None else self.counts
+        return list(itertools.compress(self.grads, counts))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,7 +80,7 @@ class Update:
         scale: 0-dim float32 loss scale that is still in the gradients; None: they have none.
         found_inf: 0-dim float32; when it is not 0, the rule that writes leaves everything as it
             was, step included.
-        sum_over_shards, gather_stages: see "Rules on shards" in :mod:`anychip.train.optim`.
+        sum_over_shards, sum_over_stages: see "Rules on shards" in :mod:`anychip.train.optim`.
         norm: 0-dim float32 norm of all gradients without the loss scale, once a rule measured it.
         clip: 0-dim float32 factor that the writing rule multiplies gradients by.
     """
@@ -86,7 +90,7 @@ class Update:
     scale: Tensor | None = None
     found_inf: Tensor | None = None
     sum_over_shards: Reduce = identity
-    gather_stages: Reduce = identity
+    sum_over_stages: Reduce = identity
     norm: Tensor | None = None
     clip: Tensor | None = None
 

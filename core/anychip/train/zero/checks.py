@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from anychip.contract import UnsupportedError
 from anychip.operators.codes import FORMATS
-from anychip.operators.partials import BLOCK
 from anychip.train.optim import Rule
+from anychip.train.optim.rule import BLOCK
 from anychip.train.zero.weights import state_shape
 
 KEPT = ("params", "name", "param_names", "initial_lr")

@@ -65,7 +65,7 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def sum_over_parts(self, partials: Tensor) -> Tensor:
+    def sum_over_parts(self, sums: Tensor) -> Tensor:
         """The sum over the ranks that have the parts of a whole, in place; returned too."""
 
     def keep(self, full: Tensor) -> Tensor | None:
@@ -104,9 +104,9 @@ class Flat(Exchange):
             return self.comm.all_reduce(full, reduction, async_op=True)
         return self.comm.reduce_scatter(part, full, reduction, async_op=True)
 
-    def sum_over_parts(self, partials: Tensor) -> Tensor:
-        self.comm.all_reduce(partials)
-        return partials
+    def sum_over_parts(self, sums: Tensor) -> Tensor:
+        self.comm.all_reduce(sums)
+        return sums
 
 
 class Grouped(Exchange):
@@ -146,8 +146,8 @@ class Grouped(Exchange):
         divisor = self.comm.world_size if reduction == "avg" else None
         return _OverGroups(self.inner.reduce(part, full, "sum"), part, self.outer, divisor)
 
-    def sum_over_parts(self, partials: Tensor) -> Tensor:
-        return self.inner.sum_over_parts(partials)
+    def sum_over_parts(self, sums: Tensor) -> Tensor:
+        return self.inner.sum_over_parts(sums)
 
 
 class _OverGroups(Work):
@@ -215,8 +215,8 @@ class Coded(Exchange):
     def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
         return self.inner.reduce(part, full, reduction)
 
-    def sum_over_parts(self, partials: Tensor) -> Tensor:
-        return self.inner.sum_over_parts(partials)
+    def sum_over_parts(self, sums: Tensor) -> Tensor:
+        return self.inner.sum_over_parts(sums)
 
 
 class Secondary(Exchange):
@@ -252,8 +252,8 @@ class Secondary(Exchange):
     def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
         return self.inner.reduce(part, full, reduction)
 
-    def sum_over_parts(self, partials: Tensor) -> Tensor:
-        return self.inner.sum_over_parts(partials)
+    def sum_over_parts(self, sums: Tensor) -> Tensor:
+        return self.inner.sum_over_parts(sums)
 
     def keep(self, full: Tensor) -> Tensor:
         count = len(full) // self.neighbours.world_size

@@ -3,10 +3,9 @@
 Pure functions of numbers. A buffer holds parameters flattened, one after the other, and is cut into
 as many equal parts as there are ranks: a part is gathered and scattered in place, without copies or
 lists of sizes. A cut through a parameter lies between *granules* of it, so that a part is a range
-of whole granules of each parameter: of the grid on which norms are measured
-(:mod:`anychip.operators.partials`), and of the blocks of 8-bit states. What does not fit moves on
-by a gap, which belongs to nobody and stays zero: less than a granule per cut. And each parameter
-begins at a multiple of ``ALIGNMENT`` elements: kernels are faster on aligned tensors, and some give
+of whole granules of each parameter: of the blocks of 8-bit states. What does not fit moves on by a
+gap, which belongs to nobody and stays zero: less than a granule per cut. And each parameter begins
+at a multiple of ``ALIGNMENT`` elements: kernels are faster on aligned tensors, and some give
 other bits on others.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5 (the partition); cuts between granules
@@ -18,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from anychip.operators.partials import BLOCK
+from anychip.train.optim.rule import BLOCK
 
 ALIGNMENT = 32
 """Elements: 64 bytes of 16-bit numbers, as an allocator aligns. A divisor of the granule."""

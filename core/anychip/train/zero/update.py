@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from anychip.contract import Communicator
-from anychip.operators.partials import num_blocks
 from anychip.runtime import on_host
 from anychip.train.optim import Group, ShardMetadata, Update
 from anychip.train.zero.sharded import ShardedModel
@@ -102,42 +101,30 @@ class Updates:
             scale: that is still in the gradients; None: there is no loss scaling.
         """
         parts = [(params, group) for group in groups for params in _parts(group, states, present)]
-        order = [param for params, _ in parts for param in params]
         update = Update(groups=[self._part(p, g, states) for p, g in parts], count=count)
         if scale is not None:
             update.scale = torch.full((), scale, device=update.groups[0].step.device)
         if self.sharded is not None and self.sharded.partition.states:
             update.sum_over_shards = self.sharded.exchange.sum_over_parts
-        update.gather_stages = lambda partials: self._gather_stages(partials, order)
+        if self.model_comm is not None:
+            update.sum_over_stages = self._sum_over_stages
         return update
 
     def _part(self, params: list[Tensor], group: Mapping[str, Any], states: State) -> Group:
         mine = [states[p] for p in params]
-        spans = [span for span in map(self.span, params) if span is not None]
         return Group(
             params=[self.values(p) for p in params],
             grads=[self.gradient(p) for p in params],
             state={n: [s[n] for s in mine] for n in mine[0] if n not in ("step", MASTER)},
             step=mine[0]["step"],
             options={k: v for k, v in group.items() if k != "params"},
-            spans=spans or None,
+            counts=[param not in self.duplicates for param in params],
         )
 
-    def _gather_stages(self, partials: Tensor, params: Sequence[Tensor]) -> Tensor:
-        """The blocks' sums of squares of the whole model, the largest first.
-
-        Sorted, they are added up alike whatever the order of parameters is, and on how many ranks
-        they are; blocks of zeros, which come last, change nothing.
-        """
-        start = 0
-        for param in params:
-            count = num_blocks(param.numel())
-            if param in self.duplicates:
-                partials[start : start + count] = 0.0
-            start += count
-        if self.model_comm is not None:
-            partials = _gather(partials, self.model_comm)
-        return partials.sort(descending=True).values
+    def _sum_over_stages(self, sums: Tensor) -> Tensor:
+        assert self.model_comm is not None
+        self.model_comm.all_reduce(sums)
+        return sums
 
 
 def _parts(
@@ -162,16 +149,3 @@ def _parts(
                 states[param]["step"] = step
         found.append([p for p in params if p in present])
     return found
-
-
-def _gather(partials: Tensor, comm: Communicator) -> Tensor:
-    """The ranks' 1-dim tensors one after the other; each may have another length.
-
-    A collective call, and a transfer to the host.
-    """
-    lengths = torch.zeros(comm.world_size, dtype=torch.int64, device=partials.device)
-    comm.all_gather(lengths, torch.full((1,), len(partials), device=partials.device))
-    sizes = on_host(lengths).tolist()
-    joined = torch.empty(sum(sizes), dtype=partials.dtype, device=partials.device)
-    comm.all_gather(joined, partials, sizes=sizes)
-    return joined

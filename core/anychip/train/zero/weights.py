@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from anychip.contract import DONE, Work
-from anychip.operators.partials import num_blocks
 from anychip.train.optim import ShardMetadata
+from anychip.train.optim.rule import num_blocks
 from anychip.train.zero import guard
 from anychip.train.zero.exchange import Exchange
 from anychip.train.zero.layout import Layout

@@ -183,7 +183,7 @@ def load(
     Args:
         directory: with ``.metadata`` in it.
         model, optimizer, names, comm: as :func:`~anychip.train.checkpoint.save` has them. The
-            optimizer's rule has states of the same names as torch's: adamw, sgd with momentum.
+            optimizer's rule has states of the same names as torch's: adamw.
         prefix: of the model's names, like ``"model."``; None: what fits.
         weights_only: the optimizer begins anew.
 

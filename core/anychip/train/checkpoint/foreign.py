@@ -18,10 +18,9 @@ from anychip.train.checkpoint.agreement import attempt, gather
 from anychip.train.checkpoint.folder import CheckpointError
 from anychip.train.checkpoint.holders import Held, HeldWithStates, Stateful, holder
 from anychip.train.checkpoint.manifest import describe
-from anychip.train.checkpoint.names import Names, of_model, of_state
+from anychip.train.checkpoint.names import Names, of_model
 from anychip.train.checkpoint.parts import Part
 from anychip.train.zero.state import STEP_TENSOR
-from anychip.train.zero.update import MASTER
 
 
 class Source(Protocol):
@@ -103,9 +102,9 @@ class _Found:
 
 
 def _look(path: Path, source: Source, held: Held, weights_only: bool) -> _Found:
-    found, names_of = _Found(source), _names(held)
+    found = _Found(source)
     for part in held.parts:
-        names = names_of(part.name)
+        names = _names(held, part)
         if names[0].startswith(of_model("")) or not weights_only:
             found.parts.append((_fitting(path, source, part, names), part))
     if isinstance(held, HeldWithStates) and not weights_only:
@@ -132,20 +131,13 @@ def _fitting(path: Path, source: Source, part: Part, names: Sequence[str]) -> st
     raise _refusal(path, f"it has no {names[0]}{hint}")
 
 
-def _names(held: Held) -> Callable[[str], list[str]]:
+def _names(held: Held, part: Part) -> list[str]:
     """What else a tensor may be called: as what it is tied to; a master as its weight."""
-    tied: dict[str, list[str]] = {}
-    for alias, first in held.aliases.items():
-        tied.setdefault(first, []).append(alias)
-    params = held.named.values() if isinstance(held, HeldWithStates) else ()
-    masters = {of_state(name, MASTER): of_model(name) for name in params}
-
-    def names(name: str) -> list[str]:
-        name = masters.get(name, name)
-        elsewhere = [held.aliases[name]] if name in held.aliases else []  # on another stage
-        return [name, *elsewhere, *tied.get(name, ())]
-
-    return names
+    name = (
+        part.otherwise if part.otherwise and not part.name.startswith(of_model("")) else part.name
+    )
+    elsewhere = [held.aliases[name]] if name in held.aliases else []  # on another stage
+    return [name, *elsewhere, *(alias for alias, of in held.aliases.items() if of == name)]
 
 
 def _refusal(path: Path, problem: str) -> CheckpointError:

@@ -1,4 +1,7 @@
-"""Every differentiable operator in plain torch, written from its definition; takes float64 too."""
+"""Every differentiable operator in plain torch, written from its definition; takes float64 too.
+
+What references and rows are differentiated against, and what oracles have to agree with.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -11,14 +14,19 @@ from torch import Tensor
 from anychip import ops
 
 
-def _plain_weights(q: Tensor, k: Tensor, visible: Tensor, scale: Any) -> Tensor:
+def _plain_weights(scores: Tensor, visible: Tensor) -> Tensor:
     """exp over its sum, with weights of 0; sums of 0 are those of rows that see nothing."""
-    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True)) * visible
+    scores = torch.where(visible, scores, -torch.inf)
+    top = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else torch.zeros(())
+    weights = torch.exp(scores - torch.where(top.isneginf(), 0.0, top))
     total = weights.sum(-1, keepdim=True)
     return weights / torch.where(total == 0.0, 1.0, total)
+
+
+def _plain_scores(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
 
 
 def _plain_attention(
@@ -27,7 +35,7 @@ def _plain_attention(
 ) -> Tensor:  # fmt: skip
     visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
     visible = visible.tril(k.shape[1] - q.shape[1]) if causal else visible
-    weights = _plain_weights(q, k, visible, scale)
+    weights = _plain_weights(_plain_scores(q, k, scale), visible)
     if rng is not None:
         each = weights.unsqueeze(-1)  # an element is a row of the whole's weights, 1 wide
         numbers = weight_numbers(weights.shape, index, sizes)
@@ -114,20 +122,16 @@ def _plain_dropped_row(x: Tensor, rng: Tensor, rows: Tensor | None, p: float) ->
 def _plain_softmax(
     x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, *, scale: float, causal: bool
 ) -> Tensor:
-    """exp over its sum, with weights of 0; sums of 0 are those of rows that see nothing."""
     visible = torch.ones(x.shape[-2:], dtype=torch.bool)
     visible = visible.tril(x.shape[-1] - x.shape[-2]) if causal else visible
     visible = visible if mask is None else visible & mask
-    scores = x * scale + (0.0 if bias is None else bias)
-    weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True)) * visible
-    total = weights.sum(-1, keepdim=True)
-    return weights / torch.where(total == 0.0, 1.0, total)
+    return _plain_weights(x * scale + (0.0 if bias is None else bias), visible)
 
 
 def _plain_cross_entropy(
     logits: Tensor, target: Tensor, *, z_loss: float, reduction: str, **attrs: Any
 ) -> Tensor:
-    flat, labels = logits.flatten(0, -2), target.flatten()
+    flat, labels = logits.reshape(-1, logits.shape[-1]), target.flatten()
     rows = F.cross_entropy(flat, labels, reduction="none", **attrs)
     kept = labels != attrs["ignore_index"]
     rows = rows + torch.where(kept, z_loss * torch.logsumexp(flat, -1) ** 2, 0.0)
@@ -203,7 +207,7 @@ PLAIN: dict[str, Callable[..., Any]] = {
         r,
         lambda total: F.layer_norm(total, w.shape, w, b, eps),
     ),
-    "group_norm": lambda x, w, b, *, num_groups, eps: F.group_norm(x, num_groups, w, b, eps),
+    "group_norm": lambda x, w, b, *, num_groups, eps: torch.group_norm(x, num_groups, w, b, eps),
     "gelu": F.gelu,
     "silu": F.silu,
     "relu": F.relu,
@@ -221,9 +225,9 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "attention_varlen": _plain_varlen,
     "linear": lambda x, weight, bias, out_dtype=None: F.linear(x, weight, bias),
     "grouped_linear": _plain_grouped_linear,
-    "conv1d": lambda x, w, b: F.conv1d(
-        F.pad(x, (w.shape[1] - 1, 0)), w[:, None], b, groups=x.shape[1]
-    ),
+    "conv1d": lambda x, w, b: F.conv1d(F.pad(x, (w.shape[1], 0)), w[:, None], b, groups=x.shape[1])[
+        ..., 1:
+    ],
     "conv2d": F.conv2d,
     "permute": _plain_permute,
     "unpermute": lambda x, row_map, weights: torch.einsum(

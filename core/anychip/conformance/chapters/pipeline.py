@@ -110,8 +110,7 @@ def staged(
         opt = None
         if rule is not None:
             stage = 3 if replicas > 1 else 0
-            given = {"stage": stage, "model_comm": comm}
-            opt = zero.Optimizer(whole, rule(), data, roots=parts, **given)  # type: ignore[arg-type]
+            opt = zero.Optimizer(whole, rule(), data, stage=stage, model_comm=comm, roots=parts)
         losses = []
         for step in range(STEPS if opt else 1):
             text = trainee.batch(SIZES, step, seed=context.seed)

@@ -244,19 +244,20 @@ class Group {
       return record.step.load(std::memory_order_acquire) == step_ &&
              record.tag.load(std::memory_order_relaxed) == tag_of_step_;
     };
-    if (segment_.spin(is_there)) return kDone;
-    const Place& place = segment_.place(world_ranks_[rank]);
-    outcome_->peer = rank;
-    for (;;) {
-      const bool is_closed = place.closed.load(std::memory_order_acquire) != 0;
+    Word& closed = segment_.place(world_ranks_[rank]).closed;
+    const auto sleep = [&] {
+      const bool is_closed = closed.load(std::memory_order_acquire) != 0;
       if (is_there()) return kDone;
       if (is_closed || segment_.is_aborted()) return kLost;
       if (Clock::now() >= outcome_->deadline) return kLate;
       theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);
       const uint32_t seen = record.step.load(std::memory_order_seq_cst);
-      if (seen != step_ || !is_there()) sleep_while(record.step, seen);
+      if (!is_there()) sleep_while(record.step, seen);
       theirs.sleepers.fetch_sub(1, std::memory_order_relaxed);
-    }
+      return kDone;
+    };
+    outcome_->peer = rank;
+    return segment_.wait(is_there, sleep);
   }
 
   // All ranks send the whole, and each reduces it: one step.

@@ -78,10 +78,13 @@ class PointToPoint {
         if (is_moving) continue;
       }
       const auto rings = [&] { return mine.bell.load(std::memory_order_acquire) != heard; };
-      if (segment_.spin(rings)) continue;
-      mine.sleepers.fetch_add(1, std::memory_order_seq_cst);
-      if (mine.bell.load(std::memory_order_seq_cst) == heard) sleep_while(mine.bell, heard);
-      mine.sleepers.fetch_sub(1, std::memory_order_relaxed);
+      segment_.wait(rings, [&] {
+        mine.sleepers.fetch_add(1, std::memory_order_seq_cst);
+        if (mine.bell.load(std::memory_order_seq_cst) == heard) sleep_while(mine.bell, heard);
+        mine.sleepers.fetch_sub(1, std::memory_order_relaxed);
+        // Who is woken, or has slept for a while, looks around.
+        return rings() ? kDone : kLost;
+      });
     }
   }
 

@@ -34,7 +34,7 @@ static_assert(sizeof(Word) == 4 && Word::is_always_lock_free, "a futex is a plai
 
 constexpr size_t kPage = 4096, kLine = 64;
 constexpr int64_t kSliceNs = 20'000'000;
-constexpr std::chrono::microseconds kSpin{30};
+constexpr int64_t kLeastSpinNs = 5'000, kMostSpinNs = 100'000;
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -66,7 +66,8 @@ class Segment {
   Segment(int fd, int rank, int world_size, size_t channels_nbytes)
       : rank_(rank), world_size_(world_size), fd_(fd), head_nbytes_(head(channels_nbytes)) {
     base_ = map(0, head_nbytes_);
-    spins_ = cores() >= world_size;
+    if (cores() >= world_size) most_spin_ns_ = kMostSpinNs;
+    spin_ns_ = most_spin_ns_;
   }
   // Ranks that are threads of a test share one address.
   Segment(uint8_t* memory, int rank, int world_size, size_t channels_nbytes)
@@ -116,19 +117,29 @@ class Segment {
     mapped_.clear();
   }
 
-  // Calls `is_there` until it is true, for a moment.
-  template <class Condition>
-  bool spin(Condition is_there) const {
-    if (is_there()) return true;
-    if (!spins_) return false;
-    const auto end = Clock::now() + kSpin;
-    do {
+  // Calls `is_there` until it is true: without a pause for a while, then `sleep` in between, which
+  // looks whether there is a reason to give up. Who slept in vain for longer than a spin takes spins
+  // less the next time; who would have been there in time spins longer: to be woken takes as long as
+  // many steps, and would make the other rank sleep in its turn.
+  template <class Condition, class Sleep>
+  Status wait(Condition is_there, Sleep sleep) {
+    if (is_there()) return kDone;
+    const auto begin = Clock::now(), end = begin + std::chrono::nanoseconds(spin_ns_);
+    while (Clock::now() < end) {
       for (int i = 0; i < 64; ++i) {
-        if (is_there()) return true;
+        if (is_there()) return kDone;
         pause_briefly();
       }
-    } while (Clock::now() < end);
-    return false;
+      sched_yield();
+    }
+    Status status = kDone;
+    while (!is_there() && (status = sleep()) == kDone) {
+    }
+    if (most_spin_ns_ > 0) {
+      const bool was_near = Clock::now() - begin < std::chrono::nanoseconds(most_spin_ns_);
+      spin_ns_ = was_near ? most_spin_ns_ : std::max<int64_t>(spin_ns_ / 2, kLeastSpinNs);
+    }
+    return status;
   }
 
  private:
@@ -153,7 +164,8 @@ class Segment {
   const int rank_, world_size_, fd_;
   const size_t head_nbytes_;
   uint8_t* base_ = nullptr;
-  bool spins_ = false;
+  int64_t most_spin_ns_ = 0;  // where each rank can have a core
+  std::atomic<int64_t> spin_ns_{0};
   std::atomic<bool> aborted_{false};
   std::atomic<int> uses_{0};
   std::atomic<bool> is_closed_{false};

@@ -1,10 +1,11 @@
 // Collectives of one group through memory that its ranks share, in steps.
 //
-// Every rank has two buffers, and writes its part of step s into buffer s % 2. Then it publishes the
-// step, which also says that it has read all that it wants of step s - 1; so a buffer may be written
-// again for step s when all ranks have published s - 1. What a rank publishes carries the tag of its
-// call: ranks whose calls differ never see each other's steps, and read nothing. The calls of a group
-// are made one after the other, in the order of their tickets, from whatever threads.
+// Every rank has two buffers, and writes its part of step s into buffer s % 2. Then it publishes
+// the step, which also says that it has read all that it wants of step s - 1; so a buffer may be
+// written again for step s when all ranks have published s - 1. What a rank publishes carries the
+// tag of its call: ranks whose calls differ never see each other's steps, and read nothing. The
+// calls of a group are made one after the other, in the order of their tickets, from whatever
+// threads.
 #pragma once
 
 #include <algorithm>
@@ -48,7 +49,8 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  // Makes `call`, which is a member function with its arguments bound, when the ones before are done.
+  // Makes `call`, which is a member function with its arguments bound, when the ones before are
+  // done.
   template <class Call>
   Status in_turn(uint64_t ticket, uint32_t tag, Outcome& outcome, Call call) {
     {
@@ -78,7 +80,7 @@ class Group {
 
   Status all_reduce(uint8_t* data, size_t numel, size_t itemsize, DType dtype, Reduction how) {
     const bool is_whole = size_ == 2 || numel * itemsize <= kSmall;
-    const size_t part = part_nbytes(0) / itemsize, step = is_whole ? room_ / itemsize : part * size_;
+    const size_t step = (is_whole ? room_ : part_nbytes(0) * (size_ - 1)) / itemsize;
     for (size_t at = 0; at < numel; at += step) {
       const size_t count = std::min(step, numel - at);
       uint8_t* here = data + at * itemsize;
@@ -102,14 +104,15 @@ class Group {
         if (r == rank_) {
           mine = from + at * itemsize;
         } else {
-          put(r * step * itemsize, from + at * itemsize, left(sizes[r], at, step) * itemsize);
+          put(place(rank_, r) * step * itemsize, from + at * itemsize,
+              left(sizes[r], at, step) * itemsize);
         }
       }
       publish();
       const size_t count = left(sizes[rank_], at, step);
       if (count == 0) continue;
       if (Status status = await_all()) return status;
-      for (int r = 0; r < size_; ++r) parts_[r] = buffer(r) + rank_ * step * itemsize;
+      for (int r = 0; r < size_; ++r) parts_[r] = buffer(r) + place(r, rank_) * step * itemsize;
       parts_[rank_] = mine;
       reduce(output + at * itemsize, parts_.data(), size_, count, dtype, how);
     }
@@ -155,7 +158,8 @@ class Group {
       if (Status status = begin()) return status;
       if (at == 0) put(0, reinterpret_cast<const uint8_t*>(sizes), row_nbytes);
       for (int r = 0; r < size_; ++r) {
-        if (r != rank_) put(row_nbytes + r * part, inputs[r] + at, left(sizes[r], at, part));
+        const size_t count = left(sizes[r], at, part);
+        if (r != rank_) put(row_nbytes + place(rank_, r) * part, inputs[r] + at, count);
       }
       publish();
       if (at == 0) {
@@ -167,7 +171,7 @@ class Group {
       for (int i = 1; i < size_; ++i) {
         const int r = (rank_ + i) % size_;
         const size_t count = left(rooms[r], at, part);
-        if (Status status = take(r, row_nbytes + rank_ * part, outputs[r] + at, count)) {
+        if (Status status = take(r, row_nbytes + place(r, rank_) * part, outputs[r] + at, count)) {
           return status;
         }
       }
@@ -193,10 +197,11 @@ class Group {
     return base_ + rank * (kPage + 2 * room_) + kPage + (step_ & 1) * room_;
   }
 
-  // A buffer has room for so much to each rank behind a row, in whole lines.
+  // A buffer has room for so much to each other rank behind a row, in whole lines.
   size_t part_nbytes(size_t row_nbytes) const {
-    return (room_ - row_nbytes) / size_ / kLine * kLine;
+    return (room_ - row_nbytes) / (size_ - 1) / kLine * kLine;
   }
+  static int place(int writer, int reader) { return reader - (reader > writer ? 1 : 0); }
   static size_t left(size_t size, size_t at, size_t most) {
     return size > at ? std::min(size - at, most) : 0;
   }
@@ -277,13 +282,15 @@ class Group {
     const auto start = [&](int r) { return count * r / size_ * itemsize; };
     if (Status status = begin()) return status;
     for (int r = 0; r < size_; ++r) {
-      if (r != rank_) put(r * part, data + start(r), start(r + 1) - start(r));
+      if (r != rank_) put(place(rank_, r) * part, data + start(r), start(r + 1) - start(r));
     }
     publish();
     if (Status status = await_all()) return status;
     uint8_t* mine = data + start(rank_);
     const size_t nbytes = start(rank_ + 1) - start(rank_);
-    for (int r = 0; r < size_; ++r) parts_[r] = r == rank_ ? mine : buffer(r) + rank_ * part;
+    for (int r = 0; r < size_; ++r) {
+      parts_[r] = r == rank_ ? mine : buffer(r) + place(r, rank_) * part;
+    }
     reduce(mine, parts_.data(), size_, nbytes / itemsize, dtype, how);
     if (Status status = begin()) return status;
     put(0, mine, nbytes);

@@ -1,8 +1,8 @@
 // Messages between pairs of ranks, matched by tag and, among those of one tag, by order.
 //
-// A channel per ordered pair: cells that say what is sent, taken or granted, and bytes. A message of
-// up to kInline bytes travels in its cell. A larger one waits until its receiver has a place for it
-// and grants it; then its bytes stream. Bytes have no header: messages come in the order of the
+// A channel per ordered pair: cells that say what is sent, taken or granted, and bytes. A message
+// of up to kInline bytes travels in its cell. A larger one waits until its receiver has a place for
+// it and grants it; then its bytes stream. Bytes have no header: messages come in the order of the
 // grants. Whoever waits moves what he finds for all messages of his process.
 #pragma once
 
@@ -254,10 +254,10 @@ class PointToPoint {
     Channel& in = *peer.in;
     const uint64_t begin = in.bytes_read.load(std::memory_order_relaxed);
     const uint64_t end = in.bytes_written.load(std::memory_order_acquire);
-    const uint64_t at = stream(peer.receiving, begin, end, [&](uint8_t* data, uint64_t place,
-                                                               uint64_t count) {
-      std::memcpy(data, in.bytes + place, count);
-    });
+    const uint64_t at =
+        stream(peer.receiving, begin, end, [&](uint8_t* data, uint64_t place, uint64_t count) {
+          std::memcpy(data, in.bytes + place, count);
+        });
     in.bytes_read.store(at, std::memory_order_release);
     return at != begin;
   }
@@ -266,10 +266,10 @@ class PointToPoint {
     Channel& out = *peer.out;
     const uint64_t begin = out.bytes_written.load(std::memory_order_relaxed);
     const uint64_t end = out.bytes_read.load(std::memory_order_acquire) + kBytes;
-    const uint64_t at = stream(peer.sending, begin, end, [&](uint8_t* data, uint64_t place,
-                                                             uint64_t count) {
-      std::memcpy(out.bytes + place, data, count);
-    });
+    const uint64_t at =
+        stream(peer.sending, begin, end, [&](uint8_t* data, uint64_t place, uint64_t count) {
+          std::memcpy(out.bytes + place, data, count);
+        });
     out.bytes_written.store(at, std::memory_order_release);
     return at != begin;
   }

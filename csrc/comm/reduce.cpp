@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 #include <type_traits>
 #include <vector>
 
@@ -41,14 +44,15 @@ T load(T value) {
   return value;
 }
 float load(BF16 value) { return float_of(static_cast<uint32_t>(value.bits) << 16); }
-// As csrc/cpu/kernels/vector.h: exponents differ by 112; subtracting 2^-14 makes subnormals normal.
+// As csrc/cpu/kernels/vector.h has it: exponents differ by 112; subtracting 2^-14 makes subnormals
+// normal.
 float load(F16 value) {
   const uint32_t shifted = (value.bits & 0x7fffu) << 13, exponent = shifted & 0x0f800000u;
   const uint32_t normal = shifted + 0x38000000u;
   const uint32_t subnormal = bits_of(float_of(normal + 0x00800000u) - 0x1p-14f);
-  const uint32_t magnitude = exponent == 0              ? subnormal
+  const uint32_t magnitude = exponent == 0             ? subnormal
                              : exponent == 0x0f800000u ? normal + 0x38000000u
-                                                        : normal;
+                                                       : normal;
   return float_of(magnitude | ((value.bits & 0x8000u) << 16));
 }
 
@@ -100,6 +104,58 @@ struct Min {
 template <class T>
 using Wide = decltype(load(T{}));
 
+// The processor's own conversions, or wide vectors, of as many values as they take.
+#if defined(__x86_64__)
+[[gnu::target("avx2")]] size_t widen_vectors(const BF16* from, float* to, size_t n) {
+  ANYCHIP_ELEMENTWISE
+  for (size_t i = 0; i < n; ++i) to[i] = load(from[i]);
+  return n;
+}
+[[gnu::target("avx2")]] size_t narrow_vectors(const float* from, BF16* to, size_t n) {
+  ANYCHIP_ELEMENTWISE
+  for (size_t i = 0; i < n; ++i) store(to[i], from[i]);
+  return n;
+}
+[[gnu::target("avx,f16c")]] size_t widen_vectors(const F16* from, float* to, size_t n) {
+  size_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
+  }
+  return i;
+}
+[[gnu::target("avx,f16c")]] size_t narrow_vectors(const float* from, F16* to, size_t n) {
+  size_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+  }
+  return i;
+}
+bool has_vectors() {
+  static const bool found = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  return found;
+}
+#endif
+
+// Blocks of values as they are stored, and as they are joined.
+template <class T, class A>
+void widen(const T* from, A* to, size_t n) {
+  size_t i = 0;
+#if defined(__x86_64__)
+  if constexpr (!std::is_same_v<T, A>) i = has_vectors() ? widen_vectors(from, to, n) : 0;
+#endif
+  ANYCHIP_ELEMENTWISE
+  for (; i < n; ++i) to[i] = load(from[i]);
+}
+template <class T, class A>
+void narrow(const A* from, T* to, size_t n) {
+  size_t i = 0;
+#if defined(__x86_64__)
+  if constexpr (!std::is_same_v<T, A>) i = has_vectors() ? narrow_vectors(from, to, n) : 0;
+#endif
+  ANYCHIP_ELEMENTWISE
+  for (; i < n; ++i) store(to[i], from[i]);
+}
+
 template <class T, class Op>
 struct Tree {
   using A = Wide<T>;
@@ -110,15 +166,16 @@ struct Tree {
   void join(int first, int count, size_t at, size_t n, A* out, A* spare) const {
     const T* one = parts[first] + at;
     if (count == 1) {
-      ANYCHIP_ELEMENTWISE
-      for (size_t i = 0; i < n; ++i) out[i] = load(one[i]);
+      widen(one, out, n);
       return;
     }
-    if (count == 2) {
-      const T* other = parts[first + 1] + at;
-      ANYCHIP_ELEMENTWISE
-      for (size_t i = 0; i < n; ++i) out[i] = op(load(one[i]), load(other[i]));
-      return;
+    if constexpr (std::is_same_v<A, T>) {
+      if (count == 2) {
+        const T* other = parts[first + 1] + at;
+        ANYCHIP_ELEMENTWISE
+        for (size_t i = 0; i < n; ++i) out[i] = op(one[i], other[i]);
+        return;
+      }
     }
     // Neighbours, level by level, are halves of a power of two; the rest waits for the next level.
     int left = 1;
@@ -150,8 +207,7 @@ void reduce_by(T* output, const T* const* parts, int count, size_t numel, Op op,
       ANYCHIP_ELEMENTWISE
       for (size_t i = 0; i < n; ++i) block[i] = static_cast<A>(block[i] / divisor);
     }
-    ANYCHIP_ELEMENTWISE
-    for (size_t i = 0; i < n; ++i) store(output[at + i], block[i]);
+    narrow(block, output + at, n);
   }
 }
 
@@ -174,8 +230,9 @@ void reduce_of(void* output, const void* const* parts, int count, size_t numel, 
 void reduce(void* output, const void* const* parts, int count, size_t numel, DType dtype,
             Reduction reduction) {
   constexpr decltype(&reduce_of<float>) kTable[] = {
-      reduce_of<float>,   reduce_of<double>,  reduce_of<BF16>,    reduce_of<F16>,    reduce_of<int8_t>,
-      reduce_of<uint8_t>, reduce_of<int16_t>, reduce_of<int32_t>, reduce_of<int64_t>};
+      reduce_of<float>,   reduce_of<double>,  reduce_of<BF16>,
+      reduce_of<F16>,     reduce_of<int8_t>,  reduce_of<uint8_t>,
+      reduce_of<int16_t>, reduce_of<int32_t>, reduce_of<int64_t>};
   kTable[static_cast<int>(dtype)](output, parts, count, numel, reduction);
 }
 

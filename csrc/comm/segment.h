@@ -1,9 +1,10 @@
 // Memory that the ranks of one host share, and how they wait for each other in it.
 //
-// The file is sparse: what no call has touched has no pages. It begins with a place per rank and the
-// channels of all pairs (point_to_point.h); the regions of the groups follow (collectives.h), each
-// mapped when the group is made. A wait spins briefly, if every rank can have a core, then sleeps in
-// a futex for some milliseconds at a time, so that it hears of an abort, which is of its process only.
+// The file is sparse: what no call has touched has no pages. It begins with a place per rank and
+// the channels of all pairs (point_to_point.h); the regions of the groups follow (collectives.h),
+// each mapped when the group is made. A wait spins briefly, if every rank can have a core, then
+// sleeps in a futex for some milliseconds at a time, so that it hears of an abort, which is of its
+// process only.
 #pragma once
 
 #include <linux/futex.h>
@@ -118,9 +119,9 @@ class Segment {
   }
 
   // Calls `is_there` until it is true: without a pause for a while, then `sleep` in between, which
-  // looks whether there is a reason to give up. Who slept in vain for longer than a spin takes spins
-  // less the next time; who would have been there in time spins longer: to be woken takes as long as
-  // many steps, and would make the other rank sleep in its turn.
+  // looks whether there is a reason to give up. Who slept in vain for longer than a spin takes
+  // spins less the next time; who would have been there in time spins longer: to be woken takes as
+  // long as many steps, and would make the other rank sleep in its turn.
   template <class Condition, class Sleep>
   Status wait(Condition is_there, Sleep sleep) {
     if (is_there()) return kDone;
@@ -149,8 +150,8 @@ class Segment {
   size_t head(size_t channels_nbytes) const { return head_nbytes(world_size_, channels_nbytes); }
 
   uint8_t* map(size_t at, size_t nbytes) {
-    void* found = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_,
-                       static_cast<off_t>(at));
+    void* found =
+        mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, static_cast<off_t>(at));
     if (found == MAP_FAILED) throw std::bad_alloc();
     mapped_.emplace_back(found, nbytes);
     return static_cast<uint8_t*>(found);

@@ -1,7 +1,7 @@
 // Collectives and messages between ranks of one host; plain C outside, no Python, no libtorch.
 //
-// anychip/comm/shared_memory.py loads this. Calls wait in native code: who makes them holds no lock of
-// Python's. A call returns its status, and above it the rank that was waited for.
+// anychip/comm/shared_memory.py loads this. Calls wait in native code: who makes them holds no lock
+// of Python's. A call returns its status, and above it the rank that was waited for.
 #include <memory>
 
 #include "collectives.h"

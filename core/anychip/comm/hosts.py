@@ -97,7 +97,9 @@ def _why_not(seat: Seat, said: list[_Said]) -> str:
     where = f"world, rank {seat.rank} of {seat.world_size}: start"
     if len({one.wish for one in said}) > 1:
         wishes = ", ".join(f"rank {rank}: {one.wish or 'unset'}" for rank, one in enumerate(said))
-        raise CommunicationError(where, f"ANYCHIP_TRANSPORT must be the same on all ranks: {wishes}")
+        raise CommunicationError(
+            where, f"ANYCHIP_TRANSPORT must be the same on all ranks: {wishes}"
+        )
     if seat.wish == "sockets":
         return "as ANYCHIP_TRANSPORT says"
     lacking = next(((rank, one.missing) for rank, one in enumerate(said) if one.missing), None)
@@ -167,7 +169,7 @@ def _hand_out(descriptor: int, listener: socket.socket, seat: Seat, where: str) 
             late = tuple(sorted(absent))
             text = f"{ranks_text(late)} did not fetch the shared memory in {seat.timeout_s:g} s"
             raise CommunicationError(where, text, ranks=late) from None
-        with caller, suppress(OSError):
+        with caller, suppress(OSError, struct.error):
             caller.settimeout(_GREETING_S)
             if _user(caller) == os.geteuid():
                 (rank,) = _CALLER.unpack(caller.recv(_CALLER.size, socket.MSG_WAITALL))

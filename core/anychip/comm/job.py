@@ -76,8 +76,8 @@ class Job(contract.Job):
         store: with keys of this job alone.
         news: makes what tells ranks of each other, as :class:`~anychip.comm.liveness.Liveness`
             does, given what is to be called at a failure, and with a question.
-        connect: makes the connections between the ranks' hosts, as :func:`anychip.comm.hosts.connect`
-            does; a call of all ranks.
+        connect: makes the connections between the ranks' hosts, as
+            :func:`anychip.comm.hosts.connect` does; a call of all ranks.
         heartbeat_s: seconds that a call is waited for before ranks compare what they call; less
             where the time limit is less than twice that.
         check: how ranks find that they call different things, see :mod:`anychip.comm.ledger`.

@@ -1,10 +1,9 @@
 """How a call gets on: in the caller's thread, or in one of its group's.
 
-The steps of a call made of messages are a generator that posts them and yields them to be waited
-for. A call
-that is waited for at once is driven by the caller. One that is not goes to its group's thread, so
-that sums are made and second halves are sent while the caller computes; a caller that waits before
-the thread has begun does it himself.
+A call that is waited for at once is driven by the caller. One that is not goes to its group's
+thread, so that sums are made and second halves are sent while the caller computes; a caller that
+waits before the thread has begun does it himself. Where a call is made of messages, its steps are a
+generator that posts them and yields them to be waited for.
 """
 
 from __future__ import annotations

@@ -83,12 +83,11 @@ def host_transport() -> HostTransport | None:
         ValueError: there is no such transport.
     """
     named = os.environ.get("ANYCHIP_TRANSPORT", "").strip()
-    for known in HOST_TRANSPORTS:
-        if named == known:
-            return known
-    if named:
-        raise ValueError(f"ANYCHIP_TRANSPORT: {' or '.join(HOST_TRANSPORTS)} expected, got {named!r}")
-    return None
+    found = next((known for known in HOST_TRANSPORTS if known == named), None)
+    if named and found is None:
+        expected = " or ".join(HOST_TRANSPORTS)
+        raise ValueError(f"ANYCHIP_TRANSPORT: {expected} expected, got {named!r}")
+    return found
 
 
 def secret() -> bytes:

@@ -181,7 +181,10 @@ def run_rank(
     settings = {"timeout_s": 20.0, "heartbeat_s": 20.0, "check": "step"}
     settings |= arguments.pop("job", {})
     to_the_end = arguments.pop("to_the_end", False)
-    delay_s, transport = settings.pop("delays_s", [0.0] * world_size)[rank], settings.pop("transport")
+    delay_s, transport = (
+        settings.pop("delays_s", [0.0] * world_size)[rank],
+        settings.pop("transport"),
+    )
     if delay_s is None:
         file.write_text(json.dumps({"kind": "never started"}))
         return

@@ -1,15 +1,16 @@
 """Does a job that something happens to end at once, as documented, and go on with the same bits?
 
-What happens to a run of ``anychip train`` at a random moment, every third time while rank 0 writes
-a checkpoint: a rank is killed, stopped, or asked to end; the disk is full; the directory becomes,
-or is, read-only; another run wants the same directory; the environment has a stray variable. Each
-process must end with the code and the message of docs/distributed.md. What is left is checked
-without anychip's help: each file of the checkpoint against its sha256. Then ``--resume`` goes on,
-and metrics, model, optimizer and sample must equal, bit for bit, those of a run that nothing
-happened to. Prints every trial and a table per kind, of losses (not whole, or other results),
+What happens to a run of ``anychip train`` at a random moment, every third time while ranks write a
+checkpoint, in a thread or not: a rank is killed, stopped, or asked to end; the disk is full; the
+directory becomes, or is, read-only; another run wants the same directory; the environment has a
+stray variable. Each process must end with the code and the message of docs/distributed.md. What is
+left is checked without anychip's help: each file of the checkpoint against its sha256. Then
+``--resume`` goes on, and metrics, model, optimizer and sample must equal, bit for bit, those of a
+run that nothing happened to. Prints every trial and a table per kind: losses (not whole or not so),
 orphans (processes that had not ended) and wrong endings; exits with 1 when there is one.
 
-    python benchmarks/kill_ranks.py [--trials 200] [--kinds SIGKILL,SIGSTOP] [--layouts 3] [--json]
+    python benchmarks/kill_ranks.py [--trials 200] [--kinds SIGKILL,SIGSTOP] [--layouts 6]
+        [--saving 1] [--json]
 
 Ranks are real processes, joined as torchrun joins them, and forked from one that has imported all.
 """
@@ -58,10 +59,17 @@ class Layout(NamedTuple):
     settings: tuple[str, ...]
 
 
-LAYOUTS = (
+_SHAPES = (
     Layout("2 replicas, ZeRO-2", 2, ("optimizer.stage=2",)),
     Layout("2 stages, 1F1B", 2, ("parallel.pipeline=2",)),
     Layout("2 replicas of 2 stages", 4, ("parallel.pipeline=2", "optimizer.stage=1")),
+)
+LAYOUTS = (
+    *_SHAPES,
+    *(
+        Layout(f"{name}, asynchronous", ranks, (*settings, "checkpoint.asynchronous=true"))
+        for name, ranks, settings in _SHAPES
+    ),
 )
 
 
@@ -197,10 +205,10 @@ def strike(kind: str, pid: int, out: Path, chance: random.Random) -> None:
 
 
 def strike_at_a_moment(
-    kind: str, layout: Layout, folder: Path, chance: random.Random, seconds: float
+    kind: str, layout: Layout, folder: Path, chance: random.Random, seconds: float, often: float
 ) -> Struck:
     """Starts a run and lets it happen; again, when the run was over before."""
-    out, saving = folder / "out", chance.random() < 1 / 3
+    out, saving = folder / "out", chance.random() < often
     heartbeat = [f"run.heartbeat_s={HEARTBEAT_S}"] * (kind == "SIGSTOP")
     args = ["train", *SETTINGS, *layout.settings, *heartbeat, "--out", "out"]
     while True:
@@ -314,7 +322,7 @@ def go_on(layout: Layout, folder: Path, wanted: Result) -> tuple[int, str]:
 
 
 def attempt(
-    kind: str, layout: Layout, wanted: Result, seconds: float, chance: random.Random
+    kind: str, layout: Layout, wanted: Result, seconds: float, chance: random.Random, often: float
 ) -> Trial:
     """One thing that happens to one run, and what becomes of it."""
     folder = Path(tempfile.mkdtemp(prefix="kill_ranks"))
@@ -331,7 +339,7 @@ def attempt(
         )
         fate = refused(place, "Permission denied")
     else:
-        struck = strike_at_a_moment(kind, layout, folder, chance, seconds)
+        struck = strike_at_a_moment(kind, layout, folder, chance, seconds, often)
         fate = judge_ending(kind, struck)
     for path in (folder, folder / "out", folder / "out" / "checkpoint"):
         if path.exists():
@@ -388,6 +396,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--kinds", default=",".join(KINDS), help="of which, with commas")
     parser.add_argument("--layouts", type=int, default=len(LAYOUTS), help="how many, in turn")
+    parser.add_argument("--saving", type=float, default=1 / 3, help="how often while saving")
     parser.add_argument("--json", action="store_true", help="all trials as JSON, and nothing else")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -398,7 +407,7 @@ def main() -> int:
     trials = []
     for index in range(options.trials):
         kind, layout = kinds[index % len(kinds)], layouts[index % len(layouts)]
-        trials.append(trial := attempt(kind, layout, *wanted[layout], chance))
+        trials.append(trial := attempt(kind, layout, *wanted[layout], chance, options.saving))
         text = f"{index + 1}. {kind}, {layout.name}: rank {trial.rank} after step {trial.step}, "
         text += f"gone on from {trial.saved_step}; {'; '.join(trial.problems) or 'well'}"
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)

@@ -28,8 +28,8 @@ def _training(report: Report) -> Figure:
         shown.append(("peak MB", "peak memory of a rank, MB", "%.0f"))
     for axes, (fact, label, form) in zip(panels, shown, strict=True):
         bars = axes.barh(names, [row.facts[fact] for row in report.rows], color=colors)
-        axes.bar_label(bars, fmt=form, padding=3, fontsize=8)
-        axes.margins(x=0.15)
+        # Inside the bars: beside them are the lines of what is aimed at.
+        axes.bar_label(bars, fmt=form, label_type="center", color="white", fontsize=8)
         axes.invert_yaxis()
         axes.set_xlabel(label)
     panels[0].axvline(1.0, color=BOUND, linestyle="--", linewidth=1)

@@ -25,12 +25,17 @@ from anychip.bench import collectives, device, dispatch, operators
 from anychip.bench.plot import plot
 from anychip.bench.report import Report
 from benchmarks import optimizers, pictures, training  # noqa: F401 - pictures draws the others
+from benchmarks.trainees import Sizes
 
 RESULTS = Path(__file__).parent / "results"
+
+SMALL_BATCH = Sizes(batch=4)
+"""Communication is about a third of the step: it does not shrink with the batch."""
 
 Subject = tuple[int, Callable[..., Report]]
 SUBJECTS: dict[str, Subject] = {
     "train": (9, training.run),
+    "train-small-batch": (9, partial(training.run, sizes=SMALL_BATCH)),
     "collectives": (7, collectives.run),
     "optim": (7, partial(optimizers.run, window=0.05)),
     "device": (9, device.run),
@@ -60,7 +65,11 @@ def main(
 ) -> None:
     """Measure, then write one page per subject into the folder."""
     chip = anychip.use(backend)
-    options = {"train": {"steps": steps}, "optim": {"num_params": params}}
+    options = {
+        "train": {"steps": steps},
+        "train-small-batch": {"steps": steps},
+        "optim": {"num_params": params},
+    }
     for subject in subjects or SUBJECTS:
         begin = time.monotonic()
         usual, run = SUBJECTS[subject]

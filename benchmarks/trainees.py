@@ -17,8 +17,10 @@ from anychip.bench.rank import Place
 from anychip.comm import alone
 from anychip.train import optim, parallel, zero
 from anychip.train.models import GPT, GPTConfig
+from benchmarks.late_link import late
 
 LEARNING_RATE = 3e-4
+LATE_MS = 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,11 +111,14 @@ def _rule() -> optim.Rule:
     return optim.adamw(LEARNING_RATE, weight_decay=0.01)
 
 
-def _stage(number: int) -> Callable[[Sizes, Place], Trainee]:
+def _stage(number: int, late_ms: float = 0.0) -> Callable[[Sizes, Place], Trainee]:
     def make(sizes: Sizes, place: Place) -> Trainee:
         model = decoder(sizes, place.device)
         tokens, targets = batch(sizes, place, whole=False)
-        optimizer = zero.Optimizer(model, _rule(), place.chip.communicator(), stage=number)
+        comm = place.chip.communicator()
+        if late_ms:
+            comm = late(comm, late_ms / 1e3)
+        optimizer = zero.Optimizer(model, _rule(), comm, stage=number)
 
         def step() -> Tensor:
             loss: Tensor = model(tokens, targets)
@@ -136,13 +141,7 @@ def _one_f_one_b(sizes: Sizes, place: Place) -> Trainee:
     optimizer = zero.Optimizer(stage, _rule(), alone(), model_comm=comm)
 
     def step() -> Tensor | None:
-        loss = pipeline.run(
-            tokens,
-            targets,
-            backward=optimizer.backward,
-            no_sync=optimizer.no_sync,
-            share_loss=False,
-        )
+        loss = pipeline.run(tokens, targets, optimizer=optimizer, share_loss=False)
         optimizer.step()
         optimizer.zero_grad()
         return loss
@@ -157,5 +156,6 @@ CANDIDATES: dict[str, Callable[[Sizes, Place], Trainee]] = {
     "ZeRO-1": _stage(1),
     "ZeRO-2": _stage(2),
     "ZeRO-3": _stage(3),
+    f"ZeRO-3, {LATE_MS} ms late": _stage(3, LATE_MS),
     "1F1B": _one_f_one_b,
 }

@@ -18,7 +18,7 @@ from anychip.bench.report import Report, Timing
 from anychip.bench.timing import Samples
 from anychip.contract import Backend
 from benchmarks import peers
-from benchmarks.trainees import ALONE, CANDIDATES, Sizes
+from benchmarks.trainees import ALONE, CANDIDATES, LATE_MS, Sizes
 
 RANKS = 2
 GOALS = {"data parallel": "not below DDP", "ZeRO-2": 0.93, "ZeRO-3": 0.95, "1F1B": 0.85}
@@ -87,6 +87,7 @@ def run(
 
 _NOTES = (
     "x alone: throughput over that of the first row, within a round; 1 is free communication",
+    f"{LATE_MS} ms late: every call between ranks ends no sooner than that after it began",
     "CPU ms: of both ranks, per step; peak MB: of the rank that needed more, the first included",
 )
 

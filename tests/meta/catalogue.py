@@ -1,5 +1,6 @@
 """Every wrong backend; docs/wrong-backends.md says how its table is written."""
 
+from collections.abc import Iterator
 from importlib import import_module
 
 from tests.meta.wrong import Wrong
@@ -8,9 +9,17 @@ FAMILIES = (
     "device memory random operators gradients sizes kernels numbers states attention products"
     " permutation dropout_norm updates compression streams graphs collectives training errors"
 ).split()
-CATALOGUE: tuple[Wrong, ...] = tuple(
-    wrong for name in FAMILIES for wrong in import_module(f"tests.meta.wrong_{name}").CATALOGUE
-)
+
+
+def entries(family: str) -> Iterator[Wrong]:
+    """A module's ``CATALOGUE``; of one without it, its tables of wrong backends, and each alone."""
+    found = vars(import_module(f"tests.meta.wrong_{family}"))
+    for value in found.get("CATALOGUE", found.values()):
+        table = value if isinstance(value, (list, tuple)) else [value]
+        yield from (entry for entry in table if isinstance(entry, Wrong))
+
+
+CATALOGUE: tuple[Wrong, ...] = tuple(wrong for family in FAMILIES for wrong in entries(family))
 
 HEAD = """\
 # Wrong backends

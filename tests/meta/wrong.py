@@ -1,5 +1,6 @@
 """What an entry of the catalogue is: a backend with one plausible bug, and its correct twin."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 
 from anychip.conformance import Level
 from anychip.contract import Backend, Memory
+from anychip.dispatch.signature import Signature
+from anychip.operators import all_specs
 from tests.meta.honest import HonestBackend, Row, make_table, reference_rows
 
 Change = Callable[..., Any]
@@ -93,3 +96,37 @@ def wrong_row(
         )  # fmt: skip
 
     return wrap
+
+
+def wrong_arguments(
+    name: str,
+    bug: str,
+    operator: str,
+    *,
+    direction: str = "forward",
+    chapter: str = "",
+    select: str | None = None,
+    dtypes: frozenset[torch.dtype] = HonestBackend.dtypes,
+    **changes: Any,
+) -> Wrong:
+    """The right row, called with other arguments: by name, each a value or a function of some.
+
+    A backward row's are grad (grad1 and so on for further outputs), and what the spec saves.
+    """
+    spec = next(spec for spec in all_specs() if spec.name == operator)
+    names, grads = Signature.parse(spec).positional, Signature.parse(spec).num_outputs
+    if direction == "backward":
+        names = ("grad", *(f"grad{number}" for number in range(1, grads)), *spec.saved)
+
+    def change(row: Row, *args: Any, **attrs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | attrs
+        made = dict(given)
+        for which, new in changes.items():
+            asked = inspect.signature(new).parameters if callable(new) else ()
+            made[which] = new(*(given[each] for each in asked)) if callable(new) else new
+        return row(*(made[each] for each in names[: len(args)]), **{a: made[a] for a in attrs})
+
+    return wrong_row(
+        name, bug, chapter=chapter or ("operators" if direction == "forward" else "gradients"),
+        operator=operator, direction=direction, select=select, dtypes=dtypes,
+    )(change)  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anychip import operators
 from tests.meta.honest import Row
-from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong import Wrong, wrong_arguments, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
@@ -150,13 +150,6 @@ def last_forgotten(row: Row, *args: Tensor, **attrs: Attr) -> Any:
     return row(*args[:6], *ends, **attrs)
 
 
-@wrong("keys-by-the-ends-of-queries", "an argument without effect", operator="attention_varlen")
-def one_packing(
-    row: Row, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, _: Tensor, **attrs: Attr
-) -> Any:
-    return row(q, k, v, ends, ends.clamp(max=k.shape[0]), **attrs)
-
-
 @wrong(
     "packed-causal-from-the-first-key", "mask aligned at the wrong end", operator="attention_varlen"
 )
@@ -243,6 +236,7 @@ def short_sum(row: Row, grad: Tensor, y: Tensor, bias: Tensor | None, **attrs: A
     return dx, total
 
 
-CATALOGUE: tuple[Wrong, ...] = (
-    *OWN_LSE, *(entry for entry in globals().values() if isinstance(entry, Wrong))
+ARGUMENTS = (
+    wrong_arguments("keys-by-the-ends-of-queries", "an argument without effect", "attention_varlen",
+        cu_seqlens_k=lambda cu_seqlens_q, k: cu_seqlens_q.clamp(max=k.shape[0])),
 )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
@@ -77,11 +77,6 @@ def zero_block(row: Row, x: Tensor, rng: Tensor | None, **attrs: Attr) -> Any:
     return codes, torch.where(scales == 0.0, math.nan, scales) if is_float else scales
 
 
-@wrong("infinite-block-hidden", "Inf or NaN lost", operator="quantize")
-def hides(row: Row, x: Tensor, rng: Tensor | None, **attrs: Attr) -> Any:
-    return row(torch.nan_to_num(x), rng, **attrs)
-
-
 @wrong("float-code-cut-off", "wrong rounding", operator="quantize")
 def cut_off(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block: int) -> Any:
     codes, scales = row(x, rng, format=format, block=block)
@@ -127,16 +122,6 @@ def unsigned(
     return row(wide[:count].clone(), scales, shape=shape, format="int8", block=block)
 
 
-@wrong("scale-of-the-next-block", "off by one", operator="dequantize")
-def next_scale(row: Row, codes: Tensor, scales: Tensor, **attrs: Attr) -> Any:
-    return row(codes, scales.roll(-1), **attrs)
-
-
-@wrong("scale-in-bfloat16", "lower precision of factors", operator="dequantize")
-def short_scale(row: Row, codes: Tensor, scales: Tensor, **attrs: Attr) -> Any:
-    return row(codes, scales.bfloat16().float(), **attrs)
-
-
 @wrong("not-normalised", "missing factor", operator="hadamard")
 def unscaled(row: Row, x: Tensor, *, block: int | None) -> Any:
     return row(x, block=block) * math.sqrt(x.shape[-1] if block is None else block)
@@ -155,11 +140,6 @@ def reversed_bits(row: Row, x: Tensor, *, block: int | None) -> Any:
 def block_ignored(row: Row, x: Tensor, *, block: int | None) -> Any:
     length = x.shape[-1]
     return row(x, block=block if length & (length - 1) else None)
-
-
-@wrong("hadamard-in-half", "lower precision of factors", operator="hadamard")
-def half_hadamard(row: Row, x: Tensor, *, block: int | None) -> Any:
-    return row(x.bfloat16().float(), block=block)
 
 
 @wrong("largest-signed", "sign taken into account", operator="top_k")
@@ -186,18 +166,20 @@ def nan_last(row: Row, x: Tensor, *, k: int) -> Any:
     return x.gather(-1, indices), indices
 
 
-@wrong_backward("gradient-to-first-places", "gradient of an index", operator="top_k")
-def first_places(
-    row: Row, grad: Tensor, other: Tensor, x: Tensor, indices: Tensor, **attrs: Attr
-) -> Any:
-    return row(grad, other, x, indices.sort(-1).values, **attrs)
-
-
 @wrong_backward("gradient-not-transformed", "derivative of another function", operator="hadamard")
 def identity(row: Row, grad: Tensor, **attrs: Attr) -> Any:
     return (grad.clone(),)
 
 
-CATALOGUE: tuple[Wrong, ...] = tuple(
-    entry for entry in globals().values() if isinstance(entry, Wrong)
-)
+ARGUMENTS = (
+    wrong_arguments("infinite-block-hidden", "Inf or NaN lost", "quantize",
+        x=lambda x: torch.nan_to_num(x)),
+    wrong_arguments("scale-of-the-next-block", "off by one", "dequantize",
+        scales=lambda scales: scales.roll(-1)),
+    wrong_arguments("scale-in-bfloat16", "lower precision of factors", "dequantize",
+        scales=lambda scales: scales.bfloat16().float()),
+    wrong_arguments("hadamard-in-half", "lower precision of factors", "hadamard",
+        x=lambda x: x.bfloat16().float()),
+    wrong_arguments("gradient-to-first-places", "gradient of an index", "top_k",
+        direction="backward", y1=lambda y1: y1.sort(-1).values),
+)  # fmt: skip

@@ -8,16 +8,11 @@ from torch import Tensor
 
 from anychip import operators
 from tests.meta.honest import Row
-from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
 Attr = Any
-
-
-@wrong("sum-dropped-whole", "an argument at the wrong place", operator="dropout_add_rms_norm")
-def drops_the_stream(row: Row, x: Tensor, residual: Tensor, *rest: Any, **attrs: Attr) -> Any:
-    return row(x + residual, torch.zeros_like(residual), *rest, **attrs)
 
 
 @wrong("norm-of-the-undropped-sum", "two ways to the same number", operator="dropout_add_rms_norm")
@@ -79,4 +74,7 @@ def unscaled(row: Row, *args: Any, p: float, **attrs: Attr) -> Any:
     return (None if dx is None else dx * (1.0 - p)), *others
 
 
-CATALOGUE = tuple(entry for entry in list(globals().values()) if isinstance(entry, Wrong))
+ARGUMENTS = (
+    wrong_arguments("sum-dropped-whole", "an argument at the wrong place", "dropout_add_rms_norm",
+        x=lambda x, residual: x + residual, residual=lambda residual: torch.zeros_like(residual)),
+)  # fmt: skip

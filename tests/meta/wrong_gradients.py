@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_row
 
 wrong = partial(wrong_row, chapter="gradients", direction="backward")
 Attr = Any
@@ -33,11 +33,6 @@ def no_projection(
     return (dx if attrs["needs"][0] else None), dweight, dbias
 
 
-@wrong("gradient-of-the-sum-lost", "missing term of a derivative", operator="add_rms_norm")
-def no_stream(row: Row, grad: Tensor, dtotal: Tensor, *saved: Tensor, **attrs: Attr) -> Any:
-    return row(grad, torch.zeros_like(dtotal), *saved, **attrs)
-
-
 @wrong("residual-gets-the-stream-only", "missing term of a derivative", operator="add_layer_norm")
 def stream_only(row: Row, grad: Tensor, dtotal: Tensor, *saved: Tensor, **attrs: Attr) -> Any:
     dx, dresidual, *weights = row(grad, dtotal, *saved, **attrs)
@@ -57,20 +52,10 @@ def dropped_stream(row: Row, *args: Any, needs: Any, **attrs: Any) -> Any:
     return dx, (dx.clone() if needs[1] else None), dbias
 
 
-@wrong("slope-without-bias", "derivative at the wrong place", operator="bias_gelu")
-def slope_at_x(row: Row, grad: Tensor, x: Tensor, bias: Tensor, **attrs: Attr) -> Any:
-    return row(grad, x, torch.zeros_like(bias), **attrs)
-
-
 @wrong("up-gradient-without-gelu", "missing factor", operator="geglu")
 def linear_gate(row: Row, grad: Tensor, gate: Tensor, up: Tensor, **attrs: Attr) -> Any:
     dgate, dup = row(grad, gate, up, **attrs)
     return dgate, (None if dup is None else grad * gate)
-
-
-@wrong("softmax-gradient-unscaled", "missing factor", operator="softmax")
-def unscaled_scores(row: Row, grad: Tensor, y: Tensor, *, scale: float, **attrs: Attr) -> Any:
-    return row(grad, y, scale=1.0, **attrs)
 
 
 @wrong("softmax-projection-missing", "missing term of a derivative", operator="softmax")
@@ -93,11 +78,6 @@ def ignored(
     (found,) = row(grad, logits, target, lse, ignore_index=ignore_index, **attrs)
     softmax = torch.exp(logits - lse.unsqueeze(-1)) / max(int(valid.sum()), 1)
     return (torch.where(valid.unsqueeze(-1), found, softmax),)
-
-
-@wrong("z-loss-has-no-gradient", "missing term of a derivative", operator="cross_entropy")
-def no_z(row: Row, *args: Tensor, z_loss: float, **attrs: Attr) -> Any:
-    return row(*args, z_loss=0.0, **attrs)
 
 
 @wrong("mean-divides-by-all-rows", "ignore_index counted in the mean", operator="cross_entropy")
@@ -128,11 +108,6 @@ def one_head(
         grad[:, :, ::groups], q[:, :, ::groups], k, v, y[:, :, ::groups], lse[:, ::groups], **attrs
     )
     return dq, first[1], first[2]
-
-
-@wrong("rotation-not-reversed", "wrong sign", operator="rope")
-def forward_again(row: Row, dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, **attrs: Attr) -> Any:
-    return row(dq, dk, cos, -sin, **attrs)
 
 
 @wrong("last-write-wins", "scatter without addition", operator="embedding")
@@ -168,11 +143,6 @@ def one_row(row: Row, grad: Tensor, x: Tensor, weight: Tensor, **attrs: Attr) ->
     return dx, dweight, (None if dbias is None or not len(rows) else rows[0].clone())
 
 
-@wrong("exact-gradient-for-tanh", "derivative of another form", operator="gelu")
-def other_form(row: Row, grad: Tensor, x: Tensor, *, approximate: str, **attrs: Attr) -> Any:
-    return row(grad, x, approximate="none", **attrs)
-
-
 @wrong("gradient-overwritten", "write to an argument", operator="gelu")
 def consumes(row: Row, grad: Tensor, x: Tensor, **attrs: Attr) -> Any:
     found = row(grad, x, **attrs)
@@ -180,6 +150,17 @@ def consumes(row: Row, grad: Tensor, x: Tensor, **attrs: Attr) -> Any:
     return found
 
 
-CATALOGUE: tuple[Wrong, ...] = tuple(
-    entry for entry in globals().values() if isinstance(entry, Wrong)
-)
+ARGUMENTS = (
+    wrong_arguments("gradient-of-the-sum-lost", "missing term of a derivative", "add_rms_norm",
+        direction="backward", grad1=lambda grad1: torch.zeros_like(grad1)),
+    wrong_arguments("slope-without-bias", "derivative at the wrong place", "bias_gelu",
+        direction="backward", bias=lambda bias: torch.zeros_like(bias)),
+    wrong_arguments("softmax-gradient-unscaled", "missing factor", "softmax", direction="backward",
+        scale=1.0),
+    wrong_arguments("z-loss-has-no-gradient", "missing term of a derivative", "cross_entropy",
+        direction="backward", z_loss=0.0),
+    wrong_arguments("rotation-not-reversed", "wrong sign", "rope", direction="backward",
+        sin=lambda sin: -sin),
+    wrong_arguments("exact-gradient-for-tanh", "derivative of another form", "gelu",
+        direction="backward", approximate="none"),
+)  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
@@ -232,11 +232,6 @@ def half_ignored(row: Row, logits: Tensor, target: Tensor, **attrs: Attr) -> Any
     return row(logits, torch.where(same, attrs["ignore_index"], target), **attrs)
 
 
-@wrong("impossible-class-is-possible", "Inf or NaN lost", operator="cross_entropy")
-def lowest_for_infinite(row: Row, logits: Tensor, target: Tensor, **attrs: Attr) -> Any:
-    return row(logits.clamp(min=torch.finfo(logits.dtype).min), target, **attrs)
-
-
 @wrong("hidden-is-minus-10000", "a number for -inf", operator="softmax")
 def number_for_hidden(
     row: Row, x: Tensor, mask: Tensor | None, bias: Any, *, scale: float, causal: bool
@@ -256,16 +251,6 @@ def number_for_later(row: Row, q: Tensor, k: Tensor, v: Tensor, **attrs: Attr) -
             hidden = v[:, query + 1 :].mean(1).repeat_interleave(q.shape[2] // v.shape[2], 1)
             y[:, query] = torch.where(low, hidden, y[:, query])
     return y, lse
-
-
-@wrong("scale-of-0-is-the-default", "0 for missing", operator="attention")
-def default_for_zero(row: Row, *args: Tensor, causal: bool, scale: float | None) -> Any:
-    return row(*args, causal=causal, scale=scale or None)
-
-
-@wrong("eps-of-0-is-the-default", "0 for missing", operator="adamw")
-def some_eps(row: Row, *args: Any, eps: float, **attrs: Attr) -> Any:
-    row(*args, eps=eps or 1e-8, **attrs)
 
 
 @wrong("rate-of-0-is-no-step", "a shortcut that leaves something out", operator="adamw")
@@ -324,14 +309,6 @@ def guarded_clip(row: Row, tensors: Sequence[Tensor], norm: Tensor, *, max_norm:
         row(tensors, norm, max_norm=max_norm)
 
 
-@wrong(
-    "type-of-the-first", "dtype of another tensor", operator="l2_norm", select="/l2_norm/",
-    dtypes=BOTH,
-)  # fmt: skip
-def one_type(row: Row, tensors: Sequence[Tensor]) -> Any:
-    return row([tensor.to(tensors[0].dtype) for tensor in tensors])
-
-
 # Views, threads, gradients that are not numbers
 
 
@@ -368,16 +345,6 @@ def one_number(row: Row, grad: Tensor, *saved: Tensor, **named: Any) -> Any:
     return row(grad, *saved, **named)
 
 
-@wrong_backward("gradient-beyond-half", "range of a gradient", operator="gelu")
-def half_range(row: Row, grad: Tensor, *saved: Tensor, **named: Any) -> Any:
-    return row(grad.clamp(-65504.0, 65504.0), *saved, **named)
-
-
-@wrong_backward("nan-of-a-gradient-is-0", "Inf or NaN lost", operator="layer_norm")
-def lost_nan(row: Row, grad: Tensor, *saved: Tensor, **named: Any) -> Any:
-    return row(grad.nan_to_num(nan=0.0), *saved, **named)
-
-
 @wrong("room-of-two-threads", "workspace shared", operator="rms_norm")
 def shared_room(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
     _room["rms_norm"] = x, weight
@@ -388,6 +355,18 @@ def shared_room(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
 
 _room: dict[str, tuple[Tensor, Tensor]] = {}
 
-CATALOGUE: tuple[Wrong, ...] = tuple(
-    entry for entry in globals().values() if isinstance(entry, Wrong)
-)
+
+ARGUMENTS = (
+    wrong_arguments("impossible-class-is-possible", "Inf or NaN lost", "cross_entropy",
+        logits=lambda logits: logits.clamp(min=torch.finfo(logits.dtype).min)),
+    wrong_arguments("scale-of-0-is-the-default", "0 for missing", "attention",
+        scale=lambda scale: scale or None),
+    wrong_arguments("eps-of-0-is-the-default", "0 for missing", "adamw",
+        eps=lambda eps: eps or 1e-8),
+    wrong_arguments("type-of-the-first", "dtype of another tensor", "l2_norm", select="/l2_norm/",
+        dtypes=BOTH, tensors=lambda tensors: [tensor.to(tensors[0].dtype) for tensor in tensors]),
+    wrong_arguments("gradient-beyond-half", "range of a gradient", "gelu", direction="backward",
+        grad=lambda grad: grad.clamp(-65504.0, 65504.0)),
+    wrong_arguments("nan-of-a-gradient-is-0", "Inf or NaN lost", "layer_norm", direction="backward",
+        grad=lambda grad: grad.nan_to_num(nan=0.0)),
+)  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
@@ -26,16 +26,6 @@ def adds_zero(row: Row, indices: Tensor, weight: Tensor) -> Any:
 @wrong("maximum-swallows-nan", "Inf or NaN lost", operator="softmax")
 def swallows(row: Row, x: Tensor, *given: Any, **attrs: Attr) -> Any:
     return row(torch.where(x.isnan(), -math.inf, x), *given, **attrs)
-
-
-@wrong("norm-by-maximum-swallows-nan", "Inf or NaN lost", operator="l2_norm")
-def norm_swallows(row: Row, tensors: Sequence[Tensor]) -> Any:
-    return row([torch.where(t.isnan(), 0.0, t) for t in tensors])
-
-
-@wrong("loss-of-nan-is-a-number", "Inf or NaN lost", operator="cross_entropy")
-def nan_loss(row: Row, logits: Tensor, target: Tensor, **attrs: Attr) -> Any:
-    return row(torch.where(logits.isnan(), 0.0, logits), target, **attrs)
 
 
 @wrong("clamped-before-the-function", "Inf or NaN lost", operator="gelu")
@@ -184,14 +174,6 @@ def last_decides(row: Row, grads: Sequence[Tensor], scale: Tensor, found_inf: Te
         found_inf.fill_(float(not bool(grads[-1].isfinite().all())))
 
 
-@wrong("smoothing-on-the-target", "label smoothing on the wrong side", operator="cross_entropy")
-def wrong_side(
-    row: Row, logits: Tensor, target: Tensor, *, label_smoothing: float, **attrs: Attr
-) -> Any:
-    return row(logits, target, label_smoothing=1.0 - label_smoothing if label_smoothing else 0.0,
-               **attrs)  # fmt: skip
-
-
 @wrong("norm-without-floor", "division by zero", operator="clip")
 def no_floor(row: Row, tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> Any:
     factor = min(max_norm / float(norm), 1.0) if float(norm) else math.nan
@@ -211,6 +193,11 @@ def large_logits(row: Row, grad: Tensor, y: Tensor, *rest: Any, **attrs: Attr) -
     return tuple(None if f is None else torch.where(f.abs() < 1e-12, 0.0, f) for f in found)
 
 
-CATALOGUE: tuple[Wrong, ...] = tuple(
-    entry for entry in globals().values() if isinstance(entry, Wrong)
-)
+ARGUMENTS = (
+    wrong_arguments("norm-by-maximum-swallows-nan", "Inf or NaN lost", "l2_norm",
+        tensors=lambda tensors: [torch.where(t.isnan(), 0.0, t) for t in tensors]),
+    wrong_arguments("loss-of-nan-is-a-number", "Inf or NaN lost", "cross_entropy",
+        logits=lambda logits: torch.where(logits.isnan(), 0.0, logits)),
+    wrong_arguments("smoothing-on-the-target", "label smoothing on the wrong side", "cross_entropy",
+        label_smoothing=lambda label_smoothing: 1.0 - label_smoothing if label_smoothing else 0.0),
+)  # fmt: skip

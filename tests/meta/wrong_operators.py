@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_row
 from tests.unit.conformance.lower_precision import tf32
 
 wrong = partial(wrong_row, chapter="operators")
@@ -68,11 +68,6 @@ def unbiased(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: f
     return y.contiguous(), mean.squeeze(-1), rstd.squeeze(-1)
 
 
-@wrong("bias-dropped", "an argument without effect", operator="layer_norm")
-def no_bias(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Any:
-    return row(x, weight, None, eps=eps)
-
-
 @wrong("residual-is-variance", "residual that is not canonical", operator="rms_norm")
 def wrong_residual(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
     y, rstd = row(x, weight, eps=eps)
@@ -110,14 +105,6 @@ def unrounded_sum(row: Row, x: Tensor, residual: Tensor, weight: Tensor, *, eps:
     return y.to(x.dtype), total, rstd
 
 
-@wrong(
-    "sum-in-dtype-of-x", "wrong type of a result", operator="add_layer_norm",
-    select="add_layer_norm and bf16", dtypes=frozenset({torch.bfloat16, torch.float32}),
-)  # fmt: skip
-def narrow_sum(row: Row, x: Tensor, residual: Tensor, *weights: Any, eps: float) -> Any:
-    return row(x, residual.to(x.dtype), *weights, eps=eps)
-
-
 @wrong("bias-after-dropout", "an argument at the wrong place", operator="bias_dropout_add")
 def late_bias(
     row: Row,
@@ -131,37 +118,9 @@ def late_bias(
     return row(x, residual, rng, None, *rows, **attrs) + (0.0 if bias is None else bias)
 
 
-@wrong("residual-dropped-too", "an argument at the wrong place", operator="bias_dropout_add")
-def drops_residual(row: Row, x: Tensor, residual: Tensor, *rest: Any, **attrs: Any) -> Any:
-    return row(x + residual, torch.zeros_like(residual), *rest, **attrs)
-
-
 @wrong("kept-not-scaled", "missing factor", operator="bias_dropout_add")
 def unscaled_dropout(row: Row, x: Tensor, residual: Tensor, *rest: Any, p: float) -> Any:
     return residual + (row(x, residual, *rest, p=p) - residual) * (1.0 - p)
-
-
-@wrong("bias-of-another-column", "off by one", operator="bias_gelu")
-def next_bias(row: Row, x: Tensor, bias: Tensor, *, approximate: str) -> Any:
-    return row(x, bias.roll(1), approximate=approximate)
-
-
-@wrong(
-    "bias-added-in-storage-type", "intermediate result in the storage type", operator="bias_gelu",
-    select="bias_gelu and bf16", dtypes=frozenset({torch.bfloat16, torch.float32}),
-)  # fmt: skip
-def rounded_bias_sum(row: Row, x: Tensor, bias: Tensor, *, approximate: str) -> Any:
-    return row((x + bias).to(x.dtype), torch.zeros_like(bias), approximate=approximate)
-
-
-@wrong("geglu-approximation-fixed", "fast mathematics", operator="geglu")
-def always_tanh(row: Row, gate: Tensor, up: Tensor, *, approximate: str) -> Any:
-    return row(gate, up, approximate="tanh")
-
-
-@wrong("geglu-arguments-swapped", "arguments swapped", operator="geglu")
-def up_is_gate(row: Row, gate: Tensor, up: Tensor, *, approximate: str) -> Any:
-    return row(up, gate, approximate=approximate)
 
 
 @wrong("output-is-input", "output that is not fresh", operator="dropout")
@@ -184,19 +143,9 @@ def noise(row: Row, gate: Tensor, up: Tensor) -> Any:
     return torch.where(torch.rand(y.shape) < 0.5, torch.nextafter(y, torch.zeros(())), y)
 
 
-@wrong("tanh-for-erf", "fast mathematics", operator="gelu")
-def tanh_always(row: Row, x: Tensor, *, approximate: str) -> Any:
-    return row(x, approximate="tanh")
-
-
 @wrong("sigmoid-in-half", "fast mathematics", operator="swiglu")
 def half_sigmoid(row: Row, gate: Tensor, up: Tensor) -> Any:
     return gate * torch.sigmoid(gate).half().float() * up
-
-
-@wrong("product-in-tf32", "lower precision of factors", operator="linear")
-def product_tf32(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
-    return row(tf32(x), tf32(weight), bias, **attrs)
 
 
 @wrong("last-k-dropped", "dropped tail", operator="linear")
@@ -227,18 +176,6 @@ def truncated(row: Row, gate: Tensor, up: Tensor) -> Any:
     return cut.to(torch.bfloat16)
 
 
-@wrong("rope-layouts-swapped", "layout swapped", operator="rope")
-def swapped_layout(row: Row, *args: Tensor, interleaved: bool) -> Any:
-    return row(*args, interleaved=not interleaved)
-
-
-@wrong("rope-position-off-by-one", "off by one", operator="rope")
-def next_position(
-    row: Row, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
-) -> Any:
-    return row(q, k, cos.roll(-1, 0), sin.roll(-1, 0), interleaved=interleaved)
-
-
 @wrong("key-head-modulo", "head mapping swapped", operator="attention")
 def modulo_heads(row: Row, q: Tensor, k: Tensor, v: Tensor, **attrs: Attr) -> Any:
     groups = q.shape[2] // k.shape[2]
@@ -258,31 +195,12 @@ def strict_mask(
     return y, lse
 
 
-@wrong("default-scale-missing", "missing factor", operator="attention")
-def unscaled(
-    row: Row, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
-) -> Any:
-    return row(q, k, v, causal=causal, scale=1.0 if scale is None else scale)
-
-
 @wrong("softmax-overflows", "overflow", operator="softmax")
 def no_top(row: Row, x: Tensor, mask: Any, bias: Any, *, scale: float, causal: bool) -> Any:
     if causal or mask is not None or bias is not None:
         return row(x, mask, bias, scale=scale, causal=causal)
     weights = torch.exp(x * scale)
     return (weights / weights.sum(-1, keepdim=True)).contiguous()
-
-
-@wrong("softmax-scale-forgotten", "missing factor", operator="softmax")
-def no_scale(row: Row, x: Tensor, *given: Any, scale: float, causal: bool) -> Any:
-    return row(x, *given, scale=1.0, causal=causal)
-
-
-@wrong("softmax-scales-the-bias", "a factor too many", operator="softmax")
-def scaled_bias(
-    row: Row, x: Tensor, mask: Any, bias: Tensor | None, *, scale: float, causal: bool
-) -> Any:
-    return row(x, mask, None if bias is None else bias * scale, scale=scale, causal=causal)
 
 
 @wrong("softmax-causal-off-by-one", "off-by-one in a mask", operator="softmax")
@@ -338,11 +256,6 @@ def smoothing_of_others(
     return row(logits, target, label_smoothing=min(smoothing, 1.0), **attrs)
 
 
-@wrong("index-checked-late", "missing check of an index", operator="embedding")
-def clamped(row: Row, indices: Tensor, weight: Tensor) -> Any:
-    return row(indices.clamp(0, weight.shape[0] - 1), weight)
-
-
 @wrong(
     "last-class-left-out", "off by one", operator="cross_entropy",
     select="/cross_entropy/ and rule:indices",
@@ -350,16 +263,6 @@ def clamped(row: Row, indices: Tensor, weight: Tensor) -> Any:
 def no_last_class(row: Row, logits: Tensor, target: Tensor, **attrs: Attr) -> Any:
     last = target == logits.shape[-1] - 1
     return row(logits, torch.where(last, attrs["ignore_index"], target), **attrs)
-
-
-@wrong("last-tensor-forgotten", "dropped tail of a list", operator="l2_norm")
-def forgets(row: Row, tensors: Sequence[Tensor]) -> Any:
-    return row(tensors[:-1] if len(tensors) > 1 else tensors)
-
-
-@wrong("clip-ignores-scalars", "one of a list forgotten", operator="clip")
-def clip_some(row: Row, tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> Any:
-    row([t for t in tensors if t.dim()], norm, max_norm=max_norm)
 
 
 @wrong("clip-enlarges", "missing minimum", operator="clip")
@@ -400,11 +303,6 @@ def coupled(
     row(params, joined, *rest, weight_decay=0.0, **attrs)
 
 
-@wrong("adam-eps-inside-root", "eps at the wrong place", operator="adamw")
-def adam_eps(row: Row, *args: Any, eps: float, **attrs: Attr) -> Any:
-    row(*args, eps=math.sqrt(eps), **attrs)
-
-
 @wrong("found-inf-ignored", "a flag without effect", operator="adamw")
 def steps_anyway(row: Row, *args: Any, **attrs: Attr) -> Any:
     row(*args[:8], None, args[9], **attrs)
@@ -418,6 +316,39 @@ def late_copy(row: Row, *args: Any, **attrs: Attr) -> Any:
         copy.copy_(old)
 
 
-CATALOGUE: tuple[Wrong, ...] = tuple(
-    entry for entry in globals().values() if isinstance(entry, Wrong)
-)
+ARGUMENTS = (
+    wrong_arguments("bias-dropped", "an argument without effect", "layer_norm", bias=None),
+    wrong_arguments("sum-in-dtype-of-x", "wrong type of a result", "add_layer_norm",
+        select="add_layer_norm and bf16", dtypes=frozenset({torch.bfloat16, torch.float32}),
+        residual=lambda residual, x: residual.to(x.dtype)),
+    wrong_arguments("residual-dropped-too", "an argument at the wrong place", "bias_dropout_add",
+        x=lambda x, residual: x + residual, residual=lambda residual: torch.zeros_like(residual)),
+    wrong_arguments("bias-of-another-column", "off by one", "bias_gelu",
+        bias=lambda bias: bias.roll(1)),
+    wrong_arguments("bias-added-in-storage-type", "intermediate result in the storage type",
+        "bias_gelu", select="bias_gelu and bf16", dtypes=frozenset({torch.bfloat16, torch.float32}),
+        x=lambda x, bias: (x + bias).to(x.dtype), bias=lambda bias: torch.zeros_like(bias)),
+    wrong_arguments("geglu-approximation-fixed", "fast mathematics", "geglu", approximate="tanh"),
+    wrong_arguments("geglu-arguments-swapped", "arguments swapped", "geglu", gate=lambda up: up,
+        up=lambda gate: gate),
+    wrong_arguments("tanh-for-erf", "fast mathematics", "gelu", approximate="tanh"),
+    wrong_arguments("product-in-tf32", "lower precision of factors", "linear", x=lambda x: tf32(x),
+        weight=lambda weight: tf32(weight)),
+    wrong_arguments("rope-layouts-swapped", "layout swapped", "rope",
+        interleaved=lambda interleaved: not interleaved),
+    wrong_arguments("rope-position-off-by-one", "off by one", "rope",
+        cos=lambda cos: cos.roll(-1, 0), sin=lambda sin: sin.roll(-1, 0)),
+    wrong_arguments("default-scale-missing", "missing factor", "attention",
+        scale=lambda scale: 1.0 if scale is None else scale),
+    wrong_arguments("softmax-scale-forgotten", "missing factor", "softmax", scale=1.0),
+    wrong_arguments("softmax-scales-the-bias", "a factor too many", "softmax",
+        bias=lambda bias, scale: None if bias is None else bias * scale),
+    wrong_arguments("index-checked-late", "missing check of an index", "embedding",
+        indices=lambda indices, weight: indices.clamp(0, weight.shape[0] - 1)),
+    wrong_arguments("last-tensor-forgotten", "dropped tail of a list", "l2_norm",
+        tensors=lambda tensors: tensors[:-1] if len(tensors) > 1 else tensors),
+    wrong_arguments("clip-ignores-scalars", "one of a list forgotten", "clip",
+        tensors=lambda tensors: [t for t in tensors if t.dim()]),
+    wrong_arguments("adam-eps-inside-root", "eps at the wrong place", "adamw",
+        eps=lambda eps: math.sqrt(eps)),
+)  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
@@ -85,11 +85,6 @@ def short_expert(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts:
     return row(x, cut, *given, num_experts=num_experts)
 
 
-@wrong("key-left-out", "an argument without effect", operator="permute")
-def no_key(row: Row, x: Tensor, indices: Tensor, key: Any, count: Any, **attrs: Any) -> Any:
-    return row(x, indices, None, count, **attrs)
-
-
 @wrong("key-before-expert", "keys of a sort in the wrong order", operator="permute")
 def key_first(row: Row, x: Tensor, indices: Tensor, key: Any, count: Any, **attrs: Any) -> Any:
     y, row_map, offsets = row(x, indices, key, count, **attrs)
@@ -99,16 +94,6 @@ def key_first(row: Row, x: Tensor, indices: Tensor, key: Any, count: Any, **attr
     order = torch.sort(wide, stable=True).indices
     y, row_map, _ = _reordered(x, indices, attrs["num_experts"], order)
     return y, row_map, offsets
-
-
-@wrong("key-in-32-bits", "an index cut short", operator="permute")
-def short_key(row: Row, x: Tensor, indices: Tensor, key: Any, count: Any, **attrs: Any) -> Any:
-    return row(x, indices, None if key is None else key.int(), count, **attrs)
-
-
-@wrong("one-token-too-many", "off by one", operator="permute")
-def late_end(row: Row, x: Tensor, indices: Tensor, key: Any, count: Any, **attrs: Any) -> Any:
-    return row(x, indices, key, None if count is None else count + 1, **attrs)
 
 
 @wrong("weights-made-to-sum-to-one", "a factor that is another operator's", operator="unpermute")
@@ -134,11 +119,6 @@ def four(row: Row, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Any:
 def wrapped(row: Row, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Any:
     each = x[row_map % max(len(x), 1)].float()
     return (each if weights is None else each * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-
-
-@wrong("weights-in-bfloat16", "lower precision of factors", operator="unpermute")
-def short_weights(row: Row, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Any:
-    return row(x, row_map, None if weights is None else weights.bfloat16().float())
 
 
 @wrong_backward("last-copy-alone", "a sum that is overwritten", operator="permute")
@@ -170,6 +150,12 @@ def by_rows(
     return dx, dweights
 
 
-CATALOGUE: tuple[Wrong, ...] = tuple(
-    entry for entry in globals().values() if isinstance(entry, Wrong)
-)
+ARGUMENTS = (
+    wrong_arguments("key-left-out", "an argument without effect", "permute", key=None),
+    wrong_arguments("key-in-32-bits", "an index cut short", "permute",
+        key=lambda key: None if key is None else key.int()),
+    wrong_arguments("one-token-too-many", "off by one", "permute",
+        num_tokens=lambda num_tokens: None if num_tokens is None else num_tokens + 1),
+    wrong_arguments("weights-in-bfloat16", "lower precision of factors", "unpermute",
+        weights=lambda weights: None if weights is None else weights.bfloat16().float()),
+)  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_row
 from tests.meta.wrong_attention import read_as_int64
 from tests.unit.conformance.lower_precision import tf32
 
@@ -44,16 +44,6 @@ def multiplied(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: At
     return row(x, weight, offsets, **attrs) + 0.0 * (x @ weight.sum(0).t())
 
 
-@wrong("groups-in-tf32", "lower precision of factors", operator="grouped_linear")
-def grouped_tf32(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
-    return row(tf32(x), tf32(weight), offsets, **attrs)
-
-
-@wrong("offsets-of-32-bits-read-as-64", "wrong width of an index", operator="grouped_linear")
-def wide_offsets(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
-    return row(x, weight, read_as_int64(offsets, x.shape[0]), **attrs)
-
-
 @wrong_backward("weight-gradient-of-all-rows", "sum over too much", operator="grouped_linear")
 def all_rows(
     row: Row, grad: Tensor, x: Tensor, weight: Tensor, *rest: Tensor, **attrs: Attr
@@ -88,21 +78,6 @@ def rounded_twice(
     row: Row, x: Tensor, weight: Tensor, bias: Any, *, out_dtype: torch.dtype | None
 ) -> Any:
     return row(x, weight, bias, out_dtype=None).to(out_dtype or x.dtype)
-
-
-@wrong_backward(
-    "gradient-rounded-to-the-operands", "intermediate result in the storage type",
-    operator="linear", select="/linear/bf16", dtypes=BOTH,
-)  # fmt: skip
-def rounded_gradient(row: Row, grad: Tensor, x: Tensor, weight: Tensor, **attrs: Attr) -> Any:
-    return row(grad.to(x.dtype), x, weight, **attrs)
-
-
-@wrong("bias-left-out", "an argument without effect", operator="linear_cross_entropy")
-def no_bias(
-    row: Row, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **attrs: Attr
-) -> Any:
-    return row(x, weight, target, None if bias is None else torch.zeros_like(bias), **attrs)
 
 
 @wrong("last-row-twice", "chunks that overlap", operator="linear_cross_entropy")
@@ -177,11 +152,17 @@ def no_bias_again(
     return row(grad, x, weight, target, zeros, lse, **attrs)
 
 
-@wrong_backward("mean-forgotten", "missing factor", operator="linear_cross_entropy")
-def as_sum(row: Row, *args: Tensor, reduction: str, **attrs: Attr) -> Any:
-    return row(*args, reduction="sum" if reduction == "mean" else reduction, **attrs)
-
-
-CATALOGUE: tuple[Wrong, ...] = tuple(
-    entry for entry in globals().values() if isinstance(entry, Wrong)
-)
+ARGUMENTS = (
+    wrong_arguments("groups-in-tf32", "lower precision of factors", "grouped_linear",
+        x=lambda x: tf32(x), weight=lambda weight: tf32(weight)),
+    wrong_arguments("offsets-of-32-bits-read-as-64", "wrong width of an index", "grouped_linear",
+        offsets=lambda offsets, x: read_as_int64(offsets, x.shape[0])),
+    wrong_arguments("gradient-rounded-to-the-operands", "intermediate result in the storage type",
+        "linear", direction="backward", select="/linear/bf16", dtypes=BOTH,
+        grad=lambda grad, x: grad.to(x.dtype)),
+    wrong_arguments("bias-left-out", "an argument without effect", "linear_cross_entropy",
+        bias=lambda bias: None if bias is None else torch.zeros_like(bias)),
+    wrong_arguments("mean-forgotten", "missing factor", "linear_cross_entropy",
+        direction="backward",
+        reduction=lambda reduction: "sum" if reduction == "mean" else reduction),
+)  # fmt: skip

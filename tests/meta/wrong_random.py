@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anychip.contract import Backend
 from tests.meta.honest import HonestBackend, Row
-from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong import Wrong, wrong_arguments, wrong_row
 
 
 def _rng(rng: Tensor, seed: int | None = None, offset: int | None = None) -> Tensor:
@@ -25,11 +25,6 @@ def _without_rows(wrong: Row) -> Row:
     return function
 
 
-@wrong_row("high-counter-word-missing", "wrong counter", chapter="random", operator="dropout")
-def counter_of_32_bits(row: Row, x: Tensor, rng: Tensor, *rows: Any, **attrs: Any) -> Any:
-    return row(x, _rng(rng, offset=int(rng[1]) & 0xFFFFFFFF), *rows, **attrs)
-
-
 @wrong_row("carry-missing", "wrong counter", chapter="random", operator="dropout")
 @_without_rows
 def no_carry(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
@@ -40,29 +35,11 @@ def no_carry(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
     return torch.cat((row(flat[:room], rng, p=p), row(flat[room:], after, p=p))).reshape(x.shape)
 
 
-@wrong_row("key-of-32-bits", "truncated seed", chapter="random", operator="dropout")
-def short_key(row: Row, x: Tensor, rng: Tensor, *rows: Any, **attrs: Any) -> Any:
-    return row(x, _rng(rng, seed=int(rng[0]) & 0xFFFFFFFF), *rows, **attrs)
-
-
 @wrong_row("mask-one-word-off", "off by one", chapter="random", operator="dropout")
 @_without_rows
 def next_word(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
     longer = torch.cat((x.new_zeros(1), x.reshape(-1)))
     return row(longer, rng, p=p)[1:].reshape(x.shape)
-
-
-@wrong_row("mask-one-block-off", "off by one", chapter="random", operator="dropout")
-def next_block(row: Row, x: Tensor, rng: Tensor, *rows: Any, **attrs: Any) -> Any:
-    return row(x, _rng(rng, offset=int(rng[1]) + 1), *rows, **attrs)
-
-
-@wrong_row(
-    "threshold-in-float32", "integer comparison in floating point", chapter="random",
-    operator="dropout",
-)  # fmt: skip
-def rounded_threshold(row: Row, *args: Any, p: float, **place: int) -> Any:
-    return row(*args, p=float(torch.tensor(p, dtype=torch.float32)), **place)
 
 
 @wrong_row(
@@ -74,14 +51,6 @@ def memory_order(row: Row, x: Tensor, rng: Tensor, *rows: Any, p: float, **place
     order = sorted(range(x.dim()), key=lambda dim: x.stride()[dim], reverse=True)
     back = [order.index(d) for d in range(x.dim())]
     return row(x.permute(order), rng, *rows, p=p, **place).permute(back).contiguous()
-
-
-@wrong_row(
-    "backward-draws-again", "mask reused wrongly", chapter="random", operator="dropout",
-    direction="backward",
-)  # fmt: skip
-def fresh_mask(row: Row, grad: Tensor, rng: Tensor, *rows: Any, **attrs: Any) -> Any:
-    return row(grad, _rng(rng, offset=int(rng[1]) + grad.numel() // 4), *rows, **attrs)
 
 
 @wrong_row("global-generator", "hidden state", chapter="random", operator="dropout")
@@ -165,11 +134,6 @@ def mask_by_threads(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
     return torch.cat((row(flat[:half], rng, p=p), row(flat[half:], second, p=p))).reshape(x.shape)
 
 
-@wrong_row("kept-at-most-p", "comparison the wrong way round", chapter="random", operator="dropout")
-def equal_is_dropped(row: Row, *args: Any, p: float, **place: int) -> Any:
-    return row(*args, p=min(p + 2.0**-32, 1.0) if p else p, **place)
-
-
 @wrong_row("offset-moves-on", "write to an argument", chapter="random", operator="dropout")
 def moves_offset(row: Row, x: Tensor, rng: Tensor, *rows: Any, **attrs: Any) -> Any:
     y = row(x, rng, *rows, **attrs)
@@ -184,12 +148,6 @@ def own_rows(row: Row, x: Tensor, rng: Tensor, rows: Any, **attrs: Any) -> Any:
     return row(x, rng, rows, **attrs)
 
 
-@wrong_row("column-forgotten-in-the-backward", "an index of the shard", chapter="random",
-           operator="bias_dropout_add", direction="backward")  # fmt: skip
-def first_column(row: Row, *args: Any, column: int, **attrs: Any) -> Any:
-    return row(*args, column=0, **attrs)
-
-
 @wrong_row("keys-counted-in-the-block", "an index of the shard", chapter="random",
            operator="attention_dropout")  # fmt: skip
 def own_keys(row: Row, *args: Any, **attrs: Any) -> Any:
@@ -201,10 +159,28 @@ def _generator(name: str, bug: str, make: type[Backend]) -> Wrong:
     return Wrong(name=name, bug=bug, chapter="random", make=make, select="generator")
 
 
+ARGUMENTS = (
+    wrong_arguments("high-counter-word-missing", "wrong counter", "dropout", chapter="random",
+        rng=lambda rng: _rng(rng, offset=int(rng[1]) & 0xFFFFFFFF)),
+    wrong_arguments("key-of-32-bits", "truncated seed", "dropout", chapter="random",
+        rng=lambda rng: _rng(rng, seed=int(rng[0]) & 0xFFFFFFFF)),
+    wrong_arguments("mask-one-block-off", "off by one", "dropout", chapter="random",
+        rng=lambda rng: _rng(rng, offset=int(rng[1]) + 1)),
+    wrong_arguments("threshold-in-float32", "integer comparison in floating point", "dropout",
+        chapter="random", p=lambda p: float(torch.tensor(p, dtype=torch.float32))),
+    wrong_arguments("backward-draws-again", "mask reused wrongly", "dropout", chapter="random",
+        direction="backward",
+        rng=lambda rng, grad: _rng(rng, offset=int(rng[1]) + grad.numel() // 4)),
+    wrong_arguments("kept-at-most-p", "comparison the wrong way round", "dropout", chapter="random",
+        p=lambda p: min(p + 2.0**-32, 1.0) if p else p),
+    wrong_arguments("column-forgotten-in-the-backward", "an index of the shard", "bias_dropout_add",
+        chapter="random", direction="backward", column=0),
+)  # fmt: skip
 CATALOGUE: tuple[Wrong, ...] = (
-    counter_of_32_bits, no_carry, short_key, next_word, next_block, rounded_threshold, memory_order,
-    fresh_mask, torch_dropout, cached_mask, mask_by_threads, equal_is_dropped, moves_offset,
-    own_rows, first_column, own_keys,
+    *ARGUMENTS,
+    no_carry, next_word, memory_order,
+    torch_dropout, cached_mask, mask_by_threads, moves_offset,
+    own_rows, own_keys,
     _generator("generator-seeds-the-process", "hidden state", _SeedsTheProcess),
     _generator("one-generator-per-seed", "output that is not fresh", _OneGeneratorPerSeed),
     _generator("state-does-not-return", "a quiet no-op", _StateDoesNotReturn),

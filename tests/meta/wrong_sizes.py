@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
@@ -96,21 +96,6 @@ def short_class(row: Row, logits: Tensor, target: Tensor, *, ignore_index: int, 
     short = torch.where(target >= 1 << 15, target - (1 << 15), target)
     short = torch.where(target == ignore_index, target, short)
     return row(logits, short, ignore_index=ignore_index, **a)
-
-
-@wrong("row-of-16-bits", "overflow of an index", operator="embedding")
-def short_row(row: Row, indices: Tensor, weight: Tensor) -> Any:
-    return row(torch.where(indices >= 1 << 15, indices - (1 << 15), indices), weight)
-
-
-@wrong("list-of-110-at-most", "a limit of the launch", operator="sgd")
-def short_list(row: Row, params: Any, grads: Any, buffers: Any, *rest: Any, **attrs: Attr) -> Any:
-    row(params[:110], grads[:110], buffers[:110], *rest, **attrs)
-
-
-@wrong("norm-of-256-at-most", "a limit of the launch", operator="l2_norm")
-def short_norm(row: Row, tensors: Sequence[Tensor]) -> Any:
-    return row(tensors[:256])
 
 
 @wrong("empty-tensor-ends-the-list", "break for continue", operator="clip")
@@ -214,6 +199,12 @@ def at_most_32(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs:
     return row(rows.view(grad.shape), indices, weight, **attrs)
 
 
-CATALOGUE: tuple[Wrong, ...] = tuple(
-    entry for entry in globals().values() if isinstance(entry, Wrong)
-)
+ARGUMENTS = (
+    wrong_arguments("row-of-16-bits", "overflow of an index", "embedding",
+        indices=lambda indices: torch.where(indices >= 1 << 15, indices - (1 << 15), indices)),
+    wrong_arguments("list-of-110-at-most", "a limit of the launch", "sgd",
+        params=lambda params: params[:110], grads=lambda grads: grads[:110],
+        momentum_buffers=lambda momentum_buffers: momentum_buffers[:110]),
+    wrong_arguments("norm-of-256-at-most", "a limit of the launch", "l2_norm",
+        tensors=lambda tensors: tensors[:256]),
+)  # fmt: skip

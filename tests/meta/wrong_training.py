@@ -298,8 +298,3 @@ def averaged(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs: A
 def sigmoid_slope(row: Row, grad: Tensor, x: Tensor, **attrs: Attr) -> Any:
     sigmoid = torch.sigmoid(1.702 * x)
     return (grad * (sigmoid + 1.702 * x * sigmoid * (1.0 - sigmoid)),)
-
-
-CATALOGUE: tuple[Wrong, ...] = tuple(
-    entry for entry in globals().values() if isinstance(entry, Wrong)
-)

@@ -10,26 +10,16 @@ from torch import Tensor
 from anychip import operators
 from anychip.operators.adamw_8bit import SIGNED, UNSIGNED
 from tests.meta.honest import Row
-from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 Attr = Any
-
-
-@wrong("nesterov-ignored", "an attribute without effect", operator="sgd")
-def no_nesterov(row: Row, *args: Any, nesterov: bool, **attrs: Attr) -> Any:
-    row(*args, nesterov=False, **attrs)
 
 
 @wrong("momentum-dampened", "another definition of a term", operator="sgd")
 def dampened(row: Row, params: Any, grads: Any, *rest: Any, momentum: float, **attrs: Attr) -> Any:
     smaller = [g * (1.0 - momentum) for g in grads]
     row(params, smaller, *rest, momentum=momentum, **attrs)
-
-
-@wrong("sgd-decay-always-decoupled", "weight decay decoupled instead of coupled", operator="sgd")
-def always_decoupled(row: Row, *args: Any, decoupled: bool, **attrs: Attr) -> Any:
-    row(*args, decoupled=True, **attrs)
 
 
 @wrong("sgd-buffer-written-on-skip", "a flag that is not looked at everywhere", operator="sgd")
@@ -40,11 +30,6 @@ def writes_buffer(
     if rest[4] is not None and float(rest[4]):
         for buffer, grad in zip(buffers, grads, strict=False):
             buffer.copy_(grad)
-
-
-@wrong("lion-sign-of-kept-average", "the wrong one of two averages", operator="lion")
-def one_average(row: Row, *args: Any, beta1: float, beta2: float, **attrs: Attr) -> Any:
-    row(*args, beta1=beta2, beta2=beta2, **attrs)
 
 
 @wrong("lion-zero-is-positive", "sign of zero", operator="lion")
@@ -183,6 +168,10 @@ def cleared_codes(row: Row, *args: Any, **attrs: Attr) -> Any:
         codes.zero_()
 
 
-CATALOGUE: tuple[Wrong, ...] = tuple(
-    entry for entry in globals().values() if isinstance(entry, Wrong)
-)
+ARGUMENTS = (
+    wrong_arguments("nesterov-ignored", "an attribute without effect", "sgd", nesterov=False),
+    wrong_arguments("sgd-decay-always-decoupled", "weight decay decoupled instead of coupled",
+        "sgd", decoupled=True),
+    wrong_arguments("lion-sign-of-kept-average", "the wrong one of two averages", "lion",
+        beta1=lambda beta2: beta2),
+)  # fmt: skip

@@ -275,9 +275,13 @@ def _cases() -> dict[str, Callable[[SampleMaker], Case]]:
 def _elementwise_cases() -> dict[str, Callable[[SampleMaker], Case]]:
     """Activations, norms and what else takes each element or row by itself."""
     return {
-        "rms_norm": _rms_norm,
-        "layer_norm": _layer_norm,
-        "dropout": _dropout,
+        "rms_norm": _norm(bias=False),
+        "layer_norm": _norm(bias=True),
+        "dropout": lambda m: Case(
+            args=(m.normal(_TOKENS, _HIDDEN), m.rng(1, 0)),
+            attrs={"p": 0.1},
+            eager=lambda x, rng, *, p: functional.dropout(x, p),
+        ),
         "gelu": _element(functional.gelu, approximate="tanh"),
         "silu": _element(functional.silu),
         "relu": _element(functional.relu),
@@ -285,11 +289,11 @@ def _elementwise_cases() -> dict[str, Callable[[SampleMaker], Case]]:
         "sigmoid": _element(torch.sigmoid),
         "tanh": _element(torch.tanh),
         "softplus": _element(functional.softplus, beta=1.0, threshold=20.0),
-        "add_rms_norm": _add_rms_norm,
-        "add_layer_norm": _add_layer_norm,
+        "add_rms_norm": _norm(bias=False, residual=True),
+        "add_layer_norm": _norm(bias=True, residual=True),
         "bias_dropout_add": _bias_dropout_add,
-        "dropout_add_rms_norm": _dropout_add_rms_norm,
-        "dropout_add_layer_norm": _dropout_add_layer_norm,
+        "dropout_add_rms_norm": _norm(bias=False, residual=True, dropped=True),
+        "dropout_add_layer_norm": _norm(bias=True, residual=True, dropped=True),
         "bias_gelu": lambda m: Case(
             args=(m.normal(_TOKENS, _HIDDEN), m.normal(_HIDDEN)),
             attrs={"approximate": "tanh"},
@@ -311,7 +315,7 @@ def _elementwise_cases() -> dict[str, Callable[[SampleMaker], Case]]:
         "l2_norm": lambda m: Case(
             args=([m.normal(_TOKENS, _HIDDEN)],), attrs={}, eager=torch.nn.utils.get_total_norm
         ),
-        "adamw": _adamw,
+        "adamw": updates.adamw,
     }
 
 
@@ -329,7 +333,11 @@ def _product_cases() -> dict[str, Callable[[SampleMaker], Case]]:
         "grouped_linear": _grouped_linear,
         "permute": _permute,
         "unpermute": _unpermute,
-        "cross_entropy": _cross_entropy,
+        "cross_entropy": lambda m: Case(
+            args=(m.normal(_TOKENS // 4, _VOCABULARY), m.integers(_VOCABULARY, _TOKENS // 4)),
+            attrs={},
+            eager=functional.cross_entropy,
+        ),
         "linear_cross_entropy": _linear_cross_entropy,
         "linear_cross_entropy_partials": _linear_cross_entropy_partials,
     }
@@ -342,73 +350,34 @@ def _element(eager: Callable[..., Any], count: int = 1, **attrs: Any) -> Make:
     )
 
 
-def _rms_norm(m: SampleMaker) -> Case:
-    def eager(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+def _norm(*, bias: bool, residual: bool = False, dropped: bool = False) -> Make:
+    """rms_norm, or layer_norm with a bias; of a residual and x, of which some may be dropped."""
 
-    args = (m.normal(_TOKENS, _HIDDEN), m.normal(_HIDDEN))
-    return Case(args=args, attrs={"eps": 1e-6}, eager=eager)
+    def eager(x: Tensor, *rest: Tensor, eps: float, p: float = 0.0) -> Any:
+        total = x if not residual else rest[0] + (functional.dropout(x, p) if dropped else x)
+        weight, width = rest[residual], (x.shape[-1],)
+        if bias:
+            y = functional.layer_norm(total, width, weight, rest[-1], eps)
+        else:
+            y = functional.rms_norm(total, width, weight, eps)
+        return (y, total) if residual else y
 
+    def make(m: SampleMaker) -> Case:
+        rows = [m.normal(_TOKENS, _HIDDEN) for _ in range(1 + residual)]
+        args = [*rows, m.normal(_HIDDEN), *([m.rng(1, 0)] if dropped else [])]
+        attrs = {"eps": 1e-5 if bias else 1e-6} | ({"p": 0.1} if dropped else {})
+        return Case(args=(*args, *([m.normal(_HIDDEN)] if bias else [])), attrs=attrs, eager=eager)
 
-def _layer_norm(m: SampleMaker) -> Case:
-    def eager(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> Tensor:
-        return functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
-
-    args = (m.normal(_TOKENS, _HIDDEN), m.normal(_HIDDEN), m.normal(_HIDDEN))
-    return Case(args=args, attrs={"eps": 1e-5}, eager=eager)
-
-
-def _add_rms_norm(m: SampleMaker) -> Case:
-    def eager(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return functional.rms_norm(total, (x.shape[-1],), weight, eps), total
-
-    args = (m.normal(_TOKENS, _HIDDEN), m.normal(_TOKENS, _HIDDEN), m.normal(_HIDDEN))
-    return Case(args=args, attrs={"eps": 1e-6}, eager=eager)
-
-
-def _add_layer_norm(m: SampleMaker) -> Case:
-    def eager(
-        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return functional.layer_norm(total, (x.shape[-1],), weight, bias, eps), total
-
-    sizes = ((_TOKENS, _HIDDEN), (_TOKENS, _HIDDEN), (_HIDDEN,), (_HIDDEN,))
-    return Case(args=tuple(m.normal(*size) for size in sizes), attrs={"eps": 1e-5}, eager=eager)
+    return make
 
 
 def _bias_dropout_add(m: SampleMaker) -> Case:
-    def eager(x: Tensor, residual: Tensor, rng: Tensor, bias: Tensor, *, p: float) -> Tensor:
-        return residual + functional.dropout(x + bias, p)
-
     x, residual, bias = m.normal(_TOKENS, _HIDDEN), m.normal(_TOKENS, _HIDDEN), m.normal(_HIDDEN)
-    return Case(args=(x, residual, m.rng(1, 0), bias), attrs={"p": 0.1}, eager=eager)
-
-
-def _dropout_add_rms_norm(m: SampleMaker) -> Case:
-    def eager(
-        x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, *, p: float, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        total = residual + functional.dropout(x, p)
-        return functional.rms_norm(total, (x.shape[-1],), weight, eps), total
-
-    x, residual, weight = (
-        m.normal(*s) for s in ((_TOKENS, _HIDDEN), (_TOKENS, _HIDDEN), (_HIDDEN,))
+    return Case(
+        args=(x, residual, m.rng(1, 0), bias),
+        attrs={"p": 0.1},
+        eager=lambda x, residual, _, bias, *, p: residual + functional.dropout(x + bias, p),
     )
-    return Case(args=(x, residual, weight, m.rng(1, 0)), attrs={"p": 0.1, "eps": 1e-6}, eager=eager)
-
-
-def _dropout_add_layer_norm(m: SampleMaker) -> Case:
-    def eager(
-        x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, bias: Tensor, **attrs: float
-    ) -> tuple[Tensor, Tensor]:
-        total = residual + functional.dropout(x, attrs["p"])
-        return functional.layer_norm(total, (x.shape[-1],), weight, bias, attrs["eps"]), total
-
-    x, residual = m.normal(_TOKENS, _HIDDEN), m.normal(_TOKENS, _HIDDEN)
-    args = (x, residual, m.normal(_HIDDEN), m.rng(1, 0), m.normal(_HIDDEN))
-    return Case(args=args, attrs={"p": 0.1, "eps": 1e-5}, eager=eager)
 
 
 def _softmax(m: SampleMaker) -> Case:
@@ -421,11 +390,6 @@ def _softmax(m: SampleMaker) -> Case:
 
     args = (m.normal(4, 4, length, length), None, None)
     return Case(args=args, attrs={"scale": 0.125, "causal": True}, eager=eager)
-
-
-def _dropout(m: SampleMaker) -> Case:
-    args = (m.normal(_TOKENS, _HIDDEN), m.rng(1, 0))
-    return Case(args=args, attrs={"p": 0.1}, eager=lambda x, rng, *, p: functional.dropout(x, p))
 
 
 def _rope(m: SampleMaker) -> Case:
@@ -517,22 +481,24 @@ def _permute(m: SampleMaker) -> Case:
 
 
 def _unpermute(m: SampleMaker) -> Case:
-    def eager(x: Tensor, row_map: Tensor, weights: Tensor) -> Tensor:
-        return (x[row_map] * weights.unsqueeze(-1)).sum(1)
-
     row_map = m.normal(_TOKENS * _CHOICES, dtype=torch.float32).argsort().view(-1, _CHOICES)
-    args = (m.normal(_TOKENS * _CHOICES, _HIDDEN), row_map, m.normal(_TOKENS, _CHOICES))
-    return Case(args=args, attrs={}, eager=eager)
+    return Case(
+        args=(m.normal(_TOKENS * _CHOICES, _HIDDEN), row_map, m.normal(_TOKENS, _CHOICES)),
+        attrs={},
+        eager=lambda x, row_map, weights: (x[row_map] * weights.unsqueeze(-1)).sum(1),
+    )
 
 
 def _linear_cross_entropy(m: SampleMaker) -> Case:
-    def eager(x: Tensor, weight: Tensor, target: Tensor, bias: None) -> Tensor:
-        return functional.cross_entropy(functional.linear(x, weight), target)
-
     rows, inputs = _TOKENS // 4, _HIDDEN // 2
     weight = m.normal(_VOCABULARY, inputs, scale=inputs**-0.5)
-    args = (m.normal(rows, inputs), weight, m.integers(_VOCABULARY, rows), None)
-    return Case(args=args, attrs={}, eager=eager)
+    return Case(
+        args=(m.normal(rows, inputs), weight, m.integers(_VOCABULARY, rows), None),
+        attrs={},
+        eager=lambda x, weight, target, _: functional.cross_entropy(
+            functional.linear(x, weight), target
+        ),
+    )
 
 
 def _linear_cross_entropy_partials(m: SampleMaker) -> Case:
@@ -544,41 +510,3 @@ def _linear_cross_entropy_partials(m: SampleMaker) -> Case:
         return logits.logsumexp(1), picked, logits.sum(1)
 
     return Case(args=_linear_cross_entropy(m).args, attrs={"first": 0}, eager=eager)
-
-
-def _cross_entropy(m: SampleMaker) -> Case:
-    def eager(logits: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(logits, target)
-
-    args = (m.normal(_TOKENS // 4, _VOCABULARY), m.integers(_VOCABULARY, _TOKENS // 4))
-    return Case(args=args, attrs={}, eager=eager)
-
-
-def _adamw(m: SampleMaker) -> Case:
-    sizes = [(_HIDDEN, _HIDDEN)] * 8
-    params, moments, squares = (
-        [m.normal(*size, dtype=torch.float32).square() for size in sizes] for _ in range(3)
-    )
-    grads = [p * 1e-3 for p in params]
-    steps = [m.scalar(1.0) for _ in sizes]
-
-    def eager(p: Any, g: Any, first: Any, second: Any, lr: Tensor, *_: Any) -> None:
-        torch._fused_adamw_(
-            p,
-            g,
-            first,
-            second,
-            [],
-            steps,
-            lr=1e-3,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.01,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
-        )
-
-    # torch's kernel is told the number of this step, ours the number of those before it.
-    args = (params, grads, moments, squares, m.scalar(1e-3), m.scalar(0.0), None, None, None, None)
-    return Case(args=args, attrs={}, eager=eager)

@@ -61,6 +61,30 @@ def _state(m: SampleMaker, num_states: int) -> tuple[list[Tensor], ...]:
     return tuple(lists)
 
 
+_FUSED_ADAMW: dict[str, Any] = {
+    "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8, "amsgrad": False,
+    "maximize": False,
+}  # fmt: skip
+
+
+def _scalars(m: SampleMaker) -> tuple[Any, ...]:
+    """Of AdamW. torch's kernel is told the number of this step, ours of those before it."""
+    return m.scalar(1e-3), m.scalar(0.0), None, None, None, None
+
+
+def adamw(m: SampleMaker) -> Case:
+    """torch's fused AdamW."""
+    params, moments, squares = (
+        [m.normal(*_SHAPE, dtype=torch.float32).square() for _ in range(_COUNT)] for _ in range(3)
+    )
+    grads, steps = [p * 1e-3 for p in params], [m.scalar(1.0) for _ in params]
+
+    def eager(p: Any, g: Any, first: Any, second: Any, *_: Any) -> None:
+        torch._fused_adamw_(p, g, first, second, [], steps, **_FUSED_ADAMW)
+
+    return Case(args=(params, grads, moments, squares, *_scalars(m)), attrs={}, eager=eager)
+
+
 def _adamw_8bit(m: SampleMaker) -> Case:
     """torch's fused AdamW between decoding and encoding, which torch has no kernels for."""
     params, grads, moments = _state(m, 1)
@@ -75,10 +99,7 @@ def _adamw_8bit(m: SampleMaker) -> Case:
             [form.decode(*pair) for pair in zip(codes, scales, strict=True)]
             for form, codes, scales in ((SIGNED, m8, ms), (UNSIGNED, v8, vs))
         )
-        torch._fused_adamw_(
-            p, g, firsts, seconds, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01,
-            eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
+        torch._fused_adamw_(p, g, firsts, seconds, [], steps, **_FUSED_ADAMW)
         for form, averages, codes, scales in (
             (SIGNED, firsts, m8, ms),
             (UNSIGNED, seconds, v8, vs),
@@ -87,9 +108,7 @@ def _adamw_8bit(m: SampleMaker) -> Case:
                 for state, made in zip((codes, scales), form.encode(average), strict=True):
                     state[index].copy_(made)
 
-    # torch's kernel is told the number of this step, ours the number of those before it.
-    scalars = (m.scalar(1e-3), m.scalar(0.0), None, None, None, None)
-    return Case(args=(params, grads, *states, *scalars), attrs={}, eager=eager)
+    return Case(args=(params, grads, *states, *_scalars(m)), attrs={}, eager=eager)
 
 
 def _sgd(m: SampleMaker) -> Case:

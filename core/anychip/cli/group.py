@@ -17,6 +17,7 @@ SUBCOMMANDS: Mapping[str, str] = {
     "bench": "Measures speed against named peers and against the hardware's bound.",
     "conformance": "Checks that a backend computes what the contract says.",
     "doctor": "Says why a backend cannot run here, and what fixes it.",
+    "export": "Writes the weights of a run as Hugging Face transformers loads them.",
     "new-backend": "Writes a plugin project for a new chip.",
     "operators": "Says what a row for an operator is given and gives, with a stub of one.",
     "plan": "Shows what a training run would be like: sizes, stages, bytes, waiting.",

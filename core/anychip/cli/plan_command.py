@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +16,9 @@ from anychip.cli.settings import SettingsCommand
 from anychip.cli.train_command import split
 
 if TYPE_CHECKING:
-    from anychip.train.planning import RunPlan, StagePlan
+    from anychip.train.choosing import Proposal
+    from anychip.train.cutting import StagePlan
+    from anychip.train.planning import RunPlan
 
 SCHEMA = 1
 
@@ -28,9 +31,19 @@ SCHEMA = 1
     type=click.IntRange(min=1),
     help="Ranks of the job.  [default: what the parallel sizes multiply to]",
 )
+@click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.svg",
+    help="Draw who does what when, and the memory in use.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; docs/cli.md has the schema.")
 def command(
-    arguments: tuple[str, ...], backend: str | None, nproc: int | None, as_json: bool
+    arguments: tuple[str, ...],
+    backend: str | None,
+    nproc: int | None,
+    timeline: Path | None,
+    as_json: bool,
 ) -> None:
     """Show what a training run would be like: parameters, stages, memory, messages, waiting.
 
@@ -42,7 +55,11 @@ def command(
     path, _, settings = split(arguments, ())
     configuration = config.load(path, settings, note=lambda text: click.echo(text, err=True))
     chip = anychip.use(backend, config=configuration.run.backend)
+    if timeline is not None and timeline.suffix != ".svg":
+        raise click.UsageError(f"--timeline: a file that ends in .svg expected, got {timeline}")
     plan = planning.plan(configuration, chip, nproc)
+    if timeline is not None:
+        timeline.write_text(_picture(plan), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(_to_json(plan), indent=2))
         return
@@ -50,6 +67,9 @@ def command(
     console.print(_head(plan), markup=False, soft_wrap=True)
     console.print()
     console.print(_table(plan))
+    if plan.candidates:
+        console.print()
+        console.print(_candidates(plan))
     if plan.timeline is not None:
         console.print(f"\n{_waiting(plan)}\n{plan.timeline.grid()}", markup=False, soft_wrap=True)
 
@@ -80,7 +100,7 @@ def _table(plan: RunPlan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("stage", "rank", "layers"):
         table.add_column(title)
-    for title in ("cost", "parameters", "bytes: parameters", "gradients", "states"):
+    for title in ("cost", "parameters", "bytes: parameters", "gradients", "states", "activations"):
         table.add_column(title, justify="right")
     for title in ("sent per step: replicas", "stages"):
         table.add_column(title, justify="right")
@@ -90,7 +110,7 @@ def _table(plan: RunPlan) -> Table:
             str(stage.rank),
             f"{stage.layers.start} to {stage.layers.stop - 1}",
             f"{_share(plan, stage):.1%}",
-            *(f"{value:,}" for value in (stage.num_parameters, *stage.memory)),
+            *(f"{n:,}" for n in (stage.num_parameters, *stage.memory, stage.activations.saved)),
             f"{stage.data_nbytes:,}",
             f"{stage.pipeline_nbytes:,}",
         )
@@ -112,8 +132,48 @@ def _waiting(plan: RunPlan) -> str:
     return (
         f"{plan.config.parallel.schedule}, {count} micro-batches: ranks wait "
         f"{float(plan.timeline.bubble_ratio):.1%} of the time; with stages that cost alike "
-        f"{float(alike):.1%}"
+        f"{float(alike):.1%}\n"
+        f"bytes in use at most, per rank: {', '.join(f'{n:,}' for n in plan.arrangement.peaks)}"
     )
+
+
+def _picture(plan: RunPlan) -> str:
+    from anychip.train import parallel
+
+    made, settings = plan.arrangement, plan.config.parallel
+    ranks, count = len(made.timeline.rows), plan.config.data.accumulation
+    name = f"{settings.schedule}, " if ranks > 1 else ""
+    title = (
+        f"{name}{ranks} rank{'s' * (ranks > 1)}, {len(plan.stages)} stages, {count} micro-batches: "
+        f"ranks wait {float(made.timeline.bubble_ratio):.1%} of the time"
+    )
+    return parallel.draw(made.timeline, made.memory, title=title)
+
+
+def _candidates(plan: RunPlan) -> Table:
+    """What the schedule was chosen from."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("schedule")
+    for title in ("stages per rank", "time", "idle", "bytes at most", "fits"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    quickest = min(candidate.makespan for candidate in plan.candidates)
+    for each in plan.candidates:
+        table.add_row(
+            each.name,
+            str(each.virtual),
+            f"{each.makespan / quickest:.3f}",
+            f"{each.idle:.1%}",
+            f"{each.nbytes:,}",
+            "yes" if each.fits else "no",
+            "chosen" if _is_chosen(plan, each) else "",
+        )
+    return table
+
+
+def _is_chosen(plan: RunPlan, candidate: Proposal) -> bool:
+    settings = plan.config.parallel
+    return (candidate.name, candidate.virtual) == (settings.schedule, settings.virtual)
 
 
 def _to_json(plan: RunPlan) -> dict[str, Any]:
@@ -129,6 +189,20 @@ def _to_json(plan: RunPlan) -> dict[str, Any]:
         "rates_date": plan.rates and plan.rates.date,
         "microbatches": plan.config.data.accumulation,
         "bubble": float(timeline.bubble_ratio) if timeline else 0.0,
+        "peak_nbytes": plan.arrangement.peaks,
+        "memory_limit": plan.memory_limit,
+        "candidates": [
+            {
+                "schedule": each.name,
+                "stages_per_rank": each.virtual,
+                "makespan": each.makespan,
+                "idle": each.idle,
+                "nbytes": each.nbytes,
+                "fits": each.fits,
+                "chosen": _is_chosen(plan, each),
+            }
+            for each in plan.candidates
+        ],
         "grid": timeline.grid().splitlines() if timeline else [],
         "stages": [
             {
@@ -136,7 +210,10 @@ def _to_json(plan: RunPlan) -> dict[str, Any]:
                 "layers": [stage.layers.start, stage.layers.stop - 1],
                 "cost": _share(plan, stage),
                 "parameters": stage.num_parameters,
-                "nbytes": stage.memory._asdict(),
+                "nbytes": {
+                    **stage.memory._asdict(),
+                    "activations_of_a_microbatch": stage.activations.saved,
+                },
                 "sent_nbytes": {"replicas": stage.data_nbytes, "stages": stage.pipeline_nbytes},
             }
             for stage in plan.stages

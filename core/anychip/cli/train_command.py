@@ -140,10 +140,10 @@ def _launch(
 ) -> int:
     """Starts the ranks, each with this command and the chip that was chosen here."""
     import anychip
-    from anychip.train import config, interruption, launch, lock, run
+    from anychip.train import config, cutting, interruption, launch, lock
 
     configuration = config.load(path, settings, note=lambda _: None)  # rank 0 says it
-    run.mesh_sizes(configuration.parallel, nproc)
+    cutting.mesh_sizes(configuration.parallel, nproc)
     chip = anychip.use(backend, config=configuration.run.backend)
     words = ["train", *([str(path)] if path else []), *settings]
     words += ["--backend", chip.name, "--out", str(out)]

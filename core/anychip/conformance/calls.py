@@ -7,6 +7,7 @@ are made with. Every placed tensor lies in a larger buffer whose rest must not c
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -75,6 +76,15 @@ class Draw(SampleMaker):
         """A scale at which numbers of the type lose digits."""
         return 2.0 ** (self.format.min_exponent - 3)
 
+    def normal(
+        self, *shape: int, scale: float | str = 1.0, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """As of every maker; a scale may be one of those above, by name, or ``root-`` of one."""
+        if isinstance(scale, str):
+            number: float = getattr(self, scale.removeprefix("root-"))
+            scale = math.sqrt(number) if scale.startswith("root-") else number
+        return super().normal(*shape, scale=scale, dtype=dtype)
+
     def wide(self, *shape: int, low: float = -12.0, high: float = 12.0) -> Tensor:
         """Both signs, magnitudes from ``2^low`` to ``2^high``, uniform in the exponent."""
         exponent = torch.rand(shape, generator=self._generator) * (high - low) + low
@@ -112,6 +122,23 @@ class Call:
     def arguments(self, operator: str, dtype: torch.dtype, seed: int = 0) -> Arguments:
         """The call's arguments, on the host: the same numbers whenever and wherever it is made."""
         return self.make(Draw(dtype, f"{operator}/{self.label}", seed))
+
+
+def changed(make: Callable[[Draw], Arguments], *changes: tuple[int, Any, Any]) -> Any:
+    """The call with other values in some places: (number of the argument, index, value) each."""
+
+    def made(draw: Draw) -> Arguments:
+        args, attrs = make(draw)
+        for number, index, value in changes:
+            args[number][index] = value
+        return args, attrs
+
+    return made
+
+
+def special(label: str, make: Callable[[Draw], Arguments], *changes: tuple[int, Any, Any]) -> Call:
+    """A call with values that are not finite, as by :func:`changed`, which no gradient is of."""
+    return Call(label, changed(make, *changes), statistical=False, gradient=False)
 
 
 def in_layouts(label: str, make: Callable[[Draw], Arguments]) -> Iterator[Call]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -239,8 +238,8 @@ class Node(torch.autograd.Function):
         needs = gradient.needs(ctx.needs_input_grad[1:])
         pair = choice.row if choice.row.paired is not None else None
         if deferral.active:
-            call = partial(gradient.backward, pair, grads, ctx.saved_tensors, attrs)
-            found = deferral.backward(ctx, 1, gradient.spec, gradient.differentiable, call, needs)
+            args = grads, ctx.saved_tensors, attrs, needs
+            found = deferral.backward(ctx, 1, gradient, pair, *args)
         else:
             found = gradient.backward(pair, grads, ctx.saved_tensors, attrs, needs)
         result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)

@@ -11,21 +11,28 @@ Source: split backward, Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from anychip.contract import OperatorSpec
-
 _LEAF, _CAST = "torch::autograd::AccumulateGrad", "ToCopyBackward0"
-_Call = Callable[[], Sequence[Tensor | None]]
+_Backward = Callable[..., Sequence[Tensor | None]]
+"""Of an operator: given gradients, kept tensors, attributes and what is needed."""
 active: dict[int, Deferred] = {}
 """By thread: ranks may be threads of one process."""
+
+
+class _Call(NamedTuple):
+    backward: _Backward
+    grads: Sequence[Tensor]
+    kept: Sequence[Tensor | None]
+    attrs: Mapping[str, Any]
+    needs: tuple[bool, ...]
 
 
 class Deferred:
@@ -42,17 +49,29 @@ class Deferred:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def compute(self) -> tuple[list[GradientEdge], list[Tensor]]:
+    @property
+    def tensors(self) -> list[Tensor]:
+        """That are kept for it; parameters among them are read for their shape alone."""
+        return [t for call, _ in self._calls for t in (*call.grads, *call.kept) if t is not None]
+
+    def compute(
+        self, seen: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> tuple[list[GradientEdge], list[Tensor]]:
         """The gradients, and where in the graph each belongs; empties the queue.
 
         ``torch.autograd.backward(*deferred.compute())`` adds them to ``.grad``: what belongs to one
         parameter is summed in the order of the queue first, as one backward would have done.
+
+        Args:
+            seen: gives what is shown of a tensor, like one of the same shape for a weight that is
+                elsewhere by now.
         """
         calls, self._calls = self._calls, []
         edges, gradients = list[GradientEdge](), list[Tensor]()
         with torch.no_grad():
             for call, places in calls:
-                found = call()
+                kept = [None if t is None else seen(t) for t in call.kept]
+                found = call.backward(call.grads, kept, call.attrs, call.needs)
                 for index, edge in places.items():
                     gradient = found[index]
                     if gradient is not None:
@@ -92,34 +111,40 @@ def deferring() -> Iterator[Deferred]:
 def backward(
     ctx: Any,
     first: int,
-    spec: OperatorSpec,
-    places: Sequence[int],
-    call: Callable[[tuple[bool, ...]], Sequence[Tensor | None]],
+    gradient: Any,
+    pair: Any,
+    grads: Sequence[Tensor],
+    kept: Sequence[Tensor | None],
+    attrs: Mapping[str, Any],
     needs: tuple[bool, ...],
 ) -> Sequence[Tensor | None]:
     """The gradients that are asked for, with None for what this thread puts off.
 
     Args:
         ctx: of the node; the first argument of the operator is its input number ``first``.
-        places: numbers of the operator's differentiable arguments.
-        call: the operator's backward, given what is needed.
-        needs: of the differentiable arguments.
+        gradient: the operator's :class:`~anychip.dispatch.autograd.Gradient`, whose backward takes
+            what follows.
     """
-    deferred = active.get(threading.get_ident())
-    if deferred is None or torch.is_grad_enabled():
-        return call(needs)
-    edges = _edges(ctx)
-    waiting = {
-        index: GradientEdge(*edges[first + place])
-        for index, (name, place) in enumerate(zip(spec.differentiable, places, strict=True))
-        if needs[index]
-        and name in spec.deferrable
-        and _parameter(edges[first + place][0]) is not None
-    }
-    if waiting:
-        deferred.add(partial(call, tuple(i in waiting for i in range(len(needs)))), waiting)
-        needs = tuple(need and index not in waiting for index, need in enumerate(needs))
-    return call(needs) if any(needs) else [None] * len(needs)
+    deferred, call, spec = active.get(threading.get_ident()), gradient.backward, gradient.spec
+    found: Sequence[Tensor | None] = [None] * len(needs)
+    if deferred is not None and not torch.is_grad_enabled():
+        edges = _edges(ctx)
+        waiting = {
+            index: GradientEdge(*edges[first + place])
+            for index, (name, place) in enumerate(
+                zip(spec.differentiable, gradient.differentiable, strict=True)
+            )
+            if needs[index]
+            and name in spec.deferrable
+            and _parameter(edges[first + place][0]) is not None
+        }
+        if waiting:
+            later = tuple(i in waiting for i in range(len(needs)))
+            deferred.add(_Call(partial(call, pair), grads, kept, attrs, later), waiting)
+            needs = tuple(need and index not in waiting for index, need in enumerate(needs))
+    if any(needs):
+        found = call(pair, grads, kept, attrs, needs)
+    return found
 
 
 def _edges(ctx: Any) -> dict[int, tuple[Any, int]]:

@@ -9,7 +9,6 @@ door 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -245,8 +244,7 @@ def _define_forward(
         needs = gradient.needs(ctx.needs_input_grad)
         outputs, kept = _of_one_type(grads[: signature.num_outputs]), ctx.saved_tensors
         if deferral.active:
-            call = partial(gradient.backward, row, outputs, kept, ctx.attrs)
-            found = deferral.backward(ctx, 0, spec, gradient.differentiable, call, needs)
+            found = deferral.backward(ctx, 0, gradient, row, outputs, kept, ctx.attrs, needs)
         else:
             found = gradient.backward(row, outputs, kept, ctx.attrs, needs)
         result: list[Any] = [None] * (arity + len(names))

@@ -25,7 +25,15 @@ from anychip.train.config import dump
 from anychip.train.interruption import Interrupted, Interruption
 from anychip.train.precision import LossScaleError
 from anychip.train.report import StepRecord
-from anychip.train.run import Run, build, loss_reduction, restore, save, whole_model
+from anychip.train.run import (
+    Run,
+    build,
+    end_saving,
+    loss_reduction,
+    restore,
+    save,
+    whole_model,
+)
 from anychip.train.zero import StepResult
 
 
@@ -62,7 +70,11 @@ def train(
         raise TrainingError(f"{out}: all {run.step} steps are done, and metrics.jsonl has no row")
     signal = None
     try:
-        with asked or Interruption() as interruption, device_errors(run.loader.device.type):
+        with (
+            asked or Interruption() as interruption,
+            device_errors(run.loader.device.type),
+            run.saver or nullcontext(),
+        ):
             while run.step < run.config.run.steps and signal is None:
                 row, signal = _step(run, metrics.rows, out, interruption)
                 metrics.append(row)
@@ -177,8 +189,7 @@ def _through_stages(
         tokens,
         targets,
         weight=weight,
-        backward=run.optimizer.backward,
-        no_sync=run.optimizer.no_sync,
+        optimizer=run.optimizer,
         share_loss=False,
     )
     return torch.zeros((), device=run.loader.device) if loss is None else loss
@@ -225,6 +236,7 @@ def _not_finite(run: Run, loss: float, norm: float, before: list[StepRecord], ou
 
 
 def _kept(run: Run, out: Path) -> str:
+    end_saving(run)  # all ranks stop here
     if (out / "checkpoint" / "manifest.json").exists():
         return (
             f"the last good checkpoint is in {out}; from there: anychip train --resume --out "

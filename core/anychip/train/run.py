@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import random
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -16,9 +15,11 @@ import torch
 import anychip
 from anychip import registry, runtime
 from anychip.comm import agree
-from anychip.contract import Backend, Communicator, UnsupportedError
-from anychip.train import checkpoint, data, models, optim, parallel, precision, zero
-from anychip.train.config import Config, ParallelConfig
+from anychip.contract import Backend, Communicator
+from anychip.train import checkpoint, data, models, parallel, precision, zero
+from anychip.train.choosing import settle
+from anychip.train.config import Config
+from anychip.train.cutting import layer_costs, make_schedule, measured_rates, mesh_sizes, rule_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,7 @@ class Run:
         model: the decoder, or this rank's stage or stages of it.
         pipeline: what runs the stages; None with one stage.
         names: of the whole model's parameters; None with one stage.
+        saver: writes checkpoints while training goes on; None: training waits for them.
         step: updates done.
         begun: updates that were done when this process began.
     """
@@ -45,6 +47,7 @@ class Run:
     optimizer: zero.Optimizer = field(init=False)
     pipeline: parallel.Pipeline | None = None
     names: checkpoint.Names | None = None
+    saver: checkpoint.Saver | None = None
     step: int = 0
     begun: int = 0
 
@@ -77,6 +80,7 @@ def build(config: Config, chip: Backend, comm: Communicator | None = None) -> Ru
     _compare(comm, config, chip)
     mesh = parallel.Mesh(comm, mesh_sizes(config.parallel, comm.world_size))
     policy = precision.policy(config.run.precision, chip)
+    config = settle(config, chip, comm, policy)
     tokens, tokenizer = read_data(config)
     replicas = mesh.axis("data")
     loader = data.Loader(
@@ -98,6 +102,7 @@ def build(config: Config, chip: Backend, comm: Communicator | None = None) -> Ru
     # Nothing here draws from it; its state is saved, and alike for alike runs.
     random.seed(rank_seed(config.run.seed, comm.rank))
     run = Run(config=config, mesh=mesh, model=whole, policy=policy, loader=loader)
+    run.saver = checkpoint.Saver() if config.checkpoint.asynchronous else None
     if config.parallel.pipeline > 1:
         _cut(run, whole, chip)
     run.model.to(chip.device())
@@ -115,12 +120,12 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
 
     Raises:
         OSError, ValueError: the schedule cannot be read, or made for so many micro-batches.
-        UnsupportedError: weights that come and go, with more than one stage or a split backward.
     """
     config, comm = run.config, run.mesh.axis("pipeline")
     schedule = make_schedule(config)
     ratio = parallel.flops_per_byte(chip, measured_rates(config, chip))
-    _, layers = stage_layers(config, whole, ratio)
+    costs = layer_costs(config, whole, ratio)
+    layers = parallel.split_layers(whole, config.parallel.stages, costs)
     reduction = loss_reduction(config)
     owners = schedule.owners()
     parts = [
@@ -134,69 +139,6 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     run.pipeline = parallel.Pipeline(
         stages, comm, schedule, tied=run.model.tied, autocast=run.policy.autocast
     )
-
-
-def make_schedule(config: Config) -> parallel.Schedule:
-    """Of the stages that the settings describe.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or made for so many micro-batches.
-        UnsupportedError: ZeRO stage 3, with more than one stage per rank or a split backward.
-    """
-    settings = config.parallel
-    virtual = settings.stages // settings.pipeline
-    schedule = parallel.make_schedule(
-        settings.schedule, settings.pipeline, config.data.accumulation, virtual=virtual
-    )
-    # Its weights are brought by the forward of one module, and go when its gradients are there.
-    if config.optimizer.stage == 3 and (virtual > 1 or schedule.has_split_backward):
-        raise UnsupportedError(
-            f"parallel.schedule = {settings.schedule} with optimizer.stage = 3: weights that come "
-            "and go are for one stage per rank and whole backwards; take 1f1b, or stage 2"
-        )
-    return schedule
-
-
-def measured_rates(config: Config, chip: Backend) -> parallel.Rates | None:
-    """What ``parallel.rates`` names, or None.
-
-    Raises:
-        ValueError: they are not this device's.
-    """
-    file = config.parallel.rates
-    return None if file is None else parallel.read_rates(Path(file), chip)
-
-
-def stage_layers(
-    config: Config, whole: models.Decoder, flops_per_byte: float
-) -> tuple[list[parallel.LayerCost], list[range]]:
-    """What each layer costs, and which layers each stage has; the model may be without data.
-
-    Raises:
-        ValueError: more stages than layers.
-    """
-    shape = (config.data.batch_size, config.model.context)
-    tokens = torch.zeros(shape, dtype=torch.int64, device=next(whole.parameters()).device)
-    costs = parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=flops_per_byte)
-    return costs, parallel.split_layers(whole, config.parallel.stages, costs)
-
-
-def mesh_sizes(settings: ParallelConfig, world_size: int) -> dict[str, int]:
-    """Axis name to size, slowest first: the stages of a replica are neighbours.
-
-    Raises:
-        ValueError: the sizes do not multiply to the number of ranks.
-    """
-    replicas = settings.data or max(1, world_size // settings.pipeline)
-    if replicas * settings.pipeline != world_size:
-        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-        needed = replicas * settings.pipeline
-        raise ValueError(
-            f"parallel.data = {settings.data or 'all'} and parallel.pipeline = "
-            f"{settings.pipeline} do not multiply to the {ranks} of this job; start it with "
-            f"--nproc {needed}, or write other sizes"
-        )
-    return {"data": replicas, "pipeline": settings.pipeline}
 
 
 def read_data(config: Config) -> tuple[Tensor, data.Tokenizer]:
@@ -246,14 +188,6 @@ def rank_seed(seed: int, rank: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def rule_of(config: Config) -> optim.Rule:
-    """The update rule that the settings describe, behind clipping by the global norm."""
-    settings = config.optimizer
-    clip = optim.clip_by_global_norm(settings.max_norm or math.inf)
-    rule = settings.rule(config.schedule.rate(settings.lr, config.run.steps))
-    return optim.chain(clip, rule)
-
-
 def restore(run: Run, out: Path) -> None:
     """Goes to the checkpoint in a directory.
 
@@ -296,7 +230,13 @@ def require_checkpoint(out: Path) -> int:
 def save(run: Run, out: Path) -> None:
     """Writes the checkpoint of where the run is. With several ranks a collective."""
     keep = run.config.checkpoint.keep
-    checkpoint.save(out, step=run.step, keep=keep, **_saved(run))
+    checkpoint.save(out, step=run.step, keep=keep, saver=run.saver, **_saved(run))
+
+
+def end_saving(run: Run) -> None:
+    """Waits for the checkpoint that is being written, if there is one. A collective."""
+    if run.saver is not None:
+        run.saver.close()
 
 
 def _saved(run: Run) -> dict[str, Any]:
@@ -319,7 +259,8 @@ def whole_model(run: Run) -> models.Decoder:
 
 def _add_optimizer(run: Run) -> None:
     config, stages = run.config, run.mesh.axis("pipeline")
-    last = run.pipeline.stages.get(run.pipeline.num_stages - 1) if run.pipeline else None
+    parts = run.pipeline.stages if run.pipeline else {}
+    last = parts.get(run.pipeline.num_stages - 1) if run.pipeline else None
     run.optimizer = zero.Optimizer(
         models.parameter_groups(run.model, config.optimizer.weight_decay),
         rule_of(config),
@@ -329,6 +270,7 @@ def _add_optimizer(run: Run) -> None:
         model_comm=stages if stages.world_size > 1 else None,
         duplicates=last.tied if isinstance(last, parallel.Stage) else (),
         module=run.model,
+        roots=tuple(parts.values()),
     )
 
 

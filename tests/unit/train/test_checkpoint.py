@@ -238,7 +238,7 @@ def test_folder_with_files_of_others_is_left_alone(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"checkpoint/weights.bin": b"mine"}
 
 
-@pytest.mark.parametrize("at", ["tensors", "progress", "manifest"])
+@pytest.mark.parametrize("at", ["tensors", "written", "progress", "manifest"])
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 def test_full_disk_leaves_the_checkpoint_before_and_no_litter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, first: bool
@@ -301,10 +301,10 @@ def test_save_that_is_killed_anywhere_leaves_a_whole_checkpoint(
                 steps.append(Parts().resume(tmp_path).step)
             else:
                 break
-    # Two files and the manifest are renamed; from then on the new checkpoint is the one.
-    assert steps[:3] == [1, 1, 1]
-    assert steps[3:] == list(range(5, 2 + len(steps)))
-    assert len(steps) > 3
+    # Three files and the manifest are renamed; from then on the new checkpoint is the one.
+    assert steps[:4] == [1, 1, 1, 1]
+    assert steps[4:] == list(range(6, 2 + len(steps)))
+    assert len(steps) > 4
     assert Parts().resume(tmp_path).step == len(steps) + 2
 
 
@@ -552,7 +552,7 @@ def test_saver_that_waits_in_vain_names_the_process_that_saves(
 ) -> None:
     folder = Parts().save(tmp_path)
     before = contents(tmp_path)
-    monkeypatch.setattr(checkpoint.saving, "WAIT_S", 0.0)
+    monkeypatch.setattr(checkpoint.publishing, "WAIT_S", 0.0)
     with lock.hold(folder), pytest.raises(lock.DirectoryInUseError, match=f"process {os.getpid()}"):
         Parts(seed=1).save(tmp_path)
     assert contents(tmp_path) == before

@@ -18,8 +18,8 @@ from anychip.train.config import (
     ScheduleConfig,
     SGDConfig,
 )
+from anychip.train.cutting import rule_of
 from anychip.train.models import GPTConfig, LlamaConfig
-from anychip.train.run import rule_of
 
 EVERY_OPTIMIZER = [[f"optimizer.kind={kind}"] for kind in config.OPTIMIZERS]
 LR_KINDS = list(config.LR_SCHEDULES)

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import anychip
-from anychip.contract import UnsupportedError
 from anychip.train import config, models, parallel, planning
-from anychip.train.run import make_schedule
+from anychip.train.cutting import make_schedule
 
 TINY = [
     *("run.sample_tokens=5", "data.prefetch=0", "model.layers=4", "model.heads=2"),
@@ -48,11 +47,15 @@ def test_several_stages_as_one_module_have_the_parameters_and_names_of_the_model
     assert {p.dtype for part in parts for p in part.parameters()} == {torch.float64}
 
 
-@pytest.mark.parametrize("schedule", ["zb1p", "interleaved"])
-def test_weights_that_come_and_go_are_refused_with_stages_that_cannot(schedule: str) -> None:
-    settings = [*TINY, f"parallel.schedule={schedule}", "optimizer.stage=3"]
-    with pytest.raises(UnsupportedError, match=f"parallel.schedule = {schedule} with optimizer.st"):
-        make_schedule(config.load(None, settings))
+def test_stages_with_whole_weights_are_for_stage_3_of_a_pipeline() -> None:
+    settings = [*TINY, "parallel.schedule=zbv", "parallel.whole_stages=2", "optimizer.stage=3"]
+    assert make_schedule(config.load(None, settings)) == parallel.add_weights(
+        parallel.zbv(2, 4), whole=2
+    )
+    with pytest.raises(ValueError, match=r"whole_stages = 2 is for optimizer.stage = 3, in which"):
+        make_schedule(config.load(None, settings[:-1]))
+    with pytest.raises(ValueError, match=r"for stages of a pipeline; got whole_stages = 1 and"):
+        config.load(None, ["parallel.whole_stages=1"])
 
 
 def test_plan_says_which_rank_has_which_stages_and_what_they_send() -> None:

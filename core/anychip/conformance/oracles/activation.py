@@ -153,7 +153,7 @@ def _inputs() -> Iterator[tuple[str, Make, Layout, bool, bool]]:
         yield f"9x31.{layout}", partial(_random, shape=(9, 31)), layout, True, True
     yield "bend", _bend, "contiguous", True, True
     yield "wide", lambda draw: draw.wide(3000), "contiguous", True, True
-    yield "subnormal", lambda d: d.normal(500, scale=d.subnormal), "contiguous", True, False
+    yield "subnormal", lambda d: d.normal(500, scale="subnormal"), "contiguous", True, False
     yield "zeros", _signed_zeros, "contiguous", False, True
     yield "special", _special, "contiguous", False, False
 

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, exp, log, matmul, where
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
+from anychip.conformance.calls import Arguments, Call, Draw, changed, in_layouts, special
 from anychip.conformance.formats import FORMATS, Format
 from anychip.conformance.oracles import philox
 from anychip.conformance.oracles.oracle import Oracle
@@ -232,10 +232,9 @@ def to_float32(draw: Draw, make: Callable[[Draw], Arguments]) -> Arguments:
     return (q, k, v + 4.0, *rest), {**attrs, "out_dtype": torch.float32}
 
 
-def _attention_nan(draw: Draw) -> Arguments:
-    q, k, v = _qkv(draw, (2, 6, 2, 2, 8))
-    q[1, 3, 0, 0] = math.nan
-    return (q, k, v), {"causal": True, "scale": None}
+_NAN = changed(
+    lambda draw: _attend(draw, (2, 6, 2, 2, 8), causal=True), (0, (1, 3, 0, 0), math.nan)
+)
 
 
 Lengths = tuple[int, int]
@@ -286,7 +285,7 @@ def _attention_calls() -> Iterator[Call]:
     make = partial(to_float32, make=partial(_cross, lengths=(5, 3), causal=True))
     yield Call("5of3.to-float32.strided", make, layout="strided")
     yield Call("heads", _heads_apart, statistical=False)
-    yield Call("nan", _attention_nan, statistical=False, gradient=False)
+    yield special("nan", _NAN)
 
 
 def _dropped(draw: Draw, make: Callable[[Draw], Arguments], p: float, offset: int = 5) -> Arguments:
@@ -328,8 +327,7 @@ def _dropout_calls() -> Iterator[Call]:
     yield Call("index:far", partial(_in_whole, which=tuple(INDEX), far=True))
     strided = partial(_in_whole, which=tuple(INDEX))
     yield Call("index.strided", strided, layout="strided")
-    nan = partial(_dropped, make=_attention_nan, p=0.3)
-    yield Call("nan", nan, statistical=False, gradient=False)
+    yield special("nan", partial(_dropped, make=_NAN, p=0.3))
 
 
 ATTENTION = Oracle(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from anychip.conformance.arithmetic import Rounded, matmul
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
 from anychip.conformance.formats import Array
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -67,23 +67,15 @@ def _top_k_backward(grads: Sequence[Any], x: Rounded, *, k: int) -> tuple[Rounde
 # Calls
 
 
-def _normal(draw: Draw, shape: tuple[int, ...], scale: float = 1.0, **attrs: Any) -> Arguments:
+def _normal(
+    draw: Draw, shape: tuple[int, ...], scale: float | str = 1.0, **attrs: Any
+) -> Arguments:
     return (draw.normal(*shape, scale=scale),), attrs
-
-
-def _of_scale(draw: Draw, name: str, **attrs: Any) -> Arguments:
-    return _normal(draw, (6, 64), scale=getattr(draw, name), **attrs)
 
 
 def _one_hot(draw: Draw) -> Arguments:
     """Every column of the matrix once: order and signs."""
     return (torch.eye(32, dtype=draw.dtype),), {"block": None}
-
-
-def _hadamard_special(draw: Draw) -> Arguments:
-    x = draw.normal(3, 16)
-    x[0, 3], x[1, 5] = math.nan, math.inf
-    return (x,), {"block": 4}
 
 
 def _hadamard_calls() -> Iterator[Call]:
@@ -95,8 +87,9 @@ def _hadamard_calls() -> Iterator[Call]:
     yield Call("one-hot", _one_hot, statistical=False)
     yield from in_layouts("9x24", partial(_normal, shape=(9, 24), block=8))
     for name in ("huge", "subnormal"):
-        yield Call(name, partial(_of_scale, name=name, block=32))
-    yield Call("special", _hadamard_special, statistical=False, gradient=False)
+        yield Call(name, partial(_normal, shape=(6, 64), scale=name, block=32))
+    small = partial(_normal, shape=(3, 16), block=4)
+    yield special("special", small, (0, (0, 3), math.nan), (0, (1, 5), math.inf))
     yield Call("3x4096", partial(_normal, shape=(3, 4096), block=None), full=True)
 
 
@@ -122,7 +115,7 @@ def _top_k_calls() -> Iterator[Call]:
         yield Call(f"ties.k:{k}", partial(_ties, k=k), statistical=False)
     yield from in_layouts("9x31", partial(_normal, shape=(9, 31), k=8))
     for name in ("huge", "subnormal"):
-        yield Call(name, partial(_of_scale, name=name, k=10))
+        yield Call(name, partial(_normal, shape=(6, 64), scale=name, k=10))
     yield Call("special", _top_k_special, statistical=False, gradient=False)
     yield Call("300001", partial(_normal, shape=(300_001,), k=3000), full=True)
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, concatenate, matmul
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
 from anychip.conformance.oracles.oracle import Oracle
 
 Index = NDArray[np.int64]
@@ -155,18 +155,12 @@ def _image(
     shape: tuple[int, ...],
     kernel: tuple[int, ...],
     bias: bool = True,
-    scale: float = 1.0,
+    scale: float | str = 1.0,
     **attrs: Any,
 ) -> Arguments:
     plain = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
     args = draw.normal(*shape, scale=scale), draw.normal(*kernel, scale=scale)
     return (*args, draw.normal(kernel[0]) if bias else None), {**plain, **attrs}
-
-
-def _image_special(draw: Draw) -> Arguments:
-    args, attrs = _image(draw, (2, 3, 5, 5), (2, 3, 2, 2))
-    args[0][0, 1, 2, 3] = math.nan
-    return args, attrs
 
 
 def _conv2d_calls() -> Iterator[Call]:
@@ -178,14 +172,9 @@ def _conv2d_calls() -> Iterator[Call]:
     small = partial(_image, shape=(2, 3, 6, 7), kernel=(4, 3, 3, 2), padding=1)
     yield from in_layouts("2x3x6x7", small)
     for name in ("huge", "tiny"):
-        make = partial(_scaled, make=small, name=name)
-        yield Call(f"2x3x6x7.{name}", make)
-    yield Call("special", _image_special, statistical=False, gradient=False)
-
-
-def _scaled(draw: Draw, make: Any, name: str) -> Arguments:
-    args: Arguments = make(draw, scale=math.sqrt(getattr(draw, name)))
-    return args
+        yield Call(f"2x3x6x7.{name}", partial(small, scale=f"root-{name}"))
+    small = partial(_image, shape=(2, 3, 5, 5), kernel=(2, 3, 2, 2))
+    yield special("special", small, (0, (0, 1, 2, 3), math.nan))
 
 
 # conv1d
@@ -233,17 +222,10 @@ _LENGTHS: tuple[tuple[tuple[int, int, int], int], ...] = (
 
 
 def _line(
-    draw: Draw, shape: tuple[int, ...], kernel: int, bias: bool = True, scale: float = 1.0
+    draw: Draw, shape: tuple[int, ...], kernel: int, bias: bool = True, scale: float | str = 1.0
 ) -> Arguments:
     args = draw.normal(*shape, scale=scale), draw.normal(shape[1], kernel, scale=scale)
     return (*args, draw.normal(shape[1]) if bias else None), {}
-
-
-def _line_special(draw: Draw) -> Arguments:
-    """What is behind a NaN does not see it: it is causal."""
-    args, attrs = _line(draw, (2, 3, 12), 4)
-    args[0][0, 1, 5] = math.nan
-    return args, attrs
 
 
 def _conv1d_calls() -> Iterator[Call]:
@@ -254,8 +236,10 @@ def _conv1d_calls() -> Iterator[Call]:
     small = partial(_line, shape=(3, 5, 20), kernel=4)
     yield from in_layouts("3x5x20.4", small)
     for name in ("huge", "tiny"):
-        yield Call(f"3x5x20.4.{name}", partial(_scaled, make=small, name=name))
-    yield Call("special", _line_special, statistical=False, gradient=False)
+        yield Call(f"3x5x20.4.{name}", partial(small, scale=f"root-{name}"))
+    # What is behind a NaN does not see it: it is causal.
+    small = partial(_line, shape=(2, 3, 12), kernel=4)
+    yield special("special", small, (0, (0, 1, 5), math.nan))
 
 
 CONV2D = Oracle(

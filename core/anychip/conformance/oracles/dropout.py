@@ -86,7 +86,7 @@ def _add_backward(
 
 
 def _arguments(
-    draw: Draw, shape: tuple[int, ...], p: float, scale: float = 1.0, offset: int = 5
+    draw: Draw, shape: tuple[int, ...], p: float, scale: float | str = 1.0, offset: int = 5
 ) -> Arguments:
     return (draw.normal(*shape, scale=scale), draw.rng(1234, offset)), {"p": p}
 
@@ -122,10 +122,6 @@ def _parts(make: Callable[..., Arguments]) -> Iterator[Call]:
     yield Call("9x31.rows.strided", strided, layout="strided")
 
 
-def _of_scale(draw: Draw, name: str) -> Arguments:
-    return _arguments(draw, (400,), 0.3, scale=getattr(draw, name))
-
-
 def _special(draw: Draw) -> Arguments:
     x = draw.normal(64)
     x[10], x[11], x[40] = math.nan, math.inf, -math.inf
@@ -143,7 +139,7 @@ def _calls() -> Iterator[Call]:
         yield Call(f"33x40.p:{p:.9g}", partial(_arguments, shape=(33, 40), p=p))
     yield from in_layouts("9x31", partial(_arguments, shape=(9, 31), p=0.3))
     for name in ("huge", "subnormal"):
-        yield Call(name, partial(_of_scale, name=name))
+        yield Call(name, partial(_arguments, shape=(400,), p=0.3, scale=name))
     yield Call("special", _special, statistical=False, gradient=False)
     yield from _parts(_arguments)
     make = partial(_arguments, shape=(300_001,), p=0.2, offset=2**32 - 1000)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip.conformance.calls import Arguments, Call, Draw
+from anychip.conformance.calls import Arguments, Call, Draw, changed, special
 from anychip.conformance.oracles import (
     activation,
     adamw_8bit,
@@ -92,12 +92,16 @@ def _activation(make: Callable[..., Arguments], **attrs: Any) -> Edges:
         return make(draw, partial(activation._random, shape=shape), **attrs)
 
     def numbers(draw: Draw, kind: str) -> Arguments:
-        return make(draw, lambda draw: draw.normal(400, scale=getattr(draw, kind)), **attrs)
+        return make(draw, lambda draw: draw.normal(400, scale=kind), **attrs)
 
     return both(
         _elements(shaped, slow=attrs.get("approximate") == "none"),
         one("tiny", partial(numbers, kind="tiny"), statistical=False),
     )
+
+
+def _special(make: Make, *changes: tuple[int, Any, Any], label: str = "special") -> Edges:
+    return lambda: iter([special(label, make, *changes)])
 
 
 def _by_form(make: Callable[..., Arguments]) -> Edges:
@@ -108,24 +112,12 @@ def _by_form(make: Callable[..., Arguments]) -> Edges:
 # Scores
 
 
-def _softmax(draw: Draw, size: int) -> Arguments:
-    return softmax._plain(draw, (3, size))
-
-
 def _attention(draw: Draw, size: int, **changes: Any) -> Arguments:
     return attention._attend(draw, (1, size, 2, 1, 8), causal=True, **changes)
 
 
 def _head_dim(draw: Draw, size: int) -> Arguments:
     return attention._attend(draw, (1, 5, 2, 1, size), causal=True)
-
-
-def _attention_dropout(draw: Draw, size: int) -> Arguments:
-    return attention._dropped(draw, partial(_attention, size=size), p=0.2)
-
-
-def _dropped_head_dim(draw: Draw, size: int) -> Arguments:
-    return attention._dropped(draw, partial(_head_dim, size=size), p=0.2)
 
 
 def _far(make: Make) -> Make:
@@ -144,26 +136,8 @@ def _far_softmax(draw: Draw, causal: bool) -> Arguments:
     return (x - 30_000.0, mask | torch.eye(9, dtype=torch.bool), None), attrs
 
 
-def _rope_head_dim(draw: Draw, size: int) -> Arguments:
-    return rope._rope_arguments(draw, (1, 5, 2, 1, size), interleaved=size % 3 == 0)
-
-
-def _varlen_head_dim(draw: Draw, size: int) -> Arguments:
-    return varlen._packed(draw, ((3, 5), 1), causal=True, heads=(2, 1), dim=size)
-
-
 def _varlen(draw: Draw, size: int) -> Arguments:
     return varlen._packed(draw, ((size, 3), 1), causal=True, heads=(2, 1), dim=8)
-
-
-def _rope(draw: Draw, size: int) -> Arguments:
-    return rope._rope_arguments(draw, (1, size, 2, 1, 8), interleaved=size % 2 == 1)
-
-
-def _rope_special(draw: Draw) -> Arguments:
-    args, attrs = rope._rope_arguments(draw, (1, 5, 2, 1, 8), interleaved=False)
-    args[0][0, 1, 0, 2], args[0][0, 3, 1, 5], args[1][0, 4, 0, 0] = math.nan, math.inf, -math.inf
-    return args, attrs
 
 
 def _many_batches(make: Callable[..., Arguments]) -> Edges:
@@ -178,91 +152,16 @@ def _inputs(draw: Draw, size: int) -> Arguments:
     return linear._product(draw, (3,), size, 5, bias=True)
 
 
-def _outputs(draw: Draw, size: int) -> Arguments:
-    return linear._product(draw, (3,), 6, size, bias=True)
-
-
-def _rows(draw: Draw, size: int) -> Arguments:
-    return linear._product(draw, (size,), 6, 5, bias=True)
-
-
-def _linear_special(draw: Draw) -> Arguments:
-    args, attrs = linear._product(draw, (4,), 24, 5, bias=True)
-    args[0][1, 3], args[1][2, 7], args[2][4] = math.inf, -math.inf, math.nan
-    return args, attrs
-
-
-def _channels(draw: Draw, size: int) -> Arguments:
-    return norm._in_groups(draw, (2, size, 3), 1)
-
-
-def _group_numbers(draw: Draw, size: int) -> Arguments:
-    return norm._in_groups(draw, (2, 4, size), 2)
-
-
-def _line_length(draw: Draw, size: int) -> Arguments:
-    return convolution._line(draw, (2, 3, size), 4)
-
-
-def _line_kernel(draw: Draw, size: int) -> Arguments:
-    return convolution._line(draw, (2, 3, 70), size)
-
-
-def _image_width(draw: Draw, size: int) -> Arguments:
-    return convolution._image(draw, (1, 2, 3, size), (2, 2, 3, 3), padding=1, stride=[1, 2])
-
-
-def _image_inputs(draw: Draw, size: int) -> Arguments:
-    return convolution._image(draw, (1, size, 4, 3), (3, size, 2, 2))
-
-
-def _image_outputs(draw: Draw, size: int) -> Arguments:
-    return convolution._image(draw, (2, 3, 4, 3), (size, 3, 2, 2))
-
-
-def _many_groups(draw: Draw) -> Arguments:
-    """More than a table of sizes in a kernel's constant memory has entries."""
-    return grouped._grouped(draw, ((1, 0, 2) * 50, 1, 4, 3))
-
-
-def _group_rows(draw: Draw, size: int) -> Arguments:
-    return grouped._grouped(draw, ((size, 2), 1, 6, 5))
-
-
-def _group_inputs(draw: Draw, size: int) -> Arguments:
-    return grouped._grouped(draw, ((3, 2), 1, size, 5))
-
-
-def _permuted_width(draw: Draw, size: int) -> Arguments:
-    return permutation._permuted(draw, (5, 2, 3, size))
-
-
-def _unpermuted_width(draw: Draw, size: int) -> Arguments:
-    return permutation._unpermuted(draw, (4, 2, size))
-
-
 def _lookup(draw: Draw, count: int, width: int) -> Arguments:
     """Indices from both ends and around 2^15 and 2^16."""
     chosen = [0, 1, count - 1, count - 2, *(i for i in (32_767, 32_768, 65_536) if i < count)]
     return (torch.tensor(chosen), draw.normal(count, width)), {}
 
 
-def _zero_rows(draw: Draw) -> Arguments:
-    weight = draw.normal(6, 10)
-    weight[2], weight[3, 4] = -0.0, -0.0
-    return (torch.tensor([2, 3, 5, 2]), weight), {}
-
-
-def _zeros_of_both_signs(draw: Draw) -> Arguments:
-    x = torch.tensor([[0.0, -0.0, -1.0, -0.0], [-0.0, 0.0, 0.0, 2.0]]).to(draw.dtype)
-    return (x,), {"k": 4}
+_ZEROS = torch.tensor([[0.0, -0.0, -1.0, -0.0], [-0.0, 0.0, 0.0, 2.0]])
 
 
 # Losses
-
-
-def _classes(draw: Draw, size: int) -> Arguments:
-    return loss._arguments(draw, (3, size))
 
 
 def _far_targets(size: int) -> Tensor:
@@ -279,17 +178,6 @@ def _ignored_class(draw: Draw) -> Arguments:
     """What is ignored is one of the classes, but for the upper half of 64 bits."""
     (logits, _), attrs = loss._arguments(draw, (4, 20), ignore_index=2**32 + 3)
     return (logits, torch.tensor([3, 2**32 + 3, 5, 0])), attrs
-
-
-def _impossible_class(draw: Draw) -> Arguments:
-    """A target that a mask has ruled out: the loss is infinite, and says so."""
-    (logits, target), attrs = loss._masked(draw)
-    target[2] = 30
-    return (logits, target), attrs
-
-
-def _linear_classes(draw: Draw, size: int) -> Arguments:
-    return linear_cross_entropy._arguments(draw, ((3,), 5, size), bias=True)
 
 
 def _far_linear_classes(draw: Draw, size: int) -> Arguments:
@@ -377,16 +265,10 @@ def _list(*args: Callable[[Draw], Any], **attrs: Any) -> Edges:
     )
 
 
-def _large_gradients(draw: Draw) -> Arguments:
-    """Finite, and near the largest number of the type."""
+def _large_gradients(draw: Draw, scale: float) -> Arguments:
+    """Finite, and near the largest number of the type; without a scale below 1 not any more."""
     grads = [draw.normal(9), torch.full((5,), draw.format.largest / 4).to(draw.dtype)]
-    return (grads, draw.scalar(2.0), draw.scalar(0.0)), {}
-
-
-def _overflowing_gradients(draw: Draw) -> Arguments:
-    """Finite, but not without their scale, which is below 1."""
-    (grads, _, found), attrs = _large_gradients(draw)
-    return (grads, draw.scalar(0.125), found), attrs
+    return (grads, draw.scalar(scale), draw.scalar(0.0)), {}
 
 
 _SGD: dict[str, Any] = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.1, "decoupled": False}
@@ -394,14 +276,17 @@ _LION: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 _ADAMW: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 
 
-def _lamb_step(draw: Draw, **options: Any) -> Arguments:
-    args, attrs = _list_step(draw, averages=2, **options, **_ADAMW)
-    return (*args, None), attrs
+def _lamb_edges(take: Callable[[tuple[Any, ...]], tuple[Any, ...]], **more: Any) -> Edges:
+    """take: its arguments out of adamw's; more: its other attributes."""
 
+    def step(draw: Draw, **options: Any) -> Arguments:
+        args, attrs = _list_step(draw, averages=2, **options, **_ADAMW)
+        return take(args), {**attrs, **more}
 
-def _measured_step(draw: Draw, **options: Any) -> Arguments:
-    args, attrs = _list_step(draw, averages=2, **options, **_ADAMW)
-    return (*args[:4], *args[5:8]), {**attrs, "offsets": None, "sizes": None, "block": 16}
+    return both(
+        large("many-tensors", step, statistical=False, full=True),
+        one("1100-tensors", partial(step, count=1100), statistical=False, full=True),
+    )
 
 
 def _quantized(draw: Draw, shape: tuple[int, ...], format: str) -> Arguments:
@@ -420,8 +305,8 @@ EDGES: Mapping[str, Edges] = {
     "rms_norm": _norm_edges(bias=False, residual=False),
     "layer_norm": _norm_edges(bias=True, residual=False),
     "group_norm": both(
-        sweep(_channels, "channels", top=513),
-        sweep(_group_numbers, "numbers", quick=(63, 65, 768)),
+        sweep(lambda d, n: norm._in_groups(d, (2, n, 3), 1), "channels", top=513),
+        sweep(lambda d, n: norm._in_groups(d, (2, 4, n), 2), "numbers", quick=(63, 65, 768)),
         one("rank-6", partial(norm._in_groups, shape=(2, 6, 3, 1, 5, 7), num_groups=3)),
         large("many-rows", partial(norm._in_groups, shape=(BEYOND_16_BITS, 2), num_groups=1),
                statistical=False),
@@ -440,7 +325,8 @@ EDGES: Mapping[str, Edges] = {
     "swiglu": _activation(activation._swiglu_arguments),
     "geglu": _by_form(activation._geglu_arguments),
     "softmax": both(
-        sweep(_softmax, "keys", more=(*HIDDEN, *VOCABULARIES), quick=(*QUICK, *WIDTHS)),
+        sweep(lambda d, n: softmax._plain(d, (3, n)),
+              "keys", more=(*HIDDEN, *VOCABULARIES), quick=(*QUICK, *WIDTHS)),
         one("rank-6", partial(softmax._plain, shape=(2, 1, 2, 1, 3, 7))),
         large("300x260", partial(softmax._plain, shape=(300, 260))),
         # mask, bias and the triangle beyond the first 1024 keys
@@ -451,9 +337,13 @@ EDGES: Mapping[str, Edges] = {
         large("many-rows", partial(softmax._plain, shape=(BEYOND_16_BITS, 2)), statistical=False),
     ),
     "rope": both(
-        sweep(_rope, "length"),
-        sweep(_rope_head_dim, "head_dim", quick=(96, 256), top=0, more=(80, 160, 192, 320, 512)),
-        one("special", _rope_special, statistical=False, gradient=False),
+        sweep(lambda d, n: rope._rope_arguments(d, (1, n, 2, 1, 8), interleaved=n % 2 == 1),
+              "length"),
+        sweep(lambda d, n: rope._rope_arguments(d, (1, 5, 2, 1, n), interleaved=n % 3 == 0),
+              "head_dim", quick=(96, 256), top=0, more=(80, 160, 192, 320, 512)),
+        _special(partial(rope._rope_arguments, sizes=(1, 5, 2, 1, 8), interleaved=False),
+                 (0, (0, 1, 0, 2), math.nan), (0, (0, 3, 1, 5), math.inf),
+                 (1, (0, 4, 0, 0), -math.inf)),
         _many_batches(partial(rope._rope_arguments, interleaved=False)),
     ),
     "attention": both(
@@ -466,12 +356,15 @@ EDGES: Mapping[str, Edges] = {
         _many_batches(partial(attention._attend, causal=True)),
     ),
     "attention_dropout": both(
-        sweep(_attention_dropout, "length", top=513),
-        sweep(_dropped_head_dim, "head_dim", top=257, quick=(96,)),
+        sweep(lambda d, n: attention._dropped(d, partial(_attention, size=n), p=0.2),
+              "length", top=513),
+        sweep(lambda d, n: attention._dropped(d, partial(_head_dim, size=n), p=0.2),
+              "head_dim", top=257, quick=(96,)),
     ),
     "attention_varlen": both(
         sweep(_varlen, "length", top=1025),
-        sweep(_varlen_head_dim, "head_dim", top=257, quick=(96,)),
+        sweep(lambda d, n: varlen._packed(d, ((3, 5), 1), causal=True, heads=(2, 1), dim=n),
+              "head_dim", top=257, quick=(96,)),
         one("far", _far(partial(_varlen, size=9)), statistical=False, gradient=False),
         one("150-sequences", partial(varlen._packed, packing=((1, 2, 0) * 50, 1), causal=True,
                                       heads=(2, 1), dim=8)),
@@ -479,8 +372,9 @@ EDGES: Mapping[str, Edges] = {
     "linear": both(
         sweep(_inputs, "inputs", more=(*HIDDEN, 1027), quick=(*QUICK, *WIDTHS)),
         one("inputs:259", partial(at, _inputs, 259)),
-        sweep(_outputs, "outputs", top=1025, more=VOCABULARIES, quick=(*QUICK, *WIDTHS)),
-        sweep(_rows, "rows", top=1025),
+        sweep(lambda d, n: linear._product(d, (3,), 6, n, bias=True),
+              "outputs", top=1025, more=VOCABULARIES, quick=(*QUICK, *WIDTHS)),
+        sweep(lambda d, n: linear._product(d, (n,), 6, 5, bias=True), "rows", top=1025),
         one("tiles", partial(linear._product, rows=(130,), inputs=136, outputs=132, bias=True)),
         one("one-row", partial(linear._product, rows=(1,), inputs=1000, outputs=30, bias=True)),
         one("one-output", partial(linear._product, rows=(5,), inputs=257, outputs=1, bias=True)),
@@ -490,35 +384,42 @@ EDGES: Mapping[str, Edges] = {
                                bias=True)),
         large("many-rows", partial(linear._product, rows=(BEYOND_16_BITS,), inputs=2, outputs=2,
                                   bias=True), full=True),
-        one("special", _linear_special, statistical=False, gradient=False),
+        _special(partial(linear._product, rows=(4,), inputs=24, outputs=5, bias=True),
+                 (0, (1, 3), math.inf), (1, (2, 7), -math.inf), (2, 4, math.nan)),
     ),
     "grouped_linear": both(
-        sweep(_group_rows, "rows", top=1025),
-        sweep(_group_inputs, "inputs", more=HIDDEN, quick=(*QUICK, *WIDTHS)),
+        sweep(lambda d, n: grouped._grouped(d, ((n, 2), 1, 6, 5)), "rows", top=1025),
+        sweep(lambda d, n: grouped._grouped(d, ((3, 2), 1, n, 5)),
+              "inputs", more=HIDDEN, quick=(*QUICK, *WIDTHS)),
         one("tiles", partial(grouped._grouped, sizes=((70, 66), 1, 96, 130))),
-        one("150-groups", _many_groups),
+        # More than a table of sizes in a kernel's constant memory has entries.
+        one("150-groups", partial(grouped._grouped, sizes=((1, 0, 2) * 50, 1, 4, 3))),
     ),
     "conv1d": both(
-        sweep(_line_length, "length"),
-        sweep(_line_kernel, "kernel", top=129, quick=(2, 3, 5, 64)),
+        sweep(lambda d, n: convolution._line(d, (2, 3, n), 4), "length"),
+        sweep(lambda d, n: convolution._line(d, (2, 3, 70), n),
+              "kernel", top=129, quick=(2, 3, 5, 64)),
         large("many-channels", partial(convolution._line, shape=(1, BEYOND_16_BITS, 2), kernel=2)),
         large("many-rows", partial(convolution._line, shape=(BEYOND_16_BITS, 1, 2), kernel=2)),
     ),
     "conv2d": both(
-        sweep(_image_width, "width", top=1025),
-        sweep(_image_inputs, "inputs", top=513, quick=(16, 65, 96)),
-        sweep(_image_outputs, "outputs", top=513, quick=(16, 65, 96)),
+        sweep(lambda d, n: convolution._image(d, (1, 2, 3, n), (2, 2, 3, 3), padding=1,
+                                              stride=[1, 2]), "width", top=1025),
+        sweep(lambda d, n: convolution._image(d, (1, n, 4, 3), (3, n, 2, 2)),
+              "inputs", top=513, quick=(16, 65, 96)),
+        sweep(lambda d, n: convolution._image(d, (2, 3, 4, 3), (n, 3, 2, 2)),
+              "outputs", top=513, quick=(16, 65, 96)),
         one("tiles", partial(convolution._image, shape=(2, 40, 18, 18), kernel=(72, 40, 3, 3),
                               padding=1)),
         large("many-rows", partial(convolution._image, shape=(BEYOND_16_BITS, 1, 2, 1),
                                     kernel=(1, 1, 2, 1)), full=True),
     ),
     "permute": both(
-        sweep(_permuted_width, "hidden", more=HIDDEN),
+        sweep(lambda d, n: permutation._permuted(d, (5, 2, 3, n)), "hidden", more=HIDDEN),
         large("many-tokens", partial(permutation._permuted, sizes=(BEYOND_16_BITS, 1, 3, 1))),
     ),
     "unpermute": both(
-        sweep(_unpermuted_width, "hidden", more=HIDDEN),
+        sweep(lambda d, n: permutation._unpermuted(d, (4, 2, n)), "hidden", more=HIDDEN),
         large("many-tokens", partial(permutation._unpermuted, sizes=(BEYOND_16_BITS, 1, 1))),
     ),
     "embedding": both(
@@ -528,20 +429,23 @@ EDGES: Mapping[str, Edges] = {
         one("rank-5", partial(linear._lookup, shape=(2, 1, 2, 1, 3), count=9, width=4)),
         *(one(f"of:{count}x8", partial(_lookup, count=count, width=8), full=True)
           for count in VOCABULARIES),
-        one("zeros", _zero_rows, statistical=False),
+        one("zeros", changed(lambda d: ((torch.tensor([2, 3, 5, 2]), d.normal(6, 10)), {}),
+                             (1, 2, -0.0), (1, (3, 4), -0.0)), statistical=False),
     ),
     "cross_entropy": both(
-        sweep(_classes, "classes"),
+        sweep(lambda d, n: loss._arguments(d, (3, n)), "classes"),
         large("class-beyond-16-bits", partial(at, _far_classes, BEYOND_16_BITS)),
         large("tiles", partial(loss._arguments, shape=(70, 1030))),
         one("rank-6", partial(loss._arguments, shape=(2, 1, 3, 1, 2, 5))),
         one("ignored:2p32", _ignored_class),
-        one("impossible", _impossible_class, statistical=False, gradient=False),
+        # A target that a mask has ruled out: the loss is infinite, and says so.
+        _special(loss._masked, (1, 2, 30), label="impossible"),
         large("many-rows", partial(loss._arguments, shape=(BEYOND_16_BITS, 2), reduction="none"),
              statistical=False),
     ),
     "linear_cross_entropy": both(
-        sweep(_linear_classes, "classes", top=2049),
+        sweep(lambda d, n: linear_cross_entropy._arguments(d, ((3,), 5, n), bias=True),
+              "classes", top=2049),
         large("class-beyond-16-bits", partial(at, _far_linear_classes, BEYOND_16_BITS)),
         one("tiles", partial(linear_cross_entropy._arguments, sizes=((70,), 72, 130), bias=True)),
         one("rank-6", partial(linear_cross_entropy._arguments, sizes=((2, 1, 3, 1, 2), 6, 7))),
@@ -553,8 +457,8 @@ EDGES: Mapping[str, Edges] = {
     "clip": _list(lambda draw: draw.scalar(3.0), max_norm=1.0),
     "unscale_and_check": both(
         _list(lambda draw: draw.scalar(8.0), lambda draw: draw.scalar(0.0)),
-        one("large", _large_gradients, statistical=False),
-        one("overflow", _overflowing_gradients, statistical=False),
+        one("large", partial(_large_gradients, scale=2.0), statistical=False),
+        one("overflow", partial(_large_gradients, scale=0.125), statistical=False),
     ),
     "adamw": _steps(averages=2, **_ADAMW),
     "adamw_8bit": lambda: adamw_8bit.with_codes(
@@ -563,13 +467,9 @@ EDGES: Mapping[str, Edges] = {
     "sgd": _steps(averages=1, **_SGD),
     # sign(NaN) is NaN in some libraries and 0 in others.
     "lion": _steps(averages=1, nan=math.inf, **_LION),
-    "lamb": both(
-        large("many-tensors", _lamb_step, statistical=False, full=True),
-        one("1100-tensors", partial(_lamb_step, count=1100), statistical=False, full=True),
-    ),
-    "lamb_partials": both(
-        large("many-tensors", _measured_step, statistical=False, full=True),
-        one("1100-tensors", partial(_measured_step, count=1100), statistical=False, full=True),
+    "lamb": _lamb_edges(lambda args: (*args, None)),
+    "lamb_partials": _lamb_edges(
+        lambda args: (*args[:4], *args[5:8]), offsets=None, sizes=None, block=16
     ),
     "quantize": _by_format(_quantized),
     "dequantize": _by_format(quantization.coded),
@@ -583,7 +483,8 @@ EDGES: Mapping[str, Edges] = {
         one("index-beyond-16-bits", partial(compression._normal, shape=(2, BEYOND_16_BITS), k=9)),
         one("rank-6", partial(compression._normal, shape=(2, 1, 3, 1, 2, 7), k=3)),
         large("many-rows", partial(compression._normal, shape=(BEYOND_16_BITS, 2), k=1)),
-        one("zeros", _zeros_of_both_signs, statistical=False, gradient=False),
+        one("zeros", lambda d: ((_ZEROS.to(d.dtype),), {"k": 4}), statistical=False,
+            gradient=False),
     ),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, concatenate, matmul
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, special
 from anychip.conformance.oracles.linear import in_float32
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -65,7 +65,7 @@ _SIZES: tuple[Sizes, ...] = (
 _FULL: tuple[Sizes, ...] = (((100, 0, 156, 256), 0, 256, 512), ((1000, 3), 21, 64, 64))
 
 
-def _grouped(draw: Draw, sizes: Sizes, scale: float = 1.0) -> Arguments:
+def _grouped(draw: Draw, sizes: Sizes, scale: float | str = 1.0) -> Arguments:
     lengths, rest, inputs, outputs = sizes
     offsets = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
     x = draw.normal(sum(lengths) + rest, inputs, scale=scale)
@@ -75,10 +75,6 @@ def _grouped(draw: Draw, sizes: Sizes, scale: float = 1.0) -> Arguments:
 def _label(sizes: Sizes) -> str:
     lengths, rest, inputs, outputs = sizes
     return f"{'+'.join(map(str, lengths)) or 'none'}.rest:{rest}.{inputs}-{outputs}"
-
-
-def _scaled(draw: Draw, name: str) -> Arguments:
-    return _grouped(draw, ((3, 4), 1, 40, 12), math.sqrt(getattr(draw, name)))
 
 
 def _int32(draw: Draw, sizes: Sizes) -> Arguments:
@@ -93,26 +89,22 @@ def _apart(draw: Draw) -> Arguments:
     return (x.round(), weight, offsets), attrs
 
 
-def _nan(draw: Draw) -> Arguments:
-    # What is not finite stays in its group; in the rows of no group it is not seen at all.
-    (x, weight, offsets), attrs = _grouped(draw, ((3, 4, 2), 2, 24, 5))
-    x[4, 11], weight[2, 1, 1], x[10, 0] = math.nan, math.inf, math.nan
-    return (x, weight, offsets), attrs
-
-
 def _calls() -> Iterator[Call]:
     for sizes in (*_SIZES, *_FULL):
         yield Call(_label(sizes), partial(_grouped, sizes=sizes), full=sizes in _FULL)
     yield from in_layouts("3+0+6.rest:2.20-11", partial(_grouped, sizes=((3, 0, 6), 2, 20, 11)))
     for name in ("huge", "tiny"):
-        yield Call(name, partial(_scaled, name=name))
+        yield Call(name, partial(_grouped, sizes=((3, 4), 1, 40, 12), scale=f"root-{name}"))
     for sizes in (((3, 5), 1, 8, 5), ((4, 0, 3), 2, 33, 17)):
         yield Call(f"{_label(sizes)}.int32", partial(_int32, sizes=sizes))
     for sizes in (((3, 0, 6), 2, 20, 11), ((2, 3), 0, 1000, 6), ((600, 1), 0, 24, 10)):
         make = partial(in_float32, make=partial(_grouped, sizes=sizes))
         yield Call(f"{_label(sizes)}.to-float32", make)
     yield Call("apart", _apart, statistical=False)
-    yield Call("nan", _nan, statistical=False, gradient=False)
+    # What is not finite stays in its group; in the rows of no group it is not seen at all.
+    make = partial(_grouped, sizes=((3, 4, 2), 2, 24, 5))
+    spoilt = ((0, (4, 11), math.nan), (1, (2, 1, 1), math.inf), (0, (10, 0), math.nan))
+    yield special("nan", make, *spoilt)
 
 
 GROUPED_LINEAR = Oracle(

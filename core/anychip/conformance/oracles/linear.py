@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, matmul
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
 from anychip.conformance.oracles.oracle import Oracle
 
 
@@ -72,26 +72,21 @@ _FULL = (((64,), 1024, 256), ((3,), 16384, 4), ((2048,), 64, 64))
 
 
 def _product(
-    draw: Draw, rows: tuple[int, ...], inputs: int, outputs: int, bias: bool, scale: float = 1.0
+    draw: Draw,
+    rows: tuple[int, ...],
+    inputs: int,
+    outputs: int,
+    bias: bool,
+    scale: float | str = 1.0,
 ) -> Arguments:
     x, weight = draw.normal(*rows, inputs, scale=scale), draw.normal(outputs, inputs)
     return (x, weight, draw.normal(outputs) if bias else None), {}
-
-
-def _scaled_product(draw: Draw, name: str) -> Arguments:
-    return _product(draw, (6,), 40, 12, False, math.sqrt(getattr(draw, name)))
 
 
 def in_float32(draw: Draw, make: Callable[[Draw], Arguments]) -> Arguments:
     """The call with a result of float32, which 16-bit operands are no excuse for rounding twice."""
     args, _ = make(draw)
     return args, {"out_dtype": torch.float32}
-
-
-def _linear_nan(draw: Draw) -> Arguments:
-    args, attrs = _product(draw, (4,), 24, 5, True)
-    args[0][2, 11] = math.nan
-    return args, attrs
 
 
 def _spotlight(draw: Draw) -> Arguments:
@@ -110,7 +105,8 @@ def _linear_calls() -> Iterator[Call]:
         "3x5.20-11", partial(_product, rows=(3, 5), inputs=20, outputs=11, bias=True)
     )
     for name in ("huge", "tiny"):
-        yield Call(f"6.40-12.{name}", partial(_scaled_product, name=name))
+        make = partial(_product, rows=(6,), inputs=40, outputs=12, bias=False, scale=f"root-{name}")
+        yield Call(f"6.40-12.{name}", make)
     wide = partial(in_float32, make=partial(_product, rows=(5,), inputs=64, outputs=64, bias=True))
     yield Call("5.64-64.to-float32", wide)
     yield Call("5.64-64.to-float32.transposed", wide, layout="transposed")
@@ -119,7 +115,8 @@ def _linear_calls() -> Iterator[Call]:
         label = f"{shape_label(rows)}.{inputs}-{outputs}.to-float32"
         yield Call(label, partial(in_float32, make=make))
     yield Call("spotlight", _spotlight, statistical=False)
-    yield Call("nan", _linear_nan, statistical=False, gradient=False)
+    make = partial(_product, rows=(4,), inputs=24, outputs=5, bias=True)
+    yield special("nan", make, (0, (2, 11), math.nan))
 
 
 def _lookup(draw: Draw, shape: tuple[int, ...], count: int, width: int) -> Arguments:

@@ -17,14 +17,11 @@ from typing import Any
 import numpy as np
 
 from anychip.conformance.arithmetic import Rounded, exp, log, matmul, where
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
 from anychip.conformance.oracles import loss
+from anychip.conformance.oracles.linear import _rows
 from anychip.conformance.oracles.loss import Targets
 from anychip.conformance.oracles.oracle import Oracle
-
-
-def _rows(x: Rounded) -> Rounded:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _logits(x: Rounded, weight: Rounded, bias: Rounded | None) -> Rounded:
@@ -57,26 +54,12 @@ def _backward(
     )
 
 
-_DEFAULTS: dict[str, Any] = {
-    "ignore_index": -100,
-    "label_smoothing": 0.0,
-    "z_loss": 0.0,
-    "reduction": "mean",
-}
 Sizes = tuple[tuple[int, ...], int, int]
 # rows, K, V: empty; one of everything; odd ones; many rows, wide inputs, many classes.
 _SIZES: tuple[Sizes, ...] = (
     ((0,), 4, 5), ((1,), 1, 1), ((), 8, 11), ((6,), 8, 11), ((3,), 33, 17), ((2, 3), 17, 130),
     ((90,), 12, 33), ((4,), 257, 65), ((3,), 16, 1023),
 )  # fmt: skip
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "sum": {"reduction": "sum"},
-    "none": {"reduction": "none"},
-    "smooth:0.1": {"label_smoothing": 0.1},
-    "z:0.01": {"z_loss": 0.01},
-    "all": {"label_smoothing": 0.2, "z_loss": 0.001, "reduction": "none", "ignore_index": 3},
-    "all-mean": {"label_smoothing": 0.2, "z_loss": 0.001, "ignore_index": 3},
-}
 
 
 def _arguments(draw: Draw, sizes: Sizes, bias: bool = False, **changes: object) -> Arguments:
@@ -86,7 +69,7 @@ def _arguments(draw: Draw, sizes: Sizes, bias: bool = False, **changes: object) 
     if changes.get("ignore_index") == 3:
         target.reshape(-1)[::3] = 3
     args = (x, weight, target, draw.normal(classes) if bias else None)
-    return args, {**_DEFAULTS, **changes}
+    return args, {**loss.DEFAULTS, **changes}
 
 
 def _ignored(draw: Draw, which: str, reduction: str = "mean") -> Arguments:
@@ -105,18 +88,14 @@ def _masked(draw: Draw) -> Arguments:
     return (x, weight, draw.integers(20, 6), bias), attrs
 
 
-def _nan(draw: Draw) -> Arguments:
-    (x, weight, target, bias), attrs = _arguments(draw, ((5,), 12, 20), reduction="none")
-    x[2, 4] = math.nan
-    return (x, weight, target, bias), attrs
-
-
 def _calls() -> Iterator[Call]:
     for shape, inputs, classes in _SIZES:
         for bias in (True, False):
             label = f"{shape_label(shape)}.{inputs}-{classes}{'.bias' if bias else ''}"
             yield Call(label, partial(_arguments, sizes=(shape, inputs, classes), bias=bias))
-    for name, changes in _OPTIONS.items():
+    for name, changes in loss.OPTIONS.items():
+        if name == "smooth:1":
+            continue
         make = partial(_arguments, sizes=((2, 5), 24, 130), bias=True, **changes)
         yield Call(f"2x5.24-130.{name}", make)
     yield from in_layouts(
@@ -126,7 +105,8 @@ def _calls() -> Iterator[Call]:
         yield Call(f"ignored:{which}", partial(_ignored, which=which))
     yield Call("ignored:last.none", partial(_ignored, which="last", reduction="none"))
     yield Call("masked", _masked, statistical=False)
-    yield Call("nan", _nan, statistical=False, gradient=False)
+    make = partial(_arguments, sizes=((5,), 12, 20), reduction="none")
+    yield special("nan", make, (0, (2, 4), math.nan))
     # More than one chunk of rows, whatever their size.
     yield Call("50.32-32000", partial(_arguments, sizes=((50,), 32, 32_000), bias=True), full=True)
 

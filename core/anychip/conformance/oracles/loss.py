@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, exp, log, where
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
 from anychip.conformance.oracles.oracle import Oracle
 
 Targets = NDArray[np.int64]
@@ -92,7 +92,7 @@ def backward(
     return (where(valid[..., None], slope * weight, 0.0),)
 
 
-_DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "ignore_index": -100,
     "label_smoothing": 0.0,
     "z_loss": 0.0,
@@ -102,7 +102,7 @@ _DEFAULTS: dict[str, Any] = {
 _SHAPES: tuple[tuple[int, ...], ...] = (
     (0, 5), (1, 1), (11,), (6, 11), (3, 17), (2, 3, 130), (5, 64), (90, 33), (4, 1023), (3, 4099),
 )  # fmt: skip
-_OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "sum": {"reduction": "sum"},
     "none": {"reduction": "none"},
     "smooth:0.1": {"label_smoothing": 0.1},
@@ -120,13 +120,13 @@ def _arguments(
     target = draw.integers(shape[-1], *shape[:-1])
     if changes.get("ignore_index") == 3:
         target.reshape(-1)[::3] = 3
-    return (logits, target), {**_DEFAULTS, **changes}
+    return (logits, target), {**DEFAULTS, **changes}
 
 
 def _edges(draw: Draw) -> Arguments:
     # First and last class, and a class on both sides of every vector width.
     target = torch.tensor([0, 66, 7, 8, 15, 16, 31, 32, 63, 64])
-    return (draw.normal(10, 67), target), {**_DEFAULTS, "reduction": "none"}
+    return (draw.normal(10, 67), target), {**DEFAULTS, "reduction": "none"}
 
 
 def _ignored(draw: Draw, which: str, reduction: str = "mean") -> Arguments:
@@ -137,32 +137,26 @@ def _ignored(draw: Draw, which: str, reduction: str = "mean") -> Arguments:
     target[rows[which]] = -100
     if which != "all":
         logits[rows[which]] *= 8.0  # what is not to be counted is loud
-    return (logits, target), {**_DEFAULTS, "reduction": reduction}
+    return (logits, target), {**DEFAULTS, "reduction": reduction}
 
 
 def _spread(draw: Draw) -> Arguments:
     # exp(200) overflows float32: without subtracting the maximum there is nothing left.
     logits = draw.normal(6, 40, scale=60.0)
     logits[0] += 150.0
-    return (logits, draw.integers(40, 6)), {**_DEFAULTS, "reduction": "none"}
+    return (logits, draw.integers(40, 6)), {**DEFAULTS, "reduction": "none"}
 
 
 def _masked(draw: Draw) -> Arguments:
     logits, target = draw.normal(6, 40), draw.integers(20, 6)
     logits[:, 25:] = -math.inf
-    return (logits, target), {**_DEFAULTS, "reduction": "none"}
-
-
-def _nan(draw: Draw) -> Arguments:
-    logits, target = draw.normal(5, 20), draw.integers(20, 5)
-    logits[2, 4] = math.nan
-    return (logits, target), {**_DEFAULTS, "reduction": "none"}
+    return (logits, target), {**DEFAULTS, "reduction": "none"}
 
 
 def _calls() -> Iterator[Call]:
     for shape in _SHAPES:
         yield Call(shape_label(shape), partial(_arguments, shape=shape))
-    for name, changes in _OPTIONS.items():
+    for name, changes in OPTIONS.items():
         for shape in ((6, 11), (2, 5, 130)):
             yield Call(f"{shape_label(shape)}.{name}", partial(_arguments, shape=shape, **changes))
     yield from in_layouts("7x50", partial(_arguments, shape=(7, 50), reduction="none"))
@@ -172,7 +166,8 @@ def _calls() -> Iterator[Call]:
     yield Call("ignored:last.none", partial(_ignored, which="last", reduction="none"))
     yield Call("spread", _spread, statistical=False)
     yield Call("masked", _masked, statistical=False)
-    yield Call("nan", _nan, statistical=False, gradient=False)
+    make = partial(_arguments, shape=(5, 20), scale=1.0, reduction="none")
+    yield special("nan", make, (0, (2, 4), math.nan))
     for vocabulary in (32_000, 152_064):
         yield Call(f"5x{vocabulary}", partial(_arguments, shape=(5, vocabulary)), full=True)
 

@@ -31,7 +31,15 @@ import numpy as np
 import torch
 
 from anychip.conformance.arithmetic import Rounded, rsqrt
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
+from anychip.conformance.calls import (
+    Arguments,
+    Call,
+    Draw,
+    changed,
+    in_layouts,
+    shape_label,
+    special,
+)
 from anychip.conformance.formats import FP32, ulp
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -194,8 +202,8 @@ _HIDDEN = sorted(
 )
 
 
-def _normal(draw: Draw, shape: Rows, *, bias: bool, eps: float = 1e-5) -> Arguments:
-    return _with_weight(draw, draw.normal(*shape), bias=bias, eps=eps)
+def _normal(draw: Draw, shape: Rows, *, scale: float | str = 1.0, **options: Any) -> Arguments:
+    return _with_weight(draw, draw.normal(*shape, scale=scale), **options)
 
 
 def _with_weight(
@@ -206,32 +214,14 @@ def _with_weight(
     return (*args, *rest), {"eps": eps}
 
 
-def _scaled(draw: Draw, name: str, *, bias: bool) -> Arguments:
-    scale = float(getattr(draw, name))
-    return _with_weight(draw, draw.normal(6, 96, scale=scale), bias=bias)
-
-
 def _shifted(draw: Draw, *, bias: bool) -> Arguments:
     # A mean of 100 standard deviations: what E[x^2] - E[x]^2 does not survive.
     return _with_weight(draw, (draw.normal(6, 96).float() + 100.0).to(draw.dtype), bias=bias)
 
 
-def _zeros(draw: Draw, *, bias: bool) -> Arguments:
-    x = draw.normal(4, 40)
-    x[1] = 0.0
-    x[2] = 3.0
-    return _with_weight(draw, x, bias=bias)
-
-
 def _spotlight(draw: Draw, *, bias: bool) -> Arguments:
     # One element per row carries everything, each at another place: nobody may drop its own.
     return _with_weight(draw, torch.eye(67, dtype=draw.dtype) * 2.5, bias=bias)
-
-
-def _special(draw: Draw, value: float, *, bias: bool) -> Arguments:
-    x = draw.normal(5, 24)
-    x[2, 7] = value
-    return _with_weight(draw, x, bias=bias)
 
 
 def _two_dtypes(draw: Draw, wide: str) -> Arguments:
@@ -243,24 +233,22 @@ def _two_dtypes(draw: Draw, wide: str) -> Arguments:
 
 
 def _calls(*, bias: bool) -> Iterator[Call]:
+    make = partial(_normal, bias=bias)
     for shape in _SHAPES:
-        yield Call(shape_label(shape), partial(_normal, shape=shape, bias=bias))
-    yield from in_layouts("5x6x50", partial(_normal, shape=(5, 6, 50), bias=bias))
+        yield Call(shape_label(shape), partial(make, shape=shape))
+    yield from in_layouts("5x6x50", partial(make, shape=(5, 6, 50)))
     for eps in (0.0, 1e-12, 0.5):
-        yield Call(f"4x40.eps:{eps:g}", partial(_normal, shape=(4, 40), bias=bias, eps=eps))
-    yield Call("4x40.zeros", partial(_zeros, bias=bias), statistical=False)
+        yield Call(f"4x40.eps:{eps:g}", partial(make, shape=(4, 40), eps=eps))
+    zeros = changed(partial(make, shape=(4, 40)), (0, 1, 0.0), (0, 2, 3.0))
+    yield Call("4x40.zeros", zeros, statistical=False)
     yield Call("67x67.spotlight", partial(_spotlight, bias=bias), statistical=False)
     for name in ("huge", "tiny", "subnormal"):
-        make = partial(_scaled, name=name, bias=bias)
-        yield Call(f"6x96.{name}", make, gradient=name != "subnormal")
+        scaled = partial(make, shape=(6, 96), scale=name)
+        yield Call(f"6x96.{name}", scaled, gradient=name != "subnormal")
     yield Call("6x96.shifted", partial(_shifted, bias=bias), statistical=False)
-    yield Call(
-        "6x96.weight:fp32",
-        lambda draw: _with_weight(draw, draw.normal(6, 96), bias=bias, dtype=torch.float32),
-    )
+    yield Call("6x96.weight:fp32", partial(make, shape=(6, 96), dtype=torch.float32))
     for value in ("nan", "inf"):
-        make = partial(_special, value=float(value), bias=bias)
-        yield Call(f"5x24.{value}", make, statistical=False, gradient=False)
+        yield special(f"5x24.{value}", partial(make, shape=(5, 24)), (0, (2, 7), float(value)))
     if bias:
         yield Call(
             "4x40.bias:none",
@@ -268,10 +256,10 @@ def _calls(*, bias: bool) -> Iterator[Call]:
         )
         for wide in ("weight", "bias"):
             # backward is told the weight's dtype, not the bias's: its gradient has those digits.
-            make = partial(_two_dtypes, wide=wide)
-            yield Call(f"6x96.{wide}-wider", make, gradient=wide == "weight")
+            dtypes = partial(_two_dtypes, wide=wide)
+            yield Call(f"6x96.{wide}-wider", dtypes, gradient=wide == "weight")
     for hidden in _HIDDEN:
-        yield Call(f"3x{hidden}.sweep", partial(_normal, shape=(3, hidden), bias=bias), full=True)
+        yield Call(f"3x{hidden}.sweep", partial(make, shape=(3, hidden)), full=True)
 
 
 # Groups of one channel and of all, channels of one number; one group's numbers as in _SHAPES.
@@ -282,8 +270,10 @@ _GROUPS: tuple[tuple[Rows, int], ...] = (
 )  # fmt: skip
 
 
-def _in_groups(draw: Draw, shape: Rows, num_groups: int, **options: Any) -> Arguments:
-    return _with_channels(draw, draw.normal(*shape), num_groups, **options)
+def _in_groups(
+    draw: Draw, shape: Rows, num_groups: int, *, scale: float | str = 1.0, **options: Any
+) -> Arguments:
+    return _with_channels(draw, draw.normal(*shape, scale=scale), num_groups, **options)
 
 
 def _with_channels(
@@ -300,18 +290,8 @@ def _with_channels(
     return (x, weight, last), {"num_groups": num_groups, "eps": eps}
 
 
-def _group_special(draw: Draw, value: float) -> Arguments:
-    x = draw.normal(3, 6, 5)
-    x[1, 2, 3] = value
-    return _with_channels(draw, x, 3)
-
-
 def _group_shifted(draw: Draw) -> Arguments:
     return _with_channels(draw, (draw.normal(3, 6, 32).float() + 100.0).to(draw.dtype), 2)
-
-
-def _group_scaled(draw: Draw, name: str) -> Arguments:
-    return _with_channels(draw, draw.normal(3, 6, 32, scale=float(getattr(draw, name))), 2)
 
 
 def _group_calls() -> Iterator[Call]:
@@ -329,11 +309,12 @@ def _group_calls() -> Iterator[Call]:
             f"3x6x40.2.{label}", partial(_in_groups, shape=(3, 6, 40), num_groups=2, **option)
         )
     for name in ("huge", "tiny"):
-        yield Call(f"3x6x32.2.{name}", partial(_group_scaled, name=name))
+        scaled = partial(_in_groups, shape=(3, 6, 32), num_groups=2, scale=name)
+        yield Call(f"3x6x32.2.{name}", scaled)
     yield Call("3x6x32.2.shifted", _group_shifted, statistical=False)
     for value in ("nan", "inf"):
-        make = partial(_group_special, value=float(value))
-        yield Call(f"3x6x5.3.{value}", make, statistical=False, gradient=False)
+        make = partial(_in_groups, shape=(3, 6, 5), num_groups=3)
+        yield special(f"3x6x5.3.{value}", make, (0, (1, 2, 3), float(value)))
 
 
 # One shape less of each kind: the norm itself is what the calls above are for.
@@ -356,10 +337,9 @@ def _add_normal(
     bias: bool,
     eps: float = 1e-5,
     residual: torch.dtype | None = None,
-    scale: str = "",
+    scale: float | str = 1.0,
 ) -> Arguments:
-    size = float(getattr(draw, scale)) if scale else 1.0
-    x, stream = draw.normal(*shape, scale=size), draw.normal(*shape, scale=size, dtype=residual)
+    x, stream = draw.normal(*shape, scale=scale), draw.normal(*shape, scale=scale, dtype=residual)
     return _with_residual(draw, x, stream, bias=bias, eps=eps)
 
 
@@ -374,12 +354,6 @@ def _add_cancelling(draw: Draw, *, bias: bool) -> Arguments:
     stream = -x
     stream[:, ::7] += 0.25
     stream[2] = -x[2]
-    return _with_residual(draw, x, stream, bias=bias)
-
-
-def _add_special(draw: Draw, value: float, *, bias: bool) -> Arguments:
-    x, stream = draw.normal(5, 24), draw.normal(5, 24)
-    x[2, 7], stream[4, 0] = value, value
     return _with_residual(draw, x, stream, bias=bias)
 
 
@@ -400,8 +374,8 @@ def _add_calls(*, bias: bool) -> Iterator[Call]:
     yield Call("6x96.large", partial(_add_large, bias=bias))
     yield Call("5x40.cancel", partial(_add_cancelling, bias=bias), statistical=False)
     for value in ("nan", "inf"):
-        special = partial(_add_special, value=float(value), bias=bias)
-        yield Call(f"5x24.{value}", special, statistical=False, gradient=False)
+        both = ((0, (2, 7), float(value)), (1, (4, 0), float(value)))
+        yield special(f"5x24.{value}", partial(make, shape=(5, 24)), *both)
     if bias:
         yield Call(
             "4x40.bias:none",

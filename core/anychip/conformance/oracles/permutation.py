@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
+from anychip.conformance.calls import Arguments, Call, Draw, changed, in_layouts, special
 from anychip.conformance.oracles.oracle import Oracle
 
 Integers = NDArray[np.int64]
@@ -91,16 +91,16 @@ def _label(sizes: Sizes) -> str:
 
 
 def _permuted(
-    draw: Draw, sizes: Sizes, scale: float = 1.0, dtype: torch.dtype = torch.int64, outside: int = 0
+    draw: Draw,
+    sizes: Sizes,
+    scale: float | str = 1.0,
+    dtype: torch.dtype = torch.int64,
+    outside: int = 0,
 ) -> Arguments:
     """``outside`` widens the range of the indices on both sides."""
     tokens, choices, experts, hidden = sizes
     indices = draw.integers(experts + 2 * outside, tokens, choices) - outside
     return (draw.normal(tokens, hidden, scale=scale), indices.to(dtype)), {"num_experts": experts}
-
-
-def _of_scale(draw: Draw, name: str) -> Arguments:
-    return _permuted(draw, (20, 2, 4, 12), getattr(draw, name))
 
 
 def _uneven(draw: Draw) -> Arguments:
@@ -129,18 +129,6 @@ def _far_indices(draw: Draw) -> Arguments:
     return (draw.normal(5, 6), indices), {"num_experts": 4}
 
 
-def _special(draw: Draw) -> Arguments:
-    (x, indices), attrs = _permuted(draw, (8, 2, 3, 10))
-    x[1, 3], x[4, 0], x[6, 9], x[2] = math.nan, math.inf, -math.inf, -0.0
-    return (x, indices), attrs
-
-
-def _zeros(draw: Draw) -> Arguments:
-    (x, indices), attrs = _permuted(draw, (6, 2, 3, 8))
-    x[1], x[4, 2] = -0.0, -0.0
-    return (x, indices), attrs
-
-
 def _permute_calls() -> Iterator[Call]:
     for sizes in (*_SIZES, *_FULL):
         make: Any = partial(_permuted, sizes=sizes)
@@ -162,12 +150,15 @@ def _permute_calls() -> Iterator[Call]:
         yield Call(f"11x20.3of5.keys:4.tokens:9.{layout}", make, layout=layout)
     yield from in_layouts("11x20.3of5", partial(_permuted, sizes=(11, 3, 5, 20)))
     for name in ("huge", "subnormal"):
-        yield Call(name, partial(_of_scale, name=name))
+        yield Call(name, partial(_permuted, sizes=(20, 2, 4, 12), scale=name))
     yield Call("uneven", _uneven)
     yield Call("none-chosen", _none_chosen)
     yield Call("far-indices", _far_indices)
-    yield Call("zeros", _zeros, statistical=False)
-    yield Call("special", _special, statistical=False, gradient=False)
+    small = partial(_permuted, sizes=(6, 2, 3, 8))
+    yield Call("zeros", changed(small, (0, 1, -0.0), (0, (4, 2), -0.0)), statistical=False)
+    small = partial(_permuted, sizes=(8, 2, 3, 10))
+    numbers = {(1, 3): math.nan, (4, 0): math.inf, (6, 9): -math.inf, 2: -0.0}
+    yield special("special", small, *((0, place, number) for place, number in numbers.items()))
 
 
 def _unpermuted(
@@ -175,25 +166,13 @@ def _unpermuted(
     sizes: tuple[int, int, int],
     weighted: bool = True,
     wide: bool = False,
-    scale: float = 1.0,
+    scale: float | str = 1.0,
 ) -> Arguments:
     tokens, choices, hidden = sizes
     order = draw.uniform(tokens * choices).argsort().view(tokens, choices)
     dtype = torch.float32 if wide else draw.dtype
     weights = draw.normal(tokens, choices, dtype=dtype) if weighted else None
     return (draw.normal(tokens * choices, hidden, scale=scale), order, weights), {}
-
-
-def _unpermuted_of_scale(draw: Draw, name: str) -> Arguments:
-    return _unpermuted(draw, (9, 3, 14), scale=math.sqrt(getattr(draw, name)))
-
-
-def _unpermute_special(draw: Draw) -> Arguments:
-    """What is not finite stays in its token; 0 times it is NaN."""
-    (x, row_map, weights), attrs = _unpermuted(draw, (8, 2, 10))
-    x[3, 1], x[5, 2], x[9, 7] = math.nan, math.inf, -math.inf
-    weights[4] = 0.0
-    return (x, row_map, weights), attrs
 
 
 _BACK: tuple[tuple[int, int, int], ...] = (
@@ -212,8 +191,11 @@ def _unpermute_calls() -> Iterator[Call]:
     yield Call("300x512.of:8", partial(_unpermuted, sizes=(300, 8, 512)), full=True)
     yield from in_layouts("11x20.of:3", partial(_unpermuted, sizes=(11, 3, 20)))
     for name in ("huge", "tiny"):
-        yield Call(name, partial(_unpermuted_of_scale, name=name))
-    yield Call("special", _unpermute_special, statistical=False, gradient=False)
+        yield Call(name, partial(_unpermuted, sizes=(9, 3, 14), scale=f"root-{name}"))
+    # What is not finite stays in its token; 0 times it is NaN.
+    numbers = {(3, 1): math.nan, (5, 2): math.inf, (9, 7): -math.inf}
+    spoilt = [(0, place, number) for place, number in numbers.items()]
+    yield special("special", partial(_unpermuted, sizes=(8, 2, 10)), *spoilt, (2, 4, 0.0))
 
 
 PERMUTE = Oracle(

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import SMALLEST_NORMAL, UNIT, Rounded
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, changed, in_layouts, shape_label
 from anychip.conformance.formats import Array
 from anychip.conformance.oracles import philox
 from anychip.conformance.oracles.oracle import Oracle
@@ -209,14 +209,10 @@ def arguments(
     format: str,
     block: int = 32,
     offset: int | None = None,
-    scale: float = 1.0,
+    scale: float | str = 1.0,
 ) -> Arguments:
     rng = None if offset is None else draw.rng(1234, offset)
     return (draw.normal(*shape, scale=scale), rng), {"format": format, "block": block}
-
-
-def _of_scale(draw: Draw, name: str, format: str) -> Arguments:
-    return arguments(draw, (400,), format, scale=getattr(draw, name))
 
 
 def _mixed(draw: Draw, format: str) -> Arguments:
@@ -231,10 +227,7 @@ def _mixed(draw: Draw, format: str) -> Arguments:
     return (x.to(draw.dtype), None), {"format": format, "block": 32}
 
 
-def _special(draw: Draw, format: str) -> Arguments:
-    x = draw.normal(5, 32)
-    x[1, 3], x[2, 4], x[3, 5], x[3, 6] = math.nan, math.inf, -math.inf, math.nan
-    return (x, None), {"format": format, "block": 32}
+_SPECIAL = {(1, 3): math.nan, (2, 4): math.inf, (3, 5): -math.inf, (3, 6): math.nan}
 
 
 def _quantize_calls() -> Iterator[Call]:
@@ -246,9 +239,10 @@ def _quantize_calls() -> Iterator[Call]:
         for shape in shapes:
             yield Call(f"{shape_label(shape)}.{format}", partial(make, shape=shape))
         for name in ("huge", "subnormal"):
-            yield Call(f"{name}.{format}", partial(_of_scale, name=name, format=format))
-        for name, chosen in (("mixed", _mixed), ("special", _special)):
-            yield Call(f"{name}.{format}", partial(chosen, format=format), statistical=False)
+            yield Call(f"{name}.{format}", partial(make, shape=(400,), scale=name))
+        yield Call(f"mixed.{format}", partial(_mixed, format=format), statistical=False)
+        spoilt = changed(partial(make, shape=(5, 32)), *((0, *item) for item in _SPECIAL.items()))
+        yield Call(f"special.{format}", spoilt, statistical=False)
         if not format.startswith("mx_"):
             for block in (1, 3, 64, 5000):
                 label = f"33x40.{format}.block:{block}"

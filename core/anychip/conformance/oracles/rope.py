@@ -47,7 +47,7 @@ def _rope_arguments(
     draw: Draw,
     sizes: Sizes,
     interleaved: bool,
-    scale: float = 1.0,
+    scale: float | str = 1.0,
     rotary_dim: int | None = None,
     first: int = 0,
 ) -> Arguments:
@@ -57,10 +57,6 @@ def _rope_arguments(
     rate = 10000.0 ** (-torch.arange(half) / max(half, 1))
     angle = torch.arange(first, first + length)[:, None] * rate
     return (q, k, angle.cos(), angle.sin()), {"interleaved": interleaved}
-
-
-def _huge_rope(draw: Draw, interleaved: bool) -> Arguments:
-    return _rope_arguments(draw, (2, 9, 2, 2, 8), interleaved, scale=draw.huge)
 
 
 def _rope_calls() -> Iterator[Call]:
@@ -75,7 +71,7 @@ def _rope_calls() -> Iterator[Call]:
             part = partial(make, sizes=(2, 5, 3, 1, 12), rotary_dim=rotary_dim)
             yield Call(f"2x5x3+1x12.{name}.rotary:{rotary_dim}", part)
         yield Call(f"1x9x2+2x8.{name}.from:1000", partial(make, sizes=(1, 9, 2, 2, 8), first=1000))
-        yield Call(f"2x9x2+2x8.{name}.huge", partial(_huge_rope, interleaved=interleaved))
+        yield Call(f"2x9x2+2x8.{name}.huge", partial(make, sizes=(2, 9, 2, 2, 8), scale="huge"))
 
 
 ROPE = Oracle(

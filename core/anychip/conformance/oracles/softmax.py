@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, exp, where
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
 from anychip.conformance.oracles.oracle import Oracle
 
 Mask = NDArray[np.bool_]
@@ -156,13 +156,6 @@ def _dirty(draw: Draw) -> Arguments:
     return (x, mask, None), {"scale": 0.5, "causal": False}
 
 
-def _one_nan(draw: Draw) -> Arguments:
-    # Alone: no other row sends the call another way.
-    x = draw.normal(4, 16)
-    x[2, 6] = math.nan
-    return (x,), {"scale": 0.5, "causal": False}
-
-
 def _calls() -> Iterator[Call]:
     for shape in _SHAPES:
         yield Call(shape_label(shape), partial(_plain, shape=shape))
@@ -191,7 +184,9 @@ def _calls() -> Iterator[Call]:
     yield Call("4x20.hidden", _hidden_rows, statistical=False)
     yield Call("2x5x12.additive", _additive, statistical=False)
     yield Call("6x24.far", _far, statistical=False)
-    yield Call("4x16.nan", _one_nan, statistical=False, gradient=False)
+    # Alone: no other row sends the call another way.
+    make = partial(_plain, shape=(4, 16), spread=1.0, scale=0.5)
+    yield special("4x16.nan", make, (0, (2, 6), math.nan))
     yield Call("5x16.dirty", _dirty, statistical=False, gradient=False)
     yield Call("2x8192", partial(_plain, shape=(2, 8192)), full=True)
 

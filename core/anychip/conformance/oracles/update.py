@@ -144,7 +144,7 @@ LONG: tuple[tuple[int, ...], ...] = ((300_001,), (3,), (131_072,))
 
 def normals(
     draw: Draw,
-    scale: float = 1.0,
+    scale: float | str = 1.0,
     dtype: torch.dtype | None = None,
     shapes: Sequence[tuple[int, ...]] = SHAPES,
 ) -> list[Any]:
@@ -164,12 +164,8 @@ def _flat(draw: Draw, sizes: Sequence[int], scales: Sequence[float] | None = Non
     return ([draw.normal(size) * scale for size, scale in pairs],), {}
 
 
-def _of_scale(draw: Draw, name: str) -> Arguments:
-    return (normals(draw, float(getattr(draw, name))),), {}
-
-
-def _two_shapes(draw: Draw) -> Arguments:
-    return ([draw.normal(5, 7), draw.normal(33)],), {}
+def _listed(draw: Draw, *args: Any, **options: Any) -> Arguments:
+    return (normals(draw, *args, **options),), {}
 
 
 def _one_spotlight(draw: Draw, index: int) -> Arguments:
@@ -179,15 +175,15 @@ def _one_spotlight(draw: Draw, index: int) -> Arguments:
 def _l2_calls() -> Iterator[Call]:
     for size in (1, 2, 7, 8, 15, 16, 17, 33, 100, 257, 4099):
         yield Call(str(size), partial(_flat, sizes=(size,)))
-    yield Call("list", lambda draw: ((normals(draw),), {}))
+    yield Call("list", _listed)
     yield Call("ends", partial(_flat, sizes=(9, 3), scales=(1.0, 64.0)))
     yield Call("zeros", partial(_flat, sizes=(9,), scales=(0.0,)))
     for index in (0, 1, 33, 66):
         yield Call(f"spotlight:{index}", partial(_one_spotlight, index=index))
     yield Call("spotlights", lambda draw: ((_spotlights(draw),), {}))
     for name in ("huge", "tiny"):
-        yield Call(name, partial(_of_scale, name=name))
-    yield from in_layouts("list", _two_shapes)
+        yield Call(name, partial(_listed, scale=name))
+    yield from in_layouts("list", partial(_listed, shapes=((5, 7), (33,))))
     yield Call("inf", partial(_flat, sizes=(9, 3), scales=(1.0, math.inf)))
     yield Call("nan", partial(_flat, sizes=(9, 3), scales=(math.nan, 1.0)))
     yield Call("300000", partial(_flat, sizes=(300_000,)), full=True)

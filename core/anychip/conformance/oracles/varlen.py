@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
+from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, special
 from anychip.conformance.oracles.attention import Mask, attend, attend_backward, to_float32
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -120,14 +120,6 @@ def _apart(draw: Draw) -> Arguments:
     return (q, k, v, *ends), attrs
 
 
-def _nan(draw: Draw) -> Arguments:
-    # A query of one sequence, and the padding; every other sequence stays clean.
-    (q, k, v, *ends), attrs = _packed(draw, ((4, 5, 3), 2), causal=True, keys=((4, 7, 2), 1))
-    q[6, 0, 0] = math.nan
-    q[12:], k[13:], v[13:] = (math.nan,) * 3
-    return (q, k, v, *ends), attrs
-
-
 def _calls() -> Iterator[Call]:
     for name, packing in _PACKINGS.items():
         for causal in (True, False):
@@ -148,7 +140,10 @@ def _calls() -> Iterator[Call]:
     wide = partial(_packed, packing=((33, 4), 1), causal=False, keys=((65, 7), 2))
     yield Call("33+4of65+7.to-float32", partial(to_float32, make=wide))
     yield Call("apart", _apart, statistical=False)
-    yield Call("nan", _nan, statistical=False, gradient=False)
+    # A query of one sequence, and the padding; every other sequence stays clean.
+    small = partial(_packed, packing=((4, 5, 3), 2), causal=True, keys=((4, 7, 2), 1))
+    spoilt = ((0, (6, 0, 0)), (0, slice(12, None)), *((n, slice(13, None)) for n in (1, 2)))
+    yield special("nan", small, *((*place, math.nan) for place in spoilt))
     long = partial(_packed, packing=((300, 17, 512), 0), causal=True, dim=64)
     yield Call("300+17+512", long, full=True)
 

@@ -10,9 +10,10 @@ that it reads, runs no code from the files, and changes something only when all 
 
 No tensor is gathered to be saved: each rank writes what it owns, and of what several have alike its
 share. At any other arrangement (stage of ZeRO, ranks, stages of a pipeline) each rank reads the
-boxes that meet its own. Checkpoints written while training goes on are not part of this version.
+boxes that meet its own. With a :class:`Saver` a thread writes, while training goes on.
 """
 
+from anychip.train.checkpoint.background import Saver
 from anychip.train.checkpoint.folder import CheckpointError
 from anychip.train.checkpoint.holders import Stateful
 from anychip.train.checkpoint.loading import State, resume, saved_step
@@ -21,6 +22,6 @@ from anychip.train.checkpoint.names import Names, names_of
 from anychip.train.checkpoint.saving import save
 
 __all__ = [
-    "FORMAT", "PARTS", "VERSION", "WHOLE_TENSORS", "CheckpointError", "Names", "State", "Stateful",
-    "names_of", "resume", "save", "saved_step",
+    "FORMAT", "PARTS", "VERSION", "WHOLE_TENSORS", "CheckpointError", "Names", "Saver", "State",
+    "Stateful", "names_of", "resume", "save", "saved_step",
 ]  # fmt: skip

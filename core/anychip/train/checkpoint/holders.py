@@ -7,6 +7,7 @@ one with :class:`anychip.train.zero.Optimizer` each rank holds its parts, of sta
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -103,10 +104,7 @@ def _fits(value: Any) -> bool:
 
 def without_share(part: Part) -> Part:
     """The part, which another rank writes."""
-    return Part(
-        name=part.name, shape=part.shape, dtype=part.dtype, values=part.values,
-        offset=part.offset, share=None,
-    )  # fmt: skip
+    return replace(part, share=None)
 
 
 def in_words(value: Any) -> str:
@@ -132,21 +130,13 @@ class HeldWithStates(Held):
         self.trained = {param for group in self.groups for param in group}
         comm = optimizer.comm
         self._all = Share(comm.rank, comm.world_size)
+        self.named = _named(model, names, self.groups)
         super().__init__(model, names, comm.rank)
         if optimizer.model_comm is not None:
             self.stage = optimizer.model_comm.rank
-        self.named = self._named()
         self.steps: dict[str, Part] = {}
         for param, name in self.named.items():
             self._add_states(param, name)
-
-    def _named(self) -> dict[Tensor, str]:
-        """Of each trained parameter the first name in the whole model."""
-        first: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        of = {} if self.names is None else self.names.of
-        params = [param for group in self.groups for param in group]
-        found = [first.get(param, f"parameter_{number}") for number, param in enumerate(params)]
-        return {param: of.get(name, name) for param, name in zip(params, found, strict=True)}
 
     def _cut(self, param: Tensor) -> Share:
         """Of a part: neighbouring ranks have the parts of a whole, and so does each such group."""
@@ -162,11 +152,17 @@ class HeldWithStates(Held):
             return Part(
                 name=of_model(name), shape=shape, dtype=dtype, share=self._cut(value),
                 values=place.weights.values[place.index],
-                offset=place.weights.spans[place.index].offset,
+                offset=place.weights.spans[place.index].offset, otherwise=self._master(value),
             )  # fmt: skip
         if value not in self.trained:
             return super().part_of(name, value)
-        return Part(name=of_model(name), shape=shape, dtype=dtype, values=value, share=self._all)
+        return Part(
+            name=of_model(name), shape=shape, dtype=dtype, values=value, share=self._all,
+            otherwise=self._master(value),
+        )  # fmt: skip
+
+    def _master(self, param: Tensor) -> str | None:
+        return of_state(self.named[param], MASTER) if param in self.named else None
 
     def _add_states(self, param: Tensor, name: str) -> None:
         is_elsewhere = name not in self._own and self.names is not None
@@ -183,6 +179,7 @@ class HeldWithStates(Held):
             part = Part(
                 name=of_state(name, state), shape=shape, dtype=values.dtype, values=values,
                 offset=offset, share=None if is_elsewhere else share,
+                otherwise=of_model(name) if state == MASTER else None,
             )  # fmt: skip
             if state == STEP:
                 self.steps.setdefault(name, part)
@@ -239,8 +236,9 @@ class HeldWithStates(Held):
         held = {part.name: part for part in [*self.parts, *self.steps.values()]}
         wanted = {state: held[of_state(name, state)].shape for state in mine}
         got = {state: saved[of_state(name, state)].shape for state in found}
-        if MASTER in wanted and MASTER not in got:
-            del wanted[MASTER]  # saved with float32 weights: the weights that are here count
+        if MASTER not in wanted or MASTER not in got:
+            for shapes in (wanted, got):  # saved with float32 weights, or loaded into such
+                shapes.pop(MASTER, None)
         if wanted != got:
             raise ValueError(f"optimizer state of {name}: shapes {wanted} expected, got {got}")
         for state in wanted:
@@ -259,7 +257,7 @@ class HeldWithStates(Held):
         Args:
             settings: that were checked.
             steps: step counts by the parameters' names.
-            saved: names of the tensors that the checkpoint has.
+            saved: names of the parts that have values.
         """
         of = {name: group for group in settings["param_groups"] for name in group["params"]}
         mine = [of[self.named[group[0]]] if group else {} for group in self.groups]
@@ -282,6 +280,17 @@ class HeldWithStates(Held):
         for weights in dict.fromkeys(place.weights for place in self.places.values()):
             if sharded.partition.weights:
                 weights.updated()
+
+
+def _named(
+    model: nn.Module, names: Names | None, groups: Sequence[Sequence[Tensor]]
+) -> dict[Tensor, str]:
+    """Of each trained parameter the first name in the whole model."""
+    first: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    of = {} if names is None else names.of
+    params = [param for group in groups for param in group]
+    found = [first.get(param, f"parameter_{number}") for number, param in enumerate(params)]
+    return {param: of.get(name, name) for param, name in zip(params, found, strict=True)}
 
 
 def holder(

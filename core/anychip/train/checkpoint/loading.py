@@ -21,7 +21,7 @@ from anychip.train.checkpoint import folder, manifest, randomness, whole_tensors
 from anychip.train.checkpoint.agreement import attempt, gather
 from anychip.train.checkpoint.folder import refusal
 from anychip.train.checkpoint.holders import Held, HeldWithStates, Stateful, holder, in_words
-from anychip.train.checkpoint.manifest import Manifest
+from anychip.train.checkpoint.manifest import Manifest, describe
 from anychip.train.checkpoint.names import Names, of_model
 from anychip.train.checkpoint.parts import Part
 from anychip.train.checkpoint.reading import Reader, open_files
@@ -159,7 +159,7 @@ def _look(path: Path, targets: _Targets, stack: ExitStack) -> _Looked:
     values = _values(path, reader)
     progress = values["progress"]
     _check_beside(path, progress, targets)
-    absent = _check_model(path, held, _saved_model(reader.manifest, values), targets.names)
+    absent = _check_model(path, held, _saved_model(reader.manifest, values, held), targets.names)
     if reader.manifest.version == manifest.VERSION:
         load = _look_at_parts(path, reader, held, progress, targets)
     else:
@@ -209,11 +209,19 @@ def _hand_over(path: Path, name: str, take: Callable[..., Any], *state: Any) -> 
         raise refusal(path, f"it does not fit the {name}: {error}") from error
 
 
-def _saved_model(found: Manifest, values: Mapping[str, Any]) -> dict[str, str]:
-    """What a checkpoint has of a model, in words."""
+def _saved_model(found: Manifest, values: Mapping[str, Any], held: Held) -> dict[str, str]:
+    """What a checkpoint has of a model, in words: in the dtypes that it is loaded in."""
     others = values["progress"]["others"] if found.version == manifest.VERSION else values["model"]
     saved = {name: str(tensor) for name, tensor in found.tensors.items()}
     saved = {name: text for name, text in saved.items() if name.startswith(of_model(""))}
+    mine, adapted = {part.name for part in held.parts}, {}
+    for part in held.parts:
+        tensor = found.of(part) if part.name in saved else None
+        # A weight comes from its master, or is made of this rank's one.
+        if tensor is not None and (tensor.dtype == part.dtype or part.otherwise in mine):
+            adapted[part.name] = describe(part.dtype, tensor.shape)
+    first = {alias: of for alias, of in held.aliases.items() if alias in saved and of in adapted}
+    saved |= {**{alias: adapted[of] for alias, of in first.items()}, **adapted}
     return saved | {of_model(name): in_words(value) for name, value in others.items()}
 
 
@@ -249,7 +257,8 @@ def _look_at_parts(
     elif isinstance(held, HeldWithStates) and "named" in state:
         _hand_over(path, "optimizer", held.check, state["named"], tensors)
         steps = {name: _step(path, reader, part) for name, part in held.steps.items()}
-        loads = _Loads(after=partial(held.finish, state["named"], steps, tensors.keys()))
+        given = [part.name for part in held.parts if reader.manifest.of(part) is not None]
+        loads = _Loads(after=partial(held.finish, state["named"], steps, given))
     else:
         mine = type(targets.optimizer).__name__
         raise refusal(
@@ -273,8 +282,8 @@ def _step(path: Path, reader: Reader, part: Part) -> float:
 
 def _load_parts(reader: Reader, held: Held, others: Mapping[str, Any]) -> None:
     for part in held.parts:
-        # A master is not there when weights of 32 bits were saved, nor states when they are whole.
-        if part.values.numel() and part.name in reader.manifest.tensors:
+        # States are not there when they are whole.
+        if part.values.numel() and reader.manifest.of(part) is not None:
             part.values.copy_(reader.read(part).view(part.values.shape))
     mine = {name: value for name, value in others.items() if name in held.others}
     if mine:

@@ -20,7 +20,7 @@ import anychip
 from anychip.train import files, schema
 from anychip.train.checkpoint import boxes, folder
 from anychip.train.checkpoint.boxes import Box
-from anychip.train.checkpoint.parts import DTYPES
+from anychip.train.checkpoint.parts import DTYPES, Part
 
 FORMAT = "anychip-checkpoint"
 VERSION = 3
@@ -117,6 +117,13 @@ class Manifest(NamedTuple):
     tensor_files: Mapping[str, TensorFile]
     tensors: Mapping[str, StoredTensor]
     digest: str
+
+    def of(self, part: Part) -> StoredTensor | None:
+        """What has a part's values: where the dtype is another, its master or weight if it can."""
+        found, other = self.tensors.get(part.name), self.tensors.get(part.otherwise or "")
+        if other is None or (found is not None and found.dtype == part.dtype):
+            return found
+        return other if other.dtype == part.dtype else found
 
     @property
     def names(self) -> list[str]:

@@ -50,6 +50,7 @@ class Part:
         values: the elements, on any device, of any dtype and shape.
         offset: of the first one in the flattened whole.
         share: of the run, that this rank writes; None: another rank writes it all.
+        otherwise: a tensor that has the same values in other dtypes: a weight's master, and back.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Part:
     values: Tensor
     offset: int = 0
     share: Share | None = ALL
+    otherwise: str | None = None
 
 
 class Piece(NamedTuple):
@@ -72,10 +74,14 @@ class Piece(NamedTuple):
         """In the file."""
         return self.box.numel * self.part.dtype.itemsize
 
+    def elements(self) -> Tensor:
+        """(numel,) as they go into the file, where they are."""
+        run = self.part.values.detach().reshape(-1)[self.start : self.start + self.box.numel]
+        return run.to(self.part.dtype)
+
     def on_host(self) -> Tensor:
         """The elements, (numel,), as they go into the file."""
-        run = self.part.values.detach().reshape(-1)[self.start : self.start + self.box.numel]
-        return on_host(run.to(self.part.dtype)).contiguous()
+        return on_host(self.elements()).contiguous()
 
 
 def pieces(parts: Sequence[Part]) -> list[Piece]:

@@ -7,9 +7,10 @@ and what is read still is one checkpoint.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -55,6 +56,14 @@ class Reader:
             text = str(error).partition("\n")[0][:200]
             raise refusal(self.path, f"{entry.name} cannot be read: {text}") from error
 
+    def names(self) -> Iterator[str]:
+        """Of the tensors in opened files: of what is tied, the one under which it was written."""
+        for name in self.manifest.tensor_files:
+            file = self._opened[name]
+            file.seek(0)
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            yield from (key.partition("[")[0] for key in header)
+
     def verify(self, part: Part) -> None:
         """Compares the hashes of the boxes that a part needs.
 
@@ -65,19 +74,30 @@ class Reader:
             if (stored.file, stored.offset) in self._verified:
                 continue
             self._verified.add((stored.file, stored.offset))
-            if hashlib.sha256(self._bytes(stored)).hexdigest() != stored.sha256:
-                raise refusal(
-                    self.path,
-                    f"the content of {stored.file} is not what was written ({part.name}, of "
-                    f"{stored.nbytes} bytes from {stored.offset} on)",
-                )
+            self.verified(part.name, stored)
+
+    def verified(self, name: str, stored: Stored) -> bytearray:
+        """A box of a tensor.
+
+        Raises:
+            CheckpointError: bytes are not those that were written.
+        """
+        content = self._bytes(stored)
+        if hashlib.sha256(content).hexdigest() != stored.sha256:
+            raise refusal(
+                self.path,
+                f"the content of {stored.file} is not what was written ({name}, of "
+                f"{stored.nbytes} bytes from {stored.offset} on)",
+            )
+        return content
 
     def read(self, part: Part) -> Tensor:
         """The elements of a part in the checkpoint, (numel,), on the host, of the saved dtype."""
-        saved, numel = self.manifest.tensors[part.name], part.values.numel()
+        saved, numel = self.manifest.of(part), part.values.numel()
+        assert saved is not None, part.name
         found = torch.empty(numel, dtype=saved.dtype, device=HOST)
         for stored in needed(self.manifest, part):
-            held = torch.frombuffer(self._bytes(stored), dtype=saved.dtype).view(stored.box.sizes)
+            held = as_tensor(self._bytes(stored), saved.dtype).view(stored.box.sizes)
             for common in boxes.overlaps(stored.box, saved.shape, part.offset, numel):
                 run = found[common.start : common.start + math.prod(common.sizes)]
                 run.view(common.sizes)[common.in_run] = held[common.in_box]
@@ -92,9 +112,16 @@ class Reader:
         return content
 
 
+def as_tensor(content: bytearray, dtype: torch.dtype) -> Tensor:
+    """(numel,) on the host, of the same memory."""
+    if not content:
+        return torch.empty(0, dtype=dtype, device=HOST)
+    return torch.frombuffer(content, dtype=dtype)
+
+
 def needed(found: Manifest, part: Part) -> list[Stored]:
     """The boxes in files that have elements of a part; none of a tensor that is not there."""
-    tensor, numel = found.tensors.get(part.name), part.values.numel()
+    tensor, numel = found.of(part), part.values.numel()
     if tensor is None:
         return []
     mine = boxes.of_run(tensor.shape, part.offset, numel)
@@ -105,20 +132,22 @@ def needed(found: Manifest, part: Part) -> list[Stored]:
     ]
 
 
-def open_files(path: Path, parts: Sequence[Part], stack: ExitStack) -> Reader:
+def open_files(path: Path, parts: Sequence[Part] | None, stack: ExitStack) -> Reader:
     """Opens what the manifest names and parts need, of the checkpoint that is there.
 
     Args:
-        parts: of the shapes that the manifest has, or not in it.
+        parts: of the shapes that the manifest has, or not in it; None: all that there are.
 
     Raises:
         CheckpointError: the manifest is damaged; a file is missing, or has another length.
     """
     found = manifest.read(path)
     sizes = {file.name: file.nbytes for file in found.files.values()}
-    fitting = [part for part in parts if fits(found, part)]
-    for name in {stored.file for part in fitting for stored in needed(found, part)}:
-        sizes[name] = found.tensor_files[name].nbytes
+    names = set(found.tensor_files)
+    if parts is not None:
+        fitting = [part for part in parts if fits(found, part)]
+        names = {stored.file for part in fitting for stored in needed(found, part)}
+    sizes |= {name: found.tensor_files[name].nbytes for name in names}
     opened = {}
     for name, nbytes in sizes.items():
         try:
@@ -142,7 +171,7 @@ def open_files(path: Path, parts: Sequence[Part], stack: ExitStack) -> Reader:
 
 def fits(found: Manifest, part: Part) -> bool:
     """The checkpoint has a tensor of a part's name and shape."""
-    tensor = found.tensors.get(part.name)
+    tensor = found.of(part)
     return tensor is not None and tensor.shape == part.shape
 
 

@@ -9,8 +9,10 @@ Source: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -33,8 +35,11 @@ class Written(NamedTuple):
     boxes: list[tuple[str, Stored]]
 
 
-def write_tensors(path: Path, pieces: Sequence[Piece]) -> Written:
+def write_tensors(path: Path, pieces: Sequence[Piece], go_on: Callable[[], None]) -> Written:
     """Writes this rank's file of tensors, durably.
+
+    Args:
+        go_on: called before each; may raise.
 
     Raises:
         OSError: it could not be written; nothing is left of it.
@@ -43,11 +48,12 @@ def write_tensors(path: Path, pieces: Sequence[Piece]) -> Written:
         return Written({}, [])
     # The largest numbers first: each then begins at a multiple of its size, for who maps the file.
     ordered = sorted(pieces, key=lambda piece: -piece.part.dtype.itemsize)
-    header = _header(ordered)
+    header = header_of((_key(p), p.part.dtype, p.box.sizes) for p in ordered)
     digests, content = [], hashlib.sha256(header)
     with files.fresh(path / "tensors") as file:
         file.write(header)
         for piece in ordered:
+            go_on()
             data = piece.on_host().view(torch.uint8).numpy().data
             digests.append(hashlib.sha256(data))
             content.update(digests[-1].digest())
@@ -64,16 +70,16 @@ def write_tensors(path: Path, pieces: Sequence[Piece]) -> Written:
     return Written({name: about}, found)
 
 
-def _header(pieces: Sequence[Piece]) -> bytes:
+def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
+    """What a file begins with that has tensors of these names, dtypes and shapes, in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
-    for piece in pieces:
-        entries[_key(piece)] = {
-            "dtype": DTYPES[piece.part.dtype],
-            "shape": piece.box.sizes,
-            "data_offsets": [place, place + piece.nbytes],
-        }
-        place += piece.nbytes
+    for name, dtype, shape in tensors:
+        end = place + math.prod(shape) * dtype.itemsize
+        entries[name] = {
+            "dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [place, end],
+        }  # fmt: skip
+        place = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -113,8 +119,18 @@ class _HashingFile:
         self.file.flush()
 
 
+def serialized(values: Any) -> bytes:
+    """As :func:`write_values` writes it."""
+    content = io.BytesIO()
+    torch.save(values, content)
+    return content.getvalue()
+
+
 def write_values(path: Path, part: str, values: Any) -> File:
     """Writes one file of tensors, numbers, texts, lists and dicts, durably.
+
+    Args:
+        values: bytes are written as they are.
 
     Raises:
         OSError: it could not be written; nothing is left of it.
@@ -122,7 +138,10 @@ def write_values(path: Path, part: str, values: Any) -> File:
     with files.fresh(path / part) as file:
         writer = _HashingFile(file)
         try:
-            torch.save(values, cast(IO[bytes], writer))
+            if isinstance(values, bytes):
+                writer.write(values)
+            else:
+                torch.save(values, cast(IO[bytes], writer))
         except RuntimeError:
             if writer.error is None:
                 raise

@@ -7,6 +7,7 @@ does not exist, or a value that cannot be, is answered with where it came from a
 from anychip.train.config.listing import Setting, settings
 from anychip.train.config.reading import dump, load
 from anychip.train.config.settings import (
+    AUTO,
     LR_SCHEDULES,
     MODELS,
     OPTIMIZERS,
@@ -28,8 +29,8 @@ from anychip.train.config.settings import (
 )
 
 __all__ = [
-    "LR_SCHEDULES", "MODELS", "OPTIMIZERS", "TOKENIZERS", "AdamWConfig", "CheckpointConfig",
-    "Config", "ConfigError", "ConstantConfig", "CosineConfig", "DataConfig", "LAMBConfig",
-    "LionConfig", "OptimizerConfig", "ParallelConfig", "RunConfig", "SGDConfig", "ScheduleConfig",
-    "Setting", "dump", "load", "settings",
+    "AUTO", "LR_SCHEDULES", "MODELS", "OPTIMIZERS", "TOKENIZERS", "AdamWConfig",
+    "CheckpointConfig", "Config", "ConfigError", "ConstantConfig", "CosineConfig", "DataConfig",
+    "LAMBConfig", "LionConfig", "OptimizerConfig", "ParallelConfig", "RunConfig", "SGDConfig",
+    "ScheduleConfig", "Setting", "dump", "load", "settings",
 ]  # fmt: skip

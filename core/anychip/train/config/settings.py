@@ -89,6 +89,10 @@ class DataConfig:
             )
 
 
+AUTO = "auto"
+"""``parallel.schedule`` that is still to be chosen."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
     """How the ranks of a job share the work; the sizes multiply to their number.
@@ -98,8 +102,13 @@ class ParallelConfig:
             are ranks for.
         pipeline: ranks that hold the layers of one replica together, in stages.
         schedule: of the stages: 1f1b, gpipe, zb1p, interleaved, looped-bfs, interleaved-zb, zbv,
-            dualpipev, or a .csv file in torch's form.
-        virtual: stages per rank; 0: as few as the schedule has.
+            dualpipev, or a .csv file in torch's form; auto: the one that is simulated to be the
+            quickest among those that fit into the memory.
+        virtual: stages per rank; 0: as few as the schedule has, of auto any number.
+        memory: bytes of a device that auto may plan with; 0: all that it has.
+        whole_stages: with optimizer.stage = 3, so many of a rank's stages have whole weights at
+            once, the ones that it uses next, and are gathered when they become one of these; 0:
+            block by block, for each micro-batch.
         rates: a file that ``anychip bench device --json`` wrote on this device: where layers are
             cut follows from what was measured, and not from what the backend says.
     """
@@ -108,16 +117,25 @@ class ParallelConfig:
     pipeline: int = 1
     schedule: str = "1f1b"
     virtual: int = 0
+    memory: int = 0
+    whole_stages: int = 0
     rates: str | None = None
 
     def __post_init__(self) -> None:
-        _at_least(0, data=self.data, virtual=self.virtual)
+        _at_least(0, data=self.data, virtual=self.virtual, whole_stages=self.whole_stages)
+        _at_least(0, memory=self.memory)
         _at_least(1, pipeline=self.pipeline)
-        stages_per_rank(self.schedule, self.virtual)
+        if self.schedule != AUTO:
+            stages_per_rank(self.schedule, self.virtual)
+        if self.whole_stages and self.pipeline == 1:
+            raise ValueError(
+                f"whole_stages is for stages of a pipeline; got whole_stages = {self.whole_stages} "
+                "and pipeline = 1"
+            )
 
     @property
     def stages(self) -> int:
-        """That the layers of one replica are cut into."""
+        """That the layers of one replica are cut into; not to be asked while that is open."""
         if self.pipeline == 1:
             return 1
         return self.pipeline * stages_per_rank(self.schedule, self.virtual)
@@ -313,10 +331,12 @@ class CheckpointConfig:
     Attributes:
         every: steps from one checkpoint to the next.
         keep: so many of the last checkpoints stay.
+        asynchronous: training goes on while a checkpoint is written, from a copy in host memory.
     """
 
     every: int = 100
     keep: int = 1
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
         _at_least(1, every=self.every, keep=self.keep)

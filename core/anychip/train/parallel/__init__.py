@@ -1,17 +1,20 @@
 """A model over several ranks: a mesh of named axes, and a pipeline along one of them.
 
 ``mesh`` arranges ranks. ``actions`` are what each rank of a pipeline does, as data; ``schedule``
-puts them in the known orders, ``lowering`` adds messages; ``validation`` says whether a schedule
-can be carried out, ``simulator`` how long it takes. ``split``
-cuts a model where stages cost alike, ``rates`` reads what a device was measured to reach; ``stage``
-makes modules of the parts; ``pipeline`` runs one, with the messages of ``message``.
+puts them in the known orders, ``lowering`` adds messages and what is done to weights;
+``validation`` says whether a schedule can be carried out, ``simulator`` how long it takes.
+``picture`` draws both. ``split`` cuts a model where stages cost alike, ``rates`` reads what a
+device was measured to reach; ``stage`` makes modules of the parts; ``pipeline`` runs one, with the
+messages of ``message``, and ``saved`` counts what it keeps meanwhile.
 """
 
-from anychip.train.parallel.actions import Action, Schedule, ScheduleError, parse
-from anychip.train.parallel.lowering import add_communication
+from anychip.train.parallel.actions import HANDS_ON, Action, Schedule, ScheduleError, parse
+from anychip.train.parallel.lowering import add_communication, add_weights
 from anychip.train.parallel.mesh import Mesh
-from anychip.train.parallel.pipeline import Pipeline
+from anychip.train.parallel.picture import draw
+from anychip.train.parallel.pipeline import Local, Pipeline
 from anychip.train.parallel.rates import Rates, flops_per_byte, read_rates
+from anychip.train.parallel.saved import StageBytes, estimate_bytes
 from anychip.train.parallel.schedule import (
     LOOPS,
     NAMES,
@@ -28,7 +31,7 @@ from anychip.train.parallel.schedule import (
     zbv,
     zero_bubble,
 )
-from anychip.train.parallel.simulator import Costs, Span, Timeline, simulate
+from anychip.train.parallel.simulator import Bytes, Costs, Span, Time, Timeline, simulate
 from anychip.train.parallel.split import (
     LayerCost,
     estimate_costs,
@@ -42,10 +45,11 @@ from anychip.train.parallel.state import whole_state_dict
 from anychip.train.parallel.validation import validate
 
 __all__ = [
-    "LOOPS", "NAMES", "SCHEDULES", "VS", "Action", "Costs", "LayerCost", "Mesh", "Pipeline",
-    "Rates", "Schedule", "ScheduleError", "Span", "Stage", "Stages", "Timeline",
-    "add_communication", "check_virtual", "dualpipev", "estimate_costs", "flops_per_byte",
-    "gpipe", "interleaved", "looped_bfs", "make_schedule", "make_stage", "measure_costs", "merge",
+    "HANDS_ON", "LOOPS", "NAMES", "SCHEDULES", "VS", "Action", "Bytes", "Costs", "LayerCost",
+    "Local", "Mesh", "Pipeline", "Rates", "Schedule", "ScheduleError", "Span", "Stage",
+    "StageBytes", "Stages", "Time", "Timeline", "add_communication", "add_weights", "check_virtual",
+    "draw", "dualpipev", "estimate_bytes", "estimate_costs", "flops_per_byte", "gpipe",
+    "interleaved", "looped_bfs", "make_schedule", "make_stage", "measure_costs", "merge",
     "num_layers", "one_f_one_b", "parse", "partition", "read_rates", "simulate", "split_layers",
     "stage_costs", "stages_per_rank", "validate", "whole_state_dict", "zbv", "zero_bubble",
 ]  # fmt: skip

@@ -71,6 +71,11 @@ class Action(NamedTuple):
         return self.kind in COMPUTE
 
     @property
+    def is_of_weights(self) -> bool:
+        """Of a whole stage: its weights come or go, or its gradients are reduced."""
+        return self.kind in _WEIGHTS
+
+    @property
     def is_message(self) -> bool:
         """A send or a receive."""
         return self.kind in _MESSAGES

@@ -1,6 +1,7 @@
-"""Which messages does a schedule of computations need, and where in the rows do they stand?
+"""What does a schedule of computations need beside them, and where in the rows does it stand?
 
-A pass takes a schedule and gives one; done twice it changes nothing more.
+Messages (:func:`add_communication`); weights that are gathered, gradients that are reduced
+(:func:`add_weights`). A pass takes a schedule and gives one; done twice it changes nothing more.
 
 Note: The order of messages
     Messages get one order, over all ranks: that in which they would be sent if every computation
@@ -11,9 +12,9 @@ Note: The order of messages
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from anychip.train.parallel.actions import HANDS_ON, Action, Schedule
+from anychip.train.parallel.actions import COMPUTE, HANDS_ON, Action, Schedule
 
 
 def add_communication(schedule: Schedule, *, ahead: int = 0) -> Schedule:
@@ -36,7 +37,7 @@ def add_communication(schedule: Schedule, *, ahead: int = 0) -> Schedule:
         return schedule
     plain, owners = schedule.unpaired(), schedule.owners()
     messages: list[list[Action]] = [[] for _ in plain.rows]
-    for action in _in_order(plain.rows, owners):
+    for action in _in_order(plain.only(*COMPUTE).rows, owners):
         if action.kind in HANDS_ON and crosses(sent(action), owners):
             receive = sent(action).counterpart()
             messages[owners[action.stage]].append(sent(action))
@@ -46,6 +47,56 @@ def add_communication(schedule: Schedule, *, ahead: int = 0) -> Schedule:
             _with_messages(row, mine, ahead) for row, mine in zip(plain.rows, messages, strict=True)
         )
     )
+
+
+def add_weights(schedule: Schedule, *, whole: int = 0) -> Schedule:
+    """The schedule with what is done to weights and gradients that are shared out over replicas.
+
+    REDUCE_GRAD follows the last gradient of a stage's weights. With ``whole``, UNSHARD comes before
+    the first use of a stage's weights, RESHARD after the last of a run of uses: F, I and B are
+    uses, W is none. Pairs become their parts; what the schedule has of either it keeps.
+
+    Args:
+        whole: so many of a rank's stages may be whole at once: the ones that it uses next. More
+            take more memory, and are gathered less often: with all stages of a rank, once. 0: no
+            UNSHARD; weights come and go unit by unit, with each use.
+    """
+    if whole < 0:
+        raise ValueError(f"whole must be at least 0, got {whole}")
+    rows = schedule.unpaired().rows
+    kinds = {action.kind for row in rows for action in row}
+    if "REDUCE_GRAD" not in kinds:
+        rows = tuple(tuple(_with_reductions(row)) for row in rows)
+    if whole and "UNSHARD" not in kinds:
+        rows = tuple(tuple(_with_gathers(row, whole)) for row in rows)
+    return Schedule(rows)
+
+
+def _with_reductions(row: Sequence[Action]) -> Iterator[Action]:
+    last = {action.stage: action for action in row if action.kind in ("W", "B")}
+    for action in row:
+        yield action
+        if last.get(action.stage) == action:
+            yield Action(action.stage, "REDUCE_GRAD")
+
+
+def _with_gathers(row: Sequence[Action], whole: int) -> Iterator[Action]:
+    uses = [action.stage for action in row if action.kind in HANDS_ON]
+    held: list[int] = []
+    for action in (None, *row):
+        if action is not None:
+            yield action
+            if action.kind not in HANDS_ON:
+                continue
+            uses.pop(0)
+        soon: list[int] = []
+        for stage in uses:
+            if len(soon) == whole:
+                break
+            soon += [stage] if stage not in soon else []
+        yield from (Action(stage, "RESHARD") for stage in held if stage not in soon)
+        yield from (Action(stage, "UNSHARD") for stage in soon if stage not in held)
+        held = soon
 
 
 def _with_messages(

@@ -2,8 +2,8 @@
 
 Outputs go to the next stage, gradients to the one before, as the schedule says; sends are not
 waited for, a receive only by the computation that needs it. Two stages on one rank hand on without
-a message. What a schedule cannot say is here: microbatches, the loss, activations until their
-backward, tied parameters.
+a message. What a schedule says of weights and gradients the optimizer is told. What it cannot say
+is here: microbatches, the loss, activations until their backward, tied parameters.
 
 Note: The sum
     A stage adds up the gradients of its microbatches in the order of its backwards, which is that
@@ -29,19 +29,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from anychip.contract import HOST, Communicator, Transfer, UnsupportedError, Work
 from anychip.dispatch.deferral import Deferred, deferring
 from anychip.runtime import on_host
+from anychip.train import zero
 from anychip.train.parallel.actions import COMPUTE, Action, Schedule
-from anychip.train.parallel.lowering import add_communication, received, sent
+from anychip.train.parallel.lowering import add_communication, add_weights, received, sent
 from anychip.train.parallel.message import Link
+from anychip.train.parallel.saved import Saved
 from anychip.train.parallel.simulator import Span, Timeline
 from anychip.train.parallel.validation import validate
 
-Backward = Callable[..., Any]
-"""``backward(loss)`` on the last stage, ``backward(outputs, gradient)`` on the others; with lists
-of both where a split backward adds to its parameters what it has computed."""
+
+class Local(zero.Explicit):
+    """What a pipeline asks of an optimizer. This one: gradients stay in ``.grad``, on this rank."""
+
+    def backward(self, tensors: Any, gradient: Any = None) -> None:
+        """Of the loss on the last stage, of outputs with their gradient on the others; of lists of
+        both where a split backward adds to its parameters what it has computed.
+        """
+        torch.autograd.backward(tensors, gradient)
+
+    def explicit(self) -> AbstractContextManager[zero.Explicit]:
+        """Entered for a run: is told when weights are whole, and what goes to other replicas."""
+        return nullcontext(self)
+
+
+_Rest = list[tuple[GradientEdge, Tensor]]
+"""Gradients that an I has computed of what its W has more of, and where they belong."""
 
 
 @dataclass(slots=True)
@@ -52,13 +69,14 @@ class _Step:
     targets: Sequence[Tensor]
     weight: float | None
     loss: Tensor
+    told: zero.Explicit
+    saved: Saved | None
     kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    deferred: dict[tuple[int, int], tuple[Deferred, dict[Tensor, Tensor]]] = field(
-        default_factory=dict
-    )
+    deferred: dict[tuple[int, int], tuple[Deferred, _Rest]] = field(default_factory=dict)
     ready: dict[Action, Tensor] = field(default_factory=dict)
     receives: dict[Action, tuple[Work, Tensor]] = field(default_factory=dict)
     sends: list[tuple[Work, Tensor]] = field(default_factory=list)
+    reduces: set[int] = field(default_factory=set)
 
 
 class Pipeline:
@@ -71,13 +89,18 @@ class Pipeline:
             0-dim loss.
         comm: the ranks of the pipeline, one per row of the schedule.
         schedule: of all ranks. Without messages it gets those of
-            :func:`~anychip.train.parallel.lowering.add_communication`; actions on weights of a
-            whole stage are passed over, for they are whole here.
+            :func:`~anychip.train.parallel.lowering.add_communication`, without REDUCE_GRAD those
+            of :func:`~anychip.train.parallel.lowering.add_weights`.
         loss_fn: called with the last stage's output and targets, when the stage takes none.
         tied: parameters of which the first and the last stage have a copy each, in one order. On
             a rank that has both stages: the first one's, then the last one's.
         autocast: made and entered around each forward, like ``policy.autocast``.
         measure: waits for the device. When given, each computation is timed; see :meth:`timeline`.
+        count_bytes: look at what forwards save, which takes time; see ``bytes_in_use``.
+
+    Attributes:
+        bytes_in_use: with ``count_bytes``, after each action of this rank's row but messages, in
+            the last run: what is saved for backwards, and weights that are whole for now.
 
     Raises:
         ScheduleError: the schedule cannot be carried out.
@@ -95,13 +118,14 @@ class Pipeline:
         tied: Sequence[nn.Parameter] = (),
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         measure: Callable[[], None] | None = None,
+        count_bytes: bool = False,
     ) -> None:
         if len(schedule.rows) != comm.world_size:
             raise ValueError(
                 f"pipeline: one row of the schedule per rank expected, got {len(schedule.rows)} "
                 f"rows and {comm.world_size} ranks"
             )
-        schedule = add_communication(schedule).unpaired()
+        schedule = add_weights(add_communication(schedule))
         validate(schedule)
         modules = [stages] if isinstance(stages, nn.Module) else list(stages)
         self.comm, self.schedule, self.loss_fn = comm, schedule, loss_fn
@@ -124,9 +148,12 @@ class Pipeline:
             )
         self._row = schedule.rows[comm.rank]
         self._link = Link(schedule, self.device)
-        self._last_backward = [a for a in self._row if a.kind in ("W", "B")][-1]
+        tied_here = set(self.tied)
+        self._joins = {n for n, m in self.stages.items() if tied_here & set(m.parameters())}
+        self._reducing = _reducing(self._row)
         self._spans: list[Span] = []
         self._begin = 0.0
+        self.count_bytes, self.bytes_in_use = count_bytes, list[int]()
 
     def __repr__(self) -> str:
         return f"Pipeline({self._name(*self.numbers)})"
@@ -151,8 +178,7 @@ class Pipeline:
         targets: Tensor | None,
         *,
         weight: float | None = None,
-        backward: Backward = torch.autograd.backward,
-        no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        optimizer: zero.Optimizer | Local | None = None,
         more: bool = False,
         share_loss: bool = True,
     ) -> Tensor | None:
@@ -163,10 +189,9 @@ class Pipeline:
                 number of microbatches; not looked at elsewhere.
             weight: of each microbatch's loss, 1 / (number of all targets) where it is a sum; None:
                 1 / (number of microbatches), for means over as many targets in each.
-            backward: adds gradients; an optimizer's, so that the loss gets its scale.
-            no_sync: made and entered around each backward but the last one, whose gradients, with
-                those before, may be reduced over other ranks; around all of them when parameters
-                are tied, which the optimizer's step then reduces.
+            optimizer: whose backward adds gradients, so that the loss gets its scale, and which is
+                told what the schedule says of weights and gradients; those of a stage with tied
+                parameters its step reduces. None: see :class:`Local`.
             more: another run comes before the step: gradients stay local, tied ones unjoined.
             share_loss: give the loss to all ranks, at the price of one small message.
 
@@ -174,22 +199,24 @@ class Pipeline:
             0-dim float32: the sum of the weighted losses; None where it is not known.
 
         Raises:
-            ValueError: a batch that does not divide, a stage that gives something else than
-                expected, or stages that do not fit together.
+            ValueError: a batch that does not divide, a stage that gives what is not expected.
             CommunicationError: another stage has failed, which every rank is told.
             UnsupportedError: a parameter with a hook, where the schedule splits its backward.
         """
-        with self._telling_others():
-            step = self._step(tokens, targets, weight)
+        optimizer = optimizer or Local()
+        with self._telling_others(), optimizer.explicit() as told:
+            step = self._step(tokens, targets, weight, told)
+            step.reduces = set() if more else {*self.numbers} - self._joins
             self._start_clock()
             for action in self._actions(step, self._row):
                 start = time.perf_counter()
-                if action.kind == "F":
-                    self._forward(step, action)
-                else:
-                    stays = more or bool(self.tied) or action != self._last_backward
-                    with no_sync() if stays else nullcontext():
-                        self._backward(step, action, backward)
+                goes = action in self._reducing and action.stage in step.reduces
+                with told.reducing(self.stages[action.stage]) if goes else nullcontext():
+                    if action.kind == "F":
+                        self._forward(step, action)
+                    else:
+                        self._backward(step, action, optimizer.backward)
+                self._count(step)
                 self._stop_clock(action, start)
             self._finish(step)
             if not more:
@@ -208,7 +235,7 @@ class Pipeline:
         """The loss alone; arguments, result and errors as those of :meth:`run`."""
         forward = self.schedule.only("F", "SEND_F", "RECV_F")
         with self._telling_others():
-            step = self._step(tokens, targets, weight)
+            step = self._step(tokens, targets, weight, zero.Explicit())
             for action in self._actions(step, forward.rows[self.comm.rank]):
                 self._forward(step, action)
                 del step.kept[action.stage, action.microbatch]
@@ -256,17 +283,30 @@ class Pipeline:
     # Messages
 
     def _actions(self, step: _Step, row: Sequence[Action]) -> Iterator[Action]:
-        """The computations of a row; messages are started, and inputs waited for, in between."""
+        """The computations of a row; all else is started, and inputs waited for, in between."""
         for action in row:
             if action.is_message:
                 self._start(step, action)
-                continue
-            if action.is_compute:
+            elif action.is_of_weights:
+                self._tell(step, action)
+                self._count(step)
+            else:
                 receive = received(action)
                 if receive in step.receives:
                     work, step.ready[receive] = step.receives.pop(receive)
                     work.wait()
                 yield action
+
+    def _tell(self, step: _Step, action: Action) -> None:
+        """What is done to the weights of a stage."""
+        stage = self.stages[action.stage]
+        if action.kind == "UNSHARD":
+            step.told.unshard(stage)
+        elif action.kind == "RESHARD":
+            step.told.reshard(stage)
+        elif action.stage in step.reduces:
+            with step.told.reducing(stage):
+                pass  # what its last backward has sent is not sent again
 
     def _start(self, step: _Step, message: Action) -> None:
         """Posts a send or a receive; nothing is waited for."""
@@ -308,8 +348,19 @@ class Pipeline:
 
     # Computations
 
-    def _step(self, tokens: Tensor | None, targets: Tensor | None, weight: float | None) -> _Step:
+    def _step(
+        self,
+        tokens: Tensor | None,
+        targets: Tensor | None,
+        weight: float | None,
+        told: zero.Explicit,
+    ) -> _Step:
+        self.bytes_in_use = []
+        owned = [t for m in self.stages.values() for t in (*m.parameters(), *m.buffers())]
+        owned += [t for t in (tokens, targets) if t is not None]
         return _Step(
+            told=told,
+            saved=Saved(owned) if self.count_bytes else None,
             tokens=self._microbatches("tokens", tokens) if self.is_first else [],
             targets=self._microbatches("targets", targets) if self.is_last else [],
             weight=weight,
@@ -334,7 +385,8 @@ class Pipeline:
             x = step.tokens[number]
         else:
             x = step.ready.pop(received(action)).requires_grad_(torch.is_grad_enabled())
-        with self.autocast():
+        counting = step.saved.of((action.stage, number)) if step.saved else nullcontext()
+        with self.autocast(), counting:
             if not is_last:
                 output = stage(x)
             elif self.loss_fn is None:
@@ -357,19 +409,22 @@ class Pipeline:
             raise ValueError(f"{self}: a 0-dim loss expected of the last stage, got {got}")
         return loss
 
-    def _backward(self, step: _Step, action: Action, backward: Backward) -> None:
+    def _backward(self, step: _Step, action: Action, backward: Callable[..., Any]) -> None:
         place = (action.stage, action.microbatch)
         if action.kind == "W":
             deferred, rest = step.deferred.pop(place)
-            edges, gradients = deferred.compute()
-            if edges:
-                backward([*edges, *rest], [*gradients, *rest.values()])
+            edges, gradients = deferred.compute(zero.stand_in)  # weights may have gone
+            _add(backward, [*zip(edges, gradients, strict=True), *rest])
+            if step.saved:
+                step.saved.keep(place, [])
             return
         x, output = step.kept.pop(place)
         is_last = action.stage == self.num_stages - 1
         gradient = None if is_last else step.ready.pop(received(action))
         if action.kind == "I":
             x.grad, step.deferred[place] = self._split(action.stage, x, output, gradient, backward)
+            if step.saved:
+                step.saved.keep(place, step.deferred[place][0].tensors)
         elif is_last:
             backward(output)
         elif output.requires_grad:
@@ -383,30 +438,42 @@ class Pipeline:
         self._hand_on(step, action, x.grad)
 
     def _split(
-        self, stage: int, x: Tensor, output: Tensor, gradient: Tensor | None, backward: Backward
-    ) -> tuple[Tensor | None, tuple[Deferred, dict[Tensor, Tensor]]]:
+        self,
+        stage: int,
+        x: Tensor,
+        output: Tensor,
+        gradient: Tensor | None,
+        backward: Callable[..., Any],
+    ) -> tuple[Tensor | None, tuple[Deferred, _Rest]]:
         """The gradient of the input; what is left for W, and the other part of its sums."""
         if gradient is None:
             # The caller's backward says by what a loss is multiplied.
             seed = output.detach().requires_grad_()
             backward(seed)
             gradient = seed.grad
-        wanted = [t for t in (x, *self.stages[stage].parameters()) if t.requires_grad]
-        if any(t._backward_hooks for t in wanted):
+        params = [param for param in self.stages[stage].parameters() if param.requires_grad]
+        if any(param._backward_hooks for param in params):
             raise UnsupportedError(
                 f"Pipeline({self._name(stage)}): a parameter's register_hook would see parts of "
                 "a split backward; use register_post_accumulate_grad_hook, or a schedule without I"
             )
+        edges = [zero.gradient_edge(param) for param in params]
+        wanted: list[Any] = [*edges, *([x] if x.requires_grad else [])]
         with deferring() as deferred:
             grads: Sequence[Tensor | None] = [None] * len(wanted)
             if output.requires_grad:
                 grads = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
-        found = {t: g for t, g in zip(wanted, grads, strict=True) if g is not None}
-        of_input = found.pop(x, None)
-        rest = {param: found.pop(param) for param in deferred.parameters if param in found}
-        if found:
-            backward([*found], [*found.values()])
-        return of_input, (deferred, rest)
+        now, rest = _Rest(), _Rest()
+        for param, edge, grad in zip(params, edges, grads, strict=False):
+            if grad is not None:
+                (rest if param in deferred.parameters else now).append((edge, grad))
+        _add(backward, now)
+        return grads[-1] if x.requires_grad else None, (deferred, rest)
+
+    def _count(self, step: _Step) -> None:
+        if step.saved is not None:
+            whole = step.told.sharded.whole_nbytes if step.told.sharded else 0
+            self.bytes_in_use.append(step.saved.nbytes + whole)
 
     def _loss(self, step: _Step, share: bool) -> Tensor | None:
         if share:
@@ -419,8 +486,8 @@ class Pipeline:
         if not self.tied or self.num_stages == 1:
             return
         for param in self.tied:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
+            if param.grad is None:  # of a weight that may be elsewhere
+                param.grad = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
         if self.is_first and self.is_last:
             half = len(self.tied) // 2
             for first, last in zip(self.tied[:half], self.tied[half:], strict=True):
@@ -436,6 +503,22 @@ class Pipeline:
                 [Transfer("send", here, peer, tag), Transfer("recv", there, peer, tag)]
             )
             _gradient(param).copy_(here + there if self.is_first else there + here)
+
+
+def _add(backward: Callable[..., Any], found: _Rest) -> None:
+    if found:
+        backward(*map(list, zip(*found, strict=True)))
+
+
+def _reducing(row: Sequence[Action]) -> set[Action]:
+    """The computations that a REDUCE_GRAD of their stage follows."""
+    found, last = set(), None
+    for action in row:
+        if action.is_compute:
+            last = action
+        elif action.kind == "REDUCE_GRAD" and last is not None and last.stage == action.stage:
+            found.add(last)
+    return found
 
 
 def _gradient(param: nn.Parameter) -> Tensor:

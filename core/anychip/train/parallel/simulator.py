@@ -68,6 +68,32 @@ def _half(cost: Time) -> Time:
     return cost / 2 if isinstance(cost, float) else Fraction(cost) / 2
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bytes:
+    """What the actions of a schedule take and free; each per stage, or one number for all stages.
+
+    Attributes:
+        saved: from the F of a microbatch to its B, or I.
+        kept: from the I to its W; None: what was saved.
+        weights: from UNSHARD to RESHARD.
+    """
+
+    saved: int | Sequence[int] = 0
+    kept: int | Sequence[int] | None = None
+    weights: int | Sequence[int] = 0
+
+    def change(self, action: Action) -> int:
+        """By how much more is in use after an action."""
+        saved, weights = _at(self.saved, action), _at(self.weights, action)
+        kept = saved if self.kept is None else _at(self.kept, action)
+        changes = {"F": saved, "B": -saved, "I": kept - saved, "W": -kept}
+        return {**changes, "UNSHARD": weights, "RESHARD": -weights}.get(action.kind, 0)
+
+
+def _at(nbytes: int | Sequence[int], action: Action) -> int:
+    return nbytes[action.stage] if isinstance(nbytes, Sequence) else nbytes
+
+
 class Span(NamedTuple):
     """A computation and when it ran."""
 
@@ -121,6 +147,30 @@ class Timeline:
                     peak = held
             peaks.append(peak)
         return tuple(peaks)
+
+    def memory(self, schedule: Schedule, nbytes: Bytes) -> tuple[tuple[tuple[Time, int], ...], ...]:
+        """Per rank and action of the schedule a time, and the bytes in use from then on.
+
+        Activations of an F count from its beginning, all else changes at an action's end. Weights
+        come and go when the computation before has ended. Not in it: what messages are made of,
+        gradients, and all that is there all the time.
+
+        Args:
+            schedule: that this is a timeline of.
+        """
+        found = []
+        for row, spans in zip(schedule.unpaired().rows, self.rows, strict=True):
+            left, steps, held = list(spans[::-1]), list[tuple[Time, int]](), 0
+            clock: Time = 0
+            for action in row:
+                begin = clock
+                if action.is_compute:
+                    _, begin, clock = left.pop()
+                held += nbytes.change(action)
+                if not action.is_message:
+                    steps.append((begin if action.kind == "F" else clock, held))
+            found.append(tuple(steps))
+        return tuple(found)
 
     def grid(self, columns: int | None = None) -> str:
         """Ranks by time as text: ``F3`` and ``B3`` are microbatch 3, a dot is a rank that waits.

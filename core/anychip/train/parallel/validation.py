@@ -2,7 +2,8 @@
 
 Actions first (each there once, on one rank, backward after forward, and whole: B, or I and W), then
 messages (each send has its receive, on the right rank, at the right time), then the whole: no rank
-waits for ever.
+waits for ever. Of weights: a stage that is unsharded anywhere is whole whenever it is used, and its
+gradients are reduced after the last of them is there.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def validate(schedule: Schedule, *, in_order: bool = False) -> None:
     if messages:
         for rank, row in enumerate(schedule.rows):
             _check_messages(rank, row, owners)
+    for rank, row in enumerate(schedule.rows):
+        _check_weights(rank, row, owners)
     _Run(schedule, owners, in_order, messages).check()
 
 
@@ -128,6 +131,27 @@ def _check_messages(rank: int, row: tuple[Action, ...], owners: dict[int, int]) 
         if owners.get(action.stage) != rank:
             raise ScheduleError(f"rank {rank}: {action}, and stage {action.stage} is not here")
         raise ScheduleError(f"rank {rank}: no other rank has {action.counterpart()} for {action}")
+
+
+def _check_weights(rank: int, row: tuple[Action, ...], owners: dict[int, int]) -> None:
+    cut = {action.stage for action in row if action.kind == "UNSHARD"}
+    whole: set[int] = set()
+    reduced: set[int] = set()
+    for action in row:
+        stage, kind, *_ = action
+        if action.is_of_weights and owners.get(stage) != rank:
+            raise ScheduleError(f"rank {rank}: {action}, and stage {stage} is not here")
+        if kind in HANDS_ON and stage in cut - whole:
+            raise ScheduleError(f"rank {rank}: {action} uses weights that are not whole then")
+        if kind in ("W", "B") and stage in reduced:
+            raise ScheduleError(f"rank {rank}: {action} comes after {stage}REDUCE_GRAD")
+        if (kind == "UNSHARD" and stage in whole) or (kind == "RESHARD" and stage not in whole):
+            state = "whole" if kind == "UNSHARD" else "not whole"
+            raise ScheduleError(f"rank {rank}: {action}, and stage {stage} is {state} then")
+        whole ^= {stage} if kind in ("UNSHARD", "RESHARD") else set()
+        reduced |= {stage} if kind == "REDUCE_GRAD" else set()
+    if whole:
+        raise ScheduleError(f"rank {rank}: {min(whole)}RESHARD is missing at the end")
 
 
 def _wanted(

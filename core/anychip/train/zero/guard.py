@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from anychip.contract import HOST
@@ -64,6 +65,19 @@ class Released(nn.Parameter):
             raise RuntimeError(_first_released([args, kwargs])._sentence)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """In place of a parameter that is not whole one like it without its values; else the tensor."""
+    if type(tensor) is not Released:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def gradient_edge(param: Tensor) -> GradientEdge:
+    """Where a parameter's gradient is added up, be it whole or not."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(param)
 
 
 def _first_released(values: Any) -> Released:

@@ -19,6 +19,9 @@ nothing: backward goes on with the same weights.
 
 Ranks use the same units in the same order. Within a unit they may use different parameters.
 
+What somebody holds (:meth:`UnitHooks.hold`), like a pipeline whose schedule says when weights of a
+stage are whole, comes and goes by that alone.
+
 Source: the hooks of FSDP2 (Zhao et al. 2023, arXiv:2304.11277, section 4), with tensor hooks in
 place of an autograd function around a module's inputs, so that views stay views.
 """
@@ -27,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -71,7 +74,7 @@ class UnitHooks:
     """Gathers and releases the units of one model while it runs.
 
     Args:
-        units: the root last.
+        units: the root last; of several roots, each after its units.
         prefetch: units that are gathered ahead of the one that runs.
 
     Attributes:
@@ -84,13 +87,19 @@ class UnitHooks:
         self._log: list[Action] | None = None
         self._whole: dict[Unit, None] = {}
         self._forward, self._backward = _Ahead(), _Ahead()
-        self._last: Unit | None = None
+        self._lasts: dict[Unit, Unit | None] = {}
         self._kept: set[Unit] = set()
+        self._root_of: dict[Unit, Unit] = {}
+        self._seen: set[Unit] = set()
         self._numbers = count()
         self._running: list[tuple[Unit, int]] = []
         self._pending: dict[int, int] = {}
         self._backward_runs = False
         self._units_of: dict[Tensor, Unit] = {}
+        root = self.units[-1]
+        for unit in reversed(self.units):
+            root = unit if unit.is_root else root
+            self._root_of[unit] = root
         for unit in self.units:
             for module in unit.modules:
                 self._register(module, unit)
@@ -141,13 +150,30 @@ class UnitHooks:
             del self._whole[unit]
 
     def reshard_all(self) -> None:
-        """Every unit, as at the end of a backward."""
-        for unit in list(self._whole):
-            self.reshard(unit)
+        """Every unit."""
+        self._seen = set(self._root_of.values())
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        """Every unit of the roots that it went through."""
         for unit in self.units:
-            unit.arrived, unit.uses = set(), set()
-        self._backward_runs = False
+            if self._root_of[unit] in self._seen:
+                self.reshard(unit)
+                unit.arrived, unit.uses = set(), set()
+        self._backward_runs, self._seen = False, set()
         self._backward.begin()
+
+    def hold(self, units: Iterable[Unit]) -> None:
+        """UNSHARD; they stay whole, whatever runs. Not waited for: who uses one does."""
+        for unit in units:
+            self._kept.add(unit)
+            self.unshard(unit, wait=False)
+
+    def let_go(self, units: Iterable[Unit]) -> None:
+        """RESHARD of units that were held."""
+        for unit in units:
+            self._kept.discard(unit)
+            self.reshard(unit)
 
     def before_update(self) -> None:
         """Every unit: values will be old. What a forward without a backward has left goes too.
@@ -242,10 +268,11 @@ class UnitHooks:
             self._pending.pop(number, None)
         if _is_within_backward():
             return
-        if not tensors or not (unit.is_root or unit is self._last):
+        root = self._root_of[unit]
+        if not tensors or not (unit is root or unit is self._lasts.get(root)):
             self.reshard(unit)
-        if unit.is_root and tensors:
-            self._last = self._forward.last
+        if unit is root and tensors:
+            self._lasts[root] = self._forward.last
 
     # Backward
 
@@ -265,7 +292,8 @@ class UnitHooks:
         if not self._backward_runs:
             self._backward_runs = True
             # Also of torch.autograd.grad, which accumulates no gradient.
-            Variable._execution_engine.queue_callback(self.reshard_all)
+            Variable._execution_engine.queue_callback(self._end_backward)
+        self._seen.add(self._root_of[unit])
         self.unshard(unit)
         if self._pending.get(number):
             unit.uses.add(number)
@@ -284,8 +312,9 @@ class UnitHooks:
     def arrived(self, param: Tensor) -> None:
         """Called by autograd when a parameter has the gradient of this backward."""
         unit = self._units_of[param]
-        unit.arrived.add(param)
-        self._end(unit)
+        if self._backward_runs:  # not what a split backward adds after it
+            unit.arrived.add(param)
+            self._end(unit)
 
     def _end(self, unit: Unit) -> None:
         is_over = not unit.uses and unit.trained <= unit.arrived

@@ -16,6 +16,7 @@ from anychip.train.optim import Rule
 from anychip.train.precision import LossScaler, PrecisionPolicy
 from anychip.train.zero import checks, state
 from anychip.train.zero.exchange import GradientReduction
+from anychip.train.zero.explicit import Explicit
 from anychip.train.zero.layout import default_nbytes
 from anychip.train.zero.reduce_queue import watch
 from anychip.train.zero.sharded import ShardedModel, ShardingOptions
@@ -224,6 +225,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         with self.sharded.queue.round():
             self._run_backward(loss, gradient)
+        self.sharded.queue.finish()
 
     def _run_backward(
         self, loss: Tensor | Sequence[Tensor], gradient: Tensor | Sequence[Tensor | None] | None
@@ -250,6 +252,12 @@ class Optimizer(torch.optim.Optimizer):
             yield
         finally:
             self._is_synchronizing = before
+
+    @contextmanager
+    def explicit(self) -> Iterator[Explicit]:
+        """Within it gradients stay on this rank, and units come and go, but where it is said."""
+        with self.no_sync(), Explicit(self.sharded).ending() as told:
+            yield told
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. The model's does the same, but keeps memory of partitioned gradients."""

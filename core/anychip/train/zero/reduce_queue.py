@@ -1,12 +1,13 @@
 """When are gradients sent? Buffer by buffer while backward runs, in one order on all ranks.
 
 Note: Rounds
-    A *round* is one backward whose gradients are reduced. A hook on each parameter moves its
-    gradient into its buffer; a full one is sent, without waiting, as soon as those before it in the
-    order have been. At the end of the round the others follow, with zeros for what has no gradient
-    here: every rank sends every buffer once per round, in one order, whatever gradients it has and
-    whenever they came. The first round goes through the buffers as they were made; then rank 0
-    tells in which order they filled up, and that order is kept.
+    A *round* is one backward whose gradients are reduced, of some buffers or all. A hook on each
+    parameter moves its gradient into its buffer; a full one is sent, without waiting, as soon as
+    those before it in the order have been. At the end of the round the others follow, with zeros
+    for what has no gradient here: every rank sends every buffer once per round, in one order,
+    whatever gradients it has and whenever they came. The first round goes through its buffers as
+    they were made; then rank 0 tells in which order they filled up, and that order is kept.
+    :meth:`ReduceQueue.finish` waits.
 
     What is computed outside of rounds (``no_sync``, ``loss.backward()``, gradients set by hand)
     stays in ``.grad``, a local sum, and goes with the next round. :meth:`ReduceQueue.agree` asks
@@ -18,7 +19,7 @@ Note: Rounds
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -69,12 +70,12 @@ class ReduceQueue:
         self.comm, self.partition = comm, partition
         self.buffers: list[FlatGradients] = []
         self.places: dict[Tensor, tuple[int, int]] = {}
-        self._order: list[int] = []
-        self._is_learned = False
+        self._learned: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._order: tuple[int, ...] = ()
         self._is_open = False
         self._num_started = 0
-        self._started: set[int] = set()
         self._filled: list[int] = []
+        self._sent: list[int] = []
 
     def add(self, gradients: FlatGradients) -> None:
         """Takes in a buffer; the gradients of its parameters are watched from now on."""
@@ -82,30 +83,49 @@ class ReduceQueue:
             self.places[param] = (len(self.buffers), index)
         watch(self, gradients.params, ReduceQueue._arrived)
         self.buffers.append(gradients)
-        self._order, self._is_learned = list(range(len(self.buffers))), False
+        self._learned.clear()
 
     @contextmanager
-    def round(self) -> Iterator[None]:
-        """What a backward within it computes is reduced when it ends."""
+    def round(self, only: Collection[Tensor] | None = None) -> Iterator[None]:
+        """What a backward within it computes has been sent when it ends.
+
+        Args:
+            only: buffers with none but these parameters, that have not been sent since
+                :meth:`finish`; what is in others stays local.
+        """
         self.hide()
+        mine = tuple(
+            number
+            for number, buffer in enumerate(self.buffers)
+            if number not in self._sent and (only is None or set(buffer.params) <= set(only))
+        )
+        self._order = self._learned.get(mine, mine)
         self._is_open, self._num_started, self._filled = True, 0, []
-        self._started = set()
         try:
             yield
             while self._num_started < len(self._order):
                 self._start_next()
-            for number in self._order:
-                self._finish(self.buffers[number])
-            for buffer in self.buffers:
-                buffer.show_held()
         except BaseException:
-            for buffer in self.buffers:
-                buffer.drop_filling()
+            self.drop()
             raise
         finally:
             self._is_open = False
-        if not self._is_learned:
-            self._learn_order()
+        if mine not in self._learned:
+            self._learn_order(mine)
+
+    def finish(self) -> None:
+        """Waits for what was sent, and shows it."""
+        for number in self._sent:
+            self._finish(self.buffers[number])
+        for number in self._sent:
+            self.buffers[number].show_held()
+        self._sent = []
+
+    def drop(self) -> None:
+        """Forgets what is under way, after an error."""
+        for buffer in self.buffers:
+            buffer.drop_filling()
+        self._sent = []
 
     def hide(self) -> None:
         """Takes reduced gradients out of ``.grad``, so that a backward does not add to them."""
@@ -116,14 +136,14 @@ class ReduceQueue:
         """Called by autograd when ``.grad`` of a parameter has its new value."""
         number, index = self.places[param]
         buffer = self.buffers[number]
-        if not self._is_open:
+        if not self._is_open or number not in self._order:
             if param.grad is not None and param.grad is buffer.shown.get(index):
                 raise RuntimeError(
                     f"a backward has added to a reduced gradient, of shape {tuple(param.shape)}; "
                     "call zero_grad() first, or the optimizer's backward(loss), which adds rightly"
                 )
             return
-        if number in self._started:
+        if number in self._sent:
             raise RuntimeError(
                 f"a gradient of shape {tuple(param.shape)} came after its buffer had been sent: "
                 "its backward runs in several pieces; call backward under no_sync(), and step() "
@@ -142,12 +162,12 @@ class ReduceQueue:
     def _start_next(self) -> None:
         buffer = self._next
         if self.partition.gradients:
-            under_way = [b for b in map(self.buffers.__getitem__, self._order) if b.is_under_way]
+            under_way = [b for b in map(self.buffers.__getitem__, self._sent) if b.is_under_way]
             for index, other in enumerate(under_way):
                 if other.is_done() or index <= len(under_way) - IN_FLIGHT:
                     self._finish(other)
         buffer.start()
-        self._started.add(self._order[self._num_started])
+        self._sent.append(self._order[self._num_started])
         self._num_started += 1
 
     def _finish(self, buffer: FlatGradients) -> None:
@@ -155,11 +175,12 @@ class ReduceQueue:
             return
         buffer.finish()
 
-    def _learn_order(self) -> None:
-        rest = [number for number in self._order if number not in self._filled]
+    def _learn_order(self, mine: tuple[int, ...]) -> None:
+        rest = [number for number in mine if number not in self._filled]
         order = torch.tensor([*self._filled, *rest], device=self.buffers[0].params[0].device)
-        self.comm.broadcast(order, 0)
-        self._order, self._is_learned = on_host(order).tolist(), True
+        if mine:
+            self.comm.broadcast(order, 0)
+        self._learned[mine] = tuple(on_host(order).tolist())
 
     def agree(self, share: Tensor | None = None) -> tuple[set[Tensor], Tensor | None]:
         """Reduces what is still local, and returns the parameters that have a gradient anywhere.
@@ -172,6 +193,7 @@ class ReduceQueue:
         Returns:
             The parameters; and all ranks' ``share`` on the host, (world_size, n).
         """
+        self.finish()
         marks = [self._mark(param) for param in self.places]
         device = next(iter(self.places)).device
         joined = torch.tensor(marks, dtype=torch.uint8, device=device)

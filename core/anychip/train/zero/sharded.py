@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -72,6 +72,9 @@ class ShardingOptions(TypedDict, total=False):
         param_dtype: of the weights that modules see, at any stage, with masters in float32 that the
             rule updates, and that are a state, ``master``. As they are; weights of 16 bits have
             masters anyway.
+        roots: modules that are called by themselves in place of the model, like the stages of a
+            pipeline's rank: each has buffers of its own, so that its weights come and its
+            gradients go when :class:`~anychip.train.zero.Explicit` is told. The model.
     """
 
     units: Policy
@@ -81,6 +84,7 @@ class ShardingOptions(TypedDict, total=False):
     secondary_group: int | None
     init: Init | None
     param_dtype: torch.dtype | None
+    roots: Sequence[nn.Module]
 
 
 class ShardedModel:
@@ -147,8 +151,12 @@ class ShardedModel:
         if self.module is not None:
             return
         max_numel = max(1, max_nbytes // torch.float32.itemsize)
-        for dtype in dict.fromkeys(param.dtype for param in params):
-            same = [index for index, param in enumerate(params) if param.dtype == dtype]
+        roots: dict[Tensor, int] = {
+            p: n for n, root in enumerate(self.how.get("roots", ())) for p in root.parameters()
+        }
+        kinds = [(roots.get(param), param.dtype) for param in params]
+        for kind in dict.fromkeys(kinds):
+            same = [index for index, other in enumerate(kinds) if other == kind]
             for members in by_size([params[index].numel() for index in same], max_numel):
                 indices = [same[member] for member in members]
                 self._buffer([params[i] for i in indices], [names[i] for i in indices])
@@ -161,7 +169,7 @@ class ShardedModel:
         Raises:
             ValueError: units that the model does not have.
         """
-        found = divide(module, self.how.get("units", "blocks"))
+        found = divide(module, self.how.get("units", "blocks"), self.how.get("roots", ()))
         owned = own_parameters(module, found)
         for unit, params in reversed(list(zip(found, owned, strict=True))):  # as backward has them
             materialise(unit, params, self.comm.device, self.how.get("init"))
@@ -266,6 +274,14 @@ class ShardedModel:
         self.queue.clear(set_to_none=True)
         if self._hooks is not None:
             self._hooks.reset()
+
+    def hold(self, params: Collection[Tensor]) -> Callable[[], None]:
+        """UNSHARD of the units that have any of these, until what is returned is called."""
+        if (hooks := self._hooks) is None:
+            return lambda: None
+        units = [u for u in hooks.units if any(p in params for w in u.weights for p in w.params)]
+        hooks.hold(units)
+        return lambda: hooks.let_go(units)
 
     # Reading and writing
 

@@ -2,7 +2,8 @@
 
 A unit is one or several modules whose use brings all their weights; when it is over, the weights go
 again. The *root* is the model itself, with the parameters that are in no other unit: it is whole
-from the beginning of forward to the end of backward.
+from the beginning of forward to the end of backward. Where several modules are called by themselves
+in place of the model, like the stages of a pipeline's rank, each is the root of its own units.
 """
 
 from __future__ import annotations
@@ -72,32 +73,56 @@ class Unit:
             weights.release()
 
 
-def divide(model: nn.Module, policy: Policy) -> list[Unit]:
-    """The units of a model, in its order, the root last. They have no weights yet.
+def divide(model: nn.Module, policy: Policy, roots: Sequence[nn.Module] = ()) -> list[Unit]:
+    """The units of a model, in its order, the root last; of several roots, one after the other.
+
+    They have no weights yet.
 
     Raises:
         ValueError: a path that the model does not have, twice, or inside another one; or a policy
             that is none.
     """
+    if roots:
+        found = [unit for root in roots for unit in divide(root, _within(root, policy))]
+        if len(found) < len(roots) + (0 if isinstance(policy, (str, int)) else len(policy)):
+            raise ValueError(f"units: paths expected that one of the roots has, got {policy!r}")
+        return found
     paths = [_paths_of(entry) for entry in _entries(model, policy)]
     _check(model, list(itertools.chain.from_iterable(paths)))
     units = [Unit(names[0], tuple(map(model.get_submodule, names))) for names in paths]
     return [*units, Unit("", (model,))]
 
 
+def _within(root: nn.Module, policy: Policy) -> Policy:
+    if isinstance(policy, (str, int)):
+        return policy
+    known = dict(root.named_modules()).keys()
+    return [entry for entry in policy if known >= set(_paths_of(entry))]
+
+
 def own_parameters(model: nn.Module, units: Sequence[Unit]) -> list[dict[str, nn.Parameter]]:
     """Of each unit, its parameters by their first name in the model.
 
     A parameter of several units belongs to the root, which is whole whenever one of them is used.
+
+    Raises:
+        ValueError: a parameter that no root has, or several.
     """
     holders: dict[nn.Parameter, list[int]] = {}
-    for number, unit in enumerate(units[:-1]):
+    for number, unit in enumerate(units):
         for param in _unique(p for module in unit.modules for p in module.parameters()):
-            holders.setdefault(param, []).append(number)
+            if not unit.is_root:
+                holders.setdefault(param, []).append(number)
     found: list[dict[str, nn.Parameter]] = [{} for _ in units]
-    for name, param in model.named_parameters():
-        mine = holders.get(param, [])
-        found[mine[0] if len(mine) == 1 else -1][name] = param
+    names = {param: name for name, param in model.named_parameters()}
+    for number, unit in enumerate(units):
+        for param in unit.modules[0].parameters() if unit.is_root else ():
+            mine = holders.get(param, [])
+            if param not in names:
+                raise ValueError(f"roots: a parameter of {tuple(param.shape)} is in two of them")
+            found[mine[0] if len(mine) == 1 else number][names.pop(param)] = param
+    if names:
+        raise ValueError(f"roots: {', '.join(names.values())} are in none of them")
     return found
 
 

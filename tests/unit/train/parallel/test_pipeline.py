@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from anychip.contract import CommunicationError, Communicator
 from anychip.train import optim, zero
 from anychip.train.models import GPTConfig, LlamaConfig, build
 from anychip.train.parallel import (
+    Local,
     Mesh,
     Pipeline,
     Schedule,
@@ -331,30 +332,25 @@ def test_bfloat16_between_stages_under_autocast() -> None:
     assert run_ranks(2, work) == [torch.bfloat16] * 2
 
 
-def test_backward_and_no_sync_are_the_callers() -> None:
-    """The optimizer's backward gets the loss on the last stage, outputs and gradients before it."""
+def test_backward_is_the_optimizers_which_is_told_of_the_last_one() -> None:
+    """It gets the loss on the last stage, outputs and gradients before it."""
 
-    class Recorder:
+    class Recorder(Local):
         def __init__(self) -> None:
+            super().__init__()
             self.calls: list[tuple[bool, bool]] = []
-            self.local = False
+            self.local = True
 
         def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
             self.calls.append((gradient is None, self.local))
             loss = output * 8 if gradient is None else output
             torch.autograd.backward(loss, gradient)
 
-        def no_sync(self) -> AbstractContextManager[None]:
-            recorder = self
-
-            class Local(AbstractContextManager[None]):
-                def __enter__(self) -> None:
-                    recorder.local = True
-
-                def __exit__(self, *error: object) -> None:
-                    recorder.local = False
-
-            return Local()
+        @contextmanager
+        def reducing(self, module: nn.Module) -> Iterator[None]:
+            self.local = False
+            yield
+            self.local = True
 
     def work(comm: Communicator) -> tuple[list[tuple[bool, bool]], list[Tensor]]:
         calls: list[tuple[bool, bool]] = []
@@ -362,8 +358,8 @@ def test_backward_and_no_sync_are_the_callers() -> None:
         for scaled in (True, False):
             recorder, stage = Recorder(), linear_stage(comm)
             pipeline = Pipeline(stage, comm, one_f_one_b(2, 3), loss_fn=squares)
-            call = {"backward": recorder.backward, "no_sync": recorder.no_sync} if scaled else {}
-            pipeline.run(torch.ones(3, 3), torch.zeros(3, 3), **call)  # type: ignore[arg-type]
+            optimizer = recorder if scaled else None
+            pipeline.run(torch.ones(3, 3), torch.zeros(3, 3), optimizer=optimizer)
             grads.append(stage.weight.grad)
             calls += recorder.calls
         return calls, grads  # type: ignore[return-value]
@@ -477,9 +473,7 @@ def in_two_dims(
         losses = []
         for batch in data:
             tokens, targets = batch.chunk(2, dim=1)[mesh.coordinates["data"]]
-            loss = pipeline.run(
-                tokens, targets, backward=optimizer.backward, no_sync=optimizer.no_sync
-            )
+            loss = pipeline.run(tokens, targets, optimizer=optimizer)
             optimizer.step()
             optimizer.zero_grad()
             assert loss is not None

@@ -14,6 +14,7 @@ from anychip.train.parallel import (
     Schedule,
     ScheduleError,
     add_communication,
+    add_weights,
     dualpipev,
     gpipe,
     interleaved,
@@ -25,8 +26,10 @@ from anychip.train.parallel import (
     zbv,
     zero_bubble,
 )
+from anychip.train.parallel.actions import ActionKind
 
 Generator = Callable[[int, int], Schedule]
+MESSAGES: tuple[ActionKind, ...] = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 GENERATORS: dict[str, Generator] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -232,6 +235,15 @@ def test_schedule_with_messages_is_valid_on_every_transport(
     """Also on one that keeps the order in which a rank has posted, whatever that is."""
     plain = make_schedule(name, *shape, virtual=virtual)
     validate(plain)
+    for count in (0, 1, 2, 3):
+        with_weights = add_weights(plain, whole=count)
+        validate(with_weights)
+        assert add_weights(with_weights, whole=count) == with_weights
+        assert add_weights(with_weights).only("F", "I", "W", "B") == plain.unpaired()
+        assert add_communication(with_weights).only(*MESSAGES) == add_communication(plain).only(
+            *MESSAGES
+        )
+        validate(add_communication(with_weights), in_order=True)
     for ahead in (0, 1, 3):
         schedule = add_communication(plain, ahead=ahead)
         validate(schedule, in_order=not ahead)
@@ -269,6 +281,22 @@ def test_messages_between_stages_of_one_rank_are_left_out() -> None:
     both = Schedule((parse("0F0,1F0,1B0,0B0").rows[0],))
     assert add_communication(both) == both
     validate(both)
+
+
+def test_weights_come_before_a_run_of_uses_and_go_after_it() -> None:
+    """Ahead: while a W, which needs none, still runs; then gradients go, after the last W."""
+    row = "0F0,1F0,1I0,1W0,0I0,0W0\n"
+    reduced = "0F0,1F0,1I0,1W0,1REDUCE_GRAD,0I0,0W0,0REDUCE_GRAD\n"
+    assert str(add_weights(parse(row))) == reduced
+    assert str(add_weights(parse(reduced), whole=1)) == (
+        "0UNSHARD,0F0,0RESHARD,1UNSHARD,1F0,1I0,1RESHARD,0UNSHARD,1W0,1REDUCE_GRAD,"
+        "0I0,0RESHARD,0W0,0REDUCE_GRAD\n"
+    )
+    assert str(add_weights(parse(row), whole=2)) == (
+        "0UNSHARD,1UNSHARD,0F0,1F0,1I0,1RESHARD,1W0,1REDUCE_GRAD,0I0,0RESHARD,0W0,0REDUCE_GRAD\n"
+    )
+    with pytest.raises(ValueError, match="whole must be at least 0, got -1"):
+        add_weights(parse(row), whole=-1)
 
 
 # Each rule, broken by one change of a valid schedule; the message names the action at fault.
@@ -309,6 +337,18 @@ BROKEN = {
         "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1SEND_F0,1B0,1SEND_B0",
         "rank 1: no other rank has 2RECV_F0 for 1SEND_F0",
     ),
+    "not-whole": (
+        "0UNSHARD,0F0,0RESHARD,0I0,0W0\n1F0,1B0",
+        "rank 0: 0I0 uses weights that are not whole",
+    ),
+    "whole-twice": (
+        "0UNSHARD,0F0,0UNSHARD,0B0\n1F0,1B0",
+        "rank 0: 0UNSHARD, and stage 0 is whole then",
+    ),
+    "gone-twice": ("0F0,0B0,0RESHARD\n1F0,1B0", "0RESHARD, and stage 0 is not whole then"),
+    "stays-whole": ("0UNSHARD,0F0,0B0\n1F0,1B0", "rank 0: 0RESHARD is missing at the end"),
+    "reduced-early": ("0F0,0I0,0REDUCE_GRAD,0W0\n1F0,1B0", "rank 0: 0W0 comes after 0REDUCE_GRAD"),
+    "weights-elsewhere": ("0F0,0B0,1REDUCE_GRAD\n1F0,1B0", "and stage 1 is not here"),
     "deadlock": (
         "0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1",
         "deadlock: rank 0 waits at 0B0 for 1B0; rank 1 waits at 1F1 for 0F1",

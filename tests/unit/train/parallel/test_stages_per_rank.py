@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,15 +19,21 @@ from anychip.contract import Communicator, UnsupportedError
 from anychip.train import optim, zero
 from anychip.train.models import GPTConfig, LlamaConfig, build
 from anychip.train.parallel import (
+    Bytes,
+    Local,
     Mesh,
     Pipeline,
     Schedule,
+    Stages,
     add_communication,
+    add_weights,
+    estimate_bytes,
     make_schedule,
     make_stage,
     num_layers,
     parse,
     partition,
+    simulate,
 )
 from anychip.train.parallel.message import Link
 
@@ -196,14 +203,15 @@ def test_weights_of_our_operators_wait_for_W_and_the_others_do_not() -> None:
     model = whole(LLAMA)
     calls: list[tuple[int, float]] = []
 
-    def backward(output: Any, gradient: Any = None) -> None:
-        outputs = output if isinstance(output, list) else [output]
-        calls.append((len(outputs), 0.0 if gradient is None else float(len(gradient))))
-        torch.autograd.backward(output, gradient)
+    class Recorder(Local):
+        def backward(self, output: Any, gradient: Any = None) -> None:
+            outputs = output if isinstance(output, list) else [output]
+            calls.append((len(outputs), 0.0 if gradient is None else float(len(gradient))))
+            torch.autograd.backward(output, gradient)
 
     def work(comm: Communicator) -> None:
         stage = make_stage(model, range(num_layers(model)))
-        Pipeline(stage, comm, parse(ALONE)).run(*batch(4), backward=backward)
+        Pipeline(stage, comm, parse(ALONE)).run(*batch(4), optimizer=Recorder())
 
     run_ranks(1, work)
     blocks, norms, linears = 6, 2, 7
@@ -231,12 +239,13 @@ def test_split_backward_under_autocast_has_the_bits_of_a_whole_one() -> None:
 
 
 def test_loss_is_scaled_once_by_the_callers_backward_when_the_backward_is_split() -> None:
-    def backward(output: Any, gradient: Any = None) -> None:
-        torch.autograd.backward(output * 8 if gradient is None else output, gradient)
+    class Scaling(Local):
+        def backward(self, output: Any, gradient: Any = None) -> None:
+            torch.autograd.backward(output * 8 if gradient is None else output, gradient)
 
     def work(comm: Communicator) -> list[Tensor]:
         grads: list[Any] = []
-        for call in ({}, {"backward": backward}):
+        for optimizer in (None, Scaling()):
             generator = torch.Generator().manual_seed(comm.rank)
             stage = nn.Linear(3, 3)
             with torch.no_grad():
@@ -248,7 +257,7 @@ def test_loss_is_scaled_once_by_the_callers_backward_when_the_backward_is_split(
                 make_schedule("zb1p", 2, 3),
                 loss_fn=lambda y, t: (y - t).square().sum(),
             )
-            pipeline.run(torch.ones(3, 3), torch.zeros(3, 3), **call)  # type: ignore[arg-type]
+            pipeline.run(torch.ones(3, 3), torch.zeros(3, 3), optimizer=optimizer)
             grads.append(stage.weight.grad)
         return grads
 
@@ -335,72 +344,169 @@ def test_measured_timeline_of_rows_of_unequal_length_has_every_computation() -> 
         assert times[-1] > 0
 
 
-@pytest.mark.parametrize("name", ["interleaved", "interleaved-zb", "zbv"])
-@pytest.mark.parametrize("stage_of_zero", [0, 2])
+STEPS = 2
+
+
+class Use(NamedTuple):
+    """Of one rank in its last step.
+
+    Attributes:
+        actions: what was gathered and released, by the hooks and by the rows.
+        units: of each stage, names of its units, and their bytes.
+        bytes_in_use: after each action.
+    """
+
+    actions: list[tuple[str, str]]
+    units: dict[int, dict[str, int]]
+    bytes_in_use: list[int]
+    peak_whole: int
+
+
+def trained(
+    config: GPTConfig | LlamaConfig, schedule: Schedule, stage_of_zero: int, replicas: int = 2,
+    *, counts: bool = False,
+) -> tuple[dict[str, Tensor], list[Use]]:  # fmt: skip
+    """Parameters after steps of the replicas; of each rank of the first one what it had when."""
+    count = len(schedule.rows)
+    models = [whole(config) for _ in range(replicas * count)]
+
+    def work(comm: Communicator) -> tuple[dict[str, Tensor], Use]:
+        mesh = Mesh(comm, {"data": replicas, "pipeline": count})
+        replica, rank = mesh.coordinates["data"], mesh.coordinates["pipeline"]
+        stages = stages_of(models[comm.rank], schedule, rank)
+        pipeline = Pipeline(
+            stages, mesh.axis("pipeline"), schedule, tied=tied_of(stages), count_bytes=counts
+        )
+        module = Stages(stages)
+        optimizer = zero.Optimizer(
+            module, optim.adamw(1e-2), mesh.axis("data"), stage=stage_of_zero,
+            model_comm=mesh.axis("pipeline"), roots=stages,
+        )  # fmt: skip
+        for _ in range(STEPS):
+            tokens, targets = (
+                part.chunk(replicas)[replica] for part in batch(4 * count * replicas)
+            )
+            assert optimizer.sharded is not None
+            with optimizer.sharded.recorded() as actions:
+                pipeline.run(tokens, targets, optimizer=optimizer)
+            assert optimizer.sharded.whole_nbytes == 0 or stage_of_zero < 3
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = optimizer.sharded.peak_whole_nbytes
+        with optimizer.whole():
+            values = {n: p.detach().clone() for s in stages for n, p in s.named_parameters()}
+        units = {
+            number: {u.name: u.nbytes for u in optimizer.sharded.units if u.modules[0] in own}
+            for number, stage in pipeline.stages.items()
+            for own in [set(stage.modules())]
+        }
+        return values, Use(actions, units, pipeline.bytes_in_use, peak)
+
+    ranks = run_ranks(replicas * count, work)[:count]
+    return {n: v for values, _ in ranks for n, v in values.items()}, [seen for _, seen in ranks]
+
+
+@cache
+def of_plain_pipeline(ranks: int, tied: bool) -> dict[str, Tensor]:
+    """One stage per rank, whole backwards, nothing cut; tested above against one rank."""
+    schedule = make_schedule("1f1b", ranks, 2 * ranks)
+    return trained(TIED if tied else LLAMA, schedule, 0)[0]
+
+
+@pytest.mark.parametrize(("name", "stage_of_zero", "whole_stages"), [
+    ("interleaved", 0, 0),
+    ("zbv", 1, 0),
+    ("interleaved-zb", 2, 0),
+    ("zbv", 3, 0),
+    ("interleaved-zb", 3, 1),
+    *(
+        pytest.param(name, 3, count, marks=pytest.mark.grid)
+        for name in SCHEDULES
+        for count in range(3)
+        if (name, count) not in (("zbv", 0), ("interleaved-zb", 1))
+    ),
+])  # fmt: skip
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.grid), True])
 def test_optimizer_with_replicas_has_the_bits_of_one_stage_per_rank(
-    name: str, stage_of_zero: int
+    name: str, stage_of_zero: int, whole_stages: int, ranks: int, tied: bool
 ) -> None:
-    """2 replicas of 2 ranks; whatever is reduced early, the parameters are those of 1F1B."""
-
-    def trained(name: str, virtual: int) -> dict[str, Tensor]:
-        schedule = make_schedule(name, 2, 4, virtual=virtual)
-        models = [whole(TIED) for _ in range(4)]
-
-        def work(comm: Communicator) -> dict[str, Tensor]:
-            mesh = Mesh(comm, {"data": 2, "pipeline": 2})
-            replica, rank = mesh.coordinates["data"], mesh.coordinates["pipeline"]
-            stages = stages_of(models[comm.rank], schedule, rank)
-            pipeline = Pipeline(stages, mesh.axis("pipeline"), schedule, tied=tied_of(stages))
-            module = nn.ModuleList(stages)
-            optimizer = zero.Optimizer(
-                module, optim.adamw(1e-2), mesh.axis("data"), stage=stage_of_zero,
-                model_comm=mesh.axis("pipeline"),
-            )  # fmt: skip
-            for _ in range(3):
-                tokens, targets = (part.chunk(2)[replica] for part in batch(16))
-                pipeline.run(
-                    tokens, targets, backward=optimizer.backward, no_sync=optimizer.no_sync
-                )
-                optimizer.step()
-                optimizer.zero_grad()
-            return {n: p.detach() for stage in stages for n, p in stage.named_parameters()}
-
-        ranks = run_ranks(4, work)
-        return ranks[0] | ranks[1]
-
-    wanted, found = trained("1f1b", 1), trained(name, SCHEDULES[name])
+    """2 replicas; whatever is gathered and reduced when, the parameters are those of 1F1B."""
+    schedule = make_schedule(name, ranks, 2 * ranks, virtual=SCHEDULES[name])
+    schedule = add_weights(schedule, whole=whole_stages)
+    found, _ = trained(TIED if tied else LLAMA, schedule, stage_of_zero)
+    wanted = of_plain_pipeline(ranks, tied)
     assert wanted.keys() == found.keys()
     for param, value in wanted.items():
         assert torch.equal(found[param], value), param
 
 
-def test_gradients_are_reduced_at_the_last_backward_of_a_rank_only() -> None:
-    """What of the other stages is local then goes with it."""
+@pytest.mark.parametrize(("name", "whole_stages"), [
+    ("1f1b", 1),
+    ("zbv", 2),
+    ("interleaved-zb", 1),
+    pytest.param("dualpipev", 1, marks=pytest.mark.grid),
+    pytest.param("zb1p", 1, marks=pytest.mark.grid),
+])  # fmt: skip
+def test_bytes_in_use_are_those_of_the_simulator_after_every_action(
+    name: str, whole_stages: int
+) -> None:
+    """What autograd holds of microbatches, W's part of it, and stages whose weights are whole."""
+    schedule = make_schedule(name, 2, 4, virtual=SCHEDULES[name])
+    schedule = add_weights(schedule, whole=whole_stages)
+    _, ranks = trained(LLAMA, schedule, 3, counts=True)
+    parts = partition([1] * num_layers(whole(LLAMA)), schedule.num_stages)
+    tokens, targets = (part[:2] for part in batch(2))
+    activations = estimate_bytes(whole(LLAMA), parts, tokens, targets)
+    units = {number: names for use in ranks for number, names in use.units.items()}
+    weights = [sum(units[number].values()) for number in range(schedule.num_stages)]
+    nbytes = Bytes(
+        saved=[each.saved for each in activations],
+        kept=[each.kept for each in activations],
+        weights=weights,
+    )
+    memory = simulate(schedule).memory(schedule, nbytes)
+    for row, wanted, use in zip(schedule.rows, memory, ranks, strict=True):
+        assert use.bytes_in_use == [held for _, held in wanted]
+        assert [max(use.bytes_in_use), use.bytes_in_use[-1]] == [max(held for _, held in wanted), 0]
+        kinds = Counter(action.stage for action in row if action.kind == "UNSHARD")
+        gathers = Counter(unit for kind, unit in use.actions if kind == "UNSHARD" and unit)
+        assert gathers == {
+            unit: kinds[number] for number, own in use.units.items() for unit in own if unit
+        }
+        most = sorted((weights[number] for number in use.units), reverse=True)
+        assert use.peak_whole <= sum(most[:whole_stages])
+
+
+def test_gradients_of_a_stage_are_reduced_at_its_last_backward() -> None:
+    """Those of the rank's other stage are under way while it goes on."""
     schedule = make_schedule("interleaved", 2, 4, virtual=2)
 
-    def work(comm: Communicator) -> list[bool]:
-        local, calls = [False], []
+    def work(comm: Communicator) -> list[str]:
+        calls = []
 
-        def backward(output: Tensor, gradient: Tensor | None = None) -> None:
-            calls.append(local[0])
-            torch.autograd.backward(output, gradient)
+        class Recorder(Local):
+            def backward(self, output: Any, gradient: Any = None) -> None:
+                calls.append("backward")
+                super().backward(output, gradient)
 
-        class Local(AbstractContextManager[None]):
-            def __enter__(self) -> None:
-                local[0] = True
-
-            def __exit__(self, *error: object) -> None:
-                local[0] = False
+            @contextmanager
+            def reducing(self, module: nn.Module) -> Iterator[None]:
+                calls.append(f"({stages.index(module)}")
+                yield
+                calls.append(")")
 
         stages = [nn.Linear(3, 3) for _ in range(2)]
         pipeline = Pipeline(stages, comm, schedule, loss_fn=lambda y, t: (y - t).mean())
         data = torch.ones(4, 3), torch.zeros(4, 3)
-        pipeline.run(*data, backward=backward, no_sync=Local)
-        pipeline.run(*data, backward=backward, no_sync=nullcontext)
+        pipeline.run(*data, optimizer=Recorder())
+        pipeline.run(*data, optimizer=Recorder(), more=True)
         return calls
 
+    late, early = "(1 backward ) (1 )", "(0 backward ) (0 )"
     for calls in run_ranks(2, work):
-        assert calls == [True] * 7 + [False] + [False] * 8
+        text = " ".join(calls)
+        assert text == " ".join([*["backward"] * 5, late, "backward", early, *["backward"] * 8])
 
 
 def test_pipeline_given_another_number_of_stages_is_refused() -> None:

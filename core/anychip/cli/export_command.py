@@ -1,0 +1,51 @@
+"""``anychip export``: the weights of a run, as transformers loads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from anychip.cli.train_command import PATH
+
+SCHEMA = 1
+
+
+@click.command("export")
+@click.argument("run", type=PATH)
+@click.argument("directory", type=PATH)
+@click.option(
+    "--part-size",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    help="MiB of a file at most.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; docs/cli.md has the schema.")
+def command(run: Path, directory: Path, part_size: int, as_json: bool) -> None:
+    """Write the weights of the RUN's last checkpoint to a new DIRECTORY.
+
+    As Hugging Face transformers loads them, AutoModelForCausalLM.from_pretrained(DIRECTORY): a GPT
+    as GPT-2, a Llama as Llama, and the tokenizer when it is in the RUN.
+    """
+    from anychip.train import config
+    from anychip.train.checkpoint import pretrained
+
+    settings = run / "config.toml"
+    if not settings.exists():
+        raise FileNotFoundError(
+            f"there is no run of anychip train in {run}, which would have a config.toml; for a "
+            "loop of your own there is anychip.train.checkpoint.pretrained.export"
+        )
+    chosen = config.load(settings, [], note=lambda text: click.echo(text, err=True))
+    written = pretrained.export(run, directory, config=chosen.model, part_nbytes=part_size << 20)
+    if (run / "tokenizer.json").exists():
+        written.append(directory / "tokenizer.json")
+        written[-1].write_bytes((run / "tokenizer.json").read_bytes())
+    if as_json:
+        files = {path.name: path.stat().st_size for path in written}
+        click.echo(json.dumps({"schema": SCHEMA, "directory": str(directory), "files": files}))
+    else:
+        nbytes = sum(path.stat().st_size for path in written)
+        click.echo(f"{directory}: {len(written)} files, {nbytes:,} bytes")

@@ -1,0 +1,372 @@
+"""How is a model cut for the ranks of a run, and what does each stage have and send? On paper.
+
+Everything comes from the functions that build and run it, on a model without data: how layers are
+cut, how buckets are laid out, in which order stages work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from anychip.comm import wire_nbytes
+from anychip.contract import HOST, Backend
+from anychip.train import models, optim, parallel, precision, zero
+from anychip.train.config import Config, ParallelConfig
+from anychip.train.optim import Rule
+from anychip.train.zero.layout import Layout, by_size, default_nbytes
+from anychip.train.zero.layout import plan as plan_layout
+from anychip.train.zero.units import divide, own_parameters
+from anychip.train.zero.weights import STAGES
+
+
+def make_schedule(config: Config) -> parallel.Schedule:
+    """Of the stages that the settings describe.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or made for so many micro-batches.
+    """
+    settings = config.parallel
+    virtual = settings.stages // settings.pipeline
+    schedule = parallel.make_schedule(
+        settings.schedule, settings.pipeline, config.data.accumulation, virtual=virtual
+    )
+    if settings.whole_stages and config.optimizer.stage != 3:
+        raise ValueError(
+            f"parallel.whole_stages = {settings.whole_stages} is for optimizer.stage = 3, in which "
+            f"weights come and go; got optimizer.stage = {config.optimizer.stage}"
+        )
+    whole = settings.whole_stages
+    return parallel.add_weights(schedule, whole=whole) if whole else schedule
+
+
+def measured_rates(config: Config, chip: Backend) -> parallel.Rates | None:
+    """What ``parallel.rates`` names, or None.
+
+    Raises:
+        ValueError: they are not this device's.
+    """
+    file = config.parallel.rates
+    return None if file is None else parallel.read_rates(Path(file), chip)
+
+
+class Draft(NamedTuple):
+    """A model on paper, in parts that any number of stages is made of.
+
+    Attributes:
+        whole: without data.
+        costs: of one micro-batch in each layer, in estimated operations.
+        activations: of one micro-batch in each layer; what layers of one stage keep in common
+            counts twice. Those of the reference implementations.
+    """
+
+    whole: models.Decoder
+    costs: list[parallel.LayerCost]
+    activations: list[parallel.StageBytes]
+
+
+def layer_costs(
+    config: Config, whole: models.Decoder, flops_per_byte: float
+) -> list[parallel.LayerCost]:
+    """What each layer costs; the model may be without data."""
+    tokens = _tokens(config, next(whole.parameters()).device)
+    return parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=flops_per_byte)
+
+
+def draft(config: Config, policy: precision.PrecisionPolicy, flops_per_byte: float) -> Draft:
+    """The model of a run; makes no weights."""
+    with torch.device("meta"):
+        whole = models.build(config.model)
+    costs, tokens = layer_costs(config, whole, flops_per_byte), _tokens(config, torch.device(HOST))
+    layers = [range(number, number + 1) for number in range(len(costs))]
+    autocast = replace(policy, device_type=HOST).autocast
+    activations = parallel.estimate_bytes(whole, layers, tokens, tokens, autocast=autocast)
+    return Draft(whole, costs, activations)
+
+
+def _tokens(config: Config, device: torch.device) -> Tensor:
+    shape = (config.data.batch_size, config.model.context)
+    return torch.zeros(shape, dtype=torch.int64, device=device)
+
+
+def mesh_sizes(settings: ParallelConfig, world_size: int) -> dict[str, int]:
+    """Axis name to size, slowest first: the stages of a replica are neighbours.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of ranks.
+    """
+    replicas = settings.data or max(1, world_size // settings.pipeline)
+    if replicas * settings.pipeline != world_size:
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        needed = replicas * settings.pipeline
+        raise ValueError(
+            f"parallel.data = {settings.data or 'all'} and parallel.pipeline = "
+            f"{settings.pipeline} do not multiply to the {ranks} of this job; start it with "
+            f"--nproc {needed}, or write other sizes"
+        )
+    return {"data": replicas, "pipeline": settings.pipeline}
+
+
+def rule_of(config: Config) -> optim.Rule:
+    """The update rule that the settings describe, behind clipping by the global norm."""
+    settings = config.optimizer
+    clip = optim.clip_by_global_norm(settings.max_norm or math.inf)
+    rule = settings.rule(config.schedule.rate(settings.lr, config.run.steps))
+    return optim.chain(clip, rule)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    """One stage of a replica: the ranks that hold it.
+
+    Attributes:
+        rank: of the pipeline's, which may hold other stages too.
+        layers: of the whole model.
+        cost: of one micro-batch, in estimated operations.
+        num_parameters: with the copies of tied ones.
+        memory: of the rank that has most of each; activations are not in it. Where the rank has
+            other stages too, as if it had not.
+        activations: that one micro-batch keeps, estimated.
+        units: bytes of the weights that are gathered together, in ZeRO stage 3; the root's last.
+        data_nbytes: that a rank sends to other replicas in a step: gradients and parameters.
+        pipeline_nbytes: to other stages: outputs and gradients of all micro-batches, and those of
+            tied parameters.
+    """
+
+    rank: int
+    layers: range
+    cost: parallel.LayerCost
+    num_parameters: int
+    memory: zero.MemoryUse
+    activations: parallel.StageBytes
+    units: tuple[int, ...]
+    data_nbytes: int
+    pipeline_nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrangement:
+    """A model in stages that work by a schedule.
+
+    Attributes:
+        timeline: with the estimated costs and free messages.
+        memory: per rank of the pipeline a time, and the bytes in use from then on: parameters,
+            gradients and states all the time, activations and whole weights as they come and go.
+            Not in it: what a kernel takes while it runs, and messages.
+    """
+
+    stages: tuple[StagePlan, ...]
+    schedule: parallel.Schedule
+    timeline: parallel.Timeline
+    memory: tuple[tuple[tuple[parallel.Time, int], ...], ...]
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Per rank, the most bytes in use."""
+        return tuple(max(nbytes for _, nbytes in row) for row in self.memory)
+
+
+def arrange(
+    config: Config, model: Draft, replicas: int, policy: precision.PrecisionPolicy
+) -> Arrangement:
+    """The stages that the settings describe.
+
+    Raises:
+        OSError, ValueError: as :func:`make_schedule`, or more stages than layers.
+    """
+    layers = parallel.split_layers(model.whole, config.parallel.stages, model.costs)
+    one = parallel.one_f_one_b(1, config.data.accumulation)
+    schedule = make_schedule(config) if len(layers) > 1 else one
+    stages = tuple(
+        _stage(config, model, number, layers, schedule, replicas, policy)
+        for number in range(len(layers))
+    )
+    costs = parallel.Costs(
+        forward=[stage.cost.forward for stage in stages],
+        backward=[stage.cost.backward for stage in stages],
+    )
+    timeline = parallel.simulate(schedule, costs)
+    return Arrangement(
+        stages=stages,
+        schedule=schedule,
+        timeline=timeline,
+        memory=_in_use(config, stages, schedule, timeline),
+    )
+
+
+def _in_use(
+    config: Config,
+    stages: Sequence[StagePlan],
+    schedule: parallel.Schedule,
+    timeline: parallel.Timeline,
+) -> tuple[tuple[tuple[parallel.Time, int], ...], ...]:
+    nbytes = parallel.Bytes(
+        saved=[stage.activations.saved for stage in stages],
+        kept=[stage.activations.kept for stage in stages],
+        weights=[sum(stage.units) for stage in stages],
+    )
+    found = []
+    for rank, steps in enumerate(timeline.memory(schedule, nbytes)):
+        mine = [stage for stage in stages if stage.rank == rank]
+        always = sum(sum(stage.memory) for stage in mine)
+        if not config.parallel.whole_stages:
+            always += _by_units(mine, is_split=schedule.has_split_backward)
+        begin: tuple[parallel.Time, int] = (0, always)
+        found.append((begin, *((time, always + held) for time, held in steps)))
+    return tuple(found)
+
+
+def _by_units(stages: Sequence[StagePlan], *, is_split: bool) -> int:
+    """At most so many bytes of weights are whole, where blocks come and go with each use."""
+    busy, waiting = [], []
+    for stage in stages:
+        *blocks, root = stage.units or (0,)
+        busy.append(root + sum(blocks if is_split else sorted(blocks)[-2:]))
+        waiting.append(root + sum(blocks[-1:]))
+    return max(b - w for b, w in zip(busy, waiting, strict=True)) + sum(waiting)
+
+
+def _stage(
+    config: Config,
+    model: Draft,
+    number: int,
+    layers: Sequence[range],
+    schedule: parallel.Schedule,
+    replicas: int,
+    policy: precision.PrecisionPolicy,
+) -> StagePlan:
+    module = parallel.make_stage(model.whole, layers[number])
+    decay = config.optimizer.weight_decay
+    groups = [group["params"] for group in models.parameter_groups(module, decay)]
+    rule, zero_stage = rule_of(config), config.optimizer.stage
+    buffers = _buffers(module, groups, zero_stage, replicas, _gathers(schedule, number))
+    owners = schedule.owners()
+    ranks = [_memory(groups, buffers, rule, zero_stage, replicas, r) for r in range(replicas)]
+    saved = [model.activations[layer] for layer in layers[number]]
+    is_cut = STAGES[zero_stage].weights
+    return StagePlan(
+        rank=owners[number],
+        layers=layers[number],
+        cost=parallel.stage_costs(model.costs, layers)[number],
+        num_parameters=sum(param.numel() for group in groups for param in group),
+        memory=zero.MemoryUse(*(max(column) for column in zip(*ranks, strict=True))),
+        activations=parallel.StageBytes(*map(sum, zip(*saved, strict=True))),
+        units=tuple(b.layout.numel * torch.float32.itemsize for b in buffers) if is_cut else (),
+        data_nbytes=_data_nbytes(config, buffers, replicas, policy.reduce_dtype),
+        pipeline_nbytes=_pipeline_nbytes(config, module, number, owners),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """What is sent together: parameters and their layout; how often it is gathered in a step."""
+
+    params: Sequence[Tensor]
+    layout: Layout
+    num_gathers: int = 0
+
+
+def _gathers(schedule: parallel.Schedule, number: int) -> tuple[int, int]:
+    """In a step, of a stage's blocks; and of its root and last block, which wait for a backward."""
+    row = schedule.unpaired().rows[schedule.owners()[number]]
+    kinds = [action.kind for action in row if action.stage == number]
+    if "UNSHARD" in kinds:
+        return kinds.count("UNSHARD"), kinds.count("UNSHARD")
+    uses = [kind for kind in kinds if kind in parallel.HANDS_ON]
+    return len(uses), sum(before != "F" for before in (None, *uses[:-1]))
+
+
+def _buffers(
+    module: nn.Module,
+    groups: Sequence[Sequence[Tensor]],
+    stage: int,
+    replicas: int,
+    gathers: tuple[int, int],
+) -> list[_Buffer]:
+    """As :class:`.zero.Optimizer` will make them."""
+    if replicas == 1:
+        return []
+    parts = replicas if STAGES[stage].states else 1
+    if STAGES[stage].weights:
+        units = divide(module, "blocks")
+        owned = [list(params.values())[::-1] for params in own_parameters(module, units)]
+        again = [gathers[0]] * (len(units) - 2) + [gathers[1]] * min(2, len(units))
+        return [
+            _Buffer(params, plan_layout([p.numel() for p in params], parts), num)
+            for params, num in zip(owned, again, strict=True)
+            if params
+        ]
+    max_numel = default_nbytes(replicas) // torch.float32.itemsize
+    members = [
+        [group[index] for index in indices]
+        for group in groups
+        for indices in by_size([param.numel() for param in group], max_numel)
+    ]
+    return [_Buffer(params, plan_layout([p.numel() for p in params], parts)) for params in members]
+
+
+def _memory(
+    groups: Sequence[Sequence[Tensor]],
+    buffers: Sequence[_Buffer],
+    rule: Rule,
+    stage: int,
+    replicas: int,
+    rank: int,
+) -> zero.MemoryUse:
+    """As :meth:`.zero.Optimizer.memory` will say."""
+    shards = [param for group in groups for param in group]
+    whole = sum(param.nbytes for param in shards)
+    partition = STAGES[stage]
+    if partition.states and replicas > 1:
+        shards = [
+            param.reshape(-1)[: buffer.layout.piece(index, rank).numel]
+            for buffer in buffers
+            for index, param in enumerate(buffer.params)
+        ]
+    owned = sum(shard.nbytes for shard in shards)
+    states = sum(t.nbytes for shard in shards for t in rule.init(shard).values())
+    states += len(groups) * torch.float32.itemsize  # the step counts
+    weights = owned if partition.weights else whole
+    return zero.MemoryUse(weights, owned if partition.gradients else whole, states)
+
+
+def _data_nbytes(
+    config: Config, buffers: Sequence[_Buffer], replicas: int, dtype: torch.dtype
+) -> int:
+    """Gradients, and weights where they or their states are partitioned."""
+    partition = STAGES[config.optimizer.stage]
+    total = Fraction(0)
+    for buffer in buffers:
+        gradients = buffer.layout.numel * dtype.itemsize
+        weights = buffer.layout.numel * torch.float32.itemsize
+        if not partition.states:
+            total += wire_nbytes("all_reduce", gradients, replicas)
+            continue
+        gathers = buffer.num_gathers if partition.weights else 1
+        total += wire_nbytes("reduce_scatter", gradients, replicas)
+        total += gathers * wire_nbytes("all_gather", weights, replicas)
+    return math.ceil(total)
+
+
+def _pipeline_nbytes(
+    config: Config, module: nn.Module, number: int, owners: Mapping[int, int]
+) -> int:
+    """To the next stage outputs, to the one before gradients: vectors of float32.
+
+    Stages on one rank send each other nothing, and join what they have tied there.
+    """
+    if not isinstance(module, parallel.Stage):
+        return 0
+    here, last = owners[number], len(owners) - 1
+    neighbours = sum(owners.get(other, here) != here for other in (number - 1, number + 1))
+    numel = config.data.batch_size * config.model.context * config.model.width
+    messages = neighbours * config.data.accumulation * numel * torch.float32.itemsize
+    tied = module.tied if owners[0] != owners[last] else ()
+    return messages + sum(param.nbytes for param in tied)

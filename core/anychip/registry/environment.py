@@ -83,11 +83,13 @@ def host_transport() -> HostTransport | None:
         ValueError: there is no such transport.
     """
     named = os.environ.get("ANYCHIP_TRANSPORT", "").strip()
-    found = next((known for known in HOST_TRANSPORTS if known == named), None)
-    if named and found is None:
+    for known in HOST_TRANSPORTS:
+        if named == known:
+            return known
+    if named:
         expected = " or ".join(HOST_TRANSPORTS)
         raise ValueError(f"ANYCHIP_TRANSPORT: {expected} expected, got {named!r}")
-    return found
+    return None
 
 
 def secret() -> bytes:

@@ -218,6 +218,7 @@ class Group {
   }
 
   void publish() {
+    segment_.note_core();
     Head& mine = head(rank_);
     Record& record = mine.records[step_ & 1];
     tag_of_step_ = tag_;
@@ -262,7 +263,7 @@ class Group {
       return kDone;
     };
     outcome_->peer = rank;
-    return segment_.wait(is_there, sleep);
+    return segment_.wait(world_ranks_[rank], is_there, sleep);
   }
 
   // All ranks send the whole, and each reduces it: one step.

@@ -60,7 +60,8 @@ class PointToPoint {
   // After a failure nothing is moved any more, so that memory of other messages may go.
   Status wait(Message* message, Clock::time_point deadline) {
     Place& mine = segment_.place(segment_.rank());
-    Place& theirs = segment_.place(message->peer);
+    const int peer = message->peer;
+    Place& theirs = segment_.place(peer);
     for (;;) {
       const uint32_t heard = mine.bell.load(std::memory_order_acquire);
       const bool is_closed = theirs.closed.load(std::memory_order_acquire) != 0;
@@ -78,7 +79,8 @@ class PointToPoint {
         if (is_moving) continue;
       }
       const auto rings = [&] { return mine.bell.load(std::memory_order_acquire) != heard; };
-      segment_.wait(rings, [&] {
+      segment_.note_core();
+      segment_.wait(peer, rings, [&] {
         mine.sleepers.fetch_add(1, std::memory_order_seq_cst);
         if (mine.bell.load(std::memory_order_seq_cst) == heard) sleep_while(mine.bell, heard);
         mine.sleepers.fetch_sub(1, std::memory_order_relaxed);

@@ -59,6 +59,7 @@ struct alignas(kLine) Place {
   Word bell;      // grows with every change in its channels
   Word sleepers;  // who waits for that
   Word closed;
+  Word core;  // on which it was last
 };
 
 class Segment {
@@ -118,20 +119,29 @@ class Segment {
     mapped_.clear();
   }
 
-  // Calls `is_there` until it is true: without a pause for a while, then `sleep` in between, which
-  // looks whether there is a reason to give up. Who slept in vain for longer than a spin takes
-  // spins less the next time; who would have been there in time spins longer: to be woken takes as
-  // long as many steps, and would make the other rank sleep in its turn.
+  // Says on which core this rank runs, for those that wait for it.
+  void note_core() {
+    Word& core = place(rank_).core;
+    const uint32_t here = static_cast<uint32_t>(sched_getcpu());
+    if (core.load(std::memory_order_relaxed) != here) core.store(here, std::memory_order_relaxed);
+  }
+
+  // Calls `is_there` until it is true: without a pause for a while, then with `sleep` in between,
+  // which looks whether there is a reason to give up. Nobody spins on the core of the rank that he
+  // waits for. Who slept for longer than a spin takes spins less the next time; who would have been
+  // there in time spins longer: to be woken takes as long as many steps, and would make the other
+  // rank sleep in its turn.
   template <class Condition, class Sleep>
-  Status wait(Condition is_there, Sleep sleep) {
+  Status wait(int rank, Condition is_there, Sleep sleep) {
     if (is_there()) return kDone;
     const auto begin = Clock::now(), end = begin + std::chrono::nanoseconds(spin_ns_);
-    while (Clock::now() < end) {
+    const Word& core = place(rank).core;
+    const auto here = static_cast<uint32_t>(sched_getcpu());
+    while (core.load(std::memory_order_relaxed) != here && Clock::now() < end) {
       for (int i = 0; i < 64; ++i) {
         if (is_there()) return kDone;
         pause_briefly();
       }
-      sched_yield();
     }
     Status status = kDone;
     while (!is_there() && (status = sleep()) == kDone) {

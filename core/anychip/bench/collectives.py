@@ -80,7 +80,8 @@ def run(
             "x torch: its time over ours, above 1 is faster; x bound: our time over that of a copy "
             "of as many bytes on both ranks at once",
             "x wire: bytes that left the ranks, as the kernel counted them on the loopback device, "
-            "over those of the formula (wire B); traffic of other programs is in it",
+            "over those of the formula (wire B); traffic of other programs is in it, and what goes "
+            "through shared memory is not",
         ),
     )
 

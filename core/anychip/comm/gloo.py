@@ -19,6 +19,7 @@ class Gloo:
 
     Args:
         address: of this machine, at which its ranks listen.
+        why: it is these connections and not others, for reports.
 
     Attributes:
         description: for reports.
@@ -26,10 +27,8 @@ class Gloo:
         recv: the same, with the place where the message goes.
     """
 
-    description = "gloo messages, reduced on the host pairwise in rank order"
-
     def __init__(
-        self, store: Store, rank: int, world_size: int, address: str, timeout_s: float
+        self, store: Store, rank: int, world_size: int, address: str, timeout_s: float, why: str
     ) -> None:
         import torch.distributed as dist
 
@@ -41,6 +40,7 @@ class Gloo:
         self.send, self.recv = self._group.send, self._group.recv
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._is_broken = False
+        self.description = f"gloo messages, reduced on the host pairwise in rank order ({why})"
 
     def abort(self) -> None:
         """Closes this process's connections, which wakes whoever waits, here and at their ends.

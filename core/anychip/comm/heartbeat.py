@@ -10,36 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import os
 import socket
 import threading
 from typing import Any
 
-from anychip.comm import frames
+from anychip.comm import frames, native
 
-_LIBRARY = "anychip.comm._heartbeat"
 _SEND_MS = 1000
 _ABI = 1
 
 
 def load() -> tuple[Any, str]:
     """The library, or None and why there is none."""
-    try:
-        spec = importlib.util.find_spec(_LIBRARY)
-    except ValueError:
-        spec = None
-    if spec is None or spec.origin is None:
-        return None, f"{_LIBRARY} was not built; pip install . builds it where g++ is"
-    try:
-        library = ctypes.CDLL(spec.origin)
-        found = int(library.anychip_heartbeat_abi())
-    except (OSError, AttributeError) as error:
-        return None, f"{spec.origin} cannot be loaded: {error}"
-    if found != _ABI:
-        return None, f"{spec.origin} has ABI {found}, and {_ABI} is expected: build it again"
-    library.anychip_heartbeat_new.restype = ctypes.c_void_p
-    return library, ""
+    library, missing = native.load("_heartbeat", "anychip_heartbeat_abi", _ABI)
+    if library is not None:
+        library.anychip_heartbeat_new.restype = ctypes.c_void_p
+    return library, missing
 
 
 class Heartbeat:

@@ -15,14 +15,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anychip import contract
-from anychip.comm import flight
-from anychip.comm.gloo import Gloo
+from anychip.comm import flight, hosts
 from anychip.comm.ledger import LAST, Check, Failure, Ledger, Note, ranks_text
 from anychip.comm.meeting import meet
 from anychip.comm.store import Connection, part_of
@@ -50,6 +49,7 @@ class Rendezvous(NamedTuple):
         side_channel: what tells ranks of each other, :class:`anychip.comm.liveness.Liveness`, but
             for what it gets here.
         flight_record: see :class:`Job`.
+        host_transport: see :class:`~anychip.comm.hosts.Seat`.
     """
 
     store: Store
@@ -58,6 +58,7 @@ class Rendezvous(NamedTuple):
     address: str
     side_channel: Callable[..., Liveness]
     flight_record: Path | None = None
+    host_transport: hosts.HostTransport | None = None
 
 
 class LastCall(NamedTuple):
@@ -75,8 +76,8 @@ class Job(contract.Job):
         store: with keys of this job alone.
         news: makes what tells ranks of each other, as :class:`~anychip.comm.liveness.Liveness`
             does, given what is to be called at a failure, and with a question.
-        connect: makes the connections between the ranks' hosts, as :class:`~anychip.comm.gloo.Gloo`
-            has them; a call of all ranks.
+        connect: makes the connections between the ranks' hosts, as
+            :func:`anychip.comm.hosts.connect` does; a call of all ranks.
         heartbeat_s: seconds that a call is waited for before ranks compare what they call; less
             where the time limit is less than twice that.
         check: how ranks find that they call different things, see :mod:`anychip.comm.ledger`.
@@ -238,8 +239,11 @@ class Job(contract.Job):
 
     def host(self, group: Membership) -> Transport:
         from anychip.comm.messages import Messages
+        from anychip.comm.shared_memory import SharedCollectives, SharedMemory
 
-        return Messages(self.connections, group, self.timeout_s)
+        is_shared = isinstance(self.connections, SharedMemory)
+        transport = SharedCollectives if is_shared else Messages
+        return transport(self.connections, group, self.timeout_s)
 
     def library(
         self, name: str, device: str, *, identity: str | None = None, **wishes: Any
@@ -317,15 +321,14 @@ def join(
         limits = {"heartbeat_s": heartbeat_s, "progress_s": timeout_s}
         return place.side_channel(store, rank, world_size, **limits, **calls)
 
-    def connect(keys: Store) -> Gloo:
-        return Gloo(keys, rank, world_size, place.address, timeout_s)
+    seat = hosts.Seat(rank, world_size, place.address, timeout_s, place.host_transport)
 
     job = Job(
         rank,
         world_size,
         store,
         news=news,
-        connect=connect,
+        connect=partial(hosts.connect, seat=seat),
         timeout_s=timeout_s,
         heartbeat_s=heartbeat_s,
         check=check,

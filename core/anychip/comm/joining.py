@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anychip.comm import heartbeat
+from anychip.comm.hosts import HostTransport
 from anychip.comm.job import Rendezvous
 from anychip.comm.liveness import WITHOUT_NATIVE, Liveness
 
@@ -53,6 +54,7 @@ def rendezvous(
     interface: str | None,
     secret: bytes,
     flight_record: Path | None,
+    host_transport: HostTransport | None,
 ) -> Rendezvous | None:
     """This process's place in a job, or None when it is alone.
 
@@ -61,7 +63,7 @@ def rendezvous(
         is_one_machine: all ranks are on this one, as far as the launcher says.
         interface: name or address of the one to listen at; None: found.
         secret: of the job, for the side channel.
-        flight_record: see :class:`~anychip.comm.job.Job`.
+        flight_record, host_transport: see :class:`~anychip.comm.job.Rendezvous`.
 
     Raises:
         ValueError: there is no such interface, or none by which other machines reach this one.
@@ -82,7 +84,8 @@ def rendezvous(
     if place.rank == 0:
         _warn(address, secret)
     side_channel = partial(Liveness, address=address, secret=secret)
-    return Rendezvous(store, place.rank, place.world_size, address, side_channel, flight_record)
+    ways = (side_channel, flight_record, host_transport)
+    return Rendezvous(store, place.rank, place.world_size, address, *ways)
 
 
 def loopback_store(timeout: timedelta = timedelta(seconds=300)) -> TCPStore:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from anychip.comm.progress import Message, Progress, Steps, StepwiseCall
+from anychip.comm.progress import Driven, Message, Progress, Steps, StepwiseCall
 from anychip.comm.reduction import host_capabilities, reduce_pairwise
 from anychip.comm.wire import SMALL_NBYTES
 from anychip.contract import (
@@ -37,7 +37,7 @@ from anychip.contract import (
 # A message's tag has 31 bits: 10 for the group, 1 for what it belongs to, 20 for a collective's
 # number and step, or for the caller's own tag. Messages of one tag keep their order, so that
 # numbers may come round again.
-_GROUPS, _TAGS = 2**10, 2**20
+GROUPS, _TAGS = 2**10, 2**20
 
 PIECE_NBYTES = 4 * 1024 * 1024
 """A reduction goes piece by piece, so that sums and messages overlap. Smaller pieces cost more
@@ -70,8 +70,8 @@ class Messages(Transport):
     num_tags = _TAGS // 2
 
     def __init__(self, connections: Any, group: Membership, timeout_s: float) -> None:
-        if group.number >= _GROUPS:
-            raise UnsupportedError(f"group {group.name!r}: a job has at most {_GROUPS - 1} groups")
+        if group.number >= GROUPS:
+            raise UnsupportedError(f"group {group.name!r}: a job has at most {GROUPS - 1} groups")
         self._connections, self._group, self._timeout_s = connections, group, timeout_s
         self._rank, self._size = group.rank, len(group.ranks)
         # Everybody begins with another one, so that nobody gets all first messages.
@@ -186,7 +186,7 @@ class Messages(Transport):
         return self._begin(lambda tag: iter([self._gather(self._bytes, tag)]), call)
 
     def proceed(self, work: Work, on_error: Callable[[Exception], None]) -> None:
-        if isinstance(work, StepwiseCall):
+        if isinstance(work, Driven):
             if self._progress is None:
                 self._progress = Progress(self._group.name)
             self._progress.add(work, on_error)

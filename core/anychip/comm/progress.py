@@ -1,9 +1,9 @@
-"""How a call of several steps gets on: in the caller's thread, or in one of its own.
+"""How a call gets on: in the caller's thread, or in one of its group's.
 
-The steps of a call are a generator that posts messages and yields them to be waited for. A call
-that is waited for at once is driven by the caller. One that is not goes to its group's thread, so
-that sums are made and second halves are sent while the caller computes; a caller that waits before
-the thread has begun does it himself.
+A call that is waited for at once is driven by the caller. One that is not goes to its group's
+thread, so that sums are made and second halves are sent while the caller computes; a caller that
+waits before the thread has begun does it himself. Where a call is made of messages, its steps are a
+generator that posts them and yields them to be waited for.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Literal, Protocol
@@ -36,22 +37,21 @@ Steps = Iterator[list[tuple[int, Message]]]
 done."""
 
 
-class StepwiseCall(Work):
-    """A call under way. Its first messages are posted when it is made.
+class Driven(Work, ABC):
+    """A call that gets on in the thread that waits for it: the caller's, or its group's.
 
     Args:
-        steps: see :data:`Steps`.
-        outputs: tensors that the steps write.
+        outputs: tensors that it writes.
     """
 
-    def __init__(self, steps: Steps, outputs: Sequence[torch.Tensor], timeout_s: float) -> None:
-        self._steps, self._outputs = steps, outputs
-        self._deadline = time.monotonic() + timeout_s
+    def __init__(self, outputs: Sequence[torch.Tensor], timeout_s: float) -> None:
+        self._outputs, self._deadline = outputs, time.monotonic() + timeout_s
         self._error: Exception | None = None
         self._finished, self._lock = False, threading.Lock()
-        self._posted: list[tuple[int, Message]] | None = next(steps, None)
-        if self._posted is None:
-            self._finish()
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Does all that is left; called once."""
 
     def is_done(self) -> bool:
         return self._finished
@@ -62,36 +62,60 @@ class StepwiseCall(Work):
             raise error
 
     def drive(self) -> Exception | None:
-        """Does all steps that are left; the error, if one failed."""
+        """Does all that is left, if nobody has; the error, if it failed."""
         with self._lock:
-            while self._posted is not None and self._error is None:
-                waited = -1
-                try:
-                    for peer, message in self._posted:
-                        waited = peer
-                        left = self._deadline - time.monotonic()
-                        message.wait(timedelta(seconds=max(left, 0.0) + _TICK_S))
-                    self._posted = next(self._steps, None)
-                except TransportError as error:
-                    self._error = error
-                except RuntimeError as error:
-                    how: Literal["late", "lost"] = (
-                        "late" if time.monotonic() >= self._deadline else "lost"
-                    )
-                    self._error = TransportError(str(error), (waited,), how)
             if not self._finished:
+                try:
+                    self._run()
+                except RuntimeError as error:
+                    self._error = error
                 self._finish()
             return self._error
 
     def _finish(self) -> None:
-        # Messages are written past autograd, which has to know that saved values are old.
+        # Tensors are written past autograd, which has to know that saved values are old.
         torch.autograd.graph.increment_version([t for t in self._outputs if not t.is_inference()])
         # The thread, and who keeps the work, holds no tensor for longer than the call takes.
-        self._posted, self._outputs, self._steps = None, (), iter(())
-        self._finished = True
+        self._outputs, self._finished = (), True
 
 
-_Started = tuple[StepwiseCall, Callable[[Exception], None]]
+class StepwiseCall(Driven):
+    """A call of several steps. Its first messages are posted when it is made.
+
+    Args:
+        steps: see :data:`Steps`.
+        outputs: tensors that the steps write.
+    """
+
+    def __init__(self, steps: Steps, outputs: Sequence[torch.Tensor], timeout_s: float) -> None:
+        super().__init__(outputs, timeout_s)
+        self._steps = steps
+        self._posted: list[tuple[int, Message]] | None = next(steps, None)
+        if self._posted is None:
+            self._finish()
+
+    def _run(self) -> None:
+        waited = -1
+        try:
+            while self._posted is not None:
+                for peer, message in self._posted:
+                    waited = peer
+                    left = self._deadline - time.monotonic()
+                    message.wait(timedelta(seconds=max(left, 0.0) + _TICK_S))
+                self._posted = next(self._steps, None)
+        except TransportError:
+            raise
+        except RuntimeError as error:
+            is_late = time.monotonic() >= self._deadline
+            how: Literal["late", "lost"] = "late" if is_late else "lost"
+            raise TransportError(str(error), (waited,), how) from error
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._posted, self._steps = None, iter(())
+
+
+_Started = tuple[Driven, Callable[[Exception], None]]
 
 
 class Progress:
@@ -102,7 +126,7 @@ class Progress:
         self._thread = threading.Thread(target=self._run, name=f"anychip {name}", daemon=True)
         self._thread.start()
 
-    def add(self, call: StepwiseCall, on_error: Callable[[Exception], None]) -> None:
+    def add(self, call: Driven, on_error: Callable[[Exception], None]) -> None:
         """Takes a call; it will be driven after those before it."""
         self._calls.put((call, on_error))
 

@@ -7,6 +7,8 @@ ANYCHIP_PROBE_TIMEOUT    seconds that a plugin's probe may take (default 20)
 ANYCHIP_INTERFACE        name or address of the interface at which ranks listen (default: loopback
                          for one machine, else the one by which it reaches MASTER_ADDR)
 ANYCHIP_FLIGHT_RECORD    directory into which each rank writes its last calls when its job fails
+ANYCHIP_TRANSPORT        between the ranks' hosts: shared_memory or sockets (default: memory where
+                         all ranks are on one host, else sockets)
 ANYCHIP_SECRET           what the ranks of a job have in common, and nobody else knows
 ANYCHIP_SECRET_FILE      a file with it, in its place
 WORLD_SIZE, RANK, ...    set by a launcher such as torchrun: see :func:`launched`
@@ -19,6 +21,7 @@ import math
 import os
 from pathlib import Path
 
+from anychip.comm.hosts import HOST_TRANSPORTS, HostTransport
 from anychip.comm.joining import Launched
 from anychip.contract import AmbiguousBackendError, ContractError
 
@@ -71,6 +74,22 @@ def flight_record() -> Path | None:
     """The directory that ANYCHIP_FLIGHT_RECORD names; None when it is unset or empty."""
     named = os.environ.get("ANYCHIP_FLIGHT_RECORD", "").strip()
     return Path(named) if named else None
+
+
+def host_transport() -> HostTransport | None:
+    """What ANYCHIP_TRANSPORT asks for; None when it is unset or empty.
+
+    Raises:
+        ValueError: there is no such transport.
+    """
+    named = os.environ.get("ANYCHIP_TRANSPORT", "").strip()
+    for known in HOST_TRANSPORTS:
+        if named == known:
+            return known
+    if named:
+        expected = " or ".join(HOST_TRANSPORTS)
+        raise ValueError(f"ANYCHIP_TRANSPORT: {expected} expected, got {named!r}")
+    return None
 
 
 def secret() -> bytes:

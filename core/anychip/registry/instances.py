@@ -55,6 +55,7 @@ def _find_job(timeout_s: float) -> Rendezvous | None:
         interface=environment.interface(),
         secret=environment.secret(),
         flight_record=environment.flight_record(),
+        host_transport=environment.host_transport(),
     )
 
 

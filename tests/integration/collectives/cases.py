@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
-import threading
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 
 from anychip.comm import agree
 from anychip.contract import CommunicationError, Communicator, Transfer
-from tests.integration.collectives.generations import generations  # noqa: F401 - a case
+from tests.integration.collectives.generations import generations, left_memory, left_open  # noqa: F401
 from tests.order_of_sums import pairwise
 
 # Values of an operand, known to every rank, so that each can work out what must come.
@@ -567,8 +567,7 @@ def unchecked(comm: Communicator) -> bool:
 
 def many_calls(comm: Communicator, count: int) -> tuple[int, int]:
     """Keys in the store after some calls, and after many."""
-    store, value = comm.job.store, torch.ones(1)  # type: ignore[attr-defined]
-    numbers = []
+    store, value, numbers = comm.job.store, torch.ones(1), []  # type: ignore[attr-defined]
     for calls in (200, count):
         for _ in range(calls):
             comm.all_reduce(value)
@@ -578,15 +577,18 @@ def many_calls(comm: Communicator, count: int) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def threads_after_close(comm: Communicator) -> list[str]:
-    """Names of our threads that are left after close, with work that was under way."""
+def left_after_close(comm: Communicator, absent: int | None = None) -> list[str]:
+    """What is left of ours after close, with work that was under way, or when a rank was killed."""
     comm.all_reduce(torch.ones(100_000), async_op=True).wait()
     comm.barrier()
-    if comm.rank == 0:
+    if absent is not None:
+        with contextlib.suppress(CommunicationError):
+            is_signalled(comm, absent, int(signal.SIGKILL), 0.1)
+    elif comm.rank == 0:
         comm.all_reduce(torch.ones(100_000), async_op=True)  # nobody else comes
     comm.close()
     comm.close()
-    return [t.name for t in threading.enumerate() if t.name.startswith("anychip")]
+    return [*left_open()[1], *left_memory()]
 
 
 def ends_without_close(comm: Communicator) -> bool:

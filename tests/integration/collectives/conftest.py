@@ -8,9 +8,12 @@ from tests.integration import quiet_network as network
 from tests.integration.collectives.processes import Server
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    server = Server()
+@pytest.fixture(
+    scope="session",
+    params=["shared_memory", pytest.param("sockets", marks=pytest.mark.grid)],
+)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    server = Server(request.param)
     yield server
     server.close()
 
@@ -21,6 +24,6 @@ def quiet_network() -> Iterator[Server]:
     prefix = network.prefix()
     if prefix is None:
         pytest.skip("this system does not let us make a network namespace")
-    server = Server(prefix)
+    server = Server("sockets", prefix)
     yield server
     server.close()

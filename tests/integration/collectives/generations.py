@@ -88,3 +88,10 @@ def left_open() -> list[list[Any]]:
     gc.collect()
     counts = [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
     return [counts, [t.name for t in threading.enumerate() if "anychip" in t.name]]
+
+
+def left_memory() -> list[str]:
+    """What this process has mapped or open of memory that ranks share."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines += [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return [line for line in lines if "memfd:anychip" in line]

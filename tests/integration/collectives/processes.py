@@ -40,9 +40,13 @@ class Outcome:
 
 
 class Server:
-    """The process that forks ranks. ``prefix`` is a command that runs it, like unshare."""
+    """The process that forks ranks.
 
-    def __init__(self, prefix: Sequence[str] = ()) -> None:
+    ``prefix`` is a command that runs it, like unshare; ``transport`` connects the ranks' hosts.
+    """
+
+    def __init__(self, transport: str, prefix: Sequence[str] = ()) -> None:
+        self._transport = transport
         self.process = subprocess.Popen(
             [*prefix, sys.executable, str(HERE / "processes.py")], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
@@ -59,6 +63,7 @@ class Server:
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
+        arguments["job"] = {"transport": self._transport, **arguments.get("job", {})}
         self.process.stdin.write(json.dumps([case, world_size, arguments]) + "\n")
         self.process.stdin.flush()
         outcomes = json.loads(self.process.stdout.readline())
@@ -76,7 +81,7 @@ class Server:
 def serve() -> None:
     """Forks the ranks of each job that a line of stdin describes."""
     import anychip.comm.library
-    import anychip.comm.messages  # noqa: F401 - what every rank needs
+    import anychip.comm.shared_memory  # noqa: F401 - what every rank needs
 
     specification = importlib.util.spec_from_file_location("cases", HERE / "cases.py")
     assert specification is not None
@@ -143,6 +148,7 @@ def run_launched(
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "ANYCHIP_SECRET": "of the launcher" * 2}
+    os.environ["ANYCHIP_TRANSPORT"] = arguments.pop("job")["transport"]
     outcome: dict[str, Any] = {}
     try:
         outcome["value"] = case(number, **arguments)
@@ -175,7 +181,10 @@ def run_rank(
     settings = {"timeout_s": 20.0, "heartbeat_s": 20.0, "check": "step"}
     settings |= arguments.pop("job", {})
     to_the_end = arguments.pop("to_the_end", False)
-    delay_s = settings.pop("delays_s", [0.0] * world_size)[rank]
+    delay_s, transport = (
+        settings.pop("delays_s", [0.0] * world_size)[rank],
+        settings.pop("transport"),
+    )
     if delay_s is None:
         file.write_text(json.dumps({"kind": "never started"}))
         return
@@ -186,7 +195,8 @@ def run_rank(
             "127.0.0.1", port, None, is_host, timedelta(seconds=20), wait_for_workers=False
         )
         channel = partial(Liveness, address=LOOPBACK, secret=b"of this job")
-        job = join(Rendezvous(store, rank, world_size, LOOPBACK, channel), **settings)
+        place = Rendezvous(store, rank, world_size, LOOPBACK, channel, host_transport=transport)
+        job = join(place, **settings)
         comm = Group(job.world, job.host(job.world), job)
         outcome: dict[str, Any] = {"value": case(comm, **arguments)}
     except CommunicationError as error:

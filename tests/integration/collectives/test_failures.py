@@ -121,6 +121,11 @@ def test_killed_rank_is_named_by_all(server: Server, absent: int, world_size: in
         assert f"rank {absent} is lost: its process was killed" in outcome.error
 
 
+def test_killed_rank_leaves_no_memory_with_the_others(server: Server) -> None:
+    outcomes = server.run("left_after_close", 3, absent=1)
+    assert [outcome.value for outcome in outcomes] == [[], None, []]
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize(("absent", "asleep", "world_size"), [(0, 1, 3), (2, 0, 4)])
 def test_killed_rank_ends_calls_that_wait_for_another(

@@ -41,6 +41,13 @@ def test_reduction_in_many_pieces_equals_ordered_numpy_sum(server: Server) -> No
     assert values(outcomes) == [[]] * 4
 
 
+def test_reduction_in_many_steps_equals_ordered_numpy_sum(server: Server) -> None:
+    # Steps in memory are of 256 KiB and more.
+    numels = [5 * 64 * 1024 + 7]
+    outcomes = server.run("reductions", 3, numels=numels, dtypes=["float32"], kinds=["sum"])
+    assert values(outcomes) == [[]] * 3
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_moved_values_arrive_as_they_were(server: Server, world_size: int) -> None:
     numels = [0, 1, 2, 1001] if world_size == 3 else [1, 1001]
@@ -128,8 +135,8 @@ def test_store_after_many_calls_has_no_more_keys(server: Server) -> None:
         assert after == before
 
 
-def test_close_leaves_no_thread(server: Server) -> None:
-    assert values(server.run("threads_after_close", 3)) == [[]] * 3
+def test_close_leaves_no_thread_and_no_memory(server: Server) -> None:
+    assert values(server.run("left_after_close", 3)) == [[]] * 3
 
 
 def test_interpreter_ends_with_a_call_under_way(server: Server) -> None:

@@ -26,7 +26,8 @@ def test_loopback_counter_sees_two_psi_per_step_at_every_stage(tmp_path: Path) -
     if prefix is None:
         pytest.skip("this system does not let us make a network namespace")
     paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    server = Server({**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, prefix=prefix)
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "ANYCHIP_TRANSPORT": "sockets"}
+    server = Server({**os.environ, **variables}, prefix=prefix)
     script = str(Path(__file__).with_name("zero_bytes.py"))
     ended = server.run(script, "out.json", world_size=WORLD_SIZE, cwd=tmp_path)
     server.close()

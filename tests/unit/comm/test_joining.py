@@ -56,6 +56,7 @@ def test_what_is_missing_is_said_by_rank_0_alone(
             "interface": None,
             "secret": secret,
             "flight_record": None,
+            "host_transport": None,
         }
         rendezvous(lambda: place, timeout_s=1.0, **settings)
 

@@ -101,6 +101,19 @@ def test_flight_record_is_a_directory_or_none(monkeypatch: pytest.MonkeyPatch) -
     assert environment.flight_record() == Path("some/where")
 
 
+@pytest.mark.parametrize(("text", "found"), [("", None), (" sockets ", "sockets")])
+def test_transport_of_hosts_is_a_known_one(
+    monkeypatch: pytest.MonkeyPatch, text: str, found: str | None
+) -> None:
+    monkeypatch.setenv("ANYCHIP_TRANSPORT", text)
+    assert environment.host_transport() == found
+    monkeypatch.setenv("ANYCHIP_TRANSPORT", "carrier pigeons")
+    with pytest.raises(
+        ValueError, match="shared_memory or sockets expected, got 'carrier pigeons'"
+    ):
+        environment.host_transport()
+
+
 def test_backend_name_that_is_blank_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYCHIP_BACKEND", "  ")
     assert environment.backend_name() is None

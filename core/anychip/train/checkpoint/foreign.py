@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from anychip.contract import Communicator
+from anychip.runtime import on_host
 from anychip.train.checkpoint.agreement import attempt, gather
 from anychip.train.checkpoint.folder import CheckpointError
 from anychip.train.checkpoint.holders import Held, HeldWithStates, Stateful, holder
@@ -75,7 +76,7 @@ def load(
     if not isinstance(held, HeldWithStates):
         return 0
     settings = held.settings()
-    steps = found.steps or {name: float(part.values) for name, part in held.steps.items()}
+    steps = found.steps or {name: float(on_host(part.values)) for name, part in held.steps.items()}
     settings["num_steps"] = int(max(steps.values(), default=0.0))
     held.finish(settings, steps, [part.name for _, part in found.parts])
     return int(settings["num_steps"])
@@ -111,7 +112,7 @@ def _look(path: Path, source: Source, held: Held, weights_only: bool) -> _Found:
         for name, part in held.steps.items():
             value = source.read(_fitting(path, source, part, [part.name]), part)
             if not STEP_TENSOR.fits(value):
-                words = f"{STEP_TENSOR.words} expected, got {value.tolist()}"
+                words = f"{STEP_TENSOR.words} expected, got {on_host(value).tolist()}"
                 raise _refusal(path, f"{part.name}: {words}")
             found.steps[name] = float(value)
     return found

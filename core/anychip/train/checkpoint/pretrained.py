@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anychip.contract import HOST, Communicator
+from anychip.contract import Communicator
+from anychip.runtime import on_host
 from anychip.train import files
 from anychip.train.checkpoint import foreign, reading
 from anychip.train.checkpoint.folder import CheckpointError
@@ -178,7 +179,7 @@ def _bytes(reader: reading.Reader, entry: _Entry) -> memoryview:
     reader.verify(part)
     found = reader.read(part).view(entry.stored.shape)
     found = found.t().contiguous() if entry.is_transposed else found
-    return found.reshape(-1).view(torch.uint8).numpy().data
+    return on_host(found.reshape(-1).view(torch.uint8)).numpy().data
 
 
 def load(
@@ -298,10 +299,9 @@ def _places(file: Path) -> Iterator[tuple[str, _Place]]:
 
 
 def _read(place: _Place, first: int, numel: int) -> Tensor:
-    found = torch.empty(numel, dtype=place.dtype, device=HOST)
-    with place.file.open("rb") as content:
-        content.seek(place.offset + first * place.dtype.itemsize)
-        got = content.readinto(found.view(torch.uint8).numpy().data)
-    if got != found.nbytes:
-        raise CheckpointError(f"{place.file} ends too early")
-    return found
+    content = bytearray(numel * place.dtype.itemsize)
+    with place.file.open("rb") as file:
+        file.seek(place.offset + first * place.dtype.itemsize)
+        if file.readinto(content) != len(content):
+            raise CheckpointError(f"{place.file} ends too early")
+    return reading.as_tensor(content, place.dtype)

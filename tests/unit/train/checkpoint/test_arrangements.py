@@ -51,7 +51,7 @@ SETTINGS = [
 ]
 ALWAYS = {
     ("3-stage1", "2-stage3"), ("2x1-virtual2", "1-16bit"), ("3-stage3-16bit", "4-stage3-groups"),
-    ("2x2-stage2", "2-stage0"), ("1", "2x1"),
+    ("2x2-stage2", "2-stage0"),
 }  # fmt: skip
 
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anychip import ops
+from anychip.conformance.oracles import philox
 from tests.unit.dispatch.calls import bits
-from tests.unit.operators.philox import stream
 
 NAMES = ("attention", "attention_dropout", "attention_varlen")
 CLOSE = dict(rtol=1e-5, atol=2e-6)
@@ -67,7 +67,7 @@ def weights_of(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 def test_dropout_mask_is_the_stream_over_all_weights(seed: int, offset: int, causal: bool) -> None:
     q, k, v = (t.detach() for t in qkv(5, 7))
     p = 0.4
-    kept = stream(seed, offset, 2 * 4 * 5 * 7) >= int(p * 2**32)
+    kept = philox.words(seed, offset, 2 * 4 * 5 * 7) >= int(p * 2**32)
     mask = torch.from_numpy(kept.reshape(2, 4, 5, 7)).float()
     weights = weights_of(q, k, causal) * mask / (1.0 - p)
     want = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(2, 2))
@@ -78,7 +78,7 @@ def test_dropout_mask_is_the_stream_over_all_weights(seed: int, offset: int, cau
 
 def test_dropout_of_a_part_has_the_mask_of_the_whole() -> None:
     sizes, p = (5, 6, 9, 11), 0.4
-    kept = stream(3, 2**32 - 5, math.prod(sizes)) >= int(p * 2**32)
+    kept = philox.words(3, 2**32 - 5, math.prod(sizes)) >= int(p * 2**32)
     places = [torch.randperm(n)[:count] for n, count in zip(sizes, (2, 4, 5, 7), strict=True)]
     mask = torch.from_numpy(kept.reshape(sizes))[torch.meshgrid(*places, indexing="ij")]
     q, k, v = (t.detach() for t in qkv(5, 7))

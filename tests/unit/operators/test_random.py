@@ -1,6 +1,7 @@
 """The random stream and dropout: the same bits from the reference, the native row and numpy."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,22 +11,11 @@ from hypothesis import strategies as st
 
 import anychip
 from anychip import ops
+from anychip.conformance.oracles import philox
 from anychip.operators import philox as torch_philox
 from anychip_cpu import native
 from tests.unit.dispatch.calls import bits
-from tests.unit.operators.philox import dropout, philox, stream
 
-WORD = 0xFFFFFFFF
-KNOWN = [
-    # counter, key, words: kat_vectors of Random123 1.14, philox4x32 with 10 rounds
-    ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-    ([WORD] * 4, [WORD] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-    (
-        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-        [0xA4093822, 0x299F31D0],
-        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-    ),
-]
 STREAMS = [
     (0, 0),
     (1, 1),
@@ -48,17 +38,18 @@ def pin(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
-def test_numpy_philox_gives_the_published_answers(
-    counter: list[int], key: list[int], words: list[int]
-) -> None:
-    found = philox(np.array([counter], dtype=np.uint64), np.array(key, dtype=np.uint64))
-    assert found.tolist() == [words]
+def dropped_by_numpy(values: Any, seed: int, offset: int, p: float, which: Any = None) -> Any:
+    """float32 dropout by these words: what is kept, times 1 / (1 - p) rounded to float32."""
+    keep = philox.kept(seed, offset, values.size if which is None else which, p)
+    keep = keep.reshape(values.shape)
+    scale = np.float32(0.0 if p == 1.0 else 1.0 / (1.0 - p))
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.where(keep, values * scale, np.float32(0.0))
 
 
 @pytest.mark.parametrize(("seed", "offset"), STREAMS)
 def test_torch_and_native_streams_equal_numpy(seed: int, offset: int) -> None:
-    want = stream(seed, offset, 21).tolist()
+    want = philox.words(seed, offset, 21).tolist()
     assert torch_philox.words(torch.tensor([seed, offset]), 21).tolist() == want
     if native.kernels is not None:
         unsigned = seed % 2**64, offset % 2**64
@@ -66,7 +57,7 @@ def test_torch_and_native_streams_equal_numpy(seed: int, offset: int) -> None:
 
 
 def test_first_block_is_the_published_one() -> None:
-    assert torch_philox.words(torch.tensor([0, 0]), 4).tolist() == KNOWN[0][2]
+    assert torch_philox.words(torch.tensor([0, 0]), 4).tolist() == list(philox.KNOWN_ANSWERS[0][2])
 
 
 @pytest.mark.grid
@@ -76,14 +67,14 @@ def test_dropout_in_float32_has_the_bits_of_numpy(
     seed: int, offset: int, p: float, pin: str
 ) -> None:
     x = np.linspace(-3, 3, 1037, dtype=np.float32)
-    want = dropout(x, stream(seed, offset, x.size), p)
+    want = dropped_by_numpy(x, seed, offset, p)
     got = ops.dropout(torch.from_numpy(x), torch.tensor([seed, offset]), p=p)
     assert got.numpy().tobytes() == want.tobytes()
 
 
 def test_dropout_keeps_a_word_that_equals_the_threshold_and_no_smaller_one(pin: str) -> None:
     rng = torch.tensor([11, 12])
-    for place, word in enumerate(stream(11, 12, 8).tolist()):
+    for place, word in enumerate(philox.words(11, 12, 8).tolist()):
         at = ops.dropout(torch.ones(8), rng, p=word / 2**32)
         above = ops.dropout(torch.ones(8), rng, p=(word + 1) / 2**32)
         assert at[place] != 0
@@ -98,7 +89,7 @@ def test_dropout_keeps_a_word_that_equals_the_threshold_and_no_smaller_one(pin: 
 def test_dropout_of_ones_equals_numpy_everywhere(
     seed: int, offset: int, p: float, count: int
 ) -> None:
-    want = dropout(np.ones(count, dtype=np.float32), stream(seed, offset, count), p)
+    want = dropped_by_numpy(np.ones(count, dtype=np.float32), seed, offset, p)
     for implementation in ("cpu", "reference"):
         if implementation == "cpu" and native.kernels is None:
             continue
@@ -181,12 +172,8 @@ def test_dropout_of_numbered_rows_has_the_words_of_the_whole(
     width = column + columns + more
     index = [n * width + column + j for n in numbers for j in range(columns)]
     index = [(i + 2**63) % 2**64 - 2**63 for i in index]  # as int64 wraps; // below rounds down
-    blocks = [(offset + i // 4) % 2**64 for i in index]
-    counters = np.array([[b & WORD, b >> 32, 0, 0] for b in blocks], dtype=np.uint64)
-    found = philox(counters.reshape(-1, 4), np.array([3, 0], dtype=np.uint64))
-    words = found[np.arange(len(index)), [i % 4 for i in index]]
     ones = np.ones((len(numbers), columns), dtype=np.float32)
-    want = dropout(ones, words, 0.4)
+    want = dropped_by_numpy(ones, 3, offset, 0.4, np.array(index, dtype=np.int64))
     args = (torch.from_numpy(ones), torch.tensor([3, offset]), torch.tensor(numbers))
     for implementation in ("cpu", "reference"):
         if implementation == "cpu" and native.kernels is None:

@@ -142,8 +142,8 @@ def _calls() -> Iterator[Call]:
     yield Call("apart", _apart, statistical=False)
     # A query of one sequence, and the padding; every other sequence stays clean.
     small = partial(_packed, packing=((4, 5, 3), 2), causal=True, keys=((4, 7, 2), 1))
-    spoilt = ((0, (6, 0, 0)), (0, slice(12, None)), *((n, slice(13, None)) for n in (1, 2)))
-    yield special("nan", small, *((*place, math.nan) for place in spoilt))
+    spoilt = [(n, slice(12 + (n > 0), None), math.nan) for n in range(3)]
+    yield special("nan", small, (0, (6, 0, 0), math.nan), *spoilt)
     long = partial(_packed, packing=((300, 17, 512), 0), causal=True, dim=64)
     yield Call("300+17+512", long, full=True)
 

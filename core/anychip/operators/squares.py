@@ -53,7 +53,7 @@ def carried(rows: Tensor) -> Tensor:
     places = torch.arange(NUM_DIGITS, device=rows.device)
     sends = ((digits >> 32) << places).sum(-1, keepdim=True)
     passes = ((digits == _MASK).to(torch.int64) << places).sum(-1, keepdim=True)
-    comes = ((sends << 1) + passes) ^ passes
+    comes = (((sends << 1) + passes) ^ passes).expand_as(digits)
     digits = (digits + ((comes >> places) & 1)) & _MASK
     return torch.cat([digits, rows[..., NUM_DIGITS:]], dim=-1)
 

@@ -87,9 +87,10 @@ class Heartbeat:
             if self._library is None:
                 _send(descriptor, sealed)
                 return
-        self._library.anychip_heartbeat_send(
-            self._handle, descriptor, sealed, len(sealed), ctypes.c_int64(_SEND_MS)
-        )
+            # Under the lock: frames leave in the order of their numbers, whichever threads send.
+            self._library.anychip_heartbeat_send(
+                self._handle, descriptor, sealed, len(sealed), ctypes.c_int64(_SEND_MS)
+            )
 
     def close(self) -> None:
         """Ends the thread."""

@@ -1,9 +1,13 @@
 """Is a frame of the side channel taken from its sender only, once, in order, and whole?"""
 
+import socket
+import threading
+
 import pytest
 
 from anychip.comm import frames
 from anychip.comm.frames import BEAT, FAILURE, Frame
+from anychip.comm.heartbeat import Heartbeat
 
 NONCES = (b"0" * 32, b"1" * 32)
 OURS, THEIRS = (frames.keys(b"of the job", NONCES, is_rank_0=end) for end in (True, False))
@@ -51,3 +55,25 @@ def test_frame_of_too_much_is_cut_and_stays_a_frame() -> None:
     told = Frame(FAILURE, 3, ranks=tuple(range(40)), text="é" * 900)
     found = frames.Reader(OURS.incoming).feed(sealed(frame=told), {3})
     assert found == told._replace(ranks=tuple(range(32)), text="é" * 416)
+
+
+def test_frames_that_several_threads_send_arrive_in_order() -> None:
+    mine, theirs = socket.socketpair()
+    heartbeat, reader, count = Heartbeat(3, 60.0), frames.Reader(OURS.incoming), 400
+    heartbeat.add(mine.fileno(), THEIRS.outgoing)
+
+    def send() -> None:
+        for _ in range(count):
+            heartbeat.send(mine.fileno(), TOLD)
+
+    threads = [threading.Thread(target=send) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    told = 0
+    while told < count * len(threads):
+        told += reader.feed(theirs.recv(reader.wanted), (3,)) == TOLD
+    for thread in threads:
+        thread.join()
+    heartbeat.close()
+    mine.close()
+    theirs.close()

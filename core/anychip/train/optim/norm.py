@@ -17,14 +17,12 @@ def global_norm(step: Update) -> Tensor | None:
     Every rank gets the same bits, and those of a rank that holds everything; see "Rules on shards"
     in :mod:`anychip.train.optim`. None when there is no gradient on this rank's list.
     """
-    partials = [
-        ops.l2_norm_partials(group.grads, offsets=group.offsets, sizes=group.sizes)
-        for group in step.groups
-        if group.grads
-    ]
-    if not partials:
+    partials = step.measured(
+        lambda group: ops.l2_norm_partials(group.grads, offsets=group.offsets, sizes=group.sizes)
+    )
+    if partials is None:
         return None
-    whole = step.gather_stages(step.sum_over_shards(torch.cat(partials)))
+    whole = step.gather_stages(step.sum_over_shards(partials))
     norm = sum_in_pairs(whole).sqrt()
     return norm if step.scale is None else norm / step.scale
 
@@ -45,4 +43,4 @@ def clip_by_global_norm(max_norm: float) -> Rule:
         factor = torch.clamp(max_norm / (step.norm + CLIP_EPS), max=1.0)
         step.clip = factor if step.clip is None else step.clip * factor
 
-    return Rule(lambda param: {}, update)
+    return Rule(lambda param: {}, update, in_pieces=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from anychip.train.optim.schedule import LRSchedule
@@ -71,7 +72,8 @@ class Update:
     """One step on its way through a chain.
 
     Attributes:
-        groups: all parameters that have gradients.
+        groups: all parameters that have gradients. Under offload they come one after the other,
+            a parameter's elements in several, and each is gone when the next one is asked for.
         count: updates done before this one.
         scale: 0-dim float32 loss scale that is still in the gradients; None: they have none.
         found_inf: 0-dim float32; when it is not 0, the rule that writes leaves everything as it
@@ -79,9 +81,10 @@ class Update:
         sum_over_shards, gather_stages: see "Rules on shards" in :mod:`anychip.train.optim`.
         norm: 0-dim float32 norm of all gradients without the loss scale, once a rule measured it.
         clip: 0-dim float32 factor that the writing rule multiplies gradients by.
+        measure: in place of :meth:`measured`, where gradients come in pieces.
     """
 
-    groups: Sequence[Group]
+    groups: Iterable[Group]
     count: int
     scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -89,6 +92,22 @@ class Update:
     gather_stages: Reduce = identity
     norm: Tensor | None = None
     clip: Tensor | None = None
+    measure: Callable[[Callable[[Group], Tensor], int], Tensor] | None = None
+
+    def measured(self, measure: Callable[[Group], Tensor], dim: int = -1) -> Tensor | None:
+        """What is measured of gradients, of one parameter after the other along ``dim``.
+
+        Args:
+            measure: of a group's gradients, which are all that it may look at; what it finds of
+                parts of a parameter is added up.
+
+        Returns:
+            None: there is no gradient.
+        """
+        if self.measure is not None:
+            return self.measure(measure, dim)
+        found = [measure(group) for group in self.groups if group.grads]
+        return torch.cat(found, dim=dim) if found else None
 
 
 class Rule(NamedTuple):
@@ -103,6 +122,8 @@ class Rule(NamedTuple):
         blocks: states with one entry per so many elements of the flattened parameter, a divisor of
             ``BLOCK``, by name; all others have the parameter's shape.
         schedule: of ``lr`` in groups where nobody has set another; None: it stays.
+        in_pieces: it may be given a parameter in pieces, one after the other: it goes through the
+            groups once, works element by element, and measures by :meth:`Update.measured`.
     """
 
     init: Callable[[Tensor], dict[str, Tensor]]
@@ -111,6 +132,7 @@ class Rule(NamedTuple):
     writes: bool = False
     blocks: Mapping[str, int] = MappingProxyType({})
     schedule: LRSchedule | None = None
+    in_pieces: bool = False
 
 
 def chain(*rules: Rule) -> Rule:
@@ -140,4 +162,5 @@ def chain(*rules: Rule) -> Rule:
 
     options = {name: value for rule in rules for name, value in rule.options.items()}
     blocks = {name: block for rule in rules for name, block in rule.blocks.items()}
-    return Rule(init, update, options, rules[-1].writes, blocks, rules[-1].schedule)
+    in_pieces = all(rule.in_pieces for rule in rules)
+    return Rule(init, update, options, rules[-1].writes, blocks, rules[-1].schedule, in_pieces)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from anychip import runtime
 from anychip.contract import HOST, Communicator
 from anychip.train.zero import checks
 from anychip.train.zero.exchange import (
@@ -18,6 +19,7 @@ from anychip.train.zero.exchange import (
     Flat,
     GradientReduction,
     Grouped,
+    OnStreams,
     Secondary,
 )
 from anychip.train.zero.gradients import FlatGradients
@@ -137,7 +139,8 @@ class ShardedModel:
         if secondary is not None and self.partition.weights:
             _check_group("secondary_group", secondary, found.world_size)
             found = Secondary(found, self.comm, secondary)
-        return found
+        backend = runtime.owner(self.comm.device)
+        return OnStreams(found, backend) if "streams" in backend.capabilities else found
 
     # Parameters
 

@@ -12,6 +12,7 @@ the same and rules need no second implementation. The price is that states cross
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -39,6 +40,8 @@ from anychip.train.zero.tiers import (
     places_of,
 )
 
+IN_FLIGHT = 2
+"""Buffers of gradients that may be on their way to another tier."""
 SLOTS = 3
 """Chunks on the device: one is read, one updated, one written."""
 
@@ -278,6 +281,7 @@ class Tiers:
         self.kinds, self.chunk_numel = kinds, max(1, chunk_nbytes // torch.float32.itemsize)
         self.lanes = Lanes(runtime.owner(device))
         self._spills: dict[str, Spill] = {}
+        self._sent: deque[Stored] = deque()
 
     def is_away(self, kind: str) -> bool:
         """It is not on the device."""
@@ -315,7 +319,13 @@ class Tiers:
             loading.wait()
 
     def send(self, stored: Stored, values: Tensor) -> None:
-        """Keeps (numel,) values of the device; ``stored.settle()`` waits for it."""
+        """Keeps (numel,) values of the device; ``stored.settle()`` waits for it.
+
+        Their memory is held until then, so that a slow disk is waited for after two of them.
+        """
+        while len(self._sent) >= IN_FLIGHT:
+            self._sent.popleft().settle()
+        self._sent.append(stored)
         source = values.view(torch.uint8)
         for number, (a, b) in enumerate(stored.records):
             self.lanes.save(stored, number, source[a * values.itemsize : b * values.itemsize])

@@ -14,6 +14,7 @@ Source: Rajbhandari et al. 2021, arXiv:2104.07857 (ZeRO-Infinity), sections 5 an
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 import threading
@@ -233,7 +234,9 @@ def aligned(nbytes: int, memory: Tensor | None = None) -> Tensor:
         memory: to take it from, of ``ALIGNMENT`` bytes more.
     """
     if memory is None:
-        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=HOST)
+        # Of the kernel: an allocator that keeps what was large once would hold what is gone.
+        own = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(own, dtype=torch.uint8)[:nbytes]
     start = -memory.data_ptr() % ALIGNMENT
     return memory[start : start + nbytes]
 

@@ -206,7 +206,9 @@ class FlatWeights:
     @torch.no_grad()
     def _gather(self, *, exact: bool = False) -> Work:
         if self.partition.states:
-            return self.exchange.gather(self._full, self._to_gather(), exact=exact)
+            with self.exchange.beside():
+                part = self._to_gather()
+            return self.exchange.gather(self._full, part, exact=exact)
         if self.low is None:
             self._full.copy_(self._own)
         return DONE

@@ -1,0 +1,125 @@
+"""Stage 3 on a device that is really asynchronous: a wait that is missing is a wrong number.
+
+The gathers, the reductions, and the ways to host memory and files and back are on streams that
+lag behind by a random time, each with memory of its own: nothing is there before it was waited for.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from anychip import runtime
+from anychip.comm import staged, threads
+from anychip.comm.threads import run_ranks
+from anychip.contract import Communicator, Membership, Transport, Work
+from anychip.train import optim, zero
+from tests.meta.asynchronous import AsynchronousBackend
+from tests.unit.train import test_zero_masters as masters
+
+CHUNK_NBYTES = 8_000
+
+
+class OnHost(Work):
+    """Work of the host, which no stream of the device has a part in."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        with _disable_current_modes():
+            self.work.wait()
+
+    def is_done(self) -> bool:
+        return self.work.is_done()
+
+
+class Staged(staged.Staged):
+    """As of any device: a copy to the host waits for its stream, and the host's work is done at
+    once. What is received is copied to the device on the stream that waits for it.
+    """
+
+    backend: ClassVar[AsynchronousBackend]
+
+    def __init__(self, host: Any, device: str) -> None:
+        super().__init__(host, device)
+        self._host = Plain(host)
+
+    def part(self, group: Membership) -> Transport:
+        return type(self)(self._host.host.part(group), self.device)
+
+    @classmethod
+    def to_host(cls, tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.detach().to("cpu", copy=True)
+        cls.backend.current_stream().synchronize()
+        return copy
+
+
+class Plain:
+    """A transport of the host, called without the mode that leaves work to a stream."""
+
+    def __init__(self, host: Transport) -> None:
+        self.host = host
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            given = [arg.work if isinstance(arg, OnHost) else arg for arg in args]
+            with _disable_current_modes():
+                found = getattr(self.host, name)(*given)
+            return OnHost(found) if isinstance(found, Work) else found
+
+        return call
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[AsynchronousBackend]:
+    """Serves the host."""
+    backend = AsynchronousBackend()
+    monkeypatch.setattr(runtime, "_active", backend)
+    monkeypatch.setattr(Staged, "backend", backend, raising=False)
+    monkeypatch.setattr(staged, "_to_host", Staged.to_host)
+    monkeypatch.setattr(threads, "Staged", Staged)
+    yield backend
+    backend.synchronize()
+
+
+def train(comm: Communicator, model: torch.nn.Module, **how: Any) -> list[torch.Tensor]:
+    opt = zero.Optimizer(model, masters.rule(), comm, stage=3, **how)
+    for step in range(3):
+        with opt.no_sync():
+            opt.backward(masters.loss_of(model, step, comm.rank, 0))
+        opt.backward(masters.loss_of(model, step, comm.rank, 1))
+        opt.step()
+        opt.zero_grad()
+    with opt.whole():
+        found = [param.detach().clone() for param in model.parameters()]
+    states = opt.state_dict()["state"]
+    return [*found, *(states[n][name] for n in states for name in sorted(states[n]))]
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "file"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_training_on_side_streams_has_the_bits_of_one_stream(
+    device: AsynchronousBackend, tier: str, dtype: torch.dtype, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    kinds = ["states", "gradients", "weights", *["masters"] * (dtype == torch.bfloat16)]
+    offload = dict.fromkeys(kinds, str(tmp_path) if tier == "file" else tier)
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "_active", None)
+        models = [masters.build(dtype) for _ in range(2)]
+        want = run_ranks(2, lambda comm: train(comm, models[comm.rank]))
+    models = [masters.build(dtype) for _ in range(2)]
+    got = run_ranks(
+        2,
+        lambda comm: train(
+            comm, models[comm.rank], offload=offload, chunk_nbytes=CHUNK_NBYTES, prefetch=2
+        ),
+        staged="cpu",
+    )
+    for rank in range(2):
+        for number, (one, other) in enumerate(zip(got[rank], want[rank], strict=True)):
+            assert torch.equal(one, other), (rank, number)

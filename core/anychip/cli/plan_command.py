@@ -50,6 +50,8 @@ def command(
     console.print(_head(plan), markup=False, soft_wrap=True)
     console.print()
     console.print(_table(plan))
+    if plan.config.optimizer.offload:
+        console.print(f"\n{_tiers(plan)}", markup=False, soft_wrap=True)
     if plan.timeline is not None:
         console.print(f"\n{_waiting(plan)}\n{plan.timeline.grid()}", markup=False, soft_wrap=True)
 
@@ -97,6 +99,16 @@ def _table(plan: RunPlan) -> Table:
     return table
 
 
+def _tiers(plan: RunPlan) -> str:
+    """A line per stage and tier: what is where."""
+    return "\n".join(
+        f"stage {number}, {tier}: "
+        + ", ".join(f"{name} {value:,}" for name, value in use._asdict().items())
+        for number, stage in enumerate(plan.stages)
+        for tier, use in stage.tiers.items()
+    )
+
+
 def _share(plan: RunPlan, stage: StagePlan) -> float:
     """The part of a micro-batch's work that a stage does."""
     return stage.cost.total / sum(other.cost.total for other in plan.stages)
@@ -137,6 +149,7 @@ def _to_json(plan: RunPlan) -> dict[str, Any]:
                 "cost": _share(plan, stage),
                 "parameters": stage.num_parameters,
                 "nbytes": stage.memory._asdict(),
+                "tiers": {tier: use._asdict() for tier, use in stage.tiers.items()},
                 "sent_nbytes": {"replicas": stage.data_nbytes, "stages": stage.pipeline_nbytes},
             }
             for stage in plan.stages

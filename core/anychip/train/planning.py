@@ -23,6 +23,7 @@ from anychip.train.run import make_schedule, measured_rates, mesh_sizes, rule_of
 from anychip.train.zero import checks
 from anychip.train.zero.layout import Layout, by_size, default_nbytes
 from anychip.train.zero.layout import plan as plan_layout
+from anychip.train.zero.tiers import in_text, tiers_of
 from anychip.train.zero.units import divide, own_parameters
 from anychip.train.zero.weights import STAGES
 
@@ -38,6 +39,7 @@ class StagePlan:
         num_parameters: with the copies of tied ones.
         memory: of the rank that has most of each; activations are not in it. Where the rank has
             other stages too, as if it had not.
+        tiers: of each tier that is used, what of that is there.
         data_nbytes: that a rank sends to other replicas in a step: gradients and parameters.
         pipeline_nbytes: to other stages: outputs and gradients of all micro-batches, and those of
             tied parameters.
@@ -48,6 +50,7 @@ class StagePlan:
     cost: parallel.LayerCost
     num_parameters: int
     memory: zero.MemoryUse
+    tiers: dict[str, zero.MemoryUse]
     data_nbytes: int
     pipeline_nbytes: int
 
@@ -96,6 +99,10 @@ def plan(config: Config, chip: Backend, nproc: int | None = None) -> RunPlan:
     sizes = mesh_sizes(settings, nproc)
     policy = precision.policy(config.run.precision, chip)
     checks.check_stage(config.optimizer.stage)
+    offload = in_text(config.optimizer.offload)
+    checks.check_offload(
+        {"offload": offload}, config.optimizer.stage, rule_of(config), has_masters=False
+    )
     with torch.device("meta"):
         whole = models.build(config.model)
     rates = measured_rates(config, chip)
@@ -144,12 +151,14 @@ def _stage(
     rule, zero_stage = rule_of(config), config.optimizer.stage
     buffers = _buffers(module, groups, zero_stage, replicas)
     ranks = [_memory(groups, buffers, rule, zero_stage, replicas, r) for r in range(replicas)]
+    memory = zero.MemoryUse(*(max(column) for column in zip(*ranks, strict=True)))
     return StagePlan(
         rank=owners[number],
         layers=layers[number],
         cost=cost,
         num_parameters=sum(param.numel() for group in groups for param in group),
-        memory=zero.MemoryUse(*(max(column) for column in zip(*ranks, strict=True))),
+        memory=memory,
+        tiers=_in_tiers(memory, config.optimizer.offload, len(groups)),
         data_nbytes=_data_nbytes(config, buffers, replicas, policy.reduce_dtype),
         pipeline_nbytes=_pipeline_nbytes(config, module, number, owners),
     )
@@ -213,6 +222,21 @@ def _memory(
     states += len(groups) * torch.float32.itemsize  # the step counts
     weights = owned if partition.weights else whole
     return zero.MemoryUse(weights, owned if partition.gradients else whole, states)
+
+
+def _in_tiers(memory: zero.MemoryUse, offload: str, num_groups: int) -> dict[str, zero.MemoryUse]:
+    """What of a rank's bytes is in which tier; step counts stay on the device."""
+    kinds = tiers_of(in_text(offload))
+    steps = num_groups * torch.float32.itemsize
+    places = [str(kinds[kind]) for kind in ("weights", "gradients", "states")]
+    used = ["device", *sorted({*places} - {"device"})]
+    found = {}
+    for tier in used:
+        here = [n if place == tier else 0 for n, place in zip(memory, places, strict=True)]
+        if places[2] != "device":
+            here[2] += steps if tier == "device" else -steps if tier == places[2] else 0
+        found[tier] = zero.MemoryUse(*here)
+    return found
 
 
 def _data_nbytes(

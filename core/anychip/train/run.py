@@ -19,6 +19,7 @@ from anychip.comm import agree
 from anychip.contract import Backend, Communicator, UnsupportedError
 from anychip.train import checkpoint, data, models, optim, parallel, precision, zero
 from anychip.train.config import Config, ParallelConfig
+from anychip.train.zero.tiers import in_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -329,6 +330,7 @@ def _add_optimizer(run: Run) -> None:
         model_comm=stages if stages.world_size > 1 else None,
         duplicates=last.tied if isinstance(last, parallel.Stage) else (),
         module=run.model,
+        offload=in_text(config.optimizer.offload),
     )
 
 

@@ -5,6 +5,7 @@ lag behind by a random time, each with memory of its own: nothing is there befor
 """
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,8 @@ from anychip import runtime
 from anychip.comm import staged, threads
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator, Membership, Transport, Work
-from anychip.train import optim, zero
+from anychip.train import zero
+from anychip.train.zero import streaming, tiers
 from tests.meta.asynchronous import AsynchronousBackend
 from tests.unit.train import test_zero_masters as masters
 
@@ -92,6 +94,7 @@ def train(comm: Communicator, model: torch.nn.Module, **how: Any) -> list[torch.
         with opt.no_sync():
             opt.backward(masters.loss_of(model, step, comm.rank, 0))
         opt.backward(masters.loss_of(model, step, comm.rank, 1))
+        opt.backward(masters.loss_of(model, step, comm.rank, 2))  # is added up where it waits
         opt.step()
         opt.zero_grad()
     with opt.whole():
@@ -123,3 +126,78 @@ def test_training_on_side_streams_has_the_bits_of_one_stream(
     for rank in range(2):
         for number, (one, other) in enumerate(zip(got[rank], want[rank], strict=True)):
             assert torch.equal(one, other), (rank, number)
+
+
+def test_what_was_given_to_be_written_is_what_is_read(device: AsynchronousBackend) -> None:
+    """As gradients that backward has sent away, and somebody looks at before the step."""
+    away = streaming.Tiers(tiers.tiers_of({"gradients": "host"}), "cpu", CHUNK_NBYTES)
+    stored = away.store("gradients", torch.float32, [0, 3000, 5000])
+    stored.room.write(0, torch.zeros(20_480, dtype=torch.uint8))
+    values = torch.arange(5000.0)
+    away.send(stored, values)
+    assert torch.equal(stored.all().cpu(), values)
+    out = torch.zeros(5000)
+    away.send(stored, values + 1.0)
+    away.bring(stored, out)
+    assert torch.equal(out, values + 1.0)
+
+
+class Logged(Work):
+    """Notes when it was waited for."""
+
+    def __init__(self, work: Work, log: list[str], name: str) -> None:
+        self.work, self.log, self.name = work, log, name
+        log.append(f"begin {name}")
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.log.append(f"end {self.name}")
+
+    def is_done(self) -> bool:
+        return False  # a slow link
+
+
+def test_only_the_first_gathers_and_the_last_reduction_are_waited_for_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All others have computation between their beginning and the wait for them."""
+
+    def work(comm: Communicator) -> list[str]:
+        log: list[str] = []
+        names = count()
+        model = models[comm.rank]
+        blocks: Any = model.blocks
+        for number, block in enumerate(blocks):
+            block.register_forward_hook(lambda *_, number=number: log.append(f"forward {number}"))
+            block.weight.register_post_accumulate_grad_hook(
+                lambda _, number=number: log.append(f"backward {number}")
+            )
+        opt = zero.Optimizer(model, masters.rule(), comm, stage=3)
+        opt.backward(masters.loss_of(model, 0, comm.rank, 0))  # learns the order
+        opt.step()
+        opt.zero_grad()
+        assert opt.sharded is not None
+        flat: Any = opt.sharded.exchange
+        log.clear()
+        for kind in ("gather", "reduce"):
+            real = getattr(flat, kind)
+
+            def logged(*args: Any, real: Any = real, kind: str = kind, **how: Any) -> Work:
+                return Logged(real(*args, **how), log, f"{kind} {next(names)}")
+
+            monkeypatch.setattr(flat, kind, logged)
+        opt.backward(masters.loss_of(model, 0, comm.rank, 0))
+        return log
+
+    models = [masters.build(torch.float32) for _ in range(2)]
+    for log in run_ranks(2, work):
+        begun = [entry.removeprefix("begin ") for entry in log if entry.startswith("begin")]
+        exposed = []
+        for name in begun:
+            between = log[log.index(f"begin {name}") : log.index(f"end {name}")]
+            if not any(entry.startswith(("forward", "backward")) for entry in between):
+                exposed.append(name)
+        gathers = [name for name in begun if name.startswith("gather")]
+        assert len(gathers) == 6  # the root, three blocks, and two of them again
+        assert exposed == [gathers[0], gathers[1], begun[-1]]
+        assert begun[-1].startswith("reduce")

@@ -89,13 +89,13 @@ def check_offload(how: Mapping[str, Any], stage: int, rule: Rule, *, has_masters
     if away and not rule.in_pieces:
         raise UnsupportedError(
             "offload: the rule needs the norms of whole parameters while it updates them, and what "
-            "is elsewhere comes in pieces; take another rule, like adamw, or leave all on the device"
+            "is elsewhere comes in pieces; take another rule, like adamw, or no offload"
         )
     wrong = {
         "gradients are whole on each rank before stage 2": "gradients" in away and stage < 2,
         "weights are whole on each rank before stage 3": "weights" in away and stage < 3,
         "weights of 32 bits have no masters": "masters" in away and not has_masters,
-        "weights of 16 bits are made of their masters, which are on the device; offload these too": (
+        "weights of 16 bits are made of masters, which are on the device; offload these too": (
             "weights" in away and has_masters and "masters" not in away
         ),
         "gather_format makes codes of masters, which have to be on the device": (

@@ -1,4 +1,4 @@
-"""An update whose tensors are elsewhere: its groups, chunk by chunk, on the device one after another."""
+"""An update whose tensors are elsewhere: its groups, one chunk on the device after the other."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ChunkedGroups:
             (weights, number, chunk)
             for weights in buffers
             for number, chunk in enumerate(weights.chunks)
-            if any(weights.params[each.index] in self._part_of for each in chunk.segments)
+            if any(weights.params[each.number] in self._part_of for each in chunk.segments)
         ]
         self._device = next(iter(self._part_of)).device
 
@@ -70,9 +70,9 @@ class ChunkedGroups:
         for part, (params, _) in enumerate(self._parts):
             if part not in counted:  # this rank has nothing of it, and counts all the same
                 counted[part] = steps[part].clone()
-                place = self._sharded.places[params[0]]
-                empty = Segment(place.index, 0, 0)
-                yield self._group(place.weights, [empty], part, counted[part], {})
+                where = self._sharded.places[params[0]]
+                empty = Segment(where.index, 0, 0)
+                yield self._group(where.weights, [empty], part, counted[part], {})
             steps[part].copy_(counted[part])
 
     def gradients(self) -> Iterator[Tensor]:
@@ -101,7 +101,7 @@ class ChunkedGroups:
         for (weights, _, chunk), views in self._bring(works):
             for part, segments in self._by_part(weights, chunk).items():
                 for segment in segments:
-                    param = weights.params[segment.index]
+                    param = weights.params[segment.number]
                     place = self._sharded.places[param]
                     yield param, self._gradient_only(place, segment, part, views)
 
@@ -114,13 +114,13 @@ class ChunkedGroups:
             yield place, {each: (each.records[number][0], v) for each, v in views.items()}
 
     def _gradients_of(self, weights: FlatWeights, chunk: Chunk) -> list[Elsewhere]:
-        places = [self._sharded.places[weights.params[each.index]] for each in chunk.segments]
+        places = [self._sharded.places[weights.params[each.number]] for each in chunk.segments]
         found = [p.gradients.gradient(p.index) for p in places if p.gradients is not None]
         return [each for each in found if isinstance(each, Elsewhere)]
 
     def _work(self, weights: FlatWeights, number: int, chunk: Chunk) -> Work:
-        params = [weights.params[each.index] for each in chunk.segments]
-        kept: list[Any] = [weights.values[each.index] for each in chunk.segments]
+        params = [weights.params[each.number] for each in chunk.segments]
+        kept: list[Any] = [weights.values[each.number] for each in chunk.segments]
         kept += [t for param in params for n, t in self._states[param].items() if n != "step"]
         saves = dict.fromkeys(each.stored for each in kept if isinstance(each, Elsewhere))
         loads = [*saves, *dict.fromkeys(g.stored for g in self._gradients_of(weights, chunk))]
@@ -130,7 +130,7 @@ class ChunkedGroups:
     def _by_part(self, weights: FlatWeights, chunk: Chunk) -> dict[int, list[Segment]]:
         found: dict[int, list[Segment]] = {}
         for each in chunk.segments:
-            part = self._part_of.get(weights.params[each.index])
+            part = self._part_of.get(weights.params[each.number])
             if part is not None:
                 found.setdefault(part, []).append(each)
         return found
@@ -139,7 +139,7 @@ class ChunkedGroups:
         self, weights: FlatWeights, segments: Sequence[Segment], part: int, step: Tensor,
         views: _Views,
     ) -> Group:  # fmt: skip
-        params = [weights.params[each.index] for each in segments]
+        params = [weights.params[each.number] for each in segments]
         names = [n for n in self._states[params[0]] if n not in ("step", *self._own)]
         given = list(zip(segments, params, strict=True))
         state = {
@@ -148,7 +148,7 @@ class ChunkedGroups:
             for name in names
         }  # fmt: skip
         return Group(
-            params=[self._view(weights.values[s.index], s, views) for s in segments],
+            params=[self._view(weights.values[s.number], s, views) for s in segments],
             grads=[self._gradient(self._sharded.places[p], s, views) for s, p in given],
             state=state,
             step=step,
@@ -189,12 +189,14 @@ class ChunkedGroups:
         own = weights.values[0]
         assert isinstance(own, Elsewhere)
         low = weights.low
-        is_here = not isinstance(low, Elsewhere)
-        target = low[chunk.start : chunk.stop] if is_here else views[low.stored][1]
+        if isinstance(low, Elsewhere):
+            target = views[low.stored][1]
+        else:
+            target = low[chunk.start : chunk.stop]
         target.copy_(views[own.stored][1])
 
 
 def _span(weights: FlatWeights, segment: Segment) -> ShardMetadata:
-    size = weights.layout.numels[segment.index]
-    offset = 0 if weights.spans is None else weights.spans[segment.index].offset
+    size = weights.layout.numels[segment.number]
+    offset = 0 if weights.spans is None else weights.spans[segment.number].offset
     return ShardMetadata(offset + segment.start if segment.numel else 0, size)

@@ -123,12 +123,12 @@ class Segment(NamedTuple):
     """Some elements of a rank's piece of a parameter.
 
     Attributes:
-        index: of the parameter.
+        number: of the parameter.
         start: of the first one in the piece, a multiple of the granule.
         numel: elements.
     """
 
-    index: int
+    number: int
     start: int
     numel: int
 

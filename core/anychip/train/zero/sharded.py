@@ -113,8 +113,9 @@ class ShardedModel:
         self.dtype, self.how = dtype, how
         self.reduction: GradientReduction = reduction
         self.tiers: Tiers | None = None
-        if how.get("offload"):
-            kinds, nbytes = tiers_of(how["offload"]), how.get("chunk_nbytes", CHUNK_NBYTES)
+        offload = how.get("offload")
+        if offload:
+            kinds, nbytes = tiers_of(offload), how.get("chunk_nbytes", CHUNK_NBYTES)
             self.tiers = Tiers(kinds, comm.device, nbytes)
         self.exchange = self._exchange()
         self.queue = ReduceQueue(comm, self.partition)
@@ -247,7 +248,7 @@ class ShardedModel:
         weights, values = place.weights, place.weights.values[place.index]
         assert tiers is not None
         segments = [segment for chunk in weights.chunks for segment in chunk.segments]
-        mine = [segment for segment in segments if segment.index == place.index]
+        mine = [segment for segment in segments if segment.number == place.index]
         device, shape = param.device, values.shape
         if not tiers.is_away("states"):
             return init(in_memory(values).to(device))

@@ -4,9 +4,9 @@ While a chunk is updated, the next one is read by one thread and the one before 
 another; each waits for the disk or a stream with the interpreter let go. Slots and bounce buffers
 are few and fixed, and are used again after the event, or the write, that ends their last use.
 
-The update itself runs on the device, by the kernel that it has without offload, so that the bits are
-the same and rules need no second implementation. The price is that states cross the link both ways,
-24 bytes per parameter of AdamW with masters, where an update on the host would send 6.
+The update itself runs on the device, by the kernel that it has without offload, so that the bits
+are the same and rules need no second implementation. The price is that states cross the link both
+ways, 24 bytes per parameter of AdamW with masters, where an update on the host would send 6.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where do states, masters, gradients and weights live? On the device, in host memory, or in a file.
+"""Where do states, masters, gradients and weights live? On the device, the host, or in a file.
 
 What is not on the device is :class:`Stored`: a flat tensor cut into records, one per chunk of a
 buffer, which :mod:`.streaming` brings to the device and back. Anything else that asks for its
@@ -186,7 +186,7 @@ class Spill:
 
     def move(self, call: Any, place: int, memory: Tensor) -> None:
         """All of some host memory by os.preadv or os.pwritev, which let other threads run."""
-        left = memoryview(memory.numpy())
+        left = _bytes_of(memory)
         while left:
             with _in_words(self.directory, f"{len(left)} bytes"):
                 done = call(self._file, [left], place)
@@ -218,13 +218,18 @@ def _open(directory: Path) -> tuple[int, bool]:
         # The same file again: what has no name has no other way to be opened.
         direct = os.open(f"/proc/self/fd/{plain}", os.O_RDWR | os.O_DIRECT)
         try:
-            os.pwritev(direct, [memoryview(aligned(ALIGNMENT).numpy())], 0)
+            os.pwritev(direct, [_bytes_of(aligned(ALIGNMENT))], 0)
         except OSError:
             os.close(direct)
         else:
             os.close(plain)
             return direct, True
     return plain, False
+
+
+def _bytes_of(memory: Tensor) -> memoryview:
+    numbers: Any = memory.numpy()  # a buffer, as its stubs do not say
+    return memoryview(numbers)
 
 
 def aligned(nbytes: int, memory: Tensor | None = None) -> Tensor:
@@ -351,7 +356,6 @@ class Elsewhere(Tensor):
     stored: Stored
     twin: Tensor
 
-    @staticmethod
     def __new__(cls, stored: Stored, twin: Tensor) -> Elsewhere:
         made: Elsewhere = Tensor._make_wrapper_subclass(
             cls, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=twin.device

@@ -138,8 +138,8 @@ class FlatWeights:
             cuts, end = [0], 0
             for chunk in self.chunks:
                 for each in chunk.segments:
-                    if each.index not in starts:  # kernels want it, as in the layout
-                        starts[each.index] = end = -(-end // ALIGNMENT) * ALIGNMENT
+                    if each.number not in starts:  # kernels want it, as in the layout
+                        starts[each.number] = end = -(-end // ALIGNMENT) * ALIGNMENT
                     end += num_blocks(each.numel, block)
                 cuts.append(end)
             room = self.tiers.store("states", dtype, cuts).all()
@@ -158,10 +158,10 @@ class FlatWeights:
         own = self._own.detach()
         self._own = tiers.keep(kind, own, self.cuts)
         if self.has_masters:
-            self.low = self._full[self._part].detach()
-        if self.has_masters and self.partition.weights:
-            away = tiers.is_away("weights")
-            self.low = tiers.keep("weights", self.low, self.cuts) if away else self.low.clone()
+            self.low = low = self._full[self._part].detach()
+            if self.partition.weights:
+                away = tiers.is_away("weights")
+                self.low = tiers.keep("weights", low, self.cuts) if away else low.clone()
 
     @torch.no_grad()
     def _rank_0s_values(self) -> Tensor:
@@ -267,7 +267,9 @@ class FlatWeights:
 
     @torch.no_grad()
     def _refresh_low(self) -> None:
-        for start, stop in pairwise(self.cuts) if self.low is not None else ():
+        if self.low is None:
+            return
+        for start, stop in pairwise(self.cuts):
             self.low[start:stop].copy_(self._own[start:stop].to(self._full.dtype))
 
     @torch.no_grad()

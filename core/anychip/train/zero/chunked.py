@@ -12,7 +12,7 @@ from anychip.operators.partials import num_blocks
 from anychip.train.optim import Group, ShardMetadata
 from anychip.train.zero.layout import Chunk, Segment
 from anychip.train.zero.sharded import Place, ShardedModel
-from anychip.train.zero.streaming import Work
+from anychip.train.zero.streaming import Trip
 from anychip.train.zero.tiers import Elsewhere, Stored
 from anychip.train.zero.weights import FlatWeights
 
@@ -95,7 +95,7 @@ class ChunkedGroups:
 
     def _measurable(self) -> Iterator[tuple[Tensor, Group]]:
         works = [
-            Work(number, [g.stored for g in self._gradients_of(w, c)[:1]], ())
+            Trip(number, [g.stored for g in self._gradients_of(w, c)[:1]], ())
             for w, number, c in self._chunks
         ]
         for (weights, _, chunk), views in self._bring(works):
@@ -106,7 +106,7 @@ class ChunkedGroups:
                     yield param, self._gradient_only(place, segment, part, views)
 
     def _bring(
-        self, works: Sequence[Work]
+        self, works: Sequence[Trip]
     ) -> Iterator[tuple[tuple[FlatWeights, int, Chunk], _Views]]:
         brought = self._lanes.stream(works, self._device)
         for place, views in zip(self._chunks, brought, strict=True):
@@ -118,14 +118,14 @@ class ChunkedGroups:
         found = [p.gradients.gradient(p.index) for p in places if p.gradients is not None]
         return [each for each in found if isinstance(each, Elsewhere)]
 
-    def _work(self, weights: FlatWeights, number: int, chunk: Chunk) -> Work:
+    def _work(self, weights: FlatWeights, number: int, chunk: Chunk) -> Trip:
         params = [weights.params[each.number] for each in chunk.segments]
         kept: list[Any] = [weights.values[each.number] for each in chunk.segments]
         kept += [t for param in params for n, t in self._states[param].items() if n != "step"]
         saves = dict.fromkeys(each.stored for each in kept if isinstance(each, Elsewhere))
         loads = [*saves, *dict.fromkeys(g.stored for g in self._gradients_of(weights, chunk))]
         low = [weights.low.stored] if isinstance(weights.low, Elsewhere) else []
-        return Work(number, loads, [*saves, *low])
+        return Trip(number, loads, [*saves, *low])
 
     def _by_part(self, weights: FlatWeights, chunk: Chunk) -> dict[int, list[Segment]]:
         found: dict[int, list[Segment]] = {}

@@ -46,7 +46,7 @@ SLOTS = 3
 """Chunks on the device: one is read, one updated, one written."""
 
 
-class Work(NamedTuple):
+class Trip(NamedTuple):
     """A chunk's way through a slot: record ``number`` of each.
 
     Attributes:
@@ -202,7 +202,7 @@ class Lanes:
         event.record(stream)
         return event
 
-    def stream(self, works: Sequence[Work], device: torch.device) -> Iterator[dict[Stored, Tensor]]:
+    def stream(self, works: Sequence[Trip], device: torch.device) -> Iterator[dict[Stored, Tensor]]:
         """Of each chunk what is loaded, and room for what is saved, 1-dim on the device.
 
         What is in it when the next one is asked for is saved. Returns when all of it is.
@@ -241,7 +241,7 @@ class Lanes:
         for future in (each for found in saves for each in found):
             future.result()
 
-    def _view(self, slot: Tensor, work: Work, stored: Stored) -> Tensor:
+    def _view(self, slot: Tensor, work: Trip, stored: Stored) -> Tensor:
         start, nbytes = work.rooms[stored]
         return slot[start : start + (nbytes if self.has_streams else _rounded(nbytes))]
 

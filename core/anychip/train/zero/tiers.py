@@ -407,7 +407,7 @@ class Elsewhere(Tensor):
         if not isinstance(twin, Tensor) or not twin.is_contiguous():
             raise RuntimeError(
                 f"{func}: what is in {self.stored.tier} memory has views of neighbouring elements "
-                "only; take a copy on the host: .cpu()"
+                "only; take a copy: .clone()"
             )
         return Elsewhere(self.stored, twin)
 

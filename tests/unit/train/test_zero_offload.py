@@ -371,3 +371,22 @@ def test_what_cannot_be_elsewhere_is_refused_with_a_reason(name: str) -> None:
     given = {key: value for key, value in given.items() if key != "rule"}
     with pytest.raises(kind, match=sentence):
         zero.Optimizer(ragged(), rule, alone(), **given)
+
+
+def test_rank_that_has_nothing_of_a_group_counts_its_steps() -> None:
+    """A group of one small parameter lies on rank 0 alone; bias correction is counted on both."""
+
+    def work(comm: Communicator) -> list[float]:
+        model = models[comm.rank]
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 1e-3}]
+        opt = zero.Optimizer(
+            groups, optim.adamw(1e-2), comm, stage=2, offload=everything("host", 2)
+        )
+        for _ in range(2):
+            opt.backward(model(torch.ones(1, 40)).square().sum())
+            opt.step()
+            opt.zero_grad()
+        return [float(opt.state[param]["step"]) for param in model.parameters()]
+
+    models = [nn.Linear(40, 60) for _ in range(2)]
+    assert run_ranks(2, work) == [[2.0, 2.0]] * 2

@@ -201,3 +201,35 @@ def test_only_the_first_gathers_and_the_last_reduction_are_waited_for_at_once(
         assert len(gathers) == 6  # the root, three blocks, and two of them again
         assert exposed == [gathers[0], gathers[1], begun[-1]]
         assert begun[-1].startswith("reduce")
+
+
+class Partly(torch.nn.Linear):
+    """Uses its bias on some ranks."""
+
+    def forward(self, x: torch.Tensor, has_bias: bool = True) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias if has_bias else None)
+
+
+def test_rank_that_reduces_later_than_it_gathers_makes_no_other_calls() -> None:
+    """It lacks a gradient of the last block, whose reduction waits for the end of its backward."""
+
+    def work(comm: Communicator, stage: int) -> list[torch.Tensor]:
+        model = models[comm.rank]
+        opt = zero.Optimizer(model, masters.rule(), comm, stage=stage)
+        for _ in range(3):
+            x = torch.ones(2, 32)
+            for number, block in enumerate(model):
+                x = torch.tanh(block(x, comm.rank == 0 or number < 2))
+            opt.backward(x.square().mean())
+            opt.step()
+            opt.zero_grad()
+        with opt.whole():
+            return [param.detach().clone() for param in model.parameters()]
+
+    found = []
+    for stage in (0, 3):
+        torch.manual_seed(5)
+        models = [torch.nn.ModuleList(Partly(32, 32) for _ in range(3)) for _ in range(2)]
+        found += run_ranks(2, lambda comm, stage=stage: work(comm, stage))
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))

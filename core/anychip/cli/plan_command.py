@@ -70,6 +70,8 @@ def command(
     if plan.candidates:
         console.print()
         console.print(_candidates(plan))
+    if plan.config.optimizer.offload:
+        console.print(f"\n{_tiers(plan)}", markup=False, soft_wrap=True)
     if plan.timeline is not None:
         console.print(f"\n{_waiting(plan)}\n{plan.timeline.grid()}", markup=False, soft_wrap=True)
 
@@ -115,6 +117,16 @@ def _table(plan: RunPlan) -> Table:
             f"{stage.pipeline_nbytes:,}",
         )
     return table
+
+
+def _tiers(plan: RunPlan) -> str:
+    """A line per stage and tier: what is where."""
+    return "\n".join(
+        f"stage {number}, {tier}: "
+        + ", ".join(f"{name} {value:,}" for name, value in use._asdict().items())
+        for number, stage in enumerate(plan.stages)
+        for tier, use in stage.tiers.items()
+    )
 
 
 def _share(plan: RunPlan, stage: StagePlan) -> float:
@@ -214,6 +226,7 @@ def _to_json(plan: RunPlan) -> dict[str, Any]:
                     **stage.memory._asdict(),
                     "activations_of_a_microbatch": stage.activations.saved,
                 },
+                "tiers": {tier: use._asdict() for tier, use in stage.tiers.items()},
                 "sent_nbytes": {"replicas": stage.data_nbytes, "stages": stage.pipeline_nbytes},
             }
             for stage in plan.stages

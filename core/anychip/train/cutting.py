@@ -23,6 +23,7 @@ from anychip.train.config import Config, ParallelConfig
 from anychip.train.optim import Rule
 from anychip.train.zero.layout import Layout, by_size, default_nbytes
 from anychip.train.zero.layout import plan as plan_layout
+from anychip.train.zero.tiers import in_text, tiers_of
 from anychip.train.zero.units import divide, own_parameters
 from anychip.train.zero.weights import STAGES
 
@@ -135,6 +136,7 @@ class StagePlan:
             other stages too, as if it had not.
         activations: that one micro-batch keeps, estimated.
         units: bytes of the weights that are gathered together, in ZeRO stage 3; the root's last.
+        tiers: of each tier that is used, what of the memory is there.
         data_nbytes: that a rank sends to other replicas in a step: gradients and parameters.
         pipeline_nbytes: to other stages: outputs and gradients of all micro-batches, and those of
             tied parameters.
@@ -145,6 +147,7 @@ class StagePlan:
     cost: parallel.LayerCost
     num_parameters: int
     memory: zero.MemoryUse
+    tiers: dict[str, zero.MemoryUse]
     activations: parallel.StageBytes
     units: tuple[int, ...]
     data_nbytes: int
@@ -251,12 +254,14 @@ def _stage(
     ranks = [_memory(groups, buffers, rule, zero_stage, replicas, r) for r in range(replicas)]
     saved = [model.activations[layer] for layer in layers[number]]
     is_cut = STAGES[zero_stage].weights
+    memory = zero.MemoryUse(*(max(column) for column in zip(*ranks, strict=True)))
     return StagePlan(
         rank=owners[number],
         layers=layers[number],
         cost=parallel.stage_costs(model.costs, layers)[number],
         num_parameters=sum(param.numel() for group in groups for param in group),
-        memory=zero.MemoryUse(*(max(column) for column in zip(*ranks, strict=True))),
+        memory=memory,
+        tiers=_in_tiers(memory, config.optimizer.offload, len(groups)),
         activations=parallel.StageBytes(*map(sum, zip(*saved, strict=True))),
         units=tuple(b.layout.numel * torch.float32.itemsize for b in buffers) if is_cut else (),
         data_nbytes=_data_nbytes(config, buffers, replicas, policy.reduce_dtype),
@@ -335,6 +340,21 @@ def _memory(
     states += len(groups) * torch.float32.itemsize  # the step counts
     weights = owned if partition.weights else whole
     return zero.MemoryUse(weights, owned if partition.gradients else whole, states)
+
+
+def _in_tiers(memory: zero.MemoryUse, offload: str, num_groups: int) -> dict[str, zero.MemoryUse]:
+    """What of a rank's bytes is in which tier; step counts stay on the device."""
+    kinds = tiers_of(in_text(offload))
+    steps = num_groups * torch.float32.itemsize
+    places = [str(kinds[kind]) for kind in ("weights", "gradients", "states")]
+    used = ["device", *sorted({*places} - {"device"})]
+    found = {}
+    for tier in used:
+        here = [n if place == tier else 0 for n, place in zip(memory, places, strict=True)]
+        if places[2] != "device":
+            here[2] += steps if tier == "device" else -steps if tier == places[2] else 0
+        found[tier] = zero.MemoryUse(*here)
+    return found
 
 
 def _data_nbytes(

@@ -19,8 +19,10 @@ from anychip.train.cutting import (
     draft,
     measured_rates,
     mesh_sizes,
+    rule_of,
 )
 from anychip.train.zero import checks
+from anychip.train.zero.tiers import in_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +84,12 @@ def plan(config: Config, chip: Backend, nproc: int | None = None) -> RunPlan:
     sizes = mesh_sizes(settings, nproc)
     policy = precision.policy(config.run.precision, chip)
     checks.check_stage(config.optimizer.stage)
+    checks.check_offload(
+        {"offload": in_text(config.optimizer.offload)},
+        config.optimizer.stage,
+        rule_of(config),
+        has_masters=False,
+    )
     rates = measured_rates(config, chip)
     ratio = parallel.flops_per_byte(chip, rates)
     model = draft(config, policy, ratio)

@@ -20,6 +20,7 @@ from anychip.train import checkpoint, data, models, parallel, precision, zero
 from anychip.train.choosing import settle
 from anychip.train.config import Config
 from anychip.train.cutting import layer_costs, make_schedule, measured_rates, mesh_sizes, rule_of
+from anychip.train.zero.tiers import in_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -271,6 +272,7 @@ def _add_optimizer(run: Run) -> None:
         duplicates=last.tied if isinstance(last, parallel.Stage) else (),
         module=run.model,
         roots=tuple(parts.values()),
+        offload=in_text(config.optimizer.offload),
     )
 
 

@@ -33,6 +33,7 @@ class Seen(NamedTuple):
     num_parameters: int
     num_tensors: int
     memory: zero.MemoryUse
+    tiers: dict[str, zero.MemoryUse]
     data: Counter[str]
     pipeline: Counter[str]
 
@@ -49,7 +50,9 @@ def trained(comm: Communicator, settings: list[str], out: Path, steps: int) -> S
         rank=pipeline.rank,
         layers=[s.layers for s in stages if isinstance(s, parallel.Stage)] or everything,
         num_parameters=sum(param.numel() for param in params), num_tensors=len(params),
-        memory=run.optimizer.memory(), data=data.traffic.nbytes + gathered(run.optimizer),
+        memory=run.optimizer.memory(),
+        tiers={tier: run.optimizer.memory(tier) for tier in ("device", "host")},
+        data=data.traffic.nbytes + gathered(run.optimizer),
         pipeline=pipeline.traffic.nbytes,
     )  # fmt: skip
 
@@ -74,11 +77,14 @@ def gathered(opt: zero.Optimizer) -> Counter[str]:
     (4, [*ZERO_OF_STAGES, "parallel.schedule=zbv"]),
     (4, [*ZERO_OF_STAGES, "parallel.schedule=dualpipev", "parallel.whole_stages=1"]),
     (4, [*ZERO_OF_STAGES, "parallel.schedule=zb1p", "parallel.whole_stages=1"]),
+    (2, ["optimizer.stage=3", "optimizer.offload=states=host, gradients=host, weights=host"]),
     (2, ["parallel.pipeline=2", "data.accumulation=3", "run.precision=bf16"]),
     (4, ["parallel.pipeline=2", "optimizer.stage=2", "data.accumulation=2"]),
+    (2, ["parallel.pipeline=2", "optimizer.offload=states=host", "data.accumulation=2"]),
 ], ids=[
     "one", "replicas", "stage1", "states_8bit", "stage3", "stage3_of_stages", "stage3_in_a_loop",
-    "stage3_in_a_V", "stage3_stage_by_stage", "stage3_once", "pipeline", "replicas_of_stages",
+    "stage3_in_a_V", "stage3_stage_by_stage", "stage3_once", "offload", "pipeline",
+    "replicas_of_stages", "offload_of_stages",
 ])  # fmt: skip
 def test_plan_is_what_the_run_is(tmp_path: Path, world_size: int, settings: list[str]) -> None:
     settings = [*TINY, *settings]
@@ -106,6 +112,10 @@ def test_plan_is_what_the_run_is(tmp_path: Path, world_size: int, settings: list
         # Of several stages, the replica that has most of one may not be that of another.
         assert memory == (pytest.approx(most, rel=5e-3) if len(stages) > 1 else most)
         assert all(planned >= seen for planned, seen in zip(memory, most, strict=True))
+        for tier in stages[0].tiers if len(stages) == 1 else ():
+            there = [one.tiers[tier] for one, _ in ranks]
+            most_there = tuple(max(column) for column in zip(*there, strict=True))
+            assert stages[0].tiers[tier] == most_there
         for one, three in ranks:
             assert [s.layers for s in stages] == one.layers
             assert sum(s.num_parameters for s in stages) == one.num_parameters
@@ -128,10 +138,12 @@ def sent_to_replicas(plan: planning.RunPlan, one: Seen, three: Seen) -> float:
 @pytest.mark.parametrize(("settings", "message"), [
     (["parallel.pipeline=9"], "from 1 to 6 stages of 6 layers, got 9"),
     (["parallel.pipeline=2", "--nproc", "3"], "do not multiply to the 3 ranks of this job"),
+    (["optimizer.offload=states"], "offload must be like 'states=host, "),
+    (["optimizer.offload=weights=host"], "whole on each rank before stage 3"),
     (["optimizer.stage=4"], "stage must be 0, 1, 2 or 3, got 4"),
     (["model.heads=3"], "width must be a multiple of heads"),
     (["model.widht=3"], "widht"),
-], ids=["stages", "ranks", "zero", "model", "name"])  # fmt: skip
+], ids=["stages", "ranks", "offload", "tier", "zero", "model", "name"])  # fmt: skip
 def test_plan_of_what_cannot_be_says_what_training_says(
     capsys: pytest.CaptureFixture[str], settings: list[str], message: str
 ) -> None:
@@ -240,7 +252,7 @@ def test_plan_on_the_command_line_shows_the_same_as_json(
 ) -> None:
     (tmp_path / "config.toml").write_text("[parallel]\npipeline = 2\n[optimizer]\nstage = 1\n")
     args = ["plan", str(tmp_path / "config.toml"), "--backend", "cpu", "data.accumulation=4"]
-    args += ["parallel.data=2"]
+    args += ["parallel.data=2", "optimizer.offload=states=host"]
     assert anychip_command([*args, "--json"]) == 0
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)
     plan = planning.plan(config.load(Path(args[1]), args[4:]), anychip.use("cpu"))
@@ -258,4 +270,8 @@ def test_plan_on_the_command_line_shows_the_same_as_json(
     assert f"{answer['parameters']:,} parameters" in shown
     for stage in answer["stages"]:
         assert all(f"{value:,}" in shown for value in stage["nbytes"].values())
+        assert stage["tiers"].keys() == {"device", "host"}
+        assert (
+            f"host: parameters 0, gradients 0, states {stage['tiers']['host']['states']:,}" in shown
+        )
         assert all(f"{value:,}" in shown for value in stage["sent_nbytes"].values())

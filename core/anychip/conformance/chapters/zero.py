@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -24,12 +25,18 @@ from anychip.train import optim, zero
 from anychip.train.models import GPT
 from anychip.train.optim.rule import BLOCK
 from anychip.train.zero.layout import ALIGNMENT
+from anychip.train.zero.tiers import Tier
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 RANKS = 2
 STEPS = 3
 MICRO = 2
 SIZES = trainee.Sizes(width=48)
 """So that the largest parameter has five blocks of the norms' grid, and a cut between them."""
+CHUNK_NBYTES = 20_000
+"""Several chunks of a block's weights, of what is elsewhere."""
 BUCKET_NBYTES = 16_000
 """Several buckets, whose ends fall into the middle of parameters' blocks."""
 
@@ -53,19 +60,41 @@ class Trained(NamedTuple):
 
 
 def cases(context: Context) -> Iterator[Case]:
-    """Per stage and rule: parity; per stage: bytes."""
+    """Per stage and rule: parity; per stage: bytes; with all of stage 3 elsewhere: parity."""
     for stage in range(4):
         for name, rule in RULES.items():
             run = partial(parity, stage=stage, name=name, rule=rule)
             yield Case(id=f"zero/{stage}/{name}", run=run, full=name not in QUICK)
         yield Case(id=f"zero/{stage}/bytes", run=partial(nbytes, stage=stage))
+    for tier in ("host", "file"):
+        for name in ("adamw", "adamw-8bit"):
+            run = partial(offloaded, tier=tier, name=name, rule=RULES[name])
+            yield Case(id=f"zero/3/{tier}/{name}", run=run, full=name not in QUICK)
 
 
-def parity(context: Context, *, stage: int, name: str, rule: Callable[[], optim.Rule]) -> None:
+def offloaded(context: Context, *, tier: str, name: str, rule: Callable[[], optim.Rule]) -> None:
+    """The same with states, gradients and weights in the host's memory, or in a file."""
+    with TemporaryDirectory() as directory:
+        where = directory if tier == "file" else tier
+        offload: dict[str, str | Tier] = dict.fromkeys(("states", "gradients", "weights"), where)
+        parity(context, stage=3, name=name, rule=rule, offload=offload, chunk_nbytes=CHUNK_NBYTES)
+
+
+def parity(
+    context: Context,
+    *,
+    stage: int,
+    name: str,
+    rule: Callable[[], optim.Rule],
+    **how: Unpack[zero.ShardingOptions],
+) -> None:
     """Bits of parameters, norms and states of every rank, against one rank."""
-    context.call = f"{STEPS} steps of {name}, stage {stage}, {RANKS} ranks on {context.device}"
+    away = f", {how['offload']}" if "offload" in how else ""
+    context.call = (
+        f"{STEPS} steps of {name}, stage {stage}{away}, {RANKS} ranks on {context.device}"
+    )
     want = serial(context, rule())
-    for rank, got in enumerate(sharded(context, stage, rule)):
+    for rank, got in enumerate(sharded(context, stage, rule, **how)):
         for index, (norm, other) in enumerate(zip(got.norms, want.norms, strict=True)):
             if norm is not None and other is not None:
                 check_equal_bits(f"rank {rank}: norm of step {index}", norm, other)
@@ -106,14 +135,19 @@ def serial(context: Context, rule: optim.Rule) -> Trained:
     return trained(model, opt, norms)
 
 
-def sharded(context: Context, stage: int, rule: Callable[[], optim.Rule]) -> list[Trained]:
+def sharded(
+    context: Context,
+    stage: int,
+    rule: Callable[[], optim.Rule],
+    **how: Unpack[zero.ShardingOptions],
+) -> list[Trained]:
     """The ranks, each with its own batches."""
     device = context.device
     models = [trainee.decoder(SIZES, device, seed=1 + 50 * rank) for rank in range(RANKS)]
 
     def work(comm: Communicator) -> Trained:
         model, norms = models[comm.rank], []
-        opt = zero.Optimizer(model, rule(), comm, stage=stage, bucket_nbytes=BUCKET_NBYTES)
+        opt = zero.Optimizer(model, rule(), comm, stage=stage, bucket_nbytes=BUCKET_NBYTES, **how)
         for step in range(STEPS):
             with opt.no_sync():
                 opt.backward(loss_of(model, step, comm.rank, 0, seed=context.seed))

@@ -12,6 +12,7 @@ from anychip.train.data import VOCAB_SIZE
 from anychip.train.models import GPTConfig, LlamaConfig
 from anychip.train.optim.elementwise import ADAMW_STATES
 from anychip.train.parallel import stages_per_rank
+from anychip.train.zero.tiers import in_text
 
 MODELS: Mapping[str, type[GPTConfig] | type[LlamaConfig]] = {"gpt": GPTConfig, "llama": LlamaConfig}
 """Values of ``model.kind`` and the settings that each has."""
@@ -151,14 +152,18 @@ class OptimizerConfig(ABC):
         max_norm: the gradient's norm is clipped to it; 0 does not clip.
         stage: of ZeRO, 0 to 3: 0 keeps everything on every replica, 1 shares out the optimizer's
             states, 2 the gradients too, 3 the weights too.
+        offload: what is not on the device, and where, like "states=host, gradients=/mnt/nvme": of
+            states, masters, gradients and weights. Nothing.
     """
 
     lr: float = 3e-3
     weight_decay: float = 0.1
     max_norm: float = 1.0
     stage: int = 0
+    offload: str = ""
 
     def __post_init__(self) -> None:
+        in_text(self.offload)
         _at_least(0, lr=self.lr, weight_decay=self.weight_decay, max_norm=self.max_norm)
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage}")

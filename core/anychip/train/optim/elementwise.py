@@ -130,7 +130,7 @@ def adamw(
         for group in step.groups:
             write(operator, step, group, names, **numbers(group))
 
-    return Rule(init, update, options, writes=True, blocks=blocks, schedule=schedule)
+    return Rule(init, update, options, True, blocks, schedule, in_pieces=True)
 
 
 def sgd(
@@ -171,7 +171,7 @@ def sgd(
             switches = {name: group.options[name] for name in ("nesterov", "decoupled")}
             write(ops.sgd, step, group, names, momentum=mine, weight_decay=decay, **switches)
 
-    return Rule(init, update, options, writes=True, schedule=schedule)
+    return Rule(init, update, options, writes=True, schedule=schedule, in_pieces=True)
 
 
 def _momentum_of(group: Group) -> float:
@@ -214,4 +214,4 @@ def lion(
         for group in step.groups:
             write(ops.lion, step, group, ["exp_avg"], **numbers(group))
 
-    return Rule(init, update, options, writes=True, schedule=schedule)
+    return Rule(init, update, options, writes=True, schedule=schedule, in_pieces=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anychip import ops
 from anychip.operators.gradients import CLIP_EPS
-from anychip.operators.squares import WIDTH, root
+from anychip.operators.squares import root
 from anychip.train.optim.rule import Rule, Update
 
 
@@ -17,13 +17,10 @@ def global_norm(step: Update) -> Tensor | None:
     Every rank gets the same bits, and those of a rank that holds everything; see "Rules on shards"
     in :mod:`anychip.train.optim`. None when there is no gradient on this rank's list.
     """
-    if not any(group.grads for group in step.groups):
+    found = [ops.sums_of_squares(grads).sum(0) for grads in step.counted()]
+    if not found:
         return None
-    counted = [gradient for group in step.groups for gradient in group.counted]
-    device = step.groups[0].step.device
-    total = torch.zeros(WIDTH, dtype=torch.int64, device=device)
-    if counted:
-        total = ops.sums_of_squares(counted).sum(0)
+    total = torch.stack(found).sum(0)
     norm = root(step.sum_over_stages(step.sum_over_shards(total)))
     return norm if step.scale is None else norm / step.scale
 
@@ -44,4 +41,4 @@ def clip_by_global_norm(max_norm: float) -> Rule:
         factor = torch.clamp(max_norm / (step.norm + CLIP_EPS), max=1.0)
         step.clip = factor if step.clip is None else step.clip * factor
 
-    return Rule(lambda param: {}, update)
+    return Rule(lambda param: {}, update, in_pieces=True)

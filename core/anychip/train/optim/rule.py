@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -65,9 +64,10 @@ class Group:
 
     @property
     def counted(self) -> list[Tensor]:
-        """The gradients that count in norms of all."""
+        """The gradients that count in norms of all; one without elements for each that does not."""
         counts = [True] * len(self.grads) if self.counts is None else self.counts
-        return list(itertools.compress(self.grads, counts))
+        pairs = zip(self.grads, counts, strict=True)
+        return [grad if counts else grad.reshape(-1)[:0] for grad, counts in pairs]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,7 +75,8 @@ class Update:
     """One step on its way through a chain.
 
     Attributes:
-        groups: all parameters that have gradients.
+        groups: all parameters that have gradients. Under offload they come one after the other,
+            a parameter's elements in several, and each is gone when the next one is asked for.
         count: updates done before this one.
         scale: 0-dim float32 loss scale that is still in the gradients; None: they have none.
         found_inf: 0-dim float32; when it is not 0, the rule that writes leaves everything as it
@@ -83,9 +84,10 @@ class Update:
         sum_over_shards, sum_over_stages: see "Rules on shards" in :mod:`anychip.train.optim`.
         norm: 0-dim float32 norm of all gradients without the loss scale, once a rule measured it.
         clip: 0-dim float32 factor that the writing rule multiplies gradients by.
+        pieces: groups with all gradients and nothing else, where ``groups`` come one by one.
     """
 
-    groups: Sequence[Group]
+    groups: Iterable[Group]
     count: int
     scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -93,6 +95,12 @@ class Update:
     sum_over_stages: Reduce = identity
     norm: Tensor | None = None
     clip: Tensor | None = None
+    pieces: Callable[[], Iterable[Group]] | None = None
+
+    def counted(self) -> Iterator[list[Tensor]]:
+        """The gradients that count in norms of all, in any number of lists."""
+        groups = self.groups if self.pieces is None else self.pieces()
+        return (group.counted for group in groups if group.grads)
 
 
 class Rule(NamedTuple):
@@ -107,6 +115,8 @@ class Rule(NamedTuple):
         blocks: states with one entry per so many elements of the flattened parameter, a divisor of
             ``BLOCK``, by name; all others have the parameter's shape.
         schedule: of ``lr`` in groups where nobody has set another; None: it stays.
+        in_pieces: it may be given a parameter in pieces, one after the other: it goes through the
+            groups once, works element by element, and measures by :meth:`Update.counted`.
     """
 
     init: Callable[[Tensor], dict[str, Tensor]]
@@ -115,6 +125,7 @@ class Rule(NamedTuple):
     writes: bool = False
     blocks: Mapping[str, int] = MappingProxyType({})
     schedule: LRSchedule | None = None
+    in_pieces: bool = False
 
 
 def chain(*rules: Rule) -> Rule:
@@ -144,4 +155,5 @@ def chain(*rules: Rule) -> Rule:
 
     options = {name: value for rule in rules for name, value in rule.options.items()}
     blocks = {name: block for rule in rules for name, block in rule.blocks.items()}
-    return Rule(init, update, options, rules[-1].writes, blocks, rules[-1].schedule)
+    in_pieces = all(rule.in_pieces for rule in rules)
+    return Rule(init, update, options, rules[-1].writes, blocks, rules[-1].schedule, in_pieces)

@@ -6,6 +6,8 @@ wants the parts. Below them: ``layout`` says who owns what of a flat buffer, ``w
 what is gathered together, ``hooks`` when; ``reduce_queue`` when gradients are sent; ``explicit``
 takes both from who knows better, like the schedule of a pipeline. ``update`` puts
 together what a rank updates, ``state`` saves and loads in a form that fits any number of ranks.
+``tiers`` are where what is not on the device lives, ``streaming`` brings it there and back, and
+``chunked`` makes the update's groups of it.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054; Li et al. 2020, arXiv:2006.15704 (gradients that
 are sent while backward runs); Zhao et al. 2023, arXiv:2304.11277 (units of flat weights).

@@ -14,6 +14,7 @@ from anychip.contract import UnsupportedError
 from anychip.operators.codes import FORMATS
 from anychip.train.optim import Rule
 from anychip.train.optim.rule import BLOCK
+from anychip.train.zero.tiers import Device, tiers_of
 from anychip.train.zero.weights import state_shape
 
 KEPT = ("params", "name", "param_names", "initial_lr")
@@ -72,6 +73,38 @@ def check_format(name: str, stage: int) -> None:
         raise ValueError(f"gather_format must be one of {', '.join(FORMATS)}, got {name!r}")
     if stage != 3:
         raise ValueError(f"gather_format is for stage 3, which gathers copies; got stage {stage}")
+
+
+def check_offload(how: Mapping[str, Any], stage: int, rule: Rule, *, has_masters: bool) -> None:
+    """What is elsewhere is there, is cut as it can be, and can be updated in pieces.
+
+    Raises:
+        ValueError: it cannot, or another name or place than there is.
+        UnsupportedError: the rule needs whole parameters.
+    """
+    if how.get("chunk_nbytes", 1) < 1:
+        raise ValueError(f"chunk_nbytes must be at least 1, got {how['chunk_nbytes']}")
+    kinds = tiers_of(how.get("offload") or {})
+    away = {kind for kind, tier in kinds.items() if not isinstance(tier, Device)}
+    if away and not rule.in_pieces:
+        raise UnsupportedError(
+            "offload: the rule needs the norms of whole parameters while it updates them, and what "
+            "is elsewhere comes in pieces; take another rule, like adamw, or no offload"
+        )
+    wrong = {
+        "gradients are whole on each rank before stage 2": "gradients" in away and stage < 2,
+        "weights are whole on each rank before stage 3": "weights" in away and stage < 3,
+        "weights of 32 bits have no masters": "masters" in away and not has_masters,
+        "weights of 16 bits are made of masters, which are on the device; offload these too": (
+            "weights" in away and has_masters and "masters" not in away
+        ),
+        "gather_format makes codes of masters, which have to be on the device": (
+            "masters" in away and how.get("gather_format") is not None
+        ),
+    }
+    for sentence, is_so in wrong.items():
+        if is_so:
+            raise ValueError(f"offload: {sentence}")
 
 
 def module_of_stage_3(module: nn.Module | None) -> nn.Module:

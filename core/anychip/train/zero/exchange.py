@@ -9,14 +9,15 @@ few bits in place of weights; with :class:`Secondary` neighbours keep what they 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from anychip import ops
-from anychip.contract import Communicator, Work
+from anychip.contract import DONE, Backend, Communicator, Work
 from anychip.train.zero.layout import ALIGNMENT
 
 GradientReduction = Literal["avg", "sum"]
@@ -67,6 +68,10 @@ class Exchange(ABC):
     @abstractmethod
     def sum_over_parts(self, sums: Tensor) -> Tensor:
         """The sum over the ranks that have the parts of a whole, in place; returned too."""
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Within it work is queued where gathers are, after what has been queued so far."""
+        return nullcontext()
 
     def keep(self, full: Tensor) -> Tensor | None:
         """What this rank keeps of gathered weights until they change, for the next gather.
@@ -262,6 +267,86 @@ class Secondary(Exchange):
     def gather_kept(self, full: Tensor, kept: Tensor) -> Work:
         mine = full[self.neighbours.rank * len(kept) :][: len(kept)].copy_(kept)
         return self.neighbours.all_gather(full, mine, async_op=True)
+
+
+class OnStreams(Exchange):
+    """Gathers on a stream of their own, reductions on another, while the current one computes.
+
+    A communicator works in the order of its calls: with one for both, or on one stream, a gather
+    would wait for gradients that another rank has not got yet. Memory belongs to the current
+    stream: it is given to a side stream by an event, and taken back by :meth:`Work.wait`, so that
+    no allocator has to be told of other streams.
+
+    Args:
+        backend: of the device that the tensors are on.
+    """
+
+    def __init__(self, inner: Exchange, backend: Backend) -> None:
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self.inner, self.alignment, self._backend = inner, inner.alignment, backend
+        self._gathers, self._reductions = backend.stream(), backend.stream()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.inner.broadcast(tensor)
+
+    def gather(self, full: Tensor, part: Tensor, *, exact: bool = False) -> Work:
+        return self._on(self._gathers, lambda: self.inner.gather(full, part, exact=exact))
+
+    def join(self, whole: Tensor, piece: Tensor, sizes: Sequence[int]) -> None:
+        def begin() -> Work:
+            self.inner.join(whole, piece, sizes)
+            return DONE
+
+        self._on(self._gathers, begin).wait()
+
+    def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
+        return self._on(self._reductions, lambda: self.inner.reduce(part, full, reduction))
+
+    def sum_over_parts(self, partials: Tensor) -> Tensor:
+        return self.inner.sum_over_parts(partials)
+
+    def keep(self, full: Tensor) -> Tensor | None:
+        return self.inner.keep(full)
+
+    def gather_kept(self, full: Tensor, kept: Tensor) -> Work:
+        return self._on(self._gathers, lambda: self.inner.gather_kept(full, kept))
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        _follow(self._backend, self._gathers, self._backend.current_stream())
+        with self._backend.use_stream(self._gathers):
+            yield
+
+    def _on(self, stream: torch.Stream, begin: Callable[[], Work]) -> Work:
+        _follow(self._backend, stream, self._backend.current_stream())
+        with self._backend.use_stream(stream):
+            work = begin()
+        return _Beside(self._backend, stream, work)
+
+
+class _Beside(Work):
+    """Work on a stream, which another one waits for."""
+
+    def __init__(self, backend: Backend, stream: torch.Stream, work: Work) -> None:
+        self._backend, self._stream, self._work = backend, stream, work
+        self._is_over = False
+
+    def wait(self) -> None:
+        if not self._is_over:
+            with self._backend.use_stream(self._stream):
+                self._work.wait()
+            self._is_over = True
+        _follow(self._backend, self._backend.current_stream(), self._stream)
+
+    def is_done(self) -> bool:
+        return self._is_over or self._work.is_done()
+
+
+def _follow(backend: Backend, later: torch.Stream, earlier: torch.Stream) -> None:
+    """What is queued on one stream from now on comes after what is queued on another one now."""
+    event = backend.event()
+    event.record(earlier)
+    event.wait(later)
 
 
 class _Then(Work):

@@ -16,6 +16,8 @@ from torch import Tensor
 from anychip.contract import UnsupportedError, Work
 from anychip.train.zero.exchange import Exchange, GradientReduction
 from anychip.train.zero.layout import Layout
+from anychip.train.zero.streaming import Tiers
+from anychip.train.zero.tiers import Elsewhere
 from anychip.train.zero.weights import Partition
 
 
@@ -66,6 +68,8 @@ class FlatGradients:
         partition: what each rank keeps its part of.
         dtype: of what is sent.
         reduction: of the ranks' gradients.
+        tiers, cuts: where this rank's part waits for the update, and where its records begin; None:
+            on the device.
 
     Attributes:
         held: indices of parameters for which this rank has given a gradient to ``reduced``.
@@ -80,10 +84,16 @@ class FlatGradients:
         partition: Partition,
         dtype: torch.dtype,
         reduction: GradientReduction,
+        tiers: Tiers | None = None,
+        cuts: Sequence[int] = (),
     ) -> None:
         self.params, self.layout, self.exchange = list(params), layout, exchange
         self.partition, self.dtype = partition, dtype
         self.reduction: GradientReduction = reduction
+        self._tiers = tiers
+        self._away: Elsewhere | None = None
+        if tiers is not None and tiers.is_away("gradients"):
+            self._away = tiers.store("gradients", torch.float32, cuts).all()
         self.filling: Tensor | None = None
         self.reduced: Tensor | None = None
         self.held: set[int] = set()
@@ -156,7 +166,15 @@ class FlatGradients:
         self._work.wait()
         new = self._output.float()
         self.drop_filling()
-        self.reduced = new if self.reduced is None else self.reduced.add_(new)
+        if self._tiers is None or self._away is None:
+            self.reduced = new if self.reduced is None else self.reduced.add_(new)
+            return
+        if self.reduced is not None:  # never added up where a copy may be under way
+            before = torch.empty_like(new)
+            self._tiers.bring(self._away.stored, before)
+            new = before.add_(new)
+        self._tiers.send(self._away.stored, new)
+        self.reduced = self._away
 
     def drop_filling(self) -> None:
         """Frees the buffer, and forgets what was taken."""

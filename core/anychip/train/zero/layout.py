@@ -118,6 +118,51 @@ def _starts(
     return tuple(found), end
 
 
+class Segment(NamedTuple):
+    """Some elements of a rank's piece of a parameter.
+
+    Attributes:
+        number: of the parameter.
+        start: of the first one in the piece, a multiple of the granule.
+        numel: elements.
+    """
+
+    number: int
+    start: int
+    numel: int
+
+
+class Chunk(NamedTuple):
+    """What is moved and updated together: a range of a rank's part, gaps included."""
+
+    start: int
+    stop: int
+    segments: tuple[Segment, ...]
+
+
+def chunks(
+    pieces: Sequence[Piece], part_numel: int, max_numel: int, granule: int = BLOCK
+) -> list[Chunk]:
+    """A part, in ranges of about ``max_numel`` elements; cuts in pieces are between granules."""
+    found: list[list[Segment]] = [[]]
+    starts = [0]
+    for index, piece in enumerate(pieces):
+        at = 0
+        while at < piece.numel:
+            place, left = piece.start + at, piece.numel - at
+            room = max_numel - (place - starts[-1])
+            count = left if left <= room else room // granule * granule
+            if count < 1 and found[-1]:
+                found.append([])
+                starts.append(place)
+                continue
+            count = max(count, min(left, granule))
+            found[-1].append(Segment(index, at, count))
+            at += count
+    ranges = zip(starts, [*starts[1:], part_numel], found, strict=True)
+    return [Chunk(start, stop, tuple(segments)) for start, stop, segments in ranges]
+
+
 def by_size(numels: Sequence[int], max_numel: int) -> list[list[int]]:
     """Indices from the last to the first, in runs of at most ``max_numel`` elements.
 

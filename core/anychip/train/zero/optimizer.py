@@ -20,6 +20,7 @@ from anychip.train.zero.explicit import Explicit
 from anychip.train.zero.layout import default_nbytes
 from anychip.train.zero.reduce_queue import watch
 from anychip.train.zero.sharded import ShardedModel, ShardingOptions
+from anychip.train.zero.tiers import in_memory, tier_of
 from anychip.train.zero.update import MASTER, Updates
 from anychip.train.zero.weights import STAGES
 
@@ -138,13 +139,16 @@ class Optimizer(torch.optim.Optimizer):
         given = checks.trainable(model)
         self.sharded: ShardedModel | None = None
         has_masters = how.get("param_dtype") is not None or checks.has_16_bits(given)
-        if comm.world_size > 1 or has_masters:
-            cut = stage if comm.world_size > 1 else 0  # one rank has everything
+        is_offloading = bool(how.get("offload"))
+        if comm.world_size > 1 or has_masters or is_offloading:
+            checks.check_offload(how, stage, rule, has_masters=has_masters)
+            cut = stage if comm.world_size > 1 or is_offloading else 0  # one rank has everything
             dtype = precision.reduce_dtype if precision else torch.float32
             self.sharded = ShardedModel(comm, cut, dtype=dtype, reduction=reduction, **how)
             if cut == 3:
                 self.sharded.add_module(checks.module_of_stage_3(module))
-        self._updates = Updates(comm, self.sharded, model_comm, set(duplicates))
+        given_to_update = comm, self.sharded, model_comm, set(duplicates), rule.blocks
+        self._updates = Updates(*given_to_update)
         self._is_synchronizing, self._is_in_backward = True, False
         self._scheduled: list[Any] = []
         super().__init__(given, dict(rule.options))
@@ -182,12 +186,18 @@ class Optimizer(torch.optim.Optimizer):
         step = torch.zeros((), dtype=torch.float32, device=fresh[0].device)
         for param in fresh:
             values = self._updates.values(param)
-            made = self.rule.init(values)
+            made = self._made(param, values)
             if self._updates.has_master(param):
                 made[MASTER] = values
             if self._updates.span(param) is not None:
                 checks.check_state(made, values, self.rule.blocks)
             self.state[param] = {"step": step, **made}
+
+    def _made(self, param: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """The rule's states of what is updated of a parameter, where they are to be."""
+        if self.sharded is None or self.sharded.tiers is None:
+            return self.rule.init(values)
+        return self.sharded.keep_states(param, self.rule.init, self.rule.blocks)
 
     def _check_backward(self, param: Tensor) -> None:
         """Called by autograd when a parameter has a gradient, under loss scaling."""
@@ -294,7 +304,7 @@ class Optimizer(torch.optim.Optimizer):
             raise RuntimeError("step: no parameter has a gradient; call backward() first")
         scale = 1.0 if self.scaler is None else self.scaler.scale
         if self.scaler is not None:
-            found_inf = self._updates.found_inf(present)
+            found_inf = self._updates.found_inf(self.param_groups, self.state, present)
             self.scaler.update(found_inf)
             if found_inf:
                 return StepResult(None, 0.0, scale, True, shared, loss)
@@ -305,7 +315,7 @@ class Optimizer(torch.optim.Optimizer):
         )
         self.rule.update(update)
         if self.sharded is not None:
-            self.sharded.updated(present)
+            self.sharded.updated(present, by_step=True)
         self.num_steps += 1
         lr = self.param_groups[0]["lr"]
         return StepResult(update.norm, lr, scale, False, shared, loss)
@@ -357,25 +367,32 @@ class Optimizer(torch.optim.Optimizer):
         is_cut = self.sharded is not None and self.sharded.module is model
         return self.sharded if is_cut and self.sharded is not None else model
 
-    def memory(self) -> MemoryUse:
+    def memory(self, tier: str | None = None) -> MemoryUse:
         """Bytes on this rank: the formula of the stage, with the sizes of this model.
 
         For float32 parameters and AdamW, per parameter and with N ranks: 4 + 4 + 8 in stage 0,
         4 + 4 + 8 / N in stage 1, 4 + 4 / N + 8 / N in stage 2, 16 / N in stage 3 beside the units
         that are whole; a part may be larger by the gaps of its buffer. States in 8 bits are
         2 + 8 / 256 in place of the 8. Parameters of 16 bits are 2 in place of 4, with a master of
-        4 among the states; in stage 3 the master alone.
+        4 among the states; in stage 3 the master alone, or 6 when that is not on the device.
+
+        Args:
+            tier: ``device``, ``host`` or ``file``: what is there; None: in all.
         """
         params = [param for group in self.param_groups for param in group["params"]]
-        partition = STAGES[self.stage]
+        partition, tiers = STAGES[self.stage], None if self.sharded is None else self.sharded.tiers
         owned = [self._updates.values(param) for param in params]
         # A part of a weight that has a master is made from it when it is gathered.
-        weights = [v for p, v in zip(params, owned, strict=True) if not self._updates.has_master(p)]
-        states = {t for p in params for t in self.state[p].values()}
+        parts = [v for p, v in zip(params, owned, strict=True) if not self._updates.has_master(p)]
+        weights = {id(t): t for t in (parts if partition.weights else params)}
+        low = {} if self.sharded is None else self.sharded.kept_low()
+        states = {id(t): t for p in params for t in self.state[p].values()}
+        gradients = sum(each.numel() for each in (owned if partition.gradients else params)) * 4
+        where = "device" if tiers is None else str(tiers.kinds["gradients"])
         return MemoryUse(
-            sum(each.nbytes for each in (weights if partition.weights else params)),
-            sum(each.numel() for each in (owned if partition.gradients else params)) * 4,
-            sum(each.nbytes for each in states),
+            sum(t.nbytes for t in (weights | low).values() if tier in (None, tier_of(t))),
+            gradients if tier in (None, where) else 0,
+            sum(t.nbytes for t in states.values() if tier in (None, tier_of(t))),
         )
 
     def state_dict(self, *, to_rank: int | None = None) -> dict[str, Any]:
@@ -424,7 +441,8 @@ class Optimizer(torch.optim.Optimizer):
         """The states of the parameters by their numbers, whole."""
         params = [param for group in self.param_groups for param in group["params"]]
         if self.sharded is None or not self.sharded.partition.states:
-            return {number: self.state[param] for number, param in enumerate(params)}
+            entries = [self.state[param] for param in params]
+            return {n: {k: in_memory(t) for k, t in each.items()} for n, each in enumerate(entries)}
         keeps, blocks = to_rank is None or to_rank == self.comm.rank, self.rule.blocks
         places = self.sharded.places
         whole = [state.gather(self.state[p], places[p], blocks, keeps=keeps) for p in params]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from anychip import runtime
 from anychip.contract import HOST, Communicator
 from anychip.train.zero import checks
 from anychip.train.zero.exchange import (
@@ -18,12 +19,15 @@ from anychip.train.zero.exchange import (
     Flat,
     GradientReduction,
     Grouped,
+    OnStreams,
     Secondary,
 )
 from anychip.train.zero.gradients import FlatGradients
 from anychip.train.zero.hooks import Action, UnitHooks
 from anychip.train.zero.layout import by_size, plan
 from anychip.train.zero.reduce_queue import ReduceQueue
+from anychip.train.zero.streaming import Tiers
+from anychip.train.zero.tiers import CHUNK_NBYTES, Tier, in_memory, tiers_of
 from anychip.train.zero.units import (
     Init,
     Policy,
@@ -85,6 +89,8 @@ class ShardingOptions(TypedDict, total=False):
     init: Init | None
     param_dtype: torch.dtype | None
     roots: Sequence[nn.Module]
+    offload: Mapping[str, str | Tier]
+    chunk_nbytes: int
 
 
 class ShardedModel:
@@ -110,6 +116,11 @@ class ShardedModel:
         self.comm, self.stage, self.partition = comm, stage, STAGES[stage]
         self.dtype, self.how = dtype, how
         self.reduction: GradientReduction = reduction
+        self.tiers: Tiers | None = None
+        offload = how.get("offload")
+        if offload:
+            kinds, nbytes = tiers_of(offload), how.get("chunk_nbytes", CHUNK_NBYTES)
+            self.tiers = Tiers(kinds, comm.device, nbytes)
         self.exchange = self._exchange()
         self.queue = ReduceQueue(comm, self.partition)
         self.places: dict[Tensor, Place] = {}
@@ -133,7 +144,8 @@ class ShardedModel:
         if secondary is not None and self.partition.weights:
             _check_group("secondary_group", secondary, found.world_size)
             found = Secondary(found, self.comm, secondary)
-        return found
+        backend = runtime.owner(self.comm.device)
+        return OnStreams(found, backend) if "streams" in backend.capabilities else found
 
     # Parameters
 
@@ -195,12 +207,13 @@ class ShardedModel:
         numels = [param.numel() for param in params]
         layout = plan(numels, self._num_parts, alignment=self.exchange.alignment)
         given = params, names, layout, self.exchange, self.partition, self.how.get("param_dtype")
-        weights = FlatWeights(*given)
+        weights = FlatWeights(*given, self.tiers)
         gradients = None
         if is_trained:
             gradients = FlatGradients(
-                params, layout, self.exchange, self.partition, self.dtype, self.reduction
-            )
+                params, layout, self.exchange, self.partition, self.dtype, self.reduction,
+                self.tiers, weights.cuts if self.tiers is not None else (),
+            )  # fmt: skip
             self.queue.add(gradients)
         for index, param in enumerate(params):
             self.places[param] = Place(weights, gradients, index)
@@ -230,17 +243,51 @@ class ShardedModel:
             if part
         ]
 
+    @torch.no_grad()
+    def keep_states(
+        self, param: Tensor, init: Callable[[Tensor], dict[str, Tensor]], blocks: Mapping[str, int]
+    ) -> dict[str, Tensor]:
+        """The states of what this rank updates of a parameter, in their tier.
+
+        Args:
+            init, blocks: of the rule, as :class:`~anychip.train.optim.Rule` has them.
+        """
+        place, tiers = self.places[param], self.tiers
+        weights, values = place.weights, place.weights.values[place.index]
+        assert tiers is not None
+        segments = [segment for chunk in weights.chunks for segment in chunk.segments]
+        mine = [segment for segment in segments if segment.number == place.index]
+        device, shape = param.device, values.shape
+        if not tiers.is_away("states"):
+            return init(in_memory(values).to(device))
+        found = {
+            name: weights.room_for(name, tensor.dtype, blocks.get(name, 1))[place.index]
+            for name, tensor in init(torch.empty(shape, device="meta")).items()
+        }
+        for segment in mine:
+            elements = slice(segment.start, segment.start + segment.numel)
+            for name, made in init(in_memory(values.view(-1)[elements]).to(device)).items():
+                start = segment.start // blocks.get(name, 1)
+                found[name][start : start + made.numel()].copy_(made)
+        return {n: t if n in blocks else t.view(shape) for n, t in found.items()}
+
+    def kept_low(self) -> dict[int, Tensor]:
+        """This rank's 16-bit parts that are kept beside masters, by their ``id``."""
+        every = dict.fromkeys(place.weights for place in self.places.values())
+        found = [w.low for w in every if w.low is not None and w.partition.weights]
+        return {id(low): low for low in found}
+
     @property
     def _num_parts(self) -> int:
         return self.exchange.world_size if self.partition.states else 1
 
     # Steps
 
-    def updated(self, params: Collection[Tensor]) -> None:
+    def updated(self, params: Collection[Tensor], *, by_step: bool = False) -> None:
         """Says that these have new values; weights that stay whole are gathered."""
         if self._hooks is not None:
             self._hooks.before_update()
-        works = [weights.updated() for weights in self._holding(params)]
+        works = [weights.updated(by_step=by_step) for weights in self._holding(params)]
         for work in works:
             if work is not None:
                 work.wait()

@@ -14,6 +14,7 @@ from torch import Tensor
 from anychip.contract import Communicator
 from anychip.runtime import on_host
 from anychip.train.optim import Group, ShardMetadata, Update
+from anychip.train.zero.chunked import ChunkedGroups, Part
 from anychip.train.zero.sharded import ShardedModel
 
 MASTER = "master"
@@ -28,6 +29,7 @@ class Updates:
 
     Args:
         sharded: the parameters; None with one rank: they are whole, and gradients in ``.grad``.
+        blocks: as :class:`~anychip.train.optim.Rule` has them.
         model_comm, duplicates: as :class:`~anychip.train.zero.Optimizer` has them.
     """
 
@@ -37,8 +39,9 @@ class Updates:
         sharded: ShardedModel | None,
         model_comm: Communicator | None,
         duplicates: Collection[Tensor],
+        blocks: Mapping[str, int],
     ) -> None:
-        self.comm, self.sharded = comm, sharded
+        self.comm, self.sharded, self.blocks = comm, sharded, blocks
         self.model_comm, self.duplicates = model_comm, duplicates
 
     def values(self, param: Tensor) -> Tensor:
@@ -68,11 +71,13 @@ class Updates:
         assert place.gradients is not None
         return place.gradients.gradient(place.index)
 
-    def found_inf(self, present: Iterable[Tensor]) -> bool:
+    def found_inf(
+        self, groups: Sequence[Mapping[str, Any]], states: State, present: Collection[Tensor]
+    ) -> bool:
         """Whether any gradient on any rank is not finite; the host waits for the answer."""
-        gradients = [self.gradient(param) for param in present]
-        found = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
-        for gradient in gradients:
+        device = next(iter(present)).device
+        found = torch.zeros((), dtype=torch.float32, device=device)
+        for gradient in self._gradients(groups, states, present):
             if not gradient.numel():
                 continue
             low, high = torch.aminmax(gradient)  # both NaN when there is one
@@ -101,14 +106,32 @@ class Updates:
             scale: that is still in the gradients; None: there is no loss scaling.
         """
         parts = [(params, group) for group in groups for params in _parts(group, states, present)]
-        update = Update(groups=[self._part(p, g, states) for p, g in parts], count=count)
+        chunked = self._chunked(parts, states)
+        update = Update(groups=chunked or [self._part(p, g, states) for p, g in parts], count=count)
+        if chunked is not None:
+            update.pieces = chunked.gradients
         if scale is not None:
-            update.scale = torch.full((), scale, device=update.groups[0].step.device)
+            update.scale = torch.full((), scale, device=next(iter(present)).device)
         if self.sharded is not None and self.sharded.partition.states:
             update.sum_over_shards = self.sharded.exchange.sum_over_parts
         if self.model_comm is not None:
             update.sum_over_stages = self._sum_over_stages
         return update
+
+    def _chunked(self, parts: Sequence[Part], states: State) -> ChunkedGroups | None:
+        """The groups, where something of them is elsewhere."""
+        if self.sharded is None or self.sharded.tiers is None:
+            return None
+        return ChunkedGroups(self.sharded, parts, states, [MASTER], self.blocks, self.duplicates)
+
+    def _gradients(
+        self, groups: Sequence[Mapping[str, Any]], states: State, present: Collection[Tensor]
+    ) -> Iterable[Tensor]:
+        parts = [(params, group) for group in groups for params in _parts(group, states, present)]
+        chunked = self._chunked(parts, states)
+        if chunked is None:
+            return map(self.gradient, present)
+        return (gradient for group in chunked.gradients() for gradient in group.grads)
 
     def _part(self, params: list[Tensor], group: Mapping[str, Any], states: State) -> Group:
         mine = [states[p] for p in params]

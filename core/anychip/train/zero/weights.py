@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,9 @@ from anychip.train.optim import ShardMetadata
 from anychip.train.optim.rule import num_blocks
 from anychip.train.zero import guard
 from anychip.train.zero.exchange import Exchange
-from anychip.train.zero.layout import Layout
+from anychip.train.zero.layout import ALIGNMENT, Chunk, Layout, Piece, chunks
+from anychip.train.zero.streaming import Tiers
+from anychip.train.zero.tiers import Elsewhere
 
 
 class Partition(NamedTuple):
@@ -51,10 +54,13 @@ class FlatWeights:
         exchange: with the ranks among which it is cut.
         partition: what each rank keeps its part of.
         dtype: of the weights that modules see; None: as they are.
+        tiers: where masters, and parts of weights, are; None: on the device.
 
     Attributes:
         values: of each parameter what this rank updates: its piece, 1-dim, or all of it where
             states are whole.
+        chunks: of this rank's part, that are moved together.
+        low: this rank's part of weights of 16 bits whose masters are elsewhere, (part_numel,).
         spans: where that lies in the flattened parameters; None: it is all of them.
         has_masters: ``values`` are not the weights that modules see.
         is_whole: the parameters can be read.
@@ -68,6 +74,7 @@ class FlatWeights:
         exchange: Exchange,
         partition: Partition,
         dtype: torch.dtype | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self.params, self.names, self.layout = list(params), list(names), layout
         self.exchange, self.partition = exchange, partition
@@ -80,13 +87,19 @@ class FlatWeights:
             self._own = full[self._part].to(torch.float32, copy=True)
         elif partition.weights:
             self._own = self._own.clone()
+        self.tiers = tiers
+        self.low: Tensor | None = None
+        self._states: dict[str, list[Tensor]] = {}
+        self.chunks = [] if tiers is None else self._chunks(tiers.chunk_numel)
+        if tiers is not None:
+            self._move_away(tiers)
         self.is_whole = True
         self._gathering: Work | None = None
         self._kept: Tensor | None = None
         self._is_exact = True  # so are the first values, which nobody gathered
         self.spans: list[ShardMetadata] | None = None
         self.values = self._pieces()
-        if partition.states or self.has_masters or dtype is not None:
+        if partition.states or self.has_masters or dtype is not None or tiers is not None:
             for index, param in enumerate(self.params):
                 param.data = self._view(self._full, index)
         else:
@@ -98,6 +111,57 @@ class FlatWeights:
         self._note_versions()
         self._room = guard.Room(self._full.untyped_storage(), self.params, self._sentences())
         self.release()
+
+    def _chunks(self, max_numel: int) -> list[Chunk]:
+        count = range(len(self.params))
+        if self.partition.states:
+            pieces = [self.layout.piece(index, self.exchange.rank) for index in count]
+        else:
+            starts = zip(self.layout.numels, self.layout.starts, strict=True)
+            pieces = [Piece(0, numel, start) for numel, start in starts]
+        return chunks(pieces, self._part.stop - self._part.start, max_numel)
+
+    @property
+    def cuts(self) -> list[int]:
+        """Elements of the part at which its chunks begin, and its end."""
+        return [*(chunk.start for chunk in self.chunks), self.chunks[-1].stop]
+
+    def room_for(self, name: str, dtype: torch.dtype, block: int) -> list[Tensor]:
+        """Of each parameter the state of a name, 1-dim, in the tier of states.
+
+        Args:
+            block: elements of the parameter per entry.
+        """
+        assert self.tiers is not None
+        if name not in self._states:
+            starts: dict[int, int] = {}
+            cuts, end = [0], 0
+            for chunk in self.chunks:
+                for each in chunk.segments:
+                    if each.number not in starts:  # kernels want it, as in the layout
+                        starts[each.number] = end = -(-end // ALIGNMENT) * ALIGNMENT
+                    end += num_blocks(each.numel, block)
+                cuts.append(end)
+            room = self.tiers.store("states", dtype, cuts).all()
+            sizes = [num_blocks(values.numel(), block) for values in self.values]
+            firsts = [starts.get(index, 0) for index in range(len(sizes))]
+            pairs = zip(firsts, sizes, strict=True)
+            self._states[name] = [room[start : start + size] for start, size in pairs]
+        return self._states[name]
+
+    @torch.no_grad()
+    def _move_away(self, tiers: Tiers) -> None:
+        """What is updated goes to its tier; of masters there, a 16-bit copy to that of weights."""
+        kind = "masters" if self.has_masters else "weights"
+        if not tiers.is_away(kind) or not (self.has_masters or self.partition.weights):
+            return
+        own = self._own.detach()
+        self._own = tiers.keep(kind, own, self.cuts)
+        if self.has_masters:
+            self.low = low = self._full[self._part].detach()
+            if self.partition.weights:
+                away = tiers.is_away("weights")
+                self.low = tiers.keep("weights", low, self.cuts) if away else low.clone()
 
     @torch.no_grad()
     def _rank_0s_values(self) -> Tensor:
@@ -142,9 +206,22 @@ class FlatWeights:
     @torch.no_grad()
     def _gather(self, *, exact: bool = False) -> Work:
         if self.partition.states:
-            return self.exchange.gather(self._full, self._own, exact=exact)
-        self._full.copy_(self._own)
+            with self.exchange.beside():
+                part = self._to_gather()
+            return self.exchange.gather(self._full, part, exact=exact)
+        if self.low is None:
+            self._full.copy_(self._own)
         return DONE
+
+    def _to_gather(self) -> Tensor:
+        """This rank's part, on the device: in its place in the buffer, if it was elsewhere."""
+        found = self._own if self.low is None else self.low
+        if isinstance(found, Elsewhere):
+            assert self.tiers is not None
+            mine = self._full[self._part]
+            self.tiers.bring(found.stored, mine)
+            return mine
+        return found
 
     def wait(self) -> None:
         """Returns when work queued on the current stream may read the weights."""
@@ -170,11 +247,16 @@ class FlatWeights:
             for name, param in zip(self.names, self.params, strict=True)
         ]
 
-    def updated(self) -> Work | None:
+    def updated(self, *, by_step: bool = False) -> Work | None:
         """Says that the ranks have changed their values; weights that stay whole are gathered.
 
         A backward through a forward from before is an error then, as with any optimizer.
+
+        Args:
+            by_step: which has made 16-bit weights of masters that are elsewhere.
         """
+        if not by_step:
+            self._refresh_low()
         torch.autograd.graph.increment_version(self.params)
         self._note_versions()
         if self.partition.weights:
@@ -184,11 +266,20 @@ class FlatWeights:
         return self._gather() if self.partition.states or self.has_masters else None
 
     @torch.no_grad()
+    def _refresh_low(self) -> None:
+        if self.low is None:
+            return
+        for start, stop in pairwise(self.cuts):
+            self.low[start:stop].copy_(self._own[start:stop].to(self._full.dtype))
+
+    @torch.no_grad()
     def keep_written(self) -> None:
         """Takes over what was written into the parameters while they were whole."""
         assert self.is_whole
         if self.partition.weights or self.has_masters:
             self._own.copy_(self._full[self._part])
+            if self.partition.weights:
+                self._refresh_low()
         self._kept = None
         self._note_versions()
 
@@ -239,6 +330,7 @@ class FlatWeights:
             block: elements of the parameter per entry; None: it has the parameter's shape.
         """
         shape = state_shape(tuple(self.params[index].shape), block)
+        piece = piece.to(self.params[index].device)
         whole = torch.empty(shape, dtype=piece.dtype, device=piece.device)
         pieces = [self.layout.piece(index, rank) for rank in range(self.layout.world_size)]
         sizes = [num_blocks(piece.numel, block or 1) for piece in pieces]

@@ -181,22 +181,18 @@ def run_rank(
     settings = {"timeout_s": 20.0, "heartbeat_s": 20.0, "check": "step"}
     settings |= arguments.pop("job", {})
     to_the_end = arguments.pop("to_the_end", False)
-    delay_s, transport = (
-        settings.pop("delays_s", [0.0] * world_size)[rank],
-        settings.pop("transport"),
-    )
+    transport, delays_s = settings.pop("transport"), settings.pop("delays_s", [0.0] * world_size)
+    delay_s = delays_s[rank]
     if delay_s is None:
         file.write_text(json.dumps({"kind": "never started"}))
         return
     time.sleep(delay_s)
-    is_host = rank == 0
+    place = ("127.0.0.1", port, None, rank == 0, timedelta(seconds=20))
     try:
-        store = dist.TCPStore(
-            "127.0.0.1", port, None, is_host, timedelta(seconds=20), wait_for_workers=False
-        )
+        store = dist.TCPStore(*place, wait_for_workers=False)
         channel = partial(Liveness, address=LOOPBACK, secret=b"of this job")
-        place = Rendezvous(store, rank, world_size, LOOPBACK, channel, host_transport=transport)
-        job = join(place, **settings)
+        seat = Rendezvous(store, rank, world_size, LOOPBACK, channel, host_transport=transport)
+        job = join(seat, **settings)
         comm = Group(job.world, job.host(job.world), job)
         outcome: dict[str, Any] = {"value": case(comm, **arguments)}
     except CommunicationError as error:

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from anychip.contract import HOST
+from anychip.runtime import on_host
 from anychip.train.files import NotWrittenError
 
 ALIGNMENT = 4096
@@ -228,7 +229,7 @@ def _open(directory: Path) -> tuple[int, bool]:
 
 
 def _bytes_of(memory: Tensor) -> memoryview:
-    numbers: Any = memory.numpy()  # a buffer, as its stubs do not say
+    numbers: Any = on_host(memory).numpy()  # a buffer, as its stubs do not say
     return memoryview(numbers)
 
 

@@ -15,6 +15,7 @@ from anychip.registry import extensions
 SUBCOMMANDS: Mapping[str, str] = {
     "backends": "Lists the backends that are installed, and which one is chosen.",
     "bench": "Measures speed against named peers and against the hardware's bound.",
+    "config": "Says where the C interface for chips is: flags for a compiler, a folder for CMake.",
     "conformance": "Checks that a backend computes what the contract says.",
     "doctor": "Says why a backend cannot run here, and what fixes it.",
     "export": "Writes the weights of a run as Hugging Face transformers loads them.",

@@ -140,13 +140,14 @@ def _launch(
 ) -> int:
     """Starts the ranks, each with this command and the chip that was chosen here."""
     import anychip
+    from anychip import registry
     from anychip.train import config, cutting, interruption, launch, lock
 
     configuration = config.load(path, settings, note=lambda _: None)  # rank 0 says it
     cutting.mesh_sizes(configuration.parallel, nproc)
     chip = anychip.use(backend, config=configuration.run.backend)
     words = ["train", *([str(path)] if path else []), *settings]
-    words += ["--backend", chip.name, "--out", str(out)]
+    words += ["--backend", registry.name_of(chip), "--out", str(out)]
     words += ["--resume"] * resume + ["--json"] * as_json
     program = [sys.executable, "-m", "anychip"]
     try:
@@ -189,7 +190,7 @@ def _train(
     registry.take_device(chip)
     _say(console, str(chip.decision))
     # config.toml names the chip, so that --resume does not choose another one.
-    named = replace(configuration, run=replace(configuration.run, backend=chip.name))
+    named = replace(configuration, run=replace(configuration.run, backend=registry.name_of(chip)))
     # A rank that left others between their meeting and the first step would look lost to them.
     asked = None if _rank() is None else interruption.Interruption()
     with asked or nullcontext():

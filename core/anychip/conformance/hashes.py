@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from anychip import registry
+from anychip.cabi import Library
 from anychip.contract import Backend
 
 SUITE = Path(__file__).parent
@@ -42,6 +43,10 @@ def plugin_hash(backend: Backend) -> str | None:
     distribution, version = registry.provenance_of(backend)
     if version == "not installed":
         return None
+    if isinstance(backend, Library):
+        own = {backend.table.path.name: backend.table.path}
+        is_packaged = distribution != backend.table.path.name
+        return _hash_files({**dict(_recorded(distribution) if is_packaged else ()), **own})
     package = type(backend).__module__.partition(".")[0]
     return _hash_files({**dict(_recorded(distribution)), **dict(_package(package))})
 

@@ -128,7 +128,7 @@ class Child:
         )
         os.close(write)
         assert process.stdin is not None
-        name = plan.backend.name
+        name = registry.name_of(plan.backend)
         request = {"backend": name, "level": plan.level, "seed": plan.seed, "cases": list(ids)}
         with suppress(BrokenPipeError):  # it is dead already; `results` says so
             process.stdin.write(json.dumps(request).encode())

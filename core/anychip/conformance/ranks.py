@@ -60,7 +60,7 @@ def reference_to(backend: Backend) -> dict[str, str]:
         ValueError: it is neither installed nor of a class that can be imported.
     """
     if registry.provenance_of(backend)[1] != "not installed":
-        return {"name": backend.name}
+        return {"name": registry.name_of(backend)}
     kind = type(backend)
     found = getattr(importlib.import_module(kind.__module__), kind.__qualname__, None)
     if found is not kind:

@@ -6,11 +6,11 @@
 
 from anychip.registry.choice import backends, choose, forecast, owner, take_device
 from anychip.registry.diagnosis import Diagnosis, diagnose
-from anychip.registry.instances import provenance_of
+from anychip.registry.instances import name_of, provenance_of
 from anychip.registry.kernel_packs import kernel_packs
 from anychip.registry.table import BackendRecord
 
 __all__ = [
     "BackendRecord", "Diagnosis", "backends", "choose", "diagnose", "forecast", "kernel_packs",
-    "owner", "provenance_of", "take_device",
+    "name_of", "owner", "provenance_of", "take_device",
 ]  # fmt: skip

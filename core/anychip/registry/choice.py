@@ -22,9 +22,9 @@ from anychip.contract import (
     UnsupportedError,
 )
 from anychip.registry import environment
-from anychip.registry.discovery import TORCH_DEFAULT, Plugin, backend_plugins
+from anychip.registry.discovery import TORCH_DEFAULT, Plugin, backend_plugins, library
 from anychip.registry.instances import ready_instance, torch_default
-from anychip.registry.table import BackendRecord, conflict, survey
+from anychip.registry.table import BackendRecord, answer_of, conflict, record, survey
 
 SHAPES_ONLY = "meta"
 """torch's device type of tensors without data."""
@@ -82,8 +82,10 @@ def forecast(records: Sequence[BackendRecord]) -> Decision:
         chosen, why = _pick(records)
         candidates = [_weighed(record, chosen, why) for record in records]
         return Decision(name=chosen.name, asked_by="automatic", candidates=tuple(candidates))
-    resolve(named)
-    chosen = next(record for record in records if record.name == named)
+    plugin = resolve(named)
+    if plugin.is_library:
+        records = [*records, record(plugin, answer_of(plugin))]
+    chosen = next(record for record in records if record.name == plugin.name)
     if chosen.status != "ready":
         raise BackendUnavailableError(named, chosen.status, chosen.reason, chosen.fix)
     candidates = [_weighed(record, chosen, chosen.reason) for record in records]
@@ -101,7 +103,6 @@ def choose(name: str | None = None, *, config: str | None = None) -> Backend:
         AmbiguousBackendError: two accelerators are ready, two distributions claim the name, or this
             process is one of several workers and no name was given.
         BackendUnavailableError: the backend cannot run here; says why and what helps.
-        UnsupportedError: ``name`` is the path of a library.
     """
     if name is not None:
         return _choose_named(name, "argument")
@@ -141,16 +142,13 @@ def owner(device_type: str) -> Backend:
 
 
 def resolve(name: str) -> Plugin:
-    """The one plugin of a name.
+    """The one plugin of a name, or of the path of a C library.
 
     Raises:
-        UnknownBackendError, AmbiguousBackendError, UnsupportedError: as :func:`choose`.
+        UnknownBackendError, AmbiguousBackendError: as :func:`choose`.
     """
     if "/" in name or name.endswith(".so"):
-        raise UnsupportedError(
-            f"{name!r} is the path of a library: the C ABI is not part of this version; "
-            "name an installed plugin instead"
-        )
+        return library(name)
     claims = backend_plugins()
     if name not in claims:
         near = difflib.get_close_matches(name.lower(), claims, n=1)
@@ -172,6 +170,8 @@ def _choose_named(name: str, asked_by: Literal["argument", "environment", "confi
         for claimants in backend_plugins().values()
         for p in claimants
     ]
+    if plugin.is_library:
+        candidates.append(_candidate(plugin, True, answer.reason))
     return _decided(backend, asked_by, candidates)
 
 
@@ -254,7 +254,7 @@ def _decided(
 ) -> Backend:
     """``backend`` with its decision; who owns a device type does not replace a user's choice."""
     if asked_by != "device type" or backend.decision is None:
-        backend.decision = Decision(
-            name=backend.name, asked_by=asked_by, candidates=tuple(candidates)
-        )
+        candidates = tuple(candidates)
+        name = next(candidate.name for candidate in candidates if candidate.accepted)
+        backend.decision = Decision(name=name, asked_by=asked_by, candidates=candidates)
     return backend

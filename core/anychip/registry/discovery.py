@@ -7,11 +7,13 @@ used: one broken plugin would stop it, and it drops the second of two plugins of
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 
 import anychip
 from anychip.contract import Backend
@@ -43,6 +45,11 @@ class Plugin:
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"
 
+    @property
+    def is_library(self) -> bool:
+        """It is a chip's C library that was named by its path; ``module`` is that."""
+        return "/" in self.module
+
 
 TORCH_DEFAULT = Plugin(
     group=BACKENDS,
@@ -61,6 +68,19 @@ def backend_plugins() -> dict[str, list[Plugin]]:
     for plugin in sorted([*found, TORCH_DEFAULT], key=lambda plugin: plugin.name):
         claims.setdefault(plugin.name, []).append(plugin)
     return claims
+
+
+def library(path: str) -> Plugin:
+    """The plugin that a C library is without any packaging; its version is a hash of the file."""
+    whole = Path(path).resolve()
+    version = hashlib.sha256(whole.read_bytes()).hexdigest()[:12] if whole.is_file() else "missing"
+    return Plugin(
+        group=BACKENDS,
+        name=str(whole),
+        module=str(whole),
+        distribution=whole.name,
+        version=version,
+    )
 
 
 def kernel_pack_plugins(backend: Backend) -> list[Plugin]:

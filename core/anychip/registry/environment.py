@@ -159,6 +159,11 @@ def local_rank() -> int | None:
     return int(text)
 
 
+def is_probe() -> bool:
+    """Whether this process was started to ask one plugin."""
+    return INSIDE_PROBE in os.environ
+
+
 def require_probing_allowed() -> None:
     """Checks that this process may start probes.
 
@@ -167,7 +172,7 @@ def require_probing_allowed() -> None:
             come to different answers; the launcher probes once and tells them.
         ContractError: it is itself a probe: a plugin asks for other plugins.
     """
-    if INSIDE_PROBE in os.environ:
+    if is_probe():
         raise ContractError(
             "a plugin asked for the other backends while it was being probed; import and probe() "
             "may only look at the plugin's own chip"

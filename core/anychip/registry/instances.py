@@ -9,6 +9,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from anychip.cabi import Library, bridge
 from anychip.contract import Backend, BackendUnavailableError, Communicator, Probe, settings
 from anychip.registry import environment, table
 from anychip.registry.discovery import TORCH_BACKEND, TORCH_DEFAULT, Plugin
@@ -33,6 +34,7 @@ def ready_instance(plugin: Plugin) -> tuple[Backend, Probe]:
     with settings.unchanged(f"the backend {plugin.name!r} of {plugin}"):
         with _lock:
             if plugin not in _backends:
+                _require_safe_library(plugin)
                 _require_private_use_slot(plugin)
                 try:
                     _backends[plugin] = load(plugin)
@@ -42,6 +44,8 @@ def ready_instance(plugin: Plugin) -> tuple[Backend, Probe]:
         answer = ask(backend)
     if answer.status != "ready":
         raise unavailable(plugin.name, answer)
+    if isinstance(backend, Library):
+        backend.attach()
     return backend, answer
 
 
@@ -67,6 +71,7 @@ def _join(backend: Backend, **settings: Any) -> Communicator:
 
 # Communicators of any backend, made by hand or not.
 Backend.join = _join
+bridge.cache_directory = environment.cache_directory
 
 
 def torch_default(device_type: str) -> Backend:
@@ -96,9 +101,24 @@ def provenance_of(backend: Backend) -> tuple[str, str]:
     return type(backend).__module__, "not installed"
 
 
+def name_of(backend: Backend) -> str:
+    """By which another process finds a backend: its name, or an unpackaged library's path."""
+    found = (plugin.name for plugin, instance in _backends.items() if instance is backend)
+    return next(found, backend.name)
+
+
 def unavailable(name: str, answer: Probe) -> BackendUnavailableError:
     """The error for an answer that is not ``ready``."""
     return BackendUnavailableError(name, answer.status, answer.reason, answer.fix)
+
+
+def _require_safe_library(plugin: Plugin) -> None:
+    """Lets a child process open a library first: a file that is none may crash who opens it."""
+    if not plugin.is_library or environment.is_worker() or environment.is_probe():
+        return
+    answer = table.answer_of(plugin)
+    if answer.status != "ready":
+        raise unavailable(plugin.name, answer)
 
 
 def _require_private_use_slot(plugin: Plugin) -> None:

@@ -7,13 +7,24 @@ caller is the child process of :mod:`.probing`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import EntryPoint
-from typing import get_args
+from typing import cast, get_args
 
 import pluggy
 
-from anychip.contract import API_VERSION, PROJECT, Backend, Kind, OperatorTable, Probe, Status
+from anychip.cabi import Library
+from anychip.contract import (
+    API_VERSION,
+    PROJECT,
+    Backend,
+    BackendUnavailableError,
+    Kind,
+    OperatorTable,
+    Probe,
+    Status,
+)
 from anychip.contract import hooks as hook_specifications
 from anychip.registry.changes import REPLACED, sentences
 from anychip.registry.discovery import Plugin
@@ -35,9 +46,13 @@ def load(plugin: Plugin) -> Backend:
     Raises:
         LoadError: with ``broken`` or ``incompatible`` and the reason in one line.
     """
+    if plugin.is_library:
+        return _opened(lambda: Library(plugin.module))
     manager = load_hooks(plugin)
     try:
-        backend = manager.hook.anychip_backend()
+        backend = _opened(manager.hook.anychip_backend)
+    except LoadError:
+        raise
     except (Exception, SystemExit) as error:
         raise LoadError(_broken(f"anychip_backend() raised {describe(error)}")) from error
     if backend is None:
@@ -48,6 +63,16 @@ def load(plugin: Plugin) -> Backend:
     check_hook_names(manager)  # after the version: a later one may have hooks of its own
     _check_attributes(plugin, backend)
     return backend
+
+
+def _opened(make: Callable[[], Backend]) -> Backend:
+    """What ``make`` returns; a library that does not fit says so itself."""
+    try:
+        return make()
+    except BackendUnavailableError as error:
+        fix, reason = error.fix, one_line(error.reason)
+        status = cast(Status, error.status)
+        raise LoadError(Probe(status=status, reason=reason, fix=fix)) from error
 
 
 def load_hooks(plugin: Plugin) -> pluggy.PluginManager:

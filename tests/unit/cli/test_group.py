@@ -39,7 +39,10 @@ def test_version_is_printed_with_the_packages_name(
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("trai", "did you mean 'train'?"), ("xyz", "there are backends, bench, conformance, doctor")],
+    [
+        ("trai", "did you mean 'train'?"),
+        ("xyz", "there are backends, bench, config, conformance"),
+    ],
 )
 def test_unknown_subcommand_is_wrong_use_with_a_hint(
     name: str, hint: str, capsys: pytest.CaptureFixture[str]
@@ -77,3 +80,16 @@ def test_settings_are_listed_for_people_and_for_programs(
     for row, setting in zip(rows, listed, strict=True):
         assert row.rstrip().endswith(setting["meaning"])
         assert setting["default"] in (None, "") or json.dumps(setting["default"]) in row
+
+
+def test_config_says_where_the_header_is(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {}
+    for option in ("--cflags", "--cmakedir", "--json"):
+        assert group.run(["config", option]) == 0
+        said[option] = capsys.readouterr().out.strip()
+    found = json.loads(said["--json"])
+    assert said["--cflags"] == f"-I{found['include']}"
+    assert (Path(found["include"]) / "anychip" / "abi.h").is_file()
+    assert (Path(said["--cmakedir"]) / "anychipConfig.cmake").is_file()
+    assert group.run(["config", "--cflags", "--json"]) == 2
+    assert "choose one of --cflags, --cmakedir and --json" in capsys.readouterr().err

@@ -22,7 +22,7 @@ CORE = ROOT / "core" / "anychip"
 
 LAYERS = {
     "contract": set[str](), "operators": {"contract"}, "dispatch": {"contract"},
-    "comm": {"contract"}, "registry": {"contract", "comm"},
+    "comm": {"contract"}, "cabi": {"contract"}, "registry": {"contract", "comm", "cabi"},
     "runtime": {"contract", "operators", "dispatch", "registry", "ops"},
     "ops": {"contract", "operators", "dispatch", "registry", "runtime"},
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """What is chosen from a table of records; no process is started here."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ from anychip.contract import (
     AmbiguousBackendError,
     BackendUnavailableError,
     UnknownBackendError,
-    UnsupportedError,
 )
 from anychip.registry import BackendRecord, choice, discovery
 from anychip.registry.discovery import BACKENDS, Plugin
@@ -85,9 +85,10 @@ def test_resolve_name_with_two_claimants_raises_naming_both() -> None:
 
 
 @pytest.mark.parametrize("path", ["./libacme.so", "libacme.so", "/opt/acme/lib"])
-def test_resolve_path_of_a_library_says_that_this_version_cannot(path: str) -> None:
-    with pytest.raises(UnsupportedError, match="the C ABI is not part of this version"):
-        choice.resolve(path)
+def test_resolve_path_of_a_library_is_a_plugin_by_itself(path: str) -> None:
+    plugin = choice.resolve(path)
+    assert plugin.is_library
+    assert (plugin.module, plugin.version) == (str(Path(path).resolve()), "missing")
 
 
 @pytest.mark.usefixtures("installed")

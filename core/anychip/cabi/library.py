@@ -1,0 +1,148 @@
+"""The backend that is made from a chip's C library.
+
+Its operators are those of ATen that the library lists: torch's dispatcher calls them, and anychip's
+own operators are served by their references, which are made of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anychip.cabi import bridge, table
+from anychip.contract import (
+    API_VERSION,
+    Backend,
+    BackendUnavailableError,
+    DeviceError,
+    DeviceProperties,
+    Finding,
+    OperatorTable,
+    Probe,
+)
+
+if TYPE_CHECKING:
+    import ctypes
+
+_NAMES = ("ANYCHIP_OK", "ANYCHIP_ENOTSUP", "ANYCHIP_EINVAL", "ANYCHIP_ENOMEM", "ANYCHIP_EDEVICE")
+_lock = threading.Lock()
+
+
+class Library(Backend):
+    """A backend from a shared library that keeps to ``anychip/abi.h``.
+
+    It opens the library and reads its table; a torch device is made of it when one is first asked
+    for, which on the first use with a release of torch builds the bridge.
+
+    Args:
+        path: of the library.
+
+    Raises:
+        BackendUnavailableError: it is no such library, or one of another version.
+    """
+
+    api = API_VERSION
+    operators = OperatorTable()
+
+    def __init__(self, path: str | Path) -> None:
+        self.table = table.read(Path(path).resolve())
+        self.name = self.device_type = self.table.name
+        self.capabilities = {"memory_stats": 1, "memory_peak": 1, "pinned_memory": 1}
+        if self.table.has_streams:
+            self.capabilities["streams"] = 1
+
+    def probe(self) -> Probe:
+        """Asks the library for its devices; opens none."""
+        count = self.table.device_count()
+        if isinstance(count, str):
+            return Probe.unavailable(count)
+        if count < 1:
+            return Probe.unavailable(f"{self.table.path.name} finds no device")
+        return Probe.ready(count, reason=f"{self.table.part(0)}, by {self.table.path.name}")
+
+    def diagnose(self) -> Sequence[Finding]:
+        """The library, and which optional parts it has."""
+        has = [name for name in ("streams", "memory_stats") if name in self.capabilities]
+        known = f"{len(self.table.operators)} operators, {' and '.join(has)}"
+        path, version = self.table.path, self.table.version or "of no stated version"
+        return [Finding(True, f"{path}, {version}"), Finding(True, f"the library has {known}")]
+
+    @cached_property
+    def _bridge(self) -> ctypes.CDLL:
+        """The bridge, with this library attached and torch's device named after it."""
+        import torch
+
+        with _lock:
+            if hasattr(torch, self.name):
+                reason = f"torch has something else called torch.{self.name}: the chip needs a name"
+                raise BackendUnavailableError(self.name, "broken", reason)
+            found = bridge.loaded(bridge.find(bridge.cache_directory()))
+            if found.anychip_bridge_attach(str(self.table.path).encode()):
+                reason = found.anychip_bridge_error().decode()
+                raise BackendUnavailableError(self.name, "broken", reason)
+            from anychip.cabi.device_module import registered
+
+            registered(self.name, self.device_count(), found)
+        return found
+
+    def device_count(self) -> int:
+        count = self.table.device_count()
+        return 0 if isinstance(count, str) else count
+
+    def attach(self) -> None:
+        """Makes the torch device, if it is not there; its tensors can be made from now on.
+
+        Raises:
+            BackendUnavailableError: the bridge cannot be built, or another chip has the device.
+        """
+        assert self._bridge
+
+    def device_module(self) -> Any:
+        self.attach()
+        return super().device_module()
+
+    def synchronize(self, index: int | None = None) -> None:
+        device = self.check_index(index)
+        status = self._bridge.anychip_bridge_synchronize(device)
+        if status:
+            label = _NAMES[-status] if 0 < -status < len(_NAMES) else "an unknown status"
+            detail = self._bridge.anychip_bridge_error().decode()
+            where = f"{self.name}: synchronize(device {device})"
+            raise DeviceError(where, status, label, detail.partition("): ")[2])
+
+    def properties(self, index: int | None = None) -> DeviceProperties:
+        import torch
+
+        device = self.check_index(index)
+        known = self.table.properties(device)
+        types = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}
+        rates = {
+            torch.float32: known.flops_float32,
+            torch.float16: known.flops_float16,
+            torch.bfloat16: known.flops_bfloat16,
+        }
+        return DeviceProperties(
+            name=self.table.part(device),
+            total_memory=int(known.total_memory),
+            dtypes=frozenset({d for bit, d in types.items() if known.dtypes >> bit & 1}),
+            flops={dtype: rate for dtype, rate in rates.items() if rate},
+            bandwidth=known.bandwidth or None,
+            link_bandwidth=known.link_bandwidth or None,
+        )
+
+    def identity(self) -> str:
+        return f"{self.table.part(0)}, {self.table.path.name} {self.table.version}".strip()
+
+    def host_calls(self, *, reset: bool = False) -> Counter[str]:
+        """How often each operator of torch's was computed on the host, as the library has it not.
+
+        Args:
+            reset: count from zero afterwards.
+        """
+        text = self._bridge.anychip_bridge_host_calls(int(reset)).decode()
+        pairs = (line.rsplit(" ", 1) for line in text.splitlines())
+        return Counter({name: int(count) for name, count in pairs})

@@ -1,0 +1,557 @@
+// Operators: what the library lists by name runs there, everything else on the host, counted.
+//
+// Nothing here knows an operator. A name stands for a functional ATen operator; its in-place and
+// .out forms are found by their schemas, shapes and dtypes of results by torch's meta kernels.
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <ATen/native/TypeProperties.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/empty_strided.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <unordered_map>
+
+#include "bridge.h"
+
+namespace anychip_bridge {
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+using torch::jit::Stack;
+
+// ---- the host
+
+std::mutex counts_mutex;
+
+std::map<std::string, int64_t>& counts() {
+  static auto* made = new std::map<std::string, int64_t>;
+  return *made;
+}
+
+bool takes_generator(const c10::Argument& argument) {
+  const auto type = argument.type();
+  const auto optional = type->cast<c10::OptionalType>();
+  const auto inner = optional ? optional->getElementType() : type;
+  return inner->kind() == c10::TypeKind::GeneratorType;
+}
+
+// The device that a call is about: its first tensor's of ours, or the one that it names.
+c10::DeviceIndex device_of_call(const Stack& stack, size_t begin) {
+  for (size_t i = begin; i < stack.size(); ++i) {
+    const IValue& value = stack[i];
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().device().type() == kChip)
+      return value.toTensor().device().index();
+    if (value.isTensorList())
+      for (const Tensor& tensor : value.toTensorVector())
+        if (tensor.device().type() == kChip) return tensor.device().index();
+    if (value.isDevice() && value.toDevice().type() == kChip && value.toDevice().has_index())
+      return value.toDevice().index();
+  }
+  return current_device();
+}
+
+// Operators that draw numbers and take no generator use the host's default one: it stands in for
+// the device's while they run.
+void run_with_state_of(const at::Generator& inner, const c10::OperatorHandle& op, Stack* stack) {
+  static auto* mutex = new std::mutex;
+  std::lock_guard<std::mutex> lock(*mutex);
+  at::Generator host = at::detail::getDefaultCPUGenerator();
+  const auto before = host.get_state();
+  host.set_state(inner.get_state());
+  try {
+    at::native::cpu_fallback(op, stack);
+  } catch (...) {
+    host.set_state(before);
+    throw;
+  }
+  at::Generator(inner).set_state(host.get_state());
+  host.set_state(before);
+}
+
+}  // namespace
+
+void count_host_call(const std::string& name) {
+  std::lock_guard<std::mutex> lock(counts_mutex);
+  ++counts()[name];
+}
+
+std::string host_calls(bool reset) {
+  std::lock_guard<std::mutex> lock(counts_mutex);
+  std::ostringstream text;
+  for (const auto& [name, count] : counts()) text << name << ' ' << count << '\n';
+  if (reset) counts().clear();
+  return text.str();
+}
+
+void host_fallback(const c10::OperatorHandle& op, Stack* stack) {
+  count_host_call(c10::toString(op.operator_name()));
+  const auto& arguments = op.schema().arguments();
+  const size_t begin = stack->size() - arguments.size();
+  bool has_generator = false;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!takes_generator(arguments[i])) continue;
+    has_generator = true;
+    IValue& value = (*stack)[begin + i];
+    const auto given =
+        value.isNone() ? default_generator(device_of_call(*stack, begin)) : value.toGenerator();
+    if (given.device().type() == kChip) value = host_generator(given);
+  }
+  if (!has_generator && op.hasTag(at::Tag::nondeterministic_seeded)) {
+    const auto generator = default_generator(device_of_call(*stack, begin));
+    return run_with_state_of(host_generator(generator), op, stack);
+  }
+  at::native::cpu_fallback(op, stack);
+}
+
+// ---- the chip
+
+namespace {
+
+enum class Form { kFunctional, kInPlace, kOut };
+
+// Descriptors of one call; deques, so that pointers into them hold.
+struct Call {
+  std::deque<anychip_tensor> tensors;
+  std::deque<std::vector<const anychip_tensor*>> lists;
+  std::deque<anychip_argument> arguments;
+  std::deque<std::vector<int64_t>> ints;
+  std::deque<std::vector<double>> floats;
+  std::deque<std::string> strings;
+
+  const anychip_tensor* describe(const Tensor& tensor) {
+    auto& into = tensors.emplace_back();
+    const auto place = tensor.numel() ? place_of(tensor) : Place{};
+    into.struct_size = sizeof into;
+    into.dtype = static_cast<int32_t>(tensor.scalar_type());
+    into.device = tensor.device().index();
+    into.ndim = static_cast<int32_t>(tensor.dim());
+    into.memory = place.memory;
+    into.byte_offset = place.offset;
+    std::copy(tensor.sizes().begin(), tensor.sizes().end(), into.size);
+    std::copy(tensor.strides().begin(), tensor.strides().end(), into.stride);
+    return &into;
+  }
+
+  void add(const IValue& value) {
+    auto& into = arguments.emplace_back();
+    into.struct_size = sizeof into;
+    into.kind = ANYCHIP_ARG_NONE;
+    if (value.isTensor() && value.toTensor().defined()) {
+      into.kind = ANYCHIP_ARG_TENSOR;
+      into.v.tensor = describe(value.toTensor());
+    } else if (value.isTensorList()) {
+      auto& list = lists.emplace_back();
+      for (const Tensor& tensor : value.toTensorVector()) list.push_back(describe(tensor));
+      into.kind = ANYCHIP_ARG_TENSORS;
+      into.n = list.size();
+      into.v.tensors = list.data();
+    } else if (value.isBool()) {
+      into.kind = ANYCHIP_ARG_BOOL;
+      into.v.i = value.toBool();
+    } else if (value.isInt()) {
+      into.kind = ANYCHIP_ARG_INT;
+      into.v.i = value.toInt();
+    } else if (value.isDouble()) {
+      into.kind = ANYCHIP_ARG_FLOAT;
+      into.v.f = value.toDouble();
+    } else if (value.isIntList()) {
+      const auto& list = ints.emplace_back(value.toIntVector());
+      into.kind = ANYCHIP_ARG_INTS;
+      into.n = list.size();
+      into.v.ints = list.data();
+    } else if (value.isDoubleList()) {
+      const auto& list = floats.emplace_back(value.toDoubleVector());
+      into.kind = ANYCHIP_ARG_FLOATS;
+      into.n = list.size();
+      into.v.floats = list.data();
+    } else if (value.isString()) {
+      into.kind = ANYCHIP_ARG_STRING;
+      into.v.string = strings.emplace_back(value.toStringRef()).c_str();
+    }
+  }
+
+  // false: the library does not do this one, and has written nothing.
+  bool run(anychip_operator function, const char* name, const std::vector<Tensor>& results) {
+    const auto device = results[0].device().index();
+    std::vector<const anychip_argument*> argument_pointers;
+    std::vector<const anychip_tensor*> result_pointers;
+    for (const auto& argument : arguments) argument_pointers.push_back(&argument);
+    for (const Tensor& result : results) result_pointers.push_back(describe(result));
+    anychip_call call{};
+    call.struct_size = sizeof call;
+    call.device = device;
+    call.stream = current_stream(device);
+    call.num_arguments = static_cast<uint32_t>(argument_pointers.size());
+    call.num_results = static_cast<uint32_t>(result_pointers.size());
+    call.arguments = argument_pointers.data();
+    call.results = result_pointers.data();
+    const auto status = function(&call);
+    release_scratch();
+    if (status == ANYCHIP_ENOTSUP) return false;
+    check(status, name, device);
+    return true;
+  }
+};
+
+// What a result looks like.
+struct Shape {
+  c10::DimVector sizes, strides;
+  c10::ScalarType dtype;
+};
+
+bool is_servable(const Tensor& tensor, c10::DeviceIndex device) {
+  if (!tensor.defined()) return true;
+  if (tensor.dim() > ANYCHIP_MAX_DIMS || tensor.layout() != c10::kStrided || tensor.is_conj() ||
+      tensor.is_neg())
+    return false;
+  // A number that Python made a tensor of, or a scalar tensor of the host.
+  if (tensor.is_cpu()) return tensor.dim() == 0;
+  return tensor.device() == c10::Device(kChip, device);
+}
+
+bool are_servable(const Stack& stack, size_t begin, size_t end, c10::DeviceIndex device) {
+  for (size_t i = begin; i < end; ++i) {
+    const IValue& value = stack[i];
+    if (value.isTensor()) {
+      if (!is_servable(value.toTensor(), device)) return false;
+    } else if (value.isTensorList()) {
+      for (const Tensor& tensor : value.toTensorVector())
+        if (!is_servable(tensor, device)) return false;
+    } else if (value.isComplexDouble() || value.isOptionalTensorList()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// A number stays what it is: some meta kernels are written in Python and want it as one.
+Tensor as_meta(const Tensor& tensor) {
+  if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+}
+
+// One of the forms of an operator that the library has.
+class Kernel final : public c10::OperatorKernel {
+ public:
+  Kernel(c10::OperatorHandle functional, Form form, anychip_operator function)
+      : functional_(std::move(functional)),
+        form_(form),
+        function_(function),
+        name_(c10::toString(functional_.operator_name())),
+        num_arguments_(functional_.schema().arguments().size()),
+        num_results_(functional_.schema().returns().size()),
+        is_pointwise_(functional_.hasTag(at::Tag::pointwise) && num_results_ == 1) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+    if (!runs(op, stack)) host_fallback(op, stack);
+  }
+
+ private:
+  bool runs(const c10::OperatorHandle& op, Stack* stack) {
+    const size_t num_given = op.schema().arguments().size(), begin = stack->size() - num_given;
+    const auto device = device_of_call(*stack, begin);
+    if (!are_servable(*stack, begin, stack->size(), device)) return false;
+    const at::AutoDispatchBelowADInplaceOrView below;
+    Stack arguments(stack->begin() + begin, stack->begin() + begin + num_arguments_);
+    auto shapes = is_pointwise_ ? pointwise_shape(arguments) : std::nullopt;
+    if (!shapes) shapes = inferred_shapes(arguments);
+    if (!shapes) return false;  // wrong arguments: the host has the words for it
+    std::vector<Tensor> given, results;
+    if (form_ == Form::kInPlace) given = {(*stack)[begin].toTensor()};
+    if (form_ == Form::kOut)
+      for (size_t i = num_arguments_; i < num_given; ++i)
+        given.push_back((*stack)[begin + i].toTensor());
+    if (!make_results(*shapes, given, device, arguments, results)) return false;
+    Call call;
+    const auto common = common_dtype(arguments);
+    for (IValue& value : arguments) call.add(prepared(value, (*shapes)[0], device, common));
+    if (!(is_pointwise_ && results[0].numel() == 0) && !call.run(function_, name_.c_str(), results))
+      return false;
+    for (size_t i = 0; i < given.size(); ++i)
+      if (!given[i].is_same(results[i])) given[i].copy_(results[i]);
+    torch::jit::drop(*stack, num_given);
+    for (auto& result : given.empty() ? results : given) stack->emplace_back(std::move(result));
+    return true;
+  }
+
+  // What torch's promotion makes of the arguments' types.
+  static c10::ScalarType common_dtype(const Stack& arguments) {
+    at::native::ResultTypeState state{};
+    for (const IValue& value : arguments) {
+      if (value.isTensor() && value.toTensor().defined())
+        state = at::native::update_result_type_state(value.toTensor(), state);
+    }
+    return at::native::result_type(state);
+  }
+
+  // A tensor of the device, of the result's shape where that is the rule.
+  IValue prepared(const IValue& value, const Shape& shape, c10::DeviceIndex device,
+                  c10::ScalarType common) const {
+    if (value.isTensor() && value.toTensor().defined()) {
+      Tensor tensor = value.toTensor();
+      if (tensor.is_cpu()) tensor = tensor.to(common).to(c10::Device(kChip, device));
+      return is_pointwise_ && tensor.sizes() != shape.sizes ? tensor.expand(shape.sizes) : tensor;
+    }
+    if (!value.isTensorList()) return value;
+    std::vector<Tensor> list;
+    for (const Tensor& tensor : value.toTensorVector())
+      list.push_back(tensor.is_cpu() ? tensor.to(c10::Device(kChip, device)) : tensor);
+    return list;
+  }
+
+  // The tensors to be written: those given where they fit, else new ones.
+  bool make_results(const std::vector<Shape>& shapes, const std::vector<Tensor>& given,
+                    c10::DeviceIndex device, const Stack& arguments,
+                    std::vector<Tensor>& results) const {
+    if (!given.empty() && given.size() != shapes.size()) return false;
+    for (size_t i = 0; i < given.size(); ++i) {
+      if (form_ == Form::kInPlace && given[i].sizes() != shapes[i].sizes) return false;
+      if (!c10::canCast(shapes[i].dtype, given[i].scalar_type())) return false;
+      at::assert_no_internal_overlap(given[i]);
+    }
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      const Shape& shape = shapes[i];
+      if (!given.empty()) {
+        if (form_ == Form::kOut) at::native::resize_output(given[i], shape.sizes);
+        if (given[i].scalar_type() == shape.dtype && !overlaps(given[i], arguments)) {
+          results.push_back(given[i]);
+          continue;
+        }
+      }
+      results.push_back(at::empty_strided(
+          shape.sizes, shape.strides,
+          at::TensorOptions().dtype(shape.dtype).device(c10::Device(kChip, device))));
+    }
+    return true;
+  }
+
+  // Whether writing the result would change an argument before it is read.
+  bool overlaps(const Tensor& result, const Stack& arguments) const {
+    const auto is_hit = [&](const Tensor& tensor) {
+      if (!tensor.defined() || !tensor.has_storage() || !tensor.is_alias_of(result)) return false;
+      const bool is_same_view = tensor.sizes() == result.sizes() &&
+                                tensor.strides() == result.strides() &&
+                                tensor.storage_offset() == result.storage_offset() &&
+                                tensor.scalar_type() == result.scalar_type();
+      return !(is_pointwise_ && is_same_view);
+    };
+    for (const IValue& value : arguments) {
+      if (value.isTensor() && is_hit(value.toTensor())) return true;
+      if (value.isTensorList())
+        for (const Tensor& tensor : value.toTensorVector())
+          if (is_hit(tensor)) return true;
+    }
+    return false;
+  }
+
+  // Without a meta kernel's microseconds: the dtype of a call with such arguments is known, and
+  // all tensors lie alike.
+  std::optional<std::vector<Shape>> pointwise_shape(const Stack& arguments) {
+    std::string key;
+    const Tensor* first = nullptr;
+    for (const IValue& value : arguments) {
+      if (value.isTensor() && value.toTensor().defined()) {
+        const Tensor& tensor = value.toTensor();
+        key +=
+            static_cast<char>(static_cast<int>(tensor.scalar_type()) * 4 + (tensor.dim() == 0) * 2 +
+                              tensor.unsafeGetTensorImpl()->is_wrapped_number());
+        if (tensor.dim() == 0) continue;
+        if (first && (first->sizes() != tensor.sizes() || first->strides() != tensor.strides()))
+          return std::nullopt;
+        first = &tensor;
+      } else if (value.isBool() || value.isDouble() || value.isInt()) {
+        key += value.isBool() ? 'B' : value.isInt() ? 'I' : 'D';
+        key += '\xff';
+      } else {
+        return std::nullopt;  // a dtype or a mode, by which the result may differ
+      }
+    }
+    if (!first || !first->is_non_overlapping_and_dense()) return std::nullopt;
+    std::optional<c10::ScalarType> dtype;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (const auto found = dtypes_.find(key); found != dtypes_.end()) dtype = found->second;
+    }
+    if (!dtype) {
+      const auto shapes = inferred_shapes(arguments);
+      if (!shapes) return std::nullopt;
+      dtype = (*shapes)[0].dtype;
+      std::lock_guard<std::mutex> lock(mutex_);
+      dtypes_[key] = *dtype;
+    }
+    return std::vector<Shape>{
+        {c10::DimVector(first->sizes()), c10::DimVector(first->strides()), *dtype}};
+  }
+
+  std::optional<std::vector<Shape>> inferred_shapes(const Stack& arguments) const {
+    Stack stack;
+    for (const IValue& value : arguments) {
+      if (value.isTensor()) {
+        stack.emplace_back(as_meta(value.toTensor()));
+      } else if (value.isTensorList()) {
+        std::vector<Tensor> list;
+        for (const Tensor& tensor : value.toTensorVector()) list.push_back(as_meta(tensor));
+        stack.emplace_back(std::move(list));
+      } else {
+        stack.push_back(value);
+      }
+    }
+    try {
+      functional_.callBoxed(&stack);
+    } catch (const std::exception&) {
+      return std::nullopt;
+    }
+    std::vector<Shape> shapes;
+    for (const IValue& value : stack) {
+      if (!value.isTensor() || !value.toTensor().defined()) return std::nullopt;
+      const Tensor& result = value.toTensor();
+      shapes.push_back(
+          {c10::DimVector(result.sizes()), c10::DimVector(result.strides()), result.scalar_type()});
+    }
+    return shapes;
+  }
+
+  c10::OperatorHandle functional_;
+  Form form_;
+  anychip_operator function_;
+  std::string name_;
+  size_t num_arguments_, num_results_;
+  bool is_pointwise_;
+  std::mutex mutex_;
+  std::unordered_map<std::string, c10::ScalarType> dtypes_;
+};
+
+// Which form of `functional` a schema of the same name is, if it is one.
+std::optional<Form> form_of(const c10::FunctionSchema& schema,
+                            const c10::FunctionSchema& functional) {
+  const auto &given = schema.arguments(), &wanted = functional.arguments();
+  const auto num_out = given.size() - wanted.size();
+  if (given.size() < wanted.size() || (num_out && num_out != functional.returns().size()))
+    return std::nullopt;
+  for (size_t i = 0; i < wanted.size(); ++i)
+    if (*given[i].type() != *wanted[i].type() || given[i].name() != wanted[i].name())
+      return std::nullopt;
+  const auto is_written = [&](size_t i) {
+    return given[i].alias_info() && given[i].alias_info()->isWrite();
+  };
+  for (size_t i = 1; i < wanted.size(); ++i)
+    if (is_written(i)) return std::nullopt;
+  if (num_out == 0) return is_written(0) ? Form::kInPlace : Form::kFunctional;
+  for (size_t i = wanted.size(); i < given.size(); ++i)
+    if (!given[i].is_out()) return std::nullopt;
+  return Form::kOut;
+}
+
+bool is_functional(const c10::OperatorHandle& op) {
+  const auto& schema = op.schema();
+  if (schema.arguments().empty() || schema.returns().empty()) return false;
+  for (const auto& argument : schema.arguments())
+    if (argument.alias_info() || takes_generator(argument)) return false;
+  for (const auto& result : schema.returns())
+    if (result.alias_info() || result.type()->kind() != c10::TypeKind::TensorType) return false;
+  // Made of other operators, which autograd knows: those are the ones to serve.
+  return !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
+void register_kernel(const c10::OperatorHandle& op, const c10::OperatorHandle& functional,
+                     Form form, anychip_operator function) {
+  static auto* libraries = new std::vector<std::unique_ptr<torch::Library>>;
+  libraries->push_back(std::make_unique<torch::Library>(
+      torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__));
+  const auto& name = op.operator_name();
+  const auto text = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
+  libraries->back()->impl(text.c_str(), torch::CppFunction::makeFromBoxedFunctor(
+                                            std::make_unique<Kernel>(functional, form, function)));
+}
+
+anychip_operator copy_function = nullptr;
+
+// ---- convolutions reach a device by names of their own, which no fallback sees
+
+Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation,
+                   bool transposed, c10::IntArrayRef output_padding, int64_t groups) {
+  count_host_call("aten::convolution_overrideable");
+  std::optional<Tensor> host_bias;
+  if (bias && bias->defined()) host_bias = to_host(*bias);
+  return at::convolution(to_host(input), to_host(weight), host_bias, stride, padding, dilation,
+                         transposed, output_padding, groups)
+      .to(input.device());
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& grad, const Tensor& input, const Tensor& weight, c10::IntArrayRef stride,
+    c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
+    c10::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
+  count_host_call("aten::convolution_backward_overrideable");
+  const int64_t channels[] = {transposed ? weight.size(1) * groups : weight.size(0)};
+  const auto [of_input, of_weight, of_bias] = at::convolution_backward(
+      to_host(grad), to_host(input), to_host(weight), c10::IntArrayRef(channels), stride, padding,
+      dilation, transposed, output_padding, groups, mask);
+  const auto back = [&](const Tensor& x) { return x.defined() ? x.to(input.device()) : x; };
+  return {back(of_input), back(of_weight), back(of_bias)};
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("convolution_overrideable", convolution);
+  library.impl("convolution_backward_overrideable", convolution_backward);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&host_fallback>());
+}
+
+}  // namespace
+
+void register_operators() {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  std::map<std::string, std::vector<c10::OperatorName>> forms;
+  for (const auto& name : dispatcher.getAllOpNames()) forms[name.name].push_back(name);
+  for (const char* const* next = chip.operators; next && *next; ++next) {
+    const auto function = chip.find_operator(*next);
+    if (!function) continue;
+    const std::string text = *next, base = "aten::" + text.substr(0, text.find('.'));
+    if (text == "copy") {
+      copy_function = function;
+      continue;
+    }
+    const auto dot = text.find('.');
+    const auto found =
+        dispatcher.findSchema({base, dot == std::string::npos ? "" : text.substr(dot + 1)});
+    if (!found || !is_functional(*found)) continue;
+    register_kernel(*found, *found, Form::kFunctional, function);
+    for (const auto& names : {forms[base], forms[base + "_"]}) {
+      for (const auto& name : names) {
+        const auto other = dispatcher.findSchema(name);
+        if (!other || other->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd))
+          continue;
+        const auto form = form_of(other->schema(), found->schema());
+        if (form && *form != Form::kFunctional) register_kernel(*other, *found, *form, function);
+      }
+    }
+  }
+}
+
+bool native_copy(const Tensor& target, const Tensor& source) {
+  const auto device = target.device().index();
+  if (!copy_function || !is_servable(target, device) || !is_servable(source, device)) return false;
+  if (target.is_alias_of(source)) return false;
+  Call call;
+  call.add(source);
+  return call.run(copy_function, "copy", {target});
+}
+
+}  // namespace anychip_bridge

@@ -1,0 +1,88 @@
+"""Do chips that are C libraries work as torch devices, and does training run on one?
+
+One process for each chip and file of cases: torch has one private-use device type per process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anychip.cabi import include_directory
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+SOURCES = {"minichip": ROOT / "examples/minichip/minichip.c", "kernelchip": HERE / "kernelchip.c"}
+SMALL = ("model.width=32", "model.layers=1", "model.context=16", "data.batch_size=4")
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each chip, compiled as the example's README says."""
+    folder = tmp_path_factory.mktemp("libraries")
+    flags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+    for name, source in SOURCES.items():
+        made = ["gcc", *flags, f"-I{include_directory()}", source, "-o", folder / f"lib{name}.so"]
+        subprocess.run(made, check=True)
+    return {name: folder / f"lib{name}.so" for name in SOURCES}
+
+
+@pytest.mark.parametrize(("chip", "cases"), [
+    ("minichip", "device_cases.py"), ("kernelchip", "device_cases.py"),
+    ("kernelchip", "kernel_cases.py"),
+])  # fmt: skip
+def test_device_of_a_library_does_what_torch_asks(
+    libraries: dict[str, Path], chip: str, cases: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases)],
+        env={**os.environ, "ANYCHIP_TEST_CHIP": str(libraries[chip])},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def trained(out: Path, *words: str) -> list[float]:
+    """The losses of a small run."""
+    command = [sys.executable, "-m", "anychip", "train", *SMALL, *words, "--json", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows: list[dict[str, Any]] = [
+        json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()
+    ]
+    return [row["loss"] for row in rows]
+
+
+def losses(library: Path, tmp_path: Path, *words: str) -> tuple[list[float], list[float]]:
+    """Of a run on a library and of the same one on the host."""
+    on_chip = trained(tmp_path / "chip", *words, "--backend", str(library))
+    return on_chip, trained(tmp_path / "host", *words, "--backend", "cpu")
+
+
+def test_training_on_a_library_follows_the_hosts_losses(
+    libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    chip, host = losses(libraries["minichip"], tmp_path, "--steps", "50")
+    assert len(chip) == len(host)
+    assert chip[-1] < chip[0] - 1
+    # Both compute in float32 on the host; only the order of sums differs.
+    assert chip == pytest.approx(host, rel=1e-4)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("stage", range(4))
+def test_zero_on_two_ranks_of_a_library_follows_the_hosts_losses(
+    libraries: dict[str, Path], tmp_path: Path, stage: int
+) -> None:
+    words = ("--steps", "8", "--nproc", "2", f"optimizer.stage={stage}")
+    chip, host = losses(libraries["minichip"], tmp_path, *words)
+    assert chip == pytest.approx(host, rel=1e-4)

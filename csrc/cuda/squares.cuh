@@ -10,7 +10,8 @@
 // What is squared comes from Sources, whose kSums sequences go side by side:
 // sources.visit(table, tensor, first, visit) gives the source of a tensor from element `first` on,
 // and source.load(i, values) what elements i to i + N are before they are squared; N is 4, from a
-// vector's address on, or 1.
+// vector's address on, or 1. kAhead vectors of a thread are loaded before the first is used: as
+// many as the registers have room for.
 #pragma once
 
 #include "reduce.cuh"
@@ -25,7 +26,6 @@ constexpr int kDigits = 21, kInfinities = 19, kNaNs = 20;
 constexpr int kLowest = -298;
 constexpr int kLogPerThread = 7;  // of a chunk: kChunk / kListThreads, and a few singles
 constexpr int kStepDown = 52 - kLogPerThread;
-constexpr int kAhead = 2;   // vectors of a thread that are loaded before the first is used
 constexpr int kMargin = 3;  // exponents that the sample's largest number may be exceeded by
 
 static_assert((kChunk / kListThreads + 2) <= 1 << kLogPerThread, "sums stay in their binade");
@@ -67,8 +67,9 @@ __device__ inline void add_one_square(float value, Digit* digits) {
   add_at(digits, stored == 0 ? 0 : 2 * (stored - 1), whole * whole);
 }
 
-// Any multiple of 2^kLowest whose bits span less than 53.
-__device__ inline void add_rest(double rest, Digit* digits) {
+// Any multiple of 2^kLowest whose bits span less than 53. Not inlined: it is called seldom, and
+// what it needs for itself would be spilled where two sequences go side by side.
+__device__ __noinline__ inline void add_rest(double rest, Digit* digits) {
   const uint64_t bits = bits_of(rest);
   const int exponent = static_cast<int>(bits >> 52 & 0x7ffu) - 1023 - 52;
   int64_t whole = static_cast<int64_t>((bits & ((uint64_t{1} << 52) - 1)) | uint64_t{1} << 52);
@@ -93,8 +94,7 @@ class Squares {
     places_[0] = (top > kLowest ? top : kLowest) - kLowest;
     places_[1] = (top - kStepDown > kLowest ? top - kStepDown : kLowest) - kLowest;
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
-      sums_[k] = starts_[k] = power_of_two(places_[k] + kLowest + 52, 1.5);
+    for (int k = 0; k < 2; ++k) sums_[k] = start(k);
   }
 
   __device__ __forceinline__ void add(float value, Digit* digits) {
@@ -116,7 +116,7 @@ class Squares {
   __device__ __forceinline__ void join(Digit* digits) const {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      long long units = static_cast<long long>(bits_of(sums_[k]) - bits_of(starts_[k]));
+      long long units = static_cast<long long>(bits_of(sums_[k]) - bits_of(start(k)));
 #pragma unroll
       for (int distance = kWarp / 2; distance > 0; distance /= 2) {
         units += __shfl_xor_sync(kAllLanes, units, distance);
@@ -126,7 +126,11 @@ class Squares {
   }
 
  private:
-  double sums_[2], starts_[2];
+  __device__ __forceinline__ double start(int k) const {
+    return power_of_two(places_[k] + kLowest + 52, 1.5);
+  }
+
+  double sums_[2];
   int places_[2];
   uint32_t limit_;
 };
@@ -146,7 +150,7 @@ template <class Table, class Sources>
 __global__ void __launch_bounds__(kListThreads)
     squares_kernel(const __grid_constant__ Table table, Sources sources, Digit* rows,
                    int64_t behind) {
-  constexpr int kSums = Sources::kSums;
+  constexpr int kSums = Sources::kSums, kAhead = Sources::kAhead;
   ANYCHIP_SHARED(Digit, digits, kSums * kDigits);
   ANYCHIP_SHARED(unsigned, largest, kSums);
   for (int i = threadIdx.x; i < kSums * kDigits; i += kListThreads) digits[i] = 0;

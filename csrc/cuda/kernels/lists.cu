@@ -145,7 +145,7 @@ cudaError_t launch_over(const TensorList& tensors, const Place& place, Kernel ke
 }
 
 struct TensorSource {
-  static constexpr int kSums = 1;
+  static constexpr int kSums = 1, kAhead = 2;
 
   template <bool kWide>
   struct Of {

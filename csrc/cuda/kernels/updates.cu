@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kListThreads, Rule::kBlocks)
 
 // Parameters, and LAMB's steps, to be squared.
 struct LambSources {
-  static constexpr int kSums = 2;
+  static constexpr int kSums = 2, kAhead = 1;
   Lamb rule;
   const StepFactors* factors;
 

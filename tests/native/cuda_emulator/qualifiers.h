@@ -10,6 +10,7 @@
 #define __host__
 #define __constant__ static
 #define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)

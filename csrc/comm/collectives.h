@@ -124,7 +124,7 @@ class Group {
     const size_t most = *std::max_element(sizes, sizes + size_);
     std::vector<uint8_t*> places(size_);
     for (int r = 0; r < size_; output += sizes[r++]) places[r] = output;
-    if (places[rank_] != input) std::memmove(places[rank_], input, sizes[rank_]);
+    if (sizes[rank_] && places[rank_] != input) std::memmove(places[rank_], input, sizes[rank_]);
     for (size_t at = 0; at < most; at += room_) {
       if (Status status = begin()) return status;
       put(0, input + at, left(sizes[rank_], at, room_));

@@ -105,7 +105,7 @@ ANYCHIP_INLINE int exponent_of(int32_t bits) {
 // value * 2^(place - 298); place is not negative.
 ANYCHIP_INLINE void add_at(int64_t* digits, int place, int64_t value) {
   __extension__ typedef __int128 Wide;
-  const Wide wide = static_cast<Wide>(value) << (place % 32);
+  const Wide wide = static_cast<Wide>(value) * (int64_t{1} << (place % 32));
   int64_t* to = digits + place / 32;
   to[0] += static_cast<int64_t>(wide & 0xffffffff);
   to[1] += static_cast<int64_t>((wide >> 32) & 0xffffffff);

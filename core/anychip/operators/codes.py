@@ -216,7 +216,9 @@ def decoded(codes: Tensor, found: Format) -> Tensor:
         values = float_values(*found.floats)
         values += [-value for value in values]
     table = torch.tensor(values, dtype=torch.float32, device=codes.device)
-    return table[codes.long() & (len(values) - 1)]
+    places = codes.long() & (len(values) - 1)
+    # Not table[places]: an adapter may pass no index as an empty one.
+    return table.index_select(0, places.reshape(-1)).view(places.shape)
 
 
 def _boundaries(values: Sequence[float], like: Tensor) -> Tensor:

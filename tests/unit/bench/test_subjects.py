@@ -20,6 +20,7 @@ from anychip.cli.bench_command import command
 from anychip.contract import OperatorTable, SampleMaker
 from anychip.dispatch.operator import registered
 from anychip.operators import all_specs
+from anychip.operators.squares import root
 from tests.unit.dispatch.tables import installation
 
 RANDOM = {spec.name for spec in all_specs() if spec.random}
@@ -103,6 +104,8 @@ def test_bench_ops_compares_with_the_same_computation(name: str) -> None:
         ours, theirs = copy.args[0], case.args[0]
     else:
         ours = operators._listed(registered()[name](*case.args, **case.attrs))
+        if name.endswith("sums_of_squares"):  # digits of what the peer has as numbers
+            ours = tuple(root(rows).square() for rows in ours)
         theirs = operators._listed(case.eager(*case.args, **case.attrs))
     for got, want in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from anychip import runtime
@@ -210,16 +211,26 @@ class Partly(torch.nn.Linear):
         return torch.nn.functional.linear(x, self.weight, self.bias if has_bias else None)
 
 
-def test_rank_that_reduces_later_than_it_gathers_makes_no_other_calls() -> None:
-    """It lacks a gradient of the last block, whose reduction waits for the end of its backward."""
+@pytest.mark.parametrize("how", ["plain", "twice", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("blocks", [3, 6])
+def test_rank_that_lacks_a_gradient_makes_no_other_calls(blocks: int, how: str) -> None:
+    """Of the last block: the others wait for its reduction, and it for gathers that they make."""
+
+    def run(block: torch.nn.Module, x: torch.Tensor, has_bias: bool) -> torch.Tensor:
+        if how in ("checkpoint", "reentrant"):
+            again = torch.utils.checkpoint.checkpoint
+            y: torch.Tensor = again(block, x, has_bias, use_reentrant=how == "reentrant")
+            return y
+        y = block(x, has_bias)
+        return block(y, has_bias) if how == "twice" else y
 
     def work(comm: Communicator, stage: int) -> list[torch.Tensor]:
         model = models[comm.rank]
         opt = zero.Optimizer(model, masters.rule(), comm, stage=stage)
         for _ in range(3):
-            x = torch.ones(2, 32)
+            x = torch.ones(2, 32, requires_grad=True)
             for number, block in enumerate(model):
-                x = torch.tanh(block(x, comm.rank == 0 or number < 2))
+                x = torch.tanh(run(block, x, comm.rank == 0 or number < blocks - 1))
             opt.backward(x.square().mean())
             opt.step()
             opt.zero_grad()
@@ -229,7 +240,7 @@ def test_rank_that_reduces_later_than_it_gathers_makes_no_other_calls() -> None:
     found = []
     for stage in (0, 3):
         torch.manual_seed(5)
-        models = [torch.nn.ModuleList(Partly(32, 32) for _ in range(3)) for _ in range(2)]
+        models = [torch.nn.ModuleList(Partly(32, 32) for _ in range(blocks)) for _ in range(2)]
         found += run_ranks(2, lambda comm, stage=stage: work(comm, stage))
     for other in found[1:]:
         assert all(map(torch.equal, other, found[0]))

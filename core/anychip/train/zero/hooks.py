@@ -79,6 +79,8 @@ class UnitHooks:
 
     Attributes:
         peak_nbytes: most bytes of whole weights at once, so far.
+        passed: called with a unit when a backward has gone past it: what its parameters have no
+            gradient of by now this rank has none of.
     """
 
     def __init__(self, units: Sequence[Unit], prefetch: int) -> None:
@@ -95,6 +97,8 @@ class UnitHooks:
         self._running: list[tuple[Unit, int]] = []
         self._pending: dict[int, int] = {}
         self._backward_runs = False
+        self._begun: list[Unit] = []
+        self.passed: Callable[[Unit], None] = lambda unit: None
         self._units_of: dict[Tensor, Unit] = {}
         root = self.units[-1]
         for unit in reversed(self.units):
@@ -155,12 +159,13 @@ class UnitHooks:
         self._end_backward()
 
     def _end_backward(self) -> None:
-        """Every unit of the roots that it went through."""
+        """Every unit of the roots that it went through; a checkpoint's is within another."""
+        self._go_past(None)
         for unit in self.units:
             if self._root_of[unit] in self._seen:
                 self.reshard(unit)
                 unit.arrived, unit.uses = set(), set()
-        self._backward_runs, self._seen = False, set()
+        self._backward_runs, self._seen, self._begun = False, set(), []
         self._backward.begin()
 
     def hold(self, units: Iterable[Unit]) -> None:
@@ -189,6 +194,8 @@ class UnitHooks:
         """Every unit, and forgets the forwards whose backward has not been."""
         self.reshard_all()
         self._running, self._pending = [], {}
+        for unit in self.units:
+            unit.ahead = set()
 
     @property
     def whole_nbytes(self) -> int:
@@ -245,6 +252,8 @@ class UnitHooks:
             return
         tensors = [tensor for tensor in _tensors(inputs) if tensor.requires_grad]
         self._pending[number] = len(tensors)
+        if not _is_within_backward():
+            unit.ahead.add(number)
         for tensor in tensors:
             tensor.register_hook(self._call(UnitHooks._input_has_gradient, unit, number))
 
@@ -266,6 +275,7 @@ class UnitHooks:
                 tensor.grad_fn.register_prehook(call)
         if not tensors:
             self._pending.pop(number, None)
+            unit.ahead.discard(number)
         if _is_within_backward():
             return
         root = self._root_of[unit]
@@ -294,9 +304,12 @@ class UnitHooks:
             # Also of torch.autograd.grad, which accumulates no gradient.
             Variable._execution_engine.queue_callback(self._end_backward)
         self._seen.add(self._root_of[unit])
+        self._go_past(unit)  # before others are waited for, who may wait for that
         self.unshard(unit)
         if self._pending.get(number):
             unit.uses.add(number)
+        else:
+            unit.ahead.discard(number)
         if self._backward.last is not unit:
             self._backward.saw(unit)
             for other in self._backward.of(unit, self.prefetch):
@@ -307,7 +320,17 @@ class UnitHooks:
         if self._pending[number] <= 0:
             self._pending.pop(number)
             unit.uses.discard(number)
+            unit.ahead.discard(number)
             self._end(unit)
+
+    def _go_past(self, unit: Unit | None) -> None:
+        """A backward has come to a unit, or its end: what is not used again is behind it."""
+        if unit not in self._begun:
+            for other in [each for each in self._begun if not (each.ahead or each.uses)]:
+                self._begun.remove(other)
+                self.passed(other)
+            if unit is not None and not unit.is_root:
+                self._begun.append(unit)
 
     def arrived(self, param: Tensor) -> None:
         """Called by autograd when a parameter has the gradient of this backward."""

@@ -4,7 +4,8 @@ Note: Rounds
     A *round* is one backward whose gradients are reduced, of some buffers or all. A hook on each
     parameter moves its gradient into its buffer; a full one is sent, without waiting, as soon as
     those before it in the order have been. At the end of the round the others follow, with zeros
-    for what has no gradient here: every rank sends every buffer once per round, in one order,
+    for what has no gradient here, or before, when backward has gone past all that is in them
+    (:meth:`ReduceQueue.pass_over`): every rank sends every buffer once per round, in one order,
     whatever gradients it has and whenever they came. The first round goes through its buffers as
     they were made; then rank 0 tells in which order they filled up, and that order is kept.
     :meth:`ReduceQueue.finish` waits.
@@ -74,7 +75,7 @@ class ReduceQueue:
         self._order: tuple[int, ...] = ()
         self._is_open = False
         self._num_started = 0
-        self._filled: list[int] = []
+        self._filled: list[int] = []  # or passed over
         self._sent: list[int] = []
 
     def add(self, gradients: FlatGradients) -> None:
@@ -94,10 +95,11 @@ class ReduceQueue:
                 :meth:`finish`; what is in others stays local.
         """
         self.hide()
+        wanted = self.places.keys() if only is None else set(only)
         mine = tuple(
             number
             for number, buffer in enumerate(self.buffers)
-            if number not in self._sent and (only is None or set(buffer.params) <= set(only))
+            if number not in self._sent and wanted >= set(buffer.params)
         )
         self._order = self._learned.get(mine, mine)
         self._is_open, self._num_started, self._filled = True, 0, []
@@ -151,16 +153,28 @@ class ReduceQueue:
             )
         buffer.take(index)
         if buffer.is_full:
-            self._filled.append(number)
-        while self._num_started < len(self._order) and self._next.is_full:
+            self._fill([number])
+
+    def pass_over(self, params: Collection[Tensor]) -> None:
+        """No gradient of these comes any more in this round: buffers of them alone are sent.
+
+        A rank that waits for a buffer of another one does not go on to what that one needs to come
+        to its end, like weights that all gather.
+        """
+        if self._is_open:
+            numbers = dict.fromkeys(self.places[param][0] for param in params)
+            self._fill(n for n in numbers if set(self.buffers[n].params) <= set(params))
+
+    def _fill(self, numbers: Iterable[int]) -> None:
+        """Nothing more comes into these buffers: what is next in the order goes."""
+        self._filled += [n for n in numbers if n in self._order and n not in self._filled]
+        while (
+            self._num_started < len(self._order) and self._order[self._num_started] in self._filled
+        ):
             self._start_next()
 
-    @property
-    def _next(self) -> FlatGradients:
-        return self.buffers[self._order[self._num_started]]
-
     def _start_next(self) -> None:
-        buffer = self._next
+        buffer = self.buffers[self._order[self._num_started]]
         if self.partition.gradients:
             under_way = [b for b in map(self.buffers.__getitem__, self._sent) if b.is_under_way]
             for index, other in enumerate(under_way):

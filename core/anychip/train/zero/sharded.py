@@ -189,6 +189,8 @@ class ShardedModel:
         self.module = module
         used = [unit for unit in found if unit.weights or unit.is_root]
         self._hooks = UnitHooks(used, self.how.get("prefetch", 1))
+        queue = self.queue
+        self._hooks.passed = lambda unit: queue.pass_over(unit.trained)
         for unit, params in zip(found, owned, strict=True):
             self._hooks.watch_also(unit, [p for p in params.values() if p.requires_grad])
 

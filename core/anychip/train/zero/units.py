@@ -38,6 +38,7 @@ class Unit:
         arrived: those that have got theirs in this backward.
         uses: of its modules, whose output has its gradient in this backward, and whose inputs have
             not yet: numbers.
+        ahead: uses that a backward has not gone past: numbers.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Unit:
     trained: frozenset[Tensor] = frozenset()
     arrived: set[Tensor] = field(default_factory=set)
     uses: set[int] = field(default_factory=set)
+    ahead: set[int] = field(default_factory=set)
 
     @property
     def is_root(self) -> bool:

@@ -99,12 +99,13 @@ def test_norm_does_not_depend_on_the_order_of_parameters() -> None:
     assert all(torch.equal(a, b) for a, b in zip(in_order, reordered, strict=True))
 
 
-def test_tied_parameter_on_two_ranks_counts_once_in_the_norm() -> None:
+@pytest.mark.parametrize("offload", [{}, {"states": "host"}], ids=["device", "host"])
+def test_tied_parameter_on_two_ranks_counts_once_in_the_norm(offload: dict[str, str]) -> None:
     def work(comm: Communicator) -> Tensor | None:
         tied, own = parameters()[0], parameters()[2 + comm.rank]
         opt = zero.Optimizer(
             [tied, own], rule(), alone(), model_comm=comm,
-            duplicates=[tied] if comm.rank == 1 else [],
+            duplicates=[tied] if comm.rank == 1 else [], offload=offload, chunk_nbytes=4096,
         )  # fmt: skip
         tied.grad, own.grad = gradients(0, 0)[0], gradients(0, 0)[2 + comm.rank]
         return opt.step().grad_norm

@@ -25,7 +25,7 @@ from tests.unit.train import test_zero_masters as masters
 from tests.unit.train.zero_oracle import Trained, assert_equal, ragged, ragged_loss, sharded
 
 CHUNK_NBYTES = 10_000
-"""About two blocks of the norms' grid: parameters lie in several chunks."""
+"""About two granules: parameters lie in several chunks."""
 
 RULES = {
     "adamw": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2)),

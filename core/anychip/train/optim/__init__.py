@@ -23,7 +23,7 @@ Note: Rules on shards
 from anychip.train.optim.elementwise import adamw, lion, sgd
 from anychip.train.optim.layerwise import lamb
 from anychip.train.optim.norm import clip_by_global_norm, global_norm
-from anychip.train.optim.rule import BLOCK, Group, Rule, ShardMetadata, Update, chain
+from anychip.train.optim.rule import BLOCK, Group, Rule, Update, chain
 from anychip.train.optim.schedule import LRSchedule, constant, warmup_cosine
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "Group",
     "LRSchedule",
     "Rule",
-    "ShardMetadata",
     "Update",
     "adamw",
     "chain",

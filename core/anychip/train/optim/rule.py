@@ -29,18 +29,6 @@ def identity(sums: Tensor) -> Tensor:
     return sums
 
 
-class ShardMetadata(NamedTuple):
-    """Where a shard lies in its whole parameter.
-
-    Attributes:
-        offset: index of its first element in the flattened whole.
-        size: elements of the whole.
-    """
-
-    offset: int
-    size: int
-
-
 @dataclass(kw_only=True, slots=True)
 class Group:
     """Parameters, or shards of them, that are updated alike.
@@ -65,9 +53,10 @@ class Group:
     @property
     def counted(self) -> list[Tensor]:
         """The gradients that count in norms of all; one without elements for each that does not."""
-        counts = [True] * len(self.grads) if self.counts is None else self.counts
-        pairs = zip(self.grads, counts, strict=True)
-        return [grad if counts else grad.reshape(-1)[:0] for grad, counts in pairs]
+        if self.counts is None:
+            return list(self.grads)
+        pairs = zip(self.grads, self.counts, strict=True)
+        return [grad if is_counted else grad.reshape(-1)[:0] for grad, is_counted in pairs]
 
 
 @dataclass(kw_only=True, slots=True)

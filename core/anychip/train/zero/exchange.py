@@ -302,8 +302,8 @@ class OnStreams(Exchange):
     def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
         return self._on(self._reductions, lambda: self.inner.reduce(part, full, reduction))
 
-    def sum_over_parts(self, partials: Tensor) -> Tensor:
-        return self.inner.sum_over_parts(partials)
+    def sum_over_parts(self, sums: Tensor) -> Tensor:
+        return self.inner.sum_over_parts(sums)
 
     def keep(self, full: Tensor) -> Tensor | None:
         return self.inner.keep(full)

@@ -37,6 +37,18 @@ class Piece(NamedTuple):
     start: int
 
 
+class ShardMetadata(NamedTuple):
+    """Where a rank's piece lies in its whole parameter.
+
+    Attributes:
+        offset: index of its first element in the flattened whole.
+        size: elements of the whole.
+    """
+
+    offset: int
+    size: int
+
+
 class Layout(NamedTuple):
     """How parameters lie in a buffer.
 

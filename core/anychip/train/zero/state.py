@@ -12,8 +12,9 @@ from torch import Tensor
 
 from anychip.contract import HOST
 from anychip.train import schema
-from anychip.train.optim import Rule, ShardMetadata
+from anychip.train.optim import Rule
 from anychip.train.zero import checks
+from anychip.train.zero.layout import ShardMetadata
 from anychip.train.zero.sharded import Place
 from anychip.train.zero.update import MASTER
 from anychip.train.zero.weights import state_shape

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from anychip.contract import Communicator
 from anychip.runtime import on_host
-from anychip.train.optim import Group, ShardMetadata, Update
+from anychip.train.optim import Group, Update
 from anychip.train.zero.chunked import ChunkedGroups, Part
+from anychip.train.zero.layout import ShardMetadata
 from anychip.train.zero.sharded import ShardedModel
 
 MASTER = "master"

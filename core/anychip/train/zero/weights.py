@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from anychip.contract import DONE, Work
-from anychip.train.optim import ShardMetadata
 from anychip.train.optim.rule import num_blocks
 from anychip.train.zero import guard
 from anychip.train.zero.exchange import Exchange
-from anychip.train.zero.layout import ALIGNMENT, Chunk, Layout, Piece, chunks
+from anychip.train.zero.layout import ALIGNMENT, Chunk, Layout, Piece, ShardMetadata, chunks
 from anychip.train.zero.streaming import Tiers
 from anychip.train.zero.tiers import Elsewhere
 

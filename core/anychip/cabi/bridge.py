@@ -22,10 +22,10 @@ from functools import cache
 from pathlib import Path
 
 from anychip.cabi.sources import bridge_directory, header, include_directory
-from anychip.contract import HOST, BackendUnavailableError
+from anychip.contract import HOST, BackendUnavailableError, ContractError
 
-cache_directory: Callable[[], Path] = Path.cwd
-"""Where a bridge that was built is kept; the registry puts what says it here."""
+cache_directory: Callable[[], Path] | None = None
+"""Says where a bridge that was built is kept; the registry puts it here."""
 COMPILERS = ("g++", "c++", "clang++")
 _OPTIONS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-w")
 
@@ -36,7 +36,7 @@ def key() -> str:
 
     minor = ".".join(torch.__version__.split(".")[:2])
     digest = hashlib.sha256()
-    for path in (header(), *sorted(bridge_directory().glob("bridge.h")), *units()):
+    for path in (header(), bridge_directory() / "bridge.h", *units()):
         digest.update(path.read_bytes())
     return f"anychip bridge {digest.hexdigest()[:16]} torch {minor} {platform.machine()}"
 
@@ -46,13 +46,15 @@ def units() -> list[Path]:
     return sorted(bridge_directory().glob("*.cpp"))
 
 
-def find(cache: Path) -> Path:
+def find() -> Path:
     """The bridge for this torch: built beforehand, or earlier, or now.
 
     Raises:
         BackendUnavailableError: it has to be built, and there is no compiler, or it fails.
     """
-    wanted = key()
+    if cache_directory is None:
+        raise ContractError("C library: import anychip.registry before, as anychip.use(path) does")
+    wanted, cache = key(), cache_directory()
     kept = cache / f"{'-'.join(wanted.split())}.so"
     for path in (*sorted(bridge_directory().glob("*.so")), kept):
         if path.is_file() and wanted.encode() in path.read_bytes():

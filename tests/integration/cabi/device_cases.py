@@ -19,17 +19,9 @@ import pytest
 import torch
 from torch import nn
 
-import anychip
 from anychip.cabi import Library
 
 CHIP = os.environ["ANYCHIP_TEST_CHIP"]
-
-
-@pytest.fixture(scope="module")
-def chip() -> Library:
-    found = anychip.use(CHIP)
-    assert isinstance(found, Library)
-    return found
 
 
 @pytest.fixture

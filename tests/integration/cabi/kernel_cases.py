@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-import anychip
 from anychip.cabi import Library
 
 CHIP = os.environ["ANYCHIP_TEST_CHIP"]
@@ -18,13 +17,6 @@ COUNTERS = ctypes.CDLL(CHIP)
 
 def calls() -> int:
     return ctypes.c_int.in_dll(COUNTERS, "kernelchip_calls").value
-
-
-@pytest.fixture(scope="module")
-def chip() -> Library:
-    found = anychip.use(CHIP)
-    assert isinstance(found, Library)
-    return found
 
 
 @pytest.fixture

@@ -198,8 +198,13 @@ struct Call {
     call.num_results = static_cast<uint32_t>(result_pointers.size());
     call.arguments = argument_pointers.data();
     call.results = result_pointers.data();
-    const auto status = function(&call);
+    auto status = function(&call);
     release_scratch();
+    if (status == ANYCHIP_ENOMEM) {  // once more, without caches
+      allocator()->emptyCache({0, 0});
+      status = function(&call);
+      release_scratch();
+    }
     if (status == ANYCHIP_ENOTSUP) return false;
     check(status, name, device);
     return true;

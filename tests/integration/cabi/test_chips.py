@@ -18,7 +18,7 @@ from anychip.cabi import include_directory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-SOURCES = {"minichip": ROOT / "examples/minichip/minichip.c", "kernelchip": HERE / "kernelchip.c"}
+SOURCES = {name: ROOT / f"examples/{name}/{name}.c" for name in ("minichip", "asyncchip")}
 SMALL = ("model.width=32", "model.layers=1", "model.context=16", "data.batch_size=4")
 
 
@@ -34,8 +34,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("chip", "cases"), [
-    ("minichip", "device_cases.py"), ("kernelchip", "device_cases.py"),
-    ("kernelchip", "kernel_cases.py"),
+    ("minichip", "device_cases.py"), ("asyncchip", "device_cases.py"),
+    ("asyncchip", "kernel_cases.py"), ("asyncchip", "stream_cases.py"),
 ])  # fmt: skip
 def test_device_of_a_library_does_what_torch_asks(
     libraries: dict[str, Path], chip: str, cases: str

@@ -282,7 +282,11 @@ class Kernel final : public c10::OperatorKernel {
     if (!make_results(*shapes, given, device, arguments, results)) return false;
     Call call;
     const auto common = common_dtype(arguments);
-    for (IValue& value : arguments) call.add(prepared(value, (*shapes)[0], device, common));
+    // What is made for the call lives until it is queued: then its memory is another thread's.
+    for (IValue& value : arguments) {
+      value = prepared(value, (*shapes)[0], device, common);
+      call.add(value);
+    }
     if (!(is_pointwise_ && results[0].numel() == 0) && !call.run(function_, name_.c_str(), results))
       return false;
     for (size_t i = 0; i < given.size(); ++i)

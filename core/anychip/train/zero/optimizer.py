@@ -219,7 +219,7 @@ class Optimizer(torch.optim.Optimizer):
         :meth:`no_sync`: otherwise each sends everything.
 
         With several ranks ``.grad`` then holds the mean over them in stage 0, and in stages 1 and 2
-        a :class:`~anychip.train.zero.bucket.Partitioned`, which has no values. Under loss scaling
+        a :class:`~anychip.train.zero.gradients.Partitioned`, which has no values. Under loss scaling
         gradients are multiplied by the scale.
 
         Args:
@@ -235,7 +235,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         with self.sharded.queue.round():
             self._run_backward(loss, gradient)
-        self.sharded.queue.finish()
+        self.sharded.queue.end()
 
     def _run_backward(
         self, loss: Tensor | Sequence[Tensor], gradient: Tensor | Sequence[Tensor | None] | None

@@ -19,12 +19,24 @@ from torch import Tensor, nn
 
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.train.parallel import NAMES, Costs, Pipeline, Schedule, Timeline, make_schedule, simulate
+from anychip.train.parallel import (
+    NAMES,
+    Costs,
+    Pipeline,
+    Schedule,
+    Timeline,
+    make_schedule,
+    simulate,
+)
 from anychip.train.parallel.schedule import stages_per_rank
 
 FORWARD_S, BACKWARD_S = 0.05, 0.10
 LIMIT = 0.05
-RANKS = {"2 ranks": (1.0, 1.0), "4 ranks": (1.0,) * 4, "3 ranks, the second one slow": (1.0, 2.0, 1.0)}
+RANKS = {
+    "2 ranks": (1.0, 1.0),
+    "4 ranks": (1.0,) * 4,
+    "3 ranks, the second one slow": (1.0, 2.0, 1.0),
+}
 """How long all stages of each rank sleep, in multiples."""
 
 

@@ -28,8 +28,8 @@ def turn(place: Place, steps: int) -> dict[str, Any]:
     """Some steps.
 
     Returns:
-        ``seconds``, ``cpu_seconds`` and ``slept``, for a late link, per step, ``loss`` before the last update or None, and
-        ``peak``, the bytes of memory that this process has needed so far.
+        ``seconds``, ``cpu_seconds`` and ``slept``, for a late link, per step, ``loss`` before the
+        last update or None, and ``peak``, the bytes of memory that this process has needed so far.
     """
     loss = None
     place.chip.synchronize()

@@ -192,7 +192,7 @@ class Messages(Transport):
             self._progress.add(work, on_error)
 
     def drain(self) -> None:
-        """Waits for the asynchronous calls of this rank, which others may wait for; to the limit."""
+        """Waits for this rank's asynchronous calls, for which others may wait; to the limit."""
         if self._progress is not None:
             self._progress.close()
 

@@ -143,6 +143,16 @@ class Library(Backend):
         Args:
             reset: count from zero afterwards.
         """
-        text = self._bridge.anychip_bridge_host_calls(int(reset)).decode()
+        return self._calls(0, reset)
+
+    def native_calls(self, *, reset: bool = False) -> Counter[str]:
+        """How often the library computed each of its operators; with :meth:`host_calls`, all calls.
+
+        Views and copies to and from the host are no operators here.
+        """
+        return self._calls(1, reset)
+
+    def _calls(self, native: int, reset: bool) -> Counter[str]:
+        text = self._bridge.anychip_bridge_calls(native, int(reset)).decode()
         pairs = (line.rsplit(" ", 1) for line in text.splitlines())
         return Counter({name: int(count) for name, count in pairs})

@@ -41,6 +41,7 @@ std::vector<Tensor> tensors_of(const IValue& list) {
 
 // Descriptors of one call; deques, so that pointers into them hold.
 struct Call {
+  std::deque<IValue> kept;  // a number that became a tensor here is nobody else's
   std::deque<anychip_tensor> tensors;
   std::deque<std::vector<const anychip_tensor*>> lists;
   std::deque<anychip_argument> arguments;
@@ -63,7 +64,8 @@ struct Call {
     return &into;
   }
 
-  void add(const IValue& value) {
+  void add(IValue given) {
+    const IValue& value = kept.emplace_back(std::move(given));
     auto& into = arguments.emplace_back();
     into.struct_size = sizeof into;
     into.kind = ANYCHIP_ARG_NONE;

@@ -292,7 +292,8 @@ kernel void adamw(OUT(p), IN(g), OUT(m), OUT(v), OUT(q), IN(l), IN(n), IN(z), IN
 }
 
 kernel void count_step(OUT(n), IN(f)) {
-  if (tf < 0 || load_f(pf, tf, of) == 0) store_f(pn, tn, on, load_f(pn, tn, on) + 1);
+  if (get_global_id(0) == 0 && (tf < 0 || load_f(pf, tf, of) == 0))
+    store_f(pn, tn, on, load_f(pn, tn, on) + 1);
 }
 ),
 
@@ -320,7 +321,9 @@ kernel void add_rows(IN(a), IN(b), OUT(r), layout l, int n, long sa, long sb, lo
     long row = load_i(pb, tb, ob + at(&l, 1, i) + j * sb);
     if (row < 0 || row >= size || row == skip) continue;
     long to = or + at(&l, 3, i) + row * sr;
-    store_f(pr, tr, to, load_f(pr, tr, to) + alpha * load_f(pa, ta, oa + at(&l, 0, i) + j * sa));
+    long from = oa + at(&l, 0, i) + j * sa;
+    if (tr == 4) store_i(pr, tr, to, load_i(pr, tr, to) + (long)alpha * load_i(pa, ta, from));
+    else store_f(pr, tr, to, load_f(pr, tr, to) + alpha * load_f(pa, ta, from));
   }
 }
 

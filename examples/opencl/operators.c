@@ -507,6 +507,16 @@ static anychip_status addmm_op(const anychip_call* call) {
 
 /* --------------------------------------------------------------------------------- rows */
 
+/* r = a, of its shape. */
+static anychip_status copied(const anychip_call* call, tensor* a, tensor* r) {
+  layout l;
+  if (!lay_all(&l, a, NULL, NULL, r)) return ANYCHIP_ENOTSUP;
+  if (!is_float(r))
+    return launch(call, "op_copy_i", ELEMENTS(l.count), "ttttyll", a, NULL, NULL, r, &l,
+                  (int64_t)0, (int64_t)0);
+  return launch(call, "op_copy_f", ELEMENTS(l.count), "ttttyff", a, NULL, NULL, r, &l, 0.0, 0.0);
+}
+
 static anychip_status cat_op(const anychip_call* call) {
   const anychip_argument* list = call->arguments[0];
   tensor* r = call->results[0];
@@ -525,9 +535,7 @@ static anychip_status cat_op(const anychip_call* call) {
     part.size[dim] = a->size[dim];
     part.byte_offset += done * r->stride[dim] * item_size(r->dtype);
     done += a->size[dim];
-    lay_all(&l, a, NULL, NULL, &part);
-    status = launch(call, is_float(r) ? "op_copy_f" : "op_copy_i", ELEMENTS(l.count),
-                    is_float(r) ? "ttttyff" : "ttttyll", a, NULL, NULL, &part, &l, 0.0, 0.0);
+    status = copied(call, a, &part);
     if (status) return status;
   }
   return ANYCHIP_OK;
@@ -618,12 +626,6 @@ static anychip_status gather_op(const anychip_call* call) {
                 (int)a->size[dim]);
 }
 
-static anychip_status copied(const anychip_call* call, tensor* a, tensor* r) {
-  layout l;
-  if (!lay_all(&l, a, NULL, NULL, r)) return ANYCHIP_ENOTSUP;
-  return launch(call, "op_copy_f", ELEMENTS(l.count), "ttttyff", a, NULL, NULL, r, &l, 0.0, 0.0);
-}
-
 /* r = self, and then source's rows on those that the index names; of scatter_add the index has the
  * shape of the source. */
 static anychip_status add_rows(const anychip_call* call, double alpha) {
@@ -633,7 +635,10 @@ static anychip_status add_rows(const anychip_call* call, double alpha) {
   anychip_tensor shape;
   layout l;
   anychip_status status;
-  if (!r->ndim || a->ndim != r->ndim || b->ndim == 0 || !are_float(call, 2)) return ANYCHIP_ENOTSUP;
+  if (!r->ndim || a->ndim != r->ndim || b->ndim == 0 || a->dtype != r->dtype ||
+      tensor_at(call, 0)->dtype != r->dtype || !are_known(call) ||
+      (r->dtype != ANYCHIP_FLOAT32 && r->dtype != ANYCHIP_INT64))
+    return ANYCHIP_ENOTSUP;
   shape = has_rows ? *b : *a;
   if (!lay_but(&l, &shape, dim, a, has_rows ? b : NULL, r)) return ANYCHIP_ENOTSUP;
   status = copied(call, tensor_at(call, 0), r);

@@ -45,11 +45,11 @@ def parse(text: str) -> Predicate:
     # Nothing of the text is left in it but the grammar.
     python = " ".join(t if t in _GRAMMAR else f"has[{next(numbers)}]" for t in tokens)
     try:
-        tree = ast.parse(python, mode="eval")
+        tree: ast.Expression | None = ast.parse(python, mode="eval")
     except SyntaxError:
-        tree = ast.Expression(ast.Tuple())
-    if not all(isinstance(node, _NODES) for node in ast.walk(tree)):
-        expected = "words expected, with 'and', 'or', 'not' and brackets around them and between"
+        tree = None
+    if tree is None or not all(isinstance(node, _NODES) for node in ast.walk(tree)):
+        expected = "words with 'and', 'or' and 'not' between, and brackets, expected"
         raise ValueError(f"-k {text!r}: {expected}, got {' '.join(tokens)!r}")
     code = compile(tree, "-k", "eval")
     return lambda id: bool(eval(code, {}, {"has": [word in id.lower() for word in words]}))

@@ -108,7 +108,7 @@ def calls(device: torch.device, folder: Path) -> None:
         dist.reduce_scatter(part, list(whole.split(2)))
         same(part, [2.0 + 2 * rank] * 2)
         uneven = torch.empty(2 + 2 * rank, device=where)
-        dist.all_to_all_single(uneven, torch.cat([x, x[:1]])[: 3], [1 + rank] * 2, [1, 2])
+        dist.all_to_all_single(uneven, torch.cat([x, x[:1]])[:3], [1 + rank] * 2, [1, 2])
         same(uneven, [1.0, 2.0] if rank == 0 else [1.0, 1.0, 2.0, 2.0])
         dist.all_to_all(rooms, [x, x * 10])
         same(torch.cat(rooms), [1.0, 1.0, 2.0, 2.0] if rank == 0 else [10.0, 10.0, 20.0, 20.0])
@@ -193,7 +193,7 @@ def zero_3(device: torch.device, folder: Path) -> None:
         opt.backward(model(batch(step)[mine()].to(device)).square().mean())
         opt.step()
         opt.zero_grad()
-    with opt.gathered():
+    with opt.whole():
         compare(model.state_dict())
 
 
@@ -216,7 +216,9 @@ def run_rank(rank: int, port: int, library: str, folder: Path, names: list[str])
         chip.set_device(rank % chip.device_count())
         for name in names:
             outcomes[name] = "it did not end"
-            dist.init_process_group(f"cpu:gloo,{chip.name}:{chip.name}" if name == "ddp" else chip.name)
+            dist.init_process_group(
+                f"cpu:gloo,{chip.name}:{chip.name}" if name == "ddp" else chip.name
+            )
             CASES[name](chip.device(), folder)
             dist.destroy_process_group()
             outcomes[name] = ""

@@ -127,10 +127,15 @@ __attribute__((visibility("default"))) int anychip_bridge_synchronize(int device
   return status;
 }
 
-__attribute__((visibility("default"))) const char* anychip_bridge_host_calls(int reset) {
+__attribute__((visibility("default"))) const char* anychip_bridge_calls(int native, int reset) {
   thread_local std::string text;
-  text = host_calls(reset != 0);
+  text = calls(native != 0, reset != 0);
   return text.c_str();
+}
+
+__attribute__((visibility("default"))) int anychip_bridge_serve(const char* name,
+                                                                const char* schema) {
+  return guarded([&] { serve(name, schema); });
 }
 
 // Where the library's own functions find a tensor, for calls that are none of torch's operators.

@@ -1,7 +1,8 @@
 """The backend that is made from a chip's C library.
 
-Its operators are those of ATen that the library lists: torch's dispatcher calls them, and anychip's
-own operators are served by their references, which are made of them.
+Operators of ATen that the library lists are called by torch's dispatcher, and those of anychip by
+its rows. An operator of anychip's that it does not list is served by the reference, which is made of
+ATen's.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ class Library(Backend):
     """
 
     api = API_VERSION
-    operators = OperatorTable()
     _collectives: Collectives | None = None
 
     def __init__(self, path: str | Path) -> None:
@@ -96,6 +96,23 @@ class Library(Backend):
 
             registered(self.name, self.device_count(), found)
         return found
+
+    @cached_property
+    def operators(self) -> OperatorTable:  # type: ignore[override]
+        """Rows for those of anychip's operators that the library lists."""
+        listed = [name for name in self.table.operators if "::" in name]
+        if not listed:
+            return OperatorTable()
+        from anychip.cabi import own_operators
+
+        return own_operators.rows(self.table.path.name, listed, self._serve)
+
+    def _serve(self, name: str, schema: str) -> Any:
+        import torch
+
+        if self._bridge.anychip_bridge_serve(name.encode(), schema.encode()):
+            raise RuntimeError(f"{self.name}: {self._bridge.anychip_bridge_error().decode()}")
+        return getattr(torch.ops.anychip_library, schema.partition("(")[0]).default
 
     def device_count(self) -> int:
         count = self.table.device_count()
@@ -170,6 +187,16 @@ class Library(Backend):
         Args:
             reset: count from zero afterwards.
         """
-        text = self._bridge.anychip_bridge_host_calls(int(reset)).decode()
+        return self._calls(0, reset)
+
+    def native_calls(self, *, reset: bool = False) -> Counter[str]:
+        """How often the library computed each of its operators; with :meth:`host_calls`, all calls.
+
+        Views and copies to and from the host are no operators here.
+        """
+        return self._calls(1, reset)
+
+    def _calls(self, native: int, reset: bool) -> Counter[str]:
+        text = self._bridge.anychip_bridge_calls(native, int(reset)).decode()
         pairs = (line.rsplit(" ", 1) for line in text.splitlines())
         return Counter({name: int(count) for name, count in pairs})

@@ -21,7 +21,7 @@ SMALL = ("model.width=32", "model.layers=1", "model.context=16", "data.batch_siz
 
 @pytest.mark.parametrize(("chip", "cases"), [
     ("minichip", "device_cases.py"), ("asyncchip", "device_cases.py"),
-    ("asyncchip", "kernel_cases.py"), ("asyncchip", "stream_cases.py"),
+    ("asyncchip", "kernel_cases.py"),
 ])  # fmt: skip
 def test_device_of_a_library_does_what_torch_asks(
     libraries: dict[str, Path], chip: str, cases: str

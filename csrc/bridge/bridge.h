@@ -11,6 +11,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <string>
 
 namespace anychip_bridge {
@@ -92,12 +93,38 @@ at::Tensor empty_on(c10::Device device, c10::IntArrayRef sizes, c10::ScalarType 
 // A contiguous copy on the host; complete.
 at::Tensor to_host(const at::Tensor& tensor);
 
+// --- profile.cpp
+
+// From zero, while it is on.
+void profile(bool on);
+// Lines "who name calls ns copied_ns copied_bytes".
+std::string profiled();
+
+// Work from here to its end, while profiling; what copies `nbytes` counts as copies of the work
+// that it is inside of.
+class Timed {
+ public:
+  Timed(const char* who, const std::string& name, c10::DeviceIndex device, int64_t nbytes = 0);
+  ~Timed();
+  Timed(const Timed&) = delete;
+  Timed& operator=(const Timed&) = delete;
+  void drop() { is_kept_ = false; }  // it was not done
+
+ private:
+  std::string name_;
+  c10::DeviceIndex device_;
+  int64_t begin_ns_ = 0, nbytes_;
+  bool is_kept_ = true;
+};
+
 // --- operators.cpp
 
 // Computes on the host what the chip does not, and counts it.
 void host_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
-void count_host_call(const std::string& name);
-std::string host_calls(bool reset);
+// How often an operator was called on the device, or on the host instead; holds for ever.
+std::atomic<int64_t>& call_count(const std::string& name, bool is_native);
+// A line for each that was called: its name, and how often.
+std::string calls(bool is_native, bool reset);
 // Registers what the library has, for every form of each name.
 void register_operators();
 // target[...] = source by the library's "copy", both on one device; false: it does not do that.

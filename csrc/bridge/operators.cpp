@@ -16,6 +16,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -34,11 +35,12 @@ using torch::jit::Stack;
 
 // ---- the host
 
+using Counts = std::map<std::string, std::atomic<int64_t>>;
 std::mutex counts_mutex;
 
-std::map<std::string, int64_t>& counts() {
-  static auto* made = new std::map<std::string, int64_t>;
-  return *made;
+Counts& counts(bool is_native) {
+  static auto* made = new std::array<Counts, 2>;
+  return (*made)[is_native];
 }
 
 bool takes_generator(const c10::Argument& argument) {
@@ -83,23 +85,26 @@ void run_with_state_of(const at::Generator& inner, const c10::OperatorHandle& op
 
 }  // namespace
 
-void count_host_call(const std::string& name) {
+std::atomic<int64_t>& call_count(const std::string& name, bool is_native) {
   std::lock_guard<std::mutex> lock(counts_mutex);
-  ++counts()[name];
+  return counts(is_native)[name];
 }
 
-std::string host_calls(bool reset) {
+std::string calls(bool is_native, bool reset) {
   std::lock_guard<std::mutex> lock(counts_mutex);
   std::ostringstream text;
-  for (const auto& [name, count] : counts()) text << name << ' ' << count << '\n';
-  if (reset) counts().clear();
+  for (auto& [name, count] : counts(is_native))
+    if (const auto found = reset ? count.exchange(0) : count.load())
+      text << name << ' ' << found << '\n';
   return text.str();
 }
 
 void host_fallback(const c10::OperatorHandle& op, Stack* stack) {
-  count_host_call(c10::toString(op.operator_name()));
+  const auto name = c10::toString(op.operator_name());
+  ++call_count(name, false);
   const auto& arguments = op.schema().arguments();
   const size_t begin = stack->size() - arguments.size();
+  const Timed timed("host", name, device_of_call(*stack, begin));
   bool has_generator = false;
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (!takes_generator(arguments[i])) continue;
@@ -253,7 +258,8 @@ class Kernel final : public c10::OperatorKernel {
         name_(c10::toString(functional_.operator_name())),
         num_arguments_(functional_.schema().arguments().size()),
         num_results_(functional_.schema().returns().size()),
-        is_pointwise_(functional_.hasTag(at::Tag::pointwise) && num_results_ == 1) {}
+        is_pointwise_(functional_.hasTag(at::Tag::pointwise) && num_results_ == 1),
+        count_(call_count(name_, true)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     if (!runs(op, stack)) host_fallback(op, stack);
@@ -277,9 +283,11 @@ class Kernel final : public c10::OperatorKernel {
     if (!make_results(*shapes, given, device, arguments, results)) return false;
     Call call;
     const auto common = common_dtype(arguments);
+    Timed timed("native", name_, device);
     for (IValue& value : arguments) call.add(prepared(value, (*shapes)[0], device, common));
     if (!(is_pointwise_ && results[0].numel() == 0) && !call.run(function_, name_.c_str(), results))
-      return false;
+      return timed.drop(), false;
+    ++count_;
     for (size_t i = 0; i < given.size(); ++i)
       if (!given[i].is_same(results[i])) given[i].copy_(results[i]);
     torch::jit::drop(*stack, num_given);
@@ -430,6 +438,7 @@ class Kernel final : public c10::OperatorKernel {
   std::string name_;
   size_t num_arguments_, num_results_;
   bool is_pointwise_;
+  std::atomic<int64_t>& count_;
   std::mutex mutex_;
   std::unordered_map<std::string, c10::ScalarType> dtypes_;
 };
@@ -484,7 +493,8 @@ anychip_operator copy_function = nullptr;
 Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                    c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation,
                    bool transposed, c10::IntArrayRef output_padding, int64_t groups) {
-  count_host_call("aten::convolution_overrideable");
+  ++call_count("aten::convolution_overrideable", false);
+  const Timed timed("host", "aten::convolution_overrideable", input.device().index());
   std::optional<Tensor> host_bias;
   if (bias && bias->defined()) host_bias = to_host(*bias);
   return at::convolution(to_host(input), to_host(weight), host_bias, stride, padding, dilation,
@@ -496,7 +506,8 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     const Tensor& grad, const Tensor& input, const Tensor& weight, c10::IntArrayRef stride,
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
     c10::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
-  count_host_call("aten::convolution_backward_overrideable");
+  ++call_count("aten::convolution_backward_overrideable", false);
+  const Timed timed("host", "aten::convolution_backward_overrideable", input.device().index());
   const int64_t channels[] = {transposed ? weight.size(1) * groups : weight.size(0)};
   const auto [of_input, of_weight, of_bias] = at::convolution_backward(
       to_host(grad), to_host(input), to_host(weight), c10::IntArrayRef(channels), stride, padding,

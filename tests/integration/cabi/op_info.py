@@ -1,12 +1,14 @@
 """torch's own operator tests: sample inputs of its OpInfo database, on a chip next to the host.
 
-``python -m tests.integration.cabi.op_info LIBRARY [NAME...]`` prints a line of JSON before and
-after each operator: what crashes here is one operator that missed, and not the end of the others.
+``python -m tests.integration.cabi.op_info LIBRARY [LAST]`` asks the operators of the slice, those
+after LAST. It prints the names of all, and a line of JSON before and after each that is asked: what
+crashes here is one operator that missed, and not the end of the others.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,6 +16,8 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
+
+from tests import slices
 
 SEED = 20240229
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"}
@@ -106,17 +110,20 @@ def asked(op: Any, device: torch.device) -> tuple[int, list[str]]:
     return count, misses
 
 
-def main(library: str, names: list[str]) -> None:
+def main(library: str, last: str = "") -> None:
     import anychip
 
     device = anychip.use(library).device(0)
     warnings.simplefilter("ignore")
     known = operators()
-    for name in names or known:
+    print(json.dumps({"known": [*known]}), flush=True)
+    part = slices.chosen({slices.VARIABLE: os.environ.get(slices.VARIABLE, "all")})
+    names = [name for name in known if part.takes(f"op_info/{name}")]
+    for name in names[names.index(last) + 1 if last else 0 :]:
         print(json.dumps({"begin": name}), flush=True)
         count, misses = asked(known[name], device)
         print(json.dumps({"operator": name, "samples": count, "misses": misses}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(*sys.argv[1:])

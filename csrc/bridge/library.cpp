@@ -140,4 +140,9 @@ __attribute__((visibility("default"))) const char* anychip_bridge_calls(int nati
   text = calls(native != 0, reset != 0);
   return text.c_str();
 }
+
+__attribute__((visibility("default"))) int anychip_bridge_serve(const char* name,
+                                                                const char* schema) {
+  return guarded([&] { serve(name, schema); });
+}
 }

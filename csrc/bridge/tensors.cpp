@@ -219,15 +219,14 @@ Tensor copy_from(const Tensor& from, const Tensor& target, bool non_blocking) {
   }
   if (source.device() == target.device()) {
     static auto& native = call_count("aten::_copy_from", true);
-    Timed timed("native", "aten::_copy_from", target.device().index());
     if (same_layout(target, source)) {
+      const Timed timed("native", "copy", target.device().index());
       copy_on_device(target.device().index(), place_of(target), place_of(source), nbytes);
       return ++native, target;
     }
     if (source.is_conj() == target.is_conj() && source.is_neg() == target.is_neg() &&
         native_copy(target, source))
       return ++native, target;
-    timed.drop();
   }
   ++call_count("aten::_copy_from", false);
   const Timed timed("host", "aten::_copy_from", target.device().index(), 2 * nbytes);

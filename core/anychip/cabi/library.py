@@ -1,7 +1,8 @@
 """The backend that is made from a chip's C library.
 
-Its operators are those of ATen that the library lists: torch's dispatcher calls them, and anychip's
-own operators are served by their references, which are made of them.
+Operators of ATen that the library lists are called by torch's dispatcher, and those of anychip by
+its rows. An operator of anychip's that it does not list is served by the reference, which is made of
+ATen's.
 """
 
 from __future__ import annotations
@@ -66,7 +67,6 @@ class Library(Backend):
     """
 
     api = API_VERSION
-    operators = OperatorTable()
 
     def __init__(self, path: str | Path) -> None:
         self.table = table.read(Path(path).resolve())
@@ -109,6 +109,23 @@ class Library(Backend):
             registered(self.name, self.device_count(), found)
             _attached.append(self)
         return found
+
+    @cached_property
+    def operators(self) -> OperatorTable:  # type: ignore[override]
+        """Rows for those of anychip's operators that the library lists."""
+        listed = [name for name in self.table.operators if "::" in name]
+        if not listed:
+            return OperatorTable()
+        from anychip.cabi import own_operators
+
+        return own_operators.rows(self.table.path.name, listed, self._serve)
+
+    def _serve(self, name: str, schema: str) -> Any:
+        import torch
+
+        if self._bridge.anychip_bridge_serve(name.encode(), schema.encode()):
+            raise RuntimeError(f"{self.name}: {self._bridge.anychip_bridge_error().decode()}")
+        return getattr(torch.ops.anychip_library, schema.partition("(")[0]).default
 
     def device_count(self) -> int:
         count = self.table.device_count()

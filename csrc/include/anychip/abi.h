@@ -172,7 +172,8 @@ typedef struct anychip_call {
   uint32_t num_arguments;
   uint32_t num_results;
   const anychip_argument* const* arguments; /* in the order of the operator's schema */
-  const anychip_tensor* const* results;     /* allocated, of the shapes and types to be written */
+  const anychip_tensor* const* results;     /* allocated, of the shapes and types to be written;
+                                               NULL: not wanted, of a backward alone */
 } anychip_call;
 
 /* Computes one operator: reads the arguments, writes every element of the results, or queues that.
@@ -335,8 +336,17 @@ typedef struct anychip_library {
   /* Names of the operators that the library has, ending in NULL: those of torch's functional ATen
    * operators with their overload, "add.Tensor", "mm", "sum.dim_IntList", "_softmax". Each also
    * serves the in-place and .out forms of the name. "copy" is a strided copy with a conversion of
-   * types: one argument, one result of its shape. A name that this torch does not have is no
-   * error: it is never called. */
+   * types: one argument, one result of its shape.
+   *
+   * Also those of anychip's own operators, "anychip::rms_norm": its schema and its equation are
+   * what `anychip operators rms_norm` prints. Arguments are those of the schema, tensors first;
+   * results are its outputs and then what it leaves for its backward. Of one that writes its
+   * arguments there are no results. "anychip::rms_norm.backward" is given a gradient of each
+   * output, then what is saved for it, then the attributes; a result is the gradient of each
+   * differentiable argument, and NULL where that is not wanted. ANYCHIP_ENOTSUP: the reference
+   * computes it, and that is counted.
+   *
+   * A name that nobody has is no error: it is never called. */
   const char* const* operators;
   /* The function for one of these names. Asked once for each. NULL: it is not there after all. */
   anychip_operator (*find_operator)(const char* name);

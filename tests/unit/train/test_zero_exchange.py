@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.train import zero
+from anychip.train import checkpoint, zero
 from anychip.train.zero.exchange import Coded, Flat, Secondary
 from tests.unit.train.zero_decoder import decoder, decoder_loss, on_two, optimizer, parts, rule
-from tests.unit.train.zero_oracle import assert_equal, serial, sharded
+from tests.unit.train.zero_oracle import assert_equal, serial, sharded, values_of
 
 GRID = pytest.mark.grid
 
@@ -141,3 +142,29 @@ def test_secondary_groups_that_do_not_divide_the_ranks_are_refused() -> None:
             optimizer(model, comm, secondary_group=3)
 
     on_two(work, lambda: nn.Linear(4, 4))
+
+
+def test_state_that_is_loaded_leaves_nothing_of_what_an_exchange_kept(tmp_path: Path) -> None:
+    """Goes on from an earlier step, while neighbours hold codes' weights of a later one."""
+
+    def work(comm: Communicator) -> list[dict[str, Tensor]]:
+        model, found = models[comm.rank], []
+        opt = optimizer(model, comm, gather_format="int8", secondary_group=2)
+        given: Any = {"model": model, "optimizer": opt, "comm": comm}
+        for step in (0, 1, 2, 3, None, 2, 3):
+            if step is None:
+                decoder_loss(model, 0, 0, 0)
+                checkpoint.resume(tmp_path, **given)
+                continue
+            opt.backward(decoder_loss(model, step, comm.rank, 0))
+            opt.step()
+            opt.zero_grad()
+            if step == 1 and not found:
+                checkpoint.save(tmp_path, step=2, **given)
+            if step == 3:
+                found.append(values_of(model, opt))
+        return found
+
+    models = [decoder() for _ in range(2)]
+    for once, again in run_ranks(2, work):
+        assert all(torch.equal(again[name], value) for name, value in once.items())

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from anychip.conformance.arithmetic import Rounded, matmul
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
+from anychip.conformance.calls import Arguments, Call, Draw, special
 from anychip.conformance.formats import Array
+from anychip.conformance.labels import PLAIN
 from anychip.conformance.oracles.oracle import Oracle
 
 
@@ -79,18 +80,15 @@ def _one_hot(draw: Draw) -> Arguments:
 
 
 def _hadamard_calls() -> Iterator[Call]:
-    for shape in ((0, 8), (1,), (2,), (3, 8), (5, 16), (2, 3, 64), (7, 256), (2, 1024)):
-        make: Any = partial(_normal, shape=shape, block=None)
-        yield Call(shape_label(shape), make)
-    for block in (1, 2, 8, 64):
-        yield Call(f"5x192.block:{block}", partial(_normal, shape=(5, 192), block=block))
+    whole = partial(_normal, block=None)
+    yield from PLAIN(whole, "0x8 1 2 3x8 5x16 2x3x64 7x256 2x1024")
+    yield from PLAIN(_normal, "5x192", ends=(".block:1", ".block:2", ".block:8", ".block:64"))
     yield Call("one-hot", _one_hot, statistical=False)
-    yield from in_layouts("9x24", partial(_normal, shape=(9, 24), block=8))
-    for name in ("huge", "subnormal"):
-        yield Call(name, partial(_normal, shape=(6, 64), scale=name, block=32))
+    yield from PLAIN(partial(_normal, block=8), "9x24.*")
+    yield from PLAIN(partial(_normal, shape=(6, 64), block=32), "huge subnormal")
     small = partial(_normal, shape=(3, 16), block=4)
     yield special("special", small, (0, (0, 3), math.nan), (0, (1, 5), math.inf))
-    yield Call("3x4096", partial(_normal, shape=(3, 4096), block=None), full=True)
+    yield from PLAIN(whole, "3x4096", full=True)
 
 
 def _ties(draw: Draw, k: int) -> Arguments:
@@ -107,17 +105,13 @@ def _top_k_special(draw: Draw) -> Arguments:
 
 
 def _top_k_calls() -> Iterator[Call]:
-    for shape, k in (((0, 8), 3), ((1,), 1), ((17,), 5), ((33,), 33), ((33,), 0), ((6, 31), 4),
-                     ((2, 3, 40), 1), ((5000,), 50)):  # fmt: skip
-        make: Any = partial(_normal, shape=shape, k=k)
-        yield Call(f"{shape_label(shape)}.k:{k}", make)
+    yield from PLAIN(_normal, "0x8.k:3 1.k:1 17.k:5 33.k:33 33.k:0 6x31.k:4 2x3x40.k:1 5000.k:50")
     for k in (1, 7, 40):
         yield Call(f"ties.k:{k}", partial(_ties, k=k), statistical=False)
-    yield from in_layouts("9x31", partial(_normal, shape=(9, 31), k=8))
-    for name in ("huge", "subnormal"):
-        yield Call(name, partial(_normal, shape=(6, 64), scale=name, k=10))
+    yield from PLAIN(partial(_normal, k=8), "9x31.*")
+    yield from PLAIN(partial(_normal, shape=(6, 64), k=10), "huge subnormal")
     yield Call("special", _top_k_special, statistical=False, gradient=False)
-    yield Call("300001", partial(_normal, shape=(300_001,), k=3000), full=True)
+    yield from PLAIN(partial(_normal, k=3000), "300001", full=True)
 
 
 HADAMARD = Oracle(

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, concatenate, matmul
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
+from anychip.conformance.calls import Arguments, Call, Draw, shape_label, special
+from anychip.conformance.labels import ROOTS, Labels
 from anychip.conformance.oracles.oracle import Oracle
 
 Index = NDArray[np.int64]
@@ -169,10 +170,8 @@ def _conv2d_calls() -> Iterator[Call]:
             label = f"{shape_label(shape)}.{shape_label(kernel)}{'' if bias else '.bias:none'}"
             make = partial(_image, shape=shape, kernel=kernel, bias=bias, **attrs)
             yield Call(label, make, full=not bias)
-    small = partial(_image, shape=(2, 3, 6, 7), kernel=(4, 3, 3, 2), padding=1)
-    yield from in_layouts("2x3x6x7", small)
-    for name in ("huge", "tiny"):
-        yield Call(f"2x3x6x7.{name}", partial(small, scale=f"root-{name}"))
+    small = partial(_image, kernel=(4, 3, 3, 2), padding=1)
+    yield from Labels(ROOTS)(small, "2x3x6x7.* 2x3x6x7.huge 2x3x6x7.tiny")
     small = partial(_image, shape=(2, 3, 5, 5), kernel=(2, 3, 2, 2))
     yield special("special", small, (0, (0, 1, 2, 3), math.nan))
 
@@ -215,10 +214,8 @@ def _conv1d_backward(
     return dx.reshape(*x.shape), dweight.reshape(*weight.shape), None if bias is None else dbias
 
 
-_LENGTHS: tuple[tuple[tuple[int, int, int], int], ...] = (
-    ((0, 3, 5), 4), ((2, 3, 0), 4), ((1, 1, 1), 1), ((2, 3, 1), 4), ((2, 5, 7), 4), ((2, 4, 16), 3),
-    ((1, 17, 33), 2), ((3, 2, 65), 5), ((2, 6, 130), 4), ((1, 3, 40), 127), ((2, 3, 1025), 4),
-)  # fmt: skip
+_LENGTHS = """0x3x5.4 2x3x0.4 1x1x1.1 2x3x1.4 2x5x7.4 2x4x16.3 1x17x33.2 3x2x65.5 2x6x130.4
+    1x3x40.127 2x3x1025.4"""
 
 
 def _line(
@@ -229,14 +226,9 @@ def _line(
 
 
 def _conv1d_calls() -> Iterator[Call]:
-    for shape, kernel in _LENGTHS:
-        for bias in (True, False):
-            label = f"{shape_label(shape)}.{kernel}{'' if bias else '.bias:none'}"
-            yield Call(label, partial(_line, shape=shape, kernel=kernel, bias=bias))
-    small = partial(_line, shape=(3, 5, 20), kernel=4)
-    yield from in_layouts("3x5x20.4", small)
-    for name in ("huge", "tiny"):
-        yield Call(f"3x5x20.4.{name}", partial(small, scale=f"root-{name}"))
+    labels = Labels({"bias:none": {"bias": False}, **ROOTS}, {r"(\d+)": ("kernel",)})
+    yield from labels(_line, _LENGTHS, ends=("", ".bias:none"))
+    yield from labels(_line, "3x5x20.4.* 3x5x20.4.huge 3x5x20.4.tiny")
     # What is behind a NaN does not see it: it is causal.
     small = partial(_line, shape=(2, 3, 12), kernel=4)
     yield special("special", small, (0, (0, 1, 5), math.nan))

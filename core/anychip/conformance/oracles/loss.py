@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, exp, log, where
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
+from anychip.conformance.calls import Arguments, Call, Draw, special
+from anychip.conformance.labels import Labels
 from anychip.conformance.oracles.oracle import Oracle
 
 Targets = NDArray[np.int64]
@@ -99,9 +100,7 @@ DEFAULTS: dict[str, Any] = {
     "reduction": "mean",
 }
 # Beside vector widths; a vocabulary that is odd; one row, many rows; empty.
-_SHAPES: tuple[tuple[int, ...], ...] = (
-    (0, 5), (1, 1), (11,), (6, 11), (3, 17), (2, 3, 130), (5, 64), (90, 33), (4, 1023), (3, 4099),
-)  # fmt: skip
+_SHAPES = "0x5 1x1 11 6x11 3x17 2x3x130 5x64 90x33 4x1023 3x4099"
 OPTIONS: dict[str, dict[str, Any]] = {
     "sum": {"reduction": "sum"},
     "none": {"reduction": "none"},
@@ -154,12 +153,11 @@ def _masked(draw: Draw) -> Arguments:
 
 
 def _calls() -> Iterator[Call]:
-    for shape in _SHAPES:
-        yield Call(shape_label(shape), partial(_arguments, shape=shape))
-    for name, changes in OPTIONS.items():
-        for shape in ((6, 11), (2, 5, 130)):
-            yield Call(f"{shape_label(shape)}.{name}", partial(_arguments, shape=shape, **changes))
-    yield from in_layouts("7x50", partial(_arguments, shape=(7, 50), reduction="none"))
+    labels = Labels(OPTIONS)
+    yield from labels(_arguments, _SHAPES)
+    for name in OPTIONS:
+        yield from labels(_arguments, f"6x11.{name} 2x5x130.{name}")
+    yield from labels(partial(_arguments, reduction="none"), "7x50.*")
     yield Call("edges", _edges)
     for which in ("all", "all-but-last", "last"):
         yield Call(f"ignored:{which}", partial(_ignored, which=which))
@@ -168,8 +166,7 @@ def _calls() -> Iterator[Call]:
     yield Call("masked", _masked, statistical=False)
     make = partial(_arguments, shape=(5, 20), scale=1.0, reduction="none")
     yield special("nan", make, (0, (2, 4), math.nan))
-    for vocabulary in (32_000, 152_064):
-        yield Call(f"5x{vocabulary}", partial(_arguments, shape=(5, vocabulary)), full=True)
+    yield from labels(_arguments, "5x32000 5x152064", full=True)
 
 
 CROSS_ENTROPY = Oracle(

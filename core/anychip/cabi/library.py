@@ -8,6 +8,7 @@ ATen's.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,14 +24,17 @@ from anychip.contract import (
     DeviceError,
     DeviceProperties,
     Finding,
+    Job,
     OperatorTable,
     Probe,
+    Transport,
 )
 
 if TYPE_CHECKING:
     import ctypes
 
-_NAMES = ("ANYCHIP_OK", "ANYCHIP_ENOTSUP", "ANYCHIP_EINVAL", "ANYCHIP_ENOMEM", "ANYCHIP_EDEVICE")
+_NAMES = ("ANYCHIP_OK", "ANYCHIP_ENOTSUP", "ANYCHIP_EINVAL", "ANYCHIP_ENOMEM", "ANYCHIP_EDEVICE",
+          "ANYCHIP_EABORTED")  # fmt: skip
 _lock = threading.Lock()
 
 
@@ -67,6 +71,7 @@ class Library(Backend):
     """
 
     api = API_VERSION
+    _job: Job | None = None
 
     def __init__(self, path: str | Path) -> None:
         self.table = table.read(Path(path).resolve())
@@ -87,6 +92,7 @@ class Library(Backend):
     def diagnose(self) -> Sequence[Finding]:
         """The library, and which optional parts it has."""
         has = [name for name in ("streams", "memory_stats") if name in self.capabilities]
+        has += ["collectives"] if self.table.collectives else []
         known = f"{len(self.table.operators)} operators, {' and '.join(has)}"
         path, version = self.table.path, self.table.version or "of no stated version"
         return [Finding(True, f"{path}, {version}"), Finding(True, f"the library has {known}")]
@@ -148,9 +154,28 @@ class Library(Backend):
         status = self._bridge.anychip_bridge_synchronize(device)
         if status:
             label = _NAMES[-status] if 0 < -status < len(_NAMES) else "an unknown status"
-            detail = self._bridge.anychip_bridge_error().decode()
+            detail = self._bridge.anychip_bridge_error().decode().partition("): ")[2]
             where = f"{self.name}: synchronize(device {device})"
-            raise DeviceError(where, status, label, detail.partition("): ")[2])
+            error = DeviceError(where, status, label, detail)
+            if self._job is not None and label == "ANYCHIP_EABORTED":
+                raise self._job.blame(where, error) from error
+            raise error
+
+    def transport(self, job: Job) -> Transport | None:
+        """The library's collectives; what it does not take goes through the host, said once."""
+        functions = self.table.collectives
+        if functions is None:
+            return None
+        from anychip.cabi.collectives import Chip, Collectives
+
+        self._job = job
+        chip = Chip(self.table, functions, self._bridge, self.current_device())
+        found = Collectives(job, job.world, chip)
+        missing = "; ".join(found.missing())
+        if job.rank == 0 and missing:
+            text = f"{self.name!r}: by way of the host, as its library has no: {missing}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return found
 
     def properties(self, index: int | None = None) -> DeviceProperties:
         import torch

@@ -11,7 +11,6 @@ from anychip.comm.generations import Meeting
 from anychip.comm.group import Group, alone
 from anychip.comm.job import Job, Rendezvous, join
 from anychip.comm.ledger import CHECKS, Check
-from anychip.comm.staged import Staged
 from anychip.contract import Backend, Communicator, ContractError, Transport
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def _through_host(chip: Backend, job: Job) -> Transport | None:
             RuntimeWarning,
             stacklevel=6,
         )
-    return Staged(job.host(job.world), chip.device_type)
+    return job.staged(job.world, chip.device_type)
 
 
 TABLE: tuple[Callable[[Backend, Job], Transport | None], ...] = (

@@ -112,8 +112,8 @@ void profile(bool on);
 // Lines "who name calls ns copied_ns copied_bytes".
 std::string profiled();
 
-// Work from here to its end, while profiling; what copies `nbytes` counts as copies of the work that
-// it is inside of.
+// Work from here to its end, while profiling; what copies `nbytes` counts as copies of the work
+// that it is inside of.
 class Timed {
  public:
   Timed(const char* who, const std::string& name, c10::DeviceIndex device, int64_t nbytes = 0);

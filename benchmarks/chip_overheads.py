@@ -1,6 +1,6 @@
 """What does a device cost that is a C library? Next to torch's eager CPU, in one run.
 
-``python -m benchmarks.chip_overheads [--build]``: the chip of the guide with its one kernel, ``add``.
+``python -m benchmarks.chip_overheads [--build]``: the guide's chip with its one kernel, ``add``.
 Rounds are interleaved, ratios are medians over rounds. ``--build`` builds the bridge once more.
 """
 

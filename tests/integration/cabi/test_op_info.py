@@ -7,15 +7,19 @@ operators, ``ANYCHIP_SLICE=all`` every one, and then the shares of the whole.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from anychip.cabi import include_directory
+from tests import slices
 
 ROOT = Path(__file__).parents[3]
 MINICHIP = ROOT / "examples" / "minichip" / "minichip.c"
+SLICE = os.environ.get(slices.VARIABLE, "all")
+"""Read here, since no test sees the variables of the person."""
 FEWEST_SAMPLES, FEWEST_OPERATORS = 0.98, 0.95
 
 
@@ -48,8 +52,9 @@ def asked(library: Path) -> tuple[list[str], list[dict[str, Any]]]:
     while True:
         last = [line["operator"] for line in found[-1:]]
         done = subprocess.run(
-            [*words, *last], cwd=ROOT, capture_output=True, text=True, check=False
-        )
+            [*words, *last], cwd=ROOT, env={**os.environ, slices.VARIABLE: SLICE},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
         lines = [json.loads(line) for line in done.stdout.splitlines() if line[:2] == '{"']
         assert lines, done.stderr[-2000:]
         found += [line for line in lines if "operator" in line]

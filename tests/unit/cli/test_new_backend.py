@@ -56,7 +56,7 @@ def test_new_backend_writes_a_project_with_nothing_left_to_fill_in(
 
 
 def test_minichip_and_its_hook_are_what_new_backend_writes(tmp_path: Path) -> None:
-    """The example, the template and the guide are one chip: tests/integration/docs has the guide."""
+    """The example, the template and the guide are one chip; tests of docs have the guide."""
     target = tmp_path / "project"
     assert run(["new-backend", "minichip", "--kind", "c-abi", "--directory", str(target)]) == 0
     hook = "anychip_minichip/__init__.py"

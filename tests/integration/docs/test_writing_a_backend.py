@@ -41,7 +41,8 @@ def test_commands_of_the_page_run_in_order(tmp_path: Path) -> None:
             return f"{command} --chapter device --chapter memory"
         return command.replace("--steps 50", "--steps 3")
 
-    done = list(Vendor(tmp_path).follow(shorter))
+    vendor = Vendor(tmp_path, ANYCHIP_PROBE_TIMEOUT="120")  # other tests run beside it
+    done = list(vendor.follow(shorter))
     printed = {step.command: step.printed for step in done}
     assert len(done) == len({step.command for step in done}) + 1  # cc, again after the kernel
     assert "Acme 0, by libacme.so" in printed["anychip doctor ./libacme.so"]

@@ -20,17 +20,9 @@ from anychip.conformance.formats import FORMATS
 from anychip.contract import HOST, SampleMaker
 
 Layout = Literal[
-    "contiguous",
-    "offset",
-    "strided",
-    "transposed",
-    "padded",
-    "gapped",
-    "swapped",
-    "expanded",
-    "repeated",
-    "packed",
-]
+    "contiguous", "offset", "strided", "transposed", "padded", "gapped", "swapped", "expanded",
+    "repeated", "packed",
+]  # fmt: skip
 LAYOUTS: tuple[Layout, ...] = ("offset", "strided", "transposed", "padded")
 """Those that are not plain: misaligned, with gaps, in another order than the dims, rows of a wider
 tensor."""

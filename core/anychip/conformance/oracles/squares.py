@@ -145,7 +145,7 @@ def _sums_calls() -> Iterator[Call]:
 
 _SAME = "plain first step:255 step:4098 step:65535 late no-decay eps betas".split()
 _STEPS: dict[str, dict[str, Any]] = {
-    **{label: update._ADAMW[label] for label in _SAME},
+    **{label: update.ADAMW_STEPS[label] for label in _SAME},
     "decay": {"weight_decay": 5.0},
     # A parameter of 0 has no norm, and a step of 0 has none either.
     "zero-params": {"params": 0.0},

@@ -74,13 +74,20 @@ def in_lists(one: One, *args: Any, **attrs: Any) -> tuple[Rounded, ...]:
 def _adamw(
     p: Rounded, g: Rounded, m: Rounded, v: Rounded, *, lr: Rounded, count: Rounded, **attrs: float
 ) -> tuple[Rounded, ...]:
+    first, second, update = adam_moved(g, m, v, count, attrs)
+    return p * (1.0 - lr * attrs["weight_decay"]) - lr * update, first, second
+
+
+def adam_moved(
+    g: Rounded, m: Rounded, v: Rounded, count: Rounded, attrs: Mapping[str, float]
+) -> tuple[Rounded, Rounded, Rounded]:
+    """The new averages, and the step that they give."""
     beta1, beta2 = attrs["beta1"], attrs["beta2"]
-    correction1 = 1.0 - power(Rounded.constant(beta1), count)
-    correction2 = 1.0 - power(Rounded.constant(beta2), count)
     first = beta1 * m + (1.0 - beta1) * g
     second = beta2 * v + (1.0 - beta2) * (g * g)
-    update = (first / correction1) / (sqrt(second / correction2) + attrs["eps"])
-    return p * (1.0 - lr * attrs["weight_decay"]) - lr * update, first, second
+    corrected = first / (1.0 - power(Rounded.constant(beta1), count))
+    root = sqrt(second / (1.0 - power(Rounded.constant(beta2), count)))
+    return first, second, corrected / (root + attrs["eps"])
 
 
 def scaled(g: Rounded, scale: Rounded | None, clip: Rounded | None) -> Rounded:

@@ -78,14 +78,14 @@ class Collectives(Transport):
         taken: Taken | None = None,
         watch: _Watch | None = None,
     ) -> None:
-        self._job, self._group, self._chip = job, group, chip
+        self.job, self._group, self._chip = job, group, chip
         self.device = chip.table.name
         self._staged = job.staged(group, self.device)
         self.capabilities = self._staged.capabilities
         self._turn, self._ending, self._is_aborted = threading.Lock(), threading.Lock(), False
         self._comm = self._joined()
         self._taken = self._asked() if taken is None else taken
-        self._watch = watch or _Watch(job)
+        self._watch = watch or _Watch(job, chip.table.said)
         self._watch.groups.append(self)
         self.description = (
             f"collectives of {chip.table.path.name}, in its own order of sums; through the host: "
@@ -93,7 +93,7 @@ class Collectives(Transport):
         )
 
     def part(self, group: Membership) -> Transport:
-        return Collectives(self._job, group, self._chip, self._taken, self._watch)
+        return Collectives(self.job, group, self._chip, self._taken, self._watch)
 
     def missing(self) -> list[str]:
         """What goes through the host, in words."""
@@ -186,8 +186,8 @@ class Collectives(Transport):
 
     def drain(self) -> None:
         """Waits for what is queued, as closing would break it off."""
-        deadline = time.monotonic() + self._job.timeout_s
-        while self._watch.is_busy() and not self._job.has_failed and time.monotonic() < deadline:
+        deadline = time.monotonic() + self.job.timeout_s
+        while self._watch.is_busy() and not self.job.has_failed and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def abort(self) -> None:
@@ -204,6 +204,10 @@ class Collectives(Transport):
                 self._chip.functions.comm_destroy(self._comm)
             self._turn.release()
         self._staged.close()
+
+    def has_failed(self) -> bool:
+        """A call of this group, or of a part of it, is known to have failed."""
+        return self._is_aborted or any(group.error() for group in self._watch.groups)
 
     def error(self) -> int:
         """The status of a call that has failed since, as the library tells it; 0: none has."""
@@ -256,7 +260,7 @@ class Collectives(Transport):
         Args:
             calls: name and arguments of each.
         """
-        work = _Queued(self, call.name, time.monotonic() + self._job.timeout_s)
+        work = _Queued(self, call.name, time.monotonic() + self.job.timeout_s)
         if any(tensor.numel() for tensor in (*call.inputs, *call.outputs)):
             functions = self._chip.functions
             stream = self._chip.bridge.anychip_bridge_current_stream(self._chip.device)
@@ -286,9 +290,7 @@ class Collectives(Transport):
         if status == _EABORTED:
             raise RuntimeError(f"{name} was aborted")
         if status:
-            text = (
-                f"{self.device}: {name} of rank {self._job.rank}: {self._chip.table.said(status)}"
-            )
+            text = f"{self.device}: {name} of rank {self.job.rank}: {self._chip.table.said(status)}"
             if status == _ENOTSUP:
                 text += "; with a count of 0 it did not say ENOTSUP, as abi.h asks for"
             raise TransportError(text, (self._group.rank,), "wrong")
@@ -297,7 +299,7 @@ class Collectives(Transport):
 
     def _joined(self) -> Any:
         """The library's group; returns when all ranks have come."""
-        job, rank, number = self._job, self._group.rank, self._group.number
+        job, rank, number = self.job, self._group.rank, self._group.number
         functions, said = self._chip.functions, self._chip.table.said
         new, answer = interface().new, queue.SimpleQueue[tuple[int, str]]()
         unique, comm, key = new("uint8_t[128]"), new("anychip_comm *"), f"{self.device}/{number}"
@@ -334,7 +336,7 @@ class Collectives(Transport):
         """Ends the job; the error to raise."""
         where = f"{self._group.name}: {name}"
         label = f"status {status}" if status else "no answer"
-        return self._job.blame(where, DeviceError(where, status, label, text))
+        return self.job.blame(where, DeviceError(where, status, label, text))
 
     def _asked(self) -> Taken:
         """What the library takes, the same on all ranks."""
@@ -356,8 +358,8 @@ class Collectives(Transport):
             found |= {(name, dtype, kind) for (name, kind), status in answers.items() if not status}
         words, key = str(sorted(map(str, found))), f"{self.device}/taken"
         if self._group.rank == 0:
-            self._job.store.set(key, words)
-        elif self._job.store.get(key).decode() != words:
+            self.job.store.set(key, words)
+        elif self.job.store.get(key).decode() != words:
             raise self.failed("count of 0", _ENOTSUP, "ranks 0 and this one take other types")
         return frozenset(found)
 
@@ -372,6 +374,7 @@ class _Queued(Work):
     def __init__(self, group: Collectives, name: str, deadline: float) -> None:
         self._group, self.name, self.deadline = group, name, deadline
         self._event: torch.Event | None = None
+        self._is_waited_for = False
 
     def mark(self) -> None:
         """What the current stream has now is the call."""
@@ -380,6 +383,10 @@ class _Queued(Work):
         self._event = event
 
     def is_done(self) -> bool:
+        return self._is_waited_for or self.has_ended()
+
+    def has_ended(self) -> bool:
+        """The device is done with it."""
         try:
             return self._event is not None and self._event.query()
         except RuntimeError:  # the device has failed; who waits is told
@@ -389,6 +396,7 @@ class _Queued(Work):
         self._group.refuse_after_abort()
         assert self._event is not None
         self._event.wait()
+        self._is_waited_for = True
 
 
 class _Both(Work):
@@ -412,9 +420,10 @@ class _Watch:
         groups: that are open.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, said: Callable[[int], str]) -> None:
+        self._said = said
         self.groups: list[Collectives] = []
-        self._job, self._works = job, list[_Queued]()
+        self.job, self._works = job, list[_Queued]()
         self._lock, self._ended = threading.Lock(), threading.Event()
         job.at_close(self._ended.set)
         threading.Thread(target=self._run, name="anychip collectives", daemon=True).start()
@@ -426,14 +435,14 @@ class _Watch:
     def is_busy(self) -> bool:
         """Whether a call is under way."""
         with self._lock:
-            self._works = [work for work in self._works if not work.is_done()]
+            self._works = [work for work in self._works if not work.has_ended()]
             return bool(self._works)
 
     def _run(self) -> None:
-        while not self._ended.wait(_LOOK_S) and not self._job.has_failed:
+        while not self._ended.wait(_LOOK_S) and not self.job.has_failed:
             if self.is_busy() and (work := self._works[0]).deadline < time.monotonic():
-                text = f"{work.name} was not done within {self._job.timeout_s:g} s"
+                text = f"{work.name} was not done within {self.job.timeout_s:g} s"
                 self.groups[0].failed(work.name, 0, text)
             for group in list(self.groups):
                 if status := group.error():
-                    group.failed("async_error", status, "a call has failed since")
+                    group.failed("async_error", status, self._said(status))

@@ -32,6 +32,8 @@ from anychip.contract import (
 if TYPE_CHECKING:
     import ctypes
 
+    from anychip.cabi.collectives import Collectives
+
 _NAMES = ("ANYCHIP_OK", "ANYCHIP_ENOTSUP", "ANYCHIP_EINVAL", "ANYCHIP_ENOMEM", "ANYCHIP_EDEVICE",
           "ANYCHIP_EABORTED")  # fmt: skip
 _lock = threading.Lock()
@@ -51,7 +53,7 @@ class Library(Backend):
     """
 
     api = API_VERSION
-    _job: Job | None = None
+    _collectives: Collectives | None = None
 
     def __init__(self, path: str | Path) -> None:
         self.table = table.read(Path(path).resolve())
@@ -136,8 +138,9 @@ class Library(Backend):
             detail = self._bridge.anychip_bridge_error().decode().partition("): ")[2]
             where = f"{self.name}: synchronize(device {device})"
             error = DeviceError(where, status, label, detail)
-            if self._job is not None and label == "ANYCHIP_EABORTED":
-                raise self._job.blame(where, error) from error
+            group = self._collectives
+            if group is not None and (label == "ANYCHIP_EABORTED" or group.has_failed()):
+                raise group.job.blame(where, error) from error
             raise error
 
     def transport(self, job: Job) -> Transport | None:
@@ -147,9 +150,8 @@ class Library(Backend):
             return None
         from anychip.cabi.collectives import Chip, Collectives
 
-        self._job = job
         chip = Chip(self.table, functions, self._bridge, self.current_device())
-        found = Collectives(job, job.world, chip)
+        self._collectives = found = Collectives(job, job.world, chip)
         missing = "; ".join(found.missing())
         if job.rank == 0 and missing:
             text = f"{self.name!r}: by way of the host, as its library has no: {missing}"

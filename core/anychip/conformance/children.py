@@ -74,11 +74,15 @@ class Child:
         code = self.process.returncode
         if code is None:
             return f"no answer within {limit_s:g} s; the process was ended"
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = (
+            f"died with {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         self.errors.seek(0, os.SEEK_END)
         self.errors.seek(max(0, self.errors.tell() - TAIL))
         last = " ".join(self.errors.read().decode(errors="replace").split())
-        return f"the process ended with {how}" + (f"; its last words: {last}" if last else "")
+        return f"the process {how}" + (f"; its last words: {last}" if last else "")
 
     def end(self) -> None:
         """Ends the child and everything that it started, and waits for it."""

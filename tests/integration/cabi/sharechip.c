@@ -198,7 +198,7 @@ static void* work(void* unused) {
     else
       run(t);
     pthread_mutex_lock(&turn);
-    if (is_over(t->g) && !failed) failed = ANYCHIP_EABORTED;
+    if (is_over(t->g) && !failed) failed = t->g->error ? t->g->error : ANYCHIP_EABORTED;
     done += (uint64_t)n;
     pthread_cond_broadcast(&changed);
   }
@@ -214,7 +214,7 @@ static void start(void) {
 static anychip_status wait_until(uint64_t position) {
   pthread_mutex_lock(&turn);
   while (done < position) pthread_cond_wait(&changed, &turn);
-  anychip_status status = failed ? fail(failed, "a collective was aborted") : ANYCHIP_OK;
+  anychip_status status = failed ? fail(failed, "a call has failed") : ANYCHIP_OK;
   pthread_mutex_unlock(&turn);
   return status;
 }

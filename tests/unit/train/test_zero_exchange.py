@@ -84,16 +84,6 @@ def losses_of(comm: Communicator, model: nn.Module) -> list[Tensor]:
     return losses
 
 
-def test_codes_are_refused_where_weights_are_not_copies() -> None:
-    def work(comm: Communicator, model: nn.Module) -> None:
-        with pytest.raises(ValueError, match=r"gather_format is for stage 3.*got stage 2"):
-            zero.Optimizer(model, rule(), comm, stage=2, gather_format="int8")
-        with pytest.raises(ValueError, match=r"gather_format must be one of int8, .*got 'int9'"):
-            optimizer(model, comm, gather_format="int9")
-
-    on_two(work, lambda: nn.Linear(4, 4))
-
-
 @pytest.mark.parametrize("options", [{}, {"gather_format": "int8"}], ids=["weights", "codes"])
 def test_what_neighbours_keep_has_the_same_bits_and_crosses_no_group_before_backward(
     options: dict[str, Any],
@@ -134,14 +124,6 @@ def test_what_neighbours_keep_has_the_same_bits_and_crosses_no_group_before_back
         assert forward > 0
         assert later == [forward] * 3
         assert crossed[4] > forward
-
-
-def test_secondary_groups_that_do_not_divide_the_ranks_are_refused() -> None:
-    def work(comm: Communicator, model: nn.Module) -> None:
-        with pytest.raises(ValueError, match=r"secondary_group must divide the 2 ranks, got 3"):
-            optimizer(model, comm, secondary_group=3)
-
-    on_two(work, lambda: nn.Linear(4, 4))
 
 
 def test_state_that_is_loaded_leaves_nothing_of_what_an_exchange_kept(tmp_path: Path) -> None:

@@ -309,14 +309,19 @@ def test_units_that_the_model_does_not_have_are_refused(units: Any, message: str
     on_two(work)
 
 
-def test_parameters_without_their_model_or_of_another_are_refused() -> None:
+def test_arguments_that_do_not_fit_are_refused() -> None:
     def work(comm: Communicator, model: nn.Module) -> None:
         with pytest.raises(ValueError, match=r"stage=3, module=model"):
             zero.Optimizer(model.parameters(), rule(), comm, stage=3)
         with pytest.raises(ValueError, match=r"parameter 0 is no parameter of the Linear"):
             zero.Optimizer(model.parameters(), rule(), comm, stage=3, module=nn.Linear(2, 2))
-        with pytest.raises(ValueError, match=r"shard_group must divide the 2 ranks, got 3"):
-            optimizer(model, comm, shard_group=3)
+        for group in ("shard_group", "secondary_group"):
+            with pytest.raises(ValueError, match=rf"{group} must divide the 2 ranks, got 3"):
+                optimizer(model, comm, **{group: 3})
+        with pytest.raises(ValueError, match=r"gather_format is for stage 3.*got stage 2"):
+            zero.Optimizer(model, rule(), comm, stage=2, gather_format="int8")
+        with pytest.raises(ValueError, match=r"gather_format must be one of int8, .*got 'int9'"):
+            optimizer(model, comm, gather_format="int9")
         with pytest.raises(TypeError, match=r"no argument 'prefech'; did you mean 'prefetch'"):
             optimizer(model, comm, prefech=3)
 

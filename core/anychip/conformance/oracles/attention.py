@@ -30,7 +30,7 @@ from anychip.conformance.calls import Arguments, Call, Draw, changed, special
 from anychip.conformance.formats import FORMATS, Format
 from anychip.conformance.labels import Forms, Labels
 from anychip.conformance.oracles import philox
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, differentiable
 
 Mask = NDArray[np.bool_]
 _HEADS_FIRST = (0, 2, 1, 3)
@@ -181,18 +181,11 @@ def _given(
     return hidden_keys(q, k, causal), scale, factor
 
 
-def _forward(
+def _answer(
     q: Rounded, k: Rounded, v: Rounded, *drop: Any, out_dtype: Any = None, **attrs: Any
-) -> tuple[Rounded, Rounded]:
-    return attend(q, k, v, *_given(q, k, *drop, **attrs))
-
-
-def _backward(
-    grads: tuple[Rounded], q: Rounded, k: Rounded, v: Rounded, *drop: Any, out_dtype: Any = None,
-    **attrs: Any,
-) -> tuple[Rounded, Rounded, Rounded]:  # fmt: skip
-    given = _given(q, k, *drop, **attrs)
-    return attend_backward(grads[0], q, k, v, *given, out_dtype=out_dtype)
+) -> Answer:
+    given = (q, k, v, *_given(q, k, *drop, **attrs))
+    return attend(*given), lambda grad: attend_backward(grad, *given, out_dtype=out_dtype)
 
 
 Sizes = tuple[int, int, int, int, int]
@@ -314,15 +307,9 @@ def _dropout_calls() -> Iterator[Call]:
     yield special("nan", partial(_dropped, make=_NAN))
 
 
-ATTENTION = Oracle(
-    forward=_forward,
-    backward=_backward,
-    calls=_attention_calls,
-    lower_precision=("1x17x4+2x16.causal", "1x65x3+3x40.full", "1x130x2+1x32.causal"),
+ATTENTION = differentiable(
+    _answer, _attention_calls, "1x17x4+2x16.causal", "1x65x3+3x40.full", "1x130x2+1x32.causal"
 )
-ATTENTION_DROPOUT = Oracle(
-    forward=_forward,
-    backward=_backward,
-    calls=_dropout_calls,
-    lower_precision=("1x17x4+2x16.p:0.1", "1x65x3+3x40.p:0.1"),
+ATTENTION_DROPOUT = differentiable(
+    _answer, _dropout_calls, "1x17x4+2x16.p:0.1", "1x65x3+3x40.p:0.1"
 )

@@ -8,7 +8,7 @@ that values and indices are exact; the gradient goes back to where a value came 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from anychip.conformance.arithmetic import Rounded, matmul
 from anychip.conformance.calls import Arguments, Call, Draw, special
 from anychip.conformance.formats import Array
 from anychip.conformance.labels import PLAIN
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, differentiable
 
 
 def _signs(length: int) -> Rounded:
@@ -30,14 +30,14 @@ def _signs(length: int) -> Rounded:
     return Rounded.exact(np.where(bits % 2, -1.0, 1.0))
 
 
-def _hadamard(x: Rounded, *, block: int | None) -> tuple[Rounded]:
+def _hadamard(x: Rounded, *, block: int | None) -> Answer:
     length = x.shape[-1] if block is None else block
-    rows = x.reshape(-1, length)
-    return ((matmul(rows, _signs(length)) * (1.0 / math.sqrt(length))).reshape(*x.shape),)
 
+    def transformed(x: Rounded) -> tuple[Rounded]:
+        product = matmul(x.reshape(-1, length), _signs(length))
+        return ((product * (1.0 / math.sqrt(length))).reshape(*x.shape),)
 
-def _hadamard_backward(grads: tuple[Rounded], x: Rounded, *, block: int | None) -> tuple[Rounded]:
-    return _hadamard(grads[0], block=block)
+    return transformed(x), transformed
 
 
 def _order(x: Array, k: int) -> Any:
@@ -47,13 +47,7 @@ def _order(x: Array, k: int) -> Any:
     return np.lexsort((size, key), axis=-1)[..., :k]
 
 
-def _top_k(x: Rounded, *, k: int) -> tuple[Rounded, Rounded]:
-    indices = _order(x.value, k)
-    values = x.shaped(lambda array: np.take_along_axis(array, indices, -1))
-    return values, Rounded.exact(indices)
-
-
-def _top_k_backward(grads: Sequence[Any], x: Rounded, *, k: int) -> tuple[Rounded]:
+def _top_k(x: Rounded, *, k: int) -> Answer:
     indices = _order(x.value, k)
 
     def scattered(array: Array) -> Array:
@@ -61,8 +55,8 @@ def _top_k_backward(grads: Sequence[Any], x: Rounded, *, k: int) -> tuple[Rounde
         np.put_along_axis(whole, indices, array, -1)
         return whole
 
-    gradient: Rounded = grads[0].shaped(scattered)
-    return (gradient,)
+    values = x.shaped(lambda array: np.take_along_axis(array, indices, -1))
+    return (values, Rounded.exact(indices)), lambda grad, *_: (grad.shaped(scattered),)
 
 
 # Calls
@@ -114,12 +108,5 @@ def _top_k_calls() -> Iterator[Call]:
     yield from PLAIN(partial(_normal, k=3000), "300001", full=True)
 
 
-HADAMARD = Oracle(
-    forward=_hadamard,
-    backward=_hadamard_backward,
-    calls=_hadamard_calls,
-    lower_precision=("5x16", "7x256", "5x192.block:64"),
-)
-TOP_K = Oracle(
-    forward=_top_k, backward=_top_k_backward, calls=_top_k_calls, lower_precision=("6x31.k:4",)
-)
+HADAMARD = differentiable(_hadamard, _hadamard_calls, "5x16", "7x256", "5x192.block:64")
+TOP_K = differentiable(_top_k, _top_k_calls, "6x31.k:4")

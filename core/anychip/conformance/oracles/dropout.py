@@ -22,7 +22,7 @@ from anychip.conformance.arithmetic import Rounded, where
 from anychip.conformance.calls import Arguments, Call, Draw
 from anychip.conformance.labels import Labels
 from anychip.conformance.oracles import philox
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Numbers = NDArray[np.int64]
 
@@ -50,40 +50,18 @@ def _scaled(x: Rounded, rng: Numbers, rows: Numbers | None, *, p: float, **place
     return where(kept(x.shape, rng, rows, p=p, **place), x * scale, 0.0)
 
 
-def _forward(x: Rounded, rng: Numbers, rows: Numbers | None, **attrs: Any) -> tuple[Rounded]:
-    return (_scaled(x, rng, rows, **attrs),)
+def _answer(x: Rounded, rng: Numbers, rows: Numbers | None, **attrs: Any) -> Answer:
+    return (_scaled(x, rng, rows, **attrs),), lambda grad: (_scaled(grad, rng, rows, **attrs),)
 
 
-def _backward(
-    grads: tuple[Rounded], x: Rounded, rng: Numbers, rows: Numbers | None, **attrs: Any
-) -> tuple[Rounded]:
-    return (_scaled(grads[0], rng, rows, **attrs),)
+def _add(
+    x: Rounded, residual: Rounded, rng: Numbers, bias: Rounded | None, *rows: Any, **attrs: Any
+) -> Answer:
+    def backward(grad: Rounded) -> Gradients:
+        dx = _scaled(grad, rng, *rows, **attrs)
+        return dx, grad, None if bias is None else dx.sum(tuple(range(len(dx.shape) - 1)))
 
-
-def _add_forward(
-    x: Rounded,
-    residual: Rounded,
-    rng: Numbers,
-    bias: Rounded | None,
-    rows: Numbers | None,
-    **attrs: Any,
-) -> tuple[Rounded]:
-    return (residual + _scaled(x if bias is None else x + bias, rng, rows, **attrs),)
-
-
-def _add_backward(
-    grads: tuple[Rounded],
-    x: Rounded,
-    residual: Rounded,
-    rng: Numbers,
-    bias: Rounded | None,
-    rows: Numbers | None,
-    **attrs: Any,
-) -> tuple[Rounded | None, ...]:
-    (grad,) = grads
-    dx = _scaled(grad, rng, rows, **attrs)
-    dbias = None if bias is None else dx.sum(tuple(range(len(dx.shape) - 1)))
-    return dx, grad, dbias
+    return (residual + _scaled(x if bias is None else x + bias, rng, *rows, **attrs),), backward
 
 
 LABELS = Labels({
@@ -179,12 +157,5 @@ def _add_calls() -> Iterator[Call]:
     yield Call("special", _add_special, statistical=False, gradient=False)
 
 
-DROPOUT = Oracle(
-    forward=_forward, backward=_backward, calls=_calls, lower_precision=("257.p:0.1", "4099.p:0.1")
-)
-BIAS_DROPOUT_ADD = Oracle(
-    forward=_add_forward,
-    backward=_add_backward,
-    calls=_add_calls,
-    lower_precision=("257.p:0.1", "9x455.p:0.1"),
-)
+DROPOUT = differentiable(_answer, _calls, "257.p:0.1", "4099.p:0.1")
+BIAS_DROPOUT_ADD = differentiable(_add, _add_calls, "257.p:0.1", "9x455.p:0.1")

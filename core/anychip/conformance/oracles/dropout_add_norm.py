@@ -22,7 +22,7 @@ from anychip.conformance.formats import FP32
 from anychip.conformance.labels import Labels
 from anychip.conformance.oracles import dropout, norm
 from anychip.conformance.oracles.dropout import Numbers
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 
 def _stored_sum(
@@ -38,8 +38,10 @@ def _stored_sum(
     return norm._stored_sum(Rounded.exact(dropped, FP32), residual)
 
 
-def _forward(norm_forward: norm.Computed) -> norm.Computed:
-    def forward(
+def _after_dropout(normed: norm.Norm) -> norm.Norm:
+    """Of the norm of the sum of what is kept and a residual."""
+
+    def answer(
         x: Rounded,
         residual: Rounded,
         weight: Rounded,
@@ -47,33 +49,19 @@ def _forward(norm_forward: norm.Computed) -> norm.Computed:
         *bias_and_rows: Any,
         p: float,
         eps: float,
-    ) -> tuple[Rounded, ...]:
+    ) -> Answer:
         *bias, rows = bias_and_rows
         total = _stored_sum(x, residual, rng, rows, p)
-        y, *kept = norm_forward(total, weight, *bias, eps=eps)
-        return y, total, *kept
+        results, of_sum = norm.of_sum(normed, total, weight, *bias, eps=eps)
 
-    return forward
+        def backward(*grads: Rounded) -> Gradients:
+            both, *rest = of_sum(*grads)
+            assert both is not None
+            return dropout._scaled(both, rng, rows, p=p, width=x.shape[-1]), *rest
 
+        return results, backward
 
-def _backward(norm_backward: norm.Computed) -> norm.Computed:
-    def backward(
-        grads: tuple[Rounded, Rounded],
-        x: Rounded,
-        residual: Rounded,
-        weight: Rounded,
-        rng: Numbers,
-        *bias_and_rows: Any,
-        p: float,
-        eps: float,
-    ) -> tuple[Rounded | None, ...]:
-        (grad, dtotal), (*bias, rows) = grads, bias_and_rows
-        total = _stored_sum(x, residual, rng, rows, p)
-        dnorm, *rest = norm_backward((grad,), total, weight, *bias, eps=eps)
-        both = dtotal + dnorm
-        return dropout._scaled(both, rng, rows, p=p, width=x.shape[-1]), both, *rest
-
-    return backward
+    return answer
 
 
 def _with_rng(draw: Draw, arguments: Arguments, p: float, offset: int = 5) -> Arguments:
@@ -127,15 +115,9 @@ def _calls(*, bias: bool) -> Iterator[Call]:
 
 _LOWER = ("4x8", "3x17", "5x64", "4x1000")
 
-DROPOUT_ADD_RMS_NORM = Oracle(
-    forward=_forward(norm._rms_forward),
-    backward=_backward(norm._rms_backward),
-    calls=partial(_calls, bias=False),
-    lower_precision=_LOWER,
+DROPOUT_ADD_RMS_NORM = differentiable(
+    _after_dropout(norm.rms), partial(_calls, bias=False), *_LOWER
 )
-DROPOUT_ADD_LAYER_NORM = Oracle(
-    forward=_forward(norm._layer_forward),
-    backward=_backward(norm._layer_backward),
-    calls=partial(_calls, bias=True),
-    lower_precision=_LOWER,
+DROPOUT_ADD_LAYER_NORM = differentiable(
+    _after_dropout(norm.layer), partial(_calls, bias=True), *_LOWER
 )

@@ -19,7 +19,7 @@ from anychip.conformance.arithmetic import Rounded, concatenate, matmul
 from anychip.conformance.calls import Arguments, Call, Draw, special
 from anychip.conformance.labels import Labels, lengths
 from anychip.conformance.oracles import linear
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Offsets = NDArray[np.int64]
 
@@ -35,24 +35,17 @@ def _by_rows(parts: list[Rounded], offsets: Offsets, num_rows: int, width: int) 
     return concatenate([*parts, Rounded.exact(np.zeros((rest, width)))], 0)
 
 
-def _forward(x: Rounded, weight: Rounded, offsets: Offsets, **_: Any) -> tuple[Rounded]:
-    parts = [
-        matmul(x[rows], weight[group].transpose(1, 0))
-        for group, rows in enumerate(_slices(offsets))
-    ]
-    return (_by_rows(parts, offsets, x.shape[0], weight.shape[1]),)
+def _answer(x: Rounded, weight: Rounded, offsets: Offsets, **_: Any) -> Answer:
+    groups = list(enumerate(_slices(offsets)))
+    parts = [matmul(x[rows], weight[group].transpose(1, 0)) for group, rows in groups]
 
+    def backward(dy: Rounded) -> Gradients:
+        dx = [matmul(dy[rows], weight[group]) for group, rows in groups]
+        dweight = [matmul(dy[rows].transpose(1, 0), x[rows])[None] for _, rows in groups]
+        none = Rounded.exact(np.zeros((0, *weight.shape[1:])))
+        return _by_rows(dx, offsets, *x.shape), concatenate([*dweight, none], 0)
 
-def _backward(
-    grads: tuple[Rounded], x: Rounded, weight: Rounded, offsets: Offsets, **_: Any
-) -> tuple[Rounded, Rounded]:
-    (grad,) = grads
-    dx, dweight = [], []
-    for group, rows in enumerate(_slices(offsets)):
-        dx.append(matmul(grad[rows], weight[group]))
-        dweight.append(matmul(grad[rows].transpose(1, 0), x[rows])[None])
-    none = Rounded.exact(np.zeros((0, *weight.shape[1:])))
-    return (_by_rows(dx, offsets, x.shape[0], x.shape[1]), concatenate([*dweight, none], 0))
+    return (_by_rows(parts, offsets, x.shape[0], weight.shape[1]),), backward
 
 
 # Lengths of the groups, rows of no group, K, N: one of everything; empty groups first, last and
@@ -108,12 +101,7 @@ def _calls() -> Iterator[Call]:
     yield special("nan", make, *spoilt)
 
 
-GROUPED_LINEAR = Oracle(
-    forward=_forward,
-    backward=_backward,
-    calls=_calls,
-    lower_precision=(
-        "15+17+1.rest:0.64-65", "2+3.rest:0.1000-6", "600+1.rest:0.24-10",
-        "2+3.rest:0.1000-6.to-float32", "600+1.rest:0.24-10.to-float32",
-    ),
+GROUPED_LINEAR = differentiable(
+    _answer, _calls, "15+17+1.rest:0.64-65", "2+3.rest:0.1000-6", "600+1.rest:0.24-10",
+    "2+3.rest:0.1000-6.to-float32", "600+1.rest:0.24-10.to-float32",
 )  # fmt: skip

@@ -19,48 +19,44 @@ from numpy.typing import NDArray
 from anychip.conformance.arithmetic import Rounded, matmul
 from anychip.conformance.calls import Arguments, Call, Draw, special
 from anychip.conformance.labels import ROOTS, Labels
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 
 def _rows(x: Rounded) -> Rounded:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _linear_forward(x: Rounded, weight: Rounded, bias: Rounded | None, **_: Any) -> tuple[Rounded]:
-    y = matmul(_rows(x), weight.transpose(1, 0))
+def answer(x: Rounded, weight: Rounded, bias: Rounded | None, **_: Any) -> Answer:
+    rows = _rows(x)
+    y = matmul(rows, weight.transpose(1, 0))
     y = y if bias is None else y + bias
-    return (y.reshape(*x.shape[:-1], weight.shape[0]),)
+
+    def backward(dy: Rounded) -> Gradients:
+        grad = _rows(dy)
+        dx = matmul(grad, weight).reshape(*x.shape)
+        return dx, matmul(grad.transpose(1, 0), rows), None if bias is None else grad.sum(0)
+
+    return (y.reshape(*x.shape[:-1], weight.shape[0]),), backward
 
 
-def _linear_backward(
-    grads: tuple[Rounded], x: Rounded, weight: Rounded, bias: Rounded | None, **_: Any
-) -> tuple[Rounded | None, ...]:
-    grad = _rows(grads[0])
-    dx = matmul(grad, weight).reshape(*x.shape)
-    dweight = matmul(grad.transpose(1, 0), _rows(x))
-    return dx, dweight, None if bias is None else grad.sum(0)
+def _embedding(indices: NDArray[np.int64], weight: Rounded) -> Answer:
+    return (weight[indices],), lambda dy: (_added_up(_rows(dy), indices.reshape(-1), weight.shape),)
 
 
-def _embedding_forward(indices: NDArray[np.int64], weight: Rounded) -> tuple[Rounded]:
-    return (weight[indices],)
-
-
-def _embedding_backward(
-    grads: tuple[Rounded], indices: NDArray[np.int64], weight: Rounded
-) -> tuple[Rounded]:
-    grad, flat = _rows(grads[0]), indices.reshape(-1)
+def _added_up(grad: Rounded, flat: NDArray[np.int64], shape: tuple[int, ...]) -> Rounded:
+    """Every row of a gradient, added to the row of its index."""
 
     def added(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        total = np.zeros(weight.shape)
+        total = np.zeros(shape)
         np.add.at(total, flat, np.broadcast_to(rows, grad.shape))
         return total
 
     # n terms take n - 1 roundings here, so that one term is exact.
-    roundings = np.maximum(np.bincount(flat, minlength=weight.shape[0]) - 1, 0)[:, None]
+    roundings = np.maximum(np.bincount(flat, minlength=shape[0]) - 1, 0)[:, None]
     value = added(grad.value)
     worst = added(grad.worst) + roundings * added(np.abs(grad.value))
     squares = added(grad.spread**2) + roundings * (value**2 + added(grad.value**2))
-    return (Rounded(value, worst, np.sqrt(squares)),)
+    return Rounded(value, worst, np.sqrt(squares))
 
 
 LABELS = Labels(
@@ -132,18 +128,8 @@ def _embedding_calls() -> Iterator[Call]:
     yield Call("special", _special_lookup, statistical=False, gradient=False)
 
 
-LINEAR = Oracle(
-    forward=_linear_forward,
-    backward=_linear_backward,
-    calls=_linear_calls,
-    lower_precision=(
-        "5.64-64", "3.1000-6", "4.4096-5", "600.24-10", "5.64-64.to-float32",
-        "3.1000-6.to-float32", "600.24-10.to-float32",
-    ),
+LINEAR = differentiable(
+    answer, _linear_calls, "5.64-64", "3.1000-6", "4.4096-5", "600.24-10", "5.64-64.to-float32",
+    "3.1000-6.to-float32", "600.24-10.to-float32",
 )  # fmt: skip
-EMBEDDING = Oracle(
-    forward=_embedding_forward,
-    backward=_embedding_backward,
-    calls=_embedding_calls,
-    lower_precision=("repeated", "500.of:3x5"),
-)
+EMBEDDING = differentiable(_embedding, _embedding_calls, "repeated", "500.of:3x5")

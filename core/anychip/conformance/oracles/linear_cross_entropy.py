@@ -16,43 +16,27 @@ from typing import Any
 
 import numpy as np
 
-from anychip.conformance.arithmetic import Rounded, exp, log, matmul, where
+from anychip.conformance.arithmetic import Rounded, exp, log, where
 from anychip.conformance.calls import Arguments, Call, Draw, special
 from anychip.conformance.labels import Labels
-from anychip.conformance.oracles import loss
+from anychip.conformance.oracles import linear, loss
 from anychip.conformance.oracles.linear import _rows
 from anychip.conformance.oracles.loss import Targets
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 
-def _logits(x: Rounded, weight: Rounded, bias: Rounded | None) -> Rounded:
-    logits = matmul(_rows(x), weight.transpose(1, 0))
-    logits = logits if bias is None else logits + bias
-    return logits.reshape(*x.shape[:-1], weight.shape[0])
-
-
-def _forward(
+def _answer(
     x: Rounded, weight: Rounded, target: Targets, bias: Rounded | None, **options: Any
-) -> tuple[Rounded, Rounded]:
-    return loss.forward(_logits(x, weight, bias), target, **options)
+) -> Answer:
+    (logits,), of_linear = linear.answer(x, weight, bias)
+    results, of_loss = loss.answer(logits, target, **options)
 
+    def backward(grad: Rounded) -> Gradients:
+        (dlogits,) = of_loss(grad)
+        assert dlogits is not None
+        return of_linear(dlogits.stored(x.format))
 
-def _backward(
-    grads: tuple[Rounded],
-    x: Rounded,
-    weight: Rounded,
-    target: Targets,
-    bias: Rounded | None,
-    **options: Any,
-) -> tuple[Rounded | None, ...]:
-    (exact,) = loss.backward(grads, _logits(x, weight, bias), target, **options)
-    dlogits = _rows(exact)
-    stored = dlogits.stored(x.format)
-    return (
-        matmul(stored, weight).reshape(*x.shape),
-        matmul(stored.transpose(1, 0), _rows(x)),
-        None if bias is None else stored.sum(0),
-    )
+    return results, backward
 
 
 # rows, K, V: empty; one of everything; odd ones; many rows, wide inputs, many classes.
@@ -108,56 +92,31 @@ def _calls() -> Iterator[Call]:
     yield from _LABELS(with_bias, "50.32-32000", full=True)
 
 
-LINEAR_CROSS_ENTROPY = Oracle(
-    forward=_forward,
-    backward=_backward,
-    calls=_calls,
-    lower_precision=("2x5.24-130.none", "90.12-33", "4.257-65"),
-)
+LINEAR_CROSS_ENTROPY = differentiable(_answer, _calls, "2x5.24-130.none", "90.12-33", "4.257-65")
 
 
 def _partials(
-    x: Rounded, weight: Rounded, target: Targets, bias: Rounded | None, first: int
-) -> tuple[Rounded, Rounded, Any]:
-    """Logits (rows, V), their lse (rows, 1), and where the targets are among them."""
-    logits = _rows(_logits(x, weight, bias))
+    x: Rounded, weight: Rounded, target: Targets, bias: Rounded | None, *, first: int
+) -> Answer:
+    (whole,), of_linear = linear.answer(x, weight, bias)
+    logits = _rows(whole)
     # Any number near the maximum will do; it cancels and has no error.
     top = Rounded.exact(logits.value.max(-1, keepdims=True))
     lse = log(exp(logits - top).sum(-1, keepdims=True)) + top
     here = target.reshape(-1, 1) == first + np.arange(weight.shape[0])
-    return logits, lse, here
-
-
-def _partials_forward(
-    x: Rounded, weight: Rounded, target: Targets, bias: Rounded | None, *, first: int
-) -> tuple[Rounded, ...]:
-    logits, lse, here = _partials(x, weight, target, bias, first)
     picked = Rounded(*(np.where(here, a, 0.0).sum(-1) for a in _arrays(logits)))
-    return tuple(y.reshape(*target.shape) for y in (lse[:, 0], picked, logits.sum(-1)))
+
+    def backward(*grads: Rounded) -> Gradients:
+        dlse, dpicked, dtotal = (g.reshape(-1, 1) for g in grads)
+        slope = dlse * exp(logits - lse) + dtotal
+        return of_linear(where(here, slope + dpicked, slope).stored(x.format))
+
+    results = (lse[:, 0], picked, logits.sum(-1))
+    return tuple(y.reshape(*target.shape) for y in results), backward
 
 
 def _arrays(x: Rounded) -> tuple[Any, ...]:
     return x.value, np.broadcast_to(x.worst, x.shape), np.broadcast_to(x.spread, x.shape)
-
-
-def _partials_backward(
-    grads: tuple[Rounded, ...],
-    x: Rounded,
-    weight: Rounded,
-    target: Targets,
-    bias: Rounded | None,
-    *,
-    first: int,
-) -> tuple[Rounded | None, ...]:
-    logits, lse, here = _partials(x, weight, target, bias, first)
-    dlse, dpicked, dtotal = (g.reshape(-1, 1) for g in grads)
-    slope = dlse * exp(logits - lse) + dtotal
-    stored = where(here, slope + dpicked, slope).stored(x.format)
-    return (
-        matmul(stored, weight).reshape(*x.shape),
-        matmul(stored.transpose(1, 0), _rows(x)),
-        None if bias is None else stored.sum(0),
-    )
 
 
 def _part(draw: Draw, *, first: int = 0, **options: Any) -> Arguments:
@@ -180,9 +139,4 @@ def _partials_calls() -> Iterator[Call]:
     yield from labels(partial(_part, first=32_000, bias=True), "50.32-32000", full=True)
 
 
-LINEAR_CROSS_ENTROPY_PARTIALS = Oracle(
-    forward=_partials_forward,
-    backward=_partials_backward,
-    calls=_partials_calls,
-    lower_precision=("90.12-33", "4.257-65"),
-)
+LINEAR_CROSS_ENTROPY_PARTIALS = differentiable(_partials, _partials_calls, "90.12-33", "4.257-65")

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from anychip.conformance.arithmetic import Rounded, exp, log, where
 from anychip.conformance.calls import Arguments, Call, Draw, special
 from anychip.conformance.labels import Labels
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Targets = NDArray[np.int64]
 
@@ -40,7 +40,7 @@ def _taken(target: Targets, valid: NDArray[np.bool_], count: int) -> NDArray[np.
     return ones
 
 
-def forward(
+def answer(
     logits: Rounded,
     target: Targets,
     *,
@@ -48,10 +48,11 @@ def forward(
     label_smoothing: float,
     z_loss: float,
     reduction: str,
-) -> tuple[Rounded, Rounded]:
+) -> Answer:
     """The loss and every row's lse, for logits that may have errors of their own."""
-    valid = target != ignore_index
-    lse = _lse(logits)[..., 0]
+    valid, count = target != ignore_index, logits.shape[-1]
+    each_lse = _lse(logits)
+    lse = each_lse[..., 0]
     index = np.where(valid, target, 0)[..., None]
     picked = logits.shaped(lambda array: np.take_along_axis(array, index, -1)[..., 0])
     row = lse - picked
@@ -59,38 +60,24 @@ def forward(
         row = (1.0 - label_smoothing) * row + label_smoothing * (lse - logits.mean(-1))
     if z_loss:
         row = row + z_loss * (lse * lse)
-    row = where(valid, row, 0.0)
-    if reduction == "none":
-        return row, lse
-    total = row.reshape(-1).sum(0)
+    loss = row = where(valid, row, 0.0)
+    if reduction != "none":
+        loss = row.reshape(-1).sum(0)
     if reduction == "mean":
-        total = total / Rounded.exact(valid.sum())
-    return total, lse
+        loss = loss / Rounded.exact(valid.sum())
 
+    def backward(grad: Rounded) -> Gradients:
+        slope = exp(logits - each_lse)
+        if z_loss:
+            slope = slope * (1.0 + 2.0 * z_loss * each_lse)
+        if label_smoothing:
+            slope = slope - label_smoothing / count
+        slope = slope - _taken(target, valid, count) * Rounded.constant(1.0 - label_smoothing)
+        weight = grad / Rounded.exact(valid.sum()) if reduction == "mean" else grad
+        weight = weight.shaped(lambda array: np.broadcast_to(array, target.shape)[..., None])
+        return (where(valid[..., None], slope * weight, 0.0),)
 
-def backward(
-    grads: tuple[Rounded],
-    logits: Rounded,
-    target: Targets,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-) -> tuple[Rounded]:
-    """The gradient of the logits."""
-    (grad,) = grads
-    valid, count = target != ignore_index, logits.shape[-1]
-    lse = _lse(logits)
-    slope = exp(logits - lse)
-    if z_loss:
-        slope = slope * (1.0 + 2.0 * z_loss * lse)
-    if label_smoothing:
-        slope = slope - label_smoothing / count
-    slope = slope - _taken(target, valid, count) * Rounded.constant(1.0 - label_smoothing)
-    weight = grad / Rounded.exact(valid.sum()) if reduction == "mean" else grad
-    weight = weight.shaped(lambda array: np.broadcast_to(array, target.shape)[..., None])
-    return (where(valid[..., None], slope * weight, 0.0),)
+    return (loss, lse), backward
 
 
 DEFAULTS: dict[str, Any] = {
@@ -169,9 +156,4 @@ def _calls() -> Iterator[Call]:
     yield from labels(_arguments, "5x32000 5x152064", full=True)
 
 
-CROSS_ENTROPY = Oracle(
-    forward=forward,
-    backward=backward,
-    calls=_calls,
-    lower_precision=("6x11.none", "2x5x130.none", "90x33"),
-)
+CROSS_ENTROPY = differentiable(answer, _calls, "6x11.none", "2x5x130.none", "90x33")

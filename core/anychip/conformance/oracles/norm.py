@@ -34,30 +34,21 @@ from anychip.conformance.arithmetic import Rounded, rsqrt
 from anychip.conformance.calls import Arguments, Call, Draw, changed, special
 from anychip.conformance.formats import FP32, ulp
 from anychip.conformance.labels import Labels
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Rows = tuple[int, ...]
-Computed = Callable[..., tuple[Any, ...]]
+Norm = Callable[..., Answer]
 
 
-def _rms_rstd(x: Rounded, eps: float) -> Rounded:
-    return rsqrt((x * x).mean(-1, keepdims=True) + eps)
+def rms(x: Rounded, weight: Rounded, *, eps: float) -> Answer:
+    rstd = rsqrt((x * x).mean(-1, keepdims=True) + eps)
 
+    def backward(grad: Rounded) -> Gradients:
+        scaled = grad * weight
+        projection = rstd * rstd * (scaled * x).mean(-1, keepdims=True)
+        return rstd * (scaled - x * projection), _over_rows(grad * (x * rstd))
 
-def _rms_forward(x: Rounded, weight: Rounded, *, eps: float) -> tuple[Rounded, ...]:
-    rstd = _rms_rstd(x, eps)
-    return x * rstd * weight, rstd[..., 0]
-
-
-def _rms_backward(
-    grads: tuple[Rounded], x: Rounded, weight: Rounded, *, eps: float
-) -> tuple[Rounded, ...]:
-    (grad,) = grads
-    rstd = _rms_rstd(x, eps)
-    scaled = grad * weight
-    projection = rstd * rstd * (scaled * x).mean(-1, keepdims=True)
-    dx = rstd * (scaled - x * projection)
-    return dx, _over_rows(grad * (x * rstd))
+    return (x * rstd * weight, rstd[..., 0]), backward
 
 
 def _layer_parts(x: Rounded, eps: float) -> tuple[Rounded, Rounded, Rounded]:
@@ -66,17 +57,23 @@ def _layer_parts(x: Rounded, eps: float) -> tuple[Rounded, Rounded, Rounded]:
     return mean, centred, rsqrt((centred * centred).mean(-1, keepdims=True) + eps)
 
 
-def _layer_forward(
-    x: Rounded, weight: Rounded, bias: Rounded | None, *, eps: float
-) -> tuple[Rounded, ...]:
-    mean, centred, rstd = _layer_parts(x, eps)
+def layer(x: Rounded, weight: Rounded, bias: Rounded | None, *, eps: float) -> Answer:
+    mean, centred, rstd = parts = _layer_parts(x, eps)
     y = centred * rstd * weight
-    return (y if bias is None else y + bias), mean[..., 0], rstd[..., 0]
+
+    def backward(grad: Rounded) -> Gradients:
+        dbias = None if bias is None else _over_rows(grad)
+        dx = _layer_gradient(grad * weight, x, parts)
+        return dx, _over_rows(grad * (centred * rstd)), dbias
+
+    return (y if bias is None else y + bias, mean[..., 0], rstd[..., 0]), backward
 
 
-def _layer_gradient(scaled: Rounded, x: Rounded, eps: float) -> Rounded:
+def _layer_gradient(
+    scaled: Rounded, x: Rounded, parts: tuple[Rounded, Rounded, Rounded]
+) -> Rounded:
     """Of rows x, from the gradient times the weight."""
-    mean, centred, rstd = _layer_parts(x, eps)
+    mean, centred, rstd = parts
     average = scaled.mean(-1, keepdims=True)
     own = x - mean.value  # each term's own rounding; the error of the mean follows
     shared = _error(mean) * average.value
@@ -89,15 +86,6 @@ def _error(number: Rounded) -> Rounded:
     return Rounded(np.zeros(number.shape), number.worst, number.spread)
 
 
-def _layer_backward(
-    grads: tuple[Rounded], x: Rounded, weight: Rounded, bias: Rounded | None, *, eps: float
-) -> tuple[Rounded | None, ...]:
-    (grad,) = grads
-    _, centred, rstd = _layer_parts(x, eps)
-    dbias = None if bias is None else _over_rows(grad)
-    return _layer_gradient(grad * weight, x, eps), _over_rows(grad * (centred * rstd)), dbias
-
-
 def _grouped(x: Rounded, num_groups: int) -> Rounded:
     size = math.prod(x.shape[1:]) // num_groups
     return x.reshape(x.shape[0], num_groups, size)
@@ -107,38 +95,29 @@ def _by_channel(x: Rounded, values: Rounded) -> Rounded:
     return values.reshape(-1, *[1] * (len(x.shape) - 2))
 
 
-def _group_forward(
+def _group(
     x: Rounded, weight: Rounded, bias: Rounded | None, *, num_groups: int, eps: float
-) -> tuple[Rounded, ...]:
-    mean, centred, rstd = _layer_parts(_grouped(x, num_groups), eps)
-    y = (centred * rstd).reshape(*x.shape) * _by_channel(x, weight)
-    return y if bias is None else y + _by_channel(x, bias), mean[..., 0], rstd[..., 0]
-
-
-def _group_backward(
-    grads: tuple[Rounded],
-    x: Rounded,
-    weight: Rounded,
-    bias: Rounded | None,
-    *,
-    num_groups: int,
-    eps: float,
-) -> tuple[Rounded | None, ...]:
-    (grad,) = grads
+) -> Answer:
     rows = _grouped(x, num_groups)
-    dx = _layer_gradient(_grouped(grad * _by_channel(x, weight), num_groups), rows, eps)
-    mean, _, rstd = _layer_parts(rows, eps)
-    # (N, groups, channels of a group, numbers of a channel)
-    shape = (x.shape[0], num_groups, x.shape[1] // num_groups, math.prod(x.shape[2:]))
-    apart = grad.reshape(*shape)
-    own = ((rows - mean.value) * rstd.value).reshape(*shape)
-    summed = (apart * own).sum(-1)
-    size = np.nan_to_num(rstd.value)  # a group without numbers has no error
-    errors = _error(rstd) * np.nan_to_num(summed.value / size)
-    errors = errors - _error(mean) * (size * apart.sum(-1).value)
-    dweight = (summed + errors).sum(0).reshape(x.shape[1])
-    dbias = None if bias is None else apart.sum((0, 3)).reshape(x.shape[1])
-    return dx.reshape(*x.shape), dweight, dbias
+    mean, centred, rstd = parts = _layer_parts(rows, eps)
+    y = (centred * rstd).reshape(*x.shape) * _by_channel(x, weight)
+
+    def backward(grad: Rounded) -> Gradients:
+        dx = _layer_gradient(_grouped(grad * _by_channel(x, weight), num_groups), rows, parts)
+        # (N, groups, channels of a group, numbers of a channel)
+        shape = (x.shape[0], num_groups, x.shape[1] // num_groups, math.prod(x.shape[2:]))
+        apart = grad.reshape(*shape)
+        own = ((rows - mean.value) * rstd.value).reshape(*shape)
+        summed = (apart * own).sum(-1)
+        size = np.nan_to_num(rstd.value)  # a group without numbers has no error
+        errors = _error(rstd) * np.nan_to_num(summed.value / size)
+        errors = errors - _error(mean) * (size * apart.sum(-1).value)
+        dweight = (summed + errors).sum(0).reshape(x.shape[1])
+        dbias = None if bias is None else apart.sum((0, 3)).reshape(x.shape[1])
+        return dx.reshape(*x.shape), dweight, dbias
+
+    y = y if bias is None else y + _by_channel(x, bias)
+    return (y, mean[..., 0], rstd[..., 0]), backward
 
 
 def _over_rows(values: Rounded) -> Rounded:
@@ -155,33 +134,24 @@ def _stored_sum(x: Rounded, residual: Rounded) -> Rounded:
     return Rounded.exact(np.rint(wide / step) * step, residual.format)
 
 
-def _after_sum(norm: Computed) -> Computed:
-    """Of the norm of a residual's sum."""
+def of_sum(norm: Norm, total: Rounded, *weights: Rounded | None, eps: float) -> Answer:
+    """Of the norm of a sum, which is an output too; its gradient is that of both of its terms."""
+    (y, *kept), of_norm = norm(total, *weights, eps=eps)
 
-    def forward(
-        x: Rounded, residual: Rounded, *weights: Rounded | None, eps: float
-    ) -> tuple[Rounded, ...]:
-        total = _stored_sum(x, residual)
-        y, *kept = norm(total, *weights, eps=eps)
-        return y, total, *kept
-
-    return forward
-
-
-def _before_sum(norm_backward: Computed) -> Computed:
-    def backward(
-        grads: tuple[Rounded, Rounded],
-        x: Rounded,
-        residual: Rounded,
-        *weights: Rounded | None,
-        eps: float,
-    ) -> tuple[Rounded | None, ...]:
-        grad, dtotal = grads
-        dnorm, *rest = norm_backward((grad,), _stored_sum(x, residual), *weights, eps=eps)
+    def backward(grad: Rounded, dtotal: Rounded) -> Gradients:
+        dnorm, *rest = of_norm(grad)
+        assert dnorm is not None
         both = dtotal + dnorm
         return both, both, *rest
 
-    return backward
+    return (y, total, *kept), backward
+
+
+def _after_sum(norm: Norm) -> Norm:
+    """Of the norm of a residual's sum."""
+    return lambda x, residual, *weights, eps: of_sum(
+        norm, _stored_sum(x, residual), *weights, eps=eps
+    )
 
 
 # Shapes: empty; one element; round and beside powers of two and vector widths (4, 8, 16, 64); more
@@ -350,33 +320,10 @@ def _add_calls(*, bias: bool) -> Iterator[Call]:
 
 _LOWER = ("4x8", "3x17", "5x64", "4x1000")
 
-RMS_NORM = Oracle(
-    forward=_rms_forward,
-    backward=_rms_backward,
-    calls=partial(_calls, bias=False),
-    lower_precision=(*_LOWER, "3x4096"),
+RMS_NORM = differentiable(rms, partial(_calls, bias=False), *_LOWER, "3x4096")
+LAYER_NORM = differentiable(layer, partial(_calls, bias=True), *_LOWER, "3x4096")
+GROUP_NORM = differentiable(
+    _group, _group_calls, "2x4x17.4", "2x6x5x7.3", "2x32x9x8.8", "1x3x4096.3"
 )
-LAYER_NORM = Oracle(
-    forward=_layer_forward,
-    backward=_layer_backward,
-    calls=partial(_calls, bias=True),
-    lower_precision=(*_LOWER, "3x4096"),
-)
-GROUP_NORM = Oracle(
-    forward=_group_forward,
-    backward=_group_backward,
-    calls=_group_calls,
-    lower_precision=("2x4x17.4", "2x6x5x7.3", "2x32x9x8.8", "1x3x4096.3"),
-)
-ADD_RMS_NORM = Oracle(
-    forward=_after_sum(_rms_forward),
-    backward=_before_sum(_rms_backward),
-    calls=partial(_add_calls, bias=False),
-    lower_precision=_LOWER,
-)
-ADD_LAYER_NORM = Oracle(
-    forward=_after_sum(_layer_forward),
-    backward=_before_sum(_layer_backward),
-    calls=partial(_add_calls, bias=True),
-    lower_precision=_LOWER,
-)
+ADD_RMS_NORM = differentiable(_after_sum(rms), partial(_add_calls, bias=False), *_LOWER)
+ADD_LAYER_NORM = differentiable(_after_sum(layer), partial(_add_calls, bias=True), *_LOWER)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import Arguments, Call, Draw, changed, special
 from anychip.conformance.labels import PLAIN, ROOTS, Labels
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Integers = NDArray[np.int64]
 
@@ -39,41 +39,26 @@ def _order(
     return order, experts
 
 
-def _map_of(order: Integers, shape: tuple[int, ...]) -> Integers:
-    # Where each choice stands in the order.
-    return np.argsort(order).reshape(shape)
-
-
-def _permute(
-    x: Rounded, indices: Integers, *given: Integers | None, num_experts: int
-) -> tuple[Rounded, Rounded, Rounded]:
+def _permute(x: Rounded, indices: Integers, *given: Integers | None, num_experts: int) -> Answer:
     order, experts = _order(indices, *given, num_experts=num_experts)
     offsets = np.bincount(experts, minlength=num_experts)[:num_experts].cumsum()
-    row_map = Rounded.exact(_map_of(order, indices.shape))
-    return x[order // indices.shape[1]], row_map, Rounded.exact(offsets)
+    row_map = np.argsort(order).reshape(indices.shape)  # where each choice stands in the order
+    results = (x[order // indices.shape[1]], Rounded.exact(row_map), Rounded.exact(offsets))
+    return results, lambda dy, *_: (dy[row_map].sum(1),)
 
 
-def _permute_backward(
-    grads: tuple[Any, ...], x: Rounded, indices: Integers, *given: Any, num_experts: int
-) -> tuple[Rounded]:
-    row_map = _map_of(_order(indices, *given, num_experts=num_experts)[0], indices.shape)
-    return (grads[0][row_map].sum(1),)
+def _unpermute(x: Rounded, row_map: Integers, weights: Rounded | None) -> Answer:
+    taken = x[row_map]
 
+    def backward(grad: Rounded) -> Gradients:
+        each = grad[:, None]
+        spread = each.shaped(lambda array: np.repeat(array, row_map.shape[1], 1))
+        scaled = spread if weights is None else spread * weights[..., None]
+        rows = np.argsort(row_map.reshape(-1))
+        dx = scaled.reshape(-1, x.shape[1])[rows] if x.shape[0] else scaled.reshape(*x.shape)
+        return dx, None if weights is None else (each * taken).sum(-1)
 
-def _unpermute(x: Rounded, row_map: Integers, weights: Rounded | None) -> tuple[Rounded]:
-    rows = x[row_map]
-    return ((rows if weights is None else rows * weights[..., None]).sum(1),)
-
-
-def _unpermute_backward(
-    grads: tuple[Rounded], x: Rounded, row_map: Integers, weights: Rounded | None
-) -> tuple[Rounded, Rounded | None]:
-    each = grads[0][:, None]
-    spread = each.shaped(lambda array: np.repeat(array, row_map.shape[1], 1))
-    scaled = spread if weights is None else spread * weights[..., None]
-    rows = np.argsort(row_map.reshape(-1))
-    dx = scaled.reshape(-1, x.shape[1])[rows] if x.shape[0] else scaled.reshape(*x.shape)
-    return dx, None if weights is None else (each * x[row_map]).sum(-1)
+    return ((taken if weights is None else taken * weights[..., None]).sum(1),), backward
 
 
 # Tokens, hidden, choices, experts: one of everything; no tokens; one expert; as many choices as
@@ -194,15 +179,5 @@ def _unpermute_calls() -> Iterator[Call]:
     yield special("special", small, *spoilt, (2, 4, 0.0))
 
 
-PERMUTE = Oracle(
-    forward=_permute,
-    backward=_permute_backward,
-    calls=_permute_calls,
-    lower_precision=("40x24.8of64",),
-)
-UNPERMUTE = Oracle(
-    forward=_unpermute,
-    backward=_unpermute_backward,
-    calls=_unpermute_calls,
-    lower_precision=("9x33.of:4", "5x65.of:8", "3x700.of:5"),
-)
+PERMUTE = differentiable(_permute, _permute_calls, "40x24.8of64")
+UNPERMUTE = differentiable(_unpermute, _unpermute_calls, "9x33.of:4", "5x65.of:8", "3x700.of:5")

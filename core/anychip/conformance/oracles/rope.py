@@ -15,7 +15,7 @@ from anychip.conformance.arithmetic import Rounded, concatenate
 from anychip.conformance.calls import Arguments, Call, Draw
 from anychip.conformance.labels import Labels
 from anychip.conformance.oracles.attention import FORMS, SIZES, Sizes
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, differentiable
 
 
 def _rotate(x: Rounded, cos: Rounded, sin: Rounded, interleaved: bool) -> Rounded:
@@ -31,17 +31,11 @@ def _rotate(x: Rounded, cos: Rounded, sin: Rounded, interleaved: bool) -> Rounde
     return concatenate([stacked.reshape(*x.shape), rest], -1)
 
 
-def _rope_forward(
-    q: Rounded, k: Rounded, cos: Rounded, sin: Rounded, *, interleaved: bool
-) -> tuple[Rounded, Rounded]:
-    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+def _answer(q: Rounded, k: Rounded, cos: Rounded, sin: Rounded, *, interleaved: bool) -> Answer:
+    def rotated(sin: Rounded, *both: Rounded) -> tuple[Rounded, ...]:
+        return tuple(_rotate(x, cos, sin, interleaved) for x in both)
 
-
-def _rope_backward(
-    grads: tuple[Rounded, Rounded], *args: Rounded, interleaved: bool
-) -> tuple[Rounded, Rounded]:
-    (dq, dk), (_q, _k, cos, sin) = grads, args
-    return _rotate(dq, cos, -sin, interleaved), _rotate(dk, cos, -sin, interleaved)
+    return rotated(sin, q, k), partial(rotated, -sin)
 
 
 def _rope_arguments(
@@ -72,9 +66,4 @@ def _rope_calls() -> Iterator[Call]:
         yield from labels(make, f"1x9x2+2x8.{name}.from:1000 2x9x2+2x8.{name}.huge")
 
 
-ROPE = Oracle(
-    forward=_rope_forward,
-    backward=_rope_backward,
-    calls=_rope_calls,
-    lower_precision=("1x17x4+2x16.half", "1x257x1+1x128.interleaved"),
-)
+ROPE = differentiable(_answer, _rope_calls, "1x17x4+2x16.half", "1x257x1+1x128.interleaved")

@@ -24,57 +24,39 @@ from numpy.typing import NDArray
 from anychip.conformance.arithmetic import Rounded, exp, where
 from anychip.conformance.calls import Arguments, Call, Draw, special
 from anychip.conformance.labels import Labels
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Mask = NDArray[np.bool_]
 Shape = tuple[int, ...]
 
 
-class _Row:
-    """What both directions need: weights exp(s - top), zero where hidden, and their sum."""
-
-    def __init__(
-        self, x: Rounded, mask: Mask | None, bias: Rounded | None, scale: float, causal: bool
-    ) -> None:
-        scores = x if scale == 1.0 else x * scale
-        scores = scores if bias is None else scores + bias
-        visible = ~np.isneginf(scores.value)
-        if mask is not None:
-            visible &= mask
-        if causal:
-            queries, keys = x.shape[-2:]
-            visible &= np.tri(queries, keys, keys - queries, dtype=np.bool_)
-        top = np.where(visible, scores.value, -np.inf).max(-1, keepdims=True, initial=-np.inf)
-        hidden = np.isneginf(top)
-        self.top = Rounded.exact(np.where(hidden, 0.0, top))
-        self.weights = where(visible, exp(where(visible, scores, self.top) - self.top), 0.0)
-        self.total = where(hidden, 1.0, self.weights.sum(-1, keepdims=True))
-        self.y = self.weights / self.total
-
-
-def _forward(
+def _answer(
     x: Rounded, mask: Mask | None, bias: Rounded | None, *, scale: float, causal: bool
-) -> tuple[Rounded]:
-    return (_Row(x, mask, bias, scale, causal).y,)
+) -> Answer:
+    scores = x if scale == 1.0 else x * scale
+    scores = scores if bias is None else scores + bias
+    visible = ~np.isneginf(scores.value)
+    if mask is not None:
+        visible &= mask
+    if causal:
+        queries, keys = x.shape[-2:]
+        visible &= np.tri(queries, keys, keys - queries, dtype=np.bool_)
+    largest = np.where(visible, scores.value, -np.inf).max(-1, keepdims=True, initial=-np.inf)
+    hidden = np.isneginf(largest)
+    top = Rounded.exact(np.where(hidden, 0.0, largest))
+    weights = where(visible, exp(where(visible, scores, top) - top), 0.0)
+    total = where(hidden, 1.0, weights.sum(-1, keepdims=True))
+    y = weights / total
 
+    def backward(grad: Rounded) -> Gradients:
+        own = (weights / total.value).stored(x.format)
+        inner = (grad * own).sum(-1, keepdims=True)
+        relative = (total.worst / total.value, total.spread / total.value)
+        shared = Rounded(0.0 * inner.value, *relative) * inner.value
+        dscores = y.stored(x.format) * (grad - (inner + shared))
+        return dscores * scale, None if bias is None else _summed_to(dscores, bias.shape)
 
-def _backward(
-    grads: tuple[Rounded],
-    x: Rounded,
-    mask: Mask | None,
-    bias: Rounded | None,
-    *,
-    scale: float,
-    causal: bool,
-) -> tuple[Rounded, Rounded | None]:
-    (grad,) = grads
-    row = _Row(x, mask, bias, scale, causal)
-    own = (row.weights / row.total.value).stored(x.format)
-    inner = (grad * own).sum(-1, keepdims=True)
-    relative = (row.total.worst / row.total.value, row.total.spread / row.total.value)
-    shared = Rounded(0.0 * inner.value, *relative) * inner.value
-    dscores = row.y.stored(x.format) * (grad - (inner + shared))
-    return dscores * scale, None if bias is None else _summed_to(dscores, bias.shape)
+    return (y,), backward
 
 
 def _summed_to(dscores: Rounded, shape: Shape) -> Rounded:
@@ -182,9 +164,4 @@ def _calls() -> Iterator[Call]:
     yield from _LABELS(_plain, "2x8192", full=True)
 
 
-SOFTMAX = Oracle(
-    forward=_forward,
-    backward=_backward,
-    calls=_calls,
-    lower_precision=("7x257", "3x1000", "1x65x65.causal", "2x3x4x21.bias"),
-)
+SOFTMAX = differentiable(_answer, _calls, "7x257", "3x1000", "1x65x65.causal", "2x3x4x21.bias")

@@ -20,7 +20,7 @@ from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import Arguments, Call, Draw, special
 from anychip.conformance.labels import Labels, lengths
 from anychip.conformance.oracles.attention import Mask, attend, attend_backward, to_float32
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Ends = NDArray[np.int64]
 
@@ -43,25 +43,26 @@ def _unpadded(x: Rounded, cu_seqlens: Ends) -> Rounded:
     return x.shaped(lambda array: np.where(inside, array, 0.0))[None]
 
 
-def _given(
-    q: Rounded, k: Rounded, v: Rounded, of_queries: Ends, of_keys: Ends, *, causal: bool
-) -> tuple[Rounded, Rounded, Rounded, Mask]:
+def _answer(
+    q: Rounded,
+    k: Rounded,
+    v: Rounded,
+    of_queries: Ends,
+    of_keys: Ends,
+    *,
+    causal: bool,
+    scale: float | None,
+    **out_dtype: Any,
+) -> Answer:
     hidden = _hidden((q.shape[0], k.shape[0]), of_queries, of_keys, causal)
-    return _unpadded(q, of_queries), _unpadded(k, of_keys), _unpadded(v, of_keys), hidden
+    three = (_unpadded(q, of_queries), _unpadded(k, of_keys), _unpadded(v, of_keys))
+    y, lse = attend(*three, hidden, scale)
 
+    def backward(grad: Rounded) -> Gradients:
+        given = (_unpadded(grad, of_queries), *three, hidden, scale)
+        return tuple(gradient[0] for gradient in attend_backward(*given, **out_dtype))
 
-def _forward(
-    q: Rounded, *rest: Any, causal: bool, scale: float | None, **_: Any
-) -> tuple[Rounded, Rounded]:
-    y, lse = attend(*_given(q, *rest, causal=causal), scale)
-    return y[0], lse[0]
-
-
-def _backward(grads: tuple[Rounded], q: Rounded, *rest: Any, **attrs: Any) -> tuple[Rounded, ...]:
-    grad = _unpadded(grads[0], rest[2])
-    given = (*_given(q, *rest, causal=attrs.pop("causal")), attrs.pop("scale"))
-    found = attend_backward(grad, *given, **attrs)
-    return tuple(gradient[0] for gradient in found)
+    return (y[0], lse[0]), backward
 
 
 Lengths = tuple[int, ...]
@@ -136,9 +137,6 @@ def _calls() -> Iterator[Call]:
     yield from _LABELS(partial(_packed, dim=64), "300+17+512", full=True)
 
 
-ATTENTION_VARLEN = Oracle(
-    forward=_forward,
-    backward=_backward,
-    calls=_calls,
-    lower_precision=("15+17+33.causal", "63+65.full", "63+65.causal.keys"),
+ATTENTION_VARLEN = differentiable(
+    _answer, _calls, "15+17+33.causal", "63+65.full", "63+65.causal.keys"
 )

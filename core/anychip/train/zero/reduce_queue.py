@@ -119,7 +119,7 @@ class ReduceQueue:
     def finish(self) -> None:
         """Waits for what was sent, and shows it."""
         for number in self._sent:
-            self._finish(self.buffers[number])
+            self.buffers[number].finish()
         self._show_sent()
         self._sent, self._is_settled = [], True
 
@@ -196,15 +196,10 @@ class ReduceQueue:
             under_way = [b for b in map(self.buffers.__getitem__, self._sent) if b.is_under_way]
             for index, other in enumerate(under_way):
                 if other.is_done() or index <= len(under_way) - IN_FLIGHT:
-                    self._finish(other)
+                    other.finish()
         buffer.start()
         self._sent.append(self._order[self._num_started])
         self._num_started += 1
-
-    def _finish(self, buffer: FlatGradients) -> None:
-        if not buffer.is_under_way:
-            return
-        buffer.finish()
 
     def _learn_order(self, mine: tuple[int, ...]) -> None:
         rest = [number for number in mine if number not in self._filled]
@@ -241,7 +236,7 @@ class ReduceQueue:
             buffer.hide()
             buffer.start()
         for buffer in late:
-            self._finish(buffer)
+            buffer.finish()
             buffer.show_held()
         present = {param for param, mark in found.items() if mark}
         for param in present:

@@ -53,6 +53,22 @@ const char* const kernel_prelude =
   "  return l->ndim ? place + (long)i * l->stride[n][0] : 0;\n"
   "}\n"
 
+  /* The gelu that torch has, and its derivative; the derivative of silu. */
+  "float gelu(float x, int tanh_) {\n"
+  "  float u = 0.7978845608f * (x + 0.044715f * x * x * x);\n"
+  "  return tanh_ ? 0.5f * x * (1 + tanh(u)) : 0.5f * x * (1 + erf(x * 0.7071067812f));\n"
+  "}\n"
+  "float gelu_slope(float x, int tanh_) {\n"
+  "  float t = tanh(0.7978845608f * (x + 0.044715f * x * x * x));\n"
+  "  float u = 0.7978845608f * (1 + 3 * 0.044715f * x * x);\n"
+  "  return tanh_ ? 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * u\n"
+  "    : 0.5f * (1 + erf(x * 0.7071067812f)) + x * 0.3989422804f * exp(-0.5f * x * x);\n"
+  "}\n"
+  "float silu_slope(float x) {\n"
+  "  float s = 1 / (1 + exp(-x));\n"
+  "  return s * (1 + x * (1 - s));\n"
+  "}\n"
+
   /* One element for each work item. */
   "#define POINTWISE(name, T, x, expression)\\\n"
   "kernel void name(IN(a), IN(b), IN(c), OUT(r), layout l, T s, T t) {\\\n"

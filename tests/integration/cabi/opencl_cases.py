@@ -122,16 +122,19 @@ def compare(chip: Library, call: Call, written_out: Call, *, gradient: bool) -> 
         torch.testing.assert_close(got.cpu(), want.to(got.dtype), **close)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", ELEMENTWISE)
 def test_elementwise_kernel_equals_float64(chip: Library, case: str) -> None:
     compare(chip, ELEMENTWISE[case], ELEMENTWISE[case], gradient=False)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", ALONG)
 def test_kernel_along_dims_equals_float64(chip: Library, case: str) -> None:
     compare(chip, ALONG[case], ALONG[case], gradient=False)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", GRADIENTS)
 def test_gradient_of_kernels_equals_float64s(chip: Library, case: str) -> None:
     compare(chip, GRADIENTS[case], GRADIENTS[case], gradient=True)

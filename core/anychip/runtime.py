@@ -113,6 +113,18 @@ def digest() -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
+def specifications() -> str:
+    """The core's operators and what they take and give, as a short digest for ranks to compare."""
+    from anychip.dispatch.operator import registered
+
+    lines = sorted(
+        f"{name}{operator.spec.signature}"
+        for name, operator in registered().items()
+        if operator.spec.namespace == "anychip"
+    )
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
 def table_faults(tables: Iterable[OperatorTable]) -> list[str]:
     """Every row of some tables that could not serve a call, and why; runs none of them."""
     import anychip.ops  # noqa: F401 - the rows are checked against its operators
@@ -166,5 +178,5 @@ def register(spec: OperatorSpec) -> Operator[..., Any]:
 
 __all__: list[str] = [
     "backend", "device_errors", "digest", "on_host", "owner", "policy", "provenance",
-    "register", "table_faults", "use",
+    "register", "specifications", "table_faults", "use",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ its rows. One of anychip's that it does not list has its reference, which is mad
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,14 +22,19 @@ from anychip.contract import (
     DeviceError,
     DeviceProperties,
     Finding,
+    Job,
     OperatorTable,
     Probe,
+    Transport,
 )
 
 if TYPE_CHECKING:
     import ctypes
 
-_NAMES = ("ANYCHIP_OK", "ANYCHIP_ENOTSUP", "ANYCHIP_EINVAL", "ANYCHIP_ENOMEM", "ANYCHIP_EDEVICE")
+    from anychip.cabi.collectives import Collectives
+
+_NAMES = ("ANYCHIP_OK", "ANYCHIP_ENOTSUP", "ANYCHIP_EINVAL", "ANYCHIP_ENOMEM", "ANYCHIP_EDEVICE",
+          "ANYCHIP_EABORTED")  # fmt: skip
 _lock = threading.Lock()
 
 
@@ -46,6 +52,7 @@ class Library(Backend):
     """
 
     api = API_VERSION
+    _collectives: Collectives | None = None
 
     def __init__(self, path: str | Path) -> None:
         self.table = table.read(Path(path).resolve())
@@ -66,6 +73,7 @@ class Library(Backend):
     def diagnose(self) -> Sequence[Finding]:
         """The library, and which optional parts it has."""
         has = [name for name in ("streams", "memory_stats") if name in self.capabilities]
+        has += ["collectives"] if self.table.collectives else []
         known = f"{len(self.table.operators)} operators, {' and '.join(has)}"
         path, version = self.table.path, self.table.version or "of no stated version"
         return [Finding(True, f"{path}, {version}"), Finding(True, f"the library has {known}")]
@@ -126,9 +134,28 @@ class Library(Backend):
         status = self._bridge.anychip_bridge_synchronize(device)
         if status:
             label = _NAMES[-status] if 0 < -status < len(_NAMES) else "an unknown status"
-            detail = self._bridge.anychip_bridge_error().decode()
+            detail = self._bridge.anychip_bridge_error().decode().partition("): ")[2]
             where = f"{self.name}: synchronize(device {device})"
-            raise DeviceError(where, status, label, detail.partition("): ")[2])
+            error = DeviceError(where, status, label, detail)
+            group = self._collectives
+            if group is not None and (label == "ANYCHIP_EABORTED" or group.has_failed()):
+                raise group.job.blame(where, error) from error
+            raise error
+
+    def transport(self, job: Job) -> Transport | None:
+        """The library's collectives; what it does not take goes through the host, said once."""
+        functions = self.table.collectives
+        if functions is None:
+            return None
+        from anychip.cabi.collectives import Chip, Collectives
+
+        chip = Chip(self.table, functions, self._bridge, self.current_device())
+        self._collectives = found = Collectives(job, job.world, chip)
+        missing = "; ".join(found.missing())
+        if job.rank == 0 and missing:
+            text = f"{self.name!r}: by way of the host, as its library has no: {missing}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return found
 
     def properties(self, index: int | None = None) -> DeviceProperties:
         import torch

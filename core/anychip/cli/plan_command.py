@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from anychip.cli.backends_command import WIDE
 from anychip.cli.settings import SettingsCommand
-from anychip.cli.train_command import split
+from anychip.cli.train_command import chip_names, split
 
 if TYPE_CHECKING:
     from anychip.train.choosing import Proposal
@@ -25,7 +26,11 @@ SCHEMA = 1
 
 @click.command("plan", cls=SettingsCommand)
 @click.argument("arguments", nargs=-1, metavar="[CONFIG.toml] [key=value ...]")
-@click.option("--backend", metavar="NAME", help="The chip to plan for; chosen when not given.")
+@click.option(
+    "--backend",
+    metavar="NAME[,NAME...]",
+    help="The chip to plan for, or one for each part of a pipeline; chosen when not given.",
+)
 @click.option(
     "--nproc",
     type=click.IntRange(min=1),
@@ -50,14 +55,22 @@ def command(
     Takes the settings of anychip train. Reads no data and makes no weights.
     """
     import anychip
-    from anychip.train import config, planning
+    from anychip import registry
+    from anychip.train import config, cutting, planning
 
     path, _, settings = split(arguments, ())
     configuration = config.load(path, settings, note=lambda text: click.echo(text, err=True))
-    chip = anychip.use(backend, config=configuration.run.backend)
+    names = chip_names(backend, configuration)
+    if len(names) > 1:
+        names = cutting.chips_of_stages(names, configuration)
+        run = replace(configuration.run, backend=names)
+        configuration = replace(configuration, run=run)
+        chips = [registry.choose(name) for name in names]
+    else:
+        chips = [anychip.use(backend, config=next(iter(names), None))]
     if timeline is not None and timeline.suffix != ".svg":
         raise click.UsageError(f"--timeline: a file that ends in .svg expected, got {timeline}")
-    plan = planning.plan(configuration, chip, nproc)
+    plan = planning.plan(configuration, chips[0], nproc, *chips[1:])
     if timeline is not None:
         timeline.write_text(_picture(plan), encoding="utf-8")
     if as_json:
@@ -87,7 +100,16 @@ def _head(plan: RunPlan) -> str:
         f"{config.run.steps} steps of {tokens:,} tokens on {ranks} rank{'s' * (ranks > 1)}: "
         f"data {replicas} x pipeline {ranks_of_replica}, ZeRO stage {config.optimizer.stage}\n"
         f"Costs: {plan.flops_per_byte:.3g} operations in the time of a byte, {_source(plan)}"
+        f"{_speeds(plan)}"
     )
+
+
+def _speeds(plan: RunPlan) -> str:
+    """Of chips that are not alike; without a rate of each they count as equally fast."""
+    if len({*plan.speeds}) == 1:
+        return ""
+    rates = (f"{speed.flops / 1e9:.3g}" if speed.flops else "unknown" for speed in plan.speeds)
+    return f"\nChips of the pipeline's ranks, in Gflop/s of float32: {', '.join(rates)}"
 
 
 def _source(plan: RunPlan) -> str:

@@ -45,7 +45,11 @@ PATH = _Path(path_type=Path)
 
 @click.command("train", cls=SettingsCommand)
 @click.argument("arguments", nargs=-1, metavar="[CONFIG.toml] [key=value ...]")
-@click.option("--backend", metavar="NAME", help="The chip to train on; chosen when not given.")
+@click.option(
+    "--backend",
+    metavar="NAME[,NAME...]",
+    help="The chip to train on, or one for each part of a pipeline; chosen when not given.",
+)
 @click.option(
     "--data",
     type=PATH,
@@ -145,9 +149,15 @@ def _launch(
 
     configuration = config.load(path, settings, note=lambda _: None)  # rank 0 says it
     cutting.mesh_sizes(configuration.parallel, nproc)
-    chip = anychip.use(backend, config=configuration.run.backend)
+    names = chip_names(backend, configuration)
+    if len(names) > 1:
+        cutting.chips_of_stages(names, configuration)
+        known = {name: registry.require(name) for name in dict.fromkeys(names)}
+        chosen = ",".join(known[name] for name in names)
+    else:
+        chosen = registry.name_of(anychip.use(backend, config=next(iter(names), None)))
     words = ["train", *([str(path)] if path else []), *settings]
-    words += ["--backend", registry.name_of(chip), "--out", str(out)]
+    words += ["--backend", chosen, "--out", str(out)]
     words += ["--resume"] * resume + ["--json"] * as_json
     program = [sys.executable, "-m", "anychip"]
     try:
@@ -169,6 +179,39 @@ def _launch(
     return 0
 
 
+def chip_names(backend: str | None, configuration: Config) -> tuple[str, ...]:
+    """What ``--backend``, else ANYCHIP_BACKEND, else the settings name: at most one chip for all
+    ranks, or one for each part of a pipeline's.
+    """
+    from anychip.registry import environment
+
+    named = backend or environment.backend_name() or configuration.run.backend
+    return tuple(named.split(",")) if isinstance(named, str) else named or ()
+
+
+def _own_chip(backend: str | None, configuration: Config) -> tuple[Backend, tuple[str, ...]]:
+    """The chip of this rank, in use; and the names of all."""
+    import anychip
+    from anychip import registry
+    from anychip.registry import environment
+    from anychip.train import cutting
+
+    names = chip_names(backend, configuration)
+    if len(names) < 2:
+        chip = anychip.use(backend, config=next(iter(names), None))
+        registry.take_device(chip)
+        return chip, names
+    place = environment.launched()
+    chips = cutting.chips_of_stages(names, configuration)
+    cutting.mesh_sizes(configuration.parallel, place.world_size if place else 1)
+    rank = place.rank if place else 0
+    mine = [chips[other % len(chips)] for other in range(rank + 1)]
+    chip = anychip.use(mine[-1])
+    first = rank - (environment.local_rank() or 0)
+    registry.take_device(chip, mine[first:-1].count(mine[-1]))
+    return chip, names
+
+
 @_terminable()
 def _train(
     path: Path | None,
@@ -179,18 +222,17 @@ def _train(
     resume: bool,
     as_json: bool,
 ) -> int:
-    import anychip
     from anychip import registry
     from anychip.train import config, interruption
 
     # With --json, stdout has the result and nothing else. Of several ranks the first speaks.
     console = Console(stderr=as_json, highlight=False, quiet=bool(_rank()))
     configuration = config.load(path, settings, note=lambda text: _say(console, text))
-    chip = anychip.use(backend, config=configuration.run.backend)
-    registry.take_device(chip)
+    chip, names = _own_chip(backend, configuration)
     _say(console, str(chip.decision))
     # config.toml names the chip, so that --resume does not choose another one.
-    named = replace(configuration, run=replace(configuration.run, backend=registry.name_of(chip)))
+    chosen = names if len(names) > 1 else registry.name_of(chip)
+    named = replace(configuration, run=replace(configuration.run, backend=chosen))
     # A rank that left others between their meeting and the first step would look lost to them.
     asked = None if _rank() is None else interruption.Interruption()
     with asked or nullcontext():
@@ -308,22 +350,38 @@ def _plan(run: Run) -> str:
     ]
     if run.comm.world_size > 1:
         how = [f"{replicas} replicas, ZeRO stage {config.optimizer.stage}"] * (replicas > 1)
-        how += [f"{config.parallel.stages} stages by {config.parallel.schedule}"] * (stages > 1)
+        named = config.run.backend
+        where = f" on {', '.join(named)}" if isinstance(named, tuple) else ""
+        stage_text = f"{config.parallel.stages} stages by {config.parallel.schedule}{where}"
+        how += [stage_text] * (stages > 1)
         lines.append(f"{run.comm.world_size} ranks: {'; '.join(how)}")
     return "\n".join(lines)
 
 
 def _show(console: Console, rows: list[StepRecord], sample: str, out: Path) -> None:
-    import anychip
     from anychip.train.display import curve
 
     text = _printable(sample.strip(), console.encoding)
-    _say(console, f"\n{curve(rows)}\n\nA sample:\n{text}\n\n{anychip.provenance()}\n")
+    _say(console, f"\n{curve(rows)}\n\nA sample:\n{text}\n\n{_served(out)}\n")
     _say(
         console,
         f"loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f}; in {out}: metrics.jsonl, loss.png, "
         "sample.txt, provenance.json, config.toml, checkpoint",
     )
+
+
+def _served(out: Path) -> str:
+    """What served the operators, on each rank of a pipeline."""
+    import anychip
+    from anychip.dispatch.tally import Provenance, ProvenanceRow
+
+    found = json.loads((out / "provenance.json").read_text(encoding="utf-8"))
+    parts = found.get("pipeline", ())
+    return "\n\n".join(
+        f"Rank {rank} of the pipeline, on {part['backend']} ({part['device']}):\n"
+        + str(Provenance(ProvenanceRow(**row) for row in part["operators"]))
+        for rank, part in enumerate(parts)
+    ) or str(anychip.provenance())
 
 
 def _printable(text: str, encoding: str) -> str:

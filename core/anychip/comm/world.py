@@ -12,6 +12,7 @@ from anychip.comm.group import Group, alone
 from anychip.comm.job import Job, Rendezvous, join
 from anychip.comm.ledger import CHECKS, Check
 from anychip.comm.staged import Staged
+from anychip.comm.store import part_of
 from anychip.contract import Backend, Communicator, ContractError, Transport
 
 if TYPE_CHECKING:
@@ -129,7 +130,17 @@ def _key(chip: Backend) -> tuple[str, str | None]:
 
 
 def transport_of(chip: Backend, job: Job) -> Transport:
-    """What moves the bytes between processes: the first of the table that serves the chip."""
+    """What moves the bytes between processes: the first of the table that serves the chip.
+
+    A chip's own moves them between devices of its kind only, so that the ranks first say what they
+    have: where that differs, all go through the host, which every chip can.
+    """
+    kinds = part_of(job.store, "device types")
+    kinds.set(str(job.rank), chip.device_type)
+    found_kinds = kinds.multi_get([str(rank) for rank in range(job.world_size)])
+    if len({*found_kinds}) > 1:
+        host = job.host(job.world)
+        return host if chip.is_host else Staged(host, chip.device_type)
     for way in TABLE:
         found = way(chip, job)
         if found is not None:
@@ -152,7 +163,7 @@ def _through_host(chip: Backend, job: Job) -> Transport | None:
             RuntimeWarning,
             stacklevel=6,
         )
-    return Staged(job.host(job.world), chip.device_type)
+    return job.staged(job.world, chip.device_type)
 
 
 TABLE: tuple[Callable[[Backend, Job], Transport | None], ...] = (

@@ -4,7 +4,7 @@
 ``table`` joins the answers, ``choice`` decides, ``instances`` holds what this process uses.
 """
 
-from anychip.registry.choice import backends, choose, forecast, owner, take_device
+from anychip.registry.choice import backends, choose, forecast, owner, require, take_device
 from anychip.registry.diagnosis import Diagnosis, diagnose
 from anychip.registry.instances import name_of, provenance_of
 from anychip.registry.kernel_packs import kernel_packs
@@ -12,5 +12,5 @@ from anychip.registry.table import BackendRecord
 
 __all__ = [
     "BackendRecord", "Diagnosis", "backends", "choose", "diagnose", "forecast", "kernel_packs",
-    "name_of", "owner", "provenance_of", "take_device",
+    "name_of", "owner", "provenance_of", "require", "take_device",
 ]  # fmt: skip

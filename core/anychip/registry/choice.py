@@ -23,7 +23,7 @@ from anychip.contract import (
 )
 from anychip.registry import environment
 from anychip.registry.discovery import TORCH_DEFAULT, Plugin, backend_plugins, library
-from anychip.registry.instances import ready_instance, torch_default
+from anychip.registry.instances import ready_instance, torch_default, unavailable
 from anychip.registry.table import BackendRecord, answer_of, conflict, record, survey
 
 SHAPES_ONLY = "meta"
@@ -52,11 +52,30 @@ def backends(*, use_cache: bool = True) -> list[BackendRecord]:
     return [replace(record, chosen=record.name == chosen) for record in records]
 
 
-def take_device(chip: Backend) -> None:
+def require(name: str) -> str:
+    """Asks a backend in a child process, for others to use: nothing of it is loaded here.
+
+    Returns:
+        The name by which every process on this machine finds it.
+
+    Raises:
+        UnknownBackendError, AmbiguousBackendError, BackendUnavailableError: as :func:`choose`.
+    """
+    plugin = resolve(name)
+    answer = answer_of(plugin)
+    if answer.status != "ready":
+        raise unavailable(plugin.name, answer)
+    return plugin.name
+
+
+def take_device(chip: Backend, number: int | None = None) -> None:
     """Makes the worker's own device current: its number on this machine counts devices.
 
     Nothing is to be done for a process that no launcher started, and where there is one device: the
     ranks of a host share it, and transports refuse two ranks on one accelerator by themselves.
+
+    Args:
+        number: of the worker among those of this machine that have this chip; None: all have.
 
     Raises:
         BackendUnavailableError: there are fewer devices than workers.
@@ -64,6 +83,7 @@ def take_device(chip: Backend) -> None:
     rank, count = environment.local_rank(), chip.device_count()
     if rank is None or count <= 1:
         return
+    rank = rank if number is None else number
     if rank >= count:
         reason = f"rank {rank} of this machine has no device: there are {count}"
         fix = f"start at most {count} ranks on this machine"

@@ -15,7 +15,7 @@ from anychip.comm import gather_objects
 from anychip.contract import Backend, Communicator
 from anychip.train import parallel, precision
 from anychip.train.config import AUTO, Config
-from anychip.train.cutting import Draft, arrange, draft, measured_rates, mesh_sizes
+from anychip.train.cutting import Draft, arrange, draft, gather_speeds, mesh_sizes
 
 
 class Proposal(NamedTuple):
@@ -66,7 +66,7 @@ def choose(
         ValueError: none fits, or none is possible.
     """
     found = []
-    for name, virtual in _possible(config, len(model.costs)):
+    for name, virtual in _possible(config, len(model.costs[0])):
         try:
             made = arrange(_with(config, name, virtual), model, replicas, policy)
         except ValueError:  # microbatches that this schedule cannot have
@@ -79,7 +79,7 @@ def choose(
         raise ValueError(
             f"parallel.schedule = auto: no schedule has {config.parallel.pipeline} ranks with "
             f"{config.parallel.virtual or 'any number of'} stages each and "
-            f"{config.data.accumulation} micro-batches of {len(model.costs)} layers; take other "
+            f"{config.data.accumulation} micro-batches of {len(model.costs[0])} layers; take other "
             "numbers"
         )
     fitting = [candidate for candidate in found if candidate.fits]
@@ -99,15 +99,14 @@ def settle(
 ) -> Config:
     """The settings of a run with the schedule that all ranks choose. A collective call.
 
-    By the first rank's costs, and the memory of the rank that has least.
+    By the costs that :func:`gather_speeds` gives, and the memory of the rank that has least.
     """
     if not is_open(config):
         return config
-    ratio = parallel.flops_per_byte(chip, measured_rates(config, chip))
-    told = gather_objects(comm, (ratio, memory_limit(config, chip)))
-    limit = min((limit for _, limit in told if limit), default=0)
+    speeds = gather_speeds(config, chip, comm)
+    limit = min(filter(None, gather_objects(comm, memory_limit(config, chip))), default=0)
     replicas = mesh_sizes(config.parallel, comm.world_size)["data"]
-    return choose(config, draft(config, policy, told[0][0]), replicas, policy, limit)[0]
+    return choose(config, draft(config, policy, speeds), replicas, policy, limit)[0]
 
 
 def _possible(config: Config, num_layers: int) -> Iterator[tuple[str, int]]:

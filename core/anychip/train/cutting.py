@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anychip.comm import wire_nbytes
-from anychip.contract import HOST, Backend
+from anychip.comm import gather_objects, wire_nbytes
+from anychip.contract import HOST, Backend, Communicator
 from anychip.train import models, optim, parallel, precision, zero
 from anychip.train.config import Config, ParallelConfig
 from anychip.train.optim import Rule
@@ -49,13 +49,54 @@ def make_schedule(config: Config) -> parallel.Schedule:
 
 
 def measured_rates(config: Config, chip: Backend) -> parallel.Rates | None:
-    """What ``parallel.rates`` names, or None.
+    """What ``parallel.rates`` names, of several files the one of this device, or None.
 
     Raises:
-        ValueError: they are not this device's.
+        ValueError: none is this device's.
     """
-    file = config.parallel.rates
-    return None if file is None else parallel.read_rates(Path(file), chip)
+    named, wrong = config.parallel.rates, list[str]()
+    for file in (named,) if isinstance(named, str) else named or ():
+        try:
+            return parallel.read_rates(Path(file), chip)
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    return None
+
+
+def gather_speeds(config: Config, chip: Backend, comm: Communicator) -> list[parallel.Speed]:
+    """Of the chip of each rank of a pipeline; a collective call. The first rank's, where one chip
+    serves all.
+
+    Raises:
+        OSError, ValueError: ``parallel.rates`` cannot be read, or has not this device.
+    """
+    mine = tuple(parallel.speed(chip, measured_rates(config, chip)))
+    told = [parallel.Speed(*speed) for speed in gather_objects(comm, mine)]
+    size = config.parallel.pipeline
+    return told[:size] if has_chips(config) else told[:1] * size
+
+
+def has_chips(config: Config) -> bool:
+    """Whether the ranks of a pipeline have chips of their own."""
+    return isinstance(config.run.backend, tuple) and len(config.run.backend) > 1
+
+
+def chips_of_stages(names: Sequence[str], config: Config) -> tuple[str, ...]:
+    """The name of each rank of a pipeline, for as many or fewer.
+
+    Raises:
+        ValueError: names that do not divide the ranks of a pipeline, or there is none.
+    """
+    size = config.parallel.pipeline
+    if size % len(names):
+        raise ValueError(
+            f"run.backend: {len(names)} chips, {', '.join(names)}, do not divide the {size} "
+            f"rank{'s' * (size > 1)} of parallel.pipeline = {size}; each takes as many of them, so "
+            f"write parallel.pipeline={len(names)} or a multiple of it"
+        )
+    return tuple(names[place * len(names) // size] for place in range(size))
 
 
 class Draft(NamedTuple):
@@ -63,30 +104,57 @@ class Draft(NamedTuple):
 
     Attributes:
         whole: without data.
-        costs: of one micro-batch in each layer, in estimated operations.
+        costs: per rank of the pipeline, of one micro-batch in each layer: see
+            :func:`layer_costs`.
         activations: of one micro-batch in each layer; what layers of one stage keep in common
             counts twice. Those of the reference implementations.
     """
 
     whole: models.Decoder
-    costs: list[parallel.LayerCost]
+    costs: list[list[parallel.LayerCost]]
     activations: list[parallel.StageBytes]
 
 
 def layer_costs(
-    config: Config, whole: models.Decoder, flops_per_byte: float
-) -> list[parallel.LayerCost]:
-    """What each layer costs; the model may be without data."""
+    config: Config, whole: models.Decoder, speeds: Sequence[parallel.Speed]
+) -> list[list[parallel.LayerCost]]:
+    """What each layer costs on the chips of a pipeline's ranks; the model may be without data.
+
+    Estimated operations; of chips that all say how fast they are, in those of the fastest.
+    """
     tokens = _tokens(config, next(whole.parameters()).device)
-    return parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=flops_per_byte)
+    counted = {
+        ratio: parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=ratio)
+        for ratio in {speed.flops_per_byte for speed in speeds}
+    }
+    fastest = max(speed.flops for speed in speeds)
+    is_known = all(speed.flops for speed in speeds)
+    slower = [fastest / speed.flops if is_known else 1.0 for speed in speeds]
+    return [
+        [parallel.LayerCost(c.forward * by, c.backward * by) for c in counted[s.flops_per_byte]]
+        for s, by in zip(speeds, slower, strict=True)
+    ]
 
 
-def draft(config: Config, policy: precision.PrecisionPolicy, flops_per_byte: float) -> Draft:
+def cut(
+    whole: models.Decoder,
+    costs: Sequence[Sequence[parallel.LayerCost]],
+    schedule: parallel.Schedule,
+) -> list[range]:
+    """The layers of each stage, by what they cost on the rank that has it."""
+    owners = schedule.owners()
+    rows = [costs[owners[number]] for number in range(len(owners))]
+    return parallel.split_layers(whole, len(rows), rows)
+
+
+def draft(
+    config: Config, policy: precision.PrecisionPolicy, speeds: Sequence[parallel.Speed]
+) -> Draft:
     """The model of a run; makes no weights."""
     with torch.device("meta"):
         whole = models.build(config.model)
-    costs, tokens = layer_costs(config, whole, flops_per_byte), _tokens(config, torch.device(HOST))
-    layers = [range(number, number + 1) for number in range(len(costs))]
+    costs, tokens = layer_costs(config, whole, speeds), _tokens(config, torch.device(HOST))
+    layers = [range(number, number + 1) for number in range(len(costs[0]))]
     autocast = replace(policy, device_type=HOST).autocast
     activations = parallel.estimate_bytes(whole, layers, tokens, tokens, autocast=autocast)
     return Draft(whole, costs, activations)
@@ -130,7 +198,7 @@ class StagePlan:
     Attributes:
         rank: of the pipeline's, which may hold other stages too.
         layers: of the whole model.
-        cost: of one micro-batch, in estimated operations.
+        cost: of one micro-batch, as :func:`layer_costs` counts.
         num_parameters: with the copies of tied ones.
         memory: of the rank that has most of each; activations are not in it. Where the rank has
             other stages too, as if it had not.
@@ -184,9 +252,9 @@ def arrange(
     Raises:
         OSError, ValueError: as :func:`make_schedule`, or more stages than layers.
     """
-    layers = parallel.split_layers(model.whole, config.parallel.stages, model.costs)
     one = parallel.one_f_one_b(1, config.data.accumulation)
-    schedule = make_schedule(config) if len(layers) > 1 else one
+    schedule = make_schedule(config) if config.parallel.stages > 1 else one
+    layers = cut(model.whole, model.costs, schedule)
     stages = tuple(
         _stage(config, model, number, layers, schedule, replicas, policy)
         for number in range(len(layers))
@@ -258,7 +326,7 @@ def _stage(
     return StagePlan(
         rank=owners[number],
         layers=layers[number],
-        cost=parallel.stage_costs(model.costs, layers)[number],
+        cost=parallel.stage_costs(model.costs[owners[number]], layers)[number],
         num_parameters=sum(param.numel() for group in groups for param in group),
         memory=memory,
         tiers=_in_tiers(memory, config.optimizer.offload, len(groups)),

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import anychip
+from anychip.comm import gather_objects
 from anychip.contract import AnychipError
 from anychip.runtime import device_errors, on_host
 from anychip.train import data, files, models, parallel, report
@@ -259,22 +260,35 @@ def sample(run: Run) -> str:
     return tokenizer.decode(on_host(tokens[0, prompt.shape[1] :]))
 
 
+def served(run: Run) -> dict[str, Any]:
+    """What served the operators of this rank; and of each rank of its pipeline, by ``pipeline``.
+
+    With stages a collective.
+    """
+    found = anychip.provenance().to_json()
+    if run.pipeline is None:
+        return found
+    chip = anychip.backend()
+    mine = {"backend": chip.name, "device": chip.identity(), **found}
+    return {**found, "pipeline": gather_objects(run.mesh.axis("pipeline"), mine)}
+
+
 def finish(run: Run, out: Path, rows: list[StepRecord]) -> str:
     """Writes loss.png, sample.txt and provenance.json, on rank 0; returns the sample.
 
-    What served the steps is not known to a process that did none: provenance.json stays then.
+    What served the steps, on each rank of a pipeline, is not known to a process that did none:
+    provenance.json stays then.
 
     Raises:
         Interrupted: on the first SIGINT or SIGTERM, when all is written.
         OSError: something could not be written.
     """
     with Interruption() as interruption, device_errors(run.loader.device.type):
-        text = sample(run)
+        text, found = sample(run), served(run)
         if run.is_first:
             files.write(out / "sample.txt", text)
             report.plot_loss(out / "loss.png", rows)
             if run.step > run.begun or not (out / "provenance.json").exists():
-                found = anychip.provenance().to_json()
                 files.write(out / "provenance.json", json.dumps(found, indent=2) + "\n")
     if interruption.signal is not None:
         raise _interrupted(run, out, interruption.signal)

@@ -37,8 +37,8 @@ class RunPlan:
         arrangement: stages, their schedule, and what is in use when; one stage without a pipeline.
         candidates: that the schedule was chosen from; none where the settings name one.
         memory_limit: bytes of a device that candidates had to fit.
-        rates: that the costs come from; None: from the device's properties.
-        flops_per_byte: what the device computes in the time of a byte, by those.
+        rates: that the costs of the first stage come from; None: from the device's properties.
+        speeds: per rank of the pipeline, by those.
     """
 
     config: Config
@@ -49,7 +49,12 @@ class RunPlan:
     candidates: tuple[Proposal, ...]
     memory_limit: int
     rates: parallel.Rates | None
-    flops_per_byte: float
+    speeds: tuple[parallel.Speed, ...]
+
+    @property
+    def flops_per_byte(self) -> float:
+        """What the first stage's device computes in the time of a byte."""
+        return self.speeds[0].flops_per_byte
 
     @property
     def stages(self) -> tuple[StagePlan, ...]:
@@ -67,11 +72,13 @@ class RunPlan:
         return self.arrangement.timeline if len(self.stages) > 1 else None
 
 
-def plan(config: Config, chip: Backend, nproc: int | None = None) -> RunPlan:
+def plan(config: Config, chip: Backend, nproc: int | None = None, *more: Backend) -> RunPlan:
     """What ``build`` would make, without its data and weights.
 
     Args:
+        chip: of all ranks, or of the first one of a pipeline.
         nproc: ranks of the job; None: as many as the parallel sizes multiply to.
+        more: chips of the other ranks of a pipeline.
 
     Raises:
         ValueError: sizes that do not fit, or rates of another device; the messages are those of a
@@ -82,7 +89,10 @@ def plan(config: Config, chip: Backend, nproc: int | None = None) -> RunPlan:
     if nproc is None:
         nproc = max(1, settings.data) * settings.pipeline
     sizes = mesh_sizes(settings, nproc)
-    policy = precision.policy(config.run.precision, chip)
+    chips = (chip, *more) if more else (chip,) * settings.pipeline
+    policy = precision.common_policy(
+        config.run.precision, chip, [precision.policy(config.run.precision, c).name for c in chips]
+    )
     checks.check_stage(config.optimizer.stage)
     checks.check_offload(
         {"offload": in_text(config.optimizer.offload)},
@@ -90,10 +100,11 @@ def plan(config: Config, chip: Backend, nproc: int | None = None) -> RunPlan:
         rule_of(config),
         has_masters=False,
     )
-    rates = measured_rates(config, chip)
-    ratio = parallel.flops_per_byte(chip, rates)
-    model = draft(config, policy, ratio)
-    limit, candidates = memory_limit(config, chip), list[Proposal]()
+    measured = [measured_rates(config, each) for each in chips]
+    speeds = tuple(map(parallel.speed, chips, measured))
+    model = draft(config, policy, speeds)
+    limits = filter(None, (memory_limit(config, each) for each in chips))
+    limit, candidates = min(limits, default=0), list[Proposal]()
     if is_open(config):
         config, candidates = choose(config, model, sizes["data"], policy, limit)
     return RunPlan(
@@ -104,6 +115,6 @@ def plan(config: Config, chip: Backend, nproc: int | None = None) -> RunPlan:
         arrangement=arrange(config, model, sizes["data"], policy),
         candidates=tuple(candidates),
         memory_limit=limit,
-        rates=rates,
-        flops_per_byte=ratio,
+        rates=measured[0],
+        speeds=speeds,
     )

@@ -14,12 +14,20 @@ import torch
 
 import anychip
 from anychip import registry, runtime
-from anychip.comm import agree
+from anychip.comm import agree, gather_objects
 from anychip.contract import Backend, Communicator
 from anychip.train import checkpoint, data, models, parallel, precision, zero
 from anychip.train.choosing import settle
 from anychip.train.config import Config
-from anychip.train.cutting import layer_costs, make_schedule, measured_rates, mesh_sizes, rule_of
+from anychip.train.cutting import (
+    cut,
+    gather_speeds,
+    has_chips,
+    layer_costs,
+    make_schedule,
+    mesh_sizes,
+    rule_of,
+)
 from anychip.train.zero.tiers import in_text
 
 if TYPE_CHECKING:
@@ -81,6 +89,9 @@ def build(config: Config, chip: Backend, comm: Communicator | None = None) -> Ru
     _compare(comm, config, chip)
     mesh = parallel.Mesh(comm, mesh_sizes(config.parallel, comm.world_size))
     policy = precision.policy(config.run.precision, chip)
+    if has_chips(config):
+        decided = gather_objects(comm, policy.name)
+        policy = precision.common_policy(config.run.precision, chip, decided)
     config = settle(config, chip, comm, policy)
     tokens, tokenizer = read_data(config)
     replicas = mesh.axis("data")
@@ -124,9 +135,8 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     """
     config, comm = run.config, run.mesh.axis("pipeline")
     schedule = make_schedule(config)
-    ratio = parallel.flops_per_byte(chip, measured_rates(config, chip))
-    costs = layer_costs(config, whole, ratio)
-    layers = parallel.split_layers(whole, config.parallel.stages, costs)
+    speeds = gather_speeds(config, chip, comm)
+    layers = cut(whole, layer_costs(config, whole, speeds), schedule)
     reduction = loss_reduction(config)
     owners = schedule.owners()
     parts = [
@@ -277,11 +287,16 @@ def _add_optimizer(run: Run) -> None:
 
 
 def _compare(comm: Communicator, config: Config, chip: Backend) -> None:
-    """Ranks that differ would go on until a call between them does not fit, or never ends."""
+    """Ranks that differ would go on until a call between them does not fit, or never ends.
+
+    Ranks on different chips have the same operators, and each chip its own implementations.
+    """
     if comm.world_size == 1:
         return
     distribution, version = registry.provenance_of(chip)
+    alike = chip.name if has_chips(config) else ""
     agree(comm, "version of anychip", anychip.__version__)
-    agree(comm, "backend", f"{chip.name} of {distribution} {version}")
-    agree(comm, "implementations of operators", runtime.digest())
+    agree(comm, "specifications of operators", runtime.specifications())
+    agree(comm, "backend", f"{chip.name} of {distribution} {version}", among=alike)
+    agree(comm, "implementations of operators", runtime.digest(), among=alike)
     agree(comm, "settings", json.dumps(asdict(config), default=str))

@@ -10,57 +10,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
-from anychip.cabi import Library, include_directory
-
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-OPENCL = ROOT / "examples/opencl"
-SOURCES = {
-    "minichip": [ROOT / "examples/minichip/minichip.c"],
-    "kernelchip": [HERE / "kernelchip.c"],
-    "opencl": [*sorted(OPENCL.glob("*.c")), "-lOpenCL", "-lm"],
-}
 SMALL = ("model.width=32", "model.layers=1", "model.context=16", "data.batch_size=4")
-
-
-class Libraries:
-    """Each chip, compiled as the example's README says, when it is first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __getitem__(self, chip: str) -> Path:
-        """Skips the test where a chip's driver is missing; fails it in CI, which installs it."""
-        made = self.folder / f"lib{chip}.so"
-        flags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-        command = ["gcc", *flags, f"-I{include_directory()}", *SOURCES[chip], "-o", made]
-        if not made.exists():
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if "CL/cl.h: No such file" in done.stderr or "cannot find -lOpenCL" in done.stderr:
-                missing("OpenCL's headers and loader")
-            assert done.returncode == 0, done.stderr
-            if not Library(made).device_count():
-                made.unlink()
-                missing("an OpenCL device")
-        return made
-
-
-def missing(what: str) -> NoReturn:
-    reason = f"{what} is missing: apt install pocl-opencl-icd ocl-icd-opencl-dev"
-    if os.environ.get("ANYCHIP_TEST_OPENCL") == "required":
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
-    return Libraries(tmp_path_factory.mktemp("libraries"))
-
-
 # Two devices of PoCL's; other drivers do not know the name.
 ENVIRONMENT = {**os.environ, "POCL_DEVICES": "pthread pthread"}
 
@@ -71,7 +27,7 @@ ENVIRONMENT = {**os.environ, "POCL_DEVICES": "pthread pthread"}
     pytest.param("opencl", "device_cases.py", marks=pytest.mark.grid),
 ])  # fmt: skip
 def test_device_of_a_library_does_what_torch_asks(
-    libraries: Libraries, chip: str, cases: str
+    libraries: dict[str, Path], chip: str, cases: str
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases)],
@@ -103,7 +59,7 @@ def losses(library: Path, tmp_path: Path, *words: str) -> tuple[list[float], lis
 
 @pytest.mark.parametrize("name", ["minichip", pytest.param("opencl", marks=pytest.mark.grid)])
 def test_training_on_a_library_follows_the_hosts_losses(
-    libraries: Libraries, tmp_path: Path, name: str
+    libraries: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
     chip, host = losses(libraries[name], tmp_path, "--steps", "50")
     assert len(chip) == len(host)
@@ -116,7 +72,7 @@ def test_training_on_a_library_follows_the_hosts_losses(
 @pytest.mark.parametrize("name", ["minichip", "opencl"])
 @pytest.mark.parametrize("stage", range(4))
 def test_zero_on_two_ranks_of_a_library_follows_the_hosts_losses(
-    libraries: Libraries, tmp_path: Path, stage: int, name: str
+    libraries: dict[str, Path], tmp_path: Path, stage: int, name: str
 ) -> None:
     words = ("--steps", "8", "--nproc", "2", f"optimizer.stage={stage}")
     chip, host = losses(libraries[name], tmp_path, *words)

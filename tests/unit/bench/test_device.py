@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,7 @@ def test_rates_are_read_in_bytes_and_flops_per_second(tmp_path: Path, cpu: Backe
     assert rates.bandwidth == 20e9
     assert rates.flops == {torch.float32: 2e12, torch.bfloat16: 8e12}
     assert rates.date == "2026-01-31T12:00:00+00:00"
-    assert parallel.flops_per_byte(cpu, rates) == 100.0
+    assert parallel.speed(cpu, rates).flops_per_byte == 100.0
 
 
 def test_report_of_a_run_can_be_read_back(tmp_path: Path, cpu: Backend) -> None:
@@ -121,10 +122,10 @@ def test_rates_of_something_else_are_refused(
 
 
 def test_rates_default_to_the_properties(cpu: Backend) -> None:
-    assert parallel.flops_per_byte(cpu) == 10.0
+    assert parallel.speed(cpu).flops_per_byte == 10.0
     known = SimpleNamespace(flops={torch.float32: 6e12}, bandwidth=2e12)
     chip: Any = SimpleNamespace(properties=lambda: known)
-    assert parallel.flops_per_byte(chip) == 3.0
+    assert parallel.speed(chip).flops_per_byte == 3.0
 
 
 def test_plan_takes_costs_from_measured_rates(tmp_path: Path, cpu: Backend) -> None:
@@ -135,6 +136,19 @@ def test_plan_takes_costs_from_measured_rates(tmp_path: Path, cpu: Backend) -> N
     # Ten times the flops of the default per byte: what moves more than it computes costs more.
     assert all(new > old for old, new in zip(*costs, strict=True))
     assert [plan.flops_per_byte for plan in plans] == [10.0, 100.0]
+    # The second rank's chip is four times slower, says the other one of two files.
+    rates = {"copy": {"GB/s": 5.0}, "product, float32": {"TFLOP/s": 0.5}}
+    rows = [{"name": name, "facts": facts} for name, facts in rates.items()]
+    slow = written(tmp_path / "slow.json", backend="acme", rows=rows)
+    acme: Any = copy(cpu)
+    acme.name = "acme"
+    both = config.load(None, [*TINY, *STAGES, f"parallel.rates=['{file}', '{slow}']"])
+    plan = planning.plan(both, cpu, None, acme)
+    assert [speed.flops for speed in plan.speeds] == [2e12, 0.5e12]
+    alike = [len(stage.layers) for stage in plans[1].stages]
+    assert len(plan.stages[0].layers) > alike[0]
+    layers = [len(stage.layers) for stage in plan.stages]
+    assert sum(layers) == sum(alike)
     written(file, device="another")
     with pytest.raises(ValueError, match="rates of another"):
         planning.plan(config.load(None, [*TINY, *STAGES, given]), cpu)

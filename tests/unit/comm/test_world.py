@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 import anychip.registry  # noqa: F401 - which puts comm into backends
 from anychip.comm import world
@@ -24,11 +25,17 @@ class Acme(Backend):
 class Asked:
     """A job that says what it was asked for; like a job's, gloo's library is the host's."""
 
-    rank, world = 0, "everyone"
+    rank, world, world_size = 0, "everyone", 1
+
+    def __init__(self) -> None:
+        self.store = HashStore()
 
     def host(self, group: str) -> Any:
         return SimpleNamespace(made=f"host of {group}", capabilities=None, num_tags=7,
                                reduces_on_host=True, description="by gloo")  # fmt: skip
+
+    def staged(self, group: Any, device: str) -> Any:
+        return Job.staged(self, group, device)  # type: ignore[arg-type]
 
     def library(self, name: str, device: str, **wishes: Any) -> Any:
         return Job.library(self, name, device) if name == "gloo" else (name, device)  # type: ignore[arg-type]
@@ -57,6 +64,17 @@ def test_chip_without_a_library_goes_through_the_host_and_says_so(named: str | N
         staged = transport(chip)
     assert (staged.device, staged.num_tags) == ("acme", 7)
     assert staged.description == "acme tensors staged through the host; by gloo"
+
+
+def test_ranks_with_different_chips_go_through_the_host() -> None:
+    """Also the chip that has a library, which the others have not."""
+    chip, job = Acme(), Asked()
+    chip.c10d_backend, job.world_size = "accl", 2
+    job.store.set("device types/1", "cpu")
+    staged: Any = world.transport_of(chip, job)  # type: ignore[arg-type]
+    assert (staged.device, staged._host.made) == ("acme", "host of everyone")
+    job.store.set("device types/1", "acme")
+    assert world.transport_of(chip, job) == ("accl", "acme")  # type: ignore[arg-type]
 
 
 def test_chip_may_bring_a_transport() -> None:

@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
@@ -25,6 +26,7 @@ KINDS: Mapping[str, tuple[Mapping[str, type[Any]], str]] = {
     "schedule": (LR_SCHEDULES, "cosine"),
 }
 """Tables whose settings depend on their ``kind``: the kinds that there are, and the default."""
+_LIST = tuple[str, ...]
 
 
 class _Entry(NamedTuple):
@@ -135,24 +137,22 @@ def _typed(key: str, wanted: Any, entry: _Entry) -> Any:
     value = entry.value
     if wanted in (float, float | None) and type(value) is int:
         value = float(value)
-    if wanted == tuple[str, ...]:
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-    else:
-        # type(), because True is an int for isinstance, and "layers = true" is a mistake.
-        options = getattr(wanted, "__args__", (wanted,))
-        if type(value) in options and not (isinstance(value, float) and not math.isfinite(value)):
-            return value
-    example = ', like ["a.txt", "b.txt"],' if wanted == tuple[str, ...] else ""
+    options = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
+    if _LIST in options and isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    # type(), because True is an int for isinstance, and "layers = true" is a mistake.
+    if type(value) in options and not (isinstance(value, float) and not math.isfinite(value)):
+        return value
+    example = ', like ["a.txt", "b.txt"],' if wanted == _LIST else ""
     raise ConfigError(f"{entry.origin}: {key}: {words_of(wanted)}{example} expected, got {value!r}")
 
 
 def words_of(wanted: Any) -> str:
     """The type that a dataclass asks for, in words."""
-    if wanted == tuple[str, ...]:
-        return "a list of strings"
-    names = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
-    return names[getattr(wanted, "__args__", (wanted,))[0]]
+    names: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a finite number"}
+    names |= {str: "a string", _LIST: "a list of strings", NoneType: ""}
+    options = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
+    return " or ".join(filter(None, (names[option] for option in options)))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -34,7 +34,9 @@ class RunConfig:
         seed: of initial weights, order of the data, dropout and the sample.
         precision: fp32, bf16, fp16 (with dynamic loss scaling), or auto: what the backend says is
             fast.
-        backend: name of the backend; None: the argument, the environment, or the best one here.
+        backend: name of the backend; of a pipeline also a list, one for each rank of it or for as
+            many of them one behind the other; None: the argument, the environment, or the best one
+            here.
         sample_tokens: length of the text that the trained model writes.
         timeout_s: seconds that a rank waits for another one before it gives up.
         heartbeat_s: seconds without a sign of life after which a rank counts as lost.
@@ -43,7 +45,7 @@ class RunConfig:
     steps: int = 500
     seed: int = 0
     precision: str = "auto"
-    backend: str | None = None
+    backend: str | tuple[str, ...] | None = None
     sample_tokens: int = 300
     timeout_s: float = 600.0
     heartbeat_s: float = 30.0
@@ -110,8 +112,9 @@ class ParallelConfig:
         whole_stages: with optimizer.stage = 3, so many of a rank's stages have whole weights at
             once, the ones that it uses next, and are gathered when they become one of these; 0:
             block by block, for each micro-batch.
-        rates: a file that ``anychip bench device --json`` wrote on this device: where layers are
-            cut follows from what was measured, and not from what the backend says.
+        rates: a file that ``anychip bench device --json`` wrote on this device, or a list with one
+            for each chip: where layers are cut follows from what was measured, and not from what
+            the backend says.
     """
 
     data: int = 0
@@ -120,7 +123,7 @@ class ParallelConfig:
     virtual: int = 0
     memory: int = 0
     whole_stages: int = 0
-    rates: str | None = None
+    rates: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         _at_least(0, data=self.data, virtual=self.virtual, whole_stages=self.whole_stages)

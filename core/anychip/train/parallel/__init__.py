@@ -13,7 +13,7 @@ from anychip.train.parallel.lowering import add_communication, add_weights
 from anychip.train.parallel.mesh import Mesh
 from anychip.train.parallel.picture import draw
 from anychip.train.parallel.pipeline import Local, Pipeline
-from anychip.train.parallel.rates import Rates, flops_per_byte, read_rates
+from anychip.train.parallel.rates import Rates, Speed, read_rates, speed
 from anychip.train.parallel.saved import StageBytes, estimate_bytes
 from anychip.train.parallel.schedule import (
     LOOPS,
@@ -46,10 +46,10 @@ from anychip.train.parallel.validation import validate
 
 __all__ = [
     "HANDS_ON", "LOOPS", "NAMES", "SCHEDULES", "VS", "Action", "Bytes", "Costs", "LayerCost",
-    "Local", "Mesh", "Pipeline", "Rates", "Schedule", "ScheduleError", "Span", "Stage",
+    "Local", "Mesh", "Pipeline", "Rates", "Schedule", "ScheduleError", "Span", "Speed", "Stage",
     "StageBytes", "Stages", "Time", "Timeline", "add_communication", "add_weights", "check_virtual",
-    "draw", "dualpipev", "estimate_bytes", "estimate_costs", "flops_per_byte", "gpipe",
-    "interleaved", "looped_bfs", "make_schedule", "make_stage", "measure_costs", "merge",
-    "num_layers", "one_f_one_b", "parse", "partition", "read_rates", "simulate", "split_layers",
-    "stage_costs", "stages_per_rank", "validate", "whole_state_dict", "zbv", "zero_bubble",
+    "draw", "dualpipev", "estimate_bytes", "estimate_costs", "gpipe", "interleaved", "looped_bfs",
+    "make_schedule", "make_stage", "measure_costs", "merge", "num_layers", "one_f_one_b", "parse",
+    "partition", "read_rates", "simulate", "speed", "split_layers", "stage_costs",
+    "stages_per_rank", "validate", "whole_state_dict", "zbv", "zero_bubble",
 ]  # fmt: skip

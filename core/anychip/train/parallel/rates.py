@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,14 +87,23 @@ def _rate(value: Any) -> float:
     return value
 
 
-def flops_per_byte(chip: Backend, rates: Rates | None = None) -> float:
-    """What the device computes in the time of one byte, in float32.
+class Speed(NamedTuple):
+    """Of a device in float32.
 
-    From measured rates, or else from its properties; about 10 on a host that does not say.
+    Attributes:
+        flops_per_byte: what it computes in the time of one byte; 10 where it does not say.
+        flops: per second; 0.0: it does not say.
     """
+
+    flops_per_byte: float
+    flops: float
+
+
+def speed(chip: Backend, rates: Rates | None = None) -> Speed:
+    """From measured rates, or else from its properties."""
     properties = chip.properties()
     flops, bandwidth = properties.flops, properties.bandwidth
     if rates is not None:
         flops, bandwidth = rates.flops, rates.bandwidth
     rate = flops.get(torch.float32)
-    return rate / bandwidth if rate and bandwidth else 10.0
+    return Speed(rate / bandwidth if rate and bandwidth else 10.0, rate or 0.0)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,41 +37,49 @@ class LayerCost(NamedTuple):
         return self.forward + self.backward
 
 
-def partition(costs: Sequence[Time], stages: int) -> list[range]:
+def partition(costs: Sequence[Time] | Sequence[Sequence[Time]], stages: int) -> list[range]:
     """Cuts layers into consecutive, non-empty stages such that the dearest one is cheapest.
 
     Among those cuts one with the least sum of squares, which is the most even.
 
     Args:
-        costs: of the layers, at least 0.
+        costs: of the layers, at least 0; or one row of them for each stage, where stages are on
+            chips of different speed.
 
     Raises:
-        ValueError: fewer layers than stages, or a cost below 0.
+        ValueError: fewer layers than stages, or a cost below 0; another number of rows.
 
     Source: linear partition by dynamic programming, O(stages * layers^2).
     """
-    if not 1 <= stages <= len(costs):
-        raise ValueError(f"from 1 to {len(costs)} stages of {len(costs)} layers, got {stages}")
-    if any(cost < 0 for cost in costs):
+    is_row = not any(isinstance(row, Sequence) for row in costs)
+    rows = cast("Sequence[Sequence[Time]]", [costs] * stages if is_row else costs)
+    if len(rows) != stages or len({len(row) for row in rows}) > 1:
+        raise ValueError(f"a row of costs for each of {stages} stages expected, got {len(rows)}")
+    count = len(rows[0]) if rows else len(costs)
+    if not 1 <= stages <= count:
+        raise ValueError(f"from 1 to {count} stages of {count} layers, got {stages}")
+    if any(cost < 0 for row in rows for cost in row):
         raise ValueError(f"costs of at least 0 expected, got {list(costs)}")
-    sums: list[Time] = [0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    dearest, _ = _cut(sums, stages, max, lambda cost: cost)
+    sums: list[list[Time]] = [[0, *accumulate(row)] for row in rows]
+    dearest, _ = _cut(sums, max, lambda cost: cost)
     limit = dearest
-    _, cuts = _cut(
-        sums, stages, lambda a, b: a + b, lambda cost: cost * cost if cost <= limit else None
-    )
+    _, cuts = _cut(sums, lambda a, b: a + b, lambda cost: cost * cost if cost <= limit else None)
     return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
 def _cut(
-    sums: Sequence[Time], stages: int, join: Callable[[Any, Any], Any], value: Callable[[Time], Any]
+    rows: Sequence[Sequence[Time]],
+    join: Callable[[Any, Any], Any],
+    value: Callable[[Time], Any],
 ) -> tuple[Any, list[int]]:
-    """The least joined value of all cuts, and the first of its cuts. A value None is forbidden."""
-    count = len(sums) - 1
+    """The least joined value of all cuts, and the first of its cuts. A value None is forbidden.
+
+    Args:
+        rows: of each stage the sums of the costs of the first 0, 1, ... layers.
+    """
+    count = len(rows[0]) - 1
     best: list[list[tuple[Any, int] | None]] = [[(0, 0), *[None] * count]]
-    for number in range(1, stages + 1):
+    for number, sums in enumerate(rows, 1):
         row: list[tuple[Any, int] | None] = [None] * (count + 1)
         for stop in range(number, count + 1):
             for start in range(number - 1, stop):
@@ -93,19 +101,27 @@ def _cut(
     return last[0], cuts[::-1]
 
 
-def split_layers(model: Model, stages: int, costs: Sequence[LayerCost]) -> list[range]:
+def split_layers(
+    model: Model, stages: int, costs: Sequence[LayerCost] | Sequence[Sequence[LayerCost]]
+) -> list[range]:
     """The layers of each stage, for :func:`~anychip.train.parallel.stage.make_stage`.
+
+    Args:
+        costs: of the layers, or one row of them for each stage.
 
     Raises:
         ValueError: costs of another number of layers, or fewer layers than stages.
     """
     count = num_layers(model)
-    if len(costs) != count:
-        raise ValueError(
-            f"split_layers: costs of the {count} layers of {type(model).__name__} expected, got "
-            f"{len(costs)}"
-        )
-    return partition([cost.total for cost in costs], stages)
+    is_row = any(isinstance(cost, LayerCost) for cost in costs)
+    rows = cast("Sequence[Sequence[LayerCost]]", [costs] * stages if is_row else costs)
+    for row in rows:
+        if len(row) != count:
+            raise ValueError(
+                f"split_layers: costs of the {count} layers of {type(model).__name__} expected, "
+                f"got {len(row)}"
+            )
+    return partition([[cost.total for cost in row] for row in rows], stages)
 
 
 def stage_costs(costs: Sequence[LayerCost], layers: Sequence[range]) -> list[LayerCost]:

@@ -4,7 +4,7 @@
 the dtype in which gradients are reduced, and the scale of the loss (``scaling``).
 """
 
-from anychip.train.precision.policy import NAMES, PrecisionPolicy, policy
+from anychip.train.precision.policy import NAMES, PrecisionPolicy, common_policy, policy
 from anychip.train.precision.scaling import (
     LossScaleError,
     LossScaler,
@@ -15,5 +15,5 @@ from anychip.train.precision.scaling import (
 
 __all__ = [
     "NAMES", "LossScaleError", "LossScaler", "LossScaling", "PrecisionPolicy", "ScaleState",
-    "advance", "policy",
+    "advance", "common_policy", "policy",
 ]  # fmt: skip

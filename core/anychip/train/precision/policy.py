@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,6 +92,19 @@ def policy(
         reduce_dtype=reduce_dtype,
         loss_scaling=(loss_scaling or LossScaling()) if name == "fp16" else None,
     )
+
+
+def common_policy(name: str, backend: Backend, decided: Sequence[str]) -> PrecisionPolicy:
+    """The precision of a rank in a job of several chips: what all can, where each decides.
+
+    Args:
+        name: as of :func:`policy`.
+        decided: the names that :func:`policy` gives for the chips of the job.
+    """
+    if len({*decided}) == 1:
+        return policy(name, backend)
+    why = f"{name}: the chips of the job decide for {' and '.join(sorted({*decided}))}"
+    return replace(policy("fp32", backend), why=why)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -37,24 +37,30 @@ def model(request: pytest.FixtureRequest) -> Decoder:
     return build(request.param)
 
 
-def brute_force(costs: Sequence[int], stages: int) -> tuple[int, int]:
+def brute_force(rows: Sequence[Sequence[int]]) -> tuple[int, int]:
     """(dearest stage, sum of squares) of the best of all cuts."""
-    found = []
-    for inner in itertools.combinations(range(1, len(costs)), stages - 1):
-        sums = [sum(costs[a:b]) for a, b in pairwise((0, *inner, len(costs)))]
+    found, count = [], len(rows[0])
+    for inner in itertools.combinations(range(1, count), len(rows) - 1):
+        cuts = pairwise((0, *inner, count))
+        sums = [sum(row[a:b]) for row, (a, b) in zip(rows, cuts, strict=True)]
         found.append((max(sums), sum(s * s for s in sums)))
     return min(found)
 
 
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
-def test_partition_is_the_best_of_all_cuts(costs: list[int], data: st.DataObject) -> None:
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data(), st.booleans())
+def test_partition_is_the_best_of_all_cuts(
+    costs: list[int], data: st.DataObject, differ: bool
+) -> None:
+    """Of stages on one chip, and on chips that are some times slower."""
     stages = data.draw(st.integers(1, len(costs)))
-    parts = partition(costs, stages)
+    slower = [data.draw(st.integers(1, 5)) if differ else 1 for _ in range(stages)]
+    rows = [[cost * by for cost in costs] for by in slower]
+    parts = partition(rows if differ else costs, stages)
     assert [i for part in parts for i in part] == list(range(len(costs)))
     assert len(parts) == stages
     assert all(len(part) for part in parts)
-    sums = [sum(costs[i] for i in part) for part in parts]
-    assert (max(sums), sum(s * s for s in sums)) == brute_force(costs, stages)
+    sums = [sum(row[i] for i in part) for row, part in zip(rows, parts, strict=True)]
+    assert (max(sums), sum(s * s for s in sums)) == brute_force(rows)
 
 
 def test_partition_of_floats_is_even() -> None:

@@ -13,9 +13,9 @@ from anychip.cabi import Library, include_directory
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[2] / "examples"
 SOURCES = {
-    "minichip": [EXAMPLES / "minichip/minichip.c"],
+    **{name: [EXAMPLES / name / f"{name}.c"] for name in ("minichip", "asyncchip")},
     "opencl": [*sorted((EXAMPLES / "opencl").glob("*.c")), "-lOpenCL", "-lm"],
-    **{name: [HERE / f"{name}.c"] for name in ("kernelchip", "sharechip")},
+    "sharechip": [HERE / "sharechip.c"],
 }
 
 

@@ -22,8 +22,9 @@ ENVIRONMENT = {**os.environ, "POCL_DEVICES": "pthread pthread"}
 
 
 @pytest.mark.parametrize(("chip", "cases"), [
-    ("minichip", "device_cases.py"), ("kernelchip", "device_cases.py"),
-    ("kernelchip", "kernel_cases.py"), ("opencl", "opencl_cases.py"),
+    ("minichip", "device_cases.py"), ("asyncchip", "device_cases.py"),
+    ("asyncchip", "kernel_cases.py"), ("asyncchip", "stream_cases.py"),
+    ("opencl", "opencl_cases.py"),
     pytest.param("opencl", "device_cases.py", marks=pytest.mark.grid),
 ])  # fmt: skip
 def test_device_of_a_library_does_what_torch_asks(

@@ -99,7 +99,10 @@ std::string describe(anychip_status status, const char* what, int device) {
 }
 
 void check(anychip_status status, const char* what, int device) {
-  TORCH_CHECK(status == ANYCHIP_OK, describe(status, what, device));
+  if (status == ANYCHIP_OK) return;
+  const auto text = describe(status, what, device);
+  TORCH_CHECK_WITH(OutOfMemoryError, status != ANYCHIP_ENOMEM, text);
+  TORCH_CHECK(false, text);
 }
 
 }  // namespace anychip_bridge

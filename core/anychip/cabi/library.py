@@ -1,8 +1,7 @@
 """The backend that is made from a chip's C library.
 
 Operators of ATen that the library lists are called by torch's dispatcher, and those of anychip by
-its rows. An operator of anychip's that it does not list is served by the reference, which is made of
-ATen's.
+its rows. One of anychip's that it does not list has its reference, which is made of ATen's.
 """
 
 from __future__ import annotations

@@ -43,6 +43,10 @@ static anychip_status add(const anychip_call* call) {
   if (!are_float(call)) return ANYCHIP_ENOTSUP;
   for (int64_t i = 0; i < numel(call->results[0]); ++i)
     *at(call->results[0], i) = *at(a, i) + alpha * *at(b, i);
+#ifdef KERNELCHIP_WRONG_NUMEL /* in sums of so many elements the last but one is */
+  const int64_t n = numel(call->results[0]);
+  if (n == KERNELCHIP_WRONG_NUMEL) *at(call->results[0], n - 2) += 1e-3f;
+#endif
   return ++kernelchip_calls, ANYCHIP_OK;
 }
 

@@ -1,8 +1,8 @@
 """Does a pipeline wait as long as the simulator says? Measured with stages that sleep.
 
 A sleep needs no core, so that any number of ranks runs on any machine. Noise only adds to what
-ranks wait: the best of a few runs counts. Prints a Markdown table; exits with 1 when a rank's idle
-time is more than 10 % from the simulated one.
+ranks wait: the best of a few runs counts. A backward that is split sleeps in its I. Prints a
+Markdown table; exits with 1 when a rank's idle time is more than 5 % from the simulated one.
 
     python benchmarks/pipeline_idle.py [--runs 5] [--grid]
 """
@@ -19,17 +19,25 @@ from torch import Tensor, nn
 
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.train.parallel import Costs, Pipeline, Schedule, Timeline, gpipe, one_f_one_b, simulate
+from anychip.train.parallel import (
+    NAMES,
+    Costs,
+    Pipeline,
+    Schedule,
+    Timeline,
+    make_schedule,
+    simulate,
+)
+from anychip.train.parallel.schedule import stages_per_rank
 
 FORWARD_S, BACKWARD_S = 0.05, 0.10
-MICROBATCHES = 5
-LIMIT = 0.10
-STAGES = {
-    "2 stages": (1.0, 1.0),
-    "4 stages": (1.0, 1.0, 1.0, 1.0),
-    "3 stages, the second one slow": (1.0, 2.0, 1.0),
+LIMIT = 0.05
+RANKS = {
+    "2 ranks": (1.0, 1.0),
+    "4 ranks": (1.0,) * 4,
+    "3 ranks, the second one slow": (1.0, 2.0, 1.0),
 }
-"""How long each stage sleeps, in multiples."""
+"""How long all stages of each rank sleep, in multiples."""
 
 
 class _Sleep(torch.autograd.Function):
@@ -57,13 +65,17 @@ class Sleeping(nn.Module):
         return _Sleep.apply(x * self.weight, self.factor)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def measure(schedule: Schedule, factors: tuple[float, ...]) -> Timeline:
-    """One step, ranks as threads."""
-    x = torch.ones(schedule.num_microbatches, 1)
+def measure(schedule: Schedule, factors: list[float]) -> Timeline:
+    """One step, ranks as threads.
+
+    Args:
+        factors: of each stage.
+    """
+    x, owners = torch.ones(schedule.num_microbatches, 1), schedule.owners()
 
     def work(comm: Communicator) -> Timeline:
         pipeline = Pipeline(
-            Sleeping(factors[comm.rank]),
+            [Sleeping(f) for s, f in enumerate(factors) if owners[s] == comm.rank],
             comm,
             schedule,
             loss_fn=lambda output, targets: output.mean(),
@@ -72,7 +84,7 @@ def measure(schedule: Schedule, factors: tuple[float, ...]) -> Timeline:
         pipeline.run(x, x)
         return pipeline.timeline()
 
-    return run_ranks(len(factors), work)[0]
+    return run_ranks(len(schedule.rows), work)[0]
 
 
 def difference(found: Timeline, wanted: Timeline) -> float:
@@ -89,11 +101,14 @@ def main() -> int:
     worst = 0.0
     print("| schedule | stages | idle per rank, simulated (ms) | measured (ms) | difference |")
     print("|---|---|---|---|---|")
-    for name, generate in (("GPipe", gpipe), ("1F1B", one_f_one_b)):
-        for label, factors in STAGES.items():
-            schedule = generate(len(factors), MICROBATCHES)
+    for name in NAMES:
+        for label, multiples in RANKS.items():
+            virtual = stages_per_rank(name)
+            schedule = make_schedule(name, len(multiples), 2 * len(multiples), virtual=virtual)
+            owners = schedule.owners()
+            factors = [multiples[owners[s]] / virtual for s in range(schedule.num_stages)]
             forward, backward = ([s * f for f in factors] for s in (FORWARD_S, BACKWARD_S))
-            wanted = simulate(schedule, Costs(forward=forward, backward=backward))
+            wanted = simulate(schedule, Costs(forward=forward, backward=backward, weights=0.0))
             runs = [measure(schedule, factors) for _ in range(options.runs)]
             best = min(runs, key=lambda run: difference(run, wanted))
             worst = max(worst, difference(best, wanted))

@@ -25,17 +25,21 @@ from anychip.bench import collectives, device, dispatch, operators
 from anychip.bench.plot import plot
 from anychip.bench.report import Report
 from benchmarks import optimizers, pictures, training  # noqa: F401 - pictures draws the others
-from benchmarks.trainees import Sizes
+from benchmarks.trainees import LATE_MS, Sizes
 
 RESULTS = Path(__file__).parent / "results"
 
 SMALL_BATCH = Sizes(batch=4)
 """Communication is about a third of the step: it does not shrink with the batch."""
 
+LATE = ("ZeRO-3", f"ZeRO-3, {LATE_MS} ms late")
+"""Of a step of a second and a half: two delays are 2 % of it."""
+
 Subject = tuple[int, Callable[..., Report]]
 SUBJECTS: dict[str, Subject] = {
     "train": (9, training.run),
     "train-small-batch": (9, partial(training.run, sizes=SMALL_BATCH)),
+    "train-late": (9, partial(training.run, sizes=Sizes(layers=12), names=LATE)),
     "collectives": (7, collectives.run),
     "optim": (7, partial(optimizers.run, window=0.05)),
     "device": (9, device.run),
@@ -68,6 +72,7 @@ def main(
     options = {
         "train": {"steps": steps},
         "train-small-batch": {"steps": steps},
+        "train-late": {"steps": steps},
         "optim": {"num_params": params},
     }
     for subject in subjects or SUBJECTS:

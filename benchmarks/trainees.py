@@ -7,7 +7,7 @@ else. Each is made in a pair of processes of its own, so that its peak memory is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from anychip.bench.rank import Place
 from anychip.comm import alone
 from anychip.train import optim, parallel, zero
 from anychip.train.models import GPT, GPTConfig
-from benchmarks.late_link import late
+from benchmarks.late_link import Clock, late
 
 LEARNING_RATE = 3e-4
 LATE_MS = 15
@@ -47,10 +47,12 @@ class Trainee:
     Attributes:
         step: one update; returns the loss where this rank knows it.
         facts: what is to be said of it.
+        clock: that knows how long it has slept for a late link.
     """
 
     step: Callable[[], Tensor | None]
     facts: dict[str, Any]
+    clock: Clock = field(default_factory=Clock)
 
 
 def decoder(sizes: Sizes, device: torch.device) -> GPT:
@@ -115,9 +117,9 @@ def _stage(number: int, late_ms: float = 0.0) -> Callable[[Sizes, Place], Traine
     def make(sizes: Sizes, place: Place) -> Trainee:
         model = decoder(sizes, place.device)
         tokens, targets = batch(sizes, place, whole=False)
-        comm = place.chip.communicator()
+        comm, clock = place.chip.communicator(), Clock()
         if late_ms:
-            comm = late(comm, late_ms / 1e3)
+            comm = late(comm, late_ms / 1e3, clock)
         optimizer = zero.Optimizer(model, _rule(), comm, stage=number)
 
         def step() -> Tensor:
@@ -127,7 +129,7 @@ def _stage(number: int, late_ms: float = 0.0) -> Callable[[Sizes, Place], Traine
             optimizer.zero_grad()
             return loss.detach()
 
-        return Trainee(step, {})
+        return Trainee(step, {}, clock)
 
     return make
 

@@ -27,10 +27,13 @@ _MODULE = "benchmarks.turns"
 
 
 class Turn(NamedTuple):
-    """One candidate in one round; per step, seconds of the slowest rank, CPU seconds of all."""
+    """One candidate in one round; per step, seconds of the slowest rank, CPU seconds of all, and
+    seconds that a rank slept because a call was late.
+    """
 
     seconds: float
     cpu_seconds: float
+    slept: float
     losses: list[float | None]
     peaks: list[int | None]
 
@@ -87,7 +90,8 @@ def run(
 
 _NOTES = (
     "x alone: throughput over that of the first row, within a round; 1 is free communication",
-    f"{LATE_MS} ms late: every call between ranks ends no sooner than that after it began",
+    f"{LATE_MS} ms late: every call between ranks ends no sooner than that after it began; late "
+    "ms: for which a rank had nothing to compute, of each step",
     "CPU ms: of both ranks, per step; peak MB: of the rank that needed more, the first included",
 )
 
@@ -126,6 +130,7 @@ def _turn(ranks: Ranks, steps: int) -> Turn:
     return Turn(
         slowest(answers, "seconds"),
         sum(answer["cpu_seconds"] for answer in answers),
+        slowest(answers, "slept"),
         [answer["loss"] for answer in answers],
         [answer["peak"] for answer in answers],
     )
@@ -146,6 +151,9 @@ def _row(name: str, taken: dict[str, list[Turn]], facts: dict[str, Any], sizes: 
         "tokens/s": sizes.batch * sizes.context / mine.median,
         "CPU ms": statistics.median(t.cpu_seconds for t in turns) * 1e3,
     }
+    slept = statistics.median(t.slept for t in turns)
+    if slept:
+        columns["late ms"] = slept * 1e3
     peaks = [peak for peak in turns[-1].peaks if peak is not None]
     if peaks:
         columns["peak MB"] = max(peaks) / 1e6

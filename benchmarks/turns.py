@@ -28,18 +28,19 @@ def turn(place: Place, steps: int) -> dict[str, Any]:
     """Some steps.
 
     Returns:
-        ``seconds`` and ``cpu_seconds`` per step, ``loss`` before the last update or None, and
-        ``peak``, the bytes of memory that this process has needed so far.
+        ``seconds``, ``cpu_seconds`` and ``slept``, for a late link, per step, ``loss`` before the
+        last update or None, and ``peak``, the bytes of memory that this process has needed so far.
     """
     loss = None
     place.chip.synchronize()
-    begin, cpu = time.perf_counter(), time.process_time()
+    begin, cpu, slept = time.perf_counter(), time.process_time(), place.held.clock.slept_s
     for _ in range(steps):
         loss = place.held.step()
     place.chip.synchronize()
     return {
         "seconds": (time.perf_counter() - begin) / steps,
         "cpu_seconds": (time.process_time() - cpu) / steps,
+        "slept": (place.held.clock.slept_s - slept) / steps,
         "loss": None if loss is None else loss.item(),
         "peak": peak_nbytes(place),
     }

@@ -11,6 +11,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <string>
 
 namespace anychip_bridge {
@@ -92,12 +93,23 @@ at::Tensor empty_on(c10::Device device, c10::IntArrayRef sizes, c10::ScalarType 
 // A contiguous copy on the host; complete.
 at::Tensor to_host(const at::Tensor& tensor);
 
-// --- operators.cpp
+// --- host.cpp
 
+// The device that a call is about: its first tensor's of ours, or the one that it names.
+c10::DeviceIndex device_of_call(const torch::jit::Stack& stack, size_t begin);
+bool takes_generator(const c10::Argument& argument);
 // Computes on the host what the chip does not, and counts it.
 void host_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
-void count_host_call(const std::string& name);
-std::string host_calls(bool reset);
+// How often an operator was called on the device, or on the host instead; holds for ever.
+std::atomic<int64_t>& call_count(const std::string& name, bool is_native);
+// A line for each that was called: its name, and how often.
+std::string calls(bool is_native, bool reset);
+
+// --- operators.cpp
+
+// Makes an operator that the library lists, and torch does not know, torch.ops.anychip_library.*;
+// the schema ends in the list of results, and gives a bool: false where the library does not do it.
+void serve(const std::string& name, const std::string& schema);
 // Registers what the library has, for every form of each name.
 void register_operators();
 // target[...] = source by the library's "copy", both on one device; false: it does not do that.

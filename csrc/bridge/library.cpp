@@ -127,9 +127,30 @@ __attribute__((visibility("default"))) int anychip_bridge_synchronize(int device
   return status;
 }
 
-__attribute__((visibility("default"))) const char* anychip_bridge_host_calls(int reset) {
+__attribute__((visibility("default"))) const char* anychip_bridge_calls(int native, int reset) {
   thread_local std::string text;
-  text = host_calls(reset != 0);
+  text = calls(native != 0, reset != 0);
   return text.c_str();
+}
+
+__attribute__((visibility("default"))) int anychip_bridge_serve(const char* name,
+                                                                const char* schema) {
+  return guarded([&] { serve(name, schema); });
+}
+
+// Where the library's own functions find a tensor, for calls that are none of torch's operators.
+__attribute__((visibility("default"))) int anychip_bridge_place(const void* address,
+                                                                anychip_memory* memory,
+                                                                int64_t* offset) {
+  return guarded([&] {
+    const auto place = place_of(address);
+    *memory = place.memory;
+    *offset = place.offset;
+  });
+}
+
+// The calling thread's.
+__attribute__((visibility("default"))) anychip_stream anychip_bridge_current_stream(int device) {
+  return current_stream(static_cast<c10::DeviceIndex>(device));
 }
 }

@@ -1,26 +1,22 @@
-// Operators: what the library lists by name runs there, everything else on the host, counted.
+// Operators: what the library lists by name runs there.
 //
 // Nothing here knows an operator. A name stands for a functional ATen operator; its in-place and
 // .out forms are found by their schemas, shapes and dtypes of results by torch's meta kernels.
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TypeProperties.h>
-#include <ATen/ops/convolution.h>
-#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <map>
 #include <mutex>
 #include <optional>
-#include <sstream>
 #include <unordered_map>
 
 #include "bridge.h"
@@ -32,98 +28,20 @@ using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
 
-// ---- the host
-
-std::mutex counts_mutex;
-
-std::map<std::string, int64_t>& counts() {
-  static auto* made = new std::map<std::string, int64_t>;
-  return *made;
-}
-
-bool takes_generator(const c10::Argument& argument) {
-  const auto type = argument.type();
-  const auto optional = type->cast<c10::OptionalType>();
-  const auto inner = optional ? optional->getElementType() : type;
-  return inner->kind() == c10::TypeKind::GeneratorType;
-}
-
-// The device that a call is about: its first tensor's of ours, or the one that it names.
-c10::DeviceIndex device_of_call(const Stack& stack, size_t begin) {
-  for (size_t i = begin; i < stack.size(); ++i) {
-    const IValue& value = stack[i];
-    if (value.isTensor() && value.toTensor().defined() && value.toTensor().device().type() == kChip)
-      return value.toTensor().device().index();
-    if (value.isTensorList())
-      for (const Tensor& tensor : value.toTensorVector())
-        if (tensor.device().type() == kChip) return tensor.device().index();
-    if (value.isDevice() && value.toDevice().type() == kChip && value.toDevice().has_index())
-      return value.toDevice().index();
-  }
-  return current_device();
-}
-
-// Operators that draw numbers and take no generator use the host's default one: it stands in for
-// the device's while they run.
-void run_with_state_of(const at::Generator& inner, const c10::OperatorHandle& op, Stack* stack) {
-  static auto* mutex = new std::mutex;
-  std::lock_guard<std::mutex> lock(*mutex);
-  at::Generator host = at::detail::getDefaultCPUGenerator();
-  const auto before = host.get_state();
-  host.set_state(inner.get_state());
-  try {
-    at::native::cpu_fallback(op, stack);
-  } catch (...) {
-    host.set_state(before);
-    throw;
-  }
-  at::Generator(inner).set_state(host.get_state());
-  host.set_state(before);
-}
-
-}  // namespace
-
-void count_host_call(const std::string& name) {
-  std::lock_guard<std::mutex> lock(counts_mutex);
-  ++counts()[name];
-}
-
-std::string host_calls(bool reset) {
-  std::lock_guard<std::mutex> lock(counts_mutex);
-  std::ostringstream text;
-  for (const auto& [name, count] : counts()) text << name << ' ' << count << '\n';
-  if (reset) counts().clear();
-  return text.str();
-}
-
-void host_fallback(const c10::OperatorHandle& op, Stack* stack) {
-  count_host_call(c10::toString(op.operator_name()));
-  const auto& arguments = op.schema().arguments();
-  const size_t begin = stack->size() - arguments.size();
-  bool has_generator = false;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (!takes_generator(arguments[i])) continue;
-    has_generator = true;
-    IValue& value = (*stack)[begin + i];
-    const auto given =
-        value.isNone() ? default_generator(device_of_call(*stack, begin)) : value.toGenerator();
-    if (given.device().type() == kChip) value = host_generator(given);
-  }
-  if (!has_generator && op.hasTag(at::Tag::nondeterministic_seeded)) {
-    const auto generator = default_generator(device_of_call(*stack, begin));
-    return run_with_state_of(host_generator(generator), op, stack);
-  }
-  at::native::cpu_fallback(op, stack);
-}
-
-// ---- the chip
-
-namespace {
-
 enum class Form { kFunctional, kInPlace, kOut };
+
+// Of a list; undefined where an optional one is left out.
+std::vector<Tensor> tensors_of(const IValue& list) {
+  if (list.isTensorList()) return list.toTensorVector();
+  std::vector<Tensor> found;
+  for (const std::optional<Tensor>& tensor : list.toOptionalTensorVector())
+    found.push_back(tensor.value_or(Tensor()));
+  return found;
+}
 
 // Descriptors of one call; deques, so that pointers into them hold.
 struct Call {
+  std::deque<IValue> kept;  // a number that became a tensor here is nobody else's
   std::deque<anychip_tensor> tensors;
   std::deque<std::vector<const anychip_tensor*>> lists;
   std::deque<anychip_argument> arguments;
@@ -132,6 +50,7 @@ struct Call {
   std::deque<std::string> strings;
 
   const anychip_tensor* describe(const Tensor& tensor) {
+    if (!tensor.defined()) return nullptr;
     auto& into = tensors.emplace_back();
     const auto place = tensor.numel() ? place_of(tensor) : Place{};
     into.struct_size = sizeof into;
@@ -145,16 +64,17 @@ struct Call {
     return &into;
   }
 
-  void add(const IValue& value) {
+  void add(IValue given) {
+    const IValue& value = kept.emplace_back(std::move(given));
     auto& into = arguments.emplace_back();
     into.struct_size = sizeof into;
     into.kind = ANYCHIP_ARG_NONE;
     if (value.isTensor() && value.toTensor().defined()) {
       into.kind = ANYCHIP_ARG_TENSOR;
       into.v.tensor = describe(value.toTensor());
-    } else if (value.isTensorList()) {
+    } else if (value.isTensorList() || value.isOptionalTensorList()) {
       auto& list = lists.emplace_back();
-      for (const Tensor& tensor : value.toTensorVector()) list.push_back(describe(tensor));
+      for (const Tensor& tensor : tensors_of(value)) list.push_back(describe(tensor));
       into.kind = ANYCHIP_ARG_TENSORS;
       into.n = list.size();
       into.v.tensors = list.data();
@@ -184,8 +104,8 @@ struct Call {
   }
 
   // false: the library does not do this one, and has written nothing.
-  bool run(anychip_operator function, const char* name, const std::vector<Tensor>& results) {
-    const auto device = results[0].device().index();
+  bool run(anychip_operator function, const char* name, c10::DeviceIndex device,
+           const std::vector<Tensor>& results) {
     std::vector<const anychip_argument*> argument_pointers;
     std::vector<const anychip_tensor*> result_pointers;
     for (const auto& argument : arguments) argument_pointers.push_back(&argument);
@@ -227,10 +147,10 @@ bool are_servable(const Stack& stack, size_t begin, size_t end, c10::DeviceIndex
     const IValue& value = stack[i];
     if (value.isTensor()) {
       if (!is_servable(value.toTensor(), device)) return false;
-    } else if (value.isTensorList()) {
-      for (const Tensor& tensor : value.toTensorVector())
+    } else if (value.isTensorList() || value.isOptionalTensorList()) {
+      for (const Tensor& tensor : tensors_of(value))
         if (!is_servable(tensor, device)) return false;
-    } else if (value.isComplexDouble() || value.isOptionalTensorList()) {
+    } else if (value.isComplexDouble()) {
       return false;
     }
   }
@@ -243,6 +163,13 @@ Tensor as_meta(const Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
 }
 
+// How many arguments are not .out ones.
+size_t num_read(const c10::FunctionSchema& schema) {
+  const auto& arguments = schema.arguments();
+  return std::count_if(arguments.begin(), arguments.end(),
+                       [](const c10::Argument& argument) { return !argument.is_out(); });
+}
+
 // One of the forms of an operator that the library has.
 class Kernel final : public c10::OperatorKernel {
  public:
@@ -251,9 +178,11 @@ class Kernel final : public c10::OperatorKernel {
         form_(form),
         function_(function),
         name_(c10::toString(functional_.operator_name())),
-        num_arguments_(functional_.schema().arguments().size()),
+        num_arguments_(num_read(functional_.schema())),
         num_results_(functional_.schema().returns().size()),
-        is_pointwise_(functional_.hasTag(at::Tag::pointwise) && num_results_ == 1) {}
+        is_pointwise_(num_results_ == 1 &&
+                      (functional_.hasTag(at::Tag::pointwise) || is_untagged())),
+        count_(call_count(name_, true)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     if (!runs(op, stack)) host_fallback(op, stack);
@@ -266,25 +195,33 @@ class Kernel final : public c10::OperatorKernel {
     if (!are_servable(*stack, begin, stack->size(), device)) return false;
     const at::AutoDispatchBelowADInplaceOrView below;
     Stack arguments(stack->begin() + begin, stack->begin() + begin + num_arguments_);
-    auto shapes = is_pointwise_ ? pointwise_shape(arguments) : std::nullopt;
-    if (!shapes) shapes = inferred_shapes(arguments);
-    if (!shapes) return false;  // wrong arguments: the host has the words for it
     std::vector<Tensor> given, results;
     if (form_ == Form::kInPlace) given = {(*stack)[begin].toTensor()};
     if (form_ == Form::kOut)
       for (size_t i = num_arguments_; i < num_given; ++i)
         given.push_back((*stack)[begin + i].toTensor());
+    auto shapes = is_pointwise_ ? pointwise_shape(arguments) : std::nullopt;
+    if (!shapes) shapes = inferred_shapes(arguments, given);
+    if (!shapes) return false;  // wrong arguments: the host has the words for it
     if (!make_results(*shapes, given, device, arguments, results)) return false;
     Call call;
     const auto common = common_dtype(arguments);
     for (IValue& value : arguments) call.add(prepared(value, (*shapes)[0], device, common));
-    if (!(is_pointwise_ && results[0].numel() == 0) && !call.run(function_, name_.c_str(), results))
+    if (!(is_pointwise_ && results[0].numel() == 0) &&
+        !call.run(function_, name_.c_str(), device, results))
       return false;
+    ++count_;
     for (size_t i = 0; i < given.size(); ++i)
       if (!given[i].is_same(results[i])) given[i].copy_(results[i]);
     torch::jit::drop(*stack, num_given);
     for (auto& result : given.empty() ? results : given) stack->emplace_back(std::move(result));
     return true;
+  }
+
+  // Those that torch leaves the tag off.
+  bool is_untagged() const {
+    return name_.rfind("aten::fill.", 0) == 0 || name_ == "aten::zero" ||
+           name_ == "aten::rsub.Tensor";
   }
 
   // What torch's promotion makes of the arguments' types.
@@ -386,7 +323,7 @@ class Kernel final : public c10::OperatorKernel {
       if (const auto found = dtypes_.find(key); found != dtypes_.end()) dtype = found->second;
     }
     if (!dtype) {
-      const auto shapes = inferred_shapes(arguments);
+      const auto shapes = inferred_shapes(arguments, {});
       if (!shapes) return std::nullopt;
       dtype = (*shapes)[0].dtype;
       std::lock_guard<std::mutex> lock(mutex_);
@@ -396,7 +333,8 @@ class Kernel final : public c10::OperatorKernel {
         {c10::DimVector(first->sizes()), c10::DimVector(first->strides()), *dtype}};
   }
 
-  std::optional<std::vector<Shape>> inferred_shapes(const Stack& arguments) const {
+  std::optional<std::vector<Shape>> inferred_shapes(const Stack& arguments,
+                                                    const std::vector<Tensor>& given) const {
     Stack stack;
     for (const IValue& value : arguments) {
       if (value.isTensor()) {
@@ -409,6 +347,9 @@ class Kernel final : public c10::OperatorKernel {
         stack.push_back(value);
       }
     }
+    // Of an operator that has only the .out form, such a tensor's shape is what it is resized to.
+    for (size_t i = num_arguments_; i < functional_.schema().arguments().size(); ++i)
+      stack.emplace_back(as_meta(given[i - num_arguments_]));
     try {
       functional_.callBoxed(&stack);
     } catch (const std::exception&) {
@@ -430,8 +371,42 @@ class Kernel final : public c10::OperatorKernel {
   std::string name_;
   size_t num_arguments_, num_results_;
   bool is_pointwise_;
+  std::atomic<int64_t>& count_;
   std::mutex mutex_;
   std::unordered_map<std::string, c10::ScalarType> dtypes_;
+};
+
+// An operator of no library of torch's, in the schema that Python gave it: its arguments, then the
+// tensors to be written, then whether the library did so.
+class OwnKernel final : public c10::OperatorKernel {
+ public:
+  OwnKernel(std::string name, anychip_operator function)
+      : name_(std::move(name)), function_(function), count_(call_count(name_, true)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+    const size_t num_given = op.schema().arguments().size(), begin = stack->size() - num_given;
+    const auto device = device_of_call(*stack, begin);
+    bool is_done = are_servable(*stack, begin, stack->size(), device);
+    if (is_done) {
+      Call call;
+      for (size_t i = begin; i + 1 < stack->size(); ++i) call.add(prepared((*stack)[i], device));
+      is_done = call.run(function_, name_.c_str(), device, tensors_of(stack->back()));
+    }
+    if (is_done) ++count_;
+    torch::jit::drop(*stack, num_given);
+    stack->emplace_back(is_done);
+  }
+
+ private:
+  static IValue prepared(const IValue& value, c10::DeviceIndex device) {
+    const bool is_of_host =
+        value.isTensor() && value.toTensor().defined() && value.toTensor().is_cpu();
+    return is_of_host ? value.toTensor().to(c10::Device(kChip, device)) : value;
+  }
+
+  std::string name_;
+  anychip_operator function_;
+  std::atomic<int64_t>& count_;
 };
 
 // Which form of `functional` a schema of the same name is, if it is one.
@@ -455,13 +430,15 @@ std::optional<Form> form_of(const c10::FunctionSchema& schema,
   return Form::kOut;
 }
 
-bool is_functional(const c10::OperatorHandle& op) {
+// Whether a library may have it: it writes nothing that it reads, and draws no numbers.
+bool is_eligible(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   if (schema.arguments().empty() || schema.returns().empty()) return false;
+  const auto is_aliased = [](const c10::Argument& a) { return a.alias_info() && !a.is_out(); };
   for (const auto& argument : schema.arguments())
-    if (argument.alias_info() || takes_generator(argument)) return false;
+    if (is_aliased(argument) || takes_generator(argument)) return false;
   for (const auto& result : schema.returns())
-    if (result.alias_info() || result.type()->kind() != c10::TypeKind::TensorType) return false;
+    if (result.type()->kind() != c10::TypeKind::TensorType) return false;
   // Made of other operators, which autograd knows: those are the ones to serve.
   return !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
@@ -478,41 +455,6 @@ void register_kernel(const c10::OperatorHandle& op, const c10::OperatorHandle& f
 }
 
 anychip_operator copy_function = nullptr;
-
-// ---- convolutions reach a device by names of their own, which no fallback sees
-
-Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                   c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation,
-                   bool transposed, c10::IntArrayRef output_padding, int64_t groups) {
-  count_host_call("aten::convolution_overrideable");
-  std::optional<Tensor> host_bias;
-  if (bias && bias->defined()) host_bias = to_host(*bias);
-  return at::convolution(to_host(input), to_host(weight), host_bias, stride, padding, dilation,
-                         transposed, output_padding, groups)
-      .to(input.device());
-}
-
-std::tuple<Tensor, Tensor, Tensor> convolution_backward(
-    const Tensor& grad, const Tensor& input, const Tensor& weight, c10::IntArrayRef stride,
-    c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
-    c10::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
-  count_host_call("aten::convolution_backward_overrideable");
-  const int64_t channels[] = {transposed ? weight.size(1) * groups : weight.size(0)};
-  const auto [of_input, of_weight, of_bias] = at::convolution_backward(
-      to_host(grad), to_host(input), to_host(weight), c10::IntArrayRef(channels), stride, padding,
-      dilation, transposed, output_padding, groups, mask);
-  const auto back = [&](const Tensor& x) { return x.defined() ? x.to(input.device()) : x; };
-  return {back(of_input), back(of_weight), back(of_bias)};
-}
-
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  library.impl("convolution_overrideable", convolution);
-  library.impl("convolution_backward_overrideable", convolution_backward);
-}
-
-TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&host_fallback>());
-}
 
 }  // namespace
 
@@ -531,8 +473,10 @@ void register_operators() {
     const auto dot = text.find('.');
     const auto found =
         dispatcher.findSchema({base, dot == std::string::npos ? "" : text.substr(dot + 1)});
-    if (!found || !is_functional(*found)) continue;
-    register_kernel(*found, *found, Form::kFunctional, function);
+    if (!found || !is_eligible(*found)) continue;
+    const bool has_out = num_read(found->schema()) < found->schema().arguments().size();
+    register_kernel(*found, *found, has_out ? Form::kOut : Form::kFunctional, function);
+    if (has_out) continue;
     for (const auto& names : {forms[base], forms[base + "_"]}) {
       for (const auto& name : names) {
         const auto other = dispatcher.findSchema(name);
@@ -545,13 +489,24 @@ void register_operators() {
   }
 }
 
+void serve(const std::string& name, const std::string& schema) {
+  const auto function = chip.operators ? chip.find_operator(name.c_str()) : nullptr;
+  TORCH_CHECK(function, chip.name, " lists ", name, ", and has no function for it");
+  static auto* library = new torch::Library(torch::Library::FRAGMENT, "anychip_library",
+                                            std::nullopt, __FILE__, __LINE__);
+  library->def(schema.c_str());
+  library->impl(schema.substr(0, schema.find('(')).c_str(),
+                torch::dispatch(kChip, torch::CppFunction::makeFromBoxedFunctor(
+                                           std::make_unique<OwnKernel>(name, function))));
+}
+
 bool native_copy(const Tensor& target, const Tensor& source) {
   const auto device = target.device().index();
   if (!copy_function || !is_servable(target, device) || !is_servable(source, device)) return false;
   if (target.is_alias_of(source)) return false;
   Call call;
   call.add(source);
-  return call.run(copy_function, "copy", {target});
+  return call.run(copy_function, "copy", device, {target});
 }
 
 }  // namespace anychip_bridge

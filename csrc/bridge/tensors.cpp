@@ -215,16 +215,17 @@ Tensor copy_from(const Tensor& from, const Tensor& target, bool non_blocking) {
     return target;
   }
   if (source.device() == target.device()) {
+    static auto& native = call_count("aten::_copy_from", true);
     if (same_layout(target, source)) {
       copy_on_device(target.device().index(), place_of(target), place_of(source),
                      target.numel() * target.element_size());
-      return target;
+      return ++native, target;
     }
     if (source.is_conj() == target.is_conj() && source.is_neg() == target.is_neg() &&
         native_copy(target, source))
-      return target;
+      return ++native, target;
   }
-  count_host_call("aten::_copy_from");
+  ++call_count("aten::_copy_from", false);
   write(target, resolved(source, target));
   return target;
 }

@@ -3,17 +3,29 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from anychip.conformance import Level
-from anychip.contract import Backend, Memory
+from anychip.contract import Backend
 from anychip.dispatch.signature import Signature
 from anychip.operators import all_specs
 from tests.meta.honest import HonestBackend, Row, make_table, reference_rows
 
 Change = Callable[..., Any]
+Call = Callable[..., Any]
+
+
+def with_method(right: type, method: str, change: Change) -> Any:
+    """A class in which ``change(self, right, *args)`` is in a method's place."""
+
+    def changed(self: Any, *args: Any, **named: Any) -> Any:
+        return change(self, getattr(super(made, self), method), *args, **named)
+
+    made: Any = type(f"{right.__name__}Changed", (right,), {method: changed})
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +64,6 @@ def wrong_parts(
 def wrong_device(name: str, bug: str, **methods: Any) -> Wrong:
     """The honest backend with some of its methods or attributes replaced."""
     return wrong_parts(HonestBackend, name, bug, "", chapter="device", **methods)
-
-
-def wrong_memory(name: str, bug: str, memory: type[Memory]) -> Wrong:
-    """The honest backend with another memory part."""
-
-    def make() -> Backend:
-        backend = HonestBackend()
-        backend.__dict__["memory"] = memory(backend)
-        return backend
-
-    return Wrong(name=name, bug=bug, chapter="memory", make=make)
 
 
 def wrong_row(
@@ -109,24 +110,40 @@ def wrong_arguments(
     dtypes: frozenset[torch.dtype] = HonestBackend.dtypes,
     **changes: Any,
 ) -> Wrong:
-    """The right row, called with other arguments: by name, each a value or a function of some.
+    """The right row with other arguments, or results: by name, each a value or a function of some.
 
-    A backward row's are grad (grad1 and so on for further outputs), and what the spec saves.
+    A backward row's arguments are grad (grad1 and so on for further outputs), and what the spec
+    saves. Results are y (y0 and so on of several), and residuals; dx and so on, where needed.
     """
     spec = next(spec for spec in all_specs() if spec.name == operator)
-    names, grads = Signature.parse(spec).positional, Signature.parse(spec).num_outputs
+    names, count = Signature.parse(spec).positional, Signature.parse(spec).num_outputs
+    outputs = ["y"] if count == 1 else [f"y{number}" for number in range(count)]
+    outputs += [residual.name for residual in spec.residuals]
     if direction == "backward":
-        names = ("grad", *(f"grad{number}" for number in range(1, grads)), *spec.saved)
+        names = ("grad", *(f"grad{number}" for number in range(1, count)), *spec.saved)
+        outputs = [f"d{name}" for name in spec.differentiable]
+
+    def changed(known: dict[str, Any], which: str) -> Any:
+        new = changes.get(which, known[which])
+        if which not in changes or not callable(new):
+            return new
+        return new(*(known[each] for each in inspect.signature(new).parameters))
 
     def change(row: Row, *args: Any, **attrs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | attrs
-        made = dict(given)
-        for which, new in changes.items():
-            asked = inspect.signature(new).parameters if callable(new) else ()
-            made[which] = new(*(given[each] for each in asked)) if callable(new) else new
-        return row(*(made[each] for each in names[: len(args)]), **{a: made[a] for a in attrs})
+        made = {which: changed(given, which) for which in given}
+        found = row(*(made[each] for each in names[: len(args)]), **{a: made[a] for a in attrs})
+        if not set(outputs) & set(changes):
+            return found
+        results = [found] if isinstance(found, torch.Tensor) else list(found)
+        known = given | dict(zip(outputs, results, strict=True))
+        new = [None if known[name] is None else changed(known, name) for name in outputs]
+        return new[0] if isinstance(found, torch.Tensor) else tuple(new)
 
     return wrong_row(
         name, bug, chapter=chapter or ("operators" if direction == "forward" else "gradients"),
         operator=operator, direction=direction, select=select, dtypes=dtypes,
     )(change)  # fmt: skip
+
+
+wrong_gradients = partial(wrong_arguments, direction="backward")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anychip import operators
 from tests.meta.honest import Row
-from tests.meta.wrong import Wrong, wrong_arguments, wrong_row
+from tests.meta.wrong import Wrong, wrong_arguments, wrong_gradients, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
@@ -49,12 +49,6 @@ def rest_dropped(row: Row, q: Tensor, k: Tensor, cos: Tensor, *given: Tensor, **
     return turned
 
 
-@wrong("weights-not-scaled", "missing factor", operator="attention_dropout")
-def unscaled(row: Row, *args: Tensor, p: float, **attrs: Attr) -> Any:
-    y, lse = row(*args, p=p, **attrs)
-    return y * (1.0 - p), lse
-
-
 @wrong("one-mask-for-all-heads", "physical for logical index", operator="attention_dropout")
 def shared_mask(
     row: Row, q: Tensor, k: Tensor, v: Tensor, rng: Tensor, *index: Any, **attrs: Attr
@@ -76,12 +70,6 @@ def renormalised(row: Row, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **att
     y, lse = row(q, k, v, *rest, **attrs)
     total, _ = row(q, k, torch.ones_like(v), *rest, **attrs)
     return torch.where(total > 0.0, y / total, y), lse
-
-
-@wrong_backward("mask-of-another-call", "mask reused wrongly", operator="attention_dropout")
-def other_mask(row: Row, *args: Tensor, **attrs: Attr) -> Any:
-    rng = args[6] + torch.tensor([0, 1])
-    return row(*args[:6], rng, *args[7:], **attrs)
 
 
 @wrong_backward("value-gradient-undropped", "mask forgotten", operator="attention_dropout")
@@ -175,12 +163,6 @@ def clamped_ends(row: Row, q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, **att
     return row(q, k, v, *(torch.cat((e[:1] * 0, e[1:])) for e in inside), **attrs)
 
 
-@wrong("lse-of-no-keys-is-zero", "a case of its own forgotten", operator="attention_varlen")
-def zero_lse(row: Row, *args: Tensor, **attrs: Attr) -> Any:
-    y, lse = row(*args, **attrs)
-    return y, lse.masked_fill(lse.isneginf(), 0.0)
-
-
 @wrong("entries-of-32-bits-read-as-64", "wrong width of an index", operator="attention_varlen")
 def wide_entries(row: Row, q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, **attrs: Attr) -> Any:
     read = (read_as_int64(e, n) for e, n in zip(ends, (q.shape[0], k.shape[0]), strict=True))
@@ -193,12 +175,6 @@ def read_as_int64(ends: Tensor, num_rows: int) -> Tensor:
         return ends
     twice = torch.nn.functional.pad(ends, (0, len(ends)))
     return twice.view(torch.int64).clamp(0, num_rows).cummax(0).values
-
-
-@wrong_bias("bias-gradient-scaled", "a factor at the wrong place")
-def scaled_bias(row: Row, *args: Tensor, scale: float, **attrs: Attr) -> Any:
-    dx, dbias = row(*args, scale=scale, **attrs)
-    return dx, (None if dbias is None else dbias * scale)
 
 
 @wrong_bias("bias-gradient-of-the-last-row", "= for +=")
@@ -237,6 +213,14 @@ def short_sum(row: Row, grad: Tensor, y: Tensor, bias: Tensor | None, **attrs: A
 
 
 ARGUMENTS = (
+    wrong_arguments("weights-not-scaled", "missing factor", "attention_dropout",
+        y=lambda y, p: y * (1.0 - p)),
+    wrong_arguments("lse-of-no-keys-is-zero", "a case of its own forgotten", "attention_varlen",
+        lse=lambda lse: lse.masked_fill(lse.isneginf(), 0.0)),
+    wrong_gradients("bias-gradient-scaled", "a factor at the wrong place", "softmax",
+        select="/softmax/ and bias", dbias=lambda dbias, scale: dbias * scale),
+    wrong_gradients("mask-of-another-call", "mask reused wrongly", "attention_dropout",
+        rng=lambda rng: rng + torch.tensor([0, 1])),
     wrong_arguments("keys-by-the-ends-of-queries", "an argument without effect", "attention_varlen",
         cu_seqlens_k=lambda cu_seqlens_q, k: cu_seqlens_q.clamp(max=k.shape[0])),
 )  # fmt: skip

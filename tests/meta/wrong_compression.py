@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_gradients, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
 Attr = Any
+NIBBLES = ("int4", "nf4", "mx_e2m1")
 
 
 @wrong("halves-away-from-zero", "wrong rounding", operator="quantize")
@@ -26,13 +27,6 @@ def halves_away(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block: 
     return codes, scales
 
 
-@wrong("scale-by-128", "off by one", operator="quantize")
-def scale_of_128(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block: int) -> Any:
-    codes, scales = row(x, rng, format=format, block=block)
-    wrong = {"int8": 127 / 128, "int4": 7 / 8}
-    return codes, scales * wrong[format] if format in wrong else scales
-
-
 @wrong("blocks-per-row", "physical for logical index", operator="quantize")
 def blocks_per_row(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block: int) -> Any:
     codes, scales = row(x, rng, format=format, block=block)
@@ -40,14 +34,6 @@ def blocks_per_row(row: Row, x: Tensor, rng: Tensor | None, *, format: str, bloc
         return codes, scales
     parts = [row(line, None, format=format, block=block)[0] for line in x.reshape(-1, x.shape[-1])]
     return torch.cat(parts), scales
-
-
-@wrong("high-nibble-first", "layout swapped", operator="quantize")
-def high_nibble(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block: int) -> Any:
-    codes, scales = row(x, rng, format=format, block=block)
-    if format not in ("int4", "nf4", "mx_e2m1"):
-        return codes, scales
-    return (codes << 4) | ((codes >> 4) & 0xF), scales
 
 
 @wrong("random-rounding-mirrored", "a comparison the wrong way round", operator="quantize")
@@ -68,13 +54,6 @@ def word_of_block(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block
         return codes, scales
     parts = [row(part, rng, format=format, block=block)[0] for part in x.reshape(-1).split(block)]
     return torch.cat(parts), scales
-
-
-@wrong("zero-block-is-nan", "a special case forgotten", operator="quantize")
-def zero_block(row: Row, x: Tensor, rng: Tensor | None, **attrs: Attr) -> Any:
-    codes, scales = row(x, rng, **attrs)
-    is_float = scales.is_floating_point()
-    return codes, torch.where(scales == 0.0, math.nan, scales) if is_float else scales
 
 
 @wrong("float-code-cut-off", "wrong rounding", operator="quantize")
@@ -122,11 +101,6 @@ def unsigned(
     return row(wide[:count].clone(), scales, shape=shape, format="int8", block=block)
 
 
-@wrong("not-normalised", "missing factor", operator="hadamard")
-def unscaled(row: Row, x: Tensor, *, block: int | None) -> Any:
-    return row(x, block=block) * math.sqrt(x.shape[-1] if block is None else block)
-
-
 @wrong("sequency-order", "another order of the same numbers", operator="hadamard")
 def reversed_bits(row: Row, x: Tensor, *, block: int | None) -> Any:
     length = x.shape[-1] if block is None else block
@@ -154,24 +128,25 @@ def last_first(row: Row, x: Tensor, *, k: int) -> Any:
     return values, x.shape[-1] - 1 - indices
 
 
-@wrong("magnitude-for-value", "sign lost", operator="top_k")
-def unsigned_values(row: Row, x: Tensor, *, k: int) -> Any:
-    values, indices = row(x, k=k)
-    return values.abs(), indices
-
-
 @wrong("nan-is-smallest", "Inf or NaN lost", operator="top_k")
 def nan_last(row: Row, x: Tensor, *, k: int) -> Any:
     _, indices = row(torch.where(x.isnan(), 0.0, x), k=k)
     return x.gather(-1, indices), indices
 
 
-@wrong_backward("gradient-not-transformed", "derivative of another function", operator="hadamard")
-def identity(row: Row, grad: Tensor, **attrs: Attr) -> Any:
-    return (grad.clone(),)
-
-
 ARGUMENTS = (
+    wrong_arguments("high-nibble-first", "layout swapped", "quantize",
+        y0=lambda y0, format: y0 if format not in NIBBLES else (y0 << 4) | ((y0 >> 4) & 0xF)),
+    wrong_arguments("scale-by-128", "off by one", "quantize",
+        y1=lambda y1, format: y1 * {"int8": 127 / 128, "int4": 7 / 8}.get(format, 1)),
+    wrong_arguments("zero-block-is-nan", "a special case forgotten", "quantize",
+        y1=lambda y1: torch.where(y1 == 0.0, math.nan, y1) if y1.is_floating_point() else y1),
+    wrong_arguments("not-normalised", "missing factor", "hadamard",
+        y=lambda y, x, block: y * math.sqrt(block or x.shape[-1])),
+    wrong_arguments("magnitude-for-value", "sign lost", "top_k",
+        y0=lambda y0: y0.abs()),
+    wrong_gradients("gradient-not-transformed", "derivative of another function", "hadamard",
+        dx=lambda grad: grad.clone()),
     wrong_arguments("infinite-block-hidden", "Inf or NaN lost", "quantize",
         x=lambda x: torch.nan_to_num(x)),
     wrong_arguments("scale-of-the-next-block", "off by one", "dequantize",
@@ -180,6 +155,6 @@ ARGUMENTS = (
         scales=lambda scales: scales.bfloat16().float()),
     wrong_arguments("hadamard-in-half", "lower precision of factors", "hadamard",
         x=lambda x: x.bfloat16().float()),
-    wrong_arguments("gradient-to-first-places", "gradient of an index", "top_k",
-        direction="backward", y1=lambda y1: y1.sort(-1).values),
+    wrong_gradients("gradient-to-first-places", "gradient of an index", "top_k",
+        y1=lambda y1: y1.sort(-1).values),
 )  # fmt: skip

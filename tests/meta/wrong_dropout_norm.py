@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anychip import operators
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_gradients, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
@@ -66,15 +66,9 @@ def x_of_the_norm_only(row: Row, grad: Tensor, dtotal: Tensor, *saved: Any, **at
     return dx, *others
 
 
-@wrong_backward(
-    "gradient-dropped-but-not-scaled", "missing factor", operator="dropout_add_layer_norm"
-)
-def unscaled(row: Row, *args: Any, p: float, **attrs: Attr) -> Any:
-    dx, *others = row(*args, p=p, **attrs)
-    return (None if dx is None else dx * (1.0 - p)), *others
-
-
 ARGUMENTS = (
+    wrong_gradients("gradient-dropped-but-not-scaled", "missing factor", "dropout_add_layer_norm",
+        dx=lambda dx, p: dx * (1.0 - p)),
     wrong_arguments("sum-dropped-whole", "an argument at the wrong place", "dropout_add_rms_norm",
         x=lambda x, residual: x + residual, residual=lambda residual: torch.zeros_like(residual)),
 )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_row
+from tests.meta.wrong import wrong_gradients, wrong_row
 
 wrong = partial(wrong_row, chapter="gradients", direction="backward")
 Attr = Any
@@ -33,29 +33,10 @@ def no_projection(
     return (dx if attrs["needs"][0] else None), dweight, dbias
 
 
-@wrong("residual-gets-the-stream-only", "missing term of a derivative", operator="add_layer_norm")
-def stream_only(row: Row, grad: Tensor, dtotal: Tensor, *saved: Tensor, **attrs: Attr) -> Any:
-    dx, dresidual, *weights = row(grad, dtotal, *saved, **attrs)
-    return dx, (None if dresidual is None else dtotal.clone()), *weights
-
-
-@wrong("bias-gradient-of-all-elements", "mask forgotten", operator="bias_dropout_add")
-def undropped_bias(row: Row, grad: Tensor, *rest: Any, needs: Any, **attrs: Any) -> Any:
-    dx, dresidual, dbias = row(grad, *rest, needs=needs, **attrs)
-    whole = grad.unsqueeze(0).flatten(0, -2).sum(0)
-    return dx, dresidual, (None if dbias is None else whole)
-
-
 @wrong("residual-gradient-dropped-too", "mask at the wrong place", operator="bias_dropout_add")
 def dropped_stream(row: Row, *args: Any, needs: Any, **attrs: Any) -> Any:
     dx, _, dbias = row(*args, needs=(True, True, needs[2]), **attrs)
     return dx, (dx.clone() if needs[1] else None), dbias
-
-
-@wrong("up-gradient-without-gelu", "missing factor", operator="geglu")
-def linear_gate(row: Row, grad: Tensor, gate: Tensor, up: Tensor, **attrs: Attr) -> Any:
-    dgate, dup = row(grad, gate, up, **attrs)
-    return dgate, (None if dup is None else grad * gate)
 
 
 @wrong("softmax-projection-missing", "missing term of a derivative", operator="softmax")
@@ -91,13 +72,6 @@ def all_rows(
     return row(grad / count, logits, target, lse, reduction="sum", **attrs)
 
 
-@wrong("key-gradient-unscaled", "missing factor", operator="attention")
-def unscaled_dk(row: Row, *args: Tensor, **attrs: Attr) -> Any:
-    dq, dk, dv = row(*args, **attrs)
-    scale = attrs["scale"] or 1.0 / args[1].shape[-1] ** 0.5
-    return dq, dk / scale, dv
-
-
 @wrong("group-not-summed", "sum over one of several", operator="attention")
 def one_head(
     row: Row, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, **attrs: Attr
@@ -115,12 +89,6 @@ def last_write(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs:
     total = torch.zeros_like(weight)
     total[indices.reshape(-1)] = grad.reshape(-1, grad.shape[-1])
     return (total,)
-
-
-@wrong("dropout-gradient-unscaled", "missing factor", operator="dropout")
-def unscaled(row: Row, *args: Any, p: float, **attrs: Any) -> Any:
-    (found,) = row(*args, p=p, **attrs)
-    return (found * (1.0 - p),)
 
 
 @wrong("gate-and-up-swapped", "arguments swapped", operator="swiglu")
@@ -151,16 +119,24 @@ def consumes(row: Row, grad: Tensor, x: Tensor, **attrs: Attr) -> Any:
 
 
 ARGUMENTS = (
-    wrong_arguments("gradient-of-the-sum-lost", "missing term of a derivative", "add_rms_norm",
-        direction="backward", grad1=lambda grad1: torch.zeros_like(grad1)),
-    wrong_arguments("slope-without-bias", "derivative at the wrong place", "bias_gelu",
-        direction="backward", bias=lambda bias: torch.zeros_like(bias)),
-    wrong_arguments("softmax-gradient-unscaled", "missing factor", "softmax", direction="backward",
-        scale=1.0),
-    wrong_arguments("z-loss-has-no-gradient", "missing term of a derivative", "cross_entropy",
-        direction="backward", z_loss=0.0),
-    wrong_arguments("rotation-not-reversed", "wrong sign", "rope", direction="backward",
-        sin=lambda sin: -sin),
-    wrong_arguments("exact-gradient-for-tanh", "derivative of another form", "gelu",
-        direction="backward", approximate="none"),
+    wrong_gradients("residual-gets-the-stream-only", "missing term of a derivative",
+        "add_layer_norm", dresidual=lambda grad1: grad1.clone()),
+    wrong_gradients("bias-gradient-of-all-elements", "mask forgotten", "bias_dropout_add",
+        dbias=lambda grad: grad.unsqueeze(0).flatten(0, -2).sum(0)),
+    wrong_gradients("up-gradient-without-gelu", "missing factor", "geglu",
+        dup=lambda grad, gate: grad * gate),
+    wrong_gradients("key-gradient-unscaled", "missing factor", "attention",
+        dk=lambda dk, q, scale: dk / (scale or 1.0 / q.shape[-1] ** 0.5)),
+    wrong_gradients("dropout-gradient-unscaled", "missing factor", "dropout",
+        dx=lambda dx, p: dx * (1.0 - p)),
+    wrong_gradients("gradient-of-the-sum-lost", "missing term of a derivative", "add_rms_norm",
+        grad1=lambda grad1: torch.zeros_like(grad1)),
+    wrong_gradients("slope-without-bias", "derivative at the wrong place", "bias_gelu",
+        bias=lambda bias: torch.zeros_like(bias)),
+    wrong_gradients("softmax-gradient-unscaled", "missing factor", "softmax", scale=1.0),
+    wrong_gradients("z-loss-has-no-gradient", "missing term of a derivative", "cross_entropy",
+        z_loss=0.0),
+    wrong_gradients("rotation-not-reversed", "wrong sign", "rope", sin=lambda sin: -sin),
+    wrong_gradients("exact-gradient-for-tanh", "derivative of another form", "gelu",
+        approximate="none"),
 )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_gradients, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
@@ -365,8 +365,8 @@ ARGUMENTS = (
         eps=lambda eps: eps or 1e-8),
     wrong_arguments("type-of-the-first", "dtype of another tensor", "l2_norm", select="/l2_norm/",
         dtypes=BOTH, tensors=lambda tensors: [tensor.to(tensors[0].dtype) for tensor in tensors]),
-    wrong_arguments("gradient-beyond-half", "range of a gradient", "gelu", direction="backward",
+    wrong_gradients("gradient-beyond-half", "range of a gradient", "gelu",
         grad=lambda grad: grad.clamp(-65504.0, 65504.0)),
-    wrong_arguments("nan-of-a-gradient-is-0", "Inf or NaN lost", "layer_norm", direction="backward",
+    wrong_gradients("nan-of-a-gradient-is-0", "Inf or NaN lost", "layer_norm",
         grad=lambda grad: grad.nan_to_num(nan=0.0)),
 )  # fmt: skip

@@ -3,49 +3,78 @@
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from anychip.contract import Backend, MemoryInfo, MemoryStats
 from tests.meta.honest import CAPACITY, CountingMemory, HonestBackend
-from tests.meta.wrong import Wrong, wrong_memory
+from tests.meta.wrong import Call, Wrong, with_method
+
+CATALOGUE: list[Wrong] = []
 
 
-class OutOfMemoryIsRuntimeError(CountingMemory):
-    def refuse(self, nbytes: int) -> None:
-        raise RuntimeError(f"error 2: cannot allocate {nbytes} bytes")
+def make_backend(memory: Any, right: type[HonestBackend] = HonestBackend) -> Backend:
+    """The honest backend with another memory part."""
+    backend = right()
+    backend.__dict__["memory"] = memory(backend)
+    return backend
 
 
-class OutOfMemoryIsSwallowed(CountingMemory):
-    def allocate(self, nbytes: int, index: int | None = None) -> torch.UntypedStorage:
-        try:
-            return super().allocate(nbytes, index)
-        except torch.OutOfMemoryError:
-            return super().allocate(0, index)
+def wrong_memory(name: str, bug: str) -> Callable[[Any], None]:
+    """Decorator of a memory part."""
+
+    def wrap(memory: Any) -> None:
+        make = partial(make_backend, memory)
+        CATALOGUE.append(Wrong(name=name, bug=bug, chapter="memory", make=make))
+
+    return wrap
 
 
-class OutOfMemoryWithoutNumbers(CountingMemory):
-    def refuse(self, nbytes: int) -> None:
-        raise torch.OutOfMemoryError("out of memory")
+def wrong(name: str, bug: str, method: str) -> Callable[[Call], None]:
+    """Decorator: ``change(memory, right, *args)`` in place of a method of the memory part."""
+    return lambda change: wrong_memory(name, bug)(with_method(CountingMemory, method, change))
 
 
-class DeadAfterOutOfMemory(CountingMemory):
-    def refuse(self, nbytes: int) -> None:
-        self.allocated += nbytes  # taken back never
-        super().refuse(nbytes)
+@wrong("out-of-memory-is-runtime-error", "wrong type of an error", "refuse")
+def _(memory: Any, right: Call, nbytes: int) -> Any:
+    raise RuntimeError(f"error 2: cannot allocate {nbytes} bytes")
 
 
-class PeakNeverResets(CountingMemory):
-    def reset_peak(self, index: int | None = None) -> None:
-        return None
+@wrong("out-of-memory-is-swallowed", "an error that nobody sees", "allocate")
+def _(memory: Any, right: Call, nbytes: int, index: int | None = None) -> Any:
+    try:
+        return right(nbytes, index)
+    except torch.OutOfMemoryError:
+        return right(0, index)
 
 
-class PeakForgets(CountingMemory):
-    def freed(self, nbytes: int) -> None:
-        super().freed(nbytes)
-        self.peak = self.allocated
+@wrong("out-of-memory-without-numbers", "an error that tells nothing", "refuse")
+def _(memory: Any, right: Call, nbytes: int) -> Any:
+    raise torch.OutOfMemoryError("out of memory")
 
 
+@wrong("dead-after-out-of-memory", "no way back after an error", "refuse")
+def _(memory: Any, right: Call, nbytes: int) -> Any:
+    memory.allocated += nbytes  # taken back never
+    right(nbytes)
+
+
+@wrong("peak-never-resets", "a quiet no-op", "reset_peak")
+def _(memory: Any, right: Call, index: int | None = None) -> Any:
+    return None
+
+
+@wrong("peak-forgets", "a statistic that means something else", "freed")
+def _(memory: Any, right: Call, nbytes: int) -> Any:
+    right(nbytes)
+    memory.peak = memory.allocated
+
+
+@wrong_memory("leak-of-one-block-in-eight", "leak")
 class LeakOfOneBlockInEight(CountingMemory):
     count = 0
 
@@ -55,18 +84,19 @@ class LeakOfOneBlockInEight(CountingMemory):
             super().freed(nbytes)
 
 
-class ReservedIsWhatIsFree(CountingMemory):
-    def stats(self, index: int | None = None) -> MemoryStats:
-        found = super().stats(index)
-        return found._replace(reserved=CAPACITY - self.allocated - (CAPACITY - 16))
+@wrong("reserved-below-allocated", "a statistic that means something else", "stats")
+def _(memory: Any, right: Call, index: int | None = None) -> Any:
+    found = right(index)
+    return found._replace(reserved=CAPACITY - memory.allocated - (CAPACITY - 16))
 
 
-class CountsKibibytes(CountingMemory):
-    def stats(self, index: int | None = None) -> MemoryStats:
-        found = super().stats(index)
-        return found._replace(allocated=found.allocated // 1024)
+@wrong("allocated-in-kibibytes", "wrong unit", "stats")
+def _(memory: Any, right: Call, index: int | None = None) -> Any:
+    found = right(index)
+    return found._replace(allocated=found.allocated // 1024)
 
 
+@wrong_memory("reuse-while-in-use", "free while in use")
 class ReuseWhileInUse(CountingMemory):
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
@@ -79,34 +109,33 @@ class ReuseWhileInUse(CountingMemory):
         return self.last
 
 
-class RoundsUp(CountingMemory):
-    def allocate(self, nbytes: int, index: int | None = None) -> torch.UntypedStorage:
-        return super().allocate((nbytes + 511) // 512 * 512 if nbytes > 0 else nbytes, index)
+@wrong("storage-rounded-up", "wrong size", "allocate")
+def _(memory: Any, right: Call, nbytes: int, index: int | None = None) -> Any:
+    return right((nbytes + 511) // 512 * 512 if nbytes > 0 else nbytes, index)
 
 
-class CopyDropsTail(CountingMemory):
-    def copy_async(
-        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None = None
-    ) -> None:
-        count = target.numel() // 16 * 16
-        target.view(-1)[:count].copy_(source.reshape(-1)[:count])
+@wrong("copy-drops-tail", "dropped tail", "copy_async")
+def _(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) -> Any:
+    count = target.numel() // 16 * 16
+    target.view(-1)[:count].copy_(source.reshape(-1)[:count])
 
 
-class FreeAboveTotal(CountingMemory):
-    def info(self, index: int | None = None) -> MemoryInfo:
-        return MemoryInfo(CAPACITY + 4096, CAPACITY)
+@wrong("free-above-total", "numbers that contradict each other", "info")
+def _(memory: Any, right: Call, index: int | None = None) -> Any:
+    return MemoryInfo(CAPACITY + 4096, CAPACITY)
 
 
-class NegativeSizeIsEmpty(CountingMemory):
-    def allocate(self, nbytes: int, index: int | None = None) -> torch.UntypedStorage:
-        return super().allocate(max(nbytes, 0), index)
+@wrong("negative-size-is-empty", "missing check of an argument", "allocate")
+def _(memory: Any, right: Call, nbytes: int, index: int | None = None) -> Any:
+    return right(max(nbytes, 0), index)
 
 
-class LargeBlocksLeak(CountingMemory):
-    def freed(self, nbytes: int) -> None:
-        super().freed(nbytes if nbytes < 1 << 20 else nbytes // 2)
+@wrong("large-blocks-leak", "leak", "freed")
+def _(memory: Any, right: Call, nbytes: int) -> Any:
+    right(nbytes if nbytes < 1 << 20 else nbytes // 2)
 
 
+@wrong_memory("leak-of-one-block-per-step", "leak of one block per step")
 class LastBlockLeaks(CountingMemory):
     """A block that is freed while another lives is found again; the last one is not."""
 
@@ -118,6 +147,7 @@ class LastBlockLeaks(CountingMemory):
             super().freed(nbytes)
 
 
+@wrong_memory("peak-is-sampled", "a statistic that is read too seldom")
 class PeakIsSampled(CountingMemory):
     sampled = 0
 
@@ -129,16 +159,17 @@ class PeakIsSampled(CountingMemory):
         self.sampled = self.allocated
 
 
-class PeakResetsToZero(CountingMemory):
-    def reset_peak(self, index: int | None = None) -> None:
-        self.peak = 0
+@wrong("peak-resets-to-zero", "a statistic that means something else", "reset_peak")
+def _(memory: Any, right: Call, index: int | None = None) -> Any:
+    memory.peak = 0
 
 
-class PeakIsReserved(CountingMemory):
-    def stats(self, index: int | None = None) -> MemoryStats:
-        return super().stats(index)._replace(peak_allocated=CAPACITY)
+@wrong("peak-is-reserved", "a statistic that means something else", "stats")
+def _(memory: Any, right: Call, index: int | None = None) -> Any:
+    return right(index)._replace(peak_allocated=CAPACITY)
 
 
+@wrong_memory("out-of-memory-clears", "an error that destroys")
 class OutOfMemoryClears(CountingMemory):
     """Before it gives up, it frees what is cached, and what is in use."""
 
@@ -158,11 +189,12 @@ class OutOfMemoryClears(CountingMemory):
         super().refuse(nbytes)
 
 
-class OutOfMemoryIsACode(CountingMemory):
-    def refuse(self, nbytes: int) -> None:
-        raise torch.OutOfMemoryError("error 2: out of memory")
+@wrong("out-of-memory-is-a-code", "an error that tells nothing", "refuse")
+def _(memory: Any, right: Call, nbytes: int) -> Any:
+    raise torch.OutOfMemoryError("error 2: out of memory")
 
 
+@wrong_memory("empty-cache-clears", "free while in use")
 class EmptyCacheClears(CountingMemory):
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
@@ -180,25 +212,20 @@ class EmptyCacheClears(CountingMemory):
                 storage.fill_(0)
 
 
-class CopyIgnoresStrides(CountingMemory):
-    def copy_async(
-        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None = None
-    ) -> None:
-        dense = torch.empty(source.shape, device="meta").stride()
-        if source.untyped_storage().nbytes() >= source.numel() * source.element_size():
-            source = source.as_strided(source.shape, dense)
-        target.copy_(source)
+@wrong("copy-ignores-strides", "layout not looked at", "copy_async")
+def _(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) -> Any:
+    dense = torch.empty(source.shape, device="meta").stride()
+    if source.untyped_storage().nbytes() >= source.numel() * source.element_size():
+        source = source.as_strided(source.shape, dense)
+    target.copy_(source)
 
 
-class CopyOfBits(CountingMemory):
+@wrong("copy-of-bits", "dtype not looked at", "copy_async")
+def _(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) -> Any:
     """Bytes are copied, whatever the types are."""
-
-    def copy_async(
-        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None = None
-    ) -> None:
-        if target.itemsize == source.itemsize and target.dtype != source.dtype:
-            source = source.view(target.dtype)
-        target.copy_(source)
+    if target.itemsize == source.itemsize and target.dtype != source.dtype:
+        source = source.view(target.dtype)
+    target.copy_(source)
 
 
 class CopyOfTheFirstPart(CountingMemory):
@@ -224,6 +251,7 @@ class CopiesWhenAsked(CountingMemory):
         pending.append((target, source))
 
 
+@wrong_memory("statistics-of-a-thread", "per-thread state")
 class StatisticsOfAThread(CountingMemory):
     def __init__(self, backend: Backend) -> None:
         self.own = threading.local()
@@ -238,12 +266,13 @@ class StatisticsOfAThread(CountingMemory):
         self.own.allocated = value
 
 
-class SmallBlocksLeak(CountingMemory):
-    def freed(self, nbytes: int) -> None:
-        if nbytes > 4096:
-            super().freed(nbytes)
+@wrong("small-blocks-leak", "leak", "freed")
+def _(memory: Any, right: Call, nbytes: int) -> Any:
+    if nbytes > 4096:
+        right(nbytes)
 
 
+@wrong_memory("small-blocks-not-counted", "one of several pools")
 class SmallBlocksUncounted(CountingMemory):
     """Those of the small pool, whose statistics nobody added."""
 
@@ -256,110 +285,59 @@ class SmallBlocksUncounted(CountingMemory):
         super().freed(nbytes if nbytes > 65536 else 0)
 
 
-class OfTheFirstDevice(CountingMemory):
+@wrong("statistics-of-the-first-device", "state of one device", "stats")
+def _(memory: Any, right: Call, index: int | None = None) -> Any:
     """Whatever device is asked about; the host's memory is that of all of its devices."""
-
-    def stats(self, index: int | None = None) -> MemoryStats:
-        found = super().stats(index)
-        return found if not index else found._replace(allocated=0, peak_allocated=0)
+    found = right(index)
+    return found if not index else found._replace(allocated=0, peak_allocated=0)
 
 
-class TensorsTwice(CountingMemory):
+@wrong("tensors-counted-twice", "a statistic that means something else", "stats")
+def _(memory: Any, right: Call, index: int | None = None) -> Any:
     """By their size, and by that of their storages."""
-
-    def stats(self, index: int | None = None) -> MemoryStats:
-        found = super().stats(index)
-        tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
-        return found._replace(allocated=found.allocated + 2 * sum(t.nbytes for t in tensors))
+    found = right(index)
+    tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
+    return found._replace(allocated=found.allocated + 2 * sum(t.nbytes for t in tensors))
 
 
-class CopyOfNothingFails(CountingMemory):
-    def copy_async(
-        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None = None
-    ) -> None:
-        if not source.numel():
-            raise RuntimeError("error 1: invalid argument")
-        super().copy_async(target, source, stream)
+@wrong("copy-of-nothing-fails", "a special case forgotten", "copy_async")
+def _(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) -> Any:
+    if not source.numel():
+        raise RuntimeError("error 1: invalid argument")
+    right(target, source, *stream)
 
 
-class CopyInWords(CountingMemory):
+@wrong("copy-in-words", "dropped tail", "copy_async")
+def _(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) -> Any:
     """In units of 4 bytes; what is left over stays as it was."""
-
-    def copy_async(
-        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None = None
-    ) -> None:
-        if source.element_size() == 1 and source.is_contiguous() and target.is_contiguous():
-            whole = source.numel() // 4 * 4
-            target, source = target.view(-1)[:whole], source.view(-1)[:whole]
-        super().copy_async(target, source, stream)
+    if source.element_size() == 1 and source.is_contiguous() and target.is_contiguous():
+        whole = source.numel() // 4 * 4
+        target, source = target.view(-1)[:whole], source.view(-1)[:whole]
+    right(target, source, *stream)
 
 
-class CopyAlignedDown(CountingMemory):
-    def copy_async(
-        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None = None
-    ) -> None:
-        start, size = int(source.storage_offset()), source.element_size()
-        start -= start * size % 4 // size
-        aligned = source.as_strided(source.shape, source.stride(), start)
-        super().copy_async(target, aligned, stream)
+@wrong("copy-aligned-down", "misaligned address", "copy_async")
+def _(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) -> Any:
+    start, size = int(source.storage_offset()), source.element_size()
+    start -= start * size % 4 // size
+    aligned = source.as_strided(source.shape, source.stride(), start)
+    right(target, aligned, *stream)
 
 
-def _copies_when_asked() -> Backend:
-    def synchronize(self: HonestBackend, index: int | None = None) -> None:
-        self.check_index(index)
-        for target, source in self.__dict__.pop("pending", []):
-            target.copy_(source)
-
-    backend: Backend = type("Late", (HonestBackend,), {"synchronize": synchronize})()
-    backend.__dict__["memory"] = CopiesWhenAsked(backend)
-    return backend
+def _synchronize(self: HonestBackend, index: int | None = None) -> None:
+    self.check_index(index)
+    for target, source in self.__dict__.pop("pending", []):
+        target.copy_(source)
 
 
-_MEMORIES = tuple(
-    wrong_memory(name, bug, memory)
-    for name, bug, memory in (
-        ("out-of-memory-is-runtime-error", "wrong type of an error", OutOfMemoryIsRuntimeError),
-        ("out-of-memory-is-swallowed", "an error that nobody sees", OutOfMemoryIsSwallowed),
-        ("out-of-memory-without-numbers", "an error that tells nothing", OutOfMemoryWithoutNumbers),
-        ("dead-after-out-of-memory", "no way back after an error", DeadAfterOutOfMemory),
-        ("peak-never-resets", "a quiet no-op", PeakNeverResets),
-        ("peak-forgets", "a statistic that means something else", PeakForgets),
-        ("leak-of-one-block-in-eight", "leak", LeakOfOneBlockInEight),
-        ("reserved-below-allocated", "a statistic that means something else", ReservedIsWhatIsFree),
-        ("allocated-in-kibibytes", "wrong unit", CountsKibibytes),
-        ("reuse-while-in-use", "free while in use", ReuseWhileInUse),
-        ("storage-rounded-up", "wrong size", RoundsUp),
-        ("copy-drops-tail", "dropped tail", CopyDropsTail),
-        ("free-above-total", "numbers that contradict each other", FreeAboveTotal),
-        ("negative-size-is-empty", "missing check of an argument", NegativeSizeIsEmpty),
-        ("large-blocks-leak", "leak", LargeBlocksLeak),
-        ("leak-of-one-block-per-step", "leak of one block per step", LastBlockLeaks),
-        ("peak-is-sampled", "a statistic that is read too seldom", PeakIsSampled),
-        ("peak-resets-to-zero", "a statistic that means something else", PeakResetsToZero),
-        ("peak-is-reserved", "a statistic that means something else", PeakIsReserved),
-        ("out-of-memory-clears", "an error that destroys", OutOfMemoryClears),
-        ("out-of-memory-is-a-code", "an error that tells nothing", OutOfMemoryIsACode),
-        ("empty-cache-clears", "free while in use", EmptyCacheClears),
-        ("copy-ignores-strides", "layout not looked at", CopyIgnoresStrides),
-        ("copy-of-bits", "dtype not looked at", CopyOfBits),
-        ("statistics-of-a-thread", "per-thread state", StatisticsOfAThread),
-        ("small-blocks-leak", "leak", SmallBlocksLeak),
-        ("small-blocks-not-counted", "one of several pools", SmallBlocksUncounted),
-        ("statistics-of-the-first-device", "state of one device", OfTheFirstDevice),
-        ("tensors-counted-twice", "a statistic that means something else", TensorsTwice),
-        ("copy-of-nothing-fails", "a special case forgotten", CopyOfNothingFails),
-        ("copy-in-words", "dropped tail", CopyInWords),
-        ("copy-aligned-down", "misaligned address", CopyAlignedDown),
-    )
-)
-CATALOGUE: tuple[Wrong, ...] = (
-    *_MEMORIES,
+_LATE = type("Late", (HonestBackend,), {"synchronize": _synchronize})
+CATALOGUE += [
     Wrong(
         name="copy-made-when-asked", bug="a call that begins too late", chapter="memory",
-        make=_copies_when_asked,
+        make=partial(make_backend, CopiesWhenAsked, _LATE),
     ),
     Wrong(
         name="copy-cut-off", bug="missing check of an argument", chapter="errors", select="methods",
-        make=wrong_memory("copy-cut-off", "", CopyOfTheFirstPart).make,
+        make=partial(make_backend, CopyOfTheFirstPart),
     ),
-)  # fmt: skip
+]  # fmt: skip

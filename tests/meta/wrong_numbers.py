@@ -9,42 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_gradients, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
 HALF = frozenset({torch.float16, torch.float32})
 BRAIN = frozenset({torch.bfloat16, torch.float32})
 Attr = Any
-
-
-@wrong("zero-added-to-a-copy", "sign of zero", operator="embedding")
-def adds_zero(row: Row, indices: Tensor, weight: Tensor) -> Any:
-    return row(indices, weight) + 0.0
-
-
-@wrong("maximum-swallows-nan", "Inf or NaN lost", operator="softmax")
-def swallows(row: Row, x: Tensor, *given: Any, **attrs: Attr) -> Any:
-    return row(torch.where(x.isnan(), -math.inf, x), *given, **attrs)
-
-
-@wrong("clamped-before-the-function", "Inf or NaN lost", operator="gelu")
-def clamped(row: Row, x: Tensor, *, approximate: str) -> Any:
-    return row(torch.nan_to_num(x, nan=0.0), approximate=approximate)
-
-
-@wrong("minus-infinity-is-nan", "Inf or NaN made", operator="gelu")
-def infinity_times_zero(row: Row, x: Tensor, *, approximate: str) -> Any:
-    return torch.where(x < -1e4, x * math.inf * 0.0, row(x, approximate=approximate))
-
-
-@wrong(
-    "half-subnormals-flushed", "subnormal numbers", operator="swiglu", select="/swiglu/fp16",
-    dtypes=HALF,
-)  # fmt: skip
-def flushed(row: Row, gate: Tensor, up: Tensor) -> Any:
-    y = row(gate, up)
-    return torch.where(y.abs() < torch.finfo(y.dtype).smallest_normal, 0.0, y).to(y.dtype)
 
 
 @wrong(
@@ -181,12 +152,6 @@ def no_floor(row: Row, tensors: Sequence[Tensor], norm: Tensor, *, max_norm: flo
         tensor.mul_(factor)
 
 
-@wrong_backward("gradient-clipped-at-one", "range of a gradient", operator="gelu")
-def clipped(row: Row, grad: Tensor, x: Tensor, **attrs: Attr) -> Any:
-    (dx,) = row(grad, x, **attrs)
-    return (torch.minimum(dx, grad.abs() * 1.0).maximum(-grad.abs()),)
-
-
 @wrong_backward("large-logits-without-gradient", "overflow", operator="softmax")
 def large_logits(row: Row, grad: Tensor, y: Tensor, *rest: Any, **attrs: Attr) -> Any:
     found = row(grad, y, *rest, **attrs)
@@ -194,6 +159,19 @@ def large_logits(row: Row, grad: Tensor, y: Tensor, *rest: Any, **attrs: Attr) -
 
 
 ARGUMENTS = (
+    wrong_arguments("zero-added-to-a-copy", "sign of zero", "embedding",
+        y=lambda y: y + 0.0),
+    wrong_arguments("maximum-swallows-nan", "Inf or NaN lost", "softmax",
+        x=lambda x: torch.where(x.isnan(), -math.inf, x)),
+    wrong_arguments("clamped-before-the-function", "Inf or NaN lost", "gelu",
+        x=lambda x: torch.nan_to_num(x, nan=0.0)),
+    wrong_arguments("minus-infinity-is-nan", "Inf or NaN made", "gelu",
+        y=lambda y, x: torch.where(x < -1e4, x * math.inf * 0.0, y)),
+    wrong_arguments("half-subnormals-flushed", "subnormal numbers", "swiglu",
+        select="/swiglu/fp16", dtypes=HALF,
+        y=lambda y: torch.where(y.abs() < torch.finfo(y.dtype).tiny, 0.0, y).to(y.dtype)),
+    wrong_gradients("gradient-clipped-at-one", "range of a gradient", "gelu",
+        dx=lambda dx, grad: torch.minimum(dx, grad.abs()).maximum(-grad.abs())),
     wrong_arguments("norm-by-maximum-swallows-nan", "Inf or NaN lost", "l2_norm",
         tensors=lambda tensors: [torch.where(t.isnan(), 0.0, t) for t in tensors]),
     wrong_arguments("loss-of-nan-is-a-number", "Inf or NaN lost", "cross_entropy",

@@ -37,12 +37,6 @@ def eps_outside(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
     return (x * rstd * weight).contiguous(), rstd.squeeze(-1)
 
 
-@wrong("eps-missing", "missing epsilon", operator="rms_norm")
-def no_eps(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
-    y, rstd = row(x, weight, eps=0.0)
-    return torch.nan_to_num(y), rstd
-
-
 @wrong("hidden-padded", "wrong reduction length with padding", operator="rms_norm")
 def padded(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
     hidden = x.shape[-1]
@@ -68,12 +62,6 @@ def unbiased(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: f
     return y.contiguous(), mean.squeeze(-1), rstd.squeeze(-1)
 
 
-@wrong("residual-is-variance", "residual that is not canonical", operator="rms_norm")
-def wrong_residual(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
-    y, rstd = row(x, weight, eps=eps)
-    return y, rstd.square()
-
-
 @wrong("input-overwritten", "write to an argument", operator="rms_norm")
 def overwrites(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
     y, rstd = row(x, weight, eps=eps)
@@ -86,12 +74,6 @@ def no_residual(row: Row, x: Tensor, residual: Tensor, weight: Tensor, *, eps: f
     _, total, _ = row(x, residual, weight, eps=eps)
     y, _, rstd = row(x, torch.zeros_like(x), weight, eps=eps)
     return y, total, rstd
-
-
-@wrong("sum-is-old-residual", "stale copy", operator="add_layer_norm")
-def stale_sum(row: Row, x: Tensor, residual: Tensor, *weights: Any, eps: float) -> Any:
-    y, _, mean, rstd = row(x, residual, *weights, eps=eps)
-    return y, residual.clone(memory_format=torch.contiguous_format), mean, rstd
 
 
 @wrong(
@@ -118,11 +100,6 @@ def late_bias(
     return row(x, residual, rng, None, *rows, **attrs) + (0.0 if bias is None else bias)
 
 
-@wrong("kept-not-scaled", "missing factor", operator="bias_dropout_add")
-def unscaled_dropout(row: Row, x: Tensor, residual: Tensor, *rest: Any, p: float) -> Any:
-    return residual + (row(x, residual, *rest, p=p) - residual) * (1.0 - p)
-
-
 @wrong("output-is-input", "output that is not fresh", operator="dropout")
 def aliased(row: Row, x: Tensor, *rest: Any, p: float, **place: int) -> Any:
     return x if p == 0.0 else row(x, *rest, p=p, **place)
@@ -135,12 +112,6 @@ def cached(row: Row, x: Tensor, *, approximate: str) -> Any:
 
 
 _cache: dict[Any, Tensor] = {}
-
-
-@wrong("noise", "non-deterministic where determinism is declared", operator="swiglu")
-def noise(row: Row, gate: Tensor, up: Tensor) -> Any:
-    y = row(gate, up)
-    return torch.where(torch.rand(y.shape) < 0.5, torch.nextafter(y, torch.zeros(())), y)
 
 
 @wrong("sigmoid-in-half", "fast mathematics", operator="swiglu")
@@ -219,17 +190,6 @@ def first_aligned(row: Row, x: Tensor, mask: Any, bias: Any, *, scale: float, ca
     visible = torch.ones(x.shape[-2:], dtype=torch.bool).tril()
     visible = visible if mask is None else visible & mask
     return row(x, visible, bias, scale=scale, causal=False)
-
-
-@wrong("softmax-mask-inverted", "condition reversed", operator="softmax")
-def inverted(row: Row, x: Tensor, mask: Tensor | None, *given: Any, **attrs: Attr) -> Any:
-    return row(x, None if mask is None else ~mask, *given, **attrs)
-
-
-@wrong("softmax-hidden-row-is-uniform", "a case of its own forgotten", operator="softmax")
-def uniform_rows(row: Row, x: Tensor, *given: Any, **attrs: Attr) -> Any:
-    y = row(x, *given, **attrs)
-    return torch.where((y == 0.0).all(-1, keepdim=True), 1.0 / max(x.shape[-1], 1), y)
 
 
 @wrong("softmax-without-maximum", "overflow", operator="cross_entropy")
@@ -317,6 +277,20 @@ def late_copy(row: Row, *args: Any, **attrs: Attr) -> Any:
 
 
 ARGUMENTS = (
+    wrong_arguments("eps-missing", "missing epsilon", "rms_norm",
+        eps=0.0, y=lambda y: torch.nan_to_num(y)),
+    wrong_arguments("residual-is-variance", "residual that is not canonical", "rms_norm",
+        rstd=lambda rstd: rstd.square()),
+    wrong_arguments("sum-is-old-residual", "stale copy", "add_layer_norm",
+        y1=lambda residual: residual.clone(memory_format=torch.contiguous_format)),
+    wrong_arguments("kept-not-scaled", "missing factor", "bias_dropout_add",
+        y=lambda y, residual, p: residual + (y - residual) * (1.0 - p)),
+    wrong_arguments("noise", "non-deterministic where determinism is declared", "swiglu",
+        y=lambda y: torch.where(torch.rand(y.shape) < 0.5, torch.nextafter(y, torch.zeros(())), y)),
+    wrong_arguments("softmax-mask-inverted", "condition reversed", "softmax",
+        mask=lambda mask: None if mask is None else ~mask),
+    wrong_arguments("softmax-hidden-row-is-uniform", "a case of its own forgotten", "softmax",
+        y=lambda y, x: torch.where((y == 0.0).all(-1, keepdim=True), 1.0 / max(x.shape[-1], 1), y)),
     wrong_arguments("bias-dropped", "an argument without effect", "layer_norm", bias=None),
     wrong_arguments("sum-in-dtype-of-x", "wrong type of a result", "add_layer_norm",
         select="add_layer_norm and bf16", dtypes=frozenset({torch.bfloat16, torch.float32}),

@@ -46,43 +46,12 @@ def choice_major(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts:
     return _reordered(x, indices, num_experts, entry[torch.sort(experts, stable=True).indices])
 
 
-@wrong("row-map-backwards", "a permutation for its inverse", operator="permute")
-def inverse_map(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts: int) -> Any:
-    y, row_map, offsets = row(x, indices, *given, num_experts=num_experts)
-    return y, row_map.reshape(-1).argsort().view(row_map.shape), offsets
-
-
-@wrong("starts-for-ends", "off by one group", operator="permute")
-def starts(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts: int) -> Any:
-    y, row_map, offsets = row(x, indices, *given, num_experts=num_experts)
-    return y, row_map, torch.cat([offsets.new_zeros(1), offsets[:-1]])
-
-
-@wrong("counts-for-ends", "a sum left out", operator="permute")
-def counts(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts: int) -> Any:
-    y, row_map, offsets = row(x, indices, *given, num_experts=num_experts)
-    return y, row_map, torch.diff(offsets, prepend=offsets.new_zeros(1))
-
-
-@wrong("dropped-in-last-expert", "an index out of range is clamped", operator="permute")
-def clamped(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts: int) -> Any:
-    outside = (indices < 0) | (indices >= num_experts)
-    clamped = torch.where(outside, num_experts - 1, indices)
-    return row(x, clamped, *given, num_experts=num_experts)
-
-
 @wrong("dropped-in-front", "a negative index sorts first", operator="permute")
 def negative_first(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts: int) -> Any:
     if given != (None, None):
         return row(x, indices, *given, num_experts=num_experts)
     order = torch.sort(indices.reshape(-1), stable=True).indices
     return _reordered(x, indices, num_experts, order)
-
-
-@wrong("expert-in-8-bits", "an index cut short", operator="permute")
-def short_expert(row: Row, x: Tensor, indices: Tensor, *given: Any, num_experts: int) -> Any:
-    cut = indices.to(torch.uint8).to(indices.dtype)
-    return row(x, cut, *given, num_experts=num_experts)
 
 
 @wrong("key-before-expert", "keys of a sort in the wrong order", operator="permute")
@@ -94,18 +63,6 @@ def key_first(row: Row, x: Tensor, indices: Tensor, key: Any, count: Any, **attr
     order = torch.sort(wide, stable=True).indices
     y, row_map, _ = _reordered(x, indices, attrs["num_experts"], order)
     return y, row_map, offsets
-
-
-@wrong("weights-made-to-sum-to-one", "a factor that is another operator's", operator="unpermute")
-def normalised(row: Row, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Any:
-    if weights is None:
-        return row(x, row_map, weights)
-    return row(x, row_map, weights / weights.sum(1, keepdim=True))
-
-
-@wrong("mean-for-sum", "another reduction", operator="unpermute")
-def mean(row: Row, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Any:
-    return row(x, row_map, weights) / row_map.shape[1]
 
 
 @wrong("at-most-four-choices", "an unrolled loop without its rest", operator="unpermute")
@@ -151,6 +108,22 @@ def by_rows(
 
 
 ARGUMENTS = (
+    wrong_arguments("row-map-backwards", "a permutation for its inverse", "permute",
+        y1=lambda y1: y1.reshape(-1).argsort().view(y1.shape)),
+    wrong_arguments("starts-for-ends", "off by one group", "permute",
+        y2=lambda y2: torch.cat([y2.new_zeros(1), y2[:-1]])),
+    wrong_arguments("counts-for-ends", "a sum left out", "permute",
+        y2=lambda y2: torch.diff(y2, prepend=y2.new_zeros(1))),
+    wrong_arguments("mean-for-sum", "another reduction", "unpermute",
+        y=lambda y, row_map: y / row_map.shape[1]),
+    wrong_arguments("weights-made-to-sum-to-one", "a factor that is another operator's",
+        "unpermute",
+        weights=lambda weights: None if weights is None else weights / weights.sum(1, True)),
+    wrong_arguments("expert-in-8-bits", "an index cut short", "permute",
+        indices=lambda indices: indices.to(torch.uint8).to(indices.dtype)),
+    wrong_arguments("dropped-in-last-expert", "an index out of range is clamped", "permute",
+        indices=lambda indices, num_experts: torch.where(
+            (indices < 0) | (indices >= num_experts), num_experts - 1, indices)),
     wrong_arguments("key-left-out", "an argument without effect", "permute", key=None),
     wrong_arguments("key-in-32-bits", "an index cut short", "permute",
         key=lambda key: None if key is None else key.int()),

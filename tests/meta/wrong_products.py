@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_row
+from tests.meta.wrong import wrong_arguments, wrong_gradients, wrong_row
 from tests.meta.wrong_attention import read_as_int64
 from tests.unit.conformance.lower_precision import tf32
 
@@ -15,11 +15,6 @@ wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
 Attr = Any
 BOTH = frozenset({torch.bfloat16, torch.float32})
-
-
-@wrong("groups-shifted", "off by one", operator="grouped_linear")
-def shifted(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
-    return row(x, weight.roll(1, 0), offsets, **attrs)
 
 
 @wrong("rest-not-zero", "output never written", operator="grouped_linear")
@@ -42,14 +37,6 @@ def skips_empty(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: A
 def multiplied(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
     # A mask of 0 and 1 as a factor: what is not finite comes through it.
     return row(x, weight, offsets, **attrs) + 0.0 * (x @ weight.sum(0).t())
-
-
-@wrong_backward("weight-gradient-of-all-rows", "sum over too much", operator="grouped_linear")
-def all_rows(
-    row: Row, grad: Tensor, x: Tensor, weight: Tensor, *rest: Tensor, **attrs: Attr
-) -> Any:
-    dx, dweight = row(grad, x, weight, *rest, **attrs)
-    return dx, (None if dweight is None else (grad.t() @ x).expand_as(weight).clone())
 
 
 @wrong_backward("last-rows-of-no-group", "off by one", operator="grouped_linear")
@@ -143,26 +130,22 @@ def wrapped(
     return row(x, weight, inside, *rest, ignore_index=ignore_index, **attrs)
 
 
-@wrong_backward("bias-left-out", "an argument without effect", operator="linear_cross_entropy")
-def no_bias_again(
-    row: Row, grad: Tensor, x: Tensor, weight: Tensor, target: Tensor, bias: Any, lse: Tensor,
-    **attrs: Attr,
-) -> Any:  # fmt: skip
-    zeros = None if bias is None else torch.zeros_like(bias)
-    return row(grad, x, weight, target, zeros, lse, **attrs)
-
-
 ARGUMENTS = (
+    wrong_arguments("groups-shifted", "off by one", "grouped_linear",
+        weight=lambda weight: weight.roll(1, 0)),
+    wrong_gradients("bias-left-out", "an argument without effect", "linear_cross_entropy",
+        bias=lambda bias: None if bias is None else torch.zeros_like(bias)),
+    wrong_gradients("weight-gradient-of-all-rows", "sum over too much", "grouped_linear",
+        dweight=lambda grad, x, weight: (grad.t() @ x).expand_as(weight).clone()),
     wrong_arguments("groups-in-tf32", "lower precision of factors", "grouped_linear",
         x=lambda x: tf32(x), weight=lambda weight: tf32(weight)),
     wrong_arguments("offsets-of-32-bits-read-as-64", "wrong width of an index", "grouped_linear",
         offsets=lambda offsets, x: read_as_int64(offsets, x.shape[0])),
-    wrong_arguments("gradient-rounded-to-the-operands", "intermediate result in the storage type",
-        "linear", direction="backward", select="/linear/bf16", dtypes=BOTH,
+    wrong_gradients("gradient-rounded-to-the-operands", "intermediate result in the storage type",
+        "linear", select="/linear/bf16", dtypes=BOTH,
         grad=lambda grad, x: grad.to(x.dtype)),
     wrong_arguments("bias-left-out", "an argument without effect", "linear_cross_entropy",
         bias=lambda bias: None if bias is None else torch.zeros_like(bias)),
-    wrong_arguments("mean-forgotten", "missing factor", "linear_cross_entropy",
-        direction="backward",
+    wrong_gradients("mean-forgotten", "missing factor", "linear_cross_entropy",
         reduction=lambda reduction: "sum" if reduction == "mean" else reduction),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anychip.contract import Backend
 from tests.meta.honest import HonestBackend, Row
-from tests.meta.wrong import Wrong, wrong_arguments, wrong_row
+from tests.meta.wrong import Wrong, wrong_arguments, wrong_gradients, wrong_row
 
 
 def _rng(rng: Tensor, seed: int | None = None, offset: int | None = None) -> Tensor:
@@ -51,11 +51,6 @@ def memory_order(row: Row, x: Tensor, rng: Tensor, *rows: Any, p: float, **place
     order = sorted(range(x.dim()), key=lambda dim: x.stride()[dim], reverse=True)
     back = [order.index(d) for d in range(x.dim())]
     return row(x.permute(order), rng, *rows, p=p, **place).permute(back).contiguous()
-
-
-@wrong_row("global-generator", "hidden state", chapter="random", operator="dropout")
-def torch_dropout(row: Row, x: Tensor, *_: Any, p: float, **__: int) -> Any:
-    return torch.nn.functional.dropout(x, p)
 
 
 @wrong_row("mask-made-once", "mask reused between calls", chapter="random", operator="dropout")
@@ -160,6 +155,8 @@ def _generator(name: str, bug: str, make: type[Backend]) -> Wrong:
 
 
 ARGUMENTS = (
+    wrong_arguments("global-generator", "hidden state", "dropout", chapter="random",
+        y=lambda x, p: torch.nn.functional.dropout(x, p)),
     wrong_arguments("high-counter-word-missing", "wrong counter", "dropout", chapter="random",
         rng=lambda rng: _rng(rng, offset=int(rng[1]) & 0xFFFFFFFF)),
     wrong_arguments("key-of-32-bits", "truncated seed", "dropout", chapter="random",
@@ -168,18 +165,17 @@ ARGUMENTS = (
         rng=lambda rng: _rng(rng, offset=int(rng[1]) + 1)),
     wrong_arguments("threshold-in-float32", "integer comparison in floating point", "dropout",
         chapter="random", p=lambda p: float(torch.tensor(p, dtype=torch.float32))),
-    wrong_arguments("backward-draws-again", "mask reused wrongly", "dropout", chapter="random",
-        direction="backward",
+    wrong_gradients("backward-draws-again", "mask reused wrongly", "dropout", chapter="random",
         rng=lambda rng, grad: _rng(rng, offset=int(rng[1]) + grad.numel() // 4)),
     wrong_arguments("kept-at-most-p", "comparison the wrong way round", "dropout", chapter="random",
         p=lambda p: min(p + 2.0**-32, 1.0) if p else p),
-    wrong_arguments("column-forgotten-in-the-backward", "an index of the shard", "bias_dropout_add",
-        chapter="random", direction="backward", column=0),
+    wrong_gradients("column-forgotten-in-the-backward", "an index of the shard", "bias_dropout_add",
+        chapter="random", column=0),
 )  # fmt: skip
 CATALOGUE: tuple[Wrong, ...] = (
     *ARGUMENTS,
     no_carry, next_word, memory_order,
-    torch_dropout, cached_mask, mask_by_threads, moves_offset,
+    cached_mask, mask_by_threads, moves_offset,
     own_rows, own_keys,
     _generator("generator-seeds-the-process", "hidden state", _SeedsTheProcess),
     _generator("one-generator-per-seed", "output that is not fresh", _OneGeneratorPerSeed),

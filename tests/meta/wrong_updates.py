@@ -85,11 +85,6 @@ def stale_moments(row: Row, params: Any, grads: Any, *rest: Any, **attrs: Attr) 
     return row(params, nothing, *rest, **attrs)
 
 
-@wrong("weights-unsquared-rows-swapped", "results swapped", operator="lamb_sums_of_squares")
-def swapped_rows(row: Row, *args: Any, **attrs: Attr) -> Any:
-    return row(*args, **attrs).flip(0)
-
-
 exact = partial(wrong, operator="sums_of_squares", select="/sums_of_squares/")
 
 
@@ -188,6 +183,8 @@ def cleared_codes(row: Row, *args: Any, **attrs: Attr) -> Any:
 
 
 ARGUMENTS = (
+    wrong_arguments("weights-unsquared-rows-swapped", "results swapped", "lamb_sums_of_squares",
+        y=lambda y: y.flip(0)),
     wrong_arguments("nesterov-ignored", "an attribute without effect", "sgd", nesterov=False),
     wrong_arguments("sgd-decay-always-decoupled", "weight decay decoupled instead of coupled",
         "sgd", decoupled=True),

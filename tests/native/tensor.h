@@ -1,4 +1,4 @@
-// Tensors for the tests: guarded memory, conversions of their own, and the comparison with float64.
+// Tensors for the tests: guarded memory, and conversions of their own.
 #pragma once
 
 #include <cmath>
@@ -152,34 +152,6 @@ inline Doubles random_values(int64_t count, unsigned seed, double scale = 1.0) {
   Doubles values(static_cast<size_t>(count));
   for (double& value : values) value = normal(generator);
   return values;
-}
-
-// What is expected, and the size of the terms that it is the sum of: rounding scales with that.
-struct Expected {
-  Doubles want, terms;
-  Expected() = default;
-  explicit Expected(int64_t count)
-      : want(static_cast<size_t>(count)), terms(static_cast<size_t>(count)) {}
-};
-
-// |got - want| <= ulp / 2 + roundings * 2^-24 * terms, and the guards are intact.
-inline void check_close(const std::string& name, const Tensor& got, const Expected& expected,
-                        double roundings) {
-  check_that(got.guards_intact(), name + ": wrote outside of its output");
-  for (int64_t i = 0; i < got.numel(); ++i) {
-    const double want = expected.want[static_cast<size_t>(i)];
-    const double value = got.get(i);
-    const double limit =
-        0.5 * ulp(got.dtype(), want) + roundings * 0x1p-24 * expected.terms[static_cast<size_t>(i)];
-    const bool same = value == want || (std::isnan(value) && std::isnan(want));
-    if (same || std::fabs(value - want) <= limit) continue;
-    char text[160];
-    std::snprintf(text, sizeof text, ": element %lld: expected %.9g within %.3g, got %.9g",
-                  static_cast<long long>(i), want, limit, value);
-    check_that(false, name + text);
-    return;
-  }
-  check_that(true, name);
 }
 
 inline std::string label(const char* operator_name, DType dtype, int64_t size) {

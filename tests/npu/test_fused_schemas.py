@@ -17,7 +17,7 @@ pytest.importorskip("torch_npu")
 from anychip_npu import attention  # noqa: E402
 from anychip_npu.operators import table  # noqa: E402
 
-HALF, FLOAT, INT32 = torch.bfloat16, torch.float32, torch.int32
+HALF, FLOAT = torch.bfloat16, torch.float32
 
 
 def empty(*shape: int, dtype: Any = HALF) -> Any:
@@ -83,16 +83,6 @@ def attended(layout: str, q: Any, k: Any, **named: Any) -> Any:
     )[:3]
 
 
-def attended_back(q: Any, k: Any) -> Any:
-    """npu_fusion_attention_grad of the same."""
-    statistics = empty(2, 4, 6, 8, dtype=FLOAT)
-    return torch.ops.npu.npu_fusion_attention_grad(
-        q, k, k, q, 4, "BSND",
-        atten_mask=empty(2048, 2048, dtype=torch.bool), softmax_max=statistics,
-        softmax_sum=statistics, attention_in=q, scale_value=0.5, sparse_mode=3,
-    )[:3]  # fmt: skip
-
-
 def by_groups(x: Any, weight: Any, group_type: int) -> Any:
     """npu_grouped_matmul of three groups, one tensor each."""
     ends = empty(3, dtype=torch.int64)
@@ -103,10 +93,6 @@ def by_groups(x: Any, weight: Any, group_type: int) -> Any:
 
 Q, K = (2, 6, 4, 8), (2, 9, 2, 8)
 CALLS = [
-    Call("attention", lambda: attended("BSND", empty(*Q), empty(*K)),
-         ((Q, HALF), ((2, 4, 6, 8), FLOAT), ((2, 4, 6, 8), FLOAT))),
-    Call("attention_backward", lambda: attended_back(empty(*Q), empty(*K)),
-         ((Q, HALF), (K, HALF), (K, HALF))),
     Call("attention_varlen",
          lambda: attended("TND", empty(9, 4, 8), empty(9, 2, 8), actual_seq_qlen=[3, 9],
                           actual_seq_kvlen=[3, 9]),
@@ -117,22 +103,6 @@ CALLS = [
          lambda: by_groups(empty(6, 4), empty(3, 5, 4).transpose(1, 2), 0), (((6, 5), HALF),)),
     Call("grouped_by_columns", lambda: by_groups(empty(6, 4).t(), empty(6, 5), 2),
          (((3, 4, 5), HALF),)),
-    Call("permute",
-         lambda: torch.ops.npu.npu_moe_token_permute(empty(7, 5), empty(7, 2, dtype=INT32)),
-         (((14, 5), HALF), ((14,), INT32))),
-    Call("permute_backward",
-         lambda: (torch.ops.npu.npu_moe_token_permute_grad(
-             empty(14, 5)[:7], empty(14, 5), empty(7, 2, dtype=torch.int64),
-             empty(14, dtype=INT32)),),
-         (((7, 5), HALF),)),
-    Call("unpermute",
-         lambda: torch.ops.npu._npu_moe_token_unpermute(
-             empty(14, 5), empty(14, dtype=INT32), empty(7, 2, dtype=FLOAT))[:1],
-         (((7, 5), HALF),)),
-    Call("unpermute_backward",
-         lambda: torch.ops.npu.npu_moe_token_unpermute_grad(
-             empty(14, 5), empty(7, 5), empty(14, dtype=INT32), empty(7, 2, dtype=FLOAT)),
-         (((14, 5), HALF), ((7, 2), FLOAT))),
 ]  # fmt: skip
 
 

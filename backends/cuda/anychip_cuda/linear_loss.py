@@ -1,8 +1,9 @@
-"""Rows of linear_cross_entropy: torch's products, and the loss of a chunk of rows by our kernels.
+"""Rows of linear_cross_entropy and of its partials: torch's products of a chunk of rows at a time.
 
-The logits of a chunk are float32, made by a product of 16-bit factors with a float32 result; the
-kernel writes their gradient in the factors' dtype, into the logits themselves where that is
-float32. Products are made as :data:`~anychip_cuda.numerics.exact_products` says.
+The logits of a chunk are float32, made by a product of 16-bit factors with a float32 result. Their
+loss is our kernels'; these write its gradient in the factors' dtype, into the logits themselves
+where that is float32. Partials of a chunk are torch's, as in the reference. Products are made as
+:data:`~anychip_cuda.numerics.exact_products` says.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from anychip.operators.linear_cross_entropy import partials_of_rows, slope_of_rows
 from anychip.operators.loss import check_targets
 from anychip_cuda.loss import Options, divisor, gradient_of_rows, loss_of_rows, reduced
 from anychip_cuda.native import Kernels
@@ -109,6 +111,48 @@ def linear_cross_entropy_backward(
         slope = grad[chunk] if grad.dim() else grad
         places = (labels[chunk], lse[chunk], dlogits)
         gradient_of_rows(kernels, slope, count, logits, *places, options)
+        del logits
+        gradients.add(chunk, dlogits)
+        del dlogits
+    return gradients.finish(x.shape)
+
+
+@declared.forward("linear_cross_entropy_partials", kind="mapped")
+def linear_cross_entropy_partials(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, first: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, labels = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1)
+    made = [torch.empty(labels.shape, dtype=torch.float32, device=x.device) for _ in range(3)]
+    for chunk in chunks(rows.shape[0], weight.shape[0]):
+        logits = _logits(rows[chunk], weight, bias)
+        for whole, part in zip(made, partials_of_rows(logits, labels[chunk], first), strict=True):
+            whole[chunk] = part
+        del logits
+    lse, picked, total = (t.view(target.shape) for t in made)
+    return lse, picked, total
+
+
+@declared.backward("linear_cross_entropy_partials", kind="mapped")
+def linear_cross_entropy_partials_backward(
+    grad_lse: Tensor,
+    grad_picked: Tensor,
+    grad_total: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    *,
+    first: int,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    rows, labels = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1)
+    per_row = [t.reshape(-1) for t in (grad_lse, grad_picked, grad_total, lse)]
+    gradients = _Gradients(rows, weight, needs)
+    for chunk in chunks(rows.shape[0], weight.shape[0]):
+        logits = _logits(rows[chunk], weight, bias)
+        *grads, whole = (t[chunk] for t in per_row)
+        dlogits = slope_of_rows(logits, labels[chunk], grads, whole, first).to(x.dtype)
         del logits
         gradients.add(chunk, dlogits)
         del dlogits

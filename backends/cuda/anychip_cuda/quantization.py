@@ -1,4 +1,4 @@
-"""Rows of quantize and dequantize: int8 and int4; the other formats are the reference's."""
+"""Rows of quantize and dequantize, in every format."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from anychip_cuda.native import Kernels, address
 from anychip_cuda.table import declared
 
 
-def _is_integer(*_: object, format: str, **__: object) -> bool:
-    return format in ("int8", "int4")
-
-
-@declared.forward("quantize", accepts=_is_integer)
+@declared.forward("quantize")
 def quantize(
     kernels: Kernels, x: Tensor, rng: Tensor | None, *, format: str, block: int
 ) -> tuple[Tensor, Tensor]:
     x, rng = x.contiguous(), None if rng is None else rng.contiguous()
     numel, found = x.numel(), FORMATS[format]
+    if found.is_mx and x.data_ptr() % 16:  # the kernel reads vectors of blocks of 32 only
+        x = x.clone()
     codes = torch.empty(found.code_bytes(numel), dtype=torch.int8, device=x.device)
-    scales = torch.empty(num_scales(numel, block), dtype=torch.float32, device=x.device)
+    scales = torch.empty(num_scales(numel, block), dtype=found.scale_dtype, device=x.device)
     kernels.native.quantize(
         x.data_ptr(),
         address(rng),
@@ -32,14 +30,14 @@ def quantize(
         scales.data_ptr(),
         numel,
         block,
-        found.bits,
+        format,
         kernels.codes[x.dtype],
         *kernels.place(x),
     )
     return codes, scales
 
 
-@declared.forward("dequantize", accepts=_is_integer)
+@declared.forward("dequantize")
 def dequantize(
     kernels: Kernels,
     codes: Tensor,
@@ -57,7 +55,7 @@ def dequantize(
         y.data_ptr(),
         math.prod(shape),
         block,
-        FORMATS[format].bits,
+        format,
         *kernels.place(scales),
     )
     return y

@@ -1,12 +1,14 @@
 """The backend that is made from a chip's C library.
 
-Its operators are those of ATen that the library lists: torch's dispatcher calls them, and anychip's
-own operators are served by their references, which are made of them.
+Operators of ATen that the library lists are called by torch's dispatcher, and those of anychip by
+its rows. An operator of anychip's that it does not list is served by the reference, which is made of
+ATen's.
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,14 +23,19 @@ from anychip.contract import (
     DeviceError,
     DeviceProperties,
     Finding,
+    Job,
     OperatorTable,
     Probe,
+    Transport,
 )
 
 if TYPE_CHECKING:
     import ctypes
 
-_NAMES = ("ANYCHIP_OK", "ANYCHIP_ENOTSUP", "ANYCHIP_EINVAL", "ANYCHIP_ENOMEM", "ANYCHIP_EDEVICE")
+    from anychip.cabi.collectives import Collectives
+
+_NAMES = ("ANYCHIP_OK", "ANYCHIP_ENOTSUP", "ANYCHIP_EINVAL", "ANYCHIP_ENOMEM", "ANYCHIP_EDEVICE",
+          "ANYCHIP_EABORTED")  # fmt: skip
 _lock = threading.Lock()
 
 
@@ -46,7 +53,7 @@ class Library(Backend):
     """
 
     api = API_VERSION
-    operators = OperatorTable()
+    _collectives: Collectives | None = None
 
     def __init__(self, path: str | Path) -> None:
         self.table = table.read(Path(path).resolve())
@@ -67,6 +74,7 @@ class Library(Backend):
     def diagnose(self) -> Sequence[Finding]:
         """The library, and which optional parts it has."""
         has = [name for name in ("streams", "memory_stats") if name in self.capabilities]
+        has += ["collectives"] if self.table.collectives else []
         known = f"{len(self.table.operators)} operators, {' and '.join(has)}"
         path, version = self.table.path, self.table.version or "of no stated version"
         return [Finding(True, f"{path}, {version}"), Finding(True, f"the library has {known}")]
@@ -89,6 +97,23 @@ class Library(Backend):
             registered(self.name, self.device_count(), found)
         return found
 
+    @cached_property
+    def operators(self) -> OperatorTable:  # type: ignore[override]
+        """Rows for those of anychip's operators that the library lists."""
+        listed = [name for name in self.table.operators if "::" in name]
+        if not listed:
+            return OperatorTable()
+        from anychip.cabi import own_operators
+
+        return own_operators.rows(self.table.path.name, listed, self._serve)
+
+    def _serve(self, name: str, schema: str) -> Any:
+        import torch
+
+        if self._bridge.anychip_bridge_serve(name.encode(), schema.encode()):
+            raise RuntimeError(f"{self.name}: {self._bridge.anychip_bridge_error().decode()}")
+        return getattr(torch.ops.anychip_library, schema.partition("(")[0]).default
+
     def device_count(self) -> int:
         count = self.table.device_count()
         return 0 if isinstance(count, str) else count
@@ -110,9 +135,28 @@ class Library(Backend):
         status = self._bridge.anychip_bridge_synchronize(device)
         if status:
             label = _NAMES[-status] if 0 < -status < len(_NAMES) else "an unknown status"
-            detail = self._bridge.anychip_bridge_error().decode()
+            detail = self._bridge.anychip_bridge_error().decode().partition("): ")[2]
             where = f"{self.name}: synchronize(device {device})"
-            raise DeviceError(where, status, label, detail.partition("): ")[2])
+            error = DeviceError(where, status, label, detail)
+            group = self._collectives
+            if group is not None and (label == "ANYCHIP_EABORTED" or group.has_failed()):
+                raise group.job.blame(where, error) from error
+            raise error
+
+    def transport(self, job: Job) -> Transport | None:
+        """The library's collectives; what it does not take goes through the host, said once."""
+        functions = self.table.collectives
+        if functions is None:
+            return None
+        from anychip.cabi.collectives import Chip, Collectives
+
+        chip = Chip(self.table, functions, self._bridge, self.current_device())
+        self._collectives = found = Collectives(job, job.world, chip)
+        missing = "; ".join(found.missing())
+        if job.rank == 0 and missing:
+            text = f"{self.name!r}: by way of the host, as its library has no: {missing}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return found
 
     def properties(self, index: int | None = None) -> DeviceProperties:
         import torch
@@ -143,6 +187,16 @@ class Library(Backend):
         Args:
             reset: count from zero afterwards.
         """
-        text = self._bridge.anychip_bridge_host_calls(int(reset)).decode()
+        return self._calls(0, reset)
+
+    def native_calls(self, *, reset: bool = False) -> Counter[str]:
+        """How often the library computed each of its operators; with :meth:`host_calls`, all calls.
+
+        Views and copies to and from the host are no operators here.
+        """
+        return self._calls(1, reset)
+
+    def _calls(self, native: int, reset: bool) -> Counter[str]:
+        text = self._bridge.anychip_bridge_calls(native, int(reset)).decode()
         pairs = (line.rsplit(" ", 1) for line in text.splitlines())
         return Counter({name: int(count) for name, count in pairs})

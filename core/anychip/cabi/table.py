@@ -61,6 +61,16 @@ class Table(NamedTuple):
     def has_streams(self) -> bool:
         return all(getattr(self.functions, name) for name in STREAMS)
 
+    @property
+    def collectives(self) -> Any:
+        """The ``anychip_collectives``, None unless it is whole and there are streams."""
+        ffi, given = interface(), self.functions.collectives
+        kind = ffi.typeof("anychip_collectives")
+        if not given or given.struct_size < ffi.sizeof(kind) or not self.has_streams:
+            return None
+        names = [name for name, field in kind.fields if field.type.kind == "function"]
+        return given if all(getattr(given, name) for name in names) else None
+
     def device_count(self) -> int | str:
         """The number of devices, or why there is none."""
         count = interface().new("int32_t *")

@@ -171,12 +171,31 @@ class Group(Communicator):
                 f"expected, got {[list(group) for group in groups]}"
             )
         mine = next(tuple(group) for group in groups if self.rank in group)
-        number = self._agreed_number([list(group) for group in groups], mine, name)
-        ranks = tuple(self.ranks[rank] for rank in mine)
+        return self._part(mine, self._agreed_number([list(g) for g in groups], mine, name), name)
+
+    def part(
+        self, ranks: Sequence[int], *, name: str, key: str, on_host: bool = False
+    ) -> Communicator:
+        """The communicator of some ranks, which alone call this.
+
+        Args:
+            ranks: of this group, this rank's among them; in one order.
+            key: the same on these ranks, and of no other group of theirs.
+            on_host: it takes tensors of the host, whatever this one takes.
+        """
+        mine, key = tuple(ranks), f"part/{key}"
+        self._give_number(key, mine)
+        return self._part(mine, self._number_of(key, mine), name, on_host=on_host)
+
+    def _part(
+        self, mine: tuple[int, ...], number: int, name: str, *, on_host: bool = False
+    ) -> Communicator:
+        """The group of some ranks, of which this is one, with a number that they agree on."""
+        ranks, job = tuple(self.ranks[rank] for rank in mine), self.job
         part = Membership(ranks, mine.index(self.rank), number, name)
-        if len(ranks) == 1 or self.job is None:
-            return Group(part, Solo(self.device))
-        return Group(part, self.transport.part(part), self.job)
+        if len(ranks) == 1 or job is None:
+            return Group(part, Solo(HOST if on_host else self.device))
+        return Group(part, job.host(part) if on_host else self.transport.part(part), job)
 
     def abort(self, reason: str) -> None:
         if self.job is not None:
@@ -198,11 +217,17 @@ class Group(Communicator):
         key = f"split/{self._splits}/{mine[0]}"
 
         def begin(call: CollectiveCall) -> Work:
-            if self.job is not None and mine[0] == self.rank and len(mine) > 1:
-                self._store.set(key, str(self.job.store.add("groups", 1)))
+            self._give_number(key, mine)
             return self.transport.barrier(call)
 
         self._call(CollectiveCall("split"), f"{name} {groups}", begin).wait()
+        return self._number_of(key, mine)
+
+    def _give_number(self, key: str, mine: tuple[int, ...]) -> None:
+        if self.job is not None and mine[0] == self.rank and len(mine) > 1:
+            self._store.set(key, str(self.job.store.add("groups", 1)))
+
+    def _number_of(self, key: str, mine: tuple[int, ...]) -> int:
         if self.job is None or len(mine) == 1:
             return 0
         try:

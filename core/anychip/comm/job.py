@@ -24,6 +24,7 @@ from anychip import contract
 from anychip.comm import flight, hosts
 from anychip.comm.ledger import LAST, Check, Failure, Ledger, Note, ranks_text
 from anychip.comm.meeting import meet
+from anychip.comm.staged import Staged
 from anychip.comm.store import Connection, part_of
 from anychip.comm.watch import Watch
 from anychip.contract import HOST_LIBRARY, CommunicationError, DeviceError, Membership, Transport
@@ -244,6 +245,9 @@ class Job(contract.Job):
         is_shared = isinstance(self.connections, SharedMemory)
         transport = SharedCollectives if is_shared else Messages
         return transport(self.connections, group, self.timeout_s)
+
+    def staged(self, group: Membership, device: str) -> Transport:
+        return Staged(self.host(group), device)
 
     def library(
         self, name: str, device: str, *, identity: str | None = None, **wishes: Any

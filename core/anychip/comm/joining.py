@@ -26,7 +26,7 @@ from anychip.comm.job import Rendezvous
 from anychip.comm.liveness import WITHOUT_NATIVE, Liveness
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import Store, TCPStore
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -55,6 +55,7 @@ def rendezvous(
     secret: bytes,
     flight_record: Path | None,
     host_transport: HostTransport | None,
+    given: tuple[Store, int, int] | None = None,
 ) -> Rendezvous | None:
     """This process's place in a job, or None when it is alone.
 
@@ -64,6 +65,7 @@ def rendezvous(
         interface: name or address of the one to listen at; None: found.
         secret: of the job, for the side channel.
         flight_record, host_transport: see :class:`~anychip.comm.job.Rendezvous`.
+        given: store, rank and world size of the default process group that is being made.
 
     Raises:
         ValueError: there is no such interface, or none by which other machines reach this one.
@@ -71,7 +73,11 @@ def rendezvous(
     import torch.distributed as dist
 
     place: Launched | None
-    if dist.is_available() and dist.is_initialized():
+    store: Any
+    if given is not None:
+        store, rank, world_size = given
+        place = Launched(rank, world_size, *_place_of(store), True)
+    elif dist.is_available() and dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
         place = Launched(dist.get_rank(), dist.get_world_size(), *_place_of(store), True)
     else:

@@ -191,12 +191,16 @@ class Messages(Transport):
                 self._progress = Progress(self._group.name)
             self._progress.add(work, on_error)
 
+    def drain(self) -> None:
+        """Waits for this rank's asynchronous calls, for which others may wait; to the limit."""
+        if self._progress is not None:
+            self._progress.close()
+
     def abort(self) -> None:
         self._connections.abort()
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
+        self.drain()
         self._kept.clear()
 
     def _begin(self, steps: Callable[[int], Steps], call: CollectiveCall) -> Work:

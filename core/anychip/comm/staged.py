@@ -61,6 +61,9 @@ class Staged(Transport):
         if isinstance(work, _Staged):
             self._host.proceed(work.host, on_error)
 
+    def drain(self) -> None:
+        self._host.drain()
+
     def abort(self) -> None:
         self._host.abort()
 

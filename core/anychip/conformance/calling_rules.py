@@ -12,51 +12,28 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import (
     INNER_LAYOUTS,
     LAYOUTS,
     READ_ONLY_LAYOUTS,
     Arguments,
+    Call,
     Draw,
     Layout,
     PlacedCall,
     tensors_of,
 )
-from anychip.conformance.case import Context, check, check_equal_bits
+from anychip.conformance.case import Context, check, check_equal_bits, check_same_bits
 from anychip.conformance.chapters.device import in_thread
 from anychip.conformance.oracles import Oracle
-from anychip.conformance.trial import AnyOperator, Subject, Trial, each_trial, rule_calls
-
-Rule = Callable[..., None]
-RULES: list[tuple[str, Callable[[AnyOperator, Context], bool], Rule]] = []
-
-
-def _rule(name: str, applies: Callable[[AnyOperator, Context], bool]) -> Callable[[Rule], Rule]:
-    def add(rule: Rule) -> Rule:
-        RULES.append((name, applies, rule))
-        return rule
-
-    return add
-
-
-def _always(operator: AnyOperator, context: Context) -> bool:
-    return True
-
-
-def _returns(operator: AnyOperator, context: Context) -> bool:
-    return not operator.signature.written
-
-
-def _has_streams(operator: AnyOperator, context: Context) -> bool:
-    return "streams" in context.backend.capabilities
-
+from anychip.conformance.trial import Rule, Subject, Trial, each_trial, rule_calls
 
 # Where tensors lie
 
@@ -87,7 +64,6 @@ def _can_lie(arg: Any, layout: Layout, *, written: bool) -> bool:
     return not equal or (not written and arg.is_floating_point() and arg.numel() > 0)
 
 
-@_rule("layouts", _always)
 def rule_layouts(context: Context, of: Subject) -> None:
     """One argument alone is not contiguous: nobody may take its strides from another one."""
     for trial, what in laid_out(context, of):
@@ -97,26 +73,19 @@ def rule_layouts(context: Context, of: Subject) -> None:
 def compare(context: Context, trial: Trial, oracle: Oracle, note: str) -> None:
     """The values of one call, and that nothing else was written."""
     placed = trial.place(context)
-    results = trial.run(placed)
-    for name, got, want in zip(trial.names(), results, trial.expected(oracle), strict=False):
-        context.compare(f"{name}{note}", got, want, statistical=False)
-    problem = placed.touched(trial.written)
-    check(problem is None, f"an argument that may not be written: {problem}{note}")
+    trial.compare(context, trial.run(placed), trial.expected(oracle), note)
+    trial.check_untouched(placed, note)
 
 
-class Changed:
-    """A call of an oracle with its arguments changed afterwards."""
+def with_argument(trial: Trial, place: int, new: Any) -> Call:
+    """A trial's call with another argument; a function is given all of them."""
 
-    def __init__(
-        self, make: Callable[[Draw], Arguments], bind: Any, change: Callable[[list[Any]], None]
-    ) -> None:
-        self.make, self.bind, self.change = make, bind, change
+    def make(draw: Draw) -> Arguments:
+        args, attrs = trial.signature.bind(*trial.call.make(draw))
+        value = new(args) if callable(new) else new
+        return (*args[:place], value, *args[place + 1 :]), dict(attrs)
 
-    def __call__(self, draw: Draw) -> Arguments:
-        args, attrs = self.bind(*self.make(draw))
-        changed = list(args)
-        self.change(changed)
-        return tuple(changed), dict(attrs)
+    return replace(trial.call, make=make, statistical=False)
 
 
 def twins(trial: Trial) -> list[tuple[int, int]]:
@@ -143,37 +112,24 @@ def with_twins(
         plain = trial_type(of.operator, replace(call, layout="contiguous"), of.dtype, context.seed)
         pairs = twins(plain)
         for first, second in pairs:
-
-            def change(args: list[Any], first: int = first, second: int = second) -> None:
-                args[second] = args[first]
-
-            make = Changed(call.make, plain.signature.bind, change)
-            same = replace(call, make=make, layout="contiguous", statistical=False)
+            same = with_argument(plain, second, itemgetter(first))
             yield trial_type(of.operator, same, of.dtype, context.seed), first, second
         if pairs:
             return
 
 
-@_rule("same-tensor", _always)
 def rule_same_tensor(context: Context, of: Subject) -> None:
     """Two arguments are one tensor: attention of x to x; a list that holds a tensor twice."""
     for trial, first, second in with_twins(context, of):
         names = trial.signature.positional
         compare(context, trial, of.oracle, f" where {names[second]} is {names[first]}")
-    call = rule_calls(of.oracle)[0]
-    plain = of.trial(call, context)
+    plain = of.trial(rule_calls(of.oracle)[0], context)
     if len(plain.signature.positional) == 1 and isinstance(plain.arguments[0][0], (list, tuple)):
-
-        def change(args: list[Any]) -> None:
-            args[0] = [*args[0], *args[0]]
-
-        make = Changed(call.make, plain.signature.bind, change)
-        doubled = of.trial(replace(call, make=make, statistical=False), context)
+        doubled = of.trial(with_argument(plain, 0, lambda args: [*args[0], *args[0]]), context)
         if not doubled.written:
             compare(context, doubled, of.oracle, " with every tensor of the list twice")
 
 
-@_rule("packed", _always)
 def rule_packed(context: Context, of: Subject) -> None:
     """Arguments are parts of one tensor, as ``gate, up = h.chunk(2, -1)`` gives them."""
     for call in rule_calls(of.oracle):
@@ -232,24 +188,20 @@ class GuardedEmpty(TorchDispatchMode):
         return None
 
 
-@_rule("guarded-results", _returns)
 def rule_guarded_results(context: Context, of: Subject) -> None:
     """A row that makes its results with torch's ``empty`` fills them, and stops at their end."""
     for trial in each_trial(context, of):
         placed = trial.place(context)
-        known = of.operator.kernel.key(placed.args)
-        choice = (
-            None if known is None else of.operator.kernel.peek(known[1], placed.args, placed.attrs)
-        )
+        kernel = of.operator.kernel
+        known = kernel.key(placed.args)
+        choice = known and kernel.peek(known[1], placed.args, placed.attrs)
         if choice is None:
             continue
         with GuardedEmpty() as guards, torch.no_grad():
             returned = choice.row.function(*placed.args, **placed.attrs)
         context.backend.synchronize()
         results = trial.results(returned, placed)[: of.operator.signature.num_outputs]
-        wanted: Sequence[Rounded] = trial.expected(of.oracle)
-        for name, got, want in zip(trial.names(), results, wanted, strict=False):
-            context.compare(f"{name}, in guarded memory", got, want, statistical=False)
+        trial.compare(context, results, trial.expected(of.oracle), ", in guarded memory")
         problem = guards.overwritten()
         check(problem is None, str(problem))
 
@@ -257,29 +209,20 @@ def rule_guarded_results(context: Context, of: Subject) -> None:
 # What was there before
 
 
-@_rule("again", _always)
 def rule_again(context: Context, of: Subject) -> None:
     """The same tensors with other numbers in them: nothing may be kept by address or by shape."""
     for trial in itertools.islice(each_trial(context, of), 2):
         # The label is part of what the numbers are made from.
-        other = Trial(
-            of.operator,
-            replace(trial.call, label=f"{trial.call.label}.again"),
-            of.dtype,
-            context.seed,
-        )
+        other = of.trial(replace(trial.call, label=f"{trial.call.label}.again"), context)
         if not _same_forms(trial.arguments[0], other.arguments[0]):
             continue
         placed = trial.place(context)
         trial.run(placed)
-        for target, source in zip(
-            tensors_of(placed.args), tensors_of(other.arguments[0]), strict=True
-        ):
+        pairs = zip(tensors_of(placed.args), tensors_of(other.arguments[0]), strict=True)
+        for target, source in pairs:
             target.copy_(source)
-        results = other.run(placed)
-        for name, got, want in zip(other.names(), results, other.expected(of.oracle), strict=False):
-            context.compare(f"{name} of the same tensors with other numbers", got, want,
-                            statistical=False)  # fmt: skip
+        note = " of the same tensors with other numbers"
+        other.compare(context, other.run(placed), other.expected(of.oracle), note)
 
 
 def _same_forms(first: Sequence[Any], second: Sequence[Any]) -> bool:
@@ -316,22 +259,17 @@ def same_answer(
     where: str,
 ) -> None:
     """The bits of a plain call; of an operator without an order, the oracle's numbers."""
-    if of.operator.spec.determinism == "bitwise":
-        for name, got, want in zip(trial.names(), found, plain, strict=True):
-            check_equal_bits(f"{name} {where}", got, want)
+    if of.is_bitwise:
+        check_same_bits(trial.names(), found, plain, f" {where}")
     else:
-        wanted = trial.expected(of.oracle)
-        for name, got, expected in zip(trial.names(), found, wanted, strict=False):
-            context.compare(f"{name} {where}", got, expected)
+        trial.compare(context, found, trial.expected(of.oracle), f" {where}", statistical=True)
 
 
-@_rule("second-thread", _always)
 def rule_second_thread(context: Context, of: Subject) -> None:
     """A thread that has never called the operator gets the same."""
     same_elsewhere(context, of, "from a second thread", in_thread)
 
 
-@_rule("inference-mode", _always)
 def rule_inference_mode(context: Context, of: Subject) -> None:
     """Under ``torch.inference_mode``, on tensors that were made in it."""
 
@@ -345,7 +283,6 @@ def rule_inference_mode(context: Context, of: Subject) -> None:
 CALLS_OF_A_THREAD = 5
 
 
-@_rule("two-threads", _always)
 def rule_two_threads(context: Context, of: Subject) -> None:
     """Two threads call at once, each with its own numbers: no room that both write to."""
     call = rule_calls(of.oracle)[0]
@@ -382,7 +319,6 @@ class _InBackward(torch.autograd.Function):
         return grads[0], None, None
 
 
-@_rule("in-backward", _always)
 def rule_in_backward(context: Context, of: Subject) -> None:
     """From within a backward pass, in autograd's own thread, as checkpointing calls it."""
 
@@ -396,7 +332,6 @@ def rule_in_backward(context: Context, of: Subject) -> None:
     same_elsewhere(context, of, "from a backward pass", elsewhere)
 
 
-@_rule("side-stream", _has_streams)
 def rule_side_stream(context: Context, of: Subject) -> None:
     """On a stream that is not the default one."""
     backend = context.backend
@@ -416,7 +351,6 @@ def rule_side_stream(context: Context, of: Subject) -> None:
 _COPIES = ("embedding", "permute", "top_k")
 
 
-@_rule("copies", lambda operator, context: operator.spec.name in _COPIES)
 def rule_copies(context: Context, of: Subject) -> None:
     """A copy keeps the sign of 0."""
     for call in of.oracle.calls():
@@ -425,3 +359,23 @@ def rule_copies(context: Context, of: Subject) -> None:
         trial = of.trial(call, context)
         got, want = trial.run(trial.place(context))[0], trial.expected(of.oracle)[0].value
         check_equal_bits(f"{trial.names()[0]}, a copy", got.cpu(), torch.tensor(want).to(of.dtype))
+
+
+RULES = (
+    Rule("layouts", rule_layouts),
+    Rule("same-tensor", rule_same_tensor, of_no_type=True),
+    Rule("packed", rule_packed, of_no_type=True),
+    Rule("guarded-results", rule_guarded_results, lambda of, _: of.returns),
+    Rule("again", rule_again, of_no_type=True),
+    Rule("second-thread", rule_second_thread, of_no_type=True),
+    Rule("inference-mode", rule_inference_mode, of_no_type=True),
+    Rule("two-threads", rule_two_threads, of_no_type=True),
+    Rule("in-backward", rule_in_backward, of_no_type=True),
+    Rule(
+        "side-stream",
+        rule_side_stream,
+        lambda _, context: "streams" in context.backend.capabilities,
+        of_no_type=True,
+    ),
+    Rule("copies", rule_copies, lambda of, _: of.operator.spec.name in _COPIES),
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -145,6 +145,14 @@ def check_equal_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
             f"{name}: the bits differ, first at {place}: {left[flat].item():.9g} and "
             f"{right[flat].item():.9g}"
         )
+
+
+def check_same_bits(
+    names: Sequence[str], got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], note: str = ""
+) -> None:
+    """Checks that tensors, by name, have the same bits."""
+    for name, left, right in zip(names, got, want, strict=True):
+        check_equal_bits(f"{name}{note}", left, right)
 
 
 def _flat_copy(tensor: torch.Tensor) -> torch.Tensor:

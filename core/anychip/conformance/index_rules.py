@@ -7,18 +7,15 @@ it, so nothing is asked of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from anychip.conformance.calling_rules import Changed, compare
+from anychip.conformance.calling_rules import compare, with_argument
 from anychip.conformance.calls import stream
 from anychip.conformance.case import Context, check, expect_error
-from anychip.conformance.trial import AnyOperator, Subject, Trial
+from anychip.conformance.trial import Rule, Subject, Trial
 from anychip.dispatch.indexes import Index
 
 
@@ -79,15 +76,8 @@ def rule_drawn(context: Context, of: Subject) -> None:
         generator = torch.Generator().manual_seed(stream(name, context.seed))
         for text, numbers in drawn(index.kind, old.numel(), size, generator).items():
             new = numbers.view(old.shape).to(old.dtype)
-            make = Changed(
-                trial.call.make, trial.signature.bind, partial(_put, place=place, new=new)
-            )
-            changed = of.trial(replace(trial.call, make=make, statistical=False), context)
+            changed = of.trial(with_argument(trial, place, new), context)
             compare(context, changed, of.oracle, f" where {name} is {text}")
-
-
-def _put(args: list[Any], place: int, new: Tensor) -> None:
-    args[place] = new
 
 
 def rule_range(context: Context, of: Subject) -> None:
@@ -115,15 +105,7 @@ def _text(wrong: Mapping[int, int]) -> str:
     return ", ".join(f"{value} at {where}" for where, value in wrong.items())
 
 
-def _has_indexes(operator: AnyOperator, context: Context) -> bool:
-    return bool(operator.spec.indexes)
-
-
-def _can_look(operator: AnyOperator, context: Context) -> bool:
-    return bool(operator.spec.indexes) and context.backend.is_host
-
-
-RULES: tuple[tuple[str, Callable[[AnyOperator, Context], bool], Callable[..., None]], ...] = (
-    ("indices", _has_indexes, rule_drawn),
-    ("range", _can_look, rule_range),
+RULES = (
+    Rule("indices", rule_drawn, lambda of, _: of.operator.spec.indexes),
+    Rule("range", rule_range, lambda of, c: of.operator.spec.indexes and c.backend.is_host),
 )

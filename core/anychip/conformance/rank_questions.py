@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ def values(
         label = f"{call}/{dtype}/{numel}" + ("/async" if async_op else "")
         label += f"/seed {seed}" if seed else ""
         trial = partial(Trial, comm, device, dtype)
-        VALUES[call](comm, trial, label, numel, async_op, same)
+        VALUES[call](Asked(trial, label, numel, async_op, same), comm)
     return {"refused": False, "same": same}
 
 
@@ -137,36 +137,49 @@ def supported(comm: Communicator, call: str, dtype: torch.dtype) -> Iterator[Red
             yield reduction
 
 
-Trials = Callable[[str], Trial]
+class Asked(NamedTuple):
+    """One call on so many elements.
+
+    Attributes:
+        trial: ``trial(label)`` gives a trial of the tensors' type.
+        same: label to digest of what every rank has to have alike; to be filled.
+    """
+
+    trial: Callable[[str], Trial]
+    label: str
+    numel: int
+    async_op: bool
+    same: dict[str, str]
 
 
-def all_reduce(
-    comm: Communicator, trial: Trials, label: str, numel: int, async_op: bool, same: dict[str, str]
-) -> None:
-    for reduction in supported(comm, "all_reduce", trial(label).dtype):
-        at = trial(f"{label}/{reduction}")
-        inputs = at.inputs(numel)
+def neighbours(comm: Communicator) -> tuple[int, int]:
+    """The ranks after and before this one, in a ring."""
+    return (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+
+
+def all_reduce(asked: Asked, comm: Communicator) -> None:
+    for reduction in supported(comm, "all_reduce", asked.trial(asked.label).dtype):
+        at = asked.trial(f"{asked.label}/{reduction}")
+        inputs = at.inputs(asked.numel)
         tensor = at.place(inputs[comm.rank])
-        finish(comm.all_reduce(tensor, reduction, async_op=async_op), at.label)
+        finish(comm.all_reduce(tensor, reduction, async_op=asked.async_op), at.label)
         check_joined(at.label, tensor, inputs, reduction)
         at.check_guards()
-        same[at.label] = digest(tensor)
+        asked.same[at.label] = digest(tensor)
 
 
-def reduce_scatter(
-    comm: Communicator, trial: Trials, label: str, numel: int, async_op: bool, same: dict[str, str]
-) -> None:
-    reductions = list(supported(comm, "reduce_scatter", trial(label).dtype))
-    ways = itertools.product(reductions, cuts(numel, comm.world_size), (False, True))
+def reduce_scatter(asked: Asked, comm: Communicator) -> None:
+    reductions = list(supported(comm, "reduce_scatter", asked.trial(asked.label).dtype))
+    ways = itertools.product(reductions, cuts(asked.numel, comm.world_size), (False, True))
     for reduction, sizes, in_place in ways:
-        at = trial(f"{label}/{reduction}/{sizes}" + ("/in place" if in_place else ""))
-        inputs = at.inputs(numel)
-        found = sizes or [numel // comm.world_size] * comm.world_size
+        at = asked.trial(f"{asked.label}/{reduction}/{sizes}" + ("/in place" if in_place else ""))
+        inputs = at.inputs(asked.numel)
+        found = sizes or [asked.numel // comm.world_size] * comm.world_size
         start = sum(found[: comm.rank])
         mine = slice(start, start + found[comm.rank])
         tensor = at.place(inputs[comm.rank])
         output = tensor[mine] if in_place else at.place(found[comm.rank])
-        work = comm.reduce_scatter(output, tensor, reduction, sizes=sizes, async_op=async_op)
+        work = comm.reduce_scatter(output, tensor, reduction, sizes=sizes, async_op=asked.async_op)
         finish(work, at.label)
         check_joined(at.label, output, [part[mine] for part in inputs], reduction)
         if not in_place:
@@ -174,85 +187,76 @@ def reduce_scatter(
         at.check_guards()
 
 
-def all_gather(
-    comm: Communicator, trial: Trials, label: str, numel: int, async_op: bool, same: dict[str, str]
-) -> None:
-    for sizes, in_place in itertools.product(cuts(numel, comm.world_size), (False, True)):
-        at = trial(f"{label}/{sizes}" + ("/in place" if in_place else ""))
-        found = sizes or [numel // comm.world_size] * comm.world_size
+def all_gather(asked: Asked, comm: Communicator) -> None:
+    for sizes, in_place in itertools.product(cuts(asked.numel, comm.world_size), (False, True)):
+        at = asked.trial(f"{asked.label}/{sizes}" + ("/in place" if in_place else ""))
+        found = sizes or [asked.numel // comm.world_size] * comm.world_size
         parts = [at.input(rank, size) for rank, size in enumerate(found)]
-        output = at.place(numel)
+        output = at.place(asked.numel)
         start = sum(found[: comm.rank])
         if in_place:
             tensor = output[start : start + found[comm.rank]]
             tensor.copy_(parts[comm.rank])
         else:
             tensor = at.place(parts[comm.rank])
-        finish(comm.all_gather(output, tensor, sizes=sizes, async_op=async_op), at.label)
+        finish(comm.all_gather(output, tensor, sizes=sizes, async_op=asked.async_op), at.label)
         check_equal_bits(at.label, output.cpu(), torch.cat(parts))
         check_equal_bits(f"{at.label}: the input afterwards", tensor.cpu(), parts[comm.rank])
         at.check_guards()
-        same[at.label] = digest(output)
+        asked.same[at.label] = digest(output)
 
 
-def broadcast(
-    comm: Communicator, trial: Trials, label: str, numel: int, async_op: bool, same: dict[str, str]
-) -> None:
+def broadcast(asked: Asked, comm: Communicator) -> None:
     for source in range(comm.world_size):
-        at = trial(f"{label}/from {source}")
-        inputs = at.inputs(numel)
+        at = asked.trial(f"{asked.label}/from {source}")
+        inputs = at.inputs(asked.numel)
         tensor = at.place(inputs[comm.rank])
-        finish(comm.broadcast(tensor, source, async_op=async_op), at.label)
+        finish(comm.broadcast(tensor, source, async_op=asked.async_op), at.label)
         check_equal_bits(at.label, tensor.cpu(), inputs[source])
         at.check_guards()
-        same[at.label] = digest(tensor)
+        asked.same[at.label] = digest(tensor)
 
 
-def all_to_all(
-    comm: Communicator, trial: Trials, label: str, numel: int, async_op: bool, same: dict[str, str]
-) -> None:
-    """Rank s gives rank r ``numel // (1 + s + r)`` elements: all sizes differ."""
-    at, ranks = trial(label), range(comm.world_size)
+def all_to_all(asked: Asked, comm: Communicator) -> None:
+    """Rank s gives rank r ``asked.numel // (1 + s + r)`` elements: all sizes differ."""
+    at, ranks = asked.trial(asked.label), range(comm.world_size)
 
     def between(source: int, destination: int) -> Tensor:
-        size = numel // (1 + source + 2 * destination)
+        size = asked.numel // (1 + source + 2 * destination)
         return at.input(source * comm.world_size + destination, size)
 
     inputs = [at.place(between(comm.rank, rank)) for rank in ranks]
     wanted = [between(rank, comm.rank) for rank in ranks]
     outputs = [at.place(part.numel()) for part in wanted]
-    finish(comm.all_to_all(outputs, inputs, async_op=async_op), at.label)
+    finish(comm.all_to_all(outputs, inputs, async_op=asked.async_op), at.label)
     for rank, (got, want) in enumerate(zip(outputs, wanted, strict=True)):
         check_equal_bits(f"{at.label}: from rank {rank}", got.cpu(), want)
     for rank, tensor in enumerate(inputs):
-        check_equal_bits(
-            f"{at.label}: the input afterwards", tensor.cpu(), between(comm.rank, rank)
-        )
+        kept = between(comm.rank, rank)
+        check_equal_bits(f"{at.label}: the input afterwards", tensor.cpu(), kept)
     at.check_guards()
 
 
-def exchange(
-    comm: Communicator, trial: Trials, label: str, numel: int, async_op: bool, same: dict[str, str]
-) -> None:
+def exchange(asked: Asked, comm: Communicator) -> None:
     """A ring, messages of two tags each way, two of them of one, in one grouped call."""
     if comm.world_size == 1:
-        finish(comm.exchange([], async_op=async_op), label)
+        finish(comm.exchange([], async_op=asked.async_op), asked.label)
         return
-    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    at = trial(label)
+    after, before = neighbours(comm)
+    at = asked.trial(asked.label)
     transfers, received = [], []
     for number, tag in enumerate((0, 5, 5)):
-        at.label = f"{label}/message {number}"
-        wanted = at.input(before, numel)
-        room = at.place(numel)
+        at.label = f"{asked.label}/message {number}"
+        wanted = at.input(before, asked.numel)
+        room = at.place(asked.numel)
         received.append((number, room, wanted))
         transfers += [
-            Transfer("send", at.place(at.input(comm.rank, numel)), after, tag),
+            Transfer("send", at.place(at.input(comm.rank, asked.numel)), after, tag),
             Transfer("recv", room, before, tag),
         ]
-    finish(comm.exchange(transfers, async_op=async_op), at.label)
+    finish(comm.exchange(transfers, async_op=asked.async_op), at.label)
     for number, got, want in received:
-        check_equal_bits(f"{label}: from rank {before}, message {number}", got.cpu(), want)
+        check_equal_bits(f"{asked.label}: from rank {before}, message {number}", got.cpu(), want)
     at.check_guards()
 
 
@@ -279,7 +283,7 @@ def ask_order(job: RankJob) -> None:
         finish(work, "all_reduce")
     for trial, tensor in zip((first, second), tensors, strict=True):
         check_joined(f"the {trial.label} of two", tensor, trial.inputs(5000), "sum")
-    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    after, before = neighbours(comm)
     # Messages of one tag come in the order in which they were sent; those of another one do not.
     sends = [Trial(comm, device, torch.float32, f"send {number}") for number in range(4)]
     tags = (3, 3, 3 + 2**15, 3)
@@ -302,7 +306,7 @@ def ask_large(job: RankJob) -> None:
     numel, same = 1_000_003, dict[str, str]()
     trial = partial(Trial, comm, device, torch.float32)
     for call in ("all_reduce", "broadcast", "all_to_all", "send"):
-        VALUES[call](comm, trial, f"large {call}", numel, False, same)
+        VALUES[call](Asked(trial, f"large {call}", numel, False, same), comm)
     sizes = [numel // comm.world_size + (rank == 0) for rank in range(comm.world_size)]
     at = trial("large parts")
     inputs = at.inputs(sum(sizes))
@@ -447,9 +451,7 @@ def mistakes(comm: Communicator, device: torch.device) -> None:
         "a negative rank": lambda: comm.broadcast(x, -1),
         "a send to itself": lambda: comm.send(x, comm.rank),
         "parts that are not the whole": lambda: comm.all_gather(x, x[:3]),
-        "sizes of another number of ranks": lambda: comm.reduce_scatter(
-            x[:4], x, sizes=[4] * (world + 1)
-        ),
+        "sizes of other ranks": lambda: comm.reduce_scatter(x[:4], x, sizes=[4] * (world + 1)),
         "another number of tensors": lambda: comm.all_to_all([x] * (world + 1), [x] * (world + 1)),
         "a rank in no group": lambda: comm.split([[]], name="nothing"),
     }

@@ -11,27 +11,16 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import selectors
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from anychip import registry
 from anychip.comm.joining import loopback_store, one_machine
 from anychip.conformance.asking import activate
+from anychip.conformance.children import STARTUP_S, Child, lines_of
 from anychip.contract import Backend
-
-STARTUP_S = 120.0
-"""A rank may take so long to import torch and the plugin, before its first question."""
-TAIL = 400
-"""Characters of a dead rank's stderr that its answer shows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +78,7 @@ class Ranks:
 
     def __init__(self, backend: Backend, world_size: int) -> None:
         self.backend, self.world_size = backend, world_size
-        self._members: list[_Rank] = []
+        self._members: list[Child] = []
         self._store: Any = None
         self._joined = False
         # Processes end with the object, or with the interpreter, whichever is first.
@@ -114,7 +103,9 @@ class Ranks:
         """Starts the processes, which import torch while the caller does something else."""
         if not self._members:
             variables = {**os.environ, **one_machine()}
-            self._members += [_Rank.start(variables) for _ in range(self.world_size)]
+            for _ in range(self.world_size):
+                self._members.append(Child.start("anychip.conformance.rank_worker", variables))
+                self._members[-1].tell({"path": sys.path})
 
     def become(self, backend: Backend) -> None:
         """Goes on with another backend in processes that run already; a start is spared."""
@@ -124,9 +115,9 @@ class Ranks:
 
     def _ask(self, message: dict[str, Any], limit_s: float) -> list[Answer]:
         for member in self._members:
-            member.tell(json.dumps(message))
+            member.tell(message)
         answers = [Answer(kind="died")] * self.world_size
-        for rank, line in _lines(self._members, limit_s):
+        for rank, line in lines_of(self._members, limit_s):
             answers[rank] = _read(line)
         for rank, member in enumerate(self._members):
             if answers[rank].kind == "died":
@@ -146,14 +137,9 @@ class Ranks:
         self._store = loopback_store()
         self.start()
         for rank, member in enumerate(self._members):
-            request = {
-                "backend": found,
-                "rank": rank,
-                "world_size": self.world_size,
-                "port": self._store.port,
-            }
-            member.tell(json.dumps(request))
-        ready = dict(_lines(self._members, STARTUP_S))
+            job = {"rank": rank, "world_size": self.world_size, "port": self._store.port}
+            member.tell({"backend": found, **job})
+        ready = dict(lines_of(self._members, STARTUP_S))
         answers = [_read(ready[r]) if r in ready else None for r in range(self.world_size)]
         for rank, (member, answer) in enumerate(zip(self._members, answers, strict=True)):
             if answer is None or answer.kind:
@@ -168,87 +154,6 @@ def _read(line: str) -> Answer:
     return Answer(**{**fields, "ranks": tuple(fields.get("ranks", ()))})
 
 
-@dataclass
-class _Rank:
-    """One process, what it is told through, and what it answers through."""
-
-    process: subprocess.Popen[str]
-    pipe: int
-    errors: IO[bytes]
-    unread: bytes = b""
-
-    @classmethod
-    def start(cls, variables: Mapping[str, str]) -> _Rank:
-        read, write = os.pipe()
-        errors = tempfile.TemporaryFile()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "anychip.conformance.rank_worker", str(write)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env=variables,
-            pass_fds=(write,),
-            start_new_session=True,
-            text=True,
-        )
-        os.close(write)
-        rank = cls(process, read, errors)
-        rank.tell(json.dumps({"path": sys.path}))
-        return rank
-
-    def tell(self, message: str) -> None:
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it is dead; the answer that does not come says so
-            self.process.stdin.write(message + "\n")
-            self.process.stdin.flush()
-
-    def how_it_ended(self, limit_s: float) -> str:
-        """Why there is no answer."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(1.0)
-        code = self.process.returncode
-        if code is None:
-            return f"no answer within {limit_s:g} s; the process was ended"
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        self.errors.seek(0, os.SEEK_END)
-        self.errors.seek(max(0, self.errors.tell() - TAIL))
-        last = " ".join(self.errors.read().decode(errors="replace").split())
-        return f"the process ended with {how}" + (f"; its last words: {last}" if last else "")
-
-    def end(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
-        os.close(self.pipe)
-        self.errors.close()
-
-
-def _end(members: list[_Rank]) -> None:
+def _end(members: list[Child]) -> None:
     while members:
         members.pop().end()
-
-
-def _lines(members: Sequence[_Rank], limit_s: float) -> list[tuple[int, str]]:
-    """One line of each rank, with its rank; fewer when a rank ends, or the time is over."""
-    found: list[tuple[int, str]] = []
-    deadline = time.monotonic() + limit_s
-    with selectors.DefaultSelector() as selector:
-        for rank, member in enumerate(members):
-            selector.register(member.pipe, selectors.EVENT_READ, rank)
-        while selector.get_map():
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for key, _ in ready:
-                member = members[key.data]
-                chunk = os.read(member.pipe, 1 << 16)
-                line, end, rest = (member.unread + chunk).partition(b"\n")
-                member.unread = rest if end else line
-                if end:
-                    found.append((key.data, line.decode()))
-                if end or not chunk:
-                    selector.unregister(member.pipe)
-    return found

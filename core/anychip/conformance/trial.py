@@ -24,7 +24,7 @@ from anychip.conformance.calls import (
     tensors_of,
     with_equal_numbers,
 )
-from anychip.conformance.case import Context
+from anychip.conformance.case import Case, Context, check
 from anychip.conformance.choices import Choices, search
 from anychip.conformance.oracles import Oracle
 from anychip.conformance.oracles.drawn import DRAWN
@@ -47,9 +47,48 @@ class Subject(NamedTuple):
     oracle: Oracle
     dtype: torch.dtype
 
+    @property
+    def returns(self) -> bool:
+        """Its results are new tensors."""
+        return not self.operator.signature.written
+
+    @property
+    def is_bitwise(self) -> bool:
+        """The same arguments have to give the same bits."""
+        return self.operator.spec.determinism == "bitwise"
+
     def trial(self, call: Call, context: Context) -> Trial:
         """One call of it."""
         return Trial(self.operator, call, self.dtype, context.seed)
+
+
+class Rule(NamedTuple):
+    """A question that does not depend on the values, only on what is called.
+
+    Attributes:
+        check: ``check(context, of=...)``.
+        applies: to which subjects of a backend.
+        of_no_type: about who calls, and how often: at level quick asked in one type, float32 as a
+            rule.
+        of_each_type: asked too where another type of the same width stands for it.
+    """
+
+    name: str
+    check: Callable[..., None]
+    applies: Callable[[Subject, Context], object] = lambda of, context: True
+    of_no_type: bool = False
+    of_each_type: bool = False
+
+
+def rule_cases(
+    where: str, of: Subject, context: Context, rules: Sequence[Rule], *, represented: bool
+) -> Iterator[Case]:
+    """A case per rule that applies. represented: another type of the same width stands for this."""
+    is_first = of.dtype == next(iter(context.dtypes_of(of.operator.spec)))
+    for rule in rules:
+        if rule.applies(of, context):
+            full = (represented and not rule.of_each_type) or (rule.of_no_type and not is_first)
+            yield Case(id=f"{where}/rule:{rule.name}", run=partial(rule.check, of=of), full=full)
 
 
 class Trial:
@@ -106,6 +145,24 @@ class Trial:
         args, attrs = self.arguments
         with np.errstate(all="ignore"):
             return oracle.forward(*(numbers(arg) for arg in args), **attrs)
+
+    def compare(
+        self,
+        context: Context,
+        results: Sequence[Tensor],
+        wanted: Sequence[Rounded],
+        note: str = "",
+        *,
+        statistical: bool = False,
+    ) -> None:
+        """Compares results with the oracle's, as far as there are results."""
+        for name, got, want in zip(self.names(), results, wanted, strict=False):
+            context.compare(f"{name}{note}", got, want, statistical=statistical)
+
+    def check_untouched(self, placed: PlacedCall, note: str = "") -> None:
+        """Nothing was written but what the schema declares."""
+        problem = placed.touched(self.written)
+        check(problem is None, f"an argument that may not be written: {problem}{note}")
 
     def fake(self) -> list[Tensor]:
         """Shapes and dtypes that outputs and residuals must have, by the specification."""

@@ -245,6 +245,8 @@ class Row:
         alignment: every tensor's address must be a multiple of this many bytes (up to 64).
         deterministic: it may run under torch's deterministic mode.
         paired: a *paired* row's backward and its residuals; see :meth:`OperatorTable.pair`.
+        declines: ``function`` may return NotImplemented before it has written anything: it does not
+            take this call after all. The next row is asked, and the call is counted as refused.
         calls: what it calls of the chip's library, and what that is called there; for documents.
     """
 
@@ -259,6 +261,7 @@ class Row:
     alignment: int = 1
     deterministic: bool = True
     paired: Pair | None = None
+    declines: bool = False
     calls: Mapping[str, str] = field(default_factory=dict)
 
     @property

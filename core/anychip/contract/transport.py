@@ -167,6 +167,10 @@ class Job(ABC):
         """The transport of a group's ranks for tensors on the host; first called by all ranks."""
 
     @abstractmethod
+    def staged(self, group: Membership, device: str) -> Transport:
+        """The transport of a group's ranks for a chip's tensors, by way of the host."""
+
+    @abstractmethod
     def library(
         self,
         name: str,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +66,9 @@ class Refusal(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.rule}, got {self.got}" if self.got else self.rule
+
+
+DECLINED = Refusal("declined when it was called")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -162,15 +165,26 @@ class Plan:
     verdict: str
     ticks: dict[tuple[str, ...], Callable[[], int]] = field(default_factory=dict)
 
-    def pick(self, spec: OperatorSpec, args: Sequence[Any], attrs: Mapping[str, Any]) -> Choice:
-        """The choice for one call, counted. Raises FallbackError before anything is written."""
+    def pick(
+        self,
+        spec: OperatorSpec,
+        args: Sequence[Any],
+        attrs: Mapping[str, Any],
+        declined: int = 0,
+    ) -> Choice:
+        """The choice for one call, counted. Raises FallbackError before anything is written.
+
+        Args:
+            declined: so many choices at the beginning were asked, and do not take the call.
+        """
         refused: list[str] = []
-        for choice in self.choices:
-            if choice.conditional:
-                refusal = choice.refusal(spec, args, attrs)
-                if refusal is not None:
-                    refused.append(refusal.rule)
-                    continue
+        for place, choice in enumerate(self.choices):
+            refusal = choice.refusal(spec, args, attrs) if choice.conditional else None
+            if refusal is None and place < declined:
+                refusal = DECLINED
+            if refusal is not None:
+                refused.append(refusal.rule)
+                continue
             if refused:
                 self._tick_after(choice, tuple(refused))
             else:
@@ -193,7 +207,9 @@ class Plan:
     def refusal(self, spec: OperatorSpec, args: Sequence[Any], attrs: Mapping[str, Any]) -> str:
         """Why no row takes a call, for people; for a call that :meth:`pick` refuses."""
         listed = [
-            f"{c.row.label}: {c.refusal(spec, args, attrs)}" for c in self.choices if c.conditional
+            f"{c.row.label}: {c.refusal(spec, args, attrs) or DECLINED}"
+            for c in self.choices
+            if c.conditional or c.row.declines
         ]
         listed += [f"{row.label}: {why}" for row, _, why in self.rejected]
         return (
@@ -240,9 +256,31 @@ def resolve(situation: Situation) -> Plan:
     if pin is not None and pin != "reference":
         verdict = f"pins it to {pin!r}"
     plan = Plan(choices=tuple(choices), rejected=tuple(rejected), verdict=verdict)
+    if any(choice.row.declines for choice in choices):
+        plan = _asking_on(plan)
     if not choices:
         plan.pick(situation.spec, (), {})
     return plan
+
+
+def _asking_on(plan: Plan) -> Plan:
+    """The plan, with the next row behind each that declines a call."""
+
+    def asking_on(place: int, choice: Choice) -> Choice:
+        def function(*args: Any, **attrs: Any) -> Any:
+            found = choice.row.function(*args, **attrs)
+            if found is not NotImplemented:
+                return found
+            next(choice.tally.declined)
+            after = asking.pick(choice.spec, args, attrs, declined=place + 1)
+            return after.row.function(*args, **attrs)
+
+        row = replace(choice.row, function=wraps(choice.row.function)(function))
+        return replace(choice, row=row, parts=(function, *choice.parts[1:]))
+
+    choices = (asking_on(i, c) if c.row.declines else c for i, c in enumerate(plan.choices))
+    asking = replace(plan, choices=tuple(choices))
+    return asking
 
 
 def _sizes(

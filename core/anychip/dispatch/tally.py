@@ -29,6 +29,8 @@ class Tally(NamedTuple):
     passed: Passed
     tick: Callable[[], int]
     counter: itertools.count[int]
+    declined: itertools.count[int]
+    """Of the calls that were counted, those that the row then did not take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,8 +124,8 @@ def new_tally(row: Row, provider: Any, fallback: str | None = None, passed: Pass
     key = (id(row.function), name, fallback, tuple((id(r.function), why) for r, _, why in passed))
     with _lock:
         if key not in _tallies:
-            counter = itertools.count()
-            _tallies[key] = Tally(row, provider, fallback, passed, counter.__next__, counter)
+            counts = itertools.count(), itertools.count()
+            _tallies[key] = Tally(row, provider, fallback, passed, counts[0].__next__, *counts)
         return _tallies[key]
 
 
@@ -142,7 +144,7 @@ def provenance(*, reset: bool = False) -> Provenance:
         reset: count from zero afterwards.
     """
     with _lock:
-        counts = {key: _calls(tally.counter) for key, tally in _tallies.items()}
+        counts = {k: _calls(t.counter) - _calls(t.declined) for k, t in _tallies.items()}
         fresh = [(t, counts[key] - _baseline.get(key, 0)) for key, t in _tallies.items()]
         if reset:
             _baseline.update(counts)

@@ -12,7 +12,7 @@ through the chunks and keep them: what they compute is right, but they hold the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -266,15 +266,30 @@ def _partials_forward(
     found = []
     for chunk in chunks(rows.shape[0], weight.shape[0]):
         logits = _logits(rows[chunk].float(), wide, bias)
-        place, is_here = _places(labels[chunk], first, weight.shape[0])
-        picked = torch.where(is_here, logits.gather(1, place)[:, 0], 0.0)
-        found.append((torch.logsumexp(logits, 1), picked, logits.sum(1)))
+        found.append(partials_of_rows(logits, labels[chunk], first))
     if not found:
         found.append((wide.new_empty(0),) * 3)
     lse, picked, total = (
         torch.cat(parts).reshape(target.shape) for parts in zip(*found, strict=True)
     )
     return lse, picked, total
+
+
+def partials_of_rows(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """lse, picked and total of (rows, V) logits of the classes from ``first`` on."""
+    place, is_here = _places(labels, first, logits.shape[1])
+    picked = torch.where(is_here, logits.gather(1, place)[:, 0], 0.0)
+    return torch.logsumexp(logits, 1), picked, logits.sum(1)
+
+
+def slope_of_rows(
+    logits: Tensor, labels: Tensor, grads: Sequence[Tensor], lse: Tensor, first: int
+) -> Tensor:
+    """The gradient of (rows, V) logits from those of lse, picked and total; lse may be of all."""
+    by_lse, by_picked, by_total, whole = (t.unsqueeze(1) for t in (*grads, lse))
+    place, is_here = _places(labels, first, logits.shape[1])
+    slope = torch.exp(logits - whole) * by_lse + by_total
+    return slope.scatter_add(1, place, by_picked * is_here.unsqueeze(1))
 
 
 def _places(labels: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -298,14 +313,11 @@ def _partials_backward(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     labels = target.reshape(-1)
-    by_lse, by_picked, by_total, whole = (
-        t.reshape(-1, 1) for t in (grad_lse, grad_picked, grad_total, lse)
-    )
+    per_row = [t.reshape(-1) for t in (grad_lse, grad_picked, grad_total, lse)]
 
     def slope_of(chunk: slice, logits: Tensor) -> Tensor:
-        place, is_here = _places(labels[chunk], first, weight.shape[0])
-        slope = torch.exp(logits - whole[chunk]) * by_lse[chunk] + by_total[chunk]
-        return slope.scatter_add(1, place, by_picked[chunk] * is_here.unsqueeze(1))
+        *grads, whole = (t[chunk] for t in per_row)
+        return slope_of_rows(logits, labels[chunk], grads, whole, first)
 
     return _gradients(x, weight, target, bias, slope_of, needs)
 

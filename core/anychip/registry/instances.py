@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from anychip.cabi import Library, bridge
@@ -46,10 +47,14 @@ def ready_instance(plugin: Plugin) -> tuple[Backend, Probe]:
         raise unavailable(plugin.name, answer)
     if isinstance(backend, Library):
         backend.attach()
+    if not backend.is_host and backend.c10d_backend is None:
+        from anychip.comm import process_group
+
+        process_group.register(backend)
     return backend, answer
 
 
-def _find_job(timeout_s: float) -> Rendezvous | None:
+def _find_job(timeout_s: float, *, given: Any = None) -> Rendezvous | None:
     from anychip.comm import joining
 
     return joining.rendezvous(
@@ -60,13 +65,14 @@ def _find_job(timeout_s: float) -> Rendezvous | None:
         secret=environment.secret(),
         flight_record=environment.flight_record(),
         host_transport=environment.host_transport(),
+        given=given,
     )
 
 
-def _join(backend: Backend, **settings: Any) -> Communicator:
+def _join(backend: Backend, *, given: Any = None, **settings: Any) -> Communicator:
     from anychip.comm.world import world
 
-    return world(backend, _find_job, **settings)
+    return world(backend, partial(_find_job, given=given), **settings)
 
 
 # Communicators of any backend, made by hand or not.

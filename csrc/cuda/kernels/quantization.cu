@@ -5,7 +5,9 @@
 // three launches: largest magnitudes, codes, scales. Note [largest magnitude] below.
 #include "quantization.h"
 
-#include "philox.cuh"
+#include <cstring>
+
+#include "codes.cuh"
 #include "reduce.cuh"
 #include "vector.cuh"
 
@@ -16,22 +18,9 @@ constexpr int kThreads = 256;
 constexpr int kMaxThreads = 1024;
 // Vectors of one thread: 64 bytes in flight.
 constexpr int kSteps = 4;
-// Below it a scale is not a normal number: the block is all zeros.
-constexpr float kSmallestScale = 1.1754943508222875e-38f;
-constexpr float kLargestFloat = 3.4028234663852886e38f;
-
-// What the codes of a call have in common.
-struct Coding {
-  PhiloxStream stream;
-  bool random;
-  bool four_bits;
-  float largest;
-};
-
-__device__ __forceinline__ Coding read_coding(const int64_t* rng, bool four_bits) {
+__device__ __forceinline__ Coding read_coding(const int64_t* rng, const CodeFormat& format) {
   const bool random = rng != nullptr;
-  return {random ? read_stream(rng) : PhiloxStream{0, 0}, random, four_bits,
-          four_bits ? 7.0f : 127.0f};
+  return {random ? read_stream(rng) : PhiloxStream{0, 0}, random, format};
 }
 
 // Note [largest magnitude]
@@ -41,32 +30,12 @@ __device__ __forceinline__ uint32_t magnitude(float value) {
   return __float_as_uint(value) & 0x7fffffffu;
 }
 
-__device__ __forceinline__ float scale_of(float largest_magnitude, float largest_code) {
-  const float scale = largest_magnitude / largest_code;
-  return scale < kSmallestScale ? 0.0f : scale;
-}
-
-// The whole number next to x / scale. The product with the reciprocal is off by less than 127 *
-// 2^-22; only where that could carry it over a half is the division made, which costs several times
-// more.
-__device__ __forceinline__ float nearest(float x, float scale, float reciprocal) {
-  const float step = x * reciprocal;
-  const float whole = rintf(step);
-  return fabsf(step - whole) < 0.4999f ? whole : rintf(x / scale);
-}
-
-// 24 bits of the word against the fraction: exact in float32.
-__device__ __forceinline__ float drawn(float x, float scale, uint32_t word) {
-  const float step = x / scale;
-  const float below = floorf(step);
-  return below + (static_cast<float>(word >> 8) < (step - below) * 16777216.0f ? 1.0f : 0.0f);
-}
-
-// Codes of N elements from `first` on, of which scale(i) is the scale: the lowest element in the
-// lowest byte, or in the lowest four bits.
-template <int N, class Scales>
-__device__ __forceinline__ uint64_t encode(const float (&values)[N], const Scales& scale_at,
-                                           int64_t first, const Coding& coding) {
+// Codes of N elements from `first` on, divided by factor_at(i): the lowest element in the lowest
+// byte, or in the lowest four bits. Behind the end all bits are 0, in every format.
+template <int N, class Factors>
+__device__ __forceinline__ uint64_t encode(const float (&values)[N], const Factors& factor_at,
+                                           int64_t first, int64_t end, const Coding& coding) {
+  const int bits = coding.format.bits;
   uint64_t packed = 0;
   uint4 words = make_uint4(0u, 0u, 0u, 0u);
 #pragma unroll
@@ -75,17 +44,9 @@ __device__ __forceinline__ uint64_t encode(const float (&values)[N], const Scale
     if (coding.random && i % 4 == 0) {
       words = philox_block(coding.stream, static_cast<uint64_t>((first + i) / 4));
     }
-    const float scale = scale_at(i);
-    const bool usable = scale > 0.0f && scale <= kLargestFloat;
-    float code = 0.0f;
-    if (usable) {
-      const int word = static_cast<int>((first + i) % 4);
-      code = coding.random ? drawn(values[i], scale, word_of(words, word))
-                           : nearest(values[i], scale, 1.0f / scale);
-      code = fminf(fmaxf(code, -coding.largest), coding.largest);
-    }
-    const auto bits = static_cast<uint64_t>(static_cast<uint32_t>(static_cast<int>(code)));
-    packed |= coding.four_bits ? (bits & 0xfu) << (4 * i) : (bits & 0xffu) << (8 * i);
+    const int word = static_cast<int>((first + i) % 4);
+    const uint32_t code = code_of(values[i], factor_at(i), word_of(words, word), coding);
+    if (first + i < end) packed |= uint64_t{code & ((1u << bits) - 1u)} << (bits * i);
   }
   return packed;
 }
@@ -138,8 +99,8 @@ __device__ __forceinline__ void load_present(const T* x, int64_t first, int64_t 
 // kWholeGroup, all threads of a block of the grid.
 template <class T, bool kWholeGroup>
 __global__ void __launch_bounds__(kWholeGroup ? kMaxThreads : kThreads)
-    quantize_vector_kernel(const T* x, const int64_t* rng, unsigned char* codes, float* scales,
-                           int64_t numel, int64_t blocks, int block, int lanes, bool four_bits) {
+    quantize_vector_kernel(const T* x, const int64_t* rng, unsigned char* codes, void* scales,
+                           int64_t numel, int64_t blocks, int block, int lanes, CodeFormat format) {
   constexpr int N = kWidth<T>;
   int64_t group = blockIdx.x;
   int lane = static_cast<int>(threadIdx.x);
@@ -173,15 +134,16 @@ __global__ void __launch_bounds__(kWholeGroup ? kMaxThreads : kThreads)
     all[0] = __uint_as_float(top);
   }
   if (group >= blocks) return;
-  const Coding coding = read_coding(rng, four_bits);
-  const float scale = scale_of(all[0], coding.largest);
-  if (lane == 0) scales[group] = scale;
+  const Coding coding = read_coding(rng, format);
+  const float factor = factor_of(all[0], format);
+  if (lane == 0) store_scale(scales, group, factor, format);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int64_t first = start + int64_t{step * lanes + lane} * N;
     if (first < end) {
-      const uint64_t packed = encode(values[step], [scale](int) { return scale; }, first, coding);
-      store_codes<N>(codes, packed, first, end, four_bits);
+      const uint64_t packed =
+          encode(values[step], [factor](int) { return factor; }, first, end, coding);
+      store_codes<N>(codes, packed, first, end, format.bits == 4);
     }
   }
 }
@@ -222,23 +184,24 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, bool kVectors>
 __global__ void __launch_bounds__(kThreads)
     codes_kernel(const T* x, const int64_t* rng, unsigned char* codes, const float* tops,
-                 int64_t numel, int64_t block, bool four_bits) {
+                 int64_t numel, int64_t block, CodeFormat format) {
   // Two at least: they share a byte, also when they are of two blocks.
   constexpr int N = kVectors ? kWidth<T> : 2;
   const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * N;
   if (first >= numel) return;
   float values[N];
   load_present<N, kVectors>(x, first, numel, values);
-  const Coding coding = read_coding(rng, four_bits);
-  float scale_values[kVectors ? 1 : N];
+  const Coding coding = read_coding(rng, format);
+  const bool four_bits = format.bits == 4;
+  float factors[kVectors ? 1 : N];
 #pragma unroll
   for (int i = 0; i < (kVectors ? 1 : N); ++i) {
     // Behind the end there is no block; what is coded there is 0.
     const int64_t element = min(first + i, numel - 1);
-    scale_values[i] = scale_of(tops[element / block], coding.largest);
+    factors[i] = factor_of(tops[element / block], format);
   }
-  const uint64_t packed = encode(
-      values, [&scale_values](int i) { return scale_values[kVectors ? 0 : i]; }, first, coding);
+  const uint64_t packed =
+      encode(values, [&factors](int i) { return factors[kVectors ? 0 : i]; }, first, numel, coding);
   if constexpr (kVectors) {
     store_codes<N>(codes, packed, first, numel, four_bits);
   } else {
@@ -251,18 +214,13 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    scales_kernel(float* tops, int64_t blocks, float largest) {
+    scales_kernel(float* tops, int64_t blocks, CodeFormat format) {
   const int64_t block = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (block < blocks) tops[block] = scale_of(tops[block], largest);
+  if (block < blocks) tops[block] = factor_of(tops[block], format);
 }
 
 // Four elements a thread and step: an access of 16 bytes when they are stored.
 constexpr int kOutputs = 4;
-
-__device__ __forceinline__ float decode(uint32_t bits, bool four_bits) {
-  const int shift = four_bits ? 28 : 24;
-  return static_cast<float>(static_cast<int>(bits << shift) >> shift);
-}
 
 // A block's number, by a shift where its length is a power of two: a division of 64 bits is slow.
 struct BlockOf {
@@ -275,8 +233,9 @@ struct BlockOf {
 
 template <bool kVectors>
 __global__ void __launch_bounds__(kThreads)
-    dequantize_kernel(const unsigned char* codes, const float* scales, float* y, int64_t numel,
-                      BlockOf block_of, bool four_bits) {
+    dequantize_kernel(const unsigned char* codes, const void* scales, float* y, int64_t numel,
+                      BlockOf block_of, CodeFormat format) {
+  const bool four_bits = format.bits == 4;
   const int64_t base = int64_t{blockIdx.x} * kThreads * kSteps * kOutputs;
   uint32_t raw[kSteps];
   float scale[kSteps];
@@ -289,7 +248,7 @@ __global__ void __launch_bounds__(kThreads)
     if (kVectors && first + kOutputs <= numel) {
       raw[step] = four_bits ? *reinterpret_cast<const unsigned short*>(codes + first / 2)
                             : *reinterpret_cast<const uint32_t*>(codes + first);
-      scale[step] = scales[block_of(first)];
+      scale[step] = load_scale(scales, block_of(first), format.is_mx);
     }
   }
 #pragma unroll
@@ -300,7 +259,7 @@ __global__ void __launch_bounds__(kThreads)
       float values[kOutputs];
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) {
-        values[i] = decode(raw[step] >> (four_bits ? 4 * i : 8 * i), four_bits) * scale[step];
+        values[i] = value_of(raw[step] >> (format.bits * i), format) * scale[step];
       }
       // An assignment, since store() costs more registers here than there are.
       *reinterpret_cast<float4*>(y + first) =
@@ -309,7 +268,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     for (int64_t i = first; i < min(first + kOutputs, numel); ++i) {
       const uint32_t code = four_bits ? codes[i / 2] >> (i % 2 * 4) : codes[i];
-      y[i] = decode(code, four_bits) * scales[block_of(i)];
+      y[i] = value_of(code, format) * load_scale(scales, block_of(i), format.is_mx);
     }
   }
 }
@@ -320,7 +279,8 @@ unsigned grid_of(int64_t items, int64_t per_block) {
 
 template <class T, bool kVectors>
 cudaError_t quantize_in_passes(const T* x, const int64_t* rng, unsigned char* codes, float* scales,
-                               int64_t numel, int64_t block, bool four_bits, cudaStream_t stream) {
+                               int64_t numel, int64_t block, const CodeFormat& format,
+                               cudaStream_t stream) {
   const int64_t blocks = (numel + block - 1) / block;
   const int64_t width = kVectors ? kWidth<T> : 1;
   const int64_t outputs = kVectors ? kWidth<T> : 2;
@@ -331,58 +291,91 @@ cudaError_t quantize_in_passes(const T* x, const int64_t* rng, unsigned char* co
                   dim3(kThreads), 0, stream, x, reinterpret_cast<uint32_t*>(scales), numel, block);
   if (status != cudaSuccess) return status;
   status = launch(codes_kernel<T, kVectors>, dim3(grid_of(numel, kThreads * outputs)),
-                  dim3(kThreads), 0, stream, x, rng, codes, scales, numel, block, four_bits);
+                  dim3(kThreads), 0, stream, x, rng, codes, scales, numel, block, format);
   if (status != cudaSuccess) return status;
   return launch(scales_kernel, dim3(grid_of(blocks, kThreads)), dim3(kThreads), 0, stream, scales,
-                blocks, four_bits ? 7.0f : 127.0f);
+                blocks, format);
 }
 
 template <class T>
-cudaError_t quantize_typed(const T* x, const int64_t* rng, unsigned char* codes, float* scales,
-                           int64_t numel, int64_t block, bool four_bits, cudaStream_t stream) {
+cudaError_t quantize_typed(const T* x, const int64_t* rng, unsigned char* codes, void* scales,
+                           int64_t numel, int64_t block, const CodeFormat& format,
+                           cudaStream_t stream) {
   constexpr int64_t width = kWidth<T>;
   const bool vectors = is_vectorizable(x) && block % width == 0;
   const int64_t blocks = (numel + block - 1) / block;
+  // The passes keep largest magnitudes where scales will be: floats.
+  if (format.is_mx && !vectors) return cudaErrorInvalidValue;
+  auto* tops = static_cast<float*>(scales);
   if (!vectors) {
-    return quantize_in_passes<T, false>(x, rng, codes, scales, numel, block, four_bits, stream);
+    return quantize_in_passes<T, false>(x, rng, codes, tops, numel, block, format, stream);
   }
   if (block > kMaxThreads * kSteps * width) {
-    return quantize_in_passes<T, true>(x, rng, codes, scales, numel, block, four_bits, stream);
+    return quantize_in_passes<T, true>(x, rng, codes, tops, numel, block, format, stream);
   }
   if (block > kWarp * kSteps * width) {
     const int64_t per_warp = kWarp * kSteps * width;
     const int threads = static_cast<int>((block + per_warp - 1) / per_warp) * kWarp;
     return launch(quantize_vector_kernel<T, true>, dim3(static_cast<unsigned>(blocks)),
                   dim3(static_cast<unsigned>(threads)), 0, stream, x, rng, codes, scales, numel,
-                  blocks, block, threads, four_bits);
+                  blocks, block, threads, format);
   }
   int lanes = 1;
   while (lanes * kSteps * width < block) lanes *= 2;
   return launch(quantize_vector_kernel<T, false>, dim3(grid_of(blocks, kThreads / lanes)),
                 dim3(kThreads), 0, stream, x, rng, codes, scales, numel, blocks, block, lanes,
-                four_bits);
+                format);
 }
 
-bool is_format(int64_t numel, int64_t block, int bits) {
-  return numel >= 0 && block >= 1 && (bits == 8 || bits == 4);
+struct Named {
+  const char* name;
+  CodeFormat format;
+};
+
+constexpr Named kFormats[] = {
+    {"int8", {8, 127.0f, 0, 0, false, false, 6}},
+    {"int4", {4, 7.0f, 0, 0, false, false, 2}},
+    {"nf4", {4, 1.0f, 0, 0, true, false, 0}},
+    {"e4m3", {8, 448.0f, 4, 3, false, false, 8}},
+    {"e5m2", {8, 57344.0f, 5, 2, false, false, 15}},
+    {"mx_e4m3", {8, 448.0f, 4, 3, false, true, 8}},
+    {"mx_e5m2", {8, 57344.0f, 5, 2, false, true, 15}},
+    {"mx_e2m1", {4, 6.0f, 2, 1, false, true, 2}},
+};
+
+bool is_valid(int64_t numel, int64_t block, const CodeFormat& format) {
+  return numel >= 0 && block >= 1 && (block == 32 || !format.is_mx);
 }
 
 }  // namespace
 
-cudaError_t quantize(const void* x, const int64_t* rng, void* codes, float* scales, int64_t numel,
-                     int64_t block, int bits, DType dtype, Place place) {
-  if (!is_format(numel, block, bits) || !is_vectorizable(codes)) return cudaErrorInvalidValue;
+bool find_format(const char* name, CodeFormat& found) {
+  for (const Named& each : kFormats) {
+    if (std::strcmp(each.name, name) == 0) {
+      found = each.format;
+      return true;
+    }
+  }
+  return false;
+}
+
+cudaError_t quantize(const void* x, const int64_t* rng, void* codes, void* scales, int64_t numel,
+                     int64_t block, const CodeFormat& format, DType dtype, Place place) {
+  const bool can_draw = !format.is_table && format.exponent_bits == 0;
+  if (!is_valid(numel, block, format) || !is_vectorizable(codes) || (rng != nullptr && !can_draw)) {
+    return cudaErrorInvalidValue;
+  }
   if (numel == 0) return cudaSuccess;
   return visit_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     return quantize_typed(static_cast<const T*>(x), rng, static_cast<unsigned char*>(codes), scales,
-                          numel, block, bits == 4, place.stream);
+                          numel, block, format, place.stream);
   });
 }
 
-cudaError_t dequantize(const void* codes, const float* scales, float* y, int64_t numel,
-                       int64_t block, int bits, Place place) {
-  if (!is_format(numel, block, bits)) return cudaErrorInvalidValue;
+cudaError_t dequantize(const void* codes, const void* scales, float* y, int64_t numel,
+                       int64_t block, const CodeFormat& format, Place place) {
+  if (!is_valid(numel, block, format)) return cudaErrorInvalidValue;
   if (numel == 0) return cudaSuccess;
   BlockOf block_of{block, -1};
   if ((block & (block - 1)) == 0) {
@@ -395,7 +388,7 @@ cudaError_t dequantize(const void* codes, const float* scales, float* y, int64_t
   const dim3 grid(grid_of(numel, int64_t{kThreads} * kSteps * kOutputs));
   return launch(vectors ? dequantize_kernel<true> : dequantize_kernel<false>, grid, dim3(kThreads),
                 0, place.stream, static_cast<const unsigned char*>(codes), scales, y, numel,
-                block_of, bits == 4);
+                block_of, format);
 }
 
 }  // namespace anychip::cuda

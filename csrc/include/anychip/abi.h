@@ -172,7 +172,8 @@ typedef struct anychip_call {
   uint32_t num_arguments;
   uint32_t num_results;
   const anychip_argument* const* arguments; /* in the order of the operator's schema */
-  const anychip_tensor* const* results;     /* allocated, of the shapes and types to be written */
+  const anychip_tensor* const* results;     /* allocated, of the shapes and types to be written;
+                                               NULL: not wanted, of a backward alone */
 } anychip_call;
 
 /* Computes one operator: reads the arguments, writes every element of the results, or queues that.
@@ -195,12 +196,17 @@ enum { ANYCHIP_SUM = 0, ANYCHIP_AVG = 1, ANYCHIP_MAX = 2, ANYCHIP_MIN = 3 };
 typedef uint64_t anychip_comm; /* a group of ranks, as one of them sees it */
 
 /* Communication among ranks, each a process with one device. All or nothing: a library that has the
- * table has every function of it. Calls are queued on a stream and ordered there; every rank of a
- * group makes the same calls in one order. A count is in elements of the type. ANYCHIP_ENOTSUP for
- * a type or reduction is given before anything is sent, and alike on all ranks.
+ * table has every function of it, and streams and events as well. Calls are queued on a stream, wait
+ * for other ranks there and not on the host, and are ordered there; every rank of a group makes the
+ * same calls in one order. A count is in elements of the type.
  *
- * This version of anychip takes the table and does not call it: ranks communicate by way of the
- * host. It is here so that its layout is settled. */
+ * A call with a count of 0 (of all_to_all: all counts) sends nothing and waits for nobody, but still
+ * gives ANYCHIP_ENOTSUP where one with elements would, before anything is sent, and alike on all
+ * ranks: the host asks so before the first call, and does the rest by itself. ANYCHIP_ENOTSUP for
+ * elements in what was taken so ends the job.
+ *
+ * A call that fails, or was aborted, is told by async_error, and by what waits for its stream until
+ * its group is destroyed; then the device goes on. */
 typedef struct anychip_collectives {
   uint32_t struct_size;
   uint32_t reserved;
@@ -209,7 +215,7 @@ typedef struct anychip_collectives {
   /* Joins; returns when all ranks have come. The handle is the caller's until comm_destroy. */
   anychip_status (*comm_init)(int32_t device, int32_t num_ranks, int32_t rank,
                               const uint8_t id[ANYCHIP_UNIQUE_ID_BYTES], anychip_comm* comm);
-  anychip_status (*comm_destroy)(anychip_comm comm);
+  anychip_status (*comm_destroy)(anychip_comm comm); /* when its calls are done, or aborted */
   /* Makes calls under way fail with ANYCHIP_EABORTED; the only one that may come at any time. */
   anychip_status (*comm_abort)(anychip_comm comm);
   /* Whether a call has failed since: ANYCHIP_OK or its status. Does not wait. */
@@ -335,8 +341,17 @@ typedef struct anychip_library {
   /* Names of the operators that the library has, ending in NULL: those of torch's functional ATen
    * operators with their overload, "add.Tensor", "mm", "sum.dim_IntList", "_softmax". Each also
    * serves the in-place and .out forms of the name. "copy" is a strided copy with a conversion of
-   * types: one argument, one result of its shape. A name that this torch does not have is no
-   * error: it is never called. */
+   * types: one argument, one result of its shape.
+   *
+   * Also those of anychip's own operators, "anychip::rms_norm": its schema and its equation are
+   * what `anychip operators rms_norm` prints. Arguments are those of the schema, tensors first;
+   * results are its outputs and then what it leaves for its backward. Of one that writes its
+   * arguments there are no results. "anychip::rms_norm.backward" is given a gradient of each
+   * output, then what is saved for it, then the attributes; a result is the gradient of each
+   * differentiable argument, and NULL where that is not wanted. ANYCHIP_ENOTSUP: the reference
+   * computes it, and that is counted.
+   *
+   * A name that nobody has is no error: it is never called. */
   const char* const* operators;
   /* The function for one of these names. Asked once for each. NULL: it is not there after all. */
   anychip_operator (*find_operator)(const char* name);

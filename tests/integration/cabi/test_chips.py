@@ -14,23 +14,9 @@ from typing import Any
 
 import pytest
 
-from anychip.cabi import include_directory
-
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-SOURCES = {"minichip": ROOT / "examples/minichip/minichip.c", "kernelchip": HERE / "kernelchip.c"}
 SMALL = ("model.width=32", "model.layers=1", "model.context=16", "data.batch_size=4")
-
-
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Each chip, compiled as the example's README says."""
-    folder = tmp_path_factory.mktemp("libraries")
-    flags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-    for name, source in SOURCES.items():
-        made = ["gcc", *flags, f"-I{include_directory()}", source, "-o", folder / f"lib{name}.so"]
-        subprocess.run(made, check=True)
-    return {name: folder / f"lib{name}.so" for name in SOURCES}
 
 
 @pytest.mark.parametrize(("chip", "cases"), [

@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.integration.plugins.environments import READY_ACCELERATOR, Environment, good_plugin
+from tests.integration.plugins.environments import (
+    READY_ACCELERATOR,
+    READY_HOST,
+    Environment,
+    good_plugin,
+)
 
 PROBE_TIMEOUT_S = "30"
 
@@ -16,8 +21,8 @@ class Bad(NamedTuple):
     """A plugin's source, and what the table must say of it."""
 
     source: str | None
-    status: str
     reason: str
+    status: str = "broken"
 
 
 def _like_good(name: str, old: str, new: str) -> str:
@@ -42,125 +47,109 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]
 pathlib.Path(os.environ["TEST_GRANDCHILD"]).write_text(str(child.pid))
 """
 
-CATALOGUE: dict[str, Bad] = {
-    "raises": Bad(
+OTHER_SOURCES = {
+    "raises": (
         'raise RuntimeError("libraises.so.3:\\n  undefined symbol: \\x1b[31mfoo\\x1b[0m")',
-        "broken",
         "importing 'plugin_raises' raised RuntimeError: libraises.so.3: undefined symbol: "
         "[31mfoo [0m",
     ),
-    "exits": Bad("raise SystemExit(3)", "broken", "importing 'plugin_exits' raised SystemExit: 3"),
-    "vanishes": Bad(
-        "import os; os._exit(0)", "broken", "its process ended with exit code 0 and no answer"
-    ),
-    "quits": Bad(
+    "exits": ("raise SystemExit(3)", "importing 'plugin_exits' raised SystemExit: 3"),
+    "vanishes": ("import os; os._exit(0)", "its process ended with exit code 0 and no answer"),
+    "quits": (
         'import os, sys; print("no licence", file=sys.stderr, flush=True); os._exit(7)',
-        "broken",
         "its process ended with exit code 7 and no answer; its last line on stderr: no licence",
     ),
-    "segfaults": Bad("import ctypes; ctypes.string_at(0)", "broken", "died with SIGSEGV"),
-    "hangs": Bad("import time; time.sleep(1000)", "broken", "no answer within 30 s"),
-    "interrupts": Bad("raise KeyboardInterrupt", "broken", "KeyboardInterrupt"),
-    "wrong_signature": Bad(
-        _like_good("wrong_signature", "def anychip_backend()", "def anychip_backend(chips)"),
-        "broken",
+    "segfaults": ("import ctypes; ctypes.string_at(0)", "died with SIGSEGV"),
+    "hangs": ("import time; time.sleep(1000)", "no answer within 30 s"),
+    "interrupts": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    "no_hook": ("", "'plugin_no_hook' has no hook anychip_backend()"),
+    "other_name": (
+        good_plugin("another"),
+        "its entry point is named 'other_name', but the backend's name is 'another'",
+    ),
+    "probes_others": (
+        "import anychip; anychip.backends()",
+        "importing 'plugin_probes_others' raised ContractError: a plugin asked for the other "
+        "backends while it was being probed",
+    ),
+    "module_missing": (
+        None,
+        "importing 'plugin_module_missing' raised ModuleNotFoundError: No module named "
+        "'plugin_module_missing'",
+    ),
+}  # fmt: skip
+CHANGED = {
+    "wrong_signature": (
+        "def anychip_backend()", "def anychip_backend(chips)",
         "a hook does not fit: PluginValidationError: Plugin 'wrong_signature' for hook "
         "'anychip_backend' hookimpl definition: anychip_backend(chips) Argument(s) {'chips'} are "
         "declared in the hookimpl but can not be found in the hookspec",
     ),
-    "misspelt_hook": Bad(
-        _like_good("misspelt_hook", "def anychip_backend()", "def anychip_backnd()"),
-        "broken",
+    "misspelt_hook": (
+        "def anychip_backend()", "def anychip_backnd()",
         "a hook does not fit: PluginValidationError: unknown hook 'anychip_backnd' in plugin ",
     ),
-    "unmarked_hook": Bad(
-        _like_good("unmarked_hook", "@hookimpl", ""),
-        "broken",
-        "plugin_unmarked_hook.anychip_backend is not marked with @anychip.hookimpl",
+    "unmarked_hook": (
+        "@hookimpl", "", "plugin_unmarked_hook.anychip_backend is not marked with @anychip.hookimpl"
     ),
-    "no_hook": Bad("", "broken", "'plugin_no_hook' has no hook anychip_backend()"),
-    "not_a_backend": Bad(
-        _like_good("not_a_backend", "return Good()", 'return "a backend"'),
-        "broken",
+    "not_a_backend": (
+        "return Good()", 'return "a backend"',
         "anychip_backend() must return an instance of anychip.Backend, got a str",
     ),
-    "a_class": Bad(
-        _like_good("a_class", "return Good()", "return Good"),
-        "broken",
+    "a_class": (
+        "return Good()", "return Good",
         "anychip_backend() must return an instance of anychip.Backend, got the class Good",
     ),
-    "abstract": Bad(
-        _like_good("abstract", "def probe", "def prove"),
-        "broken",
+    "abstract": (
+        "def probe", "def prove",
         "anychip_backend() raised TypeError: Can't instantiate abstract class Good with",
     ),
-    "next_major": Bad(
-        _like_good("next_major", "(2, 0)", "(3, 0)"),
-        "incompatible",
-        "it was made for version 3.0 of the contract, and this anychip has 2.0",
+    "no_table": (
+        "OperatorTable()", "{}", "its operators must be of type OperatorTable, got {}"
     ),
-    "next_minor": Bad(
-        _like_good("next_minor", "(2, 0)", "(2, 1)"),
-        "incompatible",
-        "it was made for version 2.1 of the contract, and this anychip has 2.0",
+    "probe_raises": (
+        READY_HOST, "1 / 0", "probe() raised ZeroDivisionError: division by zero"
     ),
+    "probe_says_true": (
+        READY_HOST, "True", "probe() must return an anychip.Probe, got bool"
+    ),
+    "ready_with_nothing": (
+        READY_HOST, 'Probe(status="ready", reason="yes")', "probe() says ready with 0 devices"
+    ),
+}  # fmt: skip
+"""Name to what a good plugin has, what stands there instead, and the reason."""
+VERSIONS = {"next_major": "3.0", "next_minor": "2.1", "last_major": "0.9"}
+OF_ANOTHER = "it was made for version {} of the contract, and this anychip has 2.0"
+
+CATALOGUE: dict[str, Bad] = {
+    **{name: Bad(*given) for name, given in OTHER_SOURCES.items()},
+    **{
+        name: Bad(_like_good(name, old, new), reason)
+        for name, (old, new, reason) in CHANGED.items()
+    },
+    **{
+        name: Bad(
+            _like_good(name, "(2, 0)", str(tuple(map(int, version.split("."))))),
+            OF_ANOTHER.format(version),
+            "incompatible",
+        )
+        for name, version in VERSIONS.items()
+    },
     "next_minor_with_its_hook": Bad(
         _like_good("next_minor_with_its_hook", "(2, 0)", "(2, 1)")
         + "@hookimpl\ndef anychip_of_2_1(): pass\n",
+        OF_ANOTHER.format("2.1"),
         "incompatible",
-        "it was made for version 2.1 of the contract, and this anychip has 2.0",
-    ),
-    "last_major": Bad(
-        _like_good("last_major", "(2, 0)", "(0, 9)"),
-        "incompatible",
-        "it was made for version 0.9 of the contract, and this anychip has 2.0",
     ),
     "of_an_earlier_contract": Bad(
         good_plugin("of_an_earlier_contract") + "Good.native_communicator = lambda self: None\n",
-        "incompatible",
         "it has native_communicator(), which this anychip does not call",
-    ),
-    "other_name": Bad(
-        good_plugin("another"),
-        "broken",
-        "its entry point is named 'other_name', but the backend's name is 'another'",
-    ),
-    "no_table": Bad(
-        _like_good("no_table", "OperatorTable()", "{}"),
-        "broken",
-        "its operators must be of type OperatorTable, got {}",
-    ),
-    "probe_raises": Bad(
-        good_plugin("probe_raises", "1 / 0"),
-        "broken",
-        "probe() raised ZeroDivisionError: division by zero",
-    ),
-    "probe_says_true": Bad(
-        good_plugin("probe_says_true", "True"),
-        "broken",
-        "probe() must return an anychip.Probe, got bool",
-    ),
-    "ready_with_nothing": Bad(
-        good_plugin("ready_with_nothing", 'Probe(status="ready", reason="yes")'),
-        "broken",
-        "probe() says ready with 0 devices",
-    ),
-    "probes_others": Bad(
-        "import anychip; anychip.backends()",
-        "broken",
-        "importing 'plugin_probes_others' raised ContractError: a plugin asked for the other "
-        "backends while it was being probed",
-    ),
-    "module_missing": Bad(
-        None,
-        "broken",
-        "importing 'plugin_module_missing' raised ModuleNotFoundError: No module named "
-        "'plugin_module_missing'",
+        "incompatible",
     ),
     "no_device": Bad(
         good_plugin("no_device", 'Probe.unavailable("no device", fix="plug one in")'),
-        "unavailable",
         "no device",
+        "unavailable",
     ),
 }
 """Name to plugin; a reason in the table must begin with the one given here."""

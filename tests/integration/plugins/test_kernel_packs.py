@@ -61,48 +61,29 @@ def test_packs_for_a_backend_are_loaded_by_name_and_others_are_not_imported(
     assert imported == ["pack_a", "pack_b", "pack_c", "pack_e"]
 
 
+TABLE = PACK.format(result="table")
+BROKEN = {
+    "import_fails": ("acme.bad", "raise OSError('no lib')", "raised OSError: no lib"),
+    "no_hook": ("acme.bad", "", "'pack_bad' has no hook anychip_operators(backend)"),
+    "wrong_signature": (
+        "acme.bad", TABLE.replace("(backend)", "(chip)"),
+        "a hook does not fit: PluginValidationError",
+    ),
+    "not_a_table": ("acme.bad", PACK.format(result="[1]"), "must return OperatorTables, got int"),
+    "hook_raises": (
+        "acme.bad", PACK.format(result="1 / 0"),
+        "anychip_operators() raised ZeroDivisionError: division by zero",
+    ),
+    "changes_a_setting": (
+        "acme.bad", f"import torch; torch.set_default_dtype(torch.float64){TABLE}",
+        "changed torch's default dtype from torch.float32 to torch.float64",
+    ),
+    "no_pack_name": ("acme", TABLE, "its entry point must be named acme.<pack>"),
+}  # fmt: skip
+
+
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    ("entry", "source", "reason"),
-    [
-        pytest.param(
-            "acme.bad", "raise OSError('no lib')", "raised OSError: no lib", id="import_fails"
-        ),
-        pytest.param(
-            "acme.bad", "", "'pack_bad' has no hook anychip_operators(backend)", id="no_hook"
-        ),
-        pytest.param(
-            "acme.bad",
-            PACK.format(result="table").replace("(backend)", "(chip)"),
-            "a hook does not fit: PluginValidationError",
-            id="wrong_signature",
-        ),
-        pytest.param(
-            "acme.bad",
-            PACK.format(result="[1]"),
-            "must return OperatorTables, got int",
-            id="not_a_table",
-        ),
-        pytest.param(
-            "acme.bad",
-            PACK.format(result="1 / 0"),
-            "anychip_operators() raised ZeroDivisionError: division by zero",
-            id="hook_raises",
-        ),
-        pytest.param(
-            "acme.bad",
-            "import torch; torch.set_default_dtype(torch.float64)" + PACK.format(result="table"),
-            "changed torch's default dtype from torch.float32 to torch.float64",
-            id="changes_a_setting",
-        ),
-        pytest.param(
-            "acme",
-            PACK.format(result="table"),
-            "its entry point must be named acme.<pack>",
-            id="no_pack_name",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("entry", "source", "reason"), BROKEN.values(), ids=BROKEN)
 def test_broken_pack_is_an_error_that_names_it(
     acme: Environment, entry: str, source: str, reason: str
 ) -> None:
@@ -117,7 +98,7 @@ def test_broken_pack_is_an_error_that_names_it(
 def test_pack_with_a_row_for_no_operator_is_an_error_that_names_the_nearest(
     acme: Environment,
 ) -> None:
-    source = PACK.format(result="table").replace('"rms_norm"', '"rms_nrm"')
+    source = TABLE.replace('"rms_norm"', '"rms_nrm"')
     _add_pack(acme, "acme.bad", "pack_bad", source)
     done = acme.run("-c", "import anychip; anychip.use('acme')")
     assert done.returncode == 1

@@ -1,4 +1,7 @@
-"""The cpu backend's rows against float64, at every layout, thread count and instruction set."""
+"""The cpu backend's rows by every thread count and instruction set, and what they leave to others.
+
+Their values are the conformance suite's business.
+"""
 
 import re
 import sys
@@ -7,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,32 +21,17 @@ from anychip_cpu import native
 from anychip_cpu.backend import CpuBackend
 from tests.unit.dispatch.calls import (
     DIFFERENTIABLE,
-    DTYPES,
     PRODUCTS,
     SPECS,
     bits,
-    call,
-    every_sample,
-    floats,
     gradients,
-    run,
 )
-from tests.unit.operators.exactness import U, assert_close, check_against_float64
+from tests.unit.operators.exactness import assert_close
 
 needs_native = pytest.mark.skipif(native.kernels is None, reason=str(native.problem))
 
 SERVED = [name for name in SPECS if name != "adamw_8bit"]
 """The reference serves AdamW with states of 8 bits; a run says so."""
-
-# torch's CPU attention rounds the weights to 16 bits before it multiplies them with v: half an ULP
-# of the largest element forward. Backward it rounds weights and scores and takes sum(y dy) of the
-# rounded output: four times half an ULP. The others are as in the tests of the references.
-ATTENTION = (0.5, 2.0)
-INNER = {
-    "attention": ATTENTION, "attention_dropout": (0.0, 2.0), "attention_varlen": ATTENTION,
-    "softmax": (0.0, 2.0), "add_rms_norm": (1.0, 3.0), "add_layer_norm": (1.0, 3.0),
-    "dropout_add_rms_norm": (1.0, 3.0), "dropout_add_layer_norm": (1.0, 3.0),
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -59,15 +46,6 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.mark.grid
-@needs_native
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "index"), every_sample(DIFFERENTIABLE))
-def test_row_every_sample_is_exact_to_its_dtype(name: str, index: int, dtype: torch.dtype) -> None:
-    inner = (0.0, 0.0) if dtype == torch.float32 else INNER.get(name, (0.0, 0.0))
-    check_against_float64(name, index, dtype, ulps=0.51, inner=inner)
 
 
 @needs_native
@@ -195,24 +173,6 @@ def test_native_row_has_the_same_bits_for_every_number_of_threads_and_instructio
 # layouts of gradients: what a row does not copy it must read where it is
 
 
-@pytest.mark.grid
-@needs_native
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("name", "index"), every_sample(DIFFERENTIABLE))
-def test_gradient_that_is_expanded_gives_the_bits_of_its_copy(
-    name: str, index: int, dtype: torch.dtype
-) -> None:
-    made = call(name, index, dtype, grad=True)
-    outputs, leaves = floats(made()), made.leaves()
-    expanded = [torch.full((), 0.7).to(y.dtype).expand(y.shape) for y in outputs]
-    got = torch.autograd.grad(outputs, leaves, expanded, retain_graph=True)
-    # The allocator hands freed memory out again: whatever a row still reads there is now 9.
-    junk = [torch.full_like(y, 9.0) for y in outputs for _ in range(4)]
-    want = torch.autograd.grad(outputs, leaves, [e.clone() for e in expanded])
-    assert len(junk) == 4 * len(outputs)
-    assert bits(got) == bits(want)
-
-
 @needs_native
 @pytest.mark.parametrize(
     ("name", "width"), [("rms_norm", 8), ("layer_norm", 8), ("cross_entropy", 11)]
@@ -243,76 +203,17 @@ def test_backward_reads_residuals_that_are_not_contiguous(name: str, width: int)
 # attention and linear, which go to torch
 
 
-def _numpy_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
-    a, b, c = (t.detach().double().numpy() for t in (q, k, v))
-    groups = a.shape[2] // b.shape[2]
-    y = np.zeros_like(a)
-    for head in range(a.shape[2]):
-        keys, values = b[:, :, head // groups], c[:, :, head // groups]
-        scores = scale * (a[:, :, head] @ keys.transpose(0, 2, 1))
-        if causal:
-            scores = np.where(np.tri(a.shape[1], dtype=bool), scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        y[:, :, head] = weights / weights.sum(-1, keepdims=True) @ values
-    return torch.from_numpy(y)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 3), (6, 1)], ids=["mha", "gqa", "mqa"])
-def test_attention_with_grouped_heads_equals_numpy(
-    heads: int, kv_heads: int, causal: bool, dtype: torch.dtype
-) -> None:
-    q = torch.randn(2, 37, heads, 16).to(dtype)
-    k, v = (torch.randn(2, 37, kv_heads, 16).to(dtype) for _ in range(2))
-    want = _numpy_attention(q, k, v, causal, 0.3)
-    inner = 0.0 if dtype == torch.float32 else ATTENTION[0] * torch.finfo(dtype).eps / U
-    got = ops.attention(q, k, v, causal=causal, scale=0.3)
-    assert_close(got, want, 60 + inner, ulps=0.51)
-
-
-LAYOUTS = {
-    "head_dim strided": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
-    "every second": lambda t: t.repeat_interleave(2, -1)[..., ::2],
-    "heads first": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
-    "expanded": lambda t: t[:, :, :1].expand(t.shape),
-}
-
-
-@pytest.mark.parametrize("which", ["q", "k", "v", "grad"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_attention_of_any_layout_has_the_bits_of_contiguous_tensors(
-    layout: str, which: str
-) -> None:
-    given = {name: torch.randn(2, 9, 4, 8) for name in ("q", "k", "v", "grad")}
-    given[which] = LAYOUTS[layout](given[which])
-    found = []
-    for contiguous in (False, True):
-        args = [t.contiguous() if contiguous else t for t in given.values()]
-        leaves = [t.detach().requires_grad_() for t in args[:3]]
-        y = ops.attention(*leaves, causal=True)
-        found.append(bits([y, torch.autograd.grad(y, leaves, args[3])]))
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("scale", [-0.7, 0.0])
 def test_attention_with_a_scale_that_is_not_positive_is_left_to_the_reference(scale: float) -> None:
     q = torch.randn(1, 5, 2, 8, requires_grad=True)
     with anychip.policy(fallback="record"):
         y = ops.attention(q, q, q, causal=True, scale=scale)
         y.sum().backward()
-    assert_close(y.detach(), _numpy_attention(q, q, q, True, scale), 20)
+    weights = torch.einsum("bqhd,bkhd->bhqk", q, q).double().mul(scale).exp().tril()
+    want = torch.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdim=True), q.double())
+    assert_close(y.detach(), want.detach(), 40)
     assert q.grad is not None
     assert q.grad.isfinite().all()
-
-
-def test_attention_of_mixed_dtypes_is_left_to_the_reference() -> None:
-    q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8)
-    with anychip.policy(fallback="record"):
-        got = ops.attention(q, k.bfloat16(), k.bfloat16())
-    want = k.bfloat16().float()
-    assert_close(got, _numpy_attention(q, want, want, False, 8**-0.5), 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -339,78 +240,3 @@ def test_embedding_gradient_of_a_frequent_row_accumulates_in_float32() -> None:
 
 
 # mixed dtypes, values that are not finite, wrong indices
-
-
-@needs_native
-@pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bias_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
-def test_layer_norm_of_mixed_dtypes_rounds_nothing_but_the_result(
-    weight_dtype: torch.dtype, bias_dtype: torch.dtype, x_dtype: torch.dtype
-) -> None:
-    x, w, b = torch.randn(4, 64).to(x_dtype), torch.randn(64), torch.randn(64) * 100
-    w, b = w.to(weight_dtype), b.to(bias_dtype)
-    wide = [t.double() for t in (w, b)]
-    want = torch.nn.functional.layer_norm(x.double(), (64,), *wide, 1e-5)
-    got = ops.layer_norm(x, w, b)
-    assert got.dtype == x_dtype
-    assert_close(got, want, 80, ulps=0.51)
-
-
-@needs_native
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "cross_entropy", "swiglu", "gelu"])
-@pytest.mark.parametrize("place", [0, 15, 66])
-def test_value_that_is_not_finite_shows_in_its_row_and_in_no_other(
-    name: str, place: int, bad: float
-) -> None:
-    x, w = torch.randn(5, 67), torch.randn(67)
-    clean = x.clone()
-    x[3, place] = bad
-    rest: dict[str, tuple[Any, ...]] = {
-        "rms_norm": (w,), "layer_norm": (w, w), "cross_entropy": (torch.tensor([66, 1, 2, 3, 4]),),
-        "swiglu": (clean,), "gelu": (),
-    }  # fmt: skip
-    attrs = {"reduction": "none"} if name == "cross_entropy" else {}
-    operator = getattr(ops, name)
-    found = []
-    for given in (x, clean):
-        leaf = given.clone().requires_grad_()
-        y = operator(leaf, *rest[name], **attrs)
-        found.append((y.detach(), torch.autograd.grad(y.sum(), leaf)[0]))
-    (y, dx), (want, want_dx) = found
-    others = [0, 1, 2, 4]
-    assert bits(y[others]) == bits(want[others])
-    assert bits(dx[others]) == bits(want_dx[others])
-    row = y[3] if y.dim() == 1 else y[3, place]
-    assert not row.isfinite() or bad == float("inf")
-    if bad != bad:
-        assert not dx[3].isfinite().all()
-
-
-@pytest.mark.parametrize("index", [-1, 4, 2**40])
-def test_embedding_wrong_index_is_an_index_error(index: int) -> None:
-    with pytest.raises(IndexError):
-        ops.embedding(torch.tensor([0, index]), torch.randn(4, 3))
-
-
-@needs_native
-@pytest.mark.parametrize("target", [-1, 5, 2**40, -(2**40)])
-def test_cross_entropy_wrong_target_is_an_index_error_in_both_directions(target: int) -> None:
-    logits = torch.randn(3, 5)
-    targets = torch.tensor([0, target, 1])
-    with pytest.raises(IndexError, match=rf"got {target} in row 1"):
-        ops.cross_entropy(logits, targets)
-    lse = logits.logsumexp(-1)
-    with pytest.raises(IndexError, match=rf"got {target} in row 1"):
-        torch.ops.anychip.cross_entropy_backward(
-            torch.ones(()), logits, targets, lse, -100, 0.0, 0.0, "mean", [True]
-        )
-
-
-def test_run_of_every_sample_changes_no_argument_that_is_only_read() -> None:
-    for name in DIFFERENTIABLE:
-        made = call(name, grad=True)
-        before = bits(list(made.args))
-        run(made)
-        assert bits(list(made.args)) == before, name

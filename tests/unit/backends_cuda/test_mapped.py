@@ -35,7 +35,10 @@ SERVED = {
     "linear": ("linear/fp32/", {"linear"}),
     **{
         name: (f"{name}/", {name, f"{name}_backward"})
-        for name in "silu relu relu2 sigmoid tanh softplus conv1d conv2d".split()
+        for name in (
+            *"silu relu relu2 sigmoid tanh softplus conv1d conv2d".split(),
+            "linear_cross_entropy_partials",
+        )
     },
     "embedding": ("embedding/", {"embedding_by_torch"}),
     "grouped_linear": ("grouped_linear/", {"grouped_linear_by_group"}),

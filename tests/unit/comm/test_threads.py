@@ -98,6 +98,20 @@ def test_two_groups_of_the_same_ranks_take_calls_in_any_order(check: Check) -> N
     assert run_ranks(3, work, check=check) == [[3.0**5, 2 * 3.0**5]] * 3
 
 
+def test_rank_that_ends_without_a_wait_does_its_part_of_what_it_has_begun() -> None:
+    def work(comm: Communicator) -> list[float]:
+        tensors = [torch.full((5,), comm.rank + 1.0) for _ in range(3)]
+        if comm.rank == 0:
+            time.sleep(0.2)
+        calls = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
+        if comm.rank == 0:
+            for call in calls:
+                call.wait()
+        return [tensor[0].item() for tensor in tensors]
+
+    assert run_ranks(3, work)[0] == [6.0] * 3
+
+
 @pytest.mark.parametrize("staged", [None, "cpu"], ids=["direct", "staged"])
 def test_traffic_counts_each_rank_and_group_apart(staged: str | None) -> None:
     def work(comm: Communicator) -> list[dict[str, int]]:

@@ -34,6 +34,9 @@ class Asked:
         return SimpleNamespace(made=f"host of {group}", capabilities=None, num_tags=7,
                                reduces_on_host=True, description="by gloo")  # fmt: skip
 
+    def staged(self, group: Any, device: str) -> Any:
+        return Job.staged(self, group, device)  # type: ignore[arg-type]
+
     def library(self, name: str, device: str, **wishes: Any) -> Any:
         return Job.library(self, name, device) if name == "gloo" else (name, device)  # type: ignore[arg-type]
 

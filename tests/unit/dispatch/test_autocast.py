@@ -47,21 +47,6 @@ def test_promote_casts_to_the_widest_dtype_among_the_arguments(door: str) -> Non
         assert swiglu(gate, up).dtype == F32
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gelu", "bias_gelu", "softmax",
-        "cross_entropy", "dropout", "bias_dropout_add", "dropout_add_rms_norm",
-        "dropout_add_layer_norm",
-    ],
-)  # fmt: skip
-def test_none_leaves_the_arguments_alone(name: str, door: str) -> None:
-    made = call(name, dtype=BF16, grad=False)
-    want = bits(made())
-    with torch.autocast("cpu", dtype=F16):
-        assert bits(_through(name, door)(*made.args, **made.attrs)) == want
-
-
 def test_fp32_rule_widens_and_fixed_dtypes_stay(door: str) -> None:
     operator = _with_rule("cast_up", "fp32")
     function = operator if door == "short cut" else torch.ops.rules.cast_up

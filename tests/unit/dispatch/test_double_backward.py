@@ -11,8 +11,7 @@ from torch import Tensor
 
 import anychip
 from anychip import OperatorTable, ops
-from tests.unit.dispatch.calls import DIFFERENTIABLE, bits, call, every_sample, gradients
-from tests.unit.dispatch.plain import PLAIN
+from tests.unit.dispatch.calls import bits
 from tests.unit.dispatch.specs import polynomial
 from tests.unit.dispatch.tables import Install
 
@@ -96,39 +95,6 @@ def test_double_backward_error_raises_through_both_doors() -> None:
         assert torch.autograd.grad(function(x), x)[0].item() == 33.0
         with pytest.raises(RuntimeError, match="poly_once: its gradient cannot be differentiated"):
             torch.autograd.grad(function(x), x, create_graph=True)
-
-
-def _gradient_of_gradients(function: Callable[..., Any], leaves: list[Tensor]) -> Any:
-    """d/d leaves of a sum of squares of the first gradients; zeros where nothing depends."""
-    first = gradients(function(), leaves, create_graph=True)
-    total = sum((g.square() * torch.arange(1, g.numel() + 1).view(g.shape)).sum() for g in first)
-    assert isinstance(total, Tensor)
-    if not total.requires_grad:
-        return [torch.zeros_like(t) for t in leaves]
-    return torch.autograd.grad(total, leaves, materialize_grads=True, allow_unused=True)
-
-
-# Of a pair, normed, nothing but roundings is left of the second derivative.
-SAMPLES = [p for p in every_sample(DIFFERENTIABLE) if p.id != "group_norm-3x6,groups=3"]
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("door", ["short cut", "library"])
-@pytest.mark.parametrize(("name", "index"), SAMPLES)
-def test_second_derivative_of_every_sample_equals_plain_torch(
-    name: str, index: int, door: str
-) -> None:
-    made, plain = call(name, index, grad=True), call(name, index, grad=True)
-    function = made if door == "short cut" else lambda: made.door()(*made.args, **made.attrs)
-    got = _gradient_of_gradients(function, made.leaves())
-    want = _gradient_of_gradients(lambda: PLAIN[name](*plain.args, **plain.attrs), plain.leaves())
-    # Two orders of differentiation of sums of up to 64 products: some hundred roundings of 2^-24.
-    for one, other in zip(got, want, strict=True):
-        scale = float(other.abs().max()) if other.numel() else 0.0
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * max(scale, 1e-3))
-    linear = {"dropout", "bias_dropout_add", "linear", "rope", "embedding", "hadamard", "top_k"}
-    # Not of every sample: of one key, or of no row, all is linear.
-    assert index or name in {*linear, "permute", "relu"} or any(t.any() for t in got)
 
 
 def test_create_graph_under_autocast_leaves_the_reference_exact() -> None:

@@ -172,6 +172,39 @@ def test_accepts_holds_on_every_call_of_one_key(
         assert log.pop() == want
 
 
+def test_row_that_declines_a_call_leaves_it_to_the_next_and_is_counted_so(
+    install: Install, rms_norm: Callable[..., Tensor]
+) -> None:
+    table = OperatorTable()
+
+    def forward(x: Tensor, weight: Tensor, *, eps: float) -> Any:
+        return NotImplemented if eps > 1e-3 else [r + 1 for r in RMS.forward(x, weight, eps=eps)]
+
+    def backward(*args: Any, **attrs: Any) -> Any:
+        return NotImplemented
+
+    table.forward("rms_norm", declines=True)(forward)
+    table.backward("rms_norm", declines=True)(backward)
+    install(table, alone=True)
+    anychip.provenance(reset=True)
+    x = torch.randn(2, 8, requires_grad=True)
+    for eps, added in ((1e-6, 1), (0.1, 0), (1e-6, 1)):
+        y = rms_norm(x, W, eps=eps)
+        assert bits(y.detach()) == bits(RMS.forward(x.detach(), W, eps=eps)[0] + added)
+    y.sum().backward()
+    assert x.grad is not None
+    rows = anychip.provenance().rows()
+    served = {(row.direction, row.kind): row.calls for row in rows}
+    assert served == {("forward", "native"): 2, ("forward", "reference"): 1,
+                      ("backward", "reference"): 1}  # fmt: skip
+    assert all("declined" in (row.fallback_reason or "") for row in rows if row.kind != "native")
+    with (
+        anychip.policy(fallback="strict"),
+        pytest.raises(FallbackError, match=r"nothing was written.*forward: declined"),
+    ):
+        rms_norm(x, W, eps=0.1)
+
+
 def test_row_that_refuses_everything_leaves_the_reference_and_the_reason(
     install: Install, rms_norm: Callable[..., Tensor]
 ) -> None:

@@ -83,23 +83,3 @@ def test_bytes_of_a_step_are_those_of_codes_and_scales() -> None:
     cost = operators.adamw_8bit.cost(*args, **NUMBERS)
     written = 1124 * (4 + 1 + 1) + 2 * 4 * (4 + 1)
     assert cost.nbytes == 2 * written + 2 * 1124
-
-
-@pytest.mark.parametrize(("place", "change", "message"), [
-    (2, lambda t: [t[0][:3]], r"exp_avgs\[0\] must have the shape of params\[0\] \(300,\)"),
-    (3, lambda t: [t[0][:1]], r"exp_avg_scales\[0\] .* shape \(2,\), got \(1,\)"),
-    (5, lambda t: [], r"exp_avg_sq_scales must be as long as params \(1\), got 0"),
-    (6, lambda t: t.view(1), "lr must be a 0-dim tensor"),
-], ids=["codes", "scales", "no-scales", "lr"])  # fmt: skip
-def test_step_with_wrong_arguments_is_refused(place: int, change: Any, message: str) -> None:
-    args = _step(torch.float32, ((300,),))
-    args[place] = change(args[place])
-    with pytest.raises(ValueError, match=message):
-        ops.adamw_8bit(*args, **NUMBERS)
-
-
-def test_step_with_averages_of_another_type_is_refused() -> None:
-    args = _step(torch.float32, ((300,),))
-    args[2] = [args[2][0].float()]
-    with pytest.raises(ValueError, match="exp_avgs must be uint8, got float32"):
-        ops.adamw_8bit(*args, **NUMBERS)

@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from anychip import ops
-from anychip.conformance.oracles import philox
 from tests.unit.dispatch.calls import bits
 
 NAMES = ("attention", "attention_dropout", "attention_varlen")
@@ -52,68 +50,6 @@ def test_query_that_sees_no_key_is_zero_and_has_no_gradient() -> None:
 # Dropout
 
 
-def weights_of(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """(B, H, Sq, Sk), from attention itself: values that are one-hot give the weights."""
-    batch, keys, kv_heads, dim = k.shape
-    width = max(keys, dim)
-    one_hot = torch.eye(keys, width)[None, :, None].expand(batch, keys, kv_heads, width)
-    wide = (F.pad(t, (0, width - dim)) for t in (q, k))
-    y = ops.attention(*wide, one_hot.contiguous(), causal=causal, scale=dim**-0.5)
-    return y[..., :keys].transpose(1, 2)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("seed", "offset"), [(3, 0), (-1, 2**32 - 5), (2**40, -7)])
-def test_dropout_mask_is_the_stream_over_all_weights(seed: int, offset: int, causal: bool) -> None:
-    q, k, v = (t.detach() for t in qkv(5, 7))
-    p = 0.4
-    kept = philox.words(seed, offset, 2 * 4 * 5 * 7) >= int(p * 2**32)
-    mask = torch.from_numpy(kept.reshape(2, 4, 5, 7)).float()
-    weights = weights_of(q, k, causal) * mask / (1.0 - p)
-    want = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(2, 2))
-    got = ops.attention_dropout(q, k, v, torch.tensor([seed, offset]), p=p, causal=causal)
-    torch.testing.assert_close(got, want, **CLOSE)
-    assert 0.5 < float(mask.mean()) < 0.7
-
-
-def test_dropout_of_a_part_has_the_mask_of_the_whole() -> None:
-    sizes, p = (5, 6, 9, 11), 0.4
-    kept = philox.words(3, 2**32 - 5, math.prod(sizes)) >= int(p * 2**32)
-    places = [torch.randperm(n)[:count] for n, count in zip(sizes, (2, 4, 5, 7), strict=True)]
-    mask = torch.from_numpy(kept.reshape(sizes))[torch.meshgrid(*places, indexing="ij")]
-    q, k, v = (t.detach() for t in qkv(5, 7))
-    weights = weights_of(q, k, False) * mask / (1.0 - p)
-    want = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(2, 2))
-    rng = torch.tensor([3, 2**32 - 5])
-    got = ops.attention_dropout(q, k, v, rng, *places, p=p, heads=6, queries=9, keys=11)
-    torch.testing.assert_close(got, want, **CLOSE)
-
-
-def test_dropout_of_nothing_is_attention_and_of_everything_zero() -> None:
-    q, k, v = qkv(5, 7)
-    rng = torch.tensor([1, 2])
-    for causal in (True, False):
-        got = ops.attention_dropout(q, k, v, rng, p=0.0, causal=causal)
-        want = ops.attention(q, k, v, causal=causal)
-        torch.testing.assert_close(got, want, **CLOSE)
-        grads = [torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (got, want)]
-        torch.testing.assert_close(*grads, **CLOSE)
-    gone = ops.attention_dropout(q, k, v, rng, p=1.0)
-    assert not gone.any()
-    assert not any(g.any() for g in torch.autograd.grad(gone.sum(), (q, k, v)))
-
-
-def test_dropout_has_the_mask_of_the_dropout_operator() -> None:
-    q, k, _ = qkv(6, 6, heads=2, kv_heads=2)
-    rng = torch.tensor([8, 9])
-    with torch.no_grad():
-        want = ops.dropout(weights_of(q, k, False).contiguous(), rng, p=0.3)
-        one_hot = torch.eye(6, 8)[None, :, None].expand(2, 6, 2, 8).contiguous()
-        got = ops.attention_dropout(q, k, one_hot, rng, p=0.3)[..., :6].transpose(1, 2)
-    torch.testing.assert_close(got, want, **CLOSE)
-    assert torch.equal(got != 0, want != 0)
-
-
 def test_dropout_leaves_rng_and_the_global_generator_alone() -> None:
     q, k, v = qkv(4, 4)
     rng, state = torch.tensor([1, 2]), torch.get_rng_state()
@@ -154,38 +90,4 @@ def test_varlen_of_a_sequence_does_not_depend_on_the_others() -> None:
     torch.testing.assert_close(*found, **CLOSE)
 
 
-@pytest.mark.parametrize("width", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize(("entries", "message"), [
-    ([0, 3, 2, 5], r"sorted, from 0 to the 5 rows; got \[0, 3, 2, 5\]"),
-    ([0, 6], r"from 0 to the 5 rows; got \[0, 6\]"),
-    ([-1, 5], r"got \[-1, 5\]"), ([1, 5], r"must start with 0, got \[1, 5\]"),
-], ids=str)  # fmt: skip
-def test_varlen_refuses_entries_that_are_no_packing(
-    entries: list[int], message: str, width: torch.dtype
-) -> None:
-    *leaves, right = packed([2, 1, 2])
-    wrong, right = torch.tensor(entries, dtype=width), right[: len(entries)]
-    for name, ends in (("q", (wrong, right)), ("k", (right, wrong))):
-        match = f"attention_varlen: cu_seqlens_{name}.*{message}"
-        with pytest.raises(ValueError, match=match):
-            ops.attention_varlen(*leaves, *ends)
-
-
 # Results of float32
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["attention", "attention_varlen"])
-def test_float32_of_16_bits_is_that_of_the_same_numbers_in_float32(
-    name: str, dtype: torch.dtype
-) -> None:
-    *leaves, cu_seqlens = packed([4, 5, 3])
-    ends = [cu_seqlens] * 2 if name == "attention_varlen" else []
-    found = []
-    for given in (dtype, torch.float32):
-        low = [t.detach().to(dtype).to(given).requires_grad_() for t in leaves]
-        batch = low if ends else [t[None] for t in low]
-        y = getattr(ops, name)(*batch, *ends, causal=True, out_dtype=torch.float32)
-        found.append([y, *(g.to(dtype) for g in torch.autograd.grad(y.square().sum(), low))])
-    assert [t.dtype for t in found[0]] == [torch.float32, dtype, dtype, dtype]
-    assert bits(found[0]) == bits(found[1])

@@ -51,18 +51,6 @@ def test_what_is_not_finite_stays_in_its_group(pin: str) -> None:
     assert dweight[1].isnan().any()
 
 
-@pytest.mark.parametrize("width", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("ends", [[3, 2, 5], [0, 1, 6], [-1, 2, 3]], ids=str)
-def test_offsets_that_are_no_ends_are_refused(
-    ends: list[int], width: torch.dtype, pin: str
-) -> None:
-    x, weight, _ = grouped([1, 2, 2])
-    with pytest.raises(
-        ValueError, match=r"grouped_linear: offsets must be sorted, from 0 to the 5"
-    ):
-        ops.grouped_linear(x, weight, torch.tensor(ends, dtype=width))
-
-
 @pytest.mark.grid
 def test_compiled_call_does_not_look_at_the_offsets() -> None:
     """One graph serves every packing: group sizes are values, not shapes."""

@@ -41,26 +41,6 @@ def test_function_transforms_of_a_hidden_row_give_no_nan(pin: str) -> None:
     assert not gradient[1].any()
 
 
-WRONG = {
-    "causal needs two dims": ((torch.zeros(4),), {"causal": True}, r"\(\.\.\., queries, keys\)"),
-    "0-dim": ((torch.zeros(()),), {}, r"x must be \(\.\.\., keys\)"),
-    "mask too large": (
-        (torch.zeros(2, 3), torch.ones(2, 2, 3, dtype=torch.bool)),
-        {},
-        r"mask must be broadcastable to x \(2, 3\), got \(2, 2, 3\)",
-    ),
-    "bias of another size": ((torch.zeros(2, 3), None, torch.zeros(2)), {}, "bias must be broad"),
-    "mask that is no bool": ((torch.zeros(2, 3), torch.zeros(3)), {}, "mask must be bool"),
-}
-
-
-@pytest.mark.parametrize("label", WRONG)
-def test_wrong_arguments_are_refused_with_what_was_expected(label: str) -> None:
-    args, attrs, message = WRONG[label]
-    with pytest.raises(ValueError, match=message):
-        ops.softmax(*args, **attrs)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradient_of_the_bias_is_added_up_in_float32(dtype: torch.dtype) -> None:
     """Each row gives 1/4 and -1/4: a sum in bfloat16 stops at 64, one in float16 at 512."""

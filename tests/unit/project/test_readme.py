@@ -68,3 +68,12 @@ def test_page_links_to_files_that_exist(page: str) -> None:
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
 def test_readme_fits_on_a_page(page: str) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= 110
+
+
+def test_tests_that_a_page_of_traps_names_exist() -> None:
+    page = (ROOT / "docs" / "design" / "sharding-traps.md").read_text(encoding="utf-8")
+    rows = [re.findall(r"`(test_\w+)`", row) for row in page.splitlines() if row[:3].strip("| ")]
+    files = (ROOT / "tests" / "unit").rglob("test_*.py")
+    known = {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())}
+    assert [name for row in rows for name in row if name not in known] == []
+    assert sum(bool(row) for row in rows) == 35

@@ -22,7 +22,7 @@ CORE = ROOT / "core" / "anychip"
 
 LAYERS = {
     "contract": set[str](), "operators": {"contract"}, "dispatch": {"contract"},
-    "comm": {"contract"}, "cabi": {"contract"}, "registry": {"contract", "comm", "cabi"},
+    "comm": {"contract"}, "cabi": {"contract", "operators"}, "registry": {"contract", "comm", "cabi"},
     "runtime": {"contract", "operators", "dispatch", "registry", "ops"},
     "ops": {"contract", "operators", "dispatch", "registry", "runtime"},
 }  # fmt: skip

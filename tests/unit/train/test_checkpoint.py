@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,15 @@ def put(inner: Any, place: list[str], value: Any) -> None:
     inner[last] = value
 
 
+def changed(saved: Path, place: str, value: Any) -> bytes:
+    """What torch has saved, with another value somewhere in it."""
+    state, content = {"": torch.load(saved, weights_only=True)}, io.BytesIO()
+    put(state, ["", *place.split("/")] if place else [""], value)
+    with contextlib.suppress(RecursionError):  # what is too deep for pickle stays cut off
+        torch.save(state[""], content)
+    return content.getvalue()
+
+
 def everything(parts: Parts) -> list[Any]:
     saved = io.BytesIO()
     torch.save(parts.optimizer.state_dict(), saved)
@@ -403,12 +413,7 @@ def test_crafted_values_are_refused_in_a_sentence_and_nothing_is_changed(tmp_pat
     before, manifest = everything(other), (folder / "manifest.json").read_text()
     saved = folder / json.loads(manifest)["progress"]["name"]
     for place, value in [*IN_PROGRESS, ("extra", deep())]:
-        state = {"": torch.load(saved, weights_only=True)}
-        put(state, ["", *place.split("/")] if place else [""], value)
-        content = io.BytesIO()
-        with contextlib.suppress(RecursionError):  # what is too deep for pickle stays cut off
-            torch.save(state[""], content)
-        crafted(folder, content.getvalue())
+        crafted(folder, changed(saved, place, value))
         assert_refused(other, tmp_path, before, (place, value))
         (folder / "manifest.json").write_text(manifest)
     for place, value in IN_MANIFEST:
@@ -450,24 +455,26 @@ def test_boxes_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("part", [*FILES, "manifest"])
 def test_flipped_bits_are_refused_in_a_sentence_or_harmless(tmp_path: Path, part: str) -> None:
-    """Of values the hash fits: what is left to find them is the form of what was written."""
-    folder, chance, refused = Parts().save(tmp_path), random.Random(0), 0
+    folder = Parts().save(tmp_path)
     (path,) = folder.glob(f"{part}*")
-    content, manifest = path.read_bytes(), (folder / "manifest.json").read_bytes()
+    flip_bits(tmp_path, path, partial(crafted, folder) if part == "progress" else path.write_bytes)
+
+
+def flip_bits(directory: Path, path: Path, write: Callable[[bytes], Any]) -> None:
+    """Of values the hash fits: what is left to find them is the form of what was written."""
+    chance, refused, manifest = random.Random(0), 0, directory / "checkpoint" / "manifest.json"
+    content, good = path.read_bytes(), manifest.read_bytes()
     for count in range(40):
         damaged = bytearray(content)
         # Half of them where the form stands: behind it come thousands of bytes that mean nothing.
         end = min(len(damaged), 512) if count % 2 else len(damaged)
         damaged[chance.randrange(end)] ^= 1 << chance.randrange(8)
-        (folder / "manifest.json").write_bytes(manifest)
-        if part == "progress":
-            crafted(folder, damaged)
-        else:
-            path.write_bytes(damaged)
+        manifest.write_bytes(good)
+        write(damaged)
         other = Parts(seed=1)
         before = everything(other)
         try:
-            other.resume(tmp_path)
+            other.resume(directory)
         except CheckpointError:
             refused += 1
             assert everything(other) == before

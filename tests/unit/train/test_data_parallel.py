@@ -69,7 +69,7 @@ def adamw(max_norm: float | None = None) -> optim.Rule:
 @pytest.mark.parametrize(
     "max_norm", [pytest.param(None, id="no-clip", marks=GRID), pytest.param(0.5, id="clip")]
 )
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=GRID)])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=GRID) for n in (3, 4, 8))])
 def test_twenty_steps_of_a_ragged_model_equal_one_process_bit_for_bit(
     stage: int, max_norm: float | None, world_size: int
 ) -> None:

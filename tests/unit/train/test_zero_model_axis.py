@@ -100,23 +100,28 @@ def test_norm_does_not_depend_on_the_order_of_parameters() -> None:
 
 
 @pytest.mark.parametrize("offload", [{}, {"states": "host"}], ids=["device", "host"])
-def test_tied_parameter_on_two_ranks_counts_once_in_the_norm(offload: dict[str, str]) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_tied_parameter_on_several_ranks_counts_once_in_the_norm(
+    ranks: int, offload: dict[str, str]
+) -> None:
+    """As of a dense part beside experts, of which each rank has others."""
+
     def work(comm: Communicator) -> Tensor | None:
-        tied, own = parameters()[0], parameters()[2 + comm.rank]
+        tied, own = parameters()[0], parameters()[1 + comm.rank]
         opt = zero.Optimizer(
             [tied, own], rule(), alone(), model_comm=comm,
-            duplicates=[tied] if comm.rank == 1 else [], offload=offload, chunk_nbytes=4096,
+            duplicates=[tied] if comm.rank else [], offload=offload, chunk_nbytes=4096,
         )  # fmt: skip
-        tied.grad, own.grad = gradients(0, 0)[0], gradients(0, 0)[2 + comm.rank]
+        tied.grad, own.grad = gradients(0, 0)[0], gradients(0, 0)[1 + comm.rank]
         return opt.step().grad_norm
 
-    params = [parameters()[index] for index in (0, 2, 3)]
+    params = parameters()[: 1 + ranks]
     opt = zero.Optimizer(params, rule(), alone())
-    for param, index in zip(params, (0, 2, 3), strict=True):
-        param.grad = gradients(0, 0)[index]
+    for param, grad in zip(params, gradients(0, 0), strict=False):
+        param.grad = grad
     want = opt.step().grad_norm
     assert want is not None
-    for norm in run_ranks(2, work):
+    for norm in run_ranks(ranks, work):
         assert norm is not None
         assert torch.equal(norm, want)
 

@@ -25,6 +25,20 @@ class Found:
     others: dict[str, tuple[Tensor, ...]]
 
 
+class Holder:
+    """Neither a container nor a dataclass; it knows itself, and a module."""
+
+    def __init__(self, inner: Tensor, module: nn.Module) -> None:
+        self.first, self.module, self.itself = Slotted(inner), module, self
+
+
+class Slotted:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+
 class Odd(nn.Module):
     """A unit that gives what ``kind`` says, is used twice, and begins with a frozen matrix."""
 
@@ -52,12 +66,13 @@ class Part(nn.Module):
     def forward(self, x: Tensor) -> Any:
         y = torch.tanh(self.base(x) + self.up(self.down(x))) + self.empty.sum()
         made = {"tensor": y, "tuple": (None, y), "dict": {"a": [1, y]}, "dataclass": Found(y, {})}
-        return made[self.kind]
+        return made.get(self.kind, Holder(y, self))
 
 
 def _first(values: Any) -> Tensor:
-    if isinstance(values, Found):
-        return values.first
+    if isinstance(values, (Found, Holder)):
+        first = values.first
+        return first.inner if isinstance(first, Slotted) else first
     if isinstance(values, dict):
         values = values["a"]
     return values if isinstance(values, Tensor) else values[1]
@@ -74,7 +89,7 @@ def odd_loss(model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict", "dataclass"])
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict", "dataclass", "object"])
 def test_outputs_of_all_kinds_frozen_matrices_and_modules_used_twice_have_the_same_bits(
     kind: str,
 ) -> None:

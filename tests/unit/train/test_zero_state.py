@@ -1,6 +1,7 @@
 """The state of a partitioned optimizer: saved in whole tensors, loaded at any size and stage."""
 
 import io
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -181,31 +182,23 @@ def test_state_of_another_model_is_refused_and_nothing_changes(world_size: int, 
     run_ranks(world_size, work)
 
 
-def test_rule_whose_state_has_another_shape_is_refused_on_shards_only() -> None:
-    sums = optim.Rule(lambda param: {"total": torch.zeros(3)}, lambda update: None)
-    rule = optim.chain(sums, optim.sgd(0.1))
-
-    def work(comm: Communicator, stage: int) -> None:
-        zero.Optimizer(nn.Linear(6, 4), rule, comm, stage=stage)
-
-    run_ranks(2, partial(work, stage=0))
-    with pytest.raises(UnsupportedError, match=r"state 'total' has the shape \(3,\).*Use stage 0"):
-        run_ranks(2, partial(work, stage=1))
-
-
-def test_rule_whose_blocks_no_cut_keeps_whole_is_refused_on_shards_only() -> None:
-    thirds = optim.Rule(
-        lambda param: {"third": torch.zeros(-(-param.numel() // 3))},
-        lambda update: None,
-        blocks={"third": 3},
+@pytest.mark.parametrize(("size", "blocks", "message"), [
+    (lambda numel: 3, {}, r"state 'own' has the shape \(3,\).*Use stage 0"),
+    (lambda numel: -(-numel // 3), {"own": 3}, r"'own' has one entry per 3 elements.*stage 0"),
+], ids=["shape", "blocks"])  # fmt: skip
+def test_rule_whose_states_no_cut_keeps_whole_is_refused_on_shards_only(
+    size: Callable[[int], int], blocks: dict[str, int], message: str
+) -> None:
+    own = optim.Rule(
+        lambda param: {"own": torch.zeros(size(param.numel()))}, lambda update: None, blocks=blocks
     )
-    rule = optim.chain(thirds, optim.sgd(0.1))
+    rule = optim.chain(own, optim.sgd(0.1))
 
     def work(comm: Communicator, stage: int) -> None:
         zero.Optimizer(nn.Linear(6, 4), rule, comm, stage=stage)
 
     run_ranks(2, partial(work, stage=0))
-    with pytest.raises(UnsupportedError, match=r"'third' has one entry per 3 elements.*stage 0"):
+    with pytest.raises(UnsupportedError, match=message):
         run_ranks(2, partial(work, stage=1))
 
 

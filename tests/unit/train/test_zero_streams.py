@@ -5,7 +5,6 @@ lag behind by a random time, each with memory of its own: nothing is there befor
 """
 
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,8 +17,9 @@ from anychip import runtime
 from anychip.comm import staged, threads
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator, Membership, Transport, Work
-from anychip.train import zero
+from anychip.train import optim, zero
 from anychip.train.zero import streaming, tiers
+from benchmarks.late_link import Clock, late
 from tests.meta.asynchronous import AsynchronousBackend
 from tests.unit.train import test_zero_masters as masters
 
@@ -143,65 +143,82 @@ def test_what_was_given_to_be_written_is_what_is_read(device: AsynchronousBacken
     assert torch.equal(out, values + 1.0)
 
 
-class Logged(Work):
-    """Notes when it was waited for."""
+class VirtualClock(Clock):
+    """Goes on when somebody computes for a while, or waits."""
 
-    def __init__(self, work: Work, log: list[str], name: str) -> None:
-        self.work, self.log, self.name = work, log, name
-        log.append(f"begin {name}")
+    time = 0.0
 
-    def wait(self) -> None:
-        self.work.wait()
-        self.log.append(f"end {self.name}")
+    def now(self) -> float:
+        return self.time
 
-    def is_done(self) -> bool:
-        return False  # a slow link
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+        self.slept_s += seconds
 
 
-def test_only_the_first_gathers_and_the_last_reduction_are_waited_for_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+class Busy(torch.autograd.Function):
+    """Computes for 10 units of time forward, and for 20 backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, clock: VirtualClock) -> torch.Tensor:
+        ctx.clock = clock
+        clock.time += 10.0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.clock.time += 20.0
+        return grads[0], None
+
+
+class Scaled(torch.nn.Module):
+    """The root has a parameter whose gradient is the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(32))
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(5))
+
+    def forward(self, x: torch.Tensor, clock: VirtualClock) -> torch.Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = Busy.apply(torch.tanh(block(x)), clock)  # type: ignore[no-untyped-call]
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("stage", "how", "clips", "delays"), [
+    (0, {}, False, 2),  # the last reduction, whose values may be changed, then who has a gradient
+    (0, {}, True, 2),
+    (1, {}, False, 2),  # the last reduction with that question, then the weights
+    (2, {}, False, 2),
+    (2, {}, True, 3),  # and the norm
+    (3, {}, False, 2),  # the first gathers, and the last reduction with that question
+    (3, {}, True, 3),
+    (3, {"prefetch": 2}, False, 2),
+    (3, {"prefetch": 0}, False, 11),  # every gather: root, five blocks, and four of them again
+], ids=str)  # fmt: skip
+def test_a_step_waits_for_few_calls_and_computes_during_all_others(
+    stage: int, how: dict[str, Any], clips: bool, delays: int
 ) -> None:
-    """All others have computation between their beginning and the wait for them."""
+    """Over a link where each call takes one unit of time, by a clock of our own."""
 
-    def work(comm: Communicator) -> list[str]:
-        log: list[str] = []
-        names = count()
-        model = models[comm.rank]
-        blocks: Any = model.blocks
-        for number, block in enumerate(blocks):
-            block.register_forward_hook(lambda *_, number=number: log.append(f"forward {number}"))
-            block.weight.register_post_accumulate_grad_hook(
-                lambda _, number=number: log.append(f"backward {number}")
-            )
-        opt = zero.Optimizer(model, masters.rule(), comm, stage=3)
-        opt.backward(masters.loss_of(model, 0, comm.rank, 0))  # learns the order
-        opt.step()
-        opt.zero_grad()
-        assert opt.sharded is not None
-        flat: Any = opt.sharded.exchange
-        log.clear()
-        for kind in ("gather", "reduce"):
-            real = getattr(flat, kind)
+    def work(comm: Communicator) -> list[float]:
+        model, clock, waits = models[comm.rank], VirtualClock(), []
+        rule = optim.adamw(1e-3)
+        rule = optim.chain(optim.clip_by_global_norm(1.0), rule) if clips else rule
+        slow = late(comm, 1.0, clock)
+        opt = zero.Optimizer(model, rule, slow, stage=stage, bucket_nbytes=4 * 33 * 32, **how)
+        for _ in range(3):
+            clock.slept_s = 0.0
+            opt.backward(model(torch.ones(2, 32), clock))
+            opt.step()
+            opt.zero_grad()
+            waits.append(clock.slept_s)
+        return waits
 
-            def logged(*args: Any, real: Any = real, kind: str = kind, **how: Any) -> Work:
-                return Logged(real(*args, **how), log, f"{kind} {next(names)}")
-
-            monkeypatch.setattr(flat, kind, logged)
-        opt.backward(masters.loss_of(model, 0, comm.rank, 0))
-        return log
-
-    models = [masters.build(torch.float32) for _ in range(2)]
-    for log in run_ranks(2, work):
-        begun = [entry.removeprefix("begin ") for entry in log if entry.startswith("begin")]
-        exposed = []
-        for name in begun:
-            between = log[log.index(f"begin {name}") : log.index(f"end {name}")]
-            if not any(entry.startswith(("forward", "backward")) for entry in between):
-                exposed.append(name)
-        gathers = [name for name in begun if name.startswith("gather")]
-        assert len(gathers) == 6  # the root, three blocks, and two of them again
-        assert exposed == [gathers[0], gathers[1], begun[-1]]
-        assert begun[-1].startswith("reduce")
+    models = [Scaled() for _ in range(2)]
+    for waits in run_ranks(2, work):
+        assert waits[1:] == [delays] * 2
 
 
 class Partly(torch.nn.Linear):

@@ -34,22 +34,22 @@ QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserW
     ("llama", "plain", 2, {}),
     ("gpt", "checkpoint", 2, {}),
     ("gpt", "checkpoint reentrant", 2, {}),
-    pytest.param("gpt", "compiled", 2, {}, marks=[GRID, QUIET]),
+    pytest.param("gpt", "compiled", 2, {"steps": 20}, marks=[GRID, QUIET]),
     ("gpt", "plain", 2, {"units": 60_000}),
     ("gpt", "plain", 2, {"units": [["transformer.wte", "lm_head"], "transformer.h.0.mlp"]}),
     ("gpt", "plain", 4, {"shard_group": 2}),
     pytest.param("gpt", "plain", 4, {"shard_group": 1}, marks=GRID),
-    pytest.param("gpt", "plain", 8, {"shard_group": 4}, marks=GRID),
-    pytest.param("llama", "checkpoint", 8, {}, marks=GRID),
+    pytest.param("gpt", "plain", 8, {"shard_group": 4, "steps": 20}, marks=GRID),
+    pytest.param("llama", "checkpoint", 8, {"steps": 20}, marks=GRID),
 ], ids=lambda value: str(value).strip("{}").replace("'", ""))  # fmt: skip
 def test_steps_of_a_decoder_equal_one_process_bit_for_bit(
     kind: str, how: str, world_size: int, options: dict[str, Any]
 ) -> None:
-    given = {"world_size": world_size, "steps": 4, "micro": 2}
-    want = serial(partial(decoder, kind), decoder_loss, rule(), **given)  # type: ignore[arg-type]
-    options = {"units": "blocks", **options}
+    given = {"world_size": world_size, "steps": options.get("steps", 4), "micro": 2}
+    want = serial(partial(decoder, kind), decoder_loss, rule(), **given)
+    options = {"units": "blocks", **options, **given}
     build = partial(decoder, kind, how)
-    got = sharded(build, decoder_loss, rule, stage=3, **given, **options)
+    got = sharded(build, decoder_loss, rule, stage=3, **options)
     assert_equal(got, want)
 
 
@@ -309,14 +309,19 @@ def test_units_that_the_model_does_not_have_are_refused(units: Any, message: str
     on_two(work)
 
 
-def test_parameters_without_their_model_or_of_another_are_refused() -> None:
+def test_arguments_that_do_not_fit_are_refused() -> None:
     def work(comm: Communicator, model: nn.Module) -> None:
         with pytest.raises(ValueError, match=r"stage=3, module=model"):
             zero.Optimizer(model.parameters(), rule(), comm, stage=3)
         with pytest.raises(ValueError, match=r"parameter 0 is no parameter of the Linear"):
             zero.Optimizer(model.parameters(), rule(), comm, stage=3, module=nn.Linear(2, 2))
-        with pytest.raises(ValueError, match=r"shard_group must divide the 2 ranks, got 3"):
-            optimizer(model, comm, shard_group=3)
+        for group in ("shard_group", "secondary_group"):
+            with pytest.raises(ValueError, match=rf"{group} must divide the 2 ranks, got 3"):
+                optimizer(model, comm, **{group: 3})
+        with pytest.raises(ValueError, match=r"gather_format is for stage 3.*got stage 2"):
+            zero.Optimizer(model, rule(), comm, stage=2, gather_format="int8")
+        with pytest.raises(ValueError, match=r"gather_format must be one of int8, .*got 'int9'"):
+            optimizer(model, comm, gather_format="int9")
         with pytest.raises(TypeError, match=r"no argument 'prefech'; did you mean 'prefetch'"):
             optimizer(model, comm, prefech=3)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -29,7 +29,14 @@ from anychip.conformance.calls import (
     place,
     stream,
 )
-from anychip.conformance.case import Case, Context, check, check_equal_bits, expect_error
+from anychip.conformance.case import (
+    Case,
+    Context,
+    check,
+    check_equal_bits,
+    check_same_bits,
+    expect_error,
+)
 from anychip.conformance.chapters.device import in_thread
 from anychip.conformance.formats import FORMATS, Array
 from anychip.conformance.oracles import Oracle, oracle_of
@@ -37,10 +44,12 @@ from anychip.conformance.oracles.drawn import DRAWN
 from anychip.conformance.oracles.oracle import numbers
 from anychip.conformance.trial import (
     AnyOperator,
+    Rule,
     Subject,
     Trial,
     may_vary,
     rule_calls,
+    rule_cases,
     search_calls,
 )
 from anychip.dispatch.operator import registered
@@ -53,16 +62,12 @@ class GradientTrial(Trial):
         self, operator: AnyOperator, call: Call, dtype: torch.dtype, seed: int = 0
     ) -> None:
         super().__init__(operator, call, dtype, seed)
-        spec, positional = operator.spec, self.signature.positional
-        given = [
-            n for n in spec.differentiable if self.arguments[0][positional.index(n)] is not None
-        ]
-        self.leaf_names: tuple[str, ...] = tuple(given)
-        self.saved_names = [
-            n
-            for n in spec.saved
-            if n in positional and self.arguments[0][positional.index(n)] is not None
-        ]
+        spec = operator.spec
+        named = zip(self.signature.positional, self.arguments[0], strict=True)
+        given = {name for name, arg in named if arg is not None}
+        self.leaf_names = tuple(name for name in spec.differentiable if name in given)
+        self.gradient_names = [f"gradient of {name}" for name in self.leaf_names]
+        self.saved_names = [name for name in spec.saved if name in given]
         self.stream = stream(f"{spec.name}/{call.label}", seed)
         self._known: tuple[Sequence[Tensor], dict[str, Rounded]] | None = None
 
@@ -86,6 +91,10 @@ class GradientTrial(Trial):
         forms = [y for y in self.fake()[: self.signature.num_outputs] if y.is_floating_point()]
         return [torch.randn(f.shape, generator=generator).to(f.dtype) for f in forms]
 
+    def placed_gradients(self, context: Context) -> list[Tensor]:
+        """The same on the device."""
+        return [g.to(context.device) for g in self.output_gradients()]
+
     def gradients(self, oracle: Oracle, grads: Sequence[Tensor]) -> dict[str, Rounded]:
         """The oracle's gradient of every leaf, kept for the next question with the same grads."""
         if self._known is not None and self._known[0] is grads:
@@ -102,20 +111,13 @@ class GradientTrial(Trial):
         return named
 
 
-OF_NO_TYPE = (
-    "subsets", "no-grad", "accumulated", "retained", "saved", "same-tensor", "second-thread",
-)  # fmt: skip
-"""Rules about what autograd asks for, and how often: at level quick asked in one type."""
-
-
 def cases(context: Context) -> Iterator[Case]:
     """Per differentiable operator and dtype: a case per call, and a case per rule."""
     for name, operator in registered().items():
         if not operator.spec.differentiable:
             continue
         oracle = oracle_of(operator.spec)
-        dtypes = context.dtypes_of(operator.spec)
-        for dtype, represented in dtypes.items():
+        for dtype, represented in context.dtypes_of(operator.spec).items():
             where = f"gradients/{name}/{FORMATS[dtype].name}"
             of = Subject(operator, oracle, dtype)
             for call in oracle.calls():
@@ -125,12 +127,7 @@ def cases(context: Context) -> Iterator[Case]:
                     yield Case(id=f"{where}/{call.label}", run=run, full=full)
             if name in DRAWN and operator.spec.namespace == "anychip":
                 yield Case(id=f"{where}/drawn", run=partial(check_drawn, of=of), full=represented)
-            for rule, applies, check_rule in RULES:
-                if applies(operator, dtype):
-                    full = represented and rule != "loss-scale"
-                    full = full or (rule in OF_NO_TYPE and dtype != next(iter(dtypes)))
-                    run = partial(check_rule, of=of)
-                    yield Case(id=f"{where}/rule:{rule}", run=run, full=full)
+            yield from rule_cases(where, of, context, RULES, represented=represented)
 
 
 def check_values(context: Context, of: Subject, *, call: Call) -> None:
@@ -144,12 +141,10 @@ def check_values(context: Context, of: Subject, *, call: Call) -> None:
     found = backward(context, trial, placed, leaves, grads)
     compare(context, trial, of.oracle, grads, found)
     check_apart(trial, placed, found)
-    problem = placed.touched(())
-    check(problem is None, f"an argument that may not be written: {problem}")
+    trial.check_untouched(placed)
     if may_vary(trial):
         again = backward(context, trial, placed, leaves, grads)
-        for name, got, want in zip(trial.leaf_names, again, found, strict=True):
-            check_equal_bits(f"gradient of {name}, asked for again", got, want)
+        check_same_bits(trial.gradient_names, again, found, ", asked for again")
 
 
 def check_apart(trial: GradientTrial, placed: PlacedCall, found: Sequence[Tensor]) -> None:
@@ -163,8 +158,7 @@ def check_apart(trial: GradientTrial, placed: PlacedCall, found: Sequence[Tensor
 
 def check_drawn(context: Context, of: Subject) -> None:
     """Random calls; of a failing one the simplest that fails too."""
-    check_one = partial(check_values, of=of)
-    search_calls(context, of, "gradients", check_one)
+    search_calls(context, of, "gradients", partial(check_values, of=of))
 
 
 def backward(
@@ -300,10 +294,8 @@ def rule_loss_scale(context: Context, of: Subject) -> None:
     for value in (math.nan, math.inf):
         found = backward(context, trial, placed, leaves, [torch.full_like(g, value) for g in grads])
         for name, got in zip(trial.leaf_names, found, strict=True):
-            check(
-                not bool(got.isfinite().all()),
-                f"gradient of {name}: it is finite, and the output gradient is {value}",
-            )
+            text = f"gradient of {name}: it is finite, and the output gradient is {value}"
+            check(not bool(got.isfinite().all()), text)
 
 
 def rule_one_output(context: Context, of: Subject) -> None:
@@ -322,7 +314,7 @@ def rule_accumulated(context: Context, of: Subject) -> None:
     """Two backward passes add up in ``.grad``."""
     for trial in each_trial(context, of):
         placed, leaves = trial.start(context)
-        given = [g.to(context.device) for g in trial.output_gradients()]
+        given = trial.placed_gradients(context)
         alone = torch.autograd.grad(trial.run(placed), leaves, given)
         for _ in range(2):
             torch.autograd.backward(trial.run(placed), given)
@@ -337,11 +329,10 @@ def rule_retained(context: Context, of: Subject) -> None:
     for trial in each_trial(context, of):
         placed, leaves = trial.start(context)
         outputs = trial.run(placed)
-        given = [g.to(context.device) for g in trial.output_gradients()]
+        given = trial.placed_gradients(context)
         first = torch.autograd.grad(outputs, leaves, given, retain_graph=True)
         second = torch.autograd.grad(outputs, leaves, given)
-        for name, got, want in zip(trial.leaf_names, second, first, strict=True):
-            check_equal_bits(f"gradient of {name}, the second time", got, want)
+        check_same_bits(trial.gradient_names, second, first, ", the second time")
 
 
 def rule_deferred(context: Context, of: Subject) -> None:
@@ -349,7 +340,7 @@ def rule_deferred(context: Context, of: Subject) -> None:
     spec = of.operator.spec
     for trial in each_trial(context, of):
         placed, _ = trial.start(context)
-        given = [g.to(context.device) for g in trial.output_gradients()]
+        given = trial.placed_gradients(context)
         node = cast("Any", trial.run(placed)[0].grad_fn)
 
         def ask(names: Sequence[str], node: Any = node, given: Any = given) -> dict[str, Tensor]:
@@ -405,16 +396,13 @@ def rule_saved(context: Context, of: Subject) -> None:
         outputs = trial.run(placed)
         with torch.no_grad():
             argument.zero_()  # which every dtype has
-        given = [g.to(context.device) for g in trial.output_gradients()]
-        expect_error(
-            RuntimeError,
+        given = trial.placed_gradients(context)
+        what, words = (
             f"{name} was changed after the forward pass; backward",
-            torch.autograd.grad,
-            outputs,
-            leaves,
-            given,
-            mentions=("modified by an inplace operation",),
+            "modified by an inplace",
         )
+        grad = partial(torch.autograd.grad, outputs, leaves, given)
+        expect_error(RuntimeError, what, grad, mentions=(f"{words} operation",))
 
 
 def rule_layouts(context: Context, of: Subject) -> None:
@@ -542,50 +530,33 @@ def check_norm(name: str, got: Tensor | None, want: Array, first_bound: Array) -
     )
 
 
-def _always(operator: AnyOperator, dtype: torch.dtype) -> bool:
-    return True
+def _has_lse(of: Subject, _: Context) -> bool:
+    return of.operator.spec.name in ("attention", "attention_varlen")
 
 
-def _several_inputs(operator: AnyOperator, dtype: torch.dtype) -> bool:
-    return len(operator.spec.differentiable) > 1
+def _several_inputs(of: Subject, _: Context) -> bool:
+    return len(of.operator.spec.differentiable) > 1
 
 
-def _several_outputs(operator: AnyOperator, dtype: torch.dtype) -> bool:
-    return operator.signature.num_outputs > 1
+def _twice(of: Subject, _: Context) -> bool:
+    return of.operator.spec.double_backward == "reference" and of.dtype == torch.float32
 
 
-def _bitwise(operator: AnyOperator, dtype: torch.dtype) -> bool:
-    return operator.spec.determinism == "bitwise"
-
-
-def _deferrable(operator: AnyOperator, dtype: torch.dtype) -> bool:
-    return bool(operator.spec.deferrable) and _bitwise(operator, dtype)
-
-
-def _has_lse(operator: AnyOperator, dtype: torch.dtype) -> bool:
-    return operator.spec.name in ("attention", "attention_varlen")
-
-
-def _twice(operator: AnyOperator, dtype: torch.dtype) -> bool:
-    return operator.spec.double_backward == "reference" and dtype == torch.float32
-
-
-Rule = Callable[..., None]
-RULES: tuple[tuple[str, Callable[[AnyOperator, torch.dtype], bool], Rule], ...] = (
-    ("subsets", _several_inputs, rule_subsets),
-    ("no-grad", _always, rule_no_grad),
-    ("expanded", _always, rule_expanded),
-    ("strided", _always, rule_strided),
-    ("gradient-layouts", _always, rule_gradient_layouts),
-    ("loss-scale", _always, rule_loss_scale),
-    ("one-output", _several_outputs, rule_one_output),
-    ("accumulated", _bitwise, rule_accumulated),
-    ("retained", _bitwise, rule_retained),
-    ("deferred", _deferrable, rule_deferred),
-    ("blocks", _has_lse, rule_blocks),
-    ("saved", _always, rule_saved),
-    ("layouts", _always, rule_layouts),
-    ("same-tensor", _several_inputs, rule_same_tensor),
-    ("second-thread", _always, rule_second_thread),
-    ("twice", _twice, rule_twice),
+RULES = (
+    Rule("subsets", rule_subsets, _several_inputs, of_no_type=True),
+    Rule("no-grad", rule_no_grad, of_no_type=True),
+    Rule("expanded", rule_expanded),
+    Rule("strided", rule_strided),
+    Rule("gradient-layouts", rule_gradient_layouts),
+    Rule("loss-scale", rule_loss_scale, of_each_type=True),
+    Rule("one-output", rule_one_output, lambda of, _: of.operator.signature.num_outputs > 1),
+    Rule("accumulated", rule_accumulated, lambda of, _: of.is_bitwise, of_no_type=True),
+    Rule("retained", rule_retained, lambda of, _: of.is_bitwise, of_no_type=True),
+    Rule("deferred", rule_deferred, lambda of, _: of.is_bitwise and of.operator.spec.deferrable),
+    Rule("blocks", rule_blocks, _has_lse),
+    Rule("saved", rule_saved, of_no_type=True),
+    Rule("layouts", rule_layouts),
+    Rule("same-tensor", rule_same_tensor, _several_inputs, of_no_type=True),
+    Rule("second-thread", rule_second_thread, of_no_type=True),
+    Rule("twice", rule_twice, _twice),
 )

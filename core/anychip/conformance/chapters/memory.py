@@ -16,7 +16,7 @@ import torch
 
 from anychip.conformance.case import Case, Context, check, check_equal_bits, expect_error
 from anychip.conformance.chapters.device import in_thread
-from anychip.contract import HOST, MemoryInfo, MemoryStats
+from anychip.contract import HOST, Memory, MemoryInfo, MemoryStats
 
 MIB = 1 << 20
 NOISE = MIB
@@ -37,10 +37,8 @@ def allocate(context: Context) -> None:
     """A storage of exactly the size asked for, on the device; 0 bytes too."""
     for nbytes in (0, 1, 3, 512, 4097, MIB + 1):
         storage = context.backend.memory.allocate(nbytes)
-        check(
-            isinstance(storage, torch.UntypedStorage),
-            f"UntypedStorage expected, got {type(storage)}",
-        )
+        kind = type(storage)
+        check(kind is torch.UntypedStorage, f"UntypedStorage expected, got {kind}")
         check(storage.nbytes() == nbytes, f"{nbytes} bytes expected, got {storage.nbytes()}")
         device = torch.empty(0, device=context.device).device
         check(storage.device == device, f"on {device} expected, got {storage.device}")
@@ -123,6 +121,12 @@ def works(context: Context) -> None:
     check(total == 500500.0, f"sum after running out of memory: 500500 expected, got {total}")
 
 
+def copy(context: Context, target: torch.Tensor, source: torch.Tensor, *stream: Any) -> None:
+    """A copy that is waited for."""
+    context.backend.memory.copy_async(target, source, *stream)
+    context.backend.synchronize()
+
+
 def copies(context: Context) -> None:
     """Host to device to host, bit for bit, in every layout that torch copies."""
     source = torch.arange(70_001, dtype=torch.int32)
@@ -131,30 +135,21 @@ def copies(context: Context) -> None:
     memory = context.backend.memory
     result: Any = memory.copy_async(there, source)  # type: ignore[func-returns-value]
     check(result is None, f"copy_async returns None, got {result!r}")
-    memory.copy_async(back, there)
-    context.backend.synchronize()
+    copy(context, back, there)
     check_equal_bits("copied there and back", back, source)
     memory.copy_async(there[:35_000], source[35_000:70_000])
-    memory.copy_async(back, there)
-    context.backend.synchronize()
+    copy(context, back, there)
     check_equal_bits("a part that was copied", back[:35_000], source[35_000:70_000])
     check_equal_bits("the part that was not", back[35_000:], source[35_000:])
 
 
 def copies_of_bytes(context: Context) -> None:
     """Any number of bytes from and to any place; scalars; types of every width."""
-    memory, source = context.backend.memory, torch.arange(256, dtype=torch.uint8)
-    for first, count, target in (
-        (0, 0, 0),
-        (0, 1, 3),
-        (1, 7, 0),
-        (2, 5, 2),
-        (3, 66, 1),
-        (5, 251, 5),
-    ):
+    source = torch.arange(256, dtype=torch.uint8)
+    places = ((0, 0, 0), (0, 1, 3), (1, 7, 0), (2, 5, 2), (3, 66, 1), (5, 251, 5))
+    for first, count, target in places:
         there = torch.full((256 + 8,), 255, dtype=torch.uint8, device=context.device)
-        memory.copy_async(there[target : target + count], source[first : first + count])
-        context.backend.synchronize()
+        copy(context, there[target : target + count], source[first : first + count])
         want = torch.full((256 + 8,), 255, dtype=torch.uint8)
         want[target : target + count] = source[first : first + count]
         check_equal_bits(f"{count} bytes from {first} to {target}", there.cpu(), want)
@@ -166,14 +161,12 @@ def copies_of_bytes(context: Context) -> None:
     )
     for value in values:
         there = torch.zeros_like(value, device=context.device)
-        memory.copy_async(there, value)
-        context.backend.synchronize()
+        copy(context, there, value)
         check_equal_bits(f"{value.dtype} of shape {tuple(value.shape)}", there.cpu(), value)
 
 
 def copies_of_layouts(context: Context) -> None:
     """As ``target[...] = source``: strides of both, one value for many, another dtype."""
-    memory = context.backend.memory
     source = torch.arange(35 * 64, dtype=torch.float32).view(35, 64)
     sources = {
         "transposed": source.t().contiguous().t(),
@@ -188,8 +181,7 @@ def copies_of_layouts(context: Context) -> None:
             "with gaps": torch.full((35, 2, 64), -1.0)[:, 0],
         }.items():
             there = room.to(context.device)
-            memory.copy_async(there, given)
-            context.backend.synchronize()
+            copy(context, there, given)
             what = f"source {name}, target {target_name}"
             check_equal_bits(what, there.cpu(), given.to(torch.float32))
 
@@ -212,8 +204,7 @@ def copies_on_stream(context: Context) -> None:
     stream, source = backend.stream(), torch.arange(MIB, dtype=torch.int32)
     there = torch.empty(MIB, dtype=torch.int32, device=context.device)
     backend.synchronize()
-    backend.memory.copy_async(there, source, stream)
-    backend.synchronize()
+    copy(context, there, source, stream)
     check_equal_bits("copied on a stream", there.cpu(), source)
 
 
@@ -230,26 +221,27 @@ def stats_types(context: Context) -> None:
     check((found.peak_allocated is not None) == has_peak, f"memory_peak {has_peak}, got {found}")
 
 
+def change_by(memory: Memory, act: Callable[[], Any]) -> int:
+    """By how much ``allocated`` grows."""
+    before = memory.stats().allocated
+    act()
+    return memory.stats().allocated - before
+
+
 def stats_follow(context: Context) -> None:
     """``allocated`` grows by what is allocated, and falls by what is freed."""
     memory = context.backend.memory
     gc.collect()
     start = memory.stats().allocated
-    held, total = [], 0
-    for nbytes in (3 * MIB, 8 * MIB, 5 * MIB):
-        before = memory.stats().allocated
-        held.append(memory.allocate(nbytes))
-        total += nbytes
-        grown = memory.stats().allocated - before
+    sizes, held = (3 * MIB, 8 * MIB, 5 * MIB), list[torch.UntypedStorage]()
+    for nbytes in sizes:
+        grown = change_by(memory, lambda: held.append(memory.allocate(nbytes)))  # noqa: B023
         check(grown >= nbytes - NOISE // 16, f"{nbytes} allocated, `allocated` grew by {grown}")
-    while held:
-        nbytes = held[-1].nbytes()
-        before = memory.stats().allocated
-        held.pop()
-        fallen = before - memory.stats().allocated
+    for nbytes in reversed(sizes):
+        fallen = -change_by(memory, held.pop)
         check(fallen >= nbytes - NOISE, f"{nbytes} freed, `allocated` fell by {fallen}")
     left = memory.stats().allocated - start
-    check(abs(left) <= 2 * NOISE, f"{total} bytes came and went, `allocated` is {left} higher")
+    check(abs(left) <= 2 * NOISE, f"{sum(sizes)} bytes came and went, `allocated` is {left} higher")
 
 
 def stats_reserved(context: Context) -> None:
@@ -371,9 +363,8 @@ def peak_rises(context: Context) -> None:
     del held
     for nbytes in (MIB, 4 * MIB, 2 * MIB):
         memory.allocate(nbytes)
-        check(
-            peak(context) >= high, f"the peak fell from {high} to {peak(context)} without a reset"
-        )
+        now = peak(context)
+        check(now >= high, f"the peak fell from {high} to {now} without a reset")
     check(peak(context) >= memory.stats().allocated, "the peak is below what is allocated")
     base = memory.stats().allocated
     memory.allocate(48 * MIB)  # and it is gone before anybody asks
@@ -409,14 +400,12 @@ def pinned(context: Context) -> None:
     """Page-locked bytes of the host, of the size asked for; copies from it arrive."""
     for nbytes in (1, 4096, MIB):
         tensor = context.backend.memory.pinned(nbytes)
-        check(
-            tensor.dtype == torch.uint8 and tensor.numel() == nbytes, f"uint8[{nbytes}], {tensor}"
-        )
+        fits = tensor.dtype == torch.uint8 and tensor.numel() == nbytes
+        check(fits, f"uint8[{nbytes}], {tensor}")
         check(tensor.device.type == HOST and tensor.is_pinned(), "page-locked host memory expected")
         tensor.fill_(nbytes % 251)
         there = torch.empty(nbytes, dtype=torch.uint8, device=context.device)
-        context.backend.memory.copy_async(there, tensor)
-        context.backend.synchronize()
+        copy(context, there, tensor)
         check_pattern(nbytes, there)
 
 

@@ -8,7 +8,7 @@ canonical, in-place operators write what they declare, autograd hears of it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,34 +18,28 @@ from torch import Tensor
 import anychip.ops  # noqa: F401 - defines our operators
 from anychip.conformance import calling_rules, index_rules
 from anychip.conformance.calls import Call, PlacedCall
-from anychip.conformance.case import Case, Context, check, check_equal_bits
+from anychip.conformance.case import Case, Context, check, check_same_bits
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import oracle_of
 from anychip.conformance.oracles.drawn import DRAWN
 from anychip.conformance.trial import (
-    AnyOperator,
+    Rule,
     Subject,
     Trial,
     each_trial,
     may_vary,
+    rule_cases,
     search_calls,
 )
 from anychip.dispatch.library import door
 from anychip.dispatch.operator import registered
-
-OF_NO_TYPE = (
-    "doors", "versions", "again", "same-tensor", "packed", "second-thread", "two-threads",
-    "inference-mode", "in-backward", "side-stream",
-)  # fmt: skip
-"""Rules about who calls, and how often: at level quick asked in one type, float32 as a rule."""
 
 
 def cases(context: Context) -> Iterator[Case]:
     """Per operator and dtype: a case per call, and a case per rule."""
     for name, operator in registered().items():
         oracle = oracle_of(operator.spec)
-        dtypes = context.dtypes_of(operator.spec)
-        for dtype, represented in dtypes.items():
+        for dtype, represented in context.dtypes_of(operator.spec).items():
             where = f"operators/{name}/{FORMATS[dtype].name}"
             of = Subject(operator, oracle, dtype)
             for call in oracle.calls():
@@ -54,11 +48,8 @@ def cases(context: Context) -> Iterator[Case]:
                 yield Case(id=f"{where}/{call.label}", run=run, full=full)
             if name in DRAWN and operator.spec.namespace == "anychip":
                 yield Case(id=f"{where}/drawn", run=partial(check_drawn, of=of), full=represented)
-            for rule, applies, check_rule in (*RULES, *calling_rules.RULES, *index_rules.RULES):
-                if applies(operator, context):
-                    bound = partial(check_rule, of=of)
-                    full = represented or (rule in OF_NO_TYPE and dtype != next(iter(dtypes)))
-                    yield Case(id=f"{where}/rule:{rule}", run=bound, full=full)
+            rules = (*RULES, *calling_rules.RULES, *index_rules.RULES)
+            yield from rule_cases(where, of, context, rules, represented=represented)
 
 
 def check_values(context: Context, of: Subject, *, call: Call) -> None:
@@ -72,20 +63,16 @@ def check_values(context: Context, of: Subject, *, call: Call) -> None:
     if not trial.written:
         check_form(context, trial, results)
         check_apart(trial, placed, results)
-    for name, got, want in zip(trial.names(), results, trial.expected(of.oracle), strict=False):
-        context.compare(name, got, want, statistical=call.statistical)
-    problem = placed.touched(trial.written)
-    check(problem is None, f"an argument that may not be written: {problem}")
+    trial.compare(context, results, trial.expected(of.oracle), statistical=call.statistical)
+    trial.check_untouched(placed)
     if may_vary(trial):
         again = trial.run(trial.place(context))
-        for name, second, first in zip(trial.names(), again, results, strict=True):
-            check_equal_bits(f"{name}, run again", second, first)
+        check_same_bits(trial.names(), again, results, ", run again")
 
 
 def check_drawn(context: Context, of: Subject) -> None:
     """Random calls; of a failing one the simplest that fails too."""
-    check_one = partial(check_values, of=of)
-    search_calls(context, of, "operators", check_one)
+    search_calls(context, of, "operators", partial(check_values, of=of))
 
 
 def check_form(context: Context, trial: Trial, results: Sequence[Tensor]) -> None:
@@ -135,12 +122,12 @@ def rule_written(context: Context, of: Subject) -> None:
         wanted = trial.expected(of.oracle)
         for pattern in (0xFF, 0x7B):  # NaN in every format; large numbers
             fill_free_blocks(context, sizes, pattern)
-            for name, got, want in zip(trial.names(), trial.run(placed), wanted, strict=False):
-                context.compare(f"{name}, with 0x{pattern:X} in free memory", got, want)
+            note = f", with 0x{pattern:X} in free memory"
+            trial.compare(context, trial.run(placed), wanted, note, statistical=True)
         with torch_fills_empty():
             results = trial.run(placed)
-        for name, got, want in zip(trial.names(), results, wanted, strict=False):
-            context.compare(f"{name}, where torch.empty gives NaN", got, want)
+        note = ", where torch.empty gives NaN"
+        trial.compare(context, results, wanted, note, statistical=True)
 
 
 def fill_free_blocks(context: Context, sizes: Sequence[int], pattern: int) -> None:
@@ -178,8 +165,7 @@ def rule_deterministic(context: Context, of: Subject) -> None:
         first = trial.run(trial.place(context))
         for _ in range(repeats - 1):
             again = trial.run(trial.place(context))
-            for name, got, want in zip(trial.names(), again, first, strict=True):
-                check_equal_bits(f"{name}, run again", got, want)
+            check_same_bits(trial.names(), again, first, ", run again")
 
 
 def rule_doors(context: Context, of: Subject) -> None:
@@ -189,10 +175,8 @@ def rule_doors(context: Context, of: Subject) -> None:
         placed = trial.place(context)
         with torch.no_grad():
             returned = door(of.operator.spec)(*placed.args, **placed.attrs)
-        for name, got, want in zip(
-            trial.names(), trial.results(returned, placed), short_cut, strict=True
-        ):
-            check_equal_bits(f"{name} of torch.ops.{of.operator.spec.namespace}", got, want)
+        note = f" of torch.ops.{of.operator.spec.namespace}"
+        check_same_bits(trial.names(), trial.results(returned, placed), short_cut, note)
 
 
 def rule_residuals(context: Context, of: Subject) -> None:
@@ -227,28 +211,11 @@ def rule_versions(context: Context, of: Subject) -> None:
                 check(tensor._version == version, f"the version of {name} changed; it is read only")
 
 
-def _returns(operator: AnyOperator, _: Context) -> bool:
-    return not operator.signature.written
-
-
-def _writes(operator: AnyOperator, _: Context) -> bool:
-    return bool(operator.signature.written)
-
-
-def _is_bitwise(operator: AnyOperator, _: Context) -> bool:
-    return operator.spec.determinism == "bitwise"
-
-
-def _has_residuals(operator: AnyOperator, _: Context) -> bool:
-    return bool(operator.spec.residuals)
-
-
-Rule = Callable[..., None]
-RULES: tuple[tuple[str, Callable[[AnyOperator, Context], bool], Rule], ...] = (
-    ("fresh", _returns, rule_fresh),
-    ("written", _returns, rule_written),
-    ("deterministic", _is_bitwise, rule_deterministic),
-    ("doors", _is_bitwise, rule_doors),
-    ("residuals", _has_residuals, rule_residuals),
-    ("versions", _writes, rule_versions),
+RULES = (
+    Rule("fresh", rule_fresh, lambda of, _: of.returns),
+    Rule("written", rule_written, lambda of, _: of.returns),
+    Rule("deterministic", rule_deterministic, lambda of, _: of.is_bitwise),
+    Rule("doors", rule_doors, lambda of, _: of.is_bitwise, of_no_type=True),
+    Rule("residuals", rule_residuals, lambda of, _: of.operator.spec.residuals),
+    Rule("versions", rule_versions, lambda of, _: not of.returns, of_no_type=True),
 )

@@ -13,6 +13,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,9 +72,9 @@ class Race:
         """What the current stream finds."""
         return self.x[-READ:] * 1.0
 
-    def read_apart(self) -> Tensor:
-        """What a stream finds that waits for nothing."""
-        with self.backend.use_stream(self.backend.stream()):
+    def read_on(self, stream: torch.Stream | None = None) -> Tensor:
+        """What a stream finds; without one, what one finds that waits for nothing."""
+        with self.backend.use_stream(stream or self.backend.stream()):
             return self.read()
 
     def check(self, what: str, found: Tensor, want: float = float(WRITES)) -> None:
@@ -125,34 +128,12 @@ def in_order(context: Context) -> None:
     race.check("read behind a second write", later, 0.0)
 
 
-def event_holds_stream(context: Context) -> None:
-    """event.wait(stream): what that stream does next comes after the record."""
+def wait_holds_stream(context: Context, *, what: str, wait: Callable[..., Any]) -> None:
+    """What a stream does behind a wait, ``wait(race, event, stream)``, sees what was written."""
     race = Race(context).start()
     event, reader = race.event(), race.backend.stream()
-    with race.backend.use_stream(reader):
-        event.wait(reader)
-        found = race.read()
-    race.check("read behind event.wait()", found)
-
-
-def stream_waits_for_event(context: Context) -> None:
-    """stream.wait_event(event) is the same from the other side."""
-    race = Race(context).start()
-    event, reader = race.event(), race.backend.stream()
-    reader.wait_event(event)
-    with race.backend.use_stream(reader):
-        found = race.read()
-    race.check("read behind stream.wait_event()", found)
-
-
-def stream_waits_for_stream(context: Context) -> None:
-    """stream.wait_stream(other): for all that is queued there now."""
-    race = Race(context).start()
-    reader = race.backend.stream()
-    reader.wait_stream(race.stream)
-    with race.backend.use_stream(reader):
-        found = race.read()
-    race.check("read behind stream.wait_stream()", found)
+    wait(race, event, reader)
+    race.check(f"read behind {what}", race.read_on(reader))
 
 
 def current_waits(context: Context) -> None:
@@ -169,10 +150,8 @@ def last_record_counts(context: Context) -> None:
     race.start()
     event.record(race.stream)
     reader = race.backend.stream()
-    with race.backend.use_stream(reader):
-        event.wait(reader)
-        found = race.read()
-    race.check("read behind an event that was recorded anew", found)
+    event.wait(reader)
+    race.check("read behind an event that was recorded anew", race.read_on(reader))
 
 
 def two_waiters(context: Context) -> None:
@@ -185,8 +164,7 @@ def two_waiters(context: Context) -> None:
     for reader in readers:
         reader.wait_event(event)
         reader.wait_event(done)
-        with race.backend.use_stream(reader):
-            found.append(race.read())
+        found.append(race.read_on(reader))
     for number, result in enumerate(found):
         race.check(f"read behind two events, by stream {number} of two", result)
 
@@ -198,8 +176,7 @@ def wait_is_for_this_record(context: Context) -> None:
     event = race.start().start().start().event()  # done after the other one, which waits for it
     event.wait(busy.stream)
     event.record(race.idle)
-    with race.backend.use_stream(busy.stream):
-        found = race.read()
+    found = race.read_on(busy.stream)
     what = "read behind an event that was recorded on an idle stream later"
     race.check(what, found, 3.0 * WRITES)
 
@@ -214,9 +191,7 @@ def chain(context: Context) -> None:
         with race.backend.use_stream(stream):
             race.x.mul_(2.0).add_(1.0)
         before = stream
-    with race.backend.use_stream(before):
-        found = race.read()
-    race.check("read at the end of a chain", found, 8.0 * WRITES + 7.0)
+    race.check("read at the end of a chain", race.read_on(before), 8.0 * WRITES + 7.0)
 
 
 def operator_on_stream(context: Context) -> None:
@@ -241,16 +216,15 @@ def operators_apart(context: Context) -> None:
     inputs = [torch.full((4, READ), 1.0 + i, device=context.device) for i in range(2)]
     settled = [_several(x, weight) for x in inputs]
     backend.synchronize()
-    streams, found = [backend.stream() for _ in inputs], list[list[Tensor]]()
+    streams = [backend.stream() for _ in inputs]
     results: list[list[Tensor]] = [[], []]
     for _ in range(8):
         for place, (stream, x) in enumerate(zip(streams, inputs, strict=True)):
             with backend.use_stream(stream):
                 results[place] += _several(x, weight)
     backend.synchronize()
-    found += results
     for place, want in enumerate(settled):
-        for got, one in zip(found[place], want * 8, strict=True):
+        for got, one in zip(results[place], want * 8, strict=True):
             check_equal_bits(f"a result on stream {place} of two", got.cpu(), one.cpu())
 
 
@@ -280,9 +254,8 @@ def copy_on_stream(context: Context) -> None:
     race.start()
     backend.memory.copy_async(race.x, source, race.stream)
     event = race.event()
-    with backend.use_stream(reader):
-        event.wait(reader)
-        found = race.read()
+    event.wait(reader)
+    found = race.read_on(reader)
     event.synchronize()
     source.fill_(-1.0)  # the stream has passed the copy
     backend.synchronize()
@@ -293,48 +266,17 @@ def copy_on_stream(context: Context) -> None:
 # The host
 
 
-def host_waits_for_event(context: Context) -> None:
-    """After event.synchronize() what was recorded is done, for whoever looks."""
+def host_waits(context: Context, *, what: str, wait: Callable[[Race], Any]) -> None:
+    """After the host has waited, what was recorded is done, for whoever looks."""
     race = Race(context).start()
-    race.event().synchronize()
-    race.check("read after event.synchronize()", race.read_apart())
+    wait(race)
+    race.check(f"read after {what}", race.read_on())
 
 
-def host_waits_for_stream(context: Context) -> None:
+def until_idle(race: Race) -> None:
     """After stream.synchronize() the stream is idle."""
-    race = Race(context).start()
     race.stream.synchronize()
     check(race.stream.query() is True, "stream.query() is not True after stream.synchronize()")
-    race.check("read after stream.synchronize()", race.read_apart())
-
-
-def host_waits_for_device(context: Context) -> None:
-    """backend.synchronize() waits for every stream, whichever is current."""
-    race = Race(context).start()
-    race.backend.synchronize()
-    race.check("read after backend.synchronize()", race.read_apart())
-
-
-def thread_waits_for_device(context: Context) -> None:
-    """synchronize() in another thread waits for the work that this one has queued."""
-    race = Race(context).start()
-    in_thread(race.backend.synchronize)
-    race.check("read after synchronize() in another thread", race.read_apart())
-
-
-def event_is_queried(context: Context) -> None:
-    """An event that says done is done."""
-    race = Race(context).start()
-    event = race.event()
-    wait_until(event.query, "event.query()")
-    race.check("read after event.query() was True", race.read_apart())
-
-
-def stream_is_queried(context: Context) -> None:
-    """A stream that says idle is idle."""
-    race = Race(context).start()
-    wait_until(race.stream.query, "stream.query()")
-    race.check("read after stream.query() was True", race.read_apart())
 
 
 def wait_until(query: Callable[[], bool], what: str) -> None:
@@ -392,11 +334,8 @@ def use_stream_restores(context: Context) -> None:
         with backend.use_stream(inner):
             check(backend.current_stream() == inner, "the inner stream is not current")
         check(backend.current_stream() == outer, "the outer stream did not return")
-        try:
-            with backend.use_stream(inner):
-                raise KeyError("on purpose")
-        except KeyError:
-            pass
+        with suppress(KeyError), backend.use_stream(inner):
+            raise KeyError("on purpose")
         check(backend.current_stream() == outer, "after an exception the stream did not return")
     check(backend.current_stream() == before, "the first stream did not return")
 
@@ -436,11 +375,29 @@ def streams_differ(context: Context) -> None:
     check(first == first, "a stream is not equal to itself")
 
 
+WAITS: dict[str, Callable[..., Any]] = {
+    "event.wait": lambda race, event, stream: event.wait(stream),
+    "wait_event": lambda race, event, stream: stream.wait_event(event),
+    "wait_stream": lambda race, event, stream: stream.wait_stream(race.stream),
+}
+HOST_WAITS: dict[str, tuple[str, Callable[[Race], Any]]] = {
+    "event.synchronize": ("event.synchronize()", lambda race: race.event().synchronize()),
+    "stream.synchronize": ("stream.synchronize()", until_idle),
+    # Whichever stream is current; and the work that another thread has queued.
+    "synchronize": ("backend.synchronize()", lambda race: race.backend.synchronize()),
+    "synchronize.thread": (
+        "synchronize() in another thread", lambda race: in_thread(race.backend.synchronize)
+    ),
+    "event.query": (
+        "event.query() was True", lambda race: wait_until(race.event().query, "event.query()")
+    ),
+    "stream.query": (
+        "stream.query() was True", lambda race: wait_until(race.stream.query, "stream.query()")
+    ),
+}  # fmt: skip
 QUESTIONS: dict[str, Callable[[Context], None]] = {
     "order": in_order,
-    "event.wait": event_holds_stream,
-    "wait_event": stream_waits_for_event,
-    "wait_stream": stream_waits_for_stream,
+    **{name: partial(wait_holds_stream, what=f"{name}()", wait=w) for name, w in WAITS.items()},
     "wait_stream.current": current_waits,
     "event.again": last_record_counts,
     "event.waiters": two_waiters,
@@ -449,12 +406,7 @@ QUESTIONS: dict[str, Callable[[Context], None]] = {
     "operators": operator_on_stream,
     "operators.apart": operators_apart,
     "copy": copy_on_stream,
-    "event.synchronize": host_waits_for_event,
-    "stream.synchronize": host_waits_for_stream,
-    "synchronize": host_waits_for_device,
-    "synchronize.thread": thread_waits_for_device,
-    "event.query": event_is_queried,
-    "stream.query": stream_is_queried,
+    **{name: partial(host_waits, what=what, wait=w) for name, (what, w) in HOST_WAITS.items()},
     "unrecorded": unrecorded,
     "elapsed": elapsed,
     "use_stream": use_stream_restores,

@@ -22,7 +22,7 @@ import torch
 
 from anychip.conformance.arithmetic import ULP, Rounded, erf, exp, log1p, sigmoid, tanh, where
 from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, Layout, shape_label
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, Oracle, differentiable
 
 _ROOT = math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715
@@ -85,35 +85,26 @@ def _softplus_gradient(grad: Rounded, x: Rounded, beta: float, threshold: float)
     return where(scaled.value > threshold, grad, grad * sigmoid(scaled))
 
 
-def _bias_gelu_forward(x: Rounded, bias: Rounded, *, approximate: str) -> tuple[Rounded]:
-    return (_gelu(x + bias, approximate),)
+def _bias_gelu(x: Rounded, bias: Rounded, *, approximate: str) -> Answer:
+    def backward(grad: Rounded) -> Gradients:
+        dx = grad * _gelu_slope(x + bias, approximate)
+        return dx, dx.sum(tuple(range(len(dx.shape) - 1)))
+
+    return (_gelu(x + bias, approximate),), backward
 
 
-def _bias_gelu_backward(
-    grads: tuple[Rounded], x: Rounded, bias: Rounded, *, approximate: str
-) -> tuple[Rounded, Rounded]:
-    dx = grads[0] * _gelu_slope(x + bias, approximate)
-    return dx, dx.sum(tuple(range(len(dx.shape) - 1)))
+def _swiglu(gate: Rounded, up: Rounded) -> Answer:
+    def backward(grad: Rounded) -> Gradients:
+        return grad * up * _silu_slope(gate), grad * (gate * sigmoid(gate))
+
+    return (gate * sigmoid(gate) * up,), backward
 
 
-def _swiglu_forward(gate: Rounded, up: Rounded) -> tuple[Rounded]:
-    return (gate * sigmoid(gate) * up,)
+def _geglu(gate: Rounded, up: Rounded, *, approximate: str) -> Answer:
+    def backward(grad: Rounded) -> Gradients:
+        return grad * up * _gelu_slope(gate, approximate), grad * _gelu(gate, approximate)
 
-
-def _swiglu_backward(grads: tuple[Rounded], gate: Rounded, up: Rounded) -> tuple[Rounded, Rounded]:
-    (grad,) = grads
-    return grad * up * _silu_slope(gate), grad * (gate * sigmoid(gate))
-
-
-def _geglu_forward(gate: Rounded, up: Rounded, *, approximate: str) -> tuple[Rounded]:
-    return (_gelu(gate, approximate) * up,)
-
-
-def _geglu_backward(
-    grads: tuple[Rounded], gate: Rounded, up: Rounded, *, approximate: str
-) -> tuple[Rounded, Rounded]:
-    (grad,) = grads
-    return grad * up * _gelu_slope(gate, approximate), grad * _gelu(gate, approximate)
+    return (_gelu(gate, approximate) * up,), backward
 
 
 # Round and beside vector widths and a block of threads; then every binade that matters, and the
@@ -254,15 +245,11 @@ def _bias_gelu_calls() -> Iterator[Call]:
         yield Call(f"6x40.bias:fp32.{approximate}", partial(_wide_bias, approximate=approximate))
 
 
-_LOWER = ("17.none", "1025.none", "17.tanh", "1025.tanh")
-
-
 def _unary(
     value: Callable[..., Rounded],
     gradient: Callable[..., Rounded],
     calls: Callable[[], Iterator[Call]],
-    *,
-    lower: tuple[str, ...] = ("17", "1025"),
+    *lower: str,
 ) -> Oracle:
     """Of ``y = value(x)`` and ``dx = gradient(grad, x)``."""
     return Oracle(
@@ -273,42 +260,31 @@ def _unary(
     )
 
 
+_LOWER, _BY_FORM = ("17", "1025"), ("17.none", "1025.none", "17.tanh", "1025.tanh")
 GELU = _unary(
     _gelu,
     lambda grad, x, approximate: grad * _gelu_slope(x, approximate),
     partial(_by_form, _one_argument),
-    lower=_LOWER,
+    *_BY_FORM,
 )
 SILU = _unary(
-    lambda x: x * sigmoid(x), lambda grad, x: grad * _silu_slope(x), partial(_each, _one_argument)
+    lambda x: x * sigmoid(x),
+    lambda grad, x: grad * _silu_slope(x),
+    partial(_each, _one_argument),
+    *_LOWER,
 )
-RELU = _unary(lambda x: _positive(x, x), lambda grad, x: _positive(x, grad), _limited_calls)
+RELU = _unary(
+    lambda x: _positive(x, x), lambda grad, x: _positive(x, grad), _limited_calls, *_LOWER
+)
 RELU2 = _unary(
-    lambda x: _positive(x, x * x), lambda grad, x: _positive(x, 2.0 * x * grad), _limited_calls
+    lambda x: _positive(x, x * x),
+    lambda grad, x: _positive(x, 2.0 * x * grad),
+    _limited_calls,
+    *_LOWER,
 )
-SIGMOID = _unary(sigmoid, lambda grad, x: grad * _sigmoid_slope(x), _limited_calls)
-TANH = _unary(tanh, lambda grad, x: grad * _tanh_slope(x), _limited_calls)
-SOFTPLUS = _unary(
-    _softplus,
-    _softplus_gradient,
-    _softplus_calls,
-    lower=("17.beta:1", "1025.beta:1"),
-)
-SWIGLU = Oracle(
-    forward=_swiglu_forward,
-    backward=_swiglu_backward,
-    calls=partial(_each, _swiglu_arguments),
-    lower_precision=("17", "1025"),
-)
-BIAS_GELU = Oracle(
-    forward=_bias_gelu_forward,
-    backward=_bias_gelu_backward,
-    calls=_bias_gelu_calls,
-    lower_precision=_LOWER,
-)
-GEGLU = Oracle(
-    forward=_geglu_forward,
-    backward=_geglu_backward,
-    calls=partial(_by_form, _geglu_arguments),
-    lower_precision=_LOWER,
-)
+SIGMOID = _unary(sigmoid, lambda grad, x: grad * _sigmoid_slope(x), _limited_calls, *_LOWER)
+TANH = _unary(tanh, lambda grad, x: grad * _tanh_slope(x), _limited_calls, *_LOWER)
+SOFTPLUS = _unary(_softplus, _softplus_gradient, _softplus_calls, "17.beta:1", "1025.beta:1")
+SWIGLU = differentiable(_swiglu, partial(_each, _swiglu_arguments), *_LOWER)
+BIAS_GELU = differentiable(_bias_gelu, _bias_gelu_calls, *_BY_FORM)
+GEGLU = differentiable(_geglu, partial(_by_form, _geglu_arguments), *_BY_FORM)

@@ -26,10 +26,11 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, exp, log, matmul, where
-from anychip.conformance.calls import Arguments, Call, Draw, changed, in_layouts, special
+from anychip.conformance.calls import Arguments, Call, Draw, changed, special
 from anychip.conformance.formats import FORMATS, Format
+from anychip.conformance.labels import Forms, Labels
 from anychip.conformance.oracles import philox
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, differentiable
 
 Mask = NDArray[np.bool_]
 _HEADS_FIRST = (0, 2, 1, 3)
@@ -180,36 +181,42 @@ def _given(
     return hidden_keys(q, k, causal), scale, factor
 
 
-def _forward(
+def _answer(
     q: Rounded, k: Rounded, v: Rounded, *drop: Any, out_dtype: Any = None, **attrs: Any
-) -> tuple[Rounded, Rounded]:
-    return attend(q, k, v, *_given(q, k, *drop, **attrs))
-
-
-def _backward(
-    grads: tuple[Rounded], q: Rounded, k: Rounded, v: Rounded, *drop: Any, out_dtype: Any = None,
-    **attrs: Any,
-) -> tuple[Rounded, Rounded, Rounded]:  # fmt: skip
-    given = _given(q, k, *drop, **attrs)
-    return attend_backward(grads[0], q, k, v, *given, out_dtype=out_dtype)
+) -> Answer:
+    given = (q, k, v, *_given(q, k, *drop, **attrs))
+    return attend(*given), lambda grad: attend_backward(grad, *given, out_dtype=out_dtype)
 
 
 Sizes = tuple[int, int, int, int, int]
 # batch, seq, heads, key heads, head_dim: one of everything; beside tiles of 16, 64 and 128; grouped
 # and single key heads; head sizes that are no power of two.
-SIZES: tuple[Sizes, ...] = (
-    (1, 1, 1, 1, 2), (0, 4, 2, 2, 8), (2, 5, 4, 4, 8), (1, 17, 4, 2, 16), (2, 9, 6, 2, 12),
-    (1, 63, 2, 2, 64), (1, 65, 3, 3, 40), (1, 130, 2, 1, 32), (1, 257, 1, 1, 128),
+SIZES = """1x1x1+1x2 0x4x2+2x8 2x5x4+4x8 1x17x4+2x16 2x9x6+2x12 1x63x2+2x64 1x65x3+3x40 1x130x2+1x32
+    1x257x1+1x128"""
+_FULL_SIZES = "1x512x2+1x64 2x128x8+2x80 1x1000x1+1x64"
+# Queries and keys: one query (the last position), a few new ones, beside tiles; queries that see no
+# key; no key at all; no query.
+_LENGTHS = "1of9 3of20 16of33 65of130 20of3 9of1 4of0 0of4"
+FORMS: Forms = {
+    r"(\d+)x(\d+)x(\d+)[+](\d+)x(\d+)": lambda *sizes: {"sizes": tuple(map(int, sizes))},
+    r"(\d+)of(\d+)": ("queries", "keys"),
+}
+_BOTH = (".causal", ".full")
+_LABELS = Labels(
+    {
+        "causal": {"causal": True}, "full": {"causal": False}, "to-float32": {},
+        "sharp": {"sharp": 4.0}, "flat": {"scale": 1e-3},
+        # The counter's low word overflows within the mask.
+        "far": {"offset": 2**32 - 20},
+    },
+    FORMS,
 )  # fmt: skip
-_FULL_SIZES: tuple[Sizes, ...] = ((1, 512, 2, 1, 64), (2, 128, 8, 2, 80), (1, 1000, 1, 1, 64))
 
 
 def _qkv(draw: Draw, sizes: Sizes, *, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
     batch, length, heads, kv_heads, dim = sizes
-    q, k = (
-        draw.normal(batch, length, heads, dim, scale=scale),
-        draw.normal(batch, length, kv_heads, dim, scale=scale),
-    )
+    q = draw.normal(batch, length, heads, dim, scale=scale)
+    k = draw.normal(batch, length, kv_heads, dim, scale=scale)
     return q, k, draw.normal(batch, length, kv_heads, dim)
 
 
@@ -226,9 +233,9 @@ def _heads_apart(draw: Draw) -> Arguments:
     return (q, k, v), {"causal": True, "scale": None}
 
 
-def to_float32(draw: Draw, make: Callable[[Draw], Arguments]) -> Arguments:
+def to_float32(draw: Draw, make: Callable[..., Arguments], **options: Any) -> Arguments:
     """The call with a result of float32. Of values of one sign: y's rounding shows."""
-    (q, k, v, *rest), attrs = make(draw)
+    (q, k, v, *rest), attrs = make(draw, **options)
     return (q, k, v + 4.0, *rest), {**attrs, "out_dtype": torch.float32}
 
 
@@ -237,69 +244,44 @@ _NAN = changed(
 )
 
 
-Lengths = tuple[int, int]
-# Queries and keys: one query (the last position), a few new ones, beside tiles; queries that see no
-# key; no key at all; no query.
-_LENGTHS: tuple[Lengths, ...] = (
-    (1, 9), (3, 20), (16, 33), (65, 130), (20, 3), (9, 1), (4, 0), (0, 4),
-)  # fmt: skip
-
-
-def _cross(draw: Draw, lengths: Lengths, causal: bool) -> Arguments:
-    queries, keys = lengths
+def _cross(draw: Draw, queries: int, keys: int, causal: bool) -> Arguments:
     k, v = draw.normal(2, keys, 2, 12), draw.normal(2, keys, 2, 12)
     return (draw.normal(2, queries, 4, 12), k, v), {"causal": causal, "scale": None}
 
 
-def sizes_label(sizes: Sizes) -> str:
-    """``2x5x4+2x8``: batch, seq, heads and key heads, head_dim."""
-    batch, length, heads, kv_heads, dim = sizes
-    return f"{batch}x{length}x{heads}+{kv_heads}x{dim}"
-
-
 def _attention_calls() -> Iterator[Call]:
-    for sizes in (*SIZES, *_FULL_SIZES):
-        for causal in (True, False):
-            yield Call(
-                f"{sizes_label(sizes)}.{'causal' if causal else 'full'}",
-                partial(_attend, sizes=sizes, causal=causal),
-                full=sizes in _FULL_SIZES,
-            )
-    yield from in_layouts("2x11x4+2x16", partial(_attend, sizes=(2, 11, 4, 2, 16), causal=True))
-    options: dict[str, tuple[float | None, float]] = {
-        "scale:0.05": (0.05, 1.0), "sharp": (None, 4.0), "flat": (1e-3, 1.0),
-        # Times this, the -inf that hides a key is the opposite.
-        "scale:-0.3": (-0.3, 1.0),
-    }  # fmt: skip
-    for name, (scale, sharp) in options.items():
-        make = partial(_attend, sizes=(1, 33, 2, 2, 16), causal=True, scale=scale, sharp=sharp)
-        yield Call(f"1x33x2+2x16.{name}", make)
-    for lengths in _LENGTHS:
-        for causal in (True, False):
-            name = f"{lengths[0]}of{lengths[1]}.{'causal' if causal else 'full'}"
-            yield Call(name, partial(_cross, lengths=lengths, causal=causal))
-    yield from in_layouts("5of11", partial(_cross, lengths=(5, 11), causal=True))
-    for sizes in ((1, 65, 3, 3, 40), (2, 9, 6, 2, 12)):
-        make = partial(to_float32, make=partial(_attend, sizes=sizes, causal=False))
-        yield Call(f"{sizes_label(sizes)}.to-float32", make)
-    make = partial(to_float32, make=partial(_cross, lengths=(5, 3), causal=True))
-    yield Call("5of3.to-float32.strided", make, layout="strided")
+    causal = partial(_attend, causal=True)
+    yield from _LABELS(_attend, SIZES, ends=_BOTH)
+    yield from _LABELS(_attend, _FULL_SIZES, ends=_BOTH, full=True)
+    yield from _LABELS(causal, "2x11x4+2x16.*")
+    # Times a scale below 0, the -inf that hides a key is the opposite.
+    scales = (".scale:0.05", ".sharp", ".flat", ".scale:-0.3")
+    yield from _LABELS(causal, "1x33x2+2x16", ends=scales)
+    yield from _LABELS(_cross, _LENGTHS, ends=_BOTH)
+    yield from _LABELS(partial(_cross, causal=True), "5of11.*")
+    wide = partial(to_float32, make=partial(_attend, causal=False))
+    yield from _LABELS(wide, "1x65x3+3x40.to-float32 2x9x6+2x12.to-float32")
+    wide = partial(to_float32, make=partial(_cross, causal=True))
+    yield from _LABELS(wide, "5of3.to-float32.strided")
     yield Call("heads", _heads_apart, statistical=False)
     yield special("nan", _NAN)
 
 
-def _dropped(draw: Draw, make: Callable[[Draw], Arguments], p: float, offset: int = 5) -> Arguments:
-    args, attrs = make(draw)
+def _dropped(
+    draw: Draw, make: Callable[..., Arguments], p: float = 0.3, offset: int = 5, **options: Any
+) -> Arguments:
+    args, attrs = make(draw, **options)
     return (*args, draw.rng(1234, offset)), {"p": p, **attrs}
 
 
 INDEX = {"batch": 0, "head": 2, "query": 1, "key": 1}
 """What attention_dropout has an index of, and the dim of q, or of k, that it is for."""
+_SQUARE = partial(_attend, sizes=(2, 7, 4, 2, 8), causal=False)
 
 
-def _in_whole(draw: Draw, which: Sequence[str], far: bool = False) -> Arguments:
+def _in_whole(draw: Draw, which: Sequence[str] = tuple(INDEX), far: bool = False) -> Arguments:
     """A part of a whole, in dims of it anywhere; far: partly outside of it."""
-    (*args, rng), attrs = _dropped(draw, partial(_attend, sizes=(2, 7, 4, 2, 8), causal=False), 0.4)
+    (*args, rng), attrs = _dropped(draw, _SQUARE, 0.4)
     extents = {name: args[name == "key"].shape[dim] for name, dim in INDEX.items()}
     index = [draw.integers(30, n) if name in which else None for name, n in extents.items()]
     if far:
@@ -310,35 +292,24 @@ def _in_whole(draw: Draw, which: Sequence[str], far: bool = False) -> Arguments:
 
 
 def _dropout_calls() -> Iterator[Call]:
-    for sizes in SIZES:
-        make = partial(_dropped, make=partial(_attend, sizes=sizes, causal=True), p=0.1)
-        yield Call(f"{sizes_label(sizes)}.p:0.1", make)
-    square = partial(_attend, sizes=(2, 7, 4, 2, 8), causal=False)
-    for p in (0.0, 0.5, 0.9, 1.0):
-        yield Call(f"2x7x4+2x8.p:{p:g}", partial(_dropped, make=square, p=p))
-    # The counter's low word overflows within the mask.
-    yield Call("2x7x4+2x8.far", partial(_dropped, make=square, p=0.3, offset=2**32 - 20))
-    for lengths in ((3, 20), (20, 3)):
-        make = partial(_dropped, make=partial(_cross, lengths=lengths, causal=True), p=0.3)
-        yield Call(f"{lengths[0]}of{lengths[1]}.p:0.3", make)
-    yield from in_layouts("2x7x4+2x8.p:0.3", partial(_dropped, make=square, p=0.3))
+    causal = partial(_dropped, make=partial(_attend, causal=True))
+    square = partial(_dropped, make=partial(_attend, causal=False))
+    yield from _LABELS(causal, SIZES, ends=(".p:0.1",))
+    yield from _LABELS(square, "2x7x4+2x8", ends=(".p:0", ".p:0.5", ".p:0.9", ".p:1", ".far"))
+    yield from _LABELS(
+        partial(_dropped, make=partial(_cross, causal=True)), "3of20.p:0.3 20of3.p:0.3"
+    )
+    yield from _LABELS(square, "2x7x4+2x8.p:0.3.*")
     for which in (*((name,) for name in INDEX), tuple(INDEX)):
         yield Call(f"index:{'+'.join(which)}", partial(_in_whole, which=which))
-    yield Call("index:far", partial(_in_whole, which=tuple(INDEX), far=True))
-    strided = partial(_in_whole, which=tuple(INDEX))
-    yield Call("index.strided", strided, layout="strided")
-    yield special("nan", partial(_dropped, make=_NAN, p=0.3))
+    yield Call("index:far", partial(_in_whole, far=True))
+    yield Call("index.strided", _in_whole, layout="strided")
+    yield special("nan", partial(_dropped, make=_NAN))
 
 
-ATTENTION = Oracle(
-    forward=_forward,
-    backward=_backward,
-    calls=_attention_calls,
-    lower_precision=("1x17x4+2x16.causal", "1x65x3+3x40.full", "1x130x2+1x32.causal"),
+ATTENTION = differentiable(
+    _answer, _attention_calls, "1x17x4+2x16.causal", "1x65x3+3x40.full", "1x130x2+1x32.causal"
 )
-ATTENTION_DROPOUT = Oracle(
-    forward=_forward,
-    backward=_backward,
-    calls=_dropout_calls,
-    lower_precision=("1x17x4+2x16.p:0.1", "1x65x3+3x40.p:0.1"),
+ATTENTION_DROPOUT = differentiable(
+    _answer, _dropout_calls, "1x17x4+2x16.p:0.1", "1x65x3+3x40.p:0.1"
 )

@@ -8,7 +8,7 @@ that values and indices are exact; the gradient goes back to where a value came 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from anychip.conformance.arithmetic import Rounded, matmul
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
+from anychip.conformance.calls import Arguments, Call, Draw, special
 from anychip.conformance.formats import Array
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.labels import PLAIN
+from anychip.conformance.oracles.oracle import Answer, differentiable
 
 
 def _signs(length: int) -> Rounded:
@@ -29,14 +30,14 @@ def _signs(length: int) -> Rounded:
     return Rounded.exact(np.where(bits % 2, -1.0, 1.0))
 
 
-def _hadamard(x: Rounded, *, block: int | None) -> tuple[Rounded]:
+def _hadamard(x: Rounded, *, block: int | None) -> Answer:
     length = x.shape[-1] if block is None else block
-    rows = x.reshape(-1, length)
-    return ((matmul(rows, _signs(length)) * (1.0 / math.sqrt(length))).reshape(*x.shape),)
 
+    def transformed(x: Rounded) -> tuple[Rounded]:
+        product = matmul(x.reshape(-1, length), _signs(length))
+        return ((product * (1.0 / math.sqrt(length))).reshape(*x.shape),)
 
-def _hadamard_backward(grads: tuple[Rounded], x: Rounded, *, block: int | None) -> tuple[Rounded]:
-    return _hadamard(grads[0], block=block)
+    return transformed(x), transformed
 
 
 def _order(x: Array, k: int) -> Any:
@@ -46,13 +47,7 @@ def _order(x: Array, k: int) -> Any:
     return np.lexsort((size, key), axis=-1)[..., :k]
 
 
-def _top_k(x: Rounded, *, k: int) -> tuple[Rounded, Rounded]:
-    indices = _order(x.value, k)
-    values = x.shaped(lambda array: np.take_along_axis(array, indices, -1))
-    return values, Rounded.exact(indices)
-
-
-def _top_k_backward(grads: Sequence[Any], x: Rounded, *, k: int) -> tuple[Rounded]:
+def _top_k(x: Rounded, *, k: int) -> Answer:
     indices = _order(x.value, k)
 
     def scattered(array: Array) -> Array:
@@ -60,8 +55,8 @@ def _top_k_backward(grads: Sequence[Any], x: Rounded, *, k: int) -> tuple[Rounde
         np.put_along_axis(whole, indices, array, -1)
         return whole
 
-    gradient: Rounded = grads[0].shaped(scattered)
-    return (gradient,)
+    values = x.shaped(lambda array: np.take_along_axis(array, indices, -1))
+    return (values, Rounded.exact(indices)), lambda grad, *_: (grad.shaped(scattered),)
 
 
 # Calls
@@ -79,18 +74,15 @@ def _one_hot(draw: Draw) -> Arguments:
 
 
 def _hadamard_calls() -> Iterator[Call]:
-    for shape in ((0, 8), (1,), (2,), (3, 8), (5, 16), (2, 3, 64), (7, 256), (2, 1024)):
-        make: Any = partial(_normal, shape=shape, block=None)
-        yield Call(shape_label(shape), make)
-    for block in (1, 2, 8, 64):
-        yield Call(f"5x192.block:{block}", partial(_normal, shape=(5, 192), block=block))
+    whole = partial(_normal, block=None)
+    yield from PLAIN(whole, "0x8 1 2 3x8 5x16 2x3x64 7x256 2x1024")
+    yield from PLAIN(_normal, "5x192", ends=(".block:1", ".block:2", ".block:8", ".block:64"))
     yield Call("one-hot", _one_hot, statistical=False)
-    yield from in_layouts("9x24", partial(_normal, shape=(9, 24), block=8))
-    for name in ("huge", "subnormal"):
-        yield Call(name, partial(_normal, shape=(6, 64), scale=name, block=32))
+    yield from PLAIN(partial(_normal, block=8), "9x24.*")
+    yield from PLAIN(partial(_normal, shape=(6, 64), block=32), "huge subnormal")
     small = partial(_normal, shape=(3, 16), block=4)
     yield special("special", small, (0, (0, 3), math.nan), (0, (1, 5), math.inf))
-    yield Call("3x4096", partial(_normal, shape=(3, 4096), block=None), full=True)
+    yield from PLAIN(whole, "3x4096", full=True)
 
 
 def _ties(draw: Draw, k: int) -> Arguments:
@@ -107,25 +99,14 @@ def _top_k_special(draw: Draw) -> Arguments:
 
 
 def _top_k_calls() -> Iterator[Call]:
-    for shape, k in (((0, 8), 3), ((1,), 1), ((17,), 5), ((33,), 33), ((33,), 0), ((6, 31), 4),
-                     ((2, 3, 40), 1), ((5000,), 50)):  # fmt: skip
-        make: Any = partial(_normal, shape=shape, k=k)
-        yield Call(f"{shape_label(shape)}.k:{k}", make)
+    yield from PLAIN(_normal, "0x8.k:3 1.k:1 17.k:5 33.k:33 33.k:0 6x31.k:4 2x3x40.k:1 5000.k:50")
     for k in (1, 7, 40):
         yield Call(f"ties.k:{k}", partial(_ties, k=k), statistical=False)
-    yield from in_layouts("9x31", partial(_normal, shape=(9, 31), k=8))
-    for name in ("huge", "subnormal"):
-        yield Call(name, partial(_normal, shape=(6, 64), scale=name, k=10))
+    yield from PLAIN(partial(_normal, k=8), "9x31.*")
+    yield from PLAIN(partial(_normal, shape=(6, 64), k=10), "huge subnormal")
     yield Call("special", _top_k_special, statistical=False, gradient=False)
-    yield Call("300001", partial(_normal, shape=(300_001,), k=3000), full=True)
+    yield from PLAIN(partial(_normal, k=3000), "300001", full=True)
 
 
-HADAMARD = Oracle(
-    forward=_hadamard,
-    backward=_hadamard_backward,
-    calls=_hadamard_calls,
-    lower_precision=("5x16", "7x256", "5x192.block:64"),
-)
-TOP_K = Oracle(
-    forward=_top_k, backward=_top_k_backward, calls=_top_k_calls, lower_precision=("6x31.k:4",)
-)
+HADAMARD = differentiable(_hadamard, _hadamard_calls, "5x16", "7x256", "5x192.block:64")
+TOP_K = differentiable(_top_k, _top_k_calls, "6x31.k:4")

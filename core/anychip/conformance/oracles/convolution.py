@@ -9,7 +9,7 @@ dilation) / stride, if that is whole. The bound counts the zeros among the terms
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, concatenate, matmul
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.calls import Arguments, Call, Draw, shape_label, special
+from anychip.conformance.labels import ROOTS, Labels
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Index = NDArray[np.int64]
 """Positions by places in the kernel: which number is seen; -1 is a zero."""
@@ -65,39 +66,39 @@ def _by_group(weight: Rounded, groups: int) -> Rounded:
     return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
 
 
-def _forward(
-    x: Rounded, weight: Rounded, bias: Rounded | None, seen: tuple[Index, Index], groups: int
-) -> Rounded:
+Sizes = tuple[int, ...]
+"""Of a dim: numbers, kernel, stride, padding, dilation, outputs."""
+
+
+def _convolved(
+    x: Rounded, weight: Rounded, bias: Rounded | None, sizes: Sequence[Sizes], groups: int
+) -> Answer:
+    rows, columns = (_seen(*of_dim) for of_dim in sizes)
     kernels = _by_group(weight, groups)
     kernels = kernels.reshape(groups, kernels.shape[1], math.prod(kernels.shape[2:]))
-    taken = _taken(x, *seen, groups)
+    taken = terms = _taken(x, rows, columns, groups)
     if bias is not None:
         # A term like the others, in any order: many sums begin with it.
         kernels = concatenate([kernels, bias.reshape(*kernels.shape[:2], 1)], 2)
-        taken = concatenate([taken, Rounded.exact(np.ones((*taken.shape[:2], 1)))], 2)
-    return _together(matmul(kernels, taken.transpose(0, 2, 1)), x.shape[0], *map(len, seen))
+        terms = concatenate([taken, Rounded.exact(np.ones((*taken.shape[:2], 1)))], 2)
+    y = _together(matmul(kernels, terms.transpose(0, 2, 1)), x.shape[0], len(rows), len(columns))
 
+    def backward(grad: Rounded) -> Gradients:
+        by_rows, by_columns = (_seen_by(*of_dim) for of_dim in sizes)
+        turned = _by_group(weight, groups).transpose(0, 2, 1, 3, 4)
+        turned = turned.reshape(groups, turned.shape[1], math.prod(turned.shape[2:]))
+        dx = matmul(turned, _taken(grad, by_rows, by_columns, groups).transpose(0, 2, 1))
+        dweight = matmul(_apart(grad, groups), taken).reshape(*weight.shape)
+        dbias = None if bias is None else grad.sum((0, 2, 3))
+        return _together(dx, *x.shape[:1], *x.shape[2:]), dweight, dbias
 
-def _backward(
-    grad: Rounded,
-    x: Rounded,
-    weight: Rounded,
-    seen: tuple[Index, Index],
-    seen_by: tuple[Index, Index],
-    groups: int,
-) -> tuple[Rounded, Rounded, Rounded]:
-    kernels = _by_group(weight, groups).transpose(0, 2, 1, 3, 4)
-    kernels = kernels.reshape(groups, kernels.shape[1], math.prod(kernels.shape[2:]))
-    dx = matmul(kernels, _taken(grad, *seen_by, groups).transpose(0, 2, 1))
-    dweight = matmul(_apart(grad, groups), _taken(x, *seen, groups))
-    return _together(dx, *x.shape[:1], *x.shape[2:]), dweight, grad.sum((0, 2, 3))
+    return (y,), backward
 
 
 # conv2d
 
 
-def _pairs(x: Rounded, weight: Rounded, attrs: dict[str, Any]) -> Iterator[tuple[int, ...]]:
-    """size, kernel, stride, padding, dilation, outputs of each dim."""
+def _pairs(x: Rounded, weight: Rounded, attrs: dict[str, Any]) -> Iterator[Sizes]:
     for dim in (0, 1):
         given = (attrs[name] for name in ("stride", "padding", "dilation"))
         step, before, apart = (v[dim] if isinstance(v, (list, tuple)) else v for v in given)
@@ -106,26 +107,10 @@ def _pairs(x: Rounded, weight: Rounded, attrs: dict[str, Any]) -> Iterator[tuple
         yield size, kernel, step, before, apart, outputs
 
 
-def _conv2d_forward(
+def _conv2d(
     x: Rounded, weight: Rounded, bias: Rounded | None, *, groups: int, **attrs: Any
-) -> tuple[Rounded]:
-    rows, columns = (_seen(*sizes) for sizes in _pairs(x, weight, attrs))
-    return (_forward(x, weight, bias, (rows, columns), groups),)
-
-
-def _conv2d_backward(
-    grads: tuple[Rounded],
-    x: Rounded,
-    weight: Rounded,
-    bias: Rounded | None,
-    *,
-    groups: int,
-    **attrs: Any,
-) -> tuple[Rounded | None, ...]:
-    rows, columns = _pairs(x, weight, attrs)
-    seen, seen_by = (_seen(*rows), _seen(*columns)), (_seen_by(*rows), _seen_by(*columns))
-    dx, dweight, dbias = _backward(grads[0], x, weight, seen, seen_by, groups)
-    return dx, dweight.reshape(*weight.shape), None if bias is None else dbias
+) -> Answer:
+    return _convolved(x, weight, bias, list(_pairs(x, weight, attrs)), groups)
 
 
 # x, kernel, attributes: one number; beside tiles; strides that leave numbers out, padding wider
@@ -169,10 +154,8 @@ def _conv2d_calls() -> Iterator[Call]:
             label = f"{shape_label(shape)}.{shape_label(kernel)}{'' if bias else '.bias:none'}"
             make = partial(_image, shape=shape, kernel=kernel, bias=bias, **attrs)
             yield Call(label, make, full=not bias)
-    small = partial(_image, shape=(2, 3, 6, 7), kernel=(4, 3, 3, 2), padding=1)
-    yield from in_layouts("2x3x6x7", small)
-    for name in ("huge", "tiny"):
-        yield Call(f"2x3x6x7.{name}", partial(small, scale=f"root-{name}"))
+    small = partial(_image, kernel=(4, 3, 3, 2), padding=1)
+    yield from Labels(ROOTS)(small, "2x3x6x7.* 2x3x6x7.huge 2x3x6x7.tiny")
     small = partial(_image, shape=(2, 3, 5, 5), kernel=(2, 3, 2, 2))
     yield special("special", small, (0, (0, 1, 2, 3), math.nan))
 
@@ -184,41 +167,23 @@ def _flat(x: Rounded) -> Rounded:
     return x.reshape(*x.shape[:2], 1, x.shape[2])
 
 
-def _lines(x: Rounded, weight: Rounded) -> tuple[Rounded, tuple[int, ...]]:
+def _conv1d(x: Rounded, weight: Rounded, bias: Rounded | None) -> Answer:
     channels, kernel = weight.shape
-    return weight.reshape(channels, 1, 1, kernel), (
-        x.shape[2],
-        kernel,
-        1,
-        kernel - 1,
-        1,
-        x.shape[2],
-    )
+    sizes = ((1, 1, 1, 0, 1, 1), (x.shape[2], kernel, 1, kernel - 1, 1, x.shape[2]))
+    kernels = weight.reshape(channels, 1, 1, kernel)
+    (y,), of_image = _convolved(_flat(x), kernels, bias, sizes, channels)
+
+    def backward(grad: Rounded) -> Gradients:
+        dx, dweight, dbias = of_image(_flat(grad))
+        assert dx is not None
+        assert dweight is not None
+        return dx.reshape(*x.shape), dweight.reshape(*weight.shape), dbias
+
+    return (y.reshape(*x.shape),), backward
 
 
-_ROW: Index = np.zeros((1, 1), np.int64)
-
-
-def _conv1d_forward(x: Rounded, weight: Rounded, bias: Rounded | None) -> tuple[Rounded]:
-    kernels, sizes = _lines(x, weight)
-    y = _forward(_flat(x), kernels, bias, (_ROW, _seen(*sizes)), weight.shape[0])
-    return (y.reshape(*x.shape),)
-
-
-def _conv1d_backward(
-    grads: tuple[Rounded], x: Rounded, weight: Rounded, bias: Rounded | None
-) -> tuple[Rounded | None, ...]:
-    kernels, sizes = _lines(x, weight)
-    seen, seen_by = (_ROW, _seen(*sizes)), (_ROW, _seen_by(*sizes))
-    found = _backward(_flat(grads[0]), _flat(x), kernels, seen, seen_by, weight.shape[0])
-    dx, dweight, dbias = found
-    return dx.reshape(*x.shape), dweight.reshape(*weight.shape), None if bias is None else dbias
-
-
-_LENGTHS: tuple[tuple[tuple[int, int, int], int], ...] = (
-    ((0, 3, 5), 4), ((2, 3, 0), 4), ((1, 1, 1), 1), ((2, 3, 1), 4), ((2, 5, 7), 4), ((2, 4, 16), 3),
-    ((1, 17, 33), 2), ((3, 2, 65), 5), ((2, 6, 130), 4), ((1, 3, 40), 127), ((2, 3, 1025), 4),
-)  # fmt: skip
+_LENGTHS = """0x3x5.4 2x3x0.4 1x1x1.1 2x3x1.4 2x5x7.4 2x4x16.3 1x17x33.2 3x2x65.5 2x6x130.4
+    1x3x40.127 2x3x1025.4"""
 
 
 def _line(
@@ -229,28 +194,15 @@ def _line(
 
 
 def _conv1d_calls() -> Iterator[Call]:
-    for shape, kernel in _LENGTHS:
-        for bias in (True, False):
-            label = f"{shape_label(shape)}.{kernel}{'' if bias else '.bias:none'}"
-            yield Call(label, partial(_line, shape=shape, kernel=kernel, bias=bias))
-    small = partial(_line, shape=(3, 5, 20), kernel=4)
-    yield from in_layouts("3x5x20.4", small)
-    for name in ("huge", "tiny"):
-        yield Call(f"3x5x20.4.{name}", partial(small, scale=f"root-{name}"))
+    labels = Labels({"bias:none": {"bias": False}, **ROOTS}, {r"(\d+)": ("kernel",)})
+    yield from labels(_line, _LENGTHS, ends=("", ".bias:none"))
+    yield from labels(_line, "3x5x20.4.* 3x5x20.4.huge 3x5x20.4.tiny")
     # What is behind a NaN does not see it: it is causal.
     small = partial(_line, shape=(2, 3, 12), kernel=4)
     yield special("special", small, (0, (0, 1, 5), math.nan))
 
 
-CONV2D = Oracle(
-    forward=_conv2d_forward,
-    backward=_conv2d_backward,
-    calls=_conv2d_calls,
-    lower_precision=("2x3x7x5.4x3x3x3", "2x17x6x33.9x17x1x1", "1x128x5x5.4x128x3x3"),
+CONV2D = differentiable(
+    _conv2d, _conv2d_calls, "2x3x7x5.4x3x3x3", "2x17x6x33.9x17x1x1", "1x128x5x5.4x128x3x3"
 )
-CONV1D = Oracle(
-    forward=_conv1d_forward,
-    backward=_conv1d_backward,
-    calls=_conv1d_calls,
-    lower_precision=("2x6x130.4", "1x3x40.127", "2x3x1025.4"),
-)
+CONV1D = differentiable(_conv1d, _conv1d_calls, "2x6x130.4", "1x3x40.127", "2x3x1025.4")

@@ -19,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, where
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw
+from anychip.conformance.labels import Labels
 from anychip.conformance.oracles import philox
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Numbers = NDArray[np.int64]
 
@@ -49,44 +50,30 @@ def _scaled(x: Rounded, rng: Numbers, rows: Numbers | None, *, p: float, **place
     return where(kept(x.shape, rng, rows, p=p, **place), x * scale, 0.0)
 
 
-def _forward(x: Rounded, rng: Numbers, rows: Numbers | None, **attrs: Any) -> tuple[Rounded]:
-    return (_scaled(x, rng, rows, **attrs),)
+def _answer(x: Rounded, rng: Numbers, rows: Numbers | None, **attrs: Any) -> Answer:
+    return (_scaled(x, rng, rows, **attrs),), lambda grad: (_scaled(grad, rng, rows, **attrs),)
 
 
-def _backward(
-    grads: tuple[Rounded], x: Rounded, rng: Numbers, rows: Numbers | None, **attrs: Any
-) -> tuple[Rounded]:
-    return (_scaled(grads[0], rng, rows, **attrs),)
+def _add(
+    x: Rounded, residual: Rounded, rng: Numbers, bias: Rounded | None, *rows: Any, **attrs: Any
+) -> Answer:
+    def backward(grad: Rounded) -> Gradients:
+        dx = _scaled(grad, rng, *rows, **attrs)
+        return dx, grad, None if bias is None else dx.sum(tuple(range(len(dx.shape) - 1)))
+
+    return (residual + _scaled(x if bias is None else x + bias, rng, *rows, **attrs),), backward
 
 
-def _add_forward(
-    x: Rounded,
-    residual: Rounded,
-    rng: Numbers,
-    bias: Rounded | None,
-    rows: Numbers | None,
-    **attrs: Any,
-) -> tuple[Rounded]:
-    return (residual + _scaled(x if bias is None else x + bias, rng, rows, **attrs),)
-
-
-def _add_backward(
-    grads: tuple[Rounded],
-    x: Rounded,
-    residual: Rounded,
-    rng: Numbers,
-    bias: Rounded | None,
-    rows: Numbers | None,
-    **attrs: Any,
-) -> tuple[Rounded | None, ...]:
-    (grad,) = grads
-    dx = _scaled(grad, rng, rows, **attrs)
-    dbias = None if bias is None else dx.sum(tuple(range(len(dx.shape) - 1)))
-    return dx, grad, dbias
+LABELS = Labels({
+    # Nine digits of them.
+    "p:2.32830644e-10": {"p": 2.0**-32}, "p:0.999999046": {"p": 1.0 - 2.0**-20},
+    "bias:none": {"bias": False}, "residual:fp32": {"residual": torch.float32},
+    "carry": {"offset": 2**32 - 20},
+})  # fmt: skip
 
 
 def _arguments(
-    draw: Draw, shape: tuple[int, ...], p: float, scale: float | str = 1.0, offset: int = 5
+    draw: Draw, shape: tuple[int, ...], p: float = 0.3, scale: float | str = 1.0, offset: int = 5
 ) -> Arguments:
     return (draw.normal(*shape, scale=scale), draw.rng(1234, offset)), {"p": p}
 
@@ -104,22 +91,19 @@ def _in_whole(
     rows: torch.Tensor | None = None,
 ) -> Arguments:
     """A part of a whole: rows of it in any order, from a column on."""
-    args, attrs = make(draw, shape, 0.3)
+    args, attrs = make(draw, shape)
     numbers = draw.integers(1000, *shape[:-1]) if rows is None else rows
     return (*args, numbers), {**attrs, "width": width or shape[-1], "column": column}
 
 
 def _parts(make: Callable[..., Arguments]) -> Iterator[Call]:
     """One row; whole ones; from a column on, also as far as a vector or a block of words."""
-    part = partial(_in_whole, make=make)
-    for shape in ((5,), (6, 13), (3, 4, 8), (0, 4)):
-        yield Call(f"{shape_label(shape)}.rows", partial(part, shape=shape))
-    for shape, width, column in (((6, 13), 40, 5), ((5, 64), 256, 64), ((7, 1), 9, 8)):
-        make_part = partial(part, shape=shape, width=width, column=column)
-        yield Call(f"{shape_label(shape)}.rows.column:{column}", make_part)
-    yield Call("6x9.rows:far", partial(part, shape=(6, 9), rows=FAR))
-    strided = partial(part, shape=(9, 31), width=32, column=1)
-    yield Call("9x31.rows.strided", strided, layout="strided")
+    labels, part = Labels({"rows": {}, "rows:far": {"rows": FAR}}), partial(_in_whole, make=make)
+    yield from labels(part, "5.rows 6x13.rows 3x4x8.rows 0x4.rows")
+    for shape, width, column in (("6x13", 40, 5), ("5x64", 256, 64), ("7x1", 9, 8)):
+        yield from labels(partial(part, width=width), f"{shape}.rows.column:{column}")
+    yield from labels(part, "6x9.rows:far")
+    yield from labels(partial(part, width=32, column=1), "9x31.rows.strided")
 
 
 def _special(draw: Draw) -> Arguments:
@@ -130,26 +114,19 @@ def _special(draw: Draw) -> Arguments:
 
 
 def _calls() -> Iterator[Call]:
-    shapes: tuple[tuple[int, ...], ...] = (
-        (0,), (1,), (), (3,), (4,), (5,), (7, 9), (3, 4, 5), (257,), (4099,),
-    )  # fmt: skip
-    for shape in shapes:
-        yield Call(f"{shape_label(shape)}.p:0.1", partial(_arguments, shape=shape, p=0.1))
-    for p in (0.0, 0.5, 0.9, 1.0, 2.0**-32, 1.0 - 2.0**-20):
-        yield Call(f"33x40.p:{p:.9g}", partial(_arguments, shape=(33, 40), p=p))
-    yield from in_layouts("9x31", partial(_arguments, shape=(9, 31), p=0.3))
-    for name in ("huge", "subnormal"):
-        yield Call(name, partial(_arguments, shape=(400,), p=0.3, scale=name))
+    yield from LABELS(_arguments, "0 1 scalar 3 4 5 7x9 3x4x5 257 4099", ends=(".p:0.1",))
+    yield from LABELS(_arguments, """33x40.p:0 33x40.p:0.5 33x40.p:0.9 33x40.p:1
+        33x40.p:2.32830644e-10 33x40.p:0.999999046 9x31.*""")  # fmt: skip
+    yield from LABELS(partial(_arguments, shape=(400,)), "huge subnormal")
     yield Call("special", _special, statistical=False, gradient=False)
     yield from _parts(_arguments)
-    make = partial(_arguments, shape=(300_001,), p=0.2, offset=2**32 - 1000)
-    yield Call("300001", make, full=True)
+    yield from LABELS(partial(_arguments, p=0.2, offset=2**32 - 1000), "300001", full=True)
 
 
 def _add_arguments(
     draw: Draw,
     shape: tuple[int, ...],
-    p: float,
+    p: float = 0.3,
     bias: bool = True,
     offset: int = 5,
     residual: torch.dtype | None = None,
@@ -172,29 +149,13 @@ def _add_special(draw: Draw) -> Arguments:
 
 
 def _add_calls() -> Iterator[Call]:
-    shapes: tuple[tuple[int, ...], ...] = (
-        (0, 3), (1,), (3,), (5,), (7, 9), (3, 4, 5), (257,), (9, 455),
-    )  # fmt: skip
-    for shape in shapes:
-        yield Call(f"{shape_label(shape)}.p:0.1", partial(_add_arguments, shape=shape, p=0.1))
-    for p in (0.0, 0.5, 1.0, 1.0 - 2.0**-20):
-        yield Call(f"11x40.p:{p:.9g}", partial(_add_arguments, shape=(11, 40), p=p))
-    yield from in_layouts("9x31", partial(_add_arguments, shape=(9, 31), p=0.3))
-    yield Call("8x33.bias:none", partial(_add_arguments, shape=(8, 33), p=0.3, bias=False))
-    make = partial(_add_arguments, shape=(8, 33), p=0.3, residual=torch.float32)
-    yield Call("8x33.residual:fp32", make)
-    yield Call("8x33.carry", partial(_add_arguments, shape=(8, 33), p=0.3, offset=2**32 - 20))
+    yield from LABELS(_add_arguments, "0x3 1 3 5 7x9 3x4x5 257 9x455", ends=(".p:0.1",))
+    yield from LABELS(_add_arguments, """11x40.p:0 11x40.p:0.5 11x40.p:1 11x40.p:0.999999046 9x31.*
+        8x33.bias:none 8x33.residual:fp32 8x33.carry""")  # fmt: skip
     yield from _parts(_add_arguments)
     yield Call("6x64.cancel", _cancelling, statistical=False)
     yield Call("special", _add_special, statistical=False, gradient=False)
 
 
-DROPOUT = Oracle(
-    forward=_forward, backward=_backward, calls=_calls, lower_precision=("257.p:0.1", "4099.p:0.1")
-)
-BIAS_DROPOUT_ADD = Oracle(
-    forward=_add_forward,
-    backward=_add_backward,
-    calls=_add_calls,
-    lower_precision=("257.p:0.1", "9x455.p:0.1"),
-)
+DROPOUT = differentiable(_answer, _calls, "257.p:0.1", "4099.p:0.1")
+BIAS_DROPOUT_ADD = differentiable(_add, _add_calls, "257.p:0.1", "9x455.p:0.1")

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw
 from anychip.conformance.formats import FP32
+from anychip.conformance.labels import Labels
 from anychip.conformance.oracles import dropout, norm
 from anychip.conformance.oracles.dropout import Numbers
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 
 def _stored_sum(
@@ -37,8 +38,10 @@ def _stored_sum(
     return norm._stored_sum(Rounded.exact(dropped, FP32), residual)
 
 
-def _forward(norm_forward: norm.Computed) -> norm.Computed:
-    def forward(
+def _after_dropout(normed: norm.Norm) -> norm.Norm:
+    """Of the norm of the sum of what is kept and a residual."""
+
+    def answer(
         x: Rounded,
         residual: Rounded,
         weight: Rounded,
@@ -46,59 +49,31 @@ def _forward(norm_forward: norm.Computed) -> norm.Computed:
         *bias_and_rows: Any,
         p: float,
         eps: float,
-    ) -> tuple[Rounded, ...]:
+    ) -> Answer:
         *bias, rows = bias_and_rows
         total = _stored_sum(x, residual, rng, rows, p)
-        y, *kept = norm_forward(total, weight, *bias, eps=eps)
-        return y, total, *kept
+        results, of_sum = norm.of_sum(normed, total, weight, *bias, eps=eps)
 
-    return forward
+        def backward(*grads: Rounded) -> Gradients:
+            both, *rest = of_sum(*grads)
+            assert both is not None
+            return dropout._scaled(both, rng, rows, p=p, width=x.shape[-1]), *rest
 
+        return results, backward
 
-def _backward(norm_backward: norm.Computed) -> norm.Computed:
-    def backward(
-        grads: tuple[Rounded, Rounded],
-        x: Rounded,
-        residual: Rounded,
-        weight: Rounded,
-        rng: Numbers,
-        *bias_and_rows: Any,
-        p: float,
-        eps: float,
-    ) -> tuple[Rounded | None, ...]:
-        (grad, dtotal), (*bias, rows) = grads, bias_and_rows
-        total = _stored_sum(x, residual, rng, rows, p)
-        dnorm, *rest = norm_backward((grad,), total, weight, *bias, eps=eps)
-        both = dtotal + dnorm
-        return dropout._scaled(both, rng, rows, p=p, width=x.shape[-1]), both, *rest
-
-    return backward
+    return answer
 
 
-_SHAPES: tuple[tuple[int, ...], ...] = (
-    (0, 8), (1, 1), (5,), (4, 8), (3, 17), (2, 3, 33), (5, 64), (70, 48), (4, 1000), (3, 0),
-)  # fmt: skip
-
-
-def _with_rng(
-    draw: Draw, arguments: Arguments, p: float, seed: int = 1234, offset: int = 5
-) -> Arguments:
+def _with_rng(draw: Draw, arguments: Arguments, p: float, offset: int = 5) -> Arguments:
     """A call of the norm of a residual's sum, with dropout."""
     (x, residual, weight, *bias), attrs = arguments
-    return (x, residual, weight, draw.rng(seed, offset), *bias), {"p": p, **attrs}
+    return (x, residual, weight, draw.rng(1234, offset), *bias), {"p": p, **attrs}
 
 
 def _normal(
-    draw: Draw,
-    shape: tuple[int, ...],
-    *,
-    bias: bool,
-    p: float = 0.2,
-    offset: int = 5,
-    **options: Any,
+    draw: Draw, shape: tuple[int, ...], *, p: float = 0.2, offset: int = 5, **options: Any
 ) -> Arguments:
-    given = norm._add_normal(draw, shape, bias=bias, **options)
-    return _with_rng(draw, given, p, offset=offset)
+    return _with_rng(draw, norm._add_normal(draw, shape, **options), p, offset)
 
 
 def _in_whole(
@@ -122,46 +97,27 @@ def _cancelling(draw: Draw, *, bias: bool) -> Arguments:
     return _with_rng(draw, norm._with_residual(draw, x, -2.0 * x, bias=bias), 0.5)
 
 
-def _without_bias(draw: Draw) -> Arguments:
-    args = (draw.normal(4, 40), draw.normal(4, 40), draw.normal(40), None)
-    return _with_rng(draw, (args, {"eps": 1e-5}), 0.3)
-
-
 def _calls(*, bias: bool) -> Iterator[Call]:
-    make = partial(_normal, bias=bias)
-    for shape in _SHAPES:
-        yield Call(shape_label(shape), partial(make, shape=shape))
-    for p in (0.0, 0.5, 1.0, 1.0 - 2.0**-20):
-        yield Call(f"11x40.p:{p:.9g}", partial(make, shape=(11, 40), p=p))
-    yield from in_layouts("5x6x50", partial(make, shape=(5, 6, 50)))
-    yield Call("4x40.eps:0.5", partial(make, shape=(4, 40), eps=0.5))
-    yield Call("8x33.carry", partial(make, shape=(8, 33), offset=2**32 - 20))
-    yield Call("6x96.residual:fp32", partial(make, shape=(6, 96), residual=torch.float32))
-    for shape in ((5,), (4, 17), (2, 3, 64)):
-        rows = partial(_in_whole, bias=bias, shape=shape)
-        yield Call(f"{shape_label(shape)}.rows", rows)
-    yield Call("6x40.rows:far", partial(_in_whole, bias=bias, shape=(6, 40), rows=dropout.FAR))
-    strided = partial(_in_whole, bias=bias, shape=(5, 48))
-    yield Call("5x48.rows.strided", strided, layout="strided")
+    labels = Labels({**dropout.LABELS.words, **norm.LABELS.words, "rows": {},
+                     "rows:far": {"rows": dropout.FAR}})  # fmt: skip
+    make, part = partial(_normal, bias=bias), partial(_in_whole, bias=bias)
+    yield from labels(make, """0x8 1x1 5 4x8 3x17 2x3x33 5x64 70x48 4x1000 3x0 11x40.p:0
+        11x40.p:0.5 11x40.p:1 11x40.p:0.999999046 5x6x50.* 4x40.eps:0.5 8x33.carry
+        6x96.residual:fp32""")  # fmt: skip
+    yield from labels(part, "5.rows 4x17.rows 2x3x64.rows 6x40.rows:far 5x48.rows.strided")
     yield Call("5x40.cancel", partial(_cancelling, bias=bias), statistical=False)
     for value in ("nan", "inf"):
         special = partial(_special, value=float(value), bias=bias)
         yield Call(f"6x24.{value}", special, statistical=False, gradient=False)
     if bias:
-        yield Call("4x40.bias:none", _without_bias)
+        yield from labels(partial(make, p=0.3), "4x40.bias:none")
 
 
 _LOWER = ("4x8", "3x17", "5x64", "4x1000")
 
-DROPOUT_ADD_RMS_NORM = Oracle(
-    forward=_forward(norm._rms_forward),
-    backward=_backward(norm._rms_backward),
-    calls=partial(_calls, bias=False),
-    lower_precision=_LOWER,
+DROPOUT_ADD_RMS_NORM = differentiable(
+    _after_dropout(norm.rms), partial(_calls, bias=False), *_LOWER
 )
-DROPOUT_ADD_LAYER_NORM = Oracle(
-    forward=_forward(norm._layer_forward),
-    backward=_backward(norm._layer_backward),
-    calls=partial(_calls, bias=True),
-    lower_precision=_LOWER,
+DROPOUT_ADD_LAYER_NORM = differentiable(
+    _after_dropout(norm.layer), partial(_calls, bias=True), *_LOWER
 )

@@ -8,7 +8,7 @@ index, and a row that is used once is a copy too, without any rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,76 +17,71 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, matmul
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.calls import Arguments, Call, Draw, special
+from anychip.conformance.labels import ROOTS, Labels
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 
 def _rows(x: Rounded) -> Rounded:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _linear_forward(x: Rounded, weight: Rounded, bias: Rounded | None, **_: Any) -> tuple[Rounded]:
-    y = matmul(_rows(x), weight.transpose(1, 0))
+def answer(x: Rounded, weight: Rounded, bias: Rounded | None, **_: Any) -> Answer:
+    rows = _rows(x)
+    y = matmul(rows, weight.transpose(1, 0))
     y = y if bias is None else y + bias
-    return (y.reshape(*x.shape[:-1], weight.shape[0]),)
+
+    def backward(dy: Rounded) -> Gradients:
+        grad = _rows(dy)
+        dx = matmul(grad, weight).reshape(*x.shape)
+        return dx, matmul(grad.transpose(1, 0), rows), None if bias is None else grad.sum(0)
+
+    return (y.reshape(*x.shape[:-1], weight.shape[0]),), backward
 
 
-def _linear_backward(
-    grads: tuple[Rounded], x: Rounded, weight: Rounded, bias: Rounded | None, **_: Any
-) -> tuple[Rounded | None, ...]:
-    grad = _rows(grads[0])
-    dx = matmul(grad, weight).reshape(*x.shape)
-    dweight = matmul(grad.transpose(1, 0), _rows(x))
-    return dx, dweight, None if bias is None else grad.sum(0)
+def _embedding(indices: NDArray[np.int64], weight: Rounded) -> Answer:
+    return (weight[indices],), lambda dy: (_added_up(_rows(dy), indices.reshape(-1), weight.shape),)
 
 
-def _embedding_forward(indices: NDArray[np.int64], weight: Rounded) -> tuple[Rounded]:
-    return (weight[indices],)
-
-
-def _embedding_backward(
-    grads: tuple[Rounded], indices: NDArray[np.int64], weight: Rounded
-) -> tuple[Rounded]:
-    grad, flat = _rows(grads[0]), indices.reshape(-1)
+def _added_up(grad: Rounded, flat: NDArray[np.int64], shape: tuple[int, ...]) -> Rounded:
+    """Every row of a gradient, added to the row of its index."""
 
     def added(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        total = np.zeros(weight.shape)
+        total = np.zeros(shape)
         np.add.at(total, flat, np.broadcast_to(rows, grad.shape))
         return total
 
     # n terms take n - 1 roundings here, so that one term is exact.
-    roundings = np.maximum(np.bincount(flat, minlength=weight.shape[0]) - 1, 0)[:, None]
+    roundings = np.maximum(np.bincount(flat, minlength=shape[0]) - 1, 0)[:, None]
     value = added(grad.value)
     worst = added(grad.worst) + roundings * added(np.abs(grad.value))
     squares = added(grad.spread**2) + roundings * (value**2 + added(grad.value**2))
-    return (Rounded(value, worst, np.sqrt(squares)),)
+    return Rounded(value, worst, np.sqrt(squares))
 
 
+LABELS = Labels(
+    {"bias": {"bias": True}, "to-float32": {"out_dtype": torch.float32}, **ROOTS},
+    {r"(\d+)-(\d+)": ("inputs", "outputs")},
+)
 # rows, K, N: empty; one; beside tiles of 8, 16, 64; long in each of the three directions.
-_SIZES: tuple[tuple[tuple[int, ...], int, int], ...] = (
-    ((0,), 8, 4), ((1,), 1, 1), ((3,), 8, 5), ((), 16, 7), ((2, 4), 33, 17), ((5,), 64, 64),
-    ((2, 3, 2), 65, 15), ((7,), 127, 9), ((3,), 1000, 6), ((4,), 4096, 5), ((600,), 24, 10),
-    ((2,), 12, 700),
-)  # fmt: skip
-_FULL = (((64,), 1024, 256), ((3,), 16384, 4), ((2048,), 64, 64))
+_SIZES = """0.8-4 1.1-1 3.8-5 scalar.16-7 2x4.33-17 5.64-64 2x3x2.65-15 7.127-9 3.1000-6 4.4096-5
+    600.24-10 2.12-700"""
+_FULL = "64.1024-256 3.16384-4 2048.64-64"
 
 
 def _product(
     draw: Draw,
-    rows: tuple[int, ...],
+    shape: tuple[int, ...],
     inputs: int,
     outputs: int,
-    bias: bool,
+    *,
+    bias: bool = False,
     scale: float | str = 1.0,
+    **attrs: Any,
 ) -> Arguments:
-    x, weight = draw.normal(*rows, inputs, scale=scale), draw.normal(outputs, inputs)
-    return (x, weight, draw.normal(outputs) if bias else None), {}
-
-
-def in_float32(draw: Draw, make: Callable[[Draw], Arguments]) -> Arguments:
-    """The call with a result of float32, which 16-bit operands are no excuse for rounding twice."""
-    args, _ = make(draw)
-    return args, {"out_dtype": torch.float32}
+    """out_dtype: float32, which 16-bit operands are no excuse for rounding twice."""
+    x, weight = draw.normal(*shape, inputs, scale=scale), draw.normal(outputs, inputs)
+    return (x, weight, draw.normal(outputs) if bias else None), attrs
 
 
 def _spotlight(draw: Draw) -> Arguments:
@@ -94,29 +89,18 @@ def _spotlight(draw: Draw) -> Arguments:
 
 
 def _linear_calls() -> Iterator[Call]:
-    for rows, inputs, outputs in (*_SIZES, *_FULL):
-        for bias in (True, False):
-            yield Call(
-                f"{shape_label(rows)}.{inputs}-{outputs}{'.bias' if bias else ''}",
-                partial(_product, rows=rows, inputs=inputs, outputs=outputs, bias=bias),
-                full=(rows, inputs, outputs) in _FULL,
-            )
-    yield from in_layouts(
-        "3x5.20-11", partial(_product, rows=(3, 5), inputs=20, outputs=11, bias=True)
-    )
-    for name in ("huge", "tiny"):
-        make = partial(_product, rows=(6,), inputs=40, outputs=12, bias=False, scale=f"root-{name}")
-        yield Call(f"6.40-12.{name}", make)
-    wide = partial(in_float32, make=partial(_product, rows=(5,), inputs=64, outputs=64, bias=True))
-    yield Call("5.64-64.to-float32", wide)
-    yield Call("5.64-64.to-float32.transposed", wide, layout="transposed")
-    for rows, inputs, outputs in (((3,), 1000, 6), ((600,), 24, 10), ((2, 0), 3, 4), ((), 16, 7)):
-        make = partial(_product, rows=rows, inputs=inputs, outputs=outputs, bias=False)
-        label = f"{shape_label(rows)}.{inputs}-{outputs}.to-float32"
-        yield Call(label, partial(in_float32, make=make))
+    with_bias = partial(_product, bias=True)
+    yield from LABELS(_product, _SIZES, ends=(".bias", ""))
+    yield from LABELS(_product, _FULL, ends=(".bias", ""), full=True)
+    yield from LABELS(with_bias, "3x5.20-11.*")
+    yield from LABELS(_product, "6.40-12.huge 6.40-12.tiny")
+    yield from LABELS(with_bias, "5.64-64.to-float32")
+    yield from LABELS(with_bias, "5.64-64.to-float32.transposed")
+    yield from LABELS(_product, "3.1000-6 600.24-10 2x0.3-4 scalar.16-7", ends=(".to-float32",))
     yield Call("spotlight", _spotlight, statistical=False)
-    make = partial(_product, rows=(4,), inputs=24, outputs=5, bias=True)
-    yield special("nan", make, (0, (2, 11), math.nan))
+    yield special(
+        "nan", partial(with_bias, shape=(4,), inputs=24, outputs=5), (0, (2, 11), math.nan)
+    )
 
 
 def _lookup(draw: Draw, shape: tuple[int, ...], count: int, width: int) -> Arguments:
@@ -134,32 +118,18 @@ def _special_lookup(draw: Draw) -> Arguments:
 
 
 def _embedding_calls() -> Iterator[Call]:
-    sizes: tuple[tuple[tuple[int, ...], int, int], ...] = (
-        ((0,), 5, 8), ((), 4, 3), ((1,), 1, 1), ((4,), 10, 8), ((2, 3), 5, 17), ((33,), 7, 64),
-        ((3, 100), 50, 96), ((500,), 3, 5),
-    )  # fmt: skip
-    for shape, count, width in sizes:
-        make: Any = partial(_lookup, shape=shape, count=count, width=width)
-        yield Call(f"{shape_label(shape)}.of:{count}x{width}", make)
+    labels = Labels(forms={r"of:(\d+)x(\d+)": ("count", "width")})
+    yield from labels(_lookup, """0.of:5x8 scalar.of:4x3 1.of:1x1 4.of:10x8 2x3.of:5x17 33.of:7x64
+        3x100.of:50x96 500.of:3x5""")  # fmt: skip
     fixed = {"ends": [0, 40, 0, 40], "repeated": [3] * 130, "all-once": list(range(70))}
     for name, indices in fixed.items():
         yield Call(name, partial(_fixed_lookup, indices=indices))
-    yield from in_layouts("9.of:12x18", partial(_lookup, shape=(9,), count=12, width=18))
+    yield from labels(_lookup, "9.of:12x18.*")
     yield Call("special", _special_lookup, statistical=False, gradient=False)
 
 
-LINEAR = Oracle(
-    forward=_linear_forward,
-    backward=_linear_backward,
-    calls=_linear_calls,
-    lower_precision=(
-        "5.64-64", "3.1000-6", "4.4096-5", "600.24-10", "5.64-64.to-float32",
-        "3.1000-6.to-float32", "600.24-10.to-float32",
-    ),
+LINEAR = differentiable(
+    answer, _linear_calls, "5.64-64", "3.1000-6", "4.4096-5", "600.24-10", "5.64-64.to-float32",
+    "3.1000-6.to-float32", "600.24-10.to-float32",
 )  # fmt: skip
-EMBEDDING = Oracle(
-    forward=_embedding_forward,
-    backward=_embedding_backward,
-    calls=_embedding_calls,
-    lower_precision=("repeated", "500.of:3x5"),
-)
+EMBEDDING = differentiable(_embedding, _embedding_calls, "repeated", "500.of:3x5")

@@ -16,54 +16,42 @@ from typing import Any
 
 import numpy as np
 
-from anychip.conformance.arithmetic import Rounded, exp, log, matmul, where
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
-from anychip.conformance.oracles import loss
+from anychip.conformance.arithmetic import Rounded, exp, log, where
+from anychip.conformance.calls import Arguments, Call, Draw, special
+from anychip.conformance.labels import Labels
+from anychip.conformance.oracles import linear, loss
 from anychip.conformance.oracles.linear import _rows
 from anychip.conformance.oracles.loss import Targets
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 
-def _logits(x: Rounded, weight: Rounded, bias: Rounded | None) -> Rounded:
-    logits = matmul(_rows(x), weight.transpose(1, 0))
-    logits = logits if bias is None else logits + bias
-    return logits.reshape(*x.shape[:-1], weight.shape[0])
-
-
-def _forward(
+def _answer(
     x: Rounded, weight: Rounded, target: Targets, bias: Rounded | None, **options: Any
-) -> tuple[Rounded, Rounded]:
-    return loss.forward(_logits(x, weight, bias), target, **options)
+) -> Answer:
+    (logits,), of_linear = linear.answer(x, weight, bias)
+    results, of_loss = loss.answer(logits, target, **options)
+
+    def backward(grad: Rounded) -> Gradients:
+        (dlogits,) = of_loss(grad)
+        assert dlogits is not None
+        return of_linear(dlogits.stored(x.format))
+
+    return results, backward
 
 
-def _backward(
-    grads: tuple[Rounded],
-    x: Rounded,
-    weight: Rounded,
-    target: Targets,
-    bias: Rounded | None,
-    **options: Any,
-) -> tuple[Rounded | None, ...]:
-    (exact,) = loss.backward(grads, _logits(x, weight, bias), target, **options)
-    dlogits = _rows(exact)
-    stored = dlogits.stored(x.format)
-    return (
-        matmul(stored, weight).reshape(*x.shape),
-        matmul(stored.transpose(1, 0), _rows(x)),
-        None if bias is None else stored.sum(0),
-    )
-
-
-Sizes = tuple[tuple[int, ...], int, int]
 # rows, K, V: empty; one of everything; odd ones; many rows, wide inputs, many classes.
-_SIZES: tuple[Sizes, ...] = (
-    ((0,), 4, 5), ((1,), 1, 1), ((), 8, 11), ((6,), 8, 11), ((3,), 33, 17), ((2, 3), 17, 130),
-    ((90,), 12, 33), ((4,), 257, 65), ((3,), 16, 1023),
-)  # fmt: skip
+_SIZES = "0.4-5 1.1-1 scalar.8-11 6.8-11 3.33-17 2x3.17-130 90.12-33 4.257-65 3.16-1023"
+_LABELS = Labels({"bias": {"bias": True}, **loss.OPTIONS}, {r"(\d+)-(\d+)": ("inputs", "classes")})
 
 
-def _arguments(draw: Draw, sizes: Sizes, bias: bool = False, **changes: object) -> Arguments:
-    shape, inputs, classes = sizes
+def _arguments(
+    draw: Draw,
+    shape: tuple[int, ...],
+    inputs: int,
+    classes: int,
+    bias: bool = False,
+    **changes: object,
+) -> Arguments:
     x, weight = draw.normal(*shape, inputs), draw.normal(classes, inputs, scale=inputs**-0.5)
     target = draw.integers(classes, *shape)
     if changes.get("ignore_index") == 3:
@@ -73,7 +61,7 @@ def _arguments(draw: Draw, sizes: Sizes, bias: bool = False, **changes: object) 
 
 
 def _ignored(draw: Draw, which: str, reduction: str = "mean") -> Arguments:
-    (x, weight, target, bias), attrs = _arguments(draw, ((8,), 12, 20), reduction=reduction)
+    (x, weight, target, bias), attrs = _arguments(draw, (8,), 12, 20, reduction=reduction)
     rows: dict[str, Any] = {"all": slice(None), "last": slice(-1, None)}
     target[rows[which]] = -100
     if which != "all":
@@ -83,116 +71,72 @@ def _ignored(draw: Draw, which: str, reduction: str = "mean") -> Arguments:
 
 def _masked(draw: Draw) -> Arguments:
     # A vocabulary that is padded, with a bias that rules the padding out.
-    (x, weight, _, bias), attrs = _arguments(draw, ((6,), 12, 40), bias=True, reduction="none")
+    (x, weight, _, bias), attrs = _arguments(draw, (6,), 12, 40, bias=True, reduction="none")
     bias[25:] = -math.inf
     return (x, weight, draw.integers(20, 6), bias), attrs
 
 
 def _calls() -> Iterator[Call]:
-    for shape, inputs, classes in _SIZES:
-        for bias in (True, False):
-            label = f"{shape_label(shape)}.{inputs}-{classes}{'.bias' if bias else ''}"
-            yield Call(label, partial(_arguments, sizes=(shape, inputs, classes), bias=bias))
-    for name, changes in loss.OPTIONS.items():
-        if name == "smooth:1":
-            continue
-        make = partial(_arguments, sizes=((2, 5), 24, 130), bias=True, **changes)
-        yield Call(f"2x5.24-130.{name}", make)
-    yield from in_layouts(
-        "7.20-50", partial(_arguments, sizes=((7,), 20, 50), bias=True, reduction="none")
-    )
+    with_bias = partial(_arguments, bias=True)
+    yield from _LABELS(_arguments, _SIZES, ends=(".bias", ""))
+    ends = [f".{name}" for name in loss.OPTIONS if name != "smooth:1"]
+    yield from _LABELS(with_bias, "2x5.24-130", ends=ends)
+    yield from _LABELS(partial(with_bias, reduction="none"), "7.20-50.*")
     for which in ("all", "last"):
         yield Call(f"ignored:{which}", partial(_ignored, which=which))
     yield Call("ignored:last.none", partial(_ignored, which="last", reduction="none"))
     yield Call("masked", _masked, statistical=False)
-    make = partial(_arguments, sizes=((5,), 12, 20), reduction="none")
+    make = partial(_arguments, shape=(5,), inputs=12, classes=20, reduction="none")
     yield special("nan", make, (0, (2, 4), math.nan))
     # More than one chunk of rows, whatever their size.
-    yield Call("50.32-32000", partial(_arguments, sizes=((50,), 32, 32_000), bias=True), full=True)
+    yield from _LABELS(with_bias, "50.32-32000", full=True)
 
 
-LINEAR_CROSS_ENTROPY = Oracle(
-    forward=_forward,
-    backward=_backward,
-    calls=_calls,
-    lower_precision=("2x5.24-130.none", "90.12-33", "4.257-65"),
-)
+LINEAR_CROSS_ENTROPY = differentiable(_answer, _calls, "2x5.24-130.none", "90.12-33", "4.257-65")
 
 
 def _partials(
-    x: Rounded, weight: Rounded, target: Targets, bias: Rounded | None, first: int
-) -> tuple[Rounded, Rounded, Any]:
-    """Logits (rows, V), their lse (rows, 1), and where the targets are among them."""
-    logits = _rows(_logits(x, weight, bias))
+    x: Rounded, weight: Rounded, target: Targets, bias: Rounded | None, *, first: int
+) -> Answer:
+    (whole,), of_linear = linear.answer(x, weight, bias)
+    logits = _rows(whole)
     # Any number near the maximum will do; it cancels and has no error.
     top = Rounded.exact(logits.value.max(-1, keepdims=True))
     lse = log(exp(logits - top).sum(-1, keepdims=True)) + top
     here = target.reshape(-1, 1) == first + np.arange(weight.shape[0])
-    return logits, lse, here
-
-
-def _partials_forward(
-    x: Rounded, weight: Rounded, target: Targets, bias: Rounded | None, *, first: int
-) -> tuple[Rounded, ...]:
-    logits, lse, here = _partials(x, weight, target, bias, first)
     picked = Rounded(*(np.where(here, a, 0.0).sum(-1) for a in _arrays(logits)))
-    return tuple(y.reshape(*target.shape) for y in (lse[:, 0], picked, logits.sum(-1)))
+
+    def backward(*grads: Rounded) -> Gradients:
+        dlse, dpicked, dtotal = (g.reshape(-1, 1) for g in grads)
+        slope = dlse * exp(logits - lse) + dtotal
+        return of_linear(where(here, slope + dpicked, slope).stored(x.format))
+
+    results = (lse[:, 0], picked, logits.sum(-1))
+    return tuple(y.reshape(*target.shape) for y in results), backward
 
 
 def _arrays(x: Rounded) -> tuple[Any, ...]:
     return x.value, np.broadcast_to(x.worst, x.shape), np.broadcast_to(x.spread, x.shape)
 
 
-def _partials_backward(
-    grads: tuple[Rounded, ...],
-    x: Rounded,
-    weight: Rounded,
-    target: Targets,
-    bias: Rounded | None,
-    *,
-    first: int,
-) -> tuple[Rounded | None, ...]:
-    logits, lse, here = _partials(x, weight, target, bias, first)
-    dlse, dpicked, dtotal = (g.reshape(-1, 1) for g in grads)
-    slope = dlse * exp(logits - lse) + dtotal
-    stored = where(here, slope + dpicked, slope).stored(x.format)
-    return (
-        matmul(stored, weight).reshape(*x.shape),
-        matmul(stored.transpose(1, 0), _rows(x)),
-        None if bias is None else stored.sum(0),
-    )
-
-
-def _part(draw: Draw, sizes: Sizes, first: int = 0, bias: bool = False) -> Arguments:
-    (x, weight, target, given), _ = _arguments(draw, sizes, bias)
+def _part(draw: Draw, *, first: int = 0, **options: Any) -> Arguments:
+    (x, weight, target, given), _ = _arguments(draw, **options)
     # A third each of this part, of those before and of those after it; and one of none.
     target += first
-    target.reshape(-1)[1::3] -= sizes[2]
-    target.reshape(-1)[2::3] += sizes[2]
+    target.reshape(-1)[1::3] -= weight.shape[0]
+    target.reshape(-1)[2::3] += weight.shape[0]
     target.reshape(-1)[:1] = -100 if target.numel() > 1 else first
     return (x, weight, target, given), {"first": first}
 
 
-def _part_of(draw: Draw, size: int) -> Arguments:
-    return _part(draw, ((3,), 5, size), first=size, bias=True)
-
-
 def _partials_calls() -> Iterator[Call]:
-    for shape, inputs, classes in _SIZES:
-        for bias in (True, False):
-            label = f"{shape_label(shape)}.{inputs}-{classes}{'.bias' if bias else ''}"
-            sizes = (shape, inputs, classes)
-            yield Call(label, partial(_part, sizes=sizes, first=7 * bias, bias=bias))
+    labels = Labels({"bias": {"bias": True, "first": 7}}, _LABELS.forms)
+    yield from labels(_part, _SIZES, ends=(".bias", ""))
     # Classes whose numbers need more than 32 bits.
-    yield Call("classes-from-2p32", partial(_part, sizes=((6,), 5, 11), first=2**32))
-    yield from in_layouts("7.20-50", partial(_part, sizes=((7,), 20, 50), first=50, bias=True))
-    make = partial(_part, sizes=((50,), 32, 32_000), first=32_000, bias=True)
-    yield Call("50.32-32000", make, full=True)
+    far = partial(_part, shape=(6,), inputs=5, classes=11, first=2**32)
+    yield Call("classes-from-2p32", far)
+    yield from labels(partial(_part, first=50, bias=True), "7.20-50.*")
+    yield from labels(partial(_part, first=32_000, bias=True), "50.32-32000", full=True)
 
 
-LINEAR_CROSS_ENTROPY_PARTIALS = Oracle(
-    forward=_partials_forward,
-    backward=_partials_backward,
-    calls=_partials_calls,
-    lower_precision=("90.12-33", "4.257-65"),
-)
+LINEAR_CROSS_ENTROPY_PARTIALS = differentiable(_partials, _partials_calls, "90.12-33", "4.257-65")

@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, exp, log, where
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.calls import Arguments, Call, Draw, special
+from anychip.conformance.labels import Labels
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Targets = NDArray[np.int64]
 
@@ -39,7 +40,7 @@ def _taken(target: Targets, valid: NDArray[np.bool_], count: int) -> NDArray[np.
     return ones
 
 
-def forward(
+def answer(
     logits: Rounded,
     target: Targets,
     *,
@@ -47,10 +48,11 @@ def forward(
     label_smoothing: float,
     z_loss: float,
     reduction: str,
-) -> tuple[Rounded, Rounded]:
+) -> Answer:
     """The loss and every row's lse, for logits that may have errors of their own."""
-    valid = target != ignore_index
-    lse = _lse(logits)[..., 0]
+    valid, count = target != ignore_index, logits.shape[-1]
+    each_lse = _lse(logits)
+    lse = each_lse[..., 0]
     index = np.where(valid, target, 0)[..., None]
     picked = logits.shaped(lambda array: np.take_along_axis(array, index, -1)[..., 0])
     row = lse - picked
@@ -58,38 +60,24 @@ def forward(
         row = (1.0 - label_smoothing) * row + label_smoothing * (lse - logits.mean(-1))
     if z_loss:
         row = row + z_loss * (lse * lse)
-    row = where(valid, row, 0.0)
-    if reduction == "none":
-        return row, lse
-    total = row.reshape(-1).sum(0)
+    loss = row = where(valid, row, 0.0)
+    if reduction != "none":
+        loss = row.reshape(-1).sum(0)
     if reduction == "mean":
-        total = total / Rounded.exact(valid.sum())
-    return total, lse
+        loss = loss / Rounded.exact(valid.sum())
 
+    def backward(grad: Rounded) -> Gradients:
+        slope = exp(logits - each_lse)
+        if z_loss:
+            slope = slope * (1.0 + 2.0 * z_loss * each_lse)
+        if label_smoothing:
+            slope = slope - label_smoothing / count
+        slope = slope - _taken(target, valid, count) * Rounded.constant(1.0 - label_smoothing)
+        weight = grad / Rounded.exact(valid.sum()) if reduction == "mean" else grad
+        weight = weight.shaped(lambda array: np.broadcast_to(array, target.shape)[..., None])
+        return (where(valid[..., None], slope * weight, 0.0),)
 
-def backward(
-    grads: tuple[Rounded],
-    logits: Rounded,
-    target: Targets,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-) -> tuple[Rounded]:
-    """The gradient of the logits."""
-    (grad,) = grads
-    valid, count = target != ignore_index, logits.shape[-1]
-    lse = _lse(logits)
-    slope = exp(logits - lse)
-    if z_loss:
-        slope = slope * (1.0 + 2.0 * z_loss * lse)
-    if label_smoothing:
-        slope = slope - label_smoothing / count
-    slope = slope - _taken(target, valid, count) * Rounded.constant(1.0 - label_smoothing)
-    weight = grad / Rounded.exact(valid.sum()) if reduction == "mean" else grad
-    weight = weight.shaped(lambda array: np.broadcast_to(array, target.shape)[..., None])
-    return (where(valid[..., None], slope * weight, 0.0),)
+    return (loss, lse), backward
 
 
 DEFAULTS: dict[str, Any] = {
@@ -99,9 +87,7 @@ DEFAULTS: dict[str, Any] = {
     "reduction": "mean",
 }
 # Beside vector widths; a vocabulary that is odd; one row, many rows; empty.
-_SHAPES: tuple[tuple[int, ...], ...] = (
-    (0, 5), (1, 1), (11,), (6, 11), (3, 17), (2, 3, 130), (5, 64), (90, 33), (4, 1023), (3, 4099),
-)  # fmt: skip
+_SHAPES = "0x5 1x1 11 6x11 3x17 2x3x130 5x64 90x33 4x1023 3x4099"
 OPTIONS: dict[str, dict[str, Any]] = {
     "sum": {"reduction": "sum"},
     "none": {"reduction": "none"},
@@ -154,12 +140,11 @@ def _masked(draw: Draw) -> Arguments:
 
 
 def _calls() -> Iterator[Call]:
-    for shape in _SHAPES:
-        yield Call(shape_label(shape), partial(_arguments, shape=shape))
-    for name, changes in OPTIONS.items():
-        for shape in ((6, 11), (2, 5, 130)):
-            yield Call(f"{shape_label(shape)}.{name}", partial(_arguments, shape=shape, **changes))
-    yield from in_layouts("7x50", partial(_arguments, shape=(7, 50), reduction="none"))
+    labels = Labels(OPTIONS)
+    yield from labels(_arguments, _SHAPES)
+    for name in OPTIONS:
+        yield from labels(_arguments, f"6x11.{name} 2x5x130.{name}")
+    yield from labels(partial(_arguments, reduction="none"), "7x50.*")
     yield Call("edges", _edges)
     for which in ("all", "all-but-last", "last"):
         yield Call(f"ignored:{which}", partial(_ignored, which=which))
@@ -168,13 +153,7 @@ def _calls() -> Iterator[Call]:
     yield Call("masked", _masked, statistical=False)
     make = partial(_arguments, shape=(5, 20), scale=1.0, reduction="none")
     yield special("nan", make, (0, (2, 4), math.nan))
-    for vocabulary in (32_000, 152_064):
-        yield Call(f"5x{vocabulary}", partial(_arguments, shape=(5, vocabulary)), full=True)
+    yield from labels(_arguments, "5x32000 5x152064", full=True)
 
 
-CROSS_ENTROPY = Oracle(
-    forward=forward,
-    backward=backward,
-    calls=_calls,
-    lower_precision=("6x11.none", "2x5x130.none", "90x33"),
-)
+CROSS_ENTROPY = differentiable(answer, _calls, "6x11.none", "2x5x130.none", "90x33")

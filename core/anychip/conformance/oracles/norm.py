@@ -31,40 +31,24 @@ import numpy as np
 import torch
 
 from anychip.conformance.arithmetic import Rounded, rsqrt
-from anychip.conformance.calls import (
-    Arguments,
-    Call,
-    Draw,
-    changed,
-    in_layouts,
-    shape_label,
-    special,
-)
+from anychip.conformance.calls import Arguments, Call, Draw, changed, special
 from anychip.conformance.formats import FP32, ulp
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.labels import Labels
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Rows = tuple[int, ...]
-Computed = Callable[..., tuple[Any, ...]]
+Norm = Callable[..., Answer]
 
 
-def _rms_rstd(x: Rounded, eps: float) -> Rounded:
-    return rsqrt((x * x).mean(-1, keepdims=True) + eps)
+def rms(x: Rounded, weight: Rounded, *, eps: float) -> Answer:
+    rstd = rsqrt((x * x).mean(-1, keepdims=True) + eps)
 
+    def backward(grad: Rounded) -> Gradients:
+        scaled = grad * weight
+        projection = rstd * rstd * (scaled * x).mean(-1, keepdims=True)
+        return rstd * (scaled - x * projection), _over_rows(grad * (x * rstd))
 
-def _rms_forward(x: Rounded, weight: Rounded, *, eps: float) -> tuple[Rounded, ...]:
-    rstd = _rms_rstd(x, eps)
-    return x * rstd * weight, rstd[..., 0]
-
-
-def _rms_backward(
-    grads: tuple[Rounded], x: Rounded, weight: Rounded, *, eps: float
-) -> tuple[Rounded, ...]:
-    (grad,) = grads
-    rstd = _rms_rstd(x, eps)
-    scaled = grad * weight
-    projection = rstd * rstd * (scaled * x).mean(-1, keepdims=True)
-    dx = rstd * (scaled - x * projection)
-    return dx, _over_rows(grad * (x * rstd))
+    return (x * rstd * weight, rstd[..., 0]), backward
 
 
 def _layer_parts(x: Rounded, eps: float) -> tuple[Rounded, Rounded, Rounded]:
@@ -73,17 +57,23 @@ def _layer_parts(x: Rounded, eps: float) -> tuple[Rounded, Rounded, Rounded]:
     return mean, centred, rsqrt((centred * centred).mean(-1, keepdims=True) + eps)
 
 
-def _layer_forward(
-    x: Rounded, weight: Rounded, bias: Rounded | None, *, eps: float
-) -> tuple[Rounded, ...]:
-    mean, centred, rstd = _layer_parts(x, eps)
+def layer(x: Rounded, weight: Rounded, bias: Rounded | None, *, eps: float) -> Answer:
+    mean, centred, rstd = parts = _layer_parts(x, eps)
     y = centred * rstd * weight
-    return (y if bias is None else y + bias), mean[..., 0], rstd[..., 0]
+
+    def backward(grad: Rounded) -> Gradients:
+        dbias = None if bias is None else _over_rows(grad)
+        dx = _layer_gradient(grad * weight, x, parts)
+        return dx, _over_rows(grad * (centred * rstd)), dbias
+
+    return (y if bias is None else y + bias, mean[..., 0], rstd[..., 0]), backward
 
 
-def _layer_gradient(scaled: Rounded, x: Rounded, eps: float) -> Rounded:
+def _layer_gradient(
+    scaled: Rounded, x: Rounded, parts: tuple[Rounded, Rounded, Rounded]
+) -> Rounded:
     """Of rows x, from the gradient times the weight."""
-    mean, centred, rstd = _layer_parts(x, eps)
+    mean, centred, rstd = parts
     average = scaled.mean(-1, keepdims=True)
     own = x - mean.value  # each term's own rounding; the error of the mean follows
     shared = _error(mean) * average.value
@@ -96,15 +86,6 @@ def _error(number: Rounded) -> Rounded:
     return Rounded(np.zeros(number.shape), number.worst, number.spread)
 
 
-def _layer_backward(
-    grads: tuple[Rounded], x: Rounded, weight: Rounded, bias: Rounded | None, *, eps: float
-) -> tuple[Rounded | None, ...]:
-    (grad,) = grads
-    _, centred, rstd = _layer_parts(x, eps)
-    dbias = None if bias is None else _over_rows(grad)
-    return _layer_gradient(grad * weight, x, eps), _over_rows(grad * (centred * rstd)), dbias
-
-
 def _grouped(x: Rounded, num_groups: int) -> Rounded:
     size = math.prod(x.shape[1:]) // num_groups
     return x.reshape(x.shape[0], num_groups, size)
@@ -114,38 +95,29 @@ def _by_channel(x: Rounded, values: Rounded) -> Rounded:
     return values.reshape(-1, *[1] * (len(x.shape) - 2))
 
 
-def _group_forward(
+def _group(
     x: Rounded, weight: Rounded, bias: Rounded | None, *, num_groups: int, eps: float
-) -> tuple[Rounded, ...]:
-    mean, centred, rstd = _layer_parts(_grouped(x, num_groups), eps)
-    y = (centred * rstd).reshape(*x.shape) * _by_channel(x, weight)
-    return y if bias is None else y + _by_channel(x, bias), mean[..., 0], rstd[..., 0]
-
-
-def _group_backward(
-    grads: tuple[Rounded],
-    x: Rounded,
-    weight: Rounded,
-    bias: Rounded | None,
-    *,
-    num_groups: int,
-    eps: float,
-) -> tuple[Rounded | None, ...]:
-    (grad,) = grads
+) -> Answer:
     rows = _grouped(x, num_groups)
-    dx = _layer_gradient(_grouped(grad * _by_channel(x, weight), num_groups), rows, eps)
-    mean, _, rstd = _layer_parts(rows, eps)
-    # (N, groups, channels of a group, numbers of a channel)
-    shape = (x.shape[0], num_groups, x.shape[1] // num_groups, math.prod(x.shape[2:]))
-    apart = grad.reshape(*shape)
-    own = ((rows - mean.value) * rstd.value).reshape(*shape)
-    summed = (apart * own).sum(-1)
-    size = np.nan_to_num(rstd.value)  # a group without numbers has no error
-    errors = _error(rstd) * np.nan_to_num(summed.value / size)
-    errors = errors - _error(mean) * (size * apart.sum(-1).value)
-    dweight = (summed + errors).sum(0).reshape(x.shape[1])
-    dbias = None if bias is None else apart.sum((0, 3)).reshape(x.shape[1])
-    return dx.reshape(*x.shape), dweight, dbias
+    mean, centred, rstd = parts = _layer_parts(rows, eps)
+    y = (centred * rstd).reshape(*x.shape) * _by_channel(x, weight)
+
+    def backward(grad: Rounded) -> Gradients:
+        dx = _layer_gradient(_grouped(grad * _by_channel(x, weight), num_groups), rows, parts)
+        # (N, groups, channels of a group, numbers of a channel)
+        shape = (x.shape[0], num_groups, x.shape[1] // num_groups, math.prod(x.shape[2:]))
+        apart = grad.reshape(*shape)
+        own = ((rows - mean.value) * rstd.value).reshape(*shape)
+        summed = (apart * own).sum(-1)
+        size = np.nan_to_num(rstd.value)  # a group without numbers has no error
+        errors = _error(rstd) * np.nan_to_num(summed.value / size)
+        errors = errors - _error(mean) * (size * apart.sum(-1).value)
+        dweight = (summed + errors).sum(0).reshape(x.shape[1])
+        dbias = None if bias is None else apart.sum((0, 3)).reshape(x.shape[1])
+        return dx.reshape(*x.shape), dweight, dbias
+
+    y = y if bias is None else y + _by_channel(x, bias)
+    return (y, mean[..., 0], rstd[..., 0]), backward
 
 
 def _over_rows(values: Rounded) -> Rounded:
@@ -162,44 +134,37 @@ def _stored_sum(x: Rounded, residual: Rounded) -> Rounded:
     return Rounded.exact(np.rint(wide / step) * step, residual.format)
 
 
-def _after_sum(norm: Computed) -> Computed:
-    """Of the norm of a residual's sum."""
+def of_sum(norm: Norm, total: Rounded, *weights: Rounded | None, eps: float) -> Answer:
+    """Of the norm of a sum, which is an output too; its gradient is that of both of its terms."""
+    (y, *kept), of_norm = norm(total, *weights, eps=eps)
 
-    def forward(
-        x: Rounded, residual: Rounded, *weights: Rounded | None, eps: float
-    ) -> tuple[Rounded, ...]:
-        total = _stored_sum(x, residual)
-        y, *kept = norm(total, *weights, eps=eps)
-        return y, total, *kept
-
-    return forward
-
-
-def _before_sum(norm_backward: Computed) -> Computed:
-    def backward(
-        grads: tuple[Rounded, Rounded],
-        x: Rounded,
-        residual: Rounded,
-        *weights: Rounded | None,
-        eps: float,
-    ) -> tuple[Rounded | None, ...]:
-        grad, dtotal = grads
-        dnorm, *rest = norm_backward((grad,), _stored_sum(x, residual), *weights, eps=eps)
+    def backward(grad: Rounded, dtotal: Rounded) -> Gradients:
+        dnorm, *rest = of_norm(grad)
+        assert dnorm is not None
         both = dtotal + dnorm
         return both, both, *rest
 
-    return backward
+    return (y, total, *kept), backward
+
+
+def _after_sum(norm: Norm) -> Norm:
+    """Of the norm of a residual's sum."""
+    return lambda x, residual, *weights, eps: of_sum(
+        norm, _stored_sum(x, residual), *weights, eps=eps
+    )
 
 
 # Shapes: empty; one element; round and beside powers of two and vector widths (4, 8, 16, 64); more
 # rows than a block has threads; a hidden size of real models.
-_SHAPES: tuple[Rows, ...] = (
-    (0, 8), (1, 1), (1,), (2, 3), (4, 8), (3, 17), (2, 3, 33), (5, 64), (3, 127), (3, 257),
-    (130, 48), (4, 1000), (3, 4096), (3, 0),
-)  # fmt: skip
+_SHAPES = """0x8 1x1 1 2x3 4x8 3x17 2x3x33 5x64 3x127 3x257 130x48 4x1000 3x4096 3x0 5x6x50.*
+    4x40.eps:0 4x40.eps:1e-12 4x40.eps:0.5"""
 _HIDDEN = sorted(
     {*range(1, 129), *(2**k + d for k in range(8, 13) for d in (-1, 0, 1)), 1536, 3000}
 )
+LABELS = Labels({
+    "weight:fp32": {"dtype": torch.float32}, "residual:fp32": {"residual": torch.float32},
+    "bias:none": {"bias": None}, "sweep": {},
+})  # fmt: skip
 
 
 def _normal(draw: Draw, shape: Rows, *, scale: float | str = 1.0, **options: Any) -> Arguments:
@@ -207,11 +172,17 @@ def _normal(draw: Draw, shape: Rows, *, scale: float | str = 1.0, **options: Any
 
 
 def _with_weight(
-    draw: Draw, x: torch.Tensor, *, bias: bool, eps: float = 1e-5, dtype: torch.dtype | None = None
+    draw: Draw,
+    x: torch.Tensor,
+    *,
+    bias: bool | None,
+    eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
 ) -> Arguments:
-    args = (x, draw.normal(x.shape[-1], dtype=dtype))
-    rest = (draw.normal(x.shape[-1], dtype=dtype),) if bias else ()
-    return (*args, *rest), {"eps": eps}
+    """bias: False: the norm has none; None: it is left out."""
+    weight = draw.normal(x.shape[-1], dtype=dtype)
+    rest = () if bias is False else (draw.normal(x.shape[-1], dtype=dtype) if bias else None,)
+    return (x, weight, *rest), {"eps": eps}
 
 
 def _shifted(draw: Draw, *, bias: bool) -> Arguments:
@@ -224,50 +195,43 @@ def _spotlight(draw: Draw, *, bias: bool) -> Arguments:
     return _with_weight(draw, torch.eye(67, dtype=draw.dtype) * 2.5, bias=bias)
 
 
-def _two_dtypes(draw: Draw, wide: str) -> Arguments:
+def _two_dtypes(draw: Draw, wide: str, *, residual: bool = False) -> Arguments:
     # Weight and bias in two dtypes: read as if of one, the wider one loses its digits.
     dtypes = (torch.float32, torch.bfloat16)
     weight, bias = dtypes if wide == "weight" else reversed(dtypes)
-    args = (draw.normal(6, 96), draw.normal(96, dtype=weight), draw.normal(96, dtype=bias))
-    return args, {"eps": 1e-5}
+    x, *weights = draw.normal(6, 96), draw.normal(96, dtype=weight), draw.normal(96, dtype=bias)
+    return (x, *([draw.normal(6, 96)] if residual else []), *weights), {"eps": 1e-5}
+
+
+def _of_two_dtypes(*, residual: bool) -> Iterator[Call]:
+    for wide in ("weight", "bias"):
+        # backward is told the weight's dtype, not the bias's: its gradient has those digits.
+        make = partial(_two_dtypes, wide=wide, residual=residual)
+        yield Call(f"6x96.{wide}-wider", make, gradient=wide == "weight")
 
 
 def _calls(*, bias: bool) -> Iterator[Call]:
     make = partial(_normal, bias=bias)
-    for shape in _SHAPES:
-        yield Call(shape_label(shape), partial(make, shape=shape))
-    yield from in_layouts("5x6x50", partial(make, shape=(5, 6, 50)))
-    for eps in (0.0, 1e-12, 0.5):
-        yield Call(f"4x40.eps:{eps:g}", partial(make, shape=(4, 40), eps=eps))
+    yield from LABELS(make, _SHAPES)
     zeros = changed(partial(make, shape=(4, 40)), (0, 1, 0.0), (0, 2, 3.0))
     yield Call("4x40.zeros", zeros, statistical=False)
     yield Call("67x67.spotlight", partial(_spotlight, bias=bias), statistical=False)
-    for name in ("huge", "tiny", "subnormal"):
-        scaled = partial(make, shape=(6, 96), scale=name)
-        yield Call(f"6x96.{name}", scaled, gradient=name != "subnormal")
+    yield from LABELS(make, "6x96.huge 6x96.tiny")
+    yield from LABELS(make, "6x96.subnormal", gradient=False)
     yield Call("6x96.shifted", partial(_shifted, bias=bias), statistical=False)
-    yield Call("6x96.weight:fp32", partial(make, shape=(6, 96), dtype=torch.float32))
+    yield from LABELS(make, "6x96.weight:fp32")
     for value in ("nan", "inf"):
         yield special(f"5x24.{value}", partial(make, shape=(5, 24)), (0, (2, 7), float(value)))
     if bias:
-        yield Call(
-            "4x40.bias:none",
-            lambda draw: ((draw.normal(4, 40), draw.normal(40), None), {"eps": 1e-5}),
-        )
-        for wide in ("weight", "bias"):
-            # backward is told the weight's dtype, not the bias's: its gradient has those digits.
-            dtypes = partial(_two_dtypes, wide=wide)
-            yield Call(f"6x96.{wide}-wider", dtypes, gradient=wide == "weight")
-    for hidden in _HIDDEN:
-        yield Call(f"3x{hidden}.sweep", partial(make, shape=(3, hidden)), full=True)
+        yield from LABELS(make, "4x40.bias:none")
+        yield from _of_two_dtypes(residual=False)
+    yield from LABELS(make, " ".join(f"3x{hidden}.sweep" for hidden in _HIDDEN), full=True)
 
 
 # Groups of one channel and of all, channels of one number; one group's numbers as in _SHAPES.
-_GROUPS: tuple[tuple[Rows, int], ...] = (
-    ((0, 4, 3), 2), ((1, 1), 1), ((2, 3), 3), ((3, 6), 2), ((2, 4, 17), 4), ((2, 6, 5, 7), 3),
-    ((1, 8, 33), 1), ((5, 4, 2, 3, 4), 2), ((2, 32, 9, 8), 8), ((1, 3, 4096), 3), ((70, 4, 12), 2),
-    ((2, 4, 0), 2),
-)  # fmt: skip
+_GROUPS = """0x4x3.2 1x1.1 2x3.3 3x6.2 2x4x17.4 2x6x5x7.3 1x8x33.1 5x4x2x3x4.2 2x32x9x8.8 1x3x4096.3
+    70x4x12.2 2x4x0.2 3x6x50.2.* 3x6x40.2.eps:0.5 3x6x40.2.bias:none 3x6x40.2.weight:fp32
+    3x6x32.2.huge 3x6x32.2.tiny"""
 
 
 def _in_groups(
@@ -281,7 +245,7 @@ def _with_channels(
     x: torch.Tensor,
     num_groups: int,
     *,
-    bias: bool = True,
+    bias: bool | None = True,
     eps: float = 1e-5,
     dtype: torch.dtype | None = None,
 ) -> Arguments:
@@ -295,22 +259,7 @@ def _group_shifted(draw: Draw) -> Arguments:
 
 
 def _group_calls() -> Iterator[Call]:
-    for shape, groups in _GROUPS:
-        make = partial(_in_groups, shape=shape, num_groups=groups)
-        yield Call(f"{shape_label(shape)}.{groups}", make)
-    yield from in_layouts("3x6x50.2", partial(_in_groups, shape=(3, 6, 50), num_groups=2))
-    options: dict[str, dict[str, Any]] = {
-        "eps:0.5": {"eps": 0.5},
-        "bias:none": {"bias": False},
-        "weight:fp32": {"dtype": torch.float32},
-    }
-    for label, option in options.items():
-        yield Call(
-            f"3x6x40.2.{label}", partial(_in_groups, shape=(3, 6, 40), num_groups=2, **option)
-        )
-    for name in ("huge", "tiny"):
-        scaled = partial(_in_groups, shape=(3, 6, 32), num_groups=2, scale=name)
-        yield Call(f"3x6x32.2.{name}", scaled)
+    yield from Labels(LABELS.words, {r"(\d+)": ("num_groups",)})(_in_groups, _GROUPS)
     yield Call("3x6x32.2.shifted", _group_shifted, statistical=False)
     for value in ("nan", "inf"):
         make = partial(_in_groups, shape=(3, 6, 5), num_groups=3)
@@ -318,15 +267,13 @@ def _group_calls() -> Iterator[Call]:
 
 
 # One shape less of each kind: the norm itself is what the calls above are for.
-_ADD_SHAPES: tuple[Rows, ...] = (
-    (0, 8), (1, 1), (1,), (4, 8), (3, 17), (2, 3, 33), (5, 64), (70, 48), (4, 1000), (3, 0),
-)  # fmt: skip
+ADD_SHAPES = "0x8 1x1 1 4x8 3x17 2x3x33 5x64 70x48 4x1000 3x0"
 
 
 def _with_residual(
-    draw: Draw, x: torch.Tensor, residual: torch.Tensor, *, bias: bool, eps: float = 1e-5
+    draw: Draw, x: torch.Tensor, residual: torch.Tensor, **options: Any
 ) -> Arguments:
-    (_, *weights), attrs = _with_weight(draw, x, bias=bias, eps=eps)
+    (_, *weights), attrs = _with_weight(draw, x, **options)
     return (x, residual, *weights), attrs
 
 
@@ -334,13 +281,12 @@ def _add_normal(
     draw: Draw,
     shape: Rows,
     *,
-    bias: bool,
-    eps: float = 1e-5,
     residual: torch.dtype | None = None,
     scale: float | str = 1.0,
+    **options: Any,
 ) -> Arguments:
     x, stream = draw.normal(*shape, scale=scale), draw.normal(*shape, scale=scale, dtype=residual)
-    return _with_residual(draw, x, stream, bias=bias, eps=eps)
+    return _with_residual(draw, x, stream, **options)
 
 
 def _add_large(draw: Draw, *, bias: bool) -> Arguments:
@@ -357,70 +303,27 @@ def _add_cancelling(draw: Draw, *, bias: bool) -> Arguments:
     return _with_residual(draw, x, stream, bias=bias)
 
 
-def _add_two_dtypes(draw: Draw, wide: str) -> Arguments:
-    (x, *weights), attrs = _two_dtypes(draw, wide)
-    return (x, draw.normal(6, 96), *weights), attrs
-
-
 def _add_calls(*, bias: bool) -> Iterator[Call]:
     make = partial(_add_normal, bias=bias)
-    for shape in _ADD_SHAPES:
-        yield Call(shape_label(shape), partial(make, shape=shape))
-    yield from in_layouts("5x6x50", partial(make, shape=(5, 6, 50)))
-    yield Call("4x40.eps:0.5", partial(make, shape=(4, 40), eps=0.5))
-    yield Call("6x96.residual:fp32", partial(make, shape=(6, 96), residual=torch.float32))
-    for name in ("huge", "tiny"):
-        yield Call(f"6x96.{name}", partial(make, shape=(6, 96), scale=name))
+    yield from LABELS(make, f"{ADD_SHAPES} 5x6x50.* 4x40.eps:0.5 6x96.residual:fp32")
+    yield from LABELS(make, "6x96.huge 6x96.tiny")
     yield Call("6x96.large", partial(_add_large, bias=bias))
     yield Call("5x40.cancel", partial(_add_cancelling, bias=bias), statistical=False)
     for value in ("nan", "inf"):
         both = ((0, (2, 7), float(value)), (1, (4, 0), float(value)))
         yield special(f"5x24.{value}", partial(make, shape=(5, 24)), *both)
     if bias:
-        yield Call(
-            "4x40.bias:none",
-            lambda draw: (
-                (draw.normal(4, 40), draw.normal(4, 40), draw.normal(40), None), {"eps": 1e-5}
-            )
-        )  # fmt: skip
-        for wider in ("weight", "bias"):
-            dtypes = partial(_add_two_dtypes, wide=wider)
-            yield Call(f"6x96.{wider}-wider", dtypes, gradient=wider == "weight")
-    for hidden in _HIDDEN[::4]:
-        yield Call(f"3x{hidden}.sweep", partial(make, shape=(3, hidden)), full=True)
+        yield from LABELS(make, "4x40.bias:none")
+        yield from _of_two_dtypes(residual=True)
+    yield from LABELS(make, " ".join(f"3x{size}.sweep" for size in _HIDDEN[::4]), full=True)
 
 
-_LOWER = ("4x8", "3x17", "5x64", "4x1000", "3x4096")
+_LOWER = ("4x8", "3x17", "5x64", "4x1000")
 
-RMS_NORM = Oracle(
-    forward=_rms_forward,
-    backward=_rms_backward,
-    calls=partial(_calls, bias=False),
-    lower_precision=_LOWER,
+RMS_NORM = differentiable(rms, partial(_calls, bias=False), *_LOWER, "3x4096")
+LAYER_NORM = differentiable(layer, partial(_calls, bias=True), *_LOWER, "3x4096")
+GROUP_NORM = differentiable(
+    _group, _group_calls, "2x4x17.4", "2x6x5x7.3", "2x32x9x8.8", "1x3x4096.3"
 )
-LAYER_NORM = Oracle(
-    forward=_layer_forward,
-    backward=_layer_backward,
-    calls=partial(_calls, bias=True),
-    lower_precision=_LOWER,
-)
-GROUP_NORM = Oracle(
-    forward=_group_forward,
-    backward=_group_backward,
-    calls=_group_calls,
-    lower_precision=("2x4x17.4", "2x6x5x7.3", "2x32x9x8.8", "1x3x4096.3"),
-)
-_ADD_LOWER = ("4x8", "3x17", "5x64", "4x1000")
-
-ADD_RMS_NORM = Oracle(
-    forward=_after_sum(_rms_forward),
-    backward=_before_sum(_rms_backward),
-    calls=partial(_add_calls, bias=False),
-    lower_precision=_ADD_LOWER,
-)
-ADD_LAYER_NORM = Oracle(
-    forward=_after_sum(_layer_forward),
-    backward=_before_sum(_layer_backward),
-    calls=partial(_add_calls, bias=True),
-    lower_precision=_ADD_LOWER,
-)
+ADD_RMS_NORM = differentiable(_after_sum(rms), partial(_add_calls, bias=False), *_LOWER)
+ADD_LAYER_NORM = differentiable(_after_sum(layer), partial(_add_calls, bias=True), *_LOWER)

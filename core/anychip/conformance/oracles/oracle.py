@@ -47,6 +47,23 @@ class Oracle:
         return call.full or (call.full_in_16_bits and dtype.itemsize == 2)
 
 
+Gradients = tuple[Rounded | None, ...]
+Answer = tuple[tuple[Rounded, ...], Callable[..., Gradients]]
+"""Outputs and residuals; and from the outputs' gradients those of the differentiable arguments."""
+
+
+def differentiable(
+    answer: Callable[..., Answer], calls: Callable[[], Iterable[Call]], *lower_precision: str
+) -> Oracle:
+    """Of ``answer(*args, **attrs)``, which states both directions from the same parts."""
+    return Oracle(
+        forward=lambda *args, **attrs: answer(*args, **attrs)[0],
+        backward=lambda grads, *args, **attrs: answer(*args, **attrs)[1](*grads),
+        calls=calls,
+        lower_precision=lower_precision,
+    )
+
+
 def numbers(arg: Any) -> Any:
     """An argument as an oracle takes it: float tensors as Rounded, other tensors as arrays."""
     if isinstance(arg, Tensor):

@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import Arguments, Call, Draw, changed, in_layouts, special
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.calls import Arguments, Call, Draw, changed, special
+from anychip.conformance.labels import PLAIN, ROOTS, Labels
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Integers = NDArray[np.int64]
 
@@ -38,67 +39,57 @@ def _order(
     return order, experts
 
 
-def _map_of(order: Integers, shape: tuple[int, ...]) -> Integers:
-    # Where each choice stands in the order.
-    return np.argsort(order).reshape(shape)
-
-
-def _permute(
-    x: Rounded, indices: Integers, *given: Integers | None, num_experts: int
-) -> tuple[Rounded, Rounded, Rounded]:
+def _permute(x: Rounded, indices: Integers, *given: Integers | None, num_experts: int) -> Answer:
     order, experts = _order(indices, *given, num_experts=num_experts)
     offsets = np.bincount(experts, minlength=num_experts)[:num_experts].cumsum()
-    row_map = Rounded.exact(_map_of(order, indices.shape))
-    return x[order // indices.shape[1]], row_map, Rounded.exact(offsets)
+    row_map = np.argsort(order).reshape(indices.shape)  # where each choice stands in the order
+    results = (x[order // indices.shape[1]], Rounded.exact(row_map), Rounded.exact(offsets))
+    return results, lambda dy, *_: (dy[row_map].sum(1),)
 
 
-def _permute_backward(
-    grads: tuple[Any, ...], x: Rounded, indices: Integers, *given: Any, num_experts: int
-) -> tuple[Rounded]:
-    row_map = _map_of(_order(indices, *given, num_experts=num_experts)[0], indices.shape)
-    return (grads[0][row_map].sum(1),)
+def _unpermute(x: Rounded, row_map: Integers, weights: Rounded | None) -> Answer:
+    taken = x[row_map]
+
+    def backward(grad: Rounded) -> Gradients:
+        each = grad[:, None]
+        spread = each.shaped(lambda array: np.repeat(array, row_map.shape[1], 1))
+        scaled = spread if weights is None else spread * weights[..., None]
+        rows = np.argsort(row_map.reshape(-1))
+        dx = scaled.reshape(-1, x.shape[1])[rows] if x.shape[0] else scaled.reshape(*x.shape)
+        return dx, None if weights is None else (each * taken).sum(-1)
+
+    return ((taken if weights is None else taken * weights[..., None]).sum(1),), backward
 
 
-def _unpermute(x: Rounded, row_map: Integers, weights: Rounded | None) -> tuple[Rounded]:
-    rows = x[row_map]
-    return ((rows if weights is None else rows * weights[..., None]).sum(1),)
-
-
-def _unpermute_backward(
-    grads: tuple[Rounded], x: Rounded, row_map: Integers, weights: Rounded | None
-) -> tuple[Rounded, Rounded | None]:
-    each = grads[0][:, None]
-    spread = each.shaped(lambda array: np.repeat(array, row_map.shape[1], 1))
-    scaled = spread if weights is None else spread * weights[..., None]
-    rows = np.argsort(row_map.reshape(-1))
-    dx = scaled.reshape(-1, x.shape[1])[rows] if x.shape[0] else scaled.reshape(*x.shape)
-    return dx, None if weights is None else (each * x[row_map]).sum(-1)
-
-
-# Tokens, choices, experts, hidden: one of everything; no tokens; one expert; as many choices as
+# Tokens, hidden, choices, experts: one of everything; no tokens; one expert; as many choices as
 # experts; more experts than choices; beside warps and blocks of 32, 256 and 1024 choices.
-Sizes = tuple[int, int, int, int]
-_SIZES: tuple[Sizes, ...] = (
-    (1, 1, 1, 1), (0, 2, 4, 8), (7, 1, 3, 5), (6, 3, 1, 16), (9, 4, 4, 8), (5, 2, 70, 33),
-    (33, 1, 2, 3), (129, 2, 9, 4), (350, 3, 300, 2), (40, 8, 64, 24),
+_SIZES = """1x1.1of1 0x8.2of4 7x5.1of3 6x16.3of1 9x8.4of4 5x33.2of70 33x3.1of2 129x4.2of9
+    350x2.3of300 40x24.8of64"""
+_FULL = "2500x6.2of8 1025x8.4of1000 300x512.8of256"
+_LABELS = Labels(
+    {
+        "outside": {"outside": 2}, "int64": {"dtype": torch.int64}, "int32": {"dtype": torch.int32},
+        "unweighted": {"weighted": False}, "fp32-weights": {"wide": True}, **ROOTS,
+    },
+    {
+        r"(\d+)x(\d+)": ("tokens", "hidden"), r"(\d+)of(\d+)": ("choices", "experts"),
+        r"of:(\d+)": ("choices",), r"tokens:(\d+)": ("num_tokens",),
+    },
 )  # fmt: skip
-_FULL: tuple[Sizes, ...] = ((2500, 2, 8, 6), (1025, 4, 1000, 8), (300, 8, 256, 512))
-
-
-def _label(sizes: Sizes) -> str:
-    tokens, choices, experts, hidden = sizes
-    return f"{tokens}x{hidden}.{choices}of{experts}"
 
 
 def _permuted(
     draw: Draw,
-    sizes: Sizes,
+    tokens: int,
+    hidden: int,
+    choices: int,
+    experts: int,
+    *,
     scale: float | str = 1.0,
     dtype: torch.dtype = torch.int64,
     outside: int = 0,
 ) -> Arguments:
     """``outside`` widens the range of the indices on both sides."""
-    tokens, choices, experts, hidden = sizes
     indices = draw.integers(experts + 2 * outside, tokens, choices) - outside
     return (draw.normal(tokens, hidden, scale=scale), indices.to(dtype)), {"num_experts": experts}
 
@@ -110,13 +101,19 @@ def _uneven(draw: Draw) -> Arguments:
 
 
 def _with_key(
-    draw: Draw, sizes: Sizes, keys: int, tokens: int | None = None, dtype: Any = torch.int64
+    draw: Draw,
+    *,
+    keys: int = 0,
+    num_tokens: int | None = None,
+    dtype: torch.dtype = torch.int64,
+    **sizes: Any,
 ) -> Arguments:
     """With keys of so many kinds, far apart, and of so many tokens."""
-    args, attrs = _permuted(draw, sizes, outside=1)
-    far = 2**40 if dtype == torch.int64 else 2**20
-    key = ((draw.integers(keys, sizes[0]) - keys // 2) * far).to(dtype) if keys else None
-    return (*args, key, None if tokens is None else torch.tensor(tokens, dtype=dtype)), attrs
+    args, attrs = _permuted(draw, outside=1, **sizes)
+    far, count = (2**40 if dtype == torch.int64 else 2**20), sizes["tokens"]
+    key = ((draw.integers(keys, count) - keys // 2) * far).to(dtype) if keys else None
+    given = None if num_tokens is None else torch.tensor(num_tokens, dtype=dtype)
+    return (*args, key, given), attrs
 
 
 def _none_chosen(draw: Draw) -> Arguments:
@@ -130,83 +127,57 @@ def _far_indices(draw: Draw) -> Arguments:
 
 
 def _permute_calls() -> Iterator[Call]:
-    for sizes in (*_SIZES, *_FULL):
-        make: Any = partial(_permuted, sizes=sizes)
-        yield Call(_label(sizes), make, full=sizes in _FULL)
-    for sizes in ((9, 4, 4, 8), (129, 2, 9, 4)):
-        for dtype, name in ((torch.int64, "int64"), (torch.int32, "int32")):
-            make = partial(_permuted, sizes=sizes, dtype=dtype, outside=2)
-            yield Call(f"{_label(sizes)}.outside.{name}", make)
-    for keys in (1, 5, 1000):
-        make = partial(_with_key, sizes=(129, 2, 9, 4), keys=keys)
-        yield Call(f"129x4.2of9.keys:{keys}", make)
-    for tokens in (0, 7, 30, 31, 2000):
-        make = partial(_with_key, sizes=(30, 3, 5, 6), keys=0, tokens=tokens)
-        yield Call(f"30x6.3of5.tokens:{tokens}", make)
-    both = partial(_with_key, sizes=(40, 4, 64, 9), keys=7, tokens=33, dtype=torch.int32)
-    yield Call("40x9.4of64.keys:7.tokens:33.int32", both)
-    for layout in ("strided", "offset"):
-        make = partial(_with_key, sizes=(11, 3, 5, 20), keys=4, tokens=9)
-        yield Call(f"11x20.3of5.keys:4.tokens:9.{layout}", make, layout=layout)
-    yield from in_layouts("11x20.3of5", partial(_permuted, sizes=(11, 3, 5, 20)))
-    for name in ("huge", "subnormal"):
-        yield Call(name, partial(_permuted, sizes=(20, 2, 4, 12), scale=name))
+    yield from _LABELS(_permuted, _SIZES)
+    yield from _LABELS(_permuted, _FULL, full=True)
+    outside = (".outside.int64", ".outside.int32")
+    yield from _LABELS(_permuted, "9x8.4of4 129x4.2of9", ends=outside)
+    yield from _LABELS(_with_key, "129x4.2of9", ends=(".keys:1", ".keys:5", ".keys:1000"))
+    ends = tuple(f".tokens:{count}" for count in (0, 7, 30, 31, 2000))
+    yield from _LABELS(_with_key, "30x6.3of5", ends=ends)
+    yield from _LABELS(_with_key, """40x9.4of64.keys:7.tokens:33.int32
+        11x20.3of5.keys:4.tokens:9.strided 11x20.3of5.keys:4.tokens:9.offset""")  # fmt: skip
+    yield from _LABELS(_permuted, "11x20.3of5.*")
+    small = partial(_permuted, tokens=20, hidden=12, choices=2, experts=4)
+    yield from PLAIN(small, "huge subnormal")
     yield Call("uneven", _uneven)
     yield Call("none-chosen", _none_chosen)
     yield Call("far-indices", _far_indices)
-    small = partial(_permuted, sizes=(6, 2, 3, 8))
+    small = partial(_permuted, tokens=6, hidden=8, choices=2, experts=3)
     yield Call("zeros", changed(small, (0, 1, -0.0), (0, (4, 2), -0.0)), statistical=False)
-    small = partial(_permuted, sizes=(8, 2, 3, 10))
+    small = partial(_permuted, tokens=8, hidden=10, choices=2, experts=3)
     numbers = {(1, 3): math.nan, (4, 0): math.inf, (6, 9): -math.inf, 2: -0.0}
     yield special("special", small, *((0, place, number) for place, number in numbers.items()))
 
 
 def _unpermuted(
     draw: Draw,
-    sizes: tuple[int, int, int],
+    tokens: int,
+    hidden: int,
+    choices: int,
+    *,
     weighted: bool = True,
     wide: bool = False,
     scale: float | str = 1.0,
 ) -> Arguments:
-    tokens, choices, hidden = sizes
     order = draw.uniform(tokens * choices).argsort().view(tokens, choices)
     dtype = torch.float32 if wide else draw.dtype
     weights = draw.normal(tokens, choices, dtype=dtype) if weighted else None
     return (draw.normal(tokens * choices, hidden, scale=scale), order, weights), {}
 
 
-_BACK: tuple[tuple[int, int, int], ...] = (
-    (1, 1, 1), (0, 2, 8), (7, 1, 5), (6, 3, 16), (9, 4, 33), (5, 8, 65), (70, 2, 3), (3, 5, 700),
-)  # fmt: skip
-
-
 def _unpermute_calls() -> Iterator[Call]:
-    for sizes in _BACK:
-        tokens, choices, hidden = sizes
-        for weighted in (True, False):
-            make: Any = partial(_unpermuted, sizes=sizes, weighted=weighted)
-            suffix = "" if weighted else ".unweighted"
-            yield Call(f"{tokens}x{hidden}.of:{choices}{suffix}", make)
-    yield Call("9x33.of:4.fp32-weights", partial(_unpermuted, sizes=(9, 4, 33), wide=True))
-    yield Call("300x512.of:8", partial(_unpermuted, sizes=(300, 8, 512)), full=True)
-    yield from in_layouts("11x20.of:3", partial(_unpermuted, sizes=(11, 3, 20)))
-    for name in ("huge", "tiny"):
-        yield Call(name, partial(_unpermuted, sizes=(9, 3, 14), scale=f"root-{name}"))
+    sizes = "1x1.of:1 0x8.of:2 7x5.of:1 6x16.of:3 9x33.of:4 5x65.of:8 70x3.of:2 3x700.of:5"
+    yield from _LABELS(_unpermuted, sizes, ends=("", ".unweighted"))
+    yield from _LABELS(_unpermuted, "9x33.of:4.fp32-weights")
+    yield from _LABELS(_unpermuted, "300x512.of:8", full=True)
+    yield from _LABELS(_unpermuted, "11x20.of:3.*")
+    yield from _LABELS(partial(_unpermuted, tokens=9, hidden=14, choices=3), "huge tiny")
     # What is not finite stays in its token; 0 times it is NaN.
     numbers = {(3, 1): math.nan, (5, 2): math.inf, (9, 7): -math.inf}
     spoilt = [(0, place, number) for place, number in numbers.items()]
-    yield special("special", partial(_unpermuted, sizes=(8, 2, 10)), *spoilt, (2, 4, 0.0))
+    small = partial(_unpermuted, tokens=8, hidden=10, choices=2)
+    yield special("special", small, *spoilt, (2, 4, 0.0))
 
 
-PERMUTE = Oracle(
-    forward=_permute,
-    backward=_permute_backward,
-    calls=_permute_calls,
-    lower_precision=("40x24.8of64",),
-)
-UNPERMUTE = Oracle(
-    forward=_unpermute,
-    backward=_unpermute_backward,
-    calls=_unpermute_calls,
-    lower_precision=("9x33.of:4", "5x65.of:8", "3x700.of:5"),
-)
+PERMUTE = differentiable(_permute, _permute_calls, "40x24.8of64")
+UNPERMUTE = differentiable(_unpermute, _unpermute_calls, "9x33.of:4", "5x65.of:8", "3x700.of:5")

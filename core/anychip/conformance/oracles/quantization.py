@@ -10,7 +10,7 @@ format is a power of two, and nothing is rounded twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import SMALLEST_NORMAL, UNIT, Rounded
-from anychip.conformance.calls import Arguments, Call, Draw, changed, in_layouts, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, changed
 from anychip.conformance.formats import Array
+from anychip.conformance.labels import Labels
 from anychip.conformance.oracles import philox
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -230,36 +231,26 @@ def _mixed(draw: Draw, format: str) -> Arguments:
 _SPECIAL = {(1, 3): math.nan, (2, 4): math.inf, (3, 5): -math.inf, (3, 6): math.nan}
 
 
+_LABELS = Labels({"random": {"offset": 5}, **{name: {"format": name} for name in FORMATS}})
+_BLOCKS = (".block:1", ".block:3", ".block:64", ".block:5000")
+
+
 def _quantize_calls() -> Iterator[Call]:
-    shapes: tuple[tuple[int, ...], ...] = (
-        (0,), (1,), (), (31,), (32,), (33,), (7, 9), (4099,),
-    )  # fmt: skip
+    shapes = "0 1 scalar 31 32 33 7x9 4099"
     for format in FORMATS:
-        make = partial(arguments, format=format)
-        for shape in shapes:
-            yield Call(f"{shape_label(shape)}.{format}", partial(make, shape=shape))
-        for name in ("huge", "subnormal"):
-            yield Call(f"{name}.{format}", partial(make, shape=(400,), scale=name))
+        yield from _LABELS(arguments, shapes, ends=(f".{format}",))
+        yield from _LABELS(partial(arguments, shape=(400,)), f"huge.{format} subnormal.{format}")
         yield Call(f"mixed.{format}", partial(_mixed, format=format), statistical=False)
-        spoilt = changed(partial(make, shape=(5, 32)), *((0, *item) for item in _SPECIAL.items()))
+        plain = partial(arguments, shape=(5, 32), format=format)
+        spoilt = changed(plain, *((0, *item) for item in _SPECIAL.items()))
         yield Call(f"special.{format}", spoilt, statistical=False)
         if not format.startswith("mx_"):
-            for block in (1, 3, 64, 5000):
-                label = f"33x40.{format}.block:{block}"
-                yield Call(label, partial(make, shape=(33, 40), block=block))
-        yield from _of_integers(make, shapes, format) if format in _INTEGERS else ()
-
-
-def _of_integers(
-    make: Callable[..., Arguments], shapes: Sequence[tuple[int, ...]], format: str
-) -> Iterator[Call]:
-    """Rounded at random."""
-    for shape in shapes:
-        yield Call(f"{shape_label(shape)}.{format}.random", partial(make, shape=shape, offset=5))
-    yield from in_layouts(f"9x31.{format}", partial(make, shape=(9, 31), offset=2**32 - 7))
-    for block, label in ((256, ""), (3, ".block:3")):
-        large = partial(make, shape=(300_001,), block=block, offset=9)
-        yield Call(f"300001.{format}{label}", large, full=True)
+            yield from _LABELS(arguments, f"33x40.{format}", ends=_BLOCKS)
+        if format in _INTEGERS:  # rounded at random
+            yield from _LABELS(arguments, shapes, ends=(f".{format}.random",))
+            yield from _LABELS(partial(arguments, offset=2**32 - 7), f"9x31.{format}.*")
+            large = partial(arguments, offset=9, block=256)
+            yield from _LABELS(large, f"300001.{format} 300001.{format}.block:3", full=True)
 
 
 def coded(draw: Draw, shape: tuple[int, ...], format: str, block: int = 32) -> Arguments:
@@ -283,21 +274,15 @@ def _coded_special(draw: Draw, format: str) -> Arguments:
 
 
 def _dequantize_calls() -> Iterator[Call]:
-    shapes: tuple[tuple[int, ...], ...] = ((0,), (1,), (), (31,), (33,), (7, 9), (2, 3, 5), (4099,))
     for format in FORMATS:
-        make: Any = partial(coded, format=format)
-        for shape in shapes:
-            yield Call(f"{shape_label(shape)}.{format}", partial(make, shape=shape))
+        yield from _LABELS(coded, "0 1 scalar 31 33 7x9 2x3x5 4099", ends=(f".{format}",))
         special = partial(_coded_special, format=format)
         yield Call(f"special.{format}", special, statistical=False)
-        yield from in_layouts(f"9x31.{format}", partial(make, shape=(9, 31)))
+        yield from _LABELS(coded, f"9x31.{format}.*")
         if not format.startswith("mx_"):
-            for block in (1, 3, 64, 5000):
-                label = f"33x40.{format}.block:{block}"
-                yield Call(label, partial(make, shape=(33, 40), block=block))
-            for block in (256, 1 << 19):
-                large = partial(make, shape=(300_001,), block=block)
-                yield Call(f"300001.{format}.block:{block}", large, full=True)
+            yield from _LABELS(coded, f"33x40.{format}", ends=_BLOCKS)
+            ends = (".block:256", ".block:524288")
+            yield from _LABELS(coded, f"300001.{format}", ends=ends, full=True)
 
 
 QUANTIZE = Oracle(

@@ -12,9 +12,10 @@ from functools import partial
 import torch
 
 from anychip.conformance.arithmetic import Rounded, concatenate
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
-from anychip.conformance.oracles.attention import SIZES, Sizes, sizes_label
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.calls import Arguments, Call, Draw
+from anychip.conformance.labels import Labels
+from anychip.conformance.oracles.attention import FORMS, SIZES, Sizes
+from anychip.conformance.oracles.oracle import Answer, differentiable
 
 
 def _rotate(x: Rounded, cos: Rounded, sin: Rounded, interleaved: bool) -> Rounded:
@@ -30,17 +31,11 @@ def _rotate(x: Rounded, cos: Rounded, sin: Rounded, interleaved: bool) -> Rounde
     return concatenate([stacked.reshape(*x.shape), rest], -1)
 
 
-def _rope_forward(
-    q: Rounded, k: Rounded, cos: Rounded, sin: Rounded, *, interleaved: bool
-) -> tuple[Rounded, Rounded]:
-    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+def _answer(q: Rounded, k: Rounded, cos: Rounded, sin: Rounded, *, interleaved: bool) -> Answer:
+    def rotated(sin: Rounded, *both: Rounded) -> tuple[Rounded, ...]:
+        return tuple(_rotate(x, cos, sin, interleaved) for x in both)
 
-
-def _rope_backward(
-    grads: tuple[Rounded, Rounded], *args: Rounded, interleaved: bool
-) -> tuple[Rounded, Rounded]:
-    (dq, dk), (_q, _k, cos, sin) = grads, args
-    return _rotate(dq, cos, -sin, interleaved), _rotate(dk, cos, -sin, interleaved)
+    return rotated(sin, q, k), partial(rotated, -sin)
 
 
 def _rope_arguments(
@@ -48,35 +43,27 @@ def _rope_arguments(
     sizes: Sizes,
     interleaved: bool,
     scale: float | str = 1.0,
-    rotary_dim: int | None = None,
+    rotary: int | None = None,
     first: int = 0,
 ) -> Arguments:
+    """rotary: dims that are rotated; first: number of the first position."""
     batch, length, heads, kv_heads, dim = sizes
     q, k = (draw.normal(batch, length, n, dim, scale=scale) for n in (heads, kv_heads))
-    half = (dim if rotary_dim is None else rotary_dim) // 2
+    half = (dim if rotary is None else rotary) // 2
     rate = 10000.0 ** (-torch.arange(half) / max(half, 1))
     angle = torch.arange(first, first + length)[:, None] * rate
     return (q, k, angle.cos(), angle.sin()), {"interleaved": interleaved}
 
 
 def _rope_calls() -> Iterator[Call]:
-    sizes_list: tuple[Sizes, ...] = (*SIZES, (2, 31, 3, 1, 6), (1, 300, 2, 2, 64))
-    for interleaved in (False, True):
-        name = "interleaved" if interleaved else "half"
-        make = partial(_rope_arguments, interleaved=interleaved)
-        for sizes in sizes_list:
-            yield Call(f"{sizes_label(sizes)}.{name}", partial(make, sizes=sizes))
-        yield from in_layouts(f"2x7x3+1x10.{name}", partial(make, sizes=(2, 7, 3, 1, 10)))
-        for rotary_dim in (0, 2, 8):
-            part = partial(make, sizes=(2, 5, 3, 1, 12), rotary_dim=rotary_dim)
-            yield Call(f"2x5x3+1x12.{name}.rotary:{rotary_dim}", part)
-        yield Call(f"1x9x2+2x8.{name}.from:1000", partial(make, sizes=(1, 9, 2, 2, 8), first=1000))
-        yield Call(f"2x9x2+2x8.{name}.huge", partial(make, sizes=(2, 9, 2, 2, 8), scale="huge"))
+    labels = Labels({"from:1000": {"first": 1000}, "interleaved": {}, "half": {}}, FORMS)
+    for name in ("half", "interleaved"):
+        make = partial(_rope_arguments, interleaved=name == "interleaved")
+        yield from labels(make, f"{SIZES} 2x31x3+1x6 1x300x2+2x64", ends=(f".{name}",))
+        yield from labels(make, f"2x7x3+1x10.{name}.*")
+        rotary = (f".{name}.rotary:0", f".{name}.rotary:2", f".{name}.rotary:8")
+        yield from labels(make, "2x5x3+1x12", ends=rotary)
+        yield from labels(make, f"1x9x2+2x8.{name}.from:1000 2x9x2+2x8.{name}.huge")
 
 
-ROPE = Oracle(
-    forward=_rope_forward,
-    backward=_rope_backward,
-    calls=_rope_calls,
-    lower_precision=("1x17x4+2x16.half", "1x257x1+1x128.interleaved"),
-)
+ROPE = differentiable(_answer, _rope_calls, "1x17x4+2x16.half", "1x257x1+1x128.interleaved")

@@ -22,58 +22,41 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, exp, where
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, shape_label, special
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.calls import Arguments, Call, Draw, special
+from anychip.conformance.labels import Labels
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Mask = NDArray[np.bool_]
 Shape = tuple[int, ...]
 
 
-class _Row:
-    """What both directions need: weights exp(s - top), zero where hidden, and their sum."""
-
-    def __init__(
-        self, x: Rounded, mask: Mask | None, bias: Rounded | None, scale: float, causal: bool
-    ) -> None:
-        scores = x if scale == 1.0 else x * scale
-        scores = scores if bias is None else scores + bias
-        visible = ~np.isneginf(scores.value)
-        if mask is not None:
-            visible &= mask
-        if causal:
-            queries, keys = x.shape[-2:]
-            visible &= np.tri(queries, keys, keys - queries, dtype=np.bool_)
-        top = np.where(visible, scores.value, -np.inf).max(-1, keepdims=True, initial=-np.inf)
-        hidden = np.isneginf(top)
-        self.top = Rounded.exact(np.where(hidden, 0.0, top))
-        self.weights = where(visible, exp(where(visible, scores, self.top) - self.top), 0.0)
-        self.total = where(hidden, 1.0, self.weights.sum(-1, keepdims=True))
-        self.y = self.weights / self.total
-
-
-def _forward(
+def _answer(
     x: Rounded, mask: Mask | None, bias: Rounded | None, *, scale: float, causal: bool
-) -> tuple[Rounded]:
-    return (_Row(x, mask, bias, scale, causal).y,)
+) -> Answer:
+    scores = x if scale == 1.0 else x * scale
+    scores = scores if bias is None else scores + bias
+    visible = ~np.isneginf(scores.value)
+    if mask is not None:
+        visible &= mask
+    if causal:
+        queries, keys = x.shape[-2:]
+        visible &= np.tri(queries, keys, keys - queries, dtype=np.bool_)
+    largest = np.where(visible, scores.value, -np.inf).max(-1, keepdims=True, initial=-np.inf)
+    hidden = np.isneginf(largest)
+    top = Rounded.exact(np.where(hidden, 0.0, largest))
+    weights = where(visible, exp(where(visible, scores, top) - top), 0.0)
+    total = where(hidden, 1.0, weights.sum(-1, keepdims=True))
+    y = weights / total
 
+    def backward(grad: Rounded) -> Gradients:
+        own = (weights / total.value).stored(x.format)
+        inner = (grad * own).sum(-1, keepdims=True)
+        relative = (total.worst / total.value, total.spread / total.value)
+        shared = Rounded(0.0 * inner.value, *relative) * inner.value
+        dscores = y.stored(x.format) * (grad - (inner + shared))
+        return dscores * scale, None if bias is None else _summed_to(dscores, bias.shape)
 
-def _backward(
-    grads: tuple[Rounded],
-    x: Rounded,
-    mask: Mask | None,
-    bias: Rounded | None,
-    *,
-    scale: float,
-    causal: bool,
-) -> tuple[Rounded, Rounded | None]:
-    (grad,) = grads
-    row = _Row(x, mask, bias, scale, causal)
-    own = (row.weights / row.total.value).stored(x.format)
-    inner = (grad * own).sum(-1, keepdims=True)
-    relative = (row.total.worst / row.total.value, row.total.spread / row.total.value)
-    shared = Rounded(0.0 * inner.value, *relative) * inner.value
-    dscores = row.y.stored(x.format) * (grad - (inner + shared))
-    return dscores * scale, None if bias is None else _summed_to(dscores, bias.shape)
+    return (y,), backward
 
 
 def _summed_to(dscores: Rounded, shape: Shape) -> Rounded:
@@ -89,30 +72,32 @@ def _summed_to(dscores: Rounded, shape: Shape) -> Rounded:
 
 
 # keys beside vector widths, a warp and a block; one key; rows in one, three and no dims before.
-_SHAPES: tuple[Shape, ...] = (
-    (0, 5), (3, 0), (1,), (4, 8), (3, 17), (2, 3, 33), (5, 64), (7, 257), (2, 2, 3, 31),
-    (3, 1000), (1, 4097),
-)  # fmt: skip
+_SHAPES = "0x5 3x0 1 4x8 3x17 2x3x33 5x64 7x257 2x2x3x31 3x1000 1x4097"
 # queries and keys: square; more keys, as while a text is written; more queries, of which the first
 # ones see nothing; one of each.
-_CAUSAL: tuple[Shape, ...] = ((2, 9, 9), (3, 1, 17), (2, 4, 33), (2, 7, 3), (1, 65, 65), (1, 1))
+_CAUSAL = "2x9x9.causal 3x1x17.causal 2x4x33.causal 2x7x3.causal 1x65x65.causal 1x1.causal"
+_LABELS = Labels({
+    "causal": {"scale": 0.35, "causal": True}, "sharp": {"scale": 4.0, "spread": 3.0},
+    "flat": {"scale": 1e-3, "spread": 1.0}, "negative": {"scale": -0.5},
+    "mask:full": {"mask": (2, 3, 4, 21)}, "mask:keys": {"mask": (2, 1, 1, 21)},
+    "mask:queries": {"mask": (4, 1)}, "bias": {"bias": (3, 1, 21)}, "bias:keys": {"bias": (21,)},
+    "bias:queries": {"bias": (4, 1)}, "bias:full": {"bias": (2, 3, 4, 21)},
+})  # fmt: skip
 
 
 def _plain(draw: Draw, shape: Shape, *, spread: float = 2.0, **attrs: Any) -> Arguments:
     return (draw.normal(*shape, scale=spread),), {"scale": 1.0, "causal": False, **attrs}
 
 
-def _masked(
-    draw: Draw, shape: Shape, mask_shape: Shape, *, share: float = 0.6, **attrs: Any
-) -> Arguments:
-    mask = draw.uniform(*mask_shape) < share
+def _masked(draw: Draw, shape: Shape, mask: Shape, **attrs: Any) -> Arguments:
+    drawn = draw.uniform(*mask) < 0.6
     (x,), attrs = _plain(draw, shape, **attrs)
-    return (x, mask, None), attrs
+    return (x, drawn, None), attrs
 
 
-def _biased(draw: Draw, shape: Shape, bias_shape: Shape, **attrs: Any) -> Arguments:
+def _biased(draw: Draw, shape: Shape, bias: Shape, **attrs: Any) -> Arguments:
     (x,), attrs = _plain(draw, shape, **attrs)
-    return (x, None, draw.normal(*bias_shape)), attrs
+    return (x, None, draw.normal(*bias)), attrs
 
 
 def _everything(draw: Draw, shape: Shape = (2, 3, 5, 18)) -> Arguments:
@@ -157,30 +142,18 @@ def _dirty(draw: Draw) -> Arguments:
 
 
 def _calls() -> Iterator[Call]:
-    for shape in _SHAPES:
-        yield Call(shape_label(shape), partial(_plain, shape=shape))
-    for shape in _CAUSAL:
-        make = partial(_plain, shape=shape, scale=0.35, causal=True)
-        yield Call(f"{shape_label(shape)}.causal", make)
-    yield from in_layouts(
-        "4x6x22", partial(_biased, shape=(4, 6, 22), bias_shape=(6, 22), scale=0.5, causal=True)
-    )
-    masks: dict[str, Shape] = {"full": (2, 3, 4, 21), "keys": (2, 1, 1, 21), "queries": (4, 1)}
-    for name, mask in masks.items():
-        make = partial(_masked, shape=(2, 3, 4, 21), mask_shape=mask, scale=0.25)
-        yield Call(f"2x3x4x21.mask:{name}", make)
-    make = partial(_biased, shape=(2, 3, 4, 21), bias_shape=(3, 1, 21), scale=0.25)
-    yield Call("2x3x4x21.bias", make)
-    biases: dict[str, Shape] = {"keys": (21,), "queries": (4, 1), "full": (2, 3, 4, 21)}
-    for name, bias in biases.items():
-        make = partial(_biased, shape=(2, 3, 4, 21), bias_shape=bias, scale=0.25)
-        yield Call(f"2x3x4x21.bias:{name}", make)
+    yield from _LABELS(_plain, f"{_SHAPES} {_CAUSAL}")
+    causal = partial(_biased, bias=(6, 22), scale=0.5, causal=True)
+    yield from _LABELS(causal, "4x6x22.*")
+    masked, biased = partial(_masked, scale=0.25), partial(_biased, scale=0.25)
+    yield from _LABELS(masked, "2x3x4x21", ends=(".mask:full", ".mask:keys", ".mask:queries"))
+    ends = (".bias", ".bias:keys", ".bias:queries", ".bias:full")
+    yield from _LABELS(biased, "2x3x4x21", ends=ends)
     # Sums of many rows and of many keys, and enough sums to see how errors are distributed.
-    yield Call("500x96.bias", partial(_biased, shape=(500, 96), bias_shape=(96,), scale=0.5))
-    yield Call("3x90x65.bias", partial(_biased, shape=(3, 90, 65), bias_shape=(90, 1), scale=0.5))
+    yield Call("500x96.bias", partial(_biased, shape=(500, 96), bias=(96,), scale=0.5))
+    yield Call("3x90x65.bias", partial(_biased, shape=(3, 90, 65), bias=(90, 1), scale=0.5))
     yield Call("2x3x5x18.everything", _everything)
-    for name, scale, spread in (("sharp", 4.0, 3.0), ("flat", 1e-3, 1.0), ("negative", -0.5, 2.0)):
-        yield Call(f"6x40.{name}", partial(_plain, shape=(6, 40), scale=scale, spread=spread))
+    yield from _LABELS(_plain, "6x40.sharp 6x40.flat 6x40.negative")
     yield Call("4x20.hidden", _hidden_rows, statistical=False)
     yield Call("2x5x12.additive", _additive, statistical=False)
     yield Call("6x24.far", _far, statistical=False)
@@ -188,12 +161,7 @@ def _calls() -> Iterator[Call]:
     make = partial(_plain, shape=(4, 16), spread=1.0, scale=0.5)
     yield special("4x16.nan", make, (0, (2, 6), math.nan))
     yield Call("5x16.dirty", _dirty, statistical=False, gradient=False)
-    yield Call("2x8192", partial(_plain, shape=(2, 8192)), full=True)
+    yield from _LABELS(_plain, "2x8192", full=True)
 
 
-SOFTMAX = Oracle(
-    forward=_forward,
-    backward=_backward,
-    calls=_calls,
-    lower_precision=("7x257", "3x1000", "1x65x65.causal", "2x3x4x21.bias"),
-)
+SOFTMAX = differentiable(_answer, _calls, "7x257", "3x1000", "1x65x65.causal", "2x3x4x21.bias")

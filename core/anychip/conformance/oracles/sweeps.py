@@ -10,14 +10,19 @@ largest sizes are asked for at level full. What is asked of which operator is in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from anychip.conformance.calls import Arguments, Call, Draw
+from anychip.conformance.calls import Arguments, Call
 
-Make = Callable[[Draw], Arguments]
-Sized = Callable[[Draw, int], Arguments]
 Edges = Callable[[], Iterator[Call]]
+
+
+def N(size: int) -> int:
+    """In a sweep's options, the size."""
+    return size
+
 
 QUICK = (15, 16, 31, 32, 63, 65, 128, 129, 256)
 QUICK_IN_16_BITS = (15, 65, 129)
@@ -35,21 +40,25 @@ MANY = 300
 """Tensors of a list."""
 
 
+_FLAGS = ("full", "full_in_16_bits", "statistical", "gradient")
+
+
 def sweep(
-    make: Sized,
+    make: Callable[..., Arguments],
     name: str,
     *,
     top: int = 4097,
     more: tuple[int, ...] = (),
     quick: tuple[int, ...] = QUICK,
+    **options: Any,
 ) -> Edges:
-    """A call per size."""
+    """A call per size: ``make(draw, **options)``, where what is a function is one of the size."""
 
     def calls() -> Iterator[Call]:
         for size in (*quick, *(s for s in FULL if s <= top and s not in quick), *more):
             yield Call(
                 f"{name}:{size}",
-                partial(at, make, size),
+                partial(make, **{key: _at(value, size) for key, value in options.items()}),
                 full=size not in quick,
                 full_in_16_bits=size not in QUICK_IN_16_BITS,
             )
@@ -57,15 +66,19 @@ def sweep(
     return calls
 
 
-def at(make: Sized, size: int, draw: Draw) -> Arguments:
-    return make(draw, size)
+def _at(value: Any, size: int) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_at(entry, size) for entry in value)
+    return value(size) if callable(value) else value
 
 
-def one(label: str, make: Make, **options: Any) -> Edges:
-    return lambda: iter([Call(label, make, **options)])
+def one(label: str, make: Callable[..., Arguments], **options: Any) -> Edges:
+    """A call with options of ``make``, and flags of the call."""
+    flags = {name: options.pop(name) for name in _FLAGS if name in options}
+    return lambda: iter([Call(label, partial(make, **options), **flags)])
 
 
-def large(label: str, make: Make, **options: Any) -> Edges:
+def large(label: str, make: Callable[..., Arguments], **options: Any) -> Edges:
     """One whose size is what matters: an index counts elements, whatever their type."""
     return one(label, make, full_in_16_bits=True, **options)
 
@@ -76,11 +89,4 @@ def both(*edges: Edges) -> Edges:
 
 def named(edges: Edges, name: str) -> Edges:
     """The same calls with a name behind their labels."""
-
-    def calls() -> Iterator[Call]:
-        for call in edges():
-            yield Call(f"{call.label}.{name}", call.make, full=call.full,
-                       full_in_16_bits=call.full_in_16_bits,
-                       statistical=call.statistical, gradient=call.gradient)  # fmt: skip
-
-    return calls
+    return lambda: (replace(call, label=f"{call.label}.{name}") for call in edges())

@@ -228,7 +228,7 @@ def _unscale_calls() -> Iterator[Call]:
     yield from in_layouts("scale:1024", partial(_unscaled, scale=1024.0))
 
 
-_ATTRS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+ADAMW_ATTRS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def _step(
@@ -255,7 +255,7 @@ def _step(
     scalars = (None if v is None else draw.scalar(v) for v in (scale, clip, found_inf))
     lower = None if low is None else [p.to(low) for p in weights]
     fixed = (draw.scalar(lr), draw.scalar(step))
-    return (weights, grads, moments, squares, *fixed, *scalars, lower), {**_ATTRS, **changes}
+    return (weights, grads, moments, squares, *fixed, *scalars, lower), {**ADAMW_ATTRS, **changes}
 
 
 _ADAMW: dict[str, dict[str, Any]] = {
@@ -302,7 +302,7 @@ def _adamw_calls() -> Iterator[Call]:
     return step_calls(_step, _ADAMW)
 
 
-_SGD_ATTRS: dict[str, Any] = {
+SGD_ATTRS: dict[str, Any] = {
     "momentum": 0.9, "nesterov": False, "weight_decay": 0.1, "decoupled": False,
 }  # fmt: skip
 _SGD: dict[str, dict[str, Any]] = {
@@ -320,7 +320,7 @@ _SGD: dict[str, dict[str, Any]] = {
     "low-bf16": {"low": torch.bfloat16, "momentum": 0.0},
     "low-fp16": {"low": torch.float16, "clip": 0.5},
 }
-_LION_ATTRS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+LION_ATTRS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 _LION: dict[str, dict[str, Any]] = {
     "plain": {},
     # The direction is of an average that forgets faster than the one that is kept.
@@ -370,11 +370,11 @@ ADAMW = Oracle(
 )
 SGD = Oracle(
     forward=partial(in_lists, _sgd),
-    calls=partial(_short_calls, _SGD_ATTRS, _SGD),
+    calls=partial(_short_calls, SGD_ATTRS, _SGD),
     lower_precision=("scale-clip", "nesterov"),
 )
 LION = Oracle(
     forward=partial(in_lists, _lion),
-    calls=partial(_short_calls, _LION_ATTRS, _LION),
+    calls=partial(_short_calls, LION_ATTRS, _LION),
     lower_precision=("plain", "scale-clip"),
 )

@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts, special
+from anychip.conformance.calls import Arguments, Call, Draw, special
+from anychip.conformance.labels import Labels, lengths
 from anychip.conformance.oracles.attention import Mask, attend, attend_backward, to_float32
-from anychip.conformance.oracles.oracle import Oracle
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Ends = NDArray[np.int64]
 
@@ -42,44 +43,33 @@ def _unpadded(x: Rounded, cu_seqlens: Ends) -> Rounded:
     return x.shaped(lambda array: np.where(inside, array, 0.0))[None]
 
 
-def _given(
-    q: Rounded, k: Rounded, v: Rounded, of_queries: Ends, of_keys: Ends, *, causal: bool
-) -> tuple[Rounded, Rounded, Rounded, Mask]:
+def _answer(
+    q: Rounded,
+    k: Rounded,
+    v: Rounded,
+    of_queries: Ends,
+    of_keys: Ends,
+    *,
+    causal: bool,
+    scale: float | None,
+    **out_dtype: Any,
+) -> Answer:
     hidden = _hidden((q.shape[0], k.shape[0]), of_queries, of_keys, causal)
-    return _unpadded(q, of_queries), _unpadded(k, of_keys), _unpadded(v, of_keys), hidden
+    three = (_unpadded(q, of_queries), _unpadded(k, of_keys), _unpadded(v, of_keys))
+    y, lse = attend(*three, hidden, scale)
+
+    def backward(grad: Rounded) -> Gradients:
+        given = (_unpadded(grad, of_queries), *three, hidden, scale)
+        return tuple(gradient[0] for gradient in attend_backward(*given, **out_dtype))
+
+    return (y[0], lse[0]), backward
 
 
-def _forward(
-    q: Rounded, *rest: Any, causal: bool, scale: float | None, **_: Any
-) -> tuple[Rounded, Rounded]:
-    y, lse = attend(*_given(q, *rest, causal=causal), scale)
-    return y[0], lse[0]
-
-
-def _backward(grads: tuple[Rounded], q: Rounded, *rest: Any, **attrs: Any) -> tuple[Rounded, ...]:
-    grad = _unpadded(grads[0], rest[2])
-    given = (*_given(q, *rest, causal=attrs.pop("causal")), attrs.pop("scale"))
-    found = attend_backward(grad, *given, **attrs)
-    return tuple(gradient[0] for gradient in found)
-
-
-Packing = tuple[int, ...]
+Lengths = tuple[int, ...]
 # Lengths of the sequences, then how much padding: one; empty ones first, last, in between, and
 # several; beside tiles of 16 and 64; padding alone.
-_PACKINGS: dict[str, tuple[Packing, int]] = {
-    "1": ((1,), 0),
-    "none": ((), 0),
-    "4": ((4,), 0),
-    "3+5+4": ((3, 5, 4), 0),
-    "0+4+0+0+3+0": ((0, 4, 0, 0, 3, 0), 0),
-    "1+1+1+1": ((1, 1, 1, 1), 0),
-    "15+17+33": ((15, 17, 33), 0),
-    "63+65": ((63, 65), 0),
-    "5+2.padded:3": ((5, 2), 3),
-    "padded:4": ((), 4),
-    "0.padded:2": ((0,), 2),
-}
-_KEYS: dict[str, tuple[Packing, int]] = {
+_PACKINGS = """1 none 4 3+5+4 0+4+0+0+3+0 1+1+1+1 15+17+33 63+65 5+2.padded:3 padded:4 0.padded:2"""
+_KEYS: dict[str, tuple[Lengths, int]] = {
     "3+5+4": ((5, 2, 4), 1),
     "0+4+0+0+3+0": ((2, 0, 0, 1, 6, 3), 0),
     "63+65": ((17, 130), 0),
@@ -87,70 +77,66 @@ _KEYS: dict[str, tuple[Packing, int]] = {
     "0.padded:2": ((4,), 3),
 }
 """Of some packings of queries another one of keys: fewer, more, none; padding of one alone."""
+_LABELS = Labels(
+    {
+        "causal": {"causal": True}, "full": {"causal": False}, "keys": {}, "to-float32": {},
+        "int32": {"dtype": torch.int32},
+        **{f"heads:6+{n}": {"heads": (6, n), "dim": 12} for n in (1, 2, 6)},
+    },
+    {r"(none|\d+(?:[+]\d+)*)(?:of.*)?": lengths},
+)  # fmt: skip
 
 
 def _packed(
     draw: Draw,
-    packing: tuple[Packing, int],
-    causal: bool,
+    lengths: Lengths = (),
+    padded: int = 0,
+    *,
+    causal: bool = True,
     heads: tuple[int, int] = (4, 2),
     dim: int = 16,
-    keys: tuple[Packing, int] | None = None,
+    keys: tuple[Lengths, int] | None = None,
+    dtype: torch.dtype = torch.int64,
 ) -> Arguments:
-    """keys: their packing, where it is not that of the queries."""
+    """keys: their lengths and padding, where they are not those of the queries."""
     ends, tokens = [], []
-    for lengths, padding in (packing, keys or packing):
-        ends.append(torch.tensor([0, *lengths]).cumsum(0))
+    for own, padding in ((lengths, padded), keys or (lengths, padded)):
+        ends.append(torch.tensor([0, *own]).cumsum(0))
         tokens.append(int(ends[-1][-1]) + padding)
     q, k = (draw.normal(n, count, dim) for n, count in zip(tokens, heads, strict=True))
-    args = (q, k, draw.normal(*k.shape), ends[0], ends[1])
+    args = (q, k, draw.normal(*k.shape), ends[0].to(dtype), ends[1].to(dtype))
     return args, {"causal": causal, "scale": None}
-
-
-def _int32(draw: Draw, packing: tuple[Packing, int], causal: bool) -> Arguments:
-    (*qkv, of_queries, of_keys), attrs = _packed(draw, packing, causal)
-    return (*qkv, of_queries.int(), of_keys.int()), attrs
 
 
 def _apart(draw: Draw) -> Arguments:
     # Sequence b holds the number b + 1 and nothing else: to see another one is a wrong integer.
-    (q, k, v, *ends), attrs = _packed(draw, ((6, 9, 2, 7), 0), False, keys=((8, 1, 5, 9), 1))
+    (q, k, v, *ends), attrs = _packed(draw, (6, 9, 2, 7), causal=False, keys=((8, 1, 5, 9), 1))
     for number, (start, end) in enumerate(itertools.pairwise(ends[1])):
         v[start:end] = number + 1
     return (q, k, v, *ends), attrs
 
 
 def _calls() -> Iterator[Call]:
-    for name, packing in _PACKINGS.items():
-        for causal in (True, False):
-            make = partial(_packed, packing=packing, causal=causal)
-            yield Call(f"{name}.{'causal' if causal else 'full'}", make)
+    for name in _PACKINGS.split():
+        for end in (".causal", ".full"):
+            yield from _LABELS(_packed, f"{name}{end}")
             if name in _KEYS:
-                keys = partial(make, keys=_KEYS[name])
-                yield Call(f"{name}.{'causal' if causal else 'full'}.keys", keys)
-    for kv_heads in (1, 2, 6):
-        heads = partial(_packed, packing=((7, 12), 0), causal=True, heads=(6, kv_heads), dim=12)
-        yield Call(f"7+12.heads:6+{kv_heads}", heads)
-    yield from in_layouts("6+0+7.padded:1", partial(_packed, packing=((6, 0, 7), 1), causal=True))
-    keys = partial(_packed, packing=((6, 0, 7), 1), causal=True, keys=((4, 3, 9), 0))
-    yield Call("6+0+7of4+3+9.strided", keys, layout="strided")
+                yield from _LABELS(partial(_packed, keys=_KEYS[name]), f"{name}{end}.keys")
+    yield from _LABELS(_packed, "7+12.heads:6+1 7+12.heads:6+2 7+12.heads:6+6 6+0+7.padded:1.*")
+    keys = partial(_packed, padded=1, keys=((4, 3, 9), 0))
+    yield from _LABELS(keys, "6+0+7of4+3+9.strided")
     # Even and odd numbers of entries, which read as int64 would be half as many.
-    for name in ("3+5+4", "0+4+0+0+3+0", "5+2.padded:3"):
-        yield Call(f"{name}.int32", partial(_int32, packing=_PACKINGS[name], causal=True))
-    wide = partial(_packed, packing=((33, 4), 1), causal=False, keys=((65, 7), 2))
-    yield Call("33+4of65+7.to-float32", partial(to_float32, make=wide))
+    yield from _LABELS(_packed, "3+5+4.int32 0+4+0+0+3+0.int32 5+2.padded:3.int32")
+    wide = partial(_packed, padded=1, causal=False, keys=((65, 7), 2))
+    yield from _LABELS(partial(to_float32, make=wide), "33+4of65+7.to-float32")
     yield Call("apart", _apart, statistical=False)
     # A query of one sequence, and the padding; every other sequence stays clean.
-    small = partial(_packed, packing=((4, 5, 3), 2), causal=True, keys=((4, 7, 2), 1))
+    small = partial(_packed, lengths=(4, 5, 3), padded=2, keys=((4, 7, 2), 1))
     spoilt = [(n, slice(12 + (n > 0), None), math.nan) for n in range(3)]
     yield special("nan", small, (0, (6, 0, 0), math.nan), *spoilt)
-    long = partial(_packed, packing=((300, 17, 512), 0), causal=True, dim=64)
-    yield Call("300+17+512", long, full=True)
+    yield from _LABELS(partial(_packed, dim=64), "300+17+512", full=True)
 
 
-ATTENTION_VARLEN = Oracle(
-    forward=_forward,
-    backward=_backward,
-    calls=_calls,
-    lower_precision=("15+17+33.causal", "63+65.full", "63+65.causal.keys"),
+ATTENTION_VARLEN = differentiable(
+    _answer, _calls, "15+17+33.causal", "63+65.full", "63+65.causal.keys"
 )

@@ -272,14 +272,13 @@ class HeldWithStates(Held):
         sharded = self.optimizer.sharded
         if sharded is None:
             return
+        if sharded.partition.weights:
+            sharded.updated(self.places)
+            return
         masters = [param for param in self.named if MASTER in self.optimizer.state[param]]
         given = [p for p in masters if of_state(self.named[p], MASTER) in saved]
-        if not sharded.partition.weights:
-            sharded.updated(given)
-            sharded.written([param for param in masters if param not in set(given)])
-        for weights in dict.fromkeys(place.weights for place in self.places.values()):
-            if sharded.partition.weights:
-                weights.updated()
+        sharded.updated(given)
+        sharded.written([param for param in masters if param not in set(given)])
 
 
 def _named(

@@ -88,11 +88,12 @@ class ChunkedGroups:
         for (weights, _, chunk), views in self._bring(works):
             for part, segments in self._by_part(weights, chunk).items():
                 seen.add(part)
-                yield self._gradients_only(weights, segments, part, views)
+                yield self._group(weights, segments, part, None, views)
         for part, (params, _) in enumerate(self._parts):
             if part not in seen:
                 where = self._sharded.places[params[0]]
-                yield self._gradients_only(where.weights, [Segment(where.index, 0, 0)], part, {})
+                empty = Segment(where.index, 0, 0)
+                yield self._group(where.weights, [empty], part, None, {})
 
     def _bring(
         self, works: Sequence[Trip]
@@ -125,46 +126,29 @@ class ChunkedGroups:
         return found
 
     def _group(
-        self, weights: FlatWeights, segments: Sequence[Segment], part: int, step: Tensor,
+        self, weights: FlatWeights, segments: Sequence[Segment], part: int, step: Tensor | None,
         views: _Views,
     ) -> Group:  # fmt: skip
+        """With a step count of its own what is updated; without one gradients alone."""
         params = [weights.params[each.number] for each in segments]
-        names = [n for n in self._states[params[0]] if n not in ("step", *self._own)]
+        states = self._states[params[0]] if step is not None else ()
+        names = [n for n in states if n not in ("step", *self._own)]
         given = list(zip(segments, params, strict=True))
         state = {
             name: [self._view(self._states[p][name], s, views, self._blocks.get(name, 1))
                    for s, p in given]
             for name in names
         }  # fmt: skip
+        updated = segments if step is not None else ()
+        first, options = self._parts[part][0][0], self._parts[part][1]
         return Group(
-            params=[self._view(weights.values[s.number], s, views) for s in segments],
-            grads=self._gradients(params, segments, views),
+            params=[self._view(weights.values[s.number], s, views) for s in updated],
+            grads=[self._gradient(self._sharded.places[p], s, views) for s, p in given],
             state=state,
-            step=step,
-            options=self._options(part),
-        )
-
-    def _gradients_only(
-        self, weights: FlatWeights, segments: Sequence[Segment], part: int, views: _Views
-    ) -> Group:
-        params = [weights.params[each.number] for each in segments]
-        return Group(
-            params=(),
-            grads=self._gradients(params, segments, views),
-            state={},
-            step=self._states[self._parts[part][0][0]]["step"],
-            options=self._options(part),
+            step=self._states[first]["step"] if step is None else step,
+            options={name: value for name, value in options.items() if name != "params"},
             counts=[param not in self._duplicates for param in params],
         )
-
-    def _gradients(
-        self, params: Sequence[Tensor], segments: Sequence[Segment], views: _Views
-    ) -> list[Tensor]:
-        pairs = zip(params, segments, strict=True)
-        return [self._gradient(self._sharded.places[p], s, views) for p, s in pairs]
-
-    def _options(self, part: int) -> dict[str, Any]:
-        return {name: v for name, v in self._parts[part][1].items() if name != "params"}
 
     def _gradient(self, place: Place, segment: Segment, views: _Views) -> Tensor:
         assert place.gradients is not None

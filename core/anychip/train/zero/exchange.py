@@ -69,6 +69,12 @@ class Exchange(ABC):
     def sum_over_parts(self, sums: Tensor) -> Tensor:
         """The sum over the ranks that have the parts of a whole, in place; returned too."""
 
+    @abstractmethod
+    def largest(self, tensor: Tensor) -> Work:
+        """``tensor`` becomes the largest of all ranks', element by element, while reductions that
+        have begun go on.
+        """
+
     def beside(self) -> AbstractContextManager[Any]:
         """Within it work is queued where gathers are, after what has been queued so far."""
         return nullcontext()
@@ -113,8 +119,43 @@ class Flat(Exchange):
         self.comm.all_reduce(sums)
         return sums
 
+    def largest(self, tensor: Tensor) -> Work:
+        return self.comm.all_reduce(tensor, "max", async_op=True)
 
-class Grouped(Exchange):
+
+class Around(Exchange):
+    """Another exchange, of which a subclass does some things in another way."""
+
+    def __init__(self, inner: Exchange) -> None:
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self.inner, self.alignment = inner, inner.alignment
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.inner.broadcast(tensor)
+
+    def gather(self, full: Tensor, part: Tensor, *, exact: bool = False) -> Work:
+        return self.inner.gather(full, part, exact=exact)
+
+    def join(self, whole: Tensor, piece: Tensor, sizes: Sequence[int]) -> None:
+        self.inner.join(whole, piece, sizes)
+
+    def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
+        return self.inner.reduce(part, full, reduction)
+
+    def sum_over_parts(self, sums: Tensor) -> Tensor:
+        return self.inner.sum_over_parts(sums)
+
+    def largest(self, tensor: Tensor) -> Work:
+        return self.inner.largest(tensor)
+
+    def keep(self, full: Tensor) -> Tensor | None:
+        return self.inner.keep(full)
+
+    def gather_kept(self, full: Tensor, kept: Tensor) -> Work:
+        return self.inner.gather_kept(full, kept)
+
+
+class Grouped(Around):
     """Every rank of a group has a part, and every group the whole (HSDP; MiCS).
 
     Weights are gathered within the group. Gradients are added up within it, then over the groups:
@@ -133,26 +174,18 @@ class Grouped(Exchange):
         starts = range(0, comm.world_size, size)
         inner = [list(range(start, start + size)) for start in starts]
         outer = [list(column) for column in zip(*inner, strict=True)]
-        self.comm = comm
-        self.inner = Flat(comm.split(inner, name="shard"), comm.split(inner, name="gather"))
-        self.outer = comm.split(outer, name="replicate")
-        self.rank, self.world_size = self.inner.rank, size
+        super().__init__(Flat(comm.split(inner, name="shard"), comm.split(inner, name="gather")))
+        self.comm, self.outer = comm, comm.split(outer, name="replicate")
 
     def broadcast(self, tensor: Tensor) -> None:
         self.comm.broadcast(tensor, 0)
-
-    def gather(self, full: Tensor, part: Tensor, *, exact: bool = False) -> Work:
-        return self.inner.gather(full, part)
-
-    def join(self, whole: Tensor, piece: Tensor, sizes: Sequence[int]) -> None:
-        self.inner.join(whole, piece, sizes)
 
     def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
         divisor = self.comm.world_size if reduction == "avg" else None
         return _OverGroups(self.inner.reduce(part, full, "sum"), part, self.outer, divisor)
 
-    def sum_over_parts(self, sums: Tensor) -> Tensor:
-        return self.inner.sum_over_parts(sums)
+    def largest(self, tensor: Tensor) -> Work:
+        return self.comm.all_reduce(tensor, "max", async_op=True)
 
 
 class _OverGroups(Work):
@@ -178,7 +211,7 @@ class _OverGroups(Work):
         return self._is_over
 
 
-class Coded(Exchange):
+class Coded(Around):
     """Gathers codes and one scale per block, and makes weights of them on every rank alike (qwZ).
 
     All ranks compute with the same weights, those of the codes; what rules update stays exact. A
@@ -193,12 +226,9 @@ class Coded(Exchange):
     """
 
     def __init__(self, inner: Exchange, format: str) -> None:
-        self.rank, self.world_size = inner.rank, inner.world_size
-        self.inner, self.format = inner, format
+        super().__init__(inner)
+        self.format = format
         self.alignment = self.block = 32 if format.startswith("mx_") else 256
-
-    def broadcast(self, tensor: Tensor) -> None:
-        self.inner.broadcast(tensor)
 
     def gather(self, full: Tensor, part: Tensor, *, exact: bool = False) -> Work:
         if exact or not len(part):
@@ -214,17 +244,8 @@ class Coded(Exchange):
 
         return _Then(works, decode)
 
-    def join(self, whole: Tensor, piece: Tensor, sizes: Sequence[int]) -> None:
-        self.inner.join(whole, piece, sizes)
 
-    def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
-        return self.inner.reduce(part, full, reduction)
-
-    def sum_over_parts(self, sums: Tensor) -> Tensor:
-        return self.inner.sum_over_parts(sums)
-
-
-class Secondary(Exchange):
+class Secondary(Around):
     """Keeps gathered weights among neighbours until they change (hpZ).
 
     The first gather after an update goes over all ranks, those after it, as before backward, over a
@@ -239,26 +260,10 @@ class Secondary(Exchange):
     """
 
     def __init__(self, inner: Exchange, comm: Communicator, size: int) -> None:
-        self.rank, self.world_size = inner.rank, inner.world_size
-        self.inner, self.alignment = inner, inner.alignment
+        super().__init__(inner)
         starts = range(0, comm.world_size, size)
         groups = [list(range(start, start + size)) for start in starts]
         self.neighbours = comm.split(groups, name="secondary")
-
-    def broadcast(self, tensor: Tensor) -> None:
-        self.inner.broadcast(tensor)
-
-    def gather(self, full: Tensor, part: Tensor, *, exact: bool = False) -> Work:
-        return self.inner.gather(full, part, exact=exact)
-
-    def join(self, whole: Tensor, piece: Tensor, sizes: Sequence[int]) -> None:
-        self.inner.join(whole, piece, sizes)
-
-    def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
-        return self.inner.reduce(part, full, reduction)
-
-    def sum_over_parts(self, sums: Tensor) -> Tensor:
-        return self.inner.sum_over_parts(sums)
 
     def keep(self, full: Tensor) -> Tensor:
         count = len(full) // self.neighbours.world_size
@@ -269,7 +274,7 @@ class Secondary(Exchange):
         return self.neighbours.all_gather(full, mine, async_op=True)
 
 
-class OnStreams(Exchange):
+class OnStreams(Around):
     """Gathers on a stream of their own, reductions on another, while the current one computes.
 
     A communicator works in the order of its calls: with one for both, or on one stream, a gather
@@ -282,12 +287,9 @@ class OnStreams(Exchange):
     """
 
     def __init__(self, inner: Exchange, backend: Backend) -> None:
-        self.rank, self.world_size = inner.rank, inner.world_size
-        self.inner, self.alignment, self._backend = inner, inner.alignment, backend
+        super().__init__(inner)
+        self._backend = backend
         self._gathers, self._reductions = backend.stream(), backend.stream()
-
-    def broadcast(self, tensor: Tensor) -> None:
-        self.inner.broadcast(tensor)
 
     def gather(self, full: Tensor, part: Tensor, *, exact: bool = False) -> Work:
         return self._on(self._gathers, lambda: self.inner.gather(full, part, exact=exact))
@@ -302,11 +304,8 @@ class OnStreams(Exchange):
     def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
         return self._on(self._reductions, lambda: self.inner.reduce(part, full, reduction))
 
-    def sum_over_parts(self, sums: Tensor) -> Tensor:
-        return self.inner.sum_over_parts(sums)
-
-    def keep(self, full: Tensor) -> Tensor | None:
-        return self.inner.keep(full)
+    def largest(self, tensor: Tensor) -> Work:
+        return self._on(self._reductions, lambda: self.inner.largest(tensor))
 
     def gather_kept(self, full: Tensor, kept: Tensor) -> Work:
         return self._on(self._gathers, lambda: self.inner.gather_kept(full, kept))

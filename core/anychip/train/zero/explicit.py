@@ -55,11 +55,11 @@ class Explicit:
 
     @contextmanager
     def ending(self) -> Iterator[Explicit]:
-        """Waits at its end for what was sent, and leaves nothing whole."""
+        """Shows at its end what was sent, and leaves nothing whole."""
         try:
             yield self
             if self.sharded is not None:
-                self.sharded.queue.finish()
+                self.sharded.queue.end()
         except BaseException:
             if self.sharded is not None:
                 self.sharded.queue.drop()

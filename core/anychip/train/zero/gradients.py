@@ -160,9 +160,9 @@ class FlatGradients:
         self._work = self.exchange.reduce(self._output, self.filling, self.reduction)
 
     def finish(self) -> None:
-        """Waits for what is under way, and adds it to what was reduced before."""
-        assert self._work is not None
-        assert self._output is not None
+        """Waits for what is under way, if it is, and adds it to what was reduced before."""
+        if self._work is None or self._output is None:
+            return
         self._work.wait()
         new = self._output.float()
         self.drop_filling()
@@ -200,10 +200,14 @@ class FlatGradients:
         if is_part_of_all and self.reduced is not None:
             self.reduced = self.reduced.clone()  # alone, so that the whole buffer is freed
 
-    def forget_replaced(self, index: int) -> bool:
-        """Forgets a shown gradient in whose place a person put something else; True if so."""
+    def is_replaced(self, index: int) -> bool:
+        """A person put something else, or nothing, in the place of a shown gradient."""
         shown = self.shown.get(index)
-        if shown is None or self.params[index].grad is shown:
+        return shown is not None and self.params[index].grad is not shown
+
+    def forget_replaced(self, index: int) -> bool:
+        """Forgets a shown gradient that was replaced; True if so."""
+        if not self.is_replaced(index):
             return False
         self.gradient(index).zero_()
         del self.shown[index]
@@ -214,9 +218,9 @@ class FlatGradients:
         """Puts the reduced gradient into ``.grad``, or what stands for it."""
         if index in self.shown:
             return
-        assert self.reduced is not None
         param = self.params[index]
         if not self.partition.states:
+            assert self.reduced is not None
             self.shown[index] = self._view(self.reduced, index)
         else:
             self.shown[index] = self._stand_ins.setdefault(index, Partitioned(param))

@@ -28,7 +28,6 @@ place of an autograd function around a module's inputs, so that views stay views
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -239,13 +238,14 @@ class UnitHooks:
     def _before_forward(self, unit: Unit, inputs: Any) -> None:
         if self._backward_runs and not _is_within_backward():
             self.reshard_all()  # that backward ended in an error
-        self.unshard(unit)
+        self.unshard(unit, wait=False)
         if not _is_within_backward():
             if unit.is_root:
                 self._forward.begin()
             self._forward.saw(unit)
             for other in self._forward.of(unit, self.prefetch):
                 self.unshard(other, wait=False)
+        unit.wait()
         number = next(self._numbers)
         self._running.append((unit, number))
         if not torch.is_grad_enabled():
@@ -305,7 +305,7 @@ class UnitHooks:
             Variable._execution_engine.queue_callback(self._end_backward)
         self._seen.add(self._root_of[unit])
         self._go_past(unit)  # before others are waited for, who may wait for that
-        self.unshard(unit)
+        self.unshard(unit, wait=False)
         if self._pending.get(number):
             unit.uses.add(number)
         else:
@@ -314,6 +314,7 @@ class UnitHooks:
             self._backward.saw(unit)
             for other in self._backward.of(unit, self.prefetch):
                 self.unshard(other, wait=False)
+        unit.wait()
 
     def _input_has_gradient(self, unit: Unit, number: int) -> None:
         self._pending[number] = self._pending.get(number, 0) - 1
@@ -349,17 +350,22 @@ def _is_within_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """Those in tuples, lists, dicts and dataclasses."""
+def _tensors(values: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Those in containers, and in the attributes of objects, however deep; not in modules."""
+    seen = set() if seen is None else seen
     if isinstance(values, Tensor):
         yield values
+    if isinstance(values, (Tensor, nn.Module, type)) or id(values) in seen:
         return
-    inner: Any = ()
+    seen.add(id(values))
+    inner: list[Any] = []
     if isinstance(values, Mapping):
-        inner = values.values()
-    elif isinstance(values, (tuple, list)):
-        inner = values
-    elif dataclasses.is_dataclass(values) and not isinstance(values, type):
-        inner = [getattr(values, each.name) for each in dataclasses.fields(values)]
+        inner += values.values()
+    elif isinstance(values, (tuple, list, set, frozenset)):
+        inner += values
+    inner += getattr(values, "__dict__", {}).values()
+    slots = [getattr(kind, "__slots__", ()) for kind in type(values).__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    inner += [getattr(values, name, None) for name in names]
     for value in inner:
-        yield from _tensors(value)
+        yield from _tensors(value, seen)

@@ -218,9 +218,9 @@ class Optimizer(torch.optim.Optimizer):
         micro-batches, divide each loss by their number, and put all calls but the last one under
         :meth:`no_sync`: otherwise each sends everything.
 
-        With several ranks ``.grad`` then holds the mean over them in stage 0, and in stages 1 and 2
-        a :class:`~anychip.train.zero.bucket.Partitioned`, which has no values. Under loss scaling
-        gradients are multiplied by the scale.
+        With several ranks ``.grad`` then holds the mean over them in stage 0, and from stage 1 on a
+        :class:`~anychip.train.zero.gradients.Partitioned`, which has no values: the last ones may
+        still be under way until the step. Under loss scaling gradients are multiplied by the scale.
 
         Args:
             loss: 0-dim; multiplied by the loss scale. Or, with ``gradient``, outputs of a part of
@@ -235,7 +235,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         with self.sharded.queue.round():
             self._run_backward(loss, gradient)
-        self.sharded.queue.finish()
+        self.sharded.queue.end()
 
     def _run_backward(
         self, loss: Tensor | Sequence[Tensor], gradient: Tensor | Sequence[Tensor | None] | None

@@ -77,6 +77,7 @@ class ReduceQueue:
         self._num_started = 0
         self._filled: list[int] = []  # or passed over
         self._sent: list[int] = []
+        self._is_settled = True
 
     def add(self, gradients: FlatGradients) -> None:
         """Takes in a buffer; the gradients of its parameters are watched from now on."""
@@ -118,19 +119,35 @@ class ReduceQueue:
     def finish(self) -> None:
         """Waits for what was sent, and shows it."""
         for number in self._sent:
-            self._finish(self.buffers[number])
+            self.buffers[number].finish()
+        self._show_sent()
+        self._sent, self._is_settled = [], True
+
+    def end(self) -> None:
+        """All rounds of a backward are over: shows what was sent, and waits where it has values."""
+        if not self.partition.states:
+            self.finish()
+        self._show_sent()
+        self._is_settled = not self._sent
+
+    def _show_sent(self) -> None:
         for number in self._sent:
             self.buffers[number].show_held()
-        self._sent = []
+
+    def _settle(self) -> None:
+        """Waits for what is left of a backward that is over."""
+        if not self._is_settled:
+            self.finish()
 
     def drop(self) -> None:
         """Forgets what is under way, after an error."""
         for buffer in self.buffers:
             buffer.drop_filling()
-        self._sent = []
+        self._sent, self._is_settled = [], True
 
     def hide(self) -> None:
         """Takes reduced gradients out of ``.grad``, so that a backward does not add to them."""
+        self._settle()
         for buffer in self.buffers:
             buffer.hide()
 
@@ -179,15 +196,10 @@ class ReduceQueue:
             under_way = [b for b in map(self.buffers.__getitem__, self._sent) if b.is_under_way]
             for index, other in enumerate(under_way):
                 if other.is_done() or index <= len(under_way) - IN_FLIGHT:
-                    self._finish(other)
+                    other.finish()
         buffer.start()
         self._sent.append(self._order[self._num_started])
         self._num_started += 1
-
-    def _finish(self, buffer: FlatGradients) -> None:
-        if not buffer.is_under_way:
-            return
-        buffer.finish()
 
     def _learn_order(self, mine: tuple[int, ...]) -> None:
         rest = [number for number in mine if number not in self._filled]
@@ -207,13 +219,16 @@ class ReduceQueue:
         Returns:
             The parameters; and all ranks' ``share`` on the host, (world_size, n).
         """
-        self.finish()
+        if any(self.buffers[number].is_replaced(index) for number, index in self.places.values()):
+            self.finish()
         marks = [self._mark(param) for param in self.places]
         device = next(iter(self.places)).device
         joined = torch.tensor(marks, dtype=torch.uint8, device=device)
         if share is not None:
             joined = torch.cat((joined, self._in_its_place(share)))
-        self.comm.all_reduce(joined, "max")
+        asked = self.buffers[0].exchange.largest(joined)
+        self.finish()
+        asked.wait()
         told = on_host(joined)
         found = dict(zip(self.places, told.tolist(), strict=False))
         late = [b for b in self.buffers if any(found[p] == _PENDING for p in b.params)]
@@ -221,7 +236,7 @@ class ReduceQueue:
             buffer.hide()
             buffer.start()
         for buffer in late:
-            self._finish(buffer)
+            buffer.finish()
             buffer.show_held()
         present = {param for param, mark in found.items() if mark}
         for param in present:
@@ -256,6 +271,7 @@ class ReduceQueue:
 
     def clear(self, *, set_to_none: bool) -> None:
         """Forgets the reduced gradients, or makes them zero."""
+        self._settle()
         for buffer in self.buffers:
             if set_to_none:
                 buffer.clear()

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 from anychip.comm.threads import run_ranks
 from anychip.contract import CommunicationError, Communicator
-from anychip.train import optim, zero
 from anychip.train.models import GPTConfig, LlamaConfig, build
 from anychip.train.parallel import (
     Local,
-    Mesh,
     Pipeline,
     Schedule,
     ScheduleError,
@@ -448,93 +446,6 @@ def test_pipeline_of_a_schedule_that_does_not_fit_is_refused() -> None:
             Pipeline(stage, comm, parse("0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0"))
 
     run_ranks(2, work)
-
-
-def rule() -> optim.Rule:
-    return optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
-
-
-def in_two_dims(
-    model: nn.Module, data: Tensor, stage_of_zero: int
-) -> list[tuple[list[float], dict[str, Tensor]]]:
-    """Losses and state dict of each of 2 x 2 ranks; a row of the data axis has half of a batch."""
-    models = [copy.deepcopy(model) for _ in range(4)]
-
-    def work(comm: Communicator) -> tuple[list[float], dict[str, Tensor]]:
-        mesh = Mesh(comm, {"data": 2, "pipeline": 2})
-        rank = mesh.coordinates["pipeline"]
-        mine: Any = models[comm.rank]
-        stage: Any = make_stage(mine, partition([1] * num_layers(mine), 2)[rank])
-        pipeline = Pipeline(stage, mesh.axis("pipeline"), one_f_one_b(2, 2), tied=stage.tied)
-        optimizer = zero.Optimizer(
-            stage, rule(), mesh.axis("data"), stage=stage_of_zero, model_comm=mesh.axis("pipeline"),
-            duplicates=stage.tied if pipeline.is_last else (),
-        )  # fmt: skip
-        losses = []
-        for batch in data:
-            tokens, targets = batch.chunk(2, dim=1)[mesh.coordinates["data"]]
-            loss = pipeline.run(tokens, targets, optimizer=optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            assert loss is not None
-            losses.append(float(loss))
-        return losses, stage.state_dict()
-
-    return run_ranks(4, work)
-
-
-def serial_in_two_parts(model: nn.Module, data: Tensor) -> list[list[float]]:
-    """The oracle: each half's microbatches are added up, then the halves, then halved."""
-
-    def work(comm: Communicator) -> list[list[float]]:
-        optimizer, losses = zero.Optimizer(model, rule(), comm), []
-        for batch in data:
-            sums: list[list[Tensor]] = []
-            row = []
-            for half in batch.chunk(2, dim=1):
-                total = torch.zeros(())
-                for x, y in zip(*(part.chunk(2) for part in half), strict=True):
-                    loss = model(x, y) / 2
-                    loss.backward()
-                    total += loss.detach()
-                sums.append([p.grad for p in model.parameters() if p.grad is not None])
-                model.zero_grad()
-                row.append(float(total))
-            for param, one, two in zip(model.parameters(), *sums, strict=True):
-                param.grad = (one + two) / 2
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(row)
-        return losses
-
-    return run_ranks(1, work)[0]
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("stage_of_zero", [0, 2])
-def test_two_dims_with_clipping_have_the_bits_of_one_rank(stage_of_zero: int) -> None:
-    model, data = whole(LLAMA), batches(steps=10)
-    ranks = in_two_dims(model, data, stage_of_zero)
-    losses = serial_in_two_parts(model, data)
-    for rank, (found, _) in enumerate(ranks):
-        assert found == [row[rank // 2] for row in losses]
-    for pair in (ranks[:2], ranks[2:]):
-        state = merge([state for _, state in pair])
-        for name, value in model.state_dict().items():
-            assert torch.equal(state[name], value), name
-
-
-def test_two_dims_with_a_tied_embedding_stay_near_one_rank() -> None:
-    model, data = whole(TIED), batches(steps=10)
-    ranks = in_two_dims(model, data, 1)
-    losses = serial_in_two_parts(model, data)
-    for rank, (found, _) in enumerate(ranks):
-        assert found == pytest.approx([row[rank // 2] for row in losses], rel=1e-6)
-    copies = [state[name] for _, state in ranks for name in state if name in (
-        "transformer.wte.weight", "lm_head.weight"
-    )]  # fmt: skip
-    assert len(copies) == 4
-    assert all(torch.equal(copies[0], other) for other in copies)
 
 
 def test_tied_parameter_in_the_middle_is_refused() -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from anychip import ops
 from anychip.comm.threads import run_ranks
@@ -218,6 +219,29 @@ def test_weights_of_our_operators_wait_for_W_and_the_others_do_not() -> None:
     now, later = blocks * norms + 1, blocks * linears + 2
     seed, of_norms, of_weights = (1, 0.0), (now, float(now)), (later, float(later))
     assert calls == [seed, of_norms, seed, of_norms, of_weights, of_weights]
+
+
+def test_split_backward_of_a_checkpoint_runs_it_twice_and_keeps_no_weights() -> None:
+    """Between I and W it holds what a plain one holds there, which is no more than F saves."""
+
+    def work(comm: Communicator, recomputes: bool) -> tuple[list[int], int]:
+        model, runs = whole(LLAMA), []
+        plain = model.run_block
+        model.run_block = lambda *given: runs.append(1) or plain(*given)
+        if recomputes:
+            model.run_block = partial(checkpoint, model.run_block, use_reentrant=False)
+        stage = make_stage(model, range(num_layers(model)))
+        pipeline = Pipeline(stage, comm, parse("0F0,0I0,0W0"), count_bytes=True)
+        pipeline.run(*batch(2))
+        return pipeline.bytes_in_use, len(runs)
+
+    (plain, _), (again, count) = (
+        run_ranks(1, partial(work, recomputes=recomputes))[0] for recomputes in (False, True)
+    )
+    saved, kept, left = plain[:3]
+    assert again[1:3] == [kept, left] == [kept, 0]
+    assert 0 < kept <= saved
+    assert count == 2 * num_layers(whole(LLAMA)) - 4  # blocks
 
 
 def test_split_backward_under_autocast_has_the_bits_of_a_whole_one() -> None:

@@ -1,0 +1,380 @@
+// Every operator by every instruction set and any number of threads: the same bits, nothing written
+// beside its results, and what it refuses. The sanitizers watch it (.ci/run native).
+//
+// That the values are those of float64, at these sizes and others, is asked of the operators by the
+// conformance suite, and of the vector functions in test_math.cpp.
+#include <deque>
+
+#include "operators.h"
+#include "tensor.h"
+
+namespace anychip::cpu::test {
+namespace {
+
+constexpr DType kWide = DType::kFloat32;
+constexpr double kEps = 1e-5;
+
+// What one run of a kernel writes: made as the kernel is called, and read when it has returned.
+class Results {
+ public:
+  Tensor& make(DType dtype, int64_t numel) { return tensors_.emplace_back(dtype, numel); }
+  // A tensor, or a list of them, that is read and written.
+  Tensor& copy(const Tensor& tensor) { return tensors_.emplace_back(tensor); }
+  std::vector<TensorRef> copy(const std::vector<Tensor>& list) {
+    std::vector<TensorRef> refs;
+    for (const Tensor& tensor : list) {
+      Tensor& own = copy(tensor);
+      refs.push_back({own.data(), own.numel(), own.dtype()});
+    }
+    return refs;
+  }
+  std::vector<int64_t>& rows_of_sums(size_t count) {
+    return rows_.emplace_back(count * kDigits + 1, -1);
+  }
+
+  Bytes bytes(const std::string& name) const {
+    Bytes all;
+    for (const Tensor& tensor : tensors_) {
+      check_that(tensor.guards_intact(), name + ": wrote outside of its output");
+      tensor.append_to(all);
+    }
+    for (const std::vector<int64_t>& rows : rows_) {
+      check_that(rows.back() == -1, name + ": wrote outside of its output");
+      const auto* begin = reinterpret_cast<const unsigned char*>(rows.data());
+      all.insert(all.end(), begin, begin + rows.size() * sizeof rows[0]);
+    }
+    return all;
+  }
+
+ private:
+  std::deque<Tensor> tensors_;
+  std::deque<std::vector<int64_t>> rows_;
+};
+
+void check_kernel(const std::string& name, const std::function<void(Results&)>& kernel) {
+  check_same_bits(name, [&] {
+    Results results;
+    kernel(results);
+    return results.bytes(name);
+  });
+}
+
+void check_equal(const std::string& name, const Tensor& one, const Tensor& other) {
+  Bytes bytes, want;
+  one.append_to(bytes), other.append_to(want);
+  check_that(bytes == want, name + ": other bits when it is asked for alone");
+}
+
+// Normal numbers, and where there are enough of them some that reach the ends.
+Tensor wide_values(DType dtype, int64_t numel, unsigned seed) {
+  Tensor x(dtype, random_values(numel, seed, 3.0));
+  const double special[] = {0.0, -0.0, 12.0, -12.0,    100.0,     -100.0,
+                            6e4, -6e4, 1e-7, INFINITY, -INFINITY, NAN};
+  for (int64_t i = 0; i < 12 && numel > 20; ++i) x.set(i * numel / 12, special[i]);
+  return x;
+}
+
+struct Shape {
+  int64_t rows, hidden;
+};
+
+// stream: the type of a residual that is added before the norm, or null.
+void test_norms(Shape shape, DType dtype, DType weight_dtype, const DType* stream) {
+  const int64_t rows = shape.rows, hidden = shape.hidden, numel = rows * hidden;
+  const std::string name = label("norms", dtype, rows) + " x " + std::to_string(hidden) +
+                           " weight " + name_of(weight_dtype) +
+                           (stream ? std::string(" residual ") + name_of(*stream) : "");
+  const DType total_dtype = stream ? *stream : dtype;
+  Tensor x = wide_values(dtype, numel, 1), grad(dtype, random_values(numel, 2));
+  Tensor weight(weight_dtype, random_values(hidden, 3));
+  Tensor bias(weight_dtype, random_values(hidden, 4));
+  Tensor residual(total_dtype, random_values(numel, 5)), dtotal = residual;
+  for (const bool centred : {false, true}) {
+    check_kernel(name, [&](Results& out) {
+      Tensor &rstd = out.make(kWide, rows), &mean = out.make(kWide, centred ? rows : 0);
+      Tensor &y = out.make(dtype, numel), &total = out.make(total_dtype, stream ? numel : 0);
+      ResidualSum sum;
+      if (stream) sum = {residual.data(), total.data(), *stream};
+      if (centred) {
+        layer_norm_forward({x.data(), weight.data(), bias.data(), y.data(), mean.floats(),
+                            rstd.floats(), rows, hidden, kEps, dtype, weight_dtype, sum});
+      } else {
+        rms_norm_forward({x.data(), weight.data(), y.data(), rstd.floats(), rows, hidden, kEps,
+                          dtype, weight_dtype, sum});
+      }
+      const void* seen = stream ? total.data() : x.data();
+      const auto backward = [&](Tensor* dx, Tensor* dweight, Tensor* dbias, Tensor* dresidual) {
+        const auto data = [](Tensor* tensor) { return tensor ? tensor->data() : nullptr; };
+        ResidualGradient both;
+        if (stream) both = {dtotal.data(), data(dresidual), *stream};
+        if (centred) {
+          layer_norm_backward({grad.data(), seen, weight.data(), mean.floats(), rstd.floats(),
+                               data(dx), data(dweight), data(dbias), rows, hidden, dtype,
+                               weight_dtype, both});
+        } else {
+          rms_norm_backward({grad.data(), seen, weight.data(), rstd.floats(), data(dx),
+                             data(dweight), rows, hidden, dtype, weight_dtype, both});
+        }
+      };
+      Tensor *dx[2], *dweight[2], *dbias[2], *dresidual[2];
+      for (int i = 0; i < 2; ++i) {
+        dx[i] = &out.make(dtype, numel), dweight[i] = &out.make(weight_dtype, hidden);
+        dbias[i] = &out.make(weight_dtype, hidden), dresidual[i] = &out.make(total_dtype, numel);
+      }
+      backward(dx[0], dweight[0], dbias[0], dresidual[0]);
+      backward(dx[1], nullptr, nullptr, nullptr), check_equal(name, *dx[0], *dx[1]);
+      backward(nullptr, dweight[1], dbias[1], nullptr), check_equal(name, *dweight[0], *dweight[1]);
+      check_equal(name, *dbias[0], *dbias[1]);
+      if (stream) backward(nullptr, nullptr, nullptr, dresidual[1]);
+      check_equal(name, *dresidual[0], *dresidual[1]);
+    });
+  }
+}
+
+void test_activations(DType dtype, int64_t numel) {
+  Tensor x = wide_values(dtype, numel, 1), up(dtype, random_values(numel, 2));
+  Tensor grad(dtype, random_values(numel, 3));
+  for (const bool tanh : {false, true}) {
+    check_kernel(label(tanh ? "gelu tanh" : "gelu", dtype, numel), [&](Results& out) {
+      gelu_forward({x.data(), out.make(dtype, numel).data(), numel, tanh, dtype});
+      gelu_backward({grad.data(), x.data(), out.make(dtype, numel).data(), numel, tanh, dtype});
+    });
+  }
+  check_kernel(label("swiglu", dtype, numel), [&](Results& out) {
+    swiglu_forward({x.data(), up.data(), out.make(dtype, numel).data(), numel, dtype});
+    const auto backward = [&](void* dgate, void* dup) {
+      swiglu_backward({grad.data(), x.data(), up.data(), dgate, dup, numel, dtype});
+    };
+    backward(out.make(dtype, numel).data(), nullptr);
+    backward(nullptr, out.make(dtype, numel).data());
+  });
+}
+
+// columns: of each row, where the elements are rows -3, 4, 11 ... of a wider whole; 0: all of it.
+void test_dropout(DType dtype, int64_t numel, int64_t columns) {
+  std::vector<int64_t> rows;
+  for (int64_t i = 0; columns > 0 && i < numel / columns; ++i) rows.push_back(7 * i - 3);
+  const int64_t rng[2] = {42, 0xffffffff - 10};  // the counter carries into its upper word
+  Tensor x = wide_values(dtype, numel, 1);
+  check_kernel(label("dropout", dtype, numel) + " columns " + std::to_string(columns),
+               [&](Results& out) {
+                 dropout({x.data(), rng, out.make(dtype, numel).data(), numel, 0.3, dtype,
+                          columns > 0 ? rows.data() : nullptr, columns, columns + 5, 2});
+               });
+}
+
+struct Heads {
+  int64_t batch, seq, heads, kv_heads, head_dim;
+};
+
+void test_rope(DType dtype, const Heads& s, bool interleaved, bool inverse) {
+  const std::string name = label("rope", dtype, s.head_dim);
+  const int64_t row = s.batch * s.seq * s.head_dim;
+  Tensor q(dtype, random_values(row * s.heads, 1)), k(dtype, random_values(row * s.kv_heads, 2));
+  Tensor cos(kWide, random_values(s.seq * s.head_dim / 2, 3)),
+      sin(kWide, random_values(cos.numel(), 4));
+  check_kernel(name, [&](Results& out) {
+    Tensor &k_out = out.make(dtype, k.numel()), &k_alone = out.make(dtype, k.numel());
+    Rope args{q.data(), k.data(), cos.floats(), sin.floats(), nullptr,     k_out.data(), s.batch,
+              s.seq,    s.heads,  s.kv_heads,   s.head_dim,   interleaved, inverse,      dtype};
+    args.q_out = out.make(dtype, q.numel()).data();
+    rope(args);
+    args.q = args.q_out = nullptr, args.k_out = k_alone.data();
+    rope(args);
+    check_equal(name, k_out, k_alone);
+  });
+}
+
+void test_cross_entropy(DType dtype, Shape shape, Reduction reduction) {
+  const int64_t rows = shape.rows, vocab = shape.hidden, ignored = -100;
+  const int64_t losses = reduction == Reduction::kNone ? rows : 1;
+  Tensor logits = wide_values(dtype, rows * vocab, 1), grad(kWide, random_values(losses, 2));
+  std::vector<int64_t> target;
+  for (int64_t i = 0; i < rows; ++i) target.push_back(i % 3 == 1 ? ignored : (i * 7919) % vocab);
+  const CrossEntropyOptions options{rows, vocab, ignored, 0.1, 1e-3, reduction, dtype};
+  check_kernel(label("cross_entropy", dtype, vocab), [&](Results& out) {
+    Tensor &lse = out.make(kWide, rows), &dlogits = out.make(dtype, logits.numel());
+    float* loss = out.make(kWide, losses).floats();
+    cross_entropy_forward({logits.data(), target.data(), loss, lse.floats(), options});
+    cross_entropy_backward(
+        {grad.floats(), logits.data(), target.data(), lse.floats(), dlogits.data(), options});
+  });
+}
+
+// Sizes that straddle vectors and chunks (16384), together enough for several threads; numbers of
+// so many exponents that tiles of sums of squares take two sums, three, or none.
+std::vector<Tensor> random_list(DType dtype, unsigned seed, double exponents = 0.0) {
+  std::vector<Tensor> list;
+  for (const int64_t numel : {0, 1, 7, 8, 15, 16, 17, 63, 1000, 4097, 16384, 40001}) {
+    Doubles values = random_values(numel, seed++);
+    for (size_t i = 0; i < values.size(); ++i) {
+      values[i] = std::ldexp(values[i], -static_cast<int>(exponents * (i * 7919 % 4093) / 4093));
+    }
+    list.emplace_back(dtype, values);
+  }
+  return list;
+}
+
+void test_lists(DType dtype, double exponents, bool special) {
+  std::vector<Tensor> list = random_list(dtype, 1, exponents);
+  if (special) list.back().set(5, INFINITY), list.back().set(39999, NAN);
+  const float norm = 7.0f, scale = 3.0f;
+  const std::string name = std::string("lists ") + name_of(dtype) + " " + std::to_string(exponents);
+  check_kernel(name, [&](Results& out) {
+    l2_norm(out.copy(list), out.make(kWide, 1).floats());
+    sums_of_squares(out.copy(list), out.rows_of_sums(list.size()).data());
+    clip(out.copy(list), &norm, 1.0);
+    unscale_and_check(out.copy(list), &scale, out.copy(Tensor(kWide, Doubles{0.0})).floats());
+  });
+}
+
+const float kOne = 1.0f;
+const LambOptions kLamb{0.9, 0.999, 1e-6, 0.01, &kOne, &kOne};
+
+// Every type of parameter, of gradient and of copy; they are converted apart from each other.
+void test_updates(DType param, DType grad, const DType* low) {
+  const std::string name = std::string("updates ") + name_of(param) + " grad " + name_of(grad);
+  const std::vector<Tensor> params = random_list(param, 1), grads = random_list(grad, 2);
+  const std::vector<Tensor> averages = random_list(kWide, 3);
+  const float lr = 1e-2f, scale = 8.0f, clip = 0.25f;
+  const auto update = [&](Results& out, size_t num_states) {
+    Update result{{}, &lr, out.copy(Tensor(kWide, Doubles{4.0})).floats(), &scale, &clip, nullptr};
+    const auto ps = out.copy(params), gs = out.copy(grads);
+    const auto ms = out.copy(averages), vs = out.copy(averages);
+    const auto lows = low ? out.copy(random_list(*low, 5)) : std::vector<TensorRef>(ps.size());
+    for (size_t i = 0; i < ps.size(); ++i) {
+      const auto state = [&](const TensorRef& tensor, size_t number) {
+        return num_states > number ? static_cast<float*>(tensor.data) : nullptr;
+      };
+      result.tensors.push_back({ps[i], gs[i], {state(ms[i], 0), state(vs[i], 1)}, lows[i]});
+    }
+    return result;
+  };
+  const std::vector<float> trust(params.size(), 3.0f);
+  check_kernel(name, [&](Results& out) {
+    adamw(update(out, 2), {0.9, 0.999, 1e-8, 0.01});
+    lion(update(out, 1), {0.9, 0.999, 0.01});
+    lamb(update(out, 2), kLamb, trust.data());
+    lamb_sums_of_squares(update(out, 2), kLamb, out.rows_of_sums(2 * params.size()).data());
+    for (const bool decoupled : {false, true}) {
+      sgd(update(out, 0), {0.0, false, 0.1, decoupled});
+      sgd(update(out, 1), {0.9, decoupled, 0.1, decoupled});
+    }
+  });
+}
+
+void test_wrong_arguments() {
+  float value = 1.0f, *v = &value;
+  const int64_t rng[2] = {0, 0};
+  const TensorRef one{v, 1, kWide}, half{v, int64_t{1} << 46, kWide};
+  const Update no_lr{{}, nullptr, v, nullptr, nullptr, nullptr};
+  const Update no_state{{{one, one, {nullptr, nullptr}, {}}}, v, v, nullptr, nullptr, nullptr};
+  const auto rows = [&](int64_t columns, int64_t column) {
+    dropout({v, rng, v, 1, 0.5, kWide, rng, columns, 4, column});
+  };
+  const auto turned = [&](int64_t head_dim, void* q_out) {
+    rope({v, v, v, v, q_out, v, 1, 1, 1, 1, head_dim, false, false, kWide});
+  };
+  const std::pair<const char*, std::function<void()>> cases[] = {
+      {"hidden >= 0, got -4",
+       [&] { rms_norm_forward({v, v, v, nullptr, 2, -4, 0, kWide, kWide}); }},
+      {"address of weight",
+       [&] { layer_norm_forward({v, nullptr, v, v, v, v, 1, 1, 0, kWide, kWide}); }},
+      {"address of total",
+       [&] { rms_norm_forward({v, v, v, nullptr, 1, 1, 0, kWide, kWide, {v, nullptr, kWide}}); }},
+      {"numel >= 0, got -5", [&] { gelu_forward({v, v, -5, false, kWide}); }},
+      {"address of x", [&] { gelu_forward({nullptr, v, 1, false, kWide}); }},
+      {"address of up", [&] { swiglu_forward({v, nullptr, v, 1, kWide}); }},
+      {"numel >= 0, got -1", [&] { dropout({v, rng, v, -1, 0.5, kWide}); }},
+      {"0 <= p <= 1", [&] { dropout({v, rng, v, 1, 1.5, kWide}); }},
+      {"1 elements in rows of 2", [&] { rows(2, 0); }},
+      {"column 4 to 5 of 4", [&] { rows(1, 4); }},
+      {"column -1 to 0 of 4", [&] { rows(1, -1); }},
+      {"even head_dim, got 3", [&] { turned(3, v); }},
+      {"q with q_out", [&] { turned(2, nullptr); }},
+      {"numel >= 0, got -2", [&] { l2_norm({{v, -2, kWide}}, v); }},
+      {"address of a tensor", [&] { clip({{nullptr, 2, kWide}}, v, 1.0); }},
+      {"numel of all tensors <= ", [&] { l2_norm({half, half, half}, v); }},
+      {"address of out", [&] { sums_of_squares({one}, nullptr); }},
+      {"address of lr", [&] { adamw(no_lr, {}); }},
+      {"address of lr", [&] { sgd(no_lr, {}); }},
+      {"address of lr", [&] { lion(no_lr, {}); }},
+      {"address of lr", [&] { lamb(no_lr, kLamb, v); }},
+      {"address of a state", [&] { lion(no_state, {}); }},
+      {"address of trust", [&] { lamb(no_state, kLamb, nullptr); }},
+  };
+  for (const auto& [message, call] : cases) check_throws<std::invalid_argument>(message, call);
+  sums_of_squares({}, nullptr);  // no tensor, no row
+}
+
+void test_wrong_targets_write_nothing() {
+  const CrossEntropyOptions options{2, 5, -100, 0.0, 0.0, Reduction::kMean, kWide};
+  Tensor logits(kWide, Doubles(10, 0.0)), out(kWide, Doubles(10, 7.0));
+  for (const int64_t bad : {int64_t{5}, int64_t{-1}}) {
+    const int64_t target[2] = {0, bad};
+    const std::string got = "[0, 5) or ignore_index -100, got " + std::to_string(bad) + " in row 1";
+    check_throws<std::out_of_range>(got.c_str(), [&] {
+      cross_entropy_forward({logits.data(), target, out.floats(), out.floats() + 1, options});
+    });
+    check_throws<std::out_of_range>(got.c_str(), [&] {
+      cross_entropy_backward(
+          {logits.floats(), logits.data(), target, logits.floats(), out.data(), options});
+    });
+  }
+  check_that(out.values() == Doubles(10, 7.0), "a wrong target: something was written");
+}
+
+}  // namespace
+}  // namespace anychip::cpu::test
+
+int main() {
+  using namespace anychip::cpu;
+  using namespace anychip::cpu::test;
+  bind_linked_openmp();
+  for (const DType dtype : kDTypes) {
+    // 97 x 1000 elements are shared by several threads; 40 rows are three blocks of the row sums.
+    std::vector<Shape> shapes = {{97, 1000}, {40, 17}, {0, 16}};
+    for (const int64_t size : kSizes) {
+      if (size > 0) shapes.push_back({3, size});
+      test_activations(dtype, size);
+      test_dropout(dtype, size, 0);
+    }
+    for (const Shape shape : shapes) {
+      test_norms(shape, dtype, dtype, nullptr);
+      test_cross_entropy(dtype, shape, Reduction::kMean);
+    }
+    for (const Reduction reduction : {Reduction::kNone, Reduction::kSum}) {
+      test_cross_entropy(dtype, {7, 63}, reduction);
+    }
+    test_norms({3, 63}, dtype, DType::kFloat32, nullptr);
+    for (const DType& stream : kDTypes) {
+      for (const Shape shape : {Shape{97, 1000}, Shape{40, 17}, Shape{3, 1}}) {
+        test_norms(shape, dtype, DType::kFloat32, &stream);
+      }
+    }
+    test_activations(dtype, kManyElements);
+    for (const int64_t columns : {1, 3, 64, 65, 500, 1001}) {
+      test_dropout(dtype, 100 * columns, columns);
+    }
+    // head_dim / 2 below, at and above the 16 lanes; the last has work for several threads.
+    for (const Heads& heads :
+         {Heads{1, 1, 1, 1, 2}, Heads{2, 3, 4, 2, 16}, Heads{2, 5, 3, 1, 30}, Heads{1, 4, 2, 2, 32},
+          Heads{1, 3, 2, 1, 40}, Heads{1, 2, 1, 1, 0}, Heads{0, 4, 2, 2, 8}, Heads{1, 3, 2, 2, 126},
+          Heads{2, 70, 8, 4, 64}}) {
+      for (const bool interleaved : {false, true}) {
+        for (const bool inverse : {false, true}) test_rope(dtype, heads, interleaved, inverse);
+      }
+    }
+    for (const double exponents : {0.0, 17.0, 20.0, 30.0, 45.0, 120.0}) {
+      test_lists(dtype, exponents, exponents == 30.0);
+    }
+  }
+  const DType f32 = DType::kFloat32, bf16 = DType::kBFloat16, f16 = DType::kFloat16;
+  test_updates(f32, f32, nullptr);
+  test_updates(bf16, f16, &f32);
+  test_updates(f16, bf16, &bf16);
+  test_updates(f32, bf16, &f16);
+  test_wrong_arguments();
+  test_wrong_targets_write_nothing();
+  return report("kernels");
+}

@@ -57,7 +57,7 @@ class Comparison(TorchDispatchMode):
     Args:
         chip: the one in use.
         other: another one, whose tensors this process can have too.
-        out: directory for ``difference.pt``, the inputs of the first call that differs.
+        file: gets the inputs of the first call that differs.
         step: the number of the step, for messages.
 
     Raises:
@@ -65,14 +65,14 @@ class Comparison(TorchDispatchMode):
         ValueError: both have the same type of device.
     """
 
-    def __init__(self, chip: Backend, other: Backend, out: Path, step: Callable[[], int]) -> None:
+    def __init__(self, chip: Backend, other: Backend, file: Path, step: Callable[[], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if chip.device_type == other.device_type:
             raise ValueError(
                 f"--compare {other.name}: the run is on {chip.name}, whose tensors are on "
                 f"{chip.device_type!r} too; name a backend with other devices"
             )
-        self.chip, self.other, self.out, self.step = chip, other, out, step
+        self.chip, self.other, self.file, self.step = chip, other, file, step
         self.operators: dict[str, Compared] = {}
         self.left_out: Counter[str] = Counter()
 
@@ -147,8 +147,7 @@ class Comparison(TorchDispatchMode):
         self, func: Any, before: Any, number: int, got: Tensor, want: Tensor, errors: Tensor
     ) -> str:
         """What differs, where, and how to see it again."""
-        file = self.out / "difference.pt"
-        torch.save({"operator": str(func), "args": before[0], "kwargs": before[1]}, file)
+        torch.save({"operator": str(func), "args": before[0], "kwargs": before[1]}, self.file)
         first = int((errors.reshape(-1) > 1.0).nonzero()[0])
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), errors.shape))
         mine, other = (float(t.detach().cpu().reshape(-1)[first]) for t in (got, want))
@@ -161,13 +160,13 @@ class Comparison(TorchDispatchMode):
             f"{key}={_form(value)}"
             for key, value in [*zip(names, before[0], strict=False), *before[1].items()]
         )
-        again = f"{Path(sys.executable).name} -m anychip.train.comparing {file}"
+        again = f"{Path(sys.executable).name} -m anychip.train.comparing {self.file}"
         return (
             f"step {self.step()}: {func}({call}) differs on {self.chip.name} from "
             f"{self.other.name}\n  result {number} at {index}: got {mine!r}, want {other!r}"
             f"{apart}; "
             f"{float(errors.max()):.3g} times the bound, {int((errors > 1.0).sum())} of "
-            f"{errors.numel()} elements\n  its inputs: {file}; again: {again} "
+            f"{errors.numel()} elements\n  its inputs: {self.file}; again: {again} "
             f"{registry.name_of(self.chip)} {registry.name_of(self.other)}"
         )
 
@@ -194,6 +193,7 @@ def compared(chip: Backend, name: str, run: Run | None, out: Path) -> Iterator[C
 
     Args:
         run: whose step is named; None: there is none.
+        out: directory for ``difference.pt``, of rank r above 0 ``difference<r>.pt``.
 
     Raises:
         UnknownBackendError, BackendUnavailableError: the other one is not there, or not beside
@@ -201,7 +201,8 @@ def compared(chip: Backend, name: str, run: Run | None, out: Path) -> Iterator[C
         ValueError, DifferenceError: as :class:`Comparison`.
     """
     step = (lambda: run.step + 1) if run is not None else (lambda: 0)
-    with Comparison(chip, registry.choose(name), out, step) as comparison:
+    file = out / f"difference{(run.comm.rank if run is not None else 0) or ''}.pt"
+    with Comparison(chip, registry.choose(name), file, step) as comparison:
         yield comparison
 
 

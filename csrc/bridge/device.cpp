@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <array>
@@ -209,11 +210,14 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
     TORCH_CHECK(impl->resizable(), "a storage that cannot be resized");
-    const auto device = impl->device().index(), before = exchange_device(device);
+    const auto device = impl->device().index();
+    const c10::DeviceGuard guard(impl->device());
     auto data = allocator()->allocate(nbytes);
-    exchange_device(before);
-    if (const auto kept = std::min(nbytes, impl->nbytes()))
+    if (const auto kept = std::min(nbytes, impl->nbytes())) {
       copy_on_device(device, place_of(data.get()), place_of(impl->data()), kept);
+      // The old memory may be another stream's, which must not use it again before the copy.
+      allocator()->recordStream(impl->data_ptr(), Guard().getStream(impl->device()));
+    }
     impl->set_data_ptr_noswap(std::move(data));
     impl->set_nbytes(nbytes);
   }
@@ -234,7 +238,10 @@ c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
 c10::StreamId current_stream_id(c10::DeviceIndex device) { return thread_stream(device); }
 
 anychip_stream stream_handle(c10::DeviceIndex device, c10::StreamId id) {
-  return id == 0 ? 0 : pool(device).handles[id - 1];
+  if (id == 0) return 0;
+  TORCH_CHECK(id > 0 && id <= 2 * kPool && pool(device).handles[id - 1], chip.name,
+              " has no stream with the number ", id);
+  return pool(device).handles[id - 1];
 }
 
 void synchronize_stream(c10::DeviceIndex device, anychip_stream stream) {

@@ -99,7 +99,10 @@ std::string describe(anychip_status status, const char* what, int device) {
 }
 
 void check(anychip_status status, const char* what, int device) {
-  TORCH_CHECK(status == ANYCHIP_OK, describe(status, what, device));
+  if (status == ANYCHIP_OK) return;
+  const auto text = describe(status, what, device);
+  TORCH_CHECK_WITH(OutOfMemoryError, status != ANYCHIP_ENOMEM, text);
+  TORCH_CHECK(false, text);
 }
 
 }  // namespace anychip_bridge
@@ -125,6 +128,14 @@ __attribute__((visibility("default"))) int anychip_bridge_synchronize(int device
   const auto status = chip.device_synchronize(device);
   if (status != ANYCHIP_OK) last_error = describe(status, "device_synchronize", device);
   return status;
+}
+
+__attribute__((visibility("default"))) void anychip_bridge_profile(int on) { profile(on != 0); }
+
+__attribute__((visibility("default"))) const char* anychip_bridge_profiled() {
+  thread_local std::string text;
+  text = profiled();
+  return text.c_str();
 }
 
 __attribute__((visibility("default"))) const char* anychip_bridge_calls(int native, int reset) {

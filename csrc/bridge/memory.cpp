@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -39,8 +38,8 @@ struct Pending {
 
 struct PerDevice {
   std::map<std::pair<c10::StreamId, uint64_t>, std::vector<Block*>> free;  // by stream and size
-  std::deque<Pending> pending;
-  int64_t allocated = 0, peak = 0, reserved = 0;
+  std::vector<Pending> pending;
+  int64_t allocated = 0, peak = 0, reserved = 0, peak_reserved = 0;
 };
 
 uint64_t rounded(uint64_t nbytes) {
@@ -88,13 +87,15 @@ class Allocator final : public c10::DeviceAllocator {
     stats.allocated_bytes[0].current = of.allocated;
     stats.allocated_bytes[0].peak = of.peak;
     stats.reserved_bytes[0].current = of.reserved;
-    stats.reserved_bytes[0].peak = of.reserved;
+    stats.reserved_bytes[0].peak = of.peak_reserved;
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex device) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    devices_[device].peak = devices_[device].allocated;
+    auto& of = devices_[device];
+    of.peak = of.allocated;
+    of.peak_reserved = of.reserved;
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     return memory_info(device);
@@ -146,6 +147,7 @@ class Allocator final : public c10::DeviceAllocator {
       lock.lock();
       blocks_[block->address] = block;
       of.reserved += block->nbytes;
+      of.peak_reserved = std::max(of.peak_reserved, of.reserved);
     }
     of.allocated += block->nbytes;
     of.peak = std::max(of.peak, of.allocated);
@@ -188,14 +190,19 @@ class Allocator final : public c10::DeviceAllocator {
 
   // Puts back what other streams are done with; with `wait`, all of it.
   static void finish(PerDevice& of, bool wait) {
-    while (!of.pending.empty()) {
-      auto& first = of.pending.front();
-      for (auto& event : first.events) {
-        if (wait) event->synchronize();
-        if (!event->query()) return;
+    for (size_t i = 0; i < of.pending.size();) {
+      auto& events = of.pending[i].events;
+      while (!events.empty()) {
+        if (wait) events.back()->synchronize();
+        if (!events.back()->query()) break;
+        events.pop_back();
       }
-      put(of, first.block);
-      of.pending.pop_front();
+      if (!events.empty()) {
+        ++i;
+        continue;
+      }
+      put(of, of.pending[i].block);
+      of.pending.erase(of.pending.begin() + i);
     }
   }
 
@@ -206,14 +213,15 @@ class Allocator final : public c10::DeviceAllocator {
     // Work that is queued on its own stream may still use a free block.
     check(chip.device_synchronize(device), "device_synchronize", device);
     finish(of, true);
-    for (auto& [key, blocks] : std::exchange(of.free, {})) {
-      for (Block* block : blocks) {
-        check(chip.mem_free(device, block->handle), "mem_free", device);
-        munmap(block->address, pages(block->nbytes));
-        blocks_.erase(block->address);
-        of.reserved -= block->nbytes;
-        delete block;
-      }
+    while (!of.free.empty()) {
+      auto& blocks = of.free.begin()->second;
+      const std::unique_ptr<Block> block(blocks.back());
+      blocks.pop_back();
+      if (blocks.empty()) of.free.erase(of.free.begin());
+      blocks_.erase(block->address);
+      of.reserved -= block->nbytes;
+      munmap(block->address, pages(block->nbytes));
+      check(chip.mem_free(device, block->handle), "mem_free", device);
     }
   }
 
@@ -235,7 +243,7 @@ void release(void* block) {
 
 thread_local std::vector<c10::DataPtr> thread_scratch;
 
-// Page-locked host memory. A block is given back when copies that use it are over.
+// Page-locked host memory, which copies may use after its tensor is gone.
 struct Pinned {
   char* address;
   uint64_t nbytes;
@@ -256,18 +264,47 @@ Pinned* find_pinned(const void* address) {  // under pinned_mutex
   return address < block->address + block->nbytes ? block : nullptr;
 }
 
+std::vector<std::unique_ptr<Pinned>>& given_back() {
+  static auto* blocks = new std::vector<std::unique_ptr<Pinned>>;
+  return *blocks;
+}
+
+bool is_unused(const Pinned& block, bool wait) {
+  try {
+    for (const auto& event : block.events) {
+      if (wait) event->synchronize();
+      if (!event->query()) return false;
+    }
+    return true;
+  } catch (const c10::Error&) {
+    return false;  // the device has failed, which the next wait says; the block stays
+  }
+}
+
+// Frees what no copy uses any more; with `wait`, what none will use.
+void free_pinned(bool wait) {
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  auto& blocks = given_back();
+  const auto kept = std::partition(blocks.begin(), blocks.end(),
+                                   [&](const auto& block) { return !is_unused(*block, wait); });
+  for (auto next = kept; next != blocks.end(); ++next) {
+    if (chip.host_alloc)
+      chip.host_free((*next)->address);
+    else
+      std::free((*next)->address);
+  }
+  blocks.erase(kept, blocks.end());
+}
+
 void release_pinned(void* context) {
+  if (!context) return;
   std::unique_ptr<Pinned> block(static_cast<Pinned*>(context));
-  if (!block) return;
   {
     std::lock_guard<std::mutex> lock(pinned_mutex);
     pinned().erase(block->address);
+    given_back().push_back(std::move(block));
   }
-  for (auto& event : block->events) event->synchronize();
-  if (chip.host_alloc)
-    chip.host_free(block->address);
-  else
-    std::free(block->address);
+  free_pinned(false);
 }
 
 struct PinnedAllocator final : c10::Allocator {
@@ -275,10 +312,17 @@ struct PinnedAllocator final : c10::Allocator {
     const c10::Device host(c10::DeviceType::CPU);
     if (nbytes == 0) return {nullptr, nullptr, &release_pinned, host};
     void* address = nullptr;
-    if (chip.host_alloc)
-      check(chip.host_alloc(nbytes, &address), "host_alloc", -1);
-    else
+    free_pinned(false);
+    if (chip.host_alloc) {
+      auto status = chip.host_alloc(nbytes, &address);
+      if (status == ANYCHIP_ENOMEM) {
+        free_pinned(true);
+        status = chip.host_alloc(nbytes, &address);
+      }
+      check(status, "host_alloc", -1);
+    } else {
       address = std::aligned_alloc(kPage, (nbytes + kPage - 1) / kPage * kPage);
+    }
     TORCH_CHECK(address, "no ", nbytes, " bytes of host memory");
     auto* block = new Pinned{static_cast<char*>(address), nbytes, {}};
     std::lock_guard<std::mutex> lock(pinned_mutex);

@@ -106,6 +106,7 @@ struct Call {
   // false: the library does not do this one, and has written nothing.
   bool run(anychip_operator function, const char* name, c10::DeviceIndex device,
            const std::vector<Tensor>& results) {
+    Timed timed("native", name, device);
     std::vector<const anychip_argument*> argument_pointers;
     std::vector<const anychip_tensor*> result_pointers;
     for (const auto& argument : arguments) argument_pointers.push_back(&argument);
@@ -118,9 +119,14 @@ struct Call {
     call.num_results = static_cast<uint32_t>(result_pointers.size());
     call.arguments = argument_pointers.data();
     call.results = result_pointers.data();
-    const auto status = function(&call);
+    auto status = function(&call);
     release_scratch();
-    if (status == ANYCHIP_ENOTSUP) return false;
+    if (status == ANYCHIP_ENOMEM) {  // once more, without caches
+      allocator()->emptyCache({0, 0});
+      status = function(&call);
+      release_scratch();
+    }
+    if (status == ANYCHIP_ENOTSUP) return timed.drop(), false;
     check(status, name, device);
     return true;
   }
@@ -206,7 +212,11 @@ class Kernel final : public c10::OperatorKernel {
     if (!make_results(*shapes, given, device, arguments, results)) return false;
     Call call;
     const auto common = common_dtype(arguments);
-    for (IValue& value : arguments) call.add(prepared(value, (*shapes)[0], device, common));
+    // What is made for the call lives until it is queued: then its memory is another thread's.
+    for (IValue& value : arguments) {
+      value = prepared(value, (*shapes)[0], device, common);
+      call.add(value);
+    }
     if (!(is_pointwise_ && results[0].numel() == 0) &&
         !call.run(function_, name_.c_str(), device, results))
       return false;

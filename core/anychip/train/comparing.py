@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from anychip import registry, runtime
-from anychip.contract import AnychipError, Backend
+from anychip.contract import HOST, AnychipError, Backend
 from anychip.dispatch.operator import Operator, registered
 from anychip.train.run import Run
 
@@ -84,7 +84,7 @@ class Comparison(TorchDispatchMode):
             return func(*args, **kwargs)
         with torch.no_grad():
             copies = self._moved((args, kwargs), self.other.device())
-            before = self._moved((args, kwargs), torch.device("cpu"))
+            before = self._moved((args, kwargs), torch.device(HOST))
             got = func(*args, **kwargs)
             try:
                 want = func(*copies[0], **copies[1])

@@ -26,6 +26,7 @@ ENVIRONMENT = {**os.environ, "POCL_DEVICES": "pthread pthread"}
     ("asyncchip", "kernel_cases.py"), ("asyncchip", "stream_cases.py"),
     ("opencl", "opencl_cases.py"),
     pytest.param("opencl", "device_cases.py", marks=pytest.mark.grid),
+    ("minichip", "compare_cases.py"),
 ])  # fmt: skip
 def test_device_of_a_library_does_what_torch_asks(
     libraries: dict[str, Path], chip: str, cases: str
@@ -50,6 +51,25 @@ def trained(out: Path, *words: str) -> list[float]:
         json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()
     ]
     return [row["loss"] for row in rows]
+
+
+def test_comparison_stops_at_the_first_call_that_differs(
+    libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    """On two ranks: a sum that the chip gets wrong for one shape, in one element."""
+    library = libraries["wrongchip"]
+    python, out = [sys.executable, "-m"], tmp_path / "out"
+    words = ["train", *SMALL, "--backend", library, "--compare", "cpu", "--steps", "3"]
+    command = [*python, "anychip", *words, "--nproc", "2", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "step 1: aten.add.Tensor(self=float32[4, 16, 32], other=float32[" in done.stderr
+    assert "result 0 at (3, 15, 30): got" in done.stderr
+    assert "1 of 2048 elements" in done.stderr
+    again = [*python, "anychip.train.comparing", out / "difference.pt", library, "cpu"]
+    done = subprocess.run(again, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "step 0: aten.add.Tensor(self=float32[4, 16, 32]" in done.stderr
 
 
 def losses(library: Path, tmp_path: Path, *words: str) -> tuple[list[float], list[float]]:

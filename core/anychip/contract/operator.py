@@ -1,8 +1,7 @@
 """What an operator is (:class:`OperatorSpec`) and how a chip provides it (:class:`OperatorTable`).
 
-A spec is the one row from which dispatch, autograd, fallback, conformance cases, benchmark rows and
-documentation come. How a row is picked at a call is the business of ``anychip.dispatch``; the
-independent oracle of an operator lives in ``anychip.conformance``.
+A spec is the one row from which dispatch, autograd, fallback, conformance, benchmarks and documents
+come. ``anychip.dispatch`` picks a row at a call; oracles live in ``anychip.conformance``.
 """
 
 from __future__ import annotations

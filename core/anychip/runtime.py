@@ -163,9 +163,11 @@ def policy(
 
 def provenance(*, reset: bool = False) -> Provenance:
     """Which implementation served each operator, how often, and why a fallback happened."""
+    from anychip.cabi.library import served
     from anychip.dispatch import tally
 
-    return tally.provenance(reset=reset)
+    rows = [tally.TorchRow(*row) for row in served(reset=reset)]
+    return tally.provenance(reset=reset, torch=rows)
 
 
 def register(spec: OperatorSpec) -> Operator[..., Any]:

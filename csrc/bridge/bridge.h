@@ -105,6 +105,30 @@ std::atomic<int64_t>& call_count(const std::string& name, bool is_native);
 // A line for each that was called: its name, and how often.
 std::string calls(bool is_native, bool reset);
 
+// --- profile.cpp
+
+// From zero, while it is on.
+void profile(bool on);
+// Lines "who name calls ns copied_ns copied_bytes".
+std::string profiled();
+
+// Work from here to its end, while profiling; what copies `nbytes` counts as copies of the work
+// that it is inside of.
+class Timed {
+ public:
+  Timed(const char* who, const std::string& name, c10::DeviceIndex device, int64_t nbytes = 0);
+  ~Timed();
+  Timed(const Timed&) = delete;
+  Timed& operator=(const Timed&) = delete;
+  void drop() { is_kept_ = false; }  // it was not done
+
+ private:
+  std::string name_;
+  c10::DeviceIndex device_;
+  int64_t begin_ns_ = 0, nbytes_;
+  bool is_kept_ = true;
+};
+
 // --- operators.cpp
 
 // Makes an operator that the library lists, and torch does not know, torch.ops.anychip_library.*;

@@ -84,9 +84,11 @@ std::string calls(bool is_native, bool reset) {
 }
 
 void host_fallback(const c10::OperatorHandle& op, Stack* stack) {
-  ++call_count(c10::toString(op.operator_name()), false);
+  const auto name = c10::toString(op.operator_name());
+  ++call_count(name, false);
   const auto& arguments = op.schema().arguments();
   const size_t begin = stack->size() - arguments.size();
+  const Timed timed("host", name, device_of_call(*stack, begin));
   bool has_generator = false;
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (!takes_generator(arguments[i])) continue;
@@ -111,6 +113,7 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const std::optiona
                    c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation,
                    bool transposed, c10::IntArrayRef output_padding, int64_t groups) {
   ++call_count("aten::convolution_overrideable", false);
+  const Timed timed("host", "aten::convolution_overrideable", input.device().index());
   std::optional<Tensor> host_bias;
   if (bias && bias->defined()) host_bias = to_host(*bias);
   return at::convolution(to_host(input), to_host(weight), host_bias, stride, padding, dilation,
@@ -123,6 +126,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
     c10::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
   ++call_count("aten::convolution_backward_overrideable", false);
+  const Timed timed("host", "aten::convolution_backward_overrideable", input.device().index());
   const int64_t channels[] = {transposed ? weight.size(1) * groups : weight.size(0)};
   const auto [of_input, of_weight, of_bias] = at::convolution_backward(
       to_host(grad), to_host(input), to_host(weight), c10::IntArrayRef(channels), stride, padding,

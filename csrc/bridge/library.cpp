@@ -130,6 +130,14 @@ __attribute__((visibility("default"))) int anychip_bridge_synchronize(int device
   return status;
 }
 
+__attribute__((visibility("default"))) void anychip_bridge_profile(int on) { profile(on != 0); }
+
+__attribute__((visibility("default"))) const char* anychip_bridge_profiled() {
+  thread_local std::string text;
+  text = profiled();
+  return text.c_str();
+}
+
 __attribute__((visibility("default"))) const char* anychip_bridge_calls(int native, int reset) {
   thread_local std::string text;
   text = calls(native != 0, reset != 0);

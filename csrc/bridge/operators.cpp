@@ -106,6 +106,7 @@ struct Call {
   // false: the library does not do this one, and has written nothing.
   bool run(anychip_operator function, const char* name, c10::DeviceIndex device,
            const std::vector<Tensor>& results) {
+    Timed timed("native", name, device);
     std::vector<const anychip_argument*> argument_pointers;
     std::vector<const anychip_tensor*> result_pointers;
     for (const auto& argument : arguments) argument_pointers.push_back(&argument);
@@ -125,7 +126,7 @@ struct Call {
       status = function(&call);
       release_scratch();
     }
-    if (status == ANYCHIP_ENOTSUP) return false;
+    if (status == ANYCHIP_ENOTSUP) return timed.drop(), false;
     check(status, name, device);
     return true;
   }

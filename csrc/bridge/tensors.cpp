@@ -206,7 +206,10 @@ Tensor resolved(const Tensor& source, const Tensor& target) {
 Tensor copy_from(const Tensor& from, const Tensor& target, bool non_blocking) {
   if (target.numel() == 0) return target;
   const Tensor source = from.sizes() == target.sizes() ? from : from.expand(target.sizes());
+  const int64_t nbytes = target.numel() * target.element_size();
   if (source.is_cpu() || target.is_cpu()) {
+    const Timed timed("copy", target.is_cpu() ? "to the host" : "to the device",
+                      (target.is_cpu() ? source : target).device().index(), nbytes);
     if (non_blocking && copied_behind(target, source)) return target;
     if (target.is_cpu())
       target.copy_(resolved(source, at::empty({0}, at::dtype(source.scalar_type()))));
@@ -217,8 +220,8 @@ Tensor copy_from(const Tensor& from, const Tensor& target, bool non_blocking) {
   if (source.device() == target.device()) {
     static auto& native = call_count("aten::_copy_from", true);
     if (same_layout(target, source)) {
-      copy_on_device(target.device().index(), place_of(target), place_of(source),
-                     target.numel() * target.element_size());
+      const Timed timed("native", "copy", target.device().index());
+      copy_on_device(target.device().index(), place_of(target), place_of(source), nbytes);
       return ++native, target;
     }
     if (source.is_conj() == target.is_conj() && source.is_neg() == target.is_neg() &&
@@ -226,6 +229,7 @@ Tensor copy_from(const Tensor& from, const Tensor& target, bool non_blocking) {
       return ++native, target;
   }
   ++call_count("aten::_copy_from", false);
+  const Timed timed("host", "aten::_copy_from", target.device().index(), 2 * nbytes);
   write(target, resolved(source, target));
   return target;
 }
@@ -235,7 +239,10 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
   return copy_from(source, target, false);
 }
 
-c10::Scalar local_scalar(const Tensor& tensor) { return read(tensor).item(); }
+c10::Scalar local_scalar(const Tensor& tensor) {
+  const Timed timed("copy", "of a number to the host", tensor.device().index(), tensor.nbytes());
+  return read(tensor).item();
+}
 
 // ---- views: of the shape alone
 

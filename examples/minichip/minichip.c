@@ -1,6 +1,6 @@
-/* minichip: the least that a chip's library can be, seven functions. Its two devices are memory of
- * this process; a vendor replaces each body by a call of the driver. Everything else, from streams
- * to the last operator, is done for it on the host. */
+/* minichip: seven functions, the least that a chip's library can be. Its two devices are memory
+ * of this process; a vendor replaces each body by a call of the driver. Everything else, from
+ * streams to the last operator, is done for it on the host. */
 #define _POSIX_C_SOURCE 200112L /* posix_memalign */
 #include <anychip/abi.h>
 #include <pthread.h>

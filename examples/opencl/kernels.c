@@ -53,6 +53,22 @@ const char* const kernel_prelude =
   "  return l->ndim ? place + (long)i * l->stride[n][0] : 0;\n"
   "}\n"
 
+  /* The gelu that torch has, and its derivative; the derivative of silu. */
+  "float gelu(float x, int tanh_) {\n"
+  "  float u = 0.7978845608f * (x + 0.044715f * x * x * x);\n"
+  "  return tanh_ ? 0.5f * x * (1 + tanh(u)) : 0.5f * x * (1 + erf(x * 0.7071067812f));\n"
+  "}\n"
+  "float gelu_slope(float x, int tanh_) {\n"
+  "  float t = tanh(0.7978845608f * (x + 0.044715f * x * x * x));\n"
+  "  float u = 0.7978845608f * (1 + 3 * 0.044715f * x * x);\n"
+  "  return tanh_ ? 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * u\n"
+  "    : 0.5f * (1 + erf(x * 0.7071067812f)) + x * 0.3989422804f * exp(-0.5f * x * x);\n"
+  "}\n"
+  "float silu_slope(float x) {\n"
+  "  float s = 1 / (1 + exp(-x));\n"
+  "  return s * (1 + x * (1 - s));\n"
+  "}\n"
+
   /* One element for each work item. */
   "#define POINTWISE(name, T, x, expression)\\\n"
   "kernel void name(IN(a), IN(b), IN(c), OUT(r), layout l, T s, T t) {\\\n"
@@ -249,8 +265,8 @@ kernel void norm_backward(IN(g), IN(x), IN(w), IN(m), IN(s), OUT(d), int n) {
   }
 }
 
-/* Gradients of the weight (td >= 0) and of the bias (te >= 0): a group for each column. */
-kernel void norm_columns(IN(g), IN(x), IN(m), IN(s), OUT(d), OUT(e), int n, int rows) {
+/* Gradients of the weight (td >= 0) and of the bias (tq >= 0): a group for each column. */
+kernel void norm_columns(IN(g), IN(x), IN(m), IN(s), OUT(d), OUT(q), int n, int rows) {
   local float shared[GROUP];
   int column = get_group_id(0);
   float of_weight = 0, of_bias = 0;
@@ -265,7 +281,7 @@ kernel void norm_columns(IN(g), IN(x), IN(m), IN(s), OUT(d), OUT(e), int n, int 
   of_bias = group_sum(of_bias, shared);
   if (get_local_id(0)) return;
   if (td >= 0) store_f(pd, td, od + column, of_weight);
-  if (te >= 0) store_f(pe, te, oe + column, of_bias);
+  if (tq >= 0) store_f(pq, tq, oq + column, of_bias);
 }
 ),
 
@@ -346,7 +362,7 @@ kernel void triangle(IN(a), OUT(r), layout l, int rows, int columns, long diagon
 
 /* Losses of rows of log probabilities a under targets b, weights w; reduction 0 none, 1 mean, 2
    sum. One group. */
-kernel void nll(IN(a), IN(b), IN(w), OUT(r), OUT(t), int rows, int classes, long sa, long sc,
+kernel void nll(IN(a), IN(b), IN(w), OUT(r), OUT(n), int rows, int classes, long sa, long sc,
                 long sb, long sr, long ignored, int reduction) {
   local float shared[GROUP];
   float sum = 0, total = 0;
@@ -363,10 +379,10 @@ kernel void nll(IN(a), IN(b), IN(w), OUT(r), OUT(t), int rows, int classes, long
   total = group_sum(total, shared);
   if (get_local_id(0)) return;
   if (reduction) store_f(pr, tr, or, reduction == 1 ? sum / total : sum);
-  store_f(pt, tt, ot, reduction ? total : 0);
+  store_f(pn, tn, on, reduction ? total : 0);
 }
 
-kernel void nll_backward(IN(g), IN(b), IN(w), IN(t), OUT(r), int rows, int classes, long sg,
+kernel void nll_backward(IN(g), IN(b), IN(w), IN(n), OUT(r), int rows, int classes, long sg,
                          long sb, long sr, long sc, long ignored, int reduction) {
   int i = get_global_id(0);
   if (i >= rows * classes) return;
@@ -375,7 +391,7 @@ kernel void nll_backward(IN(g), IN(b), IN(w), IN(t), OUT(r), int rows, int class
   float v = 0;
   if (target == column && target != ignored) {
     v = -load_f(pg, tg, og + (reduction ? 0 : row * sg)) * (tw >= 0 ? load_f(pw, tw, ow + column) : 1);
-    if (reduction == 1) v /= load_f(pt, tt, ot);
+    if (reduction == 1) v /= load_f(pn, tn, on);
   }
   store_f(pr, tr, or + row * sr + column * sc, v);
 }

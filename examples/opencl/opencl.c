@@ -16,10 +16,11 @@
 
 enum { MAX_DEVICES = 16 };
 
-/* A command queue; what was queued is counted, so that a query needs no new marker each time. */
+/* A command queue. What was queued is counted: a marker behind all of it need not be over at once
+ * even if there is nothing to wait for. */
 typedef struct stream {
   cl_command_queue queue;
-  uint64_t queued, marked;
+  uint64_t queued, marked, finished;
   cl_event marker;      /* behind the first `marked` pieces of work, or NULL */
   struct stream* other; /* of the same device, or NULL */
 } stream;
@@ -306,11 +307,11 @@ static anychip_status device_to_device(int32_t index, anychip_memory target, int
                    "clEnqueueCopyBuffer");
   between = clCreateBuffer(shared, CL_MEM_READ_WRITE, nbytes, NULL, &error);
   if (error) return checked(error, "device_to_device");
-  error = clEnqueueCopyBuffer(queue, buffer(source), between, (size_t)from, 0, nbytes, 0, NULL,
-                              NULL);
+  error =
+      clEnqueueCopyBuffer(queue, buffer(source), between, (size_t)from, 0, nbytes, 0, NULL, NULL);
   if (!error)
-    error = clEnqueueCopyBuffer(queue, between, buffer(target), 0, (size_t)to, nbytes, 0, NULL,
-                                NULL);
+    error =
+        clEnqueueCopyBuffer(queue, between, buffer(target), 0, (size_t)to, nbytes, 0, NULL, NULL);
   clReleaseMemObject(between); /* freed when the copies are over */
   return checked(error, "clEnqueueCopyBuffer");
 }
@@ -351,34 +352,41 @@ static anychip_status stream_destroy(int32_t index, anychip_stream handle) {
 
 static anychip_status stream_synchronize(int32_t index, anychip_stream handle) {
   stream* on = stream_of(index, handle);
+  uint64_t queued;
+  cl_int error;
   if (!on) return ANYCHIP_EDEVICE;
-  return checked(clFinish(on->queue), "clFinish");
+  queued = __atomic_load_n(&on->queued, __ATOMIC_RELAXED);
+  error = clFinish(on->queue);
+  pthread_mutex_lock(&lock);
+  if (!error && on->finished < queued) on->finished = queued;
+  pthread_mutex_unlock(&lock);
+  return checked(error, "clFinish");
 }
 
 /* Whether an event is over; the status of work that failed. */
 static anychip_status is_over(cl_event of, int32_t* done) {
   cl_int state = CL_QUEUED;
-  cl_int error =
-      clGetEventInfo(of, CL_EVENT_COMMAND_EXECUTION_STATUS, sizeof state, &state, NULL);
+  cl_int error = clGetEventInfo(of, CL_EVENT_COMMAND_EXECUTION_STATUS, sizeof state, &state, NULL);
   *done = state == CL_COMPLETE;
   return checked(error ? error : state < 0 ? state : CL_SUCCESS, "work on a queue");
 }
 
 static anychip_status stream_query(int32_t index, anychip_stream handle, int32_t* done) {
   stream* on = stream_of(index, handle);
-  anychip_status status;
+  anychip_status status = ANYCHIP_OK;
   if (!on) return ANYCHIP_EDEVICE;
   pthread_mutex_lock(&lock);
   uint64_t queued = __atomic_load_n(&on->queued, __ATOMIC_RELAXED);
   cl_int error = CL_SUCCESS;
-  if (!on->marker || on->marked != queued) {
+  *done = on->finished == queued;
+  if (!*done && (!on->marker || on->marked != queued)) {
     if (on->marker) clReleaseEvent(on->marker);
     on->marker = NULL;
     on->marked = queued;
     error = clEnqueueMarkerWithWaitList(on->queue, 0, NULL, &on->marker);
     if (!error) error = clFlush(on->queue);
   }
-  status = error ? checked(error, "stream_query") : is_over(on->marker, done);
+  if (!*done) status = error ? checked(error, "stream_query") : is_over(on->marker, done);
   pthread_mutex_unlock(&lock);
   return status;
 }

@@ -6,166 +6,139 @@
 
 #include <limits.h>
 #include <math.h>
-#include <pthread.h>
-#include <stdarg.h>
-#include <stdlib.h>
 #include <string.h>
-
-typedef const anychip_tensor tensor;
 
 /* Element by element: name in C, name in torch, in what it computes (F float; I integers; A float
  * if a tensor is, else integers), and of tensors a, b, c and numbers s, t what it gives. */
-#define POINTWISE(X)                                                                  \
-  X(add, "add.Tensor", A, "a + s * b")                                                \
-  X(sub, "sub.Tensor", A, "a - s * b")                                                \
-  X(rsub, "rsub.Tensor", A, "b - s * a")                                              \
-  X(mul, "mul.Tensor", A, "a * b")                                                    \
-  X(divide, "div.Tensor", F, "a / b")                                                 \
-  X(neg, "neg", A, "-a")                                                              \
-  X(absolute, "abs", A, "a < 0 ? -a : a == 0 ? 0 : a")                                \
-  X(sqrt_, "sqrt", F, "sqrt(a)")                                                      \
-  X(rsqrt, "rsqrt", F, "1 / sqrt(a)")                                                 \
-  X(reciprocal, "reciprocal", F, "1 / a")                                             \
-  X(exp_, "exp", F, "exp(a)")                                                         \
-  X(expm1_, "expm1", F, "expm1(a)")                                                   \
-  X(log_, "log", F, "log(a)")                                                         \
-  X(log1p_, "log1p", F, "log1p(a)")                                                   \
-  X(log2_, "log2", F, "log2(a)")                                                      \
-  X(sin_, "sin", F, "sin(a)")                                                         \
-  X(cos_, "cos", F, "cos(a)")                                                         \
-  X(tanh_, "tanh", F, "tanh(a)")                                                      \
-  X(erf_, "erf", F, "erf(a)")                                                         \
-  X(floor_, "floor", F, "floor(a)")                                                   \
-  X(ceil_, "ceil", F, "ceil(a)")                                                      \
-  X(round_, "round", F, "rint(a)")                                                    \
-  X(sigmoid, "sigmoid", F, "1 / (1 + exp(-a))")                                       \
-  X(sigmoid_backward, "sigmoid_backward", F, "a * (1 - b) * b")                       \
-  X(tanh_backward, "tanh_backward", F, "a * (1 - b * b)")                             \
-  X(silu, "silu", F, "a / (1 + exp(-a))")                                             \
-  X(silu_backward, "silu_backward", F, "a * silu_slope(b)")                           \
-  X(gelu, "gelu", F, "gelu(a, s != 0)")                                               \
-  X(gelu_backward, "gelu_backward", F, "a * gelu_slope(b, s != 0)")                   \
-  X(relu, "relu", A, "a > 0 || a != a ? a : 0")                                       \
-  X(threshold_backward, "threshold_backward", A, "b <= s ? 0 : a")                    \
-  X(power, "pow.Tensor_Scalar", F, "s == 2 ? a * a : s == 0.5f ? sqrt(a) : pow(a, s)") \
-  X(power_of_tensor, "pow.Tensor_Tensor", F, "pow(a, b)")                             \
-  X(power_of_number, "pow.Scalar", F, "pow(s, a)")                                    \
-  X(eq_tensor, "eq.Tensor", A, "a == b")                                              \
-  X(ne_tensor, "ne.Tensor", A, "a != b")                                              \
-  X(lt_tensor, "lt.Tensor", A, "a < b")                                               \
-  X(le_tensor, "le.Tensor", A, "a <= b")                                              \
-  X(gt_tensor, "gt.Tensor", A, "a > b")                                               \
-  X(ge_tensor, "ge.Tensor", A, "a >= b")                                              \
-  X(eq, "eq.Scalar", A, "a == s")                                                     \
-  X(ne, "ne.Scalar", A, "a != s")                                                     \
-  X(lt, "lt.Scalar", A, "a < s")                                                      \
-  X(le, "le.Scalar", A, "a <= s")                                                     \
-  X(gt, "gt.Scalar", A, "a > s")                                                      \
-  X(ge, "ge.Scalar", A, "a >= s")                                                     \
-  X(is_nan, "isnan", A, "a != a")                                                     \
-  X(is_neginf, "isneginf", F, "a == -INFINITY")                                       \
-  X(is_posinf, "isposinf", F, "a == INFINITY")                                        \
-  X(logical_not, "logical_not", A, "a == 0")                                          \
-  X(logical_and, "logical_and", A, "a != 0 && b != 0")                                \
-  X(logical_or, "logical_or", A, "a != 0 || b != 0")                                  \
-  X(bitwise_not, "bitwise_not", I, "tr == 11 ? a == 0 : ~a")                          \
-  X(bitwise_and, "bitwise_and.Tensor", I, "a & b")                                    \
-  X(bitwise_or, "bitwise_or.Tensor", I, "a | b")                                      \
-  X(bitwise_xor, "bitwise_xor.Tensor", I, "a ^ b")                                    \
-  X(shift_left, "__lshift__.Scalar", I, "a << s")                                     \
-  X(shift_right, "__rshift__.Scalar", I, "a >> s")                                    \
-  X(shift_left_tensor, "__lshift__.Tensor", I, "a << b")                              \
-  X(shift_right_tensor, "__rshift__.Tensor", I, "a >> b")                             \
-  X(maximum, "maximum", A, "a != a || a > b ? a : b")                                 \
-  X(minimum, "minimum", A, "a != a || a < b ? a : b")                                 \
-  X(clamp, "clamp", A, "a < s ? s : a > t ? t : a")                                   \
-  X(where, "where.self", A, "a != 0 ? b : c")                                         \
-  X(masked_fill, "masked_fill.Scalar", A, "b != 0 ? s : a")                           \
-  X(masked_fill_tensor, "masked_fill.Tensor", A, "b != 0 ? c : a")                    \
-  X(addcmul, "addcmul", F, "a + s * b * c")                                           \
-  X(addcdiv, "addcdiv", F, "a + s * b / c")                                           \
-  X(lerp, "lerp.Scalar", F, "fabs(s) < 0.5f ? a + s * (b - a) : b - (b - a) * (1 - s)") \
+#define POINTWISE(X)                                                                           \
+  X(add, "add.Tensor", A, "a + s * b")                                                         \
+  X(sub, "sub.Tensor", A, "a - s * b")                                                         \
+  X(rsub, "rsub.Tensor", A, "b - s * a")                                                       \
+  X(mul, "mul.Tensor", A, "a * b")                                                             \
+  X(divide, "div.Tensor", F, "a / b")                                                          \
+  X(neg, "neg", A, "-a")                                                                       \
+  X(absolute, "abs", A, "a < 0 ? -a : a == 0 ? 0 : a")                                         \
+  X(sqrt_, "sqrt", F, "sqrt(a)")                                                               \
+  X(rsqrt, "rsqrt", F, "1 / sqrt(a)")                                                          \
+  X(reciprocal, "reciprocal", F, "1 / a")                                                      \
+  X(exp_, "exp", F, "exp(a)")                                                                  \
+  X(expm1_, "expm1", F, "expm1(a)")                                                            \
+  X(log_, "log", F, "log(a)")                                                                  \
+  X(log1p_, "log1p", F, "log1p(a)")                                                            \
+  X(log2_, "log2", F, "log2(a)")                                                               \
+  X(sin_, "sin", F, "sin(a)")                                                                  \
+  X(cos_, "cos", F, "cos(a)")                                                                  \
+  X(tanh_, "tanh", F, "tanh(a)")                                                               \
+  X(erf_, "erf", F, "erf(a)")                                                                  \
+  X(floor_, "floor", F, "floor(a)")                                                            \
+  X(ceil_, "ceil", F, "ceil(a)")                                                               \
+  X(round_, "round", F, "rint(a)")                                                             \
+  X(sigmoid, "sigmoid", F, "1 / (1 + exp(-a))")                                                \
+  X(sigmoid_backward, "sigmoid_backward", F, "a * (1 - b) * b")                                \
+  X(tanh_backward, "tanh_backward", F, "a * (1 - b * b)")                                      \
+  X(silu, "silu", F, "a / (1 + exp(-a))")                                                      \
+  X(silu_backward, "silu_backward", F, "a * silu_slope(b)")                                    \
+  X(gelu, "gelu", F, "gelu(a, s != 0)")                                                        \
+  X(gelu_backward, "gelu_backward", F, "a * gelu_slope(b, s != 0)")                            \
+  X(relu, "relu", A, "a > 0 || a != a ? a : 0")                                                \
+  X(threshold_backward, "threshold_backward", A, "b <= s ? 0 : a")                             \
+  X(power, "pow.Tensor_Scalar", F, "s == 2 ? a * a : s == 0.5f ? sqrt(a) : pow(a, s)")         \
+  X(power_of_tensor, "pow.Tensor_Tensor", F, "pow(a, b)")                                      \
+  X(power_of_number, "pow.Scalar", F, "pow(s, a)")                                             \
+  X(eq_tensor, "eq.Tensor", A, "a == b")                                                       \
+  X(ne_tensor, "ne.Tensor", A, "a != b")                                                       \
+  X(lt_tensor, "lt.Tensor", A, "a < b")                                                        \
+  X(le_tensor, "le.Tensor", A, "a <= b")                                                       \
+  X(gt_tensor, "gt.Tensor", A, "a > b")                                                        \
+  X(ge_tensor, "ge.Tensor", A, "a >= b")                                                       \
+  X(eq, "eq.Scalar", A, "a == s")                                                              \
+  X(ne, "ne.Scalar", A, "a != s")                                                              \
+  X(lt, "lt.Scalar", A, "a < s")                                                               \
+  X(le, "le.Scalar", A, "a <= s")                                                              \
+  X(gt, "gt.Scalar", A, "a > s")                                                               \
+  X(ge, "ge.Scalar", A, "a >= s")                                                              \
+  X(is_nan, "isnan", A, "a != a")                                                              \
+  X(is_neginf, "isneginf", F, "a == -INFINITY")                                                \
+  X(is_posinf, "isposinf", F, "a == INFINITY")                                                 \
+  X(logical_not, "logical_not", A, "a == 0")                                                   \
+  X(logical_and, "logical_and", A, "a != 0 && b != 0")                                         \
+  X(logical_or, "logical_or", A, "a != 0 || b != 0")                                           \
+  X(bitwise_not, "bitwise_not", I, "tr == 11 ? a == 0 : ~a")                                   \
+  X(bitwise_and, "bitwise_and.Tensor", I, "a & b")                                             \
+  X(bitwise_or, "bitwise_or.Tensor", I, "a | b")                                               \
+  X(bitwise_xor, "bitwise_xor.Tensor", I, "a ^ b")                                             \
+  X(shift_left, "__lshift__.Scalar", I, "a << s")                                              \
+  X(shift_right, "__rshift__.Scalar", I, "a >> s")                                             \
+  X(shift_left_tensor, "__lshift__.Tensor", I, "a << b")                                       \
+  X(shift_right_tensor, "__rshift__.Tensor", I, "a >> b")                                      \
+  X(maximum, "maximum", A, "a != a || a > b ? a : b")                                          \
+  X(minimum, "minimum", A, "a != a || a < b ? a : b")                                          \
+  X(clamp, "clamp", A, "a < s ? s : a > t ? t : a")                                            \
+  X(where, "where.self", A, "a != 0 ? b : c")                                                  \
+  X(masked_fill, "masked_fill.Scalar", A, "b != 0 ? s : a")                                    \
+  X(masked_fill_tensor, "masked_fill.Tensor", A, "b != 0 ? c : a")                             \
+  X(addcmul, "addcmul", F, "a + s * b * c")                                                    \
+  X(addcdiv, "addcdiv", F, "a + s * b / c")                                                    \
+  X(lerp, "lerp.Scalar", F, "fabs(s) < 0.5f ? a + s * (b - a) : b - (b - a) * (1 - s)")        \
   X(lerp_tensor, "lerp.Tensor", F, "fabs(c) < 0.5f ? a + c * (b - a) : b - (b - a) * (1 - c)") \
-  X(fill, "fill.Scalar", A, "s")                                                      \
-  X(fill_tensor, "fill.Tensor", A, "b")                                               \
-  X(zero, "zero", A, "0")                                                             \
+  X(fill, "fill.Scalar", A, "s")                                                               \
+  X(fill_tensor, "fill.Tensor", A, "b")                                                        \
+  X(zero, "zero", A, "0")                                                                      \
   X(copy, "copy", A, "a")
 
-/* Along dims: which argument lists them, in what, what is made of each a, how two are combined, from what on, and what is made
- * of the combination x of n. */
-#define REDUCTIONS(X)                                                                  \
-  X(sum, "sum.dim_IntList", 1, A, "a", "x + y", "0", "x")                                 \
-  X(sum_all, "sum", NONE, A, "a", "x + y", "0", "x")                                         \
-  X(mean, "mean.dim", 1, F, "a", "x + y", "0", "x / n")                                   \
-  X(mean_all, "mean", NONE, F, "a", "x + y", "0", "x / n")                                   \
-  X(amax, "amax", 1, F, "a", "x != x || x > y ? x : y", "-INFINITY", "x")                 \
-  X(amin, "amin", 1, F, "a", "x != x || x < y ? x : y", "INFINITY", "x")                  \
-  X(max_all, "max", NONE, F, "a", "x != x || x > y ? x : y", "-INFINITY", "x")               \
-  X(min_all, "min", NONE, F, "a", "x != x || x < y ? x : y", "INFINITY", "x")                \
-  X(all_dim, "all.dim", 1, A, "a != 0", "x != 0 && y != 0", "1", "x")                     \
-  X(all_dims, "all.dims", 1, A, "a != 0", "x != 0 && y != 0", "1", "x")                   \
-  X(all_all, "all", NONE, A, "a != 0", "x != 0 && y != 0", "1", "x")                         \
-  X(any_dim, "any.dim", 1, A, "a != 0", "x != 0 || y != 0", "0", "x")                     \
-  X(any_dims, "any.dims", 1, A, "a != 0", "x != 0 || y != 0", "0", "x")                   \
-  X(any_all, "any", NONE, A, "a != 0", "x != 0 || y != 0", "0", "x")                         \
+/* Along dims: which argument lists them, in what, what is made of each a, how two are combined,
+ * from what on, and what is made of the combination x of n. */
+#define REDUCTIONS(X)                                                          \
+  X(sum, "sum.dim_IntList", 1, A, "a", "x + y", "0", "x")                      \
+  X(sum_all, "sum", NONE, A, "a", "x + y", "0", "x")                           \
+  X(mean, "mean.dim", 1, F, "a", "x + y", "0", "x / n")                        \
+  X(mean_all, "mean", NONE, F, "a", "x + y", "0", "x / n")                     \
+  X(amax, "amax", 1, F, "a", "x != x || x > y ? x : y", "-INFINITY", "x")      \
+  X(amin, "amin", 1, F, "a", "x != x || x < y ? x : y", "INFINITY", "x")       \
+  X(max_all, "max", NONE, F, "a", "x != x || x > y ? x : y", "-INFINITY", "x") \
+  X(min_all, "min", NONE, F, "a", "x != x || x < y ? x : y", "INFINITY", "x")  \
+  X(all_dim, "all.dim", 1, A, "a != 0", "x != 0 && y != 0", "1", "x")          \
+  X(all_dims, "all.dims", 1, A, "a != 0", "x != 0 && y != 0", "1", "x")        \
+  X(all_all, "all", NONE, A, "a != 0", "x != 0 && y != 0", "1", "x")           \
+  X(any_dim, "any.dim", 1, A, "a != 0", "x != 0 || y != 0", "0", "x")          \
+  X(any_dims, "any.dims", 1, A, "a != 0", "x != 0 || y != 0", "0", "x")        \
+  X(any_all, "any", NONE, A, "a != 0", "x != 0 || y != 0", "0", "x")           \
   X(vector_norm, "linalg_vector_norm", 2, F, "a * a", "x + y", "0", "sqrt(x)")
 
 /* Those with a function of their own below. */
-#define OTHERS(X)                                              \
-  X(mm, "mm")                                                  \
-  X(bmm, "bmm")                                                \
-  X(addmm, "addmm")                                            \
-  X(cat, "cat")                                                \
-  X(softmax, "_softmax")                                       \
-  X(log_softmax, "_log_softmax")                               \
-  X(softmax_backward, "_softmax_backward_data")                \
-  X(log_softmax_backward, "_log_softmax_backward_data")        \
-  X(nll_loss, "nll_loss_forward")                              \
-  X(nll_loss_backward, "nll_loss_backward")                    \
-  X(index_select, "index_select")                              \
-  X(index_add, "index_add")                                    \
-  X(embedding_backward, "embedding_dense_backward")            \
-  X(gather, "gather")                                          \
-  X(scatter_add, "scatter_add")                                \
-  X(arange, "arange.start_out")                                \
-  X(tril, "tril")                                              \
-  X(triu, "triu")                                              \
-  X(rms_norm, "anychip::rms_norm")                             \
-  X(rms_norm_backward, "anychip::rms_norm.backward")           \
-  X(layer_norm, "anychip::layer_norm")                         \
-  X(layer_norm_backward, "anychip::layer_norm.backward")       \
-  X(masked_softmax, "anychip::softmax")                        \
-  X(masked_softmax_backward, "anychip::softmax.backward")      \
+#define OTHERS(X)                                         \
+  X(mm, "mm")                                             \
+  X(bmm, "bmm")                                           \
+  X(addmm, "addmm")                                       \
+  X(cat, "cat")                                           \
+  X(softmax, "_softmax")                                  \
+  X(log_softmax, "_log_softmax")                          \
+  X(softmax_backward, "_softmax_backward_data")           \
+  X(log_softmax_backward, "_log_softmax_backward_data")   \
+  X(nll_loss, "nll_loss_forward")                         \
+  X(nll_loss_backward, "nll_loss_backward")               \
+  X(index_select, "index_select")                         \
+  X(index_add, "index_add")                               \
+  X(embedding_backward, "embedding_dense_backward")       \
+  X(gather, "gather")                                     \
+  X(scatter_add, "scatter_add")                           \
+  X(arange, "arange.start_out")                           \
+  X(tril, "tril")                                         \
+  X(triu, "triu")                                         \
+  X(rms_norm, "anychip::rms_norm")                        \
+  X(rms_norm_backward, "anychip::rms_norm.backward")      \
+  X(layer_norm, "anychip::layer_norm")                    \
+  X(layer_norm_backward, "anychip::layer_norm.backward")  \
+  X(masked_softmax, "anychip::softmax")                   \
+  X(masked_softmax_backward, "anychip::softmax.backward") \
   X(adamw, "anychip::adamw")
-
-/* --------------------------------------------------------------------------------- launching */
-
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* a kernel's arguments, until it starts */
-static cl_program program;
-
-/* The gelu that torch has, and its derivative; the derivative of silu. */
-static const char activations[] =
-    "float gelu(float x, int tanh_) {\n"
-    "  float u = 0.7978845608f * (x + 0.044715f * x * x * x);\n"
-    "  return tanh_ ? 0.5f * x * (1 + tanh(u)) : 0.5f * x * (1 + erf(x * 0.7071067812f));\n"
-    "}\n"
-    "float gelu_slope(float x, int tanh_) {\n"
-    "  float t = tanh(0.7978845608f * (x + 0.044715f * x * x * x));\n"
-    "  float u = 0.7978845608f * (1 + 3 * 0.044715f * x * x);\n"
-    "  return tanh_ ? 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * u\n"
-    "    : 0.5f * (1 + erf(x * 0.7071067812f)) + x * 0.3989422804f * exp(-0.5f * x * x);\n"
-    "}\n"
-    "float silu_slope(float x) {\n"
-    "  float s = 1 / (1 + exp(-x));\n"
-    "  return s * (1 + x * (1 - s));\n"
-    "}\n";
 
 /* A table's kernels for what it computes in: NAME_f and NAME_i. */
 #define F(macro, name, ...) macro "(op_" #name "_f, float, f, " __VA_ARGS__ ")\n"
 #define I(macro, name, ...) macro "(op_" #name "_i, long, i, " __VA_ARGS__ ")\n"
 #define A(macro, name, ...) F(macro, name, __VA_ARGS__) I(macro, name, __VA_ARGS__)
 
-static const char* const tables[] = {
+const char* const kernel_tables[] = {
 #define X(function, name, kind, expression) kind("POINTWISE", function, expression)
     POINTWISE(X)
 #undef X
@@ -174,207 +147,8 @@ static const char* const tables[] = {
   kind("REDUCTION", function, value ", " combination ", " start ", " finish)
     REDUCTIONS(X)
 #undef X
-        ""};
-
-static anychip_status build_program(void) {
-  size_t length = strlen(kernel_prelude) + sizeof activations + strlen(tables[0]) +
-                  strlen(tables[1]) + 1;
-  char* source;
-  for (int i = 0; kernel_text[i]; ++i) length += strlen(kernel_text[i]) + 1;
-  source = malloc(length);
-  if (!source) return fail(ANYCHIP_ENOMEM, "no memory on the host");
-  strcat(strcpy(source, kernel_prelude), activations);
-  strcat(strcat(source, tables[0]), tables[1]);
-  for (int i = 0; kernel_text[i]; ++i) strcat(strcat(source, kernel_text[i]), "\n");
-  program = build(source);
-  free(source);
-  return program ? ANYCHIP_OK : ANYCHIP_EDEVICE;
-}
-
-/* Kernels that were made, by name: a program compiles one for a device when it first runs. */
-static cl_kernel kernel_named(const char* name, cl_int* error) {
-  static struct {
-    char name[64];
-    cl_kernel kernel;
-  } made[256];
-  static int count;
-  for (int i = 0; i < count; ++i)
-    if (!strcmp(made[i].name, name)) return made[i].kernel;
-  made[count].kernel = clCreateKernel(program, name, error);
-  if (*error || count == 255) return made[count].kernel;
-  strncpy(made[count].name, name, sizeof made[count].name - 1);
-  return made[count++].kernel;
-}
-
-static int64_t item_size(int32_t dtype) {
-  static const char sizes[] = {1, 1, 2, 4, 8, 2, 4, 0, 0, 0, 0, 1, 0, 0, 0, 2};
-  return dtype >= 0 && dtype < (int32_t)sizeof sizes ? sizes[dtype] : 0;
-}
-
-/* Sets a tensor's three arguments; of an absent one `stand_in`'s memory, with type -1. */
-static cl_int set_tensor(cl_kernel kernel, cl_uint* next, tensor* t, tensor* stand_in) {
-  cl_mem memory = (cl_mem)(uintptr_t)(t ? t : stand_in)->memory;
-  cl_long offset = t ? t->byte_offset / item_size(t->dtype) : 0;
-  cl_int type = t ? t->dtype : -1;
-  cl_int error = clSetKernelArg(kernel, (*next)++, sizeof memory, &memory);
-  if (!error) error = clSetKernelArg(kernel, (*next)++, sizeof offset, &offset);
-  return error ? error : clSetKernelArg(kernel, (*next)++, sizeof type, &type);
-}
-
-/* Queues a kernel. The letters of `kinds` say what follows: t a tensor or NULL, i an int, l a
- * long, f a float, y a layout, p a product. The first tensor that is there stands in for others. */
-static anychip_status launch(const anychip_call* call, const char* name, const size_t groups[3],
-                             const size_t items[3], const char* kinds, ...) {
-  cl_command_queue queue = queue_for(call->device, call->stream);
-  cl_int error = CL_SUCCESS;
-  cl_uint next = 0;
-  size_t global[3];
-  va_list values, ahead;
-  tensor* stand_in = NULL;
-  cl_kernel kernel;
-  if (!queue) return ANYCHIP_EDEVICE;
-  if (!groups[0] || !groups[1] || !groups[2]) return ANYCHIP_OK;
-  pthread_mutex_lock(&lock);
-  if (!program && build_program()) return pthread_mutex_unlock(&lock), ANYCHIP_EDEVICE;
-  kernel = kernel_named(name, &error);
-  va_start(ahead, kinds);
-  for (const char* k = kinds; *k == 't' && !stand_in; ++k) stand_in = va_arg(ahead, tensor*);
-  va_end(ahead);
-  va_start(values, kinds);
-  for (const char* k = kinds; *k && !error; ++k) {
-    cl_int i;
-    cl_long l;
-    cl_float f;
-    switch (*k) {
-      case 't':
-        error = set_tensor(kernel, &next, va_arg(values, tensor*), stand_in);
-        break;
-      case 'i':
-        i = va_arg(values, int);
-        error = clSetKernelArg(kernel, next++, sizeof i, &i);
-        break;
-      case 'l':
-        l = va_arg(values, int64_t);
-        error = clSetKernelArg(kernel, next++, sizeof l, &l);
-        break;
-      case 'f':
-        f = (cl_float)va_arg(values, double);
-        error = clSetKernelArg(kernel, next++, sizeof f, &f);
-        break;
-      case 'y':
-        error = clSetKernelArg(kernel, next++, sizeof(layout), va_arg(values, layout*));
-        break;
-      case 'p':
-        error = clSetKernelArg(kernel, next++, sizeof(product), va_arg(values, product*));
-        break;
-    }
-  }
-  va_end(values);
-  for (int d = 0; d < 3; ++d) global[d] = groups[d] * items[d];
-  if (!error)
-    error = clEnqueueNDRangeKernel(queue, kernel, 3, NULL, global, items, 0, NULL, NULL);
-  pthread_mutex_unlock(&lock);
-  return checked(error, name);
-}
-
-static const size_t items64[3] = {64, 1, 1};
-/* A work item for each of n elements; and a group for each of n rows. */
-#define ELEMENTS(n) ((const size_t[3]){((size_t)(n) + 63) / 64, 1, 1}), items64
-#define ROWS(n) ((const size_t[3]){(size_t)(n), 1, 1}), items64
-
-/* ------------------------------------------------------------------------------- arguments */
-
-static int is_float(tensor* t) {
-  return t->dtype == ANYCHIP_FLOAT32 || t->dtype == ANYCHIP_FLOAT16 || t->dtype == ANYCHIP_BFLOAT16;
-}
-
-static int64_t numel(tensor* t) {
-  int64_t n = 1;
-  for (int d = 0; d < t->ndim; ++d) n *= t->size[d];
-  return n;
-}
-
-static int is_contiguous(tensor* t) {
-  int64_t n = 1;
-  for (int d = t->ndim - 1; d >= 0; n *= t->size[d--])
-    if (t->size[d] > 1 && t->stride[d] != n) return 0;
-  return 1;
-}
-
-static tensor* tensor_at(const anychip_call* call, uint32_t i) {
-  const anychip_argument* argument = call->arguments[i];
-  return argument->kind == ANYCHIP_ARG_TENSOR ? argument->v.tensor : NULL;
-}
-
-static int64_t int_at(const anychip_call* call, uint32_t i) { return call->arguments[i]->v.i; }
-
-static double number_at(const anychip_call* call, uint32_t i) {
-  const anychip_argument* argument = call->arguments[i];
-  return argument->kind == ANYCHIP_ARG_FLOAT ? argument->v.f : (double)argument->v.i;
-}
-
-/* Whether kernels can read and write all tensors of a call. */
-static int are_known(const anychip_call* call) {
-  for (uint32_t i = 0; i < call->num_results; ++i)
-    if (call->results[i] && !item_size(call->results[i]->dtype)) return 0;
-  for (uint32_t i = 0; i < call->num_arguments; ++i) {
-    const anychip_argument* argument = call->arguments[i];
-    if (argument->kind == ANYCHIP_ARG_TENSOR && !item_size(argument->v.tensor->dtype)) return 0;
-    for (uint64_t n = 0; argument->kind == ANYCHIP_ARG_TENSORS && n < argument->n; ++n)
-      if (argument->v.tensors[n] && !item_size(argument->v.tensors[n]->dtype)) return 0;
-  }
-  return 1;
-}
-
-/* Of a call whose tensors must all be float32 but for one argument. */
-static int are_float(const anychip_call* call, uint32_t but) {
-  for (uint32_t i = 0; i < call->num_results; ++i)
-    if (call->results[i] && call->results[i]->dtype != ANYCHIP_FLOAT32) return 0;
-  for (uint32_t i = 0; i < call->num_arguments; ++i)
-    if (i != but && tensor_at(call, i) && tensor_at(call, i)->dtype != ANYCHIP_FLOAT32) return 0;
-  return are_known(call);
-}
-
-/* How tensors lie along the given dims of `shape`, with neighbours joined where all allow it; one
- * that is smaller is repeated. 0: it does not fit into the struct. */
-static int lay(layout* l, tensor* shape, const int* dims, int num_dims, tensor* const* of) {
-  int64_t count = 1;
-  memset(l, 0, sizeof *l);
-  for (int n = 0; n < num_dims; ++n) {
-    int d = dims[n], is_joined = l->ndim > 0;
-    int64_t strides[OPERANDS] = {0}, size = shape->size[d];
-    count *= size;
-    if (size == 1) continue;
-    for (int i = 0; i < OPERANDS; ++i) {
-      int own = of[i] ? d - (shape->ndim - of[i]->ndim) : -1;
-      strides[i] = own >= 0 && of[i]->size[own] != 1 ? of[i]->stride[own] : 0;
-      if (strides[i] > INT_MAX || size > INT_MAX || count > INT_MAX) return 0;
-      is_joined = is_joined && l->stride[i][l->ndim - 1] == strides[i] * size;
-    }
-    if (!is_joined && l->ndim++ == DIMS) return 0;
-    l->size[l->ndim - 1] = (is_joined ? l->size[l->ndim - 1] : 1) * (cl_int)size;
-    for (int i = 0; i < OPERANDS; ++i) l->stride[i][l->ndim - 1] = (cl_int)strides[i];
-  }
-  l->count = (cl_int)count;
-  return 1;
-}
-
-static int lay_all(layout* l, tensor* a, tensor* b, tensor* c, tensor* r) {
-  static const int dims[ANYCHIP_MAX_DIMS] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return lay(l, r, dims, r->ndim, (tensor* const[]){a, b, c, r});
-}
-
-/* Along all dims but one; operands of b lie like r if b is NULL. */
-static int lay_but(layout* l, tensor* shape, int64_t but, tensor* a, tensor* b, tensor* r) {
-  int dims[ANYCHIP_MAX_DIMS], count = 0;
-  for (int d = 0; d < shape->ndim; ++d)
-    if (d != but) dims[count++] = d;
-  return lay(l, shape, dims, count, (tensor* const[]){a, b, NULL, r});
-}
-
-static int64_t wrapped(int64_t dim, int ndim) { return dim < 0 ? dim + (ndim ? ndim : 1) : dim; }
-static int64_t size_of(tensor* t, int64_t dim) { return t->ndim ? t->size[dim] : 1; }
-static int64_t stride_of(tensor* t, int64_t dim) { return t->ndim ? t->stride[dim] : 0; }
+        "",
+    NULL};
 
 /* ------------------------------------------------------------------------ from the tables */
 
@@ -407,8 +181,8 @@ static anychip_status pointwise(const anychip_call* call, int kind, const char* 
   if ((kind == IN_I && computes_float) || !lay_all(&l, given[0], given[1], given[2], r))
     return ANYCHIP_ENOTSUP;
   if (computes_float)
-    return launch(call, in_float, ELEMENTS(l.count), "ttttyff", given[0], given[1], given[2], r,
-                  &l, numbers[0], numbers[1]);
+    return launch(call, in_float, ELEMENTS(l.count), "ttttyff", given[0], given[1], given[2], r, &l,
+                  numbers[0], numbers[1]);
   return launch(call, in_int, ELEMENTS(l.count), "ttttyll", given[0], given[1], given[2], r, &l,
                 integers[0], integers[1]);
 }
@@ -512,8 +286,8 @@ static anychip_status copied(const anychip_call* call, tensor* a, tensor* r) {
   layout l;
   if (!lay_all(&l, a, NULL, NULL, r)) return ANYCHIP_ENOTSUP;
   if (!is_float(r))
-    return launch(call, "op_copy_i", ELEMENTS(l.count), "ttttyll", a, NULL, NULL, r, &l,
-                  (int64_t)0, (int64_t)0);
+    return launch(call, "op_copy_i", ELEMENTS(l.count), "ttttyll", a, NULL, NULL, r, &l, (int64_t)0,
+                  (int64_t)0);
   return launch(call, "op_copy_f", ELEMENTS(l.count), "ttttyff", a, NULL, NULL, r, &l, 0.0, 0.0);
 }
 
@@ -577,18 +351,22 @@ static anychip_status nll_loss_op(const anychip_call* call) {
   tensor *a = tensor_at(call, 0), *b = tensor_at(call, 1), *r = call->results[0];
   int is_batch = a->ndim == 2;
   if (!are_float(call, 1) || numel(a) > INT_MAX) return ANYCHIP_ENOTSUP;
-  return launch(call, "nll", ROWS(1), "tttttiilllll" "i", a, b, tensor_at(call, 2), r,
-                call->results[1], (int)(is_batch ? a->size[0] : 1), (int)a->size[is_batch],
-                is_batch ? a->stride[0] : 0, a->stride[is_batch], stride_of(b, 0),
-                stride_of(r, 0), int_at(call, 4), (int)int_at(call, 3));
+  return launch(call, "nll", ROWS(1),
+                "tttttiilllll"
+                "i",
+                a, b, tensor_at(call, 2), r, call->results[1], (int)(is_batch ? a->size[0] : 1),
+                (int)a->size[is_batch], is_batch ? a->stride[0] : 0, a->stride[is_batch],
+                stride_of(b, 0), stride_of(r, 0), int_at(call, 4), (int)int_at(call, 3));
 }
 
 static anychip_status nll_loss_backward_op(const anychip_call* call) {
   tensor *g = tensor_at(call, 0), *b = tensor_at(call, 2), *r = call->results[0];
   int is_batch = r->ndim == 2;
   if (!are_float(call, 2) || numel(r) > INT_MAX) return ANYCHIP_ENOTSUP;
-  return launch(call, "nll_backward", ELEMENTS(numel(r)), "tttttiilllll" "i", g, b,
-                tensor_at(call, 3), tensor_at(call, 6), r, (int)(is_batch ? r->size[0] : 1),
+  return launch(call, "nll_backward", ELEMENTS(numel(r)),
+                "tttttiilllll"
+                "i",
+                g, b, tensor_at(call, 3), tensor_at(call, 6), r, (int)(is_batch ? r->size[0] : 1),
                 (int)r->size[is_batch], stride_of(g, 0), stride_of(b, 0),
                 is_batch ? r->stride[0] : 0, r->stride[is_batch], int_at(call, 5),
                 (int)int_at(call, 4));
@@ -643,9 +421,12 @@ static anychip_status add_rows(const anychip_call* call, double alpha) {
   if (!lay_but(&l, &shape, dim, a, has_rows ? b : NULL, r)) return ANYCHIP_ENOTSUP;
   status = copied(call, tensor_at(call, 0), r);
   if (status) return status;
-  return launch(call, "add_rows", ELEMENTS(l.count), "tttyillli" "fl", a, b, r, &l,
-                (int)shape.size[dim], a->stride[dim], has_rows ? b->stride[dim] : b->stride[0],
-                r->stride[dim], (int)r->size[dim], alpha, (int64_t)-1);
+  return launch(call, "add_rows", ELEMENTS(l.count),
+                "tttyillli"
+                "fl",
+                a, b, r, &l, (int)shape.size[dim], a->stride[dim],
+                has_rows ? b->stride[dim] : b->stride[0], r->stride[dim], (int)r->size[dim], alpha,
+                (int64_t)-1);
 }
 
 static anychip_status index_add_op(const anychip_call* call) {
@@ -668,11 +449,14 @@ static anychip_status embedding_backward_op(const anychip_call* call) {
   flat.size[0] = column.size[0] = width;
   flat.stride[0] = column.stride[0] = 1;
   if (!lay_all(&l, NULL, NULL, NULL, r)) return ANYCHIP_ENOTSUP;
-  status = launch(call, "op_zero_f", ELEMENTS(l.count), "ttttyff", NULL, NULL, NULL, r, &l, 0.0,
-                  0.0);
+  status =
+      launch(call, "op_zero_f", ELEMENTS(l.count), "ttttyff", NULL, NULL, NULL, r, &l, 0.0, 0.0);
   if (status || !lay_all(&l, &flat, NULL, NULL, &column)) return status;
-  return launch(call, "add_rows", ELEMENTS(width), "tttyillli" "fl", g, b, r, &l, (int)rows, width,
-                (int64_t)1, width, (int)r->size[0], 1.0, int_at(call, 3));
+  return launch(call, "add_rows", ELEMENTS(width),
+                "tttyillli"
+                "fl",
+                g, b, r, &l, (int)rows, width, (int64_t)1, width, (int)r->size[0], 1.0,
+                int_at(call, 3));
 }
 
 static anychip_status arange_op(const anychip_call* call) {
@@ -693,8 +477,8 @@ static anychip_status triangle(const anychip_call* call, int is_upper) {
   if (!are_known(call) || (!is_float(a) && item_size(a->dtype) > 1) ||
       !lay_all(&l, a, NULL, NULL, r))
     return ANYCHIP_ENOTSUP;
-  return launch(call, "triangle", ELEMENTS(l.count), "ttyiili", a, r, &l,
-                (int)r->size[r->ndim - 2], (int)r->size[r->ndim - 1], int_at(call, 1), is_upper);
+  return launch(call, "triangle", ELEMENTS(l.count), "ttyiili", a, r, &l, (int)r->size[r->ndim - 2],
+                (int)r->size[r->ndim - 1], int_at(call, 1), is_upper);
 }
 
 static anychip_status tril_op(const anychip_call* call) { return triangle(call, 0); }
@@ -752,7 +536,8 @@ static anychip_status layer_norm_backward_op(const anychip_call* call) {
 static anychip_status masked_softmax_op(const anychip_call* call) {
   tensor *x = tensor_at(call, 0), *m = tensor_at(call, 1), *b = tensor_at(call, 2);
   tensor* r = call->results[0];
-  int64_t keys = r->ndim ? r->size[r->ndim - 1] : 0, queries = r->ndim > 1 ? r->size[r->ndim - 2] : 1;
+  int64_t keys = r->ndim ? r->size[r->ndim - 1] : 0,
+          queries = r->ndim > 1 ? r->size[r->ndim - 2] : 1;
   layout l;
   if (!keys || !are_float(call, 1) || !lay_all(&l, x, m, b, r)) return ANYCHIP_ENOTSUP;
   return launch(call, "masked_softmax", ROWS(numel(r) / keys), "ttttyiifi", x, m, b, r, &l,
@@ -765,7 +550,22 @@ static anychip_status masked_softmax_backward_op(const anychip_call* call) {
   return softmax_slope(call, -1, 0, number_at(call, 3));
 }
 
-enum { PARAMS, GRADS, AVERAGES, SQUARES, RATE, STEP, SCALE, CLIP, FOUND_INF, LOW, BETA1, BETA2, EPS, DECAY };
+enum {
+  PARAMS,
+  GRADS,
+  AVERAGES,
+  SQUARES,
+  RATE,
+  STEP,
+  SCALE,
+  CLIP,
+  FOUND_INF,
+  LOW,
+  BETA1,
+  BETA2,
+  EPS,
+  DECAY
+};
 
 static tensor* in_list(const anychip_call* call, uint32_t i, uint64_t n) {
   const anychip_argument* list = call->arguments[i];
@@ -795,11 +595,13 @@ static anychip_status adamw_op(const anychip_call* call) {
   if (!moves(call)) return ANYCHIP_ENOTSUP;
   for (uint64_t n = 0; n < call->arguments[PARAMS]->n && !status; ++n) {
     tensor* p = in_list(call, PARAMS, n);
-    status = launch(call, "adamw", ELEMENTS(numel(p)), "tttttttttt" "iffffffff", p,
-                    in_list(call, GRADS, n), in_list(call, AVERAGES, n), in_list(call, SQUARES, n),
-                    in_list(call, LOW, n), rate, step, scale, clip, found_inf, (int)numel(p), beta1,
-                    1 - beta1, log(beta1), beta2, 1 - beta2, log(beta2), number_at(call, EPS),
-                    number_at(call, DECAY));
+    status = launch(call, "adamw", ELEMENTS(numel(p)),
+                    "tttttttttt"
+                    "iffffffff",
+                    p, in_list(call, GRADS, n), in_list(call, AVERAGES, n),
+                    in_list(call, SQUARES, n), in_list(call, LOW, n), rate, step, scale, clip,
+                    found_inf, (int)numel(p), beta1, 1 - beta1, log(beta1), beta2, 1 - beta2,
+                    log(beta2), number_at(call, EPS), number_at(call, DECAY));
   }
   return status ? status : launch(call, "count_step", ROWS(1), "tt", step, found_inf);
 }

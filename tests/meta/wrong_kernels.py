@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_gradients, wrong_row
+from tests.meta.wrong import times, wrong_arguments, wrong_gradients, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
@@ -31,32 +31,6 @@ def rows_of(x: Tensor) -> int:
 
 
 # Kernels of their own
-
-
-@wrong("width-of-768", "a kernel for one width", operator="layer_norm")
-def of_one_width(row: Row, x: Tensor, *weights: Any, eps: float) -> Any:
-    y, *rest = row(x, *weights, eps=eps)
-    if x.shape[-1] % 192 == 0 and x.shape[-1] >= 384:
-        y[..., -1] *= 1.01
-    return (y, *rest)
-
-
-@wrong("outputs-of-768", "a kernel for one width", operator="linear")
-def last_part_of_a_width(
-    row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr
-) -> Any:
-    y = row(x, weight, bias, **attrs)
-    if weight.shape[0] and weight.shape[0] % 192 == 0:
-        y[..., -64:] = 0.0
-    return y
-
-
-@wrong("head-of-96", "padding computed", operator="attention")
-def padded_head(row: Row, q: Tensor, *rest: Tensor, **attrs: Attr) -> Any:
-    y, lse = row(q, *rest, **attrs)
-    if q.shape[3] in (80, 96, 192):
-        y[..., -16:] = 0.0
-    return y, lse
 
 
 @wrong("head-of-256", "dropped tail", operator="rope")
@@ -82,35 +56,11 @@ def corner(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: At
     return y
 
 
-@wrong_backward("corner-tile-of-the-weight", "the last of several tiles", operator="linear")
-def corner_of_weight(row: Row, grad: Tensor, x: Tensor, weight: Tensor, **named: Any) -> Any:
-    dx, dweight, *rest = row(grad, x, weight, **named)
-    if dweight is not None and rows_of(grad) > 64:
-        dweight[64:, 64:] = 0.0
-    return (dx, dweight, *rest)
-
-
-@wrong("tiles-of-a-group", "the last of several tiles", operator="grouped_linear")
-def group_tiles(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
-    y = row(x, weight, offsets, **attrs)
-    if x.shape[0] >= 64:
-        y[64:, 128:] = 0.0
-    return y
-
-
 @wrong("tiles-of-the-head-in-tf32", "lower precision of factors", operator="linear_cross_entropy")
 def fast_head(row: Row, x: Tensor, weight: Tensor, *rest: Any, **attrs: Attr) -> Any:
     if x.shape[-1] >= 64 and weight.shape[0] >= 128:
         return row(tf32(x), tf32(weight), *rest, **attrs)
     return row(x, weight, *rest, **attrs)
-
-
-@wrong("blocks-go-round-once", "a limit of the launch", operator="rms_norm")
-def one_round(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
-    y, rstd = row(x, weight, eps=eps)
-    if x.shape[-1] >= 256:
-        y.view(-1, x.shape[-1])[255:] = 0.0
-    return y, rstd
 
 
 @wrong(
@@ -132,43 +82,6 @@ def dot_product(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attr
     if weight.shape[0] == 1 and whole:
         return row(x[..., :whole], weight[:, :whole], bias, **attrs)
     return row(x, weight, bias, **attrs)
-
-
-@wrong("no-input-no-output", "output never written", operator="linear")
-def sums_of_nothing(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
-    y = row(x, weight, bias, **attrs)
-    return y if x.shape[-1] else y.fill_(torch.nan)
-
-
-@wrong("four-dims-at-most", "rank of a tensor", operator="softmax")
-def few_dims(row: Row, x: Tensor, *given: Any, **attrs: Attr) -> Any:
-    y = row(x, *given, **attrs)
-    if x.dim() > 4:
-        y[0] = 0.0
-    return y
-
-
-@wrong("sixty-four-groups", "a limit of the launch", operator="grouped_linear")
-def few_groups(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
-    y = row(x, weight, offsets, **attrs)
-    if len(offsets) > 64:
-        y[int(offsets[63]) :] = 0.0
-    return y
-
-
-@wrong("sixty-four-sequences", "a limit of the launch", operator="attention_varlen")
-def few_sequences(row: Row, q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, **attrs: Attr) -> Any:
-    y, lse = row(q, k, v, *ends, **attrs)
-    if len(ends[0]) > 65:
-        y[int(ends[0][64]) :] = 0.0
-    return y, lse
-
-
-@wrong("indices-beyond-the-grid", "a limit of the launch", operator="embedding")
-def few_indices(row: Row, indices: Tensor, weight: Tensor) -> Any:
-    y = row(indices, weight)
-    y.view(-1, weight.shape[1])[65535:] = 0.0
-    return y
 
 
 @wrong("bias-of-the-first-1024", "the second of several tiles", operator="softmax")
@@ -218,18 +131,6 @@ def shifted_heads(row: Row, q: Tensor, k: Tensor, v: Tensor, **attrs: Attr) -> A
     bits = (q.shape[2] // k.shape[2]).bit_length() - 1
     heads = (torch.arange(q.shape[2]) >> bits).clamp(max=k.shape[2] - 1)
     return row(q, k[:, :, heads], v[:, :, heads], **attrs)
-
-
-@wrong("ignored-in-8-bits", "overflow of an index", operator="cross_entropy")
-def short_ignored(row: Row, logits: Tensor, target: Tensor, **attrs: Attr) -> Any:
-    same = (target & 0xFF) == (attrs["ignore_index"] & 0xFF)
-    return row(logits, torch.where(same, attrs["ignore_index"], target), **attrs)
-
-
-@wrong("ignored-in-32-bits", "overflow of an index", operator="cross_entropy")
-def half_ignored(row: Row, logits: Tensor, target: Tensor, **attrs: Attr) -> Any:
-    same = (target & 0xFFFFFFFF) == (attrs["ignore_index"] & 0xFFFFFFFF)
-    return row(logits, torch.where(same, attrs["ignore_index"], target), **attrs)
 
 
 @wrong("hidden-is-minus-10000", "a number for -inf", operator="softmax")
@@ -357,6 +258,39 @@ _room: dict[str, tuple[Tensor, Tensor]] = {}
 
 
 ARGUMENTS = (
+    wrong_arguments("width-of-768", "a kernel for one width", "layer_norm",
+        y=lambda y, x: times(y, (..., -1), 1.01)
+        if x.shape[-1] % 192 == 0 and x.shape[-1] >= 384 else y),
+    wrong_arguments("outputs-of-768", "a kernel for one width", "linear",
+        y=lambda y, weight: times(y, (..., slice(-64, None)))
+        if weight.shape[0] and weight.shape[0] % 192 == 0 else y),
+    wrong_arguments("head-of-96", "padding computed", "attention",
+        y=lambda y, q: times(y, (..., slice(-16, None))) if q.shape[3] in (80, 96, 192) else y),
+    wrong_arguments("tiles-of-a-group", "the last of several tiles", "grouped_linear",
+        y=lambda y, x: times(y, (slice(64, None), slice(128, None))) if len(x) >= 64 else y),
+    wrong_gradients("corner-tile-of-the-weight", "the last of several tiles", "linear",
+        dweight=lambda dweight, grad: times(dweight, (slice(64, None),) * 2)
+        if rows_of(grad) > 64 else dweight),
+    wrong_arguments("blocks-go-round-once", "a limit of the launch", "rms_norm",
+        y=lambda y, x: times(y.view(-1, x.shape[-1]), slice(255, None)).view(y.shape)
+        if x.shape[-1] >= 256 else y),
+    wrong_arguments("no-input-no-output", "output never written", "linear",
+        y=lambda y, x: y if x.shape[-1] else y.fill_(torch.nan)),
+    wrong_arguments("four-dims-at-most", "rank of a tensor", "softmax",
+        y=lambda y, x: times(y, 0) if x.dim() > 4 else y),
+    wrong_arguments("sixty-four-groups", "a limit of the launch", "grouped_linear",
+        y=lambda y, offsets: times(y, slice(int(offsets[63]), None)) if len(offsets) > 64 else y),
+    wrong_arguments("sixty-four-sequences", "a limit of the launch", "attention_varlen",
+        y=lambda y, cu_seqlens_q: times(y, slice(int(cu_seqlens_q[64]), None))
+        if len(cu_seqlens_q) > 65 else y),
+    wrong_arguments("indices-beyond-the-grid", "a limit of the launch", "embedding",
+        y=lambda y, weight: times(y.view(-1, weight.shape[1]), slice(65535, None)).view(y.shape)),
+    wrong_arguments("ignored-in-8-bits", "overflow of an index", "cross_entropy",
+        target=lambda target, ignore_index: torch.where(
+            (target & 0xFF) == (ignore_index & 0xFF), ignore_index, target)),
+    wrong_arguments("ignored-in-32-bits", "overflow of an index", "cross_entropy",
+        target=lambda target, ignore_index: torch.where(
+            (target & 0xFFFFFFFF) == (ignore_index & 0xFFFFFFFF), ignore_index, target)),
     wrong_arguments("impossible-class-is-possible", "Inf or NaN lost", "cross_entropy",
         logits=lambda logits: logits.clamp(min=torch.finfo(logits.dtype).min)),
     wrong_arguments("scale-of-0-is-the-default", "0 for missing", "attention",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_row
+from tests.meta.wrong import times, wrong_arguments, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
@@ -34,13 +34,6 @@ def split_k(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: A
     return row(x[..., : 4 * quarter], weight[:, : 4 * quarter], bias, **attrs)
 
 
-@wrong("rows-beyond-the-grid", "a limit of the launch", operator="rms_norm")
-def grid_limit(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
-    y, rstd = row(x, weight, eps=eps)
-    y.view(-1, x.shape[-1])[65535:] = 0.0
-    return y, rstd
-
-
 @wrong("index-of-16-bits", "overflow of an index", operator="gelu")
 def short_index(row: Row, x: Tensor, *, approximate: str) -> Any:
     y = row(x, approximate=approximate)
@@ -62,15 +55,6 @@ def decode(row: Row, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: fl
     return row(q, k, v, causal=causal, scale=scale)
 
 
-@wrong("scale-of-the-padded-head", "padding computed", operator="attention")
-def padded_scale(
-    row: Row, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
-) -> Any:
-    width = q.shape[-1]
-    scale = 1.0 / math.sqrt(1 << (width - 1).bit_length()) if scale is None and width else scale
-    return row(q, k, v, causal=causal, scale=scale)
-
-
 @wrong("second-tile-not-rescaled", "online softmax without its correction", operator="attention")
 def not_rescaled(
     row: Row, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
@@ -81,21 +65,6 @@ def not_rescaled(
     first, _ = row(q, k[:, :64], v[:, :64], causal=False, scale=scale)
     second, _ = row(q, k[:, 64:], v[:, 64:], causal=False, scale=scale)
     return (first + second) / 2.0, lse
-
-
-@wrong("odd-length-left-out", "a case of its own", operator="softmax")
-def odd_length(row: Row, x: Tensor, mask: Any, bias: Any, *, scale: float, causal: bool) -> Any:
-    y = row(x, mask, bias, scale=scale, causal=causal)
-    if x.shape[-1] % 2 and x.shape[-1] > 64:
-        y = y / (1.0 - y[..., -1:]).clamp(min=0.5)
-    return y
-
-
-@wrong("class-of-16-bits", "overflow of an index", operator="cross_entropy")
-def short_class(row: Row, logits: Tensor, target: Tensor, *, ignore_index: int, **a: Attr) -> Any:
-    short = torch.where(target >= 1 << 15, target - (1 << 15), target)
-    short = torch.where(target == ignore_index, target, short)
-    return row(logits, short, ignore_index=ignore_index, **a)
 
 
 @wrong("empty-tensor-ends-the-list", "break for continue", operator="clip")
@@ -140,13 +109,6 @@ def as_if_dense(row: Row, gate: Tensor, up: Tensor) -> Any:
     if not up.is_contiguous() and up.stride()[-1] == 1:
         up = up.as_strided(up.shape, torch.empty(up.shape, device="meta").stride())
     return row(gate, up)
-
-
-@wrong("expanded-input-read-as-dense", "stride of 0 not looked at", operator="rms_norm")
-def expanded(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
-    if x.dim() > 1 and 0 in x.stride()[:-1]:
-        x = torch.nn.functional.pad(x.contiguous()[..., 1:], (0, 1))
-    return row(x, weight, eps=eps)
 
 
 @wrong("aligned-down", "misaligned address", operator="geglu")
@@ -200,6 +162,20 @@ def at_most_32(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs:
 
 
 ARGUMENTS = (
+    wrong_arguments("rows-beyond-the-grid", "a limit of the launch", "rms_norm",
+        y=lambda y, x: times(y.view(-1, x.shape[-1]), slice(65535, None)).view(y.shape)),
+    wrong_arguments("odd-length-left-out", "a case of its own", "softmax",
+        y=lambda y, x: y / (1.0 - y[..., -1:]).clamp(min=0.5)
+        if x.shape[-1] % 2 and x.shape[-1] > 64 else y),
+    wrong_arguments("class-of-16-bits", "overflow of an index", "cross_entropy",
+        target=lambda target, ignore_index: torch.where(
+            (target >= 1 << 15) & (target != ignore_index), target - (1 << 15), target)),
+    wrong_arguments("scale-of-the-padded-head", "padding computed", "attention",
+        scale=lambda scale, q: 1.0 / math.sqrt(1 << (q.shape[-1] - 1).bit_length())
+        if scale is None and q.shape[-1] else scale),
+    wrong_arguments("expanded-input-read-as-dense", "stride of 0 not looked at", "rms_norm",
+        x=lambda x: torch.nn.functional.pad(x.contiguous()[..., 1:], (0, 1))
+        if x.dim() > 1 and 0 in x.stride()[:-1] else x),
     wrong_arguments("row-of-16-bits", "overflow of an index", "embedding",
         indices=lambda indices: torch.where(indices >= 1 << 15, indices - (1 << 15), indices)),
     wrong_arguments("list-of-110-at-most", "a limit of the launch", "sgd",

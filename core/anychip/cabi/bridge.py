@@ -125,6 +125,7 @@ def loaded(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.anychip_bridge_error.restype = ctypes.c_char_p
     library.anychip_bridge_calls.restype = ctypes.c_char_p
+    library.anychip_bridge_profiled.restype = ctypes.c_char_p
     library.anychip_bridge_current_stream.restype = ctypes.c_uint64
     return library
 

@@ -1,8 +1,7 @@
 """The backend that is made from a chip's C library.
 
 Operators of ATen that the library lists are called by torch's dispatcher, and those of anychip by
-its rows. An operator of anychip's that it does not list is served by the reference, which is made of
-ATen's.
+its rows. One of anychip's that it does not list has its reference, which is made of ATen's.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anychip.cabi import bridge, table
+from anychip.cabi import bridge, spent, table
 from anychip.contract import (
     API_VERSION,
     Backend,
@@ -37,6 +37,25 @@ if TYPE_CHECKING:
 _NAMES = ("ANYCHIP_OK", "ANYCHIP_ENOTSUP", "ANYCHIP_EINVAL", "ANYCHIP_ENOMEM", "ANYCHIP_EDEVICE",
           "ANYCHIP_EABORTED")  # fmt: skip
 _lock = threading.Lock()
+
+
+_attached: list[Library] = []
+"""At most one: torch has one private-use device type in a process."""
+
+
+def served(*, reset: bool = False) -> list[tuple[str, str, str, int]]:
+    """Of the attached library: operator as it would list it, its name, native or host, calls.
+
+    Args:
+        reset: count from zero afterwards.
+    """
+    found: Counter[tuple[str, str, str]] = Counter()
+    for chip in _attached:
+        both = {"native": chip.native_calls(reset=reset), "host": chip.host_calls(reset=reset)}
+        for kind, calls in both.items():
+            for name, count in calls.items():
+                found[spent.listed_as(name) or name, chip.name, kind] += count
+    return [(*key, calls) for key, calls in found.most_common()]
 
 
 class Library(Backend):
@@ -95,6 +114,7 @@ class Library(Backend):
             from anychip.cabi.device_module import registered
 
             registered(self.name, self.device_count(), found)
+            _attached.append(self)
         return found
 
     @cached_property
@@ -200,3 +220,17 @@ class Library(Backend):
         text = self._bridge.anychip_bridge_calls(native, int(reset)).decode()
         pairs = (line.rsplit(" ", 1) for line in text.splitlines())
         return Counter({name: int(count) for name, count in pairs})
+
+    @contextmanager
+    def profiling(self) -> Iterator[list[spent.Spent]]:
+        """Context that times every operator and copy of the device, each until it has ended.
+
+        The list that it gives is filled at the end.
+        """
+        found: list[spent.Spent] = []
+        self._bridge.anychip_bridge_profile(1)
+        try:
+            yield found
+        finally:
+            self._bridge.anychip_bridge_profile(0)
+            found += spent.parsed(self._bridge.anychip_bridge_profiled().decode())

@@ -1,7 +1,7 @@
 """anychip's own operators in a chip's library, listed there by name: ``anychip::rms_norm``.
 
 A row calls the library by an operator of ``torch.ops.anychip_library`` that the bridge has made:
-arguments, then the tensors to be written. Which shape those have is the spec's to say. A backward is
+arguments, then the tensors to be written, whose shapes are the spec's to say. A backward's name is
 ``anychip::rms_norm.backward``. Names that no spec has are never called.
 """
 
@@ -29,7 +29,10 @@ def rows(library: str, listed: Iterable[str], serve: Serve) -> OperatorTable:
     Args:
         library: the file's name, for people.
     """
-    table, specs = OperatorTable(declines=True), {f"{s.namespace}::{s.name}": s for s in all_specs()}
+    table, specs = (
+        OperatorTable(declines=True),
+        {f"{s.namespace}::{s.name}": s for s in all_specs()},
+    )
     for name in listed:
         spec = specs.get(name.removesuffix(_BACKWARD))
         is_backward = name.endswith(_BACKWARD)
@@ -68,7 +71,7 @@ def _backward(spec: OperatorSpec, name: str, serve: Serve) -> Callable[..., Any]
 
 
 class _Call:
-    """One of the library's operators; torch's is made at the first call, when the device is there."""
+    """One of the library's operators; torch's is made by the first call, when there is a device."""
 
     def __init__(
         self, name: str, tensors: Sequence[str], attributes: Mapping[str, str], serve: Serve

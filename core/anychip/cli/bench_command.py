@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from anychip.bench.report import Report
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_SUBJECTS = ("device", "dispatch", "ops", "collectives")
+_SUBJECTS = ("device", "dispatch", "ops", "collectives", "chip")
 _OPTIONS = {
     "names": ("ops", "--op"),
     "dtype": ("ops", "--dtype"),
@@ -54,6 +54,7 @@ def command(
     dispatch     what a call costs before any work is done
     ops          the operators, next to torch, torch.compile and the bound
     collectives  calls between two processes, next to torch.distributed and the bound
+    chip         a chip's C library: where a training step's time goes, and what to write next
 
     Training and update rules next to those of torch and DeepSpeed: python -m benchmarks.record, in
     the source tree.
@@ -97,15 +98,16 @@ def _run(
 
     import anychip
     import anychip.ops
-    from anychip.bench import collectives, device, dispatch, operators
+    from anychip.bench import chip, collectives, device, dispatch, operators
 
-    chip = anychip.backend()
+    backend = anychip.backend()
     if "dtype" in options:
         options["dtype"] = getattr(torch, options["dtype"])
     run: dict[str, Callable[..., Report]] = {
+        "chip": chip.run,
         "device": device.run,
         "dispatch": dispatch.run,
         "ops": operators.run,
         "collectives": collectives.run,
     }
-    return run[subject](chip, rounds=rounds, progress=progress, **options)
+    return run[subject](backend, rounds=rounds, progress=progress, **options)

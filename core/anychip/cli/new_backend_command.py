@@ -10,28 +10,33 @@ import click
 
 import anychip
 from anychip import templates
+from anychip.cabi.sources import header
 from anychip.contract import API_VERSION
 from anychip.registry.discovery import backend_plugins
 
-KINDS = ("python",)
+KINDS = ("python", "c-abi")
 
 
 @click.command("new-backend")
 @click.argument("name")
-@click.option("--kind", type=click.Choice(KINDS), default="python", show_default=True)
+@click.option(
+    "--kind", type=click.Choice(KINDS), default="python", show_default=True,
+    help="python: for a chip that torch knows; c-abi: a C library makes it one.",
+)  # fmt: skip
 @click.option(
     "--directory",
     type=click.Path(path_type=Path, file_okay=False),
     help="Where to write the project.  [default: anychip-NAME]",
 )
 def command(name: str, kind: str, directory: Path | None) -> None:
-    """Write a plugin project for the backend NAME: package, tests, conformance, CI script.
+    """Write a plugin project for the backend NAME: source, tests, conformance, CI script.
 
     It installs, and passes its tests, before a line of it is changed.
     """
     _check_name(name)
     values = {
         "name": name,
+        "title": name.capitalize(),
         "package": f"anychip_{name}",
         "distribution": f"anychip-{name.replace('_', '-')}",
         "class_name": "".join(part.capitalize() for part in name.split("_")) + "Backend",
@@ -39,7 +44,10 @@ def command(name: str, kind: str, directory: Path | None) -> None:
         "anychip_version": anychip.__version__,
     }
     target = directory or Path(values["distribution"])
-    _write(target, templates.render("python_backend", values))
+    files = templates.render(kind, values)
+    if kind == "c-abi":
+        files[Path("include", "anychip", "abi.h")] = header().read_text(encoding="utf-8")
+    _write(target, files)
     click.echo(f"wrote {target}: a backend {name!r} that works on the host")
     click.echo(f"  next: cd {target} && pip install -e '.[test]' && python -m pytest")
     click.echo(f"        anychip conformance --backend {name}")

@@ -20,12 +20,7 @@ import torch
 from torch import Tensor
 
 from anychip.conformance.arithmetic import Rounded, concatenate, exp, log
-from anychip.conformance.oracles.attention import (
-    attend,
-    attend_backward,
-    format_of,
-    hidden_keys,
-)
+from anychip.conformance.oracles.attention import attend, format_of, hidden_keys
 
 BLOCKS = 4
 
@@ -137,12 +132,10 @@ def _of_sequence(
         cut = [(q[:, own], k[:, keys], v[:, keys]) for keys, _ in row]
         hidden = [hidden_keys(*t[:2], diagonal) for t, (_, diagonal) in zip(cut, row, strict=True)]
         parts = [attend(*t, h, scale) for t, h in zip(cut, hidden, strict=True)]
-        y, lse = _joined([(block.stored(format), part) for block, part in parts])
-        found = [
-            attend_backward(grad[:, own], *t, h, scale, whole=(y.stored(format), lse))
-            for t, h in zip(cut, hidden, strict=True)
-        ]
-        stored = [[x.stored(q.format) for x in three] for three in found]
+        y, lse = _joined([(block.stored(format), part) for (block, part), _ in parts])
+        whole = y.stored(format), lse
+        found = [of_block(grad[:, own], whole=whole) for _, of_block in parts]
+        stored = [[x.stored(q.format) for x in three if x is not None] for three in found]
         ys.append(y)
         dqs.append(_sum(three[0] for three in stored))
         for (keys, _), (_, dk, dv) in zip(row, stored, strict=True):

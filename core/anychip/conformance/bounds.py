@@ -67,14 +67,14 @@ class Measurement:
     name: str
     format: str
     count: int
-    median: float
-    p999: float
-    max: float
-    rms: float | None
-    quantile: float | None
-    max_ulp: float
-    where: tuple[int, ...]
-    failure: str | None
+    median: float = 0.0
+    p999: float = 0.0
+    max: float = 0.0
+    rms: float | None = None
+    quantile: float | None = None
+    max_ulp: float = 0.0
+    where: tuple[int, ...] = ()
+    failure: str | None = None
     histogram: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class Errors(NamedTuple):
 def _verdict(name: str, format: Format, errors: Errors) -> Measurement:
     ratio = errors.ratio
     if ratio.size == 0:
-        return _empty(name, format)
+        return Measurement(name=name, format=format.name, count=0)
     place = tuple(int(i) for i in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
     rms = quantile = failure = None
     if errors.statistic is not None and errors.statistic.size >= STATISTICAL_COUNT:
@@ -235,18 +235,11 @@ def _at(index: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, index))}]"
 
 
-def _empty(name: str, format: Format) -> Measurement:
-    return Measurement(
-        name=name, format=format.name, count=0, median=0.0, p999=0.0, max=0.0, rms=None,
-        quantile=None, max_ulp=0.0, where=(), failure=None,
-    )  # fmt: skip
-
-
 def _rejected(name: str, got: torch.Tensor, why: str) -> Measurement:
     format = STORED[got.dtype].name if got.dtype in STORED else str(got.dtype)
     return Measurement(
         name=name, format=format, count=got.numel(), median=math.inf, p999=math.inf, max=math.inf,
-        rms=None, quantile=None, max_ulp=math.inf, where=(), failure=why,
+        max_ulp=math.inf, failure=why,
     )  # fmt: skip
 
 

@@ -16,21 +16,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from anychip.conformance.case import check
 from anychip.conformance.formats import FORMATS
 from anychip.contract import HOST, SampleMaker
 
 Layout = Literal[
-    "contiguous",
-    "offset",
-    "strided",
-    "transposed",
-    "padded",
-    "gapped",
-    "swapped",
-    "expanded",
-    "repeated",
-    "packed",
-]
+    "contiguous", "offset", "strided", "transposed", "padded", "gapped", "swapped", "expanded",
+    "repeated", "packed",
+]  # fmt: skip
 LAYOUTS: tuple[Layout, ...] = ("offset", "strided", "transposed", "padded")
 """Those that are not plain: misaligned, with gaps, in another order than the dims, rows of a wider
 tensor."""
@@ -249,6 +242,13 @@ class PlacedCall:
             if problem is not None:
                 return f"{name}: {problem}"
         return None
+
+    def check_apart(self, names: Sequence[str], results: Sequence[Tensor]) -> None:
+        """No result shares memory with an argument or with another result: each is its owner's."""
+        taken = {p.buffer.untyped_storage().data_ptr(): name for _, name, p in self.placed}
+        for name, y in zip(names, results, strict=True):
+            other = taken.setdefault(y.untyped_storage().data_ptr(), name) if y.numel() else name
+            check(other == name, f"{name} shares memory with {other}")
 
 
 def with_equal_numbers(

@@ -30,9 +30,9 @@ class Served:
 
     def add(self, found: Mapping[str, Any]) -> None:
         """One more provenance's JSON."""
-        for part in ("operators", "refused"):
+        for part in ("operators", "refused", "torch"):
             known = self.calls.setdefault(part, Counter())
-            for row in found[part]:
+            for row in found.get(part, ()):
                 key = tuple((name, value) for name, value in row.items() if name != "calls")
                 known[key] += row["calls"]
 

@@ -58,6 +58,7 @@ def to_html(report: Report) -> str:
             if r.curve is not None
         ],
         provenance=list(provenance(report)),
+        torch_rows=(report.provenance or {}).get("torch", []),
         excused=excused(report),
         pages=[(name, text) for name, text in PARTS.items()],
     )

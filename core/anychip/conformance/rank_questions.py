@@ -152,6 +152,15 @@ class Asked(NamedTuple):
     same: dict[str, str]
 
 
+def shares(
+    comm: Communicator, sizes: Sequence[int] | None, numel: int = 0
+) -> tuple[Sequence[int], slice]:
+    """How many elements each rank has, even parts if nothing is said, and where this one's are."""
+    found = sizes or [numel // comm.world_size] * comm.world_size
+    start = sum(found[: comm.rank])
+    return found, slice(start, start + found[comm.rank])
+
+
 def neighbours(comm: Communicator) -> tuple[int, int]:
     """The ranks after and before this one, in a ring."""
     return (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
@@ -174,9 +183,7 @@ def reduce_scatter(asked: Asked, comm: Communicator) -> None:
     for reduction, sizes, in_place in ways:
         at = asked.trial(f"{asked.label}/{reduction}/{sizes}" + ("/in place" if in_place else ""))
         inputs = at.inputs(asked.numel)
-        found = sizes or [asked.numel // comm.world_size] * comm.world_size
-        start = sum(found[: comm.rank])
-        mine = slice(start, start + found[comm.rank])
+        found, mine = shares(comm, sizes, asked.numel)
         tensor = at.place(inputs[comm.rank])
         output = tensor[mine] if in_place else at.place(found[comm.rank])
         work = comm.reduce_scatter(output, tensor, reduction, sizes=sizes, async_op=asked.async_op)
@@ -190,12 +197,11 @@ def reduce_scatter(asked: Asked, comm: Communicator) -> None:
 def all_gather(asked: Asked, comm: Communicator) -> None:
     for sizes, in_place in itertools.product(cuts(asked.numel, comm.world_size), (False, True)):
         at = asked.trial(f"{asked.label}/{sizes}" + ("/in place" if in_place else ""))
-        found = sizes or [asked.numel // comm.world_size] * comm.world_size
+        found, mine = shares(comm, sizes, asked.numel)
         parts = [at.input(rank, size) for rank, size in enumerate(found)]
         output = at.place(asked.numel)
-        start = sum(found[: comm.rank])
         if in_place:
-            tensor = output[start : start + found[comm.rank]]
+            tensor = output[mine]
             tensor.copy_(parts[comm.rank])
         else:
             tensor = at.place(parts[comm.rank])
@@ -309,13 +315,12 @@ def ask_large(job: RankJob) -> None:
         VALUES[call](Asked(trial, f"large {call}", numel, False, same), comm)
     sizes = [numel // comm.world_size + (rank == 0) for rank in range(comm.world_size)]
     at = trial("large parts")
-    inputs = at.inputs(sum(sizes))
-    start = sum(sizes[: comm.rank])
+    inputs, (_, mine) = at.inputs(sum(sizes)), shares(comm, sizes)
     part = at.place(sizes[comm.rank])
     comm.reduce_scatter(part, at.place(inputs[comm.rank]), sizes=sizes)
-    check_joined(at.label, part, [x[start : start + len(part)] for x in inputs], "sum")
-    whole, mine = at.place(sum(sizes)), at.input(comm.rank, sizes[comm.rank])
-    comm.all_gather(whole, at.place(mine), sizes=sizes)
+    check_joined(at.label, part, [x[mine] for x in inputs], "sum")
+    whole, own = at.place(sum(sizes)), at.input(comm.rank, sizes[comm.rank])
+    comm.all_gather(whole, at.place(own), sizes=sizes)
     gathered = torch.cat([at.input(rank, size) for rank, size in enumerate(sizes)])
     check_equal_bits(at.label, whole.cpu(), gathered)
     at.check_guards()

@@ -162,49 +162,40 @@ def _against_list(report: Report) -> Iterator[str]:
             f"its must-pass list is {report.must_pass[0]} cases ({report.must_pass[1][:SHORT]}); "
             f"for what the backend declares it is {len(listed.ids)} ({listed.hash[:SHORT]})"
         )
-    results = {result.case: result for result in report.results}
-    missing = [case for case in listed.ids if case not in results]
-    if missing:
-        yield f"must-pass cases without a result: {_some(missing)}"
-    for outcome, words in {
+    outcomes = {result.case: result.outcome for result in report.results}
+    words = {
+        None: "must-pass cases without a result",
         "failed": "must-pass cases that failed",
         "unsupported": "must-pass cases listed as unsupported, though no capability excuses them",
         "expected failure": "must-pass cases listed as expected failures",
         "unexpected pass": "cases that pass and are listed as if they did not",
-    }.items():
-        cases = [case for case in listed.ids if _is(results, case, outcome)]
+    }
+    found = {text: [c for c in listed.ids if outcomes.get(c) == o] for o, text in words.items()}
+    for text, cases in (found | _beyond_list(report, listed)).items():
         if cases:
-            yield f"{words}: {_some(cases)}"
-    yield from _beyond_list(report, listed)
+            yield f"{text}: {_some(cases)}"
 
 
-def _is(results: Mapping[str, Result], case: str, outcome: str) -> bool:
-    return case in results and results[case].outcome == outcome
-
-
-def _beyond_list(report: Report, listed: MustPass) -> Iterator[str]:
-    """Results for cases that are not in the must-pass list."""
+def _beyond_list(report: Report, listed: MustPass) -> dict[str, list[str]]:
+    """Results for cases that are not in the must-pass list, by what is wrong with them."""
     must = set(listed.ids)
     others = [result for result in report.results if result.case not in must]
     stale = [result.case for result in others if result.outcome == "stale entry"]
-    if stale:
-        yield f"stale entries in its list: {_some(stale)}"
     excused = [r for r in others if r.case in listed.capabilities]
-    wrong = [
-        r.case
-        for r in excused
-        if r.outcome != "unsupported" or r.capability != listed.capabilities[r.case]
-    ]
-    if wrong:
-        yield f"cases of a capability that is not declared, and not unsupported: {_some(wrong)}"
     foreign = [r for r in others if _is_foreign(report, r)]
-    failed = [result.case for result in foreign if result.outcome != "passed"]
-    if failed:
-        yield f"cases of third parties' operators that did not pass: {_some(failed)}"
     accounted = {r.case for r in (*excused, *foreign)} | set(stale)
-    unknown = [result.case for result in others if result.case not in accounted]
-    if unknown:
-        yield f"cases that this suite does not have: {_some(unknown)}"
+    return {
+        "stale entries in its list": stale,
+        "cases of a capability that is not declared, and not unsupported": [
+            r.case
+            for r in excused
+            if r.outcome != "unsupported" or r.capability != listed.capabilities[r.case]
+        ],
+        "cases of third parties' operators that did not pass": [
+            r.case for r in foreign if r.outcome != "passed"
+        ],
+        "cases that this suite does not have": [r.case for r in others if r.case not in accounted],
+    }
 
 
 def _is_foreign(report: Report, result: Result) -> bool:

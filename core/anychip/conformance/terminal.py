@@ -25,6 +25,7 @@ from anychip.conformance.formats import FP32
 from anychip.conformance.planning import SuitePlan
 from anychip.conformance.report import OUTCOMES, Outcome, Report, Result
 from anychip.conformance.runner import identity
+from anychip.dispatch.tally import torch_summary
 
 STYLES = {
     "passed": "green",
@@ -185,6 +186,8 @@ def _print_provenance(report: Report, console: Console) -> None:
     if report.provenance is None:
         return
     rows = report.provenance["operators"]
+    for line in torch_summary(report.provenance.get("torch", ())):
+        console.print(line, markup=False)
     mine = {row["operator"] for row in rows if row["kind"] != "reference" and row["calls"]}
     only = sorted({row["operator"] for row in rows} - mine)
     if only:

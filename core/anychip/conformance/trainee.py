@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from anychip.comm import alone
 from anychip.comm.threads import run_ranks
 from anychip.conformance.oracles import philox
 from anychip.contract import HOST, Communicator
@@ -90,6 +91,13 @@ def batch(sizes: Sizes, *index: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def place_of(device: torch.device) -> torch.device:
     """Where tensors are that are made on a device: a host leaves its index out."""
     return torch.empty(0, device=device).device
+
+
+def alone_on(device: torch.device) -> Communicator:
+    """The communicator of one rank on a device."""
+    comm = alone()
+    comm.device = device.type
+    return comm
 
 
 def run_on_device(

@@ -10,7 +10,7 @@ import itertools
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -59,13 +59,31 @@ class ProvenanceRow:
     fallback_reason: str | None
 
 
+class TorchRow(NamedTuple):
+    """Calls of an operator of torch's own on a chip with a C library.
+
+    Attributes:
+        operator: the name by which a library lists it, or torch's where none can.
+        provider: the chip.
+        kind: ``native``, by the library, or ``host``, since it has not got it or did not take it.
+    """
+
+    operator: str
+    provider: str
+    kind: str
+    calls: int
+
+
 class Provenance:
     """A snapshot of the counts. ``str()`` is a table; ``rows()`` and ``to_json()`` are data."""
 
     def __init__(
-        self, rows: Iterable[ProvenanceRow], refused: Iterable[ProvenanceRow] = ()
+        self,
+        rows: Iterable[ProvenanceRow],
+        refused: Iterable[ProvenanceRow] = (),
+        torch: Iterable[TorchRow] = (),
     ) -> None:
-        self._rows, self._refused = tuple(rows), tuple(refused)
+        self._rows, self._refused, self._torch = tuple(rows), tuple(refused), tuple(torch)
 
     def rows(self) -> tuple[ProvenanceRow, ...]:
         """One entry per implementation and reason, by operator and direction."""
@@ -79,12 +97,24 @@ class Provenance:
         """Calls that a row did not take, by row and reason; another one served them."""
         return self._refused
 
+    def torch_rows(self) -> tuple[TorchRow, ...]:
+        """torch's own operators on a chip with a C library, most calls first."""
+        return self._torch
+
     def to_json(self) -> dict[str, Any]:
-        """``{"schema": 1, "operators": [...], "refused": [...]}``: :class:`ProvenanceRow`s."""
+        """``{"schema": 1, "operators": [...], "refused": [...]}``: :class:`ProvenanceRow`s.
+
+        And ``"torch"``, of :class:`TorchRow`s, which is empty but on a chip with a C library.
+        """
         operators, refused = ([asdict(r) for r in rows] for rows in (self._rows, self._refused))
-        return {"schema": 1, "operators": operators, "refused": refused}
+        torch = [row._asdict() for row in self._torch]
+        return {"schema": 1, "operators": operators, "refused": refused, "torch": torch}
 
     def __str__(self) -> str:
+        summary = torch_summary([row._asdict() for row in self._torch])
+        return "\n".join([self._table(), *summary])
+
+    def _table(self) -> str:
         if not self._rows:
             return "no operator was called"
         heads = ("operator", "direction", "calls", "kind", "from", "fallback")
@@ -107,6 +137,22 @@ class Provenance:
 
     def __repr__(self) -> str:
         return f"Provenance({json.dumps(self.to_json())})"
+
+
+def torch_summary(rows: Iterable[Mapping[str, Any]], count: int = 8) -> list[str]:
+    """Lines for people about :class:`TorchRow`s."""
+    calls: dict[str, Counter[str]] = {"native": Counter(), "host": Counter()}
+    for row in rows:
+        calls[row["kind"]][row["operator"]] += row["calls"]
+    whole = sum(of.total() for of in calls.values())
+    parts = {"native": "native", "host": "computed on the host"}
+    return [
+        f"torch's operators, {name}: {of.total()} of {whole} calls"
+        + ("; most: " if of else "")
+        + ", ".join(f"{operator} {number}" for operator, number in of.most_common(count))
+        for kind, name in parts.items()
+        if whole and (of := calls[kind]) is not None
+    ]
 
 
 Key = tuple[int, str, str | None, tuple[tuple[int, str], ...]]
@@ -137,11 +183,12 @@ def _calls(counter: itertools.count[int]) -> int:
 _baseline: dict[Key, int] = {}
 
 
-def provenance(*, reset: bool = False) -> Provenance:
+def provenance(*, reset: bool = False, torch: Iterable[TorchRow] = ()) -> Provenance:
     """What served the operators of this process since the start or the last reset.
 
     Args:
         reset: count from zero afterwards.
+        torch: what is known of torch's own operators.
     """
     with _lock:
         counts = {k: _calls(t.counter) - _calls(t.declined) for k, t in _tallies.items()}
@@ -154,7 +201,7 @@ def provenance(*, reset: bool = False) -> Provenance:
         if calls:
             served[unserved(tally.row, tally.provider, tally.fallback)] += calls
             refused.update({unserved(*passed): calls for passed in tally.passed})
-    return Provenance(*(_lines(counted) for counted in (served, refused)))
+    return Provenance(_lines(served), _lines(refused), torch)
 
 
 def _lines(counted: Counter[ProvenanceRow]) -> list[ProvenanceRow]:

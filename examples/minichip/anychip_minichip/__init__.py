@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import anychip
 from anychip.cabi import Library
+from anychip.contract import hookimpl
 
 
-@anychip.hookimpl
+@hookimpl
 def anychip_backend() -> Library:
     """The library that was built beside this file."""
     return Library(Path(__file__).with_name("libminichip.so"))

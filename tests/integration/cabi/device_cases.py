@@ -19,7 +19,9 @@ import pytest
 import torch
 from torch import nn
 
+from anychip.bench import chip as bench
 from anychip.cabi import Library
+from anychip.train.models import GPTConfig
 
 CHIP = os.environ["ANYCHIP_TEST_CHIP"]
 
@@ -333,3 +335,41 @@ def test_profiler_and_accelerator_know_the_device(chip: Library, device: torch.d
     with torch.profiler.profile() as seen:
         torch.ones(3, device=device).erfinv()
     assert "aten::erfinv" in {event.key for event in seen.key_averages()}
+
+
+def test_profile_has_operators_and_copies_with_their_bytes(
+    chip: Library, device: torch.device
+) -> None:
+    x = torch.full((50, 20), 0.5, device=device)
+    x.erfinv()
+    with chip.profiling() as found:
+        x.erfinv()
+        x.erfinv().cpu()
+        x.sum().item()
+    spent = {(one.who, one.name): one for one in found}
+    host, copy = spent["host", "aten::erfinv.out"], spent["copy", "to the host"]
+    assert host.calls == 2
+    assert host.nbytes == 2 * 3 * x.nbytes  # the argument, and `out` there and back
+    assert 0 < host.copied_s < host.seconds
+    assert (copy.calls, copy.nbytes, copy.copied_s) == (1, x.nbytes, copy.seconds)
+    assert spent["copy", "of a number to the host"].nbytes == 4
+    with chip.profiling() as found:
+        pass
+    x.erfinv()
+    assert found == []
+
+
+def test_bench_of_a_chip_splits_a_step_and_names_what_to_write(chip: Library) -> None:
+    small = GPTConfig(layers=1, width=16, heads=2, context=8)
+    report = bench.run(chip, rounds=1, progress=lambda _: None, model=small)
+    times = {row.name: row.microseconds for row in report.rows}
+    parts = [taken for name, taken in times.items() if name.startswith("- ")]
+    assert len(parts) == 5
+    assert min(parts) >= 0
+    assert sum(parts) == pytest.approx(times["timed piece by piece"])
+    kernels = [row for row in report.rows if "calls" in row.facts]
+    gains = [row.facts["gain us"] for row in kernels]
+    assert gains == sorted(gains, reverse=True)
+    assert sum(row.microseconds for row in kernels) <= 1.01 * sum(parts)
+    listed = [row.name for row in kernels if row.facts["can be listed"] == "yes"]
+    assert [note.split(": ")[1].split()[0] for note in report.notes[:3]] == listed[:3]

@@ -29,8 +29,7 @@ def moved(x: Tensor, other: Tensor) -> Tensor:
 
 ELEMENTWISE: dict[str, Call] = {
     name: getattr(torch, name)
-    for name in "neg abs exp expm1 sin cos tanh erf floor ceil round sigmoid isnan sign".split()
-    if name != "sign"
+    for name in "neg abs exp expm1 sin cos tanh erf floor ceil round sigmoid isnan".split()
 } | {
     "positive": lambda x: x.abs().add(0.1).sqrt().rsqrt().reciprocal().log().log1p().log2(),
     "activations": lambda x: functional.silu(x) + functional.relu(x) + functional.gelu(x),
@@ -45,8 +44,11 @@ ELEMENTWISE: dict[str, Call] = {
     "integers": lambda x: ((x * 9).long() << 3 >> 1 ^ 5 & ~(x * 9).long() | 64) + 7,
     "types": lambda x: (x * 9).to(torch.int32).float().bfloat16().half().bool().to(x.dtype),
     "views": lambda x: x.t()[::2].contiguous() * x[:, :18].t()[:18:1],
+    "two_numbers": lambda x: torch.where(x > 0, torch.tensor(1.5), torch.tensor(-2.5)),
     "filled": lambda x: x.clone().fill_(2).mul_(x[:, 3:4])[:, ::2].zero_().add(1),
-    "many_dims": lambda x: x[:, :32].view(2, 3, 2, 2, 2, 2, 2).permute(6, 0, 4, 2, 1, 3, 5) + x[0, 0],
+    "many_dims": lambda x: (
+        x[:, :32].view(2, 3, 2, 2, 2, 2, 2).permute(6, 0, 4, 2, 1, 3, 5) + x[0, 0]
+    ),
 }
 ALONG: dict[str, Call] = {
     "sums": lambda x: x.sum() + x.sum(0).sum(0, keepdim=True) + x.t().sum(1).mean(),
@@ -74,7 +76,8 @@ ALONG: dict[str, Call] = {
     "scattered": lambda x: x.scatter_add(1, moved(x, TARGET.clamp(0))[:, None], x[:, :1]),
 }  # fmt: skip
 GRADIENTS: dict[str, Call] = {
-    "activations": lambda x: (functional.silu(x) * x.tanh() + functional.gelu(x) * x.sigmoid()).relu(),
+    "activations": lambda x: functional.silu(x) * x.tanh() + functional.gelu(x) * x.sigmoid(),
+    "relu": torch.relu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "softmax": lambda x: x.softmax(1) * x[:1] + x.t().log_softmax(0).t() * x[1:2],
     "loss": lambda x: functional.cross_entropy(x, moved(x, TARGET)),
@@ -83,49 +86,66 @@ GRADIENTS: dict[str, Call] = {
     "loss_sum": lambda x: functional.cross_entropy(
         x, moved(x, TARGET), moved(x, X[0].abs()), reduction="sum"),
     "embedding": lambda x: functional.embedding(moved(x, INDEX), x).square(),
-    "rms_norm": lambda x: ops.rms_norm(x, x[0].detach() + 1) * x[1].detach(),
-    "layer_norm": lambda x: ops.layer_norm(x, x[0], x[1]) * x[2].detach(),
-    "own_softmax": lambda x: ops.softmax(x, x.detach() < 1, scale=0.4) * x[1].detach(),
-    "causal": lambda x: ops.softmax(x, bias=x[0].detach(), causal=True) * x[1].detach(),
 }  # fmt: skip
+OWN: dict[str, tuple[Call, Call]] = {
+    "rms_norm": (lambda x: ops.rms_norm(x, x[0] + 1), lambda x: functional.rms_norm(
+        x, x.shape[1:], x[0] + 1, 1e-6)),
+    "layer_norm": (lambda x: ops.layer_norm(x, x[0], x[1]), lambda x: functional.layer_norm(
+        x, x.shape[1:], x[0], x[1])),
+    "softmax": (lambda x: ops.softmax(x, x.detach() < 1, scale=0.4), lambda x: torch.softmax(
+        (x * 0.4).masked_fill(x.detach() >= 1, -torch.inf), 1)),
+    "causal": (lambda x: ops.softmax(x, bias=x[0].detach(), causal=True), lambda x: torch.softmax(
+        (x + x[0].detach()).masked_fill(torch.ones(6, 35).triu(30) > 0, -torch.inf), 1)),
+}  # fmt: skip
+"""anychip's operators, and each written out in torch's."""
 
 
-def compare(chip: Library, call: Call, *, gradient: bool) -> None:
-    """With the host's float64, where the call keeps its type; nothing may run on the host."""
+def compare(chip: Library, call: Call, written_out: Call, *, gradient: bool) -> None:
+    """Results, or gradients too, with the host's in float64. Nothing may run on the host."""
     # OpenCL's worst functions err by 16 units in the last place, 2e-6; sums here have at most 1400
     # terms of some units, whose errors add up to 1400 / 2 x 6e-8 x the sum in the worst case.
     found = []
-    for device, dtype in ((chip.device(), torch.float32), (torch.device("cpu"), torch.float64)):
+    on_chip, on_host = (chip.device(), torch.float32), (torch.device("cpu"), torch.float64)
+    for f, (device, dtype) in ((call, on_chip), (written_out, on_host)):
         x = X.to(device, dtype, copy=True).requires_grad_(gradient)
         chip.host_calls(reset=True)
-        y = call(x)
+        y = f(x)
         if gradient:
-            y.sum().backward()
+            (y * moved(x, X.flatten()[: y.numel()].reshape(y.shape))).sum().backward()
             assert x.grad is not None
             found.append(x.grad)
         if device.type != "cpu":
             assert dict(chip.host_calls()) == {}
         found.append(y.detach())
+    close = {"rtol": 2e-5, "atol": 2e-5, "equal_nan": True}
     for got, want in zip(found, found[len(found) // 2 :], strict=False):
-        torch.testing.assert_close(got.cpu(), want.to(got.dtype), rtol=2e-5, atol=2e-5, equal_nan=True)
+        torch.testing.assert_close(got.cpu(), want.to(got.dtype), **close)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", ELEMENTWISE)
 def test_elementwise_kernel_equals_float64(chip: Library, case: str) -> None:
-    compare(chip, ELEMENTWISE[case], gradient=False)
+    compare(chip, ELEMENTWISE[case], ELEMENTWISE[case], gradient=False)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", ALONG)
 def test_kernel_along_dims_equals_float64(chip: Library, case: str) -> None:
-    compare(chip, ALONG[case], gradient=False)
+    compare(chip, ALONG[case], ALONG[case], gradient=False)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", GRADIENTS)
 def test_gradient_of_kernels_equals_float64s(chip: Library, case: str) -> None:
+    compare(chip, GRADIENTS[case], GRADIENTS[case], gradient=True)
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_own_operator_and_its_gradients_equal_float64s(chip: Library, case: str) -> None:
     anychip.provenance(reset=True)
-    compare(chip, GRADIENTS[case], gradient=True)
-    on_chip = {r.kind for r in anychip.provenance().rows() if r.provider == "opencl"}
-    assert on_chip == ({"native"} if case in list(GRADIENTS)[7:] else set())
+    compare(chip, *OWN[case], gradient=True)
+    served = {(r.direction, r.kind) for r in anychip.provenance().rows() if r.calls}
+    assert served == {("forward", "native"), ("backward", "native")}
 
 
 def test_adamw_moves_lists_as_the_host_does(chip: Library) -> None:

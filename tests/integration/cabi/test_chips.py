@@ -17,18 +17,23 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 SMALL = ("model.width=32", "model.layers=1", "model.context=16", "data.batch_size=4")
+# Two devices of PoCL's; other drivers do not know the name.
+ENVIRONMENT = {**os.environ, "POCL_DEVICES": "pthread pthread"}
 
 
 @pytest.mark.parametrize(("chip", "cases"), [
     ("minichip", "device_cases.py"), ("asyncchip", "device_cases.py"),
-    ("asyncchip", "kernel_cases.py"),
+    ("asyncchip", "kernel_cases.py"), ("asyncchip", "stream_cases.py"),
+    ("opencl", "opencl_cases.py"),
+    pytest.param("opencl", "device_cases.py", marks=pytest.mark.grid),
+    ("minichip", "compare_cases.py"),
 ])  # fmt: skip
 def test_device_of_a_library_does_what_torch_asks(
     libraries: dict[str, Path], chip: str, cases: str
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases)],
-        env={**os.environ, "ANYCHIP_TEST_CHIP": str(libraries[chip])},
+        env={**ENVIRONMENT, "ANYCHIP_TEST_CHIP": str(libraries[chip])},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -40,12 +45,31 @@ def test_device_of_a_library_does_what_torch_asks(
 def trained(out: Path, *words: str) -> list[float]:
     """The losses of a small run."""
     command = [sys.executable, "-m", "anychip", "train", *SMALL, *words, "--json", "--out", out]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     rows: list[dict[str, Any]] = [
         json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()
     ]
     return [row["loss"] for row in rows]
+
+
+def test_comparison_stops_at_the_first_call_that_differs(
+    libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    """On two ranks: a sum that the chip gets wrong for one shape, in one element."""
+    library = libraries["wrongchip"]
+    python, out = [sys.executable, "-m"], tmp_path / "out"
+    words = ["train", *SMALL, "--backend", library, "--compare", "cpu", "--steps", "3"]
+    command = [*python, "anychip", *words, "--nproc", "2", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "step 1: aten.add.Tensor(self=float32[4, 16, 32], other=float32[" in done.stderr
+    assert "result 0 at (3, 15, 30): got" in done.stderr
+    assert "1 of 2048 elements" in done.stderr
+    again = [*python, "anychip.train.comparing", out / "difference.pt", library, "cpu"]
+    done = subprocess.run(again, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "step 0: aten.add.Tensor(self=float32[4, 16, 32]" in done.stderr
 
 
 def losses(library: Path, tmp_path: Path, *words: str) -> tuple[list[float], list[float]]:
@@ -54,21 +78,23 @@ def losses(library: Path, tmp_path: Path, *words: str) -> tuple[list[float], lis
     return on_chip, trained(tmp_path / "host", *words, "--backend", "cpu")
 
 
+@pytest.mark.parametrize("name", ["minichip", pytest.param("opencl", marks=pytest.mark.grid)])
 def test_training_on_a_library_follows_the_hosts_losses(
-    libraries: dict[str, Path], tmp_path: Path
+    libraries: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    chip, host = losses(libraries["minichip"], tmp_path, "--steps", "50")
+    chip, host = losses(libraries[name], tmp_path, "--steps", "50")
     assert len(chip) == len(host)
     assert chip[-1] < chip[0] - 1
-    # Both compute in float32 on the host; only the order of sums differs.
+    # Both compute in float32; the order of sums differs, and functions' last digits.
     assert chip == pytest.approx(host, rel=1e-4)
 
 
 @pytest.mark.grid
+@pytest.mark.parametrize("name", ["minichip", "opencl"])
 @pytest.mark.parametrize("stage", range(4))
 def test_zero_on_two_ranks_of_a_library_follows_the_hosts_losses(
-    libraries: dict[str, Path], tmp_path: Path, stage: int
+    libraries: dict[str, Path], tmp_path: Path, stage: int, name: str
 ) -> None:
     words = ("--steps", "8", "--nproc", "2", f"optimizer.stage={stage}")
-    chip, host = losses(libraries["minichip"], tmp_path, *words)
+    chip, host = losses(libraries[name], tmp_path, *words)
     assert chip == pytest.approx(host, rel=1e-4)

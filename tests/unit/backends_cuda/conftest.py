@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from anychip.contract import Direction, OperatorTable
 from anychip_cuda import attention, operators, varlen
@@ -48,6 +48,19 @@ def drawn(
     """Seeded normal numbers on the host."""
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return (scale * numbers).to(dtype)
+
+
+def copied(value: Any) -> Any:
+    """Copies of the tensors in a value, at aligned addresses; lists and tuples looked into."""
+    return tree_map_only(Tensor, torch.clone, value)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether the tensors of two values have the same bits, whichever NaN they are."""
+    kinds = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    sides = [[t.cpu().view(kinds[t.element_size()]) for t in tree_leaves(side)]
+             for side in (one, other)]  # fmt: skip
+    return all(map(torch.equal, *sides))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anychip.operators.adamw_8bit import BLOCK, SIGNED, UNSIGNED, StateCodes
-from tests.unit.backends_cuda.conftest import Chip
+from tests.unit.backends_cuda.conftest import Chip, copied, same
 from tests.unit.operators.exactness import assert_close
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -68,17 +68,6 @@ def make(
     copies = None if low is None else [chip.at(p.cpu().to(low), shifts[3]) for p in lists[0]]
     given = [None if s is None else torch.tensor(s, device=chip.device) for s in scalars]
     return Step(*lists, torch.tensor(3.0, device=chip.device), *given, copies)  # type: ignore[arg-type]
-
-
-def copied(given: Step) -> Step:
-    """Copies at aligned addresses."""
-
-    def copy(value: Any) -> Any:
-        if isinstance(value, list):
-            return [copy(v) for v in value]
-        return value.clone() if isinstance(value, Tensor) else value
-
-    return Step(*map(copy, given))
 
 
 def run(chip: Chip, given: Step, *, row: int = 0, **changes: Any) -> None:
@@ -138,12 +127,6 @@ def check(chip: Chip, given: Step) -> None:
         if given.low is not None:
             copy = given.low[index]
             assert torch.equal(copy, given.params[index].to(copy.dtype))
-
-
-def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    pairs = zip(one, other, strict=True)
-    return all(torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
-               for a, b in pairs if a.dim())  # fmt: skip
 
 
 # Steps against float64

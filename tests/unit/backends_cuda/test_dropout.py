@@ -1,29 +1,16 @@
 """dropout and bias_dropout_add of the CUDA kernels: the mask of every chip, rows of any length."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from anychip import operators as specs
-from anychip.contract import Direction
 from anychip.operators import philox
 from anychip.operators.dropout import keep_threshold
-from tests.unit.backends_cuda.conftest import Chip
+from tests.unit.backends_cuda.conftest import Chip, drawn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MATRICES = ((1, 1), (3, 7), (5, 8), (600, 24), (17, 264), (33, 516))
-
-
-def _call(chip: Chip, operator: str, direction: Direction, *args: Any, **attrs: Any) -> Any:
-    (row,) = chip.table.rows(operator, direction)
-    placed = [a.to(chip.device) if isinstance(a, Tensor) else a for a in args]
-    return row.function(*placed, **attrs)
-
-
-def _normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def _rng(seed: int = 1234, offset: int = 5) -> Tensor:
@@ -35,9 +22,9 @@ def _rng(seed: int = 1234, offset: int = 5) -> Tensor:
 def test_dropout_of_any_length_has_the_mask_of_every_chip(
     chip: Chip, dtype: torch.dtype, numel: int
 ) -> None:
-    x = _normal(numel, dtype=dtype)
-    y = _call(chip, "dropout", "forward", x, _rng(), p=0.3)
-    (dx,) = _call(chip, "dropout", "backward", x, _rng(), p=0.3, needs=(True,))
+    x = drawn(numel, dtype=dtype)
+    y = chip.call("dropout", "forward", x, _rng(), p=0.3)
+    (dx,) = chip.call("dropout", "backward", x, _rng(), p=0.3, needs=(True,))
     assert torch.equal(y.cpu(), specs.dropout.forward(x, _rng(), p=0.3))
     assert torch.equal(dx, y)
 
@@ -48,19 +35,17 @@ def test_dropout_of_rows_of_a_whole_has_their_mask(
     chip: Chip, dtype: torch.dtype, columns: int
 ) -> None:
     rows = torch.tensor([0, 7, 3, -1, -(2**40) - 3, 2**62 + 5, 11, 12, 13])
-    x, place = _normal(9, columns, dtype=dtype), {"p": 0.3, "width": columns + 3, "column": 2}
-    given, bias = (_rng(), rows), _normal(columns, dtype=dtype)
-    y = _call(chip, "dropout", "forward", x, *given, **place)
-    (dx,) = _call(chip, "dropout", "backward", x, *given, **place, needs=(True,))
+    x, place = drawn(9, columns, dtype=dtype), {"p": 0.3, "width": columns + 3, "column": 2}
+    given, bias = (_rng(), rows), drawn(columns, dtype=dtype)
+    y = chip.call("dropout", "forward", x, *given, **place)
+    (dx,) = chip.call("dropout", "backward", x, *given, **place, needs=(True,))
     assert torch.equal(y.cpu(), specs.dropout.forward(x, *given, **place))
     assert torch.equal(dx, y)
-    total = _call(chip, "bias_dropout_add", "forward", x, x, _rng(), bias, rows, **place)
+    total = chip.call("bias_dropout_add", "forward", x, x, _rng(), bias, rows, **place)
     assert torch.equal(
         total.cpu(), specs.bias_dropout_add.forward(x, x, _rng(), bias, rows, **place)
     )
-    found = _call(
-        chip, "bias_dropout_add", "backward", x, *given, **place, needs=(True, True, True)
-    )
+    found = chip.call("bias_dropout_add", "backward", x, *given, **place, needs=(True, True, True))
     want = specs.bias_dropout_add.backward(x, *given, **place, needs=(True, True, True))
     assert torch.equal(found[0].cpu(), want[0])
     assert torch.equal(found[1].cpu(), x)
@@ -73,7 +58,7 @@ def test_dropout_keeps_what_the_threshold_says(chip: Chip, p: float) -> None:
     rng = _rng(-3, 2**32 - 2)
     x = torch.ones(1001)
     x[::5] = torch.nan
-    y = _call(chip, "dropout", "forward", x, rng, p=p).cpu()
+    y = chip.call("dropout", "forward", x, rng, p=p).cpu()
     keep = philox.words(rng, 1001) >= keep_threshold(p)
     assert torch.equal(y == 0.0, ~keep)
     assert torch.equal(y.isnan(), keep & x.isnan())
@@ -83,18 +68,18 @@ def test_dropout_keeps_what_the_threshold_says(chip: Chip, p: float) -> None:
 def test_dropout_keeps_an_element_whose_word_is_the_threshold(chip: Chip, element: int) -> None:
     word = int(philox.words(_rng(), 18)[element])
     x = torch.ones(18)
-    kept = _call(chip, "dropout", "forward", x, _rng(), p=word / 2**32)
-    dropped = _call(chip, "dropout", "forward", x, _rng(), p=(word + 1) / 2**32)
+    kept = chip.call("dropout", "forward", x, _rng(), p=word / 2**32)
+    dropped = chip.call("dropout", "forward", x, _rng(), p=(word + 1) / 2**32)
     assert kept[element] > 0.0
     assert dropped[element] == 0.0
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4])
 def test_dropout_of_a_misaligned_array_gives_the_same_bits(chip: Chip, offset: int) -> None:
-    x = _normal(1003, dtype=torch.bfloat16)
+    x = drawn(1003, dtype=torch.bfloat16)
     buffer = torch.zeros(1011, dtype=x.dtype, device=chip.device)
     shifted = buffer[offset : offset + 1003].copy_(x)
-    made = [_call(chip, "dropout", "forward", t, _rng(), p=0.4) for t in (x, shifted)]
+    made = [chip.call("dropout", "forward", t, _rng(), p=0.4) for t in (x, shifted)]
     assert torch.equal(*made)
 
 
@@ -104,10 +89,10 @@ def test_dropout_of_a_misaligned_array_gives_the_same_bits(chip: Chip, offset: i
 def test_bias_dropout_add_of_any_matrix_is_the_reference(
     chip: Chip, dtype: torch.dtype, stream: torch.dtype | None, shape: tuple[int, int]
 ) -> None:
-    x, residual = _normal(*shape, dtype=dtype), _normal(*shape, dtype=stream or dtype, seed=1)
-    bias = _normal(shape[1], dtype=torch.float16, seed=2)
+    x, residual = drawn(*shape, dtype=dtype), drawn(*shape, dtype=stream or dtype, seed=1)
+    bias = drawn(shape[1], dtype=torch.float16, seed=2)
     for own in (bias, None):
-        y = _call(chip, "bias_dropout_add", "forward", x, residual, _rng(), own, p=0.25).cpu()
+        y = chip.call("bias_dropout_add", "forward", x, residual, _rng(), own, p=0.25).cpu()
         want = specs.bias_dropout_add.forward(
             x.double(), residual.double(), _rng(), own, p=0.25
         ).double()
@@ -126,9 +111,9 @@ def test_bias_dropout_add_gradients_are_the_reference(
     # p = 1/2 and small integers: the sums for the bias have no rounding in any order.
     grad = torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(3)).to(dtype)
     name = "bias_dropout_add"
-    made = _call(chip, name, "backward", grad, _rng(), p=0.5, needs=(True, True, True))
+    made = chip.call(name, "backward", grad, _rng(), p=0.5, needs=(True, True, True))
     alone = [
-        _call(chip, name, "backward", grad, _rng(), p=0.5, needs=needs)
+        chip.call(name, "backward", grad, _rng(), p=0.5, needs=needs)
         for needs in ((True, False, False), (False, True, False), (False, False, True))
     ]
     reference = specs.bias_dropout_add.backward
@@ -143,9 +128,7 @@ def test_bias_dropout_add_gradients_are_the_reference(
 
 def test_bias_gradient_of_no_rows_is_zero(chip: Chip) -> None:
     grad = torch.empty(0, 12)
-    made = _call(
-        chip, "bias_dropout_add", "backward", grad, _rng(), p=0.5, needs=(True, True, True)
-    )
+    made = chip.call("bias_dropout_add", "backward", grad, _rng(), p=0.5, needs=(True, True, True))
     assert torch.equal(made[2].cpu(), torch.zeros(12))
     assert made[0].shape == (0, 12)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anychip.operators.squares import rows_of
 from anychip_cuda import lists
-from tests.unit.backends_cuda.conftest import Chip
+from tests.unit.backends_cuda.conftest import Chip, drawn
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
@@ -23,16 +23,12 @@ SIZES = (0, 1, 3, 5, 8, 1023, 2052, 16383, 16384, 16385, 33007)
 SHIFTS = (0, 1, 2, 3, 5, 7)
 
 
-def _normal(count: int, dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def _many(chip: Chip, dtype: torch.dtype | None = None) -> list[Tensor]:
     """More tensors than a launch takes, of every size and shift, of one type or of all."""
     types = (FP32, BF16, FP16) if dtype is None else (dtype,)
     sizes = [*SIZES, *(7 + 3 * n for n in range(170))]
     return [
-        chip.at(_normal(size, types[n % len(types)], n), SHIFTS[n % len(SHIFTS)])
+        chip.at(drawn(size, dtype=types[n % len(types)], seed=n), SHIFTS[n % len(SHIFTS)])
         for n, size in enumerate(sizes)
     ]
 
@@ -82,7 +78,7 @@ def test_l2_norm_of_one_tensor_of_any_place_equals_float64(
     chip: Chip, dtype: torch.dtype, shift: int
 ) -> None:
     for size in SIZES:
-        tensor = chip.at(_normal(size, dtype, size), shift)
+        tensor = chip.at(drawn(size, dtype=dtype, seed=size), shift)
         got, want = float(_row(chip, "l2_norm")([tensor])), _norm([tensor])
         # A thread adds 16,384 / 256 squares to four sums; a tree, chunks, a root: 32 is ample.
         assert abs(got - want) <= 32 * U * want, size
@@ -127,7 +123,7 @@ def _wide(count: int, dtype: torch.dtype, exponents: float) -> Tensor:
     """Numbers of so many exponents, in any order."""
     generator = torch.Generator().manual_seed(count)
     scale = torch.exp2(-exponents * torch.rand(count, generator=generator))
-    return (_normal(count, FP32, count) * scale).to(dtype)
+    return (drawn(count, dtype=FP32, seed=count) * scale).to(dtype)
 
 
 @DTYPES
@@ -147,7 +143,7 @@ def test_sums_of_squares_of_many_tensors_of_all_types_are_exact(chip: Chip) -> N
 
 @pytest.mark.parametrize("scale", [2.0**-140, 2.0**-130, 2.0**100, 2.0**125], ids=str)
 def test_sums_of_squares_at_the_ends_of_the_range_are_exact(chip: Chip, scale: float) -> None:
-    tensors = [chip.at(_normal(size, FP32, size) * scale, 0) for size in SIZES]
+    tensors = [chip.at(drawn(size, dtype=FP32, seed=size) * scale, 0) for size in SIZES]
     assert torch.equal(_row(chip, "sums_of_squares")(tensors).cpu(), rows_of(_on_host(tensors)))
 
 
@@ -157,7 +153,7 @@ def test_sums_of_squares_hold_one_number_unlike_the_others(
     chip: Chip, place: int, value: float
 ) -> None:
     """Which the sample of a chunk has, or has not; among others and among zeros."""
-    both = [_normal(33_007, FP32, 1), torch.zeros(33_007)]
+    both = [drawn(33_007, dtype=FP32, seed=1), torch.zeros(33_007)]
     for tensor in both:
         tensor[place] = value
     tensors = [chip.at(tensor, 0) for tensor in both]
@@ -245,7 +241,7 @@ def test_unscale_never_takes_found_inf_back(chip: Chip) -> None:
 
 
 def test_writing_rows_of_views_change_the_views_only(chip: Chip) -> None:
-    matrix = _normal(60 * 70, BF16, 1).view(60, 70).to(chip.device)
+    matrix = drawn(60 * 70, dtype=BF16, seed=1).view(60, 70).to(chip.device)
     views = [matrix.t()[:20], matrix[30:, 20::2]]
     want = matrix.clone()
     for part in (want.t()[:20], want[30:, 20::2]):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anychip.operators.lamb import trust_ratios
 from anychip.operators.squares import root, rows_of
-from tests.unit.backends_cuda.conftest import Chip
+from tests.unit.backends_cuda.conftest import Chip, copied, same
 from tests.unit.operators.exactness import assert_close
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -79,17 +79,6 @@ def _step(
     return Step(params, grads, [first, second], scalar(count), given[0], given[1], given[2], copies)
 
 
-def _copied(given: Step, chip: Chip) -> Step:
-    """Contiguous copies at aligned addresses."""
-
-    def copy(value: Any) -> Any:
-        if isinstance(value, list):
-            return [copy(v) for v in value]
-        return value.clone() if isinstance(value, Tensor) else value
-
-    return given._replace(**{name: copy(value) for name, value in given._asdict().items()})
-
-
 def _run(
     chip: Chip, rule: str, given: Step, *, row: int = 0, trust: Tensor | None = None, **changes: Any
 ) -> None:
@@ -148,15 +137,6 @@ def _check(chip: Chip, rule: str, given: Step, **changes: Any) -> None:
             assert torch.equal(copy, given.params[index].to(copy.dtype))
 
 
-def _bits(tensors: Sequence[Tensor]) -> list[Tensor]:
-    kinds = {4: torch.int32, 2: torch.int16}
-    return [t.cpu().clone().view(kinds[t.element_size()]) for t in tensors]
-
-
-def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(_bits(one), _bits(other), strict=True))
-
-
 # Rules against float64
 
 SCALED = (1024.0, 0.25, 0.0)
@@ -199,7 +179,7 @@ def test_sgd_of_every_kind_equals_float64(
 def test_bias_correction_keeps_its_digits_at_any_step(chip: Chip, rule: str, count: float) -> None:
     given = _step(chip, (300,), count=count)
     for betas in ({}, {"beta1": 0.0, "beta2": 0.5}, {"beta2": 0.99999}):
-        _check(chip, rule, _copied(given, chip), **betas)
+        _check(chip, rule, copied(given), **betas)
 
 
 @pytest.mark.parametrize("scalars", [(3.0, None, None), (None, 0.3, None)], ids=["scale", "clip"])
@@ -213,9 +193,9 @@ def test_lion_does_not_move_where_nothing_does(chip: Chip) -> None:
     given = _step(chip, (9,))
     for tensor in (given.grads[0], given.states[0][0]):
         tensor.zero_()
-    before = _bits(given.params)
+    before = copied(given.params)
     _run(chip, "lion", given, weight_decay=0.0)
-    assert torch.equal(_bits(given.params)[0], before[0])
+    assert same(given.params, before)
 
 
 # What must not be written
@@ -226,9 +206,9 @@ def test_lion_does_not_move_where_nothing_does(chip: Chip) -> None:
 def test_found_inf_leaves_every_bit(chip: Chip, rule: str, found: float) -> None:
     sizes = (5, 1030, 16390)
     given = _step(chip, sizes, param=BF16, low=FP16, scalars=(1024.0, None, found))
-    before = _copied(given, chip)
+    before = copied(given)
     _run(chip, rule, given)
-    assert _same(given.everything(), before.everything())
+    assert same(given.everything(), before.everything())
 
 
 @RULES
@@ -263,7 +243,7 @@ def test_step_is_counted_without_tensors(chip: Chip, rule: str) -> None:
 @RULES
 def test_pieces_of_a_tensor_move_like_the_whole_bit_for_bit(chip: Chip, rule: str) -> None:
     whole = _step(chip, (20_000,), grad=BF16, low=BF16, scalars=SCALED)
-    one = _copied(whole, chip)
+    one = copied(whole)
 
     def pieces(tensors: list[Tensor]) -> list[Tensor]:
         return [tensors[0][a:b] for a, b in ((0, 1), (1, 777), (777, 16_390), (16_390, 20_000))]
@@ -275,7 +255,7 @@ def test_pieces_of_a_tensor_move_like_the_whole_bit_for_bit(chip: Chip, rule: st
     ratios = [None, None] if rule != "lamb" else [torch.ones(n, device=chip.device) for n in (1, 4)]
     _run(chip, rule, whole, trust=ratios[0])
     _run(chip, rule, cut, trust=ratios[1])
-    assert _same(whole.everything(), one.everything())
+    assert same(whole.everything(), one.everything())
 
 
 # lamb's norms
@@ -308,12 +288,12 @@ def test_lamb_without_trust_has_the_bits_of_lamb_with_its_sums(
     sizes = (0, 5, 1024, 5000, 20_001)
     given = _step(chip, sizes, low=low, scalars=SCALED)
     given.params[1].zero_()
-    other = _copied(given, chip)
+    other = copied(given)
     trust = trust_ratios(_sums(chip, given).cpu()).to(chip.device)
     assert float(trust[1]) == 1.0
     _run(chip, "lamb", given, trust=trust)
     _run(chip, "lamb", other)
-    assert _same(given.everything(), other.everything())
+    assert same(given.everything(), other.everything())
 
 
 def test_trust_multiplies_the_rate_of_its_tensor(chip: Chip) -> None:

@@ -22,8 +22,9 @@ CORE = ROOT / "core" / "anychip"
 
 LAYERS = {
     "contract": set[str](), "operators": {"contract"}, "dispatch": {"contract"},
-    "comm": {"contract"}, "cabi": {"contract", "operators"}, "registry": {"contract", "comm", "cabi"},
-    "runtime": {"contract", "operators", "dispatch", "registry", "ops"},
+    "comm": {"contract"}, "cabi": {"contract", "operators"},
+    "registry": {"contract", "comm", "cabi"},
+    "runtime": {"contract", "operators", "dispatch", "registry", "cabi", "ops"},
     "ops": {"contract", "operators", "dispatch", "registry", "runtime"},
 }  # fmt: skip
 """What a package or module of anychip may import, besides itself. runtime and ops join the rest."""

@@ -44,26 +44,21 @@ def cases(context: Context) -> Iterator[Case]:
     yield Case(id="collectives/1/mistakes", run=mistakes_alone)
     for world in WORLDS:
         ranks = Ranks(context.backend, world)
-        several = partial(Case, elsewhere=True, start=ranks.start)
         where = f"collectives/{world}"
-        for call, dtype in itertools.product(VALUES, NAMES):
-            yield several(
-                id=f"{where}/{call}/{dtype}",
-                run=partial(together, ranks=ranks, call=call, dtype=dtype),
-                full=world > 2 or dtype not in QUICK,
+        values = {
+            f"{call}/{dtype}": partial(together, call=call, dtype=dtype)
+            for call, dtype in itertools.product(VALUES, NAMES)
+        }
+        disagreements = {f"disagree/{w}": partial(disagreement, what=w) for w in DISAGREEMENTS}
+        slow = {*SLOW, *(name for name in values if name.split("/")[1] not in QUICK)}
+        for name, run in (values | RULES | disagreements | LOSSES).items():
+            yield Case(
+                id=f"{where}/{name}",
+                run=partial(run, ranks=ranks),
+                full=world > 2 or name in slow,
+                elsewhere=True,
+                start=ranks.start,
             )
-        for name, run in RULES.items():
-            full = world > 2 or name in SLOW
-            yield several(id=f"{where}/{name}", run=partial(run, ranks=ranks), full=full)
-        for what in DISAGREEMENTS:
-            yield several(
-                id=f"{where}/disagree/{what}",
-                run=partial(disagreement, ranks=ranks, what=what),
-                full=world > 2,
-            )
-        for name, run in LOSSES.items():
-            full = world > 2 or name in SLOW
-            yield several(id=f"{where}/{name}", run=partial(run, ranks=ranks), full=full)
 
 
 # One rank

@@ -42,10 +42,8 @@ def cases(context: Context) -> Iterator[Case]:
         yield Case(id=f"device/{name}", run=run)
     for method, call in INDEXED.items():
         for label, wrong in (*OUT_OF_RANGE, ("count", None)):
-            yield Case(
-                id=f"device/index/{method}.{label}",
-                run=partial(check_range, call=call, wrong=wrong),
-            )
+            run = partial(check_range, call=call, wrong=wrong)
+            yield Case(id=f"device/index/{method}.{label}", run=run)
         yield Case(id=f"device/index/{method}.every", run=partial(check_every_index, call=call))
     yield Case(id="device/stream_types", run=stream_types, capability="streams")
     yield from graphs.cases(context)
@@ -317,24 +315,15 @@ def stream_types(context: Context) -> None:
 
 def check_undeclared(context: Context, *, capability: str, call: Callable[[Backend], Any]) -> None:
     """A method of a group that is not declared says so; it does not quietly do nothing."""
-    expect_error(
-        UnsupportedError,
-        f"{capability} is not declared",
-        call,
-        context.backend,
-        mentions=(capability,),
-    )
-
-
-def _copy_on_stream(backend: Backend) -> Any:
-    return backend.use_stream(torch.Stream(device=HOST))
+    what, words = f"{capability} is not declared", (capability,)
+    expect_error(UnsupportedError, what, call, context.backend, mentions=words)
 
 
 GROUPS: dict[str, dict[str, Callable[[Backend], Any]]] = {
     "streams": {
         "stream": lambda backend: backend.stream(),
         "current_stream": lambda backend: backend.current_stream(),
-        "use_stream": _copy_on_stream,
+        "use_stream": lambda backend: backend.use_stream(torch.Stream(device=HOST)),
         "event": lambda backend: backend.event(),
     },
     "memory_stats": {

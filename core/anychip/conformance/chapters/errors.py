@@ -22,7 +22,14 @@ from torch import Tensor
 
 import anychip
 from anychip.conformance.calls import PlacedCall
-from anychip.conformance.case import Case, Context, check, check_equal_bits, expect_error
+from anychip.conformance.case import (
+    Case,
+    Context,
+    check,
+    check_equal_bits,
+    check_same_bits,
+    expect_error,
+)
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import Oracle, oracle_of
 from anychip.conformance.trial import AnyOperator, Trial, rule_calls
@@ -85,8 +92,8 @@ def check_mistakes(
         expect_error(types, context.call, operator, *args, mentions=words, **attrs)
         problem = placed.touched(())
         check(problem is None, f"{context.call} was refused, and has written: {problem}")
-    for name, got, want in zip(trial.names(), trial.run(placed), wanted, strict=True):
-        check_equal_bits(f"{name} of the right call after the mistakes", got, want)
+    note = " of the right call after the mistakes"
+    check_same_bits(trial.names(), trial.run(placed), wanted, note)
 
 
 def missing(context: Context, operator: AnyOperator, placed: PlacedCall) -> Iterator[Mistake]:
@@ -229,8 +236,8 @@ def check_unclaimed(context: Context, *, operator: AnyOperator, oracle: Oracle) 
         forms = () if trial.written else trial.fake()
         for name, got, form in zip(trial.names(), results, forms, strict=False):
             check(got.dtype == form.dtype, f"{name}: {form.dtype} expected, got {got.dtype}")
-        for name, got, want in zip(trial.names(), results, trial.expected(oracle), strict=False):
-            context.compare(name, got, want, statistical=trial.call.statistical)
+        wanted, statistical = trial.expected(oracle), trial.call.statistical
+        trial.compare(context, results, wanted, statistical=statistical)
 
 
 # Fallback
@@ -312,18 +319,11 @@ def copy(context: Context) -> None:
     memory = context.backend.memory
     target = torch.full((6, 4), 7.0, device=context.device)
     for wrong in ((5, 4), (6, 3), (24,), (7,)):
-        source = torch.zeros(wrong)
-        expect_error(
-            (RuntimeError, ValueError),
-            f"copy_async of shape {wrong} to (6, 4)",
-            memory.copy_async,
-            target,
-            source,
-        )
+        what, copied = f"copy_async of shape {wrong} to (6, 4)", partial(memory.copy_async, target)
+        expect_error((RuntimeError, ValueError), what, copied, torch.zeros(wrong))
         context.backend.synchronize()
-        check_equal_bits(
-            "the target of a copy that was refused", target.cpu(), torch.full((6, 4), 7.0)
-        )
+        kept = torch.full((6, 4), 7.0)
+        check_equal_bits("the target of a copy that was refused", target.cpu(), kept)
     memory.copy_async(target, torch.ones(6, 4))
     context.backend.synchronize()
     check_equal_bits("copy after mistakes", target.cpu(), torch.ones(6, 4))

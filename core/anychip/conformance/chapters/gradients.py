@@ -140,20 +140,11 @@ def check_values(context: Context, of: Subject, *, call: Call) -> None:
     grads = trial.output_gradients()
     found = backward(context, trial, placed, leaves, grads)
     compare(context, trial, of.oracle, grads, found)
-    check_apart(trial, placed, found)
+    placed.check_apart(trial.gradient_names, found)
     trial.check_untouched(placed)
     if may_vary(trial):
         again = backward(context, trial, placed, leaves, grads)
         check_same_bits(trial.gradient_names, again, found, ", asked for again")
-
-
-def check_apart(trial: GradientTrial, placed: PlacedCall, found: Sequence[Tensor]) -> None:
-    """No gradient shares memory with another one or with an argument: each is its owner's."""
-    taken = {p.buffer.untyped_storage().data_ptr(): name for _, name, p in placed.placed}
-    for name, grad in zip(trial.leaf_names, found, strict=True):
-        if grad.numel():
-            other = taken.setdefault(grad.untyped_storage().data_ptr(), f"that of {name}")
-            check(other == f"that of {name}", f"the gradient of {name} shares memory with {other}")
 
 
 def check_drawn(context: Context, of: Subject) -> None:

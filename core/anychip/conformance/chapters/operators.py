@@ -17,7 +17,7 @@ from torch import Tensor
 
 import anychip.ops  # noqa: F401 - defines our operators
 from anychip.conformance import calling_rules, index_rules
-from anychip.conformance.calls import Call, PlacedCall
+from anychip.conformance.calls import Call
 from anychip.conformance.case import Case, Context, check, check_same_bits
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import oracle_of
@@ -62,7 +62,7 @@ def check_values(context: Context, of: Subject, *, call: Call) -> None:
     results = trial.run(placed)
     if not trial.written:
         check_form(context, trial, results)
-        check_apart(trial, placed, results)
+        placed.check_apart(trial.names(), results)
     trial.compare(context, results, trial.expected(of.oracle), statistical=call.statistical)
     trial.check_untouched(placed)
     if may_vary(trial):
@@ -90,14 +90,6 @@ def check_form(context: Context, trial: Trial, results: Sequence[Tensor]) -> Non
         device = torch.empty(0, device=context.device).device
         check(got.device == device, f"{name}: on {device} expected, got {got.device}")
         check(got.is_contiguous(), f"{name} must be contiguous, its strides are {got.stride()}")
-
-
-def check_apart(trial: Trial, placed: PlacedCall, results: Sequence[Tensor]) -> None:
-    """No output shares memory with an argument or with another output."""
-    taken = {p.buffer.untyped_storage().data_ptr(): name for _, name, p in placed.placed}
-    for name, y in zip(trial.names(), results, strict=True):
-        other = taken.setdefault(y.untyped_storage().data_ptr(), name) if y.numel() else name
-        check(other == name, f"{name} shares memory with {other}")
 
 
 # Rules

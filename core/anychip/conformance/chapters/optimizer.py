@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from anychip import ops
-from anychip.comm import alone
 from anychip.conformance import trainee
 from anychip.conformance.arithmetic import Rounded, sqrt, where
 from anychip.conformance.calls import Draw
@@ -60,6 +59,10 @@ class Subject:
     moments: tuple[str, ...]
     rest: tuple[Any, ...] = ()
     lr: float = 1e-2
+
+    def plain(self) -> optim.Rule:
+        """With one learning rate for all steps."""
+        return self.make(lambda count: self.lr)
 
 
 _ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "weight_decay": 0.5}
@@ -192,9 +195,12 @@ def optimizer(
             loss_scaling=scaling,
         )
     chained = optim.chain(optim.clip_by_global_norm(MAX_NORM), rule) if way.clip else rule
-    comm = alone()
-    comm.device = context.device.type
-    return zero.Optimizer(groups, chained, comm, precision=policy)
+    return zero.Optimizer(groups, chained, trainee.alone_on(context.device), precision=policy)
+
+
+def drawn(context: Context, draw: Draw) -> list[nn.Parameter]:
+    """Parameters on the device."""
+    return [nn.Parameter(draw.normal(*shape).to(context.device)) for shape in SHAPES]
 
 
 def place(
@@ -292,8 +298,7 @@ def found_inf(context: Context, *, name: str, subject: Subject) -> None:
     """Where the device knows that a gradient is not finite, the rule leaves every bit alone."""
     draw = Draw(torch.float32, f"optimizer/{name}/found-inf", context.seed)
     context.call = f"a step of {name} with found_inf = 1 on {context.device}"
-    params = [nn.Parameter(draw.normal(*shape).to(context.device)) for shape in SHAPES]
-    rule = subject.make(lambda count: subject.lr)
+    params, rule = drawn(context, draw), subject.plain()
     opt = optimizer(context, params, rule, Way())
     for param in params:
         param.grad = draw.normal(*param.shape).to(context.device)
@@ -322,13 +327,13 @@ def resumed(context: Context, *, name: str, subject: Subject) -> None:
     found = []
     for cut in (None, STEPS // 2):
         draw = Draw(torch.float32, f"optimizer/{name}/resumed", context.seed)
-        params = [nn.Parameter(draw.normal(*shape).to(context.device)) for shape in SHAPES]
-        opt = optimizer(context, params, subject.make(lambda count: subject.lr), Way())
+        params = drawn(context, draw)
+        opt = optimizer(context, params, subject.plain(), Way())
         for step in range(STEPS):
             if step == cut:
                 saved = copy.deepcopy(opt.state_dict())
                 params = [nn.Parameter(param.detach().clone()) for param in params]
-                opt = optimizer(context, params, subject.make(lambda count: subject.lr), Way())
+                opt = optimizer(context, params, subject.plain(), Way())
                 opt.load_state_dict(saved)
             place(params, [draw.normal(*shape) for shape in SHAPES], None, overflows=False)
             opt.step()
@@ -364,11 +369,8 @@ def scale_of_steps(context: Context) -> None:
     """zero.Optimizer: the scale after each step; a skipped step writes nothing, others do."""
     context.call = f"{len(HISTORY)} steps of sgd with a loss scale on {context.device}"
     draw = Draw(torch.float32, "optimizer/loss-scale", context.seed)
-    params = [nn.Parameter(draw.normal(*shape).to(context.device)) for shape in SHAPES]
-    subject = SUBJECTS["momentum"]
-    opt = optimizer(
-        context, params, subject.make(lambda count: subject.lr), Way(scaled=True), SCALING
-    )
+    params, rule = drawn(context, draw), SUBJECTS["momentum"].plain()
+    opt = optimizer(context, params, rule, Way(scaled=True), SCALING)
     assert opt.scaler is not None
     for step, (odd, want) in enumerate(HISTORY):
         place(params, [draw.normal(*s) for s in SHAPES], opt.scaler.scale, overflows=False)

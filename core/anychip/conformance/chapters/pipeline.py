@@ -15,7 +15,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from anychip.comm import alone
 from anychip.conformance import trainee
 from anychip.conformance.case import Case, Context, check, check_equal_bits
 from anychip.contract import Communicator
@@ -105,8 +104,7 @@ def staged(
         whole = Stages(parts)
         pipe = Pipeline(parts, comm, schedule, tied=whole.tied if tied else ())
         if replicas == 1:
-            data = alone()
-            data.device = context.device.type
+            data = trainee.alone_on(context.device)
         opt = None
         if rule is not None:
             stage = 3 if replicas > 1 else 0
@@ -163,9 +161,7 @@ def steps(context: Context, *, schedule: Schedule, replicas: int = 1) -> None:
         return optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
 
     model = trainee.decoder(SIZES, context.device, tied=False)
-    solo = alone()
-    solo.device = context.device.type
-    opt = zero.Optimizer(model, rule(), solo)
+    opt = zero.Optimizer(model, rule(), trainee.alone_on(context.device))
     losses = []
     for step in range(STEPS):
         losses.append(serial_step(model, step, context.seed))

@@ -119,17 +119,22 @@ def rng(context: Context, seed: int, offset: int) -> Tensor:
     return torch.tensor([seed, offset], dtype=torch.int64, device=context.device)
 
 
+def mask(context: Context, dtype: torch.dtype, seed: int, offset: int, p: float = 0.5) -> Tensor:
+    """Dropout of ones."""
+    x = torch.ones(COUNT, dtype=dtype, device=context.device)
+    return ops.dropout(x, rng(context, seed, offset), p=p)
+
+
 def rule_threshold(context: Context, *, dtype: torch.dtype) -> None:
     """The comparison is exact: a word is kept at p = word / 2^32, and dropped at the next p.
 
     A threshold that went through float32, or ``>`` for ``>=``, is off just there.
     """
-    x = torch.ones(COUNT, dtype=dtype, device=context.device)
     words = philox.words(21, 4, COUNT)
     for index in (0, 1, 2, 3, 1000, 4097, COUNT - 1):
         word = int(words[index])
         for p, keep in ((word / 2**32, True), ((word + 1) / 2**32, False)):
-            y = ops.dropout(x, rng(context, 21, 4), p=p)
+            y = mask(context, dtype, 21, 4, p)
             kept = float(y[index]) != 0.0
             check(kept == keep, f"element {index} has the word {word}; kept is {kept} at p = {p!r}")
             compare_mask(f"p = {p!r}", y, philox.kept(21, 4, COUNT, p))
@@ -165,13 +170,10 @@ def rule_logical_order(context: Context, *, dtype: torch.dtype) -> None:
 
 def rule_calls_differ(context: Context, *, dtype: torch.dtype) -> None:
     """Another seed or offset is another mask; the same pair is the same mask again."""
-    x = torch.ones(COUNT, dtype=dtype, device=context.device)
-    first = ops.dropout(x, rng(context, 1, 1), p=0.5)
-    check_equal_bits(
-        "the same seed and offset again", ops.dropout(x, rng(context, 1, 1), p=0.5), first
-    )
+    first = mask(context, dtype, 1, 1)
+    check_equal_bits("the same seed and offset again", mask(context, dtype, 1, 1), first)
     for name, pair in {"seed": (2, 1), "offset": (1, 2)}.items():
-        other = ops.dropout(x, rng(context, *pair), p=0.5)
+        other = mask(context, dtype, *pair)
         check(not torch.equal(other, first), f"another {name} gave the same mask")
 
 
@@ -185,12 +187,11 @@ def rule_drawn(context: Context, *, dtype: torch.dtype) -> None:
 
 def rule_global_state(context: Context, *, dtype: torch.dtype) -> None:
     """torch's global generators neither decide the mask nor move with it."""
-    x = torch.ones(COUNT, dtype=dtype, device=context.device)
     torch.manual_seed(1)
-    first = ops.dropout(x, rng(context, 6, 6), p=0.5)
+    first = mask(context, dtype, 6, 6)
     torch.manual_seed(2)
     before = torch.get_rng_state()
-    second = ops.dropout(x, rng(context, 6, 6), p=0.5)
+    second = mask(context, dtype, 6, 6)
     check(torch.equal(torch.get_rng_state(), before), "the global generator moved")
     check_equal_bits("mask after another torch.manual_seed", second, first)
 
@@ -245,15 +246,11 @@ def generator_is_on_device(context: Context) -> None:
     """It belongs to the device that was asked for."""
     for index in range(context.backend.device_count()):
         generator = context.backend.generator(1, index)
-        check(
-            isinstance(generator, torch.Generator), f"torch.Generator expected, got {generator!r}"
-        )
-        device = context.backend.device(index)
-        same = generator.device.type == device.type and generator.device.index in (
-            device.index,
-            None,
-        )
-        check(same, f"on {device} expected, got {generator.device}")
+        text = f"torch.Generator expected, got {generator!r}"
+        check(isinstance(generator, torch.Generator), text)
+        device, found = context.backend.device(index), generator.device
+        same = found.type == device.type and found.index in (device.index, None)
+        check(same, f"on {device} expected, got {found}")
 
 
 def draw(context: Context, generator: torch.Generator) -> Tensor:

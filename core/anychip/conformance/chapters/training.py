@@ -17,7 +17,6 @@ import numpy as np
 from torch import Tensor
 
 import anychip
-from anychip.comm import alone
 from anychip.conformance import trainee
 from anychip.conformance.case import Case, Context, Curve, check
 from anychip.conformance.oracles import training as oracle
@@ -105,9 +104,7 @@ def train(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses by step, and the parameters."""
     model = trainee.decoder(oracle.SIZES, context.device)
-    comm = alone()
-    comm.device = context.device.type
-    opt = zero.Optimizer(model, rule_of(recipe, states), comm)
+    opt = zero.Optimizer(model, rule_of(recipe, states), trainee.alone_on(context.device))
     losses = []
     for step in range(oracle.STEPS):
         tokens, targets = trainee.batch(oracle.SIZES, step)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from anychip.comm import alone
 from anychip.conformance import trainee
 from anychip.conformance.case import Case, Context, check, check_equal_bits
 from anychip.contract import Communicator
@@ -117,9 +116,7 @@ def serial(context: Context, rule: optim.Rule) -> Trained:
     device = context.device
     model = trainee.decoder(SIZES, device)
     params = list(model.parameters())
-    comm = alone()
-    comm.device = device.type
-    opt = zero.Optimizer(model, rule, comm)
+    opt = zero.Optimizer(model, rule, trainee.alone_on(device))
     norms = []
     for step in range(STEPS):
         sums: list[Tensor] = []

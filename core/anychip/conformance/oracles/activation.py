@@ -208,31 +208,24 @@ def _softplus_calls() -> Iterator[Call]:
     yield _limit(**SOFTPLUS_FORMS["beta:1"])
 
 
-def _swiglu_arguments(draw: Draw, x: Make) -> Arguments:
+def _gated(draw: Draw, x: Make, **attrs: Any) -> Arguments:
     gate = x(draw)
-    return (gate, draw.normal(*gate.shape)), {}
+    return (gate, draw.normal(*gate.shape)), attrs
 
 
-def _geglu_arguments(draw: Draw, x: Make, approximate: str) -> Arguments:
-    return _swiglu_arguments(draw, x)[0], {"approximate": approximate}
-
-
-def _bias_gelu_arguments(draw: Draw, x: Make, approximate: str) -> Arguments:
+def _bias_gelu_arguments(draw: Draw, x: Make, **attrs: Any) -> Arguments:
     made = x(draw)
-    return (made, draw.normal(made.shape[-1])), {"approximate": approximate}
+    return (made, draw.normal(made.shape[-1])), attrs
 
 
-def _cancelling(draw: Draw, approximate: str) -> Arguments:
+def _cancelling(draw: Draw, **attrs: Any) -> Arguments:
     # Sums near 0 of numbers near 8: a sum that is rounded to 16 bits first has no digit left.
     bias = draw.normal(96, scale=8.0)
-    return ((-bias).expand(5, 96) + draw.normal(5, 96, scale=0.05), bias), {
-        "approximate": approximate
-    }
+    return ((-bias).expand(5, 96) + draw.normal(5, 96, scale=0.05), bias), attrs
 
 
-def _wide_bias(draw: Draw, approximate: str) -> Arguments:
-    args = (draw.normal(6, 40), draw.normal(40, dtype=torch.float32))
-    return args, {"approximate": approximate}
+def _wide_bias(draw: Draw, **attrs: Any) -> Arguments:
+    return (draw.normal(6, 40), draw.normal(40, dtype=torch.float32)), attrs
 
 
 def _bias_gelu_calls() -> Iterator[Call]:
@@ -285,6 +278,6 @@ RELU2 = _unary(
 SIGMOID = _unary(sigmoid, lambda grad, x: grad * _sigmoid_slope(x), _limited_calls, *_LOWER)
 TANH = _unary(tanh, lambda grad, x: grad * _tanh_slope(x), _limited_calls, *_LOWER)
 SOFTPLUS = _unary(_softplus, _softplus_gradient, _softplus_calls, "17.beta:1", "1025.beta:1")
-SWIGLU = differentiable(_swiglu, partial(_each, _swiglu_arguments), *_LOWER)
+SWIGLU = differentiable(_swiglu, partial(_each, _gated), *_LOWER)
 BIAS_GELU = differentiable(_bias_gelu, _bias_gelu_calls, *_BY_FORM)
-GEGLU = differentiable(_geglu, partial(_by_form, _geglu_arguments), *_BY_FORM)
+GEGLU = differentiable(_geglu, partial(_by_form, _gated), *_BY_FORM)

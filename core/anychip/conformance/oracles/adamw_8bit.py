@@ -73,12 +73,7 @@ def _nearest(steps: Array, form: _Form) -> Array:
 def _coded(x: Rounded, form: _Form) -> tuple[Rounded, Rounded]:
     rows = x.shaped(lambda array: quantization._rows(array, BLOCK))
     scales = quantization._scales(rows, float(form.numbers[-1]))
-    usable = (np.isfinite(scales.value) & (scales.value > 0.0))[:, None]
-    divisor = Rounded(
-        np.where(usable, scales.value[:, None], 1.0),
-        np.where(usable, scales.worst[:, None], 0.0),
-        np.where(usable, scales.spread[:, None], 0.0),
-    )
+    divisor, usable = quantization._divisor(scales)
     steps = rows / divisor
     value = np.where(usable, steps.value, 0.0)
     # A square of 0, of an average of 0, has no error: its code is 0, and not the smallest one.
@@ -175,7 +170,7 @@ def _sized(draw: Draw, size: int) -> Arguments:
 
 
 def _calls() -> Iterator[Call]:
-    yield from with_codes(update._adamw_calls())
+    yield from with_codes(update.step_calls(update._step, update.ADAMW_STEPS))
     for size in (255, 256, 257, 511, 512, 513, 2049):
         yield Call(f"size:{size}", partial(coded, partial(_sized, size=size)))
     yield Call("any-codes", _any_codes, statistical=False)

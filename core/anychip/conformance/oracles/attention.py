@@ -30,7 +30,7 @@ from anychip.conformance.calls import Arguments, Call, Draw, changed, special
 from anychip.conformance.formats import FORMATS, Format
 from anychip.conformance.labels import Forms, Labels
 from anychip.conformance.oracles import philox
-from anychip.conformance.oracles.oracle import Answer, differentiable
+from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Mask = NDArray[np.bool_]
 _HEADS_FIRST = (0, 2, 1, 3)
@@ -42,37 +42,6 @@ def _repeated(x: Rounded, groups: int) -> Rounded:
     return x.transpose(*_HEADS_FIRST).shaped(lambda array: np.repeat(array, groups, axis=1))
 
 
-class _Softmax:
-    """The part that both directions need: unnormalised weights, their sum, lse."""
-
-    def __init__(self, q: Rounded, k: Rounded, hidden: Mask, scale: float | None) -> None:
-        self.scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
-        self.q = q.transpose(*_HEADS_FIRST)
-        self.k = _repeated(k, q.shape[2] // k.shape[2])
-        self.scores = matmul(self.q, self.k.transpose(*_KEYS_LAST)) * self.scale
-        self.hidden = np.broadcast_to(hidden, self.scores.shape)
-        self.blind = np.all(self.hidden, axis=-1, keepdims=True)
-        seen = np.where(self.hidden, -np.inf, self.scores.value)
-        # Any number near the maximum will do; it cancels and has no error.
-        top = seen.max(-1, keepdims=True, initial=-np.inf)
-        self.top = Rounded.exact(np.where(self.blind, 0.0, top))
-        self.weights = self._visible(exp(where(self.hidden, self.top, self.scores) - self.top))
-        self.total = self.weights.sum(-1, keepdims=True)
-        self.lse = log(self.weights.stored(q.format).sum(-1, keepdims=True)) + self.top
-
-    def _visible(self, weights: Rounded) -> Rounded:
-        return where(self.hidden, 0.0, weights)
-
-    def probabilities(self, lse: Rounded) -> Rounded:
-        """exp(score - lse), as the gradient recomputes it."""
-        return self._visible(exp(where(self.hidden, lse, self.scores) - lse))
-
-    def output(self, v: Rounded, factor: Rounded | None) -> Rounded:
-        """(B, H, Sq, D), for values that are repeated per head."""
-        weights = self.weights if factor is None else self.weights * factor
-        return where(self.blind, 0.0, matmul(weights.stored(self.q.format), v) / self.total)
-
-
 def attend(
     q: Rounded,
     k: Rounded,
@@ -80,46 +49,50 @@ def attend(
     hidden: Mask,
     scale: float | None,
     factor: Rounded | None = None,
-) -> tuple[Rounded, Rounded]:
-    """y and lse. hidden: (Sq, Sk), which keys a query does not see; factor: of the weights."""
-    softmax = _Softmax(q, k, hidden, scale)
-    y = softmax.output(_repeated(v, q.shape[2] // v.shape[2]), factor)
-    return y.transpose(*_HEADS_FIRST), softmax.lse[..., 0]
-
-
-def attend_backward(
-    grad: Rounded,
-    q: Rounded,
-    k: Rounded,
-    v: Rounded,
-    hidden: Mask,
-    scale: float | None,
-    factor: Rounded | None = None,
-    whole: tuple[Rounded, Rounded] | None = None,
     out_dtype: torch.dtype | None = None,
-) -> tuple[Rounded, Rounded, Rounded]:
-    """Gradients of q, k and v. whole: y and lse of all keys, where these are a block of them."""
-    groups = q.shape[2] // k.shape[2]
-    softmax, wide_v = _Softmax(q, k, hidden, scale), _repeated(v, groups)
-    if whole is None:
-        y, lse = softmax.output(wide_v, factor).stored(format_of(q, out_dtype)), softmax.lse
-    else:
-        y, lse = whole[0].transpose(*_HEADS_FIRST), whole[1][..., None]
-    dy = grad.transpose(*_HEADS_FIRST)
-    p = softmax.probabilities(lse)
-    dp, kept = matmul(dy, wide_v.transpose(*_KEYS_LAST)), p
-    if factor is not None:
-        dp, kept = dp * factor, p * factor
-    delta = (dy * y).sum(-1, keepdims=True)
-    ds = (p * (dp - delta) * softmax.scale).stored(q.format)
-    dq = matmul(ds, softmax.k)
-    dk = matmul(ds.transpose(*_KEYS_LAST), softmax.q)
-    dv = matmul(kept.stored(q.format).transpose(*_KEYS_LAST), dy)
-    return (
-        dq.transpose(*_HEADS_FIRST),
-        _grouped(dk, groups, k.format),
-        _grouped(dv, groups, v.format),
+) -> Answer:
+    """y and lse. hidden: (Sq, Sk), which keys a query does not see; factor: of the weights.
+
+    The gradients' function takes ``whole``, y and lse of all keys, where these are a block of them.
+    """
+    groups, scale = (
+        q.shape[2] // k.shape[2],
+        1.0 / math.sqrt(q.shape[3]) if scale is None else scale,
     )
+    own_q, own_k, own_v = q.transpose(*_HEADS_FIRST), _repeated(k, groups), _repeated(v, groups)
+    scores = matmul(own_q, own_k.transpose(*_KEYS_LAST)) * scale
+    hidden = np.broadcast_to(hidden, scores.shape)
+    blind = np.all(hidden, axis=-1, keepdims=True)
+    largest = np.where(hidden, -np.inf, scores.value).max(-1, keepdims=True, initial=-np.inf)
+    # Any number near the maximum will do; it cancels and has no error.
+    top = Rounded.exact(np.where(blind, 0.0, largest))
+
+    def weights_by(number: Rounded) -> Rounded:
+        """exp(score - number)"""
+        return where(hidden, 0.0, exp(where(hidden, number, scores) - number))
+
+    weights = weights_by(top)
+    lse = log(weights.stored(q.format).sum(-1, keepdims=True)) + top
+    dropped = weights if factor is None else weights * factor
+    total = weights.sum(-1, keepdims=True)
+    y = where(blind, 0.0, matmul(dropped.stored(q.format), own_v) / total)
+
+    def backward(grad: Rounded, whole: tuple[Rounded, Rounded] | None = None) -> Gradients:
+        known, of_all = y.stored(format_of(q, out_dtype)), lse
+        if whole is not None:
+            known, of_all = whole[0].transpose(*_HEADS_FIRST), whole[1][..., None]
+        dy, p = grad.transpose(*_HEADS_FIRST), weights_by(of_all)
+        dp, kept = matmul(dy, own_v.transpose(*_KEYS_LAST)), p
+        if factor is not None:
+            dp, kept = dp * factor, p * factor
+        delta = (dy * known).sum(-1, keepdims=True)
+        ds = (p * (dp - delta) * scale).stored(q.format)
+        dk = matmul(ds.transpose(*_KEYS_LAST), own_q)
+        dv = matmul(kept.stored(q.format).transpose(*_KEYS_LAST), dy)
+        dq = matmul(ds, own_k).transpose(*_HEADS_FIRST)
+        return dq, _grouped(dk, groups, k.format), _grouped(dv, groups, v.format)
+
+    return (y.transpose(*_HEADS_FIRST), lse[..., 0]), backward
 
 
 def _grouped(x: Rounded, groups: int, format: Format) -> Rounded:
@@ -184,8 +157,7 @@ def _given(
 def _answer(
     q: Rounded, k: Rounded, v: Rounded, *drop: Any, out_dtype: Any = None, **attrs: Any
 ) -> Answer:
-    given = (q, k, v, *_given(q, k, *drop, **attrs))
-    return attend(*given), lambda grad: attend_backward(grad, *given, out_dtype=out_dtype)
+    return attend(q, k, v, *_given(q, k, *drop, **attrs), out_dtype)
 
 
 Sizes = tuple[int, int, int, int, int]

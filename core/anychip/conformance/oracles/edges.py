@@ -301,8 +301,8 @@ EDGES: Mapping[str, Edges] = {
        for name in ("silu", "relu", "relu2", "sigmoid", "tanh")},
     "softplus": _activation(activation._one_argument, **activation.SOFTPLUS_FORMS["beta:1"]),
     "bias_gelu": _by_form(activation._bias_gelu_arguments),
-    "swiglu": _activation(activation._swiglu_arguments),
-    "geglu": _by_form(activation._geglu_arguments),
+    "swiglu": _activation(activation._gated),
+    "geglu": _by_form(activation._gated),
     "softmax": both(
         sweep(softmax._plain, "keys", more=(*HIDDEN, *VOCABULARIES), quick=(*QUICK, *WIDTHS),
               shape=(3, N)),

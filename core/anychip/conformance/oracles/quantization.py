@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from anychip.conformance.arithmetic import SMALLEST_NORMAL, UNIT, Rounded
+from anychip.conformance.arithmetic import SMALLEST_NORMAL, UNIT, Rounded, where
 from anychip.conformance.calls import Arguments, Call, Draw, changed
 from anychip.conformance.formats import Array
 from anychip.conformance.labels import Labels
@@ -124,19 +124,20 @@ def _whole(steps: Array, words: Array | None) -> Array:
     return up
 
 
-def _codes(rows: Rounded, scales: Rounded, words: Array | None, name: str) -> Rounded:
+def _divisor(scales: Rounded) -> tuple[Rounded, NDArray[np.bool_]]:
+    """A column of scales, 1 where a block's is 0 or no number; and where it can be used."""
     usable = np.isfinite(scales.value) & (scales.value > 0.0)
-    divisor = Rounded(
-        np.where(usable, scales.value, 1.0)[:, None],
-        np.where(usable, scales.worst, 0.0)[:, None],
-        np.where(usable, scales.spread, 0.0)[:, None],
-    )
+    return where(usable, scales, 1.0)[:, None], usable[:, None]
+
+
+def _codes(rows: Rounded, scales: Rounded, words: Array | None, name: str) -> Rounded:
+    divisor, usable = _divisor(scales)
     steps = rows / divisor
-    value = np.where(usable[:, None], steps.value, 0.0)
-    exact = usable[:, None] & _is_float32(divisor.value) & _is_float32(value)
+    value = np.where(usable, steps.value, 0.0)
+    exact = usable & _is_float32(divisor.value) & _is_float32(value)
     # The ends between nf4's values are rounded themselves.
     exact &= name != "nf4"
-    error = np.where(usable[:, None] & ~exact, steps.worst, 0.0) * UNIT
+    error = np.where(usable & ~exact, steps.worst, 0.0) * UNIT
     low, mid, high = (_places(value + shift, name, words) for shift in (-error, 0.0, error))
     size = np.maximum(np.abs(high - mid), np.abs(mid - low)) / UNIT
     values = _floats(name)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from anychip.conformance.arithmetic import UNIT, Rounded, concatenate, power, sqrt
+from anychip.conformance.arithmetic import UNIT, Rounded, concatenate, sqrt
 from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
 from anychip.conformance.oracles import update
 from anychip.conformance.oracles.oracle import Oracle
@@ -50,12 +50,8 @@ def _sums_forward(tensors: Sequence[Rounded]) -> tuple[Rounded]:
 def _moved(
     p: Rounded, g: Rounded, m: Rounded, v: Rounded, count: Rounded, attrs: dict[str, float]
 ) -> tuple[Rounded, Rounded, Rounded]:
-    beta1, beta2 = attrs["beta1"], attrs["beta2"]
-    first = beta1 * m + (1.0 - beta1) * g
-    second = beta2 * v + (1.0 - beta2) * (g * g)
-    corrected = first / (1.0 - power(Rounded.constant(beta1), count))
-    root = sqrt(second / (1.0 - power(Rounded.constant(beta2), count)))
-    return first, second, corrected / (root + attrs["eps"]) + attrs["weight_decay"] * p
+    first, second, step = update.adam_moved(g, m, v, count, attrs)
+    return first, second, step + attrs["weight_decay"] * p
 
 
 def _lamb_sums_forward(*args: Any, **attrs: Any) -> tuple[Rounded]:
@@ -145,7 +141,7 @@ def _sums_calls() -> Iterator[Call]:
 
 _SAME = "plain first step:255 step:4098 step:65535 late no-decay eps betas".split()
 _STEPS: dict[str, dict[str, Any]] = {
-    **{label: update._ADAMW[label] for label in _SAME},
+    **{label: update.ADAMW_STEPS[label] for label in _SAME},
     "decay": {"weight_decay": 5.0},
     # A parameter of 0 has no norm, and a step of 0 has none either.
     "zero-params": {"params": 0.0},

@@ -74,13 +74,20 @@ def in_lists(one: One, *args: Any, **attrs: Any) -> tuple[Rounded, ...]:
 def _adamw(
     p: Rounded, g: Rounded, m: Rounded, v: Rounded, *, lr: Rounded, count: Rounded, **attrs: float
 ) -> tuple[Rounded, ...]:
+    first, second, update = adam_moved(g, m, v, count, attrs)
+    return p * (1.0 - lr * attrs["weight_decay"]) - lr * update, first, second
+
+
+def adam_moved(
+    g: Rounded, m: Rounded, v: Rounded, count: Rounded, attrs: Mapping[str, float]
+) -> tuple[Rounded, Rounded, Rounded]:
+    """The new averages, and the step that they give."""
     beta1, beta2 = attrs["beta1"], attrs["beta2"]
-    correction1 = 1.0 - power(Rounded.constant(beta1), count)
-    correction2 = 1.0 - power(Rounded.constant(beta2), count)
     first = beta1 * m + (1.0 - beta1) * g
     second = beta2 * v + (1.0 - beta2) * (g * g)
-    update = (first / correction1) / (sqrt(second / correction2) + attrs["eps"])
-    return p * (1.0 - lr * attrs["weight_decay"]) - lr * update, first, second
+    corrected = first / (1.0 - power(Rounded.constant(beta1), count))
+    root = sqrt(second / (1.0 - power(Rounded.constant(beta2), count)))
+    return first, second, corrected / (root + attrs["eps"])
 
 
 def scaled(g: Rounded, scale: Rounded | None, clip: Rounded | None) -> Rounded:
@@ -258,7 +265,7 @@ def _step(
     return (weights, grads, moments, squares, *fixed, *scalars, lower), {**ADAMW_ATTRS, **changes}
 
 
-_ADAMW: dict[str, dict[str, Any]] = {
+ADAMW_STEPS: dict[str, dict[str, Any]] = {
     "plain": {},
     # The first step, from moments of 0: bias correction is all, and a wrong count is a factor.
     "first": {"step": 0.0, "zero_moments": True},
@@ -287,19 +294,15 @@ _ADAMW: dict[str, dict[str, Any]] = {
 
 
 def step_calls(
-    step: Callable[..., Arguments], table: Mapping[str, Mapping[str, Any]]
+    step: Callable[..., Arguments], table: Mapping[str, Mapping[str, Any]], layout: str = "plain"
 ) -> Iterator[Call]:
-    """Those of a table, and those that every rule has."""
+    """Those of a table, and those that every rule has; layout: label of those in layouts."""
     for label, changes in table.items():
         yield Call(label, partial(step, **changes))
     yield Call("own-dtype", lambda draw: step(draw, param=draw.dtype))
-    yield from in_layouts("plain", step)
+    yield from in_layouts(layout, step)
     long = partial(step, shapes=LONG, scale=64.0, clip=0.5, low=torch.bfloat16)
     yield Call("long", long, full=True)
-
-
-def _adamw_calls() -> Iterator[Call]:
-    return step_calls(_step, _ADAMW)
 
 
 SGD_ATTRS: dict[str, Any] = {
@@ -348,16 +351,6 @@ def _short_step(
     return (*args[:2], args[2] if attrs.get("momentum", 1.0) else [], *args[4:]), attrs
 
 
-def _short_calls(attrs: dict[str, Any], table: dict[str, dict[str, Any]]) -> Iterator[Call]:
-    for label, changes in table.items():
-        yield Call(label, partial(_short_step, attrs=attrs, **changes))
-    make = partial(_short_step, attrs=attrs)
-    yield Call("own-dtype", lambda draw: make(draw, param=draw.dtype))
-    yield from in_layouts("layout", make)
-    long = partial(make, shapes=LONG, scale=64.0, clip=0.5, low=torch.bfloat16)
-    yield Call("long", long, full=True)
-
-
 L2_NORM = Oracle(forward=_l2_forward, calls=_l2_calls, lower_precision=("2", "17", "100"))
 CLIP = Oracle(forward=_clip_forward, calls=_clip_calls, lower_precision=("norm:3",))
 UNSCALE_AND_CHECK = Oracle(
@@ -365,16 +358,16 @@ UNSCALE_AND_CHECK = Oracle(
 )
 ADAMW = Oracle(
     forward=partial(in_lists, _adamw),
-    calls=_adamw_calls,
+    calls=partial(step_calls, _step, ADAMW_STEPS),
     lower_precision=("plain", "late", "scale-clip"),
 )
 SGD = Oracle(
     forward=partial(in_lists, _sgd),
-    calls=partial(_short_calls, SGD_ATTRS, _SGD),
+    calls=partial(step_calls, partial(_short_step, attrs=SGD_ATTRS), _SGD, "layout"),
     lower_precision=("scale-clip", "nesterov"),
 )
 LION = Oracle(
     forward=partial(in_lists, _lion),
-    calls=partial(_short_calls, LION_ATTRS, _LION),
+    calls=partial(step_calls, partial(_short_step, attrs=LION_ATTRS), _LION, "layout"),
     lower_precision=("plain", "scale-clip"),
 )

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import Arguments, Call, Draw, special
 from anychip.conformance.labels import Labels, lengths
-from anychip.conformance.oracles.attention import Mask, attend, attend_backward, to_float32
+from anychip.conformance.oracles.attention import Mask, attend, to_float32
 from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Ends = NDArray[np.int64]
@@ -56,11 +56,11 @@ def _answer(
 ) -> Answer:
     hidden = _hidden((q.shape[0], k.shape[0]), of_queries, of_keys, causal)
     three = (_unpadded(q, of_queries), _unpadded(k, of_keys), _unpadded(v, of_keys))
-    y, lse = attend(*three, hidden, scale)
+    (y, lse), of_whole = attend(*three, hidden, scale, **out_dtype)
 
     def backward(grad: Rounded) -> Gradients:
-        given = (_unpadded(grad, of_queries), *three, hidden, scale)
-        return tuple(gradient[0] for gradient in attend_backward(*given, **out_dtype))
+        found = of_whole(_unpadded(grad, of_queries))
+        return tuple(gradient[0] for gradient in found if gradient is not None)
 
     return (y[0], lse[0]), backward
 

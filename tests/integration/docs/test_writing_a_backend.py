@@ -1,0 +1,82 @@
+"""docs/writing-a-backend.md: its chip is the template's, and its commands run in their order."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.vendor_afternoon import ROOT, TABLE, Vendor, blocks
+
+LIMIT = 150
+"""Lines of a whole chip: docs say that it is written in an afternoon."""
+
+
+def written(vendor: Vendor) -> str:
+    """The chip of the page, without a kernel."""
+    for _, language, text in blocks():
+        if language == "c":
+            vendor.write(text)
+            if TABLE in vendor.path.read_text():
+                break
+    return vendor.path.read_text()
+
+
+def test_chip_of_the_page_is_the_one_of_the_template_and_the_example(tmp_path: Path) -> None:
+    example = (ROOT / "examples" / "minichip" / "minichip.c").read_text(encoding="utf-8")
+    text = written(Vendor(tmp_path))
+    assert text == example.replace("minichip", "acme").replace("Minichip", "Acme")
+    assert len(text.splitlines()) <= LIMIT
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(900)
+def test_commands_of_the_page_run_in_order(tmp_path: Path) -> None:
+    def shorter(command: str) -> str:
+        if command.startswith("anychip conformance"):
+            return f"{command} --chapter device --chapter memory"
+        return command.replace("--steps 50", "--steps 3")
+
+    vendor = Vendor(tmp_path, ANYCHIP_PROBE_TIMEOUT="120")  # other tests run beside it
+    done = list(vendor.follow(shorter))
+    printed = {step.command: step.printed for step in done}
+    assert len(done) == len({step.command for step in done}) + 1  # cc, again after the kernel
+    assert "Acme 0, by libacme.so" in printed["anychip doctor ./libacme.so"]
+    (conformance,) = (text for command, text in printed.items() if "conformance" in command)
+    assert re.search(r"^backend acme: passed$", conformance, re.MULTILINE)
+    assert re.search(r"^torch's operators, native: 0 of [1-9]", conformance, re.MULTILINE)
+    (bench,) = (text for command, text in printed.items() if "bench chip" in command)
+    assert re.search(r"^write next, 1: (?!add\.Tensor)\w", bench, re.MULTILINE)
+    *_, train, new, _, _, doctor = done
+    assert re.search(r"torch's operators, native: .*add\.Tensor", train.printed)
+    assert new.command.startswith("anychip new-backend")
+    assert "entry point acme = anychip_acme, from anychip-acme 0.1.0" in doctor.printed
+
+
+def test_first_kernel_of_the_page_takes_additions_from_the_host(tmp_path: Path) -> None:
+    vendor = Vendor(tmp_path)
+    for _, language, text in blocks():
+        if language == "c":
+            vendor.write(text)
+    compile_it = next(text for _, language, text in blocks() if language == "bash").splitlines()[0]
+    vendor.run("", compile_it)
+    (tmp_path / "count.py").write_text(
+        "import anychip, torch\n"
+        "chip = anychip.use('./libacme.so')\n"
+        "x = torch.arange(6.0).to(chip.device())\n"
+        "y = (x + x).add_(x, alpha=2) + 1\n"
+        "rows = [(*row,) for row in anychip.provenance().torch_rows() if row.operator[0] == 'a']\n"
+        "print(y.tolist(), dict(chip.host_calls()), rows)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "count.py"],
+        cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == (
+        "[1.0, 5.0, 9.0, 13.0, 17.0, 21.0] {'aten::add.Tensor': 1} "
+        "[('add.Tensor', 'acme', 'native', 2), ('add.Tensor', 'acme', 'host', 1)]"
+    ), done.stderr

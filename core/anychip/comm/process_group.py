@@ -320,5 +320,6 @@ def _reduction(opts: Any) -> Reduction:
     for name, operation in _REDUCTIONS.items():
         if asked == operation:
             return name
-    known = ", ".join(_REDUCTIONS)
-    raise UnsupportedError(f"reductions {known} expected, got {asked}: no chip has more here")
+    names = dist.ReduceOp.RedOpType.__members__.items()
+    called = next((name for name, operation in names if asked == operation), asked)
+    raise UnsupportedError(f"reductions {', '.join(_REDUCTIONS)} expected, got {called}")

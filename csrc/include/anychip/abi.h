@@ -196,14 +196,14 @@ enum { ANYCHIP_SUM = 0, ANYCHIP_AVG = 1, ANYCHIP_MAX = 2, ANYCHIP_MIN = 3 };
 typedef uint64_t anychip_comm; /* a group of ranks, as one of them sees it */
 
 /* Communication among ranks, each a process with one device. All or nothing: a library that has the
- * table has every function of it, and streams and events as well. Calls are queued on a stream, wait
- * for other ranks there and not on the host, and are ordered there; every rank of a group makes the
- * same calls in one order. A count is in elements of the type.
+ * table has every function of it, and streams and events as well. Calls are queued on a stream,
+ * wait for other ranks there and not on the host, and are ordered there; every rank of a group
+ * makes the same calls in one order. A count is in elements of the type.
  *
- * A call with a count of 0 (of all_to_all: all counts) sends nothing and waits for nobody, but still
- * gives ANYCHIP_ENOTSUP where one with elements would, before anything is sent, and alike on all
- * ranks: the host asks so before the first call, and does the rest by itself. ANYCHIP_ENOTSUP for
- * elements in what was taken so ends the job.
+ * A call with a count of 0 (of all_to_all: all counts) sends nothing and waits for nobody, but
+ * still gives ANYCHIP_ENOTSUP where one with elements would, before anything is sent, and alike on
+ * all ranks: the host asks so before the first call, and does the rest by itself. ANYCHIP_ENOTSUP
+ * for elements in what was taken so ends the job.
  *
  * A call that fails, or was aborted, is told by async_error, and by what waits for its stream until
  * its group is destroyed; then the device goes on. */

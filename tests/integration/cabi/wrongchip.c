@@ -10,7 +10,7 @@ static const float* data(const anychip_tensor* t) {
 
 static anychip_status add(const anychip_call* call) {
   const anychip_tensor *a = call->arguments[0]->v.tensor, *b = call->arguments[1]->v.tensor;
-  anychip_tensor* r = call->results[0];
+  const anychip_tensor* r = call->results[0];
   int64_t n = 1, m = 1;
   for (int d = 0; d < r->ndim; ++d) n *= r->size[d];
   for (int d = 0; d < b->ndim; ++d) m *= b->size[d];

@@ -42,6 +42,12 @@ def _repeated(x: Rounded, groups: int) -> Rounded:
     return x.transpose(*_HEADS_FIRST).shaped(lambda array: np.repeat(array, groups, axis=1))
 
 
+def _top(scores: Rounded, hidden: Mask, blind: Mask) -> Rounded:
+    """Any number near the maximum will do; it cancels and has no error."""
+    largest = np.where(hidden, -np.inf, scores.value).max(-1, keepdims=True, initial=-np.inf)
+    return Rounded.exact(np.where(blind, 0.0, largest))
+
+
 def attend(
     q: Rounded,
     k: Rounded,
@@ -63,9 +69,7 @@ def attend(
     scores = matmul(own_q, own_k.transpose(*_KEYS_LAST)) * scale
     hidden = np.broadcast_to(hidden, scores.shape)
     blind = np.all(hidden, axis=-1, keepdims=True)
-    largest = np.where(hidden, -np.inf, scores.value).max(-1, keepdims=True, initial=-np.inf)
-    # Any number near the maximum will do; it cancels and has no error.
-    top = Rounded.exact(np.where(blind, 0.0, largest))
+    top = _top(scores, hidden, blind)
 
     def weights_by(number: Rounded) -> Rounded:
         """exp(score - number)"""

@@ -80,7 +80,7 @@ class Collectives(Transport):
     ) -> None:
         self.job, self._group, self._chip = job, group, chip
         self.device = chip.table.name
-        self._staged = job.staged(group, self.device)
+        self._staged = job.host(group, self.device)
         self.capabilities = self._staged.capabilities
         self._turn, self._ending, self._is_aborted = threading.Lock(), threading.Lock(), False
         self._comm = self._joined()

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from time import strftime
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from rich.console import Console
@@ -22,6 +22,7 @@ from anychip.cli.settings import SettingsCommand, list_settings
 
 if TYPE_CHECKING:
     from anychip.contract import Backend
+    from anychip.train.comparing import Comparison
     from anychip.train.config import Config
     from anychip.train.interruption import Interruption
     from anychip.train.loop import Run
@@ -29,6 +30,14 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _REFUSALS = (WRONG_USE, CANNOT_RUN)
+
+
+class _Options(NamedTuple):
+    """What a rank is told as the launcher is: see the command's help."""
+
+    resume: bool
+    as_json: bool
+    compare: str | None
 
 
 class _Path(click.Path):
@@ -62,6 +71,11 @@ PATH = _Path(path_type=Path)
 )
 @click.option("--out", type=PATH, help="Directory for the results.  [default: runs/<time>]")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, with its settings.")
+@click.option(
+    "--compare",
+    metavar="NAME",
+    help="Make every call of an operator on this chip too; stop at the first difference.",
+)
 @click.option("--settings", "lists", is_flag=True, help="List every setting; train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for programs.")
 @click.pass_context
@@ -75,6 +89,7 @@ def command(
     nproc: int,
     out: Path | None,
     resume: bool,
+    compare: str | None,
     lists: bool,
     as_json: bool,
 ) -> int:
@@ -101,9 +116,10 @@ def command(
     settings += [f"data.files={json.dumps(texts)}"] if texts else []
     if resume and path is None:
         path = directory / "config.toml"
+    options = _Options(resume, as_json, compare)
     if nproc > 1:
-        return _launch(nproc, path, settings, backend, directory, resume=resume, as_json=as_json)
-    return _train(path, settings, backend, directory, resume=resume, as_json=as_json)
+        return _launch(nproc, path, settings, backend, directory, options)
+    return _train(path, settings, backend, directory, options)
 
 
 def _rank() -> int | None:
@@ -138,9 +154,7 @@ def _launch(
     settings: list[str],
     backend: str | None,
     out: Path,
-    *,
-    resume: bool,
-    as_json: bool,
+    options: _Options,
 ) -> int:
     """Starts the ranks, each with this command and the chip that was chosen here."""
     import anychip
@@ -158,7 +172,8 @@ def _launch(
         chosen = registry.name_of(anychip.use(backend, config=next(iter(names), None)))
     words = ["train", *([str(path)] if path else []), *settings]
     words += ["--backend", chosen, "--out", str(out)]
-    words += ["--resume"] * resume + ["--json"] * as_json
+    words += ["--resume"] * options.resume + ["--json"] * options.as_json
+    words += ["--compare", options.compare] if options.compare else []
     program = [sys.executable, "-m", "anychip"]
     try:
         logs = out / "logs"
@@ -218,15 +233,13 @@ def _train(
     settings: list[str],
     backend: str | None,
     out: Path,
-    *,
-    resume: bool,
-    as_json: bool,
+    options: _Options,
 ) -> int:
     from anychip import registry
     from anychip.train import config, interruption
 
     # With --json, stdout has the result and nothing else. Of several ranks the first speaks.
-    console = Console(stderr=as_json, highlight=False, quiet=bool(_rank()))
+    console = Console(stderr=options.as_json, highlight=False, quiet=bool(_rank()))
     configuration = config.load(path, settings, note=lambda text: _say(console, text))
     chip, names = _own_chip(backend, configuration)
     _say(console, str(chip.decision))
@@ -236,7 +249,7 @@ def _train(
     # A rank that left others between their meeting and the first step would look lost to them.
     asked = None if _rank() is None else interruption.Interruption()
     with asked or nullcontext():
-        return _run(named, chip, out, console, asked, resume=resume, as_json=as_json)
+        return _run(named, chip, out, console, asked, options)
 
 
 def _run(
@@ -245,25 +258,27 @@ def _run(
     out: Path,
     console: Console,
     asked: Interruption | None,
-    *,
-    resume: bool,
-    as_json: bool,
+    options: _Options,
 ) -> int:
     from anychip import runtime
-    from anychip.train import display, interruption, lock, loop
+    from anychip.train import comparing, display, interruption, lock, loop
 
     with runtime.device_errors(chip.device_type):
         run = loop.build(named, chip)
     out.mkdir(parents=True, exist_ok=True)
     with lock.hold(out) if run.is_first else nullcontext():
-        if resume:
+        if options.resume:
             loop.restore(run, out)
         elif run.is_first:
             _require_empty(out)  # there may have been another one since
         _say(console, _plan(run))
         is_trained = False
         try:
-            with display.Display(console, steps=named.run.steps, done=run.step) as show:
+            other = options.compare
+            with (
+                display.Display(console, steps=named.run.steps, done=run.step) as show,
+                comparing.compared(chip, other, run, out) if other else nullcontext() as comparison,
+            ):
                 rows = loop.train(run, out, show, asked)
             is_trained = True
             sample = loop.finish(run, out, rows)
@@ -278,10 +293,12 @@ def _run(
             return 128 + stop.signal
     if not run.is_first:
         return 0
-    if as_json:
-        click.echo(json.dumps(_to_json(chip, out, rows), indent=2))
+    if options.as_json:
+        click.echo(json.dumps(_to_json(chip, out, rows, comparison), indent=2))
     else:
         _show(console, rows, sample, out)
+        if comparison is not None:
+            _say(console, f"\n{comparison}")
     return 0
 
 
@@ -395,10 +412,13 @@ def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, soft_wrap=True)
 
 
-def _to_json(chip: Backend, out: Path, rows: list[StepRecord]) -> dict[str, Any]:
+def _to_json(
+    chip: Backend, out: Path, rows: list[StepRecord], comparison: Comparison | None
+) -> dict[str, Any]:
     import anychip
 
     return {
+        **({"comparison": comparison.to_json()} if comparison else {}),
         "schema": SCHEMA,
         "out": str(out),
         "backend": chip.name,

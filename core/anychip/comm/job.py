@@ -238,16 +238,14 @@ class Job(contract.Job):
         last = error.detail.strip().splitlines()[-1]
         return self.fail(where, Failure(peers, f"{said} failed with {error.label}: {last}"))
 
-    def host(self, group: Membership) -> Transport:
+    def host(self, group: Membership, device: str | None = None) -> Transport:
         from anychip.comm.messages import Messages
         from anychip.comm.shared_memory import SharedCollectives, SharedMemory
 
         is_shared = isinstance(self.connections, SharedMemory)
         transport = SharedCollectives if is_shared else Messages
-        return transport(self.connections, group, self.timeout_s)
-
-    def staged(self, group: Membership, device: str) -> Transport:
-        return Staged(self.host(group), device)
+        found = transport(self.connections, group, self.timeout_s)
+        return found if device is None else Staged(found, device)
 
     def library(
         self, name: str, device: str, *, identity: str | None = None, **wishes: Any

@@ -41,7 +41,7 @@ _REDUCTIONS: dict[Reduction, Any] = {
 _ProcessGroup: Any = dist.ProcessGroup
 _TorchWork: Any = dist._Work  # type: ignore[attr-defined]
 _chips: dict[str, Backend] = {}
-Pair = tuple[torch.Tensor, torch.Tensor]
+_Copy = tuple[torch.Tensor, torch.Tensor]
 """Where a copy goes, and what is copied."""
 
 
@@ -264,7 +264,7 @@ class OverCommunicators(_ProcessGroup):  # type: ignore[misc]
         transfers = [Transfer(kind, part, r) for r, part in enumerate(parts) if r != rank]
         return self._made([self._of(own).exchange(transfers, async_op=True)], parts)
 
-    def _made(self, works: list[Work], results: Any, copies: Sequence[Pair] = ()) -> _Calls:
+    def _made(self, works: list[Work], results: Any, copies: Sequence[_Copy] = ()) -> _Calls:
         made = _Calls(works, _list(results), list(copies))
         if self._coalesced is not None:
             self._coalesced.append(made)
@@ -275,7 +275,7 @@ class _Calls(_TorchWork):  # type: ignore[misc]
     """Works under way, and the copies to make from what they have written."""
 
     def __init__(
-        self, works: list[Work] | None = None, results: Any = (), copies: Sequence[Pair] = ()
+        self, works: list[Work] | None = None, results: Any = (), copies: Sequence[_Copy] = ()
     ) -> None:
         super().__init__()
         self.parts = works or [], list(results), list(copies)

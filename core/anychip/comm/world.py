@@ -163,7 +163,7 @@ def _through_host(chip: Backend, job: Job) -> Transport | None:
             RuntimeWarning,
             stacklevel=6,
         )
-    return job.staged(job.world, chip.device_type)
+    return job.host(job.world, chip.device_type)
 
 
 TABLE: tuple[Callable[[Backend, Job], Transport | None], ...] = (

@@ -1,8 +1,7 @@
 """What an operator is (:class:`OperatorSpec`) and how a chip provides it (:class:`OperatorTable`).
 
-A spec is the one row from which dispatch, autograd, fallback, conformance cases, benchmark rows and
-documentation come. How a row is picked at a call is the business of ``anychip.dispatch``; the
-independent oracle of an operator lives in ``anychip.conformance``.
+A spec is the one row from which dispatch, autograd, fallback, conformance, benchmarks and documents
+come. ``anychip.dispatch`` picks a row at a call; oracles live in ``anychip.conformance``.
 """
 
 from __future__ import annotations
@@ -245,8 +244,7 @@ class Row:
         alignment: every tensor's address must be a multiple of this many bytes (up to 64).
         deterministic: it may run under torch's deterministic mode.
         paired: a *paired* row's backward and its residuals; see :meth:`OperatorTable.pair`.
-        declines: ``function`` may return NotImplemented before it has written anything: it does not
-            take this call after all. The next row is asked, and the call is counted as refused.
+        declines: it may return NotImplemented before it writes: the next row serves such a call.
         calls: what it calls of the chip's library, and what that is called there; for documents.
     """
 

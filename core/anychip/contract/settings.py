@@ -32,8 +32,7 @@ def unchanged(who: str) -> Iterator[None]:
         who: whose code the block runs, for the message.
 
     Raises:
-        ContractError: the block changed one; also in place of an error of the block's own, which is
-            then the context of this one.
+        ContractError: the block changed one; an error of the block's own is then its context.
     """
     before, turned = _read(), SameBits.turns
     try:

@@ -163,12 +163,8 @@ class Job(ABC):
     def has_failed(self) -> bool: ...
 
     @abstractmethod
-    def host(self, group: Membership) -> Transport:
-        """The transport of a group's ranks for tensors on the host; first called by all ranks."""
-
-    @abstractmethod
-    def staged(self, group: Membership, device: str) -> Transport:
-        """The transport of a group's ranks for a chip's tensors, by way of the host."""
+    def host(self, group: Membership, device: str | None = None) -> Transport:
+        """For tensors on the host, or by way of it on a device; first called by all ranks."""
 
     @abstractmethod
     def library(

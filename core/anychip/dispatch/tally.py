@@ -201,7 +201,7 @@ def provenance(*, reset: bool = False, torch: Iterable[TorchRow] = ()) -> Proven
         if calls:
             served[unserved(tally.row, tally.provider, tally.fallback)] += calls
             refused.update({unserved(*passed): calls for passed in tally.passed})
-    return Provenance(*(_lines(counted) for counted in (served, refused)), torch)
+    return Provenance(_lines(served), _lines(refused), torch)
 
 
 def _lines(counted: Counter[ProvenanceRow]) -> list[ProvenanceRow]:

@@ -53,7 +53,8 @@ def backends(*, use_cache: bool = True) -> list[BackendRecord]:
 
 
 def require(name: str) -> str:
-    """Asks a backend in a child process, for others to use: nothing of it is loaded here.
+    """Asks a backend for others to use it, in a child process but for the host's: of chips that
+    are each in a process of its own none is loaded here.
 
     Returns:
         The name by which every process on this machine finds it.
@@ -62,7 +63,7 @@ def require(name: str) -> str:
         UnknownBackendError, AmbiguousBackendError, BackendUnavailableError: as :func:`choose`.
     """
     plugin = resolve(name)
-    answer = answer_of(plugin)
+    answer = ready_instance(plugin)[1] if plugin.name == HOST else answer_of(plugin)
     if answer.status != "ready":
         raise unavailable(plugin.name, answer)
     return plugin.name

@@ -115,19 +115,35 @@ def calls(device: torch.device, folder: Path) -> None:
         same(uneven, [1.0, 2.0] if rank == 0 else [1.0, 1.0, 2.0, 2.0])
         dist.all_to_all(rooms, [x, x * 10])
         same(torch.cat(rooms), [1.0, 1.0, 2.0, 2.0] if rank == 0 else [10.0, 10.0, 20.0, 20.0])
-        dist.gather(x, rooms if rank == 0 else None)
-        same(torch.cat(rooms)[1:3], [1.0, 2.0] if rank == 0 else [10.0, 20.0])
-        dist.scatter(part, list(whole.split(2)) if rank == 0 else None)
-        same(part, [rank + 1.0] * 2)
-        letters = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, part, 1 - rank)]
-        for request in dist.batch_isend_irecv(letters):
-            request.wait()
-        same(part, [2.0 - rank] * 2)
-        many = [x.clone(), x.clone()]
-        with dist._coalescing_manager(device=where):  # type: ignore[attr-defined]
-            for y in many:
-                dist.all_reduce(y)
-        same(torch.cat(many), [3.0] * 4)
+    for where in (device, torch.device("cpu")):
+        between_ranks(where)
+    objects_and_groups(device)
+
+
+def between_ranks(where: torch.device) -> None:
+    """Calls with a root, messages, and calls that are made at once."""
+    rank = dist.get_rank()
+    x = torch.full((2,), rank + 1.0, device=where)
+    rooms, part = [torch.empty(2, device=where) for _ in range(2)], torch.empty(2, device=where)
+    dist.gather(x, rooms if rank == 0 else None)
+    if rank == 0:
+        same(torch.cat(rooms), [1.0, 1.0, 2.0, 2.0])
+    dist.scatter(part, rooms if rank == 0 else None)
+    same(part, [rank + 1.0] * 2)
+    letters = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, part, 1 - rank)]
+    for request in dist.batch_isend_irecv(letters):
+        request.wait()
+    same(part, [2.0 - rank] * 2)
+    many = [x.clone(), x.clone()]
+    with dist._coalescing_manager(device=where):  # type: ignore[attr-defined]
+        for y in many:
+            dist.all_reduce(y)
+    same(torch.cat(many), [3.0] * 4)
+
+
+def objects_and_groups(device: torch.device) -> None:
+    """Objects, groups of some ranks, and what is refused."""
+    rank = dist.get_rank()
     objects: list[Any] = [None, None]
     dist.all_gather_object(objects, {"rank": rank})
     same(objects, [{"rank": 0}, {"rank": 1}])

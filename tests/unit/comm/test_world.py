@@ -10,6 +10,7 @@ from torch.distributed import HashStore
 import anychip.registry  # noqa: F401 - which puts comm into backends
 from anychip.comm import world
 from anychip.comm.job import Job
+from anychip.comm.staged import Staged
 from anychip.contract import Backend, OperatorTable, Probe
 from anychip_cpu.backend import CpuBackend
 
@@ -30,12 +31,10 @@ class Asked:
     def __init__(self) -> None:
         self.store = HashStore()
 
-    def host(self, group: str) -> Any:
-        return SimpleNamespace(made=f"host of {group}", capabilities=None, num_tags=7,
-                               reduces_on_host=True, description="by gloo")  # fmt: skip
-
-    def staged(self, group: Any, device: str) -> Any:
-        return Job.staged(self, group, device)  # type: ignore[arg-type]
+    def host(self, group: str, device: str | None = None) -> Any:
+        found: Any = SimpleNamespace(made=f"host of {group}", capabilities=None, num_tags=7,
+                                     reduces_on_host=True, description="by gloo")  # fmt: skip
+        return found if device is None else Staged(found, device)
 
     def library(self, name: str, device: str, **wishes: Any) -> Any:
         return Job.library(self, name, device) if name == "gloo" else (name, device)  # type: ignore[arg-type]

@@ -273,6 +273,15 @@ def test_meta_tensors_every_operator_give_shapes_in_both_directions(name: str) -
 # tracers and copies of the operator itself
 
 
+@pytest.mark.parametrize("door", [ops, torch.ops.anychip], ids=["short cut", "library"])
+def test_devices_that_differ_are_refused_by_name(door: Any) -> None:
+    x, w = torch.randn(3, 8), torch.randn(8, device="meta")
+    with pytest.raises(ValueError, match="one device, got x on cpu, weight on meta"):
+        door.rms_norm(x, w)
+    with pytest.raises(ValueError, match="one device, got tensors on cpu, norm on meta"):
+        door.clip([x], torch.tensor(1.0, device="meta"))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_torch_jit_trace_records_the_operator() -> None:
     weight, first, second = torch.randn(8), torch.randn(4, 8), torch.randn(4, 8)

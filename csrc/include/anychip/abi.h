@@ -236,7 +236,9 @@ typedef struct anychip_collectives {
                                int32_t dtype, anychip_stream stream);
   anychip_status (*broadcast)(anychip_comm comm, anychip_memory memory, int64_t offset,
                               uint64_t count, int32_t dtype, int32_t root, anychip_stream stream);
-  /* Counts and offsets have an entry per rank; offsets are in bytes. */
+  /* Counts and offsets have an entry per rank; offsets are in bytes. Two ranks that have nothing
+   * for each other do not wait for each other: one whose counts are all 0 does not make the call.
+   */
   anychip_status (*all_to_all)(anychip_comm comm, anychip_memory input,
                                const int64_t* input_offsets, const uint64_t* input_counts,
                                anychip_memory output, const int64_t* output_offsets,

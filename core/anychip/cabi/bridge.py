@@ -85,7 +85,7 @@ def build(target: Path) -> None:
     includes = (include_directory(), root / "include", root / "include/torch/csrc/api/include")
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     compiling = [compiler, *_OPTIONS, abi, *(f"-I{path}" for path in includes)]
-    # Of one unit alone: where a compiler's cache stands for the compiler, it finds the others again.
+    # In one unit alone: a compiler's cache that stands for it finds the others again.
     said = {"library": [f'-DANYCHIP_BRIDGE_KEY="{key()}"']}
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [Path(folder, f"{unit.stem}.o") for unit in units()]

@@ -62,4 +62,5 @@ def _holds(node: Any, has: Sequence[bool]) -> bool:
         return join(_holds(each, has) for each in node.values)
     if isinstance(node, ast.UnaryOp):
         return not _holds(node.operand, has)
-    return has[node.slice.value]
+    number: int = node.slice.value
+    return has[number]

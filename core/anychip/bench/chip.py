@@ -129,10 +129,15 @@ def _by_listed_name(found: Iterable[Spent]) -> Mapping[str, Spent]:
     for of in found:
         if of.who == "host":
             name = listed_as(of.name) or of.name
-            sums = (
-                map(sum, zip(of[2:], merged[name][2:], strict=True)) if name in merged else of[2:]
+            before = merged.get(name, Spent("host", name, 0, 0.0, 0.0, 0))
+            merged[name] = Spent(
+                "host",
+                name,
+                before.calls + of.calls,
+                before.seconds + of.seconds,
+                before.copied_s + of.copied_s,
+                before.nbytes + of.nbytes,
             )
-            merged[name] = Spent("host", name, *sums)
     return merged
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from anychip.conformance.case import Case
 
@@ -51,5 +52,15 @@ def parse(text: str) -> Predicate:
     if tree is None or not all(isinstance(node, _NODES) for node in ast.walk(tree)):
         expected = "words with 'and', 'or' and 'not' between, and brackets, expected"
         raise ValueError(f"-k {text!r}: {expected}, got {' '.join(tokens)!r}")
-    code = compile(tree, "-k", "eval")
-    return lambda id: bool(eval(code, {}, {"has": [word in id.lower() for word in words]}))
+    body = tree.body
+    return lambda id: _holds(body, [word in id.lower() for word in words])
+
+
+def _holds(node: Any, has: Sequence[bool]) -> bool:
+    if isinstance(node, ast.BoolOp):
+        join = all if isinstance(node.op, ast.And) else any
+        return join(_holds(each, has) for each in node.values)
+    if isinstance(node, ast.UnaryOp):
+        return not _holds(node.operand, has)
+    number: int = node.slice.value
+    return has[number]

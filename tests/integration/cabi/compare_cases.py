@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from anychip import registry
 from anychip.cabi import Library
 from anychip.contract import OperatorTable
 from anychip.dispatch import selection
@@ -69,6 +69,6 @@ def test_wrong_row_is_named_with_its_call(
 def test_other_chip_of_the_same_device_is_refused(chip: Library, tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match="name a backend with other devices"),
-        comparing.compared(chip, os.environ["ANYCHIP_TEST_CHIP"], None, tmp_path),
+        comparing.compared(chip, registry.name_of(chip), None, tmp_path),
     ):
         pass

@@ -32,7 +32,7 @@ def device(chip: Library) -> Iterator[torch.device]:
 
 
 def full(value: float, device: torch.device, n: int = 1000) -> torch.Tensor:
-    return torch.full((n,), value, device=device)
+    return torch.full((n,), float(value), device=device)
 
 
 @pytest.mark.parametrize("wait", ["none", "stream", "event", "host"])

@@ -12,9 +12,11 @@ from anychip.conformance.case import CheckFailedError
 from anychip.conformance.chapters import collectives
 from anychip.conformance.ranks import Answer, Ranks, reference_to
 from tests.meta.honest import HonestBackend
-from tests.meta.wrong_collectives import CloseBreaksOff, DoneTooEarly, RanksBackend
+from tests.meta.wrong_collectives import CATALOGUE, RanksBackend
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+WRONG = {wrong.name: wrong.make for wrong in CATALOGUE}
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -87,9 +89,9 @@ def test_ranks_answer_and_report_what_goes_wrong() -> None:
         unknown = ranks.ask("ask_values", call="all_reduce", dtype="int3")
         assert {answer.kind for answer in unknown} == {"KeyError"}
         assert [a.kind for a in ranks.ask("ask_order")] == ["", ""], "they go on after a failure"
-        ranks.become(DoneTooEarly())
+        ranks.become(WRONG["work-done-too-early"]())
         assert "is_done() is True" in ranks.ask("ask_early", number=1)[0].error
-        ranks.become(CloseBreaksOff())
+        ranks.become(WRONG["close-breaks-off"]())
         assert "just before close() are wrong" in ranks.ask("ask_close")[0].error
         ranks.become(RanksBackend())
         first, last = ranks.ask("ask_death", timeout_s=2.0)

@@ -220,9 +220,12 @@ Tensor copy_from(const Tensor& from, const Tensor& target, bool non_blocking) {
   if (source.device() == target.device()) {
     static auto& native = call_count("aten::_copy_from", true);
     if (same_layout(target, source)) {
-      const Timed timed("native", "copy", target.device().index());
+      static auto& by_host = call_count("aten::_copy_from", false);
+      const bool is_native = chip.device_to_device != nullptr;
+      const Timed timed(is_native ? "native" : "host", "copy", target.device().index(),
+                        is_native ? 0 : 2 * nbytes);
       copy_on_device(target.device().index(), place_of(target), place_of(source), nbytes);
-      return ++native, target;
+      return ++(is_native ? native : by_host), target;
     }
     if (source.is_conj() == target.is_conj() && source.is_neg() == target.is_neg() &&
         native_copy(target, source))

@@ -135,7 +135,7 @@ class Comparison(TorchDispatchMode):
                 continue
             got, want = torch.as_tensor(got), torch.as_tensor(want)
             n = max(length, _length(func, before, want))
-            errors = _errors(got.detach().cpu(), want.detach().cpu(), roundings + n)
+            errors = _errors(runtime.on_host(got), runtime.on_host(want), roundings + n)
             largest = float(errors.max()) if errors.numel() else 0.0
             worst = max(worst, largest)
             if largest > 1.0:
@@ -150,7 +150,7 @@ class Comparison(TorchDispatchMode):
         torch.save({"operator": str(func), "args": before[0], "kwargs": before[1]}, self.file)
         first = int((errors.reshape(-1) > 1.0).nonzero()[0])
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), errors.shape))
-        mine, other = (float(t.detach().cpu().reshape(-1)[first]) for t in (got, want))
+        mine, other = (float(runtime.on_host(t).reshape(-1)[first]) for t in (got, want))
         apart = ""
         if got.is_floating_point() and math.isfinite(mine - other):
             ulp = torch.finfo(got.dtype).eps * 2.0 ** math.floor(math.log2(abs(other) or 1e-38))

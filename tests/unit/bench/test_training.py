@@ -92,7 +92,7 @@ class Scripted:
             return [{"loss": None, "layers": "0-1"}, {"loss": 3.0, "layers": "2-3"}]
         self.round += 1
         return [
-            {"seconds": s, "cpu_seconds": 2 * s, "loss": loss, "peak": peak}
+            {"seconds": s, "cpu_seconds": 2 * s, "slept": 0.0, "loss": loss, "peak": peak}
             for s, loss, peak in zip(
                 self.seconds[self.name][self.round - 1],
                 (None, 2.5),

@@ -109,6 +109,7 @@ def test_rows_of_an_operator_are_in_a_file_of_the_same_name_in_each_backend() ->
         (row.operator, row.function.__module__.rpartition(".")[2])
         for backend in (anychip_cpu.table, anychip_cuda.table, anychip_npu.table)
         for row in backend.declared
+        if row.function.__module__.startswith("anychip_")  # not a reference that is a row
     }
     assert len(places) > 40
     files = Counter(operator for operator, _ in places)

@@ -59,18 +59,22 @@ def ask_disagreement(job: RankJob, what: str, timeout_s: float) -> None:
 
 def ask_absence(job: RankJob, call: str, number: int, timeout_s: float) -> None:
     """The last rank does not make the call, and is there; the others raise what they are told."""
-    word, last = f"absent/{number}", job.world_size - 1
+    comm, word, last = job.communicator(timeout_s), f"absent/{number}", job.world_size - 1
     x = torch.zeros(48, device=job.backend.device())
-    with communicating(job, timeout_s) as comm:
-        calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": lambda: comm.all_reduce(x),
-            "barrier": comm.barrier,
-            "recv": lambda: comm.recv(x, last),
-        }
-        try:
-            job.wait_for(word) if job.rank == last else calls[call]()
-        finally:
-            job.say(word)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: comm.all_reduce(x),
+        "barrier": comm.barrier,
+        "recv": lambda: comm.recv(x, last),
+    }
+    try:
+        if job.rank == last:
+            job.wait_for(word)
+            return
+        calls[call]()
+        job.backend.synchronize()  # told before the last rank leaves
+    finally:
+        job.say(word)
+        comm.close()
 
 
 def ask_death(job: RankJob, timeout_s: float) -> None:

@@ -17,6 +17,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 SMALL = ("model.width=32", "model.layers=1", "model.context=16", "data.batch_size=4")
+OFFLOAD = ("optimizer.stage=3", "optimizer.offload=states=host, gradients=host, weights=host")
 # Two devices of PoCL's; other drivers do not know the name.
 ENVIRONMENT = {**os.environ, "POCL_DEVICES": "pthread pthread"}
 
@@ -78,11 +79,14 @@ def losses(library: Path, tmp_path: Path, *words: str) -> tuple[list[float], lis
     return on_chip, trained(tmp_path / "host", *words, "--backend", "cpu")
 
 
-@pytest.mark.parametrize("name", ["minichip", pytest.param("opencl", marks=pytest.mark.grid)])
+@pytest.mark.parametrize(("name", "words"), [
+    ("minichip", ()), pytest.param("minichip", OFFLOAD, marks=pytest.mark.grid, id="offload"),
+    pytest.param("opencl", (), marks=pytest.mark.grid),
+])  # fmt: skip
 def test_training_on_a_library_follows_the_hosts_losses(
-    libraries: dict[str, Path], tmp_path: Path, name: str
+    libraries: dict[str, Path], tmp_path: Path, name: str, words: tuple[str, ...]
 ) -> None:
-    chip, host = losses(libraries[name], tmp_path, "--steps", "50")
+    chip, host = losses(libraries[name], tmp_path, "--steps", "50", *words)
     assert len(chip) == len(host)
     assert chip[-1] < chip[0] - 1
     # Both compute in float32; the order of sums differs, and functions' last digits.

@@ -18,8 +18,8 @@ from tests import slices
 
 ROOT = Path(__file__).parents[3]
 MINICHIP = ROOT / "examples" / "minichip" / "minichip.c"
-SLICE = os.environ.get(slices.VARIABLE, "all")
-"""Read here, since no test sees the variables of the person."""
+CHOSEN = slices.chosen()
+"""Asked here, since no test sees the variables of the person."""
 FEWEST_SAMPLES, FEWEST_OPERATORS = 0.98, 0.95
 
 
@@ -49,10 +49,11 @@ def asked(library: Path) -> tuple[list[str], list[dict[str, Any]]]:
     """
     found: list[dict[str, Any]] = []
     words = [sys.executable, "-m", "tests.integration.cabi.op_info", str(library)]
+    part = "all" if CHOSEN.number is None else str(CHOSEN.number)
     while True:
         last = [line["operator"] for line in found[-1:]]
         done = subprocess.run(
-            [*words, *last], cwd=ROOT, env={**os.environ, slices.VARIABLE: SLICE},
+            [*words, *last], cwd=ROOT, env={**os.environ, slices.VARIABLE: part},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         lines = [json.loads(line) for line in done.stdout.splitlines() if line[:2] == '{"']

@@ -50,7 +50,7 @@ def test_commands_of_the_page_run_in_order(tmp_path: Path) -> None:
     assert re.search(r"^backend acme: passed$", conformance, re.MULTILINE)
     assert re.search(r"^torch's operators, native: 0 of [1-9]", conformance, re.MULTILINE)
     (bench,) = (text for command, text in printed.items() if "bench chip" in command)
-    assert re.search(r"^write next, 1: (?!add\.Tensor)\w", bench, re.MULTILINE)
+    assert re.search(r"^write next, 1: \w", bench, re.MULTILINE)
     *_, train, new, _, _, doctor = done
     assert re.search(r"torch's operators, native: .*add\.Tensor", train.printed)
     assert new.command.startswith("anychip new-backend")

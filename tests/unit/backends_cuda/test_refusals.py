@@ -57,9 +57,9 @@ def from_permute_on() -> Iterator[tuple[str, Call]]:
         "combine_rows_backward",
         lambda n, p, f: n.combine_rows_backward(*[0] * 6, 4, 0, 8, f, f, *p),
     )
-    for block, bits in ((0, 8), (-4, 8), (64, 2)):
-        yield "quantize", lambda n, p, f, s=(block, bits): n.quantize(0, 0, 0, 0, 64, *s, f, *p)
-        yield "dequantize", lambda n, p, f, s=(block, bits): n.dequantize(0, 0, 0, 64, *s, *p)
+    for block, name in ((0, "int8"), (-4, "int4"), (64, "mx_e4m3"), (0, "nf4")):
+        yield "quantize", lambda n, p, f, s=(block, name): n.quantize(0, 0, 0, 0, 64, *s, f, *p)
+        yield "dequantize", lambda n, p, f, s=(block, name): n.dequantize(0, 0, 0, 64, *s, *p)
     for seq, rotary_dim in ((-1, 8), (1, 10), (1, 5), (1, -2)):
         yield (
             "rope",

@@ -69,7 +69,8 @@ class Mesh:
     def _split(self, *names: str) -> Communicator:
         name = " x ".join(names)
         if math.prod(self.sizes[name] for name in names) == 1:
-            return alone(name=name, world_rank=self.comm.ranks[self.comm.rank])
+            rank = self.comm.ranks[self.comm.rank]
+            return alone(name=name, world_rank=rank, device=self.comm.device)
         return self.comm.split(groups(self.sizes, *names), name=name)
 
 

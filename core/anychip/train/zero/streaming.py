@@ -107,6 +107,8 @@ class Lanes:
     def __init__(self, backend: Backend) -> None:
         self.backend, self._index = backend, backend.current_device()
         self.has_streams = "streams" in backend.capabilities
+        # Then what is read lies where it is used; a device without streams works in its one order.
+        self._is_direct = backend.is_host and not self.has_streams
         self._is_pinned = "pinned_memory" in backend.capabilities
         self._threads = [
             ThreadPoolExecutor(1, f"offload-{way}", partial(backend.set_device, self._index))
@@ -158,7 +160,7 @@ class Lanes:
         for future in after:
             future.result()
         place, nbytes = stored.place(record)
-        if ready is None:
+        if self._is_direct:
             stored.room.read(place, view)
             return None
         number, source = -1, stored.room.memory(place, nbytes)
@@ -166,7 +168,7 @@ class Lanes:
             number, source = self._bounces[0].take(_rounded(nbytes), self)
             stored.room.read(place, source)
         event = self._copy(0, view, source[:nbytes], ready)
-        if number >= 0:
+        if number >= 0 and event is not None:
             self._bounces[0].used_until(number, event)
         return event
 
@@ -183,24 +185,34 @@ class Lanes:
     @torch.no_grad()
     def _save(self, stored: Stored, record: int, view: Tensor, ready: torch.Event | None) -> None:
         place, nbytes = stored.place(record)
-        if ready is None:
+        if self._is_direct:
             stored.room.write(place, view)
             return
         target = stored.room.memory(place, nbytes)
         if target is not None:
-            self._copy(1, target, view, ready).synchronize()
+            self._copied(1, target, view, ready)
             return
         _, bounce = self._bounces[1].take(_rounded(nbytes), self)
-        self._copy(1, bounce[:nbytes], view, ready).synchronize()
+        self._copied(1, bounce[:nbytes], view, ready)
         stored.room.write(place, bounce)
 
-    def _copy(self, way: int, target: Tensor, source: Tensor, ready: torch.Event) -> torch.Event:
+    def _copy(
+        self, way: int, target: Tensor, source: Tensor, ready: torch.Event | None
+    ) -> torch.Event | None:
+        if ready is None:
+            target.copy_(source)
+            return None
         stream, event = self._streams[way], self.backend.event()
         ready.wait(stream)
         with self.backend.use_stream(stream):
             target.copy_(source, non_blocking=True)
         event.record(stream)
         return event
+
+    def _copied(self, way: int, target: Tensor, source: Tensor, ready: torch.Event | None) -> None:
+        event = self._copy(way, target, source, ready)
+        if event is not None:
+            event.synchronize()
 
     def stream(self, works: Sequence[Trip], device: torch.device) -> Iterator[dict[Stored, Tensor]]:
         """Of each chunk what is loaded, and room for what is saved, 1-dim on the device.
@@ -243,10 +255,10 @@ class Lanes:
 
     def _view(self, slot: Tensor, work: Trip, stored: Stored) -> Tensor:
         start, nbytes = work.rooms[stored]
-        return slot[start : start + (nbytes if self.has_streams else _rounded(nbytes))]
+        return slot[start : start + (_rounded(nbytes) if self._is_direct else nbytes)]
 
     def _slot(self, nbytes: int, device: torch.device) -> Tensor:
-        if not self.has_streams:
+        if self._is_direct:
             return aligned(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 

@@ -12,6 +12,7 @@
 #include <c10/core/Stream.h>
 
 #include <atomic>
+#include <optional>
 #include <string>
 
 namespace anychip_bridge {
@@ -105,6 +106,12 @@ std::atomic<int64_t>& call_count(const std::string& name, bool is_native);
 // A line for each that was called: its name, and how often.
 std::string calls(bool is_native, bool reset);
 
+// --- numbers.cpp
+
+// Where a number of the host, a tensor whose elements are one, is on a device; none where there is
+// no room for another one.
+std::optional<Place> number_on(c10::DeviceIndex device, const at::Tensor& number);
+
 // --- profile.cpp
 
 // From zero, while it is on.
@@ -116,7 +123,7 @@ std::string profiled();
 // that it is inside of.
 class Timed {
  public:
-  Timed(const char* who, const std::string& name, c10::DeviceIndex device, int64_t nbytes = 0);
+  Timed(const char* who, const char* name, c10::DeviceIndex device, int64_t nbytes = 0);
   ~Timed();
   Timed(const Timed&) = delete;
   Timed& operator=(const Timed&) = delete;

@@ -88,7 +88,7 @@ void host_fallback(const c10::OperatorHandle& op, Stack* stack) {
   ++call_count(name, false);
   const auto& arguments = op.schema().arguments();
   const size_t begin = stack->size() - arguments.size();
-  const Timed timed("host", name, device_of_call(*stack, begin));
+  const Timed timed("host", name.c_str(), device_of_call(*stack, begin));
   bool has_generator = false;
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (!takes_generator(arguments[i])) continue;

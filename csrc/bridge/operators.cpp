@@ -1,7 +1,8 @@
 // Operators: what the library lists by name runs there.
 //
-// Nothing here knows an operator. A name stands for a functional ATen operator; its in-place and
-// .out forms are found by their schemas, shapes and dtypes of results by torch's meta kernels.
+// Nothing here knows an operator, but for three whose tag torch leaves off. A name stands for a
+// functional ATen operator; its in-place and .out forms are found by their schemas, shapes and
+// dtypes of results by torch's meta kernels.
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
@@ -41,7 +42,8 @@ std::vector<Tensor> tensors_of(const IValue& list) {
 
 // Descriptors of one call; deques, so that pointers into them hold.
 struct Call {
-  std::deque<IValue> kept;  // a number that became a tensor here is nobody else's
+  c10::DeviceIndex device;
+  std::deque<IValue> kept;  // what is made for the call lives until that is queued
   std::deque<anychip_tensor> tensors;
   std::deque<std::vector<const anychip_tensor*>> lists;
   std::deque<anychip_argument> arguments;
@@ -52,16 +54,24 @@ struct Call {
   const anychip_tensor* describe(const Tensor& tensor) {
     if (!tensor.defined()) return nullptr;
     auto& into = tensors.emplace_back();
-    const auto place = tensor.numel() ? place_of(tensor) : Place{};
+    const auto place = !tensor.numel()   ? Place{}
+                       : tensor.is_cpu() ? place_of_number(tensor)
+                                         : place_of(tensor);
     into.struct_size = sizeof into;
     into.dtype = static_cast<int32_t>(tensor.scalar_type());
-    into.device = tensor.device().index();
+    into.device = device;
     into.ndim = static_cast<int32_t>(tensor.dim());
     into.memory = place.memory;
     into.byte_offset = place.offset;
     std::copy(tensor.sizes().begin(), tensor.sizes().end(), into.size);
     std::copy(tensor.strides().begin(), tensor.strides().end(), into.stride);
     return &into;
+  }
+
+  Place place_of_number(const Tensor& number) {
+    if (const auto place = number_on(device, number)) return *place;
+    const auto moved = number.as_strided({}, {}).to(c10::Device(kChip, device));
+    return place_of(kept.emplace_back(moved).toTensor());
   }
 
   void add(IValue given) {
@@ -104,8 +114,7 @@ struct Call {
   }
 
   // false: the library does not do this one, and has written nothing.
-  bool run(anychip_operator function, const char* name, c10::DeviceIndex device,
-           const std::vector<Tensor>& results) {
+  bool run(anychip_operator function, const char* name, const std::vector<Tensor>& results) {
     Timed timed("native", name, device);
     std::vector<const anychip_argument*> argument_pointers;
     std::vector<const anychip_tensor*> result_pointers;
@@ -210,15 +219,10 @@ class Kernel final : public c10::OperatorKernel {
     if (!shapes) shapes = inferred_shapes(arguments, given);
     if (!shapes) return false;  // wrong arguments: the host has the words for it
     if (!make_results(*shapes, given, device, arguments, results)) return false;
-    Call call;
+    Call call{device};
     const auto common = common_dtype(arguments);
-    // What is made for the call lives until it is queued: then its memory is another thread's.
-    for (IValue& value : arguments) {
-      value = prepared(value, (*shapes)[0], device, common);
-      call.add(value);
-    }
-    if (!(is_pointwise_ && results[0].numel() == 0) &&
-        !call.run(function_, name_.c_str(), device, results))
+    for (const IValue& value : arguments) call.add(prepared(value, (*shapes)[0], common));
+    if (!(is_pointwise_ && results[0].numel() == 0) && !call.run(function_, name_.c_str(), results))
       return false;
     ++count_;
     for (size_t i = 0; i < given.size(); ++i)
@@ -244,19 +248,13 @@ class Kernel final : public c10::OperatorKernel {
     return at::native::result_type(state);
   }
 
-  // A tensor of the device, of the result's shape where that is the rule.
-  IValue prepared(const IValue& value, const Shape& shape, c10::DeviceIndex device,
-                  c10::ScalarType common) const {
-    if (value.isTensor() && value.toTensor().defined()) {
-      Tensor tensor = value.toTensor();
-      if (tensor.is_cpu()) tensor = tensor.to(common).to(c10::Device(kChip, device));
-      return is_pointwise_ && tensor.sizes() != shape.sizes ? tensor.expand(shape.sizes) : tensor;
-    }
-    if (!value.isTensorList()) return value;
-    std::vector<Tensor> list;
-    for (const Tensor& tensor : value.toTensorVector())
-      list.push_back(tensor.is_cpu() ? tensor.to(c10::Device(kChip, device)) : tensor);
-    return list;
+  // Of the result's shape where that is the rule; a number in the type that torch's promotion
+  // finds.
+  IValue prepared(const IValue& value, const Shape& shape, c10::ScalarType common) const {
+    if (!value.isTensor() || !value.toTensor().defined()) return value;
+    Tensor tensor = value.toTensor();
+    if (tensor.is_cpu()) tensor = tensor.to(common);
+    return is_pointwise_ && tensor.sizes() != shape.sizes ? tensor.expand(shape.sizes) : tensor;
   }
 
   // The tensors to be written: those given where they fit, else new ones.
@@ -398,9 +396,9 @@ class OwnKernel final : public c10::OperatorKernel {
     const auto device = device_of_call(*stack, begin);
     bool is_done = are_servable(*stack, begin, stack->size(), device);
     if (is_done) {
-      Call call;
-      for (size_t i = begin; i + 1 < stack->size(); ++i) call.add(prepared((*stack)[i], device));
-      is_done = call.run(function_, name_.c_str(), device, tensors_of(stack->back()));
+      Call call{device};
+      for (size_t i = begin; i + 1 < stack->size(); ++i) call.add((*stack)[i]);
+      is_done = call.run(function_, name_.c_str(), tensors_of(stack->back()));
     }
     if (is_done) ++count_;
     torch::jit::drop(*stack, num_given);
@@ -408,12 +406,6 @@ class OwnKernel final : public c10::OperatorKernel {
   }
 
  private:
-  static IValue prepared(const IValue& value, c10::DeviceIndex device) {
-    const bool is_of_host =
-        value.isTensor() && value.toTensor().defined() && value.toTensor().is_cpu();
-    return is_of_host ? value.toTensor().to(c10::Device(kChip, device)) : value;
-  }
-
   std::string name_;
   anychip_operator function_;
   std::atomic<int64_t>& count_;
@@ -514,9 +506,9 @@ bool native_copy(const Tensor& target, const Tensor& source) {
   const auto device = target.device().index();
   if (!copy_function || !is_servable(target, device) || !is_servable(source, device)) return false;
   if (target.is_alias_of(source)) return false;
-  Call call;
+  Call call{device};
   call.add(source);
-  return call.run(copy_function, "copy", device, {target});
+  return call.run(copy_function, "copy", {target});
 }
 
 }  // namespace anychip_bridge

@@ -48,7 +48,7 @@ std::string profiled() {
   return text.str();
 }
 
-Timed::Timed(const char* who, const std::string& name, c10::DeviceIndex device, int64_t nbytes)
+Timed::Timed(const char* who, const char* name, c10::DeviceIndex device, int64_t nbytes)
     : device_(device), nbytes_(nbytes) {
   if (!is_on) return;
   name_ = std::string(who) + ' ' + name;

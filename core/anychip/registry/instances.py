@@ -48,9 +48,12 @@ def ready_instance(plugin: Plugin) -> tuple[Backend, Probe]:
     if isinstance(backend, Library):
         backend.attach()
     if not backend.is_host and backend.c10d_backend is None:
-        from anychip.comm import process_group
+        from torch import distributed
 
-        process_group.register(backend)
+        if distributed.is_available():  # a build of torch may be without
+            from anychip.comm import process_group
+
+            process_group.register(backend)
     return backend, answer
 
 

@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -346,16 +347,23 @@ class UnitHooks:
             self.reshard(unit)
 
 
+_ENDS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
+
+
 def _is_within_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
 def _tensors(values: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Those in containers, and in the attributes of objects, however deep; not in modules."""
+    """Those in containers, and in the attributes of objects, however deep.
+
+    Not in what can be called, like modules, nor in Python's modules, behind which everything is.
+    """
     seen = set() if seen is None else seen
     if isinstance(values, Tensor):
         yield values
-    if isinstance(values, (Tensor, nn.Module, type)) or id(values) in seen:
+    is_end = isinstance(values, (*_ENDS, Tensor, ModuleType)) or callable(values)
+    if is_end or id(values) in seen:
         return
     seen.add(id(values))
     inner: list[Any] = []

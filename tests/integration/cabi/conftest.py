@@ -15,7 +15,7 @@ EXAMPLES = HERE.parents[2] / "examples"
 SOURCES = {
     **{name: [EXAMPLES / name / f"{name}.c"] for name in ("minichip", "asyncchip")},
     "opencl": [*sorted((EXAMPLES / "opencl").glob("*.c")), "-lOpenCL", "-lm"],
-    **{name: [HERE / f"{name}.c"] for name in ("sharechip", "wrongchip")},
+    **{name: [HERE / f"{name}.c"] for name in ("sharechip", "wrongchip", "mistakenchip")},
 }
 
 

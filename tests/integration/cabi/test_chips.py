@@ -102,3 +102,31 @@ def test_zero_on_two_ranks_of_a_library_follows_the_hosts_losses(
     words = ("--steps", "8", "--nproc", "2", f"optimizer.stage={stage}")
     chip, host = losses(libraries[name], tmp_path, *words)
     assert chip == pytest.approx(host, rel=1e-4)
+
+
+WRONG = {
+    "event-done-early": "streams/event.query",
+    "event-never-waits": "streams/event.wait",
+    "stream-always-idle": "streams/stream.query",
+    "operator-on-default-stream": "streams/operators.apart",
+    "copy-returns-early": "memory/allocate/apart",
+    "copy-drops-tail": "memory/copy_async/bytes",
+    "free-above-total": "memory/info",
+    "ignores-strides": "operators/gelu/fp32/9x31.transposed.none",
+    "one-device-too-many": "device/index/memory.allocate.every",
+    "writes-before-enotsup": "operators/clip/fp32/norm:0.5",
+}
+"""Mistakes that no check of a table can refuse, and the case that has to find each."""
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+def test_wrong_library_is_found_by_the_suite(libraries: dict[str, Path], wrong: str | None) -> None:
+    cases = [WRONG[wrong]] if wrong else sorted({*WRONG.values()})
+    suite = [sys.executable, "-m", "anychip", "conformance", "--jobs", "1"]
+    command = [*suite, "--backend", libraries["mistakenchip"], "-k", " or ".join(cases)]
+    environment = {**os.environ, "WRONG_CHIP": wrong or "", "ASYNCCHIP_DELAY_US": "5000"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    # Not 1: a copy that reads the host's memory too late may end the process when it is over.
+    assert bool(done.returncode) == bool(wrong), done.stdout[-3000:] + done.stderr[-2000:]
+    assert not wrong or f"FAILED {cases[0]}" in done.stdout

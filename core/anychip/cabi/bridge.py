@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -55,7 +55,7 @@ def find() -> Path:
     if cache_directory is None:
         raise ContractError("C library: import anychip.registry before, as anychip.use(path) does")
     wanted, cache = key(), cache_directory()
-    kept = cache / f"{'-'.join(wanted.split())}.so"
+    kept = kept_in(cache)
     for path in (*sorted(bridge_directory().glob("*.so")), kept):
         if path.is_file() and wanted.encode() in path.read_bytes():
             return path
@@ -67,8 +67,16 @@ def find() -> Path:
     return kept
 
 
-def build(target: Path) -> None:
+def kept_in(cache: Path) -> Path:
+    """The file of a build for this process in a folder of builds."""
+    return cache / f"{'-'.join(key().split())}.so"
+
+
+def build(target: Path, options: Sequence[str] = ()) -> None:
     """Compiles the bridge for this torch; ``target`` appears whole or not at all.
+
+    Args:
+        options: words for the compiler, when it compiles and when it links; a sanitizer, for one.
 
     Raises:
         BackendUnavailableError: with the compiler's first error.
@@ -84,7 +92,7 @@ def build(target: Path) -> None:
     root = Path(torch.__file__).parent
     includes = (include_directory(), root / "include", root / "include/torch/csrc/api/include")
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    compiling = [compiler, *_OPTIONS, abi, *(f"-I{path}" for path in includes)]
+    compiling = [compiler, *_OPTIONS, *options, abi, *(f"-I{path}" for path in includes)]
     # In one unit alone: a compiler's cache that stands for it finds the others again.
     said = {"library": [f'-DANYCHIP_BRIDGE_KEY="{key()}"']}
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -97,7 +105,7 @@ def build(target: Path) -> None:
             list(workers.map(_run, commands))
         made = Path(folder, target.name)
         libraries = [f"-L{root / 'lib'}", f"-ltorch_{HOST}", "-lc10"]
-        _run([compiler, "-shared", "-o", str(made), *map(str, objects), *libraries])
+        _run([compiler, "-shared", *options, "-o", str(made), *map(str, objects), *libraries])
         made.replace(target)
     took = time.monotonic() - started
     print(f"anychip: built the bridge in {took:.0f} s: {target}", file=sys.stderr, flush=True)

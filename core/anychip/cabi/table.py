@@ -93,7 +93,8 @@ class Table(NamedTuple):
 
     def part(self, index: int) -> str:
         """The vendor's name for a device."""
-        return _text(self.properties(index).name) or self.name
+        known = self.properties(index)  # owns the name, which is read after it
+        return _text(known.name) or self.name
 
     def said(self, status: int) -> str:
         """What the library has to say about a status that it gave to this thread just now."""

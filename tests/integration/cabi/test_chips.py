@@ -23,17 +23,18 @@ ENVIRONMENT = {**os.environ, "POCL_DEVICES": "pthread pthread"}
 
 
 @pytest.mark.parametrize(("chip", "cases"), [
-    ("minichip", "device_cases.py"), ("asyncchip", "device_cases.py"),
-    ("asyncchip", "kernel_cases.py"), ("asyncchip", "stream_cases.py"),
+    ("minichip", "device_cases.py"), ("asyncchip", "kernel_cases.py stream_cases.py"),
     ("opencl", "opencl_cases.py"),
+    pytest.param("asyncchip", "device_cases.py", marks=pytest.mark.grid),
     pytest.param("opencl", "device_cases.py", marks=pytest.mark.grid),
-    ("minichip", "compare_cases.py"),
+    pytest.param("minichip", "compare_cases.py", marks=pytest.mark.grid),
 ])  # fmt: skip
 def test_device_of_a_library_does_what_torch_asks(
     libraries: dict[str, Path], chip: str, cases: str
 ) -> None:
+    files = [str(HERE / file) for file in cases.split()]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
         env={**ENVIRONMENT, "ANYCHIP_TEST_CHIP": str(libraries[chip])},
         cwd=ROOT,
         capture_output=True,
@@ -54,6 +55,7 @@ def trained(out: Path, *words: str) -> list[float]:
     return [row["loss"] for row in rows]
 
 
+@pytest.mark.grid
 def test_comparison_stops_at_the_first_call_that_differs(
     libraries: dict[str, Path], tmp_path: Path
 ) -> None:

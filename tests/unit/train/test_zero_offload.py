@@ -263,6 +263,7 @@ def large(directory: object, limit: int) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.grid
 def test_states_of_twice_the_memory_are_trained_from_a_file(tmp_path: Path) -> None:
     got, want = large(tmp_path, LIMIT), large("none", 0)
     assert got.returncode == 0, got.stderr

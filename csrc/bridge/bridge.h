@@ -91,6 +91,8 @@ std::pair<uint64_t, uint64_t> memory_info(c10::DeviceIndex device);
 // --- tensors.cpp
 
 at::Tensor empty_on(c10::Device device, c10::IntArrayRef sizes, c10::ScalarType dtype);
+at::Tensor empty_strided_on(c10::Device device, c10::IntArrayRef sizes, c10::IntArrayRef strides,
+                            c10::ScalarType dtype);
 // A contiguous copy on the host; complete.
 at::Tensor to_host(const at::Tensor& tensor);
 

@@ -37,7 +37,8 @@ struct Pending {
 };
 
 struct PerDevice {
-  std::map<std::pair<c10::StreamId, uint64_t>, std::vector<Block*>> free;  // by stream and size
+  // By stream and size; sizes stay when the last of them is taken, and come back soon.
+  std::map<std::pair<c10::StreamId, uint64_t>, std::vector<Block*>> free;
   std::vector<Pending> pending;
   int64_t allocated = 0, peak = 0, reserved = 0, peak_reserved = 0;
 };
@@ -156,13 +157,15 @@ class Allocator final : public c10::DeviceAllocator {
 
   // A free block of the stream that is at most a quarter too large.
   static Block* cached(PerDevice& of, c10::StreamId stream, uint64_t nbytes) {
-    auto found = of.free.lower_bound({stream, nbytes});
-    if (found == of.free.end() || found->first.first != stream) return nullptr;
-    if (found->first.second > nbytes + nbytes / 4) return nullptr;
-    Block* block = found->second.back();
-    found->second.pop_back();
-    if (found->second.empty()) of.free.erase(found);
-    return block;
+    const auto end = of.free.upper_bound({stream, nbytes + nbytes / 4});
+    for (auto found = of.free.lower_bound({stream, nbytes}); found != end; ++found) {
+      auto& blocks = found->second;
+      if (blocks.empty()) continue;
+      Block* block = blocks.back();
+      blocks.pop_back();
+      return block;
+    }
+    return nullptr;
   }
 
   Block* fresh(c10::DeviceIndex device, c10::StreamId stream, uint64_t nbytes, uint64_t asked) {
@@ -215,9 +218,12 @@ class Allocator final : public c10::DeviceAllocator {
     finish(of, true);
     while (!of.free.empty()) {
       auto& blocks = of.free.begin()->second;
+      if (blocks.empty()) {
+        of.free.erase(of.free.begin());
+        continue;
+      }
       const std::unique_ptr<Block> block(blocks.back());
       blocks.pop_back();
-      if (blocks.empty()) of.free.erase(of.free.begin());
       blocks_.erase(block->address);
       of.reserved -= block->nbytes;
       munmap(block->address, pages(block->nbytes));

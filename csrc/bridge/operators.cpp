@@ -14,7 +14,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <deque>
+#include <cstddef>
+#include <list>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -28,6 +29,8 @@ namespace {
 using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
+using Arguments = c10::ArrayRef<IValue>;
+using Tensors = c10::SmallVector<Tensor, 4>;
 
 enum class Form { kFunctional, kInPlace, kOut };
 
@@ -40,16 +43,44 @@ std::vector<Tensor> tensors_of(const IValue& list) {
   return found;
 }
 
-// Descriptors of one call; deques, so that pointers into them hold.
+// Pointers to what is in it hold. A few are in place: to allocate them takes longer than a small
+// operator.
+template <class T, size_t kFew = 8>
+class Steady {
+ public:
+  Steady() = default;
+  Steady(const Steady&) = delete;
+  Steady& operator=(const Steady&) = delete;
+  ~Steady() {
+    while (num_few_ > 0) few()[--num_few_].~T();
+  }
+  template <class... Given>
+  T& emplace_back(Given&&... given) {
+    if (num_few_ == kFew) return more_.emplace_back(std::forward<Given>(given)...);
+    return *new (few() + num_few_++) T(std::forward<Given>(given)...);
+  }
+
+ private:
+  T* few() { return reinterpret_cast<T*>(bytes_); }
+
+  alignas(T) std::byte bytes_[kFew * sizeof(T)];
+  size_t num_few_ = 0;
+  std::list<T> more_;
+};
+
+// Descriptors of one call.
 struct Call {
+  explicit Call(c10::DeviceIndex on) : device(on) {}
+
   c10::DeviceIndex device;
-  std::deque<IValue> kept;  // what is made for the call lives until that is queued
-  std::deque<anychip_tensor> tensors;
-  std::deque<std::vector<const anychip_tensor*>> lists;
-  std::deque<anychip_argument> arguments;
-  std::deque<std::vector<int64_t>> ints;
-  std::deque<std::vector<double>> floats;
-  std::deque<std::string> strings;
+  Steady<IValue> kept;  // what is made for the call lives until that is queued
+  Steady<anychip_tensor> tensors;
+  Steady<anychip_argument> described;
+  c10::SmallVector<const anychip_argument*, 8> arguments;
+  std::list<std::vector<const anychip_tensor*>> lists;
+  std::list<std::vector<int64_t>> ints;
+  std::list<std::vector<double>> floats;
+  std::list<std::string> strings;
 
   const anychip_tensor* describe(const Tensor& tensor) {
     if (!tensor.defined()) return nullptr;
@@ -74,9 +105,10 @@ struct Call {
     return place_of(kept.emplace_back(moved).toTensor());
   }
 
-  void add(IValue given) {
-    const IValue& value = kept.emplace_back(std::move(given));
-    auto& into = arguments.emplace_back();
+  // The value lives until the call is queued.
+  void add(const IValue& value) {
+    auto& into = described.emplace_back();
+    arguments.push_back(&into);
     into.struct_size = sizeof into;
     into.kind = ANYCHIP_ARG_NONE;
     if (value.isTensor() && value.toTensor().defined()) {
@@ -114,19 +146,17 @@ struct Call {
   }
 
   // false: the library does not do this one, and has written nothing.
-  bool run(anychip_operator function, const char* name, const std::vector<Tensor>& results) {
+  bool run(anychip_operator function, const char* name, c10::ArrayRef<Tensor> results) {
     Timed timed("native", name, device);
-    std::vector<const anychip_argument*> argument_pointers;
-    std::vector<const anychip_tensor*> result_pointers;
-    for (const auto& argument : arguments) argument_pointers.push_back(&argument);
+    c10::SmallVector<const anychip_tensor*, 4> result_pointers;
     for (const Tensor& result : results) result_pointers.push_back(describe(result));
     anychip_call call{};
     call.struct_size = sizeof call;
     call.device = device;
     call.stream = current_stream(device);
-    call.num_arguments = static_cast<uint32_t>(argument_pointers.size());
+    call.num_arguments = static_cast<uint32_t>(arguments.size());
     call.num_results = static_cast<uint32_t>(result_pointers.size());
-    call.arguments = argument_pointers.data();
+    call.arguments = arguments.data();
     call.results = result_pointers.data();
     auto status = function(&call);
     release_scratch();
@@ -146,6 +176,7 @@ struct Shape {
   c10::DimVector sizes, strides;
   c10::ScalarType dtype;
 };
+using Shapes = c10::SmallVector<Shape, 1>;
 
 bool is_servable(const Tensor& tensor, c10::DeviceIndex device) {
   if (!tensor.defined()) return true;
@@ -209,9 +240,9 @@ class Kernel final : public c10::OperatorKernel {
     const auto device = device_of_call(*stack, begin);
     if (!are_servable(*stack, begin, stack->size(), device)) return false;
     const at::AutoDispatchBelowADInplaceOrView below;
-    Stack arguments(stack->begin() + begin, stack->begin() + begin + num_arguments_);
-    std::vector<Tensor> given, results;
-    if (form_ == Form::kInPlace) given = {(*stack)[begin].toTensor()};
+    const Arguments arguments(stack->data() + begin, num_arguments_);
+    Tensors given, results;
+    if (form_ == Form::kInPlace) given.push_back((*stack)[begin].toTensor());
     if (form_ == Form::kOut)
       for (size_t i = num_arguments_; i < num_given; ++i)
         given.push_back((*stack)[begin + i].toTensor());
@@ -219,9 +250,11 @@ class Kernel final : public c10::OperatorKernel {
     if (!shapes) shapes = inferred_shapes(arguments, given);
     if (!shapes) return false;  // wrong arguments: the host has the words for it
     if (!make_results(*shapes, given, device, arguments, results)) return false;
-    Call call{device};
-    const auto common = common_dtype(arguments);
-    for (const IValue& value : arguments) call.add(prepared(value, (*shapes)[0], common));
+    Call call(device);
+    for (const IValue& value : arguments)
+      call.add(is_ready(value, (*shapes)[0])
+                   ? value
+                   : call.kept.emplace_back(prepared(value, (*shapes)[0], arguments)));
     if (!(is_pointwise_ && results[0].numel() == 0) && !call.run(function_, name_.c_str(), results))
       return false;
     ++count_;
@@ -239,7 +272,7 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   // What torch's promotion makes of the arguments' types.
-  static c10::ScalarType common_dtype(const Stack& arguments) {
+  static c10::ScalarType common_dtype(Arguments arguments) {
     at::native::ResultTypeState state{};
     for (const IValue& value : arguments) {
       if (value.isTensor() && value.toTensor().defined())
@@ -248,19 +281,24 @@ class Kernel final : public c10::OperatorKernel {
     return at::native::result_type(state);
   }
 
-  // Of the result's shape where that is the rule; a number in the type that torch's promotion
-  // finds.
-  IValue prepared(const IValue& value, const Shape& shape, c10::ScalarType common) const {
-    if (!value.isTensor() || !value.toTensor().defined()) return value;
+  // Whether an argument is as the library wants it: of the result's shape where that is the rule,
+  // and no number.
+  bool is_ready(const IValue& value, const Shape& shape) const {
+    if (!value.isTensor() || !value.toTensor().defined()) return true;
+    const Tensor& tensor = value.toTensor();
+    return !tensor.is_cpu() && !(is_pointwise_ && tensor.sizes() != shape.sizes);
+  }
+
+  // A number in the type that torch's promotion finds.
+  IValue prepared(const IValue& value, const Shape& shape, Arguments arguments) const {
     Tensor tensor = value.toTensor();
-    if (tensor.is_cpu()) tensor = tensor.to(common);
+    if (tensor.is_cpu()) tensor = tensor.to(common_dtype(arguments));
     return is_pointwise_ && tensor.sizes() != shape.sizes ? tensor.expand(shape.sizes) : tensor;
   }
 
   // The tensors to be written: those given where they fit, else new ones.
-  bool make_results(const std::vector<Shape>& shapes, const std::vector<Tensor>& given,
-                    c10::DeviceIndex device, const Stack& arguments,
-                    std::vector<Tensor>& results) const {
+  bool make_results(const Shapes& shapes, const Tensors& given, c10::DeviceIndex device,
+                    Arguments arguments, Tensors& results) const {
     if (!given.empty() && given.size() != shapes.size()) return false;
     for (size_t i = 0; i < given.size(); ++i) {
       if (form_ == Form::kInPlace && given[i].sizes() != shapes[i].sizes) return false;
@@ -276,15 +314,14 @@ class Kernel final : public c10::OperatorKernel {
           continue;
         }
       }
-      results.push_back(at::empty_strided(
-          shape.sizes, shape.strides,
-          at::TensorOptions().dtype(shape.dtype).device(c10::Device(kChip, device))));
+      results.push_back(
+          empty_strided_on(c10::Device(kChip, device), shape.sizes, shape.strides, shape.dtype));
     }
     return true;
   }
 
   // Whether writing the result would change an argument before it is read.
-  bool overlaps(const Tensor& result, const Stack& arguments) const {
+  bool overlaps(const Tensor& result, Arguments arguments) const {
     const auto is_hit = [&](const Tensor& tensor) {
       if (!tensor.defined() || !tensor.has_storage() || !tensor.is_alias_of(result)) return false;
       const bool is_same_view = tensor.sizes() == result.sizes() &&
@@ -304,7 +341,7 @@ class Kernel final : public c10::OperatorKernel {
 
   // Without a meta kernel's microseconds: the dtype of a call with such arguments is known, and
   // all tensors lie alike.
-  std::optional<std::vector<Shape>> pointwise_shape(const Stack& arguments) {
+  std::optional<Shapes> pointwise_shape(Arguments arguments) {
     std::string key;
     const Tensor* first = nullptr;
     for (const IValue& value : arguments) {
@@ -337,12 +374,10 @@ class Kernel final : public c10::OperatorKernel {
       std::lock_guard<std::mutex> lock(mutex_);
       dtypes_[key] = *dtype;
     }
-    return std::vector<Shape>{
-        {c10::DimVector(first->sizes()), c10::DimVector(first->strides()), *dtype}};
+    return Shapes{{c10::DimVector(first->sizes()), c10::DimVector(first->strides()), *dtype}};
   }
 
-  std::optional<std::vector<Shape>> inferred_shapes(const Stack& arguments,
-                                                    const std::vector<Tensor>& given) const {
+  std::optional<Shapes> inferred_shapes(Arguments arguments, const Tensors& given) const {
     Stack stack;
     for (const IValue& value : arguments) {
       if (value.isTensor()) {
@@ -363,7 +398,7 @@ class Kernel final : public c10::OperatorKernel {
     } catch (const std::exception&) {
       return std::nullopt;
     }
-    std::vector<Shape> shapes;
+    Shapes shapes;
     for (const IValue& value : stack) {
       if (!value.isTensor() || !value.toTensor().defined()) return std::nullopt;
       const Tensor& result = value.toTensor();
@@ -396,7 +431,7 @@ class OwnKernel final : public c10::OperatorKernel {
     const auto device = device_of_call(*stack, begin);
     bool is_done = are_servable(*stack, begin, stack->size(), device);
     if (is_done) {
-      Call call{device};
+      Call call(device);
       for (size_t i = begin; i + 1 < stack->size(); ++i) call.add((*stack)[i]);
       is_done = call.run(function_, name_.c_str(), tensors_of(stack->back()));
     }
@@ -506,8 +541,9 @@ bool native_copy(const Tensor& target, const Tensor& source) {
   const auto device = target.device().index();
   if (!copy_function || !is_servable(target, device) || !is_servable(source, device)) return false;
   if (target.is_alias_of(source)) return false;
-  Call call{device};
-  call.add(source);
+  Call call(device);
+  const IValue argument(source);
+  call.add(argument);
   return call.run(copy_function, "copy", {target});
 }
 

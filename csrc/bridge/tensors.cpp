@@ -211,7 +211,11 @@ Tensor copy_from(const Tensor& from, const Tensor& target, bool non_blocking) {
     const Timed timed("copy", target.is_cpu() ? "to the host" : "to the device",
                       (target.is_cpu() ? source : target).device().index(), nbytes);
     if (non_blocking && copied_behind(target, source)) return target;
-    if (target.is_cpu())
+    if (target.is_cpu() && same_layout(target, source)) {
+      const auto device = source.device().index();
+      download(device, target.mutable_data_ptr(), place_of(source), nbytes);
+      finish(device);
+    } else if (target.is_cpu())
       target.copy_(resolved(source, at::empty({0}, at::dtype(source.scalar_type()))));
     else
       write(target, resolved(source, target));
@@ -343,6 +347,11 @@ TORCH_LIBRARY_IMPL(aten, Negative, library) {
 
 Tensor empty_on(c10::Device device, IntArrayRef sizes, ScalarType dtype) {
   return empty_memory_format(sizes, dtype, {}, device, {}, {});
+}
+
+Tensor empty_strided_on(c10::Device device, IntArrayRef sizes, IntArrayRef strides,
+                        ScalarType dtype) {
+  return empty_strided(sizes, strides, dtype, {}, device, {});
 }
 
 Tensor to_host(const Tensor& tensor) { return tensor.to(at::kCPU).contiguous(); }

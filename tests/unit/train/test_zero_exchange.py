@@ -10,10 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import anychip
 from anychip.comm.threads import run_ranks
-from anychip.contract import Communicator
-from anychip.train import checkpoint, zero
-from anychip.train.zero.exchange import Coded, Flat, Secondary
+from anychip.contract import Communicator, UnsupportedError, Work
+from anychip.train import checkpoint, optim, zero
+from anychip.train.precision import policy
+from anychip.train.zero.exchange import (
+    NOTHING,
+    Around,
+    Carried,
+    Coded,
+    Exchange,
+    Flat,
+    GradientReduction,
+    Secondary,
+)
 from tests.unit.train.zero_decoder import decoder, decoder_loss, on_two, optimizer, parts, rule
 from tests.unit.train.zero_oracle import assert_equal, serial, sharded, values_of
 
@@ -150,3 +161,125 @@ def test_state_that_is_loaded_leaves_nothing_of_what_an_exchange_kept(tmp_path: 
     models = [decoder() for _ in range(2)]
     for once, again in run_ranks(2, work):
         assert all(torch.equal(again[name], value) for name, value in once.items())
+
+
+class Rounded(Around):
+    """Sends multiples of 2^-6, and carries what that leaves to the next time."""
+
+    def __init__(self, inner: Exchange) -> None:
+        super().__init__(inner)
+        self.carries = ("error",)
+
+    def reduce(
+        self, part: Tensor, full: Tensor, reduction: GradientReduction, carried: Carried = NOTHING
+    ) -> Work:
+        error = carried["error"]
+        wanted = full + error
+        full.copy_((wanted * 64).round() / 64)
+        error.copy_(wanted - full)
+        return super().reduce(part, full, reduction, carried)
+
+
+class Weighted(nn.Module):
+    """Its gradients are what it is given, multiples of 2^-10, so that their sums are exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(7, 3), (), (0, 2), (300,)]
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+
+    @staticmethod
+    def of(param: Tensor, step: int, rank: int) -> Tensor:
+        count = torch.arange(param.numel(), dtype=torch.float32).view(param.shape)
+        return ((count * 7 + step * 5 + rank * 3) % 64 - 20) / 1024
+
+    def forward(self, step: int, rank: int) -> Tensor:
+        terms = [(p * self.of(p, step, rank)).sum() for p in self.weights]
+        return torch.stack(terms).sum()
+
+
+def carried_on(
+    folder: Path, world_size: int, steps: range, *, is_used: bool = False, **options: Any
+) -> list[dict[str, Tensor]]:
+    """Resumes, trains, saves; of each rank the weights and what it carries.
+
+    Args:
+        is_used: it has trained before, and carries something already.
+    """
+
+    def work(comm: Communicator) -> dict[str, Tensor]:
+        model = models[comm.rank]
+        opt = zero.Optimizer(model, optim.sgd(1.0), comm, reduction="sum", **options)
+        given: Any = {"model": model, "optimizer": opt, "comm": comm}
+        for step in [*([0] if is_used else []), None, *steps]:
+            if step is None:
+                checkpoint.resume(folder, **given)
+                continue
+            opt.backward(model(step, comm.rank))
+            opt.step()
+            opt.zero_grad()
+        checkpoint.save(folder, step=steps.stop, **given)
+        found = values_of(model, opt)
+        for number, param in enumerate(model.weights):
+            place = parts(opt).places[param]
+            assert place.gradients is not None
+            for name, value in place.gradients.carried_of(place.index).items():
+                found[f"{name} {number}"] = value.clone()
+        return found
+
+    models = [Weighted() for _ in range(world_size)]
+    return run_ranks(world_size, work)
+
+
+ROUNDED = {"exchange": Rounded}
+
+
+@pytest.mark.parametrize("options", [
+    {"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3, "units": []},
+    {"stage": 3, "units": [], "shard_group": 2},
+], ids=["stage0", "stage1", "stage2", "stage3", "groups"])  # fmt: skip
+def test_what_an_exchange_carries_is_saved_and_its_sum_is_kept_at_another_number_of_ranks(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Whatever was rounded away is applied later or carried: nothing is lost, exactly."""
+    given = {**options, **ROUNDED}
+    once = carried_on(tmp_path / "once", 4, range(4), **given)
+    carried_on(tmp_path / "twice", 4, range(2), **given)
+    again = carried_on(tmp_path / "twice", 4, range(2, 4), **given)
+    for one, other in zip(once, again, strict=True):
+        assert all(torch.equal(one[name], value) for name, value in other.items())
+    assert any(one["error 3"].ne(once[0]["error 3"]).any() for one in once)  # each its own
+
+    phases = {4: range(4), 2: range(4, 7), 6: range(7, 9)}
+    for world_size in (2, 6):
+        last = carried_on(tmp_path / "twice", world_size, phases[world_size], **given)
+    for number, param in enumerate(Weighted().weights):
+        pairs = [(s, r) for size, steps in phases.items() for s in steps for r in range(size)]
+        wanted = torch.stack([Weighted.of(param, step, rank) for step, rank in pairs]).sum(0)
+        kept = sum(each[f"error {number}"] for each in last)
+        assert torch.equal(kept - last[0][f"weights.{number}"], wanted)
+
+
+def test_what_was_carried_is_dropped_with_a_word_and_begins_at_zero(tmp_path: Path) -> None:
+    carried_on(tmp_path, 2, range(2), **ROUNDED)
+    with pytest.warns(UserWarning, match=r"carried \(error\).* owed to gradients is dropped"):
+        carried_on(tmp_path, 2, range(2, 3))
+    fresh = carried_on(tmp_path, 2, range(3, 3), is_used=True, **ROUNDED)
+    assert not any(each["error 3"].any() for each in fresh)
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"precision": policy("fp16", anychip.backend())}, "loss scale"),
+    ({"duplicates": "weights"}, "tied over stages"),
+], ids=["loss-scale", "tied"])  # fmt: skip
+def test_exchange_that_carries_is_refused_where_its_units_change(
+    options: dict[str, Any], reason: str
+) -> None:
+    def work(comm: Communicator) -> None:
+        model = Weighted()
+        if "duplicates" in options:
+            options["duplicates"] = list(model.weights)
+        with pytest.raises(UnsupportedError, match=f"carries error from step to step: .*{reason}"):
+            zero.Optimizer(model, optim.sgd(1.0), comm, **ROUNDED, **options)  # type: ignore[arg-type]
+
+    run_ranks(2, work)

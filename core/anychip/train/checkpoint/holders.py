@@ -6,6 +6,7 @@ one with :class:`anychip.train.zero.Optimizer` each rank holds its parts, of sta
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -15,7 +16,14 @@ from torch import Tensor, nn
 
 from anychip.train import schema
 from anychip.train.checkpoint.manifest import StoredTensor, describe
-from anychip.train.checkpoint.names import Names, of_model, of_state, states_of
+from anychip.train.checkpoint.names import (
+    Names,
+    carried_in,
+    of_exchange,
+    of_model,
+    of_state,
+    states_of,
+)
 from anychip.train.checkpoint.parts import ALL, DTYPES, Part, Share
 from anychip.train.zero import Optimizer
 from anychip.train.zero.state import SETTINGS, STEP
@@ -137,6 +145,7 @@ class HeldWithStates(Held):
         self.steps: dict[str, Part] = {}
         for param, name in self.named.items():
             self._add_states(param, name)
+            self._add_carried(param, name)
 
     def _cut(self, param: Tensor) -> Share:
         """Of a part: neighbouring ranks have the parts of a whole, and so does each such group."""
@@ -186,6 +195,17 @@ class HeldWithStates(Held):
             else:
                 self.parts.append(part)
 
+    def _add_carried(self, param: Tensor, name: str) -> None:
+        place, comm = self.places.get(param), self.optimizer.comm
+        if place is None or place.gradients is None:
+            return
+        for carried, values in place.gradients.carried_of(place.index).items():
+            self.parts.append(Part(
+                name=of_exchange(name, carried), shape=(comm.world_size, *values.shape),
+                dtype=values.dtype, values=values, offset=comm.rank * values.numel(),
+                is_per_rank=True,
+            ))  # fmt: skip
+
     def all_parts(self) -> list[Part]:
         """Of everything that is saved in boxes."""
         return [*self.parts, *self.steps.values()]
@@ -226,6 +246,12 @@ class HeldWithStates(Held):
                 other = sorted(set(ours) - set(theirs))[0]
                 raise ValueError(f"optimizer state: group {number} with {other} expected")
         self.optimizer.check_settings(settings)
+        if dropped := carried_in(saved) - carried_in(part.name for part in self.parts):
+            warnings.warn(
+                f"the checkpoint has what an exchange carried ({', '.join(sorted(dropped))}), and "
+                "this optimizer's has no such thing: what was owed to gradients is dropped",
+                stacklevel=2,
+            )
         states = states_of(saved)
         for param, name in self.named.items():
             self._check_states(name, self.optimizer.state[param], states.get(name, set()), saved)

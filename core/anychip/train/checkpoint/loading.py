@@ -285,6 +285,8 @@ def _load_parts(reader: Reader, held: Held, others: Mapping[str, Any]) -> None:
         # States are not there when they are whole.
         if part.values.numel() and reader.manifest.of(part) is not None:
             part.values.copy_(reader.read(part).view(part.values.shape))
+        elif part.is_per_rank:
+            part.values.zero_()  # nothing was owed
     mine = {name: value for name, value in others.items() if name in held.others}
     if mine:
         held.model.load_state_dict(mine, strict=False)

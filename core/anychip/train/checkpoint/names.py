@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
+
+_EXCHANGE = "exchange."
 
 
 class Names(NamedTuple):
@@ -39,6 +41,18 @@ def of_model(name: str) -> str:
 def of_state(name: str, state: str) -> str:
     """Of a state of the optimizer, by its parameter's first name in the whole model."""
     return f"optimizer.{name}.{state}"
+
+
+def of_exchange(name: str, carried: str) -> str:
+    """Of what a :class:`~anychip.train.zero.exchange.Exchange` carries of a parameter's gradient:
+    (ranks, *shape), since each rank carries its own.
+    """
+    return f"{_EXCHANGE}{name}.{carried}"
+
+
+def carried_in(names: Iterable[str]) -> set[str]:
+    """What exchanges carry, from a checkpoint's names of tensors."""
+    return {name.rpartition(".")[2] for name in names if name.startswith(_EXCHANGE)}
 
 
 def states_of(names: Sequence[str] | Mapping[str, Any]) -> dict[str, set[str]]:

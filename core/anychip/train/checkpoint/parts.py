@@ -51,6 +51,8 @@ class Part:
         offset: of the first one in the flattened whole.
         share: of the run, that this rank writes; None: another rank writes it all.
         otherwise: a tensor that has the same values in other dtypes: a weight's master, and back.
+        is_per_rank: the first dim counts the ranks, of which each holds one row. At another number
+            of them the first rank's row is the sum over those that were saved, the others' zeros.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Part:
     offset: int = 0
     share: Share | None = ALL
     otherwise: str | None = None
+    is_per_rank: bool = False
 
 
 class Piece(NamedTuple):

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +23,7 @@ from anychip.contract import HOST
 from anychip.train import files
 from anychip.train.checkpoint import boxes, folder, manifest
 from anychip.train.checkpoint.folder import refusal
-from anychip.train.checkpoint.manifest import File, Manifest, Stored
+from anychip.train.checkpoint.manifest import File, Manifest, Stored, StoredTensor
 from anychip.train.checkpoint.parts import Part
 
 _CHUNK = 1 << 20
@@ -95,6 +96,8 @@ class Reader:
         """The elements of a part in the checkpoint, (numel,), on the host, of the saved dtype."""
         saved, numel = self.manifest.of(part), part.values.numel()
         assert saved is not None, part.name
+        if part.is_per_rank and saved.shape != part.shape:
+            return self._summed(part, saved)
         found = torch.empty(numel, dtype=saved.dtype, device=HOST)
         for stored in needed(self.manifest, part):
             held = as_tensor(self._bytes(stored), saved.dtype).view(stored.box.sizes)
@@ -102,6 +105,14 @@ class Reader:
                 run = found[common.start : common.start + math.prod(common.sizes)]
                 run.view(common.sizes)[common.in_run] = held[common.in_box]
         return found
+
+    def _summed(self, part: Part, saved: StoredTensor) -> Tensor:
+        """Over the ranks that saved it, for the first one that loads it."""
+        numel = part.values.numel()
+        total = torch.zeros(numel, dtype=saved.dtype, device=HOST)
+        for rank in range(saved.shape[0] if part.offset == 0 else 0):
+            total += self.read(replace(part, shape=saved.shape, offset=rank * numel))
+        return total
 
     def _bytes(self, stored: Stored) -> bytearray:
         content, file = bytearray(stored.nbytes), self._opened[stored.file]
@@ -124,6 +135,8 @@ def needed(found: Manifest, part: Part) -> list[Stored]:
     tensor, numel = found.of(part), part.values.numel()
     if tensor is None:
         return []
+    if part.is_per_rank and tensor.shape != part.shape:
+        return tensor.stored if part.offset == 0 else []
     mine = boxes.of_run(tensor.shape, part.offset, numel)
     return [
         stored
@@ -172,7 +185,8 @@ def open_files(path: Path, parts: Sequence[Part] | None, stack: ExitStack) -> Re
 def fits(found: Manifest, part: Part) -> bool:
     """The checkpoint has a tensor of a part's name and shape."""
     tensor = found.of(part)
-    return tensor is not None and tensor.shape == part.shape
+    first = 1 if part.is_per_rank else 0
+    return tensor is not None and tensor.shape[first:] == part.shape[first:]
 
 
 def _verify_file(path: Path, entry: File, file: IO[bytes]) -> None:

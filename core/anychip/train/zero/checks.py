@@ -75,6 +75,22 @@ def check_format(name: str, stage: int) -> None:
         raise ValueError(f"gather_format is for stage 3, which gathers copies; got stage {stage}")
 
 
+def check_carries(carries: Sequence[str], *, is_scaled: bool, are_tied: bool) -> None:
+    """What an exchange carries from step to step means the same in both.
+
+    Raises:
+        UnsupportedError: it would not.
+    """
+    reasons = {
+        "the loss scale, a factor of gradients, changes; compute in bfloat16": is_scaled,
+        "weights are tied over stages, whose gradients are summed by another call": are_tied,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds and carries):
+        raise UnsupportedError(
+            f"an exchange that carries {', '.join(carries)} from step to step: {reason}"
+        )
+
+
 def check_offload(how: Mapping[str, Any], stage: int, rule: Rule, *, has_masters: bool) -> None:
     """What is elsewhere is there, is cut as it can be, and can be updated in pieces.
 

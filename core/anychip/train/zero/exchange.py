@@ -4,13 +4,16 @@ The seam between sharded parameters and the wire: the engine asks an :class:`Exc
 know which ranks it talks to or what goes over the wire. :class:`Flat` cuts among all ranks;
 :class:`Grouped` among those of a group, and adds up over the groups; :class:`Coded` sends codes of
 few bits in place of weights; with :class:`Secondary` neighbours keep what they have gathered.
+A person's own one goes around these (``exchange`` of the optimizer), as a subclass of
+:class:`Around`, and may carry what one reduction owes to the next.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -21,6 +24,9 @@ from anychip.contract import DONE, Backend, Communicator, Work
 from anychip.train.zero.layout import ALIGNMENT
 
 GradientReduction = Literal["avg", "sum"]
+Carried = Mapping[str, Tensor]
+"""By name what an exchange carries from one reduction of a buffer to the next: (numel,) float32."""
+NOTHING: Carried = MappingProxyType({})
 
 
 class Exchange(ABC):
@@ -33,11 +39,15 @@ class Exchange(ABC):
         rank: of this one, among those that a buffer is cut for.
         world_size: parts of a buffer.
         alignment: elements, of which the start of each parameter in a buffer is a multiple.
+        carries: names of what :meth:`reduce` leaves on this rank for the next time, like the error
+            of what was rounded. Checkpoints have it; at another number of ranks the first one goes
+            on with the sum over those that saved it, so that nothing owed is lost.
     """
 
     rank: int
     world_size: int
     alignment: int = ALIGNMENT
+    carries: Sequence[str] = ()
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> None:
@@ -60,9 +70,15 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
+    def reduce(
+        self, part: Tensor, full: Tensor, reduction: GradientReduction, carried: Carried = NOTHING
+    ) -> Work:
         """``part`` becomes this rank's part of what all ranks have in ``full``, which is undefined
         after. With ``part`` the whole of ``full``, all of it.
+
+        Args:
+            carried: of this buffer, by the names in ``carries``; zeros at first. It is read and
+                written when the call begins, or until it was waited for.
         """
 
     @abstractmethod
@@ -110,7 +126,9 @@ class Flat(Exchange):
     def join(self, whole: Tensor, piece: Tensor, sizes: Sequence[int]) -> None:
         self.gather_comm.all_gather(whole, piece, sizes=sizes)
 
-    def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
+    def reduce(
+        self, part: Tensor, full: Tensor, reduction: GradientReduction, carried: Carried = NOTHING
+    ) -> Work:
         if part is full:
             return self.comm.all_reduce(full, reduction, async_op=True)
         return self.comm.reduce_scatter(part, full, reduction, async_op=True)
@@ -128,7 +146,7 @@ class Around(Exchange):
 
     def __init__(self, inner: Exchange) -> None:
         self.rank, self.world_size = inner.rank, inner.world_size
-        self.inner, self.alignment = inner, inner.alignment
+        self.inner, self.alignment, self.carries = inner, inner.alignment, inner.carries
 
     def broadcast(self, tensor: Tensor) -> None:
         self.inner.broadcast(tensor)
@@ -139,8 +157,10 @@ class Around(Exchange):
     def join(self, whole: Tensor, piece: Tensor, sizes: Sequence[int]) -> None:
         self.inner.join(whole, piece, sizes)
 
-    def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
-        return self.inner.reduce(part, full, reduction)
+    def reduce(
+        self, part: Tensor, full: Tensor, reduction: GradientReduction, carried: Carried = NOTHING
+    ) -> Work:
+        return self.inner.reduce(part, full, reduction, carried)
 
     def sum_over_parts(self, sums: Tensor) -> Tensor:
         return self.inner.sum_over_parts(sums)
@@ -180,7 +200,9 @@ class Grouped(Around):
     def broadcast(self, tensor: Tensor) -> None:
         self.comm.broadcast(tensor, 0)
 
-    def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
+    def reduce(
+        self, part: Tensor, full: Tensor, reduction: GradientReduction, carried: Carried = NOTHING
+    ) -> Work:
         divisor = self.comm.world_size if reduction == "avg" else None
         return _OverGroups(self.inner.reduce(part, full, "sum"), part, self.outer, divisor)
 
@@ -301,8 +323,10 @@ class OnStreams(Around):
 
         self._on(self._gathers, begin).wait()
 
-    def reduce(self, part: Tensor, full: Tensor, reduction: GradientReduction) -> Work:
-        return self._on(self._reductions, lambda: self.inner.reduce(part, full, reduction))
+    def reduce(
+        self, part: Tensor, full: Tensor, reduction: GradientReduction, carried: Carried = NOTHING
+    ) -> Work:
+        return self._on(self._reductions, lambda: self.inner.reduce(part, full, reduction, carried))
 
     def largest(self, tensor: Tensor) -> Work:
         return self._on(self._reductions, lambda: self.inner.largest(tensor))

@@ -74,6 +74,7 @@ class FlatGradients:
     Attributes:
         held: indices of parameters for which this rank has given a gradient to ``reduced``.
         shown: index to what was put into ``.grad``: where states are whole the view of ``reduced``.
+        carried: from one reduction to the next, what the exchange carries, (numel,) float32 each.
     """
 
     def __init__(
@@ -94,6 +95,10 @@ class FlatGradients:
         self._away: Elsewhere | None = None
         if tiers is not None and tiers.is_away("gradients"):
             self._away = tiers.store("gradients", torch.float32, cuts).all()
+        self.carried = {
+            name: torch.zeros(layout.numel, dtype=torch.float32, device=params[0].device)
+            for name in exchange.carries
+        }
         self.filling: Tensor | None = None
         self.reduced: Tensor | None = None
         self.held: set[int] = set()
@@ -157,7 +162,7 @@ class FlatGradients:
             self._output = self.filling[self.layout.part(self.exchange.rank)]
         if self.partition.gradients:
             self._output = torch.empty_like(self._output)
-        self._work = self.exchange.reduce(self._output, self.filling, self.reduction)
+        self._work = self.exchange.reduce(self._output, self.filling, self.reduction, self.carried)
 
     def finish(self) -> None:
         """Waits for what is under way, if it is, and adds it to what was reduced before."""
@@ -238,6 +243,10 @@ class FlatGradients:
             return self._view(self.reduced, index)
         piece = self.layout.piece(index, self.exchange.rank)
         return self.reduced[piece.start : piece.start + piece.numel]
+
+    def carried_of(self, index: int) -> dict[str, Tensor]:
+        """What the exchange carries of a parameter, in its shape."""
+        return {name: self._view(buffer, index) for name, buffer in self.carried.items()}
 
     def _view(self, buffer: Tensor, index: int) -> Tensor:
         return buffer[self.layout.place(index)].view(self.params[index].shape)

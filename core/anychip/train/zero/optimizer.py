@@ -145,6 +145,9 @@ class Optimizer(torch.optim.Optimizer):
             cut = stage if comm.world_size > 1 or is_offloading else 0  # one rank has everything
             dtype = precision.reduce_dtype if precision else torch.float32
             self.sharded = ShardedModel(comm, cut, dtype=dtype, reduction=reduction, **how)
+            is_scaled, are_tied = self.scaler is not None, bool(duplicates)
+            carries = self.sharded.exchange.carries
+            checks.check_carries(carries, is_scaled=is_scaled, are_tied=are_tied)
             if cut == 3:
                 self.sharded.add_module(checks.module_of_stage_3(module))
         given_to_update = comm, self.sharded, model_comm, set(duplicates), rule.blocks

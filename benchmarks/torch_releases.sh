@@ -1,7 +1,7 @@
 #!/bin/sh
 # Does the bridge work with the releases of torch that anychip supports? A virtual environment for
 # each, with the CPU's torch where the index has one; in it the bridge is built, and the cases of
-# devices run on minichip. Needs gigabytes and a network. Not run with other releases than 2.13.
+# devices run on minichip. Needs gigabytes and a network.
 #   benchmarks/torch_releases.sh [RELEASE ...]    default: 2.11.* 2.13.* and the newest, ''
 set -eu
 cd "$(dirname "$0")/.."

@@ -30,7 +30,7 @@ from benchmarks.trainees import LATE_MS, Sizes
 RESULTS = Path(__file__).parent / "results"
 
 SMALL_BATCH = Sizes(batch=4, microbatches=4)
-"""Communication is about a third of the step: it does not shrink with the batch."""
+"""Communication weighs four times as much: it does not shrink with the batch."""
 
 LATE = ("ZeRO-3", f"ZeRO-3, {LATE_MS} ms late")
 """Of a step of a second and a half: two delays are 2 % of it."""

@@ -17,7 +17,6 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 SMALL = ("model.width=32", "model.layers=1", "model.context=16", "data.batch_size=4")
-OFFLOAD = ("optimizer.stage=3", "optimizer.offload=states=host, gradients=host, weights=host")
 # Two devices of PoCL's; other drivers do not know the name.
 ENVIRONMENT = {**os.environ, "POCL_DEVICES": "pthread pthread"}
 
@@ -81,13 +80,20 @@ def losses(library: Path, tmp_path: Path, *words: str) -> tuple[list[float], lis
     return on_chip, trained(tmp_path / "host", *words, "--backend", "cpu")
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("minichip", ()), pytest.param("minichip", OFFLOAD, marks=pytest.mark.grid, id="offload"),
-    pytest.param("opencl", (), marks=pytest.mark.grid),
+@pytest.mark.parametrize(("name", "offload"), [
+    ("minichip", ""), *(
+        pytest.param(*case, marks=pytest.mark.grid) for case in (
+            ("minichip", "host"), ("opencl", ""), ("asyncchip", ""), ("asyncchip", "host"),
+            ("asyncchip", "file"),
+        )
+    ),
 ])  # fmt: skip
 def test_training_on_a_library_follows_the_hosts_losses(
-    libraries: dict[str, Path], tmp_path: Path, name: str, words: tuple[str, ...]
+    libraries: dict[str, Path], tmp_path: Path, name: str, offload: str
 ) -> None:
+    place = tmp_path if offload == "file" else offload
+    tiers = ", ".join(f"{kind}={place}" for kind in ("states", "gradients", "weights"))
+    words = ("optimizer.stage=3", f"optimizer.offload={tiers}") if offload else ()
     chip, host = losses(libraries[name], tmp_path, "--steps", "50", *words)
     assert len(chip) == len(host)
     assert chip[-1] < chip[0] - 1
@@ -96,7 +102,7 @@ def test_training_on_a_library_follows_the_hosts_losses(
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", ["minichip", "opencl"])
+@pytest.mark.parametrize("name", ["minichip", "opencl", "asyncchip"])
 @pytest.mark.parametrize("stage", range(4))
 def test_zero_on_two_ranks_of_a_library_follows_the_hosts_losses(
     libraries: dict[str, Path], tmp_path: Path, stage: int, name: str

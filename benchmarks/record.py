@@ -33,7 +33,7 @@ SMALL_BATCH = Sizes(batch=4, microbatches=4)
 """Communication weighs four times as much: it does not shrink with the batch."""
 
 LATE = ("ZeRO-3", f"ZeRO-3, {LATE_MS} ms late")
-"""Of a step of a second and a half: two delays are 2 % of it."""
+"""Of a step so long that two delays are less than 3 % of it."""
 
 Subject = tuple[int, Callable[..., Report]]
 SUBJECTS: dict[str, Subject] = {

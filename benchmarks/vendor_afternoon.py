@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "writing-a-backend.md"
 SECTION = "## A C library, in an afternoon"
 TABLE = "static const anychip_library library = {\n"
-TAIL = 12
-"""Lines of a command's output that the record keeps."""
+TAIL, WIDTH = 12, 110
+"""Lines of a command's output that the record keeps, and characters of each line."""
 
 
 class Done(NamedTuple):
@@ -121,9 +121,16 @@ def record(steps: list[Done], lines: int) -> str:
         if step.title != title:
             title = step.title
             text += ["", f"## {title}"]
-        shown = [line[:110].rstrip() for line in step.printed.splitlines() if line.strip()]
+        shown = [shortened(line) for line in step.printed.splitlines() if line.strip()]
         text += ["", "```", f"$ {step.command}", *shown[-TAIL:], "```", "", f"{step.seconds:.1f} s"]
     return "\n".join(text) + "\n"
+
+
+def shortened(line: str) -> str:
+    """No word, and above all no number, is cut."""
+    if len(line) <= WIDTH:
+        return line.rstrip()
+    return line[:WIDTH].rpartition(" ")[0].rstrip() + " ..."
 
 
 def main() -> None:

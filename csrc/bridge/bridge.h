@@ -90,7 +90,6 @@ std::pair<uint64_t, uint64_t> memory_info(c10::DeviceIndex device);
 
 // --- tensors.cpp
 
-at::Tensor empty_on(c10::Device device, c10::IntArrayRef sizes, c10::ScalarType dtype);
 at::Tensor empty_strided_on(c10::Device device, c10::IntArrayRef sizes, c10::IntArrayRef strides,
                             c10::ScalarType dtype);
 // A contiguous copy on the host; complete.

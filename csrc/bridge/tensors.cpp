@@ -345,10 +345,6 @@ TORCH_LIBRARY_IMPL(aten, Negative, library) {
 
 }  // namespace
 
-Tensor empty_on(c10::Device device, IntArrayRef sizes, ScalarType dtype) {
-  return empty_memory_format(sizes, dtype, {}, device, {}, {});
-}
-
 Tensor empty_strided_on(c10::Device device, IntArrayRef sizes, IntArrayRef strides,
                         ScalarType dtype) {
   return empty_strided(sizes, strides, dtype, {}, device, {});

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import anychip
+from anychip.comm import alone
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator, UnsupportedError, Work
 from anychip.train import checkpoint, optim, zero
@@ -231,7 +232,7 @@ def carried_on(
     return run_ranks(world_size, work)
 
 
-ROUNDED = {"exchange": Rounded}
+ROUNDED: Any = {"exchange": Rounded}
 
 
 @pytest.mark.parametrize("options", [
@@ -268,6 +269,11 @@ def test_what_was_carried_is_dropped_with_a_word_and_begins_at_zero(tmp_path: Pa
     assert not any(each["error 3"].any() for each in fresh)
 
 
+def test_one_rank_sends_nothing_and_has_no_exchange_of_a_person() -> None:
+    opt = zero.Optimizer(Weighted(), optim.sgd(1.0), alone(), param_dtype=torch.bfloat16, **ROUNDED)
+    assert parts(opt).exchange.carries == ()
+
+
 @pytest.mark.parametrize(("options", "reason"), [
     ({"precision": policy("fp16", anychip.backend())}, "loss scale"),
     ({"duplicates": "weights"}, "tied over stages"),
@@ -280,6 +286,6 @@ def test_exchange_that_carries_is_refused_where_its_units_change(
         if "duplicates" in options:
             options["duplicates"] = list(model.weights)
         with pytest.raises(UnsupportedError, match=f"carries error from step to step: .*{reason}"):
-            zero.Optimizer(model, optim.sgd(1.0), comm, **ROUNDED, **options)  # type: ignore[arg-type]
+            zero.Optimizer(model, optim.sgd(1.0), comm, **ROUNDED, **options)
 
     run_ranks(2, work)

@@ -77,8 +77,8 @@ class Exchange(ABC):
         after. With ``part`` the whole of ``full``, all of it.
 
         Args:
-            carried: of this buffer, by the names in ``carries``; zeros at first. It is read and
-                written when the call begins, or until it was waited for.
+            carried: of this buffer, by the names in ``carries``; zeros at first. The call may read
+                and write it until it has been waited for.
         """
 
     @abstractmethod
@@ -204,7 +204,7 @@ class Grouped(Around):
         self, part: Tensor, full: Tensor, reduction: GradientReduction, carried: Carried = NOTHING
     ) -> Work:
         divisor = self.comm.world_size if reduction == "avg" else None
-        return _OverGroups(self.inner.reduce(part, full, "sum"), part, self.outer, divisor)
+        return _OverGroups(self.inner.reduce(part, full, "sum", carried), part, self.outer, divisor)
 
     def largest(self, tensor: Tensor) -> Work:
         return self.comm.all_reduce(tensor, "max", async_op=True)

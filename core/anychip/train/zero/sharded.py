@@ -71,8 +71,8 @@ class ShardingOptions(TypedDict, total=False):
         secondary_group: so many neighbouring ranks keep what was gathered until the next step, and
             gather it again among themselves (hpZ), at the price of their parts of it. Nobody.
         exchange: makes one of what weights and gradients would go over, at any stage; see
-            :class:`~anychip.train.zero.exchange.Around`. What it carries is in checkpoints, and not
-            in ``state_dict``. None.
+            :class:`~anychip.train.zero.exchange.Around`. One rank sends nothing, and has none. What
+            it carries is in checkpoints, and not in ``state_dict``. None.
         init: first values of a module on the meta device, which is made unit by unit, so that no
             rank ever holds the whole model; see :data:`~anychip.train.zero.units.Init`. Rank 0's
             count. ``module.reset_parameters()``.
@@ -148,7 +148,7 @@ class ShardedModel:
         if secondary is not None and self.partition.weights:
             _check_group("secondary_group", secondary, found.world_size)
             found = Secondary(found, self.comm, secondary)
-        if (around := self.how.get("exchange")) is not None:
+        if (around := self.how.get("exchange")) is not None and world > 1:
             found = around(found)
         backend = runtime.owner(self.comm.device)
         return OnStreams(found, backend) if "streams" in backend.capabilities else found

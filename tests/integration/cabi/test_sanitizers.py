@@ -38,6 +38,7 @@ def run(*words: str | Path, **environment: str) -> None:
 
 
 @pytest.mark.grid
+@pytest.mark.timeout(1200)  # two minutes of two cores, of which a busy machine has none to spare
 @pytest.mark.parametrize("sanitizer", list(OPTIONS))
 def test_bridge_is_clean_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
     """Both: eight threads without Python. Addresses: also the tests of devices and of streams."""

@@ -21,7 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from anychip.contract import Memory
@@ -29,6 +30,13 @@ from tests.meta.honest import CountingMemory, HonestBackend, make_table, referen
 
 LONGEST_S = 0.001
 """Of the delay before a piece of work."""
+VALUES_NEEDED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Tags of operators whose call does not return before the host knows values."""
+HOST_READS = {
+    torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.to, torch.Tensor.numpy,
+    torch.Tensor.__repr__,
+}  # fmt: skip
+"""Methods by which the host reads what is the host's memory already: no operator is called."""
 
 
 class Progress:
@@ -62,6 +70,7 @@ class Stream(torch.Stream):
     """Work in order, done by a thread of its own; without one, by whoever queues it."""
 
     count = 0
+    progress_type: ClassVar[type[Progress]] = Progress
 
     def __new__(cls, *args: Any, **named: Any) -> Stream:
         made: Stream = super().__new__(cls, device="cpu")
@@ -70,7 +79,7 @@ class Stream(torch.Stream):
     def __init__(self, *, has_thread: bool = True) -> None:
         Stream.count += 1
         self.work: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self.progress = Progress()
+        self.progress = self.progress_type()
         self.has_thread = has_thread
         if has_thread:
             known = (self.work, self.progress, Stream.count)  # not the stream, which would stay
@@ -121,7 +130,9 @@ def _do(work: queue.SimpleQueue[Callable[[], Any] | None], progress: Progress, s
     delays = random.Random(seed)
     while (call := work.get()) is not None:
         time.sleep(delays.random() * LONGEST_S)
-        call()
+        # Autograd has seen the call, and has counted the version of what it writes.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            call()
         del call
         progress.count_done()
 
@@ -172,19 +183,31 @@ class Deferring(TorchDispatchMode):
             return func(*args, **kwargs)  # a view: it has no data of its own
         if "empty" in func.name():
             return func(*args, **kwargs)  # memory, whose content nobody has promised
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.stream.synchronize()  # the host reads a number, and waits for it
+        if VALUES_NEEDED & set(func.tags):
+            self.needs_values(func)
             return func(*args, **kwargs)
+        if not any("Tensor" in str(value.type) for value in func._schema.returns):
+            self.stream.synchronize()
+            return func(*args, **kwargs)  # of the host: a device, a number
         if func._schema.is_mutable:
             self.defer(func, lambda: func(*args, **kwargs))
             return args[0] if returns else None
         outputs = self.room(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.stream.synchronize()  # what it reads beside the generator's state, which is now's
+            drawn = func(*args, **kwargs)
+            self.defer(func, lambda: fill(outputs, drawn))
+            return outputs
         self.defer(func, lambda: fill(outputs, func(*args, **kwargs)))
         return outputs
 
     def defer(self, func: Any, call: Callable[[], Any]) -> None:
         """Leaves a call to the stream."""
         self.stream.add(call)
+
+    def needs_values(self, func: Any) -> None:
+        """The host is about to read, and waits for the stream."""
+        self.stream.synchronize()
 
     def room(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Tensors for the results, of which only the shapes are known yet."""
@@ -201,6 +224,28 @@ class Deferring(TorchDispatchMode):
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
         return tree_map(real, shapes)
+
+
+class Reading(TorchFunctionMode):
+    """Lets the host wait for the stream where it reads a tensor without an operator."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func not in HOST_READS or (func is torch.Tensor.to and "cpu" not in args):
+            return func(*args, **named)
+        self.wait(func)
+        with _disable_current_modes():
+            return func(*args, **named)
+
+    def wait(self, func: Any) -> None:
+        """Before the host reads by a method."""
+        self.stream.synchronize()
 
 
 def fill(outputs: Any, found: Any) -> None:
@@ -231,6 +276,7 @@ class AsynchronousBackend(HonestBackend):
     stream_type: ClassVar[type[Stream]] = Stream
     event_type: ClassVar[type[Event]] = Event
     mode_type: ClassVar[type[Deferring]] = Deferring
+    read_type: ClassVar[type[Reading]] = Reading
     memory_type: ClassVar[type[Memory]] = AsynchronousMemory
 
     def __init__(self) -> None:
@@ -248,6 +294,7 @@ class AsynchronousBackend(HonestBackend):
             Stream.synchronize(stream)
 
     def stream(self, index: int | None = None) -> torch.Stream:
+        self.check_index(index)
         made = self.stream_type()
         self.streams.append(made)
         return made
@@ -262,7 +309,7 @@ class AsynchronousBackend(HonestBackend):
         before = self.current_stream()
         self.thread.stream = stream
         try:
-            with self.mode_type(stream):
+            with self.mode_type(stream), self.read_type(stream):
                 yield
         finally:
             self.thread.stream = before

@@ -7,7 +7,8 @@ from tests.meta.wrong import Wrong
 
 FAMILIES = (
     "device memory random operators gradients sizes kernels numbers states attention products"
-    " permutation dropout_norm updates compression streams graphs collectives training errors"
+    " permutation dropout_norm updates compression streams graphs collectives groups training"
+    " errors combinations places"
 ).split()
 
 

@@ -22,7 +22,7 @@ TOY = Path(__file__).parents[2] / "examples" / "third_party_backend"
 VALUES = ("memory", "random", "operators", "gradients", "optimizer")
 """Chapters whose answers have bounds, or histories, that a seed changes; of the operators the
 values, since rules compare bits. Sums over ranks have bounds that hold for all numbers."""
-WITHOUT_RULES = "not rule or drawn"
+WITHOUT_RULES = "not rule"
 
 
 def toy() -> Backend:

@@ -3,6 +3,7 @@
 Ranks are processes that import these backends by name, and mix the change into the communicator.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -18,40 +19,53 @@ Base: Any = Communicator
 """Of the changes, which are mixed into whatever communicator the job has."""
 
 
+def changed(comm: Communicator, change: type) -> Communicator:
+    """A communicator of whatever class, with a change mixed in."""
+    if change not in type(comm).__mro__:
+        comm.__class__ = type(change.__name__, (change, type(comm)), {})
+    return comm
+
+
 class RanksBackend(HonestBackend):
-    """Honest; its communicator is changed by ``change``."""
+    """Honest; its communicator is changed by ``change``, and its groups' by ``group_change``."""
 
     change: ClassVar[type] = type("Nothing", (Base,), {})
+    group_change: ClassVar[type | None] = None
 
     def communicator(self, **settings: Any) -> Communicator:
-        comm = super().communicator(**settings)
-        if self.change not in type(comm).__mro__:
-            comm.__class__ = type(self.change.__name__, (self.change, type(comm)), {})
-        return comm
+        comm, inside = changed(super().communicator(**settings), self.change), self.group_change
+        if inside is None:
+            return comm
+
+        def split(_: Any, right: Call, groups: Any, *, name: str) -> Communicator:
+            return changed(right(groups, name=name), inside)
+
+        return changed(comm, with_method(self.change, "split", split))
 
 
 TOGETHER = """2/all_reduce/fp32 2/reduce_scatter/fp32 2/broadcast/fp32 2/send/fp32 2/early 2/barrier
     2/groups"""
 """One selection for all, so that one run of the twin is enough."""
 GATHER = "2/all_gather/fp32"
-LARGE = "2/large 2/not-finite"
-RULED = "2/abort 2/close 2/traffic"
+LARGE = "2/large 2/all_reduce/fp32"
+RULED = "2/abort 2/close 2/broadcast/fp32"
 CATALOGUE: list[Wrong] = []
 
 
 def wrong_backend(
     name: str, bug: str, select: str = TOGETHER, **options: Any
 ) -> Callable[[Any], None]:
-    """Decorator of a backend, which processes find under the entry's name.
+    """Decorator of a backend, which processes find under the entry's name in its module.
 
     Args:
         select: ids of cases, or what they begin with, without the chapter.
     """
 
     def wrap(made: Any) -> None:
-        made.__qualname__, globals()[name] = name, made
+        module = vars(sys.modules[made.__module__])
+        made.__qualname__, module[name] = name, made
         chosen = " or ".join(f"collectives/{id}" for id in select.split())
-        CATALOGUE.append(
+        module["CATALOGUE"].append(
             Wrong(name=name, bug=bug, chapter="collectives", make=made, select=chosen,
                   twin=RanksBackend, **options)
         )  # fmt: skip
@@ -60,12 +74,16 @@ def wrong_backend(
 
 
 def wrong(
-    name: str, bug: str, method: str, select: str = TOGETHER, **options: Any
+    name: str, bug: str, method: str, select: str = TOGETHER, *, of: str = "change", **options: Any
 ) -> Callable[[Call], None]:
-    """Decorator: ``change(comm, right, *args)`` in place of a communicator's method."""
+    """Decorator: ``change(comm, right, *args)`` in place of a communicator's method.
+
+    Args:
+        of: ``change``, the communicator of all, or ``group_change``, those of groups.
+    """
 
     def wrap(change: Call) -> None:
-        parts = {"change": with_method(Base, method, change), "__module__": __name__}
+        parts = {of: with_method(Base, method, change), "__module__": change.__module__}
         wrong_backend(name, bug, select, **options)(type(name, (RanksBackend,), parts))
 
     return wrap
@@ -252,7 +270,7 @@ class _Lazy(Work):
         return self.done
 
 
-@wrong("async-begins-in-wait", "a call that begins too late", "all_reduce", "2/order")
+@wrong("async-begins-in-wait", "a call that begins too late", "all_reduce", "2/under-way")
 def _(self: Any, right: Call, tensor: Tensor, *rest: Any, async_op: bool = False) -> Any:
     """The call begins in wait(): ranks that wait in different orders get each other's."""
     if not async_op:
@@ -340,7 +358,7 @@ class NobodyCompares(RanksBackend):
         return super().communicator(**{**settings, "check": "off"})
 
 
-@wrong_backend("time-limit-not-kept", "missing rank: waits for ever", select="2/absent/all_reduce")
+@wrong_backend("time-limit-not-kept", "missing rank: waits for ever", select="3/absent/all_reduce")
 class WaitsForEver(RanksBackend):
     """The time limit is not handed on, nor the one for signs of life."""
 
@@ -348,7 +366,7 @@ class WaitsForEver(RanksBackend):
         return super().communicator(**{**settings, "timeout_s": 900.0, "heartbeat_s": 900.0})
 
 
-@wrong("dead-rank-not-noticed", "dead rank: an error that nobody sees", "all_reduce", "2/killed")
+@wrong("dead-rank-not-noticed", "dead rank: an error that nobody sees", "all_reduce", "3/killed")
 def _(self: Any, right: Call, *args: Any, **named: Any) -> Any:
     """The status of the library's call is not looked at."""
     try:
@@ -357,7 +375,7 @@ def _(self: Any, right: Call, *args: Any, **named: Any) -> Any:
         return DONE
 
 
-@wrong("lost-rank-not-named", "an error that tells nothing", "all_reduce", "2/absent/all_reduce")
+@wrong("lost-rank-not-named", "an error that tells nothing", "all_reduce", "3/absent/all_reduce")
 def _(self: Any, right: Call, *args: Any, **named: Any) -> Any:
     """Says that something was lost, not who."""
     try:
@@ -366,7 +384,7 @@ def _(self: Any, right: Call, *args: Any, **named: Any) -> Any:
         raise CommunicationError(error.where, "error 6: connection lost") from error
 
 
-@wrong("sum-begins-with-oneself", "order of a sum", "all_reduce", "4/all_reduce/fp32", level="full")
+@wrong("sum-begins-with-oneself", "order of a sum", "all_reduce", "3/all_reduce/fp32")
 def _(self: Any, right: Call, tensor: Tensor, reduction: Any = "sum", **named: Any) -> Any:
     """Each rank adds the others to its own: three and more ranks have three results."""
     if reduction != "sum" or tensor.dtype != torch.float32 or self.world_size < 3:

@@ -1,14 +1,16 @@
 """Wrong backends that the device chapter has to find."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from anychip.contract import DeviceProperties, OperatorTable, Probe
+from anychip.contract import DeviceProperties, MemoryStats, OperatorTable, Probe
 from anychip.operators import rms_norm
-from tests.meta.honest import CAPACITY, DEVICES, HonestBackend
+from tests.meta.honest import CAPACITY, DEVICES, CountingMemory, HonestBackend
 from tests.meta.wrong import Wrong, wrong_device
 
 
@@ -18,6 +20,28 @@ def _any_index(self: HonestBackend, index: int | None) -> int:
 
 def _wrap_around(self: HonestBackend, index: int | None) -> int:
     return self.current_device() if index is None else int(index) % DEVICES
+
+
+def _lenient(accepts: Callable[[Any], bool], number: Callable[[Any], int]) -> Any:
+    """Takes some of what is no index for one."""
+
+    def check_index(self: HonestBackend, index: Any) -> int:
+        return number(index) if accepts(index) else HonestBackend.check_index(self, index)
+
+    return check_index
+
+
+class AnyIndex(CountingMemory):
+    """Statistics are the same whatever is asked for, so that nobody looks at it."""
+
+    def stats(self, index: Any = None) -> MemoryStats:
+        return super().stats()
+
+
+def _in_the_main_thread_only(self: HonestBackend) -> Probe:
+    if threading.current_thread() is threading.main_thread():
+        return HonestBackend.probe(self)
+    return Probe.unavailable("no context")
 
 
 class _OneForAllThreads:
@@ -153,6 +177,49 @@ CATALOGUE: tuple[Wrong, ...] = (
         operators=_one_row("rms_norm", limits={"width": range(1, 9)}),
     ),
     wrong_device("refused-index-stays", "an error that changes", set_device=_moves_and_refuses),
+    wrong_device(
+        "bool-is-an-index", "missing check of an index",
+        check_index=_lenient(lambda index: isinstance(index, bool), int),
+    ),
+    wrong_device(
+        "whole-float-is-an-index", "missing check of an index",
+        check_index=_lenient(lambda index: index in (0.0, 1.0), int),
+    ),
+    wrong_device(
+        "index-from-the-end", "missing check of an index",
+        check_index=_lenient(lambda index: index in (-1, -2), lambda index: index % DEVICES),
+    ),
+    wrong_device(
+        "index-of-32-bits", "an index cut short",
+        check_index=_lenient(lambda i: type(i) is int and i >= 2**32, lambda i: i % 2**32),
+    ),
+    wrong_device(
+        "numpy-is-not-looked-at", "missing check of an index",
+        check_index=_lenient(lambda index: isinstance(index, np.integer), lambda index: 0),
+    ),
+    wrong_device(
+        "none-is-the-first", "state of one device",
+        device=lambda self, index=None: HonestBackend.device(self, 0 if index is None else index),
+    ),
+    wrong_device("statistics-of-any-index", "missing check of an index", memory_type=AnyIndex,
+                 memory=property(lambda self: self.memory_type(self))),
+    wrong_device("random-state-of-any-index", "missing check of an index",
+                 random_state=lambda self, index=None: torch.get_rng_state()),
+    wrong_device(
+        "bandwidth-in-gigabytes", "wrong unit",
+        properties=lambda self, index=None: replace(
+            HonestBackend.properties(self, index), bandwidth=3350.0
+        ),
+    ),
+    wrong_device(
+        "memory-in-kibibytes", "wrong unit",
+        properties=lambda self, index=None: replace(
+            HonestBackend.properties(self, index), total_memory=CAPACITY >> 10
+        ),
+    ),
+    wrong_device("host-is-an-accelerator", "two answers to one question",
+                 probe=lambda self: Probe.ready(DEVICES)),
+    wrong_device("probe-of-the-main-thread", "per-thread state", probe=_in_the_main_thread_only),
     Wrong(
         name="device-of-a-thread-that-has-ended", bug="state kept by a number that is used again",
         chapter="device", make=ByNumberOfThread,

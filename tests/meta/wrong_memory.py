@@ -15,6 +15,8 @@ from tests.meta.honest import CAPACITY, CountingMemory, HonestBackend
 from tests.meta.wrong import Call, Wrong, with_method
 
 CATALOGUE: list[Wrong] = []
+SELECT = {"refuse": "out_of_memory", "copy_async": "copy_async", "reset_peak": "peak"}
+"""Which questions come to a method."""
 
 
 def make_backend(memory: Any, right: type[HonestBackend] = HonestBackend) -> Backend:
@@ -24,19 +26,22 @@ def make_backend(memory: Any, right: type[HonestBackend] = HonestBackend) -> Bac
     return backend
 
 
-def wrong_memory(name: str, bug: str) -> Callable[[Any], None]:
+def wrong_memory(name: str, bug: str, select: str = "") -> Callable[[Any], None]:
     """Decorator of a memory part."""
 
     def wrap(memory: Any) -> None:
         make = partial(make_backend, memory)
-        CATALOGUE.append(Wrong(name=name, bug=bug, chapter="memory", make=make))
+        CATALOGUE.append(Wrong(name=name, bug=bug, chapter="memory", make=make, select=select))
 
     return wrap
 
 
-def wrong(name: str, bug: str, method: str) -> Callable[[Call], None]:
+def wrong(name: str, bug: str, method: str, select: str | None = None) -> Callable[[Call], None]:
     """Decorator: ``change(memory, right, *args)`` in place of a method of the memory part."""
-    return lambda change: wrong_memory(name, bug)(with_method(CountingMemory, method, change))
+    found = SELECT.get(method, "") if select is None else select
+    return lambda change: wrong_memory(name, bug, found)(
+        with_method(CountingMemory, method, change)
+    )
 
 
 @wrong("out-of-memory-is-runtime-error", "wrong type of an error", "refuse")
@@ -74,7 +79,7 @@ def _(memory: Any, right: Call, nbytes: int) -> Any:
     memory.peak = memory.allocated
 
 
-@wrong_memory("leak-of-one-block-in-eight", "leak")
+@wrong_memory("leak-of-one-block-in-eight", "leak", "leaks")
 class LeakOfOneBlockInEight(CountingMemory):
     count = 0
 
@@ -292,7 +297,7 @@ def _(memory: Any, right: Call, index: int | None = None) -> Any:
     return found if not index else found._replace(allocated=0, peak_allocated=0)
 
 
-@wrong("tensors-counted-twice", "a statistic that means something else", "stats")
+@wrong("tensors-counted-twice", "a statistic that means something else", "stats", "stats/tensors")
 def _(memory: Any, right: Call, index: int | None = None) -> Any:
     """By their size, and by that of their storages."""
     found = right(index)
@@ -322,6 +327,128 @@ def _(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) ->
     start -= start * size % 4 // size
     aligned = source.as_strided(source.shape, source.stride(), start)
     right(target, aligned, *stream)
+
+
+@wrong("freed-more-than-allocated", "a size that is rounded on one side only", "freed", "leaks")
+def _(memory: Any, right: Call, nbytes: int) -> Any:
+    right((nbytes + 511) // 512 * 512)
+
+
+@wrong_memory("counted-twice", "a statistic that means something else", "follow")
+class CountedTwice(CountingMemory):
+    """By the allocator and by the adapter; and so it is freed."""
+
+    def allocate(self, nbytes: int, index: int | None = None) -> torch.UntypedStorage:
+        storage = super().allocate(nbytes, index)
+        self.allocated += nbytes
+        return storage
+
+    def freed(self, nbytes: int) -> None:
+        super().freed(2 * nbytes)
+
+
+@wrong("reserved-above-total", "numbers that contradict each other", "stats")
+def _(memory: Any, right: Call, index: int | None = None) -> Any:
+    return right(index)._replace(reserved=CAPACITY + 1)
+
+
+@wrong("peak-too-high", "a statistic that means something else", "reset_peak")
+def _(memory: Any, right: Call, index: int | None = None) -> Any:
+    """Of an empty device it keeps something."""
+    right(index)
+    memory.peak += 0 if memory.allocated else 6 << 20
+
+
+@wrong_memory("peak-is-the-sum", "a statistic that means something else", "peak")
+class PeakIsTheSum(CountingMemory):
+    """Of all that was allocated since the reset."""
+
+    def allocate(self, nbytes: int, index: int | None = None) -> torch.UntypedStorage:
+        before = self.peak
+        storage = super().allocate(nbytes, index)
+        self.peak = before + nbytes
+        return storage
+
+
+@wrong("peak-resets-all", "a statistic that means something else", "reset_peak")
+def _(memory: Any, right: Call, index: int | None = None) -> Any:
+    """Counters begin anew, with half of what is live."""
+    memory.allocated //= 2
+    right(index)
+
+
+@wrong("refused-size-counts-in-the-peak", "an error that changes", "refuse")
+def _(memory: Any, right: Call, nbytes: int) -> Any:
+    memory.peak = max(memory.peak, memory.allocated + nbytes)
+    right(nbytes)
+
+
+@wrong("size-of-64-bits-wraps", "overflow of a size", "allocate")
+def _(memory: Any, right: Call, nbytes: int, index: int | None = None) -> Any:
+    return right(nbytes & 2**64 - 1 if isinstance(nbytes, int) and nbytes > 0 else nbytes, index)
+
+
+@wrong("out-of-memory-of-another-size", "an error that tells nothing", "refuse")
+def _(memory: Any, right: Call, nbytes: int) -> Any:
+    right(nbytes % 4096)
+
+
+@wrong_memory("cache-is-kept", "a quiet no-op", "empty_cache")
+class CacheIsKept(CountingMemory):
+    """What was reserved once stays so, whoever empties the cache."""
+
+    reserved = 0
+
+    def stats(self, index: int | None = None) -> MemoryStats:
+        self.reserved = max(self.reserved, self.peak)
+        return super().stats(index)._replace(reserved=self.reserved)
+
+
+def _with_copies(name: str, bug: str, change: Callable[[Tensor], Tensor]) -> None:
+    """``copy_async`` of a source that is changed on its way."""
+
+    def copied(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) -> Any:
+        right(target, change(source) if source.dtype == target.dtype else source, *stream)
+
+    wrong(name, bug, "copy_async")(copied)
+
+
+def _of(*dtypes: torch.dtype, change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: change(x) if x.dtype in dtypes else x
+
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_SMALLEST = torch.finfo(torch.float32).smallest_normal
+# fmt: off
+_with_copies("nan-becomes-the-usual-one", "Inf or NaN lost",
+             _of(*_FLOATS, change=lambda x: torch.where(x.isnan(), torch.nan, x)))
+_with_copies("zero-loses-its-sign", "sign of zero", _of(*_FLOATS, change=lambda x: x + 0.0))
+_with_copies("subnormals-are-flushed", "subnormal numbers",
+             _of(torch.float32, change=lambda x: torch.where(x.abs() < _SMALLEST, 0 * x, x)))
+_with_copies("int64-by-way-of-float64", "an integer cut short",
+             _of(torch.int64, change=lambda x: x.clamp(max=2**63 - 1024).double().long()))
+_with_copies("int32-by-way-of-float32", "an integer cut short",
+             _of(torch.int32, change=lambda x: x.clamp(max=2**31 - 128).float().int()))
+_with_copies(
+    "int16-saturates",
+    "end of a range",
+    _of(torch.int16, change=lambda x: x.clamp(min=-(2**15) + 1)),
+)
+_with_copies("int8-as-unsigned", "end of a range", _of(torch.int8, change=torch.abs))
+_with_copies("chunk-by-chunk-to-the-last-whole", "dropped tail", lambda x: (
+    torch.cat((x[: 1 << 20], x[:1], x[(1 << 20) + 1 :]))
+    if x.dim() == 1 and x.itemsize == 1 and x.numel() > 1 << 20 else x
+))
+# fmt: on
+
+
+@wrong("rounded-towards-zero", "wrong rounding", "copy_async")
+def _(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) -> Any:
+    """Of a conversion from integers the last bits are cut off."""
+    if target.dtype == torch.float32 and source.dtype == torch.int64:
+        half = source.abs() >> 1 << 1
+        source = torch.where(source.abs() < 2**24, source, half * source.sign())
+    right(target, source, *stream)
 
 
 def _synchronize(self: HonestBackend, index: int | None = None) -> None:

@@ -1,5 +1,8 @@
 """Wrong backends that the random chapter has to find."""
 
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -107,17 +110,51 @@ class _DeviceStateStays(HonestBackend):
         torch.Generator().set_state(state)
 
 
-class _StateIsACopy(torch.Generator):
-    def set_state(self, new_state: Any) -> Any:
-        return self
+def _seeded(change: Callable[[int], int]) -> type[Backend]:
+    """Makes another number of the seed."""
 
-
-class _StateDoesNotReturn(HonestBackend):
-    def generator(self, seed: int, index: int | None = None) -> torch.Generator:
+    def generator(self: HonestBackend, seed: int, index: int | None = None) -> torch.Generator:
         self.check_index(index)
-        made = _StateIsACopy()
+        return torch.Generator().manual_seed(change(seed))
+
+    return type("Seeded", (HonestBackend,), {"generator": generator})
+
+
+def _stateful(**methods: Any) -> type[Backend]:
+    """Generators with other methods, and the state of torch's own by one of them."""
+    kind: Any = type("Generator", (torch.Generator,), methods)
+
+    def generator(self: HonestBackend, seed: int, index: int | None = None) -> torch.Generator:
+        self.check_index(index)
+        made: torch.Generator = kind()
         made.manual_seed(seed)
         return made
+
+    return type("Stateful", (HonestBackend,), {"generator": generator})
+
+
+def _accepts_any(self: torch.Generator, state: Tensor) -> Any:
+    with suppress(RuntimeError):
+        torch.Generator.set_state(self, state)
+    return self
+
+
+def _accepts_any_of_the_device(self: HonestBackend, state: Tensor, index: Any = None) -> None:
+    with suppress(RuntimeError):
+        torch.set_rng_state(state)
+
+
+def _draws_and_tells(self: torch.Generator) -> Tensor:
+    torch.rand(1, generator=self)
+    return torch.Generator.get_state(self)
+
+
+def _in_another_thread(seed: int) -> int:
+    return seed + (threading.current_thread() is not threading.main_thread())
+
+
+def _on_the_second(self: HonestBackend, seed: int, index: int | None = None) -> torch.Generator:
+    return torch.Generator().manual_seed(seed + self.check_index(index))
 
 
 @wrong_row("mask-by-threads", "bits that depend on the cut", chapter="random", operator="dropout")
@@ -127,6 +164,13 @@ def mask_by_threads(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
     flat, half = x.reshape(-1), (x.numel() // 2 + 15) // 16 * 16
     second = _rng(rng, offset=int(rng[1]) + half // 4 + 1)
     return torch.cat((row(flat[:half], rng, p=p), row(flat[half:], second, p=p))).reshape(x.shape)
+
+
+@wrong_row("mask-begins-anew", "overflow of an index", chapter="random", operator="dropout")
+@_without_rows
+def begins_anew(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
+    flat = x.reshape(-1)
+    return torch.cat([row(part, rng, p=p) for part in flat.split(2**20)]).reshape(x.shape)
 
 
 @wrong_row("offset-moves-on", "write to an argument", chapter="random", operator="dropout")
@@ -161,6 +205,8 @@ ARGUMENTS = (
         rng=lambda rng: _rng(rng, offset=int(rng[1]) & 0xFFFFFFFF)),
     wrong_arguments("key-of-32-bits", "truncated seed", "dropout", chapter="random",
         rng=lambda rng: _rng(rng, seed=int(rng[0]) & 0xFFFFFFFF)),
+    wrong_arguments("high-words-of-both", "two options at once", "dropout", chapter="random",
+        rng=lambda rng: _rng(rng, seed=int(rng[0]) & 0xFFFFFFFF) if (rng >> 40).all() else rng),
     wrong_arguments("mask-one-block-off", "off by one", "dropout", chapter="random",
         rng=lambda rng: _rng(rng, offset=int(rng[1]) + 1)),
     wrong_arguments("threshold-in-float32", "integer comparison in floating point", "dropout",
@@ -175,11 +221,26 @@ ARGUMENTS = (
 CATALOGUE: tuple[Wrong, ...] = (
     *ARGUMENTS,
     no_carry, next_word, memory_order,
-    cached_mask, mask_by_threads, moves_offset,
+    cached_mask, mask_by_threads, begins_anew, moves_offset,
     own_rows, own_keys,
     _generator("generator-seeds-the-process", "hidden state", _SeedsTheProcess),
     _generator("one-generator-per-seed", "output that is not fresh", _OneGeneratorPerSeed),
-    _generator("state-does-not-return", "a quiet no-op", _StateDoesNotReturn),
+    _generator("state-does-not-return", "a quiet no-op",
+               _stateful(set_state=lambda self, state: self)),
+    _generator("state-is-the-seed", "state that is not kept",
+               _stateful(set_state=lambda self, state: self.manual_seed(self.initial_seed()))),
+    _generator("asked-for-its-state-it-draws", "a query with a side effect",
+               _stateful(get_state=_draws_and_tells)),
+    _generator("any-state-will-do", "missing check of an argument",
+               _stateful(set_state=_accepts_any)),
+    _generator("any-state-of-the-device", "missing check of an argument",
+               type("Any", (HonestBackend,), {"set_random_state": _accepts_any_of_the_device})),
+    _generator("seed-of-32-bits", "truncated seed", _seeded(lambda seed: seed % 2**32)),
+    _generator("seed-of-53-bits", "truncated seed", _seeded(lambda seed: int(float(seed)) % 2**64)),
+    _generator("seed-without-sign", "sign lost", _seeded(abs)),
+    _generator("seed-of-a-thread", "per-thread state", _seeded(_in_another_thread)),
+    _generator("seed-of-a-device", "state of one device",
+               type("OnTheSecond", (HonestBackend,), {"generator": _on_the_second})),
     _generator("device-state-stays", "a quiet no-op", _DeviceStateStays),
     _generator("one-generator-for-all", "hidden state", _OneGenerator),
     _generator("seed-ignored", "an argument without effect", _UnseededGenerator),

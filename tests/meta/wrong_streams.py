@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,8 @@ from tests.meta.asynchronous import (
     AsynchronousMemory,
     Deferring,
     Event,
+    Progress,
+    Reading,
     Stream,
 )
 from tests.meta.honest import make_table, reference_rows
@@ -140,6 +143,152 @@ class WaitsOneLate(Stream):
         late = self.__dict__.pop("late", None)
         if late is not None:
             late.wait(self)
+
+
+class EventGivesUp(Event):
+    """A wait has an end of its own."""
+
+    def wait(self, stream: Any = None) -> None:
+        if self.reached is not None:
+            stream.add(partial(self.reached.wait, 0.3))
+
+
+class HostGivesUp(Event):
+    def synchronize(self) -> None:
+        if self.reached is not None:
+            self.reached.wait(0.3)
+
+
+class BusyWithTheLast(Progress):
+    """What is being done counts as done."""
+
+    def is_complete(self) -> bool:
+        with self.changed:
+            return self.done >= self.queued - 1
+
+    def wait(self) -> None:
+        with self.changed:
+            end = self.queued - self.is_short
+            self.changed.wait_for(lambda: self.done >= end)
+
+    is_short = 0
+
+
+class AllButTheLast(BusyWithTheLast):
+    is_short = 1
+    is_complete = Progress.is_complete
+
+
+def _counting(progress: type[Progress]) -> type[Stream]:
+    """Streams that count otherwise."""
+    return type("Counting", (Stream,), {"progress_type": progress})
+
+
+class RecordsNothing(Stream):
+    """The event comes back as it was."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return event
+
+
+class CompleteFromTheFirst(Event):
+    """Complete once, complete for ever."""
+
+    def query(self) -> bool:
+        self.is_over = getattr(self, "is_over", False) or super().query()
+        return self.is_over
+
+    def synchronize(self) -> None:
+        if not self.query():
+            super().synchronize()
+            self.query()
+
+
+class OverheadIncluded(Event):
+    def elapsed_time(self, end_event: Any) -> float:
+        return super().elapsed_time(end_event) + 0.5 * (end_event is not self)
+
+
+def _event_on_current(self: AsynchronousBackend, *, timing: bool = False) -> Any:
+    made: Any = Event()
+    made.record = lambda stream: Event.record(made, self.current_stream())
+    return made
+
+
+def _timing_never_holds(self: AsynchronousBackend, *, timing: bool = False) -> Any:
+    return NeverHolds() if timing else Event()
+
+
+def _all_but_a_named_one(self: AsynchronousBackend, index: int | None = None) -> None:
+    if index is None:
+        AsynchronousBackend.synchronize(self)
+    self.check_index(index)
+
+
+def _pool_of_four(self: AsynchronousBackend, index: int | None = None) -> Any:
+    if len(self.streams) < 4:
+        return AsynchronousBackend.stream(self, index)
+    self.turn = getattr(self, "turn", 0) + 1
+    return self.streams[self.turn % 4]
+
+
+def _reads_early(method: Any) -> type[Reading]:
+    """The host does not wait where it reads by one method."""
+
+    def wait(self: Reading, func: Any) -> None:
+        if func is not method:
+            Reading.wait(self, func)
+
+    return type("ReadsEarly", (Reading,), {"wait": wait})
+
+
+def _at_once(name: str) -> type[Deferring]:
+    """One of torch's operators is not work of the stream."""
+
+    def defer(self: Deferring, func: Any, call: Callable[[], Any]) -> None:
+        call() if func.name() == name else Deferring.defer(self, func, call)
+
+    return type("AtOnce", (Deferring,), {"defer": defer})
+
+
+class NumbersAtOnce(Deferring):
+    def needs_values(self, func: Any) -> None:
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            super().needs_values(func)
+
+
+class SmallCopiesAtOnce(AsynchronousMemory):
+    """One element is copied by the host."""
+
+    def copy_async(self, target: Any, source: Any, stream: Any = None) -> None:
+        if source.numel() > 1 or stream is None:
+            super().copy_async(target, source, stream)
+        else:
+            target.copy_(source)
+
+
+class CopiesWithGapsApart(AsynchronousMemory):
+    """A copy with strides is a kernel, on the first stream."""
+
+    def copy_async(self, target: Any, source: Any, stream: Any = None) -> None:
+        dense = source.is_contiguous() and target.is_contiguous()
+        super().copy_async(target, source, stream if dense else None)
+
+
+class CopiesKeepNothing(AsynchronousMemory):
+    """Who lets go of a tensor hands its memory to others."""
+
+    def copy_async(self, target: Any, source: Any, stream: Any = None) -> None:
+        if stream is None or source._is_view():
+            super().copy_async(target, source, stream)
+            return
+        held = weakref.ref(source)
+
+        def run() -> None:
+            found = held()
+            target.copy_(torch.full_like(target, -1.0) if found is None else found)
+
+        stream.add(run)
 
 
 class SwapsTimes(Event):
@@ -271,7 +420,7 @@ CATALOGUE: tuple[Wrong, ...] = (
         "event-incomplete-at-first", "wrong initial state", "unrecorded",
         event_type=IncompleteAtFirst,
     ),
-    wrong("first-record-stays", "stale state", "event.again", event_type=FirstRecordStays),
+    wrong("first-record-stays", "stale state", "event.wait", event_type=FirstRecordStays),
     wrong("elapsed-in-seconds", "wrong unit", "elapsed", event_type=InSeconds),
     wrong(
         "stamped-when-queued", "time of the host, not of the stream", "elapsed",
@@ -311,4 +460,42 @@ CATALOGUE: tuple[Wrong, ...] = (
     wrong("event-holds-one-stream", "missing wait", "event.waiters", event_type=HoldsOne),
     wrong("last-wait-counts", "missing wait", "event.waiters", stream_type=WaitsForTheLast),
     wrong("synchronize-current-only", "missing wait", "synchronize", synchronize=_current_only),
+    wrong("event-gives-up", "a time limit that nobody set", "patience", event_type=EventGivesUp),
+    wrong("host-gives-up", "a time limit that nobody set", "patience", event_type=HostGivesUp),
+    wrong(
+        "idle-during-the-last-piece", "completes too early", "stream.query",
+        stream_type=_counting(BusyWithTheLast),
+    ),
+    wrong(
+        "host-waits-for-all-but-the-last", "off by one", "synchronize",
+        stream_type=_counting(AllButTheLast),
+    ),
+    wrong("record-event-forgets", "a quiet no-op", "wait_event", stream_type=RecordsNothing),
+    wrong(
+        "complete-once-for-ever", "stale state", "event.query", event_type=CompleteFromTheFirst,
+    ),
+    wrong("overhead-in-each-time", "two answers to one question", "elapsed",
+          event_type=OverheadIncluded),
+    wrong("recorded-on-the-current", "an argument without effect", "event.wait",
+          event=_event_on_current),
+    wrong("event-with-times-never-waits", "missing wait", "wait_event", event=_timing_never_holds),
+    wrong("synchronize-of-an-index-is-nothing", "a quiet no-op", "synchronize.index",
+          synchronize=_all_but_a_named_one),
+    wrong("streams-from-a-pool-of-four", "output that is not fresh", "apart", stream=_pool_of_four),
+    *(
+        wrong(f"host-reads-early-by-{method.__name__}", "missing wait", f"read.{question}",
+              read_type=_reads_early(method))
+        for method, question in ((torch.Tensor.tolist, "tolist"), (torch.Tensor.cpu, "host"),
+                                 (torch.Tensor.to, "to"), (torch.Tensor.__repr__, "repr"))
+    ),
+    wrong("host-reads-numbers-early", "missing wait", "read.item", mode_type=NumbersAtOnce),
+    *(
+        wrong(f"{name}-at-once", "kernel on another stream", "wait_stream",
+              mode_type=_at_once(f"aten::{name}"))
+        for name in ("clone", "copy_", "mul.Tensor")
+    ),
+    wrong("small-copies-at-once", "missing wait", "copy", memory_type=SmallCopiesAtOnce),
+    wrong("copies-with-gaps-apart", "kernel on another stream", "copy",
+          memory_type=CopiesWithGapsApart),
+    wrong("copies-keep-nothing", "free while in use", "copy.kept", memory_type=CopiesKeepNothing),
 )  # fmt: skip

@@ -1,20 +1,20 @@
 """``python -m tests.mutants``: tries generated mutants against the conformance suite."""
 
 import difflib
-import json
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tests.mutants import equivalents, page
-from tests.mutants.campaign import Campaign, Verdict, fingerprint
+from tests.mutants.campaign import Verdict, about
 from tests.mutants.generation import Identity, Mutant
 from tests.mutants.pool import Pool
 from tests.mutants.sample import BACKENDS, all_mutants, backend_of, sample
 from tests.mutants.subjects import ROOT
+from tests.mutants.watched import remembered, run_watched, write_json
 
 SEED = 20261121
 COUNT = 600
@@ -50,38 +50,19 @@ def main(
     ]
     chosen = sample(asked, count, seed)
     console.print(f"{len(every)} mutants exist; {len(chosen)} are tried (seed {seed})")
-    remember = ROOT / "build" / "mutants" / f"{fingerprint()}.jsonl"
+    remember = remembered("mutants")
     if fresh:
         remember.unlink(missing_ok=True)
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console,
-    ) as progress:  # fmt: skip
-        bars = {level: progress.add_task(level, total=None) for level in ("quick", "full")}
-        progress.update(bars["quick"], total=len(chosen))
-
-        def on_verdict(verdict: Verdict) -> None:
-            progress.advance(bars[verdict.level])
-            if verdict.survived and verdict.mutant.identity not in listed:
-                m = verdict.mutant
-                progress.console.print(
-                    f"{verdict.level}: {m.id} survives, {m.file}:{m.number} {m.change}",
-                    markup=False, highlight=False, soft_wrap=True,
-                )  # fmt: skip
-
-        campaign = Campaign(pool, subjects, remember, on_verdict)
-        verdicts = campaign.run(chosen, listed)
-    campaign.check_killers(verdicts)
+    asking = partial(about, subjects=subjects)
+    verdicts = run_watched(console, pool, asking, chosen, listed, remember)
     console.print(page.tables(every, verdicts, listed, seed), markup=False, highlight=False)
     if not only and (count, seed) == (COUNT, SEED):
         page.write(every, verdicts, listed, seed)
-    if json_file is not None:
-        rows = [verdict.to_json() for verdict in verdicts]
-        json_file.write_text(json.dumps({"seed": seed, "exist": len(every), "verdicts": rows}))
+    write_json(json_file, verdicts, seed=seed, exist=len(every))
     refuse_weakness(verdicts, listed)
 
 
-def refuse_weakness(verdicts: list[Verdict], listed: Collection[Identity]) -> None:
+def refuse_weakness(verdicts: list[Verdict[Mutant]], listed: Collection[Identity]) -> None:
     """Raises ClickException for too few killed, too many equivalent, or an entry that is killed."""
     total = page.Count(verdicts, listed)
     stale = [v.mutant.id for v in verdicts if not v.survived and v.mutant.identity in listed]

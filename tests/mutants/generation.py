@@ -50,6 +50,9 @@ class Mutant:
     end: int
     new: str
 
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number} {self.change}"
+
     @property
     def identity(self) -> Identity:
         """What says which mutant it is, as long as its line is not edited."""

@@ -21,21 +21,28 @@ START, END = "<!-- written by make mutants -->", "<!-- end -->"
 
 def write(
     every: Sequence[Mutant],
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[Verdict[Mutant]],
     listed: Collection[Identity],
     seed: int,
     path: Path = PAGE,
 ) -> None:
     """Puts the tables between the two marks of the page."""
+    put(tables(every, verdicts, listed, seed), path, START)
+
+
+def put(made: str, path: Path, start: str) -> None:
+    """Replaces what stands on a page between a mark and the end of what a run writes."""
     text = path.read_text(encoding="utf-8")
-    head, rest = text.split(START, 1)
+    head, rest = text.split(start, 1)
     _, tail = rest.split(END, 1)
-    made = tables(every, verdicts, listed, seed)
-    path.write_text(f"{head}{START}\n\n{made}\n\n{END}{tail}", encoding="utf-8")
+    path.write_text(f"{head}{start}\n\n{made}\n\n{END}{tail}", encoding="utf-8")
 
 
 def tables(
-    every: Sequence[Mutant], verdicts: Sequence[Verdict], listed: Collection[Identity], seed: int
+    every: Sequence[Mutant],
+    verdicts: Sequence[Verdict[Mutant]],
+    listed: Collection[Identity],
+    seed: int,
 ) -> str:
     """All that is said of a run, in Markdown."""
     count = Count(verdicts, listed)
@@ -58,7 +65,7 @@ def tables(
 class Count:
     """How many of some verdicts are what."""
 
-    def __init__(self, verdicts: Sequence[Verdict], listed: Collection[Identity]) -> None:
+    def __init__(self, verdicts: Sequence[Verdict[Mutant]], listed: Collection[Identity]) -> None:
         left = [v for v in verdicts if v.survived]
         self.tried = len(verdicts)
         self.equivalent = sum(v.mutant.identity in listed for v in left)
@@ -77,7 +84,7 @@ class Count:
 
 
 def _by_class(
-    every: Sequence[Mutant], verdicts: Sequence[Verdict], listed: Collection[Identity]
+    every: Sequence[Mutant], verdicts: Sequence[Verdict[Mutant]], listed: Collection[Identity]
 ) -> str:
     exist = Counter((backend_of(m), m.kind) for m in every)
     rows = []
@@ -88,34 +95,34 @@ def _by_class(
             rows.append((backend, kind, str(exist[backend, kind]), *cells))
     rows.append(("all", "", str(len(every)), *Count(verdicts, listed).cells()))
     heads = ("backend", "class of mistake", "exist", *COLUMNS)
-    return _table(heads, rows)
+    return table(heads, rows)
 
 
 COLUMNS = ("tried", "killed", "equivalent", "survived", "rate")
 
 
-def _by_operator(verdicts: Sequence[Verdict], listed: Collection[Identity]) -> str:
+def _by_operator(verdicts: Sequence[Verdict[Mutant]], listed: Collection[Identity]) -> str:
     return _grouped("mutation operator", lambda v: v.mutant.operator, verdicts, listed)
 
 
-def _by_file(verdicts: Sequence[Verdict], listed: Collection[Identity]) -> str:
+def _by_file(verdicts: Sequence[Verdict[Mutant]], listed: Collection[Identity]) -> str:
     return _grouped("file", lambda v: f"`{v.mutant.file}`", verdicts, listed)
 
 
 def _grouped(
     head: str,
-    key: Callable[[Verdict], str],
-    verdicts: Sequence[Verdict],
+    key: Callable[[Verdict[Mutant]], str],
+    verdicts: Sequence[Verdict[Mutant]],
     listed: Collection[Identity],
 ) -> str:
     rows = [
         (name, *Count([v for v in verdicts if key(v) == name], listed).cells())
         for name in sorted({key(v) for v in verdicts})
     ]
-    return _table((head, *COLUMNS), rows)
+    return table((head, *COLUMNS), rows)
 
 
-def _by_chapter(verdicts: Sequence[Verdict]) -> str:
+def _by_chapter(verdicts: Sequence[Verdict[Mutant]]) -> str:
     """Which chapter killed, at which level, and by what: a value, or something that stopped."""
     killed = [v for v in verdicts if not v.survived]
     ways: tuple[Outcome, ...] = ("value", "exception", "import", "crash", "hang")
@@ -127,16 +134,16 @@ def _by_chapter(verdicts: Sequence[Verdict]) -> str:
         rows.append((chapter, str(len(of)), str(full), *(str(outcomes[way]) for way in ways)))
     heads = ("killed by chapter", "mutants", "at level full alone", "wrong value or rule",
              "exception", "at import", "crash", "hang")  # fmt: skip
-    return _table(heads, rows)
+    return table(heads, rows)
 
 
-def _survivors(verdicts: Sequence[Verdict], listed: Collection[Identity]) -> str:
+def _survivors(verdicts: Sequence[Verdict[Mutant]], listed: Collection[Identity]) -> str:
     left = [v.mutant for v in verdicts if v.survived and v.mutant.identity not in listed]
     rows = [
         (f"`{m.id}`", f"`{m.file}`", m.function, f"`` {m.change.replace('|', '&#124;')} ``")
         for m in left
     ]
-    return _table(("survived", "file", "function", "change"), rows)
+    return table(("survived", "file", "function", "change"), rows)
 
 
 def published_survivors(path: Path = PAGE) -> set[str]:
@@ -144,7 +151,8 @@ def published_survivors(path: Path = PAGE) -> set[str]:
     return set(re.findall(r"^\| `([0-9a-f]{10})` \|", path.read_text("utf-8"), re.MULTILINE))
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """In Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -18,12 +18,14 @@ Key = TypeVar("Key")
 
 
 class Pool:
-    """Processes forked off a clean one."""
+    """Processes forked off a clean one, which has imported some modules before."""
 
-    def __init__(self, jobs: int) -> None:
+    def __init__(
+        self, jobs: int, preloaded: Sequence[str] = PRELOADED, silence_s: float = SILENCE_S
+    ) -> None:
         self.context: ForkServerContext = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOADED)
-        self.jobs = jobs
+        self.context.set_forkserver_preload(list(preloaded))
+        self.jobs, self.silence_s = jobs, silence_s
 
     def subjects(self, backend: Backend) -> Subjects:
         """What of a backend is mutated."""
@@ -56,7 +58,7 @@ class Pool:
         theirs.close()
         case, asked, answer = "", 0, None
         while answer is None:
-            if not ours.poll(SILENCE_S):
+            if not ours.poll(self.silence_s):
                 answer = Answer(outcome="hang", case=case, reason="silence", asked=asked)
                 break
             try:

@@ -13,7 +13,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
 ROOT = Path(__file__).parents[2]
-Backend = Literal["reference", "cpu"]
+Backend = Literal["reference", "cpu", "asynchronous", "ranks"]
 FOLDERS: dict[Backend, str] = {
     "reference": "core/anychip/operators",
     "cpu": "backends/cpu/anychip_cpu",

@@ -4,6 +4,7 @@
 one of each function at most, in turn from all files.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import anychip
 from anychip.operators import all_specs
 from tests.mutants import equivalents, page
 from tests.mutants.__main__ import COUNT, LEAST_RATE, SEED
-from tests.mutants.campaign import Campaign
+from tests.mutants.campaign import Campaign, about
 from tests.mutants.generation import Mutant, mutants_of
 from tests.mutants.pool import Pool
 from tests.mutants.sample import BACKENDS, all_mutants, sample, spread
@@ -110,7 +111,7 @@ def test_mutants_that_are_tried_here_are_of_many_files(chosen: list[Mutant]) -> 
 def test_mutant_is_killed_or_listed_or_published(
     pool: Pool, subjects: dict[Backend, Subjects], chosen: list[Mutant], part: int
 ) -> None:
-    campaign, listed = Campaign(pool, subjects, remember=None), equivalents.load()
+    campaign, listed = Campaign(pool, partial(about, subjects=subjects)), equivalents.load()
     verdicts = campaign.run(chosen[part::PARTS], listed)
     campaign.check_killers(verdicts)
     known = page.published_survivors()

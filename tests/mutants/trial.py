@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tests.mutants.subjects import Backend
 
@@ -25,9 +25,11 @@ Level = Literal["quick", "full"]
 Outcome = Literal["survived", "value", "exception", "import", "crash", "hang"]
 PRELOADED = [
     "numpy", "torch", "torch._dynamo", "torch.distributed.tensor", "pluggy", "rich.console",
-    "rich.progress", "tomlkit", "click", "hypothesis", "tests.mutants.trial",
+    "rich.progress", "tomlkit", "click", "tests.mutants.trial",
 ]  # fmt: skip
 """What every process has from its parent."""
+CHAPTERS = ("device", "operators", "gradients", "random", "optimizer")
+"""Those that come to operators."""
 LIMIT_S: dict[Level, int] = {"quick": 20, "full": 90}
 """Processor time of one case: several times what the longest one takes."""
 MEMORY = 12 << 30
@@ -47,6 +49,18 @@ RANDOM = {
 }  # fmt: skip
 
 
+class Wrong(Protocol):
+    """Makes a wrong backend."""
+
+    def __call__(self) -> Any:
+        """The backend, in the process that is to ask it."""
+        ...
+
+    def why(self) -> str:
+        """Why no case that has been asked noticed."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
     """What a process is to find out.
@@ -57,14 +71,18 @@ class Question:
         level: quick; or full, which asks what quick leaves out, too.
         file, text: the changed file, and what it holds; None: nothing is changed.
         cases: ids, to ask these and no others.
+        wrong: makes another backend in place of that of this name, and says why it survives.
+        chapters: whose cases are asked, whatever operators they come to.
     """
 
     backend: Backend
-    operators: tuple[str, ...]
+    operators: tuple[str, ...] = ()
     level: Level = "quick"
     file: str | None = None
     text: str | None = None
     cases: tuple[str, ...] | None = None
+    wrong: Wrong | None = None
+    chapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +128,8 @@ def main(question: Question, pipe: Connection) -> None:
                 )
             )
             return
-    pipe.send(Answer(outcome="survived", asked=len(cases)))
+    why = question.wrong.why() if question.wrong else ""
+    pipe.send(Answer(outcome="survived", asked=len(cases), reason=why))
 
 
 def _limit() -> None:
@@ -134,15 +153,28 @@ def _prepare(question: Question) -> tuple[Any, list[Any]]:
     from anychip.conformance.case import Context
     from anychip.conformance.chapters import all_cases
 
-    if question.backend == "cpu":
-        backend = activate("cpu")
-    else:
+    backend = activate(question.wrong() if question.wrong else _right(question.backend))
+    context = Context(backend, question.level)
+    named = question.cases or ()
+    every = all_cases(context, {*CHAPTERS, *question.chapters, *(c.split("/")[0] for c in named)})
+    return backend, _in_turn(_asked(every, question))
+
+
+def _right(backend: Backend) -> Any:
+    """The backend of a name, or for the installed one its name."""
+    if backend == "asynchronous":
+        from tests.meta.asynchronous import AsynchronousBackend
+
+        return AsynchronousBackend()
+    if backend == "ranks":
+        from tests.meta.wrong_collectives import RanksBackend
+
+        return RanksBackend()
+    if backend == "reference":
         from tests.mutants.references import References
 
-        backend = activate(References())
-    context = Context(backend, question.level)
-    every = all_cases(context, ("device", "operators", "gradients", "random", "optimizer"))
-    return backend, _in_turn(_asked(every, question))
+        return References()
+    return backend
 
 
 def _asked(every: Iterator[Any], question: Question) -> Iterator[Any]:
@@ -152,7 +184,7 @@ def _asked(every: Iterator[Any], question: Question) -> Iterator[Any]:
         if question.cases is not None:
             if case.id in question.cases:
                 yield case
-        elif _serves(question.operators, case.id):
+        elif case.chapter in question.chapters or _serves(question.operators, case.id):
             yield case
 
 

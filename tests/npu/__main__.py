@@ -27,11 +27,12 @@ FAMILY, REPORT = "npu/conformance", BUILD / "npu_logs" / "conformance.json"
 
 
 class Step(NamedTuple):
-    """Something to be shown, and the program of the environment that shows it."""
+    """Something to be shown, the program of the environment that does, and on how many devices."""
 
     name: str
     says: str
     command: Sequence[str]
+    devices: int = 2
 
 
 STEPS: Sequence[Step] = (
@@ -42,6 +43,7 @@ STEPS: Sequence[Step] = (
     Step(
         "conformance", "conformance suite of npu, level quick",
         ("anychip", "conformance", "--backend", "npu"),
+        4,  # HCCL takes one rank per device, and the suite asks four ranks
     ),
 )  # fmt: skip
 
@@ -60,7 +62,8 @@ def show(step: Step, environment: Environment, words: Sequence[str]) -> bool:
     log, problem = Log(logs(environment) / f"{step.name}.txt"), ""
     program, *rest = step.command
     try:
-        log.command(environment.program(program), *rest, *words, env=environment.variables())
+        variables = environment.variables() | {"ANYCHIP_CANN_DEVICES": str(step.devices)}
+        log.command(environment.program(program), *rest, *words, env=variables)
     except CommandError as error:
         problem = str(error)
         if step.name == "conformance":

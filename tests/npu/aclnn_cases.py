@@ -145,6 +145,7 @@ def comparisons() -> list[Case]:
         Case("IsFinite", lambda a: torch.isfinite(a / a.relu())),
         Case("IsNegInf", lambda a: torch.isneginf(a / a.relu())),
         Case("IsPosInf", lambda a: torch.isposinf(1 / a.relu())),
+        Case("Signbit", lambda a: torch.signbit(-a.relu())),
         Case("Equal", lambda a: torch.tensor(torch.equal(a, a + 1)), dtypes=FLOATS[:1]),
         Case("All", lambda m: m.all(1), (), extra=(MASK,)),
         Case("Any", lambda m: m.any(0), (), extra=(MASK,)),
@@ -275,6 +276,7 @@ def shaping() -> list[Case]:
         Case("InplaceMaskedFillScalar", in_place("masked_fill_", 2.0), extra=(MASK,)),
         Case("MaskedSelect", torch.masked_select, extra=(MASK,)),
         Case("Nonzero", torch.nonzero, (), extra=(MASK,)),
+        Case("NonzeroV2", lambda x, mask: x[mask], extra=(MASK,)),
     ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from anychip.contract import (
     UnknownBackendError,
     UnsupportedError,
 )
+from anychip.torch_extension import BuildError
 
 DONE = 0
 FAILED = 1
@@ -32,7 +33,7 @@ TERMINATED = 143
 
 # First match counts. By the house's rule a ValueError is the user's input.
 _CODES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
-    ((BackendUnavailableError, ContractError), CANNOT_RUN),
+    ((BackendUnavailableError, BuildError, ContractError), CANNOT_RUN),
     ((UnknownBackendError, AmbiguousBackendError, UnsupportedError), WRONG_USE),
     ((FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError), WRONG_USE),
     ((PermissionError, ValueError), WRONG_USE),

@@ -295,6 +295,12 @@ class Job(contract.Job):
             held.abort()
 
 
+def count_anew() -> None:
+    """Of a process that becomes a rank in another store, where its jobs are not known."""
+    global _jobs_made
+    _jobs_made = itertools.count()
+
+
 def join(
     place: Rendezvous, *, timeout_s: float, heartbeat_s: float, check: Check, generation: int = 0
 ) -> Job:

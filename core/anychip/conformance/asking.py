@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import anychip
+from anychip.conformance.call_site import call_of
 from anychip.conformance.case import Case, CheckFailedError, Context, Level, undeclared_capability
 from anychip.conformance.report import Outcome, Result
 from anychip.contract import Backend, UnsupportedError
@@ -38,6 +39,7 @@ def run_case(case: Case, backend: Backend, level: Level, seed: int = 0) -> Resul
     outcome: Outcome = "passed"
     reason = ""
     missing: str | None = None
+    call: str | None = None
     try:
         if case.capability is not None and case.capability not in backend.capabilities:
             outcome, missing = "unsupported", case.capability
@@ -45,12 +47,12 @@ def run_case(case: Case, backend: Backend, level: Level, seed: int = 0) -> Resul
             with nullcontext() if case.elsewhere else _clean_state(backend):
                 case.run(context)
     except CheckFailedError as error:
-        outcome, reason = "failed", str(error)
+        outcome, reason, call = "failed", str(error), call_of(error)
     except UnsupportedError as error:
         missing = undeclared_capability(error, backend)
         outcome, reason = ("unsupported", "") if missing else ("failed", describe(error))
     except Exception as error:
-        outcome, reason = "failed", describe(error)
+        outcome, reason, call = "failed", describe(error), call_of(error)
     return Result(
         case=case.id,
         outcome=outcome,
@@ -58,10 +60,11 @@ def run_case(case: Case, backend: Backend, level: Level, seed: int = 0) -> Resul
         capability=missing,
         note=context.note,
         seconds=time.perf_counter() - start,
-        call=context.call,
+        call=context.call or call,
         served_by=context.served_by,
         measurements=tuple(context.measurements),
         curve=context.curve,
+        coverage=context.coverage,
     )
 
 

@@ -35,6 +35,9 @@ QUANTILE = 0.999
 STATISTICAL_COUNT = 64
 """Fewer elements say nothing about a distribution; the deterministic limit is all there is."""
 
+MANY_ULP = 1e6
+"""More are no distance but another number."""
+
 BINS = 20
 """Of the histogram of errors, between 0 and the bound."""
 
@@ -76,6 +79,16 @@ class Measurement:
     where: tuple[int, ...] = ()
     failure: str | None = None
     histogram: tuple[int, ...] = ()
+
+    @property
+    def of_limit(self) -> float:
+        """The largest error in units of its limit: above 1, infinite or NaN is a failure."""
+        if self.failure is not None:
+            return math.inf
+        parts = [self.max / DETERMINISTIC_LIMIT]
+        if self.rms is not None and self.quantile is not None:
+            parts += [self.rms / RMS_LIMIT, self.quantile / QUANTILE_LIMIT]
+        return math.nan if any(map(math.isnan, parts)) else max(parts)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values; numbers that are not finite become text."""
@@ -180,8 +193,8 @@ def _verdict(name: str, format: Format, errors: Errors) -> Measurement:
         failure = (
             f"no single error is too large, but together they are: root mean square {rms:.3g} "
             f"(limit {RMS_LIMIT:g}), 99.9 % quantile {quantile:.3g} (limit {QUANTILE_LIMIT:g}) of "
-            f"the statistical bound; largest at {_at(place)}: got {errors.actual[place]:.9g}, want "
-            f"{errors.want[place]:.9g}. Computed in a lower precision?"
+            f"the statistical bound; largest at {_at(place)}: want {errors.want[place]:.9g}, got "
+            f"{errors.actual[place]:.9g}. Computed in a lower precision?"
         )
     median, p999 = _quantiles(ratio, 0.5, QUANTILE)
     return Measurement(
@@ -211,16 +224,23 @@ def _outside(errors: Errors, worst: tuple[int, ...]) -> str:
     bad = errors.ratio > DETERMINISTIC_LIMIT
     first = tuple(int(i) for i in np.argwhere(bad)[0])
     lines = [f"{int(bad.sum())} of {bad.size} elements are outside the bound"]
-    for label, at in {"worst": worst, "first": first}.items():
-        if label == "worst" and worst == first:
-            continue
-        lines.insert(
-            1,
-            f"  {label} at {_at(at)}: got {errors.actual[at]:.9g}, want {errors.want[at]:.9g} (off "
-            f"by {errors.ulps[at]:.4g} ULP; {errors.ratio[at]:.4g} of the bound, limit "
-            f"{DETERMINISTIC_LIMIT:g})",
-        )
+    if worst != first:
+        lines.append(f"  first at {_at(first)}: {_described(errors, first)}")
+    lines.append(f"  worst at {_at(worst)}: {_described(errors, worst)}")
     return "\n".join(lines)
+
+
+def _described(errors: Errors, at: tuple[int, ...]) -> str:
+    """One wrong element, in whichever numbers say something to a person."""
+    got, want, ratio, ulps = (float(a[at]) for a in errors[:4])
+    text = f"want {want:.9g}, got {got:.9g}"
+    if not math.isfinite(ratio):  # of another class, or where nothing but one number is right
+        return text
+    # Next to 0 an ULP is that of a number without a size of its own, and how many there are tells
+    # nothing; and of a million ULP nobody counts the digits.
+    if want == 0.0 or ulps > MANY_ULP:
+        return f"{text}, bound {abs(got - want) / ratio if ratio else 0.0:.3g}"
+    return f"{text} (off by {ulps:.4g} ULP; {ratio:.4g} of the bound)"
 
 
 def _quantiles(values: Array, *fractions: float) -> list[float]:

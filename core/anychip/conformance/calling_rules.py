@@ -8,6 +8,7 @@ the results is written.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anychip.conformance.calls import (
     INNER_LAYOUTS,
     LAYOUTS,
+    LIST_LAYOUTS,
     READ_ONLY_LAYOUTS,
     Arguments,
     Call,
@@ -31,30 +34,21 @@ from anychip.conformance.calls import (
     tensors_of,
 )
 from anychip.conformance.case import Context, check, check_equal_bits, check_same_bits
-from anychip.conformance.chapters.device import in_thread
 from anychip.conformance.oracles import Oracle
+from anychip.conformance.oracles.oracle import numbers
+from anychip.conformance.surroundings import in_thread
 from anychip.conformance.trial import Rule, Subject, Trial, each_trial, rule_calls
 
 # Where tensors lie
 
 
-def laid_out(
-    context: Context, of: Subject, trial_type: type[Trial] = Trial
-) -> Iterator[tuple[Trial, str]]:
-    """The same call again and again, one argument at a time in another layout than the others."""
-    usable = rule_calls(of.oracle)
-    call = next((c for c in usable if c.layout == LAYOUTS[0]), usable[0])
-    plain = trial_type(of.operator, replace(call, layout={}), of.dtype, context.seed)
-    names = plain.signature.positional
-    for index, (name, arg) in enumerate(zip(names, plain.arguments[0], strict=True)):
-        for layout in (*LAYOUTS, *INNER_LAYOUTS, *READ_ONLY_LAYOUTS):
-            if _can_lie(arg, layout, written=index in plain.written):
-                changed = replace(call, layout={name: layout}, statistical=False)
-                yield trial_type(of.operator, changed, of.dtype, context.seed), f"{name} {layout}"
-
-
-def _can_lie(arg: Any, layout: Layout, *, written: bool) -> bool:
+def can_lie(arg: Any, layout: Layout, *, written: bool) -> bool:
+    """Whether an argument can lie in memory like that, and otherwise than contiguously."""
     if isinstance(arg, (list, tuple)):
+        # Tensors that may be one are one, wherever they are placed.
+        apart = len({id(tensor) for tensor in arg}) == len(arg)
+        if layout in LIST_LAYOUTS:
+            return apart and len(arg) > 1 and len({tensor.dtype for tensor in arg}) == 1
         return bool(arg) and layout in LAYOUTS
     if layout in INNER_LAYOUTS:
         return isinstance(arg, Tensor) and arg.dim() > 2
@@ -62,12 +56,6 @@ def _can_lie(arg: Any, layout: Layout, *, written: bool) -> bool:
         return False
     equal = layout in READ_ONLY_LAYOUTS
     return not equal or (not written and arg.is_floating_point() and arg.numel() > 0)
-
-
-def rule_layouts(context: Context, of: Subject) -> None:
-    """One argument alone is not contiguous: nobody may take its strides from another one."""
-    for trial, what in laid_out(context, of):
-        compare(context, trial, of.oracle, f" with {what}")
 
 
 def compare(context: Context, trial: Trial, oracle: Oracle, note: str) -> None:
@@ -90,12 +78,16 @@ def with_argument(trial: Trial, place: int, new: Any) -> Call:
 
 def twins(trial: Trial) -> list[tuple[int, int]]:
     """Pairs of arguments that are only read and could be one tensor."""
-    args = trial.arguments[0]
+    return alike(trial.arguments[0], trial.written)
+
+
+def alike(args: Sequence[Any], written: Sequence[int]) -> list[tuple[int, int]]:
+    """Pairs of float arguments that are not written, with one shape and dtype."""
     floats = [
         index
         for index, arg in enumerate(args)
         if isinstance(arg, Tensor) and arg.is_floating_point() and arg.dim()
-        if index not in trial.written
+        if index not in written
     ]
     return [
         (a, b)
@@ -151,7 +143,18 @@ def _shape(trial: Trial, index: int) -> torch.Size:
     return shape
 
 
-# What lies behind a result
+# What lies where a result will be, and behind it
+
+
+def fill_free_blocks(context: Context, sizes: Sequence[int], pattern: int) -> None:
+    """Writes a pattern into blocks of these sizes and frees them."""
+    blocks = [
+        torch.empty(size, dtype=torch.uint8, device=context.device).fill_(pattern)
+        for size in sizes
+        for _ in range(8)
+    ]
+    context.backend.synchronize()
+    del blocks
 
 
 class GuardedEmpty(TorchDispatchMode):
@@ -349,6 +352,33 @@ def rule_side_stream(context: Context, of: Subject) -> None:
 
 
 _COPIES = ("embedding", "permute", "top_k")
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def rule_copied_bits(context: Context, of: Subject) -> None:
+    """A copy keeps all bits: payloads of NaN, numbers below the normal ones, the sign of 0.
+
+    Where each number comes from says the oracle, asked with the places of the numbers.
+    """
+    name = of.operator.spec.differentiable[0]
+    for trial in itertools.islice(each_trial(context, of), 2):
+        index = trial.signature.positional.index(name)
+        args, attrs = trial.arguments
+        shape, integers = args[index].shape, _INTEGERS[of.dtype.itemsize]
+        count = math.prod(shape)
+        generator = torch.Generator().manual_seed(count)
+        ends = torch.iinfo(integers)
+        bits = torch.randint(ends.min, ends.max + 1, (count,), generator=generator)
+        bits[::3] |= torch.tensor(math.inf, dtype=of.dtype).view(integers).long()
+        some = bits.to(integers).view(of.dtype)
+        kept = torch.cat((torch.zeros(1, dtype=of.dtype), some))
+        asked = of.trial(with_argument(trial, index, some.view(shape)), context)
+        got = asked.run(asked.place(context))[0]
+        places = [*args[:index], torch.arange(1.0, count + 1).view(shape), *args[index + 1 :]]
+        with np.errstate(all="ignore"):
+            found = of.oracle.forward(*map(numbers, places), **attrs)[0].value
+        want = kept[torch.from_numpy(found).long()]
+        check_equal_bits(f"{trial.names()[0]}, a copy of any bits", got.cpu(), want)
 
 
 def rule_copies(context: Context, of: Subject) -> None:
@@ -362,7 +392,6 @@ def rule_copies(context: Context, of: Subject) -> None:
 
 
 RULES = (
-    Rule("layouts", rule_layouts),
     Rule("same-tensor", rule_same_tensor, of_no_type=True),
     Rule("packed", rule_packed, of_no_type=True),
     Rule("guarded-results", rule_guarded_results, lambda of, _: of.returns),
@@ -377,5 +406,6 @@ RULES = (
         lambda _, context: "streams" in context.backend.capabilities,
         of_no_type=True,
     ),
+    Rule("copied-bits", rule_copied_bits, lambda of, _: of.operator.spec.name in _COPIES[:2]),
     Rule("copies", rule_copies, lambda of, _: of.operator.spec.name in _COPIES),
 )

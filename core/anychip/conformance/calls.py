@@ -22,7 +22,7 @@ from anychip.contract import HOST, SampleMaker
 
 Layout = Literal[
     "contiguous", "offset", "strided", "transposed", "padded", "gapped", "swapped", "expanded",
-    "repeated", "packed",
+    "repeated", "packed", "shared", "shared-backwards", "first",
 ]  # fmt: skip
 LAYOUTS: tuple[Layout, ...] = ("offset", "strided", "transposed", "padded")
 """Those that are not plain: misaligned, with gaps, in another order than the dims, rows of a wider
@@ -32,6 +32,9 @@ INNER_LAYOUTS: tuple[Layout, ...] = ("gapped", "swapped")
 stride follows from another one; and heads before the positions."""
 READ_ONLY_LAYOUTS: tuple[Layout, ...] = ("expanded", "repeated")
 """A stride of 0 in the first or the last dim, along which all numbers are the same."""
+LIST_LAYOUTS: tuple[Layout, ...] = ("shared", "shared-backwards")
+"""The tensors of a list are parts of one storage, with gaps between them; in the list's order, or
+from its end."""
 Layouts = Layout | Mapping[str, Layout]
 """Of every argument, or of some by name."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -40,6 +43,8 @@ GUARD = 64
 LISTED = 16
 """Tensors of a list that a call's description names."""
 _PATTERN = 0xA5
+_LARGE = 0x7B
+"""In every format a number that no sum passes over."""
 
 
 def stream(label: str, seed: int = 0) -> int:
@@ -99,6 +104,7 @@ class Call:
         full: only at level full.
         full_in_16_bits: in 16-bit types only at level full: what it asks is of no type.
         layout: how the float tensors lie in memory; given by name, any tensors.
+        sized: nothing but sizes tells it from others, which the designs vary too.
         statistical: the inputs are random, so that the statistical limits hold.
         gradient: gradients are compared for this call too.
     """
@@ -108,6 +114,7 @@ class Call:
     _: KW_ONLY
     full: bool = False
     full_in_16_bits: bool = False
+    sized: bool = False
     layout: Layouts = "contiguous"
     statistical: bool = True
     gradient: bool = True
@@ -134,11 +141,6 @@ def special(label: str, make: Callable[[Draw], Arguments], *changes: tuple[int, 
     return Call(label, changed(make, *changes), statistical=False, gradient=False)
 
 
-def in_layouts(label: str, make: Callable[[Draw], Arguments]) -> Iterator[Call]:
-    """The call in each layout that is not plain."""
-    return (Call(f"{label}.{layout}", make, layout=layout) for layout in LAYOUTS)
-
-
 def shape_label(shape: Sequence[int]) -> str:
     """``4x8`` for (4, 8)."""
     return "x".join(map(str, shape)) or "scalar"
@@ -146,11 +148,12 @@ def shape_label(shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
-    """A tensor on the device, and the buffer that it is a view of."""
+    """A tensor on the device, the buffer that it is a view of, and other such views of it."""
 
     tensor: Tensor
     buffer: Tensor
     before: Tensor = field(repr=False)
+    others: tuple[Tensor, ...] = ()
 
     def touched(self, *, written: bool) -> str | None:
         """What changed that must not have; None when all is well.
@@ -163,10 +166,9 @@ class Placed:
             return None
         changed = after != self.before
         inside = torch.zeros(self.buffer.numel(), dtype=torch.bool)
-        view = inside.as_strided(
-            self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset()
-        )
-        view.fill_(True)
+        for tensor in (self.tensor, *self.others):
+            view = inside.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            view.fill_(True)
         outside = int((changed.any(-1) & ~inside).sum())
         if outside:
             return f"{outside} elements outside of it were overwritten"
@@ -196,6 +198,26 @@ def place_packed(tensors: Sequence[Tensor], device: torch.device) -> list[Placed
     return [Placed(tensor=part, buffer=whole.buffer, before=whole.before) for part in parts]
 
 
+def place_shared(tensors: Sequence[Tensor], device: torch.device, layout: Layout) -> list[Placed]:
+    """Places tensors of one dtype one behind the other, with gaps that nobody may write."""
+    order = list(range(len(tensors)))
+    order = order if layout == "shared" else order[::-1]
+    starts, end = [0] * len(tensors), GUARD
+    for index in order:
+        starts[index], end = end, end + tensors[index].numel() + 1 + index % 3
+    buffer = torch.empty(end + GUARD, dtype=tensors[0].dtype)
+    buffer.view(torch.uint8).fill_(_LARGE)
+    for start, tensor in zip(starts, tensors, strict=True):
+        buffer[start : start + tensor.numel()] = tensor.reshape(-1)
+    on_device = buffer.to(device, copy=True)
+    views = tuple(
+        on_device[start : start + t.numel()].view(t.shape)
+        for start, t in zip(starts, tensors, strict=True)
+    )
+    before = _bits(on_device)
+    return [Placed(tensor=v, buffer=on_device, before=before, others=views) for v in views]
+
+
 def _geometry(tensor: Tensor, layout: Layout) -> tuple[list[int], list[int], int]:
     shape = list(tensor.shape)
     if layout == "transposed" and len(shape) > 1:
@@ -211,7 +233,7 @@ def _geometry(tensor: Tensor, layout: Layout) -> tuple[list[int], list[int], int
         stride[0 if layout == "expanded" else -1] = 0
     if layout == "strided":
         stride = [2 * s for s in stride]
-    return shape, stride, GUARD + (1 if layout == "offset" else 0)
+    return shape, stride, {"offset": GUARD + 1, "first": 0}.get(layout, GUARD)
 
 
 def _dense(shape: Sequence[int]) -> list[int]:
@@ -282,7 +304,9 @@ def place_call(
     for index, (name, arg) in enumerate(zip(names, arguments[0], strict=True)):
         if isinstance(arg, (list, tuple)):
             labels = [f"{name}[{entry}]" for entry in range(len(arg))]
-            entries = [placed(name, t) for t in arg]
+            where = layout if isinstance(layout, str) else layout.get(name, "contiguous")
+            shared = where in LIST_LAYOUTS
+            entries = place_shared(arg, device, where) if shared else [placed(name, t) for t in arg]
             found += [(index, label, p) for label, p in zip(labels, entries, strict=True)]
             args.append([p.tensor for p in entries])
         elif isinstance(arg, Tensor):

@@ -12,6 +12,7 @@ import torch
 
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.bounds import Measurement, measure
+from anychip.conformance.covering import Coverage
 from anychip.conformance.formats import FORMATS
 from anychip.contract import Backend, OperatorSpec, UnsupportedError
 
@@ -81,6 +82,7 @@ class Context:
         measurements: distributions of errors.
         note: what a passed case found that a reader would want to know.
         curve: of a training.
+        coverage: of a design.
     """
 
     backend: Backend
@@ -91,6 +93,7 @@ class Context:
     measurements: list[Measurement] = field(default_factory=list)
     note: str = ""
     curve: Curve | None = None
+    coverage: Coverage | None = None
 
     @cached_property
     def device(self) -> torch.device:

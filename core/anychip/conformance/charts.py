@@ -14,10 +14,14 @@ from markupsafe import Markup
 
 from anychip.conformance.bounds import BINS
 from anychip.conformance.case import Curve
+from anychip.conformance.covering import Coverage
 
 WIDTH, HEIGHT = 360, 168
 LEFT, RIGHT, TOP, BOTTOM = 40, 8, 10, 34
 """Margins."""
+CELL, LINE, NAMES, LACKING = 17.0, 10.5, 126, 3
+"""Of a heat map: largest side of a cell, least height of a row, for its name to be read, room for
+the last name, pairs that its words name."""
 SPAN, TALL = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
 
@@ -79,6 +83,64 @@ def histogram(name: str, counts: Sequence[int]) -> Markup:
 def _power(decade: int) -> str:
     thousands, rest = divmod(decade, 3)
     return f"{10**rest}{'kMGTP'[thousands - 1] if thousands else ''}"
+
+
+def heat_map(coverage: Coverage) -> Markup:
+    """Which pairs of factors had all pairs of their levels: a triangle, factors on its diagonal.
+
+    A name stands right of its row and above its column.
+    """
+    count = len(coverage.factors)
+    step = min(CELL, (WIDTH - NAMES) / max(count, 1))
+    tall = max(step, LINE)
+    parts = []
+    for row, name in enumerate(coverage.factors):
+        y = tall * row
+        for column in range(row + 1):
+            part = coverage.asked[row][column]
+            place = f'x="{step * column:.1f}" y="{y:.1f}"'
+            size = f'width="{step - 1.5:.1f}" height="{tall - 1.5:.1f}"'
+            words = ""
+            if part < 1.0:
+                pair = name if row == column else f"{coverage.factors[column]} with {name}"
+                words = Markup("<title>{}: {}</title>").format(pair, percent(part))
+            parts.append(f'<rect class="{shade(part)}" {place} {size} rx="2">{words}</rect>')
+        words = f"{name} ({coverage.levels[row]})"
+        parts.append(_text("tick", step * (row + 1) + 3, y + tall / 2 + 3.5, words, "start"))
+    head = Markup('<svg class="heat" viewBox="0 0 {} {:.0f}" role="img" aria-label="{}">').format(
+        WIDTH, tall * count, f"{coverage.operator}: {in_words(coverage)}"
+    )
+    return head + Markup("".join(parts) + "</svg>")
+
+
+def shade(part: float) -> str:
+    """The style of a part asked: nothing, less than half, more, all."""
+    if part >= 1.0:
+        return "asked all"
+    return "asked none" if part == 0.0 else f"asked {'some' if part < 0.5 else 'most'}"
+
+
+def percent(part: float) -> str:
+    """A part; what is not all never looks like it."""
+    return f"{100 if part >= 1.0 else min(math.floor(1000 * part) / 10, 99.9):g} %"
+
+
+def in_words(coverage: Coverage) -> str:
+    """What the picture shows, for whoever does not see it."""
+    names = coverage.factors
+    lacking = sorted(
+        (coverage.asked[row][column], f"{names[column]} with {names[row]}")
+        for row in range(len(names))
+        for column in range(row)
+        if coverage.asked[row][column] < 1.0
+    )
+    text = (
+        f"{len(names)} factors, {coverage.rows} calls, strength {coverage.strength}: "
+        f"{percent(coverage.of_pairs())} of all pairs of levels"
+    )
+    worst = ", ".join(f"{pair} {percent(part)}" for part, pair in lacking[:LACKING])
+    more = f" and {len(lacking) - LACKING} more" if len(lacking) > LACKING else ""
+    return f"{text}; least: {worst}{more}" if lacking else text
 
 
 class _Plane(NamedTuple):

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
@@ -96,14 +96,13 @@ class Child:
         self.errors.close()
 
 
-def lines_of(children: Sequence[Child], limit_s: float) -> list[tuple[int, str]]:
-    """One line of each, with its number; fewer when one ends, or the time is over."""
-    found: list[tuple[int, str]] = []
+def lines_of(children: Sequence[Child], limit_s: float) -> Iterator[tuple[int, str]]:
+    """One line of each as they come, with its number; fewer when one ends, or the time is over."""
     deadline = time.monotonic() + limit_s
     with selectors.DefaultSelector() as selector:
         for number, child in enumerate(children):
             if (known := child.take_line()) is not None:
-                found.append((number, known))
+                yield number, known
             else:
                 selector.register(child.pipe, selectors.EVENT_READ, number)
         while selector.get_map():
@@ -115,8 +114,7 @@ def lines_of(children: Sequence[Child], limit_s: float) -> list[tuple[int, str]]
                 chunk = os.read(child.pipe, 1 << 16)
                 child.unread += chunk
                 line = child.take_line()
-                if line is not None:
-                    found.append((key.data, line))
                 if line is not None or not chunk:
                     selector.unregister(child.pipe)
-    return found
+                if line is not None:
+                    yield key.data, line

@@ -1,159 +1,262 @@
-"""Calls that nobody thought of: shapes, layouts, values and attributes chosen at random.
+"""A point of a design: the level that each factor of a call has.
 
-hypothesis chooses, and when a call fails it looks for a smaller one that fails too. Everything is
-made of blocks of random bytes: into random numbers hypothesis would mix constants that it has found
-in the source files at hand, and the calls would differ between machines. Nothing is stored on disk.
+Who makes a call asks for the level of one factor after the other, by name. The factors are found by
+asking at some points and noting what was asked for: they stand nowhere else. Sizes and values have
+classes: a level is a class, and which of its members it is depends on the point.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-import hypothesis
 import torch
-from hypothesis import HealthCheck, Phase, Verbosity, strategies
 from torch import Tensor
 
 from anychip.conformance.calls import Draw
 
 T = TypeVar("T")
-ELEMENTS = 2048
-"""About so many elements has a tensor at most, so that a thousand calls take seconds."""
 
-_BLOCK = strategies.binary(min_size=24, max_size=24)
-SIMPLER = 100
-"""So many calls are tried to find a simpler one than a failing one."""
+SIZES: Mapping[str, tuple[int, ...]] = {
+    "few": (3, 2, 5, 6, 7, 9, 10, 11, 12, 13),
+    "one": (1,),
+    "beside a power of two": (15, 17, 31, 33, 63, 65, 127, 129, 255, 257, 513, 1025),
+    "a power of two": (4, 8, 16, 32, 64, 128, 256, 512, 1024),
+    "a multiple of 16": (48, 80, 96, 112, 192, 240, 320, 336, 384, 480, 672, 768, 960),
+    "many": (21, 35, 44, 75, 100, 111, 141, 177, 203, 301, 420, 511, 630, 1001),
+    "very many": (1500, 2048, 3001, 4096, 5000, 6720, 8191, 8192, 13440, 16384, 20000),
+}
+"""Where vectors, warps, blocks and tiles end, with and without a rest; widths that kernels are
+written for. Simplest first, as all levels are: that is where a failing call is led back to."""
+ROWS: Mapping[str, tuple[tuple[int, ...], ...]] = {
+    "few": ((3,), (2,), (4,), (5,), (6,), (7,), (9,), (11,)),
+    "one": ((1,),),
+    "no dim": ((),),
+    "several dims": ((2, 3), (2, 1, 3), (3, 4), (1, 2, 1, 2), (4, 2), (1, 5), (6, 1), (3, 2, 2)),
+    "none": ((0,), (2, 0), (0, 3)),
+    "beside a power of two": ((17,), (31,), (33,), (63,), (65,), (15,), (127,), (129,)),
+    "a power of two": ((8,), (16,), (32,), (64,), (128,), (2, 8), (4, 16), (16, 1)),
+    "many": ((70,), (40,), (10, 13), (48,), (96,), (20,), (112,), (5, 25)),
+    "very many": ((300,), (257,), (512,), (600,), (1024,), (1025,), (2000,), (40, 30), (4096,),
+                  (6720,), (20000,), (8191,), (3, 1500), (300, 7)),
+}  # fmt: skip
+"""All dims but the last."""
+FEW_ROWS, MOST_ROWS, LARGEST = 130, 20000, 20000
+ELEMENTS = (1 << 12, 1 << 13, 1 << 14, 1 << 12, 1 << 15, 1 << 13, 1 << 12, 1 << 17)
+"""So many a call has, one row of a design another number than another: what is large in all dims
+costs too much to be asked often."""
+VALUES = ("normal", "wide", "shifted", "repeated")
+ENDS = ("huge", "tiny")
+SHIFTS = (10.0, -10.0, 0.5, 300.0, -1000.0)
+"""By how much; a type of 16 bits may overflow in what is made of the last ones."""
+NOT_FINITE = {
+    "special": (math.nan, math.inf, -math.inf), "nan": (math.nan,),
+    "nan or infinite": (math.nan, math.inf),
+}  # fmt: skip
 
-SIZES = (
-    1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 200, 255,
-    256, 257, 400, 511, 512, 513, 1000, 1024,
-)  # fmt: skip
-"""Sizes beside powers of two, which are those of vectors, warps, blocks and tiles; simplest first,
-as every list of options is: that is where a failing call is led back to."""
+
+CONFIRMED = 16
+"""So many points more have to be without a factor, before a level is said to rule it out."""
 
 
 class Choices:
     """Where a call's choices come from.
 
     Args:
-        byte: the next random byte.
+        levels: of the factors that are not at their first level.
+        seed: which of a class's members are taken.
+        finite: no value is Inf or NaN, of which there are no gradients.
     """
 
-    def __init__(self, byte: Callable[[], int]) -> None:
-        self._byte = byte
+    def __init__(self, levels: Mapping[str, int], seed: int = 0, *, finite: bool = False) -> None:
+        self._levels, self.seed, self._finite = levels, seed, finite
+        self.asked: dict[str, int] = {}
+        """Factors in the order in which they were asked for, and the number of their levels."""
+        self.chosen: dict[str, object] = {}
+        """The levels, for people."""
 
-    def of(self, *options: T) -> T:
-        """One of the options, the simplest of which is the first."""
-        return options[self._byte() * len(options) >> 8]
+    def of(self, factor: str, *options: T) -> T:
+        """The option that the factor's level stands for; the simplest is the first."""
+        known = self.asked.setdefault(factor, len(options))
+        assert known == len(options), f"{factor} has {known} levels, and then {len(options)}"
+        option = options[self._levels.get(factor, 0)]
+        self.chosen[factor] = option
+        return option
 
-    def size(self, high: int = 1024) -> int:
-        """A size of at least 1."""
-        return self.of(*(size for size in SIZES if size <= max(high, 1)))
+    @property
+    def is_random(self) -> bool:
+        """Whether all values are normal, as the statistical limits suppose."""
+        return not any(kind in (*VALUES[1:], *ENDS, *NOT_FINITE) for kind in self.chosen.values())
 
-    def shape(self, rank: int, *, last: int | None = None, elements: int = ELEMENTS) -> list[int]:
-        """Sizes of so many dims, of about so many elements together; one in 16 shapes is empty."""
-        shape = [self.size(min(elements, 1024)) if last is None else last][:rank]
-        while len(shape) < rank:
-            shape.insert(0, self.size(elements // math.prod(shape)))
-        if rank > 1 and self._byte() >= 240:
-            shape[0] = 0
-        return shape
+    def member(self, factor: str, classes: Mapping[str, Sequence[T]]) -> T:
+        """A member of the class that the factor's level stands for."""
+        found = self._member(factor, classes[self.of(factor, *classes)])
+        self.chosen[factor] = found
+        return found
 
-    def values(self, draw: Draw, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Float values of one kind: normal, of many magnitudes, far from 0, mostly 0, whole ..."""
+    def number(self, factor: str, *classes: Sequence[T]) -> T:
+        """A number of one of some classes, which are called by their first."""
+        return self.member(factor, {str(members[0]): members for members in classes})
+
+    def turn(self, factor: str) -> int:
+        """Any number from 0 on, for choices that are no factor."""
+        return _number(f"{factor} turned/{self.seed}")
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all values are."""
+        return not any(kind in NOT_FINITE for kind in self.chosen.values())
+
+    def _member(self, factor: str, members: Sequence[T]) -> T:
+        return members[_number(f"{factor}/{self.seed}") % len(members)]
+
+    def size(self, factor: str, high: int = 320, *, none: bool = False) -> int:
+        """A size up to a highest one; 0 too if ``none``."""
+        classes = {n: [s for s in sizes if s <= high] or [high] for n, sizes in SIZES.items()}
+        return self.member(factor, classes | ({"none": [0]} if none else {}))
+
+    def rows(self, factor: str = "rows", *, dims: int = 4, high: int = FEW_ROWS) -> list[int]:
+        """All dims of a shape but the last; without those that have too many dims or rows."""
+        found = {
+            name: [s for s in shapes if len(s) <= dims and math.prod(s) <= high]
+            for name, shapes in ROWS.items()
+        }
+        return list(self.member(factor, {name: s for name, s in found.items() if s}))
+
+    def room(self, *sizes: int, elements: int | None = None) -> Room:
+        """For a call's sizes beside those that it has already."""
+        return Room(self, elements or ELEMENTS[self.turn("elements") % len(ELEMENTS)], *sizes)
+
+    def shape(self) -> list[int]:
+        """Rows, and a last dim, which is short where there are very many."""
+        rows = self.rows(high=MOST_ROWS)
+        return [*rows, self.room(*rows).size("width")]
+
+    def values(
+        self,
+        factor: str,
+        draw: Draw,
+        *shape: int,
+        dtype: torch.dtype | None = None,
+        ends: tuple[float | str, float | str] | None = ("root-huge", "root-tiny"),
+        more: tuple[str, ...] = ("nan",),
+    ) -> Tensor:
+        """Float values of one kind.
+
+        Args:
+            ends: scales at both ends of what the operator can compute in float32; None: no such.
+            more: of NOT_FINITE, some numbers are not finite; ``none`` is for who asks.
+        """
+        kinds = (*VALUES, *(ENDS if ends else ()), *more)
+        kinds = tuple(kind for kind in kinds if not (self._finite and kind in NOT_FINITE))
+        kind = self.of(factor, *kinds)
+        if ends and kind in ENDS:
+            return draw.normal(*shape, scale=ends[ENDS.index(kind)], dtype=dtype)
         normal = draw.normal(*shape, dtype=torch.float32)
-        kind = self.of("normal", "whole", "wide", "shifted", "zeros", "large", "small", "equal")
-        if kind == "whole":
-            normal = normal.mul(2.0).round()
-        elif kind == "wide":
-            normal = normal.sign() * torch.exp2((4.0 * normal).clamp(-12.0, 12.0))
-        elif kind == "shifted":
-            normal = normal + 10.0
-        elif kind == "zeros":
-            normal = normal * (normal > 0.7)  # zeros of both signs
-        elif kind in ("large", "small"):
-            normal = normal * 2.0 ** (4 if kind == "large" else -6)
-        elif kind == "equal":
-            normal = torch.full_like(normal, 1.5)
-        return normal.to(dtype or draw.dtype)
+        return self._changed(factor, kind, draw, normal).to(dtype or draw.dtype)
+
+    def change(self, factor: str, draw: Draw) -> Callable[[Tensor], Tensor]:
+        """Makes values of one kind of normal ones, in their own type."""
+        kind = self.of(factor, *VALUES)
+        # What a kernel stores in between in 16 bits would be subnormal, or infinite.
+        kind = "normal" if draw.dtype == torch.float16 else kind
+        return lambda normal: self._changed(factor, kind, draw, normal.float()).to(normal.dtype)
+
+    def _changed(self, factor: str, kind: str, draw: Draw, normal: Tensor) -> Tensor:
+        if kind == "wide":
+            return normal.sign() * torch.exp2((4.0 * normal).clamp(-12.0, 12.0))
+        if kind == "shifted":
+            far = SHIFTS[: 2 if draw.dtype == torch.float16 else None]
+            return normal + self._member(f"{factor} shifted", far)
+        if kind == "repeated":  # zeros of both signs, and equal numbers; or nothing else
+            all_equal = self._member(f"{factor} equal", (False, True))
+            some = normal.mul(2.0).round() * (normal > 0.4)
+            return torch.full_like(normal, 1.5) if all_equal else some
+        if kind in NOT_FINITE and normal.numel():
+            self._spoil(factor, normal, NOT_FINITE[kind])
+        return normal
+
+    def _spoil(self, factor: str, tensor: Tensor, values: Sequence[float]) -> None:
+        """One number, at one of its ends or between them, is not finite; or one of each kind."""
+        flat, turn = tensor.view(-1), self.turn(f"{factor} spoilt")
+        places = (0, flat.numel() // 2, flat.numel() - 1)
+        count = len(values) if turn % 2 and flat.numel() > 2 else 1
+        for number in range(count):
+            flat[places[(turn // 2 + number) % 3]] = values[(turn // 6 + number) % len(values)]
+
+    def optional(self, factor: str, draw: Draw, *shape: int, **options: Any) -> Tensor | None:
+        """Values, or None, which is a level like their kinds."""
+        more = ("none", *options.pop("more", ("nan",)))
+        found = self.values(factor, draw, *shape, more=more, **options)
+        return None if self.chosen[factor] == "none" else found
 
 
-_SETTINGS = hypothesis.settings(
-    database=None,
-    deadline=None,
-    derandomize=False,
-    phases=[Phase.generate, Phase.shrink],
-    print_blob=False,
-    report_multiple_bugs=False,
-    suppress_health_check=[
-        HealthCheck.data_too_large,
-        HealthCheck.filter_too_much,
-        HealthCheck.too_slow,
-        HealthCheck.large_base_example,
-        HealthCheck.differing_executors,
-        HealthCheck.nested_given,
-    ],
-    verbosity=Verbosity.quiet,
-)
-
-
-class _Failure:
-    """The simplest failing choices so far, and how many were tried since the first ones."""
-
-    def __init__(self) -> None:
-        self.bytes: list[int] = []
-        self.error: Exception | None = None
-        self.tried = 0
-
-    def take(self, bytes: list[int], error: Exception) -> None:
-        """Keeps failing choices that are simpler: fewer of them, or with an earlier option."""
-        if self.error is None or (len(bytes), bytes) < (len(self.bytes), self.bytes):
-            self.bytes, self.error = bytes, error
-
-
-class _EnoughError(BaseException):
-    """Ends a search; hypothesis lets no other way out of one."""
-
-
-def search(check: Callable[[Choices], None], *, examples: int, seed: int) -> None:
-    """Runs a check on random choices; what it raises for the simplest failing ones is raised.
+class Room:
+    """How large a call's sizes may be, one after the other: their product has a limit.
 
     Args:
-        check: raises when the answer is wrong; the same choices give the same answer.
-        examples: so many at most; fewer when there are no more.
-        seed: the same seed gives the same choices.
+        elements: the limit.
+        sizes: those that there are.
     """
-    failure = _Failure()
 
-    def run(data: strategies.DataObject) -> None:
-        used: list[int] = []
-        block: list[int] = []
+    def __init__(self, choose: Choices, elements: int, *sizes: int) -> None:
+        self.choose, self.left = choose, elements // max(math.prod(sizes), 1)
 
-        def byte() -> int:
-            if not block:
-                block.extend(reversed(data.draw(_BLOCK)))
-            used.append(block.pop())
-            return used[-1]
+    def size(self, factor: str, high: int = LARGEST, *, none: bool = False) -> int:
+        """The next one."""
+        found = self.choose.size(factor, max(min(high, self.left), 1), none=none)
+        self.left //= max(found, 1)
+        return found
 
-        failure.tried += failure.error is not None
-        if failure.tried > SIMPLER:
-            raise _EnoughError
-        try:
-            check(Choices(byte))
-        except Exception as error:
-            failure.take(used, error)
-            raise
 
-    searched = hypothesis.settings(_SETTINGS, max_examples=examples)(
-        hypothesis.given(strategies.data())(run)
-    )
-    try:
-        hypothesis.seed(seed)(searched)()
-    except (Exception, _EnoughError):
-        if failure.error is None:
-            raise
-        again = iter(failure.bytes)
-        check(Choices(lambda: next(again)))
-        raise failure.error from None  # it passed this time
+def factors(
+    run: Callable[[Choices], object], rounds: int = 4, *, finite: bool = False
+) -> tuple[dict[str, int], Masks]:
+    """Which factors a run asks for, with their numbers of levels, and which are without others.
+
+    Args:
+        run: asks; what it raises is raised.
+        rounds: so many times each level is taken.
+
+    Returns:
+        the factors in order; and by factor and level those that it is never asked with.
+    """
+    levels: dict[str, int] = {}
+    seen: dict[tuple[str, int], set[str]] = {}
+    todo, number = 1, 0
+    while number < todo:
+        point = {f: _shuffled(f, n, number) for f, n in levels.items()}
+        choices = Choices(point, number, finite=finite)
+        run(choices)
+        for factor in choices.asked:
+            seen.setdefault((factor, point.get(factor, 0)), set()).update(choices.asked)
+        if choices.asked.keys() - levels.keys():
+            levels.update(choices.asked)
+            todo = number + rounds * max(levels.values())
+        number += 1
+    for (factor, level), found in seen.items():
+        for attempt in range(CONFIRMED):
+            if not set(levels) - found:
+                break
+            point = {f: _shuffled(f, n, number + attempt) for f, n in levels.items()}
+            choices = Choices({**point, factor: level}, number + attempt, finite=finite)
+            run(choices)
+            found.update(choices.asked)
+    masks = {key: set(levels) - found for key, found in seen.items() if set(levels) - found}
+    return levels, masks
+
+
+Masks = Mapping[tuple[str, int], Iterable[str]]
+
+
+def _shuffled(factor: str, count: int, number: int) -> int:
+    """A level: each of them once in ``count`` numbers, in an order of the factor's own."""
+    turn, place = divmod(number, count)
+    return sorted(range(count), key=lambda level: _number(f"{factor}/{turn}/{level}"))[place]
+
+
+def _number(text: str) -> int:
+    """Of a text: no two texts' numbers have to do with each other, as checksums' have."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -29,9 +29,13 @@ def drawn(kind: str, count: int, size: int, generator: torch.Generator) -> dict[
         }  # fmt: skip
     top = size - 1 if kind == "" else size
     some = torch.randint(top + 1, (count,), generator=generator)
+    ends = torch.full_like(some, top)
+    ends[::2] = 0
     found = {
         "all 0": torch.zeros_like(some), f"all {top}": torch.full_like(some, top),
         "any": some if kind == "" else some.sort().values,
+        f"0 and {top}": ends if kind == "" else ends.sort().values,
+        f"{top} last": torch.zeros_like(some).index_fill(0, torch.tensor(count - 1), top),
     }  # fmt: skip
     for numbers in found.values():
         numbers[: kind == "bounds"] = 0
@@ -41,7 +45,10 @@ def drawn(kind: str, count: int, size: int, generator: torch.Generator) -> dict[
 def refused(kind: str, numbers: Tensor, size: int) -> Iterator[dict[int, int]]:
     """What makes numbers that are none: places among several of them, and what stands there."""
     if kind == "":
-        yield from ({-1: wrong} for wrong in (size, size + 1000, -1))
+        for place in (-1, 0, len(numbers) // 2):
+            yield from ({place: wrong} for wrong in (size, size + 1000, -1, -size))
+        yield from ({-1: sign * 2**31} for sign in (1, -1) if numbers.dtype == torch.int64)
+        yield from ({-1: 2**width} for width in (32, 62) if numbers.dtype == torch.int64)
         return
     yield {-1: size + (kind != "each")}
     yield {0: -1}

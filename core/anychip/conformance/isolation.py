@@ -100,15 +100,15 @@ def _asked(
     """
     ids, name = list(ids), registry.name_of(plan.backend)
     child.tell({"backend": name, "level": plan.level, "seed": plan.seed, "cases": ids})
-    if not lines_of([child], STARTUP_S):
+    if next(lines_of([child], STARTUP_S), None) is None:
         how = child.how_it_ended(STARTUP_S)
         raise RuntimeError(f"the process that asks the cases did not start: {how}")
     for id in ids:
-        said = lines_of([child], limit_s)
-        if not said:
+        said = next(lines_of([child], limit_s), None)
+        if said is None:
             how = child.how_it_ended(limit_s)
             yield Result(case=id, outcome="failed", reason=how, crashed=True)
             return
-        message = json.loads(said[0][1])
+        message = json.loads(said[1])
         served.add(message["served"])
         yield Result.from_json(message["result"])

@@ -1,9 +1,9 @@
-"""A call's label says what the call is: ``3x17.p:0.1.strided`` is its id, and all there is to it.
+"""A call's label says what the call is: ``3x17.p:0.1`` is its id, and all there is to it.
 
 The words between the dots stand for options of what makes the operator's arguments. ``3x17`` and
 ``scalar`` are a shape, ``name:number`` is the option of that name, ``huge``, ``tiny`` and
-``subnormal`` are a scale, a layout's name is where tensors lie; ``*`` at the end stands for each
-layout that is not plain. An operator may have words, and forms of words, of its own.
+``subnormal`` are a scale. An operator may have words, and forms of words, of its own. Where tensors
+lie is no part of it, but a factor of the designs (:mod:`.designs`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from anychip.conformance.calls import LAYOUTS, Call
+from anychip.conformance.calls import Call
 
 Options = Mapping[str, Any]
 Forms = Mapping[str, Sequence[str] | Callable[..., Options]]
@@ -56,13 +56,10 @@ class Labels:
             flags: of every call.
         """
         for label in (f"{label}{end}" for label in text.split() for end in ends):
-            for layout in LAYOUTS if label.endswith(".*") else ("*",):
-                whole = label.replace("*", layout)
-                words, where = _WORD.findall(whole), {}
-                if words[-1] in LAYOUTS:
-                    where = {"layout": words.pop()}
-                options = {key: v for word in words for key, v in self._options(word).items()}
-                yield Call(whole, partial(make, **options), **where, **flags)
+            words = _WORD.findall(label)
+            options = {key: v for word in words for key, v in self._options(word).items()}
+            sized = all(map(_is_size, words))
+            yield Call(label, partial(make, **options), sized=sized, **flags)
 
     def _options(self, word: str) -> Options:
         """What a word stands for."""
@@ -79,6 +76,11 @@ class Labels:
             return {"shape": tuple(map(int, re.findall(r"\d+", word)))}
         name, _, number = word.partition(":")
         return {name: float(number) if name in _REAL else int(number)}
+
+
+def _is_size(word: str) -> bool:
+    """Whether a word says sizes and nothing else."""
+    return re.fullmatch(r"[\dx+of-]+", word) is not None
 
 
 PLAIN = Labels()

@@ -15,19 +15,19 @@ import jinja2
 from markupsafe import Markup
 
 from anychip.conformance import charts
-from anychip.conformance.bounds import BINS, Measurement
+from anychip.conformance.bounds import BINS, MANY_ULP, Measurement
+from anychip.conformance.covering import Coverage
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.junit import printable
 from anychip.conformance.priorities import weight_of
 from anychip.conformance.rank_questions import NAMES
-from anychip.conformance.report import OUTCOMES, Report, Result
+from anychip.conformance.report import DIRECTIONS, OUTCOMES, Report, Result, abridged, dtypes_of
 from anychip.conformance.statement import verify
 
 HERE = Path(__file__).parent
 FLOATS = tuple(format.name for format in FORMATS.values())
 SHOWN = 5
 """Results with the largest errors, per dtype."""
-DIRECTIONS = {"operators": "forward", "gradients": "backward"}
 KINDS = ("native", "mapped", "compiled", "reference")
 
 
@@ -41,7 +41,7 @@ def to_html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(error=error_text, count=count_text)
+    environment.filters.update(error=error_text, count=count_text, ulp=ulp_text, abridged=abridged)
     return environment.get_template("report.html.jinja").render(
         report=report,
         known=report.identity,
@@ -50,6 +50,7 @@ def to_html(report: Report) -> str:
         outcomes=[outcome for outcome in OUTCOMES if report.counts()[outcome]],
         matrix=list(matrix(report)),
         distributions=list(distributions(report)),
+        coverage=coverage_groups(report),
         collectives=collectives(report),
         questions=list(rank_questions(report)),
         trainings=[
@@ -60,13 +61,14 @@ def to_html(report: Report) -> str:
         provenance=list(provenance(report)),
         torch_rows=(report.provenance or {}).get("torch", []),
         excused=excused(report),
-        pages=[(name, text) for name, text in PARTS.items()],
+        pages=[(n, text) for n, text in PARTS.items() if n != "coverage" or report.coverage],
     )
 
 
 PARTS = {
     "chapters": "Chapters",
     "operators": "Operators",
+    "coverage": "Coverage",
     "errors": "Errors",
     "collectives": "Collectives",
     "training": "Training",
@@ -82,6 +84,11 @@ def error_text(value: float) -> str:
     if not math.isfinite(value):
         return "\N{INFINITY}" if value > 0 else str(value)
     return f"{value:.2f}" if value < 10 else f"{value:.1e}".replace("e+0", "e")
+
+
+def ulp_text(value: float) -> str:
+    """A distance in ULP, where that tells something."""
+    return f"{value:.3g}" if value <= MANY_ULP else "-"
 
 
 def count_text(value: int) -> str:
@@ -123,8 +130,8 @@ def matrix(report: Report) -> Iterator[OperatorRow]:
     """Operator by dtype: the worst of values and gradients, and who served it."""
     found: dict[str, dict[str, list[Result]]] = {}
     for result in report.results:
-        if result.chapter in DIRECTIONS and result.case.count("/") >= 3:
-            _, name, dtype = result.case.split("/")[:3]
+        for dtype in dtypes_of(result, report.identity.dtypes):
+            name = result.case.split("/")[1]
             found.setdefault(name, {}).setdefault(dtype, []).append(result)
     kinds: dict[str, set[str]] = {}
     for row in _rows(report):
@@ -170,6 +177,34 @@ def status_of(results: Iterable[Result]) -> str:
     if "expected failure" in outcomes:
         return "expected"
     return "passed" if "passed" in outcomes else "unsupported"
+
+
+# Coverage
+
+
+class CoverageGroup(NamedTuple):
+    """Operators whose calls are alike in how many pairs they have; the least covered first."""
+
+    title: str
+    is_open: bool
+    operators: list[tuple[str, Markup, str]]
+
+
+def coverage_groups(report: Report) -> list[CoverageGroup]:
+    """Operators that lack pairs, to be seen at once, and those that lack none, by strength."""
+    lacking = sorted((c for c in report.coverage if c.of_pairs() < 1.0), key=Coverage.of_pairs)
+    found = {"Pairs that no call has": lacking}
+    for each in sorted(report.coverage, key=lambda c: (-c.strength, c.operator)):
+        if each.of_pairs() >= 1.0:
+            found.setdefault(f"Every pair, strength {each.strength}", []).append(each)
+    return [
+        CoverageGroup(
+            title, members is lacking,
+            [(c.operator, charts.heat_map(c), charts.in_words(c)) for c in members],
+        )
+        for title, members in found.items()
+        if members
+    ]  # fmt: skip
 
 
 # Errors

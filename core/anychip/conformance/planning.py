@@ -29,6 +29,7 @@ class SuitePlan:
     version: str
     must_pass: MustPass
     seed: int = 0
+    expectations_file: Path | None = None
 
     def entry(self, case: Case) -> Entry | None:
         """What the backend says about a case."""
@@ -71,6 +72,7 @@ def plan(
         version=registry.provenance_of(backend)[1],
         must_pass=must_pass(every, backend, level),
         seed=seed,
+        expectations_file=expectations_file,
     )
 
 

@@ -1,5 +1,7 @@
 """What ranks are told when one of them aborts, calls something else, does not come, or dies.
 
+It is the rank :func:`odd_one_out`: the last of two, and one amid more, whom no guess names.
+
 Errors are not caught here: the asker compares what each rank was told. These functions run in the
 processes of :mod:`.ranks`, as those of :mod:`.rank_questions` do.
 """
@@ -19,6 +21,11 @@ from anychip.conformance.rank_questions import RankJob
 from anychip.contract import Communicator
 
 
+def odd_one_out(world_size: int) -> int:
+    """The rank that does what the others do not."""
+    return world_size // 2
+
+
 @contextmanager
 def communicating(job: RankJob, *timeout_s: float) -> Iterator[Communicator]:
     """A communicator that is not used afterwards; an error of the chip shows here at the latest."""
@@ -31,22 +38,27 @@ def communicating(job: RankJob, *timeout_s: float) -> Iterator[Communicator]:
 
 
 def ask_abort(job: RankJob, number: int) -> None:
-    """The last rank aborts while the others wait; those raise what they are told."""
+    """One rank aborts while the others wait; those raise what they are told."""
     word = f"abort/{number}"
     with communicating(job) as comm:
-        if job.rank == job.world_size - 1:
+        if job.rank == odd_one_out(job.world_size):
             job.wait_for(word)
             time.sleep(0.1)
-            comm.abort("on purpose, says the last rank")
+            comm.abort("on purpose, says the odd one out")
         else:
             work = comm.all_reduce(torch.zeros(48, device=job.backend.device()), async_op=True)
             job.say(word)
             work.wait()
 
 
+def ask_ready(job: RankJob, timeout_s: float) -> None:
+    """Makes the communicator, which may take longer than anything that is asked of it."""
+    job.communicator(timeout_s).barrier()
+
+
 def ask_disagreement(job: RankJob, what: str, timeout_s: float) -> None:
-    """The last rank calls something else; raises what every rank is told."""
-    odd = what if job.rank == job.world_size - 1 else ""
+    """One rank calls something else; raises what every rank is told."""
+    odd = what if job.rank == odd_one_out(job.world_size) else ""
     x = torch.zeros(40 if odd == "shape" else 48, device=job.backend.device())
     with communicating(job, timeout_s) as comm:
         calls: dict[str, Callable[[], Any]] = {
@@ -58,30 +70,33 @@ def ask_disagreement(job: RankJob, what: str, timeout_s: float) -> None:
 
 
 def ask_absence(job: RankJob, call: str, number: int, timeout_s: float) -> None:
-    """The last rank does not make the call, and is there; the others raise what they are told."""
-    comm, word, last = job.communicator(timeout_s), f"absent/{number}", job.world_size - 1
+    """One rank does not make the call, and is there; the others raise what they are told."""
+    comm, word = job.communicator(timeout_s), f"absent/{number}"
+    odd = odd_one_out(job.world_size)
     x = torch.zeros(48, device=job.backend.device())
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: comm.all_reduce(x),
         "barrier": comm.barrier,
-        "recv": lambda: comm.recv(x, last),
+        "recv": lambda: comm.recv(x, odd),
     }
     try:
-        if job.rank == last:
-            job.wait_for(word)
+        if job.rank == odd:
+            for rank in range(job.world_size):
+                if rank != odd:
+                    job.wait_for(f"{word}/{rank}")
             return
         calls[call]()
-        job.backend.synchronize()  # told before the last rank leaves
+        job.backend.synchronize()  # told before that rank leaves
     finally:
-        job.say(word)
+        job.say(f"{word}/{job.rank}")
         comm.close()
 
 
 def ask_death(job: RankJob, timeout_s: float) -> None:
-    """The last rank is killed while the others wait for it; those raise what they are told."""
+    """One rank is killed while the others wait for it; those raise what they are told."""
     with communicating(job, timeout_s) as comm:
         comm.barrier()
-        if job.rank == job.world_size - 1:
+        if job.rank == odd_one_out(job.world_size):
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
         comm.all_reduce(torch.zeros(48, device=job.backend.device()))

@@ -1,14 +1,18 @@
-"""Tensors of a trial among ranks, and what has to come out of a reduction of them.
+"""Tensors of a trial among ranks, what has to come out of it, and which trials there are.
 
 A sum is compared with the float64 sum in rank order, within the roundings of one addition per
 further rank in the tensor's own type (and one division for ``avg``); all else, and integers,
-exactly. These functions run in the processes of :mod:`.ranks`.
+exactly. Trials are rows of a design in which any two values of two options meet. These functions
+run in the processes of :mod:`.ranks`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import time
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,11 @@ from anychip.conformance.case import CheckFailedError, check, check_equal_bits
 from anychip.contract import Communicator, Reduction, Work
 
 GUARD = 16
+PERIOD = 99991
+"""Random elements there are of a type, of which each input is a part from a place of its own; a
+prime, so that no two pieces of a large tensor are alike."""
+POLL_S = 30.0
+"""So long may work take that is under way on all ranks, before is_done() has to say so."""
 
 
 class Trial:
@@ -26,49 +35,87 @@ class Trial:
 
     Args:
         label: of the trial, for messages and for its numbers.
+        shift: elements by which tensors begin beyond an aligned address.
     """
 
     def __init__(
-        self, comm: Communicator, device: torch.device, dtype: torch.dtype, label: str
+        self,
+        comm: Communicator,
+        device: torch.device,
+        dtype: torch.dtype,
+        label: str,
+        shift: int = 0,
     ) -> None:
         self.comm, self.device, self.dtype, self.label = comm, device, dtype, label
+        self.start = GUARD + shift
         self.buffers: list[tuple[Tensor, Tensor]] = []
 
-    def input(self, rank: int, numel: int) -> Tensor:
-        """What a rank brings, on the host: the same on every process that asks."""
-        text = f"{self.label}/{rank}".encode()
-        seed = int.from_bytes(hashlib.sha256(text).digest()[:4], "little")
-        generator = np.random.Generator(np.random.PCG64(seed))
-        if self.dtype.is_floating_point:
-            values = generator.standard_normal(numel)
-            values[2::5] = -0.0  # what only moves has to keep the sign; x + 0 would lose it
-            return torch.from_numpy(values).to(self.dtype)
-        low, high = _range(self.dtype)
-        return torch.from_numpy(generator.integers(low, high, numel)).to(self.dtype)
+    def input(self, rank: int, numel: int, *, bits: bool = False) -> Tensor:
+        """What a rank brings, on the host: the same on every process that asks.
 
-    def inputs(self, numel: int) -> list[Tensor]:
-        """Of all ranks."""
-        return [self.input(rank, numel) for rank in range(self.comm.world_size)]
+        Args:
+            bits: any bits that the type has, of numbers that are only moved.
+        """
+        place = zlib.crc32(f"{self.label}/{rank}".encode()) % PERIOD
+        pool = _pool(self.dtype, bits=bits)
+        ends = [pool[place:], *[pool] * (numel // PERIOD), pool[:place]]
+        return torch.cat(ends)[:numel] if place + numel > PERIOD else ends[0][:numel].clone()
+
+    def inputs(self, numel: int, reduction: Reduction | None = None) -> list[Tensor]:
+        """Of all ranks; with a reduction, among them what is rare in it."""
+        found = [self.input(rank, numel) for rank in range(self.comm.world_size)]
+        if reduction is not None and self.dtype != torch.bool:
+            _make_rare(found, reduction, first=zlib.crc32(self.label.encode()))
+        return found
 
     def place(self, values: Tensor | int) -> Tensor:
         """A tensor with these values, or with as many elements and poison."""
         numel = values if isinstance(values, int) else values.numel()
-        whole = torch.full((numel + 2 * GUARD,), self._poison(), dtype=self.dtype)
+        whole = torch.full((numel + self.start + GUARD,), self._poison(), dtype=self.dtype)
         if isinstance(values, Tensor):
-            whole[GUARD : GUARD + numel] = values
+            whole[self.start : self.start + numel] = values
         placed = whole.to(self.device)
         self.buffers.append((placed, whole))
-        return placed[GUARD : GUARD + numel]
+        return placed[self.start : self.start + numel]
 
     def _poison(self) -> float:
         return float("nan") if self.dtype.is_floating_point else 1.0
 
+    def scribble(self) -> None:
+        """Writes over all tensors, as their owner may when a call has been waited for."""
+        for now, _ in self.buffers:
+            now[self.start : -GUARD].fill_(0 if self.dtype == torch.bool else 77)
+
     def check_guards(self) -> None:
         """Nothing was written beside the tensors."""
         for now, before in self.buffers:
-            for part in (slice(0, GUARD), slice(len(before) - GUARD, None)):
+            for part in (slice(0, self.start), slice(len(before) - GUARD, None)):
                 name = f"{self.label}: elements beside a tensor"
                 check_equal_bits(name, now[part].cpu(), before[part])
+
+
+@lru_cache(maxsize=32)
+def _pool(dtype: torch.dtype, *, bits: bool) -> Tensor:
+    """Random elements: numbers whose sum over 16 ranks fits, or all that the type has."""
+    generator = np.random.Generator(np.random.PCG64(2 * dtype.itemsize + bits))
+    if bits and dtype != torch.bool:
+        whole = generator.integers(0, 256, (PERIOD, dtype.itemsize), dtype=np.uint8)
+        found = torch.from_numpy(whole).view(dtype).view(-1)
+        if dtype.is_floating_point:
+            # A NaN that signals may become quiet wherever it passes through arithmetic.
+            mantissa = 1 - int(np.log2(torch.finfo(dtype).eps))
+            as_integers = found.view(_INTEGERS[dtype.itemsize])
+            as_integers[found.isnan()] |= 1 << (mantissa - 2)
+        return found
+    if dtype.is_floating_point:
+        values = generator.standard_normal(PERIOD)
+        values[2::5] = -0.0  # what only moves has to keep the sign; x + 0 would lose it
+        return torch.from_numpy(values).to(dtype)
+    low, high = _range(dtype)
+    return torch.from_numpy(generator.integers(low, high, PERIOD)).to(dtype)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _range(dtype: torch.dtype) -> tuple[int, int]:
@@ -79,8 +126,49 @@ def _range(dtype: torch.dtype) -> tuple[int, int]:
     return (0 if dtype == torch.uint8 else -largest), largest + 1
 
 
-def finish(work: Work, label: str) -> None:
-    """Waits; an unfinished work says so, a finished one too."""
+def _make_rare(parts: list[Tensor], reduction: Reduction, first: int) -> None:
+    """Writes columns of rare numbers over the ranks' inputs, seven of them in turn from a first.
+
+    Sums that end at the largest and the smallest number of the type; Inf and NaN of one rank, and
+    Inf of two signs; floats that overflow only together, unless they are averaged, where the
+    contract leaves open whether the sum or its terms are divided.
+    """
+    world, dtype = len(parts), parts[0].dtype
+    limits: Any = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    for rank, part in enumerate(parts):
+        is_first, is_last = rank == 0, rank == world - 1
+        column = [part[(at - first) % 7 :: 7] for at in range(7)]
+        if not dtype.is_floating_point:
+            if reduction in ("max", "min"):
+                ends = [limits.max if is_first else None, limits.min if is_last else None]
+            else:
+                ends = [end // world + (rank < end % world) for end in (limits.max, limits.min)]
+            fills = dict(enumerate(ends))
+        else:
+            together = 0.75 * limits.max if reduction == "sum" else limits.max / 4 / world
+            fills = {
+                0: float("nan") if is_last else None,
+                1: float("inf") if is_first else None,
+                2: -float("inf") if is_last else None,
+                3: float("inf") if is_first else -float("inf") if is_last else None,
+                4: together,
+                5: -0.98 * limits.max / world,
+            }
+        for at, value in fills.items():
+            if value is not None:
+                column[at].fill_(value)
+
+
+def finish(work: Work, label: str, *, polled: bool = False) -> None:
+    """Waits; an unfinished work says so, a finished one too.
+
+    Args:
+        polled: asks is_done() until it says so, before.
+    """
+    deadline = time.monotonic() + POLL_S
+    while polled and not work.is_done():
+        check(time.monotonic() < deadline, f"{label}: is_done() is False for {POLL_S:g} s")
+        time.sleep(0.0002)
     work.wait()
     check(work.is_done(), f"{label}: is_done() is False after wait()")
     work.wait()
@@ -96,46 +184,70 @@ def joined(parts: Sequence[Tensor], reduction: Reduction) -> tuple[Any, Any]:
     values = np.stack([part.double().numpy() for part in parts])
     if reduction in ("max", "min"):
         return (values.max(0) if reduction == "max" else values.min(0)), np.zeros(len(parts[0]))
-    unit = torch.finfo(dtype).eps / 2
-    total = values[0].copy()
-    for row in values[1:]:
-        total += row
-    # One rounding per addition, of at most the sum of sizes; float64's own sum has them too.
-    additions = (len(parts) - 1) * (2 if dtype == torch.float64 else 1)
-    bound = additions * unit * np.abs(values).sum(0)
-    if reduction == "avg":
-        total, bound = total / len(parts), bound / len(parts)
-        bound = bound + unit * np.abs(total) * 1.01 + torch.finfo(dtype).smallest_normal
+    unit, largest = torch.finfo(dtype).eps / 2, torch.finfo(dtype).max
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = values[0].copy()
+        for row in values[1:]:
+            total += row
+        # One rounding per addition, of at most the sum of sizes; float64's own sum has them too.
+        additions = (len(parts) - 1) * (2 if dtype == torch.float64 else 1)
+        bound = additions * unit * np.abs(values).sum(0)
+        total = np.where(np.abs(total) > largest, np.copysign(np.inf, total), total)
+        if reduction == "avg":
+            total, bound = total / len(parts), bound / len(parts)
+            bound = bound + unit * np.abs(total) * 1.01 + torch.finfo(dtype).smallest_normal
     return total, bound
 
 
 def check_joined(label: str, got: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> None:
-    """Compares a reduced tensor with the ranks' inputs."""
+    """Compares a reduced tensor with the ranks' inputs.
+
+    A maximum of numbers and NaN may be NaN, or that of the numbers: chips differ.
+    """
     want, bound = joined(parts, reduction)
     floating = got.dtype.is_floating_point
     actual = got.cpu().double().numpy() if floating else got.cpu().numpy().astype(np.int64)
     check(actual.shape == want.shape, f"{label}: shape {want.shape} expected, got {actual.shape}")
-    wrong = ~(np.abs(actual - want) <= bound)
-    if wrong.any():
-        at = int(np.argmax(wrong))
+    with np.errstate(invalid="ignore"):
+        fits = (actual == want) | (np.isfinite(want) & (np.abs(actual - want) <= bound))
+    if floating:
+        fits |= np.isnan(actual) & np.isnan(want)
+        if reduction in ("max", "min"):
+            numbers = np.stack([part.double().numpy() for part in parts])
+            fits |= (np.fmax if reduction == "max" else np.fmin).reduce(numbers) == actual
+    if not fits.all():
+        at = int(np.argmin(fits))
         raise CheckFailedError(
-            f"{label}: {int(wrong.sum())} of {wrong.size} elements are wrong; first at [{at}]: got "
-            f"{actual[at]:.9g}, want {want[at]:.9g} within {bound[at]:.3g}; the ranks have "
-            f"{[float(part[at]) for part in parts]}"
+            f"{label}: {int((~fits).sum())} of {fits.size} elements are wrong; first at [{at}]: "
+            f"got {actual[at]:.9g}, want {want[at]:.9g} within {bound[at]:.3g}; the ranks have "
+            f"{[part[at].item() for part in parts]}"
         )
 
 
 def digest(tensor: Tensor) -> str:
-    """Of the bits."""
+    """Of the bits, where one NaN is like another."""
     flat = tensor.detach().cpu().contiguous().view(-1)
+    if flat.is_floating_point():
+        flat = torch.where(flat.isnan(), float("nan"), flat)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def cuts(numel: int, parts: int) -> Iterator[list[int] | None]:
-    """Ways to give elements to ranks: even where it goes, nearly even, unlike, all to the last."""
-    if numel % parts == 0:
-        yield None
-    yield [numel * (i + 1) // parts - numel * i // parts for i in range(parts)]
-    few = [numel // (parts + 1 + i) for i in range(1, parts)]
-    yield [numel - sum(few), *few]
-    yield [0] * (parts - 1) + [numel]
+CUTS = ("even", "near", "unlike", "last", "gap")
+
+
+def cut(way: str, numel: int, parts: int) -> list[int] | None:
+    """How elements are given to ranks: None, for even parts, where it goes; else nearly even.
+
+    Or the largest part first, all to the last rank, and none to the rank in the middle.
+    """
+    if way == "even" and numel % parts == 0:
+        return None
+    if way == "unlike":
+        few = [numel // (parts + 1 + i) for i in range(1, parts)]
+        return [numel - sum(few), *few]
+    if way == "last":
+        return [0] * (parts - 1) + [numel]
+    if way == "gap" and parts > 1:
+        sizes = cut("near", numel, parts - 1) or [numel // (parts - 1)] * (parts - 1)
+        return [*sizes[: parts // 2], 0, *sizes[parts // 2 :]]
+    return [numel * (i + 1) // parts - numel * i // parts for i in range(parts)]

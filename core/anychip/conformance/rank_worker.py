@@ -28,42 +28,59 @@ def main() -> None:
     sys.path[:] = json.loads(sys.stdin.readline())["path"]
 
     # It takes seconds, and needs nothing of the job: done before the rank is told what it is.
-    from anychip.conformance import rank_failures, rank_questions
+    from anychip.conformance import rank_failures, rank_questions, rank_rules
 
-    questions = vars(rank_questions) | vars(rank_failures)
-    request = json.loads(sys.stdin.readline())
-    joined: list[RankJob] = []
-    _answer(pipe, lambda: joined.append(_join(request)))
+    questions = vars(rank_questions) | vars(rank_rules) | vars(rank_failures)
+    job: RankJob | None = None
+
+    def join(request: dict[str, Any]) -> None:
+        nonlocal job
+        job = _join(request, job)
+
     for line in sys.stdin:
         asked = json.loads(line)
-        if "question" not in asked:
-            _answer(pipe, partial(_begin_again, joined[0], asked["backend"]))
-            continue
-        ask = questions[asked["question"]]
-        _answer(pipe, partial(_ask, joined[0], ask, asked["arguments"]))
+        if "question" in asked:
+            assert job is not None, "a question to no rank of a job"
+            ask = questions[asked["question"]]
+            _answer(pipe, partial(_ask, job, ask, asked["arguments"]))
+        else:
+            _answer(pipe, partial(join, asked))
     # Taking torch and connections down may wait for ranks that have gone.
     os._exit(0)
 
 
-def _join(request: dict[str, Any]) -> RankJob:
-    """Makes the backend, where its communicator finds a job of so many ranks."""
+def _join(request: dict[str, Any], former: RankJob | None) -> RankJob:
+    """Makes the backend, where its communicator finds a job of so many ranks.
+
+    Args:
+        former: the job that this process was a rank of before, which it leaves.
+    """
     import torch
     import torch.distributed as distributed
 
+    from anychip.comm import job
     from anychip.conformance.rank_questions import RankJob
     from anychip.conformance.ranks import backend_of
 
+    dist: Any = distributed  # its stores are not among the names that it exports
+    if former is not None:
+        if former.found is not None:
+            former.found.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     torch.set_num_threads(1)
     backend = backend_of(request["backend"])
-    dist: Any = distributed  # its stores are not among the names that it exports
     rank, world_size, limit = request["rank"], request["world_size"], timedelta(seconds=60)
     backend.set_device(rank % backend.device_count())
     store: Any = dist.TCPStore("127.0.0.1", request["port"], None, False, limit)
+    store = dist.PrefixStore(f"job {request['number']}", store)
     # The host's process group is only how the job is found; the backend makes what it needs.
     place = dist.PrefixStore("start", store)
     dist.init_process_group(
         HOST_LIBRARY, store=place, rank=rank, world_size=world_size, timeout=limit
     )
+    # Ranks of a job count its communicators alike; these have been in unlike numbers of jobs.
+    job.count_anew()
     return RankJob(backend, rank, world_size, dist.PrefixStore("words", store))
 
 
@@ -75,17 +92,6 @@ def _ask(job: RankJob, question: Callable[..., Any], arguments: dict[str, Any]) 
         if job.found is not None and not job.found.is_closed:
             job.found.abort(f"a check failed: {error}")
         raise
-
-
-def _begin_again(job: RankJob, reference: dict[str, str] | None) -> None:
-    """Gives up the communicator; with a reference, goes on with another backend."""
-    from anychip.conformance.ranks import backend_of
-
-    if job.found is not None:
-        job.found.close()
-    job.found = None
-    if reference is not None:
-        job.backend = backend_of(reference)
 
 
 def _answer(pipe: IO[str], call: Callable[[], Any]) -> None:

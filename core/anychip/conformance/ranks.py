@@ -1,9 +1,10 @@
-"""Ranks of a job as processes, for questions about a backend's collectives.
+"""Ranks of jobs as processes, for questions about a backend's collectives.
 
 One fresh interpreter per rank makes the backend anew and its communicator with it, and answers
-question after question (:mod:`.rank_questions`, :mod:`.rank_failures`) until it is told to end. The
-processes start with the first question, or are started before it, and end with the :class:`Ranks`;
-when one dies or hangs, all are ended, and the next question finds new ones.
+question after question (:mod:`.rank_questions`, :mod:`.rank_rules`, :mod:`.rank_failures`) until it
+is told to end. The first of the same processes are the job of each number of ranks that is asked.
+They start with the first question, or are started before it, and end with the :class:`Ranks`; when
+one dies or hangs, all are ended, and the next question finds new ones.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from anychip.comm.joining import loopback_store, one_machine
 from anychip.conformance.asking import activate
 from anychip.conformance.children import STARTUP_S, Child, lines_of
 from anychip.contract import Backend
+
+MOST = 4
+"""Ranks of the largest job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,57 +73,60 @@ def backend_of(reference: dict[str, str]) -> Backend:
 
 
 class Ranks:
-    """The processes of one job.
+    """The processes of one job after the other.
 
     Args:
         backend: what each rank makes anew.
-        world_size: number of ranks.
     """
 
-    def __init__(self, backend: Backend, world_size: int) -> None:
-        self.backend, self.world_size = backend, world_size
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
         self._members: list[Child] = []
         self._store: Any = None
-        self._joined = False
+        self._jobs_made, self._world_size = 0, 0
+        self._have_met = False
         # Processes end with the object, or with the interpreter, whichever is first.
         weakref.finalize(self, _end, self._members)
 
-    def ask(self, question: str, *, limit_s: float = 60.0, **arguments: Any) -> list[Answer]:
-        """Asks all ranks at once; their answers in rank order.
+    def ask(
+        self, question: str, *, world_size: int, limit_s: float = 60.0, **arguments: Any
+    ) -> list[Answer]:
+        """Asks all ranks of a job at once; their answers in rank order.
 
         Args:
-            question: a function of :mod:`.rank_questions` or :mod:`.rank_failures`.
+            question: a function of :mod:`.rank_questions`, :mod:`.rank_rules` or
+                :mod:`.rank_failures`.
+            world_size: number of ranks, at most :data:`MOST`.
             limit_s: seconds until a rank that has not answered is ended; its answer says so.
         """
-        if not self._joined:
-            self._join()
-        answers = self._ask({"question": question, "arguments": arguments}, limit_s)
-        if self._members and any(answer.kind for answer in answers):
+        if world_size != self._world_size:
+            self._join(world_size)
+        answers = self._ask({"question": question, "arguments": arguments}, world_size, limit_s)
+        if any(answer.kind for answer in answers):
             # Whoever did not notice has the old communicator; all have to make a new one.
-            self._ask({"backend": None}, limit_s)
+            self._world_size = 0
         return answers
 
     def start(self) -> None:
         """Starts the processes, which import torch while the caller does something else."""
         if not self._members:
             variables = {**os.environ, **one_machine()}
-            for _ in range(self.world_size):
+            for _ in range(MOST):
                 self._members.append(Child.start("anychip.conformance.rank_worker", variables))
                 self._members[-1].tell({"path": sys.path})
 
     def become(self, backend: Backend) -> None:
         """Goes on with another backend in processes that run already; a start is spared."""
-        self.backend = backend
-        if self._joined:
-            self._ask({"backend": reference_to(backend)}, STARTUP_S)
+        self.backend, self._world_size = backend, 0
 
-    def _ask(self, message: dict[str, Any], limit_s: float) -> list[Answer]:
-        for member in self._members:
+    def _ask(self, message: dict[str, Any], world_size: int, limit_s: float) -> list[Answer]:
+        members = self._members[:world_size]
+        for member in members:
             member.tell(message)
-        answers = [Answer(kind="died")] * self.world_size
-        for rank, line in lines_of(self._members, limit_s):
+        answers = [Answer(kind="died")] * world_size
+        for rank, line in lines_of(members, limit_s):
             answers[rank] = _read(line)
-        for rank, member in enumerate(self._members):
+        for rank, member in enumerate(members):
             if answers[rank].kind == "died":
                 answers[rank] = Answer(kind="died", error=member.how_it_ended(limit_s))
         if any(answer.kind == "died" for answer in answers):
@@ -130,23 +137,38 @@ class Ranks:
         """Ends all processes."""
         _end(self._members)
         self._store = None
-        self._joined = False
+        self._world_size, self._have_met = 0, False
 
-    def _join(self) -> None:
+    def _join(self, world_size: int) -> None:
+        had_met = self._have_met
+        problem = self._meet(world_size)
+        if problem and had_met:  # a call that failed may have cost a process its device
+            problem = self._meet(world_size)
+        if problem:
+            raise RuntimeError(problem)
+        self._world_size, self._have_met = world_size, True
+
+    def _meet(self, world_size: int) -> str:
+        """Makes the first processes a job; if that fails ends all, and says why."""
         found = reference_to(self.backend)
-        self._store = loopback_store()
+        self._store = self._store or loopback_store()
         self.start()
-        for rank, member in enumerate(self._members):
-            job = {"rank": rank, "world_size": self.world_size, "port": self._store.port}
-            member.tell({"backend": found, **job})
-        ready = dict(lines_of(self._members, STARTUP_S))
-        answers = [_read(ready[r]) if r in ready else None for r in range(self.world_size)]
-        for rank, (member, answer) in enumerate(zip(self._members, answers, strict=True)):
-            if answer is None or answer.kind:
-                why = member.how_it_ended(STARTUP_S) if answer is None else answer.error
-                self.close()
-                raise RuntimeError(f"rank {rank} of {self.world_size} did not start: {why}")
-        self._joined = True
+        self._jobs_made += 1
+        for rank, member in enumerate(self._members[:world_size]):
+            place = {"rank": rank, "world_size": world_size, "port": self._store.port}
+            member.tell({"backend": found, "number": self._jobs_made, **place})
+        waiting = dict(enumerate(self._members[:world_size]))
+        why = ""
+        for rank, line in lines_of(self._members[:world_size], STARTUP_S):
+            del waiting[rank]
+            if why := _read(line).error:  # for this one the others wait in vain
+                break
+        else:
+            rank = min(waiting, default=0)
+            why = waiting[rank].how_it_ended(STARTUP_S) if waiting else ""
+        if why:
+            self.close()
+        return why and f"rank {rank} of {world_size} did not start: {why}"
 
 
 def _read(line: str) -> Answer:

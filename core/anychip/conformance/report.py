@@ -1,7 +1,8 @@
 """What a run found: one result per case, and the whole as text for people and JSON for machines.
 
-The JSON is described in docs/conformance.md and in ``report.schema.json`` beside this file; a
-change that a reader would notice raises SCHEMA.
+The JSON has results that did not pass in full, and of those that did what a verdict needs; the rest
+is in a file beside it (:mod:`.archive`). It is described in docs/conformance.md and in
+``report.schema.json`` beside this file; a change that a reader would notice raises SCHEMA.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,9 +21,10 @@ import torch
 import anychip
 from anychip.conformance.bounds import Measurement
 from anychip.conformance.case import Curve, Level
+from anychip.conformance.covering import Coverage
 from anychip.conformance.hashes import digest
 
-SCHEMA = 3
+SCHEMA = 4
 Outcome = Literal[
     "passed", "failed", "unsupported", "expected failure", "unexpected pass", "stale entry"
 ]
@@ -30,6 +33,15 @@ OUTCOMES: tuple[Outcome, ...] = (
 )  # fmt: skip
 _FIELDS = ("case", "outcome", "reason", "capability", "note", "call", "served_by", "crashed")
 """Of a result, that JSON has as they are."""
+_DETAILS = ("call", "served_by", "errors", "curve", "coverage")
+"""Of a result that passed, which verdicts do not need."""
+DIRECTIONS = {"operators": "forward", "gradients": "backward"}
+"""Which direction of an operator a chapter asks about."""
+LIMIT_S = 300.0
+"""Seconds that a case may take in a child process, unless the run says otherwise."""
+LISTED = 8
+"""Entries of a list that a person is shown."""
+_LIST = re.compile(r"([\[({])([^\[\](){}\n]*)([\])}])")
 FAILING: frozenset[Outcome] = frozenset({"failed", "unexpected pass", "stale entry"})
 
 
@@ -48,7 +60,9 @@ class Result:
         served_by: provider and implementation that served the call.
         measurements: distributions of errors.
         curve: of a training.
+        coverage: of a design that passed.
         crashed: it ended its process, or ran past the time limit.
+        known_error: of a result that was read without its measurements: the largest error.
     """
 
     case: str
@@ -61,7 +75,17 @@ class Result:
     served_by: str | None = None
     measurements: tuple[Measurement, ...] = ()
     curve: Curve | None = None
+    coverage: Coverage | None = None
     crashed: bool = False
+    known_error: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """The largest error in units of its limit, of any kind; None: nothing was measured."""
+        errors = [m.of_limit for m in self.measurements]
+        if not errors:
+            return self.known_error
+        return math.nan if any(map(math.isnan, errors)) else max(errors)
 
     @property
     def chapter(self) -> str:
@@ -74,35 +98,48 @@ class Result:
         return self.outcome not in FAILING
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values; numbers that are not finite become text."""
-        curve = None
+        """What there is to say, as JSON values; numbers that are not finite become text."""
+        found = {name: getattr(self, name) for name in _FIELDS}
+        found["errors"] = [m.to_json() for m in self.measurements]
         if self.curve is not None:
-            curve = {key: _numbers(value) for key, value in self.curve._asdict().items()}
-        return {
-            **{name: getattr(self, name) for name in _FIELDS},
-            "chapter": self.chapter,
-            "seconds": round(self.seconds, 4),
-            "errors": [m.to_json() for m in self.measurements],
-            "curve": curve,
-        }
+            found["curve"] = {key: _numbers(value) for key, value in self.curve._asdict().items()}
+        if self.coverage is not None:
+            found["coverage"] = _plain(asdict(self.coverage))
+        return {"seconds": round(self.seconds, 4), **{k: v for k, v in found.items() if v}}
+
+    def to_brief(self) -> dict[str, Any]:
+        """As ``to_json``; of one that passed only what a verdict needs."""
+        found = self.to_json()
+        if self.outcome == "passed":
+            for name in _DETAILS:
+                found.pop(name, None)
+        if self.error is not None:
+            found["error"] = _numbers(float(f"{self.error:.4g}"))
+        return found
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Result:
-        """The inverse of ``to_json``."""
+        """The inverse of ``to_json``; of ``to_brief`` without the measurements."""
         errors = []
-        for item in row["errors"]:
+        for item in row.get("errors", ()):
             fields: dict[str, Any] = {key: _number(value) for key, value in item.items()}
             tuples = {key: tuple(item[key]) for key in ("where", "histogram")}
             errors.append(Measurement(**{**fields, **tuples}))
         curve = None
-        if row["curve"] is not None:
+        if "curve" in row:
             parts: dict[str, Any] = {
                 key: tuple(map(_number, value)) if isinstance(value, list) else _number(value)
                 for key, value in row["curve"].items()
             }
             curve = Curve(**parts)
-        fields = {name: row[name] for name in (*_FIELDS, "seconds")}
-        return cls(**fields, measurements=tuple(errors), curve=curve)
+        fields = {name: row[name] for name in (*_FIELDS, "seconds") if name in row}
+        return cls(
+            **fields,
+            measurements=tuple(errors),
+            curve=curve,
+            coverage=Coverage.from_json(row["coverage"]) if "coverage" in row else None,
+            known_error=_number(row.get("error")),
+        )
 
 
 class KernelPack(NamedTuple):
@@ -170,6 +207,18 @@ class Priority(NamedTuple):
     cases: tuple[str, ...]
 
 
+class Details(NamedTuple):
+    """The file with what the report's JSON leaves out.
+
+    Attributes:
+        file: its name, in the folder of the report.
+        sha256: of its bytes.
+    """
+
+    file: str
+    sha256: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """A whole run.
@@ -190,6 +239,10 @@ class Report:
         provenance: ``anychip.provenance().to_json()`` of the run, also of rows that served none;
             of cases that ended their process nothing is known.
         references: operators of others that were compared with their own reference.
+        coverage: of operators whose calls cover combinations of options.
+        details: where the measurements are; None until they are written.
+        command: that asks this backend under these expectations; JSON does not have it.
+        limit_s: for a case in a child process; JSON does not have it.
     """
 
     identity: Identity
@@ -205,6 +258,10 @@ class Report:
     next_to_fix: tuple[Priority, ...] = ()
     provenance: Mapping[str, Any] | None = None
     references: tuple[str, ...] = ()
+    coverage: tuple[Coverage, ...] = ()
+    details: Details | None = None
+    command: str = ""
+    limit_s: float = LIMIT_S
 
     @property
     def passed(self) -> bool:
@@ -221,6 +278,27 @@ class Report:
         found = Counter(r.outcome for r in self.results if chapter in (None, r.chapter))
         return {outcome: found[outcome] for outcome in OUTCOMES}
 
+    def by_operator(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Of each operator and dtype, by direction: ``cases``, ``failed``, and ``error``."""
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        pairs = (
+            (result, dtype)
+            for result in self.results
+            for dtype in dtypes_of(result, self.identity.dtypes)
+        )
+        for result, dtype in pairs:
+            name, direction = result.case.split("/")[1], DIRECTIONS[result.chapter]
+            new = {"cases": 0, "failed": 0, "error": None}
+            line = found.setdefault(name, {}).setdefault(dtype, {}).setdefault(direction, new)
+            line["cases"] += 1
+            line["failed"] += not result.ok
+            own = [m.of_limit for m in result.measurements if m.format == dtype]
+            error = max(own) if own else result.error
+            if error is not None:
+                worst = float(f"{max(error, _number(line['error']) or 0.0):.4g}")
+                line["error"] = _numbers(worst)
+        return found
+
     def refusals(self, row: Mapping[str, Any]) -> list[tuple[str, int]]:
         """Why a row of the provenance did not take calls, and how many, most first."""
         same = ("operator", "direction", "implementation", "provider")
@@ -233,7 +311,9 @@ class Report:
         level = "" if self.level == "quick" else f" --level {self.level}"
         seed = f" --seed {self.seed}" if self.seed else ""
         isolate = " --isolate" if result.crashed else ""
-        command = f"anychip conformance --backend {self.identity.backend}"
+        if isolate and self.limit_s != LIMIT_S:
+            isolate += f" --limit {self.limit_s:g}"
+        command = self.command or f"anychip conformance --backend {self.identity.backend}"
         return f'{command} -k "{result.case}"{level}{seed}{isolate}'
 
     def explain(self, result: Result) -> str:
@@ -241,8 +321,8 @@ class Report:
         lines = [f"{result.outcome.upper()} {result.case}"]
         if result.call is not None:
             served = f"  [{result.served_by}]" if result.served_by else ""
-            lines.append(f"  call: {result.call}{served}")
-        lines += [f"  {line}" for line in result.reason.splitlines()]
+            lines.append(f"  call: {abridged(result.call)}{served}")
+        lines += [f"  {line}" for line in abridged(result.reason).splitlines()]
         if result.outcome != "stale entry":
             lines.append(f"  again: {self.reproduce(result)}")
         return "\n".join(lines)
@@ -265,14 +345,17 @@ class Report:
             "must_pass": {"cases": self.must_pass[0], "hash": self.must_pass[1]},
             "next_to_fix": [_plain(priority._asdict()) for priority in self.next_to_fix],
             "references": list(self.references),
-            "results": [result.to_json() for result in self.results],
+            "operators": self.by_operator(),
+            "coverage": [_plain(asdict(coverage)) for coverage in self.coverage],
+            "results": [result.to_brief() for result in self.results],
             "provenance": self.provenance,
+            "details": None if self.details is None else self.details._asdict(),
         }
         return {**document, "digest": digest_of(document)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Report:
-        """The inverse of ``to_json``; counts, verdict and digest are not read.
+        """The inverse of ``to_json``; counts, sums, verdict and digest are not read.
 
         Raises:
             ValueError: it is not a report of this schema.
@@ -288,6 +371,8 @@ class Report:
                 chapters=tuple(document["chapters"]),
                 must_pass=(document["must_pass"]["cases"], document["must_pass"]["hash"]),
                 references=tuple(document["references"]),
+                coverage=tuple(map(Coverage.from_json, document["coverage"])),
+                details=None if document["details"] is None else Details(**document["details"]),
                 results=tuple(Result.from_json(row) for row in document["results"]),
                 next_to_fix=tuple(
                     Priority(**{**row, "cases": tuple(row["cases"])})
@@ -298,6 +383,35 @@ class Report:
             raise ValueError(
                 f"a conformance report of schema {SCHEMA} expected: {type(error).__name__}: {error}"
             ) from None
+
+
+def dtypes_of(result: Result, claimed: Iterable[str]) -> list[str]:
+    """In which float types a case has called an operator; none: it is about no operator.
+
+    A case in one type has it in its id; a design is in those that it measured, or in all that the
+    backend claims if it came to none.
+    """
+    parts = result.case.split("/")
+    if result.chapter not in DIRECTIONS or len(parts) < 3:
+        return []
+    if parts[2] != "design":
+        return [parts[2]] if len(parts) > 3 else []
+    measured = {m.format for m in result.measurements}
+    return [dtype for dtype in claimed if dtype in measured] or list(claimed)
+
+
+def abridged(text: str) -> str:
+    """A text for people: of each long list in it the first entries, the last, and how many more."""
+
+    def shorter(found: re.Match[str]) -> str:
+        entries = found[2].split(", ")
+        if len(entries) <= LISTED:
+            return found[0]
+        more = len(entries) - LISTED + 1
+        shown = [*entries[: LISTED - 2], f"... {more} more ...", entries[-1]]
+        return found[1] + ", ".join(shown) + found[3]
+
+    return _LIST.sub(shorter, text)
 
 
 def digest_of(document: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,14 @@ from anychip.conformance.hashes import distribution_hash, plugin_hash, suite_has
 from anychip.conformance.oracles import oracle_of
 from anychip.conformance.planning import SuitePlan
 from anychip.conformance.priorities import next_to_fix
-from anychip.conformance.report import Identity, KernelPack, Report, Result, with_outcome
+from anychip.conformance.report import (
+    LIMIT_S,
+    Identity,
+    KernelPack,
+    Report,
+    Result,
+    with_outcome,
+)
 from anychip.contract import Backend
 from anychip.dispatch.operator import registered
 from anychip.registry.discovery import kernel_pack_plugins
@@ -54,7 +62,7 @@ def run_plan(
     *,
     isolate: bool = False,
     jobs: int = 1,
-    limit_s: float = 300.0,
+    limit_s: float = LIMIT_S,
     on_result: OnResult | None = None,
 ) -> Report:
     """Runs every case of a plan.
@@ -68,7 +76,7 @@ def run_plan(
         on_result: called after each case, in this thread.
     """
     anychip.provenance(reset=True)
-    frame = empty_report(plan)
+    frame = empty_report(plan, limit_s)
     started, start = datetime.datetime.now(datetime.timezone.utc), time.perf_counter()
     skipped = [c for c in plan.cases if not isolate and _crashes(plan, c)]
     to_run = [case for case in plan.cases if case not in skipped]
@@ -95,12 +103,16 @@ def run_plan(
         started=started.isoformat(timespec="seconds"),
         seconds=time.perf_counter() - start,
         next_to_fix=next_to_fix(results),
+        coverage=tuple(r.coverage for r in results if r.coverage is not None),
         provenance=served.to_json(),
     )
 
 
-def empty_report(plan: SuitePlan) -> Report:
+def empty_report(plan: SuitePlan, limit_s: float = LIMIT_S) -> Report:
     """A report of a plan without any result yet."""
+    command = ["anychip", "conformance", "--backend", registry.name_of(plan.backend)]
+    if plan.expectations_file is not None:
+        command += ["--expectations", str(plan.expectations_file)]
     return Report(
         identity=identity(plan.backend),
         level=plan.level,
@@ -108,6 +120,8 @@ def empty_report(plan: SuitePlan) -> Report:
         select=plan.select,
         seed=plan.seed,
         isolated=False,
+        command=shlex.join(command),
+        limit_s=limit_s,
         results=(),
         must_pass=(len(plan.must_pass.ids), plan.must_pass.hash),
         references=tuple(n for n, o in registered().items() if not oracle_of(o.spec).independent),

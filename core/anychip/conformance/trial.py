@@ -11,24 +11,19 @@ import torch
 from torch import Tensor
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.bounds import Measurement
 from anychip.conformance.calls import (
-    LAYOUTS,
     Arguments,
     Call,
-    Layout,
     PlacedCall,
     describe_call,
     place_call,
-    stream,
     tensors_of,
     with_equal_numbers,
 )
 from anychip.conformance.case import Case, Context, check
-from anychip.conformance.choices import Choices, search
 from anychip.conformance.oracles import Oracle
-from anychip.conformance.oracles.drawn import DRAWN
 from anychip.conformance.oracles.oracle import numbers
+from anychip.dispatch.library import door
 from anychip.dispatch.operator import Operator
 
 AnyOperator = Operator[..., Any]
@@ -36,8 +31,6 @@ RULE_CALLS = 5
 """Calls that a rule is checked on: it does not depend on the values, only on what is called."""
 LARGE = 4096
 """Elements from which on a call is made twice, to compare the bits."""
-EXAMPLES = {"quick": 6, "full": 100}
-"""Random calls per operator, type and direction."""
 
 
 class Subject(NamedTuple):
@@ -120,6 +113,15 @@ class Trial:
         """Outputs; for an in-place operator every written tensor."""
         return self.results(self.operator(*placed.args, **placed.attrs), placed)
 
+    def run_with_residuals(self, placed: PlacedCall) -> list[Tensor]:
+        """What ``run`` gives, and what the forward row leaves for the backward one."""
+        if not self.operator.spec.residuals:
+            return self.run(placed)
+        ordered = [placed.attrs[name] for name in self.signature.attr_names]
+        with torch.no_grad():
+            returned = door(self.operator.spec, "_forward")(*placed.args, *ordered)
+        return self.results(returned, placed)
+
     def results(self, returned: Any, placed: PlacedCall) -> list[Tensor]:
         """What there is to compare after a call."""
         if self.written:
@@ -196,39 +198,3 @@ def may_vary(trial: Trial) -> bool:
 def each_trial(context: Context, of: Subject) -> Iterator[Trial]:
     for call in rule_calls(of.oracle):
         yield of.trial(call, context)
-
-
-def search_calls(
-    context: Context, of: Subject, chapter: str, check_one: Callable[..., None]
-) -> None:
-    """Runs ``check_one(context, call=...)`` on random calls; of their errors the largest stays.
-
-    Raises:
-        CheckFailedError: of the simplest failing call that was found, which ``context.call`` names.
-    """
-    name, signature = of.operator.spec.name, of.operator.signature
-    kept = context.measurements
-
-    def check_call(choose: Choices) -> None:
-        context.measurements = []
-        options: tuple[Layout, ...] = ("contiguous", "contiguous", "contiguous", *LAYOUTS)
-        layout: dict[str, Layout] = {a: choose.of(*options) for a in signature.positional}
-        call = Call(label="drawn", make=partial(DRAWN[name], choose), layout=layout,
-                    statistical=False)  # fmt: skip
-        check_one(context, call=call)
-        kept[:] = _largest([*kept, *context.measurements])
-
-    label = f"{chapter}/{name}/{of.dtype}"
-    seed = stream(label, context.seed)
-    search(check_call, examples=EXAMPLES[context.level], seed=seed)
-    context.measurements = kept
-
-
-def _largest(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Of each result the one with the largest error."""
-    found: dict[str, Measurement] = {}
-    for one in measurements:
-        name = one.name.split("[")[0]
-        if name not in found or one.max > found[name].max:
-            found[name] = one
-    return list(found.values())

@@ -192,19 +192,18 @@ class DeviceInterface:
         """State of torch's own generator of the device, as bytes on the host."""
         import torch
 
-        if self.is_host:
-            return torch.get_rng_state()
-        state: torch.Tensor = self.device_module().get_rng_state(self.device(index))
+        device, module = self.device(index), None if self.is_host else self.device_module()
+        state: torch.Tensor = module.get_rng_state(device) if module else torch.get_rng_state()
         return state
 
     def set_random_state(self, state: torch.Tensor, index: int | None = None) -> None:
         """What is drawn from that generator next is what followed :meth:`random_state`."""
         import torch
 
+        device = self.device(index)
         if self.is_host:
-            torch.set_rng_state(state)
-        else:
-            self.device_module().set_rng_state(state, self.device(index))
+            return torch.set_rng_state(state)
+        self.device_module().set_rng_state(state, device)
 
     def capture(self, work: Callable[[], Any]) -> Graph:
         """Records what ``work`` queues, like cudaStreamBeginCapture.

@@ -108,9 +108,11 @@ def _gelu(x: Tensor, *, approximate: str) -> Tensor:
 def _gelu_slope(x: Tensor, *, approximate: str) -> Tensor:
     if approximate == "tanh":
         inner = _SQRT_2_OVER_PI * (x + 0.044715 * x**3)
-        tanh = torch.tanh(inner)
+        # (1 + tanh(u)) / 2: its ends are exact where a chip's tanh is one rounding off 1, of which
+        # a large x times its slope would make anything.
+        gate = torch.sigmoid(2.0 * inner)
         slope = _SQRT_2_OVER_PI * (1.0 + 3 * 0.044715 * x.square())
-        return 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh.square()) * slope
+        return gate + 2.0 * x * gate * (1.0 - gate) * slope
     cumulative = 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
     density = torch.exp(-0.5 * x.square()) / math.sqrt(2.0 * math.pi)
     return cumulative + x * density

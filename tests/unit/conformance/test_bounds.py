@@ -72,6 +72,21 @@ def test_special_value_must_be_of_its_class(got: float, want: float, passes: boo
     assert (measure("y", result, oracle).failure is None) == passes
 
 
+@pytest.mark.parametrize(("got", "want", "worst", "words"), [
+    (3e-5, 0.0, 1e-7 * 2**24, "want 0, got 2.99999992e-05, bound 1e-07"),
+    (1e-3, 1e-38, 0.0, "want 9.99999935e-39, got 0.00100000005, bound 7.01e-46"),
+    (1.0 + 2**-20, 1.0, 0.0, "want 1, got 1.00000095 (off by 8 ULP; 16 of the bound)"),
+    (math.nan, 1.0, 1.0, "want 1, got nan"),
+], ids=["zero", "tiny", "near", "nan"])  # fmt: skip
+def test_failure_says_how_far_off_in_numbers_that_mean_something(
+    got: float, want: float, worst: float, words: str
+) -> None:
+    exact = float(np.float32(want))
+    oracle = Rounded(np.array([exact]), np.array([worst]), np.zeros(1))
+    found = measure("y", torch.tensor([got], dtype=torch.float32), oracle).failure
+    assert found == f"1 of 1 elements are outside the bound\n  worst at [0]: {words}"
+
+
 @pytest.mark.parametrize("got", [65504.0, math.inf])
 def test_overflow_within_the_bound_may_go_both_ways(got: float) -> None:
     oracle = Rounded(np.array([65519.9]), np.array([2.0**24]), np.zeros(1))

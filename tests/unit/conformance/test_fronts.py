@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -184,6 +185,42 @@ def test_isolation_makes_a_crash_a_hang_and_an_exit_one_failed_case_each(plugins
 
 
 @pytest.mark.grid
+def test_commands_that_failures_print_ask_that_case_again_and_fail_again(plugins: Path) -> None:
+    package = plugins / "anychip_badchip" / "__init__.py"
+    wrong = "return gelu.forward(x, approximate=approximate)"
+    text = package.read_text().replace("time.sleep(600)", f"{wrong} * (1.0 + 1e-3)")
+    text = text.replace("if BAD:\n            print", "if False:\n            print")
+    refusing = "    def synchronize(self, index=None):\n        raise RuntimeError('no driver')\n\n"
+    package.write_text(text.replace("    def identity", f"{refusing}    def identity"))
+    listed = plugins / "a list.toml"
+    listed.touch()
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {**os.environ, "PATH": path, "PYTHONPATH": str(plugins)}
+
+    def ask(command: str) -> tuple[int, str]:
+        done = subprocess.run(command, shell=True, env=variables, capture_output=True, text=True)
+        assert not done.stderr, done.stderr
+        return done.returncode, done.stdout
+
+    cases = ["device/synchronize", "operators/gelu/fp32/8.none", "operators/swiglu/fp32/8"]
+    words = f'-k "{" or ".join(cases)}" --seed 2 --isolate --limit 60'
+    code, said = ask(
+        f"anychip conformance --backend badchip --expectations '{listed}' {words}"
+    )  # fmt: skip
+    again = [line.partition("again: ")[2] for line in said.splitlines() if "again: " in line]
+    assert (code, len(again)) == (1, 3), said
+    assert again[2].endswith('"operators/swiglu/fp32/8" --seed 2 --isolate --limit 60')
+    for case, command in zip(cases, again, strict=True):
+        code, said = ask(command)
+        assert code == 1, said
+        assert "level quick, seed 2: backend badchip" in said
+        assert f"FAILED {case}\n" in said
+        assert f"again: {command}\n" in said
+        assert f"{case.partition('/')[0]}: 1 cases, 1 failed" in said
+        assert said.count(" cases, ") == 1
+
+
+@pytest.mark.grid
 def test_expected_crash_and_hang_are_run_in_isolation_only(plugins: Path) -> None:
     listed = plugins / "list.toml"
     listed.write_text(
@@ -227,7 +264,8 @@ def test_pytest_front_shows_the_explanation_of_a_failure(plugins: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     assert "UNEXPECTED PASS device/identity" in done.stdout
-    assert 'anychip conformance --backend goodchip -k "device/identity"' in done.stdout
+    command = f"anychip conformance --backend goodchip --expectations {listed}"
+    assert f'{command} -k "device/identity"' in done.stdout
     assert "FAILED device/rows" in done.stdout
     assert "did you mean 'softmax'?" in done.stdout
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import LAYOUTS, Call, tensors_of
+from anychip.conformance.calls import Call, tensors_of
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import ORACLES, philox, update
 from anychip.conformance.oracles.oracle import numbers
@@ -151,7 +151,7 @@ def test_gradient_oracle_agrees_with_torch_in_float64(name: str) -> None:
         for got, expected in zip((f for f in found if f is not None), want, strict=True):
             assert_close(got, expected, scale, f"{name} {call.label}")
             compared += 1
-    assert compared >= 20
+    assert compared >= 15
 
 
 @pytest.mark.parametrize("label", ["plain", "first", "late", "decay", "eps", "betas", "scale-clip"])
@@ -321,10 +321,9 @@ WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.:+-"
 
 
 @pytest.mark.parametrize("name", ORACLES)
-def test_every_operator_of_ours_has_an_oracle_with_every_layout(name: str) -> None:
+def test_every_operator_of_ours_has_an_oracle_whose_calls_lie_plainly(name: str) -> None:
     assert set(ORACLES) == {spec.name for spec in all_specs()}
-    layouts = {call.layout for call in ORACLES[name].calls()}
-    assert layouts == {"contiguous", *LAYOUTS}
+    assert {call.layout for call in ORACLES[name].calls()} == {"contiguous"}
 
 
 @pytest.mark.grid

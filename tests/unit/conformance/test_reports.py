@@ -6,6 +6,7 @@ The reports come from runs of small selections: one of a good backend, one of a 
 import io
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,11 +17,12 @@ import torch
 from rich.console import Console
 
 from anychip import conformance
-from anychip.conformance import priorities, terminal
+from anychip.conformance import archive, priorities, terminal
 from anychip.conformance.case import Curve
+from anychip.conformance.covering import Coverage
 from anychip.conformance.hashes import distribution_hash, plugin_hash, suite_hash
 from anychip.conformance.junit import to_junit
-from anychip.conformance.page import Cell, matrix, to_html
+from anychip.conformance.page import Cell, coverage_groups, matrix, to_html
 from anychip.conformance.report import Report, Result, to_text
 from anychip.dispatch import selection
 from anychip.operators import gelu
@@ -83,13 +85,48 @@ def test_json_is_valid_by_its_schema_and_comes_back(
 def test_schema_refuses_what_the_documentation_does_not_name(good: Report) -> None:
     document = document_of(good)
     for change in (
-        {"schema": 4},
+        {"schema": 5},
         {"extra": 1},
         {"counts": {**document["counts"], "skipped": 1}},
         {"results": [{**document["results"][0], "outcome": "skipped"}]},
     ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**document, **change}, SCHEMA)
+
+
+def test_report_comes_back_whole_with_its_details_and_says_when_they_are_others(
+    good: Report, wrong: Report, tmp_path: Path
+) -> None:
+    file, others = tmp_path / "report.json", tmp_path / "other.json"
+    archive.write_report(wrong, file)
+    archive.write_report(good, others)
+    document = archive.read_document(file)
+    jsonschema.validate(document, SCHEMA)
+    found = archive.read_report(file)
+    assert [r.to_json() for r in found.results] == [r.to_json() for r in wrong.results]
+    brief = {row["case"]: row for row in document["results"]}
+    (failed,) = (r for r in wrong.results if r.case == VALUES)
+    assert brief[VALUES] == {**failed.to_json(), "error": "inf"}
+    (passed,) = (r for r in wrong.results if r.case == GRADIENTS)
+    error = float(f"{passed.measurements[0].of_limit:.4g}")
+    assert brief[GRADIENTS].keys() == {"case", "outcome", "seconds", "error"}
+    assert brief[GRADIENTS]["error"] == error > 0.0
+    of_gelu = document["operators"]["gelu"]["fp32"]
+    assert of_gelu["forward"] == {"cases": 1, "failed": 1, "error": "inf"}
+    assert of_gelu["backward"] == {"cases": 1, "failed": 0, "error": error}
+    beside = tmp_path / document["details"]["file"]
+    assert archive.unlike_details(document, tmp_path) is None
+    beside.write_bytes((tmp_path / "other.json.details.gz").read_bytes())
+    assert "is not the file that was written with it" in (
+        archive.unlike_details(document, tmp_path) or ""
+    )
+    with pytest.raises(ValueError, match="is not the file"):
+        archive.read_report(file)
+    beside.unlink()
+    assert archive.unlike_details(document, tmp_path) is None
+    assert Report.from_json(document).counts() == wrong.counts()
+    with pytest.raises(FileNotFoundError):
+        archive.read_report(file)
 
 
 def test_curve_with_numbers_that_are_not_finite_comes_back() -> None:
@@ -238,3 +275,61 @@ def test_terminal_names_the_next_to_fix_and_its_weight(wrong: Report) -> None:
         f"next to fix, 1: gelu ({calls} calls in a step of GPT, 1 failed), first {VALUES}" in text
     )
     assert f"next to fix, 2: {WAITS} (1 failed), first {WAITS}" in text
+
+
+# Coverage
+
+
+def covering(operator: str, *asked: float, strength: int = 2) -> Coverage:
+    """Three factors; parts asked of the pairs (b, a), (c, a), (c, b)."""
+    ba, ca, cb = asked
+    return Coverage(
+        operator=operator, factors=("a", "b<", "c"), levels=(2, 3, 4), rows=17, strength=strength,
+        asked=((1.0, ba, ca), (ba, 1.0, cb), (ca, cb, 1.0)),
+    )  # fmt: skip
+
+
+COVERAGE = (
+    covering("gelu", 1.0, 1.0, 1.0),
+    covering("softmax", 1.0, 0.25, 0.0),
+    covering("linear", 1.0, 0.9999, 1.0),
+    covering("swiglu", 1.0, 1.0, 1.0, strength=3),
+)
+
+
+def test_coverage_comes_back_from_json_and_fits_the_schema(good: Report) -> None:
+    document = document_of(replace(good, coverage=COVERAGE))
+    jsonschema.validate(document, SCHEMA)
+    assert Report.from_json(document).coverage == COVERAGE
+
+
+@pytest.mark.parametrize("change", [
+    {"levels": (2, 3)}, {"asked": ((1.0,),)}, {"asked": ((1.1, 1.0, 1.0),) * 3},
+    {"asked": ((float("nan"), 1.0, 1.0),) * 3},
+], ids=["levels", "square", "above", "nan"])  # fmt: skip
+def test_coverage_of_other_factors_or_of_no_part_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="coverage of gelu"):
+        replace(COVERAGE[0], **change)
+
+
+def test_page_draws_coverage_and_opens_what_lacks_pairs(good: Report) -> None:
+    assert 'id="coverage"' not in to_html(good)
+    assert "#coverage" not in to_html(good)
+    groups = coverage_groups(replace(good, coverage=COVERAGE))
+    shown = [(g.title, g.is_open, [name for name, _, _ in g.operators]) for g in groups]
+    assert shown == [
+        ("Pairs that no call has", True, ["softmax", "linear"]),
+        ("Every pair, strength 3", False, ["swiglu"]),
+        ("Every pair, strength 2", False, ["gelu"]),
+    ]
+    softmax, linear = (words for _, _, words in groups[0].operators)
+    # 6 pairs of a and b, a quarter of 8 of a and c, none of 12 of b and c.
+    assert "30.7 % of all pairs of levels; least: b< with c 0 %, a with c 25 %" in softmax
+    assert "99.9 % of all pairs of levels; least: a with c 99.9 %" in linear
+    page = to_html(replace(good, coverage=COVERAGE))
+    assert page.count('<svg class="heat"') == 4
+    assert page.count('<rect class="asked all"') == 6 + 4 + 5 + 6
+    assert page.count('<rect class="asked none"') == page.count('<rect class="asked some"') == 1
+    assert "<title>b&lt; with c: 0 %</title>" in page
+    assert 'aria-label="gelu: 3 factors, 17 calls, strength 2: 100 % of all pairs' in page
+    assert page.count('<details class="group" open>') == 1

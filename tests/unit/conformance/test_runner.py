@@ -19,9 +19,9 @@ from anychip.conformance.case import Case, CheckFailedError, Context, check_equa
 from anychip.conformance.page import to_html
 from anychip.conformance.report import Report, Result
 from anychip.conformance.runner import run_plan
-from anychip.contract import OperatorTable, UnsupportedError
+from anychip.contract import MemoryStats, OperatorTable, UnsupportedError
 from anychip.dispatch import selection
-from tests.meta.honest import HonestBackend, make_table, reference_rows
+from tests.meta.honest import CountingMemory, HonestBackend, make_table, reference_rows
 
 
 @pytest.fixture(autouse=True)
@@ -221,7 +221,7 @@ def test_run_with_lists_gives_each_outcome(tmp_path: Path) -> None:
     assert outcomes["device/index/device.text"] == "expected failure"
     assert outcomes["device/probe"] == "unexpected pass"
     assert outcomes["device/wings"] == "stale entry"
-    assert outcomes["device/index/device.count"] == "failed"
+    assert outcomes["device/index/device.beyond"] == "failed"
     assert outcomes["device/identity"] == "passed"
     assert not report.passed
     assert sum(report.counts().values()) == len(report.results)
@@ -238,21 +238,50 @@ def test_entry_of_another_chapter_or_level_is_not_stale(tmp_path: Path) -> None:
     assert report.passed
 
 
+@pytest.mark.parametrize(("method", "case", "call"), [
+    ("allocate", "memory/allocate/negative", "backend.memory.allocate(-1) (memory.py:"),
+    ("stats", "memory/stats/follow", "memory.allocate(nbytes), nbytes = "),
+], ids=["allocate", "stats"])  # fmt: skip
+def test_failure_of_a_history_of_calls_names_the_last(method: str, case: str, call: str) -> None:
+    def changed(self: Any, *args: Any) -> Any:
+        if method == "stats":
+            return MemoryStats(7, 1 << 20, 7)
+        return torch.UntypedStorage(max(args[0], 0))
+
+    memory = type("Memory", (CountingMemory,), {method: changed})
+    report = conformance.run(backend(memory=property(memory)), chapters=["memory"], select=case)
+    (failed,) = report.failures
+    assert (failed.call or "").startswith(call)
+    assert f"  call: {call}" in report.explain(failed)
+
+
+def test_long_lists_are_cut_short_for_people_and_kept_for_machines() -> None:
+    reason = f"sizes {list(range(100))} and (1, 2, 3), f(x, (), 5)"
+    short = "sizes [0, 1, 2, 3, 4, 5, ... 93 more ..., 99] and (1, 2, 3), f(x, (), 5)"
+    report = conformance.run(backend(), select="device/identity")
+    result = Result(case="a/b", outcome="failed", reason=reason, call=f"g({reason})")
+    said = report.explain(result)
+    assert f"call: g({short})" in said
+    assert f"\n  {short}\n" in said
+    assert result.to_json()["reason"] == reason
+
+
 def test_json_has_the_documented_keys_and_comes_back() -> None:
     report = conformance.run(backend(), select="rms_norm and 3x17 or device/identity")
     document = json.loads(json.dumps(report.to_json()))
-    assert document["schema"] == 3
+    assert document["schema"] == 4
     assert document["passed"] is True
     assert set(document) == {
         "schema", "passed", "identity", "level", "chapters", "select", "seed", "isolated",
-        "started", "seconds", "counts", "must_pass", "next_to_fix", "references", "results",
-        "provenance", "digest",
+        "started", "seconds", "counts", "must_pass", "next_to_fix", "references", "operators",
+        "coverage", "results", "provenance", "details", "digest",
     }  # fmt: skip
     assert document["identity"]["backend"] == "honest"
-    row = next(r for r in document["results"] if r["case"] == "operators/rms_norm/fp32/3x17")
+    rows = [json.loads(json.dumps(result.to_json())) for result in report.results]
+    row = next(r for r in rows if r["case"] == "operators/rms_norm/fp32/3x17")
     assert row["served_by"].startswith("honest: ")
     assert {"median", "p999", "max", "rms", "quantile", "where"} <= set(row["errors"][0])
-    assert [Result.from_json(r).to_json() for r in document["results"]] == document["results"]
+    assert [Result.from_json(r).to_json() for r in rows] == rows
 
 
 @pytest.mark.grid

@@ -12,6 +12,7 @@ import pytest
 
 from anychip.cli.group import run
 from anychip.conformance import CHAPTERS, LEVELS, statement
+from anychip.conformance.archive import read_document
 from anychip.conformance.case import Context
 from anychip.conformance.chapters import all_cases
 from anychip.conformance.hashes import suite_hash
@@ -179,6 +180,9 @@ def test_case_with_an_error_outside_the_bound_cannot_have_passed(written: Docume
     for change, holds in (({"max": 1.0}, True), ({}, False), ({"max": "nan"}, False)):
         fields = with_result(CASE, errors=[{**error, **change}])
         assert statement.verify(signed(written, fields)).holds == holds
+    for brief, holds in ((1.0, True), (1.01, False), ("nan", False), ("inf", False)):
+        fields = with_result(CASE, error=brief)
+        assert statement.verify(signed(written, fields)).holds == holds
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -204,15 +208,15 @@ def test_third_partys_operator_has_to_pass_and_is_not_in_the_list(written: Docum
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("no json", "it is not JSON"), ("[]", "schema 3 expected, got []"),
-    ('{"schema": 1}', "schema 3 expected, got 1"),
-    ('{"schema": 3}', "schema 3 expected: KeyError: 'level'"),
+    ("no json", "it is not JSON"), ("[]", "schema 4 expected, got []"),
+    ('{"schema": 1}', "schema 4 expected, got 1"),
+    ('{"schema": 4}', "schema 4 expected: KeyError: 'level'"),
 ], ids=["text", "list", "old", "empty"])  # fmt: skip
 def test_what_is_no_report_is_wrong_use(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "report.json"
     file.write_text(text)
     with pytest.raises(ValueError, match="report") as error:
-        statement.verify(statement.read(file))
+        statement.verify(read_document(file))
     assert words in str(error.value)
 
 

@@ -1,14 +1,21 @@
-"""Is the stored envelope what its script makes, and does it tell a small bias from rounding?"""
+"""Is the stored envelope what its script makes, and does it tell a small bias from rounding?
 
+And does a training that is off name the rows that are to blame?
+"""
+
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from anychip.conformance import culprit
+from anychip.conformance.chapters.training import horizon
 from anychip.conformance.formats import FP32, ulp
 from anychip.conformance.oracles import training
 from anychip.conformance.oracles.training_data import enlarge
+from anychip.dispatch import selection
 
 EACH = pytest.mark.parametrize("name", list(training.RECIPES))
 PART = 12
@@ -78,3 +85,77 @@ def test_envelope_follows_its_definition() -> None:
     assert np.allclose(found.deviations, wanted, rtol=1e-6)
     logs = np.log(wanted)
     assert np.isclose(found.limit, 3.0 * np.exp(logs.mean() + 3.09 * logs.std(ddof=1)), rtol=1e-6)
+
+
+PARTS = [culprit.Part(f"op{n}", "forward", frozenset({f"row{n}"})) for n in range(13)]
+
+
+@pytest.mark.parametrize("needed", [{0}, {5}, {12}, {2, 3}, {0, 12}, {1, 6, 11}], ids=str)
+def test_smallest_set_of_rows_that_is_enough_is_found(needed: set[int]) -> None:
+    asked = []
+
+    def passes(by_reference: Sequence[culprit.Part]) -> bool:
+        asked.append(len(by_reference))
+        return {PARTS[n] for n in needed} <= set(by_reference)
+
+    whole: list[culprit.Part] = []
+
+    def all_of_it(by_reference: Sequence[culprit.Part]) -> bool:
+        whole.extend(by_reference)
+        return passes(by_reference)
+
+    found = culprit.told(culprit.found_by(PARTS, passes, all_of_it))
+    named = [part for part in PARTS if f"{part.operator} forward" in found]
+    assert named == whole == [PARTS[n] for n in sorted(needed)]
+    assert found.startswith("to blame: " if len(needed) == 1 else "no row alone is to blame: ")
+    assert len(asked) <= 3 + 2 * 4 * len(needed)
+
+
+def test_what_only_the_beginning_confirms_is_searched_for_in_the_whole() -> None:
+    def beginning(by_reference: Sequence[culprit.Part]) -> bool:
+        return PARTS[3] in by_reference
+
+    def whole(by_reference: Sequence[culprit.Part]) -> bool:
+        return {PARTS[3], PARTS[4]} <= set(by_reference)
+
+    assert culprit.found_by(PARTS, beginning, whole) == [PARTS[3], PARTS[4]]
+
+
+@pytest.mark.parametrize(("answers", "words"), [
+    ([True, True], "a fault that comes and goes"),
+    ([False, False, False, False], "no row is to blame"),
+], ids=["again", "device"])  # fmt: skip
+def test_what_no_row_explains_is_said(answers: list[bool], words: str) -> None:
+    def answer(by_reference: Sequence[culprit.Part]) -> bool:
+        return answers.pop(0)
+
+    assert words in culprit.told(culprit.found_by(PARTS, answer, partial(answer)))
+    assert not answers
+
+
+def test_search_that_finds_no_end_says_so_and_errors_are_no_pass() -> None:
+    asked = []
+
+    def train() -> bool:
+        forbid = selection.current.policy.forbid
+        asked.append(forbid)
+        if len(asked) == 3:
+            raise RuntimeError("the chip is away")
+        return len(forbid) == len(PARTS)
+
+    found = culprit.accuse(PARTS, train, train)
+    assert f"not found in {culprit.TRIALS} trainings" in found
+    assert len(asked) == culprit.TRIALS
+    assert asked[1] == {f"op{n}": {f"row{n}"} for n in range(13)}
+    assert selection.current.policy.forbid == {}
+
+
+def test_horizon_is_where_a_curve_is_far_off() -> None:
+    known = training.load("momentum")
+    losses = known.losses.copy()
+    assert horizon(list(losses), known) == (training.STEPS, known.limit)
+    losses[50:] += 1.0
+    steps, limit = horizon(list(losses), known)
+    assert steps == 51
+    assert known.limit < limit < known.deviation(losses[:steps])
+    assert horizon([float("nan")] * training.STEPS, known) == (8, limit)

@@ -1,8 +1,9 @@
 """Do ranks that communicate get what they should, all of them the same, and an error in time?
 
-World 1 in this process; 2 ranks, and 4 at level full, as processes over the backend's own
-transport (:mod:`anychip.conformance.ranks`): calls by dtype, reduction, size, asynchronous or not,
-in place or not; groups; what one rank does wrong alone; ranks that disagree, stay away or die.
+World 1 in this process; 2, 3 and 4 ranks, and groups of the 4, as processes over the backend's own
+transport (:mod:`anychip.conformance.ranks`): calls by dtype, reduction, size, cut, alignment,
+asynchronous or not, in place or not, with each rank late; several groups at once; what one rank
+does wrong alone; ranks that disagree, stay away or die.
 """
 
 from __future__ import annotations
@@ -10,55 +11,86 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from anychip.conformance import rank_questions
+from anychip.conformance import rank_questions, rank_rules
 from anychip.conformance.case import Case, CheckFailedError, Context, check
-from anychip.conformance.rank_questions import NAMES, VALUES
+from anychip.conformance.rank_failures import odd_one_out
+from anychip.conformance.rank_questions import NAMES, PLANS, SPLITS
 from anychip.conformance.ranks import Answer, Ranks
 from anychip.contract import Communicator
 
 QUICK = ("fp32", "bf16", "int64", "bool")
-WORLDS = (2, 4)
+WORLDS = (2, 3, 4)
+SHARES = {"fp32": 1}
+"""At level quick the worlds share the ways of a call's other types: each has every third."""
+GROUPS = ("columns", "triple")
+"""Splits of the largest world in which calls are asked in many ways."""
 TIMEOUT_S = 2.0
 """Of the communicator where something goes wrong between ranks."""
 SLACK_S = 8.0
-"""What the error may take beyond it: to start the communicator, and to find out who is to blame."""
+"""What the error may take beyond it: to find out who is to blame, on a busy machine."""
 LIMIT_S = TIMEOUT_S + SLACK_S + 5.0
 """After which a rank that says nothing at all is ended."""
 DISAGREEMENTS = ("shape", "dtype", "call", "reduction")
-NEEDED = {**{call: ("fp32",) for call in VALUES}, "all_gather": ("fp32", "int64", "uint8")}
+NEEDED = {**{call: ("fp32",) for call in PLANS}, "all_gather": ("fp32", "int64", "uint8")}
 """What training cannot do without."""
 NOT_CLAIMED = "the communicator does not claim this type, and refuses it"
 _numbers = itertools.count()
 
 
+class World(NamedTuple):
+    """Processes, and how many of them are the job."""
+
+    ranks: Ranks
+    size: int
+
+
 def cases(context: Context) -> Iterator[Case]:
     """Cases of one rank, then of each number of ranks; those that end processes come last."""
-    for call, dtype in itertools.product(VALUES, NAMES):
+    for call, dtype in itertools.product(PLANS, NAMES):
         yield Case(
             id=f"collectives/1/{call}/{dtype}",
             run=partial(alone, call=call, dtype=dtype),
             full=dtype not in QUICK,
         )
     yield Case(id="collectives/1/mistakes", run=mistakes_alone)
-    for world in WORLDS:
-        ranks = Ranks(context.backend, world)
-        where = f"collectives/{world}"
-        values = {
-            f"{call}/{dtype}": partial(together, call=call, dtype=dtype)
-            for call, dtype in itertools.product(VALUES, NAMES)
-        }
-        disagreements = {f"disagree/{w}": partial(disagreement, what=w) for w in DISAGREEMENTS}
-        slow = {*SLOW, *(name for name in values if name.split("/")[1] not in QUICK)}
-        for name, run in (values | RULES | disagreements | LOSSES).items():
-            yield Case(
-                id=f"{where}/{name}",
-                run=partial(run, ranks=ranks),
-                full=world > 2 or name in slow,
-                elsewhere=True,
-                start=ranks.start,
-            )
+    ranks = Ranks(context.backend)
+    asked = {size: World(ranks, size) for size in WORLDS}
+    for size, world in asked.items():
+        named = _values() | (_grouped() if size == max(WORLDS) else {}) | RULES
+        named |= {f"disagree/{w}": partial(disagreement, what=w) for w in DISAGREEMENTS}
+        yield from _cases(world, named)
+    for world in asked.values():
+        yield from _cases(world, LOSSES)
+
+
+def _cases(world: World, named: dict[str, Callable[..., None]]) -> Iterator[Case]:
+    for name, run in named.items():
+        dtype = name.rpartition("/")[2]
+        yield Case(
+            id=f"collectives/{world.size}/{name}",
+            run=partial(run, world=world),
+            full=world.size not in QUICK_WORLDS.get(name, WORLDS)
+            or (dtype in NAMES and dtype not in QUICK),
+            elsewhere=True,
+            start=world.ranks.start,
+        )
+
+
+def _values() -> dict[str, Callable[..., None]]:
+    return {
+        f"{call}/{dtype}": partial(together, call=call, dtype=dtype)
+        for call, dtype in itertools.product(PLANS, NAMES)
+    }
+
+
+def _grouped() -> dict[str, Callable[..., None]]:
+    """Of each call in groups of the world; two splits share the ways, and types them again."""
+    return {
+        f"{split}/{call}": partial(in_groups, split=split, call=call)
+        for split, call in itertools.product(GROUPS, PLANS)
+    }
 
 
 # One rank
@@ -86,40 +118,61 @@ def alone(context: Context, *, call: str, dtype: str) -> None:
 
 def mistakes_alone(context: Context) -> None:
     """What one rank can see alone is a ValueError; and one rank has the same mistakes."""
-    rank_questions.mistakes(communicator(context), context.device)
+    rank_rules.mistakes(communicator(context), context.device)
 
 
 # Several ranks
 
 
 def ask(
-    context: Context, ranks: Ranks, question: str, shown: str, **arguments: Any
+    context: Context, world: World, question: str, shown: str, **arguments: Any
 ) -> list[Answer]:
     """The answers of all ranks."""
-    context.call = f"{shown} on {ranks.world_size} ranks"
-    return ranks.ask(question, **arguments)
+    context.call = f"{shown} on {world.size} ranks"
+    return world.ranks.ask(question, world_size=world.size, **arguments)
+
+
+def ask_in_time(
+    context: Context, world: World, question: str, shown: str, **arguments: Any
+) -> list[Answer]:
+    """As :func:`ask`, of ranks that have met with the time limit of what goes wrong."""
+    all_well(ask(context, world, "ask_ready", shown, timeout_s=TIMEOUT_S))
+    return ask(
+        context, world, question, shown, timeout_s=TIMEOUT_S, limit_s=LIMIT_S, **arguments
+    )  # fmt: skip
 
 
 def all_well(answers: Sequence[Answer]) -> list[Any]:
-    """What the ranks returned; a failure when one did not."""
-    wrong = [f"rank {rank}: {a.error}" for rank, a in enumerate(answers) if a.kind]
-    check(not wrong, "\n".join(wrong))
+    """What the ranks returned; a failure when one did not.
+
+    What a rank has found itself comes first. A CommunicationError, or no answer, follows from what
+    another rank has found or done, if there is one that has.
+    """
+    wrong = [(rank, a) for rank, a in enumerate(answers) if a.kind]
+
+    def follows(found: tuple[int, Answer]) -> tuple[int, float]:
+        kinds = ("CommunicationError", "died")
+        is_own = found[1].kind not in kinds or "SIG" in found[1].error
+        return 0 if is_own else 1 + kinds.index(found[1].kind), found[1].seconds
+
+    wrong.sort(key=follows)
+    check(not wrong, "\n".join(f"rank {rank}: {answer.error}" for rank, answer in wrong))
     return [answer.value for answer in answers]
 
 
 def same_everywhere(digests: Sequence[dict[str, str]]) -> None:
-    """What every rank has to have alike has the same bits on all of them."""
-    shared = set(digests[0]).intersection(*digests[1:])
-    for label in sorted(shared):
-        found = [digest[label] for digest in digests]
+    """What several ranks have under one label has the same bits on all of them."""
+    for label in dict.fromkeys(label for digest in digests for label in digest):
+        found = [digest[label] for digest in digests if label in digest]
         check(len(set(found)) == 1, f"{label}: the ranks' bits differ: digests {found}")
 
 
-def together(context: Context, *, ranks: Ranks, call: str, dtype: str) -> None:
-    """A call in all sizes and ways: values, guard elements, the same bits on all ranks."""
+def together(context: Context, *, world: World, call: str, dtype: str) -> None:
+    """A call in many sizes and ways: values, guard elements, the same bits on all ranks."""
+    step = SHARES.get(dtype, len(WORLDS)) if context.level == "quick" else 1
     told = ask(
-        context, ranks, "ask_values", f"{call} of {NAMES[dtype]}",
-        call=call, dtype=dtype, seed=context.seed,
+        context, world, "ask_values", f"{call} of {NAMES[dtype]}",
+        call=call, dtype=dtype, seed=context.seed, share=(world.size, step),
     )  # fmt: skip
     answers = all_well(told)
     refusals = [answer["refused"] for answer in answers]
@@ -132,55 +185,72 @@ def together(context: Context, *, ranks: Ranks, call: str, dtype: str) -> None:
     same_everywhere([answer["same"] for answer in answers])
 
 
-def well(context: Context, *, ranks: Ranks, question: str, shown: str) -> None:
-    """What the question of :mod:`.rank_questions` says, on all ranks."""
-    all_well(ask(context, ranks, question, shown))
+def in_groups(context: Context, *, world: World, split: str, call: str) -> None:
+    """As :func:`together`, in the groups of a split, which are asked at the same time."""
+    step = 2 if context.level == "quick" else 1
+    for number, dtype in enumerate(QUICK):
+        told = ask(
+            context, world, "ask_values", f"{call} of {NAMES[dtype]} in groups {SPLITS[split]}",
+            call=call, dtype=dtype, seed=context.seed, where=split,
+            share=(GROUPS.index(split) + number, step * min(1 + 3 * number, 4)),
+        )  # fmt: skip
+        same_everywhere([answer["same"] for answer in all_well(told)])
 
 
-def numbered(context: Context, *, ranks: Ranks, question: str, shown: str) -> None:
+def well(context: Context, *, world: World, question: str, shown: str, **more: Any) -> None:
+    """What the question says, on all ranks; what they return has to be the same on all."""
+    digests = all_well(ask(context, world, question, shown, **more))
+    same_everywhere([found or {} for found in digests])
+
+
+def numbered(context: Context, *, world: World, question: str, shown: str) -> None:
     """As :func:`well`, of a question in which ranks wait for words: each time others."""
-    all_well(ask(context, ranks, question, shown, number=next(_numbers)))
+    for where in ("world", *GROUPS) if world.size == max(WORLDS) else ("world",):
+        well(context, world=world, question=question, shown=f"{shown} in {where}",
+             number=next(_numbers), where=where)  # fmt: skip
 
 
-def groups(context: Context, *, ranks: Ranks) -> None:
-    """split(): members, names, values among members."""
-    digests = all_well(ask(context, ranks, "ask_groups", "split() and all_reduce"))
-    by_label: dict[str, set[str]] = {}
-    for found in digests:
-        for label, digest in found.items():
-            by_label.setdefault(label, set()).add(digest)
-    for label, bits in by_label.items():
-        check(len(bits) == 1, f"{label}: the members' bits differ")
+def under_way(context: Context, *, world: World) -> None:
+    """Calls that overlap: of one group, and of groups that overlap, the world among them."""
+    many = [("world", *SPLITS)] if world.size == max(WORLDS) else []
+    for where in [("world",), *many]:
+        well(context, world=world, question="ask_under_way", shown=f"calls at once in {where}",
+             where=where)  # fmt: skip
 
 
-def disagreement(context: Context, *, ranks: Ranks, what: str) -> None:
-    """The last rank makes another call: a CommunicationError on every rank, in time."""
-    answers = ask(
-        context, ranks, "ask_disagreement", f"all_reduce with another {what} on the last rank",
-        what=what, timeout_s=TIMEOUT_S, limit_s=LIMIT_S,
+def disagreement(context: Context, *, world: World, what: str) -> None:
+    """One rank makes another call: a CommunicationError on every rank, in time."""
+    answers = ask_in_time(
+        context, world, "ask_disagreement", f"all_reduce with another {what} on one rank",
+        what=what,
     )  # fmt: skip
-    for rank in range(ranks.world_size):
+    for rank in range(world.size):
         check_told(rank, answers[rank])
 
 
-def absence(context: Context, *, ranks: Ranks, call: str) -> None:
-    """The last rank does not come: the others are told which, in time."""
-    answers = ask(
-        context, ranks, "ask_absence", f"{call} without the last rank",
-        call=call, number=next(_numbers), timeout_s=TIMEOUT_S, limit_s=LIMIT_S,
+def absence(context: Context, *, world: World, call: str) -> None:
+    """One rank does not come: the others are told which, in time."""
+    answers = ask_in_time(
+        context, world, "ask_absence", f"{call} without one rank",
+        call=call, number=next(_numbers),
     )  # fmt: skip
-    last = ranks.world_size - 1
-    for rank in range(last):
-        check_told(rank, answers[rank], names=last)
-    check(not answers[last].kind, f"rank {last}, which stayed away: {answers[last].error}")
+    odd = odd_one_out(world.size)
+    for rank in others(world):
+        check_told(rank, answers[rank], names=odd)
+    check(not answers[odd].kind, f"rank {odd}, which stayed away: {answers[odd].error}")
 
 
-def abort(context: Context, *, ranks: Ranks) -> None:
+def others(world: World) -> list[int]:
+    """All ranks but the one that does something else."""
+    return [rank for rank in range(world.size) if rank != odd_one_out(world.size)]
+
+
+def abort(context: Context, *, world: World) -> None:
     """A rank that aborts ends the call in which the others wait, and they are told why."""
     answers = ask(
-        context, ranks, "ask_abort", "abort()", number=next(_numbers), limit_s=LIMIT_S
+        context, world, "ask_abort", "abort()", number=next(_numbers), limit_s=LIMIT_S
     )  # fmt: skip
-    for rank in range(ranks.world_size - 1):
+    for rank in others(world):
         check_told(rank, answers[rank])
         check(
             "on purpose" in answers[rank].error,
@@ -188,16 +258,15 @@ def abort(context: Context, *, ranks: Ranks) -> None:
         )
 
 
-def death(context: Context, *, ranks: Ranks) -> None:
-    """The last rank is killed: the others are told which, in time."""
-    answers = ask(
-        context, ranks, "ask_death", "all_reduce with the last rank killed",
-        timeout_s=TIMEOUT_S, limit_s=LIMIT_S,
+def death(context: Context, *, world: World) -> None:
+    """One rank is killed: the others are told which, in time."""
+    answers = ask_in_time(
+        context, world, "ask_death", "all_reduce with one rank killed"
     )  # fmt: skip
-    last = ranks.world_size - 1
-    check("SIGKILL" in answers[last].error, f"rank {last} was to be killed: {answers[last].error}")
-    for rank in range(last):
-        check_told(rank, answers[rank], names=last)
+    odd = odd_one_out(world.size)
+    check("SIGKILL" in answers[odd].error, f"rank {odd} was to be killed: {answers[odd].error}")
+    for rank in others(world):
+        check_told(rank, answers[rank], names=odd)
 
 
 def check_told(rank: int, answer: Answer, *, names: int | None = None) -> None:
@@ -220,15 +289,15 @@ def check_told(rank: int, answer: Answer, *, names: int | None = None) -> None:
 
 
 RULES: dict[str, Callable[..., None]] = {
-    "order": partial(well, question="ask_order", shown="two all_reduce(async_op=True)"),
+    "order": partial(well, question="ask_order", shown="sends of several tags"),
+    "under-way": under_way,
     "large": partial(well, question="ask_large", shown="calls with 1,000,003 elements"),
-    "not-finite": partial(well, question="ask_not_finite", shown="sums with Inf and NaN"),
-    "early": partial(numbered, question="ask_early", shown="all_reduce(async_op=True)"),
+    "early": partial(numbered, question="ask_early", shown="calls with async_op"),
     "barrier": partial(numbered, question="ask_barrier", shown="barrier()"),
-    "groups": groups,
+    "groups": partial(well, question="ask_groups", shown="split() and calls"),
     "mistakes": partial(well, question="ask_mistakes", shown="calls with wrong arguments"),
     "shapes": partial(well, question="ask_shapes", shown="calls with tensors of 0 to 3 dims"),
-    "traffic": partial(well, question="ask_traffic", shown="calls of every kind, counted"),
+    "again": partial(well, question="ask_again", shown="all_reduce in the same memory"),
     "close": partial(well, question="ask_close", shown="close(), then all_reduce"),
 }
 LOSSES: dict[str, Callable[..., None]] = {
@@ -236,5 +305,11 @@ LOSSES: dict[str, Callable[..., None]] = {
     "abort": abort,
     "killed": death,
 }
-SLOW = ("absent/barrier", "absent/recv")
-"""Each absence takes the whole timeout; at level quick one of them says enough."""
+QUICK_WORLDS: dict[str, tuple[int, ...]] = {
+    **{"large": (2, 3), "shapes": (2, 3), "again": (2, 3), "mistakes": (3,), "close": (2, 4)},
+    **{"disagree/shape": (2,), "disagree/dtype": (3,), "disagree/call": (3,)},
+    **{"disagree/reduction": (2,), "absent/all_reduce": (3,), "abort": (2, 3), "killed": (3,)},
+    **dict.fromkeys(("absent/barrier", "absent/recv"), ()),
+}
+"""Worlds in which a rule is asked at level quick, if not in all: waiting for a timeout takes the
+whole of it, and processes that were killed are started again."""

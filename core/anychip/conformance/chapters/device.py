@@ -6,16 +6,18 @@ work on every device, and that what is not declared says so. Graphs are in :mod:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from anychip.conformance.case import Case, Context, check, check_equal_bits, expect_error
 from anychip.conformance.chapters import graphs
 from anychip.conformance.oracles import oracle_of
+from anychip.conformance.surroundings import again, in_thread
 from anychip.conformance.trial import Trial, rule_calls
 from anychip.contract import (
     API_VERSION,
@@ -33,19 +35,28 @@ from anychip.runtime import table_faults
 T = TypeVar("T")
 ROWS = "device/rows"
 """The case that every run has where it fails."""
-OUT_OF_RANGE: tuple[tuple[str, Any], ...] = (("negative", -1), ("float", 0.5), ("text", "0"))
+ONCE = {ROWS, "device/operators"}
+"""What the operators chapter asks from elsewhere, and what does not depend on the place."""
+OUT_OF_RANGE: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "negative": lambda count: (-1, -count, -(2**32)),
+    "beyond": lambda count: (count, count + 1, 127, 2**31, 2**32, 2**64),
+    "float": lambda count: (0.5, 0.0, float(count - 1)),
+    "text": lambda count: ("0", "", b"0"),
+    "bool": lambda count: (False, True),
+    "numpy": lambda count: (np.int64(-1), np.int32(count), np.float64(0)),
+}
+"""What is no index of a device, by how many there are. A numpy integer within is asked apart."""
+LEAST_BYTES = 1 << 24
+"""Of a device's memory: this suite needs more."""
+LOWEST_RATE = 1e6
+"""Bytes or operations per second below which a figure has another unit."""
 
 
 def cases(context: Context) -> Iterator[Case]:
-    """A case per question; index questions per method."""
-    for name, run in PLAIN.items():
-        yield Case(id=f"device/{name}", run=run)
-    for method, call in INDEXED.items():
-        for label, wrong in (*OUT_OF_RANGE, ("count", None)):
-            run = partial(check_range, call=call, wrong=wrong)
-            yield Case(id=f"device/index/{method}.{label}", run=run)
-        yield Case(id=f"device/index/{method}.every", run=partial(check_every_index, call=call))
-    yield Case(id="device/stream_types", run=stream_types, capability="streams")
+    """A case per question; index questions per method; and all of them again from elsewhere."""
+    asked = list(of_methods())
+    yield from asked
+    yield from again("device", asked, ONCE)
     yield from graphs.cases(context)
     for capability, calls in GROUPS.items():
         if capability not in context.backend.capabilities:
@@ -55,6 +66,19 @@ def cases(context: Context) -> Iterator[Case]:
     # Both import the compiler, which takes longer than the rest of this chapter.
     yield Case(id="device/compile_backend", run=compile_backend, full=True)
     yield Case(id="device/compile", run=compile_runs, full=True)
+
+
+def of_methods() -> Iterator[Case]:
+    """What is asked about one method after the other."""
+    for name, run in PLAIN.items():
+        yield Case(id=f"device/{name}", run=run)
+    for method, (call, capability) in INDEXED.items():
+        for label, wrong in OUT_OF_RANGE.items():
+            run = partial(check_range, call=call, wrong=wrong)
+            yield Case(id=f"device/index/{method}.{label}", run=run, capability=capability)
+        run = partial(check_every_index, call=call)
+        yield Case(id=f"device/index/{method}.every", run=run, capability=capability)
+    yield Case(id="device/stream_types", run=stream_types, capability="streams")
 
 
 # Class attributes and probe
@@ -109,6 +133,10 @@ def probe(context: Context) -> None:
         check(answer.status == "ready", f"it runs, and says {answer.status}: {answer.reason}")
         count = context.backend.device_count()
         check(answer.device_count == count, f"{answer.device_count} probed, {count} counted")
+        kind = "host" if context.backend.is_host else "accelerator"
+        check(answer.kind == kind, f"a ready {kind} expected, got {answer.kind!r}")
+        text = answer.reason
+        check(isinstance(text, str) and "\n" not in text, f"reason: one line, got {text!r}")
 
 
 # Devices
@@ -179,9 +207,15 @@ def new_thread(context: Context) -> None:
 def any_thread(context: Context) -> None:
     """Methods answer in another thread as they do here."""
     backend = context.backend
-    answers = in_thread(lambda: (backend.device_count(), backend.properties(0), backend.identity()))
-    here = (backend.device_count(), backend.properties(0), backend.identity())
-    check(answers == here, f"{here} expected in a new thread, got {answers}")
+
+    def answers() -> list[Any]:
+        every = range(backend.device_count())
+        found = [(backend.device(i), backend.properties(i), backend.memory.info(i).total)
+                 for i in every]  # fmt: skip
+        return [len(every), backend.identity(), backend.probe().status, found]
+
+    there, here = in_thread(answers), answers()
+    check(there == here, f"{here} expected in a new thread, got {there}")
 
 
 def synchronize(context: Context) -> None:
@@ -225,13 +259,16 @@ def properties(context: Context) -> None:
         check(isinstance(known, DeviceProperties), f"DeviceProperties expected, got {known!r}")
         check(isinstance(known.name, str) and known.name, f"a name expected, got {known.name!r}")
         total = exactly(int, "total_memory", known.total_memory)
-        check(total > 0, f"total_memory must be above 0 bytes, got {total}")
+        check(total >= LEAST_BYTES, f"total_memory is in bytes, got {total}")
         check(isinstance(known.dtypes, frozenset), f"dtypes: a frozenset, got {known.dtypes!r}")
         check(torch.float32 in known.dtypes, "every backend computes in float32")
         check(all(d.is_floating_point for d in known.dtypes), f"not only floats: {known.dtypes}")
         rates = (*known.flops.values(), known.bandwidth, known.link_bandwidth)
         for rate in rates:
-            check(rate is None or rate > 0, f"a rate is above 0 or None, got {rate!r}")
+            right = rate is None or LOWEST_RATE <= rate < float("inf")
+            check(right, f"a rate is in bytes or operations per second or None, got {rate!r}")
+        for dtype in known.flops:
+            check(isinstance(dtype, torch.dtype), f"flops are by torch.dtype, got {dtype!r}")
         check(context.backend.properties(index) == known, "two calls give two answers")
 
 
@@ -263,40 +300,76 @@ def compile_runs(context: Context) -> None:
 # Indices
 
 
-def check_range(context: Context, *, call: Callable[[Backend, Any], Any], wrong: Any) -> None:
+def check_range(
+    context: Context,
+    *,
+    call: Callable[[Backend, Any], Any],
+    wrong: Callable[[int], tuple[Any, ...]],
+) -> None:
     """An index that is no device's raises ValueError, which names the index."""
     backend = context.backend
-    index = backend.device_count() if wrong is None else wrong
     before = backend.current_device()
-    expect_error(ValueError, f"index {index!r}", call, backend, index, mentions=(str(index),))
-    after = backend.current_device()
-    check(after == before, f"it was refused, and moved the current device: {before}, now {after}")
+    for index in wrong(backend.device_count()):
+        if isinstance(index, int) and not isinstance(index, bool):
+            if 0 <= index < backend.device_count():
+                continue  # of so many devices it is one
+        text = str(index)
+        expect_error(ValueError, f"index {index!r}", call, backend, index, mentions=(text,))
+        after = backend.current_device()
+        check(after == before, f"{index!r} was refused, and moved the current device to {after}")
 
 
 def check_every_index(context: Context, *, call: Callable[[Backend, Any], Any]) -> None:
-    """Every index of a device is accepted, and None; none of them moves the current device."""
-    before = context.backend.current_device()
-    for index in (None, *range(context.backend.device_count())):
-        call(context.backend, index)
-    after = context.backend.current_device()
-    check(after == before, f"the current device moved from {before} to {after}")
+    """Every index of a device is accepted, and None means the current one, whichever it is.
+
+    None of them moves the current device. A number of numpy is refused, or means what it says.
+    """
+    backend, every = context.backend, range(context.backend.device_count())
+    before = backend.current_device()
+    try:
+        for current in every:
+            backend.set_device(current)
+            found = [call(backend, index) for index in every]
+            none = call(backend, None)
+            text = f"on device {current} None gives {none}, the indices give {found}"
+            check(none == found[current], text)
+            with suppress(ValueError):
+                same = call(backend, np.int64(current))
+                check(same == found[current], f"numpy's {current} gives {same}, {text}")
+            after = backend.current_device()
+            check(after == current, f"the current device moved from {current} to {after}")
+    finally:
+        backend.set_device(before)
 
 
-def _set_and_return(backend: Backend, index: Any) -> None:
+def _set_and_return(backend: Backend, index: Any) -> int:
     before = backend.current_device()
     backend.set_device(before if index is None else index)
+    found = backend.current_device()
     backend.set_device(before)
+    return found
 
 
-INDEXED: dict[str, Callable[[Backend, Any], Any]] = {
-    "device": lambda backend, index: backend.device(index),
-    "set_device": _set_and_return,
-    "synchronize": lambda backend, index: backend.synchronize(index),
-    "properties": lambda backend, index: backend.properties(index),
-    "generator": lambda backend, index: backend.generator(0, index),
-    "memory.info": lambda backend, index: backend.memory.info(index),
-    "memory.allocate": lambda backend, index: backend.memory.allocate(16, index),
+def _set_state(backend: Backend, index: Any) -> None:
+    backend.set_random_state(backend.random_state(), index)
+
+
+INDEXED: dict[str, tuple[Callable[[Backend, Any], Any], str | None]] = {
+    "device": (lambda backend, index: backend.device(index), None),
+    "set_device": (_set_and_return, None),
+    "synchronize": (lambda backend, index: backend.synchronize(index), None),
+    "properties": (lambda backend, index: backend.properties(index), None),
+    "generator": (lambda backend, index: backend.generator(0, index).device, None),
+    "random_state": (lambda backend, index: backend.random_state(index).tolist(), None),
+    "set_random_state": (_set_state, None),
+    "stream": (lambda backend, index: backend.stream(index).device, "streams"),
+    "current_stream": (lambda backend, index: backend.current_stream(index).device, "streams"),
+    "memory.info": (lambda backend, index: backend.memory.info(index).total, None),
+    "memory.allocate": (lambda backend, index: backend.memory.allocate(16, index).device, None),
+    "memory.stats": (lambda backend, index: backend.memory.stats(index) and None, "memory_stats"),
+    "memory.reset_peak": (lambda backend, index: backend.memory.reset_peak(index), "memory_peak"),
 }
+"""Methods that take an index, each giving what tells devices apart; and what it needs."""
 
 
 # Streams and events, where they are declared; what they order is in the streams chapter
@@ -356,23 +429,4 @@ def exactly(kind: type[T], what: str, value: Any) -> T:
     """The value, which must be of this very type: no bool for an int, no subclass of str."""
     check(type(value) is kind, f"{what}: {kind.__name__} expected, got {value!r}")
     result: T = value
-    return result
-
-
-def in_thread(call: Callable[[], T]) -> T:
-    """What a call returns in a new thread; its exception is raised here."""
-    box: list[Any] = [None, None]
-
-    def run() -> None:
-        try:
-            box[0] = call()
-        except BaseException as error:  # handed over to the caller's thread below
-            box[1] = error
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if box[1] is not None:
-        raise box[1]
-    result: T = box[0]
     return result

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anychip.conformance import blocks
+from anychip.conformance import blocks, designs
 from anychip.conformance.arithmetic import UNIT, Rounded
-from anychip.conformance.calling_rules import laid_out, with_twins
+from anychip.conformance.calling_rules import with_twins
 from anychip.conformance.calls import (
     INNER_LAYOUTS,
     READ_ONLY_LAYOUTS,
@@ -37,11 +37,10 @@ from anychip.conformance.case import (
     check_same_bits,
     expect_error,
 )
-from anychip.conformance.chapters.device import in_thread
 from anychip.conformance.formats import FORMATS, Array
 from anychip.conformance.oracles import Oracle, oracle_of
-from anychip.conformance.oracles.drawn import DRAWN
 from anychip.conformance.oracles.oracle import numbers
+from anychip.conformance.surroundings import in_thread
 from anychip.conformance.trial import (
     AnyOperator,
     Rule,
@@ -50,7 +49,6 @@ from anychip.conformance.trial import (
     may_vary,
     rule_calls,
     rule_cases,
-    search_calls,
 )
 from anychip.dispatch.operator import registered
 
@@ -112,7 +110,8 @@ class GradientTrial(Trial):
 
 
 def cases(context: Context) -> Iterator[Case]:
-    """Per differentiable operator and dtype: a case per call, and a case per rule."""
+    """Per differentiable operator a design, and by dtype a case per call, and one per rule."""
+    yield from designs.cases("gradients", context, check_row)
     for name, operator in registered().items():
         if not operator.spec.differentiable:
             continue
@@ -123,10 +122,8 @@ def cases(context: Context) -> Iterator[Case]:
             for call in oracle.calls():
                 if call.gradient:
                     run = partial(check_values, of=of, call=call)
-                    full = oracle.is_full(call, dtype, represented=represented)
+                    full = oracle.is_full(call, dtype)
                     yield Case(id=f"{where}/{call.label}", run=run, full=full)
-            if name in DRAWN and operator.spec.namespace == "anychip":
-                yield Case(id=f"{where}/drawn", run=partial(check_drawn, of=of), full=represented)
             yield from rule_cases(where, of, context, RULES, represented=represented)
 
 
@@ -138,6 +135,7 @@ def check_values(context: Context, of: Subject, *, call: Call) -> None:
     trial = GradientTrial(of.operator, call, of.dtype, context.seed)
     placed, leaves = trial.start(context)
     grads = trial.output_gradients()
+    trial.gradients(of.oracle, grads)  # kept: what comes late is not waited for by chance
     found = backward(context, trial, placed, leaves, grads)
     compare(context, trial, of.oracle, grads, found)
     placed.check_apart(trial.gradient_names, found)
@@ -147,9 +145,50 @@ def check_values(context: Context, of: Subject, *, call: Call) -> None:
         check_same_bits(trial.gradient_names, again, found, ", asked for again")
 
 
-def check_drawn(context: Context, of: Subject) -> None:
-    """Random calls; of a failing one the simplest that fails too."""
-    search_calls(context, of, "gradients", partial(check_values, of=of))
+def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
+    """The gradients that are asked for, of an output's gradient that lies somewhere.
+
+    As of results: made, then mostly with other numbers, then again.
+    """
+    trial = GradientTrial(of.operator, row.call, of.dtype, context.seed)
+    names = row.asked(trial.leaf_names)
+    grads = [laid_out_gradient(row.change(g), row.gradient) for g in trial.output_gradients()]
+    trial.gradients(of.oracle, grads)  # kept: what comes late is not waited for by chance
+    run_other = other_gradients(context, designs.with_other_numbers(trial, context, row), names)
+    placed = trial.place(context)
+    given = [
+        place(g, context.device, row.gradient if g.dim() else "contiguous").tensor for g in grads
+    ]
+    leaves = trial.leaves(placed, names)
+    with designs.stream_of(context, row.caller):
+        outputs = trial.run(placed)
+        kept = [y.detach().clone() for y in outputs]
+        found = torch.autograd.grad(outputs, leaves, given)
+        kept += [grad.clone() for grad in found]
+        run_other()
+        left = [y.detach().clone() for y in (*outputs, *found)]
+        again = torch.autograd.grad(trial.run(placed), leaves, given)
+    compare(context, trial, of.oracle, grads, found, names=names)
+    placed.check_apart(names, found)
+    trial.check_untouched(placed)
+    labels = [*(f"output {number}" for number in range(len(outputs))), *names]
+    check_same_bits(labels, left, kept, ", after another call")
+    if of.is_bitwise:
+        check_same_bits(names, again, found, ", asked for again")
+    else:
+        compare(context, trial, of.oracle, grads, again, ", asked for again", names)
+
+
+def other_gradients(
+    context: Context, other: GradientTrial | None, names: Sequence[str]
+) -> Callable[[], object]:
+    """Makes the same call with other numbers, if there is to be one, and its backward pass."""
+    if other is None:
+        return lambda: None
+    placed = other.place(context)
+    given = [g.neg().to(context.device) for g in other.output_gradients()]
+    leaves = other.leaves(placed, names)
+    return lambda: torch.autograd.grad(other.run(placed), leaves, given)
 
 
 def backward(
@@ -267,7 +306,7 @@ def most_dims(context: Context, of: Subject) -> GradientTrial:
 
 def laid_out_gradient(grad: Tensor, layout: Layout) -> Tensor:
     """With one number along the dim that lies in one place."""
-    if layout not in READ_ONLY_LAYOUTS or not grad.dim():
+    if layout not in READ_ONLY_LAYOUTS or not grad.dim() or not grad.numel():
         return grad
     return grad.narrow(0 if layout == "expanded" else -1, 0, 1).expand_as(grad)
 
@@ -394,15 +433,6 @@ def rule_saved(context: Context, of: Subject) -> None:
         )
         grad = partial(torch.autograd.grad, outputs, leaves, given)
         expect_error(RuntimeError, what, grad, mentions=(f"{words} operation",))
-
-
-def rule_layouts(context: Context, of: Subject) -> None:
-    """One argument alone is not contiguous, expanded ones among them."""
-    for trial, what in laid_out(context, of, GradientTrial):
-        assert isinstance(trial, GradientTrial)
-        (placed, leaves), grads = trial.start(context), trial.output_gradients()
-        found = backward(context, trial, placed, leaves, grads)
-        compare(context, trial, of.oracle, grads, found, f" with {what}")
 
 
 def rule_same_tensor(context: Context, of: Subject) -> None:
@@ -546,7 +576,6 @@ RULES = (
     Rule("deferred", rule_deferred, lambda of, _: of.is_bitwise and of.operator.spec.deferrable),
     Rule("blocks", rule_blocks, _has_lse),
     Rule("saved", rule_saved, of_no_type=True),
-    Rule("layouts", rule_layouts),
     Rule("same-tensor", rule_same_tensor, _several_inputs, of_no_type=True),
     Rule("second-thread", rule_second_thread, of_no_type=True),
     Rule("twice", rule_twice, _twice),

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import anychip.ops  # noqa: F401 - defines our operators
-from anychip.conformance import calling_rules, index_rules
-from anychip.conformance.calls import Call
+from anychip.conformance import calling_rules, designs, index_rules
+from anychip.conformance.arithmetic import Rounded
+from anychip.conformance.calls import Call, PlacedCall
 from anychip.conformance.case import Case, Context, check, check_same_bits
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import oracle_of
-from anychip.conformance.oracles.drawn import DRAWN
 from anychip.conformance.trial import (
     Rule,
     Subject,
@@ -29,14 +29,14 @@ from anychip.conformance.trial import (
     each_trial,
     may_vary,
     rule_cases,
-    search_calls,
 )
 from anychip.dispatch.library import door
 from anychip.dispatch.operator import registered
 
 
 def cases(context: Context) -> Iterator[Case]:
-    """Per operator and dtype: a case per call, and a case per rule."""
+    """Per operator a design, and by dtype a case per call, and a case per rule."""
+    yield from designs.cases("operators", context, check_row)
     for name, operator in registered().items():
         oracle = oracle_of(operator.spec)
         for dtype, represented in context.dtypes_of(operator.spec).items():
@@ -44,35 +44,72 @@ def cases(context: Context) -> Iterator[Case]:
             of = Subject(operator, oracle, dtype)
             for call in oracle.calls():
                 run = partial(check_values, of=of, call=call)
-                full = oracle.is_full(call, dtype, represented=represented)
+                full = oracle.is_full(call, dtype)
                 yield Case(id=f"{where}/{call.label}", run=run, full=full)
-            if name in DRAWN and operator.spec.namespace == "anychip":
-                yield Case(id=f"{where}/drawn", run=partial(check_drawn, of=of), full=represented)
             rules = (*RULES, *calling_rules.RULES, *index_rules.RULES)
             yield from rule_cases(where, of, context, rules, represented=represented)
 
 
+def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
+    """The results of one call of a design, and what it leaves for the backward row.
+
+    It is made, then mostly with other numbers, and both again: what the first one gave stays, and
+    what the last ones give is not that of the call before.
+    """
+    trial = of.trial(row.call, context)
+    wanted = trial.expected(of.oracle)
+    other = designs.with_other_numbers(trial, context, row)
+    run_other = partial(other.run, other.place(context)) if other else list[Tensor]
+    placed = trial.place(context)
+    last = trial.place(context) if trial.written else placed
+    with designs.stream_of(context, row.caller):
+        results = trial.run(placed)
+        kept = [result.clone() for result in results]
+        others = [result.clone() for result in run_other()]
+        left = [result.clone() for result in results]
+        again = trial.run(last)
+        others_again = others if trial.written else run_other()
+    check_results(context, trial, placed, results, wanted)
+    check_same_bits(trial.names(), left, kept, ", after another call")
+    calling_rules.same_answer(context, of, trial, again, kept, ", called again")
+    if of.is_bitwise and others:
+        check_same_bits(trial.names(), others_again, others, ", of another call, made again")
+    if trial.operator.spec.residuals and row.call.gradient:
+        # Not of the calls above: what leaves residuals may be another row, with bits of its own.
+        check_residuals(context, trial, trial.run_with_residuals(trial.place(context)), wanted)
+
+
 def check_values(context: Context, of: Subject, *, call: Call) -> None:
-    """The results of one call: form, values, and that nothing else was written.
+    """The results of one call.
 
     Of a large one the same bits twice: where a sum is split, its parts may come in any order.
     """
     trial = of.trial(call, context)
+    wanted = trial.expected(of.oracle)
     placed = trial.place(context)
     results = trial.run(placed)
-    if not trial.written:
-        check_form(context, trial, results)
-        placed.check_apart(trial.names(), results)
-    trial.compare(context, results, trial.expected(of.oracle), statistical=call.statistical)
-    trial.check_untouched(placed)
+    check_results(context, trial, placed, results, wanted)
     if may_vary(trial):
         again = trial.run(trial.place(context))
         check_same_bits(trial.names(), again, results, ", run again")
 
 
-def check_drawn(context: Context, of: Subject) -> None:
-    """Random calls; of a failing one the simplest that fails too."""
-    search_calls(context, of, "operators", partial(check_values, of=of))
+def check_results(
+    context: Context,
+    trial: Trial,
+    placed: PlacedCall,
+    results: Sequence[Tensor],
+    wanted: Sequence[Rounded],
+) -> None:
+    """Of one call: form, values, and that nothing else was written.
+
+    What is wanted was made before the call: a result that comes late is not waited for by chance.
+    """
+    if not trial.written:
+        check_form(context, trial, results)
+        placed.check_apart(trial.names(), results)
+    trial.compare(context, results, wanted, statistical=trial.call.statistical)
+    trial.check_untouched(placed)
 
 
 def check_form(context: Context, trial: Trial, results: Sequence[Tensor]) -> None:
@@ -113,24 +150,13 @@ def rule_written(context: Context, of: Subject) -> None:
         sizes = [y.nbytes for y in trial.run(placed)]
         wanted = trial.expected(of.oracle)
         for pattern in (0xFF, 0x7B):  # NaN in every format; large numbers
-            fill_free_blocks(context, sizes, pattern)
+            calling_rules.fill_free_blocks(context, sizes, pattern)
             note = f", with 0x{pattern:X} in free memory"
             trial.compare(context, trial.run(placed), wanted, note, statistical=True)
         with torch_fills_empty():
             results = trial.run(placed)
         note = ", where torch.empty gives NaN"
         trial.compare(context, results, wanted, note, statistical=True)
-
-
-def fill_free_blocks(context: Context, sizes: Sequence[int], pattern: int) -> None:
-    """Writes a pattern into blocks of these sizes and frees them."""
-    blocks = [
-        torch.empty(size, dtype=torch.uint8, device=context.device).fill_(pattern)
-        for size in sizes
-        for _ in range(8)
-    ]
-    context.backend.synchronize()
-    del blocks
 
 
 @contextmanager
@@ -173,21 +199,23 @@ def rule_doors(context: Context, of: Subject) -> None:
 
 def rule_residuals(context: Context, of: Subject) -> None:
     """What a forward row leaves for the backward one is what the specification says."""
-    count = of.operator.signature.num_outputs
     for trial in each_trial(context, of):
-        placed = trial.place(context)
-        ordered = [placed.attrs[name] for name in trial.signature.attr_names]
-        with torch.no_grad():
-            found = of.operator.signature.results(
-                door(of.operator.spec, "_forward")(*placed.args, *ordered)
-            )
-        wanted, formed = trial.expected(of.oracle)[count:], trial.fake()[count:]
-        for residual, got, want, form in zip(
-            of.operator.spec.residuals, found[count:], wanted, formed, strict=True
-        ):
-            check(got.dtype == form.dtype, f"{residual.name}: {form.dtype}, got {got.dtype}")
-            check(got.is_contiguous(), f"{residual.name} must be contiguous")
-            context.compare(residual.name, got, want, statistical=trial.call.statistical)
+        found = trial.run_with_residuals(trial.place(context))
+        check_residuals(context, trial, found, trial.expected(of.oracle))
+
+
+def check_residuals(
+    context: Context, trial: Trial, found: Sequence[Tensor], wanted: Sequence[Rounded]
+) -> None:
+    """found, wanted: outputs, then residuals."""
+    count = trial.signature.num_outputs
+    for residual, got, want, form in zip(
+        trial.operator.spec.residuals, found[count:], wanted[count:], trial.fake()[count:],
+        strict=True,
+    ):  # fmt: skip
+        check(got.dtype == form.dtype, f"{residual.name}: {form.dtype}, got {got.dtype}")
+        check(got.is_contiguous(), f"{residual.name} must be contiguous")
+        context.compare(residual.name, got, want, statistical=trial.call.statistical)
 
 
 def rule_versions(context: Context, of: Subject) -> None:

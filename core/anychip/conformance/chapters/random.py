@@ -7,10 +7,12 @@ themselves.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +20,10 @@ from torch import Tensor
 
 from anychip import ops
 from anychip.conformance import shards
-from anychip.conformance.case import Case, Context, check, check_equal_bits
+from anychip.conformance.case import Case, Context, check, check_equal_bits, expect_error
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import philox
+from anychip.conformance.surroundings import again, in_thread
 from anychip.contract import HOST
 
 COUNT = 4099
@@ -41,6 +44,7 @@ STREAMS: dict[str, tuple[int, int]] = {
     "seed:-1": (-1, 0),
     "seed:-2p63": (-(2**63), 123456789),
 }
+ENDS = (-1, 2**32 - 1, -(2**63), 2**63 - 1)
 PROBABILITIES = (0.0, 2.0**-32, 2.0**-33, 0.1, 0.25, 1 / 3, 0.5, 0.999, 1.0 - 2.0**-32, 1.0)
 
 
@@ -62,8 +66,9 @@ def cases(context: Context) -> Iterator[Case]:
         for name, drawn in shards.RANDOM.items():
             run = partial(check_shards, name=name, drawn=drawn, dtype=dtype)
             yield Case(id=f"random/{name}/{FORMATS[dtype].name}/rule:shards", run=run)
-    for name, check_generator in GENERATORS.items():
-        yield Case(id=f"random/generator/{name}", run=check_generator)
+    asked = [Case(id=f"random/generator/{name}", run=run) for name, run in GENERATORS.items()]
+    yield from asked
+    yield from again("random", asked, ())
 
 
 def check_known_answer(context: Context, *, number: int) -> None:
@@ -178,11 +183,25 @@ def rule_calls_differ(context: Context, *, dtype: torch.dtype) -> None:
 
 
 def rule_drawn(context: Context, *, dtype: torch.dtype) -> None:
-    """Seeds and offsets of all 64 bits, and probabilities, drawn from the seed of the run."""
+    """Seeds and offsets of all 64 bits, the ends of each with those of the other; probabilities."""
     order = random.Random(context.seed)
-    for _ in range(6):
-        seed, offset = (order.getrandbits(64) - 2**63 for _ in range(2))
+    drawn = [[order.getrandbits(64) - 2**63 for _ in range(2)] for _ in range(6)]
+    for seed, offset in (*itertools.product(ENDS, ENDS), *drawn):
         check_mask(context, dtype=dtype, seed=seed, offset=offset, p=order.random())
+
+
+def rule_sizes(context: Context, *, dtype: torch.dtype) -> None:
+    """Masks of every size: some elements, next to powers of two, more than a grid holds at once."""
+    order = random.Random(context.seed)
+    for size in (
+        *range(1, 18),
+        *(2**k + step for k in (6, 10, 16, 20) for step in (-1, 0, 1, 1000)),
+    ):
+        seed, offset = (order.getrandbits(64) - 2**63 for _ in range(2))
+        y = ops.dropout(
+            torch.ones(size, dtype=dtype, device=context.device), rng(context, seed, offset), p=0.5
+        )
+        compare_mask(f"{size} elements", y, philox.kept(seed, offset, size, 0.5))
 
 
 def rule_global_state(context: Context, *, dtype: torch.dtype) -> None:
@@ -197,53 +216,106 @@ def rule_global_state(context: Context, *, dtype: torch.dtype) -> None:
 
 
 def generator_repeats(context: Context) -> None:
-    """A seed gives one stream; another seed another one."""
-    first = draw(context, context.backend.generator(17))
-    check_equal_bits("the same seed", draw(context, context.backend.generator(17)), first)
-    other = draw(context, context.backend.generator(18))
-    check(not torch.equal(other, first), "seeds 17 and 18 give one stream")
+    """A seed gives one stream, and another seed another one; whoever else was made, and where."""
+    streams: dict[int, Tensor] = {}
+    for seed in SEEDS:
+        generator = context.backend.generator(seed)
+        found = generator.initial_seed()
+        check(found % 2**64 == seed % 2**64, f"generator({seed}).initial_seed() is {found}")
+        stream = draw(context, generator)
+        elsewhere = in_thread(partial(context.backend.generator, seed))
+        for other in (context.backend.generator(seed), elsewhere):
+            check_equal_bits(f"the same seed, {seed}", draw(context, other), stream)
+        for number, before in streams.items():
+            # torch's generator of the host draws by the lower 32 bits of its seed.
+            right = number % 2**32 == seed % 2**32 or not torch.equal(before, stream)
+            check(right, f"seeds {number} and {seed} give one stream")
+        streams[seed] = stream
 
 
 def generator_is_independent(context: Context) -> None:
-    """Neither torch.manual_seed nor another generator moves it."""
-    first = draw(context, context.backend.generator(17))
-    generator, other = context.backend.generator(17), context.backend.generator(99)
+    """Neither torch.manual_seed nor another generator moves it, nor it them."""
+    make = context.backend.generator
+    first = draw(context, make(17))
+    generator, other, twin = make(17), make(99), make(17)
     torch.manual_seed(5)
     draw(context, other)
     torch.randn(10, device=context.device)
     check_equal_bits("after other generators were used", draw(context, generator), first)
-    torch.manual_seed(5)
-    want = torch.randn(10, device=context.device)
-    torch.manual_seed(5)
-    draw(context, context.backend.generator(23))
-    found = torch.randn(10, device=context.device)
-    check_equal_bits("torch's own stream, after a generator was made", found, want)
+    draw(context, generator)
+    check_equal_bits("of a twin, which the first has left behind", draw(context, twin), first)
+    for act in (partial(make, 23), lambda: draw(context, make(23)), context.backend.random_state,
+                generator.get_state, partial(generator.set_state, other.get_state())):  # fmt: skip
+        torch.manual_seed(5)
+        want = torch.randn(10, device=context.device)
+        torch.manual_seed(5)
+        act()
+        found = torch.randn(10, device=context.device)
+        check_equal_bits("torch's own stream, after a generator was made or asked", found, want)
+
+
+class Source(NamedTuple):
+    """Something that draws numbers and has a state."""
+
+    get: Callable[[], Tensor]
+    set: Callable[[Tensor], Any]
+    generator: torch.Generator | None
+
+
+def check_state(context: Context, source: Source, other: Source) -> None:
+    """A state is a picture, whole, that changes nothing: set again, the same numbers follow.
+
+    After any number of draws of any kind, twice, and in another source, which was seeded otherwise.
+    """
+    for name, drawn in DRAWS.items():
+        numbers = partial(drawn, generator=source.generator, device=context.device)
+        for count in (1, 3, 257):
+            numbers(count)
+        state = source.get()
+        check(state.device.type == HOST, f"bytes on the host expected, got {state.device}")
+        check(state.dtype == torch.uint8, f"bytes expected, got {state.dtype}")
+        kept = state.clone()
+        check_equal_bits("the state, asked again", source.get(), kept)
+        first, second = numbers(COUNT), numbers(5)
+        check(not torch.equal(source.get(), kept), f"{name} leaves the state as it was")
+        for where in (source, other, source):
+            where.set(state)
+            check_equal_bits("a state that was set", where.get(), kept)
+            numbers = partial(drawn, generator=where.generator, device=context.device)
+            check_equal_bits(f"{name} after the state was set", numbers(COUNT), first)
+            check_equal_bits(f"{name}, the draw after it", numbers(5), second)
+            check_equal_bits("the state that was taken, after draws", state, kept)
+        check(not torch.equal(first[:5], second), f"two draws of {name} give the same numbers")
+        refused = (RuntimeError, TypeError, ValueError)
+        for wrong in (state[:3], torch.cat((state, state[:1]))):
+            text = f"a state of {len(wrong)} bytes for {len(state)}"
+            expect_error(refused, text, source.set, wrong)
+        source.set(kept)
+        check_equal_bits(f"{name} after states that were refused", numbers(COUNT), first)
 
 
 def generator_state_returns(context: Context) -> None:
-    """A state that was taken and set again gives the same numbers."""
-    generator = context.backend.generator(3)
-    draw(context, generator)
-    state = generator.get_state()
-    first = draw(context, generator)
-    generator.set_state(state)
-    check_equal_bits("after set_state", draw(context, generator), first)
+    """States of generators, and of one in another."""
+    made = [context.backend.generator(seed) for seed in (3, 4)]
+    source, other = (Source(g.get_state, g.set_state, g) for g in made)
+    check_state(context, source, other)
 
 
 def device_state_returns(context: Context) -> None:
     """The same of the generator that torch's own operators draw from on the device."""
-    backend, numbers = context.backend, partial(torch.rand, COUNT, device=context.device)
-    state = backend.random_state()
-    check(state.device.type == HOST, f"bytes on the host expected, got {state.device}")
-    first, second = numbers(), numbers()
-    backend.set_random_state(state)
-    check_equal_bits("after set_random_state", numbers(), first)
-    check_equal_bits("the draw after it", numbers(), second)
-    check(not torch.equal(second, first), "two draws in a row give the same numbers")
+    backend = context.backend
+    source = Source(backend.random_state, backend.set_random_state, None)
+    index = backend.current_device()
+    other = Source(
+        partial(backend.random_state, index),
+        partial(backend.set_random_state, index=index), None,
+    )  # fmt: skip
+    check_state(context, source, other)
 
 
 def generator_is_on_device(context: Context) -> None:
-    """It belongs to the device that was asked for."""
+    """It belongs to the device that was asked for, and gives on each what it gives on the first."""
+    first = draw(context, context.backend.generator(1, 0)).cpu()
     for index in range(context.backend.device_count()):
         generator = context.backend.generator(1, index)
         text = f"torch.Generator expected, got {generator!r}"
@@ -251,6 +323,7 @@ def generator_is_on_device(context: Context) -> None:
         device, found = context.backend.device(index), generator.device
         same = found.type == device.type and found.index in (device.index, None)
         check(same, f"on {device} expected, got {found}")
+        check_equal_bits(f"seed 1 on device {index}", draw(context, generator).cpu(), first)
 
 
 def draw(context: Context, generator: torch.Generator) -> Tensor:
@@ -258,6 +331,15 @@ def draw(context: Context, generator: torch.Generator) -> Tensor:
     return torch.randn(257, generator=generator, device=generator.device)
 
 
+SEEDS = (0, 1, 17, 18, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 18, 2**53 + 1, 2**63 - 1, -1,
+         -17, -(2**63))  # fmt: skip
+"""Ends of the widths that a seed may be cut to, and seeds that a cut would make one."""
+DRAWS: dict[str, Callable[..., Tensor]] = {
+    "randn": torch.randn,
+    "rand": torch.rand,
+    "randint": lambda count, **where: torch.randint(1 << 30, (count,), **where),
+    "randperm": torch.randperm,
+}
 RULES = {
     "threshold": rule_threshold,
     "joins": rule_joins,
@@ -265,6 +347,7 @@ RULES = {
     "calls-differ": rule_calls_differ,
     "global-state": rule_global_state,
     "drawn": rule_drawn,
+    "sizes": rule_sizes,
 }
 GENERATORS = {
     "repeats": generator_repeats,

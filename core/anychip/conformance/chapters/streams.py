@@ -2,9 +2,10 @@
 
 Work on one stream is in order. A stream that waits for an event, or for a stream, sees what was
 written before; so does the host after it has waited; and a query says done when it is done. Each
-question is a race: long writes on one stream, and a read that comes too soon unless the wait under
-test holds it back. On a chip whose streams are not really asynchronous such a case cannot fail.
-The length of the writes is measured first, since a race that is over at once shows nothing.
+question is a race: writes on one stream, and a read that comes too soon unless the wait under test
+holds it back. Each write is long, so that a wait that misses the last one loses. On a chip whose
+streams are not really asynchronous such a case cannot fail. How long a write takes is measured
+first, since a race that is over at once shows nothing.
 """
 
 from __future__ import annotations
@@ -22,22 +23,27 @@ from torch import Tensor
 
 from anychip import ops
 from anychip.conformance.case import Case, CheckFailedError, Context, check, check_equal_bits
-from anychip.conformance.chapters.device import in_thread
-from anychip.contract import Backend
+from anychip.conformance.surroundings import again, in_thread
+from anychip.contract import HOST, Backend
 
-WRITES = 32
-LONG_MS = 10.0
-"""The writes of a race take so long, if the largest tensor allows it."""
-SMALLEST, LARGEST = 1 << 16, 1 << 26
+WRITES = 8
+LONG_MS = 3.0
+"""Each piece of a race takes so long, if the largest tensor allows it."""
+SMALLEST, LARGEST = 1 << 16, 1 << 28
+TIMES, SHORT = 8, 2
+"""How often one event is used, each time behind so many writes."""
 READ = 4096
 """Elements of the read, at the end of the tensor, where writes arrive last."""
 PATIENCE_S = 30.0
+PATIENT_MS = {"quick": 1200.0, "full": 6000.0}
+"""How long everybody has to be able to wait, as far as a stream takes so much work at once."""
 
 
 def cases(context: Context) -> Iterator[Case]:
     """Where the backend declares streams."""
-    for name, run in QUESTIONS.items():
-        yield Case(id=f"streams/{name}", run=run, capability="streams")
+    asked = [Case(id=f"streams/{n}", run=q, capability="streams") for n, q in QUESTIONS.items()]
+    yield from asked
+    yield from again("streams", asked, ONCE)
     yield Case(id="streams/graph", run=graph_on_stream, capability="graphs")
 
 
@@ -45,70 +51,75 @@ class Race:
     """Long writes on a stream of its own, and what a reader has to find.
 
     Attributes:
-        x: becomes WRITES everywhere.
+        x: becomes ``want`` everywhere.
         stream: on which it does.
+        reader: another one, which was there before the writes.
     """
+
+    want = float(WRITES)
 
     def __init__(self, context: Context) -> None:
         self.context, self.backend = context, context.backend
         self.x = torch.zeros(race_size(context), device=context.device)
-        self.stream = self.backend.stream()
-        self.idle = self.backend.stream()  # made later, and never used: nothing may mean this one
+        self.stream, self.reader = self.backend.stream(), self.backend.stream()
+        self.idle = self.backend.stream()  # made last, and never used: nothing may mean this one
         self.backend.synchronize()
 
-    def start(self) -> Race:
+    def start(self, count: int = WRITES) -> Race:
         """Queues the writes."""
         with self.backend.use_stream(self.stream):
-            write(self.x)
+            for _ in range(count):
+                self.x += 1.0
         return self
 
-    def event(self) -> torch.Event:
+    def event(self, **kind: bool) -> torch.Event:
         """An event behind the writes."""
-        event = self.backend.event()
+        event = self.backend.event(**kind)
         event.record(self.stream)
         return event
 
-    def read(self) -> Tensor:
-        """What the current stream finds."""
-        return self.x[-READ:] * 1.0
+    def read(self) -> list[Tensor]:
+        """What the current stream finds, in every way in which a stream reads."""
+        part, room = self.x[-READ:], torch.empty(2, READ, device=self.x.device)
+        self.backend.memory.copy_async(room[0], part)
+        return [part * 1.0, part.clone(), room[1].copy_(part), room[0]]
 
-    def read_on(self, stream: torch.Stream | None = None) -> Tensor:
+    def read_on(self, stream: torch.Stream | None = None) -> list[Tensor]:
         """What a stream finds; without one, what one finds that waits for nothing."""
-        with self.backend.use_stream(stream or self.backend.stream()):
+        with self.backend.use_stream(stream or self.reader):
             return self.read()
 
-    def check(self, what: str, found: Tensor, want: float = float(WRITES)) -> None:
+    def check(self, what: str, found: list[Tensor], want: float | None = None) -> None:
         """Compares a read, once all is done."""
         self.backend.synchronize()
-        check_equal_bits(what, found.cpu(), torch.full((READ,), want))
-
-
-def write(x: Tensor) -> None:
-    """Long work on the current stream: x grows by WRITES."""
-    for _ in range(WRITES):
-        x += 1.0
+        for way, got in zip(("operator", "clone", "copy_", "copy_async"), found, strict=True):
+            value = self.want if want is None else want
+            check_equal_bits(f"{what}, by {way}", got.cpu(), torch.full((READ,), value))
 
 
 _sizes: weakref.WeakKeyDictionary[Backend, int] = weakref.WeakKeyDictionary()
 
 
 def race_size(context: Context) -> int:
-    """Elements of a tensor on which the writes take LONG_MS, measured once per backend."""
+    """Elements of a tensor on which one write takes LONG_MS, measured once per backend."""
     if context.backend not in _sizes:
         _sizes[context.backend] = _measured_size(context)
     return _sizes[context.backend]
 
 
 def _measured_size(context: Context) -> int:
+    # A race has two such tensors at most.
+    largest = min(LARGEST, context.backend.memory.info().free // 64)
     numel = SMALLEST
-    while numel < LARGEST:
+    while 4 * numel <= largest:
         x = torch.zeros(numel, device=context.device)
         context.backend.synchronize()
         with context.backend.use_stream(context.backend.stream()):
             start = time.perf_counter()
-            write(x)
+            for _ in range(WRITES):
+                x += 1.0
         context.backend.synchronize()
-        if (time.perf_counter() - start) * 1000 >= LONG_MS:
+        if (time.perf_counter() - start) * 1000 >= LONG_MS * WRITES:
             break
         numel *= 4
     return numel
@@ -130,34 +141,21 @@ def in_order(context: Context) -> None:
 
 def wait_holds_stream(context: Context, *, what: str, wait: Callable[..., Any]) -> None:
     """What a stream does behind a wait, ``wait(race, event, stream)``, sees what was written."""
-    race = Race(context).start()
-    event, reader = race.event(), race.backend.stream()
-    wait(race, event, reader)
-    race.check(f"read behind {what}", race.read_on(reader))
-
-
-def current_waits(context: Context) -> None:
-    """The stream on which all starts can wait too."""
-    race = Race(context).start()
-    race.backend.current_stream().wait_stream(race.stream)
-    race.check("read on the first stream behind wait_stream()", race.read())
-
-
-def last_record_counts(context: Context) -> None:
-    """An event that was recorded twice stands for the second time."""
-    race = Race(context)
-    event = race.event()
-    race.start()
-    event.record(race.stream)
-    reader = race.backend.stream()
-    event.wait(reader)
-    race.check("read behind an event that was recorded anew", race.read_on(reader))
+    for how, record in (RECORDS if "event" in what else NO_RECORD).items():
+        race = Race(context)
+        event = record(race)
+        wait(race, event, race.reader)
+        found = [race.read_on()]
+        wait(race, event, race.backend.current_stream())
+        found.append(race.read())
+        for reader, result in zip(("a new stream", "the first stream"), found, strict=True):
+            race.check(f"read on {reader} behind {what} ({how})", result)
 
 
 def two_waiters(context: Context) -> None:
     """Two streams wait for one event; and one of them for a second event, of a stream long done."""
     race = Race(context)
-    readers, done = [race.backend.stream() for _ in range(2)], race.backend.event()
+    readers, done = [race.reader, race.backend.stream()], race.backend.event()
     done.record(race.idle)
     event = race.start().event()
     found = []
@@ -165,6 +163,7 @@ def two_waiters(context: Context) -> None:
         reader.wait_event(event)
         reader.wait_event(done)
         found.append(race.read_on(reader))
+    del event, done  # whoever waits needs them no more
     for number, result in enumerate(found):
         race.check(f"read behind two events, by stream {number} of two", result)
 
@@ -178,7 +177,7 @@ def wait_is_for_this_record(context: Context) -> None:
     event.record(race.idle)
     found = race.read_on(busy.stream)
     what = "read behind an event that was recorded on an idle stream later"
-    race.check(what, found, 3.0 * WRITES)
+    race.check(what, found, 3.0 * race.want)
 
 
 def chain(context: Context) -> None:
@@ -191,7 +190,7 @@ def chain(context: Context) -> None:
         with race.backend.use_stream(stream):
             race.x.mul_(2.0).add_(1.0)
         before = stream
-    race.check("read at the end of a chain", race.read_on(before), 8.0 * WRITES + 7.0)
+    race.check("read at the end of a chain", race.read_on(before), 8.0 * race.want + 7.0)
 
 
 def operator_on_stream(context: Context) -> None:
@@ -203,7 +202,7 @@ def operator_on_stream(context: Context) -> None:
         part = race.x[-READ:].view(1, -1)
         results = [ops.gelu(part), ops.rms_norm(part, weight, eps=1e-6)]
     race.backend.synchronize()
-    settled = torch.full((1, READ), float(WRITES), device=context.device)
+    settled = torch.full((1, READ), race.want, device=context.device)
     wanted = [ops.gelu(settled), ops.rms_norm(settled, weight, eps=1e-6)]
     for name, got, want in zip(("gelu", "rms_norm"), results, wanted, strict=True):
         check_equal_bits(f"{name} behind the writes on their own stream", got.cpu(), want.cpu())
@@ -241,39 +240,84 @@ def graph_on_stream(context: Context) -> None:
         graph.replay()
         race.x.zero_()
         found = graph.result * 1.0
-    race.check("a replay's result, read behind it on its stream", found, 2.0 * WRITES)
-    race.check("what a replay read behind the writes", graph.result, 2.0 * WRITES)
+    race.backend.synchronize()
+    for what, got in {"read behind it on its stream": found, "at the end": graph.result}.items():
+        want = torch.full((READ,), 2.0 * race.want)
+        check_equal_bits(f"a replay's result, {what}", got.cpu(), want)
 
 
-def copy_on_stream(context: Context) -> None:
-    """A copy is work of its stream: behind what was queued, and done where its event is."""
-    race = Race(context)
-    backend, reader = race.backend, race.backend.stream()
-    source = torch.arange(race.x.numel(), dtype=torch.float32)
-    kept = source[-READ:].clone()
-    race.start()
-    backend.memory.copy_async(race.x, source, race.stream)
-    event = race.event()
-    event.wait(reader)
-    found = race.read_on(reader)
-    event.synchronize()
-    source.fill_(-1.0)  # the stream has passed the copy
-    backend.synchronize()
-    check_equal_bits("read behind a copy on another stream", found.cpu(), kept)
-    check_equal_bits("what was copied behind the writes", race.x[-READ:].cpu(), kept)
+def copy_on_stream(context: Context, *, current: bool) -> None:
+    """A copy is work of its stream: behind what was queued, and done where its event is.
+
+    To the device, from it and on it; of one element, of a number that no vector has, with gaps.
+    """
+    for name, part in {"the end": slice(-READ, None), "one element": slice(-1, None),
+                       "an odd number": slice(-READ + 1, None),
+                       "every third": slice(-READ, None, 3)}.items():  # fmt: skip
+        race = Race(context)
+        count = race.x[part].numel()
+        source = torch.arange(2, count + 2, dtype=torch.float32)
+        kept, there = source.clone(), torch.zeros(count, device=context.device)
+        back, late = torch.zeros(count), torch.zeros(count)
+        pairs = [(back, race.x[part]), (there, race.x[part]), (race.x[part], source),
+                 (late, race.x[part])]  # fmt: skip
+        race.start()
+        for target, given in pairs:
+            if current:
+                with race.backend.use_stream(race.stream):
+                    race.backend.memory.copy_async(target, given)
+            else:
+                race.backend.memory.copy_async(target, given, race.stream)
+        event = race.event()
+        event.wait(race.reader)
+        with race.backend.use_stream(race.reader):
+            twin = there * 1.0
+        event.synchronize()
+        found = [back.clone(), late.clone()]
+        source.fill_(-1.0)  # the stream has passed the copies
+        race.backend.synchronize()
+        want = torch.full((count,), race.want)
+        check_equal_bits(f"copied to the host behind the writes, {name}", found[0], want)
+        check_equal_bits(f"copied on the device, {name}", twin.cpu(), want)
+        check_equal_bits(f"copied to the device, {name}", race.x[part].cpu(), kept)
+        check_equal_bits(f"copied to the host behind that, {name}", found[1], kept)
+
+
+def copied_is_kept(context: Context) -> None:
+    """A copy holds its source: memory that its last holder lets go of is not used again before."""
+    race = Race(context).start()
+    target = torch.zeros(READ, device=context.device)
+    source = torch.full((READ,), 7.0, device=context.device)
+    race.stream.wait_stream(race.backend.current_stream())
+    race.backend.memory.copy_async(target, source, race.stream)
+    del source
+    others = [torch.full((READ,), -1.0, device=context.device) for _ in range(8)]
+    race.backend.synchronize()
+    del others
+    check_equal_bits("copied from what was let go", target.cpu(), torch.full((READ,), 7.0))
 
 
 # The host
 
 
-def host_waits(context: Context, *, what: str, wait: Callable[[Race], Any]) -> None:
+def host_waits(
+    context: Context, *, what: str, wait: Callable[..., Any], thread: bool = False
+) -> None:
     """After the host has waited, what was recorded is done, for whoever looks."""
-    race = Race(context).start()
-    wait(race)
-    race.check(f"read after {what}", race.read_on())
+    for how, record in (RECORDS if "event" in what else NO_RECORD).items():
+        race = Race(context)
+        event = record(race)
+        if thread:
+            in_thread(partial(wait, race, event))
+        else:
+            wait(race, event)
+        first = race.read()
+        check(event.query() is True, f"event.query() is not True after {what}")
+        race.check(f"read after {what} ({how})", first)
+        race.check(f"read on another stream after {what} ({how})", race.read_on())
 
 
-def until_idle(race: Race) -> None:
+def until_idle(race: Race, _: torch.Event) -> None:
     """After stream.synchronize() the stream is idle."""
     race.stream.synchronize()
     check(race.stream.query() is True, "stream.query() is not True after stream.synchronize()")
@@ -288,7 +332,73 @@ def wait_until(query: Callable[[], bool], what: str) -> None:
         time.sleep(0.0002)
 
 
+def host_reads(context: Context, *, what: str, read: Callable[[Tensor], Any]) -> None:
+    """The host that reads a tensor waits for the current stream, in whatever way it reads."""
+    race = Race(context).start()
+    with race.backend.use_stream(race.stream):
+        found = read(race.x[-3:])
+    found = plain(found)
+    want = plain(read(torch.full((3,), race.want, device=context.device)))
+    check(found == want, f"{what} behind the writes: {want!r} expected, got {found!r}")
+
+
+def plain(found: Any) -> Any:
+    """Numbers of what is on the host already."""
+    return found.tolist() if hasattr(found, "tolist") else found
+
+
+def patience(context: Context) -> None:
+    """Nobody gives up: streams and the host wait for long work, all of them at once."""
+    race = Race(context).start()
+    race.backend.synchronize()
+    begin = time.perf_counter()
+    race.start().backend.synchronize()
+    took = (time.perf_counter() - begin) * 1000
+    count = WRITES * min(max(1, int(PATIENT_MS[context.level] / took)), 100)
+    event = race.start(count).event()
+    found: dict[str, list[Tensor]] = {}
+
+    def look(name: str, wait: Callable[..., Any]) -> None:
+        wait(race, event)
+        found[name] = race.read()
+
+    for name, hold in WAITS.items():
+        reader = race.backend.stream()
+        hold(race, event, reader)
+        found[name] = race.read_on(reader)
+    threads = [threading.Thread(target=look, args=each) for each in HOST_WAITS.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in (*WAITS, *HOST_WAITS):
+        check(name in found, f"{name} ended in an exception")
+        race.check(f"read after {name} of {count} writes", found[name], 2 * race.want + count)
+
+
 # Events
+
+
+def used_often(context: Context, *, what: str, wait: Callable[..., Any]) -> None:
+    """The same event and streams, used again and again: each time like the first."""
+    race = Race(context)
+    start, event = (race.backend.event(timing=True) for _ in range(2))
+    for number in range(1, TIMES + 1):
+        begin = time.perf_counter()
+        start.record(race.stream)
+        race.start(SHORT)
+        event.record(race.stream)
+        if what in WAITS:
+            wait(race, event, race.reader)
+            found = race.read_on()
+        else:
+            wait(race, event)
+            found = race.read()
+        race.check(f"read after {what}, time {number} of one event", found, number * float(SHORT))
+        check(event.query() is True, f"query() is not True after the work, time {number}")
+        took, host = start.elapsed_time(event), (time.perf_counter() - begin) * 1000
+        check(0.0 < took <= 1.1 * host + 1.0, f"{took} ms, time {number}, of {host:.3g} ms")
+        check(start.elapsed_time(event) == took, "elapsed_time() has another answer when repeated")
 
 
 def unrecorded(context: Context) -> None:
@@ -305,22 +415,30 @@ def unrecorded(context: Context) -> None:
 
 
 def elapsed(context: Context) -> None:
-    """elapsed_time(): milliseconds, not negative, and those that the host has seen go by."""
-    race = Race(context)
-    start, end = (race.backend.event(timing=True) for _ in range(2))
-    begin = time.perf_counter()
-    start.record(race.stream)
-    race.start()
-    end.record(race.stream)
-    race.backend.synchronize()
-    host = (time.perf_counter() - begin) * 1000
-    found = start.elapsed_time(end)
-    check(isinstance(found, float), f"elapsed_time(): a float expected, got {found!r}")
-    check(
-        0.1 * host <= found <= 1.1 * host + 1.0,
-        f"elapsed_time() of work for which the host has waited {host:.3g} ms: {found:.3g} ms",
-    )
-    check(start.elapsed_time(start) == 0.0, "an event is 0 ms after itself")
+    """elapsed_time(): milliseconds that add up, those that the host has seen; after any wait."""
+    for name, wait in HOST_WAITS.items():
+        race = Race(context)
+        events = [race.backend.event(timing=True) for _ in range(3)]
+        begin = time.perf_counter()
+        events[0].record(race.stream)
+        for event in events[1:]:
+            race.start()
+            event.record(race.stream)
+        wait(race, events[-1])
+        host = (time.perf_counter() - begin) * 1000
+        start, middle, end = events
+        found = start.elapsed_time(end)
+        check(isinstance(found, float), f"elapsed_time(): a float expected, got {found!r}")
+        check(
+            0.1 * host <= found <= 1.1 * host + 1.0,
+            f"elapsed_time() of work for which the host has waited {host:.3g} ms by {name}: "
+            f"{found:.3g} ms",
+        )
+        parts = [start.elapsed_time(middle), middle.elapsed_time(end)]
+        check(min(parts) > 0.0, f"work between events took {parts} ms")
+        apart = abs(sum(parts) - found)
+        check(apart <= 0.05 + 1e-3 * found, f"{parts} ms one after the other are {found} ms")
+        check(start.elapsed_time(start) == 0.0, "an event is 0 ms after itself")
 
 
 # What is current
@@ -367,49 +485,105 @@ def current_per_thread(context: Context) -> None:
 
 
 def streams_differ(context: Context) -> None:
-    """Two new streams are two, and neither is the current one."""
+    """New streams are as many, and none is the current one; new events are as many."""
     backend = context.backend
-    first, second = backend.stream(), backend.stream()
-    check(first != second, "two calls of stream() gave one stream")
-    check(backend.current_stream() not in (first, second), "stream() gave the current stream")
-    check(first == first, "a stream is not equal to itself")
+    made = [backend.stream() for _ in range(8)]
+    for place, stream in enumerate(made):
+        check(stream == stream, "a stream is not equal to itself")
+        check(stream not in made[:place], f"two of {len(made)} calls of stream() gave one stream")
+    check(backend.current_stream() not in made, "stream() gave the current stream")
+    events = [backend.event() for _ in range(TIMES)]
+    check(len({id(event) for event in events}) == TIMES, "two calls of event() gave one event")
 
 
+def _while_another_is_current(race: Race) -> torch.Event:
+    """Which stream is current means nothing to an event that is told its stream."""
+    event = race.start().backend.event()
+    with race.backend.use_stream(race.idle):
+        event.record(race.stream)
+    return event
+
+
+def _again(race: Race, before: torch.Stream | None = None) -> torch.Event:
+    """Recorded twice, and it stands for the second time."""
+    event = race.event() if before is None else race.backend.event()
+    if before is not None:
+        event.record(before)
+        event.synchronize()
+    race.start()
+    event.record(race.stream)
+    return event
+
+
+RECORDS: dict[str, Callable[[Race], torch.Event]] = {
+    "recorded once": lambda race: race.start().event(),
+    "with times": lambda race: race.start().event(timing=True),
+    "recorded anew": _again,
+    "recorded anew after another stream": lambda race: _again(race, race.idle),
+    "record_event": lambda race: race.start().stream.record_event(race.backend.event()),
+    "recorded while another stream is current": _while_another_is_current,
+}
+"""How an event comes to stand behind the writes."""
+NO_RECORD = {"no event": lambda race: race.start().backend.event()}
+"""Where a stream is waited for, the last of its work is the last write."""
 WAITS: dict[str, Callable[..., Any]] = {
     "event.wait": lambda race, event, stream: event.wait(stream),
     "wait_event": lambda race, event, stream: stream.wait_event(event),
     "wait_stream": lambda race, event, stream: stream.wait_stream(race.stream),
 }
-HOST_WAITS: dict[str, tuple[str, Callable[[Race], Any]]] = {
-    "event.synchronize": ("event.synchronize()", lambda race: race.event().synchronize()),
-    "stream.synchronize": ("stream.synchronize()", until_idle),
+HOST_WAITS: dict[str, Callable[[Race, torch.Event], Any]] = {
+    "event.synchronize": lambda race, event: event.synchronize(),
+    "stream.synchronize": until_idle,
     # Whichever stream is current; and the work that another thread has queued.
-    "synchronize": ("backend.synchronize()", lambda race: race.backend.synchronize()),
-    "synchronize.thread": (
-        "synchronize() in another thread", lambda race: in_thread(race.backend.synchronize)
+    "synchronize": lambda race, event: race.backend.synchronize(),
+    "synchronize.index": lambda race, event: race.backend.synchronize(
+        race.backend.current_device()
     ),
-    "event.query": (
-        "event.query() was True", lambda race: wait_until(race.event().query, "event.query()")
-    ),
-    "stream.query": (
-        "stream.query() was True", lambda race: wait_until(race.stream.query, "stream.query()")
-    ),
-}  # fmt: skip
+    "event.query": lambda race, event: wait_until(event.query, "event.query()"),
+    "stream.query": lambda race, event: wait_until(race.stream.query, "stream.query()"),
+}
+HOST_READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x[-1].item(),
+    "tolist": lambda x: x.tolist(),
+    "bool": lambda x: bool(x[-1] == WRITES),
+    "int": lambda x: int(x[-1]),
+    "float": lambda x: float(x.sum()),
+    "repr": repr,
+    "format": lambda x: f"{x[-1]}",
+    "host": lambda x: x.cpu(),
+    "to": lambda x: x.to(HOST),
+    "numpy": lambda x: x.cpu().numpy(),
+    "bytes": lambda x: (x == WRITES).cpu(),
+    "equal": lambda x: torch.equal(x, x.clamp(min=float(WRITES))),
+    "nonzero": lambda x: x.nonzero().tolist(),
+    "mask": lambda x: x[x == WRITES].tolist(),
+}
 QUESTIONS: dict[str, Callable[[Context], None]] = {
     "order": in_order,
     **{name: partial(wait_holds_stream, what=f"{name}()", wait=w) for name, w in WAITS.items()},
-    "wait_stream.current": current_waits,
-    "event.again": last_record_counts,
     "event.waiters": two_waiters,
     "event.moved": wait_is_for_this_record,
     "chain": chain,
     "operators": operator_on_stream,
     "operators.apart": operators_apart,
-    "copy": copy_on_stream,
-    **{name: partial(host_waits, what=what, wait=w) for name, (what, w) in HOST_WAITS.items()},
+    "copy": partial(copy_on_stream, current=False),
+    "copy.current": partial(copy_on_stream, current=True),
+    "copy.kept": copied_is_kept,
+    **{n: partial(host_waits, what=f"{n}()", wait=w) for n, w in HOST_WAITS.items()},
+    **{
+        f"{n}.thread": partial(host_waits, what=f"{n}() in a thread", wait=w, thread=True)
+        for n, w in HOST_WAITS.items()
+    },
+    **{f"read.{n}": partial(host_reads, what=n, read=r) for n, r in HOST_READS.items()},
+    **{f"often.{n}": partial(used_often, what=n, wait=w) for n, w in (WAITS | HOST_WAITS).items()},
+    "patience": patience,
     "unrecorded": unrecorded,
     "elapsed": elapsed,
     "use_stream": use_stream_restores,
     "threads": current_per_thread,
     "apart": streams_differ,
 }
+ONCE = {f"streams/{name}" for name in (
+    "patience", "elapsed", *WAITS, *HOST_WAITS, *(f"{name}.thread" for name in HOST_WAITS)
+)}  # fmt: skip
+"""What ``often`` asks too, and long work: they are not asked again from elsewhere."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from anychip.conformance.arithmetic import ULP, Rounded, erf, exp, log1p, sigmoid, tanh, where
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, Layout, shape_label
+from anychip.conformance.calls import Arguments, Call, Draw, shape_label
 from anychip.conformance.oracles.oracle import Answer, Gradients, Oracle, differentiable
 
 _ROOT = math.sqrt(2.0 / math.pi)
@@ -136,17 +136,15 @@ def _random(draw: Draw, shape: tuple[int, ...]) -> torch.Tensor:
 Make = Callable[[Draw], torch.Tensor]
 
 
-def _inputs() -> Iterator[tuple[str, Make, Layout, bool, bool]]:
-    """(label, x, layout, random, gradient)."""
+def _inputs() -> Iterator[tuple[str, Make, bool, bool]]:
+    """(label, x, random, gradient)."""
     for shape in _SHAPES:
-        yield shape_label(shape), partial(_random, shape=shape), "contiguous", True, True
-    for layout in LAYOUTS:
-        yield f"9x31.{layout}", partial(_random, shape=(9, 31)), layout, True, True
-    yield "bend", _bend, "contiguous", True, True
-    yield "wide", lambda draw: draw.wide(3000), "contiguous", True, True
-    yield "subnormal", lambda d: d.normal(500, scale="subnormal"), "contiguous", True, False
-    yield "zeros", _signed_zeros, "contiguous", False, True
-    yield "special", _special, "contiguous", False, False
+        yield shape_label(shape), partial(_random, shape=shape), True, True
+    yield "bend", _bend, True, True
+    yield "wide", lambda draw: draw.wide(3000), True, True
+    yield "subnormal", lambda d: d.normal(500, scale="subnormal"), True, False
+    yield "zeros", _signed_zeros, False, True
+    yield "special", _special, False, False
 
 
 GELU_FORMS: Mapping[str, Mapping[str, Any]] = {
@@ -164,11 +162,10 @@ SOFTPLUS_FORMS: Mapping[str, Mapping[str, Any]] = {
 
 def _each(make: Callable[..., Arguments], suffix: str = "", **attrs: Any) -> Iterator[Call]:
     """A call of an operator for each of the inputs."""
-    for label, x, layout, is_random, gradient in _inputs():
+    for label, x, is_random, gradient in _inputs():
         yield Call(
             f"{label}{suffix}",
             partial(make, x=x, **attrs),
-            layout=layout,
             statistical=is_random,
             gradient=gradient,
         )

@@ -168,7 +168,7 @@ Sizes = tuple[int, int, int, int, int]
 # batch, seq, heads, key heads, head_dim: one of everything; beside tiles of 16, 64 and 128; grouped
 # and single key heads; head sizes that are no power of two.
 SIZES = """1x1x1+1x2 0x4x2+2x8 2x5x4+4x8 1x17x4+2x16 2x9x6+2x12 1x63x2+2x64 1x65x3+3x40 1x130x2+1x32
-    1x257x1+1x128"""
+    1x257x1+1x128 2x64x4+2x64"""
 _FULL_SIZES = "1x512x2+1x64 2x128x8+2x80 1x1000x1+1x64"
 # Queries and keys: one query (the last position), a few new ones, beside tiles; queries that see no
 # key; no key at all; no query.
@@ -229,16 +229,12 @@ def _attention_calls() -> Iterator[Call]:
     causal = partial(_attend, causal=True)
     yield from _LABELS(_attend, SIZES, ends=_BOTH)
     yield from _LABELS(_attend, _FULL_SIZES, ends=_BOTH, full=True)
-    yield from _LABELS(causal, "2x11x4+2x16.*")
     # Times a scale below 0, the -inf that hides a key is the opposite.
     scales = (".scale:0.05", ".sharp", ".flat", ".scale:-0.3")
     yield from _LABELS(causal, "1x33x2+2x16", ends=scales)
     yield from _LABELS(_cross, _LENGTHS, ends=_BOTH)
-    yield from _LABELS(partial(_cross, causal=True), "5of11.*")
     wide = partial(to_float32, make=partial(_attend, causal=False))
     yield from _LABELS(wide, "1x65x3+3x40.to-float32 2x9x6+2x12.to-float32")
-    wide = partial(to_float32, make=partial(_cross, causal=True))
-    yield from _LABELS(wide, "5of3.to-float32.strided")
     yield Call("heads", _heads_apart, statistical=False)
     yield special("nan", _NAN)
 
@@ -271,21 +267,28 @@ def _dropout_calls() -> Iterator[Call]:
     causal = partial(_dropped, make=partial(_attend, causal=True))
     square = partial(_dropped, make=partial(_attend, causal=False))
     yield from _LABELS(causal, SIZES, ends=(".p:0.1",))
+    # Large scores: what rounds them is seen through the rounding of weights that 16 bits may have.
+    yield from _LABELS(causal, "1x33x2+2x16.sharp")
     yield from _LABELS(square, "2x7x4+2x8", ends=(".p:0", ".p:0.5", ".p:0.9", ".p:1", ".far"))
     yield from _LABELS(
         partial(_dropped, make=partial(_cross, causal=True)), "3of20.p:0.3 20of3.p:0.3"
     )
-    yield from _LABELS(square, "2x7x4+2x8.p:0.3.*")
     for which in (*((name,) for name in INDEX), tuple(INDEX)):
         yield Call(f"index:{'+'.join(which)}", partial(_in_whole, which=which))
     yield Call("index:far", partial(_in_whole, far=True))
-    yield Call("index.strided", _in_whole, layout="strided")
     yield special("nan", partial(_dropped, make=_NAN))
 
 
 ATTENTION = differentiable(
-    _answer, _attention_calls, "1x17x4+2x16.causal", "1x65x3+3x40.full", "1x130x2+1x32.causal"
+    _answer,
+    _attention_calls,
+    "1x17x4+2x16.causal",
+    "1x65x3+3x40.full",
+    "1x130x2+1x32.causal",
+    "2x64x4+2x64.causal",
+    "1x65x3+3x40.to-float32",
+    "1x33x2+2x16.sharp",
 )
 ATTENTION_DROPOUT = differentiable(
-    _answer, _dropout_calls, "1x17x4+2x16.p:0.1", "1x65x3+3x40.p:0.1"
+    _answer, _dropout_calls, "1x17x4+2x16.p:0.1", "1x65x3+3x40.p:0.1", "1x33x2+2x16.sharp"
 )

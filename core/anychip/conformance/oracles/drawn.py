@@ -1,7 +1,9 @@
-"""Random calls of each operator: any shape, value and attribute that its specification allows.
+"""What each operator may be called with: its factors, and how a call is made of their levels.
 
-What an operator is known to get wrong stands as fixed calls with its oracle; these are for the
-rest. The limits of sizes and values keep a call short and its float32 intermediates finite.
+A factor is an option, a size or the kind of an argument's values; where arguments lie and who calls
+are factors of every operator (:mod:`anychip.conformance.designs`). What an operator is known to get
+wrong stands as fixed calls with its oracle; these are for what nobody knows. The limits of sizes
+and values keep a call short and its float32 intermediates finite.
 """
 
 from __future__ import annotations
@@ -15,402 +17,469 @@ import torch
 from torch import Tensor
 
 from anychip.conformance.calls import Arguments, Draw
-from anychip.conformance.choices import Choices
-from anychip.conformance.oracles import adamw_8bit, quantization
+from anychip.conformance.choices import MOST_ROWS, Choices
+from anychip.conformance.oracles import drawn_lists, quantization
+from anychip.conformance.oracles.drawn_lists import SPECIAL, SQUARES
 
 Drawn = Callable[[Choices, Draw], Arguments]
 _SEEDS = ((0, 0), (1234, 5), (7, 2**32 - 3), (-1, 2**40))
+_ABOVE = ("nan or infinite",)
+"""Of functions whose limit at -inf formulas miss: inf times 0."""
+_NAN = ("nan",)
+"""Of sums of exponentials: inf - inf, or where nobody subtracts a maximum, inf."""
+_FORMS = ("none", "tanh")
+_SCALES = 2.0**8, 2.0**-8
+"""Of weights after a norm: gradients may be made with the cube of a row's 1 / deviation, as torch
+does. Further away, of huge rows, what is made in between is no normal number of float32."""
 
 
-def _norm(choose: Choices, draw: Draw, *, bias: bool, residual: bool = False) -> Arguments:
-    shape = choose.shape(choose.of(2, 1, 3, 4))
-    wide = torch.float32 if choose.of(False, False, False, True) else draw.dtype
-    args = [choose.values(draw, *shape)]
+def _wide(choose: Choices, draw: Draw, factor: str) -> torch.dtype:
+    """The dtype of an argument that may be wider."""
+    return torch.float32 if choose.of(factor, False, True) else draw.dtype
+
+
+def _norm(
+    choose: Choices,
+    draw: Draw,
+    *,
+    bias: bool,
+    residual: bool = False,
+    ends: tuple[str, str] = SQUARES,
+) -> Arguments:
+    shape = choose.shape()
+    wide = _wide(choose, draw, "residual in float32" if residual else "weight in float32")
+    args: list[Tensor | None] = [choose.values("x", draw, *shape, ends=ends, more=SPECIAL)]
     if residual:
-        args.append(choose.values(draw, *shape, dtype=wide))
-    args.append(choose.values(draw, shape[-1], dtype=draw.dtype if residual else wide))
+        args.append(choose.values("residual", draw, *shape, dtype=wide, ends=SQUARES))
+    of_weight = draw.dtype if residual else wide
+    args.append(choose.values("weight", draw, shape[-1], dtype=of_weight, ends=_SCALES))
     if bias:
-        last = None if choose.of(False, True) else choose.values(draw, shape[-1])
-        args.append(last)  # type: ignore[arg-type]
-        if last is not None and not residual:
-            args[-1] = last.to(wide)
-    return tuple(args), {"eps": choose.of(1e-5, 1e-3, 0.5)}
+        args.append(choose.optional("bias", draw, shape[-1], dtype=of_weight))
+    # Where nothing but rounding is left of a row's variance, a small eps makes much of it.
+    small = ((1e-3, 1e-4), (0.01,)) if bias or residual else ((1e-12,), (0.0,))
+    eps = choose.number("eps", (1e-5, 1e-6, 1e-4), *small, (0.5, 0.1, 0.2), (1.0,))
+    return tuple(args), {"eps": eps}
 
 
 def _group_norm(choose: Choices, draw: Draw) -> Arguments:
-    groups = choose.of(1, 2, 3, 8)
-    shape = choose.shape(choose.of(3, 2, 4))
-    shape[1] = groups * choose.of(1, 2, 4)
-    wide = torch.float32 if choose.of(False, False, False, True) else draw.dtype
-    x, weight = choose.values(draw, *shape), choose.values(draw, shape[1], dtype=wide)
-    bias = None if choose.of(False, True) else choose.values(draw, shape[1], dtype=wide)
-    return (x, weight, bias), {"num_groups": groups, "eps": choose.of(1e-5, 1e-3, 0.5)}
+    groups = choose.number("num_groups", (1,), (2,), (3, 5, 7, 6, 12), (8, 4, 16, 32))
+    batch = choose.number("batch", (2, 3, 4), (1,), (0,), (5, 8, 16, 17, 64, 300))
+    channels = choose.number("channels of a group", (1,), (2, 3), (4, 8, 15), (64, 250))
+    shape = [batch, groups * (channels if batch * groups < 16 else min(channels, 8))]
+    width = choose.room(*shape).size("width")
+    inner = {"one": [width], "none": [], "two": [3, 7], "three": [2, 3, 4]}
+    shape += inner[choose.of("dims", *inner)]
+    wide = _wide(choose, draw, "weight in float32")
+    x = choose.values("x", draw, *shape, ends=SQUARES, more=SPECIAL)
+    weight = choose.values("weight", draw, shape[1], dtype=wide, ends=_SCALES)
+    bias = choose.optional("bias", draw, shape[1], dtype=wide)
+    eps = choose.number("eps", (1e-5, 1e-6), (1e-3, 1e-4, 0.01), (0.5, 0.1, 0.2), (1.0,))
+    return (x, weight, bias), {"num_groups": groups, "eps": eps}
 
 
 def _rng(choose: Choices, draw: Draw) -> Tensor:
-    return draw.rng(*choose.of(*_SEEDS))
+    return draw.rng(*choose.of("seed and offset", *_SEEDS))
 
 
 def _probability(choose: Choices) -> float:
-    return choose.of(0.1, 0.0, 0.5, 0.25, 0.9, 1.0)
+    return choose.number("p", (0.1, 0.2, 0.3, 0.01), (0.0,), (0.5, 0.4), (0.9, 0.7), (1.0,))
 
 
 def _dropout(choose: Choices, draw: Draw) -> Arguments:
-    shape = choose.shape(choose.of(1, 2, 3, 0))
-    rows, place = _rows(choose, draw, shape) if shape else (None, {})
-    x = choose.values(draw, *shape)
+    shape = choose.shape()
+    rows, place = _place(choose, draw, shape)
+    x = choose.values("x", draw, *shape, ends=SQUARES, more=SPECIAL)
     return (x, _rng(choose, draw), rows), {"p": _probability(choose), **place}
 
 
-def _rows(
+def _place(
     choose: Choices, draw: Draw, shape: Sequence[int]
 ) -> tuple[Tensor | None, dict[str, int]]:
     """Which rows of a whole these are, from which column on, and how wide it is."""
-    if choose.of(True, False):
+    kind = choose.of("rows of a whole", "all", "some", "far")
+    if kind == "all":
         return None, {}
-    column = choose.of(0, 1, 4, 64)
-    width = shape[-1] + column + choose.of(0, 1, 8)
-    return draw.integers(1000, *shape[:-1]), {"width": width, "column": column}
+    column = choose.number("column", (0,), (1,), (4, 2, 3, 5, 8, 16), (64, 100, 500))
+    more = choose.number("columns behind", (0,), (1, 2, 3), (8, 16, 11, 700))
+    if math.prod(shape[:-1]) > 64:  # who draws in a simple way draws for all columns of the whole
+        column, more = min(column, 1), min(more, 1)
+    rows = draw.integers(1000, *shape[:-1]) + (2**40 if kind == "far" else 0)
+    return rows, {"width": shape[-1] + column + more, "column": column}
 
 
 def _bias_dropout_add(choose: Choices, draw: Draw) -> Arguments:
-    shape = choose.shape(choose.of(2, 1, 3))
-    wide = torch.float32 if choose.of(False, False, False, True) else draw.dtype
-    bias = None if choose.of(False, True) else choose.values(draw, shape[-1])
-    x, residual = choose.values(draw, *shape), choose.values(draw, *shape, dtype=wide)
-    rows, place = _rows(choose, draw, shape)
+    shape = choose.shape()
+    wide = _wide(choose, draw, "residual in float32")
+    x = choose.values("x", draw, *shape, more=SPECIAL)
+    residual = choose.values("residual", draw, *shape, dtype=wide, more=SPECIAL)
+    bias = choose.optional("bias", draw, shape[-1])
+    rows, place = _place(choose, draw, shape)
     return (x, residual, _rng(choose, draw), bias, rows), {"p": _probability(choose), **place}
 
 
 def _dropout_add_norm(choose: Choices, draw: Draw, *, bias: bool) -> Arguments:
-    (x, residual, weight, *last), attrs = _norm(choose, draw, bias=bias, residual=True)
-    attrs = {"p": _probability(choose), **attrs}
-    rows = _rows(choose, draw, x.shape)[0]
-    return (x, residual, weight, _rng(choose, draw), *last, rows), attrs
+    # What is kept is up to ten times as large, and the sum is stored in the residual's type.
+    ends = ("root-huge", "root-tiny")
+    (x, residual, weight, *last), attrs = _norm(choose, draw, bias=bias, residual=True, ends=ends)
+    rows = _place(choose, draw, x.shape)[0]
+    args = (x, residual, weight, _rng(choose, draw), *last, rows)
+    return args, {"p": _probability(choose), **attrs}
 
 
-def _approximate(choose: Choices) -> dict[str, Any]:
-    return {"approximate": choose.of("none", "tanh")}
-
-
-def _element(choose: Choices, draw: Draw, **options: tuple[Any, ...]) -> Arguments:
-    x = choose.values(draw, *choose.shape(choose.of(1, 2, 3, 0)))
-    return (x,), {name: choose.of(*values) for name, values in options.items()}
+def _element(choose: Choices, draw: Draw, **options: tuple[tuple[Any, ...], ...]) -> Arguments:
+    x = choose.values("x", draw, *choose.shape(), ends=SQUARES, more=_ABOVE)
+    return (x,), {name: choose.number(name, *classes) for name, classes in options.items()}
 
 
 def _bias_gelu(choose: Choices, draw: Draw) -> Arguments:
-    shape = choose.shape(choose.of(2, 1, 3))
-    args = choose.values(draw, *shape), choose.values(draw, shape[-1])
-    return args, _approximate(choose)
+    shape = choose.shape()
+    x = choose.values("x", draw, *shape, more=_ABOVE)
+    args = x, choose.values("bias", draw, shape[-1], more=_ABOVE)
+    return args, {"approximate": choose.of("approximate", *_FORMS)}
 
 
-def _gated(choose: Choices, draw: Draw, *, approximate: bool) -> Arguments:
-    shape = choose.shape(choose.of(2, 1, 3, 0))
-    args = choose.values(draw, *shape), choose.values(draw, *shape)
-    return args, _approximate(choose) if approximate else {}
+def _gated(choose: Choices, draw: Draw, **options: tuple[Any, ...]) -> Arguments:
+    shape = choose.shape()
+    # An infinite factor of what is nearly 0 is infinite, or where it is flushed not a number.
+    gate = choose.values("gate", draw, *shape, more=_ABOVE)
+    args = gate, choose.values("up", draw, *shape)
+    return args, {name: choose.of(name, *values) for name, values in options.items()}
 
 
-def _broadcast(choose: Choices, shape: list[int]) -> list[int]:
-    """A shape that broadcasts to another one: dims of 1, dims left out."""
-    kept = [choose.of(size, 1) for size in shape]
-    return kept[choose.of(0, 1, len(shape) - 1) :]
+def _broadcast(choose: Choices, factor: str, shape: list[int]) -> list[int] | None:
+    """A shape that broadcasts to another one: dims of 1, dims left out; or None."""
+    forms: dict[str, list[int] | None] = {
+        "none": None, "whole": shape, "last": shape[-1:], "column": [*shape[-2:-1], 1],
+        "one": [1], "rows": [1] * (len(shape) - 1) + shape[-1:],
+    }  # fmt: skip
+    return forms[choose.of(factor, *forms)]
 
 
 def _softmax(choose: Choices, draw: Draw) -> Arguments:
-    shape = choose.shape(choose.of(2, 3, 4))
-    x = choose.values(draw, *shape)
-    mask = draw.uniform(*_broadcast(choose, shape)) < 0.7 if choose.of(False, True) else None
-    bias = choose.values(draw, *_broadcast(choose, shape)) if choose.of(False, True) else None
-    attrs = {"scale": choose.of(1.0, 0.125, 2.0, -0.5), "causal": choose.of(False, True)}
-    return (x, mask, bias), attrs
+    shape = choose.rows(high=1025)
+    room = choose.room(*shape)
+    shape += [room.size("queries"), room.size("keys")]
+    x = choose.values("x", draw, *shape, ends=(60.0, 1e-4), more=_NAN)
+    of_mask = _broadcast(choose, "mask", shape)
+    of_bias = _broadcast(choose, "bias", shape)
+    mask = None if of_mask is None else draw.uniform(*of_mask) < 0.7
+    bias = None if of_bias is None else draw.normal(*of_bias)
+    scales = (1.0,), (0.125, 0.5, 0.01), (2.0, 1.5, 10.0), (-0.5,), (0.0,)
+    scale = choose.number("scale", *scales)
+    return (x, mask, bias), {"scale": scale, "causal": choose.of("causal", False, True)}
 
 
 def _heads(choose: Choices) -> tuple[int, int, int]:
     """heads, key heads, head_dim."""
-    kv_heads, groups = choose.of(1, 2, 3), choose.of(1, 2, 4)
-    return kv_heads * groups, kv_heads, choose.of(8, 4, 16, 32, 12, 40, 64, 2)
+    kv_heads = choose.number("key heads", (1,), (2,), (3, 4, 5, 8))
+    groups = choose.number("heads of a key head", (1,), (2, 3, 4))
+    dim = choose.number("head_dim", (8, 4), (2,), (16, 32), (40, 24, 80), (64, 96, 128, 256))
+    return kv_heads * groups, kv_heads, dim
 
 
 def _rope(choose: Choices, draw: Draw) -> Arguments:
     heads, kv_heads, dim = _heads(choose)
-    batch, length = choose.of(1, 2, 3), choose.size(65)
-    half = choose.of(dim, dim // 2, 2) // 2
-    q, k = (choose.values(draw, batch, length, count, dim) for count in (heads, kv_heads))
+    batch = choose.number("batch", (1,), (2,), (3, 4, 5, 8, 16, 20), (0,))
+    length = choose.room(batch, heads, dim).size("length")
+    half = max(dim // choose.of("rotated", 1, 2, 4), 2) // 2
+    q, k = (
+        choose.values(name, draw, batch, length, count, dim, more=SPECIAL)
+        for name, count in (("q", heads), ("k", kv_heads))
+    )
     angle = draw.uniform(length, half, low=-math.pi, high=math.pi)
-    return (q, k, angle.cos(), angle.sin()), {"interleaved": choose.of(False, True)}
+    return (q, k, angle.cos(), angle.sin()), {"interleaved": choose.of("interleaved", False, True)}
 
 
 def _score_attrs(choose: Choices, *, dropout: bool = False) -> dict[str, Any]:
-    attrs = {"causal": choose.of(True, False), "scale": choose.of(None, 0.05, 0.5)}
-    return attrs if dropout else {**attrs, "out_dtype": choose.of(None, None, torch.float32)}
+    attrs = {
+        "causal": choose.of("causal", True, False),
+        "scale": choose.number("scale", (None,), (0.05, 0.1, 0.25, 0.01), (1.0, 0.5, 2.0), (0.0,)),
+    }
+    return attrs if dropout else {**attrs, "out_dtype": _out_dtype(choose)}
 
 
-def _attended(choose: Choices, draw: Draw, *shape: int) -> Tensor:
-    """Of any kind; in float16 normal ones. What a kernel may store in between in the tensors' type,
-    such as weights after their normalisation and the gradients of one block of queries, would there
-    be subnormal numbers or infinite ones, for which the oracle's bound does not allow.
+def _out_dtype(choose: Choices) -> torch.dtype | None:
+    return choose.of("out_dtype", None, torch.float32)
+
+
+def _attended(choose: Choices, draw: Draw, factor: str, *shape: int) -> Tensor:
+    """Of any kind, scores beyond what exp takes (88) among them; in float16 normal ones. What a
+    kernel may store in between in the tensors' type, such as weights after their normalisation and
+    the gradients of one block of queries, would there be subnormal numbers or infinite ones, for
+    which the oracle's bound does not allow.
     """
-    values = choose.values(draw, *shape)
+    ends = ("root-huge", "root-tiny") if factor == "v" else (12.0, 2.0**-12)
+    values = choose.values(factor, draw, *shape, ends=ends, more=_NAN if factor == "q" else ())
     return draw.normal(*shape) if draw.dtype == torch.float16 else values
+
+
+_WHOLE = (150, 257, 300), (1000, 512)
+"""Positions, heads and batches of what attention's dropout is a part of."""
+
+
+_SCORES = 1 << 11
+"""So many scores a call has: a head takes a product, and a mask, of each."""
 
 
 def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Arguments:
     heads, kv_heads, dim = _heads(choose)
-    batch, queries, keys = choose.of(1, 2, 3), choose.size(65), choose.size(65)
-    keys = queries if choose.of(True, True, False) else keys
-    shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
+    batch = choose.number("batch", (1,), (2, 3, 4, 8, 16, 33), (0,))
+    room, cross = choose.room(batch, heads, elements=_SCORES), choose.of("cross", False, True)
+    queries = room.size("queries", 2000 if cross else math.isqrt(room.left), none=True)
+    keys = room.size("keys", 2000, none=True) if cross else queries
+    shapes = {"q": (queries, heads), "k": (keys, kv_heads), "v": (keys, kv_heads)}
     args: tuple[Tensor | None, ...] = tuple(
-        _attended(choose, draw, batch, length, count, dim) for length, count in shapes
+        _attended(choose, draw, name, batch, length, count, dim)
+        for name, (length, count) in shapes.items()
     )
     attrs = _score_attrs(choose, dropout=dropout)
     if dropout:
+        whole = max(choose.number("whole", *_WHOLE), batch, heads, queries, keys)
         index = [
-            draw.integers(80, n) if choose.of(False, False, True) else None
-            for n in (batch, heads, queries, keys)
-        ]
+            draw.integers(whole, n) if choose.of(f"{name} of a whole", False, True) else None
+            for name, n in zip(("batch", "heads", "queries", "keys"), (batch, heads, queries, keys),
+                               strict=True)
+        ]  # fmt: skip
         sizes = zip(("heads", "queries", "keys"), index[1:], strict=True)
-        attrs |= {"p": _probability(choose)} | {n: 80 for n, given in sizes if given is not None}
+        attrs |= {"p": _probability(choose)} | {n: whole for n, given in sizes if given is not None}
         args = (*args, _rng(choose, draw), *index)
     return args, attrs
 
 
-def _ends(choose: Choices, high: int, count: int | None = None) -> Tensor:
-    """Ends of so many groups, or of up to seven, empty ones among them."""
-    count = choose.of(1, 2, 3, 0, 5, 7) if count is None else count
-    lengths = [choose.of(choose.size(high), 0) for _ in range(count)]
-    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-    return ends.to(choose.of(torch.int64, torch.int32))
+_LENGTHS: Mapping[str, tuple[int, ...]] = {
+    "three": (5, 3, 9), "one": (17,), "no group": (), "an empty one first": (0, 7, 4),
+    "an empty one last": (7, 4, 0), "empty ones between": (5, 0, 0, 3), "only empty ones": (0, 0),
+    "of one each": (1,) * 7, "beside tiles": (63, 65), "many": (2, 1, 3) * 9,
+}  # fmt: skip
+
+
+def _ends(
+    choose: Choices, factor: str, count: int | None = None, **more: tuple[int, ...]
+) -> Tensor:
+    """Ends of groups, empty ones among them; of so many, if their number is given."""
+    known = {**_LENGTHS, **more}
+    lengths = known[choose.of(factor, *known)]
+    if count is not None:
+        lengths = tuple((*lengths, 4, 0, 6) * count)[:count]
+    return torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+
+
+def _index_dtype(choose: Choices, factor: str) -> torch.dtype:
+    return choose.of(factor, torch.int64, torch.int32)
 
 
 def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
     heads, kv_heads, dim = _heads(choose)
-    of_queries = _ends(choose, 33)
-    of_keys = _ends(choose, 33, len(of_queries)) if choose.of(False, True) else of_queries
-    ends = [torch.cat((t.new_zeros(1), t)) for t in (of_queries, of_keys)]
-    tokens = [int(t[-1]) + choose.of(0, 0, 1, 5) for t in ends]
-    shapes = ((tokens[0], heads), (tokens[1], kv_heads), (tokens[1], kv_heads))
-    args = (_attended(choose, draw, *shape, dim) for shape in shapes)
+    of_queries = of_keys = _ends(choose, "lengths")
+    if choose.of("cross", False, True):
+        of_keys = _ends(choose, "lengths of keys", len(of_queries))
+    dtype = _index_dtype(choose, "dtype of ends")
+    ends = [torch.cat((t.new_zeros(1), t)).to(dtype) for t in (of_queries, of_keys)]
+    padding = choose.number("padding", (0,), (1, 2, 3), (5, 8, 16))
+    shapes = {"q": (0, heads), "k": (1, kv_heads), "v": (1, kv_heads)}
+    args = (
+        _attended(choose, draw, name, int(ends[which][-1]) + padding, count, dim)
+        for name, (which, count) in shapes.items()
+    )
     return (*args, *ends), _score_attrs(choose)
 
 
 def _linear(choose: Choices, draw: Draw) -> Arguments:
-    rows = choose.shape(choose.of(1, 2, 0), elements=128)
-    inputs, outputs = choose.size(513), choose.size(129)
-    bias = choose.values(draw, outputs) if choose.of(False, True) else None
-    args = choose.values(draw, *rows, inputs), choose.values(draw, outputs, inputs), bias
-    return args, {"out_dtype": choose.of(None, None, torch.float32)}
+    rows = choose.rows(high=MOST_ROWS)
+    inputs = choose.room(*rows).size("inputs", none=True)
+    outputs = choose.room(max(inputs, math.prod(rows))).size("outputs", none=True)
+    x = choose.values("x", draw, *rows, inputs, more=SPECIAL)
+    weight = choose.values("weight", draw, outputs, inputs, more=SPECIAL)
+    bias = choose.optional("bias", draw, outputs)
+    return (x, weight, bias), {"out_dtype": _out_dtype(choose)}
 
 
 def _conv1d(choose: Choices, draw: Draw) -> Arguments:
-    channels, kernel = choose.size(33), choose.of(4, 1, 2, 3, 7, 64)
-    x = choose.values(draw, choose.of(1, 2, 3, 0), channels, choose.of(choose.size(129), 0))
-    bias = choose.values(draw, channels) if choose.of(False, True) else None
-    return (x, choose.values(draw, channels, kernel), bias), {}
+    batch = choose.number("batch", (2,), (1,), (3, 4, 5, 8, 40, 64), (0,))
+    kernel = choose.number("kernel", (4,), (1,), (2,), (3, 5), (7, 8, 16), (64, 130))
+    room = choose.room(batch, -(-kernel // 4))
+    channels, length = room.size("channels", 2000), room.size("length", none=True)
+    x = choose.values("x", draw, batch, channels, length)
+    weight = choose.values("weight", draw, channels, kernel, more=())  # what is padded times NaN
+    return (x, weight, choose.optional("bias", draw, channels)), {}
 
 
 def _conv2d(choose: Choices, draw: Draw) -> Arguments:
     """Kernels that fit: an image is as large as what its kernel spans, or larger."""
-    groups = choose.of(1, 2, 4)
-    inputs, outputs = groups * choose.of(1, 3, 16), groups * choose.of(1, 2, 17)
-    kernel, dilation = ([choose.of(1, 2, 3), choose.of(1, 3, 2)] for _ in range(2))
-    sizes = [(k - 1) * d + choose.of(1, 2, 5, 9) for k, d in zip(kernel, dilation, strict=True)]
-    x = choose.values(draw, choose.of(1, 2, 0), inputs, *sizes)
-    weight = choose.values(draw, outputs, inputs // groups, *kernel)
-    bias = choose.values(draw, outputs) if choose.of(False, True) else None
-    stride = [choose.of(1, 2, 3), choose.of(1, 2, 4)]
-    padding = [choose.of(0, 1, 2), choose.of(0, 1, 3)]
+    groups = choose.number("groups", (1,), (2, 3), (4, 8))
+    inputs = groups * choose.number("inputs of a group", (1,), (3, 2, 4), (16, 8))
+    outputs = groups * choose.number("outputs of a group", (1,), (2, 3, 4), (17, 8, 16))
+    names = ("height", "width")
+    kernel = [choose.of(f"kernel {name}", 1, 2, 3) for name in names]
+    dilation = [choose.of(f"dilation {name}", 1, 2, 3) for name in names]
+    more = [choose.number(f"more {name}", (1,), (2, 3), (5, 4, 8), (9, 16, 13)) for name in names]
+    sizes = [(k - 1) * d + n for k, d, n in zip(kernel, dilation, more, strict=True)]
+    x = choose.values("x", draw, choose.number("batch", (1,), (2, 3, 5), (0,)), inputs, *sizes)
+    weight = choose.values("weight", draw, outputs, inputs // groups, *kernel, more=())
+    bias = choose.optional("bias", draw, outputs)
+    stride = [choose.of(f"stride {name}", 1, 2, 3) for name in names]
+    padding = [choose.of(f"padding {name}", 0, 1, 2) for name in names]
     attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     return (x, weight, bias), attrs
 
 
 def _grouped_linear(choose: Choices, draw: Draw) -> Arguments:
-    offsets = _ends(choose, 33)
-    rows = (int(offsets[-1]) if len(offsets) else 0) + choose.of(0, 0, 1, 5)
-    inputs, outputs = choose.size(129), choose.size(65)
-    weight = choose.values(draw, len(offsets), outputs, inputs)
-    attrs = {"out_dtype": choose.of(None, None, torch.float32)}
-    return (choose.values(draw, rows, inputs), weight, offsets), attrs
+    offsets = _ends(choose, "lengths", large=(300, 5, 310, 16)).to(
+        _index_dtype(choose, "dtype of offsets")
+    )
+    rows = (int(offsets[-1]) if len(offsets) else 0) + choose.of("rows of no group", 0, 1, 5)
+    room = choose.room(max(rows, len(offsets)))
+    inputs = room.size("inputs")
+    outputs = choose.room(max(rows, inputs * len(offsets))).size("outputs")
+    x = choose.values("x", draw, rows, inputs)
+    weight = choose.values("weight", draw, len(offsets), outputs, inputs)
+    return (x, weight, offsets), {"out_dtype": _out_dtype(choose)}
+
+
+def _routed(choose: Choices) -> tuple[int, int, int]:
+    """Tokens, choices of each, and how wide they are."""
+    choices = choose.number("choices", (2,), (1,), (3, 5), (8, 4, 6))
+    room = choose.room(choices)
+    return room.size("tokens", none=True), choices, room.size("width")
 
 
 def _permute(choose: Choices, draw: Draw) -> Arguments:
-    tokens, choices, experts = choose.size(65), choose.of(2, 1, 3, 8), choose.size(65)
-    outside = choose.of(0, 0, 1)
+    tokens, choices, width = _routed(choose)
+    experts = choose.size("experts", 1001)
+    kind = choose.of("experts chosen", "any", "some of none", "one", "the last")
+    outside = int(kind == "some of none")
     indices = draw.integers(experts + 2 * outside, tokens, choices) - outside
-    x, dtypes = choose.values(draw, tokens, choose.size(129)), (torch.int64, torch.int32)
-    key = draw.integers(9, tokens).to(choose.of(*dtypes)) if choose.of(False, True) else None
-    count = draw.integers(tokens + 2, 1)[0] if choose.of(False, True) else None
-    return (x, indices.to(choose.of(*dtypes)), key, count), {"num_experts": experts}
+    if kind in ("one", "the last"):
+        indices = torch.full_like(indices, experts - 1 if kind == "the last" else experts // 2)
+    x = choose.values("x", draw, tokens, width, more=SPECIAL)
+    keys = {"none": None, "equal": 1, "any": 9}[choose.of("key", "none", "equal", "any")]
+    key = None if keys is None else draw.integers(keys, tokens)
+    key = None if key is None else key.to(_index_dtype(choose, "dtype of key"))
+    counts = {"all": None, "none": 0, "one": 1, "half": tokens // 2, "more": tokens + 1}
+    count = counts[choose.of("count", *counts)]
+    given = None if count is None else torch.tensor(count)
+    indices = indices.to(_index_dtype(choose, "dtype of indices"))
+    return (x, indices, key, given), {"num_experts": experts}
 
 
 def _unpermute(choose: Choices, draw: Draw) -> Arguments:
-    tokens, choices = choose.size(65), choose.of(2, 1, 3, 8)
+    tokens, choices, width = _routed(choose)
     row_map = draw.uniform(tokens * choices).argsort().view(tokens, choices)
-    dtype = choose.of(draw.dtype, torch.float32)
-    weights = choose.values(draw, tokens, choices, dtype=dtype)
-    x = choose.values(draw, tokens * choices, choose.size(129))
-    return (x, row_map, choose.of(weights, None)), {}
+    dtype = _wide(choose, draw, "weights in float32")
+    weights = choose.optional("weights", draw, tokens, choices, dtype=dtype)
+    return (choose.values("x", draw, tokens * choices, width), row_map, weights), {}
 
 
 def _embedding(choose: Choices, draw: Draw) -> Arguments:
-    count, width = choose.size(), choose.size(129)
-    indices = draw.integers(count, *choose.shape(choose.of(1, 2, 0), elements=128))
-    return (indices, choose.values(draw, count, width)), {}
+    shape = choose.rows(high=MOST_ROWS)
+    count = choose.room().size("count")
+    width = choose.room(max(count, math.prod(shape))).size("width")
+    kind = choose.of("indices", "any", "equal", "ends", "ascending")
+    indices = draw.integers(count, *shape)
+    if kind == "equal":
+        indices = torch.full_like(indices, count // 2)
+    elif kind == "ends":
+        indices = draw.integers(2, *shape) * (count - 1)
+    elif kind == "ascending":
+        indices = (torch.arange(indices.numel()) % count).view(shape)
+    return (indices, choose.values("weight", draw, count, width, more=SPECIAL)), {}
 
 
 def _loss_attrs(choose: Choices) -> dict[str, Any]:
     return {
-        "ignore_index": choose.of(-100, 0, -1),
-        "label_smoothing": choose.of(0.0, 0.1, 1.0),
-        "z_loss": choose.of(0.0, 1e-3),
-        "reduction": choose.of("mean", "sum", "none"),
+        "ignore_index": choose.number(
+            "ignore_index", (-100,), (0,), (-1, -99), (1, 2, 3, 4, 8, 50)
+        ),
+        "label_smoothing": choose.number("label_smoothing", (0.0,), (0.1, 0.05, 0.3, 0.01), (1.0,)),
+        "z_loss": choose.number("z_loss", (0.0,), (1e-3, 1e-4, 0.1), (1.0,)),
+        "reduction": choose.of("reduction", "mean", "sum", "none"),
     }
 
 
 def _targets(choose: Choices, draw: Draw, classes: int, rows: list[int], ignore: int) -> Tensor:
+    kind = choose.of("target", "any", "some ignored", "all ignored", "first", "last")
     target = draw.integers(classes, *rows)
-    target.reshape(-1)[:: choose.of(1000, 3, 2)] = ignore
+    if kind in ("first", "last"):
+        target = torch.full_like(target, 0 if kind == "first" else classes - 1)
+    if kind.endswith("ignored"):
+        target.reshape(-1)[:: 1 if kind == "all ignored" else 2] = ignore
     return target
 
 
 def _cross_entropy(choose: Choices, draw: Draw) -> Arguments:
-    rows, attrs = choose.shape(choose.of(1, 2, 0), elements=32), _loss_attrs(choose)
-    classes = choose.size()
+    rows, attrs = choose.rows(high=MOST_ROWS), _loss_attrs(choose)
+    classes = choose.room(*rows).size("classes")
     target = _targets(choose, draw, classes, rows, attrs["ignore_index"])
-    return (choose.values(draw, *rows, classes), target), attrs
+    logits = choose.values("logits", draw, *rows, classes, ends=(60.0, 1e-4), more=_NAN)
+    return (logits, target), attrs
+
+
+def _product(choose: Choices) -> tuple[list[int], int, int]:
+    """Rows, inputs and classes of a loss that has the product in it."""
+    rows = choose.rows(high=MOST_ROWS)
+    inputs = choose.room(*rows).size("inputs")
+    return rows, inputs, choose.room(max(inputs, math.prod(rows))).size("classes")
 
 
 def _linear_cross_entropy(choose: Choices, draw: Draw) -> Arguments:
-    rows, attrs = choose.shape(choose.of(1, 2, 0), elements=32), _loss_attrs(choose)
-    inputs, classes = choose.size(129), choose.size(257)
+    (rows, inputs, classes), attrs = _product(choose), _loss_attrs(choose)
     target = _targets(choose, draw, classes, rows, attrs["ignore_index"])
-    weight = choose.values(draw, classes, inputs) * 0.125
-    bias = choose.values(draw, classes) if choose.of(False, True) else None
-    return (choose.values(draw, *rows, inputs), weight, target, bias), attrs
+    weight = choose.values("weight", draw, classes, inputs, ends=None, more=_NAN) * 0.125
+    bias = choose.optional("bias", draw, classes, ends=None, more=_NAN)
+    return (
+        choose.values("x", draw, *rows, inputs, ends=None, more=_NAN),
+        weight,
+        target,
+        bias,
+    ), attrs
 
 
 def _linear_cross_entropy_partials(choose: Choices, draw: Draw) -> Arguments:
-    (x, weight, target, bias), _ = _linear_cross_entropy(choose, draw)
-    classes = weight.shape[0]
-    first = choose.of(0, 1, classes, 2 * classes)
+    rows, inputs, classes = _product(choose)
+    weight = choose.values("weight", draw, classes, inputs, ends=None, more=_NAN) * 0.125
+    bias = choose.optional("bias", draw, classes, ends=None, more=_NAN)
+    first = {"none": 0, "one": 1, "a part": classes, "two parts": 2 * classes}
+    start = first[choose.of("first", *first)]
     # Among all classes of three parts.
-    return (x, weight, target + choose.of(0, first, classes), bias), {"first": first}
-
-
-def _shapes(choose: Choices) -> list[list[int]]:
-    """Shapes of the tensors of a list: one, a few; scalars and empty ones among them."""
-    count = choose.of(1, 2, 3, 7, 12)
-    return [choose.shape(choose.of(1, 2, 3, 0), elements=600) for _ in range(count)]
-
-
-def _l2_norm(choose: Choices, draw: Draw) -> Arguments:
-    return ([choose.values(draw, *shape) for shape in _shapes(choose)],), {}
-
-
-def _clip(choose: Choices, draw: Draw) -> Arguments:
-    tensors = [choose.values(draw, *shape) for shape in _shapes(choose)]
-    norm = draw.scalar(choose.of(3.0, 0.5, 0.0, 1e6))
-    return (tensors, norm), {"max_norm": choose.of(1.0, 0.25, 8.0)}
-
-
-def _unscale(choose: Choices, draw: Draw) -> Arguments:
-    grads = [choose.values(draw, *shape) for shape in _shapes(choose)]
-    filled = [g.view(-1) for g in grads if g.numel()]
-    if choose.of(False, True) and len(filled):
-        flat = filled[choose.of(0, -1)]
-        flat[choose.of(0, -1, len(flat) // 2)] = choose.of(math.inf, math.nan, -math.inf)
-    scale = draw.scalar(choose.of(2.0, 1024.0, 3.0, 1.0))
-    return (grads, scale, draw.scalar(choose.of(0.0, 0.0, 1.0))), {}
-
-
-def _step(choose: Choices, draw: Draw, *, averages: int, **rule: Any) -> Arguments:
-    """A step of an update rule; the decay and the rates of averages of every rule are alike."""
-    shapes, wide = _shapes(choose), torch.float32
-    params = [choose.values(draw, *s, dtype=choose.of(wide, draw.dtype)) for s in shapes]
-    grads = [choose.values(draw, *shape) for shape in shapes]
-    moments = [[choose.values(draw, *s, dtype=wide) * 0.1 for s in shapes] for _ in range(averages)]
-    moments[1:] = [[m.square() for m in squares] for squares in moments[1:]]
-    scalars = [
-        None if value is None else draw.scalar(value)
-        for value in (
-            choose.of(None, 8.0, 1024.0),
-            choose.of(None, 0.25),
-            choose.of(None, 0.0, 1.0),
-        )
-    ]
-    low = choose.of(None, torch.bfloat16, torch.float16)
-    copies = None if low is None else [p.to(low, copy=True) for p in params]
-    fixed = (draw.scalar(choose.of(1e-2, 0.5)), draw.scalar(choose.of(3.0, 0.0, 1000.0)))
-    attrs = {**rule, "weight_decay": choose.of(0.1, 0.0, 2.0)}
-    return (params, grads, *moments, *fixed, *scalars, copies), attrs
-
-
-def _betas(choose: Choices) -> dict[str, Any]:
-    return {"beta1": choose.of(0.9, 0.0, 0.5), "beta2": choose.of(0.999, 0.5, 0.95)}
-
-
-def _adamw(choose: Choices, draw: Draw) -> Arguments:
-    return _step(choose, draw, averages=2, **_betas(choose), eps=choose.of(1e-8, 1e-3))
-
-
-def _adamw_8bit(choose: Choices, draw: Draw) -> Arguments:
-    return adamw_8bit.coded(partial(_adamw, choose), draw)
-
-
-def _lion(choose: Choices, draw: Draw) -> Arguments:
-    return _step(choose, draw, averages=1, **_betas(choose))
-
-
-def _sgd(choose: Choices, draw: Draw) -> Arguments:
-    momentum = choose.of(0.0, 0.9)
-    rule = {
-        "momentum": momentum,
-        "nesterov": bool(momentum) and choose.of(False, True),
-        "decoupled": choose.of(False, True),
+    where = {"own": start, "first": 0, "second": classes, "third": 2 * classes}
+    target = draw.integers(classes, *rows) + where[choose.of("target", *where)]
+    return (choose.values("x", draw, *rows, inputs, ends=None, more=_NAN), weight, target, bias), {
+        "first": start
     }
-    args, attrs = _step(choose, draw, averages=1, **rule)
-    return (args if momentum else (*args[:2], [], *args[3:])), attrs
-
-
-def _lamb(choose: Choices, draw: Draw) -> Arguments:
-    args, attrs = _step(choose, draw, averages=2, **_betas(choose), eps=choose.of(1e-6, 1e-3))
-    trust = draw.uniform(len(args[0]), low=0.1, high=4.0) if choose.of(False, True) else None
-    return (*args, trust), attrs
-
-
-def _lamb_sums_of_squares(choose: Choices, draw: Draw) -> Arguments:
-    args, attrs = _step(choose, draw, averages=2, **_betas(choose), eps=choose.of(1e-6, 1e-3))
-    return (*args[:4], *args[5:8]), attrs
 
 
 def _quantize(choose: Choices, draw: Draw) -> Arguments:
-    x = choose.values(draw, *choose.shape(choose.of(1, 2, 3, 0)))
+    x = choose.values("x", draw, *choose.shape(), ends=SQUARES, more=SPECIAL)
     attrs = _coding(choose)
-    is_random = attrs["format"] in ("int8", "int4") and choose.of(False, True)
+    is_random = choose.of("random", False, True) and attrs["format"] in ("int8", "int4")
     return (x, _rng(choose, draw) if is_random else None), attrs
 
 
 def _coding(choose: Choices) -> dict[str, Any]:
-    format = choose.of(*quantization.FORMATS)
-    blocks = (32,) if format.startswith("mx_") else (32, 1, 3, 64, 256, 5000)
-    return {"format": format, "block": choose.of(*blocks)}
+    format = choose.of("format", *quantization.FORMATS)
+    block = choose.number("block", (32, 16), (1,), (3, 5, 7), (64, 128), (256,), (5000, 1000))
+    return {"format": format, "block": 32 if format.startswith("mx_") else block}
 
 
 def _dequantize(choose: Choices, draw: Draw) -> Arguments:
-    shape = tuple(choose.shape(choose.of(1, 2, 3, 0)))
+    shape = tuple(choose.shape())
     return quantization.coded(draw, shape, **_coding(choose))
 
 
 def _hadamard(choose: Choices, draw: Draw) -> Arguments:
-    block, whole = 2 ** choose.of(3, 0, 1, 2, 5, 8, 9), choose.of(True, False)
-    last = block if whole else block * choose.of(2, 1, 3)
-    x = choose.values(draw, *choose.shape(choose.of(2, 1, 3), last=last))
+    block, whole = 2 ** choose.of("block", 3, 0, 1, 2, 5, 8, 10), choose.of("whole", True, False)
+    last = block if whole else block * choose.of("blocks", 2, 1, 3)
+    x = choose.values("x", draw, *choose.rows(), last, more=SPECIAL)
     return (x,), {"block": None if whole else block}
 
 
 def _top_k(choose: Choices, draw: Draw) -> Arguments:
-    x = choose.values(draw, *choose.shape(choose.of(2, 1, 3)))
+    x = choose.values("x", draw, *choose.shape())
     last = x.shape[-1]
-    return (x,), {"k": choose.of(1, last, last // 2, min(3, last), 0)}
+    few, many = 2 + choose.turn("few") % 8, 10 + choose.turn("many") % 40
+    count = {"one": 1, "all": last, "half": last // 2, "few": min(few, last), "none": 0,
+             "many": min(many, last)}  # fmt: skip
+    return (x,), {"k": count[choose.of("k", *count)]}
 
 
 DRAWN: Mapping[str, Drawn] = {
@@ -423,12 +492,16 @@ DRAWN: Mapping[str, Drawn] = {
     "bias_dropout_add": _bias_dropout_add,
     "dropout_add_rms_norm": partial(_dropout_add_norm, bias=False),
     "dropout_add_layer_norm": partial(_dropout_add_norm, bias=True),
-    "gelu": partial(_element, approximate=("none", "tanh")),
+    "gelu": partial(_element, approximate=(("none",), ("tanh",))),
     **dict.fromkeys(("silu", "relu", "relu2", "sigmoid", "tanh"), _element),
-    "softplus": partial(_element, beta=(1.0, 2.0, 0.5), threshold=(20.0, 1.0, 90.0)),
+    "softplus": partial(
+        _element,
+        beta=((1.0,), (2.0, 1.5, 10.0), (0.5, 0.1)),
+        threshold=((20.0,), (1.0, 0.5, 2.0), (90.0, 200.0), (0.01, 0.1, 0.0)),
+    ),
     "bias_gelu": _bias_gelu,
-    "swiglu": partial(_gated, approximate=False),
-    "geglu": partial(_gated, approximate=True),
+    "swiglu": _gated,
+    "geglu": partial(_gated, approximate=_FORMS),
     "softmax": _softmax,
     "rope": _rope,
     "attention": _attention,
@@ -444,16 +517,7 @@ DRAWN: Mapping[str, Drawn] = {
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
     "linear_cross_entropy_partials": _linear_cross_entropy_partials,
-    "l2_norm": _l2_norm,
-    "sums_of_squares": _l2_norm,
-    "clip": _clip,
-    "unscale_and_check": _unscale,
-    "adamw": _adamw,
-    "adamw_8bit": _adamw_8bit,
-    "sgd": _sgd,
-    "lion": _lion,
-    "lamb_sums_of_squares": _lamb_sums_of_squares,
-    "lamb": _lamb,
+    **drawn_lists.DRAWN,
     "quantize": _quantize,
     "dequantize": _dequantize,
     "hadamard": _hadamard,

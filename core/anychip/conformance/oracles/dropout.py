@@ -103,7 +103,6 @@ def _parts(make: Callable[..., Arguments]) -> Iterator[Call]:
     for shape, width, column in (("6x13", 40, 5), ("5x64", 256, 64), ("7x1", 9, 8)):
         yield from labels(partial(part, width=width), f"{shape}.rows.column:{column}")
     yield from labels(part, "6x9.rows:far")
-    yield from labels(partial(part, width=32, column=1), "9x31.rows.strided")
 
 
 def _special(draw: Draw) -> Arguments:
@@ -116,7 +115,7 @@ def _special(draw: Draw) -> Arguments:
 def _calls() -> Iterator[Call]:
     yield from LABELS(_arguments, "0 1 scalar 3 4 5 7x9 3x4x5 257 4099", ends=(".p:0.1",))
     yield from LABELS(_arguments, """33x40.p:0 33x40.p:0.5 33x40.p:0.9 33x40.p:1
-        33x40.p:2.32830644e-10 33x40.p:0.999999046 9x31.*""")  # fmt: skip
+        33x40.p:2.32830644e-10 33x40.p:0.999999046""")  # fmt: skip
     yield from LABELS(partial(_arguments, shape=(400,)), "huge subnormal")
     yield Call("special", _special, statistical=False, gradient=False)
     yield from _parts(_arguments)
@@ -150,7 +149,7 @@ def _add_special(draw: Draw) -> Arguments:
 
 def _add_calls() -> Iterator[Call]:
     yield from LABELS(_add_arguments, "0x3 1 3 5 7x9 3x4x5 257 9x455", ends=(".p:0.1",))
-    yield from LABELS(_add_arguments, """11x40.p:0 11x40.p:0.5 11x40.p:1 11x40.p:0.999999046 9x31.*
+    yield from LABELS(_add_arguments, """11x40.p:0 11x40.p:0.5 11x40.p:1 11x40.p:0.999999046
         8x33.bias:none 8x33.residual:fp32 8x33.carry""")  # fmt: skip
     yield from _parts(_add_arguments)
     yield Call("6x64.cancel", _cancelling, statistical=False)

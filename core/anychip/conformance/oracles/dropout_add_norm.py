@@ -102,9 +102,9 @@ def _calls(*, bias: bool) -> Iterator[Call]:
                      "rows:far": {"rows": dropout.FAR}})  # fmt: skip
     make, part = partial(_normal, bias=bias), partial(_in_whole, bias=bias)
     yield from labels(make, """0x8 1x1 5 4x8 3x17 2x3x33 5x64 70x48 4x1000 3x0 11x40.p:0
-        11x40.p:0.5 11x40.p:1 11x40.p:0.999999046 5x6x50.* 4x40.eps:0.5 8x33.carry
+        11x40.p:0.5 11x40.p:1 11x40.p:0.999999046 4x40.eps:0.5 8x33.carry
         6x96.residual:fp32""")  # fmt: skip
-    yield from labels(part, "5.rows 4x17.rows 2x3x64.rows 6x40.rows:far 5x48.rows.strided")
+    yield from labels(part, "5.rows 4x17.rows 2x3x64.rows 6x40.rows:far")
     yield Call("5x40.cancel", partial(_cancelling, bias=bias), statistical=False)
     for value in ("nan", "inf"):
         special = partial(_special, value=float(value), bias=bias)

@@ -88,12 +88,13 @@ def _apart(draw: Draw) -> Arguments:
 def _calls() -> Iterator[Call]:
     yield from _LABELS(_grouped, _SIZES)
     yield from _LABELS(_grouped, _FULL, full=True)
-    yield from _LABELS(_grouped, "3+0+6.rest:2.20-11.*")
     wide = partial(_grouped, lengths=(3, 4), rest=1, inputs=40, outputs=12)
     yield from _LABELS(wide, "huge tiny")
     yield from _LABELS(_grouped, "3+5.rest:1.8-5.int32 4+0+3.rest:2.33-17.int32")
     large = "3+0+6.rest:2.20-11 2+3.rest:0.1000-6 600+1.rest:0.24-10"
     yield from _LABELS(_grouped, large, ends=(".to-float32",))
+    # Aligned in all directions, for which a path of lower precision may be taken.
+    yield from _LABELS(_grouped, "32+32.rest:0.512-64")
     yield Call("apart", _apart, statistical=False)
     # What is not finite stays in its group; in the rows of no group it is not seen at all.
     make = partial(_grouped, lengths=(3, 4, 2), rest=2, inputs=24, outputs=5)
@@ -103,5 +104,5 @@ def _calls() -> Iterator[Call]:
 
 GROUPED_LINEAR = differentiable(
     _answer, _calls, "15+17+1.rest:0.64-65", "2+3.rest:0.1000-6", "600+1.rest:0.24-10",
-    "2+3.rest:0.1000-6.to-float32", "600+1.rest:0.24-10.to-float32",
+    "32+32.rest:0.512-64", "2+3.rest:0.1000-6.to-float32", "600+1.rest:0.24-10.to-float32",
 )  # fmt: skip

@@ -143,8 +143,9 @@ def _calls() -> Iterator[Call]:
     labels = Labels(OPTIONS)
     yield from labels(_arguments, _SHAPES)
     for name in OPTIONS:
-        yield from labels(_arguments, f"6x11.{name} 2x5x130.{name}")
-    yield from labels(partial(_arguments, reduction="none"), "7x50.*")
+        yield from labels(_arguments, f"6x11.{name} 5x13x130.{name}")
+    # The sum over the whole vocabulary counts in smoothing alone.
+    yield from labels(_arguments, "3x32000.all-mean")
     yield Call("edges", _edges)
     for which in ("all", "all-but-last", "last"):
         yield Call(f"ignored:{which}", partial(_ignored, which=which))
@@ -156,4 +157,4 @@ def _calls() -> Iterator[Call]:
     yield from labels(_arguments, "5x32000 5x152064", full=True)
 
 
-CROSS_ENTROPY = differentiable(answer, _calls, "6x11.none", "2x5x130.none", "90x33")
+CROSS_ENTROPY = differentiable(answer, _calls, "6x11.none", "5x13x130.none", "90x33")

@@ -34,17 +34,17 @@ class Oracle:
     lower_precision: tuple[str, ...] = ()
     independent: bool = True
 
-    def is_full(self, call: Call, dtype: torch.dtype, *, represented: bool) -> bool:
+    def is_full(self, call: Call, dtype: torch.dtype) -> bool:
         """Whether a call is made only at level full.
 
-        Args:
-            represented: another type of the same width stands for this one. What it does not say
-                already is asked: rare numbers, layouts, and calls that tell precisions apart.
+        So are those that differ in sizes alone and, in 16 bits, all with ordinary numbers: the
+        designs vary both. What tells precisions apart is asked all the same.
         """
-        plain = call.statistical and call.layout == "contiguous"
-        if represented and plain and call.label not in self.lower_precision:
+        in_16_bits = dtype.itemsize == 2
+        if call.full or (call.full_in_16_bits and in_16_bits):
             return True
-        return call.full or (call.full_in_16_bits and dtype.itemsize == 2)
+        is_plain = call.sized or (in_16_bits and self.independent and call.statistical)
+        return is_plain and call.label not in self.lower_precision
 
 
 Gradients = tuple[Rounded | None, ...]

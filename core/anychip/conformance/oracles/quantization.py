@@ -249,7 +249,6 @@ def _quantize_calls() -> Iterator[Call]:
             yield from _LABELS(arguments, f"33x40.{format}", ends=_BLOCKS)
         if format in _INTEGERS:  # rounded at random
             yield from _LABELS(arguments, shapes, ends=(f".{format}.random",))
-            yield from _LABELS(partial(arguments, offset=2**32 - 7), f"9x31.{format}.*")
             large = partial(arguments, offset=9, block=256)
             yield from _LABELS(large, f"300001.{format} 300001.{format}.block:3", full=True)
 
@@ -279,7 +278,6 @@ def _dequantize_calls() -> Iterator[Call]:
         yield from _LABELS(coded, "0 1 scalar 31 33 7x9 2x3x5 4099", ends=(f".{format}",))
         special = partial(_coded_special, format=format)
         yield Call(f"special.{format}", special, statistical=False)
-        yield from _LABELS(coded, f"9x31.{format}.*")
         if not format.startswith("mx_"):
             yield from _LABELS(coded, f"33x40.{format}", ends=_BLOCKS)
             ends = (".block:256", ".block:524288")

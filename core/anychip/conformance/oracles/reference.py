@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw
+from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, Layouts
 from anychip.conformance.formats import FORMATS, Array
 from anychip.conformance.oracles.oracle import Oracle
 from anychip.contract import OperatorSpec
@@ -92,8 +92,13 @@ def _calls(spec: OperatorSpec) -> Iterator[Call]:
     labels = [sample.label for sample in spec.samples(Draw(torch.float32, spec.name))]
     for index, label in enumerate(labels):
         yield Call(f"{index}.{safe(label)}", partial(_sample, spec, index=index), statistical=False)
-    for layout in LAYOUTS if labels else ():
-        yield Call(f"0.{layout}", partial(_sample, spec, index=0), layout=layout, statistical=False)
+    # Of all arguments, then of one alone: nobody may take its strides from another one.
+    names = Signature.parse(spec).positional
+    each: dict[str, Layouts] = {layout: layout for layout in LAYOUTS}
+    each |= {f"{name}.{layout}": {name: layout} for name in names for layout in LAYOUTS}
+    for label, layout in each.items() if labels else ():
+        make = partial(_sample, spec, index=0)
+        yield Call(f"0.{label}", make, layout=layout, statistical=False)
 
 
 def _sample(spec: OperatorSpec, draw: Draw, index: int) -> Arguments:

@@ -60,7 +60,6 @@ def _rope_calls() -> Iterator[Call]:
     for name in ("half", "interleaved"):
         make = partial(_rope_arguments, interleaved=name == "interleaved")
         yield from labels(make, f"{SIZES} 2x31x3+1x6 1x300x2+2x64", ends=(f".{name}",))
-        yield from labels(make, f"2x7x3+1x10.{name}.*")
         rotary = (f".{name}.rotary:0", f".{name}.rotary:2", f".{name}.rotary:8")
         yield from labels(make, "2x5x3+1x12", ends=rotary)
         yield from labels(make, f"1x9x2+2x8.{name}.from:1000 2x9x2+2x8.{name}.huge")

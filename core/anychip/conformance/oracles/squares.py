@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from anychip.conformance.arithmetic import UNIT, Rounded, concatenate, sqrt
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
+from anychip.conformance.calls import Arguments, Call, Draw
 from anychip.conformance.oracles import update
 from anychip.conformance.oracles.oracle import Oracle
 from anychip.conformance.oracles.update import LONG, in_lists, scaled
@@ -133,7 +133,6 @@ def _sums_calls() -> Iterator[Call]:
         yield exact(f"exponents:{exponents}", partial(_far_apart, exponents=exponents))
     for name in ("huge", "tiny", "subnormal"):
         yield exact(name, partial(_of_scale, name=name))
-    yield from in_layouts("list", _two_dims)
     yield exact("one-large", _one_large)
     yield exact("special", _special)
     yield exact("1500001", partial(_flat, numels=(1_500_001,)), full=True)
@@ -179,7 +178,6 @@ def _lamb_sums_calls() -> Iterator[Call]:
     for label, changes in _STEPS.items():
         yield exact(label, partial(_read_only, **changes))
     yield exact("own-dtype", lambda draw: _read_only(draw, param=draw.dtype))
-    yield from in_layouts("plain", _read_only)
     yield exact("long", partial(_read_only, shapes=LONG), full=True)
 
 

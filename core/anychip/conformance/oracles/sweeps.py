@@ -24,13 +24,13 @@ def N(size: int) -> int:
     return size
 
 
-QUICK = (15, 16, 31, 32, 63, 65, 128, 129, 256)
-QUICK_IN_16_BITS = (15, 65, 129)
+QUICK = (15, 65, 129)
+"""Others are levels of the designs."""
 WIDTHS = (96, 192, 768)
 """Widths of models and of heads: a kernel of its own for each."""
 FULL = (
-    *range(2, 15), 17, 33, 64, 80, 127, 160, 255, 257, 320, 384, 511, 512, 513, 640, 1023, 1024,
-    1025, 1280, 1536, 2047, 2048, 2049, 2560, 3072, 4095, 4096, 4097,
+    *range(2, 15), 16, 17, 31, 32, 33, 63, 64, 80, 127, 128, 160, 255, 256, 257, 320, 384, 511, 512,
+    513, 640, 1023, 1024, 1025, 1280, 1536, 2047, 2048, 2049, 2560, 3072, 4095, 4096, 4097,
 )  # fmt: skip
 HIDDEN = (8191, 8192, 8193, 16383, 16384, 16385)
 """The largest hidden sizes."""
@@ -60,7 +60,8 @@ def sweep(
                 f"{name}:{size}",
                 partial(make, **{key: _at(value, size) for key, value in options.items()}),
                 full=size not in quick,
-                full_in_16_bits=size not in QUICK_IN_16_BITS,
+                full_in_16_bits=size not in QUICK,
+                sized=size in QUICK,
             )
 
     return calls

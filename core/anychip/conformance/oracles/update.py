@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import UNIT, Rounded, concatenate, power, sqrt, where
-from anychip.conformance.calls import Arguments, Call, Draw, in_layouts
+from anychip.conformance.calls import Arguments, Call, Draw
 from anychip.conformance.formats import Format, ulp
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -190,7 +190,6 @@ def _l2_calls() -> Iterator[Call]:
     yield Call("spotlights", lambda draw: ((_spotlights(draw),), {}))
     for name in ("huge", "tiny"):
         yield Call(name, partial(_listed, scale=name))
-    yield from in_layouts("list", partial(_listed, shapes=((5, 7), (33,))))
     yield Call("inf", partial(_flat, sizes=(9, 3), scales=(1.0, math.inf)))
     yield Call("nan", partial(_flat, sizes=(9, 3), scales=(math.nan, 1.0)))
     yield Call("300000", partial(_flat, sizes=(300_000,)), full=True)
@@ -205,7 +204,6 @@ def _clip_calls() -> Iterator[Call]:
         yield Call(f"norm:{norm:g}", partial(_clipped, norm=norm))
     # At a norm of this size the 1e-6 of the definition decides.
     yield Call("norm:1e-05", partial(_clipped, norm=1e-5, max_norm=1e-6))
-    yield from in_layouts("norm:4", partial(_clipped, norm=4.0))
     yield Call(
         "spotlights",
         lambda draw: ((_spotlights(draw), draw.scalar(10.0)), {"max_norm": 1.0}),
@@ -232,7 +230,6 @@ def _unscale_calls() -> Iterator[Call]:
             yield Call(f"{name}.{where_}", make, statistical=False)
     # Once set it stays, although this call finds nothing.
     yield Call("found-before", partial(_unscaled, scale=2.0, found=1.0))
-    yield from in_layouts("scale:1024", partial(_unscaled, scale=1024.0))
 
 
 ADAMW_ATTRS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
@@ -294,13 +291,12 @@ ADAMW_STEPS: dict[str, dict[str, Any]] = {
 
 
 def step_calls(
-    step: Callable[..., Arguments], table: Mapping[str, Mapping[str, Any]], layout: str = "plain"
+    step: Callable[..., Arguments], table: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Call]:
-    """Those of a table, and those that every rule has; layout: label of those in layouts."""
+    """Those of a table, and those that every rule has."""
     for label, changes in table.items():
         yield Call(label, partial(step, **changes))
     yield Call("own-dtype", lambda draw: step(draw, param=draw.dtype))
-    yield from in_layouts(layout, step)
     long = partial(step, shapes=LONG, scale=64.0, clip=0.5, low=torch.bfloat16)
     yield Call("long", long, full=True)
 
@@ -363,11 +359,11 @@ ADAMW = Oracle(
 )
 SGD = Oracle(
     forward=partial(in_lists, _sgd),
-    calls=partial(step_calls, partial(_short_step, attrs=SGD_ATTRS), _SGD, "layout"),
+    calls=partial(step_calls, partial(_short_step, attrs=SGD_ATTRS), _SGD),
     lower_precision=("scale-clip", "nesterov"),
 )
 LION = Oracle(
     forward=partial(in_lists, _lion),
-    calls=partial(step_calls, partial(_short_step, attrs=LION_ATTRS), _LION, "layout"),
+    calls=partial(step_calls, partial(_short_step, attrs=LION_ATTRS), _LION),
     lower_precision=("plain", "scale-clip"),
 )

@@ -122,9 +122,7 @@ def _calls() -> Iterator[Call]:
             yield from _LABELS(_packed, f"{name}{end}")
             if name in _KEYS:
                 yield from _LABELS(partial(_packed, keys=_KEYS[name]), f"{name}{end}.keys")
-    yield from _LABELS(_packed, "7+12.heads:6+1 7+12.heads:6+2 7+12.heads:6+6 6+0+7.padded:1.*")
-    keys = partial(_packed, padded=1, keys=((4, 3, 9), 0))
-    yield from _LABELS(keys, "6+0+7of4+3+9.strided")
+    yield from _LABELS(_packed, "7+12.heads:6+1 7+12.heads:6+2 7+12.heads:6+6")
     # Even and odd numbers of entries, which read as int64 would be half as many.
     yield from _LABELS(_packed, "3+5+4.int32 0+4+0+0+3+0.int32 5+2.padded:3.int32")
     wide = partial(_packed, padded=1, causal=False, keys=((65, 7), 2))
@@ -138,5 +136,5 @@ def _calls() -> Iterator[Call]:
 
 
 ATTENTION_VARLEN = differentiable(
-    _answer, _calls, "15+17+33.causal", "63+65.full", "63+65.causal.keys"
+    _answer, _calls, "15+17+33.causal", "63+65.full", "63+65.causal.keys", "33+4of65+7.to-float32"
 )

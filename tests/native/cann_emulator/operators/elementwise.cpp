@@ -49,6 +49,7 @@ UNARY(aclnnTrunc, at::trunc)
 UNARY(aclnnTan, at::tan)
 UNARY(aclnnAtan, at::atan)
 UNARY(aclnnErfc, at::erfc)
+UNARY(aclnnSignbit, at::signbit)
 
 UNARY_IN_PLACE(aclnnInplaceFloor, floor_)
 UNARY_IN_PLACE(aclnnInplaceSqrt, sqrt_)

@@ -70,6 +70,8 @@ OPERATOR(aclnnMaskedSelect, kAny, Tensor self, Tensor mask, SizedTensor out) {
   fit(out, at::masked_select(self, mask));
 }
 OPERATOR(aclnnNonzero, kAny, Tensor self, SizedTensor out) { fit(out, at::nonzero(self)); }
+// A row of places per dim.
+OPERATOR(aclnnNonzeroV2, kAny, Tensor self, SizedTensor out) { fit(out, at::nonzero(self).t()); }
 OPERATOR(aclnnIndex, kAny, Tensor self, Tensors indices, Tensor out) {
   write(out, at::index(self, index_list(indices)));
 }

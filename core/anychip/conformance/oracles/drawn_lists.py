@@ -1,0 +1,151 @@
+"""What operators on lists of tensors may be called with: norms, scales, rules of optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anychip.conformance.calls import Arguments, Draw
+from anychip.conformance.choices import Choices
+from anychip.conformance.oracles import adamw_8bit as coding_8bit
+
+SQUARES = ("huge", "tiny")
+"""Scales whose squares fit."""
+SPECIAL = ("special",)
+
+_SHAPES: Mapping[str, tuple[tuple[int, ...], ...]] = {
+    "few elements": ((3,), (2, 3), (7,), (4,), (5, 2), (9,)),
+    "some empty": ((0,), (5,), (2, 0), (4, 3)),
+    "one element": ((), (1,), (1, 1)),
+    "beside powers of two": ((15,), (33,), (63,), (65,), (129,), (17, 31), (257,)),
+    "multiples of 16": ((64,), (16, 12), (128,), (320,), (8, 32), (16,), (48,)),
+    "long": ((1027,), (3,), (6, 100), (20,), (9000,), (300, 7)),
+    "all empty": ((0,), (0, 3)),
+}
+
+
+def _shapes(choose: Choices, *counts: int) -> list[tuple[int, ...]]:
+    """Shapes of the tensors of a list, which may have so many more."""
+    count = choose.number("tensors", (3, 4, 5), (1,), (2,), (7, 9, 16, 33, *counts))
+    shapes, first = _SHAPES[choose.of("shapes", *_SHAPES)], choose.turn("shapes")
+    return [shapes[(first + index) % len(shapes)] for index in range(count)]
+
+
+def _listed(choose: Choices, draw: Draw, factor: str, **options: Any) -> list[Tensor]:
+    return [choose.values(factor, draw, *shape, **options) for shape in _shapes(choose, 70, 300)]
+
+
+def l2_norm(choose: Choices, draw: Draw) -> Arguments:
+    return (_listed(choose, draw, "tensors' values", ends=SQUARES),), {}
+
+
+def clip(choose: Choices, draw: Draw) -> Arguments:
+    norms = (3.0, 1.5, 20.0), (0.5, 0.01), (0.0,), (1e6, 1e3), (math.inf,)
+    norm = draw.scalar(choose.number("norm", *norms))
+    attrs = {"max_norm": choose.number("max_norm", (1.0,), (0.25, 0.1, 0.01), (8.0, 2.0, 10.0))}
+    return (_listed(choose, draw, "tensors' values", ends=SQUARES), norm), attrs
+
+
+def unscale(choose: Choices, draw: Draw) -> Arguments:
+    grads = _listed(choose, draw, "grads", more=SPECIAL)
+    scales = (2.0, 16.0), (1024.0, 65536.0), (3.0, 7.0), (1.0,), (2.0**-4, 0.5)
+    scale = draw.scalar(choose.number("scale", *scales))
+    return (grads, scale, draw.scalar(choose.of("found_inf", 0.0, 1.0))), {}
+
+
+def _given(
+    choose: Choices, draw: Draw, factor: str, *classes: Sequence[float | None]
+) -> Tensor | None:
+    value = choose.number(factor, *classes)
+    return None if value is None else draw.scalar(value)
+
+
+def _step(choose: Choices, draw: Draw, *, averages: int, **rule: Any) -> Arguments:
+    """A step of an update rule; the decay and the rates of averages of every rule are alike."""
+    shapes, wide = _shapes(choose), torch.float32
+    of_params = choose.of("params in", "float32", "the own type", "both")
+    dtypes = {"float32": (wide,), "the own type": (draw.dtype,), "both": (wide, draw.dtype)}
+    params = [
+        choose.values(
+            "params", draw, *s, dtype=dtypes[of_params][i % len(dtypes[of_params])], more=()
+        )
+        for i, s in enumerate(shapes)
+    ]
+    grads = [choose.values("grads", draw, *shape, more=()) for shape in shapes]
+    past = choose.of("moments", 0.1, 0.0, 1e-6)
+    moments = [[draw.normal(*s, dtype=wide) * past for s in shapes] for _ in range(averages)]
+    moments[1:] = [[m.square() for m in squares] for squares in moments[1:]]
+    scalars = (
+        _given(choose, draw, "scale", (None,), (8.0, 3.0, 0.5), (1024.0, 65536.0)),
+        _given(choose, draw, "clip", (None,), (0.25, 1.0, 0.7), (0.0,)),
+        _given(choose, draw, "found_inf", (None,), (0.0,), (1.0,)),
+    )
+    low = choose.of("copies", None, torch.bfloat16, torch.float16)
+    copies = None if low is None else [p.to(low, copy=True) for p in params]
+    lr = draw.scalar(choose.number("lr", (1e-2, 1e-3, 0.1), (0.5,), (0.0,)))
+    steps = (3.0, 2.0, 5.0, 10.0), (0.0,), (1.0,), (1000.0, 20.0, 100.0), (65_535.0,)
+    step = draw.scalar(choose.number("step", *steps))
+    decay = choose.number("weight_decay", (0.1, 0.01), (0.0,), (1.0, 0.5, 2.0))
+    attrs = {**rule, "weight_decay": decay}
+    return (params, grads, *moments, lr, step, *scalars, copies), attrs
+
+
+_LARGE_EPS = (1e-3, 0.01), (1.0, 0.1)
+
+
+def _betas(choose: Choices) -> dict[str, Any]:
+    return {"beta1": choose.number("beta1", (0.9, 0.8), (0.0,), (0.5, 0.1, 0.3)),
+            "beta2": choose.number("beta2", (0.999,), (0.5, 0.7, 0.0), (0.95, 0.99))}  # fmt: skip
+
+
+def adamw(choose: Choices, draw: Draw) -> Arguments:
+    eps = choose.number("eps", (1e-8, 1e-7), *_LARGE_EPS)
+    return _step(choose, draw, averages=2, **_betas(choose), eps=eps)
+
+
+def adamw_8bit(choose: Choices, draw: Draw) -> Arguments:
+    return coding_8bit.coded(partial(adamw, choose), draw)
+
+
+def lion(choose: Choices, draw: Draw) -> Arguments:
+    return _step(choose, draw, averages=1, **_betas(choose))
+
+
+def sgd(choose: Choices, draw: Draw) -> Arguments:
+    kinds = (0.0, False), (0.9, False), (0.9, True), (0.5, False)
+    momentum, nesterov = choose.of("momentum", *kinds)
+    decoupled = choose.of("decoupled", False, True)
+    rule = {"momentum": momentum, "nesterov": nesterov, "decoupled": decoupled}
+    args, attrs = _step(choose, draw, averages=1, **rule)
+    return (args if momentum else (*args[:2], [], *args[3:])), attrs
+
+
+def lamb(choose: Choices, draw: Draw) -> Arguments:
+    eps = choose.number("eps", (1e-6, 1e-5), *_LARGE_EPS)
+    args, attrs = _step(choose, draw, averages=2, **_betas(choose), eps=eps)
+    trust = draw.uniform(len(args[0]), low=0.1, high=4.0)
+    return (*args, trust if choose.of("trust", False, True) else None), attrs
+
+
+def lamb_sums_of_squares(choose: Choices, draw: Draw) -> Arguments:
+    (*args, _), attrs = lamb(choose, draw)
+    return (*args[:4], *args[5:8]), attrs
+
+
+DRAWN: Mapping[str, Callable[[Choices, Draw], Arguments]] = {
+    "l2_norm": l2_norm,
+    "sums_of_squares": l2_norm,
+    "clip": clip,
+    "unscale_and_check": unscale,
+    "adamw": adamw,
+    "adamw_8bit": adamw_8bit,
+    "sgd": sgd,
+    "lion": lion,
+    "lamb_sums_of_squares": lamb_sums_of_squares,
+    "lamb": lamb,
+}

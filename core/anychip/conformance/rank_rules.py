@@ -1,0 +1,256 @@
+"""What a rank is asked about rules of collectives: order, waiting, groups, mistakes, the end.
+
+As :mod:`.rank_questions`, these functions run in the processes of :mod:`.ranks`, where ranks check
+what they get themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from anychip.conformance.case import check, check_equal_bits, expect_error
+from anychip.conformance.rank_questions import (
+    PLANS,
+    RankJob,
+    Way,
+    attempt,
+    check_counts,
+    split,
+    values,
+    verify,
+)
+from anychip.conformance.rank_trials import Trial, check_joined, digest, finish
+from anychip.contract import CommunicationError, Communicator
+
+LARGE = (1 << 18, 1_000_003)
+"""Elements: pieces of a MiB that are full, and a prime, as gradients come."""
+LATER_S = 0.02
+"""So long after all others has the last rank not made its call."""
+
+
+def ask_order(job: RankJob) -> None:
+    """Messages of one tag come in the order in which they were sent; those of another one not."""
+    comm, device, world = job.communicator(), job.backend.device(), job.world_size
+    tags = (3, 3, 3 + 2**15, 3)
+    for step in range(1, world):
+        after, before = (comm.rank + step) % world, (comm.rank - step) % world
+        sends = [Trial(comm, device, torch.float32, f"send {number}") for number in range(4)]
+        sent = [
+            comm.send(trial.place(trial.input(comm.rank, 300)), after, tag=tag, async_op=True)
+            for trial, tag in zip(sends, tags, strict=True)
+        ]
+        for number in (2, 0, 1, 3):
+            room = sends[number].place(300)
+            comm.recv(room, before, tag=tags[number])
+            want = sends[number].input(before, 300)
+            name = f"recv of message {number} from rank {before}, tag {tags[number]}"
+            check_equal_bits(name, room.cpu(), want)
+        for work in sent:
+            finish(work, "send")
+
+
+def ask_under_way(job: RankJob, where: Sequence[str]) -> dict[str, str]:
+    """Calls of all kinds in several groups under way at once, waited for in orders of their own.
+
+    Args:
+        where: ``world``, or names of :data:`.rank_questions.SPLITS`; groups may overlap.
+    """
+    device, same = job.backend.device(), dict[str, str]()
+    comms = [job.group(name) for name in where]
+    for late in (99, job.world_size - 1, 0):
+        trials, plans, works = [], [], []
+        for number, (name, plan) in enumerate([*PLANS.items()] * 2):
+            comm = comms[number % len(comms)]
+            dtype = (torch.float32, torch.int64)[number // len(PLANS)]
+            label = f"{name} number {number} under way in {comm.name} {list(comm.ranks)}"
+            way = Way(numel=60 + number, ending="waited", source=(1 + number) % comm.world_size)
+            trials.append(Trial(comm, device, dtype, f"{label}, rank {late} late"))
+            plans.append(plan(trials[-1], way))
+        if job.rank == late:
+            time.sleep(0.02)
+        works = [plan.begin() for plan in plans]
+        order = list(range(len(works)))
+        for at in order[::-1] if job.rank % 2 == 0 else order[5:] + order[:5]:
+            finish(works[at], trials[at].label, polled=at % 3 == 0)
+            same |= verify(trials[at], plans[at], None)
+    return same
+
+
+def ask_large(job: RankJob) -> dict[str, str]:
+    """Messages of some MiB, as gradients are: they go in several pieces."""
+    comm, device, same = job.communicator(), job.backend.device(), dict[str, str]()
+    for call in PLANS:
+        for numel, cut in zip(LARGE, ("even", "near"), strict=True):
+            way = Way(numel=numel, cut=cut, is_rare=False)
+            same |= attempt(comm, device, call, torch.float32, way)
+    return same
+
+
+def ask_early(job: RankJob, number: int, where: str = "world") -> None:
+    """Work is not done while another rank has not made the call; after wait() it is, and right.
+
+    Each call, with each rank of the group the one that comes last. A call that has copies to queue
+    behind it may wait for that rank itself.
+    """
+    comm, device = job.group(where), job.backend.device()
+    everyone = range(comm.world_size)
+    for late in everyone:
+        for name, plan in PLANS.items() if comm.world_size > 1 else ():
+            label = f"{name} in {comm.name} {list(comm.ranks)}, {late} last, question {number}"
+            trial = Trial(comm, device, torch.float32, label)
+            made = plan(trial, Way(numel=1000, ending="waited", source=late))
+            called = f"early/{label}/called"
+            if comm.rank == late:
+                for rank in set(everyone) - {late}:
+                    job.wait_for(f"early/{label}/{rank}")
+                time.sleep(LATER_S)
+                job.say(called)
+                work, is_early = made.begin(), False
+            else:
+                job.say(f"early/{label}/{comm.rank}")
+                work = made.begin()
+                is_early = work.is_done() and not job.store.check([called])
+            finish(work, label)
+            text = f"{label}: is_done() is True, and that rank has not made the call yet"
+            check(not is_early, text)
+            verify(trial, made, None)
+
+
+def ask_barrier(job: RankJob, number: int, where: str = "world") -> None:
+    """No rank leaves the barrier before all have come, whichever comes last; it is counted."""
+    comm = job.group(where)
+    before = comm.traffic.calls.copy(), comm.traffic.nbytes.copy()
+    times = comm.world_size if comm.world_size > 1 else 0
+    for late in range(times):
+        word = f"barrier/{number}/{comm.ranks}/{late}"
+        if comm.rank == late:
+            time.sleep(0.1)
+            job.say(word)
+        comm.barrier()
+        check(job.store.check([word]), f"barrier in {comm.name}: left before rank {late} came")
+    check_counts("barrier", comm, before, {"barrier": (times, 0)})
+
+
+def ask_groups(job: RankJob) -> dict[str, str]:
+    """Parts of the world in the order that was asked for: whole, each rank alone, turned round."""
+    world, same = list(range(job.world_size)), dict[str, str]()
+    ways: dict[str, list[list[int]]] = {"whole": [world], "alone": [[rank] for rank in world]}
+    ways["turned"] = [world[::-1]]
+    if job.world_size == 4:
+        ways["crossed"] = [[3, 0], [2, 1]]
+    for name, groups in ways.items():
+        part = split(job.communicator(), groups, name)
+        for number, call in enumerate(PLANS):
+            share = (number, 12 if name == "whole" else 5)
+            found = values(part, job.backend.device(), call, torch.float32, share=share)
+            same |= found["same"]
+    return same | (_split_again(job) if job.world_size == 4 else {})
+
+
+def _split_again(job: RankJob) -> dict[str, str]:
+    """A group is split as the world is: ranks are those of the group, and then of the world."""
+    device, same = job.backend.device(), dict[str, str]()
+    triple = job.group("triple")
+    groups = [[0], [1, 2]] if triple.world_size == 3 else [[0]]
+    part = triple.split(groups, name="again")
+    members = {0: (0,), 1: (1,), 2: (2, 3), 3: (2, 3)}[job.rank]
+    found = (part.name, tuple(part.ranks), part.rank, part.world_size)
+    want = ("again", members, members.index(job.rank), len(members))
+    check(found == want, f"split of a group: (name, ranks, rank, size) {want}, got {found}")
+    for call in PLANS:
+        way = Way(numel=65, source=part.world_size - 1)
+        same |= attempt(part, device, call, torch.float32, way)
+    return same
+
+
+def ask_mistakes(job: RankJob, where: str = "world") -> None:
+    """What one rank can see alone is a ValueError before anything is sent; all goes on after it."""
+    comm, device = job.group(where), job.backend.device()
+    mistakes(comm, device)
+    x = torch.ones(4, device=device)
+    comm.all_reduce(x)
+    check(x.tolist() == [float(comm.world_size)] * 4, f"all_reduce after mistakes: {x.tolist()}")
+
+
+def mistakes(comm: Communicator, device: torch.device) -> None:
+    """As :func:`ask_mistakes`, of any communicator."""
+    world = comm.world_size
+    x = torch.zeros(4 * world, device=device)
+    calls: dict[str, Callable[[], Any]] = {
+        "a tensor that is not contiguous": lambda: comm.all_reduce(x[::2]),
+        "a reduction that does not exist": lambda: comm.all_reduce(x, "mean"),  # type: ignore[arg-type]
+        "a rank beyond the last": lambda: comm.broadcast(x, world),
+        "a negative rank": lambda: comm.broadcast(x, -1),
+        "a send to itself": lambda: comm.send(x, comm.rank),
+        "a send beyond the last": lambda: comm.send(x, world),
+        "parts that are not the whole": lambda: comm.all_gather(x, x[:3]),
+        "sizes of other ranks": lambda: comm.reduce_scatter(x[:4], x, sizes=[4] * (world + 1)),
+        "another number of tensors": lambda: comm.all_to_all([x] * (world + 1), [x] * (world + 1)),
+        "a rank in no group": lambda: comm.split([[]], name="nothing"),
+        "a rank in two groups": lambda: comm.split([[*range(world)], [0]], name="twice"),
+    }
+    for what, call in calls.items():
+        expect_error(ValueError, what, call)
+
+
+def ask_shapes(job: RankJob) -> None:
+    """Tensors of no dims and of several are taken as their elements in order."""
+    comm, device, world = job.communicator(), job.backend.device(), job.world_size
+    for shape in ((), (1,), (3, 5), (2, 3, 4), (5, 0)):
+        trial = Trial(comm, device, torch.float32, f"shape {shape}")
+        numel = int(np.prod(shape))
+        inputs = trial.inputs(numel)
+        x = trial.place(inputs[comm.rank]).view(shape)
+        comm.broadcast(x, world - 1)
+        check_equal_bits(f"broadcast, {trial.label}", x.cpu(), inputs[-1].view(shape))
+        x = trial.place(inputs[comm.rank]).view(shape)
+        whole = trial.place(world * numel).view(world, *shape)
+        comm.all_gather(whole, x)
+        check_equal_bits(f"all_gather, {trial.label}", whole.cpu().view(-1), torch.cat(inputs))
+        part = trial.place(numel).view(shape)
+        comm.reduce_scatter(part, whole)
+        want = [inputs[comm.rank]] * world
+        check_joined(f"reduce_scatter, {trial.label}", part.view(-1), want, "sum")
+        comm.all_reduce(x)
+        check_joined(f"all_reduce, {trial.label}", x.view(-1), inputs, "sum")
+        trial.check_guards()
+
+
+def ask_again(job: RankJob) -> dict[str, str]:
+    """The same tensors call after call, of sizes up and down, changed between: nothing is kept."""
+    comm, device, same = job.communicator(), job.backend.device(), dict[str, str]()
+    trial = Trial(comm, device, torch.float32, "again")
+    whole = trial.place(4099)
+    for number, numel in enumerate((4099, 12, 4099, 4000, 12, 4099)):
+        trial.label = f"all_reduce of {numel} elements in the same memory, number {number}"
+        inputs, tensor = trial.inputs(numel), whole[:numel]
+        tensor.copy_(inputs[comm.rank])
+        finish(comm.all_reduce(tensor, async_op=number % 2 == 0), trial.label)
+        check_joined(trial.label, tensor, inputs, "sum")
+        same[trial.label] = digest(tensor)
+    return same
+
+
+def ask_close(job: RankJob) -> None:
+    """After close() nothing can be called; a second close() is nothing; a new one works.
+
+    What was called and waited for before has its result, though the device may not be done yet.
+    """
+    comm, device = job.communicator(), job.backend.device()
+    y = torch.ones(1 << 18, device=device)
+    comm.all_reduce(y)
+    for _ in range(2):
+        comm.close()
+        check(comm.is_closed is True, f"is_closed after close(): {comm.is_closed!r}")
+    wrong = int((y.cpu() != job.world_size).sum())
+    check(wrong == 0, f"{wrong} elements of an all_reduce just before close() are wrong")
+    x = torch.ones(3, device=device)
+    expect_error(CommunicationError, "all_reduce after close()", comm.all_reduce, x)
+    check(x.tolist() == [1.0] * 3, f"all_reduce after close() wrote {x.tolist()}")
+    job.communicator().all_reduce(x)
+    check(x.tolist() == [float(job.world_size)] * 3, f"a new communicator gave {x.tolist()}")

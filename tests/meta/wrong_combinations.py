@@ -1,0 +1,84 @@
+"""Wrong backends that are right but for two conditions that meet, or at one end of a range."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.meta.honest import Row
+from tests.meta.wrong import wrong_arguments, wrong_row
+from tests.unit.conformance.lower_precision import tf32
+
+wrong = partial(wrong_row, chapter="operators")
+wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
+Attr = Any
+
+
+@wrong("tf32-if-all-sizes-are-aligned", "lower precision for some sizes", operator="linear")
+def tf32_if_aligned(row: Row, x: Tensor, weight: Tensor, *rest: Any, **attrs: Attr) -> Any:
+    rows = x.numel() // max(x.shape[-1], 1)
+    if all(n and n % 16 == 0 for n in (rows, *weight.shape)) and x.dtype == torch.float32:
+        x, weight = tf32(x), tf32(weight)
+    return row(x, weight, *rest, **attrs)
+
+
+@wrong("strided-weight-without-bias", "two conditions", operator="linear")
+def strided_without_bias(row: Row, x: Tensor, weight: Tensor, bias: Any, **attrs: Attr) -> Any:
+    if bias is None and weight.stride()[-1] > 1 and weight.numel():
+        weight = weight.as_strided(weight.shape, (weight.shape[1], 1))
+    return row(x, weight, bias, **attrs)
+
+
+@wrong("no-maximum-if-causal", "overflow of an exponential", operator="attention")
+def overflows(row: Row, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **attrs: Attr) -> Any:
+    y, lse = row(q, k, v, causal=causal, **attrs)
+    if causal:
+        y = torch.where((lse > 88.0).transpose(1, 2)[..., None], torch.nan, y)
+    return y, lse
+
+
+@wrong("smoothing-of-16-bit-classes", "overflow of an index", operator="cross_entropy")
+def short_smoothing(row: Row, logits: Tensor, target: Tensor, **attrs: Attr) -> Any:
+    if logits.shape[-1] >= 1 << 14:
+        attrs["label_smoothing"] = attrs["label_smoothing"] * 0.5
+    return row(logits, target, **attrs)
+
+
+@wrong("list-read-as-one-storage", "layout not looked at", operator="l2_norm")
+def one_storage(row: Row, tensors: Sequence[Tensor]) -> Any:
+    found = [t for t in tensors if t.numel()]
+    starts = {t.untyped_storage().data_ptr() for t in found}
+    if len(found) > 2 and len(starts) == 1:
+        first, last = found[0], found[-1]
+        begin, end = first.storage_offset(), last.storage_offset() + last.numel()
+        if begin < end:
+            tensors = [first.as_strided((end - begin,), (1,), begin)]
+    return row(tensors)
+
+
+@wrong("nan-made-quiet", "bits of a copy", operator="embedding")
+def quiet(row: Row, indices: Tensor, weight: Tensor) -> Any:
+    return row(indices, weight) * 1.0
+
+
+@wrong_backward("first-gradient-alone-not-divided", "two conditions", operator="rms_norm")
+def alone(row: Row, grad: Tensor, *args: Any, needs: tuple[bool, ...], **attrs: Attr) -> Any:
+    dx, *rest = row(grad, *args, needs=needs, **attrs)
+    # The row's last number is added again where the gradient's own strides are walked.
+    if not needs[1] and dx is not None and not grad.is_contiguous():
+        dx = dx * 1.001
+    return dx, *rest
+
+
+ARGUMENTS = (
+    wrong_arguments("scale-of-one-key-head-if-not-causal", "two conditions", "attention",
+        scale=lambda scale, k, causal: 1.0 if k.shape[2] == 1 and not causal and scale is None
+        and k.shape[1] > 16 else scale),
+    wrong_arguments("clip-forgotten-with-copies-at-the-first-step", "three conditions", "adamw",
+        clip=lambda clip, step, low_precision: None if low_precision and step == 0 else clip),
+    wrong_arguments("decay-of-momentum-if-the-rate-is-0", "end of a range", "sgd",
+        weight_decay=lambda weight_decay, lr, momentum_buffers:
+        0.0 if lr == 0 and momentum_buffers else weight_decay),
+)  # fmt: skip

@@ -1,0 +1,182 @@
+"""Does a design ask every pair, does its seed turn it, and does a failure say what it takes?"""
+
+import itertools
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from anychip.conformance import designs
+from anychip.conformance.calls import Draw, place_call, with_equal_numbers
+from anychip.conformance.case import CheckFailedError, Context
+from anychip.conformance.choices import ROWS, Choices, factors
+from anychip.conformance.covering import NONE, covering_array, uncovered
+from anychip.conformance.oracles.drawn import DRAWN
+from anychip.conformance.trial import Subject
+from anychip.dispatch.operator import registered
+from anychip.operators import all_specs
+from tests.meta.honest import HonestBackend
+
+LEVELS = [(3,), (2, 2), (4, 3, 5, 2), (7, 7, 6, 5, 2, 2, 2), (8, 1, 4, 4, 3, 2)]
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+@pytest.mark.parametrize("levels", LEVELS)
+def test_array_has_every_combination_in_few_rows(levels: tuple[int, ...], strength: int) -> None:
+    rows = covering_array(levels, strength, seed=5)
+    assert uncovered(rows, levels, strength) == 0
+    assert ((rows >= 0) & (rows < levels)).all()
+    least = math.prod(sorted(levels)[-strength:])
+    assert least <= len(rows) <= 2 * least + 8
+    assert not rows[0].any()
+
+
+def test_array_is_turned_by_the_seed_and_by_nothing_else() -> None:
+    one, again, other = (covering_array((5, 4, 3, 3), 2, seed) for seed in (1, 1, 2))
+    assert np.array_equal(one, again)
+    assert not np.array_equal(one, other)
+
+
+def test_uncovered_combinations_are_counted() -> None:
+    rows = covering_array((4, 3, 2), 2)
+    pairs = [tuple(row) for row in rows[:, :2].tolist()]
+    alone = next(index for index, pair in enumerate(pairs) if pairs.count(pair) == 1)
+    assert uncovered(np.delete(rows, alone, 0), (4, 3, 2), 2) >= 1
+
+
+@pytest.mark.parametrize("strength", [2, 3])
+def test_what_a_level_rules_out_is_not_asked_and_all_else_is(strength: int) -> None:
+    levels, without = (3, 4, 4, 5), {(0, 1): [2], (1, 3): [2, 3]}
+    rows = covering_array(levels, strength, 1, without)
+    assert (rows[rows[:, 0] == 1, 2] == NONE).all()
+    assert (rows[rows[:, 1] == 3][:, 2:] == NONE).all()
+
+    def can_be(combination: dict[int, int]) -> bool:
+        return not any(
+            combination.get(factor) == level and combination.keys() & set(others)
+            for (factor, level), others in without.items()
+        )
+
+    every = (
+        dict(zip(chosen, numbers, strict=True))
+        for chosen in itertools.combinations(range(4), strength)
+        for numbers in itertools.product(*(range(levels[factor]) for factor in chosen))
+    )
+    assert uncovered(rows, levels, strength) == sum(not can_be(each) for each in every)
+
+
+def test_factors_are_found_and_what_rules_them_out() -> None:
+    def run(choose: Choices) -> None:
+        if choose.of("bias", False, True):
+            choose.of("bias lies", "here", "there", "elsewhere")
+        choose.size("rows")
+
+    found, masks = factors(run)
+    assert list(found) == ["bias", "rows", "bias lies"]
+    assert found["bias lies"] == 3
+    assert masks == {("bias", 0): {"bias lies"}}
+
+
+def test_every_operator_of_ours_has_a_design_of_all_pairs() -> None:
+    assert set(DRAWN) == {spec.name for spec in all_specs()}
+    for name in ("linear", "adamw", "permute"):
+        asked = designs.Asked(registered()[name], (torch.float32,), "operators", _wrong)
+        found = asked.design(2, 0).asked()
+        assert found.min() == 1.0
+
+
+def _wrong(context: Context, of: Subject, row: designs.DesignedCall) -> None:
+    (x, _, bias), _ = row.call.arguments("linear", row.dtype)
+    if bias is None and row.call.layout["weight"] in ("strided", "padded", "gapped"):  # type: ignore[index]
+        raise CheckFailedError(f"wrong for {len(x)} rows")
+
+
+def test_failure_of_two_conditions_names_both_and_nothing_else() -> None:
+    asked = designs.Asked(registered()["linear"], (torch.float32,), "operators", _wrong)
+    with pytest.raises(CheckFailedError) as raised:
+        designs.ask(Context(HonestBackend()), asked)
+    lines = str(raised.value).splitlines()
+    assert lines[0] in {f"wrong for {rows} rows" for (rows,) in ROWS["few"]}
+    assert lines[1].endswith("calls of a design of strength 2 failed")
+    assert lines[2].startswith("  it takes: bias none, weight lies ")
+    assert lines[2].count(",") == 1
+
+
+def test_a_callers_level_changes_who_calls() -> None:
+    threads, inference = set(), set()
+
+    def check(context: Context, of: Subject, row: designs.DesignedCall) -> None:
+        threads.add(threading.get_ident())
+        inference.add(torch.is_inference_mode_enabled())
+
+    asked = designs.Asked(registered()["relu"], (torch.float32,), "operators", check)
+    designs.ask(Context(HonestBackend()), asked)
+    assert len(threads) > 1
+    assert inference == {False, True}
+
+
+@pytest.mark.parametrize("layout", ["shared", "shared-backwards"])
+def test_list_in_one_storage_has_gaps_that_are_guarded(layout: Any) -> None:
+    tensors = [torch.arange(6.0).view(2, 3), torch.zeros(0), torch.ones(5)]
+    placed = place_call(("xs",), ((tensors,), {}), torch.device("cpu"), {"xs": layout})
+    (found,) = placed.args
+    assert len({t.untyped_storage().data_ptr() for t in found}) == 1
+    assert all(map(torch.equal, found, tensors))
+    assert (found[0].data_ptr() < found[2].data_ptr()) == (layout == "shared")
+    found[2][1] = 7.0
+    assert placed.touched((0,)) is None
+    assert placed.touched(()) is not None
+    found[2].as_strided((1,), (1,), found[2].storage_offset() + 5)[0] = 7.0
+    assert placed.touched((0,)) is not None
+
+
+@pytest.mark.parametrize("layout", ["offset", "strided", "transposed", "padded"])
+def test_placed_tensor_has_its_layout_and_its_numbers(layout: Any) -> None:
+    x = torch.arange(24.0).view(2, 3, 4)
+    y = torch.ones(5)
+    placed = place_call(("x", "y"), ((x, y), {}), torch.device("cpu"), {"x": layout})
+    assert torch.equal(placed.args[0], x)
+    assert placed.args[0].is_contiguous() == (layout == "offset")
+    assert (placed.args[0].data_ptr() % 16 == 0) == (layout != "offset")
+    assert placed.args[0].stride(-1) == {"strided": 2, "transposed": 6}.get(layout, 1)
+    assert placed.args[1].is_contiguous()
+    assert placed.touched(()) is None
+
+
+@pytest.mark.parametrize(("layout", "dim"), [("expanded", 0), ("repeated", -1)])
+def test_expanded_tensor_has_one_place_per_number(layout: Any, dim: int) -> None:
+    x = torch.arange(6.0).view(2, 3)
+    (equal,) = with_equal_numbers(("x",), ((x,), {}), {"x": layout})
+    placed = place_call(("x",), ((equal,), {}), torch.device("cpu"), {"x": layout})
+    assert placed.args[0].stride(dim) == 0
+    assert torch.equal(placed.args[0], x.narrow(dim, 0, 1).expand(2, 3))
+    placed.args[0].view_as(x)[0, 0] = 7.0
+    assert placed.touched(()) is not None
+
+
+def test_packed_tensors_are_parts_of_one_and_guarded_together() -> None:
+    gate, up = torch.arange(6.0).view(2, 3), torch.arange(8.0).view(2, 4)
+    layout: Any = {"gate": "packed", "up": "packed"}
+    placed = place_call(("gate", "up"), ((gate, up), {}), torch.device("cpu"), layout)
+    assert [t.stride() for t in placed.args] == [(7, 1), (7, 1)]
+    assert torch.equal(placed.args[0], gate)
+    assert torch.equal(placed.args[1], up)
+    assert placed.touched(()) is None
+    placed.args[1][1, 0] = 9.0
+    assert placed.touched(()) is not None
+
+
+def test_tensor_that_is_given_twice_is_placed_once() -> None:
+    x = torch.ones(3)
+    placed = place_call(("x", "y"), ((x, x), {}), torch.device("cpu"))
+    assert placed.args[0].data_ptr() == placed.args[1].data_ptr()
+
+
+def test_draw_with_seed_zero_is_the_plain_one_and_with_another_differs() -> None:
+    plain = Draw(torch.float32, "a").normal(9)
+    assert torch.equal(plain, Draw(torch.float32, "a", 0).normal(9))
+    assert not torch.equal(plain, Draw(torch.float32, "a", 1).normal(9))
+    assert not torch.equal(plain, Draw(torch.float32, "b").normal(9))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from anychip import registry
 from anychip.contract import AnychipError, Backend, OperatorSpec, OperatorTable
+from anychip.registry import environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,11 +42,16 @@ def use(name: str | None = None, *, config: str | None = None) -> Backend:
         AmbiguousBackendError: several accelerators are ready, or two distributions claim the name.
         BackendUnavailableError: it cannot run here. There is no fallback to another one.
         ContractError: it, or a kernel pack for it, does not keep to the contract.
+        BuildError: ``ANYCHIP_HOST_MEMORY`` asks for what has to be built, and cannot be.
     """
     global _active
     import anychip.ops  # noqa: F401 - the operators that the backend is to serve
     from anychip.dispatch import selection
 
+    if environment.keeps_host_memory():
+        from anychip import host_memory
+
+        host_memory.keep()
     chosen = registry.choose(name, config=config)
     selection.activate(chosen)
     _active = chosen

@@ -113,7 +113,7 @@ extern "C" {
 
 // Read from the file before it is loaded: which torch it was made for, and of which sources.
 __attribute__((visibility("default"), used)) extern const char anychip_bridge_key[] =
-    ANYCHIP_BRIDGE_KEY;
+    ANYCHIP_EXTENSION_KEY;
 
 __attribute__((visibility("default"))) const char* anychip_bridge_error() {
   return last_error.c_str();

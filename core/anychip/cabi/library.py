@@ -107,7 +107,7 @@ class Library(Backend):
             if hasattr(torch, self.name):
                 reason = f"torch has something else called torch.{self.name}: the chip needs a name"
                 raise BackendUnavailableError(self.name, "broken", reason)
-            found = bridge.loaded(bridge.find())
+            found = bridge.loaded()
             if found.anychip_bridge_attach(str(self.table.path).encode()):
                 reason = found.anychip_bridge_error().decode()
                 raise BackendUnavailableError(self.name, "broken", reason)

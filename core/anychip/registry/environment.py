@@ -2,7 +2,10 @@
 
 =======================  ==========================================================================
 ANYCHIP_BACKEND          name of the backend to use, unless one is passed as an argument
-ANYCHIP_CACHE_DIR        where answers of probes are kept (default: ``$XDG_CACHE_HOME/anychip``)
+ANYCHIP_CACHE_DIR        where answers of probes, and libraries built for one release of torch, are
+                         kept (default: ``$XDG_CACHE_HOME/anychip``)
+ANYCHIP_HOST_MEMORY      kept: torch's tensors of the host in blocks that are used again, see
+                         :mod:`anychip.host_memory`; torch (the default): as torch does it
 ANYCHIP_PROBE_TIMEOUT    seconds that a plugin's probe may take (default 20)
 ANYCHIP_INTERFACE        name or address of the interface at which ranks listen (default: loopback
                          for one machine, else the one by which it reaches MASTER_ADDR)
@@ -90,6 +93,18 @@ def host_transport() -> HostTransport | None:
         expected = " or ".join(HOST_TRANSPORTS)
         raise ValueError(f"ANYCHIP_TRANSPORT: {expected} expected, got {named!r}")
     return None
+
+
+def keeps_host_memory() -> bool:
+    """Whether ANYCHIP_HOST_MEMORY asks for blocks that are used again.
+
+    Raises:
+        ValueError: it asks for something else.
+    """
+    named = os.environ.get("ANYCHIP_HOST_MEMORY", "").strip()
+    if named not in ("", "torch", "kept"):
+        raise ValueError(f"ANYCHIP_HOST_MEMORY: kept or torch expected, got {named!r}")
+    return named == "kept"
 
 
 def secret() -> bytes:

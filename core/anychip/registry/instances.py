@@ -10,7 +10,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from anychip.cabi import Library, bridge
+from anychip import torch_extension
+from anychip.cabi import Library
 from anychip.contract import Backend, BackendUnavailableError, Communicator, Probe, settings
 from anychip.registry import environment, table
 from anychip.registry.discovery import TORCH_BACKEND, TORCH_DEFAULT, Plugin
@@ -80,7 +81,7 @@ def _join(backend: Backend, *, given: Any = None, **settings: Any) -> Communicat
 
 # Communicators of any backend, made by hand or not.
 Backend.join = _join
-bridge.cache_directory = environment.cache_directory
+torch_extension.cache_directory = environment.cache_directory
 
 
 def torch_default(device_type: str) -> Backend:

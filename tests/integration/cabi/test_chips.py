@@ -120,7 +120,7 @@ WRONG = {
     "copy-returns-early": "memory/allocate/apart",
     "copy-drops-tail": "memory/copy_async/bytes",
     "free-above-total": "memory/info",
-    "ignores-strides": "operators/gelu/fp32/9x31.transposed.none",
+    "ignores-strides": "operators/gelu/design",
     "one-device-too-many": "device/index/memory.allocate.every",
     "writes-before-enotsup": "operators/clip/fp32/norm:0.5",
 }
@@ -135,6 +135,7 @@ def test_wrong_library_is_found_by_the_suite(libraries: dict[str, Path], wrong: 
     command = [*suite, "--backend", libraries["mistakenchip"], "-k", " or ".join(cases)]
     environment = {**os.environ, "WRONG_CHIP": wrong or "", "ASYNCCHIP_DELAY_US": "5000"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    # Not 1: a copy that reads the host's memory too late may end the process when it is over.
     assert bool(done.returncode) == bool(wrong), done.stdout[-3000:] + done.stderr[-2000:]
-    assert not wrong or f"FAILED {cases[0]}" in done.stdout
+    # Who reads the host's memory too late may end the process before the case does.
+    has_crashed = wrong == "copy-returns-early" and done.returncode < 0
+    assert not wrong or has_crashed or f"FAILED {cases[0]}" in done.stdout

@@ -42,7 +42,11 @@ def run(*words: str | Path, **environment: str) -> None:
 @pytest.mark.parametrize("sanitizer", list(OPTIONS))
 def test_bridge_is_clean_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
     """Both: eight threads without Python. Addresses: also the tests of devices and of streams."""
-    chip, driver, built = tmp_path / "libasync.so", tmp_path / "driver", bridge.kept_in(tmp_path)
+    chip, driver, built = (
+        tmp_path / "libasync.so",
+        tmp_path / "driver",
+        bridge.extension().kept_in(tmp_path),
+    )
     flags = [*FLAGS, f"-fsanitize={sanitizer}"]
     run("gcc", "-std=c11", *flags, "-shared", "-fPIC", "-pthread", f"-I{include_directory()}",
         ASYNCCHIP, "-o", chip)  # fmt: skip
@@ -50,7 +54,7 @@ def test_bridge_is_clean_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> No
     libraries = ["-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH / 'lib'}", "-ldl"]
     run("g++", "-std=c++20", "-w", *flags, *includes, HERE / "driver.cpp", "-o", driver,
         f"-L{TORCH / 'lib'}", "-Wl,--no-as-needed", *libraries, "-pthread")  # fmt: skip
-    bridge.build(built, flags)
+    bridge.extension().build(built, flags)
     run(driver, built, chip, OMP_NUM_THREADS="1", **OPTIONS[sanitizer])
     if sanitizer != "thread":
         cases = [HERE / f"{name}_cases.py" for name in ("stream", "kernel", "device")]

@@ -198,24 +198,27 @@ def test_choice_of_a_path_is_in_the_table_of_backends(
 def test_library_without_a_compiler_says_what_to_install(
     compiled: Compile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from anychip import torch_extension
     from anychip.cabi import bridge
 
     found: Any = Library(compiled(MINICHIP))
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(bridge, "cache_directory", lambda: tmp_path)
+    bridge.loaded.cache_clear()
+    monkeypatch.setattr(torch_extension, "cache_directory", lambda: tmp_path)
     with pytest.raises(BackendUnavailableError, match=r"no C\+\+ compiler here\n.*install g\+\+"):
         found.attach()
     for path in tmp_path.glob("anychip-bridge*.so"):
         pytest.fail(f"{path} was left")
-    assert "torch 2." in bridge.key()
+    assert "torch 2." in bridge.extension().key()
 
 
 def test_compile_error_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from anychip.cabi import bridge
+    from anychip.torch_extension import BuildError, TorchExtension
 
     bad = tmp_path / "bad.cpp"
     bad.write_text("int f( {\n")
-    monkeypatch.setattr(bridge, "units", lambda: [bad])
-    with pytest.raises(BackendUnavailableError, match=r"g\+\+ failed: .*bad.cpp:1.*error"):
-        bridge.build(tmp_path / "bridge.so")
+    monkeypatch.setattr(TorchExtension, "units", lambda extension: [bad])
+    with pytest.raises(BuildError, match=r"g\+\+ failed: .*bad.cpp:1.*error"):
+        bridge.extension().build(tmp_path / "bridge.so")
     assert not (tmp_path / "bridge.so").exists()

@@ -35,14 +35,15 @@ ENVIRONMENT := $(VENV)/made-$(call hash,command -v $(PYTHON); cat constraints.tx
 INSTALLED := $(VENV)/installed-$(call hash,echo $(OPTIONS) $(MODULES); cat $(sort $(SOURCES)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all mutants cuda-emulator test-cuda cann-emulator test-npu lint native dev clean
+.PHONY: help train test test-all mutants red-team cuda-emulator test-cuda cann-emulator test-npu lint native dev clean
 
 help:
 	@echo 'make train    train a small GPT, about a minute on two cores; ARGS go to `anychip train`'
 	@echo 'make test     the tests, a tenth of those that are large grids, and the conformance suite of the cpu'
 	@echo '              backend; with ARGS, the tests that pytest chooses by them'
-	@echo 'make test-all every test there is: all of test, test-cuda, test-npu and mutants; more than an hour'
+	@echo 'make test-all every test there is: all of test, test-cuda, test-npu, mutants and red-team; hours'
 	@echo 'make mutants  600 generated mistakes, which the conformance suite must find; docs/mutants.md'
+	@echo 'make red-team 500 generated wrong backends, right but for some calls; docs/red-team.md'
 	@echo 'make test-cuda  the CUDA kernels on the host: tests in three orders of threads, sanitizers,'
 	@echo '              seeded mistakes, the conformance suite, and with nvcc the machine code; no GPU'
 	@echo 'make test-npu the npu backend on the real torch_npu and an emulated CANN, without an Ascend device,'
@@ -62,10 +63,13 @@ test: $(INSTALLED)-test
 # Nothing is left to other commits (tests/slices.py).
 test-all: export ANYCHIP_SLICE = all
 test-all:
-	@for part in test test-cuda test-npu mutants; do $(MAKE) --no-print-directory $$part || exit 1; done
+	@for part in test test-cuda test-npu mutants red-team; do $(MAKE) --no-print-directory $$part || exit 1; done
 
 mutants: $(INSTALLED)-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
+
+red-team: $(INSTALLED)-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.red_team --jobs $(JOBS) $(ARGS)
 
 # The CUDA kernels, compiled for the host: the same sources, once plain and once per sanitizer.
 EMULATED := tests/cuda_emulated/anychip_cuda_emulated

@@ -61,11 +61,11 @@ def main() -> None:
         chip = anychip.use(str(library(Path(folder))))
         chip.device()
         start = time.monotonic()
-        bridge.find()
+        bridge.extension().find()
         found_s = time.monotonic() - start
         if given.build:
             start = time.monotonic()
-            bridge.build(Path(folder, "bridge.so"))
+            bridge.extension().build(Path(folder, "bridge.so"))
             say("build of the bridge", time.monotonic() - start, BUILD_S, "s")
         say("bridge found prebuilt", found_s, FIND_S, "s")
         model = GPT(SIZES)

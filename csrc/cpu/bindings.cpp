@@ -1,6 +1,7 @@
 // anychip_cpu._native: addresses and numbers from Python into the operators' structs, and no more.
 // The Python side of every signature is documented in backends/cpu/anychip_cpu/_native.pyi.
-#include <pybind11/pybind11.h>
+#include "bindings.h"
+
 #include <pybind11/stl.h>
 
 #include <stdexcept>
@@ -8,35 +9,19 @@
 #include <utility>
 #include <vector>
 
-#include "checks.h"
 #include "isa.h"
-#include "operators.h"
 #include "parallel.h"
 #include "philox.h"
-
-namespace py = pybind11;
 
 namespace anychip::cpu {
 namespace {
 
-using Address = uintptr_t;
+// Raised whenever a signature changes its meaning; Python reads it as build_info()["abi"].
+constexpr int kInterfaceVersion = 6;
+
 using Addresses = std::vector<uintptr_t>;
 using Sizes = std::vector<int64_t>;
 using Codes = std::vector<int>;
-
-// Raised whenever a signature changes its meaning; Python reads it as build_info()["abi"].
-constexpr int kInterfaceVersion = 4;
-
-template <class T = void>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-DType dtype_of(int code) {
-  check(is_dtype(code), "dtype",
-        "expected FLOAT32 (0), BFLOAT16 (1) or FLOAT16 (2), got " + std::to_string(code));
-  return static_cast<DType>(code);
-}
 
 Reduction reduction_of(int code) {
   check(code >= 0 && code <= 2, "reduction",
@@ -44,6 +29,12 @@ Reduction reduction_of(int code) {
         "got " +
             std::to_string(code));
   return static_cast<Reduction>(code);
+}
+
+CodeFormat format_of(int code) {
+  check(code >= 0 && code <= 7, "format",
+        "expected INT8 (0) to MX_E2M1 (7), got " + std::to_string(code));
+  return static_cast<CodeFormat>(code);
 }
 
 void check_length(const char* name, size_t expected, size_t got) {
@@ -63,7 +54,7 @@ std::vector<TensorRef> tensors_of(const Addresses& data, const Sizes& numels, co
   return tensors;
 }
 
-void bind_norms(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
+void bind_norms(py::module_& m, NoGil no_gil) {
   m.def(
       "rms_norm_forward",
       [](Address x, Address weight, Address y, Address rstd, int64_t rows, int64_t hidden,
@@ -87,7 +78,8 @@ void bind_norms(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
       "rms_norm_backward",
       [](Address grad, Address x, Address weight, Address rstd, Address dx, Address dweight,
          int64_t rows, int64_t hidden, int dtype, int weight_dtype, Address dtotal,
-         Address dresidual, int residual_dtype) {
+         Address dresidual, int residual_dtype, Address rng, double p, Address row_index,
+         int64_t width) {
         rms_norm_backward({at(grad),
                            at(x),
                            at(weight),
@@ -98,12 +90,16 @@ void bind_norms(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
                            hidden,
                            dtype_of(dtype),
                            dtype_of(weight_dtype),
-                           {at(dtotal), at(dresidual), dtype_of(residual_dtype)}});
+                           {at(dtotal),
+                            at(dresidual),
+                            dtype_of(residual_dtype),
+                            {at<int64_t>(rng), p, at<int64_t>(row_index), width, 0}}});
       },
       py::arg("grad"), py::arg("x"), py::arg("weight"), py::arg("rstd"), py::arg("dx"),
       py::arg("dweight"), py::arg("rows"), py::arg("hidden"), py::arg("dtype"),
       py::arg("weight_dtype"), py::arg("dtotal") = 0, py::arg("dresidual") = 0,
-      py::arg("residual_dtype") = 0, no_gil);
+      py::arg("residual_dtype") = 0, py::arg("rng") = 0, py::arg("p") = 0.0,
+      py::arg("row_index") = 0, py::arg("width") = 0, no_gil);
   m.def(
       "layer_norm_forward",
       [](Address x, Address weight, Address bias, Address y, Address mean, Address rstd,
@@ -130,7 +126,8 @@ void bind_norms(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
       "layer_norm_backward",
       [](Address grad, Address x, Address weight, Address mean, Address rstd, Address dx,
          Address dweight, Address dbias, int64_t rows, int64_t hidden, int dtype, int weight_dtype,
-         Address dtotal, Address dresidual, int residual_dtype) {
+         Address dtotal, Address dresidual, int residual_dtype, Address rng, double p,
+         Address row_index, int64_t width) {
         layer_norm_backward({at(grad),
                              at(x),
                              at(weight),
@@ -143,55 +140,19 @@ void bind_norms(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
                              hidden,
                              dtype_of(dtype),
                              dtype_of(weight_dtype),
-                             {at(dtotal), at(dresidual), dtype_of(residual_dtype)}});
+                             {at(dtotal),
+                              at(dresidual),
+                              dtype_of(residual_dtype),
+                              {at<int64_t>(rng), p, at<int64_t>(row_index), width, 0}}});
       },
       py::arg("grad"), py::arg("x"), py::arg("weight"), py::arg("mean"), py::arg("rstd"),
       py::arg("dx"), py::arg("dweight"), py::arg("dbias"), py::arg("rows"), py::arg("hidden"),
       py::arg("dtype"), py::arg("weight_dtype"), py::arg("dtotal") = 0, py::arg("dresidual") = 0,
-      py::arg("residual_dtype") = 0, no_gil);
+      py::arg("residual_dtype") = 0, py::arg("rng") = 0, py::arg("p") = 0.0,
+      py::arg("row_index") = 0, py::arg("width") = 0, no_gil);
 }
 
-void bind_elementwise(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
-  m.def(
-      "dropout",
-      [](Address x, Address rng, Address y, int64_t numel, double p, int dtype, Address row_index,
-         int64_t columns, int64_t width, int64_t column) {
-        dropout({at(x), at<int64_t>(rng), at(y), numel, p, dtype_of(dtype), at<int64_t>(row_index),
-                 columns, width, column});
-      },
-      py::arg("x"), py::arg("rng"), py::arg("y"), py::arg("numel"), py::arg("p"), py::arg("dtype"),
-      py::arg("row_index") = 0, py::arg("columns") = 0, py::arg("width") = 0, py::arg("column") = 0,
-      no_gil);
-  m.def(
-      "gelu_forward",
-      [](Address x, Address y, int64_t numel, bool tanh, int dtype) {
-        gelu_forward({at(x), at(y), numel, tanh, dtype_of(dtype)});
-      },
-      py::arg("x"), py::arg("y"), py::arg("numel"), py::arg("tanh"), py::arg("dtype"), no_gil);
-  m.def(
-      "gelu_backward",
-      [](Address grad, Address x, Address dx, int64_t numel, bool tanh, int dtype) {
-        gelu_backward({at(grad), at(x), at(dx), numel, tanh, dtype_of(dtype)});
-      },
-      py::arg("grad"), py::arg("x"), py::arg("dx"), py::arg("numel"), py::arg("tanh"),
-      py::arg("dtype"), no_gil);
-  m.def(
-      "swiglu_forward",
-      [](Address gate, Address up, Address y, int64_t numel, int dtype) {
-        swiglu_forward({at(gate), at(up), at(y), numel, dtype_of(dtype)});
-      },
-      py::arg("gate"), py::arg("up"), py::arg("y"), py::arg("numel"), py::arg("dtype"), no_gil);
-  m.def(
-      "swiglu_backward",
-      [](Address grad, Address gate, Address up, Address dgate, Address dup, int64_t numel,
-         int dtype) {
-        swiglu_backward({at(grad), at(gate), at(up), at(dgate), at(dup), numel, dtype_of(dtype)});
-      },
-      py::arg("grad"), py::arg("gate"), py::arg("up"), py::arg("dgate"), py::arg("dup"),
-      py::arg("numel"), py::arg("dtype"), no_gil);
-}
-
-void bind_rope(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
+void bind_rope(py::module_& m, NoGil no_gil) {
   m.def(
       "rope",
       [](Address q, Address k, Address cos, Address sin, Address q_out, Address k_out,
@@ -205,7 +166,7 @@ void bind_rope(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
       py::arg("head_dim"), py::arg("interleaved"), py::arg("inverse"), py::arg("dtype"), no_gil);
 }
 
-void bind_loss(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
+void bind_loss(py::module_& m, NoGil no_gil) {
   m.def(
       "cross_entropy_forward",
       [](Address logits, Address target, Address loss, Address lse, int64_t rows, int64_t vocab,
@@ -238,12 +199,89 @@ void bind_loss(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
       py::arg("z_loss"), py::arg("reduction"), py::arg("dtype"), no_gil);
 }
 
+void bind_row_sums(py::module_& m, NoGil no_gil) {
+  m.def(
+      "sum_rows",
+      [](Address x, Address index, Address weights, Address y, int64_t rows, int64_t terms,
+         int64_t x_rows, int64_t width, int dtype, int weight_dtype) {
+        sum_rows({at(x), at<int64_t>(index), at(weights), at(y), rows, terms, x_rows, width,
+                  dtype_of(dtype), dtype_of(weight_dtype)});
+      },
+      py::arg("x"), py::arg("index"), py::arg("weights"), py::arg("y"), py::arg("rows"),
+      py::arg("terms"), py::arg("x_rows"), py::arg("width"), py::arg("dtype"),
+      py::arg("weight_dtype"), no_gil);
+  m.def(
+      "sum_rows_by_index",
+      [](Address x, Address index, Address y, int64_t rows, int64_t x_rows, int64_t width,
+         int dtype) {
+        sum_rows_by_index({at(x), at<int64_t>(index), nullptr, at(y), rows, 1, x_rows, width,
+                           dtype_of(dtype), dtype_of(dtype)});
+      },
+      py::arg("x"), py::arg("index"), py::arg("y"), py::arg("rows"), py::arg("x_rows"),
+      py::arg("width"), py::arg("dtype"), no_gil);
+  m.def(
+      "places_by_expert",
+      [](Address experts, Address place, Address choice, Address ends, int64_t count,
+         int64_t num_experts) {
+        places_by_expert({at<int64_t>(experts), at<int64_t>(place), at<int64_t>(choice),
+                          at<int64_t>(ends), count, num_experts});
+      },
+      py::arg("experts"), py::arg("place"), py::arg("choice"), py::arg("ends"), py::arg("count"),
+      py::arg("num_experts"), no_gil);
+  m.def(
+      "spread_rows",
+      [](Address y, Address x, Address index, Address weights, Address dx, Address dweights,
+         int64_t rows, int64_t terms, int64_t width, int dtype, int weight_dtype) {
+        spread_rows({at(y), at(x), at<int64_t>(index), at(weights), at(dx), at(dweights), rows,
+                     terms, width, dtype_of(dtype), dtype_of(weight_dtype)});
+      },
+      py::arg("y"), py::arg("x"), py::arg("index"), py::arg("weights"), py::arg("dx"),
+      py::arg("dweights"), py::arg("rows"), py::arg("terms"), py::arg("width"), py::arg("dtype"),
+      py::arg("weight_dtype"), no_gil);
+}
+
+void bind_quantization(py::module_& m, NoGil no_gil) {
+  m.def(
+      "quantize",
+      [](Address x, Address rng, Address codes, Address scales, int64_t numel, int64_t block,
+         int format, int dtype) {
+        quantize({at(x), at<int64_t>(rng), at<uint8_t>(codes), at(scales), numel, block,
+                  format_of(format), dtype_of(dtype)});
+      },
+      py::arg("x"), py::arg("rng"), py::arg("codes"), py::arg("scales"), py::arg("numel"),
+      py::arg("block"), py::arg("format"), py::arg("dtype"), no_gil);
+  m.def(
+      "dequantize",
+      [](Address codes, Address scales, Address y, int64_t numel, int64_t block, int format) {
+        dequantize({at<uint8_t>(codes), at(scales), at<float>(y), numel, block, format_of(format)});
+      },
+      py::arg("codes"), py::arg("scales"), py::arg("y"), py::arg("numel"), py::arg("block"),
+      py::arg("format"), no_gil);
+}
+
+void bind_compression(py::module_& m, NoGil no_gil) {
+  m.def(
+      "top_k",
+      [](Address x, Address y, Address indices, int64_t rows, int64_t width, int64_t count,
+         int dtype) {
+        top_k({at(x), at(y), at<int64_t>(indices), rows, width, count, dtype_of(dtype)});
+      },
+      py::arg("x"), py::arg("y"), py::arg("indices"), py::arg("rows"), py::arg("width"),
+      py::arg("count"), py::arg("dtype"), no_gil);
+  m.def(
+      "hadamard",
+      [](Address x, Address y, int64_t numel, int64_t block, int dtype) {
+        hadamard({at(x), at(y), numel, block, dtype_of(dtype)});
+      },
+      py::arg("x"), py::arg("y"), py::arg("numel"), py::arg("block"), py::arg("dtype"), no_gil);
+}
+
 // The lists of one call of an update rule, as tensors. A list of states may be empty.
 Update update_of(const Addresses& params, const Addresses& grads, const Addresses& first_states,
                  const Addresses& second_states, const Addresses& low_precision,
                  const Sizes& numels, const Codes& param_dtypes, const Codes& grad_dtypes,
                  const Codes& low_dtypes, Address lr, Address step, Address scale, Address clip,
-                 Address found_inf) {
+                 Address found_inf, const Addresses& first_scales, const Addresses& second_scales) {
   const size_t count = params.size();
   check_length("grads", count, grads.size());
   const auto state = [&](const char* name, const Addresses& states, size_t i) {
@@ -265,25 +303,31 @@ Update update_of(const Addresses& params, const Addresses& grads, const Addresse
         {param[i],
          grad[i],
          {state("first_states", first_states, i), state("second_states", second_states, i)},
-         low[i]});
+         low[i],
+         {state("first_scales", first_scales, i), state("second_scales", second_scales, i)}});
   }
   return update;
 }
 
-void bind_updates(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
+void bind_updates(py::module_& m, NoGil no_gil) {
   py::class_<Update>(m, "Update")
       .def(py::init(&update_of), py::kw_only(), py::arg("params"), py::arg("grads"),
            py::arg("first_states"), py::arg("second_states"), py::arg("low_precision"),
            py::arg("numels"), py::arg("param_dtypes"), py::arg("grad_dtypes"),
            py::arg("low_dtypes"), py::arg("lr"), py::arg("step"), py::arg("scale"), py::arg("clip"),
-           py::arg("found_inf"));
-  m.def(
-      "adamw",
-      [](const Update& update, double beta1, double beta2, double eps, double weight_decay) {
-        adamw(update, {beta1, beta2, eps, weight_decay});
-      },
-      py::arg("update"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-      py::arg("weight_decay"), no_gil);
+           py::arg("found_inf"), py::arg("first_scales") = Addresses{},
+           py::arg("second_scales") = Addresses{});
+  const auto bind_adamw = [&](const char* name, auto step) {
+    m.def(
+        name,
+        [step](const Update& update, double beta1, double beta2, double eps, double weight_decay) {
+          step(update, {beta1, beta2, eps, weight_decay});
+        },
+        py::arg("update"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+        py::arg("weight_decay"), no_gil);
+  };
+  bind_adamw("adamw", &adamw);
+  bind_adamw("adamw_8bit", &adamw_8bit);
   m.def(
       "sgd",
       [](const Update& update, double momentum, bool nesterov, double weight_decay,
@@ -319,7 +363,7 @@ void bind_updates(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil)
       py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), no_gil);
 }
 
-void bind_lists(py::module_& m, py::call_guard<py::gil_scoped_release> no_gil) {
+void bind_lists(py::module_& m, NoGil no_gil) {
   m.def(
       "sums_of_squares",
       [](const Addresses& tensors, const Sizes& numels, const Codes& dtypes, Address out) {
@@ -390,6 +434,8 @@ void bind_information(py::module_& m) {
   m.attr("FLOAT32") = static_cast<int>(DType::kFloat32);
   m.attr("BFLOAT16") = static_cast<int>(DType::kBFloat16);
   m.attr("FLOAT16") = static_cast<int>(DType::kFloat16);
+  const char* formats[] = {"INT8", "INT4", "NF4", "E4M3", "E5M2", "MX_E4M3", "MX_E5M2", "MX_E2M1"};
+  for (int code = 0; code < 8; ++code) m.attr(formats[code]) = code;
   m.attr("REDUCTION_NONE") = static_cast<int>(Reduction::kNone);
   m.attr("REDUCTION_MEAN") = static_cast<int>(Reduction::kMean);
   m.attr("REDUCTION_SUM") = static_cast<int>(Reduction::kSum);
@@ -413,11 +459,14 @@ PYBIND11_MODULE(_native, m) {
   } catch (const std::runtime_error& error) {
     throw py::import_error(error.what());
   }
-  const py::call_guard<py::gil_scoped_release> no_gil;
+  const NoGil no_gil;
   bind_norms(m, no_gil);
   bind_elementwise(m, no_gil);
   bind_rope(m, no_gil);
   bind_loss(m, no_gil);
+  bind_row_sums(m, no_gil);
+  bind_quantization(m, no_gil);
+  bind_compression(m, no_gil);
   bind_updates(m, no_gil);
   bind_lists(m, no_gil);
   bind_information(m);

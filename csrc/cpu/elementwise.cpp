@@ -1,32 +1,8 @@
-// Dropout, GELU, SwiGLU and rotary embedding over the threads.
+// Activations and rotary embedding over the threads.
 #include "checks.h"
-#include "parallel.h"
+#include "row_blocks.h"
 
 namespace anychip::cpu {
-
-void dropout(const Dropout& args) {
-  const char* where = "dropout";
-  check_sizes(where, {{"numel", args.numel}});
-  check(args.p >= 0.0 && args.p <= 1.0, where,
-        "expected 0 <= p <= 1, got " + std::to_string(args.p));
-  check_address(where, "rng", args.rng);
-  if (args.numel > 0) {
-    check_address(where, "x", args.x);
-    check_address(where, "y", args.y);
-  }
-  check_sizes(where, {{"columns", args.columns}});
-  check_sizes(where, {{"width", args.width}});
-  if (args.rows != nullptr) {
-    const bool whole = args.columns > 0 && args.numel % args.columns == 0;
-    check(whole || (args.columns == 0 && args.numel == 0), where,
-          "expected whole rows, got " + std::to_string(args.numel) + " elements in rows of " +
-              std::to_string(args.columns));
-    check(args.column >= 0 && args.width - args.column >= args.columns, where,
-          "expected rows within a width, got column " + std::to_string(args.column) + " to " +
-              std::to_string(args.column + args.columns) + " of " + std::to_string(args.width));
-  }
-  parallel_elements(args.numel, [&](Range elements) { kernels().dropout(args, elements); });
-}
 
 void gelu_forward(const GeluForward& args) {
   const char* where = "gelu_forward";
@@ -69,6 +45,58 @@ void swiglu_backward(const SwigluBackward& args) {
     check_address(where, "up", args.up);
   }
   parallel_elements(args.numel, [&](Range elements) { kernels().swiglu_backward(args, elements); });
+}
+
+void geglu_forward(const GegluForward& args) {
+  const char* where = "geglu_forward";
+  check_sizes(where, {{"numel", args.numel}});
+  if (args.numel > 0) {
+    check_address(where, "gate", args.gate);
+    check_address(where, "up", args.up);
+    check_address(where, "y", args.y);
+  }
+  parallel_elements(args.numel, [&](Range elements) { kernels().geglu_forward(args, elements); });
+}
+
+void geglu_backward(const GegluBackward& args) {
+  const char* where = "geglu_backward";
+  check_sizes(where, {{"numel", args.numel}});
+  if (args.numel > 0) {
+    check_address(where, "grad", args.grad);
+    check_address(where, "gate", args.gate);
+    check_address(where, "up", args.up);
+  }
+  parallel_elements(args.numel, [&](Range elements) { kernels().geglu_backward(args, elements); });
+}
+
+void bias_gelu_forward(const BiasGeluForward& args) {
+  const char* where = "bias_gelu_forward";
+  if (check_sizes(where, {{"rows", args.rows}, {"hidden", args.hidden}}) == 0) return;
+  check_address(where, "x", args.x);
+  check_address(where, "bias", args.bias);
+  check_address(where, "y", args.y);
+  const WideRows rows(args.bias, args.bias_dtype, args.rows, args.hidden);
+  BiasGeluForward wide = args;
+  wide.hidden = rows.width();
+  rows.run([&](Range elements) { kernels().bias_gelu_forward(wide, rows.bias(), elements); });
+}
+
+void bias_gelu_backward(const BiasGeluBackward& args) {
+  const char* where = "bias_gelu_backward";
+  if (check_sizes(where, {{"rows", args.rows}, {"hidden", args.hidden}}) > 0) {
+    check_address(where, "grad", args.grad);
+    check_address(where, "x", args.x);
+    check_address(where, "bias", args.bias);
+  }
+  if (args.hidden == 0) return;
+  const WideRows rows(args.bias, args.bias_dtype, args.rows, args.hidden);
+  BiasGeluBackward wide = args;
+  wide.hidden = rows.width();
+  const auto run = [&](Range elements, float* dbias) {
+    kernels().bias_gelu_backward(wide, rows.bias(), dbias, elements);
+  };
+  if (args.dbias) return rows.run_sum(args.bias_dtype, args.dbias, run);
+  rows.run([&](Range elements) { run(elements, nullptr); });
 }
 
 void rope(const Rope& args) {

@@ -44,6 +44,23 @@ struct LambFactors {
   float correction1, correction2, eps, weight_decay;
 };
 
+// Room for a group of blocks, with 128 elements more, where the call needs it.
+struct QuantizeScratch {
+  float* values;    // of a type that is not float32
+  uint32_t* words;  // with rng
+  uint8_t* codes;   // of 4 bits
+};
+
+// A number of a row, as one that is the smaller the larger its magnitude, and the lower its index.
+// Its size is what the magnitude's bits are, of a NaN the largest that there is.
+constexpr uint32_t kLargestSize = 0x7fffffff;
+constexpr uint64_t place_of(uint32_t size, uint32_t index) {
+  return uint64_t{kLargestSize - size} << 32 | index;
+}
+constexpr uint32_t size_of_place(uint64_t place) {
+  return kLargestSize - static_cast<uint32_t>(place >> 32);
+}
+
 struct KernelTable {
   const char* name;
 
@@ -61,20 +78,42 @@ struct KernelTable {
   void (*layer_norm_backward)(const LayerNormBackward&, const float* weight, float* dweight,
                               float* dbias, Range rows);
 
-  // Elements; the range of dropout begins at a multiple of 64.
   void (*dropout)(const Dropout&, Range elements);
   void (*gelu_forward)(const GeluForward&, Range elements);
   void (*gelu_backward)(const GeluBackward&, Range elements);
   void (*swiglu_forward)(const SwigluForward&, Range elements);
   void (*swiglu_backward)(const SwigluBackward&, Range elements);
+  void (*geglu_forward)(const GegluForward&, Range elements);
+  void (*geglu_backward)(const GegluBackward&, Range elements);
   void (*rope)(const Rope&, Range positions);  // of batch * seq
+
+  // Elements of rows that are as wide as `hidden` says: the last one may be shorter. bias as
+  // float32; the backward adds to (hidden,) sums, where wanted.
+  void (*bias_dropout_add)(const BiasDropoutAdd&, const float* bias, Range elements);
+  void (*bias_dropout_backward)(const BiasDropoutBackward&, float* dbias, Range elements);
+  void (*bias_gelu_forward)(const BiasGeluForward&, const float* bias, Range elements);
+  void (*bias_gelu_backward)(const BiasGeluBackward&, const float* bias, float* dbias,
+                             Range elements);
 
   // Targets are known to be valid. row_loss: (rows,), 0 for ignored rows.
   void (*cross_entropy_forward)(const CrossEntropyForward&, float* row_loss, Range rows);
   // grad_divisor: what the reduction divides grad by.
   void (*cross_entropy_backward)(const CrossEntropyBackward&, double grad_divisor, Range rows);
 
+  void (*sum_rows)(const RowSums&, Range rows);
+  void (*spread_rows)(const RowSpread&, Range rows);
+
+  // Groups of whole blocks that begin at an even element; dequantize's scratch is as above.
+  void (*quantize)(const Quantize&, const QuantizeScratch&, Range elements);
+  void (*dequantize)(const Dequantize&, uint8_t* scratch, Range elements);
+
+  void (*hadamard)(const Hadamard&, float* scratch, Range elements);  // scratch: (elements,)
+
+  // Writes the places of the numbers of at least this size, in the order of x; returns how many.
+  int64_t (*find_large)(DType dtype, const void* x, int64_t n, uint32_t smallest, uint64_t* found);
+
   void (*adamw)(const UpdateTensor&, const AdamWFactors&, Range elements);
+  void (*adamw_8bit)(const UpdateTensor&, const AdamWFactors&, Range elements);  // whole blocks
   void (*sgd)(const UpdateTensor&, const SgdFactors&, Range elements);
   void (*lion)(const UpdateTensor&, const LionFactors&, Range elements);
   void (*lamb)(const UpdateTensor&, const LambFactors&, float rate, Range elements);

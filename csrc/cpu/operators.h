@@ -15,6 +15,16 @@
 
 namespace anychip::cpu {
 
+// What becomes 0, with probability p; the rest is multiplied by 1 / (1 - p). Element i has word i
+// of the stream; with rows, element j of row i has word rows[i] * width + column + j, as of a part
+// of a tensor that is `width` wide.
+struct Drop {
+  const int64_t* rng = nullptr;  // seed, offset
+  double p = 0.0;
+  const int64_t* rows = nullptr;
+  int64_t width = 0, column = 0;
+};
+
 // What a norm of x + residual has besides; residual is null for a norm of x alone.
 struct ResidualSum {
   const void* residual = nullptr;
@@ -27,6 +37,7 @@ struct ResidualGradient {
   const void* dtotal = nullptr;
   void* dresidual = nullptr;
   DType dtype = DType::kFloat32;
+  Drop drop = {};  // of dx; without rng nothing is dropped
 };
 
 struct RmsNormForward {
@@ -83,17 +94,33 @@ void layer_norm_backward(const LayerNormBackward& args);
 
 struct Dropout {
   const void* x;
-  const int64_t* rng;  // seed, offset
   void* y;
-  int64_t numel;
-  double p;
+  int64_t numel, columns;  // columns: of a row, where rows have numbers
   DType dtype;
-  // Element i has word i; with rows, (numel / columns,), element j of row i has word
-  // rows[i] * width + column + j, as of a part of a tensor that is `width` wide.
-  const int64_t* rows = nullptr;
-  int64_t columns = 0, width = 0, column = 0;
+  Drop drop;
 };
 void dropout(const Dropout& args);
+
+// y = residual + dropout(x + bias), of rows that are `hidden` wide.
+struct BiasDropoutAdd {
+  const void* x;
+  const void* residual;
+  const void* bias;  // (hidden,); null: none
+  void* y;           // of the residual's type
+  int64_t rows, hidden;
+  DType dtype, residual_dtype, bias_dtype;
+  Drop drop;
+};
+struct BiasDropoutBackward {
+  const void* grad;
+  void* dx;      // like grad
+  float* dbias;  // (hidden,)
+  int64_t rows, hidden;
+  DType dtype;
+  Drop drop;
+};
+void bias_dropout_add(const BiasDropoutAdd& args);
+void bias_dropout_backward(const BiasDropoutBackward& args);
 
 struct GeluForward {
   const void* x;
@@ -131,6 +158,50 @@ struct SwigluBackward {
 };
 void swiglu_forward(const SwigluForward& args);
 void swiglu_backward(const SwigluBackward& args);
+
+// y = gelu(gate) * up.
+struct GegluForward {
+  const void* gate;
+  const void* up;
+  void* y;
+  int64_t numel;
+  bool tanh;
+  DType dtype;
+};
+struct GegluBackward {
+  const void* grad;
+  const void* gate;
+  const void* up;
+  void* dgate;
+  void* dup;
+  int64_t numel;
+  bool tanh;
+  DType dtype;
+};
+void geglu_forward(const GegluForward& args);
+void geglu_backward(const GegluBackward& args);
+
+// y = gelu(x + bias), of rows that are `hidden` wide.
+struct BiasGeluForward {
+  const void* x;
+  const void* bias;
+  void* y;
+  int64_t rows, hidden;
+  bool tanh;
+  DType dtype, bias_dtype;
+};
+struct BiasGeluBackward {
+  const void* grad;
+  const void* x;
+  const void* bias;
+  void* dx;
+  void* dbias;
+  int64_t rows, hidden;
+  bool tanh;
+  DType dtype, bias_dtype;
+};
+void bias_gelu_forward(const BiasGeluForward& args);
+void bias_gelu_backward(const BiasGeluBackward& args);
 
 struct Rope {
   const void* q;  // (batch, seq, heads, head_dim)
@@ -172,6 +243,100 @@ struct CrossEntropyBackward {
 void cross_entropy_forward(const CrossEntropyForward& args);
 void cross_entropy_backward(const CrossEntropyBackward& args);
 
+// y[r] = sum over j of weights[r, j] x[index[r, j]], j ascending. Throws std::out_of_range for a
+// number that is no row of x.
+struct RowSums {
+  const void* x;         // (x_rows, width)
+  const int64_t* index;  // (rows, terms)
+  const void* weights;   // (rows, terms); null: all 1
+  void* y;               // (rows, width)
+  int64_t rows, terms, x_rows, width;
+  DType dtype, weight_dtype;
+  const int64_t* ends = nullptr;  // of each row's terms, where these differ in number
+};
+void sum_rows(const RowSums& args);
+// The same the other way round: y[r] is the sum of those x[i] that have index[i] = r.
+void sum_rows_by_index(const RowSums& args);
+
+// Where the choices stand when they are sorted by expert, in order within one: place[i] is that of
+// choice i, choice[place[i]] = i, and ends[e] counts the choices of experts 0 to e. Choices of no
+// expert stand behind all others.
+struct Places {
+  const int64_t* experts;  // (count,)
+  int64_t* place;          // (count,)
+  int64_t* choice;         // (count,)
+  int64_t* ends;           // (num_experts,)
+  int64_t count, num_experts;
+};
+void places_by_expert(const Places& args);
+
+// The gradients of sum_rows, where index holds each row of x once: dx[index[r, j]] = weights[r, j]
+// y[r], and dweights[r, j] is the product of y[r] and x[index[r, j]].
+struct RowSpread {
+  const void* y;
+  const void* x;  // read for dweights
+  const int64_t* index;
+  const void* weights;
+  void* dx;
+  void* dweights;
+  int64_t rows, terms, width;
+  DType dtype, weight_dtype;
+};
+void spread_rows(const RowSpread& args);
+
+// The formats of anychip.operators.codes; the codes are part of the Python interface.
+enum class CodeFormat : int {
+  kInt8 = 0,
+  kInt4 = 1,
+  kNF4 = 2,
+  kE4M3 = 3,
+  kE5M2 = 4,
+  kMXE4M3 = 5,
+  kMXE5M2 = 6,
+  kMXE2M1 = 7
+};
+constexpr bool has_half_bytes(CodeFormat format) {
+  return format == CodeFormat::kInt4 || format == CodeFormat::kNF4 || format == CodeFormat::kMXE2M1;
+}
+
+struct Quantize {
+  const void* x;
+  const int64_t* rng;  // seed, offset; null: to the nearest code. Of kInt8 and kInt4
+  uint8_t* codes;
+  void* scales;  // one per block: float32, or uint8 of an MX format
+  int64_t numel, block;
+  CodeFormat format;
+  DType dtype;
+};
+struct Dequantize {
+  const uint8_t* codes;
+  const void* scales;
+  float* y;
+  int64_t numel, block;
+  CodeFormat format;
+};
+void quantize(const Quantize& args);
+void dequantize(const Dequantize& args);
+
+struct Hadamard {
+  const void* x;
+  void* y;
+  int64_t numel, block;  // whole blocks of a power of two
+  DType dtype;
+};
+void hadamard(const Hadamard& args);
+
+// Of each row the `count` numbers of largest magnitude, the largest first, those of one magnitude
+// by place; every NaN is as large as another, and larger than infinity.
+struct TopK {
+  const void* x;     // (rows, width)
+  void* y;           // (rows, count)
+  int64_t* indices;  // (rows, count)
+  int64_t rows, width, count;
+  DType dtype;
+};
+void top_k(const TopK& args);
+
 struct TensorRef {
   void* data;
   int64_t numel;
@@ -181,9 +346,11 @@ struct TensorRef {
 // One tensor of an update rule. states: float32 and written, as many as the rule has.
 struct UpdateTensor {
   TensorRef param, grad;
-  float* states[2];
+  void* states[2];
   TensorRef low_precision;  // data is null where absent; written with the new param as stored
+  float* scales[2] = {};    // of states that are uint8 codes: one per kStateBlock elements
 };
+constexpr int64_t kStateBlock = 256;
 // What every update rule is given. Addresses of one float32 each; scale, clip and found_inf may be
 // null. Nothing is written when found_inf is not 0; step counts otherwise.
 struct Update {
@@ -199,6 +366,7 @@ struct AdamWOptions {
   double beta1, beta2, eps, weight_decay;
 };
 void adamw(const Update& update, const AdamWOptions& options);
+void adamw_8bit(const Update& update, const AdamWOptions& options);
 
 struct SgdOptions {
   double momentum;

@@ -63,6 +63,15 @@ AdamWFactors factors_of(const Update& update, const AdamWOptions& options) {
   return factors;
 }
 
+void run_adamw(const ChunkGrid& grid, const Update& update, const AdamWOptions& options,
+               decltype(KernelTable::adamw) kernel) {
+  if (!begins(update)) return;
+  const AdamWFactors factors = factors_of(update, options);
+  grid.run([&](size_t tensor, int64_t, Range elements) {
+    kernel(update.tensors[tensor], factors, elements);
+  });
+}
+
 LambFactors factors_of(const Update& update, const LambOptions& options) {
   return {grad_factors(update),   rounded(options.beta1),       rounded(1.0 - options.beta1),
           rounded(options.beta2), rounded(1.0 - options.beta2), *options.correction1,
@@ -74,12 +83,19 @@ LambFactors factors_of(const Update& update, const LambOptions& options) {
 void adamw(const Update& update, const AdamWOptions& options) {
   const char* where = "adamw";
   check_address(where, "lr", update.lr);
+  run_adamw(grid_of(where, update, 2), update, options, kernels().adamw);
+}
+
+void adamw_8bit(const Update& update, const AdamWOptions& options) {
+  const char* where = "adamw_8bit";
+  static_assert(kChunk % kStateBlock == 0, "a chunk begins where a block does");
+  check_address(where, "lr", update.lr);
   const ChunkGrid grid = grid_of(where, update, 2);
-  if (!begins(update)) return;
-  const AdamWFactors factors = factors_of(update, options);
-  grid.run([&](size_t tensor, int64_t, Range elements) {
-    kernels().adamw(update.tensors[tensor], factors, elements);
-  });
+  for (const UpdateTensor& tensor : update.tensors) {
+    if (tensor.param.numel == 0) continue;
+    for (const float* scales : tensor.scales) check_address(where, "a state's scales", scales);
+  }
+  run_adamw(grid, update, options, kernels().adamw_8bit);
 }
 
 void sgd(const Update& update, const SgdOptions& options) {

@@ -53,15 +53,18 @@ const char* const kernel_prelude =
   "  return l->ndim ? place + (long)i * l->stride[n][0] : 0;\n"
   "}\n"
 
-  /* The gelu that torch has, and its derivative; the derivative of silu. */
+  /* The gelu that torch has, and its derivative; the derivative of silu. (1 + tanh(u)) / 2 is the
+     sigmoid of 2 u, which is 0 and 1 at its ends whatever the device's tanh is there. */
+  "float tanh_gate(float x) {\n"
+  "  return 1 / (1 + exp(-1.5957691216f * (x + 0.044715f * x * x * x)));\n"
+  "}\n"
   "float gelu(float x, int tanh_) {\n"
-  "  float u = 0.7978845608f * (x + 0.044715f * x * x * x);\n"
-  "  return tanh_ ? 0.5f * x * (1 + tanh(u)) : 0.5f * x * (1 + erf(x * 0.7071067812f));\n"
+  "  return tanh_ ? x * tanh_gate(x) : 0.5f * x * (1 + erf(x * 0.7071067812f));\n"
   "}\n"
   "float gelu_slope(float x, int tanh_) {\n"
-  "  float t = tanh(0.7978845608f * (x + 0.044715f * x * x * x));\n"
-  "  float u = 0.7978845608f * (1 + 3 * 0.044715f * x * x);\n"
-  "  return tanh_ ? 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * u\n"
+  "  float g = tanh_gate(x), u = 1.5957691216f * (1 + 3 * 0.044715f * x * x);\n"
+  "  float rest = g == 0 || g == 1 ? 0 : x * g * (1 - g) * u;\n" /* not 0 times infinity */
+  "  return tanh_ ? g + rest\n"
   "    : 0.5f * (1 + erf(x * 0.7071067812f)) + x * 0.3989422804f * exp(-0.5f * x * x);\n"
   "}\n"
   "float silu_slope(float x) {\n"
@@ -324,6 +327,7 @@ kernel void take(IN(a), IN(b), OUT(r), layout l, long stride, int size) {
   if (row < 0 || row >= size) return;
   long from = oa + at(&l, 0, i) + row * stride, to = or + at(&l, 3, i);
   if (ta == 6) ((global float *)pr)[to] = ((global const float *)pa)[from];
+  else if (ta == 5 || ta == 15) ((global ushort *)pr)[to] = ((global const ushort *)pa)[from];
   else store_i(pr, tr, to, load_i(pa, ta, from));
 }
 

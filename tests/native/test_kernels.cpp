@@ -3,6 +3,7 @@
 //
 // That the values are those of float64, at these sizes and others, is asked of the operators by the
 // conformance suite, and of the vector functions in test_math.cpp.
+#include <algorithm>
 #include <deque>
 
 #include "operators.h"
@@ -31,6 +32,9 @@ class Results {
   std::vector<int64_t>& rows_of_sums(size_t count) {
     return rows_.emplace_back(count * kDigits + 1, -1);
   }
+  uint8_t* bytes_of(int64_t count) {
+    return codes_.emplace_back(static_cast<size_t>(count) + kGuard, kPattern).data();
+  }
 
   Bytes bytes(const std::string& name) const {
     Bytes all;
@@ -43,12 +47,22 @@ class Results {
       const auto* begin = reinterpret_cast<const unsigned char*>(rows.data());
       all.insert(all.end(), begin, begin + rows.size() * sizeof rows[0]);
     }
+    for (const Bytes& codes : codes_) {
+      const auto guard = codes.end() - kGuard;
+      check_that(std::count(guard, codes.end(), kPattern) == kGuard,
+                 name + ": wrote outside of its output");
+      all.insert(all.end(), codes.begin(), guard);
+    }
     return all;
   }
 
  private:
   std::deque<Tensor> tensors_;
   std::deque<std::vector<int64_t>> rows_;
+
+  static constexpr int kGuard = 64;
+  static constexpr unsigned char kPattern = 0xA5;
+  std::deque<Bytes> codes_;
 };
 
 void check_kernel(const std::string& name, const std::function<void(Results&)>& kernel) {
@@ -89,6 +103,8 @@ void test_norms(Shape shape, DType dtype, DType weight_dtype, const DType* strea
   Tensor weight(weight_dtype, random_values(hidden, 3));
   Tensor bias(weight_dtype, random_values(hidden, 4));
   Tensor residual(total_dtype, random_values(numel, 5)), dtotal = residual;
+  const int64_t rng[2] = {42, 0xffffffff - 10};
+  const Drop drop{stream && rows % 2 == 1 ? rng : nullptr, 0.3};
   for (const bool centred : {false, true}) {
     check_kernel(name, [&](Results& out) {
       Tensor &rstd = out.make(kWide, rows), &mean = out.make(kWide, centred ? rows : 0);
@@ -106,7 +122,7 @@ void test_norms(Shape shape, DType dtype, DType weight_dtype, const DType* strea
       const auto backward = [&](Tensor* dx, Tensor* dweight, Tensor* dbias, Tensor* dresidual) {
         const auto data = [](Tensor* tensor) { return tensor ? tensor->data() : nullptr; };
         ResidualGradient both;
-        if (stream) both = {dtotal.data(), data(dresidual), *stream};
+        if (stream) both = {dtotal.data(), data(dresidual), *stream, drop};
         if (centred) {
           layer_norm_backward({grad.data(), seen, weight.data(), mean.floats(), rstd.floats(),
                                data(dx), data(dweight), data(dbias), rows, hidden, dtype,
@@ -140,6 +156,14 @@ void test_activations(DType dtype, int64_t numel) {
       gelu_backward({grad.data(), x.data(), out.make(dtype, numel).data(), numel, tanh, dtype});
     });
   }
+  for (const bool tanh : {false, true}) {
+    check_kernel(label(tanh ? "geglu tanh" : "geglu", dtype, numel), [&](Results& out) {
+      const auto make = [&] { return out.make(dtype, numel).data(); };
+      geglu_forward({x.data(), up.data(), make(), numel, tanh, dtype});
+      geglu_backward({grad.data(), x.data(), up.data(), make(), nullptr, numel, tanh, dtype});
+      geglu_backward({grad.data(), x.data(), up.data(), nullptr, make(), numel, tanh, dtype});
+    });
+  }
   check_kernel(label("swiglu", dtype, numel), [&](Results& out) {
     swiglu_forward({x.data(), up.data(), out.make(dtype, numel).data(), numel, dtype});
     const auto backward = [&](void* dgate, void* dup) {
@@ -158,14 +182,115 @@ void test_dropout(DType dtype, int64_t numel, int64_t columns) {
   Tensor x = wide_values(dtype, numel, 1);
   check_kernel(label("dropout", dtype, numel) + " columns " + std::to_string(columns),
                [&](Results& out) {
-                 dropout({x.data(), rng, out.make(dtype, numel).data(), numel, 0.3, dtype,
-                          columns > 0 ? rows.data() : nullptr, columns, columns + 5, 2});
+                 const Drop drop{rng, 0.3, columns > 0 ? rows.data() : nullptr, columns + 5, 2};
+                 dropout({x.data(), out.make(dtype, numel).data(), numel, columns, dtype, drop});
+               });
+}
+
+// numbers: rows have some.
+void test_biases(DType dtype, DType other, Shape shape, bool numbers) {
+  const int64_t rows = shape.rows, hidden = shape.hidden, numel = rows * hidden;
+  const std::string name = label("biases", dtype, rows) + " x " + std::to_string(hidden);
+  std::vector<int64_t> numbers_of_rows;
+  for (int64_t i = 0; i < rows; ++i) numbers_of_rows.push_back(i % 5 == 0 ? i - 7 : i);
+  const int64_t rng[2] = {42, 0xffffffff - 10};
+  Tensor x = wide_values(dtype, numel, 1), grad(dtype, random_values(numel, 2));
+  Tensor bias(other, random_values(hidden, 3)), residual(other, random_values(numel, 4));
+  Drop drop{rng, 0.3};
+  if (numbers) drop = {rng, 0.3, numbers_of_rows.data(), hidden, 0};
+  check_kernel(name, [&](Results& out) {
+    const auto make = [&] { return out.make(dtype, numel).data(); };
+    for (const bool tanh : {false, true}) {
+      bias_gelu_forward({x.data(), bias.data(), make(), rows, hidden, tanh, dtype, other});
+      void* dbias = out.make(other, hidden).data();
+      bias_gelu_backward(
+          {grad.data(), x.data(), bias.data(), make(), nullptr, rows, hidden, tanh, dtype, other});
+      bias_gelu_backward(
+          {grad.data(), x.data(), bias.data(), nullptr, dbias, rows, hidden, tanh, dtype, other});
+    }
+    for (const void* added :
+         {static_cast<const void*>(nullptr), static_cast<const void*>(bias.data())}) {
+      void* y = out.make(other, numel).data();
+      bias_dropout_add(
+          {x.data(), residual.data(), added, y, rows, hidden, dtype, other, other, drop});
+    }
+    bias_dropout_backward({grad.data(), make(), nullptr, rows, hidden, dtype, drop});
+    float* dbias = out.make(kWide, hidden).floats();
+    bias_dropout_backward({grad.data(), nullptr, dbias, rows, hidden, dtype, drop});
+  });
+}
+
+// Rows of x chosen in an order that meets each once, and others that meet some never or often.
+void test_row_sums(DType dtype, DType weight_dtype, Shape shape, int64_t terms) {
+  const int64_t rows = shape.rows, width = shape.hidden, all = rows * terms;
+  std::vector<int64_t> each, some;
+  for (int64_t i = 0; i < all; ++i) each.push_back(i * 7919 % all), some.push_back(i * i % rows);
+  Tensor x(dtype, random_values(all * width, 1)), y(dtype, random_values(rows * width, 2));
+  Tensor weights(weight_dtype, random_values(all, 3));
+  for (void* given : {static_cast<void*>(nullptr), weights.data()}) {
+    check_kernel(label("row sums", dtype, width), [&](Results& out) {
+      sum_rows({x.data(), each.data(), given, out.make(dtype, rows * width).data(), rows, terms,
+                all, width, dtype, weight_dtype});
+      void* dweights = given ? out.make(weight_dtype, all).data() : nullptr;
+      spread_rows({y.data(), x.data(), each.data(), given, out.make(dtype, all * width).data(),
+                   dweights, rows, terms, width, dtype, weight_dtype});
+      sum_rows_by_index({x.data(), some.data(), nullptr, out.make(dtype, rows * width).data(), rows,
+                         1, all, width, dtype, dtype});
+    });
+  }
+}
+
+// Blocks below and above a vector and a group, and of an odd number of half bytes.
+void test_quantization(DType dtype, int64_t numel, int64_t block, CodeFormat format) {
+  const bool is_mx = format >= CodeFormat::kMXE4M3;
+  const bool is_random = format == CodeFormat::kInt8 || format == CodeFormat::kInt4;
+  const int64_t blocks = (numel + block - 1) / block, rng[2] = {42, 0xffffffff - 10};
+  const std::string name = label("quantize", dtype, numel) + " block " + std::to_string(block) +
+                           " format " + std::to_string(static_cast<int>(format));
+  Tensor x = wide_values(dtype, numel, 1);
+  for (const int64_t* words : {static_cast<const int64_t*>(nullptr), rng}) {
+    if (words && !is_random) continue;
+    check_kernel(name, [&](Results& out) {
+      uint8_t* codes = out.bytes_of(has_half_bytes(format) ? (numel + 1) / 2 : numel);
+      void* scales = is_mx ? out.bytes_of(blocks) : out.make(kWide, blocks).data();
+      quantize({x.data(), words, codes, scales, numel, block, format, dtype});
+      dequantize({codes, scales, out.make(kWide, numel).floats(), numel, block, format});
+    });
+  }
+}
+
+void test_hadamard(DType dtype, int64_t numel, int64_t block) {
+  Tensor x = wide_values(dtype, numel, 1);
+  check_kernel(label("hadamard", dtype, numel) + " block " + std::to_string(block),
+               [&](Results& out) {
+                 hadamard({x.data(), out.make(dtype, numel).data(), numel, block, dtype});
                });
 }
 
 struct Heads {
   int64_t batch, seq, heads, kv_heads, head_dim;
 };
+
+// Rows of which there are many, few that are long, and one of many equal numbers.
+void test_top_k(DType dtype, Shape shape, int64_t count, bool equal) {
+  Tensor x = wide_values(dtype, shape.rows * shape.hidden, 1);
+  for (int64_t i = 0; equal && i < x.numel(); ++i) x.set(i, i % 3 == 0 ? -1.0 : 1.0);
+  std::vector<int64_t> indices(static_cast<size_t>(shape.rows * count));
+  check_kernel(
+      label("top_k", dtype, shape.hidden) + " of which " + std::to_string(count),
+      [&](Results& out) {
+        Tensor& y = out.make(dtype, shape.rows * count);
+        top_k({x.data(), y.data(), indices.data(), shape.rows, shape.hidden, count, dtype});
+        for (int64_t i = 0; i < y.numel(); ++i) {
+          const int64_t at = i / count * shape.hidden + indices[static_cast<size_t>(i)];
+          const double value = x.get(at);
+          check_that(std::isnan(value) ? std::isnan(y.get(i)) : value == y.get(i),
+                     "top_k: an index of another number");
+          const double before = i % count == 0 ? INFINITY : std::fabs(y.get(i - 1));
+          check_that(!(std::fabs(value) > before), "top_k: a number after a smaller one");
+        }
+      });
+}
 
 void test_rope(DType dtype, const Heads& s, bool interleaved, bool inverse) {
   const std::string name = label("rope", dtype, s.head_dim);
@@ -253,6 +378,17 @@ void test_updates(DType param, DType grad, const DType* low) {
   const std::vector<float> trust(params.size(), 3.0f);
   check_kernel(name, [&](Results& out) {
     adamw(update(out, 2), {0.9, 0.999, 1e-8, 0.01});
+    Update coded = update(out, 0);
+    for (UpdateTensor& tensor : coded.tensors) {
+      const int64_t numel = tensor.param.numel;
+      for (int k = 0; k < 2; ++k) {
+        uint8_t* codes = out.bytes_of(numel);
+        for (int64_t i = 0; i < numel; ++i) codes[i] = static_cast<uint8_t>(i * 7);
+        tensor.states[k] = codes;
+        tensor.scales[k] = out.copy(Tensor(kWide, random_values((numel + 255) / 256, 6))).floats();
+      }
+    }
+    adamw_8bit(coded, {0.9, 0.999, 1e-8, 0.01});
     lion(update(out, 1), {0.9, 0.999, 0.01});
     lamb(update(out, 2), kLamb, trust.data());
     lamb_sums_of_squares(update(out, 2), kLamb, out.rows_of_sums(2 * params.size()).data());
@@ -266,11 +402,14 @@ void test_updates(DType param, DType grad, const DType* low) {
 void test_wrong_arguments() {
   float value = 1.0f, *v = &value;
   const int64_t rng[2] = {0, 0};
+  uint8_t bytes[1] = {0};
+  int64_t place = 0;
   const TensorRef one{v, 1, kWide}, half{v, int64_t{1} << 46, kWide};
   const Update no_lr{{}, nullptr, v, nullptr, nullptr, nullptr};
   const Update no_state{{{one, one, {nullptr, nullptr}, {}}}, v, v, nullptr, nullptr, nullptr};
+  const Update no_scales{{{one, one, {v, v}, {}}}, v, v, nullptr, nullptr, nullptr};
   const auto rows = [&](int64_t columns, int64_t column) {
-    dropout({v, rng, v, 1, 0.5, kWide, rng, columns, 4, column});
+    dropout({v, v, 1, columns, kWide, {rng, 0.5, rng, 4, column}});
   };
   const auto turned = [&](int64_t head_dim, void* q_out) {
     rope({v, v, v, v, q_out, v, 1, 1, 1, 1, head_dim, false, false, kWide});
@@ -285,13 +424,23 @@ void test_wrong_arguments() {
       {"numel >= 0, got -5", [&] { gelu_forward({v, v, -5, false, kWide}); }},
       {"address of x", [&] { gelu_forward({nullptr, v, 1, false, kWide}); }},
       {"address of up", [&] { swiglu_forward({v, nullptr, v, 1, kWide}); }},
-      {"numel >= 0, got -1", [&] { dropout({v, rng, v, -1, 0.5, kWide}); }},
-      {"0 <= p <= 1", [&] { dropout({v, rng, v, 1, 1.5, kWide}); }},
+      {"numel >= 0, got -1", [&] { dropout({v, v, -1, 0, kWide, {rng, 0.5}}); }},
+      {"0 <= p <= 1", [&] { dropout({v, v, 1, 0, kWide, {rng, 1.5}}); }},
       {"1 elements in rows of 2", [&] { rows(2, 0); }},
       {"column 4 to 5 of 4", [&] { rows(1, 4); }},
       {"column -1 to 0 of 4", [&] { rows(1, -1); }},
       {"even head_dim, got 3", [&] { turned(3, v); }},
       {"q with q_out", [&] { turned(2, nullptr); }},
+      {"block >= 1, got 0",
+       [&] { quantize({v, nullptr, bytes, v, 1, 0, CodeFormat::kInt8, kWide}); }},
+      {"address of codes",
+       [&] { quantize({v, nullptr, nullptr, v, 1, 1, CodeFormat::kInt8, kWide}); }},
+      {"address of scales", [&] { dequantize({bytes, nullptr, v, 1, 1, CodeFormat::kInt8}); }},
+      {"3 elements in blocks of 2", [&] { hadamard({v, v, 3, 2, kWide}); }},
+      {"6 elements in blocks of 6", [&] { hadamard({v, v, 6, 6, kWide}); }},
+      {"count <= width 1, got 2", [&] { top_k({v, v, &place, 1, 1, 2, kWide}); }},
+      {"width <= 2^32", [&] { top_k({v, v, &place, 1, int64_t{1} << 33, 1, kWide}); }},
+      {"address of indices", [&] { top_k({v, v, nullptr, 1, 1, 1, kWide}); }},
       {"numel >= 0, got -2", [&] { l2_norm({{v, -2, kWide}}, v); }},
       {"address of a tensor", [&] { clip({{nullptr, 2, kWide}}, v, 1.0); }},
       {"numel of all tensors <= ", [&] { l2_norm({half, half, half}, v); }},
@@ -301,10 +450,37 @@ void test_wrong_arguments() {
       {"address of lr", [&] { lion(no_lr, {}); }},
       {"address of lr", [&] { lamb(no_lr, kLamb, v); }},
       {"address of a state", [&] { lion(no_state, {}); }},
+      {"address of a state's scales", [&] { adamw_8bit(no_scales, {}); }},
       {"address of trust", [&] { lamb(no_state, kLamb, nullptr); }},
   };
   for (const auto& [message, call] : cases) check_throws<std::invalid_argument>(message, call);
   sums_of_squares({}, nullptr);  // no tensor, no row
+}
+
+void test_places() {
+  const int64_t experts[] = {2, 0, -1, 2, 3, 0, 2}, want[] = {2, 0, 5, 3, 6, 1, 4};
+  int64_t place[7], choice[7], ends[3];
+  places_by_expert({experts, place, choice, ends, 7, 3});
+  for (int64_t i = 0; i < 7; ++i) {
+    check_that(place[i] == want[i] && choice[place[i]] == i, "a place of a choice");
+  }
+  check_that(ends[0] == 2 && ends[1] == 2 && ends[2] == 5, "the ends of experts");
+}
+
+void test_wrong_rows_write_nothing() {
+  Tensor x(kWide, Doubles(10, 1.0)), y(kWide, Doubles(10, 7.0));
+  for (const int64_t bad : {int64_t{2}, int64_t{-1}}) {
+    const int64_t index[2] = {0, bad};
+    const std::string got =
+        "from 0 to 1, got " + (bad < 0 ? std::string("-1 to 0") : std::string("0 to 2"));
+    const RowSums sums{x.data(), index, nullptr, y.data(), 2, 1, 2, 5, kWide, kWide};
+    check_throws<std::out_of_range>(got.c_str(), [&] { sum_rows(sums); });
+    check_throws<std::out_of_range>(got.c_str(), [&] { sum_rows_by_index(sums); });
+    check_throws<std::out_of_range>(got.c_str(), [&] {
+      spread_rows({x.data(), nullptr, index, nullptr, y.data(), nullptr, 2, 1, 5, kWide, kWide});
+    });
+  }
+  check_that(y.values() == Doubles(10, 7.0), "a wrong row: something was written");
 }
 
 void test_wrong_targets_write_nothing() {
@@ -353,6 +529,14 @@ int main() {
       }
     }
     test_activations(dtype, kManyElements);
+    for (const bool numbers : {false, true}) {
+      for (const DType other : {dtype, kWide}) {
+        for (const Shape shape : {Shape{3, 1}, Shape{500, 8}, Shape{40, 17}, Shape{97, 1000},
+                                  Shape{3, 2049}, Shape{0, 16}}) {
+          test_biases(dtype, other, shape, numbers);
+        }
+      }
+    }
     for (const int64_t columns : {1, 3, 64, 65, 500, 1001}) {
       test_dropout(dtype, 100 * columns, columns);
     }
@@ -363,6 +547,32 @@ int main() {
           Heads{2, 70, 8, 4, 64}}) {
       for (const bool interleaved : {false, true}) {
         for (const bool inverse : {false, true}) test_rope(dtype, heads, interleaved, inverse);
+      }
+    }
+    for (const int64_t block : {1, 2, 4, 8, 16, 32, 64, 128, 256, 8192}) {
+      for (const int64_t blocks : {0, 1, 5, 7}) test_hadamard(dtype, blocks * block, block);
+    }
+    test_hadamard(dtype, 100000, 32);
+    for (const bool equal : {false, true}) {
+      for (const Shape shape : {Shape{97, 3}, Shape{3, 257}, Shape{2, 5003}, Shape{1, 70001}}) {
+        for (const int64_t count : {int64_t{1}, shape.hidden / 20, shape.hidden / 2}) {
+          test_top_k(dtype, shape, count, equal);
+        }
+      }
+    }
+    for (const Shape shape : {Shape{1, 1}, Shape{5, 17}, Shape{3, 2049}, Shape{97, 1000}}) {
+      for (const int64_t terms : {1, 3}) {
+        test_row_sums(dtype, dtype, shape, terms);
+        test_row_sums(dtype, kWide, shape, terms);
+      }
+    }
+    for (const int64_t numel : {0, 1, 17, 4097, 40001}) {
+      for (int format = 0; format < 8; ++format) {
+        test_quantization(dtype, numel, 32, static_cast<CodeFormat>(format));
+      }
+      for (const int64_t block : {1, 7, 256, 5001}) {
+        test_quantization(dtype, numel, block, CodeFormat::kInt8);
+        test_quantization(dtype, numel, block, CodeFormat::kInt4);
       }
     }
     for (const double exponents : {0.0, 17.0, 20.0, 30.0, 45.0, 120.0}) {
@@ -376,5 +586,7 @@ int main() {
   test_updates(f32, bf16, &f16);
   test_wrong_arguments();
   test_wrong_targets_write_nothing();
+  test_wrong_rows_write_nothing();
+  test_places();
   return report("kernels");
 }

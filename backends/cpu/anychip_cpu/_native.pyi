@@ -7,8 +7,8 @@ The equations are those of the operators' specs. Conventions of every kernel:
   - Outputs must not overlap inputs, except where a tensor is updated in place.
   - The GIL is released. Small inputs (below 32768 elements) stay on the calling thread.
   - Importing needs torch to be imported already (ImportError): its OpenMP runtime is shared.
-  - ValueError: a negative size, sizes of more than 2^47 elements, an unknown dtype or reduction, a
-    missing address, lists of unequal length, blocks outside of their output.
+  - ValueError: a negative size, sizes of more than 2^47 elements, an unknown dtype, reduction or
+    format, a missing address, lists of unequal length, blocks outside of their output.
   - Results are the same bits for every number of threads and every instruction set (but for the
     sign and payload of a NaN). The top of each file of csrc/cpu/kernels counts the roundings.
 """
@@ -19,6 +19,14 @@ FLOAT16: int
 REDUCTION_NONE: int
 REDUCTION_MEAN: int
 REDUCTION_SUM: int
+INT8: int
+INT4: int
+NF4: int
+E4M3: int
+E5M2: int
+MX_E4M3: int
+MX_E5M2: int
+MX_E2M1: int
 
 def rms_norm_forward(
     x: int,
@@ -53,11 +61,16 @@ def rms_norm_backward(
     dtotal: int = 0,
     dresidual: int = 0,
     residual_dtype: int = 0,
+    rng: int = 0,
+    p: float = 0.0,
+    row_index: int = 0,
+    width: int = 0,
 ) -> None:
     """dx like grad (0: not needed), dweight like weight (0: not needed).
 
     With dtotal, x is the total of the forward, and x, dtotal and dresidual (0: not needed) are of
-    residual_dtype. dtotal is added to the gradient, which is rounded to both types.
+    residual_dtype. dtotal is added to the gradient, which is rounded to both types. With rng, dx is
+    dropped from as x was by dropout.
     """
 
 def layer_norm_forward(
@@ -97,6 +110,10 @@ def layer_norm_backward(
     dtotal: int = 0,
     dresidual: int = 0,
     residual_dtype: int = 0,
+    rng: int = 0,
+    p: float = 0.0,
+    row_index: int = 0,
+    width: int = 0,
 ) -> None:
     """dx, dweight, dbias: each 0 when not needed; dtotal and dresidual as in rms_norm_backward."""
 
@@ -118,8 +135,66 @@ def dropout(
     column + j.
     """
 
+def bias_dropout_add(
+    x: int,
+    residual: int,
+    bias: int,
+    y: int,
+    rows: int,
+    hidden: int,
+    dtype: int,
+    residual_dtype: int,
+    bias_dtype: int,
+    rng: int,
+    p: float,
+    row_index: int = 0,
+    width: int = 0,
+    column: int = 0,
+) -> None:
+    """y = residual + dropout(x + bias), like residual; bias: (hidden,), 0 for none."""
+
+def bias_dropout_backward(
+    grad: int,
+    dx: int,
+    dbias: int,
+    rows: int,
+    hidden: int,
+    dtype: int,
+    rng: int,
+    p: float,
+    row_index: int = 0,
+    width: int = 0,
+    column: int = 0,
+) -> None:
+    """dx like grad, dbias: (hidden,) float32; each 0 when not needed."""
+
 def gelu_forward(x: int, y: int, numel: int, tanh: bool, dtype: int) -> None: ...
 def gelu_backward(grad: int, x: int, dx: int, numel: int, tanh: bool, dtype: int) -> None: ...
+def bias_gelu_forward(
+    x: int, bias: int, y: int, rows: int, hidden: int, tanh: bool, dtype: int, bias_dtype: int
+) -> None:
+    """y = gelu(x + bias); bias: (hidden,)."""
+
+def bias_gelu_backward(
+    grad: int,
+    x: int,
+    bias: int,
+    dx: int,
+    dbias: int,
+    rows: int,
+    hidden: int,
+    tanh: bool,
+    dtype: int,
+    bias_dtype: int,
+) -> None:
+    """dx like x, dbias like bias: each 0 when not needed."""
+
+def geglu_forward(gate: int, up: int, y: int, numel: int, tanh: bool, dtype: int) -> None: ...
+def geglu_backward(
+    grad: int, gate: int, up: int, dgate: int, dup: int, numel: int, tanh: bool, dtype: int
+) -> None:
+    """dgate, dup: each 0 when not needed."""
+
 def swiglu_forward(gate: int, up: int, y: int, numel: int, dtype: int) -> None: ...
 def swiglu_backward(
     grad: int, gate: int, up: int, dgate: int, dup: int, numel: int, dtype: int
@@ -183,6 +258,78 @@ def cross_entropy_backward(
 ) -> None:
     """grad: float32, one element, or (rows,) for REDUCTION_NONE. IndexError as in the forward."""
 
+def sum_rows(
+    x: int,
+    index: int,
+    weights: int,
+    y: int,
+    rows: int,
+    terms: int,
+    x_rows: int,
+    width: int,
+    dtype: int,
+    weight_dtype: int,
+) -> None:
+    """y[r] = sum over j of weights[r, j] x[index[r, j]].
+
+    index: (rows, terms) int64, IndexError for one that is no row of x; weights: 0 for all 1.
+    """
+
+def sum_rows_by_index(
+    x: int, index: int, y: int, rows: int, x_rows: int, width: int, dtype: int
+) -> None:
+    """y[r] is the sum of those x[i] that have index[i] = r; IndexError for others."""
+
+def places_by_expert(
+    experts: int, place: int, choice: int, ends: int, count: int, num_experts: int
+) -> None:
+    """Of each choice its place when they are sorted by expert, and of each place its choice.
+
+    All int64; ends: (num_experts,), the number of choices of experts from 0 to each.
+    """
+
+def spread_rows(
+    y: int,
+    x: int,
+    index: int,
+    weights: int,
+    dx: int,
+    dweights: int,
+    rows: int,
+    terms: int,
+    width: int,
+    dtype: int,
+    weight_dtype: int,
+) -> None:
+    """The gradients of sum_rows, y that of its y; dx and dweights may be 0: not wanted.
+
+    index: as of sum_rows, each row of x once.
+    """
+
+def quantize(
+    x: int,
+    rng: int,
+    codes: int,
+    scales: int,
+    numel: int,
+    block: int,
+    format: int,
+    dtype: int,
+) -> None:
+    """format: INT8 ... MX_E2M1; scales: (blocks,) uint8 of an MX format, else float32.
+
+    rng: int64 (seed, offset), of INT8 and INT4; 0 takes the nearest code.
+    """
+
+def dequantize(codes: int, scales: int, y: int, numel: int, block: int, format: int) -> None:
+    """y: (numel,) float32; the rest as quantize writes it."""
+
+def hadamard(x: int, y: int, numel: int, block: int, dtype: int) -> None:
+    """Of whole blocks of a power of two."""
+
+def top_k(x: int, y: int, indices: int, rows: int, width: int, count: int, dtype: int) -> None:
+    """y: (rows, count); indices: the same of int64, into rows of width <= 2^32 elements."""
+
 class Update:
     """The lists and numbers of one step of an update rule.
 
@@ -210,9 +357,14 @@ class Update:
         scale: int,
         clip: int,
         found_inf: int,
+        first_scales: list[int] = ...,
+        second_scales: list[int] = ...,
     ) -> None: ...
 
 def adamw(update: Update, beta1: float, beta2: float, eps: float, weight_decay: float) -> None: ...
+def adamw_8bit(update: Update, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
+    """States are uint8 codes; first_scales, second_scales: float32, one per 256 elements."""
+
 def sgd(
     update: Update, momentum: float, nesterov: bool, weight_decay: float, decoupled: bool
 ) -> None: ...

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from anychip_cpu import native
 from anychip_cpu.native import CODES
-from anychip_cpu.numerics import column_sum, rowwise
-from anychip_cpu.table import Needs, declared, have_one_dtype, wanted
+from anychip_cpu.table import Needs, declared, have_one_dtype, rows_of, wanted
 
 _aten = torch.ops.aten
 _kernels: Any = native.kernels
@@ -59,11 +58,11 @@ def swiglu_backward(
 
 @declared.forward("bias_gelu")
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
-    def compute(x: Tensor) -> tuple[Tensor]:
-        return (gelu(x.float() + bias, approximate=approximate),)
-
-    (y,) = rowwise(compute, (x,), (x,))
-    assert y is not None
+    x, bias = x.contiguous(), bias.contiguous()
+    y = torch.empty_like(x)
+    addresses = (x.data_ptr(), bias.data_ptr(), y.data_ptr())
+    codes = (CODES[x.dtype], CODES[bias.dtype])
+    _kernels.bias_gelu_forward(*addresses, *rows_of(x), approximate == "tanh", *codes)
     return y
 
 
@@ -71,20 +70,24 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str) -> Tensor:
 def bias_gelu_backward(
     grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
-    # Not by blocks: the bias's gradient sums over all rows, in an order that must not depend on
-    # the number of threads.
-    (total,) = gelu_backward(grad.float(), x.float() + bias, approximate=approximate, needs=(True,))
-    dx = total.to(x.dtype) if needs[0] else None
-    return dx, (column_sum(total).to(bias.dtype) if needs[1] else None)
+    grad, x, bias = grad.contiguous(), x.contiguous(), bias.contiguous()
+    dx, dx_address = wanted(needs[0], x)
+    dbias, dbias_address = wanted(needs[1], bias)
+    addresses = (grad.data_ptr(), x.data_ptr(), bias.data_ptr(), dx_address, dbias_address)
+    codes = (CODES[x.dtype], CODES[bias.dtype])
+    _kernels.bias_gelu_backward(*addresses, *rows_of(x), approximate == "tanh", *codes)
+    return dx, dbias
 
 
 @declared.forward("geglu")
 def geglu(gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
-    def compute(gate: Tensor, up: Tensor) -> tuple[Tensor]:
-        return (gelu(gate.float(), approximate=approximate).mul_(up),)
-
-    (y,) = rowwise(compute, (gate, up), (gate,))
-    assert y is not None
+    if gate.dtype != up.dtype:
+        # The kernel takes one dtype for both.
+        return geglu(gate.float(), up.float(), approximate=approximate).to(gate.dtype)
+    gate, up = gate.contiguous(), up.contiguous()
+    y = torch.empty_like(gate)
+    addresses = (gate.data_ptr(), up.data_ptr(), y.data_ptr())
+    _kernels.geglu_forward(*addresses, gate.numel(), approximate == "tanh", CODES[gate.dtype])
     return y
 
 
@@ -92,17 +95,19 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
 def geglu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
-    def compute(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        wide, slope = gate.float(), grad.float()
-        dgate = dup = None
-        if needs[0]:
-            (dgate,) = gelu_backward(slope * up, wide, approximate=approximate, needs=(True,))
-        if needs[1]:
-            dup = gelu(wide, approximate=approximate).mul_(slope)
+    if gate.dtype != up.dtype:
+        wide = (t.float() for t in (grad, gate, up))
+        found = geglu_backward(*wide, approximate=approximate, needs=needs)
+        dgate, dup = (
+            None if t is None else t.to(like.dtype)
+            for t, like in zip(found, (gate, up), strict=True)
+        )
         return dgate, dup
-
-    like = (gate if needs[0] else None, up if needs[1] else None)
-    dgate, dup = rowwise(compute, (grad, gate, up), like)
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    dgate, dgate_address = wanted(needs[0], gate)
+    dup, dup_address = wanted(needs[1], up)
+    addresses = (grad.data_ptr(), gate.data_ptr(), up.data_ptr(), dgate_address, dup_address)
+    _kernels.geglu_backward(*addresses, gate.numel(), approximate == "tanh", CODES[gate.dtype])
     return dgate, dup
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from anychip import operators
 from anychip.operators.attention import widened
+from anychip_cpu.products import OWN_BELOW
 from anychip_cpu.table import FLOATS, Needs, declared
 
 _aten = torch.ops.aten
@@ -25,6 +26,16 @@ def takes_flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **_: An
     one_dtype = q.dtype == k.dtype == v.dtype
     some = q.numel() > 0 and k.numel() > 0
     return some and one_dtype and (scale is None or scale > 0.0)
+
+
+_FEW_QUERIES = 64
+"""Fewer do not pay for keys and values that are made wide."""
+
+
+def _inner_dtype(q: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """In which torch's kernel is quicker: q's 16 bits or, by its products, float32."""
+    own = max(OWN_BELOW.get(q.dtype, 0), _FEW_QUERIES)
+    return q.dtype if out_dtype in (None, q.dtype) and q.shape[1] < own else torch.float32
 
 
 def _mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
@@ -53,7 +64,8 @@ def attention(
     scale: float | None,
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    q, k, v = widened(q, out_dtype, q, k, v)
+    dtype = q.dtype
+    q, k, v = widened(q, _inner_dtype(q, out_dtype), q, k, v)
     attrs: dict[str, Any] = {"causal": causal, "scale": scale, "out_dtype": None}
     blind = _blind(q, k, causal)
     if blind:
@@ -61,7 +73,7 @@ def attention(
         y = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = torch.full((batch, heads, length), -math.inf)
         y[:, blind:], lse[..., blind:] = attention(q[:, blind:], k, v, **attrs)
-        return y, lse
+        return y.to(out_dtype or dtype), lse
     is_causal, mask = _mask(q, k, causal)
     # torch's kernel takes the last dim to have stride 1, without looking.
     by_head = (t.contiguous().transpose(1, 2) for t in (q, k, v))
@@ -71,9 +83,9 @@ def attention(
     if not lse.all():
         # torch gives a row whose scores are all NaN the lse 0 and the result 0, as if it were
         # masked. A true lse of 0 is rare, and then this only costs time.
-        exact: tuple[Tensor, Tensor] = operators.attention.forward(q, k, v, **attrs)
-        return exact
-    return y.transpose(1, 2).contiguous(), lse.contiguous()
+        exact, lse = operators.attention.forward(q, k, v, **attrs)
+        return exact.to(out_dtype or dtype), lse
+    return y.transpose(1, 2).contiguous().to(out_dtype or dtype), lse.contiguous()
 
 
 @declared.backward(
@@ -96,7 +108,7 @@ def attention_backward(
     needs: Needs,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = q.dtype
-    grad, q, k, v, y = widened(q, out_dtype, grad, q, k, v, y)
+    grad, q, k, v, y = widened(q, _inner_dtype(q, out_dtype), grad, q, k, v, y)
     blind, heads, kv_heads = _blind(q, k, causal), q.shape[2], k.shape[2]
     is_causal, mask = _mask(q[:, blind:], k, causal)
     grad, q, y = (t[:, blind:].contiguous() for t in (grad, q, y))

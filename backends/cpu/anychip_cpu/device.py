@@ -45,9 +45,16 @@ class CpuDevice(DeviceInterface):
 
 def model_name() -> str:
     """The processor's name as the kernel reports it, or its architecture."""
+    return _of_processor("model name") or platform.processor() or platform.machine()
+
+
+def vendor() -> str:
+    """Who made the processor, as it says itself, like ``GenuineIntel``; empty where it does not."""
+    return _of_processor("vendor_id")
+
+
+def _of_processor(field: str) -> str:
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = info.read_text(errors="replace").splitlines() if info.is_file() else []
+    found = (line.split(":", 1)[1].strip() for line in lines if line.startswith(field))
+    return next(found, "")

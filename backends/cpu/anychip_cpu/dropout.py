@@ -1,4 +1,4 @@
-"""Dropout on the host: the native kernel, and torch's sums around it."""
+"""Dropout on the host, alone and before a residual's sum: native kernels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 
 from anychip_cpu import native
 from anychip_cpu.native import CODES
-from anychip_cpu.numerics import column_sum
-from anychip_cpu.table import Needs, declared
+from anychip_cpu.table import Needs, address, declared, rows_of, wanted
 
 _kernels: Any = native.kernels
 
@@ -41,6 +40,11 @@ def dropout_backward(
     return (dropout(grad, rng, rows, **attrs),)
 
 
+def places(rows: Tensor | None, width: int, column: int = 0) -> tuple[int, int, int]:
+    """Which words elements have, as the kernels take it."""
+    return address(rows), width, column
+
+
 @declared.forward("bias_dropout_add")
 def bias_dropout_add(
     x: Tensor,
@@ -48,22 +52,49 @@ def bias_dropout_add(
     rng: Tensor,
     bias: Tensor | None,
     rows: Tensor | None,
-    **attrs: Any,
+    *,
+    p: float,
+    width: int = 0,
+    column: int = 0,
 ) -> Tensor:
-    inner = x.float() if bias is None else x.float() + bias
-    dropped = dropout(inner, rng, rows, **attrs)
-    return dropped.add_(residual).to(residual.dtype)
+    x, residual, rng = x.contiguous(), residual.contiguous(), rng.contiguous()
+    bias, rows = (None if t is None else t.contiguous() for t in (bias, rows))
+    y = torch.empty_like(residual)
+    _kernels.bias_dropout_add(
+        *map(address, (x, residual, bias, y)),
+        *rows_of(x),
+        CODES[x.dtype],
+        CODES[residual.dtype],
+        CODES[x.dtype if bias is None else bias.dtype],
+        rng.data_ptr(),
+        p,
+        *places(rows, width, column),
+    )
+    return y
 
 
 @declared.backward("bias_dropout_add")
 def bias_dropout_add_backward(
-    grad: Tensor, rng: Tensor, rows: Tensor | None, *, needs: Needs, **attrs: Any
+    grad: Tensor,
+    rng: Tensor,
+    rows: Tensor | None,
+    *,
+    needs: Needs,
+    p: float,
+    width: int = 0,
+    column: int = 0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    dx = dresidual = dbias = None
+    grad, rng = grad.contiguous(), rng.contiguous()
+    rows = None if rows is None else rows.contiguous()
+    dx, dx_address = wanted(needs[0], grad)
+    dbias = torch.empty(grad.shape[-1], dtype=torch.float32) if needs[2] else None
     if needs[0] or needs[2]:
-        dropped = dropout(grad.float(), rng, rows, **attrs)
-        dx = dropped.to(grad.dtype) if needs[0] else None
-        dbias = column_sum(dropped) if needs[2] else None
-    if needs[1]:
-        dresidual = grad.clone(memory_format=torch.contiguous_format)
-    return dx, dresidual, dbias
+        _kernels.bias_dropout_backward(
+            *(grad.data_ptr(), dx_address, address(dbias)),
+            *rows_of(grad),
+            CODES[grad.dtype],
+            rng.data_ptr(),
+            p,
+            *places(rows, width, column),
+        )
+    return dx, (grad.clone() if needs[1] else None), dbias

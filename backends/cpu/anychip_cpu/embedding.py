@@ -1,24 +1,38 @@
-"""embedding on the host: torch's gather, and rows added up in float32."""
+"""embedding on the host: rows copied by the native kernels, and their gradients added up."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from anychip_cpu import native
+from anychip_cpu.native import CODES
 from anychip_cpu.table import Needs, declared
 
-_aten = torch.ops.aten
+_kernels: Any = native.kernels
 
 
-@declared.forward("embedding", kind="mapped")
+@declared.forward("embedding")
 def embedding(indices: Tensor, weight: Tensor) -> Tensor:
-    return torch.nn.functional.embedding(indices, weight)
+    indices, weight = indices.contiguous(), weight.contiguous()
+    y = torch.empty((*indices.shape, weight.shape[1]), dtype=weight.dtype)
+    addresses = (weight.data_ptr(), indices.data_ptr(), 0, y.data_ptr())
+    code = CODES[weight.dtype]
+    _kernels.sum_rows(*addresses, indices.numel(), 1, *weight.shape, code, code)
+    return y
 
 
-@declared.backward("embedding", kind="mapped")
+@declared.backward(
+    "embedding", accepts=lambda grad, _, weight, **__: bool(grad.dtype == weight.dtype)
+)
 def embedding_backward(
     grad: Tensor, indices: Tensor, weight: Tensor, *, needs: Needs
 ) -> tuple[Tensor]:
-    # Rows that occur more than once are summed, which must not happen in 16 bits.
-    total = _aten.embedding_dense_backward(grad.float(), indices, weight.shape[0], -1, False)
-    return (total.to(weight.dtype),)
+    grad, indices = grad.contiguous(), indices.contiguous()
+    total = torch.empty(weight.shape, dtype=weight.dtype)
+    addresses = (grad.data_ptr(), indices.data_ptr(), total.data_ptr())
+    rows, width = weight.shape
+    _kernels.sum_rows_by_index(*addresses, rows, indices.numel(), width, CODES[grad.dtype])
+    return (total,)

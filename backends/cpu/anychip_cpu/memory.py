@@ -1,6 +1,7 @@
 """The host's memory part: statistics of the C library's allocator, which torch's tensors come from.
 
-They are of the whole process, Python's own objects included. The allocator keeps no peak.
+They are of the whole process, Python's own objects included. The allocator keeps no peak. Blocks
+that anychip.host_memory keeps are counted with them, and given back by ``empty_cache``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import cffi  # type: ignore[import-untyped]
 
+from anychip import host_memory
 from anychip.contract import Memory, MemoryInfo, MemoryStats
 
 _ffi = cffi.FFI()
@@ -36,13 +38,15 @@ class CpuMemory(Memory):
     def stats(self, index: int | None = None) -> MemoryStats:
         self.backend.check_index(index)
         self.backend.require("memory_stats", "memory.stats()")
-        info = _libc.mallinfo2()
+        info, kept = _libc.mallinfo2(), host_memory.statistics()
         # Blocks above the mmap threshold are counted apart from the arenas.
-        return MemoryStats(info.uordblks + info.hblkhd, info.arena + info.hblkhd, None)
+        allocated = info.uordblks + info.hblkhd + kept.allocated
+        return MemoryStats(allocated, info.arena + info.hblkhd + kept.reserved, None)
 
     def empty_cache(self) -> None:
         self.backend.require("memory_stats", "memory.empty_cache()")
         _libc.malloc_trim(0)
+        host_memory.trim()
 
     def info(self, index: int | None = None) -> MemoryInfo:
         self.backend.check_index(index)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anychip.operators.norm import by_channel, channel_sum
 from anychip_cpu import native
-from anychip_cpu.dropout import bias_dropout_add, dropout
+from anychip_cpu.dropout import bias_dropout_add
 from anychip_cpu.native import CODES
 from anychip_cpu.table import Needs, address, declared, has_elements, rows_of, wanted
 
@@ -208,8 +208,12 @@ def _normed_sum_gradients(
     weight: Tensor,
     statistics: Sequence[Tensor],
     needs: Needs,
+    drop: Sequence[float] = (),
 ) -> list[Tensor | None]:
-    """Gradients of x, residual, and weight and bias as far as ``needs`` goes."""
+    """Gradients of x, residual, and weight and bias as far as ``needs`` goes.
+
+    drop: of x, as the kernels take it; where they are.
+    """
     saved = [t.contiguous() for t in (grad, total, weight, *statistics)]
     dtotal = dtotal.contiguous()
     like = (grad, total, weight, weight)
@@ -226,6 +230,7 @@ def _normed_sum_gradients(
         dtotal.data_ptr(),
         address(dresidual),
         CODES[total.dtype],
+        *drop,
     )
     return made
 
@@ -298,15 +303,10 @@ def _dropped_gradients(
     saved: the sum, the weight and the rows' statistics; drop: rng and rows.
     """
     total, weight, *statistics = saved
-    if not needs[0]:
-        given = (grad, dtotal, total, weight, statistics, needs)
-        return tuple(_normed_sum_gradients(kernel, *given))
-    # As of a residual in float32, so that dropout has what is not rounded yet.
-    wide = (grad, dtotal.float(), total.float(), weight, statistics, (False, True, *needs[2:]))
-    _, whole, *dweights = _normed_sum_gradients(kernel, *wide)
-    assert whole is not None
-    dx = dropout(whole, *drop, p=p, width=whole.shape[-1]).to(grad.dtype)
-    return dx, (whole.to(dtotal.dtype) if needs[1] else None), *dweights
+    rng, rows = (None if t is None else t.contiguous() for t in drop)
+    place = (address(rng), p, address(rows), grad.shape[-1])
+    given = (grad, dtotal, total, weight, statistics, needs)
+    return tuple(_normed_sum_gradients(kernel, *given, place if needs[0] else ()))
 
 
 @declared.forward("dropout_add_rms_norm")

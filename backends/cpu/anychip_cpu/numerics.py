@@ -37,8 +37,3 @@ def rowwise(
             if whole is not None and part is not None:
                 whole[block] = part
     return found
-
-
-def column_sum(values: Tensor) -> Tensor:
-    # Not reshape(-1, H), which cannot tell the number of rows when H is 0.
-    return values.unsqueeze(0).flatten(0, -2).sum(0)

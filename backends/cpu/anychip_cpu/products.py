@@ -2,38 +2,55 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from anychip.operators.ragged import refuse_unsorted
+from anychip_cpu.device import vendor
 from anychip_cpu.table import Needs, declared
 
 
-def _matrix_dtypes() -> set[torch.dtype]:
-    """Dtypes that this processor has matrix or vector product instructions for."""
-    found = {torch.float32}
-    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
-        found.add(torch.bfloat16)
+def _own_below() -> dict[torch.dtype, float]:
+    """Below how many rows torch's product in 16 bits is quicker than one of float32.
+
+    Where the processor has no instructions for it, converting to float32 and back is 2.4 to 3.8
+    times as fast (measured on AVX-512 without bfloat16). With AVX-512's for bfloat16, on an Intel
+    processor whose AMX could not be used, it is 1.1 to 1.7 times as fast from 64 rows on, 0.3 to
+    1.05 times below. On AMD's only torch's own was measured. A rule, not a measurement at start:
+    the bits depend on it, which a busy moment must not change.
+    """
+    found: dict[torch.dtype, float] = {}
+    if torch.cpu._is_amx_tile_supported():
+        found[torch.bfloat16] = math.inf
+    elif torch.cpu._is_avx512_bf16_supported():
+        found[torch.bfloat16] = 64 if vendor() == "GenuineIntel" else math.inf
     if torch.cpu._is_amx_fp16_supported():
-        found.add(torch.float16)
+        found[torch.float16] = math.inf
     return found
 
 
-_MATRIX_DTYPES = _matrix_dtypes()
+OWN_BELOW = {torch.float32: math.inf, **_own_below()}
 
 
-def _widened(tensor: Tensor) -> Tensor:
-    # torch's 16-bit product of strided operands adds up in 16 bits, so they are made contiguous.
-    # Without 16-bit units, torch's own 16-bit product is slower than converting to float32 and
-    # back (2.4 to 3.8 times, measured on AVX-512 without bf16), and no more exact.
-    return tensor.contiguous() if tensor.dtype in _MATRIX_DTYPES else tensor.float()
+def _widening(x: Tensor, other: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
+    """What the operands of a product of the rows of ``x`` (..., K) go through.
+
+    Args:
+        other: dtype of the result or of another operand, if it is not that of ``x``: torch has no
+            product of 16-bit operands with a float32 tensor here.
+    """
+    if other in (None, x.dtype) and x.shape[:-1].numel() < OWN_BELOW.get(x.dtype, 0):
+        # torch's 16-bit product of strided operands adds up in 16 bits, so they are contiguous.
+        return Tensor.contiguous
+    return Tensor.float
 
 
-def _widening(x: Tensor, other: torch.dtype | None) -> Callable[[Tensor], Tensor]:
-    """What operands go through: torch has no product of 16-bit ones with a float32 tensor here."""
-    return _widened if other in (None, x.dtype) else Tensor.float
+def _rows(x: Tensor) -> Tensor:
+    """(..., N) as (rows, N), also where N is 0."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 @declared.forward("linear", kind="mapped")
@@ -50,12 +67,12 @@ def linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     wide = _widening(x, grad.dtype)
-    rows = wide(grad.reshape(x.shape[:-1].numel(), grad.shape[-1]))
+    rows = wide(_rows(grad))
     dx = dweight = dbias = None
     if needs[0]:
         dx = (rows @ wide(weight)).to(x.dtype).view(x.shape)
     if needs[1]:
-        dweight = (rows.t() @ wide(x.reshape(rows.shape[0], x.shape[-1]))).to(weight.dtype)
+        dweight = (rows.t() @ wide(_rows(x))).to(weight.dtype)
     if needs[2]:
         dbias = rows.float().sum(0).to(weight.dtype)
     return dx, dweight, dbias
@@ -76,8 +93,8 @@ def grouped_linear(
     ends = offsets.tolist()
     y = x.new_empty((x.shape[0], weight.shape[1]), dtype=out_dtype)
     y[ends[-1] if ends else 0 :] = 0.0
-    wide = _widening(x, out_dtype)
     for group, rows in _groups(ends):
+        wide = _widening(x[rows], out_dtype)
         y[rows] = torch.nn.functional.linear(wide(x[rows]), wide(weight[group]))
     return y
 
@@ -92,12 +109,13 @@ def grouped_linear_backward(
     out_dtype: torch.dtype | None,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None]:
-    ends, wide = offsets.tolist(), _widening(x, grad.dtype)
+    ends = offsets.tolist()
     dx = x.new_empty(x.shape) if needs[0] else None
     dweight = weight.new_zeros(weight.shape) if needs[1] else None
     if dx is not None:
         dx[ends[-1] if ends else 0 :] = 0.0
     for group, rows in _groups(ends):
+        wide = _widening(x[rows], grad.dtype)
         slope = wide(grad[rows])
         if dx is not None:
             dx[rows] = slope @ wide(weight[group])

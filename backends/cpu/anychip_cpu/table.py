@@ -23,8 +23,8 @@ def address(tensor: Tensor | None) -> int:
 
 
 def rows_of(x: Tensor) -> tuple[int, int]:
-    """How many rows there are along the last dim, and their width."""
-    hidden = x.shape[-1]
+    """How many rows there are along the last dim, and their width; a 0-dim tensor is one of 1."""
+    hidden = x.shape[-1] if x.dim() else 1
     return (x.numel() // hidden if hidden else 0), hidden
 
 

@@ -31,6 +31,8 @@ def _update(
     clip: Tensor | None,
     found_inf: Tensor | None,
     low_precision: Sequence[Tensor] | None,
+    *,
+    scales: Sequence[Sequence[Tensor]] = ((), ()),
 ) -> Any:
     """What every rule is given, as the kernels take it; the rule has two states at most."""
     first, second = (*states, (), ())[:2]
@@ -52,6 +54,8 @@ def _update(
         scale=address(scale),
         clip=address(clip),
         found_inf=address(found_inf),
+        first_scales=addresses(scales[0]),
+        second_scales=addresses(scales[1]),
     )
 
 
@@ -60,6 +64,22 @@ def adamw(
     params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, *rest: Any, **attrs: Any
 ) -> None:
     _kernels.adamw(_update(params, grads, (exp_avgs, exp_avg_sqs), *rest), **attrs)
+
+
+@declared.forward("adamw_8bit", contiguous=True)
+def adamw_8bit(
+    params: Any,
+    grads: Any,
+    exp_avgs: Any,
+    exp_avg_scales: Any,
+    exp_avg_sqs: Any,
+    exp_avg_sq_scales: Any,
+    *rest: Any,
+    **attrs: Any,
+) -> None:
+    scales = (exp_avg_scales, exp_avg_sq_scales)
+    update = _update(params, grads, (exp_avgs, exp_avg_sqs), *rest, scales=scales)
+    _kernels.adamw_8bit(update, **attrs)
 
 
 @declared.forward("sgd", contiguous=True)

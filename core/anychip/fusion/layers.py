@@ -1,4 +1,4 @@
-"""Layers of one tensor by operators: norms over the last dim, GELU, gated MLPs.
+"""Layers of one tensor by operators: norms over the last dim, GELU, gated MLPs, linear layers.
 
 A result in 16 bits is rounded once, at its end; transformers rounds before a norm's weight as well.
 Under autocast the result of an activation keeps its argument's dtype.
@@ -43,9 +43,13 @@ class Layer(StandIn):
         """Children that the probe puts in the place of the module's."""
         return {}
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of parameters that the probe makes smaller than the module's."""
+        return {}
+
     def comparisons(self, module: Any) -> Iterator[Comparison]:
         for training, x in itertools.product((False, True), self.samples(module)):
-            twin = replica(module, self.small()).train(training)
+            twin = replica(module, self.small(), self.shapes()).train(training)
             theirs, ours = (partial(f, twin) for f in (type(twin).forward, self.served))
             yield Comparison(theirs, ours, {"x": x}, twin.named_parameters())
 
@@ -165,4 +169,25 @@ class GatedMLP(Layer):
     def compute(self, module: Any, x: Tensor) -> Tensor | str:
         gate, up, down = (getattr(module, name) for name in (self.gate, self.up, self.down))
         made: Tensor = down(call(ops.swiglu, gate(x), up(x)))
+        return made
+
+
+@dataclass(frozen=True)
+class Linear(Layer):
+    """``x weight^T + bias``, with the class's own parameters."""
+
+    kind, operator, unless = "linear", "linear", "other dtypes, or several"
+
+    def samples(self, module: Any) -> list[Tensor]:
+        return [inputs(_WIDTH), inputs(2, 3, _WIDTH)]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (_WIDTH + 3, _WIDTH), "bias": (_WIDTH + 3,)}
+
+    def compute(self, module: Any, x: Tensor) -> Tensor | str:
+        given = (x, module.weight) if module.bias is None else (x, module.weight, module.bias)
+        dtypes = {str(t.dtype) for t in given}
+        if x.dim() == 0 or (len(dtypes) > 1 and not autocast_is_on(x)):
+            return f"one dtype and at least one dim expected, got {', '.join(sorted(dtypes))}"
+        made: Tensor = call(ops.linear, *given)
         return made

@@ -167,10 +167,15 @@ def inputs(*shape: int) -> Tensor:
     return (normal(len(_SCALES), *shape) * scales).requires_grad_()
 
 
-def replica(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
+def replica(
+    module: nn.Module,
+    children: Mapping[str, nn.Module],
+    shapes: Mapping[str, tuple[int, ...]] = {},
+) -> nn.Module:
     """The module without hooks on the host, with random parameters and some children as given.
 
-    Attributes are shared, buffers copied; those without data are random as well.
+    Attributes are shared, buffers copied; those without data are random as well. ``shapes`` are of
+    parameters that need not be as large as the module's.
     """
     twin = type(module).__new__(type(module))
     nn.Module.__init__(twin)
@@ -178,7 +183,8 @@ def replica(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
         if name not in vars(twin):
             vars(twin)[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
     for name, own in module._parameters.items():
-        twin._parameters[name] = None if own is None else nn.Parameter(normal(*own.shape))
+        shape = shapes.get(name, () if own is None else tuple(own.shape))
+        twin._parameters[name] = None if own is None else nn.Parameter(normal(*shape))
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta and buffer.is_floating_point():
             buffer = torch.rand(buffer.shape, dtype=buffer.dtype, device=HOST)

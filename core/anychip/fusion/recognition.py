@@ -18,11 +18,15 @@ from anychip.fusion import attention, loss, probe, rope, table
 from anychip.fusion.report import FusionReport, LeftAlone, Replaced
 from anychip.fusion.stand_ins import StandIn, own_calls, own_class, stand_ins_of
 
-KINDS = ("norm", "activation", "rope", "attention", "loss")
+KINDS = ("norm", "activation", "rope", "attention", "loss", "linear")
+UNASKED = {"linear": "linear layers are replaced where asked: fuse(model, linear=True)"}
+"""Kinds that stay unless they are named: there is a gain on some chips only."""
 Names = str | Iterable[str]
 
 
-def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> FusionReport:
+def fuse(
+    model: nn.Module, *, only: Names | None = None, skip: Names = (), linear: bool = False
+) -> FusionReport:
     """Replaces norms, activations, rope, attention and loss of a model by operators, in place.
 
     The modules stay the same objects with the same parameters, buffers, hooks and mode. One is
@@ -32,9 +36,11 @@ def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> Fu
 
     Args:
         model: any module. Fuse before it is sharded.
-        only: kinds (norm, activation, rope, attention, loss) and paths of modules, ``*`` for
-            anything; a path stands for all that is below it, too. None: everything.
+        only: kinds (norm, activation, rope, attention, loss, linear) and paths of modules, ``*``
+            for anything; a path stands for all that is below it, too. None: all kinds but linear.
         skip: in the same way, what to leave out.
+        linear: linear layers, too. They compute what torch's do, at most more quickly: on a host,
+            16-bit products by way of float32 where the processor is quicker with these.
 
     Returns:
         What was replaced, and what was left alone and why.
@@ -42,7 +48,7 @@ def fuse(model: nn.Module, *, only: Names | None = None, skip: Names = ()) -> Fu
     Raises:
         ValueError: an entry of ``only`` or ``skip`` that is no kind and no module's path.
     """
-    return _Search(model, _Choice(model, only, skip)).report()
+    return _Search(model, _Choice(model, only, skip, linear=linear)).report()
 
 
 def unfuse(model: nn.Module) -> int:
@@ -63,12 +69,13 @@ def unfuse(model: nn.Module) -> int:
 class _Choice:
     """What the caller wants to have replaced."""
 
-    def __init__(self, model: nn.Module, only: Names | None, skip: Names) -> None:
+    def __init__(self, model: nn.Module, only: Names | None, skip: Names, *, linear: bool) -> None:
         self._paths: dict[int, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             self._paths.setdefault(id(module), []).append(path)
         self._only = None if only is None else self._known(only)
         self._skip = self._known(skip)
+        self._unasked = {} if linear or "linear" in (self._only or ()) else UNASKED
 
     def refusal(self, module: nn.Module, kind: str, *, only: bool = True) -> str | None:
         """Why it is not wanted; with ``only=False``, why not even for the sake of another one."""
@@ -78,6 +85,8 @@ class _Choice:
 
         if only and self._only is not None and not any(map(met, self._only)):
             return f"only {', '.join(self._only)}"
+        if kind in self._unasked:
+            return self._unasked[kind]
         return next((f"skip {entry}" for entry in self._skip if met(entry)), None)
 
     def _known(self, names: Names) -> tuple[str, ...]:

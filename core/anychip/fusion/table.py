@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from anychip.fusion.layers import GatedMLP, Gelu, norms
+from anychip.fusion.layers import GatedMLP, Gelu, Linear, norms
 from anychip.fusion.loss import TorchLoss
 from anychip.fusion.stand_ins import StandIn, own_class
 from anychip.fusion.swaps import calls
@@ -42,6 +42,7 @@ def _gated(*names: str) -> Lookalike:
 LAYERS = [
     Lookalike("LayerNorm|R[Mm][Ss]Norm", norms),
     Lookalike("(?i)gelu", lambda _: [Gelu("none"), Gelu("tanh")]),
+    Lookalike("^Linear$", lambda _: [Linear()]),
     Lookalike("^CrossEntropyLoss$", lambda _: [TorchLoss()]),
     # gate, up and down of an MLP, by their names: its class has as many names as there are models.
     *(_gated("gate_proj", "up_proj", "down_proj"), _gated("proj_up_gate", "proj_up", "proj_down")),

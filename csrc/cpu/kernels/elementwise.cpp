@@ -1,64 +1,11 @@
-// Dropout, GELU and SwiGLU: one pass over the elements, each read once and written once.
+// GELU, alone, of a sum with a bias and gated, and SwiGLU: one pass over the elements, each read
+// once and written once.
 #include "loops.h"
 #include "math.h"
-#include "philox.h"
 #include "table.h"
 
 namespace anychip::cpu::ANYCHIP_ISA {
 namespace {
-
-// An element keeps its value when its word n, which is word n % 4 of block offset + n / 4, is at
-// least floor(p * 2^32); with rows n is signed, and / rounds down;
-// what is kept is multiplied by 1 / (1 - p) in float32 and rounded once to its type. Nothing
-// survives p = 1, whose threshold is no 32 bit number.
-template <class T>
-[[gnu::flatten]] void dropout_elements(const Dropout& args, Range elements) {
-  constexpr int64_t kWords = 4 * kLanes;
-  const T* x = static_cast<const T*>(args.x);
-  T* y = static_cast<T*>(args.y);
-  if (args.p >= 1.0) {
-    for_each_vector(elements.begin, elements.end,
-                    [&](int64_t i, auto lanes) { store(y + i, F32{}, lanes); });
-    return;
-  }
-  const uint32_t threshold = static_cast<uint32_t>(args.p * 0x1p32);
-  const float scale = static_cast<float>(1.0 / (1.0 - args.p));
-  const uint64_t seed = static_cast<uint64_t>(args.rng[0]);
-  const uint64_t offset = static_cast<uint64_t>(args.rng[1]);
-
-  // Elements begin ... end - 1, which have the words from `word` on.
-  const auto drop = [&](int64_t begin, int64_t end, int64_t word) {
-    U32 words[4];
-    if (word % 4 != 0) {
-      philox_words(seed, offset + static_cast<uint64_t>(word >> 2), words);
-      uint32_t block[4];
-      __builtin_memcpy(block, words, sizeof(block));
-      for (; begin < end && word % 4 != 0; ++begin, ++word) {
-        const F32 scaled = load(x + begin, FirstLanes{1}) * scale;
-        store(y + begin, block[word & 3] >= threshold ? scaled : F32{}, FirstLanes{1});
-      }
-    }
-    uint64_t counter = offset + static_cast<uint64_t>(word >> 2);
-    for (int64_t first = begin; first < end; first += kWords, counter += kWords / 4) {
-      philox_words(seed, counter, words);
-      const int64_t last = first + kWords < end ? first + kWords : end;
-      for_each_vector(first, last, [&](int64_t i, auto lanes) {
-        const Mask keep = words[(i - first) / kLanes] >= threshold;
-        store(y + i, select(keep, load_ahead(x + i, lanes) * scale, F32{}), lanes);
-      });
-    }
-  };
-  if (args.rows == nullptr) return drop(elements.begin, elements.end, elements.begin);
-  for (int64_t begin = elements.begin, end; begin < elements.end; begin = end) {
-    const int64_t row = begin / args.columns, start = row * args.columns;
-    end = start + args.columns < elements.end ? start + args.columns : elements.end;
-    // Unsigned, because a number that is no row's may wrap.
-    const uint64_t whole =
-        static_cast<uint64_t>(args.rows[row]) * static_cast<uint64_t>(args.width);
-    drop(begin, end,
-         static_cast<int64_t>(whole + static_cast<uint64_t>(args.column + begin - start)));
-  }
-}
 
 // tanh form: 0.5 x (1 + tanh(u)) = x * sigmoid(2 u), 2 u = x * (kLinear + kCubic x^2).
 constexpr float kLinear = 1.59576912f;   // 2 sqrt(2 / pi)
@@ -75,15 +22,23 @@ ANYCHIP_INLINE F32 gelu(F32 x, bool tanh) {
   return x * sigmoid(limited * (kLinear + kCubic * (limited * limited))).value;
 }
 
-ANYCHIP_INLINE F32 gelu_derivative(F32 unlimited, bool tanh) {
+// gelu(x), the same number as above, and its derivative.
+struct Gelu {
+  F32 value, derivative;
+};
+ANYCHIP_INLINE Gelu gelu_and_derivative(F32 unlimited, bool tanh) {
   const F32 x = limit(unlimited);
   if (!tanh) {
     const Normal n = normal(x);
-    return n.cdf + x * n.pdf;
+    return {unlimited * n.cdf, n.cdf + x * n.pdf};
   }
   const F32 square = x * x;
   const Sigmoid s = sigmoid(x * (kLinear + kCubic * square));
-  return s.value + (s.value * s.complement) * (x * (kLinear + 3.0f * kCubic * square));
+  const F32 slope = (s.value * s.complement) * (x * (kLinear + 3.0f * kCubic * square));
+  return {unlimited * s.value, s.value + slope};
+}
+ANYCHIP_INLINE F32 gelu_derivative(F32 x, bool tanh) {
+  return gelu_and_derivative(x, tanh).derivative;
 }
 
 template <class T>
@@ -107,6 +62,73 @@ template <class T>
     for_each_vector(elements.begin, elements.end, [&](int64_t i, auto lanes) {
       store(dx + i, load_ahead(grad + i, lanes) * gelu_derivative(load_ahead(x + i, lanes), tanh),
             lanes);
+    });
+  };
+  args.tanh ? apply(true) : apply(false);
+}
+
+template <class T>
+[[gnu::flatten]] void geglu_forward_elements(const GegluForward& args, Range elements) {
+  const T* gate = static_cast<const T*>(args.gate);
+  const T* up = static_cast<const T*>(args.up);
+  T* y = static_cast<T*>(args.y);
+  const auto apply = [&](bool tanh) {
+    for_each_vector(elements.begin, elements.end, [&](int64_t i, auto lanes) {
+      const F32 opened = gelu(load_ahead(gate + i, lanes), tanh);
+      store(y + i, opened * load_ahead(up + i, lanes), lanes);
+    });
+  };
+  args.tanh ? apply(true) : apply(false);
+}
+
+template <class T>
+[[gnu::flatten]] void geglu_backward_elements(const GegluBackward& args, Range elements) {
+  const T* grad = static_cast<const T*>(args.grad);
+  const T* gate = static_cast<const T*>(args.gate);
+  const T* up = static_cast<const T*>(args.up);
+  T* dgate = static_cast<T*>(args.dgate);
+  T* dup = static_cast<T*>(args.dup);
+  const auto apply = [&](bool tanh) {
+    for_each_vector(elements.begin, elements.end, [&](int64_t i, auto lanes) {
+      const F32 dy = load_ahead(grad + i, lanes);
+      const Gelu g = gelu_and_derivative(load_ahead(gate + i, lanes), tanh);
+      if (dgate) store(dgate + i, dy * load_ahead(up + i, lanes) * g.derivative, lanes);
+      if (dup) store(dup + i, g.value * dy, lanes);
+    });
+  };
+  args.tanh ? apply(true) : apply(false);
+}
+
+// x + bias has one rounding before.
+template <class T>
+[[gnu::flatten]] void bias_gelu_forward_elements(const BiasGeluForward& args, const float* bias,
+                                                 Range elements) {
+  const auto apply = [&](bool tanh) {
+    for_each_span(args.hidden, elements, [&](int64_t begin, int64_t n) {
+      const T* x = static_cast<const T*>(args.x) + begin;
+      T* y = static_cast<T*>(args.y) + begin;
+      for_each_vector(0, n, [&](int64_t i, auto lanes) {
+        store(y + i, gelu(load_ahead(x + i, lanes) + load(bias + i, lanes), tanh), lanes);
+      });
+    });
+  };
+  args.tanh ? apply(true) : apply(false);
+}
+
+template <class T>
+[[gnu::flatten]] void bias_gelu_backward_elements(const BiasGeluBackward& args, const float* bias,
+                                                  float* dbias, Range elements) {
+  const auto apply = [&](bool tanh) {
+    for_each_span(args.hidden, elements, [&](int64_t begin, int64_t n) {
+      const T* grad = static_cast<const T*>(args.grad) + begin;
+      const T* x = static_cast<const T*>(args.x) + begin;
+      T* dx = args.dx ? static_cast<T*>(args.dx) + begin : nullptr;
+      for_each_vector(0, n, [&](int64_t i, auto lanes) {
+        const F32 total = load_ahead(x + i, lanes) + load(bias + i, lanes);
+        const F32 gradient = load_ahead(grad + i, lanes) * gelu_derivative(total, tanh);
+        if (dx) store(dx + i, gradient, lanes);
+        if (dbias) store(dbias + i, load(dbias + i, lanes) + gradient, lanes);
+      });
     });
   };
   args.tanh ? apply(true) : apply(false);
@@ -145,10 +167,6 @@ template <class T>
 
 }  // namespace
 
-void dropout(const Dropout& args, Range elements) {
-  visit_dtype(args.dtype, [&](auto t) { dropout_elements<decltype(t)>(args, elements); });
-}
-
 void gelu_forward(const GeluForward& args, Range elements) {
   visit_dtype(args.dtype, [&](auto t) { gelu_forward_elements<decltype(t)>(args, elements); });
 }
@@ -163,6 +181,26 @@ void swiglu_forward(const SwigluForward& args, Range elements) {
 
 void swiglu_backward(const SwigluBackward& args, Range elements) {
   visit_dtype(args.dtype, [&](auto t) { swiglu_backward_elements<decltype(t)>(args, elements); });
+}
+
+void geglu_forward(const GegluForward& args, Range elements) {
+  visit_dtype(args.dtype, [&](auto t) { geglu_forward_elements<decltype(t)>(args, elements); });
+}
+
+void geglu_backward(const GegluBackward& args, Range elements) {
+  visit_dtype(args.dtype, [&](auto t) { geglu_backward_elements<decltype(t)>(args, elements); });
+}
+
+void bias_gelu_forward(const BiasGeluForward& args, const float* bias, Range elements) {
+  visit_dtype(args.dtype,
+              [&](auto t) { bias_gelu_forward_elements<decltype(t)>(args, bias, elements); });
+}
+
+void bias_gelu_backward(const BiasGeluBackward& args, const float* bias, float* dbias,
+                        Range elements) {
+  visit_dtype(args.dtype, [&](auto t) {
+    bias_gelu_backward_elements<decltype(t)>(args, bias, dbias, elements);
+  });
 }
 
 }  // namespace anychip::cpu::ANYCHIP_ISA

@@ -62,6 +62,7 @@ template <class T, class R>
 [[gnu::flatten]] void backward(const LayerNormBackward& args, const float* weight, float* dweight,
                                float* dbias, Range rows) {
   const int64_t hidden = args.hidden;
+  GradientDrop drop(args.sum.drop, rows, hidden);
   for_each_row<T, R>(
       args, rows,
       [&](int64_t row, const T* grad, const R* x, const R* dtotal, T* dx, R* dresidual) {
@@ -80,11 +81,11 @@ template <class T, class R>
           along_one = static_cast<float>(sums.first / static_cast<double>(hidden));
           along_x = static_cast<float>(sums.second / static_cast<double>(hidden));
         }
-        for_each_vector(0, hidden, [&](int64_t i, auto lanes) {
+        drop.for_each_column(row, [&](int64_t i, auto lanes, const uint32_t* word) {
           const F32 dy = load(grad + i, lanes);
           const F32 v = normalized(i, lanes);
           store_gradient((dy * load(weight + i, lanes) - along_one - v * along_x) * rstd, dtotal,
-                         dx, dresidual, i, lanes);
+                         dx, dresidual, i, lanes, drop, word);
           if (dweight) store(dweight + i, load(dweight + i, lanes) + dy * v, lanes);
           if (dbias) store(dbias + i, load(dbias + i, lanes) + dy, lanes);
         });

@@ -6,21 +6,30 @@
 namespace anychip::cpu::ANYCHIP_ISA {
 namespace {
 
-// n elements at x, which is as they are, or converted.
-ANYCHIP_INLINE const float* as_floats(const float* x, int64_t, float*) { return x; }
-template <class T>
-ANYCHIP_INLINE const float* as_floats(const T* x, int64_t n, float* tile) {
-  for_each_vector(0, n,
-                  [&](int64_t i, auto lanes) { store(tile + i, load_ahead(x + i, lanes), lanes); });
-  return tile;
-}
+constexpr int fraction_bits(float) { return 23; }
+constexpr int fraction_bits(BFloat16) { return 7; }
+constexpr int fraction_bits(Float16) { return 10; }
 
-template <class T>
-[[gnu::flatten]] void add_squares_of_range(const T* x, int64_t n, int64_t* digits) {
-  alignas(64) float tile[kSquaresTile];
+[[gnu::flatten]] void add_squares_of_range(const float* x, int64_t n, int64_t* digits) {
   for (int64_t begin = 0; begin < n; begin += kSquaresTile) {
     const int64_t count = begin + kSquaresTile < n ? kSquaresTile : n - begin;
-    add_squares_of(as_floats(x + begin, count, tile), count, digits);
+    add_squares_of(x + begin, count, digits);
+  }
+}
+
+// By smaller tiles, of which more need one sum alone.
+template <class T>
+[[gnu::flatten]] void add_squares_of_range(const T* x, int64_t n, int64_t* digits) {
+  constexpr int64_t kTile = kSquaresTile / 4;
+  alignas(64) float tile[kTile];
+  for (int64_t begin = 0; begin < n; begin += kTile) {
+    const int64_t count = begin + kTile < n ? kTile : n - begin;
+    const T* from = x + begin;
+    const Magnitudes found = magnitudes(from, count, [&](int64_t i, F32 value, auto lanes) {
+      __builtin_prefetch(from + 2 * kTile + i);
+      store(tile + i, value, lanes);
+    });
+    add_squares_of(tile, count, found, fraction_bits(T{}), digits);
   }
 }
 

@@ -1,6 +1,7 @@
 // The two loops that the kernels are made of: over all vectors of a range, and a sum over one.
 #pragma once
 
+#include "../kernel_table.h"
 #include "vector.h"
 
 namespace anychip::cpu::ANYCHIP_ISA {
@@ -11,6 +12,15 @@ ANYCHIP_INLINE void for_each_vector(int64_t begin, int64_t end, Body&& body) {
   int64_t i = begin;
   for (; i + kLanes <= end; i += kLanes) body(i, AllLanes{});
   if (i < end) body(i, FirstLanes{end - i});
+}
+
+// body(first element, how many) for the rows of a range that begins where one does; the last may be
+// shorter.
+template <class Body>
+ANYCHIP_INLINE void for_each_span(int64_t width, Range elements, const Body& body) {
+  for (int64_t at = elements.begin; at < elements.end; at += width) {
+    body(at, at + width < elements.end ? width : elements.end - at);
+  }
 }
 
 // A load that also asks for what comes 2 KiB later. In loops with much arithmetic the processor
@@ -39,6 +49,37 @@ ANYCHIP_INLINE float largest_lane(F32 v) {
   float largest = lane[0];
   for (int k = 1; k < kLanes; ++k) largest = lane[k] > largest ? lane[k] : largest;
   return largest;
+}
+
+ANYCHIP_INLINE RegisterU larger(RegisterU a, RegisterU b) {  // as signed numbers
+#if defined(__AVX512F__)
+  return reinterpret_cast<RegisterU>(
+      _mm512_max_epi32(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<RegisterU>(
+      _mm256_max_epi32(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#else
+  return select(reinterpret_cast<RegisterI>(a) > reinterpret_cast<RegisterI>(b), a, b);
+#endif
+}
+template <class H>
+ANYCHIP_INLINE Pair<H> larger(Pair<H> a, Pair<H> b) {
+  return {larger(a.low, b.low), larger(a.high, b.high)};
+}
+ANYCHIP_INLINE int32_t largest_lane(RegisterU v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32(reinterpret_cast<__m512i>(v));
+#else
+  int32_t largest = static_cast<int32_t>(v[0]);
+  for (int k = 1; k < kRegisterLanes; ++k) {
+    largest = static_cast<int32_t>(v[k]) > largest ? static_cast<int32_t>(v[k]) : largest;
+  }
+  return largest;
+#endif
+}
+template <class H>
+ANYCHIP_INLINE int32_t largest_lane(Pair<H> v) {
+  return largest_lane(larger(v.low, v.high));
 }
 
 // Two sums taken in one pass.

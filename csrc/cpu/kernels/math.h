@@ -8,28 +8,42 @@
 
 namespace anychip::cpu::ANYCHIP_ISA {
 
+// x * 2^n, rounded once.
+ANYCHIP_INLINE F32 times_power(F32 x, F32 n, F32 shifted) {
+#if defined(__AVX512F__)
+  static_cast<void>(shifted);
+  return _mm512_scalef_ps(x, n);
+#else
+  static_cast<void>(n);
+  return x * float_of(bits_of(shifted) << 23) * 0x1p-64f;
+#endif
+}
+
 // exp(high + low) for sums in [-104, 40], where low is a correction that is small against high.
 //
 // n = round(x / ln 2), then a polynomial for exp(x - n ln 2) on [-ln 2 / 2, ln 2 / 2] (minimax for
 // (e^r - 1 - r) / r^2, relative error 2^-28). ln 2 is split (Cody and Waite): n * 0.693359375 is
-// exact. 2^n is applied as 2^(n + 64), a normal number, and 2^-64, so that subnormal results are
-// reached.
-ANYCHIP_INLINE F32 exp_of_sum(F32 high, F32 low) {
+// exact. Without an instruction for it 2^n is applied as 2^(n + 64), a normal number, and 2^-64, so
+// that subnormal results are reached.
+template <bool kHasLow>
+ANYCHIP_INLINE F32 exp_of_parts(F32 high, F32 low) {
   // Adding this rounds to an integer and leaves n + 64 + 127, the exponent field, in the low bits.
   constexpr float kShift = 0x1.8p23f + 191.0f;
-  const F32 shifted = (high + low) * 1.44269504f + kShift;
+  const F32 shifted = (kHasLow ? high + low : high) * 1.44269504f + kShift;
   const F32 n = shifted - kShift;
-  const F32 r = (high - n * 0.693359375f) + (low - n * -2.12194440e-4f);
+  const F32 rest = n * 2.12194440e-4f;
+  const F32 r = (high - n * 0.693359375f) + (kHasLow ? low + rest : rest);
   F32 p = 0.00138142219f * r + 0.00836889866f;
   p = p * r + 0.0416684057f;
   p = p * r + 0.166665191f;
   p = p * r + 0.499999933f;
   const F32 fraction = (p * (r * r) + r) + 1.0f;
-  return fraction * float_of(bits_of(shifted) << 23) * 0x1p-64f;
+  return times_power(fraction, n, shifted);
 }
+ANYCHIP_INLINE F32 exp_of_sum(F32 high, F32 low) { return exp_of_parts<true>(high, low); }
 
 // exp(x) for x <= 40; error 1.0 ulp (a subnormal result: 1.5 of its ulp); 0 below -104.
-ANYCHIP_INLINE F32 exp(F32 x) { return exp_of_sum(maximum(fill<F32>(-104.0f), x), F32{}); }
+ANYCHIP_INLINE F32 exp(F32 x) { return exp_of_parts<false>(maximum(fill<F32>(-104.0f), x), F32{}); }
 
 // The logistic function and its complement, each with a small relative error:
 // value = 1 / (1 + exp(-x)), complement = 1 - value = 1 / (1 + exp(x)); error 2.9 ulp.

@@ -1,16 +1,10 @@
-// Philox4x32-10 on 16 blocks at once: 64 words in the order of their elements.
+// Philox4x32-10 on 16 blocks at once, and a window of a stream's words in the order of elements.
 #pragma once
 
 #include "../philox.h"
 #include "vector.h"
 
 namespace anychip::cpu::ANYCHIP_ISA {
-
-// The upper and lower halves of 32 x 32 bit products.
-template <class V>
-struct Product {
-  V high, low;
-};
 
 typedef uint64_t RegisterW __attribute__((vector_size(4 * kRegisterLanes)));
 
@@ -27,85 +21,88 @@ ANYCHIP_INLINE RegisterW multiply_even(RegisterW a, uint32_t factor) {
 #endif
 }
 
-ANYCHIP_INLINE Product<RegisterU> multiply(RegisterU a, uint32_t factor) {
-  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "lane 0 is the lower half");
-  const RegisterW even = multiply_even((RegisterW)a, factor);
-  const RegisterW odd = multiply_even((RegisterW)a >> 32, factor);
-  return {(RegisterU)((even >> 32) | (odd & 0xffffffff00000000u)),
-          (RegisterU)((even & 0xffffffffu) | (odd << 32))};
-}
-template <class H>
-ANYCHIP_INLINE Product<Pair<H>> multiply(Pair<H> a, uint32_t factor) {
-  const Product<H> low = multiply(a.low, factor);
-  const Product<H> high = multiply(a.high, factor);
-  return {{low.high, high.high}, {low.low, high.low}};
+// Pairs of lanes of 64 bits, the even ones of a and b, and the odd ones.
+struct EvenPairs {
+  static constexpr int source(int k) { return k / 4 * 4 + k % 2 + k % 4 / 2 * kRegisterLanes; }
+};
+struct OddPairs {
+  static constexpr int source(int k) { return EvenPairs::source(k) + 2; }
+};
+
+constexpr int kWideLanes = kRegisterLanes / 2, kWordsTogether = 4 * kLanes;
+constexpr int kRegistersOfBlocks = kLanes / kWideLanes;
+
+// A register has one block per lane of 64 bits, and registers r come out as the words of blocks
+// r * kWideLanes and so on: even lanes have the first half of these, odd lanes the second.
+ANYCHIP_INLINE RegisterW block_of_lane(int r) {
+  RegisterW block;
+  for (int k = 0; k < kWideLanes; ++k) {
+    block[k] = static_cast<uint64_t>(r * kWideLanes + k / 2 + k % 2 * (kWideLanes / 2));
+  }
+  return block;
 }
 
-// Transposes the 4 x 4 matrices formed by each group of four lanes of four vectors.
-struct InterleaveLow {
-  static constexpr int source(int k) { return k / 4 * 4 + k % 4 / 2 + k % 2 * kRegisterLanes; }
-};
-struct InterleaveHigh {
-  static constexpr int source(int k) { return InterleaveLow::source(k) + 2; }
-};
-struct JoinLow {
-  static constexpr int source(int k) { return k % 4 < 2 ? k : k - 2 + kRegisterLanes; }
-};
-struct JoinHigh {
-  static constexpr int source(int k) { return k % 4 < 2 ? k + 2 : k + kRegisterLanes; }
-};
-ANYCHIP_INLINE void transpose_groups(RegisterU& a, RegisterU& b, RegisterU& c, RegisterU& d) {
-  const RegisterU ab_low = shuffle<InterleaveLow>(a, b);
-  const RegisterU ab_high = shuffle<InterleaveHigh>(a, b);
-  const RegisterU cd_low = shuffle<InterleaveLow>(c, d);
-  const RegisterU cd_high = shuffle<InterleaveHigh>(c, d);
-  a = shuffle<JoinLow>(ab_low, cd_low);
-  b = shuffle<JoinHigh>(ab_low, cd_low);
-  c = shuffle<JoinLow>(ab_high, cd_high);
-  d = shuffle<JoinHigh>(ab_high, cd_high);
-}
-template <class H>
-ANYCHIP_INLINE void transpose_groups(Pair<H>& a, Pair<H>& b, Pair<H>& c, Pair<H>& d) {
-  transpose_groups(a.low, b.low, c.low, d.low);
-  transpose_groups(a.high, b.high, c.high, d.high);
-}
-
-// Which block of the 16 each lane computes: lane 4 m + n does block 4 n + m, so that transposing
-// groups of four puts all words in order without moving anything across groups.
-ANYCHIP_INLINE void block_of_lane(RegisterU& block, uint32_t first) {
-  for (uint32_t k = 0; k < kRegisterLanes; ++k) block[k] = (first + k) % 4 * 4 + (first + k) / 4;
-}
-template <class H>
-ANYCHIP_INLINE void block_of_lane(Pair<H>& block, uint32_t first) {
-  block_of_lane(block.low, first);
-  block_of_lane(block.high, first + sizeof(H) / 4);
-}
-
-// words[j] lane k = word (16 j + k) of the stream that starts at block `counter`.
-ANYCHIP_INLINE void philox_words(uint64_t key, uint64_t counter, U32 words[4]) {
-  U32 block;
-  block_of_lane(block, 0);
-  const uint32_t first = static_cast<uint32_t>(counter);
-  U32 c0 = block + first;
-  U32 c1 = fill<U32>(static_cast<uint32_t>(counter >> 32));
-  c1 = select(c0 < first, c1 + 1u, c1);
-  U32 c2{}, c3{};
+// The 64 words of the 16 blocks from `counter` on. Of every lane of 64 bits the upper half may hold
+// anything on the way: only lower halves are multiplied, and the upper ones are dropped at the end.
+ANYCHIP_INLINE void philox_words(uint64_t key, uint64_t counter, uint32_t* words) {
+  RegisterW c0[kRegistersOfBlocks], c1[kRegistersOfBlocks], c2[kRegistersOfBlocks],
+      c3[kRegistersOfBlocks];
+  for (int r = 0; r < kRegistersOfBlocks; ++r) {
+    c0[r] = block_of_lane(r) + counter;
+    c1[r] = c0[r] >> 32;
+    c2[r] = c3[r] = RegisterW{};
+  }
   uint32_t key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(key >> 32);
   for (int round = 0; round < kPhiloxRounds; ++round) {
-    const Product<U32> product0 = multiply(c0, kPhiloxMultiplier0);
-    const Product<U32> product1 = multiply(c2, kPhiloxMultiplier1);
-    c0 = product1.high ^ c1 ^ key0;
-    c1 = product1.low;
-    c2 = product0.high ^ c3 ^ key1;
-    c3 = product0.low;
+    for (int r = 0; r < kRegistersOfBlocks; ++r) {
+      const RegisterW product0 = multiply_even(c0[r], kPhiloxMultiplier0);
+      const RegisterW product1 = multiply_even(c2[r], kPhiloxMultiplier1);
+      c0[r] = (product1 >> 32) ^ c1[r] ^ key0;
+      c1[r] = product1;
+      c2[r] = (product0 >> 32) ^ c3[r] ^ key1;
+      c3[r] = product0;
+    }
     key0 += kPhiloxKeyStep0;
     key1 += kPhiloxKeyStep1;
   }
-  transpose_groups(c0, c1, c2, c3);
-  words[0] = c0;
-  words[1] = c1;
-  words[2] = c2;
-  words[3] = c3;
+  for (int r = 0; r < kRegistersOfBlocks; ++r) {
+    const auto joined = [](RegisterW low, RegisterW high) {
+      return reinterpret_cast<RegisterU>((low & 0xffffffffu) | (high << 32));
+    };
+    const RegisterU first = joined(c0[r], c1[r]), second = joined(c2[r], c3[r]);
+    write(words + 2 * r * kRegisterLanes, shuffle<EvenPairs>(first, second));
+    write(words + (2 * r + 1) * kRegisterLanes, shuffle<OddPairs>(first, second));
+  }
 }
+
+// A window of the words of a stream. It is generated when what is asked for is not in it.
+class Words {
+ public:
+  static constexpr int64_t kMost = 1024;
+
+  ANYCHIP_INLINE explicit Words(const int64_t* rng)
+      : seed_(rng ? static_cast<uint64_t>(rng[0]) : 0),
+        offset_(rng ? static_cast<uint64_t>(rng[1]) : 0) {}
+
+  // Words `first`, which may be negative, and so on: n of them, at most kMost, and as many as fit
+  // of those up to `ahead`, which may be asked for next. A whole vector can be read at the last.
+  ANYCHIP_INLINE const uint32_t* from(int64_t first, int64_t n, int64_t ahead) {
+    const uint64_t place = static_cast<uint64_t>(first) - static_cast<uint64_t>(begin_);
+    if (place < kRoom && static_cast<int64_t>(place) + n <= count_) return words_ + place;
+    begin_ = first & -4;
+    const int64_t skipped = first - begin_, wanted = skipped + (ahead > n ? ahead : n);
+    for (count_ = 0; count_ < wanted && count_ < kRoom; count_ += kWordsTogether) {
+      const int64_t block = (begin_ >> 2) + count_ / 4;
+      philox_words(seed_, offset_ + static_cast<uint64_t>(block), words_ + count_);
+    }
+    return words_ + skipped;
+  }
+
+ private:
+  static constexpr int64_t kRoom = kMost + kWordsTogether;
+  uint64_t seed_, offset_;
+  int64_t begin_ = 0, count_ = 0;
+  alignas(64) uint32_t words_[kRoom + kLanes];
+};
 
 }  // namespace anychip::cpu::ANYCHIP_ISA

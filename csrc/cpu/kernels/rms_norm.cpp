@@ -40,6 +40,7 @@ template <class T, class R>
 [[gnu::flatten]] void backward(const RmsNormBackward& args, const float* weight, float* dweight,
                                Range rows) {
   const int64_t hidden = args.hidden;
+  GradientDrop drop(args.sum.drop, rows, hidden);
   for_each_row<T, R>(
       args, rows,
       [&](int64_t row, const T* grad, const R* x, const R* dtotal, T* dx, R* dresidual) {
@@ -53,11 +54,11 @@ template <class T, class R>
           const double rstd_squared = static_cast<double>(rstd) * rstd;
           along_x = static_cast<float>(projection * rstd_squared / static_cast<double>(hidden));
         }
-        for_each_vector(0, hidden, [&](int64_t i, auto lanes) {
+        drop.for_each_column(row, [&](int64_t i, auto lanes, const uint32_t* word) {
           const F32 dy = load(grad + i, lanes);
           const F32 v = load(x + i, lanes);
           store_gradient((dy * load(weight + i, lanes) - v * along_x) * rstd, dtotal, dx, dresidual,
-                         i, lanes);
+                         i, lanes, drop, word);
           if (dweight) store(dweight + i, load(dweight + i, lanes) + dy * (v * rstd), lanes);
         });
       });

@@ -20,19 +20,25 @@ struct Heads {
 template <class T>
 ANYCHIP_INLINE void rotate_halves(const Heads<T>& heads, const float* cos, const float* sin,
                                   float direction) {
-  const int64_t half = heads.dim / 2;
-  for_each_vector(0, half, [&](int64_t i, auto lanes) {
-    const F32 c = load(cos + i, lanes);
-    const F32 s = load(sin + i, lanes) * direction;
-    for (int64_t head = 0; head < heads.count; ++head) {
-      const T* x = heads.x + head * heads.dim + i;
-      T* y = heads.y + head * heads.dim + i;
-      const F32 x1 = load(x, lanes);
-      const F32 x2 = load(x + half, lanes);
-      store(y, x1 * c - x2 * s, lanes);
-      store(y + half, x2 * c + x1 * s, lanes);
-    }
-  });
+  const int64_t half = heads.dim / 2, whole = half / kLanes * kLanes;
+  const auto rotate = [&](int64_t head, int64_t i, F32 c, F32 s, auto lanes) {
+    const T* x = heads.x + head * heads.dim + i;
+    T* y = heads.y + head * heads.dim + i;
+    const F32 x1 = load_ahead(x, lanes);
+    const F32 x2 = load_ahead(x + half, lanes);
+    store(y, x1 * c - x2 * s, lanes);
+    store(y + half, x2 * c + x1 * s, lanes);
+  };
+  // Head by head, as they lie in memory; of what fills no vector the angles are taken once.
+  for (int64_t head = 0; head < heads.count; ++head) {
+    for_each_vector(0, whole, [&](int64_t i, auto lanes) {
+      rotate(head, i, load(cos + i, lanes), load(sin + i, lanes) * direction, lanes);
+    });
+  }
+  if (whole == half) return;
+  const FirstLanes rest{half - whole};
+  const F32 c = load(cos + whole, rest), s = load(sin + whole, rest) * direction;
+  for (int64_t head = 0; head < heads.count; ++head) rotate(head, whole, c, s, rest);
 }
 
 // Sixteen lanes are eight pairs: y = x * (c, c) + (x2, x1) * (-s, s).

@@ -1,6 +1,7 @@
 // Rows of a norm in float32, and what a norm of x + residual does before and after.
 #pragma once
 
+#include "dropping.h"
 #include "loops.h"
 #include "table.h"
 
@@ -68,12 +69,45 @@ ANYCHIP_INLINE void visit_backward(const Args& args, const Visit& visit) {
   });
 }
 
+// What is left of dx: all of it, where nothing is dropped.
+class GradientDrop {
+ public:
+  ANYCHIP_INLINE GradientDrop(const Drop& drop, Range rows, int64_t hidden)
+      : dropping_(drop), is_whole_(!drop.rng), end_(rows.end), hidden_(hidden) {}
+
+  // body(i, lanes, word) over the columns of a row; word is of the first lane, or null.
+  template <class Body>
+  ANYCHIP_INLINE void for_each_column(int64_t row, const Body& body) {
+    if (is_whole_) {
+      for_each_vector(0, hidden_, [&](int64_t i, auto lanes) {
+        body(i, lanes, static_cast<const uint32_t*>(nullptr));
+      });
+      return;
+    }
+    dropping_.for_each_part(row, 0, hidden_, hidden_, (end_ - row) * hidden_,
+                            [&](int64_t first, int64_t n, const uint32_t* words) {
+                              for_each_vector(first, first + n, [&](int64_t i, auto lanes) {
+                                body(i, lanes, words + (i - first));
+                              });
+                            });
+  }
+
+  ANYCHIP_INLINE F32 apply(F32 gradient, const uint32_t* word) const {
+    return word ? dropping_.apply(gradient, word) : gradient;
+  }
+
+ private:
+  Dropping dropping_;
+  bool is_whole_;
+  int64_t end_, hidden_;
+};
+
 // Rounds a gradient, after dtotal is added, to the types of dx and dresidual.
 template <class T, class R, class Lanes>
 ANYCHIP_INLINE void store_gradient(F32 gradient, const R* dtotal, T* dx, R* dresidual, int64_t i,
-                                   Lanes lanes) {
+                                   Lanes lanes, const GradientDrop& drop, const uint32_t* word) {
   if (dtotal) gradient = gradient + load(dtotal + i, lanes);
-  if (dx) store(dx + i, gradient, lanes);
+  if (dx) store(dx + i, drop.apply(gradient, word), lanes);
   if (dresidual) store(dresidual + i, gradient, lanes);
 }
 

@@ -4,7 +4,8 @@
 // Nguyen 2013 (IEEE ARITH 21): a sum that begins at 1.5 * 2^(52 + p) rounds what is added to it to
 // a multiple of 2^p, and what it leaves goes to the next sum, 44 bits lower. Two sums hold what
 // tiles have whose largest and smallest numbers are within 2^19 of each other, three up to 2^41; of
-// others, and where there are infinities or NaN, the squares are added one by one as integers.
+// others, and where there are infinities or NaN, the squares are added one by one as integers. Of
+// numbers that have fewer bits than float32 one sum holds more: those of bfloat16 within 2^14.
 #pragma once
 
 #include "../operators.h"
@@ -41,6 +42,19 @@ ANYCHIP_INLINE F64 load_doubles(const float* p, FirstLanes lanes) {
   return load_doubles(buffer, AllLanes{});
 }
 
+// a * b + c where the product is exact: one rounding, fused or not.
+ANYCHIP_INLINE RegisterD add_product(RegisterD a, RegisterD b, RegisterD c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_pd(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+template <class H>
+ANYCHIP_INLINE Pair<H> add_product(Pair<H> a, Pair<H> b, Pair<H> c) {
+  return {add_product(a.low, b.low, c.low), add_product(a.high, b.high, c.high)};
+}
+
 // Lanes' bits, added up as whole numbers.
 ANYCHIP_INLINE uint64_t sum_of_bits(RegisterU64 v) {
   uint64_t sum = 0;
@@ -53,48 +67,29 @@ ANYCHIP_INLINE RegisterU64 joined(Pair<H> v) {
   return joined(v.low) + joined(v.high);
 }
 
-ANYCHIP_INLINE RegisterU larger(RegisterU a, RegisterU b) {  // as signed numbers
-#if defined(__AVX512F__)
-  return reinterpret_cast<RegisterU>(
-      _mm512_max_epi32(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
-#elif defined(__AVX2__)
-  return reinterpret_cast<RegisterU>(
-      _mm256_max_epi32(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
-#else
-  return select(reinterpret_cast<RegisterI>(a) > reinterpret_cast<RegisterI>(b), a, b);
-#endif
-}
-template <class H>
-ANYCHIP_INLINE Pair<H> larger(Pair<H> a, Pair<H> b) {
-  return {larger(a.low, b.low), larger(a.high, b.high)};
-}
-ANYCHIP_INLINE int32_t largest_lane(RegisterU v) {
-  int32_t largest = static_cast<int32_t>(v[0]);
-  for (int k = 1; k < kRegisterLanes; ++k) {
-    largest = static_cast<int32_t>(v[k]) > largest ? static_cast<int32_t>(v[k]) : largest;
-  }
-  return largest;
-}
-template <class H>
-ANYCHIP_INLINE int32_t largest_lane(Pair<H> v) {
-  return largest_lane(larger(v.low, v.high));
-}
-
 // Bits of the largest and of the smallest magnitude that is not 0; both 0 where there is none.
 struct Magnitudes {
   int32_t largest, smallest;
 };
 
-ANYCHIP_INLINE Magnitudes magnitudes(const float* x, int64_t n) {
+// Of n numbers, which seen(i, number, lanes) is given too.
+template <class T, class Seen>
+ANYCHIP_INLINE Magnitudes magnitudes(const T* x, int64_t n, const Seen& seen) {
   constexpr uint32_t kTop = 0x80000000u;
   U32 largest{}, smallest = fill<U32>(kTop);  // the latter from the top, where 0 wraps round
   for_each_vector(0, n, [&](int64_t i, auto lanes) {
-    const U32 bits = bits_of(load(x + i, lanes)) & 0x7fffffffu;
+    const F32 value = load(x + i, lanes);
+    const U32 bits = bits_of(value) & 0x7fffffffu;
     largest = larger(largest, bits);
     smallest = larger(smallest, kTop - bits);
+    seen(i, value, lanes);
   });
   const auto below_top = static_cast<uint32_t>(largest_lane(smallest));
   return {largest_lane(largest), static_cast<int32_t>(kTop - below_top) & 0x7fffffff};
+}
+
+ANYCHIP_INLINE Magnitudes magnitudes(const float* x, int64_t n) {
+  return magnitudes(x, n, [](int64_t, F32, auto) {});
 }
 
 ANYCHIP_INLINE int exponent_of(int32_t bits) {
@@ -126,17 +121,15 @@ ANYCHIP_INLINE void add_one_square(float value, int64_t* digits) {
 }
 
 constexpr int64_t kSquaresTile = 4096;
-constexpr int kLogPerLane = 8;  // squares of a tile that one lane adds up: kSquaresTile / kLanes
-constexpr int kStepDown = 52 - kLogPerLane;
 
-// The sums of a tile, of which the first has units of 2^top.
+// The sums of a tile, of which the first has units of 2^top, and each next one 2^step finer ones.
 template <int kSums>
-ANYCHIP_INLINE void add_tile(const float* x, int64_t n, int top, int64_t* digits) {
+ANYCHIP_INLINE void add_tile(const float* x, int64_t n, int top, int step, int64_t* digits) {
   double start[kSums];
   int place[kSums];
   F64 sums[kSums];
   for (int k = 0; k < kSums; ++k) {
-    const int unit = top - kStepDown * k > -298 ? top - kStepDown * k : -298;
+    const int unit = top - step * k > -298 ? top - step * k : -298;
     place[k] = unit + 298;
     const uint64_t bits = static_cast<uint64_t>(1023 + 52 + unit) << 52 | uint64_t{1} << 51;
     __builtin_memcpy(&start[k], &bits, sizeof bits);
@@ -146,8 +139,11 @@ ANYCHIP_INLINE void add_tile(const float* x, int64_t n, int top, int64_t* digits
   for_each_vector(0, n, [&](int64_t i, auto lanes) {
     __builtin_prefetch(x + kSquaresTile + i);
     const F64 value = load_doubles(x + i, lanes);
-    F64 rest = value * value;
-    for (int k = 0; k < kSums; ++k) {
+    const F64 first = add_product(value, value, sums[0]);
+    F64 rest{};
+    if (kSums > 1) rest = add_product(value, value, sums[0] - first);
+    sums[0] = first;
+    for (int k = 1; k < kSums; ++k) {
       const F64 sum = sums[k] + rest;
       if (k + 1 < kSums) rest = rest - (sum - sums[k]);
       sums[k] = sum;
@@ -162,19 +158,26 @@ ANYCHIP_INLINE void add_tile(const float* x, int64_t n, int top, int64_t* digits
   }
 }
 
-// Adds the squares of at most kSquaresTile elements.
-ANYCHIP_INLINE void add_squares_of(const float* x, int64_t n, int64_t* digits) {
-  const Magnitudes found = magnitudes(x, n);
+// Adds the squares of at most kSquaresTile elements, in which `found` was found.
+ANYCHIP_INLINE void add_squares_of(const float* x, int64_t n, Magnitudes found, int fraction_bits,
+                                   int64_t* digits) {
   if (found.largest == 0) return;
-  const int top = 2 * exponent_of(found.largest) + 2 + kLogPerLane - 51;
-  const int lowest = 2 * exponent_of(found.smallest) - 46;
-  if (found.largest >= 0x7f800000 || top - 2 * kStepDown > lowest) {
+  const int log_per_lane = n <= kSquaresTile / 4 ? 6 : 8;  // squares that one lane adds up
+  const int step = 52 - log_per_lane;
+  const int top = 2 * exponent_of(found.largest) + 2 + log_per_lane - 51;
+  const int lowest = 2 * (exponent_of(found.smallest) - fraction_bits);
+  if (found.largest >= 0x7f800000 || top - 2 * step > lowest) {
     for (int64_t i = 0; i < n; ++i) add_one_square(x[i], digits);
-  } else if (top - kStepDown <= lowest) {
-    add_tile<2>(x, n, top, digits);
+  } else if (top <= lowest) {
+    add_tile<1>(x, n, top, step, digits);
+  } else if (top - step <= lowest) {
+    add_tile<2>(x, n, top, step, digits);
   } else {
-    add_tile<3>(x, n, top, digits);
+    add_tile<3>(x, n, top, step, digits);
   }
+}
+ANYCHIP_INLINE void add_squares_of(const float* x, int64_t n, int64_t* digits) {
+  add_squares_of(x, n, magnitudes(x, n), 23, digits);
 }
 
 }  // namespace anychip::cpu::ANYCHIP_ISA

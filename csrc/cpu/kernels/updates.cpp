@@ -7,6 +7,7 @@
 // AdamW takes its factors in float64 and rounds them once. SGD, Lion and LAMB round where their
 // references (anychip.operators) round, in the same order, and give the same bits; but for LAMB's
 // square root, which is the nearest number here, and only close to it in torch.
+#include "codes.h"
 #include "squares.h"
 #include "table.h"
 
@@ -35,9 +36,11 @@ ANYCHIP_INLINE void for_each_tile(const UpdateTensor& tensor, Range elements, co
     const int64_t n = begin + kTile < elements.end ? kTile : elements.end - begin;
     float* p = as_floats(tensor.param, begin, n, p_tile);
     const float* g = as_floats(tensor.grad, begin, n, g_tile);
-    float* m = tensor.states[0] ? tensor.states[0] + begin : nullptr;
-    float* v = tensor.states[1] ? tensor.states[1] + begin : nullptr;
-    body(p, g, m, v, n);
+    const auto state = [&](int number) {
+      auto* values = static_cast<float*>(tensor.states[number]);
+      return values ? values + begin : nullptr;
+    };
+    body(p, g, state(0), state(1), n);
   }
 }
 
@@ -77,6 +80,59 @@ ANYCHIP_INLINE Moved moved(F32 param, F32 grad, F32 average, F32 square, const L
   return {first, second, adam + param * f.weight_decay};
 }
 
+// The averages of adamw_8bit in codes, as its reference has them, bit for bit.
+struct SignedState {
+  using Sizes = SmallFloat<3, 15>;
+  static constexpr float kLargest = 1.875f;
+  ANYCHIP_INLINE static U32 encode(F32 x, F32 ratio) {
+    const U32 code = Sizes::encode(ratio);
+    return select(code > 0u, code | ((bits_of(x) >> 24) & 0x80u), code);
+  }
+  ANYCHIP_INLINE static F32 decode(U32 code) {
+    return float_of(bits_of(Sizes::decode(code & 0x7fu)) | ((code & 0x80u) << 24));
+  }
+};
+struct UnsignedState {
+  using Sizes = SmallFloat<4, 15>;
+  static constexpr float kLargest = 1.9375f;
+  // A square above 0 keeps the smallest code.
+  ANYCHIP_INLINE static U32 encode(F32 x, F32 ratio) {
+    return larger(Sizes::encode(ratio), select(x > 0.0f, fill<U32>(1), U32{}));
+  }
+  ANYCHIP_INLINE static F32 decode(U32 code) { return Sizes::decode(code); }
+};
+
+// body(first element, length, scale) for the blocks of n elements.
+template <class Body>
+ANYCHIP_INLINE void for_each_state_block(float* scales, int64_t n, const Body& body) {
+  for (int64_t at = 0; at < n; at += kStateBlock, ++scales) {
+    body(at, at + kStateBlock < n ? kStateBlock : n - at, *scales);
+  }
+}
+
+template <class State>
+ANYCHIP_INLINE void decode_state(const uint8_t* codes, float* scales, int64_t n, float* values) {
+  for_each_state_block(scales, n, [&](int64_t at, int64_t length, float scale) {
+    for_each_vector(at, at + length, [&](int64_t i, auto lanes) {
+      store(values + i, State::decode(load_bytes(codes + i, lanes)) * scale, lanes);
+    });
+  });
+}
+
+template <class State>
+ANYCHIP_INLINE void encode_state(const float* values, int64_t n, uint8_t* codes, float* scales) {
+  for_each_state_block(scales, n, [&](int64_t at, int64_t length, float& scale) {
+    const BlockScale made = block_scale(largest_magnitude(values + at, length), State::kLargest);
+    scale = made.scale;
+    for_each_vector(at, at + length, [&](int64_t i, auto lanes) {
+      if (made.factor == 0.0f) return store_bytes(codes + i, U32{}, lanes);
+      const F32 x = load(values + i, lanes);
+      const F32 ratio = minimum(abs(x) / made.factor, fill<F32>(State::kLargest));
+      store_bytes(codes + i, State::encode(x, ratio), lanes);
+    });
+  });
+}
+
 ANYCHIP_INLINE F32 sign(F32 v) {
   const F32 one = fill<F32>(1.0f);
   return select(v > 0.0f, one, F32{}) - select(v < 0.0f, one, F32{});
@@ -98,6 +154,29 @@ ANYCHIP_INLINE F32 sign(F32 v) {
       store(p + i, param, lanes);
     });
   });
+}
+
+// The same step of averages that were decoded, and are encoded again, while they are in the cache.
+[[gnu::flatten]] void adamw_8bit(const UpdateTensor& tensor, const AdamWFactors& f,
+                                 Range elements) {
+  static_assert(kTile % kStateBlock == 0, "a tile is whole blocks");
+  alignas(64) float first[kTile], second[kTile];
+  for (int64_t begin = elements.begin; begin < elements.end; begin += kTile) {
+    const int64_t n = begin + kTile < elements.end ? kTile : elements.end - begin;
+    auto* first_codes = static_cast<uint8_t*>(tensor.states[0]) + begin;
+    auto* second_codes = static_cast<uint8_t*>(tensor.states[1]) + begin;
+    float* first_scales = tensor.scales[0] + begin / kStateBlock;
+    float* second_scales = tensor.scales[1] + begin / kStateBlock;
+    decode_state<SignedState>(first_codes, first_scales, n, first);
+    decode_state<UnsignedState>(second_codes, second_scales, n, second);
+    const auto part = [&](const TensorRef& whole) -> TensorRef {
+      return {whole.data ? element(whole, begin) : nullptr, n, whole.dtype};
+    };
+    adamw({part(tensor.param), part(tensor.grad), {first, second}, part(tensor.low_precision)}, f,
+          {0, n});
+    encode_state<SignedState>(first, n, first_codes, first_scales);
+    encode_state<UnsignedState>(second, n, second_codes, second_scales);
+  }
 }
 
 // Sutskever et al. 2013. Roundings: g 2 and the decay 2; the buffer 2; nesterov 2; p 2 more.

@@ -44,6 +44,7 @@ typedef float RegisterF __attribute__((vector_size(4 * kRegisterLanes)));
 typedef uint32_t RegisterU __attribute__((vector_size(4 * kRegisterLanes)));
 typedef int32_t RegisterI __attribute__((vector_size(4 * kRegisterLanes)));
 typedef uint16_t RegisterH __attribute__((vector_size(2 * kRegisterLanes)));
+typedef uint8_t RegisterB __attribute__((vector_size(kRegisterLanes)));
 typedef double RegisterD __attribute__((vector_size(4 * kRegisterLanes)));
 
 template <class Half>
@@ -229,16 +230,59 @@ ANYCHIP_INLINE Pair<H> swap_neighbours(Pair<H> v) {
 // Memory. The address needs no alignment beyond that of its element.
 ANYCHIP_INLINE void read(RegisterF& v, const float* p) { __builtin_memcpy(&v, p, sizeof v); }
 ANYCHIP_INLINE void read(RegisterU& v, const uint32_t* p) { __builtin_memcpy(&v, p, sizeof v); }
+// Narrow numbers by hand: GCC 12 takes many of them through a register one by one.
 ANYCHIP_INLINE void read(RegisterU& v, const uint16_t* p) {
   RegisterH half;
   __builtin_memcpy(&half, p, sizeof half);
+#if defined(__AVX512F__)
+  v = reinterpret_cast<RegisterU>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(half)));
+#elif defined(__AVX2__)
+  v = reinterpret_cast<RegisterU>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(half)));
+#else
   v = __builtin_convertvector(half, RegisterU);
+#endif
+}
+ANYCHIP_INLINE void read(RegisterU& v, const uint8_t* p) {
+#if defined(__AVX512F__)
+  v = reinterpret_cast<RegisterU>(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  v = reinterpret_cast<RegisterU>(
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  RegisterB bytes;
+  __builtin_memcpy(&bytes, p, sizeof bytes);
+  v = __builtin_convertvector(bytes, RegisterU);
+#endif
 }
 ANYCHIP_INLINE void write(float* p, RegisterF v) { __builtin_memcpy(p, &v, sizeof v); }
 ANYCHIP_INLINE void write(uint32_t* p, RegisterU v) { __builtin_memcpy(p, &v, sizeof v); }
+// The low half of each lane, and the low byte below.
 ANYCHIP_INLINE void write(uint16_t* p, RegisterU v) {
+#if defined(__AVX512F__)
+  const __m256i half = _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v));
+#elif defined(__AVX2__)
+  const __m256i low = reinterpret_cast<__m256i>(v & 0xffffu);
+  const __m128i half =
+      _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+#else
   const RegisterH half = __builtin_convertvector(v, RegisterH);
+#endif
   __builtin_memcpy(p, &half, sizeof half);
+}
+ANYCHIP_INLINE void write(uint8_t* p, RegisterU v) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(v)));
+#elif defined(__AVX2__)
+  const __m256i low = reinterpret_cast<__m256i>(v & 0xffu);
+  const __m128i half =
+      _mm_packs_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(half, half));
+#else
+  const RegisterB bytes = __builtin_convertvector(v, RegisterB);
+  __builtin_memcpy(p, &bytes, sizeof bytes);
+#endif
 }
 template <class H, class T>
 ANYCHIP_INLINE void read(Pair<H>& v, const T* p) {
@@ -261,7 +305,16 @@ ANYCHIP_INLINE U32 to_bfloat16(F32 v) {
 
 // float16: exponents differ by 112; the subtraction of 2^-14 makes float16's subnormal numbers
 // normal. To float16: round to nearest even; the addition of 1/2 rounds those that become
-// subnormal.
+// subnormal. AVX-512 has instructions for both.
+#if defined(__AVX512F__)
+ANYCHIP_INLINE F32 from_float16(U32 half) {
+  return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(half)));
+}
+ANYCHIP_INLINE U32 to_float16(F32 v) {
+  const __m256i half = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return reinterpret_cast<U32>(_mm512_cvtepu16_epi32(half));
+}
+#else
 ANYCHIP_INLINE F32 from_float16(U32 half) {
   const U32 exponent_and_fraction = (half & 0x7fffu) << 13;
   const U32 exponent = exponent_and_fraction & 0x0f800000u;
@@ -282,6 +335,7 @@ ANYCHIP_INLINE U32 to_float16(F32 v) {
       select(magnitude >= 0x47800000u, special, select(magnitude < 0x38800000u, subnormal, normal));
   return half | ((bits >> 16) & 0x8000u);
 }
+#endif
 
 // Which lanes a load or store touches.
 struct AllLanes {};

@@ -113,7 +113,7 @@ def row(family: str) -> str:
     """The row of a family: how many were replaced, what is left, and which calls are its own."""
     model = build(family)
     anychip.provenance(reset=True)
-    report = anychip.fuse(model)
+    report = anychip.fuse(model, linear=True)
     loss(model)
     counts = [str(report.count(kind)) for kind in KINDS]
     return f"| {' | '.join([family, *counts, '; '.join(_remarks(report)) or '-'])} |"

@@ -44,9 +44,9 @@ def density(grads: dict[str, Tensor]) -> float:
 def test_fused_family_logits_loss_and_gradients_equal_those_before(family: str) -> None:
     before = families.build(family)
     model = copy.deepcopy(before)
-    first = anychip.fuse(model)
-    second = anychip.fuse(model)
-    assert first.count() > 0
+    first = anychip.fuse(model, linear=True)
+    second = anychip.fuse(model, linear=True)
+    assert first.count() > first.count("linear") > 0 or family == "GPT2"
     assert (second.count(), second.before) == (0, first.count())
     (*wants, wanted), (*gots, grads) = trained(before), trained(model)
     # Both are within the bound of the exact one.
@@ -67,7 +67,7 @@ def test_fused_family_in_bf16_stays_within_its_rounding(family: str) -> None:
     before = copy.deepcopy(exact).bfloat16()
     exact.load_state_dict(before.state_dict())  # the same rounded weights
     model = copy.deepcopy(before)
-    anychip.fuse(model)
+    anychip.fuse(model, linear=True)
     (_, want, wanted), (_, _, others), (_, got, grads) = map(trained, (exact, before, model))
     assert parity.relative(got, want) <= BF16_BOUND
     # How roundings grow on the way back is the model's matter; fused, it has no more of them. Two

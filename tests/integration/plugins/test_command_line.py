@@ -162,7 +162,6 @@ def test_doctor_without_a_name_examines_all_and_succeeds(fakes: Environment) -> 
 @pytest.mark.grid
 @pytest.mark.parametrize(("args", "code", "text"), [
     pytest.param(("doctor", "cpuu"), 2, "did you mean 'cpu'?", id="unknown_backend"),
-    pytest.param(("doctor", "./libacme.so"), 2, "the C ABI is not part of", id="library"),
     pytest.param(("bckends",), 2, "did you mean 'backends'?", id="unknown_command"),
     pytest.param(("backends", "--jsn"), 2, "--json", id="unknown_option"),
 ])  # fmt: skip

@@ -39,7 +39,7 @@ def _write(kind: str, environment: Environment, target: Path) -> None:
 def _write_with_bridge(environment: Environment, target: Path) -> None:
     _write("c-abi", environment, target)
     environment.cache.mkdir(exist_ok=True)
-    shutil.copy(bridge.find(), environment.cache)  # not built anew for each environment
+    shutil.copy(bridge.extension().find(), environment.cache)  # not built anew for each environment
 
 
 MAKE = {"example": _copy_example, "python": partial(_write, "python"), "c-abi": _write_with_bridge}

@@ -5,7 +5,7 @@ Their values are the conformance suite's business.
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 import anychip
 import anychip_cpu
 from anychip import ops
+from anychip.operators.adamw_8bit import SIGNED, UNSIGNED
 from anychip_cpu import native
 from anychip_cpu.backend import CpuBackend
 from tests.unit.dispatch.calls import (
@@ -29,9 +30,6 @@ from tests.unit.dispatch.calls import (
 from tests.unit.operators.exactness import assert_close
 
 needs_native = pytest.mark.skipif(native.kernels is None, reason=str(native.problem))
-
-SERVED = [name for name in SPECS if name != "adamw_8bit"]
-"""The reference serves AdamW with states of 8 bits; a run says so."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +47,7 @@ def threads() -> Iterator[None]:
 
 
 @needs_native
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SPECS)
 def test_row_of_every_operator_is_there_in_both_directions(name: str) -> None:
     assert CpuBackend.operators.rows(name, "forward")
     assert bool(CpuBackend.operators.rows(name, "backward")) == (name in DIFFERENTIABLE)
@@ -83,7 +81,7 @@ def test_native_module_of_another_interface_is_not_used(monkeypatch: pytest.Monk
     )
 
 
-TORCHS = ("softmax", "embedding", "silu", "sigmoid", "softplus")
+TORCHS = ("softmax", "silu", "sigmoid", "softplus")
 """Mapped; torch computes exp at the end of a thread's share with other instructions than before."""
 ATTRIBUTES = ("dequantize", "group_norm", "hadamard", "permute", "top_k")
 """Not without attributes; tests/unit/operators runs them with one thread and with two."""
@@ -98,9 +96,8 @@ def _large(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
 
     x, rng = normal(301, 1027), torch.tensor([3, 2**32 - 5])
     angles = torch.rand(75, 16, generator=generator)
-    wide, small = normal(301, 1027).float(), normal(5).float()
-    lamb = ([wide, small], [x, normal(5)], [wide * 0.1, small + 1], [wide.square(), small.abs()])
     return {
+        **_steps(normal),
         "rms_norm": (x, normal(1027)),
         "layer_norm": (x, normal(1027), normal(1027)),
         "add_rms_norm": (x, normal(301, 1027), normal(1027)),
@@ -120,8 +117,30 @@ def _large(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "sums_of_squares": ([x, normal(7), normal(123, 77)],),
         "clip": ([x, normal(7), normal(123, 77)], torch.tensor(3.0)),
         "unscale_and_check": ([x, normal(7)], torch.tensor(3.0), torch.tensor(0.0)),
+        "quantize": (x, rng),
+        "embedding": (torch.randint(301, (99, 11), generator=generator), x),
+        "unpermute": (x, torch.randperm(301, generator=generator).view(43, 7), normal(43, 7)),
+    }[name]
+
+
+def _steps(normal: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
+    """Of rules of optimizers."""
+    x, wide, small = normal(301, 1027), normal(301, 1027).float(), normal(5).float()
+    lamb = ([wide, small], [x, normal(5)], [wide * 0.1, small + 1], [wide.square(), small.abs()])
+    return {
         "adamw": (
             *([normal(301, 1027).float().abs(), normal(5).float().abs()] for _ in range(4)),
+            torch.tensor(1e-2),
+            torch.tensor(1.0),
+        ),
+        "adamw_8bit": (
+            [wide, small],
+            [x, normal(5)],
+            *(
+                list(t)
+                for form in (SIGNED, UNSIGNED)
+                for t in zip(form.encode(wide.square()), form.encode(small.abs()), strict=True)
+            ),
             torch.tensor(1e-2),
             torch.tensor(1.0),
         ),
@@ -133,9 +152,7 @@ def _large(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
         ),
         "lamb_sums_of_squares": (*lamb, torch.tensor(1.0)),
         "lamb": (*lamb, torch.tensor(1e-2), torch.tensor(1.0)),
-        "quantize": (x, rng),
-        "unpermute": (x, torch.randperm(301, generator=generator).view(43, 7), normal(43, 7)),
-    }[name]
+    }
 
 
 def _results(name: str, dtype: torch.dtype) -> Any:
@@ -151,7 +168,7 @@ def _results(name: str, dtype: torch.dtype) -> Any:
 @pytest.mark.grid
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [n for n in SERVED if n not in (*TORCHS, *ATTRIBUTES, *PRODUCTS)])
+@pytest.mark.parametrize("name", [n for n in SPECS if n not in (*TORCHS, *ATTRIBUTES, *PRODUCTS)])
 def test_native_row_has_the_same_bits_for_every_number_of_threads_and_instruction_set(
     name: str, dtype: torch.dtype, threads: None
 ) -> None:

@@ -20,7 +20,17 @@ HOSTILE = (-1, 0, 2**31, 2**62, 2**63 - 1)
 LARGEST = 2**47
 """Elements that an address space has room for."""
 SIZES = {"rows", "hidden", "numel", "batch", "seq", "heads", "kv_heads", "head_dim", "vocab"}
-SIZES |= {"nwords", "numels", "columns", "width"}
+SIZES |= {
+    "nwords",
+    "numels",
+    "columns",
+    "width",
+    "block",
+    "terms",
+    "x_rows",
+    "count",
+    "num_experts",
+}
 NUMBERS = {"ignore_index", "seed", "offset", "column"}
 """Of any value, as far as memory goes."""
 BUFFER = 4096
@@ -33,7 +43,7 @@ Call = tuple[dict[str, Any], bool]
 
 
 def parameters(function: Any) -> Parameters:
-    """Kind of each parameter: size, address, code, number, flag or update, or a list of those."""
+    """Kind of each parameter: size, address, code, format, number, flag, update, or a list."""
     text = function.__doc__.partition("(")[2]
     found = dict(re.findall(r"(\w+): ([^,=)]+)", text))
     found.pop("self", None)
@@ -48,6 +58,7 @@ def _kind(name: str, kind: str) -> str:
     one = (
         "size" if name in SIZES else "code" if "dtype" in name or name == "reduction" else "address"
     )
+    one = name if name == "format" else one
     one = "number" if name in NUMBERS else one
     return f"{one}[]" if "Sequence" in kind else one
 
@@ -61,7 +72,7 @@ def right(kinds: Parameters, update: Any) -> dict[str, Any]:
         if kind == "address":
             buffers.append(torch.zeros(BUFFER, dtype=torch.uint8))
             return buffers[-1].data_ptr()
-        known = {"size": 4, "code": 0, "number": 0, "flag": False, "update": update}
+        known = {"size": 4, "code": 0, "format": 0, "number": 0, "flag": False, "update": update}
         return known[kind]
 
     return {name: value(name, kind) for name, kind in kinds.items()}
@@ -87,8 +98,8 @@ def calls(kinds: Parameters, base: Mapping[str, Any]) -> Iterator[Call]:
             yield {**base, **changed, **missing}, any(not 0 <= v <= LARGEST for v in values)
     yield {**base, **null}, False
     for name, kind in kinds.items():
-        for wrong in {"address": (0,), "code": (-1, 3)}.get(kind, ()):
-            yield {**base, name: wrong}, kind == "code"
+        for wrong in {"address": (0,), "code": (-1, 3), "format": (-1, 8)}.get(kind, ()):
+            yield {**base, name: wrong}, kind in ("code", "format")
         if kind.endswith("[]"):
             yield {**base, name: base[name] * 2}, True
             yield {**base, name: base[name][:1]}, True

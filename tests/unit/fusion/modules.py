@@ -143,3 +143,13 @@ class CountingNorm(RMSNorm):
     def forward(self, hidden: Tensor) -> Tensor:
         self.calls.append(tuple(hidden.shape))
         return super().forward(hidden)
+
+
+class ScaledLinear(nn.Linear):
+    """Not torch's: with the root of the width, as where weights are kept at one size."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * WIDTH**-0.5

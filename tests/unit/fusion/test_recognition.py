@@ -25,6 +25,8 @@ TAKEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "handmade-gelu-tanh": (modules.NewGELU, "gelu"), "gated": (modules.GatedMLP, "swiglu"),
     "gated-square": (lambda: modules.GatedMLP(inner=WIDTH), "swiglu"),
     "cross-entropy": (lambda: nn.CrossEntropyLoss(label_smoothing=0.1), "cross_entropy"),
+    "linear": (lambda: nn.Linear(2, 3), "linear"),
+    "linear-without-bias": (lambda: nn.Linear(5, 400, bias=False), "linear"),
 }  # fmt: skip
 
 
@@ -55,7 +57,8 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "scripted": (lambda: torch.jit.script(nn.LayerNorm(WIDTH)), "TorchScript"),
     "weighted-loss": (lambda: nn.CrossEntropyLoss(torch.ones(3)), "weighs its classes"),
     "multi-head": (lambda: nn.MultiheadAttention(WIDTH, 4), "inside one function of torch"),
-    "linear": (lambda: nn.Linear(2, 3), "no norm, activation, attention or loss"),
+    "scaled-linear": (modules.ScaledLinear, "not linear: its result differs"),
+    "linear-of-float64": (lambda: nn.Linear(2, 3).double(), "operators take no torch.float64"),
 }
 
 
@@ -63,7 +66,9 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_fuse_module_that_computes_an_operator_replaces_it(
     make: Callable[[], nn.Module], operator: str
 ) -> None:
-    report = anychip.fuse(nn.ModuleDict({"it": make()}))
+    module = make()
+    linear = isinstance(module, nn.Linear)  # not those inside
+    report = anychip.fuse(nn.ModuleDict({"it": module}), linear=linear)
     assert [(entry.path, entry.operator) for entry in report.replaced] == [("it", operator)]
 
 
@@ -74,11 +79,26 @@ def test_fuse_module_that_computes_something_else_leaves_it_with_a_reason(
 ) -> None:
     module = make()
     kind = type(module)
-    report = anychip.fuse(nn.ModuleDict({"it": module}))
+    linear = isinstance(module, nn.Linear)
+    report = anychip.fuse(nn.ModuleDict({"it": module}), linear=linear)
     (entry,) = [entry for entry in report.left if entry.path == "it"]
     assert reason in entry.reason
     assert type(module) is kind
     assert report.count() == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "count"),
+    [({}, 0), ({"only": "linear"}, 2), ({"only": "0"}, 0), ({"linear": True}, 2),
+     ({"linear": True, "skip": "1"}, 1)],
+    ids=str,
+)  # fmt: skip
+def test_fuse_linear_layers_where_they_are_asked_for(asked: dict[str, Any], count: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    report = anychip.fuse(model, **asked)
+    assert report.count() == report.count("linear") == count
+    assert len(report.left) == 2 - count
+    assert asked or "fuse(model, linear=True)" in report.left[0].reason
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_report_prints_a_table_with_counts_and_reasons() -> None:
         "norm        1      LayerNorm  ops.layer_norm  other dtypes, or dtypes that torch mixes",
         "",
         "left alone",
-        "3  Linear  no norm, activation, attention or loss that an operator computes",
+        "3  Linear  linear layers are replaced where asked: fuse(model, linear=True)",
         "1  ReLU    no norm, activation, attention or loss that an operator computes",
     ]
 

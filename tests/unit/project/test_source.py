@@ -22,9 +22,11 @@ CORE = ROOT / "core" / "anychip"
 
 LAYERS = {
     "contract": set[str](), "operators": {"contract"}, "dispatch": {"contract"},
-    "comm": {"contract"}, "cabi": {"contract", "operators"},
-    "registry": {"contract", "comm", "cabi"},
-    "runtime": {"contract", "operators", "dispatch", "registry", "cabi", "ops"},
+    "comm": {"contract"}, "torch_extension": {"contract"},
+    "host_memory": {"contract", "torch_extension"},
+    "cabi": {"contract", "operators", "torch_extension"},
+    "registry": {"contract", "comm", "cabi", "torch_extension"},
+    "runtime": {"contract", "operators", "dispatch", "registry", "cabi", "ops", "host_memory"},
     "ops": {"contract", "operators", "dispatch", "registry", "runtime"},
 }  # fmt: skip
 """What a package or module of anychip may import, besides itself. runtime and ops join the rest."""
@@ -34,7 +36,7 @@ LAYERS |= {name: FLOOR for name in ("train", "fusion")}
 LAYERS |= {name: FLOOR | {"train"} for name in ("conformance", "bench")}
 LAYERS |= {"templates": set()}
 LAYERS |= {"cli": set(LAYERS), "__main__": {"cli"}}
-BACKENDS_MAY_IMPORT = {"contract", "operators"}
+BACKENDS_MAY_IMPORT = {"contract", "operators", "host_memory"}
 
 CHIPS = set(
     "ascend cann cublas cuda cudnn gcu gpu gpus habana hccl hip hpu mlu mps musa nccl npu npus"

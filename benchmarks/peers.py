@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,7 +24,7 @@ from benchmarks.trainees import LEARNING_RATE, Sizes, Trainee, batch, decoder, s
 
 def missing(candidate: str) -> str | None:
     """Why a candidate cannot run here, as far as its packages go."""
-    if candidate == DEEPSPEED and find_spec("deepspeed") is None:
+    if candidate.startswith("DeepSpeed") and find_spec("deepspeed") is None:
         return "deepspeed is not installed (pip install anychip[bench])"
     return None
 
@@ -85,7 +86,7 @@ def _one_f_one_b(sizes: Sizes, place: Place) -> Trainee:
     return Trainee(step, {"layers": f"{layers.layers.start}-{layers.layers.stop - 1}"})
 
 
-def _zero_2_of_deepspeed(sizes: Sizes, place: Place) -> Trainee:
+def _zero_of_deepspeed(sizes: Sizes, place: Place, *, stage: int) -> Trainee:
     deepspeed = importlib.import_module("deepspeed")
     os.environ.setdefault("LOCAL_RANK", str(place.rank))  # it wants to be started by its launcher
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
@@ -93,7 +94,7 @@ def _zero_2_of_deepspeed(sizes: Sizes, place: Place) -> Trainee:
     config: dict[str, Any] = {
         "train_batch_size": sizes.batch,
         "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 2},
+        "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
@@ -108,10 +109,11 @@ def _zero_2_of_deepspeed(sizes: Sizes, place: Place) -> Trainee:
     return Trainee(step, {})
 
 
-DDP, DEEPSPEED = "torch DDP", "DeepSpeed ZeRO-2"
+DDP = "torch DDP"
 CANDIDATES: dict[str, Callable[[Sizes, Place], Trainee]] = {
     DDP: _ddp,
     "torch FSDP2": _fsdp2,
     "torch 1F1B": _one_f_one_b,
-    DEEPSPEED: _zero_2_of_deepspeed,
+    "DeepSpeed ZeRO-2": partial(_zero_of_deepspeed, stage=2),
+    "DeepSpeed ZeRO-3": partial(_zero_of_deepspeed, stage=3),
 }

@@ -19,7 +19,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from tests.integration import quiet_network
+from tests.integration import quiet_network, two_hosts
 
 HOST, STRANGER = "10.77.0.2", "10.77.0.1"
 READY = f'until ip address show | grep -q {HOST}; do sleep 0.05; done; exec "$0" "$@"'
@@ -35,22 +35,6 @@ class Payload:
 
     def __reduce__(self) -> tuple[object, ...]:
         return (os.system, (f"touch {self.file}",))
-
-
-def join(pid: int) -> None:
-    """A cable from this namespace to that of a process."""
-    inside = ["nsenter", "-t", str(pid), "-n", "ip"]
-    while os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
-        time.sleep(0.01)
-    for words in (
-        ["ip", "link", "add", "outside", "type", "veth", "peer", "name", "inside"],
-        ["ip", "link", "set", "inside", "netns", str(pid)],
-        ["ip", "address", "add", f"{STRANGER}/24", "dev", "outside"],
-        ["ip", "link", "set", "outside", "up"],
-        [*inside, "link", "set", "inside", "up"],
-        [*inside, "address", "add", f"{HOST}/24", "dev", "inside"],
-    ):
-        subprocess.run(words, check=True)
 
 
 def listeners(pid: int) -> list[tuple[str, int]]:
@@ -89,7 +73,7 @@ def main(directory: Path, command: list[str]) -> None:
     job = subprocess.Popen(
         [*prefix, "sh", "-c", READY, *command], cwd=directory, stderr=subprocess.PIPE, text=True
     )
-    join(job.pid)
+    two_hosts.join(job.pid, (STRANGER, HOST))
     metrics, file = directory / "out" / "metrics.jsonl", directory / "executed"
     while job.poll() is None and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.05)

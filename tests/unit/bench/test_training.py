@@ -138,7 +138,7 @@ def test_bench_train_without_deepspeed_says_how_to_get_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(training, "Ranks", Scripted)
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     report = training.run(
-        anychip.use("cpu"), rounds=3, progress=lambda _: None, names=(peers.DEEPSPEED,)
+        anychip.use("cpu"), rounds=3, progress=lambda _: None, names=("DeepSpeed ZeRO-3",)
     )
     assert "pip install anychip[bench]" in report.notes[-1]
 

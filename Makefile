@@ -35,7 +35,7 @@ ENVIRONMENT := $(VENV)/made-$(call hash,command -v $(PYTHON); cat constraints.tx
 INSTALLED := $(VENV)/installed-$(call hash,echo $(OPTIONS) $(MODULES); cat $(sort $(SOURCES)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all mutants red-team cuda-emulator test-cuda cann-emulator test-npu lint native dev clean
+.PHONY: help train test test-all mutants red-team cuda-emulator test-cuda cann-emulator test-npu lint native dev bench-env clean
 
 help:
 	@echo 'make train    train a small GPT, about a minute on two cores; ARGS go to `anychip train`'
@@ -51,6 +51,7 @@ help:
 	@echo 'make lint     formatting, types and spelling'
 	@echo 'make native   the C++ kernels alone, with their own tests (plain CMake)'
 	@echo 'make dev      only the environment, with every tool, in $(VENV)'
+	@echo 'make bench-env  the same with DeepSpeed, a peer of python -m benchmarks.record'
 	@echo 'make clean    removes $(VENV), build and caches; keeps runs'
 	@echo 'settings      PYTHON=$(PYTHON) VENV=$(VENV) ANYCHIP_CPU=$(ANYCHIP_CPU) (AUTO, ON or OFF)'
 
@@ -109,6 +110,8 @@ native: $(INSTALLED)
 
 dev: $(INSTALLED)-dev
 
+bench-env: $(INSTALLED)-bench
+
 $(INSTALLED): $(ENVIRONMENT)
 	@echo '== anychip: installing it and what it needs'
 	@rm -f $(VENV)/installed-*
@@ -116,7 +119,7 @@ $(INSTALLED): $(ENVIRONMENT)
 	@touch $@
 
 # anychip itself is there by now, so that these add what the extra names and nothing else.
-$(INSTALLED)-test $(INSTALLED)-dev: $(INSTALLED)-%: $(INSTALLED)
+$(INSTALLED)-test $(INSTALLED)-dev $(INSTALLED)-bench: $(INSTALLED)-%: $(INSTALLED)
 	$(PIP) --quiet 'anychip[$*]'
 	@touch $@
 

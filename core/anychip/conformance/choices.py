@@ -67,11 +67,15 @@ class Choices:
     Args:
         levels: of the factors that are not at their first level.
         seed: which of a class's members are taken.
-        finite: no value is Inf or NaN, of which there are no gradients.
+        of_gradients: no value is infinite: formulas of a gradient may differ in what is left of it,
+            and a NaN in all that depends on it.
     """
 
-    def __init__(self, levels: Mapping[str, int], seed: int = 0, *, finite: bool = False) -> None:
-        self._levels, self.seed, self._finite = levels, seed, finite
+    def __init__(
+        self, levels: Mapping[str, int], seed: int = 0, *, of_gradients: bool = False
+    ) -> None:
+        self.of_gradients = of_gradients
+        self._levels, self.seed = levels, seed
         self.asked: dict[str, int] = {}
         """Factors in the order in which they were asked for, and the number of their levels."""
         self.chosen: dict[str, object] = {}
@@ -150,7 +154,8 @@ class Choices:
             more: of NOT_FINITE, some numbers are not finite; ``none`` is for who asks.
         """
         kinds = (*VALUES, *(ENDS if ends else ()), *more)
-        kinds = tuple(kind for kind in kinds if not (self._finite and kind in NOT_FINITE))
+        if self.of_gradients:
+            kinds = tuple("nan" if kind in NOT_FINITE else kind for kind in kinds)
         kind = self.of(factor, *kinds)
         if ends and kind in ENDS:
             return draw.normal(*shape, scale=ends[ENDS.index(kind)], dtype=dtype)
@@ -212,7 +217,7 @@ class Room:
 
 
 def factors(
-    run: Callable[[Choices], object], rounds: int = 4, *, finite: bool = False
+    run: Callable[[Choices], object], rounds: int = 4, *, of_gradients: bool = False
 ) -> tuple[dict[str, int], Masks]:
     """Which factors a run asks for, with their numbers of levels, and which are without others.
 
@@ -228,7 +233,7 @@ def factors(
     todo, number = 1, 0
     while number < todo:
         point = {f: _shuffled(f, n, number) for f, n in levels.items()}
-        choices = Choices(point, number, finite=finite)
+        choices = Choices(point, number, of_gradients=of_gradients)
         run(choices)
         for factor in choices.asked:
             seen.setdefault((factor, point.get(factor, 0)), set()).update(choices.asked)
@@ -241,7 +246,7 @@ def factors(
             if not set(levels) - found:
                 break
             point = {f: _shuffled(f, n, number + attempt) for f, n in levels.items()}
-            choices = Choices({**point, factor: level}, number + attempt, finite=finite)
+            choices = Choices({**point, factor: level}, number + attempt, of_gradients=of_gradients)
             run(choices)
             found.update(choices.asked)
     masks = {key: set(levels) - found for key, found in seen.items() if set(levels) - found}

@@ -143,8 +143,8 @@ class Asked(NamedTuple):
         return Subject(self.operator, oracle_of(self.operator.spec), row.dtype)
 
     def choices(self, levels: Mapping[str, int], seed: int) -> Choices:
-        """Of a row; nothing that is not finite has a gradient."""
-        return Choices(levels, seed, finite=self.of_gradients)
+        """Of a row."""
+        return Choices(levels, seed, of_gradients=self.of_gradients)
 
     def row(self, choose: Choices, seed: int) -> DesignedCall:
         """Asks for every factor of a call, and makes its arguments."""
@@ -216,7 +216,7 @@ def _together(
 @cache
 def _design(asked: Asked, strength: int, seed: int) -> Design:
     run = partial(asked.row, seed=seed)
-    found, masks = factors(run, finite=asked.of_gradients)
+    found, masks = factors(run, of_gradients=asked.of_gradients)
     names = list(found)
     without = {
         (names.index(factor), level): [names.index(other) for other in others]

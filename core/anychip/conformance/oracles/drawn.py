@@ -206,10 +206,12 @@ def _attended(choose: Choices, draw: Draw, factor: str, *shape: int) -> Tensor:
     """Of any kind, scores beyond what exp takes (88) among them; in float16 normal ones. What a
     kernel may store in between in the tensors' type, such as weights after their normalisation and
     the gradients of one block of queries, would there be subnormal numbers or infinite ones, for
-    which the oracle's bound does not allow.
+    which the oracle's bound does not allow. A gradient may skip a query that is NaN for keys that
+    it does not see, or multiply it by 0.
     """
     ends = ("root-huge", "root-tiny") if factor == "v" else (12.0, 2.0**-12)
-    values = choose.values(factor, draw, *shape, ends=ends, more=_NAN if factor == "q" else ())
+    more = _NAN if factor == "q" and not choose.of_gradients else ()
+    values = choose.values(factor, draw, *shape, ends=ends, more=more)
     return draw.normal(*shape) if draw.dtype == torch.float16 else values
 
 

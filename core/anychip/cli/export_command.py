@@ -29,16 +29,10 @@ def command(run: Path, directory: Path, part_size: int, as_json: bool) -> None:
     As Hugging Face transformers loads them, AutoModelForCausalLM.from_pretrained(DIRECTORY): a GPT
     as GPT-2, a Llama as Llama, and the tokenizer when it is in the RUN.
     """
-    from anychip.train import config
+    from anychip.train import asking
     from anychip.train.checkpoint import pretrained
 
-    settings = run / "config.toml"
-    if not settings.exists():
-        raise FileNotFoundError(
-            f"there is no run of anychip train in {run}, which would have a config.toml; for a "
-            "loop of your own there is anychip.train.checkpoint.pretrained.export"
-        )
-    chosen = config.load(settings, [], note=lambda text: click.echo(text, err=True))
+    chosen = asking.settings_of(asking.directory_of(run))
     written = pretrained.export(run, directory, config=chosen.model, part_nbytes=part_size << 20)
     if (run / "tokenizer.json").exists():
         written.append(directory / "tokenizer.json")

@@ -18,10 +18,12 @@ SUBCOMMANDS: Mapping[str, str] = {
     "config": "Says where the C interface for chips is: flags for a compiler, a folder for CMake.",
     "conformance": "Checks that a backend computes what the contract says.",
     "doctor": "Says why a backend cannot run here, and what fixes it.",
+    "eval": "Says how well the model of a run predicts what it was not trained on.",
     "export": "Writes the weights of a run as Hugging Face transformers loads them.",
     "new-backend": "Writes a plugin project for a new chip.",
     "operators": "Says what a row for an operator is given and gives, with a stub of one.",
     "plan": "Shows what a training run would be like: sizes, stages, bytes, waiting.",
+    "sample": "Writes text with the model of a run.",
     "train": "Trains a model; without a configuration a small one, in about a minute.",
 }
 """Every subcommand and its line in ``anychip --help``, which therefore imports none of them."""

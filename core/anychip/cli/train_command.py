@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import strftime
 from types import FrameType
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from rich.console import Console
 
-from anychip.cli.exit_codes import CANNOT_RUN, FAILED, WRONG_USE, Terminated
+from anychip.cli.exit_codes import Terminated
+from anychip.cli.ranks import run_ranks, this_rank
 from anychip.cli.settings import SettingsCommand, list_settings
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from anychip.train.report import StepRecord
 
 SCHEMA = 1
-_REFUSALS = (WRONG_USE, CANNOT_RUN)
 
 
 class _Options(NamedTuple):
@@ -104,7 +103,7 @@ def command(
             raise click.UsageError(f"--settings trains nothing; leave out {', '.join(others)}")
         list_settings(as_json=as_json)
         return 0
-    rank = _rank()
+    rank = this_rank()
     if rank is not None and nproc > 1:
         raise click.UsageError("--nproc starts the ranks itself; leave it out under torchrun")
     if rank is not None and out is None:
@@ -120,14 +119,6 @@ def command(
     if nproc > 1:
         return _launch(nproc, path, settings, backend, directory, options)
     return _train(path, settings, backend, directory, options)
-
-
-def _rank() -> int | None:
-    """This process's place in a job of several; None: it is alone."""
-    from anychip.registry import environment
-
-    place = environment.launched()
-    return None if place is None else place.rank
 
 
 @contextmanager
@@ -159,7 +150,7 @@ def _launch(
     """Starts the ranks, each with this command and the chip that was chosen here."""
     import anychip
     from anychip import registry
-    from anychip.train import config, cutting, interruption, launch, lock
+    from anychip.train import config, cutting, lock
 
     configuration = config.load(path, settings, note=lambda _: None)  # rank 0 says it
     cutting.mesh_sizes(configuration.parallel, nproc)
@@ -174,24 +165,12 @@ def _launch(
     words += ["--backend", chosen, "--out", str(out)]
     words += ["--resume"] * options.resume + ["--json"] * options.as_json
     words += ["--compare", options.compare] if options.compare else []
-    program = [sys.executable, "-m", "anychip"]
-    try:
-        logs = out / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        with lock.hold(out):  # nobody trains there; the first rank holds it from here on
-            pass
-        with lock.hold(logs):
-            launch.launch(nproc, [*program, *words], logs)
-    except interruption.Interrupted as stop:
-        if str(stop):  # else rank 0 has said what was saved
-            click.echo(f"anychip: {stop}", err=True)
-        return 128 + stop.signal
-    except launch.RankFailedError as failure:
-        # All ranks refuse what is wrong use; rank 0 has said why, unless it was ended before.
-        if failure.exit_codes.get(0) not in _REFUSALS:
-            click.echo(f"anychip: {failure}", err=True)
-        return next((code for code in failure.exit_codes.values() if code in _REFUSALS), FAILED)
-    return 0
+    logs = out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with lock.hold(out):  # nobody trains there; the first rank holds it from here on
+        pass
+    with lock.hold(logs):
+        return run_ranks(nproc, words, logs)
 
 
 def chip_names(backend: str | None, configuration: Config) -> tuple[str, ...]:
@@ -239,7 +218,7 @@ def _train(
     from anychip.train import config, interruption
 
     # With --json, stdout has the result and nothing else. Of several ranks the first speaks.
-    console = Console(stderr=options.as_json, highlight=False, quiet=bool(_rank()))
+    console = Console(stderr=options.as_json, highlight=False, quiet=bool(this_rank()))
     configuration = config.load(path, settings, note=lambda text: _say(console, text))
     chip, names = _own_chip(backend, configuration)
     _say(console, str(chip.decision))
@@ -247,7 +226,7 @@ def _train(
     chosen = names if len(names) > 1 else registry.name_of(chip)
     named = replace(configuration, run=replace(configuration.run, backend=chosen))
     # A rank that left others between their meeting and the first step would look lost to them.
-    asked = None if _rank() is None else interruption.Interruption()
+    asked = None if this_rank() is None else interruption.Interruption()
     with asked or nullcontext():
         return _run(named, chip, out, console, asked, options)
 
@@ -279,7 +258,7 @@ def _run(
                 display.Display(console, steps=named.run.steps, done=run.step) as show,
                 comparing.compared(chip, other, run, out) if other else nullcontext() as comparison,
             ):
-                rows = loop.train(run, out, show, asked)
+                rows = loop.train(run, out, show, asked, show.evaluated)
             is_trained = True
             sample = loop.finish(run, out, rows)
         except interruption.Interrupted as stop:
@@ -296,7 +275,7 @@ def _run(
     if options.as_json:
         click.echo(json.dumps(_to_json(chip, out, rows, comparison), indent=2))
     else:
-        _show(console, rows, sample, out)
+        _show(console, named, rows, sample, out)
         if comparison is not None:
             _say(console, f"\n{comparison}")
     return 0
@@ -375,16 +354,29 @@ def _plan(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _show(console: Console, rows: list[StepRecord], sample: str, out: Path) -> None:
+def _show(console: Console, config: Config, rows: list[StepRecord], sample: str, out: Path) -> None:
     from anychip.train.display import curve
+    from anychip.train.evaluation import rows_of
+    from anychip.train.report import best_of
 
-    text = _printable(sample.strip(), console.encoding)
+    held_out, more = "", ""
+    if found := rows_of(out):
+        best = best_of(found)
+        held_out = f"; held out {found[-1].loss:.4f}, at best {best.loss:.4f} at step {best.step}"
+        more = ", eval.jsonl" + ", best" * (out / "best").exists()
+    text = printable(sample.strip(), console.encoding)
     _say(console, f"\n{curve(rows)}\n\nA sample:\n{text}\n\n{_served(out)}\n")
     _say(
         console,
-        f"loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f}; in {out}: metrics.jsonl, loss.png, "
-        "sample.txt, provenance.json, config.toml, checkpoint",
+        f"loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f}{held_out}; in {out}: metrics.jsonl, "
+        f"loss.png, sample.txt, provenance.json, config.toml, checkpoint{more}",
     )
+    if rows[-1].step < config.run.steps:
+        _say(
+            console,
+            f"ended after step {rows[-1].step}: the last {config.eval.patience} evaluations have "
+            "found no lower held-out loss (eval.patience)",
+        )
 
 
 def _served(out: Path) -> str:
@@ -401,7 +393,7 @@ def _served(out: Path) -> str:
     ) or str(anychip.provenance())
 
 
-def _printable(text: str, encoding: str) -> str:
+def printable(text: str, encoding: str) -> str:
     """What a model wrote, without what would steer the terminal or has no place in its encoding."""
     shown = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
     return shown.encode(encoding, errors="replace").decode(encoding)
@@ -416,9 +408,15 @@ def _to_json(
     chip: Backend, out: Path, rows: list[StepRecord], comparison: Comparison | None
 ) -> dict[str, Any]:
     import anychip
+    from anychip.train.evaluation import rows_of
+    from anychip.train.report import best_of
 
+    found, held_out = rows_of(out), None
+    if found:
+        held_out = {"last": asdict(found[-1]), "best": asdict(best_of(found))}
     return {
         **({"comparison": comparison.to_json()} if comparison else {}),
+        **({"held_out": held_out} if held_out else {}),
         "schema": SCHEMA,
         "out": str(out),
         "backend": chip.name,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from anychip.train.report import StepRecord, smooth
+from anychip.train.report import Evaluation, StepRecord, smooth
 
 INTERVAL_S = 5.0
 """Between two plain lines."""
@@ -63,6 +63,22 @@ class Display:
             width = len(str(self.steps))
             line = f"step {row.step:{width}}/{self.steps}  {status}  {left_s:.0f} s left"
             self.console.print(line, highlight=False, soft_wrap=True)
+
+    def evaluated(self, row: Evaluation) -> None:
+        """Shows an evaluation, on a line that stays."""
+        self.console.print(
+            f"step {row.step:{len(str(self.steps))}}/{self.steps}  {in_words(row)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def in_words(row: Evaluation) -> str:
+    """An evaluation on a line."""
+    return (
+        f"held-out loss {row.loss:.4f}  perplexity {row.perplexity:.4g}  accuracy "
+        f"{row.accuracy:.2%} of {row.targets:,} targets"
+    )
 
 
 def curve(rows: Sequence[StepRecord], *, width: int = 64, height: int = 10) -> str:

@@ -19,42 +19,44 @@ from torch import Tensor
 
 import anychip
 from anychip.comm import gather_objects
-from anychip.contract import AnychipError
 from anychip.runtime import device_errors, on_host
-from anychip.train import data, files, models, parallel, report
-from anychip.train.config import dump
+from anychip.train import data, evaluation, files, parallel, report
+from anychip.train.asking import continued
 from anychip.train.interruption import Interrupted, Interruption
 from anychip.train.precision import LossScaleError
-from anychip.train.report import StepRecord
+from anychip.train.report import Evaluation, StepRecord
 from anychip.train.run import (
     Run,
+    TrainingError,
     build,
     end_saving,
     loss_reduction,
     restore,
     save,
     whole_model,
+    write_inputs,
 )
 from anychip.train.zero import StepResult
 
 
-class TrainingError(AnychipError, RuntimeError):
-    """The loss or the gradient is not finite, or there is none, so that no step can follow."""
-
-
 def train(
-    run: Run, out: Path, show: Callable[[StepRecord], None], asked: Interruption | None = None
+    run: Run,
+    out: Path,
+    show: Callable[[StepRecord], None],
+    asked: Interruption | None = None,
+    show_evaluation: Callable[[Evaluation], None] | None = None,
 ) -> list[StepRecord]:
-    """Does the steps that are left, with a checkpoint now and then and at the end.
+    """Does the steps that are left, with evaluations and checkpoints now and then and at the end.
 
     Args:
         out: an existing directory; gets config.toml, metrics.jsonl, checkpoint, and
-            tokenizer.json if there is one. Rank 0 writes; the others read it.
+            tokenizer.json, eval.jsonl and best if there is one. Rank 0 writes; the others read it.
         show: called after each step, on rank 0.
         asked: has listened since before the ranks met; a signal ends the run after the next step.
+        show_evaluation: called after each evaluation, on rank 0.
 
     Returns:
-        The rows of all steps from the first.
+        The rows of all steps from the first, to the one at which ``eval.patience`` was over.
 
     Raises:
         Interrupted: on the first SIGINT or SIGTERM, after the step, with the checkpoint written.
@@ -62,10 +64,10 @@ def train(
         OSError: something could not be written. The checkpoint is the one before.
         DeviceError: the device has failed. The checkpoint is the one before.
     """
-    is_done = run.step == run.config.run.steps
+    is_done = run.step == run.config.run.steps or evaluation.has_ended(run, out)
     writes = run.is_first and not is_done
     if writes:
-        _write_inputs(run, out)
+        write_inputs(run, out)
     metrics = report.Metrics(out / "metrics.jsonl", last_step=run.step, writes=writes)
     if is_done and not metrics.rows:
         raise TrainingError(f"{out}: all {run.step} steps are done, and metrics.jsonl has no row")
@@ -76,15 +78,9 @@ def train(
             device_errors(run.loader.device.type),
             run.saver or nullcontext(),
         ):
-            while run.step < run.config.run.steps and signal is None:
-                row, signal = _step(run, metrics.rows, out, interruption)
-                metrics.append(row)
-                if run.step % run.config.checkpoint.every == 0:
-                    save(run, out)
-                if run.is_first:
-                    show(row)
-                if run.comm.world_size == 1:  # there is nobody to agree with at the next step
-                    signal = interruption.signal
+            if not is_done:
+                evaluations = evaluation.Evaluations(run, out, show_evaluation)
+                signal = _steps(run, out, metrics, evaluations, show, interruption)
             if run.step % run.config.checkpoint.every:
                 save(run, out)
     finally:
@@ -94,17 +90,41 @@ def train(
     return metrics.rows
 
 
+def _steps(
+    run: Run,
+    out: Path,
+    metrics: report.Metrics,
+    evaluations: evaluation.Evaluations,
+    show: Callable[[StepRecord], None],
+    interruption: Interruption,
+) -> int | None:
+    """Those that are left, one at least; the signal that has ended them, if one has."""
+    signal, is_done = None, False
+    while not is_done and signal is None:
+        row, signal = _step(run, metrics.rows, out, interruption)
+        metrics.append(row)
+        # Before the checkpoint: who goes on from there has the evaluations up to there.
+        is_done = _evaluated(run, out, evaluations) or run.step == run.config.run.steps
+        if run.step % run.config.checkpoint.every == 0:
+            save(run, out)
+        if run.is_first:
+            show(row)
+        if run.comm.world_size == 1:  # there is nobody to agree with at the next step
+            signal = interruption.signal
+    return signal
+
+
+def _evaluated(run: Run, out: Path, evaluations: evaluation.Evaluations) -> bool:
+    """Evaluates, if it is time; whether patience is over."""
+    try:
+        return evaluations.after_step()
+    except TrainingError as error:
+        raise TrainingError(f"{error}; {_kept(run, out)}") from None
+
+
 def _interrupted(run: Run, out: Path, signal: int) -> Interrupted:
     text = f"interrupted after step {run.step} of {run.config.run.steps}; to go on: "
     return Interrupted(f"{text}anychip train --resume --out {out}", signal)
-
-
-def _write_inputs(run: Run, out: Path) -> None:
-    """What a run is made of, beside its results."""
-    files.write(out / "config.toml", dump(run.config))
-    tokenizer = run.loader.tokenizer
-    if isinstance(tokenizer, data.BPETokenizer):
-        tokenizer.save(out / "tokenizer.json")
 
 
 class _Agreed(NamedTuple):
@@ -251,13 +271,7 @@ def sample(run: Run) -> str:
 
     With stages a collective.
     """
-    model = whole_model(run)
-    generator = torch.Generator().manual_seed(run.config.run.seed)
-    tokenizer = run.loader.tokenizer
-    prompt = tokenizer.encode(["\n"])[0][None].to(run.loader.device, torch.int64)
-    count = run.config.run.sample_tokens
-    tokens = models.generate(model, prompt, count, generator=generator)
-    return tokenizer.decode(on_host(tokens[0, prompt.shape[1] :]))
+    return continued(run, ["\n"], run.config.run.sample_tokens, seed=run.config.run.seed)[0]
 
 
 def served(run: Run) -> dict[str, Any]:
@@ -287,7 +301,7 @@ def finish(run: Run, out: Path, rows: list[StepRecord]) -> str:
         text, found = sample(run), served(run)
         if run.is_first:
             files.write(out / "sample.txt", text)
-            report.plot_loss(out / "loss.png", rows)
+            report.plot_loss(out / "loss.png", rows, evaluation.rows_of(out))
             if run.step > run.begun or not (out / "provenance.json").exists():
                 files.write(out / "provenance.json", json.dumps(found, indent=2) + "\n")
     if interruption.signal is not None:

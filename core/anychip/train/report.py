@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from anychip.train import files, schema
 
@@ -34,17 +35,50 @@ class StepRecord:
     skipped: bool = False
 
 
-_ROW = {
-    **{"step": schema.COUNT, "skipped": bool, "grad_norm": schema.OPTION},
-    **dict.fromkeys(("loss", "lr", "tokens_per_s", "loss_scale"), float),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """What a model knows of the held-out data.
+
+    Attributes:
+        step: updates done.
+        loss: mean cross entropy over all targets, in nats.
+        perplexity: its exponential.
+        accuracy: the part of the targets that the model takes for the likeliest.
+        targets: how many there are.
+    """
+
+    step: int
+    loss: float
+    perplexity: float
+    accuracy: float
+    targets: int
+
+
+def best_of(rows: Sequence[Evaluation]) -> Evaluation:
+    """The first of those with the lowest loss."""
+    return min(rows, key=lambda row: row.loss)
+
+
+_FORMS: dict[type[Any], dict[str, Any]] = {
+    StepRecord: {
+        **{"step": schema.COUNT, "skipped": bool, "grad_norm": schema.OPTION},
+        **dict.fromkeys(("loss", "lr", "tokens_per_s", "loss_scale"), float),
+    },
+    Evaluation: {
+        **dict.fromkeys(("step", "targets"), schema.COUNT),
+        **dict.fromkeys(("loss", "perplexity", "accuracy"), float),
+    },
 }
 
+AnyRow = TypeVar("AnyRow", StepRecord, Evaluation)
 
-class Metrics:
-    """``metrics.jsonl``: a row per step, on the file as soon as the step is done.
+
+class Rows(Generic[AnyRow]):
+    """A file of rows, each on it as soon as it is there.
 
     Args:
         path: the file; rows of an earlier part of the run are taken over.
+        kind: of the rows.
         last_step: rows after it are dropped: the run goes on from there and writes them again.
         writes: False on ranks that only keep the rows.
 
@@ -52,14 +86,16 @@ class Metrics:
         OSError: naming the file, also when a row cannot be written.
     """
 
-    def __init__(self, path: Path, *, last_step: int, writes: bool = True) -> None:
+    def __init__(
+        self, path: Path, kind: type[AnyRow], *, last_step: int, writes: bool = True
+    ) -> None:
         self.path, self.writes = path, writes
-        self.rows = [row for row in read_metrics(path) if row.step <= last_step]
+        self.rows: list[AnyRow] = [r for r in read_rows(path, kind) if r.step <= last_step]
         if not writes:
             return
         files.write(path, "".join(_line(row) for row in self.rows))
 
-    def append(self, row: StepRecord) -> None:
+    def append(self, row: AnyRow) -> None:
         """Adds a row."""
         self.rows.append(row)
         if not self.writes:
@@ -72,22 +108,36 @@ class Metrics:
             raise files.NotWrittenError(error.errno, text, str(self.path)) from error
 
 
+class Metrics(Rows[StepRecord]):
+    """``metrics.jsonl``: a row per step."""
+
+    def __init__(self, path: Path, *, last_step: int, writes: bool = True) -> None:
+        super().__init__(path, StepRecord, last_step=last_step, writes=writes)
+
+
 def read_metrics(path: Path) -> list[StepRecord]:
+    """The rows of ``metrics.jsonl``, as :func:`read_rows`."""
+    return read_rows(path, StepRecord)
+
+
+def read_rows(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
     """The rows of a file up to the first that is not whole; none when there is no file."""
-    rows: list[StepRecord] = []
-    names = [f.name for f in fields(StepRecord)]
+    rows: list[AnyRow] = []
+    names = [f.name for f in fields(kind)]
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             values = json.loads(line)
-            schema.check(values, _ROW, "row")
+            schema.check(values, _FORMS[kind], "row")
         except (ValueError, RecursionError):
             break  # the process ended in the middle of this row
-        rows.append(StepRecord(**{name: values[name] for name in names}))
+        rows.append(kind(**{name: values[name] for name in names}))
     return rows
 
 
-def plot_loss(path: Path, rows: Sequence[StepRecord]) -> None:
-    """Draws the loss over the steps, with the learning rate, into an image file."""
+def plot_loss(
+    path: Path, rows: Sequence[StepRecord], evaluations: Sequence[Evaluation] = ()
+) -> None:
+    """Draws the loss over the steps, and what was held out, with the learning rate."""
     # Figure without pyplot: no window system is looked for, no state is left behind.
     from matplotlib.figure import Figure
 
@@ -96,6 +146,9 @@ def plot_loss(path: Path, rows: Sequence[StepRecord]) -> None:
     steps = [row.step for row in rows]
     axes.plot(steps, [row.loss for row in rows], linewidth=0.6, alpha=0.5, label="loss")
     axes.plot(steps, smooth([row.loss for row in rows]), color="C0", label="loss, smoothed")
+    if evaluations:
+        places, losses = zip(*((row.step, row.loss) for row in evaluations), strict=True)
+        axes.plot(places, losses, color="C2", marker=".", label="held-out loss")
     axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.grid(alpha=0.3)
     rate = axes.twinx()
@@ -117,5 +170,5 @@ def smooth(values: Sequence[float], *, decay: float = 0.9) -> list[float]:
     return smoothed
 
 
-def _line(row: StepRecord) -> str:
+def _line(row: StepRecord | Evaluation) -> str:
     return json.dumps(asdict(row)) + "\n"

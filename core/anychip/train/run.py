@@ -5,20 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 import anychip
 from anychip import registry, runtime
 from anychip.comm import agree, gather_objects
-from anychip.contract import Backend, Communicator
-from anychip.train import checkpoint, data, models, parallel, precision, zero
+from anychip.contract import AnychipError, Backend, Communicator
+from anychip.train import checkpoint, data, files, models, parallel, precision, zero
 from anychip.train.choosing import settle
-from anychip.train.config import Config
+from anychip.train.config import Config, dump
 from anychip.train.cutting import (
     cut,
     gather_speeds,
@@ -33,6 +33,27 @@ from anychip.train.zero.tiers import in_text
 if TYPE_CHECKING:
     from torch import Tensor
 
+BEST = "best"
+"""Folder in that of a run, with the checkpoint of its best evaluation."""
+
+
+class TrainingError(AnychipError, RuntimeError):
+    """The loss or the gradient is not finite, or there is none, so that no step can follow."""
+
+
+class Texts(NamedTuple):
+    """What a run reads.
+
+    Attributes:
+        tokens: (N,) that are trained on.
+        tokenizer: that made them.
+        held_out: (M,) that are not trained on; None: nothing is held out.
+    """
+
+    tokens: Tensor
+    tokenizer: data.Tokenizer
+    held_out: Tensor | None = None
+
 
 @dataclass(kw_only=True, slots=True)
 class Run:
@@ -43,6 +64,7 @@ class Run:
         model: the decoder, or this rank's stage or stages of it.
         pipeline: what runs the stages; None with one stage.
         names: of the whole model's parameters; None with one stage.
+        held_out: what the model is asked about; None: nothing.
         saver: writes checkpoints while training goes on; None: training waits for them.
         step: updates done.
         begun: updates that were done when this process began.
@@ -56,6 +78,7 @@ class Run:
     optimizer: zero.Optimizer = field(init=False)
     pipeline: parallel.Pipeline | None = None
     names: checkpoint.Names | None = None
+    held_out: data.HeldOut | None = None
     saver: checkpoint.Saver | None = None
     step: int = 0
     begun: int = 0
@@ -71,11 +94,18 @@ class Run:
         return self.comm.rank == 0
 
 
-def build(config: Config, chip: Backend, comm: Communicator | None = None) -> Run:
+def build(
+    config: Config,
+    chip: Backend,
+    comm: Communicator | None = None,
+    *,
+    read: Callable[[Config], Texts] | None = None,
+) -> Run:
     """The parts of a fresh run; reads the data, writes nothing. With several ranks a collective.
 
     Args:
         comm: all ranks of the job; those that the backend finds when None.
+        read: gives the texts of settings; None: :func:`read_texts`.
 
     Raises:
         OSError, ValueError: a data file is missing, empty, binary or too short; the parallel sizes
@@ -93,33 +123,50 @@ def build(config: Config, chip: Backend, comm: Communicator | None = None) -> Ru
         decided = gather_objects(comm, policy.name)
         policy = precision.common_policy(config.run.precision, chip, decided)
     config = settle(config, chip, comm, policy)
-    tokens, tokenizer = read_data(config)
-    replicas = mesh.axis("data")
-    loader = data.Loader(
-        tokens,
-        context=config.model.context,
-        batch_size=config.data.batch_size,
-        seed=config.run.seed,
-        device=chip.device(),
-        rank=replicas.rank,
-        world_size=replicas.world_size,
-        tokenizer=tokenizer,
-        cross_document_targets=config.data.cross_document_targets,
-        prefetch=config.data.prefetch,
-        pin=chip.memory.pinned if "pinned_memory" in chip.capabilities else None,
-    )
+    texts = (read or read_texts)(config)
+    loader = _loader(config, chip, mesh.axis("data"), texts)
     torch.manual_seed(config.run.seed)
     whole = models.build(config.model)
     torch.manual_seed(rank_seed(config.run.seed, comm.rank))
     # Nothing here draws from it; its state is saved, and alike for alike runs.
     random.seed(rank_seed(config.run.seed, comm.rank))
     run = Run(config=config, mesh=mesh, model=whole, policy=policy, loader=loader)
+    run.held_out = _held_out(config, texts)
     run.saver = checkpoint.Saver() if config.checkpoint.asynchronous else None
     if config.parallel.pipeline > 1:
         _cut(run, whole, chip)
     run.model.to(chip.device())
     _add_optimizer(run)
     return run
+
+
+def _loader(config: Config, chip: Backend, replicas: Communicator, texts: Texts) -> data.Loader:
+    return data.Loader(
+        texts.tokens,
+        context=config.model.context,
+        batch_size=config.data.batch_size,
+        seed=config.run.seed,
+        device=chip.device(),
+        rank=replicas.rank,
+        world_size=replicas.world_size,
+        tokenizer=texts.tokenizer,
+        cross_document_targets=config.data.cross_document_targets,
+        prefetch=config.data.prefetch,
+        pin=chip.memory.pinned if "pinned_memory" in chip.capabilities else None,
+    )
+
+
+def _held_out(config: Config, texts: Texts) -> data.HeldOut | None:
+    if texts.held_out is None:
+        return None
+    tokens, context = texts.held_out, config.model.context
+    if config.eval.batches:
+        # With the target of the last one.
+        tokens = tokens[: config.eval.batches * config.data.batch_size * context + 1]
+    across = config.data.cross_document_targets
+    return data.HeldOut(
+        tokens, context=context, tokenizer=texts.tokenizer, cross_document_targets=across
+    )
 
 
 def loss_reduction(config: Config) -> models.LossReduction:
@@ -152,6 +199,31 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     )
 
 
+def read_texts(config: Config) -> Texts:
+    """What is trained on, and what is held out.
+
+    Raises:
+        OSError, ValueError: as :func:`read_data`.
+    """
+    tokens, tokenizer = read_data(config)
+    if config.eval.files:
+        return Texts(tokens, tokenizer, read_held_out(config, tokenizer))
+    if not config.eval.fraction:
+        return Texts(tokens, tokenizer)
+    begin = len(tokens) - round(len(tokens) * config.eval.fraction)
+    return Texts(tokens[:begin], tokenizer, tokens[begin:])
+
+
+def read_held_out(config: Config, tokenizer: data.Tokenizer) -> Tensor:
+    """The tokens (M,) of ``eval.files``.
+
+    Raises:
+        OSError, ValueError: as reading raises.
+    """
+    documents = data.read_documents(config.eval.files, field=config.data.field)
+    return _tokenized(documents, tokenizer, config)[0]
+
+
 def read_data(config: Config) -> tuple[Tensor, data.Tokenizer]:
     """The tokens (N,) of the files, or of Python's documentation, and what made them.
 
@@ -159,16 +231,16 @@ def read_data(config: Config) -> tuple[Tensor, data.Tokenizer]:
         OSError, ValueError: as reading and training a tokenizer raise; or ``model.vocab_size`` is
             smaller than the tokenizer's.
     """
-    settings, files = config.data, config.data.files
+    settings, paths = config.data, config.data.files
     if settings.tokenizer == "bytes":
-        if not files:
+        if not paths:
             return data.python_documentation(), data.ByteTokenizer()
-        documents = data.read_documents(files, field=settings.field)
+        documents = data.read_documents(paths, field=settings.field)
         return _tokenized(documents, data.ByteTokenizer(), config)
 
     found = (
-        list(data.read_documents(files, field=settings.field))
-        if files
+        list(data.read_documents(paths, field=settings.field))
+        if paths
         else [data.decode(data.python_documentation())]
     )
     if settings.tokenizer == "bpe":
@@ -223,6 +295,21 @@ def restore(run: Run, out: Path) -> None:
     run.step = run.begun = state.step
 
 
+def restore_weights(run: Run, out: Path, *, same_text: bool) -> None:
+    """Goes to the checkpoint in a directory, to be asked and not trained.
+
+    Args:
+        same_text: what was trained on must be what the run has.
+
+    Raises:
+        CheckpointError: it is damaged or does not fit.
+    """
+    parts = _saved(run)
+    run.step = run.begun = checkpoint.resume(
+        out, **(parts if same_text else {**parts, "data": None})
+    ).step
+
+
 def require_checkpoint(out: Path) -> int:
     """The step at which a run in a directory would go on.
 
@@ -242,6 +329,33 @@ def save(run: Run, out: Path) -> None:
     """Writes the checkpoint of where the run is. With several ranks a collective."""
     keep = run.config.checkpoint.keep
     checkpoint.save(out, step=run.step, keep=keep, saver=run.saver, **_saved(run))
+
+
+def save_best(run: Run, out: Path) -> None:
+    """Writes a checkpoint that stays until a better one, with what describes the run beside it.
+
+    With several ranks a collective. The folder is one of a run, for whatever takes a run's.
+
+    Raises:
+        OSError, CheckpointError: as :func:`anychip.train.checkpoint.save`; or it is a link.
+    """
+    best = out / BEST
+    if best.is_symlink():
+        raise checkpoint.CheckpointError(
+            f"{best} is a link, which is not followed; remove it, or use another directory"
+        )
+    if run.is_first:
+        best.mkdir(exist_ok=True)
+        write_inputs(run, best)
+    checkpoint.save(best, step=run.step, saver=run.saver, **_saved(run))
+
+
+def write_inputs(run: Run, out: Path) -> None:
+    """What a run is made of, beside its results."""
+    files.write(out / "config.toml", dump(run.config))
+    tokenizer = run.loader.tokenizer
+    if isinstance(tokenizer, data.BPETokenizer):
+        tokenizer.save(out / "tokenizer.json")
 
 
 def end_saving(run: Run) -> None:

@@ -92,6 +92,11 @@ def test_config_written_and_read_is_the_same(tmp_path: Path, settings: list[str]
     ("schedule.kind=step", "schedule.kind must be one of cosine, constant, got 'step'"),
     ("schedule.warmup=2", "[schedule] warmup must be from 0 to 1, got 2.0"),
     ("checkpoint.every=0", "[checkpoint] every must be at least 1, got 0"),
+    ("files=a.txt", "there is no setting 'files'; did you mean 'data.files'?"),
+    ("eval.fraction=1", "[eval] fraction must be at least 0 and below 1, got 1.0"),
+    ("eval.every=-1", "[eval] every must be at least 0, got -1"),
+    ("eval.every=5", "[eval] every = 5 needs something that is held out: set files or fraction"),
+    ("eval.keep_best=true", "[eval] keep_best = True needs something that is held out"),
     ("model", "a setting is key=value, like model.width=256; got 'model'"),
     ("=3", "a setting is key=value"),
 ])  # fmt: skip
@@ -99,6 +104,18 @@ def test_setting_that_cannot_be_is_an_error_that_says_what_can(setting: str, ans
     with pytest.raises(ConfigError) as caught:
         config.load(None, [setting])
     assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(("settings", "answer"), [
+    (["eval.files=['a']", "eval.fraction=0.1"], "files and fraction both say what is held out"),
+    (["eval.fraction=0.1", "eval.patience=1"], "patience needs several evaluations: set every"),
+    (["eval.files=['a']", "eval.keep_best=true"], "keep_best needs several evaluations"),
+], ids=["both", "patience", "best"])  # fmt: skip
+def test_settings_of_evaluation_that_need_each_other_say_so(
+    settings: list[str], answer: str
+) -> None:
+    with pytest.raises(ConfigError, match=answer):
+        config.load(None, settings)
 
 
 @pytest.mark.parametrize(("text", "setting", "left_out", "kept"), [

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -198,6 +199,32 @@ def test_generate_at_temperature_zero_takes_the_likeliest_token() -> None:
     assert torch.equal(made[:, :5], tokens[:, :5])
     assert torch.equal(made[:, 5], model(tokens[:, :5])[:, -1].argmax(-1))
     assert model.training
+
+
+class _Constant(GPT):
+    """Tokens 0 to 3 with these probabilities, whatever came before, and no others."""
+
+    probabilities = (0.15, 0.5, 0.05, 0.3)
+
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        logits = torch.full((*tokens.shape, 256), -1e9)
+        logits[..., :4] = torch.tensor(self.probabilities).log()
+        return logits
+
+
+@pytest.mark.parametrize(("part", "found"), [
+    (1.0, {0, 1, 2, 3}), (0.9, {0, 1, 3}), (0.7, {1, 3}), (0.4, {1}),
+])  # fmt: skip
+def test_generate_draws_from_as_few_tokens_as_have_a_part_of_the_probability(
+    part: float, found: set[int]
+) -> None:
+    start, generator = torch.zeros(64, 1, dtype=torch.int64), torch.Generator().manual_seed(1)
+    model = _Constant(CONFIGS["gpt-one-head-odd"])
+    made = generate(model, start, 6, temperature=1.0, top_p=part, generator=generator)[:, 1:]
+    assert set(made.unique().tolist()) == found
+    # Of 384 draws within four deviations of what is left of the probabilities.
+    want = 0.5 / sum(model.probabilities[token] for token in found)
+    assert abs((made == 1).double().mean().item() - want) <= 4 * (want * (1 - want) / 384) ** 0.5
 
 
 def test_generate_goes_on_past_the_context() -> None:

@@ -91,6 +91,18 @@ def test_plot_is_an_image(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+def test_plot_with_evaluations_has_their_line(tmp_path: Path) -> None:
+    found = [
+        report.Evaluation(step=step, loss=9.0, perplexity=1.0, accuracy=0.5, targets=3)
+        for step in (2, 4)
+    ]
+    report.plot_loss(tmp_path / "with.png", ROWS, found)
+    report.plot_loss(tmp_path / "without.png", ROWS)
+    with_line, without = ((tmp_path / f"{n}.png").read_bytes() for n in ("with", "without"))
+    assert with_line != without
+    assert with_line.startswith(b"\x89PNG\r\n\x1a\n")
+
+
 def test_curve_falls_where_the_loss_falls() -> None:
     rows = [replace(_row(1), step=step, loss=float(-step)) for step in range(1, 201)]
     lines = display.curve(rows, width=20, height=5).splitlines()

@@ -19,6 +19,7 @@ from anychip.train.config.settings import (
     ConstantConfig,
     CosineConfig,
     DataConfig,
+    EvalConfig,
     LAMBConfig,
     LionConfig,
     OptimizerConfig,
@@ -31,6 +32,6 @@ from anychip.train.config.settings import (
 __all__ = [
     "AUTO", "LR_SCHEDULES", "MODELS", "OPTIMIZERS", "TOKENIZERS", "AdamWConfig",
     "CheckpointConfig", "Config", "ConfigError", "ConstantConfig", "CosineConfig", "DataConfig",
-    "LAMBConfig", "LionConfig", "OptimizerConfig", "ParallelConfig", "RunConfig", "SGDConfig",
-    "ScheduleConfig", "Setting", "dump", "load", "settings",
+    "EvalConfig", "LAMBConfig", "LionConfig", "OptimizerConfig", "ParallelConfig", "RunConfig",
+    "SGDConfig", "ScheduleConfig", "Setting", "dump", "load", "settings",
 ]  # fmt: skip

@@ -194,8 +194,8 @@ def _value(text: str) -> Any:
 def _near(key: str, known: Sequence[str]) -> str:
     """The right key that is most like a wrong one, as an advice."""
     last = key.rpartition(".")[2]
-    tails = {name.rpartition(".")[2]: name for name in known}
-    near = difflib.get_close_matches(key, known, n=1)
+    tails = {name.rpartition(".")[2]: name for name in reversed(known)}
+    near = [tails[key]] if key in tails else difflib.get_close_matches(key, known, n=1)
     near = near or [tails[tail] for tail in difflib.get_close_matches(last, tails, n=1)]
     if near:
         return f"; did you mean {near[0]!r}?"

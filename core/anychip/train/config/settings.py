@@ -351,6 +351,47 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """What the model is asked about while it trains, without being trained on it.
+
+    Attributes:
+        files: that are held out, like ``data.files``; none: see fraction.
+        fraction: the last part of the training tokens that is held out; 0: none.
+        every: steps from one evaluation to the next; 0: only at the end.
+        batches: so many of ``data.batch_size`` windows are asked, from the start; 0: all there are.
+        patience: evaluations in a row without a lower loss than before, after which the run ends;
+            0: it does not.
+        keep_best: a checkpoint of the evaluation with the lowest loss stays, in ``best``.
+    """
+
+    files: tuple[str, ...] = ()
+    fraction: float = 0.0
+    every: int = 0
+    batches: int = 0
+    patience: int = 0
+    keep_best: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least(0, every=self.every, batches=self.batches, patience=self.patience)
+        _below_one(fraction=self.fraction)
+        if self.files and self.fraction:
+            raise ValueError(
+                f"files and fraction both say what is held out; got {len(self.files)} files and "
+                f"fraction = {self.fraction}; leave out one of them"
+            )
+        if not (self.files or self.fraction):
+            for name in ("every", "batches", "patience", "keep_best"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name} = {getattr(self, name)} needs something that is held out: set "
+                        "files or fraction"
+                    )
+        if (self.patience or self.keep_best) and not self.every:
+            name = "patience" if self.patience else "keep_best"
+            raise ValueError(f"{name} needs several evaluations: set every to at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """All settings of a run."""
 
@@ -361,6 +402,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     schedule: ScheduleConfig = field(default_factory=CosineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
         least = VOCAB_SIZE + (self.data.tokenizer == "bpe")

@@ -35,6 +35,7 @@ def generate(
     count: int,
     *,
     temperature: float = 0.8,
+    top_p: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Appends ``count`` sampled tokens to each row.
@@ -42,6 +43,7 @@ def generate(
     Args:
         tokens: (B, S) int64, S at least 1; only the last ``context`` of them are seen.
         temperature: 0 takes the likeliest token.
+        top_p: the likeliest tokens are drawn from, as few as have this part of the probability.
         generator: on the CPU; the draw is made there, so that it is the same on every chip.
 
     Returns:
@@ -54,11 +56,25 @@ def generate(
         if temperature == 0.0:
             picked = logits.argmax(-1, keepdim=True)
         else:
-            weights = torch.softmax(logits / temperature, dim=-1)
+            # In float64, and 0 for the likeliest: right at any temperature.
+            below = (logits - logits.amax(-1, keepdim=True)).double()
+            weights = _likeliest(torch.softmax(below / temperature, dim=-1), top_p)
             picked = torch.multinomial(weights, 1, generator=generator)
         tokens = torch.cat((tokens, picked.to(tokens.device)), dim=1)
     model.train(training)
     return tokens
+
+
+def _likeliest(weights_BV: Tensor, part: float) -> Tensor:
+    """The probabilities without those of tokens that others, who have the part, are likelier than.
+
+    Source: Holtzman et al. 2020, arXiv:1904.09751, section 3.1.
+    """
+    if part >= 1.0:
+        return weights_BV
+    ranked, order = weights_BV.sort(dim=-1, descending=True, stable=True)
+    is_out = ranked.cumsum(-1) - ranked >= part
+    return weights_BV.masked_fill(is_out.scatter(-1, order, is_out), 0.0)
 
 
 __all__ = [

@@ -68,6 +68,7 @@ class _Step:
     tokens: Sequence[Tensor]
     targets: Sequence[Tensor]
     weight: float | None
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | None
     loss: Tensor
     told: zero.Explicit
     saved: Saved | None
@@ -231,11 +232,17 @@ class Pipeline:
         *,
         weight: float | None = None,
         share_loss: bool = True,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor | None:
-        """The loss alone; arguments, result and errors as those of :meth:`run`."""
+        """The loss alone; arguments, result and errors as those of :meth:`run`.
+
+        Args:
+            loss_fn: in place of the pipeline's, called for each microbatch in order.
+        """
         forward = self.schedule.only("F", "SEND_F", "RECV_F")
         with self._telling_others():
             step = self._step(tokens, targets, weight, zero.Explicit())
+            step.loss_fn = loss_fn or self.loss_fn
             for action in self._actions(step, forward.rows[self.comm.rank]):
                 self._forward(step, action)
                 del step.kept[action.stage, action.microbatch]
@@ -364,6 +371,7 @@ class Pipeline:
             tokens=self._microbatches("tokens", tokens) if self.is_first else [],
             targets=self._microbatches("targets", targets) if self.is_last else [],
             weight=weight,
+            loss_fn=self.loss_fn,
             loss=torch.zeros((), device=self.device),
         )
 
@@ -389,10 +397,10 @@ class Pipeline:
         with self.autocast(), counting:
             if not is_last:
                 output = stage(x)
-            elif self.loss_fn is None:
+            elif step.loss_fn is None:
                 output = stage(x, step.targets[number])
             else:
-                output = self.loss_fn(stage(x), step.targets[number])
+                output = step.loss_fn(stage(x), step.targets[number])
         if is_last:
             loss = self._check_loss(output)
             # Divided, not multiplied by the inverse: so a loop on one rank does it.

@@ -150,10 +150,11 @@ def _launch(
     """Starts the ranks, each with this command and the chip that was chosen here."""
     import anychip
     from anychip import registry
-    from anychip.train import config, cutting, lock
+    from anychip.train import config, cutting, lock, trackers
 
     configuration = config.load(path, settings, note=lambda _: None)  # rank 0 says it
     cutting.mesh_sizes(configuration.parallel, nproc)
+    trackers.find(configuration.run.trackers)
     names = chip_names(backend, configuration)
     if len(names) > 1:
         cutting.chips_of_stages(names, configuration)
@@ -273,7 +274,7 @@ def _run(
     if not run.is_first:
         return 0
     if options.as_json:
-        click.echo(json.dumps(_to_json(chip, out, rows, comparison), indent=2))
+        click.echo(json.dumps(_to_json(chip, out, run, rows, comparison), indent=2))
     else:
         _show(console, named, rows, sample, out)
         if comparison is not None:
@@ -405,7 +406,11 @@ def _say(console: Console, text: str) -> None:
 
 
 def _to_json(
-    chip: Backend, out: Path, rows: list[StepRecord], comparison: Comparison | None
+    chip: Backend,
+    out: Path,
+    run: Run,
+    rows: list[StepRecord],
+    comparison: Comparison | None,
 ) -> dict[str, Any]:
     import anychip
     from anychip.train.evaluation import rows_of
@@ -417,6 +422,7 @@ def _to_json(
     return {
         **({"comparison": comparison.to_json()} if comparison else {}),
         **({"held_out": held_out} if held_out else {}),
+        **({"trackers": run.trackers.status} if run.trackers.status else {}),
         "schema": SCHEMA,
         "out": str(out),
         "backend": chip.name,

@@ -63,6 +63,8 @@ def settings_of(out: Path, held_out: Sequence[str] = ()) -> Config:
     if held_out:
         asked = replace(found.eval, files=tuple(held_out), fraction=0.0, batches=0)
         found = replace(found, eval=asked)
+    # Nobody watches, and what would need not be installed where the run is asked.
+    found = replace(found, run=replace(found.run, trackers=()))
     return replace(found, parallel=ParallelConfig(), data=replace(found.data, prefetch=0))
 
 

@@ -137,6 +137,7 @@ class Evaluations:
             return False
         row = evaluate(run)
         self._rows.append(row)
+        run.trackers.log(row)
         if run.config.eval.keep_best and best_of(self._rows.rows) is row:
             save_best(run, self.out)
         if self.show is not None and run.is_first:

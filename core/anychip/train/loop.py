@@ -61,8 +61,7 @@ def train(
     Raises:
         Interrupted: on the first SIGINT or SIGTERM, after the step, with the checkpoint written.
         TrainingError: the loss or the gradient is not finite. The checkpoint is the one before.
-        OSError: something could not be written. The checkpoint is the one before.
-        DeviceError: the device has failed. The checkpoint is the one before.
+        OSError, DeviceError: a file was not written, the device failed. The checkpoint likewise.
     """
     is_done = run.step == run.config.run.steps or evaluation.has_ended(run, out)
     writes = run.is_first and not is_done
@@ -72,10 +71,12 @@ def train(
     if is_done and not metrics.rows:
         raise TrainingError(f"{out}: all {run.step} steps are done, and metrics.jsonl has no row")
     signal = None
+    watched = nullcontext() if is_done else run.trackers.watching(out, run.config, run.step)
     try:
         with (
             asked or Interruption() as interruption,
             device_errors(run.loader.device.type),
+            watched,  # around what is saved: to end may take a tracker long, and saving may fail
             run.saver or nullcontext(),
         ):
             if not is_done:
@@ -103,6 +104,7 @@ def _steps(
     while not is_done and signal is None:
         row, signal = _step(run, metrics.rows, out, interruption)
         metrics.append(row)
+        run.trackers.log(row)
         # Before the checkpoint: who goes on from there has the evaluations up to there.
         is_done = _evaluated(run, out, evaluations) or run.step == run.config.run.steps
         if run.step % run.config.checkpoint.every == 0:

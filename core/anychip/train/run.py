@@ -28,6 +28,7 @@ from anychip.train.cutting import (
     mesh_sizes,
     rule_of,
 )
+from anychip.train.trackers import Trackers, find, make
 from anychip.train.zero.tiers import in_text
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Run:
         names: of the whole model's parameters; None with one stage.
         held_out: what the model is asked about; None: nothing.
         saver: writes checkpoints while training goes on; None: training waits for them.
+        trackers: what watches it; of several ranks the first has them.
         step: updates done.
         begun: updates that were done when this process began.
     """
@@ -80,6 +82,7 @@ class Run:
     names: checkpoint.Names | None = None
     held_out: data.HeldOut | None = None
     saver: checkpoint.Saver | None = None
+    trackers: Trackers = field(default_factory=Trackers)
     step: int = 0
     begun: int = 0
 
@@ -111,12 +114,15 @@ def build(
         OSError, ValueError: a data file is missing, empty, binary or too short; the parallel sizes
             do not multiply to the number of ranks.
         UnsupportedError: a precision or stage that this chip or version does not have.
+        MissingExtraError: the library of a tracker, or of a form of data, is not installed.
         CommunicationError: the ranks differ in backend, versions or settings; one did not come.
     """
     comm = comm or chip.communicator(
         timeout_s=config.run.timeout_s, heartbeat_s=config.run.heartbeat_s
     )
+    find(config.run.trackers)
     _compare(comm, config, chip)
+    trackers = make(config.run.trackers if comm.rank == 0 else ())
     mesh = parallel.Mesh(comm, mesh_sizes(config.parallel, comm.world_size))
     policy = precision.policy(config.run.precision, chip)
     if has_chips(config):
@@ -131,6 +137,7 @@ def build(
     # Nothing here draws from it; its state is saved, and alike for alike runs.
     random.seed(rank_seed(config.run.seed, comm.rank))
     run = Run(config=config, mesh=mesh, model=whole, policy=policy, loader=loader)
+    run.trackers = trackers
     run.held_out = _held_out(config, texts)
     run.saver = checkpoint.Saver() if config.checkpoint.asynchronous else None
     if config.parallel.pipeline > 1:

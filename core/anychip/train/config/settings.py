@@ -40,6 +40,8 @@ class RunConfig:
         sample_tokens: length of the text that the trained model writes.
         timeout_s: seconds that a rank waits for another one before it gives up.
         heartbeat_s: seconds without a sign of life after which a rank counts as lost.
+        trackers: what the numbers of the run go to besides its files: of tensorboard, wandb,
+            mlflow, and entry points of the group anychip.trackers; none.
     """
 
     steps: int = 500
@@ -49,6 +51,7 @@ class RunConfig:
     sample_tokens: int = 300
     timeout_s: float = 600.0
     heartbeat_s: float = 30.0
+    trackers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _at_least(1, steps=self.steps)

@@ -1,4 +1,4 @@
-"""What does the extra ``anychip[data]`` bring, and what to say when it is not installed?"""
+"""What do extras like ``anychip[data]`` bring, and what to say when one is not installed?"""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from anychip.contract import AnychipError
 
 
 class MissingExtraError(AnychipError, ImportError):
-    """A distribution of the extra ``data`` is needed and not installed."""
+    """A distribution of an extra is needed and not installed."""
 
 
-def require(module: str, purpose: str) -> Any:
-    """A module of the extra; its types are not ours to know, so it is Any.
+def require(module: str, purpose: str, *, extra: str = "data") -> Any:
+    """A module of an extra; its types are not ours to know, so it is Any.
 
     Raises:
         MissingExtraError: its distribution is not installed. An installed one that cannot be
@@ -27,6 +27,6 @@ def require(module: str, purpose: str) -> Any:
             raise
         raise MissingExtraError(
             f"{purpose} needs {distribution!r}, which is not installed; to install it: "
-            "pip install 'anychip[data]'",
+            f"pip install 'anychip[{extra}]'",
             name=distribution,
         ) from error

@@ -20,6 +20,9 @@ export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= 1
 endif
 
+# What is imported is compiled once, and not anew in each of some hundred processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 # Of torch's 2,000 modules some hundreds are imported, and compiled then.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt

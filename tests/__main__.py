@@ -54,10 +54,8 @@ def main() -> int:
         except slices.SliceError as error:
             parser.error(str(error))
     took, failed = {}, []
-    # One thread in each of the processes: two cores are not shared by four. What is imported is
-    # compiled once, not in each of some hundred processes.
+    # One thread in each of the processes: two cores are not shared by four.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     for name, words in commands(given.jobs, arguments, level).items():
         start = time.monotonic()
         if subprocess.run(words, cwd=ROOT, env=environment).returncode != 0:

@@ -15,7 +15,7 @@ from tests.red_team.mistake import Mistake
 
 SEED = 20261124
 COUNT = 500
-SILENCE_S = 120.0
+SILENCE_S = 300.0
 """An exception on a stream ends the emulated stream, and who waits for it waits for ever."""
 OURS = [*PRELOADED, "anychip.conformance.chapters", "tests.red_team.methods", "tests.red_team.seam",
         "tests.red_team.ranks"]  # fmt: skip

@@ -183,6 +183,13 @@ class Choices:
             self._spoil(factor, normal, NOT_FINITE[kind])
         return normal
 
+    def spoil(self, **tensors: Tensor) -> None:
+        """Puts a NaN into each of them, or does not."""
+        for name, tensor in tensors.items():
+            factor = f"{name} has besides"
+            if self.of(factor, "finite", "nan") == "nan" and tensor.numel():
+                self._spoil(factor, tensor, NOT_FINITE["nan"])
+
     def _spoil(self, factor: str, tensor: Tensor, values: Sequence[float]) -> None:
         """One number, at one of its ends or between them, is not finite; or one of each kind."""
         flat, turn = tensor.view(-1), self.turn(f"{factor} spoilt")

@@ -399,10 +399,10 @@ def _story(simplest: _Failed, failed: Sequence[_Failed], asked: int, plan: Desig
 
 
 def _largest(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Of each result the one with the largest error."""
-    found: dict[str, Measurement] = {}
+    """Of each result in each format the one with the largest error."""
+    found: dict[tuple[str, str], Measurement] = {}
     for one in measurements:
-        name = one.name.split("[")[0]
-        if name not in found or one.max > found[name].max:
-            found[name] = one
+        key = one.name.split("[")[0], one.format
+        if key not in found or one.max > found[key].max:
+            found[key] = one
     return list(found.values())

@@ -167,12 +167,16 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
         kept += [grad.clone() for grad in found]
         run_other()
         left = [y.detach().clone() for y in (*outputs, *found)]
-        again = torch.autograd.grad(trial.run(placed), leaves, given)
+        outputs_again = trial.run(placed)
+        kept += [y.detach().clone() for y in outputs_again]
+        again = torch.autograd.grad(outputs_again, leaves, given)
+        left += [y.detach().clone() for y in outputs_again]
     compare(context, trial, of.oracle, grads, found, names=names)
     placed.check_apart(names, found)
     trial.check_untouched(placed)
-    labels = [*(f"output {number}" for number in range(len(outputs))), *names]
-    check_same_bits(labels, left, kept, ", after another call")
+    labels = [f"output {number}" for number in range(len(outputs))]
+    repeated = [f"{label} of a call made again" for label in labels]
+    check_same_bits([*labels, *names, *repeated], left, kept, ", after another call")
     if of.is_bitwise:
         check_same_bits(names, again, found, ", asked for again")
     else:

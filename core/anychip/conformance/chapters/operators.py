@@ -70,6 +70,8 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
         again = trial.run(last)
         others_again = others if trial.written else run_other()
     check_results(context, trial, placed, results, wanted)
+    for repeated in () if trial.written else filter(None, (again, others, others_again)):
+        check_form(context, trial, repeated)
     check_same_bits(trial.names(), left, kept, ", after another call")
     calling_rules.same_answer(context, of, trial, again, kept, ", called again")
     if of.is_bitwise and others:

@@ -127,21 +127,23 @@ def _dropout_add_norm(choose: Choices, draw: Draw, *, bias: bool) -> Arguments:
 
 
 def _element(choose: Choices, draw: Draw, **options: tuple[tuple[Any, ...], ...]) -> Arguments:
-    x = choose.values("x", draw, *choose.shape(), ends=SQUARES, more=_ABOVE)
+    more = _NAN if "approximate" in options else _ABOVE  # torch's gelu(inf) is NaN on some hosts
+    x = choose.values("x", draw, *choose.shape(), ends=SQUARES, more=more)
     return (x,), {name: choose.number(name, *classes) for name, classes in options.items()}
 
 
 def _bias_gelu(choose: Choices, draw: Draw) -> Arguments:
     shape = choose.shape()
-    x = choose.values("x", draw, *shape, more=_ABOVE)
-    args = x, choose.values("bias", draw, shape[-1], more=_ABOVE)
+    x = choose.values("x", draw, *shape, more=_NAN)
+    args = x, choose.values("bias", draw, shape[-1], more=_NAN)
     return args, {"approximate": choose.of("approximate", *_FORMS)}
 
 
 def _gated(choose: Choices, draw: Draw, **options: tuple[Any, ...]) -> Arguments:
     shape = choose.shape()
     # An infinite factor of what is nearly 0 is infinite, or where it is flushed not a number.
-    gate = choose.values("gate", draw, *shape, more=_ABOVE)
+    more = _NAN if "approximate" in options else _ABOVE
+    gate = choose.values("gate", draw, *shape, more=more)
     args = gate, choose.values("up", draw, *shape)
     return args, {name: choose.of(name, *values) for name, values in options.items()}
 
@@ -230,11 +232,14 @@ def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Argumen
     queries = room.size("queries", 2000 if cross else math.isqrt(room.left), none=True)
     keys = room.size("keys", 2000, none=True) if cross else queries
     shapes = {"q": (queries, heads), "k": (keys, kv_heads), "v": (keys, kv_heads)}
-    args: tuple[Tensor | None, ...] = tuple(
+    args = [
         _attended(choose, draw, name, batch, length, count, dim)
         for name, (length, count) in shapes.items()
-    )
+    ]
     attrs = _score_attrs(choose, dropout=dropout)
+    if not (attrs["causal"] or dropout or choose.of_gradients):
+        # What a query does not see, or what is dropped, may be multiplied by 0, or left out.
+        choose.spoil(k=args[1], v=args[2])
     if dropout:
         whole = max(choose.number("whole", *_WHOLE), batch, heads, queries, keys)
         index = [
@@ -244,8 +249,8 @@ def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Argumen
         ]  # fmt: skip
         sizes = zip(("heads", "queries", "keys"), index[1:], strict=True)
         attrs |= {"p": _probability(choose)} | {n: whole for n, given in sizes if given is not None}
-        args = (*args, _rng(choose, draw), *index)
-    return args, attrs
+        return (*args, _rng(choose, draw), *index), attrs
+    return tuple(args), attrs
 
 
 _LENGTHS: Mapping[str, tuple[int, ...]] = {
@@ -308,11 +313,15 @@ def _conv1d(choose: Choices, draw: Draw) -> Arguments:
 
 def _conv2d(choose: Choices, draw: Draw) -> Arguments:
     """Kernels that fit: an image is as large as what its kernel spans, or larger."""
-    groups = choose.number("groups", (1,), (2, 3), (4, 8))
-    inputs = groups * choose.number("inputs of a group", (1,), (3, 2, 4), (16, 8))
-    outputs = groups * choose.number("outputs of a group", (1,), (2, 3, 4), (17, 8, 16))
     names = ("height", "width")
-    kernel = [choose.of(f"kernel {name}", 1, 2, 3) for name in names]
+    long = (4, 5, 7, 8), (16, 32, 11)
+    kernel = [choose.number(f"kernel {name}", (1,), (2,), (3,), *long) for name in names]
+    if math.prod(kernel) > 64:
+        kernel[1] = 2
+    most = 17 if math.prod(kernel) <= 16 else 2
+    groups = choose.number("groups", (1,), (2, 3), (4, 8))
+    inputs = groups * min(choose.number("inputs of a group", (1,), (3, 2, 4), (16, 8)), most)
+    outputs = groups * min(choose.number("outputs of a group", (1,), (2, 3, 4), (17, 8, 16)), most)
     dilation = [choose.of(f"dilation {name}", 1, 2, 3) for name in names]
     more = [choose.number(f"more {name}", (1,), (2, 3), (5, 4, 8), (9, 16, 13)) for name in names]
     sizes = [(k - 1) * d + n for k, d, n in zip(kernel, dilation, more, strict=True)]
@@ -348,10 +357,12 @@ def _routed(choose: Choices) -> tuple[int, int, int]:
 def _permute(choose: Choices, draw: Draw) -> Arguments:
     tokens, choices, width = _routed(choose)
     experts = choose.size("experts", 1001)
-    kind = choose.of("experts chosen", "any", "some of none", "one", "the last")
+    kind = choose.of("experts chosen", "any", "some of none", "one", "the last", "ascending")
     outside = int(kind == "some of none")
     indices = draw.integers(experts + 2 * outside, tokens, choices) - outside
-    if kind in ("one", "the last"):
+    if kind == "ascending":
+        indices = indices.flatten().sort().values.view(tokens, choices)
+    elif kind != "any" and not outside:
         indices = torch.full_like(indices, experts - 1 if kind == "the last" else experts // 2)
     x = choose.values("x", draw, tokens, width, more=SPECIAL)
     keys = {"none": None, "equal": 1, "any": 9}[choose.of("key", "none", "equal", "any")]
@@ -366,7 +377,10 @@ def _permute(choose: Choices, draw: Draw) -> Arguments:
 
 def _unpermute(choose: Choices, draw: Draw) -> Arguments:
     tokens, choices, width = _routed(choose)
-    row_map = draw.uniform(tokens * choices).argsort().view(tokens, choices)
+    ascending = torch.arange(tokens * choices)
+    orders = {"any": draw.uniform(tokens * choices).argsort(), "ascending": ascending,
+              "descending": ascending.flip(0)}  # fmt: skip
+    row_map = orders[choose.of("row_map", *orders)].view(tokens, choices)
     dtype = _wide(choose, draw, "weights in float32")
     weights = choose.optional("weights", draw, tokens, choices, dtype=dtype)
     return (choose.values("x", draw, tokens * choices, width), row_map, weights), {}

@@ -19,7 +19,7 @@ SQUARES = ("huge", "tiny")
 SPECIAL = ("special",)
 
 _SHAPES: Mapping[str, tuple[tuple[int, ...], ...]] = {
-    "few elements": ((3,), (2, 3), (7,), (4,), (5, 2), (9,)),
+    "few elements": ((3,), (2,), (1, 2), (4,), (5,), (2, 3), (7,), (2, 4), (9,), (5, 2), (11,)),
     "some empty": ((0,), (5,), (2, 0), (4, 3)),
     "one element": ((), (1,), (1, 1)),
     "beside powers of two": ((15,), (33,), (63,), (65,), (129,), (17, 31), (257,)),

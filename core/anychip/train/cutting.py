@@ -136,6 +136,29 @@ def layer_costs(
     ]
 
 
+def ideal_seconds(
+    config: Config, chip: Backend, comm: Communicator, whole: models.Decoder, dtype: torch.dtype
+) -> float | None:
+    """What a step would take if all ranks computed at their rates all the time; a collective call.
+
+    The operations are those of forward and backward, as specs of operators state them. None: the
+    rate of products in a dtype is not known of some device, measured or by its properties.
+
+    Raises:
+        OSError, ValueError: ``parallel.rates`` cannot be read, or has not this device.
+    """
+    rates = measured_rates(config, chip)
+    known = (rates or chip.properties()).flops.get(dtype)
+    told: list[float | None] = gather_objects(comm, known)
+    found = [rate for rate in told if rate]
+    if len(found) < len(told):
+        return None
+    tokens = _tokens(config, next(whole.parameters()).device)
+    flops = sum(cost.total for cost in parallel.estimate_costs(whole, tokens, tokens))
+    microbatches = config.data.accumulation * comm.world_size // config.parallel.pipeline
+    return flops * microbatches / math.fsum(found)
+
+
 def cut(
     whole: models.Decoder,
     costs: Sequence[Sequence[parallel.LayerCost]],

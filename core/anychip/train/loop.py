@@ -36,6 +36,7 @@ from anychip.train.run import (
     whole_model,
     write_inputs,
 )
+from anychip.train.watching import part
 from anychip.train.zero import StepResult
 
 
@@ -102,7 +103,8 @@ def _steps(
     """Those that are left, one at least; the signal that has ended them, if one has."""
     signal, is_done = None, False
     while not is_done and signal is None:
-        row, signal = _step(run, metrics.rows, out, interruption)
+        with run.watch.step():
+            row, signal = _step(run, metrics.rows, out, interruption)
         metrics.append(row)
         run.trackers.log(row)
         # Before the checkpoint: who goes on from there has the evaluations up to there.
@@ -149,17 +151,20 @@ def _step(
     loss, num_tokens = _forward_backward(run)
     mine = _noted(loss, interruption.signal)
     try:
-        result = run.optimizer.step(share=None if run.pipeline else mine)
+        with part("update"):
+            result = run.optimizer.step(share=None if run.pipeline else mine)
     except LossScaleError as error:
         raise TrainingError(f"step {run.step + 1}: {error}; {_kept(run, out)}") from None
+    memory = run.watch.memory()  # before the host waits: asking costs the device nothing
     run.optimizer.zero_grad()
     agreed = _agreed(run, mine if result.shared is None else result.shared)
     norm = 0.0 if result.grad_norm is None else on_host(result.grad_norm).item()
     if not math.isfinite(agreed.loss + norm):
         raise TrainingError(_not_finite(run, agreed.loss, norm, rows, out))
     run.step += 1
-    speed = num_tokens / (time.perf_counter() - start)
-    return _row(run, agreed.loss, norm, result, speed), agreed.signal
+    seconds = time.perf_counter() - start
+    measured: dict[str, Any] = {**memory, **run.watch.times(seconds)}
+    return _row(run, agreed.loss, norm, result, num_tokens / seconds, measured), agreed.signal
 
 
 def _forward_backward(run: Run) -> tuple[Tensor, int]:
@@ -170,7 +175,8 @@ def _forward_backward(run: Run) -> tuple[Tensor, int]:
     """
     parts = run.config.data.accumulation
     weight = _weight(run, parts)
-    batches = [run.loader.next_batch() for _ in range(parts)]
+    with part("data"):
+        batches = [run.loader.next_batch() for _ in range(parts)]
     num_tokens = parts * batches[0][0].numel() * run.mesh.axis("data").world_size
     if run.pipeline is not None:
         return _through_stages(run, run.pipeline, batches, weight), num_tokens
@@ -179,10 +185,11 @@ def _forward_backward(run: Run) -> tuple[Tensor, int]:
     for number, (tokens, targets) in enumerate(batches, 1):
         # What is not the last is added up on this rank; the last sends the sum.
         with nullcontext() if number == parts else run.optimizer.no_sync():
-            with run.policy.autocast():
+            with part("forward"), run.policy.autocast():
                 loss = run.model(tokens, targets, reduction=reduction)
                 loss = loss / parts if weight is None else loss * weight
-            run.optimizer.backward(loss)
+            with part("backward"):
+                run.optimizer.backward(loss)
         total += loss.detach()
     return total, num_tokens
 
@@ -208,13 +215,10 @@ def _through_stages(
     run: Run, pipeline: parallel.Pipeline, batches: list[data.Batch], weight: float | None
 ) -> Tensor:
     tokens, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    loss = pipeline.run(
-        tokens,
-        targets,
-        weight=weight,
-        optimizer=run.optimizer,
-        share_loss=False,
-    )
+    with part("exchange"):  # but for what the stages compute
+        loss = pipeline.run(
+            tokens, targets, weight=weight, optimizer=run.optimizer, share_loss=False
+        )
     return torch.zeros((), device=run.loader.device) if loss is None else loss
 
 
@@ -232,13 +236,21 @@ def _agreed(run: Run, told: Tensor) -> _Agreed:
     """
     if run.pipeline is not None:
         mine, told = told, told.new_empty(run.comm.world_size * 2)
-        run.comm.all_gather(told, mine)
+        with part("exchange"):
+            run.comm.all_gather(told, mine)
     losses, signals = on_host(told).view(-1, 2).t().tolist()
     replicas = run.mesh.axis("data").world_size
     return _Agreed(math.fsum(losses) / replicas, int(max(signals)) or None)
 
 
-def _row(run: Run, loss: float, norm: float, result: StepResult, speed: float) -> StepRecord:
+def _row(
+    run: Run,
+    loss: float,
+    norm: float,
+    result: StepResult,
+    speed: float,
+    measured: dict[str, Any],
+) -> StepRecord:
     return StepRecord(
         step=run.step,
         loss=loss,
@@ -247,6 +259,7 @@ def _row(run: Run, loss: float, norm: float, result: StepResult, speed: float) -
         tokens_per_s=speed,
         loss_scale=result.loss_scale,
         skipped=result.skipped,
+        **measured,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +24,14 @@ class StepRecord:
         tokens_per_s: of this step alone, over all ranks.
         loss_scale: by which the loss was multiplied; 1.0 without loss scaling.
         skipped: the update was left out because a gradient was not finite.
+        allocated_nbytes, peak_nbytes: of this rank's device, when the update was queued; the most
+            since the process began.
+        mfu: operations of the model over those of all devices at their rates in that time.
+        data_s, forward_s, backward_s, exchange_s, update_s: seconds of this rank; the parts are
+            those of :mod:`anychip.train.watching`.
+
+    What was measured does not make two rows differ, and is None, and not in the file, where the
+    backend cannot say it.
     """
 
     step: int
@@ -33,6 +41,17 @@ class StepRecord:
     tokens_per_s: float
     loss_scale: float = 1.0
     skipped: bool = False
+    allocated_nbytes: int | None = field(default=None, compare=False)
+    peak_nbytes: int | None = field(default=None, compare=False)
+    mfu: float | None = field(default=None, compare=False)
+    data_s: float | None = field(default=None, compare=False)
+    forward_s: float | None = field(default=None, compare=False)
+    backward_s: float | None = field(default=None, compare=False)
+    exchange_s: float | None = field(default=None, compare=False)
+    update_s: float | None = field(default=None, compare=False)
+
+
+MEASURED = tuple(each.name for each in fields(StepRecord) if not each.compare)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +82,7 @@ _FORMS: dict[type[Any], dict[str, Any]] = {
     StepRecord: {
         **{"step": schema.COUNT, "skipped": bool, "grad_norm": schema.OPTION},
         **dict.fromkeys(("loss", "lr", "tokens_per_s", "loss_scale"), float),
+        **{f"{n}?": schema.COUNT if n.endswith("_nbytes") else float for n in MEASURED},
     },
     Evaluation: {
         **dict.fromkeys(("step", "targets"), schema.COUNT),
@@ -130,7 +150,7 @@ def read_rows(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
             schema.check(values, _FORMS[kind], "row")
         except (ValueError, RecursionError):
             break  # the process ended in the middle of this row
-        rows.append(kind(**{name: values[name] for name in names}))
+        rows.append(kind(**{name: values[name] for name in names if name in values}))
     return rows
 
 
@@ -171,4 +191,6 @@ def smooth(values: Sequence[float], *, decay: float = 0.9) -> list[float]:
 
 
 def _line(row: StepRecord | Evaluation) -> str:
-    return json.dumps(asdict(row)) + "\n"
+    values = asdict(row)
+    absent = [name for name in MEASURED if name in values and values[name] is None]
+    return json.dumps({name: values[name] for name in values if name not in absent}) + "\n"

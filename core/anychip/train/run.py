@@ -23,12 +23,14 @@ from anychip.train.cutting import (
     cut,
     gather_speeds,
     has_chips,
+    ideal_seconds,
     layer_costs,
     make_schedule,
     mesh_sizes,
     rule_of,
 )
 from anychip.train.trackers import Trackers, find, make
+from anychip.train.watching import Watch
 from anychip.train.zero.tiers import in_text
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class Run:
         held_out: what the model is asked about; None: nothing.
         saver: writes checkpoints while training goes on; None: training waits for them.
         trackers: what watches it; of several ranks the first has them.
+        watch: what measures its steps.
         step: updates done.
         begun: updates that were done when this process began.
     """
@@ -83,6 +86,7 @@ class Run:
     held_out: data.HeldOut | None = None
     saver: checkpoint.Saver | None = None
     trackers: Trackers = field(default_factory=Trackers)
+    watch: Watch = field(default_factory=Watch)
     step: int = 0
     begun: int = 0
 
@@ -133,11 +137,12 @@ def build(
     loader = _loader(config, chip, mesh.axis("data"), texts)
     torch.manual_seed(config.run.seed)
     whole = models.build(config.model)
+    ideal_s = ideal_seconds(config, chip, comm, whole, policy.dtype)
     torch.manual_seed(rank_seed(config.run.seed, comm.rank))
     # Nothing here draws from it; its state is saved, and alike for alike runs.
     random.seed(rank_seed(config.run.seed, comm.rank))
     run = Run(config=config, mesh=mesh, model=whole, policy=policy, loader=loader)
-    run.trackers = trackers
+    run.trackers, run.watch = trackers, Watch(chip, ideal_s)
     run.held_out = _held_out(config, texts)
     run.saver = checkpoint.Saver() if config.checkpoint.asynchronous else None
     if config.parallel.pipeline > 1:

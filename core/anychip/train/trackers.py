@@ -23,14 +23,14 @@ from anychip.registry.loading import describe
 from anychip.train import files, schema
 from anychip.train.config import Config, ConfigError, dump
 from anychip.train.data.extra import MissingExtraError, require
-from anychip.train.report import Evaluation, StepRecord
+from anychip.train.report import MEASURED, Evaluation, StepRecord
 
 GROUP = "anychip.trackers"
 FILE = "trackers.json"
 """In the directory of a run: by which ids its trackers know it."""
 
 _NAMES = {
-    StepRecord: ("", ("loss", "lr", "grad_norm", "tokens_per_s", "loss_scale")),
+    StepRecord: ("", ("loss", "lr", "grad_norm", "tokens_per_s", "loss_scale", *MEASURED)),
     Evaluation: ("held_out/", ("loss", "perplexity", "accuracy")),
 }
 """What is said of a row, and what stands before it."""

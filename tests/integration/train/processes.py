@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from anychip.train import report
 from tests import warm_python
 
 TINY = (
@@ -39,11 +40,12 @@ def start(*args: str, cwd: Path) -> subprocess.Popen[str]:
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl without the one figure that no two runs have in common."""
+    """The rows of metrics.jsonl without the figures that no two runs have in common."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     for row in found:
-        del row["tokens_per_s"]
+        for name in ("tokens_per_s", *report.MEASURED):
+            row.pop(name, None)
     return found
 
 

@@ -33,8 +33,21 @@ def test_metrics_have_a_row_per_step_as_soon_as_it_is_added(tmp_path: Path) -> N
         metrics.append(row)
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == list(range(1, count + 1))
-    assert json.loads(lines[0]) == asdict(ROWS[0])
+    known = {name: value for name, value in asdict(ROWS[0]).items() if value is not None}
+    assert json.loads(lines[0]) == known
     assert report.read_metrics(tmp_path / "metrics.jsonl") == ROWS == metrics.rows
+
+
+def test_what_was_measured_is_read_back_and_makes_no_rows_differ(tmp_path: Path) -> None:
+    more = replace(ROWS[0], peak_nbytes=3, mfu=0.5, data_s=0.0, update_s=1e-3)
+    (tmp_path / "old").write_text(json.dumps({**asdict(ROWS[0]), "grad_norm": None}))
+    assert report.read_metrics(tmp_path / "old") == []  # null is no measurement
+    metrics = Metrics(tmp_path / "metrics.jsonl", last_step=0)
+    metrics.append(more)
+    (found,) = report.read_metrics(tmp_path / "metrics.jsonl")
+    assert found == more == ROWS[0]
+    assert asdict(found) == asdict(more)
+    assert found.allocated_nbytes is None
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 8, "lo', '{"step": 8}\n', "null\n", DEEP])

@@ -66,7 +66,8 @@ def written(out: Path, first: int = 1) -> Said:
     for row in report.read_metrics(out / "metrics.jsonl"):
         if row.step >= first:
             names = ("loss", "lr", "grad_norm", "tokens_per_s", "loss_scale")
-            found += [(row.step, name, getattr(row, name)) for name in names]
+            values = {name: getattr(row, name) for name in (*names, *report.MEASURED)}
+            found += [(row.step, n, value) for n, value in values.items() if value is not None]
             names = ("loss", "perplexity", "accuracy") if row.step in asked else ()
             found += [(row.step, f"held_out/{name}", asked[row.step][name]) for name in names]
     return found

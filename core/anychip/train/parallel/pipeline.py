@@ -41,6 +41,7 @@ from anychip.train.parallel.message import Link
 from anychip.train.parallel.saved import Saved
 from anychip.train.parallel.simulator import Span, Timeline
 from anychip.train.parallel.validation import validate
+from anychip.train.watching import part
 
 
 class Local(zero.Explicit):
@@ -214,9 +215,11 @@ class Pipeline:
                 goes = action in self._reducing and action.stage in step.reduces
                 with told.reducing(self.stages[action.stage]) if goes else nullcontext():
                     if action.kind == "F":
-                        self._forward(step, action)
+                        with part("forward"):
+                            self._forward(step, action)
                     else:
-                        self._backward(step, action, optimizer.backward)
+                        with part("backward"):
+                            self._backward(step, action, optimizer.backward)
                 self._count(step)
                 self._stop_clock(action, start)
             self._finish(step)

@@ -36,11 +36,16 @@ class PrecisionPolicy:
     reduce_dtype: torch.dtype = torch.float32
     loss_scaling: LossScaling | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which matrix products run."""
+        return _DTYPES[self.name]
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Context of the forward pass. Matrix products run in ``name``; parameters are float32."""
         if self.name == "fp32":
             return nullcontext()
-        return torch.autocast(self.device_type, dtype=_DTYPES[self.name])
+        return torch.autocast(self.device_type, dtype=self.dtype)
 
 
 def policy(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from anychip.contract import Communicator
 from anychip.train.optim import Rule
 from anychip.train.precision import LossScaler, PrecisionPolicy
+from anychip.train.watching import part
 from anychip.train.zero import checks, state
 from anychip.train.zero.exchange import GradientReduction
 from anychip.train.zero.explicit import Explicit
@@ -302,7 +303,8 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        present, shared = self._present(share)
+        with part("exchange"):
+            present, shared = self._present(share)
         if not present:
             raise RuntimeError("step: no parameter has a gradient; call backward() first")
         scale = 1.0 if self.scaler is None else self.scaler.scale

@@ -213,13 +213,9 @@ class Pipeline:
             for action in self._actions(step, self._row):
                 start = time.perf_counter()
                 goes = action in self._reducing and action.stage in step.reduces
-                with told.reducing(self.stages[action.stage]) if goes else nullcontext():
-                    if action.kind == "F":
-                        with part("forward"):
-                            self._forward(step, action)
-                    else:
-                        with part("backward"):
-                            self._backward(step, action, optimizer.backward)
+                sends = told.reducing(self.stages[action.stage]) if goes else nullcontext()
+                with sends:
+                    self._compute(step, action, optimizer.backward)
                 self._count(step)
                 self._stop_clock(action, start)
             self._finish(step)
@@ -388,6 +384,13 @@ class Pipeline:
                 f"{rows} rows"
             )
         return list(batch.split(rows // count))
+
+    def _compute(self, step: _Step, action: Action, backward: Callable[..., Any]) -> None:
+        if action.kind == "F":
+            with part("forward"):
+                return self._forward(step, action)
+        with part("backward"):
+            self._backward(step, action, backward)
 
     def _forward(self, step: _Step, action: Action) -> None:
         number, stage = action.microbatch, self.stages[action.stage]

@@ -1,49 +1,21 @@
-"""The pictures of the report's page: SVG text, coloured by the page's style sheet.
-
-One picture is about as wide as a phone, so that its letters keep their size; wider pages put
-several next to each other.
-"""
+"""The pictures of the report's page: histograms of errors, covered pairs, losses and deviations."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from markupsafe import Markup
 
 from anychip.conformance.bounds import BINS
 from anychip.conformance.case import Curve
 from anychip.conformance.covering import Coverage
+from anychip.pages import svg
+from anychip.pages.svg import BOTTOM, HEIGHT, LEFT, RIGHT, SPAN, TALL, TOP, WIDTH
 
-WIDTH, HEIGHT = 360, 168
-LEFT, RIGHT, TOP, BOTTOM = 40, 8, 10, 34
-"""Margins."""
 CELL, LINE, NAMES, LACKING = 17.0, 10.5, 126, 3
 """Of a heat map: largest side of a cell, least height of a row, for its name to be read, room for
 the last name, pairs that its words name."""
-SPAN, TALL = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-
-
-def _svg(label: str, parts: Sequence[str]) -> Markup:
-    head = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(
-        WIDTH, HEIGHT, label
-    )
-    return head + Markup("".join(parts) + "</svg>")
-
-
-def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
-
-
-def _text(kind: str, x: float, y: float, text: str, anchor: str = "middle") -> str:
-    words = Markup.escape(text)
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{words}</text>'
-
-
-def _path(kind: str, points: Sequence[tuple[float, float]]) -> str:
-    steps = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline class="{kind}" points="{steps}"/>'
 
 
 def histogram(name: str, counts: Sequence[int]) -> Markup:
@@ -57,8 +29,8 @@ def histogram(name: str, counts: Sequence[int]) -> Markup:
     parts = []
     for decade in range(0, decades + 1, 2 if decades > 5 else 1):
         y = TOP + TALL * (1 - decade / decades)
-        parts.append(_line("grid", LEFT, y, WIDTH - RIGHT, y))
-        parts.append(_text("tick", LEFT - 6, y + 3.5, _power(decade), "end"))
+        parts.append(svg.line("grid", LEFT, y, WIDTH - RIGHT, y))
+        parts.append(svg.text("tick", LEFT - 6, y + 3.5, _power(decade), "end"))
     for index, count in enumerate(counts):
         if count == 0:
             continue
@@ -72,12 +44,12 @@ def histogram(name: str, counts: Sequence[int]) -> Markup:
         )
     for mark in (0, 0.25, 0.5, 0.75, 1):
         x = LEFT + step * BINS * mark
-        parts.append(_text("tick", x, HEIGHT - BOTTOM + 15, f"{mark:g}"))
+        parts.append(svg.text("tick", x, HEIGHT - BOTTOM + 15, f"{mark:g}"))
     limit = LEFT + step * BINS + 0.3 * step
-    parts.append(_line("limit", limit, TOP, limit, HEIGHT - BOTTOM))
-    parts.append(_text("axis", LEFT + SPAN / 2, HEIGHT - 4, "error in units of its bound"))
+    parts.append(svg.line("limit", limit, TOP, limit, HEIGHT - BOTTOM))
+    parts.append(svg.text("axis", LEFT + SPAN / 2, HEIGHT - 4, "error in units of its bound"))
     total = sum(counts)
-    return _svg(f"{name}: {total} elements by error, {counts[-1]} outside", parts)
+    return svg.picture(f"{name}: {total} elements by error, {counts[-1]} outside", parts)
 
 
 def _power(decade: int) -> str:
@@ -106,7 +78,7 @@ def heat_map(coverage: Coverage) -> Markup:
                 words = Markup("<title>{}: {}</title>").format(pair, percent(part))
             parts.append(f'<rect class="{shade(part)}" {place} {size} rx="2">{words}</rect>')
         words = f"{name} ({coverage.levels[row]})"
-        parts.append(_text("tick", step * (row + 1) + 3, y + tall / 2 + 3.5, words, "start"))
+        parts.append(svg.text("tick", step * (row + 1) + 3, y + tall / 2 + 3.5, words, "start"))
     head = Markup('<svg class="heat" viewBox="0 0 {} {:.0f}" role="img" aria-label="{}">').format(
         WIDTH, tall * count, f"{coverage.operator}: {in_words(coverage)}"
     )
@@ -143,42 +115,14 @@ def in_words(coverage: Coverage) -> str:
     return f"{text}; least: {worst}{more}" if lacking else text
 
 
-class _Plane(NamedTuple):
-    """Steps across, values up."""
-
-    low: float
-    high: float
-    steps: int
-
-    def at(self, index: int, value: float) -> tuple[float, float]:
-        x = LEFT + index * SPAN / max(self.steps - 1, 1)
-        return x, TOP + TALL * (self.high - value) / (self.high - self.low)
-
-    def frame(self, marks: Sequence[float], title: str) -> list[str]:
-        """Lines and numbers of both axes."""
-        parts = [_text("axis", LEFT + SPAN / 2, HEIGHT - 4, title)]
-        for mark in marks:
-            _, y = self.at(0, mark)
-            parts.append(_line("grid", LEFT, y, WIDTH - RIGHT, y))
-            parts.append(_text("tick", LEFT - 6, y + 3.5, f"{mark:g}", "end"))
-        for step in range(0, self.steps + 1, 50):
-            x, _ = self.at(min(step, self.steps - 1), self.low)
-            anchor = "end" if step >= self.steps - 1 else "middle"
-            parts.append(_text("tick", x, HEIGHT - BOTTOM + 15, str(step), anchor))
-        return parts
-
-    def curve(self, kind: str, values: Iterable[float]) -> str:
-        """Through what is finite; what lies outside is drawn on the edge."""
-        inside = enumerate(min(max(v, self.low), self.high) for v in values)
-        return _path(kind, [self.at(i, v) for i, v in inside if math.isfinite(v)])
-
-
 def losses(name: str, curve: Curve) -> Markup:
     """A training's losses by step, on float64's."""
-    plane = _Plane(0.0, _ceiling(max(curve.exact)), len(curve.exact))
-    parts = plane.frame([plane.high * part / 4 for part in range(5)], "loss by step")
-    parts += [plane.curve("exact", curve.exact), plane.curve("candidate", curve.losses)]
-    return _svg(f"{name}: losses of {len(curve.losses)} steps", parts)
+    plane = svg.Plane(0.0, svg.ceiling(max(curve.exact)), 0, len(curve.exact) - 1)
+    steps = range(0, len(curve.exact) + 1, 50)
+    parts = plane.frame([plane.high * part / 4 for part in range(5)], steps, "loss by step")
+    parts += [plane.curve("exact", enumerate(curve.exact))]
+    parts += [plane.curve("candidate", enumerate(curve.losses))]
+    return svg.picture(f"{name}: losses of {len(curve.losses)} steps", parts)
 
 
 def deviation(name: str, curve: Curve) -> Markup:
@@ -186,23 +130,18 @@ def deviation(name: str, curve: Curve) -> Markup:
     rows = zip(curve.losses, curve.exact, curve.spread, strict=False)
     off = [(loss - exact) / spread for loss, exact, spread in rows]
     size = max((abs(value) for value in off if math.isfinite(value)), default=0.0)
-    high = _ceiling(min(max(size, 1.25 * curve.limit), 8 * curve.limit))
-    plane = _Plane(-high, high, len(curve.exact))
-    (left, above), (right, below) = plane.at(0, 1.0), plane.at(plane.steps - 1, -1.0)
+    high = svg.ceiling(min(max(size, 1.25 * curve.limit), 8 * curve.limit))
+    plane = svg.Plane(-high, high, 0, len(curve.exact) - 1)
+    (left, above), (right, below) = plane.at(0, 1.0), plane.at(plane.end, -1.0)
     parts = [
         f'<rect class="band" x="{left:.1f}" y="{above:.1f}" width="{right - left:.1f}" '
         f'height="{below - above:.1f}"/>'
     ]
     title = "loss minus float64's, in spreads of float32"
-    parts += plane.frame([high * part / 2 for part in range(-2, 3)], title)
+    steps = range(0, len(curve.exact) + 1, 50)
+    parts += plane.frame([high * part / 2 for part in range(-2, 3)], steps, title)
     for sign in (-1, 1):
-        (x1, y), (x2, _) = (plane.at(i, sign * curve.limit) for i in (0, plane.steps - 1))
-        parts.append(_line("limit", x1, y, x2, y))
-    parts.append(plane.curve("candidate", off))
-    return _svg(f"{name}: deviation by step, limit {curve.limit:.3g}", parts)
-
-
-def _ceiling(value: float) -> float:
-    """The next of a few even factors times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
-    return next(factor * power for factor in (1, 2, 3, 4, 5, 6, 8, 10) if factor * power >= value)
+        (x1, y), (x2, _) = (plane.at(i, sign * curve.limit) for i in (0, plane.end))
+        parts.append(svg.line("limit", x1, y, x2, y))
+    parts.append(plane.curve("candidate", enumerate(off)))
+    return svg.picture(f"{name}: deviation by step, limit {curve.limit:.3g}", parts)

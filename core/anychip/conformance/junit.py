@@ -6,13 +6,10 @@ cases and expected failures are skipped, with their reasons.
 
 from __future__ import annotations
 
-import re
 from xml.etree import ElementTree
 
 from anychip.conformance.report import Report, Result
-
-# XML 1.0, section 2.2: what a document may hold. A vendor's error message may hold anything.
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+from anychip.pages import printable
 
 
 def to_junit(report: Report) -> str:
@@ -69,8 +66,3 @@ def _add(suite: ElementTree.Element, report: Report, result: Result) -> None:
         found, "failure", {"type": result.outcome, "message": printable(first)}
     )
     failure.text = printable(report.explain(result))
-
-
-def printable(text: str) -> str:
-    """The text without what neither XML nor HTML can hold."""
-    return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text)

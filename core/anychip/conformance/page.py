@@ -1,6 +1,6 @@
 """The report as one page for people: nothing to load, no script, for wide and narrow screens.
 
-``report.html.jinja`` and ``report.css`` beside this file are the page; here is what they show.
+``report.html.jinja`` beside this file is the page; here is what it shows.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 from markupsafe import Markup
 
 from anychip.conformance import charts
 from anychip.conformance.bounds import BINS, MANY_ULP, Measurement
 from anychip.conformance.covering import Coverage
 from anychip.conformance.formats import FORMATS
-from anychip.conformance.junit import printable
 from anychip.conformance.priorities import weight_of
 from anychip.conformance.rank_questions import NAMES
 from anychip.conformance.report import DIRECTIONS, OUTCOMES, Report, Result, abridged, dtypes_of
 from anychip.conformance.statement import verify
+from anychip.pages import render
 
-HERE = Path(__file__).parent
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
 FLOATS = tuple(format.name for format in FORMATS.values())
 SHOWN = 5
 """Results with the largest errors, per dtype."""
@@ -33,19 +32,12 @@ KINDS = ("native", "mapped", "compiled", "reference")
 
 def to_html(report: Report) -> str:
     """The page, complete in itself."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=lambda value: printable(value) if type(value) is str else value,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(error=error_text, count=count_text, ulp=ulp_text, abridged=abridged)
-    return environment.get_template("report.html.jinja").render(
+    return render(
+        TEMPLATE,
+        {"error": error_text, "ulp": ulp_text, "abridged": abridged},
         report=report,
         known=report.identity,
-        style=Markup((HERE / "report.css").read_text(encoding="utf-8")),
+        version=report.identity.suite,
         statement=verify(report.to_json()),
         outcomes=[outcome for outcome in OUTCOMES if report.counts()[outcome]],
         matrix=list(matrix(report)),
@@ -89,11 +81,6 @@ def error_text(value: float) -> str:
 def ulp_text(value: float) -> str:
     """A distance in ULP, where that tells something."""
     return f"{value:.3g}" if value <= MANY_ULP else "-"
-
-
-def count_text(value: int) -> str:
-    """A count with its thousands apart."""
-    return f"{value:,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
 # Operators

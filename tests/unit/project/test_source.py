@@ -22,7 +22,7 @@ CORE = ROOT / "core" / "anychip"
 
 LAYERS = {
     "contract": set[str](), "operators": {"contract"}, "dispatch": {"contract"},
-    "comm": {"contract"}, "torch_extension": {"contract"},
+    "comm": {"contract"}, "torch_extension": {"contract"}, "pages": set(),
     "host_memory": {"contract", "torch_extension"},
     "cabi": {"contract", "operators", "torch_extension"},
     "registry": {"contract", "comm", "cabi", "torch_extension"},

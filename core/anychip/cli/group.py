@@ -23,6 +23,7 @@ SUBCOMMANDS: Mapping[str, str] = {
     "new-backend": "Writes a plugin project for a new chip.",
     "operators": "Says what a row for an operator is given and gives, with a stub of one.",
     "plan": "Shows what a training run would be like: sizes, stages, bytes, waiting.",
+    "report": "Shows runs on one page: curves, speed, memory, time by part, what differs.",
     "sample": "Writes text with the model of a run.",
     "train": "Trains a model; without a configuration a small one, in about a minute.",
 }

@@ -45,6 +45,11 @@ def path(kind: str, points: Iterable[Point], *, closed: bool = False) -> str:
     return f'<{"polygon" if closed else "polyline"} class="{kind}" points="{steps}"/>'
 
 
+def dot(kind: str, x: float, y: float) -> str:
+    """A mark at a place."""
+    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="2"/>'
+
+
 def ceiling(value: float) -> float:
     """The next of a few even factors times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
@@ -63,8 +68,8 @@ def short(value: float) -> str:
     size, thousands = abs(value), 0
     while size >= 999.5 and thousands < 5:
         size, thousands = size / 1000, thousands + 1
-    if 0 < size < 1e-3:
-        return f"{value:.2g}".replace("e-0", "e-")
+    if 0 < size < 1e-2:
+        return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
     return f"{'-' if value < 0 else ''}{size:.3g}{('', 'k', 'M', 'G', 'T', 'P')[thousands]}"
 
 

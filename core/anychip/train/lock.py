@@ -56,6 +56,21 @@ def hold(directory: Path, *, wait_s: float = 0.0) -> Iterator[None]:
             os.close(descriptor)
 
 
+def is_held(directory: Path) -> bool:
+    """Whether somebody writes into a directory now."""
+    try:
+        descriptor = os.open(directory / NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _locked(path: Path) -> int | None:
     """The descriptor of the file, locked; None: somebody else has it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)

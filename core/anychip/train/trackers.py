@@ -2,7 +2,7 @@
 
 A tracker is an entry point of the group ``anychip.trackers``: its name is what ``run.trackers``
 says, its value a class. Ours stand there like anybody's; their libraries are the extra
-``trackers``. Only the rank that writes has them. For users and authors: docs/trackers.md.
+``trackers``. Only the rank that writes has them. For users and authors: docs/watching.md.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def rule_guarded_results(context: Context, of: Subject) -> None:
         if choice is None:
             continue
         with GuardedEmpty() as guards, torch.no_grad():
-            returned = choice.row.function(*placed.args, **placed.attrs)
+            returned = choice.function(*placed.args, **placed.attrs)
         context.backend.synchronize()
         results = trial.results(returned, placed)[: of.operator.signature.num_outputs]
         trial.compare(context, results, trial.expected(of.oracle), ", in guarded memory")

@@ -39,7 +39,7 @@ def run(choice: Choice, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
     """
     try:
         if choice.turn() & choice.unexamined:
-            return choice.row.function(*args, **attrs)
+            return choice.function(*args, **attrs)
         return examined(choice, args, attrs)
     except (Exception, KeyboardInterrupt):
         raise
@@ -60,7 +60,7 @@ def examined(choice: Choice, args: Sequence[Any], attrs: Mapping[str, Any]) -> A
             setting of torch's that is not as it was before.
     """
     with settings.unchanged(choice.title):
-        found = choice.row.function(*args, **attrs)
+        found = choice.function(*args, **attrs)
     device = next((t.device for t in tensors_of(args, range(len(args)))), None)
     if choice.row.direction == "backward":
         promised, came = list(_gradients(choice, args, attrs)), found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, wraps
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +77,8 @@ class Choice:
 
     spec: OperatorSpec
     row: Row
+    function: Callable[..., Any]
+    """The row's, or what calls it."""
     provider: Provider
     count: Callable[[], int]
     """Counts a call; ``itertools.count().__next__``, atomic under the interpreter's lock."""
@@ -105,19 +107,22 @@ class Choice:
             passed: the rows before it that do not take calls with this key.
         """
         tally, turn = new_tally(row, provider, reason, passed), itertools.count()
+        observer = selection.current.observer
+        function = row.function if observer is None else observer(row, provider)
         conditional = bool(row.limits) or row.accepts is not None
         unexamined = 0 if selection.current.policy.fallback == "strict" else EXAMINED - 1
         paired = row.paired is not None
         return cls(
             spec=spec,
             row=row,
+            function=function,
             provider=provider,
             count=tally.tick,
             tally=tally,
             conditional=conditional,
             turn=turn.__next__,
             unexamined=unexamined,
-            parts=(row.function, tally.counter, turn, unexamined, conditional, paired),
+            parts=(function, tally.counter, turn, unexamined, conditional, paired),
         )
 
     @property
@@ -268,15 +273,14 @@ def _asking_on(plan: Plan) -> Plan:
 
     def asking_on(place: int, choice: Choice) -> Choice:
         def function(*args: Any, **attrs: Any) -> Any:
-            found = choice.row.function(*args, **attrs)
+            found = choice.function(*args, **attrs)
             if found is not NotImplemented:
                 return found
             next(choice.tally.declined)
             after = asking.pick(choice.spec, args, attrs, declined=place + 1)
-            return after.row.function(*args, **attrs)
+            return after.function(*args, **attrs)
 
-        row = replace(choice.row, function=wraps(choice.row.function)(function))
-        return replace(choice, row=row, parts=(function, *choice.parts[1:]))
+        return replace(choice, function=function, parts=(function, *choice.parts[1:]))
 
     choices = (asking_on(i, c) if c.row.declines else c for i, c in enumerate(plan.choices))
     asking = replace(plan, choices=tuple(choices))

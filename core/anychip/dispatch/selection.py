@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
-from anychip.contract import Backend, OperatorTable
+from anychip.contract import Backend, OperatorTable, Row
 
 Fallback = Literal["record", "strict"]
 
@@ -26,6 +26,10 @@ class Provider(NamedTuple):
     distribution: str | None
     version: str | None
     table: OperatorTable
+
+
+Observer = Callable[[Row, Provider], Callable[..., Any]]
+"""Gives what is called in the place of a row's function, and calls that itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +70,7 @@ class Selection:
     label: str
     providers: Mapping[str, tuple[Provider, ...]]
     policy: Policy
+    observer: Observer | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -101,6 +106,22 @@ def _change(providers: Mapping[str, tuple[Provider, ...]], policy: Policy) -> No
     key = (policy.fallback, pins, forbidden)
     label = _labels.setdefault(key, f"epoch {next(_epochs)}")
     current = replace(current, label=label, plans={}, providers=providers, policy=policy)
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Context in which calls of rows go by way of an observer, for the whole process.
+
+    The same rows serve the same calls, and are counted as without it.
+    """
+    global current
+    with _lock:
+        before, current = current.observer, replace(current, plans={}, observer=observer)
+    try:
+        yield
+    finally:
+        with _lock:
+            current = replace(current, plans={}, observer=before)
 
 
 def _layered() -> Policy:

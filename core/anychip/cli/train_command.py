@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from anychip.train.config import Config
     from anychip.train.interruption import Interruption
     from anychip.train.loop import Run
+    from anychip.train.profiling import Profile
     from anychip.train.report import StepRecord
 
 SCHEMA = 1
@@ -37,6 +38,7 @@ class _Options(NamedTuple):
     resume: bool
     as_json: bool
     compare: str | None
+    profile: int | None
 
 
 class _Path(click.Path):
@@ -75,6 +77,12 @@ PATH = _Path(path_type=Path)
     metavar="NAME",
     help="Make every call of an operator on this chip too; stop at the first difference.",
 )
+@click.option(
+    "--profile",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Time the operators of N steps: trace.json for Perfetto, and a table.",
+)
 @click.option("--settings", "lists", is_flag=True, help="List every setting; train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for programs.")
 @click.pass_context
@@ -89,6 +97,7 @@ def command(
     out: Path | None,
     resume: bool,
     compare: str | None,
+    profile: int | None,
     lists: bool,
     as_json: bool,
 ) -> int:
@@ -115,7 +124,7 @@ def command(
     settings += [f"data.files={json.dumps(texts)}"] if texts else []
     if resume and path is None:
         path = directory / "config.toml"
-    options = _Options(resume, as_json, compare)
+    options = _Options(resume, as_json, compare, profile)
     if nproc > 1:
         return _launch(nproc, path, settings, backend, directory, options)
     return _train(path, settings, backend, directory, options)
@@ -166,6 +175,7 @@ def _launch(
     words += ["--backend", chosen, "--out", str(out)]
     words += ["--resume"] * options.resume + ["--json"] * options.as_json
     words += ["--compare", options.compare] if options.compare else []
+    words += ["--profile", str(options.profile)] if options.profile else []
     logs = out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with lock.hold(out):  # nobody trains there; the first rank holds it from here on
@@ -241,7 +251,7 @@ def _run(
     options: _Options,
 ) -> int:
     from anychip import runtime
-    from anychip.train import comparing, display, interruption, lock, loop
+    from anychip.train import comparing, display, interruption, lock, loop, profiling
 
     with runtime.device_errors(chip.device_type):
         run = loop.build(named, chip)
@@ -254,10 +264,11 @@ def _run(
         _say(console, _plan(run))
         is_trained = False
         try:
-            other = options.compare
+            other, count = options.compare, options.profile
             with (
                 display.Display(console, steps=named.run.steps, done=run.step) as show,
                 comparing.compared(chip, other, run, out) if other else nullcontext() as comparison,
+                profiling.profiled(run, chip, count, out) if count else nullcontext() as profile,
             ):
                 rows = loop.train(run, out, show, asked, show.evaluated)
             is_trained = True
@@ -274,11 +285,11 @@ def _run(
     if not run.is_first:
         return 0
     if options.as_json:
-        click.echo(json.dumps(_to_json(chip, out, run, rows, comparison), indent=2))
+        click.echo(json.dumps(_to_json(chip, out, run, rows, comparison, profile), indent=2))
     else:
         _show(console, named, rows, sample, out)
-        if comparison is not None:
-            _say(console, f"\n{comparison}")
+        for found in filter(None, (comparison, profile)):
+            _say(console, f"\n{found}")
     return 0
 
 
@@ -411,6 +422,7 @@ def _to_json(
     run: Run,
     rows: list[StepRecord],
     comparison: Comparison | None,
+    profile: Profile | None,
 ) -> dict[str, Any]:
     import anychip
     from anychip.train.evaluation import rows_of
@@ -421,6 +433,7 @@ def _to_json(
         held_out = {"last": asdict(found[-1]), "best": asdict(best_of(found))}
     return {
         **({"comparison": comparison.to_json()} if comparison else {}),
+        **({"profile": profile.result} if profile else {}),
         **({"held_out": held_out} if held_out else {}),
         **({"trackers": run.trackers.status} if run.trackers.status else {}),
         "schema": SCHEMA,

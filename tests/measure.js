@@ -1,4 +1,4 @@
-// Runs in the page of test_page.py: measures a document in a frame, after layout.
+// Runs in the page of browser.py: measures a document in a frame, after layout.
 function rgb(text) {
   const parts = text.match(/[\d.]+/g).map(Number);
   return { r: parts[0], g: parts[1], b: parts[2], a: parts.length > 3 ? parts[3] : 1 };

@@ -110,6 +110,8 @@ def loss_of(module: nn.Module) -> Callable[..., Any] | None:
     described = inspect.getattr_static(type(module), "loss_function", None)
     if not isinstance(described, property) or described.fset is None:
         return None
+    # A model without labels says that it has no loss when it is asked for it.
+    if "labels" not in inspect.signature(module.forward).parameters:
+        return None
     found = module.loss_function
-    takes_labels = "labels" in inspect.signature(module.forward).parameters
-    return found if callable(found) and takes_labels else None
+    return found if callable(found) else None

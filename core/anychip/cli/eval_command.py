@@ -76,12 +76,13 @@ def chip_of(backend: str | None, settings: Config) -> Backend:
 
 
 def _evaluate(directory: Path, settings: Config, chip: Backend, as_json: bool) -> int:
+    import anychip
     from anychip import registry, runtime
     from anychip.train import asking, display, evaluation
 
     registry.take_device(chip)
     with runtime.device_errors(chip.device_type):
-        run = asking.trained(directory, settings, chip)
+        run = asking.trained(directory, settings, chip, fuse=anychip.fuse)
         row = evaluation.evaluate(run)
     if not run.is_first:
         return 0

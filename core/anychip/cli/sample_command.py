@@ -67,6 +67,7 @@ def command(
 
     The same seed gives a prompt the same text, whichever other prompts there are.
     """
+    import anychip
     from anychip import registry, runtime
     from anychip.train import asking
 
@@ -76,7 +77,8 @@ def command(
     registry.take_device(chip)
     asked = prompts or ("\n",)
     with runtime.device_errors(chip.device_type):
-        model = asking.trained(directory, asking.without_held_out(settings), chip)
+        asked_of = asking.without_held_out(settings)
+        model = asking.trained(directory, asked_of, chip, fuse=anychip.fuse)
         texts = asking.continued(
             model,
             asked,

@@ -66,6 +66,9 @@ PATH = _Path(path_type=Path)
     multiple=True,
     help="Text files.  [default: what Python's help() shows]",
 )
+@click.option(
+    "--model", type=PATH, help="Directory of a model of transformers, to be trained on: model.path."
+)
 @click.option("--steps", type=click.IntRange(min=1), help="Updates in all: run.steps.")
 @click.option(
     "--nproc", type=click.IntRange(min=1), default=1, help="Processes on this machine: ranks."
@@ -92,6 +95,7 @@ def command(
     arguments: tuple[str, ...],
     backend: str | None,
     data: tuple[Path, ...],
+    model: Path | None,
     steps: int | None,
     nproc: int,
     out: Path | None,
@@ -122,6 +126,7 @@ def command(
     path, texts, settings = split(arguments, data)
     settings += [f"run.steps={steps}"] if steps is not None else []
     settings += [f"data.files={json.dumps(texts)}"] if texts else []
+    settings += [f"model.path={json.dumps(str(model))}"] if model is not None else []
     if resume and path is None:
         path = directory / "config.toml"
     options = _Options(resume, as_json, compare, profile)
@@ -250,11 +255,12 @@ def _run(
     asked: Interruption | None,
     options: _Options,
 ) -> int:
+    import anychip
     from anychip import runtime
     from anychip.train import comparing, display, interruption, lock, loop, profiling
 
     with runtime.device_errors(chip.device_type):
-        run = loop.build(named, chip)
+        run = loop.build(named, chip, fuse=anychip.fuse)
     out.mkdir(parents=True, exist_ok=True)
     with lock.hold(out) if run.is_first else nullcontext():
         if options.resume:
@@ -349,9 +355,11 @@ def _plan(run: Run) -> str:
     replicas, stages = run.mesh.sizes["data"], run.mesh.sizes["pipeline"]
     tokens = config.data.batch_size * config.data.accumulation * config.model.context * replicas
     begun = f", going on after step {run.step}" if run.step else ""
-    kind = type(config.model).__name__.removesuffix("Config")
+    kind = getattr(config.model, "family", type(config.model).__name__.removesuffix("Config"))
+    trained = sum(param.numel() for param in run.model.parameters() if param.requires_grad)
+    adapters = f", of which {trained:,} are trained," if trained < num_params else ""
     lines = [
-        f"{kind} with {num_params:,} parameters{' on rank 0' * (stages > 1)} in "
+        f"{kind} with {num_params:,} parameters{' on rank 0' * (stages > 1)}{adapters} in "
         f"{run.policy.name} ({run.policy.why})",
         f"{len(run.loader.tokens):,} {unit} of {text}",
         f"{config.run.steps} steps of {tokens:,} {unit}{begun}",

@@ -14,13 +14,15 @@ import torch
 
 from anychip.contract import Backend, Communicator
 from anychip.runtime import on_host
-from anychip.train import config, data, models
+from anychip.train import config, models
 from anychip.train.config import Config, EvalConfig, ParallelConfig
 from anychip.train.run import (
     BEST,
+    MODEL,
     Run,
     Texts,
     build,
+    known_tokenizer,
     read_data,
     read_held_out,
     read_texts,
@@ -60,6 +62,9 @@ def settings_of(out: Path, held_out: Sequence[str] = ()) -> Config:
     own = out / "tokenizer.json"
     if found.data.tokenizer == "bpe" and own.exists():
         found = replace(found, data=replace(found.data, tokenizer=str(own)))
+    if isinstance(found.model, models.PretrainedConfig):
+        # The run's own, without weights, which are in the checkpoint.
+        found = replace(found, model=replace(found.model, path=str(out / MODEL)))
     if held_out:
         asked = replace(found.eval, files=tuple(held_out), fraction=0.0, batches=0)
         found = replace(found, eval=asked)
@@ -73,10 +78,20 @@ def without_held_out(settings: Config) -> Config:
     return replace(settings, eval=EvalConfig())
 
 
-def trained(out: Path, settings: Config, chip: Backend, comm: Communicator | None = None) -> Run:
+def trained(
+    out: Path,
+    settings: Config,
+    chip: Backend,
+    comm: Communicator | None = None,
+    *,
+    fuse: models.Fuse | None = None,
+) -> Run:
     """A run at its checkpoint, to be asked. With several ranks a collective.
 
     What was trained on is read only where a part of it was held out.
+
+    Args:
+        fuse: as :func:`~anychip.train.run.build` has it.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -85,19 +100,14 @@ def trained(out: Path, settings: Config, chip: Backend, comm: Communicator | Non
     """
     require_checkpoint(out)
     needs_text = bool(settings.eval.fraction)
-    run = build(settings, chip, comm, read=read_texts if needs_text else _without_training)
+    read = read_texts if needs_text else _without_training
+    run = build(settings, chip, comm, read=read, fuse=fuse)
     restore_weights(run, out, same_text=needs_text)
     return run
 
 
 def _without_training(settings: Config) -> Texts:
-    kind = settings.data.tokenizer
-    if kind == "bytes":
-        tokenizer: data.Tokenizer = data.ByteTokenizer()
-    elif kind == "bpe":
-        tokenizer = read_data(settings)[1]
-    else:
-        tokenizer = data.BPETokenizer.load(kind)
+    tokenizer = known_tokenizer(settings) or read_data(settings)[1]
     # A loader has some tokens; of this one nobody takes a batch.
     tokens = torch.zeros(settings.model.context + 1, dtype=torch.uint8)
     held_out = read_held_out(settings, tokenizer) if settings.eval.files else None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from anychip.comm import gather_objects, wire_nbytes
-from anychip.contract import HOST, Backend, Communicator
+from anychip.contract import HOST, Backend, Communicator, UnsupportedError
 from anychip.train import models, optim, parallel, precision, zero
 from anychip.train.config import Config, ParallelConfig
 from anychip.train.optim import Rule
@@ -173,7 +173,16 @@ def cut(
 def draft(
     config: Config, policy: precision.PrecisionPolicy, speeds: Sequence[parallel.Speed]
 ) -> Draft:
-    """The model of a run; makes no weights."""
+    """The model of a run; makes no weights.
+
+    Raises:
+        UnsupportedError: a model of a directory, which is not cut.
+    """
+    if isinstance(config.model, models.PretrainedConfig):
+        raise UnsupportedError(
+            f"a plan is made of the models of anychip; {config.model.path} is one of transformers, "
+            "which is not cut into layers in this version"
+        )
     with torch.device("meta"):
         whole = models.build(config.model)
     costs, tokens = layer_costs(config, whole, speeds), _tokens(config, torch.device(HOST))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,7 @@ from anychip.comm import agree, gather_objects
 from anychip.contract import AnychipError, Backend, Communicator
 from anychip.train import checkpoint, data, files, models, parallel, precision, zero
 from anychip.train.choosing import settle
-from anychip.train.config import Config, dump
+from anychip.train.config import OF_MODEL, Config, dump
 from anychip.train.cutting import (
     cut,
     gather_speeds,
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 BEST = "best"
 """Folder in that of a run, with the checkpoint of its best evaluation."""
+
+MODEL = "model"
+"""Folder in that of a run, with what a model's directory has besides weights."""
 
 
 class TrainingError(AnychipError, RuntimeError):
@@ -107,18 +110,20 @@ def build(
     comm: Communicator | None = None,
     *,
     read: Callable[[Config], Texts] | None = None,
+    fuse: models.Fuse | None = None,
 ) -> Run:
     """The parts of a fresh run; reads the data, writes nothing. With several ranks a collective.
 
     Args:
         comm: all ranks of the job; those that the backend finds when None.
         read: gives the texts of settings; None: :func:`read_texts`.
+        fuse: ``anychip.fuse``, for a model of another library; None: it stays as it is.
 
     Raises:
         OSError, ValueError: a data file is missing, empty, binary or too short; the parallel sizes
-            do not multiply to the number of ranks.
+            do not multiply to the number of ranks; the directory of a model has none.
         UnsupportedError: a precision or stage that this chip or version does not have.
-        MissingExtraError: the library of a tracker, or of a form of data, is not installed.
+        MissingExtraError: the library of a tracker, of a form of data or of a model is missing.
         CommunicationError: the ranks differ in backend, versions or settings; one did not come.
     """
     comm = comm or chip.communicator(
@@ -136,20 +141,33 @@ def build(
     texts = (read or read_texts)(config)
     loader = _loader(config, chip, mesh.axis("data"), texts)
     torch.manual_seed(config.run.seed)
-    whole = models.build(config.model)
-    ideal_s = ideal_seconds(config, chip, comm, whole, policy.dtype)
+    whole, ideal_s = _whole(config, fuse, chip, comm, policy.dtype)
     torch.manual_seed(rank_seed(config.run.seed, comm.rank))
     # Nothing here draws from it; its state is saved, and alike for alike runs.
     random.seed(rank_seed(config.run.seed, comm.rank))
     run = Run(config=config, mesh=mesh, model=whole, policy=policy, loader=loader)
-    run.trackers, run.watch = trackers, Watch(chip, ideal_s)
-    run.held_out = _held_out(config, texts)
+    run.watch, run.held_out = Watch(chip, ideal_s), _held_out(config, texts)
+    run.trackers = trackers
     run.saver = checkpoint.Saver() if config.checkpoint.asynchronous else None
     if config.parallel.pipeline > 1:
         _cut(run, whole, chip)
     run.model.to(chip.device())
     _add_optimizer(run)
     return run
+
+
+def _whole(
+    config: Config,
+    fuse: models.Fuse | None,
+    chip: Backend,
+    comm: Communicator,
+    dtype: torch.dtype,
+) -> tuple[models.Decoder, float | None]:
+    """The model, and what a step takes at the rates of all devices, where they are known."""
+    whole = models.build(config.model, fuse)
+    if isinstance(whole, models.Pretrained):
+        whole.packs = config.has_messages
+    return whole, ideal_seconds(config, chip, comm, whole, dtype)
 
 
 def _loader(config: Config, chip: Backend, replicas: Communicator, texts: Texts) -> data.Loader:
@@ -183,6 +201,8 @@ def _held_out(config: Config, texts: Texts) -> data.HeldOut | None:
 
 def loss_reduction(config: Config) -> models.LossReduction:
     """Of a batch's loss: a mean, unless batches differ in their numbers of targets."""
+    if config.has_messages:
+        return "sum"
     return "mean" if config.data.cross_document_targets else "sum"
 
 
@@ -232,8 +252,7 @@ def read_held_out(config: Config, tokenizer: data.Tokenizer) -> Tensor:
     Raises:
         OSError, ValueError: as reading raises.
     """
-    documents = data.read_documents(config.eval.files, field=config.data.field)
-    return _tokenized(documents, tokenizer, config)[0]
+    return _tokenized(config.eval.files, tokenizer, config)
 
 
 def read_data(config: Config) -> tuple[Tensor, data.Tokenizer]:
@@ -244,35 +263,58 @@ def read_data(config: Config) -> tuple[Tensor, data.Tokenizer]:
             smaller than the tokenizer's.
     """
     settings, paths = config.data, config.data.files
-    if settings.tokenizer == "bytes":
-        if not paths:
-            return data.python_documentation(), data.ByteTokenizer()
-        documents = data.read_documents(paths, field=settings.field)
-        return _tokenized(documents, data.ByteTokenizer(), config)
-
-    found = (
-        list(data.read_documents(paths, field=settings.field))
-        if paths
-        else [data.decode(data.python_documentation())]
-    )
-    if settings.tokenizer == "bpe":
+    tokenizer = known_tokenizer(config)
+    if tokenizer is None:
+        # Read once for both, since a tokenizer is trained on the same documents.
+        found = [*_documents(paths, config)]
         tokenizer = data.train_bpe(found, config.model.vocab_size)
+        end = settings.end_of_document
+        return data.tokenize(found, tokenizer, end_of_document=end), tokenizer
+    if settings.tokenizer == "bytes" and not paths:
+        return data.python_documentation(), tokenizer
+    return _tokenized(paths, tokenizer, config), tokenizer
+
+
+def known_tokenizer(config: Config) -> data.Tokenizer | None:
+    """What makes tokens, where that is no question of the data; None: ``bpe`` is still to be.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or has more tokens than the model.
+        MissingExtraError: its library is not installed.
+    """
+    kind, most = config.data.tokenizer, config.model.vocab_size
+    if kind == "bytes":
+        return data.ByteTokenizer()
+    if kind == "bpe":
+        return None
+    if kind == OF_MODEL:
+        assert isinstance(config.model, models.PretrainedConfig)
+        path = Path(config.model.path) / "tokenizer.json"
+        theirs = models.load_tokenizer(config.model.path)
+        tokenizer = data.BPETokenizer.load(path, end_of_document=str(theirs.eos_token))
     else:
-        tokenizer = data.BPETokenizer.load(settings.tokenizer)
-    if tokenizer.vocab_size > config.model.vocab_size:
+        tokenizer = data.BPETokenizer.load(kind)
+    if tokenizer.vocab_size > most:
         raise ValueError(
-            f"the tokenizer {settings.tokenizer} has {tokenizer.vocab_size} tokens, and "
-            f"model.vocab_size is {config.model.vocab_size}; set model.vocab_size="
-            f"{tokenizer.vocab_size}"
+            f"the tokenizer {kind} has {tokenizer.vocab_size} tokens, and model.vocab_size is "
+            f"{most}; set model.vocab_size={tokenizer.vocab_size}"
         )
-    return _tokenized(found, tokenizer, config)
+    return tokenizer
 
 
-def _tokenized(
-    documents: Iterable[str], tokenizer: data.Tokenizer, config: Config
-) -> tuple[Tensor, data.Tokenizer]:
+def _documents(paths: Sequence[str], config: Config) -> Iterable[str]:
+    if not paths:
+        return [data.decode(data.python_documentation())]
+    return data.read_documents(paths, field=config.data.field)
+
+
+def _tokenized(paths: Sequence[str], tokenizer: data.Tokenizer, config: Config) -> Tensor:
+    if config.has_messages:
+        assert isinstance(config.model, models.PretrainedConfig)
+        found = data.read_messages(paths, field=config.data.field)
+        return data.tokenize_messages(found, models.load_tokenizer(config.model.path))
     end = config.data.end_of_document
-    return data.tokenize(documents, tokenizer, end_of_document=end), tokenizer
+    return data.tokenize(_documents(paths, config), tokenizer, end_of_document=end)
 
 
 def rank_seed(seed: int, rank: int) -> int:
@@ -365,8 +407,10 @@ def save_best(run: Run, out: Path) -> None:
 def write_inputs(run: Run, out: Path) -> None:
     """What a run is made of, beside its results."""
     files.write(out / "config.toml", dump(run.config))
-    tokenizer = run.loader.tokenizer
-    if isinstance(tokenizer, data.BPETokenizer):
+    tokenizer, model = run.loader.tokenizer, run.config.model
+    if isinstance(model, models.PretrainedConfig):
+        models.copy_description(Path(model.path), out / MODEL)
+    if isinstance(tokenizer, data.BPETokenizer) and run.config.data.tokenizer != OF_MODEL:
         tokenizer.save(out / "tokenizer.json")
 
 

@@ -19,10 +19,14 @@ from anychip.train.config import (
     SGDConfig,
 )
 from anychip.train.cutting import rule_of
-from anychip.train.models import GPTConfig, LlamaConfig
+from anychip.train.models import GPTConfig, LlamaConfig, PretrainedConfig
 
 EVERY_OPTIMIZER = [[f"optimizer.kind={kind}"] for kind in config.OPTIMIZERS]
 LR_KINDS = list(config.LR_SCHEDULES)
+# With all that a model of a directory makes others of.
+PRETRAINED = [
+    *("model.path=/nowhere", "data.tokenizer=model", "optimizer.lr=3e-3"),
+]
 
 
 def _written(path: Path, text: str) -> Path:
@@ -79,7 +83,7 @@ def test_config_written_and_read_is_the_same(tmp_path: Path, settings: list[str]
     ("run.precision=16", "run.precision: a string expected, got 16"),
     ("data.files=a.txt", "data.files: a list of strings"),
     ("data.files=[1]", "data.files: a list of strings"),
-    ("model.kind=gtp", "model.kind must be one of gpt, llama, got 'gtp'"),
+    ("model.kind=gtp", "model.kind must be one of gpt, llama, pretrained, got 'gtp'"),
     ("model.width=30", "[model] width must be a multiple of heads, got width 30 and heads 4"),
     ("model.vocab_size=100", "model.vocab_size must be at least 256"),
     ("run.steps=0", "[run] steps must be at least 1, got 0"),
@@ -92,6 +96,8 @@ def test_config_written_and_read_is_the_same(tmp_path: Path, settings: list[str]
     ("schedule.kind=step", "schedule.kind must be one of cosine, constant, got 'step'"),
     ("schedule.warmup=2", "[schedule] warmup must be from 0 to 1, got 2.0"),
     ("checkpoint.every=0", "[checkpoint] every must be at least 1, got 0"),
+    ("model.kind=pretrained", "needs model.path, the model's directory"),
+    ("data.tokenizer=model", "is that of model.path, which is not given"),
     ("files=a.txt", "there is no setting 'files'; did you mean 'data.files'?"),
     ("eval.fraction=1", "[eval] fraction must be at least 0 and below 1, got 1.0"),
     ("eval.every=-1", "[eval] every must be at least 0, got -1"),
@@ -142,14 +148,43 @@ def test_list_of_settings_has_what_configurations_have_with_a_line_for_each() ->
     for setting in listed:
         key, kind = setting.key, setting.kind
         table, _, name = key.partition(".")
-        made = config.load(None, [f"{table}.kind={kind}"] if kind else [])
+        kinds = [f"{table}.kind={kind}"] if kind else []
+        made = config.load(None, PRETRAINED if kind == "pretrained" else kinds)
+        if key == "model.path":
+            assert setting.default == ""
+            continue
         assert name == "kind" or getattr(getattr(made, table), name) == setting.default
         assert len(setting.meaning) > 10, key
-    every = [*EVERY_OPTIMIZER, ["model.kind=llama"], *([f"schedule.kind={k}"] for k in LR_KINDS)]
+    every = [
+        *EVERY_OPTIMIZER,
+        ["model.kind=llama"],
+        PRETRAINED,
+        *([f"schedule.kind={k}"] for k in LR_KINDS),
+    ]
     written = [config.load(None, kinds) for kinds in every]
     keys = {f"{t}.{key}" for made in written for t, of in asdict(made).items() for key in of}
     kinds = {"model.kind", "optimizer.kind", "schedule.kind"}
     assert keys | kinds == {setting.key for setting in listed}
+
+
+def test_directory_chooses_its_kind_wherever_it_is_named(tmp_path: Path) -> None:
+    notes = list[str]()
+    file = _written(tmp_path / "c.toml", '[model]\npath = "there"\nlora_rank = 4\n')
+    loaded = config.load(file, note=notes.append)
+    assert loaded.model == PretrainedConfig(path="there", lora_rank=4)
+    assert (loaded.data.tokenizer, loaded.optimizer.lr) == (config.OF_MODEL, 2e-4)
+    assert config.load(None, ["model.path=there"], note=notes.append).optimizer.lr == 2e-5
+    assert notes == [f"optimizer.lr = {x}, the default for a model of a directory"
+                     for x in ("0.0002", "2e-05")]  # fmt: skip
+    given = ["model.path=there", "optimizer.kind=sgd", "data.tokenizer=own.json"]
+    assert config.load(None, given, note=notes.append).optimizer == SGDConfig()
+    other = _written(tmp_path / "d.toml", '[model]\nkind = "llama"\nwidth = 64\ncontext = 32\n')
+    moved = config.load(other, ["model.path=there"], note=notes.append)
+    assert moved.model == PretrainedConfig(path="there", context=32)
+    assert "model.width of" in notes[2]
+    again = _written(tmp_path / "e.toml", config.dump(loaded))
+    assert config.load(again, note=notes.append) == loaded
+    assert len(notes) == 4  # of a file that says everything there is nothing to note
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

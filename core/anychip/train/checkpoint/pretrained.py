@@ -2,7 +2,7 @@
 
 Our GPT is its GPT-2, whose linear layers are transposed there, and our Llama its Llama; the names
 are the same. A model of transformers that was trained here has its own names already. transformers
-is not imported, and nothing larger than one tensor is held.
+is imported only to save one as it does; else nothing larger than one tensor is held.
 
 Source: transformers 5, ``modeling_utils.py`` and ``pytorch_utils.py`` (``Conv1D``).
 """
@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from anychip.train.checkpoint.manifest import StoredTensor
 from anychip.train.checkpoint.names import Names, of_model
 from anychip.train.checkpoint.parts import DTYPES, Part
 from anychip.train.checkpoint.writing import header_of
-from anychip.train.models import GPTConfig, LlamaConfig
+from anychip.train.models import GPTConfig, LlamaConfig, Pretrained, copy_description
 
 PART_NBYTES = 4 << 30
 INDEX = "model.safetensors.index.json"
@@ -91,39 +91,95 @@ def export(
         FileExistsError: ``out`` has something in it.
     """
     path, target = Path(directory) / "checkpoint", Path(out)
+    with _fresh(target) as fresh, ExitStack() as stack:
+        reader = reading.open_files(path, None, stack)
+        names = _first_names(path, reader)
+        _write_parts(fresh, reader, names, isinstance(config, GPTConfig), part_nbytes)
+        found = dict(config) if isinstance(config, Mapping) else config_of(config)
+        dtypes = {reader.manifest.tensors[name].dtype for name in names}
+        if len(dtypes) == 1:
+            found["dtype"] = str(dtypes.pop()).removeprefix("torch.")
+        files.write(fresh / "config.json", json.dumps(found, indent=2, default=str) + "\n")
+    return sorted(target.iterdir())
+
+
+def export_trained(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    model: Pretrained,
+    description: Path,
+    part_nbytes: int = PART_NBYTES,
+    adapters: bool = False,
+) -> list[Path]:
+    """Writes a model of transformers that was trained here, by its own way of saving.
+
+    Unlike :func:`export` it holds the whole model, and its tensors have the names of the files that
+    transformers writes, where those are not the names of its parameters.
+
+    Args:
+        directory, out, part_nbytes: as :func:`export` has them.
+        model: on the host; its weights become those of the checkpoint, with adapters merged.
+        description: directory with what is copied: tokenizer and template.
+        adapters: write these alone, as PEFT loads them.
+
+    Raises:
+        CheckpointError, FileExistsError: as :func:`export`.
+    """
+    target = Path(out)
+    with _fresh(target) as fresh:
+        _read_into(Path(directory) / "checkpoint", model)
+        if adapters:
+            model.save_adapters(fresh)
+        else:
+            model.save(fresh, part_nbytes=part_nbytes)
+        copy_description(description, fresh, but={"config.json"})
+    return sorted(target.iterdir())
+
+
+@torch.no_grad()
+def _read_into(path: Path, model: nn.Module) -> None:
+    """The weights of a checkpoint into a whole model on the host."""
+    with ExitStack() as stack:
+        reader = reading.open_files(path, None, stack)
+        mine = {of_model(name): value for name, value in model.state_dict(keep_vars=True).items()}
+        for name in _first_names(path, reader):
+            stored, value = reader.manifest.tensors[name], mine.pop(name, None)
+            if value is None or tuple(value.shape) != stored.shape:
+                raise CheckpointError(f"{path} is of another model: it has {name} {stored.shape}")
+            part = Part(name=name, shape=stored.shape, dtype=stored.dtype, values=value)
+            reader.verify(part)
+            value.copy_(reader.read(part).view(stored.shape))
+
+
+@contextmanager
+def _fresh(target: Path) -> Iterator[Path]:
+    """A folder that gets a name when the block ends, and is gone when it fails."""
     if target.exists() and any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty; nothing was written; name another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(f"{target.name}.{secrets.token_hex(8)}{files.PARTIAL}")
     fresh.mkdir()
     try:
-        with ExitStack() as stack:
-            reader = reading.open_files(path, None, stack)
-            names = _first_names(reader)
-            if not names:
-                raise CheckpointError(f"{path} has no tensors in boxes; load it, and save it anew")
-            _write_parts(fresh, reader, names, isinstance(config, GPTConfig), part_nbytes)
-        found = dict(config) if isinstance(config, Mapping) else config_of(config)
-        dtypes = {reader.manifest.tensors[name].dtype for name in names}
-        if len(dtypes) == 1:
-            found["dtype"] = str(dtypes.pop()).removeprefix("torch.")
-        files.write(fresh / "config.json", json.dumps(found, indent=2, default=str) + "\n")
+        yield fresh
         fresh.rename(target)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    return sorted(target.iterdir())
 
 
-def _first_names(reader: reading.Reader) -> list[str]:
-    """Of the model's tensors; of those that are tied the one that the file calls them by."""
-    written = set(reader.names())
-    tensors = reader.manifest.tensors
-    return [
-        name
-        for name in tensors
-        if name.startswith(of_model("")) and (name in written or not tensors[name].stored)
-    ]
+def _first_names(path: Path, reader: reading.Reader) -> list[str]:
+    """Of the model's tensors; of those that are tied the one that the file calls them by.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    written, tensors = set(reader.names()), reader.manifest.tensors
+    mine = [name for name in tensors if name.startswith(of_model(""))]
+    found = [name for name in mine if name in written or not tensors[name].stored]
+    if not found:
+        raise CheckpointError(f"{path} has no tensors in boxes; load it, and save it anew")
+    return found
 
 
 class _Entry(NamedTuple):

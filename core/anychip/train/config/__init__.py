@@ -10,6 +10,7 @@ from anychip.train.config.settings import (
     AUTO,
     LR_SCHEDULES,
     MODELS,
+    OF_MODEL,
     OPTIMIZERS,
     TOKENIZERS,
     AdamWConfig,
@@ -30,7 +31,7 @@ from anychip.train.config.settings import (
 )
 
 __all__ = [
-    "AUTO", "LR_SCHEDULES", "MODELS", "OPTIMIZERS", "TOKENIZERS", "AdamWConfig",
+    "AUTO", "LR_SCHEDULES", "MODELS", "OF_MODEL", "OPTIMIZERS", "TOKENIZERS", "AdamWConfig",
     "CheckpointConfig", "Config", "ConfigError", "ConstantConfig", "CosineConfig", "DataConfig",
     "EvalConfig", "LAMBConfig", "LionConfig", "OptimizerConfig", "ParallelConfig", "RunConfig",
     "SGDConfig", "ScheduleConfig", "Setting", "dump", "load", "settings",

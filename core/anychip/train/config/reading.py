@@ -18,7 +18,14 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from anychip.train.config.settings import LR_SCHEDULES, MODELS, OPTIMIZERS, Config, ConfigError
+from anychip.train.config.settings import (
+    LR_SCHEDULES,
+    MODELS,
+    OF_MODEL,
+    OPTIMIZERS,
+    Config,
+    ConfigError,
+)
 
 KINDS: Mapping[str, tuple[Mapping[str, type[Any]], str]] = {
     "model": (MODELS, "gpt"),
@@ -26,6 +33,9 @@ KINDS: Mapping[str, tuple[Mapping[str, type[Any]], str]] = {
     "schedule": (LR_SCHEDULES, "cosine"),
 }
 """Tables whose settings depend on their ``kind``: the kinds that there are, and the default."""
+FINE_TUNING_LR, LORA_LR = 2e-5, 2e-4
+"""Learning rates of a model in a directory where nobody says one."""
+_PATH, _PRETRAINED = "model.path", "pretrained"
 _LIST = tuple[str, ...]
 
 
@@ -57,11 +67,14 @@ def load(
     given: dict[str, _Entry] = {}
     if path is not None:
         given |= {key: _Entry(value, str(path)) for key, value in _flatten(_read(path))}
+        _imply_kind(given)
     chosen = _parse(settings)
+    _imply_kind(chosen)
     for name in KINDS:
         if path is not None and f"{name}.kind" in chosen:
             _leave_out(name, given, chosen[f"{name}.kind"], note)
     given |= chosen
+    _imply_defaults(given, note)
     kinds = {
         name: given.pop(f"{name}.kind", _Entry(default, "default"))
         for name, (_, default) in KINDS.items()
@@ -70,8 +83,35 @@ def load(
     known = [f"{name}.{f.name}" for name, cls in sections.items() for f in fields(cls)]
     for key, entry in given.items():
         if key not in known:
-            raise ConfigError(f"{entry.origin}: there is no setting {key!r}{_near(key, known)}")
+            advice = _of_another_model(key, kinds["model"]) or _near(key, known)
+            raise ConfigError(f"{entry.origin}: there is no setting {key!r}{advice}")
     return Config(**{name: _section(name, cls, given) for name, cls in sections.items()})
+
+
+def _imply_kind(given: dict[str, _Entry]) -> None:
+    """A directory says what kind of model it has."""
+    if _PATH in given:
+        given.setdefault("model.kind", _Entry(_PRETRAINED, given[_PATH].origin))
+
+
+def _imply_defaults(given: dict[str, _Entry], note: Callable[[str], object]) -> None:
+    """Of a directory's model: its tokenizer, and a rate that does not undo what it has learnt."""
+    if _PATH not in given or given["model.kind"].value != _PRETRAINED:
+        return
+    given.setdefault("data.tokenizer", _Entry(OF_MODEL, "default"))
+    if given.keys().isdisjoint(("optimizer.kind", "optimizer.lr")):
+        has_adapters = given.get("model.lora_rank", _Entry(0, "")).value
+        rate = LORA_LR if has_adapters else FINE_TUNING_LR
+        given["optimizer.lr"] = _Entry(rate, "default")
+        note(f"optimizer.lr = {rate:g}, the default for a model of a directory")
+
+
+def _of_another_model(key: str, kind: _Entry) -> str:
+    """What to say of a size that a directory has said already."""
+    others = {f"model.{f.name}" for cls in MODELS.values() for f in fields(cls)}
+    if kind.value != _PRETRAINED or key not in others:
+        return ""
+    return f" of a model in a directory, whose config.json says it; leave it out ({kind.origin})"
 
 
 def _leave_out(

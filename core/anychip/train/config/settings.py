@@ -9,16 +9,26 @@ from dataclasses import dataclass, field
 from anychip.contract import AnychipError
 from anychip.train import optim
 from anychip.train.data import VOCAB_SIZE
-from anychip.train.models import GPTConfig, LlamaConfig
+from anychip.train.models import GPTConfig, LlamaConfig, ModelConfig, PretrainedConfig
 from anychip.train.optim.elementwise import ADAMW_STATES
 from anychip.train.parallel import stages_per_rank
 from anychip.train.zero.tiers import in_text
 
-MODELS: Mapping[str, type[GPTConfig] | type[LlamaConfig]] = {"gpt": GPTConfig, "llama": LlamaConfig}
+MODELS: Mapping[str, type[ModelConfig]] = {
+    "gpt": GPTConfig,
+    "llama": LlamaConfig,
+    "pretrained": PretrainedConfig,
+}
 """Values of ``model.kind`` and the settings that each has."""
 
+MESSAGES = "messages"
+"""``data.field`` of conversations, where the model has a template for them."""
+
 TOKENIZERS = ("bytes", "bpe")
-"""Values of ``data.tokenizer`` that are no file."""
+"""Values of ``data.tokenizer`` that are no file, and begin with the 256 bytes."""
+
+OF_MODEL = "model"
+"""``data.tokenizer``: the one in ``model.path``."""
 
 
 class ConfigError(AnychipError, ValueError):
@@ -66,9 +76,10 @@ class DataConfig:
     Attributes:
         files: texts, JSON lines and Parquet files, directories and patterns, in order; none: the
             documentation that comes with Python.
-        field: of JSON lines, and column of Parquet, that holds the text.
+        field: of JSON lines, and column of Parquet, that holds the text; messages, of a model in
+            ``model.path``: conversations in its template, of which the assistant's part is learnt.
         tokenizer: bytes; bpe: trained on the files to ``model.vocab_size`` tokens and kept in the
-            results; or a JSON file of the library ``tokenizers``.
+            results; model: that of ``model.path``; or a JSON file of the library ``tokenizers``.
         batch_size: sequences in one forward pass of one replica; each is ``model.context`` tokens.
         accumulation: forward passes of a replica whose mean gradient makes one update; with stages
             these are the micro-batches of the pipeline.
@@ -89,9 +100,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         _at_least(1, batch_size=self.batch_size, accumulation=self.accumulation)
         _at_least(0, prefetch=self.prefetch)
-        if self.tokenizer not in TOKENIZERS and not self.tokenizer.endswith(".json"):
+        known = (*TOKENIZERS, OF_MODEL)
+        if self.tokenizer not in known and not self.tokenizer.endswith(".json"):
             raise ValueError(
-                f"tokenizer must be {', '.join(TOKENIZERS)} or a .json file, got {self.tokenizer!r}"
+                f"tokenizer must be {', '.join(known)} or a .json file, got {self.tokenizer!r}"
             )
 
 
@@ -399,7 +411,7 @@ class Config:
     """All settings of a run."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    model: GPTConfig | LlamaConfig = field(default_factory=GPTConfig)
+    model: ModelConfig = field(default_factory=GPTConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
@@ -407,13 +419,42 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
+    @property
+    def has_messages(self) -> bool:
+        """The data is conversations, of which not every token is a target."""
+        return isinstance(self.model, PretrainedConfig) and self.data.field == MESSAGES
+
     def __post_init__(self) -> None:
+        if isinstance(self.model, PretrainedConfig):
+            self._check_pretrained(self.model)
+        elif self.data.tokenizer == OF_MODEL:
+            raise ConfigError("data.tokenizer = 'model' is that of model.path, which is not given")
         least = VOCAB_SIZE + (self.data.tokenizer == "bpe")
         if self.data.tokenizer in TOKENIZERS and self.model.vocab_size < least:
             raise ConfigError(
                 f"model.vocab_size must be at least {least} for the tokenizer "
                 f"{self.data.tokenizer!r}, whose tokens begin with the 256 bytes; got "
                 f"{self.model.vocab_size}"
+            )
+
+    def _check_pretrained(self, model: PretrainedConfig) -> None:
+        if not model.path:
+            raise ConfigError("model.kind = 'pretrained' needs model.path, the model's directory")
+        if self.parallel.pipeline > 1:
+            raise ConfigError(
+                f"parallel.pipeline = {self.parallel.pipeline}: a model of model.path is not cut "
+                "into stages in this version; leave it at 1, and share weights out by "
+                "optimizer.stage=3"
+            )
+        if self.has_messages and self.data.tokenizer != OF_MODEL:
+            raise ConfigError(
+                "data.field = 'messages' needs the template of the model's own tokenizer: "
+                f"data.tokenizer = 'model', got {self.data.tokenizer!r}"
+            )
+        if self.has_messages and not self.data.cross_document_targets:
+            raise ConfigError(
+                "data.cross_document_targets = false is for text; of messages no target crosses "
+                "into the next conversation"
             )
 
 

@@ -1,9 +1,9 @@
 """From files to batches: which tokens does step N see, on which rank?
 
 ``sources`` reads documents, a tokenizer (``text``: bytes; ``bpe``: trained) makes tokens of them,
-``packing`` joins them, ``order`` says which window is whose, ``loader`` hands out batches,
-``prefetch`` makes them ahead, and ``held_out`` has windows that are not trained on. All tokens are
-held in host memory; docs/data.md has the guarantees.
+``packing`` joins them (``messages`` those of conversations), ``order`` says which window is whose,
+``loader`` hands out batches, ``prefetch`` makes them ahead, and ``held_out`` has windows that are
+not trained on. All tokens are held in host memory; docs/data.md has the guarantees.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from anychip.train.data.bpe import BPETokenizer, train_bpe
 from anychip.train.data.extra import MissingExtraError
 from anychip.train.data.held_out import HeldOut
 from anychip.train.data.loader import Batch, Loader
+from anychip.train.data.messages import tokenize_messages
 from anychip.train.data.packing import IGNORED_TARGET, cu_seqlens, mask_targets, positions, tokenize
-from anychip.train.data.sources import find_files, read_documents, read_texts
+from anychip.train.data.sources import find_files, read_documents, read_messages, read_texts
 from anychip.train.data.text import (
     VOCAB_SIZE,
     ByteTokenizer,
@@ -26,6 +27,6 @@ from anychip.train.data.text import (
 __all__ = [
     "IGNORED_TARGET", "VOCAB_SIZE", "BPETokenizer", "Batch", "ByteTokenizer", "HeldOut",
     "Loader", "MissingExtraError", "Tokenizer", "cu_seqlens", "decode", "encode", "find_files",
-    "mask_targets", "positions", "python_documentation", "read_documents", "read_texts", "tokenize",
-    "train_bpe",
+    "mask_targets", "positions", "python_documentation", "read_documents", "read_messages",
+    "read_texts", "tokenize", "tokenize_messages", "train_bpe",
 ]  # fmt: skip

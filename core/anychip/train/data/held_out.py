@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anychip.train.data.packing import IGNORED_TARGET, mask_targets
+from anychip.train.data.packing import (
+    IGNORED_TARGET,
+    NO_TARGET,
+    has_marks,
+    mask_targets,
+    split_marked,
+)
 from anychip.train.data.text import Tokenizer
 
 
@@ -42,7 +48,7 @@ class HeldOut:
                 f"after it), got {len(tokens)}"
             )
         self.tokens, self.context, self.tokenizer = tokens, context, tokenizer
-        self.cross_document_targets = cross_document_targets
+        self.cross_document_targets, self._is_marked = cross_document_targets, has_marks(tokens)
 
     @property
     def num_windows(self) -> int:
@@ -58,6 +64,8 @@ class HeldOut:
         is_there = torch.from_numpy(index < len(self.tokens))
         index = np.minimum(index, len(self.tokens) - 1)
         windows = torch.from_numpy(self.tokens.numpy()[index].astype(np.int64))
+        if self._is_marked:
+            return split_marked(windows.masked_fill(~is_there, NO_TARGET))
         tokens = windows.masked_fill(~is_there, 0)[:, :-1].contiguous()
         targets = windows.masked_fill(~is_there, IGNORED_TARGET)[:, 1:].contiguous()
         if not self.cross_document_targets:

@@ -19,7 +19,7 @@ from torch import Tensor
 from anychip.contract import HOST
 from anychip.train import schema
 from anychip.train.data.order import Order, share
-from anychip.train.data.packing import mask_targets
+from anychip.train.data.packing import NO_TARGET, has_marks, mask_targets, split_marked
 from anychip.train.data.prefetch import Prefetcher
 from anychip.train.data.text import ByteTokenizer, Tokenizer
 
@@ -88,7 +88,8 @@ class Loader:
     Over the ranks every window of an epoch comes once too: :mod:`anychip.train.data.order`.
 
     Args:
-        tokens: (N,) of an integer dtype on the host, N at least ``context + 1``.
+        tokens: (N,) of an integer dtype on the host, N at least ``context + 1``; or marked, as
+            :func:`~anychip.train.data.tokenize_messages` gives them.
         batch_size: windows in a batch of this rank.
         device: where batches go.
         num_batches: end after so many in all, counted from the start of the data; None: never.
@@ -135,7 +136,7 @@ class Loader:
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
         self.cross_document_targets = cross_document_targets
         self.prefetch, self.pin = prefetch, pin
-        self.position = 0
+        self.position, self.is_marked = 0, has_marks(tokens)
         self._windows = _Windows(self)
         # The thread has the other one.
         self._order = Order(len(tokens), context=context, seed=seed)
@@ -168,7 +169,9 @@ class Loader:
         host = self._next_on_host()
         batch = host.windows.to(self.device, non_blocking=self.pin is not None)
         tokens, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-        if not self.cross_document_targets:
+        if self.is_marked:
+            tokens, targets = split_marked(batch)
+        elif not self.cross_document_targets:
             targets = mask_targets(tokens, targets, self.tokenizer.end_of_document)
         self.position += self.batch_size * self.world_size
         return tokens, targets
@@ -181,15 +184,17 @@ class Loader:
         """
         num_windows = num_batches * self.batch_size * self.world_size
         count = num_windows * self.context
-        if self.cross_document_targets:
+        if self.cross_document_targets and not self.is_marked:
             return count
         starts = self._order.starts(range(self.position, self.position + num_windows))
-        first, last = np.searchsorted(self._ends, (starts, starts + self.context))
+        first, last = np.searchsorted(self._untold, (starts, starts + self.context))
         return count - int((last - first).sum())
 
     @cached_property
-    def _ends(self) -> NDArray[np.int64]:
-        """Where in the tokens documents end."""
+    def _untold(self) -> NDArray[np.int64]:
+        """Where in the tokens the next one is no target."""
+        if self.is_marked:
+            return np.flatnonzero(self.tokens.numpy()[1:] & NO_TARGET)
         return np.flatnonzero(self.tokens.numpy() == self.tokenizer.end_of_document)
 
     def _next_on_host(self) -> _HostBatch:

@@ -4,6 +4,7 @@ Documents are joined, with the end-of-document token between two, and cut into w
 regard to them (:mod:`anychip.train.data.order`). What a model should know of their ends it computes
 from the tokens of a batch, on the batch's device: a document begins at the start of a row and after
 an end-of-document token, which itself belongs to the document that it ends.
+Where tokens alone do not say what is a target, or where a document begins, each has marks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from anychip.train.data.text import ByteTokenizer, Tokenizer
 
 IGNORED_TARGET = -100
 """A target without a loss; the default of ``ignore_index`` in cross_entropy."""
+
+NO_TARGET, BEGINS = 1 << 29, 1 << 30
+"""Marks of a token, an int32: it is not to be predicted; a document begins with it."""
 
 _CHARACTERS = 1 << 20
 
@@ -86,6 +90,31 @@ def mask_targets(tokens: Tensor, targets: Tensor, end_of_document: int) -> Tenso
     return targets.masked_fill(tokens == end_of_document, IGNORED_TARGET)
 
 
+def has_marks(tokens: Tensor) -> bool:
+    """Whether a row of tokens has marks; those without one are smaller."""
+    return tokens.dtype == torch.int32 and bool((tokens >= NO_TARGET).any())
+
+
+def split_marked(windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Of marked windows (B, S + 1) the tokens, with marks of beginnings, and targets: (B, S)."""
+    after = windows[:, 1:]
+    targets = (after & (NO_TARGET - 1)).masked_fill((after & NO_TARGET) != 0, IGNORED_TARGET)
+    return windows[:, :-1] & ~NO_TARGET, targets
+
+
+def unmarked(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens without marks, and the place of each in its document, or the row's part of it.
+
+    Args:
+        tokens: (B, S) int64, with the marks of beginnings.
+
+    Returns:
+        Each (B, S) int64.
+    """
+    begins = tokens >= BEGINS
+    return tokens & (NO_TARGET - 1), _places(begins)
+
+
 def positions(tokens: Tensor, end_of_document: int) -> Tensor:
     """Place of each token in its document, or in the part of it that the row has.
 
@@ -95,9 +124,13 @@ def positions(tokens: Tensor, end_of_document: int) -> Tensor:
     Returns:
         (B, S) int64: 0 at the start of a row and after an end-of-document token, and on from there.
     """
-    index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    begins = torch.where(_begins(tokens, end_of_document), index, 0)
-    return index - begins.cummax(dim=1).values
+    return _places(_begins(tokens, end_of_document))
+
+
+def _places(begins: Tensor) -> Tensor:
+    """(B, S) int64: how far the last beginning, or the start of the row, is behind."""
+    index = torch.arange(begins.shape[1], device=begins.device).expand_as(begins)
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
 def cu_seqlens(tokens: Tensor, end_of_document: int) -> Tensor:

@@ -49,6 +49,24 @@ def read_documents(paths: Sequence[str | Path], *, field: str = "text") -> Itera
     return _documents(find_files(paths), field)
 
 
+def read_messages(paths: Sequence[str | Path], *, field: str) -> Iterator[tuple[str, Any]]:
+    """What a field of JSON lines has, whatever it is, behind where it stands.
+
+    Raises:
+        FileNotFoundError, PermissionError, ValueError: as :func:`read_documents`; or a file is none
+            of JSON lines.
+    """
+    for path in find_files(paths):
+        if _suffix(path) != ".jsonl":
+            raise ValueError(f"data file {path}: {field} are read from JSON lines, .jsonl expected")
+        is_empty = True
+        for where, value in _values(path, field):
+            yield where, value
+            is_empty = False
+        if is_empty:
+            raise ValueError(f"data file {path} is empty: it has no {field}")
+
+
 def _documents(files: Sequence[Path], field: str) -> Iterator[str]:
     for path in files:
         read = _READERS.get(_suffix(path), _read_text)
@@ -161,6 +179,15 @@ def _read_text(path: Path, field: str) -> Located:
 
 
 def _read_jsonl(path: Path, field: str) -> Located:
+    for where, value in _values(path, field):
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{where}: a string expected in the field {field!r}, got {_shortened(value)}"
+            )
+        yield where, value
+
+
+def _values(path: Path, field: str) -> Iterator[tuple[str, Any]]:
     with _unpacked(path) as file:
         for number, line in enumerate(file, 1):
             where = f"data file {path}, line {number}"
@@ -181,18 +208,14 @@ def _parsed(line: bytes, where: str) -> Any:
         raise ValueError(f"{where}: JSON expected that Python can read: {error}") from error
 
 
-def _field_of(row: Any, field: str, where: str) -> str:
+def _field_of(row: Any, field: str, where: str) -> Any:
     if not isinstance(row, dict):
         raise ValueError(
             f"{where}: an object with the field {field!r} expected, got {_shortened(row)}"
         )
     if field not in row:
         raise ValueError(_missing(where, "field", field, row))
-    if not isinstance(row[field], str):
-        raise ValueError(
-            f"{where}: a string expected in the field {field!r}, got {_shortened(row[field])}"
-        )
-    return str(row[field])
+    return row[field]
 
 
 def _read_parquet(path: Path, field: str) -> Located:

@@ -11,10 +11,29 @@ from anychip.runtime import on_host
 from anychip.train.models.decoder import Decoder, LossReduction, Parts
 from anychip.train.models.gpt import GPT, GPTConfig
 from anychip.train.models.llama import Llama, LlamaConfig
+from anychip.train.models.pretrained import (
+    Fuse,
+    Pretrained,
+    PretrainedConfig,
+    PretrainedError,
+    copy_description,
+    load_tokenizer,
+)
+
+ModelConfig = GPTConfig | LlamaConfig | PretrainedConfig
 
 
-def build(config: GPTConfig | LlamaConfig) -> GPT | Llama:
-    """The model of a configuration, with fresh weights from torch's generator."""
+def build(config: ModelConfig, fuse: Fuse | None = None) -> Decoder:
+    """The model of a configuration, with fresh weights from torch's generator, or a directory's.
+
+    Args:
+        fuse: puts operators into a model of another library.
+
+    Raises:
+        OSError, PretrainedError, MissingExtraError: a directory's model cannot be built.
+    """
+    if isinstance(config, PretrainedConfig):
+        return Pretrained(config, fuse)
     return GPT(config) if isinstance(config, GPTConfig) else Llama(config)
 
 
@@ -78,6 +97,7 @@ def _likeliest(weights_BV: Tensor, part: float) -> Tensor:
 
 
 __all__ = [
-    "GPT", "Decoder", "GPTConfig", "Llama", "LlamaConfig", "LossReduction", "Parts", "build",
-    "generate", "parameter_groups",
+    "GPT", "Decoder", "Fuse", "GPTConfig", "Llama", "LlamaConfig", "LossReduction", "ModelConfig",
+    "Parts", "Pretrained", "PretrainedConfig", "PretrainedError", "build",
+    "copy_description", "generate", "load_tokenizer", "parameter_groups",
 ]  # fmt: skip

@@ -1,0 +1,306 @@
+"""A decoder of Hugging Face transformers, from a directory: to be trained whole, or by adapters.
+
+transformers builds the model from ``config.json`` and loads the weights, from safetensors only; no
+code runs that comes with the directory, and nothing is fetched. The adapters are PEFT's. The
+modules keep their names, so that a checkpoint has the names of transformers. Not part of this
+version: stages of a pipeline.
+
+Source of the adapters: Hu et al. 2021, arXiv:2106.09685.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anychip import ops
+from anychip.contract import AnychipError, UnsupportedError
+from anychip.train import files
+from anychip.train.data.extra import require
+from anychip.train.data.packing import unmarked
+from anychip.train.models.decoder import Decoder, LossReduction, Parts
+
+EXTRA = "hf"
+Fuse = Callable[[nn.Module], object]
+"""Puts our operators into a model, as ``anychip.fuse`` does."""
+
+
+class PretrainedError(AnychipError, ValueError):
+    """A directory has no model that can be trained here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainedConfig:
+    """A model of a directory that transformers reads, which says all of its sizes.
+
+    Attributes:
+        path: the directory, with config.json, a tokenizer, and weights in safetensors; without
+            weights training begins from scratch. To give it is to choose this kind.
+        context: tokens of a sequence in training.
+        fuse: the model's norms, activations, rotary positions and attention are anychip's.
+        lora_rank: of adapters beside linear layers, which alone are trained; 0: all weights are.
+        lora_alpha: adapters count lora_alpha / lora_rank times.
+        lora_targets: names of the layers that have adapters; none: all linear ones but the head.
+    """
+
+    path: str = ""
+    context: int = 512
+    fuse: bool = True
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.context < 1 or self.lora_rank < 0:
+            name, least = ("context", 1) if self.context < 1 else ("lora_rank", 0)
+            raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not self.lora_alpha > 0.0:
+            raise ValueError(f"lora_alpha must be greater than 0, got {self.lora_alpha}")
+        if self.lora_targets and not self.lora_rank:
+            raise ValueError(
+                f"lora_targets = {list(self.lora_targets)} needs adapters: set lora_rank to at "
+                "least 1"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that there are, as config.json says."""
+        return int(described(self.path).get_text_config().vocab_size)
+
+    @property
+    def width(self) -> int:
+        """Of a token's vector."""
+        return int(described(self.path).get_text_config().hidden_size)
+
+    @property
+    def family(self) -> str:
+        """What transformers calls such models."""
+        return str(described(self.path).model_type)
+
+
+class Pretrained(Decoder):
+    """A causal decoder of transformers, under its own names.
+
+    Args:
+        fuse: is applied to what was built, where the settings want it.
+
+    Attributes:
+        packs: batches have marks where documents begin (:mod:`anychip.train.data.packing`), and no
+            token sees another document.
+
+    Raises:
+        FileNotFoundError, PretrainedError: the directory is not there, or cannot be read.
+        MissingExtraError: transformers, or for adapters peft, is not installed.
+    """
+
+    parts = Parts((), "", ())
+
+    def __init__(self, config: PretrainedConfig, fuse: Fuse | None = None) -> None:
+        super().__init__()
+        self.config, self.packs = config, False
+        net = _built(config)
+        if fuse is not None and config.fuse:
+            fuse(net)
+        tuner = _add_adapters(net, config) if config.lora_rank else None
+        # Not registered: the modules are this one's own, under the net's names.
+        object.__setattr__(self, "_tuner", tuner)
+        object.__setattr__(self, "net", net)
+        self._modules = net._modules
+
+    net: Any
+    _tuner: Any
+
+    def train(self, mode: bool = True) -> Pretrained:
+        """As torch's."""
+        self.net.training = mode
+        return super().train(mode)
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, reduction: LossReduction = "mean"
+    ) -> Tensor:
+        """As every decoder's."""
+        given = {"input_ids": tokens}
+        if self.packs:
+            given["input_ids"], given["position_ids"] = unmarked(tokens)
+        logits: Tensor = self.net(**given, use_cache=False).logits
+        if targets is None:
+            return logits
+        return ops.cross_entropy(logits, targets, reduction=reduction)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Raises UnsupportedError: the model is not cut."""
+        raise _not_cut()
+
+    def logits(self, x_BSD: Tensor) -> Tensor:
+        """Raises UnsupportedError: the model is not cut."""
+        raise _not_cut()
+
+    def save(self, folder: Path, *, part_nbytes: int) -> None:
+        """Writes the weights as transformers loads them; adapters are merged, for good."""
+        whole = self.net if self._tuner is None else self._tuner.merge_and_unload()
+        whole.save_pretrained(folder, max_shard_size=part_nbytes)
+
+    def save_adapters(self, folder: Path) -> None:
+        """Writes the adapters alone, as PEFT loads them."""
+        peft = require("peft", "adapters", extra=EXTRA)
+        tensors = peft.get_peft_model_state_dict(self.net)
+        named = {f"base_model.model.{name}": value for name, value in tensors.items()}
+        write = require("safetensors.torch", "adapters", extra=EXTRA).save_file
+        write(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        self.net.peft_config["default"].save_pretrained(folder)
+
+
+def _not_cut() -> UnsupportedError:
+    return UnsupportedError("a model of transformers is not cut into stages in this version")
+
+
+@lru_cache(maxsize=4)
+def described(path: str) -> Any:
+    """What transformers makes of a directory's config.json; not to be changed.
+
+    Raises:
+        FileNotFoundError: there is none.
+        PretrainedError: transformers does not know it, or knows it with foreign code only; the
+            weights are quantized.
+        MissingExtraError: transformers is not installed.
+    """
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"model.path: {folder} has no config.json; a directory expected as transformers saves "
+            "a model (nothing is downloaded)"
+        )
+    library = require("transformers", f"model.path = {path}", extra=EXTRA)
+    try:
+        found = library.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        text = str(error).strip().partition("\n")[0]
+        raise PretrainedError(f"model.path: {folder}: config.json cannot be read: {text}") from None
+    if getattr(found, "quantization_config", None):
+        raise PretrainedError(
+            f"model.path: {folder} has quantized weights, which are not trained; take the model "
+            "that they were made from"
+        )
+    # A file may name kernels here that would be fetched; what computes is not its to say.
+    found._attn_implementation = found._experts_implementation = None
+    return found
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a directory has weights to begin with.
+
+    Raises:
+        PretrainedError: they are pickles, or adapters.
+    """
+    for name in ("adapter_config.json", "pytorch_model*.bin*"):
+        if any(folder.glob(name)):
+            what = "adapters, not a whole model: merge them first"
+            if name.endswith("*"):
+                what = "weights in pickles, which can hold code: save them as safetensors"
+            if not any(folder.glob("model*.safetensors")) or name == "adapter_config.json":
+                raise PretrainedError(f"model.path: {folder} has {what}")
+    return any(folder.glob("model*.safetensors"))
+
+
+def _built(config: PretrainedConfig) -> Any:
+    """The model of transformers, in float32, ready to be trained."""
+    folder, about = Path(config.path), copy.deepcopy(described(config.path))
+    most = getattr(about.get_text_config(), "max_position_embeddings", None)
+    if most is not None and config.context > most:
+        raise PretrainedError(
+            f"model.context = {config.context} is more than the {most} positions that {folder} "
+            f"has; set model.context={most} or less"
+        )
+    auto: Any = require("transformers", "a model", extra=EXTRA).AutoModelForCausalLM
+    options = {"dtype": torch.float32, "trust_remote_code": False}
+    try:
+        if not has_weights(folder):
+            return auto.from_config(about, **options).train()
+        net, told = auto.from_pretrained(
+            folder, config=about, local_files_only=True, use_safetensors=True,
+            output_loading_info=True, **options,
+        )  # fmt: skip
+    except PretrainedError:
+        raise
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        text = str(error).strip().partition("\n")[0]
+        raise PretrainedError(f"model.path: {folder} cannot be loaded: {text}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if wrong := sorted(map(str, told[kind])):
+            raise PretrainedError(
+                f"model.path: the weights in {folder} are not those of its config.json: "
+                f"{kind.replace('_', ' ')} {', '.join(wrong[:3])}{' ...' * (len(wrong) > 3)}"
+            )
+    return net.train()
+
+
+def _add_adapters(net: Any, config: PretrainedConfig) -> Any:
+    """Puts adapters beside layers; all other weights are frozen. What can merge them."""
+    peft = require("peft", f"model.lora_rank = {config.lora_rank}", extra=EXTRA)
+    settings = peft.LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=list(config.lora_targets) or "all-linear",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=config.path,
+        # Layers of GPT-2 hold their weights as (in, out).
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in net.modules()),
+    )
+    try:
+        return peft.LoraModel(net, settings, "default")
+    except ValueError as error:
+        text = str(error).partition("\n")[0]
+        raise PretrainedError(f"model.lora_targets: {text}") from None
+
+
+_DESCRIPTION = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+"""What a directory may have besides weights."""
+
+
+def copy_description(folder: Path, out: Path, *, but: Collection[str] = ()) -> None:
+    """Copies what a directory has besides weights."""
+    out.mkdir(exist_ok=True)
+    for name in _DESCRIPTION:
+        if name not in but and (folder / name).is_file():
+            files.write(out / name, (folder / name).read_bytes())
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model's directory, as transformers has it; not to be changed.
+
+    Raises:
+        PretrainedError: there is none that tokens can be made with here.
+        MissingExtraError: transformers is not installed.
+    """
+    folder = Path(path)
+    if not (folder / "tokenizer.json").is_file():
+        raise PretrainedError(
+            f"model.path: {folder} has no tokenizer.json; name a tokenizer's file, like "
+            "data.tokenizer=FILE.json"
+        )
+    library = require("transformers", f"model.path = {path}", extra=EXTRA)
+    try:
+        found = library.AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        text = str(error).strip().partition("\n")[0]
+        raise PretrainedError(f"model.path: {folder}: no tokenizer can be read: {text}") from None
+    if not found.eos_token:
+        raise PretrainedError(
+            f"model.path: the tokenizer in {folder} has no eos_token, which ends a document"
+        )
+    return found

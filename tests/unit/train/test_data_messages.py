@@ -1,0 +1,145 @@
+"""Conversations: which tokens are an answer's, by marks of a template and without them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from anychip.train import data
+from anychip.train.data.packing import BEGINS, NO_TARGET, unmarked
+from tests.integration.train import directories
+
+Chat = list[tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = directories.make(tmp_path_factory.mktemp("model"), "Llama")
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def talk(chat: Chat) -> tuple[str, Any]:
+    return "here", [{"role": role, "content": text} for role, text in chat]
+
+
+def learnt(tokens: Tensor, tokenizer: Any) -> str:
+    """The text of the tokens that are targets."""
+    return str(tokenizer.decode([int(t) for t in tokens if not t & NO_TARGET]))
+
+
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}"
+    "{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+REWRITING = "{% for m in messages %}{{ loop.revindex }}{{ m.role }}{{ m.content }}{% endfor %}"
+LONG: Chat = directories.CHATS[1]
+ANSWERS = "It is.<|im_end|>An hour; the rain.<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [directories.TEMPLATE, MARKED], ids=["compared", "marked"])
+def test_answers_and_the_token_that_ends_them_are_targets_and_nothing_else(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    tokens = data.tokenize_messages([talk(LONG), talk(directories.CHATS[0])], tokenizer)
+    assert learnt(tokens, tokenizer) == f"{ANSWERS}On the mat.<|im_end|>"
+    texts = [
+        "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in chat)
+        for chat in (LONG, directories.CHATS[0])
+    ]
+    assert tokenizer.decode((tokens & (NO_TARGET - 1)).tolist()) == "".join(texts)
+    first = len(tokenizer(texts[0], add_special_tokens=False)["input_ids"])
+    assert (tokens & BEGINS).nonzero().flatten().tolist() == [0, first]
+
+
+def test_answer_that_is_written_like_the_template_has_no_further_marks(tokenizer: Any) -> None:
+    """What a person writes does not move where answers are."""
+    chat = [("user", "assistant\nOn the mat."), ("assistant", "user\nOn the mat.")]
+    tokens = data.tokenize_messages([talk(chat)], tokenizer)
+    assert learnt(tokens, tokenizer) == "user\nOn the mat.<|im_end|>"
+
+
+@pytest.mark.parametrize(("template", "chat", "answer"), [
+    (None, LONG, "no chat template"),
+    (REWRITING, LONG, "changes what stands before an answer"),
+    ("{{ raise_exception('no system') }}", LONG, "refuses it: no system"),
+    ("{{ messages.__class__.__mro__ }}", LONG, "refuses it"),
+    (directories.TEMPLATE, [("user", "Where?")], "the assistant says nothing"),
+    (directories.TEMPLATE, [], "a list of messages expected"),
+], ids=str)  # fmt: skip
+def test_conversation_that_cannot_be_learnt_is_refused_by_its_place(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: str | None, chat: Chat, answer: str
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(ValueError, match=answer) as raised:
+        data.tokenize_messages([talk(chat)], tokenizer)
+    assert template is None or str(raised.value).startswith("here: ")
+
+
+def marked(count: int = 300) -> tuple[Tensor, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Tokens 0, 1, 2, ... of documents of 1 to 17 tokens; which are targets, and which begin."""
+    generator = np.random.default_rng(1)
+    begins = np.zeros(count, dtype=bool)
+    begins[np.cumsum(generator.integers(1, 18, count))[:40].clip(max=count - 1)] = True
+    begins[0] = True
+    told = (generator.random(count) < 0.4) & ~begins
+    row = np.arange(count) + np.where(told, 0, NO_TARGET) + np.where(begins, BEGINS, 0)
+    return torch.from_numpy(row.astype(np.int32)), told, begins
+
+
+def places(tokens: Tensor, begins: np.ndarray[Any, Any]) -> list[list[int]]:
+    """Counted one by one."""
+    found = []
+    for row in tokens.tolist():
+        here: list[int] = []
+        for number, token in enumerate(row):
+            here.append(0 if number == 0 or begins[token] else here[-1] + 1)
+        found.append(here)
+    return found
+
+
+def test_batches_of_marked_tokens_have_their_targets_places_and_numbers() -> None:
+    row, told, begins = marked()
+    loader = data.Loader(row, context=16, batch_size=3, seed=4)
+    for _ in range(20):
+        number = loader.num_targets(2)
+        found = 0
+        for tokens, targets in (loader.next_batch(), loader.next_batch()):
+            plain, position = unmarked(tokens)
+            after = plain + 1
+            want = np.where(told[after.numpy()], after.numpy(), data.IGNORED_TARGET)
+            assert targets.tolist() == want.tolist()
+            assert position.tolist() == places(plain, begins)
+            found += int((targets >= 0).sum())
+        assert found == number
+
+
+def test_held_out_windows_of_marked_tokens_have_every_target_once() -> None:
+    row, told, begins = marked(101)
+    held_out = data.HeldOut(row, context=16, tokenizer=data.ByteTokenizer())
+    tokens, targets = held_out.batch(range(held_out.num_windows + 1))
+    assert sorted(targets[targets >= 0].tolist()) == np.flatnonzero(told).tolist()
+    plain, position = unmarked(tokens[: held_out.num_windows - 1])
+    assert position.tolist() == places(plain, begins)
+
+
+@pytest.mark.parametrize(("name", "line", "answer"), [
+    ("a.txt", "text", "JSON lines, .jsonl expected"),
+    ("a.jsonl", json.dumps({"text": "x"}), "line 1: there is no field 'messages'"),
+    ("a.jsonl", "", "is empty: it has no messages"),
+], ids=str)  # fmt: skip
+def test_file_without_messages_is_refused_by_name(
+    tmp_path: Path, name: str, line: str, answer: str
+) -> None:
+    (tmp_path / name).write_text(line)
+    with pytest.raises(ValueError, match=answer):
+        list(data.read_messages([tmp_path / name], field="messages"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ from torch import Tensor
 
 from anychip.cli import group
 from anychip.cli.train_command import printable
-from anychip.train import data
+from anychip.train import data, models
 from tests.integration.train import directories
 from tests.integration.train.forked import Server
 from tests.integration.train.processes import rows
 
 STEPS, CONTEXT, BATCH = 20, 24, 4
+LONG = 64
+"""A context in which answers stand behind another conversation."""
 FAMILIES = ("Llama", "Qwen3", "Gemma2", "GPT2", "Mixtral")
 ALWAYS = ("Llama", "GPT2")
 SETTINGS = (
-    *(f"model.context={CONTEXT}", "run.precision=fp32", "run.sample_tokens=4", "run.seed=3"),
+    *("run.precision=fp32", "run.sample_tokens=4", "run.seed=3"),
     *("schedule.kind=constant", "--backend", "cpu"),
 )
 RATE = f"optimizer.lr={directories.LR}"
@@ -45,8 +48,10 @@ def anychip(*words: str, code: int = 0) -> None:
 
 
 def train(folder: Path, out: Path, *more: str, steps: int = STEPS, rate: str = RATE) -> None:
-    words = ("--model", str(folder), "--steps", str(steps), f"data.batch_size={BATCH}", rate)
-    anychip("train", *words, "--out", str(out), *SETTINGS, *more)
+    words = ("--model", str(folder), "--steps", str(steps), "--out", str(out), rate)
+    shape = (f"data.batch_size={BATCH}", f"model.context={CONTEXT}")
+    shape = tuple(w for w in shape if not any(m.startswith(w.partition("=")[0]) for m in more))
+    anychip("train", *words, *SETTINGS, *shape, *more)
 
 
 def losses(out: Path) -> list[float]:
@@ -58,9 +63,9 @@ def load(folder: Path) -> Any:
     return model.train()
 
 
-def batches(tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(tokens: Tensor, context: int = CONTEXT) -> Iterator[tuple[Tensor, Tensor]]:
     """Windows in the order of the loader, which is not what is tested here."""
-    yield from data.Loader(tokens, context=CONTEXT, batch_size=BATCH, seed=3)
+    yield from data.Loader(tokens, context=context, batch_size=BATCH, seed=3)
 
 
 def logits(model: Any) -> Tensor:
@@ -114,6 +119,8 @@ def test_adapters_train_as_those_of_peft_and_are_exported_merged_or_alone(
 
     anychip("export", str(tmp_path / "run"), str(tmp_path / "alone"), "--adapters")
     anychip("export", str(tmp_path / "run"), str(tmp_path / "merged"))
+    about = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
+    assert (about["r"], about["lora_alpha"]) == (4, 8)
     alone = peft.PeftModel.from_pretrained(load(folder), tmp_path / "alone")
     torch.testing.assert_close(logits(alone), logits(theirs), **LOGITS)
     assert not torch.allclose(logits(alone), logits(load(folder)), rtol=0, atol=2e-2)
@@ -133,7 +140,13 @@ def test_two_ranks_have_the_losses_of_one_at_every_stage(
     folder, text = directories.make(tmp_path / "model", "Llama"), directories.texts(tmp_path)
     train(folder, tmp_path / "one", "--data", text, *adapters)
     words = ("--model", str(folder), "--data", text, "--steps", str(STEPS), "--out", "two")
-    more = (RATE, f"data.batch_size={BATCH // 2}", f"optimizer.stage={stage}", *adapters)
+    more = (
+        RATE,
+        f"data.batch_size={BATCH // 2}",
+        f"model.context={CONTEXT}",
+        f"optimizer.stage={stage}",
+        *adapters,
+    )
     for ended in ranks.run("train", *words, *SETTINGS, *more, world_size=2, cwd=tmp_path):
         assert ended.code == 0, ended.err
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=CLOSE)
@@ -166,16 +179,16 @@ def test_of_messages_answers_alone_are_learnt_and_no_conversation_sees_another(
     tmp_path: Path, family: str
 ) -> None:
     folder = directories.make(tmp_path / "model", family)
+    # In two batches, which have different numbers of targets.
+    parts = (f"data.batch_size={BATCH // 2}", "data.accumulation=2", f"model.context={LONG}")
     words = ("--data", directories.chats(tmp_path), "data.field=messages")
-    train(folder, tmp_path / "run", *words)
+    train(folder, tmp_path / "run", *words, *parts)
     tokens, answers, places = map(torch.tensor, conversations(folder))
 
     def windows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         numbers = torch.arange(len(tokens), dtype=torch.int32)
-        for here, after in batches(numbers):
-            begin = here[:, :1] - places[here[:, :1]]
+        for here, after in batches(numbers, LONG):
             position = torch.minimum(places[here], here - here[:, :1])
-            assert begin.shape == (BATCH, 1)
             yield tokens[here], tokens[after].masked_fill(~answers[after], -100), position
 
     want = directories.plain_losses(load(folder), windows(), STEPS)
@@ -270,3 +283,13 @@ def test_kernels_that_a_config_names_are_not_asked_for(tmp_path: Path) -> None:
     folder = directories.make(tmp_path / "model", "Llama")
     spoil(folder, {"attn_implementation": "someone/kernel", "_attn_implementation": "a/b"})
     train(folder, tmp_path / "run", "--data", directories.texts(tmp_path), steps=1)
+
+
+@pytest.mark.parametrize(("library", "given"), [("transformers", {}), ("peft", {"lora_rank": 2})])
+def test_library_that_is_missing_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, given: dict[str, int]
+) -> None:
+    folder = directories.make(tmp_path / "model", "Llama")
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(data.MissingExtraError, match=rf"needs '{library}'.*'anychip\[hf\]'"):
+        models.Pretrained(models.PretrainedConfig(path=str(folder), context=CONTEXT, **given))

@@ -142,7 +142,8 @@ def ideal_seconds(
     """What a step would take if all ranks computed at their rates all the time; a collective call.
 
     The operations are those of forward and backward, as specs of operators state them. None: the
-    rate of products in a dtype is not known of some device, measured or by its properties.
+    rate of products in a dtype is not known of some device, measured or by its properties; or the
+    model is of another library, whose operations are not counted.
 
     Raises:
         OSError, ValueError: ``parallel.rates`` cannot be read, or has not this device.
@@ -151,7 +152,7 @@ def ideal_seconds(
     known = (rates or chip.properties()).flops.get(dtype)
     told: list[float | None] = gather_objects(comm, known)
     found = [rate for rate in told if rate]
-    if len(found) < len(told):
+    if len(found) < len(told) or isinstance(whole, models.Pretrained):
         return None
     tokens = _tokens(config, next(whole.parameters()).device)
     flops = sum(cost.total for cost in parallel.estimate_costs(whole, tokens, tokens))

@@ -141,13 +141,13 @@ def build(
     texts = (read or read_texts)(config)
     loader = _loader(config, chip, mesh.axis("data"), texts)
     torch.manual_seed(config.run.seed)
-    whole, ideal_s = _whole(config, fuse, chip, comm, policy.dtype)
+    whole = _whole(config, fuse)
+    run = Run(config=config, mesh=mesh, model=whole, policy=policy, loader=loader)
+    run.watch = Watch(chip, ideal_seconds(config, chip, comm, whole, policy.dtype))
     torch.manual_seed(rank_seed(config.run.seed, comm.rank))
     # Nothing here draws from it; its state is saved, and alike for alike runs.
     random.seed(rank_seed(config.run.seed, comm.rank))
-    run = Run(config=config, mesh=mesh, model=whole, policy=policy, loader=loader)
-    run.watch, run.held_out = Watch(chip, ideal_s), _held_out(config, texts)
-    run.trackers = trackers
+    run.trackers, run.held_out = trackers, _held_out(config, texts)
     run.saver = checkpoint.Saver() if config.checkpoint.asynchronous else None
     if config.parallel.pipeline > 1:
         _cut(run, whole, chip)
@@ -156,18 +156,11 @@ def build(
     return run
 
 
-def _whole(
-    config: Config,
-    fuse: models.Fuse | None,
-    chip: Backend,
-    comm: Communicator,
-    dtype: torch.dtype,
-) -> tuple[models.Decoder, float | None]:
-    """The model, and what a step takes at the rates of all devices, where they are known."""
+def _whole(config: Config, fuse: models.Fuse | None) -> models.Decoder:
     whole = models.build(config.model, fuse)
     if isinstance(whole, models.Pretrained):
         whole.packs = config.has_messages
-    return whole, ideal_seconds(config, chip, comm, whole, dtype)
+    return whole
 
 
 def _loader(config: Config, chip: Backend, replicas: Communicator, texts: Texts) -> data.Loader:

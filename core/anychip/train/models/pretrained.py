@@ -177,14 +177,7 @@ def described(path: str) -> Any:
             f"model.path: {folder} has no config.json; a directory expected as transformers saves "
             "a model (nothing is downloaded)"
         )
-    library = require("transformers", f"model.path = {path}", extra=EXTRA)
-    try:
-        found = library.AutoConfig.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        text = str(error).strip().partition("\n")[0]
-        raise PretrainedError(f"model.path: {folder}: config.json cannot be read: {text}") from None
+    found = _read(folder, "AutoConfig", "config.json")
     if getattr(found, "quantization_config", None):
         raise PretrainedError(
             f"model.path: {folder} has quantized weights, which are not trained; take the model "
@@ -193,6 +186,23 @@ def described(path: str) -> Any:
     # A file may name kernels here that would be fetched; what computes is not its to say.
     found._attn_implementation = found._experts_implementation = None
     return found
+
+
+def _read(folder: Path, reader: str, what: str) -> Any:
+    """What a reader of transformers makes of a directory: nothing is run that it has, or fetched.
+
+    Raises:
+        PretrainedError: it cannot be read.
+        MissingExtraError: transformers is not installed.
+    """
+    library = require("transformers", f"model.path = {folder}", extra=EXTRA)
+    try:
+        return getattr(library, reader).from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        text = str(error).strip().partition("\n")[0]
+        raise PretrainedError(f"model.path: {folder}: {what} cannot be read: {text}") from None
 
 
 def has_weights(folder: Path) -> bool:
@@ -291,14 +301,7 @@ def load_tokenizer(path: str) -> Any:
             f"model.path: {folder} has no tokenizer.json; name a tokenizer's file, like "
             "data.tokenizer=FILE.json"
         )
-    library = require("transformers", f"model.path = {path}", extra=EXTRA)
-    try:
-        found = library.AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        text = str(error).strip().partition("\n")[0]
-        raise PretrainedError(f"model.path: {folder}: no tokenizer can be read: {text}") from None
+    found = _read(folder, "AutoTokenizer", "its tokenizer")
     if not found.eos_token:
         raise PretrainedError(
             f"model.path: the tokenizer in {folder} has no eos_token, which ends a document"

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,15 @@ def manifests(name: str) -> list[dict[str, Any]]:
 
 def container() -> dict[str, Any]:
     """The container of the Job."""
-    (job,) = (each for each in manifests("job.yaml") if each["kind"] == "Job")
+    _, job = manifests("job.yaml")
     found: dict[str, Any] = job["spec"]["template"]["spec"]["containers"][0]
     return found
 
 
 def test_manifests_are_what_kubernetes_knows() -> None:
-    kinds = [each["kind"] for each in manifests("job.yaml")]
-    assert kinds == ["Service", "PersistentVolumeClaim", "Job"]
-    for manifest in manifests("job.yaml"):
+    found = [*manifests("runs.yaml"), *manifests("job.yaml")]
+    assert [each["kind"] for each in found] == ["PersistentVolumeClaim", "Service", "Job"]
+    for manifest in found:
         kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
 
@@ -57,10 +57,16 @@ def test_the_train_job_is_what_kubeflow_knows() -> None:
     known = models.TrainerV1alpha1TrainJob.from_dict(job)
     assert known is not None
     assert known.to_dict() == job, "a key that is unknown is left out"
+    (claim,) = manifests("runs.yaml")
+    (node,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"][
+        "replicatedJobs"
+    ]
+    (volume,) = node["template"]["spec"]["template"]["spec"]["volumes"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
 
 
 def test_parts_of_the_job_name_each_other() -> None:
-    service, claim, job = manifests("job.yaml")
+    (claim,), (service, job) = manifests("runs.yaml"), manifests("job.yaml")
     name, spec = job["metadata"]["name"], job["spec"]["template"]["spec"]
     assert service["spec"]["selector"] == {"job-name": name}
     assert spec["subdomain"] == service["metadata"]["name"]
@@ -70,26 +76,25 @@ def test_parts_of_the_job_name_each_other() -> None:
     assert f"--nnodes {MACHINES} " in container()["args"][0]
 
 
-def of_kubernetes(folder: Path, port: int) -> list[tuple[list[str], Mapping[str, str]]]:
-    """Per machine its command, with an address, a folder and settings of this host."""
+Machine = tuple[list[str], Mapping[str, str]]
+"""A command, and the variables that it is given."""
+
+
+def of_kubernetes(folder: Path, port: int, settings: Sequence[str]) -> list[Machine]:
+    """The Job's, with an address, a folder and settings of this host."""
     (script,) = container()["args"]
     here = {
         "anychip-0.anychip": "127.0.0.1", "29500": str(port), "/runs/job": str(folder / "out"),
-        "--nproc-per-node 2": "--nproc-per-node 1",
-        "$resume": f"{' '.join(SETTINGS)} $resume",
+        "--nproc-per-node 2": "--nproc-per-node 1", " $resume": f" $resume {' '.join(settings)}",
     }  # fmt: skip
     for known, mine in here.items():
         assert known in script
         script = script.replace(known, mine)
-    command = [*container()["command"], script]
     secret = folder / "secret"
     secret.write_text("0" * 32, encoding="utf-8")
-    given = {
-        "BACKEND": "cpu",
-        "ANYCHIP_INTERFACE": "lo",
-        "ANYCHIP_SECRET_FILE": str(secret),
-    }
+    given = {"BACKEND": "cpu", "ANYCHIP_INTERFACE": "lo", "ANYCHIP_SECRET_FILE": str(secret)}
     assert given.keys() == {each["name"] for each in container()["env"]}
+    command = [*container()["command"], script]
     return [(command, {**given, "JOB_COMPLETION_INDEX": str(m)}) for m in range(MACHINES)]
 
 
@@ -101,7 +106,7 @@ for one in "${all[@]}"; do wait "$one" || exit 1; done
 """
 
 
-def of_slurm(folder: Path, port: int) -> list[tuple[list[str], Mapping[str, str]]]:
+def of_slurm(folder: Path, port: int, settings: Sequence[str]) -> list[Machine]:
     """The script, with commands of SLURM that have two machines in this one."""
     tools = folder / "slurm"
     tools.mkdir(exist_ok=True)
@@ -114,7 +119,7 @@ def of_slurm(folder: Path, port: int) -> list[tuple[list[str], Mapping[str, str]
         "OUT": str(folder / "out"), "ANYCHIP_INTERFACE": "lo",
         "PATH": f"{tools}{os.pathsep}{_path()}",
     }  # fmt: skip
-    return [(["bash", str(DEPLOY / "slurm/train.sbatch"), *SETTINGS], given)]
+    return [(["bash", str(DEPLOY / "slurm/train.sbatch"), *settings], given)]
 
 
 def _path() -> str:
@@ -123,23 +128,22 @@ def _path() -> str:
 
 @pytest.mark.grid
 @pytest.mark.parametrize("machines", [of_kubernetes, of_slurm])
-def test_the_command_trains_on_two_machines_and_goes_on(machines: Any, tmp_path: Path) -> None:
+def test_the_command_trains_on_two_machines_and_goes_on(
+    machines: Callable[[Path, int, Sequence[str]], list[Machine]], tmp_path: Path
+) -> None:
     if machines is of_slurm and shutil.which("openssl") is None:
         pytest.skip("the script makes its secret by openssl, which is not here")
     port = free_port()
     while not 20000 <= port < 40000:
         port = free_port()
     for steps in (2, 4):
-        ends = []
-        for command, given in machines(tmp_path, port):
-            words = [word.replace("$resume", f"--steps {steps} $resume") for word in command]
-            words = words if words != command else [*words, "--steps", str(steps)]
-            ends.append(
-                subprocess.Popen(
-                    words, cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT, env=variables() | {"PATH": _path(), **given},
-                )
-            )  # fmt: skip
+        ends = [
+            subprocess.Popen(
+                command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env=variables() | {"PATH": _path(), **given},
+            )
+            for command, given in machines(tmp_path, port, [*SETTINGS, "--steps", str(steps)])
+        ]  # fmt: skip
         for end in ends:
             output = end.communicate(timeout=200)[0]
             assert end.returncode == 0, output

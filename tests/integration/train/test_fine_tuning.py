@@ -222,6 +222,17 @@ def test_run_is_resumed_evaluated_and_sampled_without_the_directory(
     assert out.strip() == printable(tokenizer.decode(prompt[0]), "utf-8").strip()
 
 
+@family("Gemma2")
+def test_reading_on_gives_the_logits_of_reading_all(tmp_path: Path, family: str) -> None:
+    folder = directories.make(tmp_path, family)
+    model = models.build(models.PretrainedConfig(path=str(folder), context=24)).eval()
+    tokens = torch.randint(3, 250, (2, 20), generator=torch.Generator().manual_seed(5))
+    for model.packs in (False, True):  # type: ignore[attr-defined]
+        with torch.no_grad(), model.reading_on():
+            parts = torch.cat([model(part) for part in tokens.split([7, 1, 1, 11], 1)], 1)
+        torch.testing.assert_close(parts, model(tokens).detach(), **LOGITS)
+
+
 def test_directory_without_weights_is_trained_from_scratch(tmp_path: Path) -> None:
     folder, text = directories.make(tmp_path / "model", "Llama"), directories.texts(tmp_path)
     for file in folder.glob("model*"):

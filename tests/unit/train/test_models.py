@@ -201,6 +201,30 @@ def test_generate_at_temperature_zero_takes_the_likeliest_token() -> None:
     assert model.training
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_reading_on_gives_the_logits_of_reading_all(name: str) -> None:
+    """In parts of some tokens and of one; nothing is left for the next call."""
+    model = build(CONFIGS[name]).eval()
+    tokens, _ = batch(model.config, rows=2)
+    with torch.no_grad():
+        whole = model(tokens)
+        with model.reading_on():
+            parts = [model(part) for part in tokens.split([3, 1, tokens.shape[1] - 4], 1)]
+            with pytest.raises(ValueError, match=f"at most {model.config.context} tokens"):
+                model(torch.zeros(2, model.config.context, dtype=torch.int64))
+        again = model(tokens)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-6)
+    assert torch.equal(again, whole)
+
+
+def test_generate_runs_each_token_once_until_the_context_is_full() -> None:
+    model, lengths = build(CONFIGS["llama-grouped"]), list[int]()
+    model.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    context = model.config.context
+    generate(model, torch.zeros(1, context - 2, dtype=torch.int64), 5)
+    assert lengths == [context - 2, 1, 1, context, context]
+
+
 class _Constant(GPT):
     """Tokens 0 to 3 with these probabilities, whatever came before, and no others."""
 

@@ -70,18 +70,26 @@ def generate(
     """
     training = model.training
     model.eval()
-    for _ in range(count):
-        logits = on_host(model(tokens[:, -model.config.context :])[:, -1].float())
-        if temperature == 0.0:
-            picked = logits.argmax(-1, keepdim=True)
-        else:
-            # In float64, and 0 for the likeliest: right at any temperature.
-            below = (logits - logits.amax(-1, keepdim=True)).double()
-            weights = _likeliest(torch.softmax(below / temperature, dim=-1), top_p)
-            picked = torch.multinomial(weights, 1, generator=generator)
-        tokens = torch.cat((tokens, picked.to(tokens.device)), dim=1)
+    with model.reading_on():
+        for _ in range(count):
+            logits = on_host(_of_the_next(model, tokens).float())
+            if temperature == 0.0:
+                picked = logits.argmax(-1, keepdim=True)
+            else:
+                # In float64, and 0 for the likeliest: right at any temperature.
+                below = (logits - logits.amax(-1, keepdim=True)).double()
+                weights = _likeliest(torch.softmax(below / temperature, dim=-1), top_p)
+                picked = torch.multinomial(weights, 1, generator=generator)
+            tokens = torch.cat((tokens, picked.to(tokens.device)), dim=1)
     model.train(training)
     return tokens
+
+
+def _of_the_next(model: Decoder, tokens: Tensor) -> Tensor:
+    """Logits (B, V) of what follows the tokens; only the new ones are run, as long as all fit."""
+    if tokens.shape[1] > model.config.context:
+        model.past = None  # each token is at another place than before
+    return model(tokens[:, -model.config.context :][:, model.read :])[:, -1]  # type: ignore[no-any-return]
 
 
 def _likeliest(weights_BV: Tensor, part: float) -> Tensor:

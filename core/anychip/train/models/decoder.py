@@ -7,8 +7,11 @@ of another library states it in a subclass, and keeps its names.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from anychip import ops
@@ -31,6 +34,28 @@ class Parts(NamedTuple):
     above: tuple[str, ...]
 
 
+class Past:
+    """Keys and values of the tokens that a decoder has read, so that only new ones are run.
+
+    Attributes:
+        length: how many tokens those are.
+        library: the same of a model of another library, which keeps its own.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.library: Any = None
+        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def joined(self, attention: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of a layer's new tokens, (B, S, heads, head_dim) each, after those it has kept."""
+        if attention in self._kept:
+            before = self._kept[attention]
+            k, v = (torch.cat(pair, dim=1) for pair in zip(before, (k, v), strict=True))
+        self._kept[attention] = k, v
+        return k, v
+
+
 class Decoder(nn.Module, ABC):
     """A model of tokens; ``model(tokens)`` gives logits, ``model(tokens, targets)`` the mean loss.
 
@@ -39,10 +64,26 @@ class Decoder(nn.Module, ABC):
     Attributes:
         parts: where they are.
         config: its sizes; ``config.context`` tokens are in the longest sequence.
+        past: what came before the tokens that it is given, while it writes; None: nothing did.
     """
 
     parts: ClassVar[Parts]
     config: Any
+    past: Past | None = None
+
+    @property
+    def read(self) -> int:
+        """Tokens that came before."""
+        return self.past.length if self.past else 0
+
+    @contextmanager
+    def reading_on(self) -> Iterator[None]:
+        """Within it each call goes on where the one before ended."""
+        self.past = Past()
+        try:
+            yield
+        finally:
+            self.past = None
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, reduction: LossReduction = "mean"
@@ -57,7 +98,16 @@ class Decoder(nn.Module, ABC):
         x = self.embed(tokens)
         for block in self.blocks():
             x = self.run_block(block, x)
+        if self.past is not None:
+            self.past.length += tokens.shape[1]
         return self.head(x, targets, reduction=reduction)
+
+    def end_of(self, tokens: Tensor) -> int:
+        """Where tokens (B, S) end; raises ValueError where that is behind the longest sequence."""
+        end = self.read + tokens.shape[1]
+        if end > self.config.context:
+            raise ValueError(f"at most {self.config.context} tokens expected, got {end}")
+        return end
 
     def blocks(self) -> list[nn.Module]:
         """Those that are here, in order: of a stage its own."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from anychip import ops
-from anychip.train.models.decoder import Decoder, Parts
+from anychip.train.models.decoder import Decoder, Parts, Past
 from anychip.train.models.layers import Dropout, Embedding, LayerNorm, Linear
 
 
@@ -60,10 +60,12 @@ class Attention(nn.Module):
         self.c_proj = Linear(config.width, config.width)
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, past: Past | None = None) -> Tensor:
         batch, length, width = x_BSD.shape
         shape = (batch, length, self.heads, width // self.heads)
         q, k, v = (part.reshape(shape) for part in self.c_attn(x_BSD).chunk(3, dim=-1))
+        if past is not None:
+            k, v = past.joined(self, k, v)
         y = ops.attention(q, k, v, causal=True).reshape(batch, length, width)
         return self.dropout(self.c_proj(y))  # type: ignore[no-any-return]
 
@@ -92,8 +94,8 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.width)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: Tensor, past: Past | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), past)
         return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
 
 
@@ -132,12 +134,14 @@ class GPT(Decoder):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """What the first block is given: tokens (B, S) as vectors (B, S, D), with positions."""
-        length = tokens.shape[1]
-        if length > self.config.context:
-            raise ValueError(f"at most {self.config.context} tokens expected, got {length}")
+        end = self.end_of(tokens)
         below = self.transformer
-        x = below.wte(tokens) + below.wpe(torch.arange(length, device=tokens.device))
+        x = below.wte(tokens) + below.wpe(torch.arange(self.read, end, device=tokens.device))
         return below.drop(x)  # type: ignore[no-any-return]
+
+    def run_block(self, block: nn.Module, x_BSD: Tensor) -> Tensor:
+        """One of the blocks, with what came before."""
+        return block(x_BSD, self.past)  # type: ignore[no-any-return]
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """The head's, of the normed vectors."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anychip import ops
-from anychip.train.models.decoder import Decoder, Parts
+from anychip.train.models.decoder import Decoder, Parts, Past
 from anychip.train.models.layers import Embedding, Linear, RMSNorm
 
 
@@ -76,10 +76,12 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.width, kv_width, bias=False)
         self.o_proj = Linear(config.width, config.width, bias=False)
 
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, past: Past | None = None) -> Tensor:
         shape = (*x_BSD.shape[:2], -1, self.head_dim)
         q, k, v = (p(x_BSD).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = ops.rope(q, k, cos, sin)
+        if past is not None:
+            k, v = past.joined(self, k, v)
         y = ops.attention(q, k, v, causal=True)
         return self.o_proj(y.reshape(x_BSD.shape))  # type: ignore[no-any-return]
 
@@ -108,8 +110,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, past)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
@@ -143,17 +145,15 @@ class Llama(Decoder):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """What the first block is given: tokens (B, S) as vectors (B, S, D)."""
-        length = tokens.shape[1]
-        if length > self.config.context:
-            raise ValueError(f"at most {self.config.context} tokens expected, got {length}")
+        self.end_of(tokens)
         return self.model.embed_tokens(tokens)  # type: ignore[no-any-return]
 
     def run_block(self, block: nn.Module, x_BSD: Tensor) -> Tensor:
         """One of the blocks, with the positions' angles."""
         if self._rotary[0].device != x_BSD.device:
             self._rotary = (self._rotary[0].to(x_BSD.device), self._rotary[1].to(x_BSD.device))
-        cos, sin = (table[: x_BSD.shape[1]] for table in self._rotary)
-        return block(x_BSD, cos, sin)  # type: ignore[no-any-return]
+        cos, sin = (table[self.read :][: x_BSD.shape[1]] for table in self._rotary)
+        return block(x_BSD, cos, sin, self.past)  # type: ignore[no-any-return]
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """The head's, of the normed vectors."""

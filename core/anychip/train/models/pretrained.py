@@ -129,7 +129,14 @@ class Pretrained(Decoder):
         given = {"input_ids": tokens}
         if self.packs:
             given["input_ids"], given["position_ids"] = unmarked(tokens)
-        logits: Tensor = self.net(**given, use_cache=False).logits
+        if self.past is not None:
+            places = torch.arange(self.read, self.end_of(tokens), device=tokens.device)
+            given["position_ids"] = places.expand_as(tokens)
+            given["past_key_values"] = self.past.library
+        found = self.net(**given, use_cache=self.past is not None)
+        logits: Tensor = found.logits
+        if self.past is not None:
+            self.past.library, self.past.length = found.past_key_values, self.end_of(tokens)
         if targets is None:
             return logits
         return ops.cross_entropy(logits, targets, reduction=reduction)

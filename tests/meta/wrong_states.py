@@ -89,7 +89,7 @@ def not_cleared(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs
 
 
 @wrong_backward("needs-of-the-first-call", "an attribute compiled in", operator="layer_norm",
-                select="/layer_norm/ and subsets")  # fmt: skip
+                select="/layer_norm/design")  # fmt: skip
 def first_needs(row: Row, grad: Tensor, x: Tensor, *rest: Any, needs: Any, **attrs: Attr) -> Any:
     found = list(row(grad, x, *rest, needs=needs, **attrs))
     first = _kept.setdefault(("needs", tuple(x.shape)), tuple(needs))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import itemgetter
@@ -31,12 +31,10 @@ from anychip.conformance.calls import (
     Draw,
     Layout,
     PlacedCall,
-    tensors_of,
 )
 from anychip.conformance.case import Context, check, check_equal_bits, check_same_bits
 from anychip.conformance.oracles import Oracle
 from anychip.conformance.oracles.oracle import numbers
-from anychip.conformance.surroundings import in_thread
 from anychip.conformance.trial import Rule, Subject, Trial, each_trial, rule_calls
 
 # Where tensors lie
@@ -110,39 +108,6 @@ def with_twins(
             return
 
 
-def rule_same_tensor(context: Context, of: Subject) -> None:
-    """Two arguments are one tensor: attention of x to x; a list that holds a tensor twice."""
-    for trial, first, second in with_twins(context, of):
-        names = trial.signature.positional
-        compare(context, trial, of.oracle, f" where {names[second]} is {names[first]}")
-    plain = of.trial(rule_calls(of.oracle)[0], context)
-    if len(plain.signature.positional) == 1 and isinstance(plain.arguments[0][0], (list, tuple)):
-        doubled = of.trial(with_argument(plain, 0, lambda args: [*args[0], *args[0]]), context)
-        if not doubled.written:
-            compare(context, doubled, of.oracle, " with every tensor of the list twice")
-
-
-def rule_packed(context: Context, of: Subject) -> None:
-    """Arguments are parts of one tensor, as ``gate, up = h.chunk(2, -1)`` gives them."""
-    for call in rule_calls(of.oracle):
-        plain = of.trial(replace(call, layout={}), context)
-        places = sorted(set(itertools.chain.from_iterable(twins(plain))))
-        alike = [i for i in places if plain.arguments[0][i].shape == _shape(plain, places[0])]
-        if alike:
-            names = [plain.signature.positional[i] for i in alike]
-            layout: Mapping[str, Layout] = dict.fromkeys(names, "packed")
-            trial = of.trial(replace(call, layout=layout), context)
-            compare(
-                context, trial, of.oracle, f" where {' and '.join(names)} are parts of one tensor"
-            )
-            return
-
-
-def _shape(trial: Trial, index: int) -> torch.Size:
-    shape: torch.Size = trial.arguments[0][index].shape
-    return shape
-
-
 # What lies where a result will be, and behind it
 
 
@@ -209,48 +174,7 @@ def rule_guarded_results(context: Context, of: Subject) -> None:
         check(problem is None, str(problem))
 
 
-# What was there before
-
-
-def rule_again(context: Context, of: Subject) -> None:
-    """The same tensors with other numbers in them: nothing may be kept by address or by shape."""
-    for trial in itertools.islice(each_trial(context, of), 2):
-        # The label is part of what the numbers are made from.
-        other = of.trial(replace(trial.call, label=f"{trial.call.label}.again"), context)
-        if not _same_forms(trial.arguments[0], other.arguments[0]):
-            continue
-        placed = trial.place(context)
-        trial.run(placed)
-        pairs = zip(tensors_of(placed.args), tensors_of(other.arguments[0]), strict=True)
-        for target, source in pairs:
-            target.copy_(source)
-        note = " of the same tensors with other numbers"
-        other.compare(context, other.run(placed), other.expected(of.oracle), note)
-
-
-def _same_forms(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    forms = [[(t.shape, t.dtype) for t in tensors_of(args)] for args in (first, second)]
-    return forms[0] == forms[1]
-
-
 # From where the call comes
-
-
-def same_elsewhere(
-    context: Context,
-    of: Subject,
-    where: str,
-    elsewhere: Callable[[Callable[[], list[Tensor]]], list[Tensor]],
-) -> None:
-    """The same bits, or for an operator without an order the same numbers, as in a plain call."""
-    for trial in itertools.islice(each_trial(context, of), 2):
-
-        def call(trial: Trial = trial) -> list[Tensor]:
-            return trial.run(trial.place(context))
-
-        here, there = call(), elsewhere(call)
-        context.backend.synchronize()
-        same_answer(context, of, trial, there, here, where)
 
 
 def same_answer(
@@ -266,21 +190,6 @@ def same_answer(
         check_same_bits(trial.names(), found, plain, f" {where}")
     else:
         trial.compare(context, found, trial.expected(of.oracle), f" {where}", statistical=True)
-
-
-def rule_second_thread(context: Context, of: Subject) -> None:
-    """A thread that has never called the operator gets the same."""
-    same_elsewhere(context, of, "from a second thread", in_thread)
-
-
-def rule_inference_mode(context: Context, of: Subject) -> None:
-    """Under ``torch.inference_mode``, on tensors that were made in it."""
-
-    def elsewhere(call: Callable[[], list[Tensor]]) -> list[Tensor]:
-        with torch.inference_mode():
-            return [y.clone() for y in call()]
-
-    same_elsewhere(context, of, "in inference mode", elsewhere)
 
 
 CALLS_OF_A_THREAD = 5
@@ -308,44 +217,6 @@ def rule_two_threads(context: Context, of: Subject) -> None:
     for results in rounds:
         for trial, result, want in zip(trials, results, alone, strict=True):
             same_answer(context, of, trial, result, want, note)
-
-
-class _InBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], list[Tensor]], found: Any) -> Tensor:
-        ctx.call, ctx.found = call, found
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.found.extend(ctx.call())
-        return grads[0], None, None
-
-
-def rule_in_backward(context: Context, of: Subject) -> None:
-    """From within a backward pass, in autograd's own thread, as checkpointing calls it."""
-
-    def elsewhere(call: Callable[[], list[Tensor]]) -> list[Tensor]:
-        found: list[Tensor] = []
-        x = torch.ones(1, device=context.device, requires_grad=True)
-        y = _InBackward.apply(x, call, found)  # type: ignore[no-untyped-call]
-        y.sum().backward()
-        return found
-
-    same_elsewhere(context, of, "from a backward pass", elsewhere)
-
-
-def rule_side_stream(context: Context, of: Subject) -> None:
-    """On a stream that is not the default one."""
-    backend = context.backend
-
-    def elsewhere(call: Callable[[], list[Tensor]]) -> list[Tensor]:
-        with backend.use_stream(backend.stream()):
-            found = call()
-            backend.synchronize()
-        return found
-
-    same_elsewhere(context, of, "on another stream", elsewhere)
 
 
 # Numbers that are copied
@@ -392,20 +263,8 @@ def rule_copies(context: Context, of: Subject) -> None:
 
 
 RULES = (
-    Rule("same-tensor", rule_same_tensor, of_no_type=True),
-    Rule("packed", rule_packed, of_no_type=True),
     Rule("guarded-results", rule_guarded_results, lambda of, _: of.returns),
-    Rule("again", rule_again, of_no_type=True),
-    Rule("second-thread", rule_second_thread, of_no_type=True),
-    Rule("inference-mode", rule_inference_mode, of_no_type=True),
     Rule("two-threads", rule_two_threads, of_no_type=True),
-    Rule("in-backward", rule_in_backward, of_no_type=True),
-    Rule(
-        "side-stream",
-        rule_side_stream,
-        lambda _, context: "streams" in context.backend.capabilities,
-        of_no_type=True,
-    ),
     Rule("copied-bits", rule_copied_bits, lambda of, _: of.operator.spec.name in _COPIES[:2]),
     Rule("copies", rule_copies, lambda of, _: of.operator.spec.name in _COPIES),
 )

@@ -34,7 +34,8 @@ ROWS: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "few": ((3,), (2,), (4,), (5,), (6,), (7,), (9,), (11,)),
     "one": ((1,),),
     "no dim": ((),),
-    "several dims": ((2, 3), (2, 1, 3), (3, 4), (1, 2, 1, 2), (4, 2), (1, 5), (6, 1), (3, 2, 2)),
+    "several dims": ((2, 3), (2, 1, 3), (3, 4), (1, 2, 1, 2), (4, 2), (1, 5), (6, 1), (3, 2, 2),
+                     (2, 1, 3, 1, 2)),
     "none": ((0,), (2, 0), (0, 3)),
     "beside a power of two": ((17,), (31,), (33,), (63,), (65,), (15,), (127,), (129,)),
     "a power of two": ((8,), (16,), (32,), (64,), (128,), (2, 8), (4, 16), (16, 1)),
@@ -121,7 +122,7 @@ class Choices:
         classes = {n: [s for s in sizes if s <= high] or [high] for n, sizes in SIZES.items()}
         return self.member(factor, classes | ({"none": [0]} if none else {}))
 
-    def rows(self, factor: str = "rows", *, dims: int = 4, high: int = FEW_ROWS) -> list[int]:
+    def rows(self, factor: str = "rows", *, dims: int = 5, high: int = FEW_ROWS) -> list[int]:
         """All dims of a shape but the last; without those that have too many dims or rows."""
         found = {
             name: [s for s in shapes if len(s) <= dims and math.prod(s) <= high]

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,17 +23,26 @@ from torch import Tensor
 
 from anychip.conformance.bounds import Measurement
 from anychip.conformance.calling_rules import alike, can_lie, fill_free_blocks
-from anychip.conformance.calls import READ_ONLY_LAYOUTS, Call, Draw, Layout, stream
+from anychip.conformance.calls import (
+    READ_ONLY_LAYOUTS,
+    Call,
+    Draw,
+    Layout,
+    PlacedCall,
+    stream,
+    tensors_of,
+)
 from anychip.conformance.case import Case, CheckFailedError, Context
 from anychip.conformance.choices import Choices, Masks, factors
 from anychip.conformance.covering import NONE, Coverage, covering_array
 from anychip.conformance.oracles import oracle_of
-from anychip.conformance.oracles.drawn import DRAWN
-from anychip.conformance.surroundings import in_thread
+from anychip.conformance.oracles.drawn import drawn_of
+from anychip.conformance.surroundings import in_backward, in_thread
 from anychip.conformance.trial import AnyOperator, Subject, Trial
 from anychip.contract import UnsupportedError
 from anychip.dispatch.operator import registered
 
+T = TypeVar("T")
 AnyTrial = TypeVar("AnyTrial", bound=Trial)
 STRENGTH = {"quick": 2, "full": 3}
 FIRST = 2
@@ -56,12 +65,15 @@ OF_LISTS: Mapping[str, tuple[Layout, ...]] = {
     "in one storage": ("shared",),
     "in one storage, backwards": ("shared-backwards",),
 }
-INFERENCE = "inference mode"
+INFERENCE, IN_BACKWARD = "inference mode", "a backward pass, as of a checkpoint"
 SIDE_STREAM, AND_THREAD = "a side stream", "a side stream in a second thread"
 CALLERS = (
     "here", "here, with NaN in free memory", "a second thread", INFERENCE, SIDE_STREAM,
-    AND_THREAD,
+    AND_THREAD, IN_BACKWARD,
 )  # fmt: skip
+Between = Literal["nothing", "elsewhere", "in the same memory"]
+BETWEEN: tuple[Between, ...] = "nothing", "elsewhere", "nothing", "in the same memory"
+"""What comes between a call and the same one again: one with other numbers, and where they lie."""
 
 
 class Design(NamedTuple):
@@ -109,7 +121,7 @@ class DesignedCall(NamedTuple):
         change: makes the outputs' gradients of normal numbers.
         gradient: how they lie.
         asked: which gradients are asked for, of the names of all that there are.
-        between: whether another call is made in between at level quick.
+        between: what comes before the call is made again.
     """
 
     dtype: torch.dtype
@@ -118,7 +130,7 @@ class DesignedCall(NamedTuple):
     change: Callable[[Tensor], Tensor] = torch.clone
     gradient: Layout = "contiguous"
     asked: Callable[[tuple[str, ...]], tuple[str, ...]] = tuple
-    between: bool = True
+    between: Between = "elsewhere"
 
 
 class Asked(NamedTuple):
@@ -151,7 +163,7 @@ class Asked(NamedTuple):
         name, signature = self.operator.spec.name, self.operator.signature
         dtype = choose.of("dtype", *self.dtypes)
         draw = Draw(dtype, f"{self.chapter}/{name}/{choose.seed}", seed)
-        args, attrs = signature.bind(*DRAWN[name](choose, draw))
+        args, attrs = signature.bind(*drawn_of(self.operator.spec)(choose, draw))
         layout: Mapping[str, Layout] = {
             n: _place(choose, n, arg, written=index in signature.written)
             for index, (n, arg) in enumerate(zip(signature.positional, args, strict=True))
@@ -162,6 +174,7 @@ class Asked(NamedTuple):
         else:
             args, layout = _together(choose, self.operator, args, layout)
         is_random = choose.is_random and not set(layout.values()) & set(READ_ONLY_LAYOUTS)
+        is_random = is_random and oracle_of(self.operator.spec).independent
         call = Call(
             "design",
             lambda _: (args, dict(attrs)),
@@ -169,8 +182,8 @@ class Asked(NamedTuple):
             statistical=is_random,
             gradient=choose.is_finite,
         )
+        between = BETWEEN[choose.turn("between") % len(BETWEEN)]
         if not self.of_gradients:
-            between = choose.turn("between") % 2 == 0
             return DesignedCall(dtype, call, choose.of("called from", *CALLERS), between=between)
         callers = [caller for caller in CALLERS if caller != INFERENCE]
         caller = choose.of("called from", *callers)
@@ -178,7 +191,6 @@ class Asked(NamedTuple):
         several = len(self.operator.spec.differentiable) > 1
         asked = choose.of("gradients asked for", *_ASKED) if several else "all"
         some = partial(_ASKED[asked], choose.turn("which gradient"))
-        between = choose.turn("between") % 2 == 0
         return DesignedCall(dtype, call, caller, change, gradient, some, between)
 
     def design(self, strength: int, seed: int) -> Design:
@@ -199,8 +211,12 @@ _ASKED: Mapping[str, Callable[[int, tuple[str, ...]], tuple[str, ...]]] = {
 def _together(
     choose: Choices, operator: AnyOperator, args: tuple[Any, ...], layout: Mapping[str, Layout]
 ) -> tuple[tuple[Any, ...], Mapping[str, Layout]]:
-    """Two arguments that could be one tensor are, or are parts of one."""
-    pairs = alike(args, operator.signature.written)
+    """Two arguments that could be one tensor are, or are parts of one; so of a list's tensors."""
+    written = operator.signature.written
+    if len(args) == 1 and isinstance(args[0], list) and args[0] and not written:
+        again = args[0][: choose.of("tensors that come twice", 0, 1)]
+        return ([*args[0], *again],), layout
+    pairs = alike(args, written)
     if not pairs:
         return args, layout
     first, second = pairs[0]
@@ -258,10 +274,10 @@ def cases(
     """
     for name, operator in registered().items():
         spec = operator.spec
-        if name not in DRAWN or spec.namespace != "anychip":
-            continue
         if chapter == "gradients" and not spec.differentiable:
             continue
+        if next(iter(oracle_of(spec).calls()), None) is None:
+            continue  # without a sample nobody knows how it is called
         dtypes = tuple(context.dtypes_of(spec))
         asked = Asked(operator, dtypes, chapter, check)
         if dtypes:
@@ -327,7 +343,9 @@ def _from(context: Context, caller: str, check: Callable[[], None]) -> None:
     """Asks from somewhere; of streams :func:`stream_of`."""
     if caller == "here, with NaN in free memory":
         fill_free_blocks(context, [64 << power for power in range(12)], 0xFF)
-    if caller in ("a second thread", AND_THREAD):
+    if caller == IN_BACKWARD:
+        in_backward(context.device, check)
+    elif caller in ("a second thread", AND_THREAD):
         in_thread(check)
     elif caller == INFERENCE:
         with torch.inference_mode():
@@ -341,12 +359,47 @@ def with_other_numbers(trial: AnyTrial, context: Context, row: DesignedCall) -> 
 
     None in every second row at level quick.
     """
-    if context.level == "quick" and not row.between:
+    if context.level == "quick" and row.between == "nothing":
         return None
     (args, attrs), written = trial.arguments, trial.written
     others = tuple(_moved(a) if i not in written else a for i, a in enumerate(args))
     call = Call(trial.call.label, lambda _: (others, attrs), layout=trial.call.layout)
     return type(trial)(trial.operator, call, trial.dtype)
+
+
+def between(
+    run: Callable[[PlacedCall], T],
+    placed: PlacedCall,
+    other: Trial,
+    context: Context,
+    row: DesignedCall,
+) -> Callable[[], T]:
+    """Runs another call, on arguments of its own or in the memory of a placed call's.
+
+    Its own numbers come back afterwards: nothing may be kept by address, shape or strides.
+    """
+    layouts = set(cast("Mapping[str, Layout]", row.call.layout).values())
+    if row.between != "in the same memory" or other.written or layouts & set(READ_ONLY_LAYOUTS):
+        described = context.call
+        elsewhere = other.place(context)
+        context.call = described
+        return lambda: run(elsewhere)
+    tensors, others = list(tensors_of(placed.args)), list(tensors_of(other.arguments[0]))
+
+    def run_in_place() -> T:
+        kept = [tensor.detach().clone() for tensor in tensors]
+        _fill(tensors, others)
+        found = run(placed)
+        _fill(tensors, kept)
+        return found
+
+    return run_in_place
+
+
+def _fill(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, other in zip(tensors, others, strict=True):
+            tensor.copy_(other)
 
 
 def _moved(arg: Any) -> Any:

@@ -14,6 +14,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from anychip.conformance.case import Case, CheckFailedError, Context
 
 T = TypeVar("T")
@@ -36,6 +39,26 @@ def in_thread(call: Callable[[], T]) -> T:
         raise box[1]
     result: T = box[0]
     return result
+
+
+class _InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], object]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.call()
+        return grads[0], None
+
+
+def in_backward(device: torch.device, call: Callable[[], object]) -> None:
+    """Makes a call within a backward pass, in autograd's own thread, as checkpointing does."""
+    x = torch.ones(1, device=device, requires_grad=True)
+    y = _InBackward.apply(x, call)  # type: ignore[no-untyped-call]
+    y.sum().backward()
 
 
 def on_stream(context: Context, call: Callable[[], T]) -> T:

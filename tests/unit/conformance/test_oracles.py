@@ -151,7 +151,7 @@ def test_gradient_oracle_agrees_with_torch_in_float64(name: str) -> None:
         for got, expected in zip((f for f in found if f is not None), want, strict=True):
             assert_close(got, expected, scale, f"{name} {call.label}")
             compared += 1
-    assert compared >= 15
+    assert compared >= 10
 
 
 @pytest.mark.parametrize("label", ["plain", "first", "late", "decay", "eps", "betas", "scale-clip"])

@@ -151,7 +151,7 @@ def test_what_cases_share_starts_once_and_before_the_first_case() -> None:
     ({"chapters": ["serving"]}, "this version has device, memory"),
     ({"select": "no_such_word"}, "no case is selected"),
     ({"select": "operators/rms_norm", "chapters": ["device"]}, "is in chapter operators"),
-    ({"select": "3x128.sweep"}, "at level full"),
+    ({"select": "softmax and vocabulary"}, "at level full"),
 ])  # fmt: skip
 def test_run_without_a_case_is_wrong_use(options: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=r"chapter|case") as error:
@@ -229,7 +229,7 @@ def test_run_with_lists_gives_each_outcome(tmp_path: Path) -> None:
 
 def test_entry_of_another_chapter_or_level_is_not_stale(tmp_path: Path) -> None:
     text = (
-        '[[expected_failure]]\ncase = "operators/rms_norm/fp32/3x128.sweep"\n'
+        '[[expected_failure]]\ncase = "operators/softmax/fp32/vocabulary"\n'
         'reason = "r"\nuntil = "2999-01-01"\n'
     )
     report = conformance.run(

@@ -21,7 +21,6 @@ from anychip.conformance import blocks, designs
 from anychip.conformance.arithmetic import UNIT, Rounded
 from anychip.conformance.calling_rules import with_twins
 from anychip.conformance.calls import (
-    INNER_LAYOUTS,
     READ_ONLY_LAYOUTS,
     Call,
     Layout,
@@ -154,13 +153,15 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
     names = row.asked(trial.leaf_names)
     grads = [laid_out_gradient(row.change(g), row.gradient) for g in trial.output_gradients()]
     trial.gradients(of.oracle, grads)  # kept: what comes late is not waited for by chance
-    run_other = other_gradients(context, designs.with_other_numbers(trial, context, row), names)
     placed = trial.place(context)
     given = [
         place(g, context.device, row.gradient if g.dim() else "contiguous").tensor for g in grads
     ]
     leaves = trial.leaves(placed, names)
+    run_other = other_gradients(context, placed, row, trial, names)
     with designs.stream_of(context, row.caller):
+        if row.between == "in the same memory":
+            run_other()  # before too: what it leaves behind would show in what is compared
         outputs = trial.run(placed)
         kept = [y.detach().clone() for y in outputs]
         found = torch.autograd.grad(outputs, leaves, given)
@@ -184,15 +185,23 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
 
 
 def other_gradients(
-    context: Context, other: GradientTrial | None, names: Sequence[str]
+    context: Context,
+    placed: PlacedCall,
+    row: designs.DesignedCall,
+    trial: GradientTrial,
+    names: Sequence[str],
 ) -> Callable[[], object]:
     """Makes the same call with other numbers, if there is to be one, and its backward pass."""
+    other = designs.with_other_numbers(trial, context, row)
     if other is None:
         return lambda: None
-    placed = other.place(context)
     given = [g.neg().to(context.device) for g in other.output_gradients()]
-    leaves = other.leaves(placed, names)
-    return lambda: torch.autograd.grad(other.run(placed), leaves, given)
+
+    def gradients(placed: PlacedCall) -> object:
+        leaves = other.leaves(placed, names)
+        return torch.autograd.grad(other.run(placed), leaves, given)
+
+    return designs.between(gradients, placed, other, context, row)
 
 
 def backward(
@@ -238,19 +247,6 @@ def each_trial(context: Context, of: Subject) -> Iterator[GradientTrial]:
         yield GradientTrial(of.operator, call, of.dtype, context.seed)
 
 
-def rule_subsets(context: Context, of: Subject) -> None:
-    """Whichever inputs require gradients, those get theirs, and the others none."""
-    for trial in each_trial(context, of):
-        grads = trial.output_gradients()
-        for count in range(1, len(trial.leaf_names)):
-            for names in itertools.combinations(trial.leaf_names, count):
-                placed = trial.place(context)
-                leaves = trial.leaves(placed, names)
-                found = backward(context, trial, placed, leaves, grads)
-                note = f", with {' and '.join(names)} alone requiring gradients"
-                compare(context, trial, of.oracle, grads, found, note, names)
-
-
 def rule_no_grad(context: Context, of: Subject) -> None:
     """Without an input that requires gradients, or under no_grad, there is no graph."""
     for trial in each_trial(context, of):
@@ -260,41 +256,6 @@ def rule_no_grad(context: Context, of: Subject) -> None:
         with torch.no_grad():
             recorded = any(y.requires_grad for y in trial.run(placed))
         check(not recorded, "an output requires a gradient under torch.no_grad()")
-
-
-def rule_expanded(context: Context, of: Subject) -> None:
-    """The gradient that ``y.sum()`` gives: one number, expanded, strides of 0."""
-    for trial in each_trial(context, of):
-        placed, leaves = trial.start(context)
-        found = torch.autograd.grad(sum(y.sum() for y in trial.run(placed)), leaves)  # type: ignore[arg-type]
-        grads = [torch.ones(g.shape, dtype=g.dtype) for g in trial.output_gradients()]
-        compare(context, trial, of.oracle, grads, found, " for an expanded output gradient")
-
-
-def rule_strided(context: Context, of: Subject) -> None:
-    """An output gradient that is not contiguous."""
-    for trial in each_trial(context, of):
-        placed, leaves = trial.start(context)
-        grads = trial.output_gradients()
-        given = [torch.stack((g, torch.full_like(g, torch.nan)), -1).to(context.device)[..., 0]
-                 for g in grads]  # fmt: skip
-        found = torch.autograd.grad(trial.run(placed), leaves, given)
-        compare(context, trial, of.oracle, grads, found, " for a strided output gradient")
-
-
-def rule_gradient_layouts(context: Context, of: Subject) -> None:
-    """Output gradients as views give them: transposed, rows of a wider tensor, heads before the
-    positions, and expanded along one dim, as by ``y.sum(0)`` and ``y.mean(-1)``.
-    """
-    trial = most_dims(context, of)
-    for layout in ("transposed", "padded", *INNER_LAYOUTS, *READ_ONLY_LAYOUTS):
-        grads = [laid_out_gradient(g, layout) for g in trial.output_gradients()]
-        placed, leaves = trial.start(context)
-        given = [
-            place(g, context.device, layout if g.dim() else "contiguous").tensor for g in grads
-        ]
-        found = torch.autograd.grad(trial.run(placed), leaves, given)
-        compare(context, trial, of.oracle, grads, found, f" for an output gradient, {layout}")
 
 
 def most_dims(context: Context, of: Subject) -> GradientTrial:
@@ -568,11 +529,7 @@ def _twice(of: Subject, _: Context) -> bool:
 
 
 RULES = (
-    Rule("subsets", rule_subsets, _several_inputs, of_no_type=True),
     Rule("no-grad", rule_no_grad, of_no_type=True),
-    Rule("expanded", rule_expanded),
-    Rule("strided", rule_strided),
-    Rule("gradient-layouts", rule_gradient_layouts),
     Rule("loss-scale", rule_loss_scale, of_each_type=True),
     Rule("one-output", rule_one_output, lambda of, _: of.operator.signature.num_outputs > 1),
     Rule("accumulated", rule_accumulated, lambda of, _: of.is_bitwise, of_no_type=True),

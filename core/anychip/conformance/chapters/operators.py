@@ -58,11 +58,13 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
     """
     trial = of.trial(row.call, context)
     wanted = trial.expected(of.oracle)
-    other = designs.with_other_numbers(trial, context, row)
-    run_other = partial(other.run, other.place(context)) if other else list[Tensor]
     placed = trial.place(context)
+    other = designs.with_other_numbers(trial, context, row)
+    run_other = designs.between(other.run, placed, other, context, row) if other else list[Tensor]
     last = trial.place(context) if trial.written else placed
     with designs.stream_of(context, row.caller):
+        if row.between == "in the same memory":
+            run_other()  # before too: what it leaves behind would show in what is compared
         results = trial.run(placed)
         kept = [result.clone() for result in results]
         others = [result.clone() for result in run_other()]
@@ -134,17 +136,6 @@ def check_form(context: Context, trial: Trial, results: Sequence[Tensor]) -> Non
 # Rules
 
 
-def rule_fresh(context: Context, of: Subject) -> None:
-    """Two calls give two tensors: the first one is not overwritten by the second."""
-    for trial in each_trial(context, of):
-        placed = trial.place(context)
-        first = trial.run(placed)
-        second = trial.run(placed)
-        for name, early, late in zip(trial.names(), first, second, strict=True):
-            same = early.untyped_storage().data_ptr() == late.untyped_storage().data_ptr()
-            check(not (same and early.numel()), f"{name} of two calls is one tensor")
-
-
 def rule_written(context: Context, of: Subject) -> None:
     """Every element of an output is written: what lay in the memory before does not show."""
     for trial in each_trial(context, of):
@@ -178,16 +169,6 @@ def torch_fills_empty() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-def rule_deterministic(context: Context, of: Subject) -> None:
-    """The same arguments give the same bits, in every run."""
-    repeats = 10 if context.level == "full" else 3
-    for trial in each_trial(context, of):
-        first = trial.run(trial.place(context))
-        for _ in range(repeats - 1):
-            again = trial.run(trial.place(context))
-            check_same_bits(trial.names(), again, first, ", run again")
-
-
 def rule_doors(context: Context, of: Subject) -> None:
     """``torch.ops`` and ``anychip.ops`` give the same bits."""
     for trial in each_trial(context, of):
@@ -197,13 +178,6 @@ def rule_doors(context: Context, of: Subject) -> None:
             returned = door(of.operator.spec)(*placed.args, **placed.attrs)
         note = f" of torch.ops.{of.operator.spec.namespace}"
         check_same_bits(trial.names(), trial.results(returned, placed), short_cut, note)
-
-
-def rule_residuals(context: Context, of: Subject) -> None:
-    """What a forward row leaves for the backward one is what the specification says."""
-    for trial in each_trial(context, of):
-        found = trial.run_with_residuals(trial.place(context))
-        check_residuals(context, trial, found, trial.expected(of.oracle))
 
 
 def check_residuals(
@@ -234,10 +208,7 @@ def rule_versions(context: Context, of: Subject) -> None:
 
 
 RULES = (
-    Rule("fresh", rule_fresh, lambda of, _: of.returns),
     Rule("written", rule_written, lambda of, _: of.returns),
-    Rule("deterministic", rule_deterministic, lambda of, _: of.is_bitwise),
     Rule("doors", rule_doors, lambda of, _: of.is_bitwise, of_no_type=True),
-    Rule("residuals", rule_residuals, lambda of, _: of.operator.spec.residuals),
     Rule("versions", rule_versions, lambda of, _: not of.returns, of_no_type=True),
 )

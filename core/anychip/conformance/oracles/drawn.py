@@ -18,8 +18,9 @@ from torch import Tensor
 
 from anychip.conformance.calls import Arguments, Draw
 from anychip.conformance.choices import MOST_ROWS, Choices
-from anychip.conformance.oracles import drawn_lists, quantization
+from anychip.conformance.oracles import drawn_lists, quantization, reference
 from anychip.conformance.oracles.drawn_lists import SPECIAL, SQUARES
+from anychip.contract import OperatorSpec
 
 Drawn = Callable[[Choices, Draw], Arguments]
 _SEEDS = ((0, 0), (1234, 5), (7, 2**32 - 3), (-1, 2**40))
@@ -546,3 +547,10 @@ DRAWN: Mapping[str, Drawn] = {
     "hadamard": _hadamard,
     "top_k": _top_k,
 }
+
+
+def drawn_of(spec: OperatorSpec) -> Drawn:
+    """How calls of an operator are made; of anybody else's operator one of its samples."""
+    if spec.namespace == "anychip" and spec.name in DRAWN:
+        return DRAWN[spec.name]
+    return partial(reference.drawn, spec)

@@ -15,7 +15,8 @@ from anychip.conformance.choices import Choices
 from anychip.conformance.oracles import adamw_8bit as coding_8bit
 
 SQUARES = ("huge", "tiny")
-"""Scales whose squares fit."""
+"""Scales whose squares fit, and a sum of so many of them."""
+FEW_SQUARES = 1 << 15
 SPECIAL = ("special",)
 
 _SHAPES: Mapping[str, tuple[tuple[int, ...], ...]] = {
@@ -37,7 +38,10 @@ def _shapes(choose: Choices, *counts: int) -> list[tuple[int, ...]]:
 
 
 def _listed(choose: Choices, draw: Draw, factor: str, **options: Any) -> list[Tensor]:
-    return [choose.values(factor, draw, *shape, **options) for shape in _shapes(choose, 70, 300)]
+    shapes = _shapes(choose, 70, 300)
+    if options.get("ends") == SQUARES and sum(map(math.prod, shapes)) > FEW_SQUARES:
+        options["ends"] = ("root-huge", "root-tiny")
+    return [choose.values(factor, draw, *shape, **options) for shape in shapes]
 
 
 def l2_norm(choose: Choices, draw: Draw) -> Arguments:

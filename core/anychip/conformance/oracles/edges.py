@@ -1,12 +1,16 @@
-"""What every operator may get wrong: sizes next to those of a machine, index types, rare numbers.
+"""What every operator may get wrong where a design does not go: ends of index types, rare numbers.
 
-The sizes are those of :mod:`.sweeps`. What is particular to one operator stands with its oracle.
+65,536 and 32,768 are where an index of 16 bits ends, and a grid's second and third dimension; 110
+and 256 where multi-tensor kernels start another launch. Kernels that use tiles begin where all dims
+are large, and others where one dim is 0. What is particular to one operator stands with its oracle;
+other sizes are levels of the designs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -34,23 +38,35 @@ from anychip.conformance.oracles import (
     update,
     varlen,
 )
-from anychip.conformance.oracles.sweeps import (
-    BEYOND_16_BITS,
-    HIDDEN,
-    MANY,
-    QUICK,
-    VOCABULARIES,
-    WIDTHS,
-    Edges,
-    N,
-    both,
-    large,
-    named,
-    one,
-    sweep,
-)
 
+BEYOND_16_BITS = 70_001
+VOCABULARY = 152_064
+MANY = 300
+"""Tensors of a list."""
+Edges = Callable[[], Iterator[Call]]
 Make = Callable[..., Arguments]
+_FLAGS = ("full", "full_in_16_bits", "statistical", "gradient")
+
+
+def one(label: str, make: Make, **options: Any) -> Edges:
+    """A call with options of ``make``, and flags of the call."""
+    flags = {name: options.pop(name) for name in _FLAGS if name in options}
+    return lambda: iter([Call(label, partial(make, **options), **flags)])
+
+
+def large(label: str, make: Make, **options: Any) -> Edges:
+    """One whose size is what matters: an index counts elements, whatever their type."""
+    return one(label, make, full_in_16_bits=True, **options)
+
+
+def both(*edges: Edges) -> Edges:
+    return lambda: (call for part in edges for call in part())
+
+
+def named(edges: Edges, name: str) -> Edges:
+    """The same calls with a name behind their labels."""
+    return lambda: (replace(call, label=f"{call.label}.{name}") for call in edges())
+
 
 # Norms, elements
 
@@ -58,11 +74,7 @@ Make = Callable[..., Arguments]
 def _norm_edges(make: Make, *, bias: bool, **options: Any) -> Edges:
     plain = partial(make, bias=bias, **options)
     return both(
-        sweep(plain, "hidden", more=HIDDEN, quick=(*QUICK, *WIDTHS), shape=(3, N)),
-        one("rank-6", plain, shape=(2, 1, 3, 1, 5, 7)),
         large("300x260", plain, shape=(300, 260)),
-        one("one-row", plain, shape=(1, 40)),
-        one("no-row", plain, shape=(40,)),
         large("many-rows", plain, shape=(BEYOND_16_BITS, 2), statistical=False),
     )
 
@@ -71,8 +83,6 @@ def _elements(make: Make, *, slow: bool = False, **options: Any) -> Edges:
     """Of an operator that goes from element to element."""
     plain = partial(make, **options)
     return both(
-        sweep(plain, "size", more=HIDDEN, shape=(N,)),
-        one("rank-6", plain, shape=(2, 1, 3, 2, 1, 5)),
         large("beyond-16-bits", plain, shape=(BEYOND_16_BITS,), full=slow),
         large("many-rows", plain, shape=(BEYOND_16_BITS, 1), full=True),
     )
@@ -232,9 +242,6 @@ def _list(*args: Callable[[Draw], Any], **attrs: Any) -> Edges:
     def call(draw: Draw, tensors: Callable[[Draw], list[Tensor]]) -> Arguments:
         return (tensors(draw), *(arg(draw) for arg in args)), attrs
 
-    def sized(draw: Draw, size: int) -> Arguments:
-        return call(draw, lambda draw: [draw.normal(size), draw.normal(3)])
-
     def mixed(draw: Draw) -> list[Tensor]:
         return [draw.normal(9), draw.normal(33, dtype=torch.float32), draw.normal(2, 5)]
 
@@ -244,7 +251,6 @@ def _list(*args: Callable[[Draw], Any], **attrs: Any) -> Edges:
         one("1100-tensors", call, tensors=many, statistical=False, full=True),
         one("empty-tensors", call, tensors=lambda draw: [draw.normal(0), draw.normal(2, 0)]),
         one("mixed", call, tensors=mixed, statistical=False),
-        sweep(sized, "size", more=HIDDEN, size=N),
     )
 
 
@@ -283,9 +289,6 @@ EDGES: Mapping[str, Edges] = {
     "rms_norm": _norm_edges(norm._normal, bias=False),
     "layer_norm": _norm_edges(norm._normal, bias=True),
     "group_norm": both(
-        sweep(norm._in_groups, "channels", top=513, shape=(2, N, 3), num_groups=1),
-        sweep(norm._in_groups, "numbers", quick=(63, 65, 768), shape=(2, 4, N), num_groups=2),
-        one("rank-6", norm._in_groups, shape=(2, 6, 3, 1, 5, 7), num_groups=3),
         large("many-rows", norm._in_groups, shape=(BEYOND_16_BITS, 2), num_groups=1,
               statistical=False),
     ),
@@ -304,10 +307,8 @@ EDGES: Mapping[str, Edges] = {
     "swiglu": _activation(activation._gated),
     "geglu": _by_form(activation._gated),
     "softmax": both(
-        sweep(softmax._plain, "keys", more=(*HIDDEN, *VOCABULARIES), quick=(*QUICK, *WIDTHS),
-              shape=(3, N)),
-        one("rank-6", softmax._plain, shape=(2, 1, 2, 1, 3, 7)),
         large("300x260", softmax._plain, shape=(300, 260)),
+        one("vocabulary", softmax._plain, shape=(3, VOCABULARY), full=True),
         # mask, bias and the triangle beyond the first 1024 keys
         large("2x3x40x1100.everything", softmax._everything, shape=(2, 3, 40, 1100)),
         *(one(f"far.{name}", _far_softmax, causal=name == "causal", statistical=False,
@@ -316,19 +317,12 @@ EDGES: Mapping[str, Edges] = {
         large("many-rows", softmax._plain, shape=(BEYOND_16_BITS, 2), statistical=False),
     ),
     "rope": both(
-        sweep(rope._rope_arguments, "length", sizes=(1, N, 2, 1, 8),
-              interleaved=lambda n: n % 2 == 1),
-        sweep(rope._rope_arguments, "head_dim", quick=(96, 256), top=0,
-              more=(80, 160, 192, 320, 512), sizes=(1, 5, 2, 1, N),
-              interleaved=lambda n: n % 3 == 0),
         _special(partial(rope._rope_arguments, sizes=(1, 5, 2, 1, 8), interleaved=False),
                  (0, (0, 1, 0, 2), math.nan), (0, (0, 3, 1, 5), math.inf),
                  (1, (0, 4, 0, 0), -math.inf)),
         _many_batches(rope._rope_arguments, interleaved=False),
     ),
     "attention": both(
-        sweep(_ATTEND, "length", top=1025, more=(2048,), sizes=(1, N, 2, 1, 8)),
-        sweep(_ATTEND, "head_dim", top=257, quick=(*QUICK, 96, 192), sizes=(1, 5, 2, 1, N)),
         _far(partial(_ATTEND, sizes=(1, 9, 2, 1, 8))),
         one("scale:0", _ATTEND, sizes=(1, 9, 2, 1, 8), scale=0.0),
         one("16of4096", attention._cross, queries=16, keys=4096, causal=True, full=True),
@@ -336,83 +330,53 @@ EDGES: Mapping[str, Edges] = {
         _many_batches(_ATTEND),
     ),
     "attention_dropout": both(
-        sweep(_DROP, "length", top=513, sizes=(1, N, 2, 1, 8)),
-        sweep(_DROP, "head_dim", top=257, quick=(96,), sizes=(1, 5, 2, 1, N)),
     ),
     "attention_varlen": both(
-        sweep(_PACK, "length", top=1025, lengths=(N, 3), dim=8),
-        sweep(_PACK, "head_dim", top=257, quick=(96,), lengths=(3, 5), dim=N),
         _far(partial(_PACK, lengths=(9, 3), dim=8)),
         one("150-sequences", _PACK, lengths=(1, 2, 0) * 50, dim=8),
     ),
     "linear": both(
-        sweep(_LINEAR, "inputs", more=(*HIDDEN, 1027), quick=(*QUICK, *WIDTHS), shape=(3,),
-              inputs=N, outputs=5),
         one("inputs:259", _LINEAR, shape=(3,), inputs=259, outputs=5),
-        sweep(_LINEAR, "outputs", top=1025, more=VOCABULARIES, quick=(*QUICK, *WIDTHS), shape=(3,),
-              inputs=6, outputs=N),
-        sweep(_LINEAR, "rows", top=1025, shape=(N,), inputs=6, outputs=5),
         one("tiles", _LINEAR, shape=(130,), inputs=136, outputs=132),
-        one("one-row", _LINEAR, shape=(1,), inputs=1000, outputs=30),
         one("one-output", _LINEAR, shape=(5,), inputs=257, outputs=1),
+        one("vocabulary", _LINEAR, shape=(3,), inputs=6, outputs=VOCABULARY, full=True),
         one("no-input", _LINEAR, shape=(3,), inputs=0, outputs=5),
         one("no-output", _LINEAR, shape=(3,), inputs=5, outputs=0),
-        one("rank-6", _LINEAR, shape=(2, 1, 3, 1, 2), inputs=6, outputs=5),
         large("many-rows", _LINEAR, shape=(BEYOND_16_BITS,), inputs=2, outputs=2, full=True),
         _special(partial(_LINEAR, shape=(4,), inputs=24, outputs=5),
                  (0, (1, 3), math.inf), (1, (2, 7), -math.inf), (2, 4, math.nan)),
     ),
     "grouped_linear": both(
-        sweep(grouped._grouped, "rows", top=1025, lengths=(N, 2), rest=1, inputs=6, outputs=5),
-        sweep(grouped._grouped, "inputs", more=HIDDEN, quick=(*QUICK, *WIDTHS), lengths=(3, 2),
-              rest=1, inputs=N, outputs=5),
         one("tiles", grouped._grouped, lengths=(70, 66), rest=1, inputs=96, outputs=130),
         # More than a table of sizes in a kernel's constant memory has entries.
         one("150-groups", grouped._grouped, lengths=(1, 0, 2) * 50, rest=1, inputs=4, outputs=3),
     ),
     "conv1d": both(
-        sweep(convolution._line, "length", shape=(2, 3, N), kernel=4),
-        sweep(convolution._line, "kernel", top=129, quick=(2, 3, 5, 64), shape=(2, 3, 70),
-              kernel=N),
         large("many-channels", convolution._line, shape=(1, BEYOND_16_BITS, 2), kernel=2),
         large("many-rows", convolution._line, shape=(BEYOND_16_BITS, 1, 2), kernel=2),
     ),
     "conv2d": both(
-        sweep(convolution._image, "width", top=1025, shape=(1, 2, 3, N), kernel=(2, 2, 3, 3),
-              padding=1, stride=[1, 2]),
-        sweep(convolution._image, "inputs", top=513, quick=(16, 65, 96), shape=(1, N, 4, 3),
-              kernel=(3, N, 2, 2)),
-        sweep(convolution._image, "outputs", top=513, quick=(16, 65, 96), shape=(2, 3, 4, 3),
-              kernel=(N, 3, 2, 2)),
         one("tiles", convolution._image, shape=(2, 40, 18, 18), kernel=(72, 40, 3, 3), padding=1),
         large("many-rows", convolution._image, shape=(BEYOND_16_BITS, 1, 2, 1),
               kernel=(1, 1, 2, 1), full=True),
     ),
     "permute": both(
-        sweep(permutation._permuted, "hidden", more=HIDDEN, tokens=5, hidden=N, choices=2,
-              experts=3),
         large("many-tokens", permutation._permuted, tokens=BEYOND_16_BITS, hidden=1, choices=1,
               experts=3),
     ),
     "unpermute": both(
-        sweep(permutation._unpermuted, "hidden", more=HIDDEN, tokens=4, hidden=N, choices=2),
         large("many-tokens", permutation._unpermuted, tokens=BEYOND_16_BITS, hidden=1, choices=1),
     ),
     "embedding": both(
-        sweep(linear._lookup, "width", more=HIDDEN, shape=(7,), count=9, width=N),
         large("row-beyond-16-bits", _lookup, count=BEYOND_16_BITS, width=1),
         large("many-indices", linear._lookup, shape=(BEYOND_16_BITS,), count=9, width=1),
-        one("rank-5", linear._lookup, shape=(2, 1, 2, 1, 3), count=9, width=4),
-        *(one(f"of:{count}x8", _lookup, count=count, width=8, full=True)
-          for count in VOCABULARIES),
+        one("of-a-vocabulary", _lookup, count=VOCABULARY, width=8, full=True),
         one("zeros", changed(lambda d: ((torch.tensor([2, 3, 5, 2]), d.normal(6, 10)), {}),
                              (1, 2, -0.0), (1, (3, 4), -0.0)), statistical=False),
     ),
     "cross_entropy": both(
-        sweep(loss._arguments, "classes", shape=(3, N)),
         large("class-beyond-16-bits", _far_classes, size=BEYOND_16_BITS),
         large("tiles", loss._arguments, shape=(70, 1030)),
-        one("rank-6", loss._arguments, shape=(2, 1, 3, 1, 2, 5)),
         one("ignored:2p32", _ignored_class),
         # A target that a mask has ruled out: the loss is infinite, and says so.
         _special(loss._masked, (1, 2, 30), label="impossible"),
@@ -420,14 +384,10 @@ EDGES: Mapping[str, Edges] = {
               statistical=False),
     ),
     "linear_cross_entropy": both(
-        sweep(_HEAD, "classes", top=2049, shape=(3,), inputs=5, classes=N, bias=True),
         large("class-beyond-16-bits", _far_linear_classes, size=BEYOND_16_BITS),
         one("tiles", _HEAD, shape=(70,), inputs=72, classes=130, bias=True),
-        one("rank-6", _HEAD, shape=(2, 1, 3, 1, 2), inputs=6, classes=7),
-        one("class-of-152064", _far_linear_classes, size=152_064, full=True),
+        one("class-of-a-vocabulary", _far_linear_classes, size=VOCABULARY, full=True),
     ),
-    "linear_cross_entropy_partials": sweep(linear_cross_entropy._part, "classes", top=2049,
-                                           shape=(3,), inputs=5, classes=N, first=N, bias=True),
     "l2_norm": _list(),
     "sums_of_squares": _list(),
     "clip": _list(lambda draw: draw.scalar(3.0), max_norm=1.0),
@@ -447,13 +407,10 @@ EDGES: Mapping[str, Edges] = {
     "dequantize": _by_format(quantization.coded),
     "hadamard": both(
         large("beyond-16-bits", compression._normal, shape=(BEYOND_16_BITS, 2), block=2),
-        one("rank-6", compression._normal, shape=(2, 1, 3, 1, 2, 8), block=4),
     ),
     "top_k": both(
-        sweep(compression._normal, "size", more=(*HIDDEN, *VOCABULARIES), shape=(3, N),
-              k=lambda n: min(n, 5)),
+        one("vocabulary", compression._normal, shape=(3, VOCABULARY), k=5, full=True),
         one("index-beyond-16-bits", compression._normal, shape=(2, BEYOND_16_BITS), k=9),
-        one("rank-6", compression._normal, shape=(2, 1, 3, 1, 2, 7), k=3),
         large("many-rows", compression._normal, shape=(BEYOND_16_BITS, 2), k=1),
         one("zeros", lambda d: ((_ZEROS.to(d.dtype),), {"k": 4}), statistical=False,
             gradient=False),
@@ -463,4 +420,4 @@ EDGES: Mapping[str, Edges] = {
 
 def with_edges(name: str, calls: Callable[[], Any]) -> Callable[[], tuple[Call, ...]]:
     """An oracle's own calls, then those of this module; made once, for every rule asks for them."""
-    return cache(lambda: (*calls(), *EDGES[name]()))
+    return cache(lambda: (*calls(), *EDGES.get(name, both())()))

@@ -158,12 +158,9 @@ def _after_sum(norm: Norm) -> Norm:
 # rows than a block has threads; a hidden size of real models.
 _SHAPES = """0x8 1x1 1 2x3 4x8 3x17 2x3x33 5x64 3x127 3x257 130x48 4x1000 3x4096 3x0
     4x40.eps:0 4x40.eps:1e-12 4x40.eps:0.5"""
-_HIDDEN = sorted(
-    {*range(1, 129), *(2**k + d for k in range(8, 13) for d in (-1, 0, 1)), 1536, 3000}
-)
 LABELS = Labels({
     "weight:fp32": {"dtype": torch.float32}, "residual:fp32": {"residual": torch.float32},
-    "bias:none": {"bias": None}, "sweep": {},
+    "bias:none": {"bias": None},
 })  # fmt: skip
 
 
@@ -225,7 +222,6 @@ def _calls(*, bias: bool) -> Iterator[Call]:
     if bias:
         yield from LABELS(make, "4x40.bias:none")
         yield from _of_two_dtypes(residual=False)
-    yield from LABELS(make, " ".join(f"3x{hidden}.sweep" for hidden in _HIDDEN), full=True)
 
 
 # Groups of one channel and of all, channels of one number; one group's numbers as in _SHAPES.
@@ -315,7 +311,6 @@ def _add_calls(*, bias: bool) -> Iterator[Call]:
     if bias:
         yield from LABELS(make, "4x40.bias:none")
         yield from _of_two_dtypes(residual=True)
-    yield from LABELS(make, " ".join(f"3x{size}.sweep" for size in _HIDDEN[::4]), full=True)
 
 
 _LOWER = ("4x8", "3x17", "5x64", "4x1000")

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, Layouts
+from anychip.conformance.choices import Choices
 from anychip.conformance.formats import FORMATS, Array
 from anychip.conformance.oracles.oracle import Oracle
 from anychip.contract import OperatorSpec
@@ -99,6 +100,14 @@ def _calls(spec: OperatorSpec) -> Iterator[Call]:
     for label, layout in each.items() if labels else ():
         make = partial(_sample, spec, index=0)
         yield Call(f"0.{label}", make, layout=layout, statistical=False)
+
+
+def drawn(spec: OperatorSpec, choose: Choices, draw: Draw) -> Arguments:
+    """One of the samples, for a design."""
+    samples = list(spec.samples(draw))
+    labels = [f"{index}.{safe(sample.label)}" for index, sample in enumerate(samples)]
+    sample = samples[labels.index(choose.of("sample", *labels))]
+    return sample.args, dict(sample.attrs)
 
 
 def _sample(spec: OperatorSpec, draw: Draw, index: int) -> Arguments:

@@ -198,6 +198,10 @@ def test_what_a_weight_is_can_be_asked_at_any_time() -> None:
     on_two(work, lambda: nn.Sequential(nn.Linear(48, 48, bias=False)))
 
 
+SWAPS = pytest.mark.skipif(not guard.SWAPS, reason="this torch gives storages no other memory")
+
+
+@SWAPS
 def test_alias_of_a_weight_reads_nan_while_it_is_not_whole_and_its_values_when_it_is() -> None:
     def work(comm: Communicator, model: nn.Module) -> None:
         opt = optimizer(model, comm)
@@ -213,6 +217,21 @@ def test_alias_of_a_weight_reads_nan_while_it_is_not_whole_and_its_values_when_i
     on_two(work, lambda: nn.Sequential(nn.Linear(48, 48, bias=False)))
 
 
+def test_storage_that_cannot_be_given_other_memory_is_empty_and_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "SWAPS", False)
+    storage = torch.empty(64, dtype=torch.uint8).untyped_storage()
+    view = torch.empty(0).set_(storage)
+    room = guard.Room(storage, [], [])
+    room.release()
+    assert storage.nbytes() == 0
+    room.restore()
+    view.fill_(2.0)
+    assert view.tolist() == [2.0] * 16
+
+
+@SWAPS
 def test_large_storage_is_nan_from_end_to_end_in_few_mappings_and_comes_back() -> None:
     """700 MiB on paper, of which nothing is touched but what is looked at."""
     storage = torch.empty(700 << 20, dtype=torch.uint8).untyped_storage()

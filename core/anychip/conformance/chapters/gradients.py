@@ -336,7 +336,8 @@ def rule_deferred(context: Context, of: Subject) -> None:
     for trial in each_trial(context, of):
         placed, _ = trial.start(context)
         given = trial.placed_gradients(context)
-        node = cast("Any", trial.run(placed)[0].grad_fn)
+        outputs = trial.run(placed)  # kept: torch 2.11 frees what a graph saved with its end
+        node = cast("Any", outputs[0].grad_fn)
 
         def ask(names: Sequence[str], node: Any = node, given: Any = given) -> dict[str, Tensor]:
             gradient, choice, attrs = node.call

@@ -7,7 +7,7 @@ class, :class:`Released`, which tells its shape and refuses its values, and name
 What keeps an alias of it (a view that somebody made while it was whole, compiled code) does not see
 that. Where torch can (its builds for CUDA, from 2.13), the storage refuses with the same sentence;
 else, on the host, it is NaN from end to end: pages of a small file, mapped over and over, which
-cost no memory; else it is empty.
+cost no memory; else (other devices, torch 2.11) it is empty, and who reads it ends the process.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from anychip.contract import HOST
 _MODULE: Any = torch._C
 _refuse = getattr(_MODULE, "_set_storage_data_ptr_access_error_msg", None)
 _allow = getattr(_MODULE, "_clear_storage_data_ptr_access_error_msg", None)
+SWAPS = hasattr(UntypedStorage, "_swap_data_ptr_")
+"""Whether torch can give a storage other memory, which its views then have too."""
 
 _PROPERTIES = {
     *("device", "dtype", "grad", "grad_dtype", "grad_fn", "layout", "nbytes", "ndim", "output_nr"),
@@ -100,7 +102,7 @@ class Room:
         self.storage, self.nbytes = storage, storage.nbytes()
         self._params = list(zip(params, map(type, params), sentences, strict=True))
         self._sentence = "".join(sentences[:1])
-        self._is_host = storage.device.type == HOST
+        self._swaps = SWAPS and storage.device.type == HOST
         self._nan = 0
 
     def release(self) -> None:
@@ -113,7 +115,7 @@ class Room:
         if _refuse is not None and _allow is not None:
             self.storage.resize_(0)
             _refuse(self.storage._cdata, self._sentence)
-        elif self._is_host:
+        elif self._swaps:
             address = _map_nan(self.nbytes)
             nan = _MODULE._construct_storage_from_data_pointer(
                 address, self.storage.device, self.nbytes
@@ -130,7 +132,7 @@ class Room:
         if _refuse is not None and _allow is not None:
             _allow(self.storage._cdata)
             self.storage.resize_(self.nbytes)
-        elif self._is_host:
+        elif self._swaps:
             fresh = torch.empty(self.nbytes, dtype=torch.uint8).untyped_storage()
             _swap(self.storage, fresh)
             _unmap(self._nan, self.nbytes)

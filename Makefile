@@ -38,7 +38,7 @@ ENVIRONMENT := $(VENV)/made-$(call hash,command -v $(PYTHON); cat constraints.tx
 INSTALLED := $(VENV)/installed-$(call hash,echo $(OPTIONS) $(MODULES); cat $(sort $(SOURCES)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all mutants red-team cuda-emulator test-cuda cann-emulator test-npu lint native dev bench-env clean
+.PHONY: help train test test-all mutants red-team cuda-emulator test-cuda cann-emulator test-npu lint docs native dev bench-env clean
 
 help:
 	@echo 'make train    train a small GPT, about a minute on two cores; ARGS go to `anychip train`'
@@ -52,6 +52,7 @@ help:
 	@echo 'make test-npu the npu backend on the real torch_npu and an emulated CANN, without an Ascend device,'
 	@echo '              in an environment of its own (build/npu_env-*); make cann-emulator builds both'
 	@echo 'make lint     formatting, types and spelling'
+	@echo 'make docs     the site, in build/site: open index.html there; a broken link is an error'
 	@echo 'make native   the C++ kernels alone, with their own tests (plain CMake)'
 	@echo 'make dev      only the environment, with every tool, in $(VENV)'
 	@echo 'make bench-env  the same with DeepSpeed, a peer of python -m benchmarks.record'
@@ -106,6 +107,10 @@ lint: $(INSTALLED)-dev
 		| xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/codespell
 
+# The hook of the site says where its pages come from; docs/README.md, how versions are published.
+docs: $(INSTALLED)-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 native: $(INSTALLED)
 	$(BIN)/cmake -S . -B build/native -DANYCHIP_CPU=$(ANYCHIP_CPU) -DANYCHIP_CUDA=OFF -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 	$(BIN)/cmake --build build/native --parallel $(JOBS)
@@ -122,7 +127,7 @@ $(INSTALLED): $(ENVIRONMENT)
 	@touch $@
 
 # anychip itself is there by now, so that these add what the extra names and nothing else.
-$(INSTALLED)-test $(INSTALLED)-dev $(INSTALLED)-bench: $(INSTALLED)-%: $(INSTALLED)
+$(INSTALLED)-test $(INSTALLED)-dev $(INSTALLED)-bench $(INSTALLED)-docs: $(INSTALLED)-%: $(INSTALLED)
 	$(PIP) --quiet 'anychip[$*]'
 	@touch $@
 

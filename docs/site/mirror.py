@@ -20,6 +20,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>[~.]?")
+IN_CHINESE = re.compile(r"(?<=[\u3001-\u9fff\uff01-\uff5e])\n(?=[\u3001-\u9fff\uff01-\uff5e])")
 PICTURES = (".png", ".svg")
 SHOWN = {".c": "c", ".cpp": "cpp", ".h": "cpp", ".cuh": "cuda", ".cu": "cuda", ".json": "json",
          ".py": "python", ".sh": "bash", ".toml": "toml", ".yaml": "yaml"}  # fmt: skip
@@ -55,7 +56,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links lead to the page of what they name."""
+    """Links lead to the page of what they name; lines of Chinese are joined without a space."""
     folder = PurePosixPath(page.file.src_uri).parent
 
     def changed(link: re.Match[str]) -> str:
@@ -64,7 +65,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return link[0]
         return f"{link[1]}{_relative(target, folder)}{link[3] or ''}{link[4]}"
 
-    return LINK.sub(changed, markdown)
+    return LINK.sub(changed, IN_CHINESE.sub("", markdown))
 
 
 def on_page_content(html: str, **_: Any) -> str:

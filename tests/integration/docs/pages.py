@@ -25,21 +25,25 @@ class Command(NamedTuple):
     lines: list[str]
 
 
-def blocks(page: Path) -> list[tuple[str, str]]:
+def blocks(text: str) -> list[tuple[str, str]]:
     """Language and text of every fenced block."""
-    return re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def files(page: Path) -> dict[str, str]:
     """The files of the page by name."""
-    found = [text for language, text in blocks(page) if language in ("c", "python", "toml")]
+    found = [
+        text
+        for language, text in blocks(page.read_text("utf-8"))
+        if language in ("c", "python", "toml")
+    ]
     return {text.partition("\n")[0].lstrip("#/ "): text for text in found}
 
 
 def commands(page: Path) -> list[Command]:
     """The commands, each with the block of output behind it, if there is one."""
     found: list[Command] = []
-    for language, text in blocks(page):
+    for language, text in blocks(page.read_text("utf-8")):
         if language == "bash":
             found.append(Command(text.strip(), []))
         elif language == "text":

@@ -1,4 +1,4 @@
-"""What pages quote of the sources is there."""
+"""What pages quote of the sources is there, and pages in two languages have the same commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.docs.pages import ROOT
+from benchmarks.vendor_afternoon import SECTION
+from tests.integration.docs.pages import ROOT, blocks
 
 QUOTES = re.findall(r"^### `(.*)`$", (ROOT / "docs" / "faq.md").read_text("utf-8"), re.MULTILINE)
 
@@ -47,3 +48,17 @@ def test_message_of_the_faq_is_in_the_sources(quote: str) -> None:
 def test_message_that_is_nowhere_is_not_found() -> None:
     assert len(QUOTES) >= 25
     assert not any(is_in(text, ["cannot run here (", "no such words"]) for text in sources())
+
+
+@pytest.mark.parametrize(("page", "chinese", "section"), [
+    ("tutorials/train.md", "zh/quick-start.md", ""),
+    ("writing-a-backend.md", "zh/vendor-afternoon.md", SECTION),
+])  # fmt: skip
+def test_page_in_chinese_has_the_commands_of_the_english_one(
+    page: str, chinese: str, section: str
+) -> None:
+    text = (ROOT / "docs" / page).read_text("utf-8").partition(section or "# ")[2]
+    text = text.partition("\n## 1. ")[0] if section else text
+    found = [part for part in blocks(text) if part[0] in ("bash", "text")]
+    assert found == blocks((ROOT / "docs" / chinese).read_text("utf-8"))
+    assert len(found) >= 5

@@ -136,8 +136,9 @@ class Decision:
 class Backend(DeviceInterface, ABC):
     """A chip: devices, memory, operators, collectives.
 
-    Attributes, of the class or, where one class serves several chips, of the object:
-        name: the backend's name, equal to its entry point's.
+    Attributes:
+        name: the backend's name, equal to its entry point's. It and the others are of the class
+            or, where one class serves several chips, of the object.
         device_type: torch's device type that it serves, like ``"cpu"``.
         c10d_backend: torch.distributed's backend for it, or None when it has none.
         api: the :data:`API_VERSION` it was written for.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import gc
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as _DDP
 
 from anychip.contract import UnsupportedError
 from anychip.operators.codes import FORMATS
@@ -181,6 +183,32 @@ def check_parameter(param: Tensor, device: str, *, may_have_master: bool) -> Non
             f"a parameter of shape {tuple(param.shape)} is {param.dtype}; parameters of 32 or 16 "
             "bits are updated"
         )
+
+
+def check_clip(present: Collection[Tensor], *, are_away: bool) -> None:
+    """Gradients can be multiplied where they are: there are some, on the device."""
+    if not present:
+        raise RuntimeError("clip: no parameter has a gradient; call backward() first")
+    if are_away:
+        raise UnsupportedError(
+            "clip_grad_norm_: the gradients are not on the device, and would be read and written "
+            "once more; give the rule: optim.chain(optim.clip_by_global_norm(max_norm), rule)"
+        )
+
+
+def check_reduced_once(params: Collection[Tensor]) -> None:
+    """RuntimeError when torch's DistributedDataParallel averages the gradients of any as well."""
+    if not torch.distributed.is_initialized():
+        return  # and it needs that
+    # It leaves no mark on what it wraps. Types alone: other objects may be proxies of what is gone.
+    for found in (each for each in gc.get_objects() if issubclass(type(each), _DDP)):
+        if any(param in params for param in found.parameters()):
+            raise RuntimeError(
+                "the model is in torch's DistributedDataParallel, and zero.Optimizer averages its "
+                "gradients too: leave the model as it is (anychip.integrations does in Accelerate, "
+                "transformers' Trainer and Lightning), or keep DDP and give the optimizer "
+                "anychip.comm.alone(device=...)"
+            )
 
 
 def check_memory(params: Sequence[Tensor]) -> None:

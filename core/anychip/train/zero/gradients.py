@@ -47,8 +47,9 @@ class Partitioned(Tensor):
     ) -> Any:
         raise RuntimeError(
             f"{func}: this gradient has no values here, since ZeRO keeps parts of it on all ranks. "
-            "To clip: optim.chain(optim.clip_by_global_norm(max_norm), rule), and StepResult has "
-            "the norm; to clear: opt.zero_grad(); to add another: opt.backward(loss)"
+            "To clip: opt.clip_grad_norm_(max_norm), or optim.chain(optim.clip_by_global_norm("
+            "max_norm), rule), with the norm in StepResult; to clear: opt.zero_grad(); to add "
+            "another: opt.backward(loss)"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from anychip.contract import Communicator
-from anychip.train.optim import Rule
+from anychip.train.optim import Rule, clip_by_global_norm
 from anychip.train.precision import LossScaler, PrecisionPolicy
 from anychip.train.watching import part
-from anychip.train.zero import checks, state
+from anychip.train.zero import checks, dtensors, state
 from anychip.train.zero.exchange import GradientReduction
 from anychip.train.zero.explicit import Explicit
 from anychip.train.zero.layout import default_nbytes
@@ -153,7 +154,7 @@ class Optimizer(torch.optim.Optimizer):
                 self.sharded.add_module(checks.module_of_stage_3(module))
         given_to_update = comm, self.sharded, model_comm, set(duplicates), rule.blocks
         self._updates = Updates(*given_to_update)
-        self._is_synchronizing, self._is_in_backward = True, False
+        self._is_synchronizing, self._is_in_backward, self._is_reduced_once = True, False, False
         self._scheduled: list[Any] = []
         super().__init__(given, dict(rule.options))
         checks.check_duplicates(self._updates.duplicates, self.state)
@@ -174,6 +175,9 @@ class Optimizer(torch.optim.Optimizer):
             checks.check_parameter(each, self.comm.device, may_have_master=self.sharded is not None)
         self._scheduled.append(None if "lr" in param_group else self.defaults["lr"])
         _add_param_group(self, param_group)
+        every = [p for group in self.param_groups for p in group["params"]]
+        is_scaled = self.scaler is not None
+        dtensors.check(every, self.comm, is_scaled=is_scaled, blocks=self.rule.blocks)
         params = self.param_groups[-1]["params"]
         if self.scaler is not None:
             watch(self, params, Optimizer._check_backward)
@@ -200,7 +204,7 @@ class Optimizer(torch.optim.Optimizer):
     def _made(self, param: Tensor, values: Tensor) -> dict[str, Tensor]:
         """The rule's states of what is updated of a parameter, where they are to be."""
         if self.sharded is None or self.sharded.tiers is None:
-            return self.rule.init(values)
+            return dtensors.cut_like(param, self.rule.init(values))
         return self.sharded.keep_states(param, self.rule.init, self.rule.blocks)
 
     def _check_backward(self, param: Tensor) -> None:
@@ -232,13 +236,22 @@ class Optimizer(torch.optim.Optimizer):
             gradient: of the (scaled) loss with respect to those outputs, as they came from a
                 backward of what follows.
         """
+        with self.reducing():
+            self._run_backward(loss, gradient)
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """A backward of torch's within it, one, is as :meth:`backward`: for who cannot call that.
+
+        Under loss scaling that is an error.
+        """
         if self.sharded is None or not self._is_synchronizing:
             if self.sharded is not None:
                 self.sharded.queue.hide()
-            self._run_backward(loss, gradient)
+            yield
             return
         with self.sharded.queue.round():
-            self._run_backward(loss, gradient)
+            yield
         self.sharded.queue.end()
 
     def _run_backward(
@@ -266,6 +279,32 @@ class Optimizer(torch.optim.Optimizer):
             yield
         finally:
             self._is_synchronizing = before
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As torch's function of all parameters, at every stage and on any number of ranks.
+
+        A rule that clips (``optim.clip_by_global_norm``) saves writing the gradients. With several
+        ranks a collective call, which reduces what backward has left local.
+
+        Returns:
+            The norm of all gradients before, without the loss scale: 0-dim float32.
+
+        Raises:
+            RuntimeError: no parameter has a gradient.
+            UnsupportedError: gradients are not on the device.
+        """
+        present, _ = self._present(None)
+        tiers = None if self.sharded is None else self.sharded.tiers
+        checks.check_clip(present, are_away=tiers is not None and tiers.is_away("gradients"))
+        scale = None if self.scaler is None else self.scaler.scale
+        given = self.param_groups, self.state, present
+        update = self._updates.update(*given, count=self.num_steps, scale=scale)
+        clip_by_global_norm(max_norm).update(update)
+        assert update.norm is not None
+        if update.clip is not None and max_norm < math.inf:
+            torch._foreach_mul_([self._updates.gradient(p) for p in present], update.clip)
+        return update.norm
 
     @contextmanager
     def explicit(self) -> Iterator[Explicit]:
@@ -349,6 +388,9 @@ class Optimizer(torch.optim.Optimizer):
         """Parameters that have a gradient on any rank; what was local is reduced."""
         if self.sharded is not None:
             self.sharded.check()
+            if self.comm.world_size > 1 and not self._is_reduced_once:
+                checks.check_reduced_once(self.state)
+                self._is_reduced_once = True
             return self.sharded.queue.agree(share)
         params = [p for group in self.param_groups for p in group["params"]]
         present = {p for p in params if p.grad is not None}

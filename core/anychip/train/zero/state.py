@@ -57,6 +57,10 @@ SETTINGS: schema.Form = {"param_groups": [{"params": [str], str: schema.OPTION}]
 """Of a state without tensors, with the names of parameters in place of their numbers."""
 
 _FORM_OF_TORCH = {"state": {int: {"step?": _STEP, str: schema.OPTION}}, "param_groups": _GROUPS}
+_FORM_WITH_NAMES = {
+    "state": {str: {str: schema.OPTION}},
+    "param_groups": [{"params": [str], str: schema.OPTION}],
+}
 
 IS_SCHEDULED = "is_scheduled"
 """In a saved group whose rule has a schedule: whether that decides ``lr``."""
@@ -92,10 +96,23 @@ def in_form(state_dict: Mapping[str, Any], rule: Rule, params: Sequence[Tensor])
         ValueError: it is neither.
     """
     if isinstance(state_dict, dict) and "num_steps" not in state_dict:
+        state_dict = _with_numbers(state_dict)
         schema.check(state_dict, _FORM_OF_TORCH, "optimizer state")
         state_dict = _of_torch(state_dict, rule, params)
     schema.check(state_dict, _FORM, "optimizer state")
     return dict(state_dict)
+
+
+def _with_numbers(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """In place of names, as torch.distributed.checkpoint's get_state_dict gives them."""
+    found = state_dict.get("state")
+    if not isinstance(found, dict) or not any(isinstance(key, str) for key in found):
+        return state_dict
+    schema.check(state_dict, _FORM_WITH_NAMES, "optimizer state")
+    groups, states = numbered(state_dict["param_groups"]), state_dict["state"]
+    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    entries = {number: states[name] for number, name in enumerate(names) if name in states}
+    return {"state": entries, "param_groups": groups}
 
 
 def _of_torch(

@@ -15,6 +15,7 @@ from anychip.contract import Communicator
 from anychip.runtime import on_host
 from anychip.train.optim import Group, Update
 from anychip.train.zero.chunked import ChunkedGroups, Part
+from anychip.train.zero.dtensors import local, sum_over_parts
 from anychip.train.zero.layout import ShardMetadata
 from anychip.train.zero.sharded import ShardedModel
 
@@ -48,7 +49,7 @@ class Updates:
     def values(self, param: Tensor) -> Tensor:
         """What this rank updates of a parameter."""
         if self.sharded is None:
-            return param
+            return local(param)
         place = self.sharded.places[param]
         return place.weights.values[place.index]
 
@@ -66,8 +67,7 @@ class Updates:
     def gradient(self, param: Tensor) -> Tensor:
         """The gradient of what this rank updates."""
         if self.sharded is None:
-            assert param.grad is not None
-            return param.grad
+            return local(param.grad)
         place = self.sharded.places[param]
         assert place.gradients is not None
         return place.gradients.gradient(place.index)
@@ -113,7 +113,9 @@ class Updates:
             update.pieces = chunked.gradients
         if scale is not None:
             update.scale = torch.full((), scale, device=next(iter(present)).device)
-        if self.sharded is not None and self.sharded.partition.states:
+        if self.sharded is None:
+            update.sum_over_shards = sum_over_parts(present)
+        elif self.sharded.partition.states:
             update.sum_over_shards = self.sharded.exchange.sum_over_parts
         if self.model_comm is not None:
             update.sum_over_stages = self._sum_over_stages
@@ -139,7 +141,7 @@ class Updates:
         return Group(
             params=[self.values(p) for p in params],
             grads=[self.gradient(p) for p in params],
-            state={n: [s[n] for s in mine] for n in mine[0] if n not in ("step", MASTER)},
+            state={n: [local(s[n]) for s in mine] for n in mine[0] if n not in ("step", MASTER)},
             step=mine[0]["step"],
             options={k: v for k, v in group.items() if k != "params"},
             counts=[param not in self.duplicates for param in params],

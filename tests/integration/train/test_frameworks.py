@@ -26,18 +26,20 @@ NUMEL = (1 << 20) // 96 * 96
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """What ranks have written, by their number: one job for all, since imports take the longest."""
+    """What ranks have written, by their number."""
     frameworks = ["trainer", "accelerate", *(["lightning"] if HAS_LIGHTNING else [])]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHONPATH": paths, "ANYCHIP_TRANSPORT": "sockets", "ANYCHIP_BACKEND": "cpu"}
     # In a network of their own, so that the counters of loopback are theirs.
     server = Server({**os.environ, **variables}, prefix=quiet_network.prefix() or ())
-    script, results = str(Path(__file__).with_name("framework_ranks.py")), {}
-    for size, names in ((1, frameworks), (2, [*frameworks, "torch"])):
+    script = str(Path(__file__).with_name("framework_ranks.py"))
+    results: dict[int, dict[str, Any]] = {1: {}, 2: {}}
+    jobs = [(1, frameworks), *((2, [name]) for name in (*frameworks, "torch"))]
+    for size, names in jobs:  # a server gives each so long
         folder = tmp_path_factory.mktemp(f"ranks{size}")
         ended = server.run(script, "out.json", *names, world_size=size, cwd=folder)
         assert [rank.code for rank in ended] == [0] * size, ended[0].err
-        results[size] = json.loads((folder / "out.json").read_text())
+        results[size] |= json.loads((folder / "out.json").read_text())
     server.close()
     return results
 

@@ -277,19 +277,16 @@ FRAMEWORKS = {
 def nbytes_of_three_steps(run: Callable[[Case], Any], case: Case) -> int:
     """What the loopback interface has seen of a run of six steps more than of one of three.
 
-    The least of two: on a busy machine the kernel sends some packets twice.
+    The least of two each: on a busy machine the kernel sends some packets twice.
     """
-    found = []
-    for _ in range(2):
-        counts = []
-        for steps in (3, 6):
-            dist.barrier()
-            before = loopback_nbytes()
-            run(case._replace(steps=steps))
-            dist.barrier()
-            counts.append(loopback_nbytes() - before)
-        found.append(counts[1] - counts[0])
-    return min(found)
+    counts: dict[int, list[int]] = {3: [], 6: []}
+    for steps in (3, 6, 3, 6):
+        dist.barrier()
+        before = loopback_nbytes()
+        run(case._replace(steps=steps))
+        dist.barrier()
+        counts[steps].append(loopback_nbytes() - before)
+    return min(counts[6]) - min(counts[3])
 
 
 # What is refused

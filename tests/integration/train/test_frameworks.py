@@ -104,10 +104,11 @@ def test_run_that_goes_on_from_their_checkpoint_has_the_same_bits(
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_gradients_pass_once_per_step(found: dict[int, dict[str, Any]], framework: str) -> None:
     """ZeRO-2 sends gradients once and weights once, after two batches; DDP's average would make it
-    twice as much, a reduction of each batch half as much again. 5 % for headers and retries.
+    twice as much, a reduction of each batch half as much again. 10 % for headers, and packets that
+    are sent twice.
     """
     formula = sum(wire_nbytes(call, 4 * NUMEL, 2) for call in ("reduce_scatter", "all_gather"))
-    assert formula * 2 * 3 <= found[2][framework]["nbytes"] <= 1.05 * formula * 2 * 3
+    assert 0.9 < found[2][framework]["nbytes"] / float(formula * 2 * 3) < 1.1
 
 
 @pytest.mark.parametrize("framework", [*FRAMEWORKS, "torch"])

@@ -1,20 +1,26 @@
-"""Which documents are in these files? Text, JSON lines and Parquet, one document after the other.
+"""Which documents are in these files? One after the other, so that memory holds one, or a batch.
 
-=====================  =========================================================
-``.jsonl``             a line is a document: an object with a field of text
-``.parquet``           a row is a document: a column of text (extra ``data``)
-anything else          the file is a document, in UTF-8
-``.gz`` after a name   the same, packed with gzip; not for Parquet
-=====================  =========================================================
+=========================  =====================================================
+``.jsonl``                 a line is a document: an object with a field of text
+``.parquet``               a row is a document: a column of text (extra ``data``)
+``.tar``                   a sample is a document: WebDataset, in ``archives``
+anything else              the file is a document, in UTF-8
+``.gz .bz2 .xz .zst``      after a name: the same, packed (``.zst``: extra
+                           ``data``); not for Parquet
+=========================  =====================================================
 
-Every error names the file, and the line or row. Archives (WebDataset) are not part of this version.
+Every error names the file, and the line, row or sample.
 """
 
 from __future__ import annotations
 
+import bz2
 import glob
 import gzip
+import io
 import json
+import lzma
+import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +30,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from anychip.train.data.archives import DamagedArchiveError, samples
 from anychip.train.data.extra import require
 from anychip.train.data.text import encode
 
@@ -44,9 +51,24 @@ def read_documents(paths: Sequence[str | Path], *, field: str = "text") -> Itera
         FileNotFoundError, PermissionError: naming the file or pattern.
         ValueError: a file is empty, binary, damaged or not UTF-8; a line is no JSON; a line or row
             has no such field, or something else than text in it.
-        MissingExtraError: there is a Parquet file, and pyarrow is not installed.
+        MissingExtraError: there is a Parquet or ``.zst`` file, and pyarrow is not installed.
     """
-    return _documents(find_files(paths), field)
+    return (text for path in find_files(paths) for _, text in read_file(path, field=field))
+
+
+def read_file(path: Path, *, field: str) -> Located:
+    """The documents of one file, each behind where it stands.
+
+    Raises:
+        OSError, ValueError, MissingExtraError: as :func:`read_documents`, after what stands before
+            the damage.
+    """
+    is_empty = True
+    for where, text in _READERS.get(_suffix(path), _read_text)(path, field):
+        yield where, _checked(where, text)
+        is_empty = False
+    if is_empty:
+        raise ValueError(f"data file {path} is empty: it has no document")
 
 
 def read_messages(paths: Sequence[str | Path], *, field: str) -> Iterator[tuple[str, Any]]:
@@ -57,25 +79,19 @@ def read_messages(paths: Sequence[str | Path], *, field: str) -> Iterator[tuple[
             of JSON lines.
     """
     for path in find_files(paths):
-        if _suffix(path) != ".jsonl":
-            raise ValueError(f"data file {path}: {field} are read from JSON lines, .jsonl expected")
-        is_empty = True
-        for where, value in _values(path, field):
-            yield where, value
-            is_empty = False
-        if is_empty:
-            raise ValueError(f"data file {path} is empty: it has no {field}")
+        yield from read_messages_of(path, field=field)
 
 
-def _documents(files: Sequence[Path], field: str) -> Iterator[str]:
-    for path in files:
-        read = _READERS.get(_suffix(path), _read_text)
-        is_empty = True
-        for where, text in read(path, field):
-            yield _checked(where, text)
-            is_empty = False
-        if is_empty:
-            raise ValueError(f"data file {path} is empty: it has no document")
+def read_messages_of(path: Path, *, field: str) -> Iterator[tuple[str, Any]]:
+    """As :func:`read_messages`, of one file."""
+    if _suffix(path) != ".jsonl":
+        raise ValueError(f"data file {path}: {field} are read from JSON lines, .jsonl expected")
+    is_empty = True
+    for where, value in _values(path, field):
+        yield where, value
+        is_empty = False
+    if is_empty:
+        raise ValueError(f"data file {path} is empty: it has no {field}")
 
 
 def find_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -83,8 +99,8 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
 
     Args:
         paths: files, in the order written; directories, of which every file that ends in .txt,
-            .jsonl or .parquet, or the first two with .gz, is taken, in folders too, hidden ones
-            left out; patterns with ``*``, ``?``, ``[a-z]`` and ``**`` for folders, of which every
+            .jsonl, .tar or .parquet, packed or not, is taken, in folders too, hidden ones left
+            out; patterns with ``*``, ``?``, ``[a-z]`` and ``**`` for folders, of which every
             file is taken. Files of a directory or pattern are sorted by path. What is named twice
             is read twice.
 
@@ -114,7 +130,8 @@ def _expand(path: Path) -> list[Path]:
         files = sorted(file for file in path.rglob("*") if _is_data(file, path))
         if not files:
             raise ValueError(
-                f"data directory {path} has no file that ends in {', '.join(_IN_DIRECTORIES)}"
+                f"data directory {path} has no file that ends in {', '.join(_PLAIN)}, or packed in "
+                f"{', '.join(_PACKED)}"
             )
         return files
     if set("*?[") & set(str(path)) and not path.exists():
@@ -139,22 +156,43 @@ def _is_data(file: Path, directory: Path) -> bool:
 
 
 def _suffix(path: Path) -> str:
-    return Path(path.name.lower().removesuffix(".gz")).suffix
+    name = path.name.lower()
+    if name.endswith(".tgz"):
+        return ".tar"
+    return Path(name[: -len(path.suffix)] if path.suffix.lower() in _PACKED else name).suffix
 
 
 @contextmanager
 def _unpacked(path: Path) -> Iterator[IO[bytes]]:
-    if path.suffix.lower() != ".gz":
+    """The content as a stream."""
+    packing = path.suffix.lower().replace(".tgz", ".gz")
+    if packing not in _PACKED:
         with path.open("rb") as plain:
             yield plain
         return
-    try:
-        with gzip.open(path, "rb") as file:
-            yield cast(IO[bytes], file)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(
-            f"data file {path} is damaged, or not packed with gzip: {error}"
-        ) from error
+    tool, open_packed = _PACKED[packing]
+    with open_packed(path) as file:
+        try:
+            yield file
+        except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # of the disk, not of what is on it
+                raise
+            text = f"data file {path} is damaged, or not packed with {tool}: {error}"
+            raise ValueError(text) from error
+
+
+def _open_zstd(path: Path) -> IO[bytes]:
+    arrow = require("pyarrow", f"data file {path}: zstd")
+    stream = arrow.input_stream(str(path), compression="zstd")
+    return cast(IO[bytes], io.BufferedReader(stream, 1 << 16))  # it has no lines of its own
+
+
+_PACKED: Mapping[str, tuple[str, Callable[[Path], IO[bytes]]]] = {
+    ".gz": ("gzip", lambda path: cast(IO[bytes], gzip.open(path, "rb"))),
+    ".bz2": ("bzip2", lambda path: cast(IO[bytes], bz2.open(path, "rb"))),
+    ".xz": ("xz", lambda path: cast(IO[bytes], lzma.open(path, "rb"))),
+    ".zst": ("zstd", _open_zstd),
+}
 
 
 def _content(path: Path) -> bytes:
@@ -216,6 +254,34 @@ def _field_of(row: Any, field: str, where: str) -> Any:
     if field not in row:
         raise ValueError(_missing(where, "field", field, row))
     return row[field]
+
+
+def _read_tar(path: Path, field: str) -> Located:
+    with _unpacked(path) as file:
+        try:
+            for name, members in samples(file):
+                where = f"data file {path}, sample {name!r}"
+                yield where, _text_of_sample(members, field, where)
+        except (DamagedArchiveError, tarfile.TarError) as error:
+            raise ValueError(f"data file {path} is damaged, or no tar: {error}") from error
+        while file.read(1 << 20):  # what is packed is checked at its end
+            pass
+
+
+def _text_of_sample(members: Mapping[str, bytes], field: str, where: str) -> str:
+    """A member named after the field (``text``: also ``txt``), or that field of one of JSON."""
+    for name in ("txt", field) if field == "text" else (field,):
+        if name in members:
+            try:
+                return members[name].decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise _not_utf8(f"{where}, {name}", error) from error
+    if "json" not in members:
+        raise ValueError(_missing(where, "member", field, members))
+    value = _field_of(_parsed(members["json"], where), field, where)
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: a string expected in {field!r}, got {_shortened(value)}")
+    return value
 
 
 def _read_parquet(path: Path, field: str) -> Located:
@@ -289,5 +355,7 @@ def _shortened(value: Any) -> str:
 _READERS: Mapping[str, Callable[[Path, str], Located]] = {
     ".jsonl": _read_jsonl,
     ".parquet": _read_parquet,
+    ".tar": _read_tar,
 }
-_IN_DIRECTORIES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
+_PLAIN = (".txt", ".jsonl", ".tar", ".parquet")
+_IN_DIRECTORIES = (*_PLAIN, ".tgz", *(a + b for a in _PLAIN[:3] for b in _PACKED))

@@ -17,6 +17,7 @@ SUBCOMMANDS: Mapping[str, str] = {
     "bench": "Measures speed against named peers and against the hardware's bound.",
     "config": "Says where the C interface for chips is: flags for a compiler, a folder for CMake.",
     "conformance": "Checks that a backend computes what the contract says.",
+    "data": "Prepares shards of text for training: tokens in a directory, made once.",
     "doctor": "Says why a backend cannot run here, and what fixes it.",
     "eval": "Says how well the model of a run predicts what it was not trained on.",
     "export": "Writes the weights of a run as Hugging Face transformers loads them.",

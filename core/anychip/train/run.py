@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,7 @@ from anychip.train.cutting import (
     mesh_sizes,
     rule_of,
 )
+from anychip.train.preparing.work import open_tokenizer
 from anychip.train.trackers import Trackers, find, make
 from anychip.train.watching import Watch
 from anychip.train.zero.tiers import in_text
@@ -56,9 +58,9 @@ class Texts(NamedTuple):
         held_out: (M,) that are not trained on; None: nothing is held out.
     """
 
-    tokens: Tensor
+    tokens: Tensor | data.Mixture
     tokenizer: data.Tokenizer
-    held_out: Tensor | None = None
+    held_out: data.TokenRow | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -185,7 +187,8 @@ def _held_out(config: Config, texts: Texts) -> data.HeldOut | None:
     tokens, context = texts.held_out, config.model.context
     if config.eval.batches:
         # With the target of the last one.
-        tokens = tokens[: config.eval.batches * config.data.batch_size * context + 1]
+        most = config.eval.batches * config.data.batch_size * context + 1
+        tokens = tokens.part(0, min(len(tokens), most))
     across = config.data.cross_document_targets
     return data.HeldOut(
         tokens, context=context, tokenizer=texts.tokenizer, cross_document_targets=across
@@ -235,37 +238,83 @@ def read_texts(config: Config) -> Texts:
         return Texts(tokens, tokenizer, read_held_out(config, tokenizer))
     if not config.eval.fraction:
         return Texts(tokens, tokenizer)
-    begin = len(tokens) - round(len(tokens) * config.eval.fraction)
-    return Texts(tokens[:begin], tokenizer, tokens[begin:])
+    tokens, held_out = tokens.split(config.eval.fraction)
+    return Texts(tokens, tokenizer, held_out)
 
 
-def read_held_out(config: Config, tokenizer: data.Tokenizer) -> Tensor:
+def read_held_out(config: Config, tokenizer: data.Tokenizer) -> data.TokenRow:
     """The tokens (M,) of ``eval.files``.
 
     Raises:
         OSError, ValueError: as reading raises.
     """
-    return _tokenized(config.eval.files, tokenizer, config)
+    return _row(config.eval.files, tokenizer, config)
 
 
-def read_data(config: Config) -> tuple[Tensor, data.Tokenizer]:
+def read_data(config: Config) -> tuple[data.Mixture, data.Tokenizer]:
     """The tokens (N,) of the files, or of Python's documentation, and what made them.
 
     Raises:
         OSError, ValueError: as reading and training a tokenizer raise; or ``model.vocab_size`` is
-            smaller than the tokenizer's.
+            smaller than the tokenizer's; or a prepared directory is not what the settings say.
     """
-    settings, paths = config.data, config.data.files
+    paths, weights = config.data.files, config.data.weights
     tokenizer = known_tokenizer(config)
     if tokenizer is None:
-        # Read once for both, since a tokenizer is trained on the same documents.
-        found = [*_documents(paths, config)]
-        tokenizer = data.train_bpe(found, config.model.vocab_size)
-        end = settings.end_of_document
-        return data.tokenize(found, tokenizer, end_of_document=end), tokenizer
-    if settings.tokenizer == "bytes" and not paths:
-        return data.python_documentation(), tokenizer
-    return _tokenized(paths, tokenizer, config), tokenizer
+        for path in filter(data.is_prepared, map(Path, paths)):
+            raise data.PreparedError(
+                f"{path} is tokens already, of which no tokenizer is trained; set "
+                f"data.tokenizer={path / 'tokenizer.json'}"
+            )
+        tokenizer = data.train_bpe(_documents(paths, config), config.model.vocab_size)
+    parts = [(path,) for path in paths] if weights else [paths]
+    rows = [_row(part, tokenizer, config) for part in parts]
+    return data.Mixture(rows, weights or (1.0,)), tokenizer
+
+
+def _row(paths: Sequence[str], tokenizer: data.Tokenizer, config: Config) -> data.TokenRow:
+    """What is prepared stays where it is; the rest is made into tokens, in memory."""
+    pieces = list[data.InMemory | data.Prepared]()
+    for is_prepared, group in groupby(map(Path, paths), data.is_prepared):
+        if is_prepared:
+            pieces += [_opened(path, tokenizer, config) for path in group]
+        else:
+            pieces.append(data.InMemory(_tokenized([*map(str, group)], tokenizer, config)))
+    if not paths:
+        pieces.append(data.InMemory(_tokenized(paths, tokenizer, config)))
+    return data.join(pieces, tokenizer.end_of_document if config.data.end_of_document else None)
+
+
+def _opened(path: Path, tokenizer: data.Tokenizer, config: Config) -> data.Prepared:
+    """Tokens that were prepared, if they are what the settings would make."""
+    found, settings = data.Prepared(path), config.data
+    theirs = found.about["tokenizer"]
+    if theirs != tokenizer.name:
+        named = path / "tokenizer.json" if theirs != data.ByteTokenizer.name else theirs
+        raise data.PreparedError(
+            f"{path} was prepared with the tokenizer {theirs}, and data.tokenizer = "
+            f"{settings.tokenizer!r} is {tokenizer.name}; set data.tokenizer={named}, or prepare "
+            "it with the other"
+        )
+    if found.is_marked != config.has_messages:
+        kinds = ("text", "messages")
+        raise data.PreparedError(
+            f"{path} is {kinds[found.is_marked]}, and the settings (data.field, model.path) are "
+            f"for {kinds[config.has_messages]}"
+        )
+    if config.has_messages:
+        assert isinstance(config.model, models.PretrainedConfig)
+        mine = data.describe_template(models.load_tokenizer(config.model.path))
+        if found.about["template"] != mine:
+            raise data.PreparedError(f"{path} was prepared with another chat template")
+    elif not settings.end_of_document:
+        raise data.PreparedError(
+            f"{path} has an end-of-document token between documents; leave data.end_of_document "
+            "at true"
+        )
+    if settings.verify:
+        found.verify()
+    return found
 
 
 def known_tokenizer(config: Config) -> data.Tokenizer | None:
@@ -276,17 +325,12 @@ def known_tokenizer(config: Config) -> data.Tokenizer | None:
         MissingExtraError: its library is not installed.
     """
     kind, most = config.data.tokenizer, config.model.vocab_size
-    if kind == "bytes":
-        return data.ByteTokenizer()
     if kind == "bpe":
         return None
     if kind == OF_MODEL:
         assert isinstance(config.model, models.PretrainedConfig)
-        path = Path(config.model.path) / "tokenizer.json"
-        theirs = models.load_tokenizer(config.model.path)
-        tokenizer = data.BPETokenizer.load(path, end_of_document=str(theirs.eos_token))
-    else:
-        tokenizer = data.BPETokenizer.load(kind)
+        kind = config.model.path
+    tokenizer = open_tokenizer(kind)
     if tokenizer.vocab_size > most:
         raise ValueError(
             f"the tokenizer {kind} has {tokenizer.vocab_size} tokens, and model.vocab_size is "
@@ -306,6 +350,8 @@ def _tokenized(paths: Sequence[str], tokenizer: data.Tokenizer, config: Config) 
         assert isinstance(config.model, models.PretrainedConfig)
         found = data.read_messages(paths, field=config.data.field)
         return data.tokenize_messages(found, models.load_tokenizer(config.model.path))
+    if config.data.tokenizer == "bytes" and not paths:
+        return data.python_documentation()
     end = config.data.end_of_document
     return data.tokenize(_documents(paths, config), tokenizer, end_of_document=end)
 

@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,10 +24,12 @@ def test_example_of_the_page_gives_a_batch(tmp_path: Path, monkeypatch: pytest.M
     pq.write_table(pa.table({"text": texts[6:]}), tmp_path / "table.parquet")
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    names: dict[str, object] = {}
+    example, own_filter = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
     exec(example, names)
+    exec(own_filter, names)
+    assert names["Vowels"](least=2).measure(["xyz", "a tree"]) == [0, 3]
     x, y, tokenizer, tokens = (names[name] for name in ("x", "y", "tokenizer", "tokens"))
-    assert x.shape == y.shape == (4, 64)  # type: ignore[attr-defined]
-    assert tokenizer.decode(tokens) == "<|endoftext|>".join(texts)  # type: ignore[attr-defined]
+    assert x.shape == y.shape == (4, 64)
+    assert tokenizer.decode(tokens) == "<|endoftext|>".join(texts)
     assert (tmp_path / "tokenizer.json").is_file()

@@ -4,6 +4,7 @@ import gc
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -85,13 +86,13 @@ class Source:
         self.depth, self.made, self.asked = depth, 0, 0
         self.changed = threading.Condition()
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Callable[[], int]]:
         while True:
             with self.changed:
                 self.made += 1
                 assert self.made <= self.asked + self.depth, "more was made than there is space for"
                 self.changed.notify_all()
-            yield self.made
+            yield partial(int, self.made)
 
     def ask(self) -> None:
         with self.changed:
@@ -200,7 +201,7 @@ def test_error_in_the_thread_reaches_the_consumer_with_its_traceback(good: int) 
 def test_thread_ends_with(end: str) -> None:
     ahead = loader(prefetch=2, num_batches=5 if end == "num_batches" else None)
     ahead.next_batch()
-    assert len(prefetch_threads()) == 1
+    assert len(prefetch_threads()) == 2
     if end == "close":
         ahead.close()
     elif end == "load":
@@ -210,11 +211,37 @@ def test_thread_ends_with(end: str) -> None:
         gc.collect()
     else:
         for _ in ahead:
-            assert len(prefetch_threads()) == 1
+            assert len(prefetch_threads()) == 2
             if end == "break":
                 break
         assert end == "break" or ahead.position == 15
     assert prefetch_threads() == []
+
+
+class Slow(data.InMemory):
+    """Gives no answer before as many have asked: a source on whose latency one waits."""
+
+    def __init__(self, tokens: torch.Tensor, at_once: int) -> None:
+        super().__init__(tokens)
+        self.together, self.has_met = threading.Barrier(at_once), False
+
+    def read(self, begin: int, end: int) -> Any:
+        if not self.has_met:
+            self.together.wait(PATIENCE_S)
+            self.has_met = True
+        return super().read(begin, end)
+
+
+@pytest.mark.parametrize("depth", [2, 5])
+def test_as_many_batches_are_waited_for_at_once_as_are_made_ahead(depth: int) -> None:
+    tokens = torch.arange(400, dtype=torch.int32)
+    options: dict[str, Any] = {"context": 8, "batch_size": 1, "seed": 1}
+    slow = data.join([Slow(tokens, depth)], None)
+    ahead = data.Loader(slow, prefetch=depth, num_batches=20, **options)
+    plain = data.Loader(tokens, num_batches=20, **options)
+    for (x, y), (x2, y2) in zip(plain, ahead, strict=True):
+        assert torch.equal(x, x2)
+        assert torch.equal(y, y2)
 
 
 def test_no_thread_without_prefetch() -> None:

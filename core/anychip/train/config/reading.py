@@ -36,7 +36,7 @@ KINDS: Mapping[str, tuple[Mapping[str, type[Any]], str]] = {
 FINE_TUNING_LR, LORA_LR = 2e-5, 2e-4
 """Learning rates of a model in a directory where nobody says one."""
 _PATH, _PRETRAINED = "model.path", "pretrained"
-_LIST = tuple[str, ...]
+_LIST, _NUMBERS = tuple[str, ...], tuple[float, ...]
 
 
 class _Entry(NamedTuple):
@@ -180,10 +180,15 @@ def _typed(key: str, wanted: Any, entry: _Entry) -> Any:
     options = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
     if _LIST in options and isinstance(value, list) and all(isinstance(v, str) for v in value):
         return tuple(value)
+    if wanted == _NUMBERS and isinstance(value, list):
+        numbers = [v for v in value if type(v) in (int, float) and math.isfinite(v)]
+        if len(numbers) == len(value):
+            return tuple(map(float, numbers))
     # type(), because True is an int for isinstance, and "layers = true" is a mistake.
     if type(value) in options and not (isinstance(value, float) and not math.isfinite(value)):
         return value
-    example = ', like ["a.txt", "b.txt"],' if wanted == _LIST else ""
+    examples = {_LIST: ', like ["a.txt", "b.txt"],', _NUMBERS: ", like [0.7, 0.3],"}
+    example = examples.get(wanted, "")
     raise ConfigError(f"{entry.origin}: {key}: {words_of(wanted)}{example} expected, got {value!r}")
 
 
@@ -191,6 +196,7 @@ def words_of(wanted: Any) -> str:
     """The type that a dataclass asks for, in words."""
     names: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a finite number"}
     names |= {str: "a string", _LIST: "a list of strings", NoneType: ""}
+    names |= {_NUMBERS: "a list of numbers"}
     options = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
     return " or ".join(filter(None, (names[option] for option in options)))
 

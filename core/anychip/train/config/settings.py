@@ -74,10 +74,13 @@ class DataConfig:
     """What is read.
 
     Attributes:
-        files: texts, JSON lines and Parquet files, directories and patterns, in order; none: the
-            documentation that comes with Python.
-        field: of JSON lines, and column of Parquet, that holds the text; messages, of a model in
-            ``model.path``: conversations in its template, of which the assistant's part is learnt.
+        files: texts, JSON lines, Parquet and tar files, directories, patterns, and directories of
+            anychip data prepare, in order; none: the documentation that comes with Python.
+        weights: for each of the files how much of what is trained on comes from it, as a mixture in
+            which each has its own epochs; none: the files are one text, one behind the other.
+        field: of JSON lines and tar files, and column of Parquet, that holds the text; messages, of
+            a model in ``model.path``: conversations in its template, of which the assistant's part
+            is learnt.
         tokenizer: bytes; bpe: trained on the files to ``model.vocab_size`` tokens and kept in the
             results; model: that of ``model.path``; or a JSON file of the library ``tokenizers``.
         batch_size: sequences in one forward pass of one replica; each is ``model.context`` tokens.
@@ -86,9 +89,11 @@ class DataConfig:
         end_of_document: put that token between two documents.
         cross_document_targets: the first token of a document is predicted from the one before.
         prefetch: batches made ahead by a thread; 0: none.
+        verify: the hash of what was prepared is compared, for which each rank reads it once.
     """
 
     files: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
     field: str = "text"
     tokenizer: str = "bytes"
     batch_size: int = 16
@@ -96,10 +101,18 @@ class DataConfig:
     end_of_document: bool = True
     cross_document_targets: bool = True
     prefetch: int = 2
+    verify: bool = True
 
     def __post_init__(self) -> None:
         _at_least(1, batch_size=self.batch_size, accumulation=self.accumulation)
         _at_least(0, prefetch=self.prefetch)
+        if self.weights and len(self.weights) != len(self.files):
+            raise ValueError(
+                f"weights: one for each of the {len(self.files)} files expected, got "
+                f"{len(self.weights)}"
+            )
+        for weight in self.weights:
+            _positive(weights=weight)
         known = (*TOKENIZERS, OF_MODEL)
         if self.tokenizer not in known and not self.tokenizer.endswith(".json"):
             raise ValueError(

@@ -11,13 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anychip.train.data.packing import (
-    IGNORED_TARGET,
-    NO_TARGET,
-    has_marks,
-    mask_targets,
-    split_marked,
-)
+from anychip.train.data.packing import IGNORED_TARGET, NO_TARGET, mask_targets, split_marked
+from anychip.train.data.rows import TokenRow, as_row
 from anychip.train.data.text import Tokenizer
 
 
@@ -25,7 +20,7 @@ class HeldOut:
     """Windows by their numbers, from 0.
 
     Args:
-        tokens: (N,) of an integer dtype on the host.
+        tokens: (N,) of an integer dtype on the host, or a row.
         context: tokens of a window, without the one after it.
         tokenizer: what the tokens were made with.
         cross_document_targets: False: the first token of a document is no target.
@@ -36,7 +31,7 @@ class HeldOut:
 
     def __init__(
         self,
-        tokens: Tensor,
+        tokens: Tensor | TokenRow,
         *,
         context: int,
         tokenizer: Tokenizer,
@@ -47,8 +42,8 @@ class HeldOut:
                 "the held-out data is too short: at least 2 tokens expected (one, and the target "
                 f"after it), got {len(tokens)}"
             )
-        self.tokens, self.context, self.tokenizer = tokens, context, tokenizer
-        self.cross_document_targets, self._is_marked = cross_document_targets, has_marks(tokens)
+        self.tokens, self.context, self.tokenizer = as_row(tokens), context, tokenizer
+        self.cross_document_targets = cross_document_targets
 
     @property
     def num_windows(self) -> int:
@@ -60,11 +55,17 @@ class HeldOut:
 
         Numbers from ``num_windows`` on have windows without a target.
         """
-        index = np.array(numbers)[:, None] * self.context + np.arange(self.context + 1)
-        is_there = torch.from_numpy(index < len(self.tokens))
-        index = np.minimum(index, len(self.tokens) - 1)
-        windows = torch.from_numpy(self.tokens.numpy()[index].astype(np.int64))
-        if self._is_marked:
+        starts, length = np.array(numbers) * self.context, len(self.tokens)
+        is_there = torch.from_numpy(starts[:, None] + np.arange(self.context + 1) < length)
+        windows = torch.zeros(is_there.shape, dtype=torch.int64)
+        whole = starts + self.context + 1 <= length
+        windows[torch.from_numpy(whole)] = torch.from_numpy(
+            self.tokens.read(starts[whole], self.context + 1)
+        )
+        for place in np.flatnonzero(~whole & (starts < length)):
+            rest = self.tokens.read(starts[place : place + 1], length - int(starts[place]))
+            windows[int(place), : rest.shape[1]] = torch.from_numpy(rest[0])
+        if self.tokens.is_marked:
             return split_marked(windows.masked_fill(~is_there, NO_TARGET))
         tokens = windows.masked_fill(~is_there, 0)[:, :-1].contiguous()
         targets = windows.masked_fill(~is_there, IGNORED_TARGET)[:, 1:].contiguous()

@@ -6,21 +6,20 @@ no part of it.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from anychip.contract import HOST
 from anychip.train import schema
-from anychip.train.data.order import Order, share
-from anychip.train.data.packing import NO_TARGET, has_marks, mask_targets, split_marked
+from anychip.train.data.order import Order, Places, Turns, share
+from anychip.train.data.packing import mask_targets, split_marked
 from anychip.train.data.prefetch import Prefetcher
+from anychip.train.data.rows import Mixture, TokenRow, as_mixture
 from anychip.train.data.text import ByteTokenizer, Tokenizer
 
 Batch = tuple[Tensor, Tensor]
@@ -48,31 +47,44 @@ class _Windows:
     """Makes batches on the host; holds no Loader, so that a thread may hold it."""
 
     def __init__(self, loader: Loader) -> None:
-        self.tokens, self.context = loader.tokens.numpy(), loader.context
+        self.rows, self.context = loader.tokens.rows, loader.context
         self.batch_size, self.rank, self.world_size = (
             loader.batch_size,
             loader.rank,
             loader.world_size,
         )
-        self.pin = loader.pin
-        self.order = Order(len(loader.tokens), context=loader.context, seed=loader.seed)
+        self.pin, self.turns = loader.pin, _turns(loader)
 
-    def at(self, position: int) -> _HostBatch:
-        """This rank's part of the global batch at a position: (batch_size, context + 1) int64."""
+    def at(self, position: int) -> Callable[[], _HostBatch]:
+        """What reads this rank's part of the global batch at a position; threads may, at once."""
         numbers = share(
             position, batch_size=self.batch_size, rank=self.rank, world_size=self.world_size
         )
-        starts = self.order.starts(numbers)
-        # numpy gathers in this thread; torch would start threads for it, beside the model's.
-        window = np.arange(self.context + 1)
-        batch = torch.from_numpy(self.tokens[starts[:, None] + window].astype(np.int64))
+        return partial(self._read, position, self.turns.places(numbers))
+
+    def _read(self, position: int, places: Places) -> _HostBatch:
+        """(batch_size, context + 1) int64."""
+        windows = np.empty((self.batch_size, self.context + 1), np.int64)
+        for row, (own, starts) in zip(self.rows, places, strict=True):
+            windows[own] = row.read(starts, self.context + 1)
+        batch = torch.from_numpy(windows)
         return _HostBatch(position, batch if self.pin is None else _copied(batch, self.pin))
 
-    def onwards(self, position: int) -> Iterator[_HostBatch]:
-        """The batches from a position on, without end."""
+    def onwards(self, position: int) -> Iterator[Callable[[], _HostBatch]]:
+        """What reads the batches from a position on, without end."""
         while True:
             yield self.at(position)
             position += self.batch_size * self.world_size
+
+
+def _turns(loader: Loader) -> Turns:
+    context, seed = loader.context, loader.seed
+    orders = [
+        # Another order for each, since equal rows would come in the same one.
+        Order(len(row), context=context, seed=seed + number)
+        for number, row in enumerate(loader.tokens.rows)
+    ]
+    return Turns(orders, loader.tokens.weights, seed=seed)
 
 
 def _copied(batch: Tensor, pin: Callable[[int], Tensor]) -> Tensor:
@@ -89,7 +101,9 @@ class Loader:
 
     Args:
         tokens: (N,) of an integer dtype on the host, N at least ``context + 1``; or marked, as
-            :func:`~anychip.train.data.tokenize_messages` gives them.
+            :func:`~anychip.train.data.tokenize_messages` gives them; or a row that is read as it
+            is needed, :class:`~anychip.train.data.Prepared` joined; or several with weights. In a
+            mixture each row has its own epochs.
         batch_size: windows in a batch of this rank.
         device: where batches go.
         num_batches: end after so many in all, counted from the start of the data; None: never.
@@ -98,7 +112,7 @@ class Loader:
         cross_document_targets: False: the target of an end-of-document token, which is the first
             token of the next document, is :data:`~anychip.train.data.IGNORED_TARGET`. Batches
             then have different numbers of targets; see :meth:`num_targets`.
-        prefetch: batches that a thread makes ahead; 0: none, and no thread.
+        prefetch: batches that as many threads make ahead; 0: none, and no thread.
         pin: gives page-locked host memory, like ``backend.memory.pinned``: nbytes to a (nbytes,)
             uint8 tensor, on the thread that makes batches. The copy to the device is then queued on
             the current stream and not waited for, so that memory that was released must not be
@@ -111,7 +125,7 @@ class Loader:
 
     def __init__(
         self,
-        tokens: Tensor,
+        tokens: Tensor | TokenRow | Mixture,
         *,
         context: int,
         batch_size: int,
@@ -129,23 +143,24 @@ class Loader:
         _at_least(0, seed=seed, rank=rank, prefetch=prefetch)
         if rank >= world_size:
             raise ValueError(f"rank must be below world_size {world_size}, got {rank}")
-        _require_tokens(tokens, context)
-        self.tokens, self.context, self.batch_size = tokens, context, batch_size
+        self.tokens, self.context, self.batch_size = as_mixture(tokens), context, batch_size
+        for row in self.tokens.rows:
+            _require_length(row, context)
         self.seed, self.device, self.num_batches = seed, torch.device(device), num_batches
         self.rank, self.world_size = rank, world_size
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
         self.cross_document_targets = cross_document_targets
         self.prefetch, self.pin = prefetch, pin
-        self.position, self.is_marked = 0, has_marks(tokens)
+        self.position, self.is_marked = 0, self.tokens.is_marked
         self._windows = _Windows(self)
         # The thread has the other one.
-        self._order = Order(len(tokens), context=context, seed=seed)
+        self._turns = _turns(self)
         self._ahead: Prefetcher[_HostBatch] | None = None
 
     @property
     def num_windows(self) -> int:
-        """Windows of an epoch, over all ranks."""
-        return self._windows.order.num_windows
+        """Windows of an epoch, over all ranks; of a mixture those of an epoch of each row."""
+        return sum(order.num_windows for order in self._turns.orders)
 
     @property
     def epoch(self) -> int:
@@ -186,20 +201,17 @@ class Loader:
         count = num_windows * self.context
         if self.cross_document_targets and not self.is_marked:
             return count
-        starts = self._order.starts(range(self.position, self.position + num_windows))
-        first, last = np.searchsorted(self._untold, (starts, starts + self.context))
-        return count - int((last - first).sum())
-
-    @cached_property
-    def _untold(self) -> NDArray[np.int64]:
-        """Where in the tokens the next one is no target."""
-        if self.is_marked:
-            return np.flatnonzero(self.tokens.numpy()[1:] & NO_TARGET)
-        return np.flatnonzero(self.tokens.numpy() == self.tokenizer.end_of_document)
+        end, numbers = (
+            self.tokenizer.end_of_document,
+            range(self.position, self.position + num_windows),
+        )
+        for row, (_, starts) in zip(self.tokens.rows, self._turns.places(numbers), strict=True):
+            count -= row.count_untold(starts, self.context, end)
+        return count
 
     def _next_on_host(self) -> _HostBatch:
         if not self.prefetch:
-            return self._windows.at(self.position)
+            return self._windows.at(self.position)()
         try:
             host = self._ahead.take() if self._ahead is not None else None
             if host is None or host.position != self.position:  # somebody moved the position
@@ -255,28 +267,18 @@ class Loader:
     def _identity(self) -> dict[str, Any]:
         return {
             "tokenizer": self.tokenizer.name,
-            "text": self._digest,
+            "text": self.tokens.digest,
             "context": self.context,
             "seed": self.seed,
         }
 
-    @cached_property
-    def _digest(self) -> str:
-        return hashlib.sha256(np.ascontiguousarray(self.tokens.numpy()).data).hexdigest()[:16]
 
-
-def _require_tokens(tokens: Tensor, context: int) -> None:
-    is_integer = not (tokens.is_floating_point() or tokens.is_complex())
-    if tokens.dim() != 1 or tokens.device.type != HOST or not is_integer:
-        raise ValueError(
-            f"a row of integers on the host expected as tokens, got {list(tokens.shape)} "
-            f"{tokens.dtype} on {tokens.device}"
-        )
-    if len(tokens) < context + 1:
-        unit = "byte" if tokens.dtype == torch.uint8 else "token"
+def _require_length(row: TokenRow, context: int) -> None:
+    if len(row) < context + 1:
+        unit = "byte" if row.pieces[0].tokens.read(0, 0).dtype == np.uint8 else "token"
         raise ValueError(
             f"the data is too short: at least {context + 1} {unit}s expected (a context of "
-            f"{context} and the {unit} after it), got {len(tokens)}"
+            f"{context} and the {unit} after it), got {len(row)}"
         )
 
 

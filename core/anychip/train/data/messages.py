@@ -7,6 +7,7 @@ assistant's; of a template without such marks, what each answer adds to the text
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -50,6 +51,11 @@ def tokenize_messages(conversations: Iterable[tuple[str, Any]], tokenizer: Any) 
     if not rows:
         raise ValueError("the data has no conversation")
     return torch.from_numpy(np.concatenate(rows))
+
+
+def describe_template(tokenizer: Any) -> str:
+    """Equal for two templates that are alike."""
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
 
 
 def _check(where: str, messages: Any) -> None:

@@ -43,7 +43,7 @@ def tokenize(
         ValueError: no document has text; what reading them raises.
     """
     tokenizer = tokenizer or ByteTokenizer()
-    dtype = _dtype(tokenizer.vocab_size)
+    dtype = dtype_of(tokenizer.vocab_size)
     between = torch.tensor([tokenizer.end_of_document] * end_of_document, dtype=dtype)
     rows: list[Tensor] = []
     for texts in _grouped(documents):
@@ -72,7 +72,8 @@ def _grouped(documents: Iterable[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _dtype(vocab_size: int) -> torch.dtype:
+def dtype_of(vocab_size: int) -> torch.dtype:
+    """The smallest for so many tokens."""
     if vocab_size <= 1 << 8:
         return torch.uint8
     return torch.int16 if vocab_size <= 1 << 15 else torch.int32

@@ -1,0 +1,15 @@
+"""How do shards become a prepared directory? Read once, filtered, made into tokens, hashed.
+
+``pipeline`` reads and writes, in order, and goes on where it was ended; ``work`` is what is done
+with documents, which ``workers`` have done in processes; ``filters`` say which documents stay, of
+which ``scoring`` has those that ask a model.
+"""
+
+from anychip.train.preparing.filters import Filter, FilterError
+from anychip.train.preparing.pipeline import Progress, prepare
+from anychip.train.preparing.work import Request, open_tokenizer
+from anychip.train.preparing.workers import WorkerError
+
+__all__ = [
+    "Filter", "FilterError", "Progress", "Request", "WorkerError", "open_tokenizer", "prepare",
+]  # fmt: skip

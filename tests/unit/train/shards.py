@@ -1,0 +1,61 @@
+"""Shards of every format, written for tests."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def zstd(content: bytes) -> bytes:
+    buffer = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(buffer, "zstd") as stream:
+        stream.write(content)
+    return bytes(buffer.getvalue())
+
+
+PACK: Mapping[str, Callable[[bytes], bytes]] = {
+    "": bytes, ".gz": lambda content: gzip.compress(content, mtime=0), ".bz2": bz2.compress,
+    ".xz": lzma.compress, ".zst": zstd,
+}  # fmt: skip
+PACKED = [f"{plain}{packing}" for plain in (".jsonl", ".tar") for packing in PACK]
+EVERY = [*PACKED, ".tgz", ".parquet"]
+
+
+def documents(count: int, first: int = 0) -> list[str]:
+    return [f"\u00e9 {i} " + f"word{i % 17} " * (i % 23) for i in range(first, first + count)]
+
+
+def tar(samples: Sequence[Mapping[str, str]]) -> bytes:
+    """Of each sample the members by their endings, beside one that nobody asks for."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for number, sample in enumerate(samples):
+            for kind, text in {"cls": "7", **sample}.items():
+                info = tarfile.TarInfo(f"folder.d/{number:06}.{kind}")
+                content = text.encode()
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def write(path: Path, texts: Sequence[str]) -> Path:
+    """A shard whose format is that of its name."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": list(texts)}), path, row_group_size=7)
+        return path
+    name = path.name.replace(".tgz", ".tar.gz")
+    packing = next(end for end in reversed(PACK) if name.endswith(end))
+    plain = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if ".tar" in name:
+        plain = tar([{"txt": text} for text in texts])
+    path.write_bytes(PACK[packing](plain))
+    return path

@@ -142,6 +142,8 @@ def build(
     config = settle(config, chip, comm, policy)
     texts = (read or read_texts)(config)
     loader = _loader(config, chip, mesh.axis("data"), texts)
+    if comm.world_size > 1:  # hosts have files of their own
+        agree(comm, "tokens", loader.tokens.digest)
     torch.manual_seed(config.run.seed)
     whole = _whole(config, fuse)
     run = Run(config=config, mesh=mesh, model=whole, policy=policy, loader=loader)

@@ -176,6 +176,41 @@ def _wait_until_gone(pid: int) -> None:
         os.sched_yield()
 
 
+GROWTH = """
+import sys
+from pathlib import Path
+from anychip.train import data
+from anychip.train.preparing import Request, prepare
+def peak():  # of getrusage it would be that of the parent, before exec
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmHWM"))
+folder = Path(sys.argv[1])
+prepare(Request(sources=(str(folder / "small.tar.zst"),)), folder / "small")
+peaks = [peak()]
+prepare(Request(sources=(str(folder / "large.tar.zst"),)), folder / "large")
+peaks.append(peak())
+row = data.join([data.Prepared(folder / "large")], 0)
+loader = data.Loader(row, context=1024, batch_size=16, prefetch=2)
+for _ in range(loader.num_windows // 16):
+    loader.next_batch()
+loader.close()
+print(peaks[1] - peaks[0], peak() - peaks[1], len(row) >> 20)
+"""
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    """64 MiB of it; benchmarks/streaming.py has 2 GiB, and a limit that the system holds."""
+    text = "".join(f"{number:x} " for number in range(600))
+    for name, count in (("small", 2000), ("large", 30_000)):
+        shards.write(tmp_path / f"{name}.tar.zst", [f"{n} {text}" for n in range(count)])
+    words = [sys.executable, "-c", GROWTH, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    preparing, reading, mib = map(int, done.stdout.split())
+    assert mib >= 60
+    # A group of documents and a batch are 1 MiB; the rest is what the allocator keeps.
+    assert max(preparing, reading) < 20
+
+
 def cut(content: bytes) -> bytes:
     return content[: len(content) // 2]
 

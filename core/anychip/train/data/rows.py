@@ -208,7 +208,7 @@ class Mixture:
         held_out = TokenRow([piece for row in rest for piece in row.pieces])
         return Mixture(kept, self.weights), held_out
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Equal for equal mixtures; of one row that of the row."""
         if len(self.rows) == 1:

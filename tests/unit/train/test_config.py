@@ -98,6 +98,8 @@ def test_config_written_and_read_is_the_same(tmp_path: Path, settings: list[str]
     ("checkpoint.every=0", "[checkpoint] every must be at least 1, got 0"),
     ("model.kind=pretrained", "needs model.path, the model's directory"),
     ("data.tokenizer=model", "is that of model.path, which is not given"),
+    ("data.weights=[0.5]", "weights: one for each of the 0 files expected, got 1"),
+    ("data.weights=[true]", "a list of numbers, like [0.7, 0.3], expected, got [True]"),
     ("files=a.txt", "there is no setting 'files'; did you mean 'data.files'?"),
     ("eval.fraction=1", "[eval] fraction must be at least 0 and below 1, got 1.0"),
     ("eval.every=-1", "[eval] every must be at least 0, got -1"),

@@ -94,6 +94,7 @@ def test_workers_write_the_same_also_when_one_is_killed(
     assert "a worker was killed by SIGKILL over the documents from data file" in said[0]
 
 
+@pytest.mark.grid
 def test_worker_that_is_killed_twice_ends_it_and_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +158,7 @@ prepare(Request(sources=(sys.argv[1],)), Path(sys.argv[2]), num_workers=2, show=
 """
 
 
+@pytest.mark.grid
 def test_killed_process_leaves_no_worker_and_goes_on(tmp_path: Path) -> None:
     request = Request(sources=(str(shards.write(tmp_path / "a.jsonl", TEXTS)),))
     words = [sys.executable, "-c", KILLED, *request.sources, str(tmp_path / "out")]
@@ -328,6 +330,24 @@ def test_own_tokenizer_of_a_directory_is_what_training_takes(tmp_path: Path) -> 
     ((row,), end) = found.tokens.rows, torch.tensor([tokenizer.end_of_document])
     twice = torch.cat((want, end, want))  # what was prepared, and behind it what is read now
     assert row.read(np.array([0]), len(row)).tolist() == [twice.tolist()]
+
+
+def test_files_with_weights_are_a_mixture_and_a_part_of_each_is_held_out(tmp_path: Path) -> None:
+    request, out = write(tmp_path), tmp_path / "out"
+    prepare(request, out)
+    files = [str(out), request.sources[1]]
+    given = [f"data.files={json.dumps(files)}", "data.weights=[3, 1]", "eval.fraction=0.25"]
+    found = run.read_texts(config.load(None, [*TINY, *given]))
+    assert isinstance(found.tokens, data.Mixture)
+    assert found.tokens.weights == (0.75, 0.25)
+    wholes = [in_memory(Request(sources=one)) for one in (request.sources, request.sources[1:2])]
+    cuts = [len(whole) - round(len(whole) * 0.25) for whole in wholes]
+    for row, whole, cut_at in zip(found.tokens.rows, wholes, cuts, strict=True):
+        assert row.read(np.array([0]), len(row)).tolist() == [whole[:cut_at].tolist()]
+    rest = torch.cat([whole[cut_at:] for whole, cut_at in zip(wholes, cuts, strict=True)])
+    assert found.held_out is not None
+    held_out = found.held_out.read(np.array([0]), len(found.held_out))
+    assert held_out.tolist() == [rest.tolist()]
 
 
 def test_command_prepares_and_tells_programs(tmp_path: Path) -> None:

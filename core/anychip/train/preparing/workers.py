@@ -53,7 +53,7 @@ class _Process:
             if self.is_closed:
                 raise
             why = self.end()
-        where = documents[0][0]
+        where = documents[0][0] if documents else "the end"
         self.restarts += 1
         self.note(f"a worker {why} over the documents from {where} on; it is started again")
         try:

@@ -141,9 +141,7 @@ def build(
         policy = precision.common_policy(config.run.precision, chip, decided)
     config = settle(config, chip, comm, policy)
     texts = (read or read_texts)(config)
-    loader = _loader(config, chip, mesh.axis("data"), texts)
-    if comm.world_size > 1:  # hosts have files of their own
-        agree(comm, "tokens", loader.tokens.digest)
+    loader = _loader(config, chip, mesh, texts)
     torch.manual_seed(config.run.seed)
     whole = _whole(config, fuse)
     run = Run(config=config, mesh=mesh, model=whole, policy=policy, loader=loader)
@@ -167,8 +165,9 @@ def _whole(config: Config, fuse: models.Fuse | None) -> models.Decoder:
     return whole
 
 
-def _loader(config: Config, chip: Backend, replicas: Communicator, texts: Texts) -> data.Loader:
-    return data.Loader(
+def _loader(config: Config, chip: Backend, mesh: parallel.Mesh, texts: Texts) -> data.Loader:
+    replicas = mesh.axis("data")
+    loader = data.Loader(
         texts.tokens,
         context=config.model.context,
         batch_size=config.data.batch_size,
@@ -181,6 +180,9 @@ def _loader(config: Config, chip: Backend, replicas: Communicator, texts: Texts)
         prefetch=config.data.prefetch,
         pin=chip.memory.pinned if "pinned_memory" in chip.capabilities else None,
     )
+    if mesh.comm.world_size > 1:  # hosts have files of their own
+        agree(mesh.comm, "tokens", loader.tokens.digest)
+    return loader
 
 
 def _held_out(config: Config, texts: Texts) -> data.HeldOut | None:

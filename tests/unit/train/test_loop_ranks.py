@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 import anychip
 from anychip.comm import alone
 from anychip.comm.threads import run_ranks
-from anychip.contract import Communicator
+from anychip.contract import CommunicationError, Communicator
 from anychip.train import config, data, loop, optim, zero
+from anychip.train.run import Texts
 
 CONTEXT, WINDOWS = 16, 8
 ENDS = 64
@@ -157,3 +159,17 @@ def test_loss_is_agreed_upon_without_a_message_of_its_own(
     few, many = (run_ranks(2, lambda comm, n=n: work(comm, n)) for n in (1, 3))
     for before, after in zip(few, many, strict=True):
         assert after - before == Counter({name: 2 * count for name, count in calls.items()})
+
+
+def test_ranks_with_other_tokens_are_refused_before_they_train() -> None:
+    """Hosts have files of their own: a directory of the same name may have been prepared anew."""
+
+    def read(comm: Communicator, settings: config.Config) -> Texts:
+        return Texts(torch.full((400,), 65 + comm.rank, dtype=torch.uint8), data.ByteTokenizer())
+
+    def work(comm: Communicator) -> None:
+        settings = config.load(None, TINY)
+        loop.build(settings, anychip.use("cpu"), comm, read=partial(read, comm))
+
+    with pytest.raises(CommunicationError, match="tokens"):
+        run_ranks(2, work)

@@ -200,15 +200,21 @@ def check_reduced_once(params: Collection[Tensor]) -> None:
     """RuntimeError when torch's DistributedDataParallel averages the gradients of any as well."""
     if not torch.distributed.is_initialized():
         return  # and it needs that
-    # It leaves no mark on what it wraps. Types alone: other objects may be proxies of what is gone.
-    for found in (each for each in gc.get_objects() if issubclass(type(each), _DDP)):
-        if any(param in params for param in found.parameters()):
-            raise RuntimeError(
-                "the model is in torch's DistributedDataParallel, and zero.Optimizer averages its "
-                "gradients too: leave the model as it is (anychip.integrations does in Accelerate, "
-                "transformers' Trainer and Lightning), or keep DDP and give the optimizer "
-                "anychip.comm.alone(device=...)"
-            )
+    # It leaves no mark on what it wraps, and has a list of the parameters among its attributes. Not
+    # by gc.get_objects: a tuple that another thread is making must not be had by anybody else.
+    lists = [each for each in gc.get_referrers(*params) if type(each) is list]
+    having = [each for each in gc.get_referrers(*lists) if type(each) is dict or _is_ddp(each)]
+    if any(map(_is_ddp, (*having, *gc.get_referrers(*having)))):
+        raise RuntimeError(
+            "the model is in torch's DistributedDataParallel, and zero.Optimizer averages its "
+            "gradients too: leave the model as it is (anychip.integrations does in Accelerate, "
+            "transformers' Trainer and Lightning), or keep DDP and give the optimizer "
+            "anychip.comm.alone(device=...)"
+        )
+
+
+def _is_ddp(found: object) -> bool:
+    return issubclass(type(found), _DDP)  # other objects may be proxies of what is gone
 
 
 def check_memory(params: Sequence[Tensor]) -> None:

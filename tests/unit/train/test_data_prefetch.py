@@ -180,7 +180,7 @@ def test_error_in_the_thread_reaches_the_consumer_with_its_traceback(good: int) 
         left[0] -= 1
         return pageable(nbytes)
 
-    ahead = loader(prefetch=2, pin=pin_until_memory_runs_out)
+    ahead = loader(prefetch=1, pin=pin_until_memory_runs_out)
     for _ in range(good):
         ahead.next_batch()
     for _ in range(2):  # the second attempt begins anew, and fails again

@@ -86,7 +86,8 @@ def test_training_waits_for_a_device_through_one_function() -> None:
     found = [
         f"{path.relative_to(TRAIN)}:{line}"
         for path in sorted(TRAIN.rglob("*.py"))
-        if path.parent.name != "data"  # tokens of files, which are on the host
+        # Tokens of files are on the host; what scores documents runs a model.
+        if path.parent.name not in ("data", "preparing") or path.stem == "scoring"
         for line in waits(ast.parse(path.read_text()))
     ]
 

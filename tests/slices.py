@@ -1,12 +1,12 @@
-"""Which tenth of the large families of cases does this commit run?
+"""Which twentieth of the large families of cases does this commit run?
 
 Families that are grids (operators by dtypes by sizes, the catalogue of wrong backends, seeded
 mistakes, rows of a chip) are asked in full by ``make test-all``. A commit asks one slice of them:
-a case belongs to slice ``stable_hash(id) mod 10``, and commit n (counted along first parents) runs
-slice ``n mod 10``, so that ten consecutive commits ask everything. A case that has failed once
+a case belongs to slice ``stable_hash(id) mod 20``, and commit n (counted along first parents) runs
+slice ``n mod 20``, so that twenty consecutive commits ask everything. A case that has failed once
 stands in ``tests/failed_before.txt`` and is asked by every commit.
 
-``ANYCHIP_SLICE`` (0 to 9, or ``all``) overrides the count, and must be set where there is no
+``ANYCHIP_SLICE`` (0 to 19, or ``all``) overrides the count, and must be set where there is no
 history to count: in an unpacked archive, or in a shallow clone.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FAILED_BEFORE = Path(__file__).with_name("failed_before.txt")
-SLICES = 10
+SLICES = 20
 VARIABLE = "ANYCHIP_SLICE"
 
 

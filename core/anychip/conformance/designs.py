@@ -35,6 +35,7 @@ from anychip.conformance.calls import (
 from anychip.conformance.case import Case, CheckFailedError, Context
 from anychip.conformance.choices import Choices, Masks, factors
 from anychip.conformance.covering import NONE, Coverage, covering_array
+from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import oracle_of
 from anychip.conformance.oracles.drawn import drawn_of
 from anychip.conformance.surroundings import in_backward, in_thread
@@ -406,8 +407,8 @@ def _moved(arg: Any) -> Any:
     """The numbers of float tensors in another order, and of other signs."""
     if isinstance(arg, (list, tuple)):
         return [_moved(entry) for entry in arg]
-    if not isinstance(arg, Tensor) or not arg.is_floating_point():
-        return arg
+    if not isinstance(arg, Tensor) or arg.dtype not in FORMATS:
+        return arg  # of types with 8 bits torch turns no sign
     return -arg.flatten().flip(0).view(arg.shape)
 
 

@@ -152,7 +152,10 @@ def _groups(
             raise
         except (ValueError, OSError) as error:
             if not skip_corrupt:
-                raise
+                if isinstance(error, OSError):
+                    raise
+                go_on = "to go on without what is behind it: --resume --skip-corrupt"
+                raise ValueError(f"{error}; {go_on}") from error
             group.damaged.append(Damage(str(paths[number]), seen, str(error)))
         group.file, group.behind = number + 1, 0
     yield group

@@ -14,6 +14,7 @@ Source: Rajbhandari et al. 2021, arXiv:2104.07857 (ZeRO-Infinity), sections 5 an
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -229,8 +230,10 @@ def _open(directory: Path) -> tuple[int, bool]:
 
 
 def _bytes_of(memory: Tensor) -> memoryview:
-    numbers: Any = on_host(memory).numpy()  # a buffer, as its stubs do not say
-    return memoryview(numbers)
+    # Not by numpy: what it has seen torch resizes no more, and weights come and go by that.
+    whole: Any = (ctypes.c_ubyte * memory.numel()).from_address(on_host(memory).data_ptr())
+    whole.owner = memory  # whose memory lives as long as the view
+    return memoryview(whole).cast("B")
 
 
 def aligned(nbytes: int, memory: Tensor | None = None) -> Tensor:

@@ -1,8 +1,7 @@
-"""Rules about how an operator is called: where its tensors lie, and from where the call comes.
+"""How may an operator be called? Where its tensors may lie, and rules that a design does not ask.
 
-What an argument's strides are, whether it is another argument, or a part of one; which thread asks,
-in which mode of autograd, on which stream: nothing of it changes the answer, and nothing besides
-the results is written.
+Nothing of where tensors lie changes the answer, nor who calls meanwhile, and nothing besides the
+results is written. From where calls come, and what they share, are factors of the designs.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -74,11 +72,6 @@ def with_argument(trial: Trial, place: int, new: Any) -> Call:
     return replace(trial.call, make=make, statistical=False)
 
 
-def twins(trial: Trial) -> list[tuple[int, int]]:
-    """Pairs of arguments that are only read and could be one tensor."""
-    return alike(trial.arguments[0], trial.written)
-
-
 def alike(args: Sequence[Any], written: Sequence[int]) -> list[tuple[int, int]]:
     """Pairs of float arguments that are not written, with one shape and dtype."""
     floats = [
@@ -92,20 +85,6 @@ def alike(args: Sequence[Any], written: Sequence[int]) -> list[tuple[int, int]]:
         for a, b in itertools.combinations(floats, 2)
         if args[a].shape == args[b].shape and args[a].dtype == args[b].dtype and args[a].numel() > 1
     ]
-
-
-def with_twins(
-    context: Context, of: Subject, trial_type: type[Trial] = Trial
-) -> Iterator[tuple[Trial, int, int]]:
-    """Of the first call that has such pairs: one argument is another one, pair by pair."""
-    for call in rule_calls(of.oracle):
-        plain = trial_type(of.operator, replace(call, layout="contiguous"), of.dtype, context.seed)
-        pairs = twins(plain)
-        for first, second in pairs:
-            same = with_argument(plain, second, itemgetter(first))
-            yield trial_type(of.operator, same, of.dtype, context.seed), first, second
-        if pairs:
-            return
 
 
 # What lies where a result will be, and behind it
@@ -174,7 +153,7 @@ def rule_guarded_results(context: Context, of: Subject) -> None:
         check(problem is None, str(problem))
 
 
-# From where the call comes
+# Answers of other calls
 
 
 def same_answer(

@@ -106,16 +106,44 @@ def test_failure_of_two_conditions_names_both_and_nothing_else() -> None:
 
 
 def test_a_callers_level_changes_who_calls() -> None:
-    threads, inference = set(), set()
+    threads, inference, backward = set(), set(), set()
 
     def check(context: Context, of: Subject, row: designs.DesignedCall) -> None:
         threads.add(threading.get_ident())
         inference.add(torch.is_inference_mode_enabled())
+        backward.add(torch._C._current_graph_task_id() >= 0)
 
     asked = designs.Asked(registered()["relu"], (torch.float32,), "operators", check)
     designs.ask(Context(HonestBackend()), asked)
     assert len(threads) > 1
-    assert inference == {False, True}
+    assert inference == backward == {False, True}
+
+
+def test_other_numbers_are_in_the_same_memory_for_a_while_and_then_the_own_ones() -> None:
+    seen: list[tuple[str, tuple[int, float], tuple[int, float], float]] = []
+
+    def check(context: Context, of: Subject, row: designs.DesignedCall) -> None:
+        trial = of.trial(row.call, context)
+        placed = trial.place(context)
+        other = designs.with_other_numbers(trial, context, row)
+        if other is None or not placed.args[0].numel() or placed.args[0].isnan().any():
+            return
+
+        def first(placed: Any) -> tuple[int, float]:
+            return placed.args[0].data_ptr(), float(placed.args[0].flatten()[0])
+
+        own = first(placed)
+        run = designs.between(first, placed, other, context, row)
+        seen.append((row.between, own, run(), first(placed)[1]))
+
+    asked = designs.Asked(registered()["relu"], (torch.float32,), "operators", check)
+    designs.ask(Context(HonestBackend()), asked)
+    assert {between for between, *_ in seen} == {"elsewhere", "in the same memory"}
+    assert all(after == own for _, (_, own), _, after in seen)
+    assert all(there[1] != own[1] for _, own, there, _ in seen if own[1] > 0.0)
+    shared = [own[0] == there[0] for between, own, there, _ in seen if between != "elsewhere"]
+    assert any(shared)
+    assert not any(own[0] == there[0] for between, own, there, _ in seen if between == "elsewhere")
 
 
 @pytest.mark.parametrize("layout", ["shared", "shared-backwards"])

@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from anychip.conformance import blocks, designs
 from anychip.conformance.arithmetic import UNIT, Rounded
-from anychip.conformance.calling_rules import with_twins
+from anychip.conformance.calling_rules import alike, with_argument
 from anychip.conformance.calls import (
     READ_ONLY_LAYOUTS,
     Call,
@@ -403,46 +405,42 @@ def rule_saved(context: Context, of: Subject) -> None:
 
 def rule_same_tensor(context: Context, of: Subject) -> None:
     """Two arguments are one tensor: its gradient is the sum of both."""
-    for trial, first, second in with_twins(context, of, GradientTrial):
-        assert isinstance(trial, GradientTrial)
-        names = [trial.signature.positional[index] for index in (first, second)]
-        if not set(names) <= set(trial.leaf_names):
-            continue
-        placed = trial.place(context)
-        leaves, grads = trial.leaves(placed, names[:1]), trial.output_gradients()
-        (found,) = backward(context, trial, placed, leaves, grads)
-        wanted, format = trial.gradients(of.oracle, grads), FORMATS[found.dtype]
-        both = wanted[names[0]].stored(format) + wanted[names[1]].stored(format)
-        name = f"gradient of {names[0]}, which is {names[1]} too"
-        context.compare(name, found, both, statistical=False)
+    for call in rule_calls(of.oracle):
+        contiguous = replace(call, layout="contiguous")
+        plain = GradientTrial(of.operator, contiguous, of.dtype, context.seed)
+        pairs = alike(plain.arguments[0], plain.written)
+        for first, second in pairs:
+            same = with_argument(plain, second, itemgetter(first))
+            check_shared(context, of, same, first, second)
+        if pairs:
+            return
+
+
+def check_shared(context: Context, of: Subject, call: Call, first: int, second: int) -> None:
+    trial = GradientTrial(of.operator, call, of.dtype, context.seed)
+    names = [trial.signature.positional[index] for index in (first, second)]
+    if not set(names) <= set(trial.leaf_names):
+        return
+    placed = trial.place(context)
+    leaves, grads = trial.leaves(placed, names[:1]), trial.output_gradients()
+    (found,) = backward(context, trial, placed, leaves, grads)
+    wanted, format = trial.gradients(of.oracle, grads), FORMATS[found.dtype]
+    both = wanted[names[0]].stored(format) + wanted[names[1]].stored(format)
+    name = f"gradient of {names[0]}, which is {names[1]} too"
+    context.compare(name, found, both, statistical=False)
 
 
 def rule_second_thread(context: Context, of: Subject) -> None:
-    """Forward here, backward in a thread that has never called the operator; and all of it there.
+    """Forward here, backward in a thread that has never called the operator.
 
     Backward here has gone before, so that something may have been kept for this thread.
     """
     for trial in itertools.islice(each_trial(context, of), 1):
-        grads = trial.output_gradients()
-        given = [g.to(context.device) for g in grads]
-
-        def gradients(
-            trial: GradientTrial = trial, grads: Sequence[Tensor] = grads
-        ) -> tuple[Tensor, ...]:
-            placed, leaves = trial.start(context)
-            return backward(context, trial, placed, leaves, grads)
-
-        gradients()
+        grads, given = trial.output_gradients(), trial.placed_gradients(context)
         placed, leaves = trial.start(context)
-        outputs = trial.run(placed)
-        by_note = {
-            " in a second thread": in_thread(gradients),
-            " by backward in a second thread": in_thread(
-                partial(torch.autograd.grad, outputs, leaves, given)
-            ),
-        }
-        for note, found in by_note.items():
-            compare(context, trial, of.oracle, grads, found, note)
+        backward(context, trial, placed, leaves, grads)
+        ask = partial(torch.autograd.grad, trial.run(placed), leaves, given)
+        compare(context, trial, of.oracle, grads, in_thread(ask), " by a second thread")
 
 
 STEP = 1e-4

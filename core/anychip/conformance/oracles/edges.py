@@ -133,7 +133,6 @@ def _many_batches(make: Make, **options: Any) -> Edges:
 
 
 _ATTEND = partial(attention._attend, causal=True)
-_DROP = partial(attention._dropped, make=_ATTEND, p=0.2)
 _PACK = partial(varlen._packed, padded=1, heads=(2, 1))
 
 # Products
@@ -328,8 +327,6 @@ EDGES: Mapping[str, Edges] = {
         one("16of4096", attention._cross, queries=16, keys=4096, causal=True, full=True),
         one("4096of16", attention._cross, queries=4096, keys=16, causal=False, full=True),
         _many_batches(_ATTEND),
-    ),
-    "attention_dropout": both(
     ),
     "attention_varlen": both(
         _far(partial(_PACK, lengths=(9, 3), dim=8)),

@@ -148,12 +148,8 @@ def _groups(
                 if group.size >= CHARACTERS:
                     yield group
                     group = _Group(file=number, behind=seen)
-        except FileNotFoundError:
-            raise
-        except (ValueError, OSError) as error:
+        except ValueError as error:  # an OSError is of the disk, not of what is on it
             if not skip_corrupt:
-                if isinstance(error, OSError):
-                    raise
                 go_on = "to go on without what is behind it: --resume --skip-corrupt"
                 raise ValueError(f"{error}; {go_on}") from error
             group.damaged.append(Damage(str(paths[number]), seen, str(error)))

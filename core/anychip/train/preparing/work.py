@@ -1,8 +1,8 @@
 """What is done with documents? They are measured and made into tokens, here or in a process.
 
-``main`` is such a process. It reads frames from its standard
-input, the request and then documents, and writes their tokens; it ends when its input does, so that
-none is left behind by a parent that was killed. Frames are JSON, and raw tokens.
+``main`` is such a process. It reads frames from its standard input, the request and then documents,
+and writes their tokens; it ends when its input does, so that none is left behind by a parent that
+was killed. Frames are JSON, and raw tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import struct
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -170,11 +170,6 @@ def serve(given: IO[bytes], answers: IO[bytes]) -> None:
 
 def _as_given(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def first_frame(request: Request) -> dict[str, Any]:
-    """What a process is told before any documents."""
-    return asdict(request)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -25,7 +26,6 @@ from anychip.train.preparing.work import (
     Done,
     Preparer,
     Request,
-    first_frame,
     read_frame,
     write_frame,
 )
@@ -111,7 +111,7 @@ def _start(request: Request) -> subprocess.Popen[bytes]:
         start_new_session=True,  # Ctrl-C is for the one that reads and writes
     )
     assert process.stdin is not None
-    write_frame(process.stdin, first_frame(request))
+    write_frame(process.stdin, asdict(request))
     return process
 
 

@@ -95,7 +95,8 @@ class Signature:
         Raises:
             TypeError: an argument that is missing, unknown or given twice, with the nearest name.
         """
-        if any(hasattr(type(arg), "as_arguments") for arg in (*args, *kwargs.values())):
+        given = [arg for arg in (*args, *kwargs.values()) if arg is not None]
+        if any(hasattr(type(arg), "as_arguments") for arg in given):  # torch 2.11 traces no other
             args, kwargs = self._apart(args, kwargs)
         if len(args) > len(self.positional):
             raise TypeError(

@@ -107,7 +107,7 @@ def installed() -> tuple[Plugin, ...]:
 
 def _plugins(distribution: metadata.Distribution) -> Iterator[Plugin]:
     name = _name(distribution)
-    version = str(distribution.metadata["Version"] or "unknown")
+    version = _of_metadata(distribution, "Version")
     try:
         entries = [e for e in distribution.entry_points if e.group in (BACKENDS, KERNEL_PACKS)]
     except Exception as error:  # one unreadable file must not hide the other distributions
@@ -132,7 +132,12 @@ def _plugins(distribution: metadata.Distribution) -> Iterator[Plugin]:
 
 
 def _name(distribution: metadata.Distribution) -> str:
-    return str(distribution.metadata["Name"] or "unknown")
+    return _of_metadata(distribution, "Name")
+
+
+def _of_metadata(distribution: metadata.Distribution, key: str) -> str:
+    about = distribution.metadata  # to ask it for what it lacks is deprecated
+    return str((about[key] if key in about else "") or "unknown")
 
 
 def _normalised(name: str) -> str:

@@ -155,6 +155,7 @@ def test_limit_holds_and_other_sizes_are_refused_as_torch_refuses_them() -> None
 def test_profiler_sees_the_memory_of_blocks() -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    options = {"profile_memory": True, "acc_events": True}  # which torch 2.11 warns without
+    with profile(activities=[ProfilerActivity.CPU], **options) as seen:
         torch.empty(32 * MIB, dtype=torch.uint8)
     assert sum(max(0, each.self_cpu_memory_usage) for each in seen.key_averages()) >= 32 * MIB

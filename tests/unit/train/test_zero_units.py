@@ -198,10 +198,13 @@ def test_what_a_weight_is_can_be_asked_at_any_time() -> None:
     on_two(work, lambda: nn.Sequential(nn.Linear(48, 48, bias=False)))
 
 
-SWAPS = pytest.mark.skipif(not guard.SWAPS, reason="this torch gives storages no other memory")
+@pytest.fixture(params=sorted({guard.SWAPS, False}))
+def swaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch can, and as where it gives storages no other memory."""
+    monkeypatch.setattr(guard, "SWAPS", request.param)
 
 
-@SWAPS
+@pytest.mark.usefixtures("swaps")
 def test_alias_of_a_weight_reads_nan_while_it_is_not_whole_and_its_values_when_it_is() -> None:
     def work(comm: Communicator, model: nn.Module) -> None:
         opt = optimizer(model, comm)
@@ -217,21 +220,7 @@ def test_alias_of_a_weight_reads_nan_while_it_is_not_whole_and_its_values_when_i
     on_two(work, lambda: nn.Sequential(nn.Linear(48, 48, bias=False)))
 
 
-def test_storage_that_cannot_be_given_other_memory_is_empty_and_comes_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(guard, "SWAPS", False)
-    storage = torch.empty(64, dtype=torch.uint8).untyped_storage()
-    view = torch.empty(0).set_(storage)
-    room = guard.Room(storage, [], [])
-    room.release()
-    assert storage.nbytes() == 0
-    room.restore()
-    view.fill_(2.0)
-    assert view.tolist() == [2.0] * 16
-
-
-@SWAPS
+@pytest.mark.usefixtures("swaps")
 def test_large_storage_is_nan_from_end_to_end_in_few_mappings_and_comes_back() -> None:
     """700 MiB on paper, of which nothing is touched but what is looked at."""
     storage = torch.empty(700 << 20, dtype=torch.uint8).untyped_storage()
@@ -247,6 +236,26 @@ def test_large_storage_is_nan_from_end_to_end_in_few_mappings_and_comes_back() -
     view[-1] = 2.0
     assert len(maps.read_text().splitlines()) - before <= 2
     assert float(view[-1]) == 2.0
+
+
+@pytest.mark.usefixtures("swaps")
+@pytest.mark.parametrize("place", [0, 1, 1024, 1025])
+@pytest.mark.parametrize("count", [1, 3, 1023, 1024, 4097])
+def test_storage_of_any_size_and_place_is_nan_and_its_neighbours_are_as_they_were(
+    place: int, count: int
+) -> None:
+    whole = torch.full((count + place + 2048,), 3.0)
+    address = whole.data_ptr() + 4 * place
+    storage = torch._C._construct_storage_from_data_pointer(address, whole.device, 4 * count)  # type: ignore[attr-defined]
+    view = torch.empty(0).set_(storage)
+    room = guard.Room(storage, [], [])
+    room.release()
+    assert view.isnan().all()
+    room.restore()
+    view.fill_(5.0)
+    assert (view == 5.0).all()
+    assert (whole[:place] == 3.0).all()
+    assert (whole[place + count :] == 3.0).all()
 
 
 def test_weights_written_under_whole_are_kept_if_that_was_said() -> None:

@@ -7,7 +7,8 @@ class, :class:`Released`, which tells its shape and refuses its values, and name
 What keeps an alias of it (a view that somebody made while it was whole, compiled code) does not see
 that. Where torch can (its builds for CUDA, from 2.13), the storage refuses with the same sentence;
 else, on the host, it is NaN from end to end: pages of a small file, mapped over and over, which
-cost no memory; else (other devices, torch 2.11) it is empty, and who reads it ends the process.
+cost no memory; else it is empty. A torch that gives a storage no other memory (2.11) has these
+pages where the memory is.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _MODULE: Any = torch._C
 _refuse = getattr(_MODULE, "_set_storage_data_ptr_access_error_msg", None)
 _allow = getattr(_MODULE, "_clear_storage_data_ptr_access_error_msg", None)
 SWAPS = hasattr(UntypedStorage, "_swap_data_ptr_")
-"""Whether torch can give a storage other memory, which its views then have too."""
+"""Whether torch can give a storage other memory, which its views then have too: the allocator's,
+which keeps it."""
 
 _PROPERTIES = {
     *("device", "dtype", "grad", "grad_dtype", "grad_fn", "layout", "nbytes", "ndim", "output_nr"),
@@ -102,7 +104,7 @@ class Room:
         self.storage, self.nbytes = storage, storage.nbytes()
         self._params = list(zip(params, map(type, params), sentences, strict=True))
         self._sentence = "".join(sentences[:1])
-        self._swaps = SWAPS and storage.device.type == HOST
+        self._is_host = storage.device.type == HOST
         self._nan = 0
 
     def release(self) -> None:
@@ -115,7 +117,9 @@ class Room:
         if _refuse is not None and _allow is not None:
             self.storage.resize_(0)
             _refuse(self.storage._cdata, self._sentence)
-        elif self._swaps:
+        elif self._is_host and not SWAPS:
+            _cover(self.storage.data_ptr(), self.nbytes)
+        elif self._is_host:
             address = _map_nan(self.nbytes)
             nan = _MODULE._construct_storage_from_data_pointer(
                 address, self.storage.device, self.nbytes
@@ -132,7 +136,11 @@ class Room:
         if _refuse is not None and _allow is not None:
             _allow(self.storage._cdata)
             self.storage.resize_(self.nbytes)
-        elif self._swaps:
+        elif self._is_host and not SWAPS:
+            first, end = _whole_pages(self.storage.data_ptr(), self.nbytes)
+            if first < end:
+                _mmap(first, end - first, _MAP_FIXED | mmap.MAP_ANONYMOUS, -1)
+        elif self._is_host:
             fresh = torch.empty(self.nbytes, dtype=torch.uint8).untyped_storage()
             _swap(self.storage, fresh)
             _unmap(self._nan, self.nbytes)
@@ -183,10 +191,26 @@ _MAP_FIXED = 0x10
 
 def _map_nan(nbytes: int) -> int:
     """Address of so many bytes of the file, again and again; what is written there stays there."""
-    first, chunk = _mmap(None, nbytes, mmap.MAP_ANONYMOUS, -1), _chunk(nbytes)
-    for start in range(0, nbytes, chunk):
-        _mmap(first + start, min(chunk, nbytes - start), _MAP_FIXED, _file(chunk))
+    first = _mmap(None, nbytes, mmap.MAP_ANONYMOUS, -1)
+    _cover(first, nbytes)
     return first
+
+
+def _cover(address: int, nbytes: int) -> None:
+    """Maps the file over the pages that are in so many bytes; what is beside them is written."""
+    (first, end), chunk = _whole_pages(address, nbytes), _chunk(nbytes)
+    for start in range(first, end, chunk):
+        _mmap(start, min(chunk, end - start), _MAP_FIXED, _file(chunk))
+    for start, stop in (
+        (address, min(first, address + nbytes)),
+        (max(first, end), address + nbytes),
+    ):
+        ctypes.memset(start, 0xFF, max(0, stop - start))
+
+
+def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    return first, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def _mmap(address: int | None, nbytes: int, flags: int, file: int) -> int:

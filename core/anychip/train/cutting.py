@@ -120,11 +120,12 @@ def layer_costs(
 ) -> list[list[parallel.LayerCost]]:
     """What each layer costs on the chips of a pipeline's ranks; the model may be without data.
 
-    Estimated operations; of chips that all say how fast they are, in those of the fastest.
+    Estimated operations; of chips that all say how fast they are, in those of the fastest. A model
+    of another library that does not run without data is weighed.
     """
     tokens = _tokens(config, next(whole.parameters()).device)
     counted = {
-        ratio: parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=ratio)
+        ratio: _estimated(whole, tokens, ratio) or parallel.weigh_costs(whole, tokens.numel())
         for ratio in {speed.flops_per_byte for speed in speeds}
     }
     fastest = max(speed.flops for speed in speeds)
@@ -136,14 +137,26 @@ def layer_costs(
     ]
 
 
+def _estimated(
+    whole: models.Decoder, tokens: Tensor, flops_per_byte: float = 0.0
+) -> list[parallel.LayerCost] | None:
+    try:
+        return parallel.estimate_costs(whole, tokens, tokens, flops_per_byte=flops_per_byte)
+    except (RuntimeError, AssertionError, TypeError, ValueError):
+        if not isinstance(whole, models.Pretrained):
+            raise
+        return None  # what a library's code stumbles over is its own
+
+
 def ideal_seconds(
     config: Config, chip: Backend, comm: Communicator, whole: models.Decoder, dtype: torch.dtype
 ) -> float | None:
     """What a step would take if all ranks computed at their rates all the time; a collective call.
 
     The operations are those of forward and backward, as specs of operators state them. None: the
-    rate of products in a dtype is not known of some device, measured or by its properties; or the
-    model is of another library, whose operations are not counted.
+    rate of products in a dtype is not known of some device, measured or by its properties; some
+    weights are frozen, whose part of a backward is not told apart; or a model of another library
+    does not run without data, or has no parts.
 
     Raises:
         OSError, ValueError: ``parallel.rates`` cannot be read, or has not this device.
@@ -152,10 +165,14 @@ def ideal_seconds(
     known = (rates or chip.properties()).flops.get(dtype)
     told: list[float | None] = gather_objects(comm, known)
     found = [rate for rate in told if rate]
-    if len(found) < len(told) or isinstance(whole, models.Pretrained):
+    is_counted = whole.parts.blocks and all(p.requires_grad for p in whole.parameters())
+    if len(found) < len(told) or not is_counted:
         return None
     tokens = _tokens(config, next(whole.parameters()).device)
-    flops = sum(cost.total for cost in parallel.estimate_costs(whole, tokens, tokens))
+    costs = _estimated(whole, tokens)
+    if costs is None:
+        return None
+    flops = sum(cost.total for cost in costs)
     microbatches = config.data.accumulation * comm.world_size // config.parallel.pipeline
     return flops * microbatches / math.fsum(found)
 
@@ -177,15 +194,15 @@ def draft(
     """The model of a run; makes no weights.
 
     Raises:
-        UnsupportedError: a model of a directory, which is not cut.
+        OSError, PretrainedError: a directory does not describe a model.
+        UnsupportedError: a model of another library that has no parts; adapters.
     """
-    if isinstance(config.model, models.PretrainedConfig):
+    if getattr(config.model, "lora_rank", 0):
         raise UnsupportedError(
-            f"a plan is made of the models of anychip; {config.model.path} is one of transformers, "
-            "which is not cut into layers in this version"
+            "what a plan counts is trained, and beside adapters most weights are frozen; plan "
+            "without model.lora_rank for the most that it can take"
         )
-    with torch.device("meta"):
-        whole = models.build(config.model)
+    whole = models.on_paper(config.model)
     costs, tokens = layer_costs(config, whole, speeds), _tokens(config, torch.device(HOST))
     layers = [range(number, number + 1) for number in range(len(costs[0]))]
     autocast = replace(policy, device_type=HOST).autocast

@@ -210,7 +210,9 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     """This rank keeps its stages of the model.
 
     Raises:
-        OSError, ValueError: the schedule cannot be read, or made for so many micro-batches.
+        OSError, ValueError: the schedule cannot be read, or made for so many micro-batches; or some
+            rank would train nothing.
+        UnsupportedError: a model of another library that cannot be cut.
     """
     config, comm = run.config, run.mesh.axis("pipeline")
     schedule = make_schedule(config)
@@ -218,12 +220,19 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     layers = cut(whole, layer_costs(config, whole, speeds), schedule)
     reduction = loss_reduction(config)
     owners = schedule.owners()
-    parts = [
-        parallel.make_stage(whole, part, reduction=reduction).to(chip.device())
-        for number, part in enumerate(layers)
-        if owners[number] == comm.rank
-    ]
-    stages = [part for part in parts if isinstance(part, parallel.Stage)]
+    every = [parallel.make_stage(whole, part, reduction=reduction) for part in layers]
+    stages = [part for part in every if isinstance(part, parallel.Stage)]
+    if isinstance(whole, models.Pretrained):
+        few = torch.arange(min(config.model.context, 8)) % config.model.vocab_size
+        parallel.check_cut(whole, stages, few[None])
+    of_ranks = [[s for n, s in enumerate(stages) if owners[n] == r] for r in range(comm.world_size)]
+    for rank, held in enumerate(of_ranks):
+        if not any(param.requires_grad for stage in held for param in stage.parameters()):
+            raise ValueError(
+                f"parallel.pipeline = {comm.world_size}: rank {rank} would have no weight that is "
+                "trained, only frozen ones; choose fewer ranks for the pipeline"
+            )
+    stages = [stage.to(chip.device()) for stage in of_ranks[comm.rank]]
     run.model = stages[0] if len(stages) == 1 else parallel.Stages(stages)
     run.names = checkpoint.names_of(whole, models.parameter_groups(whole, 0.0))
     run.pipeline = parallel.Pipeline(

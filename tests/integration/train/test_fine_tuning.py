@@ -261,7 +261,7 @@ def spoil(folder: Path, change: Any) -> None:
 
 @pytest.mark.parametrize(("change", "words", "answer"), [
     (None, ["model.layers=3"], "there is no setting 'model.layers' of a model in a directory"),
-    (None, ["parallel.pipeline=2"], "is not cut into stages in this version"),
+    (None, ["parallel.pipeline=2"], "start it with --nproc 2"),
     (None, ["model.context=65"], "more than the 64 positions"),
     (None, ["model.lora_targets=[\"q\"]"], "needs adapters: set lora_rank"),
     (None, ["model.lora_rank=2", "model.lora_targets=[\"nothing\"]"], "model.lora_targets: "),

@@ -453,12 +453,6 @@ class Config:
     def _check_pretrained(self, model: PretrainedConfig) -> None:
         if not model.path:
             raise ConfigError("model.kind = 'pretrained' needs model.path, the model's directory")
-        if self.parallel.pipeline > 1:
-            raise ConfigError(
-                f"parallel.pipeline = {self.parallel.pipeline}: a model of model.path is not cut "
-                "into stages in this version; leave it at 1, and share weights out by "
-                "optimizer.stage=3"
-            )
         if self.has_messages and self.data.tokenizer != OF_MODEL:
             raise ConfigError(
                 "data.field = 'messages' needs the template of the model's own tokenizer: "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anychip.runtime import on_host
-from anychip.train.models.decoder import Decoder, LossReduction, Parts
+from anychip.train.models.decoder import Decoder, Layers, LossReduction, Parts
 from anychip.train.models.gpt import GPT, GPTConfig
 from anychip.train.models.llama import Llama, LlamaConfig
 from anychip.train.models.pretrained import (
@@ -35,6 +35,18 @@ def build(config: ModelConfig, fuse: Fuse | None = None) -> Decoder:
     if isinstance(config, PretrainedConfig):
         return Pretrained(config, fuse)
     return GPT(config) if isinstance(config, GPTConfig) else Llama(config)
+
+
+def on_paper(config: ModelConfig) -> Decoder:
+    """The model of a configuration without data: its tensors are on the device ``meta``.
+
+    Raises:
+        OSError, PretrainedError, MissingExtraError: a directory does not describe a model.
+    """
+    with torch.device("meta"):
+        if isinstance(config, PretrainedConfig):
+            return Pretrained(config, reads_weights=False)
+        return build(config)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -105,7 +117,7 @@ def _likeliest(weights_BV: Tensor, part: float) -> Tensor:
 
 
 __all__ = [
-    "GPT", "Decoder", "Fuse", "GPTConfig", "Llama", "LlamaConfig", "LossReduction", "ModelConfig",
-    "Parts", "Pretrained", "PretrainedConfig", "PretrainedError", "build",
-    "copy_description", "generate", "load_tokenizer", "parameter_groups",
+    "GPT", "Decoder", "Fuse", "GPTConfig", "Layers", "Llama", "LlamaConfig", "LossReduction",
+    "ModelConfig", "Parts", "Pretrained", "PretrainedConfig", "PretrainedError", "build",
+    "copy_description", "generate", "load_tokenizer", "on_paper", "parameter_groups",
 ]  # fmt: skip

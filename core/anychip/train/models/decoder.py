@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,20 @@ class Parts(NamedTuple):
     below: tuple[str, ...]
     blocks: str
     above: tuple[str, ...]
+
+
+class Layers(NamedTuple):
+    """Which part of a decoder there is: consecutive layers.
+
+    Attributes:
+        begin: with what is below the blocks.
+        blocks: numbers of the blocks; where there are none, of the next one.
+        end: with what is above them.
+    """
+
+    begin: bool
+    blocks: range
+    end: bool
 
 
 class Past:
@@ -64,11 +78,15 @@ class Decoder(nn.Module, ABC):
     Attributes:
         parts: where they are.
         config: its sizes; ``config.context`` tokens are in the longest sequence.
+        layers: of a part of a decoder, those that it has; None: it is whole.
+        needs_tokens: parts above others want the tokens too, not only vectors.
         past: what came before the tokens that it is given, while it writes; None: nothing did.
     """
 
-    parts: ClassVar[Parts]
+    parts: Parts
     config: Any
+    layers: Layers | None = None
+    needs_tokens: bool = False
     past: Past | None = None
 
     @property
@@ -124,6 +142,36 @@ class Decoder(nn.Module, ABC):
     @abstractmethod
     def logits(self, x_BSD: Tensor) -> Tensor:
         """What follows the last block, (B, S, V)."""
+
+    def on_paper(self) -> AbstractContextManager[object]:
+        """Within it tensors without data may go through it, as through all parts of it."""
+        return nullcontext()
+
+    def become_part(self, layers: Layers) -> None:
+        """Said once to a copy from which the modules of all other layers were taken."""
+        self.layers = layers
+
+    def run_part(
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        *,
+        tokens: Tensor | None = None,
+        reduction: LossReduction = "mean",
+    ) -> Tensor:
+        """What a part makes of what the part below has made: vectors (B, S, D), or as the whole.
+
+        Args:
+            x: vectors (B, S, D); of the lowest part tokens (B, S).
+            targets: (B, S), of the highest part.
+            tokens: (B, S), of others than the lowest, where ``needs_tokens``.
+        """
+        assert self.layers is not None, "a whole decoder is called"
+        if self.layers.begin:
+            x = self.embed(x)
+        for block in self.blocks():
+            x = self.run_block(block, x)
+        return self.head(x, targets, reduction=reduction) if self.layers.end else x
 
     def head(
         self, x_BSD: Tensor, targets: Tensor | None = None, *, reduction: LossReduction = "mean"

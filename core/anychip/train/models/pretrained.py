@@ -2,8 +2,8 @@
 
 transformers builds the model from ``config.json`` and loads the weights, from safetensors only; no
 code runs that comes with the directory, and nothing is fetched. The adapters are PEFT's. The
-modules keep their names, so that a checkpoint has the names of transformers. Not part of this
-version: stages of a pipeline.
+modules keep their names, so that a checkpoint has the names of transformers. A stage of a pipeline
+is run by the library's own code too (:mod:`.pretrained_part`).
 
 Source of the adapters: Hu et al. 2021, arXiv:2106.09685.
 """
@@ -11,7 +11,8 @@ Source of the adapters: Hu et al. 2021, arXiv:2106.09685.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +26,8 @@ from anychip.contract import AnychipError, UnsupportedError
 from anychip.train import files
 from anychip.train.data.extra import require
 from anychip.train.data.packing import unmarked
-from anychip.train.models.decoder import Decoder, LossReduction, Parts
+from anychip.train.models.decoder import Decoder, Layers, LossReduction
+from anychip.train.models.pretrained_part import Part, gives_tuples, parts_of
 
 EXTRA = "hf"
 Fuse = Callable[[nn.Module], object]
@@ -90,6 +92,7 @@ class Pretrained(Decoder):
 
     Args:
         fuse: is applied to what was built, where the settings want it.
+        reads_weights: where the directory has them; else they are as those of a fresh model.
 
     Attributes:
         packs: batches have marks where documents begin (:mod:`anychip.train.data.packing`), and no
@@ -100,14 +103,15 @@ class Pretrained(Decoder):
         MissingExtraError: transformers, or for adapters peft, is not installed.
     """
 
-    parts = Parts((), "", ())
-
-    def __init__(self, config: PretrainedConfig, fuse: Fuse | None = None) -> None:
+    def __init__(
+        self, config: PretrainedConfig, fuse: Fuse | None = None, *, reads_weights: bool = True
+    ) -> None:
         super().__init__()
         self.config, self.packs = config, False
-        net = _built(config)
+        net = _built(config, reads_weights)
         if fuse is not None and config.fuse:
             fuse(net)
+        self.parts = parts_of(net)
         tuner = _add_adapters(net, config) if config.lora_rank else None
         # Not registered: the modules are this one's own, under the net's names.
         object.__setattr__(self, "_tuner", tuner)
@@ -116,6 +120,12 @@ class Pretrained(Decoder):
 
     net: Any
     _tuner: Any
+    _gives_tuples: bool | None = None
+
+    @property
+    def needs_tokens(self) -> bool:  # type: ignore[override]
+        """Where conversations begin stands in them."""
+        return self.packs
 
     def train(self, mode: bool = True) -> Pretrained:
         """As torch's."""
@@ -126,28 +136,79 @@ class Pretrained(Decoder):
         self, tokens: Tensor, targets: Tensor | None = None, *, reduction: LossReduction = "mean"
     ) -> Tensor:
         """As every decoder's."""
-        given = {"input_ids": tokens}
-        if self.packs:
-            given["input_ids"], given["position_ids"] = unmarked(tokens)
+        given = self._described(tokens)
         if self.past is not None:
             places = torch.arange(self.read, self.end_of(tokens), device=tokens.device)
             given["position_ids"] = places.expand_as(tokens)
             given["past_key_values"] = self.past.library
         found = self.net(**given, use_cache=self.past is not None)
-        logits: Tensor = found.logits
         if self.past is not None:
             self.past.library, self.past.length = found.past_key_values, self.end_of(tokens)
-        if targets is None:
-            return logits
-        return ops.cross_entropy(logits, targets, reduction=reduction)
+        return _loss(found.logits, targets, reduction)
+
+    def _described(self, tokens: Tensor) -> dict[str, Tensor]:
+        """What the library's forward is given of tokens (B, S)."""
+        if not self.packs:
+            return {"input_ids": tokens}
+        plain, places = unmarked(tokens)
+        return {"input_ids": plain, "position_ids": places}
+
+    def blocks(self) -> list[nn.Module]:
+        """As every decoder's; raises UnsupportedError where it is not known what they are."""
+        if not self.parts.blocks:
+            raise UnsupportedError(
+                f"{type(self.net).__name__} cannot be cut into stages of a pipeline: one list of "
+                "blocks with what is below and what is above it is expected in its "
+                f"{self.net.base_model_prefix}; leave parallel.pipeline at 1, and share weights "
+                "out by optimizer.stage=3"
+            )
+        if self._gives_tuples is None:
+            self._gives_tuples = gives_tuples(self.net, self.parts)
+        return super().blocks()
+
+    @contextmanager
+    def on_paper(self) -> Iterator[None]:
+        """As every decoder's: no numbers are looked at, for experts or beginnings of documents."""
+        config, packs = self.net.config, self.packs
+        experts = config._experts_implementation
+        config._experts_implementation, self.packs = "batched_mm", False
+        try:
+            yield
+        finally:
+            config._experts_implementation, self.packs = experts, packs
+
+    def become_part(self, layers: Layers) -> None:
+        """As every decoder's."""
+        super().become_part(layers)
+        # Whose weights are not needed here any more.
+        tuples = bool(self._gives_tuples)
+        part = Part(self.net, self._modules, self.parts, layers, tuples=tuples)
+        object.__setattr__(self, "net", part)
+        object.__setattr__(self, "_tuner", None)
+
+    def run_part(
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        *,
+        tokens: Tensor | None = None,
+        reduction: LossReduction = "mean",
+    ) -> Tensor:
+        """As every decoder's."""
+        assert self.layers is not None, "a whole decoder is called"
+        given = self._described(x if tokens is None else tokens)
+        if not self.layers.begin:
+            del given["input_ids"]
+        found: Tensor = self.net(x, given)
+        return _loss(found, targets, reduction) if self.layers.end else found
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Raises UnsupportedError: the model is not cut."""
-        raise _not_cut()
+        """Not called: the library's own forward embeds."""
+        raise NotImplementedError
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """Raises UnsupportedError: the model is not cut."""
-        raise _not_cut()
+        """Not called: the library's own forward has what follows the blocks."""
+        raise NotImplementedError
 
     def save(self, folder: Path, *, part_nbytes: int) -> None:
         """Writes the weights as transformers loads them; adapters are merged, for good."""
@@ -164,8 +225,8 @@ class Pretrained(Decoder):
         self.net.peft_config["default"].save_pretrained(folder)
 
 
-def _not_cut() -> UnsupportedError:
-    return UnsupportedError("a model of transformers is not cut into stages in this version")
+def _loss(logits: Tensor, targets: Tensor | None, reduction: LossReduction) -> Tensor:
+    return logits if targets is None else ops.cross_entropy(logits, targets, reduction=reduction)
 
 
 @lru_cache(maxsize=4)
@@ -228,7 +289,7 @@ def has_weights(folder: Path) -> bool:
     return any(folder.glob("model*.safetensors"))
 
 
-def _built(config: PretrainedConfig) -> Any:
+def _built(config: PretrainedConfig, reads_weights: bool) -> Any:
     """The model of transformers, in float32, ready to be trained."""
     folder, about = Path(config.path), copy.deepcopy(described(config.path))
     most = getattr(about.get_text_config(), "max_position_embeddings", None)
@@ -240,7 +301,7 @@ def _built(config: PretrainedConfig) -> Any:
     auto: Any = require("transformers", "a model", extra=EXTRA).AutoModelForCausalLM
     options = {"dtype": torch.float32, "trust_remote_code": False}
     try:
-        if not has_weights(folder):
+        if not has_weights(folder) or not reads_weights:
             return auto.from_config(about, **options).train()
         net, told = auto.from_pretrained(
             folder, config=about, local_files_only=True, use_safetensors=True,

@@ -39,17 +39,19 @@ from anychip.train.parallel.split import (
     partition,
     split_layers,
     stage_costs,
+    weigh_costs,
 )
-from anychip.train.parallel.stage import Stage, Stages, make_stage, merge, num_layers
+from anychip.train.parallel.stage import Stage, Stages, check_cut, make_stage, merge, num_layers
 from anychip.train.parallel.state import whole_state_dict
 from anychip.train.parallel.validation import validate
 
 __all__ = [
     "HANDS_ON", "LOOPS", "NAMES", "SCHEDULES", "VS", "Action", "Bytes", "Costs", "LayerCost",
     "Local", "Mesh", "Pipeline", "Rates", "Schedule", "ScheduleError", "Span", "Speed", "Stage",
-    "StageBytes", "Stages", "Time", "Timeline", "add_communication", "add_weights", "check_virtual",
-    "draw", "dualpipev", "estimate_bytes", "estimate_costs", "gpipe", "interleaved", "looped_bfs",
-    "make_schedule", "make_stage", "measure_costs", "merge", "num_layers", "one_f_one_b", "parse",
-    "partition", "read_rates", "simulate", "speed", "split_layers", "stage_costs",
-    "stages_per_rank", "validate", "whole_state_dict", "zbv", "zero_bubble",
+    "StageBytes", "Stages", "Time", "Timeline", "add_communication", "add_weights", "check_cut",
+    "check_virtual", "draw", "dualpipev", "estimate_bytes", "estimate_costs", "gpipe",
+    "interleaved", "looped_bfs", "make_schedule", "make_stage", "measure_costs", "merge",
+    "num_layers", "one_f_one_b", "parse", "partition", "read_rates", "simulate", "speed",
+    "split_layers", "stage_costs", "stages_per_rank", "validate", "weigh_costs", "whole_state_dict",
+    "zbv", "zero_bubble",
 ]  # fmt: skip

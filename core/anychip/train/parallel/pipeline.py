@@ -88,7 +88,7 @@ class Pipeline:
         stages: this rank's one, or several in ascending order. ``stage(x)`` gives the
             (floating-point, one) tensor for the next stage, where x is what the stage before gave,
             or the first stage's tokens. The last one is called with targets too, and gives the
-            0-dim loss.
+            0-dim loss. Who has ``needs_tokens`` is called with ``tokens=`` as well.
         comm: the ranks of the pipeline, one per row of the schedule.
         schedule: of all ranks. Without messages it gets those of
             :func:`~anychip.train.parallel.lowering.add_communication`, without REDUCE_GRAD those
@@ -174,6 +174,10 @@ class Pipeline:
         """A stage here gives the loss."""
         return self.num_stages - 1 in self.stages
 
+    @property
+    def _takes_tokens(self) -> bool:
+        return self.is_first or any(map(_needs_tokens, self.stages.values()))
+
     def run(
         self,
         tokens: Tensor | None,
@@ -187,8 +191,9 @@ class Pipeline:
         """Forward and backward of all microbatches. Every rank of the pipeline calls it.
 
         Args:
-            tokens, targets: (B, ...) where the first and the last stage are, B a multiple of the
-                number of microbatches; not looked at elsewhere.
+            tokens, targets: (B, ...) where the first and the last stage are, tokens also where a
+                stage has ``needs_tokens``, B a multiple of the number of microbatches; not looked
+                at elsewhere.
             weight: of each microbatch's loss, 1 / (number of all targets) where it is a sum; None:
                 1 / (number of microbatches), for means over as many targets in each.
             optimizer: whose backward adds gradients, so that the loss gets its scale, and which is
@@ -367,7 +372,7 @@ class Pipeline:
         return _Step(
             told=told,
             saved=Saved(owned) if self.count_bytes else None,
-            tokens=self._microbatches("tokens", tokens) if self.is_first else [],
+            tokens=self._microbatches("tokens", tokens) if self._takes_tokens else [],
             targets=self._microbatches("targets", targets) if self.is_last else [],
             weight=weight,
             loss_fn=self.loss_fn,
@@ -400,13 +405,14 @@ class Pipeline:
         else:
             x = step.ready.pop(received(action)).requires_grad_(torch.is_grad_enabled())
         counting = step.saved.of((action.stage, number)) if step.saved else nullcontext()
+        more = {"tokens": step.tokens[number]} if _needs_tokens(stage) else {}
         with self.autocast(), counting:
             if not is_last:
-                output = stage(x)
+                output = stage(x, **more)
             elif step.loss_fn is None:
-                output = stage(x, step.targets[number])
+                output = stage(x, step.targets[number], **more)
             else:
-                output = step.loss_fn(stage(x), step.targets[number])
+                output = step.loss_fn(stage(x, **more), step.targets[number])
         if is_last:
             loss = self._check_loss(output)
             # Divided, not multiplied by the inverse: so a loop on one rank does it.
@@ -517,6 +523,10 @@ class Pipeline:
                 [Transfer("send", here, peer, tag), Transfer("recv", there, peer, tag)]
             )
             _gradient(param).copy_(here + there if self.is_first else there + here)
+
+
+def _needs_tokens(stage: nn.Module) -> bool:
+    return getattr(stage, "needs_tokens", False)
 
 
 def _add(backward: Callable[..., Any], found: _Rest) -> None:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from anychip.dispatch.deferral import deferring
-from anychip.train.parallel.stage import Model, make_stage
+from anychip.train.parallel.stage import Model, make_stage, on_paper
 
 Place = tuple[int, int]
 """Stage and microbatch."""
@@ -118,7 +118,8 @@ def estimate_bytes(
             is taken to be there too.
     """
     found = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with on_paper(model), fake as mode, torch.enable_grad():
         x = mode.from_tensor(inputs)
         for number, part in enumerate(layers):
             stage = make_stage(model, part)

@@ -22,7 +22,7 @@ from anychip.contract import Cost
 from anychip.dispatch.operator import Operator, registered
 from anychip.dispatch.signature import Signature
 from anychip.train.parallel.simulator import Time
-from anychip.train.parallel.stage import Model, make_stage, num_layers
+from anychip.train.parallel.stage import Model, make_stage, num_layers, on_paper
 
 
 class LayerCost(NamedTuple):
@@ -147,7 +147,8 @@ def estimate_costs(
             0 a decoder's norms and activations cost next to nothing.
     """
     costs = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with on_paper(model), fake as mode, torch.no_grad():
         x = mode.from_tensor(inputs)
         y = None if targets is None else mode.from_tensor(targets)
         for layer, is_last in _layers(model):
@@ -159,6 +160,16 @@ def estimate_costs(
                 x = torch.func.functional_call(layer, params, arguments)
             costs.append(LayerCost(count.forward, count.backward))
     return costs
+
+
+def weigh_costs(model: Model, num_tokens: int) -> list[LayerCost]:
+    """Operations of each layer if its weights were all there is: two for each and token, and twice
+    as many backward. Tables of which one row is read count like all others.
+
+    Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
+    """
+    counts = [sum(p.numel() for p in layer.parameters()) for layer, _ in _layers(model)]
+    return [LayerCost(2.0 * num_tokens * n, 4.0 * num_tokens * n) for n in counts]
 
 
 def measure_costs(

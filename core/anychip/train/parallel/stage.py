@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from anychip.train.models import Decoder, LossReduction
+from anychip.contract import UnsupportedError
+from anychip.train.models import Decoder, Layers, LossReduction
 
 T = TypeVar("T", bound=nn.Module)
 Model = Decoder | nn.Sequential
@@ -34,6 +37,11 @@ def num_layers(model: Model) -> int:
         f"a Decoder of anychip.train.models or an nn.Sequential expected, got "
         f"{type(model).__name__}; write a module per stage yourself, and give it to Pipeline"
     )
+
+
+def on_paper(model: Model) -> AbstractContextManager[object]:
+    """Entered where tensors without data go through a model or its stages."""
+    return model.on_paper() if isinstance(model, Decoder) else nullcontext()
 
 
 def make_stage(
@@ -90,6 +98,8 @@ class Stage(nn.Module):
                 whole.get_submodule(holder)._modules[name] = copied
         # Norms add up parameters in this order: what is a part by itself, then what holds parts.
         whole._modules = dict(sorted(whole._modules.items(), key=lambda item: item[0] not in paths))
+        blocks = range(max(layers.start, 1) - 1, min(layers.stop, count - 1) - 1)
+        whole.become_part(Layers(is_first, blocks, is_last))
         self.layers, self.num_layers, self.reduction = layers, count, reduction
         # The modules are this one's own, under the decoder's names; whole runs them.
         self._modules = whole._modules
@@ -99,20 +109,58 @@ class Stage(nn.Module):
     def tied(self) -> tuple[nn.Parameter, ...]:
         """The parameters below on the first stage, the copies of them above on the last.
 
-        Empty where both are on one stage, and on stages that have neither. To be asked again after
-        a move to another device, which may make other parameters.
+        Empty where both are on one stage, on stages that have neither, and of what is frozen. To be
+        asked again after a move to another device, which may make other parameters.
         """
-        return tuple(self.get_parameter(name) for name in self._tied)
+        found = (self.get_parameter(name) for name in self._tied)
+        return tuple(param for param in found if param.requires_grad)
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        whole = self._whole
-        if self.layers.start == 0:
-            x = whole.embed(x)
-        for block in whole.blocks():
-            x = whole.run_block(block, x)
-        if self.layers.stop < self.num_layers:
-            return x
-        return whole.head(x, targets, reduction=self.reduction)
+    @property
+    def needs_tokens(self) -> bool:
+        """It is to be called with ``tokens`` (B, S) as well, though layers before it have them."""
+        return self.layers.start > 0 and self._whole.needs_tokens
+
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, *, tokens: Tensor | None = None
+    ) -> Tensor:
+        return self._whole.run_part(x, targets, tokens=tokens, reduction=self.reduction)
+
+
+@torch.no_grad()
+def check_cut(model: Decoder, stages: Sequence[Stage], tokens: Tensor) -> None:
+    """That all stages one after the other are the model, bit by bit.
+
+    Of a model of another library where its parts are is read off, and what is computed between two
+    blocks is not known.
+
+    Args:
+        tokens: (B, S) of a few sequences.
+
+    Raises:
+        UnsupportedError: they are not, or one does not run.
+    """
+    whole, mode = (model, *stages), model.training
+    modes = [(module, module.training) for top in whole for module in top.modules()]
+    try:
+        for top in whole:
+            top.eval()
+        x, what = tokens, "fails"
+        for stage in stages:
+            x = stage(x, tokens=tokens)
+        if torch.equal(x, model(tokens)):
+            return
+        what = "computes something else"
+        raise ValueError("what is computed between its blocks is not known")
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} {type(getattr(model, 'net', model)).__name__}: cut into "
+            f"{len(stages)} stages it {what}: {error}; leave parallel.pipeline at 1, and share "
+            "weights out by optimizer.stage=3"
+        ) from error
+    finally:
+        model.train(mode)
+        for module, mode in modes:
+            module.training = mode
 
 
 class Stages(nn.Module):

@@ -329,6 +329,8 @@ class UnitHooks:
         """A backward has come to a unit, or its end: what is not used again is behind it."""
         if unit not in self._begun:
             for other in [each for each in self._begun if not (each.ahead or each.uses)]:
+                if unit is self._root_of[other]:
+                    continue  # the output of both, and only the root's begins there
                 self._begun.remove(other)
                 self.passed(other)
             if unit is not None and not unit.is_root:

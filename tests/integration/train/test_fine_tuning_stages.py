@@ -1,0 +1,186 @@
+"""Directories of transformers in the stages of a pipeline, next to the whole model on one rank."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from anychip import fuse
+from anychip.contract import UnsupportedError
+from anychip.train import models, parallel
+from tests.integration.fusion import families
+from tests.integration.train import directories
+from tests.integration.train.forked import Server
+from tests.integration.train.test_fine_tuning import (
+    BATCH,
+    CLOSE,
+    CONTEXT,
+    LOGITS,
+    LONG,
+    LORA,
+    RATE,
+    SETTINGS,
+    STEPS,
+    anychip,
+    load,
+    logits,
+    losses,
+    pytestmark,
+    train,
+)
+
+__all__ = ["pytestmark"]  # the warnings of PEFT
+PARTS = 2
+TEXT, CHATS = (), ("data.field=messages", f"model.context={LONG}")
+STAGES = ("parallel.pipeline=2", f"data.accumulation={PARTS}", f"data.batch_size={BATCH // PARTS}")
+
+
+def grid(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.grid)
+
+
+def pipeline(
+    ranks: Server, place: Path, folder: Path, *more: str, size: int = 2, code: int = 0
+) -> str:
+    """Trains the folder in stages, with results in ``two``; what the ranks have complained of."""
+    context = () if CHATS[1] in more else (f"model.context={CONTEXT}",)
+    words = ("--model", str(folder), "--steps", str(STEPS), "--out", "two", RATE, *context, *more)
+    found = ranks.run("train", *words, *SETTINGS, world_size=size, cwd=place)
+    told = "\n".join(ended.err for ended in found)
+    assert [ended.code for ended in found] == [code] * size, told
+    return told
+
+
+# GPT-2 and Gemma 2 tie the head to the embedding; of Gemma 2 every other block is another kind.
+@pytest.mark.parametrize(("family", "data", "adapters"), [
+    ("GPT2", TEXT, ()), ("Llama", CHATS, LORA),
+    *(grid(family, TEXT, ()) for family in ("Llama", "Qwen3", "Gemma2", "Mixtral")),
+    *(grid(family, TEXT, LORA) for family in ("GPT2", "Gemma2", "Mixtral")),
+    grid("Gemma2", CHATS, ()), grid("GPT2", CHATS, ()),
+], ids=str)  # fmt: skip
+def test_stages_have_the_losses_of_one_rank_and_are_exported_as_the_whole(
+    tmp_path: Path, ranks: Server, family: str, data: tuple[str, ...], adapters: tuple[str, ...]
+) -> None:
+    folder = directories.make(tmp_path / "model", family)
+    text = directories.chats(tmp_path) if data else directories.texts(tmp_path)
+    words = ("--data", text, *data, *adapters, *STAGES[1:], "eval.fraction=0.3")
+    train(folder, tmp_path / "one", *words)
+    pipeline(ranks, tmp_path, folder, *words, STAGES[0])
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=CLOSE)
+    assert losses(tmp_path / "two")[-1] < losses(tmp_path / "two")[0] - 0.02
+    samples = [(tmp_path / run / "sample.txt").read_text() for run in ("one", "two")]
+    assert samples[0] == samples[1]
+    for run in ("one", "two"):
+        anychip("export", str(tmp_path / run), str(tmp_path / f"{run}-out"))
+    whole, stages = (logits(load(tmp_path / f"{run}-out")) for run in ("one", "two"))
+    torch.testing.assert_close(stages, whole, **LOGITS)
+
+
+@pytest.mark.parametrize(("stage", "adapters"), [
+    (3, LORA), *(grid(stage, lora) for stage in range(4) for lora in ((), LORA)
+                 if (stage, lora) != (3, LORA)),
+], ids=str)  # fmt: skip
+def test_two_replicas_of_two_stages_have_the_losses_of_one_rank(
+    tmp_path: Path, ranks: Server, stage: int, adapters: tuple[str, ...]
+) -> None:
+    folder, text = directories.make(tmp_path / "model", "Llama"), directories.texts(tmp_path)
+    train(folder, tmp_path / "one", "--data", text, *adapters, f"data.accumulation={PARTS}")
+    words = ("--data", text, *adapters, *STAGES, f"optimizer.stage={stage}")
+    pipeline(ranks, tmp_path, folder, *words, size=4)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=CLOSE)
+
+
+def test_rank_that_would_train_nothing_is_refused_by_all(tmp_path: Path, ranks: Server) -> None:
+    folder, text = directories.make(tmp_path / "model", "Llama"), directories.texts(tmp_path)
+    words = ("--data", text, *LORA, "parallel.pipeline=4", "data.accumulation=4")
+    told = pipeline(ranks, tmp_path, folder, *words, size=4, code=2)
+    assert "parallel.pipeline = 4: rank 0 would have no weight that is trained" in told
+
+
+def opened(folder: Path, family: str) -> models.Pretrained:
+    families.build(family).save_pretrained(folder)
+    config = models.PretrainedConfig(path=str(folder), context=CONTEXT)
+    return models.Pretrained(config, fuse).eval()
+
+
+def in_stages(model: models.Pretrained, cuts: list[int], tokens: Tensor) -> Tensor:
+    ends = [0, *cuts, parallel.num_layers(model)]
+    x = tokens
+    with torch.no_grad():
+        for begin, end in pairwise(ends):
+            stage = parallel.make_stage(model, range(begin, end))
+            assert isinstance(stage, parallel.Stage)
+            x = stage(x, tokens=tokens) if stage.needs_tokens else stage(x)
+    return x
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("family", [
+    name if name == "Gemma2" else grid(name) for name in families.FAMILIES if name != "OPT"
+])  # fmt: skip
+def test_family_cut_anywhere_has_the_bits_of_the_whole(
+    tmp_path: Path, family: str, packs: bool
+) -> None:
+    model, tokens = opened(tmp_path, family), families.tokens()
+    if packs:
+        model.packs, tokens = True, tokens.int()
+        tokens[:, ::5] |= 1 << 30  # where documents begin
+    with torch.no_grad():
+        whole = model(tokens)
+    layers = parallel.num_layers(model)
+    every = [*range(1, layers)]
+    for cuts in ([1], [2], [layers - 1], every):
+        assert torch.equal(in_stages(model, cuts, tokens), whole), cuts
+    costs = parallel.weigh_costs(model, tokens.numel())
+    weights = sum(p.numel() for p in model.parameters())
+    assert sum(cost.forward for cost in costs) >= 2.0 * tokens.numel() * weights
+    if family != "DeepseekV3":  # whose attention torch has no shape for, without data
+        costs = parallel.estimate_costs(model, tokens, tokens)
+        assert all(cost.backward >= cost.forward > 0 for cost in costs[1:])
+    assert model.packs == packs
+
+
+def test_plan_has_the_stages_and_bytes_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = directories.make(tmp_path, "GPT2")
+    words = [f"model.path={folder}", f"model.context={CONTEXT}", *STAGES, "--backend", "cpu"]
+    capsys.readouterr()
+    anychip("plan", "--nproc", "2", *words, "--json")
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    model = models.Pretrained(models.PretrainedConfig(path=str(folder), context=CONTEXT))
+    for number, stage in enumerate(stages):
+        first, last = stage["layers"]
+        held = parallel.make_stage(model, range(first, last + 1))
+        count = sum(param.numel() for param in held.parameters())
+        assert stage["parameters"] == count
+        assert stage["nbytes"]["parameters"] == 4 * count
+        assert len(held.tied) == 1, number
+    assert sum(stage["cost"] for stage in stages) == pytest.approx(1.0)
+    anychip("plan", *words, "model.lora_rank=2", code=2)
+    assert "plan without model.lora_rank" in capsys.readouterr().err
+
+
+def test_model_without_one_list_of_blocks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"OPTForCausalLM cannot be cut .*pipeline at 1"):
+        parallel.num_layers(opened(tmp_path, "OPT"))
+
+
+def test_cut_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+    model, tokens = opened(tmp_path, "Olmo"), families.tokens()
+    stages = [parallel.make_stage(model, part) for part in (range(2), range(2, 4))]
+    parallel.check_cut(model, stages, tokens)  # type: ignore[arg-type]
+    # Its last norm has no weights: nothing but its place says that it is not every stage's.
+    assert model.parts.above == ("model.norm", "lm_head")
+    model.parts = model.parts._replace(above=("lm_head",))
+    stages = [parallel.make_stage(model, part) for part in (range(2), range(2, 4))]
+    modes = [m.training for top in (model, *stages) for m in top.modules()]
+    with pytest.raises(UnsupportedError, match=r"into 2 stages it computes something else.*at 1"):
+        parallel.check_cut(model, stages, tokens)  # type: ignore[arg-type]
+    assert [m.training for top in (model, *stages) for m in top.modules()] == modes
+    assert not any(m.training for m in model.modules())

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 
+averaged_option = click.option(
+    "--ema", "averaged", is_flag=True, help="With the averaged weights of optimizer.ema_decay."
+)
+
 
 @click.command("eval")
 @click.argument("run", type=PATH)
@@ -27,6 +31,7 @@ SCHEMA = 1
 )
 @click.argument("more", nargs=-1, type=PATH, metavar="")
 @click.option("--best", is_flag=True, help="Of the best evaluation, not the last checkpoint.")
+@averaged_option
 @click.option("--backend", metavar="NAME", help="The chip that computes.  [default: the RUN's]")
 @click.option(
     "--nproc", type=click.IntRange(min=1), default=1, help="Processes on this machine: ranks."
@@ -37,6 +42,7 @@ def command(
     data: tuple[Path, ...],
     more: tuple[Path, ...],
     best: bool,
+    averaged: bool,
     backend: str | None,
     nproc: int,
     as_json: bool,
@@ -58,12 +64,12 @@ def command(
     if not (settings.eval.files or settings.eval.fraction):
         raise click.UsageError(f"{run} has held nothing out; name text files after --data")
     if nproc == 1:
-        return _evaluate(directory, settings, chip_of(backend, settings), as_json)
+        return _evaluate(directory, settings, chip_of(backend, settings), averaged, as_json)
     from anychip import registry
 
     words = ["eval", str(run), *(word for text in texts for word in ("--data", text))]
     words += ["--backend", registry.name_of(chip_of(backend, settings))]
-    words += ["--best"] * best + ["--json"] * as_json
+    words += ["--best"] * best + ["--ema"] * averaged + ["--json"] * as_json
     with tempfile.TemporaryDirectory() as logs:
         return run_ranks(nproc, words, Path(logs))
 
@@ -75,14 +81,16 @@ def chip_of(backend: str | None, settings: Config) -> Backend:
     return anychip.use(next(iter(chip_names(backend, settings)), None))
 
 
-def _evaluate(directory: Path, settings: Config, chip: Backend, as_json: bool) -> int:
+def _evaluate(
+    directory: Path, settings: Config, chip: Backend, averaged: bool, as_json: bool
+) -> int:
     import anychip
     from anychip import registry, runtime
     from anychip.train import asking, display, evaluation
 
     registry.take_device(chip)
     with runtime.device_errors(chip.device_type):
-        run = asking.trained(directory, settings, chip, fuse=anychip.fuse)
+        run = asking.trained(directory, settings, chip, fuse=anychip.fuse, averaged=averaged)
         row = evaluation.evaluate(run)
     if not run.is_first:
         return 0

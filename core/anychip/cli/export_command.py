@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from anychip.cli.eval_command import averaged_option
 from anychip.cli.train_command import PATH
 
 SCHEMA = 1
@@ -23,8 +24,11 @@ SCHEMA = 1
     help="MiB of a file at most.",
 )
 @click.option("--adapters", is_flag=True, help="Of a RUN with LoRA: these alone, for PEFT.")
+@averaged_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; docs/cli.md has the schema.")
-def command(run: Path, directory: Path, part_size: int, adapters: bool, as_json: bool) -> None:
+def command(
+    run: Path, directory: Path, part_size: int, adapters: bool, averaged: bool, as_json: bool
+) -> None:
     """Write the weights of the RUN's last checkpoint to a new DIRECTORY.
 
     As Hugging Face transformers loads them, AutoModelForCausalLM.from_pretrained(DIRECTORY): a GPT
@@ -41,12 +45,14 @@ def command(run: Path, directory: Path, part_size: int, adapters: bool, as_json:
             raise click.UsageError(f"--adapters: {run} has none; a run has with model.lora_rank=N")
         written = pretrained.export_trained(
             run, directory, model=models.Pretrained(chosen), description=Path(chosen.path),
-            part_nbytes=nbytes, adapters=adapters,
+            part_nbytes=nbytes, adapters=adapters, averaged=averaged,
         )  # fmt: skip
     elif adapters:
         raise click.UsageError(f"--adapters: {run} has none; they are for a model of model.path")
     else:
-        written = pretrained.export(run, directory, config=chosen, part_nbytes=nbytes)
+        written = pretrained.export(
+            run, directory, config=chosen, part_nbytes=nbytes, averaged=averaged
+        )
     if (run / "tokenizer.json").exists():
         written.append(directory / "tokenizer.json")
         written[-1].write_bytes((run / "tokenizer.json").read_bytes())

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from anychip.cli.eval_command import chip_of
+from anychip.cli.eval_command import averaged_option, chip_of
 from anychip.cli.train_command import PATH, printable
 
 SCHEMA = 1
@@ -30,6 +30,7 @@ class _Finite(click.FloatRange):
 @click.argument("run", type=PATH)
 @click.argument("prompts", nargs=-1, metavar="[PROMPT...]")
 @click.option("--best", is_flag=True, help="Of the best evaluation, not the last checkpoint.")
+@averaged_option
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
@@ -56,6 +57,7 @@ def command(
     run: Path,
     prompts: tuple[str, ...],
     best: bool,
+    averaged: bool,
     max_tokens: int | None,
     temperature: float,
     top_p: float,
@@ -78,7 +80,7 @@ def command(
     asked = prompts or ("\n",)
     with runtime.device_errors(chip.device_type):
         asked_of = asking.without_held_out(settings)
-        model = asking.trained(directory, asked_of, chip, fuse=anychip.fuse)
+        model = asking.trained(directory, asked_of, chip, fuse=anychip.fuse, averaged=averaged)
         texts = asking.continued(
             model,
             asked,

@@ -85,6 +85,7 @@ def trained(
     comm: Communicator | None = None,
     *,
     fuse: models.Fuse | None = None,
+    averaged: bool = False,
 ) -> Run:
     """A run at its checkpoint, to be asked. With several ranks a collective.
 
@@ -92,17 +93,19 @@ def trained(
 
     Args:
         fuse: as :func:`~anychip.train.run.build` has it.
+        averaged: with the averages of its weights.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        CheckpointError: the checkpoint is damaged, or the text is not the one of the run.
+        CheckpointError: the checkpoint is damaged or has no averages, or the text is not the one
+            of the run.
         OSError, ValueError: as reading raises.
     """
     require_checkpoint(out)
     needs_text = bool(settings.eval.fraction)
     read = read_texts if needs_text else _without_training
     run = build(settings, chip, comm, read=read, fuse=fuse)
-    restore_weights(run, out, same_text=needs_text)
+    restore_weights(run, out, same_text=needs_text, averaged=averaged)
     return run
 
 

@@ -238,6 +238,8 @@ def rule_of(config: Config) -> optim.Rule:
     settings = config.optimizer
     clip = optim.clip_by_global_norm(settings.max_norm or math.inf)
     rule = settings.rule(config.schedule.rate(settings.lr, config.run.steps))
+    if settings.ema_decay:
+        rule = optim.averaged(rule, settings.ema_decay)
     return optim.chain(clip, rule)
 
 

@@ -401,18 +401,19 @@ def restore(run: Run, out: Path) -> None:
     run.step = run.begun = state.step
 
 
-def restore_weights(run: Run, out: Path, *, same_text: bool) -> None:
+def restore_weights(run: Run, out: Path, *, same_text: bool, averaged: bool = False) -> None:
     """Goes to the checkpoint in a directory, to be asked and not trained.
 
     Args:
         same_text: what was trained on must be what the run has.
+        averaged: the averages of the weights.
 
     Raises:
         CheckpointError: it is damaged or does not fit.
     """
     parts = _saved(run)
     run.step = run.begun = checkpoint.resume(
-        out, **(parts if same_text else {**parts, "data": None})
+        out, **(parts if same_text else {**parts, "data": None}), averaged=averaged
     ).step
 
 

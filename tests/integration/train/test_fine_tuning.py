@@ -222,6 +222,36 @@ def test_run_is_resumed_evaluated_and_sampled_without_the_directory(
     assert out.strip() == printable(tokenizer.decode(prompt[0]), "utf-8").strip()
 
 
+def test_average_of_the_weights_is_exported_evaluated_and_sampled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, text = directories.make(tmp_path / "model", "Llama"), directories.texts(tmp_path)
+    weights, decay = [load(folder).state_dict()], 0.75
+    more = ("--data", text, "eval.fraction=0.2", f"optimizer.ema_decay={decay}")
+    for steps in (1, 2):
+        train(folder, tmp_path / f"run{steps}", *more, steps=steps)
+        anychip("export", str(tmp_path / f"run{steps}"), str(tmp_path / f"out{steps}"))
+        weights.append(load(tmp_path / f"out{steps}").state_dict())
+    anychip("export", str(tmp_path / "run2"), str(tmp_path / "average"), "--ema")
+    got = load(tmp_path / "average")
+    for name, value in got.state_dict().items():
+        want = weights[0][name].double()
+        for after in weights[1:]:
+            want = decay * want + (1.0 - decay) * after[name].double()
+        torch.testing.assert_close(value.double(), want, rtol=1e-6, atol=1e-7)
+    told = []
+    for words in ((), ("--ema",)):
+        capsys.readouterr()
+        anychip("eval", str(tmp_path / "run2"), "--data", text, "--json", *words)
+        told.append(json.loads(capsys.readouterr().out)["loss"])
+    assert told[0] != told[1]
+    anychip("eval", str(tmp_path / "run2"), "--data", text, "--nproc", "2", "--ema", "--json")
+    anychip("sample", str(tmp_path / "run2"), "The cat", "--ema", "--max-tokens", "3")
+    train(folder, tmp_path / "plain", "--data", text, steps=1)
+    anychip("sample", str(tmp_path / "plain"), "--ema", code=2)
+    assert "no average of the weights, which optimizer.ema_decay" in capsys.readouterr().err
+
+
 @family("Gemma2")
 def test_reading_on_gives_the_logits_of_reading_all(tmp_path: Path, family: str) -> None:
     folder = directories.make(tmp_path, family)

@@ -37,6 +37,7 @@ from tests.integration.train.test_fine_tuning import (
 __all__ = ["pytestmark"]  # the warnings of PEFT
 PARTS = 2
 TEXT, CHATS = (), ("data.field=messages", f"model.context={LONG}")
+AVERAGE = "optimizer.ema_decay=0.8"
 STAGES = ("parallel.pipeline=2", f"data.accumulation={PARTS}", f"data.batch_size={BATCH // PARTS}")
 
 
@@ -68,17 +69,21 @@ def test_stages_have_the_losses_of_one_rank_and_are_exported_as_the_whole(
 ) -> None:
     folder = directories.make(tmp_path / "model", family)
     text = directories.chats(tmp_path) if data else directories.texts(tmp_path)
-    words = ("--data", text, *data, *adapters, *STAGES[1:], "eval.fraction=0.3")
+    words = ("--data", text, *data, *adapters, *STAGES[1:], "eval.fraction=0.3", AVERAGE)
     train(folder, tmp_path / "one", *words)
     pipeline(ranks, tmp_path, folder, *words, STAGES[0])
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=CLOSE)
     assert losses(tmp_path / "two")[-1] < losses(tmp_path / "two")[0] - 0.02
     samples = [(tmp_path / run / "sample.txt").read_text() for run in ("one", "two")]
     assert samples[0] == samples[1]
-    for run in ("one", "two"):
-        anychip("export", str(tmp_path / run), str(tmp_path / f"{run}-out"))
-    whole, stages = (logits(load(tmp_path / f"{run}-out")) for run in ("one", "two"))
-    torch.testing.assert_close(stages, whole, **LOGITS)
+    found = {}
+    for more in ((), ("--ema",)):
+        for run in ("one", "two"):
+            out = tmp_path / f"{run}-out{len(more)}"
+            anychip("export", str(tmp_path / run), str(out), *more)
+            found[run, more] = logits(load(out))
+        torch.testing.assert_close(found["two", more], found["one", more], **LOGITS)
+    assert not torch.allclose(found["one", ()], found["one", ("--ema",)], **LOGITS)
 
 
 @pytest.mark.parametrize(("stage", "adapters"), [

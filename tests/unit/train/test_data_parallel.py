@@ -116,7 +116,8 @@ def test_gradients_are_added_up_without_a_division_where_that_is_asked(stage: in
     lambda: optim.lion(1e-3, weight_decay=0.1),
     lambda: optim.sgd(1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
     lambda: optim.sgd(1e-2),
-], ids=["lamb", "lion", "sgd-nesterov", "sgd-no-state"])  # fmt: skip
+    lambda: optim.averaged(optim.lamb(1e-2), 0.5),
+], ids=["lamb", "lion", "sgd-nesterov", "sgd-no-state", "averaged"])  # fmt: skip
 @pytest.mark.parametrize("stage", [1, 2, 3], ids="stage{}".format)
 def test_every_rule_on_shards_equals_it_on_whole_parameters(
     rule: Callable[[], optim.Rule], stage: int

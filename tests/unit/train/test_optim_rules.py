@@ -57,6 +57,41 @@ def test_rule_keeps_the_state_that_it_needs(rule: optim.Rule, names: set[str]) -
     assert rule.options.keys() >= {"lr", "lr_scale", "weight_decay"}
 
 
+@pytest.mark.parametrize("make", [optim.lion, optim.lamb], ids=["in-pieces", "whole"])
+def test_average_follows_the_weights_and_changes_nothing_of_them(
+    make: Callable[[float], optim.Rule],
+) -> None:
+    decay, mine, plain = 0.7, parameters(), parameters()
+    ours = zero.Optimizer(mine, optim.averaged(make(0.05), decay), alone())
+    peer = zero.Optimizer(plain, make(0.05), alone())
+    want = [param.detach().double() for param in plain]
+    for step in range(STEPS):
+        for one, other, grad in zip(mine, plain, gradients(step), strict=True):
+            one.grad, other.grad = grad, grad.clone()
+        ours.step()
+        peer.step()
+        pairs = zip(want, plain, strict=True)
+        want = [decay * w + (1.0 - decay) * p.detach().double() for w, p in pairs]
+    assert bits(mine) == bits(plain)
+    for param, value in zip(mine, want, strict=True):
+        got = ours.state[param]["ema"]
+        # Three roundings a step, which fade like what they are of: 3 eps / (1 - decay) of the most.
+        most = 3 * 2.0**-24 / (1.0 - decay) * float(value.abs().max() + param.detach().abs().max())
+        assert float((got - value).abs().max()) <= most
+        assert not torch.equal(got, param)
+
+
+def test_average_stays_where_a_step_is_left_out() -> None:
+    rule = optim.averaged(optim.lion(0.05), 0.5)
+    param = torch.ones(7)
+    state = {name: [value] for name, value in rule.init(param).items()}
+    group = optim.Group(params=[param], grads=[torch.ones(7)], state=state, step=torch.tensor(0.0),
+                        options=rule.options)  # fmt: skip
+    param.add_(1.0)  # so that an average that moved would show
+    rule.update(optim.Update(groups=[group], count=0, found_inf=torch.tensor(1.0)))
+    assert torch.equal(state["ema"][0], torch.ones(7))
+
+
 def test_adamw_in_8_bits_keeps_codes_and_scales() -> None:
     rule = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1, states="8bit"))
     state = rule.init(torch.ones(3, 100))
@@ -104,7 +139,11 @@ def test_adamw_in_8_bits_gives_groups_their_rate_and_decay() -> None:
     (lambda: optim.lion(float("inf")), "learning rate"),
     (lambda: optim.lamb(float("nan")), "learning rate"),
     (lambda: optim.adamw(0.1, states="int8"), "one of float32, 8bit, got 'int8'"),
-], ids=["momentum", "nesterov", "negative", "infinite", "nan", "states"])  # fmt: skip
+    (lambda: optim.averaged(optim.sgd(0.1), 1.0), "at least 0 and below 1, got 1.0"),
+    (lambda: optim.averaged(optim.clip_by_global_norm(1.0), 0.5), "that writes the parameters"),
+], ids=[
+    "momentum", "nesterov", "negative", "infinite", "nan", "states", "decay", "nothing-written",
+])  # fmt: skip
 def test_rule_with_wrong_settings_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
@@ -117,6 +156,7 @@ RULES: dict[str, Callable[[], optim.Rule]] = {
     "adamw": lambda: optim.adamw(0.05), "adamw-8bit": lambda: optim.adamw(0.05, states="8bit"),
     "sgd": lambda: optim.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
     "lion": lambda: optim.lion(0.05, weight_decay=0.1), "lamb": lambda: optim.lamb(0.05),
+    "averaged": lambda: optim.averaged(optim.adamw(0.05), 0.9),
 }  # fmt: skip
 
 

@@ -32,6 +32,7 @@ RULES = {
     "adamw-8bit": lambda: optim.adamw(1e-2, states="8bit"),
     "momentum": lambda: optim.sgd(0.1, momentum=0.9),
     "lion": lambda: optim.lion(1e-3),
+    "averaged": lambda: optim.averaged(optim.adamw(1e-2), 0.75),
 }
 
 

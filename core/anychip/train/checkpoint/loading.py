@@ -109,6 +109,7 @@ class _Targets(NamedTuple):
     data: Stateful | None
     names: Names | None
     rank: int
+    averaged: bool
 
 
 def resume(
@@ -119,6 +120,7 @@ def resume(
     data: Stateful | None = None,
     names: Names | None = None,
     comm: Communicator | None = None,
+    averaged: bool = False,
 ) -> State:
     """Loads the checkpoint in a directory, if there is one, into what is given.
 
@@ -129,14 +131,16 @@ def resume(
 
     Args:
         model, optimizer, data, names, comm: as :func:`save` has them, in any arrangement.
+        averaged: give the model the averages of its weights, which the optimizer's rule has kept
+            (:func:`anychip.train.optim.averaged`): to be asked, not to go on with.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or is of another model, optimizer or data, or
-            of a newer version; the ranks see different ones. The model is as it was, and no file is
-            changed.
+            of a newer version; it has no averages; the ranks see different ones. The model is as it
+            was, and no file is changed.
     """
     path, rank = Path(directory) / "checkpoint", 0 if comm is None else comm.rank
-    targets = _Targets(model, optimizer, data, names, rank)
+    targets = _Targets(model, optimizer, data, names, rank, averaged)
     with ExitStack() as stack:
         looked = attempt(comm, lambda: _look(path, targets, stack))
         told = gather(comm, (looked.digest, sorted(looked.absent)))
@@ -155,7 +159,7 @@ def _look(path: Path, targets: _Targets, stack: ExitStack) -> _Looked:
         folder.require_ours(path)
         return _Looked("", State(0, {}), _nothing, frozenset())
     held = holder(targets.model, targets.optimizer, targets.names, targets.rank)
-    reader = open_files(path, held.all_parts(), stack)
+    reader = open_files(path, held.all_parts(), stack, averaged=targets.averaged)
     values = _values(path, reader)
     progress = values["progress"]
     _check_beside(path, progress, targets)

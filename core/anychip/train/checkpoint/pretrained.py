@@ -74,6 +74,7 @@ def export(
     *,
     config: GPTConfig | LlamaConfig | Mapping[str, Any],
     part_nbytes: int = PART_NBYTES,
+    averaged: bool = False,
 ) -> list[Path]:
     """Writes the weights of a checkpoint for ``AutoModelForCausalLM.from_pretrained(out)``.
 
@@ -82,17 +83,18 @@ def export(
         out: is made, whole or not at all; may be there when it is empty.
         config: of our model; or the ``to_dict()`` of that of a model of transformers.
         part_nbytes: of a file of tensors at most, unless one tensor is larger.
+        averaged: the averages of the weights, as :func:`~anychip.train.checkpoint.resume` has it.
 
     Returns:
         The files.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged or of version 2.
+        CheckpointError: there is no checkpoint, it is damaged or of version 2, or has no averages.
         FileExistsError: ``out`` has something in it.
     """
     path, target = Path(directory) / "checkpoint", Path(out)
     with _fresh(target) as fresh, ExitStack() as stack:
-        reader = reading.open_files(path, None, stack)
+        reader = reading.open_files(path, None, stack, averaged=averaged)
         names = _first_names(path, reader)
         _write_parts(fresh, reader, names, isinstance(config, GPTConfig), part_nbytes)
         found = dict(config) if isinstance(config, Mapping) else config_of(config)
@@ -111,6 +113,7 @@ def export_trained(
     description: Path,
     part_nbytes: int = PART_NBYTES,
     adapters: bool = False,
+    averaged: bool = False,
 ) -> list[Path]:
     """Writes a model of transformers that was trained here, by its own way of saving.
 
@@ -118,7 +121,7 @@ def export_trained(
     transformers writes, where those are not the names of its parameters.
 
     Args:
-        directory, out, part_nbytes: as :func:`export` has them.
+        directory, out, part_nbytes, averaged: as :func:`export` has them.
         model: on the host; its weights become those of the checkpoint, with adapters merged.
         description: directory with what is copied: tokenizer and template.
         adapters: write these alone, as PEFT loads them.
@@ -128,7 +131,7 @@ def export_trained(
     """
     target = Path(out)
     with _fresh(target) as fresh:
-        _read_into(Path(directory) / "checkpoint", model)
+        _read_into(Path(directory) / "checkpoint", model, averaged=averaged)
         if adapters:
             model.save_adapters(fresh)
         else:
@@ -138,10 +141,10 @@ def export_trained(
 
 
 @torch.no_grad()
-def _read_into(path: Path, model: nn.Module) -> None:
+def _read_into(path: Path, model: nn.Module, *, averaged: bool) -> None:
     """The weights of a checkpoint into a whole model on the host."""
     with ExitStack() as stack:
-        reader = reading.open_files(path, None, stack)
+        reader = reading.open_files(path, None, stack, averaged=averaged)
         mine = {of_model(name): value for name, value in model.state_dict(keep_vars=True).items()}
         for name in _first_names(path, reader):
             stored, value = reader.manifest.tensors[name], mine.pop(name, None)

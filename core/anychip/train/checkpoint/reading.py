@@ -24,7 +24,9 @@ from anychip.train import files
 from anychip.train.checkpoint import boxes, folder, manifest
 from anychip.train.checkpoint.folder import refusal
 from anychip.train.checkpoint.manifest import File, Manifest, Stored, StoredTensor
+from anychip.train.checkpoint.names import of_model, of_state, states_of
 from anychip.train.checkpoint.parts import Part
+from anychip.train.optim.average import EMA
 
 _CHUNK = 1 << 20
 
@@ -145,16 +147,21 @@ def needed(found: Manifest, part: Part) -> list[Stored]:
     ]
 
 
-def open_files(path: Path, parts: Sequence[Part] | None, stack: ExitStack) -> Reader:
+def open_files(
+    path: Path, parts: Sequence[Part] | None, stack: ExitStack, *, averaged: bool = False
+) -> Reader:
     """Opens what the manifest names and parts need, of the checkpoint that is there.
 
     Args:
         parts: of the shapes that the manifest has, or not in it; None: all that there are.
+        averaged: the model's trained tensors are to be their averages over steps.
 
     Raises:
-        CheckpointError: the manifest is damaged; a file is missing, or has another length.
+        CheckpointError: the manifest is damaged; a file is missing, or has another length; there
+            are no averages.
     """
-    found = manifest.read(path)
+    written = manifest.read(path)
+    found = _averaged(path, written) if averaged else written
     sizes = {file.name: file.nbytes for file in found.files.values()}
     names = set(found.tensor_files)
     if parts is not None:
@@ -166,8 +173,10 @@ def open_files(path: Path, parts: Sequence[Part] | None, stack: ExitStack) -> Re
         try:
             file = files.open_to_read(path / name)
         except FileNotFoundError:
-            if manifest.read(path) != found:
-                return open_files(path, parts, stack)  # there is a newer one by now
+            if manifest.read(path) != written:
+                return open_files(
+                    path, parts, stack, averaged=averaged
+                )  # there is a newer one by now
             raise refusal(path, f"{name} is missing") from None
         except OSError as error:
             raise refusal(path, f"{name} cannot be read: {error.strerror}") from error
@@ -180,6 +189,20 @@ def open_files(path: Path, parts: Sequence[Part] | None, stack: ExitStack) -> Re
             header = File(name, about.header_nbytes, about.header_sha256)
             _verify_file(path, header, opened[name])
     return Reader(path, found, opened)
+
+
+def _averaged(path: Path, found: Manifest) -> Manifest:
+    """With the averages under the names of what they are averages of."""
+    averages = {
+        of_model(name): found.tensors[of_state(name, EMA)]
+        for name, states in states_of(found.tensors).items()
+        if EMA in states
+    }
+    if not averages:
+        raise refusal(
+            path, "it has no average of the weights, which optimizer.ema_decay=0.999 would keep"
+        )
+    return found._replace(tensors={**found.tensors, **averages})
 
 
 def fits(found: Manifest, part: Part) -> bool:

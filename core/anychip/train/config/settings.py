@@ -185,6 +185,8 @@ class OptimizerConfig(ABC):
             states, 2 the gradients too, 3 the weights too.
         offload: what is not on the device, and where, like "states=host, gradients=/mnt/nvme": of
             states, masters, gradients and weights. Nothing.
+        ema_decay: by which an average of the weights decays, which is kept beside them and can be
+            asked and exported; of N steps about the last 1 / (1 - ema_decay) count. 0: none.
     """
 
     lr: float = 3e-3
@@ -192,10 +194,12 @@ class OptimizerConfig(ABC):
     max_norm: float = 1.0
     stage: int = 0
     offload: str = ""
+    ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
         in_text(self.offload)
         _at_least(0, lr=self.lr, weight_decay=self.weight_decay, max_norm=self.max_norm)
+        _below_one(ema_decay=self.ema_decay)
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage}")
 

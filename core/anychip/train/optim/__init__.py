@@ -20,6 +20,7 @@ Note: Rules on shards
     int64 of each rank, 168 bytes, and lamb twice that per parameter tensor.
 """
 
+from anychip.train.optim.average import averaged
 from anychip.train.optim.elementwise import adamw, lion, sgd
 from anychip.train.optim.layerwise import lamb
 from anychip.train.optim.norm import clip_by_global_norm, global_norm
@@ -33,6 +34,7 @@ __all__ = [
     "Rule",
     "Update",
     "adamw",
+    "averaged",
     "chain",
     "clip_by_global_norm",
     "constant",

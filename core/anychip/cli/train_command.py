@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from time import strftime
 from types import FrameType
@@ -22,14 +24,17 @@ from anychip.cli.settings import SettingsCommand, list_settings
 
 if TYPE_CHECKING:
     from anychip.contract import Backend
+    from anychip.train import preparing
     from anychip.train.comparing import Comparison
     from anychip.train.config import Config
     from anychip.train.interruption import Interruption
     from anychip.train.loop import Run
     from anychip.train.profiling import Profile
     from anychip.train.report import StepRecord
+    from anychip.train.run import Texts
 
 SCHEMA = 1
+SAID_EVERY_S = 10.0
 
 
 class _Options(NamedTuple):
@@ -247,6 +252,25 @@ def _train(
         return _run(named, chip, out, console, asked, options)
 
 
+def _reading() -> Callable[[Config], Texts]:
+    """Reads what is trained on, and says in a line now and then how far the cache of it is."""
+    from anychip.train.run import read_texts
+
+    said = time.monotonic()
+
+    def show(out: Path, at: preparing.Progress) -> None:
+        nonlocal said
+        if time.monotonic() - said >= SAID_EVERY_S:
+            said = time.monotonic()
+            click.echo(
+                f"anychip: {out}: file {at.files} of {at.num_files}, {at.documents:,} documents, "
+                f"{at.tokens:,} tokens",
+                err=True,
+            )
+
+    return partial(read_texts, show=show)
+
+
 def _run(
     named: Config,
     chip: Backend,
@@ -260,7 +284,7 @@ def _run(
     from anychip.train import comparing, display, interruption, lock, loop, profiling
 
     with runtime.device_errors(chip.device_type):
-        run = loop.build(named, chip, fuse=anychip.fuse)
+        run = loop.build(named, chip, read=_reading(), fuse=anychip.fuse)
     out.mkdir(parents=True, exist_ok=True)
     with lock.hold(out) if run.is_first else nullcontext():
         if options.resume:

@@ -17,7 +17,16 @@ import anychip
 from anychip import registry, runtime
 from anychip.comm import agree, gather_objects
 from anychip.contract import AnychipError, Backend, Communicator
-from anychip.train import checkpoint, data, files, models, parallel, precision, zero
+from anychip.train import (
+    checkpoint,
+    data,
+    files,
+    models,
+    parallel,
+    precision,
+    preparing,
+    zero,
+)
 from anychip.train.choosing import settle
 from anychip.train.config import OF_MODEL, Config, dump
 from anychip.train.cutting import (
@@ -30,7 +39,6 @@ from anychip.train.cutting import (
     mesh_sizes,
     rule_of,
 )
-from anychip.train.preparing.work import open_tokenizer
 from anychip.train.trackers import Trackers, find, make
 from anychip.train.watching import Watch
 from anychip.train.zero.tiers import in_text
@@ -240,12 +248,16 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     )
 
 
-def read_texts(config: Config) -> Texts:
+def read_texts(config: Config, *, show: preparing.Show = lambda out, progress: None) -> Texts:
     """What is trained on, and what is held out.
 
+    Args:
+        show: is told how far it is what ``data.cache`` wants prepared.
+
     Raises:
-        OSError, ValueError: as :func:`read_data`.
+        OSError, ValueError: as :func:`read_data`, and :func:`~anychip.train.preparing.cached`.
     """
+    config = preparing.cached(config, show=show)
     tokens, tokenizer = read_data(config)
     if config.eval.files:
         return Texts(tokens, tokenizer, read_held_out(config, tokenizer))
@@ -343,7 +355,7 @@ def known_tokenizer(config: Config) -> data.Tokenizer | None:
     if kind == OF_MODEL:
         assert isinstance(config.model, models.PretrainedConfig)
         kind = config.model.path
-    tokenizer = open_tokenizer(kind)
+    tokenizer = preparing.open_tokenizer(kind)
     if tokenizer.vocab_size > most:
         raise ValueError(
             f"the tokenizer {kind} has {tokenizer.vocab_size} tokens, and model.vocab_size is "

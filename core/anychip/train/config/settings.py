@@ -76,6 +76,9 @@ class DataConfig:
     Attributes:
         files: texts, JSON lines, Parquet and tar files, directories, patterns, and directories of
             anychip data prepare, in order; none: the documentation that comes with Python.
+        cache: directory where what is not prepared is kept as tokens, made before training begins
+            and found by later runs: for data that memory does not hold. None: tokens are held in
+            memory.
         weights: for each of the files how much of what is trained on comes from it, as a mixture in
             which each has its own epochs; none: the files are one text, one behind the other.
         field: of JSON lines and tar files, and column of Parquet, that holds the text; messages, of
@@ -93,6 +96,7 @@ class DataConfig:
     """
 
     files: tuple[str, ...] = ()
+    cache: str = ""
     weights: tuple[float, ...] = ()
     field: str = "text"
     tokenizer: str = "bytes"
@@ -113,11 +117,21 @@ class DataConfig:
             )
         for weight in self.weights:
             _positive(weights=weight)
+        self._check_cache()
         known = (*TOKENIZERS, OF_MODEL)
         if self.tokenizer not in known and not self.tokenizer.endswith(".json"):
             raise ValueError(
                 f"tokenizer must be {', '.join(known)} or a .json file, got {self.tokenizer!r}"
             )
+
+    def _check_cache(self) -> None:
+        for wrong, why in (
+            (not self.files, "files, which are kept there"),
+            (self.tokenizer == "bpe", "a tokenizer that is there already, not 'bpe'"),
+            (not self.end_of_document, "end_of_document = true"),
+        ):
+            if self.cache and wrong:
+                raise ValueError(f"cache = {self.cache!r} needs {why}")
 
 
 AUTO = "auto"

@@ -150,7 +150,9 @@ def _groups(
                     group = _Group(file=number, behind=seen)
         except ValueError as error:  # an OSError is of the disk, not of what is on it
             if not skip_corrupt:
-                go_on = "to go on without what is behind it: --resume --skip-corrupt"
+                go_on = (
+                    "anychip data prepare --resume --skip-corrupt goes on without the rest of it"
+                )
                 raise ValueError(f"{error}; {go_on}") from error
             group.damaged.append(Damage(str(paths[number]), seen, str(error)))
         group.file, group.behind = number + 1, 0

@@ -1,7 +1,7 @@
 """What does a trained model say? Its run is put together again, whatever ranks it was trained on.
 
 The weights come from the checkpoint, the settings from config.toml beside it. Of the arrangement
-only the stage of ZeRO stays: the ranks that ask are replicas.
+only the stage of ZeRO stays: the ranks that ask are replicas. States of the optimizer are not read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from anychip.contract import Backend, Communicator
 from anychip.runtime import on_host
 from anychip.train import config, models
-from anychip.train.config import Config, EvalConfig, ParallelConfig
+from anychip.train.config import Config, EvalConfig, ParallelConfig, SGDConfig
 from anychip.train.run import (
     BEST,
     MODEL,
@@ -68,8 +68,12 @@ def settings_of(out: Path, held_out: Sequence[str] = ()) -> Config:
     if held_out:
         asked = replace(found.eval, files=tuple(held_out), fraction=0.0, batches=0)
         found = replace(found, eval=asked)
-    # Nobody watches, and what would need not be installed where the run is asked.
+    # Nobody watches, and what would need not be installed where the run is asked. Nothing is
+    # trained either: this rule has no states.
     found = replace(found, run=replace(found.run, trackers=()))
+    away = [e for e in found.optimizer.offload.split(",") if e.strip().startswith("weights")]
+    rule = SGDConfig(momentum=0.0, stage=found.optimizer.stage, offload=",".join(away))
+    found = replace(found, optimizer=rule)
     return replace(found, parallel=ParallelConfig(), data=replace(found.data, prefetch=0))
 
 

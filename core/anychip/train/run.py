@@ -300,11 +300,11 @@ def read_data(config: Config) -> tuple[data.Mixture, data.Tokenizer]:
 def _row(paths: Sequence[str], tokenizer: data.Tokenizer, config: Config) -> data.TokenRow:
     """What is prepared stays where it is; the rest is made into tokens, in memory."""
     pieces = list[data.InMemory | data.Prepared]()
-    for is_prepared, group in groupby(map(Path, paths), data.is_prepared):
+    for is_prepared, group in groupby(paths, lambda path: data.is_prepared(Path(path))):
         if is_prepared:
-            pieces += [_opened(path, tokenizer, config) for path in group]
+            pieces += [_opened(Path(path), tokenizer, config) for path in group]
         else:
-            pieces.append(data.InMemory(_tokenized([*map(str, group)], tokenizer, config)))
+            pieces.append(data.InMemory(_tokenized([*group], tokenizer, config)))
     if not paths:
         pieces.append(data.InMemory(_tokenized(paths, tokenizer, config)))
     return data.join(pieces, tokenizer.end_of_document if config.data.end_of_document else None)
@@ -423,10 +423,9 @@ def restore_weights(run: Run, out: Path, *, same_text: bool, averaged: bool = Fa
     Raises:
         CheckpointError: it is damaged or does not fit.
     """
-    parts = _saved(run)
-    run.step = run.begun = checkpoint.resume(
-        out, **(parts if same_text else {**parts, "data": None}), averaged=averaged
-    ).step
+    parts = _saved(run) if same_text else {**_saved(run), "data": None}
+    found = checkpoint.resume(out, **parts, weights_only=True, averaged=averaged)
+    run.step = run.begun = found.step
 
 
 def require_checkpoint(out: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,31 @@ def test_run_with_a_trained_tokenizer_is_asked_with_the_tokenizer_that_it_has_ke
     Path(file).write_text("something else is the question; " * 40)
     with pytest.raises(ValueError, match="the data has another text"):
         asking.trained(tmp_path, asking.settings_of(tmp_path), anychip.use("cpu"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("offload", ["", "states=host, gradients=host"])
+def test_run_is_asked_without_its_optimizers_states_and_with_averages(
+    tmp_path: Path, texts: tuple[str, str], stage: int, offload: str
+) -> None:
+    out, more = folder(tmp_path / "out"), ("optimizer.ema_decay=0.9", f"optimizer.stage={stage}")
+    more = (*more, f'optimizer.offload="{offload}"') if stage >= 2 else more
+    loop.train(build(*texts, *more), out, nothing)
+    settings = asking.settings_of(out)
+    assert settings.optimizer.stage == stage
+
+    def ask(comm: Communicator, averaged: bool) -> tuple[Evaluation, int]:
+        run = asking.trained(out, settings, anychip.use("cpu"), comm, averaged=averaged)
+        states = run.optimizer.memory().states
+        return evaluation.evaluate(run), states
+
+    for averaged in (False, True):
+        asked = run_ranks(2, partial(ask, averaged=averaged))
+        assert asked[0] == asked[1]
+        # Of each group the count of steps, float32.
+        assert asked[0][1] == 2 * 4
+        is_last = asked[0][0] == evaluation.rows_of(out)[-1]
+        assert is_last != averaged
 
 
 @pytest.fixture

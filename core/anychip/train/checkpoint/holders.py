@@ -77,6 +77,9 @@ class Held:
                 first[id(value)] = name
                 self._add(name, value)
 
+    def finish_weights(self) -> None:
+        """Makes of the parts' values what the model computes with: here they are that."""
+
     def _add(self, name: str, value: Tensor) -> None:
         part = self.part_of(name, value)
         saved_as = self.names.of.get(name, name) if self.names is not None else name
@@ -295,6 +298,20 @@ class HeldWithStates(Held):
                     counts[count] = torch.full_like(entry[STEP], count)
                 entry[STEP] = counts[count]
         self.optimizer.load_settings({**settings, "param_groups": mine})
+        self.finish_weights(saved)
+
+    def leave_out_states(self) -> None:
+        """Holds the model alone from now on."""
+        self.steps = {}
+        self.parts = [part for part in self.parts if part.name.startswith(of_model(""))]
+
+    def finish_weights(self, saved: Collection[str] = ()) -> None:
+        """Makes of the parts' values what the model computes with. With masters a collective call.
+
+        Args:
+            saved: names of the parts that have values; a master that has none is made of its
+                weight.
+        """
         sharded = self.optimizer.sharded
         if sharded is None:
             return

@@ -109,6 +109,7 @@ class _Targets(NamedTuple):
     data: Stateful | None
     names: Names | None
     rank: int
+    weights_only: bool
     averaged: bool
 
 
@@ -120,6 +121,7 @@ def resume(
     data: Stateful | None = None,
     names: Names | None = None,
     comm: Communicator | None = None,
+    weights_only: bool = False,
     averaged: bool = False,
 ) -> State:
     """Loads the checkpoint in a directory, if there is one, into what is given.
@@ -131,6 +133,8 @@ def resume(
 
     Args:
         model, optimizer, data, names, comm: as :func:`save` has them, in any arrangement.
+        weights_only: read no states, which the optimizer need not have: to be asked, not to go on
+            with. A 16-bit weight has its own value then, and its master that.
         averaged: give the model the averages of its weights, which the optimizer's rule has kept
             (:func:`anychip.train.optim.averaged`): to be asked, not to go on with.
 
@@ -140,7 +144,7 @@ def resume(
             was, and no file is changed.
     """
     path, rank = Path(directory) / "checkpoint", 0 if comm is None else comm.rank
-    targets = _Targets(model, optimizer, data, names, rank, averaged)
+    targets = _Targets(model, optimizer, data, names, rank, weights_only, averaged)
     with ExitStack() as stack:
         looked = attempt(comm, lambda: _look(path, targets, stack))
         told = gather(comm, (looked.digest, sorted(looked.absent)))
@@ -159,6 +163,8 @@ def _look(path: Path, targets: _Targets, stack: ExitStack) -> _Looked:
         folder.require_ours(path)
         return _Looked("", State(0, {}), _nothing, frozenset())
     held = holder(targets.model, targets.optimizer, targets.names, targets.rank)
+    if targets.weights_only and isinstance(held, HeldWithStates):
+        held.leave_out_states()
     reader = open_files(path, held.all_parts(), stack, averaged=targets.averaged)
     values = _values(path, reader)
     progress = values["progress"]
@@ -256,7 +262,9 @@ def _look_at_parts(
 ) -> _Loads:
     """Raises CheckpointError unless all that this rank reads is there and fits."""
     state, tensors = progress["optimizer"], reader.manifest.tensors
-    if "whole" in state:
+    if targets.weights_only:
+        loads = _Loads(after=held.finish_weights)
+    elif "whole" in state:
         loads = _look_at_state(path, state["whole"], targets)
     elif isinstance(held, HeldWithStates) and "named" in state:
         _hand_over(path, "optimizer", held.check, state["named"], tensors)
@@ -316,7 +324,7 @@ def _look_at_whole(
     path: Path, model: Mapping[str, Any], state: dict[str, Any], targets: _Targets
 ) -> _Loads:
     """Of a checkpoint in whole tensors."""
-    loads = _look_at_state(path, state, targets)
+    loads = _Loads() if targets.weights_only else _look_at_state(path, state, targets)
     into = whole_tensors.holder(targets.model, targets.optimizer)
     mine = {name: model[name] for name in targets.model.state_dict(keep_vars=True)}
     return loads._replace(model=partial(into.load_state_dict, mine))

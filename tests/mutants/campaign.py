@@ -154,15 +154,20 @@ class Campaign(Generic[M]):
                 file.write(json.dumps(verdict.to_json()) + "\n")
 
     def check_killers(self, verdicts: Iterable[Verdict[M]]) -> None:
-        """Raises RuntimeError when a case that killed a mistake fails without one, too."""
-        killers: dict[tuple[Backend, Level], set[str]] = {}
+        """Raises RuntimeError when a case that killed a mistake fails without one, too.
+
+        Those of one subject in a process: it has an address space of so many bytes, and an emulated
+        device takes some for each thread.
+        """
+        killers: dict[tuple[Backend, Level, str], set[str]] = {}
         for v in verdicts:
             if v.answer.case:
                 backend = self.question(v.mutant, v.level).backend
-                killers.setdefault((backend, v.level), set()).add(v.answer.case)
+                subject = "/".join(v.answer.case.split("/")[:2])
+                killers.setdefault((backend, v.level, subject), set()).add(v.answer.case)
         questions = [
             (backend, Question(backend=backend, level=level, cases=tuple(sorted(cases))))
-            for (backend, level), cases in sorted(killers.items())
+            for (backend, level, _), cases in sorted(killers.items())
         ]
         for backend, answer, _ in self.pool.ask(questions):
             if answer.outcome != "survived":

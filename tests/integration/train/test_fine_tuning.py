@@ -222,6 +222,7 @@ def test_run_is_resumed_evaluated_and_sampled_without_the_directory(
     assert out.strip() == printable(tokenizer.decode(prompt[0]), "utf-8").strip()
 
 
+@pytest.mark.grid
 def test_average_of_the_weights_is_exported_evaluated_and_sampled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "CHARACTERS", 500)
     monkeypatch.setattr(pipeline, "SAVED_EVERY_S", 0.0)
     monkeypatch.setattr(cache, "PAUSE_S", 0.01)
+    monkeypatch.setattr(cache, "num_workers", lambda: 0)  # a process takes seconds to begin
 
 
 def files(folder: Path) -> list[str]:

@@ -80,12 +80,17 @@ def _key(request: Request) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
+def num_workers() -> int:
+    """All cores but the one that reads and writes."""
+    return len(os.sched_getaffinity(0)) - 1
+
+
 def _prepare(request: Request, out: Path, show: Show) -> None:
     """Prepares it, or waits a little for who does."""
     is_begun = (out / PROGRESS).exists()
     try:
         prepare(
-            request, out, num_workers=len(os.sched_getaffinity(0)) - 1, resume=is_begun,
+            request, out, num_workers=num_workers(), resume=is_begun,
             show=lambda progress: show(out, progress),
         )  # fmt: skip
     except (lock.DirectoryInUseError, FileExistsError, FileNotFoundError) as error:

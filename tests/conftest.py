@@ -65,8 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gone = [c for c in asked.always if c.partition("::")[0] in files and c not in ids]
     if gone:
         raise pytest.UsageError(f"{slices.FAILED_BEFORE.name} lists what is no case: {gone}")
-    grid = [item for item in items if item.get_closest_marker("grid")]
-    others = [item for item in grid if not asked.takes(item.nodeid)]
+    grid = [(item, mark) for item in items if (mark := item.get_closest_marker("grid"))]
+    others = [item for item, mark in grid if not asked.takes(item.nodeid, *mark.args)]
     if others:
         config.hook.pytest_deselected(items=others)
         left_out = {item.nodeid for item in others}

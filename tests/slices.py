@@ -4,7 +4,8 @@ Families that are grids (operators by dtypes by sizes, the catalogue of wrong ba
 mistakes, rows of a chip) are asked in full by ``make test-all``. A commit asks one slice of them:
 a case belongs to slice ``stable_hash(id) mod 20``, and commit n (counted along first parents) runs
 slice ``n mod 20``, so that twenty consecutive commits ask everything. A case that has failed once
-stands in ``tests/failed_before.txt`` and is asked by every commit.
+stands in ``tests/failed_before.txt`` and is asked by every commit. Cases that share what is dear,
+like a job of ranks, are marked ``grid("its name")`` and are of one slice.
 
 ``ANYCHIP_SLICE`` (0 to 19, or ``all``) overrides the count, and must be set where there is no
 history to count: in an unpacked archive, or in a shallow clone.
@@ -48,9 +49,9 @@ class Slice:
     because: str
     always: Collection[str] = field(default_factory=frozenset)
 
-    def takes(self, case: str) -> bool:
-        """Whether the case with this id is asked."""
-        return self.number is None or slice_of(case) == self.number or case in self.always
+    def takes(self, case: str, of: str = "") -> bool:
+        """Whether the case with this id is asked; cases ``of`` one thing share a slice."""
+        return self.number is None or slice_of(of or case) == self.number or case in self.always
 
     def __str__(self) -> str:
         what = "all slices" if self.number is None else f"slice {self.number} of {SLICES}"

@@ -6,7 +6,7 @@ import fcntl
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ pytest.importorskip("transformers")
 HAS_LIGHTNING = importlib.util.find_spec("pytorch_lightning") is not None
 ROOT = Path(__file__).parents[3]
 needs_lightning = pytest.mark.skipif(not HAS_LIGHTNING, reason="pip install 'anychip[lightning]'")
-LIGHTNING = pytest.param("lightning", marks=needs_lightning)
-FRAMEWORKS = ["trainer", "accelerate", LIGHTNING]
+# The jobs of a framework take half a minute: each has a slice, but for one that every commit asks.
+TRAINER, TORCH = (pytest.param(name, marks=pytest.mark.grid(name)) for name in ("trainer", "torch"))
+LIGHTNING = pytest.param("lightning", marks=[needs_lightning, pytest.mark.grid("lightning")])
+FRAMEWORKS = [TRAINER, "accelerate", LIGHTNING]
 IN_DDP = "is in torch's DistributedDataParallel, and zero.Optimizer averages its gradients too"
 NUMEL = (1 << 20) // 96 * 96
 
@@ -36,27 +38,25 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
 
     def of(size: int, framework: str) -> dict[str, Any]:
-        frameworks = ["trainer", "accelerate", *(["lightning"] if HAS_LIGHTNING else [])]
-        names = frameworks if size == 1 else [framework]  # a server gives each so long
-        folder = shared / f"frameworks-{size}-{names[0]}"
+        folder = shared / f"frameworks-{size}-{framework}"
         folder.mkdir(exist_ok=True)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "done.json").exists():
-                run_ranks(folder, size, names)
+                run_ranks(folder, size, framework)
         written: dict[str, Any] = json.loads((folder / "done.json").read_text())
         return written[framework]  # type: ignore[no-any-return]
 
     return of
 
 
-def run_ranks(folder: Path, size: int, names: Sequence[str]) -> None:
+def run_ranks(folder: Path, size: int, framework: str) -> None:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHONPATH": paths, "ANYCHIP_TRANSPORT": "sockets", "ANYCHIP_BACKEND": "cpu"}
     # In a network of their own, so that the counters of loopback are theirs.
     server = Server({**os.environ, **variables}, prefix=quiet_network.prefix() or ())
     script = str(Path(__file__).with_name("framework_ranks.py"))
-    ended = server.run(script, "out.json", *names, world_size=size, cwd=folder)
+    ended = server.run(script, "out.json", framework, world_size=size, cwd=folder)
     server.close()
     assert [rank.code for rank in ended] == [0] * size, ended[0].err
     (folder / "out.json").rename(folder / "done.json")
@@ -66,7 +66,7 @@ CASES = [
     *[(name, 1, "", stage) for name in FRAMEWORKS for stage in (2,)],
     *[(name, 2, "", stage) for name in FRAMEWORKS for stage in (0, 3)],
     *[(name, 2, "accumulating", stage) for name in FRAMEWORKS for stage in (1, 2)],
-    ("torch", 2, "", 0), ("torch", 2, "ddp", 0),
+    (TORCH, 2, "", 0), (TORCH, 2, "ddp", 0),
 ]  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def test_steps_in_bfloat16_are_those_of_their_own_adamw_but_for_rounding(
 
 @pytest.mark.parametrize(("framework", "ranks", "stage"), as_params([
     *[(name, ranks, stage) for name in FRAMEWORKS for ranks, stage in ((1, 0), (2, 1), (2, 3))],
-    ("torch", 2, 0),
+    (TORCH, 2, 0),
 ]))  # fmt: skip
 def test_run_that_goes_on_from_their_checkpoint_has_the_same_bits(
     found: Found, framework: str, ranks: int, stage: int
@@ -129,7 +129,7 @@ def test_gradients_pass_once_per_step(found: Found, framework: str) -> None:
     assert 0.9 < found(2, framework)["nbytes"] / float(formula * 2 * 3) < 1.1
 
 
-@pytest.mark.parametrize("framework", [*FRAMEWORKS, "torch"])
+@pytest.mark.parametrize("framework", [*FRAMEWORKS, TORCH])
 def test_example_learns_on_two_ranks(found: Found, framework: str) -> None:
     losses = found(2, framework)["example"]
     assert losses[-1] < 0.8 * losses[0]
@@ -148,10 +148,10 @@ def test_example_learns_on_two_ranks(found: Found, framework: str) -> None:
     (LIGHTNING, "fp16", "precision='bf16-mixed' needs no scale"),
     (LIGHTNING, "part", "zero.Optimizer(self, ...)"),
     (LIGHTNING, "compiled", "compile its blocks, block.compile(), or take stage 2"),
-    ("torch", "several ranks", "give anychip.comm.alone(device=...)"),
-    ("torch", "8bit", "take states in float32, or zero.Optimizer(stage=3)"),
-    ("torch", "partly", "fully_shard(model) after its blocks"),
-    ("torch", "scaled", "compute in bfloat16"),
+    (TORCH, "several ranks", "give anychip.comm.alone(device=...)"),
+    (TORCH, "8bit", "take states in float32, or zero.Optimizer(stage=3)"),
+    (TORCH, "partly", "fully_shard(model) after its blocks"),
+    (TORCH, "scaled", "compute in bfloat16"),
 ]))  # fmt: skip
 def test_what_cannot_work_is_refused_with_what_does(
     found: Found, framework: str, what: str, sentence: str

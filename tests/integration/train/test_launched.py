@@ -154,6 +154,7 @@ def test_killed_rank_ends_the_launcher_which_names_it(tmp_path: Path) -> None:
     process, pids = _start(tmp_path)
     os.kill(pids[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=100)
+    assert len(errors.splitlines()) == 2, errors
     first, second = errors.splitlines()
     assert first.startswith("anychip: data, rank 0 of 2: ")
     assert first.endswith(": rank 1 is lost: its process was killed or has crashed")

@@ -141,6 +141,19 @@ def test_case_that_fails_is_asked_by_every_slice_from_then_on(
     assert "lists what is no case" in done.stderr.str()
 
 
+def test_cases_of_one_thing_share_its_slice(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile(test_grid=GRID.replace("mark.grid", "mark.grid('a job')"))
+    pytester.makeini("[pytest]\npythonpath = .\nmarkers = grid(of)")
+    monkeypatch.setattr(slices, "remember", lambda cases: [])
+    own = slices.slice_of("a job")
+    for number, want in ((own, {"failed": 1, "passed": 40}), (own + 1, {"deselected": 40})):
+        monkeypatch.setenv(slices.VARIABLE, str(number % slices.SLICES))
+        found = pytester.runpytest_inprocess("-p", "tests.conftest", "--slice").parseoutcomes()
+        assert found == {"passed": 1, **want}
+
+
 def test_slices_ask_the_suite_about_every_operator_and_always_everything_else() -> None:
     every = all_cases(Context(anychip.use("cpu"), "quick", 0))
     foreign = registered().keys() - {spec.name for spec in all_specs()}  # of other tests

@@ -174,9 +174,8 @@ def open_files(
             file = files.open_to_read(path / name)
         except FileNotFoundError:
             if manifest.read(path) != written:
-                return open_files(
-                    path, parts, stack, averaged=averaged
-                )  # there is a newer one by now
+                # There is a newer one by now.
+                return open_files(path, parts, stack, averaged=averaged)
             raise refusal(path, f"{name} is missing") from None
         except OSError as error:
             raise refusal(path, f"{name} cannot be read: {error.strerror}") from error

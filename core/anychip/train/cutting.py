@@ -202,7 +202,7 @@ def draft(
             "what a plan counts is trained, and beside adapters most weights are frozen; plan "
             "without model.lora_rank for the most that it can take"
         )
-    whole = models.on_paper(config.model)
+    whole = models.without_data(config.model)
     costs, tokens = layer_costs(config, whole, speeds), _tokens(config, torch.device(HOST))
     layers = [range(number, number + 1) for number in range(len(costs[0]))]
     autocast = replace(policy, device_type=HOST).autocast

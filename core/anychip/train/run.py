@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -17,16 +17,7 @@ import anychip
 from anychip import registry, runtime
 from anychip.comm import agree, gather_objects
 from anychip.contract import AnychipError, Backend, Communicator
-from anychip.train import (
-    checkpoint,
-    data,
-    files,
-    models,
-    parallel,
-    precision,
-    preparing,
-    zero,
-)
+from anychip.train import checkpoint, data, files, models, parallel, precision, preparing, zero
 from anychip.train.choosing import settle
 from anychip.train.config import OF_MODEL, Config, dump
 from anychip.train.cutting import (
@@ -233,19 +224,30 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     if isinstance(whole, models.Pretrained):
         few = torch.arange(min(config.model.context, 8)) % config.model.vocab_size
         parallel.check_cut(whole, stages, few[None])
-    of_ranks = [[s for n, s in enumerate(stages) if owners[n] == r] for r in range(comm.world_size)]
-    for rank, held in enumerate(of_ranks):
-        if not any(param.requires_grad for stage in held for param in stage.parameters()):
-            raise ValueError(
-                f"parallel.pipeline = {comm.world_size}: rank {rank} would have no weight that is "
-                "trained, only frozen ones; choose fewer ranks for the pipeline"
-            )
-    stages = [stage.to(chip.device()) for stage in of_ranks[comm.rank]]
+    _require_trained(stages, owners, comm.world_size)
+    mine = [stage for number, stage in enumerate(stages) if owners[number] == comm.rank]
+    stages = [stage.to(chip.device()) for stage in mine]
     run.model = stages[0] if len(stages) == 1 else parallel.Stages(stages)
     run.names = checkpoint.names_of(whole, models.parameter_groups(whole, 0.0))
     run.pipeline = parallel.Pipeline(
         stages, comm, schedule, tied=run.model.tied, autocast=run.policy.autocast
     )
+
+
+def _require_trained(
+    stages: Sequence[parallel.Stage], owners: Mapping[int, int], world_size: int
+) -> None:
+    """Raises ValueError where a rank would have nothing to train: only adapters are, of some."""
+    trains = {
+        owners[number]
+        for number, stage in enumerate(stages)
+        if any(param.requires_grad for param in stage.parameters())
+    }
+    if idle := sorted({*range(world_size)} - trains):
+        raise ValueError(
+            f"parallel.pipeline = {world_size}: rank {idle[0]} would have no weight that is "
+            "trained, only frozen ones; choose fewer ranks for the pipeline"
+        )
 
 
 def read_texts(config: Config, *, show: preparing.Show = lambda out, progress: None) -> Texts:
@@ -349,17 +351,14 @@ def known_tokenizer(config: Config) -> data.Tokenizer | None:
         OSError, ValueError: it cannot be read, or has more tokens than the model.
         MissingExtraError: its library is not installed.
     """
-    kind, most = config.data.tokenizer, config.model.vocab_size
-    if kind == "bpe":
+    if config.data.tokenizer == "bpe":
         return None
-    if kind == OF_MODEL:
-        assert isinstance(config.model, models.PretrainedConfig)
-        kind = config.model.path
-    tokenizer = preparing.open_tokenizer(kind)
+    most = config.model.vocab_size
+    tokenizer = preparing.open_tokenizer(config.tokenizer_path)
     if tokenizer.vocab_size > most:
         raise ValueError(
-            f"the tokenizer {kind} has {tokenizer.vocab_size} tokens, and model.vocab_size is "
-            f"{most}; set model.vocab_size={tokenizer.vocab_size}"
+            f"the tokenizer {config.tokenizer_path} has {tokenizer.vocab_size} tokens, and "
+            f"model.vocab_size is {most}; set model.vocab_size={tokenizer.vocab_size}"
         )
     return tokenizer
 

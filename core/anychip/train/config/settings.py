@@ -451,6 +451,14 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     @property
+    def tokenizer_path(self) -> str:
+        """``data.tokenizer``, or the directory that has it."""
+        if self.data.tokenizer != OF_MODEL:
+            return self.data.tokenizer
+        assert isinstance(self.model, PretrainedConfig), "checked when the settings were made"
+        return self.model.path
+
+    @property
     def has_messages(self) -> bool:
         """The data is conversations, of which not every token is a target."""
         return isinstance(self.model, PretrainedConfig) and self.data.field == MESSAGES

@@ -37,8 +37,8 @@ def build(config: ModelConfig, fuse: Fuse | None = None) -> Decoder:
     return GPT(config) if isinstance(config, GPTConfig) else Llama(config)
 
 
-def on_paper(config: ModelConfig) -> Decoder:
-    """The model of a configuration without data: its tensors are on the device ``meta``.
+def without_data(config: ModelConfig) -> Decoder:
+    """The model of a configuration, whose tensors have no data: they are on the device ``meta``.
 
     Raises:
         OSError, PretrainedError, MissingExtraError: a directory does not describe a model.
@@ -119,5 +119,6 @@ def _likeliest(weights_BV: Tensor, part: float) -> Tensor:
 __all__ = [
     "GPT", "Decoder", "Fuse", "GPTConfig", "Layers", "Llama", "LlamaConfig", "LossReduction",
     "ModelConfig", "Parts", "Pretrained", "PretrainedConfig", "PretrainedError", "build",
-    "copy_description", "generate", "load_tokenizer", "on_paper", "parameter_groups",
+    "copy_description", "generate", "load_tokenizer", "parameter_groups",
+    "without_data",
 ]  # fmt: skip

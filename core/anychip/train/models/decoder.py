@@ -113,12 +113,10 @@ class Decoder(nn.Module, ABC):
             targets: (B, S) int64; -100 is not counted.
             reduction: over the targets: ``mean`` or ``sum``.
         """
-        x = self.embed(tokens)
-        for block in self.blocks():
-            x = self.run_block(block, x)
+        found = self.run_part(tokens, targets, reduction=reduction)
         if self.past is not None:
             self.past.length += tokens.shape[1]
-        return self.head(x, targets, reduction=reduction)
+        return found
 
     def end_of(self, tokens: Tensor) -> int:
         """Where tokens (B, S) end; raises ValueError where that is behind the longest sequence."""
@@ -162,16 +160,16 @@ class Decoder(nn.Module, ABC):
         """What a part makes of what the part below has made: vectors (B, S, D), or as the whole.
 
         Args:
-            x: vectors (B, S, D); of the lowest part tokens (B, S).
+            x: vectors (B, S, D); of the lowest part, and of the whole, tokens (B, S).
             targets: (B, S), of the highest part.
             tokens: (B, S), of others than the lowest, where ``needs_tokens``.
         """
-        assert self.layers is not None, "a whole decoder is called"
-        if self.layers.begin:
+        if self.layers is None or self.layers.begin:
             x = self.embed(x)
         for block in self.blocks():
             x = self.run_block(block, x)
-        return self.head(x, targets, reduction=reduction) if self.layers.end else x
+        is_end = self.layers is None or self.layers.end
+        return self.head(x, targets, reduction=reduction) if is_end else x
 
     def head(
         self, x_BSD: Tensor, targets: Tensor | None = None, *, reduction: LossReduction = "mean"

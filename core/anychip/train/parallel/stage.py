@@ -139,28 +139,27 @@ def check_cut(model: Decoder, stages: Sequence[Stage], tokens: Tensor) -> None:
     Raises:
         UnsupportedError: they are not, or one does not run.
     """
-    whole, mode = (model, *stages), model.training
-    modes = [(module, module.training) for top in whole for module in top.modules()]
+    every = [module for top in (model, *stages) for module in top.modules()]
+    modes, mode, why = [module.training for module in every], model.training, ""
+    for top in (model, *stages):
+        top.eval()
     try:
-        for top in whole:
-            top.eval()
-        x, what = tokens, "fails"
+        x = tokens
         for stage in stages:
             x = stage(x, tokens=tokens)
-        if torch.equal(x, model(tokens)):
-            return
-        what = "computes something else"
-        raise ValueError("what is computed between its blocks is not known")
+        if not torch.equal(x, model(tokens)):
+            why = "it computes something else than the whole"
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-        raise UnsupportedError(
-            f"{type(model).__name__} {type(getattr(model, 'net', model)).__name__}: cut into "
-            f"{len(stages)} stages it {what}: {error}; leave parallel.pipeline at 1, and share "
-            "weights out by optimizer.stage=3"
-        ) from error
+        why = f"it fails: {error}"
     finally:
         model.train(mode)
-        for module, mode in modes:
-            module.training = mode
+        for module, was in zip(every, modes, strict=True):
+            module.training = was
+    if why:
+        raise UnsupportedError(
+            f"the model cannot be cut into these {len(stages)} stages, in which {why}; leave "
+            "parallel.pipeline at 1, and share weights out by optimizer.stage=3"
+        )
 
 
 class Stages(nn.Module):

@@ -16,8 +16,8 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from anychip.train import data, lock, models
-from anychip.train.config import OF_MODEL, Config
+from anychip.train import data, lock
+from anychip.train.config import Config
 from anychip.train.data.prepared import DESCRIPTION
 from anychip.train.preparing.pipeline import PROGRESS, Progress, prepare
 from anychip.train.preparing.work import Preparer, Request
@@ -61,11 +61,9 @@ def _parts(names: Sequence[str], alone: bool) -> list[list[str]]:
 def _found(names: list[str], config: Config, show: Show) -> list[str]:
     if data.is_prepared(Path(names[0])):
         return names
-    kind = config.data.tokenizer
-    if kind == OF_MODEL:
-        assert isinstance(config.model, models.PretrainedConfig)
-        kind = config.model.path
-    request = Request(sources=tuple(names), field=config.data.field, tokenizer=kind)
+    request = Request(
+        sources=tuple(names), field=config.data.field, tokenizer=config.tokenizer_path
+    )
     out = Path(config.data.cache) / _key(request)
     while not (out / DESCRIPTION).exists():
         _prepare(request, out, show)
@@ -94,8 +92,8 @@ def _prepare(request: Request, out: Path, show: Show) -> None:
             show=lambda progress: show(out, progress),
         )  # fmt: skip
     except (lock.DirectoryInUseError, FileExistsError, FileNotFoundError) as error:
-        is_ours = out.exists() and (lock.is_held(out) or (out / PROGRESS).exists() != is_begun)
-        if not (is_ours or (out / DESCRIPTION).exists()):
+        is_another = out.exists() and (lock.is_held(out) or (out / PROGRESS).exists() != is_begun)
+        if not (is_another or (out / DESCRIPTION).exists()):
             if isinstance(error, FileExistsError):
                 raise data.PreparedError(
                     f"{out} was begun, and has nothing to go on with; remove it to begin anew"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from anychip.comm import alone
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator, UnsupportedError
-from anychip.train import optim, zero
+from anychip.train import checkpoint, optim, zero
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="stage{}".format)
 BF16 = torch.bfloat16
@@ -198,6 +199,42 @@ def test_state_without_masters_takes_the_weights_that_are_there() -> None:
     opt.load_state_dict(state)
     masters = [entry["master"] for entry in opt.state_dict()["state"].values()]
     assert all(torch.equal(m, torch.full_like(m, 0.25)) for m in masters)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_alone_are_loaded_without_their_masters_or_with_them(
+    tmp_path: Path, stage: int
+) -> None:
+    """In stage 3 a rank keeps masters alone, and has their values; else those of weights."""
+
+    def save(comm: Communicator) -> dict[str, Tensor]:
+        model = build()
+        opt = zero.Optimizer(model, rule(), comm, stage=stage)
+        for step in range(3):
+            opt.backward(loss_of(model, step, comm.rank, 0))
+            opt.step()
+            opt.zero_grad()
+        checkpoint.save(tmp_path, step=3, model=model, optimizer=opt, comm=comm)
+        with opt.whole():
+            return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def load(comm: Communicator) -> tuple[dict[str, Tensor], float]:
+        model = build()
+        opt = zero.Optimizer(model, optim.sgd(0.1), comm, stage=stage)
+        assert checkpoint.resume(
+            tmp_path, model=model, optimizer=opt, comm=comm, weights_only=True
+        ).step == 3  # fmt: skip
+        with opt.whole():
+            found = {name: p.detach().clone() for name, p in model.named_parameters()}
+        masters = [e["master"].float() for e in opt.state.values() if "master" in e]
+        return found, float(sum(m.abs().sum() for m in masters))
+
+    want, fresh = run_ranks(2, save), {n: p for n, p in build().named_parameters()}
+    assert any(not torch.equal(want[0][name], fresh[name]) for name in fresh)
+    for got, size in run_ranks(2, load):
+        assert got.keys() == want[0].keys()
+        assert all(torch.equal(got[name], want[0][name]) for name in got)
+        assert size > 0
 
 
 def test_types_that_no_master_is_for_are_refused() -> None:

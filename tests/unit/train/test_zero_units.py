@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from anychip import ops
 from anychip.comm import alone
+from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
-from anychip.train import zero
+from anychip.train import optim, zero
 from anychip.train.zero import guard
 from tests.unit.train.zero_decoder import decoder, decoder_loss, on_two, optimizer, parts, rule
 from tests.unit.train.zero_oracle import assert_equal, serial, sharded, values_of
@@ -51,6 +52,46 @@ def test_steps_of_a_decoder_equal_one_process_bit_for_bit(
     build = partial(decoder, kind, how)
     got = sharded(build, decoder_loss, rule, stage=3, **options)
     assert_equal(got, want)
+
+
+class AboveFrozen(nn.Module):
+    """Its output is that of its block, whose input has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below = nn.Linear(5, 4).requires_grad_(False)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](self.below(x))  # type: ignore[no-any-return]
+
+
+def test_block_that_ends_its_root_above_frozen_weights_sends_its_own_gradients() -> None:
+    """As a stage of a pipeline with adapters is, whose backward has its last part by itself."""
+    torch.manual_seed(1)
+    first = AboveFrozen()
+    before, models = values_of(first), [copy.deepcopy(first) for _ in range(2)]
+    inputs, gradients = torch.randn(2, 6, 5), torch.randn(2, 6, 3)
+
+    def work(comm: Communicator) -> dict[str, Tensor]:
+        model = models[comm.rank]
+        opt = zero.Optimizer(model, optim.sgd(1.0), comm, stage=3)
+        output = model(inputs[comm.rank])
+        with opt.explicit() as told, told.reducing(model):
+            opt.backward(output, gradients[comm.rank])
+        opt.step()
+        with opt.whole():
+            return values_of(model)
+
+    trained = [p for p in first.parameters() if p.requires_grad]
+    found = [
+        torch.autograd.grad(first(x), trained, g) for x, g in zip(inputs, gradients, strict=True)
+    ]
+    names = [name for name, p in first.named_parameters() if p.requires_grad]
+    means = {n: (a + b) / 2 for n, a, b in zip(names, *found, strict=True)}
+    for got in run_ranks(2, work):
+        for name, value in got.items():
+            assert torch.equal(value, before[name] - means.get(name, 0.0)), name
 
 
 # Memory and order

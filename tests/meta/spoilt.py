@@ -182,13 +182,12 @@ class Asked(NamedTuple):
 def quick_calls(operator: str, dtype: torch.dtype) -> list[Asked]:
     """Those that level quick asks, but for the designs'."""
     oracle = ORACLES[operator]
-    return [Asked(operator, c, dtype) for c in oracle.calls() if not oracle.is_full(c, dtype)]
+    return [Asked(operator, c, dtype) for c in oracle.calls if not oracle.is_full(c, dtype)]
 
 
 def telling(operator: str, dtype: torch.dtype) -> list[Asked]:
     """Calls with random inputs at which a lower precision has to be found, by size."""
-    labels = ORACLES[operator].lower_precision
-    found = [a for a in quick_calls(operator, dtype) if a.call.label in labels]
+    found = [a for a in quick_calls(operator, dtype) if a.call.telling]
     return sorted((a for a in found if a.call.statistical), key=lambda a: a.size)
 
 

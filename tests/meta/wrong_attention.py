@@ -12,7 +12,7 @@ from tests.meta.wrong import Wrong, wrong_arguments, wrong_gradients, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
-wrong_bias = partial(wrong_backward, operator="softmax", select="/softmax/ and bias")
+wrong_bias = partial(wrong_backward, operator="softmax")
 Attr = Any
 
 
@@ -218,7 +218,7 @@ ARGUMENTS = (
     wrong_arguments("lse-of-no-keys-is-zero", "a case of its own forgotten", "attention_varlen",
         lse=lambda lse: lse.masked_fill(lse.isneginf(), 0.0)),
     wrong_gradients("bias-gradient-scaled", "a factor at the wrong place", "softmax",
-        select="/softmax/ and bias", dbias=lambda dbias, scale: dbias * scale),
+        dbias=lambda dbias, scale: dbias * scale),
     wrong_gradients("mask-of-another-call", "mask reused wrongly", "attention_dropout",
         rng=lambda rng: rng + torch.tensor([0, 1])),
     wrong_arguments("keys-by-the-ends-of-queries", "an argument without effect", "attention_varlen",

@@ -20,7 +20,7 @@ Attr = Any
 
 @wrong(
     "squares-in-half", "overflow of an intermediate result", operator="rms_norm",
-    select="/rms_norm/fp16", dtypes=HALF,
+    select="/rms_norm/", dtypes=HALF,
 )  # fmt: skip
 def squares_in_half(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
     y, rstd = row(x, weight, eps=eps)
@@ -168,7 +168,7 @@ ARGUMENTS = (
     wrong_arguments("minus-infinity-is-nan", "Inf or NaN made", "gelu",
         y=lambda y, x: torch.where(x < -1e4, x * math.inf * 0.0, y)),
     wrong_arguments("half-subnormals-flushed", "subnormal numbers", "swiglu",
-        select="/swiglu/fp16", dtypes=HALF,
+        select="/swiglu/", dtypes=HALF,
         y=lambda y: torch.where(y.abs() < torch.finfo(y.dtype).tiny, 0.0, y).to(y.dtype)),
     wrong_gradients("gradient-clipped-at-one", "range of a gradient", "gelu",
         dx=lambda dx, grad: torch.minimum(dx, grad.abs()).maximum(-grad.abs())),

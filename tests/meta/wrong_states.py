@@ -160,7 +160,7 @@ CATALOGUE: tuple[Wrong, ...] = (
     *(entry for entry in globals().values() if isinstance(entry, Wrong)),
     Wrong(
         name="weight-packed-once", bug="cache by address", chapter="operators",
-        select="/linear/fp32/rule", make=_made("linear", _packed), twin=HonestRows,
+        select="/linear/", make=_made("linear", _packed), twin=HonestRows,
     ),
     Wrong(
         name="weight-packed-once", bug="cache by address", chapter="training", select="momentum",

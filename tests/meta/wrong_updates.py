@@ -175,7 +175,7 @@ def power_above(row: Row, *args: Any, **attrs: Attr) -> Any:
 
 
 @coded("codes-cleared-on-skip", "a flag that is not looked at everywhere",
-       select="adamw_8bit/fp32/found-inf")  # fmt: skip
+       select="/adamw_8bit/design")  # fmt: skip
 def cleared_codes(row: Row, *args: Any, **attrs: Attr) -> Any:
     row(*args, **attrs)
     for codes in args[2] if _is_skipped(args) else ():

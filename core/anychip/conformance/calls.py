@@ -70,6 +70,11 @@ class Draw(SampleMaker):
         return 2.0**-12 if self.dtype == torch.float16 else 2.0**-55
 
     @property
+    def large(self) -> float:
+        """A scale of numbers that a factor of 8 makes infinite, and most of which are finite."""
+        return self.format.largest / 4
+
+    @property
     def subnormal(self) -> float:
         """A scale at which numbers of the type lose digits."""
         return 2.0 ** (self.format.min_exponent - 3)
@@ -104,7 +109,7 @@ class Call:
         full: only at level full.
         full_in_16_bits: in 16-bit types only at level full: what it asks is of no type.
         layout: how the float tensors lie in memory; given by name, any tensors.
-        sized: nothing but sizes tells it from others, which the designs vary too.
+        telling: a computation one precision class lower must fail.
         statistical: the inputs are random, so that the statistical limits hold.
         gradient: gradients are compared for this call too.
     """
@@ -114,7 +119,7 @@ class Call:
     _: KW_ONLY
     full: bool = False
     full_in_16_bits: bool = False
-    sized: bool = False
+    telling: bool = False
     layout: Layouts = "contiguous"
     statistical: bool = True
     gradient: bool = True
@@ -122,28 +127,6 @@ class Call:
     def arguments(self, operator: str, dtype: torch.dtype, seed: int = 0) -> Arguments:
         """The call's arguments, on the host: the same numbers whenever and wherever it is made."""
         return self.make(Draw(dtype, f"{operator}/{self.label}", seed))
-
-
-def changed(make: Callable[[Draw], Arguments], *changes: tuple[int, Any, Any]) -> Any:
-    """The call with other values in some places: (number of the argument, index, value) each."""
-
-    def made(draw: Draw) -> Arguments:
-        args, attrs = make(draw)
-        for number, index, value in changes:
-            args[number][index] = value
-        return args, attrs
-
-    return made
-
-
-def special(label: str, make: Callable[[Draw], Arguments], *changes: tuple[int, Any, Any]) -> Call:
-    """A call with values that are not finite, as by :func:`changed`, which no gradient is of."""
-    return Call(label, changed(make, *changes), statistical=False, gradient=False)
-
-
-def shape_label(shape: Sequence[int]) -> str:
-    """``4x8`` for (4, 8)."""
-    return "x".join(map(str, shape)) or "scalar"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -104,6 +104,11 @@ class Choices:
     def number(self, factor: str, *classes: Sequence[T]) -> T:
         """A number of one of some classes, which are called by their first."""
         return self.member(factor, {str(members[0]): members for members in classes})
+
+    def number_up_to(self, most: int, factor: str, *classes: Sequence[int]) -> int:
+        """One of those up to a highest one, which stands for the larger ones."""
+        capped = {str(members[0]): [min(n, most) for n in members] for members in classes}
+        return self.member(factor, capped)
 
     def turn(self, factor: str) -> int:
         """Any number from 0 on, for choices that are no factor."""
@@ -204,6 +209,41 @@ class Choices:
         more = ("none", *options.pop("more", ("nan",)))
         found = self.values(factor, draw, *shape, more=more, **options)
         return None if self.chosen[factor] == "none" else found
+
+
+class Given(Choices):
+    """A point where some factors are what is given; all others have their first level.
+
+    What is given need not be of any level: a size is any size. That the operator has such a factor
+    is checked once it has asked for all of them (:meth:`check`).
+    """
+
+    def __init__(self, given: Mapping[str, object]) -> None:
+        super().__init__({})
+        self.given = given
+
+    def of(self, factor: str, *options: T) -> T:
+        found = super().of(factor, *options)
+        return self._given(factor, found)
+
+    def member(self, factor: str, classes: Mapping[str, Sequence[T]]) -> T:
+        found = super().of(factor, *classes)
+        return self._given(factor, classes[found][0])
+
+    def _given(self, factor: str, first: T) -> T:
+        self.chosen[factor] = found = self.given.get(factor, first)
+        return cast("T", found)
+
+    def _member(self, factor: str, members: Sequence[T]) -> T:
+        return members[0]
+
+    def turn(self, factor: str) -> int:
+        return 0
+
+    def check(self) -> None:
+        """Raises ValueError for what is given and was not asked for."""
+        for factor in self.given.keys() - self.asked.keys():
+            raise ValueError(f"no factor {factor!r}: there are {', '.join(self.asked)}")
 
 
 class Room:

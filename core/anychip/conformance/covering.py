@@ -87,7 +87,8 @@ def covering_array(
     Args:
         levels: number of levels of each factor, at least 1.
         strength: of how many factors all combinations occur; of fewer factors, all at once.
-        seed: which of many such arrays. The first row has level 0 throughout in each.
+        seed: which of many such arrays. In each, the first row has level 0 throughout, and the
+            next ones differ from it in one factor: no other level can hide what one does.
         without: what cannot be combined.
 
     Returns:
@@ -100,15 +101,20 @@ def covering_array(
     random = np.random.default_rng(seed)
     missing = _Missing(levels, strength, without)
     starts = [block.start for block in missing.blocks]
-    rows = [_completed({}, levels, without, lambda factor, _: 0)]
-    while True:
-        missing.take([starts[f] + level for f, level in rows[-1].items() if level != NONE])
-        start = missing.some(random)
-        if start is None:
-            break
+
+    def simple(kept: Mapping[int, int], factor: int, _: object) -> int:
+        return next(n for n in range(levels[factor])
+                    if kept.keys().isdisjoint(without.get((factor, n), ())))  # fmt: skip
+
+    alone = [{factor: level} for factor, n in enumerate(levels) for level in range(1, n)]
+    rows = [_completed(one, levels, without, partial(simple, one)) for one in ({}, *alone)]
+    for row in rows:
+        missing.take([starts[f] + level for f, level in row.items() if level != NONE])
+    while (start := missing.some(random)) is not None:
         order = random.permutation(len(levels)).tolist()
         best = partial(_best, missing, without, frozenset(start), random)
         rows.append(_completed(start, levels, without, best, order))
+        missing.take([starts[f] + level for f, level in rows[-1].items() if level != NONE])
     return np.array([[row[f] for f in range(len(levels))] for row in rows], dtype=np.int64)
 
 

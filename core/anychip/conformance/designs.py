@@ -66,11 +66,14 @@ OF_LISTS: Mapping[str, tuple[Layout, ...]] = {
     "in one storage": ("shared",),
     "in one storage, backwards": ("shared-backwards",),
 }
+FREE = {"NaN": 0xFF, "large numbers": 0x7B}
+"""What lies in free memory: in every format a number that a result must not be made of."""
 INFERENCE, IN_BACKWARD = "inference mode", "a backward pass, as of a checkpoint"
+TWO = "two arguments are"
 SIDE_STREAM, AND_THREAD = "a side stream", "a side stream in a second thread"
 CALLERS = (
-    "here", "here, with NaN in free memory", "a second thread", INFERENCE, SIDE_STREAM,
-    AND_THREAD, IN_BACKWARD,
+    "here", *(f"here, with {what} in free memory" for what in FREE), "a second thread", INFERENCE,
+    SIDE_STREAM, AND_THREAD, IN_BACKWARD,
 )  # fmt: skip
 Between = Literal["nothing", "elsewhere", "in the same memory"]
 BETWEEN: tuple[Between, ...] = "nothing", "elsewhere", "nothing", "in the same memory"
@@ -172,10 +175,10 @@ class Asked(NamedTuple):
         }
         if self.of_gradients:
             change = choose.change("the outputs' gradients are", draw)
-        else:
-            args, layout = _together(choose, self.operator, args, layout)
+        args, layout = _together(choose, self.operator, args, layout)
         is_random = choose.is_random and not set(layout.values()) & set(READ_ONLY_LAYOUTS)
         is_random = is_random and oracle_of(self.operator.spec).independent
+        is_random = is_random and choose.chosen.get(TWO) != "one tensor"
         call = Call(
             "design",
             lambda _: (args, dict(attrs)),
@@ -221,7 +224,7 @@ def _together(
     if not pairs:
         return args, layout
     first, second = pairs[0]
-    how = choose.of("two arguments are", "apart", "one tensor", "parts of one")
+    how = choose.of(TWO, "apart", "one tensor", "parts of one")
     if how == "one tensor":
         args = (*args[:second], args[first], *args[second + 1 :])
     elif how == "parts of one":
@@ -277,7 +280,7 @@ def cases(
         spec = operator.spec
         if chapter == "gradients" and not spec.differentiable:
             continue
-        if next(iter(oracle_of(spec).calls()), None) is None:
+        if not oracle_of(spec).plain:
             continue  # without a sample nobody knows how it is called
         dtypes = tuple(context.dtypes_of(spec))
         asked = Asked(operator, dtypes, chapter, check)
@@ -342,8 +345,9 @@ def ask(context: Context, asked: Asked) -> None:
 
 def _from(context: Context, caller: str, check: Callable[[], None]) -> None:
     """Asks from somewhere; of streams :func:`stream_of`."""
-    if caller == "here, with NaN in free memory":
-        fill_free_blocks(context, [64 << power for power in range(12)], 0xFF)
+    for what, pattern in FREE.items():
+        if caller == f"here, with {what} in free memory":
+            fill_free_blocks(context, [64 << power for power in range(12)], pattern)
     if caller == IN_BACKWARD:
         in_backward(context.device, check)
     elif caller in ("a second thread", AND_THREAD):

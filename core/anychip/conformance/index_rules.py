@@ -62,10 +62,9 @@ def refused(kind: str, numbers: Tensor, size: int) -> Iterator[dict[int, int]]:
 
 def _trials(context: Context, of: Subject) -> Iterator[tuple[str, Index, Trial]]:
     """Of each such argument a plain call in which it has several numbers, and what they count."""
-    plain = [c for c in of.oracle.calls() if c.layout == "contiguous" and not c.full]
     for name, index in of.operator.signature.indexes.items():
         place, other = map(of.operator.signature.positional.index, (name, index.argument))
-        for trial in (of.trial(call, context) for call in plain):
+        for trial in (of.trial(call, context) for call in of.oracle.plain):
             given = trial.arguments[0][place]
             if given is not None and given.numel() > 2 and trial.arguments[0][other].numel():
                 yield name, index, trial

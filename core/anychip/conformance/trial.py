@@ -27,8 +27,6 @@ from anychip.dispatch.library import door
 from anychip.dispatch.operator import Operator
 
 AnyOperator = Operator[..., Any]
-RULE_CALLS = 5
-"""Calls that a rule is checked on: it does not depend on the values, only on what is called."""
 LARGE = 4096
 """Elements from which on a call is made twice, to compare the bits."""
 
@@ -113,6 +111,11 @@ class Trial:
         """Outputs; for an in-place operator every written tensor."""
         return self.results(self.operator(*placed.args, **placed.attrs), placed)
 
+    def run_by_torch(self, placed: PlacedCall) -> list[Tensor]:
+        """What ``run`` gives, by the operator's other door: ``torch.ops``."""
+        with torch.no_grad():
+            return self.results(door(self.operator.spec)(*placed.args, **placed.attrs), placed)
+
     def run_with_residuals(self, placed: PlacedCall) -> list[Tensor]:
         """What ``run`` gives, and what the forward row leaves for the backward one."""
         if not self.operator.spec.residuals:
@@ -178,15 +181,6 @@ def _meta(arg: Any) -> Any:
     return [t.to("meta") for t in arg] if isinstance(arg, (list, tuple)) else arg
 
 
-def rule_calls(oracle: Oracle) -> list[Call]:
-    """A few calls of an operator, small ones, one of every layout among them; no special values."""
-    usable = [c for c in oracle.calls() if not c.full and c.gradient]
-    plain = [c for c in usable if c.layout == "contiguous"]
-    # The first two are empty and of one element; a third party's operator may have no more.
-    plain = plain[2 : 2 + RULE_CALLS] or plain
-    return plain + [c for c in usable if c.layout != "contiguous"]
-
-
 def may_vary(trial: Trial) -> bool:
     """Whether a call is large enough for sums that are split, and added in the order they end in,
     and its operator declares the same bits all the same.
@@ -196,5 +190,5 @@ def may_vary(trial: Trial) -> bool:
 
 
 def each_trial(context: Context, of: Subject) -> Iterator[Trial]:
-    for call in rule_calls(of.oracle):
+    for call in of.oracle.plain:
         yield of.trial(call, context)

@@ -122,7 +122,7 @@ WRONG = {
     "free-above-total": "memory/info",
     "ignores-strides": "operators/gelu/design",
     "one-device-too-many": "device/index/memory.allocate.every",
-    "writes-before-enotsup": "operators/clip/fp32/norm:0.5",
+    "writes-before-enotsup": "operators/clip/design",
 }
 """Mistakes that no check of a table can refuse, and the case that has to find each."""
 

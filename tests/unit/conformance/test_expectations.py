@@ -20,7 +20,7 @@ reason = "no state"
 capability = "generator_state"
 
 [[expected_failure]]
-case = "operators/gelu/fp32/wide.none"
+case = "operators/gelu/fp32/17.none"
 reason = "polynomial"
 until = "2030-01-31"
 

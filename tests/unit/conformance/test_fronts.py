@@ -152,7 +152,7 @@ def test_isolation_makes_a_crash_a_hang_and_an_exit_one_failed_case_each(plugins
         '[[unsupported]]\ncase = "operators/swiglu/*"\nreason = "r"\ncapability = "graphs"\n'
     )
     select = (
-        "operators/rms_norm/fp32/4x8 or operators/gelu/fp32/8.none or operators/swiglu/fp32/8"
+        "operators/rms_norm/fp32/4x8 or operators/gelu/fp32/17.none or operators/swiglu/fp32/17"
         " or operators/layer_norm/fp32/4x8 or device/identity"
     )
     done = run(
@@ -173,8 +173,8 @@ def test_isolation_makes_a_crash_a_hang_and_an_exit_one_failed_case_each(plugins
     results = {r["case"]: r for r in json.loads(report.read_text())["results"]}
     segfault = results["operators/rms_norm/fp32/4x8"]
     assert "died with SIGSEGV" in segfault["reason"]
-    assert "no answer within 8 s" in results["operators/gelu/fp32/8.none"]["reason"]
-    left = results["operators/swiglu/fp32/8"]
+    assert "no answer within 8 s" in results["operators/gelu/fp32/17.none"]["reason"]
+    left = results["operators/swiglu/fp32/17"]
     assert "exit code 7" in left["reason"]
     assert "may be listed as an expected failure only, not as unsupported" in left["reason"]
     assert left["outcome"] == "failed"
@@ -202,14 +202,14 @@ def test_commands_that_failures_print_ask_that_case_again_and_fail_again(plugins
         assert not done.stderr, done.stderr
         return done.returncode, done.stdout
 
-    cases = ["device/synchronize", "operators/gelu/fp32/8.none", "operators/swiglu/fp32/8"]
+    cases = ["device/synchronize", "operators/gelu/fp32/17.none", "operators/swiglu/fp32/17"]
     words = f'-k "{" or ".join(cases)}" --seed 2 --isolate --limit 60'
     code, said = ask(
         f"anychip conformance --backend badchip --expectations '{listed}' {words}"
     )  # fmt: skip
     again = [line.partition("again: ")[2] for line in said.splitlines() if "again: " in line]
     assert (code, len(again)) == (1, 3), said
-    assert again[2].endswith('"operators/swiglu/fp32/8" --seed 2 --isolate --limit 60')
+    assert again[2].endswith('"operators/swiglu/fp32/17" --seed 2 --isolate --limit 60')
     for case, command in zip(cases, again, strict=True):
         code, said = ask(command)
         assert code == 1, said
@@ -229,7 +229,7 @@ def test_expected_crash_and_hang_are_run_in_isolation_only(plugins: Path) -> Non
         '[[expected_failure]]\ncase = "operators/gelu/*"\nreason = "waits for ever"\n'
         'until = "9.9"\ncrash = true\n'
     )
-    select = "operators/rms_norm/fp32/4x8 or operators/gelu/fp32/8.none"
+    select = "operators/rms_norm/fp32/4x8 or operators/gelu/fp32/17.none"
     for option in ([], ["--isolate", "--limit", "8"]):
         done = run(
             plugins, "anychip", "conformance", "--backend", "badchip", "--expectations",

@@ -66,9 +66,9 @@ def outputs_of(spec: OperatorSpec, args: list[Any], attrs: dict[str, Any], *_: T
 def test_backward_of_reference_is_the_derivative_of_its_forward(name: str) -> None:
     spec, checked = SPECS[name], 0
     signature = Signature.parse(spec)
-    for call in ORACLES[name].calls():
-        if call.full or not call.gradient or call.layout != "contiguous" or checked >= 2:
-            continue
+    for call in ORACLES[name].plain:
+        if checked >= 2:
+            break
         args, attrs = signature.bind(*call.arguments(name, torch.float32))
         size = sum(t.numel() for t in tensors_of(args))
         finite = all(bool(t.isfinite().all()) for t in tensors_of(args))

@@ -22,7 +22,7 @@ from tests.meta.honest import HonestBackend
 
 CAPABILITIES = {"memory_stats": 1, "memory_peak": 1}
 NEEDS_STREAMS = "streams/order"
-CASE = "operators/gelu/fp32/8.none"
+CASE = "operators/gelu/fp32/17.none"
 
 Document = dict[str, Any]
 Change = Callable[[Document], None]

@@ -10,9 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from anychip.conformance import blocks, designs
 from anychip.conformance.arithmetic import UNIT, Rounded
-from anychip.conformance.calling_rules import alike, with_argument
+from anychip.conformance.calling_rules import alike
 from anychip.conformance.calls import (
     READ_ONLY_LAYOUTS,
     Call,
@@ -41,14 +39,12 @@ from anychip.conformance.case import (
 from anychip.conformance.formats import FORMATS, Array
 from anychip.conformance.oracles import Oracle, oracle_of
 from anychip.conformance.oracles.oracle import numbers
-from anychip.conformance.surroundings import in_thread
 from anychip.conformance.trial import (
     AnyOperator,
     Rule,
     Subject,
     Trial,
     may_vary,
-    rule_calls,
     rule_cases,
 )
 from anychip.dispatch.operator import registered
@@ -62,9 +58,10 @@ class GradientTrial(Trial):
     ) -> None:
         super().__init__(operator, call, dtype, seed)
         spec = operator.spec
-        named = zip(self.signature.positional, self.arguments[0], strict=True)
-        given = {name for name, arg in named if arg is not None}
-        self.leaf_names = tuple(name for name in spec.differentiable if name in given)
+        named = dict(zip(self.signature.positional, self.arguments[0], strict=True))
+        given = {name for name, arg in named.items() if arg is not None}
+        leaves = {id(named[n]): n for n in spec.differentiable[::-1] if n in given}
+        self.leaf_names = tuple(leaves.values())[::-1]  # of one that is two arguments the first
         self.gradient_names = [f"gradient of {name}" for name in self.leaf_names]
         self.saved_names = [name for name in spec.saved if name in given]
         self.stream = stream(f"{spec.name}/{call.label}", seed)
@@ -106,6 +103,12 @@ class GradientTrial(Trial):
             )
         pairs = zip(self.operator.spec.differentiable, found, strict=True)
         named = {name: value for name, value in pairs if value is not None}
+        for first, second in alike(args, self.written):
+            if args[first] is args[second]:  # one leaf, whose gradient is the sum of both
+                ends = [self.signature.positional[index] for index in (first, second)]
+                if set(ends) <= named.keys():
+                    parts = [named[end].stored(FORMATS[args[first].dtype]) for end in ends]
+                    named |= dict.fromkeys(ends, parts[0] + parts[1])
         self._known = grads, named
         return named
 
@@ -120,7 +123,7 @@ def cases(context: Context) -> Iterator[Case]:
         for dtype, represented in context.dtypes_of(operator.spec).items():
             where = f"gradients/{name}/{FORMATS[dtype].name}"
             of = Subject(operator, oracle, dtype)
-            for call in oracle.calls():
+            for call in oracle.calls:
                 if call.gradient:
                     run = partial(check_values, of=of, call=call)
                     full = oracle.is_full(call, dtype)
@@ -149,7 +152,7 @@ def check_values(context: Context, of: Subject, *, call: Call) -> None:
 def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
     """The gradients that are asked for, of an output's gradient that lies somewhere.
 
-    As of results: made, then mostly with other numbers, then again.
+    As of results: made, then mostly with other numbers, then again, or the same graph again.
     """
     trial = GradientTrial(of.operator, row.call, of.dtype, context.seed)
     names = row.asked(trial.leaf_names)
@@ -166,13 +169,14 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
             run_other()  # before too: what it leaves behind would show in what is compared
         outputs = trial.run(placed)
         kept = [y.detach().clone() for y in outputs]
-        found = torch.autograd.grad(outputs, leaves, given)
+        found = torch.autograd.grad(outputs, leaves, given, retain_graph=True)
         kept += [grad.clone() for grad in found]
         run_other()
         left = [y.detach().clone() for y in (*outputs, *found)]
         outputs_again = trial.run(placed)
         kept += [y.detach().clone() for y in outputs_again]
-        again = torch.autograd.grad(outputs_again, leaves, given)
+        graph = outputs if row.between == "nothing" else outputs_again
+        again = torch.autograd.grad(graph, leaves, given)
         left += [y.detach().clone() for y in outputs_again]
     compare(context, trial, of.oracle, grads, found, names=names)
     placed.check_apart(names, found)
@@ -245,25 +249,13 @@ def compare(
 
 
 def each_trial(context: Context, of: Subject) -> Iterator[GradientTrial]:
-    for call in rule_calls(of.oracle)[::2]:
+    for call in of.oracle.plain[::2]:
         yield GradientTrial(of.operator, call, of.dtype, context.seed)
-
-
-def rule_no_grad(context: Context, of: Subject) -> None:
-    """Without an input that requires gradients, or under no_grad, there is no graph."""
-    for trial in each_trial(context, of):
-        placed = trial.place(context)
-        check(not any(y.requires_grad for y in trial.run(placed)), "no input requires a gradient")
-        trial.leaves(placed, trial.leaf_names)
-        with torch.no_grad():
-            recorded = any(y.requires_grad for y in trial.run(placed))
-        check(not recorded, "an output requires a gradient under torch.no_grad()")
 
 
 def most_dims(context: Context, of: Subject) -> GradientTrial:
     """Of the plain calls that rules ask, one whose output has the most dims above 1."""
-    plain = [call for call in rule_calls(of.oracle) if call.layout == "contiguous"]
-    trials = [GradientTrial(of.operator, call, of.dtype, context.seed) for call in plain]
+    trials = [GradientTrial(of.operator, call, of.dtype, context.seed) for call in of.oracle.plain]
 
     def dims(trial: GradientTrial) -> int:
         return max(sum(n > 1 for n in y.shape) if y.numel() else -1 for y in trial.fake())
@@ -305,31 +297,6 @@ def rule_one_output(context: Context, of: Subject) -> None:
             found = torch.autograd.grad([output], leaves, [given], allow_unused=True)
             masked = [g if i == used else torch.zeros_like(g) for i, g in enumerate(grads)]
             compare(context, trial, of.oracle, masked, found, f" where only output {used} is used")
-
-
-def rule_accumulated(context: Context, of: Subject) -> None:
-    """Two backward passes add up in ``.grad``."""
-    for trial in each_trial(context, of):
-        placed, leaves = trial.start(context)
-        given = trial.placed_gradients(context)
-        alone = torch.autograd.grad(trial.run(placed), leaves, given)
-        for _ in range(2):
-            torch.autograd.backward(trial.run(placed), given)
-        for name, leaf, once in zip(trial.leaf_names, leaves, alone, strict=True):
-            check(leaf.grad is not None, f"{name}.grad is None after backward()")
-            assert leaf.grad is not None
-            check_equal_bits(f"{name}.grad after two backward passes", leaf.grad, once + once)
-
-
-def rule_retained(context: Context, of: Subject) -> None:
-    """The same graph gives the same bits twice: a backward pass consumes nothing."""
-    for trial in each_trial(context, of):
-        placed, leaves = trial.start(context)
-        outputs = trial.run(placed)
-        given = trial.placed_gradients(context)
-        first = torch.autograd.grad(outputs, leaves, given, retain_graph=True)
-        second = torch.autograd.grad(outputs, leaves, given)
-        check_same_bits(trial.gradient_names, second, first, ", the second time")
 
 
 def rule_deferred(context: Context, of: Subject) -> None:
@@ -401,46 +368,6 @@ def rule_saved(context: Context, of: Subject) -> None:
         )
         grad = partial(torch.autograd.grad, outputs, leaves, given)
         expect_error(RuntimeError, what, grad, mentions=(f"{words} operation",))
-
-
-def rule_same_tensor(context: Context, of: Subject) -> None:
-    """Two arguments are one tensor: its gradient is the sum of both."""
-    for call in rule_calls(of.oracle):
-        contiguous = replace(call, layout="contiguous")
-        plain = GradientTrial(of.operator, contiguous, of.dtype, context.seed)
-        pairs = alike(plain.arguments[0], plain.written)
-        for first, second in pairs:
-            same = with_argument(plain, second, itemgetter(first))
-            check_shared(context, of, same, first, second)
-        if pairs:
-            return
-
-
-def check_shared(context: Context, of: Subject, call: Call, first: int, second: int) -> None:
-    trial = GradientTrial(of.operator, call, of.dtype, context.seed)
-    names = [trial.signature.positional[index] for index in (first, second)]
-    if not set(names) <= set(trial.leaf_names):
-        return
-    placed = trial.place(context)
-    leaves, grads = trial.leaves(placed, names[:1]), trial.output_gradients()
-    (found,) = backward(context, trial, placed, leaves, grads)
-    wanted, format = trial.gradients(of.oracle, grads), FORMATS[found.dtype]
-    both = wanted[names[0]].stored(format) + wanted[names[1]].stored(format)
-    name = f"gradient of {names[0]}, which is {names[1]} too"
-    context.compare(name, found, both, statistical=False)
-
-
-def rule_second_thread(context: Context, of: Subject) -> None:
-    """Forward here, backward in a thread that has never called the operator.
-
-    Backward here has gone before, so that something may have been kept for this thread.
-    """
-    for trial in itertools.islice(each_trial(context, of), 1):
-        grads, given = trial.output_gradients(), trial.placed_gradients(context)
-        placed, leaves = trial.start(context)
-        backward(context, trial, placed, leaves, grads)
-        ask = partial(torch.autograd.grad, trial.run(placed), leaves, given)
-        compare(context, trial, of.oracle, grads, in_thread(ask), " by a second thread")
 
 
 STEP = 1e-4
@@ -519,24 +446,15 @@ def _has_lse(of: Subject, _: Context) -> bool:
     return of.operator.spec.name in ("attention", "attention_varlen")
 
 
-def _several_inputs(of: Subject, _: Context) -> bool:
-    return len(of.operator.spec.differentiable) > 1
-
-
 def _twice(of: Subject, _: Context) -> bool:
     return of.operator.spec.double_backward == "reference" and of.dtype == torch.float32
 
 
 RULES = (
-    Rule("no-grad", rule_no_grad, of_no_type=True),
     Rule("loss-scale", rule_loss_scale, of_each_type=True),
     Rule("one-output", rule_one_output, lambda of, _: of.operator.signature.num_outputs > 1),
-    Rule("accumulated", rule_accumulated, lambda of, _: of.is_bitwise, of_no_type=True),
-    Rule("retained", rule_retained, lambda of, _: of.is_bitwise, of_no_type=True),
     Rule("deferred", rule_deferred, lambda of, _: of.is_bitwise and of.operator.spec.deferrable),
     Rule("blocks", rule_blocks, _has_lse),
     Rule("saved", rule_saved, of_no_type=True),
-    Rule("same-tensor", rule_same_tensor, _several_inputs, of_no_type=True),
-    Rule("second-thread", rule_second_thread, of_no_type=True),
     Rule("twice", rule_twice, _twice),
 )

@@ -7,9 +7,7 @@ canonical, in-place operators write what they declare, autograd hears of it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -30,7 +28,6 @@ from anychip.conformance.trial import (
     may_vary,
     rule_cases,
 )
-from anychip.dispatch.library import door
 from anychip.dispatch.operator import registered
 
 
@@ -42,7 +39,7 @@ def cases(context: Context) -> Iterator[Case]:
         for dtype, represented in context.dtypes_of(operator.spec).items():
             where = f"operators/{name}/{FORMATS[dtype].name}"
             of = Subject(operator, oracle, dtype)
-            for call in oracle.calls():
+            for call in oracle.calls:
                 run = partial(check_values, of=of, call=call)
                 full = oracle.is_full(call, dtype)
                 yield Case(id=f"{where}/{call.label}", run=run, full=full)
@@ -53,8 +50,8 @@ def cases(context: Context) -> Iterator[Case]:
 def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
     """The results of one call of a design, and what it leaves for the backward row.
 
-    It is made, then mostly with other numbers, and both again: what the first one gave stays, and
-    what the last ones give is not that of the call before.
+    It is made, then mostly with other numbers, and both again, through ``torch.ops``: what the
+    first one gave stays, and what the last ones give is not that of the call before.
     """
     trial = of.trial(row.call, context)
     wanted = trial.expected(of.oracle)
@@ -69,7 +66,7 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
         kept = [result.clone() for result in results]
         others = [result.clone() for result in run_other()]
         left = [result.clone() for result in results]
-        again = trial.run(last)
+        again = trial.run_by_torch(last)
         others_again = others if trial.written else run_other()
     check_results(context, trial, placed, results, wanted)
     for repeated in () if trial.written else filter(None, (again, others, others_again)):
@@ -136,50 +133,6 @@ def check_form(context: Context, trial: Trial, results: Sequence[Tensor]) -> Non
 # Rules
 
 
-def rule_written(context: Context, of: Subject) -> None:
-    """Every element of an output is written: what lay in the memory before does not show."""
-    for trial in each_trial(context, of):
-        placed = trial.place(context)
-        sizes = [y.nbytes for y in trial.run(placed)]
-        wanted = trial.expected(of.oracle)
-        for pattern in (0xFF, 0x7B):  # NaN in every format; large numbers
-            calling_rules.fill_free_blocks(context, sizes, pattern)
-            note = f", with 0x{pattern:X} in free memory"
-            trial.compare(context, trial.run(placed), wanted, note, statistical=True)
-        with torch_fills_empty():
-            results = trial.run(placed)
-        note = ", where torch.empty gives NaN"
-        trial.compare(context, results, wanted, note, statistical=True)
-
-
-@contextmanager
-def torch_fills_empty() -> Iterator[None]:
-    """torch's deterministic mode, in which ``torch.empty`` is filled with NaN.
-
-    A row that is not deterministic is not taken in it, so this does not stand alone.
-    """
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
-
-
-def rule_doors(context: Context, of: Subject) -> None:
-    """``torch.ops`` and ``anychip.ops`` give the same bits."""
-    for trial in each_trial(context, of):
-        short_cut = trial.run(trial.place(context))
-        placed = trial.place(context)
-        with torch.no_grad():
-            returned = door(of.operator.spec)(*placed.args, **placed.attrs)
-        note = f" of torch.ops.{of.operator.spec.namespace}"
-        check_same_bits(trial.names(), trial.results(returned, placed), short_cut, note)
-
-
 def check_residuals(
     context: Context, trial: Trial, found: Sequence[Tensor], wanted: Sequence[Rounded]
 ) -> None:
@@ -207,8 +160,4 @@ def rule_versions(context: Context, of: Subject) -> None:
                 check(tensor._version == version, f"the version of {name} changed; it is read only")
 
 
-RULES = (
-    Rule("written", rule_written, lambda of, _: of.returns),
-    Rule("doors", rule_doors, lambda of, _: of.is_bitwise, of_no_type=True),
-    Rule("versions", rule_versions, lambda of, _: not of.returns, of_no_type=True),
-)
+RULES = (Rule("versions", rule_versions, lambda of, _: not of.returns, of_no_type=True),)

@@ -2,13 +2,15 @@
 
 An oracle is written from the operator's equation, never from its reference. It is computed in
 :class:`~anychip.conformance.arithmetic.Rounded` numbers: the lines that state the value are the
-derivation of the error bound. Next to each stand the calls that bring out its typical mistakes.
+derivation of the error bound. What operators are called with stands in :mod:`.drawn`, and, for
+calls that are always made, in :mod:`.fixed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import ModuleType
 
 from anychip.conformance.oracles import (
     activation,
@@ -31,7 +33,7 @@ from anychip.conformance.oracles import (
     update,
     varlen,
 )
-from anychip.conformance.oracles.edges import with_edges
+from anychip.conformance.oracles.fixed import FIXED, PLAIN
 from anychip.conformance.oracles.oracle import Oracle
 from anychip.conformance.oracles.reference import reference_oracle
 from anychip.contract import OperatorSpec
@@ -41,11 +43,20 @@ _FAMILIES = (
     linear, linear_cross_entropy, loss, norm, permutation, quantization, rope, softmax, squares,
     update, varlen,
 )  # fmt: skip
+
+
+def _named(family: ModuleType) -> Iterator[tuple[str, Oracle]]:
+    return ((n.lower(), value) for n, value in vars(family).items() if isinstance(value, Oracle))
+
+
 ORACLES: Mapping[str, Oracle] = {
-    name.lower(): replace(value, calls=with_edges(name.lower(), value.calls))
+    name: replace(
+        oracle,
+        calls=tuple(point.call(name) for point in FIXED[name]),
+        plain=tuple(point.call(name) for point in PLAIN[name]),
+    )
     for family in _FAMILIES
-    for name, value in vars(family).items()
-    if isinstance(value, Oracle)
+    for name, oracle in _named(family)
 }
 """By the operator's name, which an oracle has in capitals."""
 

@@ -8,9 +8,7 @@ Dettmers et al. 2022, arXiv:2110.02861, section 2; the numbers: :mod:`anychip.op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anychip.conformance.arithmetic import UNIT, Rounded
-from anychip.conformance.calls import Arguments, Call, Draw
+from anychip.conformance.calls import Arguments, Draw
 from anychip.conformance.formats import Array
 from anychip.conformance.oracles import quantization, update
 from anychip.conformance.oracles.oracle import Oracle
@@ -131,50 +129,4 @@ def coded(make: Callable[[Draw], Arguments], draw: Draw) -> Arguments:
     return (params, grads, *states, *rest), attrs
 
 
-def with_codes(calls: Iterable[Call]) -> Iterator[Call]:
-    """Calls of adamw as calls of adamw_8bit."""
-    return (replace(call, make=partial(coded, call.make)) for call in calls)
-
-
-def _any_codes(draw: Draw) -> Arguments:
-    """Every byte in every state, far apart scales, and gradients that leave the averages alone."""
-    shapes = ((3, 256), (300,))
-    (params, grads, *_), attrs = update._step(draw, shapes=shapes)
-    states: list[list[Tensor]] = []
-    for top in (20.0, 40.0):
-        codes = [torch.arange(p.numel()) % 256 for p in params]
-        states.append(
-            [c.to(torch.uint8).view(shape) for c, shape in zip(codes, shapes, strict=True)]
-        )
-        blocks = [-(-p.numel() // BLOCK) for p in params]
-        states.append([torch.exp2(draw.uniform(count, low=-top, high=top)) for count in blocks])
-    grads = [g * 0.0 for g in grads]
-    fixed = (draw.scalar(1e-2), draw.scalar(50.0), None, None, None, None)
-    return (params, grads, *states, *fixed), {**attrs, "eps": 1e-3}
-
-
-def _far_apart(draw: Draw, *, shape: tuple[int, ...] = (4, 256)) -> Arguments:
-    """Gradients of 24 octaves in one block, so that the smallest squares are below every code; one
-    block of zeros; an outlier, of whose scale the blocks beside it know nothing."""
-    args, attrs = update._step(draw, shapes=(shape,), step=0.0, zero_moments=True)
-    grad = draw.wide(*shape)
-    grad[1] = 0.0
-    grad[2] = draw.normal(shape[1])
-    grad[2, 77] = 300.0
-    args[1][0].copy_(grad)
-    return args, attrs
-
-
-def _sized(draw: Draw, size: int) -> Arguments:
-    return update._step(draw, shapes=((size,), (3,)))
-
-
-def _calls() -> Iterator[Call]:
-    yield from with_codes(update.step_calls(update._step, update.ADAMW_STEPS))
-    for size in (255, 256, 257, 511, 512, 513, 2049):
-        yield Call(f"size:{size}", partial(coded, partial(_sized, size=size)))
-    yield Call("any-codes", _any_codes, statistical=False)
-    yield Call("far-apart", partial(coded, _far_apart), statistical=False)
-
-
-ADAMW_8BIT = Oracle(forward=_forward, calls=_calls, lower_precision=("plain", "late", "scale-clip"))
+ADAMW_8BIT = Oracle(forward=_forward)

@@ -17,8 +17,7 @@ from the stored y, which is of the tensors' type or of out_dtype. Sums are float
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, exp, log, matmul, where
-from anychip.conformance.calls import Arguments, Call, Draw, changed, special
 from anychip.conformance.formats import FORMATS, Format
-from anychip.conformance.labels import Forms, Labels
 from anychip.conformance.oracles import philox
 from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
@@ -164,131 +161,5 @@ def _answer(
     return attend(q, k, v, *_given(q, k, *drop, **attrs), out_dtype)
 
 
-Sizes = tuple[int, int, int, int, int]
-# batch, seq, heads, key heads, head_dim: one of everything; beside tiles of 16, 64 and 128; grouped
-# and single key heads; head sizes that are no power of two.
-SIZES = """1x1x1+1x2 0x4x2+2x8 2x5x4+4x8 1x17x4+2x16 2x9x6+2x12 1x63x2+2x64 1x65x3+3x40 1x130x2+1x32
-    1x257x1+1x128 2x64x4+2x64"""
-_FULL_SIZES = "1x512x2+1x64 2x128x8+2x80 1x1000x1+1x64"
-# Queries and keys: one query (the last position), a few new ones, beside tiles; queries that see no
-# key; no key at all; no query.
-_LENGTHS = "1of9 3of20 16of33 65of130 20of3 9of1 4of0 0of4"
-FORMS: Forms = {
-    r"(\d+)x(\d+)x(\d+)[+](\d+)x(\d+)": lambda *sizes: {"sizes": tuple(map(int, sizes))},
-    r"(\d+)of(\d+)": ("queries", "keys"),
-}
-_BOTH = (".causal", ".full")
-_LABELS = Labels(
-    {
-        "causal": {"causal": True}, "full": {"causal": False}, "to-float32": {},
-        "sharp": {"sharp": 4.0}, "flat": {"scale": 1e-3},
-        # The counter's low word overflows within the mask.
-        "far": {"offset": 2**32 - 20},
-    },
-    FORMS,
-)  # fmt: skip
-
-
-def _qkv(draw: Draw, sizes: Sizes, *, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
-    batch, length, heads, kv_heads, dim = sizes
-    q = draw.normal(batch, length, heads, dim, scale=scale)
-    k = draw.normal(batch, length, kv_heads, dim, scale=scale)
-    return q, k, draw.normal(batch, length, kv_heads, dim)
-
-
-def _attend(
-    draw: Draw, sizes: Sizes, causal: bool, scale: float | None = None, sharp: float = 1.0
-) -> Arguments:
-    return _qkv(draw, sizes, scale=sharp), {"causal": causal, "scale": scale}
-
-
-def _heads_apart(draw: Draw) -> Arguments:
-    # Key head g holds the number g + 1 and nothing else: a wrong head is a wrong integer.
-    q, k, v = _qkv(draw, (1, 6, 6, 3, 8))
-    v[:] = torch.arange(1, 4, dtype=v.dtype)[:, None]
-    return (q, k, v), {"causal": True, "scale": None}
-
-
-def to_float32(draw: Draw, make: Callable[..., Arguments], **options: Any) -> Arguments:
-    """The call with a result of float32. Of values of one sign: y's rounding shows."""
-    (q, k, v, *rest), attrs = make(draw, **options)
-    return (q, k, v + 4.0, *rest), {**attrs, "out_dtype": torch.float32}
-
-
-_NAN = changed(
-    lambda draw: _attend(draw, (2, 6, 2, 2, 8), causal=True), (0, (1, 3, 0, 0), math.nan)
-)
-
-
-def _cross(draw: Draw, queries: int, keys: int, causal: bool) -> Arguments:
-    k, v = draw.normal(2, keys, 2, 12), draw.normal(2, keys, 2, 12)
-    return (draw.normal(2, queries, 4, 12), k, v), {"causal": causal, "scale": None}
-
-
-def _attention_calls() -> Iterator[Call]:
-    causal = partial(_attend, causal=True)
-    yield from _LABELS(_attend, SIZES, ends=_BOTH)
-    yield from _LABELS(_attend, _FULL_SIZES, ends=_BOTH, full=True)
-    # Times a scale below 0, the -inf that hides a key is the opposite.
-    scales = (".scale:0.05", ".sharp", ".flat", ".scale:-0.3")
-    yield from _LABELS(causal, "1x33x2+2x16", ends=scales)
-    yield from _LABELS(_cross, _LENGTHS, ends=_BOTH)
-    wide = partial(to_float32, make=partial(_attend, causal=False))
-    yield from _LABELS(wide, "1x65x3+3x40.to-float32 2x9x6+2x12.to-float32")
-    yield Call("heads", _heads_apart, statistical=False)
-    yield special("nan", _NAN)
-
-
-def _dropped(
-    draw: Draw, make: Callable[..., Arguments], p: float = 0.3, offset: int = 5, **options: Any
-) -> Arguments:
-    args, attrs = make(draw, **options)
-    return (*args, draw.rng(1234, offset)), {"p": p, **attrs}
-
-
-INDEX = {"batch": 0, "head": 2, "query": 1, "key": 1}
-"""What attention_dropout has an index of, and the dim of q, or of k, that it is for."""
-_SQUARE = partial(_attend, sizes=(2, 7, 4, 2, 8), causal=False)
-
-
-def _in_whole(draw: Draw, which: Sequence[str] = tuple(INDEX), far: bool = False) -> Arguments:
-    """A part of a whole, in dims of it anywhere; far: partly outside of it."""
-    (*args, rng), attrs = _dropped(draw, _SQUARE, 0.4)
-    extents = {name: args[name == "key"].shape[dim] for name, dim in INDEX.items()}
-    index = [draw.integers(30, n) if name in which else None for name, n in extents.items()]
-    if far:
-        index = [None if i is None else i * 2**40 - 2**43 for i in index]
-    named = {"head": "heads", "query": "queries", "key": "keys"}
-    sizes = {named[name]: 31 for name in which if name in named}
-    return (*args, rng, *index), {**attrs, **sizes}
-
-
-def _dropout_calls() -> Iterator[Call]:
-    causal = partial(_dropped, make=partial(_attend, causal=True))
-    square = partial(_dropped, make=partial(_attend, causal=False))
-    yield from _LABELS(causal, SIZES, ends=(".p:0.1",))
-    # Large scores: what rounds them is seen through the rounding of weights that 16 bits may have.
-    yield from _LABELS(causal, "1x33x2+2x16.sharp")
-    yield from _LABELS(square, "2x7x4+2x8", ends=(".p:0", ".p:0.5", ".p:0.9", ".p:1", ".far"))
-    yield from _LABELS(
-        partial(_dropped, make=partial(_cross, causal=True)), "3of20.p:0.3 20of3.p:0.3"
-    )
-    for which in (*((name,) for name in INDEX), tuple(INDEX)):
-        yield Call(f"index:{'+'.join(which)}", partial(_in_whole, which=which))
-    yield Call("index:far", partial(_in_whole, far=True))
-    yield special("nan", partial(_dropped, make=_NAN))
-
-
-ATTENTION = differentiable(
-    _answer,
-    _attention_calls,
-    "1x17x4+2x16.causal",
-    "1x65x3+3x40.full",
-    "1x130x2+1x32.causal",
-    "2x64x4+2x64.causal",
-    "1x65x3+3x40.to-float32",
-    "1x33x2+2x16.sharp",
-)
-ATTENTION_DROPOUT = differentiable(
-    _answer, _dropout_calls, "1x17x4+2x16.p:0.1", "1x65x3+3x40.p:0.1", "1x33x2+2x16.sharp"
-)
+ATTENTION = differentiable(_answer)
+ATTENTION_DROPOUT = differentiable(_answer)

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import Rounded, concatenate, matmul
-from anychip.conformance.calls import Arguments, Call, Draw, shape_label, special
-from anychip.conformance.labels import ROOTS, Labels
 from anychip.conformance.oracles.oracle import Answer, Gradients, differentiable
 
 Index = NDArray[np.int64]
@@ -113,55 +110,6 @@ def _conv2d(
     return _convolved(x, weight, bias, list(_pairs(x, weight, attrs)), groups)
 
 
-# x, kernel, attributes: one number; beside tiles; strides that leave numbers out, padding wider
-# than the kernel, dilation, groups, depthwise; long sums in each direction.
-_SIZES: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...] = (
-    ((0, 3, 4, 5), (2, 3, 2, 2), {}),
-    ((1, 1, 1, 1), (1, 1, 1, 1), {}),
-    ((2, 3, 7, 5), (65, 3, 3, 3), {"padding": 1}),
-    ((2, 3, 8, 9), (5, 3, 3, 2), {"stride": [2, 3]}),
-    (
-        (1, 4, 11, 10),
-        (6, 2, 2, 3),
-        {"stride": 2, "padding": [3, 0], "dilation": [1, 2], "groups": 2},
-    ),
-    ((2, 6, 9, 8), (12, 1, 3, 3), {"padding": 1, "groups": 6}),
-    ((2, 3, 16, 16), (8, 3, 4, 4), {"stride": 4}),
-    ((2, 17, 6, 33), (9, 17, 1, 1), {}),
-    ((1, 3, 5, 4), (2, 3, 5, 4), {}),
-    ((1, 2, 4, 3), (3, 2, 2, 2), {"padding": 4, "stride": 3}),
-    ((1, 128, 5, 5), (4, 128, 3, 3), {"padding": 1}),
-    ((3, 2, 40, 31), (3, 2, 3, 3), {}),
-)
-
-
-def _image(
-    draw: Draw,
-    shape: tuple[int, ...],
-    kernel: tuple[int, ...],
-    bias: bool = True,
-    scale: float | str = 1.0,
-    **attrs: Any,
-) -> Arguments:
-    plain = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-    args = draw.normal(*shape, scale=scale), draw.normal(*kernel, scale=scale)
-    return (*args, draw.normal(kernel[0]) if bias else None), {**plain, **attrs}
-
-
-def _conv2d_calls() -> Iterator[Call]:
-    for shape, kernel, attrs in _SIZES:
-        for bias in (True, False):
-            label = f"{shape_label(shape)}.{shape_label(kernel)}{'' if bias else '.bias:none'}"
-            make = partial(_image, shape=shape, kernel=kernel, bias=bias, **attrs)
-            yield Call(label, make, full=not bias)
-    aligned = partial(_image, shape=(2, 64, 16, 16), kernel=(32, 64, 3, 3), padding=1)
-    yield Call("aligned", aligned)
-    small = partial(_image, kernel=(4, 3, 3, 2), padding=1)
-    yield from Labels(ROOTS)(small, "2x3x6x7.huge 2x3x6x7.tiny")
-    small = partial(_image, shape=(2, 3, 5, 5), kernel=(2, 3, 2, 2))
-    yield special("special", small, (0, (0, 1, 2, 3), math.nan))
-
-
 # conv1d
 
 
@@ -184,32 +132,5 @@ def _conv1d(x: Rounded, weight: Rounded, bias: Rounded | None) -> Answer:
     return (y.reshape(*x.shape),), backward
 
 
-_LENGTHS = """0x3x5.4 2x3x0.4 1x1x1.1 2x3x1.4 2x5x7.4 2x4x16.3 1x17x33.2 3x2x65.5 1x65x130.4
-    1x3x40.127 2x3x1025.4"""
-
-
-def _line(
-    draw: Draw, shape: tuple[int, ...], kernel: int, bias: bool = True, scale: float | str = 1.0
-) -> Arguments:
-    args = draw.normal(*shape, scale=scale), draw.normal(shape[1], kernel, scale=scale)
-    return (*args, draw.normal(shape[1]) if bias else None), {}
-
-
-def _conv1d_calls() -> Iterator[Call]:
-    labels = Labels({"bias:none": {"bias": False}, **ROOTS}, {r"(\d+)": ("kernel",)})
-    yield from labels(_line, _LENGTHS, ends=("", ".bias:none"))
-    yield from labels(_line, "3x5x20.4.huge 3x5x20.4.tiny")
-    # What is behind a NaN does not see it: it is causal.
-    small = partial(_line, shape=(2, 3, 12), kernel=4)
-    yield special("special", small, (0, (0, 1, 5), math.nan))
-
-
-CONV2D = differentiable(
-    _conv2d,
-    _conv2d_calls,
-    "2x3x7x5.65x3x3x3",
-    "2x17x6x33.9x17x1x1",
-    "1x128x5x5.4x128x3x3",
-    "aligned",
-)
-CONV1D = differentiable(_conv1d, _conv1d_calls, "1x65x130.4", "1x3x40.127", "2x3x1025.4")
+CONV2D = differentiable(_conv2d)
+CONV1D = differentiable(_conv1d)

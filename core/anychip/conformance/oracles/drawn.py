@@ -1,9 +1,9 @@
 """What each operator may be called with: its factors, and how a call is made of their levels.
 
 A factor is an option, a size or the kind of an argument's values; where arguments lie and who calls
-are factors of every operator (:mod:`anychip.conformance.designs`). What an operator is known to get
-wrong stands as fixed calls with its oracle; these are for what nobody knows. The limits of sizes
-and values keep a call short and its float32 intermediates finite.
+are factors of every operator (:mod:`anychip.conformance.designs`). Fixed calls give some factors
+what no level has (:mod:`.fixed`); these are for what nobody knows. The limits of sizes and values
+keep a call short and its float32 intermediates finite.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def _norm(
 def _group_norm(choose: Choices, draw: Draw) -> Arguments:
     groups = choose.number("num_groups", (1,), (2,), (3, 5, 7, 6, 12), (8, 4, 16, 32))
     batch = choose.number("batch", (2, 3, 4), (1,), (0,), (5, 8, 16, 17, 64, 300))
-    channels = choose.number("channels of a group", (1,), (2, 3), (4, 8, 15), (64, 250))
-    shape = [batch, groups * (channels if batch * groups < 16 else min(channels, 8))]
+    most = 250 if batch * groups < 16 else 8
+    channels = choose.number_up_to(most, "channels of a group", (1,), (2, 3), (4, 8, 15), (64, 250))
+    shape = [batch, groups * channels]
     width = choose.room(*shape).size("width")
     inner = {"one": [width], "none": [], "two": [3, 7], "three": [2, 3, 4]}
     shape += inner[choose.of("dims", *inner)]
@@ -151,8 +152,11 @@ def _gated(
 ) -> Arguments:
     shape = choose.shape()
     # An infinite factor of what is nearly 0 is infinite, or where it is flushed not a number.
-    gate = choose.values("gate", draw, *shape, more=more)
-    args = gate, choose.values("up", draw, *shape)
+    gate, up = (
+        choose.values(name, draw, *shape, ends=("root-huge", "tiny"), more=kinds)
+        for name, kinds in (("gate", more), ("up", _NAN))
+    )
+    args = gate, up
     return args, {name: choose.of(name, *values) for name, values in options.items()}
 
 
@@ -273,7 +277,7 @@ def _ends(
 ) -> Tensor:
     """Ends of groups, empty ones among them; of so many, if their number is given."""
     known = {**_LENGTHS, **more}
-    lengths = known[choose.of(factor, *known)]
+    lengths = choose.member(factor, {name: (lengths,) for name, lengths in known.items()})
     if count is not None:
         lengths = tuple((*lengths, 4, 0, 6) * count)[:count]
     return torch.tensor(lengths, dtype=torch.int64).cumsum(0)
@@ -328,8 +332,8 @@ def _conv2d(choose: Choices, draw: Draw) -> Arguments:
         kernel[1] = 2
     most = 17 if math.prod(kernel) <= 16 else 2
     groups = choose.number("groups", (1,), (2, 3), (4, 8))
-    inputs = groups * min(choose.number("inputs of a group", (1,), (3, 2, 4), (16, 8)), most)
-    outputs = groups * min(choose.number("outputs of a group", (1,), (2, 3, 4), (17, 8, 16)), most)
+    inputs = groups * choose.number_up_to(most, "inputs of a group", (1,), (3, 2, 4), (16, 8))
+    outputs = groups * choose.number_up_to(most, "outputs of a group", (1,), (2, 3, 4), (17, 8, 16))
     dilation = [choose.of(f"dilation {name}", 1, 2, 3) for name in names]
     more = [choose.number(f"more {name}", (1,), (2, 3), (5, 4, 8), (9, 16, 13)) for name in names]
     sizes = [(k - 1) * d + n for k, d, n in zip(kernel, dilation, more, strict=True)]
@@ -373,9 +377,12 @@ def _permute(choose: Choices, draw: Draw) -> Arguments:
     elif kind != "any" and not outside:
         indices = torch.full_like(indices, experts - 1 if kind == "the last" else experts // 2)
     x = choose.values("x", draw, tokens, width, more=SPECIAL)
-    keys = {"none": None, "equal": 1, "any": 9}[choose.of("key", "none", "equal", "any")]
-    key = None if keys is None else draw.integers(keys, tokens)
-    key = None if key is None else key.to(_index_dtype(choose, "dtype of key"))
+    kinds = {"none": None, "equal": 1, "any": 9, "far apart": 9}
+    kind = choose.of("key", *kinds)
+    keys, key = kinds[kind], None
+    if keys is not None:
+        key = draw.integers(keys, tokens).to(_index_dtype(choose, "dtype of key"))
+        key *= 1 if kind != "far apart" else 2**40 if key.dtype == torch.int64 else 2**20
     counts = {"all": None, "none": 0, "one": 1, "half": tokens // 2, "more": tokens + 1}
     count = counts[choose.of("count", *counts)]
     given = None if count is None else torch.tensor(count)
@@ -462,11 +469,11 @@ def _linear_cross_entropy_partials(choose: Choices, draw: Draw) -> Arguments:
     rows, inputs, classes = _product(choose)
     weight = choose.values("weight", draw, classes, inputs, ends=None, more=_NAN) * 0.125
     bias = choose.optional("bias", draw, classes, ends=None, more=_NAN)
-    first = {"none": 0, "one": 1, "a part": classes, "two parts": 2 * classes}
-    start = first[choose.of("first", *first)]
+    first = {"none": (0,), "one": (1,), "a part": (classes,), "two parts": (2 * classes,)}
+    start = choose.member("first", first)
     # Among all classes of three parts.
-    where = {"own": start, "first": 0, "second": classes, "third": 2 * classes}
-    target = draw.integers(classes, *rows) + where[choose.of("target", *where)]
+    where = {"own": (start,), "first": (0,), "second": (classes,), "third": (2 * classes,)}
+    target = draw.integers(classes, *rows) + choose.member("target", where)
     return (choose.values("x", draw, *rows, inputs, ends=None, more=_NAN), weight, target, bias), {
         "first": start
     }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anychip.conformance.calls import Arguments, Draw
-from anychip.conformance.choices import Choices
+from anychip.conformance.choices import NOT_FINITE, Choices
 from anychip.conformance.oracles import adamw_8bit as coding_8bit
 
 SQUARES = ("huge", "tiny")
@@ -33,7 +33,8 @@ _SHAPES: Mapping[str, tuple[tuple[int, ...], ...]] = {
 def _shapes(choose: Choices, *counts: int) -> list[tuple[int, ...]]:
     """Shapes of the tensors of a list, which may have so many more."""
     count = choose.number("tensors", (3, 4, 5), (1,), (2,), (7, 9, 16, 33, *counts))
-    shapes, first = _SHAPES[choose.of("shapes", *_SHAPES)], choose.turn("shapes")
+    shapes = choose.member("shapes", {name: (shapes,) for name, shapes in _SHAPES.items()})
+    first = choose.turn("shapes")
     return [shapes[(first + index) % len(shapes)] for index in range(count)]
 
 
@@ -41,11 +42,24 @@ def _listed(choose: Choices, draw: Draw, factor: str, **options: Any) -> list[Te
     shapes = _shapes(choose, 70, 300)
     if options.get("ends") == SQUARES and sum(map(math.prod, shapes)) > FEW_SQUARES:
         options["ends"] = ("root-huge", "root-tiny")
-    return [choose.values(factor, draw, *shape, **options) for shape in shapes]
+    wide = choose.of("every second tensor in float32", False, True)
+    spoilt = choose.turn("spoilt") % len(shapes)  # one tensor alone has what is not finite
+    found = []
+    for number, shape in enumerate(shapes):
+        dtype = torch.float32 if wide and number % 2 else draw.dtype
+        values = choose.values(factor, draw, *shape, dtype=dtype, **options)
+        is_clean = number != spoilt and choose.chosen[factor] in NOT_FINITE
+        found.append(draw.normal(*shape, dtype=dtype) if is_clean else values)
+    return found
 
 
 def l2_norm(choose: Choices, draw: Draw) -> Arguments:
     return (_listed(choose, draw, "tensors' values", ends=SQUARES),), {}
+
+
+def sums_of_squares(choose: Choices, draw: Draw) -> Arguments:
+    """Exact ones, of the smallest numbers too."""
+    return (_listed(choose, draw, "tensors' values", ends=("huge", "subnormal")),), {}
 
 
 def clip(choose: Choices, draw: Draw) -> Arguments:
@@ -56,8 +70,8 @@ def clip(choose: Choices, draw: Draw) -> Arguments:
 
 
 def unscale(choose: Choices, draw: Draw) -> Arguments:
-    grads = _listed(choose, draw, "grads", more=SPECIAL)
-    scales = (2.0, 16.0), (1024.0, 65536.0), (3.0, 7.0), (1.0,), (2.0**-4, 0.5)
+    grads = _listed(choose, draw, "grads", ends=("large", "root-tiny"), more=SPECIAL)
+    scales = (2.0, 16.0), (1024.0, 65536.0), (3.0, 7.0), (1.0,), (2.0**-4, 2.0**-3)
     scale = draw.scalar(choose.number("scale", *scales))
     return (grads, scale, draw.scalar(choose.of("found_inf", 0.0, 1.0))), {}
 
@@ -92,7 +106,8 @@ def _step(choose: Choices, draw: Draw, *, averages: int, **rule: Any) -> Argumen
     low = choose.of("copies", None, torch.bfloat16, torch.float16)
     copies = None if low is None else [p.to(low, copy=True) for p in params]
     lr = draw.scalar(choose.number("lr", (1e-2, 1e-3, 0.1), (0.5,), (0.0,)))
-    steps = (3.0, 2.0, 5.0, 10.0), (0.0,), (1.0,), (1000.0, 20.0, 100.0), (65_535.0,)
+    # Counts beside what 8, 12 and 16 bits hold; one that no short float has.
+    steps = (3.0, 2.0, 5.0), (0.0,), (1.0,), (4098.0, 1000.0), (255.0, 100.0), (65_535.0,)
     step = draw.scalar(choose.number("step", *steps))
     decay = choose.number("weight_decay", (0.1, 0.01), (0.0,), (1.0, 0.5, 2.0))
     attrs = {**rule, "weight_decay": decay}
@@ -143,7 +158,7 @@ def lamb_sums_of_squares(choose: Choices, draw: Draw) -> Arguments:
 
 DRAWN: Mapping[str, Callable[[Choices, Draw], Arguments]] = {
     "l2_norm": l2_norm,
-    "sums_of_squares": l2_norm,
+    "sums_of_squares": sums_of_squares,
     "clip": clip,
     "unscale_and_check": unscale,
     "adamw": adamw,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,30 +21,27 @@ class Oracle:
     Attributes:
         forward: ``f(*args, **attrs)`` gives outputs, then residuals; for an in-place operator every
             written tensor as it should be afterwards, in the schema's order.
-        calls: what the operator is called with, fixed cases first.
+        calls: those that are made whatever the design.
+        plain: small ones of ordinary numbers, for rules that do not depend on the values.
         backward: ``f(grads, *args, **attrs)`` gives the gradient of every differentiable argument.
-        lower_precision: labels of calls at which a computation one precision class lower must fail.
         independent: written from the equation. False: the operator's own reference in float64, and
             the bound is that of its author.
     """
 
     forward: Callable[..., Sequence[Rounded]]
-    calls: Callable[[], Iterable[Call]]
     backward: Callable[..., Sequence[Rounded | None]] | None = None
-    lower_precision: tuple[str, ...] = ()
+    calls: tuple[Call, ...] = ()
+    plain: tuple[Call, ...] = ()
     independent: bool = True
 
     def is_full(self, call: Call, dtype: torch.dtype) -> bool:
         """Whether a call is made only at level full.
 
-        So are those that differ in sizes alone and, in 16 bits, all with ordinary numbers: the
-        designs vary both. What tells precisions apart is asked all the same.
+        So are, in 16 bits, all with ordinary numbers, which the designs ask, but for what tells
+        precisions apart.
         """
-        in_16_bits = dtype.itemsize == 2
-        if call.full or (call.full_in_16_bits and in_16_bits):
-            return True
-        is_plain = call.sized or (in_16_bits and self.independent and call.statistical)
-        return is_plain and call.label not in self.lower_precision
+        is_plain = call.full_in_16_bits or (self.independent and call.statistical)
+        return call.full or (dtype.itemsize == 2 and is_plain and not call.telling)
 
 
 Gradients = tuple[Rounded | None, ...]
@@ -52,15 +49,11 @@ Answer = tuple[tuple[Rounded, ...], Callable[..., Gradients]]
 """Outputs and residuals; and from the outputs' gradients those of the differentiable arguments."""
 
 
-def differentiable(
-    answer: Callable[..., Answer], calls: Callable[[], Iterable[Call]], *lower_precision: str
-) -> Oracle:
+def differentiable(answer: Callable[..., Answer]) -> Oracle:
     """Of ``answer(*args, **attrs)``, which states both directions from the same parts."""
     return Oracle(
         forward=lambda *args, **attrs: answer(*args, **attrs)[0],
         backward=lambda grads, *args, **attrs: answer(*args, **attrs)[1](*grads),
-        calls=calls,
-        lower_precision=lower_precision,
     )
 
 

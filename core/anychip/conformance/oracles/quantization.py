@@ -10,8 +10,7 @@ format is a power of two, and nothing is rounded twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from anychip.conformance.arithmetic import SMALLEST_NORMAL, UNIT, Rounded, where
-from anychip.conformance.calls import Arguments, Call, Draw, changed
+from anychip.conformance.calls import Arguments, Draw
 from anychip.conformance.formats import Array
-from anychip.conformance.labels import Labels
 from anychip.conformance.oracles import philox
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -205,54 +203,6 @@ def _dequantize(
 # Calls
 
 
-def arguments(
-    draw: Draw,
-    shape: tuple[int, ...],
-    format: str,
-    block: int = 32,
-    offset: int | None = None,
-    scale: float | str = 1.0,
-) -> Arguments:
-    rng = None if offset is None else draw.rng(1234, offset)
-    return (draw.normal(*shape, scale=scale), rng), {"format": format, "block": block}
-
-
-def _mixed(draw: Draw, format: str) -> Arguments:
-    """Blocks of zeros, of one value, of one outlier, of both ends; ties at half a step."""
-    x = torch.zeros(6, 32)
-    x[1] = -2.5
-    x[2, 7] = 1000.0
-    x[3, 0], x[3, 31] = 3.0, -3.0
-    x[4] = (torch.arange(32) - 16) / 4
-    x[4, 0] = _largest(format)
-    x[5] = draw.normal(32, dtype=torch.float32)
-    return (x.to(draw.dtype), None), {"format": format, "block": 32}
-
-
-_SPECIAL = {(1, 3): math.nan, (2, 4): math.inf, (3, 5): -math.inf, (3, 6): math.nan}
-
-
-_LABELS = Labels({"random": {"offset": 5}, **{name: {"format": name} for name in FORMATS}})
-_BLOCKS = (".block:1", ".block:3", ".block:64", ".block:5000")
-
-
-def _quantize_calls() -> Iterator[Call]:
-    shapes = "0 1 scalar 31 32 33 7x9 4099"
-    for format in FORMATS:
-        yield from _LABELS(arguments, shapes, ends=(f".{format}",))
-        yield from _LABELS(partial(arguments, shape=(400,)), f"huge.{format} subnormal.{format}")
-        yield Call(f"mixed.{format}", partial(_mixed, format=format), statistical=False)
-        plain = partial(arguments, shape=(5, 32), format=format)
-        spoilt = changed(plain, *((0, *item) for item in _SPECIAL.items()))
-        yield Call(f"special.{format}", spoilt, statistical=False)
-        if not format.startswith("mx_"):
-            yield from _LABELS(arguments, f"33x40.{format}", ends=_BLOCKS)
-        if format in _INTEGERS:  # rounded at random
-            yield from _LABELS(arguments, shapes, ends=(f".{format}.random",))
-            large = partial(arguments, offset=9, block=256)
-            yield from _LABELS(large, f"300001.{format} 300001.{format}.block:3", full=True)
-
-
 def coded(draw: Draw, shape: tuple[int, ...], format: str, block: int = 32) -> Arguments:
     """Codes of any bits, but the one of int8 that quantize does not write."""
     count = math.prod(shape)
@@ -265,30 +215,5 @@ def coded(draw: Draw, shape: tuple[int, ...], format: str, block: int = 32) -> A
     return (codes.to(torch.int8), scales), {"shape": list(shape), "format": format, "block": block}
 
 
-def _coded_special(draw: Draw, format: str) -> Arguments:
-    args, attrs = coded(draw, (5, 32), format)
-    is_mx = format.startswith("mx_")
-    args[1][1], args[1][2] = (255, 253) if is_mx else (math.nan, math.inf)
-    args[1][4] = 1 if is_mx else 0
-    return args, attrs
-
-
-def _dequantize_calls() -> Iterator[Call]:
-    for format in FORMATS:
-        yield from _LABELS(coded, "0 1 scalar 31 33 7x9 2x3x5 4099", ends=(f".{format}",))
-        special = partial(_coded_special, format=format)
-        yield Call(f"special.{format}", special, statistical=False)
-        if not format.startswith("mx_"):
-            yield from _LABELS(coded, f"33x40.{format}", ends=_BLOCKS)
-            ends = (".block:256", ".block:524288")
-            yield from _LABELS(coded, f"300001.{format}", ends=ends, full=True)
-
-
-QUANTIZE = Oracle(
-    forward=_quantize, calls=_quantize_calls, lower_precision=("4099.int8", "4099.int4.random")
-)
-DEQUANTIZE = Oracle(
-    forward=_dequantize,
-    calls=_dequantize_calls,
-    lower_precision=("4099.int8", "33x40.int4.block:3"),
-)
+QUANTIZE = Oracle(forward=_quantize)
+DEQUANTIZE = Oracle(forward=_dequantize)

@@ -8,7 +8,7 @@ of roundings is what the operator's author declares in ``OperatorSpec.bound``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from anychip.conformance.arithmetic import Rounded
-from anychip.conformance.calls import LAYOUTS, Arguments, Call, Draw, Layouts
+from anychip.conformance.calls import Arguments, Call, Draw
 from anychip.conformance.choices import Choices
 from anychip.conformance.formats import FORMATS, Array
 from anychip.conformance.oracles.oracle import Oracle
@@ -46,10 +46,16 @@ def _widened(value: Any) -> Any:
 
 def reference_oracle(spec: OperatorSpec) -> Oracle:
     """An oracle that runs ``spec.forward`` in float64, and differentiates it for gradients."""
+    labels = [sample.label for sample in spec.samples(Draw(torch.float32, spec.name))]
+    calls = tuple(
+        Call(f"{index}.{safe(label)}", partial(_sample, spec, index=index), statistical=False)
+        for index, label in enumerate(labels)
+    )
     return Oracle(
         forward=partial(_forward, spec),
         backward=partial(_backward, spec) if spec.differentiable else None,
-        calls=partial(_calls, spec),
+        calls=calls,
+        plain=calls,
         independent=False,
     )
 
@@ -87,19 +93,6 @@ def _bounded(value: Array, roundings: float) -> Rounded:
     return Rounded(
         value, np.full(value.shape, roundings * top), np.full(value.shape, roundings * top)
     )
-
-
-def _calls(spec: OperatorSpec) -> Iterator[Call]:
-    labels = [sample.label for sample in spec.samples(Draw(torch.float32, spec.name))]
-    for index, label in enumerate(labels):
-        yield Call(f"{index}.{safe(label)}", partial(_sample, spec, index=index), statistical=False)
-    # Of all arguments, then of one alone: nobody may take its strides from another one.
-    names = Signature.parse(spec).positional
-    each: dict[str, Layouts] = {layout: layout for layout in LAYOUTS}
-    each |= {f"{name}.{layout}": {name: layout} for name in names for layout in LAYOUTS}
-    for label, layout in each.items() if labels else ():
-        make = partial(_sample, spec, index=0)
-        yield Call(f"0.{label}", make, layout=layout, statistical=False)
 
 
 def drawn(spec: OperatorSpec, choose: Choices, draw: Draw) -> Arguments:

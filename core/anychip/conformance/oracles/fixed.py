@@ -1,0 +1,508 @@
+"""Which calls of an operator are made whatever its design: points that no class of a factor holds.
+
+What tells precisions apart, at lengths where one class lower must fail; what an index of 16 bits
+does not hold, and tiles in all dims at once; vocabularies of models; long lists. A call is made
+like those of a design (:mod:`.drawn`): some factors have what is given here, all others their first
+level. ``PLAIN`` are small calls of ordinary numbers, for rules that do not depend on the values.
+
+65,536 and 32,768 are where an index of 16 bits ends, and a grid's second and third dimension; 110
+and 256 where multi-tensor kernels start another launch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anychip.conformance.calls import Arguments, Call, Draw
+from anychip.conformance.choices import Given
+from anychip.conformance.oracles.drawn import DRAWN
+
+BEYOND_16_BITS = 70_001
+VOCABULARY = 152_064
+WIDE = {"out_dtype": torch.float32}
+
+
+class Point(NamedTuple):
+    """Of an operator's factors, and how it is asked.
+
+    Attributes:
+        label: part of the case's id.
+        change: of the arguments, in place: what no factor says.
+        statistical: the statistical limits hold, if all values are ordinary.
+    """
+
+    label: str
+    given: Mapping[str, object]
+    change: Callable[..., None] | None = None
+    telling: bool = False
+    full: bool = False
+    full_in_16_bits: bool = False
+    statistical: bool = True
+    gradient: bool = True
+
+    def call(self, operator: str) -> Call:
+        """The call of an operator."""
+        values = Given(self.given)
+        return Call(
+            self.label,
+            partial(_made, operator, self),
+            telling=self.telling,
+            full=self.full,
+            full_in_16_bits=self.full_in_16_bits,
+            statistical=self.statistical and values.is_random,
+            gradient=self.gradient and values.is_finite,
+        )
+
+
+def _made(operator: str, point: Point, draw: Draw) -> Arguments:
+    choose = Given(point.given)
+    args, attrs = DRAWN[operator](choose, draw)
+    choose.check()
+    if point.change is not None:
+        point.change(args)
+    return args, attrs
+
+
+Points = tuple[Point, ...]
+
+
+def sized(text: str, *names: str, end: str = "", **options: Any) -> Points:
+    """A point for each of some words: ``2x3x8`` has the sizes of some factors, by name.
+
+    Args:
+        names: of which ``rows`` has all that is left for it, as a shape.
+        end: of the labels.
+        options: of every point; ``given`` besides the sizes.
+    """
+    more, found = options.pop("given", {}), []
+    for word in text.split():
+        numbers = tuple(map(int, re.findall(r"\d+", word)))
+        cut = len(numbers) - len(names) + 1
+        values = (numbers[:cut], *numbers[cut:]) if names[0] == "rows" else numbers
+        sizes = dict(zip(names, values, strict=True))
+        found.append(Point(word + end, {**sizes, **more}, **options))
+    return tuple(found)
+
+
+telling = partial(sized, telling=True)
+
+
+def large(label: str, given: Mapping[str, object], **options: Any) -> Point:
+    """One whose size is what matters: an index counts elements, whatever their type."""
+    return Point(label, given, full_in_16_bits=True, **options)
+
+
+def changed(label: str, given: Mapping[str, object], change: Callable[..., None]) -> Point:
+    """One with values that no level has, of which no gradient is asked."""
+    return Point(label, given, change, statistical=False, gradient=False)
+
+
+def many_rows(width: int, name: str = "width", **options: Any) -> Point:
+    """Of few numbers each, which share their errors."""
+    given = {"rows": (BEYOND_16_BITS,), name: width}
+    return large("many-rows", given, statistical=False, **options)
+
+
+SHAPED = ("rows", "width")
+PRODUCT = ("rows", "inputs", "outputs")
+CLASSES = ("rows", "inputs", "classes")
+SCORES = ("rows", "queries", "keys")
+HEADS = ("heads of a key head", "key heads", "head_dim")
+
+# Shapes: round and beside powers of two and vector widths (4, 8, 16, 64); longer than a block.
+_NORM = telling("4x8 3x17 5x64 4x1000 3x4096", *SHAPED)
+_NORM_LARGE = (large("300x260", {"rows": (300,), "width": 260}), many_rows(2))
+_ELEMENTS = (
+    *telling("17 1025", *SHAPED),
+    large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS}),
+)
+_BY_FORM = tuple(
+    point
+    for form in ("none", "tanh")
+    for point in telling("17 1025", *SHAPED, end=f".{form}", given={"approximate": form})
+)
+
+
+def _far_scores(args: tuple[Any, ...]) -> None:
+    """About -22,500, which a number that stands for -inf, such as -10,000, exceeds."""
+    args[0][..., 0], args[1][..., 0] = 300.0, -300.0
+
+
+def _of_one_sign(args: tuple[Any, ...]) -> None:
+    """Values whose mean is far from 0: that it is rounded shows."""
+    args[2].add_(4.0)
+
+
+def _far_softmax(args: tuple[Any, ...]) -> None:
+    """Its scores lie beyond such a number too; each row sees a key."""
+    args[0].sub_(30_000.0)
+    if args[1] is not None:
+        args[1].fill_diagonal_(True)
+
+
+def _far_targets(args: tuple[Any, ...]) -> None:
+    """The last class, and those that are -100, which is ignored, in 8 and in 16 bits."""
+    target = next(arg for arg in args if isinstance(arg, Tensor) and arg.dtype == torch.int64)
+    size = args[0].shape[-1] if args[1] is target else args[1].shape[0]
+    chosen = [size - 1, size // 2, 40_000 % size, -100 % 2**8, -100 % 2**16]
+    target.copy_(torch.tensor(chosen))
+
+
+def _far_rows(args: tuple[Any, ...]) -> None:
+    """Indices from both ends and around 2^15 and 2^16."""
+    count = len(args[1])
+    args[0].copy_(torch.tensor([0, 1, count - 1, count - 2, 32_767, 32_768, 65_536]))
+
+
+def _far_octaves(args: tuple[Any, ...]) -> None:
+    """Gradients of 24 octaves in one block of codes, and one block of zeros."""
+    (grad,) = args[1]
+    grad.mul_(torch.exp2(torch.arange(grad.numel()) * 7919 % 25 - 12.0).view_as(grad))
+    grad[1] = 0.0
+
+
+def _zero_params(args: tuple[Any, ...]) -> None:
+    """A parameter of 0 has no norm."""
+    for param in args[0]:
+        param.zero_()
+
+
+def _impossible(args: tuple[Any, ...]) -> None:
+    """A target that a mask has ruled out: the loss is infinite, and says so."""
+    args[0][0, int(args[1][0])] = -math.inf
+
+
+def _ties(args: tuple[Any, ...]) -> None:
+    """Blocks of zeros, of one value, of an outlier, and of halves of steps of 8 bits."""
+    x = args[0]
+    x[0], x[1], x[2, 7] = 0.0, -2.5, 1000.0
+    x[3] = torch.arange(32) * 4 - 62.5
+    x[3, 0] = -127.0
+
+
+_CHUNK: tuple[tuple[int, ...], ...] = ((1000,), (17,), (4, 5), (), (0, 3), (3, 7, 9), (1,))
+"""Lengths of a list's tensors: beside vector widths, none, and more elements than one chunk."""
+
+
+def _many(count: int) -> dict[str, object]:
+    """Empty and small tensors, and one longer than a chunk of any multi-tensor kernel."""
+    return {
+        "tensors": count,
+        "shapes": (*((i * 7 % 5,) for i in range(count - 1)), (BEYOND_16_BITS,)),
+    }
+
+
+def _of_list(**given: object) -> dict[str, object]:
+    return {"tensors": len(_CHUNK), "shapes": _CHUNK, **given}
+
+
+_MANY = (
+    large("many-tensors", _many(300), statistical=False),
+    Point("1100-tensors", _many(1100), full=True, statistical=False),
+)
+_STEPS = (
+    Point("plain", _of_list(), telling=True),
+    Point("scale-clip", _of_list(scale=512.0, clip=0.25, found_inf=0.0), telling=True),
+    *_MANY,
+)
+_LATE = Point("late", _of_list(step=100_000.0), telling=True)
+_PACKED = {"heads of a key head": 2, "key heads": 2, "head_dim": 16}
+_HEAD_LARGE = Point("tiles", {"rows": (70,), "inputs": 72, "classes": 130})
+_TO_FLOAT32: dict[str, Any] = {"given": WIDE, "end": ".to-float32"}
+_NONE: dict[str, Any] = {"given": {"reduction": "none"}, "end": ".none"}
+
+FIXED: Mapping[str, Points] = {
+    **dict.fromkeys(
+        ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), (*_NORM, *_NORM_LARGE)
+    ),
+    # Half are dropped, and twice the others is exact: sizes are what the large ones ask about.
+    **{
+        name: (*telling("4x8 3x17 5x64 4x1000", *SHAPED, given={"p": 0.1}),
+               *(p._replace(given={**p.given, "p": 0.5}) for p in _NORM_LARGE))
+        for name in ("dropout_add_rms_norm", "dropout_add_layer_norm")
+    },
+    "group_norm": (
+        *telling("2x1x17 2x24x72 1x1x4096", "batch", "channels of a group", "width",
+                 given={"num_groups": 3}),
+        large("many-rows", {"batch": BEYOND_16_BITS, "channels of a group": 2, "width": 1},
+              statistical=False),
+    ),
+    "dropout": _ELEMENTS,
+    "bias_dropout_add": _ELEMENTS,
+    **dict.fromkeys(("silu", "relu", "relu2", "sigmoid", "tanh", "softplus", "swiglu"), _ELEMENTS),
+    **{
+        name: (*_BY_FORM, large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS,
+                                                   "approximate": "tanh"}))
+        for name in ("gelu", "bias_gelu", "geglu")
+    },
+    "softmax": (
+        *telling("7x1x257 3x1x1000", *SCORES),
+        *telling("1x65x65", *SCORES, end=".causal", given={"causal": True}),
+        *telling("500x96", *SCORES, end=".bias", given={"bias": "last"}),
+        large("300x260", {"rows": (), "queries": 300, "keys": 260}),
+        # mask, bias and the triangle beyond the first 1024 keys
+        large("2x3x40x1100.everything", {"rows": (2, 3), "queries": 40, "keys": 1100,
+                                         "mask": "rows", "bias": "whole", "causal": True}),
+        changed("far.masked", {"rows": (), "queries": 9, "keys": 9, "mask": "whole"}, _far_softmax),
+        changed("far.causal", {"queries": 9, "keys": 9, "causal": True}, _far_softmax),
+        Point("vocabulary", {"queries": 3, "keys": VOCABULARY}, full=True),
+        large("many-rows", {"rows": (), "queries": BEYOND_16_BITS, "keys": 2}, statistical=False),
+    ),
+    "rope": (
+        *telling("17x2x2x16", "length", *HEADS, given={"batch": 1}),
+        *telling("129x1x1x64", "length", *HEADS, end=".interleaved", given={"interleaved": True}),
+        Point("many-batches", {"batch": 66_000, "head_dim": 2, "length": 1}, full=True),
+    ),
+    "attention": (
+        *telling("1x17x2x2x16 1x130x2x1x32 2x64x2x2x64", "batch", "queries", *HEADS,
+                 end=".causal"),
+        *telling("1x65x1x3x40", "batch", "queries", *HEADS, given={"causal": False}, end=".full"),
+        *telling("1x65x1x3x40", "batch", "queries", *HEADS, given={"causal": False, **WIDE},
+                 change=_of_one_sign, end=".to-float32"),
+        # Large scores: what rounds them is seen through the rounding of weights that 16 bits have.
+        *telling("1x33x1x2x16", "batch", "queries", *HEADS, given={"scale": 1.0}, end=".sharp"),
+        changed("far", {"queries": 9}, _far_scores),
+        Point("16of4096", {"cross": True, "queries": 16, "keys": 4096}, full=True),
+        Point("4096of16", {"cross": True, "queries": 4096, "keys": 16, "causal": False}, full=True),
+        Point("many-batches", {"batch": 66_000, "queries": 1, "head_dim": 2}, full=True),
+    ),
+    "attention_dropout": (
+        *telling("1x17x2x2x16 1x65x1x3x40", "batch", "queries", *HEADS, given={"p": 0.1}),
+        *telling("1x33x1x2x16", "batch", "queries", *HEADS, given={"p": 0.3, "scale": 1.0},
+                 end=".sharp"),
+    ),
+    "attention_varlen": (
+        Point("15+17+33", {**_PACKED, "lengths": (15, 17, 33)}, telling=True),
+        Point("63+65", {**_PACKED, "lengths": (63, 65), "causal": False}, telling=True),
+        Point("33+4of65+7", {**_PACKED, "lengths": (33, 4), "cross": True, **WIDE,
+                             "lengths of keys": (65, 7), "causal": False}, _of_one_sign,
+              telling=True),
+        changed("far", {"lengths": (9, 3)}, _far_scores),
+        Point("150-sequences", {"lengths": (1, 2, 0) * 50}),
+    ),
+    "linear": (
+        *telling("5x64x64 3x1000x6 4x4096x5 600x24x10 64x512x128", *PRODUCT),
+        *telling("5x64x64 3x1000x6 600x24x10", *PRODUCT, **_TO_FLOAT32),
+        *sized("130x136x132 5x257x1 3x259x5", *PRODUCT),
+        Point("vocabulary", {"inputs": 6, "outputs": VOCABULARY}, full=True),
+        large("many-rows", {"rows": (BEYOND_16_BITS,), "inputs": 2, "outputs": 2}, full=True),
+    ),
+    "grouped_linear": (
+        *(Point(f"{label}{end}", {"lengths": lengths, "inputs": inputs, "outputs": outputs, **wide},
+                telling=True)
+          for label, lengths, inputs, outputs in (
+              ("15+17+1.64x65", (15, 17, 1), 64, 65), ("2+3.1000x6", (2, 3), 1000, 6),
+              ("600+1.24x10", (600, 1), 24, 10), ("32+32.512x64", (32, 32), 512, 64))
+          for end, wide in (("", {}), (".to-float32", WIDE)) if inputs in (24, 1000) or not wide),
+        Point("tiles", {"lengths": (70, 66), "rows of no group": 1, "inputs": 96, "outputs": 130}),
+        # More than a table of sizes in a kernel's constant memory has entries.
+        Point("150-groups", {"lengths": (1, 0, 2) * 50}),
+    ),
+    "conv1d": (
+        *telling("1x65x130x4 1x3x40x127 2x3x1025x4", "batch", "channels", "length", "kernel"),
+        large("many-channels", {"batch": 1, "channels": BEYOND_16_BITS, "length": 2, "kernel": 2}),
+        large("many-rows", {"batch": BEYOND_16_BITS, "channels": 1, "length": 2, "kernel": 2}),
+    ),
+    "conv2d": (
+        *(Point(label, {**dict.fromkeys(("kernel height", "kernel width"), kernel),
+                        "inputs of a group": inputs, "outputs of a group": outputs, "batch": batch,
+                        "more height": more, "more width": more, "padding height": padding,
+                        "padding width": padding}, telling=label != "tiles")
+          for label, batch, inputs, outputs, kernel, more, padding in (
+              ("3.3x65", 2, 3, 65, 3, 4, 1), ("1.17x9", 2, 17, 9, 1, 14, 0),
+              ("3.128x4", 1, 128, 4, 3, 3, 1), ("aligned", 2, 64, 32, 3, 14, 1),
+              ("tiles", 2, 40, 72, 3, 16, 1))),
+        large("many-rows", {"batch": BEYOND_16_BITS, "kernel height": 2}, full=True),
+    ),
+    "permute": (
+        Point("40x24.8of64", {"tokens": 40, "width": 24, "choices": 8, "experts": 64},
+              telling=True),
+        large("many-tokens", {"tokens": BEYOND_16_BITS, "width": 1, "choices": 1, "experts": 3}),
+    ),
+    "unpermute": (
+        *telling("9x33x4 9x65x8 3x700x5", "tokens", "width", "choices"),
+        large("many-tokens", {"tokens": BEYOND_16_BITS, "width": 1, "choices": 1}),
+    ),
+    "embedding": (
+        Point("repeated", {"rows": (130,), "count": 4, "width": 21, "indices": "equal"},
+              telling=True),
+        *telling("500x3x5", "rows", "count", "width"),
+        large("row-beyond-16-bits", {"rows": (7,), "count": BEYOND_16_BITS, "width": 1},
+              change=_far_rows),
+        large("many-indices", {"rows": (BEYOND_16_BITS,), "count": 9, "width": 1}),
+        Point("of-a-vocabulary", {"rows": (7,), "count": VOCABULARY, "width": 8}, _far_rows,
+              full=True),
+    ),
+    "cross_entropy": (
+        *telling("6x11 5x13x130", "rows", "classes", **_NONE),
+        *telling("90x33", "rows", "classes"),
+        # The sum over the whole vocabulary counts in smoothing alone.
+        Point("3x32000", {"rows": (3,), "classes": 32_000, "label_smoothing": 0.2, "z_loss": 1e-3}),
+        large("class-beyond-16-bits", {"rows": (5,), "classes": BEYOND_16_BITS,
+                                       "reduction": "none"}, change=_far_targets),
+        large("tiles", {"rows": (70,), "classes": 1030}),
+        changed("impossible", {"reduction": "none"}, _impossible),
+        # What is ignored is one of the classes, but for the upper half of 64 bits.
+        Point("ignored:2p32", {"rows": (200,), "classes": 20, "ignore_index": 2**32 + 3,
+                               "target": "some ignored"}),
+        large("many-rows", {"rows": (BEYOND_16_BITS,), "classes": 2, "reduction": "none"},
+              statistical=False),
+        Point("5x152064", {"rows": (5,), "classes": VOCABULARY}, full=True),
+    ),
+    "linear_cross_entropy": (
+        *telling("5x13x24x130 64x256x128", *CLASSES, **_NONE),
+        *telling("90x12x65 65x257x33", *CLASSES),
+        large("class-beyond-16-bits", {"rows": (5,), "inputs": 5, "classes": BEYOND_16_BITS},
+              change=_far_targets),
+        _HEAD_LARGE,
+        # More than one chunk of rows, whatever their size.
+        Point("50x32x32000", {"rows": (50,), "inputs": 32, "classes": 32_000}, full=True),
+    ),
+    "linear_cross_entropy_partials": (
+        *telling("90x12x65 65x257x33", *CLASSES),
+        # Classes whose numbers need more than 32 bits.
+        Point("classes-from-2p32", {"rows": (6,), "classes": 11, "first": 2**32}),
+    ),
+    "l2_norm": (
+        *(Point(str(n), {"tensors": 1, "shapes": ((n,),)}, telling=True) for n in (2, 17, 100)),
+        *_MANY,
+    ),
+    "sums_of_squares": (
+        Point("list", {"tensors": 4, "shapes": ((1030,), (7,), (2048,), (0,))}, telling=True),
+        Point("4096", {"tensors": 1, "shapes": ((4096,),)}, telling=True),
+        *_MANY,
+    ),
+    "clip": (Point("norm:3", _of_list(norm=3.0), telling=True), *_MANY),
+    "unscale_and_check": (Point("scale:3", _of_list(scale=3.0), telling=True), *_MANY),
+    "adamw": (*_STEPS, _LATE, Point("eps:0", _of_list(eps=0.0, beta1=0.5, beta2=0.0))),
+    "adamw_8bit": (
+        *(point._replace(full=point.full or point.full_in_16_bits) for point in _STEPS), _LATE,
+        changed("far-apart", {"tensors": 1, "shapes": ((4, 256),), "step": 0.0, "moments": 0.0},
+              _far_octaves),
+    ),
+    "sgd": (
+        *_STEPS,
+        Point("nesterov", _of_list(momentum=(0.9, True)), telling=True),
+    ),
+    "lion": _STEPS,
+    "lamb": (
+        *(point._replace(full=point.full or point.full_in_16_bits) for point in _STEPS),
+        changed("zero-params", _of_list(), _zero_params),
+    ),
+    "lamb_sums_of_squares": (
+        Point("plain", _of_list(), telling=True),
+        Point("betas", _of_list(beta1=0.0, beta2=0.5), telling=True),
+    ),
+    "quantize": (
+        Point("4099.int8", {"rows": (), "width": 4099}, telling=True),
+        Point("4099.int4.random", {"rows": (), "width": 4099, "format": "int4", "random": True},
+              telling=True),
+        changed("ties", {"rows": (4,), "width": 32}, _ties),
+        *(Point(f"300001.{format}", {"rows": (), "width": 300_001, "format": format,
+                                     "random": True, "block": 256}, full=True)
+          for format in ("int8", "int4")),
+        large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS}),
+    ),
+    "dequantize": (
+        Point("4099.int8", {"rows": (), "width": 4099}, telling=True),
+        Point("33x40.int4", {"rows": (33,), "width": 40, "format": "int4", "block": 3},
+              telling=True),
+        large("beyond-16-bits", {"rows": (), "width": BEYOND_16_BITS}),
+    ),
+    "hadamard": (
+        Point("5x16", {"rows": (5,), "block": 4}, telling=True),
+        Point("7x256", {"rows": (7,), "block": 8}, telling=True),
+        Point("5x192", {"rows": (5,), "block": 6, "whole": False, "blocks": 3}, telling=True),
+        Point("3x4096", {"block": 12}, full=True),
+        large("beyond-16-bits", {"rows": (BEYOND_16_BITS,), "block": 1}),
+    ),
+    "top_k": (
+        *telling("6x31", *SHAPED, given={"k": "few"}),
+        Point("index-beyond-16-bits", {"rows": (2,), "width": BEYOND_16_BITS, "k": "few"}),
+        many_rows(2),
+        Point("vocabulary", {"width": VOCABULARY, "k": "few"}, full=True),
+    ),
+}  # fmt: skip
+"""Of every operator of ours."""
+
+
+def _plain(*given: Mapping[str, object]) -> Points:
+    return tuple(Point(f"plain{number}", one) for number, one in enumerate(given))
+
+
+_PLAIN_SHAPED = sized("4x8 3x17 2x3x33 5x64", *SHAPED)
+_PLAIN_PARTS = (*_PLAIN_SHAPED, *sized("4x12", *SHAPED, given={"rows of a whole": "some"}))
+_PLAIN_ELEMENTS = sized("7 8 3x5 17 2x3x16", *SHAPED)
+_PLAIN_HEADS = sized("2x5x2x2x8 2x9x1x2x12 1x17x2x2x16", "batch", "queries", *HEADS)
+_PLAIN_LISTS = _plain(_of_list(), {}, {"tensors": 2, "shapes": ((33,), (4, 3))})
+_PLAIN_STEPS = _plain(
+    _of_list(scale=8.0, clip=0.25, found_inf=0.0, copies=torch.bfloat16),
+    _of_list(), {"tensors": 2, "shapes": ((33,), (4, 3))},
+)  # fmt: skip
+_PLAIN_CLASSES = sized("6x5x11 2x3x4x17", *CLASSES)
+
+PLAIN: Mapping[str, Points] = {
+    **dict.fromkeys(("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), _PLAIN_SHAPED),
+    **dict.fromkeys(("dropout", "bias_dropout_add", "dropout_add_rms_norm",
+                     "dropout_add_layer_norm"), _PLAIN_PARTS),
+    "group_norm": sized("2x4x17 3x2x5 1x3x33", "batch", "channels of a group", "width",
+                        given={"num_groups": 2}),
+    **dict.fromkeys(("gelu", "silu", "relu", "relu2", "sigmoid", "tanh", "softplus", "swiglu",
+                     "geglu", "bias_gelu", "quantize"), _PLAIN_ELEMENTS),
+    "dequantize": sized("31 3x5 2x3x16", *SHAPED),
+    "softmax": (
+        *sized("2x4x9 3x5x17", *SCORES, given={"mask": "whole", "bias": "whole"}),
+        *sized("2x3x4x8", *SCORES, given={"causal": True}),
+    ),
+    "rope": sized("5x2x2x8 9x1x2x12", "length", *HEADS),
+    "attention": (
+        *_PLAIN_HEADS,
+        Point("3of20", {"cross": True, "queries": 3, "keys": 20, "causal": False}),
+    ),
+    "attention_dropout": (
+        *(p._replace(given={**p.given, "p": 0.3}) for p in _PLAIN_HEADS),
+        Point("part", {"queries": 7, "batch": 2,
+                       **{f"{dim} of a whole": True
+                          for dim in ("batch", "heads", "queries", "keys")}}),
+    ),
+    "attention_varlen": _plain(
+        {"lengths": (3, 5, 4), "head_dim": 16}, {"lengths": (0, 4, 0, 0, 3, 0)},
+        {"lengths": (5, 2), "padding": 3, "causal": False},
+    ),
+    "linear": sized("3x8x5 2x4x33x17 5x64x64", *PRODUCT),
+    "grouped_linear": _plain(
+        {"lengths": (3, 5), "inputs": 8, "outputs": 5},
+        {"lengths": (4, 0, 3), "rows of no group": 2, "inputs": 33, "outputs": 17},
+    ),
+    "conv1d": sized("2x5x7x4 1x17x33x2", "batch", "channels", "length", "kernel"),
+    "conv2d": _plain(
+        {"batch": 2, "inputs of a group": 3, "outputs of a group": 2, "kernel height": 3,
+         "kernel width": 2, "more height": 4, "more width": 5},
+        {"batch": 1, "groups": 2, "inputs of a group": 2, "outputs of a group": 3,
+         "kernel height": 2, "kernel width": 3, "more height": 5, "more width": 4,
+         "stride height": 2, "padding width": 1},
+    ),
+    "permute": _plain(
+        {"tokens": 7, "width": 5, "experts": 3},
+        {"tokens": 9, "width": 8, "choices": 4, "experts": 9, "key": "any", "count": "half"},
+    ),
+    "unpermute": sized("7x5x1 6x16x3 9x33x4", "tokens", "width", "choices"),
+    "embedding": sized("4x10x8 2x3x5x17 33x7x64", "rows", "count", "width"),
+    "cross_entropy": sized("6x11 3x17 2x3x130", "rows", "classes"),
+    "linear_cross_entropy": _PLAIN_CLASSES,
+    "linear_cross_entropy_partials": _PLAIN_CLASSES,
+    **dict.fromkeys(("l2_norm", "sums_of_squares", "clip", "unscale_and_check"), _PLAIN_LISTS),
+    **dict.fromkeys(("adamw", "adamw_8bit", "lion", "lamb", "lamb_sums_of_squares"), _PLAIN_STEPS),
+    "sgd": tuple(p._replace(given={**p.given, "momentum": (0.9, False)}) for p in _PLAIN_STEPS),
+    "hadamard": _plain({"rows": (3,), "block": 3}, {"rows": (5,), "block": 4},
+                       {"rows": (2, 3), "block": 2, "whole": False}),
+    "top_k": sized("2x17 6x31 2x3x40", *SHAPED, given={"k": "few"}),
+}  # fmt: skip
+"""Small calls of ordinary numbers, by operator, which rules are asked with."""

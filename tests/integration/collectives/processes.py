@@ -1,15 +1,16 @@
 """Jobs of real processes, for tests: one server has imported torch, and forks the ranks of each.
 
-``server.run("name", world_size, ...)`` calls ``cases.name(comm, ...)`` on every rank and says what
-became of each: a value, an error, or the signal that ended it.
+``server.run("name", world_size, ...)`` calls ``cases.name(comm, ...)`` on every rank, or that of
+another module here ("module.name"), and says what became of each: a value, an error, or the signal
+that ended it.
 """
 
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import json
 import os
+import pkgutil
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 HERE = Path(__file__).parent
+PACKAGE = "tests.integration.collectives"
 
 
 @dataclass
@@ -83,13 +85,9 @@ def serve() -> None:
     import anychip.comm.library
     import anychip.comm.shared_memory  # noqa: F401 - what every rank needs
 
-    specification = importlib.util.spec_from_file_location("cases", HERE / "cases.py")
-    assert specification is not None
-    assert specification.loader is not None
-    cases = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(cases)
     for line in sys.stdin:
         case, world_size, arguments = json.loads(line)
+        found = pkgutil.resolve_name(f"{PACKAGE}.{case if '.' in case else f'cases.{case}'}")
         # Not a context: a child that leaves it would remove what the others write to.
         folder = tempfile.mkdtemp()
         files = [Path(folder) / str(rank) for rank in range(world_size)]
@@ -101,8 +99,8 @@ def serve() -> None:
                 sys.stdin.close()
                 sys.stdout = sys.stderr
                 if launched:
-                    run_launched(getattr(cases, case), rank, launched, port, arguments, files[rank])
-                run_rank(getattr(cases, case), rank, world_size, port, arguments, files[rank])
+                    run_launched(found, rank, launched, port, arguments, files[rank])
+                run_rank(found, rank, world_size, port, arguments, files[rank])
                 return  # to the ordinary end of an interpreter
             children.append(child)
         outcomes = wait_for(children, files)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from anychip.comm import heartbeat
+from tests.integration.collectives import striking
 from tests.integration.collectives.processes import Outcome, Server
 
 needs_native = pytest.mark.skipif(
@@ -183,6 +184,16 @@ def test_stopped_host_of_the_store_blocks_nobody_who_asks_it(server: Server) -> 
     for outcome in failed(outcomes, 0):
         assert outcome.ranks == (0,)
         assert "rank 0 has not been heard of for 5 s" in outcome.error
+
+
+@pytest.mark.grid
+@needs_native
+@pytest.mark.parametrize("seed", range(2 * len(striking.KINDS)))
+def test_rank_struck_among_random_calls_is_named_or_all_results_are_right(
+    server: Server, seed: int
+) -> None:
+    trial = striking.attempt(server, seed)
+    assert trial.is_right, trial
 
 
 @pytest.mark.grid

@@ -1,10 +1,12 @@
-"""Steps of transformers' Llama on the host: eager, compiled and ours, with torch's memory and kept.
+"""Steps of a decoder on the host: eager, compiled and ours, with torch's memory and kept blocks.
 
-One process, candidates in turn in every round, the median over rounds of the ratio to another of
-the same round. A candidate takes one step that is not timed after each change of memory.
+transformers' Llama, fused by us; or our own decoders, against the same in plain torch
+(plain_decoders.py). One process, candidates in turn in every round, the median over rounds of the
+ratio to another of the same round. A candidate takes one step that is not timed after each change
+of memory.
 
-    python benchmarks/host_training.py [--rounds 15] [--steps 3] [--precision fp32] [--json FILE]
-    python benchmarks/host_training.py --precision bf16 --picture profile.png
+    python -m benchmarks.host_training [--model llama] [--rounds 15] [--steps 3] [--json FILE]
+    python -m benchmarks.host_training --precision bf16 --picture profile.png
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import anychip
 from anychip import host_memory
 from anychip.comm import alone
 from anychip.train import optim, zero
+from benchmarks import plain_decoders
 
 Step = Callable[[], None]
 MODEL = {
@@ -39,7 +42,7 @@ SHADES = ("#1b6ca8", "#8a5fa8", "#d1793b", "#5b9f5b", "#e3b23c", "#9aa0a6")
 MEMORIES = ("torch", "kept")
 
 
-def model() -> nn.Module:
+def library_model() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
@@ -47,12 +50,24 @@ def model() -> nn.Module:
     return made
 
 
-def step_of(call: nn.Module, optimizer: Any, precision: str) -> Step:
+def own_model(name: str) -> nn.Module:
+    """GPT or Llama of the same sizes as the library's."""
+    made, config = plain_decoders.CONFIGS[name]
+    torch.manual_seed(1)
+    return made(
+        config(
+            vocab_size=MODEL["vocab_size"], context=CONTEXT, layers=MODEL["num_hidden_layers"],
+            heads=MODEL["num_attention_heads"], width=MODEL["hidden_size"],
+        )
+    )  # fmt: skip
+
+
+def step_of(loss_of: Callable[[torch.Tensor], Any], optimizer: Any, precision: str) -> Step:
     tokens = torch.randint(MODEL["vocab_size"], (BATCH, CONTEXT))
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            loss = call(input_ids=tokens, labels=tokens).loss
+            loss = loss_of(tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -60,22 +75,23 @@ def step_of(call: nn.Module, optimizer: Any, precision: str) -> Step:
     return step
 
 
-def eager(precision: str) -> Step:
-    made = model()
-    return step_of(made, torch.optim.AdamW(made.parameters(), LEARNING_RATE, fused=True), precision)
-
-
-def compiled(precision: str) -> Step:
-    made = model()
-    optimizer = torch.optim.AdamW(made.parameters(), LEARNING_RATE, fused=True)
-    return step_of(torch.compile(made), optimizer, precision)
-
-
-def ours(precision: str) -> Step:
-    made = model()
-    anychip.fuse(made, linear=True)
-    rule = optim.adamw(LEARNING_RATE, weight_decay=0.01)
-    return step_of(made, zero.Optimizer(made, rule, alone()), precision)
+def made(candidate: str, model: str, precision: str) -> Step:
+    """One of the candidates, for one of the models."""
+    is_own = model in plain_decoders.CONFIGS
+    module = own_model(model) if is_own else library_model()
+    optimizer: Any
+    if candidate == "anychip":
+        if not is_own:
+            anychip.fuse(module, linear=True)
+        rule = optim.adamw(LEARNING_RATE, weight_decay=0.01)
+        optimizer = zero.Optimizer(module, rule, alone())
+    else:
+        optimizer = torch.optim.AdamW(module.parameters(), LEARNING_RATE, fused=True)
+    call = torch.compile(module) if candidate == "compiled" else module
+    if not is_own:
+        return step_of(lambda t: call(input_ids=t, labels=t).loss, optimizer, precision)
+    step = step_of(lambda t: call(t, t), optimizer, precision)
+    return step if candidate == "anychip" else plain_decoders.plain()(step)
 
 
 PARTS = {
@@ -87,7 +103,7 @@ PARTS = {
 }
 """Pieces of work that torch's profiler names, by a pattern; the rest is everything else."""
 
-CANDIDATES = {"eager": eager, "compiled": compiled, "anychip": ours}
+CANDIDATES = ("eager", "compiled", "anychip")
 
 
 def faults() -> int:
@@ -108,15 +124,15 @@ Measured = dict[str, list[float]]
 """By candidate and memory, one number for each round."""
 
 
-def measure(precision: str, rounds: int, steps: int) -> tuple[Measured, Measured]:
+def measure(model: str, precision: str, rounds: int, steps: int) -> tuple[Measured, Measured]:
     """Seconds, and page faults, of a step."""
-    made = {name: make(precision) for name, make in CANDIDATES.items()}
-    seconds: Measured = {f"{n}, {m}": [] for m in MEMORIES for n in made}
+    all_steps = {name: made(name, model, precision) for name in CANDIDATES}
+    seconds: Measured = {f"{n}, {m}": [] for m in MEMORIES for n in all_steps}
     pages: Measured = {name: [] for name in seconds}
     for number in range(rounds):
         for memory in MEMORIES if number % 2 == 0 else MEMORIES[::-1]:
             host_memory.keep() if memory == "kept" else host_memory.stop()
-            for name, step in made.items():
+            for name, step in all_steps.items():
                 taken, given = timed(step, steps)
                 seconds[f"{name}, {memory}"].append(taken)
                 pages[f"{name}, {memory}"].append(given)
@@ -141,13 +157,13 @@ def parts(step: Step) -> dict[str, float]:
     return found
 
 
-def draw(precision: str, file: Path) -> None:
+def draw(model: str, precision: str, file: Path) -> None:
     """A bar for each candidate, with kept memory: where a step's time goes."""
     host_memory.keep()
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     axes = figure.subplots()
-    for name, make in CANDIDATES.items():
-        step, start = make(precision), 0.0
+    for name in CANDIDATES:
+        step, start = made(name, model, precision), 0.0
         for _ in range(3):
             step()
         for (part, taken), color in zip(parts(step).items(), SHADES, strict=True):
@@ -157,12 +173,14 @@ def draw(precision: str, file: Path) -> None:
     axes.legend(handles[: len(SHADES)], labels[: len(SHADES)], ncols=3, fontsize=8,
                 loc="upper center", bbox_to_anchor=(0.5, -0.25), frameon=False)  # fmt: skip
     axes.invert_yaxis()
-    axes.set_xlabel(f"ms of a step of Llama in {precision}, {torch.get_num_threads()} threads")
+    axes.set_xlabel(f"ms of a step of {model} in {precision}, {torch.get_num_threads()} threads")
     figure.savefig(file, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    models = ("transformers", *plain_decoders.CONFIGS)
+    parser.add_argument("--model", choices=models, default="transformers")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
@@ -170,10 +188,10 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="draws where a step's time goes, no timing")
     given = parser.parse_args()
     anychip.use("cpu")
-    print(f"{torch.get_num_threads()} threads, {given.precision}")
+    print(f"{torch.get_num_threads()} threads, {given.model}, {given.precision}")
     if given.picture:
-        return draw(given.precision, given.picture)
-    seconds, pages = measure(given.precision, given.rounds, given.steps)
+        return draw(given.model, given.precision, given.picture)
+    seconds, pages = measure(given.model, given.precision, given.rounds, given.steps)
     for name, taken in seconds.items():
         base = f"eager, {name.partition(', ')[2]}"
         print(f"{name:16} {1e3 * statistics.median(taken):7.0f} ms"

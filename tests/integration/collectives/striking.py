@@ -77,6 +77,7 @@ def random_calls(comm: Communicator, seed: int, folder: str, slow: int | None = 
             wrong += cases.moves(group, [numel >> 3], [dtype])
         else:
             wrong += cases.asynchronous(group, numel)
+    comm.barrier()  # who has the job's store may not end before the others have done
     return wrong
 
 

@@ -6,10 +6,13 @@ import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from anychip.comm.messages import Messages
 from anychip.comm.store import part_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from anychip.contract import Membership
 
 _BREAK_TAG = 2**31 - 1
 
@@ -41,6 +44,10 @@ class Gloo:
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._is_broken = False
         self.description = f"gloo messages, reduced on the host pairwise in rank order ({why})"
+
+    def transport(self, group: Membership, timeout_s: float) -> Messages:
+        """This rank's end of a group."""
+        return Messages(self, group, timeout_s)
 
     def abort(self) -> None:
         """Closes this process's connections, which wakes whoever waits, here and at their ends.

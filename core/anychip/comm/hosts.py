@@ -1,9 +1,9 @@
-"""How are the ranks' hosts connected: by memory where all ranks share one, else by sockets?
+"""How are the ranks' hosts connected: by memory where ranks share one, else by sockets?
 
 All ranks say in the job's store where they are, and come to one answer. Memory is a file without a
 name: no limit of /dev/shm counts for it, and the kernel frees it with the last process that has it.
-Rank 0 makes it and hands it to the others by a socket without a place in the file system, to
-processes of its own user only.
+The first rank of a host makes it and hands it to the others there by a socket without a place in
+the file system, to processes of its own user only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from anychip.comm.gloo import Gloo
+    from anychip.comm.hierarchical import Hosts
     from anychip.comm.shared_memory import SharedMemory
 
 HostTransport = Literal["shared_memory", "sockets"]
@@ -42,7 +44,7 @@ class Seat(NamedTuple):
 
     Attributes:
         address: of this machine, at which its ranks listen.
-        wish: what the user has asked for; None: memory where it can be, else sockets.
+        wish: what the user has asked for; None: memory on each host where it can be, else sockets.
     """
 
     rank: int
@@ -58,7 +60,7 @@ class _Said(NamedTuple):
     Attributes:
         host: the same text on ranks that can share memory.
         missing: why this one cannot; else empty.
-        socket: of rank 0: where it hands out the file.
+        socket: where it hands out the file, if it is the first rank of its host.
     """
 
     wish: str | None
@@ -67,33 +69,43 @@ class _Said(NamedTuple):
     socket: str
 
 
-def connect(store: Store, seat: Seat) -> Gloo | SharedMemory:
+def connect(store: Store, seat: Seat) -> Gloo | SharedMemory | Hosts:
     """The connections of this rank; all ranks of the job call this.
 
     Raises:
         CommunicationError: on all ranks: what was asked for cannot be had, or is not the same.
     """
     host, missing = _host(), _missing()
-    listener = None if missing or seat.rank or seat.wish == "sockets" else _listener()
+    listener = None if missing or seat.wish == "sockets" else _listener()
     place = "" if listener is None else listener.getsockname()[1:].decode()
     keys = part_of(store, "hosts")
     keys.set(str(seat.rank), json.dumps(_Said(seat.wish, host, missing, place)))
     try:
         found = keys.multi_get([str(rank) for rank in range(seat.world_size)])
         said = [_Said(*json.loads(text)) for text in found]
-        why_not = _why_not(seat, said)
-        if not why_not:
-            return _share(seat, said[0].socket, listener)
+        why_not, memory = _why_not(seat, said), None
+        here = [rank for rank, one in enumerate(said) if one.host == host]
+        can_share = seat.wish != "sockets" and not any(one.missing for one in said)
+        if can_share and len(here) > 1:
+            memory = _share(seat, here, said[here[0]].socket, listener)
     finally:
         if listener is not None:
             listener.close()
+    if memory is not None and not why_not:
+        return memory
     from anychip.comm.gloo import Gloo
 
-    return Gloo(store, seat.rank, seat.world_size, seat.address, seat.timeout_s, why_not)
+    sockets = Gloo(store, seat.rank, seat.world_size, seat.address, seat.timeout_s, why_not)
+    hosts = list(dict.fromkeys(one.host for one in said))
+    if not can_share or len(hosts) == seat.world_size:
+        return sockets
+    from anychip.comm.hierarchical import Hosts
+
+    return Hosts(sockets, memory, [hosts.index(one.host) for one in said])
 
 
 def _why_not(seat: Seat, said: list[_Said]) -> str:
-    """Why the ranks share no memory; empty when they do. The same on all ranks."""
+    """Why not all ranks share memory; empty when they do. The same on all ranks."""
     where = f"world, rank {seat.rank} of {seat.world_size}: start"
     if len({one.wish for one in said}) > 1:
         wishes = ", ".join(f"rank {rank}: {one.wish or 'unset'}" for rank, one in enumerate(said))
@@ -134,17 +146,21 @@ def _listener() -> socket.socket:
     return found
 
 
-def _share(seat: Seat, place: str, listener: socket.socket | None) -> SharedMemory:
+def _share(
+    seat: Seat, here: Sequence[int], place: str, listener: socket.socket | None
+) -> SharedMemory:
+    """The memory of the ranks ``here``, of which the first one has the place."""
     from anychip.comm import shared_memory
 
     where = f"world, rank {seat.rank} of {seat.world_size}: start"
     try:
-        if listener is not None:
-            descriptor = _make_file(shared_memory.nbytes(seat.world_size))
-            _hand_out(descriptor, listener, seat, where)
+        if seat.rank == here[0]:
+            assert listener is not None, "a rank that can share has one"
+            descriptor = _make_file(shared_memory.nbytes(len(here)))
+            _hand_out(descriptor, listener, seat, set(here[1:]), where)
         else:
-            descriptor = _fetch(place, seat)
-        return shared_memory.SharedMemory(descriptor, seat.rank, seat.world_size)
+            descriptor = _fetch(place, seat, here[0])
+        return shared_memory.SharedMemory(descriptor, seat.rank, here)
     except OSError as error:
         text = f"shared memory: {error}; ANYCHIP_TRANSPORT=sockets does without"
         raise CommunicationError(where, text) from error
@@ -158,9 +174,11 @@ def _make_file(nbytes: int) -> int:
     return found
 
 
-def _hand_out(descriptor: int, listener: socket.socket, seat: Seat, where: str) -> None:
-    """Gives the file to all other ranks, as often as they ask."""
-    absent, deadline = set(range(1, seat.world_size)), time.monotonic() + seat.timeout_s
+def _hand_out(
+    descriptor: int, listener: socket.socket, seat: Seat, absent: set[int], where: str
+) -> None:
+    """Gives the file to other ranks, as often as they ask, until none is absent."""
+    deadline = time.monotonic() + seat.timeout_s
     while absent:
         listener.settimeout(max(0.01, deadline - time.monotonic()))
         try:
@@ -177,16 +195,16 @@ def _hand_out(descriptor: int, listener: socket.socket, seat: Seat, where: str) 
                 absent.discard(rank)
 
 
-def _fetch(place: str, seat: Seat) -> int:
+def _fetch(place: str, seat: Seat, first: int) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
         end.settimeout(seat.timeout_s)
         end.connect(f"\0{place}")
         if _user(end) != os.geteuid():
-            raise PermissionError(f"user {_user(end)} hands out what rank 0 should")
+            raise PermissionError(f"user {_user(end)} hands out what rank {first} should")
         end.sendall(_CALLER.pack(seat.rank))
         _, found, _, _ = socket.recv_fds(end, 1, 1)
     if not found:
-        raise ConnectionError("rank 0 has handed out nothing")
+        raise ConnectionError(f"rank {first} has handed out nothing")
     os.set_inheritable(found[0], False)
     return found[0]
 

@@ -239,12 +239,7 @@ class Job(contract.Job):
         return self.fail(where, Failure(peers, f"{said} failed with {error.label}: {last}"))
 
     def host(self, group: Membership, device: str | None = None) -> Transport:
-        from anychip.comm.messages import Messages
-        from anychip.comm.shared_memory import SharedCollectives, SharedMemory
-
-        is_shared = isinstance(self.connections, SharedMemory)
-        transport = SharedCollectives if is_shared else Messages
-        found = transport(self.connections, group, self.timeout_s)
+        found: Transport = self.connections.transport(group, self.timeout_s)
         return found if device is None else Staged(found, device)
 
     def library(

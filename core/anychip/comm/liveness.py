@@ -43,12 +43,16 @@ WITHOUT_NATIVE = 10
 """The limit of silence grows by this factor where a beat needs Python's interpreter."""
 
 
+_SEVERAL = ("have", "their", "processes are")
+
+
 @dataclass(slots=True)
 class _Peer:
     """The other end of a connection; ``rank`` is -1 until it has shown who it is."""
 
     socket: socket.socket
     rank: int = -1
+    host: str = ""
     nonce: bytes = b""
     reader: frames.Reader | None = None
     since: float = field(default_factory=time.monotonic)
@@ -177,7 +181,7 @@ class Liveness:
             try:
                 port, _, host = place.decode().partition(" ")
                 end = socket.create_connection((host, int(port)), timeout=left)
-                self._greet(end)
+                self._greet(end, host)
                 return
             except (OSError, ValueError) as error:
                 problem = error
@@ -191,10 +195,10 @@ class Liveness:
             ranks=(0,),
         )
 
-    def _greet(self, end: socket.socket) -> None:
+    def _greet(self, end: socket.socket, host: str) -> None:
         """Shows rank 0 who calls, and has it shown who answers."""
         mine, theirs, answer = secrets.token_bytes(frames.NONCE_NBYTES), b"", None
-        peer = _Peer(end, 0)
+        peer = _Peer(end, 0, host)
         try:
             end.sendall(mine)
             while len(theirs) < frames.NONCE_NBYTES:
@@ -253,20 +257,15 @@ class Liveness:
         away, self._judged = max(0.0, now - self._judged - 2 * self._interval), now
         for peer in list(self._peers.values()):
             peer.heard, peer.turned = min(now, peer.heard + away), min(now, peer.turned + away)
-            what, limit_s = "", self.heartbeat_s * peer.patience
-            if now - peer.heard > limit_s:
-                what = (
-                    f"has not been heard of for {limit_s:g} s: its process is stopped, or its "
-                    "machine is out of reach"
-                )
-            elif now - peer.turned > self.progress_s:
-                what = (
-                    f"is alive and gets nowhere for {self.progress_s:g} s: a call in native code "
-                    "holds its interpreter"
-                )
-            if what:
+            is_heard = now - peer.heard <= self.heartbeat_s * peer.patience
+            if is_heard and now - peer.turned > self.progress_s:
                 self._drop(peer)
-                self._settle(Failure((peer.rank,), f"rank {peer.rank} {what}"))
+                text = (
+                    f"rank {peer.rank} is alive and gets nowhere for {self.progress_s:g} s: a call "
+                    "in native code holds its interpreter"
+                )
+                self._settle(Failure((peer.rank,), text))
+        self._judge_silence(now)
         for peer in [p for p in self._strangers if now - p.since > _GREETING_S]:
             self._drop(peer)
         if self._listener is not None and self._listener not in self._selector.get_map():
@@ -276,11 +275,38 @@ class Liveness:
             text = f"{ranks_text(absent)} did not call rank 0 within {self.progress_s:g} s"
             self._settle(Failure(absent, text))
 
+    def _judge_silence(self, now: float) -> None:
+        """Gives up ranks that are silent; those of one machine, which are so together, at once."""
+
+        def silent(grace_s: float) -> list[_Peer]:
+            return [
+                peer
+                for peer in self._peers.values()
+                if now - peer.heard > self.heartbeat_s * peer.patience - grace_s
+            ]
+
+        # The last beats of two ranks may lie an interval apart.
+        lost = silent(0) and sorted(silent(1.5 * self._interval), key=lambda peer: peer.rank)
+        if not lost:
+            return
+        for peer in lost:
+            self._drop(peer)
+        ranks, limit_s = tuple(peer.rank for peer in lost), self.heartbeat_s * lost[0].patience
+        has, its, process = ("has", "its", "process is") if len(lost) == 1 else _SEVERAL
+        hosts = ", ".join(sorted({peer.host for peer in lost} - {"", "127.0.0.1", "::1"}))
+        machine = f"machine, {hosts}, is" if hosts else "machine is"
+        text = (
+            f"{ranks_text(ranks)} {has} not been heard of for {limit_s:g} s: {its} {process} "
+            f"stopped, or {its} {machine} out of reach"
+        )
+        self._settle(Failure(ranks, text))
+
     def _accept(self) -> None:
         """Takes a connection of a rank or a stranger, who is given some random bytes."""
         assert self._listener is not None
         try:
-            peer = _Peer(self._listener.accept()[0], nonce=secrets.token_bytes(frames.NONCE_NBYTES))
+            end, place = self._listener.accept()
+            peer = _Peer(end, host=place[0], nonce=secrets.token_bytes(frames.NONCE_NBYTES))
         except OSError:  # no descriptor is left, or the other end has gone again
             if not self._strangers:
                 self._selector.unregister(self._listener)  # until the next turn

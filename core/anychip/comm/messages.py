@@ -90,63 +90,66 @@ class Messages(Transport):
         return host_capabilities()
 
     def part(self, group: Membership) -> Transport:
-        return Messages(self._connections, group, self._timeout_s)
+        found: Transport = self._connections.transport(group, self._timeout_s)
+        return found
 
     def all_reduce(self, call: CollectiveCall) -> Work:
-        flat, rank = _flat(call.outputs[0]), self._rank
+        flat = flatten(call.outputs[0])
+        return self._begin(lambda tag: self.reduce_steps(flat, call.reduction, tag), call)
 
-        def steps(tag: int) -> Steps:
-            if flat.nbytes <= (PAIR_NBYTES if self._size == 2 else SMALL_NBYTES):
-                kept, (parts,) = self._rooms(flat, flat.numel(), 1)
-                parts[rank] = flat
-                yield self._gather(parts, tag)
-                reduce_pairwise(flat, parts, call.reduction)
-                self._keep(kept)
-            else:
-                parts = list(flat.split(_even(flat.numel(), self._size)))
-                yield from self._reduce_parts(parts[rank], parts, call.reduction, tag, spread=True)
-
-        return self._begin(steps, call)
+    def reduce_steps(self, flat: torch.Tensor, reduction: Reduction, tag: int) -> Steps:
+        """``flat`` becomes the reduction of the ranks' own."""
+        rank = self._rank
+        if flat.nbytes <= (PAIR_NBYTES if self._size == 2 else SMALL_NBYTES):
+            kept, (parts,) = self._rooms(flat, flat.numel(), 1)
+            parts[rank] = flat
+            yield self.gather(parts, tag)
+            reduce_pairwise(flat, parts, reduction)
+            self._keep(kept)
+        else:
+            parts = list(flat.split(even_sizes(flat.numel(), self._size)))
+            yield from self.reduce_parts(parts[rank], parts, reduction, tag, spread=True)
 
     def all_gather(self, call: CollectiveCall) -> Work:
-        parts, mine = _cut(call.outputs[0], call.sizes), _flat(call.inputs[0])
+        parts, mine = cut(call.outputs[0], call.sizes), flatten(call.inputs[0])
 
         def steps(tag: int) -> Steps:
-            _copy(parts[self._rank], mine)
-            yield self._gather(parts, tag)
+            copy(parts[self._rank], mine)
+            yield self.gather(parts, tag)
 
         return self._begin(steps, call)
 
     def reduce_scatter(self, call: CollectiveCall) -> Work:
-        output, mine = _flat(call.outputs[0]), _cut(call.inputs[0], call.sizes)
+        output, mine = flatten(call.outputs[0]), cut(call.inputs[0], call.sizes)
 
         def steps(tag: int) -> Steps:
-            yield from self._reduce_parts(output, mine, call.reduction, tag, spread=False)
+            return self.reduce_parts(output, mine, call.reduction, tag, spread=False)
 
         return self._begin(steps, call)
 
     def broadcast(self, call: CollectiveCall) -> Work:
-        (flat,), size, rank = map(_flat, call.inputs or call.outputs), self._size, self._rank
-        distance = (rank - call.source) % size
+        (flat,) = map(flatten, call.inputs or call.outputs)
+        return self._begin(lambda tag: self.broadcast_steps(flat, call.source, tag), call)
 
-        def steps(tag: int) -> Steps:
-            # Rank at distance d has its parent at d without its lowest bit.
-            bit = 1
-            while bit < size and not distance & bit:
-                bit *= 2
-            if distance:
-                yield self._receive([(flat, (rank - bit) % size)], tag)
-            children = []
-            while bit > 1:
-                bit //= 2
-                if distance + bit < size:
-                    children.append((flat, (rank + bit) % size))
-            yield self._send(children, tag)
-
-        return self._begin(steps, call)
+    def broadcast_steps(self, flat: torch.Tensor, source: int, tag: int) -> Steps:
+        """``flat`` becomes that of the source."""
+        size, rank = self._size, self._rank
+        distance = (rank - source) % size
+        # Rank at distance d has its parent at d without its lowest bit.
+        bit = 1
+        while bit < size and not distance & bit:
+            bit *= 2
+        if distance:
+            yield self._receive([(flat, (rank - bit) % size)], tag)
+        children = []
+        while bit > 1:
+            bit //= 2
+            if distance + bit < size:
+                children.append((flat, (rank + bit) % size))
+        yield self._send(children, tag)
 
     def all_to_all(self, call: CollectiveCall) -> Work:
-        parts, mine = list(map(_flat, call.outputs)), list(map(_flat, call.inputs))
+        parts, mine = list(map(flatten, call.outputs)), list(map(flatten, call.inputs))
         rank = self._rank
 
         def steps(tag: int) -> Steps:
@@ -154,7 +157,7 @@ class Messages(Transport):
                 # Parts whose ends differ in size have different tags. All are posted here, so that
                 # those of two calls that share one keep the order of the calls.
                 self._compare_sizes([(rank, mine[rank].numel())], parts)
-                _copy(parts[rank], mine[rank])
+                copy(parts[rank], mine[rank])
                 posted: list[tuple[int, Message]] = []
                 for move, ends in ((self._receive, parts), (self._send, mine)):
                     for peer in self._peers:
@@ -167,7 +170,7 @@ class Messages(Transport):
             heard[rank] = told[rank]
             yield self._swap(list(heard.split(1)), list(told.split(1)), tag)
             self._compare_sizes(enumerate(heard.tolist()), parts)
-            _copy(parts[rank], mine[rank])
+            copy(parts[rank], mine[rank])
             yield self._swap(parts, mine, tag + 1)
 
         return self._begin(steps, call)
@@ -183,7 +186,7 @@ class Messages(Transport):
         return StepwiseCall(iter([posted]), [t.tensor for t in outputs], self._timeout_s)
 
     def barrier(self, call: CollectiveCall) -> Work:
-        return self._begin(lambda tag: iter([self._gather(self._bytes, tag)]), call)
+        return self._begin(lambda tag: iter([self.gather(self._bytes, tag)]), call)
 
     def proceed(self, work: Work, on_error: Callable[[Exception], None]) -> None:
         if isinstance(work, Driven):
@@ -227,7 +230,7 @@ class Messages(Transport):
 
     # What posts and does not wait: it returns messages, or steps that yield them.
 
-    def _reduce_parts(
+    def reduce_parts(
         self,
         output: torch.Tensor,
         parts: list[torch.Tensor],
@@ -332,7 +335,7 @@ class Messages(Transport):
         if room.nbytes <= KEPT_NBYTES and not self._kept:
             self._kept.append(room)
 
-    def _gather(self, parts: list[torch.Tensor], tag: int) -> list[tuple[int, Message]]:
+    def gather(self, parts: list[torch.Tensor], tag: int) -> list[tuple[int, Message]]:
         """Posts: this rank's part goes to everybody, theirs come to their places."""
         return self._swap(parts, [parts[self._rank]] * self._size, tag)
 
@@ -357,19 +360,19 @@ class Messages(Transport):
         return [(p, move([t], self._group.ranks[p], tag)) for t, p in messages if t.numel()]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
-def _cut(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    return list(_flat(tensor).split_with_sizes(list(sizes)))
+def cut(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    return list(flatten(tensor).split_with_sizes(list(sizes)))
 
 
-def _copy(output: torch.Tensor, tensor: torch.Tensor) -> None:
+def copy(output: torch.Tensor, tensor: torch.Tensor) -> None:
     if output.data_ptr() != tensor.data_ptr():
         output.copy_(tensor)
 
 
-def _even(numel: int, parts: int) -> list[int]:
+def even_sizes(numel: int, parts: int) -> list[int]:
     """Sizes that differ by one at most."""
     return [(numel * (i + 1)) // parts - (numel * i) // parts for i in range(parts)]

@@ -84,7 +84,8 @@ class SharedMemory:
     """One rank's end of the memory: messages between the ranks of a job, and its groups' places.
 
     Args:
-        descriptor: of the file, of which there is one per job; it is closed with the rest.
+        descriptor: of the file, of which a host has one per job; it is closed with the rest.
+        ranks: of the host, in the world.
 
     Attributes:
         description: for reports.
@@ -93,11 +94,12 @@ class SharedMemory:
 
     description = "shared memory of one host, reduced there pairwise in rank order"
 
-    def __init__(self, descriptor: int, rank: int, world_size: int) -> None:
+    def __init__(self, descriptor: int, rank: int, ranks: Sequence[int]) -> None:
         self.library, self._descriptor = load()[0], descriptor
-        self.handle: int | None = self.library.new(descriptor, rank, world_size)
+        self.places = {other: place for place, other in enumerate(ranks)}
+        self.handle: int | None = self.library.new(descriptor, self.places[rank], len(ranks))
         if self.handle is None:
-            raise OSError(f"no room for {nbytes(world_size)} bytes in this process's addresses")
+            raise OSError(f"no room for {nbytes(len(ranks))} bytes in this process's addresses")
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Message:
         return _Message(self, tensors[0], peer, tag, is_send=True)
@@ -105,10 +107,14 @@ class SharedMemory:
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Message:
         return _Message(self, tensors[0], peer, tag, is_send=False)
 
+    def transport(self, group: Membership, timeout_s: float) -> SharedCollectives:
+        """This rank's end of a group of ranks of this host."""
+        return SharedCollectives(self, group, timeout_s)
+
     def group(self, group: Membership) -> int:
         """This rank's end of a group; other ranks' ends are made whenever they like."""
         size = len(group.ranks)
-        ranks = (c_int * size)(*group.ranks)
+        ranks = (c_int * size)(*map(self.places.__getitem__, group.ranks))
         found: int | None = self.library.group(self.handle, group.number, ranks, group.rank, size)
         if found is None:
             raise RuntimeError(f"group {group.name!r}: no room for it in this process's addresses")
@@ -140,7 +146,7 @@ class _Message:
     ) -> None:
         self._memory, self._tensor = memory, tensor
         self._handle = memory.library.post(
-            memory.handle, is_send, peer, tag, tensor.data_ptr(), tensor.nbytes
+            memory.handle, is_send, memory.places[peer], tag, tensor.data_ptr(), tensor.nbytes
         )
 
     def wait(self, timeout: timedelta) -> bool:
@@ -162,9 +168,6 @@ class SharedCollectives(Messages):
         super().__init__(connections, group, timeout_s)
         self._native, self._tickets = connections.group(group), itertools.count()
         self._library = connections.library
-
-    def part(self, group: Membership) -> SharedCollectives:
-        return SharedCollectives(self._connections, group, self._timeout_s)
 
     def all_reduce(self, call: CollectiveCall) -> Work:
         (tensor,) = call.outputs

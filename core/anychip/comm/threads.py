@@ -25,6 +25,9 @@ from anychip.contract import CommunicationError, Communicator, Transport
 if TYPE_CHECKING:
     import torch
 
+    from anychip.comm.messages import Messages
+    from anychip.contract import Membership
+
 T = TypeVar("T")
 
 
@@ -190,6 +193,11 @@ class _Seat:
     def __init__(self, hall: _Hall, rank: int) -> None:
         self._hall, self._rank = hall, rank
         self.gone, self.report, self.ask = hall.gone, hall.fail, hall.ask
+
+    def transport(self, group: Membership, timeout_s: float) -> Messages:
+        from anychip.comm.messages import Messages
+
+        return Messages(self, group, timeout_s)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Message:
         return self._hall.post(_Message(tensors[0], is_send=True), self._rank, peer, tag)

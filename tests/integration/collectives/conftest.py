@@ -5,15 +5,22 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration import quiet_network as network
+from tests.integration import two_hosts
 from tests.integration.collectives.processes import Server
 
 
 @pytest.fixture(
     scope="session",
-    params=["shared_memory", pytest.param("sockets", marks=pytest.mark.grid)],
+    params=[
+        "shared_memory",
+        *(pytest.param(way, marks=pytest.mark.grid) for way in ("sockets", "two_hosts")),
+    ],
 )
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    server = Server(request.param)
+    prefix: list[str] | None = []
+    if request.param == "two_hosts" and not (prefix := two_hosts.prefix()):
+        pytest.skip(two_hosts.NOT_HERE)
+    server = Server(request.param, prefix)
     yield server
     server.close()
 

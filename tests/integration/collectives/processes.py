@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-HERE = Path(__file__).parent
+HERE, LOOPBACK = Path(__file__).parent, "127.0.0.1"
 PACKAGE = "tests.integration.collectives"
 
 
@@ -44,13 +44,13 @@ class Outcome:
 class Server:
     """The process that forks ranks.
 
-    ``prefix`` is a command that runs it, like unshare; ``transport`` connects the ranks' hosts.
+    ``prefix`` is a command that runs it, like unshare; ``transport`` connects the ranks' hosts, or
+    is ``two_hosts``, of which the second one has half of the ranks, or less.
     """
 
     def __init__(self, transport: str, prefix: Sequence[str] = ()) -> None:
-        self._transport = transport
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, str(HERE / "processes.py")], stdin=subprocess.PIPE,
+            [*prefix, sys.executable, str(HERE / "processes.py"), transport], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
         )  # fmt: skip
 
@@ -65,7 +65,6 @@ class Server:
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        arguments["job"] = {"transport": self._transport, **arguments.get("job", {})}
         self.process.stdin.write(json.dumps([case, world_size, arguments]) + "\n")
         self.process.stdin.flush()
         outcomes = json.loads(self.process.stdout.readline())
@@ -80,8 +79,11 @@ class Server:
         self.process.wait(timeout=20)
 
 
-def serve() -> None:
-    """Forks the ranks of each job that a line of stdin describes."""
+def serve(transport: str, second: int = 0) -> None:
+    """Forks the ranks of each job that a line of stdin describes.
+
+    ``second`` is a process on the second host, where there is one.
+    """
     import anychip.comm.library
     import anychip.comm.shared_memory  # noqa: F401 - what every rank needs
 
@@ -98,9 +100,12 @@ def serve() -> None:
             if child == 0:
                 sys.stdin.close()
                 sys.stdout = sys.stderr
+                place = Place(rank, launched or world_size, LOOPBACK, LOOPBACK, port, transport)
+                if second:
+                    place = on_two_hosts(place, second)
                 if launched:
-                    run_launched(found, rank, launched, port, arguments, files[rank])
-                run_rank(found, rank, world_size, port, arguments, files[rank])
+                    run_launched(found, place, arguments, files[rank])
+                run_rank(found, place, arguments, files[rank])
                 return  # to the ordinary end of an interpreter
             children.append(child)
         outcomes = wait_for(children, files)
@@ -113,7 +118,7 @@ def serve() -> None:
 
 def free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
@@ -124,7 +129,7 @@ def keep_store(port: int) -> int:
     if child == 0:
         import torch.distributed as dist
 
-        kept = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        kept = dist.TCPStore(LOOPBACK, port, None, True, wait_for_workers=False)
         os.write(told, b"x")
         signal.pause()
         del kept
@@ -134,22 +139,41 @@ def keep_store(port: int) -> int:
     return child
 
 
+class Place(NamedTuple):
+    """Of a rank: its address, that of the store, and how hosts are connected, if one says so."""
+
+    rank: int
+    world_size: int
+    address: str
+    store: str
+    port: int
+    transport: str | None
+
+
+def on_two_hosts(place: Place, second: int) -> Place:
+    """The place of the same rank where the second host has half of the ranks; goes there."""
+    from tests.integration import two_hosts
+
+    is_second = 2 * (place.rank % place.world_size) >= place.world_size
+    if is_second:
+        two_hosts.enter(second)
+    os.environ["GLOO_SOCKET_IFNAME"] = two_hosts.CABLE  # of torch's own gloo
+    address, store = two_hosts.HOSTS[is_second], two_hosts.HOSTS[0]
+    return place._replace(address=address, store=store, transport=None)
+
+
 def run_launched(
-    case: Callable[..., Any],
-    number: int,
-    world_size: int,
-    port: int,
-    arguments: dict[str, Any],
-    file: Path,
+    case: Callable[..., Any], place: Place, arguments: dict[str, Any], file: Path
 ) -> NoReturn:
-    place = {"RANK": number % world_size, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in place.items()}
+    size, is_one_machine = place.world_size, place.address == LOOPBACK
+    told = {"RANK": place.rank % size, "WORLD_SIZE": size, "MASTER_PORT": place.port}
+    told |= {"LOCAL_WORLD_SIZE": size if is_one_machine else 1, "MASTER_ADDR": place.store}
+    os.environ |= {name: str(value) for name, value in told.items()}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "ANYCHIP_SECRET": "of the launcher" * 2}
-    os.environ["ANYCHIP_TRANSPORT"] = arguments.pop("job")["transport"]
+    os.environ["ANYCHIP_TRANSPORT"] = place.transport or ""
     outcome: dict[str, Any] = {}
     try:
-        outcome["value"] = case(number, **arguments)
+        outcome["value"] = case(place.rank, **arguments)
     except Exception as error:
         outcome |= {"error": str(error), "kind": type(error).__name__}
     file.write_text(json.dumps(outcome))
@@ -157,14 +181,7 @@ def run_launched(
     os._exit(0)
 
 
-def run_rank(
-    case: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    port: int,
-    arguments: dict[str, Any],
-    file: Path,
-) -> None:
+def run_rank(case: Callable[..., Any], at: Place, arguments: dict[str, Any], file: Path) -> None:
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -172,24 +189,23 @@ def run_rank(
     import anychip.registry  # noqa: F401 - backends made by hand find their job
     from anychip.comm.group import Group
     from anychip.comm.job import Rendezvous, join
-    from anychip.comm.joining import LOOPBACK
     from anychip.comm.liveness import Liveness
     from anychip.contract import CommunicationError
 
     settings = {"timeout_s": 20.0, "heartbeat_s": 20.0, "check": "step"}
     settings |= arguments.pop("job", {})
     to_the_end = arguments.pop("to_the_end", False)
-    transport, delays_s = settings.pop("transport"), settings.pop("delays_s", [0.0] * world_size)
-    delay_s = delays_s[rank]
+    delay_s = settings.pop("delays_s", [0.0] * at.world_size)[at.rank]
     if delay_s is None:
         file.write_text(json.dumps({"kind": "never started"}))
         return
     time.sleep(delay_s)
-    place = ("127.0.0.1", port, None, rank == 0, timedelta(seconds=20))
+    place = (at.store, at.port, None, at.rank == 0, timedelta(seconds=20))
     try:
         store = dist.TCPStore(*place, wait_for_workers=False)
-        channel = partial(Liveness, address=LOOPBACK, secret=b"of this job")
-        seat = Rendezvous(store, rank, world_size, LOOPBACK, channel, host_transport=transport)
+        channel = partial(Liveness, address=at.address, secret=b"of this job")
+        way: Any = at.transport
+        seat = Rendezvous(store, at.rank, at.world_size, at.address, channel, host_transport=way)
         job = join(seat, **settings)
         comm = Group(job.world, job.host(job.world), job)
         outcome: dict[str, Any] = {"value": case(comm, **arguments)}
@@ -240,4 +256,10 @@ def is_stopped(process: int) -> bool:
 
 
 if __name__ == "__main__":
-    serve()
+    if sys.argv[1] == "two_hosts":
+        from tests.integration.two_hosts import second_host
+
+        with second_host() as process:
+            serve(sys.argv[1], process)
+    else:
+        serve(sys.argv[1])

@@ -2,13 +2,19 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from anychip.train import report
 from tests import warm_python
+from tests.integration import two_hosts
 
 TINY = (
     "run.sample_tokens=5", "model.context=16", "model.layers=1", "model.heads=2", "model.width=16",
@@ -37,6 +43,35 @@ def start(*args: str, cwd: Path) -> subprocess.Popen[str]:
         command(*args), cwd=cwd, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
+
+
+@contextmanager
+def on_two_hosts(
+    ranks: int, *words: str, cwd: Path, **extra: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A command on both of :mod:`tests.integration.two_hosts`, which ends with the context."""
+    prefix = two_hosts.prefix()
+    if prefix is None:
+        pytest.skip(two_hosts.NOT_HERE)
+    script = [sys.executable, "-m", "tests.integration.two_hosts", str(ranks), *words]
+    root = str(Path(__file__).parents[3])
+    paths = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [*prefix, *script], cwd=cwd, env=variables(PYTHONPATH=paths, **extra), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as job:  # fmt: skip
+        try:
+            yield job
+        finally:
+            for pid in processes(job.pid) if job.poll() is None else ():
+                os.kill(pid, signal.SIGKILL)
+
+
+def processes(of: int) -> list[int]:
+    """A process and all that come from it, as long as it runs."""
+    place = Path(f"/proc/{of}/task/{of}/children")
+    children = place.read_text().split() if place.exists() else []
+    return [of, *(found for child in children for found in processes(int(child)))]
 
 
 def rows(out: Path) -> list[dict[str, Any]]:

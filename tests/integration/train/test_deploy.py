@@ -1,14 +1,13 @@
 """What ``deploy`` has: manifests that their schemas allow, commands that train on two machines.
 
-The machines are processes of this host, each with the variables that its own would have.
+The machines are network namespaces, each with the variables and the interface that its own has.
 """
 
 import json
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-from tests.integration.collectives.processes import free_port
-from tests.integration.train.processes import num_rows, variables
+from tests.integration import two_hosts
+from tests.integration.train.processes import num_rows, on_two_hosts
 from tests.integration.train.test_ranks import SETTINGS
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 KUBERNETES = "1.34"
-MACHINES = 2
 
 
 def manifests(name: str) -> list[dict[str, Any]]:
@@ -72,54 +70,54 @@ def test_parts_of_the_job_name_each_other() -> None:
     assert spec["subdomain"] == service["metadata"]["name"]
     assert f"--master-addr {name}-0.{spec['subdomain']} " in container()["args"][0]
     assert spec["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    assert job["spec"]["completions"] == job["spec"]["parallelism"] == MACHINES
-    assert f"--nnodes {MACHINES} " in container()["args"][0]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    assert "--nnodes 2 " in container()["args"][0]
 
 
-Machine = tuple[list[str], Mapping[str, str]]
-"""A command, and the variables that it is given."""
+Machines = tuple[int, list[str], dict[str, str]]
+"""How many times :mod:`tests.integration.two_hosts` starts a command on each, and with what."""
 
 
-def of_kubernetes(folder: Path, port: int, settings: Sequence[str]) -> list[Machine]:
+def of_kubernetes(folder: Path, settings: Sequence[str]) -> Machines:
     """The Job's, with an address, a folder and settings of this host."""
     (script,) = container()["args"]
     here = {
-        "anychip-0.anychip": "127.0.0.1", "29500": str(port), "/runs/job": str(folder / "out"),
+        "anychip-0.anychip": two_hosts.HOSTS[0], "/runs/job": str(folder / "out"),
         "--nproc-per-node 2": "--nproc-per-node 1", " $resume": f" $resume {' '.join(settings)}",
+        "$JOB_COMPLETION_INDEX": "$RANK",
     }  # fmt: skip
     for known, mine in here.items():
         assert known in script
         script = script.replace(known, mine)
     secret = folder / "secret"
     secret.write_text("0" * 32, encoding="utf-8")
-    given = {"BACKEND": "cpu", "ANYCHIP_INTERFACE": "lo", "ANYCHIP_SECRET_FILE": str(secret)}
-    assert given.keys() == {each["name"] for each in container()["env"]}
-    command = [*container()["command"], script]
-    return [(command, {**given, "JOB_COMPLETION_INDEX": str(m)}) for m in range(MACHINES)]
+    given = {each["name"]: each["value"] for each in container()["env"]}
+    given["ANYCHIP_SECRET_FILE"] = str(secret)
+    return 1, [*container()["command"], script], given
 
 
 SRUN = """#!/bin/bash
 # Each machine runs what stands behind the options.
 while [[ $1 == --* ]]; do shift; done
-for node in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$node "$@" & all+=($!); done
-for one in "${all[@]}"; do wait "$one" || exit 1; done
+SLURM_NODEID=0 "$@" & here=$!
+SLURM_NODEID=1 $SECOND "$@" && wait $here
 """
 
 
-def of_slurm(folder: Path, port: int, settings: Sequence[str]) -> list[Machine]:
-    """The script, with commands of SLURM that have two machines in this one."""
+def of_slurm(folder: Path, settings: Sequence[str]) -> Machines:
+    """The script, with commands of SLURM that know of two machines."""
     tools = folder / "slurm"
     tools.mkdir(exist_ok=True)
-    for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\necho 127.0.0.1\n"}.items():
+    scontrol = f"#!/bin/sh\necho {two_hosts.HOSTS[0]}\n"
+    for name, text in {"srun": SRUN, "scontrol": scontrol}.items():
         (tools / name).write_text(text, encoding="utf-8")
         (tools / name).chmod(0o755)
     given = {
-        "SLURM_JOB_ID": str(port - 20000), "SLURM_JOB_NAME": "anychip",
-        "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": str(MACHINES), "RANKS_PER_NODE": "1",
-        "OUT": str(folder / "out"), "ANYCHIP_INTERFACE": "lo",
+        "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "anychip", "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_NNODES": "2", "RANKS_PER_NODE": "1", "OUT": str(folder / "out"),
         "PATH": f"{tools}{os.pathsep}{_path()}",
     }  # fmt: skip
-    return [(["bash", str(DEPLOY / "slurm/train.sbatch"), *settings], given)]
+    return 0, ["bash", str(DEPLOY / "slurm/train.sbatch"), *settings], given
 
 
 def _path() -> str:
@@ -129,24 +127,15 @@ def _path() -> str:
 @pytest.mark.grid
 @pytest.mark.parametrize("machines", [of_kubernetes, of_slurm])
 def test_the_command_trains_on_two_machines_and_goes_on(
-    machines: Callable[[Path, int, Sequence[str]], list[Machine]], tmp_path: Path
+    machines: Callable[[Path, Sequence[str]], Machines], tmp_path: Path
 ) -> None:
     if machines is of_slurm and shutil.which("openssl") is None:
         pytest.skip("the script makes its secret by openssl, which is not here")
-    port = free_port()
-    while not 20000 <= port < 40000:
-        port = free_port()
     for steps in (2, 4):
-        ends = [
-            subprocess.Popen(
-                command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env=variables() | {"PATH": _path(), **given},
-            )
-            for command, given in machines(tmp_path, port, [*SETTINGS, "--steps", str(steps)])
-        ]  # fmt: skip
-        for end in ends:
-            output = end.communicate(timeout=200)[0]
-            assert end.returncode == 0, output
+        ranks, command, given = machines(tmp_path, [*SETTINGS, "--steps", str(steps)])
+        with on_two_hosts(ranks, *command, cwd=tmp_path, **{"PATH": _path(), **given}) as job:
+            output, errors = job.communicate(timeout=200)
+        assert job.returncode == 0, output + errors
         assert num_rows(tmp_path / "out") == steps
     metrics = (tmp_path / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(row)["step"] for row in metrics] == [1, 2, 3, 4]

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
 from anychip.comm import gloo, hosts, shared_memory
+from anychip.comm.hierarchical import Hosts
 from anychip.comm.hosts import Seat
-from anychip.contract import CommunicationError
+from anychip.contract import CommunicationError, Membership
 
 needs_native = pytest.mark.skipif(
     bool(shared_memory.load()[1]), reason=f"no shared memory here: {shared_memory.load()[1]}"
@@ -28,11 +30,11 @@ def connect(
     host: Callable[[int], str] = lambda rank: "here",
     timeout_s: float = 10.0,
 ) -> list[Any]:
-    """What each of so many ranks gets: connections, why it gets sockets, or an error."""
+    """What each of so many ranks gets: connections, those of gloo made up, or an error."""
     store, found, mine = HashStore(), [None] * len(wishes), threading.local()
     monkeypatch.setattr(hosts, "_missing", lambda: missing(mine.rank))
     monkeypatch.setattr(hosts, "_host", lambda: host(mine.rank))
-    monkeypatch.setattr(gloo, "Gloo", lambda *arguments: arguments[-1])
+    monkeypatch.setattr(gloo, "Gloo", lambda *given: Mock(description=given[-1]))
 
     def body(rank: int) -> None:
         mine.rank = rank
@@ -89,8 +91,8 @@ def test_ranks_of_one_host_share_memory_that_is_gone_when_they_close(
         (("sockets",) * 3, {}, "as ANYCHIP_TRANSPORT says"),
         ((None,) * 3, {"missing": lambda rank: "not built" * (rank == 1)},
          "no shared memory on rank 1: not built"),
-        ((None,) * 3, {"host": lambda rank: "there" * (rank == 2)},
-         "no shared memory: rank 2 and rank 0 have not one host and user"),
+        ((None,) * 3, {"host": str},
+         "no shared memory: ranks 1, 2 and rank 0 have not one host and user"),
         (("shared_memory",) * 3, {"missing": lambda rank: "not built" * (rank == 1)},
          "ANYCHIP_TRANSPORT=shared_memory: no shared memory on rank 1: not built"),
         (("shared_memory",) * 3, {"host": str},
@@ -105,7 +107,42 @@ def test_ranks_of_one_host_share_memory_that_is_gone_when_they_close(
 def test_ranks_that_share_no_memory_all_say_why(
     monkeypatch: pytest.MonkeyPatch, wishes: Any, changes: dict[str, Any], said: str
 ) -> None:
-    assert connect(monkeypatch, *wishes, **changes) == [said] * 3
+    found = connect(monkeypatch, *wishes, **changes)
+    assert [getattr(end, "description", end) for end in found] == [said] * 3
+    assert not any(isinstance(end, Hosts) for end in found)
+
+
+@needs_native
+def test_ranks_of_each_of_two_hosts_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = connect(monkeypatch, *(None,) * 5, host=lambda rank: "here" if rank in (0, 2) else "far")
+    assert [end.host_of for end in ends] == [[0, 1, 0, 1, 1]] * 5
+    assert [list(end.memory.places) for end in ends] == [[0, 2], [1, 3, 4]] * 2 + [[1, 3, 4]]
+    assert len(memory_of_this_process()) == 5
+    for end in ends:
+        end.abort()
+        end.close()
+    assert memory_of_this_process() == []
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("ranks", "wanted"),
+    [
+        ((0, 1, 2, 3, 4, 5), "Hierarchical"), ((0, 1, 4, 5), "Hierarchical"),
+        ((1, 0), "SharedCollectives"), ((0, 2, 4), "Messages"), ((0, 2, 1, 3), "Messages"),
+        ((0, 1, 2), "Messages"), ((0, 1, 2, 3, 6), "Messages"), ((0, 6), "Messages"),
+    ],
+)  # fmt: skip
+def test_group_goes_through_memory_where_its_hosts_are_alike(
+    monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...], wanted: str
+) -> None:
+    ends = connect(monkeypatch, *(None,) * 7, host=lambda rank: str(rank // 2))
+    for place, rank in enumerate(ranks):
+        transport = ends[rank].transport(Membership(ranks, place, 3), 1.0)
+        assert type(transport).__name__ == wanted
+        transport.close()
+    for end in ends:
+        end.close()
 
 
 @needs_native

@@ -200,7 +200,7 @@ def test_silent_rank_is_named_by_a_watcher_that_is_always_late(
     watcher = object.__new__(Liveness)
     watcher.heartbeat_s, watcher.progress_s, watcher._interval = 5.0, 1e6, 1.0
     watcher._judged, watcher._strangers, watcher._listener = 0.0, [], None
-    silent: Any = SimpleNamespace(rank=1, patience=1, heard=0.0, turned=0.0)
+    silent: Any = SimpleNamespace(rank=1, patience=1, heard=0.0, turned=0.0, host="127.0.0.1")
     watcher._peers = {1: silent}
     monkeypatch.setattr(watcher, "_drop", lambda peer: watcher._peers.clear())
     monkeypatch.setattr(watcher, "_settle", lost.append)

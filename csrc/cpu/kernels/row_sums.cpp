@@ -3,6 +3,8 @@
 //
 // Float32 throughout, each result rounded once: a term of a sum has one rounding, if weighted, and
 // the terms are added in order; the gradient of a weight is a sum as in Note [Row sums] of loops.h.
+#include <cstddef>
+
 #include "rows.h"
 #include "table.h"
 

@@ -10,6 +10,7 @@ import lzma
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,15 +48,17 @@ def tar(samples: Sequence[Mapping[str, str]]) -> bytes:
     return buffer.getvalue()
 
 
-def write(path: Path, texts: Sequence[str]) -> Path:
+def write(path: Path, documents: Sequence[Any], field: str = "text") -> Path:
     """A shard whose format is that of its name."""
     if path.suffix == ".parquet":
-        pq.write_table(pa.table({"text": list(texts)}), path, row_group_size=7)
+        pq.write_table(pa.table({field: list(documents)}), path, row_group_size=7)
         return path
     name = path.name.replace(".tgz", ".tar.gz")
     packing = next(end for end in reversed(PACK) if name.endswith(end))
-    plain = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    plain = "".join(json.dumps({field: document}) + "\n" for document in documents).encode()
     if ".tar" in name:
-        plain = tar([{"txt": text} for text in texts])
+        is_text = field == "text"
+        kind = "txt" if is_text else f"{field}.json"
+        plain = tar([{kind: d if is_text else json.dumps(d)} for d in documents])
     path.write_bytes(PACK[packing](plain))
     return path

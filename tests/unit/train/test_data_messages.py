@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from anychip.train import data
 from anychip.train.data.packing import BEGINS, NO_TARGET, unmarked
 from tests.integration.train import directories
+from tests.unit.train import shards
 
 Chat = list[tuple[str, str]]
 
@@ -59,6 +62,36 @@ def test_answers_and_the_token_that_ends_them_are_targets_and_nothing_else(
     assert tokenizer.decode((tokens & (NO_TARGET - 1)).tolist()) == "".join(texts)
     first = len(tokenizer(texts[0], add_special_tokens=False)["input_ids"])
     assert (tokens & BEGINS).nonzero().flatten().tolist() == [0, first]
+
+
+@pytest.mark.parametrize("end", [".jsonl.gz", ".tar", ".tgz", ".parquet"])
+def test_conversations_of_every_format_are_those_written(tmp_path: Path, end: str) -> None:
+    """Also where some messages have what others have not: Parquet has one form for all."""
+    _, more = talk(LONG)
+    more[0]["name"], more[1]["tags"] = "Ann", [{"kind": "a"}, {"of": None}]
+    chats = [talk(directories.CHATS[0])[1], more, talk(LONG)[1]]
+    file = shards.write(tmp_path / f"a{end}", chats, "messages")
+    found = [value for _, value in data.read_messages([file], field="messages")]
+    more[1]["tags"] = [{"kind": "a"}, {}] if end == ".parquet" else more[1]["tags"]
+    assert found == chats
+    if "tar" in end or "tgz" in end:
+        samples = [{"json": json.dumps({"messages": chat})} for chat in chats]
+        (tmp_path / "b.tar").write_bytes(shards.tar(samples))
+        assert [v for _, v in data.read_messages([tmp_path / "b.tar"], field="messages")] == chats
+
+
+def test_messages_that_are_no_utf8_or_no_json_are_refused_by_their_place(tmp_path: Path) -> None:
+    ends = pa.array([0, 1, 3], pa.int32()).buffers()[1]
+    texts = pa.Array.from_buffers(pa.string(), 2, [None, ends, pa.py_buffer(b"ab\xe9")])
+    column = pa.ListArray.from_arrays([0, 1, 2], pa.StructArray.from_arrays([texts], ["content"]))
+    pq.write_table(pa.table({"messages": column}), tmp_path / "a.parquet")
+    (tmp_path / "a.tar").write_bytes(shards.tar([{"messages.json": "[{"}]))
+    for name, answer in (
+        ("a.parquet", "row 2: UTF-8 expected, got the byte 0xe9"),
+        ("a.tar", r"sample 'folder.d/000000', messages.json: JSON expected"),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}, {answer}"):
+            list(data.read_messages([tmp_path / name], field="messages"))
 
 
 def test_answer_that_is_written_like_the_template_has_no_further_marks(tokenizer: Any) -> None:
@@ -133,7 +166,7 @@ def test_held_out_windows_of_marked_tokens_have_every_target_once() -> None:
 
 
 @pytest.mark.parametrize(("name", "line", "answer"), [
-    ("a.txt", "text", "JSON lines, .jsonl expected"),
+    ("a.txt", "text", "messages are read from .jsonl, .parquet, .tar, not from plain text"),
     ("a.jsonl", json.dumps({"text": "x"}), "line 1: there is no field 'messages'"),
     ("a.jsonl", "", "is empty: it has no messages"),
 ], ids=str)  # fmt: skip

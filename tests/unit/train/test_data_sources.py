@@ -138,7 +138,7 @@ def test_file_that_has_no_documents_is_refused_by_name_and_line(
 @pytest.mark.parametrize(("columns", "answer"), [
     ({"id": [1], "body": ["a"]}, "there is no column 'text'; .*: id, body$"),
     ({"text": [1, 2]}, "strings expected in the column 'text', got int64"),
-    ({"text": ["a", None]}, "row 2: a string expected in the column 'text', got null"),
+    ({"text": ["a", None]}, "row 2: a string expected in 'text', got 'null'"),
     ({"text": ["a", "b", "\0"]}, r"row 3: text expected, got U\+0000 at 0"),
     ({"text": pa.array([], pa.string())}, "is empty: it has no document"),
 ], ids=["missing", "integers", "null", "zero", "no-rows"])  # fmt: skip

@@ -29,7 +29,6 @@ from anychip.train.data.sources import (
     read_documents,
     read_file,
     read_messages,
-    read_messages_of,
     read_texts,
 )
 from anychip.train.data.text import (
@@ -46,6 +45,5 @@ __all__ = [
     "InMemory", "Loader", "MissingExtraError", "Mixture", "Prepared", "PreparedError", "TokenRow",
     "Tokenizer", "cu_seqlens", "decode", "describe_template", "dtype_of", "encode", "find_files",
     "is_prepared", "join", "mask_targets", "positions", "python_documentation", "read_documents",
-    "read_file", "read_messages", "read_messages_of", "read_texts", "tokenize",
-    "tokenize_messages", "train_bpe",
+    "read_file", "read_messages", "read_texts", "tokenize", "tokenize_messages", "train_bpe",
 ]  # fmt: skip

@@ -1,10 +1,12 @@
 """Which documents are in these files? One after the other, so that memory holds one, or a batch.
 
+A document is a text, or the messages of a conversation: whatever a field of that name has.
+
 =========================  =====================================================
 ``.jsonl``                 a line is a document: an object with a field of text
-``.parquet``               a row is a document: a column of text (extra ``data``)
+``.parquet``               a row is a document: a column (extra ``data``)
 ``.tar``                   a sample is a document: WebDataset, in ``archives``
-anything else              the file is a document, in UTF-8
+anything else              the file is a document, a text in UTF-8
 ``.gz .bz2 .xz .zst``      after a name: the same, packed (``.zst``: extra
                            ``data``); not for Parquet
 =========================  =====================================================
@@ -34,7 +36,7 @@ from anychip.train.data.archives import DamagedArchiveError, samples
 from anychip.train.data.extra import require
 from anychip.train.data.text import encode
 
-Located = Iterator[tuple[str, str]]
+Located = Iterator[tuple[str, Any]]
 """Documents, each behind where it stands, in words."""
 
 _ROWS = 1024
@@ -56,42 +58,36 @@ def read_documents(paths: Sequence[str | Path], *, field: str = "text") -> Itera
     return (text for path in find_files(paths) for _, text in read_file(path, field=field))
 
 
-def read_file(path: Path, *, field: str) -> Located:
+def read_file(path: Path, *, field: str, is_text: bool = True) -> Located:
     """The documents of one file, each behind where it stands.
+
+    Args:
+        is_text: False: what the field has, whatever it is, of files that have fields.
 
     Raises:
         OSError, ValueError, MissingExtraError: as :func:`read_documents`, after what stands before
             the damage.
     """
-    is_empty = True
-    for where, text in _READERS.get(_suffix(path), _read_text)(path, field):
-        yield where, _checked(where, text)
+    reader, is_empty = _READERS.get(_suffix(path), _read_text), True
+    if not is_text and reader is _read_text:
+        raise ValueError(
+            f"data file {path}: {field} are read from {', '.join(_READERS)}, not from plain text"
+        )
+    for where, value in reader(path, field, is_text):
+        yield where, _checked(where, value, field) if is_text else value
         is_empty = False
     if is_empty:
-        raise ValueError(f"data file {path} is empty: it has no document")
+        raise ValueError(f"data file {path} is empty: it has no {'document' if is_text else field}")
 
 
-def read_messages(paths: Sequence[str | Path], *, field: str) -> Iterator[tuple[str, Any]]:
-    """What a field of JSON lines has, whatever it is, behind where it stands.
+def read_messages(paths: Sequence[str | Path], *, field: str) -> Located:
+    """What a field has, whatever it is, of files, directories and patterns.
 
     Raises:
-        FileNotFoundError, PermissionError, ValueError: as :func:`read_documents`; or a file is none
-            of JSON lines.
+        OSError, ValueError, MissingExtraError: as :func:`read_documents`; or a file is plain text.
     """
     for path in find_files(paths):
-        yield from read_messages_of(path, field=field)
-
-
-def read_messages_of(path: Path, *, field: str) -> Iterator[tuple[str, Any]]:
-    """As :func:`read_messages`, of one file."""
-    if _suffix(path) != ".jsonl":
-        raise ValueError(f"data file {path}: {field} are read from JSON lines, .jsonl expected")
-    is_empty = True
-    for where, value in _values(path, field):
-        yield where, value
-        is_empty = False
-    if is_empty:
-        raise ValueError(f"data file {path} is empty: it has no {field}")
+        yield from read_file(path, field=field, is_text=False)
 
 
 def find_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -207,7 +203,7 @@ def _content(path: Path) -> bytes:
     return content
 
 
-def _read_text(path: Path, field: str) -> Located:
+def _read_text(path: Path, field: str, is_text: bool) -> Located:
     content = _content(path)
     try:
         yield f"data file {path}", content.decode("utf-8")
@@ -216,16 +212,7 @@ def _read_text(path: Path, field: str) -> Located:
         raise _not_utf8(f"data file {path}, line {line}", error) from error
 
 
-def _read_jsonl(path: Path, field: str) -> Located:
-    for where, value in _values(path, field):
-        if not isinstance(value, str):
-            raise ValueError(
-                f"{where}: a string expected in the field {field!r}, got {_shortened(value)}"
-            )
-        yield where, value
-
-
-def _values(path: Path, field: str) -> Iterator[tuple[str, Any]]:
+def _read_jsonl(path: Path, field: str, is_text: bool) -> Located:
     with _unpacked(path) as file:
         for number, line in enumerate(file, 1):
             where = f"data file {path}, line {number}"
@@ -256,21 +243,24 @@ def _field_of(row: Any, field: str, where: str) -> Any:
     return row[field]
 
 
-def _read_tar(path: Path, field: str) -> Located:
+def _read_tar(path: Path, field: str, is_text: bool) -> Located:
     with _unpacked(path) as file:
         try:
             for name, members in samples(file):
                 where = f"data file {path}, sample {name!r}"
-                yield where, _text_of_sample(members, field, where)
+                yield where, _of_sample(members, field, is_text, where)
         except (DamagedArchiveError, tarfile.TarError) as error:
             raise ValueError(f"data file {path} is damaged, or no tar: {error}") from error
         while file.read(1 << 20):  # what is packed is checked at its end
             pass
 
 
-def _text_of_sample(members: Mapping[str, bytes], field: str, where: str) -> str:
+def _of_sample(members: Mapping[str, bytes], field: str, is_text: bool, where: str) -> Any:
     """A member named after the field (``text``: also ``txt``), or that field of one of JSON."""
-    for name in ("txt", field) if field == "text" else (field,):
+    also = ("txt" if field == "text" else field) if is_text else f"{field}.json"
+    for name in (also, field):
+        if name in members and not is_text:
+            return _parsed(members[name], f"{where}, {name}")
         if name in members:
             try:
                 return members[name].decode("utf-8")
@@ -278,24 +268,21 @@ def _text_of_sample(members: Mapping[str, bytes], field: str, where: str) -> str
                 raise _not_utf8(f"{where}, {name}", error) from error
     if "json" not in members:
         raise ValueError(_missing(where, "member", field, members))
-    value = _field_of(_parsed(members["json"], where), field, where)
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: a string expected in {field!r}, got {_shortened(value)}")
-    return value
+    return _field_of(_parsed(members["json"], where), field, where)
 
 
-def _read_parquet(path: Path, field: str) -> Located:
+def _read_parquet(path: Path, field: str, is_text: bool) -> Located:
     arrow = require("pyarrow", f"data file {path}: Parquet")
     parquet = require("pyarrow.parquet", f"data file {path}: Parquet")
     with path.open("rb") as stream:
         try:
             file = parquet.ParquetFile(stream, page_checksum_verification=True)
-            yield from _rows(arrow, file, field, f"data file {path}")
+            yield from _rows(arrow, file, field, is_text, f"data file {path}")
         except (arrow.ArrowException, OSError) as error:
             raise ValueError(f"data file {path} is damaged, or no Parquet: {error}") from error
 
 
-def _rows(arrow: Any, file: Any, field: str, where: str) -> Located:
+def _rows(arrow: Any, file: Any, field: str, is_text: bool, where: str) -> Located:
     schema = file.schema_arrow
     if schema.names.count(field) > 1:
         raise ValueError(f"{where}: {schema.names.count(field)} columns are named {field!r}")
@@ -304,27 +291,35 @@ def _rows(arrow: Any, file: Any, field: str, where: str) -> Located:
     dtype = schema.field(field).type
     if arrow.types.is_dictionary(dtype):
         dtype = dtype.value_type
-    if not (arrow.types.is_string(dtype) or arrow.types.is_large_string(dtype)):
+    is_large = arrow.types.is_large_string(dtype)
+    if is_text and not (is_large or arrow.types.is_string(dtype)):
         raise ValueError(f"{where}: strings expected in the column {field!r}, got {dtype}")
     row = 0
     for batch in file.iter_batches(batch_size=_ROWS, columns=[field], use_threads=False):
-        # Texts as bytes: what is no UTF-8 then has a row.
-        column = batch.column(0).cast(dtype)
-        is_large = arrow.types.is_large_string(dtype)
-        for value in column.cast(arrow.large_binary() if is_large else arrow.binary()).to_pylist():
+        column = batch.column(0)
+        if is_text:  # as bytes: texts that the format's own reader has not looked at
+            column = column.cast(dtype).cast(arrow.large_binary() if is_large else arrow.binary())
+        for value in column:
             row += 1
-            if value is None:
-                raise ValueError(
-                    f"{where}, row {row}: a string expected in the column {field!r}, got null"
-                )
             try:
-                yield f"{where}, row {row}", value.decode("utf-8")
+                found = value.as_py()
+                found = found.decode("utf-8") if isinstance(found, bytes) else _without_null(found)
             except UnicodeDecodeError as error:
                 raise _not_utf8(f"{where}, row {row}", error) from error
+            yield f"{where}, row {row}", found
 
 
-def _checked(where: str, text: str) -> str:
+def _without_null(value: Any) -> Any:
+    """Without the entries that Arrow gives every object of a column because some have them."""
+    if isinstance(value, dict):
+        return {name: _without_null(v) for name, v in value.items() if v is not None}
+    return [_without_null(v) for v in value] if isinstance(value, list) else value
+
+
+def _checked(where: str, text: Any, field: str) -> str:
     """Text that every tokenizer takes: no U+0000, which no text has, and no half of a pair."""
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: a string expected in {field!r}, got {_shortened(text)}")
     if "\0" in text:
         raise ValueError(f"{where}: text expected, got U+0000 at {text.index(chr(0))}")
     try:
@@ -352,7 +347,7 @@ def _shortened(value: Any) -> str:
     return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
-_READERS: Mapping[str, Callable[[Path, str], Located]] = {
+_READERS: Mapping[str, Callable[[Path, str, bool], Located]] = {
     ".jsonl": _read_jsonl,
     ".parquet": _read_parquet,
     ".tar": _read_tar,

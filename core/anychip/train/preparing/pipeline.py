@@ -131,12 +131,14 @@ def _groups(
     paths: Sequence[Path], request: Request, skip_corrupt: bool, first: int, behind: int
 ) -> Iterator[_Group]:
     """The documents of files, from a place on."""
-    read = data.read_messages_of if request.has_messages else data.read_file
+    is_text = not request.has_messages
     group = _Group(file=first, behind=behind)
     for number in range(first, len(paths)):
         seen, skipped = 0, behind if number == first else 0
         try:
-            for where, document in read(paths[number], field=request.field):
+            for where, document in data.read_file(
+                paths[number], field=request.field, is_text=is_text
+            ):
                 seen += 1
                 if seen <= skipped:
                     continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from anychip.train import config, data, loop, models, run
 from anychip.train.data.packing import NO_TARGET
 from anychip.train.preparing import Filter, FilterError, Request, filters, prepare
 from tests.integration.train import directories
+from tests.unit.train import shards
 
 TINY = (
     "run.sample_tokens=2", "run.steps=30", "model.layers=1", "model.heads=2", "model.width=32",
@@ -80,10 +82,39 @@ def test_duplicates_are_remembered_as_far_as_said_and_across_a_state() -> None:
     ("length:least=3,most=2", "least at most as large as most expected"),
     ("duplicates:remember=0", "remember must be a whole number of at least 1"),
     ("perplexity:model=/nowhere", "/nowhere has no config.json"),
+    ("language:only=en+xx", "there is no language 'xx'; there are: .*, en, "),
 ])  # fmt: skip
 def test_filter_that_cannot_be_made_is_refused_with_what_there_is(text: str, answer: str) -> None:
     with pytest.raises(FilterError, match=answer):
         filters.make([text])
+
+
+TEXTS_OF = {
+    "en": "The river rises in the hills and flows past three old towns before it meets the sea.",
+    "de": "Der Fluss entspringt in den Bergen und fliesst an drei alten Staedten vorbei zum Meer.",
+    "fr": "La riviere prend sa source dans les collines et traverse trois vieilles villes.",
+    "ru": "\u0440\u0435\u043a\u0430 \u0442\u0435\u0447\u0435\u0442 \u043a \u043c\u043e\u0440\u044e",
+}
+
+
+@pytest.mark.parametrize(("text", "stays"), [
+    ("language:only=en", ["en"]), ("language:only=de+ru", ["de", "ru"]),
+    ("language:only=en,most=0.5,least=0", ["de", "fr", "ru"]),
+])  # fmt: skip
+def test_language_keeps_what_is_likely_in_one_of_those_named(text: str, stays: list[str]) -> None:
+    (rule,) = filters.make([text])
+    documents: list[Any] = [*TEXTS_OF.values(), talk(TEXTS_OF["en"], TEXTS_OF["en"])]
+    want: list[Any] = [TEXTS_OF[name] for name in stays]
+    assert kept(rule, documents) == want + [documents[-1]] * ("en" in stays)
+    assert kept(rule, [TEXTS_OF["en"] * 100 + TEXTS_OF["de"] * 1000]) == [
+        TEXTS_OF["en"] * 100 + TEXTS_OF["de"] * 1000
+    ] * ("en" in stays)
+
+
+def test_language_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
+    with pytest.raises(data.MissingExtraError, match=r"py3langid.*pip install 'anychip\[data\]'"):
+        filters.make(["language:only=en"])
 
 
 class Vowels(Filter):
@@ -161,9 +192,13 @@ def test_weakness_is_the_loss_with_the_instruction_over_that_without(tmp_path: P
         rule.measure(["a text"])
 
 
-def test_messages_are_prepared_as_they_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [".jsonl", ".tar.zst", ".parquet"])
+def test_messages_are_prepared_as_they_are_read(tmp_path: Path, end: str) -> None:
     folder = str(directories.make(tmp_path / "model", "Llama"))
-    file = directories.chats(tmp_path)
+    file = shards.write(
+        tmp_path / f"a{end}", [talk(*(text for _, text in c[-2:])) for c in directories.CHATS],
+        "messages",
+    )  # fmt: skip
     given = [f"model.path={folder}", "model.context=32", "data.field=messages"]
     read = run.read_texts(config.load(None, [*given, f'data.files=["{file}"]'], note=str))
     request = Request(sources=(str(file),), field="messages", tokenizer=folder)

@@ -3,7 +3,8 @@
 A filter is an entry point of the group ``anychip.filters``: ``--filter name:option=value`` makes
 its class with these options. Ours stand there like anybody's. For users and authors: docs/data.md.
 
-Source of the duplicates: Broder, "On the resemblance and containment of documents" (1997).
+Source of the duplicates: Broder, "On the resemblance and containment of documents" (1997). Of the
+languages: py3langid, whose model comes with it (Lui and Baldwin, "langid.py", 2012).
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from numpy.typing import NDArray
 from anychip.contract import AnychipError
 from anychip.registry.loading import describe
 from anychip.train.data import MissingExtraError
+from anychip.train.data.extra import require
 
 GROUP = "anychip.filters"
+_CHARACTERS = 4096
 _SHINGLE, _BANDS, _ROWS = 8, 16, 8
 _PRIME = np.uint64(0xFF51AFD7ED558CCD)
 
@@ -79,6 +82,30 @@ class Length(Bounds):
 
     def measure(self, documents: Sequence[Any]) -> list[Any]:
         return [len(text_of(document)) for document in documents]
+
+
+class Language(Bounds):
+    """By the probability that a text is in one of some languages.
+
+    Args:
+        only: their codes of ISO 639, like "en" or "de+fr".
+        least, most: of the sum of their probabilities, by the first 4096 characters.
+    """
+
+    def __init__(self, only: str, least: float = 0.5, most: float = 1.0) -> None:
+        super().__init__(least, most)
+        library = require("py3langid.langid", "the filter language")
+        self._identifier = library.LanguageIdentifier.from_model_file(
+            library.MODEL_FILE, norm_probs=True
+        )
+        self._only, known = str(only).split("+"), sorted(self._identifier.labels)
+        if wrong := [code for code in self._only if code not in known]:
+            raise ValueError(f"there is no language {wrong[0]!r}; there are: {', '.join(known)}")
+
+    def measure(self, documents: Sequence[Any]) -> list[Any]:
+        ranked = [dict(self._identifier.rank(text_of(d)[:_CHARACTERS])) for d in documents]
+        # The sum of rounded probabilities of all languages is a little more than 1.
+        return [min(1.0, sum(each[code] for code in self._only)) for each in ranked]
 
 
 class Duplicates(Filter):

@@ -193,17 +193,24 @@ def test_beats_of_python_are_waited_for_longer(monkeypatch: pytest.MonkeyPatch) 
         assert failure.reason.startswith(text)
 
 
-def test_silent_rank_is_named_by_a_watcher_that_is_always_late(
+def test_silent_ranks_are_named_together_by_a_watcher_that_is_always_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost: list[Failure] = []
     watcher = object.__new__(Liveness)
     watcher.heartbeat_s, watcher.progress_s, watcher._interval = 5.0, 1e6, 1.0
     watcher._judged, watcher._strangers, watcher._listener = 0.0, [], None
-    silent: Any = SimpleNamespace(rank=1, patience=1, heard=0.0, turned=0.0, host="127.0.0.1")
-    watcher._peers = {1: silent}
-    monkeypatch.setattr(watcher, "_drop", lambda peer: watcher._peers.clear())
+    place = {"patience": 1, "turned": 0.0, "host": "10.0.0.2"}
+    silent: Any = [SimpleNamespace(rank=rank, heard=rank / 4, **place) for rank in (2, 1)]
+    heard: Any = SimpleNamespace(rank=3, heard=1e6, **place)
+    watcher._peers = {peer.rank: peer for peer in (*silent, heard)}
+    monkeypatch.setattr(watcher, "_drop", lambda peer: watcher._peers.pop(peer.rank))
     monkeypatch.setattr(watcher, "_settle", lost.append)
     for turn in range(1, 11):
+        heard.heard = 1e6
         watcher._judge(4.0 * turn)
-    assert [failure.ranks for failure in lost] == [(1,)]
+    text = (
+        "ranks 1, 2 have not been heard of for 5 s: their processes are stopped, or their machine,"
+        " 10.0.0.2, is out of reach"
+    )
+    assert lost == [Failure((1, 2), text)]

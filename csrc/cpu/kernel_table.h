@@ -1,4 +1,5 @@
-// The kernels of one instruction set, as a table of functions over a range of rows or elements.
+// The kernels of one instruction set, as a table of functions over a range of rows or elements;
+// kernel_list.h says which.
 //
 // A range is done by one thread. How a tensor is cut into ranges never changes a result, except for
 // the partial sums that a caller combines itself; it cuts those on a fixed grid.
@@ -63,66 +64,9 @@ constexpr uint32_t size_of_place(uint64_t place) {
 
 struct KernelTable {
   const char* name;
-
-  void (*to_float)(DType dtype, const void* from, float* to, int64_t numel);
-  void (*from_float)(DType dtype, const float* from, void* to, int64_t numel);
-  void (*add_to)(float* sum, const float* term, int64_t numel);
-
-  // Norms: weight and bias as float32; scratch: (hidden,). The backward adds this range's part of
-  // dweight and dbias to (hidden,) sums, where wanted.
-  void (*rms_norm_forward)(const RmsNormForward&, const float* weight, float* scratch, Range rows);
-  void (*rms_norm_backward)(const RmsNormBackward&, const float* weight, float* dweight,
-                            Range rows);
-  void (*layer_norm_forward)(const LayerNormForward&, const float* weight, const float* bias,
-                             float* scratch, Range rows);
-  void (*layer_norm_backward)(const LayerNormBackward&, const float* weight, float* dweight,
-                              float* dbias, Range rows);
-
-  void (*dropout)(const Dropout&, Range elements);
-  void (*gelu_forward)(const GeluForward&, Range elements);
-  void (*gelu_backward)(const GeluBackward&, Range elements);
-  void (*swiglu_forward)(const SwigluForward&, Range elements);
-  void (*swiglu_backward)(const SwigluBackward&, Range elements);
-  void (*geglu_forward)(const GegluForward&, Range elements);
-  void (*geglu_backward)(const GegluBackward&, Range elements);
-  void (*rope)(const Rope&, Range positions);  // of batch * seq
-
-  // Elements of rows that are as wide as `hidden` says: the last one may be shorter. bias as
-  // float32; the backward adds to (hidden,) sums, where wanted.
-  void (*bias_dropout_add)(const BiasDropoutAdd&, const float* bias, Range elements);
-  void (*bias_dropout_backward)(const BiasDropoutBackward&, float* dbias, Range elements);
-  void (*bias_gelu_forward)(const BiasGeluForward&, const float* bias, Range elements);
-  void (*bias_gelu_backward)(const BiasGeluBackward&, const float* bias, float* dbias,
-                             Range elements);
-
-  // Targets are known to be valid. row_loss: (rows,), 0 for ignored rows.
-  void (*cross_entropy_forward)(const CrossEntropyForward&, float* row_loss, Range rows);
-  // grad_divisor: what the reduction divides grad by.
-  void (*cross_entropy_backward)(const CrossEntropyBackward&, double grad_divisor, Range rows);
-
-  void (*sum_rows)(const RowSums&, Range rows);
-  void (*spread_rows)(const RowSpread&, Range rows);
-
-  // Groups of whole blocks that begin at an even element; dequantize's scratch is as above.
-  void (*quantize)(const Quantize&, const QuantizeScratch&, Range elements);
-  void (*dequantize)(const Dequantize&, uint8_t* scratch, Range elements);
-
-  void (*hadamard)(const Hadamard&, float* scratch, Range elements);  // scratch: (elements,)
-
-  // Writes the places of the numbers of at least this size, in the order of x; returns how many.
-  int64_t (*find_large)(DType dtype, const void* x, int64_t n, uint32_t smallest, uint64_t* found);
-
-  void (*adamw)(const UpdateTensor&, const AdamWFactors&, Range elements);
-  void (*adamw_8bit)(const UpdateTensor&, const AdamWFactors&, Range elements);  // whole blocks
-  void (*sgd)(const UpdateTensor&, const SgdFactors&, Range elements);
-  void (*lion)(const UpdateTensor&, const LionFactors&, Range elements);
-  void (*lamb)(const UpdateTensor&, const LambFactors&, float rate, Range elements);
-  // Added to rows of kDigits: Note [Exact sums].
-  void (*add_lamb_squares)(const UpdateTensor&, const LambFactors&, Range elements,
-                           int64_t* weights, int64_t* steps);
-  void (*add_squares)(const TensorRef&, Range elements, int64_t* digits);
-  void (*multiply)(const TensorRef&, float factor, Range elements);
-  bool (*divide_and_check)(const TensorRef&, float divisor, Range elements);  // all finite?
+#define ANYCHIP_KERNEL(result, name, parameters) result(*name) parameters;
+#include "kernel_list.h"
+#undef ANYCHIP_KERNEL
 };
 
 // The table in use; it changes only by set_isa.

@@ -34,47 +34,48 @@ void add_squares(const char* where, const std::vector<TensorRef>& tensors, int64
 
 }  // namespace
 
-void l2_norm(const std::vector<TensorRef>& tensors, float* out) {
+void l2_norm(const L2Norm& args) {
   const char* where = "l2_norm";
-  check_address(where, "out", out);
+  check_address(where, "out", args.out);
   Digits sum;
-  add_squares(where, tensors, sum.row, 0);
+  add_squares(where, args.tensors, sum.row, 0);
   sum.carry();
-  *out = sum.root();
+  *args.out = sum.root();
 }
 
-void sums_of_squares(const std::vector<TensorRef>& tensors, int64_t* out) {
+void sums_of_squares(const SumsOfSquares& args) {
   const char* where = "sums_of_squares";
-  if (!tensors.empty()) check_address(where, "out", out);
-  std::vector<Digits> rows(tensors.size());
-  if (!rows.empty()) add_squares(where, tensors, rows[0].row, kDigits);
-  write_rows(rows, out);
+  std::vector<Digits> rows(args.tensors.size());
+  if (rows.empty()) return;
+  check_address(where, "out", args.out);
+  add_squares(where, args.tensors, rows[0].row, kDigits);
+  write_rows(rows, args.out);
 }
 
 // The coefficient as in torch.nn.utils.clip_grad_norm_; a NaN norm makes it, and the tensors, NaN.
-void clip(const std::vector<TensorRef>& tensors, const float* norm, double max_norm) {
+void clip(const Clip& args) {
   const char* where = "clip";
-  check_address(where, "norm", norm);
-  const ChunkGrid grid = grid_of(where, tensors);
-  const float ratio = static_cast<float>(max_norm) / (*norm + 1e-6f);
+  check_address(where, "norm", args.norm);
+  const ChunkGrid grid = grid_of(where, args.tensors);
+  const float ratio = static_cast<float>(args.max_norm) / (*args.norm + 1e-6f);
   if (ratio >= 1.0f) return;  // multiplying by 1 would change nothing
   grid.run([&](size_t tensor, int64_t, Range elements) {
-    kernels().multiply(tensors[tensor], ratio, elements);
+    kernels().multiply(args.tensors[tensor], ratio, elements);
   });
 }
 
-void unscale_and_check(const std::vector<TensorRef>& grads, const float* scale, float* found_inf) {
+void unscale_and_check(const Unscale& args) {
   const char* where = "unscale_and_check";
-  check_address(where, "scale", scale);
-  check_address(where, "found_inf", found_inf);
-  const ChunkGrid grid = grid_of(where, grads);
+  check_address(where, "scale", args.scale);
+  check_address(where, "found_inf", args.found_inf);
+  const ChunkGrid grid = grid_of(where, args.grads);
   std::atomic<bool> all_finite{true};
   grid.run([&](size_t tensor, int64_t, Range elements) {
-    if (!kernels().divide_and_check(grads[tensor], *scale, elements)) {
+    if (!kernels().divide_and_check(args.grads[tensor], *args.scale, elements)) {
       all_finite.store(false, std::memory_order_relaxed);
     }
   });
-  if (!all_finite.load(std::memory_order_relaxed)) *found_inf = 1.0f;
+  if (!all_finite.load(std::memory_order_relaxed)) *args.found_inf = 1.0f;
 }
 
 }  // namespace anychip::cpu

@@ -92,6 +92,55 @@ struct LayerNormBackward {
 void layer_norm_forward(const LayerNormForward& args);
 void layer_norm_backward(const LayerNormBackward& args);
 
+// LayerNorm of groups of channels; x: (batch, channels, size), the statistics: (batch, groups).
+struct GroupNormForward {
+  const void* x;
+  const void* weight;  // (channels,)
+  const void* bias;    // null: none
+  void* y;
+  float* mean;
+  float* rstd;
+  int64_t batch, groups, channels, size;
+  double eps;
+  DType dtype, weight_dtype;
+};
+struct GroupNormBackward {
+  const void* grad;
+  const void* x;
+  const void* weight;
+  const float* mean;
+  const float* rstd;
+  void* dx;
+  void* dweight;
+  void* dbias;
+  int64_t batch, groups, channels, size;
+  DType dtype, weight_dtype;
+};
+void group_norm_forward(const GroupNormForward& args);
+void group_norm_backward(const GroupNormBackward& args);
+
+// y[n, c, t] = bias[c] + sum over k of weight[c, k] x[n, c, t + k + 1 - taps], x being 0 before.
+struct Conv1dForward {
+  const void* x;       // (batch, channels, length)
+  const void* weight;  // (channels, taps)
+  const void* bias;    // (channels,); null: none
+  void* y;
+  int64_t batch, channels, length, taps;
+  DType dtype, weight_dtype;
+};
+struct Conv1dBackward {
+  const void* grad;
+  const void* x;
+  const void* weight;
+  void* dx;
+  void* dweight;
+  void* dbias;
+  int64_t batch, channels, length, taps;
+  DType dtype, weight_dtype;
+};
+void conv1d_forward(const Conv1dForward& args);
+void conv1d_backward(const Conv1dBackward& args);
+
 struct Dropout {
   const void* x;
   void* y;
@@ -122,86 +171,73 @@ struct BiasDropoutBackward {
 void bias_dropout_add(const BiasDropoutAdd& args);
 void bias_dropout_backward(const BiasDropoutBackward& args);
 
-struct GeluForward {
-  const void* x;
-  void* y;
-  int64_t numel;
-  bool tanh;
-  DType dtype;
+// Of a number: its value f(x), and its derivative. Softplus is x where beta x is above threshold.
+enum class Activation : int {
+  kGelu = 0,
+  kGeluTanh = 1,
+  kSilu = 2,
+  kRelu = 3,
+  kRelu2 = 4,  // relu(x)^2
+  kSigmoid = 5,
+  kTanh = 6,
+  kSoftplus = 7
 };
-struct GeluBackward {
-  const void* grad;
-  const void* x;
-  void* dx;
-  int64_t numel;
-  bool tanh;
-  DType dtype;
-};
-void gelu_forward(const GeluForward& args);
-void gelu_backward(const GeluBackward& args);
 
-struct SwigluForward {
-  const void* gate;
-  const void* up;
-  void* y;
-  int64_t numel;
-  DType dtype;
-};
-struct SwigluBackward {
-  const void* grad;
-  const void* gate;
-  const void* up;
-  void* dgate;
-  void* dup;
-  int64_t numel;
-  DType dtype;
-};
-void swiglu_forward(const SwigluForward& args);
-void swiglu_backward(const SwigluBackward& args);
-
-// y = gelu(gate) * up.
-struct GegluForward {
-  const void* gate;
-  const void* up;
-  void* y;
-  int64_t numel;
-  bool tanh;
-  DType dtype;
-};
-struct GegluBackward {
-  const void* grad;
-  const void* gate;
-  const void* up;
-  void* dgate;
-  void* dup;
-  int64_t numel;
-  bool tanh;
-  DType dtype;
-};
-void geglu_forward(const GegluForward& args);
-void geglu_backward(const GegluBackward& args);
-
-// y = gelu(x + bias), of rows that are `hidden` wide.
-struct BiasGeluForward {
+// y = f(x); or f(x) * up; or f(x + bias), of rows that are `hidden` wide. With up f is kGelu,
+// kGeluTanh or kSilu, with a bias one of the first two.
+struct ActivationForward {
   const void* x;
-  const void* bias;
+  const void* up;    // null: none
+  const void* bias;  // (hidden,); null: none
   void* y;
   int64_t rows, hidden;
-  bool tanh;
+  Activation function;
+  double beta, threshold;  // of kSoftplus
   DType dtype, bias_dtype;
 };
-struct BiasGeluBackward {
+struct ActivationBackward {
   const void* grad;
   const void* x;
+  const void* up;
   const void* bias;
   void* dx;
-  void* dbias;
+  void* dup;
+  void* dbias;  // like bias
   int64_t rows, hidden;
-  bool tanh;
+  Activation function;
+  double beta, threshold;
   DType dtype, bias_dtype;
 };
-void bias_gelu_forward(const BiasGeluForward& args);
-void bias_gelu_backward(const BiasGeluBackward& args);
+void activation_forward(const ActivationForward& args);
+void activation_backward(const ActivationBackward& args);
+
+// Softmax of each row of scores s = x scale + bias, over the keys that are visible: those that the
+// mask has, whose score is not -infinity and, if causal, that do not lie behind the query, where
+// row r is query r % queries. The rest, and a row without a visible key, is 0.
+struct SoftmaxForward {
+  const void* x;  // (rows, keys)
+  void* y;
+  const bool* mask;          // null: all
+  const int64_t* mask_rows;  // (rows,) where each row's mask begins
+  const void* bias;          // null: none
+  const int64_t* bias_rows;  // (rows,)
+  int64_t mask_numel, bias_numel;
+  int64_t rows, queries, keys;
+  double scale;
+  bool causal;
+  DType dtype, bias_dtype;
+};
+// dx = scale (grad - sum(grad y)) y.
+struct SoftmaxBackward {
+  const void* grad;
+  const void* y;
+  void* dx;
+  int64_t rows, keys;
+  double scale;
+  DType dtype;
+};
+void softmax_forward(const SoftmaxForward& args);
+void softmax_backward(const SoftmaxBackward& args);
 
 struct Rope {
   const void* q;  // (batch, seq, heads, head_dim)
@@ -343,7 +379,8 @@ struct TensorRef {
   DType dtype;
 };
 
-// One tensor of an update rule. states: float32 and written, as many as the rule has.
+// One tensor of an update rule. states: written; float32, or of adamw_8bit
+// uint8 codes; as many as the rule has.
 struct UpdateTensor {
   TensorRef param, grad;
   void* states[2];
@@ -362,31 +399,36 @@ struct Update {
   const float* found_inf;
 };
 
-struct AdamWOptions {
+struct AdamW {
+  const Update& update;
   double beta1, beta2, eps, weight_decay;
 };
-void adamw(const Update& update, const AdamWOptions& options);
-void adamw_8bit(const Update& update, const AdamWOptions& options);
+void adamw(const AdamW& args);
+void adamw_8bit(const AdamW& args);  // states are codes
 
-struct SgdOptions {
+struct Sgd {  // one state, none without momentum
+  const Update& update;
   double momentum;
   bool nesterov;
   double weight_decay;
   bool decoupled;
 };
-void sgd(const Update& update, const SgdOptions& options);  // one state, none without momentum
+void sgd(const Sgd& args);
 
-struct LionOptions {
+struct Lion {
+  const Update& update;
   double beta1, beta2, weight_decay;
 };
-void lion(const Update& update, const LionOptions& options);
+void lion(const Lion& args);
 
-struct LambOptions {
-  double beta1, beta2, eps, weight_decay;
+struct Lamb {
+  const Update& update;
+  const float* trust;        // one per tensor
   const float* correction1;  // 1 - beta1^t and 1 - beta2^t
   const float* correction2;
+  double beta1, beta2, eps, weight_decay;
 };
-void lamb(const Update& update, const LambOptions& options, const float* trust);  // per tensor
+void lamb(const Lamb& args);
 
 // Note [Exact sums]: a row of kDigits numbers is the exact sum of squares of float32 numbers, in
 // any order: sum(row[k] * 2^(32 k - 298)) over k < kInfinities, each of these from 0 to 2^32 - 1;
@@ -395,13 +437,42 @@ void lamb(const Update& update, const LambOptions& options, const float* trust);
 constexpr int kDigits = 21, kInfinities = 19, kNaNs = 20;
 
 // Writes a row per tensor.
-void sums_of_squares(const std::vector<TensorRef>& tensors, int64_t* out);
+struct SumsOfSquares {
+  const std::vector<TensorRef>& tensors;
+  int64_t* out;
+};
+void sums_of_squares(const SumsOfSquares& args);
+
 // Reads all but lr and found_inf, and writes nothing but out: rows for the parameters, then rows
 // for the steps.
-void lamb_sums_of_squares(const Update& update, const LambOptions& options, int64_t* out);
+struct LambSums {
+  const Update& update;
+  int64_t* out;
+  const float* correction1;
+  const float* correction2;
+  double beta1, beta2, eps, weight_decay;
+};
+void lamb_sums_of_squares(const LambSums& args);
 
-void l2_norm(const std::vector<TensorRef>& tensors, float* out);
-void clip(const std::vector<TensorRef>& tensors, const float* norm, double max_norm);
-void unscale_and_check(const std::vector<TensorRef>& grads, const float* scale, float* found_inf);
+struct L2Norm {
+  const std::vector<TensorRef>& tensors;
+  float* out;
+};
+void l2_norm(const L2Norm& args);
+
+// In place.
+struct Clip {
+  const std::vector<TensorRef>& tensors;
+  const float* norm;
+  double max_norm;
+};
+void clip(const Clip& args);
+
+struct Unscale {
+  const std::vector<TensorRef>& grads;
+  const float* scale;
+  float* found_inf;  // set to 1, never to 0
+};
+void unscale_and_check(const Unscale& args);
 
 }  // namespace anychip::cpu

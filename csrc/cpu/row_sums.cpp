@@ -45,6 +45,7 @@ void sum_rows_by_index(const RowSums& args) {
   const char* where = "sum_rows_by_index";
   const Size width{"width", args.width};
   const int64_t given = check_sizes(where, {{"x_rows", args.x_rows}, width});
+  check(args.terms == 1, where, "expected terms 1, got " + std::to_string(args.terms));
   if (check_sizes(where, {{"rows", args.rows}, width}) > 0) check_address(where, "y", args.y);
   if (given > 0) check_address(where, "x", args.x);
   check_index(where, args.index, args.x_rows, args.rows);

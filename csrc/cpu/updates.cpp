@@ -45,7 +45,8 @@ GradFactors grad_factors(const Update& update) {
   return {update.scale ? *update.scale : 1.0f, update.clip ? *update.clip : 1.0f};
 }
 
-AdamWFactors factors_of(const Update& update, const AdamWOptions& options) {
+AdamWFactors factors_of(const AdamW& options) {
+  const Update& update = options.update;
   const double lr = *update.lr;
   const double step = *update.step;
   const double scale = update.scale ? *update.scale : 1.0;
@@ -63,30 +64,32 @@ AdamWFactors factors_of(const Update& update, const AdamWOptions& options) {
   return factors;
 }
 
-void run_adamw(const ChunkGrid& grid, const Update& update, const AdamWOptions& options,
-               decltype(KernelTable::adamw) kernel) {
-  if (!begins(update)) return;
-  const AdamWFactors factors = factors_of(update, options);
+void run_adamw(const ChunkGrid& grid, const AdamW& args, decltype(KernelTable::adamw) kernel) {
+  if (!begins(args.update)) return;
+  const AdamWFactors factors = factors_of(args);
   grid.run([&](size_t tensor, int64_t, Range elements) {
-    kernel(update.tensors[tensor], factors, elements);
+    kernel(args.update.tensors[tensor], factors, elements);
   });
 }
 
-LambFactors factors_of(const Update& update, const LambOptions& options) {
-  return {grad_factors(update),   rounded(options.beta1),       rounded(1.0 - options.beta1),
-          rounded(options.beta2), rounded(1.0 - options.beta2), *options.correction1,
-          *options.correction2,   rounded(options.eps),         rounded(options.weight_decay)};
+template <class Options>
+LambFactors lamb_factors(const Options& options) {
+  return {
+      grad_factors(options.update), rounded(options.beta1),       rounded(1.0 - options.beta1),
+      rounded(options.beta2),       rounded(1.0 - options.beta2), *options.correction1,
+      *options.correction2,         rounded(options.eps),         rounded(options.weight_decay)};
 }
 
 }  // namespace
 
-void adamw(const Update& update, const AdamWOptions& options) {
+void adamw(const AdamW& args) {
   const char* where = "adamw";
-  check_address(where, "lr", update.lr);
-  run_adamw(grid_of(where, update, 2), update, options, kernels().adamw);
+  check_address(where, "lr", args.update.lr);
+  run_adamw(grid_of(where, args.update, 2), args, kernels().adamw);
 }
 
-void adamw_8bit(const Update& update, const AdamWOptions& options) {
+void adamw_8bit(const AdamW& args) {
+  const Update& update = args.update;
   const char* where = "adamw_8bit";
   static_assert(kChunk % kStateBlock == 0, "a chunk begins where a block does");
   check_address(where, "lr", update.lr);
@@ -95,10 +98,11 @@ void adamw_8bit(const Update& update, const AdamWOptions& options) {
     if (tensor.param.numel == 0) continue;
     for (const float* scales : tensor.scales) check_address(where, "a state's scales", scales);
   }
-  run_adamw(grid, update, options, kernels().adamw_8bit);
+  run_adamw(grid, args, kernels().adamw_8bit);
 }
 
-void sgd(const Update& update, const SgdOptions& options) {
+void sgd(const Sgd& options) {
+  const Update& update = options.update;
   const char* where = "sgd";
   check_address(where, "lr", update.lr);
   const ChunkGrid grid = grid_of(where, update, options.momentum != 0.0 ? 1 : 0);
@@ -115,7 +119,8 @@ void sgd(const Update& update, const SgdOptions& options) {
   });
 }
 
-void lion(const Update& update, const LionOptions& options) {
+void lion(const Lion& options) {
+  const Update& update = options.update;
   const char* where = "lion";
   check_address(where, "lr", update.lr);
   const ChunkGrid grid = grid_of(where, update, 1);
@@ -132,28 +137,30 @@ void lion(const Update& update, const LionOptions& options) {
   });
 }
 
-void lamb(const Update& update, const LambOptions& options, const float* trust) {
+void lamb(const Lamb& options) {
+  const Update& update = options.update;
   const char* where = "lamb";
   check_address(where, "lr", update.lr);
   check_address(where, "correction1", options.correction1);
   check_address(where, "correction2", options.correction2);
-  if (!update.tensors.empty()) check_address(where, "trust", trust);
+  if (!update.tensors.empty()) check_address(where, "trust", options.trust);
   const ChunkGrid grid = grid_of(where, update, 2);
   if (!begins(update)) return;
-  const LambFactors factors = factors_of(update, options);
+  const LambFactors factors = lamb_factors(options);
   grid.run([&](size_t tensor, int64_t, Range elements) {
-    kernels().lamb(update.tensors[tensor], factors, *update.lr * trust[tensor], elements);
+    kernels().lamb(update.tensors[tensor], factors, *update.lr * options.trust[tensor], elements);
   });
 }
 
-void lamb_sums_of_squares(const Update& update, const LambOptions& options, int64_t* out) {
+void lamb_sums_of_squares(const LambSums& options) {
+  const Update& update = options.update;
   const char* where = "lamb_sums_of_squares";
   check_address(where, "correction1", options.correction1);
   check_address(where, "correction2", options.correction2);
   const size_t count = update.tensors.size();
-  if (count > 0) check_address(where, "out", out);
+  if (count > 0) check_address(where, "out", options.out);
   const ChunkGrid grid = grid_of(where, update, 2);
-  const LambFactors factors = factors_of(update, options);
+  const LambFactors factors = lamb_factors(options);
   std::vector<Digits> rows(2 * count);
   grid.run([&](size_t tensor, int64_t, Range elements) {
     Digits weights, steps;
@@ -161,7 +168,7 @@ void lamb_sums_of_squares(const Update& update, const LambOptions& options, int6
     weights.add_to(rows[tensor].row);
     steps.add_to(rows[count + tensor].row);
   });
-  write_rows(rows, out);
+  write_rows(rows, options.out);
 }
 
 }  // namespace anychip::cpu

@@ -5,6 +5,7 @@
 // conformance suite, and of the vector functions in test_math.cpp.
 #include <algorithm>
 #include <deque>
+#include <memory>
 
 #include "operators.h"
 #include "tensor.h"
@@ -147,30 +148,52 @@ void test_norms(Shape shape, DType dtype, DType weight_dtype, const DType* strea
   }
 }
 
+// Every function, those that have it with a factor.
 void test_activations(DType dtype, int64_t numel) {
   Tensor x = wide_values(dtype, numel, 1), up(dtype, random_values(numel, 2));
   Tensor grad(dtype, random_values(numel, 3));
-  for (const bool tanh : {false, true}) {
-    check_kernel(label(tanh ? "gelu tanh" : "gelu", dtype, numel), [&](Results& out) {
-      gelu_forward({x.data(), out.make(dtype, numel).data(), numel, tanh, dtype});
-      gelu_backward({grad.data(), x.data(), out.make(dtype, numel).data(), numel, tanh, dtype});
+  for (int number = 0; number <= static_cast<int>(Activation::kSoftplus); ++number) {
+    const auto function = static_cast<Activation>(number);
+    const std::string name =
+        label("activation", dtype, numel) + " number " + std::to_string(number);
+    check_kernel(name, [&](Results& out) {
+      const auto run = [&](const void* factor, bool first, bool second) {
+        const auto make = [&](bool needed) {
+          return needed ? out.make(dtype, numel).data() : nullptr;
+        };
+        activation_forward(
+            {x.data(), factor, nullptr, make(true), 1, numel, function, 1.5, 1.0, dtype, dtype});
+        activation_backward({grad.data(), x.data(), factor, nullptr, make(first), make(second),
+                             nullptr, 1, numel, function, 1.5, 1.0, dtype, dtype});
+      };
+      run(nullptr, true, false);
+      if (function > Activation::kSilu) return;
+      run(up.data(), true, false);
+      run(up.data(), false, true);
     });
   }
-  for (const bool tanh : {false, true}) {
-    check_kernel(label(tanh ? "geglu tanh" : "geglu", dtype, numel), [&](Results& out) {
-      const auto make = [&] { return out.make(dtype, numel).data(); };
-      geglu_forward({x.data(), up.data(), make(), numel, tanh, dtype});
-      geglu_backward({grad.data(), x.data(), up.data(), make(), nullptr, numel, tanh, dtype});
-      geglu_backward({grad.data(), x.data(), up.data(), nullptr, make(), numel, tanh, dtype});
-    });
-  }
-  check_kernel(label("swiglu", dtype, numel), [&](Results& out) {
-    swiglu_forward({x.data(), up.data(), out.make(dtype, numel).data(), numel, dtype});
-    const auto backward = [&](void* dgate, void* dup) {
-      swiglu_backward({grad.data(), x.data(), up.data(), dgate, dup, numel, dtype});
-    };
-    backward(out.make(dtype, numel).data(), nullptr);
-    backward(nullptr, out.make(dtype, numel).data());
+}
+
+// Rows of which some see nothing, by a mask, by causality or by a bias of -infinity.
+void test_softmax(DType dtype, DType bias_dtype, Shape shape) {
+  const int64_t rows = shape.rows, keys = shape.hidden, numel = rows * keys;
+  Tensor x = wide_values(dtype, numel, 1), grad(dtype, random_values(numel, 2));
+  Tensor bias(bias_dtype, random_values(2 * keys, 3));
+  const std::unique_ptr<bool[]> mask(new bool[static_cast<size_t>(numel)]);
+  for (int64_t i = 0; i < numel; ++i)
+    mask[static_cast<size_t>(i)] = i / keys % 3 != 1 && i % 5 != 0;
+  std::vector<int64_t> mask_rows, bias_rows;
+  for (int64_t i = 0; i < rows; ++i)
+    mask_rows.push_back(i * keys), bias_rows.push_back(i % 2 * keys);
+  check_kernel(label("softmax", dtype, keys), [&](Results& out) {
+    for (const int options : {0, 1, 2, 4, 7}) {
+      const bool masked = options & 1, biased = options & 2, causal = options & 4;
+      void* y = out.make(dtype, numel).data();
+      softmax_forward({x.data(), y, masked ? mask.get() : nullptr, mask_rows.data(),
+                       biased ? bias.data() : nullptr, bias_rows.data(), numel, 2 * keys, rows,
+                       keys + 2, keys, 0.5, causal, dtype, bias_dtype});
+      softmax_backward({grad.data(), y, out.make(dtype, numel).data(), rows, keys, 0.5, dtype});
+    }
   });
 }
 
@@ -200,13 +223,15 @@ void test_biases(DType dtype, DType other, Shape shape, bool numbers) {
   if (numbers) drop = {rng, 0.3, numbers_of_rows.data(), hidden, 0};
   check_kernel(name, [&](Results& out) {
     const auto make = [&] { return out.make(dtype, numel).data(); };
-    for (const bool tanh : {false, true}) {
-      bias_gelu_forward({x.data(), bias.data(), make(), rows, hidden, tanh, dtype, other});
-      void* dbias = out.make(other, hidden).data();
-      bias_gelu_backward(
-          {grad.data(), x.data(), bias.data(), make(), nullptr, rows, hidden, tanh, dtype, other});
-      bias_gelu_backward(
-          {grad.data(), x.data(), bias.data(), nullptr, dbias, rows, hidden, tanh, dtype, other});
+    for (const auto function : {Activation::kGelu, Activation::kGeluTanh}) {
+      activation_forward(
+          {x.data(), nullptr, bias.data(), make(), rows, hidden, function, 0.0, 0.0, dtype, other});
+      const auto backward = [&](void* dx, void* dbias) {
+        activation_backward({grad.data(), x.data(), nullptr, bias.data(), dx, nullptr, dbias, rows,
+                             hidden, function, 0.0, 0.0, dtype, other});
+      };
+      backward(make(), nullptr);
+      backward(nullptr, out.make(other, hidden).data());
     }
     for (const void* added :
          {static_cast<const void*>(nullptr), static_cast<const void*>(bias.data())}) {
@@ -346,15 +371,14 @@ void test_lists(DType dtype, double exponents, bool special) {
   const float norm = 7.0f, scale = 3.0f;
   const std::string name = std::string("lists ") + name_of(dtype) + " " + std::to_string(exponents);
   check_kernel(name, [&](Results& out) {
-    l2_norm(out.copy(list), out.make(kWide, 1).floats());
-    sums_of_squares(out.copy(list), out.rows_of_sums(list.size()).data());
-    clip(out.copy(list), &norm, 1.0);
-    unscale_and_check(out.copy(list), &scale, out.copy(Tensor(kWide, Doubles{0.0})).floats());
+    l2_norm({out.copy(list), out.make(kWide, 1).floats()});
+    sums_of_squares({out.copy(list), out.rows_of_sums(list.size()).data()});
+    clip({out.copy(list), &norm, 1.0});
+    unscale_and_check({out.copy(list), &scale, out.copy(Tensor(kWide, Doubles{0.0})).floats()});
   });
 }
 
 const float kOne = 1.0f;
-const LambOptions kLamb{0.9, 0.999, 1e-6, 0.01, &kOne, &kOne};
 
 // Every type of parameter, of gradient and of copy; they are converted apart from each other.
 void test_updates(DType param, DType grad, const DType* low) {
@@ -377,7 +401,7 @@ void test_updates(DType param, DType grad, const DType* low) {
   };
   const std::vector<float> trust(params.size(), 3.0f);
   check_kernel(name, [&](Results& out) {
-    adamw(update(out, 2), {0.9, 0.999, 1e-8, 0.01});
+    adamw({update(out, 2), 0.9, 0.999, 1e-8, 0.01});
     Update coded = update(out, 0);
     for (UpdateTensor& tensor : coded.tensors) {
       const int64_t numel = tensor.param.numel;
@@ -388,13 +412,14 @@ void test_updates(DType param, DType grad, const DType* low) {
         tensor.scales[k] = out.copy(Tensor(kWide, random_values((numel + 255) / 256, 6))).floats();
       }
     }
-    adamw_8bit(coded, {0.9, 0.999, 1e-8, 0.01});
-    lion(update(out, 1), {0.9, 0.999, 0.01});
-    lamb(update(out, 2), kLamb, trust.data());
-    lamb_sums_of_squares(update(out, 2), kLamb, out.rows_of_sums(2 * params.size()).data());
+    adamw_8bit({coded, 0.9, 0.999, 1e-8, 0.01});
+    lion({update(out, 1), 0.9, 0.999, 0.01});
+    lamb({update(out, 2), trust.data(), &kOne, &kOne, 0.9, 0.999, 1e-6, 0.01});
+    int64_t* sums = out.rows_of_sums(2 * params.size()).data();
+    lamb_sums_of_squares({update(out, 2), sums, &kOne, &kOne, 0.9, 0.999, 1e-6, 0.01});
     for (const bool decoupled : {false, true}) {
-      sgd(update(out, 0), {0.0, false, 0.1, decoupled});
-      sgd(update(out, 1), {0.9, decoupled, 0.1, decoupled});
+      sgd({update(out, 0), 0.0, false, 0.1, decoupled});
+      sgd({update(out, 1), 0.9, decoupled, 0.1, decoupled});
     }
   });
 }
@@ -414,6 +439,14 @@ void test_wrong_arguments() {
   const auto turned = [&](int64_t head_dim, void* q_out) {
     rope({v, v, v, v, q_out, v, 1, 1, 1, 1, head_dim, false, false, kWide});
   };
+  const auto activate = [&](const void* x, const void* up, const void* bias, int64_t hidden,
+                            Activation function) {
+    activation_forward({x, up, bias, v, 1, hidden, function, 1.0, 20.0, kWide, kWide});
+  };
+  const auto weigh = [&](const void* bias, int64_t queries, int64_t begin) {
+    softmax_forward(
+        {v, v, nullptr, nullptr, bias, &begin, 0, 1, 1, queries, 1, 1.0, true, kWide, kWide});
+  };
   const std::pair<const char*, std::function<void()>> cases[] = {
       {"hidden >= 0, got -4",
        [&] { rms_norm_forward({v, v, v, nullptr, 2, -4, 0, kWide, kWide}); }},
@@ -421,9 +454,14 @@ void test_wrong_arguments() {
        [&] { layer_norm_forward({v, nullptr, v, v, v, v, 1, 1, 0, kWide, kWide}); }},
       {"address of total",
        [&] { rms_norm_forward({v, v, v, nullptr, 1, 1, 0, kWide, kWide, {v, nullptr, kWide}}); }},
-      {"numel >= 0, got -5", [&] { gelu_forward({v, v, -5, false, kWide}); }},
-      {"address of x", [&] { gelu_forward({nullptr, v, 1, false, kWide}); }},
-      {"address of up", [&] { swiglu_forward({v, nullptr, v, 1, kWide}); }},
+      {"hidden >= 0, got -5", [&] { activate(v, nullptr, nullptr, -5, Activation::kGelu); }},
+      {"address of x", [&] { activate(nullptr, nullptr, nullptr, 1, Activation::kGelu); }},
+      {"up or bias, got both", [&] { activate(v, v, v, 1, Activation::kGelu); }},
+      {"GELU or SILU with up", [&] { activate(v, v, nullptr, 1, Activation::kRelu); }},
+      {"GELU with a bias", [&] { activate(v, nullptr, v, 1, Activation::kSilu); }},
+      {"queries >= 1 where causal", [&] { weigh(nullptr, 0, 0); }},
+      {"rows of bias within its 1 elements, got one from 1 on", [&] { weigh(v, 1, 1); }},
+      {"rows of bias within its 1 elements, got one from -1 on", [&] { weigh(v, 1, -1); }},
       {"numel >= 0, got -1", [&] { dropout({v, v, -1, 0, kWide, {rng, 0.5}}); }},
       {"0 <= p <= 1", [&] { dropout({v, v, 1, 0, kWide, {rng, 1.5}}); }},
       {"1 elements in rows of 2", [&] { rows(2, 0); }},
@@ -441,20 +479,20 @@ void test_wrong_arguments() {
       {"count <= width 1, got 2", [&] { top_k({v, v, &place, 1, 1, 2, kWide}); }},
       {"width <= 2^32", [&] { top_k({v, v, &place, 1, int64_t{1} << 33, 1, kWide}); }},
       {"address of indices", [&] { top_k({v, v, nullptr, 1, 1, 1, kWide}); }},
-      {"numel >= 0, got -2", [&] { l2_norm({{v, -2, kWide}}, v); }},
-      {"address of a tensor", [&] { clip({{nullptr, 2, kWide}}, v, 1.0); }},
-      {"numel of all tensors <= ", [&] { l2_norm({half, half, half}, v); }},
-      {"address of out", [&] { sums_of_squares({one}, nullptr); }},
-      {"address of lr", [&] { adamw(no_lr, {}); }},
-      {"address of lr", [&] { sgd(no_lr, {}); }},
-      {"address of lr", [&] { lion(no_lr, {}); }},
-      {"address of lr", [&] { lamb(no_lr, kLamb, v); }},
-      {"address of a state", [&] { lion(no_state, {}); }},
-      {"address of a state's scales", [&] { adamw_8bit(no_scales, {}); }},
-      {"address of trust", [&] { lamb(no_state, kLamb, nullptr); }},
+      {"numel >= 0, got -2", [&] { l2_norm({{{v, -2, kWide}}, v}); }},
+      {"address of a tensor", [&] { clip({{{nullptr, 2, kWide}}, v, 1.0}); }},
+      {"numel of all tensors <= ", [&] { l2_norm({{half, half, half}, v}); }},
+      {"address of out", [&] { sums_of_squares({{one}, nullptr}); }},
+      {"address of lr", [&] { adamw({no_lr, 0, 0, 0, 0}); }},
+      {"address of lr", [&] { sgd({no_lr, 0, false, 0, false}); }},
+      {"address of lr", [&] { lion({no_lr, 0, 0, 0}); }},
+      {"address of lr", [&] { lamb({no_lr, v, v, v, 0, 0, 0, 0}); }},
+      {"address of a state", [&] { lion({no_state, 0, 0, 0}); }},
+      {"address of a state's scales", [&] { adamw_8bit({no_scales, 0, 0, 0, 0}); }},
+      {"address of trust", [&] { lamb({no_state, nullptr, v, v, 0, 0, 0, 0}); }},
   };
   for (const auto& [message, call] : cases) check_throws<std::invalid_argument>(message, call);
-  sums_of_squares({}, nullptr);  // no tensor, no row
+  sums_of_squares({{}, nullptr});  // no tensor, no row
 }
 
 void test_places() {
@@ -518,6 +556,10 @@ int main() {
     for (const Shape shape : shapes) {
       test_norms(shape, dtype, dtype, nullptr);
       test_cross_entropy(dtype, shape, Reduction::kMean);
+    }
+    for (const Shape shape : {Shape{9, 1}, Shape{70, 63}, Shape{97, 1000}}) {
+      test_softmax(dtype, dtype, shape);
+      test_softmax(dtype, kWide, shape);
     }
     for (const Reduction reduction : {Reduction::kNone, Reduction::kSum}) {
       test_cross_entropy(dtype, {7, 63}, reduction);

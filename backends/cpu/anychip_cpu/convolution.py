@@ -1,4 +1,4 @@
-"""conv1d and conv2d on the host, mapped to torch's convolutions of float32 numbers."""
+"""Convolutions on the host: conv2d is torch's, of float32 numbers, conv1d a native kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip_cpu.table import Needs, declared, has_elements
+from anychip_cpu import native
+from anychip_cpu.native import CODES
+from anychip_cpu.table import Needs, address, declared, has_elements
+
+_kernels: Any = native.kernels
 
 Pair = int | Sequence[int]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -75,22 +79,27 @@ def conv2d_backward(
     return dx, dweight, dbias
 
 
-def _depthwise(x: Tensor) -> dict[str, Any]:
-    return {"stride": 1, "padding": 0, "dilation": 1, "groups": x.shape[1]}
-
-
-@declared.forward("conv1d", kind="mapped", accepts=has_elements)
+@declared.forward("conv1d", accepts=has_elements)
 def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    seen = torch.nn.functional.pad(x, (weight.shape[1] - 1, 0))[:, :, None]
-    y = conv2d(seen, weight[:, None, None], bias, **_depthwise(x))
-    return y[:, :, 0]
+    if bias is not None and bias.dtype != weight.dtype:
+        # The kernel takes one dtype for both; the narrower one would lose digits of the other.
+        weight, bias = weight.float(), bias.float()
+    x, weight = x.contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    y = torch.empty_like(x)
+    codes = CODES[x.dtype], CODES[weight.dtype]
+    given = map(address, (x, weight, bias, y))
+    _kernels.conv1d_forward(*given, *x.shape, weight.shape[1], *codes)
+    return y
 
 
-@declared.backward("conv1d", kind="mapped", accepts=has_elements)
+@declared.backward("conv1d", accepts=has_elements)
 def conv1d_backward(grad: Tensor, x: Tensor, weight: Tensor, *, needs: Needs) -> Gradients:
-    before = weight.shape[1] - 1
-    given = torch.nn.functional.pad(x, (before, 0))[:, :, None], weight[:, None, None]
-    found = conv2d_backward(grad[:, :, None], *given, **_depthwise(x), needs=needs)
-    dx, dweight, dbias = found
-    dx = None if dx is None else dx[:, :, 0, before:].contiguous()
-    return dx, None if dweight is None else dweight[:, 0, 0], dbias
+    grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
+    dx = torch.empty_like(x) if needs[0] else None
+    dweight = torch.empty_like(weight) if needs[1] else None
+    dbias = weight.new_empty(weight.shape[0]) if needs[2] else None
+    codes = CODES[x.dtype], CODES[weight.dtype]
+    given = map(address, (grad, x, weight, dx, dweight, dbias))
+    _kernels.conv1d_backward(*given, *x.shape, weight.shape[1], *codes)
+    return dx, dweight, dbias

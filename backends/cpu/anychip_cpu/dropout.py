@@ -14,6 +14,11 @@ from anychip_cpu.table import Needs, address, declared, rows_of, wanted
 _kernels: Any = native.kernels
 
 
+def places(rows: Tensor | None, width: int, column: int = 0) -> tuple[int, int, int]:
+    """Which words elements have, as the kernels take it."""
+    return address(rows), width, column
+
+
 @declared.forward("dropout")
 def dropout(
     x: Tensor,
@@ -27,9 +32,9 @@ def dropout(
     x, rng = x.contiguous(), rng.contiguous()
     y = torch.empty_like(x)
     rows = None if rows is None else rows.contiguous()
-    place = () if rows is None else (rows.data_ptr(), x.shape[-1], width, column)
-    addresses = (x.data_ptr(), rng.data_ptr(), y.data_ptr())
-    _kernels.dropout(*addresses, x.numel(), p, CODES[x.dtype], *place)
+    columns = 0 if rows is None else x.shape[-1]
+    place = (rng.data_ptr(), p, *places(rows, width, column))
+    _kernels.dropout(x.data_ptr(), y.data_ptr(), x.numel(), columns, CODES[x.dtype], *place)
     return y
 
 
@@ -38,11 +43,6 @@ def dropout_backward(
     grad: Tensor, rng: Tensor, rows: Tensor | None, *, needs: Needs, **attrs: Any
 ) -> tuple[Tensor]:
     return (dropout(grad, rng, rows, **attrs),)
-
-
-def places(rows: Tensor | None, width: int, column: int = 0) -> tuple[int, int, int]:
-    """Which words elements have, as the kernels take it."""
-    return address(rows), width, column
 
 
 @declared.forward("bias_dropout_add")

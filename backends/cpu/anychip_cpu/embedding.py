@@ -32,7 +32,7 @@ def embedding_backward(
 ) -> tuple[Tensor]:
     grad, indices = grad.contiguous(), indices.contiguous()
     total = torch.empty(weight.shape, dtype=weight.dtype)
-    addresses = (grad.data_ptr(), indices.data_ptr(), total.data_ptr())
-    rows, width = weight.shape
-    _kernels.sum_rows_by_index(*addresses, rows, indices.numel(), width, CODES[grad.dtype])
+    addresses = (grad.data_ptr(), indices.data_ptr(), 0, total.data_ptr())
+    (rows, width), code = weight.shape, CODES[grad.dtype]
+    _kernels.sum_rows_by_index(*addresses, rows, 1, indices.numel(), width, code, code)
     return (total,)

@@ -21,6 +21,11 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [t.data_ptr() for t in tensors]
 
 
+def held(tensors: Sequence[Tensor]) -> Any:
+    """A list as the kernels take it."""
+    return _kernels.Tensors(*described(tensors))
+
+
 def described(tensors: Sequence[Tensor]) -> tuple[list[int], list[int], list[int]]:
     """Addresses, elements, and dtypes."""
     return (
@@ -34,22 +39,22 @@ def described(tensors: Sequence[Tensor]) -> tuple[list[int], list[int], list[int
 def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     whole = [t.contiguous() for t in tensors]
     found = torch.empty(len(tensors), WIDTH, dtype=torch.int64)
-    _kernels.sums_of_squares(*described(whole), found.data_ptr())
+    _kernels.sums_of_squares(held(whole), found.data_ptr())
     return found
 
 
 @declared.forward("l2_norm", contiguous=True, accepts=lambda tensors: len(tensors) > 0)
 def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
     total = torch.empty((), dtype=torch.float32)
-    _kernels.l2_norm(*described(tensors), total.data_ptr())
+    _kernels.l2_norm(held(tensors), total.data_ptr())
     return total
 
 
 @declared.forward("clip", contiguous=True)
 def clip(tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> None:
-    _kernels.clip(*described(tensors), norm.data_ptr(), max_norm)
+    _kernels.clip(held(tensors), norm.data_ptr(), max_norm)
 
 
 @declared.forward("unscale_and_check", contiguous=True)
 def unscale_and_check(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> None:
-    _kernels.unscale_and_check(*described(grads), scale.data_ptr(), found_inf.data_ptr())
+    _kernels.unscale_and_check(held(grads), scale.data_ptr(), found_inf.data_ptr())

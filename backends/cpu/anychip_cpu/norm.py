@@ -2,9 +2,8 @@
 
 Rows hand addresses to ``csrc/cpu``; they make read tensors contiguous and allocate outputs with
 torch. What lies between two kernels stays float32, so that results are rounded once, as the
-reference rounds them. group_norm is the kernel of layer_norm with a group as a row, not torch's,
-which computes ``x * scale + shift``: of two numbers that lie close to each other that leaves fewer
-digits.
+reference rounds them. group_norm is not torch's, which computes ``x * scale + shift``: of two
+numbers that lie close to each other that leaves fewer digits.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip.operators.norm import by_channel, channel_sum
 from anychip_cpu import native
 from anychip_cpu.dropout import bias_dropout_add
 from anychip_cpu.native import CODES
@@ -122,21 +120,27 @@ def layer_norm_backward(
 # Over groups of channels
 
 
-def _groups(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """(N * groups, numbers of a group), and a weight of ones for it."""
-    wide = x.float().reshape(x.shape[0] * num_groups, -1)
-    return wide, torch.ones(wide.shape[1])
+def _sizes(x: Tensor, groups: int) -> tuple[int, int, int, int]:
+    """Batch, groups, channels, and numbers of a channel."""
+    batch, channels = x.shape[:2]
+    return batch, groups, channels, x.numel() // (batch * channels)
 
 
 @declared.forward("group_norm", accepts=has_elements)
 def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, num_groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    normed, mean, rstd = layer_norm(*_groups(x, num_groups), None, eps=eps)
-    y = normed.view(x.shape).mul_(by_channel(x, weight))
-    if bias is not None:
-        y.add_(by_channel(x, bias))
-    return y.to(x.dtype), mean.view(-1, num_groups), rstd.view(-1, num_groups)
+    if bias is not None and bias.dtype != weight.dtype:
+        # The kernel takes one dtype for both; the narrower one would lose digits of the other.
+        weight, bias = weight.float(), bias.float()
+    x, weight = x.contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    y, mean = torch.empty_like(x), x.new_empty((x.shape[0], num_groups), dtype=torch.float32)
+    rstd = torch.empty_like(mean)
+    codes = CODES[x.dtype], CODES[weight.dtype]
+    given = map(address, (x, weight, bias, y, mean, rstd))
+    _kernels.group_norm_forward(*given, *_sizes(x, num_groups), eps, *codes)
+    return y, mean, rstd
 
 
 @declared.backward("group_norm", accepts=has_elements)
@@ -151,20 +155,14 @@ def group_norm_backward(
     eps: float,
     needs: Needs,
 ) -> tuple[Tensor | None, ...]:
-    rows, ones = _groups(x, num_groups)
-    dx = dweight = dbias = None
-    if needs[0]:
-        scaled = (grad.float() * by_channel(x, weight)).reshape(rows.shape)
-        saved: Any = (scaled, rows, ones, mean.reshape(-1), rstd.reshape(-1))
-        found = layer_norm_backward(*saved, eps=eps, needs=(True, False, False))[0]
-        assert found is not None
-        dx = found.view(x.shape).to(x.dtype)
-    if needs[1]:
-        normed = (rows - mean.reshape(-1, 1)).mul_(rstd.reshape(-1, 1)).view(x.shape)
-        dweight = channel_sum(normed.mul_(grad)).to(weight.dtype)
-    if needs[2]:
-        dbias = channel_sum(grad.float()).to(weight.dtype)
-    return dx, dweight, dbias
+    saved = [t.contiguous() for t in (grad, x, weight, mean, rstd)]
+    made = [
+        torch.empty_like(like, memory_format=torch.contiguous_format) if need else None
+        for need, like in zip(needs, (x, weight, weight), strict=True)
+    ]
+    codes = CODES[x.dtype], CODES[weight.dtype]
+    _kernels.group_norm_backward(*map(address, (*saved, *made)), *_sizes(x, num_groups), *codes)
+    return tuple(made)
 
 
 # The residual's sum and a norm

@@ -1,64 +1,68 @@
-"""softmax on the host: torch's, of float32 scores."""
+"""softmax on the host: native kernels, and torch's sum for the gradient of a bias."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anychip import operators
-from anychip_cpu.numerics import rowwise
-from anychip_cpu.table import Needs, declared
+from anychip_cpu import native
+from anychip_cpu.native import CODES
+from anychip_cpu.table import Needs, address, declared, rows_of
 
-_aten = torch.ops.aten
-
-
-def _offset(x: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool) -> Tensor | None:
-    """What is added to the scores: the bias, and -inf for what is hidden."""
-    offset = None if bias is None else bias.float()
-    if mask is not None:
-        hidden = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-        offset = hidden if offset is None else offset + hidden
-    if causal:
-        queries, keys = x.shape[-2:]
-        later = torch.full((queries, keys), -torch.inf).triu_(keys - queries + 1)
-        offset = later if offset is None else offset + later
-    return offset
+_kernels: Any = native.kernels
 
 
-@declared.forward("softmax", kind="mapped")
+def _rows_within(tensor: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """A mask or bias with whole rows of keys, and where in it each row of x begins."""
+    if tensor is None:
+        return None, None
+    whole = tensor.expand(*tensor.shape[:-1], x.shape[-1]).contiguous()
+    begins = torch.arange(whole.numel() // max(1, x.shape[-1])) * x.shape[-1]
+    begins = begins.view(whole.shape[:-1]).expand(x.shape[:-1])
+    return whole, begins.contiguous()
+
+
+@declared.forward("softmax")
 def softmax(
     x: Tensor, mask: Tensor | None, bias: Tensor | None, *, scale: float, causal: bool
 ) -> Tensor:
-    offset = _offset(x, mask, bias, causal)
-    scores = x.float() * scale if offset is None else torch.add(offset, x, alpha=scale)
-    y = torch.softmax(scores, -1)
-    if y[..., :1].isnan().any():
-        # A row without a visible key, which is NaN throughout; or one with a NaN, or with an Inf or
-        # NaN that is hidden and must not count.
-        y.masked_fill_((scores == -torch.inf).all(-1, keepdim=True), 0.0)
-        if y[..., :1].isnan().any():
-            exact: Tensor = operators.softmax.forward(x, mask, bias, scale=scale, causal=causal)
-            return exact
-    return y.to(x.dtype).contiguous()
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    mask, mask_rows = _rows_within(mask, x)
+    bias, bias_rows = _rows_within(bias, x)
+    rows, keys = rows_of(x)
+    _kernels.softmax_forward(
+        *map(address, (x, y, mask, mask_rows, bias, bias_rows)),
+        0 if mask is None else mask.numel(),
+        0 if bias is None else bias.numel(),
+        rows,
+        x.shape[-2] if causal else 0,
+        keys,
+        scale,
+        causal,
+        CODES[x.dtype],
+        CODES[(x if bias is None else bias).dtype],
+    )
+    return y
 
 
-def _score_gradients(grad: Tensor, y: Tensor) -> Tensor:
-    dscores: Tensor = _aten._softmax_backward_data(grad.float(), y.float(), -1, torch.float32)
-    return dscores
+def _gradient(grad: Tensor, y: Tensor, scale: float) -> Tensor:
+    dx = torch.empty_like(y)
+    addresses = (grad.data_ptr(), y.data_ptr(), dx.data_ptr())
+    _kernels.softmax_backward(*addresses, *rows_of(y), scale, CODES[y.dtype])
+    return dx
 
 
-@declared.backward("softmax", kind="mapped")
+@declared.backward("softmax")
 def softmax_backward(
     grad: Tensor, y: Tensor, bias: Tensor | None, *, scale: float, causal: bool, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None]:
-    if bias is not None and needs[1]:
-        # Not by blocks: the sums for the bias go across rows, and are float32.
-        dscores = _score_gradients(grad, y)
-        dbias = dscores.sum_to_size(bias.shape).to(bias.dtype).contiguous()
-        return ((dscores * scale).to(y.dtype).contiguous() if needs[0] else None), dbias
-
-    def compute(grad: Tensor, y: Tensor) -> tuple[Tensor]:
-        return (_score_gradients(grad, y).mul_(scale).contiguous(),)
-
-    (dx,) = rowwise(compute, (grad, y), (y,))
-    return dx, None
+    grad, y = grad.contiguous(), y.contiguous()
+    if bias is None or not needs[1]:
+        return (_gradient(grad, y, scale) if needs[0] else None), None
+    # The sums for the bias go across rows, and are of float32 numbers.
+    dscores = _gradient(grad.float(), y.float(), 1.0)
+    dbias = dscores.sum_to_size(bias.shape).to(bias.dtype).contiguous()
+    return ((dscores * scale).to(y.dtype) if needs[0] else None), dbias

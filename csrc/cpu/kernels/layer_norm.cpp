@@ -1,4 +1,5 @@
-// LayerNorm (Ba, Kiros, Hinton 2016): y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, rows.
+// LayerNorm (Ba, Kiros, Hinton 2016): y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, rows;
+// and GroupNorm (Wu and He 2018), whose rows are groups of channels with one weight for each.
 //
 // The mean is taken twice: a first value, then its error as the mean of x - first, which is small
 // and therefore accurate; the variance is the mean square of x - first less that error squared. So
@@ -99,6 +100,80 @@ void layer_norm_backward(const LayerNormBackward& args, const float* weight, flo
   visit_backward(args, [&](auto t, auto r) {
     backward<decltype(t), decltype(r)>(args, weight, dweight, dbias, rows);
   });
+}
+
+void group_norm_forward(const GroupNormForward& args, const float* weight, const float* bias,
+                        float* scratch, Range rows) {
+  const int64_t channels = args.channels / args.groups, hidden = channels * args.size;
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    const int64_t first_channel = row % args.groups * channels;
+    const float* x =
+        float_row(row_of(args.x, args.dtype, row * hidden), args.dtype, hidden, scratch);
+    const Moments m = moments(x, hidden, args.eps);
+    args.mean[row] = static_cast<float>(static_cast<double>(m.first) + m.error);
+    args.rstd[row] = m.rstd;
+    visit_dtype(args.dtype, [&](auto t) {
+      auto* y = static_cast<decltype(t)*>(args.y) + row * hidden;
+      for (int64_t channel = 0; channel < channels; ++channel) {
+        const float factor = weight[first_channel + channel];
+        const float offset = bias ? bias[first_channel + channel] : 0.0f;
+        const int64_t begin = channel * args.size;
+        for_each_vector(begin, begin + args.size, [&](int64_t i, auto lanes) {
+          const F32 centred = (load(x + i, lanes) - m.first) - m.error;
+          const F32 scaled = centred * m.rstd * factor;
+          store(y + i, bias ? scaled + offset : scaled, lanes);
+        });
+      }
+    });
+  }
+}
+
+namespace {
+
+template <class T>
+[[gnu::flatten]] void group_backward(const GroupNormBackward& args, const float* weight,
+                                     float* sums, Range rows) {
+  const int64_t channels = args.channels / args.groups, size = args.size;
+  const double hidden = static_cast<double>(channels * size);
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    const float* weights = weight + row % args.groups * channels;
+    const T* grad = static_cast<const T*>(args.grad) + row * channels * size;
+    const T* x = static_cast<const T*>(args.x) + row * channels * size;
+    const float mean = args.mean[row], rstd = args.rstd[row];
+    const auto normalized = [&](int64_t i, auto lanes) {
+      return (load(x + i, lanes) - mean) * rstd;
+    };
+    double along_one = 0.0, along_x = 0.0;
+    for (int64_t channel = 0; channel < channels; ++channel) {
+      const int64_t begin = channel * size;
+      const TwoFloats found = sum_over(size, [&](int64_t i, auto lanes) {
+        const F32 dy = load(grad + begin + i, lanes);
+        return TwoF32{dy, dy * normalized(begin + i, lanes)};
+      });
+      float* own = sums + 2 * (row * channels + channel);
+      own[0] = found.first, own[1] = found.second;
+      along_one += static_cast<double>(found.first) * weights[channel];
+      along_x += static_cast<double>(found.second) * weights[channel];
+    }
+    if (!args.dx) continue;
+    T* dx = static_cast<T*>(args.dx) + row * channels * size;
+    const float one = static_cast<float>(along_one / hidden);
+    const float along = static_cast<float>(along_x / hidden);
+    for (int64_t channel = 0; channel < channels; ++channel) {
+      const float factor = weights[channel];
+      for_each_vector(channel * size, (channel + 1) * size, [&](int64_t i, auto lanes) {
+        const F32 v = normalized(i, lanes);
+        store(dx + i, (load(grad + i, lanes) * factor - one - v * along) * rstd, lanes);
+      });
+    }
+  }
+}
+
+}  // namespace
+
+void group_norm_backward(const GroupNormBackward& args, const float* weight, float* sums,
+                         Range rows) {
+  visit_dtype(args.dtype, [&](auto t) { group_backward<decltype(t)>(args, weight, sums, rows); });
 }
 
 }  // namespace anychip::cpu::ANYCHIP_ISA

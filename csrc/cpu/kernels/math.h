@@ -19,14 +19,19 @@ ANYCHIP_INLINE F32 times_power(F32 x, F32 n, F32 shifted) {
 #endif
 }
 
-// exp(high + low) for sums in [-104, 40], where low is a correction that is small against high.
+// exp(x) = (fraction + 1) 2^n, with n = round(x / ln 2) also as `shifted`, for times_power.
+struct Powers {
+  F32 fraction, n, shifted;
+};
+
+// Of exp(high + low) for sums in [-104, 40], where low is a correction that is small against high.
 //
-// n = round(x / ln 2), then a polynomial for exp(x - n ln 2) on [-ln 2 / 2, ln 2 / 2] (minimax for
-// (e^r - 1 - r) / r^2, relative error 2^-28). ln 2 is split (Cody and Waite): n * 0.693359375 is
-// exact. Without an instruction for it 2^n is applied as 2^(n + 64), a normal number, and 2^-64, so
-// that subnormal results are reached.
+// A polynomial for exp(x - n ln 2) on [-ln 2 / 2, ln 2 / 2] (minimax for (e^r - 1 - r) / r^2,
+// relative error 2^-28). ln 2 is split (Cody and Waite): n * 0.693359375 is exact. Without an
+// instruction for it 2^n is applied as 2^(n + 64), a normal number, and 2^-64, so that subnormal
+// results are reached.
 template <bool kHasLow>
-ANYCHIP_INLINE F32 exp_of_parts(F32 high, F32 low) {
+ANYCHIP_INLINE Powers powers_of(F32 high, F32 low) {
   // Adding this rounds to an integer and leaves n + 64 + 127, the exponent field, in the low bits.
   constexpr float kShift = 0x1.8p23f + 191.0f;
   const F32 shifted = (kHasLow ? high + low : high) * 1.44269504f + kShift;
@@ -37,8 +42,12 @@ ANYCHIP_INLINE F32 exp_of_parts(F32 high, F32 low) {
   p = p * r + 0.0416684057f;
   p = p * r + 0.166665191f;
   p = p * r + 0.499999933f;
-  const F32 fraction = (p * (r * r) + r) + 1.0f;
-  return times_power(fraction, n, shifted);
+  return {p * (r * r) + r, n, shifted};
+}
+template <bool kHasLow>
+ANYCHIP_INLINE F32 exp_of_parts(F32 high, F32 low) {
+  const Powers found = powers_of<kHasLow>(high, low);
+  return times_power(found.fraction + 1.0f, found.n, found.shifted);
 }
 ANYCHIP_INLINE F32 exp_of_sum(F32 high, F32 low) { return exp_of_parts<true>(high, low); }
 
@@ -56,6 +65,27 @@ ANYCHIP_INLINE Sigmoid sigmoid(F32 x) {
   const F32 small = e * large;
   const Mask positive = x > 0.0f;
   return {select(positive, large, small), select(positive, small, large)};
+}
+
+// m = exp(-2 |x|) - 1 without a cancellation, and -m / (2 + m). Error 2.5 ulp.
+ANYCHIP_INLINE F32 tanh(F32 x) {
+  const F32 a = minimum(fill<F32>(10.0f), abs(x));  // beyond, tanh is 1
+  const Powers found = powers_of<false>(-2.0f * a, F32{});
+  const F32 power = times_power(fill<F32>(1.0f), found.n, found.shifted);
+  const F32 m = found.fraction * power + (power - 1.0f);
+  const F32 size = (0.0f - m) / (2.0f + m);
+  return float_of(bits_of(size) | (bits_of(x) & 0x80000000u));
+}
+
+// log(1 + x) for x in [0, 1], as 2 atanh(s) with s = x / (2 + x) (minimax for (atanh(s) / s - 1) /
+// s^2, relative error 2^-27). Error 2 ulp.
+ANYCHIP_INLINE F32 log_one_plus(F32 x) {
+  const F32 s = x / (x + 2.0f), square = s * s;
+  F32 p = 0.140873283f * square + 0.139901266f;
+  p = p * square + 0.200108632f;
+  p = p * square + 0.333332241f;
+  const F32 twice = s + s;
+  return twice + twice * (square * p);
 }
 
 // The standard normal distribution: cdf(x) = (1 + erf(x / sqrt 2)) / 2, pdf(x) = exp(-x^2 / 2) /

@@ -81,8 +81,6 @@ def test_native_module_of_another_interface_is_not_used(monkeypatch: pytest.Monk
     )
 
 
-TORCHS = ("softmax", "silu", "sigmoid", "softplus")
-"""Mapped; torch computes exp at the end of a thread's share with other instructions than before."""
 ATTRIBUTES = ("dequantize", "group_norm", "hadamard", "permute", "top_k")
 """Not without attributes; tests/unit/operators runs them with one thread and with two."""
 
@@ -168,7 +166,7 @@ def _results(name: str, dtype: torch.dtype) -> Any:
 @pytest.mark.grid
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [n for n in SPECS if n not in (*TORCHS, *ATTRIBUTES, *PRODUCTS)])
+@pytest.mark.parametrize("name", [n for n in SPECS if n not in (*ATTRIBUTES, *PRODUCTS)])
 def test_native_row_has_the_same_bits_for_every_number_of_threads_and_instruction_set(
     name: str, dtype: torch.dtype, threads: None
 ) -> None:

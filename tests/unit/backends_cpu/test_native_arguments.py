@@ -19,20 +19,12 @@ from anychip_cpu import native
 HOSTILE = (-1, 0, 2**31, 2**62, 2**63 - 1)
 LARGEST = 2**47
 """Elements that an address space has room for."""
-SIZES = {"rows", "hidden", "numel", "batch", "seq", "heads", "kv_heads", "head_dim", "vocab"}
-SIZES |= {
-    "nwords",
-    "numels",
-    "columns",
-    "width",
-    "block",
-    "terms",
-    "x_rows",
-    "count",
-    "num_experts",
-}
 NUMBERS = {"ignore_index", "seed", "offset", "column"}
 """Of any value, as far as memory goes."""
+CODES = {"dtype": 3, "reduction": 3, "format": 8, "activation": 8}
+"""How many numbers there are of each."""
+HELD = {"Tensors", "Update"}
+"""Lists that the module makes, as arguments of its kernels."""
 BUFFER = 4096
 UNBOUND = {"available_isas", "build_info", "num_threads", "openmp_status", "set_isa"}
 """Functions that take no size, address or code."""
@@ -43,7 +35,7 @@ Call = tuple[dict[str, Any], bool]
 
 
 def parameters(function: Any) -> Parameters:
-    """Kind of each parameter: size, address, code, format, number, flag, update, or a list."""
+    """Kind of each parameter: size, address, an enum's, number, flag, held, or a list."""
     text = function.__doc__.partition("(")[2]
     found = dict(re.findall(r"(\w+): ([^,=)]+)", text))
     found.pop("self", None)
@@ -51,19 +43,16 @@ def parameters(function: Any) -> Parameters:
 
 
 def _kind(name: str, kind: str) -> str:
-    if "Update" in kind:
-        return "update"
-    if "Int" not in kind:
-        return "flag" if "bool" in kind else "number"
-    one = (
-        "size" if name in SIZES else "code" if "dtype" in name or name == "reduction" else "address"
-    )
-    one = name if name == "format" else one
-    one = "number" if name in NUMBERS else one
+    one = kind.strip()
+    if "Supports" in kind:  # not a kernel: the text is pybind11's
+        sizes = {"numels", "nwords", *NUMBERS}
+        one = "int" if name in sizes else "dtype" if "dtypes" in name else "address"
+    if one == "int":
+        one = "number" if name in NUMBERS else "size"
     return f"{one}[]" if "Sequence" in kind else one
 
 
-def right(kinds: Parameters, update: Any) -> dict[str, Any]:
+def right(kinds: Parameters, held: Any) -> dict[str, Any]:
     """Arguments that fit together: four elements everywhere, and a buffer for each address."""
 
     def value(name: str, kind: str) -> Any:
@@ -72,10 +61,12 @@ def right(kinds: Parameters, update: Any) -> dict[str, Any]:
         if kind == "address":
             buffers.append(torch.zeros(BUFFER, dtype=torch.uint8))
             return buffers[-1].data_ptr()
-        known = {"size": 4, "code": 0, "format": 0, "number": 0, "flag": False, "update": update}
-        return known[kind]
+        known = {**dict.fromkeys(CODES, 0), **dict.fromkeys(HELD, held)}
+        return {**known, "size": 4, "number": 0, "float": 0.0, "bool": False}[kind]
 
-    return {name: value(name, kind) for name, kind in kinds.items()}
+    made = {name: value(name, kind) for name, kind in kinds.items()}
+    # What only one of them may be, or what has one value.
+    return {**made, **{name: one for name, one in {"up": 0, "terms": 1}.items() if name in made}}
 
 
 buffers: list[torch.Tensor] = []
@@ -98,8 +89,8 @@ def calls(kinds: Parameters, base: Mapping[str, Any]) -> Iterator[Call]:
             yield {**base, **changed, **missing}, any(not 0 <= v <= LARGEST for v in values)
     yield {**base, **null}, False
     for name, kind in kinds.items():
-        for wrong in {"address": (0,), "code": (-1, 3), "format": (-1, 8)}.get(kind, ()):
-            yield {**base, name: wrong}, kind in ("code", "format")
+        for wrong in (-1, CODES[kind]) if kind in CODES else (0,) if kind == "address" else ():
+            yield {**base, name: wrong}, kind in CODES
         if kind.endswith("[]"):
             yield {**base, name: base[name] * 2}, True
             yield {**base, name: base[name][:1]}, True
@@ -119,21 +110,25 @@ def try_all(function: Callable[..., Any], name: str, base: Mapping[str, Any]) ->
 
 def main() -> None:
     module: Any = native.kernels
-    whole = right(parameters(module.Update.__init__), None)
-    names = {n for n in dir(module) if callable(getattr(module, n))} - UNBOUND - {"Update"}
+    names = {n for n in dir(module) if callable(getattr(module, n))} - UNBOUND - HELD
     for name in sorted(names):
         function = getattr(module, name)
         kinds = parameters(function)
-        if "update" not in kinds:
+        held = HELD & {*kinds.values()}
+        if not held:
             try_all(function, name, right(kinds, None))
             continue
-        try_all(function, name, right(kinds, module.Update(**whole)))
+        make = getattr(module, held.pop())
+        whole = right(parameters(make.__init__), None)
+        try_all(function, name, right(kinds, make(**whole)))
 
-        def with_lists(function: Any = function, kinds: Parameters = kinds, **lists: Any) -> None:
-            function(**right(kinds, module.Update(**lists)))
+        def with_lists(
+            function: Any = function, kinds: Parameters = kinds, make: Any = make, **lists: Any
+        ) -> None:
+            function(**right(kinds, make(**lists)))
 
-        with_lists.__doc__ = module.Update.__init__.__doc__
-        try_all(with_lists, f"{name} Update", whole)
+        with_lists.__doc__ = make.__init__.__doc__
+        try_all(with_lists, f"{name} {make.__name__}", whole)
 
 
 @pytest.mark.skipif(native.kernels is None, reason=str(native.problem))

@@ -3,9 +3,10 @@
 Most failures need one or two conditions to meet (Kuhn, Wallace and Gallo 2004, "Software Fault
 Interactions and Implications for Software Testing", IEEE TSE 30(6)): an array of strength 2 has
 every pair of levels of every two factors in some row, one of strength 3 every triple. Rows are made
-one after the other, each around a combination that is still missing, with the levels that bring the
-most other missing ones (AETG: Cohen, Dalal, Fredman and Patton 1997, IEEE TSE 23(7)). It ends when
-nothing is missing, which is the proof: what is missing is counted, not assumed.
+one after the other, first the simplest one and those that differ from it in one level, then each
+around a combination that is still missing, with the levels that bring the most other missing ones
+(AETG: Cohen, Dalal, Fredman and Patton 1997, IEEE TSE 23(7)). It ends when nothing is missing,
+which is the proof: what is missing is counted, not assumed.
 """
 
 from __future__ import annotations

@@ -30,8 +30,10 @@ def test_array_has_every_combination_in_few_rows(levels: tuple[int, ...], streng
     assert uncovered(rows, levels, strength) == 0
     assert ((rows >= 0) & (rows < levels)).all()
     least = math.prod(sorted(levels)[-strength:])
-    assert least <= len(rows) <= 2 * least + 8
+    alone = sum(levels) - len(levels)
+    assert least <= len(rows) <= 2 * least + 8 + alone
     assert not rows[0].any()
+    assert (np.count_nonzero(rows[1 : 1 + alone], axis=1) == 1).all()  # each level by itself
 
 
 def test_array_is_turned_by_the_seed_and_by_nothing_else() -> None:

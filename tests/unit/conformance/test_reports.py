@@ -31,7 +31,7 @@ from tests.meta.honest import HonestBackend, make_table, reference_rows
 SCHEMA = json.loads(
     (Path(conformance.__file__).parent / "report.schema.json").read_text(encoding="utf-8")
 )
-VALUES, GRADIENTS = "operators/gelu/fp32/17.none", "gradients/gelu/fp32/17.none"
+VALUES, GRADIENTS = "operators/gelu/fp32/1025.none", "gradients/gelu/fp32/1025.none"
 WAITS = "device/synchronize"
 SELECT = f"{VALUES} or {GRADIENTS} or {WAITS} or device/identity or streams/order"
 
@@ -141,7 +141,7 @@ def test_histogram_counts_every_element_and_knows_the_bound(good: Report, wrong:
     for report, outside in ((good, False), (wrong, True)):
         (result,) = (r for r in report.results if r.case == VALUES)
         (measured,) = result.measurements
-        assert sum(measured.histogram) == measured.count == 255
+        assert sum(measured.histogram) == measured.count == 1025
         assert (len(measured.histogram) == 21) == outside
         last = max(i for i, count in enumerate(measured.histogram) if count)
         assert outside or last < 20 * measured.max <= last + 1
@@ -180,7 +180,7 @@ def test_junit_has_a_testcase_per_case_and_says_why(good: Report, wrong: Report)
     cases = {f"{c.get('classname')}/{c.get('name')}": c for c in suite.iter("testcase")}
     assert len(cases) == len(wrong.results) == int(suite.attrib["tests"]) == 5
     assert (suite.get("failures"), suite.get("skipped"), suite.get("errors")) == ("2", "1", "0")
-    failure = cases["anychip.operators.gelu.fp32/255.none"].find("failure")
+    failure = cases["anychip.operators.gelu.fp32/1025.none"].find("failure")
     assert failure is not None
     assert failure.text is not None
     assert "outside the bound" in failure.attrib["message"]

@@ -39,7 +39,7 @@ from anychip.dispatch.resolution import named
 from anychip.dispatch.tally import ProvenanceRow
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-ANY_SHAPES = frozenset({"embedding", "clip", "unscale_and_check"})
+ANY_SHAPES = frozenset({"embedding", "clip", "unscale_and_check", "l2_norm", "sums_of_squares"})
 """Operators of several tensors whose lengths say nothing about each other's."""
 Mistake = tuple[str, Arguments, tuple[str, ...]]
 """What is wrong, the call, and the words that the message has to have."""

@@ -1,8 +1,8 @@
 """Are gradients right, through autograd, in all the ways that autograd may ask for them?
 
-Values: every call of the oracle that has a gradient, against the oracle's derivative and bound.
-Rules: some inputs only, gradients that are expanded or strided, accumulation, twice through one
-graph, the second derivative, and that a changed saved tensor is noticed.
+Values: a design, and every fixed call that has a gradient, against the oracle's derivative and
+bound; some inputs only, gradients that are expanded or strided, twice through one graph. Rules: one
+of several outputs, the second derivative, and that a changed saved tensor is noticed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Does every operator compute what its specification says, and only that?
 
-Values: every call of the oracle, in every dtype, against the oracle's number and bound. Rules:
-outputs are fresh and fully written, the same bits come twice and by both doors, residuals are
-canonical, in-place operators write what they declare, autograd hears of it.
+Values: a design, and every fixed call, against the oracle's number and bound; outputs are fresh,
+the same bits come twice and by both doors, residuals are canonical. Rules: outputs are fully
+written, in-place operators write what they declare, autograd hears of it.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def settings_of(out: Path, held_out: Sequence[str] = ()) -> Config:
     found = replace(found, run=replace(found.run, trackers=()))
     away = [e for e in found.optimizer.offload.split(",") if e.strip().startswith("weights")]
     rule = SGDConfig(momentum=0.0, stage=found.optimizer.stage, offload=",".join(away))
-    found = replace(found, optimizer=rule)
+    found = replace(found, optimizer=rule, eval=replace(found.eval, ema=False))
     return replace(found, parallel=ParallelConfig(), data=replace(found.data, prefetch=0))
 
 

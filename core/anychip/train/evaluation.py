@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -135,7 +135,8 @@ class Evaluations:
         is_due = run.step == run.config.run.steps or (every and not run.step % every)
         if self._rows is None or not is_due:
             return False
-        row = evaluate(run)
+        with run.optimizer.averaged() if run.config.eval.ema else nullcontext():
+            row = evaluate(run)
         self._rows.append(row)
         run.trackers.log(row)
         if run.config.eval.keep_best and best_of(self._rows.rows) is row:

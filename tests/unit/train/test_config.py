@@ -118,7 +118,8 @@ def test_setting_that_cannot_be_is_an_error_that_says_what_can(setting: str, ans
     (["eval.files=['a']", "eval.fraction=0.1"], "files and fraction both say what is held out"),
     (["eval.fraction=0.1", "eval.patience=1"], "patience needs several evaluations: set every"),
     (["eval.files=['a']", "eval.keep_best=true"], "keep_best needs several evaluations"),
-], ids=["both", "patience", "best"])  # fmt: skip
+    (["eval.files=['a']", "eval.ema=true"], "eval.ema = true asks an average .* optimizer.ema_d"),
+], ids=["both", "patience", "best", "average"])  # fmt: skip
 def test_settings_of_evaluation_that_need_each_other_say_so(
     settings: list[str], answer: str
 ) -> None:

@@ -30,6 +30,8 @@ TINY = [
     *("model.width=16", f"model.context={CONTEXT}", "data.batch_size=2", "checkpoint.every=3"),
 ]
 DROPOUT = ("model.dropout=0.2",)
+EMA = ("optimizer.ema_decay=0.9", "eval.ema=true")
+STAGES = ("parallel.pipeline=2", "data.accumulation=2")
 
 
 def build(*settings: str, comm: Communicator | None = None) -> loop.Run:
@@ -171,28 +173,54 @@ def test_training_has_the_same_bits_with_and_without_evaluation(
 ) -> None:
     trained, asked = texts
     runs = []
-    for name, more in (("without", []), ("with", [asked, "eval.every=1", "eval.keep_best=true"])):
+    evaluated = (asked, "eval.every=1", "eval.keep_best=true")
+    for name, more in (("without", ()), ("with", evaluated), ("of_averages", (*evaluated, *EMA))):
         run = build(trained, *DROPOUT, *more)
         rows = loop.train(run, folder(tmp_path / name), nothing)
         runs.append((without_time(rows), bits(run), torch.get_rng_state().tolist()))
-    assert runs[0] == runs[1]
+    assert runs[0] == runs[1] == runs[2]
     assert not (tmp_path / "without" / "eval.jsonl").exists()
 
 
-def test_training_of_stage_3_goes_on_as_if_nothing_had_been_asked(
-    tmp_path: Path, texts: tuple[str, str]
+@pytest.mark.parametrize(
+    ("world_size", "how"),
+    [
+        pytest.param(2, ("optimizer.stage=3",), id="stage 3"),
+        *(
+            pytest.param(2, (f"optimizer.stage={n}",), id=f"stage {n}", marks=pytest.mark.grid)
+            for n in range(3)
+        ),
+        pytest.param(2, STAGES, id="pipeline", marks=pytest.mark.grid),
+        pytest.param(
+            4, (*STAGES, "optimizer.stage=3"), id="pipeline, stage 3", marks=pytest.mark.grid
+        ),
+    ],
+)
+def test_training_of_ranks_goes_on_as_if_nothing_had_been_asked_even_of_averages(
+    tmp_path: Path, texts: tuple[str, str], world_size: int, how: tuple[str, ...]
 ) -> None:
     trained, asked = texts
-    loop.save(build(trained), tmp_path)
+    before = folder(tmp_path / "before")
+    loop.save(build(trained, *EMA[:1]), before)
 
     def work(comm: Communicator, name: str, *more: str) -> Any:
-        run = build(trained, "optimizer.stage=3", *more, comm=comm)
-        loop.restore(run, tmp_path)
+        run = build(trained, *EMA[:1], *how, *more, comm=comm)
+        loop.restore(run, before)
         rows = loop.train(run, folder(tmp_path / name), nothing)
         return without_time(rows), bits(run)
 
-    want = run_ranks(2, lambda comm: work(comm, "without"))
-    assert run_ranks(2, lambda comm: work(comm, "with", asked, "eval.every=1")) == want
+    want = run_ranks(world_size, lambda comm: work(comm, "without"))
+    of_weights = (asked, "eval.every=1")
+    assert run_ranks(world_size, lambda comm: work(comm, "with", *of_weights)) == want
+    of_averages = (*of_weights, *EMA[1:], "eval.keep_best=true")
+    assert run_ranks(world_size, lambda comm: work(comm, "of_averages", *of_averages)) == want
+    rows, others = (evaluation.rows_of(tmp_path / name) for name in ("of_averages", "with"))
+    assert min(row.loss for row in others) < min(row.loss for row in rows[:-1])
+    for out, row in ((tmp_path / "of_averages", rows[-1]), (tmp_path / "with", others[-1])):
+        is_of_averages = row is rows[-1]
+        settings, chip = asking.settings_of(out), anychip.use("cpu")
+        found = evaluation.evaluate(asking.trained(out, settings, chip, averaged=is_of_averages))
+        assert found.loss == pytest.approx(row.loss, rel=1e-6 if len(how) > 1 else 0)
 
 
 def test_fraction_is_the_last_part_and_never_trained_on(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,50 @@ def test_gradient_that_is_not_finite_skips_the_step() -> None:
 
     models = [ragged() for _ in range(2)]
     assert run_ranks(2, work) == [[False, True, False]] * 2
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("tier", [None, "host", "file"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_averages_are_in_the_place_of_the_weights_and_give_it_back_bit_for_bit(
+    world_size: int, stage: int, dtype: torch.dtype, tier: str | None, tmp_path: Path
+) -> None:
+    where = str(tmp_path) if tier == "file" else tier
+    offload = everything(where, stage, has_masters=dtype != torch.float32) if tier else {}
+    how: Any = {"offload": offload, "chunk_nbytes": CHUNK_NBYTES} if tier else {}
+
+    def work(comm: Communicator, *, is_asked: bool) -> Any:
+        model = models[comm.rank]
+        opt = zero.Optimizer(model, RULES["averaged"](), comm, stage=stage, **how)
+        seen = []
+        for step in range(3):
+            opt.backward(masters.loss_of(model, step, comm.rank, 0))
+            opt.step()
+            opt.zero_grad()
+            states = opt.state_dict()["state"].values()
+            wanted = [entry["ema"].to(dtype, copy=True) for entry in states]
+            for _ in range(is_asked):
+                with opt.averaged(), opt.whole():
+                    seen.append(all(map(torch.equal, model.parameters(), wanted)))
+        with opt.whole():
+            params = [param.detach().clone() for param in model.parameters()]
+        return seen, params, [entry["ema"] for entry in opt.state_dict()["state"].values()]
+
+    found = []
+    for is_asked in (False, True):
+        models = [masters.build(dtype) for _ in range(world_size)]
+        found.append(run_ranks(world_size, partial(work, is_asked=is_asked)))
+    for (_, *want), (seen, *got) in zip(*found, strict=True):
+        assert seen == [True] * 3
+        assert all(map(torch.equal, (*got[0], *got[1]), (*want[0], *want[1])))
+        assert not any(map(torch.equal, *got))
+
+
+def test_averages_that_nobody_keeps_cannot_be_asked() -> None:
+    opt = zero.Optimizer(nn.Linear(2, 2), optim.adamw(1e-2), alone())
+    with pytest.raises(ValueError, match="the rule keeps no average"), opt.averaged():
+        pass
 
 
 # Checkpoints and states

@@ -408,6 +408,7 @@ class EvalConfig:
         patience: evaluations in a row without a lower loss than before, after which the run ends;
             0: it does not.
         keep_best: a checkpoint of the evaluation with the lowest loss stays, in ``best``.
+        ema: the average of ``optimizer.ema_decay`` is asked, in the place of the weights.
     """
 
     files: tuple[str, ...] = ()
@@ -416,6 +417,7 @@ class EvalConfig:
     batches: int = 0
     patience: int = 0
     keep_best: bool = False
+    ema: bool = False
 
     def __post_init__(self) -> None:
         _at_least(0, every=self.every, batches=self.batches, patience=self.patience)
@@ -426,7 +428,7 @@ class EvalConfig:
                 f"fraction = {self.fraction}; leave out one of them"
             )
         if not (self.files or self.fraction):
-            for name in ("every", "batches", "patience", "keep_best"):
+            for name in ("every", "batches", "patience", "keep_best", "ema"):
                 if getattr(self, name):
                     raise ValueError(
                         f"{name} = {getattr(self, name)} needs something that is held out: set "
@@ -468,6 +470,11 @@ class Config:
             self._check_pretrained(self.model)
         elif self.data.tokenizer == OF_MODEL:
             raise ConfigError("data.tokenizer = 'model' is that of model.path, which is not given")
+        if self.eval.ema and not self.optimizer.ema_decay:
+            raise ConfigError(
+                "eval.ema = true asks an average of the weights, of which there is none: set "
+                "optimizer.ema_decay, like 0.999"
+            )
         least = VOCAB_SIZE + (self.data.tokenizer == "bpe")
         if self.data.tokenizer in TOKENIZERS and self.model.vocab_size < least:
             raise ConfigError(

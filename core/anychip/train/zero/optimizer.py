@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from anychip.contract import Communicator
 from anychip.train.optim import Rule, clip_by_global_norm
+from anychip.train.optim.average import EMA
 from anychip.train.precision import LossScaler, PrecisionPolicy
 from anychip.train.watching import part
 from anychip.train.zero import checks, dtensors, state
@@ -408,6 +409,39 @@ class Optimizer(torch.optim.Optimizer):
             writes: what is written into them within it, the same on all ranks, is taken over.
         """
         return nullcontext() if self.sharded is None else self.sharded.whole(names, writes=writes)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it parameters are the averages that the rule keeps, and then what they were.
+
+        A collective call. Weights and averages change places, bit for bit, which takes memory for
+        one of them more; so there is no step, and nothing is saved, within it. A backward through a
+        forward from before is an error afterwards.
+
+        Raises:
+            ValueError: the rule keeps none.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        if any(EMA not in self.state[param] for param in params):
+            raise ValueError(
+                "averaged: the rule keeps no average of the weights; make it with "
+                "optim.averaged(rule, 0.999)"
+            )
+        self._exchange_with_averages(params)
+        try:
+            yield
+        finally:
+            self._exchange_with_averages(params)
+
+    @torch.no_grad()
+    def _exchange_with_averages(self, params: Sequence[Tensor]) -> None:
+        for param in params:
+            values, average = self._updates.values(param), dtensors.local(self.state[param][EMA])
+            kept = values.clone()
+            values.copy_(average)
+            average.copy_(kept)
+        if self.sharded is not None:
+            self.sharded.updated(params)
 
     def stands_for(self, model: nn.Module) -> nn.Module | ShardedModel:
         """What has the state dict of a model: the model, but in stage 3, where ranks have parts."""

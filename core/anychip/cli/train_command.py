@@ -247,7 +247,7 @@ def _train(
     chosen = names if len(names) > 1 else registry.name_of(chip)
     named = replace(configuration, run=replace(configuration.run, backend=chosen))
     # A rank that left others between their meeting and the first step would look lost to them.
-    asked = None if this_rank() is None else interruption.Interruption()
+    asked = None if this_rank() is None else interruption.Interruption(of_rank=True)
     with asked or nullcontext():
         return _run(named, chip, out, console, asked, options)
 

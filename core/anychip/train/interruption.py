@@ -30,10 +30,16 @@ class Interruption:
 
     Entered again within itself it goes on, and ends with the inner one.
     In a thread other than the main one, where Python takes no signals, it does nothing.
+
+    Args:
+        of_rank: this process is one of a launcher's, which ends all others when it sees that one
+            has failed. So no signal acts any more when the context ends by an error: it would take
+            the place of what this rank has to say of that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_rank: bool = False) -> None:
         self.signal: int | None = None
+        self._of_rank = of_rank
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -42,7 +48,10 @@ class Interruption:
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._of_rank and is_main and kind is not None and issubclass(kind, Exception):
+            self._before = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -18,7 +18,7 @@ import torch
 import anychip
 from anychip.train import config, files, loop, report
 from anychip.train.checkpoint import writing
-from anychip.train.interruption import Interrupted
+from anychip.train.interruption import Interrupted, Interruption
 from anychip.train.loop import TrainingError
 from anychip.train.report import StepRecord
 
@@ -220,6 +220,34 @@ def test_link_in_the_directory_of_a_run_is_not_written_through(tmp_path: Path, n
     (out / name).symlink_to(victim)
     loop.train(_build("run.steps=1"), out, _nothing)
     assert victim.read_text() == "mine"
+
+
+def _fail_as_rank(listening: Interruption, number: signal.Signals | None) -> None:
+    with listening, listening:
+        if number is not None:
+            signal.raise_signal(number)
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["sigint", "sigterm"])
+@pytest.mark.parametrize("is_noted", [False, True])
+def test_rank_that_ends_by_an_error_is_not_ended_by_its_launcher(
+    number: signal.Signals, is_noted: bool
+) -> None:
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    of_rank = Interruption(of_rank=True)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            _fail_as_rank(of_rank, number if is_noted else None)
+        signal.raise_signal(number)
+        assert of_rank.signal == (number if is_noted else None)
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    for how in (False, True):
+        with pytest.raises(SystemExit), Interruption(of_rank=how):
+            raise SystemExit
+        assert {each: signal.getsignal(each) for each in handlers} == handlers
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["sigint", "sigterm"])

@@ -301,6 +301,14 @@ def test_calls_have_labels_that_are_unique_and_words(name: str) -> None:
     assert all(set(label) <= set(WORD) for label in labels)
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm"])
+def test_norm_is_asked_with_a_wider_weight_and_with_a_wider_bias(name: str) -> None:
+    """A row that reads both as of one type loses the digits of the wider one."""
+    pairs = [arguments(name, call)[0][-2:] for call in small_calls(name)]
+    wider = {w.dtype.itemsize - b.dtype.itemsize for w, b in pairs if b is not None}
+    assert min(wider) < 0 < max(wider)
+
+
 WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.:+-"
 
 

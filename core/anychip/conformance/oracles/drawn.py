@@ -40,6 +40,21 @@ def _wide(choose: Choices, draw: Draw, factor: str) -> torch.dtype:
     return torch.float32 if choose.of(factor, False, True) else draw.dtype
 
 
+def _weight_types(
+    choose: Choices, *, bias: bool, residual: bool
+) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Of weight and bias; None is the own one. Read as if of one, the wider loses its digits."""
+    wide, low = torch.float32, torch.bfloat16
+    kinds: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {"the own type": (None, None)}
+    if not residual:
+        kinds["float32"] = (wide, wide)
+    if bias:
+        kinds["float32 and bfloat16"] = (wide, low)
+    if bias and not choose.of_gradients:  # a gradient of the bias has the weight's digits
+        kinds["bfloat16 and float32"] = (low, wide)
+    return kinds[choose.of("weight in", *kinds) if len(kinds) > 1 else "the own type"]
+
+
 def _norm(
     choose: Choices,
     draw: Draw,
@@ -49,14 +64,14 @@ def _norm(
     ends: tuple[str, str] = SQUARES,
 ) -> Arguments:
     shape = choose.shape()
-    wide = _wide(choose, draw, "residual in float32" if residual else "weight in float32")
     args: list[Tensor | None] = [choose.values("x", draw, *shape, ends=ends, more=SPECIAL)]
     if residual:
+        wide = _wide(choose, draw, "residual in float32")
         args.append(choose.values("residual", draw, *shape, dtype=wide, ends=SQUARES))
-    of_weight = draw.dtype if residual else wide
+    of_weight, of_bias = _weight_types(choose, bias=bias, residual=residual)
     args.append(choose.values("weight", draw, shape[-1], dtype=of_weight, ends=_SCALES))
     if bias:
-        args.append(choose.optional("bias", draw, shape[-1], dtype=of_weight))
+        args.append(choose.optional("bias", draw, shape[-1], dtype=of_bias))
     # Where nothing but rounding is left of a row's variance, a small eps makes much of it.
     small = ((1e-3, 1e-4), (0.01,)) if bias or residual else ((1e-12,), (0.0,))
     eps = choose.number("eps", (1e-5, 1e-6, 1e-4), *small, (0.5, 0.1, 0.2), (1.0,))

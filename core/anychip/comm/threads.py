@@ -49,12 +49,7 @@ def run_ranks(
     Raises:
         Exception: what the first rank to fail raised; the others are told and end too.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    # A torch 2.11 with support for a device that is not here keeps what stands in for it with the
-    # thread that first traces, and frees it when that one ends; this one outlives the ranks.
-    with FakeTensorMode():
-        pass
+    _trace_once()
     hall = _Hall()
     results: list[Any] = [None] * world_size
     errors: list[tuple[float, int, BaseException]] = []
@@ -85,6 +80,16 @@ def run_ranks(
         own = [entry for entry in errors if not isinstance(entry[2], CommunicationError)]
         raise min(own or errors, key=lambda entry: entry[0])[2]
     return results
+
+
+def _trace_once() -> None:
+    """A torch 2.11 with support for a device that is not here keeps what stands in for it with the
+    thread that first traces, and frees it when that one ends; this one outlives the ranks.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        pass
 
 
 def _as_rank(comm: Communicator, work: Callable[[Communicator], T]) -> T:

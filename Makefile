@@ -38,7 +38,7 @@ ENVIRONMENT := $(VENV)/made-$(call hash,command -v $(PYTHON); cat constraints.tx
 INSTALLED := $(VENV)/installed-$(call hash,echo $(OPTIONS) $(MODULES); cat $(sort $(SOURCES)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all mutants red-team cuda-emulator test-cuda cann-emulator test-npu lint docs native dev bench-env clean
+.PHONY: help train test test-all mutants red-team cuda-emulator test-cuda cann-emulator test-npu lint docs native wheels dev bench-env clean
 
 help:
 	@echo 'make train    train a small GPT, about a minute on two cores; ARGS go to `anychip train`'
@@ -54,6 +54,7 @@ help:
 	@echo 'make lint     formatting, types and spelling'
 	@echo 'make docs     the site, in build/site: open index.html there; a broken link is an error'
 	@echo 'make native   the C++ kernels alone, with their own tests (plain CMake)'
+	@echo 'make wheels   in dist: an sdist, and a wheel for the Python of $(VENV); docs/installing.md'
 	@echo 'make dev      only the environment, with every tool, in $(VENV)'
 	@echo 'make bench-env  the same with DeepSpeed, a peer of python -m benchmarks.record'
 	@echo 'make clean    removes $(VENV), build and caches; keeps runs'
@@ -115,6 +116,17 @@ native: $(INSTALLED)
 	$(BIN)/cmake -S . -B build/native -DANYCHIP_CPU=$(ANYCHIP_CPU) -DANYCHIP_CUDA=OFF -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 	$(BIN)/cmake --build build/native --parallel $(JOBS)
 	$(BIN)/ctest --test-dir build/native --output-on-failure --no-tests=error
+
+# With everything that can be built here, CUDA kernels too. ARCH=aarch64: by a cross compiler.
+DIST ?= dist
+ARCH ?=
+wheels: $(INSTALLED)-dev
+	@rm -rf build/wheels
+	$(if $(ARCH),_PYTHON_HOST_PLATFORM=linux-$(ARCH)) $(BIN)/python -m build --no-isolation \
+		--outdir build/wheels $(ARGS) $(if $(ARCH),-Ccmake.define.ANYCHIP_CUDA=OFF \
+		-Ccmake.define.CMAKE_TOOLCHAIN_FILE=$(abspath cmake/$(ARCH).cmake)) .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir $(DIST) build/wheels/*.whl
+	mv build/wheels/*.tar.gz $(DIST)
 
 dev: $(INSTALLED)-dev
 

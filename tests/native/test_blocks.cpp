@@ -86,6 +86,12 @@ void check_exhaustion() {
   rlimit tight = before;
   tight.rlim_cur = pages * kPageNbytes + 256 * kMiB;
   setrlimit(RLIMIT_AS, &tight);
+  rlimit now;
+  getrlimit(RLIMIT_AS, &now);
+  if (now.rlim_cur != tight.rlim_cur) {  // qemu's emulation of a user's program ignores it
+    std::printf("not asked: what happens without room, for no limit of memory holds here\n");
+    return;
+  }
   void* other = blocks.allocate(700 * kMiB);
   check(other != nullptr, "free blocks of other sizes make room");
   check(blocks.allocate(700 * kMiB) == nullptr, "null where there is no room");

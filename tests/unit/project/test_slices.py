@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -187,9 +188,14 @@ def test_operators_that_failed_are_read_from_the_report(tmp_path: Path) -> None:
 
 def test_every_stage_of_ci_has_a_budget_and_together_they_keep_to_half_an_hour() -> None:
     table = budgets.read()
-    stages = (slices.ROOT / ".ci" / "run").read_text().split("stages=(")[1].split(")")[0].split()
+    text = (slices.ROOT / ".ci" / "run").read_text()
+    stages = text.split("stages=(")[1].split(")")[0].split()
     assert set(stages) <= set(table)
-    assert sum(table[stage][0] for stage in stages) <= 30 * 60
+    one_after_another, beside, others = (
+        sum(table[stage][0] for stage in names.split())
+        for names in re.findall(r"run_stages took-\d ([a-z ]+)", text)
+    )
+    assert one_after_another + max(beside, others) <= 30 * 60
     parts = {name: budget for name, (budget, _) in table.items() if "/" in name}
     for stage in {name.partition("/")[0] for name in parts}:
         own = sum(budget for name, budget in parts.items() if name.startswith(f"{stage}/"))

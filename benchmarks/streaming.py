@@ -1,10 +1,10 @@
-"""Does memory stay within a limit while shards are prepared and trained on that are larger than it?
+"""Does memory stay within a limit while shards are trained on that are larger than it?
 
-Makes shards of made-up text, prepares them in a process and workers of which none may have more
-than `--limit` MiB (RLIMIT_DATA: what it writes to, not the files that it reads), reads every window
-of an epoch in such a process too, and says the peak of all processes together (the sum of their
-Pss, every tenth of a second). Then how long a step waits for a source of which every read takes 50
-ms, by the number of batches made ahead.
+Makes shards of made-up text; reads every window of an epoch as a stream, while a process beside it
+and workers prepare them, of which none may have more than `--limit` MiB (RLIMIT_DATA: what it
+writes to, not the files that it reads); prepares them, and reads the epoch behind that. Says the
+peak of all processes together (the sum of their Pss, every tenth of a second). Then how long a step
+waits for a source of which every read takes 50 ms, by the number of batches made ahead.
 
     python -m benchmarks.streaming [--mib 2048] [--limit 1024] [--workers 2] [--filter length]
 """
@@ -15,6 +15,7 @@ import argparse
 import gzip
 import json
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,11 +28,13 @@ import numpy as np
 import torch
 
 from anychip.train import data
-from anychip.train.preparing import Request, prepare
+from anychip.train.preparing import Growing, Request, prepare
 from tests.unit.train import shards
 
 ENDS = (".jsonl", ".jsonl.gz", ".tar", ".parquet")
 LATENCY_S, STEP_S, READS = 0.05, 0.01, 60
+BUFFER = 8192
+"""Windows that a stream shuffles at once."""
 
 
 def write_shards(folder: Path, mib: int) -> int:
@@ -51,14 +54,27 @@ def write_shards(folder: Path, mib: int) -> int:
     return nbytes
 
 
-def read_epoch(out: Path) -> dict[str, Any]:
-    row = data.join([data.Prepared(out)], 0)
-    loader = data.Loader(row, context=1024, batch_size=16, prefetch=2)
-    count = loader.num_windows // 16
-    for _ in range(count):
+def read_epoch(tokens: data.Tokens) -> dict[str, Any]:
+    """All but the last batch, which the next epoch would fill; the seconds to the first one."""
+    begun, buffer = time.perf_counter(), BUFFER if isinstance(tokens, Growing) else 0
+    row = data.join([tokens], 0)
+    loader = data.Loader(row, context=1024, batch_size=16, prefetch=2, shuffle_buffer=buffer)
+    loader.next_batch()
+    first_s = time.perf_counter() - begun
+    while not row.extent().is_whole or loader.position + 16 <= loader.num_windows:
         loader.next_batch()
     loader.close()
-    return {"tokens": count * 16 * 1024}
+    return {"tokens": loader.position * 1024, "first_s": first_s}
+
+
+def done(what: str, source: str, out: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What a child does."""
+    if what == "read":
+        return read_epoch(data.Prepared(Path(out)))
+    request = Request(sources=(source,), filters=tuple(options.filter))
+    if what == "prepare":
+        return prepare(request, Path(out), num_workers=options.workers)
+    return read_epoch(Growing(request, Path(out), num_workers=options.workers))
 
 
 def limited(words: list[str], limit_mib: int) -> tuple[dict[str, Any], float, float]:
@@ -130,31 +146,36 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=1024)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--filter", action="append", default=[])
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        source, out = options.child
-        if source == "-":
-            print(json.dumps(read_epoch(Path(out))))
-        else:
-            request = Request(sources=(source,), filters=tuple(options.filter))
-            print(json.dumps(prepare(request, Path(out), num_workers=options.workers)))
+        print(json.dumps(done(*options.child, options)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        source, out = Path(folder) / "shards", Path(folder) / "out"
-        source.mkdir()
+        source, stream, out = (Path(folder) / name for name in ("shards", "stream", "out"))
+        for made in (source, stream):
+            made.mkdir()
         mib = write_shards(source, options.mib) / 2**20
         print(f"{mib:.0f} MiB of text in {len(list(source.iterdir()))} shards", flush=True)
         words = ["--workers", str(options.workers)]
         words += [word for name in options.filter for word in ("--filter", name)]
-        told, took, peak = limited([*words, "--child", str(source), str(out)], options.limit)
+        words += ["--child"]
+        told, took, peak = limited([*words, "stream", str(source), str(stream)], options.limit)
+        print(
+            f"an epoch as a stream, {told['tokens']:,} tokens, with {options.workers} workers "
+            f"within {options.limit} MiB each: {took:.0f} s, {mib / took:.0f} MiB/s; the first "
+            f"batch after {told['first_s']:.1f} s; peak of all processes {peak:.0f} MiB",
+            flush=True,
+        )
+        shutil.rmtree(stream)
+        told, took, peak = limited([*words, "prepare", str(source), str(out)], options.limit)
         print(
             f"prepared with {options.workers} workers within {options.limit} MiB each: "
             f"{told['tokens']:,} tokens of {told['documents']:,} documents in {took:.0f} s, "
             f"{mib / took:.0f} MiB/s; peak of all processes {peak:.0f} MiB; {told['report']}",
             flush=True,
         )
-        told, took, peak = limited(["--child", "-", str(out)], options.limit)
+        told, took, peak = limited(["--child", "read", "-", str(out)], options.limit)
         print(f"an epoch, {told['tokens']:,} tokens: {took:.0f} s, peak {peak:.0f} MiB", flush=True)
     for prefetch in (0, 1, 2, 6, 8):
         print(

@@ -382,10 +382,11 @@ def _plan(run: Run) -> str:
     kind = getattr(config.model, "family", type(config.model).__name__.removesuffix("Config"))
     trained = sum(param.numel() for param in run.model.parameters() if param.requires_grad)
     adapters = f", of which {trained:,} are trained," if trained < num_params else ""
+    there = run.loader.tokens.extent()
     lines = [
         f"{kind} with {num_params:,} parameters{' on rank 0' * (stages > 1)}{adapters} in "
         f"{run.policy.name} ({run.policy.why})",
-        f"{len(run.loader.tokens):,} {unit} of {text}",
+        f"{there.tokens:,} {unit}{' as yet' * (not there.is_whole)} of {text}",
         f"{config.run.steps} steps of {tokens:,} {unit}{begun}",
     ]
     if run.comm.world_size > 1:

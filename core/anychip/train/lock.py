@@ -24,18 +24,19 @@ class DirectoryInUseError(AnychipError, ValueError):
 
 
 @contextmanager
-def hold(directory: Path, *, wait_s: float = 0.0) -> Iterator[None]:
+def hold(directory: Path, *, wait_s: float = 0.0, taken: int | None = None) -> Iterator[None]:
     """Nobody else who asks writes into a directory until the block ends, or the process.
 
     Args:
         wait_s: for one that has it.
+        taken: what :func:`take` gave to the process that has started this one.
 
     Raises:
         DirectoryInUseError: one still has it.
         OSError: the directory is not there or cannot be written, or its file system has no locks.
     """
     path, deadline = directory / NAME, time.monotonic() + wait_s
-    while (descriptor := _locked(path)) is None:
+    while (descriptor := _locked(path) if taken is None else taken) is None:
         if time.monotonic() >= deadline:
             raise DirectoryInUseError(
                 f"{directory} is in use: {_holder(path)} writes into it; wait until it has ended, "
@@ -54,6 +55,14 @@ def hold(directory: Path, *, wait_s: float = 0.0) -> Iterator[None]:
                 path.unlink()
         finally:
             os.close(descriptor)
+
+
+def take(directory: Path) -> int | None:
+    """The lock as a descriptor, for a process that is to :func:`hold` it; None: somebody has it.
+
+    The lock ends when everybody has closed it.
+    """
+    return _locked(directory / NAME)
 
 
 def is_held(directory: Path) -> bool:

@@ -6,7 +6,8 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,6 +43,9 @@ BEST = "best"
 
 MODEL = "model"
 """Folder in that of a run, with what a model's directory has besides weights."""
+
+_Keep = Callable[[Sequence[str], Config], data.Tokens]
+"""Has files in ``data.cache``."""
 
 
 class TrainingError(AnychipError, RuntimeError):
@@ -176,6 +180,7 @@ def _loader(config: Config, chip: Backend, mesh: parallel.Mesh, texts: Texts) ->
         world_size=replicas.world_size,
         tokenizer=texts.tokenizer,
         cross_document_targets=config.data.cross_document_targets,
+        shuffle_buffer=config.data.shuffle_buffer,
         prefetch=config.data.prefetch,
         pin=chip.memory.pinned if "pinned_memory" in chip.capabilities else None,
     )
@@ -250,35 +255,39 @@ def _require_trained(
         )
 
 
-def read_texts(config: Config, *, show: preparing.Show = lambda out, progress: None) -> Texts:
+def read_texts(config: Config, *, show: preparing.Show = preparing.say_nothing) -> Texts:
     """What is trained on, and what is held out.
 
     Args:
-        show: is told how far it is what ``data.cache`` wants prepared.
+        show: is told how far it is what ``data.cache`` wants prepared before the run begins.
 
     Raises:
-        OSError, ValueError: as :func:`read_data`, and :func:`~anychip.train.preparing.cached`.
+        OSError, ValueError: as :func:`read_data`.
     """
-    config = preparing.cached(config, show=show)
-    tokens, tokenizer = read_data(config)
+    tokens, tokenizer = read_data(config, show=show)
     if config.eval.files:
-        return Texts(tokens, tokenizer, read_held_out(config, tokenizer))
+        return Texts(tokens, tokenizer, read_held_out(config, tokenizer, show=show))
     if not config.eval.fraction:
         return Texts(tokens, tokenizer)
     tokens, held_out = tokens.split(config.eval.fraction)
     return Texts(tokens, tokenizer, held_out)
 
 
-def read_held_out(config: Config, tokenizer: data.Tokenizer) -> data.TokenRow:
-    """The tokens (M,) of ``eval.files``.
+def read_held_out(
+    config: Config, tokenizer: data.Tokenizer, *, show: preparing.Show = preparing.say_nothing
+) -> data.TokenRow:
+    """The tokens (M,) of ``eval.files``, all of them.
 
     Raises:
         OSError, ValueError: as reading raises.
     """
-    return _row(config.eval.files, tokenizer, config)
+    config = replace(config, data=replace(config.data, filters=()))
+    return _row(config.eval.files, tokenizer, config, partial(preparing.cached, show=show))
 
 
-def read_data(config: Config) -> tuple[data.Mixture, data.Tokenizer]:
+def read_data(
+    config: Config, *, show: preparing.Show = preparing.say_nothing
+) -> tuple[data.Mixture, data.Tokenizer]:
     """The tokens (N,) of the files, or of Python's documentation, and what made them.
 
     Raises:
@@ -295,18 +304,31 @@ def read_data(config: Config) -> tuple[data.Mixture, data.Tokenizer]:
             )
         tokenizer = data.train_bpe(_documents(paths, config), config.model.vocab_size)
     parts = [(path,) for path in paths] if weights else [paths]
-    rows = [_row(part, tokenizer, config) for part in parts]
+    keep: _Keep = partial(preparing.cached, show=show)
+    if config.data.shuffle_buffer:
+        keep = partial(preparing.streamed, share=len(parts), show=show)
+    rows = [_row(part, tokenizer, config, keep) for part in parts]
     return data.Mixture(rows, weights or (1.0,)), tokenizer
 
 
-def _row(paths: Sequence[str], tokenizer: data.Tokenizer, config: Config) -> data.TokenRow:
-    """What is prepared stays where it is; the rest is made into tokens, in memory."""
-    pieces = list[data.InMemory | data.Prepared]()
-    for is_prepared, group in groupby(paths, lambda path: data.is_prepared(Path(path))):
+def _row(
+    paths: Sequence[str], tokenizer: data.Tokenizer, config: Config, keep: _Keep
+) -> data.TokenRow:
+    """What is prepared stays where it is; the rest is made into tokens, in memory or a cache."""
+    pieces = list[data.Tokens]()
+    for is_prepared, names in groupby(paths, lambda path: data.is_prepared(Path(path))):
+        group = [*names]
+        if pieces and isinstance(pieces[-1], preparing.Growing):
+            raise ValueError(
+                f"{group[0]} cannot stand behind files of which tokens are still made "
+                "(data.shuffle_buffer); name what is prepared first, or set data.weights"
+            )
         if is_prepared:
             pieces += [_opened(Path(path), tokenizer, config) for path in group]
+        elif config.data.cache:
+            pieces.append(keep(group, config))
         else:
-            pieces.append(data.InMemory(_tokenized([*group], tokenizer, config)))
+            pieces.append(data.InMemory(_tokenized(group, tokenizer, config)))
     if not paths:
         pieces.append(data.InMemory(_tokenized(paths, tokenizer, config)))
     return data.join(pieces, tokenizer.end_of_document if config.data.end_of_document else None)

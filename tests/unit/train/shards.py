@@ -7,13 +7,17 @@ import gzip
 import io
 import json
 import lzma
+import os
 import tarfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from anychip.train.preparing import growing
 
 
 def zstd(content: bytes) -> bytes:
@@ -62,3 +66,23 @@ def write(path: Path, documents: Sequence[Any], field: str = "text") -> Path:
         plain = tar([{kind: d if is_text else json.dumps(d)} for d in documents])
     path.write_bytes(PACK[packing](plain))
     return path
+
+
+class InThread:
+    """What :mod:`anychip.train.preparing.growing` has a process do, in a thread of this one."""
+
+    def __init__(self, asked: dict[str, Any], descriptor: int) -> None:
+        self.stdin, self.stdout, self.returncode = io.BytesIO(), io.BytesIO(), 0
+        given = {**asked, "taken": os.dup(descriptor)}
+        self._thread = threading.Thread(target=growing.do, args=(given, self.stdout))
+        self._thread.start()
+
+    def poll(self) -> int | None:
+        if self._thread.is_alive():
+            return None
+        self.stdout.seek(0)
+        return 0
+
+    def wait(self, timeout: float) -> int:
+        self._thread.join()
+        return 0

@@ -77,8 +77,13 @@ class DataConfig:
         files: texts, JSON lines, Parquet and tar files, directories, patterns, and directories of
             anychip data prepare, in order; none: the documentation that comes with Python.
         cache: directory where what is not prepared is kept as tokens, made before training begins
-            and found by later runs: for data that memory does not hold. None: tokens are held in
-            memory.
+            (or while it goes on: shuffle_buffer) and found by later runs: for data that memory does
+            not hold. None: tokens are held in memory.
+        shuffle_buffer: of a stream: the first epoch is shuffled in buffers of so many windows, and
+            with cache training begins when the first one is there; 0: all windows are shuffled, and
+            tokens of all files made before.
+        filters: of what goes into cache: which documents stay, like "length:least=200", in order.
+        skip_corrupt: of what goes into cache: what is behind the damage in a file is left out.
         weights: for each of the files how much of what is trained on comes from it, as a mixture in
             which each has its own epochs; none: the files are one text, one behind the other.
         field: of JSON lines and tar files, and column of Parquet, that holds the text; messages, of
@@ -97,6 +102,9 @@ class DataConfig:
 
     files: tuple[str, ...] = ()
     cache: str = ""
+    shuffle_buffer: int = 0
+    filters: tuple[str, ...] = ()
+    skip_corrupt: bool = False
     weights: tuple[float, ...] = ()
     field: str = "text"
     tokenizer: str = "bytes"
@@ -109,7 +117,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _at_least(1, batch_size=self.batch_size, accumulation=self.accumulation)
-        _at_least(0, prefetch=self.prefetch)
+        _at_least(0, prefetch=self.prefetch, shuffle_buffer=self.shuffle_buffer)
         if self.weights and len(self.weights) != len(self.files):
             raise ValueError(
                 f"weights: one for each of the {len(self.files)} files expected, got "
@@ -132,6 +140,9 @@ class DataConfig:
         ):
             if self.cache and wrong:
                 raise ValueError(f"cache = {self.cache!r} needs {why}")
+        for name in ("filters", "skip_corrupt"):
+            if getattr(self, name) and not self.cache:
+                raise ValueError(f"{name} needs cache: it is of what is kept there")
 
 
 AUTO = "auto"
@@ -466,6 +477,12 @@ class Config:
         return isinstance(self.model, PretrainedConfig) and self.data.field == MESSAGES
 
     def __post_init__(self) -> None:
+        if self.data.cache and self.data.shuffle_buffer and self.eval.fraction:
+            raise ConfigError(
+                f"eval.fraction = {self.eval.fraction} is the last part of all tokens, which are "
+                "still made while it trains (data.cache with data.shuffle_buffer); set eval.files, "
+                "or data.shuffle_buffer = 0"
+            )
         if isinstance(self.model, PretrainedConfig):
             self._check_pretrained(self.model)
         elif self.data.tokenizer == OF_MODEL:

@@ -23,7 +23,7 @@ from anychip.train.data.packing import (
     tokenize,
 )
 from anychip.train.data.prepared import Prepared, PreparedError, is_prepared
-from anychip.train.data.rows import InMemory, Mixture, TokenRow, join
+from anychip.train.data.rows import InMemory, Mixture, TokenRow, Tokens, join
 from anychip.train.data.sources import (
     find_files,
     read_documents,
@@ -43,7 +43,8 @@ from anychip.train.data.text import (
 __all__ = [
     "IGNORED_TARGET", "VOCAB_SIZE", "BPETokenizer", "Batch", "ByteTokenizer", "HeldOut",
     "InMemory", "Loader", "MissingExtraError", "Mixture", "Prepared", "PreparedError", "TokenRow",
-    "Tokenizer", "cu_seqlens", "decode", "describe_template", "dtype_of", "encode", "find_files",
-    "is_prepared", "join", "mask_targets", "positions", "python_documentation", "read_documents",
-    "read_file", "read_messages", "read_texts", "tokenize", "tokenize_messages", "train_bpe",
+    "Tokenizer", "Tokens", "cu_seqlens", "decode", "describe_template", "dtype_of", "encode",
+    "find_files", "is_prepared", "join", "mask_targets", "positions", "python_documentation",
+    "read_documents", "read_file", "read_messages", "read_texts", "tokenize", "tokenize_messages",
+    "train_bpe",
 ]  # fmt: skip

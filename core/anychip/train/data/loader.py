@@ -1,13 +1,18 @@
 """Batches for one rank: windows of the tokens in their order, on the device, from any position.
 
+Tokens that are not there yet are waited for.
+
 The state is the number of windows that were handed out. What a thread made ahead and nobody took is
 no part of it.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +21,9 @@ from torch import Tensor
 
 from anychip.contract import HOST
 from anychip.train import schema
-from anychip.train.data.order import Order, Places, Turns, share
+from anychip.train.data.order import Order, Places, Turns, count_windows, share
 from anychip.train.data.packing import mask_targets, split_marked
-from anychip.train.data.prefetch import Prefetcher
+from anychip.train.data.prefetch import PAUSE_S, Prefetcher
 from anychip.train.data.rows import Mixture, TokenRow, as_mixture
 from anychip.train.data.text import ByteTokenizer, Tokenizer
 
@@ -31,16 +36,22 @@ _POSITION = {
     "text": str,
     "context": schema.COUNT,
     "seed": schema.COUNT,
+    "shuffle_buffer?": schema.COUNT,
 }
 # What a position of an earlier version does not say: there was no choice.
-_EARLIER = {"tokenizer": ByteTokenizer.name}
+_EARLIER = {"tokenizer": ByteTokenizer.name, "shuffle_buffer": 0}
 
 
 class _HostBatch(NamedTuple):
-    """Windows before they go to the device, and the position that they are for."""
+    """Windows before they go to the device, the position that they are for, and targets in all.
+
+    Attributes:
+        num_targets: with a loss, in the windows of all ranks.
+    """
 
     position: int
     windows: Tensor
+    num_targets: int
 
 
 class _Windows:
@@ -53,38 +64,53 @@ class _Windows:
             loader.rank,
             loader.world_size,
         )
-        self.pin, self.turns = loader.pin, _turns(loader)
+        self.pin, seed = loader.pin, loader.seed
+        self.end, self.counts = loader.tokenizer.end_of_document, loader.counts
+        size = loader.shuffle_buffer
+        orders = [
+            # Another order for each, since equal rows would come in the same one.
+            Order(*row.extent(), context=self.context, seed=seed + number, shuffle_buffer=size)
+            for number, row in enumerate(self.rows)
+        ]
+        self.turns = Turns(orders, loader.tokens.weights, seed=seed)
 
-    def at(self, position: int) -> Callable[[], _HostBatch]:
-        """What reads this rank's part of the global batch at a position; threads may, at once."""
-        numbers = share(
+    def at(self, position: int) -> Callable[[], _HostBatch] | None:
+        """What reads this rank's part of the global batch at a position; threads may, at once.
+
+        None: not all of the global batch is there yet.
+        """
+        every = range(position, position + self.batch_size * self.world_size)
+        if not self._are_there(every):
+            return None
+        mine = share(
             position, batch_size=self.batch_size, rank=self.rank, world_size=self.world_size
         )
-        return partial(self._read, position, self.turns.places(numbers))
+        counted = self.turns.places(every) if self.counts else []
+        return partial(self._read, position, self.turns.places(mine), counted)
 
-    def _read(self, position: int, places: Places) -> _HostBatch:
+    def _are_there(self, numbers: range) -> bool:
+        """Asks rows that grow how far they are, when they were not as far."""
+        if not self.turns.are_there(numbers):
+            for row, order in zip(self.rows, self.turns.orders, strict=True):
+                order.grow(*row.extent())
+        return self.turns.are_there(numbers)
+
+    def _read(self, position: int, places: Places, counted: Places) -> _HostBatch:
         """(batch_size, context + 1) int64."""
         windows = np.empty((self.batch_size, self.context + 1), np.int64)
         for row, (own, starts) in zip(self.rows, places, strict=True):
             windows[own] = row.read(starts, self.context + 1)
+        count = self.batch_size * self.world_size * self.context
+        for row, (_, starts) in zip(self.rows, counted, strict=False):
+            count -= row.count_untold(starts, self.context, self.end)
         batch = torch.from_numpy(windows)
-        return _HostBatch(position, batch if self.pin is None else _copied(batch, self.pin))
+        return _HostBatch(position, batch if self.pin is None else _copied(batch, self.pin), count)
 
-    def onwards(self, position: int) -> Iterator[Callable[[], _HostBatch]]:
-        """What reads the batches from a position on, without end."""
+    def onwards(self, position: int) -> Iterator[Callable[[], _HostBatch] | None]:
+        """What reads the batches from a position on, without end, and None between."""
         while True:
-            yield self.at(position)
-            position += self.batch_size * self.world_size
-
-
-def _turns(loader: Loader) -> Turns:
-    context, seed = loader.context, loader.seed
-    orders = [
-        # Another order for each, since equal rows would come in the same one.
-        Order(len(row), context=context, seed=seed + number)
-        for number, row in enumerate(loader.tokens.rows)
-    ]
-    return Turns(orders, loader.tokens.weights, seed=seed)
+            yield (found := self.at(position))
+            position += self.batch_size * self.world_size if found else 0
 
 
 def _copied(batch: Tensor, pin: Callable[[int], Tensor]) -> Tensor:
@@ -112,6 +138,8 @@ class Loader:
         cross_document_targets: False: the target of an end-of-document token, which is the first
             token of the next document, is :data:`~anychip.train.data.IGNORED_TARGET`. Batches
             then have different numbers of targets; see :meth:`num_targets`.
+        shuffle_buffer: the first epoch is shuffled in buffers of so many windows, one behind the
+            other, as they are there; 0: all at once, for which all tokens are waited for.
         prefetch: batches that as many threads make ahead; 0: none, and no thread.
         pin: gives page-locked host memory, like ``backend.memory.pinned``: nbytes to a (nbytes,)
             uint8 tensor, on the thread that makes batches. The copy to the device is then queued on
@@ -136,11 +164,12 @@ class Loader:
         world_size: int = 1,
         tokenizer: Tokenizer | None = None,
         cross_document_targets: bool = True,
+        shuffle_buffer: int = 0,
         prefetch: int = 0,
         pin: Callable[[int], Tensor] | None = None,
     ) -> None:
         _at_least(1, context=context, batch_size=batch_size, world_size=world_size)
-        _at_least(0, seed=seed, rank=rank, prefetch=prefetch)
+        _at_least(0, seed=seed, rank=rank, prefetch=prefetch, shuffle_buffer=shuffle_buffer)
         if rank >= world_size:
             raise ValueError(f"rank must be below world_size {world_size}, got {rank}")
         self.tokens, self.context, self.batch_size = as_mixture(tokens), context, batch_size
@@ -150,17 +179,19 @@ class Loader:
         self.rank, self.world_size = rank, world_size
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
         self.cross_document_targets = cross_document_targets
-        self.prefetch, self.pin = prefetch, pin
+        self.shuffle_buffer, self.prefetch, self.pin = shuffle_buffer, prefetch, pin
         self.position, self.is_marked = 0, self.tokens.is_marked
-        self._windows = _Windows(self)
-        # The thread has the other one.
-        self._turns = _turns(self)
+        self.counts = self.is_marked or not cross_document_targets
+        self._windows, self._taken = _Windows(self), deque[_HostBatch]()
         self._ahead: Prefetcher[_HostBatch] | None = None
 
     @property
     def num_windows(self) -> int:
-        """Windows of an epoch, over all ranks; of a mixture those of an epoch of each row."""
-        return sum(order.num_windows for order in self._turns.orders)
+        """Windows of an epoch, over all ranks; of a mixture those of an epoch of each row.
+
+        While tokens are still made, of those that there are.
+        """
+        return sum(count_windows(len(row), self.context) for row in self.tokens.rows)
 
     @property
     def epoch(self) -> int:
@@ -181,13 +212,14 @@ class Loader:
         Raises:
             Exception: what making them raised, also in the thread. The position stays.
         """
-        host = self._next_on_host()
+        host = self._on_host(1)[0]
         batch = host.windows.to(self.device, non_blocking=self.pin is not None)
         tokens, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
         if self.is_marked:
             tokens, targets = split_marked(batch)
         elif not self.cross_document_targets:
             targets = mask_targets(tokens, targets, self.tokenizer.end_of_document)
+        self._taken.popleft()
         self.position += self.batch_size * self.world_size
         return tokens, targets
 
@@ -197,37 +229,44 @@ class Loader:
         By it the sums of losses of several batches are divided, so that what is minimized is the
         mean over all targets, whatever batch they are in.
         """
-        num_windows = num_batches * self.batch_size * self.world_size
-        count = num_windows * self.context
-        if self.cross_document_targets and not self.is_marked:
-            return count
-        end, numbers = (
-            self.tokenizer.end_of_document,
-            range(self.position, self.position + num_windows),
-        )
-        for row, (_, starts) in zip(self.tokens.rows, self._turns.places(numbers), strict=True):
-            count -= row.count_untold(starts, self.context, end)
-        return count
+        if not self.counts:
+            return num_batches * self.batch_size * self.world_size * self.context
+        return sum(host.num_targets for host in self._on_host(num_batches))
 
-    def _next_on_host(self) -> _HostBatch:
-        if not self.prefetch:
-            return self._windows.at(self.position)()
+    def _on_host(self, num_batches: int) -> list[_HostBatch]:
+        """The next ones, which stay the next ones."""
+        if self._taken and self._taken[0].position != self.position:  # somebody moved the position
+            self.close()
         try:
-            host = self._ahead.take() if self._ahead is not None else None
-            if host is None or host.position != self.position:  # somebody moved the position
-                self.close()
-                self._ahead = Prefetcher(self._windows.onwards(self.position), depth=self.prefetch)
-                host = self._ahead.take()
-            return host
+            while len(self._taken) < num_batches:
+                of_each = self.batch_size * self.world_size
+                self._taken.append(self._made(self.position + len(self._taken) * of_each))
         except BaseException:
             self.close()
             raise
+        return list(islice(self._taken, num_batches))
+
+    def _made(self, position: int) -> _HostBatch:
+        if not self.prefetch:
+            while (read := self._windows.at(position)) is None:
+                time.sleep(PAUSE_S)
+            return read()
+        host = self._ahead.take() if self._ahead is not None else None
+        if host is None or host.position != position:
+            self._end_ahead()
+            self._ahead = Prefetcher(self._windows.onwards(position), depth=self.prefetch)
+            host = self._ahead.take()
+        return host
 
     def close(self) -> None:
         """Drops what was made ahead and ends the thread, if there is one; the position stays.
 
         Leaving a loop over the loader does it too. The next batch starts a new thread.
         """
+        self._taken.clear()
+        self._end_ahead()
+
+    def _end_ahead(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -270,10 +309,13 @@ class Loader:
             "text": self.tokens.digest,
             "context": self.context,
             "seed": self.seed,
+            "shuffle_buffer": self.shuffle_buffer,
         }
 
 
 def _require_length(row: TokenRow, context: int) -> None:
+    while not (found := row.extent()).is_whole and found.tokens <= context:
+        time.sleep(PAUSE_S)
     if len(row) < context + 1:
         unit = "byte" if row.pieces[0].tokens.read(0, 0).dtype == np.uint8 else "token"
         raise ValueError(

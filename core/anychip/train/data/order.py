@@ -13,6 +13,7 @@ takes the r-th ``batch_size`` of them, so that
 
 More windows than a buffer holds are shuffled in two steps, of which neither needs them all: runs of
 neighbours are shuffled, and then the windows of each buffer that these fill, one after the other.
+Of tokens that are still being made, the first epoch takes buffers of neighbours as they are there.
 In a mixture a pattern of the seed says whose turn each number is, and each row has its own epochs.
 """
 
@@ -39,46 +40,77 @@ class Order:
     """Starts of windows in the tokens. One thread uses it.
 
     Args:
-        num_tokens: at least ``context + 1``.
+        num_tokens: that there are, of all at least ``context + 1``.
+        is_whole: these are all.
         context: tokens of a window, without the one after it.
-        buffer: windows of a buffer.
+        shuffle_buffer: the first epoch has buffers of so many windows that follow each other; 0: it
+            is like the others.
+        buffer: windows of a buffer of the others.
         run: windows of a run, which ``buffer`` is a multiple of.
     """
 
     def __init__(
-        self, num_tokens: int, *, context: int, seed: int, buffer: int = BUFFER, run: int = _RUN
+        self,
+        num_tokens: int,
+        is_whole: bool = True,
+        *,
+        context: int,
+        seed: int,
+        shuffle_buffer: int = 0,
+        buffer: int = BUFFER,
+        run: int = _RUN,
     ) -> None:
         assert buffer % run == 0
-        self.num_tokens, self.context, self.seed = num_tokens, context, seed
+        self.context, self.seed, self.shuffle_buffer = context, seed, shuffle_buffer
         self.buffer, self.run = buffer, run
-        self.num_windows = max(1, (num_tokens - context) // context)
         self._epoch, self._number = -1, -1
         self._shift, self._runs, self._starts = 0, *2 * [np.empty(0, np.int64)]
+        self.grow(num_tokens, is_whole)
+
+    def grow(self, num_tokens: int, is_whole: bool) -> None:
+        """There are more tokens now, or as many, and then maybe all."""
+        self.num_tokens, self.is_whole = num_tokens, is_whole
+        self.num_windows = count_windows(self.num_tokens, self.context)
+
+    def are_there(self, numbers: range) -> bool:
+        """Whether there are tokens enough to say where windows begin."""
+        if self.is_whole or not numbers:
+            return True
+        if not self.shuffle_buffer:
+            return False
+        # Of the last buffer only all tokens say how long it is.
+        needed = (numbers[-1] // self.shuffle_buffer + 1) * self.shuffle_buffer
+        return needed * self.context + self.context <= self.num_tokens
 
     def starts(self, numbers: range) -> NDArray[np.int64]:
-        """Where the windows of consecutive numbers begin; (len(numbers),)."""
+        """Where the windows of consecutive numbers begin, which are there; (len(numbers),)."""
         found: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
         number = numbers.start
         while number < numbers.stop:
-            epoch, place = divmod(number, self.num_windows)
-            buffer, place = divmod(place, self.buffer)
+            epoch, place = divmod(number, self.num_windows) if self.is_whole else (0, number)
+            size = self.shuffle_buffer if self._is_first(epoch) else self.buffer
+            buffer, place = divmod(place, size)
             here = self._of_buffer(epoch, buffer)
             found.append(here[place : place + numbers.stop - number])
             number += len(found[-1])
         return np.concatenate(found)
+
+    def _is_first(self, epoch: int) -> bool:
+        """It is shuffled as its tokens come."""
+        return epoch == 0 and self.shuffle_buffer > 0
 
     def _of_buffer(self, epoch: int, number: int) -> NDArray[np.int64]:
         if epoch != self._epoch:
             # numpy mixes both numbers into the state; torch's generator sees 32 bits of a seed.
             generator = np.random.default_rng((self.seed, epoch))
             slack = min(self.context, self.num_tokens - self.num_windows * self.context)
-            self._shift = int(generator.integers(slack))
-            if self.num_windows <= self.buffer:
-                self._starts = self._begin(generator.permutation(self.num_windows))
-                self._number = number
-            else:
-                self._runs = self._shuffled_runs(generator)
-                self._number = -1
+            self._shift, self._number = int(generator.integers(slack)), -1
+            if not self._is_first(epoch):
+                if self.num_windows <= self.buffer:
+                    self._starts = self._begin(generator.permutation(self.num_windows))
+                    self._number = number
+                else:
+                    self._runs = self._shuffled_runs(generator)
             self._epoch = epoch
         if number != self._number:
             self._starts, self._number = self._begin(self._shuffled(epoch, number)), number
@@ -94,11 +126,19 @@ class Order:
 
     def _shuffled(self, epoch: int, number: int) -> NDArray[np.int64]:
         """The windows of a buffer."""
-        runs_of_buffer = self.buffer // self.run
-        runs = self._runs[number * runs_of_buffer : (number + 1) * runs_of_buffer]
-        windows = (runs.astype(np.int64)[:, None] * self.run + np.arange(self.run)).reshape(-1)
+        if self._is_first(epoch):
+            windows = np.arange(self.shuffle_buffer) + number * self.shuffle_buffer
+        else:
+            runs_of_buffer = self.buffer // self.run
+            runs = self._runs[number * runs_of_buffer : (number + 1) * runs_of_buffer]
+            windows = (runs.astype(np.int64)[:, None] * self.run + np.arange(self.run)).reshape(-1)
         windows = windows[windows < self.num_windows]
         return np.random.default_rng((self.seed, epoch, number)).permutation(windows)
+
+
+def count_windows(num_tokens: int, context: int) -> int:
+    """Windows of an epoch; of at least ``context + 1`` tokens."""
+    return max(1, (num_tokens - context) // context)
 
 
 class Turns:
@@ -128,6 +168,12 @@ class Turns:
         self._counts, self._pattern = counts, whose[np.argsort(when, kind="stable")]
         before = np.cumsum(self._pattern == np.arange(len(counts))[:, None], axis=1)
         self._before: NDArray[Any] = np.pad(before, ((0, 0), (1, 0))).astype(np.int64)
+
+    def are_there(self, numbers: range) -> bool:
+        """Whether all tokens are there that say where these begin."""
+        if len(self.orders) == 1:
+            return self.orders[0].are_there(numbers)
+        return all(o.are_there(self._own(row, numbers)) for row, o in enumerate(self.orders))
 
     def places(self, numbers: range) -> Places:
         """Of each row: which of consecutive numbers are its, from 0, and where these begin."""

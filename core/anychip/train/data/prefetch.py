@@ -14,6 +14,9 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+PAUSE_S = 0.1
+"""Between two questions whether what is waited for is there."""
+
 
 class _Slot(Generic[T]):
     """Of an item that is being made: the item in a list, or what making it raised."""
@@ -30,7 +33,7 @@ class _Shelf(Generic[T]):
     collected, which closes it.
     """
 
-    def __init__(self, source: Iterator[Callable[[], T]], depth: int) -> None:
+    def __init__(self, source: Iterator[Callable[[], T] | None], depth: int) -> None:
         self.source, self.depth = source, depth
         self.slots: deque[_Slot[T]] = deque()
         self.is_closed = False
@@ -46,7 +49,11 @@ class _Shelf(Generic[T]):
                 slot: _Slot[T] = _Slot()
                 self.slots.append(slot)
             try:
-                return slot, next(self.source)
+                while (make := next(self.source)) is None:
+                    with self.changed:
+                        if self.changed.wait_for(lambda: self.is_closed, PAUSE_S):
+                            return None
+                return slot, make
             except BaseException as error:
                 self.fail(slot, error)
                 return None
@@ -68,12 +75,13 @@ class Prefetcher(Generic[T]):
     """Items of an endless iterator, in order, made in threads.
 
     Args:
-        source: gives what makes an item when it is called. One thread at a time asks it; several
-            call at once. It must not hold the Prefetcher.
+        source: gives what makes an item when it is called; None: it is not there yet, and is asked
+            again. One thread at a time asks it; several call at once. It must not hold the
+            Prefetcher.
         depth: the most items that are made, or being made, and not taken, at least 1; and threads.
     """
 
-    def __init__(self, source: Iterator[Callable[[], T]], *, depth: int) -> None:
+    def __init__(self, source: Iterator[Callable[[], T] | None], *, depth: int) -> None:
         assert depth >= 1
         self._shelf: _Shelf[T] = _Shelf(source, depth)
         threads = [

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from anychip.contract import AnychipError
 from anychip.train import files, schema
-from anychip.train.data.packing import NO_TARGET
-from anychip.train.data.rows import Integers, Tokens
+from anychip.train.data.rows import Tokens
 
 DESCRIPTION, TOKENS, DOCUMENTS = "prepared.json", "tokens.bin", "documents.bin"
 SCHEMA = 1
@@ -49,8 +48,30 @@ def is_prepared(path: Path) -> bool:
     return any((path / name).exists() for name in (DESCRIPTION, TOKENS))
 
 
-class Prepared(Tokens):
-    """The tokens of a prepared directory; memory holds none of them.
+class TokenFile(Tokens):
+    """The tokens in the file of a directory; memory holds none of them."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.path, self._dtype = path, np.dtype(DTYPES[dtype])
+
+    @cached_property
+    def _descriptor(self) -> int:
+        with files.open_to_read(self.path / TOKENS) as file:
+            descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        """As the base class; raises PreparedError: the file has become shorter."""
+        size = self._dtype.itemsize
+        found = os.pread(self._descriptor, (end - begin) * size, begin * size)
+        if len(found) != (end - begin) * size:
+            raise PreparedError(f"{self.path / TOKENS} has become shorter while it is read")
+        return np.frombuffer(found, self._dtype)
+
+
+class Prepared(TokenFile):
+    """The tokens of a prepared directory.
 
     Raises:
         PreparedError: it is not finished, or its files are not as long as it says.
@@ -58,13 +79,10 @@ class Prepared(Tokens):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.about = path, _described(path)
+        self.about = _described(path)
+        super().__init__(path, self.about["dtype"])
         self.is_marked: bool = self.about["is_marked"]
         self.digest: str = self.about["sha256"]["tokens"][:16]
-        self._dtype = np.dtype(DTYPES[self.about["dtype"]])
-        with files.open_to_read(path / TOKENS) as file:
-            self._descriptor = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._descriptor)
         for name, count, nbytes in (
             (TOKENS, self.about["tokens"], self._dtype.itemsize),
             (DOCUMENTS, self.about["documents"], 8),
@@ -78,32 +96,6 @@ class Prepared(Tokens):
 
     def __len__(self) -> int:
         return int(self.about["tokens"])
-
-    def read(self, begin: int, end: int) -> NDArray[Any]:
-        """As the base class; raises PreparedError: the file has become shorter."""
-        size = self._dtype.itemsize
-        found = os.pread(self._descriptor, (end - begin) * size, begin * size)
-        if len(found) != (end - begin) * size:
-            raise PreparedError(f"{self.path / TOKENS} has become shorter while it is read")
-        return np.frombuffer(found, self._dtype)
-
-    @cached_property
-    def ends(self) -> NDArray[np.int64]:
-        """Where each document ends, memory-mapped: (documents,), the first begins at 0."""
-        if not self.about["documents"]:  # nothing cannot be mapped
-            return np.empty(0, np.int64)
-        return np.memmap(self.path / DOCUMENTS, np.dtype("<i8"), mode="r")
-
-    def untold(self, end_of_document: int) -> Integers:
-        return self._marks if self.is_marked else self.ends
-
-    @cached_property
-    def _marks(self) -> Integers:
-        found = [np.empty(0, np.int64)]
-        for first in range(0, len(self), _BLOCK):
-            block = self.read(first, min(len(self), first + _BLOCK))
-            found.append(np.flatnonzero(block & NO_TARGET) + first)
-        return np.concatenate(found)
 
     def verify(self) -> None:
         """Reads it all, and compares.

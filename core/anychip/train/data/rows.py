@@ -24,6 +24,15 @@ from anychip.contract import HOST
 from anychip.train.data.packing import NO_TARGET, has_marks
 
 Integers = NDArray[np.int64]
+OPEN = 1 << 62
+"""Where a piece ends that still grows."""
+
+
+class Extent(NamedTuple):
+    """How many tokens there are, and whether these are all."""
+
+    tokens: int
+    is_whole: bool
 
 
 class Tokens(ABC):
@@ -44,9 +53,9 @@ class Tokens(ABC):
     def read(self, begin: int, end: int) -> NDArray[Any]:
         """Those from begin to before end, (end - begin,) of an integer dtype."""
 
-    @abstractmethod
-    def untold(self, end_of_document: int) -> Integers:
-        """Where, in order, an end-of-document token is; of marked ones, what is no target."""
+    def extent(self) -> Extent:
+        """What there is by now; waits for nothing."""
+        return Extent(len(self), True)
 
 
 class InMemory(Tokens):
@@ -60,19 +69,12 @@ class InMemory(Tokens):
                 f"{tokens.dtype} on {tokens.device}"
             )
         self.tokens, self.is_marked = tokens.numpy(), has_marks(tokens)
-        self._untold: Integers | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         return self.tokens[begin:end]
-
-    def untold(self, end_of_document: int) -> Integers:
-        if self._untold is None:
-            is_it = self.tokens & NO_TARGET if self.is_marked else self.tokens == end_of_document
-            self._untold = np.flatnonzero(is_it)
-        return self._untold
 
     @cached_property
     def digest(self) -> str:  # type: ignore[override]
@@ -102,7 +104,15 @@ class TokenRow:
             raise ValueError("text and messages are not trained on together in one row")
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self.extent().tokens
+
+    def extent(self) -> Extent:
+        """What there is by now: a last piece may grow."""
+        tokens, begin, end = self.pieces[-1]
+        if end < OPEN:
+            return Extent(int(self._ends[-1]), True)
+        there = tokens.extent()
+        return there._replace(tokens=int(self._ends[-1]) - (end - begin) + there.tokens)
 
     def read(self, starts: Integers, length: int) -> Integers:
         """The windows that begin there, (len(starts), length); all within the row."""
@@ -129,16 +139,10 @@ class TokenRow:
 
     def count_untold(self, starts: Integers, length: int, end_of_document: int) -> int:
         """Of the targets of these windows those that have no loss."""
-        count, first = 0, 0
-        starts = starts + self.is_marked  # the end of a document has no target, a mark is on one
-        for tokens, begin, end in self.pieces:
-            places = tokens.untold(end_of_document)
-            low, high = (
-                np.clip(at - first + begin, begin, end) for at in (starts, starts + length)
-            )
-            low, high = np.searchsorted(places, (low, high))
-            count, first = count + int((high - low).sum()), first + end - begin
-        return count
+        # The end of a document has no target; a mark is on one.
+        tokens = self.read(starts + self.is_marked, length)
+        is_it = tokens & NO_TARGET if self.is_marked else tokens == end_of_document
+        return int(np.count_nonzero(is_it))
 
     @property
     def digest(self) -> str:
@@ -151,7 +155,7 @@ class TokenRow:
 
 def _digest_of(piece: Piece) -> str:
     tokens, begin, end = piece
-    if (begin, end) == (0, len(tokens)):
+    if begin == 0 and (end == OPEN or end == len(tokens)):
         return tokens.digest
     if isinstance(tokens, InMemory):
         return InMemory(torch.from_numpy(tokens.read(begin, end))).digest
@@ -161,14 +165,16 @@ def _digest_of(piece: Piece) -> str:
 def join(pieces: Sequence[Tokens], end_of_document: int | None) -> TokenRow:
     """Tokens one behind the other, with that token between two; None: nothing between.
 
-    Marked ones have nothing between: their documents say where they begin.
+    Marked ones have nothing between: their documents say where they begin. Only the last may grow.
     """
     found = list[Piece]()
     for tokens in pieces:
         if found and end_of_document is not None and not tokens.is_marked:
             between = torch.tensor([end_of_document], dtype=torch.int64)
             found.append(Piece(InMemory(between), 0, 1))
-        found.append(Piece(tokens, 0, len(tokens)))
+        assert not found or found[-1].end < OPEN
+        there = tokens.extent()
+        found.append(Piece(tokens, 0, there.tokens if there.is_whole else OPEN))
     return TokenRow(found)
 
 
@@ -197,8 +203,12 @@ class Mixture:
             raise ValueError("text and messages are not trained on together in one mixture")
 
     def __len__(self) -> int:
-        """Tokens of all rows."""
-        return sum(map(len, self.rows))
+        return self.extent().tokens
+
+    def extent(self) -> Extent:
+        """Tokens of all rows, by now."""
+        found = [row.extent() for row in self.rows]
+        return Extent(sum(each.tokens for each in found), all(each.is_whole for each in found))
 
     def split(self, fraction: float) -> tuple[Mixture, TokenRow]:
         """Without the last part of each row, and those parts as one row."""

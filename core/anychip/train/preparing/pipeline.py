@@ -1,9 +1,10 @@
 """How is a directory prepared, once, in bounded memory, and gone on with after whatever ended it?
 
 One process reads the shards in order and writes the tokens; others measure and encode in between.
-Every half a minute what is written is brought to the disk, and beside it how far the reading was:
-going on cuts off what is behind that, and gives the same bytes as if nothing had happened. The
-description is written last, in one step: before that the directory is not prepared.
+Every second or so what is written is brought to the disk, and beside it how far the reading was:
+going on cuts off what is behind that, and gives the same bytes as if nothing had happened, so that
+what is before it may be read. The description is written last, in one step: before that the
+directory is not prepared.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anychip.train import data, files, lock
 from anychip.train.data import prepared
@@ -27,7 +29,9 @@ from anychip.train.preparing.work import Document, Done, Preparer, Request
 from anychip.train.preparing.workers import in_order
 
 PROGRESS = "progress.npz"
-SAVED_EVERY_S = 30.0
+SAVED_EVERY_S = 1.0
+"""From one saving to the next; up to 30 times that, so that saving takes at most 1/20 of it."""
+
 CHARACTERS = 1 << 20
 """Of a group of documents, which is given to a worker at once."""
 
@@ -79,6 +83,7 @@ def prepare(
     num_workers: int = 0,
     skip_corrupt: bool = False,
     resume: bool = False,
+    taken: int | None = None,
     note: Callable[[str], object] = lambda text: None,
     show: Callable[[Progress], object] = lambda progress: None,
 ) -> dict[str, Any]:
@@ -88,6 +93,7 @@ def prepare(
         num_workers: processes that measure and encode; 0: none, this one does.
         skip_corrupt: what is behind the damage in a file is left out, and counted.
         resume: goes on in a directory that was not finished.
+        taken: the lock of the directory, where who has started this has it.
         note: is told in a line of what was left out and of workers that were started again.
 
     Raises:
@@ -100,7 +106,7 @@ def prepare(
     _require_place(out, resume)
     work, paths = Preparer(request), data.find_files([*request.sources])
     out.mkdir(parents=True, exist_ok=True)
-    with lock.hold(out), ExitStack() as stack:
+    with lock.hold(out, taken=taken), ExitStack() as stack:
         writer = stack.enter_context(_Writer(work, out, paths))
         groups = _groups(paths, request, skip_corrupt, writer.file, writer.behind)
         results = in_order(
@@ -122,9 +128,14 @@ def _require_place(out: Path, resume: bool) -> None:
         raise FileExistsError(f"{out} is prepared already; nothing was written")
     if resume and not (out / PROGRESS).exists():
         raise FileNotFoundError(f"there is nothing in {out} to go on with: it has no {PROGRESS}")
-    if not resume and out.exists() and any(out.iterdir()):
+    if not resume and out.exists() and any(not _is_left(path) for path in out.iterdir()):
         text = "to go on in it, add --resume" if (out / PROGRESS).exists() else "name another --out"
         raise FileExistsError(f"{out} exists and is not empty; nothing was written; {text}")
+
+
+def _is_left(path: Path) -> bool:
+    """By a process that was killed before it had done anything."""
+    return path.name == lock.NAME or path.name.endswith(files.PARTIAL)
 
 
 def _groups(
@@ -153,7 +164,8 @@ def _groups(
         except ValueError as error:  # an OSError is of the disk, not of what is on it
             if not skip_corrupt:
                 go_on = (
-                    "anychip data prepare --resume --skip-corrupt goes on without the rest of it"
+                    "anychip data prepare --resume --skip-corrupt, or a run with "
+                    "data.skip_corrupt=true, goes on without the rest of it"
                 )
                 raise ValueError(f"{error}; {go_on}") from error
             group.damaged.append(Damage(str(paths[number]), seen, str(error)))
@@ -167,13 +179,16 @@ class _Writer:
     def __init__(self, work: Preparer, out: Path, paths: Sequence[Path]) -> None:
         self.work, self.out = work, out
         self.request = {**asdict(work.request), "files": _described(paths)}
+        # What makes the tokens; of the rest a directory may be gone on with under other names.
+        self.kind = [work.tokenizer.name, work.template]
         self.report = _Report(dropped=dict.fromkeys(work.request.filters, 0))
         self.file = self.behind = self.num_tokens = self.num_documents = 0
         if (out / PROGRESS).exists():
             self._restore()
-        self._saved_s, self._is_whole = time.monotonic(), True
+        self._is_whole = True
         self._files: list[IO[bytes]] = []
         self._digests = []
+        self._save()  # from here on there is something to go on with
         for name, nbytes in (
             (prepared.TOKENS, self.num_tokens * work.dtype.itemsize),
             (prepared.DOCUMENTS, self.num_documents * 8),
@@ -184,7 +199,6 @@ class _Writer:
                 raise prepared.PreparedError(f"{out / name} is shorter than {PROGRESS} says")
             file.truncate(nbytes)
             self._digests.append(prepared.sha256_of(out / name))
-        self._save()
 
     def __enter__(self) -> _Writer:
         return self
@@ -225,7 +239,7 @@ class _Writer:
         for name, count in zip(self.work.request.filters, done.dropped, strict=True):
             report.dropped[name] += count
         self.file, self.behind, self._is_whole = group.file, group.behind, True
-        if time.monotonic() - self._saved_s >= SAVED_EVERY_S:
+        if time.monotonic() >= self._due_s:
             self._save()
 
     def _decided(self, done: Done) -> tuple[list[int], Any]:
@@ -241,10 +255,12 @@ class _Writer:
 
     def _save(self) -> None:
         """Brings what was written to the disk, and then how far that is."""
+        begun = time.monotonic()
         for file in self._files:
             files.sync(file)
         about = {
-            "request": self.request, "report": asdict(self.report), "file": self.file,
+            "request": self.request, "kind": self.kind, "report": asdict(self.report),
+            "num_files": len(self.request["files"]), "file": self.file,
             "behind": self.behind, "tokens": self.num_tokens, "documents": self.num_documents,
         }  # fmt: skip
         states: dict[str, Any] = {
@@ -254,20 +270,17 @@ class _Writer:
         text = np.frombuffer(json.dumps(about).encode(), np.uint8)
         np.savez(buffer, about=text, **states)  # one file, so that they are of one moment
         files.write(self.out / PROGRESS, buffer.getvalue())
-        self._saved_s = time.monotonic()
+        took = time.monotonic() - begun
+        self._due_s = begun + max(SAVED_EVERY_S, min(30 * SAVED_EVERY_S, 20 * took))
 
     def _restore(self) -> None:
-        content = files.open_to_read(self.out / PROGRESS)
-        try:
-            with content, np.load(content, allow_pickle=False) as found:
-                states = dict(found)
-            about = json.loads(states.pop("about").tobytes())
-        except (KeyError, ValueError, zipfile.BadZipFile) as error:
-            raise prepared.PreparedError(f"{self.out / PROGRESS} is damaged: {error}") from error
-        mine = json.loads(json.dumps(self.request))
-        if different := [key for key in mine if about["request"].get(key) != mine[key]]:
+        about, states = progress_of(self.out, with_states=True)
+        mine = json.loads(json.dumps({**self.request, "tokenizer": self.kind}))
+        theirs = {**about["request"], "tokenizer": about.get("kind")}
+        wanted = [key for key in mine if key != "sources" and theirs.get(key) != mine[key]]
+        if wanted:
             raise ValueError(
-                f"{self.out} was begun with another {' and '.join(different)}; go on with the "
+                f"{self.out} was begun with another {' and '.join(wanted)}; go on with the "
                 "same, or name another --out"
             )
         for number, rule in enumerate(self.work.filters):
@@ -296,6 +309,24 @@ class _Writer:
         files.write(self.out / prepared.DESCRIPTION, json.dumps(about, indent=2) + "\n")
         (self.out / PROGRESS).unlink()
         return about
+
+
+def progress_of(
+    out: Path, *, with_states: bool = False
+) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """How far a directory is that is not finished, and the states of its filters.
+
+    Raises:
+        FileNotFoundError: it is finished, or not begun.
+        PreparedError: the file is damaged.
+    """
+    content = files.open_to_read(out / PROGRESS)
+    try:
+        with content, np.load(content, allow_pickle=False) as found:
+            states = {name: found[name] for name in found.files if with_states or name == "about"}
+        return json.loads(states.pop("about").tobytes()), states
+    except (KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise prepared.PreparedError(f"{out / PROGRESS} is damaged: {error}") from error
 
 
 def _described(paths: Sequence[Path]) -> list[list[Any]]:

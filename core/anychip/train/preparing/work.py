@@ -11,7 +11,8 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -45,6 +46,12 @@ class Request:
     field: str = "text"
     tokenizer: str = "bytes"
     filters: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Request:
+        """From JSON, which has lists."""
+        lists = {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
+        return cls(**{**given, **lists})
 
     @property
     def has_messages(self) -> bool:
@@ -152,7 +159,7 @@ def read_frame(file: IO[bytes]) -> tuple[Any, bytes]:
 def serve(given: IO[bytes], answers: IO[bytes]) -> None:
     """Does one frame of documents after the other, until there is none."""
     request, _ = read_frame(given)
-    work = Preparer(Request(**{key: _as_given(value) for key, value in request.items()}))
+    work = Preparer(Request.of(request))
     while True:
         try:
             documents, _ = read_frame(given)
@@ -168,13 +175,15 @@ def serve(given: IO[bytes], answers: IO[bytes]) -> None:
         write_frame(answers, about, done.tokens.tobytes())
 
 
-def _as_given(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+@contextmanager
+def answering() -> Iterator[IO[bytes]]:
+    """Standard output for frames; what a library prints there does not stand between them."""
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)
+        yield answers
 
 
 def main() -> None:
     """The process."""
-    # What a library prints must not stand between the frames.
-    with os.fdopen(os.dup(1), "wb") as stdout:
-        os.dup2(2, 1)
-        serve(sys.stdin.buffer, stdout)
+    with answering() as answers:
+        serve(sys.stdin.buffer, answers)

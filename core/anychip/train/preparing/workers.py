@@ -90,7 +90,7 @@ class _Process:
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        return ended(code)
 
     def close(self) -> None:
         """Ends it, also while a thread waits for it."""
@@ -98,6 +98,11 @@ class _Process:
         if (process := self.running) is not None:
             process.kill()
             process.wait()
+
+
+def ended(code: int) -> str:
+    """How a process did, in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
 
 
 def _start(request: Request) -> subprocess.Popen[bytes]:

@@ -38,9 +38,9 @@ def _factor(
         # These need not follow each other: each is a row of one column.
         rows, columns, width = rows.unsqueeze(-1) * width + key_index, 1, 1
     rows, rng = rows.contiguous(), rng.contiguous()
-    addresses = (factor.data_ptr(), rng.data_ptr(), factor.data_ptr())
-    place = (rows.data_ptr(), columns, width, 0)
-    _kernels.dropout(*addresses, factor.numel(), p, CODES[torch.float32], *place)
+    place = (rng.data_ptr(), p, rows.data_ptr(), width)
+    given = (factor.data_ptr(), factor.data_ptr(), factor.numel(), columns, CODES[torch.float32])
+    _kernels.dropout(*given, *place)
     return factor
 
 

@@ -94,8 +94,10 @@ def _head(plan: RunPlan) -> str:
     kind = type(config.model).__name__.removesuffix("Config")
     tokens = config.data.batch_size * config.data.accumulation * config.model.context * replicas
     ranks = replicas * ranks_of_replica
+    are_frozen = plan.num_trained < plan.num_parameters
+    trained = f", of which {plan.num_trained:,} are trained," if are_frozen else ""
     return (
-        f"{kind} with {plan.num_parameters:,} parameters in {plan.policy.name} "
+        f"{kind} with {plan.num_parameters:,} parameters{trained} in {plan.policy.name} "
         f"({plan.policy.why})\n"
         f"{config.run.steps} steps of {tokens:,} tokens on {ranks} rank{'s' * (ranks > 1)}: "
         f"data {replicas} x pipeline {ranks_of_replica}, ZeRO stage {config.optimizer.stage}\n"
@@ -215,6 +217,7 @@ def _to_json(plan: RunPlan) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "parameters": plan.num_parameters,
+        "trained": plan.num_trained,
         "precision": plan.policy.name,
         "ranks": plan.sizes,
         "zero_stage": plan.config.optimizer.stage,

@@ -188,6 +188,21 @@ def cut(
     return parallel.split_layers(whole, len(rows), rows)
 
 
+def require_trained(stages: Sequence[nn.Module], owners: Mapping[int, int]) -> None:
+    """Raises ValueError where a rank would have nothing to train: only adapters are, of some."""
+    ranks = {*owners.values()}
+    trains = {
+        owners[number]
+        for number, stage in enumerate(stages)
+        if any(param.requires_grad for param in stage.parameters())
+    }
+    if idle := sorted(ranks - trains):
+        raise ValueError(
+            f"parallel.pipeline = {len(ranks)}: rank {idle[0]} would have no weight that is "
+            "trained, only frozen ones; choose fewer ranks for the pipeline"
+        )
+
+
 def draft(
     config: Config, policy: precision.PrecisionPolicy, speeds: Sequence[parallel.Speed]
 ) -> Draft:
@@ -195,14 +210,16 @@ def draft(
 
     Raises:
         OSError, PretrainedError: a directory does not describe a model.
-        UnsupportedError: a model of another library that has no parts; adapters.
+        UnsupportedError: a model of another library that has no parts; adapters beside weights
+            that are in no linear layer.
     """
-    if getattr(config.model, "lora_rank", 0):
-        raise UnsupportedError(
-            "what a plan counts is trained, and beside adapters most weights are frozen; plan "
-            "without model.lora_rank for the most that it can take"
-        )
     whole = models.without_data(config.model)
+    # PEFT puts other tensors in their place for a forward, which needs ones with data.
+    if any(type(module).__name__ == "ParamWrapper" for module in whole.modules()):
+        raise UnsupportedError(
+            "what is kept for backward is not known of adapters beside weights of experts; plan "
+            'with those of linear layers alone, like model.lora_targets=["q_proj", "v_proj"]'
+        )
     costs, tokens = layer_costs(config, whole, speeds), _tokens(config, torch.device(HOST))
     layers = [range(number, number + 1) for number in range(len(costs[0]))]
     autocast = replace(policy, device_type=HOST).autocast
@@ -252,8 +269,8 @@ class StagePlan:
         layers: of the whole model.
         cost: of one micro-batch, as :func:`layer_costs` counts.
         num_parameters: with the copies of tied ones.
-        memory: of the rank that has most of each; activations are not in it. Where the rank has
-            other stages too, as if it had not.
+        memory: of the rank that has most of each; activations are not in it, frozen weights are
+            among the parameters. Where the rank has other stages too, as if it had not.
         activations: that one micro-batch keeps, estimated.
         units: bytes of the weights that are gathered together, in ZeRO stage 3; the root's last.
         tiers: of each tier that is used, what of the memory is there.
@@ -307,8 +324,10 @@ def arrange(
     one = parallel.one_f_one_b(1, config.data.accumulation)
     schedule = make_schedule(config) if config.parallel.stages > 1 else one
     layers = cut(model.whole, model.costs, schedule)
+    modules = [parallel.make_stage(model.whole, part) for part in layers]
+    require_trained(modules, schedule.owners())
     stages = tuple(
-        _stage(config, model, number, layers, schedule, replicas, policy)
+        _stage(config, model, number, modules[number], layers, schedule, replicas, policy)
         for number in range(len(layers))
     )
     costs = parallel.Costs(
@@ -360,18 +379,20 @@ def _stage(
     config: Config,
     model: Draft,
     number: int,
+    module: nn.Module,
     layers: Sequence[range],
     schedule: parallel.Schedule,
     replicas: int,
     policy: precision.PrecisionPolicy,
 ) -> StagePlan:
-    module = parallel.make_stage(model.whole, layers[number])
     decay = config.optimizer.weight_decay
     groups = [group["params"] for group in models.parameter_groups(module, decay)]
     rule, zero_stage = rule_of(config), config.optimizer.stage
     buffers = _buffers(module, groups, zero_stage, replicas, _gathers(schedule, number))
     owners = schedule.owners()
-    ranks = [_memory(groups, buffers, rule, zero_stage, replicas, r) for r in range(replicas)]
+    frozen = [param for param in module.parameters() if not param.requires_grad]
+    given = groups, frozen, buffers, rule, zero_stage, replicas
+    ranks = [_memory(*given, rank) for rank in range(replicas)]
     saved = [model.activations[layer] for layer in layers[number]]
     is_cut = STAGES[zero_stage].weights
     memory = zero.MemoryUse(*(max(column) for column in zip(*ranks, strict=True)))
@@ -379,11 +400,11 @@ def _stage(
         rank=owners[number],
         layers=layers[number],
         cost=parallel.stage_costs(model.costs[owners[number]], layers)[number],
-        num_parameters=sum(param.numel() for group in groups for param in group),
+        num_parameters=sum(param.numel() for param in module.parameters()),
         memory=memory,
         tiers=_in_tiers(memory, config.optimizer.offload, len(groups)),
         activations=parallel.StageBytes(*map(sum, zip(*saved, strict=True))),
-        units=tuple(b.layout.numel * torch.float32.itemsize for b in buffers) if is_cut else (),
+        units=_units(buffers) if is_cut else (),
         data_nbytes=_data_nbytes(config, buffers, replicas, policy.reduce_dtype),
         pipeline_nbytes=_pipeline_nbytes(config, module, number, owners),
     )
@@ -391,11 +412,27 @@ def _stage(
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """What is sent together: parameters and their layout; how often it is gathered in a step."""
+    """What is sent together: parameters and their layout; how often it is gathered in a step, and
+    with which others."""
 
     params: Sequence[Tensor]
     layout: Layout
     num_gathers: int = 0
+    unit: int = 0
+
+    @property
+    def is_trained(self) -> bool:
+        """Frozen ones are in buffers of their own."""
+        return self.params[0].requires_grad
+
+
+def _units(buffers: Sequence[_Buffer]) -> tuple[int, ...]:
+    """Bytes that are whole together."""
+    found: dict[int, int] = {}
+    for buffer in buffers:
+        nbytes = buffer.layout.numel * torch.float32.itemsize
+        found[buffer.unit] = found.get(buffer.unit, 0) + nbytes
+    return tuple(found.values())
 
 
 def _gathers(schedule: parallel.Schedule, number: int) -> tuple[int, int]:
@@ -424,9 +461,10 @@ def _buffers(
         owned = [list(params.values())[::-1] for params in own_parameters(module, units)]
         again = [gathers[0]] * (len(units) - 2) + [gathers[1]] * min(2, len(units))
         return [
-            _Buffer(params, plan_layout([p.numel() for p in params], parts), num)
-            for params, num in zip(owned, again, strict=True)
-            if params
+            _Buffer(params, plan_layout([p.numel() for p in params], parts), again[unit], unit)
+            for unit, every in enumerate(owned)
+            for is_trained in (True, False)
+            if (params := [param for param in every if param.requires_grad is is_trained])
         ]
     max_numel = default_nbytes(replicas) // torch.float32.itemsize
     members = [
@@ -439,26 +477,34 @@ def _buffers(
 
 def _memory(
     groups: Sequence[Sequence[Tensor]],
+    frozen: Sequence[Tensor],
     buffers: Sequence[_Buffer],
     rule: Rule,
     stage: int,
     replicas: int,
     rank: int,
 ) -> zero.MemoryUse:
-    """As :meth:`.zero.Optimizer.memory` will say."""
+    """As :meth:`.zero.Optimizer.memory` will say, and the weights that are frozen."""
+
+    def pieces(*, is_trained: bool) -> list[Tensor]:
+        return [
+            param.reshape(-1)[: buffer.layout.piece(index, rank).numel]
+            for buffer in buffers
+            for index, param in enumerate(buffer.params)
+            if buffer.is_trained is is_trained
+        ]
+
     shards = [param for group in groups for param in group]
     whole = sum(param.nbytes for param in shards)
     partition = STAGES[stage]
     if partition.states and replicas > 1:
-        shards = [
-            param.reshape(-1)[: buffer.layout.piece(index, rank).numel]
-            for buffer in buffers
-            for index, param in enumerate(buffer.params)
-        ]
+        shards = pieces(is_trained=True)
+    if partition.weights and replicas > 1:
+        frozen = pieces(is_trained=False)
     owned = sum(shard.nbytes for shard in shards)
     states = sum(t.nbytes for shard in shards for t in rule.init(shard).values())
     states += len(groups) * torch.float32.itemsize  # the step counts
-    weights = owned if partition.weights else whole
+    weights = (owned if partition.weights else whole) + sum(param.nbytes for param in frozen)
     return zero.MemoryUse(weights, owned if partition.gradients else whole, states)
 
 
@@ -490,7 +536,7 @@ def _data_nbytes(
             total += wire_nbytes("all_reduce", gradients, replicas)
             continue
         gathers = buffer.num_gathers if partition.weights else 1
-        total += wire_nbytes("reduce_scatter", gradients, replicas)
+        total += buffer.is_trained * wire_nbytes("reduce_scatter", gradients, replicas)
         total += gathers * wire_nbytes("all_gather", weights, replicas)
     return math.ceil(total)
 

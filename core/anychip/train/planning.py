@@ -32,6 +32,7 @@ class RunPlan:
     Attributes:
         config: its settings, with the schedule that was chosen.
         num_parameters: of the whole model.
+        num_trained: of them, that are not frozen beside adapters.
         sizes: axis name to number of ranks, as in the mesh.
         policy: of precision.
         arrangement: stages, their schedule, and what is in use when; one stage without a pipeline.
@@ -43,6 +44,7 @@ class RunPlan:
 
     config: Config
     num_parameters: int
+    num_trained: int
     sizes: dict[str, int]
     policy: precision.PrecisionPolicy
     arrangement: Arrangement
@@ -107,9 +109,11 @@ def plan(config: Config, chip: Backend, nproc: int | None = None, *more: Backend
     limit, candidates = min(limits, default=0), list[Proposal]()
     if is_open(config):
         config, candidates = choose(config, model, sizes["data"], policy, limit)
+    params = list(model.whole.parameters())
     return RunPlan(
         config=config,
-        num_parameters=sum(param.numel() for param in model.whole.parameters()),
+        num_parameters=sum(param.numel() for param in params),
+        num_trained=sum(param.numel() for param in params if param.requires_grad),
         sizes=sizes,
         policy=policy,
         arrangement=arrange(config, model, sizes["data"], policy),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -29,6 +29,7 @@ from anychip.train.cutting import (
     layer_costs,
     make_schedule,
     mesh_sizes,
+    require_trained,
     rule_of,
 )
 from anychip.train.trackers import Trackers, find, make
@@ -229,7 +230,7 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     if isinstance(whole, models.Pretrained):
         few = torch.arange(min(config.model.context, 8)) % config.model.vocab_size
         parallel.check_cut(whole, stages, few[None])
-    _require_trained(stages, owners, comm.world_size)
+    require_trained(stages, owners)
     mine = [stage for number, stage in enumerate(stages) if owners[number] == comm.rank]
     stages = [stage.to(chip.device()) for stage in mine]
     run.model = stages[0] if len(stages) == 1 else parallel.Stages(stages)
@@ -237,22 +238,6 @@ def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:
     run.pipeline = parallel.Pipeline(
         stages, comm, schedule, tied=run.model.tied, autocast=run.policy.autocast
     )
-
-
-def _require_trained(
-    stages: Sequence[parallel.Stage], owners: Mapping[int, int], world_size: int
-) -> None:
-    """Raises ValueError where a rank would have nothing to train: only adapters are, of some."""
-    trains = {
-        owners[number]
-        for number, stage in enumerate(stages)
-        if any(param.requires_grad for param in stage.parameters())
-    }
-    if idle := sorted({*range(world_size)} - trains):
-        raise ValueError(
-            f"parallel.pipeline = {world_size}: rank {idle[0]} would have no weight that is "
-            "trained, only frozen ones; choose fewer ranks for the pipeline"
-        )
 
 
 def read_texts(config: Config, *, show: preparing.Show = preparing.say_nothing) -> Texts:

@@ -15,6 +15,7 @@ from anychip import fuse, use
 from anychip.comm import alone
 from anychip.contract import UnsupportedError
 from anychip.train import config, cutting, models, parallel
+from anychip.train.parallel.saved import Saved
 from tests.integration.fusion import families
 from tests.integration.train import directories
 from tests.integration.train.forked import Server
@@ -35,6 +36,7 @@ from tests.integration.train.test_fine_tuning import (
     pytestmark,
     train,
 )
+from tests.unit.train.test_planning import assert_plan_is_run
 
 __all__ = ["pytestmark"]  # the warnings of PEFT
 PARTS = 2
@@ -169,8 +171,53 @@ def test_plan_has_the_stages_and_bytes_of_the_model(
         assert stage["nbytes"]["parameters"] == 4 * count
         assert len(held.tied) == 1, number
     assert sum(stage["cost"] for stage in stages) == pytest.approx(1.0)
-    anychip("plan", *words, "model.lora_rank=2", code=2)
-    assert "plan without model.lora_rank" in capsys.readouterr().err
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("world_size", "more"), [
+    (1, []), (2, ["optimizer.stage=0"]), (2, ["optimizer.stage=2"]), (2, ["optimizer.stage=3"]),
+    (2, ["parallel.pipeline=2", "data.accumulation=2"]),
+    (4, ["parallel.pipeline=2", "data.accumulation=2", "optimizer.stage=3"]),
+], ids=["one", "stage0", "stage2", "stage3", "pipeline", "stage3_of_stages"])  # fmt: skip
+def test_plan_of_adapters_is_what_the_run_is(
+    tmp_path: Path, world_size: int, more: list[str]
+) -> None:
+    folder, text = directories.make(tmp_path / "model", "Llama"), directories.texts(tmp_path)
+    settings = [f"model.path={folder}", f"model.context={CONTEXT}", "model.lora_rank=2", RATE]
+    settings += [f'data.files=["{text}"]', "data.batch_size=2", *more]
+    assert_plan_is_run(tmp_path, world_size, [*settings, "run.sample_tokens=5", "data.prefetch=0"])
+
+
+@pytest.mark.parametrize(("family", "rank"), [("Llama", 2), grid("Llama", 0), ("Mixtral", 0)])
+def test_plan_knows_what_a_forward_keeps(tmp_path: Path, family: str, rank: int) -> None:
+    """But what layers have in common, like angles of positions, counts once for each."""
+    folder = directories.make(tmp_path, family)
+    about = models.PretrainedConfig(path=str(folder), context=CONTEXT, lora_rank=rank)
+    model, tokens = models.Pretrained(about), torch.zeros(2, CONTEXT, dtype=torch.int64)
+    kept = Saved([*model.parameters(), *model.buffers(), tokens])
+    with kept.of((0, 0)):
+        loss = model(tokens, tokens)
+    layers = [range(number, number + 1) for number in range(parallel.num_layers(model))]
+    planned = parallel.estimate_bytes(models.without_data(about), layers, tokens, tokens)
+    assert loss.requires_grad
+    assert kept.nbytes <= sum(each.saved for each in planned) <= 1.2 * kept.nbytes
+
+
+def test_plan_of_adapters_says_what_is_trained_and_refuses_what_is_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = directories.make(tmp_path / "llama", "Llama")
+    words = ["--backend", "cpu", f"model.context={CONTEXT}", "model.lora_rank=2"]
+    capsys.readouterr()
+    anychip("plan", *words, f"model.path={folder}")
+    assert "are trained, in fp32" in capsys.readouterr().out
+    told = (*words, f"model.path={folder}", "parallel.pipeline=4", "data.accumulation=4")
+    anychip("plan", *told, code=2)
+    assert "rank 0 would have no weight that is trained" in capsys.readouterr().err
+    folder = directories.make(tmp_path / "mixtral", "Mixtral")
+    anychip("plan", *words, f"model.path={folder}", code=2)
+    assert "adapters beside weights of experts" in capsys.readouterr().err
+    anychip("plan", *words, f"model.path={folder}", 'model.lora_targets=["q_proj", "v_proj"]')
 
 
 def test_mfu_counts_six_operations_a_weight_and_token_where_all_are_trained(

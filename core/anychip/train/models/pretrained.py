@@ -27,7 +27,13 @@ from anychip.train import files
 from anychip.train.data.extra import require
 from anychip.train.data.packing import unmarked
 from anychip.train.models.decoder import Decoder, Layers, LossReduction
-from anychip.train.models.pretrained_part import Part, gives_tuples, parts_of
+from anychip.train.models.pretrained_part import (
+    ON_PAPER,
+    Part,
+    experts_on_paper,
+    gives_tuples,
+    parts_of,
+)
 
 EXTRA = "hf"
 Fuse = Callable[[nn.Module], object]
@@ -171,7 +177,9 @@ class Pretrained(Decoder):
         """As every decoder's: no numbers are looked at, for experts or beginnings of documents."""
         config, packs = self.net.config, self.packs
         experts = config._experts_implementation
-        config._experts_implementation, self.packs = "batched_mm", False
+        interface: Any = require("transformers.integrations.moe", "experts", extra=EXTRA)
+        interface.ALL_EXPERTS_FUNCTIONS.register(ON_PAPER, experts_on_paper)
+        config._experts_implementation, self.packs = ON_PAPER, False
         try:
             yield
         finally:

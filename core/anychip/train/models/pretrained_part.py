@@ -153,3 +153,31 @@ class _Nothing(nn.Module):
 
     def forward(self, numbers: Tensor) -> Tensor:
         return torch.zeros(*numbers.shape, 1, device=numbers.device)
+
+
+ON_PAPER = "anychip_on_paper"
+
+
+def experts_on_paper(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """What experts keep and cost, wherever tokens go: all to the first one.
+
+    As the library's grouped products, in which each token of each of its experts is a row.
+    """
+
+    def product(x: Tensor, name: str) -> Tensor:
+        weight = getattr(experts, name)[0]
+        bias = getattr(experts, f"{name}_bias")[0] if experts.has_bias else None
+        return nn.functional.linear(x, weight.T if experts.is_transposed else weight, bias)
+
+    x = hidden_states.repeat_interleave(top_k_index.size(-1), dim=0)
+    if experts.has_gate:
+        x = experts._apply_gate(product(x, "gate_up_proj"))
+    else:
+        x = experts.act_fn(product(x, "up_proj"))
+    x = product(x, "down_proj")
+    if experts.has_post_expert_norm:
+        x = experts.post_expert_norm(x)
+    x = x * top_k_weights.reshape(-1, 1)
+    return x.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)

@@ -134,10 +134,11 @@ def estimate_bytes(
             nbytes = saved.nbytes
             wanted = [t for t in (x, *params.values()) if t.requires_grad]
             with deferring() as deferred:
-                torch.autograd.grad(y, wanted, torch.ones_like(y), allow_unused=True)
+                if y.requires_grad:
+                    torch.autograd.grad(y, wanted, torch.ones_like(y), allow_unused=True)
             saved.keep((number, 0), deferred.tensors)
             found.append(StageBytes(nbytes, saved.nbytes))
-            x = y.detach().requires_grad_()
+            x = y.detach().requires_grad_(y.requires_grad)  # not above frozen weights alone
     return found
 
 

@@ -232,8 +232,8 @@ class Group(Communicator):
             return 0
         try:
             return int(self._store.get(key))
-        except RuntimeError as error:  # the store went with its host
-            raise self.job.explain(self._where("split"), error, lambda: (0,)) from error
+        except RuntimeError as error:
+            raise self._without_store("split", error) from error
 
     def _exchange(self, transfers: Sequence[Transfer]) -> Work:
         assert self.job is not None, "transfers are between two ranks"
@@ -276,8 +276,8 @@ class Group(Communicator):
         assert self.job is not None
         try:
             note, wrong = enter(*what)
-        except RuntimeError as error:  # the store went with its host
-            raise self.job.explain(self._where(call()), error, lambda: (0,)) from error
+        except RuntimeError as error:
+            raise self._without_store(call(), error) from error
         if wrong is not None:
             number = "" if note.pair else f" #{note.number}"
             raise self.job.fail(self._where(call() + number), wrong)
@@ -305,6 +305,12 @@ class Group(Communicator):
             text = "this rank has closed the communicator"
             raise CommunicationError(self._where(call()), text)
         self.job.refuse_after_failure(lambda: self._where(call()))
+
+    def _without_store(self, call: str, error: RuntimeError) -> CommunicationError:
+        """The error to raise when the store went with its host, which need not be in the group."""
+        assert self.job is not None
+        text = "ended, and with it the job's store, which the others still need"
+        return self.job.explain(self._where(call), error, lambda: (0,), text)
 
     def _explain(self, call: str, note: Note, error: RuntimeError) -> Exception:
         """The error to raise for a transport's: what became of the job, and who is to blame."""

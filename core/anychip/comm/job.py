@@ -195,12 +195,17 @@ class Job(contract.Job):
         return self.fail(where, Failure(ranks, reason))
 
     def explain(
-        self, where: str, error: Exception, missing: Callable[[], Sequence[int]]
+        self,
+        where: str,
+        error: Exception,
+        missing: Callable[[], Sequence[int]],
+        ended_by: str = "ended without making this call",
     ) -> CommunicationError:
         """The error to raise after a connection broke: what ended the job, or who is gone.
 
         Args:
             missing: ranks in the world that the call still waits for.
+            ended_by: what is said of those that have ended.
         """
         if self._closed:
             return CommunicationError(where, f"rank {self.rank} has closed its communicator")
@@ -214,7 +219,7 @@ class Job(contract.Job):
                 return CommunicationError(where, failure.reason, ranks=failure.ranks)
             ended = tuple(rank for rank in waited if rank in self.news.gone)
             if ended:
-                text = f"{ranks_text(ended)} ended without making this call"
+                text = f"{ranks_text(ended)} {ended_by}"
                 return self.fail(where, Failure(ended, text))
         if gone := tuple(sorted(self.news.gone)):  # and the store with them, which knows the rest
             text = f"{ranks_text(gone)} ended, and after that rank {self.rank} lost a connection"

@@ -466,15 +466,6 @@ def stays_away(comm: Communicator, call: str, absent: int) -> None:
     one_call(comm, call)
 
 
-def leaves(comm: Communicator, absent: int) -> None:
-    """The absent rank closes in good order while the others go on."""
-    comm.barrier()
-    if comm.rank == absent:
-        time.sleep(0.2)
-        return
-    comm.barrier()
-
-
 def raises(comm: Communicator, absent: int) -> None:
     """A rank ends by an exception of its own, while the others wait for it."""
     comm.barrier()

@@ -95,11 +95,26 @@ def test_rank_that_never_starts_is_named(server: Server) -> None:
 @pytest.mark.grid
 @pytest.mark.parametrize("absent", [0, 2])
 def test_rank_that_closes_while_others_go_on_is_named(server: Server, absent: int) -> None:
-    outcomes = server.run("leaves", 3, absent=absent)
+    outcomes = server.run("leaving.leaves", 3, absent=absent)
     assert outcomes[absent].error == ""
     for outcome in failed(outcomes, absent):
         assert outcome.ranks == (absent,)
         assert f"barrier #2: rank {absent} ended without making this call" in outcome.error
+
+
+@pytest.mark.grid
+def test_rank_that_takes_the_store_with_it_is_named(server: Server) -> None:
+    """Rank 0 has it, and every call of the others asks it."""
+    outcomes = server.run("leaving.leaves_apart", 3, absent=0, job={"check": "always"})
+    for outcome in failed(outcomes, 0):
+        assert outcome.ranks == (0,)
+        assert "all_reduce: rank 0 ended, and with it the job's store" in outcome.error
+
+
+@pytest.mark.grid
+def test_calls_go_on_without_a_rank_that_is_not_in_their_group(server: Server) -> None:
+    outcomes = server.run("leaving.leaves_apart", 3, absent=2, job={"check": "always"})
+    assert [outcome.error for outcome in outcomes] == ["", "", ""]
 
 
 @pytest.mark.grid

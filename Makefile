@@ -38,7 +38,7 @@ ENVIRONMENT := $(VENV)/made-$(call hash,command -v $(PYTHON); cat constraints.tx
 INSTALLED := $(VENV)/installed-$(call hash,echo $(OPTIONS) $(MODULES); cat $(sort $(SOURCES)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all mutants red-team cuda-emulator test-cuda cann-emulator test-npu lint docs native wheels dev bench-env clean
+.PHONY: help train test test-all mutants red-team cuda-emulator test-cuda cann-emulator test-npu lint docs screenshots native wheels dev bench-env clean
 
 help:
 	@echo 'make train    train a small GPT, about a minute on two cores; ARGS go to `anychip train`'
@@ -53,6 +53,7 @@ help:
 	@echo '              in an environment of its own (build/npu_env-*); make cann-emulator builds both'
 	@echo 'make lint     formatting, types and spelling'
 	@echo 'make docs     the site, in build/site: open index.html there; a broken link is an error'
+	@echo 'make screenshots  the pictures of pages in docs, by a browser'
 	@echo 'make native   the C++ kernels alone, with their own tests (plain CMake)'
 	@echo 'make wheels   in dist: an sdist, and a wheel for the Python of $(VENV); docs/installing.md'
 	@echo 'make dev      only the environment, with every tool, in $(VENV)'
@@ -111,6 +112,9 @@ lint: $(INSTALLED)-dev
 # The hook of the site says where its pages come from; docs/README.md, how versions are published.
 docs: $(INSTALLED)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+screenshots: $(INSTALLED)
+	$(BIN)/python docs/site/screenshots.py
 
 native: $(INSTALLED)
 	$(BIN)/cmake -S . -B build/native -DANYCHIP_CPU=$(ANYCHIP_CPU) -DANYCHIP_CUDA=OFF -DPython_EXECUTABLE=$(abspath $(BIN)/python)

@@ -6,8 +6,9 @@ to each. A host's ranks share the work: each of them speaks for an L-th of the v
 its place on the other hosts.
 
 Sums have the bits of all other ways between hosts (:mod:`anychip.comm.reduction`): a host's ranks
-are neighbours, L is a power of two, and 16-bit floats, which each sum would round, go directly.
-Directly also go messages, all_to_all and barriers, and every call of other groups.
+are neighbours, L is a power of two, and 16-bit floats go as float32, rounded once at the end: a
+host's sum has then no more bytes than its ranks' values. Sums for another L go directly, as do
+messages, all_to_all and barriers, and every call of other groups.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
 MPICH", 2005, section 5 (clusters of multi-processor nodes).
@@ -107,12 +108,12 @@ class Hierarchical(Messages):
         self._between.close()
 
     def all_reduce(self, call: CollectiveCall) -> Work:
-        flat = flatten(call.outputs[0])
-        if not self._sums_in_turn(flat):
+        output = flatten(call.outputs[0])
+        if not self._sums_in_turn:
             return super().all_reduce(call)
 
         def steps(tag: int) -> Steps:
-            how = _joined(call.reduction)
+            how, flat = _joined(call.reduction), _widened(output)
             if flat.nbytes <= SMALL_NBYTES:
                 begin = self._here.all_reduce(_part(call, [], flat, how))
                 end, mine = None, flat
@@ -127,19 +128,22 @@ class Hierarchical(Messages):
             self._divide(mine, call.reduction)
             if end is not None:
                 self._wait(end)
+            if flat is not output:
+                copy(output, flat)
 
         return self._begin(steps, call)
 
     def reduce_scatter(self, call: CollectiveCall) -> Work:
-        output, flat = flatten(call.outputs[0]), flatten(call.inputs[0])
-        if not self._sums_in_turn(flat):
+        output, given = flatten(call.outputs[0]), flatten(call.inputs[0])
+        if not self._sums_in_turn:
             return super().reduce_scatter(call)
 
         def steps(tag: int) -> Steps:
-            how = _joined(call.reduction)
+            how, flat = _joined(call.reduction), _widened(given)
+            reduced = output if flat is given else flat.new_empty(output.numel())
             # What this rank has to sum of its host for those at its place on each host.
             sums = [flat.new_empty(sizes[self._place]) for _, sizes in self._of_hosts(flat, call)]
-            sums[self._host] = output
+            sums[self._host] = reduced
             works = [
                 self._here.reduce_scatter(_part(call, [part], mine, how, sizes))
                 for mine, (part, sizes) in zip(sums, self._of_hosts(flat, call), strict=True)
@@ -147,9 +151,11 @@ class Hierarchical(Messages):
             yield []
             for work in works:
                 self._wait(work)
-            reduced = self._between.reduce_parts(output, sums, how, tag, spread=False)
-            yield from self._of_alike(reduced)
-            self._divide(output, call.reduction)
+            joining = self._between.reduce_parts(reduced, sums, how, tag, spread=False)
+            yield from self._of_alike(joining)
+            self._divide(reduced, call.reduction)
+            if reduced is not output:
+                copy(output, reduced)
 
         return self._begin(steps, call)
 
@@ -183,10 +189,10 @@ class Hierarchical(Messages):
 
         return self._begin(steps, call)
 
-    def _sums_in_turn(self, flat: torch.Tensor) -> bool:
+    @property
+    def _sums_in_turn(self) -> bool:
         """Whether sums of the hosts' sums have the bits of a sum of all."""
-        is_narrow = flat.dtype.is_floating_point and flat.itemsize < 4
-        return not is_narrow and not self._here_size & (self._here_size - 1)
+        return not self._here_size & (self._here_size - 1)
 
     def _of_hosts(
         self, flat: torch.Tensor, call: CollectiveCall
@@ -212,6 +218,11 @@ class Hierarchical(Messages):
         except TransportError as error:
             error.peers = tuple(self._first + peer for peer in error.peers)
             raise
+
+
+def _widened(flat: torch.Tensor) -> torch.Tensor:
+    """16-bit floats in float32, in which they are summed; others as they are."""
+    return flat.float() if flat.dtype.is_floating_point and flat.itemsize < 4 else flat
 
 
 def _joined(reduction: Reduction) -> Reduction:

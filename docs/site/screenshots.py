@@ -72,9 +72,8 @@ def draw(page: Path, height: int, picture: Path) -> None:
     )  # fmt: skip
     with Image.open(whole) as image:
         size = (SHOWN_WIDTH, height * SHOWN_WIDTH // WIDTH)
-        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).quantize(64).save(
-            picture, optimize=True
-        )
+        smaller = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+        smaller.save(picture, optimize=True)
     print(f"drawn: {picture.relative_to(ROOT)}")
 
 

@@ -141,8 +141,7 @@ def test_every_fused_call_of_these_rows_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["_foreach_norm.Scalar", "_fused_adamw_", "_amp_foreach_non_finite_check_and_unscale_"],
+    "name", ["_foreach_norm.Scalar", "_fused_adamw_", "_amp_foreach_non_finite_check_and_unscale_"]
 )
 def test_list_operator_has_a_kernel_of_the_adapter(name: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "PrivateUse1")

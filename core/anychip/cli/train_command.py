@@ -66,10 +66,7 @@ PATH = _Path(path_type=Path)
     help="The chip to train on, or one for each part of a pipeline; chosen when not given.",
 )
 @click.option(
-    "--data",
-    type=PATH,
-    multiple=True,
-    help="Text files.  [default: what Python's help() shows]",
+    "--data", type=PATH, multiple=True, help="Text files.  [default: what Python's help() shows]"
 )
 @click.option(
     "--model", type=PATH, help="Directory of a model of transformers, to be trained on: model.path."
@@ -229,11 +226,7 @@ def _own_chip(backend: str | None, configuration: Config) -> tuple[Backend, tupl
 
 @_terminable()
 def _train(
-    path: Path | None,
-    settings: list[str],
-    backend: str | None,
-    out: Path,
-    options: _Options,
+    path: Path | None, settings: list[str], backend: str | None, out: Path, options: _Options
 ) -> int:
     from anychip import registry
     from anychip.train import config, interruption

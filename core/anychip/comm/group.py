@@ -378,11 +378,7 @@ class Group(Communicator):
             )
 
     def _sizes(
-        self,
-        call: str,
-        whole: torch.Tensor,
-        part: torch.Tensor,
-        sizes: Sequence[int] | None,
+        self, call: str, whole: torch.Tensor, part: torch.Tensor, sizes: Sequence[int] | None
     ) -> Sequence[int]:
         """Elements of each rank, after a check that they are those of the tensors."""
         found = tuple(sizes) if sizes is not None else (part.numel(),) * self.world_size

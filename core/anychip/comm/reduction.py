@@ -12,12 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from anychip.contract.communicator import (
-    CALLS,
-    REDUCTIONS,
-    Capabilities,
-    Reduction,
-)
+from anychip.contract.communicator import CALLS, REDUCTIONS, Capabilities, Reduction
 
 if TYPE_CHECKING:
     import torch

@@ -22,14 +22,7 @@ import torch
 from anychip.comm import native
 from anychip.comm.messages import GROUPS, Messages
 from anychip.comm.progress import Driven
-from anychip.contract import (
-    DONE,
-    REDUCTIONS,
-    CollectiveCall,
-    Membership,
-    TransportError,
-    Work,
-)
+from anychip.contract import DONE, REDUCTIONS, CollectiveCall, Membership, TransportError, Work
 
 _ABI = 1
 _LATE, _LOST, _WRONG = 1, 2, 3

@@ -25,10 +25,7 @@ class _Everything(Capabilities):
     """Takes what it is given: nothing is moved."""
 
     def supports(
-        self,
-        call: str,
-        dtype: torch.dtype | None = None,
-        reduction: Reduction | None = None,
+        self, call: str, dtype: torch.dtype | None = None, reduction: Reduction | None = None
     ) -> bool:
         return reduction is None or reduction in REDUCTIONS
 

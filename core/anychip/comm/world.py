@@ -166,9 +166,5 @@ def _through_host(chip: Backend, job: Job) -> Transport | None:
     return job.host(job.world, chip.device_type)
 
 
-TABLE: tuple[Callable[[Backend, Job], Transport | None], ...] = (
-    _of_chip,
-    _of_host,
-    _through_host,
-)
+TABLE: tuple[Callable[[Backend, Job], Transport | None], ...] = (_of_chip, _of_host, _through_host)
 """By device type: the chip's own, the host's, the way through the host."""

@@ -35,11 +35,7 @@ class Agreement:
     """
 
     def __init__(
-        self,
-        spec: OperatorSpec,
-        signature: Signature,
-        results: Sequence[str],
-        names: Sequence[str],
+        self, spec: OperatorSpec, signature: Signature, results: Sequence[str], names: Sequence[str]
     ) -> None:
         self.spec, self.signature = spec, signature
         self.results, self.names = tuple(results), tuple(names)

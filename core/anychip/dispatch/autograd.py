@@ -217,11 +217,7 @@ class Node(torch.autograd.Function):
     """The autograd node of the eager short cut. Every operator uses this one class."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: Recorded,
-        *args: Any,
-    ) -> Any:
+    def forward(ctx: Any, call: Recorded, *args: Any) -> Any:
         gradient, choice, attrs = call
         results = promise.run(choice, args, attrs)
         ctx.call = call

@@ -55,10 +55,7 @@ def explain(kernel: Kernel, args: Sequence[Any], attrs: Mapping[str, Any]) -> Ex
         if not any(line.taken for line in lines):
             error = plan.refusal(kernel.spec, args, attrs)
     return Explanation(
-        operator=kernel.spec.name,
-        direction=kernel.direction,
-        lines=tuple(lines),
-        error=error,
+        operator=kernel.spec.name, direction=kernel.direction, lines=tuple(lines), error=error
     )
 
 

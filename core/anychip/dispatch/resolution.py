@@ -171,11 +171,7 @@ class Plan:
     ticks: dict[tuple[str, ...], Callable[[], int]] = field(default_factory=dict)
 
     def pick(
-        self,
-        spec: OperatorSpec,
-        args: Sequence[Any],
-        attrs: Mapping[str, Any],
-        declined: int = 0,
+        self, spec: OperatorSpec, args: Sequence[Any], attrs: Mapping[str, Any], declined: int = 0
     ) -> Choice:
         """The choice for one call, counted. Raises FallbackError before anything is written.
 

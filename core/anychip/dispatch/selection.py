@@ -86,8 +86,7 @@ current = Selection(label="epoch 0", providers={}, policy=Policy())
 
 
 def connect(
-    find_owner: Callable[[str], Backend],
-    find_providers: Callable[[Backend], tuple[Provider, ...]],
+    find_owner: Callable[[str], Backend], find_providers: Callable[[Backend], tuple[Provider, ...]]
 ) -> None:
     """Tells dispatch whom to ask for a device type's backend, and for a backend's tables."""
     global _find_owner, _find_providers

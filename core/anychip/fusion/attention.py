@@ -19,13 +19,7 @@ from anychip import ops
 from anychip.fusion import masks
 from anychip.fusion.probe import HOST, Comparison, call, normal
 from anychip.fusion.stand_ins import FLOATS, Forward, StandIn, autocast_is_on
-from anychip.fusion.swaps import (
-    Renames,
-    Reroutes,
-    calls,
-    can_be_renamed,
-    served,
-)
+from anychip.fusion.swaps import Renames, Reroutes, calls, can_be_renamed, served
 
 INTERFACE, REPLACES = "ALL_ATTENTION_FUNCTIONS", "sdpa"
 """By transformers' names: its functions, and the one that masks and meaning are taken from."""

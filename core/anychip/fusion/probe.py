@@ -168,9 +168,7 @@ def inputs(*shape: int) -> Tensor:
 
 
 def replica(
-    module: nn.Module,
-    children: Mapping[str, nn.Module],
-    shapes: Mapping[str, tuple[int, ...]] = {},
+    module: nn.Module, children: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]] = {}
 ) -> nn.Module:
     """The module without hooks on the host, with random parameters and some children as given.
 

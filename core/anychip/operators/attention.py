@@ -187,12 +187,7 @@ def _attention_fake(
 
 
 def _attention_check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: Tensor,
-    out_dtype: torch.dtype | None = None,
-    **__: object,
+    q: Tensor, k: Tensor, v: Tensor, *_: Tensor, out_dtype: torch.dtype | None = None, **__: object
 ) -> None:
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:

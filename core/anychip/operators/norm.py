@@ -323,8 +323,6 @@ group_norm = OperatorSpec(
     ),
     samples=_group_samples,
     bound=Bound(
-        forward=10,
-        backward=16,
-        length=lambda x, *_, num_groups, **__: _group_size(x, num_groups),
+        forward=10, backward=16, length=lambda x, *_, num_groups, **__: _group_size(x, num_groups)
     ),
 )

@@ -121,12 +121,7 @@ def _permute_fake(
 
 
 def _permute_check(
-    x: Tensor,
-    indices: Tensor,
-    key: Tensor | None,
-    num_tokens: Tensor | None,
-    *,
-    num_experts: int,
+    x: Tensor, indices: Tensor, key: Tensor | None, num_tokens: Tensor | None, *, num_experts: int
 ) -> None:
     if x.dim() != 2:
         raise ValueError(f"x must be (T, H), got {tuple(x.shape)}")

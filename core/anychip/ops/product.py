@@ -14,11 +14,7 @@ from anychip.dispatch.operator import operator
 
 @operator(operators.linear)
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """``x @ weight.T + bias`` for x (..., K), weight (N, K), bias (N,), all of one dtype.
 

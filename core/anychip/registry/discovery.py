@@ -75,11 +75,7 @@ def library(path: str) -> Plugin:
     whole = Path(path).resolve()
     version = hashlib.sha256(whole.read_bytes()).hexdigest()[:12] if whole.is_file() else "missing"
     return Plugin(
-        group=BACKENDS,
-        name=str(whole),
-        module=str(whole),
-        distribution=whole.name,
-        version=version,
+        group=BACKENDS, name=str(whole), module=str(whole), distribution=whole.name, version=version
     )
 
 

@@ -49,11 +49,7 @@ def memory_limit(config: Config, chip: Backend) -> int:
 
 
 def choose(
-    config: Config,
-    model: Draft,
-    replicas: int,
-    policy: precision.PrecisionPolicy,
-    limit: int,
+    config: Config, model: Draft, replicas: int, policy: precision.PrecisionPolicy, limit: int
 ) -> tuple[Config, list[Proposal]]:
     """The settings with the quickest schedule that fits, of these candidates.
 

@@ -244,12 +244,7 @@ def _agreed(run: Run, told: Tensor) -> _Agreed:
 
 
 def _row(
-    run: Run,
-    loss: float,
-    norm: float,
-    result: StepResult,
-    speed: float,
-    measured: dict[str, Any],
+    run: Run, loss: float, norm: float, result: StepResult, speed: float, measured: dict[str, Any]
 ) -> StepRecord:
     return StepRecord(
         step=run.step,

@@ -179,12 +179,7 @@ def channel_cases() -> dict[str, Case]:
     return {
         "silu/last dim": ("silu", [(x, 2)], {}, True),
         "softplus/rows": ("softplus", [(x, 0)], {"beta": 2.0}, True),
-        "group_norm/batch": (
-            "group_norm",
-            [(x, 0), (w, None), (b, None)],
-            {"num_groups": 3},
-            True,
-        ),
+        "group_norm/batch": ("group_norm", [(x, 0), (w, None), (b, None)], {"num_groups": 3}, True),
         "group_norm/channels are gathered": (
             "group_norm",
             [(x, 1), (w, 0)],

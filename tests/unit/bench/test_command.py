@@ -61,8 +61,7 @@ COLLECTIVES = report(
 )  # fmt: skip
 DISPATCH = report("dispatch", {"ops, no gradient": {}, "torch.add": {}})
 DEVICE = report(
-    "device",
-    {"copy": {"GB/s": 3.0}, "product, float32": {"TFLOP/s": 0.1, "of properties": 0.5}},
+    "device", {"copy": {"GB/s": 3.0}, "product, float32": {"TFLOP/s": 0.1, "of properties": 0.5}}
 )
 ALL = [DISPATCH, DEVICE, OPERATORS, OPTIMIZERS, COLLECTIVES, TRAINING]
 

@@ -39,10 +39,7 @@ def test_version_is_printed_with_the_packages_name(
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [
-        ("trai", "did you mean 'train'?"),
-        ("xyz", "there are backends, bench, config, conformance"),
-    ],
+    [("trai", "did you mean 'train'?"), ("xyz", "there are backends, bench, config, conformance")],
 )
 def test_unknown_subcommand_is_wrong_use_with_a_hint(
     name: str, hint: str, capsys: pytest.CaptureFixture[str]

@@ -117,10 +117,7 @@ def split(
     return [g for t in (*inputs, *case.parameters()) if (g := t.grad) is not None], counts
 
 
-CONTEXTS = {
-    "plain": nullcontext,
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-}
+CONTEXTS = {"plain": nullcontext, "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16)}
 
 
 @pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS.keys())

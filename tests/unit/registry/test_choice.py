@@ -6,11 +6,7 @@ from typing import Any
 import pytest
 
 from anychip import registry
-from anychip.contract import (
-    AmbiguousBackendError,
-    BackendUnavailableError,
-    UnknownBackendError,
-)
+from anychip.contract import AmbiguousBackendError, BackendUnavailableError, UnknownBackendError
 from anychip.registry import BackendRecord, choice, discovery
 from anychip.registry.discovery import BACKENDS, Plugin
 from tests.meta.honest import HonestBackend

@@ -24,9 +24,7 @@ from anychip.train.models import GPTConfig, LlamaConfig, PretrainedConfig
 EVERY_OPTIMIZER = [[f"optimizer.kind={kind}"] for kind in config.OPTIMIZERS]
 LR_KINDS = list(config.LR_SCHEDULES)
 # With all that a model of a directory makes others of.
-PRETRAINED = [
-    *("model.path=/nowhere", "data.tokenizer=model", "optimizer.lr=3e-3"),
-]
+PRETRAINED = [*("model.path=/nowhere", "data.tokenizer=model", "optimizer.lr=3e-3")]
 
 
 def _written(path: Path, text: str) -> Path:

@@ -62,8 +62,7 @@ def test_accumulation_of_two_halves_equals_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "want"),
-    [(0, 0.1), (4, 0.5), (9, 1.0), (10, 1.0), (55, 0.55), (100, 0.1), (500, 0.1)],
+    ("count", "want"), [(0, 0.1), (4, 0.5), (9, 1.0), (10, 1.0), (55, 0.55), (100, 0.1), (500, 0.1)]
 )
 def test_warmup_cosine_at_its_corners(count: int, want: float) -> None:
     schedule = optim.warmup_cosine(1.0, 10, 100)

@@ -79,13 +79,7 @@ class Part:
     """
 
     def __init__(
-        self,
-        net: Any,
-        modules: Mapping[str, Any],
-        parts: Parts,
-        layers: Layers,
-        *,
-        tuples: bool,
+        self, net: Any, modules: Mapping[str, Any], parts: Parts, layers: Layers, *, tuples: bool
     ) -> None:
         prefix, _, blocks = parts.blocks.rpartition(".")
         self.layers, self.body, self.net = layers, copy.copy(modules[prefix]), copy.copy(net)

@@ -68,9 +68,7 @@ def partition(costs: Sequence[Time] | Sequence[Sequence[Time]], stages: int) -> 
 
 
 def _cut(
-    rows: Sequence[Sequence[Time]],
-    join: Callable[[Any, Any], Any],
-    value: Callable[[Time], Any],
+    rows: Sequence[Sequence[Time]], join: Callable[[Any, Any], Any], value: Callable[[Time], Any]
 ) -> tuple[Any, list[int]]:
     """The least joined value of all cuts, and the first of its cuts. A value None is forbidden.
 

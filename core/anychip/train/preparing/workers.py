@@ -21,14 +21,7 @@ from typing import TypeVar
 import numpy as np
 
 from anychip.contract import AnychipError
-from anychip.train.preparing.work import (
-    Document,
-    Done,
-    Preparer,
-    Request,
-    read_frame,
-    write_frame,
-)
+from anychip.train.preparing.work import Document, Done, Preparer, Request, read_frame, write_frame
 
 G = TypeVar("G")
 _AHEAD = 2

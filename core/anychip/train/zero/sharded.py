@@ -28,14 +28,7 @@ from anychip.train.zero.layout import by_size, plan
 from anychip.train.zero.reduce_queue import ReduceQueue
 from anychip.train.zero.streaming import Tiers
 from anychip.train.zero.tiers import CHUNK_NBYTES, Tier, in_memory, tiers_of
-from anychip.train.zero.units import (
-    Init,
-    Policy,
-    Unit,
-    divide,
-    materialise,
-    own_parameters,
-)
+from anychip.train.zero.units import Init, Policy, Unit, divide, materialise, own_parameters
 from anychip.train.zero.weights import STAGES, FlatWeights
 
 if TYPE_CHECKING:

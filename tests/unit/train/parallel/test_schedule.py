@@ -325,10 +325,7 @@ BROKEN = {
         "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0",
         "rank 1: 1RECV_F0 comes after 1F0",
     ),
-    "deadlock-of-a-pair": (
-        "(0F0;1B0)OVERLAP_F_B,0B0,1F0",
-        "rank 0: 1B0 comes before 1F0",
-    ),
+    "deadlock-of-a-pair": ("(0F0;1B0)OVERLAP_F_B,0B0,1F0", "rank 0: 1B0 comes before 1F0"),
     "wrong-rank": (
         "0F0,0SEND_F0,0RECV_B0,1SEND_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0",
         "rank 0: 1SEND_B0, and stage 1 is not here",

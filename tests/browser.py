@@ -4,8 +4,6 @@
 ANYCHIP_TEST_BROWSER=required; elsewhere tests are skipped where there is none.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import os

@@ -8,8 +8,6 @@ pages (csrc/host/blocks.h says how). It holds for the whole process, whoever mak
 it is the user's decision, here or by ``ANYCHIP_HOST_MEMORY=kept``, and never the package's.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from functools import cache

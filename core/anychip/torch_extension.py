@@ -4,8 +4,6 @@ torch's C++ interface changes with every minor release. So there is a library pe
 inside for which torch, machine and sources it was made: that is read before it is loaded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import hashlib

@@ -7,8 +7,6 @@ RANKS of them on each, with the variables of a launcher; with 0 once, on the fir
 the cable.
 """
 
-from __future__ import annotations
-
 import ctypes
 import ipaddress
 import os

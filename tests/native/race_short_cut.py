@@ -8,8 +8,6 @@ the selection of rows give the lock up and change under way.
     python race_short_cut.py MODULE_FILE
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import itertools

@@ -8,8 +8,6 @@ status 1 when one did. A commit runs one slice (tests/slices.py) of what is a gr
 operators by dtypes, and the operators in the conformance suite.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -4,8 +4,6 @@ A case has the rows that it must reach, a function of tensors, the shapes of its
 where torch on a CPU has no such function, a reference. Both are run on float64 copies too.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field

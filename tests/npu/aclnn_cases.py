@@ -3,8 +3,6 @@
 What a case is: :mod:`tests.npu.aclnn_case`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

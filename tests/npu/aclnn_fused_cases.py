@@ -3,8 +3,6 @@
 The others are asked by the conformance suite. What a case is: :mod:`tests.npu.aclnn_case`.
 """
 
-from __future__ import annotations
-
 import torch
 
 from tests.npu.aclnn_case import FLOATS, Case, Function, torch_npu

@@ -3,8 +3,6 @@
 Each asserts what it can see itself, and prints what the test looks at.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

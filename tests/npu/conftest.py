@@ -1,7 +1,5 @@
 """What tests on the emulated CANN share: programs in processes of their own, and ranks of a job."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any

@@ -6,8 +6,6 @@ reads the C++ of the rows: names, dtypes, what they refuse (EXPECT, HAS_NO) and 
 them. Needs no torch_npu: nothing is called.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path

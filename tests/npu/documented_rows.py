@@ -5,8 +5,6 @@
 writes it between the two marks of the page. Needs no torch_npu: nothing is called.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 Prints ``loss VALUE`` for each step, the mean over the ranks, on rank 0.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

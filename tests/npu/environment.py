@@ -5,8 +5,6 @@ release of it demands one release of torch, and the emulator computes with that 
 What is made carries a hash of what it stands for; a second call finds it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

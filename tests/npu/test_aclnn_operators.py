@@ -4,8 +4,6 @@ It runs in an environment with torch_npu and the emulator's libraries on LD_LIBR
 Ascend silicon: agreement says that arguments arrive where they should.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import subprocess

@@ -5,8 +5,6 @@ the answer must change, or the call be refused. What CANN itself ignores is list
 that says so. Run on the emulator; whether CANN does so too, only silicon can tell.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """``benchmarks/ascend.sh --small`` on the emulator: all stages run, and the report says where."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

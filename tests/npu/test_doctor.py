@@ -4,8 +4,6 @@ Each environment is built here, as far as it can be: by variables, by a folder i
 site-packages, by device files that a start-up file puts in place of /dev.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """docs/npu.md shows the rows as they are. Needs no torch_npu."""
 
-from __future__ import annotations
-
 import pytest
 
 from anychip_npu import table

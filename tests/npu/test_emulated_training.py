@@ -1,7 +1,5 @@
 """A small GPT trains on the emulated CANN as on the CPU: alone, by DDP and by FSDP2 on hccl."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

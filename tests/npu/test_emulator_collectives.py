@@ -1,7 +1,5 @@
 """HCCL's functions of the emulator between processes, called by torch.distributed over hccl."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every fault that ANYCHIP_CANN_* can ask for, as code on torch_npu sees it: an error, in time."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch")

@@ -5,8 +5,6 @@ https://gitcode.com/Ascend/op-plugin/blob/master/docs/zh/custom_APIs/torch_npu/t
 https://gitcode.com/cann/ops-nn/blob/master/loss/cross_entropy_loss/docs/aclnnCrossEntropyLoss.md
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The emulated devices through the real torch_npu: memory, order of work, events, strict mode."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch")

@@ -4,8 +4,6 @@ dtypes of results by its own functions for tensors without data.
 Nothing here runs on the emulator: its rows have the same hand as the mapping, and this has not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Values are the conformance suite's business; here are provenance, and what rows adapt.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

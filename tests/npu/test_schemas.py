@@ -4,8 +4,6 @@ Rows are called with tensors without data (``meta``), so that the wheel's own co
 emulator: which operators a row calls, with which arguments, and what comes back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path

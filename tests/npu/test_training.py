@@ -3,8 +3,6 @@
 Run against torch_npu 2.13.0 on an emulated CANN; not run on Ascend silicon.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The bridge: C++ that makes a torch device of a library with the C interface."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from functools import cache

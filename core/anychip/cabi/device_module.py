@@ -3,8 +3,6 @@
 All but the generators stands on ``torch.accelerator``.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager

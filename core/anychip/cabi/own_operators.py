@@ -5,8 +5,6 @@ arguments, then the tensors to be written, whose shapes are the spec's to say. A
 ``anychip::rms_norm.backward``. Names that no spec has are never called.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Where is the header for chips? In a checkout, or in the wheel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from anychip.torch_extension import sources

@@ -4,8 +4,6 @@ The bridge times by the name that torch called, in-place and ``.out`` forms apar
 functional operators, which serve those forms too.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

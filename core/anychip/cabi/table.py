@@ -4,8 +4,6 @@ The checks are those of ``anychip/abi.h``: after them, what is read is there. A 
 itself can still crash; whoever names one is protected by a probe in a child process.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -5,8 +5,6 @@ A module ``<name>_command`` has a ``click.Command`` named ``command``; what that
 an int, is the exit code.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import NoReturn
 

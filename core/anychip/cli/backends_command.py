@@ -1,7 +1,5 @@
 """``anychip backends``: the table of what is installed, what can run, and what would be chosen."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

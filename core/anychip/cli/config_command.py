@@ -1,7 +1,5 @@
 """``anychip config``: where a chip's C library finds the header that it is compiled with."""
 
-from __future__ import annotations
-
 import json
 
 import click

@@ -1,7 +1,5 @@
 """``anychip data``: shards become a directory of tokens, once, and what is in one is checked."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``anychip doctor``: what was looked at for each backend, what failed, and what fixes it."""
 
-from __future__ import annotations
-
 import sys
 
 import click

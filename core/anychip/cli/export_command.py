@@ -1,7 +1,5 @@
 """``anychip export``: the weights of a run, as transformers loads them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Can the results be written? Asked before the work that they come from."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

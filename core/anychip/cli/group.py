@@ -1,7 +1,5 @@
 """Which subcommand is meant? Finds it by name and imports nothing but it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module

@@ -1,7 +1,5 @@
 """``anychip new-backend``: writes a plugin project that works, to be filled with a chip."""
 
-from __future__ import annotations
-
 import keyword
 import re
 from pathlib import Path

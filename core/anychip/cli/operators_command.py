@@ -1,7 +1,5 @@
 """``anychip operators``: what a row for an operator is given and gives, and a stub of one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

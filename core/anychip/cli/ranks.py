@@ -1,7 +1,5 @@
 """Ranks of a command: which one is this process, and how are several of them started?"""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

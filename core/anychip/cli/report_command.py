@@ -1,7 +1,5 @@
 """``anychip report``: one page about one run or several."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """``anychip sample``: what the model of a run writes."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

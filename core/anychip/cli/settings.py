@@ -1,7 +1,5 @@
 """Settings on the command line: what they are, and which one an option that is none meant."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import sys

@@ -6,8 +6,6 @@ the clock's seconds of each. What all but one file have as ``done`` is what that
 Ranks that have met again write a file for each generation.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable

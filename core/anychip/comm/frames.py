@@ -10,8 +10,6 @@ Layout, big-endian; csrc/comm/heartbeat.cpp writes it too: magic 4, kind 1, zero
 number u64, ticks u64, count u16, length u16, ranks 32 x u32, text 832, HMAC-SHA256 32.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import struct

@@ -6,8 +6,6 @@ which is Python's: whether a rank is alive and whether it gets on are two questi
 library is missing, Python's thread sends the beats, and silence means less.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -10,8 +10,6 @@ all_reduce: up to 64 KiB, of two ranks up to 512 KiB, all_gather and sum, else r
 all_gather. broadcast: a binomial tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any

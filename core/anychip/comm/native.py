@@ -1,7 +1,5 @@
 """Where is the native code of ranks (csrc/comm)? Libraries beside this module, loaded by ctypes."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 from typing import Any

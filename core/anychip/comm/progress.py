@@ -6,8 +6,6 @@ waits before the thread has begun does it himself. Where a call is made of messa
 generator that posts them and yields them to be waited for.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -1,7 +1,5 @@
 """A thread that looks now and then at what a rank waits for: its own wait cannot be interrupted."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication O
 MPICH", 2005, section 3, for the bounds; these algorithms reach them from 64 KiB on.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 SMALL_NBYTES = 64 * 1024

@@ -4,8 +4,6 @@ A message says what was expected, what was got, where (backend, operator, rank) 
 Running out of device memory is always ``torch.OutOfMemoryError`` and has no type of ours.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 

@@ -1,7 +1,5 @@
 """The pluggy hooks of a plugin module. They hand over objects; none runs on the step path."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pluggy

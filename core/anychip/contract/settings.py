@@ -3,8 +3,6 @@
 A default dtype that a plugin leaves changed shows up later, as somebody else's error.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ anybody, and a row that is given addresses reads as far as the shapes of some of
 gets them from one forward call; door 2 therefore never asks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

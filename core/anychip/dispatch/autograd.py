@@ -6,8 +6,6 @@ do. Residuals are computed again, by the spec's ``restore`` or else by the refer
 their own dependence on the arguments is part of the second derivative.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace

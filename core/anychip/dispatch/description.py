@@ -1,7 +1,5 @@
 """What must the author of a row know of an operator? Names in their order, sizes, a stub."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """The answer to "which implementation would serve this call, and why not the others?"."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What do the numbers of an integer argument count? A spec's ``indexes``, taken apart."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """One direction of one operator at run time: from the arguments to the row that serves them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 

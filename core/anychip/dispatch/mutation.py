@@ -1,7 +1,5 @@
 """The rules of in-place operators: no overlap, nothing written twice, every write seen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Looked at on the first call with a key and on one of many after it, always under
 result of a wrong dtype would otherwise be reported as the next operator's wrong use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache

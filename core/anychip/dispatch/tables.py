@@ -4,8 +4,6 @@ Operators' names, limits against the sizes that a spec names, dtypes, signatures
 results where a row's annotations tell. What a row computes is the conformance suite's question.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import typing

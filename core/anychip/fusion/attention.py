@@ -5,8 +5,6 @@ place. One that asks ``ALL_ATTENTION_FUNCTIONS`` of transformers gets ours in th
 function for sdpa, and everything else as it is; configs, masks and the interface are not touched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -4,8 +4,6 @@ A result in 16 bits is rounded once, at its end; transformers rounds before a no
 Under autocast the result of an activation keeps its argument's dtype.
 """
 
-from __future__ import annotations
-
 import itertools
 from abc import abstractmethod
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Both call ``torch.nn.functional.cross_entropy``, and run with the operator in it
 transformers makes float32 of its logits before: the operator needs no such copy.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator

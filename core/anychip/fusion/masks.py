@@ -5,8 +5,6 @@ of consecutive tokens: ``ops.attention_varlen`` computes those without a mask. R
 the device; the layers of a model share a mask, so it is read once a step.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ from its specification (``OperatorSpec.bound``), u half the spacing of the input
 the function's, if it computes the same. Their difference is at most twice that.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -3,8 +3,6 @@
 ``table`` says what a module may be; that it computes the same is proved on small inputs.
 """
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import functools

@@ -1,7 +1,5 @@
 """What ``fuse`` did, and what it left alone and why."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -8,8 +8,6 @@ other tensors than the two of such a tuple, or after a write to them.
 Source: Su et al. 2021, arXiv:2104.09864.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import re

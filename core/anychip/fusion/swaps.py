@@ -6,8 +6,6 @@ the forward of its class with a name changed, so that it finds ours, which stand
 globals under a name of its own. All other names stay what they are, found when they are called.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading

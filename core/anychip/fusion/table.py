@@ -7,8 +7,6 @@ decides. ``LAYERS`` is a list, for rows of your own:
 ``LAYERS.append(Lookalike("^MyNorm$", layers.norms))``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple

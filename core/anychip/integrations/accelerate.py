@@ -4,8 +4,6 @@ Not Accelerate. A model that ours trains stays as it is; all else is Accelerate'
 other optimizers, or on one rank, this is ``accelerate.Accelerator``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path

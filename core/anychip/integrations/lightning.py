@@ -4,8 +4,6 @@ Lightning's DDP strategy, whose processes and reductions of metrics serve as the
 the optimizer that ``configure_optimizers`` returns reduces gradients and clips.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What do the classes of all frameworks need of an optimizer that several ranks share?"""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any

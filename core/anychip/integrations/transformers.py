@@ -3,8 +3,6 @@
 It saves and loads. The rest it does by Accelerate: its accelerator becomes ours.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

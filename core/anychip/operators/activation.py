@@ -3,8 +3,6 @@
 relu(NaN) is NaN, and relu's gradient at 0 is 0, as torch has it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

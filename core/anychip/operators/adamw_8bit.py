@@ -27,8 +27,6 @@ Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; Loshchilov and Hutter
 arXiv:1711.05101, algorithm 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ The sum is rounded to the residual's dtype, and what is normed is the sum as sto
 that of an addition followed by the norm, and the backward starts from the stored sum alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -8,8 +8,6 @@ Dropout has an operator of its own: ``attention`` keeps a signature that every r
 completely, and what is random has to be told where in the whole a shard lies.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -19,8 +19,6 @@ arXiv:2305.14314, appendix E (nf4); Micikevicius et al. 2022, arXiv:2209.05433, 
 e5m2); OCP Microscaling Formats 1.0, sections 5 and 6.3 (mx).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

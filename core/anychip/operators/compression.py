@@ -5,8 +5,6 @@ Both work on the last dim. hadamard spreads outliers over a block, so that quant
 2018, arXiv:1712.01887).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Each is a product with the windows of x that the kernel sees, in float32. The gr
 a product too: of the output's gradient, with zeros where a stride leaves numbers of x out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ whole its rows are, how wide those are, and at which column it begins: its mask 
 whole, however the whole is cut, and whoever computes it again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

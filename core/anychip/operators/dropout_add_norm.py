@@ -5,8 +5,6 @@ sum as stored, as in add_rms_norm, so the backward starts from the stored sum an
 numbers. ``rows`` are those of dropout; a row is whole, so that nothing else need be said of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What costs and sharding rules ask of arguments: bytes, and the dims that are rows."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 Needs = tuple[bool, ...]

@@ -4,8 +4,6 @@ They write in place, return nothing (l2_norm excepted), and read scale, norm and
 0-dim tensors on the device, so that no step waits for the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -4,8 +4,6 @@ Group g is the rows from ``offsets[g - 1]`` (0 for the first one) to ``offsets[g
 empty. Rows from the last offset on belong to no group: their output and gradient are 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

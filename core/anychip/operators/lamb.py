@@ -6,8 +6,6 @@ them, exactly (:mod:`.squares`), without a write; the caller adds up the shares 
 are whole, and ``lamb`` does the same by itself: the bits are equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

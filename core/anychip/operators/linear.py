@@ -1,7 +1,5 @@
 """Matrix products with weights: linear, embedding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -10,8 +10,6 @@ A second derivative, a function transform and a compiler that inlines the refere
 through the chunks and keep them: what they compute is right, but they hold the logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

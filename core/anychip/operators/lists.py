@@ -1,7 +1,5 @@
 """What every operator over lists of tensors checks and counts, and the sample shapes they share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The loss of a language model: cross_entropy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Normalisation over the last dim: rms_norm, layer_norm; over groups of channels: group_norm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -9,8 +9,6 @@ up again, weighted. ``row_map[t, j]`` is the row of token t's j-th choice; both 
 operators read or write along it, and nothing else of the order has to be known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -5,8 +5,6 @@ library. Works on any device with int64 arithmetic. What the words are used for 
 operators that use them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

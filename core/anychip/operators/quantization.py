@@ -5,8 +5,6 @@ be rounded at random. Dettmers et al. 2022, arXiv:2110.02861, section 2.1; Gupta
 arXiv:1502.02551, section 3.1 (stochastic rounding).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -3,8 +3,6 @@
 And how a host reads them, for kernels that want them there.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar

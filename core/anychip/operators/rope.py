@@ -1,7 +1,5 @@
 """Rotary positions: rope. Layout (batch, seq, heads, head_dim)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

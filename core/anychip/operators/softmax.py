@@ -4,8 +4,6 @@ A key that is hidden, by the mask, by causality or by a score of -inf, has the w
 without a visible key is all zeros, forward and backward: it is not NaN, as it is in torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -22,8 +22,6 @@ Note: Exact sums
     float64 per lane, and bins would need three.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -4,8 +4,6 @@ Element by element: a shard is updated like the whole. The rule that also needs 
 tensors is in :mod:`.lamb`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

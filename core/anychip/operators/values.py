@@ -1,7 +1,5 @@
 """Whether the values of a tensor can be looked at, for references that check indices on a host."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor

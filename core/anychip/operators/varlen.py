@@ -11,8 +11,6 @@ The reference multiplies what is hidden by 0: a NaN or Inf among the values of o
 the others there. A row that goes through the sequences one by one does not have that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Activations, element by element; dropout, whose mask is the same on every chip."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor

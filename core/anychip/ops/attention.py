@@ -17,8 +17,6 @@ has no key of a sequence gives its queries y = 0 and lse = -inf, which weighs no
 see no key in any block have the lse -inf here too, and a weight that is not a number: it is 0.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

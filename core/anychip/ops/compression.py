@@ -1,7 +1,5 @@
 """Smaller representations: quantization by block, Hadamard transform, the largest entries."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Normalisation over the last dim, alone and after a residual sum; over groups of channels."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from anychip import operators

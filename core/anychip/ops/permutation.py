@@ -1,7 +1,5 @@
 """Tokens to the experts of a mixture, and back."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from anychip import operators

@@ -1,7 +1,5 @@
 """Products with weights: matrices, convolutions, and the losses behind them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

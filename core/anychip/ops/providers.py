@@ -1,7 +1,5 @@
 """Whose rows may serve an operator: those of a backend, and of the kernel packs for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from anychip import registry

@@ -1,7 +1,5 @@
 """Updates of parameters, and what comes before them, over lists of tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

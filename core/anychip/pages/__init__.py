@@ -3,8 +3,6 @@
 ``page.html.jinja`` is the frame of each, ``page.css`` its style, ``svg`` draws.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

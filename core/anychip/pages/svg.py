@@ -4,8 +4,6 @@ One picture is about as wide as a phone, so that its letters keep their size; wi
 several next to each other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Seen from its methods and its operator table; nothing is called. What a row comp
 packs, which state no version, are for the conformance suite and ``anychip doctor``.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ A backend that is asked for by name is imported directly and runs or raises; it 
 by another. Every choice leaves a :class:`Decision` with what became of each candidate.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

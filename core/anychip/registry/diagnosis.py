@@ -4,8 +4,6 @@ Always fresh, never from the cache, and always from a child process, also for a 
 a person wants to diagnose may well crash.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from anychip.contract import Finding

@@ -5,8 +5,6 @@ a kernel pack one of ``anychip.kernels`` (name: ``<device>.<pack>``). pluggy's o
 used: one broken plugin would stop it, and it drops the second of two plugins of one name silently.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterator

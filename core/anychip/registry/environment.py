@@ -18,8 +18,6 @@ WORLD_SIZE, RANK, ...    set by a launcher such as torchrun: see :func:`launched
 =======================  ==========================================================================
 """
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

@@ -9,8 +9,6 @@ Source: PyTorch, "Autoloading Out-of-Tree Extension",
 https://docs.pytorch.org/tutorials/unstable/python_extension_autoload.html
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

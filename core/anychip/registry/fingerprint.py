@@ -4,8 +4,6 @@ That is: the plugin's files, what else is installed, the interpreter, and the va
 that the answer names. Nothing is guessed: an answer that names nothing is not kept.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import importlib.util

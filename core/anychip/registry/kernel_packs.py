@@ -5,8 +5,6 @@ device as torch names it, whoever's plugin drives it, or one backend. So packs f
 never imported. What else a pack needs, its hook finds out from the backend that it is given.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from anychip.contract import Backend, ContractError, OperatorTable, settings

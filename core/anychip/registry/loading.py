@@ -4,8 +4,6 @@ Whoever calls this runs the plugin's code in his own process. For a plugin that 
 caller is the child process of :mod:`.probing`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

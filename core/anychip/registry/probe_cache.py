@@ -5,8 +5,6 @@ as if it were empty, and plugins are probed again. What makes an answer out of d
 of :mod:`.fingerprint`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -3,8 +3,6 @@
 The answer goes to a file because stdout and stderr belong to the plugin, which may flood them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

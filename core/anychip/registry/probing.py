@@ -4,8 +4,6 @@ A plugin that crashes, exits, hangs, prints without end or leaves threads and pr
 its own child and becomes one line of the table. The child's side is :mod:`.probe_child`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

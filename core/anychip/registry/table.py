@@ -3,8 +3,6 @@
 Which of them is chosen is the business of :mod:`.choice`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any

@@ -3,8 +3,6 @@
 It brings no operators; the references serve them. It is found, probed and chosen like a plugin.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from anychip.contract import API_VERSION, Backend, OperatorTable, Probe, hookimpl

@@ -5,8 +5,6 @@ One folder per kind of project, and one of what every kind has. A file is named 
 package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template

@@ -4,8 +4,6 @@ The weights come from the checkpoint, the settings from config.toml beside it. O
 only the stage of ZeRO stays: the ranks that ask are replicas. States of the optimizer are not read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

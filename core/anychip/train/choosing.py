@@ -5,8 +5,6 @@ ranks allow, is simulated with the estimated costs of layers; those that need mo
 is are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple

@@ -14,8 +14,6 @@ results of random operators are equal; random operators of torch, whose generato
 own, are left out and counted, and so is what the other chip does not have.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter

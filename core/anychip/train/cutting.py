@@ -4,8 +4,6 @@ Everything comes from the functions that build and run it, on a model without da
 cut, how buckets are laid out, in which order stages work.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

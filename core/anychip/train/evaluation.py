@@ -8,8 +8,6 @@ Source: perplexity over windows side by side, as Megatron-LM's ``evaluate`` and 
 ``Validator`` have it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -5,8 +5,6 @@ somebody has put in the directory is followed, in writing or in reading, and not
 that is no file.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

@@ -6,8 +6,6 @@ goes on from its checkpoint. Signals go to every rank once, since the ranks are 
 own, where the terminal does not send them a second one.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import signal

@@ -1,7 +1,5 @@
 """Who may write into a directory? One at a time, by a lock that ends with the process."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

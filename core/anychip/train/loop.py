@@ -4,8 +4,6 @@ It holds no arithmetic of its own. Whoever wants another loop writes it with the
 ``examples/own_loop.py`` is this file in thirty lines.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -4,8 +4,6 @@ Everything comes from the functions that build and run it, on a model without da
 the data.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from anychip.contract import Backend

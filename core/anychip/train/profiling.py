@@ -8,8 +8,6 @@ What is no operator of anychip's (torch's own, and what is between calls) is the
 Source: the Trace Event Format of Chrome, which Perfetto opens.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

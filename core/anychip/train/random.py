@@ -4,8 +4,6 @@ There is no state of ours. What keeps torch's generator right also keeps dropout
 that saves ``torch.get_rng_state()``, activation checkpointing that restores it to recompute.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

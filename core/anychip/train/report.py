@@ -1,7 +1,5 @@
 """What a run leaves behind: metrics.jsonl while it goes, and a few files at its end."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Sequence

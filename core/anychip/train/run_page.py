@@ -4,8 +4,6 @@
 are read, while they train as well, and of earlier versions, which wrote less.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence

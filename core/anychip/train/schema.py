@@ -4,8 +4,6 @@ A form is a type (exactly: ``True`` is no int), a :class:`Check`, ``[form]`` for
 of forms by name: ``"name?"`` may be missing, a type stands for all other keys, of that type.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import isfinite
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ says, its value a class. Ours stand there like anybody's; their libraries are th
 ``trackers``. Only the rank that writes has them. For users and authors: docs/watching.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -8,8 +8,6 @@ Of a part within another the outer one does not count: what is sent and waited f
 by a pipeline is exchange. What goes between ranks while gradients are computed is hidden there.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

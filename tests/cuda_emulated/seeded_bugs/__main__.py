@@ -40,11 +40,10 @@ SECONDS = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Bug:
-    """One mistake; the fields are those of the tables."""
+    """One mistake; the fields are those of the tables, where a comment says what it stands for."""
 
     family: str
     name: str
-    stands_for: str
     file: str
     replace: str
     by: str

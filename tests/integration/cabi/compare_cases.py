@@ -1,7 +1,5 @@
 """Training on a chip with each operator compared with the host: what agrees, and what is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

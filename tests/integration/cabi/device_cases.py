@@ -4,8 +4,6 @@ Asked by ``test_chips.py`` in a process per chip, since torch has one private-us
 each. Run by hand: ANYCHIP_TEST_CHIP=./libacme.so pytest tests/integration/cabi/device_cases.py
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import os

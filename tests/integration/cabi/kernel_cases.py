@@ -1,7 +1,5 @@
 """What operators of a library do: asked of ``asyncchip``, which has some."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Callable

@@ -5,8 +5,6 @@ after LAST. It prints the names of all, and a line of JSON before and after each
 crashes here is one operator that missed, and not the end of the others.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

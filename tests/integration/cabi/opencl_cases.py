@@ -1,7 +1,5 @@
 """Are the kernels of examples/opencl right, where they say that they serve a call? On one chip."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Callable

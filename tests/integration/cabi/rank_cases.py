@@ -5,8 +5,6 @@
 Two processes are forked; each writes DIRECTORY/rank<r>.json: case to "" or what went wrong.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import json

@@ -2,8 +2,6 @@
 threads: what is queued on a side stream happens while it is not held, and late then.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

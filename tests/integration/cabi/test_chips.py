@@ -3,8 +3,6 @@
 One process for each chip and file of cases: torch has one private-use device type per process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

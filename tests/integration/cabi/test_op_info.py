@@ -4,8 +4,6 @@
 operators, ``ANYCHIP_SLICE=all`` every one, and then the shares of the whole.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

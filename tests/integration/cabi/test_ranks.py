@@ -3,8 +3,6 @@
 The cases are in ``rank_cases.py``, in one run of two processes for each chip.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Is the bridge clean under sanitizers, beside a chip whose streams are threads?"""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

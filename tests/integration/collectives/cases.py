@@ -1,7 +1,5 @@
 """What ranks do in tests: called on every rank of a job, with its communicator."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

@@ -1,7 +1,5 @@
 """What ranks do that meet again: called in each process that a launcher has started."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """What the others are told when a rank closes in good order and they go on."""
 
-from __future__ import annotations
-
 import time
 
 import torch

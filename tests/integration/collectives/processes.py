@@ -5,8 +5,6 @@ another module here ("module.name"), and says what became of each: a value, an e
 that ended it.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

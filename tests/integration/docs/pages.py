@@ -4,8 +4,6 @@ A block of a program's language begins with a comment that is the file's name; a
 run, and prints each line of the block ``text`` behind it, in their order and among others.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What pages quote of the sources is there, and pages in two languages have the same commands."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """docs/tutorials: every page's files and commands do what the page says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

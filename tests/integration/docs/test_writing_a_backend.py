@@ -1,7 +1,5 @@
 """docs/writing-a-backend.md: its chip is the template's, and its commands run in their order."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Operators that a plugin brings for somebody else's chip."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Directories as transformers saves models, tiny, made on the spot; and a plain loop over one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path

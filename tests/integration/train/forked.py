@@ -6,8 +6,6 @@ rank finds what torchrun would tell it, and the job's store is in a process of i
 torchrun. What a launcher does beyond that, ``test_launched.py`` tests with the real ones.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import json

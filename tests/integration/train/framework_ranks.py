@@ -5,8 +5,6 @@
 Rank 0 writes OUT: by framework losses and rates of each case, sentences of what is refused, bytes.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

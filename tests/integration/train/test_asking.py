@@ -1,7 +1,5 @@
 """``anychip eval`` and ``anychip sample`` of runs that ``anychip train`` has left, on any ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

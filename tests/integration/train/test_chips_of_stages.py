@@ -1,7 +1,5 @@
 """One job on chips of two makes: the stages of a pipeline on the host and on a C library's chip."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints of torch.distributed.checkpoint: theirs loads here, ours loads there, bit for bit."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Directories of transformers trained by ``anychip train``, next to a plain loop in torch."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Directories of transformers in the stages of a pipeline, next to the whole model on one rank."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """In other frameworks' loops: are 20 steps theirs, on one rank and two, and what passes between?"""
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Weights for transformers, and weights from it: the same bits, and the same logits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

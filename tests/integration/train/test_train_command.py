@@ -1,7 +1,5 @@
 """``anychip train`` as a person types it: what it prints and leaves, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

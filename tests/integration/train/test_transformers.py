@@ -1,7 +1,5 @@
 """Models of transformers in a loop of one's own: ZeRO stage 3 has the bits of stage 0."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

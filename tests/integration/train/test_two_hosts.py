@@ -3,8 +3,6 @@
 The machines are network namespaces; what they do not show is that they are of one kernel.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

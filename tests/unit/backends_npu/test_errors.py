@@ -1,7 +1,5 @@
 """Errors of torch_npu, as it words them, become the contract's with code, name and message."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

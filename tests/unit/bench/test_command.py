@@ -1,7 +1,5 @@
 """``anychip bench``: what it prints and writes, and what it refuses; and the pictures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The subjects run on the cpu backend and report what they say. No figure is asserted."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """C libraries, compiled when a test needs them; each source once per run."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which name would a library list, so that it serves what torch called?"""
 
-from __future__ import annotations
-
 import pytest
 
 from anychip.cabi.spent import listed_as

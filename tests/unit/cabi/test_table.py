@@ -4,8 +4,6 @@ Libraries of each released minor are made with the header as it was then, from `
 have its declarations; a newer one with a header that has grown.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

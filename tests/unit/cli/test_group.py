@@ -1,7 +1,5 @@
 """The subcommands: found by name, none of them imported for the help text."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

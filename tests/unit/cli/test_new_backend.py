@@ -1,7 +1,5 @@
 """What ``anychip new-backend`` writes, and what it refuses. Running a project is integration."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``anychip operators``: what it says is so, and its stubs run as they are pasted."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

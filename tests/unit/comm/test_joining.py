@@ -1,7 +1,5 @@
 """At which address do ranks listen, and what does rank 0 say that is not as it should be?"""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

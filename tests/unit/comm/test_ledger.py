@@ -1,7 +1,5 @@
 """Who is named when ranks make different calls, and when the odd one is the last to say so."""
 
-from __future__ import annotations
-
 import pytest
 from torch.distributed import HashStore
 

@@ -1,7 +1,5 @@
 """A backward in two parts: the bits of one, whatever shares, freezes, casts, recomputes weights."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """An operator says which dtypes each argument takes: bfloat16 rows, an 8-bit weight, a scale."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

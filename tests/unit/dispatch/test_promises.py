@@ -1,7 +1,5 @@
 """A row that breaks its promise is named at once, with what was promised and what came."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext

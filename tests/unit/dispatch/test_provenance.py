@@ -1,7 +1,5 @@
 """Counts: exact, also under threads and right after a reset, with the reason of every fallback."""
 
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The short cut in C does what its reference in Python does; where it is missing, that is said."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How close a fused model has to stay to the model as it was, and to float64."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """linear and grouped_linear with a float32 result of 16-bit operands: rounded once, both ways."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A plugin of contract 1.0 is told each thing it must change, in one sentence, and nothing else."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Reasons in one line; who a backend came from."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import pytest

@@ -1,7 +1,5 @@
 """Shards of every format, written for tests."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Checkpoints: complete or not there, equal in bits, and nobody else's."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

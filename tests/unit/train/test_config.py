@@ -1,7 +1,5 @@
 """Settings: what is read is what is meant, and what cannot be is answered with what was meant."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +22,7 @@ from anychip.train.models import GPTConfig, LlamaConfig, PretrainedConfig
 EVERY_OPTIMIZER = [[f"optimizer.kind={kind}"] for kind in config.OPTIMIZERS]
 LR_KINDS = list(config.LR_SCHEDULES)
 # With all that a model of a directory makes others of.
-PRETRAINED = [*("model.path=/nowhere", "data.tokenizer=model", "optimizer.lr=3e-3")]
+PRETRAINED = ["model.path=/nowhere", "data.tokenizer=model", "optimizer.lr=3e-3"]
 
 
 def _written(path: Path, text: str) -> Path:

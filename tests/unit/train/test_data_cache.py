@@ -1,7 +1,5 @@
 """Files that nobody has prepared are, before they are trained on, once: ``data.cache``."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

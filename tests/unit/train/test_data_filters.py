@@ -1,7 +1,5 @@
 """Which documents stay: by length, by what came before, by what a model says of them."""
 
-from __future__ import annotations
-
 import math
 import sys
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Conversations: which tokens are an answer's, by marks of a template and without them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

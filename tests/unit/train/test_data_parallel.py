@@ -1,7 +1,5 @@
 """Stages 0, 1 and 2 against one process, bit for bit, and which collectives they cost."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable, Iterator

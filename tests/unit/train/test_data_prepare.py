@@ -1,7 +1,5 @@
 """Shards become a directory of tokens: the same bytes, whatever ends it and whoever works."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tokens in files, in pieces and in mixtures: each window once, whatever ranks and resumes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import accumulate, pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files to documents: every format, in the order promised, and errors that name file and line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Training begins before its data is prepared, and sees what it would see of data in memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Where the host waits for a device that failed, training has the error of the contract."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

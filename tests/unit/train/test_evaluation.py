@@ -3,8 +3,6 @@
 Ranks are threads, which begin with what one run has saved: they share the generator of weights.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

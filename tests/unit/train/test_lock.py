@@ -1,7 +1,5 @@
 """One writer for a directory, until its end, whichever that is."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The trainer: it learns, accumulates, resumes equal in bits, and stops when it must."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

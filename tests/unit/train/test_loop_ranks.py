@@ -1,7 +1,5 @@
 """The trainer on ranks as threads: the weight of every target, and the messages of a step."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from functools import partial

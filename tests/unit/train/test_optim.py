@@ -1,7 +1,5 @@
 """The optimizer: norms, accumulation, schedules, groups, and what is refused."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A profile sees each call of an operator in the steps that it is asked for, and changes no bit."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """What a run leaves behind and shows."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """What the settings of stages come to: a schedule, modules, and a plan. Runs: test_ranks.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page of runs shows what their files say, of runs in any state, and what differs."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict

@@ -3,8 +3,6 @@
 The three libraries are not installed here: in their place are modules that note what is called.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """A step is divided into its parts by the device's clock, and has the bits of one unwatched."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

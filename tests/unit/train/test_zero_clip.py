@@ -1,7 +1,5 @@
 """Clipping as torch's loops do it, between backward and step: is it the rule's, at every stage?"""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What goes between ranks in place of plain parts: groups that hold everything, and codes."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights of 16 bits: their masters in float32 are updated, saved and loaded, at every stage."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ZeRO stage 3 on modules of all kinds: what they give, which of their parameters are used."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """ZeRO stage 3: weights are whole while their modules run, and say so to everybody else."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable, Iterator

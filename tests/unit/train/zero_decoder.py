@@ -1,7 +1,5 @@
 """Small decoders on two ranks, for the tests of ZeRO stage 3."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Has it worked on every rank? What one rank cannot do, none goes on with."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -12,8 +12,6 @@ it, and nothing else.
 Source: torch 2.13, ``torch/distributed/checkpoint``: storage.py, planner_helpers.py.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Collection

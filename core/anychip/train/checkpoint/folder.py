@@ -1,7 +1,5 @@
 """What may be in the folder of a checkpoint, and what does an error about it say?"""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable

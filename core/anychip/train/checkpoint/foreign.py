@@ -4,8 +4,6 @@
 looked at first, on every rank; then each rank reads its own boxes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Protocol

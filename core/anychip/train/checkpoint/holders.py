@@ -4,8 +4,6 @@ Of a model with any optimizer rank 0 holds everything, and the optimizer's state
 one with :class:`anychip.train.zero.Optimizer` each rank holds its parts, of states too.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Each rank reads the boxes that meet what it holds, whatever arrangement they were saved at.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial

@@ -5,8 +5,6 @@ only when it fits together: names of files stay in the folder, boxes tile their 
 in their files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """How are tensors of a model called in a checkpoint, whatever part of the model a rank holds?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Of what several ranks have alike each writes a share, equal in bytes. Every rank
 by itself, since all list the same tensors in the same order: nothing is sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -7,8 +7,6 @@ is imported only to save one as it does; else nothing larger than one tensor is 
 Source: transformers 5, ``modeling_utils.py`` and ``pytorch_utils.py`` (``Conv1D``).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

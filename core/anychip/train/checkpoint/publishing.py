@@ -5,8 +5,6 @@ publishes the manifest when all of that is on the disk. Ranks talk before and af
 they write: that may be in a thread, while training goes on (``background``).
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Where do the generators of random numbers stand, on the host and on the model's device?"""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from typing import Any

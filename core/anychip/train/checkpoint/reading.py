@@ -4,8 +4,6 @@ Files are opened once, before anything is looked at: another save may take their
 and what is read still is one checkpoint.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -3,8 +3,6 @@
 ``publishing`` says how it gets to the disk.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

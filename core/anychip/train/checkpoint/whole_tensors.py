@@ -3,8 +3,6 @@
 Every rank has all of it on the host, and takes its part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

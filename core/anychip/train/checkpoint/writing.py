@@ -6,8 +6,6 @@ It is written as it goes, so that beside what a rank holds there is one box on t
 Source: https://github.com/huggingface/safetensors#format
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

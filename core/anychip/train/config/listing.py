@@ -1,7 +1,5 @@
 """Which settings are there? Read off the dataclasses: their fields, hints and docstrings."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import fields

@@ -4,8 +4,6 @@ Every setting has a name of two parts, ``model.width``, a default, and a check b
 does not exist, or a value that cannot be, is answered with where it came from and what was meant.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import warnings

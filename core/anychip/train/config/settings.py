@@ -1,7 +1,5 @@
 """What can be set? Frozen dataclasses with defaults, each value checked beside it."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ batches, ``prefetch`` makes them ahead, and ``held_out`` has windows that are no
 docs/data.md has the guarantees.
 """
 
-from __future__ import annotations
-
 from anychip.train.data.bpe import BPETokenizer, train_bpe
 from anychip.train.data.extra import MissingExtraError
 from anychip.train.data.held_out import HeldOut

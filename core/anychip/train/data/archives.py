@@ -6,8 +6,6 @@ sample; what is behind that dot says what a member is. Nothing is unpacked to th
 Source: the format of WebDataset, https://github.com/webdataset/webdataset.
 """
 
-from __future__ import annotations
-
 import tarfile
 from collections.abc import Iterator
 from typing import IO

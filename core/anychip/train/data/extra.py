@@ -1,7 +1,5 @@
 """What do extras like ``anychip[data]`` bring, and what to say when one is not installed?"""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -5,8 +5,6 @@ What the last one, or a batch, has too much of has no target: a causal model's o
 not see it. A window knows nothing of the one before it, as in training.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

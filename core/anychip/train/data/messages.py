@@ -5,8 +5,6 @@ template makes text of it, in transformers' sandbox. What the template marks as 
 assistant's; of a template without such marks, what each answer adds to the text before it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable

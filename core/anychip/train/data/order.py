@@ -17,8 +17,6 @@ Of tokens that are still being made, the first epoch takes buffers of neighbours
 In a mixture a pattern of the seed says whose turn each number is, and each row has its own epochs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

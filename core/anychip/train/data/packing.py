@@ -7,8 +7,6 @@ an end-of-document token, which itself belongs to the document that it ends.
 Where tokens alone do not say what is a target, or where a document begins, each has marks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

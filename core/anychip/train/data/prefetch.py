@@ -4,8 +4,6 @@ One is enough for what is quicker than a step of training. What waits for a disk
 than that is waited for by several threads at the same time, and handed out in its order.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import deque

@@ -14,8 +14,6 @@ anything else              the file is a document, a text in UTF-8
 Every error names the file, and the line, row or sample.
 """
 
-from __future__ import annotations
-
 import bz2
 import glob
 import gzip

@@ -4,8 +4,6 @@ A token of the byte tokenizer is a byte of UTF-8, so the vocabulary is 256. No t
 byte, so that zero is free to end a document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Decoders built from ``anychip.ops``, and what a trainer does with any of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Who states this can be cut into the stages of a pipeline, whatever its modules a
 of another library states it in a subclass, and keeps its names.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -5,8 +5,6 @@ names are those in wide use for it (``transformer.h.0.attn.c_attn.weight``).
 Shapes: B batch, S sequence, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

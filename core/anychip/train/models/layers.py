@@ -1,7 +1,5 @@
 """torch's layers with ``anychip.ops`` inside: same parameters, same names, same initial values."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

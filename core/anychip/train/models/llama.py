@@ -5,8 +5,6 @@ those in wide use for it (``model.layers.0.self_attn.q_proj.weight``).
 Shapes: B batch, S sequence, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ places: in those of other stages are stand-ins. What it makes of its input befor
 dropped where the part begins above that, and the first block here is given what came from below.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 It moves with the optimizer's states: shared out by ZeRO, offloaded, saved, cut anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

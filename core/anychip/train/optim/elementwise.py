@@ -1,7 +1,5 @@
 """Rules that update each element by itself: adamw, sgd, lion. A shard is updated like the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple

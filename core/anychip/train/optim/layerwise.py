@@ -1,7 +1,5 @@
 """Rules that need norms of whole parameters: lamb. Shards join them through the Update."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

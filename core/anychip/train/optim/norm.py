@@ -1,7 +1,5 @@
 """The norm of all gradients, the same under every sharding, and what is done with it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What a rule is given, and how rules join: Group, Update, Rule, chain."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType

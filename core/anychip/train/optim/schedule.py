@@ -1,7 +1,5 @@
 """Learning rates over the course of training: a number for the number of updates done."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

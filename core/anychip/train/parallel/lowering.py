@@ -10,8 +10,6 @@ Note: The order of messages
     of all that are not through, the first one is the next on both of its ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from anychip.train.parallel.actions import COMPUTE, HANDS_ON, Action, Schedule

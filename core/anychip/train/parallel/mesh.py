@@ -5,8 +5,6 @@ varies fastest**, as in torch.distributed's DeviceMesh, so that ranks which talk
 axis) are neighbours, on one machine when machines are filled in order.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ The first output that a stage sends is announced by a small header, from which t
 what to expect from then on, and that both work by the same schedule.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import NamedTuple
 

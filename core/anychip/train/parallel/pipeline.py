@@ -19,8 +19,6 @@ Note: Split backward
     without our operators has empty Ws: right, and no quicker.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

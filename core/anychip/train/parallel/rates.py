@@ -4,8 +4,6 @@ Properties give a vendor's peaks, or nothing. ``anychip bench device --json FILE
 report is read here: with its date and device, so that nobody takes another one's rates for these.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

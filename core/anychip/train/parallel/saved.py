@@ -5,8 +5,6 @@ each stage on tensors without data. Parameters, buffers and the batch are not co
 there anyway.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple

@@ -15,8 +15,6 @@ ones, Qi et al. 2023, arXiv:2401.10241, ZB-H1 and section 6; DualPipeV, DeepSeek
 arXiv:2412.19437, cut in half. Each row is that of torch.distributed.pipelining, where that has it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ of a rank. All arithmetic is sums and maxima of the given costs: with integers o
 results are exact.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

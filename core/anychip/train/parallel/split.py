@@ -5,8 +5,6 @@ from :func:`estimate_costs` (arithmetic counted on tensors without data), from
 :func:`measure_costs` (seconds), or from the caller.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """What do the stages of a model hold together? Its state dict, as if it were whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from anychip.comm import gather_objects

@@ -6,8 +6,6 @@ waits for ever. Of weights: a stage that is unsharded anywhere is whole whenever
 gradients are reduced after the last of them is there.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field

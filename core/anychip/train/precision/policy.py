@@ -1,7 +1,5 @@
 """In which dtype a model computes: fp32, or bf16 or fp16 by autocast over float32 parameters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

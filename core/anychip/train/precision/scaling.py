@@ -8,8 +8,6 @@ Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2; torch.amp.GradS
 back-off); Megatron-LM and DeepSpeed (hysteresis, floor).
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Mapping

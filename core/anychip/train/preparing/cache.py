@@ -5,8 +5,6 @@ the last change, and what makes tokens of them. Of the processes that want one, 
 others that share the place, one has it prepared and the others wait; who comes later finds it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -7,8 +7,6 @@ Source of the duplicates: Broder, "On the resemblance and containment of documen
 languages: py3langid, whose model comes with it (Lui and Baldwin, "langid.py", 2012).
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import math

@@ -6,8 +6,6 @@ stays as it is, whatever ends it. So the order of the windows is a function of n
 that was prepared before; and what one has made tokens of, every rank, epoch and later run reads.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

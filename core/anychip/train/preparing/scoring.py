@@ -8,8 +8,6 @@ with its instruction over that without, Li et al. 2023, "From Quantity to Qualit
 arXiv:2308.12032).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A process that is killed, as a system without memory does, is started again and 
 documents once more; that is said and counted. When it ends over them twice, so does the work.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What an optimizer takes: messages for what it does not."""
 
-from __future__ import annotations
-
 import difflib
 import gc
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """An update whose tensors are elsewhere: its groups, one chunk on the device after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A rule updates the shard of this rank. States are cut like their parameter, so t
 checkpoints find them; exact sums of squares are added up over the ranks that hold the other shards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ A person's own one goes around these (``exchange`` of the optimizer), as a subcl
 :class:`Around`, and may carry what one reduction owes to the next.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

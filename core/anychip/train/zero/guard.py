@@ -11,8 +11,6 @@ cost no memory; else it is empty. A torch that gives a storage no other memory (
 pages where the memory is.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -12,8 +12,6 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5 (the partition); cu
 as in veScale's RaggedShard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

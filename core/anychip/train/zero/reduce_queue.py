@@ -17,8 +17,6 @@ Note: Rounds
     rank uses is left alone, and one that some rank uses is updated alike on all.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager

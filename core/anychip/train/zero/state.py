@@ -1,7 +1,5 @@
 """States in whole tensors: gathered from the ranks to be saved, and taken apart when loaded."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ from the beginning of forward to the end of backward. Where several modules are 
 in place of the model, like the stages of a pipeline's rank, each is the root of its own units.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

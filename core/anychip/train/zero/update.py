@@ -3,8 +3,6 @@
 With one rank, and in stage 0, a piece is the whole parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ storage comes when its weights are gathered and goes when they are released. The
 views of it all the time, and so do the aliases that autograd keeps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

@@ -4,8 +4,6 @@ What a checkpoint holds is put together here from its files alone, by the librar
 from; what the ranks hold is asked of the optimizer in whole tensors.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -3,8 +3,6 @@
 Writers wait at a gate of the test's: that a step does not wait for them needs no clock.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """The last few checkpoints: each whole, and nothing beside them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

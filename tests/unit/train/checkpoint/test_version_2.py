@@ -1,7 +1,5 @@
 """Checkpoints of version 2, in whole tensors: still read, at any arrangement, and as carefully."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The pipeline against the whole model on one rank: gradients, losses, messages, failures."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator

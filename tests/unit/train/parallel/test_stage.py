@@ -1,7 +1,5 @@
 """Is a decoder of any make cut by the parts that it states, and by nothing else?"""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

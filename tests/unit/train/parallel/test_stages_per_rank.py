@@ -1,7 +1,5 @@
 """Every schedule on ranks with one and several stages: the bits of one rank that accumulates."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence

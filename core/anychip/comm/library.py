@@ -4,6 +4,8 @@ What is ours around it: parts of uneven sizes are padded to even ones, and the h
 serve barriers, which need no device.
 """
 
+from __future__ import annotations
+
 import functools
 import socket
 import threading

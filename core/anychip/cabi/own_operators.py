@@ -27,10 +27,8 @@ def rows(library: str, listed: Iterable[str], serve: Serve) -> OperatorTable:
     Args:
         library: the file's name, for people.
     """
-    table, specs = (
-        OperatorTable(declines=True),
-        {f"{s.namespace}::{s.name}": s for s in all_specs()},
-    )
+    table = OperatorTable(declines=True)
+    specs = {f"{s.namespace}::{s.name}": s for s in all_specs()}
     for name in listed:
         spec = specs.get(name.removesuffix(_BACKWARD))
         is_backward = name.endswith(_BACKWARD)

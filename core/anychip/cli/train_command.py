@@ -156,13 +156,9 @@ def _terminable() -> Iterator[None]:
 
 
 def _launch(
-    nproc: int,
-    path: Path | None,
-    settings: list[str],
-    backend: str | None,
-    out: Path,
+    nproc: int, path: Path | None, settings: list[str], backend: str | None, out: Path,
     options: _Options,
-) -> int:
+) -> int:  # fmt: skip
     """Starts the ranks, each with this command and the chip that was chosen here."""
     import anychip
     from anychip import registry

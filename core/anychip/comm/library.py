@@ -169,13 +169,10 @@ class Library(Transport):
     def all_to_all(self, call: CollectiveCall) -> Work:
         room = torch.cat([torch.empty_like(tensor).view(-1) for tensor in call.outputs])
         taken = [tensor.numel() for tensor in call.outputs]
+        given = [tensor.numel() for tensor in call.inputs]
+        sent = torch.cat([tensor.view(-1) for tensor in call.inputs])
         work = dist.all_to_all_single(
-            room,
-            torch.cat([tensor.view(-1) for tensor in call.inputs]),
-            taken,
-            [tensor.numel() for tensor in call.inputs],
-            group=self._process_group,
-            async_op=True,
+            room, sent, taken, given, group=self._process_group, async_op=True
         )
 
         def finish() -> None:
@@ -186,14 +183,9 @@ class Library(Transport):
 
     @_in_turn
     def exchange(self, transfers: Sequence[Transfer]) -> Work:
+        group, calls = self._process_group, {"send": dist.isend, "recv": dist.irecv}
         operations = [
-            dist.P2POp(
-                dist.isend if kind == "send" else dist.irecv,
-                tensor,
-                self._group.ranks[peer],
-                self._process_group,
-                tag,
-            )
+            dist.P2POp(calls[kind], tensor, self._group.ranks[peer], group, tag)
             for kind, tensor, peer, tag in transfers
         ]
         return _Queued(dist.batch_isend_irecv(operations))
@@ -210,10 +202,8 @@ class Library(Transport):
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None or accelerator.type != self.device:
             return
-        stream, deadline = (
-            torch.accelerator.current_stream(),
-            time.monotonic() + self._job.timeout_s,
-        )
+        stream = torch.accelerator.current_stream()
+        deadline = time.monotonic() + self._job.timeout_s
         while not (self._job.has_failed or _is_done(stream)) and time.monotonic() < deadline:
             time.sleep(0.001)
 

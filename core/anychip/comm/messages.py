@@ -219,12 +219,11 @@ class Messages(Transport):
         ranks = self._group.ranks
         for peer, numel in heard:
             if numel != parts[peer].numel():
-                raise TransportError(
+                text = (
                     f"rank {ranks[peer]} sends {numel} elements to rank "
-                    f"{ranks[self._rank]}, which has room for {parts[peer].numel()}",
-                    (peer,),
-                    "wrong",
+                    f"{ranks[self._rank]}, which has room for {parts[peer].numel()}"
                 )
+                raise TransportError(text, (peer,), "wrong")
 
     # What posts and does not wait: it returns messages, or steps that yield them.
 

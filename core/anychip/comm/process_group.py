@@ -166,13 +166,10 @@ class OverCommunicators(_ProcessGroup):  # type: ignore[misc]
         return self._made(works, list(outputs), copies)
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> _Calls:
-        return self._made([self._gather(output, tensor)], [output])
+        works = [self._gather(*ends) for ends in zip(_list(output), _list(tensor), strict=True)]
+        return self._made(works, output)
 
-    def allgather_into_tensor_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None
-    ) -> _Calls:
-        pairs = zip(outputs, inputs, strict=True)
-        return self._made([self._gather(*pair) for pair in pairs], list(outputs))
+    allgather_into_tensor_coalesced = _allgather_base
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _Calls:
         """Lists of one tensor per rank, whose sizes may differ."""
@@ -184,13 +181,10 @@ class OverCommunicators(_ProcessGroup):  # type: ignore[misc]
         return self._made(works, _list(outputs))
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> _Calls:
-        return self._made([self._scatter(output, tensor, opts)], [output])
+        pairs = zip(_list(output), _list(tensor), strict=True)
+        return self._made([self._scatter(*pair, opts) for pair in pairs], output)
 
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None
-    ) -> _Calls:
-        pairs = zip(outputs, inputs, strict=True)
-        return self._made([self._scatter(*pair, opts) for pair in pairs], list(outputs))
+    reduce_scatter_tensor_coalesced = _reduce_scatter_base
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> _Calls:
         sent = [tensor.contiguous() for tensor in inputs]
@@ -227,10 +221,8 @@ class OverCommunicators(_ProcessGroup):  # type: ignore[misc]
         self._own.barrier()
         return _Calls([], [])
 
-    all_gather_single = _allgather_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single = _reduce_scatter_base
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_gather_single = all_gather_single_coalesced = _allgather_base
+    reduce_scatter_single = reduce_scatter_single_coalesced = _reduce_scatter_base
     all_to_all_single = alltoall_base
 
     # What they have in common

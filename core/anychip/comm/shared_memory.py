@@ -27,13 +27,8 @@ from anychip.contract import DONE, REDUCTIONS, CollectiveCall, Membership, Trans
 _ABI = 1
 _LATE, _LOST, _WRONG = 1, 2, 3
 _DTYPES = {
-    dtype: code
-    for code, dtype in enumerate(
-        (
-            torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8,
-            torch.int16, torch.int32, torch.int64,
-        )
-    )
+    torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4,
+    torch.uint8: 5, torch.int16: 6, torch.int32: 7, torch.int64: 8,
 }  # fmt: skip
 _REDUCTIONS = {reduction: code for code, reduction in enumerate(REDUCTIONS)}
 _TURN = (c_void_p, c_uint64, c_uint32, c_double)
@@ -195,8 +190,8 @@ class SharedCollectives(Messages):
     def all_to_all(self, call: CollectiveCall) -> Work:
         arguments: list[Any] = []
         for tensors in (call.outputs, call.inputs):
-            arguments.append((c_void_p * self._size)(*[t.data_ptr() for t in tensors]))
-            arguments.append(_int64s(tuple(t.nbytes for t in tensors), 1))
+            pointers = (c_void_p * self._size)(*[t.data_ptr() for t in tensors])
+            arguments += [pointers, _int64s(tuple(t.nbytes for t in tensors), 1)]
         sent = c_int64()
         outputs = list(call.outputs)
 

@@ -65,7 +65,8 @@ def define(operator: Operator) -> None:
     if operator.gradient is None:
         library.impl(spec.name, _plain_kernel(operator), "CompositeExplicitAutograd")
         library.impl(spec.name, _without_gradient(operator), "Autograd")
-        torch.library.register_fake(_full(spec), _fake(operator), lib=library)
+        name = f"{spec.namespace}::{spec.name}"
+        torch.library.register_fake(name, _fake(operator), lib=library)
         _remember(spec, spec.name)
         return
     composite = _composite(operator)
@@ -83,10 +84,6 @@ def door(spec: OperatorSpec, suffix: str = "") -> Callable[..., Any]:
     packet = getattr(getattr(torch.ops, spec.namespace), spec.name + suffix)
     overload: Callable[..., Any] = packet.default
     return overload
-
-
-def _full(spec: OperatorSpec, suffix: str = "") -> str:
-    return f"{spec.namespace}::{spec.name}{suffix}"
 
 
 def _returns(count: int) -> str:

@@ -4,6 +4,8 @@ Counts are always on. A count is an ``itertools.count``: its ``__next__`` is one
 other thread can interrupt, which makes counts exact without a lock or a table per thread.
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 import threading

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anychip.contract import Bound, Cost, OperatorSpec, Placements, Sample, SampleMaker, Sharding
-from anychip.operators.extents import nbytes
+from anychip.operators.extents import empty_like, nbytes
 
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 _SQRT_HALF = math.sqrt(0.5)
@@ -20,16 +20,8 @@ _SHAPES = ((5, 7), (2, 3, 16), (1000,))
 _FORMS = ({"approximate": "none"}, {"approximate": "tanh"})
 
 
-def _empty(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _any_dim(results: int, tensors: int, x: Tensor) -> Placements:
     return [([d] * results, [d] * tensors) for d in range(x.dim())]
-
-
-def _same(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape
 
 
 def _samples(
@@ -77,7 +69,7 @@ def _unary(
         signature=f"(Tensor x{attrs}) -> Tensor",
         forward=forward,
         backward=backward,
-        fake=lambda x, **_: _empty(x),
+        fake=lambda x, **_: empty_like(x),
         saved=("x",),
         differentiable=("x",),
         sizes=lambda x, **_: {"numel": x.numel()},
@@ -271,7 +263,7 @@ bias_gelu = OperatorSpec(
     source="Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2",
     forward=_bias_gelu_forward,
     backward=_bias_gelu_backward,
-    fake=lambda x, bias, *, approximate: _empty(x),
+    fake=lambda x, bias, *, approximate: empty_like(x),
     saved=("x", "bias"),
     differentiable=("x", "bias"),
     check=_bias_gelu_check,
@@ -337,7 +329,7 @@ def _gated(
         source="Shazeer 2020, arXiv:2002.05202, equation 6",
         forward=forward,
         backward=backward,
-        fake=lambda gate, up, **_: _empty(gate),
+        fake=lambda gate, up, **_: empty_like(gate),
         saved=("gate", "up"),
         differentiable=("gate", "up"),
         check=check_both,
@@ -349,7 +341,7 @@ def _gated(
         ),
         cost=lambda gate, up, **_: Cost(3 * nbytes(gate), flops[0] * gate.numel()),
         backward_cost=lambda gate, up, **_: Cost(5 * nbytes(gate), flops[1] * gate.numel()),
-        samples=lambda maker: _samples(maker, _same, forms=forms),
+        samples=lambda maker: _samples(maker, lambda shape: shape, forms=forms),
         **rest,
     )
 

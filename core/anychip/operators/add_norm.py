@@ -4,14 +4,14 @@ The sum is rounded to the residual's dtype, and what is normed is the sum as sto
 that of an addition followed by the norm, and the backward starts from the stored sum alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from anychip.contract import Bound, Cost, OperatorSpec, Sample, SampleMaker
 from anychip.contract.operator import Function
-from anychip.operators.extents import Needs, nbytes
+from anychip.operators.extents import Needs, empty_like, nbytes
 from anychip.operators.norm import layer_norm, rms_norm, shards, sizes
 
 
@@ -40,20 +40,20 @@ def _stored_sum(x: Tensor, residual: Tensor) -> Tensor:
     return (x.float() + residual.float()).to(residual.dtype).contiguous()
 
 
-def _both_gradients(
-    dnorm: Tensor | None, grad: Tensor, dtotal: Tensor, needs: Needs
-) -> tuple[Tensor | None, Tensor | None]:
+def both_gradients(
+    dnorm: Tensor | None, grad: Tensor, dtotal: Tensor, needs: Needs,
+    dropped: Callable[[Tensor], Tensor] = lambda total: total,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x and residual: one number, in the dtypes of y and of the sum, not one tensor.
 
-    ``dtotal`` is what arrives at the sum from the next block, and has the residual's dtype.
+    ``dtotal`` is what arrives at the sum from the next block, and has the residual's dtype;
+    ``dropped`` gives x's what dropout gave x.
     """
     if dnorm is None:
         return None, None
     total = dnorm + dtotal.float()
-    return (
-        total.to(grad.dtype) if needs[0] else None,
-        total.to(dtotal.dtype, copy=True) if needs[1] else None,
-    )
+    dresidual = total.to(dtotal.dtype, copy=True) if needs[1] else None
+    return (dropped(total).to(grad.dtype) if needs[0] else None), dresidual
 
 
 def _forward(norm: OperatorSpec) -> Function:
@@ -74,7 +74,7 @@ def _backward(norm: OperatorSpec) -> Function:
         assert norm.backward is not None
         inner = (needs[0] or needs[1], *needs[2:])
         dnorm, *rest = norm.backward(grad, total.float(), *saved, eps=eps, needs=inner)
-        return *_both_gradients(dnorm, grad, dtotal, needs), *rest
+        return *both_gradients(dnorm, grad, dtotal, needs), *rest
 
     return backward
 
@@ -84,7 +84,7 @@ def _fake(norm: OperatorSpec) -> Function:
         x: Tensor, residual: Tensor, *weights: Tensor | None, eps: float
     ) -> tuple[Tensor, ...]:
         y, *kept = norm.fake(x, *weights, eps=eps)
-        return y, torch.empty_like(residual, memory_format=torch.contiguous_format), *kept
+        return y, empty_like(residual), *kept
 
     return fake
 

@@ -157,18 +157,6 @@ def hidden_keys(q: Tensor, k: Tensor, causal: bool) -> Tensor | None:
     return last[:, None] < keys[None, :]
 
 
-def _attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    return attend(q, k, v, hidden_keys(q, k, causal), scale, out_dtype=out_dtype)
-
-
 def _attention_backward(
     grad: Tensor, *saved: Tensor, causal: bool, scale: float | None, **_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,14 +232,6 @@ def _flops(q: Tensor, k: Tensor, causal: bool) -> int:
     return 4 * batch * heads * pairs * dim
 
 
-def _attention_shards(*_: object) -> Placements:
-    return [([_BATCH, 0], [_BATCH, _BATCH, _BATCH]), ([_HEADS, 1], [_HEADS, _HEADS, _HEADS])]
-
-
-def _attention_backward_shards(*_: object) -> Placements:
-    return [([_BATCH] * 3, [_BATCH] * 5 + [0]), ([_HEADS] * 3, [_HEADS] * 5 + [1])]
-
-
 def _length(q: Tensor, k: Tensor, *_: Tensor, **__: object) -> int:
     return max(k.shape[1], q.shape[3])
 
@@ -267,7 +247,9 @@ attention = OperatorSpec(
         "query i sees keys up to i + Sk - Sq; y rounded once, to out_dtype; None: q's dtype"
     ),
     source="Vaswani et al. 2017, arXiv:1706.03762, equation 1; Ainslie et al. 2023 (GQA)",
-    forward=_attention_forward,
+    forward=lambda q, k, v, *, causal, scale, out_dtype: attend(
+        q, k, v, hidden_keys(q, k, causal), scale, out_dtype=out_dtype
+    ),
     backward=_attention_backward,
     fake=_attention_fake,
     residuals=(Residual("lse", "(B, H, Sq)", "float32"),),
@@ -276,7 +258,10 @@ attention = OperatorSpec(
     check=_attention_check,
     sizes=_sizes,
     autocast="lower",
-    sharding=Sharding(_attention_shards, _attention_backward_shards),
+    sharding=Sharding(
+        lambda *_: [([_BATCH, 0], [_BATCH] * 3), ([_HEADS, 1], [_HEADS] * 3)],
+        lambda *_: [([_BATCH] * 3, [_BATCH] * 5 + [0]), ([_HEADS] * 3, [_HEADS] * 5 + [1])],
+    ),
     cost=lambda q, k, v, *, causal, out_dtype=None, **_: Cost(
         nbytes(q, k, v) + output_nbytes(q, out_dtype), _flops(q, k, causal)
     ),

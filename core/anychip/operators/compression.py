@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from anychip.contract import Bound, Cost, OperatorSpec, Placements, Sample, SampleMaker, Sharding
-from anychip.operators.extents import nbytes
+from anychip.contract import Bound, Cost, OperatorSpec, Sample, SampleMaker, Sharding
+from anychip.operators.extents import batch_dims, nbytes
 
 # hadamard
 
@@ -32,12 +32,6 @@ def _hadamard_forward(x: Tensor, *, block: int | None) -> Tensor:
         y = torch.stack([first + second, first - second], dim=2)
         half *= 2
     return (y.reshape(x.shape) * (1.0 / math.sqrt(length))).to(x.dtype).contiguous()
-
-
-def _hadamard_backward(
-    grad: Tensor, *, block: int | None, needs: tuple[bool]
-) -> tuple[Tensor | None]:
-    return (_hadamard_forward(grad, block=block),)
 
 
 def _hadamard_check(x: Tensor, *, block: int | None) -> None:
@@ -61,23 +55,19 @@ def _hadamard_cost(x: Tensor, *, block: int | None) -> Cost:
     return Cost(2 * nbytes(x), x.numel() * (_length(x, block).bit_length()))
 
 
-def _hadamard_shards(x: Tensor, *_: object) -> Placements:
-    return [([dim], [dim]) for dim in range(len(x.shape) - 1)]
-
-
 hadamard = OperatorSpec(
     name="hadamard",
     signature="(Tensor x, *, int? block=None) -> Tensor",
     equation="y = x H / sqrt(n) per block of n, H_ij = (-1)^popcount(i & j); H H^T = n I",
     source="Fino and Algazi 1976, IEEE Trans. Computers C-25:1142; Sylvester's (natural) order",
     forward=_hadamard_forward,
-    backward=_hadamard_backward,
+    backward=lambda grad, *, block, needs: (_hadamard_forward(grad, block=block),),
     fake=lambda x, *, block: torch.empty_like(x, memory_format=torch.contiguous_format),
     differentiable=("x",),
     shaped_like={"x": "grad0"},
     check=_hadamard_check,
     sizes=lambda x, *, block: {"numel": x.numel(), "block": _length(x, block)},
-    sharding=Sharding(_hadamard_shards, _hadamard_shards),
+    sharding=Sharding(*[lambda x, *_: [([d], [d]) for d in batch_dims(x)]] * 2),
     cost=_hadamard_cost,
     backward_cost=_hadamard_cost,
     samples=_hadamard_samples,
@@ -122,14 +112,6 @@ def _top_k_samples(maker: SampleMaker) -> Iterator[Sample]:
     yield Sample((ties,), {"k": 6}, "ties")
 
 
-def _top_k_shards(x: Tensor, *_: object) -> Placements:
-    return [([dim, dim], [dim]) for dim in range(len(x.shape) - 1)]
-
-
-def _top_k_backward_shards(grad: Tensor, *_: object) -> Placements:
-    return [([dim], [dim] * 4) for dim in range(len(grad.shape) - 1)]
-
-
 top_k = OperatorSpec(
     name="top_k",
     signature="(Tensor x, *, int k) -> (Tensor, Tensor)",
@@ -144,7 +126,10 @@ top_k = OperatorSpec(
     # The backward direction is given the indices and, as for every output, a gradient of theirs.
     fixed_dtypes={"y1": "int64", "grad1": "int64"},
     sizes=lambda x, *, k: {"numel": x.numel(), "k": k},
-    sharding=Sharding(_top_k_shards, _top_k_backward_shards),
+    sharding=Sharding(
+        lambda x, *_: [([d, d], [d]) for d in batch_dims(x)],
+        lambda grad, *_: [([d], [d] * 4) for d in batch_dims(grad)],
+    ),
     cost=lambda x, *, k: Cost(
         nbytes(x) + (x.element_size() + 8) * k * (x.numel() // max(x.shape[-1], 1)), x.numel()
     ),

@@ -21,7 +21,7 @@ from anychip.contract import (
     SampleMaker,
     Sharding,
 )
-from anychip.operators.extents import Needs, nbytes
+from anychip.operators.extents import Needs, empty_like, nbytes
 from anychip.operators.linear import check_bias
 from anychip.operators.norm import channel_sum
 
@@ -126,14 +126,7 @@ def _spread(
 
 
 def _conv2d_check(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: PerDim,
-    padding: PerDim,
-    dilation: PerDim,
-    groups: int,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, groups: int, **moves: PerDim
 ) -> None:
     if x.dim() != 4 or weight.dim() != 4 or groups < 1 or x.shape[1] != weight.shape[1] * groups:
         raise ValueError(
@@ -143,20 +136,20 @@ def _conv2d_check(
     if weight.shape[0] % groups:
         raise ValueError(f"weight must have a multiple of {groups} outputs, got {weight.shape[0]}")
     check_bias(x, weight, bias)
-    pairs = {"stride": (stride, 1), "padding": (padding, 0), "dilation": (dilation, 1)}
-    for name, (value, low) in pairs.items():
+    for name, low in (("stride", 1), ("padding", 0), ("dilation", 1)):
+        value = moves[name]
         if len(_pair(value)) != 2 or min(_pair(value)) < low:
             raise ValueError(f"{name} must be one or two numbers of at least {low}, got {value}")
-    if min(weight.shape[2:]) < 1 or min(_size(x, weight, stride, padding, dilation)) < 1:
+    if min(weight.shape[2:]) < 1 or min(_size(x, weight, **moves)) < 1:
         raise ValueError(
             f"the kernel must have numbers, and fit into x with its padding; got "
-            f"{tuple(weight.shape)} with dilation={dilation} for {tuple(x.shape)} with "
-            f"padding={padding}"
+            f"{tuple(weight.shape)} with dilation={moves['dilation']} for {tuple(x.shape)} with "
+            f"padding={moves['padding']}"
         )
 
 
 def _size(
-    x: Tensor, weight: Tensor, stride: PerDim, padding: PerDim, dilation: PerDim, *_: object
+    x: Tensor, weight: Tensor, *, stride: PerDim, padding: PerDim, dilation: PerDim, **_: object
 ) -> list[int]:
     """Height and width of the output."""
     given = zip((2, 3), _pair(stride), _pair(padding), _pair(dilation), strict=True)
@@ -166,17 +159,8 @@ def _size(
     ]
 
 
-def _conv2d_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    stride: PerDim,
-    padding: PerDim,
-    dilation: PerDim,
-    groups: int,
-) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0], *_size(x, weight, stride, padding, dilation)))
+def _conv2d_fake(x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Any) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0], *_size(x, weight, **attrs)))
 
 
 def _conv2d_cost(x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Any) -> Cost:
@@ -286,7 +270,7 @@ conv1d = OperatorSpec(
     source="Gu and Dao 2023, arXiv:2312.00752, section 3.4",
     forward=_conv1d_forward,
     backward=_conv1d_backward,
-    fake=lambda x, weight, bias: torch.empty_like(x, memory_format=torch.contiguous_format),
+    fake=lambda x, weight, bias: empty_like(x),
     saved=("x", "weight"),
     differentiable=("x", "weight", "bias"),
     shaped_like={"bias": "weight[0]"},

@@ -6,13 +6,14 @@ whole, however the whole is cut, and whoever computes it again.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anychip.contract import Bound, Cost, OperatorSpec, Placements, Sample, SampleMaker, Sharding
 from anychip.operators import philox
-from anychip.operators.extents import batch_dims, nbytes
+from anychip.operators.extents import batch_dims, empty_like, nbytes
 
 
 def keep_threshold(p: float) -> int:
@@ -39,23 +40,6 @@ def _forward(
     x: Tensor, rng: Tensor, rows: Tensor | None = None, *, p: float, width: int = 0, column: int = 0
 ) -> Tensor:
     return _dropped(x, rng, rows, p, width, column).to(x.dtype)
-
-
-def _backward(
-    grad: Tensor,
-    rng: Tensor,
-    rows: Tensor | None = None,
-    *,
-    p: float,
-    width: int = 0,
-    column: int = 0,
-    needs: tuple[bool],
-) -> tuple[Tensor]:
-    return (_forward(grad, rng, rows, p=p, width=width, column=column),)
-
-
-def _fake(x: Tensor, *_: object, **__: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def check_rng(rng: Tensor, p: float) -> None:
@@ -131,8 +115,8 @@ dropout = OperatorSpec(
     ),
     source="Srivastava et al. 2014, JMLR 15; Salmon et al. 2011 (Philox4x32-10)",
     forward=_forward,
-    backward=_backward,
-    fake=_fake,
+    backward=lambda grad, *saved, needs, **attrs: (_forward(grad, *saved, **attrs),),
+    fake=lambda x, *_, **__: empty_like(x),
     saved=("rng", "rows"),
     differentiable=("x",),
     shaped_like={"x": "grad0"},
@@ -189,22 +173,15 @@ def _add_backward(
     return dx, dresidual, dbias
 
 
-def _add_fake(x: Tensor, residual: Tensor, *_: object, **__: object) -> Tensor:
-    return torch.empty_like(residual, memory_format=torch.contiguous_format)
-
-
 def _add_check(
     x: Tensor,
     residual: Tensor,
     rng: Tensor,
     bias: Tensor | None,
-    rows: Tensor | None = None,
-    *,
-    p: float,
-    width: int = 0,
-    column: int = 0,
+    *rows: Tensor | None,
+    **attrs: Any,
 ) -> None:
-    _check(x, rng, rows, p=p, width=width, column=column)
+    _check(x, rng, *rows, **attrs)
     if residual.shape != x.shape:
         raise ValueError(
             f"residual must have the shape of x {tuple(x.shape)}, got {tuple(residual.shape)}"
@@ -258,7 +235,7 @@ bias_dropout_add = OperatorSpec(
     source="Srivastava et al. 2014, JMLR 15; Vaswani et al. 2017, section 5.4 (residual dropout)",
     forward=_add_forward,
     backward=_add_backward,
-    fake=_add_fake,
+    fake=lambda x, residual, *_, **__: empty_like(residual),
     saved=("rng", "rows"),
     differentiable=("x", "residual", "bias"),
     shaped_like={"x": "grad0", "residual": "grad0"},

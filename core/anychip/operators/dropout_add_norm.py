@@ -6,6 +6,7 @@ numbers. ``rows`` are those of dropout; a row is whole, so that nothing else nee
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from anychip.contract import (
     Sharding,
 )
 from anychip.contract.operator import Function
-from anychip.operators.add_norm import add_layer_norm, add_rms_norm
+from anychip.operators.add_norm import add_layer_norm, add_rms_norm, both_gradients
 from anychip.operators.dropout import bias_dropout_add, dropout, need_index
 from anychip.operators.extents import Needs, batch_dims, nbytes
 from anychip.operators.norm import layer_norm, rms_norm, sizes
@@ -57,29 +58,6 @@ def _samples(maker: SampleMaker, *, bias: bool) -> Iterator[Sample]:
     yield Sample((*args, maker.integers(50, 3)), {"p": 0.3, "eps": 1e-5}, "3x24,rows")
 
 
-def _both_gradients(
-    dnorm: Tensor | None,
-    grad: Tensor,
-    dtotal: Tensor,
-    drop: tuple[Tensor, Tensor | None],
-    p: float,
-    needs: Needs,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x, which rng and rows drop as they did x, and of the residual, in their dtypes.
-
-    ``dtotal`` is what arrives at the sum from the next block, and has the residual's dtype.
-    """
-    if dnorm is None:
-        return None, None
-    total = dnorm + dtotal.float()
-    return (
-        dropout.forward(total, *drop, p=p, width=grad.shape[-1]).to(grad.dtype)
-        if needs[0]
-        else None,
-        total.to(dtotal.dtype, copy=True) if needs[1] else None,
-    )
-
-
 def _forward(norm: OperatorSpec) -> Function:
     def forward(
         x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, *more: Any, p: float, eps: float
@@ -108,19 +86,16 @@ def _backward(norm: OperatorSpec) -> Function:
         assert norm.backward is not None
         inner = (needs[0] or needs[1], *needs[2:])
         dnorm, *rest = norm.backward(grad, total.float(), weight, *kept, eps=eps, needs=inner)
-        return *_both_gradients(dnorm, grad, dtotal, (rng, rows), p, needs), *rest
+        dropped = partial(dropout.forward, rng=rng, rows=rows, p=p, width=grad.shape[-1])
+        return *both_gradients(dnorm, grad, dtotal, needs, dropped), *rest
 
     return backward
 
 
 def _fake(inner: OperatorSpec) -> Function:
-    def fake(
-        x: Tensor, residual: Tensor, weight: Tensor, rng: Tensor, *more: Any, p: float, eps: float
-    ) -> tuple[Tensor, ...]:
-        made: tuple[Tensor, ...] = inner.fake(x, residual, weight, *more[:-1], eps=eps)
-        return made
-
-    return fake
+    return lambda x, residual, weight, rng, *more, p, eps: inner.fake(
+        x, residual, weight, *more[:-1], eps=eps
+    )
 
 
 def _shards(operator: str, residuals: int) -> Sharding:

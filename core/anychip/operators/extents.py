@@ -1,5 +1,6 @@
 """What costs and sharding rules ask of arguments: bytes, and the dims that are rows."""
 
+import torch
 from torch import Tensor
 
 Needs = tuple[bool, ...]
@@ -9,6 +10,11 @@ Needs = tuple[bool, ...]
 def nbytes(*tensors: Tensor | None) -> int:
     """Bytes of all of them; one that is not given has none."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Of the shape and dtype, and contiguous."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def batch_dims(x: Tensor) -> range:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from anychip.contract import Bound, Cost, OperatorSpec, Placements, Sample, SampleMaker, Sharding
+from anychip.contract import Bound, Cost, OperatorSpec, Sample, SampleMaker, Sharding
 from anychip.operators.extents import nbytes
 from anychip.operators.linear import check_out_dtype
 from anychip.operators.ragged import refuse_unsorted
@@ -85,24 +85,6 @@ def _samples(maker: SampleMaker) -> Iterator[Sample]:
         yield Sample((x, weight, offsets), {"out_dtype": torch.float32}, f"{label},float32")
 
 
-def _shards(
-    x: Tensor, weight: Tensor, offsets: Tensor, out_dtype: torch.dtype | None
-) -> Placements:
-    # Not by rows: the offsets count those of the whole tensor.
-    return [([1], [None, 1, None]), (["partial"], [1, 2, None])]
-
-
-def _backward_shards(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype | None,
-    needs: list[bool],
-) -> Placements:
-    return [(["partial", 1], [1, None, 1, None]), ([1, 2], [None, 1, 2, None])]
-
-
 grouped_linear = OperatorSpec(
     name="grouped_linear",
     signature=(
@@ -131,7 +113,11 @@ grouped_linear = OperatorSpec(
         "out": weight.shape[1],
     },
     autocast="lower",
-    sharding=Sharding(_shards, _backward_shards),
+    # Not by rows: the offsets count those of the whole tensor.
+    sharding=Sharding(
+        lambda *_: [([1], [None, 1, None]), (["partial"], [1, 2, None])],
+        lambda *_: [(["partial", 1], [1, None, 1, None]), ([1, 2], [None, 1, 2, None])],
+    ),
     cost=lambda x, weight, offsets, *, out_dtype=None: Cost(
         nbytes(x, weight, offsets) + x.shape[0] * weight.shape[1] * (out_dtype or x.dtype).itemsize,
         2 * x.numel() * weight.shape[1],

@@ -23,7 +23,7 @@ from anychip.operators.rule import (
     scaled,
 )
 from anychip.operators.squares import WIDTH, root, rows_of
-from anychip.operators.update import bias_corrections
+from anychip.operators.update import adam_update
 
 
 def trust_ratios(rows: Tensor) -> Tensor:
@@ -44,15 +44,11 @@ def _directions(
     count: Tensor, *, beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Gives the step's direction u and both averages after this step."""
-    correction1, correction2 = bias_corrections(count, beta1, beta2)
+    adam = adam_update(count, beta1, beta2, eps)
 
-    def direction(
-        param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        first = beta1 * exp_avg + (1.0 - beta1) * grad
-        second = beta2 * exp_avg_sq + (1.0 - beta2) * grad.square()
-        adam = (first / correction1) / ((second / correction2).sqrt() + eps)
-        return adam + weight_decay * param, first, second
+    def direction(param: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        update, first, second = adam(*given)
+        return update + weight_decay * param, first, second
 
     return direction
 
@@ -78,9 +74,10 @@ def _sums_forward(
     if not params:
         return _sums_fake(params, grads, exp_avgs, exp_avg_sqs, step)
     direction = _directions(step + 1.0, **attrs)
-    steps = []
-    for param, grad, *averages in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-        steps.append(rows_of([direction(param.float(), scaled(grad, scale, clip), *averages)[0]]))
+    steps = [
+        rows_of([direction(param.float(), scaled(grad, scale, clip), *averages)[0]])
+        for param, grad, *averages in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)
+    ]
     return torch.stack([rows_of(params), torch.cat(steps)])
 
 
@@ -91,16 +88,9 @@ def _sums_fake(
     return step.new_empty((2, len(params), WIDTH), dtype=torch.int64)
 
 
-def _sums_check(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    *scalars: Tensor | None,
-    **attrs: float,
-) -> None:
-    given = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    lists.check_shapes("params", params, **given)
+def _sums_check(params: Sequence[Tensor], *given: Any, **attrs: float) -> None:
+    others, scalars = zip(("grads", *_STATES), given, strict=False), given[3:]
+    lists.check_shapes("params", params, **dict(others))
     lists.check_numbers(attrs)
     lists.check_scalars(**dict(zip(("step", "scale", "clip"), scalars, strict=True)))
 
@@ -146,19 +136,9 @@ def _lamb(count: Tensor, **attrs: float) -> Move:
 
 
 def _trust(call: UpdateCall, **attrs: float) -> Tensor:
-    exp_avgs, exp_avg_sqs = call.states
-    return trust_ratios(
-        _sums_forward(
-            call.params,
-            call.grads,
-            exp_avgs,
-            exp_avg_sqs,
-            call.step,
-            call.scale,
-            call.clip,
-            **attrs,
-        )
-    )
+    params, grads, (exp_avgs, exp_avg_sqs), _, step, scale, clip, *_ = call
+    rows = _sums_forward(params, grads, exp_avgs, exp_avg_sqs, step, scale, clip, **attrs)
+    return trust_ratios(rows)
 
 
 lamb = operator_of(

@@ -1,6 +1,6 @@
 """Matrix products with weights: linear, embedding."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -54,12 +54,6 @@ def _linear_backward(
     return dx, dweight, dbias
 
 
-def _linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-
-
 def check_out_dtype(x: Tensor, out_dtype: torch.dtype | None) -> None:
     """Raises ValueError for a result that is neither of the operands' dtype nor float32."""
     if out_dtype not in (None, x.dtype, torch.float32):
@@ -105,10 +99,8 @@ def _linear_shards(
 ) -> Placements:
     last = x.dim() - 1
     rest: list[Placement] = [] if bias is None else [None]
-    rows: list[tuple[Sequence[Placement], Sequence[Placement]]] = []
-    for batch in range(last):
-        rows.append(([batch], [batch, None, *rest]))
-    rows.append(([last], [None, 0, *(0 for _ in rest)]))
+    rows: Placements = [([batch], [batch, None, *rest]) for batch in range(last)]
+    rows = [*rows, ([last], [None, 0, *(0 for _ in rest)])]
     return rows if bias is not None else [*rows, (["partial"], [last, 1])]
 
 
@@ -116,9 +108,7 @@ def _linear_backward_shards(
     grad: Tensor, x: Tensor, weight: Tensor, out_dtype: torch.dtype | None, needs: list[bool]
 ) -> Placements:
     last = x.dim() - 1
-    rows: list[tuple[Sequence[Placement], Sequence[Placement]]] = []
-    for batch in range(last):
-        rows.append(([batch, "partial", "partial"], [batch, batch, None]))
+    rows: Placements = [([b, "partial", "partial"], [b, b, None]) for b in range(last)]
     return [*rows, (["partial", 0, 0], [last, None, 0])]
 
 
@@ -131,7 +121,9 @@ linear = OperatorSpec(
     source="torch.nn.functional.linear",
     forward=_linear_forward,
     backward=_linear_backward,
-    fake=_linear_fake,
+    fake=lambda x, weight, bias, *, out_dtype: x.new_empty(
+        (*x.shape[:-1], weight.shape[0]), dtype=out_dtype
+    ),
     saved=("x", "weight"),
     differentiable=("x", "weight", "bias"),
     deferrable=("weight", "bias"),

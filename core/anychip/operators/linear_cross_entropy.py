@@ -98,18 +98,11 @@ def _backward(
     slope = grad / (labels != ignore_index).sum() if reduction == "mean" else grad
     slope, lse = slope.expand(target.shape).reshape(-1), lse.reshape(-1)
 
+    more: dict[str, Any] = {"reduction": "none", "ignore_index": ignore_index, **options}
+
     def slope_of(chunk: slice, logits: Tensor) -> Tensor:
-        (dlogits,) = cross_entropy_backward(
-            slope[chunk],
-            logits,
-            labels[chunk],
-            lse[chunk],
-            ignore_index=ignore_index,
-            reduction="none",
-            needs=(True,),
-            **options,
-        )
-        return dlogits
+        given = slope[chunk], logits, labels[chunk], lse[chunk]
+        return cross_entropy_backward(*given, needs=(True,), **more)[0]
 
     return _gradients(x, weight, target, bias, slope_of, needs)
 
@@ -148,19 +141,9 @@ def _fake(
     return loss, x.new_empty(target.shape, dtype=torch.float32)
 
 
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-) -> None:
-    _check_shapes(x, weight, target, bias)
-    check_options(label_smoothing, z_loss, reduction)
+def _check(*tensors: Any, ignore_index: int, **options: Any) -> None:
+    _check_shapes(*tensors)
+    check_options(**options)
 
 
 def _check_shapes(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
@@ -320,13 +303,6 @@ def _partials_backward(
     return _gradients(x, weight, target, bias, slope_of, needs)
 
 
-def _partials_fake(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, first: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    lse, picked, total = (x.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
-    return lse, picked, total
-
-
 def _partials_check(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, first: int
 ) -> None:
@@ -377,7 +353,9 @@ linear_cross_entropy_partials = OperatorSpec(
     "Wijmans et al. 2024, arXiv:2411.09009",
     forward=_partials_forward,
     backward=_partials_backward,
-    fake=_partials_fake,
+    fake=lambda x, weight, target, *_, **__: tuple(
+        x.new_empty(target.shape, dtype=torch.float32) for _ in range(3)
+    ),
     saved=("x", "weight", "target", "bias", "y0"),
     differentiable=("x", "weight", "bias"),
     deferrable=("weight", "bias"),

@@ -103,24 +103,16 @@ def _fake(logits: Tensor, target: Tensor, *, reduction: str, **_: Any) -> tuple[
     return loss, logits.new_empty(target.shape, dtype=torch.float32)
 
 
-def _check(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-) -> None:
+def _check(logits: Tensor, target: Tensor, *, ignore_index: int, **options: Any) -> None:
     if logits.dim() < 1 or logits.shape[:-1] != target.shape or not logits.shape[-1]:
         raise ValueError(
             f"logits must be (..., V) with V > 0 and target (...); got {tuple(logits.shape)} and "
             f"{tuple(target.shape)}"
         )
-    check_options(label_smoothing, z_loss, reduction)
+    check_options(**options)
 
 
-def check_options(label_smoothing: float, z_loss: float, reduction: str) -> None:
+def check_options(*, label_smoothing: float, z_loss: float, reduction: str) -> None:
     """Raises ValueError for an option of the loss that is out of its range."""
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")

@@ -14,16 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from anychip.contract import (
-    HOST,
-    Bound,
-    Cost,
-    OperatorSpec,
-    Placements,
-    Sample,
-    SampleMaker,
-    Sharding,
-)
+from anychip.contract import HOST, Bound, Cost, OperatorSpec, Sample, SampleMaker, Sharding
 from anychip.operators.extents import nbytes
 from anychip.operators.values import has_values
 
@@ -102,12 +93,6 @@ def _permute_forward(
     return x.index_select(0, token), as_given(row_map, by_key), offsets
 
 
-def _permute_backward(
-    grad: Tensor, _: Tensor, __: Tensor, row_map: Tensor, *, num_experts: int, needs: tuple[bool]
-) -> tuple[Tensor]:
-    return (_added(grad, row_map, None).to(grad.dtype),)
-
-
 def _permute_fake(
     x: Tensor, indices: Tensor, *_: Tensor | None, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,15 +147,6 @@ def _permute_backward_cost(x: Tensor, indices: Tensor, *_: Tensor | None, num_ex
     return Cost(copies * x.element_size() + 8 * indices.numel() + nbytes(x), copies)
 
 
-def _permute_shards(x: Tensor, indices: Tensor, *rest: object) -> Placements:
-    # Not by tokens: a row's place counts those of all of them.
-    return [([1, None, None], [1, None, *(None for given in rest[:2] if given is not None)])]
-
-
-def _permute_backward_shards(grad: Tensor, *_: object) -> Placements:
-    return [([1], [1, None, None, None])]
-
-
 permute = OperatorSpec(
     name="permute",
     signature=(
@@ -184,7 +160,7 @@ permute = OperatorSpec(
     ),
     source="Gale et al. 2022, arXiv:2211.15841 (MegaBlocks), section 5; Megatron-LM, permute",
     forward=_permute_forward,
-    backward=_permute_backward,
+    backward=lambda grad, _, __, row_map, **___: (_added(grad, row_map, None).to(grad.dtype),),
     fake=_permute_fake,
     saved=("y1",),
     differentiable=("x",),
@@ -197,7 +173,13 @@ permute = OperatorSpec(
         "choices": indices.shape[1],
         "experts": num_experts,
     },
-    sharding=Sharding(_permute_shards, _permute_backward_shards),
+    # Not by tokens: a row's place counts those of all of them.
+    sharding=Sharding(
+        lambda x, indices, key, count, *_: [
+            ([1, None, None], [1, None, *(None for given in (key, count) if given is not None)])
+        ],
+        lambda *_: [([1], [1, None, None, None])],
+    ),
     cost=_permute_cost,
     backward_cost=_permute_backward_cost,
     samples=_permute_samples,
@@ -282,16 +264,6 @@ def _unpermute_backward_cost(x: Tensor, row_map: Tensor, weights: Tensor | None)
     return Cost(given + 2 * nbytes(x, weights) + nbytes(row_map), 3 * x.numel())
 
 
-def _unpermute_shards(x: Tensor, row_map: Tensor, weights: Tensor | None) -> Placements:
-    return [([1], [1, None, None]), (["partial"], ["partial", None, None])]
-
-
-def _unpermute_backward_shards(
-    grad: Tensor, x: Tensor, row_map: Tensor, weights: Tensor | None, needs: list[bool]
-) -> Placements:
-    return [([1, "partial"], [1, 1, None, None])]
-
-
 unpermute = OperatorSpec(
     name="unpermute",
     signature="(Tensor x, Tensor row_map, Tensor? weights=None) -> Tensor",
@@ -310,7 +282,10 @@ unpermute = OperatorSpec(
         "hidden": x.shape[1],
         "choices": row_map.shape[1],
     },
-    sharding=Sharding(_unpermute_shards, _unpermute_backward_shards),
+    sharding=Sharding(
+        lambda *_: [([1], [1, None, None]), (["partial"], ["partial", None, None])],
+        lambda *_: [([1, "partial"], [1, 1, None, None])],
+    ),
     cost=_unpermute_cost,
     backward_cost=_unpermute_backward_cost,
     samples=_unpermute_samples,

@@ -150,12 +150,6 @@ def _dequantize_forward(
     return rows.reshape(-1)[:numel].reshape(shape).contiguous()
 
 
-def _dequantize_fake(
-    codes: Tensor, scales: Tensor, *, shape: Sequence[int], format: str, block: int
-) -> Tensor:
-    return codes.new_empty(tuple(shape), dtype=torch.float32)
-
-
 def _dequantize_samples(maker: SampleMaker) -> Iterator[Sample]:
     for sample in _quantize_samples(maker):
         (x, rng), attrs = sample.args, dict(sample.attrs)
@@ -173,7 +167,7 @@ dequantize = OperatorSpec(
     equation="y_i = (value of code q_i) s_(i // block), float32",
     source="Dettmers et al. 2022, arXiv:2110.02861, section 2.1",
     forward=_dequantize_forward,
-    fake=_dequantize_fake,
+    fake=lambda codes, *_, shape, **__: codes.new_empty(tuple(shape), dtype=torch.float32),
     check=check_codes,
     fixed_dtypes={"codes": "int8", "scales": ("float32", "uint8")},
     sizes=lambda codes, scales, *, shape, format, block: {

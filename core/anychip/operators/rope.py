@@ -9,13 +9,12 @@ from anychip.contract import (
     Bound,
     Cost,
     OperatorSpec,
-    Placement,
     Placements,
     Sample,
     SampleMaker,
     Sharding,
 )
-from anychip.operators.extents import nbytes
+from anychip.operators.extents import empty_like, nbytes
 
 _BATCH, _HEADS = 0, 2
 
@@ -38,20 +37,6 @@ def _rope_forward(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
-
-
-def _rope_backward(
-    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, needs: tuple[bool, bool]
-) -> tuple[Tensor, Tensor]:
-    # A rotation's transpose is the rotation by the negative angle.
-    return _rotate(dq, cos, -sin, interleaved), _rotate(dk, cos, -sin, interleaved)
-
-
-def _rope_fake(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
-) -> tuple[Tensor, Tensor]:
-    like = torch.contiguous_format
-    return torch.empty_like(q, memory_format=like), torch.empty_like(k, memory_format=like)
 
 
 def _rope_check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> None:
@@ -88,9 +73,7 @@ def _rope_samples(maker: SampleMaker) -> Iterator[Sample]:
 
 
 def _rope_shards(*_: object) -> Placements:
-    rows: list[tuple[list[Placement], list[Placement]]] = []
-    for dim in (_BATCH, _HEADS):
-        rows.append(([dim, dim], [dim, dim, None, None]))
+    rows: Placements = [([dim, dim], [dim, dim, None, None]) for dim in (_BATCH, _HEADS)]
     return [*rows, ([1, 1], [1, 1, 0, 0])]
 
 
@@ -106,8 +89,11 @@ rope = OperatorSpec(
     ),
     source="Su et al. 2021, arXiv:2104.09864, equation 34; half layout as in GPT-NeoX and Llama",
     forward=_rope_forward,
-    backward=_rope_backward,
-    fake=_rope_fake,
+    # A rotation's transpose is the rotation by the negative angle.
+    backward=lambda dq, dk, cos, sin, *, interleaved, needs: _rope_forward(
+        dq, dk, cos, -sin, interleaved=interleaved
+    ),
+    fake=lambda q, k, *_, **__: (empty_like(q), empty_like(k)),
     saved=("cos", "sin"),
     differentiable=("q", "k"),
     shaped_like={"q": "grad0", "k": "grad1"},

@@ -4,6 +4,7 @@ Element by element: a shard is updated like the whole. The rule that also needs 
 tensors is in :mod:`.lamb`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,20 +23,29 @@ def bias_corrections(count: Tensor, beta1: float, beta2: float) -> tuple[Tensor,
     return 1.0 - torch.pow(beta1, count), 1.0 - torch.pow(beta2, count)
 
 
+def adam_update(
+    count: Tensor, beta1: float, beta2: float, eps: float
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Gives Adam's update, from a gradient and both averages, and the averages after it."""
+    correction1, correction2 = bias_corrections(count, beta1, beta2)
+
+    def update(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first = beta1 * exp_avg + (1.0 - beta1) * grad
+        second = beta2 * exp_avg_sq + (1.0 - beta2) * grad.square()
+        return (first / correction1) / ((second / correction2).sqrt() + eps), first, second
+
+    return update
+
+
 def adamw_move(
     count: Tensor, *, beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> Move:
     """How AdamW moves one tensor in step ``count``, 0-dim."""
-    correction1, correction2 = bias_corrections(count, beta1, beta2)
+    adam = adam_update(count, beta1, beta2, eps)
 
-    def move(
-        rate: Tensor, param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        first = beta1 * exp_avg + (1.0 - beta1) * grad
-        second = beta2 * exp_avg_sq + (1.0 - beta2) * grad.square()
-        decayed = param * (1.0 - rate * weight_decay)
-        update = (first / correction1) / ((second / correction2).sqrt() + eps)
-        return decayed - rate * update, first, second
+    def move(rate: Tensor, param: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        update, first, second = adam(*given)
+        return param * (1.0 - rate * weight_decay) - rate * update, first, second
 
     return move
 

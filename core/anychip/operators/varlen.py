@@ -16,16 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from anychip.contract import (
-    Bound,
-    Cost,
-    OperatorSpec,
-    Placements,
-    Residual,
-    Sample,
-    SampleMaker,
-    Sharding,
-)
+from anychip.contract import Bound, Cost, OperatorSpec, Residual, Sample, SampleMaker, Sharding
 from anychip.operators.attention import attend, attend_backward, check_heads, output_nbytes
 from anychip.operators.extents import nbytes
 from anychip.operators.linear import check_out_dtype
@@ -166,14 +157,6 @@ def _flops(q: Tensor, k: Tensor, cu_seqlens: Tensor, causal: bool) -> int:
     return 4 * heads * dim * ((pairs + tokens) // 2 if causal else pairs)
 
 
-def _shards(*_: object) -> Placements:
-    return [([1, 0], [1, 1, 1, None, None])]
-
-
-def _backward_shards(*_: object) -> Placements:
-    return [([1, 1, 1], [1, 1, 1, 1, 1, 0, None, None])]
-
-
 attention_varlen = OperatorSpec(
     name="attention_varlen",
     signature=(
@@ -204,7 +187,10 @@ attention_varlen = OperatorSpec(
         "head_dim": q.shape[2],
     },
     autocast="lower",
-    sharding=Sharding(_shards, _backward_shards),
+    sharding=Sharding(
+        lambda *_: [([1, 0], [1, 1, 1, None, None])],
+        lambda *_: [([1, 1, 1], [1, 1, 1, 1, 1, 0, None, None])],
+    ),
     cost=lambda q, k, v, *ends, causal, out_dtype=None, **_: Cost(
         nbytes(q, k, v, *ends) + output_nbytes(q, out_dtype), _flops(q, k, ends[0], causal)
     ),

@@ -1,5 +1,7 @@
 """16-bit numbers: every one of them to float, every rounding boundary back, against torch."""
 
+from __future__ import annotations
+
 import ctypes
 import math
 from collections.abc import Callable

@@ -59,11 +59,8 @@ class _Windows:
 
     def __init__(self, loader: Loader) -> None:
         self.rows, self.context = loader.tokens.rows, loader.context
-        self.batch_size, self.rank, self.world_size = (
-            loader.batch_size,
-            loader.rank,
-            loader.world_size,
-        )
+        self.batch_size = loader.batch_size
+        self.rank, self.world_size = loader.rank, loader.world_size
         self.pin, seed = loader.pin, loader.seed
         self.end, self.counts = loader.tokenizer.end_of_document, loader.counts
         size = loader.shuffle_buffer

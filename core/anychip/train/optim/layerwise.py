@@ -50,13 +50,7 @@ def lamb(
 
 
 def _sums_of_squares(step: Update, group: Group, settings: dict[str, Any]) -> Tensor:
+    averages = group.state["exp_avg"], group.state["exp_avg_sq"]
     return ops.lamb_sums_of_squares(
-        group.params,
-        group.grads,
-        group.state["exp_avg"],
-        group.state["exp_avg_sq"],
-        group.step,
-        step.scale,
-        step.clip,
-        **settings,
+        group.params, group.grads, *averages, group.step, step.scale, step.clip, **settings
     )

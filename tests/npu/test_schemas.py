@@ -23,15 +23,8 @@ from anychip_npu import operators, table  # noqa: E402, F401 - operators declare
 SPECS = {spec.name: spec for spec in all_specs()}
 META = torch.device("meta")
 FAMILIES = (
-    "activation",
-    "attention",
-    "embedding",
-    "loss",
-    "norm",
-    "permutation",
-    "rope",
-    "softmax",
-)
+    "activation", "attention", "embedding", "loss", "norm", "permutation", "rope", "softmax",
+)  # fmt: skip
 """Modules whose rows are called here; the others' have tests of their own."""
 ROWS = [row for row in table.declared if row.function.__module__.split(".")[-1] in FAMILIES]
 BROKEN = {("geglu", "backward")}

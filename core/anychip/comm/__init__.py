@@ -11,11 +11,5 @@ from anychip.comm.wire import wire_nbytes
 from anychip.comm.world import meet_again, num_waiting
 
 __all__ = [
-    "Meeting",
-    "agree",
-    "alone",
-    "gather_objects",
-    "meet_again",
-    "num_waiting",
-    "wire_nbytes",
-]
+    "Meeting", "agree", "alone", "gather_objects", "meet_again", "num_waiting", "wire_nbytes",
+]  # fmt: skip

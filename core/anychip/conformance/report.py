@@ -1,8 +1,8 @@
 """What a run found: one result per case, and the whole as text for people and JSON for machines.
 
 The JSON has results that did not pass in full, and of those that did what a verdict needs; the rest
-is in a file beside it (:mod:`.archive`). It is described in docs/conformance.md and in
-``report.schema.json`` beside this file; a change that a reader would notice raises SCHEMA.
+is in a file beside it (:mod:`.archive`). It is described in docs/conformance.md and
+docs/report.schema.json; a change that a reader would notice raises SCHEMA.
 """
 
 from __future__ import annotations

@@ -22,15 +22,9 @@ Reduction = Literal["sum", "avg", "max", "min"]
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "avg", "max", "min")
 
 CALLS = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "broadcast",
-    "all_to_all",
-    "send",
-    "recv",
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "recv",
     "barrier",
-)
+)  # fmt: skip
 """Names of the calls, as they stand in capability tables, counts and messages."""
 
 

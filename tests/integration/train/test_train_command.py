@@ -12,13 +12,8 @@ from tests.integration.train.processes import TINY, num_rows, rows, train
 
 ROOT = Path(__file__).parents[3]
 OUTPUTS = {
-    "checkpoint",
-    "config.toml",
-    "loss.png",
-    "metrics.jsonl",
-    "provenance.json",
-    "sample.txt",
-}
+    "checkpoint", "config.toml", "loss.png", "metrics.jsonl", "provenance.json", "sample.txt",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -69,19 +69,8 @@ def test_slices_are_disjoint_and_together_all_cases_in_about_equal_parts() -> No
 
 def test_slice_of_a_case_is_the_same_in_every_process_and_version() -> None:
     assert [slices.slice_of(case) for case in CASES[:12]] == [
-        9,
-        3,
-        8,
-        9,
-        19,
-        3,
-        2,
-        14,
-        9,
-        0,
-        18,
-        11,
-    ]
+        9, 3, 8, 9, 19, 3, 2, 14, 9, 0, 18, 11,
+    ]  # fmt: skip
 
 
 def test_commits_are_counted_along_first_parents(history: Path) -> None:

@@ -300,13 +300,8 @@ def test_finish_leaves_sample_plot_and_provenance(tmp_path: Path) -> None:
     assert (tmp_path / "sample.txt").read_text() == text
     assert 0 < len(text) <= 40
     assert {path.name for path in tmp_path.iterdir()} == {
-        "checkpoint",
-        "config.toml",
-        "loss.png",
-        "metrics.jsonl",
-        "provenance.json",
-        "sample.txt",
-    }
+        "checkpoint", "config.toml", "loss.png", "metrics.jsonl", "provenance.json", "sample.txt",
+    }  # fmt: skip
     assert config.load(tmp_path / "config.toml") == run.config
     assert '"adamw"' in (tmp_path / "provenance.json").read_text()
 

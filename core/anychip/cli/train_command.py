@@ -458,12 +458,7 @@ def _to_json(
         **({"profile": profile.result} if profile else {}),
         **({"held_out": held_out} if held_out else {}),
         **({"trackers": run.trackers.status} if run.trackers.status else {}),
-        "schema": SCHEMA,
-        "out": str(out),
-        "backend": chip.name,
-        "decision": str(chip.decision),
-        "steps": rows[-1].step,
-        "first_loss": rows[0].loss,
-        "last_loss": rows[-1].loss,
+        "schema": SCHEMA, "out": str(out), "backend": chip.name, "decision": str(chip.decision),
+        "steps": rows[-1].step, "first_loss": rows[0].loss, "last_loss": rows[-1].loss,
         "operators": anychip.provenance().to_json()["operators"],
-    }
+    }  # fmt: skip

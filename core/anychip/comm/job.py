@@ -332,17 +332,10 @@ def join(
     seat = hosts.Seat(rank, world_size, place.address, timeout_s, place.host_transport)
 
     job = Job(
-        rank,
-        world_size,
-        store,
-        news=news,
-        connect=partial(hosts.connect, seat=seat),
-        timeout_s=timeout_s,
-        heartbeat_s=heartbeat_s,
-        check=check,
-        flight_record=place.flight_record,
-        generation=generation,
-    )
+        rank, world_size, store, news=news, connect=partial(hosts.connect, seat=seat),
+        timeout_s=timeout_s, heartbeat_s=heartbeat_s, check=check,
+        flight_record=place.flight_record, generation=generation,
+    )  # fmt: skip
     job.hold(connection)
     _jobs.add(job)
     # Last of all, so that it comes first at the end: before an adapter gives its device up.

@@ -93,13 +93,9 @@ class Choice:
 
     @classmethod
     def of(
-        cls,
-        spec: OperatorSpec,
-        row: Row,
-        provider: Provider,
-        reason: str | None = None,
+        cls, spec: OperatorSpec, row: Row, provider: Provider, reason: str | None = None,
         passed: Passed = (),
-    ) -> Choice:
+    ) -> Choice:  # fmt: skip
         """A choice under the policy in force.
 
         Args:
@@ -113,17 +109,10 @@ class Choice:
         unexamined = 0 if selection.current.policy.fallback == "strict" else EXAMINED - 1
         paired = row.paired is not None
         return cls(
-            spec=spec,
-            row=row,
-            function=function,
-            provider=provider,
-            count=tally.tick,
-            tally=tally,
-            conditional=conditional,
-            turn=turn.__next__,
-            unexamined=unexamined,
+            spec=spec, row=row, function=function, provider=provider, count=tally.tick,
+            tally=tally, conditional=conditional, turn=turn.__next__, unexamined=unexamined,
             parts=(function, tally.counter, turn, unexamined, conditional, paired),
-        )
+        )  # fmt: skip
 
     @property
     def title(self) -> str:

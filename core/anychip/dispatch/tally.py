@@ -212,13 +212,7 @@ def _lines(counted: Counter[ProvenanceRow]) -> list[ProvenanceRow]:
 def unserved(row: Row, provider: Any, reason: str | None = None) -> ProvenanceRow:
     """The line of a row, without a call."""
     return ProvenanceRow(
-        operator=row.operator,
-        direction=row.direction,
-        implementation=row.label,
-        kind=row.kind,
-        provider=provider.name,
-        distribution=provider.distribution,
-        version=provider.version,
-        calls=0,
-        fallback_reason=reason,
-    )
+        operator=row.operator, direction=row.direction, implementation=row.label, kind=row.kind,
+        provider=provider.name, distribution=provider.distribution, version=provider.version,
+        calls=0, fallback_reason=reason,
+    )  # fmt: skip

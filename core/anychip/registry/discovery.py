@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 
@@ -95,34 +95,23 @@ def installed() -> tuple[Plugin, ...]:
     for distribution in metadata.distributions():
         if "[anychip." in (distribution.read_text("entry_points.txt") or ""):
             # As in importlib: what comes first on sys.path hides a second copy of the same name.
-            distributions.setdefault(_normalised(_name(distribution)), distribution)
+            normalised = re.sub(r"[-_.]+", "-", _name(distribution)).lower()
+            distributions.setdefault(normalised, distribution)
     return tuple(p for distribution in distributions.values() for p in _plugins(distribution))
 
 
 def _plugins(distribution: metadata.Distribution) -> Iterator[Plugin]:
     name = _name(distribution)
     version = _of_metadata(distribution, "Version")
+    made = partial(Plugin, distribution=name, version=version)
     try:
         entries = [e for e in distribution.entry_points if e.group in (BACKENDS, KERNEL_PACKS)]
     except Exception as error:  # one unreadable file must not hide the other distributions
         problem = f"the entry_points.txt of {name} {version} cannot be read ({error})"
-        yield Plugin(
-            group=BACKENDS,
-            name=name,
-            module="",
-            distribution=name,
-            version=version,
-            problem=" ".join(problem.split()),
-        )
+        yield made(group=BACKENDS, name=name, module="", problem=" ".join(problem.split()))
         return
     for entry in entries:
-        yield Plugin(
-            group=entry.group,
-            name=entry.name,
-            module=entry.value,
-            distribution=name,
-            version=version,
-        )
+        yield made(group=entry.group, name=entry.name, module=entry.value)
 
 
 def _name(distribution: metadata.Distribution) -> str:
@@ -132,7 +121,3 @@ def _name(distribution: metadata.Distribution) -> str:
 def _of_metadata(distribution: metadata.Distribution, key: str) -> str:
     about = distribution.metadata  # to ask it for what it lacks is deprecated
     return str((about[key] if key in about else "") or "unknown")
-
-
-def _normalised(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()

@@ -62,15 +62,11 @@ def _find_job(timeout_s: float, *, given: Any = None) -> Rendezvous | None:
     from anychip.comm import joining
 
     return joining.rendezvous(
-        environment.launched,
-        timeout_s=timeout_s,
-        is_one_machine=environment.is_one_machine(),
-        interface=environment.interface(),
-        secret=environment.secret(),
-        flight_record=environment.flight_record(),
-        host_transport=environment.host_transport(),
+        environment.launched, timeout_s=timeout_s, is_one_machine=environment.is_one_machine(),
+        interface=environment.interface(), secret=environment.secret(),
+        flight_record=environment.flight_record(), host_transport=environment.host_transport(),
         given=given,
-    )
+    )  # fmt: skip
 
 
 def _join(backend: Backend, *, given: Any = None, **settings: Any) -> Communicator:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,15 +79,10 @@ class _Child:
         self.answer_file = answer_file
         self.stderr_tail = b""
         request = {
-            "name": plugin.name,
-            "module": plugin.module,
-            "distribution": plugin.distribution,
-            "version": plugin.version,
-            "problem": plugin.problem,
-            "examine": examine,
-            "answer_file": str(answer_file),
-            "path": sys.path,
-        }
+            "name": plugin.name, "module": plugin.module, "distribution": plugin.distribution,
+            "version": plugin.version, "problem": plugin.problem, "examine": examine,
+            "answer_file": str(answer_file), "path": sys.path,
+        }  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, "-c", _START_CHILD, json.dumps(request)],
             stdin=subprocess.DEVNULL,
@@ -111,10 +107,8 @@ class _Child:
     def end(self) -> None:
         """Kills the whole group, which also holds what the plugin started, and reaps the child."""
         self.timed_out = self.is_running()
-        try:
+        with suppress(ProcessLookupError, PermissionError):  # nobody is left in the group
             os.killpg(self.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass  # nobody is left in the group
         self.process.wait()
         self.stderr.close()
 

@@ -74,18 +74,11 @@ def record(plugin: Plugin, answer: Probe, age_s: float | None = None) -> Backend
     """The line for a plugin and its answer."""
     is_ready = answer.status == "ready"
     return BackendRecord(
-        name=plugin.name,
-        status=answer.status,
-        reason=answer.reason,
-        fix=answer.fix,
-        kind=answer.kind if is_ready else None,
-        device_type=answer.device_type or None,
-        device_count=answer.device_count if is_ready else 0,
-        distribution=plugin.distribution,
-        version=plugin.version,
-        module=plugin.module,
-        age_s=age_s,
-    )
+        name=plugin.name, status=answer.status, reason=answer.reason, fix=answer.fix,
+        kind=answer.kind if is_ready else None, device_type=answer.device_type or None,
+        device_count=answer.device_count if is_ready else 0, distribution=plugin.distribution,
+        version=plugin.version, module=plugin.module, age_s=age_s,
+    )  # fmt: skip
 
 
 def conflict(claimants: Sequence[Plugin]) -> str:

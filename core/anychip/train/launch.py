@@ -121,16 +121,10 @@ def raise_if_interrupted(failures: Mapping[int, ProcessFailure]) -> None:
 
 def _config(nproc: int, variables: Mapping[str, str]) -> LaunchConfig:
     return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        role="rank",
-        rdzv_backend=_Loopback.NAME,
-        local_addr=LOOPBACK,
-        max_restarts=0,
+        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, role="rank",
+        rdzv_backend=_Loopback.NAME, local_addr=LOOPBACK, max_restarts=0,
         logs_specs=_Terminal(variables),
-    )
+    )  # fmt: skip
 
 
 class _Loopback(StaticTCPRendezvous):

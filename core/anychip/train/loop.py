@@ -245,15 +245,10 @@ def _row(
     run: Run, loss: float, norm: float, result: StepResult, speed: float, measured: dict[str, Any]
 ) -> StepRecord:
     return StepRecord(
-        step=run.step,
-        loss=loss,
-        lr=float(result.lr),
-        grad_norm=None if result.grad_norm is None else norm,
-        tokens_per_s=speed,
-        loss_scale=result.loss_scale,
-        skipped=result.skipped,
-        **measured,
-    )
+        step=run.step, loss=loss, lr=float(result.lr), tokens_per_s=speed,
+        grad_norm=None if result.grad_norm is None else norm, loss_scale=result.loss_scale,
+        skipped=result.skipped, **measured,
+    )  # fmt: skip
 
 
 def _not_finite(run: Run, loss: float, norm: float, before: list[StepRecord], out: Path) -> str:

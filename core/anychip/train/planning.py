@@ -94,12 +94,9 @@ def plan(config: Config, chip: Backend, nproc: int | None = None, *more: Backend
         config.run.precision, chip, [precision.policy(config.run.precision, c).name for c in chips]
     )
     checks.check_stage(config.optimizer.stage)
-    checks.check_offload(
-        {"offload": in_text(config.optimizer.offload)},
-        config.optimizer.stage,
-        rule_of(config),
-        has_masters=False,
-    )
+    offload = {"offload": in_text(config.optimizer.offload)}
+    rule = rule_of(config)
+    checks.check_offload(offload, config.optimizer.stage, rule, has_masters=False)
     measured = [measured_rates(config, each) for each in chips]
     speeds = tuple(map(parallel.speed, chips, measured))
     model = draft(config, policy, speeds)
@@ -109,14 +106,9 @@ def plan(config: Config, chip: Backend, nproc: int | None = None, *more: Backend
         config, candidates = choose(config, model, sizes["data"], policy, limit)
     params = list(model.whole.parameters())
     return RunPlan(
-        config=config,
+        config=config, sizes=sizes, policy=policy, rates=measured[0], speeds=speeds,
         num_parameters=sum(param.numel() for param in params),
         num_trained=sum(param.numel() for param in params if param.requires_grad),
-        sizes=sizes,
-        policy=policy,
         arrangement=arrange(config, model, sizes["data"], policy),
-        candidates=tuple(candidates),
-        memory_limit=limit,
-        rates=measured[0],
-        speeds=speeds,
-    )
+        candidates=tuple(candidates), memory_limit=limit,
+    )  # fmt: skip

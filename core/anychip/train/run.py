@@ -171,20 +171,15 @@ def _whole(config: Config, fuse: models.Fuse | None) -> models.Decoder:
 
 def _loader(config: Config, chip: Backend, mesh: parallel.Mesh, texts: Texts) -> data.Loader:
     replicas = mesh.axis("data")
+    settings = config.data
     loader = data.Loader(
-        texts.tokens,
-        context=config.model.context,
-        batch_size=config.data.batch_size,
-        seed=config.run.seed,
-        device=chip.device(),
-        rank=replicas.rank,
-        world_size=replicas.world_size,
-        tokenizer=texts.tokenizer,
-        cross_document_targets=config.data.cross_document_targets,
-        shuffle_buffer=config.data.shuffle_buffer,
-        prefetch=config.data.prefetch,
+        texts.tokens, context=config.model.context, batch_size=settings.batch_size,
+        seed=config.run.seed, device=chip.device(), rank=replicas.rank,
+        world_size=replicas.world_size, tokenizer=texts.tokenizer, prefetch=settings.prefetch,
+        cross_document_targets=settings.cross_document_targets,
+        shuffle_buffer=settings.shuffle_buffer,
         pin=chip.memory.pinned if "pinned_memory" in chip.capabilities else None,
-    )
+    )  # fmt: skip
     if mesh.comm.world_size > 1:  # hosts have files of their own
         agree(mesh.comm, "tokens", loader.tokens.digest)
     return loader
@@ -206,9 +201,7 @@ def _held_out(config: Config, texts: Texts) -> data.HeldOut | None:
 
 def loss_reduction(config: Config) -> models.LossReduction:
     """Of a batch's loss: a mean, unless batches differ in their numbers of targets."""
-    if config.has_messages:
-        return "sum"
-    return "mean" if config.data.cross_document_targets else "sum"
+    return "mean" if config.data.cross_document_targets and not config.has_messages else "sum"
 
 
 def _cut(run: Run, whole: models.Decoder, chip: Backend) -> None:

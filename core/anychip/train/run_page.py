@@ -234,7 +234,8 @@ def stacked(run: RunRecord) -> Markup:
     """The time of each step by its parts, one on the other."""
     series = [thinned(_of(f"{name}_s")(run)) for name in PARTS]
     steps = [step for step, _ in series[0]]
-    tops = list(accumulate(([v for _, v in points] for points in series), _added))
+    values = ([value for _, value in points] for points in series)
+    tops = list(accumulate(values, lambda a, b: [x + y for x, y in zip(a, b, strict=True)]))
     # One slow step, as the first often is, must not press all others to the floor.
     high = min(max(tops[-1]), 3 * statistics.median(tops[-1]))
     plane, frame = _framed(0.0, high, steps, "seconds of a step by part")
@@ -245,10 +246,6 @@ def stacked(run: RunRecord) -> Markup:
         parts.append(svg.path(f"part {name}", inside, closed=True))
         below = top
     return svg.picture(f"{run.name}: seconds of a step by part", [*parts, *frame])
-
-
-def _added(one: list[float], other: list[float]) -> list[float]:
-    return [a + b for a, b in zip(one, other, strict=True)]
 
 
 def to_html(runs: Sequence[RunRecord]) -> str:

@@ -38,16 +38,11 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 VIEWS = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.t(),
-    "sliced": lambda x: x[1:, 2:5],
-    "columns": lambda x: x[:, ::2],
-    "expanded": lambda x: x[:1].expand(6, 8),
-    "diagonal": lambda x: x.diagonal(),
-    "empty": lambda x: x[:0],
-    "scalar": lambda x: x[2, 3],
+    "contiguous": lambda x: x, "transposed": lambda x: x.t(), "sliced": lambda x: x[1:, 2:5],
+    "columns": lambda x: x[:, ::2], "expanded": lambda x: x[:1].expand(6, 8),
+    "diagonal": lambda x: x.diagonal(), "empty": lambda x: x[:0], "scalar": lambda x: x[2, 3],
     "many_runs": lambda x: x.repeat(400, 1)[:, ::3],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -20,17 +20,10 @@ PAGE = Path(__file__).parents[3] / "docs" / "fusing.md"
 KINDS = ("norm", "activation", "rope", "attention", "loss")
 VOCABULARY, WIDTH, LAYERS, HEADS = 97, 64, 2, 4
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 112,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 112,
+    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 # What some call these sizes.
 GPT2 = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64}
 HEAD = {"head_dim": WIDTH // HEADS}

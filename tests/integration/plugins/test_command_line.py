@@ -31,19 +31,10 @@ def test_backends_as_json_keeps_to_the_documented_schema(fakes: Environment) -> 
     assert answer["problem"] is None
     assert [record["name"] for record in answer["backends"]] == ["absent", "bad", "cpu", "torch"]
     assert answer["backends"][2] == {
-        "name": "cpu",
-        "status": "ready",
-        "reason": "1 device",
-        "fix": None,
-        "kind": "host",
-        "device_type": "cpu",
-        "device_count": 1,
-        "distribution": "plugin-cpu",
-        "version": "1.0",
-        "module": "plugin_cpu",
-        "chosen": True,
-        "age_s": None,
-    }
+        "name": "cpu", "status": "ready", "reason": "1 device", "fix": None, "kind": "host",
+        "device_type": "cpu", "device_count": 1, "distribution": "plugin-cpu", "version": "1.0",
+        "module": "plugin_cpu", "chosen": True, "age_s": None,
+    }  # fmt: skip
     assert answer["decision"]["name"] == "cpu"
     assert answer["decision"]["asked_by"] == "automatic"
     assert [c["accepted"] for c in answer["decision"]["candidates"]] == [False, False, True, False]

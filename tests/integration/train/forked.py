@@ -164,17 +164,12 @@ def _rank(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if world_size > 1:
             os.environ |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "ANYCHIP_SECRET": "of the forked ranks",
-                "TORCHELASTIC_RUN_ID": "forked",
-                "TORCHELASTIC_RESTART_COUNT": "0",
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), "ANYCHIP_SECRET": "of the forked ranks",
+                "TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_RESTART_COUNT": "0",
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
-            }
+            }  # fmt: skip
         code = _run(args)
         # What is above closes all by itself; half a second of taking torch down is saved.
         atexit._run_exitfuncs()

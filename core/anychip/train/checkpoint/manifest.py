@@ -150,23 +150,17 @@ def write(
     for name, tensor in tensors.items():
         if not boxes.tile([stored.box for stored in tensor.stored], tensor.shape):
             raise RuntimeError(f"{name}: the ranks have not written every element exactly once")
+    used = {stored.file for tensor in tensors.values() for stored in tensor.stored}
     content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": step,
-        "anychip": anychip.__version__,
-        "torch": torch.__version__,
+        **{"format": FORMAT, "version": VERSION, "step": step},
+        **{"anychip": anychip.__version__, "torch": torch.__version__},
         "progress": progress._asdict(),
-        "files": {name: tensor_files[name]._asdict() for name in sorted(_used(tensors))},
+        "files": {name: tensor_files[name]._asdict() for name in sorted(used)},
         "tensors": {name: _written(tensors[name]) for name in sorted(tensors)},
     }
     folder.sync(path)  # the files' names are on the disk before the manifest that has them
     files.write(path / folder.MANIFEST, json.dumps(content) + "\n")
     folder.sync(path)
-
-
-def _used(tensors: Mapping[str, StoredTensor]) -> set[str]:
-    return {stored.file for tensor in tensors.values() for stored in tensor.stored}
 
 
 def _written(tensor: StoredTensor) -> dict[str, Any]:
@@ -231,14 +225,13 @@ def _parsed(found: Mapping[str, Any], digest: str) -> Manifest:
         return Manifest(WHOLE_TENSORS, found["step"], parts, {}, {}, digest)
     for name in found["files"]:
         schema.check(name, _NAME, "a name in manifest.json['files']")
-    tensor_files = {name: TensorFile(**_only(entry)) for name, entry in found["files"].items()}
+    tensor_files = {
+        name: TensorFile(**{key: entry[key] for key in _TENSOR_FILE})
+        for name, entry in found["files"].items()
+    }
     tensors = {n: _tensor(n, entry, tensor_files) for n, entry in found["tensors"].items()}
     progress = {"progress": _file(found["progress"])}
     return Manifest(VERSION, found["step"], progress, tensor_files, tensors, digest)
-
-
-def _only(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: entry[key] for key in _TENSOR_FILE}
 
 
 def _tensor(name: str, entry: Mapping[str, Any], among: Mapping[str, TensorFile]) -> StoredTensor:

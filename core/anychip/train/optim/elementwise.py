@@ -62,19 +62,10 @@ def write(
     """Calls an operator that updates the group; None is a state that it does without."""
     if not group.params:
         return
-    operator(
-        group.params,
-        group.grads,
-        *([] if name is None else group.state[name] for name in states),
-        rate_of(group),
-        group.step,
-        step.scale,
-        step.clip,
-        step.found_inf,
-        group.low_precision,
-        *others,
-        **attributes,
-    )
+    given = [[] if name is None else group.state[name] for name in states]
+    scalars = (rate_of(group), group.step, step.scale, step.clip, step.found_inf)
+    low = group.low_precision
+    operator(group.params, group.grads, *given, *scalars, low, *others, **attributes)
 
 
 class _States(NamedTuple):

@@ -68,10 +68,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     One stage per rank; stage s keeps the activations of at most ``min(microbatches, ranks - s)``
     microbatches.
     """
-    _check_sizes(ranks, microbatches, 1)
-    return Schedule(
-        tuple(_alternate(ranks, microbatches, 1, rank, hops=1) for rank in range(ranks))
-    )
+    return _alternating(ranks, microbatches, 1, hops=1)
 
 
 def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> Schedule:
@@ -80,10 +77,7 @@ def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> Schedule:
     Raises:
         ValueError: the microbatches do not make rounds of one length, of about one per rank.
     """
-    _check_sizes(ranks, microbatches, virtual)
-    return Schedule(
-        tuple(_alternate(ranks, microbatches, virtual, rank, hops=2) for rank in range(ranks))
-    )
+    return _alternating(ranks, microbatches, virtual, hops=2)
 
 
 def zero_bubble(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
@@ -94,13 +88,17 @@ def zero_bubble(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     Raises:
         ValueError: as :func:`interleaved`.
     """
+    return _alternating(ranks, microbatches, virtual, hops=1, puts_off=True)
+
+
+def _alternating(
+    ranks: int, microbatches: int, virtual: int, *, hops: int, puts_off: bool = False
+) -> Schedule:
     _check_sizes(ranks, microbatches, virtual)
-    return Schedule(
-        tuple(
-            _alternate(ranks, microbatches, virtual, rank, hops=1, late=rank)
-            for rank in range(ranks)
-        )
-    )
+    lates = range(ranks) if puts_off else (None,) * ranks
+    rows = (_alternate(ranks, microbatches, virtual, rank, hops=hops, late=late)
+            for rank, late in enumerate(lates))  # fmt: skip
+    return Schedule(tuple(rows))
 
 
 def _alternate(

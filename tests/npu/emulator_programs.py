@@ -365,17 +365,6 @@ def reduce_twice_with_child() -> None:
     reduce_twice(1)
 
 
-def timed_reduce() -> None:
-    """How long one sum takes once the ranks have met, and whether it is right."""
-    _, ranks = rank_and_ranks()
-    x = torch.ones(4, device="npu")
-    start = time.monotonic()
-    torch.distributed.all_reduce(x)
-    is_right = x.cpu()[0].item() == ranks
-    print(time.monotonic() - start, is_right)
-    torch.distributed.destroy_process_group()
-
-
 def multiply_int16() -> None:
     """A product of 16-bit integers, which HCCL's reference does not list."""
     # torch_npu's own thread may not have told of the refusal yet when the device is waited for.

@@ -6,7 +6,7 @@ pytest.importorskip("torch")
 pytest.importorskip("torch_npu")
 
 from tests.npu import emulator_programs as programs
-from tests.npu.emulator_process import run, run_ranks
+from tests.npu.emulator_process import run
 
 CORE_EXCEPTION, LOST = "error code is 507015", "error code is 507010"
 
@@ -74,32 +74,6 @@ def test_device_lost_later_than_the_work_is_not_noticed() -> None:
     lines = run(programs.forty_additions, LOSE_DEVICE_AFTER=1000).checked().out.splitlines()
 
     assert lines == ["no error"] * 4
-
-
-def test_link_down_ends_every_rank_within_the_timeout() -> None:
-    ended = run_ranks(programs.reduce_twice, 2, LINK_DOWN=1, LINK_TIMEOUT_S=2, timeout_s=60)
-
-    waiting, down = (one.checked().out for one in ended)
-    # Whoever was late to it finds that the other has given up and gone.
-    assert "HcclAllReduce: not done within 2 s" in waiting or "rank 1 ended" in waiting
-    assert "emulated fault: the link of rank 1 is down" in down
-
-
-def test_slow_rank_is_waited_for() -> None:
-    ended = run_ranks(programs.timed_reduce, 2, SLOW_RANK="1:400")
-
-    for one in ended:
-        seconds, is_right = one.checked().out.split()
-        assert float(seconds) >= 0.4
-        assert is_right == "True"
-
-
-def test_dead_rank_is_reported_by_the_other_and_named() -> None:
-    living, dead = run_ranks(programs.reduce_twice, 2, 1, LINK_TIMEOUT_S=60)
-
-    assert dead.code == -9
-    assert living.checked().out.startswith("True RuntimeError")
-    assert "HcclAllReduce: rank 1 ended" in living.out
 
 
 def test_dead_rank_that_nobody_has_waited_for_is_reported_too() -> None:

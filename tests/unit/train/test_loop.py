@@ -15,7 +15,6 @@ import torch
 
 import anychip
 from anychip.train import config, files, loop, report
-from anychip.train.checkpoint import writing
 from anychip.train.interruption import Interrupted, Interruption
 from anychip.train.loop import TrainingError
 from anychip.train.report import StepRecord
@@ -273,24 +272,6 @@ def test_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         loop.train(_build(), tmp_path, interrupt_twice)
     assert not isinstance(caught.value, Interrupted)
-
-
-def test_full_disk_in_mid_run_keeps_the_checkpoint_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = writing.write_values
-
-    def full(folder: Path, part: str, values: object) -> object:
-        if (folder / "manifest.json").exists():
-            raise OSError(28, "No space left on device")
-        return real(folder, part, values)
-
-    monkeypatch.setattr(writing, "write_values", full)
-    with pytest.raises(OSError, match="checkpoint of step 6 was not written; the one before"):
-        loop.train(_build(), tmp_path, _nothing)
-    run = _build()
-    loop.restore(run, tmp_path)
-    assert run.step == 3
 
 
 def test_finish_leaves_sample_plot_and_provenance(tmp_path: Path) -> None:

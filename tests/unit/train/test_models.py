@@ -18,9 +18,8 @@ from anychip.train.models import (
     generate,
     parameter_groups,
 )
+from tests.unit.fusion.parity import UNIT, relative, scramble
 from tests.unit.train import plain_decoders
-
-UNIT = 2.0**-24
 
 # Small, with what is easily got wrong: one head and several, a sequence shorter than the context,
 # sizes that are no power of two, every kind of head grouping.
@@ -70,16 +69,6 @@ def leaves(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
     return state
 
 
-def scramble(model: Decoder) -> None:
-    """Weights of the order of 1 / sqrt(width), so that every term matters for the gradients."""
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.dim() == 2:
-                param.normal_(std=1.0 / math.sqrt(param.shape[1]))
-            else:
-                param.add_(0.3 * torch.randn_like(param))
-
-
 def gradient_bound(config: GPTConfig | LlamaConfig) -> float:
     """Bound of ||g - g64|| / ||g64|| for one float32 evaluation.
 
@@ -90,10 +79,6 @@ def gradient_bound(config: GPTConfig | LlamaConfig) -> float:
     """
     longest = max(4 * config.width, config.context, config.vocab_size)
     return 2 * math.sqrt(14 * (config.layers + 1) * longest) * UNIT
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
 
 
 def test_decoder_loss_and_gradients_equal_plain_torch(config: GPTConfig | LlamaConfig) -> None:

@@ -1,16 +1,14 @@
 """Is a decoder of any make cut by the parts that it states, and by nothing else?"""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from anychip.comm.threads import run_ranks
-from anychip.contract import Communicator
 from anychip.train.models.decoder import Decoder, Parts
-from anychip.train.parallel import Pipeline, make_stage, merge, num_layers, one_f_one_b
+from anychip.train.parallel import make_stage, merge, num_layers, one_f_one_b
+from tests.unit.train.parallel.test_pipeline import pipelined, serial
 
 VOCAB, WIDTH, LENGTH = 11, 4, 6
 LAYERS = 4
@@ -76,56 +74,23 @@ def tiny(*, tied: bool = False) -> Tiny:
     return Tiny(tied=tied)
 
 
-def batches() -> Tensor:
-    """(steps, 2, rows, LENGTH): tokens and targets of five steps."""
-    return torch.randint(VOCAB, (5, 2, 4, LENGTH), generator=torch.Generator().manual_seed(3))
+BATCHES = torch.randint(VOCAB, (5, 2, 4, LENGTH), generator=torch.Generator().manual_seed(3))
+"""(steps, 2, rows, LENGTH): tokens and targets of five steps."""
 
 
 def trained(model: Decoder, cut: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses, and the merged state dict, of two stages with ``cut`` layers in the first."""
-    models = [copy.deepcopy(model) for _ in range(2)]
-
-    def work(comm: Communicator) -> tuple[list[float], dict[str, Tensor]]:
-        layers = range(cut) if comm.rank == 0 else range(cut, LAYERS)
-        stage = make_stage(models[comm.rank], layers)
-        pipeline = Pipeline(stage, comm, one_f_one_b(2, 2), tied=stage.tied)
-        optimizer, losses = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9), []
-        for tokens, targets in batches():
-            loss = pipeline.run(tokens, targets)
-            assert loss is not None
-            losses.append(float(loss))
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses, stage.state_dict()
-
-    (losses, first), (again, last) = run_ranks(2, work)
+    parts = range(cut), range(cut, LAYERS)
+    (losses, first), (again, last) = pipelined(model, one_f_one_b(2, 2), BATCHES, parts)
     assert losses == again
     return losses, merge([first, last])
-
-
-def whole(model: Decoder) -> list[float]:
-    """The oracle: plain autograd of the model as it is, two microbatches a step."""
-
-    def work(comm: Communicator) -> list[float]:
-        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
-        for tokens, targets in batches():
-            parts = []
-            for x, y in zip(tokens.chunk(2), targets.chunk(2), strict=True):
-                parts.append(model(x, y) / 2)
-                parts[-1].backward()
-            losses.append(float(sum(part.detach() for part in parts)))
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    return run_ranks(1, work)[0]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_decoder_of_another_make_on_two_stages_has_the_bits_of_the_whole(cut: int) -> None:
     model = tiny()
     losses, state = trained(model, cut)
-    assert losses == whole(model)
+    assert losses == serial(model, 2, BATCHES)
     assert state.keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():
         assert torch.equal(state[name], value), name
@@ -142,7 +107,7 @@ def test_tie_below_and_above_is_found_by_the_parameter_and_shares_nothing_after(
     losses, state = trained(model, 2)
     assert torch.equal(state["words.weight"], state["top.out.weight"])
     # The two uses are added up in another order: each gradient differs by a few roundings.
-    assert losses == pytest.approx(whole(model), rel=1e-5)
+    assert losses == pytest.approx(serial(model, 2, BATCHES), rel=1e-5)
 
 
 def test_parameter_that_no_part_or_two_blocks_have_is_refused_by_its_name() -> None:

@@ -302,8 +302,9 @@ def test_split_backward_refuses_a_hook_that_would_see_parts() -> None:
         run_ranks(1, work)
 
 
-def test_evaluate_over_several_stages_gives_the_loss_of_run() -> None:
-    model, schedule = whole(LLAMA), make_schedule("zbv", 2, 4, virtual=2)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv"])
+def test_evaluate_gives_the_loss_of_run_and_no_gradients(name: str) -> None:
+    model, schedule = whole(LLAMA), make_schedule(name, 2, 4, virtual=SCHEDULES[name])
 
     def work(comm: Communicator) -> tuple[Any, Any]:
         stages = stages_of(copy.deepcopy(model), schedule, comm.rank)
@@ -314,6 +315,7 @@ def test_evaluate_over_several_stages_gives_the_loss_of_run() -> None:
 
     for loss, again in run_ranks(2, work):
         assert torch.equal(loss, again)
+        assert loss.item() == pytest.approx(model(*batch(8)).item(), rel=1e-6)
 
 
 def test_stages_on_one_rank_hand_on_without_a_message() -> None:
@@ -354,12 +356,15 @@ def test_measured_timeline_of_rows_of_unequal_length_has_every_computation() -> 
         pipeline = Pipeline(
             stages, comm, schedule, loss_fn=lambda y, t: (y - t).mean(), measure=lambda: None
         )
+        with pytest.raises(RuntimeError, match="measure, and call run"):
+            pipeline.timeline()
         pipeline.run(torch.ones(5, 3), torch.zeros(5, 3))
         return pipeline.timeline()
 
     one, two = run_ranks(2, work)
     assert one == two
     assert tuple(tuple(s.action for s in row) for row in one.rows) == schedule.unpaired().rows
+    assert one.peak_in_flight == simulate(schedule).peak_in_flight
     for row in one.rows:
         times = [time for span in row for time in span[1:]]
         assert times == sorted(times)
@@ -529,11 +534,3 @@ def test_gradients_of_a_stage_are_reduced_at_its_last_backward() -> None:
     for calls in run_ranks(2, work):
         text = " ".join(calls)
         assert text == " ".join([*["backward"] * 5, late, "backward", early, *["backward"] * 8])
-
-
-def test_pipeline_given_another_number_of_stages_is_refused() -> None:
-    def work(comm: Communicator) -> None:
-        with pytest.raises(ValueError, match=r"gives rank \d 2 stages, got 1"):
-            Pipeline(nn.Linear(3, 3), comm, make_schedule("zbv", 2, 4, virtual=2))
-
-    run_ranks(2, work)

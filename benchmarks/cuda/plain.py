@@ -32,7 +32,7 @@ def gpt_loss(params: Params, config: GPTConfig, tokens: Tensor, targets: Tensor)
         inner = _linear(params, f"{p}.mlp.c_fc", _layer_norm(params, f"{p}.ln_2", x))
         x = x + _linear(params, f"{p}.mlp.c_proj", functional.gelu(inner, approximate="tanh"))
     logits = functional.linear(_layer_norm(params, "transformer.ln_f", x), embedding)
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return _mean_loss(logits, targets)
 
 
 def llama_loss(params: Params, config: LlamaConfig, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def llama_loss(params: Params, config: LlamaConfig, tokens: Tensor, targets: Ten
     x = params["model.embed_tokens.weight"][tokens]
     batch, length, width = x.shape
     dim = width // config.heads
-    cos, sin = _angles(length, dim, config.rope_base, x.device)
+    cos, sin = _angles(length, dim, config.rope_base, x)
     for layer in range(config.layers):
         p = f"model.layers.{layer}"
         normed = _rms_norm(params, f"{p}.input_layernorm", x, config.norm_eps)
@@ -58,7 +58,16 @@ def llama_loss(params: Params, config: LlamaConfig, tokens: Tensor, targets: Ten
         inner = gate * _linear(params, f"{p}.mlp.up_proj", normed)
         x = x + _linear(params, f"{p}.mlp.down_proj", inner)
     logits = _linear(params, "lm_head", _rms_norm(params, "model.norm", x, config.norm_eps))
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return _mean_loss(logits, targets)
+
+
+def _at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    wide = logits.flatten(0, 1).to(_at_least_float32(logits))
+    return functional.cross_entropy(wide, targets.flatten())
 
 
 def _linear(params: Params, name: str, x: Tensor) -> Tensor:
@@ -74,9 +83,10 @@ def _rms_norm(params: Params, name: str, x: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), params[f"{name}.weight"], eps)
 
 
-def _angles(length: int, dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    rates = base ** -(torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
-    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * rates
+def _angles(length: int, dim: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    device, dtype = like.device, _at_least_float32(like)
+    rates = base ** -(torch.arange(0, dim, 2, device=device, dtype=dtype) / dim)
+    angle = torch.arange(length, device=device, dtype=dtype)[:, None] * rates
     return angle.cos(), angle.sin()
 
 

@@ -14,18 +14,16 @@ build of their own, with TSan a third of the samples; ``ANYCHIP_SLICE=all`` runs
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from anychip import operators
-from tests import budgets, slices
+from tests import budgets, logs, slices
 from tests.cuda_emulated import sanitizers
 
 ROOT = Path(__file__).parents[2]
@@ -35,10 +33,6 @@ UNIT_TESTS = "tests/unit/backends_cuda"
 MODULE = f"csrc/cuda/_emu{sysconfig.get_config_var('EXT_SUFFIX')}"
 LEAST_COVERED_LINES = 95
 """Percent of the kernels' lines that the unit tests must run."""
-
-
-class StepError(Exception):
-    """A command of a step failed."""
 
 
 class Step(NamedTuple):
@@ -54,33 +48,12 @@ class Step(NamedTuple):
     alone: bool = False
 
 
-class Log:
+class Log(logs.Log):
     """Runs the commands of one step, and keeps what they print."""
 
     def __init__(self, name: str, jobs: int) -> None:
-        LOGS.mkdir(parents=True, exist_ok=True)
-        self.path, self.jobs = LOGS / f"{name}.txt", jobs
-        self.path.write_text("")
-
-    def command(self, *words: str | Path, env: Mapping[str, str] | None = None) -> None:
-        """Runs a command at the root.
-
-        Raises:
-            StepError: it did not end with 0.
-        """
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        with self.path.open("a") as file:
-            file.write(f"$ {' '.join(map(str, words))}\n")
-            file.flush()
-            done = subprocess.run(
-                [str(word) for word in words],
-                cwd=ROOT,
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-        if done.returncode != 0:
-            raise StepError(f"ended with {done.returncode}: {' '.join(map(str, words[:4]))} ...")
+        super().__init__(LOGS / f"{name}.txt")
+        self.jobs = jobs
 
     def tests(self, folder: Path, order: str, *words: str, **env: str) -> None:
         """The kernels' unit tests on the module of a build folder, in an order of threads."""
@@ -131,7 +104,7 @@ def conformance(log: Log) -> None:
     words = slices.suite_words(slices.chosen(), family, report)
     try:
         log.command(anychip, "conformance", "--backend", "cuda-emulated", *words)
-    except StepError:
+    except logs.CommandError:
         slices.remember(slices.operators_that_failed(family, report))
         raise
 
@@ -275,7 +248,7 @@ def try_step(step: Step, jobs: int) -> tuple[str | None, float]:
     log, problem = Log(step.name, jobs), None
     try:
         step.run(log)
-    except StepError as error:
+    except logs.CommandError as error:
         problem = str(error)
     took = time.monotonic() - start
     print(
@@ -303,7 +276,7 @@ def main() -> int:
     start = time.monotonic()
     try:
         build_all(only, given.jobs)
-    except StepError as error:
+    except logs.CommandError as error:
         print(f"FAILED to build: {error}; see {LOGS.relative_to(ROOT)}")
         return 1
     built = time.monotonic() - start

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests import budgets, slices
-from tests.npu.environment import BUILD, ROOT, CommandError, Environment, Log, pinned
+from tests.logs import CommandError, Log
+from tests.npu.environment import BUILD, ROOT, Environment, pinned
 
 FAMILY, REPORT = "npu/conformance", BUILD / "npu_logs" / "conformance.json"
 """Of the operators that the conformance suite asks about, and where its report goes."""

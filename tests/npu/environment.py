@@ -11,9 +11,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.logs import Log
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
@@ -24,42 +26,6 @@ TORCH_AND_ITS_NEEDS = re.compile(r"(torch|setuptools|triton|cuda-\w+|nvidia-.*)=
 TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 KEPT = 4
 """How many builds of the emulator the person's cache holds."""
-
-
-class CommandError(Exception):
-    """A command ended with another status than 0."""
-
-
-class Log:
-    """Runs commands at the root, and keeps what they print."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
-        self.path = path
-
-    def command(self, *words: str | Path, env: Mapping[str, str] | None = None) -> None:
-        """Runs a command.
-
-        Raises:
-            CommandError: it did not end with 0.
-        """
-        with self.path.open("a") as file:
-            file.write(f"$ {' '.join(map(str, words))}\n")
-            file.flush()
-            done = subprocess.run(
-                [str(word) for word in words],
-                cwd=ROOT,
-                env={**os.environ, **(env or {})},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-        if done.returncode != 0:
-            raise CommandError(f"ended with {done.returncode}: {' '.join(map(str, words[:4]))} ...")
-
-    def end(self, lines: int = 40) -> str:
-        """The last lines, for a person to read."""
-        return "\n".join(f"  | {line}" for line in self.path.read_text().splitlines()[-lines:])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,6 @@ from benchmarks.cuda import (
     edges,
     host_cost,
     optimizer,
-    plain,
     rates,
     training,
 )
@@ -266,24 +265,6 @@ def test_streams_and_graphs_are_compared_with_a_plain_call(cpu: Backend) -> None
 
 
 # The plain decoders, and the rest of the training stage
-
-
-@pytest.mark.parametrize("name", list(training.TINY))
-def test_plain_decoder_has_the_loss_and_gradients_of_ours(name: str, cpu: Backend) -> None:
-    setting = training.TINY[name]
-    torch.manual_seed(3)
-    config: Any = setting.config
-    model = training.GPT(config) if name == "gpt" else training.Llama(config)
-    tokens, targets = training.batch(setting, torch.device("cpu"))
-    ours = model(tokens, targets)
-    loss: Any = plain.gpt_loss if name == "gpt" else plain.llama_loss
-    theirs = loss(dict(model.named_parameters()), config, tokens, targets)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    params = list(model.parameters())
-    for got, want in zip(
-        torch.autograd.grad(ours, params), torch.autograd.grad(theirs, params), strict=True
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
 
 
 def test_flops_of_a_step_are_those_of_the_formula() -> None:

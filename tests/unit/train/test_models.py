@@ -18,8 +18,8 @@ from anychip.train.models import (
     generate,
     parameter_groups,
 )
+from benchmarks.cuda import plain
 from tests.unit.fusion.parity import UNIT, relative, scramble
-from tests.unit.train import plain_decoders
 
 # Small, with what is easily got wrong: one head and several, a sequence shorter than the context,
 # sizes that are no power of two, every kind of head grouping.
@@ -51,11 +51,8 @@ def batch(config: GPTConfig | LlamaConfig, rows: int = 3) -> tuple[Tensor, Tenso
 
 
 def plain_loss(config: GPTConfig | LlamaConfig) -> Callable[..., Tensor]:
-    if isinstance(config, GPTConfig):
-        return lambda state, x, y: plain_decoders.gpt_loss(state, config.heads, config.layers, x, y)
-    return lambda state, x, y: plain_decoders.llama_loss(
-        state, config.heads, config.kv_heads, config.layers, x, y
-    )
+    loss: Any = plain.gpt_loss if isinstance(config, GPTConfig) else plain.llama_loss
+    return lambda state, x, y: loss(state, config, x, y)
 
 
 def leaves(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -163,25 +163,6 @@ def test_autocast_lowers_products_and_widens_sums(chip: Library, device: torch.d
     assert x.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", ["conv1d", "conv2d", "transposed", "groups"])
-def test_convolutions_equal_the_hosts(device: torch.device, kind: str) -> None:
-    torch.manual_seed(0)
-    made = {
-        "conv1d": lambda: (nn.Conv1d(4, 6, 3), (2, 4, 9)),
-        "conv2d": lambda: (nn.Conv2d(4, 6, 3, stride=2, padding=1), (2, 4, 9, 9)),
-        "transposed": lambda: (nn.ConvTranspose2d(4, 6, 3, 2, output_padding=1), (2, 4, 5, 5)),
-        "groups": lambda: (nn.Conv2d(4, 8, 3, groups=2, bias=False), (1, 4, 6, 6)),
-    }
-    layer, shape = made[kind]()
-    there, x = copy.deepcopy(layer).to(device), torch.randn(shape)
-    y = x.to(device).requires_grad_()
-    x.requires_grad_()
-    layer(x).square().sum().backward()
-    there(y).square().sum().backward()
-    for a, b in zip([y, *there.parameters()], [x, *layer.parameters()], strict=True):
-        torch.testing.assert_close(a.grad.cpu(), b.grad)
-
-
 @pytest.mark.parametrize("how", ["foreach", "fused", "for_loop"])
 def test_training_a_layer_equals_the_host(device: torch.device, how: str) -> None:
     """Its loss: keys' biases have gradients of rounding alone, and AdamW makes steps of those."""

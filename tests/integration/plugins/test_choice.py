@@ -78,13 +78,9 @@ def test_choose_named_leaves_the_others_alone_and_says_so(fakes: Environment) ->
     assert candidates["one"]["accepted"]
     assert candidates["one"]["distribution"] == "plugin-one"
     assert candidates["two"] == {
-        "name": "two",
-        "accepted": False,
-        "why": "not asked for",
-        "status": None,
-        "distribution": "plugin-two",
-        "version": "1.0",
-    }
+        "name": "two", "accepted": False, "why": "not asked for", "status": None,
+        "distribution": "plugin-two", "version": "1.0",
+    }  # fmt: skip
 
 
 def test_choose_automatic_records_every_candidate_with_its_reason(fakes: Environment) -> None:

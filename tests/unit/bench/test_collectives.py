@@ -22,13 +22,9 @@ def test_bench_collectives_measures_every_call_at_every_size(
     assert len(rows) == 2 * (len(CALLS) - 2) + 1
     large = [row for row in report.rows if row.facts["bytes"] == 1 << 20]
     assert {row.name.split()[0]: row.facts["wire B"] >> 20 for row in large} == {
-        "all_reduce": 2,
-        "reduce_scatter": 1,
-        "all_gather": 1,
-        "broadcast": 1,
-        "all_to_all": 1,
+        "all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1, "all_to_all": 1,
         "send": 1,
-    }
+    }  # fmt: skip
     for row in large:
         # Other programs may send as well: only less would be wrong. gloo scatters twice as much.
         assert row.facts["ours x wire"] >= 0.99, row.name

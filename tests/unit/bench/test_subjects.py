@@ -73,13 +73,9 @@ def test_bench_dispatch_leaves_threads_and_policy_as_they_were() -> None:
 @pytest.mark.parametrize("name", operators._cases())
 def test_bench_ops_has_a_row_per_direction(name: str) -> None:
     report = operators.run(
-        anychip.backend(),
-        rounds=3,
-        progress=lambda _: None,
-        names=(name,),
-        dtype=torch.bfloat16,
+        anychip.backend(), rounds=3, progress=lambda _: None, names=(name,), dtype=torch.bfloat16,
         compiled=False,
-    )
+    )  # fmt: skip
     directions = 1 if registered()[name].gradient is None else 2
     assert [row.name.split()[0] for row in report.rows] == [name] * directions
     ours = r"cpu \((native|mapped)\)"
@@ -125,12 +121,9 @@ def test_bench_ops_names_the_row_that_a_pack_displaced_and_how_much_faster_it_wa
     with installation() as install:
         install(table)
         report = operators.run(
-            anychip.backend(),
-            rounds=3,
-            progress=lambda _: None,
-            names=("gelu", "swiglu"),
+            anychip.backend(), rounds=3, progress=lambda _: None, names=("gelu", "swiglu"),
             compiled=False,
-        )
+        )  # fmt: skip
     alone, both, *others = report.rows
     own = str(alone.facts["displaced"])
     assert own in ("cpu (native)", "cpu (mapped)")

@@ -50,12 +50,9 @@ def test_what_is_missing_is_said_by_rank_0_alone(
     def meet(rank: int) -> None:
         place = Launched(rank, 2, "127.0.0.1", 1, False)
         settings = {
-            "is_one_machine": True,
-            "interface": None,
-            "secret": secret,
-            "flight_record": None,
+            "is_one_machine": True, "interface": None, "secret": secret, "flight_record": None,
             "host_transport": None,
-        }
+        }  # fmt: skip
         rendezvous(lambda: place, timeout_s=1.0, **settings)
 
     with pytest.warns(RuntimeWarning, match=said) as warned:

@@ -35,7 +35,7 @@ def test_signature_of_every_operator_agrees_with_its_schema(name: str) -> None:
 
 def test_signature_is_the_typed_one() -> None:
     assert str(inspect.signature(ops.rms_norm)) == (
-        "(x: 'Tensor', weight: 'Tensor', *, eps: 'float' = 1e-06) -> 'Tensor'"
+        "(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-06) -> torch.Tensor"
     )
 
 

@@ -34,12 +34,9 @@ def test_report_as_json_names_every_module() -> None:
     found = json.loads(json.dumps(report.to_json()))
     assert (found["schema"], found["before"]) == (1, 0)
     assert found["replaced"][1] == {
-        "path": "1",
-        "kind": "activation",
-        "source": "GatedMLP",
-        "operator": "swiglu",
+        "path": "1", "kind": "activation", "source": "GatedMLP", "operator": "swiglu",
         "unless": "other dtypes",
-    }
+    }  # fmt: skip
     assert [entry["path"] for entry in found["left"]] == ["1.w1", "1.w3", "1.w2", "4"]
     assert repr(report) == f"FusionReport({json.dumps(found)})"
 

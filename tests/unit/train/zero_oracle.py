@@ -151,14 +151,9 @@ def sharded(
         model = models[comm.rank]
         options: dict[str, Any] = {"units": units_of(model)} | more
         opt = zero.Optimizer(
-            model,
-            rule(),
-            comm,
-            stage=stage,
-            bucket_nbytes=bucket_nbytes,
-            reduction=reduction,
+            model, rule(), comm, stage=stage, bucket_nbytes=bucket_nbytes, reduction=reduction,
             **options,
-        )
+        )  # fmt: skip
         if state is not None:
             opt.load_state_dict(state)
         norms = []

@@ -24,7 +24,7 @@ from anychip import OperatorTable, ops
 from tests.unit.dispatch.calls import DIFFERENTIABLE, SPECS, tensors
 from tests.unit.dispatch.tables import installation
 
-Case = tuple[str, list[tuple[Tensor, int | None]], dict[str, Any], bool]
+Case = tuple[list[tuple[Tensor, int | None]], dict[str, Any], bool]
 
 
 def spies() -> OperatorTable:
@@ -48,7 +48,7 @@ def spies() -> OperatorTable:
 
 
 def cases() -> dict[str, Case]:
-    """Operator, arguments with the dim they are split along, attributes, whether bits are equal."""
+    """By operator: arguments and the dims they are split along, attributes, are bits equal?"""
     torch.manual_seed(0)
     x, w, b = torch.randn(8, 6, 16), torch.randn(16), torch.randn(16)
     up, down = torch.randn(12, 16), torch.randn(16, 6, 16)
@@ -62,40 +62,30 @@ def cases() -> dict[str, Case]:
     total = {"reduction": "sum"}
     others = fused_cases() | packed_cases() | channel_cases() | random_cases()
     return others | {
-        "rms_norm/rows": ("rms_norm", [(x, 0), (w, None)], {}, True),
-        "rms_norm/second dim": ("rms_norm", [(x, 1), (w, None)], {}, True),
-        "rms_norm/last dim is gathered": ("rms_norm", [(x, 2), (w, 0)], {}, True),
-        "rms_norm/uneven": ("rms_norm", [(x[:7], 0), (w, None)], {}, True),
-        "layer_norm/rows": ("layer_norm", [(x, 0), (w, None), (b, None)], {}, True),
-        "layer_norm/no bias": ("layer_norm", [(x, 1), (w, None)], {}, True),
-        "gelu/last dim": ("gelu", [(x, 2)], {}, True),
-        "swiglu/rows": ("swiglu", [(x, 0), (x * 2, 0)], {}, True),
-        "swiglu/mixed": ("swiglu", [(x, 0), (x * 2, None)], {}, True),
-        "linear/rows": ("linear", [(x, 0), (up, None), (bias, None)], {}, False),
-        "linear/column": ("linear", [(x, None), (up, 0), (bias, 0)], {}, False),
-        "linear/row": ("linear", [(x, 2), (up, 1)], {"out_dtype": torch.float32}, False),
-        "linear/no bias": ("linear", [(down, 0), (up, None)], {}, False),
-        "embedding/indices": ("embedding", [(index, 0), (up, None)], {}, True),
-        "cross_entropy/sum": ("cross_entropy", [(logits, 0), (target, 0)], total, False),
-        "cross_entropy/mean": ("cross_entropy", [(logits, 0), (target, 0)], {}, False),
-        "cross_entropy/none": (
-            "cross_entropy",
-            [(logits, 0), (target, 0)],
-            {"reduction": "none"},
-            True,
-        ),
-        "rope/batch": ("rope", [(q, 0), (k, 0), (cos, None), (sin, None)], {}, True),
-        "rope/heads": ("rope", [(q, 2), (k, 2), (cos, None), (sin, None)], {}, True),
-        "rope/positions": ("rope", [(q, 1), (k, 1), (cos, 0), (sin, 0)], {}, True),
-        "attention/batch": ("attention", [(q, 0), (k, 0), (v, 0)], {"causal": True}, False),
-        "attention/heads": ("attention", [(q, 2), (k, 2), (v, 2)], {"causal": True}, False),
+        "rms_norm/rows": ([(x, 0), (w, None)], {}, True),
+        "rms_norm/second dim": ([(x, 1), (w, None)], {}, True),
+        "rms_norm/last dim is gathered": ([(x, 2), (w, 0)], {}, True),
+        "rms_norm/uneven": ([(x[:7], 0), (w, None)], {}, True),
+        "layer_norm/rows": ([(x, 0), (w, None), (b, None)], {}, True),
+        "layer_norm/no bias": ([(x, 1), (w, None)], {}, True),
+        "gelu/last dim": ([(x, 2)], {}, True),
+        "swiglu/rows": ([(x, 0), (x * 2, 0)], {}, True),
+        "swiglu/mixed": ([(x, 0), (x * 2, None)], {}, True),
+        "linear/rows": ([(x, 0), (up, None), (bias, None)], {}, False),
+        "linear/column": ([(x, None), (up, 0), (bias, 0)], {}, False),
+        "linear/row": ([(x, 2), (up, 1)], {"out_dtype": torch.float32}, False),
+        "linear/no bias": ([(down, 0), (up, None)], {}, False),
+        "embedding/indices": ([(index, 0), (up, None)], {}, True),
+        "cross_entropy/sum": ([(logits, 0), (target, 0)], total, False),
+        "cross_entropy/mean": ([(logits, 0), (target, 0)], {}, False),
+        "cross_entropy/none": ([(logits, 0), (target, 0)], {"reduction": "none"}, True),
+        "rope/batch": ([(q, 0), (k, 0), (cos, None), (sin, None)], {}, True),
+        "rope/heads": ([(q, 2), (k, 2), (cos, None), (sin, None)], {}, True),
+        "rope/positions": ([(q, 1), (k, 1), (cos, 0), (sin, 0)], {}, True),
+        "attention/batch": ([(q, 0), (k, 0), (v, 0)], {"causal": True}, False),
+        "attention/heads": ([(q, 2), (k, 2), (v, 2)], {"causal": True}, False),
         # 12 and 3 heads on two ranks: shards of 6, and of 2 and 1, which do not belong together
-        "attention/uneven heads": (
-            "attention",
-            [(wide_q, 2), (odd_k, 2), (odd_k + 1, 2)],
-            {},
-            False,
-        ),
+        "attention/uneven heads": ([(wide_q, 2), (odd_k, 2), (odd_k + 1, 2)], {}, False),
     }
 
 
@@ -106,29 +96,24 @@ def fused_cases() -> dict[str, Case]:
     visible, visible_by_row = torch.rand(6, 16) < 0.7, torch.rand(8, 1, 16) < 0.7
     seen = (torch.ones(16, dtype=torch.bool), None)
     return {
-        "add_rms_norm/rows": ("add_rms_norm", [(x, 0), (x * 2, 0), (w, None)], {}, True),
-        "add_rms_norm/mixed": ("add_rms_norm", [(x, 1), (x * 2, None), (w, None)], {}, True),
-        "add_layer_norm/rows": (
-            "add_layer_norm",
-            [(x, 0), (x * 2, 0), (w, None), (b, None)],
-            {},
-            True,
-        ),
-        "add_layer_norm/no bias": ("add_layer_norm", [(x, 1), (x * 2, 1), (w, None)], {}, True),
-        "bias_gelu/rows": ("bias_gelu", [(x, 0), (b, None)], {}, True),
-        "bias_gelu/last dim": ("bias_gelu", [(x, 2), (b, 0)], {"approximate": "tanh"}, True),
-        "geglu/last dim": ("geglu", [(x, 2), (x * 2, 2)], {}, True),
-        "softmax/rows": ("softmax", [(x, 0)], {"scale": 0.5, "causal": True}, True),
-        "softmax/queries": ("softmax", [(x, 1)], {}, True),
-        "softmax/causal queries are gathered": ("softmax", [(x, 1)], {"causal": True}, True),
-        "softmax/keys are gathered": ("softmax", [(x, 2)], {}, True),
-        "softmax/mask of all rows": ("softmax", [(x, 0), (visible, None)], {}, True),
-        "softmax/mask of each row": ("softmax", [(x, 0), (visible_by_row, 0)], {}, True),
+        "add_rms_norm/rows": ([(x, 0), (x * 2, 0), (w, None)], {}, True),
+        "add_rms_norm/mixed": ([(x, 1), (x * 2, None), (w, None)], {}, True),
+        "add_layer_norm/rows": ([(x, 0), (x * 2, 0), (w, None), (b, None)], {}, True),
+        "add_layer_norm/no bias": ([(x, 1), (x * 2, 1), (w, None)], {}, True),
+        "bias_gelu/rows": ([(x, 0), (b, None)], {}, True),
+        "bias_gelu/last dim": ([(x, 2), (b, 0)], {"approximate": "tanh"}, True),
+        "geglu/last dim": ([(x, 2), (x * 2, 2)], {}, True),
+        "softmax/rows": ([(x, 0)], {"scale": 0.5, "causal": True}, True),
+        "softmax/queries": ([(x, 1)], {}, True),
+        "softmax/causal queries are gathered": ([(x, 1)], {"causal": True}, True),
+        "softmax/keys are gathered": ([(x, 2)], {}, True),
+        "softmax/mask of all rows": ([(x, 0), (visible, None)], {}, True),
+        "softmax/mask of each row": ([(x, 0), (visible_by_row, 0)], {}, True),
         # The bias of all rows has a gradient that is summed over the ranks, in another order.
-        "softmax/bias of all rows": ("softmax", [(x, 0), seen, (w, None)], {"scale": 0.5}, False),
-        "softmax/bias of each row": ("softmax", [(x, 0), seen, (x[:, :1], 0)], {}, True),
-        "softmax/bias of queries": ("softmax", [(x, 1), seen, (x[0], 0)], {}, False),
-        "softmax/bias that is cut": ("softmax", [(x, 0), seen, (x[0], 1)], {}, False),
+        "softmax/bias of all rows": ([(x, 0), seen, (w, None)], {"scale": 0.5}, False),
+        "softmax/bias of each row": ([(x, 0), seen, (x[:, :1], 0)], {}, True),
+        "softmax/bias of queries": ([(x, 1), seen, (x[0], 0)], {}, False),
+        "softmax/bias that is cut": ([(x, 0), seen, (x[0], 1)], {}, False),
     }
 
 
@@ -143,31 +128,29 @@ def random_cases() -> dict[str, Case]:
     batch, heads = torch.tensor([7, 0, 2, 5]), torch.tensor([1, 6, 4, 3])
     ends = [(torch.arange(6), None)] * 2
     sizes: dict[str, Any] = {"p": 0.4, "heads": 8, "queries": 6, "keys": 6}
-    name = "attention_dropout"
     return {
-        "dropout/rows": ("dropout", [(x, 0), rng, (rows, 0)], place, True),
-        "dropout/second dim": ("dropout", [(x, 1), rng, (rows, 1)], place, True),
-        "dropout/uneven": ("dropout", [(x[:7], 0), rng, (rows[:7], 0)], place, True),
-        "dropout/last dim is gathered": ("dropout", [(x, 2), rng, (rows, None)], place, True),
-        "bias_dropout_add/rows": (
-            "bias_dropout_add", [*streams, rng, (b, None), (rows, 0)], place, True,
-        ),
-        "dropout_add_rms_norm/rows": (
-            "dropout_add_rms_norm", [*streams, (w, None), rng, (rows, 0)], {"p": 0.4}, True,
-        ),
+        "dropout/rows": ([(x, 0), rng, (rows, 0)], place, True),
+        "dropout/second dim": ([(x, 1), rng, (rows, 1)], place, True),
+        "dropout/uneven": ([(x[:7], 0), rng, (rows[:7], 0)], place, True),
+        "dropout/last dim is gathered": ([(x, 2), rng, (rows, None)], place, True),
+        "bias_dropout_add/rows": ([*streams, rng, (b, None), (rows, 0)], place, True),
+        "dropout_add_rms_norm/rows": ([*streams, (w, None), rng, (rows, 0)], {"p": 0.4}, True),
         "dropout_add_layer_norm/rows": (
-            "dropout_add_layer_norm",
-            [*streams, (w, None), rng, (b, None), (rows, 0)], {"p": 0.4}, True,
+            [*streams, (w, None), rng, (b, None), (rows, 0)],
+            {"p": 0.4},
+            True,
         ),
-        f"{name}/batch": (
-            name,
-            [(q, 0), (k, 0), (k + 1, 0), rng, (batch, 0), (heads, None), *ends], sizes, False,
+        "attention_dropout/batch": (
+            [(q, 0), (k, 0), (k + 1, 0), rng, (batch, 0), (heads, None), *ends],
+            sizes,
+            False,
         ),
-        f"{name}/heads": (
-            name,
-            [(q, 2), (k, 2), (k + 1, 2), rng, (batch, None), (heads, 0), *ends], sizes, False,
+        "attention_dropout/heads": (
+            [(q, 2), (k, 2), (k + 1, 2), rng, (batch, None), (heads, 0), *ends],
+            sizes,
+            False,
         ),
-    }  # fmt: skip
+    }
 
 
 def channel_cases() -> dict[str, Case]:
@@ -177,25 +160,15 @@ def channel_cases() -> dict[str, Case]:
     w, b = torch.randn(6), torch.randn(6)
     q, kernel = torch.randn(4, 6, 4, 8), torch.randn(12, 6, 3, 2)
     return {
-        "silu/last dim": ("silu", [(x, 2)], {}, True),
-        "softplus/rows": ("softplus", [(x, 0)], {"beta": 2.0}, True),
-        "group_norm/batch": ("group_norm", [(x, 0), (w, None), (b, None)], {"num_groups": 3}, True),
-        "group_norm/channels are gathered": (
-            "group_norm",
-            [(x, 1), (w, 0)],
-            {"num_groups": 3},
-            True,
-        ),
-        "conv1d/channels": ("conv1d", [(x, 1), (up, 0), (b, 0)], {}, False),
-        "conv1d/batch": ("conv1d", [(x, 0), (up, None)], {}, False),
-        "conv2d/batch": ("conv2d", [(q, 0), (kernel, None), (bias, None)], {"padding": 1}, False),
-        "conv2d/outputs": ("conv2d", [(q, None), (kernel, 0), (bias, 0)], {"stride": 2}, False),
-        "conv2d/groups are gathered": (
-            "conv2d",
-            [(q, None), (kernel[:, :3], 0)],
-            {"groups": 2},
-            False,
-        ),
+        "silu/last dim": ([(x, 2)], {}, True),
+        "softplus/rows": ([(x, 0)], {"beta": 2.0}, True),
+        "group_norm/batch": ([(x, 0), (w, None), (b, None)], {"num_groups": 3}, True),
+        "group_norm/channels are gathered": ([(x, 1), (w, 0)], {"num_groups": 3}, True),
+        "conv1d/channels": ([(x, 1), (up, 0), (b, 0)], {}, False),
+        "conv1d/batch": ([(x, 0), (up, None)], {}, False),
+        "conv2d/batch": ([(q, 0), (kernel, None), (bias, None)], {"padding": 1}, False),
+        "conv2d/outputs": ([(q, None), (kernel, 0), (bias, 0)], {"stride": 2}, False),
+        "conv2d/groups are gathered": ([(q, None), (kernel[:, :3], 0)], {"groups": 2}, False),
     }
 
 
@@ -212,9 +185,9 @@ def routed_cases() -> dict[str, Case]:
     row_map, weights = torch.randperm(8).view(4, 2), torch.rand(4, 2)
     experts = {"num_experts": 4}
     return {
-        "permute/hidden": ("permute", [(x, 1), (routes, None)], experts, True),
-        "permute/tokens are gathered": ("permute", [(x, 0), (routes, 0)], experts, True),
-        "unpermute/hidden": ("unpermute", [(x, 1), (row_map, None), (weights, None)], {}, True),
+        "permute/hidden": ([(x, 1), (routes, None)], experts, True),
+        "permute/tokens are gathered": ([(x, 0), (routes, 0)], experts, True),
+        "unpermute/hidden": ([(x, 1), (row_map, None), (weights, None)], {}, True),
     }
 
 
@@ -227,22 +200,16 @@ def packed_products() -> dict[str, Case]:
     total = {"reduction": "sum"}
     packing = [(torch.tensor(ends), None) for ends in ([0, 2, 6], [0, 3, 5])]
     return {
-        "attention_varlen/heads": (
-            "attention_varlen", [(q, 1), (k, 1), (v, 1), *packing], {"causal": True}, False,
-        ),
+        "attention_varlen/heads": ([(q, 1), (k, 1), (v, 1), *packing], {"causal": True}, False),
         "grouped_linear/column": (
-            "grouped_linear", [(x, None), (experts, 1), (torch.tensor([2, 5]), None)], {}, False,
+            [(x, None), (experts, 1), (torch.tensor([2, 5]), None)],
+            {},
+            False,
         ),
-        "grouped_linear/row": (
-            "grouped_linear", [(x, 1), (experts, 2), (torch.tensor([2, 5]), None)], {}, False,
-        ),
-        "linear_cross_entropy/sum": (
-            "linear_cross_entropy", [(x, 0), (up, None), (target, 0), (bias, None)], total, False,
-        ),
-        "linear_cross_entropy/mean": (
-            "linear_cross_entropy", [(x, 0), (up, None), (target, 0)], {}, False,
-        ),
-    }  # fmt: skip
+        "grouped_linear/row": ([(x, 1), (experts, 2), (torch.tensor([2, 5]), None)], {}, False),
+        "linear_cross_entropy/sum": ([(x, 0), (up, None), (target, 0), (bias, None)], total, False),
+        "linear_cross_entropy/mean": ([(x, 0), (up, None), (target, 0)], {}, False),
+    }
 
 
 def leaf(value: Tensor) -> Tensor:
@@ -265,9 +232,9 @@ def run(call: Callable[[Any], Any], args: list[Tensor], float_args: list[Tensor]
     return [full(t).detach() for t in (*outputs, *grads)]
 
 
-def check(case: Case, mesh: DeviceMesh, home: Any) -> str:
+def check(name: str, case: Case, mesh: DeviceMesh, home: Any) -> str:
     """Empty, or what differs between sharded and whole."""
-    name, given, attrs, exact = case
+    given, attrs, exact = case
     operator = getattr(home, name)
     differentiable = SPECS[name].differentiable
     names = [a.name for a in torch._C.parse_schema(f"x::y{SPECS[name].signature}").arguments]
@@ -331,7 +298,7 @@ def main(rank: int, world: int, folder: Path, labels: Collection[str]) -> None:
                 if f"{label}/{door}" not in labels:
                     continue
                 try:
-                    found[f"{label}/{door}"] = check(case, mesh, home)
+                    found[f"{label}/{door}"] = check(label.partition("/")[0], case, mesh, home)
                 except Exception as error:
                     found[f"{label}/{door}"] = f"{type(error).__name__}: {error}"
         found |= {label: said for label, said in refused(mesh).items() if label in labels}

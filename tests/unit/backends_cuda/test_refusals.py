@@ -3,7 +3,6 @@
 Norms, which have most arguments, are in test_norm.py.
 """
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,93 +11,62 @@ import torch
 from anychip_cuda.loss import Options
 from tests.unit.backends_cuda.conftest import Chip
 
-Call = Callable[..., Any]
+F32, BF16 = 0, 1
 PLAIN = Options(-100, 0.0, 0.0)
 ONES = (1, 1, 1, 1)
 NONE = (0, (0, 0, 0, 0), 0)
 HEADS = (0, 0, 1, (8, 8, 8))
-
-
-def before_permute() -> Iterator[tuple[str, Call]]:
-    """Names of functions, and calls of them with the native module, a place and a float32 code."""
-    yield "gelu_forward", lambda n, p, f: n.gelu_forward(0, 0, -1, False, 0, *p)
-    yield "bias_gelu_forward", lambda n, p, f: n.bias_gelu_forward(0, 0, 0, 2, 2, False, 0, 0, *p)
-    yield (
-        "bias_gelu_backward",
-        lambda n, p, f: n.bias_gelu_backward(*[0] * 6, 0, 2, 0, False, 0, 0, *p),
-    )
-    yield "embedding_forward", lambda n, p, f: n.embedding_forward(0, True, 0, 0, -1, 1, 1, 0, *p)
-    yield (
-        "embedding_backward",
-        lambda n, p, f: n.embedding_backward(0, 0, True, 0, 0, 0, 0, 1, 1, 1, 0, 0, *p),
-    )
-    for numel, length in ((12, 3), (8, 0), (12, 8), (65_536, 65_536)):
-        yield "hadamard", lambda n, p, f, s=(numel, length): n.hadamard(0, 0, *s, f, *p)
-    for rows, classes, code in ((-1, 4, 1), (1, 0, 1), (1, 4, 2)):
-        numbers = (rows, classes, *PLAIN, 1, code)  # bfloat16, and a gradient of another type
-        yield (
-            "cross_entropy_backward",
-            lambda n, p, f, s=numbers: n.cross_entropy_backward(
-                0, False, 0, 0, 4, 0, 0, 0, 4, *s, *p
-            ),
+# Names of functions, and arguments up to the place.
+CALLS: list[tuple[Any, ...]] = [
+    ("gelu_forward", 0, 0, -1, False, 0),
+    ("bias_gelu_forward", 0, 0, 0, 2, 2, False, 0, 0),
+    ("bias_gelu_backward", *[0] * 6, 0, 2, 0, False, 0, 0),
+    ("embedding_forward", 0, True, 0, 0, -1, 1, 1, 0),
+    ("embedding_backward", 0, 0, True, 0, 0, 0, 0, 1, 1, 1, 0, 0),
+    *(("hadamard", 0, 0, *sizes, F32) for sizes in ((12, 3), (8, 0), (12, 8), (65_536, 65_536))),
+    *(
+        ("cross_entropy_backward", 0, False, 0, 0, 4, 0, 0, 0, 4, rows, classes, *PLAIN, 1, code)
+        for rows, classes, code in ((-1, 4, BF16), (1, 0, BF16), (1, 4, 2))  # another type's, last
+    ),
+    *(
+        ("permutation_map", 0, True, 0, 0, 0, entries, experts)
+        for entries, experts in ((-1, 4), (4, 0), (4, 1025), (2**31, 4))
+    ),
+    ("permute_rows", 0, 0, 0, 4, 2, 7),
+    ("combine_rows", 0, 0, 0, 0, 4, 0, 8, F32, F32),
+    ("combine_rows_backward", *[0] * 6, 4, 0, 8, F32, F32),
+    *(
+        call
+        for form in ((0, "int8"), (-4, "int4"), (64, "mx_e4m3"), (0, "nf4"))
+        for call in (("quantize", 0, 0, 0, 0, 64, *form, F32), ("dequantize", 0, 0, 0, 64, *form))
+    ),
+    *(
+        ("rope", *HEADS, *HEADS, 0, 0, 1, seq, 8, rotary_dim, False, False, 0)
+        for seq, rotary_dim in ((-1, 8), (1, 10), (1, 5), (1, -2))
+    ),
+    *(
+        call
+        for rows, queries, causal in ((-1, 1, False), (2**31, 1, False), (3, 2, True), (3, 0, True))
+        for call in (
+            ("softmax_forward", 0, 0, NONE, NONE, ONES, rows, queries, 8, 1.0, causal, 0, 0),
+            ("softmax_backward", 0, 0, 0, 0, 0, rows, queries, 8, 1.0, causal, 0),
         )
+    ),
+    ("softmax_bias_gradient", 0, 0, 0, ONES, ONES, ONES, ONES, 8, 0, 0, 0, 0, 0),
+    *(
+        ("top_k", 0, 0, 0, 0, rows, length, k, 4, F32)
+        for rows, length, k in ((1, 4, 5), (-1, 4, 2), (1, 4, -1), (1, 2**32, 1), (1, 3000, 2500))
+    ),
+    ("top_k_backward", 0, 0, 0, 1, 4, 5, F32),
+]
 
 
-def from_permute_on() -> Iterator[tuple[str, Call]]:
-    """The others, in the order of the alphabet, too."""
-    for entries, experts in ((-1, 4), (4, 0), (4, 1025), (2**31, 4)):
-        yield (
-            "permutation_map",
-            lambda n, p, f, s=(entries, experts): n.permutation_map(0, True, 0, 0, 0, *s, *p),
-        )
-    yield "permute_rows", lambda n, p, f: n.permute_rows(0, 0, 0, 4, 2, 7, *p)
-    yield "combine_rows", lambda n, p, f: n.combine_rows(0, 0, 0, 0, 4, 0, 8, f, f, *p)
-    yield (
-        "combine_rows_backward",
-        lambda n, p, f: n.combine_rows_backward(*[0] * 6, 4, 0, 8, f, f, *p),
-    )
-    for block, name in ((0, "int8"), (-4, "int4"), (64, "mx_e4m3"), (0, "nf4")):
-        yield "quantize", lambda n, p, f, s=(block, name): n.quantize(0, 0, 0, 0, 64, *s, f, *p)
-        yield "dequantize", lambda n, p, f, s=(block, name): n.dequantize(0, 0, 0, 64, *s, *p)
-    for seq, rotary_dim in ((-1, 8), (1, 10), (1, 5), (1, -2)):
-        yield (
-            "rope",
-            lambda n, p, f, s=seq, r=rotary_dim: n.rope(
-                *HEADS, *HEADS, 0, 0, 1, s, 8, r, False, False, 0, *p
-            ),
-        )
-    for rows, queries, causal in ((-1, 1, False), (2**31, 1, False), (3, 2, True), (3, 0, True)):
-        yield (
-            "softmax_forward",
-            lambda n, p, f, s=(rows, queries), c=causal: n.softmax_forward(
-                0, 0, NONE, NONE, ONES, *s, 8, 1.0, c, 0, 0, *p
-            ),
-        )
-        yield (
-            "softmax_backward",
-            lambda n, p, f, s=(rows, queries), c=causal: n.softmax_backward(
-                0, 0, 0, 0, 0, *s, 8, 1.0, c, 0, *p
-            ),
-        )
-    yield (
-        "softmax_bias_gradient",
-        lambda n, p, f: n.softmax_bias_gradient(
-            0, 0, 0, ONES, ONES, ONES, ONES, 8, 0, 0, 0, 0, 0, *p
-        ),
-    )
-    for rows, length, k in ((1, 4, 5), (-1, 4, 2), (1, 4, -1), (1, 2**32, 1), (1, 3000, 2500)):
-        yield "top_k", lambda n, p, f, s=(rows, length, k): n.top_k(0, 0, 0, 0, *s, 4, f, *p)
-    yield "top_k_backward", lambda n, p, f: n.top_k_backward(0, 0, 0, 1, 4, 5, f, *p)
-
-
-CALLS = [*before_permute(), *from_permute_on()]
-
-
-@pytest.mark.parametrize(("name", "call"), CALLS, ids=[name for name, _ in CALLS])
-def test_sizes_that_do_not_fit_are_refused(chip: Chip, name: str, call: Call) -> None:
-    native, place = chip.kernels.native, chip.kernels.place(torch.empty(0, device=chip.device))
+@pytest.mark.parametrize("call", CALLS, ids=[call[0] for call in CALLS])
+def test_sizes_that_do_not_fit_are_refused(chip: Chip, call: tuple[Any, ...]) -> None:
+    native, (name, *given) = chip.kernels.native, call
+    place = chip.kernels.place(torch.empty(0, device=chip.device))
     with pytest.raises(RuntimeError, match=f"^{name}: CUDA error 1"):
-        call(native, place, native.FLOAT32)
+        getattr(native, name)(*given, *place)
 
 
 def test_lists_that_do_not_fit_together_are_refused(chip: Chip) -> None:

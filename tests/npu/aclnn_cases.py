@@ -368,17 +368,6 @@ def zeroed_list(a: torch.Tensor) -> torch.Tensor:
 
 
 CASES = [
-    *unary(),
-    *arithmetic(),
-    *bounded(),
-    *losses(),
-    *comparisons(),
-    *activations(),
-    *of_pictures(),
-    *products(),
-    *shaping(),
-    *indexing(),
-    *reductions(),
-    *lists(),
-    *fused(),
-]
+    *unary(), *arithmetic(), *bounded(), *losses(), *comparisons(), *activations(), *of_pictures(),
+    *products(), *shaping(), *indexing(), *reductions(), *lists(), *fused(),
+]  # fmt: skip

@@ -94,6 +94,13 @@ def rate(step: int) -> float:
     return 1.0 / (1 + step)
 
 
+def forget(*, everything: bool = False) -> None:
+    """What Accelerate remembers: of the precision of others, or of the processes, too."""
+    state = importlib.import_module("accelerate").state
+    state.AcceleratorState._reset_state(everything)
+    state.GradientState._reset_state()
+
+
 # Each framework: losses and rates of the steps that this run has made
 
 
@@ -118,11 +125,9 @@ def in_trainer(case: Case) -> list[Any]:
 
 
 def in_accelerate(case: Case) -> list[Any]:
-    plain = importlib.import_module("accelerate")
-    plain.state.AcceleratorState._reset_state(True)
-    plain.state.GradientState._reset_state()
-    accelerator = plain.Accelerator(cpu=True)  # the first one makes the process group
-    plain.state.AcceleratorState._reset_state(False)
+    forget(everything=True)
+    importlib.import_module("accelerate").Accelerator(cpu=True)  # which makes the process group
+    forget()
     where = "anychip.integrations.accelerate" if case.is_ours else "accelerate"
     accelerator = importlib.import_module(where).Accelerator(
         cpu=True, gradient_accumulation_steps=case.accumulation, mixed_precision=case.precision,
@@ -244,28 +249,21 @@ def in_torch(case: Case) -> list[Any]:
     return found
 
 
-EXAMPLES = {
-    "trainer": "transformers_trainer",
-    "accelerate": "accelerate_loop",
-    "lightning": "lightning_trainer",
-    "torch": "fsdp2_loop",
+# A case's function, and the example.
+FRAMEWORKS: dict[str, tuple[Callable[[Case], list[Any]], str]] = {
+    "trainer": (in_trainer, "transformers_trainer"),
+    "accelerate": (in_accelerate, "accelerate_loop"),
+    "lightning": (in_lightning, "lightning_trainer"),
+    "torch": (in_torch, "fsdp2_loop"),
 }
 
 
 def example(framework: str, size: int) -> list[float]:
     """Its losses."""
-    path = Path(__file__).parents[3] / "examples" / f"{EXAMPLES[framework]}.py"
+    path = Path(__file__).parents[3] / "examples" / f"{FRAMEWORKS[framework][1]}.py"
     given = [size] if framework == "lightning" else []
     losses: list[float] = runpy.run_path(str(path))["main"](*given)
     return losses
-
-
-FRAMEWORKS = {
-    "trainer": in_trainer,
-    "accelerate": in_accelerate,
-    "lightning": in_lightning,
-    "torch": in_torch,
-}
 
 
 def nbytes_of_three_steps(run: Callable[[Case], Any], case: Case) -> int:
@@ -286,12 +284,11 @@ def nbytes_of_three_steps(run: Callable[[Case], Any], case: Case) -> int:
 # What is refused
 
 
-def prepared(stage: int = 2, kind: Any = None, **options: Any) -> Any:
+def prepared(stage: int = 2, kind: Any = None, compiler: str | None = None, **options: Any) -> Any:
     """An accelerator of ours, the model and the optimizer that it has prepared."""
-    plain_module = importlib.import_module("accelerate")
-    plain_module.state.AcceleratorState._reset_state(False)
+    forget()
     ours = importlib.import_module("anychip.integrations.accelerate")
-    accelerator, case = ours.Accelerator(cpu=True), Case(stage)
+    accelerator, case = ours.Accelerator(cpu=True, dynamo_backend=compiler), Case(stage)
     for name, value in options.items():
         setattr(accelerator, name, value)
     if kind is not None:
@@ -314,14 +311,6 @@ def prepare_two() -> None:
     accelerator = prepared()[0]
     model = Case(1).model()
     accelerator.prepare(model, Case(1).optimizer(model))
-
-
-def prepare_compiled() -> None:
-    accelerate = importlib.import_module("accelerate")
-    accelerate.state.AcceleratorState._reset_state(False)
-    ours = importlib.import_module("anychip.integrations.accelerate")
-    model = Case(3).model()
-    ours.Accelerator(cpu=True, dynamo_backend="eager").prepare(model, Case(3).optimizer(model))
 
 
 def fit_scaled() -> None:
@@ -358,7 +347,7 @@ REFUSED: dict[str, dict[str, Callable[[], Any]]] = {
         "fp16": lambda: prepared(scaler=torch.amp.GradScaler("cpu")),
         "some gradients": clip_some,
         "two optimizers": prepare_two,
-        "compiled": prepare_compiled,
+        "compiled": lambda: prepared(3, compiler="eager"),
     },
     "lightning": {
         "their own": lambda: in_lightning(Case(0, plain=True)),
@@ -399,25 +388,18 @@ STAGES = {
 }
 
 
-def _forget() -> None:
-    """What Accelerate remembers of the precision of others."""
-    state = importlib.import_module("accelerate").state
-    state.AcceleratorState._reset_state(False)
-    state.GradientState._reset_state()
-
-
 def results(framework: str, size: int) -> dict[str, Any]:
     """Of all cases."""
-    run, is_torch = FRAMEWORKS[framework], framework == "torch"
+    (run, _), is_torch = FRAMEWORKS[framework], framework == "torch"
     found: dict[str, Any] = {}
-    _forget()
+    forget()
     for name, numbers in STAGES["torch" if is_torch else size].items():
         cases = {str(stage): VARIANTS[name]._replace(stage=stage) for stage in (None, *numbers)}
         found[name] = {stage: run(case) for stage, case in cases.items()}
     for stage in (1, 3) if size > 1 and not is_torch else (0,):
         case = Case(stage, saves=f"saved-{framework}-{stage}")
         found[f"resumed {stage}"] = [run(case), run(case._replace(resumes=True))]
-    _forget()
+    forget()
     if size > 1:
         found["example"] = example(framework, size)
         found["refused"] = {name: sentence(call) for name, call in REFUSED[framework].items()}

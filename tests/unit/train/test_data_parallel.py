@@ -21,6 +21,7 @@ from anychip.train import optim, zero
 from tests.unit.train.zero_oracle import (
     Integers,
     assert_equal,
+    descend,
     integer_loss,
     ragged,
     ragged_loss,
@@ -342,9 +343,7 @@ def test_buffers_are_sent_while_backward_goes_on(stage: int) -> None:
 
             for layer in layers:
                 x = layer(Recorder.apply(x, note))
-            opt.backward(x.sum())
-            opt.step()
-            opt.zero_grad()
+            descend(opt, x.sum())
             started.append(comm.traffic.calls[call] - before)
         return started
 
@@ -369,9 +368,7 @@ def test_buffers_are_sent_in_one_order_whatever_order_gradients_come_in() -> Non
             x = torch.full((1, 40), 1.0 + comm.rank + 2 * step)
             order = layers if comm.rank == 0 else reversed(layers)
             # A sum of independent terms: backward goes through them last to first.
-            opt.backward(sum((layer(x).sum() for layer in order), torch.zeros(())))
-            opt.step()
-            opt.zero_grad()
+            descend(opt, sum((layer(x).sum() for layer in order), torch.zeros(())))
         return [layer.weight.detach().clone() for layer in layers]
 
     for weights in run_ranks(2, work):
@@ -461,9 +458,7 @@ def test_backward_through_a_forward_from_before_the_step_is_an_error(stage: int)
         opt = zero.Optimizer(layer, optim.sgd(0.1), comm, stage=stage)
         x = torch.ones(1, 4, requires_grad=True)
         stale = layer(x).sum()
-        opt.backward(layer(x).sum())
-        opt.step()
-        opt.zero_grad()
+        descend(opt, layer(x).sum())
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             stale.backward()
 

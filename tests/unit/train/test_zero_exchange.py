@@ -25,7 +25,7 @@ from anychip.train.zero.exchange import (
     Secondary,
 )
 from tests.unit.train.zero_decoder import decoder, decoder_loss, on_two, optimizer, parts, rule
-from tests.unit.train.zero_oracle import assert_equal, serial, sharded, values_of
+from tests.unit.train.zero_oracle import assert_equal, descend, serial, sharded, values_of
 
 GRID = pytest.mark.grid
 
@@ -67,9 +67,7 @@ def test_codes_in_place_of_weights_save_bytes_and_all_ranks_compute_with_the_sam
             used = traffic["all_gather"] - before
             with opt.whole():
                 seen["exact"] = model.get_parameter("transformer.h.2.mlp.c_fc.weight").clone()
-            opt.backward(decoder_loss(model, step, 0, 0))
-            opt.step()
-            opt.zero_grad()
+            descend(opt, decoder_loss(model, step, 0, 0))
         numel = sum(w.layout.numel for u in parts(opt).units for w in u.weights)
         return losses, seen, 8 * used / numel
 
@@ -88,9 +86,7 @@ def losses_of(comm: Communicator, model: nn.Module) -> list[Tensor]:
     for step in range(4):
         loss = decoder_loss(model, step, 0, 0)
         losses.append(loss.detach())
-        opt.backward(loss)
-        opt.step()
-        opt.zero_grad()
+        descend(opt, loss)
     return losses
 
 
@@ -148,9 +144,7 @@ def test_state_that_is_loaded_leaves_nothing_of_what_an_exchange_kept(tmp_path: 
                 decoder_loss(model, 0, 0, 0)
                 checkpoint.resume(tmp_path, **given)
                 continue
-            opt.backward(decoder_loss(model, step, comm.rank, 0))
-            opt.step()
-            opt.zero_grad()
+            descend(opt, decoder_loss(model, step, comm.rank, 0))
             if step == 1 and not found:
                 checkpoint.save(tmp_path, step=2, **given)
             if step == 3:
@@ -214,9 +208,7 @@ def carried_on(
             if step is None:
                 checkpoint.resume(folder, **given)
                 continue
-            opt.backward(model(step, comm.rank))
-            opt.step()
-            opt.zero_grad()
+            descend(opt, model(step, comm.rank))
         checkpoint.save(folder, step=steps.stop, **given)
         found = values_of(model, opt)
         for number, param in enumerate(model.weights):

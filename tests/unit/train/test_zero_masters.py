@@ -13,6 +13,7 @@ from anychip.comm import alone
 from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator, UnsupportedError
 from anychip.train import checkpoint, optim, zero
+from tests.unit.train.zero_oracle import descend, values_of
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3], ids="stage{}".format)
 BF16 = torch.bfloat16
@@ -73,8 +74,7 @@ def by_hand(world_size: int, steps: int, micro: int) -> tuple[dict[str, Tensor],
         with torch.no_grad():
             for master, param in trained:
                 param.copy_(master)
-    found = {name: m.detach().clone() for name, m in masters.named_parameters()}
-    return found, {name: p.detach().clone() for name, p in model.named_parameters()}
+    return values_of(masters), values_of(model)
 
 
 def run(
@@ -91,12 +91,8 @@ def run(
     for step in steps:
         with opt.no_sync():
             opt.backward(loss_of(model, step, comm.rank, 0))
-        opt.backward(loss_of(model, step, comm.rank, 1))
-        opt.step()
-        opt.zero_grad()
-    with opt.whole():
-        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return weights, opt.state_dict(), opt.memory()
+        descend(opt, loss_of(model, step, comm.rank, 1))
+    return values_of(model, opt), opt.state_dict(), opt.memory()
 
 
 @STAGES
@@ -209,12 +205,9 @@ def test_weights_alone_are_loaded_without_their_masters_or_with_them(
         model = build()
         opt = zero.Optimizer(model, rule(), comm, stage=stage)
         for step in range(3):
-            opt.backward(loss_of(model, step, comm.rank, 0))
-            opt.step()
-            opt.zero_grad()
+            descend(opt, loss_of(model, step, comm.rank, 0))
         checkpoint.save(tmp_path, step=3, model=model, optimizer=opt, comm=comm)
-        with opt.whole():
-            return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return values_of(model, opt)
 
     def load(comm: Communicator) -> tuple[dict[str, Tensor], float]:
         model = build()
@@ -222,10 +215,8 @@ def test_weights_alone_are_loaded_without_their_masters_or_with_them(
         assert checkpoint.resume(
             tmp_path, model=model, optimizer=opt, comm=comm, weights_only=True
         ).step == 3  # fmt: skip
-        with opt.whole():
-            found = {name: p.detach().clone() for name, p in model.named_parameters()}
         masters = [e["master"].float() for e in opt.state.values() if "master" in e]
-        return found, float(sum(m.abs().sum() for m in masters))
+        return values_of(model, opt), float(sum(m.abs().sum() for m in masters))
 
     want, fresh = run_ranks(2, save), {n: p for n, p in build().named_parameters()}
     assert any(not torch.equal(want[0][name], fresh[name]) for name in fresh)

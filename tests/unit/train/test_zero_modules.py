@@ -14,7 +14,7 @@ from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator
 from anychip.train import models, zero
 from tests.unit.train.zero_decoder import decoder, decoder_loss, on_two, optimizer, parts, rule
-from tests.unit.train.zero_oracle import assert_equal, serial, sharded, values_of
+from tests.unit.train.zero_oracle import assert_equal, descend, serial, sharded, values_of
 
 
 @dataclass
@@ -111,9 +111,7 @@ def test_freezing_and_unfreezing_between_steps_have_the_bits_of_stage_0(stage: i
                 opt.add_param_group({"params": [late], "lr_scale": 0.5})
             if step == 5:
                 late.requires_grad_(False)
-            opt.backward(decoder_loss(model, step, comm.rank, 0))
-            opt.step()
-            opt.zero_grad()
+            descend(opt, decoder_loss(model, step, comm.rank, 0))
         return values_of(model, opt)
 
     want, got = (on_two(partial(work, stage=number)) for number in (0, stage))
@@ -140,9 +138,7 @@ def test_model_without_memory_is_made_unit_by_unit_and_trains_as_one_with_memory
         opt = optimizer(model, comm, init=note)
         assert opt.param_groups[0]["params"][0] is model.get_parameter("transformer.wte.weight")
         for step in range(2):
-            opt.backward(decoder_loss(model, step, comm.rank, 0))
-            opt.step()
-            opt.zero_grad()
+            descend(opt, decoder_loss(model, step, comm.rank, 0))
         assert max(real, default=0) <= max(u.nbytes for u in parts(opt).units) / 4
         return values_of(model, opt)
 
@@ -222,9 +218,7 @@ def test_groups_of_parameters_in_one_unit_count_their_steps_once() -> None:
         groups = models.parameter_groups(model, 0.1)
         opt = zero.Optimizer(groups, rule(), comm, stage=stage, module=model)
         for step in range(4):
-            opt.backward(decoder_loss(model, step, comm.rank, 0))
-            opt.step()
-            opt.zero_grad()
+            descend(opt, decoder_loss(model, step, comm.rank, 0))
         assert {float(entry["step"]) for entry in opt.state.values()} == {4.0}
         return values_of(model, opt)
 

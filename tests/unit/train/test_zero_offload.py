@@ -23,7 +23,15 @@ from anychip.train import checkpoint, optim, precision, zero
 from anychip.train.files import NotWrittenError
 from anychip.train.zero import tiers
 from tests.unit.train import test_zero_masters as masters
-from tests.unit.train.zero_oracle import Trained, assert_equal, ragged, ragged_loss, sharded
+from tests.unit.train.zero_oracle import (
+    Trained,
+    assert_equal,
+    descend,
+    ragged,
+    ragged_loss,
+    sharded,
+    values_of,
+)
 
 CHUNK_NBYTES = 10_000
 """About two granules: parameters lie in several chunks."""
@@ -133,9 +141,7 @@ def test_averages_are_in_the_place_of_the_weights_and_give_it_back_bit_for_bit(
         opt = zero.Optimizer(model, RULES["averaged"](), comm, stage=stage, **how)
         seen = []
         for step in range(3):
-            opt.backward(masters.loss_of(model, step, comm.rank, 0))
-            opt.step()
-            opt.zero_grad()
+            descend(opt, masters.loss_of(model, step, comm.rank, 0))
             states = opt.state_dict()["state"].values()
             wanted = [entry["ema"].to(dtype, copy=True) for entry in states]
             for _ in range(is_asked):
@@ -179,14 +185,10 @@ def test_checkpoint_goes_on_in_other_tiers(
         if first:
             assert checkpoint.resume(tmp_path, model=model, optimizer=opt, comm=comm).step == first
         for step in range(first, last):
-            opt.backward(masters.loss_of(model, step, 0, 0))
-            opt.step()
-            opt.zero_grad()
+            descend(opt, masters.loss_of(model, step, 0, 0))
         if not first:
             checkpoint.save(tmp_path, step=last, model=model, optimizer=opt, comm=comm)
-        with opt.whole():
-            params = {name: p.detach().clone() for name, p in model.named_parameters()}
-        return Trained(params, [], opt.state_dict())
+        return Trained(values_of(model, opt), [], opt.state_dict())
 
     (tmp_path / "spill").mkdir()
     models = [masters.build(dtype) for _ in range(2)]
@@ -430,9 +432,7 @@ def test_rank_that_has_nothing_of_a_group_counts_its_steps() -> None:
             groups, optim.adamw(1e-2), comm, stage=2, offload=everything("host", 2)
         )
         for _ in range(2):
-            opt.backward(model(torch.ones(1, 40)).square().sum())
-            opt.step()
-            opt.zero_grad()
+            descend(opt, model(torch.ones(1, 40)).square().sum())
         return [float(opt.state[param]["step"]) for param in model.parameters()]
 
     models = [nn.Linear(40, 60) for _ in range(2)]

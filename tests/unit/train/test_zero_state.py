@@ -17,6 +17,7 @@ from tests.unit.train.zero_oracle import (
     Integers,
     Trained,
     assert_equal,
+    descend,
     integer_loss,
     ragged,
     ragged_loss,
@@ -209,9 +210,7 @@ def test_group_added_later_is_trained_with_the_others() -> None:
         for step in range(4):
             if step == 2:
                 opt.add_param_group({"params": list(model[1].parameters()), "lr_scale": 2.0})
-            opt.backward(model(torch.full((1, 40), 1.0 + step)).square().mean())
-            opt.step()
-            opt.zero_grad()
+            descend(opt, model(torch.full((1, 40), 1.0 + step)).square().mean())
             # What is not in a group has gradients that add up, as with any optimizer.
             model.zero_grad()
         return values_of(model)

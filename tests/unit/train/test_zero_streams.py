@@ -22,6 +22,7 @@ from anychip.train.zero import streaming, tiers
 from benchmarks.late_link import Clock, late
 from tests.meta.asynchronous import AsynchronousBackend
 from tests.unit.train import test_zero_masters as masters
+from tests.unit.train.zero_oracle import descend
 
 CHUNK_NBYTES = 8_000
 
@@ -95,9 +96,7 @@ def train(comm: Communicator, model: torch.nn.Module, **how: Any) -> list[torch.
         with opt.no_sync():
             opt.backward(masters.loss_of(model, step, comm.rank, 0))
         opt.backward(masters.loss_of(model, step, comm.rank, 1))
-        opt.backward(masters.loss_of(model, step, comm.rank, 2))  # is added up where it waits
-        opt.step()
-        opt.zero_grad()
+        descend(opt, masters.loss_of(model, step, comm.rank, 2))  # is added up where it waits
     with opt.whole():
         found = [param.detach().clone() for param in model.parameters()]
     states = opt.state_dict()["state"]
@@ -210,9 +209,7 @@ def test_a_step_waits_for_few_calls_and_computes_during_all_others(
         opt = zero.Optimizer(model, rule, slow, stage=stage, bucket_nbytes=4 * 33 * 32, **how)
         for _ in range(3):
             clock.slept_s = 0.0
-            opt.backward(model(torch.ones(2, 32), clock))
-            opt.step()
-            opt.zero_grad()
+            descend(opt, model(torch.ones(2, 32), clock))
             waits.append(clock.slept_s)
         return waits
 
@@ -248,9 +245,7 @@ def test_rank_that_lacks_a_gradient_makes_no_other_calls(blocks: int, how: str) 
             x = torch.ones(2, 32, requires_grad=True)
             for number, block in enumerate(model):
                 x = torch.tanh(run(block, x, comm.rank == 0 or number < blocks - 1))
-            opt.backward(x.square().mean())
-            opt.step()
-            opt.zero_grad()
+            descend(opt, x.square().mean())
         with opt.whole():
             return [param.detach().clone() for param in model.parameters()]
 

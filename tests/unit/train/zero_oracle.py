@@ -161,14 +161,20 @@ def sharded(
             with opt.no_sync():
                 for number in range(micro - 1):
                     opt.backward(loss(model, step, comm.rank, number))
-            opt.backward(loss(model, step, comm.rank, micro - 1))
-            norms.append(opt.step().grad_norm)
-            opt.zero_grad()
+            norms.append(descend(opt, loss(model, step, comm.rank, micro - 1)).grad_norm)
         return Trained(values_of(model, opt), norms, opt.state_dict())
 
     # Before the threads start: they share torch's generator.
     models = [build() for _ in range(world_size)]
     return run_ranks(world_size, work)
+
+
+def descend(opt: zero.Optimizer, loss: Tensor) -> zero.StepResult:
+    """One step, after which there are no gradients."""
+    opt.backward(loss)
+    result = opt.step()
+    opt.zero_grad()
+    return result
 
 
 def values_of(model: nn.Module, opt: zero.Optimizer | None = None) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from anychip.contract import Communicator
 from anychip.train import checkpoint, config, files, loop, optim, run, zero
 from anychip.train.checkpoint import CheckpointError, writing
 from tests.unit.train.stored_tensors import stored
-from tests.unit.train.zero_oracle import ragged, ragged_loss, units_of
+from tests.unit.train.zero_oracle import descend, ragged, ragged_loss, units_of
 
 ARRANGEMENTS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "1": (1, [], {}),
@@ -190,9 +190,7 @@ def kept(
         opt = ragged_optimizer(model, comm, **given)
         begun = checkpoint.resume(out, model=model, optimizer=opt, comm=comm).step
         for step in range(begun, begun + steps):
-            opt.backward(ragged_loss(model, step, 0, 0))  # on all ranks alike
-            opt.step()
-            opt.zero_grad()
+            descend(opt, ragged_loss(model, step, 0, 0))  # on all ranks alike
         checkpoint.save(out, step=begun + steps, model=model, optimizer=opt, comm=comm)
         return held(model, opt)
 

@@ -36,7 +36,7 @@ from tests.unit.train.checkpoint.test_arrangements import (
 from tests.unit.train.checkpoint.test_keeping import steps
 from tests.unit.train.stored_tensors import stored
 from tests.unit.train.test_checkpoint import Parts
-from tests.unit.train.zero_oracle import ragged, ragged_loss, units_of
+from tests.unit.train.zero_oracle import descend, ragged, ragged_loss, units_of
 
 
 class Gate:
@@ -79,9 +79,7 @@ def test_steps_that_follow_change_nothing_of_what_is_written_and_nothing_is_sent
         opt = ragged_optimizer(model, comm, stage=stage, units=units_of(model))
         saver = Saver()
         for step in range(4):
-            opt.backward(ragged_loss(model, step, 0, 0))
-            opt.step()
-            opt.zero_grad()
+            descend(opt, ragged_loss(model, step, 0, 0))
             if step == 1:
                 want = held(model, opt)
                 checkpoint.save(

@@ -307,8 +307,7 @@ BROKEN = {
     "missing-input": ("0F0,0W0\n1F0,1B0", "rank 0: 0I0 is missing"),
     "weights-first": ("0F0,0W0,0I0\n1F0,1B0", "rank 0: 0W0 comes before 0I0"),
     "whole-and-part": (
-        "0F0,0B0,0W0\n1F0,1B0",
-        "rank 0: 0B0 is there, and 0W0, which is a part of it",
+        "0F0,0B0,0W0\n1F0,1B0", "rank 0: 0B0 is there, and 0W0, which is a part of it"
     ),
     "twice": ("0F0,0F0,0B0\n1F0,1B0", "rank 0: 0F0 is there twice"),
     "backward-first": ("0B0,0F0\n1F0,1B0", "rank 0: 0B0 comes before 0F0"),
@@ -318,12 +317,10 @@ BROKEN = {
     "no-send": ("0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "0SEND_F0 is missing, next to 0F0"),
     "no-receive": ("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "0RECV_B0 is missing"),
     "send-too-early": (
-        "0SEND_F0,0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0",
-        "rank 0: 0SEND_F0 comes before 0F0",
+        "0SEND_F0,0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "rank 0: 0SEND_F0 comes before 0F0"
     ),
     "receive-too-late": (
-        "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0",
-        "rank 1: 1RECV_F0 comes after 1F0",
+        "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0", "rank 1: 1RECV_F0 comes after 1F0"
     ),
     "deadlock-of-a-pair": ("(0F0;1B0)OVERLAP_F_B,0B0,1F0", "rank 0: 1B0 comes before 1F0"),
     "wrong-rank": (
@@ -335,12 +332,10 @@ BROKEN = {
         "rank 1: no other rank has 2RECV_F0 for 1SEND_F0",
     ),
     "not-whole": (
-        "0UNSHARD,0F0,0RESHARD,0I0,0W0\n1F0,1B0",
-        "rank 0: 0I0 uses weights that are not whole",
+        "0UNSHARD,0F0,0RESHARD,0I0,0W0\n1F0,1B0", "rank 0: 0I0 uses weights that are not whole"
     ),
     "whole-twice": (
-        "0UNSHARD,0F0,0UNSHARD,0B0\n1F0,1B0",
-        "rank 0: 0UNSHARD, and stage 0 is whole then",
+        "0UNSHARD,0F0,0UNSHARD,0B0\n1F0,1B0", "rank 0: 0UNSHARD, and stage 0 is whole then"
     ),
     "gone-twice": ("0F0,0B0,0RESHARD\n1F0,1B0", "0RESHARD, and stage 0 is not whole then"),
     "stays-whole": ("0UNSHARD,0F0,0B0\n1F0,1B0", "rank 0: 0RESHARD is missing at the end"),
@@ -355,7 +350,7 @@ BROKEN = {
         "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1",
         "deadlock: rank 0 waits at 0B0 for 0RECV_B0; rank 1 waits at 1F1 for 1RECV_F1",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "message"), BROKEN.values(), ids=BROKEN.keys())

@@ -95,9 +95,9 @@ def _alternating(
     ranks: int, microbatches: int, virtual: int, *, hops: int, puts_off: bool = False
 ) -> Schedule:
     _check_sizes(ranks, microbatches, virtual)
-    lates = range(ranks) if puts_off else (None,) * ranks
-    rows = (_alternate(ranks, microbatches, virtual, rank, hops=hops, late=late)
-            for rank, late in enumerate(lates))  # fmt: skip
+    late = range(ranks) if puts_off else (None,) * ranks
+    rows = (_alternate(ranks, microbatches, virtual, rank, hops=hops, late=late[rank])
+            for rank in range(ranks))  # fmt: skip
     return Schedule(tuple(rows))
 
 

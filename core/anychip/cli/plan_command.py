@@ -230,9 +230,13 @@ def _to_json(plan: RunPlan) -> dict[str, Any]:
         "memory_limit": plan.memory_limit,
         "candidates": [
             {
-                **{"schedule": each.name, "stages_per_rank": each.virtual},
-                **{"makespan": each.makespan, "idle": each.idle, "nbytes": each.nbytes},
-                **{"fits": each.fits, "chosen": _is_chosen(plan, each)},
+                "schedule": each.name,
+                "stages_per_rank": each.virtual,
+                "makespan": each.makespan,
+                "idle": each.idle,
+                "nbytes": each.nbytes,
+                "fits": each.fits,
+                "chosen": _is_chosen(plan, each),
             }
             for each in plan.candidates
         ],

@@ -20,7 +20,7 @@ namespace anychip::cpu {
 namespace {
 
 // Raised whenever a signature changes its meaning; Python reads it as build_info()["abi"].
-constexpr int kInterfaceVersion = 7;
+constexpr int kInterfaceVersion = 8;
 
 using Addresses = std::vector<uintptr_t>;
 using Sizes = std::vector<int64_t>;
@@ -210,6 +210,10 @@ void bind_operators(py::module_& m) {
   bind(m, "cross_entropy_backward", &cross_entropy_backward, "grad", "logits", "target", "lse",
        "dlogits", "rows", "vocab", "ignore_index", "label_smoothing", "z_loss", "reduction",
        "dtype");
+  bind(m, "logit_partials_forward", &logit_partials_forward, "logits", "target", "lse", "picked",
+       "total", "rows", "vocab", "first");
+  bind(m, "logit_partials_backward", &logit_partials_backward, "lse_grad", "picked_grad",
+       "total_grad", "logits", "target", "lse", "dlogits", "rows", "vocab", "first");
   for (const auto& [name, sum] :
        {std::pair{"sum_rows", &sum_rows}, {"sum_rows_by_index", &sum_rows_by_index}}) {
     bind(m, name, sum, "x", "index", "weights", "y", "rows", "terms", "x_rows", "width", "dtype",

@@ -49,12 +49,13 @@ ANYCHIP_KERNEL(void, softmax_forward,
                (const SoftmaxForward&, float* scratch, Range rows))  // (keys,)
 ANYCHIP_KERNEL(void, softmax_backward, (const SoftmaxBackward&, Range rows))
 
-// Targets are known to be valid. row_loss: (rows,), 0 for ignored rows.
-ANYCHIP_KERNEL(void, cross_entropy_forward,
-               (const CrossEntropyForward&, float* row_loss, Range rows))
-// grad_divisor: what the reduction divides grad by.
-ANYCHIP_KERNEL(void, cross_entropy_backward,
-               (const CrossEntropyBackward&, double grad_divisor, Range rows))
+// columns: of each row one logit, or -1 for none.
+ANYCHIP_KERNEL(void, sum_logits,
+               (DType dtype, const void* logits, int64_t vocab, const int64_t* columns,
+                bool wants_total, LogitSums* sums, Range rows))
+ANYCHIP_KERNEL(void, slope_logits,
+               (DType dtype, const void* logits, int64_t vocab, const LogitSlopes* slopes,
+                void* dlogits, Range rows))
 
 ANYCHIP_KERNEL(void, sum_rows, (const RowSums&, Range rows))
 ANYCHIP_KERNEL(void, spread_rows, (const RowSpread&, Range rows))

@@ -45,6 +45,19 @@ struct LambFactors {
   float correction1, correction2, eps, weight_decay;
 };
 
+constexpr int64_t kIgnored = -2;
+// Of a row of logits.
+struct LogitSums {
+  double lse;
+  float picked, total;  // that of its column, 0 without one; of all, where it is wanted
+};
+// What a row's gradient is made of: (exp(logit - lse) by_exp + by_all) grad, and at its column
+// by_column more in the brackets. That of an ignored row is 0, whatever the logits are.
+struct LogitSlopes {
+  float lse, by_exp, by_all, by_column, grad;
+  int64_t column;  // -1: none, kIgnored
+};
+
 // Room for a group of blocks, with 128 elements more, where the call needs it.
 struct QuantizeScratch {
   float* values;    // of a type that is not float32

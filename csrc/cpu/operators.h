@@ -277,7 +277,30 @@ struct CrossEntropyBackward {
   CrossEntropyOptions options;
 };
 void cross_entropy_forward(const CrossEntropyForward& args);
-void cross_entropy_backward(const CrossEntropyBackward& args);
+void cross_entropy_backward(const CrossEntropyBackward& args);  // dlogits may be the logits
+
+// Of rows of some of the logits, of the classes from `first` on: their log-sum-exp, that of the
+// target's class, 0 where it is of another part, and their sum.
+struct LogitPartials {
+  const float* logits;    // (rows, vocab)
+  const int64_t* target;  // (rows,)
+  float* lse;
+  float* picked;
+  float* total;
+  int64_t rows, vocab, first;
+};
+struct LogitPartialsBackward {
+  const float* lse_grad;  // (rows,), all three
+  const float* picked_grad;
+  const float* total_grad;
+  const float* logits;
+  const int64_t* target;
+  const float* lse;
+  float* dlogits;  // may be the logits
+  int64_t rows, vocab, first;
+};
+void logit_partials_forward(const LogitPartials& args);
+void logit_partials_backward(const LogitPartialsBackward& args);
 
 // y[r] = sum over j of weights[r, j] x[index[r, j]], j ascending. Throws std::out_of_range for a
 // number that is no row of x.

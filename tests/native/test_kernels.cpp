@@ -351,6 +351,31 @@ void test_cross_entropy(DType dtype, Shape shape, Reduction reduction) {
   });
 }
 
+// Of some classes, in place of the logits too: the target's may be one of others.
+void test_logit_partials(Shape shape) {
+  const int64_t rows = shape.rows, vocab = shape.hidden, first = 5;
+  const Tensor logits = wide_values(kWide, rows * vocab, 1);
+  Tensor grads[3] = {Tensor(kWide, random_values(rows, 2)), Tensor(kWide, random_values(rows, 3)),
+                     Tensor(kWide, random_values(rows, 4))};
+  std::vector<int64_t> target;
+  for (int64_t i = 0; i < rows; ++i)
+    target.push_back(i % 3 == 1 ? i % 2 * 9999 : first + i % vocab);
+  check_kernel(label("logit_partials", kWide, vocab), [&](Results& out) {
+    float *lse = out.make(kWide, rows).floats(), *picked = out.make(kWide, rows).floats();
+    float* total = out.make(kWide, rows).floats();
+    Tensor &apart = out.make(kWide, logits.numel()), &placed = out.make(kWide, logits.numel());
+    for (int64_t i = 0; i < logits.numel(); ++i) placed.set(i, logits.get(i));
+    logit_partials_forward(
+        {placed.floats(), target.data(), lse, picked, total, rows, vocab, first});
+    for (Tensor* dlogits : {&apart, &placed}) {
+      logit_partials_backward({grads[0].floats(), grads[1].floats(), grads[2].floats(),
+                               placed.floats(), target.data(), lse, dlogits->floats(), rows, vocab,
+                               first});
+    }
+    check_equal("logit_partials in place", apart, placed);
+  });
+}
+
 // Sizes that straddle vectors and chunks (16384), together enough for several threads; numbers of
 // so many exponents that tiles of sums of squares take two sums, three, or none.
 std::vector<Tensor> random_list(DType dtype, unsigned seed, double exponents = 0.0) {
@@ -556,6 +581,7 @@ int main() {
     for (const Shape shape : shapes) {
       test_norms(shape, dtype, dtype, nullptr);
       test_cross_entropy(dtype, shape, Reduction::kMean);
+      if (dtype == kWide) test_logit_partials(shape);
     }
     for (const Shape shape : {Shape{9, 1}, Shape{70, 63}, Shape{97, 1000}}) {
       test_softmax(dtype, dtype, shape);

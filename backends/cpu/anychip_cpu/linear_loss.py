@@ -1,64 +1,157 @@
-"""The output layer and the loss on the host: torch's products, and between them the native loss."""
+"""The output layer and the loss on the host: torch's products, and between them the native loss.
+
+Logits of all rows are never held: a chunk's are made, used up, and made anew in the backward. Where
+all gradients are wanted, of one number, and take less room than the logits would, a paired row
+makes them in the forward, while it has a chunk's logits: three products in place of four.
+
+Memory, in numbers of float32, for R rows of K inputs and V classes: a chunk's logits, 2^20 (4 MiB)
+or 256 V where that is more; in 16 bits also the weight, V K. Between forward and backward the
+paired row keeps (R + V) K + V gradients, which the four products made only in the backward, and the
+backward makes them again, scaled. torch's own way keeps R V logits and as many probabilities.
+
+linear_cross_entropy_partials has no such row: its gradients depend on what becomes of its results.
+"""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anychip import operators
-from anychip.contract.operator import Function
-from anychip.operators.linear_cross_entropy import chunks
+from anychip.operators.linear_cross_entropy import CHUNK
 from anychip.operators.loss import check_targets
 from anychip_cpu import native
 from anychip_cpu.native import CODES
 from anychip_cpu.table import Needs, declared
 
 _kernels: Any = native.kernels
+_below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+_ROWS = 256
+"""A product of fewer rows takes longer for each: 1.2 times of 128, 1.06 of 256 (8192 x 512)."""
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # Always in float32: torch has no product of 16-bit factors with a float32 result on a host.
-    wide = rows.float()
-    return wide @ weight.t() if bias is None else torch.addmm(bias, wide, weight.t())
+class _Head:
+    """The output layer in float32, and its logits, a chunk of rows at a time.
+
+    torch has no product of 16-bit factors with a float32 result on a host.
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+        self.rows, self.labels = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1)
+        self.labels = self.labels.contiguous()
+        self.weight, self.bias = weight.float(), None if bias is None else bias.float()
+        self.num_classes = weight.shape[0]
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Rows, these in float32, and their logits, which are overwritten by the next ones."""
+        step = max(CHUNK // self.num_classes, _ROWS)
+        total = self.rows.shape[0]
+        room = self.weight.new_empty(min(step, total), self.num_classes)
+        for start in range(0, total, step):
+            chunk = slice(start, min(start + step, total))
+            wide, logits = self.rows[chunk].float(), room[: chunk.stop - start]
+            if self.bias is None:
+                torch.mm(wide, self.weight.t(), out=logits)
+            else:
+                torch.addmm(self.bias, wide, self.weight.t(), out=logits)
+            yield chunk, wide, logits
 
 
-def linear_cross_entropy(
+class _Gradients:
+    """Of the rows, the weight and the bias, in float32, as far as they are wanted."""
+
+    def __init__(self, head: _Head, needs: Needs) -> None:
+        self.head, wide = head, torch.float32
+        self.dx = head.rows.new_empty(head.rows.shape, dtype=wide) if needs[0] else None
+        self.dweight = torch.zeros_like(head.weight) if needs[1] else None
+        self.dbias = head.weight.new_zeros(head.num_classes) if needs[2] else None
+
+    def add(self, chunk: slice, wide: Tensor, dlogits: Tensor) -> None:
+        if self.dx is not None:
+            torch.mm(dlogits, self.head.weight, out=self.dx[chunk])
+        if self.dweight is not None:
+            self.dweight.addmm_(dlogits.t(), wide)
+        if self.dbias is not None:
+            self.dbias += dlogits.sum(0)
+
+    def like(self, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """In the shapes and dtypes of the arguments."""
+        dx, dweight, dbias = self.dx, self.dweight, self.dbias
+        return (
+            None if dx is None else dx.to(x.dtype).view(x.shape),
+            None if dweight is None else dweight.to(weight.dtype),
+            None if dbias is None else dbias.to(weight.dtype),
+        )
+
+
+def _loss(
+    head: _Head, logits: Tensor, chunk: slice, loss: Tensor, lse: Tensor, options: dict[str, Any]
+) -> None:
+    _kernels.cross_entropy_forward(
+        logits.data_ptr(),
+        head.labels[chunk].data_ptr(),
+        loss.view(-1)[chunk].data_ptr(),
+        lse.view(-1)[chunk].data_ptr(),
+        *logits.shape,
+        **options,
+        reduction=_kernels.REDUCTION_NONE,
+        dtype=CODES[torch.float32],
+    )
+
+
+def _slope(
+    head: _Head, logits: Tensor, chunk: slice, slope: Tensor, lse: Tensor, options: dict[str, Any]
+) -> None:
+    """The gradient of a chunk's logits in their place, for that of each row's loss."""
+    _kernels.cross_entropy_backward(
+        slope[chunk].data_ptr(),
+        logits.data_ptr(),
+        head.labels[chunk].data_ptr(),
+        lse.view(-1)[chunk].data_ptr(),
+        logits.data_ptr(),
+        *logits.shape,
+        **options,
+        reduction=_kernels.REDUCTION_NONE,
+        dtype=CODES[torch.float32],
+    )
+
+
+def _forward(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
     *,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
     reduction: str,
-) -> tuple[Tensor, Tensor]:
-    num_classes = weight.shape[0]
-    check_targets("linear_cross_entropy", target, num_classes, ignore_index)
-    rows, labels = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1).contiguous()
-    wide, wide_bias = weight.float(), None if bias is None else bias.float()
-    loss, lse = wide.new_empty(target.shape), wide.new_empty(target.shape)
-    for chunk in chunks(rows.shape[0], num_classes):
-        logits = _logits(rows[chunk], wide, wide_bias)
-        _kernels.cross_entropy_forward(
-            logits.data_ptr(),
-            labels[chunk].data_ptr(),
-            loss.view(-1)[chunk].data_ptr(),
-            lse.view(-1)[chunk].data_ptr(),
-            logits.shape[0],
-            num_classes,
-            ignore_index,
-            label_smoothing,
-            z_loss,
-            _kernels.REDUCTION_NONE,
-            CODES[torch.float32],
-        )
-    if reduction == "none":
-        return loss, lse
-    total = loss.sum() if reduction == "sum" else loss.sum() / (labels != ignore_index).sum()
-    return total, lse
+    with_gradients: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor, _Gradients | None]:
+    """The loss, lse, and if wanted the gradients for a loss whose own is 1."""
+    ignored = options["ignore_index"]
+    check_targets("linear_cross_entropy", target, weight.shape[0], ignored)
+    head = _Head(x, weight, target, bias)
+    loss, lse = (head.weight.new_empty(target.shape) for _ in range(2))
+    counted = (head.labels != ignored).sum()
+    gradients = slope = None
+    if with_gradients:
+        gradients = _Gradients(head, (True, True, bias is not None))
+        one = torch.ones(()) if reduction == "sum" else 1.0 / counted
+        slope = one.expand(head.labels.shape).contiguous()
+    for chunk, wide, logits in head.chunks():
+        _loss(head, logits, chunk, loss, lse, options)
+        if gradients is not None and slope is not None:
+            _slope(head, logits, chunk, slope, lse, options)
+            gradients.add(chunk, wide, logits)
+    if reduction != "none":
+        loss = loss.sum() if reduction == "sum" else loss.sum() / counted
+    return loss, lse, gradients
+
+
+def linear_cross_entropy(*args: Any, **attrs: Any) -> tuple[Tensor, Tensor]:
+    return _forward(*args, **attrs, with_gradients=False)[:2]
 
 
 def linear_cross_entropy_backward(
@@ -69,55 +162,134 @@ def linear_cross_entropy_backward(
     bias: Tensor | None,
     lse: Tensor,
     *,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
     reduction: str,
     needs: Needs,
+    **options: Any,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    rows, labels = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1).contiguous()
-    wide, wide_bias = weight.float(), None if bias is None else bias.float()
-    lse = lse.contiguous()
-    slope = grad / (labels != ignore_index).sum() if reduction == "mean" else grad
+    head, lse = _Head(x, weight, target, bias), lse.contiguous()
+    slope = grad
+    if reduction == "mean":
+        slope = grad / (head.labels != options["ignore_index"]).sum()
     slope = slope.expand(target.shape).reshape(-1).contiguous()
-    dx = rows.new_empty(rows.shape) if needs[0] else None
-    dweight = torch.zeros_like(wide) if needs[1] else None
-    dbias = wide.new_zeros(wide.shape[0]) if needs[2] else None
-    for chunk in chunks(rows.shape[0], wide.shape[0]):
-        logits = _logits(rows[chunk], wide, wide_bias)
-        dlogits = torch.empty_like(logits)
-        _kernels.cross_entropy_backward(
-            slope[chunk].data_ptr(),
-            logits.data_ptr(),
-            labels[chunk].data_ptr(),
-            lse.view(-1)[chunk].data_ptr(),
-            dlogits.data_ptr(),
-            logits.shape[0],
-            wide.shape[0],
-            ignore_index,
-            label_smoothing,
-            z_loss,
-            _kernels.REDUCTION_NONE,
-            CODES[torch.float32],
-        )
-        if dx is not None:
-            dx[chunk] = dlogits @ wide
-        if dweight is not None:
-            dweight.addmm_(dlogits.t(), rows[chunk].float())
-        if dbias is not None:
-            dbias += dlogits.sum(0)
-    return (
-        None if dx is None else dx.view(x.shape),
-        None if dweight is None else dweight.to(weight.dtype),
-        None if dbias is None else dbias.to(weight.dtype),
+    gradients = _Gradients(head, needs)
+    for chunk, wide, logits in head.chunks():
+        _slope(head, logits, chunk, slope, lse, options)
+        gradients.add(chunk, wide, logits)
+    return gradients.like(x, weight)
+
+
+# With gradients from the forward
+
+
+def _wants_gradients(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, reduction: str, **_: Any
+) -> bool:
+    """Whether all gradients will be wanted, of one number, and are smaller than the logits."""
+    given = [t for t in (x, weight, bias) if t is not None]
+    smaller = sum(t.numel() for t in given) <= target.numel() * weight.shape[0]
+    return reduction != "none" and smaller and _is_recorded(given)
+
+
+def _is_recorded(given: Sequence[Tensor]) -> bool:
+    if torch.is_grad_enabled():
+        return all(t.requires_grad for t in given)
+    # Below autograd torch calls what was chosen when the call was recorded, or traced, with tensors
+    # that do not say it any more.
+    return _below_autograd(_AUTOGRAD) and not torch.is_inference_mode_enabled()
+
+
+def _forward_with_gradients(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **attrs: Any
+) -> tuple[Tensor, ...]:
+    loss, _, gradients = _forward(x, weight, target, bias, **attrs, with_gradients=True)
+    assert gradients is not None
+    assert gradients.dx is not None
+    assert gradients.dweight is not None
+    dbias = loss.new_empty(0) if gradients.dbias is None else gradients.dbias
+    return loss, gradients.dx, gradients.dweight, dbias
+
+
+def _scaled_gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *residuals: Tensor,
+    needs: Needs,
+    **_: Any,
+) -> tuple[Tensor | None, ...]:
+    def like(argument: Tensor, found: Tensor) -> Tensor:
+        return (found * grad).to(argument.dtype).view(argument.shape)
+
+    arguments = zip((x, weight, bias), residuals, needs, strict=True)
+    return tuple(
+        like(argument, found) if need and argument is not None else None
+        for argument, found, need in arguments
     )
 
 
-if native.kernels is not None:
-    declared.forward("linear_cross_entropy", kind="mapped")(linear_cross_entropy)
-    declared.backward("linear_cross_entropy", kind="mapped")(linear_cross_entropy_backward)
+def _empty_gradients(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dweight = (
+        x.new_empty(shape, dtype=torch.float32)
+        for shape in ((target.numel(), x.shape[-1]), weight.shape)
+    )
+    return dx, dweight, dx.new_empty(0 if bias is None else weight.shape[0])
 
-# torch's products and sums, as of the reference: there is no native part that would be faster.
-_partials = operators.linear_cross_entropy_partials
-declared.forward(_partials.name, kind="mapped")(_partials.forward)
-declared.backward(_partials.name, kind="mapped")(cast(Function, _partials.backward))
+
+# Parts of a vocabulary
+
+
+def linear_cross_entropy_partials(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, first: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    head = _Head(x, weight, target, bias)
+    lse, picked, total = (head.weight.new_empty(target.shape) for _ in range(3))
+    for chunk, _, logits in head.chunks():
+        results = (t.view(-1)[chunk] for t in (head.labels, lse, picked, total))
+        addresses = (t.data_ptr() for t in (logits, *results))
+        _kernels.logit_partials_forward(*addresses, *logits.shape, first)
+    return lse, picked, total
+
+
+def linear_cross_entropy_partials_backward(
+    grad_lse: Tensor,
+    grad_picked: Tensor,
+    grad_total: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    *,
+    first: int,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    head = _Head(x, weight, target, bias)
+    grads = [t.reshape(-1).contiguous() for t in (grad_lse, grad_picked, grad_total)]
+    lse, gradients = lse.reshape(-1).contiguous(), _Gradients(head, needs)
+    for chunk, wide, logits in head.chunks():
+        given = [*(t[chunk] for t in grads), logits, head.labels[chunk], lse[chunk], logits]
+        _kernels.logit_partials_backward(*(t.data_ptr() for t in given), *logits.shape, first)
+        gradients.add(chunk, wide, logits)
+    return gradients.like(x, weight)
+
+
+if native.kernels is not None:
+    declared.pair(
+        "linear_cross_entropy",
+        kind="mapped",
+        accepts=_wants_gradients,
+        forward=_forward_with_gradients,
+        backward=_scaled_gradients,
+        num_residuals=3,
+        fake_residuals=_empty_gradients,
+    )
+    for _row in (linear_cross_entropy, linear_cross_entropy_partials):
+        declared.forward(_row.__name__, kind="mapped")(_row)
+    declared.backward("linear_cross_entropy", kind="mapped")(linear_cross_entropy_backward)
+    declared.backward("linear_cross_entropy_partials", kind="mapped")(
+        linear_cross_entropy_partials_backward
+    )

@@ -1,13 +1,8 @@
-// Cross-entropy of rows of logits: log-sum-exp, loss, and gradient.
-//
-// Per row: nll = lse - logit[target], smooth = lse - mean(logits),
-// loss = (1 - ls) nll + ls smooth + z lse^2; gradient with p = exp(logit - lse):
-// (1 + 2 z lse) p - ls / vocab - (1 - ls) [target].
+// Rows of logits: log-sum-exp and sum, and the gradients of what is made of these (loss.cpp).
 //
 // Rounding: exp(logit - max) is summed as in Note [Row sums] of loops.h, with 2 ulp per term; the
-// logarithm and all that follows is float64, rounded once for lse and once for the loss. In the
-// gradient p carries the rounding of the float32 lse, a relative error of 2^-24 * |lse|, and 3
-// roundings more.
+// logarithm is float64. A gradient's exp(logit - lse) carries the rounding of the float32 lse, a
+// relative error of 2^-24 * |lse|, and has 3 roundings more, and at the column 4.
 #include "loops.h"
 #include "math.h"
 #include "table.h"
@@ -50,64 +45,56 @@ ANYCHIP_INLINE double log_sum_exp(const T* x, int64_t n) {
 }
 
 template <class T>
-[[gnu::flatten]] void forward(const CrossEntropyForward& args, float* row_loss, Range rows) {
-  const CrossEntropyOptions& options = args.options;
-  const int64_t vocab = options.vocab;
+[[gnu::flatten]] void sum(const T* logits, int64_t vocab, const int64_t* columns, bool wants_total,
+                          LogitSums* sums, Range rows) {
   for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const T* x = static_cast<const T*>(args.logits) + row * vocab;
-    const double lse = log_sum_exp(x, vocab);
-    if (args.lse) args.lse[row] = static_cast<float>(lse);
-
-    const int64_t target = args.target[row];
-    if (target == options.ignore_index) {
-      row_loss[row] = 0.0f;
-      continue;
+    const T* x = logits + row * vocab;
+    const int64_t column = columns[row];
+    float total = 0.0f;
+    if (wants_total) {
+      total = sum_over(vocab, [&](int64_t i, auto lanes) { return load(x + i, lanes); });
     }
-    double loss = (1.0 - options.label_smoothing) * (lse - load_one(x + target));
-    if (options.label_smoothing != 0.0) {
-      const float sum = sum_over(vocab, [&](int64_t i, auto lanes) { return load(x + i, lanes); });
-      loss += options.label_smoothing * (lse - sum / static_cast<double>(vocab));
-    }
-    if (options.z_loss != 0.0) loss += options.z_loss * lse * lse;
-    row_loss[row] = static_cast<float>(loss);
+    sums[row] = {log_sum_exp(x, vocab), column < 0 ? 0.0f : load_one(x + column), total};
   }
 }
 
 template <class T>
-[[gnu::flatten]] void backward(const CrossEntropyBackward& args, double grad_divisor, Range rows) {
-  const CrossEntropyOptions& options = args.options;
-  const int64_t vocab = options.vocab;
-  const bool per_row = options.reduction == Reduction::kNone;
-  const float spread = static_cast<float>(options.label_smoothing / static_cast<double>(vocab));
-  const float certain = static_cast<float>(1.0 - options.label_smoothing);
+[[gnu::flatten]] void slope(const T* logits, int64_t vocab, const LogitSlopes* slopes, T* dlogits,
+                            Range rows) {
   for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const T* x = static_cast<const T*>(args.logits) + row * vocab;
-    T* dx = static_cast<T*>(args.dlogits) + row * vocab;
-    const int64_t target = args.target[row];
-    if (target == options.ignore_index) {
+    const T* x = logits + row * vocab;
+    T* dx = dlogits + row * vocab;
+    const LogitSlopes& own = slopes[row];
+    if (own.column == kIgnored) {
       for_each_vector(0, vocab, [&](int64_t i, auto lanes) { store(dx + i, F32{}, lanes); });
       continue;
     }
-    const float lse = args.lse[row];
-    const float grad = static_cast<float>(args.grad[per_row ? row : 0] / grad_divisor);
-    const float factor = static_cast<float>(1.0 + 2.0 * options.z_loss * lse);
-    const auto towards_uniform = [&](F32 logits) { return exp(logits - lse) * factor - spread; };
-    for_each_vector(0, vocab, [&](int64_t i, auto lanes) {
-      store(dx + i, towards_uniform(load_ahead(x + i, lanes)) * grad, lanes);
-    });
+    const auto slope_at = [&](F32 logit) { return exp(logit - own.lse) * own.by_exp + own.by_all; };
     const FirstLanes one{1};
-    store(dx + target, (towards_uniform(load(x + target, one)) - certain) * grad, one);
+    const F32 at_column = own.column < 0 ? F32{} : load(x + own.column, one);
+    for_each_vector(0, vocab, [&](int64_t i, auto lanes) {
+      store(dx + i, slope_at(load_ahead(x + i, lanes)) * own.grad, lanes);
+    });
+    if (own.column < 0) continue;
+    store(dx + own.column, (slope_at(at_column) + own.by_column) * own.grad, one);
   }
 }
 
 }  // namespace
 
-void cross_entropy_forward(const CrossEntropyForward& args, float* row_loss, Range rows) {
-  visit_dtype(args.options.dtype, [&](auto t) { forward<decltype(t)>(args, row_loss, rows); });
+void sum_logits(DType dtype, const void* logits, int64_t vocab, const int64_t* columns,
+                bool wants_total, LogitSums* sums, Range rows) {
+  visit_dtype(dtype, [&](auto t) {
+    sum(static_cast<const decltype(t)*>(logits), vocab, columns, wants_total, sums, rows);
+  });
 }
 
-void cross_entropy_backward(const CrossEntropyBackward& args, double grad_divisor, Range rows) {
-  visit_dtype(args.options.dtype, [&](auto t) { backward<decltype(t)>(args, grad_divisor, rows); });
+void slope_logits(DType dtype, const void* logits, int64_t vocab, const LogitSlopes* slopes,
+                  void* dlogits, Range rows) {
+  visit_dtype(dtype, [&](auto t) {
+    using T = decltype(t);
+    slope(static_cast<const T*>(logits), vocab, slopes, static_cast<T*>(dlogits), rows);
+  });
 }
 
 }  // namespace anychip::cpu::ANYCHIP_ISA

@@ -14,7 +14,7 @@ import anychip
 from anychip import ops
 from anychip.operators.linear_cross_entropy import CHUNK
 from anychip_cpu import linear_loss, native
-from tests.unit.dispatch.calls import SPECS
+from tests.unit.dispatch.calls import SPECS, bits
 
 ALL: dict[str, Any] = {
     "reduction": "mean", "label_smoothing": 0.3, "z_loss": 0.05, "ignore_index": 3,
@@ -100,6 +100,45 @@ def test_linear_cross_entropy_over_several_chunks_equals_the_whole(
         found.append((loss.detach(), torch.autograd.grad(loss.sum(), leaves)))
     # 700 rows add up in float32: sqrt(700) roundings of the sum, at most 700 of each term.
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+WAYS: dict[str, Any] = {
+    "short cut": ops.linear_cross_entropy,
+    "library": torch.ops.anychip.linear_cross_entropy,
+    "compiled": lambda *args, **o: torch.compile(
+        lambda *given: ops.linear_cross_entropy(*given, **o), backend="aot_eager", fullgraph=True
+    )(*args),
+}
+
+
+def in_the_forward() -> int:
+    """How many calls made their gradients there."""
+    rows = anychip.provenance().rows()
+    return sum(r.calls for r in rows if r.implementation.endswith("_forward_with_gradients"))
+
+
+@pytest.mark.skipif(native.kernels is None, reason=str(native.problem))
+@pytest.mark.parametrize("way", WAYS)
+def test_linear_cross_entropy_makes_gradients_in_the_forward_where_all_are_wanted(way: str) -> None:
+    x, weight, target, bias = product(700, 8, 4001)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    before, scale = in_the_forward(), 3.0
+    with anychip.policy(pin={"linear_cross_entropy": "cpu"}):
+        loss = WAYS[way](x, weight, target, bias, **ALL)
+        found = [torch.autograd.grad(loss * scale, leaves, retain_graph=True) for _ in range(2)]
+        assert in_the_forward() == before + 1
+        with torch.no_grad():
+            assert bits(WAYS[way](x, weight, target, bias, **ALL)) == bits(loss.detach())
+        WAYS[way](x.detach(), weight, target, bias, **ALL)
+        WAYS[way](x, weight, target, bias, **{**ALL, "reduction": "none"})
+        few = x.detach()[:3].requires_grad_()
+        WAYS[way](few, weight, target[:3], bias, **ALL)  # the gradients would be larger
+    assert in_the_forward() == before + 1
+    wide = [t.double() for t in leaves]
+    want = torch.autograd.grad(by_torch(F.linear(wide[0], wide[1], wide[2]), target, **ALL), wide)
+    for got, again, expected in zip(*found, want, strict=True):
+        assert bits(got) == bits(again)
+        torch.testing.assert_close(got / scale, expected.float(), rtol=1e-5, atol=1e-6)
 
 
 def by_torch(logits: Tensor, target: Tensor, *, z_loss: float, reduction: str, **o: Any) -> Tensor:

@@ -46,6 +46,8 @@ ANYCHIP_INLINE F64 load_doubles(const float* p, FirstLanes lanes) {
 ANYCHIP_INLINE RegisterD add_product(RegisterD a, RegisterD b, RegisterD c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_pd(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_pd(a, b, c);
 #else
   return a * b + c;
 #endif

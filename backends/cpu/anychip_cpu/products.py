@@ -85,6 +85,14 @@ def _groups(ends: list[int]) -> Iterator[tuple[int, slice]]:
             yield group, slice(start, end)
 
 
+def _write(product: Tensor, left: Tensor, right: Tensor) -> None:
+    """``left @ right`` into a part of a result, which may be of another dtype."""
+    if left.dtype == product.dtype == torch.float32:
+        torch.mm(left, right, out=product)
+    else:
+        product.copy_(left @ right)
+
+
 @declared.forward("grouped_linear", kind="mapped")
 def grouped_linear(
     x: Tensor, weight: Tensor, offsets: Tensor, *, out_dtype: torch.dtype | None
@@ -95,7 +103,7 @@ def grouped_linear(
     y[ends[-1] if ends else 0 :] = 0.0
     for group, rows in _groups(ends):
         wide = _widening(x[rows], out_dtype)
-        y[rows] = torch.nn.functional.linear(wide(x[rows]), wide(weight[group]))
+        _write(y[rows], wide(x[rows]), wide(weight[group]).t())
     return y
 
 
@@ -111,14 +119,17 @@ def grouped_linear_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     ends = offsets.tolist()
     dx = x.new_empty(x.shape) if needs[0] else None
-    dweight = weight.new_zeros(weight.shape) if needs[1] else None
+    dweight = weight.new_empty(weight.shape) if needs[1] else None
     if dx is not None:
         dx[ends[-1] if ends else 0 :] = 0.0
+    if dweight is not None:
+        for group in {*range(len(ends))}.difference(dict(_groups(ends))):
+            dweight[group] = 0.0
     for group, rows in _groups(ends):
         wide = _widening(x[rows], grad.dtype)
         slope = wide(grad[rows])
         if dx is not None:
-            dx[rows] = slope @ wide(weight[group])
+            _write(dx[rows], slope, wide(weight[group]))
         if dweight is not None:
-            dweight[group] = slope.t() @ wide(x[rows])
+            _write(dweight[group], slope.t(), wide(x[rows]))
     return dx, dweight

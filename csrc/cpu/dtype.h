@@ -16,6 +16,7 @@ struct Float16 {
   uint16_t bits;
 };
 
+constexpr int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 constexpr bool is_dtype(int code) { return code >= 0 && code <= 2; }
 
 // Calls visit(T{}) with the element type of `dtype`.

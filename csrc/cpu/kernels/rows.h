@@ -7,9 +7,7 @@
 
 namespace anychip::cpu::ANYCHIP_ISA {
 
-ANYCHIP_INLINE int64_t bytes_of(DType dtype, int64_t numel) {
-  return numel * (dtype == DType::kFloat32 ? 4 : 2);
-}
+ANYCHIP_INLINE int64_t bytes_of(DType dtype, int64_t numel) { return numel * element_size(dtype); }
 
 ANYCHIP_INLINE const void* row_of(const void* rows, DType dtype, int64_t offset) {
   return static_cast<const char*>(rows) + bytes_of(dtype, offset);

@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kTile = 1024;
 
 ANYCHIP_INLINE char* element(const TensorRef& tensor, int64_t i) {
-  return static_cast<char*>(tensor.data) + i * (tensor.dtype == DType::kFloat32 ? 4 : 2);
+  return static_cast<char*>(tensor.data) + i * element_size(tensor.dtype);
 }
 
 // n elements from `begin` on: themselves, or converted into `tile`.
@@ -62,9 +62,7 @@ ANYCHIP_INLINE void update_tiles(const UpdateTensor& tensor, Range elements, con
 }
 
 // The gradient without its loss scale, clipped. A division by 1 would change nothing.
-template <class Lanes>
-ANYCHIP_INLINE F32 scaled(const float* g, const GradFactors& f, Lanes lanes) {
-  const F32 grad = load_ahead(g, lanes);
+ANYCHIP_INLINE F32 scaled(F32 grad, const GradFactors& f) {
   return (f.scale == 1.0f ? grad : grad / f.scale) * f.clip;
 }
 
@@ -180,18 +178,22 @@ ANYCHIP_INLINE F32 sign(F32 v) {
 }
 
 // Sutskever et al. 2013. Roundings: g 2 and the decay 2; the buffer 2; nesterov 2; p 2 more.
-[[gnu::flatten]] void sgd(const UpdateTensor& tensor, const SgdFactors& f, Range elements) {
+// The factors are copied: a store might change those of the caller, for all that the compiler
+// knows, and they would be read anew for every vector. To ask for five streams ahead takes longer
+// here.
+[[gnu::flatten]] void sgd(const UpdateTensor& tensor, const SgdFactors& factors, Range elements) {
+  const SgdFactors f = factors;
   update_tiles(tensor, elements, [&](float* p, const float* g, float* b, float*, int64_t n) {
     for_each_vector(0, n, [&](int64_t i, auto lanes) {
-      F32 param = load_ahead(p + i, lanes);
-      F32 step = scaled(g + i, f.grad, lanes);
+      F32 param = load(p + i, lanes);
+      F32 step = scaled(load(g + i, lanes), f.grad);
       if (f.decoupled) {
         param = param * f.decay;
       } else {
         step = step + param * f.weight_decay;
       }
       if (b) {
-        const F32 buffer = load_ahead(b + i, lanes) * f.momentum + step;
+        const F32 buffer = load(b + i, lanes) * f.momentum + step;
         store(b + i, buffer, lanes);
         step = f.nesterov ? step + buffer * f.momentum : buffer;
       }
@@ -204,7 +206,7 @@ ANYCHIP_INLINE F32 sign(F32 v) {
 [[gnu::flatten]] void lion(const UpdateTensor& tensor, const LionFactors& f, Range elements) {
   update_tiles(tensor, elements, [&](float* p, const float* g, float* m, float*, int64_t n) {
     for_each_vector(0, n, [&](int64_t i, auto lanes) {
-      const F32 grad = scaled(g + i, f.grad, lanes);
+      const F32 grad = scaled(load_ahead(g + i, lanes), f.grad);
       const F32 average = load_ahead(m + i, lanes);
       const F32 step = sign(average * f.beta1 + grad * f.one_minus_beta1);
       store(m + i, average * f.beta2 + grad * f.one_minus_beta2, lanes);
@@ -219,8 +221,8 @@ ANYCHIP_INLINE F32 sign(F32 v) {
   update_tiles(tensor, elements, [&](float* p, const float* g, float* m, float* v, int64_t n) {
     for_each_vector(0, n, [&](int64_t i, auto lanes) {
       const F32 param = load_ahead(p + i, lanes);
-      const Moved next = moved(param, scaled(g + i, f.grad, lanes), load_ahead(m + i, lanes),
-                               load_ahead(v + i, lanes), f);
+      const Moved next = moved(param, scaled(load_ahead(g + i, lanes), f.grad),
+                               load_ahead(m + i, lanes), load_ahead(v + i, lanes), f);
       store(m + i, next.average, lanes);
       store(v + i, next.square, lanes);
       store(p + i, param - next.step * rate, lanes);
@@ -234,7 +236,7 @@ ANYCHIP_INLINE F32 sign(F32 v) {
   alignas(64) float tile[kTile];
   for_each_tile(tensor, elements, [&](float* p, const float* g, float* m, float* v, int64_t n) {
     for_each_vector(0, n, [&](int64_t i, auto lanes) {
-      const Moved next = moved(load_ahead(p + i, lanes), scaled(g + i, f.grad, lanes),
+      const Moved next = moved(load_ahead(p + i, lanes), scaled(load_ahead(g + i, lanes), f.grad),
                                load_ahead(m + i, lanes), load_ahead(v + i, lanes), f);
       store(tile + i, next.step, lanes);
     });

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "cache.h"
 #include "isa.h"
 #include "parallel.h"
 #include "philox.h"
@@ -293,6 +294,7 @@ void bind_information(py::module_& m) {
   add_constants<Activation>(m);
   m.def("philox", &philox, py::arg("seed"), py::arg("offset"), py::arg("nwords"));
   m.def("set_isa", &set_isa, py::arg("name"));
+  m.def("set_last_cache", &set_last_cache, py::arg("nbytes"));
   m.def("available_isas", &available_isas);
   m.def("num_threads", &num_threads);
   m.def("openmp_status", [] {

@@ -33,14 +33,16 @@ ANYCHIP_KERNEL(void, conv1d_backward,
                 Range rows))
 
 ANYCHIP_KERNEL(void, dropout, (const Dropout&, Range elements))
-ANYCHIP_KERNEL(void, rope, (const Rope&, Range positions))  // of batch * seq
+// past: Note [Past the caches] of cache.h, here and below.
+ANYCHIP_KERNEL(void, rope, (const Rope&, bool past, Range positions))  // of batch * seq
 
 // Elements of rows that are as wide as `hidden` says: the last one may be shorter. bias as
 // float32; the backward adds to (hidden,) sums, where wanted.
 ANYCHIP_KERNEL(void, activation_forward,
-               (const ActivationForward&, const float* bias, Range elements))
+               (const ActivationForward&, const float* bias, bool past, Range elements))
 ANYCHIP_KERNEL(void, activation_backward,
-               (const ActivationBackward&, const float* bias, float* dbias, Range elements))
+               (const ActivationBackward&, const float* bias, float* dbias, bool past,
+                Range elements))
 ANYCHIP_KERNEL(void, bias_dropout_add, (const BiasDropoutAdd&, const float* bias, Range elements))
 ANYCHIP_KERNEL(void, bias_dropout_backward,
                (const BiasDropoutBackward&, float* dbias, Range elements))

@@ -65,6 +65,12 @@ def set_isa(name: str) -> None:
     Raises ValueError for any other name, and for one that this machine cannot run.
     """
 
+def set_last_cache(nbytes: int) -> None:
+    """Size of the last cache from now on, for tests; -1: the machine's.
+
+    Calls that read and write more than three quarters of it store some results past the caches.
+    """
+
 def available_isas() -> list[str]:
     """Instruction sets that are compiled in and that this machine has, slowest first."""
 

@@ -168,20 +168,21 @@ ANYCHIP_INLINE void for_each_argument(const void* all, const float* bias, int64_
 
 template <class T, class Function, Form form>
 [[gnu::flatten]] void forward(const ActivationForward& args, Function f, FormOf<form>,
-                              const float* bias, Range elements) {
+                              const float* bias, bool past, Range elements) {
   const T* up = static_cast<const T*>(args.up);
   T* y = static_cast<T*>(args.y);
   for_each_argument<form, T>(args.x, bias, args.hidden, elements,
                              [&](int64_t i, auto lanes, F32 x, int64_t) {
                                F32 value = f.value(x);
                                if (form == Form::kGated) value = value * load_ahead(up + i, lanes);
-                               store(y + i, value, lanes);
+                               store(y + i, value, lanes, past);
                              });
+  finish_stores(past);
 }
 
 template <class T, class Function, Form form>
 [[gnu::flatten]] void backward(const ActivationBackward& args, Function f, FormOf<form>,
-                               const float* bias, float* dbias, Range elements) {
+                               const float* bias, float* dbias, bool past, Range elements) {
   const T* grad = static_cast<const T*>(args.grad);
   const T* up = static_cast<const T*>(args.up);
   T* dx = static_cast<T*>(args.dx);
@@ -190,26 +191,28 @@ template <class T, class Function, Form form>
       args.x, bias, args.hidden, elements, [&](int64_t i, auto lanes, F32 x, int64_t column) {
         const F32 dy = load_ahead(grad + i, lanes);
         const Both both = f.both(x, form == Form::kGated ? dy * load_ahead(up + i, lanes) : dy);
-        if (dx) store(dx + i, both.gradient, lanes);
+        if (dx) store(dx + i, both.gradient, lanes, past);
         if (form == Form::kGated && dup) store(dup + i, both.value * dy, lanes);
         if (form == Form::kBiased && dbias) {
           store(dbias + column, load(dbias + column, lanes) + both.gradient, lanes);
         }
       });
+  finish_stores(past);
 }
 
 }  // namespace
 
-void activation_forward(const ActivationForward& args, const float* bias, Range elements) {
+void activation_forward(const ActivationForward& args, const float* bias, bool past,
+                        Range elements) {
   visit_form(args, [&](auto t, auto f, auto form) {
-    forward<decltype(t)>(args, f, form, bias, elements);
+    forward<decltype(t)>(args, f, form, bias, past, elements);
   });
 }
 
-void activation_backward(const ActivationBackward& args, const float* bias, float* dbias,
+void activation_backward(const ActivationBackward& args, const float* bias, float* dbias, bool past,
                          Range elements) {
   visit_form(args, [&](auto t, auto f, auto form) {
-    backward<decltype(t)>(args, f, form, bias, dbias, elements);
+    backward<decltype(t)>(args, f, form, bias, dbias, past, elements);
   });
 }
 

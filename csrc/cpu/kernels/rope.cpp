@@ -15,6 +15,7 @@ struct Heads {
   const T* x;
   T* y;
   int64_t count, dim;
+  bool past;
 };
 
 template <class T>
@@ -26,8 +27,8 @@ ANYCHIP_INLINE void rotate_halves(const Heads<T>& heads, const float* cos, const
     T* y = heads.y + head * heads.dim + i;
     const F32 x1 = load_ahead(x, lanes);
     const F32 x2 = load_ahead(x + half, lanes);
-    store(y, x1 * c - x2 * s, lanes);
-    store(y + half, x2 * c + x1 * s, lanes);
+    store(y, x1 * c - x2 * s, lanes, heads.past);
+    store(y + half, x2 * c + x1 * s, lanes, heads.past);
   };
   // Head by head, as they lie in memory; of what fills no vector the angles are taken once.
   for (int64_t head = 0; head < heads.count; ++head) {
@@ -57,7 +58,7 @@ ANYCHIP_INLINE void rotate_neighbours(const Heads<T>& heads, const float* cos, c
     const F32 s = load(s_lanes, AllLanes{});
     for (int64_t head = 0; head < heads.count; ++head) {
       const F32 x = load(heads.x + head * heads.dim + i, lanes);
-      store(heads.y + head * heads.dim + i, x * c + swap_neighbours(x) * s, lanes);
+      store(heads.y + head * heads.dim + i, x * c + swap_neighbours(x) * s, lanes, heads.past);
     }
   });
 }
@@ -66,29 +67,34 @@ template <class T>
 [[gnu::flatten]] void rotate_position(const Rope& args, const Heads<T>& heads, int64_t position) {
   const int64_t angle = position % args.seq * (args.head_dim / 2);
   const float direction = args.inverse ? -1.0f : 1.0f;
-  const auto rotate = args.interleaved ? rotate_neighbours<T> : rotate_halves<T>;
-  rotate(heads, args.cos + angle, args.sin + angle, direction);
+  if (args.interleaved) {
+    rotate_neighbours(heads, args.cos + angle, args.sin + angle, direction);
+  } else {
+    rotate_halves(heads, args.cos + angle, args.sin + angle, direction);
+  }
 }
 
 template <class T>
-void rotate_range(const Rope& args, const void* x, void* y, int64_t count, Range positions) {
+void rotate_range(const Rope& args, const void* x, void* y, int64_t count, bool past,
+                  Range positions) {
   if (!x) return;
   for (int64_t position = positions.begin; position < positions.end; ++position) {
     const int64_t at = position * count * args.head_dim;
     rotate_position<T>(
-        args, {static_cast<const T*>(x) + at, static_cast<T*>(y) + at, count, args.head_dim},
+        args, {static_cast<const T*>(x) + at, static_cast<T*>(y) + at, count, args.head_dim, past},
         position);
   }
 }
 
 }  // namespace
 
-void rope(const Rope& args, Range positions) {
+void rope(const Rope& args, bool past, Range positions) {
   visit_dtype(args.dtype, [&](auto t) {
     using T = decltype(t);
-    rotate_range<T>(args, args.q, args.q_out, args.heads, positions);
-    rotate_range<T>(args, args.k, args.k_out, args.kv_heads, positions);
+    rotate_range<T>(args, args.q, args.q_out, args.heads, past, positions);
+    rotate_range<T>(args, args.k, args.k_out, args.kv_heads, past, positions);
   });
+  finish_stores(past);
 }
 
 }  // namespace anychip::cpu::ANYCHIP_ISA

@@ -258,16 +258,19 @@ ANYCHIP_INLINE void read(RegisterU& v, const uint8_t* p) {
 ANYCHIP_INLINE void write(float* p, RegisterF v) { __builtin_memcpy(p, &v, sizeof v); }
 ANYCHIP_INLINE void write(uint32_t* p, RegisterU v) { __builtin_memcpy(p, &v, sizeof v); }
 // The low half of each lane, and the low byte below.
-ANYCHIP_INLINE void write(uint16_t* p, RegisterU v) {
+ANYCHIP_INLINE RegisterH halves(RegisterU v) {
 #if defined(__AVX512F__)
-  const __m256i half = _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v));
+  return reinterpret_cast<RegisterH>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v)));
 #elif defined(__AVX2__)
   const __m256i low = reinterpret_cast<__m256i>(v & 0xffffu);
-  const __m128i half =
-      _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+  return reinterpret_cast<RegisterH>(
+      _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
 #else
-  const RegisterH half = __builtin_convertvector(v, RegisterH);
+  return __builtin_convertvector(v, RegisterH);
 #endif
+}
+ANYCHIP_INLINE void write(uint16_t* p, RegisterU v) {
+  const RegisterH half = halves(v);
   __builtin_memcpy(p, &half, sizeof half);
 }
 ANYCHIP_INLINE void write(uint8_t* p, RegisterU v) {
@@ -362,6 +365,52 @@ ANYCHIP_INLINE void store(float* p, F32 v, AllLanes) { write(p, v); }
 ANYCHIP_INLINE void store(BFloat16* p, F32 v, AllLanes) { write(&p->bits, to_bfloat16(v)); }
 ANYCHIP_INLINE void store(Float16* p, F32 v, AllLanes) { write(&p->bits, to_float16(v)); }
 
+// The same past the caches, to a multiple of the vector's size: Note [Past the caches] in cache.h.
+template <class Register>
+ANYCHIP_INLINE void write_past(void* p, Register v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof v == 64) {
+    return _mm512_stream_si512(static_cast<__m512i*>(p), reinterpret_cast<__m512i>(v));
+  }
+#endif
+#if defined(__AVX2__)
+  if constexpr (sizeof v == 32) {
+    return _mm256_stream_si256(static_cast<__m256i*>(p), reinterpret_cast<__m256i>(v));
+  }
+#endif
+#if defined(__SSE2__)
+  if constexpr (sizeof v == 16) {
+    return _mm_stream_si128(static_cast<__m128i*>(p), reinterpret_cast<__m128i>(v));
+  }
+#endif
+  __builtin_memcpy(p, &v, sizeof v);
+}
+template <class H>
+ANYCHIP_INLINE void write_past(void* p, Pair<H> v) {
+  write_past(p, v.low);
+  write_past(static_cast<char*>(p) + sizeof v.low, v.high);
+}
+ANYCHIP_INLINE void write_halves_past(uint16_t* p, RegisterU v) { write_past(p, halves(v)); }
+template <class H>
+ANYCHIP_INLINE void write_halves_past(uint16_t* p, Pair<H> v) {
+  write_halves_past(p, v.low);
+  write_halves_past(p + sizeof(H) / 4, v.high);
+}
+ANYCHIP_INLINE void store_past(float* p, F32 v) { write_past(p, v); }
+ANYCHIP_INLINE void store_past(BFloat16* p, F32 v) { write_halves_past(&p->bits, to_bfloat16(v)); }
+ANYCHIP_INLINE void store_past(Float16* p, F32 v) { write_halves_past(&p->bits, to_float16(v)); }
+
+// A store past the caches or not; after the last one a thread calls finish_stores.
+template <class T>
+ANYCHIP_INLINE void store(T* p, F32 v, AllLanes lanes, bool past) {
+  past ? store_past(p, v) : store(p, v, lanes);
+}
+ANYCHIP_INLINE void finish_stores(bool past) {
+#if defined(__SSE2__)
+  if (past) _mm_sfence();  // what other threads read is there when they hear of it
+#endif
+}
+
 // Lanes that are not loaded are 0.
 template <class T>
 ANYCHIP_INLINE F32 load(const T* p, FirstLanes lanes) {
@@ -374,6 +423,10 @@ ANYCHIP_INLINE void store(T* p, F32 v, FirstLanes lanes) {
   T buffer[kLanes];
   store(buffer, v, AllLanes{});
   __builtin_memcpy(p, buffer, lanes.count * sizeof(T));
+}
+template <class T>
+ANYCHIP_INLINE void store(T* p, F32 v, FirstLanes lanes, bool) {
+  store(p, v, lanes);
 }
 
 // The lanes that are not among `lanes` become `value`.

@@ -181,8 +181,12 @@ def test_native_row_has_the_same_bits_for_every_number_of_threads_and_instructio
         for isa in native.kernels.available_isas():
             native.kernels.set_isa(isa)
             assert _results(name, dtype) == want, isa
+            native.kernels.set_last_cache(1)
+            assert _results(name, dtype) == want, f"{isa}, stored past the caches"
+            native.kernels.set_last_cache(-1)
     finally:
         native.kernels.set_isa(used)
+        native.kernels.set_last_cache(-1)
 
 
 # layouts of gradients: what a row does not copy it must read where it is

@@ -1,6 +1,6 @@
 """What every test runs under: this checkout's code, no settings of the person, no time limits.
 
-With ``--slice``, of tests marked ``grid`` only this commit's twentieth runs (tests/slices.py). A
+With ``--slice``, of tests marked ``grid`` only this commit's twenty-fifth runs (tests/slices.py). A
 run of more than one file ends with the files that took longest.
 """
 
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slice",
         action="store_true",
-        help="of tests marked 'grid', run this commit's twentieth (ANYCHIP_SLICE: another, or all)",
+        help="of tests marked 'grid', run this commit's slice (ANYCHIP_SLICE: another, or all)",
     )
 
 

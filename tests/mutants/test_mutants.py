@@ -1,6 +1,6 @@
 """Are some of the generated mutants killed, and is what is published about all of them true?
 
-``make mutants`` tries 600 of them in a quarter of an hour; here are 25, a twentieth of them per
+``make mutants`` tries 600 of them in a quarter of an hour; here are 25, a slice of them per
 commit, one of each function at most, in turn from all files.
 """
 

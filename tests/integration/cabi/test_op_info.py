@@ -1,6 +1,6 @@
 """Is a device of seven functions right for every operator that torch itself tests? (OpInfo)
 
-``op_info`` asks; here is the list of what misses, with the cause. A commit asks a twentieth of the
+``op_info`` asks; here is the list of what misses, with the cause. A commit asks a slice of the
 operators, ``ANYCHIP_SLICE=all`` every one, and then the shares of the whole.
 """
 

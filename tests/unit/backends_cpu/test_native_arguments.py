@@ -19,15 +19,17 @@ from anychip_cpu import native
 HOSTILE = (-1, 0, 2**31, 2**62, 2**63 - 1)
 LARGEST = 2**47
 """Elements that an address space has room for."""
-NUMBERS = {"ignore_index", "seed", "offset", "column"}
+NUMBERS = {"ignore_index", "seed", "offset", "column", "first"}
 """Of any value, as far as memory goes."""
 CODES = {"dtype": 3, "reduction": 3, "format": 8, "activation": 8}
 """How many numbers there are of each."""
 HELD = {"Tensors", "Update"}
 """Lists that the module makes, as arguments of its kernels."""
 BUFFER = 4096
-UNBOUND = {"available_isas", "build_info", "num_threads", "openmp_status", "set_isa"}
-"""Functions that take no size, address or code."""
+UNBOUND = {
+    "available_isas", "build_info", "num_threads", "openmp_status", "set_isa", "set_last_cache",
+}  # fmt: skip
+"""Functions that take no size, address or code, or one of which any is right."""
 
 Parameters = Mapping[str, str]
 Call = tuple[dict[str, Any], bool]

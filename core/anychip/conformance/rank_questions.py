@@ -53,6 +53,8 @@ NAMES = {
     "int64": torch.int64,
     "bool": torch.bool,
 }
+OFTEN = 12
+"""So often the first of many ways to make a call is taken."""
 LATE_S = 0.004
 """So much later comes a rank that is late: the others have come, and wait."""
 SPLITS = {
@@ -267,24 +269,38 @@ def values(
     if not comm.capabilities.supports(call, dtype):
         return {"refused": True, "same": {}}
     same: dict[str, str] = {}
-    for way in ways(call, comm, dtype, share):
-        same |= attempt(comm, device, call, dtype, way, seed)
+    for number, way in enumerate(ways(call, comm, dtype, share)):
+        times = 2 if number else OFTEN
+        same |= attempt(comm, device, call, dtype, way, seed, times)
     return {"refused": False, "same": same}
 
 
 def attempt(
-    comm: Communicator, device: torch.device, call: str, dtype: torch.dtype, way: Way, seed: int = 0
+    comm: Communicator,
+    device: torch.device,
+    call: str,
+    dtype: torch.dtype,
+    way: Way,
+    seed: int = 0,
+    times: int = 2,
 ) -> dict[str, str]:
-    """One call, made, waited for and checked; label to digest of what all ranks have alike."""
+    """One call, made, waited for and checked, some times with the same tensors in the same memory.
+
+    Returns:
+        label to digest of what all ranks have alike.
+    """
     label = f"{call} of {dtype} in {comm.name} {list(comm.ranks)}: {_text(way)}"
     trial = Trial(comm, device, dtype, label + (f", seed {seed}" if seed else ""), way.shift)
     plan = PLANS[call](trial, way)
-    before = _counts(comm)
-    if comm.rank == way.late and comm.world_size > 1:
-        time.sleep(LATE_S)
-    work = plan.begin()
-    finish(work, label, polled=way.ending == "polled")
-    return verify(trial, plan, before)
+    for number in range(times):
+        trial.restore()
+        before = _counts(comm)
+        if comm.rank == way.late and comm.world_size > 1 and not number:
+            time.sleep(LATE_S)
+        work = plan.begin()
+        finish(work, label, polled=way.ending == "polled")
+        shared = verify(trial, plan, before)
+    return shared
 
 
 def verify(trial: Trial, plan: Planned, before: _Counts | None) -> dict[str, str]:
@@ -400,7 +416,7 @@ def all_gather(at: Trial, way: Way) -> Planned:
     output = at.place(way.numel)
     if way.in_place:
         tensor = output[mine]
-        tensor.copy_(parts[comm.rank])
+        at.bring(tensor, parts[comm.rank])
     else:
         tensor = at.place(parts[comm.rank])
     begin = partial(comm.all_gather, output, tensor, sizes=said, async_op=way.async_op)

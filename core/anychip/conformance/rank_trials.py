@@ -9,6 +9,7 @@ run in the processes of :mod:`.ranks`.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import zlib
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ GUARD = 16
 PERIOD = 99991
 """Random elements there are of a type, of which each input is a part from a place of its own; a
 prime, so that no two pieces of a large tensor are alike."""
+POISONS = (math.nan, 1.0, -1.0, math.inf)
+"""What lies in outputs before, and beside all tensors."""
 POLL_S = 30.0
 """So long may work take that is under way on all ranks, before is_done() has to say so."""
 
@@ -71,15 +74,26 @@ class Trial:
     def place(self, values: Tensor | int) -> Tensor:
         """A tensor with these values, or with as many elements and poison."""
         numel = values if isinstance(values, int) else values.numel()
-        whole = torch.full((numel + self.start + GUARD,), self._poison(), dtype=self.dtype)
+        poison = POISONS[zlib.crc32(f"{self.label}/poison".encode()) % len(POISONS)]
+        poison = poison if self.dtype.is_floating_point else 1.0
+        whole = torch.full((numel + self.start + GUARD,), poison, dtype=self.dtype)
         if isinstance(values, Tensor):
             whole[self.start : self.start + numel] = values
-        placed = whole.to(self.device)
+        placed = whole.to(self.device, copy=True)  # of a host, too: guards are compared
         self.buffers.append((placed, whole))
         return placed[self.start : self.start + numel]
 
-    def _poison(self) -> float:
-        return float("nan") if self.dtype.is_floating_point else 1.0
+    def bring(self, part: Tensor, values: Tensor) -> None:
+        """Writes what a rank brings into a part of what was placed last."""
+        part.copy_(values)
+        now, before = self.buffers[-1]
+        start = part.storage_offset() - now.storage_offset()
+        before[start : start + part.numel()] = values
+
+    def restore(self) -> None:
+        """All tensors have what they were placed with."""
+        for now, before in self.buffers:
+            now.copy_(before)
 
     def scribble(self) -> None:
         """Writes over all tensors, as their owner may when a call has been waited for."""

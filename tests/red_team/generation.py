@@ -120,7 +120,7 @@ class Bench:
         effect = draw_effect(draw, call, results, written=bool(written))
         return Mistake(
             backend=self.backend, target=target, effect=effect,
-            conditions=tuple({str(each): each for each in conditions}.values()),
+            conditions=tuple({_subject(each): each for each in conditions}.values()),
         )  # fmt: skip
 
     def _condition(self, draw: random.Random, target: Target, call: Call) -> Condition:
@@ -156,6 +156,11 @@ class Bench:
         finally:
             self.seam.mistake = None
         return any(differ(right[n % 2], each) for n, each in enumerate(got))
+
+
+def _subject(condition: Condition) -> object:
+    """What two conditions of a mistake may not both speak of: a state and its contrary."""
+    return condition.measure if condition.measure in STATES else condition
 
 
 def _held(call: Call) -> Call:

@@ -1,10 +1,12 @@
 // Losses of logits over the threads, which share the rows.
 //
-// Cross-entropy, per row: nll = lse - logit[target], smooth = lse - mean(logits), loss = (1 - ls)
-// nll
-// + ls smooth + z lse^2; gradient with p = exp(logit - lse): (1 + 2 z lse) p - ls / vocab - (1 -
-// ls) [target]. All but the sums over a row is float64 and rounded once; a reduction is one float64
-// sum in order.
+// Cross-entropy, per row:
+//   nll = lse - logit[target]
+//   smooth = lse - mean(logits)
+//   loss = (1 - ls) nll + ls smooth + z lse^2
+// and its gradient, with p = exp(logit - lse):
+//   (1 + 2 z lse) p - ls / vocab - (1 - ls) [target]
+// All but the sums over a row is float64 and rounded once; a reduction is one float64 sum in order.
 #include <memory>
 
 #include "checks.h"

@@ -294,28 +294,53 @@ static anychip_status group_end(void) { return in_group = 0, enqueue(batch, num_
 #define CALL(name, KIND, PART, ...)                                                            \
   static anychip_status name(anychip_comm c, anychip_memory in, int64_t i, anychip_memory out, \
                              int64_t o, uint64_t n, int32_t dtype, __VA_ARGS__ anychip_stream s)
-/* Positions as in a task: kind, dtype, reduction, root, group, count, input, output. */
 CALL(all_reduce, REDUCE, 0, int32_t reduction, ) {
-  task t = {REDUCE, dtype, reduction, 0, NULL, n, address(in, i), address(out, o), 0};
-  return (void)s, add(t, c, 1);
+  return (void)s, add((task){.kind = REDUCE,
+                             .dtype = dtype,
+                             .reduction = reduction,
+                             .count = n,
+                             .input = address(in, i),
+                             .output = address(out, o)},
+                      c, 1);
 }
 CALL(reduce_scatter, REDUCE, 1, int32_t reduction, ) {
-  task t = {REDUCE, dtype, reduction, 1, NULL, n, address(in, i), address(out, o), 0};
-  return (void)s, add(t, c, 1);
+  return (void)s, add((task){.kind = REDUCE,
+                             .dtype = dtype,
+                             .reduction = reduction,
+                             .count = n,
+                             .root = 1,
+                             .input = address(in, i),
+                             .output = address(out, o)},
+                      c, 1);
 }
 CALL(all_gather, GATHER, 0, ) {
-  task t = {GATHER, dtype, 0, 0, NULL, n, address(in, i), address(out, o), 0};
-  return (void)s, add(t, c, 0);
+  return (void)s, add((task){.kind = GATHER,
+                             .dtype = dtype,
+                             .count = n,
+                             .input = address(in, i),
+                             .output = address(out, o)},
+                      c, 0);
 }
 static anychip_status broadcast(anychip_comm c, anychip_memory m, int64_t o, uint64_t n,
                                 int32_t dtype, int32_t root, anychip_stream s) {
-  task t = {BROADCAST, dtype, 0, root, NULL, n, address(m, o), address(m, o), 0};
-  return (void)s, add(t, c, 0);
+  return (void)s, add((task){.kind = BROADCAST,
+                             .dtype = dtype,
+                             .count = n,
+                             .root = root,
+                             .input = address(m, o),
+                             .output = address(m, o)},
+                      c, 0);
 }
 static anychip_status message_of(anychip_comm c, anychip_memory m, int64_t o, uint64_t n,
                                  int32_t dtype, int32_t peer, int is_send) {
-  task t = {P2P, dtype, is_send, peer, NULL, n, address(m, o), address(m, o), 0};
-  return add(t, c, 0);
+  return add((task){.kind = P2P,
+                    .dtype = dtype,
+                    .count = n,
+                    .root = peer,
+                    .reduction = is_send,
+                    .input = address(m, o),
+                    .output = address(m, o)},
+             c, 0);
 }
 static anychip_status all_to_all(anychip_comm c, anychip_memory in, const int64_t* in_offsets,
                                  const uint64_t* in_counts, anychip_memory out,

@@ -56,7 +56,7 @@ def live_nbytes() -> int:
         for tensor in (thing, thing.grad if thing.is_leaf else None):
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+                storages[storage._cdata] = storage.nbytes()  # some refuse their address
     return sum(storages.values())
 
 

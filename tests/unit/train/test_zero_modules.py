@@ -273,7 +273,8 @@ def test_output_that_is_a_view_and_is_written_later_is_right_or_names_the_weight
         return ""
 
     for text in on_two(work, build):
-        assert not text or re.match(r"blocks\.\d\.linear\.weight, of shape .* is not whole", text)
+        # Where storages refuse, by the first name of those that share it.
+        assert not text or re.match(r"blocks\.\d\.linear\.\w+, of shape .* is not whole", text)
 
 
 def test_rank_that_misses_gradients_and_comes_late_changes_nothing() -> None:

@@ -239,7 +239,8 @@ def test_what_a_weight_is_can_be_asked_at_any_time() -> None:
 
 @pytest.fixture(params=sorted({guard.SWAPS, False}))
 def swaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch can, and as where it gives storages no other memory."""
+    """Of a torch whose storages cannot refuse: as it can, and as where it gives no other memory."""
+    monkeypatch.setattr(guard, "_refuse", None)
     monkeypatch.setattr(guard, "SWAPS", request.param)
 
 
@@ -255,6 +256,23 @@ def test_alias_of_a_weight_reads_nan_while_it_is_not_whole_and_its_values_when_i
         with opt.whole():
             assert torch.equal(alias, want)
         assert alias.isnan().all()
+
+    on_two(work, lambda: nn.Sequential(nn.Linear(48, 48, bias=False)))
+
+
+@pytest.mark.skipif(guard._refuse is None, reason="storages of this torch cannot refuse")
+def test_alias_of_a_weight_is_refused_by_its_name_while_it_is_not_whole() -> None:
+    def work(comm: Communicator, model: nn.Module) -> None:
+        opt = optimizer(model, comm)
+        with opt.whole():
+            alias = model.get_parameter("0.weight").detach().t()[3:5]
+            want = alias.clone()
+        view = alias.as_strided((48, 48), (48, 1), 0)  # as autograd makes it anew
+        for read in (alias.sum, alias.zero_, alias.tolist, view.clone):
+            with pytest.raises(RuntimeError, match=r"0\.weight, of shape \(48, 48\), is not whole"):
+                read()
+        with opt.whole():
+            assert torch.equal(alias, want)
 
     on_two(work, lambda: nn.Sequential(nn.Linear(48, 48, bias=False)))
 

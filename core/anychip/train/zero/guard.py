@@ -27,7 +27,6 @@ from anychip.contract import HOST
 
 _MODULE: Any = torch._C
 _refuse = getattr(_MODULE, "_set_storage_data_ptr_access_error_msg", None)
-_allow = getattr(_MODULE, "_clear_storage_data_ptr_access_error_msg", None)
 SWAPS = hasattr(UntypedStorage, "_swap_data_ptr_")
 """Whether torch can give a storage other memory, which its views then have too: the allocator's,
 which keeps it."""
@@ -112,18 +111,15 @@ class Room:
             param.__class__ = Released
         if not self.nbytes:
             return
-        if _refuse is not None and _allow is not None:
-            self.storage.resize_(0)
+        if _refuse is not None:
+            # Not smaller: a view that autograd makes anew must fit, to be refused by its name.
+            self._swap(self._at(0))
             _refuse(self.storage._cdata, self._sentence)
         elif self._is_host and not SWAPS:
             _cover(self.storage.data_ptr(), self.nbytes)
         elif self._is_host:
-            address = _map_nan(self.nbytes)
-            nan = _MODULE._construct_storage_from_data_pointer(
-                address, self.storage.device, self.nbytes
-            )
-            _swap(self.storage, nan)  # which takes what it had with it
-            self._nan = address
+            self._nan = _map_nan(self.nbytes)
+            self._swap(self._at(self._nan))
         else:
             self.storage.resize_(0)
 
@@ -131,16 +127,14 @@ class Room:
         """Gets memory again, whose content is undefined. Parameters stay closed."""
         if not self.nbytes:
             return
-        if _refuse is not None and _allow is not None:
-            _allow(self.storage._cdata)
-            self.storage.resize_(self.nbytes)
+        if _refuse is not None:
+            self._swap(self._fresh())  # which takes the refusal with it
         elif self._is_host and not SWAPS:
             first, end = _whole_pages(self.storage.data_ptr(), self.nbytes)
             if first < end:
                 _mmap(first, end - first, _MAP_FIXED | mmap.MAP_ANONYMOUS, -1)
         elif self._is_host:
-            fresh = torch.empty(self.nbytes, dtype=torch.uint8).untyped_storage()
-            _swap(self.storage, fresh)
+            self._swap(self._fresh())
             _unmap(self._nan, self.nbytes)
         else:
             self.storage.resize_(self.nbytes)
@@ -150,9 +144,20 @@ class Room:
         for param, kind, _ in self._params:
             param.__class__ = kind
 
+    def _swap(self, other: UntypedStorage) -> None:
+        """The storage is as the other was, which takes with it what the storage had."""
+        self.storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
-def _swap(one: Any, other: UntypedStorage) -> None:
-    one._swap_data_ptr_(other)
+    def _at(self, address: int) -> UntypedStorage:
+        device, nbytes = self.storage.device, self.nbytes
+        found: UntypedStorage = _MODULE._construct_storage_from_data_pointer(
+            address, device, nbytes
+        )
+        return found
+
+    def _fresh(self) -> UntypedStorage:
+        device = self.storage.device
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
 
 _LEAST = 1 << 21

@@ -1,7 +1,5 @@
 """What is timed: one operator at one size, and torch's own way to the same result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The cases of operators of (N, C, ...): group_norm, conv1d, conv2d."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

@@ -8,8 +8,6 @@ The gain of a kernel: its time on the host, copies to the host and back included
 that it can take, the bytes that were copied at the rate of the device's own copies.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ both ranks copy as many bytes at the same time. The first half of this file runs
 reports, the second in the ranks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from functools import partial

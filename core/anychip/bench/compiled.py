@@ -1,7 +1,5 @@
 """torch.compile as a peer: with a backend's compiler, and with a reason where there is none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ A vendor's figures are peaks, and many a device has none. Estimates of cost can 
 :mod:`anychip.train.parallel.rates` reads the report.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

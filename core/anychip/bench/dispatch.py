@@ -3,8 +3,6 @@
 The operator has three tensor arguments and does nothing: its row returns a tensor made beforehand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ The bound is the bytes that the spec says a call must move, over the rate of a c
 same rounds. A call faster than its bound read from a cache.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What does a report look like? Bars next to the bound, or throughput over size, from its rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

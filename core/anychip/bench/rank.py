@@ -4,8 +4,6 @@ A line of stdin is ``[function, arguments]``; a line of stdout is ``{"value": ..
 ``{"error": "..."}``. Whatever else is printed goes to stderr.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

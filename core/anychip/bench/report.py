@@ -1,7 +1,5 @@
 """The result of a benchmark: rows for people, JSON for programs."""
 
-from __future__ import annotations
-
 import datetime
 import platform
 from collections.abc import Sequence

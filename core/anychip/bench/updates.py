@@ -4,8 +4,6 @@ torch's own way: its fused kernel where there is one, else its list operations (
 the few lines that a user would write.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

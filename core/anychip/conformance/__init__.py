@@ -11,8 +11,6 @@ answer has to be, ``expectations`` holds what a backend says about itself, ``rep
 found; ``statement`` says what a report proves. docs/conformance.md is the guide.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -5,8 +5,6 @@ result in full, a line of JSON each, for whoever draws or compares distributions
 it with its SHA-256. They lie in one folder, and the first is of use without the second.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Asks a backend one question, in this process; whatever is raised becomes a result."""
 
-from __future__ import annotations
-
 import time
 import traceback
 import warnings

@@ -7,8 +7,6 @@ operator, once by the oracle in numbers that carry their bounds: a block's resul
 tensors' type. The oracle leaves out blocks without queries or keys, which add nothing.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce

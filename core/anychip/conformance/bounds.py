@@ -6,8 +6,6 @@ the bound that the oracle carries along (:mod:`.arithmetic`). No absolute or rel
 chosen by hand anywhere.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple

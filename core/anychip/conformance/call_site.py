@@ -6,8 +6,6 @@ and there the last call of a method of the contract at or before that line is th
 values that its names had.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import linecache

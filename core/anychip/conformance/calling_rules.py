@@ -4,8 +4,6 @@ Nothing of where tensors lie changes the answer, nor who calls meanwhile, and no
 results is written. From where calls come, and what they share, are factors of the designs.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading

@@ -5,8 +5,6 @@ day. What values bring out an operator's mistakes stands with its oracle; this f
 are made with. Every placed tensor lies in a larger buffer whose rest must not change: a guard zone.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The pictures of the report's page: histograms of errors, covered pairs, losses and deviations."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

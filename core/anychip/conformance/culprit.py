@@ -11,8 +11,6 @@ right from wrong, about twice the logarithm of the number of rows times; its ans
 whole training pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple

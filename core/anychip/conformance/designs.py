@@ -6,8 +6,6 @@ gradients, where that of the output lies, and which are asked for. At level quic
 two factors meet in some call, at level full any three of three.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

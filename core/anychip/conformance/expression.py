@@ -5,8 +5,6 @@ there, an expression that is one whole id means this case alone. Python has the 
 word becomes a question about the id, and Python's own parser does the rest.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Which numbers has a floating-point type? Digits, exponents, and neighbours' distance."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

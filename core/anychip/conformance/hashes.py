@@ -4,8 +4,6 @@ Not a signature: whoever changes a file and the report can make both agree. They
 apart that carry one number.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 from collections.abc import Iterable, Iterator

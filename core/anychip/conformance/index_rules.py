@@ -5,8 +5,6 @@ host, where numbers can be looked at for free; a device cannot look without maki
 it, so nothing is asked of one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch

@@ -4,8 +4,6 @@ One child runs case after case and reports each. When it dies or takes too long,
 has failed, and a new child goes on with the next.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

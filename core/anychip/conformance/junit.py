@@ -4,8 +4,6 @@ The dialect is the one that pytest writes (xunit2, github.com/jenkinsci/xunit-pl
 cases and expected failures are skipped, with their reasons.
 """
 
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 from anychip.conformance.report import Report, Result

@@ -8,8 +8,6 @@ be made again without the chip: :class:`Declared` stands in for the backend.
 After the must-pass lists of the Vulkan CTS (Khronos, external/vulkancts, "mustpass").
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import NamedTuple

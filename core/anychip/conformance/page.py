@@ -3,8 +3,6 @@
 ``report.html.jinja`` beside this file is the page; here is what it shows.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

@@ -8,8 +8,6 @@ matter must change the outcome, which may be an error; what it says to be ignore
 Whether values are right the conformance suite asks, and sees a wrong argument only if it is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum

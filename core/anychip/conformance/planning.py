@@ -1,7 +1,5 @@
 """Which cases has a run: of which backend, level and chapters, under which expectations?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ and plugins work. Unsupported cases are skipped and expected failures are xfaile
 reasons; an unexpected pass and a stale entry fail.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ calls by name (a device's methods, a collective) comes after, in the order of th
 chapter asks for what the ones before it have shown to work.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache

@@ -6,8 +6,6 @@ Errors are not caught here: the asker compares what each rank was told. These fu
 processes of :mod:`.ranks`, as those of :mod:`.rank_questions` do.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

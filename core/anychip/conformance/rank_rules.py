@@ -4,8 +4,6 @@ As :mod:`.rank_questions`, these functions run in the processes of :mod:`.ranks`
 what they get themselves.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ exactly. Trials are rows of a design in which any two values of two options meet
 run in the processes of :mod:`.ranks`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time

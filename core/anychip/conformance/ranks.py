@@ -7,8 +7,6 @@ They start with the first question, or are started before it, and end with the :
 one dies or hangs, all are ended, and the next question finds new ones.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

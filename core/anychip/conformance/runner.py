@@ -1,7 +1,5 @@
 """Runs cases on a backend and judges them: the engine behind command, pytest and ``run()``."""
 
-from __future__ import annotations
-
 import datetime
 import shlex
 import time

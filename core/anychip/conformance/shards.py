@@ -5,8 +5,6 @@ rows, which are cut into ranges. What is drawn is such that only dropped element
 results are masks: of ones, and of attention to one-hot values, where all weights are equal.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ those about values, which a child asks (:mod:`.isolation`). They begin with the 
 chapters before look at what the whole device does, and would see the other processes' part of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from threading import Thread

@@ -9,8 +9,6 @@ That finds mistakes, selections and retouched files. It cannot find a report tha
 hand from the first line to the last: who has to know runs the suite on the device.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ autograd or of a data loader, a stream for communication. So a chapter's questio
 as they are, from each such place.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace

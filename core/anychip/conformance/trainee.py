@@ -4,8 +4,6 @@ Weights and text come from the Philox stream, in integers, so that every chip, t
 begins with the same bits. Ranks are threads that share the device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar

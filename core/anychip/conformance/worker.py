@@ -1,7 +1,5 @@
 """The child process of ``--isolate``: runs the cases it reads, reports each over a pipe."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """The chapters of the suite: one file each, a generator of cases."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 

@@ -6,8 +6,6 @@ asynchronous or not, in place or not, with each rank late; several groups at onc
 does wrong alone; ranks that disagree, stay away or die.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

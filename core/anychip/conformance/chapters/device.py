@@ -4,8 +4,6 @@ Types, the range of indices, what is current in which thread, waiting, propertie
 work on every device, and that what is not declared says so. Graphs are in :mod:`.graphs`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial

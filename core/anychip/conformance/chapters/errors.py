@@ -8,8 +8,6 @@ does not run the reference. Then the methods of the contract. What ranks do wron
 other is in the collectives chapter, indices of devices in the device chapter.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

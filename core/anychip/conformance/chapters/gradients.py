@@ -5,8 +5,6 @@ bound; some inputs only, gradients that are expanded or strided, twice through o
 of several outputs, the second derivative, and that a changed saved tensor is noticed.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ replay reads what its inputs hold by now, writes to the tensors that the recorde
 to nothing else, and takes no memory. Results are compared, bit by bit, with those of the call.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 

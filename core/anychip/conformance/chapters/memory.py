@@ -4,8 +4,6 @@ Statistics are read around allocations of some MiB: on a host they are those of 
 and small ones come and go in between.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import re

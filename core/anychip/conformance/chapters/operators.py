@@ -5,8 +5,6 @@ the same bits come twice and by both doors, residuals are canonical. Rules: outp
 written, in-place operators write what they declare, autograd hears of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 

@@ -7,8 +7,6 @@ scale, and steps that are left out. The oracles of the operators carry their bou
 step; nothing of the optimizer's own arithmetic is used.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping

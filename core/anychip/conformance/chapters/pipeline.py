@@ -7,8 +7,6 @@ norm-wise. With data parallelism and ZeRO beside it, what is reduced comes from 
 backwards, and weights in parts are whole when the rows say so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

@@ -5,8 +5,6 @@ values belong to the operators chapter. Generators of torch are each chip's own;
 themselves.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

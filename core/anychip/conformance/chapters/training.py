@@ -9,8 +9,6 @@ off is trained again with rows replaced, until it is known which one is to blame
 (:mod:`anychip.conformance.culprit`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator

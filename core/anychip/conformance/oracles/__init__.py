@@ -6,8 +6,6 @@ derivation of the error bound. What operators are called with stands in :mod:`.d
 calls that are always made, in :mod:`.fixed`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import ModuleType

@@ -9,8 +9,6 @@ one. The derivatives of sigmoid and tanh are s (1 - s) and 1 - t^2, silu' = s + 
 of softplus is sigmoid(beta x); relu and its square only select and multiply.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ carry a quotient over the middle between two numbers, the code on either side is
 Dettmers et al. 2022, arXiv:2110.02861, section 2; the numbers: :mod:`anychip.operators.adamw_8bit`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

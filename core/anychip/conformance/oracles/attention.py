@@ -14,8 +14,6 @@ units need it (Dao 2023, section 3.3), the weights in lse may be as exact as P i
 from the stored y, which is of the tensors' type or of out_dtype. Sums are float32 throughout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ hadamard: the product with the matrix of signs, n terms per entry in any order, 
 that values and indices are exact; the gradient goes back to where a value came from.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

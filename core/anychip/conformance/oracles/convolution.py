@@ -6,8 +6,6 @@ the same relation told from the other side: x's number i is seen at position (i 
 dilation) / stride, if that is whole. The bound counts the zeros among the terms.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

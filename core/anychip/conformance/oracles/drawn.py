@@ -6,8 +6,6 @@ what no level has (:mod:`.fixed`); these are for what nobody knows. The limits o
 keep a call short and its float32 intermediates finite.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What operators on lists of tensors may be called with: norms, scales, rules of optimizers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

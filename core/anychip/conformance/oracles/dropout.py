@@ -7,8 +7,6 @@ and no sum. A dropped element is exactly 0, in both directions; of bias_dropout_
 residual, whose gradient is the output's as it is.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -7,8 +7,6 @@ roundings are part of the bound. The gradient of the sum is that of the residual
 the same mask that of x.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -9,8 +9,6 @@ level. ``PLAIN`` are small calls of ordinary numbers, for rules that do not depe
 and 256 where multi-tensor kernels start another launch.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Sums run over K, N and the rows of a group; each has its own length in the bound
 are exactly 0 in both directions, and so is the gradient of a weight whose group is empty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

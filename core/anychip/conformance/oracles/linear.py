@@ -5,8 +5,6 @@ has its own length in the bound. embedding: a copy, exact; its gradient adds up 
 index, and a row that is used once is a copy too, without any rounding.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -7,8 +7,6 @@ linear_cross_entropy_partials: lse of the logits, the target's, their sum; dl = 
 + dpicked at the target + dtotal.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

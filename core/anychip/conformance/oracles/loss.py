@@ -7,8 +7,6 @@ A row whose target is ignore_index is exactly 0, and so is its gradient; the mea
 others.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

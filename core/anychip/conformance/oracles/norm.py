@@ -20,8 +20,6 @@ the norm: every chip has the same one. In a 16-bit type it is computed here bit 
 its one rounding is part of the bound.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What an oracle consists of, and how a call's tensors become its numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

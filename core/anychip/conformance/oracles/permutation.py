@@ -5,8 +5,6 @@ its copies, K terms. unpermute adds K products per element; the gradient of a we
 and that of a row is one product.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -4,8 +4,6 @@ Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3. 
 paper with unsigned 64-bit products, unlike the reference, which has signed ones only.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -7,8 +7,6 @@ rounding goes up when ``(word >> 8) < 2^24 frac``: the boundary is the word's. A
 format is a power of two, and nothing is rounded twice.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ taken over the whole tensor, since nothing is known about the terms of single el
 of roundings is what the operator's author declares in ``OperatorSpec.bound``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import partial

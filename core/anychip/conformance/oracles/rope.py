@@ -4,8 +4,6 @@ Su et al. 2021, equation 34; the gradient is the rotation by the negative angle.
 those that cos and sin have angles for are copied.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from anychip.conformance.arithmetic import Rounded, concatenate

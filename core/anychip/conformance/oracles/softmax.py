@@ -10,8 +10,6 @@ terms of a row share the error of sum y dy: where they are added up, for a bias 
 keys, their errors are too.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -6,8 +6,6 @@ is rounded: each digit may be what it is anywhere between the bounds of its sum.
 the norms is 0.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -16,8 +16,6 @@ Note: The envelope
     :mod:`anychip.conformance.arithmetic`), and its sums longer chains.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 A few minutes on one core. What the numbers mean stands in :mod:`.training`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

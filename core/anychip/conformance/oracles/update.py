@@ -6,8 +6,6 @@ torch.optim.SGD without dampening; lion: Chen et al. 2023, algorithm 2. A step w
 every bit as it was.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ Queries and keys have ends of their own. Rows from the last entry on are padding
 the lse -inf.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -19,7 +19,7 @@ def wrong_numbers(t: Tensor) -> Tensor:
         return ~t
     if not t.is_floating_point():
         return t ^ 1
-    return t * 1.25 + 0.5 * t.float().abs().nan_to_num(1.0, 1.0).mean().to(t.dtype)
+    return t + 0.25 * t.abs() + 0.5 * t.float().abs().nan_to_num(1.0, 1.0).mean().to(t.dtype)
 
 
 def _flat(change: Callable[["Effect", Tensor, Tensor], None]) -> Change:

@@ -129,12 +129,17 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
-    """A tensor on the device, the buffer that it is a view of, and other such views of it."""
+    """A tensor on the device, the buffer that it is a view of, and where else that has tensors.
+
+    Attributes:
+        taken: of the buffer's elements, on the host, whether some tensor of the call has them;
+            None: this one's alone are.
+    """
 
     tensor: Tensor
     buffer: Tensor
     before: Tensor = field(repr=False)
-    others: tuple[Tensor, ...] = ()
+    taken: Tensor | None = field(default=None, repr=False)
 
     def touched(self, *, written: bool) -> str | None:
         """What changed that must not have; None when all is well.
@@ -146,10 +151,10 @@ class Placed:
         if torch.equal(after, self.before):
             return None
         changed = after != self.before
-        inside = torch.zeros(self.buffer.numel(), dtype=torch.bool)
-        for tensor in (self.tensor, *self.others):
-            view = inside.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-            view.fill_(True)
+        inside = self.taken
+        if inside is None:
+            t, inside = self.tensor, torch.zeros(self.buffer.numel(), dtype=torch.bool)
+            inside.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(True)
         outside = int((changed.any(-1) & ~inside).sum())
         if outside:
             return f"{outside} elements outside of it were overwritten"
@@ -169,7 +174,7 @@ def place(tensor: Tensor, device: torch.device, layout: Layout = "contiguous") -
     buffer.as_strided(shape, stride, start)[once].copy_(tensor[once])
     on_device = buffer.to(device, copy=True)
     view = on_device.as_strided(shape, stride, start)
-    return Placed(tensor=view, buffer=on_device, before=_bits(on_device))
+    return Placed(tensor=view, buffer=on_device, before=_bits(buffer))
 
 
 def place_packed(tensors: Sequence[Tensor], device: torch.device) -> list[Placed]:
@@ -195,8 +200,10 @@ def place_shared(tensors: Sequence[Tensor], device: torch.device, layout: Layout
         on_device[start : start + t.numel()].view(t.shape)
         for start, t in zip(starts, tensors, strict=True)
     )
-    before = _bits(on_device)
-    return [Placed(tensor=v, buffer=on_device, before=before, others=views) for v in views]
+    before, taken = _bits(buffer), torch.zeros(len(buffer), dtype=torch.bool)
+    for start, tensor in zip(starts, tensors, strict=True):
+        taken[start : start + tensor.numel()] = True
+    return [Placed(tensor=v, buffer=on_device, before=before, taken=taken) for v in views]
 
 
 def _geometry(tensor: Tensor, layout: Layout) -> tuple[list[int], list[int], int]:
@@ -227,7 +234,7 @@ def _dense(shape: Sequence[int]) -> list[int]:
 
 def _bits(tensor: Tensor) -> Tensor:
     """The bytes of a flat tensor, a row per element, on the host."""
-    return tensor.detach().to(HOST, copy=True).view(torch.uint8).view(tensor.numel(), -1)
+    return tensor.detach().to(HOST).view(torch.uint8).view(tensor.numel(), -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

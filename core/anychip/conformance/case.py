@@ -140,8 +140,8 @@ def check_equal_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
     check(got.dtype == want.dtype, f"{name}: {want.dtype} expected, got {got.dtype}")
     check(got.shape == want.shape, f"{name}: shape {tuple(want.shape)}, got {tuple(got.shape)}")
     left, right = (_flat_copy(tensor) for tensor in (got, want))
-    differing = (left.view(torch.uint8) != right.view(torch.uint8)).nonzero()
-    if differing.numel():
+    if not torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
+        differing = (left.view(torch.uint8) != right.view(torch.uint8)).nonzero()
         flat = int(differing[0]) // left.element_size()
         place = [int(i) for i in np.unravel_index(flat, tuple(got.shape))] if got.dim() else []
         raise CheckFailedError(

@@ -1,8 +1,9 @@
 """A point of a design: the level that each factor of a call has.
 
 Who makes a call asks for the level of one factor after the other, by name. The factors are found by
-asking at some points and noting what was asked for: they stand nowhere else. Sizes and values have
-classes: a level is a class, and which of its members it is depends on the point.
+asking at some points and noting what was asked for: they stand nowhere else. Sizes, values and
+options have classes: a level is a class, and of the points with one level each takes another member
+of it, until all have been taken.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -50,14 +52,21 @@ ELEMENTS = (1 << 12, 1 << 13, 1 << 14, 1 << 12, 1 << 15, 1 << 13, 1 << 12, 1 << 
 costs too much to be asked often."""
 VALUES = ("normal", "wide", "shifted", "repeated")
 ENDS = ("huge", "tiny")
-SHIFTS = (10.0, -10.0, 0.5, 300.0, -1000.0)
-"""By how much; a type of 16 bits may overflow in what is made of the last ones."""
+ONE_SIDED: tuple[tuple[float, float], ...] = (
+    (10.0, 1.0), (-10.0, 1.0), (0.0, 0.02), (0.0, -30.0), (0.5, 1.0), (0.0, 3.0), (0.0, -0.5),
+    (300.0, 1.0), (-1000.0, 1.0), (0.0, 500.0), (0.0, -3000.0), (0.0, 1e-3),
+)  # fmt: skip
+FIT_FLOAT16 = 7
+"""Moved by the first number; or where that is 0, sizes times the second, which is their sign too.
+What is made of the last ones a type of 16 bits may not hold."""
 NOT_FINITE = {
     "special": (math.nan, math.inf, -math.inf), "nan": (math.nan,),
     "nan or infinite": (math.nan, math.inf),
 }  # fmt: skip
 
 
+TURNS = 64
+"""So many orders there are in which the members of a class are taken."""
 CONFIRMED = 16
 """So many points more have to be without a factor, before a level is said to rule it out."""
 
@@ -68,19 +77,28 @@ class Choices:
     Args:
         levels: of the factors that are not at their first level.
         seed: which of a class's members are taken.
+        places: of factors, how many points before have the same level: which of its members this
+            one takes, in a turn in which none comes twice. Of other factors the seed says it.
         of_gradients: no value is infinite: formulas of a gradient may differ in what is left of it,
             and a NaN in all that depends on it.
     """
 
     def __init__(
-        self, levels: Mapping[str, int], seed: int = 0, *, of_gradients: bool = False
+        self,
+        levels: Mapping[str, int],
+        seed: int = 0,
+        places: Mapping[str, int] | None = None,
+        *,
+        of_gradients: bool = False,
     ) -> None:
         self.of_gradients = of_gradients
-        self._levels, self.seed = levels, seed
+        self._levels, self.seed, self._places = levels, seed, places or {}
         self.asked: dict[str, int] = {}
         """Factors in the order in which they were asked for, and the number of their levels."""
         self.chosen: dict[str, object] = {}
         """The levels, for people."""
+        self.refused: set[str] = set()
+        """Factors whose level the call cannot have, for what other factors' levels are."""
 
     def of(self, factor: str, *options: T) -> T:
         """The option that the factor's level stands for; the simplest is the first."""
@@ -95,9 +113,19 @@ class Choices:
         """Whether all values are normal, as the statistical limits suppose."""
         return not any(kind in (*VALUES[1:], *ENDS, *NOT_FINITE) for kind in self.chosen.values())
 
-    def member(self, factor: str, classes: Mapping[str, Sequence[T]]) -> T:
-        """A member of the class that the factor's level stands for."""
-        found = self._member(factor, classes[self.of(factor, *classes)])
+    def member(
+        self,
+        factor: str,
+        classes: Mapping[str, Sequence[T]],
+        fits: Callable[[T], bool] = lambda member: True,
+        otherwise: T | None = None,
+    ) -> T:
+        """A member of the class that the factor's level stands for, of those that fit."""
+        members = classes[self.of(factor, *classes)]
+        if otherwise is not None and not any(map(fits, members)):
+            members, fits = [otherwise], lambda member: True
+            self.refused.add(factor)
+        found = self._member(factor, members, "", fits)
         self.chosen[factor] = found
         return found
 
@@ -119,21 +147,44 @@ class Choices:
         """Whether all values are."""
         return not any(kind in NOT_FINITE for kind in self.chosen.values())
 
-    def _member(self, factor: str, members: Sequence[T]) -> T:
-        return members[_number(f"{factor}/{self.seed}") % len(members)]
+    def _member(
+        self,
+        factor: str,
+        members: Sequence[T],
+        what: str = "",
+        fits: Callable[[T], bool] = lambda member: True,
+    ) -> T:
+        """Of what a factor's level stands for; ``what``: of another list than the first.
+
+        Where the one whose turn it is does not fit, the next one that does.
+        """
+        place, name = self._places.get(factor), f"{factor}{what}"
+        if place is None:
+            place = _number(f"{name}/{self.seed}")
+        turn, start = divmod(place, len(members))
+        order = _order(name, len(members), turn % TURNS)
+        every = (members[at] for at in (*order[start:], *order[:start]))
+        return next(member for member in every if fits(member))
 
     def size(self, factor: str, high: int = 320, *, none: bool = False) -> int:
         """A size up to a highest one; 0 too if ``none``."""
-        classes = {n: [s for s in sizes if s <= high] or [high] for n, sizes in SIZES.items()}
-        return self.member(factor, classes | ({"none": [0]} if none else {}))
+        classes = {**SIZES, **({"none": (0,)} if none else {})}
+        known = {n: sizes if min(sizes) <= high else (high,) for n, sizes in classes.items()}
+        if min(list(classes.values())[self._levels.get(factor, 0)]) > high:
+            self.refused.add(factor)
+        return self.member(factor, known, lambda size: size <= high)
 
     def rows(self, factor: str = "rows", *, dims: int = 5, high: int = FEW_ROWS) -> list[int]:
         """All dims of a shape but the last; without those that have too many dims or rows."""
-        found = {
-            name: [s for s in shapes if len(s) <= dims and math.prod(s) <= high]
-            for name, shapes in ROWS.items()
+
+        def fits(shape: tuple[int, ...]) -> bool:
+            return len(shape) <= dims and math.prod(shape) <= high
+
+        found: dict[str, Sequence[tuple[int, ...]]] = {
+            name: shapes for name, shapes in ROWS.items() if any(map(fits, shapes))
         }
-        return list(self.member(factor, {name: s for name, s in found.items() if s}))
+        shape = self.member(factor, found, fits)
+        return list(shape)
 
     def room(self, *sizes: int, elements: int | None = None) -> Room:
         """For a call's sizes beside those that it has already."""
@@ -179,12 +230,13 @@ class Choices:
         if kind == "wide":
             return normal.sign() * torch.exp2((4.0 * normal).clamp(-12.0, 12.0))
         if kind == "shifted":
-            far = SHIFTS[: 2 if draw.dtype == torch.float16 else None]
-            return normal + self._member(f"{factor} shifted", far)
+            known = ONE_SIDED[: FIT_FLOAT16 if draw.dtype == torch.float16 else None]
+            far, times = self._member(factor, known, " shifted")
+            return normal + far if far else normal.abs() * times
         if kind == "repeated":  # zeros of both signs, and equal numbers; or nothing else
-            all_equal = self._member(f"{factor} equal", (False, True))
+            equal = self._member(factor, (None, 1.5, None, 1.0, None, -1.0), " equal")
             some = normal.mul(2.0).round() * (normal > 0.4)
-            return torch.full_like(normal, 1.5) if all_equal else some
+            return some if equal is None else torch.full_like(normal, equal)
         if kind in NOT_FINITE and normal.numel():
             self._spoil(factor, normal, NOT_FINITE[kind])
         return normal
@@ -198,7 +250,7 @@ class Choices:
 
     def _spoil(self, factor: str, tensor: Tensor, values: Sequence[float]) -> None:
         """One number, at one of its ends or between them, is not finite; or one of each kind."""
-        flat, turn = tensor.view(-1), self.turn(f"{factor} spoilt")
+        flat, turn = tensor.view(-1), self._member(factor, range(18), " spoilt")
         places = (0, flat.numel() // 2, flat.numel() - 1)
         count = len(values) if turn % 2 and flat.numel() > 2 else 1
         for number in range(count):
@@ -226,7 +278,7 @@ class Given(Choices):
         found = super().of(factor, *options)
         return self._given(factor, found)
 
-    def member(self, factor: str, classes: Mapping[str, Sequence[T]]) -> T:
+    def member(self, factor: str, classes: Mapping[str, Sequence[T]], *_: Any) -> T:
         found = super().of(factor, *classes)
         return self._given(factor, classes[found][0])
 
@@ -234,7 +286,7 @@ class Given(Choices):
         self.chosen[factor] = found = self.given.get(factor, first)
         return cast("T", found)
 
-    def _member(self, factor: str, members: Sequence[T]) -> T:
+    def _member(self, factor: str, members: Sequence[T], *_: Any) -> T:
         return members[0]
 
     def turn(self, factor: str) -> int:
@@ -307,7 +359,12 @@ Masks = Mapping[tuple[str, int], Iterable[str]]
 def _shuffled(factor: str, count: int, number: int) -> int:
     """A level: each of them once in ``count`` numbers, in an order of the factor's own."""
     turn, place = divmod(number, count)
-    return sorted(range(count), key=lambda level: _number(f"{factor}/{turn}/{level}"))[place]
+    return _order(factor, count, turn)[place]
+
+
+@lru_cache(maxsize=1 << 12)
+def _order(factor: str, count: int, turn: int) -> tuple[int, ...]:
+    return tuple(sorted(range(count), key=lambda level: _number(f"{factor}/{turn}/{level}")))
 
 
 def _number(text: str) -> int:

@@ -78,6 +78,14 @@ BETWEEN: tuple[Between, ...] = "nothing", "elsewhere", "nothing", "in the same m
 """What comes between a call and the same one again: one with other numbers, and where they lie."""
 
 
+class DesignRow(NamedTuple):
+    """What :class:`.choices.Choices` takes."""
+
+    levels: Mapping[str, int]
+    seed: int
+    places: Mapping[str, int]
+
+
 class Design(NamedTuple):
     """Rows over factors.
 
@@ -92,6 +100,14 @@ class Design(NamedTuple):
     rows: tuple[Mapping[str, int], ...]
     strength: int
     without: Masks
+
+    def asked_rows(self) -> Iterator[DesignRow]:
+        """Every row that is asked, the simplest one some times more."""
+        seen: Counter[tuple[str, int]] = Counter()
+        for number, row in enumerate((*self.rows[:1] * FIRST, *self.rows)):
+            levels = [(factor, row.get(factor, 0)) for factor in self.factors]
+            yield DesignRow(row, number, {factor: seen[factor, level] for factor, level in levels})
+            seen.update(levels)
 
     def asked(self) -> NDArray[np.float64]:
         """(factors, factors) of the pairs of levels, or levels, that can be, the part in a row."""
@@ -156,9 +172,9 @@ class Asked(NamedTuple):
         """What a row asks about."""
         return Subject(self.operator, oracle_of(self.operator.spec), row.dtype)
 
-    def choices(self, levels: Mapping[str, int], seed: int) -> Choices:
+    def choices(self, point: DesignRow) -> Choices:
         """Of a row."""
-        return Choices(levels, seed, of_gradients=self.of_gradients)
+        return Choices(*point, of_gradients=self.of_gradients)
 
     def row(self, choose: Choices, seed: int) -> DesignedCall:
         """Asks for every factor of a call, and makes its arguments."""
@@ -249,19 +265,21 @@ def _design(asked: Asked, strength: int, seed: int) -> Design:
 
 
 def _place(choose: Choices, name: str, arg: Any, *, written: bool) -> Layout:
+    is_flat = isinstance(arg, Tensor) and arg.dim() == 1
+    may_be_equal = choose.chosen.get(name, "normal") in ("normal", "repeated")
+
+    def fits(place: Layout) -> bool:
+        is_equal = place in READ_ONLY_LAYOUTS and (place == "repeated" or is_flat)
+        if is_equal and not may_be_equal:
+            return False  # of equal numbers far from 1 the variance is nothing but rounding
+        return can_lie(arg, place, written=written)
+
     places = OF_LISTS if isinstance(arg, list) else PLACES
-    place = choose.member(f"{name} lies", places)
-    if place in READ_ONLY_LAYOUTS and choose.chosen.get(name, "normal") not in (
-        "normal",
-        "repeated",
-    ):
-        return "contiguous"  # of equal numbers far from 1 the variance is nothing but rounding
-    return place if can_lie(arg, place, written=written) else "contiguous"
+    return choose.member(f"{name} lies", places, fits, "contiguous")
 
 
 class _Failed(NamedTuple):
-    levels: Mapping[str, int]
-    seed: int
+    at: DesignRow
     chosen: Mapping[str, object]
     error: Exception
 
@@ -287,7 +305,7 @@ def cases(
 
 
 def coverage(asked: Asked, plan: Design) -> Coverage:
-    """What a design has asked, for the report."""
+    """What a design asks, for the report; or its rows with the levels that calls have had."""
     return Coverage(
         operator=f"{asked.chapter}/{asked.operator.spec.name}",
         factors=tuple(plan.factors),
@@ -308,37 +326,41 @@ def ask(context: Context, asked: Asked) -> None:
     """
     strength = STRENGTH[context.level]
     plan = asked.design(strength, context.seed)
-    kept = context.measurements
+    kept, had = context.measurements, list[Mapping[str, int]]()
+    no_streams = "streams" not in context.backend.capabilities
 
-    def tried(levels: Mapping[str, int], seed: int) -> _Failed | None:
+    def tried(at: DesignRow) -> _Failed | None:
         context.measurements = []
-        choose = asked.choices(levels, seed)
+        choose = asked.choices(at)
         row = asked.row(choose, context.seed)
+        if no_streams and row.caller in (SIDE_STREAM, AND_THREAD):
+            choose.refused.add("called from")
+        had.append({f: n for f, n in at.levels.items() if f not in choose.refused})
         try:
             _from(context, row.caller, lambda: asked.check(context, asked.of(row), row))
         except UnsupportedError:
             raise
         except Exception as error:
-            return _Failed(levels, seed, choose.chosen, error)
+            return _Failed(at, choose.chosen, error)
         kept[:] = _largest([*kept, *context.measurements])
         return None
 
     failed: list[_Failed] = []
-    for number, levels in enumerate((*plan.rows[:1] * FIRST, *plan.rows)):
-        found = tried(levels, number)
+    for at in plan.asked_rows():
+        found = tried(at)
         failed += [] if found is None else [found]
         if len(failed) == FAILURES:
             break
     if failed:
         simplest = _simplest(failed[0], plan, tried)
-        story = _story(simplest, failed, number + 1, plan)
+        story = _story(simplest, failed, at.seed + 1, plan)
         context.measurements = _largest([*kept, *context.measurements])
         text = str(simplest.error)
         if not isinstance(simplest.error, CheckFailedError):
             text = f"{type(simplest.error).__name__}: {text}"
         raise CheckFailedError(f"{text}\n{story}") from simplest.error
     context.measurements = kept
-    context.coverage = coverage(asked, plan)
+    context.coverage = coverage(asked, plan._replace(rows=tuple(had)))
 
 
 def _from(context: Context, caller: str, check: Callable[[], None]) -> None:
@@ -428,24 +450,24 @@ def stream_of(context: Context, caller: str) -> Iterator[None]:
 
 
 def _simplest(
-    failed: _Failed, plan: Design, tried: Callable[[Mapping[str, int], int], _Failed | None]
+    failed: _Failed, plan: Design, tried: Callable[[DesignRow], _Failed | None]
 ) -> _Failed:
     """The failing call with as many factors at their first level as still fail."""
     for factor in plan.factors:
-        if failed.levels.get(factor):
-            levels = {name: level for name, level in failed.levels.items() if name != factor}
-            failed = tried(levels, failed.seed) or failed
-    return tried(failed.levels, failed.seed) or failed
+        if failed.at.levels.get(factor):
+            levels = {name: level for name, level in failed.at.levels.items() if name != factor}
+            failed = tried(failed.at._replace(levels=levels)) or failed
+    return tried(failed.at) or failed
 
 
 def _story(simplest: _Failed, failed: Sequence[_Failed], asked: int, plan: Design) -> str:
     """What it takes to fail, and what the calls that failed have in common."""
     needed = [
         f"{factor} {simplest.chosen[factor]}"
-        for factor, level in simplest.levels.items()
+        for factor, level in simplest.at.levels.items()
         if level and factor in simplest.chosen
     ]
-    counts = Counter(item for one in failed for item in one.levels.items() if item[1])
+    counts = Counter(item for one in failed for item in one.at.levels.items() if item[1])
     common = [f"{f} {failed[0].chosen[f]}" for (f, _), n in counts.items() if n == len(failed)]
     lines = [f"{len(failed)} of {asked} calls of a design of strength {plan.strength} failed"]
     lines.append(f"  it takes: {', '.join(needed) or 'nothing in particular'}")

@@ -25,6 +25,8 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 FLOATS = tuple(format.name for format in FORMATS.values())
 SHOWN = 5
 """Results with the largest errors, per dtype."""
+FEW_PAIRS = 0.8
+"""A part of all pairs of levels below which an operator is shown at once."""
 KINDS = ("native", "mapped", "compiled", "reference")
 
 
@@ -176,7 +178,7 @@ class CoverageGroup(NamedTuple):
 
 
 def coverage_groups(report: Report) -> list[CoverageGroup]:
-    """Operators that lack pairs, to be seen at once, and those that lack none, by strength."""
+    """Operators that lack pairs, and those that lack none, by strength."""
     lacking = sorted((c for c in report.coverage if c.of_pairs() < 1.0), key=Coverage.of_pairs)
     found = {"Pairs that no call has": lacking}
     for each in sorted(report.coverage, key=lambda c: (-c.strength, c.operator)):
@@ -184,7 +186,7 @@ def coverage_groups(report: Report) -> list[CoverageGroup]:
             found.setdefault(f"Every pair, strength {each.strength}", []).append(each)
     return [
         CoverageGroup(
-            title, members is lacking,
+            title, members is lacking and lacking[0].of_pairs() < FEW_PAIRS,
             [(c.operator, charts.heat_map(c), charts.in_words(c)) for c in members],
         )
         for title, members in found.items()

@@ -82,12 +82,38 @@ def test_factors_are_found_and_what_rules_them_out() -> None:
     assert masks == {("bias", 0): {"bias lies"}}
 
 
+def test_level_takes_each_of_its_members_before_one_comes_again() -> None:
+    asked = designs.Asked(registered()["relu"], (torch.float32,), "operators", _wrong)
+    seen: dict[tuple[str, int], list[int]] = {}
+    for row in asked.design(2, 0).asked_rows():
+        for factor, place in row.places.items():
+            seen.setdefault((factor, row.levels.get(factor, 0)), []).append(place)
+    assert all(places == list(range(len(places))) for places in seen.values())
+    members = "abcdefg"
+    for start in (0, len(members)):
+        taken = [Choices({}, 5, {"x": start + n}).member("x", {"all": members}) for n in range(7)]
+        assert sorted(taken) == list(members)
+
+
 def test_every_operator_of_ours_has_a_design_of_all_pairs() -> None:
     assert set(DRAWN) == {spec.name for spec in all_specs()}
     for name in ("linear", "adamw", "permute"):
         asked = designs.Asked(registered()[name], (torch.float32,), "operators", _wrong)
         found = asked.design(2, 0).asked()
         assert found.min() == 1.0
+
+
+def test_report_counts_what_calls_have_had_and_not_what_they_cannot_have() -> None:
+    asked = designs.Asked(registered()["relu"], (torch.float32,), "operators", lambda *_: None)
+    context = Context(HonestBackend())
+    designs.ask(context, asked)
+    found = context.coverage
+    assert found is not None
+    rows, lies, called = map(found.factors.index, ("rows", "x lies", "called from"))
+    # One dim has no order but its own, and no numbers are equal where there are none.
+    assert 50 <= found.asked[rows][lies] * len(ROWS) * len(designs.PLACES) <= 63 - 3
+    assert found.asked[lies][lies] == 1.0
+    assert found.asked[called][called] == 0.75  # no streams
 
 
 def _wrong(context: Context, of: Subject, row: designs.DesignedCall) -> None:

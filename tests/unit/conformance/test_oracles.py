@@ -45,8 +45,8 @@ def arguments(name: str, call: Call, dtype: torch.dtype = torch.float32) -> tupl
 def small_calls(name: str) -> list[Call]:
     """Calls of ordinary numbers, each option of the operator among them."""
     asked = designs.Asked(registered()[name], (torch.float32,), "operators", lambda *_: None)
-    rows = enumerate(asked.design(2, 0).rows)
-    designed = (asked.row(asked.choices(levels, number), 0).call for number, levels in rows)
+    rows = asked.design(2, 0).asked_rows()
+    designed = (asked.row(asked.choices(row), 0).call for row in rows)
     found = [*ORACLES[name].plain, *designed, *ORACLES[name].calls]
     found = [call for call in found if call.statistical and not call.full]
     return [c for c in found if sum(t.numel() for t in tensors_of(arguments(name, c)[0])) < 30_000]

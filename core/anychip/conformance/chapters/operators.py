@@ -67,6 +67,8 @@ def check_row(context: Context, of: Subject, row: designs.DesignedCall) -> None:
         again = trial.run_by_torch(last)
         others_again = others if trial.written else run_other()
     check_results(context, trial, placed, results, wanted)
+    if trial.written:
+        trial.check_untouched(last, ", called again")
     for repeated in () if trial.written else filter(None, (again, others, others_again)):
         check_form(context, trial, repeated)
     check_same_bits(trial.names(), left, kept, ", after another call")

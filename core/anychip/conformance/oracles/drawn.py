@@ -28,6 +28,9 @@ _NAN = ("nan",)
 """Of sums of exponentials: inf - inf, or where nobody subtracts a maximum, inf. And of gelu:
 torch's own is NaN at inf on some hosts."""
 _FORMS = ("none", "tanh")
+_SMALL_EPS, _LARGE_EPS = (1e-3, 1e-4, 0.002, 5e-4), ((0.5, 0.1, 0.2, 0.05, 0.3, 0.7), (1.0, 2.0))
+_LONG = (300, 100, 200, 600, 1100)
+"""Of a first dim, which a kernel may hold in a dimension of its grid."""
 _SCALES = 2.0**8, 2.0**-8
 """Of weights after a norm: gradients may be made with the cube of a row's 1 / deviation, as torch
 does. Further away, of huge rows, what is made in between is no normal number of float32."""
@@ -71,16 +74,17 @@ def _norm(
     if bias:
         args.append(choose.optional("bias", draw, shape[-1], dtype=of_bias))
     # Where nothing but rounding is left of a row's variance, a small eps makes much of it.
-    small = ((1e-3, 1e-4), (0.01,)) if bias or residual else ((1e-12,), (0.0,))
-    eps = choose.number("eps", (1e-5, 1e-6, 1e-4), *small, (0.5, 0.1, 0.2), (1.0,))
+    small = (_SMALL_EPS, (0.01, 0.005, 0.03)) if bias or residual else ((1e-12,), (0.0,))
+    eps = choose.number("eps", (1e-5, 1e-6, 1e-4), *small, *_LARGE_EPS)
     return tuple(args), {"eps": eps}
 
 
 def _group_norm(choose: Choices, draw: Draw) -> Arguments:
-    groups = choose.number("num_groups", (1,), (2,), (3, 5, 7, 6, 12), (8, 4, 16, 32))
-    batch = choose.number("batch", (2, 3, 4), (1,), (0,), (5, 8, 16, 17, 64, 300))
-    most = 250 if batch * groups < 16 else 8
-    channels = choose.number_up_to(most, "channels of a group", (1,), (2, 3), (4, 8, 15), (64, 250))
+    groups = choose.number("num_groups", (1,), (2,), (3, 5, 7, 6, 12), (8, 4, 16, 32, 64, 100, 257))
+    batch = choose.number("batch", (2, 3, 4), (1,), (0,), (5, 8, 16, 17, 31, 64), _LONG)
+    most = 1000 if batch * groups < 16 else 8 if batch * groups < 600 else 2
+    sizes = (1,), (2, 3), (4, 8, 15, 5, 16), (64, 250, 33, 128, 1000)
+    channels = choose.number_up_to(most, "channels of a group", *sizes)
     shape = [batch, groups * channels]
     width = choose.room(*shape).size("width")
     inner = {"one": [width], "none": [], "two": [3, 7], "three": [2, 3, 4]}
@@ -89,7 +93,7 @@ def _group_norm(choose: Choices, draw: Draw) -> Arguments:
     x = choose.values("x", draw, *shape, ends=SQUARES, more=SPECIAL)
     weight = choose.values("weight", draw, shape[1], dtype=wide, ends=_SCALES)
     bias = choose.optional("bias", draw, shape[1], dtype=wide)
-    eps = choose.number("eps", (1e-5, 1e-6), (1e-3, 1e-4, 0.01), (0.5, 0.1, 0.2), (1.0,))
+    eps = choose.number("eps", (1e-5, 1e-6), (*_SMALL_EPS, 0.01, 0.03), *_LARGE_EPS)
     return (x, weight, bias), {"num_groups": groups, "eps": eps}
 
 
@@ -98,7 +102,8 @@ def _rng(choose: Choices, draw: Draw) -> Tensor:
 
 
 def _probability(choose: Choices) -> float:
-    return choose.number("p", (0.1, 0.2, 0.3, 0.01), (0.0,), (0.5, 0.4), (0.9, 0.7), (1.0,))
+    low, half, high = (0.1, 0.2, 0.3, 0.01, 0.05), (0.5, 0.4, 0.6), (0.9, 0.7, 0.8, 0.99)
+    return choose.number("p", low, (0.0,), half, high, (1.0,))
 
 
 def _dropout(choose: Choices, draw: Draw) -> Arguments:
@@ -115,8 +120,8 @@ def _place(
     kind = choose.of("rows of a whole", "all", "some", "far")
     if kind == "all":
         return None, {}
-    column = choose.number("column", (0,), (1,), (4, 2, 3, 5, 8, 16), (64, 100, 500))
-    more = choose.number("columns behind", (0,), (1, 2, 3), (8, 16, 11, 700))
+    column = choose.number("column", (0,), (1,), (4, 2, 3, 5, 8, 16), (64, 100, 500, 31, 2000))
+    more = choose.number("columns behind", (0,), (1, 2, 3), (8, 16, 11, 700, 100, 3000))
     if math.prod(shape[:-1]) > 64:  # who draws in a simple way draws for all columns of the whole
         column, more = min(column, 1), min(more, 1)
     rows = draw.integers(1000, *shape[:-1]) + (2**40 if kind == "far" else 0)
@@ -191,22 +196,25 @@ def _softmax(choose: Choices, draw: Draw) -> Arguments:
     of_bias = _broadcast(choose, "bias", shape)
     mask = None if of_mask is None else draw.uniform(*of_mask) < 0.7
     bias = None if of_bias is None else draw.normal(*of_bias)
-    scales = (1.0,), (0.125, 0.5, 0.01), (2.0, 1.5, 10.0), (-0.5,), (0.0,)
+    scales = (1.0,), (0.125, 0.5, 0.01, 0.1, 0.03), (2.0, 1.5, 10.0, 3.0), (-0.5, -1.0), (0.0,)
     scale = choose.number("scale", *scales)
     return (x, mask, bias), {"scale": scale, "causal": choose.of("causal", False, True)}
 
 
-def _heads(choose: Choices) -> tuple[int, int, int]:
-    """heads, key heads, head_dim."""
-    kv_heads = choose.number("key heads", (1,), (2,), (3, 4, 5, 8))
-    groups = choose.number("heads of a key head", (1,), (2, 3, 4))
-    dim = choose.number("head_dim", (8, 4), (2,), (16, 32), (40, 24, 80), (64, 96, 128, 256))
+def _heads(choose: Choices, most: int = 100) -> tuple[int, int, int]:
+    """heads, key heads, head_dim; of the second at most so many."""
+    kv_heads = choose.number_up_to(most, "key heads", (1,), (2,), (3, 4, 5, 8, 16, 33, 100))
+    most = 2 if kv_heads > 9 else 16 if most > 8 else 4
+    groups = choose.number_up_to(most, "heads of a key head", (1,), (2, 3, 4, 5, 8, 16))
+    dims = (8, 4), (2,), (16, 32), (40, 24, 80, 48, 112), (64, 96, 128, 256, 192)
+    dim = choose.number_up_to(256 if kv_heads * groups < 17 else 16, "head_dim", *dims)
     return kv_heads * groups, kv_heads, dim
 
 
 def _rope(choose: Choices, draw: Draw) -> Arguments:
     heads, kv_heads, dim = _heads(choose)
-    batch = choose.number("batch", (1,), (2,), (3, 4, 5, 8, 16, 20), (0,))
+    most = max((1 << 14) // (heads * dim), 1)
+    batch = choose.number_up_to(most, "batch", (1,), (2,), (3, 4, 5, 8, 16, 20, 33), (0,), _LONG)
     length = choose.room(batch, heads, dim).size("length")
     half = max(dim // choose.of("rotated", 1, 2, 4), 2) // 2
     q, k = (
@@ -244,16 +252,16 @@ def _attended(choose: Choices, draw: Draw, factor: str, *shape: int) -> Tensor:
 
 _WHOLE = (150, 257, 300), (1000, 512)
 """Positions, heads and batches of what attention's dropout is a part of."""
-
-
-_SCORES = 1 << 11
-"""So many scores a call has: a head takes a product, and a mask, of each."""
+_SCORES = (1 << 11,) * 7 + (1 << 14,)
+"""So many scores a call has: of each a head takes a product, and a mask."""
 
 
 def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Arguments:
-    heads, kv_heads, dim = _heads(choose)
-    batch = choose.number("batch", (1,), (2, 3, 4, 8, 16, 33), (0,))
-    room, cross = choose.room(batch, heads, elements=_SCORES), choose.of("cross", False, True)
+    heads, kv_heads, dim = _heads(choose, 4 if dropout else 100)
+    most = min(_SCORES[0] // heads, 8 if dropout else _SCORES[0]) or 1
+    scores = _SCORES[0 if dropout else choose.turn("scores") % len(_SCORES)]
+    batch = choose.number_up_to(most, "batch", (1,), (2, 3, 4, 8, 16, 33), (0,), _LONG)
+    room, cross = choose.room(batch, heads, elements=scores), choose.of("cross", False, True)
     queries = room.size("queries", 2000 if cross else math.isqrt(room.left), none=True)
     keys = room.size("keys", 2000, none=True) if cross else queries
     shapes = {"q": (queries, heads), "k": (keys, kv_heads), "v": (keys, kv_heads)}
@@ -278,19 +286,21 @@ def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Argumen
     return tuple(args), attrs
 
 
-_LENGTHS: Mapping[str, tuple[int, ...]] = {
-    "three": (5, 3, 9), "one": (17,), "no group": (), "an empty one first": (0, 7, 4),
-    "an empty one last": (7, 4, 0), "empty ones between": (5, 0, 0, 3), "only empty ones": (0, 0),
-    "of one each": (1,) * 7, "beside tiles": (63, 65), "many": (2, 1, 3) * 9,
+_LENGTHS: Mapping[str, tuple[tuple[int, ...], ...]] = {
+    "three": ((5, 3, 9),), "one": ((17,), (5,), (16,), (130,), (1,), (260,)), "no group": ((),),
+    "an empty one first": ((0, 7, 4),), "an empty one last": ((7, 4, 0),),
+    "empty ones between": ((5, 0, 0, 3), (5, 0, 8)), "only empty ones": ((0, 0), (0,)),
+    "of one each": ((1,) * 7, (1,) * 2, (1,) * 33, (1,) * 16),
+    "beside tiles": ((63, 65), (31, 33), (15, 17)), "two": ((16, 32), (8, 8), (2, 6), (100, 3)),
+    "many": ((2, 1, 3) * 9, (0, 2, 1, 1) * 4, (0, 0, 1) * 7, (4, 8, 12, 16) * 2),
 }  # fmt: skip
 
 
 def _ends(
-    choose: Choices, factor: str, count: int | None = None, **more: tuple[int, ...]
+    choose: Choices, factor: str, count: int | None = None, **more: tuple[tuple[int, ...], ...]
 ) -> Tensor:
     """Ends of groups, empty ones among them; of so many, if their number is given."""
-    known = {**_LENGTHS, **more}
-    lengths = choose.member(factor, {name: (lengths,) for name, lengths in known.items()})
+    lengths = choose.member(factor, {**_LENGTHS, **more})
     if count is not None:
         lengths = tuple((*lengths, 4, 0, 6) * count)[:count]
     return torch.tensor(lengths, dtype=torch.int64).cumsum(0)
@@ -301,7 +311,7 @@ def _index_dtype(choose: Choices, factor: str) -> torch.dtype:
 
 
 def _attention_varlen(choose: Choices, draw: Draw) -> Arguments:
-    heads, kv_heads, dim = _heads(choose)
+    heads, kv_heads, dim = _heads(choose, 8)
     of_queries = of_keys = _ends(choose, "lengths")
     if choose.of("cross", False, True):
         of_keys = _ends(choose, "lengths of keys", len(of_queries))
@@ -327,8 +337,8 @@ def _linear(choose: Choices, draw: Draw) -> Arguments:
 
 
 def _conv1d(choose: Choices, draw: Draw) -> Arguments:
-    batch = choose.number("batch", (2,), (1,), (3, 4, 5, 8, 40, 64), (0,))
-    kernel = choose.number("kernel", (4,), (1,), (2,), (3, 5), (7, 8, 16), (64, 130))
+    batch = choose.number("batch", (2,), (1,), (3, 4, 5, 8, 16, 40, 64), (0,), _LONG)
+    kernel = choose.number("kernel", (4,), (1,), (2,), (3, 5), (7, 6, 8, 16), (64, 130, 31))
     room = choose.room(batch, -(-kernel // 4))
     channels, length = room.size("channels", 2000), room.size("length", none=True)
     x = choose.values("x", draw, batch, channels, length)
@@ -343,24 +353,32 @@ def _conv2d(choose: Choices, draw: Draw) -> Arguments:
     kernel = [choose.number(f"kernel {name}", (1,), (2,), (3,), *long) for name in names]
     if math.prod(kernel) > 64:  # the oracle adds up place by place, and all channels at each
         kernel[1] = 2
-    most = 17 if math.prod(kernel) <= 16 else 2
-    groups = choose.number("groups", (1,), (2, 3), (4, 8))
+    groups = choose.number("groups", (1,), (2, 3), (4, 8, 6, 16), (32, 64, 100, 256))
+    most = 17 if math.prod(kernel) * groups <= 64 else 2
     inputs = groups * choose.number_up_to(most, "inputs of a group", (1,), (3, 2, 4), (16, 8))
     outputs = groups * choose.number_up_to(most, "outputs of a group", (1,), (2, 3, 4), (17, 8, 16))
-    dilation = [choose.of(f"dilation {name}", 1, 2, 3) for name in names]
-    more = [choose.number(f"more {name}", (1,), (2, 3), (5, 4, 8), (9, 16, 13)) for name in names]
-    sizes = [(k - 1) * d + n for k, d, n in zip(kernel, dilation, more, strict=True)]
-    x = choose.values("x", draw, choose.number("batch", (1,), (2, 3, 5), (0,)), inputs, *sizes)
+    dilation = [choose.number(f"dilation {name}", (1,), (2,), (3, 4, 5)) for name in names]
+    # One dim may be long at a time: batch, height or width.
+    few = 16 if groups <= 16 else 3
+    most = max((1 << 10) // (max(inputs, outputs) * math.prod(kernel)), 1)
+    batch = choose.number_up_to(most, "batch", (1,), (2, 3, 5), (0,), (8, 17, 40, *_LONG))
+    most, sizes = max(most // max(batch, 1), few if batch < 9 else 1), []
+    more = (1,), (2, 3, 6), (5, 4, 8), (9, 16, 13), (33, 64, 100, 300, 1100)
+    for name, k, d in zip(names, kernel, dilation, strict=True):
+        found = choose.number_up_to(most, f"more {name}", *more)
+        sizes.append((k - 1) * d + found)
+        most = max(most // found, few) if most >= few else most
+    x = choose.values("x", draw, batch, inputs, *sizes)
     weight = choose.values("weight", draw, outputs, inputs // groups, *kernel, more=())
     bias = choose.optional("bias", draw, outputs)
-    stride = [choose.of(f"stride {name}", 1, 2, 3) for name in names]
-    padding = [choose.of(f"padding {name}", 0, 1, 2) for name in names]
+    stride = [choose.number(f"stride {name}", (1,), (2,), (3, 5, 4, 8)) for name in names]
+    padding = [choose.number(f"padding {name}", (0,), (1,), (2, 3, 5, 4)) for name in names]
     attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     return (x, weight, bias), attrs
 
 
 def _grouped_linear(choose: Choices, draw: Draw) -> Arguments:
-    offsets = _ends(choose, "lengths", large=(300, 5, 310, 16)).to(
+    offsets = _ends(choose, "lengths", large=((300, 5, 310, 16), (2048,), (5, 1000))).to(
         _index_dtype(choose, "dtype of offsets")
     )
     rows = (int(offsets[-1]) if len(offsets) else 0) + choose.of("rows of no group", 0, 1, 5)
@@ -374,7 +392,7 @@ def _grouped_linear(choose: Choices, draw: Draw) -> Arguments:
 
 def _routed(choose: Choices) -> tuple[int, int, int]:
     """Tokens, choices of each, and how wide they are."""
-    choices = choose.number("choices", (2,), (1,), (3, 5), (8, 4, 6))
+    choices = choose.number("choices", (2,), (1,), (3, 5), (8, 4, 6), (16, 10, 33, 64, 100))
     room = choose.room(choices)
     return room.size("tokens", none=True), choices, room.size("width")
 
@@ -421,7 +439,7 @@ def _embedding(choose: Choices, draw: Draw) -> Arguments:
     kind = choose.of("indices", "any", "equal", "ends", "ascending")
     indices = draw.integers(count, *shape)
     if kind == "equal":
-        indices = torch.full_like(indices, count // 2)
+        indices = torch.full_like(indices, choose.turn("equal indices") % count)
     elif kind == "ends":
         indices = draw.integers(2, *shape) * (count - 1)
     elif kind == "ascending":
@@ -432,19 +450,20 @@ def _embedding(choose: Choices, draw: Draw) -> Arguments:
 def _loss_attrs(choose: Choices) -> dict[str, Any]:
     return {
         "ignore_index": choose.number(
-            "ignore_index", (-100,), (0,), (-1, -99), (1, 2, 3, 4, 8, 50)
+            "ignore_index", (-100,), (0,), (-1, -99, -2, -1000), (1, 2, 3, 4, 8, 50, 16, 100, 255)
         ),
         "label_smoothing": choose.number("label_smoothing", (0.0,), (0.1, 0.05, 0.3, 0.01), (1.0,)),
-        "z_loss": choose.number("z_loss", (0.0,), (1e-3, 1e-4, 0.1), (1.0,)),
+        "z_loss": choose.number("z_loss", (0.0,), (1e-3, 1e-4, 0.1, 1e-5, 0.01), (1.0, 0.5)),
         "reduction": choose.of("reduction", "mean", "sum", "none"),
     }
 
 
 def _targets(choose: Choices, draw: Draw, classes: int, rows: list[int], ignore: int) -> Tensor:
-    kind = choose.of("target", "any", "some ignored", "all ignored", "first", "last")
+    kinds = {"first": 0, "last": classes - 1, "equal": choose.turn("equal targets") % classes}
+    kind = choose.of("target", "any", "some ignored", "all ignored", *kinds)
     target = draw.integers(classes, *rows)
-    if kind in ("first", "last"):
-        target = torch.full_like(target, 0 if kind == "first" else classes - 1)
+    if kind in kinds:
+        target = torch.full_like(target, kinds[kind])
     if kind.endswith("ignored"):
         target.reshape(-1)[:: 1 if kind == "all ignored" else 2] = ignore
     return target
@@ -501,7 +520,7 @@ def _quantize(choose: Choices, draw: Draw) -> Arguments:
 
 def _coding(choose: Choices) -> dict[str, Any]:
     format = choose.of("format", *quantization.FORMATS)
-    block = choose.number("block", (32, 16), (1,), (3, 5, 7), (64, 128), (256,), (5000, 1000))
+    block = choose.number("block", (32, 16), (1, 2), (3, 5, 7), (64, 128), (256,), (5000, 1000))
     return {"format": format, "block": 32 if format.startswith("mx_") else block}
 
 
@@ -511,9 +530,11 @@ def _dequantize(choose: Choices, draw: Draw) -> Arguments:
 
 
 def _hadamard(choose: Choices, draw: Draw) -> Arguments:
-    block, whole = 2 ** choose.of("block", 3, 0, 1, 2, 5, 8, 10), choose.of("whole", True, False)
-    last = block if whole else block * choose.of("blocks", 2, 1, 3)
-    x = choose.values("x", draw, *choose.rows(), last, more=SPECIAL)
+    rows, whole = choose.rows(), choose.of("whole", True, False)
+    power = choose.number("block", (3,), (0,), (1,), (2,), (5, 4, 6), (8, 7, 9), (10,))
+    block = 2**power
+    last = block if whole else block * choose.number("blocks", (2,), (1,), (3, 5))
+    x = choose.values("x", draw, *rows, last, more=SPECIAL)
     return (x,), {"block": None if whole else block}
 
 
@@ -540,8 +561,8 @@ DRAWN: Mapping[str, Drawn] = {
     **dict.fromkeys(("silu", "relu", "relu2", "sigmoid", "tanh"), _element),
     "softplus": partial(
         _element,
-        beta=((1.0,), (2.0, 1.5, 10.0), (0.5, 0.1)),
-        threshold=((20.0,), (1.0, 0.5, 2.0), (90.0, 200.0), (0.01, 0.1, 0.0)),
+        beta=((1.0,), (2.0, 1.5, 10.0, 3.0), (0.5, 0.1, 0.2)),
+        threshold=((20.0,), (1.0, 0.5, 2.0, 5.0), (90.0, 200.0), (0.01, 0.1, 0.0, 0.2)),
     ),
     "bias_gelu": _bias_gelu,
     "swiglu": _gated,

@@ -28,16 +28,24 @@ _SHAPES: Mapping[str, tuple[tuple[int, ...], ...]] = {
 }
 
 
-def _shapes(choose: Choices, *counts: int) -> list[tuple[int, ...]]:
-    """Shapes of the tensors of a list, which may have so many more."""
-    count = choose.number("tensors", (3, 4, 5), (1,), (2,), (7, 9, 16, 33, *counts))
+MANY = 12
+"""Tensors of a class's shapes; those behind them have few elements."""
+_COUNTS = (7, 9, 16, 33, 12, 8, 20, 340, 10, 24, 6, 14, 70, 18, 28, 11, 36, 22)
+"""Among them once what several launches of a kernel share."""
+
+
+def _shapes(choose: Choices) -> list[tuple[int, ...]]:
+    """Shapes of the tensors of a list."""
+    count = choose.number("tensors", (3, 4, 5), (1,), (2,), _COUNTS)
     shapes = choose.member("shapes", {name: (shapes,) for name, shapes in _SHAPES.items()})
     first = choose.turn("shapes")
-    return [shapes[(first + index) % len(shapes)] for index in range(count)]
+    most = min(count, max(MANY, len(shapes)))  # of shapes that are given, all
+    found = [shapes[(first + index) % len(shapes)] for index in range(most)]
+    return found + [(index % 3,) for index in range(count - len(found))]
 
 
 def _listed(choose: Choices, draw: Draw, factor: str, **options: Any) -> list[Tensor]:
-    shapes = _shapes(choose, 70, 300)
+    shapes = _shapes(choose)
     if options.get("ends") == SQUARES and sum(map(math.prod, shapes)) > FEW_SQUARES:
         options["ends"] = ("root-huge", "root-tiny")
     wide = choose.of("every second tensor in float32", False, True)
@@ -107,17 +115,18 @@ def _step(choose: Choices, draw: Draw, *, averages: int, **rule: Any) -> Argumen
     # Counts beside what 8, 12 and 16 bits hold; one that no short float has.
     steps = (3.0, 2.0, 5.0), (0.0,), (1.0,), (4098.0, 1000.0), (255.0, 100.0), (65_535.0,)
     step = draw.scalar(choose.number("step", *steps))
-    decay = choose.number("weight_decay", (0.1, 0.01), (0.0,), (1.0, 0.5, 2.0))
+    decay = choose.number("weight_decay", (0.1, 0.01, 1e-3), (0.0,), (1.0, 0.5, 2.0, 0.2))
     attrs = {**rule, "weight_decay": decay}
     return (params, grads, *moments, lr, step, *scalars, copies), attrs
 
 
-_LARGE_EPS = (1e-3, 0.01), (1.0, 0.1)
+_LARGE_EPS = (1e-3, 0.01, 0.003, 0.05), (1.0, 0.1, 0.3, 2.0)
 
 
 def _betas(choose: Choices) -> dict[str, Any]:
-    return {"beta1": choose.number("beta1", (0.9, 0.8), (0.0,), (0.5, 0.1, 0.3)),
-            "beta2": choose.number("beta2", (0.999,), (0.5, 0.7, 0.0), (0.95, 0.99))}  # fmt: skip
+    one, two = (0.9, 0.8, 0.95), (0.999, 0.98)
+    return {"beta1": choose.number("beta1", one, (0.0,), (0.5, 0.1, 0.3, 0.05)),
+            "beta2": choose.number("beta2", two, (0.5, 0.7, 0.0, 0.1), (0.95, 0.99))}  # fmt: skip
 
 
 def adamw(choose: Choices, draw: Draw) -> Arguments:

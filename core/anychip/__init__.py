@@ -4,8 +4,6 @@ The names below load on first use (PEP 562), so that ``import anychip`` costs no
 probe does not import torch.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -30,6 +30,8 @@ INNER_LAYOUTS: tuple[Layout, ...] = ("gapped", "swapped")
 stride follows from another one; and heads before the positions."""
 READ_ONLY_LAYOUTS: tuple[Layout, ...] = ("expanded", "repeated")
 """A stride of 0 in the first or the last dim, along which all numbers are the same."""
+ANYWHERE: tuple[Layout, ...] = ("contiguous", "first", "offset")
+"""Dense, in the order of the dims."""
 LIST_LAYOUTS: tuple[Layout, ...] = ("shared", "shared-backwards")
 """The tensors of a list are parts of one storage, with gaps between them; in the list's order, or
 from its end."""
@@ -174,7 +176,7 @@ def place(tensor: Tensor, device: torch.device, layout: Layout = "contiguous") -
     buffer.as_strided(shape, stride, start)[once].copy_(tensor[once])
     on_device = buffer.to(device, copy=True)
     view = on_device.as_strided(shape, stride, start)
-    return Placed(tensor=view, buffer=on_device, before=_bits(buffer))
+    return Placed(tensor=view, buffer=on_device, before=_bits(on_device))
 
 
 def place_packed(tensors: Sequence[Tensor], device: torch.device) -> list[Placed]:
@@ -200,7 +202,7 @@ def place_shared(tensors: Sequence[Tensor], device: torch.device, layout: Layout
         on_device[start : start + t.numel()].view(t.shape)
         for start, t in zip(starts, tensors, strict=True)
     )
-    before, taken = _bits(buffer), torch.zeros(len(buffer), dtype=torch.bool)
+    before, taken = _bits(on_device), torch.zeros(len(buffer), dtype=torch.bool)
     for start, tensor in zip(starts, tensors, strict=True):
         taken[start : start + tensor.numel()] = True
     return [Placed(tensor=v, buffer=on_device, before=before, taken=taken) for v in views]
@@ -224,6 +226,13 @@ def _geometry(tensor: Tensor, layout: Layout) -> tuple[list[int], list[int], int
     return shape, stride, {"offset": GUARD + 1, "first": 0}.get(layout, GUARD)
 
 
+def is_another_order(tensor: Tensor, layout: Layout) -> bool:
+    """Whether elements lie otherwise than they would anyway; of dims of one it cannot be told."""
+    shape, stride, _ = _geometry(tensor, layout)
+    dims = zip(shape, stride, _dense(shape), strict=True)
+    return any(size > 1 and step != dense for size, step, dense in dims)
+
+
 def _dense(shape: Sequence[int]) -> list[int]:
     stride, step = [], 1
     for size in reversed(shape):
@@ -234,7 +243,7 @@ def _dense(shape: Sequence[int]) -> list[int]:
 
 def _bits(tensor: Tensor) -> Tensor:
     """The bytes of a flat tensor, a row per element, on the host."""
-    return tensor.detach().to(HOST).view(torch.uint8).view(tensor.numel(), -1)
+    return tensor.detach().to(HOST, copy=True).view(torch.uint8).view(tensor.numel(), -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,8 +65,6 @@ NOT_FINITE = {
 }  # fmt: skip
 
 
-TURNS = 64
-"""So many orders there are in which the members of a class are taken."""
 CONFIRMED = 16
 """So many points more have to be without a factor, before a level is said to rule it out."""
 
@@ -97,8 +95,9 @@ class Choices:
         """Factors in the order in which they were asked for, and the number of their levels."""
         self.chosen: dict[str, object] = {}
         """The levels, for people."""
-        self.refused: set[str] = set()
-        """Factors whose level the call cannot have, for what other factors' levels are."""
+        self.refused, self.sizes = set[str](), set[str]()
+        """Factors whose level the call cannot have, for what others' are; and those that are sizes,
+        which rule each other out when they are large."""
 
     def of(self, factor: str, *options: T) -> T:
         """The option that the factor's level stands for; the simplest is the first."""
@@ -162,7 +161,7 @@ class Choices:
         if place is None:
             place = _number(f"{name}/{self.seed}")
         turn, start = divmod(place, len(members))
-        order = _order(name, len(members), turn % TURNS)
+        order = _order(name, len(members), turn)
         every = (members[at] for at in (*order[start:], *order[:start]))
         return next(member for member in every if fits(member))
 
@@ -170,6 +169,7 @@ class Choices:
         """A size up to a highest one; 0 too if ``none``."""
         classes = {**SIZES, **({"none": (0,)} if none else {})}
         known = {n: sizes if min(sizes) <= high else (high,) for n, sizes in classes.items()}
+        self.sizes.add(factor)
         if min(list(classes.values())[self._levels.get(factor, 0)]) > high:
             self.refused.add(factor)
         return self.member(factor, known, lambda size: size <= high)
@@ -180,9 +180,8 @@ class Choices:
         def fits(shape: tuple[int, ...]) -> bool:
             return len(shape) <= dims and math.prod(shape) <= high
 
-        found: dict[str, Sequence[tuple[int, ...]]] = {
-            name: shapes for name, shapes in ROWS.items() if any(map(fits, shapes))
-        }
+        found = {name: shapes for name, shapes in ROWS.items() if any(map(fits, shapes))}
+        self.sizes.add(factor)
         shape = self.member(factor, found, fits)
         return list(shape)
 

@@ -12,7 +12,6 @@ which is the proof: what is missing is counted, not assumed.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -157,20 +156,6 @@ def _completed(
         ruled_out.update(out)
         row.update({other: NONE for other in out if other in row and other not in start})
     return row
-
-
-def uncovered(rows: Rows, levels: Sequence[int], strength: int) -> int:
-    """How many combinations of levels no row has, counted anew.
-
-    Those that cannot be count too.
-    """
-    strength = min(strength, len(levels))
-    count = 0
-    for factors in itertools.combinations(range(len(levels)), strength):
-        chosen = rows[:, factors]
-        found = {tuple(row) for row in chosen[(chosen != NONE).all(1)].tolist()}
-        count += math.prod(levels[factor] for factor in factors) - len(found)
-    return count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

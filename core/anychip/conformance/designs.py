@@ -9,7 +9,7 @@ two factors meet in some call, at level full any three of three.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -42,10 +42,13 @@ from anychip.contract import UnsupportedError
 from anychip.dispatch.operator import registered
 
 T = TypeVar("T")
+Pair = tuple[tuple[str, int], tuple[str, int]]
 AnyTrial = TypeVar("AnyTrial", bound=Trial)
 STRENGTH = {"quick": 2, "full": 3}
 FIRST = 2
 """So often the simplest row comes before all: a third call of all, or an eighth, is a plain one."""
+TOGETHER = 6
+"""Factors that a row is about that asks what other rows could not."""
 FAILURES = 8
 """So many calls that fail are enough to see what they have in common."""
 PLACES: Mapping[str, tuple[Layout, ...]] = {
@@ -76,6 +79,10 @@ CALLERS = (
 Between = Literal["nothing", "elsewhere", "in the same memory"]
 BETWEEN: tuple[Between, ...] = "nothing", "elsewhere", "nothing", "in the same memory"
 """What comes between a call and the same one again: one with other numbers, and where they lie."""
+
+
+def _pairs(row: Mapping[str, int]) -> set[Pair]:
+    return set(itertools.combinations(sorted(row.items()), 2))
 
 
 class DesignRow(NamedTuple):
@@ -109,6 +116,27 @@ class Design(NamedTuple):
             yield DesignRow(row, number, {factor: seen[factor, level] for factor, level in levels})
             seen.update(levels)
 
+    def lost_rows(self, had: Sequence[Mapping[str, int]], sizes: Set[str]) -> Iterator[DesignRow]:
+        """Rows around pairs of levels that no call has had, though each alone some has.
+
+        Not of sizes, which are large one at a time: all that a row does not speak of is simplest.
+
+        Args:
+            had: the levels of each call; grows meanwhile.
+        """
+        met = set().union(*map(_pairs, had))
+        known = {level for pair in met for level in pair if level[0] not in sizes}
+        every = set().union(*map(_pairs, self.rows))
+        lost = sorted(pair for pair in every - met if known.issuperset(pair))
+        while lost:
+            row = dict(lost[0])
+            for (f, n), (g, m) in lost:
+                if row.get(f, n) == n and row.get(g, m) == m and len({*row, f, g}) <= TOGETHER:
+                    row |= {f: n, g: m}
+            yield DesignRow(row, len(had), {})
+            met |= _pairs(had[-1])
+            lost = [pair for pair in lost[1:] if pair not in met]
+
     def asked(self) -> NDArray[np.float64]:
         """(factors, factors) of the pairs of levels, or levels, that can be, the part in a row."""
         names = list(self.factors)
@@ -118,7 +146,7 @@ class Design(NamedTuple):
             both = rows[:, [i, j]]
             pairs = {tuple(pair) for pair in both[(both != NONE).all(1)].tolist()}
             found[i, j] = len(pairs) / max(self._possible(names[i], names[j]), 1)
-        return found
+        return found.clip(max=1.0)  # a call can have what no point that was tried had
 
     def _possible(self, first: str, second: str) -> int:
         """How many pairs of levels of two factors can be, or levels of one."""
@@ -270,9 +298,8 @@ def _place(choose: Choices, name: str, arg: Any, *, written: bool) -> Layout:
 
     def fits(place: Layout) -> bool:
         is_equal = place in READ_ONLY_LAYOUTS and (place == "repeated" or is_flat)
-        if is_equal and not may_be_equal:
-            return False  # of equal numbers far from 1 the variance is nothing but rounding
-        return can_lie(arg, place, written=written)
+        # Of equal numbers far from 1 the variance is nothing but rounding.
+        return (may_be_equal or not is_equal) and can_lie(arg, place, written=written)
 
     places = OF_LISTS if isinstance(arg, list) else PLACES
     return choose.member(f"{name} lies", places, fits, "contiguous")
@@ -326,16 +353,17 @@ def ask(context: Context, asked: Asked) -> None:
     """
     strength = STRENGTH[context.level]
     plan = asked.design(strength, context.seed)
-    kept, had = context.measurements, list[Mapping[str, int]]()
-    no_streams = "streams" not in context.backend.capabilities
+    kept, sizes, had = context.measurements, set[str](), list[Mapping[str, int]]()
 
     def tried(at: DesignRow) -> _Failed | None:
         context.measurements = []
         choose = asked.choices(at)
         row = asked.row(choose, context.seed)
-        if no_streams and row.caller in (SIDE_STREAM, AND_THREAD):
+        is_aside = row.caller in (SIDE_STREAM, AND_THREAD)
+        if is_aside and "streams" not in context.backend.capabilities:
             choose.refused.add("called from")
-        had.append({f: n for f, n in at.levels.items() if f not in choose.refused})
+        sizes.update(choose.sizes)
+        had.append({f: at.levels.get(f, 0) for f in choose.asked.keys() - choose.refused})
         try:
             _from(context, row.caller, lambda: asked.check(context, asked.of(row), row))
         except UnsupportedError:
@@ -346,7 +374,7 @@ def ask(context: Context, asked: Asked) -> None:
         return None
 
     failed: list[_Failed] = []
-    for at in plan.asked_rows():
+    for at in itertools.chain(plan.asked_rows(), plan.lost_rows(had, sizes)):
         found = tried(at)
         failed += [] if found is None else [found]
         if len(failed) == FAILURES:

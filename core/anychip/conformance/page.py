@@ -25,8 +25,6 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 FLOATS = tuple(format.name for format in FORMATS.values())
 SHOWN = 5
 """Results with the largest errors, per dtype."""
-FEW_PAIRS = 0.8
-"""A part of all pairs of levels below which an operator is shown at once."""
 KINDS = ("native", "mapped", "compiled", "reference")
 
 
@@ -173,25 +171,20 @@ class CoverageGroup(NamedTuple):
     """Operators whose calls are alike in how many pairs they have; the least covered first."""
 
     title: str
-    is_open: bool
     operators: list[tuple[str, Markup, str]]
 
 
 def coverage_groups(report: Report) -> list[CoverageGroup]:
     """Operators that lack pairs, and those that lack none, by strength."""
     lacking = sorted((c for c in report.coverage if c.of_pairs() < 1.0), key=Coverage.of_pairs)
-    found = {"Pairs that no call has": lacking}
+    found = {"Pairs that no call has": lacking} if lacking else {}
     for each in sorted(report.coverage, key=lambda c: (-c.strength, c.operator)):
         if each.of_pairs() >= 1.0:
             found.setdefault(f"Every pair, strength {each.strength}", []).append(each)
     return [
-        CoverageGroup(
-            title, members is lacking and lacking[0].of_pairs() < FEW_PAIRS,
-            [(c.operator, charts.heat_map(c), charts.in_words(c)) for c in members],
-        )
-        for title, members in found.items()
-        if members
-    ]  # fmt: skip
+        CoverageGroup(title, [(c.operator, charts.heat_map(c), charts.in_words(c)) for c in cs])
+        for title, cs in found.items()
+    ]
 
 
 # Errors

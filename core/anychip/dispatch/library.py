@@ -6,8 +6,6 @@ Kernels are registered for all backends at once: which row runs is decided in :m
 door 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 

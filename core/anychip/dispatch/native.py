@@ -4,8 +4,6 @@ Without it every call goes the same way in Python, which takes some microseconds
 ``anychip doctor`` and ``anychip bench dispatch`` say so.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any

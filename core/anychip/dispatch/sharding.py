@@ -4,8 +4,6 @@ Registered when the first DTensor comes, since importing that package costs a se
 without a rule is refused by DTensor itself, by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

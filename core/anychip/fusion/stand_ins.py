@@ -6,8 +6,6 @@ all: the state dict, tied weights, handles of hooks, ``isinstance`` and optimize
 parameters go on as before.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import weakref

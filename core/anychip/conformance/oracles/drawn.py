@@ -403,6 +403,7 @@ def _permute(choose: Choices, draw: Draw) -> Arguments:
     kind = choose.of("experts chosen", "any", "some of none", "one", "the last", "ascending")
     outside = int(kind == "some of none")
     indices = draw.integers(experts + 2 * outside, tokens, choices) - outside
+    indices.view(-1)[indices.numel() // 2 :][:outside] = -1
     if kind == "ascending":
         indices = indices.flatten().sort().values.view(tokens, choices)
     elif kind != "any" and not outside:

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import hashlib
 import os
 import signal
 import time
@@ -52,10 +51,6 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
         return False
     both = [t.reshape(-1).view(torch.uint8) for t in (got, want) if t.numel()]
     return not both or both[0].equal(both[1])
-
-
-def digest(values: torch.Tensor) -> str:
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
 # Values
@@ -131,11 +126,16 @@ def reductions_in_pieces(comm: Communicator, numels: Sequence[int], piece_nbytes
     return reductions(comm, numels, ["float32", "float16"], ["avg"])
 
 
-def bits(comm: Communicator, numel: int, reduction: str) -> str:
-    """A digest of results that must be the same on all ranks."""
-    mine = tensor(operand(comm.rank, numel, "float32"), "float32")
-    comm.all_reduce(mine, reduction)  # type: ignore[arg-type]
-    return digest(mine)
+def rule_of_the_suite(comm: Communicator, question: str, **arguments: Any) -> dict[str, str]:
+    """What the conformance suite asks of a backend's own transport; digests alike on all ranks."""
+    from anychip.conformance import rank_rules
+    from anychip.conformance.rank_questions import RankJob
+    from anychip_cpu.backend import CpuBackend
+
+    store = comm.job.store  # type: ignore[attr-defined]
+    job = RankJob(CpuBackend(), comm.rank, comm.world_size, store, comm)
+    found: dict[str, str] | None = getattr(rank_rules, question)(job, **arguments)
+    return found or {}
 
 
 def in_place_parts(comm: Communicator) -> bool:
@@ -153,44 +153,6 @@ def in_place_parts(comm: Communicator) -> bool:
         comm.all_gather(mine, part, sizes=sizes)
         right = right and same(mine, want)
     return right
-
-
-def asynchronous(comm: Communicator, numel: int) -> list[str]:
-    """Many calls under way at once, waited for from the last to the first."""
-    size, rank = comm.world_size, comm.rank
-    comm.all_reduce(torch.ones(numel + 9))  # leaves memory, which only one of those below may have
-    reduced = [tensor(operand(rank, numel + i, "float32"), "float32") for i in range(6)]
-    works = [comm.all_reduce(t, async_op=True) for t in reduced]
-    gathered = torch.empty(size, dtype=torch.int64)
-    works.append(comm.all_gather(gathered, torch.tensor([rank * 10]), async_op=True))
-    after, before = (rank + 1) % size, (rank - 1) % size
-    letter = torch.zeros(3)
-    swap = [
-        Transfer("send", torch.full((3,), float(rank)), after, 7),
-        Transfer("recv", letter, before, 7),
-    ]
-    works.append(comm.exchange(swap, async_op=True))
-    for work in reversed(works):
-        work.wait()
-    wrong = [f"work {i}" for i, work in enumerate(works) if not work.is_done()]
-    for i, got in enumerate(reduced):
-        if not same(got, joined(size, numel + i, "float32", "sum")):
-            wrong.append(f"all_reduce {i}")
-    if gathered.tolist() != [r * 10 for r in range(size)] or letter[0] != before:
-        wrong.append("gathered or letter")
-    return wrong
-
-
-def gets_on_alone(comm: Communicator) -> bool:
-    """An asynchronous call is done some time later, though nobody waits for it."""
-    value = torch.ones(200_000)
-    work = comm.all_reduce(value, async_op=True)
-    deadline = time.monotonic() + 10
-    while not work.is_done() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    done = work.is_done()
-    work.wait()
-    return done and bool((value == comm.world_size).all())
 
 
 def never_blocks(comm: Communicator) -> tuple[bool, bool]:
@@ -229,32 +191,6 @@ def versions(comm: Communicator) -> list[bool]:
     return noticed if comm.rank == 0 else [True] * 3
 
 
-def groups(comm: Communicator) -> dict[str, Any]:
-    """Rows and columns of a 2 x 2 grid, a group in another order, and a group of one."""
-    rank = comm.rank
-    rows, columns = (
-        comm.split([[0, 1], [2, 3]], name="row"),
-        comm.split([[0, 2], [1, 3]], name="col"),
-    )
-    first, second = torch.tensor([float(rank)]), torch.tensor([float(rank)])
-    # Under way at once, and waited for in an order that differs between the ranks.
-    works = [rows.all_reduce(first, async_op=True), columns.all_reduce(second, async_op=True)]
-    for work in works if rank % 2 else works[::-1]:
-        work.wait()
-    turned = comm.split([[3, 0], [2], [1]], name="turned")
-    order = torch.zeros(turned.world_size)
-    turned.all_gather(order, torch.tensor([float(rank)]))
-    inner = rows.split([[0], [1]], name="inner")
-    return {
-        "row": first.item(),
-        "column": second.item(),
-        "turned": [turned.rank, turned.world_size, *order.tolist()],
-        "ranks": [rows.ranks, columns.ranks, turned.ranks, inner.ranks],
-        "names": [rows.name, columns.name, turned.name],
-        "traffic": [rows.traffic.calls["all_reduce"], comm.traffic.calls["all_reduce"]],
-    }
-
-
 def twins(comm: Communicator) -> list[float]:
     """Two groups of the same ranks, whose calls the ranks begin in different orders."""
     one, two = (comm.split([[0, 1]], name=name) for name in ("one", "two"))
@@ -267,34 +203,6 @@ def twins(comm: Communicator) -> list[float]:
     for work in works:
         work.wait()
     return [value[0].item() for value in values]
-
-
-def letters(comm: Communicator) -> list[int]:
-    """Messages of one pair: several tags, in another order than they were sent; order in a tag."""
-    if comm.rank == 0:
-        values = [(5, 1), (6, 2), (5, 3), (6, 4)]
-        sent = [Transfer("send", torch.tensor([v]), 1, tag) for tag, v in values]
-        comm.exchange(sent)
-        return []
-    came = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
-    works = [
-        comm.recv(came[0], 0, tag=6, async_op=True), comm.recv(came[1], 0, tag=5, async_op=True),
-        comm.recv(came[2], 0, tag=5, async_op=True), comm.recv(came[3], 0, tag=6, async_op=True),
-    ]  # fmt: skip
-    for work in works:
-        work.wait()
-    return [int(value) for value in came]
-
-
-def empty_messages(comm: Communicator) -> bool:
-    """Nothing is sent for nothing, and it is not waited for either."""
-    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    none = torch.zeros(0)
-    comm.exchange([Transfer("send", none, after), Transfer("recv", torch.zeros(0), before)])
-    comm.exchange([])
-    comm.all_reduce(none)
-    comm.all_gather(torch.zeros(0), none)
-    return True
 
 
 def agreement(comm: Communicator, values: Sequence[str]) -> bool:
@@ -520,30 +428,6 @@ def aborts(comm: Communicator, absent: int) -> None:
         time.sleep(0.5)
     group.all_reduce(torch.ones(1))
     comm.barrier()
-
-
-def calls_after_failure(comm: Communicator) -> list[str]:
-    """The same error again and again, from every call and every group."""
-    group = comm.split([list(range(comm.world_size))], name="all")
-    store = comm.job.store  # type: ignore[attr-defined]
-    if comm.rank == 0:
-        store.wait([f"split by {rank}" for rank in range(1, comm.world_size)])
-        comm.abort("enough")
-    else:
-        store.set(f"split by {comm.rank}", "")
-    texts = []
-    for call in (
-        comm.barrier,
-        lambda: comm.all_reduce(torch.ones(1)),
-        lambda: group.all_gather(torch.ones(comm.world_size), torch.ones(1)),
-        lambda: group.send(torch.ones(1), (group.rank + 1) % group.world_size),
-    ):
-        try:
-            for _ in range(1000):
-                call()
-        except Exception as error:
-            texts.append(f"{type(error).__name__} {str(error).partition(': ')[2]}")
-    return texts
 
 
 def unchecked(comm: Communicator) -> bool:

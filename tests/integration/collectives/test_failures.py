@@ -127,16 +127,6 @@ def test_rank_that_ends_by_an_exception_says_which(server: Server, absent: int) 
         assert f"rank {absent} ended with KeyError: " in outcome.error
 
 
-@pytest.mark.parametrize(("absent", "world_size"), [(0, 3), (2, 4)])
-def test_killed_rank_is_named_by_all(server: Server, absent: int, world_size: int) -> None:
-    number = int(signal.SIGKILL)
-    outcomes = server.run("is_signalled", world_size, absent=absent, number=number, delay_s=0.1)
-    assert outcomes[absent].status == -signal.SIGKILL
-    for outcome in failed(outcomes, absent):
-        assert outcome.ranks == (absent,)
-        assert f"rank {absent} is lost: its process was killed" in outcome.error
-
-
 def test_killed_rank_leaves_no_memory_with_the_others(server: Server) -> None:
     outcomes = server.run("left_after_close", 3, absent=1)
     assert [outcome.value for outcome in outcomes] == [[], None, []]
@@ -216,16 +206,6 @@ def test_abort_ends_the_calls_of_all_groups(server: Server) -> None:
     for outcome in failed(server.run("aborts", 4, absent=1)):
         assert outcome.ranks == (1,)
         assert "rank 1 aborted: the loss is not finite" in outcome.error
-
-
-@pytest.mark.grid
-def test_calls_after_a_failure_raise_the_same_error(server: Server) -> None:
-    for outcome in server.run("calls_after_failure", 3):
-        assert outcome.error == ""
-        assert len(outcome.value) == 4
-        for text in outcome.value:
-            assert text.startswith("CommunicationError")
-            assert text.endswith(": rank 0 aborted: enough")
 
 
 @pytest.mark.grid

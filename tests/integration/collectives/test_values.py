@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from anychip.conformance.chapters.collectives import same_everywhere
 from tests.integration.collectives.processes import Outcome, Server
 
 FLOATS = ["float32", "float64", "bfloat16", "float16"]
@@ -70,30 +71,19 @@ def test_reduction_of_any_size_equals_ordered_numpy_sum(
     assert values(outcomes) == [[]] * world_size
 
 
-@pytest.mark.parametrize("numel", [1000, 100_003], ids=["small", "large"])
-def test_reduction_has_the_same_bits_on_all_ranks_and_in_every_run(
-    server: Server, numel: int
-) -> None:
-    digests = [
-        digest
-        for _ in range(2)
-        for digest in values(server.run("bits", 4, numel=numel, reduction="avg"))
-    ]
-    assert len(set(digests)) == 1
-
-
-def test_parts_are_reduced_and_gathered_where_they_are(server: Server) -> None:
-    assert values(server.run("in_place_parts", 3)) == [True] * 3
+EVERYWHERE = ("world", "columns", "rows", "triple")
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("numel", [100, 100_000], ids=["small", "large"])
-def test_works_waited_for_from_last_to_first_are_right(server: Server, numel: int) -> None:
-    assert values(server.run("asynchronous", 3, numel=numel)) == [[]] * 3
-
-
-def test_asynchronous_call_gets_on_without_being_waited_for(server: Server) -> None:
-    assert values(server.run("gets_on_alone", 2)) == [True] * 2
+@pytest.mark.parametrize(("question", "arguments"), [
+    ("ask_order", {}), ("ask_under_way", {"where": EVERYWHERE}), ("ask_groups", {}),
+], ids=["order", "under-way", "groups"])  # fmt: skip
+def test_rules_of_the_conformance_suite_hold_over_every_transport(
+    server: Server, question: str, arguments: dict[str, Any]
+) -> None:
+    """Of calls in place, of nothing, in groups in any order, waited for in any order, by tags."""
+    more = {"question": question, "job": {"timeout_s": 30.0}, **arguments}
+    same_everywhere(values(server.run("rule_of_the_suite", 4, **more)))
 
 
 def test_asynchronous_call_returns_before_the_others_come(server: Server) -> None:
@@ -104,26 +94,8 @@ def test_autograd_notices_values_that_were_communicated_into(server: Server) -> 
     assert values(server.run("versions", 2)) == [[True] * 3] * 2
 
 
-def test_groups_of_a_grid_have_their_own_members_order_and_counts(server: Server) -> None:
-    found = values(server.run("groups", 4))
-    assert [f["row"] for f in found] == [1, 1, 5, 5]
-    assert [f["column"] for f in found] == [2, 4, 2, 4]
-    assert [f["turned"] for f in found] == [[1, 2, 3, 0], [0, 1, 1], [0, 1, 2], [0, 2, 3, 0]]
-    assert found[3]["ranks"] == [[2, 3], [1, 3], [3, 0], [3]]
-    assert {tuple(f["names"]) for f in found} == {("row", "col", "turned")}
-    assert [f["traffic"] for f in found] == [[1, 0]] * 4
-
-
 def test_groups_of_the_same_ranks_do_not_mix_their_messages(server: Server) -> None:
     assert values(server.run("twins", 2)) == [[2.0, 20.0]] * 2
-
-
-def test_messages_are_matched_by_tag_then_by_order(server: Server) -> None:
-    assert values(server.run("letters", 2)) == [[], [2, 1, 3, 4]]
-
-
-def test_nothing_to_send_is_sent_to_nobody(server: Server) -> None:
-    assert values(server.run("empty_messages", 3)) == [True] * 3
 
 
 def test_calls_that_are_not_compared_work(server: Server) -> None:

@@ -229,6 +229,25 @@ REFUSED: dict[str, list[tuple[Callable[[Any], Any], str]]] = {
     ],
     "l2_norm": [(lambda o: o([]), "at least one tensor expected, got none")],
     "sums_of_squares": [(lambda o: o([]), "at least one tensor expected, got none")],
+    "clip": [
+        (lambda o: o([W + 0], ones(1)), r"norm must be a 0-dim"),
+        (lambda o: o([W + 0], SCALAR.double()), "norm must be float32, got float64"),
+        (lambda o: o([W + 0], SCALAR, max_norm=0.0), r"max_norm.*0"),
+        (lambda o: o([W.int()], SCALAR), r"tensors must be.*int32"),
+    ],
+    "unscale_and_check": [
+        (lambda o: o([W + 0], ones(3), SCALAR + 0), r"scale must be a 0-dim .*, got shape \(3,\)"),
+    ],
+    "adamw": [
+        (lambda o: o([W + 0], [], [W + 1], [W + 2], *RATES),
+         r"grads must be as long as params \(1\), got 0"),
+        (lambda o: o([W + 0], [W], [W + 1], [ones(4)], *RATES),
+         r"exp_avg_sqs\[0\] must have the shape of params\[0\] \(8,\), got \(4,\)"),
+        (lambda o: o([W + 0], [W], [W.bfloat16()], [W + 2], *RATES),
+         "exp_avgs must be float32, got bfloat16"),
+        (lambda o: o([W + 0], [W], [W + 1], [W + 2], *RATES, beta2=1.0),
+         "beta2 must be at least 0 and below 1, got 1.0"),
+    ],
     "sgd": [
         (lambda o: o([W + 0], [W], [W + 1], *RATES), "must be empty when momentum"),
         (lambda o: o([W + 0], [W], [], *RATES, momentum=0.9),

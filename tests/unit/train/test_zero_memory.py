@@ -216,21 +216,6 @@ def test_one_step_sends_each_gradient_and_each_parameter_once(
             assert calls == {"reduce_scatter": buffers, "all_gather": all_gathers, "all_reduce": 2}
 
 
-def test_no_sync_sends_nothing() -> None:
-    models = [build() for _ in range(2)]
-
-    def work(comm: Communicator) -> None:
-        model = models[comm.rank]
-        opt = zero.Optimizer(model, optim.adamw(1e-2), comm, stage=2)
-        before = comm.traffic.calls.copy()
-        with opt.no_sync():
-            for _ in range(3):
-                opt.backward(model(torch.ones(1, SIZES[0])).sum())
-        assert comm.traffic.calls == before
-
-    run_ranks(2, work)
-
-
 def test_reduction_in_bfloat16_rounds_the_sum_and_keeps_float32_gradients() -> None:
     def work(comm: Communicator) -> torch.Tensor:
         layer = nn.Linear(3, 1, bias=False)

@@ -14,11 +14,9 @@ from anychip.comm.threads import run_ranks
 from anychip.contract import Communicator, UnsupportedError
 from anychip.train import optim, zero
 from tests.unit.train.zero_oracle import (
-    Integers,
     Trained,
     assert_equal,
     descend,
-    integer_loss,
     ragged,
     ragged_loss,
     serial,
@@ -55,68 +53,40 @@ def went_on(build: Any, trained: Trained) -> Any:
     return resumed
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [((2, 2), (3, 1)), ((4, 1), (1, 0)), ((1, 0), (5, 2)), ((8, 2), (2, 0)), ((3, 0), (8, 2))],
-    ids=["2-to-3", "4-to-1", "1-to-5", "8-to-2", "3-to-8"],
-)
-def test_resume_at_another_size_and_stage_equals_one_process(
-    before: tuple[int, int], after: tuple[int, int]
-) -> None:
-    """Each half sees as many ranks' data as it has ranks; the oracle has it in one process."""
-    first = sharded(
-        Integers, integer_loss, momentum, world_size=before[0], stage=before[1], steps=2
-    )[0]
-    second = sharded(
-        went_on(Integers, first), integer_loss, momentum, world_size=after[0], stage=after[1],
-        steps=2, first_step=2, state=from_disk(first.state),
-    )  # fmt: skip
-    middle = serial(Integers, integer_loss, momentum(), world_size=before[0], steps=2)
-    want = serial(
-        went_on(Integers, middle), integer_loss, momentum(), world_size=after[0], steps=2,
-        first_step=2, state=middle.state,
-    )  # fmt: skip
-    assert_equal(second, want)
-    assert want.state["num_steps"] == 4
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2)])
-def test_resume_at_the_same_size_equals_the_uninterrupted_run(world_size: int, stage: int) -> None:
-    arguments: Any = {"world_size": world_size, "stage": stage}
-    whole = sharded(ragged, ragged_loss, adamw, steps=6, **arguments)
-    first = sharded(ragged, ragged_loss, adamw, steps=3, **arguments)
-    again = sharded(
-        went_on(ragged, first[0]), ragged_loss, adamw, steps=3, first_step=3,
-        state=from_disk(first[-1].state), **arguments,
-    )  # fmt: skip
-    for rank in range(world_size):
-        tail = whole[rank]._replace(norms=whole[rank].norms[3:])
-        assert_equal([again[rank]], tail)
-
-
 def coded() -> optim.Rule:
     rule = optim.adamw(3e-2, beta2=0.99, weight_decay=0.1, states="8bit")
     return optim.chain(optim.clip_by_global_norm(0.5), rule)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [((3, 2), (2, 1)), ((2, 1), (1, 0)), ((1, 0), (3, 2))],
-    ids=["3-to-2", "2-to-1", "1-to-3"],
-)
-def test_states_of_8_bits_go_on_at_another_size_and_stage(
-    before: tuple[int, int], after: tuple[int, int]
+RULES = {"adamw": adamw, "momentum": momentum, "8bit": coded}
+MOVES = [
+    ((3, 2), (2, 1)), ((2, 1), (1, 0)), ((1, 0), (3, 2)), ((4, 1), (8, 2)), ((2, 3), (2, 3)),
+    ((2, 3), (3, 0)), ((2, 2), (2, 2)),
+]  # fmt: skip
+"""Ranks and stage before, and after."""
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES, ids=str)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_resume_at_any_size_and_stage_equals_one_process(
+    rule: Callable[[], optim.Rule], before: tuple[int, int], after: tuple[int, int]
 ) -> None:
-    """No block lies in two shards: every size has the bits of one process."""
-    first = sharded(ragged, ragged_loss, coded, world_size=before[0], stage=before[1], steps=2)
-    assert_equal(first, serial(ragged, ragged_loss, coded(), world_size=before[0], steps=2))
+    """Each half sees as many ranks' data as it has ranks; the oracle has it in one process."""
+    first = sharded(ragged, ragged_loss, rule, world_size=before[0], stage=before[1], steps=2)
+    assert_equal(first, serial(ragged, ragged_loss, rule(), world_size=before[0], steps=2))
     state = from_disk(first[0].state)
-    assert state["state"][3]["exp_avg_sq_scale"].shape == (9,)  # of 90 times 24
-    assert state["state"][3]["exp_avg_sq"].dtype == torch.uint8
     rest: dict[str, Any] = {"world_size": after[0], "steps": 2, "first_step": 2, "state": state}
     build = went_on(ragged, first[0])
-    second = sharded(build, ragged_loss, coded, stage=after[1], **rest)
-    assert_equal(second, serial(build, ragged_loss, coded(), **rest))
+    second = sharded(build, ragged_loss, rule, stage=after[1], **rest)
+    want = serial(build, ragged_loss, rule(), **rest)
+    assert_equal(second, want)
+    assert want.state["num_steps"] == 4
+
+
+def test_states_of_8_bits_are_codes_with_a_scale_per_block() -> None:
+    state = zero.Optimizer(ragged(), coded(), alone()).state_dict()["state"]
+    assert state[3]["exp_avg_sq_scale"].shape == (9,)  # of 90 times 24
+    assert state[3]["exp_avg_sq"].dtype == torch.uint8
 
 
 def test_states_of_8_bits_take_a_quarter_of_the_bytes() -> None:

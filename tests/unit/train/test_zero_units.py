@@ -217,17 +217,14 @@ def test_reading_a_weight_that_is_not_whole_is_a_sentence_with_its_name(
 
 
 def test_what_a_weight_is_can_be_asked_at_any_time() -> None:
+    def what(weight: Tensor) -> tuple[Any, ...]:
+        return weight.shape, weight.dtype, weight.device, weight.numel(), weight.stride()
+
     def work(comm: Communicator, model: nn.Module) -> None:
         weight = model.get_parameter("0.weight")
-        before = (weight.shape, weight.dtype, weight.device, weight.numel(), weight.stride())
+        before = what(weight)
         optimizer(model, comm)
-        assert (
-            weight.shape,
-            weight.dtype,
-            weight.device,
-            weight.numel(),
-            weight.stride(),
-        ) == before
+        assert what(weight) == before
         assert weight.requires_grad
         assert weight.is_leaf
         assert weight.grad is None
@@ -423,24 +420,6 @@ def test_parameters_replaced_after_the_optimizer_was_made_are_an_error() -> None
             opt.step()
 
     on_two(work, lambda: nn.Linear(4, 4))
-
-
-def test_state_of_stage_3_is_that_of_one_process_and_loads_at_any_stage() -> None:
-    want = serial(decoder, decoder_loss, rule(), world_size=2, steps=4)
-    want = want._replace(norms=want.norms[2:])
-    given = {"world_size": 2, "stage": 3, "units": "blocks"}
-    first = sharded(decoder, decoder_loss, rule, steps=2, **given)[0]  # type: ignore[arg-type]
-
-    def resumed() -> nn.Module:
-        model = decoder()
-        model.load_state_dict({**model.state_dict(), **first.params})
-        return model
-
-    more = {"steps": 2, "first_step": 2, "state": first.state}
-    ways = [given, {"world_size": 2, "stage": 1, "units": []}]
-    for options in ways:
-        got = sharded(resumed, decoder_loss, rule, **options, **more)  # type: ignore[arg-type]
-        assert_equal(got, want)
 
 
 def test_whole_state_dict_goes_to_one_rank_and_its_parts_come_from_it() -> None:

@@ -103,14 +103,6 @@ def test_choose_backend_that_cannot_run_raises_and_takes_no_other(fakes: Environ
     assert expected in _error(fakes, from_variable, ANYCHIP_BACKEND="absent")
 
 
-def test_choose_with_one_ready_accelerator_takes_it(fakes: Environment) -> None:
-    fakes.add_good("fast", READY_ACCELERATOR)
-    decision = _decision(fakes)
-    assert decision["name"] == "fast"
-    chosen = next(c for c in decision["candidates"] if c["accepted"])
-    assert chosen["why"] == "the one accelerator that is ready, 2 devices"
-
-
 def test_choose_with_two_ready_accelerators_raises_listing_both(fakes: Environment) -> None:
     fakes.add_good("fast", READY_ACCELERATOR)
     fakes.add_good("faster", READY_ACCELERATOR)
@@ -118,14 +110,6 @@ def test_choose_with_two_ready_accelerators_raises_listing_both(fakes: Environme
     assert "AmbiguousBackendError: 2 accelerators are ready: fast (2 devices), faster" in error
     assert "set ANYCHIP_BACKEND" in error
     assert _decision(fakes, ANYCHIP_BACKEND="faster")["name"] == "faster"
-
-
-def test_choose_without_accelerator_and_cpu_raises_instead_of_taking_another_host(
-    environment: Environment,
-) -> None:
-    environment.add_good("one")
-    error = _error(environment, "from anychip import registry; registry.choose()")
-    assert "backend 'cpu' cannot run here" in error
 
 
 def test_choose_asks_anew_whatever_was_answered_before(fakes: Environment) -> None:
@@ -136,7 +120,9 @@ def test_choose_asks_anew_whatever_was_answered_before(fakes: Environment) -> No
         'Probe.unavailable("pulled out")',
     )
     assert _decision(fakes, CHIP="none")["name"] == "cpu"
-    assert _decision(fakes, CHIP="in")["name"] == "fast"
+    (chosen,) = (c for c in _decision(fakes, CHIP="in")["candidates"] if c["accepted"])
+    assert chosen["name"] == "fast"
+    assert chosen["why"] == "the one accelerator that is ready, 1 device"
     decision = _decision(fakes, CHIP="out")
     assert decision["name"] == "cpu"
     fast = next(c for c in decision["candidates"] if c["name"] == "fast")

@@ -90,9 +90,7 @@ def test_finished_run_goes_on_for_more_steps(finished: Path) -> None:
     (["--backend", "cpuu"], 2, "did you mean 'cpu'?"),
     (["--backend", "npu"], 3, "backend 'npu' cannot run here (unavailable)"),
     (["model.widht=3"], 2, "there is no setting 'model.widht'; did you mean 'model.width'?"),
-    (["model.width=wide"], 2, "model.width: an integer expected, got 'wide'"),
     (["run.precision=fp61"], 2, "precision must be one of fp32, bf16, fp16, auto, got 'fp61'"),
-    (["optimizer.stage=4"], 2, "stage must be 0, 1, 2 or 3, got 4"),
     (["absent.toml"], 2, "absent.toml"),
     (["a.txt"], 2, "'a.txt' is neither CONFIG.toml nor key=value"),
     (["a.toml", "b.toml"], 2, "one CONFIG expected, got a.toml, b.toml"),
@@ -208,18 +206,6 @@ def test_second_writer_is_told_who_writes_and_changes_nothing(
     said = capsys.readouterr().err
     assert said.startswith(f"anychip: {directory} is in use: process {os.getpid()} on ")
     assert said.count("\n") == 1
-
-
-def test_resume_of_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    assert train(*TINY, "--steps", "2", "--out", "out", cwd=tmp_path).returncode == 0
-    (file,) = (tmp_path / "out/checkpoint").glob("tensors-*.safetensors")
-    file.write_bytes(file.read_bytes()[:-1])
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    done = train("--resume", "--out", "out", "--steps", "3", cwd=tmp_path)
-    assert done.returncode == 2
-    assert f"{file.name} has" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
 
 @pytest.mark.grid

@@ -7,8 +7,7 @@ import pytest
 
 import anychip
 from anychip.cli import group
-from anychip.cli.exit_codes import CANNOT_RUN, WRONG_USE
-from anychip.train import lock
+from anychip.cli.exit_codes import CANNOT_RUN
 from tests.meta.honest import HonestBackend
 
 
@@ -22,12 +21,3 @@ def test_rank_without_a_device_of_its_own_does_not_train_on_the_first(
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert group.run(["train", "--steps", "1", "--out", str(tmp_path / "out")]) == CANNOT_RUN
     assert "rank 2 of this machine has no device: there are 2" in capsys.readouterr().err
-
-
-def test_run_where_another_one_writes_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["train", "run.sample_tokens=1", "--backend", "cpu", "--steps", "1"]
-    with lock.hold(tmp_path):
-        assert group.run([*words, "--out", str(tmp_path)]) == WRONG_USE
-    assert f"{tmp_path} is in use" in capsys.readouterr().err

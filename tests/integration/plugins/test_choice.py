@@ -103,15 +103,6 @@ def test_choose_backend_that_cannot_run_raises_and_takes_no_other(fakes: Environ
     assert expected in _error(fakes, from_variable, ANYCHIP_BACKEND="absent")
 
 
-def test_choose_with_two_ready_accelerators_raises_listing_both(fakes: Environment) -> None:
-    fakes.add_good("fast", READY_ACCELERATOR)
-    fakes.add_good("faster", READY_ACCELERATOR)
-    error = _error(fakes, "from anychip import registry; registry.choose()")
-    assert "AmbiguousBackendError: 2 accelerators are ready: fast (2 devices), faster" in error
-    assert "set ANYCHIP_BACKEND" in error
-    assert _decision(fakes, ANYCHIP_BACKEND="faster")["name"] == "faster"
-
-
 def test_choose_asks_anew_whatever_was_answered_before(fakes: Environment) -> None:
     # Nothing that the fingerprint looks at tells that the device came, and went away.
     fakes.add_good(

@@ -74,6 +74,12 @@ def processes(of: int) -> list[int]:
     return [of, *(found for child in children for found in processes(int(child)))]
 
 
+def is_running(pid: int) -> bool:
+    """Not ended, even if nobody has asked yet with what."""
+    place = Path(f"/proc/{pid}/stat")
+    return place.exists() and place.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def rows(out: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl without the figures that no two runs have in common."""
     lines = (out / "metrics.jsonl").read_text().splitlines()

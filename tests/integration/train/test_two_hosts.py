@@ -16,7 +16,7 @@ import pytest
 
 from tests.integration import two_hosts
 from tests.integration.train.forked import Server
-from tests.integration.train.processes import num_rows, on_two_hosts, processes
+from tests.integration.train.processes import is_running, num_rows, on_two_hosts, processes
 from tests.integration.train.test_launched import ENDLESS
 from tests.integration.train.test_ranks import SETTINGS, Trained, trained
 
@@ -78,12 +78,6 @@ def test_two_hosts_of_two_ranks_equal_one_host_of_four(
     assert job.returncode == 0, errors
     wanted = trained(ranks, tmp_path, *settings, world_size=4, out="one")
     Trained(tmp_path / "out").assert_same(wanted)
-
-
-def is_running(pid: int) -> bool:
-    """Not ended, even if nobody has asked yet with what."""
-    place = Path(f"/proc/{pid}/stat")
-    return place.exists() and place.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def ranks_of(job: subprocess.Popen[str]) -> dict[int, int]:

@@ -18,6 +18,7 @@ from anychip.cli.group import group
 from anychip.train import config, data, run
 from anychip.train.data import prepared
 from anychip.train.preparing import Progress, Request, WorkerError, pipeline, prepare, workers
+from tests.integration.train.processes import is_running
 from tests.unit.train import shards
 
 TEXTS = shards.documents(300)
@@ -164,17 +165,10 @@ def test_killed_process_leaves_no_worker_and_goes_on(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     for pid in map(int, done.stdout.split()):
-        _wait_until_gone(pid)
+        while is_running(pid):  # its input has ended; the limit of the test is that of waiting
+            os.sched_yield()
     prepare(request, tmp_path / "out", resume=True)
     assert data.Prepared(tmp_path / "out").digest == data.InMemory(in_memory(request)).digest
-
-
-def _wait_until_gone(pid: int) -> None:
-    """Its input has ended; the limit of the test is that of waiting."""
-    while Path(f"/proc/{pid}").exists():
-        if "(zombie)" in Path(f"/proc/{pid}/status").read_text():
-            return
-        os.sched_yield()
 
 
 GROWTH = """

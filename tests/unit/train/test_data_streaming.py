@@ -27,6 +27,7 @@ from anychip.train.data.packing import NO_TARGET
 from anychip.train.data.rows import Extent
 from anychip.train.preparing import cache, growing, pipeline
 from tests.integration.train import directories
+from tests.integration.train.processes import is_running
 from tests.unit.train import shards
 
 TEXTS = shards.documents(300)
@@ -354,9 +355,7 @@ def test_process_ends_with_the_run_that_started_it(tmp_path: Path) -> None:
     words = [sys.executable, "-c", LEFT, name, str(out)]
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert done.returncode == -signal.SIGKILL
-    while Path(f"/proc/{int(done.stdout)}").exists():  # the limit of the test is that of waiting
-        if "(zombie)" in Path(f"/proc/{int(done.stdout)}/status").read_text():
-            break
+    while is_running(int(done.stdout)):  # the limit of the test is that of waiting
         os.sched_yield()
     assert not lock.is_held(out)
     tokens = preparing.Growing(preparing.Request(sources=(name,)), out, num_workers=0)

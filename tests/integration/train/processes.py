@@ -76,8 +76,11 @@ def processes(of: int) -> list[int]:
 
 def is_running(pid: int) -> bool:
     """Not ended, even if nobody has asked yet with what."""
-    place = Path(f"/proc/{pid}/stat")
-    return place.exists() and place.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in ("Z", "X")
 
 
 def rows(out: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from anychip.comm import gather_objects, wire_nbytes
-from anychip.contract import HOST, Backend, Communicator, UnsupportedError
+from anychip.contract import HOST, Backend, Communicator
 from anychip.train import models, optim, parallel, precision, zero
 from anychip.train.config import Config, ParallelConfig
 from anychip.train.optim import Rule
@@ -208,16 +208,9 @@ def draft(
 
     Raises:
         OSError, PretrainedError: a directory does not describe a model.
-        UnsupportedError: a model of another library that has no parts; adapters beside weights
-            that are in no linear layer.
+        UnsupportedError: a model of another library that has no parts.
     """
     whole = models.without_data(config.model)
-    # PEFT puts other tensors in their place for a forward, which needs ones with data.
-    if any(type(module).__name__ == "ParamWrapper" for module in whole.modules()):
-        raise UnsupportedError(
-            "what is kept for backward is not known of adapters beside weights of experts; plan "
-            'with those of linear layers alone, like model.lora_targets=["q_proj", "v_proj"]'
-        )
     costs, tokens = layer_costs(config, whole, speeds), _tokens(config, torch.device(HOST))
     layers = [range(number, number + 1) for number in range(len(costs[0]))]
     autocast = replace(policy, device_type=HOST).autocast

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,7 @@ from anychip.train import files
 from anychip.train.data.extra import require
 from anychip.train.data.packing import unmarked
 from anychip.train.models.decoder import Decoder, Layers, LossReduction
-from anychip.train.models.pretrained_part import (
-    ON_PAPER,
-    Part,
-    experts_on_paper,
-    gives_tuples,
-    parts_of,
-)
+from anychip.train.models.pretrained_part import Part, experts_on_paper, gives_tuples, parts_of
 
 EXTRA = "hf"
 Fuse = Callable[[nn.Module], object]
@@ -73,8 +67,7 @@ class PretrainedConfig:
             raise ValueError(f"lora_alpha must be greater than 0, got {self.lora_alpha}")
         if self.lora_targets and not self.lora_rank:
             raise ValueError(
-                f"lora_targets = {list(self.lora_targets)} needs adapters: set lora_rank to at "
-                "least 1"
+                f"lora_targets = {list(self.lora_targets)} needs adapters: set lora_rank as well"
             )
 
     @property
@@ -178,8 +171,9 @@ class Pretrained(Decoder):
         config, packs = self.net.config, self.packs
         experts = config._experts_implementation
         interface: Any = require("transformers.integrations.moe", "experts", extra=EXTRA)
-        interface.ALL_EXPERTS_FUNCTIONS.register(ON_PAPER, experts_on_paper)
-        config._experts_implementation, self.packs = ON_PAPER, False
+        name = experts_on_paper.__name__
+        interface.ALL_EXPERTS_FUNCTIONS.register(name, experts_on_paper)
+        config._experts_implementation, self.packs = name, False
         try:
             yield
         finally:
@@ -308,15 +302,14 @@ def _built(config: PretrainedConfig, reads_weights: bool) -> Any:
         )
     auto: Any = require("transformers", "a model", extra=EXTRA).AutoModelForCausalLM
     options = {"dtype": torch.float32, "trust_remote_code": False}
+    begins = not has_weights(folder) or not reads_weights
     try:
-        if not has_weights(folder) or not reads_weights:
+        if begins:
             return auto.from_config(about, **options).train()
         net, told = auto.from_pretrained(
             folder, config=about, local_files_only=True, use_safetensors=True,
             output_loading_info=True, **options,
         )  # fmt: skip
-    except PretrainedError:
-        raise
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         text = str(error).strip().partition("\n")[0]
         raise PretrainedError(f"model.path: {folder} cannot be loaded: {text}") from error
@@ -342,10 +335,30 @@ def _add_adapters(net: Any, config: PretrainedConfig) -> Any:
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in net.modules()),
     )
     try:
-        return peft.LoraModel(net, settings, "default")
+        tuner = peft.LoraModel(net, settings, "default")
     except ValueError as error:
         text = str(error).partition("\n")[0]
         raise PretrainedError(f"model.lora_targets: {text}") from None
+    for module in net.modules():
+        if type(module).__name__ == "ParamWrapper":
+            module._activate_lora = partial(_adapted, module)
+    return tuner
+
+
+@contextmanager
+def _adapted(wrapper: Any, adapters: list[str]) -> Iterator[None]:
+    """Adds adapters to weights of experts, in the place of ``_activate_lora`` of PEFT's wrapper.
+
+    That does it by parametrizations, which count as writing to the weights when they are taken off,
+    and cannot be taken off weights without data.
+    """
+    weights, name = wrapper.get_base_layer()._parameters, wrapper.parameter_name
+    weight = weights[name]
+    weights[name] = sum(map(wrapper.get_delta_weight, adapters), start=weight)
+    try:
+        yield
+    finally:
+        weights[name] = weight
 
 
 _DESCRIPTION = (

@@ -147,9 +147,6 @@ class _Nothing(nn.Module):
         return torch.zeros(*numbers.shape, 1, device=numbers.device)
 
 
-ON_PAPER = "anychip_on_paper"
-
-
 def experts_on_paper(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:

@@ -111,7 +111,8 @@ def _tell(directory: Path, about: dict[str, Any], as_json: bool) -> None:
         return
     report = about["report"]
     dropped = [f"{count:,} by {name}" for name, count in report["dropped"].items()]
-    damaged = f"{len(report['damaged'])} files were damaged" * bool(report["damaged"])
+    count = len(report["damaged"])
+    damaged = f"{count} file{'s were' if count > 1 else ' was'} damaged" * bool(count)
     said = "; ".join(
         filter(None, (", ".join(dropped) and f"left out {', '.join(dropped)}", damaged))
     )

@@ -399,7 +399,8 @@ def _show(console: Console, config: Config, rows: list[StepRecord], sample: str,
         held_out = f"; held out {found[-1].loss:.4f}, at best {best.loss:.4f} at step {best.step}"
         more = ", eval.jsonl" + ", best" * (out / "best").exists()
     text = printable(sample.strip(), console.encoding)
-    _say(console, f"\n{curve(rows)}\n\nA sample:\n{text}\n\n{_served(out)}\n")
+    told = f"A sample:\n{text}\n\n" if text else ""
+    _say(console, f"\n{curve(rows)}\n\n{told}{_served(out)}\n")
     _say(
         console,
         f"loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f}{held_out}; in {out}: metrics.jsonl, "

@@ -69,10 +69,11 @@ def test_training_with_json_prints_one_object_on_stdout(tmp_path: Path) -> None:
 def test_training_from_a_file_with_settings_over_it(tmp_path: Path) -> None:
     done = train(
         str(ROOT / "examples" / "llama.toml"), "model.layers=1", "run.steps=2",
-        "run.sample_tokens=1", "--out", "out", cwd=tmp_path,
+        "run.sample_tokens=0", "--out", "out", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Llama with" in done.stdout
+    assert "A sample:" not in done.stdout
     assert "layers = 1" in (tmp_path / "out/config.toml").read_text()
 
 

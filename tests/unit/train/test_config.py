@@ -69,6 +69,7 @@ def test_config_written_and_read_is_the_same(tmp_path: Path, settings: list[str]
     ("model.widht=3", "there is no setting 'model.widht'; did you mean 'model.width'?"),
     ("modl.width=3", "there is no setting 'modl.width'; did you mean 'model.width'?"),
     ("steps=3", "there is no setting 'steps'; did you mean 'run.steps'?"),
+    ("parallel.tensor=2", "there is no setting 'parallel.tensor'; there are parallel."),
     ("run.lr=3", "there is no setting 'run.lr'; did you mean 'optimizer.lr'?"),
     ("optimiser.learning=3", "there is no setting 'optimiser.learning'"),
     ("model.kv_heads=2", "there is no setting 'model.kv_heads'"),

@@ -101,6 +101,10 @@ def test_run_in_any_state_is_shown_as_it_is(tmp_path: Path) -> None:
     with lock.hold(old):
         assert "under way, step 5 of 8" in pages_of(old)[0]
     assert "stopped, step 0 of 8" in pages_of(written(tmp_path / "begun", []))[0]
+    seconds = {f"{name}_s": 1.024 for name in PARTS}
+    slow = pages_of(written(tmp_path / "slow", [row_of(1, **seconds)]))[0]
+    assert slow.count("1.02 s</td>") == len(PARTS)
+    assert slow.count("No text was written.") == 1
     torn = ended(tmp_path / "torn")
     with (torn / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')

@@ -237,12 +237,9 @@ def _value(text: str) -> Any:
 
 def _near(key: str, known: Sequence[str]) -> str:
     """The right key that is most like a wrong one, as an advice."""
-    last = key.rpartition(".")[2]
-    tails = {name.rpartition(".")[2]: name for name in reversed(known)}
-    near = [tails[key]] if key in tails else difflib.get_close_matches(key, known, n=1)
-    near = near or [tails[tail] for tail in difflib.get_close_matches(last, tails, n=1)]
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    section = key.partition(".")[0]
-    mine = [name for name in known if name.startswith(f"{section}.")] or known
-    return f"; there are {', '.join(mine)}"
+    section, _, last = key.rpartition(".")
+    mine = [name for name in known if name.startswith(f"{section}.")]
+    tails = {name.rpartition(".")[2]: name for name in (*reversed(known), *mine)}
+    if near := difflib.get_close_matches(last, tails, n=1):
+        return f"; did you mean {tails[near[0]]!r}?"
+    return f"; there are {', '.join(mine or known)}"

@@ -171,9 +171,8 @@ class Pretrained(Decoder):
         config, packs = self.net.config, self.packs
         experts = config._experts_implementation
         interface: Any = require("transformers.integrations.moe", "experts", extra=EXTRA)
-        name = experts_on_paper.__name__
-        interface.ALL_EXPERTS_FUNCTIONS.register(name, experts_on_paper)
-        config._experts_implementation, self.packs = name, False
+        interface.ALL_EXPERTS_FUNCTIONS.register(experts_on_paper.__name__, experts_on_paper)
+        config._experts_implementation, self.packs = experts_on_paper.__name__, False
         try:
             yield
         finally:

@@ -117,7 +117,7 @@ def prepare(
         for group, done, restarts in results:
             writer.report.restarted_workers = before + restarts
             for damage in group.damaged:
-                note(f"left out: {damage.why}; of this file {damage.documents} documents stay")
+                note(f"left out: {damage.why}; documents of it that stay: {damage.documents}")
             writer.add(group, done)
             show(Progress(group.file, len(paths), writer.report.documents, writer.num_tokens))
         return writer.publish()

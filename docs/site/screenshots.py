@@ -73,8 +73,9 @@ def draw(page: Path, height: int, picture: Path) -> None:
     with Image.open(whole) as image:
         size = (SHOWN_WIDTH, height * SHOWN_WIDTH // WIDTH)
         smaller = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-        # A quarter of the bytes. The other methods give up the colours of few pixels: lines.
-        few = smaller.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        # A quarter of the bytes. The other methods give up the colours of few pixels: lines. This
+        # one gives large areas a hue that they do not have, if not for k-means.
+        few = smaller.quantize(256, Image.Quantize.MAXCOVERAGE, 3, dither=Image.Dither.NONE)
         few.save(picture, optimize=True)
     print(f"drawn: {picture.relative_to(ROOT)}")
 

@@ -91,7 +91,7 @@ def command(
 
 def _head(plan: RunPlan) -> str:
     config, (replicas, ranks_of_replica) = plan.config, plan.sizes.values()
-    kind = type(config.model).__name__.removesuffix("Config")
+    kind = getattr(config.model, "family", type(config.model).__name__.removesuffix("Config"))
     tokens = config.data.batch_size * config.data.accumulation * config.model.context * replicas
     ranks = replicas * ranks_of_replica
     are_frozen = plan.num_trained < plan.num_parameters

@@ -128,14 +128,15 @@ def test_adapters_train_as_those_of_peft_and_are_exported_merged_or_alone(
     )
 
 
+@family("Llama")
 @pytest.mark.parametrize(("stage", "adapters"), [
     pytest.param(stage, lora, marks=() if (stage, bool(lora)) in REMARKABLE else pytest.mark.grid)
     for stage in range(4) for lora in ((), LORA)
 ], ids=str)  # fmt: skip
 def test_two_ranks_have_the_losses_of_one_at_every_stage(
-    tmp_path: Path, ranks: Server, stage: int, adapters: tuple[str, ...]
+    tmp_path: Path, ranks: Server, family: str, stage: int, adapters: tuple[str, ...]
 ) -> None:
-    folder, text = directories.make(tmp_path / "model", "Llama"), directories.texts(tmp_path)
+    folder, text = directories.make(tmp_path / "model", family), directories.texts(tmp_path)
     train(folder, tmp_path / "one", "--data", text, *adapters)
     words = ("--model", str(folder), "--data", text, "--steps", str(STEPS), "--out", "two")
     more = (

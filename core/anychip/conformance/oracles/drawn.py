@@ -487,6 +487,8 @@ def _product(choose: Choices) -> tuple[list[int], int, int]:
 
 def _linear_cross_entropy(choose: Choices, draw: Draw) -> Arguments:
     (rows, inputs, classes), attrs = _product(choose), _loss_attrs(choose)
+    if draw.dtype == torch.float16:  # which may hold gradients of logits: of these, z_loss * logit
+        attrs["z_loss"] = min(attrs["z_loss"], 1e-3)
     target = _targets(choose, draw, classes, rows, attrs["ignore_index"])
     weight = choose.values("weight", draw, classes, inputs, ends=None, more=_NAN) * 0.125
     bias = choose.optional("bias", draw, classes, ends=None, more=_NAN)

@@ -185,7 +185,7 @@ def _choose_named(name: str, asked_by: Literal["argument", "environment", "confi
     plugin = resolve(name)
     backend, answer = ready_instance(plugin)
     candidates = [
-        _candidate(p, True, answer.reason) if p is plugin else _candidate(p, False, "not asked for")
+        _candidate(p, True, answer.reason) if p == plugin else _candidate(p, False, "not asked for")
         for claimants in backend_plugins().values()
         for p in claimants
     ]

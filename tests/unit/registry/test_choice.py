@@ -54,6 +54,16 @@ def test_forecast_with_two_accelerators_raises_naming_both() -> None:
         choice.forecast([CPU, FAST, FASTER])
 
 
+def test_named_choice_while_another_thread_reads_the_metadata(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two that begin at once each read it: plugins are equal, and not the same objects."""
+    monkeypatch.setattr(discovery, "installed", discovery.installed.__wrapped__)
+    decision = registry.choose("cpu").decision
+    assert decision is not None
+    assert decision.name == "cpu"
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metadata of ``cpu``, ``absent``, and of ``acme`` twice."""

@@ -30,8 +30,6 @@ INNER_LAYOUTS: tuple[Layout, ...] = ("gapped", "swapped")
 stride follows from another one; and heads before the positions."""
 READ_ONLY_LAYOUTS: tuple[Layout, ...] = ("expanded", "repeated")
 """A stride of 0 in the first or the last dim, along which all numbers are the same."""
-ANYWHERE: tuple[Layout, ...] = ("contiguous", "first", "offset")
-"""Dense, in the order of the dims."""
 LIST_LAYOUTS: tuple[Layout, ...] = ("shared", "shared-backwards")
 """The tensors of a list are parts of one storage, with gaps between them; in the list's order, or
 from its end."""

@@ -124,8 +124,7 @@ class Choices:
         if otherwise is not None and not any(map(fits, members)):
             members, fits = [otherwise], lambda member: True
             self.refused.add(factor)
-        found = self._member(factor, members, "", fits)
-        self.chosen[factor] = found
+        self.chosen[factor] = found = self._member(factor, members, "", fits)
         return found
 
     def number(self, factor: str, *classes: Sequence[T]) -> T:

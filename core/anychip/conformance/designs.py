@@ -42,7 +42,7 @@ from anychip.contract import UnsupportedError
 from anychip.dispatch.operator import registered
 
 T = TypeVar("T")
-Pair = tuple[tuple[str, int], tuple[str, int]]
+LevelPair = tuple[tuple[str, int], tuple[str, int]]
 AnyTrial = TypeVar("AnyTrial", bound=Trial)
 STRENGTH = {"quick": 2, "full": 3}
 FIRST = 2
@@ -81,7 +81,7 @@ BETWEEN: tuple[Between, ...] = "nothing", "elsewhere", "nothing", "in the same m
 """What comes between a call and the same one again: one with other numbers, and where they lie."""
 
 
-def _pairs(row: Mapping[str, int]) -> set[Pair]:
+def _pairs(row: Mapping[str, int]) -> set[LevelPair]:
     return set(itertools.combinations(sorted(row.items()), 2))
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,15 @@ def test_reading_on_gives_the_logits_of_reading_all(tmp_path: Path, family: str)
         with torch.no_grad(), model.reading_on():
             parts = torch.cat([model(part) for part in tokens.split([7, 1, 1, 11], 1)], 1)
         torch.testing.assert_close(parts, model(tokens).detach(), **LOGITS)
+
+
+def test_threads_that_build_models_leave_the_library_as_it_was(tmp_path: Path) -> None:
+    config = models.PretrainedConfig(path=str(directories.make(tmp_path, "GPT2")), context=8)
+    tie_weights = transformers.PreTrainedModel.tie_weights
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: models.build(config), range(12)))
+    assert len(found) == 12
+    assert transformers.PreTrainedModel.tie_weights is tie_weights
 
 
 def test_directory_without_weights_is_trained_from_scratch(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ Source of the adapters: Hu et al. 2021, arXiv:2106.09685.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from anychip.train.models.decoder import Decoder, Layers, LossReduction
 from anychip.train.models.pretrained_part import Part, experts_on_paper, gives_tuples, parts_of
 
 EXTRA = "hf"
+_BUILDING = threading.Lock()
+"""The library patches its own classes while it builds: two threads would leave the patch there."""
 Fuse = Callable[[nn.Module], object]
 """Puts our operators into a model, as ``anychip.fuse`` does."""
 
@@ -303,12 +306,13 @@ def _built(config: PretrainedConfig, reads_weights: bool) -> Any:
     options = {"dtype": torch.float32, "trust_remote_code": False}
     begins = not has_weights(folder) or not reads_weights
     try:
-        if begins:
-            return auto.from_config(about, **options).train()
-        net, told = auto.from_pretrained(
-            folder, config=about, local_files_only=True, use_safetensors=True,
-            output_loading_info=True, **options,
-        )  # fmt: skip
+        with _BUILDING:
+            if begins:
+                return auto.from_config(about, **options).train()
+            net, told = auto.from_pretrained(
+                folder, config=about, local_files_only=True, use_safetensors=True,
+                output_loading_info=True, **options,
+            )  # fmt: skip
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         text = str(error).strip().partition("\n")[0]
         raise PretrainedError(f"model.path: {folder} cannot be loaded: {text}") from error

@@ -193,16 +193,16 @@ def place_shared(tensors: Sequence[Tensor], device: torch.device, layout: Layout
         starts[index], end = end, end + tensors[index].numel() + 1 + index % 3
     buffer = torch.empty(end + GUARD, dtype=tensors[0].dtype)
     buffer.view(torch.uint8).fill_(_LARGE)
+    taken = torch.zeros(len(buffer), dtype=torch.bool)
     for start, tensor in zip(starts, tensors, strict=True):
         buffer[start : start + tensor.numel()] = tensor.reshape(-1)
+        taken[start : start + tensor.numel()] = True
     on_device = buffer.to(device, copy=True)
     views = tuple(
         on_device[start : start + t.numel()].view(t.shape)
         for start, t in zip(starts, tensors, strict=True)
     )
-    before, taken = _bits(on_device), torch.zeros(len(buffer), dtype=torch.bool)
-    for start, tensor in zip(starts, tensors, strict=True):
-        taken[start : start + tensor.numel()] = True
+    before = _bits(on_device)
     return [Placed(tensor=v, buffer=on_device, before=before, taken=taken) for v in views]
 
 

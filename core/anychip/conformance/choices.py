@@ -50,15 +50,15 @@ FEW_ROWS, MOST_ROWS, LARGEST = 130, 20000, 20000
 ELEMENTS = (1 << 12, 1 << 13, 1 << 14, 1 << 12, 1 << 15, 1 << 13, 1 << 12, 1 << 17)
 """So many a call has, one row of a design another number than another: what is large in all dims
 costs too much to be asked often."""
-VALUES = ("normal", "wide", "shifted", "repeated")
+VALUES = ("normal", "wide", "on one side", "repeated")
 ENDS = ("huge", "tiny")
-ONE_SIDED: tuple[tuple[float, float], ...] = (
+FIT_FLOAT16 = 7
+ON_ONE_SIDE: tuple[tuple[float, float], ...] = (
     (10.0, 1.0), (-10.0, 1.0), (0.0, 0.02), (0.0, -30.0), (0.5, 1.0), (0.0, 3.0), (0.0, -0.5),
     (300.0, 1.0), (-1000.0, 1.0), (0.0, 500.0), (0.0, -3000.0), (0.0, 1e-3),
 )  # fmt: skip
-FIT_FLOAT16 = 7
-"""Moved by the first number; or where that is 0, sizes times the second, which is their sign too.
-What is made of the last ones a type of 16 bits may not hold."""
+"""How values come to one side of 0: normal ones moved by the first number; or where that is 0,
+their sizes times the second. What is made of those behind the first 7 float16 may not hold."""
 NOT_FINITE = {
     "special": (math.nan, math.inf, -math.inf), "nan": (math.nan,),
     "nan or infinite": (math.nan, math.inf),
@@ -119,7 +119,11 @@ class Choices:
         fits: Callable[[T], bool] = lambda member: True,
         otherwise: T | None = None,
     ) -> T:
-        """A member of the class that the factor's level stands for, of those that fit."""
+        """A member of the class that the factor's level stands for, of those that fit.
+
+        Args:
+            otherwise: what the call has if none does: not the level, which is noted.
+        """
         members = classes[self.of(factor, *classes)]
         if otherwise is not None and not any(map(fits, members)):
             members, fits = [otherwise], lambda member: True
@@ -132,9 +136,8 @@ class Choices:
         return self.member(factor, {str(members[0]): members for members in classes})
 
     def number_up_to(self, most: int, factor: str, *classes: Sequence[int]) -> int:
-        """One of those up to a highest one, which stands for the larger ones."""
-        capped = {str(members[0]): [min(n, most) for n in members] for members in classes}
-        return self.member(factor, capped)
+        """One of those up to a highest one, which stands for classes of larger ones."""
+        return self._up_to(most, factor, {str(members[0]): members for members in classes})
 
     def turn(self, factor: str) -> int:
         """Any number from 0 on, for choices that are no factor."""
@@ -152,9 +155,10 @@ class Choices:
         what: str = "",
         fits: Callable[[T], bool] = lambda member: True,
     ) -> T:
-        """Of what a factor's level stands for; ``what``: of another list than the first.
+        """The member whose turn it is, or if that does not fit, the next one that does.
 
-        Where the one whose turn it is does not fit, the next one that does.
+        Args:
+            what: tells several lists of members apart that a factor's level takes from.
         """
         place, name = self._places.get(factor), f"{factor}{what}"
         if place is None:
@@ -166,12 +170,11 @@ class Choices:
 
     def size(self, factor: str, high: int = 320, *, none: bool = False) -> int:
         """A size up to a highest one; 0 too if ``none``."""
-        classes = {**SIZES, **({"none": (0,)} if none else {})}
-        known = {n: sizes if min(sizes) <= high else (high,) for n, sizes in classes.items()}
+        return self._up_to(high, factor, {**SIZES, **({"none": (0,)} if none else {})})
+
+    def _up_to(self, most: int, factor: str, classes: Mapping[str, Sequence[int]]) -> int:
         self.sizes.add(factor)
-        if min(list(classes.values())[self._levels.get(factor, 0)]) > high:
-            self.refused.add(factor)
-        return self.member(factor, known, lambda size: size <= high)
+        return self.member(factor, classes, lambda size: size <= most, most)
 
     def rows(self, factor: str = "rows", *, dims: int = 5, high: int = FEW_ROWS) -> list[int]:
         """All dims of a shape but the last; without those that have too many dims or rows."""
@@ -220,16 +223,17 @@ class Choices:
     def change(self, factor: str, draw: Draw) -> Callable[[Tensor], Tensor]:
         """Makes values of one kind of normal ones, in their own type."""
         kind = self.of(factor, *VALUES)
-        # What a kernel stores in between in 16 bits would be subnormal, or infinite.
-        kind = "normal" if draw.dtype == torch.float16 else kind
+        if draw.dtype == torch.float16 and kind != "normal":
+            self.refused.add(factor)
+            kind = "normal"  # what a kernel stores in between would be subnormal, or infinite
         return lambda normal: self._changed(factor, kind, draw, normal.float()).to(normal.dtype)
 
     def _changed(self, factor: str, kind: str, draw: Draw, normal: Tensor) -> Tensor:
         if kind == "wide":
             return normal.sign() * torch.exp2((4.0 * normal).clamp(-12.0, 12.0))
-        if kind == "shifted":
-            known = ONE_SIDED[: FIT_FLOAT16 if draw.dtype == torch.float16 else None]
-            far, times = self._member(factor, known, " shifted")
+        if kind == "on one side":
+            known = ON_ONE_SIDE[: FIT_FLOAT16 if draw.dtype == torch.float16 else None]
+            far, times = self._member(factor, known, " moved")
             return normal + far if far else normal.abs() * times
         if kind == "repeated":  # zeros of both signs, and equal numbers; or nothing else
             equal = self._member(factor, (None, 1.5, None, 1.0, None, -1.0), " equal")

@@ -42,13 +42,12 @@ from anychip.contract import UnsupportedError
 from anychip.dispatch.operator import registered
 
 T = TypeVar("T")
-LevelPair = tuple[tuple[str, int], tuple[str, int]]
 AnyTrial = TypeVar("AnyTrial", bound=Trial)
+LevelPair = tuple[tuple[str, int], tuple[str, int]]
+"""Two factors, each with a level."""
 STRENGTH = {"quick": 2, "full": 3}
 FIRST = 2
 """So often the simplest row comes before all: a third call of all, or an eighth, is a plain one."""
-TOGETHER = 6
-"""Factors that a row is about that asks what other rows could not."""
 FAILURES = 8
 """So many calls that fail are enough to see what they have in common."""
 PLACES: Mapping[str, tuple[Layout, ...]] = {
@@ -81,12 +80,8 @@ BETWEEN: tuple[Between, ...] = "nothing", "elsewhere", "nothing", "in the same m
 """What comes between a call and the same one again: one with other numbers, and where they lie."""
 
 
-def _pairs(row: Mapping[str, int]) -> set[LevelPair]:
-    return set(itertools.combinations(sorted(row.items()), 2))
-
-
 class DesignRow(NamedTuple):
-    """What :class:`.choices.Choices` takes."""
+    """A point that is asked: arguments of :class:`.choices.Choices`, where they are explained."""
 
     levels: Mapping[str, int]
     seed: int
@@ -117,25 +112,31 @@ class Design(NamedTuple):
             seen.update(levels)
 
     def lost_rows(self, had: Sequence[Mapping[str, int]], sizes: Set[str]) -> Iterator[DesignRow]:
-        """Rows around pairs of levels that no call has had, though each alone some has.
+        """After the planned rows, a row for each pair of levels that none of them could have.
 
-        Not of sizes, which are large one at a time: all that a row does not speak of is simplest.
+        All else in it is simplest. Left out are sizes, which are large one at a time, and of one
+        tensor what it holds and where it lies: most of these rule each other out.
 
         Args:
-            had: the levels of each call; grows meanwhile.
+            had: the levels that each call had; whoever makes a call adds its own.
+            sizes: factors.
         """
         met = set().union(*map(_pairs, had))
         known = {level for pair in met for level in pair if level[0] not in sizes}
         every = set().union(*map(_pairs, self.rows))
         lost = sorted(pair for pair in every - met if known.issuperset(pair))
-        while lost:
-            row = dict(lost[0])
-            for (f, n), (g, m) in lost:
-                if row.get(f, n) == n and row.get(g, m) == m and len({*row, f, g}) <= TOGETHER:
-                    row |= {f: n, g: m}
-            yield DesignRow(row, len(had), {})
-            met |= _pairs(had[-1])
-            lost = [pair for pair in lost[1:] if pair not in met]
+        for pair in lost:
+            if pair not in met and pair[1][0] != f"{pair[0][0]} lies":
+                yield DesignRow(self._completed(dict(pair)), len(had), {})
+                met |= _pairs(had[-1])
+
+    def _completed(self, row: Mapping[str, int]) -> Mapping[str, int]:
+        """With the simplest levels of other factors that rule none of the row's out."""
+        rest = {}
+        for factor, count in self.factors.items():
+            ruled_out = (self.without.get((factor, level), ()) for level in range(count))
+            rest[factor] = [row.keys().isdisjoint(out) for out in ruled_out].index(True)
+        return {**rest, **row}
 
     def asked(self) -> NDArray[np.float64]:
         """(factors, factors) of the pairs of levels, or levels, that can be, the part in a row."""
@@ -157,6 +158,10 @@ class Design(NamedTuple):
             for a, b in ((first, second), (second, first))
         ]
         return math.prod(levels)
+
+
+def _pairs(row: Mapping[str, int]) -> set[LevelPair]:
+    return set(itertools.combinations(sorted(row.items()), 2))
 
 
 class DesignedCall(NamedTuple):

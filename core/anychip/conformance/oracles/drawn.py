@@ -204,8 +204,8 @@ def _softmax(choose: Choices, draw: Draw) -> Arguments:
 def _heads(choose: Choices, most: int = 100) -> tuple[int, int, int]:
     """heads, key heads, head_dim; of the second at most so many."""
     kv_heads = choose.number_up_to(most, "key heads", (1,), (2,), (3, 4, 5, 8, 16, 33, 100))
-    most = 2 if kv_heads > 9 else 16 if most > 8 else 4
-    groups = choose.number_up_to(most, "heads of a key head", (1,), (2, 3, 4, 5, 8, 16))
+    of_each = 2 if kv_heads > 9 else 16 if most > 8 else 4
+    groups = choose.number_up_to(of_each, "heads of a key head", (1,), (2, 3, 4, 5, 8, 16))
     dims = (8, 4), (2,), (16, 32), (40, 24, 80, 48, 112), (64, 96, 128, 256, 192)
     dim = choose.number_up_to(256 if kv_heads * groups < 17 else 16, "head_dim", *dims)
     return kv_heads * groups, kv_heads, dim
@@ -258,8 +258,8 @@ _SCORES = (1 << 11,) * 7 + (1 << 14,)
 
 def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Arguments:
     heads, kv_heads, dim = _heads(choose, 4 if dropout else 100)
-    most = min(_SCORES[0] // heads, 8 if dropout else _SCORES[0]) or 1
     scores = _SCORES[0 if dropout else choose.turn("scores") % len(_SCORES)]
+    most = max(min(_SCORES[0] // heads, 8 if dropout else _SCORES[0]), 1)
     batch = choose.number_up_to(most, "batch", (1,), (2, 3, 4, 8, 16, 33), (0,), _LONG)
     room, cross = choose.room(batch, heads, elements=scores), choose.of("cross", False, True)
     queries = room.size("queries", 2000 if cross else math.isqrt(room.left), none=True)

@@ -291,56 +291,38 @@ static anychip_status async_error(anychip_comm comm) {
 static anychip_status group_start(void) { return in_group = 1, num_batch = 0, ANYCHIP_OK; }
 static anychip_status group_end(void) { return in_group = 0, enqueue(batch, num_batch); }
 
-#define CALL(name, KIND, PART, ...)                                                            \
+static task task_of(int kind, int32_t dtype, uint64_t count, void* input, void* output) {
+  return (task){.kind = kind, .dtype = dtype, .count = count, .input = input, .output = output};
+}
+#define CALL(name, ...)                                                                        \
   static anychip_status name(anychip_comm c, anychip_memory in, int64_t i, anychip_memory out, \
                              int64_t o, uint64_t n, int32_t dtype, __VA_ARGS__ anychip_stream s)
-CALL(all_reduce, REDUCE, 0, int32_t reduction, ) {
-  return (void)s, add((task){.kind = REDUCE,
-                             .dtype = dtype,
-                             .reduction = reduction,
-                             .count = n,
-                             .input = address(in, i),
-                             .output = address(out, o)},
-                      c, 1);
+CALL(all_reduce, int32_t reduction, ) {
+  task t = task_of(REDUCE, dtype, n, address(in, i), address(out, o));
+  t.reduction = reduction;
+  return (void)s, add(t, c, 1);
 }
-CALL(reduce_scatter, REDUCE, 1, int32_t reduction, ) {
-  return (void)s, add((task){.kind = REDUCE,
-                             .dtype = dtype,
-                             .reduction = reduction,
-                             .count = n,
-                             .root = 1,
-                             .input = address(in, i),
-                             .output = address(out, o)},
-                      c, 1);
+CALL(reduce_scatter, int32_t reduction, ) {
+  task t = task_of(REDUCE, dtype, n, address(in, i), address(out, o));
+  t.reduction = reduction;
+  t.root = 1; /* to each its part */
+  return (void)s, add(t, c, 1);
 }
-CALL(all_gather, GATHER, 0, ) {
-  return (void)s, add((task){.kind = GATHER,
-                             .dtype = dtype,
-                             .count = n,
-                             .input = address(in, i),
-                             .output = address(out, o)},
-                      c, 0);
+CALL(all_gather, ) {
+  return (void)s, add(task_of(GATHER, dtype, n, address(in, i), address(out, o)), c, 0);
 }
 static anychip_status broadcast(anychip_comm c, anychip_memory m, int64_t o, uint64_t n,
                                 int32_t dtype, int32_t root, anychip_stream s) {
-  return (void)s, add((task){.kind = BROADCAST,
-                             .dtype = dtype,
-                             .count = n,
-                             .root = root,
-                             .input = address(m, o),
-                             .output = address(m, o)},
-                      c, 0);
+  task t = task_of(BROADCAST, dtype, n, address(m, o), address(m, o));
+  t.root = root;
+  return (void)s, add(t, c, 0);
 }
 static anychip_status message_of(anychip_comm c, anychip_memory m, int64_t o, uint64_t n,
                                  int32_t dtype, int32_t peer, int is_send) {
-  return add((task){.kind = P2P,
-                    .dtype = dtype,
-                    .count = n,
-                    .root = peer,
-                    .reduction = is_send,
-                    .input = address(m, o),
-                    .output = address(m, o)},
-             c, 0);
+  task t = task_of(P2P, dtype, n, address(m, o), address(m, o));
+  t.root = peer;
+  t.reduction = is_send;
+  return add(t, c, 0);
 }
 static anychip_status all_to_all(anychip_comm c, anychip_memory in, const int64_t* in_offsets,
                                  const uint64_t* in_counts, anychip_memory out,

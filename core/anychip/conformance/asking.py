@@ -12,7 +12,14 @@ import torch
 
 import anychip
 from anychip.conformance.call_site import call_of
-from anychip.conformance.case import Case, CheckFailedError, Context, Level, undeclared_capability
+from anychip.conformance.case import (
+    Case,
+    CheckFailedError,
+    Context,
+    Level,
+    told,
+    undeclared_capability,
+)
 from anychip.conformance.report import Outcome, Result
 from anychip.contract import Backend, UnsupportedError
 from anychip.dispatch import selection
@@ -58,8 +65,8 @@ def run_case(case: Case, backend: Backend, level: Level, seed: int = 0) -> Resul
         capability=missing,
         note=context.note,
         seconds=time.perf_counter() - start,
-        call=context.call or call,
-        served_by=context.served_by,
+        call=told(context.call) or call,
+        served_by=told(context.served_by),
         measurements=tuple(context.measurements),
         curve=context.curve,
         coverage=context.coverage,

@@ -69,6 +69,15 @@ class Curve(NamedTuple):
     limit: float
 
 
+Told = str | Callable[[], str | None] | None
+"""A sentence, or what makes it, where few of many are ever read."""
+
+
+def told(sentence: Told) -> str | None:
+    """The sentence."""
+    return sentence() if callable(sentence) else sentence
+
+
 @dataclass
 class Context:
     """What a case is given, and what it leaves for the report.
@@ -77,8 +86,8 @@ class Context:
         backend: the backend under test.
         level: quick or full.
         seed: of all random inputs; 0 unless the run names another.
-        call: the operator call at hand, in one line; shown when the case fails.
-        served_by: which implementation served the call.
+        call: the operator call at hand, in one line, or what tells it; shown when the case fails.
+        served_by: which implementation served the call, or what tells it.
         measurements: distributions of errors.
         note: what a passed case found that a reader would want to know.
         curve: of a training.
@@ -88,8 +97,8 @@ class Context:
     backend: Backend
     level: Level = "quick"
     seed: int = 0
-    call: str | None = None
-    served_by: str | None = None
+    call: Told = None
+    served_by: Told = None
     measurements: list[Measurement] = field(default_factory=list)
     note: str = ""
     curve: Curve | None = None

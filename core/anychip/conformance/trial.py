@@ -98,14 +98,17 @@ class Trial:
     def place(self, context: Context) -> PlacedCall:
         """The arguments on the device, anew; and the call's description for a failure."""
         name, (args, attrs) = self.operator.spec.name, self.arguments
-        context.call = describe_call(name, self.arguments, self.call.layout)
+        context.call = partial(describe_call, name, self.arguments, self.call.layout)
         placed = place_call(
             self.signature.positional, (args, attrs), context.device, self.call.layout
         )
-        lines = self.operator.explain(*placed.args, **attrs).lines
-        taken = [f"{line.provider}: {line.implementation}" for line in lines if line.taken]
-        context.served_by = ", ".join(taken) or None
+        context.served_by = partial(self.served_by, placed)
         return placed
+
+    def served_by(self, placed: PlacedCall) -> str | None:
+        """What serves a placed call, for the report."""
+        lines = self.operator.explain(*placed.args, **placed.attrs).lines
+        return ", ".join(f"{at.provider}: {at.implementation}" for at in lines if at.taken) or None
 
     def run(self, placed: PlacedCall) -> list[Tensor]:
         """Outputs; for an in-place operator every written tensor."""

@@ -158,9 +158,9 @@ class Bench:
         return any(differ(right[n % 2], each) for n, each in enumerate(got))
 
 
-def _subject(condition: Condition) -> object:
+def _subject(condition: Condition) -> str:
     """What two conditions of a mistake may not both speak of: a state and its contrary."""
-    return condition.measure if condition.measure in STATES else condition
+    return condition.measure if condition.measure in STATES else str(condition)
 
 
 def _held(call: Call) -> Call:

@@ -1,6 +1,7 @@
 """Are ranks as threads what ranks as processes are: values, counts, failures?"""
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -222,9 +223,11 @@ def test_rank_that_has_ended_is_named_on_all_others() -> None:
 
 def test_failing_rank_ends_groups_that_it_is_not_in() -> None:
     errors: dict[int, CommunicationError] = {}
+    all_have_split = threading.Barrier(3)
 
     def work(comm: Communicator) -> None:
         group = comm.split([[0], [1, 2]], name="others")
+        all_have_split.wait()
         try:
             if comm.rank == 0:
                 raise ArithmeticError("not finite")

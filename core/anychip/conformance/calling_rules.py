@@ -95,7 +95,7 @@ def fill_free_blocks(context: Context, sizes: Sequence[int], pattern: int) -> No
     blocks = [
         torch.empty(size, dtype=torch.uint8, device=context.device).fill_(pattern)
         for size in sizes
-        for _ in range(8)
+        for _ in range(4)
     ]
     context.backend.synchronize()
     del blocks

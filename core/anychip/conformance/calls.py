@@ -9,6 +9,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -147,7 +148,7 @@ class Placed:
         Args:
             written: the operator may write the tensor, and only it.
         """
-        after = _bits(self.buffer)
+        after = _bits(self.buffer.detach().to(HOST))
         if torch.equal(after, self.before):
             return None
         changed = after != self.before
@@ -165,7 +166,7 @@ class Placed:
 
 def place(tensor: Tensor, device: torch.device, layout: Layout = "contiguous") -> Placed:
     """Copies a host tensor to a device, into a buffer with guard zones."""
-    shape, stride, start = _geometry(tensor, layout)
+    shape, stride, start = _geometry(tensor.shape, layout)
     room = start + GUARD + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
     buffer = torch.empty(max(room, start + GUARD), dtype=tensor.dtype)
     buffer.view(torch.uint8).fill_(_PATTERN)
@@ -174,7 +175,9 @@ def place(tensor: Tensor, device: torch.device, layout: Layout = "contiguous") -
     buffer.as_strided(shape, stride, start)[once].copy_(tensor[once])
     on_device = buffer.to(device, copy=True)
     view = on_device.as_strided(shape, stride, start)
-    return Placed(tensor=view, buffer=on_device, before=_bits(on_device))
+    return Placed(
+        tensor=view, buffer=on_device, before=_bits(on_device.detach().to(HOST, copy=True))
+    )
 
 
 def place_packed(tensors: Sequence[Tensor], device: torch.device) -> list[Placed]:
@@ -202,12 +205,13 @@ def place_shared(tensors: Sequence[Tensor], device: torch.device, layout: Layout
         on_device[start : start + t.numel()].view(t.shape)
         for start, t in zip(starts, tensors, strict=True)
     )
-    before = _bits(on_device)
+    before = _bits(on_device.detach().to(HOST, copy=True))
     return [Placed(tensor=v, buffer=on_device, before=before, taken=taken) for v in views]
 
 
-def _geometry(tensor: Tensor, layout: Layout) -> tuple[list[int], list[int], int]:
-    shape = list(tensor.shape)
+@lru_cache(maxsize=1 << 12)
+def _geometry(size: torch.Size, layout: Layout) -> tuple[list[int], list[int], int]:
+    shape = list(size)
     if layout == "transposed" and len(shape) > 1:
         order = list(reversed(shape))
         return shape, list(reversed(_dense(order))), GUARD
@@ -226,7 +230,7 @@ def _geometry(tensor: Tensor, layout: Layout) -> tuple[list[int], list[int], int
 
 def is_another_order(tensor: Tensor, layout: Layout) -> bool:
     """Whether elements lie otherwise than they would anyway; of dims of one it cannot be told."""
-    shape, stride, _ = _geometry(tensor, layout)
+    shape, stride, _ = _geometry(tensor.shape, layout)
     dims = zip(shape, stride, _dense(shape), strict=True)
     return any(size > 1 and step != dense for size, step, dense in dims)
 
@@ -240,8 +244,8 @@ def _dense(shape: Sequence[int]) -> list[int]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bytes of a flat tensor, a row per element, on the host."""
-    return tensor.detach().to(HOST, copy=True).view(torch.uint8).view(tensor.numel(), -1)
+    """The bytes of a flat tensor, a row per element."""
+    return tensor.view(torch.uint8).view(tensor.numel(), -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,11 +276,12 @@ def with_equal_numbers(
     names: Sequence[str], arguments: Arguments, layout: Layouts
 ) -> tuple[Any, ...]:
     """The positional arguments, with one number where a layout has one place in memory."""
-    args = list(arguments[0])
+    args, known = list(arguments[0]), dict[tuple[int, int], Tensor]()
     for index, (name, arg) in enumerate(zip(names, args, strict=True)):
         for kind, dim in (("expanded", 0), ("repeated", -1)):
             if isinstance(arg, Tensor) and _fitting(name, arg, layout) == kind and arg.numel():
-                args[index] = arg.narrow(dim, 0, 1).expand_as(arg)
+                # One that is two stays one.
+                args[index] = known.setdefault((id(arg), dim), arg.narrow(dim, 0, 1).expand_as(arg))
     return tuple(args)
 
 

@@ -1,16 +1,16 @@
 """A point of a design: the level that each factor of a call has.
 
-Who makes a call asks for the level of one factor after the other, by name. The factors are found by
-asking at some points and noting what was asked for: they stand nowhere else. Sizes, values and
-options have classes: a level is a class, and of the points with one level each takes another member
-of it, until all have been taken.
+Who makes a call asks for the level of one factor after the other, by name, and says which of them
+the call can have: the factors stand nowhere else. Sizes, values and options have classes: a level
+is a class, and of the points with one level each takes another member of it, until all have been
+taken.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -47,7 +47,9 @@ ROWS: Mapping[str, tuple[tuple[int, ...], ...]] = {
 }  # fmt: skip
 """All dims but the last."""
 FEW_ROWS, MOST_ROWS, LARGEST = 130, 20000, 20000
-ELEMENTS = (1 << 12, 1 << 13, 1 << 14, 1 << 12, 1 << 15, 1 << 13, 1 << 12, 1 << 17)
+ELEMENTS = tuple(
+    1 << bits for bits in (12, 13, 14, 12, 15, 13, 12, 17, 12, 13, 14, 12, 15, 13, 12, 12)
+)
 """So many a call has, one row of a design another number than another: what is large in all dims
 costs too much to be asked often."""
 VALUES = ("normal", "wide", "on one side", "repeated")
@@ -65,10 +67,6 @@ NOT_FINITE = {
 }  # fmt: skip
 
 
-CONFIRMED = 16
-"""So many points more have to be without a factor, before a level is said to rule it out."""
-
-
 class Choices:
     """Where a call's choices come from.
 
@@ -79,6 +77,8 @@ class Choices:
             one takes, in a turn in which none comes twice. Of other factors the seed says it.
         of_gradients: no value is infinite: formulas of a gradient may differ in what is left of it,
             and a NaN in all that depends on it.
+        choose: ``choose(factor, can)`` sets a factor's level and place, one of those that it can
+            have; None: the levels are given.
     """
 
     def __init__(
@@ -88,21 +88,29 @@ class Choices:
         places: Mapping[str, int] | None = None,
         *,
         of_gradients: bool = False,
+        choose: Callable[[str, Sequence[bool]], object] | None = None,
     ) -> None:
-        self.of_gradients = of_gradients
-        self._levels, self.seed, self._places = levels, seed, places or {}
+        self.of_gradients, self._choose = of_gradients, choose
+        self._levels, self.seed = levels, seed
+        self._places = {} if places is None else places
         self.asked: dict[str, int] = {}
         """Factors in the order in which they were asked for, and the number of their levels."""
         self.chosen: dict[str, object] = {}
         """The levels, for people."""
-        self.refused, self.sizes = set[str](), set[str]()
-        """Factors whose level the call cannot have, for what others' are; and those that are sizes,
-        which rule each other out when they are large."""
+        self.refused, self.hiding = set[str](), set[str]()
+        """Factors whose level the call cannot have, for what others' are; and those whose level
+        hides what others do: no elements, numbers that are not finite, all dropped or skipped."""
 
-    def of(self, factor: str, *options: T) -> T:
-        """The option that the factor's level stands for; the simplest is the first."""
+    def of(self, factor: str, *options: T, can: Sequence[bool] | None = None) -> T:
+        """The option that the factor's level stands for; the simplest is the first.
+
+        Args:
+            can: of each option, whether the call can have it; None: any.
+        """
         known = self.asked.setdefault(factor, len(options))
         assert known == len(options), f"{factor} has {known} levels, and then {len(options)}"
+        if self._choose is not None and factor not in self._levels:
+            self._choose(factor, can or [True] * len(options))
         option = options[self._levels.get(factor, 0)]
         self.chosen[factor] = option
         return option
@@ -124,16 +132,32 @@ class Choices:
         Args:
             otherwise: what the call has if none does: not the level, which is noted.
         """
-        members = classes[self.of(factor, *classes)]
+        can = [any(map(fits, members)) for members in classes.values()]
+        can[0] |= not any(can)
+        members = classes[self.of(factor, *classes, can=can)]
         if otherwise is not None and not any(map(fits, members)):
             members, fits = [otherwise], lambda member: True
             self.refused.add(factor)
         self.chosen[factor] = found = self._member(factor, members, "", fits)
         return found
 
-    def number(self, factor: str, *classes: Sequence[T]) -> T:
-        """A number of one of some classes, which are called by their first."""
-        return self.member(factor, {str(members[0]): members for members in classes})
+    def number(self, factor: str, *classes: Sequence[T], hides: T | None = None) -> T:
+        """A number of one of some classes, which are called by their first.
+
+        Args:
+            hides: with which the call does nothing.
+        """
+        found = self.member(factor, {str(members[0]): members for members in classes})
+        self.hiding |= {factor} if hides is not None and found == hides else set()
+        return found
+
+    def eps(self, numbers: int | None, *classes: Sequence[float]) -> float:
+        """What is added to a variance. Of few numbers that may be nothing but rounding, of which a
+        small eps makes much; None: it is a mean square.
+        """
+        named = {str(members[0]): members for members in classes}
+        is_enough = numbers is None or numbers > 7
+        return self.member("eps", named, lambda eps: is_enough or eps >= 0.05, 1.0)
 
     def number_up_to(self, most: int, factor: str, *classes: Sequence[int]) -> int:
         """One of those up to a highest one, which stands for classes of larger ones."""
@@ -173,8 +197,9 @@ class Choices:
         return self._up_to(high, factor, {**SIZES, **({"none": (0,)} if none else {})})
 
     def _up_to(self, most: int, factor: str, classes: Mapping[str, Sequence[int]]) -> int:
-        self.sizes.add(factor)
-        return self.member(factor, classes, lambda size: size <= most, most)
+        found = self.member(factor, classes, lambda size: size <= most, most)
+        self.hiding |= set() if found else {factor}
+        return found
 
     def rows(self, factor: str = "rows", *, dims: int = 5, high: int = FEW_ROWS) -> list[int]:
         """All dims of a shape but the last; without those that have too many dims or rows."""
@@ -183,8 +208,8 @@ class Choices:
             return len(shape) <= dims and math.prod(shape) <= high
 
         found = {name: shapes for name, shapes in ROWS.items() if any(map(fits, shapes))}
-        self.sizes.add(factor)
         shape = self.member(factor, found, fits)
+        self.hiding |= {factor} if 0 in shape else set()
         return list(shape)
 
     def room(self, *sizes: int, elements: int | None = None) -> Room:
@@ -215,6 +240,7 @@ class Choices:
         if self.of_gradients:
             kinds = tuple("nan" if kind in NOT_FINITE else kind for kind in kinds)
         kind = self.of(factor, *kinds)
+        self.hiding |= {factor} if kind in NOT_FINITE else set()
         if ends and kind in ENDS:
             return draw.normal(*shape, scale=ends[ENDS.index(kind)], dtype=dtype)
         normal = draw.normal(*shape, dtype=torch.float32)
@@ -222,10 +248,12 @@ class Choices:
 
     def change(self, factor: str, draw: Draw) -> Callable[[Tensor], Tensor]:
         """Makes values of one kind of normal ones, in their own type."""
-        kind = self.of(factor, *VALUES)
-        if draw.dtype == torch.float16 and kind != "normal":
+        # In float16 what a kernel stores in between would be subnormal, or infinite.
+        can = [draw.dtype != torch.float16 or kind == "normal" for kind in VALUES]
+        kind = self.of(factor, *VALUES, can=can)
+        if not can[VALUES.index(kind)]:
             self.refused.add(factor)
-            kind = "normal"  # what a kernel stores in between would be subnormal, or infinite
+            kind = "normal"
         return lambda normal: self._changed(factor, kind, draw, normal.float()).to(normal.dtype)
 
     def _changed(self, factor: str, kind: str, draw: Draw, normal: Tensor) -> Tensor:
@@ -248,15 +276,17 @@ class Choices:
         for name, tensor in tensors.items():
             factor = f"{name} has besides"
             if self.of(factor, "finite", "nan") == "nan" and tensor.numel():
+                self.hiding.add(factor)
                 self._spoil(factor, tensor, NOT_FINITE["nan"])
 
     def _spoil(self, factor: str, tensor: Tensor, values: Sequence[float]) -> None:
         """One number, at one of its ends or between them, is not finite; or one of each kind."""
-        flat, turn = tensor.view(-1), self._member(factor, range(18), " spoilt")
+        # Not in an order of chance: few rows are of these, and each of them hides the others.
+        flat, turn = tensor.view(-1), self._places.get(factor, self.turn(factor))
         places = (0, flat.numel() // 2, flat.numel() - 1)
-        count = len(values) if turn % 2 and flat.numel() > 2 else 1
+        count = len(values) if turn % 4 == 3 and flat.numel() > 2 else 1
         for number in range(count):
-            flat[places[(turn // 2 + number) % 3]] = values[(turn // 6 + number) % len(values)]
+            flat[places[(turn + turn // 3 + number) % 3]] = values[(turn + number) % len(values)]
 
     def optional(self, factor: str, draw: Draw, *shape: int, **options: Any) -> Tensor | None:
         """Values, or None, which is a level like their kinds."""
@@ -276,7 +306,7 @@ class Given(Choices):
         super().__init__({})
         self.given = given
 
-    def of(self, factor: str, *options: T) -> T:
+    def of(self, factor: str, *options: T, can: Sequence[bool] | None = None) -> T:
         found = super().of(factor, *options)
         return self._given(factor, found)
 
@@ -316,52 +346,6 @@ class Room:
         found = self.choose.size(factor, max(min(high, self.left), 1), none=none)
         self.left //= max(found, 1)
         return found
-
-
-def factors(
-    run: Callable[[Choices], object], rounds: int = 4, *, of_gradients: bool = False
-) -> tuple[dict[str, int], Masks]:
-    """Which factors a run asks for, with their numbers of levels, and which are without others.
-
-    Args:
-        run: asks; what it raises is raised.
-        rounds: so many times each level is taken.
-
-    Returns:
-        the factors in order; and by factor and level those that it is never asked with.
-    """
-    levels: dict[str, int] = {}
-    seen: dict[tuple[str, int], set[str]] = {}
-    todo, number = 1, 0
-    while number < todo:
-        point = {f: _shuffled(f, n, number) for f, n in levels.items()}
-        choices = Choices(point, number, of_gradients=of_gradients)
-        run(choices)
-        for factor in choices.asked:
-            seen.setdefault((factor, point.get(factor, 0)), set()).update(choices.asked)
-        if choices.asked.keys() - levels.keys():
-            levels.update(choices.asked)
-            todo = number + rounds * max(levels.values())
-        number += 1
-    for (factor, level), found in seen.items():
-        for attempt in range(CONFIRMED):
-            if not set(levels) - found:
-                break
-            point = {f: _shuffled(f, n, number + attempt) for f, n in levels.items()}
-            choices = Choices({**point, factor: level}, number + attempt, of_gradients=of_gradients)
-            run(choices)
-            found.update(choices.asked)
-    masks = {key: set(levels) - found for key, found in seen.items() if set(levels) - found}
-    return levels, masks
-
-
-Masks = Mapping[tuple[str, int], Iterable[str]]
-
-
-def _shuffled(factor: str, count: int, number: int) -> int:
-    """A level: each of them once in ``count`` numbers, in an order of the factor's own."""
-    turn, place = divmod(number, count)
-    return _order(factor, count, turn)[place]
 
 
 @lru_cache(maxsize=1 << 12)

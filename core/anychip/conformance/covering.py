@@ -7,155 +7,241 @@ one after the other, first the simplest one and those that differ from it in one
 around a combination that is still missing, with the levels that bring the most other missing ones
 (AETG: Cohen, Dalal, Fredman and Patton 1997, IEEE TSE 23(7)). It ends when nothing is missing,
 which is the proof: what is missing is counted, not assumed.
+
+What can meet need not be known before. Whoever makes a row says of each factor, when its turn has
+come, which levels the row can still have. A combination that no row has when it was tried for, at
+last with all else as simple as it can be, is left out. And a level may hide what others do
+(NaN in all results): such a row counts for that level's own combinations only.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[np.int64]
-Without = Mapping[tuple[int, int], Collection[int]]
-"""By factor and level: the factors that a row with it says nothing about."""
-NONE = -1
-"""In a row: it says nothing about this factor."""
+Bools = NDArray[np.bool_]
+FIRST = 2
+"""So often the simplest row comes before all: a third call of all, or an eighth, is a plain one."""
+DRAWN = 8
+"""A level that none of so many rows could have is one that nothing can have."""
+IN_VAIN = 2
+"""A pair that so many rows could not have, and none could, is kept apart but for its own row."""
+PERSISTENT = 4
+"""So many rows are made for a combination of which any two levels have been seen to go together."""
 
 
-class _Missing:
-    """Combinations that no row has yet: a cube over all levels of all factors in one sequence.
+class CoveringArray:
+    """Rows that are made level by level; factors are known from when a row first asks for them.
 
-    Each combination stands there once for every order of its factors.
+    Attributes:
+        factors: their levels' places in one sequence of all levels of all factors.
+        row: levels of the one that is made now.
+        places: of its levels, how many rows before have the same.
     """
 
-    def __init__(self, levels: Sequence[int], strength: int, without: Without) -> None:
-        ends = list(itertools.accumulate(levels))
-        self.blocks = [slice(end - n, end) for end, n in zip(ends, levels, strict=True)]
-        total, self.strength = sum(levels), strength
-        self.cube = np.ones((total,) * strength, dtype=np.bool_)
-        for axes in itertools.combinations(range(strength), 2):
-            for block in self.blocks:  # two levels of one factor never meet
-                where: list[slice] = [slice(None)] * strength
-                for axis in axes:
-                    where[axis] = block
-                self.cube[tuple(where)] = False
-            for (factor, level), others in without.items():
-                for first, second in itertools.permutations(axes):
-                    for other in others:
-                        where = [slice(None)] * strength
-                        start = self.blocks[factor].start + level
-                        where[first], where[second] = slice(start, start + 1), self.blocks[other]
-                        self.cube[tuple(where)] = False
+    def __init__(self, strength: int, seed: int = 0) -> None:
+        self.strength, self._random = strength, np.random.default_rng(seed)
+        self.factors: dict[str, slice] = {}
+        self.row: dict[str, int] = {}
+        self.places: dict[str, int] = {}
+        self._missing: Bools = np.zeros((0,) * strength, np.bool_)
+        """A cube: each combination stands there once for every order of its factors."""
+        nothing: Bools = np.zeros((0, 0), np.bool_)
+        self._had, self._could, self._in_vain = nothing, nothing, nothing.astype(np.int64)
+        self._hides: Bools = nothing.reshape(0)
+        self._feasible, self._kept = self._hides, self._hides
+        self._drawn = self._in_vain.reshape(0)
+        self._alone: list[tuple[int, ...]] = [()] * FIRST
+        self._start: tuple[int, ...] = ()
+        self._tried: Counter[tuple[int, ...]] = Counter()
+        self._simple = True
+        self._fixed: list[int] = []
+        self._cannot: list[int] = []
+        self._turns: Counter[tuple[str, int]] = Counter()
 
-    def some(self, random: np.random.Generator) -> dict[int, int] | None:
-        """One of the missing combinations, level by factor."""
-        flat = self.cube.reshape(-1)
-        begin = int(random.integers(flat.size))  # from there on, so that nothing is counted
-        for part, offset in ((flat[begin:], begin), (flat[:begin], 0)):
-            place = int(part.argmax()) if part.size else 0
-            if part.size and part[place]:
-                ends = [block.stop for block in self.blocks]
-                found = np.unravel_index(offset + place, self.cube.shape)
-                factors = [int(np.searchsorted(ends, at, side="right")) for at in found]
-                return {f: int(at) - self.blocks[f].start
-                        for f, at in zip(factors, found, strict=True)}  # fmt: skip
-        return None
+    def begin(self) -> bool:
+        """Starts a row, unless nothing is missing any more."""
+        self.row, self.places, self._fixed, self._cannot = {}, {}, [], []
+        dead = ~self._feasible & (self._drawn >= DRAWN)
+        start = self._alone[0] if self._alone else self._some()
+        while start is not None and dead[list(start)].any():
+            self._leave_out(tuple(place for place in start if dead[place])[:1])
+            start = self._some()
+        if start is None:
+            return False
+        pairs = [pair for pair in itertools.combinations(start, 2) if self._apart(*pair)]
+        self._simple = bool(self._alone or pairs) or start in self._tried
+        self._start, self._alone = (*pairs, start)[0], self._alone[1:]
+        self._kept = self._apart(list(self._start), slice(None))
+        return True
 
-    def gains(self, factor: int, fixed: list[int]) -> NDArray[np.int64]:
-        """Missing combinations that each level of a factor makes with levels that are fixed."""
-        found = self.cube[self.blocks[factor]]
-        for axis in range(1, self.strength):
-            found = found.take(fixed, axis=axis)
-        counts: NDArray[np.int64] = found.reshape(found.shape[0], -1).sum(1)
-        return counts
+    def level(self, factor: str, can: Sequence[bool]) -> int:
+        """The level that the row has of its next factor.
 
-    def take(self, row: Sequence[int]) -> None:
-        """The combinations of a row, given as places in the sequence, are there now."""
-        self.cube[np.ix_(*[list(row)] * self.strength)] = False
+        Args:
+            can: of each level, from the simplest on, whether the row can have it; one at least.
+        """
+        if factor not in self.factors:
+            self._add(factor, len(can))
+        block = self.factors[factor]
+        self._cannot += [block.start + level for level, it in enumerate(can) if not it]
+        wanted = [place - block.start for place in self._start if block.start <= place < block.stop]
+        known = bool(wanted) and can[wanted[0]]
+        level = int(wanted[0]) if known else self._chosen(block, can)
+        self.row[factor], self.places[factor] = level, self._turns[factor, level]
+        self._fixed.append(block.start + level)
+        return level
+
+    def end(self, refused: Collection[str] = (), hiding: Collection[str] = ()) -> bool:
+        """Counts what the row has; False where that is nothing new, so that it need not be asked.
+
+        Args:
+            refused: factors whose level it has not, after all.
+            hiding: factors whose level hides what others do.
+        """
+        self._learn()
+        had = {f: self.factors[f].start + n for f, n in self.row.items() if f not in refused}
+        hides = [had[factor] for factor in hiding if factor in had]
+        self._hides[hides] = True
+        before = np.count_nonzero(self._missing)
+        _mark(self._missing, list(had.values()), hides, to=False)
+        _mark(self._had, list(had.values()), hides, to=True)
+        is_new = np.count_nonzero(self._missing) < before
+        start, lacks = self._start, not set(self._start) <= set(had.values())
+        lacks = bool(self._missing[start]) if len(start) == self.strength else lacks
+        if lacks and len(start) >= min(self.strength, 2):
+            self._tried[start] += 1
+            can_be = all(self._could[pair] for pair in itertools.combinations(start, 2))
+            if self._simple and (not can_be or self._tried[start] == PERSISTENT):
+                self._leave_out(start)
+        if not start or is_new:
+            self._turns.update(self.row.items())
+        return not start or bool(is_new)
+
+    def asked(self) -> NDArray[np.float64]:
+        """(factors, factors) of the pairs of levels, or levels, that can be, the part in a row."""
+        blocks = list(self.factors.values())
+        meet = np.stack([self._could[:, b].any(1) for b in blocks], 1)  # levels with factors
+        found = np.ones((len(blocks), len(blocks)))
+        for (i, a), (j, b) in itertools.product(enumerate(blocks), repeat=2):
+            both = self._had[a, b]
+            can = both.shape[0] if i == j else meet[a, j].sum() * meet[b, i].sum()
+            found[i, j] = both.sum() / max(can, 1)
+        return found.clip(max=1.0)
+
+    def _add(self, factor: str, count: int) -> None:
+        """Another factor, all of whose combinations are missing."""
+        first = len(self._hides)
+        self.factors[factor] = slice(first, first + count)
+        self._alone += [(first + level,) for level in range(1, count)]
+        total = first + count
+        cube = np.ones((total,) * self.strength, np.bool_)
+        for block in self.factors.values():  # two levels of one factor never meet
+            for axes in itertools.combinations(range(self.strength), 2):
+                cube[tuple(block if axis in axes else slice(None) for axis in range(cube.ndim))] = 0
+        cube[(slice(first),) * self.strength] = self._missing
+        self._missing = cube
+        for name in ("had", "could", "in_vain", "hides", "feasible", "drawn", "kept"):
+            setattr(self, f"_{name}", np.pad(getattr(self, f"_{name}"), (0, count)))
+
+    def _some(self) -> tuple[int, ...] | None:
+        """One of the missing combinations, as places."""
+        flat = self._missing.reshape(-1)
+        begin = int(self._random.integers(flat.size))
+        place = begin + int(flat[begin:].argmax())  # from there on: nothing is counted
+        place = place if flat[place] else int(flat.argmax())
+        found = np.unravel_index(place, self._missing.shape)
+        return tuple(sorted(int(at) for at in found)) if flat[place] else None
+
+    def _leave_out(self, combination: tuple[int, ...]) -> None:
+        """It, or whatever it is part of, is not missing any more."""
+        _mark(self._missing, list(range(len(self._hides))), list(combination), to=False)
+
+    def _apart(self, some: int | list[int], others: int | slice) -> Bools:
+        """Whether levels seem not to go together with one of some."""
+        vain, could = self._in_vain[some, others], self._could[some, others]
+        return np.asarray(((vain >= IN_VAIN) & ~could).any(0))
+
+    def _chosen(self, block: slice, can: Sequence[bool]) -> int:
+        """The level that brings the most, or the simplest, of those that leave the start what it
+        needs.
+        """
+        kept = self._kept[block]
+        if self._simple:
+            fitting = [level for level, it in enumerate(can) if it and not kept[level]]
+            return (*fitting, list(can).index(True))[0]
+        own = list(dict.fromkeys((*self._fixed, *self._start)))
+        hides = [place for place in own if self._hides[place]]
+        gains = self._gains(block, own, hides) + self._random.random(len(can))
+        unwanted = kept | (self._hides[block] & (len(hides) < self.strength))
+        gains[unwanted] = -1.0
+        gains[[level for level, it in enumerate(can) if not it]] = -2.0
+        return int(gains.argmax())
+
+    def _gains(self, block: slice, row: list[int], hides: list[int]) -> NDArray[np.float64]:
+        """Missing combinations that each level makes with a row's."""
+        others = self.strength - 1
+        axes = [[place] for place in hides] + [row] * (others - len(hides))
+        found = self._missing[block]
+        for axis, places in enumerate(axes if len(hides) <= others else [hides] * others):
+            found = found.take(places, axis=axis + 1)
+        return np.asarray(found.sum(tuple(range(1, found.ndim))), np.float64)
+
+    def _learn(self) -> None:
+        """Which levels the row could have beside those before."""
+        fixed = np.array(self._fixed, np.int64)
+        could = np.zeros(len(self._hides), np.bool_)
+        turn = np.full(len(self._hides), len(fixed))
+        for number, factor in enumerate(self.row):
+            could[self.factors[factor]], turn[self.factors[factor]] = True, number
+        self._drawn[could] += not self._simple
+        could[self._cannot] = False
+        self._feasible |= could
+        beside = np.arange(len(fixed)) < turn[:, None]
+        self._could[:, fixed] |= beside & could[:, None]
+        self._could[fixed] |= (beside & could[:, None]).T
+        self._in_vain[:, fixed] += beside & ~could[:, None]
+        self._in_vain[fixed] += (beside & ~could[:, None]).T
 
 
-def covering_array(
-    levels: Sequence[int], strength: int, seed: int = 0, without: Without | None = None
-) -> Rows:
-    """Rows that cover all combinations that can be.
+def _mark(cube: Bools, row: list[int], hides: list[int], *, to: bool) -> None:
+    """Sets the combinations of a row that count: those with all that hides, or of nothing else."""
+    if len(hides) >= cube.ndim:
+        row, hides = hides, []
+    for axes in itertools.permutations(range(cube.ndim), len(hides)):
+        where = [row] * cube.ndim
+        for axis, place in zip(axes, hides, strict=True):
+            where[axis] = [place]
+        cube[np.ix_(*where)] = to
+
+
+def covering_array(levels: Sequence[int], strength: int, seed: int = 0) -> Rows:
+    """Rows that cover all combinations of factors that are independent of each other.
 
     Args:
         levels: number of levels of each factor, at least 1.
         strength: of how many factors all combinations occur; of fewer factors, all at once.
         seed: which of many such arrays. In each, the first row has level 0 throughout, and the
             next ones differ from it in one factor: no other level can hide what one does.
-        without: what cannot be combined.
 
     Returns:
-        (rows, factors) levels, from 0; NONE where another factor's level rules a factor out.
+        (rows, factors) levels, from 0.
     """
-    strength = min(strength, len(levels))
-    if not levels:
-        return np.zeros((1, 0), dtype=np.int64)
-    without = without or {}
-    random = np.random.default_rng(seed)
-    missing = _Missing(levels, strength, without)
-    starts = [block.start for block in missing.blocks]
-
-    def simple(kept: Mapping[int, int], factor: int, _: object) -> int:
-        return next(n for n in range(levels[factor])
-                    if kept.keys().isdisjoint(without.get((factor, n), ())))  # fmt: skip
-
-    alone = [{factor: level} for factor, n in enumerate(levels) for level in range(1, n)]
-    rows = [_completed(one, levels, without, partial(simple, one)) for one in ({}, *alone)]
-    for row in rows:
-        missing.take([starts[f] + level for f, level in row.items() if level != NONE])
-    while (start := missing.some(random)) is not None:
-        order = random.permutation(len(levels)).tolist()
-        best = partial(_best, missing, without, frozenset(start), random)
-        rows.append(_completed(start, levels, without, best, order))
-        missing.take([starts[f] + level for f, level in rows[-1].items() if level != NONE])
-    return np.array([[row[f] for f in range(len(levels))] for row in rows], dtype=np.int64)
-
-
-def _best(
-    missing: _Missing,
-    without: Without,
-    kept: frozenset[int],
-    random: np.random.Generator,
-    factor: int,
-    row: Mapping[int, int],
-) -> int:
-    """The level that brings the most, of those that rule out none of the factors that are kept."""
-    fixed = [missing.blocks[f].start + level for f, level in row.items() if level != NONE]
-    gains = missing.gains(factor, fixed)
-    for level in range(len(gains)):
-        if not kept.isdisjoint(without.get((factor, level), ())):
-            gains[level] = -1
-    return int((gains + random.random(len(gains))).argmax())
-
-
-def _completed(
-    start: Mapping[int, int],
-    levels: Sequence[int],
-    without: Without,
-    choose: Callable[[int, Mapping[int, int]], int],
-    order: Sequence[int] | None = None,
-) -> dict[int, int]:
-    """A row from some levels of it: the others are chosen in this order, or ruled out."""
-    row = dict(start)
-    ruled_out = {other for level in start.items() for other in without.get(level, ())}
-    for factor in range(len(levels)) if order is None else order:
-        if factor in row:
-            continue
-        if factor in ruled_out:
-            row[factor] = NONE
-            continue
-        row[factor] = choose(factor, row)
-        out = without.get((factor, row[factor]), ())
-        ruled_out.update(out)
-        row.update({other: NONE for other in out if other in row and other not in start})
-    return row
+    array = CoveringArray(min(strength, len(levels)), seed)
+    order, rows = np.random.default_rng(seed), []
+    while levels and array.begin():
+        for factor in order.permutation(len(levels)).tolist():
+            array.level(str(factor), [True] * levels[factor])
+        if array.end():
+            rows.append([array.row[str(factor)] for factor in range(len(levels))])
+    return np.array(rows[FIRST - 1 :] or [[]], dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

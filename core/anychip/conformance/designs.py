@@ -7,16 +7,13 @@ two factors meet in some call, at level full any three of three.
 """
 
 import itertools
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from anychip.conformance.bounds import Measurement
@@ -31,8 +28,8 @@ from anychip.conformance.calls import (
     tensors_of,
 )
 from anychip.conformance.case import Case, CheckFailedError, Context
-from anychip.conformance.choices import Choices, Masks, factors
-from anychip.conformance.covering import NONE, Coverage, covering_array
+from anychip.conformance.choices import ENDS, NOT_FINITE, Choices
+from anychip.conformance.covering import Coverage, CoveringArray
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import oracle_of
 from anychip.conformance.oracles.drawn import drawn_of
@@ -43,11 +40,7 @@ from anychip.dispatch.operator import registered
 
 T = TypeVar("T")
 AnyTrial = TypeVar("AnyTrial", bound=Trial)
-LevelPair = tuple[tuple[str, int], tuple[str, int]]
-"""Two factors, each with a level."""
 STRENGTH = {"quick": 2, "full": 3}
-FIRST = 2
-"""So often the simplest row comes before all: a third call of all, or an eighth, is a plain one."""
 FAILURES = 8
 """So many calls that fail are enough to see what they have in common."""
 PLACES: Mapping[str, tuple[Layout, ...]] = {
@@ -88,82 +81,6 @@ class DesignRow(NamedTuple):
     places: Mapping[str, int]
 
 
-class Design(NamedTuple):
-    """Rows over factors.
-
-    Attributes:
-        factors: with their numbers of levels.
-        rows: levels by factor; a factor that is not there is one the others rule out.
-        strength: of how many factors all combinations of levels occur that can.
-        without: by factor and level, the factors that it rules out.
-    """
-
-    factors: Mapping[str, int]
-    rows: tuple[Mapping[str, int], ...]
-    strength: int
-    without: Masks
-
-    def asked_rows(self) -> Iterator[DesignRow]:
-        """Every row that is asked, the simplest one some times more."""
-        seen: Counter[tuple[str, int]] = Counter()
-        for number, row in enumerate((*self.rows[:1] * FIRST, *self.rows)):
-            levels = [(factor, row.get(factor, 0)) for factor in self.factors]
-            yield DesignRow(row, number, {factor: seen[factor, level] for factor, level in levels})
-            seen.update(levels)
-
-    def lost_rows(self, had: Sequence[Mapping[str, int]], sizes: Set[str]) -> Iterator[DesignRow]:
-        """After the planned rows, a row for each pair of levels that none of them could have.
-
-        All else in it is simplest. Left out are sizes, which are large one at a time, and of one
-        tensor what it holds and where it lies: most of these rule each other out.
-
-        Args:
-            had: the levels that each call had; whoever makes a call adds its own.
-            sizes: factors.
-        """
-        met = set().union(*map(_pairs, had))
-        known = {level for pair in met for level in pair if level[0] not in sizes}
-        every = set().union(*map(_pairs, self.rows))
-        lost = sorted(pair for pair in every - met if known.issuperset(pair))
-        for pair in lost:
-            if pair not in met and pair[1][0] != f"{pair[0][0]} lies":
-                yield DesignRow(self._completed(dict(pair)), len(had), {})
-                met |= _pairs(had[-1])
-
-    def _completed(self, row: Mapping[str, int]) -> Mapping[str, int]:
-        """With the simplest levels of other factors that rule none of the row's out."""
-        rest = {}
-        for factor, count in self.factors.items():
-            ruled_out = (self.without.get((factor, level), ()) for level in range(count))
-            rest[factor] = [row.keys().isdisjoint(out) for out in ruled_out].index(True)
-        return {**rest, **row}
-
-    def asked(self) -> NDArray[np.float64]:
-        """(factors, factors) of the pairs of levels, or levels, that can be, the part in a row."""
-        names = list(self.factors)
-        rows = np.array([[row.get(name, NONE) for name in names] for row in self.rows])
-        found = np.ones((len(names), len(names)))
-        for i, j in itertools.product(range(len(names)), repeat=2):
-            both = rows[:, [i, j]]
-            pairs = {tuple(pair) for pair in both[(both != NONE).all(1)].tolist()}
-            found[i, j] = len(pairs) / max(self._possible(names[i], names[j]), 1)
-        return found.clip(max=1.0)  # a call can have what no point that was tried had
-
-    def _possible(self, first: str, second: str) -> int:
-        """How many pairs of levels of two factors can be, or levels of one."""
-        if first == second:
-            return self.factors[first]
-        levels = [
-            sum(b not in self.without.get((a, level), ()) for level in range(self.factors[a]))
-            for a, b in ((first, second), (second, first))
-        ]
-        return math.prod(levels)
-
-
-def _pairs(row: Mapping[str, int]) -> set[LevelPair]:
-    return set(itertools.combinations(sorted(row.items()), 2))
-
-
 class DesignedCall(NamedTuple):
     """A call of a design.
 
@@ -190,12 +107,14 @@ class Asked(NamedTuple):
     Attributes:
         dtypes: in which it is called.
         check: ``check(context, of, row)`` raises when the answer is wrong.
+        streams: calls come from streams too.
     """
 
     operator: AnyOperator
     dtypes: tuple[torch.dtype, ...]
     chapter: str
     check: Callable[[Context, Subject, DesignedCall], None]
+    streams: bool = False
 
     @property
     def of_gradients(self) -> bool:
@@ -205,48 +124,62 @@ class Asked(NamedTuple):
         """What a row asks about."""
         return Subject(self.operator, oracle_of(self.operator.spec), row.dtype)
 
-    def choices(self, point: DesignRow) -> Choices:
-        """Of a row."""
-        return Choices(*point, of_gradients=self.of_gradients)
-
     def row(self, choose: Choices, seed: int) -> DesignedCall:
         """Asks for every factor of a call, and makes its arguments."""
         name, signature = self.operator.spec.name, self.operator.signature
         dtype = choose.of("dtype", *self.dtypes)
         draw = Draw(dtype, f"{self.chapter}/{name}/{choose.seed}", seed)
         args, attrs = signature.bind(*drawn_of(self.operator.spec)(choose, draw))
-        layout: Mapping[str, Layout] = {
-            n: _place(choose, n, arg, written=index in signature.written)
-            for index, (n, arg) in enumerate(zip(signature.positional, args, strict=True))
-            if (isinstance(arg, Tensor) and arg.dim()) or (isinstance(arg, list) and arg)
-        }
+        args, parts = _together(choose, self.operator, args)
+        layout, known = dict[str, Layout](), dict[int, Layout]()
+        for index, (n, arg) in enumerate(zip(signature.positional, args, strict=True)):
+            if (isinstance(arg, Tensor) and arg.dim()) or (isinstance(arg, list) and arg):
+                where = "packed" if index in parts else known.get(id(arg))
+                layout[n] = where or _place(choose, n, arg, written=index in signature.written)
+                known[id(arg)] = layout[n]
         if self.of_gradients:
             change = choose.change("the outputs' gradients are", draw)
-        args, layout = _together(choose, self.operator, args, layout)
+        is_apart = choose.chosen.get(TWO) != "one tensor"
         is_random = choose.is_random and not set(layout.values()) & set(READ_ONLY_LAYOUTS)
-        is_random = is_random and oracle_of(self.operator.spec).independent
-        is_random = is_random and choose.chosen.get(TWO) != "one tensor"
         call = Call(
             "design",
             lambda _: (args, dict(attrs)),
             layout=layout,
-            statistical=is_random,
+            statistical=is_random and is_apart and oracle_of(self.operator.spec).independent,
             gradient=choose.is_finite,
         )
         between = BETWEEN[choose.turn("between") % len(BETWEEN)]
+        aside = () if self.streams else (SIDE_STREAM, AND_THREAD)
+        out = (*aside, INFERENCE) if self.of_gradients else aside
+        caller = choose.of("called from", *(caller for caller in CALLERS if caller not in out))
         if not self.of_gradients:
-            return DesignedCall(dtype, call, choose.of("called from", *CALLERS), between=between)
-        callers = [caller for caller in CALLERS if caller != INFERENCE]
-        caller = choose.of("called from", *callers)
+            return DesignedCall(dtype, call, caller, between=between)
         gradient = choose.member("the output's gradient lies", PLACES)
         several = len(self.operator.spec.differentiable) > 1
         asked = choose.of("gradients asked for", *_ASKED) if several else "all"
         some = partial(_ASKED[asked], choose.turn("which gradient"))
         return DesignedCall(dtype, call, caller, change, gradient, some, between)
 
-    def design(self, strength: int, seed: int) -> Design:
-        """The design of the operator's calls; another seed turns it."""
-        return _design(self, strength, seed)
+    def at(self, point: DesignRow, seed: int) -> tuple[Mapping[str, object], DesignedCall]:
+        """The call of a point, and its levels for people."""
+        choose = Choices(*point, of_gradients=self.of_gradients)
+        return choose.chosen, self.row(choose, seed)
+
+    def rows(
+        self, array: CoveringArray, seed: int
+    ) -> Iterator[tuple[DesignRow, Mapping[str, object], DesignedCall]]:
+        """The calls that it takes for an array to have all combinations of levels.
+
+        What a call really has is noted: who is not asked for a level, or cannot have it, has not.
+        """
+        for number in itertools.takewhile(lambda _: array.begin(), itertools.count()):
+            choose = Choices(
+                array.row, number, array.places,
+                of_gradients=self.of_gradients, choose=array.level,
+            )  # fmt: skip
+            row = self.row(choose, seed)
+            if array.end(choose.refused, choose.hiding):
+                yield DesignRow(array.row, number, array.places), choose.chosen, row
 
 
 _ASKED: Mapping[str, Callable[[int, tuple[str, ...]], tuple[str, ...]]] = {
@@ -260,41 +193,28 @@ _ASKED: Mapping[str, Callable[[int, tuple[str, ...]], tuple[str, ...]]] = {
 
 
 def _together(
-    choose: Choices, operator: AnyOperator, args: tuple[Any, ...], layout: Mapping[str, Layout]
-) -> tuple[tuple[Any, ...], Mapping[str, Layout]]:
-    """Two arguments that could be one tensor are, or are parts of one; so of a list's tensors."""
+    choose: Choices, operator: AnyOperator, args: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Two arguments that could be one tensor are, or are parts of one; so of a list's tensors.
+
+    Returns:
+        the arguments; and the places of those that are parts.
+    """
     written = operator.signature.written
     if len(args) == 1 and isinstance(args[0], list) and args[0] and not written:
         again = args[0][: choose.of("tensors that come twice", 0, 1)]
-        return ([*args[0], *again],), layout
+        return ([*args[0], *again],), ()
     pairs = alike(args, written)
     if not pairs:
-        return args, layout
+        return args, ()
     first, second = pairs[0]
-    how = choose.of(TWO, "apart", "one tensor", "parts of one")
+    # Of two arguments one may be as large, or not finite, as the other may not.
+    is_near = not {*ENDS, *NOT_FINITE} & {*choose.chosen.values()}
+    how = choose.of(TWO, "apart", "one tensor", "parts of one", can=(True, is_near, True))
     if how == "one tensor":
         args = (*args[:second], args[first], *args[second + 1 :])
-    elif how == "parts of one":
-        names = (operator.signature.positional[index] for index in (first, second))
-        layout = {**layout, **dict.fromkeys(names, "packed")}
-    return args, layout
-
-
-@cache
-def _design(asked: Asked, strength: int, seed: int) -> Design:
-    run = partial(asked.row, seed=seed)
-    found, masks = factors(run, of_gradients=asked.of_gradients)
-    names = list(found)
-    without = {
-        (names.index(factor), level): [names.index(other) for other in others]
-        for (factor, level), others in masks.items()
-    }
-    turn = stream(f"{asked.chapter}/{asked.operator.spec.name}", seed)
-    rows = covering_array(list(found.values()), strength, turn, without)
-    named = (zip(names, row, strict=True) for row in rows.tolist())
-    return Design(
-        found, tuple({n: v for n, v in row if v != NONE} for row in named), strength, masks
-    )
+        choose.refused.add(operator.signature.positional[second])
+    return args, (first, second) if how == "parts of one" else ()
 
 
 def _place(choose: Choices, name: str, arg: Any, *, written: bool) -> Layout:
@@ -304,7 +224,8 @@ def _place(choose: Choices, name: str, arg: Any, *, written: bool) -> Layout:
     def fits(place: Layout) -> bool:
         is_equal = place in READ_ONLY_LAYOUTS and (place == "repeated" or is_flat)
         # Of equal numbers far from 1 the variance is nothing but rounding.
-        return (may_be_equal or not is_equal) and can_lie(arg, place, written=written)
+        can_be = (may_be_equal or not is_equal) and can_lie(arg, place, written=written)
+        return can_be or place == "contiguous"
 
     places = OF_LISTS if isinstance(arg, list) else PLACES
     return choose.member(f"{name} lies", places, fits, "contiguous")
@@ -331,21 +252,10 @@ def cases(
         if not oracle_of(spec).plain:
             continue  # without a sample nobody knows how it is called
         dtypes = tuple(context.dtypes_of(spec))
-        asked = Asked(operator, dtypes, chapter, check)
+        streams = "streams" in context.backend.capabilities
+        asked = Asked(operator, dtypes, chapter, check, streams)
         if dtypes:
             yield Case(id=f"{chapter}/{name}/design", run=partial(ask, asked=asked))
-
-
-def coverage(asked: Asked, plan: Design) -> Coverage:
-    """What a design asks, for the report; or its rows with the levels that calls have had."""
-    return Coverage(
-        operator=f"{asked.chapter}/{asked.operator.spec.name}",
-        factors=tuple(plan.factors),
-        levels=tuple(plan.factors.values()),
-        rows=len(plan.rows),
-        strength=plan.strength,
-        asked=tuple(tuple(round(part, 4) for part in row) for row in plan.asked().tolist()),
-    )
 
 
 def ask(context: Context, asked: Asked) -> None:
@@ -356,44 +266,44 @@ def ask(context: Context, asked: Asked) -> None:
             have in common.
         UnsupportedError: as the backend raised it.
     """
-    strength = STRENGTH[context.level]
-    plan = asked.design(strength, context.seed)
-    kept, sizes, had = context.measurements, set[str](), list[Mapping[str, int]]()
+    strength, name = STRENGTH[context.level], asked.operator.spec.name
+    array = CoveringArray(strength, stream(f"{asked.chapter}/{name}", context.seed))
+    kept, failed, count = context.measurements, list[_Failed](), 0
 
-    def tried(at: DesignRow) -> _Failed | None:
+    def tried(at: DesignRow, chosen: Mapping[str, object], row: DesignedCall) -> _Failed | None:
         context.measurements = []
-        choose = asked.choices(at)
-        row = asked.row(choose, context.seed)
-        is_aside = row.caller in (SIDE_STREAM, AND_THREAD)
-        if is_aside and "streams" not in context.backend.capabilities:
-            choose.refused.add("called from")
-        sizes.update(choose.sizes)
-        had.append({f: at.levels.get(f, 0) for f in choose.asked.keys() - choose.refused})
         try:
             _from(context, row.caller, lambda: asked.check(context, asked.of(row), row))
         except UnsupportedError:
             raise
         except Exception as error:
-            return _Failed(at, choose.chosen, error)
+            return _Failed(at, chosen, error)
         kept[:] = _largest([*kept, *context.measurements])
         return None
 
-    failed: list[_Failed] = []
-    for at in itertools.chain(plan.asked_rows(), plan.lost_rows(had, sizes)):
-        found = tried(at)
+    for point in asked.rows(array, context.seed):
+        count += 1
+        found = tried(*point)
         failed += [] if found is None else [found]
         if len(failed) == FAILURES:
             break
     if failed:
-        simplest = _simplest(failed[0], plan, tried)
-        story = _story(simplest, failed, at.seed + 1, plan)
+        simplest = _simplest(failed[0], lambda at: tried(at, *asked.at(at, context.seed)))
+        story = _story(simplest, failed, count, strength)
         context.measurements = _largest([*kept, *context.measurements])
         text = str(simplest.error)
         if not isinstance(simplest.error, CheckFailedError):
             text = f"{type(simplest.error).__name__}: {text}"
         raise CheckFailedError(f"{text}\n{story}") from simplest.error
     context.measurements = kept
-    context.coverage = coverage(asked, plan._replace(rows=tuple(had)))
+    context.coverage = Coverage(
+        operator=f"{asked.chapter}/{name}",
+        factors=tuple(array.factors),
+        levels=tuple(block.stop - block.start for block in array.factors.values()),
+        rows=count,
+        strength=strength,
+        asked=tuple(tuple(round(part, 4) for part in row) for row in array.asked().tolist()),
+    )
 
 
 def _from(context: Context, caller: str, check: Callable[[], None]) -> None:
@@ -482,18 +392,16 @@ def stream_of(context: Context, caller: str) -> Iterator[None]:
         backend.synchronize()
 
 
-def _simplest(
-    failed: _Failed, plan: Design, tried: Callable[[DesignRow], _Failed | None]
-) -> _Failed:
+def _simplest(failed: _Failed, tried: Callable[[DesignRow], _Failed | None]) -> _Failed:
     """The failing call with as many factors at their first level as still fail."""
-    for factor in plan.factors:
+    for factor in tuple(failed.at.levels):
         if failed.at.levels.get(factor):
             levels = {name: level for name, level in failed.at.levels.items() if name != factor}
             failed = tried(failed.at._replace(levels=levels)) or failed
     return tried(failed.at) or failed
 
 
-def _story(simplest: _Failed, failed: Sequence[_Failed], asked: int, plan: Design) -> str:
+def _story(simplest: _Failed, failed: Sequence[_Failed], asked: int, strength: int) -> str:
     """What it takes to fail, and what the calls that failed have in common."""
     needed = [
         f"{factor} {simplest.chosen[factor]}"
@@ -502,7 +410,7 @@ def _story(simplest: _Failed, failed: Sequence[_Failed], asked: int, plan: Desig
     ]
     counts = Counter(item for one in failed for item in one.at.levels.items() if item[1])
     common = [f"{f} {failed[0].chosen[f]}" for (f, _), n in counts.items() if n == len(failed)]
-    lines = [f"{len(failed)} of {asked} calls of a design of strength {plan.strength} failed"]
+    lines = [f"{len(failed)} of {asked} calls of a design of strength {strength} failed"]
     lines.append(f"  it takes: {', '.join(needed) or 'nothing in particular'}")
     if len(failed) > 1:
         lines.append(f"  in all of them: {', '.join(common) or 'nothing in common'}")

@@ -17,6 +17,7 @@ from torch import Tensor
 from anychip.conformance import designs
 from anychip.conformance.arithmetic import Rounded
 from anychip.conformance.calls import Call, tensors_of
+from anychip.conformance.covering import CoveringArray
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import ORACLES, fixed, philox, update
 from anychip.conformance.oracles.oracle import numbers
@@ -45,8 +46,7 @@ def arguments(name: str, call: Call, dtype: torch.dtype = torch.float32) -> tupl
 def small_calls(name: str) -> list[Call]:
     """Calls of ordinary numbers, each option of the operator among them."""
     asked = designs.Asked(registered()[name], (torch.float32,), "operators", lambda *_: None)
-    rows = asked.design(2, 0).asked_rows()
-    designed = (asked.row(asked.choices(row), 0).call for row in rows)
+    designed = (row.call for _, _, row in asked.rows(CoveringArray(2), 0))
     found = [*ORACLES[name].plain, *designed, *ORACLES[name].calls]
     found = [call for call in found if call.statistical and not call.full]
     return [c for c in found if sum(t.numel() for t in tensors_of(arguments(name, c)[0])) < 30_000]

@@ -56,12 +56,11 @@ def attend(
 
     The gradients' function takes ``whole``, y and lse of all keys, where these are a block of them.
     """
-    groups, scale = (
-        q.shape[2] // k.shape[2],
-        1.0 / math.sqrt(q.shape[3]) if scale is None else scale,
-    )
+    groups = q.shape[2] // k.shape[2]
+    times = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    below, above = (times, 1.0) if abs(times) < 1.0 else (1.0, times)
     own_q, own_k, own_v = q.transpose(*_HEADS_FIRST), _repeated(k, groups), _repeated(v, groups)
-    scores = matmul(own_q, own_k.transpose(*_KEYS_LAST)) * scale
+    scores = matmul(own_q, own_k.transpose(*_KEYS_LAST)) * times
     hidden = np.broadcast_to(hidden, scores.shape)
     blind = np.all(hidden, axis=-1, keepdims=True)
     top = _top(scores, hidden, blind)
@@ -85,7 +84,8 @@ def attend(
         if factor is not None:
             dp, kept = dp * factor, p * factor
         delta = (dy * known).sum(-1, keepdims=True)
-        ds = (p * (dp - delta) * scale).stored(q.format)
+        # Stored before the scale or after it: where the type's numbers end, that is no matter of u.
+        ds = (p * (dp - delta) * below).stored(q.format) * above
         dk = matmul(ds.transpose(*_KEYS_LAST), own_q)
         dv = matmul(kept.stored(q.format).transpose(*_KEYS_LAST), dy)
         dq = matmul(ds, own_k).transpose(*_HEADS_FIRST)

@@ -2,8 +2,7 @@
 
 A factor is an option, a size or the kind of an argument's values; where arguments lie and who calls
 are factors of every operator (:mod:`anychip.conformance.designs`). Fixed calls give some factors
-what no level has (:mod:`.fixed`); these are for what nobody knows. The limits of sizes and values
-keep a call short and its float32 intermediates finite.
+what no level has (:mod:`.fixed`). Limits of sizes and values keep a call short and finite.
 """
 
 import math
@@ -73,9 +72,8 @@ def _norm(
     args.append(choose.values("weight", draw, shape[-1], dtype=of_weight, ends=_SCALES))
     if bias:
         args.append(choose.optional("bias", draw, shape[-1], dtype=of_bias))
-    # Where nothing but rounding is left of a row's variance, a small eps makes much of it.
     small = (_SMALL_EPS, (0.01, 0.005, 0.03)) if bias or residual else ((1e-12,), (0.0,))
-    eps = choose.number("eps", (1e-5, 1e-6, 1e-4), *small, *_LARGE_EPS)
+    eps = choose.eps(shape[-1] if bias else None, (1e-5, 1e-6, 1e-4), *small, *_LARGE_EPS)
     return tuple(args), {"eps": eps}
 
 
@@ -85,15 +83,16 @@ def _group_norm(choose: Choices, draw: Draw) -> Arguments:
     most = 1000 if batch * groups < 16 else 8 if batch * groups < 600 else 2
     sizes = (1,), (2, 3), (4, 8, 15, 5, 16), (64, 250, 33, 128, 1000)
     channels = choose.number_up_to(most, "channels of a group", *sizes)
-    shape = [batch, groups * channels]
-    width = choose.room(*shape).size("width")
+    width = choose.room(batch, groups * channels).size("width")
     inner = {"one": [width], "none": [], "two": [3, 7], "three": [2, 3, 4]}
-    shape += inner[choose.of("dims", *inner)]
+    can = [len(sizes) < 2 or batch * groups * channels < 1 << 13 for sizes in inner.values()]
+    shape = [batch, groups * channels, *inner[choose.of("dims", *inner, can=can)]]
     wide = _wide(choose, draw, "weight in float32")
     x = choose.values("x", draw, *shape, ends=SQUARES, more=SPECIAL)
     weight = choose.values("weight", draw, shape[1], dtype=wide, ends=_SCALES)
     bias = choose.optional("bias", draw, shape[1], dtype=wide)
-    eps = choose.number("eps", (1e-5, 1e-6), (*_SMALL_EPS, 0.01, 0.03), *_LARGE_EPS)
+    numbers = x.numel() // max(batch * groups, 1)
+    eps = choose.eps(numbers, (1e-5, 1e-6), (*_SMALL_EPS, 0.01, 0.03), *_LARGE_EPS)
     return (x, weight, bias), {"num_groups": groups, "eps": eps}
 
 
@@ -103,7 +102,7 @@ def _rng(choose: Choices, draw: Draw) -> Tensor:
 
 def _probability(choose: Choices) -> float:
     low, half, high = (0.1, 0.2, 0.3, 0.01, 0.05), (0.5, 0.4, 0.6), (0.9, 0.7, 0.8, 0.99)
-    return choose.number("p", low, (0.0,), half, high, (1.0,))
+    return choose.number("p", low, (0.0,), half, high, (1.0,), hides=1.0)
 
 
 def _dropout(choose: Choices, draw: Draw) -> Arguments:
@@ -467,6 +466,7 @@ def _targets(choose: Choices, draw: Draw, classes: int, rows: list[int], ignore:
         target = torch.full_like(target, kinds[kind])
     if kind.endswith("ignored"):
         target.reshape(-1)[:: 1 if kind == "all ignored" else 2] = ignore
+        choose.hiding |= {"target"} if kind == "all ignored" else set()
     return target
 
 

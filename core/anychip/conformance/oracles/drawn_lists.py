@@ -41,6 +41,7 @@ def _shapes(choose: Choices) -> list[tuple[int, ...]]:
     first = choose.turn("shapes")
     most = min(count, max(MANY, len(shapes)))  # of shapes that are given, all
     found = [shapes[(first + index) % len(shapes)] for index in range(most)]
+    choose.hiding |= set() if any(map(math.prod, found)) else {"shapes"}
     return found + [(index % 3,) for index in range(count - len(found))]
 
 
@@ -79,13 +80,18 @@ def unscale(choose: Choices, draw: Draw) -> Arguments:
     grads = _listed(choose, draw, "grads", ends=("large", "root-tiny"), more=SPECIAL)
     scales = (2.0, 16.0), (1024.0, 65536.0), (3.0, 7.0), (1.0,), (2.0**-4, 2.0**-3)
     scale = draw.scalar(choose.number("scale", *scales))
-    return (grads, scale, draw.scalar(choose.of("found_inf", 0.0, 1.0))), {}
+    found_inf = draw.scalar(choose.number("found_inf", (0.0,), (1.0,), hides=1.0))
+    return (grads, scale, found_inf), {}
 
 
 def _given(
-    choose: Choices, draw: Draw, factor: str, *classes: Sequence[float | None]
+    choose: Choices,
+    draw: Draw,
+    factor: str,
+    *classes: Sequence[float | None],
+    hides: float | None = None,
 ) -> Tensor | None:
-    value = choose.number(factor, *classes)
+    value = choose.number(factor, *classes, hides=hides)
     return None if value is None else draw.scalar(value)
 
 
@@ -107,13 +113,13 @@ def _step(choose: Choices, draw: Draw, *, averages: int, **rule: Any) -> Argumen
     scalars = (
         _given(choose, draw, "scale", (None,), (8.0, 3.0, 0.5), (1024.0, 65536.0)),
         _given(choose, draw, "clip", (None,), (0.25, 1.0, 0.7), (0.0,)),
-        _given(choose, draw, "found_inf", (None,), (0.0,), (1.0,)),
+        _given(choose, draw, "found_inf", (None,), (0.0,), (1.0,), hides=1.0),
     )
     low = choose.of("copies", None, torch.bfloat16, torch.float16)
     copies = None if low is None else [p.to(low, copy=True) for p in params]
     lr = draw.scalar(choose.number("lr", (1e-2, 1e-3, 0.1), (0.5,), (0.0,)))
     # Counts beside what 8, 12 and 16 bits hold; one that no short float has.
-    steps = (3.0, 2.0, 5.0), (0.0,), (1.0,), (4098.0, 1000.0), (255.0, 100.0), (65_535.0,)
+    steps = (3.0, 2.0, 5.0), (0.0,), (1.0,), (2050.0, 1000.0), (255.0, 100.0), (65_535.0,)
     step = draw.scalar(choose.number("step", *steps))
     decay = choose.number("weight_decay", (0.1, 0.01, 1e-3), (0.0,), (1.0, 0.5, 2.0, 0.2))
     attrs = {**rule, "weight_decay": decay}

@@ -12,14 +12,7 @@ import torch
 
 import anychip
 from anychip.conformance.call_site import call_of
-from anychip.conformance.case import (
-    Case,
-    CheckFailedError,
-    Context,
-    Level,
-    told,
-    undeclared_capability,
-)
+from anychip.conformance.case import Case, CheckFailedError, Context, Level, undeclared_capability
 from anychip.conformance.report import Outcome, Result
 from anychip.contract import Backend, UnsupportedError
 from anychip.dispatch import selection
@@ -51,6 +44,7 @@ def run_case(case: Case, backend: Backend, level: Level, seed: int = 0) -> Resul
         else:
             with nullcontext() if case.elsewhere else _clean_state(backend):
                 case.run(context)
+                context.served_by = context.told(context.served_by)
     except CheckFailedError as error:
         outcome, reason, call = "failed", str(error), call_of(error)
     except UnsupportedError as error:
@@ -58,6 +52,9 @@ def run_case(case: Case, backend: Backend, level: Level, seed: int = 0) -> Resul
         outcome, reason = ("unsupported", "") if missing else ("failed", describe(error))
     except Exception as error:
         outcome, reason, call = "failed", describe(error), call_of(error)
+    served_by = None
+    with suppress(Exception):  # a backend that has failed may fail at this question too
+        served_by = context.told(context.served_by)
     return Result(
         case=case.id,
         outcome=outcome,
@@ -65,8 +62,8 @@ def run_case(case: Case, backend: Backend, level: Level, seed: int = 0) -> Resul
         capability=missing,
         note=context.note,
         seconds=time.perf_counter() - start,
-        call=told(context.call) or call,
-        served_by=told(context.served_by),
+        call=context.told(context.call) or call,
+        served_by=served_by,
         measurements=tuple(context.measurements),
         curve=context.curve,
         coverage=context.coverage,

@@ -148,7 +148,7 @@ class Placed:
         Args:
             written: the operator may write the tensor, and only it.
         """
-        after = _bits(self.buffer.detach().to(HOST))
+        after = _bits(self.buffer, copy=False)
         if torch.equal(after, self.before):
             return None
         changed = after != self.before
@@ -175,9 +175,7 @@ def place(tensor: Tensor, device: torch.device, layout: Layout = "contiguous") -
     buffer.as_strided(shape, stride, start)[once].copy_(tensor[once])
     on_device = buffer.to(device, copy=True)
     view = on_device.as_strided(shape, stride, start)
-    return Placed(
-        tensor=view, buffer=on_device, before=_bits(on_device.detach().to(HOST, copy=True))
-    )
+    return Placed(tensor=view, buffer=on_device, before=_bits(on_device, copy=True))
 
 
 def place_packed(tensors: Sequence[Tensor], device: torch.device) -> list[Placed]:
@@ -205,12 +203,11 @@ def place_shared(tensors: Sequence[Tensor], device: torch.device, layout: Layout
         on_device[start : start + t.numel()].view(t.shape)
         for start, t in zip(starts, tensors, strict=True)
     )
-    before = _bits(on_device.detach().to(HOST, copy=True))
+    before = _bits(on_device, copy=True)
     return [Placed(tensor=v, buffer=on_device, before=before, taken=taken) for v in views]
 
 
-@lru_cache(maxsize=1 << 12)
-def _geometry(size: torch.Size, layout: Layout) -> tuple[list[int], list[int], int]:
+def _geometry(size: Sequence[int], layout: Layout) -> tuple[list[int], list[int], int]:
     shape = list(size)
     if layout == "transposed" and len(shape) > 1:
         order = list(reversed(shape))
@@ -228,9 +225,10 @@ def _geometry(size: torch.Size, layout: Layout) -> tuple[list[int], list[int], i
     return shape, stride, {"offset": GUARD + 1, "first": 0}.get(layout, GUARD)
 
 
-def is_another_order(tensor: Tensor, layout: Layout) -> bool:
+@lru_cache(maxsize=1 << 12)
+def is_another_order(size: torch.Size, layout: Layout) -> bool:
     """Whether elements lie otherwise than they would anyway; of dims of one it cannot be told."""
-    shape, stride, _ = _geometry(tensor.shape, layout)
+    shape, stride, _ = _geometry(size, layout)
     dims = zip(shape, stride, _dense(shape), strict=True)
     return any(size > 1 and step != dense for size, step, dense in dims)
 
@@ -243,9 +241,9 @@ def _dense(shape: Sequence[int]) -> list[int]:
     return list(reversed(stride))
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """The bytes of a flat tensor, a row per element."""
-    return tensor.view(torch.uint8).view(tensor.numel(), -1)
+def _bits(tensor: Tensor, *, copy: bool) -> Tensor:
+    """The bytes of a flat tensor, a row per element, on the host; of one there, copied or not."""
+    return tensor.detach().to(HOST, copy=copy).view(torch.uint8).view(tensor.numel(), -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -73,11 +73,6 @@ Told = str | Callable[[], str | None] | None
 """A sentence, or what makes it, where few of many are ever read."""
 
 
-def told(sentence: Told) -> str | None:
-    """The sentence."""
-    return sentence() if callable(sentence) else sentence
-
-
 @dataclass
 class Context:
     """What a case is given, and what it leaves for the report.
@@ -103,6 +98,11 @@ class Context:
     note: str = ""
     curve: Curve | None = None
     coverage: Coverage | None = None
+
+    @staticmethod
+    def told(sentence: Told) -> str | None:
+        """``call`` or ``served_by`` as a sentence."""
+        return sentence() if callable(sentence) else sentence
 
     @cached_property
     def device(self) -> torch.device:

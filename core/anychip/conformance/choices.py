@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -55,6 +55,7 @@ costs too much to be asked often."""
 VALUES = ("normal", "wide", "on one side", "repeated")
 ENDS = ("huge", "tiny")
 FIT_FLOAT16 = 7
+FEW_NUMBERS, LARGE_EPS = 7, 0.05
 ON_ONE_SIDE: tuple[tuple[float, float], ...] = (
     (10.0, 1.0), (-10.0, 1.0), (0.0, 0.02), (0.0, -30.0), (0.5, 1.0), (0.0, 3.0), (0.0, -0.5),
     (300.0, 1.0), (-1000.0, 1.0), (0.0, 500.0), (0.0, -3000.0), (0.0, 1e-3),
@@ -101,18 +102,27 @@ class Choices:
         """Factors whose level the call cannot have, for what others' are; and those whose level
         hides what others do: no elements, numbers that are not finite, all dropped or skipped."""
 
+    def hides(self, factor: str, it_does: bool) -> None:
+        """Notes that nothing, or little, is seen in the results of what other factors do."""
+        self.hiding |= {factor} if it_does else set()
+
     def of(self, factor: str, *options: T, can: Sequence[bool] | None = None) -> T:
         """The option that the factor's level stands for; the simplest is the first.
 
         Args:
-            can: of each option, whether the call can have it; None: any.
+            can: of each option, whether the call can have it; None: any. Where it cannot have what
+                it is given, it has the simplest that it can, and this is noted.
         """
         known = self.asked.setdefault(factor, len(options))
         assert known == len(options), f"{factor} has {known} levels, and then {len(options)}"
+        can = can or [True] * len(options)
         if self._choose is not None and factor not in self._levels:
-            self._choose(factor, can or [True] * len(options))
-        option = options[self._levels.get(factor, 0)]
-        self.chosen[factor] = option
+            self._choose(factor, can)
+        level = self._levels.get(factor, 0)
+        if not can[level]:
+            self.refused.add(factor)
+            level = can.index(True)
+        self.chosen[factor] = option = options[level]
         return option
 
     @property
@@ -125,19 +135,10 @@ class Choices:
         factor: str,
         classes: Mapping[str, Sequence[T]],
         fits: Callable[[T], bool] = lambda member: True,
-        otherwise: T | None = None,
     ) -> T:
-        """A member of the class that the factor's level stands for, of those that fit.
-
-        Args:
-            otherwise: what the call has if none does: not the level, which is noted.
-        """
+        """A member of the class that the factor's level stands for, of those that fit; one does."""
         can = [any(map(fits, members)) for members in classes.values()]
-        can[0] |= not any(can)
         members = classes[self.of(factor, *classes, can=can)]
-        if otherwise is not None and not any(map(fits, members)):
-            members, fits = [otherwise], lambda member: True
-            self.refused.add(factor)
         self.chosen[factor] = found = self._member(factor, members, "", fits)
         return found
 
@@ -147,21 +148,29 @@ class Choices:
         Args:
             hides: with which the call does nothing.
         """
-        found = self.member(factor, {str(members[0]): members for members in classes})
-        self.hiding |= {factor} if hides is not None and found == hides else set()
+        found = self.member(factor, _named(classes))
+        self.hides(factor, hides is not None and found == hides)
         return found
 
     def eps(self, numbers: int | None, *classes: Sequence[float]) -> float:
-        """What is added to a variance. Of few numbers that may be nothing but rounding, of which a
-        small eps makes much; None: it is a mean square.
+        """What is added to a variance.
+
+        Args:
+            numbers: so many it is of. Of few it may be nothing but rounding, of which a small eps
+                makes much. None: it is a mean square.
         """
-        named = {str(members[0]): members for members in classes}
-        is_enough = numbers is None or numbers > 7
-        return self.member("eps", named, lambda eps: is_enough or eps >= 0.05, 1.0)
+        least = 0.0 if numbers is None or numbers > FEW_NUMBERS else LARGE_EPS
+        return self.member("eps", _named(classes), lambda eps: eps >= least)
+
+    def probability(self, draw: Draw) -> float:
+        """Of dropping. In float16 a hundred times what is left of wide numbers would not fit."""
+        low, half, high = (0.1, 0.2, 0.3, 0.01, 0.05), (0.5, 0.4, 0.6), (0.9, 0.7, 0.8, 0.99)
+        fit = 3 if draw.dtype == torch.float16 else 4
+        return self.number("p", low, (0.0,), half, high[:fit], (1.0,), hides=1.0)
 
     def number_up_to(self, most: int, factor: str, *classes: Sequence[int]) -> int:
-        """One of those up to a highest one, which stands for classes of larger ones."""
-        return self._up_to(most, factor, {str(members[0]): members for members in classes})
+        """One of those up to a highest one."""
+        return self._up_to(most, factor, _named(classes))
 
     def turn(self, factor: str) -> int:
         """Any number from 0 on, for choices that are no factor."""
@@ -197,8 +206,8 @@ class Choices:
         return self._up_to(high, factor, {**SIZES, **({"none": (0,)} if none else {})})
 
     def _up_to(self, most: int, factor: str, classes: Mapping[str, Sequence[int]]) -> int:
-        found = self.member(factor, classes, lambda size: size <= most, most)
-        self.hiding |= set() if found else {factor}
+        found = self.member(factor, classes, lambda size: size <= most)
+        self.hides(factor, not found)
         return found
 
     def rows(self, factor: str = "rows", *, dims: int = 5, high: int = FEW_ROWS) -> list[int]:
@@ -209,7 +218,7 @@ class Choices:
 
         found = {name: shapes for name, shapes in ROWS.items() if any(map(fits, shapes))}
         shape = self.member(factor, found, fits)
-        self.hiding |= {factor} if 0 in shape else set()
+        self.hides(factor, 0 in shape)
         return list(shape)
 
     def room(self, *sizes: int, elements: int | None = None) -> Room:
@@ -240,7 +249,7 @@ class Choices:
         if self.of_gradients:
             kinds = tuple("nan" if kind in NOT_FINITE else kind for kind in kinds)
         kind = self.of(factor, *kinds)
-        self.hiding |= {factor} if kind in NOT_FINITE else set()
+        self.hides(factor, kind in NOT_FINITE)
         if ends and kind in ENDS:
             return draw.normal(*shape, scale=ends[ENDS.index(kind)], dtype=dtype)
         normal = draw.normal(*shape, dtype=torch.float32)
@@ -251,9 +260,6 @@ class Choices:
         # In float16 what a kernel stores in between would be subnormal, or infinite.
         can = [draw.dtype != torch.float16 or kind == "normal" for kind in VALUES]
         kind = self.of(factor, *VALUES, can=can)
-        if not can[VALUES.index(kind)]:
-            self.refused.add(factor)
-            kind = "normal"
         return lambda normal: self._changed(factor, kind, draw, normal.float()).to(normal.dtype)
 
     def _changed(self, factor: str, kind: str, draw: Draw, normal: Tensor) -> Tensor:
@@ -276,7 +282,7 @@ class Choices:
         for name, tensor in tensors.items():
             factor = f"{name} has besides"
             if self.of(factor, "finite", "nan") == "nan" and tensor.numel():
-                self.hiding.add(factor)
+                self.hides(factor, True)
                 self._spoil(factor, tensor, NOT_FINITE["nan"])
 
     def _spoil(self, factor: str, tensor: Tensor, values: Sequence[float]) -> None:
@@ -346,6 +352,11 @@ class Room:
         found = self.choose.size(factor, max(min(high, self.left), 1), none=none)
         self.left //= max(found, 1)
         return found
+
+
+def _named(classes: Iterable[Sequence[T]]) -> Mapping[str, Sequence[T]]:
+    """By their first members."""
+    return {str(members[0]): members for members in classes}
 
 
 @lru_cache(maxsize=1 << 12)

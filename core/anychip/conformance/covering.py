@@ -55,16 +55,25 @@ class CoveringArray:
         """A cube: each combination stands there once for every order of its factors."""
         nothing: Bools = np.zeros((0, 0), np.bool_)
         self._had, self._could, self._in_vain = nothing, nothing, nothing.astype(np.int64)
+        """Of any two levels: whether a row had both; whether one could have; how many could not."""
         self._hides: Bools = nothing.reshape(0)
         self._feasible, self._kept = self._hides, self._hides
+        """Of each level: whether it hides what others do; whether any row could have it; whether
+        this row had better not, which would lose its start."""
         self._drawn = self._in_vain.reshape(0)
+        """Of each level: how many rows that were not to be simple asked for its factor."""
         self._alone: list[tuple[int, ...]] = [()] * FIRST
+        """The starts of the first rows: nothing, and each level that is not its factor's first."""
         self._start: tuple[int, ...] = ()
-        self._tried: Counter[tuple[int, ...]] = Counter()
+        """What the row is made around, as places; and whether all else in it is simplest."""
         self._simple = True
+        self._tried: Counter[tuple[int, ...]] = Counter()
+        """By start, the rows that were to have it and have not."""
         self._fixed: list[int] = []
+        """The row's levels so far, as places; and all those that it cannot have."""
         self._cannot: list[int] = []
         self._turns: Counter[tuple[str, int]] = Counter()
+        """By factor and level, the rows that were asked."""
 
     def begin(self) -> bool:
         """Starts a row, unless nothing is missing any more."""
@@ -92,9 +101,8 @@ class CoveringArray:
             self._add(factor, len(can))
         block = self.factors[factor]
         self._cannot += [block.start + level for level, it in enumerate(can) if not it]
-        wanted = [place - block.start for place in self._start if block.start <= place < block.stop]
-        known = bool(wanted) and can[wanted[0]]
-        level = int(wanted[0]) if known else self._chosen(block, can)
+        mine = [level for level, it in enumerate(can) if it and block.start + level in self._start]
+        level = mine[0] if mine else self._chosen(block, can)
         self.row[factor], self.places[factor] = level, self._turns[factor, level]
         self._fixed.append(block.start + level)
         return level
@@ -110,10 +118,8 @@ class CoveringArray:
         had = {f: self.factors[f].start + n for f, n in self.row.items() if f not in refused}
         hides = [had[factor] for factor in hiding if factor in had]
         self._hides[hides] = True
-        before = np.count_nonzero(self._missing)
-        _mark(self._missing, list(had.values()), hides, to=False)
         _mark(self._had, list(had.values()), hides, to=True)
-        is_new = np.count_nonzero(self._missing) < before
+        is_new = _mark(self._missing, list(had.values()), hides, to=False) or not self._start
         start, lacks = self._start, not set(self._start) <= set(had.values())
         lacks = bool(self._missing[start]) if len(start) == self.strength else lacks
         if lacks and len(start) >= min(self.strength, 2):
@@ -121,9 +127,9 @@ class CoveringArray:
             can_be = all(self._could[pair] for pair in itertools.combinations(start, 2))
             if self._simple and (not can_be or self._tried[start] == PERSISTENT):
                 self._leave_out(start)
-        if not start or is_new:
+        if is_new:
             self._turns.update(self.row.items())
-        return not start or bool(is_new)
+        return is_new
 
     def asked(self) -> NDArray[np.float64]:
         """(factors, factors) of the pairs of levels, or levels, that can be, the part in a row."""
@@ -131,9 +137,8 @@ class CoveringArray:
         meet = np.stack([self._could[:, b].any(1) for b in blocks], 1)  # levels with factors
         found = np.ones((len(blocks), len(blocks)))
         for (i, a), (j, b) in itertools.product(enumerate(blocks), repeat=2):
-            both = self._had[a, b]
-            can = both.shape[0] if i == j else meet[a, j].sum() * meet[b, i].sum()
-            found[i, j] = both.sum() / max(can, 1)
+            can = a.stop - a.start if i == j else meet[a, j].sum() * meet[b, i].sum()
+            found[i, j] = self._had[a, b].sum() / max(can, 1)
         return found.clip(max=1.0)
 
     def _add(self, factor: str, count: int) -> None:
@@ -141,8 +146,7 @@ class CoveringArray:
         first = len(self._hides)
         self.factors[factor] = slice(first, first + count)
         self._alone += [(first + level,) for level in range(1, count)]
-        total = first + count
-        cube = np.ones((total,) * self.strength, np.bool_)
+        cube = np.ones((first + count,) * self.strength, np.bool_)
         for block in self.factors.values():  # two levels of one factor never meet
             for axes in itertools.combinations(range(self.strength), 2):
                 cube[tuple(block if axis in axes else slice(None) for axis in range(cube.ndim))] = 0
@@ -211,15 +215,22 @@ class CoveringArray:
         self._in_vain[fixed] += (beside & ~could[:, None]).T
 
 
-def _mark(cube: Bools, row: list[int], hides: list[int], *, to: bool) -> None:
-    """Sets the combinations of a row that count: those with all that hides, or of nothing else."""
+def _mark(cube: Bools, row: list[int], hides: list[int], *, to: bool) -> bool:
+    """Sets the combinations of a row that count: those with all that hides, or of nothing else.
+
+    Returns:
+        whether one of them was not so before.
+    """
+    is_new = False
     if len(hides) >= cube.ndim:
         row, hides = hides, []
     for axes in itertools.permutations(range(cube.ndim), len(hides)):
         where = [row] * cube.ndim
         for axis, place in zip(axes, hides, strict=True):
             where[axis] = [place]
+        is_new |= bool((cube[np.ix_(*where)] != to).any())
         cube[np.ix_(*where)] = to
+    return is_new
 
 
 def covering_array(levels: Sequence[int], strength: int, seed: int = 0) -> Rows:

@@ -228,7 +228,7 @@ def _place(choose: Choices, name: str, arg: Any, *, written: bool) -> Layout:
         return can_be or place == "contiguous"
 
     places = OF_LISTS if isinstance(arg, list) else PLACES
-    return choose.member(f"{name} lies", places, fits, "contiguous")
+    return choose.member(f"{name} lies", places, fits)
 
 
 class _Failed(NamedTuple):

@@ -15,7 +15,7 @@ from rich.console import Console
 from anychip import conformance
 from anychip.conformance import isolation, side_by_side, terminal
 from anychip.conformance.asking import run_case
-from anychip.conformance.case import Case, CheckFailedError, Context, check_equal_bits
+from anychip.conformance.case import Case, CheckFailedError, Context, check, check_equal_bits
 from anychip.conformance.page import to_html
 from anychip.conformance.report import Report, Result
 from anychip.conformance.runner import run_plan
@@ -111,6 +111,19 @@ def test_exception_of_a_case_becomes_its_outcome(
     assert result.outcome == outcome
     assert words in result.reason
     assert result.call == "f(x)"
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_backend_that_cannot_say_what_served_a_call_fails_and_the_run_goes_on(
+    is_wrong: bool,
+) -> None:
+    def run(context: Context) -> None:
+        context.served_by = lambda: str(1 / 0)
+        check(not is_wrong, "wrong")
+
+    result = run_case(Case(id="device/x", run=run), backend(), "quick")
+    assert result.outcome == "failed"
+    assert ("wrong" if is_wrong else "ZeroDivisionError") in result.reason
 
 
 def test_unexpected_exception_names_the_line_that_raised_it() -> None:

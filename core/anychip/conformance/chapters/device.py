@@ -242,7 +242,7 @@ def operators_everywhere(context: Context) -> None:
                 backend.set_device(index)
                 there = Context(backend, context.level, context.seed)
                 found.append([y.cpu() for y in trial.run(trial.place(there))])
-                context.call = f"{there.call} on device {index}"
+                context.call = f"{there.told(there.call)} on device {index}"
             for index, results in enumerate(found[1:], 1):
                 for y, got, want in zip(trial.names(), results, found[0], strict=True):
                     check_equal_bits(f"{y} of {name} on device {index} and 0", got, want)

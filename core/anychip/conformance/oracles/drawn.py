@@ -100,16 +100,11 @@ def _rng(choose: Choices, draw: Draw) -> Tensor:
     return draw.rng(*choose.of("seed and offset", *_SEEDS))
 
 
-def _probability(choose: Choices) -> float:
-    low, half, high = (0.1, 0.2, 0.3, 0.01, 0.05), (0.5, 0.4, 0.6), (0.9, 0.7, 0.8, 0.99)
-    return choose.number("p", low, (0.0,), half, high, (1.0,), hides=1.0)
-
-
 def _dropout(choose: Choices, draw: Draw) -> Arguments:
     shape = choose.shape()
     rows, place = _place(choose, draw, shape)
     x = choose.values("x", draw, *shape, ends=SQUARES, more=SPECIAL)
-    return (x, _rng(choose, draw), rows), {"p": _probability(choose), **place}
+    return (x, _rng(choose, draw), rows), {"p": choose.probability(draw), **place}
 
 
 def _place(
@@ -134,7 +129,8 @@ def _bias_dropout_add(choose: Choices, draw: Draw) -> Arguments:
     residual = choose.values("residual", draw, *shape, dtype=wide, more=SPECIAL)
     bias = choose.optional("bias", draw, shape[-1])
     rows, place = _place(choose, draw, shape)
-    return (x, residual, _rng(choose, draw), bias, rows), {"p": _probability(choose), **place}
+    attrs = {"p": choose.probability(draw), **place}
+    return (x, residual, _rng(choose, draw), bias, rows), attrs
 
 
 def _dropout_add_norm(choose: Choices, draw: Draw, *, bias: bool) -> Arguments:
@@ -143,7 +139,7 @@ def _dropout_add_norm(choose: Choices, draw: Draw, *, bias: bool) -> Arguments:
     (x, residual, weight, *last), attrs = _norm(choose, draw, bias=bias, residual=True, ends=ends)
     rows = _place(choose, draw, x.shape)[0]
     args = (x, residual, weight, _rng(choose, draw), *last, rows)
-    return args, {"p": _probability(choose), **attrs}
+    return args, {"p": choose.probability(draw), **attrs}
 
 
 def _element(
@@ -280,7 +276,7 @@ def _attention(choose: Choices, draw: Draw, *, dropout: bool = False) -> Argumen
                                strict=True)
         ]  # fmt: skip
         sizes = zip(("heads", "queries", "keys"), index[1:], strict=True)
-        attrs |= {"p": _probability(choose)} | {n: whole for n, given in sizes if given is not None}
+        attrs |= {"p": choose.probability(draw)} | {n: whole for n, at in sizes if at is not None}
         return (*args, _rng(choose, draw), *index), attrs
     return tuple(args), attrs
 
@@ -466,7 +462,7 @@ def _targets(choose: Choices, draw: Draw, classes: int, rows: list[int], ignore:
         target = torch.full_like(target, kinds[kind])
     if kind.endswith("ignored"):
         target.reshape(-1)[:: 1 if kind == "all ignored" else 2] = ignore
-        choose.hiding |= {"target"} if kind == "all ignored" else set()
+        choose.hides("target", kind == "all ignored")
     return target
 
 

@@ -41,7 +41,7 @@ def _shapes(choose: Choices) -> list[tuple[int, ...]]:
     first = choose.turn("shapes")
     most = min(count, max(MANY, len(shapes)))  # of shapes that are given, all
     found = [shapes[(first + index) % len(shapes)] for index in range(most)]
-    choose.hiding |= set() if any(map(math.prod, found)) else {"shapes"}
+    choose.hides("shapes", not any(map(math.prod, found)))
     return found + [(index % 3,) for index in range(count - len(found))]
 
 

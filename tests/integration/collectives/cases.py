@@ -126,6 +126,24 @@ def reductions_in_pieces(comm: Communicator, numels: Sequence[int], piece_nbytes
     return reductions(comm, numels, ["float32", "float16"], ["avg"])
 
 
+def under_way(comm: Communicator, numel: int) -> list[str]:
+    """Calls under way at once, waited for from the last to the first."""
+    size, rank, numels = comm.world_size, comm.rank, range(numel, numel + 6)
+    reduced = [tensor(operand(rank, n, "float32"), "float32") for n in numels]
+    gathered, letter, own = torch.zeros(size), torch.zeros(3), torch.full((3,), float(rank))
+    works = [comm.all_reduce(each, async_op=True) for each in reduced]
+    works.append(comm.all_gather(gathered, own[:1], async_op=True))
+    after, before = (rank + 1) % size, (rank - 1) % size
+    swap = [Transfer("send", own, after, 7), Transfer("recv", letter, before, 7)]
+    works.append(comm.exchange(swap, async_op=True))
+    for work in reversed(works):
+        work.wait()
+    wanted = [joined(size, n, "float32", "sum") for n in numels]
+    wrong = [f"all_reduce {n}" for n in range(6) if not same(reduced[n], wanted[n])]
+    right = gathered.tolist() == list(range(size)) and letter.tolist() == [before] * 3
+    return wrong if right else [*wrong, "gathered or letter"]
+
+
 def rule_of_the_suite(comm: Communicator, question: str, **arguments: Any) -> dict[str, str]:
     """What the conformance suite asks of a backend's own transport; digests alike on all ranks."""
     from anychip.conformance import rank_rules

@@ -76,21 +76,9 @@ def random_calls(comm: Communicator, seed: int, folder: str, slow: int | None = 
         elif call == "move":
             wrong += cases.moves(group, [numel >> 3], [dtype])
         else:
-            wrong += _many(group, numel)
+            wrong += cases.under_way(group, numel)
     comm.barrier()  # who has the job's store may not end before the others have done
     return wrong
-
-
-def _many(comm: Communicator, numel: int) -> list[str]:
-    """Calls under way at once, waited for from the last to the first."""
-    from tests.integration.collectives import cases
-
-    sizes = range(numel, numel + 6)
-    given = [cases.tensor(cases.operand(comm.rank, n, "float32"), "float32") for n in sizes]
-    for work in [comm.all_reduce(tensor, async_op=True) for tensor in given][::-1]:
-        work.wait()
-    wanted = [cases.joined(comm.world_size, n, "float32", "sum") for n in sizes]
-    return [f"all_reduce {n}" for n in range(6) if not cases.same(given[n], wanted[n])]
 
 
 def attempt(server: Server, seed: int) -> Trial:

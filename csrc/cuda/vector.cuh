@@ -63,7 +63,7 @@ __device__ __forceinline__ void load(const T* __restrict__ from, float (&to)[N])
   }
 }
 
-// to[i] = from[i], each rounded to T. Alignment as for load.
+// to[i] = from[i], each rounded to T. Alignment as for load; `to` is in global memory.
 template <int N, class T>
 __device__ __forceinline__ void store(T* __restrict__ to, const float (&from)[N]) {
   if constexpr (N == 1) {

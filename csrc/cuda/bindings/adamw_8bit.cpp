@@ -31,7 +31,7 @@ CodedUpdate coded_update_of(const py::list& params, const py::list& numels,
 
 void bind_adamw_8bit(py::module_& m) {
   // Lists of one length, the last two perhaps empty: params, their sizes and dtypes, grads, ...
-  py::class_<CodedUpdate>(m, "CodedUpdate").def(py::init(&coded_update_of));
+  py::class_<CodedUpdate>(m, "CodedUpdate", py::module_local()).def(py::init(&coded_update_of));
 
   m.def("adamw_8bit", [](const CodedUpdate& update, Address factors, double beta1, double beta2,
                          double eps, int device, Address stream) {

@@ -32,7 +32,8 @@ float log_of(double beta) { return static_cast<float>(std::log(beta)); }
 void bind_updates(py::module_& m) {
   m.attr("STEP_FACTORS") = kStepFactors;
   // Lists of one length, or empty: params, their sizes and dtypes, grads, ...
-  py::class_<Update>(m, "Update").def(py::init(&update_of));
+  // Local: the kernels for the host, in the same process, have such a class too.
+  py::class_<Update>(m, "Update", py::module_local()).def(py::init(&update_of));
 
   m.def("begin_step", [](Address lr, Address step, Address scale, Address clip, Address found_inf,
                          double beta1, double beta2, double weight_decay, bool counts,

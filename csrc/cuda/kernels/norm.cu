@@ -8,6 +8,9 @@
 // this one is reduced. A column's sum belongs to one thread (per row of the block), so nothing
 // waits for another. At the end every block writes its sums to scratch, and a second kernel adds
 // those of the blocks in their order: same inputs and same number of blocks, same bits.
+//
+// Note [Same bits whatever is wanted]: nvcc makes copies of a loop by what is wanted, and joins a
+// product and a sum to one rounding in some and not in others. In the backward it is said which.
 #include "norm.h"
 
 #include <algorithm>
@@ -182,7 +185,8 @@ class ColumnSums {
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) chunk[i] += before[i];
       }
-      store(sums, chunk);
+      // Not store(), which is for global memory alone.
+      store_adjacent(sums, pack<kChunk, float>(chunk));
     }
   }
   __device__ __forceinline__ void read(int first, float (&values)[N]) const {
@@ -219,7 +223,7 @@ struct BackwardTile {
     unpack(grad[i], grads);
     unpack(v[i], normed);
 #pragma unroll
-    for (int at = 0; at < N; ++at) normed[at] = (normed[at] - row.mean) * row.rstd;
+    for (int at = 0; at < N; ++at) normed[at] = __fmul_rn(normed[at] - row.mean, row.rstd);
   }
 };
 
@@ -252,9 +256,9 @@ __device__ __forceinline__ void project_tile(const NormBackward& args,
     load_parameter(args.weight, args.weight_dtype, column, weight);
 #pragma unroll
     for (int at = 0; at < N; ++at) {
-      const float scaled = grads[at] * weight[at];
+      const float scaled = __fmul_rn(grads[at], weight[at]);
       sums[0] += scaled;
-      sums[1] += scaled * normed[at];
+      sums[1] = __fmaf_rn(scaled, normed[at], sums[1]);
     }
   });
 }
@@ -271,7 +275,8 @@ __device__ __forceinline__ void store_gradient(const NormBackward& args, const R
   load_parameter(args.weight, args.weight_dtype, column, weight);
 #pragma unroll
   for (int at = 0; at < N; ++at) {
-    grads[at] = (grads[at] * weight[at] - means[0] - normed[at] * means[1]) * statistics.rstd;
+    const float centred = __fmaf_rn(grads[at], weight[at], -means[0]);
+    grads[at] = __fmul_rn(__fmaf_rn(-normed[at], means[1], centred), statistics.rstd);
   }
   if (args.dtotal != nullptr) {
     unpack(dtotal, normed);
@@ -327,7 +332,7 @@ __device__ __forceinline__ void finish_tile(const NormBackward& args, const Rule
     if (args.dweight != nullptr) {
       float products[N];
 #pragma unroll
-      for (int at = 0; at < N; ++at) products[at] = grads[at] * normed[at];
+      for (int at = 0; at < N; ++at) products[at] = __fmul_rn(grads[at], normed[at]);
       sums.dweight.add(place_of_warp, begins, products);
     }
     if (args.dx != nullptr || args.dresidual != nullptr) {

@@ -37,6 +37,13 @@ void* shared_variable(const void* key, size_t bytes, size_t alignment, const cha
 
 void* dynamic_shared_memory() { return Multiprocessor::running->shared().dynamic(); }
 
+void check_global(const void* address, const char* name, Site site) {
+  Multiprocessor& here = *Multiprocessor::running;
+  if (!here.shared().contains(address)) return;
+  here.fail("%s:%d: %s takes an address in global memory, got one in shared memory", site.file,
+            site.line, name);
+}
+
 void fence() { Multiprocessor::running->fence(); }
 void before_atomic(const void* address) { Multiprocessor::running->before_atomic(address); }
 void after_atomic(const void* address) { Multiprocessor::running->after_atomic(address); }

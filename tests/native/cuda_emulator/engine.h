@@ -68,6 +68,8 @@ void sleep(Site site);
 void* shared_variable(const void* key, size_t bytes, size_t alignment, const char* name,
                       const char* file, int line);
 void* dynamic_shared_memory();
+// Ends the kernel where `name`, which takes an address in global memory, got one in shared memory.
+void check_global(const void* address, const char* name, Site site);
 
 // Note [Order of memory] in happens_before.h.
 void fence();

@@ -11,12 +11,14 @@
 #include <type_traits>
 
 #include "bit_cast.h"
+#include "engine.h"
 
-// Hints to the caches, which there are none of.
-#define CUDA_EMULATOR_LOAD(name) \
-  template <class T>             \
-  T name(const T* address) {     \
-    return *address;             \
+// Hints to the caches, which there are none of. What they are for lies in global memory.
+#define CUDA_EMULATOR_LOAD(name)                               \
+  template <class T>                                           \
+  T name(const T* address, CUDA_EMULATOR_SITE) {               \
+    cuda_emulator::check_global(address, #name, {file, line}); \
+    return *address;                                           \
   }
 CUDA_EMULATOR_LOAD(__ldg)
 CUDA_EMULATOR_LOAD(__ldca)
@@ -25,10 +27,11 @@ CUDA_EMULATOR_LOAD(__ldcs)
 CUDA_EMULATOR_LOAD(__ldlu)
 CUDA_EMULATOR_LOAD(__ldcv)
 #undef CUDA_EMULATOR_LOAD
-#define CUDA_EMULATOR_STORE(name)                      \
-  template <class T>                                   \
-  void name(T* address, std::common_type_t<T> value) { \
-    *address = value;                                  \
+#define CUDA_EMULATOR_STORE(name)                                          \
+  template <class T>                                                       \
+  void name(T* address, std::common_type_t<T> value, CUDA_EMULATOR_SITE) { \
+    cuda_emulator::check_global(address, #name, {file, line});             \
+    *address = value;                                                      \
   }
 CUDA_EMULATOR_STORE(__stwb)
 CUDA_EMULATOR_STORE(__stcg)

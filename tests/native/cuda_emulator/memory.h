@@ -43,6 +43,10 @@ class SharedMemory {
   // The variable of this key, made at its first use. Null when all variables are too large.
   void* variable(const void* key, size_t bytes, size_t alignment);
   void* dynamic() const { return pages_.data(); }
+  bool contains(const void* address) const {
+    const auto* byte = static_cast<const char*>(address);
+    return byte >= pages_.data() && byte < pages_.data() + kArea;
+  }
   size_t dynamic_bytes() const { return dynamic_bytes_; }
   size_t static_bytes() const { return static_bytes_; }
 

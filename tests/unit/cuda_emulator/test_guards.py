@@ -68,6 +68,8 @@ def test_several_threads_of_the_host_run_each_block_once() -> None:
     ("caller not in mask", "", ["not lane 31"]), ("width", "", ["width of five"]),
     ("static shared over", "", ["shared variable"]),
     ("both shared over", "", ["one variable too many"]),
+    ("global store", "", ["store of global memory"]),
+    ("global load", "", ["load of global memory"]),
     ("endless sleep", "", ["endless sleep"]),
 ], ids=lambda value: value if isinstance(value, str) and value.islower() else "")  # fmt: skip
 def test_mistake_in_a_kernel_fails_and_names_its_lines(

@@ -91,6 +91,16 @@ __global__ void both_shared() {
   one[threadIdx.x] = 0.0f;
 }
 
+__global__ void global_store_to_shared() {
+  ANYCHIP_SHARED(float, one, 32);
+  __stwb(&one[threadIdx.x], 1.0f);  // at: store of global memory
+}
+
+__global__ void global_load_of_shared(float* out) {
+  ANYCHIP_SHARED(float, one, 32);
+  out[threadIdx.x] = __ldg(&one[threadIdx.x]);  // at: load of global memory
+}
+
 template <int kBytes>
 struct Parameters {
   char bytes[kBytes];
@@ -262,6 +272,11 @@ const std::map<std::string, std::function<cudaError_t()>>& scenarios() {
       {"attribute over", [] { return allow(dynamic_shared, 232449); }},
       {"both shared over", [] { return run(both_shared, dim3(1), dim3(32), 49152 - 4095); }},
       {"both shared", [] { return run(both_shared, dim3(1), dim3(32), 49152 - 4096); }},
+      {"global store", [] { return run(global_store_to_shared, dim3(1), dim3(32), 0); }},
+      {"global load",
+       [] {
+         return run(global_load_of_shared, dim3(1), dim3(32), 0, reinterpret_cast<float*>(results));
+       }},
       {"no blocks", [] { return run(nothing, dim3(0), dim3(32), 0); }},
       {"no threads", [] { return run(nothing, dim3(1), dim3(32, 0), 0); }},
       {"1024 threads", [] { return run(nothing, dim3(1), dim3(16, 1, 64), 0); }},

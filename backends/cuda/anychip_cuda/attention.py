@@ -1,8 +1,9 @@
-"""Rows for attention, mapped to kernels that torch brings: no score is kept.
+"""Rows for attention of 16 bits, mapped to kernels that torch brings: no score is kept.
 
-16-bit tensors go forward through cuDNN where torch itself prefers it, else through flash attention,
-and backward through flash attention in its deterministic mode; float32 ones, and 16-bit ones whose
-result is to be float32, through the memory-efficient kernel, whose products keep float32's digits.
+They go forward through cuDNN where torch itself prefers it, else through flash attention, and
+backward through flash attention in its deterministic mode; what is to have a float32 result goes
+through the memory-efficient kernel. That multiplies float32 numbers as three products of parts of
+11 bits: exact where they were 16-bit ones, else up to 2^-20 off; float32 is attention_blocks.py's.
 All leave the same lse. None has torch's mask for causal, which is aligned to the first key: these
 kernels align it to the last.
 
@@ -48,7 +49,7 @@ def takes_flash(q: Tensor, k: Tensor, v: Tensor, **attrs: Any) -> bool:
 
 
 def takes_efficient(q: Tensor, k: Tensor, v: Tensor, **attrs: Any) -> bool:
-    """Whether the memory-efficient kernel takes a call, in float32 or widened to it."""
+    """Whether the memory-efficient kernel takes a call, widened to float32."""
     return takes(q, k, v, **attrs) and capability(q) >= (8, 0)
 
 
@@ -202,11 +203,12 @@ def attention_backward_by_flash(
     return tuple(t[..., :dim].contiguous() for t in (dq, dk, dv))
 
 
-# float32, or a result of it
+# 16 bits with a float32 result
 
 
 def _goes_efficient(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **attrs: Any) -> bool:
-    return torch.float32 in (q.dtype, attrs["out_dtype"]) and takes_efficient(q, k, v, **attrs)
+    is_widened = q.dtype in HALVES and attrs["out_dtype"] == torch.float32
+    return is_widened and takes_efficient(q, k, v, **attrs)
 
 
 def _by_query_head(x: Tensor, heads: int) -> Tensor:

@@ -1,6 +1,8 @@
 """conv1d and conv2d, mapped to torch's convolutions, cuDNN's, of float32 numbers.
 
-16-bit numbers are widened: what cuDNN rounds in between, with a bias, is not written anywhere.
+16-bit numbers are widened: what cuDNN rounds in between, with a bias, is not written anywhere. The
+gradient of the weight in float32 is a product of ours: where it is one of tiles that cuDNN
+transforms first (Lavin and Gray 2016, arXiv:1509.09308), some elements lose digits.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip_cuda.numerics import exact_convolutions
+from anychip_cuda.numerics import exact_convolutions, exact_products
 from anychip_cuda.table import Needs, declared
 
+_PATCHES = 1 << 27
+"""Numbers of patches at a time: half a gibibyte."""
 PerDim = int | Sequence[int]
+Attributes = tuple[list[int], list[int], list[int], bool, list[int], int]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -22,9 +27,7 @@ def _has_elements(x: Tensor, *_: object, **__: object) -> bool:
     return x.numel() > 0
 
 
-def _attributes(
-    stride: PerDim, padding: PerDim, dilation: PerDim, groups: int
-) -> tuple[list[int], list[int], list[int], bool, list[int], int]:
+def _attributes(stride: PerDim, padding: PerDim, dilation: PerDim, groups: int) -> Attributes:
     """As torch takes them: not transposed, and no padding of the output."""
     first, second, third = (
         [value] * 2 if isinstance(value, int) else list(value)
@@ -67,16 +70,36 @@ def conv2d_backward(
 ) -> Gradients:
     wide = [t.float().contiguous() for t in (grad, x, weight)]
     attributes = _attributes(stride, padding, dilation, groups)
+    by_patches = x.dtype == torch.float32 and min(weight.shape[2:]) > 1
+    asked = [needs[0], needs[1] and not by_patches]
     with exact_convolutions:
         found = torch.ops.aten.convolution_backward(
-            *wide, [weight.shape[0]], *attributes, [*needs[:2], False]
+            *wide, [weight.shape[0]], *attributes, [*asked, False]
         )
     dx, dweight = (
         t.to(like.dtype).contiguous() if need else None
-        for t, like, need in zip(found[:2], (x, weight), needs[:2], strict=True)
+        for t, like, need in zip(found[:2], (x, weight), asked, strict=True)
     )
+    if needs[1] and by_patches:
+        dweight = _weight_gradient(wide[0], wide[1], wide[2], attributes)
     dbias = wide[0].sum((0, 2, 3)).to(weight.dtype) if needs[2] else None
     return dx, dweight, dbias
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, attributes: Attributes) -> Tensor:
+    """sum over n, t of grad[n, o, t] and the patch of x[n] that output t sees, in float32."""
+    stride, padding, dilation, *_, groups = attributes
+    by_group = grad.reshape(grad.shape[0], groups, weight.shape[0] // groups, -1)
+    total = weight.new_zeros(groups, by_group.shape[2], weight[0].numel())
+    size = x.shape[1] * weight[0, 0].numel() * by_group.shape[3]
+    for own, seen in zip(*(t.split(max(1, _PATCHES // size)) for t in (by_group, x)), strict=True):
+        patches = torch.nn.functional.unfold(
+            seen, tuple(weight.shape[2:]), tuple(dilation), tuple(padding), tuple(stride)
+        )
+        patches = patches.view(len(seen), groups, total.shape[2], -1)
+        with exact_products:
+            total += torch.einsum("ngot,ngkt->gok", own, patches)
+    return total.view(weight.shape)
 
 
 def _depthwise(x: Tensor) -> dict[str, Any]:

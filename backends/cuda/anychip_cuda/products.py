@@ -17,6 +17,9 @@ from anychip_cuda.numerics import exact_products
 from anychip_cuda.table import Needs, declared
 
 _GROUPED_MAJORS = (9, 10)
+_WHOLE = 1 << 20
+"""Elements of a result that keeps a device busy. For a smaller one cuBLAS may split the sums, and
+round to 16 bits before it adds the bias, whatever the switches say."""
 _LINE = 16
 """Bytes to which torch's kernels want addresses aligned; the grouped one rows too."""
 
@@ -24,6 +27,16 @@ _LINE = 16
 def _has_product(x: Tensor, out_dtype: torch.dtype | None) -> bool:
     """Whether torch has the product: with a float32 result of 16-bit operands cuBLAS's alone is."""
     return out_dtype in (None, x.dtype) or (x.is_cuda and not torch.version.hip)
+
+
+def _may_split(rows: Tensor, weight: Tensor) -> bool:
+    """Whether cuBLAS may round the sums of 16-bit numbers before their bias is added."""
+    return (
+        rows.dtype != torch.float32
+        and 0 < len(rows) * len(weight) < _WHOLE
+        and rows.shape[1] > 0
+        and _has_product(rows, torch.float32)
+    )
 
 
 @declared.forward(
@@ -34,12 +47,13 @@ def _has_product(x: Tensor, out_dtype: torch.dtype | None) -> bool:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None
 ) -> Tensor:
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     with exact_products:
-        if out_dtype in (None, x.dtype):
-            return torch.nn.functional.linear(x, weight, bias).contiguous()
-        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-        y = torch.mm(rows, weight.t(), out_dtype=out_dtype)
-    y = y if bias is None else y.add_(bias)
+        if out_dtype not in (None, x.dtype) or (bias is not None and _may_split(rows, weight)):
+            y = torch.mm(rows, weight.t(), out_dtype=torch.float32)
+            y = (y if bias is None else y.add_(bias)).to(out_dtype or x.dtype)
+        else:
+            y = torch.nn.functional.linear(rows, weight, bias).contiguous()
     return y.view(*x.shape[:-1], weight.shape[0])
 
 

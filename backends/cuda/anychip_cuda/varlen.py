@@ -1,4 +1,4 @@
-"""Rows for attention over packed sequences: flash attention, or one call per sequence to float32.
+"""Rows for attention over packed sequences: flash attention; to float32 one call per sequence.
 
 Flash attention's grid is made for the longest sequence, a number that the host needs and the device
 has. It is read once per packing, not once per layer; while a graph is recorded, where nothing can
@@ -30,6 +30,7 @@ from anychip_cuda.attention import (
     takes_flash,
     true_scale,
 )
+from anychip_cuda.attention_blocks import attention_backward_by_products, attention_by_products
 from anychip_cuda.table import Needs, declared
 
 _aten = torch.ops.aten
@@ -42,10 +43,11 @@ def _recording(x: Tensor) -> bool:
 def longest(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[int, int]:
     """Rows of the most queries and keys of a sequence, or numbers that are not below them.
 
-    At least 1, for the grid. There is at least one sequence.
+    At least 1, for the grid, and 2 queries: with 1 and groups of heads torch takes each row of q
+    for a sequence, without a look at where they end. There is at least one sequence.
     """
     if _recording(cu_seqlens_q):
-        return q.shape[0], k.shape[0]
+        return max(q.shape[0], 2), k.shape[0]
     return _longest(cu_seqlens_q, cu_seqlens_k)
 
 
@@ -53,7 +55,7 @@ def longest(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) ->
 def _longest(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[int, int]:
     most = torch.stack([torch.diff(t).max().long() for t in (cu_seqlens_q, cu_seqlens_k)])
     queries, keys = most.clamp(min=1).tolist()
-    return queries, keys
+    return max(queries, 2), keys
 
 
 def _takes_flash(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **attrs: Any) -> bool:
@@ -174,11 +176,12 @@ def attention_varlen_by_sequence(
     scale: float | None,
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
+    attend = attention_by_efficient if q.dtype in HALVES else attention_by_products
     y = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
     for own, seen in _sequences(cu_seqlens_q, cu_seqlens_k):
         given = (q[None, own], k[None, seen], v[None, seen])
-        found = attention_by_efficient(*given, causal=causal, scale=scale, out_dtype=out_dtype)
+        found = attend(*given, causal=causal, scale=scale, out_dtype=out_dtype)
         y[own], lse[:, own] = found[0][0], found[1][0]
     return y, lse
 
@@ -203,9 +206,11 @@ def attention_varlen_backward_by_sequence(
     out_dtype: torch.dtype | None,
     needs: Needs,
 ) -> tuple[Tensor, ...]:
+    is_narrow = q.dtype in HALVES
+    go_back = attention_backward_by_efficient if is_narrow else attention_backward_by_products
     dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     for own, seen in _sequences(cu_seqlens_q, cu_seqlens_k):
-        dq[None, own], dk[None, seen], dv[None, seen] = attention_backward_by_efficient(
+        dq[None, own], dk[None, seen], dv[None, seen] = go_back(
             grad[None, own],
             q[None, own],
             k[None, seen],

@@ -132,8 +132,8 @@ REFUSED = ["another dtype", "no queries", "no keys", "scale 0", "negative scale"
 @pytest.mark.parametrize(
     ("why", "dtype"),
     [
-        *((why, dtype) for dtype in TYPES[:2] for why in REFUSED),
-        ("wide head", torch.bfloat16),  # the memory-efficient kernel takes any width
+        *((why, torch.bfloat16) for why in (*REFUSED, "wide head")),
+        ("another dtype", torch.float32),  # products take any sizes
     ],
     ids=str,
 )
@@ -156,6 +156,7 @@ def test_attention_that_no_kernel_takes_is_left_to_the_reference(
 def test_host_tensors_are_taken_by_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     q, k, v = qkv(4, 4, 2, 2, 8, torch.bfloat16)
-    for row in make_table(None).rows("attention", "forward"):
-        assert row.accepts is not None
-        assert not row.accepts(q, k, v, causal=True, scale=None, out_dtype=None)
+    rows = make_table(None).rows("attention", "forward")
+    asked = [row.accepts for row in rows if row.dtypes != {torch.float32}]
+    assert len(asked) == 3
+    assert not any(a and a(q, k, v, causal=True, scale=None, out_dtype=None) for a in asked)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anychip import operators as specs
+from anychip_cuda import attention_blocks
 from anychip_cuda import attention_dropout as rows
 from tests.unit.dispatch.calls import samples
 
@@ -50,7 +51,7 @@ class Kernels:
 def test_rows_of_attention_dropout_agree_with_the_reference(
     index: int, block: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "BLOCK", SCORES[block])
+    monkeypatch.setattr(attention_blocks, "BLOCK", SCORES[block])
     sample = samples("attention_dropout", torch.float32)[index]
     attrs: dict[str, Any] = dict(sample.attrs)
     q, k, v, *drop = sample.args

@@ -135,5 +135,5 @@ def test_every_operator_of_the_issue_that_is_mapped_has_its_rows() -> None:
 def test_every_row_can_be_called_as_its_operator_calls_it() -> None:
     kernels: Any = SimpleNamespace()
     table = make_table(kernels)
-    assert len(table) > len(anychip_backend().operators)
+    assert len(table) > len(make_table(None))
     assert table_faults([table]) == []

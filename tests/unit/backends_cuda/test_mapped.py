@@ -42,7 +42,10 @@ SERVED = {
     },
     "embedding": ("embedding/", {"embedding_by_torch"}),
     "grouped_linear": ("grouped_linear/", {"grouped_linear_by_group"}),
-    "attention": ("attention/", {"attention_by_flash", "attention_by_efficient"}),
+    "attention": (
+        "attention/",
+        {"attention_by_flash", "attention_by_efficient", "attention_by_products"},
+    ),
     "attention_varlen": (
         "attention_varlen/",
         {"attention_varlen_by_flash", "attention_varlen_by_sequence"},

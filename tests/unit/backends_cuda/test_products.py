@@ -56,6 +56,26 @@ def test_linear_of_16_bits_gives_float32_by_the_product_that_cublas_has(
     assert_close(y, torch.nn.functional.linear(*wide), 35.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("rows", [(), (5,), (0,)], ids=str)
+def test_bias_of_a_small_product_is_added_before_the_one_rounding(
+    rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLAS rounds in between, and torch does for a single row."""
+    product, narrow = torch.mm, torch.bfloat16
+    monkeypatch.setattr(
+        torch, "mm", lambda a, b, *, out_dtype: product(a.to(out_dtype), b.to(out_dtype))
+    )
+    monkeypatch.setattr(products, "_has_product", lambda *_: True)
+    x, weight = drawn(*rows, 33, dtype=narrow), drawn(64, 33, dtype=narrow, seed=1)
+    bias = drawn(64, dtype=narrow, seed=2)
+    y = products.linear(x, weight, bias, out_dtype=None)
+    wide = torch.nn.functional.linear(*(t.double() for t in (x, weight, bias)))
+    assert y.shape == wide.shape
+    assert_close(y, wide, 35.0)
+    apart = (y.double() - wide.to(narrow).double()).abs()
+    assert bool((apart <= 2.0**-16 * wide.abs().clamp(min=1.0)).all())
+
+
 def test_linear_takes_a_float32_gradient_unrounded() -> None:
     narrow = torch.bfloat16
     x, weight = drawn(9, 33, dtype=narrow), drawn(5, 33, dtype=narrow, seed=1)

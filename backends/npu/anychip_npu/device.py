@@ -6,14 +6,11 @@ torch.npu.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anychip.contract import DeviceInterface, DeviceProperties
 from anychip_npu import adapter, cann
 from anychip_npu.errors import is_of_queue, told
-
-if TYPE_CHECKING:
-    import torch
 
 
 class NpuDevice(DeviceInterface):
@@ -63,12 +60,6 @@ class NpuDevice(DeviceInterface):
             total_memory=int(known.total_memory),
             dtypes=frozenset(dtypes),
         )
-
-    def stream(self, index: int | None = None) -> torch.Stream:
-        """As the contract says; of torch_npu's own class, whose streams equal each other by id."""
-        self.require("streams", "stream()")
-        made: torch.Stream = self.device_module().Stream(self.device(index))
-        return made
 
     def identity(self) -> str:
         """Name, driver, CANN and torch_npu."""

@@ -157,7 +157,10 @@ class DeviceInterface:
         import torch
 
         self.require("streams", "stream()")
-        return torch.Stream(device=self.device(index))
+        # An adapter's streams may equal those of its own class alone.
+        kind = getattr(self.device_module(), "Stream", torch.Stream)
+        made: torch.Stream = kind(device=self.device(index))
+        return made
 
     def current_stream(self, index: int | None = None) -> torch.Stream:
         """The stream on which the calling thread's torch operators are queued."""

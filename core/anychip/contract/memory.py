@@ -81,12 +81,10 @@ class Memory:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
             free, total = self.info(index)
             raise torch.OutOfMemoryError(
                 f"backend {self.backend.name!r}: cannot allocate {nbytes} bytes on "
-                f"{self.backend.device(index)}: {free} of {total} bytes are free"
+                f"{self.backend.device(index)}: {free} of {total} bytes are free ({error})"
             ) from error
 
     def stats(self, index: int | None = None) -> MemoryStats:

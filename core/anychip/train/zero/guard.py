@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_leaves
 from anychip.contract import HOST
 
 _MODULE: Any = torch._C
-_refuse = getattr(_MODULE, "_set_storage_data_ptr_access_error_msg", None)
 SWAPS = hasattr(UntypedStorage, "_swap_data_ptr_")
 """Whether torch can give a storage other memory, which its views then have too: the allocator's,
 which keeps it."""
+_refuse = getattr(_MODULE, "_set_storage_data_ptr_access_error_msg", None) if SWAPS else None
 
 _PROPERTIES = {
     *("device", "dtype", "grad", "grad_dtype", "grad_fn", "layout", "nbytes", "ndim", "output_nr"),

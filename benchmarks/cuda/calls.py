@@ -49,8 +49,10 @@ class Call(NamedTuple):
         grads: Sequence[Tensor | None] = ()
         slopes = [y for y in outputs if y.requires_grad]
         if leaves and slopes:
-            ones = [torch.ones_like(y) for y in slopes]
-            grads = torch.autograd.grad(slopes, leaves, ones, allow_unused=True)
+            # Not ones: with these the gradients of what adds up to one are noise.
+            given = [torch.linspace(-1, 1, y.numel(), device=y.device) for y in slopes]
+            given = [g.view(y.shape).to(y.dtype) for g, y in zip(given, slopes, strict=True)]
+            grads = torch.autograd.grad(slopes, leaves, given, allow_unused=True)
         written = [] if outputs else _flat(args)
         return [t.detach() for t in (*outputs, *written, *(g for g in grads if g is not None))]
 

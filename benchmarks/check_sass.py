@@ -53,7 +53,7 @@ VECTORISED = {
 """Which kernels are there for accesses of 16 bytes, and of which kind; the first that matches
 counts. Where a template argument is the number of elements, 1 is the twin for unaligned arrays."""
 
-IN_FLOAT64 = (r"^squares_kernel<",)
+IN_FLOAT64 = (r"^squares_kernel<", r"^ratios_kernel")
 """Kernels whose sums are of float64 on purpose: docs/design/cuda-kernels.md."""
 IN_REGISTERS = {
     r"^hadamard_block_kernel<\w+, 16>": "a block of 32,768 numbers is 128 registers of each thread"

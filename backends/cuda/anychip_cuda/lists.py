@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip.operators.squares import WIDTH, carried
+from anychip.operators.squares import WIDTH
 from anychip_cuda.native import Kernels
 from anychip_cuda.table import declared
 
@@ -87,7 +87,8 @@ def sums_of_squares(kernels: Kernels, tensors: Sequence[Tensor]) -> Tensor:
     kernels.native.sums_of_squares(
         *described(kernels, tensors), rows.data_ptr(), *kernels.place(rows)
     )
-    return carried(rows)
+    kernels.native.carry_sums(rows.data_ptr(), len(tensors), *kernels.place(rows))
+    return rows
 
 
 @declared.forward("clip", contiguous=True)

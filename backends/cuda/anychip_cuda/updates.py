@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip.operators.lamb import trust_ratios
-from anychip.operators.squares import WIDTH, carried
+from anychip.operators.squares import WIDTH
 from anychip_cuda.lists import addresses, by_copies, codes, contiguous, described
 from anychip_cuda.native import Kernels, address
 from anychip_cuda.table import declared
@@ -218,7 +217,9 @@ def lamb(
     place = kernels.place(step)
     if trust is None:
         measured = update if not low_precision else _update(kernels, params, grads, moments, None)
-        trust = trust_ratios(_measured(kernels, measured, len(params), factors, numbers))
+        sums = _measured(kernels, measured, len(params), factors, numbers)
+        trust = factors.new_empty((len(params),), dtype=torch.float32)
+        kernels.native.ratios_of_sums(sums.data_ptr(), len(params), trust.data_ptr(), *place)
     trust = trust.contiguous()
     kernels.native.lamb(update, factors.data_ptr(), trust.data_ptr(), *numbers, *place)
 
@@ -226,12 +227,12 @@ def lamb(
 def _measured(
     kernels: Kernels, update: Any, count: int, factors: Tensor, numbers: tuple[float, ...]
 ) -> Tensor:
-    """Exact sums of squares of parameters and of steps, as lamb_sums_of_squares has them."""
+    """(2, count, WIDTH): exact sums of squares of parameters and of steps, not carried."""
     rows = factors.new_zeros((2, count, WIDTH), dtype=torch.int64)
     kernels.native.lamb_sums_of_squares(
         update, factors.data_ptr(), *numbers, rows.data_ptr(), *kernels.place(factors)
     )
-    return carried(rows)
+    return rows
 
 
 @declared.forward("lamb_sums_of_squares")
@@ -262,7 +263,9 @@ def lamb_sums_of_squares(
     )
     update = _update(kernels, params, grads, moments, None)
     numbers = (beta1, beta2, eps, weight_decay)
-    return _measured(kernels, update, len(params), factors, numbers)
+    sums = _measured(kernels, update, len(params), factors, numbers)
+    kernels.native.carry_sums(sums.data_ptr(), 2 * len(params), *kernels.place(step))
+    return sums
 
 
 declared.forward("adamw")(by_copies(adamw, reads=_GRADS))

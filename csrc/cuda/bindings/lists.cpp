@@ -25,6 +25,16 @@ void bind_lists(py::module_& m) {
     run_on("sums_of_squares", device, stream,
            [&](Place place) { return sums_of_squares(tensors, at<int64_t>(rows), place); });
   });
+  m.def("carry_sums", [](Address rows, int64_t count, int device, Address stream) {
+    run_on("carry_sums", device, stream,
+           [&](Place place) { return carry_sums(at<int64_t>(rows), count, place); });
+  });
+  m.def("ratios_of_sums",
+        [](Address rows, int64_t count, Address ratios, int device, Address stream) {
+          run_on("ratios_of_sums", device, stream, [&](Place place) {
+            return ratios_of_sums(at<const int64_t>(rows), count, at<float>(ratios), place);
+          });
+        });
   m.def("clip", [](const py::list& data, const py::list& numel, const py::list& dtype, Address norm,
                    float max_norm, int device, Address stream) {
     const TensorList tensors = list_of("clip", data, numel, dtype);

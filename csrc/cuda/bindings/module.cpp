@@ -5,7 +5,7 @@ namespace anychip::cuda {
 namespace {
 
 // Raised whenever a signature changes its meaning; Python reads it as build_info()["abi"].
-constexpr int kInterfaceVersion = 3;
+constexpr int kInterfaceVersion = 4;
 
 py::dict build_info() {
   py::dict info;

@@ -2,6 +2,7 @@
 // where the operator writes.
 #include "lists.h"
 
+#include "columns.h"
 #include "squares.cuh"
 
 namespace anychip::cuda {
@@ -98,6 +99,64 @@ __global__ void __launch_bounds__(kNormThreads)
   for (int64_t i = threadIdx.x; i < count; i += kNormThreads) total[0] += sums[i];
   block_sum(total, scratch);
   if (threadIdx.x == 0) *out = sqrtf(total[0]);
+}
+
+// All in the first: 2 kHalf terms, the second half to the first, and so on.
+template <int kHalf, int kTerms>
+__device__ __forceinline__ void add_halves(double (&terms)[kTerms]) {
+#pragma unroll
+  for (int k = 0; k < kHalf; ++k) terms[k] += terms[k + kHalf];
+  if constexpr (kHalf > 1) add_halves<kHalf / 2>(terms);
+}
+
+// A sum's digits, each from 0 to 2^32 - 1; what is above the last one is dropped, as in
+// anychip.operators.squares.
+struct CarriedSum {
+  uint32_t digits[kInfinities];
+  bool is_infinite, is_nan;
+
+  __device__ __forceinline__ explicit CarriedSum(const int64_t* row)
+      : is_infinite(row[kInfinities] > 0), is_nan(row[kNaNs] > 0) {
+    int64_t carry = 0;
+#pragma unroll
+    for (int k = 0; k < kInfinities; ++k) {
+      const int64_t digit = row[k] + carry;
+      digits[k] = static_cast<uint32_t>(digit);
+      carry = digit >> 32;
+    }
+  }
+
+  // Rounded twice, to float64 and to float32; added in the pairs of anychip.operators.squares.root.
+  __device__ __forceinline__ float root() const {
+    constexpr int kPlaces = 32;
+    double terms[kPlaces];
+#pragma unroll
+    for (int k = 0; k < kPlaces; ++k) {
+      terms[k] = k < kInfinities ? power_of_two(32 * k + kLowest, digits[k]) : 0.0;
+    }
+    add_halves<kPlaces / 2>(terms);
+    if (is_nan) return NAN;
+    return static_cast<float>(is_infinite ? INFINITY : sqrt(terms[0]));
+  }
+};
+
+// A thread has a row.
+__global__ void __launch_bounds__(kListThreads) carry_kernel(int64_t* rows, int64_t count) {
+  const int64_t index = int64_t{blockIdx.x} * kListThreads + threadIdx.x;
+  if (index >= count) return;
+  int64_t* row = rows + index * kDigits;
+  const CarriedSum sum(row);
+#pragma unroll
+  for (int k = 0; k < kInfinities; ++k) row[k] = sum.digits[k];
+}
+
+__global__ void __launch_bounds__(kListThreads)
+    ratios_kernel(const int64_t* rows, int64_t count, float* ratios) {
+  const int64_t index = int64_t{blockIdx.x} * kListThreads + threadIdx.x;
+  if (index >= count) return;
+  const float above = CarriedSum(rows + index * kDigits).root();
+  const float below = CarriedSum(rows + (count + index) * kDigits).root();
+  ratios[index] = above > 0.0f && below > 0.0f ? above / below : 1.0f;
 }
 
 __global__ void __launch_bounds__(kListThreads)
@@ -211,6 +270,21 @@ cudaError_t sums_of_squares(const TensorList& tensors, int64_t* rows, Place plac
                       dim3(kListThreads), 0, place.stream, table, TensorSource{},
                       reinterpret_cast<Digit*>(rows), int64_t{0});
       });
+}
+
+cudaError_t carry_sums(int64_t* rows, int64_t count, Place place) {
+  if (count < 0 || (count > 0 && rows == nullptr)) return cudaErrorInvalidValue;
+  if (count == 0) return cudaSuccess;
+  const dim3 grid(static_cast<unsigned>(ceil_div(count, kListThreads)));
+  return launch(carry_kernel, grid, dim3(kListThreads), 0, place.stream, rows, count);
+}
+
+cudaError_t ratios_of_sums(const int64_t* rows, int64_t count, float* ratios, Place place) {
+  const bool is_given = rows != nullptr && ratios != nullptr;
+  if (count < 0 || (count > 0 && !is_given)) return cudaErrorInvalidValue;
+  if (count == 0) return cudaSuccess;
+  const dim3 grid(static_cast<unsigned>(ceil_div(count, kListThreads)));
+  return launch(ratios_kernel, grid, dim3(kListThreads), 0, place.stream, rows, count, ratios);
 }
 
 Part list_part(int64_t numel, int64_t head, int64_t chunk) { return part_of(numel, head, chunk); }

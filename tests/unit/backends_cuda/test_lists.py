@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from anychip.operators.squares import rows_of
+from anychip.operators.lamb import trust_ratios
+from anychip.operators.squares import NUM_DIGITS, WIDTH, carried, rows_of
 from anychip_cuda import lists
-from tests.unit.backends_cuda.conftest import Chip, drawn
+from tests.unit.backends_cuda.conftest import Chip, drawn, same
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
@@ -158,6 +159,36 @@ def test_sums_of_squares_hold_one_number_unlike_the_others(
         tensor[place] = value
     tensors = [chip.at(tensor, 0) for tensor in both]
     assert torch.equal(_row(chip, "sums_of_squares")(tensors).cpu(), rows_of(both))
+
+
+def _sums(count: int) -> Tensor:
+    """(2, count, WIDTH) int64 of rows added up: chains of carries, zeros, infinities and NaN."""
+    generator = torch.Generator().manual_seed(count)
+    rows = torch.randint(2**62, (2, count, WIDTH), generator=generator)
+    rows = rows >> torch.randint(62, (2, count, WIDTH), generator=generator)
+    rows[:, ::3] = (1 << 32) - 1
+    rows[:, ::3, 0] += 1
+    for half in rows:  # where digits end is another place in each
+        for place, row in enumerate(half):
+            row[place % NUM_DIGITS + 1 :] = 0
+    rows[..., NUM_DIGITS:] = 0
+    rows[0, 1::7, NUM_DIGITS] = 1
+    rows[1, 2::9, NUM_DIGITS + 1] = 2
+    rows[0, 5] = rows[1, 6] = 0
+    return rows
+
+
+@pytest.mark.parametrize("count", [7, 256, 300])
+def test_sums_are_carried_and_divided_as_the_reference_does(chip: Chip, count: int) -> None:
+    given = _sums(count)
+    rows, ratios = given.to(chip.device, copy=True), torch.empty(count, device=chip.device)
+    native, place = chip.kernels.native, chip.kernels.place(ratios)
+    native.ratios_of_sums(rows.data_ptr(), count, ratios.data_ptr(), *place)
+    assert torch.equal(rows.cpu(), given)
+    assert same(ratios, trust_ratios(given))
+    assert len(set(ratios.tolist())) > 2, "it is not asked much"
+    native.carry_sums(rows.data_ptr(), 2 * count, *place)
+    assert torch.equal(rows.cpu(), carried(given))
 
 
 # clip

@@ -51,6 +51,7 @@ class CudaBackend(CudaDevice, Backend):
     name = "cuda"
     device_type = "cuda"
     c10d_backend = "nccl"
+    ranks_share_devices = False
     api = (2, 0)
     operators = operators.table if _PROBLEM is None else make_table(None)
     capabilities: Mapping[str, int] = {**Backend.capabilities, "graphs": 1}

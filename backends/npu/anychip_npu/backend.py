@@ -34,6 +34,7 @@ class NpuBackend(NpuDevice, Backend):
     name = "npu"
     device_type = "npu"
     c10d_backend = "hccl"
+    ranks_share_devices = False
     api = (2, 0)
     operators = _table()
 

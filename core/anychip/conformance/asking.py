@@ -41,6 +41,8 @@ def run_case(case: Case, backend: Backend, level: Level, seed: int = 0) -> Resul
     try:
         if case.capability is not None and case.capability not in backend.capabilities:
             outcome, missing = "unsupported", case.capability
+        elif case.devices > 1 and case.devices > (count := backend.device_count()):
+            outcome, reason = "unsupported", f"needs {case.devices} devices, and here is {count}"
         else:
             with nullcontext() if case.elsewhere else _clean_state(backend):
                 case.run(context)

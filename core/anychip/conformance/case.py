@@ -33,6 +33,7 @@ class Case:
             word of a ``-k`` expression.
         run: asks it; raises CheckFailedError, or any other exception, when the answer is wrong.
         capability: without this capability of the backend the case does not apply.
+        devices: so many have to be there.
         full: only at level full.
         elsewhere: other processes do the work: it may be asked by a thread, next to other cases.
         start: called once when a run begins, for what takes long to start and costs little to have.
@@ -41,6 +42,7 @@ class Case:
     id: str
     run: Callable[[Context], None]
     capability: str | None = None
+    devices: int = 1
     full: bool = False
     elsewhere: bool = False
     start: Callable[[], None] | None = None

@@ -141,11 +141,13 @@ class Backend(DeviceInterface, ABC):
             or, where one class serves several chips, of the object.
         device_type: torch's device type that it serves, like ``"cpu"``.
         c10d_backend: torch.distributed's backend for it, or None when it has none.
+        ranks_share_devices: whether two ranks of a job can have one device.
         api: the :data:`API_VERSION` it was written for.
         operators: the rows it brings.
     """
 
     c10d_backend: str | None = None
+    ranks_share_devices: bool = True
     api: tuple[int, int]
     operators: OperatorTable
     decision: Decision | None = None

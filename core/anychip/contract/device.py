@@ -118,9 +118,7 @@ class DeviceInterface:
             return self.current_device()
         count = self.device_count()
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
-            raise ValueError(
-                f"backend {self.name!r} has devices 0 to {count - 1}, got index {index!r}"
-            )
+            raise ValueError(f"backend {self.name!r} has devices 0 to {count - 1}, got {index!r}")
         return index
 
     def current_device(self) -> int:
@@ -158,9 +156,8 @@ class DeviceInterface:
 
         self.require("streams", "stream()")
         # An adapter's streams may equal those of its own class alone.
-        kind = getattr(self.device_module(), "Stream", torch.Stream)
-        made: torch.Stream = kind(device=self.device(index))
-        return made
+        kind: type[torch.Stream] = getattr(self.device_module(), "Stream", torch.Stream)
+        return kind(device=self.device(index))
 
     def current_stream(self, index: int | None = None) -> torch.Stream:
         """The stream on which the calling thread's torch operators are queued."""

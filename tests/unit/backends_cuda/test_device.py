@@ -43,7 +43,7 @@ def test_properties_join_torchs_figures_and_the_librarys(chip: CudaBackend) -> N
     assert found.dtypes == {torch.float32, torch.bfloat16, torch.float16}
     assert found.flops[torch.bfloat16] == 989e12
     assert (found.bandwidth, found.link_bandwidth) == (4.9e12, 450e9)
-    with pytest.raises(ValueError, match="devices 0 to 0, got index 1"):
+    with pytest.raises(ValueError, match="devices 0 to 0, got 1"):
         chip.properties(1)
 
 

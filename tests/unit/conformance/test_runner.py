@@ -13,9 +13,10 @@ import torch
 from rich.console import Console
 
 from anychip import conformance
-from anychip.conformance import isolation, side_by_side, terminal
+from anychip.conformance import isolation, side_by_side, statement, terminal
 from anychip.conformance.asking import run_case
 from anychip.conformance.case import Case, CheckFailedError, Context, check, check_equal_bits
+from anychip.conformance.chapters import collectives
 from anychip.conformance.page import to_html
 from anychip.conformance.report import Report, Result
 from anychip.conformance.runner import run_plan
@@ -134,6 +135,20 @@ def test_unexpected_exception_names_the_line_that_raised_it() -> None:
 def test_case_of_an_undeclared_capability_is_not_run() -> None:
     case = Case(id="device/x", run=fail(AssertionError("it ran")), capability="streams")
     assert run_case(case, backend(), "quick").outcome == "unsupported"
+
+
+def test_case_of_more_devices_than_there_are_is_not_run_and_no_proof() -> None:
+    """Ranks that share devices are asked on one, and others are not."""
+    chip = backend(ranks_share_devices=False, device_count=lambda self: 1)
+    (two,) = [c for c in collectives.cases(Context(chip)) if c.id == "collectives/2/large"]
+    assert two.devices == 2
+    result = run_case(two, chip, "quick")
+    assert (result.outcome, result.reason) == ("unsupported", "needs 2 devices, and here is 1")
+    report = conformance.run(chip, select=two.id)
+    assert report.passed
+    found = statement.verify(report.to_json())
+    assert any("no capability excuses them" in why for why in found.objections), found
+    assert {c.devices for c in collectives.cases(Context(backend()))} == {1}
 
 
 def test_case_starts_from_one_random_state() -> None:

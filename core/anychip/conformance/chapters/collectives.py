@@ -71,6 +71,7 @@ def _cases(world: World, named: dict[str, Callable[..., None]]) -> Iterator[Case
             run=partial(run, world=world),
             full=world.size not in QUICK_WORLDS.get(name, WORLDS)
             or (dtype in NAMES and dtype not in QUICK),
+            devices=1 if world.ranks.backend.ranks_share_devices else world.size,
             elsewhere=True,
             start=world.ranks.start,
         )

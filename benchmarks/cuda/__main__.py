@@ -59,23 +59,20 @@ def anychip(*words: str) -> list[str]:
     return [sys.executable, "-m", "anychip", *words]
 
 
-def stages(backend: str, tiny: bool, against: str, folder: Path) -> list[Work]:
+def stages(backend: str, against: str) -> list[Work]:
     """What is run, in this order: right before fast."""
-    suite = ["conformance", "--backend", backend, "--isolate"]
-    files = ["--json", str(folder / "conformance.json"), "--html", str(folder / "conformance.html")]
-    chosen = ["--chapter", "device"] if tiny else []
     return [
         Work("doctor", anychip("doctor", backend), 20, own=False),
         Work("agreement", module("agreement", "--against", against), 50),
-        Work("conformance", anychip(*suite, *chosen, *files), 150, own=False),
+        Work("conformance", module("suite"), 150),
         Work("determinism", module("determinism"), 30),
         Work("edges", module("edges"), 60),
         *sanitizers(),
         Work("rates", module("rates"), 15),
         Work("host_cost", module("host_cost"), 15),
         Work("optimizer", module("optimizer"), 30),
+        Work("bandwidth", module("bandwidth", "--no-compile"), 90),
         Work("training", module("training"), 100),
-        Work("bandwidth", module("bandwidth"), 90),
     ]
 
 
@@ -114,7 +111,7 @@ def command(
 ) -> int:
     """Run every stage and write one page."""
     folder = folder.resolve()
-    known = stages(backend, tiny, against, folder)
+    known = stages(backend, against)
     unknown = set(only) - {work.name for work in known}
     if unknown:
         names = ", ".join(work.name for work in known)

@@ -3,6 +3,7 @@
 Each stage runs here on the host with tiny sizes, so that none rots; what it measures says nothing.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from torch import Tensor
 
 import anychip
 from anychip import operators, ops
+from anychip.conformance.case import Context
+from anychip.conformance.chapters import all_cases
+from anychip.conformance.expression import parse
 from anychip.contract import Backend
 from anychip_cuda import operators as rows_of_cuda  # noqa: F401 - declares the rows
 from anychip_cuda.table import make_table
@@ -31,6 +35,7 @@ from benchmarks.cuda import (
     host_cost,
     optimizer,
     rates,
+    suite,
     training,
 )
 from benchmarks.cuda.calls import Call, apart, different, every_call
@@ -40,7 +45,9 @@ from benchmarks.cuda.stage import stage as stage_of
 
 STAGES = {
     module.__name__.rpartition(".")[2]: module
-    for module in (agreement, bandwidth, determinism, edges, host_cost, optimizer, rates, training)
+    for module in (
+        *(agreement, bandwidth, determinism, edges, host_cost, optimizer, rates, suite, training),
+    )
 }
 
 
@@ -70,10 +77,20 @@ def test_stage_on_the_host_runs_and_its_checks_hold(name: str, tmp_path: Path) -
 def test_every_stage_that_is_planned_is_a_program_of_the_folder() -> None:
     planned = {
         work.command[2].rpartition(".")[2]
-        for work in everything.stages("cuda", False, "cuda-emulated", Path("x"))
+        for work in everything.stages("cuda", "cuda-emulated")
         if work.own and work.command[0] == sys.executable
     }
     assert planned == set(STAGES)
+
+
+def test_parts_of_the_suite_are_all_its_cases_once() -> None:
+    every = [case.id for case in all_cases(Context(anychip.use("cpu"))) if not case.full]
+    found: list[str] = []
+    for words in suite.parts(3):
+        chapters = {word for before, word in itertools.pairwise(words) if before == "--chapter"}
+        holds = parse(words[-1]) if words[-2] == "-k" else lambda _: True
+        found += [id for id in every if id.partition("/")[0] in chapters and holds(id)]
+    assert sorted(found) == sorted(every)
 
 
 # The cases of bandwidth

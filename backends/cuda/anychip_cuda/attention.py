@@ -1,11 +1,11 @@
-"""Rows for attention of 16 bits, mapped to kernels that torch brings: no score is kept.
+"""Rows for attention: of 16 bits by kernels that torch brings, which keep no score; of float32.
 
-They go forward through cuDNN where torch itself prefers it, else through flash attention, and
-backward through flash attention in its deterministic mode; what is to have a float32 result goes
-through the memory-efficient kernel. That multiplies float32 numbers as three products of parts of
-11 bits: exact where they were 16-bit ones, else up to 2^-20 off; float32 is attention_blocks.py's.
-All leave the same lse. None has torch's mask for causal, which is aligned to the first key: these
-kernels align it to the last.
+16-bit tensors go forward through cuDNN where torch itself prefers it, else through flash attention,
+and backward through flash attention in its deterministic mode; what is to have a float32 result
+goes through the memory-efficient kernel. That multiplies float32 numbers as three products of parts
+of 11 bits: exact where they were 16-bit ones, else up to 2^-20 off, so that float32 itself goes by
+blocks of scores. All leave the same lse. None has torch's mask for causal, which is aligned to the
+first key: these kernels align it to the last.
 
 Source: Dao 2023, arXiv:2307.08691; the conditions are those of torch's ``sdp_utils.cpp``.
 """
@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from anychip.contract.settings import SameBits
 from anychip.operators.attention import widened
+from anychip_cuda.attention_blocks import Part, attend_backward_by_blocks, attend_by_blocks
 from anychip_cuda.products import aligned, capability
 from anychip_cuda.table import Needs, declared
 
@@ -303,3 +304,40 @@ def attention_backward_by_efficient(
     dq = pad(dq, (0, 0, 0, 0, blind, 0)) if blind else dq
     dk, dv = (_sum_groups(t, k.shape[2]) for t in (dk, dv))
     return tuple(t[..., :dim].to(dtype).contiguous() for t in (dq, dk, dv))
+
+
+# float32
+
+
+def _no_factor(part: Part) -> None:
+    """Nothing is dropped."""
+
+
+@declared.forward("attention", kind="mapped", dtypes={torch.float32})
+def attention_by_products(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    return attend_by_blocks(q, k, v, causal, scale, _no_factor)
+
+
+@declared.backward("attention", kind="mapped", dtypes={torch.float32})
+def attention_backward_by_products(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    out_dtype: torch.dtype | None,
+    needs: Needs,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return attend_backward_by_blocks(grad, q, k, v, y, lse, causal, scale, _no_factor)

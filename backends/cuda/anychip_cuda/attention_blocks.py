@@ -1,4 +1,4 @@
-"""Attention by torch's products, with the scores of some heads there at a time; rows of float32.
+"""Attention by torch's products, with the scores of some heads there at a time.
 
 The kernels that torch brings for float32 multiply parts of 11 bits, three products for one, which
 leaves 2^-20 of a score, and have no factor for weights (attention_dropout.py).
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from anychip.operators.attention import attend, attend_backward, hidden_keys
 from anychip_cuda.numerics import exact_products
-from anychip_cuda.table import Needs, declared
 
 BLOCK = 1 << 27
 """Scores at a time: half a gibibyte in float32, of which a call holds about four."""
@@ -90,40 +89,3 @@ def attend_backward_by_blocks(
             dk[part.batches, :, part.key_heads] = found[1]
             dv[part.batches, :, part.key_heads] = found[2]
     return dq, dk, dv
-
-
-def _no_factor(part: Part) -> None:
-    """Nothing is dropped."""
-
-
-_FLOAT32 = {torch.float32}
-
-
-@declared.forward("attention", kind="mapped", dtypes=_FLOAT32)
-def attention_by_products(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    return attend_by_blocks(q, k, v, causal, scale, _no_factor)
-
-
-@declared.backward("attention", kind="mapped", dtypes=_FLOAT32)
-def attention_backward_by_products(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    out_dtype: torch.dtype | None,
-    needs: Needs,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return attend_backward_by_blocks(grad, q, k, v, y, lse, causal, scale, _no_factor)

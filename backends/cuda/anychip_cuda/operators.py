@@ -5,7 +5,6 @@ from __future__ import annotations
 from anychip_cuda import (  # noqa: F401 - all but native declare rows
     activation,
     attention,
-    attention_blocks,
     attention_dropout,
     compression,
     convolution,

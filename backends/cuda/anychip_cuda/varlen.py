@@ -22,7 +22,9 @@ from anychip_cuda.attention import (
     HALVES,
     HEAD_DIMS,
     attention_backward_by_efficient,
+    attention_backward_by_products,
     attention_by_efficient,
+    attention_by_products,
     filled,
     flash_goes_back,
     no_rng,
@@ -30,7 +32,6 @@ from anychip_cuda.attention import (
     takes_flash,
     true_scale,
 )
-from anychip_cuda.attention_blocks import attention_backward_by_products, attention_by_products
 from anychip_cuda.table import Needs, declared
 
 _aten = torch.ops.aten

@@ -15,6 +15,7 @@ import socket
 import struct
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -122,10 +123,8 @@ def listening_address(host: str, port: int, interface: str | None, *, is_one_mac
 
 
 def _address_of(interface: str) -> str:
-    try:
+    with suppress(ValueError):
         return str(ipaddress.ip_address(interface))
-    except ValueError:
-        pass
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         asked = struct.pack("256s", interface.encode()[:15])
         try:

@@ -33,33 +33,36 @@ def refuse_overlap(
         OverlapError: names the two arguments.
         RuntimeError: a written tensor is part of a graph that autograd is recording.
     """
-    spans = []
+    # Tensors are many, and mistakes few: only an error has words.
+    spans: list[tuple[int, int, bool, int, int]] = []
     for index, arg in enumerate(args):
-        tensors = [arg] if isinstance(arg, Tensor) else arg or ()
-        for entry, tensor in enumerate(tensors):
-            label = names[index] if isinstance(arg, Tensor) else f"{names[index]}[{entry}]"
-            if index in written:
-                _refuse_written(operator, label, tensor)
-            if tensor.numel():
+        is_written = index in written
+        for entry, tensor in enumerate((arg,) if isinstance(arg, Tensor) else arg or ()):
+            is_dense = tensor.is_contiguous()
+            if is_written and not (is_dense and tensor.grad_fn is None):
+                _refuse_written(operator, _label(names, args, index, entry), tensor)
+            if numel := tensor.numel():
                 start = tensor.data_ptr()
-                spans.append((start, start + _extent(tensor), index in written, label))
+                nbytes = numel * tensor.element_size() if is_dense else _extent(tensor)
+                spans.append((start, start + nbytes, is_written, index, entry))
     spans.sort()
-    _refuse_crossing(operator, spans)
+    # A read span may cross other reads. The furthest of each: read, written.
+    far = [(0, 0, False, 0, 0)] * 2
+    for span in spans:
+        start, end, is_written, _, _ = span
+        other = far[1] if start < far[1][1] else far[0]
+        if start < other[1] and (is_written or other[2]):
+            one, two = (_label(names, args, *place) for place in (other[3:], span[3:]))
+            raise OverlapError(
+                f"{operator}: {one} and {two} share memory, and one of them is written; "
+                "pass each tensor once, or a copy. Nothing was written"
+            )
+        if end > far[is_written][1]:
+            far[is_written] = span
 
 
-def _refuse_crossing(operator: str, spans: Sequence[tuple[int, int, bool, str]]) -> None:
-    reach: dict[bool, tuple[int, str]] = {}
-    for start, end, is_written, label in spans:
-        # A written span may cross nothing; a read one may cross other reads.
-        for other_written in (True, False) if is_written else (True,):
-            far, other = reach.get(other_written, (0, ""))
-            if start < far:
-                raise OverlapError(
-                    f"{operator}: {other} and {label} share memory, and one of them is written; "
-                    "pass each tensor once, or a copy. Nothing was written"
-                )
-        if end > reach.get(is_written, (0, ""))[0]:
-            reach[is_written] = (end, label)
+def _label(names: Sequence[str], args: Sequence[Any], index: int, entry: int) -> str:
+    return names[index] if isinstance(args[index], Tensor) else f"{names[index]}[{entry}]"
 
 
 def _refuse_written(operator: str, label: str, tensor: Tensor) -> None:

@@ -8,6 +8,7 @@ dropped where the part begins above that, and the first block here is given what
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -54,10 +55,8 @@ def gives_tuples(net: Any, parts: Parts) -> bool:
     handle = first.register_forward_hook(end)
     token = torch.zeros(1, 1, dtype=torch.int64, device=next(first.parameters()).device)
     try:
-        with torch.no_grad(), torch.random.fork_rng([]):
+        with suppress(_Enough), torch.no_grad(), torch.random.fork_rng([]):
             net(input_ids=token, use_cache=False)
-    except _Enough:
-        pass
     finally:
         handle.remove()
     return found[0]

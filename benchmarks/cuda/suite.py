@@ -1,6 +1,6 @@
 """The conformance suite, level quick, in several processes side by side.
 
-One process takes longer than a device is lent for: it waits for the host, which has more cores.
+One process takes longer than the ten minutes of h200.sh: it waits for the host, which has cores.
 """
 
 from __future__ import annotations

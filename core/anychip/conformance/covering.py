@@ -11,7 +11,8 @@ which is the proof: what is missing is counted, not assumed.
 What can meet need not be known before. Whoever makes a row says of each factor, when its turn has
 come, which levels the row can still have. A combination that no row has when it was tried for, at
 last with all else as simple as it can be, is left out. And a level may hide what others do
-(NaN in all results): such a row counts for that level's own combinations only.
+(NaN in all results, another implementation): such a row counts for that level's own combinations
+only.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class CoveringArray:
         self._feasible, self._kept = self._hides, self._hides
         """Of each level: whether it hides what others do; whether any row could have it; whether
         this row had better not, which would lose its start."""
+        self._always = set[int]()
+        """Places of levels that hide in every row."""
         self._drawn = self._in_vain.reshape(0)
         """Of each level: how many rows that were not to be simple asked for its factor."""
         self._alone: list[tuple[int, ...]] = [()] * FIRST
@@ -116,7 +119,7 @@ class CoveringArray:
         """
         self._learn()
         had = {f: self.factors[f].start + n for f, n in self.row.items() if f not in refused}
-        hides = [had[factor] for factor in hiding if factor in had]
+        hides = [place for f, place in had.items() if f in hiding or place in self._always]
         self._hides[hides] = True
         _mark(self._had, list(had.values()), hides, to=True)
         is_new = _mark(self._missing, list(had.values()), hides, to=False) or not self._start
@@ -130,6 +133,10 @@ class CoveringArray:
         if is_new:
             self._turns.update(self.row.items())
         return is_new
+
+    def hide(self, factor: str) -> None:
+        """The row's level of it has turned out to hide what others do, in whatever row."""
+        self._always.add(self.factors[factor].start + self.row[factor])
 
     def asked(self) -> NDArray[np.float64]:
         """(factors, factors) of the pairs of levels, or levels, that can be, the part in a row."""

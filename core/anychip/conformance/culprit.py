@@ -139,7 +139,4 @@ def blamed(suspects: Sequence[Part], pinned: Sequence[Part], passes: Passes) -> 
         if passes([*pinned, *half]):
             return blamed(half, pinned, passes)
     first, second = halves
-    return [
-        *blamed(first, [*pinned, *second], passes),
-        *blamed(second, [*pinned, *first], passes),
-    ]
+    return [*blamed(first, [*pinned, *second], passes), *blamed(second, [*pinned, *first], passes)]

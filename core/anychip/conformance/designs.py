@@ -62,7 +62,7 @@ OF_LISTS: Mapping[str, tuple[Layout, ...]] = {
 FREE = {"NaN": 0xFF, "large numbers": 0x7B}
 """What lies in free memory: in every format a number that a result must not be made of."""
 INFERENCE, IN_BACKWARD = "inference mode", "a backward pass, as of a checkpoint"
-TWO = "two arguments are"
+TWO, LIES = "two arguments are", " lies"
 SIDE_STREAM, AND_THREAD = "a side stream", "a side stream in a second thread"
 CALLERS = (
     "here", *(f"here, with {what} in free memory" for what in FREE), "a second thread", INFERENCE,
@@ -228,7 +228,7 @@ def _place(choose: Choices, name: str, arg: Any, *, written: bool) -> Layout:
         return can_be or place == "contiguous"
 
     places = OF_LISTS if isinstance(arg, list) else PLACES
-    return choose.member(f"{name} lies", places, fits)
+    return choose.member(name + LIES, places, fits)
 
 
 class _Failed(NamedTuple):
@@ -269,6 +269,7 @@ def ask(context: Context, asked: Asked) -> None:
     strength, name = STRENGTH[context.level], asked.operator.spec.name
     array = CoveringArray(strength, stream(f"{asked.chapter}/{name}", context.seed))
     kept, failed, count = context.measurements, list[_Failed](), 0
+    plain: str | None = None
 
     def tried(at: DesignRow, chosen: Mapping[str, object], row: DesignedCall) -> _Failed | None:
         context.measurements = []
@@ -285,6 +286,7 @@ def ask(context: Context, asked: Asked) -> None:
         count += 1
         found = tried(*point)
         failed += [] if found is None else [found]
+        plain = _noticed(array, point[0].levels, context, plain)
         if len(failed) == FAILURES:
             break
     if failed:
@@ -304,6 +306,19 @@ def ask(context: Context, asked: Asked) -> None:
         strength=strength,
         asked=tuple(tuple(round(part, 4) for part in row) for row in array.asked().tolist()),
     )
+
+
+def _noticed(
+    array: CoveringArray, levels: Mapping[str, int], context: Context, plain: str | None
+) -> str | None:
+    """What serves plain calls; a tensor that lies so that another does hides what others do."""
+    apart = [factor for factor, level in levels.items() if level]
+    if len(apart) > 1 or not all(factor.endswith(LIES) for factor in apart):
+        return plain
+    served = context.told(context.served_by)
+    if apart and plain and served != plain:
+        array.hide(*apart)
+    return plain or served
 
 
 def _from(context: Context, caller: str, check: Callable[[], None]) -> None:

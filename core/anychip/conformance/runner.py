@@ -16,14 +16,7 @@ from anychip.conformance.hashes import distribution_hash, plugin_hash, suite_has
 from anychip.conformance.oracles import oracle_of
 from anychip.conformance.planning import SuitePlan
 from anychip.conformance.priorities import next_to_fix
-from anychip.conformance.report import (
-    LIMIT_S,
-    Identity,
-    KernelPack,
-    Report,
-    Result,
-    with_outcome,
-)
+from anychip.conformance.report import LIMIT_S, Identity, KernelPack, Report, Result, with_outcome
 from anychip.contract import Backend
 from anychip.dispatch.operator import registered
 from anychip.registry.discovery import kernel_pack_plugins

@@ -100,6 +100,36 @@ def test_pairs_are_asked_beside_no_level_that_hides_them() -> None:
             assert any(wanted <= row and not row & hiding - wanted for row in rows), wanted
 
 
+def test_pairs_are_asked_of_the_implementation_that_serves_plain_calls() -> None:
+    """Not in calls only that go to another one for how a tensor lies."""
+    every, plain = set[frozenset[tuple[str, int]]](), set[frozenset[tuple[str, int]]]()
+    levels: dict[str, int] = {}
+
+    class Watched(designs.Asked):
+        def rows(self, array: CoveringArray, seed: int) -> Any:
+            for point in super().rows(array, seed):
+                levels.clear()
+                levels.update(point[0].levels)
+                yield point
+
+    def check(context: Context, of: Subject, row: designs.DesignedCall) -> None:
+        is_copied = row.call.layout["tensors"] in ("strided", "padded", "transposed")  # type: ignore[index]
+        context.served_by = "copies" if is_copied else "fast"
+        hiding = {("shapes", 6), ("tensors' values", 6)}  # all empty; NaN
+        items = [item for item in levels.items() if item not in hiding]
+        ordinary = [item for item in items if not item[0].endswith(designs.LIES)]
+        found = set(map(frozenset, itertools.combinations(ordinary, 2)))
+        every.update(found)
+        plain.update(set() if is_copied else found)
+
+    designs.ask(
+        Context(HonestBackend()),
+        Watched(registered()["clip"], (torch.float32,), "operators", check),
+    )
+    assert len(every) > 200
+    assert every - plain == set()
+
+
 def test_level_takes_each_of_its_members_before_one_comes_again() -> None:
     asked = designs.Asked(registered()["relu"], (torch.float32,), "operators", _wrong)
     seen: dict[tuple[str, int], list[int]] = {}

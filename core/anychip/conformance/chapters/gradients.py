@@ -18,14 +18,7 @@ from torch import Tensor
 from anychip.conformance import blocks, designs
 from anychip.conformance.arithmetic import UNIT, Rounded
 from anychip.conformance.calling_rules import alike
-from anychip.conformance.calls import (
-    READ_ONLY_LAYOUTS,
-    Call,
-    Layout,
-    PlacedCall,
-    place,
-    stream,
-)
+from anychip.conformance.calls import READ_ONLY_LAYOUTS, Call, Layout, PlacedCall, place, stream
 from anychip.conformance.case import (
     Case,
     Context,
@@ -37,14 +30,7 @@ from anychip.conformance.case import (
 from anychip.conformance.formats import FORMATS, Array
 from anychip.conformance.oracles import Oracle, oracle_of
 from anychip.conformance.oracles.oracle import numbers
-from anychip.conformance.trial import (
-    AnyOperator,
-    Rule,
-    Subject,
-    Trial,
-    may_vary,
-    rule_cases,
-)
+from anychip.conformance.trial import AnyOperator, Rule, Subject, Trial, may_vary, rule_cases
 from anychip.dispatch.operator import registered
 
 

@@ -18,14 +18,7 @@ from anychip.conformance.calls import Call, PlacedCall
 from anychip.conformance.case import Case, Context, check, check_same_bits
 from anychip.conformance.formats import FORMATS
 from anychip.conformance.oracles import oracle_of
-from anychip.conformance.trial import (
-    Rule,
-    Subject,
-    Trial,
-    each_trial,
-    may_vary,
-    rule_cases,
-)
+from anychip.conformance.trial import Rule, Subject, Trial, each_trial, may_vary, rule_cases
 from anychip.dispatch.operator import registered
 
 

@@ -6,30 +6,48 @@ that of the operator: word i of the stream for element i of (batch, head, query,
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from anychip.operators.attention import weight_rows
-from anychip_cuda.attention_blocks import Part, attend_backward_by_blocks, attend_by_blocks
+from anychip_cuda.attention_blocks import (
+    Factor,
+    Part,
+    attend_backward_by_blocks,
+    attend_by_blocks,
+)
 from anychip_cuda.dropout import dropout
 from anychip_cuda.native import Kernels
 from anychip_cuda.table import Needs, declared
 
 
 def _factor(
-    kernels: Kernels, k: Tensor, rng: Tensor, rows: Tensor, key_index: Tensor | None, **attrs: Any
-) -> Tensor:
-    """What the weights of these rows are multiplied by: (batches, heads, Sq, Sk) float32."""
-    keys, width = k.shape[1], attrs.pop("keys") or k.shape[1]
-    if key_index is not None:
-        # These need not follow each other: each is a row of one column.
-        each = rows.unsqueeze(-1) * width + key_index
-        ones = torch.ones(*each.shape, 1, device=k.device)
-        return dropout(kernels, ones, rng, each, width=1, **attrs).squeeze(-1)
-    ones = torch.ones(*rows.shape, keys, device=k.device)
-    return dropout(kernels, ones, rng, rows, width=width, **attrs)
+    kernels: Kernels,
+    q: Tensor,
+    k: Tensor,
+    rng: Tensor,
+    index: Sequence[Tensor | None],
+    *,
+    p: float,
+    keys: int,
+    **sizes: int,
+) -> Factor:
+    """What the weights of each part are multiplied by."""
+    rows, width = weight_rows(q, index[:3], **sizes), keys or k.shape[1]
+
+    def factor(part: Part) -> Tensor:
+        own, key_index = rows[part.batches, part.heads], index[3]
+        if key_index is not None:
+            # These need not follow each other: each is a row of one column.
+            each = own.unsqueeze(-1) * width + key_index
+            ones = torch.ones(*each.shape, 1, device=k.device)
+            return dropout(kernels, ones, rng, each, width=1, p=p).squeeze(-1)
+        ones = torch.ones(*own.shape, k.shape[1], device=k.device)
+        return dropout(kernels, ones, rng, own, width=width, p=p)
+
+    return factor
 
 
 @declared.forward("attention_dropout", kind="mapped")
@@ -46,12 +64,7 @@ def attention_dropout(
     keys: int = 0,
     **sizes: int,
 ) -> tuple[Tensor, Tensor]:
-    rows = weight_rows(q, index[:3], **sizes)
-
-    def factor(part: Part) -> Tensor:
-        own = rows[part.batches, part.heads]
-        return _factor(kernels, k, rng, own, index[3], p=p, keys=keys)
-
+    factor = _factor(kernels, q, k, rng, index, p=p, keys=keys, **sizes)
     return attend_by_blocks(q, k, v, causal, scale, factor)
 
 
@@ -73,10 +86,5 @@ def attention_dropout_backward(
     keys: int = 0,
     **sizes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = weight_rows(q, index[:3], **sizes)
-
-    def factor(part: Part) -> Tensor:
-        own = rows[part.batches, part.heads]
-        return _factor(kernels, k, rng, own, index[3], p=p, keys=keys)
-
+    factor = _factor(kernels, q, k, rng, index, p=p, keys=keys, **sizes)
     return attend_backward_by_blocks(grad, q, k, v, y, lse, causal, scale, factor)

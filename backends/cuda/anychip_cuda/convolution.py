@@ -70,6 +70,7 @@ def conv2d_backward(
 ) -> Gradients:
     wide = [t.float().contiguous() for t in (grad, x, weight)]
     attributes = _attributes(stride, padding, dilation, groups)
+    # Of kernels of one row or one column there are no tiles to be transformed.
     by_patches = x.dtype == torch.float32 and min(weight.shape[2:]) > 1
     asked = [needs[0], needs[1] and not by_patches]
     with exact_convolutions:

@@ -47,6 +47,14 @@ def test_properties_join_torchs_figures_and_the_librarys(chip: CudaBackend) -> N
         chip.properties(1)
 
 
+def test_stream_is_of_the_class_of_current_streams(
+    chip: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which equal those of their own class only."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("torch.cuda's", device))
+    assert chip.stream() == ("torch.cuda's", torch.device("cuda", 0))
+
+
 def test_properties_of_a_divided_device_guess_no_bandwidth(
     chip: CudaBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

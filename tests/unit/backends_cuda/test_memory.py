@@ -29,6 +29,16 @@ def test_reset_peak_starts_the_allocator_first(
     assert log == ["init", torch.device("cuda", 0)]
 
 
+def test_any_lack_of_memory_names_the_sizes(
+    memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own error names none above 2^60 bytes."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (77, 1234))
+    words = r"cannot allocate 9999 bytes on cuda:0: 77 of 1234 bytes are free \(more than 1EB\)"
+    with pytest.raises(torch.OutOfMemoryError, match=words), memory.out_of_memory(9999):
+        raise torch.OutOfMemoryError("more than 1EB")
+
+
 @pytest.mark.parametrize(("raised", "becomes", "words"), [
     (RuntimeError("CUDA error: out of memory"), torch.OutOfMemoryError, "4096 bytes of page-"),
     (RuntimeError("CUDA error: invalid argument"), RuntimeError, "invalid argument"),

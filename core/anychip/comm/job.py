@@ -118,7 +118,13 @@ class Job(contract.Job):
     @cached_property
     def connections(self) -> Any:
         """Between the ranks' hosts; made when all ranks first need them."""
-        return self.hold(self._connect(self.store))
+        try:
+            return self.hold(self._connect(self.store))
+        except CommunicationError:
+            raise
+        except RuntimeError as error:  # of the store: a rank that was connected has ended already
+            others = tuple(rank for rank in self.world.ranks if rank != self.rank)
+            raise self.explain(f"{self.where}: start", error, lambda: others) from error
 
     def hold(self, thing: Any) -> Any:
         """Takes what ends with the job, by abort() and close(); the last one is closed first."""

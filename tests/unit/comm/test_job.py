@@ -4,12 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from anychip.comm import job
 from anychip.comm.job import Job
 from anychip.comm.ledger import Failure
 from anychip.comm.solo import Solo
+from anychip.contract import CommunicationError, Membership
 
 
 @pytest.mark.parametrize("failure", [None, Failure((1,), "rank 1 is lost")], ids=["well", "failed"])
@@ -48,3 +49,17 @@ def test_connection_lost_after_the_rank_with_the_store_ended_names_that_rank(
     error = found.explain("data, rank 1 of 2: sum", OSError("closed by peer"), missing)
     assert error.ranks == (0,)
     assert "rank 0 ended, and after that rank 3 lost a connection" in str(error)
+
+
+def test_rank_that_connects_while_the_others_end_is_told_why() -> None:
+    """These were connected first; the failure of theirs cuts the store that this one asks."""
+    failure = Failure((0,), "rank 0 sends what rank 1 does not expect")
+
+    def connect(store: HashStore) -> None:
+        raise DistNetworkError("Broken pipe")
+
+    news: Any = SimpleNamespace(failure=failure, gone=set(), verdict=lambda _: failure)
+    found = Job(2, 3, HashStore(), timeout_s=1.0, news=lambda *calls: news, connect=connect)
+    with pytest.raises(CommunicationError, match=f"rank 2 of 3: start: {failure.reason}") as told:
+        found.host(Membership((0, 1, 2), 2))
+    assert told.value.ranks == (0,)

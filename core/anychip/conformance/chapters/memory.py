@@ -26,12 +26,18 @@ NOISE = MIB
 def cases(context: Context) -> Iterator[Case]:
     """Storages and copies for all; statistics, peak and pinned memory where they are declared."""
     asked = [
-        Case(id=f"memory/{name}", run=run, capability=capability)
+        Case(id=f"memory/{name}", run=partial(_after_garbage, run), capability=capability)
         for capability, group in GROUPS.items()
         for name, run in group.items()
     ]
     yield from asked
     yield from again("memory", asked, ONCE)
+
+
+def _after_garbage(run: Callable[[Context], None], context: Context) -> None:
+    """Asks when nothing is left in cycles that, collected meanwhile, would change statistics."""
+    gc.collect()
+    run(context)
 
 
 # Storages
@@ -311,7 +317,6 @@ def change_by(memory: Memory, act: Callable[[], Any]) -> int:
 def stats_follow(context: Context) -> None:
     """``allocated`` grows by what is allocated and by no more than that, and falls by as much."""
     memory = context.backend.memory
-    gc.collect()
     sizes, held = (3 * MIB, 8 * MIB + 1, 5_123_457, 16 * MIB), list[torch.UntypedStorage]()
     grown = []
     for nbytes in sizes:
@@ -332,7 +337,6 @@ def nothing_leaks(context: Context) -> None:
     """As many bytes after many cycles as before: of each size alone, freed in any order."""
     memory, order = context.backend.memory, random.Random(17 + context.seed)
     traffic = (128 if context.level == "full" else 32) * MIB
-    gc.collect()
     for nbytes in (1, 1000, 4097, 70_001, 256 * 1024, 3 * MIB + 1):
         held: list[torch.UntypedStorage] = []
         start = memory.stats().allocated
@@ -350,7 +354,6 @@ def nothing_leaks(context: Context) -> None:
 def small_blocks(context: Context) -> None:
     """Small blocks count like large ones: what thousands of them take, and give back."""
     memory, count = context.backend.memory, 8192
-    gc.collect()
     for nbytes in (1000, 1024, 4097):
         before = memory.stats().allocated
         held = [memory.allocate(nbytes) for _ in range(count)]
@@ -381,7 +384,6 @@ def history(context: Context, *, look: bool) -> tuple[int, int]:
     Args:
         look: whether somebody reads the statistics at every step.
     """
-    gc.collect()
     memory, order = context.backend.memory, random.Random(11 + context.seed)
     has_peak = "memory_peak" in context.backend.capabilities
     if has_peak:

@@ -58,12 +58,7 @@ def _seen(blocks: Sequence[Any], number: int, causal: bool) -> Iterator[tuple[An
 
 
 def by_operator(
-    operator: Any,
-    given: Sequence[Tensor],
-    ends: Tensor | None,
-    *,
-    causal: bool,
-    **attrs: Any,
+    operator: Any, given: Sequence[Tensor], ends: Tensor | None, *, causal: bool, **attrs: Any
 ) -> tuple[Tensor, ...]:
     """Of q, k, v and y's gradient: y in its dtype, and q's, k's and v's gradients in float32.
 

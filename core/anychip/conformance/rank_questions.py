@@ -24,14 +24,7 @@ from torch import Tensor
 
 from anychip.conformance.case import check, check_equal_bits, expect_error
 from anychip.conformance.covering import covering_array
-from anychip.conformance.rank_trials import (
-    CUTS,
-    Trial,
-    check_joined,
-    cut,
-    digest,
-    finish,
-)
+from anychip.conformance.rank_trials import CUTS, Trial, check_joined, cut, digest, finish
 from anychip.contract import (
     REDUCTIONS,
     Backend,
@@ -57,11 +50,7 @@ OFTEN = 12
 """So often the first of many ways to make a call is taken."""
 LATE_S = 0.004
 """So much later comes a rank that is late: the others have come, and wait."""
-SPLITS = {
-    "columns": [[0, 2], [1, 3]],
-    "rows": [[0, 1], [2, 3]],
-    "triple": [[1, 2, 3], [0]],
-}
+SPLITS = {"columns": [[0, 2], [1, 3]], "rows": [[0, 1], [2, 3]], "triple": [[1, 2, 3], [0]]}
 """Of four ranks: groups at the same time, of which not all begin with rank 0 nor are neighbours.
 
 Made in this order: a library that counts its connections finds ranks apart once one was alone.

@@ -5,15 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from anychip.contract import (
-    Bound,
-    Cost,
-    OperatorSpec,
-    Placements,
-    Sample,
-    SampleMaker,
-    Sharding,
-)
+from anychip.contract import Bound, Cost, OperatorSpec, Placements, Sample, SampleMaker, Sharding
 from anychip.operators.extents import empty_like, nbytes
 
 _BATCH, _HEADS = 0, 2

@@ -100,10 +100,7 @@ def _geglu(gate: Rounded, up: Rounded, *, approximate: str) -> Answer:
     return (_gelu(gate, approximate) * up,), backward
 
 
-def _unary(
-    value: Callable[..., Rounded],
-    gradient: Callable[..., Rounded],
-) -> Oracle:
+def _unary(value: Callable[..., Rounded], gradient: Callable[..., Rounded]) -> Oracle:
     """Of ``y = value(x)`` and ``dx = gradient(grad, x)``."""
     return Oracle(
         forward=lambda x, **attrs: (value(x, **attrs),),

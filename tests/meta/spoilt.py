@@ -139,7 +139,7 @@ class Asked(NamedTuple):
         """Every result, and every gradient, with its shape and type; of whole numbers none."""
         trial = self.trial()
         args = trial.arguments[0]
-        outputs = trial.fake()[: trial.signature.num_outputs]
+        outputs = trial.form[: trial.signature.num_outputs]
         if trial.written:
             outputs = [t for i in trial.written for t in tensors_of([args[i]])]
         found = dict(zip(trial.names(), outputs, strict=True))

@@ -28,6 +28,7 @@ Note: The error model
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -211,6 +212,18 @@ def concatenate(parts: Sequence[Rounded], axis: int) -> Rounded:
         for name in ("value", "worst", "spread")
     )
     return Rounded(value, worst, spread)
+
+
+def joined(tensors: Sequence[Rounded]) -> Rounded:
+    """The elements of all tensors, flat."""
+    return concatenate([t.reshape(-1) for t in tensors], 0)
+
+
+def parts(whole: Rounded, like: Sequence[Rounded]) -> list[Rounded]:
+    """Of what :func:`joined` made, the tensors."""
+    ends = [0, *itertools.accumulate(t.value.size for t in like)]
+    spans = zip(ends, ends[1:], like, strict=False)
+    return [whole[a:b].reshape(*t.shape) for a, b, t in spans]
 
 
 def matmul(a: Rounded, b: Rounded) -> Rounded:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from anychip.conformance.case import check
+from anychip.conformance.case import bytes_of, check
 from anychip.conformance.formats import FORMATS
 from anychip.contract import HOST, SampleMaker
 
@@ -148,10 +148,10 @@ class Placed:
         Args:
             written: the operator may write the tensor, and only it.
         """
-        after = _bits(self.buffer, copy=False)
+        after = bytes_of(self.buffer)
         if torch.equal(after, self.before):
             return None
-        changed = after != self.before
+        changed = (after != self.before).view(self.buffer.numel(), -1)
         inside = self.taken
         if inside is None:
             t, inside = self.tensor, torch.zeros(self.buffer.numel(), dtype=torch.bool)
@@ -168,14 +168,19 @@ def place(tensor: Tensor, device: torch.device, layout: Layout = "contiguous") -
     """Copies a host tensor to a device, into a buffer with guard zones."""
     shape, stride, start = _geometry(tensor.shape, layout)
     room = start + GUARD + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
-    buffer = torch.empty(max(room, start + GUARD), dtype=tensor.dtype)
-    buffer.view(torch.uint8).fill_(_PATTERN)
-    # What is one place in memory is written once.
-    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)
-    buffer.as_strided(shape, stride, start)[once].copy_(tensor[once])
-    on_device = buffer.to(device, copy=True)
+    buffer = _filled(max(room, start + GUARD), tensor.dtype, _PATTERN)
+    view = buffer.as_strided(shape, stride, start)
+    if 0 in stride:  # what is one place in memory is written once
+        once = tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)
+        view, tensor = view[once], tensor[once]
+    view.copy_(tensor)
+    before, on_device = bytes_of(buffer).clone(), buffer.to(device)
     view = on_device.as_strided(shape, stride, start)
-    return Placed(tensor=view, buffer=on_device, before=_bits(on_device, copy=True))
+    return Placed(tensor=view, buffer=on_device, before=before)
+
+
+def _filled(numel: int, dtype: torch.dtype, byte: int) -> Tensor:
+    return torch.full((numel * dtype.itemsize,), byte, dtype=torch.uint8).view(dtype)
 
 
 def place_packed(tensors: Sequence[Tensor], device: torch.device) -> list[Placed]:
@@ -192,18 +197,16 @@ def place_shared(tensors: Sequence[Tensor], device: torch.device, layout: Layout
     starts, end = [0] * len(tensors), GUARD
     for index in order:
         starts[index], end = end, end + tensors[index].numel() + 1 + index % 3
-    buffer = torch.empty(end + GUARD, dtype=tensors[0].dtype)
-    buffer.view(torch.uint8).fill_(_LARGE)
+    buffer = _filled(end + GUARD, tensors[0].dtype, _LARGE)
     taken = torch.zeros(len(buffer), dtype=torch.bool)
     for start, tensor in zip(starts, tensors, strict=True):
         buffer[start : start + tensor.numel()] = tensor.reshape(-1)
         taken[start : start + tensor.numel()] = True
-    on_device = buffer.to(device, copy=True)
+    before, on_device = bytes_of(buffer).clone(), buffer.to(device)
     views = tuple(
         on_device[start : start + t.numel()].view(t.shape)
         for start, t in zip(starts, tensors, strict=True)
     )
-    before = _bits(on_device, copy=True)
     return [Placed(tensor=v, buffer=on_device, before=before, taken=taken) for v in views]
 
 
@@ -239,11 +242,6 @@ def _dense(shape: Sequence[int]) -> list[int]:
         stride.append(step)
         step *= max(size, 1)
     return list(reversed(stride))
-
-
-def _bits(tensor: Tensor, *, copy: bool) -> Tensor:
-    """The bytes of a flat tensor, a row per element, on the host; of one there, copied or not."""
-    return tensor.detach().to(HOST, copy=copy).view(torch.uint8).view(tensor.numel(), -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -150,14 +150,13 @@ def check_equal_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
     """Checks that two tensors have one shape, one dtype and the same bits, also in NaN."""
     check(got.dtype == want.dtype, f"{name}: {want.dtype} expected, got {got.dtype}")
     check(got.shape == want.shape, f"{name}: shape {tuple(want.shape)}, got {tuple(got.shape)}")
-    left, right = (_flat_copy(tensor) for tensor in (got, want))
-    if not torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
-        differing = (left.view(torch.uint8) != right.view(torch.uint8)).nonzero()
-        flat = int(differing[0]) // left.element_size()
+    left, right = bytes_of(got), bytes_of(want)
+    if not torch.equal(left, right):
+        flat = int((left != right).nonzero()[0]) // got.element_size()
         place = [int(i) for i in np.unravel_index(flat, tuple(got.shape))] if got.dim() else []
+        here, there = (tensor.detach().cpu().reshape(-1)[flat].item() for tensor in (got, want))
         raise CheckFailedError(
-            f"{name}: the bits differ, first at {place}: {left[flat].item():.9g} and "
-            f"{right[flat].item():.9g}"
+            f"{name}: the bits differ, first at {place}: {here:.9g} and {there:.9g}"
         )
 
 
@@ -169,10 +168,12 @@ def check_same_bits(
         check_equal_bits(f"{name}{note}", left, right)
 
 
-def _flat_copy(tensor: torch.Tensor) -> torch.Tensor:
-    # A dim of one element may keep any stride through contiguous(), which a view of bytes refuses.
-    copy = torch.empty(tensor.numel(), dtype=tensor.dtype)
-    return copy.copy_(tensor.detach().cpu().reshape(-1))
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes, flat, on the host: its own where it is there and contiguous."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    if flat.numel() < 2:  # it may keep any stride, which a view of bytes refuses
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def expect_error(

@@ -184,14 +184,14 @@ class CoveringArray:
         """The level that brings the most, or the simplest, of those that leave the start what it
         needs.
         """
-        kept = self._kept[block]
         if self._simple:
-            fitting = [level for level, it in enumerate(can) if it and not kept[level]]
-            return (*fitting, list(can).index(True))[0]
+            kept = self._kept[block].tolist()
+            fitting = (level for level, it in enumerate(can) if it and not kept[level])
+            return next(fitting, list(can).index(True))
         own = list(dict.fromkeys((*self._fixed, *self._start)))
         hides = [place for place in own if self._hides[place]]
         gains = self._gains(block, own, hides) + self._random.random(len(can))
-        unwanted = kept | (self._hides[block] & (len(hides) < self.strength))
+        unwanted = self._kept[block] | (self._hides[block] & (len(hides) < self.strength))
         gains[unwanted] = -1.0
         gains[[level for level, it in enumerate(can) if not it]] = -2.0
         return int(gains.argmax())

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from contextlib import suppress
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from anychip.conformance.arithmetic import Rounded
+from anychip.conformance.arithmetic import Rounded, joined
 from anychip.conformance.calls import (
     Arguments,
     Call,
@@ -20,7 +22,7 @@ from anychip.conformance.calls import (
     tensors_of,
     with_equal_numbers,
 )
-from anychip.conformance.case import Case, Context, check
+from anychip.conformance.case import Case, CheckFailedError, Context, check
 from anychip.conformance.oracles import Oracle
 from anychip.conformance.oracles.oracle import numbers
 from anychip.dispatch.library import door
@@ -163,16 +165,31 @@ class Trial:
         *,
         statistical: bool = False,
     ) -> None:
-        """Compares results with the oracle's, as far as there are results."""
+        """Compares results with the oracle's, as far as there are results; of a list all at once.
+
+        Raises:
+            CheckFailedError: of the first result alone that is outside the bound.
+        """
+        lists = defaultdict[Any, list[Any]](list)
         for name, got, want in zip(self.names(), results, wanted, strict=False):
-            context.compare(f"{name}{note}", got, want, statistical=statistical)
+            lists[name.partition("[")[0], got.dtype].append((f"{name}{note}", got, want))
+        for (name, _), found in lists.items():
+            if len(found) > 1 and all(tuple(got.shape) == want.shape for _, got, want in found):
+                got = torch.cat([got.detach().cpu().reshape(-1) for _, got, _ in found])
+                found += [(f"{name}[:]{note}", got, joined([want for _, _, want in found]))]
+                with suppress(CheckFailedError):  # of which one, the others tell
+                    context.compare(*found[-1], statistical=statistical)
+                    continue
+            for one in found:
+                context.compare(*one, statistical=statistical)
 
     def check_untouched(self, placed: PlacedCall, note: str = "") -> None:
         """Nothing was written but what the schema declares."""
         problem = placed.touched(self.written)
         check(problem is None, f"an argument that may not be written: {problem}{note}")
 
-    def fake(self) -> list[Tensor]:
+    @cached_property
+    def form(self) -> list[Tensor]:
         """Shapes and dtypes that outputs and residuals must have, by the specification."""
         args = [_meta(arg) for arg in self.arguments[0]]
         return list(self.signature.results(self.operator.spec.fake(*args, **self.arguments[1])))

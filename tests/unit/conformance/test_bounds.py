@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from anychip.conformance.arithmetic import Rounded
+from anychip.conformance.arithmetic import UNIT, Rounded
 from anychip.conformance.bounds import _quantiles, measure
+from anychip.conformance.calls import Arguments, Call, Draw
+from anychip.conformance.case import CheckFailedError, Context
 from anychip.conformance.formats import FORMATS, ulp
+from anychip.conformance.oracles import oracle_of
+from anychip.conformance.trial import Trial
+from anychip.dispatch.operator import registered
+from tests.meta.honest import HonestBackend
 
 DTYPES = pytest.mark.parametrize("dtype", FORMATS, ids=lambda d: FORMATS[d].name)
 
@@ -139,3 +145,26 @@ def test_quantiles_are_numpys(last: float) -> None:
         values[-1] = last
         want = np.quantile(values, (0.5, 0.999), method="lower")
         np.testing.assert_array_equal(_quantiles(values, 0.5, 0.999), want)
+
+
+def test_tensors_of_a_list_are_judged_together_and_the_wrong_one_is_named() -> None:
+    def make(draw: Draw) -> Arguments:
+        return ([draw.normal(20) for _ in range(5)], draw.scalar(2.0)), {"max_norm": 1.0}
+
+    clip, context = registered()["clip"], Context(HonestBackend())
+    trial = Trial(clip, Call("list", make), torch.float32)
+    wanted = trial.expected(oracle_of(clip.spec))
+
+    def compare(part: float, *, times: float = 1.0) -> None:
+        bounds = [ulp(w.value, FORMATS[torch.float32]) / 2 + w.worst * UNIT for w in wanted]
+        moved = [w.value + part * b for w, b in zip(wanted, bounds, strict=True)]
+        moved[3] = moved[3] * times
+        results = [torch.from_numpy(value).float() for value in moved]
+        trial.compare(context, results, wanted, statistical=True)
+
+    compare(0.5)
+    assert [(m.name, m.count) for m in context.measurements] == [("tensors[:]", 100)]
+    with pytest.raises(CheckFailedError, match=r"tensors\[3\]: 20 of 20 elements"):
+        compare(0.5, times=1.001)
+    with pytest.raises(CheckFailedError, match=r"tensors\[:\]: no single error is too large"):
+        compare(0.88)

@@ -230,7 +230,7 @@ def check_unclaimed(context: Context, *, operator: AnyOperator, oracle: Oracle) 
             problem = placed.touched(())
             check(problem is None, f"{other} was refused, and has written: {problem}")
             continue
-        forms = () if trial.written else trial.fake()
+        forms = () if trial.written else trial.form
         for name, got, form in zip(trial.names(), results, forms, strict=False):
             check(got.dtype == form.dtype, f"{name}: {form.dtype} expected, got {got.dtype}")
         wanted, statistical = trial.expected(oracle), trial.call.statistical

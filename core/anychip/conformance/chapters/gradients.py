@@ -68,7 +68,7 @@ class GradientTrial(Trial):
     def output_gradients(self) -> list[Tensor]:
         """Random gradients of those outputs, on the host; each in its output's dtype."""
         generator = torch.Generator().manual_seed(self.stream)
-        forms = [y for y in self.fake()[: self.signature.num_outputs] if y.is_floating_point()]
+        forms = [y for y in self.form[: self.signature.num_outputs] if y.is_floating_point()]
         return [torch.randn(f.shape, generator=generator).to(f.dtype) for f in forms]
 
     def placed_gradients(self, context: Context) -> list[Tensor]:
@@ -242,7 +242,7 @@ def most_dims(context: Context, of: Subject) -> GradientTrial:
     trials = [GradientTrial(of.operator, call, of.dtype, context.seed) for call in of.oracle.plain]
 
     def dims(trial: GradientTrial) -> int:
-        return max(sum(n > 1 for n in y.shape) if y.numel() else -1 for y in trial.fake())
+        return max(sum(n > 1 for n in y.shape) if y.numel() else -1 for y in trial.form)
 
     return max(trials, key=dims)
 

@@ -6,6 +6,7 @@ carry a quotient over the middle between two numbers, the code on either side is
 Dettmers et al. 2022, arXiv:2110.02861, section 2; the numbers: :mod:`anychip.operators.adamw_8bit`.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anychip.conformance.arithmetic import UNIT, Rounded
+from anychip.conformance.arithmetic import UNIT, Rounded, joined, parts
 from anychip.conformance.calls import Arguments, Draw
 from anychip.conformance.formats import Array
 from anychip.conformance.oracles import quantization, update
@@ -66,8 +67,18 @@ def _nearest(steps: Array, form: _Form) -> Array:
     return np.asarray(found, dtype=np.float64)
 
 
-def _coded(x: Rounded, form: _Form) -> tuple[Rounded, Rounded]:
-    rows = x.shaped(lambda array: quantization._rows(array, BLOCK))
+def _coded(tensors: Sequence[Rounded], form: _Form) -> tuple[list[Rounded], list[Rounded]]:
+    """Codes and scales of each tensor, whose blocks are its own."""
+    blocks = [0, *itertools.accumulate(-(-t.value.size // BLOCK) for t in tensors)]
+    spans = zip(blocks, tensors, strict=False)
+    places = np.concatenate([BLOCK * first + np.arange(t.value.size) for first, t in spans])
+
+    def in_blocks(flat: Array) -> Array:
+        found = np.zeros(BLOCK * blocks[-1])
+        found[places] = flat
+        return found.reshape(-1, BLOCK)
+
+    rows = joined(tensors).shaped(in_blocks)
     scales = quantization._scales(rows, float(form.numbers[-1]))
     divisor, usable = quantization._divisor(scales)
     steps = rows / divisor
@@ -77,8 +88,8 @@ def _coded(x: Rounded, form: _Form) -> tuple[Rounded, Rounded]:
     error = np.where(has_error, steps.worst, 0.0) * UNIT
     low, mid, high = (_nearest(value + shift, form) for shift in (-error, 0.0, error))
     size = np.maximum(np.abs(high - mid), np.abs(mid - low)) / UNIT
-    codes = Rounded(mid, size, size).shaped(lambda array: array.reshape(-1)[: x.value.size])
-    return codes.reshape(*x.shape), scales
+    codes = Rounded(mid, size, size).shaped(lambda array: array.reshape(-1)[places])
+    return parts(codes, tensors), [scales[a:b] for a, b in itertools.pairwise(blocks)]
 
 
 def _forward(*args: Any, **attrs: Any) -> tuple[Rounded, ...]:
@@ -102,8 +113,8 @@ def _forward(*args: Any, **attrs: Any) -> tuple[Rounded, ...]:
     count = len(params)
     states = ()
     for form, start in ((_FIRST, count), (_SECOND, 2 * count)):
-        made = [_coded(moved, form) for moved in results[start : start + count]]
-        states += (*(codes for codes, _ in made), *(scales for _, scales in made))
+        codes, scales = _coded(results[start : start + count], form)
+        states += (*codes, *scales)
     return (*results[:count], *states, *results[3 * count :])
 
 
@@ -111,12 +122,11 @@ def _forward(*args: Any, **attrs: Any) -> tuple[Rounded, ...]:
 
 
 def _averages(tensors: Sequence[Tensor], form: _Form) -> tuple[list[Tensor], list[Tensor]]:
-    found: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for tensor in tensors:
-        codes, scales = _coded(Rounded.exact(tensor.double().numpy()), form)
-        found[0].append(torch.from_numpy(codes.value.astype(np.uint8)))
-        found[1].append(torch.from_numpy(scales.value).float())
-    return found
+    codes, scales = _coded([Rounded.exact(t.double().numpy()) for t in tensors], form)
+    return (
+        [torch.from_numpy(each.value.astype(np.uint8)) for each in codes],
+        [torch.from_numpy(each.value).float() for each in scales],
+    )
 
 
 def coded(make: Callable[[Draw], Arguments], draw: Draw) -> Arguments:

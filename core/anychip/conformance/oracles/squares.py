@@ -6,13 +6,12 @@ is rounded: each digit may be what it is anywhere between the bounds of its sum.
 the norms is 0.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from anychip.conformance.arithmetic import UNIT, Rounded, concatenate, sqrt
+from anychip.conformance.arithmetic import UNIT, Rounded, concatenate, joined, parts, sqrt
 from anychip.conformance.oracles import update
 from anychip.conformance.oracles.oracle import Oracle
 from anychip.conformance.oracles.update import in_lists, scaled
@@ -71,13 +70,15 @@ def _trust(p: Rounded, u: Rounded) -> Rounded:
 
 def _lamb_forward(*args: Any, **attrs: float) -> tuple[Rounded, ...]:
     *most, trust = args
-    ratios = itertools.count()
+    params: Sequence[Rounded] = most[0]
+    sizes = [p.value.size for p in params]
 
     def one(
         p: Rounded, g: Rounded, m: Rounded, v: Rounded, *, lr: Rounded, count: Rounded, **_: float
     ) -> tuple[Rounded, ...]:
         first, second, u = _moved(p, g, m, v, count, attrs)
-        ratio = _trust(p, u) if trust is None else trust[next(ratios)]
+        ratios = joined([*map(_trust, params, parts(u, params))]) if trust is None else trust
+        ratio = ratios.shaped(lambda each: np.repeat(each, sizes))
         return p - lr * ratio * u, first, second
 
     return in_lists(one, *most, **attrs)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anychip.conformance.arithmetic import UNIT, Rounded, concatenate, power, sqrt, where
+from anychip.conformance.arithmetic import UNIT, Rounded, joined, parts, power, sqrt, where
 from anychip.conformance.formats import Format, ulp
 from anychip.conformance.oracles.oracle import Oracle
 
@@ -23,7 +23,7 @@ _CLIP_EPS = 1e-6
 
 
 def _l2_forward(tensors: Sequence[Rounded]) -> tuple[Rounded]:
-    flat = concatenate([t.reshape(-1) for t in tensors], 0)
+    flat = joined(tensors)
     return (sqrt((flat * flat).sum(0)),)
 
 
@@ -32,24 +32,23 @@ def _clip_forward(
 ) -> tuple[Rounded, ...]:
     ratio = max_norm / (norm + _CLIP_EPS)
     coefficient = where(ratio.value < 1.0, ratio, 1.0)
-    return tuple(t * coefficient for t in tensors)
+    return tuple(parts(joined(tensors) * coefficient, tensors))
 
 
 def _unscale_forward(
     grads: Sequence[Rounded], scale: Rounded, found_inf: Rounded
 ) -> tuple[Rounded, ...]:
     # What counts is what is stored, which the division may have made infinite.
-    stored = [_cast(g / scale, g.format) for g in grads]
-    finite = all(bool(np.isfinite(g.value).all()) for g in stored)
-    found = found_inf if finite else Rounded.exact(1.0)
-    return (*(g / scale for g in grads), found)
+    unscaled = parts(joined(grads) / scale, grads)
+    finite = all(bool(np.isfinite(g.value).all()) for g in copies(unscaled, grads, grads))
+    return (*unscaled, found_inf if finite else Rounded.exact(1.0))
 
 
 def in_lists(one: One, *args: Any, **attrs: Any) -> tuple[Rounded, ...]:
-    """A step of a rule over lists of tensors.
+    """A step of a rule over lists of tensors, the elements of all at once.
 
     Args:
-        one: new parameter and states of one tensor, given the old ones and its gradient.
+        one: new parameter and states, given the old ones and the gradient: flat, of all tensors.
         args: lists of parameters, gradients and each state (an empty one is none), then lr, step,
             scale, clip, found_inf and low_precision.
     """
@@ -58,11 +57,9 @@ def in_lists(one: One, *args: Any, **attrs: Any) -> tuple[Rounded, ...]:
     if found_inf is not None and found_inf.value != 0.0:
         return (*params, *itertools.chain(*states), step, *low)
     count = Rounded.exact(step.value + 1.0)
-    made = [
-        one(p, scaled(g, scale, clip), *kept, lr=lr, count=count, **attrs)
-        for p, g, *kept in zip(params, grads, *states, strict=True)
-    ]
-    news, *moved = zip(*made, strict=True)
+    p, g, *kept = map(joined, (params, grads, *states))
+    made = one(p, scaled(g, scale, clip), *kept, lr=lr, count=count, **attrs)
+    news, *moved = (parts(whole, params) for whole in made)
     return (*news, *itertools.chain(*moved), count, *copies(news, params, low))
 
 
@@ -95,7 +92,12 @@ def copies(
     news: Sequence[Rounded], params: Sequence[Rounded], low: Sequence[Rounded]
 ) -> list[Rounded]:
     """Low-precision copies: cast from the stored parameter, one rounding to its type more."""
-    return [_cast(new, p.format) for new, p, _ in zip(news, params, low, strict=False)]
+    found = dict[int, Rounded]()
+    for format in {p.format for p in params[: len(low)]}:
+        places = [index for index, p in enumerate(params[: len(low)]) if p.format == format]
+        own = [news[index] for index in places]
+        found |= zip(places, parts(_cast(joined(own), format), own), strict=True)
+    return [found[index] for index in range(len(low))]
 
 
 def _cast(new: Rounded, format: Format) -> Rounded:

@@ -180,6 +180,7 @@ def place(tensor: Tensor, device: torch.device, layout: Layout = "contiguous") -
 
 
 def _filled(numel: int, dtype: torch.dtype, byte: int) -> Tensor:
+    byte = 1 if dtype == torch.bool else byte  # which a copy to a device may make of it
     return torch.full((numel * dtype.itemsize,), byte, dtype=torch.uint8).view(dtype)
 
 

@@ -214,6 +214,9 @@ def ways(
         }
         if chosen.get("cut") == "even":  # few of the sizes are, and it is what is called most
             chosen["numel"] += -chosen["numel"] % comm.world_size
+            chosen["cut"] = "near" if chosen["shift"] == 1 else "even"  # the same parts, but said
+        elif chosen.get("cut") == "near":
+            chosen["numel"] += chosen["numel"] % comm.world_size == 0  # nearly even, and not even
         yield Way(**chosen)
 
 

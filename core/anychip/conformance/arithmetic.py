@@ -258,8 +258,13 @@ def _function(x: Rounded, name: str, value: Array, slope: Array) -> Rounded:
 
 
 def exp(x: Rounded) -> Rounded:
+    """Of an exponent that is off by 1 or more, as of huge scores, the derivative says too little."""
     value = np.exp(x.value)
-    return _function(x, "exp", value, value)
+
+    def off(e: Array) -> Any:
+        return value * np.where(np.isfinite(e), np.expm1(np.minimum(e * UNIT, 80.0)) / UNIT, e)
+
+    return _rounded(value, off(x.worst), off(x.spread), 2 * ULP["exp"])
 
 
 def log(x: Rounded) -> Rounded:

@@ -137,3 +137,11 @@ def test_selection_adds_no_rounding() -> None:
     x = Rounded.exact([1.0, 2.0]) * 3.3
     chosen = where(np.array([True, False]), x, 0.0)
     np.testing.assert_array_equal(chosen.worst, [x.worst[0], 0.0])
+
+
+@pytest.mark.parametrize("off", [1e-6, 0.5, 5.0, -5.0, 60.0])
+def test_exp_of_a_number_that_is_far_off_is_within_its_bound(off: float) -> None:
+    for value in (-3.0, 0.0, 2.5):
+        found = arithmetic.exp(Rounded(*np.array([[value], [abs(off) / UNIT], [abs(off) / UNIT]])))
+        assert np.abs(np.exp(value + off) - found.value) <= found.worst * UNIT
+        assert found.worst * UNIT <= 1.001 * np.exp(value) * (np.expm1(abs(off)) + 1e-6)

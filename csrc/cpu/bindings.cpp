@@ -21,7 +21,7 @@ namespace anychip::cpu {
 namespace {
 
 // Raised whenever a signature changes its meaning; Python reads it as build_info()["abi"].
-constexpr int kInterfaceVersion = 8;
+constexpr int kInterfaceVersion = 9;
 
 using Addresses = std::vector<uintptr_t>;
 using Sizes = std::vector<int64_t>;
@@ -204,6 +204,15 @@ void bind_operators(py::module_& m) {
        "bias_dtype");
   bind(m, "softmax_backward", &softmax_backward, "grad", "y", "dx", "rows", "keys", "scale",
        "dtype");
+  bind(m, "attention_forward", &attention_forward, "q", "q_batch", "q_row", "q_head", "k",
+       "k_batch", "k_row", "k_head", "v", "v_batch", "v_row", "v_head", "y", "lse", "batch",
+       "queries", "keys", "heads", "kv_heads", "head_dim", "ends_q", "ends_k", "scale", "causal",
+       "dtype", "y_dtype");
+  bind(m, "attention_backward", &attention_backward, "grad", "grad_batch", "grad_row", "grad_head",
+       "q", "q_batch", "q_row", "q_head", "k", "k_batch", "k_row", "k_head", "v", "v_batch",
+       "v_row", "v_head", "y", "y_batch", "y_row", "y_head", "lse", "dq", "dk", "dv", "batch",
+       "queries", "keys", "heads", "kv_heads", "head_dim", "ends_q", "ends_k", "scale", "causal",
+       "dtype", "y_dtype");
   bind(m, "rope", &rope, "q", "k", "cos", "sin", "q_out", "k_out", "batch", "seq", "heads",
        "kv_heads", "head_dim", "interleaved", "inverse", "dtype");
   bind(m, "cross_entropy_forward", &cross_entropy_forward, "logits", "target", "loss", "lse",

@@ -51,6 +51,13 @@ ANYCHIP_KERNEL(void, softmax_forward,
                (const SoftmaxForward&, float* scratch, Range rows))  // (keys,)
 ANYCHIP_KERNEL(void, softmax_backward, (const SoftmaxBackward&, Range rows))
 
+// Of positions that make one tile; scratch: attention_forward_scratch. The backward writes all of
+// the group's gradients that are not null; scratch: attention_backward_scratch.
+ANYCHIP_KERNEL(void, attention_forward,
+               (const AttentionGroup&, void* y, float* scratch, Range positions))
+ANYCHIP_KERNEL(void, attention_backward,
+               (const AttentionGroup&, const AttentionGradients&, float* scratch))
+
 // columns: of each row one logit, or -1 for none.
 ANYCHIP_KERNEL(void, sum_logits,
                (DType dtype, const void* logits, int64_t vocab, const int64_t* columns,

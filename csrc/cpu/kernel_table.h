@@ -75,6 +75,45 @@ constexpr uint32_t size_of_place(uint64_t place) {
   return kLargestSize - static_cast<uint32_t>(place >> 32);
 }
 
+// Tiles of attention: rows, which are queries and their heads, and keys. Multiples of 6 and 16, the
+// blocks that a tile is computed in. The results do not depend on how many rows a tile has.
+constexpr int64_t kAttentionRows = 96, kAttentionKeys = 96;
+
+// Of a row of a tile in memory: whole vectors, an odd number of them, as rows at a multiple of a
+// large power of two drive each other out of the first cache.
+constexpr int64_t attention_width(int64_t head_dim) { return (head_dim + 15) / 16 * 16 | 16; }
+
+// Heads at positions of a sequence, from its first and the first that is meant on.
+struct AttentionRows {
+  const void* data;
+  int64_t row, head;  // elements to the next
+};
+// One key head of one sequence, and the queries that see at least one of its keys, at `groups`
+// heads. Outputs have rows of out_row, or out_key_row, elements and heads without a gap.
+struct AttentionGroup {
+  AttentionRows q, k, v;
+  int64_t queries, keys, groups, head_dim;
+  int64_t out_row, out_key_row;
+  float* lse;
+  int64_t lse_head;
+  float scale;
+  bool causal;
+  DType dtype, y_dtype;
+};
+constexpr int64_t attention_forward_scratch(int64_t head_dim) {
+  return kAttentionRows * (kAttentionKeys + 4 * attention_width(head_dim));
+}
+constexpr int64_t attention_backward_scratch(int64_t head_dim, int64_t keys) {
+  return kAttentionRows * (2 * kAttentionKeys + 7 * attention_width(head_dim)) +
+         2 * (keys + kAttentionKeys) * attention_width(head_dim);
+}
+struct AttentionGradients {
+  AttentionRows grad, y;
+  void* dq;
+  void* dk;
+  void* dv;
+};
+
 struct KernelTable {
   const char* name;
 #define ANYCHIP_KERNEL(result, name, parameters) result(*name) parameters;

@@ -239,6 +239,41 @@ struct SoftmaxBackward {
 void softmax_forward(const SoftmaxForward& args);
 void softmax_backward(const SoftmaxBackward& args);
 
+// Heads of rows of a batch: how many elements further the next one of each is. A head's elements
+// lie without a gap.
+struct StridedHeads {
+  const void* data;
+  int64_t batch, row, head;
+};
+// Of (batch, queries, heads, head_dim) and (batch, keys, kv_heads, head_dim), where query head h
+// reads key head h / (heads / kv_heads). With ends, `batch` sequences are packed into queries and
+// keys in all, without a batch: sequence b is ends[b] to ends[b + 1], what is left is padding.
+// Causal is aligned to the last key. A query that sees nothing has y = 0 and lse = -infinity.
+struct AttentionShape {
+  int64_t batch, queries, keys, heads, kv_heads, head_dim;
+  const int64_t* ends_q;  // (batch + 1,); null: none
+  const int64_t* ends_k;
+  double scale;
+  bool causal;
+  DType dtype, y_dtype;  // y_dtype: of y and its gradient
+};
+struct AttentionForward {
+  StridedHeads q, k, v;
+  void* y;     // contiguous, like all that is written
+  float* lse;  // (batch, heads, queries), packed (heads, queries)
+  AttentionShape shape;
+};
+struct AttentionBackward {
+  StridedHeads grad, q, k, v, y;
+  const float* lse;
+  void* dq;
+  void* dk;
+  void* dv;
+  AttentionShape shape;
+};
+void attention_forward(const AttentionForward& args);
+void attention_backward(const AttentionBackward& args);
+
 struct Rope {
   const void* q;  // (batch, seq, heads, head_dim)
   const void* k;  // (batch, seq, kv_heads, head_dim)

@@ -1,0 +1,173 @@
+// What attention's forward and backward have in common: tiles of rows and of keys.
+//
+// The query heads of one key head are rows of one product: row r is head r % groups at position
+// r / groups, so rows see more keys the later they are. Scores lie with the rows as lanes, one key
+// below the other: maxima, sums and exponentials over keys need no lane of another, keys and values
+// are read as they lie, and only queries (and the gradient of y) are transposed, once per tile.
+//
+// Note [Zeros of the hidden]: blocks of 6 keys or rows reach past what a row sees. What they read
+// there is 0, and a NaN or infinity among the values of the same block becomes NaN, as in the
+// specification's equation; blocks that none of their rows see are left out.
+#pragma once
+
+#include "math.h"
+#include "products.h"
+#include "rows.h"
+
+namespace anychip::cpu::ANYCHIP_ISA {
+
+constexpr float kInfinity = __builtin_inff();
+constexpr int64_t kRows = kAttentionRows, kKeys = kAttentionKeys;
+
+// exp as in math.h, whose bounds hold, with fused steps.
+ANYCHIP_INLINE F32 fused_exp(F32 x) {
+  constexpr float kShift = 0x1.8p23f + 191.0f;
+  x = maximum(fill<F32>(-104.0f), x);
+  const F32 shifted = fused(x, fill<F32>(1.44269504f), fill<F32>(kShift));
+  const F32 n = shifted - kShift;
+  F32 r = fused(n, fill<F32>(-0.693359375f), x);
+  r = fused(n, fill<F32>(2.12194440e-4f), r);
+  F32 p = fused(fill<F32>(0.00138142219f), r, fill<F32>(0.00836889866f));
+  p = fused(p, r, fill<F32>(0.0416684057f));
+  p = fused(p, r, fill<F32>(0.166665191f));
+  p = fused(p, r, fill<F32>(0.499999933f));
+  return times_power(fused(p, r * r, r) + 1.0f, n, shifted);
+}
+
+// Room is taken from the front of what the caller gave.
+class Scratch {
+ public:
+  ANYCHIP_INLINE explicit Scratch(float* room) : room_(room) {}
+  ANYCHIP_INLINE float* take(int64_t numel) {
+    float* taken = room_;
+    room_ += numel;
+    return taken;
+  }
+
+ private:
+  float* room_;
+};
+
+// How many keys each row of a tile sees, of all and of a tile of keys.
+class Sight {
+ public:
+  ANYCHIP_INLINE Sight(const AttentionGroup& group, Range positions)
+      : rows_((positions.end - positions.begin) * group.groups) {
+    int64_t seen = group.keys, next = positions.begin * group.groups, row = 0;
+    for (int64_t at = positions.begin; at < positions.end; ++at) {
+      if (group.causal) seen = group.keys - group.queries + at + 1;
+      for (next = row + group.groups; row < next; ++row) seen_[row] = seen;
+    }
+    for (; row < kRows + kLanes; ++row) seen_[row] = seen;  // rows that there are not
+  }
+
+  ANYCHIP_INLINE int64_t rows() const { return rows_; }
+  ANYCHIP_INLINE int64_t most() const { return seen_[rows_ - 1]; }
+
+  // From now on of the keys from `first` on; returns how many there are for any row.
+  ANYCHIP_INLINE int64_t look_at(int64_t first) {
+    const int64_t keys = most() - first < kKeys ? most() - first : kKeys;
+    for (int64_t row = 0; row < kRows + kLanes; ++row) {
+      const int64_t ahead = seen_[row] - first;
+      limit_[row] = static_cast<float>(ahead < 0 ? 0 : ahead < keys ? ahead : keys);
+    }
+    return keys;
+  }
+  ANYCHIP_INLINE int64_t of(int64_t row) const { return static_cast<int64_t>(limit_[row]); }
+  ANYCHIP_INLINE int64_t of_last(int64_t row) const { return of(row < rows_ ? row : rows_ - 1); }
+  ANYCHIP_INLINE const float* limits() const { return limit_; }
+
+ private:
+  int64_t rows_;
+  int64_t seen_[kRows + kLanes];
+  alignas(64) float limit_[kRows + kLanes];
+};
+
+// A head at a position, of what is read and of what is written.
+ANYCHIP_INLINE const void* row_at(const AttentionRows& rows, int64_t position, int64_t head,
+                                  DType dtype) {
+  return row_of(rows.data, dtype, position * rows.row + head * rows.head);
+}
+ANYCHIP_INLINE void* row_at(void* rows, int64_t row, int64_t head_dim, int64_t position,
+                            int64_t head, DType dtype) {
+  return row_of(rows, dtype, position * row + head * head_dim);
+}
+
+// work(row, position, head) for every row of some positions.
+template <class Work>
+ANYCHIP_INLINE void for_each_row_of(const AttentionGroup& group, Range positions,
+                                    const Work& work) {
+  int64_t row = 0;
+  for (int64_t position = positions.begin; position < positions.end; ++position) {
+    for (int64_t head = 0; head < group.groups; ++head) work(row++, position, head);
+  }
+}
+
+// A row in float32, with zeros up to a multiple of 16.
+ANYCHIP_INLINE void widen(const void* from, DType dtype, int64_t numel, float* to) {
+  visit_dtype(dtype, [&](auto t) {
+    const auto* source = static_cast<const decltype(t)*>(from);
+    for_each_vector(0, numel, [&](int64_t i, auto lanes) {
+      store(to + i, load(source + i, lanes), AllLanes{});
+    });
+  });
+}
+
+// Keys or values of a tile, and rows of zeros up to a whole block.
+ANYCHIP_INLINE void pack_keys(const AttentionRows& rows, const AttentionGroup& group, int64_t first,
+                              int64_t keys, float* packed) {
+  const int64_t width = attention_width(group.head_dim);
+  for (int64_t j = 0; j < keys; ++j) {
+    widen(row_at(rows, first + j, 0, group.dtype), group.dtype, group.head_dim, packed + j * width);
+  }
+  for (int64_t j = keys * width; j < round_up(keys, kBlock) * width; ++j) packed[j] = 0.0f;
+}
+
+// Rows of a tile, and rows of zeros up to a whole vector.
+ANYCHIP_INLINE void pack_queries(const AttentionRows& rows, const AttentionGroup& group,
+                                 Range positions, DType dtype, float* packed) {
+  const int64_t width = attention_width(group.head_dim);
+  int64_t count = 0;
+  for_each_row_of(group, positions, [&](int64_t row, int64_t position, int64_t head) {
+    widen(row_at(rows, position, head, dtype), dtype, group.head_dim, packed + row * width);
+    count = row + 1;
+  });
+  for (int64_t i = count * width; i < round_up(count, kLanes) * width; ++i) packed[i] = 0.0f;
+}
+
+// (head_dim, kRows) of (rows, width).
+ANYCHIP_INLINE void transpose(const float* rows, int64_t count, int64_t head_dim, float* columns) {
+  const int64_t width = attention_width(head_dim);
+  for (int64_t row = 0; row < count; ++row) {
+    for (int64_t i = 0; i < head_dim; ++i) columns[i * kRows + row] = rows[row * width + i];
+  }
+}
+
+// finish(key, first row, V) for the products of rows, a lane each, with the keys that they see, in
+// whole blocks of these.
+template <class Finish>
+ANYCHIP_INLINE void multiply_keys(const float* keys, const float* columns, int64_t head_dim,
+                                  const Sight& sight, const Finish& finish) {
+  const int64_t width = attention_width(head_dim);
+  for_each_columns(round_up(sight.rows(), kLanes), [&](int64_t row, auto v) {
+    using V = decltype(v);
+    const int64_t end = sight.of_last(row + static_cast<int64_t>(sizeof(V) / 4) - 1);
+    for (int64_t key = 0; key < end; key += kBlock) {
+      multiply_block<V>(
+          Left{keys + key * width, width, 1}, Right{columns + row, kRows}, head_dim,
+          [](int) { return V{}; }, [&](int i, V product) { finish(key + i, row, product); },
+          BlockRows{});
+    }
+  });
+}
+
+// What blocks of rows and of keys read of a panel of 16 rows beyond the keys that it sees.
+ANYCHIP_INLINE void clear_hidden(float* scores, int64_t row, const Sight& sight) {
+  const int64_t end = sight.of_last(row + kLanes - 1), whole = round_up(end, kBlock);
+  const int64_t next = sight.of_last(row + kLanes + kBlock - 2);
+  for (int64_t key = end; key < (next > whole ? next : whole); ++key) {
+    store(scores + key * kRows + row, F32{}, AllLanes{});
+  }
+}
+
+}  // namespace anychip::cpu::ANYCHIP_ISA

@@ -1,0 +1,109 @@
+"""The host's attention beyond one tile of its kernel, next to float64 of each sequence by itself.
+
+How small ones and their edges are computed is asked by the conformance suite.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import anychip
+from anychip import ops
+from anychip_cpu import tiled_attention
+from anychip_cpu.backend import CpuBackend
+from tests.unit.dispatch.calls import bits
+from tests.unit.operators.exactness import assert_close
+
+pytestmark = pytest.mark.skipif(not tiled_attention._FUSED, reason="torch's kernel is quicker")
+
+ENDS = ([0, 100, 100, 297, 300], [0, 90, 100, 297, 310])
+
+
+def _wide(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """(Sq, H, D) and (Sk, Hk, D) in float64; rows that see nothing are 0."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[2])
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1) if causal else scores.softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights.nan_to_num(0.0), v)
+
+
+def _made(shape: tuple[int, ...], dtype: torch.dtype, spread: int) -> Tensor:
+    """Heads that lie between others."""
+    rows, heads, dim = shape[-3:]
+    whole = torch.randn(*shape[:-3], rows, heads + spread, dim + spread).to(dtype)
+    return whole[..., :heads, :dim].detach().requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "kv_heads", "dim", "packed"),
+    [(193, 193, 4, 4, 64, False), (97, 250, 6, 2, 32, False), (250, 97, 2, 2, 33, False),
+     (33, 33, 5, 1, 128, False), (310, 320, 4, 2, 16, True)],
+)  # fmt: skip
+def test_values_and_gradients_are_those_of_float64_in_every_layout(
+    queries: int, keys: int, heads: int, kv_heads: int, dim: int, packed: bool, causal: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    front = () if packed else (2,)
+    q = _made((*front, queries, heads, dim), dtype, 1)
+    k, v = (_made((*front, keys, kv_heads, dim), dtype, spread) for spread in (0, 3))
+    ends = [torch.tensor(e, dtype=torch.int32) for e in ENDS] if packed else []
+    with anychip.policy(fallback="strict"):
+        call = ops.attention_varlen if packed else ops.attention
+        y = call(q, k, v, *ends, causal=causal, out_dtype=torch.float32)
+        slope = torch.randn(y.shape[:-1])[..., None].expand(y.shape)
+        y.backward(slope)
+    of = {row.implementation.split(".")[1] for row in anychip.provenance().rows()}
+    assert of == {"tiled_attention"}
+    want = torch.zeros(y.shape, dtype=torch.float64)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    places = list(zip(*map(itertools.pairwise, ENDS), strict=True))
+    parts = places if packed else [(b, b) for b in range(2)]
+    for own, seen in parts:
+        mine = slice(*own) if packed else own
+        other = slice(*seen) if packed else seen
+        want[mine] = _wide(wide[0][mine], wide[1][other], wide[2][other], causal)
+    want.backward(slope.double())
+    # A chain of fused products, of which the errors add up like the root of their number.
+    assert_close(y.detach(), want.detach(), 4 * math.sqrt(keys))
+    for got, exact in zip((q, k, v), wide, strict=True):
+        assert got.grad is not None
+        assert exact.grad is not None
+        assert_close(got.grad, exact.grad, 16 * math.sqrt(max(queries, keys) * heads), ulps=1.0)
+
+
+def test_weights_of_one_tile_that_are_all_minus_infinity_leave_the_others() -> None:
+    """The first 96 keys of 200 have the score -inf, and query 3 is NaN; the rest is exact."""
+    q, k, v = (torch.zeros(1, 200, 1, 8) for _ in range(3))
+    q[..., 0], q[0, 3], k[0, :96, :, 0] = 1.0, math.nan, -math.inf
+    v[0, :, 0] = torch.arange(200.0)[:, None] - 148.0
+    y, lse = tiled_attention.attention(q, k, v, causal=False, scale=None, out_dtype=None)
+    want = torch.full((200,), -0.5)
+    want[3] = 7.0
+    assert torch.equal(y.nan_to_num(7.0), want[None, :, None, None].expand_as(y))
+    assert_close(lse[0, 0, 4:].double(), torch.full((196,), math.log(104.0)).double(), 4)
+
+
+def test_rows_that_torch_computes_quicker_are_left_to_it() -> None:
+    q, k = torch.randn(1, 3, 4, 16), torch.randn(1, 100, 4, 16)
+    rows = CpuBackend.operators.rows("attention", "forward")
+    taken = [row.accepts is None or row.accepts(q, k, k, causal=True, scale=None) for row in rows]
+    assert [row.function.__module__ for row in rows] == [
+        "anychip_cpu.tiled_attention", "anychip_cpu.attention",
+    ]  # fmt: skip
+    assert taken == [False, True]
+
+
+def test_packed_sequences_have_the_bits_of_each_by_itself() -> None:
+    q, k = torch.randn(310, 4, 32), torch.randn(320, 2, 32)
+    ends = [torch.tensor(e) for e in ENDS]
+    packed = ops.attention_varlen(q, k, k, *ends, causal=True)
+    own = slice(100, 297)
+    alone = ops.attention(q[None, own], k[None, own], k[None, own], causal=True)
+    assert bits(packed[own]) == bits(alone[0])

@@ -70,7 +70,7 @@ bool check_shape(const char* where, const AttentionShape& shape) {
                                         {"kv_heads", shape.kv_heads},
                                         {"head_dim", shape.head_dim}});
   if (q == 0 && k == 0) return false;
-  check(shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0, where,
+  check(shape.kv_heads > 0 && shape.heads > 0 && shape.heads % shape.kv_heads == 0, where,
         "expected heads that are a multiple of kv_heads, got " + std::to_string(shape.heads) +
             " and " + std::to_string(shape.kv_heads));
   check(shape.heads / shape.kv_heads <= kAttentionRows, where,

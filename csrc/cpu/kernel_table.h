@@ -105,7 +105,7 @@ constexpr int64_t attention_forward_scratch(int64_t head_dim) {
 }
 constexpr int64_t attention_backward_scratch(int64_t head_dim, int64_t keys) {
   return kAttentionRows * (2 * kAttentionKeys + 7 * attention_width(head_dim)) +
-         2 * (keys + kAttentionKeys) * attention_width(head_dim);
+         2 * (keys + 5) * attention_width(head_dim);
 }
 struct AttentionGradients {
   AttentionRows grad, y;

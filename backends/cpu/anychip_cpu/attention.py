@@ -1,4 +1,4 @@
-"""Attention on the host, mapped to torch's flash attention: no score is kept.
+"""Attention on the host: a native kernel or torch's flash attention, which keep no scores.
 
 torch's kernel aligns its causal mask to the first key. Where queries and keys differ in length, a
 (queries, keys) mask is made for it, one for all batches and heads; a single query needs none.
@@ -14,10 +14,32 @@ from torch import Tensor
 
 from anychip import operators
 from anychip.operators.attention import widened
+from anychip_cpu import tiled_attention
 from anychip_cpu.products import OWN_BELOW
 from anychip_cpu.table import FLOATS, Needs, declared
 
 _aten = torch.ops.aten
+
+
+@declared.forward(
+    "attention",
+    accepts=lambda q, k, v, **_: tiled_attention.takes(q, k, v, queries=q.shape[1]),
+)
+def native_attention(q: Tensor, k: Tensor, v: Tensor, **attrs: Any) -> tuple[Tensor, Tensor]:
+    return tiled_attention.forward(q, k, v, **attrs)
+
+
+@declared.backward(
+    "attention",
+    dtypes=FLOATS,
+    accepts=lambda grad, q, k, v, y, lse, **_: tiled_attention.takes_backward(
+        grad, q, k, v, y, queries=q.shape[1]
+    ),
+)
+def native_attention_backward(
+    *saved: Tensor, **attrs: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return tiled_attention.backward(*saved, **attrs)
 
 
 def takes_flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **_: Any) -> bool:

@@ -6,9 +6,6 @@ there, and the reference serves the rest.
 
 from __future__ import annotations
 
-from anychip_cpu import tiled_attention  # noqa: F401 - rows that are tried before attention's
-
-# isort: split
 from anychip_cpu import (  # noqa: F401 - all but native declare rows
     activation,
     attention,

@@ -1,8 +1,8 @@
-"""attention and attention_varlen on the host by a native kernel: csrc/cpu/attention.cpp.
+"""How attention and attention_varlen call the native kernel: csrc/cpu/attention.cpp.
 
 Queries, keys and values are read where they lie, those of packed sequences too, and keys are not
 repeated for the query heads that share them. What is hidden is left out, not masked. Calls for
-which torch's kernel was quicker are left to the rows of :mod:`.attention` and :mod:`.varlen`.
+which torch's kernel is quicker are left to it.
 """
 
 import math
@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anychip.operators.varlen import refuse_no_packing
 from anychip_cpu import native
 from anychip_cpu.native import CODES
-from anychip_cpu.table import FLOATS, Needs, address, declared, wanted
+from anychip_cpu.table import Needs, address, wanted
 
 _kernels: Any = native.kernels
 
-_FEWEST_ROWS = 16
-"""Of a key head: with fewer queries most lanes of the kernel are idle."""
+_FEWEST_ROWS, _FEWEST_GROUPS = 8, 4
+"""Of a key head: with fewer queries most lanes of the kernel are idle, but torch's repeats keys."""
 _MOST_GROUPS = 96
 """Query heads of a key head that a tile holds."""
 
@@ -35,30 +34,24 @@ def _has_fused_products() -> bool:
 _FUSED = _has_fused_products()
 
 
-def _takes(q: Tensor, k: Tensor, v: Tensor, rows: int) -> bool:
-    """``rows``: how many queries there are at least for each head, of a sequence as is usual."""
+def takes(q: Tensor, k: Tensor, v: Tensor, *, queries: int) -> bool:
+    """Whether the kernel computes this, and as quickly as torch's.
+
+    Args:
+        queries: of a sequence, on average.
+    """
     groups = q.shape[-2] // k.shape[-2]
     some = q.numel() > 0 and k.numel() > 0
-    enough = rows * groups >= _FEWEST_ROWS and groups <= _MOST_GROUPS
-    return _FUSED and some and enough and q.dtype == k.dtype == v.dtype
+    enough = queries * groups >= _FEWEST_ROWS or groups >= _FEWEST_GROUPS
+    fits = groups <= _MOST_GROUPS and q.dtype == k.dtype == v.dtype
+    return _FUSED and some and enough and fits
 
 
-def _takes_forward(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> bool:
-    return _takes(q, k, v, q.shape[1])
-
-
-def _takes_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, *_: Any) -> bool:
-    return grad.dtype == y.dtype and y.dtype in CODES and _takes(q, k, v, q.shape[1])
-
-
-def _takes_packed(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *_: Any) -> bool:
-    return _takes(q, k, v, q.shape[0] // max(ends.numel() - 1, 1))
-
-
-def _takes_packed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, ends: Tensor, *_: Any
+def takes_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, *, queries: int
 ) -> bool:
-    return grad.dtype == y.dtype and y.dtype in CODES and _takes_packed(q, k, v, ends)
+    """The same for the gradients, which takes ``grad`` as ``y`` was stored."""
+    return grad.dtype == y.dtype and y.dtype in CODES and takes(q, k, v, queries=queries)
 
 
 def _read(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -79,11 +72,7 @@ def _shape(
     return (*sizes, *places, factor, causal, CODES[q.dtype], CODES[y.dtype])
 
 
-def _wide_ends(*ends: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t.to(torch.int64).contiguous() for t in ends)
-
-
-def _forward(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -92,6 +81,12 @@ def _forward(
     scale: float | None,
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
+    """y and lse, as in :mod:`anychip.operators.attention`.
+
+    Args:
+        ends: the cu_seqlens of queries and keys of (tokens, heads, head_dim), sorted; or none.
+    """
+    ends = tuple(t.to(torch.int64).contiguous() for t in ends)
     y = torch.empty_like(q, dtype=out_dtype, memory_format=torch.contiguous_format)
     *batch, queries, heads, _ = q.shape
     lse = q.new_empty((*batch, heads, queries), dtype=torch.float32)
@@ -101,7 +96,7 @@ def _forward(
     return y, lse
 
 
-def _backward(
+def backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -113,42 +108,12 @@ def _backward(
     scale: float | None,
     out_dtype: torch.dtype | None,
     needs: Needs,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of q, k and v that are needed; arguments as of :func:`forward`."""
+    ends = tuple(t.to(torch.int64).contiguous() for t in ends)
     shape = _shape(q, k, y, ends, causal, scale)
     made = [wanted(need, like) for need, like in zip(needs, (q, k, v), strict=True)]
     read, lse = [_read(t) for t in (grad, q, k, v, y)], lse.contiguous()
     places = [number for _, of in read for number in of]
     _kernels.attention_backward(*places, lse.data_ptr(), *(a for _, a in made), *shape)
-    return tuple(gradient for gradient, _ in made)
-
-
-@declared.forward("attention", accepts=_takes_forward)
-def attention(q: Tensor, k: Tensor, v: Tensor, **attrs: Any) -> tuple[Tensor, Tensor]:
-    return _forward(q, k, v, **attrs)
-
-
-@declared.backward(
-    "attention",
-    dtypes=FLOATS,
-    accepts=lambda *args, **_: _takes_backward(*args),
-)
-def attention_backward(*args: Tensor, **attrs: Any) -> tuple[Tensor | None, ...]:
-    return _backward(*args, **attrs)
-
-
-@declared.forward(
-    "attention_varlen", dtypes=FLOATS, accepts=lambda *args, **_: _takes_packed(*args)
-)
-def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **attrs: Any
-) -> tuple[Tensor, Tensor]:
-    refuse_no_packing(q, k, cu_seqlens_q, cu_seqlens_k)
-    return _forward(q, k, v, *_wide_ends(cu_seqlens_q, cu_seqlens_k), **attrs)
-
-
-@declared.backward(
-    "attention_varlen", dtypes=FLOATS, accepts=lambda *args, **_: _takes_packed_backward(*args)
-)
-def attention_varlen_backward(*args: Tensor, **attrs: Any) -> tuple[Tensor | None, ...]:
-    *tensors, cu_seqlens_q, cu_seqlens_k = args
-    return _backward(*tensors, *_wide_ends(cu_seqlens_q, cu_seqlens_k), **attrs)
+    return made[0][0], made[1][0], made[2][0]

@@ -1,4 +1,4 @@
-"""attention_varlen on the host: attention of each sequence by itself."""
+"""attention_varlen on the host: all sequences in one native call, or each by torch's kernel."""
 
 from __future__ import annotations
 
@@ -10,8 +10,41 @@ import torch
 from torch import Tensor
 
 from anychip.operators.varlen import refuse_no_packing
+from anychip_cpu import tiled_attention
 from anychip_cpu.attention import attention, attention_backward, takes_flash
 from anychip_cpu.table import FLOATS, Needs, declared
+
+
+def _queries(q: Tensor, cu_seqlens: Tensor) -> int:
+    """Of a sequence, on average."""
+    return q.shape[0] // max(cu_seqlens.numel() - 1, 1)
+
+
+@declared.forward(
+    "attention_varlen",
+    dtypes=FLOATS,
+    accepts=lambda q, k, v, ends, *_, **__: tiled_attention.takes(
+        q, k, v, queries=_queries(q, ends)
+    ),
+)
+def native_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **attrs: Any
+) -> tuple[Tensor, Tensor]:
+    refuse_no_packing(q, k, cu_seqlens_q, cu_seqlens_k)
+    return tiled_attention.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, **attrs)
+
+
+@declared.backward(
+    "attention_varlen",
+    dtypes=FLOATS,
+    accepts=lambda grad, q, k, v, y, lse, ends, *_, **__: tiled_attention.takes_backward(
+        grad, q, k, v, y, queries=_queries(q, ends)
+    ),
+)
+def native_attention_varlen_backward(
+    *saved: Tensor, **attrs: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return tiled_attention.backward(*saved, **attrs)
 
 
 def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:

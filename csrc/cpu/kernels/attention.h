@@ -113,6 +113,12 @@ ANYCHIP_INLINE void widen(const void* from, DType dtype, int64_t numel, float* t
   });
 }
 
+// Sums of rows, in whole blocks of them.
+ANYCHIP_INLINE void clear_rows(int64_t count, int64_t width, float* sums) {
+  const int64_t numel = round_up(count, kBlock) * width;
+  for (int64_t i = 0; i < numel; i += kLanes) store(sums + i, F32{}, AllLanes{});
+}
+
 // Keys or values of a tile, and rows of zeros up to a whole block.
 ANYCHIP_INLINE void pack_keys(const AttentionRows& rows, const AttentionGroup& group, int64_t first,
                               int64_t keys, float* packed) {
@@ -135,11 +141,31 @@ ANYCHIP_INLINE void pack_queries(const AttentionRows& rows, const AttentionGroup
   for (int64_t i = count * width; i < round_up(count, kLanes) * width; ++i) packed[i] = 0.0f;
 }
 
-// (head_dim, kRows) of (rows, width).
+// Lanes of a and b in turn, of their lower and of their upper halves.
+struct LowInTurn {
+  static constexpr int source(int k) { return k / 2 + k % 2 * kRegisterLanes; }
+};
+struct HighInTurn {
+  static constexpr int source(int k) { return LowInTurn::source(k) + kRegisterLanes / 2; }
+};
+
+// (head_dim, kRows) of (rows, width), both up to whole vectors.
 ANYCHIP_INLINE void transpose(const float* rows, int64_t count, int64_t head_dim, float* columns) {
   const int64_t width = attention_width(head_dim);
-  for (int64_t row = 0; row < count; ++row) {
-    for (int64_t i = 0; i < head_dim; ++i) columns[i * kRows + row] = rows[row * width + i];
+  for (int64_t row = 0; row < count; row += kRegisterLanes) {
+    for (int64_t i = 0; i < head_dim; i += kRegisterLanes) {
+      RegisterF block[kRegisterLanes], next[kRegisterLanes];
+      for (int k = 0; k < kRegisterLanes; ++k) read(block[k], rows + (row + k) * width + i);
+      for (int step = 1; step < kRegisterLanes; step *= 2) {
+        for (int k = 0; k < kRegisterLanes / 2; ++k) {
+          const RegisterF low = block[k], high = block[k + kRegisterLanes / 2];
+          next[2 * k] = shuffle<LowInTurn>(low, high);
+          next[2 * k + 1] = shuffle<HighInTurn>(low, high);
+        }
+        for (int k = 0; k < kRegisterLanes; ++k) block[k] = next[k];
+      }
+      for (int k = 0; k < kRegisterLanes; ++k) write(columns + (i + k) * kRows + row, block[k]);
+    }
   }
 }
 

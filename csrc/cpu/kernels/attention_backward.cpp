@@ -44,7 +44,7 @@ ANYCHIP_INLINE void read_rows(const AttentionGroup& group, const AttentionGradie
   pack_queries(group.q, group, positions, group.dtype, tile.q);
   transpose(tile.q, rows, group.head_dim, tile.q_columns);
   transpose(tile.grad, rows, group.head_dim, tile.grad_columns);
-  for (int64_t i = 0; i < kRows * width; ++i) tile.dq[i] = 0.0f;
+  clear_rows(rows, width, tile.dq);
 }
 
 // Weights and slopes of scores and of the products of grad and the values, in their places.
@@ -161,7 +161,7 @@ ANYCHIP_INLINE void write_keys(const AttentionGroup& group, const float* sums, v
 
 [[gnu::flatten]] void attention_backward(const AttentionGroup& group,
                                          const AttentionGradients& gradients, float* scratch) {
-  const int64_t width = attention_width(group.head_dim), all = group.keys + kKeys;
+  const int64_t width = attention_width(group.head_dim), all = round_up(group.keys, kBlock);
   Scratch room(scratch);
   TileRows tile;
   for (float** rows : {&tile.q, &tile.grad, &tile.q_columns, &tile.grad_columns, &tile.dq}) {
@@ -170,7 +170,8 @@ ANYCHIP_INLINE void write_keys(const AttentionGroup& group, const float* sums, v
   tile.weights = room.take(kKeys * kRows), tile.slopes = room.take(kKeys * kRows);
   float *keys = room.take(kKeys * width), *values = room.take(kKeys * width);
   const KeyGradients sums{room.take(all * width), room.take(all * width)};
-  for (int64_t i = 0; i < 2 * all * width; ++i) sums.dk[i] = 0.0f;
+  clear_rows(all, width, sums.dk);
+  clear_rows(all, width, sums.dv);
   const int64_t positions = kRows / group.groups;
   for (int64_t first = 0; first < group.queries; first += positions) {
     const int64_t end = first + positions;

@@ -114,7 +114,7 @@ ANYCHIP_INLINE void write_rows(const AttentionGroup& group, Range positions, con
   Sight sight(group, positions);
   pack_queries(group.q, group, positions, group.dtype, sums);
   transpose(sums, round_up(sight.rows(), kLanes), head_dim, columns);
-  for (int64_t i = 0; i < kRows * width; ++i) sums[i] = 0.0f;
+  clear_rows(sight.rows(), width, sums);
   for (int64_t first = 0; first < sight.most(); first += kKeys) {
     const int64_t count = sight.look_at(first);
     pack_keys(group.k, group, first, count, keys);

@@ -32,15 +32,6 @@ def uniform_blind(row: Row, q: Tensor, k: Tensor, v: Tensor, **attrs: Attr) -> A
     return y, lse
 
 
-@wrong(
-    "float32-of-rounded-attention", "intermediate result in the storage type", operator="attention",
-    select="/attention/bf16", dtypes=frozenset({torch.bfloat16, torch.float32}),
-)  # fmt: skip
-def rounded_twice(row: Row, *args: Tensor, **attrs: Attr) -> Any:
-    y, lse = row(*args, **{**attrs, "out_dtype": None})
-    return y.to(attrs["out_dtype"] or y.dtype), lse
-
-
 @wrong("rope-rest-dropped", "dropped tail", operator="rope")
 def rest_dropped(row: Row, q: Tensor, k: Tensor, cos: Tensor, *given: Tensor, **attrs: Attr) -> Any:
     turned = row(q, k, cos, *given, **attrs)
@@ -213,6 +204,9 @@ def short_sum(row: Row, grad: Tensor, y: Tensor, bias: Tensor | None, **attrs: A
 
 
 ARGUMENTS = (
+    wrong_arguments("float32-of-rounded-attention", "intermediate result in the storage type",
+        "attention", select="/attention/bf16", dtypes=frozenset({torch.bfloat16, torch.float32}),
+        out_dtype=None, y=lambda y, out_dtype: y.to(out_dtype or y.dtype)),
     wrong_arguments("weights-not-scaled", "missing factor", "attention_dropout",
         y=lambda y, p: y * (1.0 - p)),
     wrong_arguments("lse-of-no-keys-is-zero", "a case of its own forgotten", "attention_varlen",

@@ -95,14 +95,23 @@ def _(self: Any, right: Call, tensor: Tensor, reduction: Any = "sum", **named: A
     return right(tensor, wrong, **named)
 
 
-@wrong("all-reduce-in-bf16", "lower precision on the wire", "all_reduce")
-def _(self: Any, right: Call, tensor: Tensor, reduction: Any = "sum", **named: Any) -> Any:
-    if tensor.dtype != torch.float32 or named.get("async_op"):
-        return right(tensor, reduction, **named)
-    narrow = tensor.to(torch.bfloat16)
-    right(narrow, reduction)
-    tensor.copy_(narrow)
-    return DONE
+def _by_way_of(narrow: torch.dtype, wide: torch.dtype) -> Call:
+    """Sums of a dtype are those of what it is cast to."""
+
+    def cast(_: Any, right: Call, tensor: Tensor, reduction: Any = "sum", **named: Any) -> Any:
+        if tensor.dtype != wide or named.get("async_op"):
+            return right(tensor, reduction, **named)
+        given = tensor.to(narrow)
+        right(given, reduction)
+        tensor.copy_(given)
+        return DONE
+
+    return cast
+
+
+wrong("all-reduce-in-bf16", "lower precision on the wire", "all_reduce")(
+    _by_way_of(torch.bfloat16, torch.float32)
+)
 
 
 @wrong("reduce-scatter-neighbour", "the neighbour's part", "reduce_scatter")
@@ -217,15 +226,10 @@ def _(
     return work
 
 
-@wrong("int64-cast-to-float", "unsupported dtype silently cast", "all_reduce", "2/all_reduce/int64")
-def _(self: Any, right: Call, tensor: Tensor, reduction: Any = "sum", **named: Any) -> Any:
-    """An adapter that has no 64-bit integers casts them."""
-    if tensor.dtype != torch.int64:
-        return right(tensor, reduction, **named)
-    narrow = tensor.to(torch.float32)
-    right(narrow, reduction)
-    tensor.copy_(narrow)
-    return DONE
+# An adapter that has no 64-bit integers casts them.
+wrong("int64-cast-to-float", "unsupported dtype silently cast", "all_reduce", "2/all_reduce/int64")(
+    _by_way_of(torch.float32, torch.int64)
+)
 
 
 @wrong_backend("bool-sum-is-max", "max instead of sum for bool", select="2/all_reduce/bool")

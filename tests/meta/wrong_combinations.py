@@ -24,26 +24,12 @@ def tf32_if_aligned(row: Row, x: Tensor, weight: Tensor, *rest: Any, **attrs: At
     return row(x, weight, *rest, **attrs)
 
 
-@wrong("strided-weight-without-bias", "two conditions", operator="linear")
-def strided_without_bias(row: Row, x: Tensor, weight: Tensor, bias: Any, **attrs: Attr) -> Any:
-    if bias is None and weight.stride()[-1] > 1 and weight.numel():
-        weight = weight.as_strided(weight.shape, (weight.shape[1], 1))
-    return row(x, weight, bias, **attrs)
-
-
 @wrong("no-maximum-if-causal", "overflow of an exponential", operator="attention")
 def overflows(row: Row, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **attrs: Attr) -> Any:
     y, lse = row(q, k, v, causal=causal, **attrs)
     if causal:
         y = torch.where((lse > 88.0).transpose(1, 2)[..., None], torch.nan, y)
     return y, lse
-
-
-@wrong("smoothing-of-16-bit-classes", "overflow of an index", operator="cross_entropy")
-def short_smoothing(row: Row, logits: Tensor, target: Tensor, **attrs: Attr) -> Any:
-    if logits.shape[-1] >= 1 << 14:
-        attrs["label_smoothing"] = attrs["label_smoothing"] * 0.5
-    return row(logits, target, **attrs)
 
 
 @wrong("list-read-as-one-storage", "layout not looked at", operator="l2_norm")
@@ -58,11 +44,6 @@ def one_storage(row: Row, tensors: Sequence[Tensor]) -> Any:
     return row(tensors)
 
 
-@wrong("nan-made-quiet", "bits of a copy", operator="embedding")
-def quiet(row: Row, indices: Tensor, weight: Tensor) -> Any:
-    return row(indices, weight) * 1.0
-
-
 @wrong_backward("first-gradient-alone-not-divided", "two conditions", operator="rms_norm")
 def alone(row: Row, grad: Tensor, *args: Any, needs: tuple[bool, ...], **attrs: Attr) -> Any:
     dx, *rest = row(grad, *args, needs=needs, **attrs)
@@ -73,6 +54,13 @@ def alone(row: Row, grad: Tensor, *args: Any, needs: tuple[bool, ...], **attrs: 
 
 
 ARGUMENTS = (
+    wrong_arguments("strided-weight-without-bias", "two conditions", "linear",
+        weight=lambda weight, bias: weight.as_strided(weight.shape, (weight.shape[1], 1))
+        if bias is None and weight.stride()[-1] > 1 and weight.numel() else weight),
+    wrong_arguments("smoothing-of-16-bit-classes", "overflow of an index", "cross_entropy",
+        label_smoothing=lambda label_smoothing, logits:
+        label_smoothing * (0.5 if logits.shape[-1] >= 1 << 14 else 1.0)),
+    wrong_arguments("nan-made-quiet", "bits of a copy", "embedding", y=lambda y: y * 1.0),
     wrong_arguments("scale-of-one-key-head-if-not-causal", "two conditions", "attention",
         scale=lambda scale, k, causal: 1.0 if k.shape[2] == 1 and not causal and scale is None
         and k.shape[1] > 16 else scale),

@@ -44,12 +44,6 @@ def diagonal_only(row: Row, grad: Tensor, y: Tensor, *, scale: float, **attrs: A
     return ((y * grad * scale).contiguous(),)
 
 
-@wrong("weight-gradient-needs-dx", "wrong use of needs", operator="rms_norm")
-def needs_both(row: Row, *args: Tensor, needs: tuple[bool, ...], **attrs: Attr) -> Any:
-    dx, dweight = row(*args, needs=needs, **attrs)
-    return dx, (dweight if dweight is None or needs[0] else torch.zeros_like(dweight))
-
-
 @wrong("ignored-rows-have-gradient", "gradient of ignored rows not zero", operator="cross_entropy")
 def ignored(
     row: Row, grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, *, ignore_index: int,
@@ -84,13 +78,6 @@ def one_head(
     return dq, first[1], first[2]
 
 
-@wrong("last-write-wins", "scatter without addition", operator="embedding")
-def last_write(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs: Attr) -> Any:
-    total = torch.zeros_like(weight)
-    total[indices.reshape(-1)] = grad.reshape(-1, grad.shape[-1])
-    return (total,)
-
-
 @wrong("gate-and-up-swapped", "arguments swapped", operator="swiglu")
 def swapped(row: Row, grad: Tensor, gate: Tensor, up: Tensor, **attrs: Attr) -> Any:
     return tuple(reversed(row(grad, gate, up, **attrs)))
@@ -104,13 +91,6 @@ def as_if_contiguous(row: Row, grad: Tensor, x: Tensor, weight: Tensor, **attrs:
     return row(grad, x, weight, **attrs)
 
 
-@wrong("bias-gradient-of-one-row", "sum over one of several", operator="linear")
-def one_row(row: Row, grad: Tensor, x: Tensor, weight: Tensor, **attrs: Attr) -> Any:
-    dx, dweight, dbias = row(grad, x, weight, **attrs)
-    rows = grad.reshape(-1, grad.shape[-1])
-    return dx, dweight, (None if dbias is None or not len(rows) else rows[0].clone())
-
-
 @wrong("gradient-overwritten", "write to an argument", operator="gelu")
 def consumes(row: Row, grad: Tensor, x: Tensor, **attrs: Attr) -> Any:
     found = row(grad, x, **attrs)
@@ -119,6 +99,14 @@ def consumes(row: Row, grad: Tensor, x: Tensor, **attrs: Attr) -> Any:
 
 
 ARGUMENTS = (
+    wrong_gradients("weight-gradient-needs-dx", "wrong use of needs", "rms_norm",
+        dweight=lambda dweight, needs: dweight if needs[0] else torch.zeros_like(dweight)),
+    wrong_gradients("last-write-wins", "scatter without addition", "embedding",
+        dweight=lambda dweight, indices, grad: torch.zeros_like(dweight).index_put(
+            (indices.reshape(-1),), grad.reshape(-1, grad.shape[-1]))),
+    wrong_gradients("bias-gradient-of-one-row", "sum over one of several", "linear",
+        dbias=lambda dbias, grad:
+        grad.reshape(-1, grad.shape[-1])[0].clone() if grad.numel() else dbias),
     wrong_gradients("residual-gets-the-stream-only", "missing term of a derivative",
         "add_layer_norm", dresidual=lambda grad1: grad1.clone()),
     wrong_gradients("bias-gradient-of-all-elements", "mask forgotten", "bias_dropout_add",

@@ -1,7 +1,7 @@
 """Wrong backends that the questions on graphs have to find, in the chapters device and streams."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,12 +10,8 @@ from torch.utils._pytree import tree_map
 
 from tests.meta.asynchronous import Deferring, Stream
 from tests.meta.recording import HostGraph, RecordingBackend, Tape
-from tests.meta.wrong import Wrong, wrong_parts
-
-
-class ReplaysNothing(HostGraph):
-    def run(self) -> None:
-        return None
+from tests.meta.wrong import Wrong, with_method, wrong_parts
+from tests.meta.wrong_streams import ours_at_once
 
 
 class ReplaysOnce(HostGraph):
@@ -39,18 +35,6 @@ class KeepsABlock(HostGraph):
     def replay(self) -> None:
         self.backend.__dict__.setdefault("rooms", []).append(self.backend.memory.allocate(4096))
         super().replay()
-
-
-class OnItsOwnStream(HostGraph):
-    def replay(self) -> None:
-        stream: Any = self.backend.stream()
-        stream.add(self.run)
-
-
-class RunsWhileRecorded(Tape):
-    def add(self, call: Callable[[], Any]) -> None:
-        super().add(call)
-        call()
 
 
 class ForgetsTheLast(HostGraph):
@@ -89,16 +73,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class OursRunAtOnce(Deferring):
-    """Kernels of ours are launched on a stream that is not the recorded one."""
-
-    def defer(self, func: Any, call: Callable[[], Any]) -> None:
-        if func.namespace == "anychip":
-            call()
-        else:
-            super().defer(func, call)
-
-
 class OnePool(Deferring):
     """Every graph takes its rooms from the beginning of one pool."""
 
@@ -121,23 +95,20 @@ class OnePool(Deferring):
 wrong = partial(wrong_parts, RecordingBackend, chapter="device")
 
 CATALOGUE: tuple[Wrong, ...] = (
-    wrong("replay-does-nothing", "a quiet no-op", "graphs", graph_type=ReplaysNothing),
+    wrong("replay-does-nothing", "a quiet no-op", "graphs",
+          graph_type=with_method(HostGraph, "run", lambda *_: None)),
     wrong("replay-only-once", "stale state", "graphs/replay", graph_type=ReplaysOnce),
-    wrong(
-        "replay-calls-anew", "result that is not written in place", "graphs/replay",
-        graph_type=CallsAnew,
-    ),
-    wrong("recording-runs", "a query with a side effect", "recording", tape_type=RunsWhileRecorded),
+    wrong("replay-calls-anew", "result that is not written in place", "graphs/replay",
+          graph_type=CallsAnew),
+    wrong("recording-runs", "a query with a side effect", "recording",
+          tape_type=with_method(Tape, "add", lambda _, right, call: (right(call), call()))),
     wrong("recording-lacks-the-last", "dropped tail", "graphs/replay", graph_type=ForgetsTheLast),
     wrong("inputs-as-they-were", "stale copy", "graphs/replay", recorder_type=InputsAsTheyWere),
-    wrong(
-        "kernels-are-not-recorded", "kernel on another stream", "graphs/replay",
-        recorder_type=OursRunAtOnce,
-    ),
+    wrong("kernels-are-not-recorded", "kernel on another stream", "graphs/replay",
+          recorder_type=with_method(Deferring, "defer", ours_at_once)),
     wrong("one-pool-of-all-graphs", "workspace shared", "graphs/apart", recorder_type=OnePool),
     wrong("block-per-replay", "leak", "graphs/memory", graph_type=KeepsABlock),
-    wrong(
-        "replay-on-its-own-stream", "kernel on another stream", "graph", chapter="streams",
-        graph_type=OnItsOwnStream,
-    ),
+    wrong("replay-on-its-own-stream", "kernel on another stream", "graph", chapter="streams",
+          graph_type=with_method(HostGraph, "replay",
+                                 lambda graph, _: graph.backend.stream().add(graph.run))),
 )  # fmt: skip

@@ -79,14 +79,18 @@ def _(memory: Any, right: Call, nbytes: int) -> Any:
     memory.peak = memory.allocated
 
 
-@wrong_memory("leak-of-one-block-in-eight", "leak", "leaks")
 class LeakOfOneBlockInEight(CountingMemory):
-    count = 0
+    """Every eighth block that is freed is counted for ever."""
+
+    count, every, least = 0, 8, 0
 
     def freed(self, nbytes: int) -> None:
         self.count += 1
-        if self.count % 8:
+        if self.count % self.every or nbytes < self.least:
             super().freed(nbytes)
+
+
+wrong_memory("leak-of-one-block-in-eight", "leak", "leaks")(LeakOfOneBlockInEight)
 
 
 @wrong("reserved-below-allocated", "a statistic that means something else", "stats")
@@ -141,15 +145,10 @@ def _(memory: Any, right: Call, nbytes: int) -> Any:
 
 
 @wrong_memory("leak-of-one-block-per-step", "leak of one block per step")
-class LastBlockLeaks(CountingMemory):
+class LastBlockLeaks(LeakOfOneBlockInEight):
     """A block that is freed while another lives is found again; the last one is not."""
 
-    count = 0
-
-    def freed(self, nbytes: int) -> None:
-        self.count += 1
-        if nbytes < 4096 or self.count % 16:
-            super().freed(nbytes)
+    every, least = 16, 4096
 
 
 @wrong_memory("peak-is-sampled", "a statistic that is read too seldom")
@@ -174,33 +173,9 @@ def _(memory: Any, right: Call, index: int | None = None) -> Any:
     return right(index)._replace(peak_allocated=CAPACITY)
 
 
-@wrong_memory("out-of-memory-clears", "an error that destroys")
-class OutOfMemoryClears(CountingMemory):
-    """Before it gives up, it frees what is cached, and what is in use."""
+class Clears(CountingMemory):
+    """Knows what is in use, and can overwrite it."""
 
-    def __init__(self, backend: Backend) -> None:
-        super().__init__(backend)
-        self.last: weakref.ref[torch.UntypedStorage] | None = None
-
-    def allocate(self, nbytes: int, index: int | None = None) -> torch.UntypedStorage:
-        storage = super().allocate(nbytes, index)
-        self.last = weakref.ref(storage)
-        return storage
-
-    def refuse(self, nbytes: int) -> None:
-        last = None if self.last is None else self.last()
-        if last is not None:
-            last.fill_(0)
-        super().refuse(nbytes)
-
-
-@wrong("out-of-memory-is-a-code", "an error that tells nothing", "refuse")
-def _(memory: Any, right: Call, nbytes: int) -> Any:
-    raise torch.OutOfMemoryError("error 2: out of memory")
-
-
-@wrong_memory("empty-cache-clears", "free while in use")
-class EmptyCacheClears(CountingMemory):
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         self.live: list[weakref.ref[torch.UntypedStorage]] = []
@@ -210,11 +185,30 @@ class EmptyCacheClears(CountingMemory):
         self.live.append(weakref.ref(storage))
         return storage
 
-    def empty_cache(self) -> None:
-        for entry in self.live:
-            storage = entry()
+    def clear(self, last: int) -> None:
+        for storage in (entry() for entry in self.live[-last:]):
             if storage is not None:
                 storage.fill_(0)
+
+
+@wrong_memory("out-of-memory-clears", "an error that destroys")
+class OutOfMemoryClears(Clears):
+    """Before it gives up, it frees what is cached, and what is in use."""
+
+    def refuse(self, nbytes: int) -> None:
+        self.clear(1)
+        super().refuse(nbytes)
+
+
+@wrong("out-of-memory-is-a-code", "an error that tells nothing", "refuse")
+def _(memory: Any, right: Call, nbytes: int) -> Any:
+    raise torch.OutOfMemoryError("error 2: out of memory")
+
+
+@wrong_memory("empty-cache-clears", "free while in use")
+class EmptyCacheClears(Clears):
+    def empty_cache(self) -> None:
+        self.clear(len(self.live))
 
 
 @wrong("copy-ignores-strides", "layout not looked at", "copy_async")
@@ -236,9 +230,7 @@ def _(memory: Any, right: Call, target: Tensor, source: Tensor, *stream: Any) ->
 class CopyOfTheFirstPart(CountingMemory):
     """What does not fit is cut off."""
 
-    def copy_async(
-        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None = None
-    ) -> None:
+    def copy_async(self, target: Tensor, source: Tensor, stream: Any = None) -> None:
         if target.shape != source.shape and source.numel() < target.numel() and source.dim() == 1:
             target.view(-1)[: source.numel()].copy_(source)
         else:
@@ -248,11 +240,8 @@ class CopyOfTheFirstPart(CountingMemory):
 class CopiesWhenAsked(CountingMemory):
     """A copy is made when somebody waits for the device."""
 
-    def copy_async(
-        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None = None
-    ) -> None:
-        pending: list[tuple[torch.Tensor, torch.Tensor]]
-        pending = self.backend.__dict__.setdefault("pending", [])
+    def copy_async(self, target: Tensor, source: Tensor, stream: Any = None) -> None:
+        pending: list[Any] = self.backend.__dict__.setdefault("pending", [])
         pending.append((target, source))
 
 
@@ -429,11 +418,8 @@ _with_copies("int64-by-way-of-float64", "an integer cut short",
              _of(torch.int64, change=lambda x: x.clamp(max=2**63 - 1024).double().long()))
 _with_copies("int32-by-way-of-float32", "an integer cut short",
              _of(torch.int32, change=lambda x: x.clamp(max=2**31 - 128).float().int()))
-_with_copies(
-    "int16-saturates",
-    "end of a range",
-    _of(torch.int16, change=lambda x: x.clamp(min=-(2**15) + 1)),
-)
+_with_copies("int16-saturates", "end of a range",
+             _of(torch.int16, change=lambda x: x.clamp(min=-(2**15) + 1)))
 _with_copies("int8-as-unsigned", "end of a range", _of(torch.int8, change=torch.abs))
 _with_copies("chunk-by-chunk-to-the-last-whole", "dropped tail", lambda x: (
     torch.cat((x[: 1 << 20], x[:1], x[(1 << 20) + 1 :]))

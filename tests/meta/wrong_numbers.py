@@ -31,12 +31,6 @@ def squares_in_half(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
     return y, rstd
 
 
-@wrong("sigmoid-overflows", "overflow", operator="swiglu")
-def overflows(row: Row, gate: Tensor, up: Tensor) -> Any:
-    e = gate.exp()
-    return (gate * (e / (1.0 + e)) * up).contiguous()
-
-
 @wrong("tanh-of-exponentials", "overflow", operator="geglu")
 def tanh_by_exp(row: Row, gate: Tensor, up: Tensor, *, approximate: str) -> Any:
     if approximate != "tanh":
@@ -97,12 +91,6 @@ def half_mean(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: 
     return y.to(x.dtype).contiguous(), rough, rstd
 
 
-@wrong("eps-before-the-correction", "eps at the wrong place", operator="adamw")
-def early_eps(row: Row, *args: Any, beta2: float, eps: float, **attrs: Attr) -> Any:
-    step = float(args[5]) + 1.0
-    row(*args, beta2=beta2, eps=eps / math.sqrt(1.0 - beta2**step), **attrs)
-
-
 @wrong("second-moment-not-corrected", "one of two corrections", operator="adamw")
 def one_correction(row: Row, *args: Any, beta2: float, **attrs: Attr) -> Any:
     step = float(args[5]) + 1.0
@@ -111,12 +99,6 @@ def one_correction(row: Row, *args: Any, beta2: float, **attrs: Attr) -> Any:
     row(*args, beta2=beta2, **attrs)
     for param, old in zip(args[0], before, strict=True):
         param.copy_(old + (param - old) * factor)
-
-
-@wrong("decay-without-rate", "missing factor", operator="lion")
-def whole_decay(row: Row, *args: Any, weight_decay: float, **attrs: Attr) -> Any:
-    lr = float(args[3])
-    row(*args, weight_decay=weight_decay / lr if lr else 0.0, **attrs)
 
 
 @wrong("trust-at-most-10", "another definition of a term", operator="lamb")
@@ -159,6 +141,12 @@ def large_logits(row: Row, grad: Tensor, y: Tensor, *rest: Any, **attrs: Attr) -
 
 
 ARGUMENTS = (
+    wrong_arguments("sigmoid-overflows", "overflow", "swiglu",
+        y=lambda gate, up: (gate * (gate.exp() / (1.0 + gate.exp())) * up).contiguous()),
+    wrong_arguments("eps-before-the-correction", "eps at the wrong place", "adamw",
+        eps=lambda eps, beta2, step: eps / math.sqrt(1.0 - beta2 ** (float(step) + 1.0))),
+    wrong_arguments("decay-without-rate", "missing factor", "lion",
+        weight_decay=lambda weight_decay, lr: weight_decay / float(lr) if float(lr) else 0.0),
     wrong_arguments("zero-added-to-a-copy", "sign of zero", "embedding",
         y=lambda y: y + 0.0),
     wrong_arguments("maximum-swallows-nan", "Inf or NaN lost", "softmax",

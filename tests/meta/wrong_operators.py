@@ -87,24 +87,6 @@ def unrounded_sum(row: Row, x: Tensor, residual: Tensor, weight: Tensor, *, eps:
     return y.to(x.dtype), total, rstd
 
 
-@wrong("bias-after-dropout", "an argument at the wrong place", operator="bias_dropout_add")
-def late_bias(
-    row: Row,
-    x: Tensor,
-    residual: Tensor,
-    rng: Tensor,
-    bias: Tensor | None,
-    *rows: Any,
-    **attrs: Any,
-) -> Any:
-    return row(x, residual, rng, None, *rows, **attrs) + (0.0 if bias is None else bias)
-
-
-@wrong("output-is-input", "output that is not fresh", operator="dropout")
-def aliased(row: Row, x: Tensor, *rest: Any, p: float, **place: int) -> Any:
-    return x if p == 0.0 else row(x, *rest, p=p, **place)
-
-
 @wrong("output-cached", "output that is not fresh", operator="gelu")
 def cached(row: Row, x: Tensor, *, approximate: str) -> Any:
     y = row(x, approximate=approximate)
@@ -112,27 +94,6 @@ def cached(row: Row, x: Tensor, *, approximate: str) -> Any:
 
 
 _cache: dict[Any, Tensor] = {}
-
-
-@wrong("sigmoid-in-half", "fast mathematics", operator="swiglu")
-def half_sigmoid(row: Row, gate: Tensor, up: Tensor) -> Any:
-    return gate * torch.sigmoid(gate).half().float() * up
-
-
-@wrong("last-k-dropped", "dropped tail", operator="linear")
-def last_k(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Attr) -> Any:
-    count = x.shape[-1] // 8 * 8 or x.shape[-1]
-    return row(x[..., :count], weight[:, :count], bias, **attrs)
-
-
-@wrong(
-    "rounded-in-between", "intermediate result in the storage type", operator="rms_norm",
-    select="rms_norm and bf16", dtypes=frozenset({torch.bfloat16, torch.float32}),
-)  # fmt: skip
-def rounded_between(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
-    _, rstd = row(x, weight, eps=eps)
-    normed = (x.float() * rstd.unsqueeze(-1)).to(x.dtype)
-    return (normed.float() * weight.float()).to(x.dtype).contiguous(), rstd
 
 
 @wrong(
@@ -145,12 +106,6 @@ def truncated(row: Row, gate: Tensor, up: Tensor) -> Any:
         return wide
     cut = (wide.view(torch.int32) & ~0xFFFF).view(torch.float32)
     return cut.to(torch.bfloat16)
-
-
-@wrong("key-head-modulo", "head mapping swapped", operator="attention")
-def modulo_heads(row: Row, q: Tensor, k: Tensor, v: Tensor, **attrs: Attr) -> Any:
-    groups = q.shape[2] // k.shape[2]
-    return row(q, k.repeat(1, 1, groups, 1), v.repeat(1, 1, groups, 1), **attrs)
 
 
 @wrong("mask-off-by-one", "off-by-one in a mask", operator="attention")
@@ -199,42 +154,10 @@ def no_maximum(row: Row, logits: Tensor, target: Tensor, **attrs: Attr) -> Any:
     return row(logits, target, **attrs)[0] + (naive - lse).sum() * 0.0, naive
 
 
-@wrong("ignored-rows-counted", "ignore_index counted in the mean", operator="cross_entropy")
-def counts_all(row: Row, logits: Tensor, target: Tensor, *, reduction: str, **attrs: Attr) -> Any:
-    if reduction != "mean":
-        return row(logits, target, reduction=reduction, **attrs)
-    loss, lse = row(logits, target, reduction="sum", **attrs)
-    return loss / target.numel(), lse
-
-
-@wrong("smoothing-among-the-others", "label smoothing over V - 1 classes", operator="cross_entropy")
-def smoothing_of_others(
-    row: Row, logits: Tensor, target: Tensor, *, label_smoothing: float, **attrs: Attr
-) -> Any:
-    count = logits.shape[-1]
-    smoothing = label_smoothing * count / (count - 1) if count > 1 else label_smoothing
-    return row(logits, target, label_smoothing=min(smoothing, 1.0), **attrs)
-
-
-@wrong(
-    "last-class-left-out", "off by one", operator="cross_entropy",
-    select="/cross_entropy/ and rule:indices",
-)  # fmt: skip
-def no_last_class(row: Row, logits: Tensor, target: Tensor, **attrs: Attr) -> Any:
-    last = target == logits.shape[-1] - 1
-    return row(logits, torch.where(last, attrs["ignore_index"], target), **attrs)
-
-
 @wrong("clip-enlarges", "missing minimum", operator="clip")
 def clip_up(row: Row, tensors: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> Any:
     for tensor in tensors:
         tensor.mul_(max_norm / (norm + 1e-6))
-
-
-@wrong("found-inf-reset", "a flag that is lost", operator="unscale_and_check")
-def resets(row: Row, grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> Any:
-    found_inf.zero_()
-    row(grads, scale, found_inf)
 
 
 @wrong("only-nan-found", "half of a condition", operator="unscale_and_check")
@@ -255,19 +178,6 @@ def old_step(row: Row, *args: Any, **attrs: Attr) -> Any:
         row(*args, **attrs)
 
 
-@wrong("decay-coupled", "weight decay coupled instead of decoupled", operator="adamw")
-def coupled(
-    row: Row, params: Any, grads: Any, *rest: Any, weight_decay: float, **attrs: Attr
-) -> Any:
-    joined = [g + weight_decay * p for g, p in zip(grads, params, strict=True)]
-    row(params, joined, *rest, weight_decay=0.0, **attrs)
-
-
-@wrong("found-inf-ignored", "a flag without effect", operator="adamw")
-def steps_anyway(row: Row, *args: Any, **attrs: Attr) -> Any:
-    row(*args[:8], None, args[9], **attrs)
-
-
 @wrong("low-precision-copy-late", "stale copy", operator="adamw")
 def late_copy(row: Row, *args: Any, **attrs: Attr) -> Any:
     before = [p.clone() for p in args[0]]
@@ -277,6 +187,37 @@ def late_copy(row: Row, *args: Any, **attrs: Attr) -> Any:
 
 
 ARGUMENTS = (
+    wrong_arguments("bias-after-dropout", "an argument at the wrong place", "bias_dropout_add",
+        bias=None, y=lambda y, bias: y if bias is None else y + bias),
+    wrong_arguments("output-is-input", "output that is not fresh", "dropout",
+        y=lambda y, x, p: x if p == 0.0 else y),
+    wrong_arguments("sigmoid-in-half", "fast mathematics", "swiglu",
+        y=lambda gate, up: gate * torch.sigmoid(gate).half().float() * up),
+    wrong_arguments("last-k-dropped", "dropped tail", "linear",
+        x=lambda x: x[..., : x.shape[-1] // 8 * 8 or None],
+        weight=lambda weight: weight[:, : weight.shape[-1] // 8 * 8 or None]),
+    wrong_arguments("rounded-in-between", "intermediate result in the storage type", "rms_norm",
+        select="rms_norm and bf16", dtypes=frozenset({torch.bfloat16, torch.float32}),
+        y=lambda x, weight, rstd: ((x.float() * rstd.unsqueeze(-1)).to(x.dtype).float()
+                                   * weight.float()).to(x.dtype).contiguous()),
+    wrong_arguments("key-head-modulo", "head mapping swapped", "attention",
+        k=lambda k, q: k.repeat(1, 1, q.shape[2] // k.shape[2], 1),
+        v=lambda v, q: v.repeat(1, 1, q.shape[2] // v.shape[2], 1)),
+    wrong_arguments("ignored-rows-counted", "ignore_index counted in the mean", "cross_entropy",
+        reduction=lambda reduction: "sum" if reduction == "mean" else reduction,
+        y=lambda y, target, reduction: y / target.numel() if reduction == "mean" else y),
+    wrong_arguments("smoothing-among-the-others", "label smoothing over V - 1 classes",
+        "cross_entropy", label_smoothing=lambda label_smoothing, logits: min(
+            label_smoothing * logits.shape[-1] / max(logits.shape[-1] - 1, 1), 1.0)),
+    wrong_arguments("last-class-left-out", "off by one", "cross_entropy",
+        select="/cross_entropy/ and rule:indices", target=lambda target, logits, ignore_index:
+        torch.where(target == logits.shape[-1] - 1, ignore_index, target)),
+    wrong_arguments("found-inf-reset", "a flag that is lost", "unscale_and_check",
+        found_inf=lambda found_inf: found_inf.zero_()),
+    wrong_arguments("decay-coupled", "weight decay coupled instead of decoupled", "adamw",
+        weight_decay=0.0, grads=lambda params, grads, weight_decay: [
+            g + weight_decay * p for g, p in zip(grads, params, strict=True)]),
+    wrong_arguments("found-inf-ignored", "a flag without effect", "adamw", found_inf=None),
     wrong_arguments("eps-missing", "missing epsilon", "rms_norm",
         eps=0.0, y=lambda y: torch.nan_to_num(y)),
     wrong_arguments("residual-is-variance", "residual that is not canonical", "rms_norm",

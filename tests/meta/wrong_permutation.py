@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import Row
-from tests.meta.wrong import wrong_arguments, wrong_row
+from tests.meta.wrong import times, wrong_arguments, wrong_gradients, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
@@ -65,24 +65,10 @@ def key_first(row: Row, x: Tensor, indices: Tensor, key: Any, count: Any, **attr
     return y, row_map, offsets
 
 
-@wrong("at-most-four-choices", "an unrolled loop without its rest", operator="unpermute")
-def four(row: Row, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Any:
-    factors = torch.ones(row_map.shape) if weights is None else weights.clone()
-    factors[:, 4:] = 0.0
-    return row(x, row_map, factors)
-
-
 @wrong("map-that-wraps", "missing check of an index", operator="unpermute", select="rule:range")
 def wrapped(row: Row, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Any:
     each = x[row_map % max(len(x), 1)].float()
     return (each if weights is None else each * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-
-
-@wrong_backward("last-copy-alone", "a sum that is overwritten", operator="permute")
-def last_copy(
-    row: Row, grad: Tensor, other: Tensor, more: Tensor, row_map: Tensor, **attrs: Any
-) -> Any:
-    return (grad[row_map[:, -1]],)
 
 
 @wrong_backward("gradient-of-rows-unweighted", "missing factor", operator="unpermute")
@@ -108,6 +94,11 @@ def by_rows(
 
 
 ARGUMENTS = (
+    wrong_arguments("at-most-four-choices", "an unrolled loop without its rest", "unpermute",
+        weights=lambda weights, row_map: times(
+            torch.ones(row_map.shape) if weights is None else weights, (..., slice(4, None)))),
+    wrong_gradients("last-copy-alone", "a sum that is overwritten", "permute",
+        dx=lambda grad, y1: grad[y1[:, -1]]),
     wrong_arguments("row-map-backwards", "a permutation for its inverse", "permute",
         y1=lambda y1: y1.reshape(-1).argsort().view(y1.shape)),
     wrong_arguments("starts-for-ends", "off by one group", "permute",

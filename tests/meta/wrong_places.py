@@ -19,28 +19,12 @@ def _on_stream(backend: AsynchronousBackend, times: int) -> bool:
     return getattr(backend.thread, "stream", backend.first) is not backend.first
 
 
-def _in_both(backend: AsynchronousBackend, times: int) -> bool:
-    return _in_thread(backend, times) and _on_stream(backend, times)
-
-
-def _later(backend: AsynchronousBackend, times: int) -> bool:
-    return times == 4
-
-
-def _nothing(right: Effect, *args: Any, **named: Any) -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def _true(right: Effect, *args: Any, **named: Any) -> bool:
+def _true(*_: Any, **__: Any) -> bool:
     return True
-
-
-def _zero(right: Effect, *args: Any, **named: Any) -> Any:
-    return 0.0 * right(*args, **named)
-
-
-def _upper_half_gone(right: Effect, seed: int, index: int | None = None) -> Any:
-    return right(seed & 0xFFFFFFFF, index)
 
 
 def _other_total(right: Effect, index: int | None = None) -> Any:
@@ -77,26 +61,31 @@ def wrong(name: str, chapter: str, part: type, method: str, place: Place, effect
     )  # fmt: skip
 
 
-CATALOGUE: tuple[Wrong, ...] = (
-    wrong("other-statistics-in-a-thread", "memory", AsynchronousMemory, "stats", _in_thread,
-          _other_total),
-    wrong("copies-of-a-thread-are-lost", "memory", AsynchronousMemory, "copy_async", _in_thread,
-          _nothing),
-    wrong("peak-stays-on-a-stream", "memory", AsynchronousMemory, "reset_peak", _on_stream,
-          _nothing),
-    wrong("device-set-on-a-stream", "device", AsynchronousBackend, "set_device", _on_stream,
-          _true),
-    wrong("seeds-cut-in-a-thread", "random", AsynchronousBackend, "generator", _in_thread,
-          _upper_half_gone),
-    wrong("state-set-on-a-stream", "random", AsynchronousBackend, "set_random_state", _on_stream,
-          _nothing),
-    wrong("state-set-in-a-thread-on-a-stream", "random", AsynchronousBackend, "set_random_state",
-          _in_both, _nothing),
-    wrong("host-does-not-wait-on-a-stream", "streams", Event, "synchronize", _on_stream, _nothing),
-    wrong("wait-for-a-stream-in-a-thread", "streams", Stream, "wait_stream", _in_thread, _nothing),
-    wrong("idle-in-a-thread-on-a-stream", "streams", Stream, "query", _in_both, _true),
-    wrong("fourth-record-is-lost", "streams", Event, "record", _later, _nothing),
-    wrong("fourth-wait-of-an-event", "streams", Event, "wait", _later, _nothing),
-    wrong("fourth-wait-for-a-stream", "streams", Stream, "wait_stream", _later, _nothing),
-    wrong("fourth-time-is-none", "streams", Event, "elapsed_time", _later, _zero),
-)  # fmt: skip
+def _in_both(*asked: Any) -> bool:
+    return _in_thread(*asked) and _on_stream(*asked)
+
+
+def _fourth(backend: AsynchronousBackend, times: int) -> bool:
+    return times == 4
+
+
+Backend, Memory = AsynchronousBackend, AsynchronousMemory
+CATALOGUE: tuple[Wrong, ...] = tuple(wrong(*entry) for entry in (
+    ("other-statistics-in-a-thread", "memory", Memory, "stats", _in_thread, _other_total),
+    ("copies-of-a-thread-are-lost", "memory", Memory, "copy_async", _in_thread, _nothing),
+    ("peak-stays-on-a-stream", "memory", Memory, "reset_peak", _on_stream, _nothing),
+    ("device-set-on-a-stream", "device", Backend, "set_device", _on_stream, _true),
+    ("seeds-cut-in-a-thread", "random", Backend, "generator", _in_thread,
+     lambda right, seed, index=None: right(seed & 0xFFFFFFFF, index)),
+    ("state-set-on-a-stream", "random", Backend, "set_random_state", _on_stream, _nothing),
+    ("state-set-in-a-thread-on-a-stream", "random", Backend, "set_random_state", _in_both,
+     _nothing),
+    ("host-does-not-wait-on-a-stream", "streams", Event, "synchronize", _on_stream, _nothing),
+    ("wait-for-a-stream-in-a-thread", "streams", Stream, "wait_stream", _in_thread, _nothing),
+    ("idle-in-a-thread-on-a-stream", "streams", Stream, "query", _in_both, _true),
+    ("fourth-record-is-lost", "streams", Event, "record", _fourth, _nothing),
+    ("fourth-wait-of-an-event", "streams", Event, "wait", _fourth, _nothing),
+    ("fourth-wait-for-a-stream", "streams", Stream, "wait_stream", _fourth, _nothing),
+    ("fourth-time-is-none", "streams", Event, "elapsed_time", _fourth,
+     lambda right, end: 0.0 * right(end)),
+))  # fmt: skip

@@ -33,40 +33,6 @@ def skips_empty(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: A
     return row(x, weight, lengths[order].cumsum(0), **attrs)
 
 
-@wrong("padding-multiplied", "NaN of another group", operator="grouped_linear")
-def multiplied(row: Row, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr) -> Any:
-    # A mask of 0 and 1 as a factor: what is not finite comes through it.
-    return row(x, weight, offsets, **attrs) + 0.0 * (x @ weight.sum(0).t())
-
-
-@wrong_backward("last-rows-of-no-group", "off by one", operator="grouped_linear")
-def rest_has_gradient(
-    row: Row, grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, **attrs: Attr
-) -> Any:
-    moved = offsets.clone()
-    moved[-1:] = x.shape[0]
-    return row(grad, x, weight, moved, **attrs)
-
-
-@wrong_backward("order-of-the-sum-by-needs", "other bits when it is asked later", operator="linear")
-def order_by_needs(
-    row: Row, grad: Tensor, x: Tensor, weight: Tensor, *, needs: tuple[bool, ...], **attrs: Attr
-) -> Any:
-    if needs[0]:
-        return row(grad, x, weight, needs=needs, **attrs)
-    return row(grad.flip(0), x.flip(0), weight, needs=needs, **attrs)
-
-
-@wrong(
-    "float32-of-a-rounded-product", "intermediate result in the storage type", operator="linear",
-    select="/linear/bf16", dtypes=BOTH,
-)  # fmt: skip
-def rounded_twice(
-    row: Row, x: Tensor, weight: Tensor, bias: Any, *, out_dtype: torch.dtype | None
-) -> Any:
-    return row(x, weight, bias, out_dtype=None).to(out_dtype or x.dtype)
-
-
 @wrong("last-row-twice", "chunks that overlap", operator="linear_cross_entropy")
 def twice(
     row: Row, x: Tensor, weight: Tensor, target: Tensor, bias: Any, *, reduction: str, **attrs: Attr
@@ -91,19 +57,6 @@ def mean_of_means(
     return loss, *rest
 
 
-@wrong(
-    "logits-in-bfloat16", "intermediate result in the storage type",
-    operator="linear_cross_entropy", select="linear_cross_entropy and bf16",
-    dtypes=BOTH,
-)  # fmt: skip
-def rounded_logits(
-    row: Row, x: Tensor, weight: Tensor, target: Tensor, bias: Any, **attrs: Attr
-) -> Any:
-    logits = torch.nn.functional.linear(x.contiguous(), weight.contiguous(), bias)
-    eye = torch.eye(weight.shape[0])
-    return row(logits.float(), eye, target, None, **attrs)
-
-
 @wrong_backward("chunk-overwrites", "= for +=", operator="linear_cross_entropy")
 def last_chunk_only(
     row: Row, grad: Tensor, x: Tensor, weight: Tensor, target: Tensor, *rest: Tensor, **attrs: Attr
@@ -116,21 +69,26 @@ def last_chunk_only(
     return dx, row(grad, hidden, weight, target, *rest, **attrs)[1], dbias
 
 
-@wrong("target-wraps", "missing check of an index", operator="linear_cross_entropy")
-def wrapped(
-    row: Row,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *rest: Any,
-    ignore_index: int,
-    **attrs: Attr,
-) -> Any:
-    inside = torch.where(target == ignore_index, target, target.remainder(len(weight)))
-    return row(x, weight, inside, *rest, ignore_index=ignore_index, **attrs)
-
-
 ARGUMENTS = (
+    # A mask of 0 and 1 as a factor: what is not finite comes through it.
+    wrong_arguments("padding-multiplied", "NaN of another group", "grouped_linear",
+        y=lambda y, x, weight: y + 0.0 * (x @ weight.sum(0).t())),
+    wrong_gradients("last-rows-of-no-group", "off by one", "grouped_linear",
+        offsets=lambda offsets, x: torch.cat((offsets[:-1], 0 * offsets[-1:] + x.shape[0]))),
+    wrong_gradients("order-of-the-sum-by-needs", "other bits when it is asked later", "linear",
+        grad=lambda grad, needs: grad if needs[0] else grad.flip(0),
+        x=lambda x, needs: x if needs[0] else x.flip(0)),
+    wrong_arguments("float32-of-a-rounded-product", "intermediate result in the storage type",
+        "linear", select="/linear/bf16", dtypes=BOTH, out_dtype=None,
+        y=lambda y, x, out_dtype: y.to(out_dtype or x.dtype)),
+    wrong_arguments("logits-in-bfloat16", "intermediate result in the storage type",
+        "linear_cross_entropy", select="linear_cross_entropy and bf16", dtypes=BOTH, bias=None,
+        x=lambda x, weight, bias: torch.nn.functional.linear(
+            x.contiguous(), weight.contiguous(), bias).float(),
+        weight=lambda weight: torch.eye(weight.shape[0])),
+    wrong_arguments("target-wraps", "missing check of an index", "linear_cross_entropy",
+        target=lambda target, weight, ignore_index: torch.where(
+            target == ignore_index, target, target.remainder(len(weight)))),
     wrong_arguments("groups-shifted", "off by one", "grouped_linear",
         weight=lambda weight: weight.roll(1, 0)),
     wrong_gradients("bias-left-out", "an argument without effect", "linear_cross_entropy",

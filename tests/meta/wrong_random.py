@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,43 +67,6 @@ def cached_mask(row: Row, x: Tensor, rng: Tensor, *, p: float) -> Any:
 _masks: dict[tuple[int, float], Tensor] = {}
 
 
-class _OneGenerator(HonestBackend):
-    """Hands out the process's generator for every seed."""
-
-    def generator(self, seed: int, index: int | None = None) -> torch.Generator:
-        self.check_index(index)
-        return torch.default_generator
-
-
-class _UnseededGenerator(HonestBackend):
-    """Leaves the seed out."""
-
-    def generator(self, seed: int, index: int | None = None) -> torch.Generator:
-        self.check_index(index)
-        return torch.Generator()
-
-
-class _SeedsTheProcess(HonestBackend):
-    """Seeds the process's generator, and hands out one of its own in the same state."""
-
-    def generator(self, seed: int, index: int | None = None) -> torch.Generator:
-        self.check_index(index)
-        torch.manual_seed(seed)
-        return torch.Generator().manual_seed(seed)
-
-
-class _OneGeneratorPerSeed(HonestBackend):
-    """Who asks for a seed again gets the generator that is there already."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: dict[int, torch.Generator] = {}
-
-    def generator(self, seed: int, index: int | None = None) -> torch.Generator:
-        self.check_index(index)
-        return self.known.setdefault(seed, torch.Generator().manual_seed(seed))
-
-
 class _DeviceStateStays(HonestBackend):
     """Takes the state of torch's own generator for that of one of its own."""
 
@@ -110,27 +74,36 @@ class _DeviceStateStays(HonestBackend):
         torch.Generator().set_state(state)
 
 
-def _seeded(change: Callable[[int], int]) -> type[Backend]:
-    """Makes another number of the seed."""
+def _made_by(make: Callable[[int], torch.Generator]) -> type[Backend]:
+    """Generators are made of the seed in another way."""
 
     def generator(self: HonestBackend, seed: int, index: int | None = None) -> torch.Generator:
         self.check_index(index)
-        return torch.Generator().manual_seed(change(seed))
+        return make(seed)
 
-    return type("Seeded", (HonestBackend,), {"generator": generator})
+    return type("MadeBy", (HonestBackend,), {"generator": generator})
+
+
+def _seeded(change: Callable[[int], int]) -> type[Backend]:
+    """Makes another number of the seed."""
+    return _made_by(lambda seed: torch.Generator().manual_seed(change(seed)))
+
+
+def _seeds_the_process(seed: int) -> torch.Generator:
+    """And hands out one of its own in the same state."""
+    torch.manual_seed(seed)
+    return torch.Generator().manual_seed(seed)
 
 
 def _stateful(**methods: Any) -> type[Backend]:
     """Generators with other methods, and the state of torch's own by one of them."""
     kind: Any = type("Generator", (torch.Generator,), methods)
 
-    def generator(self: HonestBackend, seed: int, index: int | None = None) -> torch.Generator:
-        self.check_index(index)
+    def make(seed: int) -> torch.Generator:
         made: torch.Generator = kind()
-        made.manual_seed(seed)
-        return made
+        return made.manual_seed(seed)
 
-    return type("Stateful", (HonestBackend,), {"generator": generator})
+    return _made_by(make)
 
 
 def _accepts_any(self: torch.Generator, state: Tensor) -> Any:
@@ -180,25 +153,17 @@ def moves_offset(row: Row, x: Tensor, rng: Tensor, *rows: Any, **attrs: Any) -> 
     return y
 
 
-@wrong_row("rows-counted-in-the-shard", "an index of the shard", chapter="random",
-           operator="dropout")  # fmt: skip
-def own_rows(row: Row, x: Tensor, rng: Tensor, rows: Any, **attrs: Any) -> Any:
-    rows = None if rows is None else torch.arange(rows.numel()).reshape(rows.shape)
-    return row(x, rng, rows, **attrs)
-
-
-@wrong_row("keys-counted-in-the-block", "an index of the shard", chapter="random",
-           operator="attention_dropout")  # fmt: skip
-def own_keys(row: Row, *args: Any, **attrs: Any) -> Any:
-    keys = None if args[7] is None else torch.arange(args[1].shape[1])
-    return row(*args[:7], keys, **attrs)
-
-
 def _generator(name: str, bug: str, make: type[Backend]) -> Wrong:
     return Wrong(name=name, bug=bug, chapter="random", make=make, select="generator")
 
 
 ARGUMENTS = (
+    wrong_arguments("rows-counted-in-the-shard", "an index of the shard", "dropout",
+        chapter="random", rows=lambda rows:
+        None if rows is None else torch.arange(rows.numel()).reshape(rows.shape)),
+    wrong_arguments("keys-counted-in-the-block", "an index of the shard", "attention_dropout",
+        chapter="random", key_index=lambda key_index, k:
+        None if key_index is None else torch.arange(k.shape[1])),
     wrong_arguments("global-generator", "hidden state", "dropout", chapter="random",
         y=lambda x, p: torch.nn.functional.dropout(x, p)),
     wrong_arguments("high-counter-word-missing", "wrong counter", "dropout", chapter="random",
@@ -222,9 +187,9 @@ CATALOGUE: tuple[Wrong, ...] = (
     *ARGUMENTS,
     no_carry, next_word, memory_order,
     cached_mask, mask_by_threads, begins_anew, moves_offset,
-    own_rows, own_keys,
-    _generator("generator-seeds-the-process", "hidden state", _SeedsTheProcess),
-    _generator("one-generator-per-seed", "output that is not fresh", _OneGeneratorPerSeed),
+    _generator("generator-seeds-the-process", "hidden state", _made_by(_seeds_the_process)),
+    _generator("one-generator-per-seed", "output that is not fresh",
+               _made_by(cache(lambda seed: torch.Generator().manual_seed(seed)))),
     _generator("state-does-not-return", "a quiet no-op",
                _stateful(set_state=lambda self, state: self)),
     _generator("state-is-the-seed", "state that is not kept",
@@ -242,6 +207,8 @@ CATALOGUE: tuple[Wrong, ...] = (
     _generator("seed-of-a-device", "state of one device",
                type("OnTheSecond", (HonestBackend,), {"generator": _on_the_second})),
     _generator("device-state-stays", "a quiet no-op", _DeviceStateStays),
-    _generator("one-generator-for-all", "hidden state", _OneGenerator),
-    _generator("seed-ignored", "an argument without effect", _UnseededGenerator),
+    _generator("one-generator-for-all", "hidden state",
+               _made_by(lambda seed: torch.default_generator)),
+    _generator("seed-ignored", "an argument without effect",
+               _made_by(lambda seed: torch.Generator())),
 )  # fmt: skip

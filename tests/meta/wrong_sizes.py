@@ -98,12 +98,6 @@ def old_scale(row: Row, x: Tensor, rng: Tensor | None, *, format: str, block: in
     return codes, scales
 
 
-@wrong("second-pass-missing", "one of several passes", operator="hadamard")
-def one_pass(row: Row, x: Tensor, *, block: int | None) -> Any:
-    length = x.shape[-1] if block is None else block
-    return row(x, block=512 if length > 512 else block)
-
-
 @wrong("strides-not-looked-at", "layout not looked at", operator="swiglu")
 def as_if_dense(row: Row, gate: Tensor, up: Tensor) -> Any:
     if not up.is_contiguous() and up.stride()[-1] == 1:
@@ -136,13 +130,6 @@ def three_dims(row: Row, x: Tensor, *rest: Any, eps: float) -> Any:
     return y, mean, rstd
 
 
-@wrong("one-row-is-a-vector", "a case of its own", operator="layer_norm")
-def one_row(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Any:
-    if x.numel() == x.shape[-1] and x.numel() > 1 and bias is not None:
-        return row(x, weight, bias / 2.0, eps=eps)
-    return row(x, weight, bias, eps=eps)
-
-
 @wrong_backward("partial-sums-of-64-rows", "a limit of the launch", operator="layer_norm")
 def few_rows(row: Row, grad: Tensor, x: Tensor, *rest: Any, **attrs: Attr) -> Any:
     dx, dweight, dbias = row(grad, x, *rest, **attrs)
@@ -162,6 +149,10 @@ def at_most_32(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs:
 
 
 ARGUMENTS = (
+    wrong_arguments("second-pass-missing", "one of several passes", "hadamard",
+        block=lambda block, x: 512 if (x.shape[-1] if block is None else block) > 512 else block),
+    wrong_arguments("one-row-is-a-vector", "a case of its own", "layer_norm", bias=lambda bias, x:
+        bias / 2.0 if bias is not None and 1 < x.numel() == x.shape[-1] else bias),
     wrong_arguments("rows-beyond-the-grid", "a limit of the launch", "rms_norm",
         y=lambda y, x: times(y.view(-1, x.shape[-1]), slice(65535, None)).view(y.shape)),
     wrong_arguments("odd-length-left-out", "a case of its own", "softmax",

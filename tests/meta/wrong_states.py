@@ -10,28 +10,12 @@ from torch import Tensor
 
 from anychip.contract import Backend
 from tests.meta.honest import HonestBackend, HonestRows, Row, make_table, reference_rows
-from tests.meta.wrong import Wrong, wrong_row
+from tests.meta.wrong import Wrong, wrong_arguments, wrong_gradients, wrong_row
 
 wrong = partial(wrong_row, chapter="operators")
 wrong_backward = partial(wrong_row, chapter="gradients", direction="backward")
 Attr = Any
 _kept: dict[Any, Any] = {}
-
-
-@wrong("eps-of-the-first-call", "an attribute compiled in", operator="rms_norm")
-def first_eps(row: Row, x: Tensor, weight: Tensor, *, eps: float) -> Any:
-    return row(x, weight, eps=_kept.setdefault(("eps", tuple(x.shape)), eps))
-
-
-@wrong("causal-of-the-first-call", "an attribute compiled in", operator="attention")
-def first_causal(row: Row, q: Tensor, *rest: Tensor, causal: bool, **attrs: Attr) -> Any:
-    key = ("causal", tuple(q.shape), tuple(rest[0].shape))
-    return row(q, *rest, causal=_kept.setdefault(key, causal), **attrs)
-
-
-@wrong("probability-of-the-first-call", "an attribute compiled in", operator="dropout")
-def first_p(row: Row, x: Tensor, *rest: Any, p: float, **place: int) -> Any:
-    return row(x, *rest, p=_kept.setdefault(("p", x.dim()), p), **place)
 
 
 @wrong("tuned-in-place", "run twice by the first call", operator="sgd")
@@ -70,16 +54,6 @@ _local = _OfMainThread()
 _local.table = 1.0
 
 
-@wrong("table-of-the-main-thread", "per-thread state", operator="rope")
-def other_thread(row: Row, q: Tensor, k: Tensor, cos: Tensor, *rest: Tensor, **attrs: Attr) -> Any:
-    return row(q, k, cos * _local.table, *rest, **attrs)
-
-
-@wrong_backward("backward-of-the-main-thread", "per-thread state", operator="swiglu")
-def backward_thread(row: Row, grad: Tensor, *rest: Tensor, **attrs: Attr) -> Any:
-    return row(grad * _local.table, *rest, **attrs)
-
-
 @wrong_backward("gradient-added-to-the-last", "accumulator not cleared", operator="embedding")
 def not_cleared(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs: Attr) -> Any:
     (dweight,) = row(grad, indices, weight, **attrs)
@@ -98,12 +72,6 @@ def first_needs(row: Row, grad: Tensor, x: Tensor, *rest: Any, needs: Any, **att
         if value is not None and not was_needed:
             found[index] = torch.zeros_like(value)
     return tuple(found)
-
-
-@wrong_backward("value-gradient-needs-query", "wrong use of needs", operator="attention")
-def value_needs_query(row: Row, *args: Tensor, needs: Any, **attrs: Attr) -> Any:
-    dq, dk, dv = row(*args, needs=needs, **attrs)
-    return dq, dk, (dv if dv is None or needs[0] else torch.zeros_like(dv))
 
 
 @wrong_backward("gate-gradient-is-output-gradient", "output that is not fresh", operator="linear")
@@ -156,7 +124,23 @@ def _made(operator: str, change: Callable[..., Any]) -> Callable[[], Backend]:
     return make
 
 
+ARGUMENTS = (
+    wrong_arguments("eps-of-the-first-call", "an attribute compiled in", "rms_norm",
+        eps=lambda eps, x: _kept.setdefault(("eps", tuple(x.shape)), eps)),
+    wrong_arguments("causal-of-the-first-call", "an attribute compiled in", "attention",
+        causal=lambda causal, q, k:
+        _kept.setdefault(("causal", tuple(q.shape), tuple(k.shape)), causal)),
+    wrong_arguments("probability-of-the-first-call", "an attribute compiled in", "dropout",
+        p=lambda p, x: _kept.setdefault(("p", x.dim()), p)),
+    wrong_arguments("table-of-the-main-thread", "per-thread state", "rope",
+        cos=lambda cos: cos * _local.table),
+    wrong_gradients("backward-of-the-main-thread", "per-thread state", "swiglu",
+        grad=lambda grad: grad * _local.table),
+    wrong_gradients("value-gradient-needs-query", "wrong use of needs", "attention",
+        dv=lambda dv, needs: dv if needs[0] else torch.zeros_like(dv)),
+)  # fmt: skip
 CATALOGUE: tuple[Wrong, ...] = (
+    *ARGUMENTS,
     *(entry for entry in globals().values() if isinstance(entry, Wrong)),
     Wrong(
         name="weight-packed-once", bug="cache by address", chapter="operators",

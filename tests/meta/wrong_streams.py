@@ -20,40 +20,9 @@ from tests.meta.asynchronous import (
     Stream,
 )
 from tests.meta.honest import make_table, reference_rows
-from tests.meta.wrong import Wrong, wrong_parts
+from tests.meta.wrong import Call, Wrong, with_method, wrong_parts
 
-
-class NeverHolds(Event):
-    def wait(self, stream: Any = None) -> None:
-        return None
-
-
-class AlwaysComplete(Event):
-    def query(self) -> bool:
-        return True
-
-
-class HostDoesNotWait(Event):
-    def synchronize(self) -> None:
-        return None
-
-
-class IncompleteAtFirst(Event):
-    def query(self) -> bool:
-        return self.reached is not None and self.reached.is_set()
-
-
-class FirstRecordStays(Event):
-    def record(self, stream: Any = None) -> None:
-        if self.reached is None:
-            super().record(stream)
-
-
-class LooksLate(Event):
-    """Which record is waited for is looked up when the stream comes to the wait."""
-
-    def wait(self, stream: Any = None) -> None:
-        stream.add(lambda: self.reached is None or self.reached.wait())
+NeverHolds = with_method(Event, "wait", lambda *_: None)
 
 
 class HoldsOne(Event):
@@ -71,26 +40,11 @@ class HoldsOne(Event):
         self.is_taken = True
 
 
-class InSeconds(Event):
-    def elapsed_time(self, end_event: Any) -> float:
-        return super().elapsed_time(end_event) / 1000
-
-
 class StampedWhenQueued(Event):
     def record(self, stream: Any = None) -> None:
         super().record(stream)
         stamp = self.times = []
         stamp.append(time.perf_counter())
-
-
-class WaitsForNothing(Stream):
-    def wait_stream(self, stream: Any) -> None:
-        return None
-
-
-class WaitsForItself(Stream):
-    def wait_stream(self, stream: Any) -> None:
-        self.add(self.mark().wait)
 
 
 class WaitsForTheLast(Stream):
@@ -104,11 +58,6 @@ class WaitsForTheLast(Stream):
         if awaited is not None:
             awaited.wait(self)
         super().add(call)
-
-
-class AlwaysIdle(Stream):
-    def query(self) -> bool:
-        return True
 
 
 class TwoLanes(Stream):
@@ -127,11 +76,6 @@ class TwoLanes(Stream):
             super().add(call)
 
 
-class HostNeverWaits(Stream):
-    def synchronize(self) -> None:
-        return None
-
-
 class WaitsOneLate(Stream):
     """What is waited for holds back the piece after the next one."""
 
@@ -143,20 +87,6 @@ class WaitsOneLate(Stream):
         late = self.__dict__.pop("late", None)
         if late is not None:
             late.wait(self)
-
-
-class EventGivesUp(Event):
-    """A wait has an end of its own."""
-
-    def wait(self, stream: Any = None) -> None:
-        if self.reached is not None:
-            stream.add(partial(self.reached.wait, 0.3))
-
-
-class HostGivesUp(Event):
-    def synchronize(self) -> None:
-        if self.reached is not None:
-            self.reached.wait(0.3)
 
 
 class BusyWithTheLast(Progress):
@@ -184,13 +114,6 @@ def _counting(progress: type[Progress]) -> type[Stream]:
     return type("Counting", (Stream,), {"progress_type": progress})
 
 
-class RecordsNothing(Stream):
-    """The event comes back as it was."""
-
-    def record_event(self, event: Any = None) -> Any:
-        return event
-
-
 class CompleteFromTheFirst(Event):
     """Complete once, complete for ever."""
 
@@ -204,19 +127,10 @@ class CompleteFromTheFirst(Event):
             self.query()
 
 
-class OverheadIncluded(Event):
-    def elapsed_time(self, end_event: Any) -> float:
-        return super().elapsed_time(end_event) + 0.5 * (end_event is not self)
-
-
 def _event_on_current(self: AsynchronousBackend, *, timing: bool = False) -> Any:
     made: Any = Event()
     made.record = lambda stream: Event.record(made, self.current_stream())
     return made
-
-
-def _timing_never_holds(self: AsynchronousBackend, *, timing: bool = False) -> Any:
-    return NeverHolds() if timing else Event()
 
 
 def _all_but_a_named_one(self: AsynchronousBackend, index: int | None = None) -> None:
@@ -232,47 +146,14 @@ def _pool_of_four(self: AsynchronousBackend, index: int | None = None) -> Any:
     return self.streams[self.turn % 4]
 
 
-def _reads_early(method: Any) -> type[Reading]:
-    """The host does not wait where it reads by one method."""
-
-    def wait(self: Reading, func: Any) -> None:
-        if func is not method:
-            Reading.wait(self, func)
-
-    return type("ReadsEarly", (Reading,), {"wait": wait})
-
-
-def _at_once(name: str) -> type[Deferring]:
-    """One of torch's operators is not work of the stream."""
-
-    def defer(self: Deferring, func: Any, call: Callable[[], Any]) -> None:
-        call() if func.name() == name else Deferring.defer(self, func, call)
-
-    return type("AtOnce", (Deferring,), {"defer": defer})
-
-
-class NumbersAtOnce(Deferring):
-    def needs_values(self, func: Any) -> None:
-        if func is not torch.ops.aten._local_scalar_dense.default:
-            super().needs_values(func)
-
-
-class SmallCopiesAtOnce(AsynchronousMemory):
+def _small_copy_at_once(
+    memory: Any, right: Call, target: Any, source: Any, stream: Any = None
+) -> None:
     """One element is copied by the host."""
-
-    def copy_async(self, target: Any, source: Any, stream: Any = None) -> None:
-        if source.numel() > 1 or stream is None:
-            super().copy_async(target, source, stream)
-        else:
-            target.copy_(source)
-
-
-class CopiesWithGapsApart(AsynchronousMemory):
-    """A copy with strides is a kernel, on the first stream."""
-
-    def copy_async(self, target: Any, source: Any, stream: Any = None) -> None:
-        dense = source.is_contiguous() and target.is_contiguous()
-        super().copy_async(target, source, stream if dense else None)
+    if source.numel() > 1 or stream is None:
+        right(target, source, stream)
+    else:
+        target.copy_(source)
 
 
 class CopiesKeepNothing(AsynchronousMemory):
@@ -291,11 +172,6 @@ class CopiesKeepNothing(AsynchronousMemory):
         stream.add(run)
 
 
-class SwapsTimes(Event):
-    def elapsed_time(self, end_event: Any) -> float:
-        return -super().elapsed_time(end_event)
-
-
 class RecordsElsewhere(Event):
     """Records on the stream that was made last."""
 
@@ -311,14 +187,6 @@ class MadeLast(Stream):
 
 
 _made: dict[str, Any] = {}
-
-
-class CopyEngine(AsynchronousMemory):
-    """Copies have a queue of their own, which no event of the stream knows."""
-
-    def copy_async(self, target: Any, source: Any, stream: Any = None) -> None:
-        engine = _made.setdefault("engine", Stream())
-        super().copy_async(target, source, None if stream is None else engine)
 
 
 class SourceIsReadLate(AsynchronousMemory):
@@ -369,14 +237,6 @@ def _stream_of_this_thread(self: AsynchronousBackend, index: int | None = None) 
     return made
 
 
-class OnTheFirstStream(Deferring):
-    def defer(self, func: Any, call: Callable[[], Any]) -> None:
-        if func.namespace == "anychip":
-            call()
-        else:
-            super().defer(func, call)
-
-
 @contextmanager
 def _stays(self: AsynchronousBackend, stream: Any) -> Any:
     self.thread.stream = stream
@@ -411,91 +271,117 @@ def _current_only(self: AsynchronousBackend, index: int | None = None) -> None:
 
 
 wrong = partial(wrong_parts, AsynchronousBackend, chapter="streams")
+PARTS = {
+    Event: "event_type", Stream: "stream_type", Deferring: "mode_type", Reading: "read_type",
+    AsynchronousMemory: "memory_type",
+}  # fmt: skip
+
+
+def wrong_method(name: str, bug: str, select: str, of: type, method: str, change: Call) -> Wrong:
+    """``change(part, right, *args)`` in place of a method of a part of the backend."""
+    return wrong(name, bug, select, **{PARTS[of]: with_method(of, method, change)})
+
+
+def ours_at_once(mode: Any, right: Call, func: Any, call: Callable[[], Any]) -> None:
+    """Kernels of ours are launched on a stream that is not the one of the mode."""
+    call() if func.namespace == "anychip" else right(func, call)
+
 
 CATALOGUE: tuple[Wrong, ...] = (
     wrong("event-never-waits", "missing wait", "event.wait", event_type=NeverHolds),
-    wrong("event-always-complete", "completes too early", "event.query", event_type=AlwaysComplete),
-    wrong("host-does-not-wait", "missing wait", "event.synchronize", event_type=HostDoesNotWait),
-    wrong(
-        "event-incomplete-at-first", "wrong initial state", "unrecorded",
-        event_type=IncompleteAtFirst,
-    ),
-    wrong("first-record-stays", "stale state", "event.wait", event_type=FirstRecordStays),
-    wrong("elapsed-in-seconds", "wrong unit", "elapsed", event_type=InSeconds),
-    wrong(
-        "stamped-when-queued", "time of the host, not of the stream", "elapsed",
-        event_type=StampedWhenQueued,
-    ),
-    wrong("stream-waits-for-nothing", "missing wait", "wait_stream", stream_type=WaitsForNothing),
-    wrong("stream-waits-for-itself", "arguments swapped", "chain", stream_type=WaitsForItself),
-    wrong("stream-always-idle", "completes too early", "stream.query", stream_type=AlwaysIdle),
+    wrong_method("event-always-complete", "completes too early", "event.query",
+                 Event, "query", lambda *_: True),
+    wrong_method("host-does-not-wait", "missing wait", "event.synchronize",
+                 Event, "synchronize", lambda *_: None),
+    wrong_method("event-incomplete-at-first", "wrong initial state", "unrecorded", Event, "query",
+                 lambda event, _: event.reached is not None and event.reached.is_set()),
+    wrong_method("first-record-stays", "stale state", "event.wait", Event, "record",
+                 lambda event, right, stream=None: event.reached or right(stream)),
+    wrong_method("elapsed-in-seconds", "wrong unit", "elapsed", Event, "elapsed_time",
+                 lambda _, right, end: right(end) / 1000),
+    wrong("stamped-when-queued", "time of the host, not of the stream", "elapsed",
+          event_type=StampedWhenQueued),
+    wrong_method("stream-waits-for-nothing", "missing wait", "wait_stream",
+                 Stream, "wait_stream", lambda *_: None),
+    wrong_method("stream-waits-for-itself", "arguments swapped", "chain", Stream, "wait_stream",
+                 lambda stream, *_: stream.add(stream.mark().wait)),
+    wrong_method("stream-always-idle", "completes too early", "stream.query",
+                 Stream, "query", lambda *_: True),
     wrong("work-out-of-order", "order within a stream lost", "order", stream_type=TwoLanes),
-    wrong(
-        "operators-on-first-stream", "kernel on another stream", "operators",
-        mode_type=OnTheFirstStream,
-    ),
+    wrong_method("operators-on-first-stream", "kernel on another stream", "operators",
+                 Deferring, "defer", ours_at_once),
     wrong("stream-does-not-return", "state that is not restored", "use_stream", use_stream=_stays),
-    wrong(
-        "stream-of-all-threads", "process-wide state where it must be per thread", "threads",
-        __init__=_per_process,
-    ),
-    wrong("stream-does-not-wait", "missing wait", "stream.synchronize", stream_type=HostNeverWaits),
+    wrong("stream-of-all-threads", "process-wide state where it must be per thread", "threads",
+          __init__=_per_process),
+    wrong_method("stream-does-not-wait", "missing wait", "stream.synchronize",
+                 Stream, "synchronize", lambda *_: None),
     wrong("wait-one-late", "off by one", "wait_event", stream_type=WaitsOneLate),
-    wrong("times-swapped", "arguments swapped", "elapsed", event_type=SwapsTimes),
-    wrong(
-        "recorded-elsewhere", "an argument without effect", "event.wait",
-        event_type=RecordsElsewhere, stream_type=MadeLast,
-    ),
-    wrong("copy-engine-unordered", "missing wait", "copy", memory_type=CopyEngine),
-    wrong(
-        "source-read-late", "free while in use", "copy", memory_type=SourceIsReadLate,
-        synchronize=SourceIsReadLate.synchronize,
-    ),
+    wrong_method("times-swapped", "arguments swapped", "elapsed", Event, "elapsed_time",
+                 lambda _, right, end: -right(end)),
+    wrong("recorded-elsewhere", "an argument without effect", "event.wait",
+          event_type=RecordsElsewhere, stream_type=MadeLast),
+    # Copies have a queue of their own, which no event of the stream knows.
+    wrong_method("copy-engine-unordered", "missing wait", "copy", AsynchronousMemory, "copy_async",
+                 lambda _, right, target, source, stream=None:
+                 right(target, source, stream and _made.setdefault("engine", Stream()))),
+    wrong("source-read-late", "free while in use", "copy", memory_type=SourceIsReadLate,
+          synchronize=SourceIsReadLate.synchronize),
     wrong("room-of-all-streams", "workspace shared", "operators.apart", operators=_shared_room()),
-    wrong(
-        "synchronize-own-streams", "per-thread state", "synchronize.thread",
-        synchronize=_of_this_thread, stream=_stream_of_this_thread,
-    ),
-    wrong("wait-looks-late", "late binding", "event.moved", event_type=LooksLate),
+    wrong("synchronize-own-streams", "per-thread state", "synchronize.thread",
+          synchronize=_of_this_thread, stream=_stream_of_this_thread),
+    # Which record is waited for is looked up when the stream comes to the wait.
+    wrong_method("wait-looks-late", "late binding", "event.moved", Event, "wait",
+                 lambda event, _, stream:
+                 stream.add(lambda: event.reached is None or event.reached.wait())),
     wrong("event-holds-one-stream", "missing wait", "event.waiters", event_type=HoldsOne),
     wrong("last-wait-counts", "missing wait", "event.waiters", stream_type=WaitsForTheLast),
     wrong("synchronize-current-only", "missing wait", "synchronize", synchronize=_current_only),
-    wrong("event-gives-up", "a time limit that nobody set", "patience", event_type=EventGivesUp),
-    wrong("host-gives-up", "a time limit that nobody set", "patience", event_type=HostGivesUp),
-    wrong(
-        "idle-during-the-last-piece", "completes too early", "stream.query",
-        stream_type=_counting(BusyWithTheLast),
-    ),
-    wrong(
-        "host-waits-for-all-but-the-last", "off by one", "synchronize",
-        stream_type=_counting(AllButTheLast),
-    ),
-    wrong("record-event-forgets", "a quiet no-op", "wait_event", stream_type=RecordsNothing),
-    wrong(
-        "complete-once-for-ever", "stale state", "event.query", event_type=CompleteFromTheFirst,
-    ),
-    wrong("overhead-in-each-time", "two answers to one question", "elapsed",
-          event_type=OverheadIncluded),
+    wrong_method("event-gives-up", "a time limit that nobody set", "patience", Event, "wait",
+                 lambda event, _, stream:
+                 event.reached and stream.add(partial(event.reached.wait, 0.3))),
+    wrong_method("host-gives-up", "a time limit that nobody set", "patience", Event, "synchronize",
+                 lambda event, _: event.reached and event.reached.wait(0.3)),
+    wrong("idle-during-the-last-piece", "completes too early", "stream.query",
+          stream_type=_counting(BusyWithTheLast)),
+    wrong("host-waits-for-all-but-the-last", "off by one", "synchronize",
+          stream_type=_counting(AllButTheLast)),
+    # The event comes back as it was.
+    wrong_method("record-event-forgets", "a quiet no-op", "wait_event", Stream, "record_event",
+                 lambda *given: given[2]),
+    wrong("complete-once-for-ever", "stale state", "event.query", event_type=CompleteFromTheFirst),
+    wrong_method("overhead-in-each-time", "two answers to one question", "elapsed",
+                 Event, "elapsed_time",
+                 lambda event, right, end: right(end) + 0.5 * (end is not event)),
     wrong("recorded-on-the-current", "an argument without effect", "event.wait",
           event=_event_on_current),
-    wrong("event-with-times-never-waits", "missing wait", "wait_event", event=_timing_never_holds),
+    wrong("event-with-times-never-waits", "missing wait", "wait_event",
+          event=lambda _, timing=False: NeverHolds() if timing else Event()),
     wrong("synchronize-of-an-index-is-nothing", "a quiet no-op", "synchronize.index",
           synchronize=_all_but_a_named_one),
     wrong("streams-from-a-pool-of-four", "output that is not fresh", "apart", stream=_pool_of_four),
+    # The host does not wait where it reads by one method.
     *(
-        wrong(f"host-reads-early-by-{method.__name__}", "missing wait", f"read.{question}",
-              read_type=_reads_early(method))
+        wrong_method(f"host-reads-early-by-{method.__name__}", "missing wait", f"read.{question}",
+                     Reading, "wait", lambda _, right, func, m=method: func is m or right(func))
         for method, question in ((torch.Tensor.tolist, "tolist"), (torch.Tensor.cpu, "host"),
                                  (torch.Tensor.to, "to"), (torch.Tensor.__repr__, "repr"))
     ),
-    wrong("host-reads-numbers-early", "missing wait", "read.item", mode_type=NumbersAtOnce),
+    wrong_method("host-reads-numbers-early", "missing wait", "read.item", Deferring, "needs_values",
+                 lambda _, right, func:
+                 func is torch.ops.aten._local_scalar_dense.default or right(func)),
+    # One of torch's operators is not work of the stream.
     *(
-        wrong(f"{name}-at-once", "kernel on another stream", "wait_stream",
-              mode_type=_at_once(f"aten::{name}"))
+        wrong_method(f"{name}-at-once", "kernel on another stream", "wait_stream",
+                     Deferring, "defer", lambda _, right, func, call, one=f"aten::{name}":
+                     call() if func.name() == one else right(func, call))
         for name in ("clone", "copy_", "mul.Tensor")
     ),
-    wrong("small-copies-at-once", "missing wait", "copy", memory_type=SmallCopiesAtOnce),
-    wrong("copies-with-gaps-apart", "kernel on another stream", "copy",
-          memory_type=CopiesWithGapsApart),
+    wrong_method("small-copies-at-once", "missing wait", "copy",
+                 AsynchronousMemory, "copy_async", _small_copy_at_once),
+    # A copy with strides is a kernel, on the first stream.
+    wrong_method("copies-with-gaps-apart", "kernel on another stream", "copy",
+                 AsynchronousMemory, "copy_async", lambda _, right, target, source, stream=None:
+                 right(target, source,
+                       stream if source.is_contiguous() and target.is_contiguous() else None)),
     wrong("copies-keep-nothing", "free while in use", "copy.kept", memory_type=CopiesKeepNothing),
 )  # fmt: skip

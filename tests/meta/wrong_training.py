@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.meta.honest import HonestRows, Row
-from tests.meta.wrong import Change, Wrong, wrong_row
+from tests.meta.wrong import Change, Wrong, wrong_arguments, wrong_row
 from tests.meta.wrong_updates import digits_of
 
 Attr = Any
@@ -26,6 +26,14 @@ def wrong(
         name, bug, chapter=chapter, operator=operator, direction=direction, select=select
     )
     return lambda change: replace(wrap(change), twin=HonestRows)
+
+
+def wrong_values(
+    name: str, bug: str, chapter: str, operator: str, select: str, **how: Any
+) -> Wrong:
+    """As wrong_arguments, with one twin for all."""
+    wrong = wrong_arguments(name, bug, operator, chapter=chapter, select=select, **how)
+    return replace(wrong, twin=HonestRows)
 
 
 # Optimizer
@@ -67,19 +75,10 @@ def narrow_moments(row: Row, *args: Any, **attrs: Attr) -> Any:
         moment.copy_(moment.bfloat16())
 
 
-@wrong("correction-from-zero", "bias correction step off by one", "optimizer", "lamb", "lamb/plain")
-def late_correction(row: Row, *args: Any, **attrs: Attr) -> Any:
+def _one_step_on(row: Row, *args: Any, **attrs: Attr) -> Any:
     step = args[5] + 1.0
     row(*args[:5], step, *args[6:], **attrs)
     args[5].copy_(step - 1.0)
-
-
-@wrong("clip-of-some-only", "one of a list forgotten", "optimizer", "lion", "lion/clip")
-def clips_some(row: Row, params: Any, grads: Any, moments: Any, lr: Any, step: Any, scale: Any,
-               clip: Any, *rest: Any, **attrs: Attr) -> Any:  # fmt: skip
-    if clip is not None:
-        grads = [*grads[:-1], grads[-1] / clip]
-    row(params, grads, moments, lr, step, scale, clip, *rest, **attrs)
 
 
 @wrong("skip-decays-anyway", "a flag that is not looked at everywhere", "optimizer", "adamw",
@@ -98,29 +97,6 @@ def own_moments(row: Row, params: Any, grads: Any, moments: Any, *rest: Any, **a
     row(params, grads, kept, *rest, **attrs)
     for moment, own in zip(moments, kept, strict=True):
         moment.copy_(own)
-
-
-@wrong("decay-of-the-first-group", "an attribute compiled in", "optimizer", "adamw", "adamw/plain")
-def first_decay(row: Row, *args: Any, weight_decay: float, **attrs: Attr) -> Any:
-    row(*args, weight_decay=_Kept.decays.setdefault("adamw", weight_decay), **attrs)
-
-
-@wrong("rate-of-the-first-group", "stale operand", "optimizer", "lamb", "lamb/plain")
-def first_group_rate(row: Row, *args: Any, **attrs: Attr) -> Any:
-    larger = args[4] * 2.0 if attrs["weight_decay"] == 0.0 else args[4]
-    row(*args[:4], larger, *args[5:], **attrs)
-
-
-@wrong("scale-left-in", "an argument without effect", "optimizer", "sgd", "sgd/scaled")
-def keeps_scale(row: Row, params: Any, grads: Any, buffers: Any, lr: Any, step: Any, scale: Any,
-                *rest: Any, **attrs: Attr) -> Any:  # fmt: skip
-    row(params, grads, buffers, lr, step, None, *rest, **attrs)
-
-
-@wrong("overflow-not-seen", "loss scale that never backs off", "optimizer", "unscale_and_check",
-       "loss-scale")  # fmt: skip
-def never_backs_off(row: Row, grads: Any, scale: Tensor, found_inf: Tensor) -> Any:
-    row(grads, scale, torch.zeros_like(found_inf))
 
 
 @wrong("overflow-for-ever", "loss scale that never grows", "optimizer", "unscale_and_check",
@@ -160,11 +136,6 @@ def local_norm(row: Row, tensors: Any) -> Any:
     empty = [index for index, tensor in enumerate(tensors) if not tensor.numel()]
     found[empty[0] if empty else len(tensors) :] = 0
     return found
-
-
-@wrong("trust-of-the-shard", "norm of a part in place of the whole", "zero", "lamb", "zero/1/lamb")
-def shard_trust(row: Row, *args: Any, **attrs: Attr) -> Any:
-    row(*args[:10], None, **attrs)
 
 
 @wrong("sum-of-a-part-in-16-bits", "bits that depend on the cut", "zero", "sums_of_squares",
@@ -219,35 +190,6 @@ def one_buffer(row: Row, x: Tensor, **attrs: Attr) -> Any:
 # Training
 
 
-@wrong("gradient-too-large-by-1e-5", "a small bias", "training", "linear", "momentum", "backward")
-def biased(row: Row, *args: Any, **attrs: Attr) -> Any:
-    dx, dweight, dbias = row(*args, **attrs)
-    return dx, (None if dweight is None else dweight * (1.0 + 1e-5)), dbias
-
-
-@wrong("one-layer-without-gradient", "gradient dropped", "training", "linear", "momentum",
-       "backward")  # fmt: skip
-def dropped(row: Row, grad: Tensor, x: Tensor, weight: Tensor, *rest: Any, **attrs: Attr) -> Any:
-    dx, dweight, dbias = row(grad, x, weight, *rest, **attrs)
-    if dweight is not None and weight.shape[0] == 4 * weight.shape[1]:
-        dweight = torch.zeros_like(dweight)
-    return dx, dweight, dbias
-
-
-@wrong("correction-off-by-one", "bias correction step off by one", "training", "adamw", "adamw")
-def early_correction(row: Row, *args: Any, **attrs: Attr) -> Any:
-    step = args[5] + 1.0
-    row(*args[:5], step, *args[6:], **attrs)
-    args[5].copy_(step - 1.0)
-
-
-@wrong("probabilities-in-bf16", "lower precision of an intermediate result", "training",
-       "cross_entropy", "adamw", "backward")  # fmt: skip
-def coarse(row: Row, *args: Any, **attrs: Attr) -> Any:
-    (dlogits,) = row(*args, **attrs)
-    return (dlogits.bfloat16().float(),)
-
-
 @wrong("update-lost-now-and-then", "a race", "training", "sgd", "momentum")
 def loses_update(row: Row, *args: Any, **attrs: Attr) -> Any:
     _Kept.calls += 1
@@ -279,16 +221,40 @@ def late_weights(row: Row, x: Tensor, weight: Tensor, bias: Tensor | None, **att
     return row(x, used.view(weight.shape), bias, **attrs)
 
 
-@wrong("repeated-token-averaged", "mean for a sum", "training", "embedding", "momentum",
-       "backward")  # fmt: skip
-def averaged(row: Row, grad: Tensor, indices: Tensor, weight: Tensor, **attrs: Attr) -> Any:
-    (dweight,) = row(grad, indices, weight, **attrs)
-    counts = torch.bincount(indices.reshape(-1), minlength=weight.shape[0]).clamp(min=1)
-    return (dweight / counts.unsqueeze(-1),)
-
-
 @wrong("slope-of-the-sigmoid", "derivative of another form", "training", "gelu", "momentum",
        "backward")  # fmt: skip
 def sigmoid_slope(row: Row, grad: Tensor, x: Tensor, **attrs: Attr) -> Any:
     sigmoid = torch.sigmoid(1.702 * x)
     return (grad * (sigmoid + 1.702 * x * sigmoid * (1.0 - sigmoid)),)
+
+
+ARGUMENTS = (
+    wrong_values("clip-of-some-only", "one of a list forgotten", "optimizer", "lion", "lion/clip",
+        grads=lambda grads, clip: grads if clip is None else [*grads[:-1], grads[-1] / clip]),
+    wrong_values("decay-of-the-first-group", "an attribute compiled in", "optimizer", "adamw",
+        "adamw/plain", weight_decay=lambda weight_decay:
+        _Kept.decays.setdefault("adamw", weight_decay)),
+    wrong_values("rate-of-the-first-group", "stale operand", "optimizer", "lamb", "lamb/plain",
+        lr=lambda lr, weight_decay: lr * 2.0 if weight_decay == 0.0 else lr),
+    wrong_values("scale-left-in", "an argument without effect", "optimizer", "sgd", "sgd/scaled",
+        scale=None),
+    wrong_values("overflow-not-seen", "loss scale that never backs off", "optimizer",
+        "unscale_and_check", "loss-scale", found_inf=lambda found_inf: found_inf.clone().zero_()),
+    wrong_values("trust-of-the-shard", "norm of a part in place of the whole", "zero", "lamb",
+        "zero/1/lamb", trust=None),
+    wrong_values("gradient-too-large-by-1e-5", "a small bias", "training", "linear", "momentum",
+        direction="backward", dweight=lambda dweight: dweight * (1.0 + 1e-5)),
+    wrong_values("one-layer-without-gradient", "gradient dropped", "training", "linear", "momentum",
+        direction="backward", dweight=lambda dweight:
+        dweight * float(dweight.shape[0] != 4 * dweight.shape[1])),
+    wrong_values("probabilities-in-bf16", "lower precision of an intermediate result", "training",
+        "cross_entropy", "adamw", direction="backward",
+        dlogits=lambda dlogits: dlogits.bfloat16().float()),
+    wrong_values("repeated-token-averaged", "mean for a sum", "training", "embedding", "momentum",
+        direction="backward", dweight=lambda dweight, indices: dweight / torch.bincount(
+            indices.reshape(-1), minlength=len(dweight)).clamp(min=1).unsqueeze(-1)),
+    wrong("correction-from-zero", "bias correction step off by one", "optimizer", "lamb",
+        "lamb/plain")(_one_step_on),
+    wrong("correction-off-by-one", "bias correction step off by one", "training", "adamw",
+        "adamw")(_one_step_on),
+)  # fmt: skip

@@ -16,12 +16,6 @@ wrong = partial(wrong_row, chapter="operators")
 Attr = Any
 
 
-@wrong("momentum-dampened", "another definition of a term", operator="sgd")
-def dampened(row: Row, params: Any, grads: Any, *rest: Any, momentum: float, **attrs: Attr) -> Any:
-    smaller = [g * (1.0 - momentum) for g in grads]
-    row(params, smaller, *rest, momentum=momentum, **attrs)
-
-
 _SEEN: set[bytes] = set()
 
 
@@ -56,22 +50,6 @@ def positive_zero(row: Row, params: Any, grads: Any, moments: Any, lr: Tensor, *
         param.sub_(torch.where(mask, 0.0 if skipped else lr, 0.0))
 
 
-@wrong("lion-found-inf-ignored", "a flag without effect", operator="lion")
-def lion_anyway(row: Row, *args: Any, **attrs: Attr) -> Any:
-    row(*args[:7], None, args[8], **attrs)
-
-
-@wrong("trust-ratio-missing", "missing factor", operator="lamb")
-def no_trust(row: Row, *args: Any, **attrs: Attr) -> Any:
-    trust = torch.ones(len(args[0])) if args[10] is None else args[10]
-    row(*args[:10], trust, **attrs)
-
-
-@wrong("trust-of-given-ignored", "an argument without effect", operator="lamb")
-def own_trust(row: Row, *args: Any, **attrs: Attr) -> Any:
-    row(*args[:10], None, **attrs)
-
-
 @wrong("trust-of-zero-is-zero", "a special case forgotten", operator="lamb")
 def zero_trust(row: Row, *args: Any, **attrs: Attr) -> Any:
     empty = [float(p.norm()) == 0.0 for p in args[0]]
@@ -91,12 +69,6 @@ def decay_outside(row: Row, *args: Any, weight_decay: float, **attrs: Attr) -> A
         for param in args[0]:
             param.mul_(1.0 - float(args[4]) * weight_decay)
     row(*args, weight_decay=0.0, **attrs)
-
-
-@wrong("norms-before-the-step", "stale operand", operator="lamb_sums_of_squares")
-def stale_moments(row: Row, params: Any, grads: Any, *rest: Any, **attrs: Attr) -> Any:
-    nothing = [torch.zeros_like(g) for g in grads]
-    return row(params, nothing, *rest, **attrs)
 
 
 exact = partial(wrong, operator="sums_of_squares", select="/sums_of_squares/")
@@ -197,6 +169,14 @@ def cleared_codes(row: Row, *args: Any, **attrs: Attr) -> Any:
 
 
 ARGUMENTS = (
+    wrong_arguments("momentum-dampened", "another definition of a term", "sgd",
+        grads=lambda grads, momentum: [g * (1.0 - momentum) for g in grads]),
+    wrong_arguments("lion-found-inf-ignored", "a flag without effect", "lion", found_inf=None),
+    wrong_arguments("trust-ratio-missing", "missing factor", "lamb",
+        trust=lambda trust, params: torch.ones(len(params)) if trust is None else trust),
+    wrong_arguments("trust-of-given-ignored", "an argument without effect", "lamb", trust=None),
+    wrong_arguments("norms-before-the-step", "stale operand", "lamb_sums_of_squares",
+        grads=lambda grads: [torch.zeros_like(g) for g in grads]),
     wrong_arguments("weights-unsquared-rows-swapped", "results swapped", "lamb_sums_of_squares",
         y=lambda y: y.flip(0)),
     wrong_arguments("nesterov-ignored", "an attribute without effect", "sgd", nesterov=False),
